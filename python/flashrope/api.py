@@ -1,0 +1,172 @@
+"""The public calls: argument checks, then one operator."""
+
+from __future__ import annotations
+
+import torch
+
+from . import ops  # noqa: F401  registers the operators
+from .backends import Call, backend, choose
+from .rotary import Rotary
+
+__all__ = ["attention", "attention_varlen"]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary, causal: bool = True,
+              softmax_scale: float | None = None, positions: torch.Tensor | None = None, return_lse: bool = False,
+              impl: str | None = None):
+    """Attention over raw q, k, v with the rotary scheme applied inside; gradients are those of raw q, k, v.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16, float32 (or float64 where the implementation has it).
+        k, v: (batch, seqlen_k, heads_kv, head_dim), like q; heads_q is a multiple of heads_kv.
+        rotary: the scheme; its head_dim is q's.
+        causal: query row r sees keys 0 to r + seqlen_k - seqlen_q (bottom-right alignment); False sees all.
+        softmax_scale: default head_dim ** -0.5.
+        positions: (batch, seqlen) or (batch, seqlen, axes) numbers to use as positions instead of 0, 1, 2, ...;
+            for schemes of one band and seqlen_q == seqlen_k. Causality and windows still go by index.
+        return_lse: also return the log-sum-exp of the scores.
+        impl: None picks by device; "triton", "cpu" or "reference" ask for one by name.
+
+    Returns:
+        out, like q and contiguous; with return_lse (out, lse), lse (batch, heads_q, seqlen_q) float32 in natural-log
+        units. A row without keys gives out 0 and lse -inf.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what came. No check waits for the device.
+    """
+    q, k, v = _autocast(q, k, v)
+    _check_tensors(q, k, v, rotary, rank=4)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k: expected batch {q.shape[0]} as in q, got {k.shape[0]}")
+    if positions is not None:
+        positions = _check_positions(positions, q, k, rotary)
+    elif rotary.axis:
+        raise ValueError(f"positions: an axial scheme needs them, shape (batch, seqlen, {rotary.axes})")
+    return _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, None, None, q.shape[1], k.shape[1])
+
+
+def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary, cu_seqlens_q: torch.Tensor,
+                     cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = True,
+                     softmax_scale: float | None = None, return_lse: bool = False, impl: str | None = None):
+    """``attention`` over packed sequences of different lengths.
+
+    Args:
+        q: (total_q, heads_q, head_dim); sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+        k, v: (total_k, heads_kv, head_dim).
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on q's device, non-decreasing from 0. Values that lie on a
+            GPU are not read by the host; the kernels clamp them to the buffers.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; rows beyond them are not computed.
+        The other arguments are those of ``attention``.
+
+    Returns:
+        out like q; with return_lse (out, lse), lse (heads_q, total_q) float32. Rows that no sequence holds are 0 and -inf.
+    """
+    q, k, v = _autocast(q, k, v)
+    _check_tensors(q, k, v, rotary, rank=3)
+    if rotary.axis:
+        raise ValueError("rotary: an axial scheme needs positions, which packed sequences do not carry")
+    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
+    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k, "k", max_seqlen_k)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)} as cu_seqlens_q, got {tuple(cu_seqlens_k.shape)}")
+    return _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+
+
+def _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    impl = choose(impl, q)
+    if impl == "reference":
+        call = Call(rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        out, lse = backend(impl).attention(q, k, v, call)
+    else:
+        out, lse, _ = torch.ops.flashrope.attention(q, k, v, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                                    rotary.text, causal, softmax_scale, impl)
+    return (out, lse) if return_lse else out
+
+
+def _autocast(*tensors):
+    """Under torch.autocast, float32 goes in and the autocast type comes out, as in scaled_dot_product_attention."""
+    if not isinstance(tensors[0], torch.Tensor):
+        return tensors
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in tensors)
+
+
+def _check_tensors(q, k, v, rotary, rank: int) -> None:
+    layout = "(batch, seqlen, heads, head_dim)" if rank == 4 else "(total, heads, head_dim)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.ndim != rank:
+            raise ValueError(f"{name}: expected {layout}, got shape {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: expected {q.dtype} as in q, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as in q, got {x.device}")
+        if x.shape[-1] != q.shape[-1]:
+            raise ValueError(f"{name}: expected head_dim {q.shape[-1]} as in q, got {x.shape[-1]}")
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
+    head_dim = q.shape[-1]
+    if head_dim % 8 or not 8 <= head_dim <= 256:
+        raise ValueError(f"q: expected head_dim to be a multiple of 8 up to 256, got {head_dim}")
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected shape {tuple(k.shape)} as k, got {tuple(v.shape)}")
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    if not heads_kv or heads_q % heads_kv:
+        raise ValueError(f"q: expected heads_q to be a multiple of heads_kv = {heads_kv}, got {heads_q}")
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
+    if rotary.head_dim != head_dim:
+        raise ValueError(f"rotary: its head_dim is {rotary.head_dim}, q's is {head_dim}")
+
+
+def _check_positions(positions, q, k, rotary) -> torch.Tensor:
+    if not isinstance(positions, torch.Tensor):
+        raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
+    if len(rotary.bands) != 1 or (rotary.bands[0].slope, rotary.bands[0].offset) != (1, 0):
+        raise ValueError(f"positions: only schemes whose distance is d everywhere take them, this one has bands {rotary.bands}")
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"positions: need seqlen_q == seqlen_k, got {q.shape[1]} and {k.shape[1]}")
+    if positions.device != q.device:
+        raise ValueError(f"positions: expected device {q.device} as q, got {positions.device}")
+    if positions.dtype == torch.bool or positions.is_complex():
+        raise TypeError(f"positions: expected numbers, got {positions.dtype}")
+    shape = tuple(q.shape[:2]) + ((rotary.axes,) if rotary.axis else ())
+    if tuple(positions.shape) not in (shape, shape[1:], (1, *shape[1:])):
+        raise ValueError(f"positions: expected shape {shape} or {shape[1:]}, got {tuple(positions.shape)}")
+    return positions.expand(shape)
+
+
+def _check_cu_seqlens(name, cu_seqlens, x, x_name, max_seqlen) -> None:
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(f"{name}: expected an int32 tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"{name}: expected int32, got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{name}: expected shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"{name}: expected device {x.device} as {x_name}, got {cu_seqlens.device}")
+    if not cu_seqlens.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got stride {cu_seqlens.stride()}")
+    maximum = name.replace("cu_seqlens", "max_seqlen")
+    if not isinstance(max_seqlen, (int, torch.SymInt)) or isinstance(max_seqlen, bool) or max_seqlen < 0:
+        raise ValueError(f"{maximum}: expected a non-negative integer, got {max_seqlen!r}")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # host memory: reading it waits for nothing
+        values = cu_seqlens.tolist()
+        if values[0] != 0:
+            raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
+        lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+        if any(length < 0 for length in lengths):
+            raise ValueError(f"{name}: expected non-decreasing values, got {values}")
+        if values[-1] > x.shape[0]:
+            raise ValueError(f"{name}: ends at {values[-1]}, {x_name} has {x.shape[0]} rows")
+        if lengths and max(lengths) > max_seqlen:
+            raise ValueError(f"{maximum}: expected at least the longest sequence, {max(lengths)}, got {max_seqlen}")

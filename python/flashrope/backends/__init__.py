@@ -1,0 +1,70 @@
+"""Implementations of the attention operators. They share this call description and never import one another."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from ..rotary import Band, Rotary
+
+IMPLEMENTATIONS = ("triton", "cuda", "cpu", "reference")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """What one attention call asks for, beside q, k and v.
+
+    Packed sequences (cu_seqlens_q is given): q (total_q, heads_q, head_dim), lse (heads_q, total_q).
+    Otherwise: q (batch, seqlen_q, heads_q, head_dim), lse (batch, heads_q, seqlen_q).
+    """
+
+    rotary: Rotary
+    causal: bool
+    softmax_scale: float
+    positions: torch.Tensor | None = None  # (batch, seqlen) or (batch, seqlen, axes)
+    cu_seqlens_q: torch.Tensor | None = None  # (sequences + 1,) int32
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+    @property
+    def bands(self) -> tuple[Band, ...]:
+        return self.rotary.bands_for(self.causal)
+
+    @property
+    def score_scale(self) -> float:
+        """softmax_scale and the scheme's temperature, applied to the float32 scores."""
+        return self.softmax_scale * self.rotary.temperature
+
+    @property
+    def log_n(self) -> tuple[float, float]:
+        """(factor, floor): the query at position i is scaled by max(floor, factor * ln(i + 1))."""
+        if self.rotary.log_n_scale is None:
+            return 0.0, 1.0
+        train_length, clip = self.rotary.log_n_scale
+        return 1 / math.log(train_length), 1.0 if clip else 0.0
+
+    def lse_shape(self, q: torch.Tensor) -> tuple[int, ...]:
+        return (q.shape[1], q.shape[0]) if self.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
+
+
+def backend(impl: str) -> ModuleType:
+    return import_module(f".{impl}", __name__)
+
+
+def choose(impl: str | None, q: torch.Tensor) -> str:
+    """The implementation to use for tensors like q; raises with the reason where the one asked for cannot serve."""
+    if impl is None:
+        if q.is_cuda and q.dtype != torch.float64:
+            return "triton"
+        return "cpu" if q.device.type == "cpu" else "reference"
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl: expected None or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    reason = backend(impl).refusal(q)
+    if reason:
+        raise ValueError(f"impl={impl!r} cannot serve this call: {reason}")
+    return impl
