@@ -44,7 +44,7 @@ def one_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) ->
 
     factor, floor = call.log_n
     if factor:
-        log_n = (factor * torch.log(position_q.to(torch.float64) + 1)).clamp(min=floor)
+        log_n = (factor * torch.log(position_q.to(torch.float64).clamp(min=0) + 1)).clamp(min=floor)
         q = q * log_n[..., None, None].to(q)
 
     seen = torch.zeros_like(distance, dtype=torch.bool)

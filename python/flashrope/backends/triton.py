@@ -1,0 +1,228 @@
+"""Launches the Triton kernels: allocates, picks tiles, passes tables. CPU tensors run in Triton's interpreter."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import lru_cache
+
+import torch
+
+try:
+    import triton
+
+    from ..triton_kernels import configs
+    from ..triton_kernels.backward import attention_delta, attention_grad_kv, attention_grad_q
+    from ..triton_kernels.forward import attention_forward
+    from ..triton_kernels.tiles import Angles, Scales, strided
+    from ..triton_kernels.turn import turn_rows
+
+    IMPORT_ERROR = ""
+except ImportError as error:  # no wheel for this platform
+    IMPORT_ERROR = str(error)
+
+from ..angles import coarse_rows, padded_pairs, position_table, turns, two_level_table
+from ..rotary import Rotary
+from . import Call
+
+UNBOUNDED = 1 << 30  # distances fit in 32 bits with room to add positions
+
+
+def interpreted() -> bool:
+    return not IMPORT_ERROR and bool(triton.knobs.runtime.interpret)
+
+
+def refusal(q: torch.Tensor) -> str:
+    if IMPORT_ERROR:
+        return f"triton cannot be imported ({IMPORT_ERROR})"
+    if q.dtype == torch.float64:
+        return "the Triton kernels compute in float32; float64 has impl='reference' or, on the CPU, impl='cpu'"
+    if interpreted() or q.device.type == "meta":
+        return ""
+    if not q.is_cuda:
+        return f"the Triton kernels need a CUDA device, q is on {q.device} (on the CPU set TRITON_INTERPRET=1 before the start)"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return f"the Triton kernels need compute capability 8.0 or newer, {q.device} has {torch.cuda.get_device_capability(q.device)}"
+    return ""
+
+
+def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
+    """The one place where kernels start; the compile gate puts itself here."""
+    kernel[grid](*args, **options)
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call):
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(call.lse_shape(q), dtype=torch.float32, device=q.device)
+    turned_keys = k.new_empty(turned_keys_shape(k, call))
+    if call.cu_seqlens_q is not None or _nothing_to_do(q, k, call):
+        out.zero_()  # rows that no sequence holds
+        lse.fill_(float("-inf"))
+    if not _nothing_to_do(q, k, call):
+        with _device(q):
+            plan = _Plan(q, k, v, call)
+            plan.turn(k, turned_keys, plan.key_slots, keys=True)
+            plan.attend(q, k, turned_keys, v, out, lse)
+    return out, lse, turned_keys
+
+
+def backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, call: Call):
+    grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if call.cu_seqlens_q is not None or _nothing_to_do(q, k, call):
+        for grad in (grad_q, grad_k, grad_v):
+            grad.zero_()
+    if not _nothing_to_do(q, k, call):
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        with _device(q):
+            plan = _Plan(q, k, v, call, grad_out)
+            turned_q = q.new_empty(len(call.bands), _rows(q), *q.shape[-2:])
+            plan.turn(q, turned_q, plan.query_slots, keys=False)
+            delta = plan.delta(out, grad_out, grad_lse, lse)
+            plan.grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k, grad_v)
+            plan.grad_q(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q)
+    return grad_q, grad_k, grad_v
+
+
+def turned_keys_shape(k: torch.Tensor, call: Call) -> tuple[int, ...]:
+    """(slots, rows, heads_kv, head_dim): the keys once for every slope that turns them."""
+    slots = len(_slots(call.rotary, call.causal)[1])
+    return (slots, _rows(k), *k.shape[-2:]) if slots else (0,)
+
+
+class _Plan:
+    """The arguments that the launches of one call share."""
+
+    def __init__(self, q, k, v, call: Call, grad_out=None):
+        self.call = call
+        self.heads_q, self.heads_kv, head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
+        self.packed = call.cu_seqlens_q is not None
+        self.batch = call.cu_seqlens_q.shape[0] - 1 if self.packed else q.shape[0]
+        self.seqlen_q, self.seqlen_k = q.shape[-3], k.shape[-3]
+        self.max_seqlen_q = min(call.max_seqlen_q, self.seqlen_q)
+        self.max_seqlen_k = min(call.max_seqlen_k, self.seqlen_k)
+        self.cu_seqlens = (call.cu_seqlens_q, call.cu_seqlens_k)
+
+        rotary = call.rotary
+        bands, self.key_slots, self.query_slots = _slots(rotary, call.causal)
+        if call.positions is None:
+            coarse = coarse_rows(max(self.seqlen_q, self.seqlen_k))
+            self.angles = Angles(two_level_table(rotary, call.causal, coarse, q.device), None)
+        else:
+            self.angles = Angles(position_table(rotary, call.positions), _scalar_positions(call.positions))
+        self.table_rows = self.angles.table.numel() // (self.angles.table.shape[0] * 2 * padded_pairs(rotary))
+        self.bands = _integers(bands, q.device)
+        self.scales = Scales(call.score_scale, *call.log_n)
+        self.layout = dict(HEAD_DIM=head_dim, ROTARY_DIM=rotary.rotary_dim if any(rotary.theta) else 0, INTERLEAVED=rotary.interleaved,
+                           PAIRS=padded_pairs(rotary))
+        self.many = dict(**self.layout, NUM_BANDS=len(bands))
+        self.block_d = max(16, triton.next_power_of_2(head_dim))
+        self.capability = _capability(q.device)
+        self.itemsize = q.element_size()
+        self.vec = 16 // self.itemsize if all(_aligned(x) for x in (q, k, v, grad_out) if x is not None) else 1
+
+    def options(self, direction: str):
+        tile = configs.tile(direction, self.capability, self.block_d, self.itemsize)
+        return tile, dict(VEC=self.vec, BLOCK_D=self.block_d, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+                          num_stages=tile.num_stages)
+
+    def turn(self, x, out, slots, keys: bool) -> None:
+        """Fills out (slot, row, head, head_dim) with x at every slot's turn."""
+        if not slots:
+            return
+        lengths = (self.seqlen_q, self.seqlen_k, self.max_seqlen_q)
+        cu_seqlens = self.cu_seqlens
+        scales = self.scales
+        if keys:
+            lengths = (self.seqlen_k, self.seqlen_q, self.max_seqlen_k)
+            cu_seqlens = cu_seqlens[::-1]
+            scales = Scales(1.0, 0.0, 1.0)
+        heads = x.shape[-2]
+        grid = (triton.cdiv(lengths[2], configs.TURN_ROWS) * self.batch, triton.cdiv(heads, configs.TURN_HEADS), len(slots))
+        launch(turn_rows, grid, strided(x), strided(out), _integers(slots, x.device), self.angles, *cu_seqlens, *lengths,
+               self.table_rows, heads, scales, **self.layout, VEC=self.vec, BLOCK_D=self.block_d, BLOCK_M=configs.TURN_ROWS,
+               HEADS_PER_PROGRAM=configs.TURN_HEADS, num_warps=configs.TURN_WARPS)
+
+    def attend(self, q, k, turned_keys, v, out, lse) -> None:
+        tile, options = self.options("forward")
+        grid = (triton.cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
+        launch(attention_forward, grid, strided(q), strided(k), self._turned(turned_keys, k), strided(v), out, lse, self.angles,
+               self.bands, *self.cu_seqlens, self.seqlen_q, self.seqlen_k, self.max_seqlen_q, self.table_rows, self.heads_q,
+               self.heads_kv, self.scales, **self.many, **options)
+
+    def delta(self, out, grad_out, grad_lse, lse):
+        delta = torch.empty_like(lse)
+        grid = (triton.cdiv(self.max_seqlen_q, configs.DELTA_ROWS) * self.batch * self.heads_q,)
+        launch(attention_delta, grid, out, strided(grad_out), grad_lse, delta, self.cu_seqlens[0], self.seqlen_q, self.max_seqlen_q,
+               self.heads_q, HEAD_DIM=self.layout["HEAD_DIM"], VEC=self.vec, BLOCK_D=self.block_d, BLOCK_M=configs.DELTA_ROWS,
+               num_warps=configs.DELTA_WARPS)
+        return delta
+
+    def grad_kv(self, turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k, grad_v) -> None:
+        tile, options = self.options("grad_kv")
+        grid = (triton.cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv,)
+        launch(attention_grad_kv, grid, strided(turned_q), strided(k), self._turned(turned_keys, k), strided(v), strided(grad_out),
+               lse, delta, grad_k, grad_v, self.angles, self.bands, *self.cu_seqlens, self.seqlen_q, self.seqlen_k,
+               self.max_seqlen_k, self.table_rows, self.heads_q, self.heads_kv, self.scales, **self.many, **options)
+
+    def grad_q(self, turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q) -> None:
+        tile, options = self.options("grad_q")
+        grid = (triton.cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
+        launch(attention_grad_q, grid, strided(turned_q), strided(k), self._turned(turned_keys, k), strided(v), strided(grad_out),
+               lse, delta, grad_q, self.angles, self.bands, *self.cu_seqlens, self.seqlen_q, self.seqlen_k, self.max_seqlen_q,
+               self.table_rows, self.heads_q, self.heads_kv, self.scales, **self.many, **options)
+
+    def _turned(self, turned_keys, k):
+        return strided(turned_keys if self.key_slots else k)
+
+
+@lru_cache(maxsize=1024)
+def _slots(rotary: Rotary, causal: bool):
+    """(bands, key_slots, query_slots). bands: start, stop, table slot of the query, index in key_slots or -1 for raw keys,
+    table slot of the key. key_slots, query_slots: the table slot of every slot of the workspaces."""
+    turning = turns(rotary, causal)
+    moves = any(rotary.theta)
+    bands, key_slots, query_slots = [], [], []
+    for start, stop, slope, offset in rotary.bands_for(causal):
+        query = turning.index((slope, offset)) if moves else 0
+        key = turning.index((slope, 0.0)) if moves else 0
+        if key and key not in key_slots:
+            key_slots.append(key)
+        query_slots.append(query)
+        bands.append((_distance(start), _distance(stop), query, key_slots.index(key) if key else -1, key))
+    return tuple(bands), tuple(key_slots), tuple(query_slots)
+
+
+@lru_cache(maxsize=1024)
+def _integers(values, device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _distance(bound: float) -> int:
+    return int(max(-UNBOUNDED, min(UNBOUNDED, bound)))
+
+
+def _rows(x: torch.Tensor) -> int:
+    return x.shape[0] * x.shape[1] if x.ndim == 4 else x.shape[0]
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+
+
+def _scalar_positions(positions: torch.Tensor) -> torch.Tensor:
+    """float32 (batch, seqlen) for log n; an axial scheme has none and passes its first axis unread."""
+    return (positions if positions.ndim == 2 else positions[..., 0]).to(torch.float32).contiguous()
+
+
+def _nothing_to_do(q, k, call: Call) -> bool:
+    return q.numel() == 0 or k.numel() == 0 or not call.bands
+
+
+def _capability(device: torch.device) -> int:
+    if interpreted():
+        return 80
+    return triton.runtime.driver.active.get_current_target().arch
+
+
+def _device(x: torch.Tensor):
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

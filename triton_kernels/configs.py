@@ -1,0 +1,60 @@
+"""The only tuning numbers: tile sizes, warps and pipeline stages by architecture, head_dim and direction.
+
+Keys are (BLOCK_D, two bytes per element?). Compute capability picks a table: "sm80" (A100), "sm86" (sm_86 and sm_89, 99 KB
+of shared memory), "sm90" (H100, H200 and, until one was measured, everything newer).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """block_m: query rows, block_n: key rows of a tile."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Rows are {BLOCK_D: Tile}. BLOCK_D is the power of two that holds head_dim.
+HALF = {
+    "sm80": {
+        "forward": {16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
+        "grad_kv": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
+        "grad_q": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+    },
+    "sm86": {
+        "forward": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(128, 64, 4, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
+        "grad_kv": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 8, 1), 256: Tile(32, 32, 8, 1)},
+        "grad_q": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 8, 1), 256: Tile(32, 32, 8, 1)},
+    },
+    "sm90": {
+        "forward": {16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
+        "grad_kv": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
+        "grad_q": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 64, 8, 1)},
+    },
+}
+# float32 products run without tensor cores ("ieee"); these serve correctness, not speed.
+FLOAT = {
+    "forward": {16: Tile(32, 32, 4, 1), 32: Tile(32, 32, 4, 1), 64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    "grad_kv": {16: Tile(32, 32, 4, 1), 32: Tile(32, 32, 4, 1), 64: Tile(32, 32, 4, 1), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    "grad_q": {16: Tile(32, 32, 4, 1), 32: Tile(32, 32, 4, 1), 64: Tile(32, 32, 4, 1), 128: Tile(32, 16, 4, 1), 256: Tile(16, 16, 4, 1)},
+}
+# The elementwise passes, any type: rows per program, warps, heads per program (which share one load of cos and sin).
+TURN_ROWS, TURN_WARPS, TURN_HEADS = 32, 4, 4
+DELTA_ROWS, DELTA_WARPS = 64, 4
+
+
+def family(capability: int) -> str:
+    """The table for a compute capability such as 80 or 90."""
+    if capability < 80:
+        raise ValueError(f"the Triton kernels need compute capability 8.0 or newer, this device has {capability / 10}")
+    return "sm80" if capability == 80 else "sm86" if capability < 90 else "sm90"
+
+
+def tile(direction: str, capability: int, block_d: int, itemsize: int) -> Tile:
+    """direction: "forward", "grad_kv" or "grad_q"."""
+    table = HALF[family(capability)] if itemsize == 2 else FLOAT
+    return table[direction][block_d]

@@ -1,0 +1,116 @@
+"""Forward: for every tile of queries, for every band, the queries are turned once and meet the band's key tiles.
+
+All bands share one online softmax. Tiles inside a band are not masked, tiles outside are not visited.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import (
+    LN_2,
+    LOG2_E,
+    edge_tile,
+    head_ptr,
+    in_band,
+    load_rows,
+    load_turned,
+    lse_offset,
+    online_softmax,
+    packed_row,
+    query_scale,
+    sequence,
+    store_rows,
+    stride,
+    tile_range,
+    turn_factors,
+)
+
+
+@triton.jit
+def attend_tile(acc, row_max, row_sum, q, keys, values, column, position_q, length_k, start, stop, scale_log2,
+                stride_k, stride_v, channels, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr):
+    rows = tl.arange(0, BLOCK_N)
+    keys += column * stride_k
+    values += column * stride_v
+    k = load_rows(keys, rows, channels, stride_k, length_k - column, HEAD_DIM, EDGE)  # [BN, D]
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BM, BN]
+    visible = None
+    if EDGE:
+        position_k = (column + rows)[None, :]
+        visible = in_band(position_q[:, None], position_k, start, stop) & (position_k < length_k)
+    weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, scale_log2, visible)
+    v = load_rows(values, rows, channels, stride_v, length_k - column, HEAD_DIM, EDGE)  # [BN, D]
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows"])
+def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_q, cu_seqlens_k,
+                      seqlen_q, seqlen_k, max_seqlen_q, table_rows, heads_q, heads_kv, scales,
+                      HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr,
+                      NUM_BANDS: tl.constexpr, VEC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+                      BLOCK_N: tl.constexpr):
+    """q, k, v Strided; turned_keys Strided (slot, row, head); out (rows, heads_q, head_dim), lse float32: no gaps.
+    bands int32 (NUM_BANDS, 5): start, stop, table slot of the query, slot of turned_keys or -1 for raw keys, table slot of
+    the key."""
+    tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
+    tile = tiles - 1 - tl.program_id(0) % tiles  # longest first under a causal mask
+    batch = tl.program_id(0) // tiles // heads_q
+    head = tl.program_id(0) // tiles % heads_q
+    head_kv = head // (heads_q // heads_kv)
+    start_q, length_q = sequence(cu_seqlens_q, batch, seqlen_q)
+    start_k, length_k = sequence(cu_seqlens_k, batch, seqlen_k)
+    first = tile * BLOCK_M
+    if first >= length_q:
+        return
+
+    rows = tl.arange(0, BLOCK_M)
+    channels = tl.arange(0, BLOCK_D)
+    row_valid = rows < length_q - first
+    ahead = length_k - length_q  # bottom-right alignment
+    position_q = first + rows + ahead  # [BM]
+    last = tl.minimum(first + BLOCK_M, length_q) - 1 + ahead
+    table_row = first + rows + tl.maximum(ahead, 0)  # never negative; turned keys stand at j + max(-ahead, 0)
+    if angles.positions is not None:
+        table_row += batch * seqlen_q
+
+    stride_q = stride(q.row, VEC)
+    queries = head_ptr(q, batch, start_q + first, head, VEC)
+    stride_v = stride(v.row, VEC)
+    values = head_ptr(v, batch, start_k, head_kv, VEC)
+    raw_keys = head_ptr(k, batch, start_k, head_kv, VEC)
+    packed_k = packed_row(cu_seqlens_k, batch, start_k, seqlen_k)
+    log_n = query_scale(angles, scales, table_row, position_q, row_valid)
+    scale_log2 = scales.score * LOG2_E
+
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    for band in range(NUM_BANDS):
+        start = tl.load(bands + 5 * band)
+        stop = tl.load(bands + 5 * band + 1)
+        cos, sin = turn_factors(angles, tl.load(bands + 5 * band + 2), table_rows, table_row, row_valid, channels, PAIRS,
+                                ROTARY_DIM, INTERLEAVED)
+        turned = load_turned(queries, rows, row_valid, channels, stride_q, cos, sin, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+        turned = (turned * log_n[:, None]).to(q.ptr.dtype.element_ty)  # [BM, D], rounded once
+
+        slot = tl.load(bands + 5 * band + 3)
+        keys = head_ptr(turned_keys, tl.maximum(slot, 0), packed_k, head_kv, VEC)
+        keys = tl.multiple_of(tl.where(slot < 0, raw_keys, keys), 16 if VEC > 1 else 1)
+        stride_k = tl.multiple_of(tl.where(slot < 0, stride(k.row, VEC), stride(turned_keys.row, VEC)), VEC)
+
+        begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
+        for step in range(inner_begin - begin + end - inner_end):
+            column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
+            acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, column, position_q, length_k,
+                                                start, stop, scale_log2, stride_k, stride_v, channels, HEAD_DIM, BLOCK_N, True)
+        for step in range(inner_begin, inner_end):
+            acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, step * BLOCK_N, position_q, length_k,
+                                                start, stop, scale_log2, stride_k, stride_v, channels, HEAD_DIM, BLOCK_N, False)
+
+    empty = row_sum == 0
+    acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
+    packed_q = packed_row(cu_seqlens_q, batch, start_q, seqlen_q) + first
+    store_rows(out + (packed_q * heads_q + head) * HEAD_DIM, acc, rows, channels, heads_q * HEAD_DIM, length_q - first, HEAD_DIM)
+    log_sum = tl.where(empty, float("-inf"), row_max * LN_2 + tl.log(tl.where(empty, 1.0, row_sum)))
+    tl.store(lse + lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q) + first + rows, log_sum, mask=row_valid)
