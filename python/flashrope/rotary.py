@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -38,16 +39,19 @@ EVERYWHERE = Band(0, math.inf, 1.0, 0.0)
 class Rotary:
     """A rotary position scheme. Build it with a class method, then chain: ``Rotary.hope(128, 8192).rectify(1024)``.
 
+    Two are equal when they compute the same from the same channels, however they were built.
+
     Attributes:
         head_dim: channels per head.
         theta: inv_freq in radians per position, one per pair of ``rotary_dim``; 0 leaves the pair unrotated.
         interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2.
         bands: the causal bands over d >= 0; ``two_sided_bands`` adds their mirror images.
         temperature: t of the formula above.
-        log_n: (train_length, clip) or None. The query scale is ln(i + 1) / ln(train_length), at least 1 with clip.
+        log_n_scale: (train_length, clip) or None. The query scale is ln(i + 1) / ln(train_length), at least 1 with clip.
         axis: for every pair the axis of the position it turns with; () for positions of one number.
         base, exponent_dim: theta_m was base ** (-2m / exponent_dim) before any change; base is None for a given table.
-        scaled_by: the interpolation that has changed the table, or "".
+        scaled_by: the interpolation that has changed the table, or "". Like base and exponent_dim it only tells what
+            may still be chained, and takes no part in equality.
     """
 
     head_dim: int
@@ -57,9 +61,9 @@ class Rotary:
     temperature: float = 1.0
     log_n_scale: tuple[float, bool] | None = None
     axis: tuple[int, ...] = ()
-    base: float | None = None
-    exponent_dim: int = 0
-    scaled_by: str = ""
+    base: float | None = dataclasses.field(default=None, compare=False)
+    exponent_dim: int = dataclasses.field(default=0, compare=False)
+    scaled_by: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self):
         _positive_int("head_dim", self.head_dim)
@@ -68,6 +72,10 @@ class Rotary:
                              f"head_dim has {self.head_dim}")
         if not all(math.isfinite(f) for f in self.theta):
             raise ValueError("inv_freq: every frequency must be finite")
+        if self.axis and len(self.axis) != len(self.theta):
+            raise ValueError(f"axis: expected one for each of the {len(self.theta)} pairs, got {len(self.axis)}")
+        _flag("interleaved", self.interleaved)
+        _positive("temperature", self.temperature)
 
     @cached_property
     def _hash(self) -> int:
@@ -75,6 +83,9 @@ class Rotary:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self):
+        return Rotary.from_text, (self.text,)  # not __dict__: a hash kept there is another process's
 
     # ---- what kernels and users read --------------------------------------------------------------------------------
 
@@ -135,6 +146,7 @@ class Rotary:
         _positive("train_length", train_length)
         if interleaved and compact:
             raise ValueError("compact: pairs m with m + a, which interleaved=True contradicts; choose one of the two")
+        _flag("compact", compact)
         rope = cls.rope(head_dim, base, interleaved=interleaved)
         kept = sum(f >= 2 * math.pi / train_length for f in rope.theta)
         if interleaved or compact:
@@ -189,6 +201,7 @@ class Rotary:
 
         ``attention`` then needs ``positions`` of shape (batch, seqlen, axes).
         """
+        _positive_int("head_dim", head_dim)
         _positive_int("axes", axes)
         if head_dim % (2 * axes):
             raise ValueError(f"head_dim: expected a multiple of 2 * axes = {2 * axes}, got {head_dim}")
@@ -201,7 +214,7 @@ class Rotary:
     def interpolate(self, factor: float) -> Rotary:
         """Position interpolation (Chen et al. 2023): every frequency divided by factor."""
         self._check_unscaled("interpolate")
-        _positive("factor", factor)
+        factor = _positive("factor", factor)
         return self._with_table("interpolate", [f / factor for f in self.theta])
 
     def ntk(self, factor: float, variant: str = "aware") -> Rotary:
@@ -211,7 +224,7 @@ class Rotary:
         "mixed" by exp(-a (m + 1) ** 0.625) with a = ln(s) / (D / 2) ** 0.625.
         """
         self._check_unscaled("ntk")
-        _positive("factor", factor)
+        factor = _positive("factor", factor)
         dim, log_s = self.exponent_dim, math.log(factor)
         if variant == "aware":
             if dim <= 2:
@@ -231,13 +244,19 @@ class Rotary:
              temperature: float | None = None, truncate: bool = True) -> Rotary:
         """YaRN (Peng et al. 2023, section 3.2): pairs that turn more than beta_fast times over train_length keep their
         frequency, those that turn less than beta_slow times are divided by factor, a linear ramp over the pair index
-        joins them. The score's temperature is (0.1 ln(factor) + 1) ** 2 unless given.
+        joins them. The score's temperature is (0.1 ln(factor) + 1) ** 2 unless given (1 for a factor of at most 1).
 
         truncate=False leaves the ramp's ends unrounded, as some checkpoints ask.
         """
         self._check_unscaled("yarn")
-        _positive("factor", factor)
-        _positive("train_length", train_length)
+        factor, train_length = _positive("factor", factor), _positive("train_length", train_length)
+        beta_fast, beta_slow = _positive("beta_fast", beta_fast), _positive("beta_slow", beta_slow)
+        _flag("truncate", truncate)
+        if beta_fast < beta_slow:
+            raise ValueError(f"beta_fast: expected at least beta_slow = {beta_slow!r}, got {beta_fast!r}")
+        if train_length < beta_slow * 2 * math.pi:
+            raise ValueError(f"train_length: no pair turns beta_slow = {beta_slow!r} times over {train_length!r} positions, "
+                             "which leaves no ramp; use interpolate")
         if self.base is None:
             raise ValueError("yarn: finds its ramp from the table's base, which a table given by from_inv_freq, axial or ab3 lacks")
         low, high = (self.exponent_dim * math.log(train_length / (beta * 2 * math.pi)) / (2 * math.log(self.base))
@@ -252,6 +271,7 @@ class Rotary:
             theta.append(f / factor * interpolated + f * (1 - interpolated))
         if temperature is None:
             temperature = (0.1 * math.log(factor) + 1) ** 2 if factor > 1 else 1.0
+        temperature = _positive("temperature", temperature)
         return dataclasses.replace(self._with_table("yarn", theta), temperature=self.temperature * temperature)
 
     # ---- changes to the bands and the scale -------------------------------------------------------------------------
@@ -269,9 +289,9 @@ class Rotary:
             raise ValueError("rectify: this scheme is rectified already; one window is all the formula has")
         slope = 0.0
         if factor is not None:
-            if not factor > 0:
-                raise ValueError(f"factor: expected a positive number, got {factor!r}")
-            slope = 1.0 / factor
+            slope = 1.0 / _positive("factor", factor, finite=False)
+            if slope == math.inf:
+                raise ValueError(f"factor: too small to divide by, {factor!r}")
         far = Band(window, math.inf, slope, window - window * slope)
         return self._with_bands([b for reach in self.bands for b in (_clip(reach, 0, window), _clip(far, 0, reach.stop))])
 
@@ -287,13 +307,15 @@ class Rotary:
 
         clip=True takes at least 1, for a model trained without it; clip=False is for one trained with it.
         """
+        train_length = _positive("train_length", train_length)
         if not train_length > 1:
             raise ValueError(f"train_length: expected more than 1, got {train_length!r}")
+        _flag("clip", clip)
         if self.axis:
             raise ValueError("log_n: scales by the number of keys seen, which axial positions do not tell")
         if self.log_n_scale is not None:
             raise ValueError("log_n: this scheme is scaled by log n already")
-        return dataclasses.replace(self, log_n_scale=(float(train_length), bool(clip)))
+        return dataclasses.replace(self, log_n_scale=(train_length, clip))
 
     # ---- text -------------------------------------------------------------------------------------------------------
 
@@ -317,7 +339,7 @@ class Rotary:
         turning = [f for f in self.theta if f]
         pairs = f"{len(turning)} of {self.head_dim // 2} pairs rotate"
         if turning:
-            pairs += f" (inv_freq {max(turning):.4g} to {min(turning):.4g}, {'interleaved' if self.interleaved else 'half'} pairing"
+            pairs += f" (inv_freq {max(turning, key=abs):.4g} to {min(turning, key=abs):.4g}, {'interleaved' if self.interleaved else 'half'} pairing"
             pairs += f" in {self.rotary_dim} channels" if self.rotary_dim != self.head_dim else ""
             pairs += f", {self.axes} axes" if self.axis else ""
             pairs += f", {self.scaled_by}" if self.scaled_by else ""
@@ -344,13 +366,23 @@ class Rotary:
         return dataclasses.replace(self, theta=tuple(theta), scaled_by=name)
 
     def _with_bands(self, bands) -> Rotary:
-        return dataclasses.replace(self, bands=tuple(b for b in bands if b.start < b.stop))
+        joined: list[Band] = []
+        for band in bands:
+            if band.start >= band.stop:
+                continue
+            last = joined[-1] if joined else None
+            if last and (last.stop, last.slope, last.offset) == (band.start, band.slope, band.offset):
+                joined[-1] = last._replace(stop=band.stop)
+            else:
+                joined.append(band)
+        return dataclasses.replace(self, bands=tuple(joined))
 
 
 def _geometric(base: float, dim: int) -> tuple[float, ...]:
+    base = _positive("base", base)
     if not base > 1:
         raise ValueError(f"base: expected more than 1, got {base!r}")
-    return tuple(float(base) ** (-2 * m / dim) for m in range(dim // 2))
+    return tuple(base ** (-2 * m / dim) for m in range(dim // 2))
 
 
 def _clip(band: Band, start: float, stop: float) -> Band:
@@ -366,21 +398,33 @@ def _band_text(band: Band) -> str:
     return f"{seen} for d >= {band.start:g}" if band.stop == math.inf else f"{seen} for {band.start:g} <= d < {band.stop:g}"
 
 
-def _positive(name: str, value) -> None:
-    if not value > 0:
-        raise ValueError(f"{name}: expected a positive number, got {value!r}")
+def _positive(name: str, value, finite: bool = True) -> float:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not value > 0 or finite and value == math.inf:
+        raise ValueError(f"{name}: expected a positive {'finite ' if finite else ''}number, got {value!r}")
+    return float(value)
+
+
+def _flag(name: str, value) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def _integer(value, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _positive_int(name: str, value) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not _integer(value, 1):
         raise ValueError(f"{name}: expected a positive integer, got {value!r}")
 
 
 def _even(name: str, value, least: int = 2) -> None:
-    if not isinstance(value, int) or value < least or value % 2:
+    if not _integer(value, least) or value % 2:
         raise ValueError(f"{name}: expected an even integer of at least {least}, got {value!r}")
 
 
 def _window(window) -> None:
-    if not isinstance(window, int) or isinstance(window, bool) or window < 0:
+    if not _integer(window, 0):
         raise ValueError(f"window: expected a non-negative integer, got {window!r}")
