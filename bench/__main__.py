@@ -1,0 +1,23 @@
+"""python -m bench SUBCOMMAND [OPTIONS]"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+SUBCOMMANDS = {
+    "gate": "compile every kernel for GPUs that need not be there; check spills and shared memory",
+}
+
+
+def main(argv: list[str]) -> int:
+    if argv and argv[0] in SUBCOMMANDS:
+        return import_module(f".{argv[0]}", __package__).main(argv[1:])
+    print(__doc__)
+    for name, purpose in SUBCOMMANDS.items():
+        print(f"  {name:<8} {purpose}")
+    return 0 if argv in (["-h"], ["--help"]) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

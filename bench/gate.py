@@ -1,0 +1,243 @@
+"""The compile gate: every Triton kernel the configurations can select, compiled without a GPU, held against ceilings.
+
+    python -m bench gate [--arch 80 90] [--head-dim 64 128] [--quick] [--csv PATH] [--jobs N]
+
+For every case the backend runs on meta tensors, forward and backward. Launches that need the same machine code are
+compiled once. Prints one row per compiled kernel and exits with 1 when one does not compile, spills more than
+SPILL_CEILINGS allows, or asks for more shared memory than a block of its architecture can have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable
+
+os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
+
+import torch
+import triton
+
+from flashrope import Rotary
+from flashrope.backends import Call
+from flashrope.backends import triton as backend
+
+from .offline import MULTIPROCESSORS, Launch, Measured, caught_launches, compile_all, missing_tools
+
+KERNELS = ("turn_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW = 2, 4096, 32, 8, 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """What, beside sizes and type, makes another kernel out of the same source."""
+
+    name: str
+    rotary: Callable[[int], Rotary]
+    causal: bool = True
+    packed: bool = False  # cu_seqlens
+    positions: bool = False
+    aligned: bool = True  # to 16 bytes
+    grad_lse: bool = False
+
+
+ONE_BAND = Scheme("rope", Rotary.rope)
+TWO_BANDS = Scheme("rerope", lambda head_dim: Rotary.rope(head_dim).rectify(WINDOW))
+VARIANTS = (
+    Scheme("nope", Rotary.none),
+    Scheme("interleaved", lambda head_dim: Rotary.rope(head_dim, interleaved=True)),
+    Scheme("partial", lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2)),
+    Scheme("two-sided", TWO_BANDS.rotary, causal=False),
+    Scheme("packed", Rotary.rope, packed=True, grad_lse=True),
+    Scheme("positions", Rotary.rope, positions=True),
+    Scheme("unaligned", Rotary.rope, aligned=False),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    arch: int
+    head_dim: int
+    dtype: str
+    scheme: Scheme
+
+    def launches(self) -> list[Launch]:
+        """What forward and backward launch for this case."""
+        scheme, rows = self.scheme, (BATCH * SEQLEN,) if self.scheme.packed else (BATCH, SEQLEN)
+
+        def tensor(*shape, dtype=DTYPES[self.dtype]):
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        def heads(count):
+            return tensor(*rows, count, self.head_dim + (0 if scheme.aligned else 1))[..., :self.head_dim]
+
+        q, k, v = heads(HEADS_Q), heads(HEADS_KV), heads(HEADS_KV)
+        rotary = scheme.rotary(self.head_dim)
+        cu_seqlens = tensor(BATCH + 1, dtype=torch.int32) if scheme.packed else None
+        positions = tensor(BATCH, SEQLEN, dtype=torch.float32) if scheme.positions else None
+        call = Call(rotary, scheme.causal, self.head_dim ** -0.5, positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN)
+        with caught_launches(backend, self.arch) as launches:
+            out, lse, turned_keys = backend.forward(q, k, v, call)
+            grad_lse = torch.empty_like(lse) if scheme.grad_lse else None
+            backend.backward(torch.empty_like(out), grad_lse, q, k, v, out, lse, turned_keys, call)
+        return launches
+
+
+def cases(quick: bool) -> list[Case]:
+    """Both main architectures in full; what differs only in one place is compiled where it costs most registers."""
+    main = [Case(arch, head_dim, dtype, scheme) for arch in (80, 90) for head_dim in (64, 128, 256)
+            for dtype in ("bf16", "fp16") for scheme in (ONE_BAND, TWO_BANDS)]
+    if quick:
+        return [case for case in main if case.head_dim <= 128 and case.dtype == "bf16"]
+    variants = [Case(arch, 128, "bf16", scheme) for arch in (80, 90) for scheme in VARIANTS]
+    odd_sizes = [Case(arch, head_dim, "bf16", ONE_BAND) for arch in (80, 90) for head_dim in (32, 96)]
+    small_shared = [Case(arch, head_dim, "bf16", scheme) for arch in (86, 89) for head_dim in (64, 128, 256)
+                    for scheme in (ONE_BAND, TWO_BANDS)]
+    single = [Case(arch, head_dim, "fp32", ONE_BAND) for arch in (80, 90) for head_dim in (64, 128, 256)]
+    return main + variants + odd_sizes + small_shared + single
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceiling:
+    """Spilled bytes per thread allowed to one kernel; a field left empty holds for all."""
+
+    spill: float
+    kernel: str = ""
+    arch: int = 0
+    above: int = 0  # head_dims larger than this
+    triton: str = ""  # version prefix
+
+    def covers(self, kernel: str, arch: int, head_dim: int) -> bool:
+        return (self.kernel in ("", kernel) and self.arch in (0, arch) and head_dim > self.above
+                and triton.__version__.startswith(self.triton))
+
+
+# First match decides.
+SPILL_CEILINGS = (
+    Ceiling(float("inf"), above=128),  # listed, not limited: no tile of 256 channels holds its accumulators in 255 registers
+    Ceiling(64, "attention_grad_kv", arch=80, above=64),
+    Ceiling(0),
+)
+
+
+@dataclasses.dataclass
+class Row:
+    """One compiled kernel and the cases that run it."""
+
+    launch: Launch
+    cases: list[Case]
+    result: Measured | str | None = None
+
+    @property
+    def kernel(self) -> str:
+        return self.launch.kernel.__name__
+
+    @property
+    def label(self) -> dict[str, str]:
+        first = self.cases[0]
+        bands = sorted({len(case.scheme.rotary(case.head_dim).bands_for(case.scheme.causal)) for case in self.cases})
+        schemes = dict.fromkeys(case.scheme.name for case in self.cases)
+        return {"kernel": self.kernel, "arch": f"sm_{first.arch}", "D": str(first.head_dim), "dtype": first.dtype,
+                "bands": "/".join(map(str, bands)), "scheme": next(iter(schemes)) + (f" +{len(schemes) - 1}" if len(schemes) > 1 else "")}
+
+    @property
+    def order(self) -> tuple:
+        first = self.cases[0]
+        return KERNELS.index(self.kernel), first.arch, tuple(DTYPES).index(first.dtype), first.head_dim, self.label["bands"]
+
+    def figures(self) -> dict[str, str]:
+        if isinstance(self.result, str):
+            return {"warps": "fails"}
+        m, limits = self.result, MULTIPROCESSORS[self.launch.arch]
+        figures = {"warps": m.warps, "stages": m.stages, "regs": m.registers, "spill B": m.spill_stores,
+                   "shared KB": f"{m.shared / 1024:g}", "blocks/SM": limits.resident_blocks(m.registers, m.shared, m.warps)}
+        if m.loop:
+            figures |= {"MMA": m.loop["mma"], "instr/MMA": f"{m.loop['total'] / m.loop['mma']:.2f}"}
+        return {name: str(value) for name, value in figures.items()}
+
+    def violations(self) -> list[str]:
+        name = " ".join(self.label.values())
+        if isinstance(self.result, str):
+            return [f"{name}: does not compile: {self.result}"]
+        first, found = self.cases[0], []
+        ceiling = next(c.spill for c in SPILL_CEILINGS if c.covers(self.kernel, first.arch, first.head_dim))
+        if self.result.spill_stores > ceiling:
+            found.append(f"{name}: spills {self.result.spill_stores} bytes per thread, the ceiling is {ceiling}")
+        limit = MULTIPROCESSORS[first.arch].shared_per_block
+        if self.result.shared > limit:
+            found.append(f"{name}: needs {self.result.shared} bytes of shared memory, a block of sm_{first.arch} has {limit}")
+        return found
+
+
+def plan(chosen: list[Case]) -> list[Row]:
+    """One row per kernel to compile. Raises when a case does not reach every pass it must."""
+    rows = {}
+    for case in chosen:
+        launches = case.launches()
+        absent = set(KERNELS) - {launch.kernel.__name__ for launch in launches}
+        if absent - ({"turn_rows"} if case.scheme.name == "nope" else set()):
+            raise RuntimeError(f"{case}: launched no {', '.join(sorted(absent))}")
+        for launch in launches:
+            rows.setdefault(launch.key, Row(launch, [])).cases.append(case)
+    return list(rows.values())
+
+
+COLUMNS = ("kernel", "arch", "D", "dtype", "bands", "scheme", "warps", "stages", "regs", "spill B", "shared KB", "blocks/SM",
+           "MMA", "instr/MMA")
+
+
+def print_table(rows: list[Row]) -> None:
+    lines = [COLUMNS] + [tuple((row.label | row.figures()).get(column, "-") for column in COLUMNS) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) if i < 6 else cell.rjust(width)
+                        for i, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip())
+
+
+def write_csv(path: str, rows: list[Row]) -> None:
+    """The table and the mix of the hot loop; the cases a kernel serves, by scheme."""
+    classes = sorted({name for row in rows if isinstance(row.result, Measured) for name in row.result.loop or ()})
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, ["triton", *COLUMNS, *(f"loop {name}" for name in classes), "schemes"], restval="")
+        writer.writeheader()
+        for row in rows:
+            loop = row.result.loop or {} if isinstance(row.result, Measured) else {}
+            writer.writerow({"triton": triton.__version__} | row.label | row.figures() | {f"loop {name}": n for name, n in loop.items()}
+                            | {"schemes": " ".join(dict.fromkeys(case.scheme.name for case in row.cases))})
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m bench gate", description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", type=int, nargs="+", choices=sorted(MULTIPROCESSORS), help="only these architectures")
+    parser.add_argument("--head-dim", type=int, nargs="+", help="only these head_dims")
+    parser.add_argument("--quick", action="store_true", help="sm_80 and sm_90, head_dim 64 and 128, bf16, one and two bands")
+    parser.add_argument("--csv", metavar="PATH", help="write the table there, with the instruction mix of the hot loops")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes")
+    options = parser.parse_args(argv)
+    chosen = [case for case in cases(options.quick)
+              if (not options.arch or case.arch in options.arch) and (not options.head_dim or case.head_dim in options.head_dim)]
+    if not chosen:
+        parser.error("no case has this architecture and head_dim")
+    started = time.monotonic()
+    rows = plan(chosen)
+    print(f"Triton {triton.__version__}: {len(rows)} kernels for {len(chosen)} cases", flush=True)
+    if missing := missing_tools():
+        print(f"{' and '.join(missing)} not in this Triton package: registers and spills come from ptxas -v, loops are not counted")
+    done = 0
+    for index, rows[index].result in compile_all([row.launch for row in rows], options.jobs):
+        done += 1
+        if sys.stderr.isatty():
+            print(f"\r{done}/{len(rows)}", end="", file=sys.stderr, flush=True)
+    rows.sort(key=lambda row: row.order)
+    print_table(rows)
+    if options.csv:
+        write_csv(options.csv, rows)
+    violations = [line for row in rows for line in row.violations()]
+    print(f"{len(rows)} kernels in {time.monotonic() - started:.0f} s, {len(violations)} over their ceilings")
+    print("\n".join(violations))
+    return 1 if violations else 0
