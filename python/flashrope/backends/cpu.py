@@ -187,28 +187,32 @@ def _rows_table(rotary: Rotary, slope: float, offset: float, factor: float, floo
     return _table(rotary, positions, slope, offset, factor, floor, dtype)
 
 
-def _table(rotary, positions, slope, offset, factor, floor, dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """own (..., 1, head_dim) and other (..., 1, rotary_dim): x turned is own * x + other * (x with the pairs' halves swapped).
+def _table(rotary, positions, slope, offset, factor, floor, dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """own (..., 1, head_dim) that scales every channel and sin, -sin (..., 1, turning pairs), all times log n.
 
-    Both carry log n, so that it joins the query before any rounding.
+    So log n joins the query before any rounding.
     """
     cos, sin = cos_sin(rotary, positions if (slope, offset) == (1, 0) else slope * positions + offset)
-    if rotary.interleaved:
-        own, other = torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
-    else:
-        own, other = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    own = torch.stack((cos, cos), -1).flatten(-2) if rotary.interleaved else torch.cat((cos, cos), -1)
     own = torch.nn.functional.pad(own, (0, rotary.head_dim - rotary.rotary_dim), value=1.0)
+    sin = sin[..., :_turning_pairs(rotary)]
     if factor:
-        log_n = (factor * torch.log((positions + 1).clamp(min=1))).clamp(min=floor)[..., None]
-        own, other = own * log_n, other * log_n
-    return own.to(dtype)[..., None, :], other.to(dtype)[..., None, :] if any(rotary.theta) else None
+        log_n = (factor * torch.log(positions.clamp(min=0) + 1)).clamp(min=floor)[..., None]
+        own, sin = own * log_n, sin * log_n
+    return tuple(x.to(dtype)[..., None, :] for x in (own, sin, -sin))
+
+
+@lru_cache(maxsize=256)
+def _turning_pairs(rotary: Rotary) -> int:
+    """Pairs up to the last that turns."""
+    return max((m + 1 for m, theta in enumerate(rotary.theta) if theta), default=0)
 
 
 def _turning(x: torch.Tensor, call: Call, slope: float, offset: float, shift: int | None):
     """The table that turns x, a query whose row 0 stands at position shift or, with None, a key; None where nothing changes."""
     rotary, dtype = call.rotary, _accumulation_type(x)
     factor, floor = (0.0, 1.0) if shift is None else call.log_n
-    if not factor and (not any(rotary.theta) or (slope == 0 and offset == 0)):
+    if not factor and (not _turning_pairs(rotary) or (slope == 0 and offset == 0)):
         return None
     if call.positions is not None:
         return _table(rotary, call.positions.to(torch.float64), slope, offset, factor, floor, dtype)
@@ -217,7 +221,7 @@ def _turning(x: torch.Tensor, call: Call, slope: float, offset: float, shift: in
     first, stop = shift or 0, (shift or 0) + x.shape[1]
     low = 0 if first >= 0 else -_bucket(-first)
     table = _rows_table(rotary, slope, offset, factor, floor, low, max(_bucket(stop), low + 1), dtype)
-    return tuple(t if t is None else t[first - low:stop - low] for t in table)
+    return tuple(t[first - low:stop - low] for t in table)
 
 
 def _bucket(positions: int) -> int:
@@ -225,21 +229,24 @@ def _bucket(positions: int) -> int:
     return max(1 << (positions - 1).bit_length(), LEAST_TABLE) if positions > 0 else 0
 
 
-def _swap_pairs(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def _halves(x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the first and of the second channel of every pair that turns."""
+    pairs, second = _turning_pairs(rotary), len(rotary.theta)
     if rotary.interleaved:
-        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return torch.cat((x[..., rotary.rotary_dim // 2:], x[..., :rotary.rotary_dim // 2]), -1)
+        return x[..., 0:2 * pairs:2], x[..., 1:2 * pairs:2]
+    return x[..., :pairs], x[..., second:second + pairs]
 
 
 def _turn(x: torch.Tensor, table, rotary: Rotary, back: bool = False) -> torch.Tensor:
     """x (batch, seqlen, heads, head_dim) turned, in float32 or float64; back applies the transpose, for gradients."""
     if table is None:
         return x.to(_accumulation_type(x))
-    own, other = table
+    own, sin, minus_sin = table
     turned = x * own
-    if other is not None:
-        paired, target = (x, turned) if rotary.rotary_dim == x.shape[-1] else (x[..., :rotary.rotary_dim], turned[..., :rotary.rotary_dim])
-        target.addcmul_(_swap_pairs(paired, rotary), other, value=-1 if back else 1)
+    if sin.shape[-1]:
+        (first, second), (to_first, to_second) = _halves(x, rotary), _halves(turned, rotary)
+        to_first.addcmul_(second, sin if back else minus_sin)
+        to_second.addcmul_(first, minus_sin if back else sin)
     return turned
 
 
