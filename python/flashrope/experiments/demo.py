@@ -1,0 +1,300 @@
+"""``flashrope demo``: two small language models, one trained with RoPE and one with HoPE, read beyond their training length.
+
+Both start from the same weights and see the same batches. Afterwards the scheme is swapped in the attention call, and
+nothing else: the losses come from ``flashrope.attention``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from .. import Rotary, __version__, attention
+from ..backends import IMPLEMENTATIONS, choose
+from ..info import hardware
+from . import data, report
+from .evaluate import ContextLoss, loss_by_context
+from .model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
+from .plot import plot_losses
+from .train import TrainConfig, Trained, train
+from .workers import Workers
+
+MULTIPLES = (1, 2, 4, 8)  # of the training length
+INTERRUPTED = 130
+CHECKPOINTS = {"rope": "rope.safetensors", "hope": "hope.safetensors"}
+OUTPUTS = ("split.json", *CHECKPOINTS.values(), "losses.csv", "losses.md", "losses.png")
+MOST_THREADS = 8  # more slow down matrices as small as these
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """Sizes of one run; ``windows`` is the number of unseen windows that are read at every context length."""
+
+    width: int
+    layers: int
+    heads: int
+    train_length: int
+    batch: int
+    steps: int
+    learning_rate: float
+    windows: int
+
+
+PRESETS = {
+    "tiny": Preset(width=32, layers=1, heads=2, train_length=32, batch=8, steps=20, learning_rate=3e-3, windows=8),
+    "cpu": Preset(width=128, layers=3, heads=4, train_length=128, batch=8, steps=1100, learning_rate=3e-3, windows=96),
+    "gpu": Preset(width=512, layers=8, heads=8, train_length=512, batch=64, steps=1500, learning_rate=1e-3, windows=128),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """One row of the table: the weights it runs on and the scheme they run under."""
+
+    name: str
+    trained_with: str
+    log_n: bool
+    rotary: Rotary
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    path = parser.add_argument_group("text and results")
+    path.add_argument("--text", metavar="PATH", help="a file or folder to train on instead of Python's standard library")
+    path.add_argument("--out", metavar="DIR", default="flashrope-demo", help="where the results go")
+    run_ = parser.add_argument_group("run")
+    run_.add_argument("--preset", choices=PRESETS, help="sizes of the run; by default gpu on a GPU and cpu elsewhere")
+    run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    run_.add_argument("--threads", type=_positive, help="CPU threads in all; by default those there are, at most 8")
+    run_.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the unseen windows")
+    run_.add_argument("--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device")
+    run_.add_argument("--compile", action="store_true", help="torch.compile the training step")
+    sizes = parser.add_argument_group("sizes (by default the preset's)")
+    for field in dataclasses.fields(Preset):
+        kind = float if field.name == "learning_rate" else _positive
+        sizes.add_argument(_option(field.name), type=kind, metavar="X" if kind is float else "N", default=argparse.SUPPRESS,
+                           help=", ".join(f"{name} {getattr(preset, field.name):g}" for name, preset in PRESETS.items()))
+    schemes = parser.add_argument_group("schemes")
+    schemes.add_argument("--window", type=_positive, metavar="N", help="of ReRoPE and Leaky ReRoPE; by default half the training length "
+                         "(a quarter to a half is best, says ReRoPE's author)")
+    schemes.add_argument("--factor", type=float, default=16.0, help="Leaky ReRoPE's distances grow by 1/FACTOR beyond the window")
+    schemes.add_argument("--base", type=float, default=10_000.0, help="of the rotary frequencies")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The options resolved: what is built, trained and measured, and where."""
+
+    config: ModelConfig
+    training: TrainConfig
+    windows: int
+    schemes: tuple[Scheme, ...]
+    device: torch.device
+    impl: str | None  # as asked for
+    threads: int
+    processes: int  # 0 trains here, one model after the other
+
+    @property
+    def context_lengths(self) -> list[int]:
+        return [multiple * self.training.train_length for multiple in MULTIPLES]
+
+    @property
+    def targets(self) -> int:
+        """Bytes at the end of every window whose loss is compared; half the training length, as in the HoPE paper."""
+        return self.training.train_length // 2
+
+
+class BadInput(ValueError):
+    """An option that cannot be served; the message names it."""
+
+
+def run(args: argparse.Namespace) -> int:
+    out, start = Path(args.out), time.perf_counter()
+    before = _stamps(out)
+    try:
+        _demo(args, out, start)
+    except (BadInput, data.TextError) as error:
+        print(f"flashrope demo: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        for name in OUTPUTS:
+            (out / f"{name}.partial").unlink(missing_ok=True)
+        after = _stamps(out)
+        written = [name for name in OUTPUTS if after[name] != before[name]]
+        missing = [name + (" (an earlier run's is there)" if after[name] else "") for name in OUTPUTS if name not in written]
+        print(f"\nflashrope demo: interrupted after {time.perf_counter() - start:.0f} s. Written to {out}: "
+              f"{', '.join(written) or 'nothing'}. Not written: {', '.join(missing) or 'nothing'}.", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
+    settings = resolve(args)
+    window = settings.context_lengths[-1] + 1
+    corpus = data.from_path(args.text, window) if args.text else data.standard_library(window)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        report.write(out / "split.json", json.dumps(corpus.record(), indent=1))
+    except OSError as error:
+        raise BadInput(f"--out: cannot write to {out} ({error.strerror})") from None
+    facts = _facts(args, settings, corpus)
+    print(report.lines(facts), flush=True)
+
+    windows = data.unseen_windows(corpus.unseen, window, settings.windows, settings.training.seed)
+    with Workers(settings.processes, max(settings.threads // max(settings.processes, 1), 1)) as workers:
+        trained = _train(workers, settings, corpus.train, out)
+        losses = _evaluate(workers, settings, windows, out)
+
+    rows = [report.Row(s.name, s.trained_with, s.log_n, tuple(l)) for s, l in zip(settings.schemes, losses, strict=True)]
+    facts["trained"] = "; ".join(f"{name} {t.loss:.3f} nats per byte over the last tenth, {t.tokens_per_second:,.0f} tokens/s"
+                                 for name, t in zip(("RoPE", "HoPE"), trained, strict=True)) + " (1 token = 1 byte)"
+    facts["losses"] = (f"mean over {len(windows)} windows of the last {settings.targets} bytes of each, "
+                       f"{len(windows) * settings.targets:,} bytes in all, the same at every context length")
+    print(f"\n{report.table(rows)}\n\n{report.lines(facts, 'trained', 'losses')}")
+    report.write(out / "losses.csv", report.csv_text(rows))
+    plot_losses(out / "losses.png", rows, settings.training.train_length)
+    facts["time"] = f"{time.perf_counter() - start:.0f} s, all included"
+    report.write(out / "losses.md", report.markdown(rows, facts))
+    print(f"written to {out}: {', '.join(OUTPUTS)}\n{report.lines(facts, 'time')}")
+
+
+def resolve(args: argparse.Namespace) -> Settings:
+    """The settings that the options ask for. Raises BadInput."""
+    missing = [name for name in ("matplotlib", "safetensors", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BadInput(f"needs {', '.join(missing)}: pip install 'flashrope[demo]'")
+    device = _device(args.device)
+    preset = PRESETS[args.preset or ("gpu" if device.type == "cuda" else "cpu")]
+    preset = dataclasses.replace(preset, **{f.name: getattr(args, f.name) for f in dataclasses.fields(Preset) if hasattr(args, f.name)})
+    if preset.train_length < 16:
+        raise BadInput(f"--train-length: expected at least 16, got {preset.train_length}")
+    if not preset.learning_rate > 0:
+        raise BadInput(f"--learning-rate: expected a positive number, got {preset.learning_rate}")
+    window = args.window or preset.train_length // 2
+    try:
+        config = ModelConfig(preset.width, preset.layers, preset.heads)
+        schemes = compared(config.head_dim, preset.train_length, window, args.factor, args.base)
+        choose(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = args.threads or min(cores, MOST_THREADS)
+    training = TrainConfig(preset.steps, preset.batch, preset.train_length, preset.learning_rate, seed=args.seed, compile=args.compile)
+    return Settings(config, training, preset.windows, schemes, device, args.impl, threads,
+                    processes=2 if device.type == "cpu" and threads > 1 else 0)
+
+
+def compared(head_dim: int, train_length: int, window: int, factor: float, base: float) -> tuple[Scheme, ...]:
+    """RoPE, HoPE, ReRoPE and Leaky ReRoPE, each without and with log n (clipped, for models trained without it)."""
+    rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
+    plain = (("RoPE", "rope", rope), ("HoPE", "hope", hope), (f"ReRoPE-w{window}", "rope", rope.rectify(window)),
+             (f"Leaky ReRoPE-w{window}", "rope", rope.rectify(window, factor)))
+    return tuple(Scheme(name + (" + log n" if log_n else ""), trained_with, log_n, rotary.log_n(train_length) if log_n else rotary)
+                 for name, trained_with, rotary in plain for log_n in (False, True))
+
+
+def _train(workers: Workers, settings: Settings, text: bytes, out: Path) -> list[Trained]:
+    rotaries = {s.trained_with: s.rotary for s in reversed(settings.schemes) if s.name in ("RoPE", "HoPE")}
+    jobs = [(rotaries[name].text, settings.config, settings.training, text, str(out / file), str(settings.device), settings.impl)
+            for name, file in CHECKPOINTS.items()]
+    with report.Bars(["training with RoPE", "training with HoPE"], settings.training.steps) as bars:
+        return workers.map(train_job, jobs, lambda job, message: bars.update(job, *message))
+
+
+def _evaluate(workers: Workers, settings: Settings, windows: list[bytes], out: Path) -> list[list[ContextLoss]]:
+    batch_tokens = 1 << (18 if settings.device.type == "cuda" else 14)
+    jobs = [(str(out / CHECKPOINTS[scheme.trained_with]), scheme.rotary.text, windows, settings.context_lengths, settings.targets,
+             batch_tokens, str(settings.device), settings.impl) for scheme in settings.schemes]
+    done = 0
+    with report.Bars(["reading unseen files"], len(jobs)) as bars:
+
+        def count(job, message):
+            nonlocal done
+            done += 1
+            bars.update(0, done)
+
+        return workers.map(evaluate_job, jobs, count)
+
+
+def train_job(rotary: str, config: ModelConfig, training: TrainConfig, text: bytes, path: str, device: str, impl: str | None,
+              progress) -> Trained:
+    """Train one model from the seed's weights on the seed's batches and save it to path."""
+    torch.manual_seed(training.seed)
+    model, rotary = LanguageModel(config).to(device), Rotary.from_text(rotary)
+    batches = data.random_batches(text, training.batch_size, training.train_length, training.seed, device)
+    trained = train(model, rotary, batches, training, functools.partial(attention, impl=impl), lambda *message: progress(message))
+    save_checkpoint(path, model, rotary)
+    return trained
+
+
+def evaluate_job(path: str, rotary: str, windows: list[bytes], context_lengths: list[int], targets: int, batch_tokens: int, device: str,
+                 impl: str | None, progress) -> list[ContextLoss]:
+    """Losses of the saved model at path under another scheme."""
+    model, _ = load_checkpoint(path, device)
+    losses = loss_by_context(model, Rotary.from_text(rotary), data.as_tokens(windows, device), context_lengths, targets, batch_tokens,
+                             functools.partial(attention, impl=impl))
+    progress("done")
+    return losses
+
+
+def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) -> dict[str, str]:
+    config, training = settings.config, settings.training
+    parameters = sum(p.numel() for p in LanguageModel(config).parameters())
+    impl = choose(settings.impl, torch.empty(1, 1, 1, config.head_dim, device=settings.device))
+    processes = f"{settings.processes} processes, " if settings.processes else ""
+    return {
+        "command": args.command_line,
+        "text": f"{corpus.name}; {len(corpus.train):,} bytes to train on ({len(corpus.train_files)} files), "
+                f"{sum(map(len, corpus.unseen)):,} unseen ({len(corpus.unseen_files)} files)",
+        "models": f"{parameters:,} parameters: {config.layers} layers, width {config.width}, {config.heads} heads of {config.head_dim}; "
+                  f"same first weights and batches",
+        "training": f"{training.steps:,} steps of {training.batch_size * training.train_length:,} bytes, training length "
+                    f"{training.train_length} bytes, peak learning rate {training.learning_rate:g}, seed {training.seed}",
+        "machine": f"{hardware(settings.device)}, {processes}threads in all: {settings.threads}",
+        "software": f"flashrope {__version__}, attention implementation {impl}, torch {torch.__version__}, Python {platform.python_version()}",
+    }
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadInput(f"--device: expected auto, cpu, cuda or cuda:N, got {name}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise BadInput(f"--device: expected auto, cpu, cuda or cuda:N, got {name}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadInput(f"--device: {name} was asked for, torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _stamps(out: Path) -> dict[str, tuple[int, int] | None]:
+    """When each output was written last; None where there is none."""
+    def stamp(path):
+        try:
+            stat = path.stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_ino
+    return {name: stamp(out / name) for name in OUTPUTS}
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
+    return value
+
+
+def _option(field: str) -> str:
+    return "--" + field.replace("_", "-")

@@ -1,0 +1,50 @@
+"""Loss against context length, always on the same target bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from .. import Rotary, attention
+from .model import Attend, LanguageModel
+from .train import autocast
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextLoss:
+    """Losses in nats per token at one context length."""
+
+    context_length: int
+    last: float  # over the last ``targets`` tokens of every window
+    last_stderr: float  # standard error of ``last`` over the windows
+    mean: float  # over all tokens of every window
+
+
+@torch.no_grad()
+def loss_by_context(model: LanguageModel, rotary: Rotary, windows: torch.Tensor, context_lengths: Sequence[int], targets: int,
+                    batch_tokens: int = 16384, attend: Attend = attention) -> list[ContextLoss]:
+    """The loss of each context length under rotary.
+
+    windows is int64 (count, longest context + 1). At context length c the model reads the last c + 1 tokens of each
+    window, so every context length predicts the same last ``targets`` tokens; what differs is how many tokens precede
+    them. Positions start at 0 in each.
+
+    Raises ValueError where a context length does not fit or is shorter than targets.
+    """
+    losses = []
+    for length in context_lengths:
+        if not targets <= length < windows.shape[1]:
+            raise ValueError(f"context_lengths: expected {targets} to {windows.shape[1] - 1}, got {length}")
+        per_token = []
+        for tokens in windows[:, -(length + 1):].split(max(batch_tokens // length, 1)):
+            with autocast(windows.device):
+                logits = model(tokens[:, :-1], rotary, attend)
+            per_token.append(F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none"))
+        per_token = torch.cat(per_token).double()
+        last = per_token[:, -targets:].mean(dim=1)
+        stderr = last.std().item() / len(last) ** 0.5 if len(last) > 1 else float("nan")
+        losses.append(ContextLoss(length, last.mean().item(), stderr, per_token.mean().item()))
+    return losses

@@ -1,0 +1,112 @@
+"""A small Llama-style language model over bytes, whose position scheme is an argument of the call."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .. import Rotary, attention
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rotary], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a ``LanguageModel``. ``mlp_width`` 0 stands for 8/3 of the width, rounded to a multiple of 32."""
+
+    width: int = 128
+    layers: int = 3
+    heads: int = 4
+    mlp_width: int = 0
+    vocab_size: int = 256
+
+    def __post_init__(self):
+        if self.width % self.heads or (self.width // self.heads) % 8:
+            raise ValueError(f"width: expected heads = {self.heads} times a multiple of 8, got {self.width}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        return self.mlp_width or max(round(self.width * 8 / 3 / 32), 1) * 32
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.heads, self.head_dim = config.heads, config.head_dim
+        self.attention_norm = nn.RMSNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+        self.mlp_norm = nn.RMSNorm(config.width)
+        self.gate = nn.Linear(config.width, config.hidden, bias=False)
+        self.up = nn.Linear(config.width, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.width, bias=False)
+
+    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
+        x = x + self.out(attend(q, k, v, rotary).flatten(-2))
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class LanguageModel(nn.Module):
+    """RMSNorm before each part, SwiGLU, no biases, the output projection tied to the embedding. It holds no positions:
+    the same weights can be run under any Rotary of its head_dim."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+        for block in self.blocks:  # the residual stream's variance does not grow with depth
+            for layer in (block.out, block.down):
+                nn.init.normal_(layer.weight, std=0.02 / (2 * config.layers) ** 0.5)
+
+    def forward(self, tokens: torch.Tensor, rotary: Rotary, attend: Attend = attention) -> torch.Tensor:
+        """tokens (batch, seqlen) int64 to logits (batch, seqlen, vocab_size).
+
+        attend takes (q, k, v, rotary) and is ``flashrope.attention`` unless a caller needs one with further arguments.
+        """
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, rotary, attend)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+def save_checkpoint(path: str | os.PathLike, model: LanguageModel, rotary: Rotary) -> None:
+    """Weights, sizes and the scheme trained with, as one safetensors file; it appears whole or not at all."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    partial = path.with_name(path.name + ".partial")
+    save_file(weights, partial, metadata={"config": json.dumps(dataclasses.asdict(model.config)), "rotary": rotary.text})
+    os.replace(partial, path)
+
+
+def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu") -> tuple[LanguageModel, Rotary]:
+    """The model and the scheme it was trained with. ValueError for a file that ``save_checkpoint`` did not write."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        metadata = file.metadata() or {}
+        if not {"config", "rotary"} <= metadata.keys():
+            raise ValueError(f"{path}: not a flashrope checkpoint, its metadata has no config and rotary")
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
+    model = LanguageModel(ModelConfig(**json.loads(metadata["config"]))).to(device)
+    model.load_state_dict(weights)
+    return model, Rotary.from_text(metadata["rotary"])

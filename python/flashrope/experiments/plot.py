@@ -1,0 +1,63 @@
+"""The figure: loss against context length."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from .report import Row
+
+# Okabe and Ito's palette, distinguishable with colour-blindness; one colour per scheme, log n is dashed and hollow.
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7")
+MARKERS = ("o", "s", "^", "D")
+
+
+def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
+    """A PNG of 1600 x 1000 pixels, labels at the lines' ends."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    figure = Figure(figsize=(8, 5), dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    lengths = [loss.context_length for loss in rows[0].losses]
+    for at, row in enumerate(rows):
+        colour, marker = COLOURS[at // 2], MARKERS[at // 2]
+        axes.plot(lengths, [loss.last for loss in row.losses], color=colour, marker=marker, markersize=5, linewidth=1.8,
+                  linestyle=(0, (4, 2)) if row.log_n else "-", markerfacecolor="white" if row.log_n else colour, zorder=3 - at / 10)
+    axes.axvline(train_length, color="0.6", linewidth=1, linestyle=":", zorder=0)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(lengths))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(lengths, [f"{length:,}\n{'training length' if length == train_length else f'{length // train_length}x'}"
+                              for length in lengths])
+    axes.set_xlim(lengths[0] * 0.93, lengths[-1] * 1.04)
+    axes.set_xlabel("context length (bytes, log scale)")
+    axes.set_ylabel("loss on unseen files (nats per byte)")
+    axes.set_title("Reading beyond the training length", loc="left", fontweight="bold")
+    axes.grid(axis="y", color="0.9", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    _label_ends(axes, rows, lengths[-1])
+
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)
+
+
+def _label_ends(axes, rows: Sequence[Row], last: float) -> None:
+    """Each line's name beside its end, pushed apart where the ends lie close."""
+    low, high = axes.get_ylim()
+    gap = (high - low) * 0.052
+    order = sorted(range(len(rows)), key=lambda at: rows[at].losses[-1].last)
+    heights: list[float] = []
+    for at in order:
+        wanted = rows[at].losses[-1].last
+        heights.append(max(wanted, heights[-1] + gap) if heights else wanted)
+    excess = max(heights[-1] - high, 0)
+    for at, height in zip(order, heights, strict=True):
+        loss = rows[at].losses[-1].last
+        axes.annotate(f"{rows[at].name}  {loss:.2f}", xy=(last, loss), xytext=(last * 1.12, height - excess), color=COLOURS[at // 2],
+                      fontsize=9, va="center", annotation_clip=False,
+                      arrowprops={"arrowstyle": "-", "color": COLOURS[at // 2], "linewidth": 0.6, "alpha": 0.6, "shrinkB": 4})

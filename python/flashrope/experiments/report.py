@@ -1,0 +1,112 @@
+"""How losses are shown: terminal table, Markdown, CSV, progress bars."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from .evaluate import ContextLoss
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One scheme on one model; ``trained_with`` names the encoding the model was trained with."""
+
+    name: str
+    trained_with: str
+    log_n: bool
+    losses: tuple[ContextLoss, ...]
+
+
+class Bars:
+    """One progress bar per name, each of ``total`` steps; plain lines at every quarter where stderr is no terminal."""
+
+    def __init__(self, names: Sequence[str], total: int):
+        from tqdm import tqdm
+
+        self._names, self._total = names, total
+        self._bars = [tqdm(total=total, desc=name, position=at, disable=None, dynamic_ncols=True) for at, name in enumerate(names)]
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(self, *_) -> None:
+        for bar in self._bars:
+            bar.close()
+
+    def update(self, bar: int, step: int, loss: float | None = None) -> None:
+        """Bar number ``bar`` has come to ``step``."""
+        shown = self._bars[bar]
+        if not shown.disable:
+            if loss is not None:
+                shown.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+            shown.update(step - shown.n)
+        elif step in {self._total * quarter // 4 for quarter in (1, 2, 3, 4)}:
+            print(f"{self._names[bar]}: {step} of {self._total}" + (f", loss {loss:.3f}" if loss is not None else ""), flush=True)
+
+
+def lines(facts: dict[str, str], *names: str) -> str:
+    return "\n".join(f"{name + ':':11}{facts[name]}" for name in names or facts)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Aligned text: the loss on the common target bytes by context length."""
+    cells = [["context length, bytes", *(f"{loss.context_length:,}" for loss in rows[0].losses)]]
+    cells += [[row.name, *(f"{loss.last:.3f}" for loss in row.losses)] for row in rows]
+    wide = max(len(line[0]) for line in cells)
+    text = [line[0].ljust(wide) + "".join(cell.rjust(9) for cell in line[1:]) for line in cells]
+    return "\n".join(["loss on unseen files, nats per byte", text[0], "-" * len(text[0]), *text[1:]])
+
+
+def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
+    """Both losses by context length, and how they came about."""
+    train_length = rows[0].losses[0].context_length
+    lengths = [f"{loss.context_length:,} ({loss.context_length // train_length}x)" for loss in rows[0].losses]
+
+    def section(title, note, pick):
+        head = ["| scheme | model trained with | " + " | ".join(lengths) + " |", "|---|---|" + "---:|" * len(lengths)]
+        best = [min(column) for column in zip(*([f"{pick(loss):.3f}" for loss in row.losses] for row in rows), strict=True)]
+        for row in rows:
+            values = [f"{pick(loss):.3f}" for loss in row.losses]
+            shown = [f"**{value}**" if value == least else value for value, least in zip(values, best, strict=True)]
+            head.append(f"| {row.name} | {ENCODINGS[row.trained_with]} | " + " | ".join(shown) + " |")
+        return [f"## {title}", "", note, "", *head, ""]
+
+    stderr = [loss.last_stderr for row in rows for loss in row.losses]
+    text = ["# Loss against context length", ""]
+    text += section("Same target bytes at every context length", f"Nats per byte: {facts['losses']}. Standard error over the windows "
+                    f"{min(stderr):.3f} to {max(stderr):.3f}; between rows it is far smaller, as all read the same windows.",
+                    lambda loss: loss.last)
+    text += section("All bytes of every window", "Nats per byte. Longer contexts hold other target bytes too, so columns are not "
+                    "strictly comparable; rows are.", lambda loss: loss.mean)
+    text += ["## How", "", *(f"- {name}: {'`' + fact + '`' if name == 'command' else fact}" for name, fact in facts.items()),
+             "- log n: scores times max(1, ln(i + 1) / ln(training length)) at evaluation only; no model was trained with it.",
+             "- ReRoPE and Leaky ReRoPE run on the RoPE model as it is.",
+             "- Evaluation windows lie whole inside one unseen file; shorter contexts are their ends, with positions from 0.", ""]
+    return "\n".join(text)
+
+
+ENCODINGS = {"rope": "RoPE", "hope": "HoPE"}
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """One line per scheme and context length; losses in nats per byte."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["scheme", "trained_with", "log_n", "context_length", "loss", "loss_stderr", "loss_all_bytes"])
+    for row in rows:
+        for loss in row.losses:
+            writer.writerow([row.name, row.trained_with, int(row.log_n), loss.context_length,
+                             f"{loss.last:.6f}", f"{loss.last_stderr:.6f}", f"{loss.mean:.6f}"])
+    return file.getvalue()
+
+
+def write(path: Path, text: str) -> None:
+    """The file appears whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
