@@ -17,8 +17,6 @@ import sys
 import time
 from collections.abc import Callable
 
-os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
-
 import torch
 import triton
 
@@ -223,6 +221,8 @@ def main(argv: list[str]) -> int:
               if (not options.arch or case.arch in options.arch) and (not options.head_dim or case.head_dim in options.head_dim)]
     if not chosen:
         parser.error("no case has this architecture and head_dim")
+    if triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set; interpreted kernels cannot be compiled")
     started = time.monotonic()
     rows = plan(chosen)
     print(f"Triton {triton.__version__}: {len(rows)} kernels for {len(chosen)} cases", flush=True)

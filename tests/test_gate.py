@@ -1,0 +1,203 @@
+"""The compile gate on small kernels of known size: what it counts, and that every ceiling can be broken."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton", reason="the gate compiles Triton kernels")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
+
+from bench import gate, sass
+from bench.offline import MULTIPROCESSORS, Measured
+
+# A tiled product: 64x64 tiles, K in steps of 32, 4 warps. Per step 64*64*32 / (16*8*16) = 64 HMMA, 16 of them per warp;
+# on sm_90 two HGMMA of K 16 by the one warp group.
+PROGRAM = '''
+import dataclasses, json, sys
+import torch, triton, triton.language as tl
+from bench import gate, offline
+
+@triton.jit
+def product(a, b, c, K, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    rows = tl.arange(0, BLOCK)
+    steps = tl.arange(0, STEP)
+    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for k in range(0, K, STEP):
+        x = tl.load(a + rows[:, None] * K + k + steps[None, :])
+        y = tl.load(b + (k + steps)[:, None] * BLOCK + rows[None, :])
+        acc = tl.dot(x, y, acc)
+    tl.store(c + rows[:, None] * BLOCK + rows[None, :], acc)
+
+def launch(arch, step=32, K=4096, num_stages=2, **options):
+    x = torch.empty(1 << 20, dtype=torch.float16, device="meta")
+    return offline.catch(arch, product, x, x, x.float(), K, 64, step, num_warps=4, num_stages=num_stages, **options)
+
+launches = {"sm_80": launch(80), "sm_90": launch(90), "spilling": launch(80, maxnreg=32), "large": launch(80, step=256, num_stages=4),
+            "other length": launch(80, K=8192), "odd length": launch(80, K=4097)}
+found = {name: {"key": str(caught.key)} for name, caught in launches.items()}
+for name in ("sm_80", "sm_90", "spilling", "large"):
+    compiled = launches[name].compile()
+    found[name] |= dataclasses.asdict(offline.measure(compiled))
+    tool, offline.tool = offline.tool, lambda name: None
+    found[name]["without_tools"] = dataclasses.asdict(offline.measure(compiled))
+    offline.tool = tool
+
+rows = gate.plan(gate.cases(quick=True)[:2])
+found["planned"] = [[row.kernel, len(row.cases)] for row in rows]
+print(json.dumps(found))
+'''
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Measured in a process of its own, where kernels are compiled even when this one interprets them."""
+    program = tmp_path_factory.mktemp("gate") / "program.py"
+    program.write_text(PROGRAM)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(paths)}
+    run = subprocess.run([sys.executable, program], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize(("arch", "products"), [("sm_80", 16), ("sm_90", 2)])
+def test_products_of_the_hot_loop(compiled, arch, products):
+    loop = compiled[arch]["loop"]
+    assert loop["mma"] == products
+    assert loop["total"] > products and "local" not in loop
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_90", "spilling", "large"])
+def test_registers_and_spills_are_what_ptxas_reports(compiled, name):
+    kernel = compiled[name]
+    reported = kernel["without_tools"]
+    assert reported["loop"] is None
+    assert {field: kernel[field] for field in reported if field != "loop"} == {k: v for k, v in reported.items() if k != "loop"}
+    assert (kernel["spill_stores"] > 0) == (kernel["spill_loads"] > 0) == (name == "spilling")
+
+
+def test_spills_in_the_hot_loop(compiled):
+    assert compiled["spilling"]["loop"]["local"] > 0
+
+
+def test_launches_are_compiled_alike_only_when_specialised_alike(compiled):
+    assert compiled["other length"]["key"] == compiled["sm_80"]["key"]
+    assert compiled["odd length"]["key"] != compiled["sm_80"]["key"]  # 4097 is no multiple of 16: no vector loads
+    assert compiled["sm_90"]["key"] != compiled["sm_80"]["key"]
+
+
+def row(kernel="attention_forward", arch=80, head_dim=128, measured=None, **figures):
+    if measured is None:
+        measured = Measured(**{"registers": 128, "spill_stores": 0, "spill_loads": 0, "shared": 0, "warps": 4, "stages": 2,
+                               "loop": None, **figures})
+    launch = SimpleNamespace(kernel=SimpleNamespace(__name__=kernel), arch=arch)
+    return gate.Row(launch, [gate.Case(arch, head_dim, "bf16", gate.ONE_BAND)], measured)
+
+
+def test_ceilings_name_what_breaks_them(compiled):
+    fields = [field.name for field in dataclasses.fields(Measured)]
+
+    def found(name):
+        return row(measured=Measured(**{field: compiled[name][field] for field in fields})).violations()
+
+    assert found("sm_80") == []
+    [spill] = found("spilling")
+    assert spill.startswith("attention_forward sm_80 128 bf16 1 rope: spills") and spill.endswith("the ceiling is 0")
+    [shared] = found("large")
+    assert f"needs {compiled['large']['shared']} bytes of shared memory, a block of sm_80 has 166912" in shared
+    [failed] = row(measured="PTXASError: out of luck").violations()
+    assert "does not compile: PTXASError: out of luck" in failed
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_no_spill_is_allowed_up_to_128_channels(head_dim):
+    for arch in MULTIPROCESSORS:
+        for kernel in gate.KERNELS:
+            allowed = 64 if (kernel, arch, head_dim > 64) == ("attention_grad_kv", 80, True) else 0
+            assert not row(kernel, arch, head_dim, spill_stores=allowed).violations()
+            assert row(kernel, arch, head_dim, spill_stores=allowed + 4).violations()
+
+
+@pytest.mark.parametrize(("arch", "limit"), [(80, 163), (86, 99), (89, 99), (90, 227)])
+def test_shared_memory_limit(arch, limit):
+    assert not row(arch=arch, shared=limit * 1024).violations()
+    assert row(arch=arch, shared=limit * 1024 + 16).violations()
+
+
+@pytest.mark.parametrize(("registers", "shared_kb", "warps", "blocks"), [
+    (255, 0, 8, 1),  # 8 warps of 256 registers fill all 65536
+    (168, 0, 4, 3),  # 12 warps of 5376
+    (32, 54, 4, 2),  # 2 * (54 + 1) KB of 164
+    (32, 53, 4, 3),
+    (16, 0, 1, 32),
+    (32, 0, 16, 4),  # 2048 threads
+])
+def test_resident_blocks(registers, shared_kb, warps, blocks):
+    assert MULTIPROCESSORS[80].resident_blocks(registers, shared_kb * 1024, warps) == blocks
+
+
+LISTING = """
+\t.section\t.text.kernel,"ax",@progbits
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 BRA `(.L_x_3) ;
+.L_x_0:
+        /*0020*/                   LDL.LU R5, [R1+0x4] ;
+.L_x_1:
+        /*0030*/                   HMMA.16816.F32.BF16 R88, R4, R8, R88 ;
+        /*0040*/                   FSEL R2, R3, R4, P0 ;
+        /*0050*/                   FFMA R2, R3, R4, R5 ;
+        /*0060*/               @P1 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0070*/                   LDSM.16.MT88.4 R4, [R2] ;
+        /*0080*/                   HMMA.16816.F32.BF16 R88, R4, R8, R88 ;
+        /*0090*/                   LDGDEPBAR ;
+        /*00a0*/              @UP2 BRA.U `(.L_x_2) ;
+        /*00b0*/                   STL.128 [R1], R4 ;
+        /*00c0*/                   STL.64 [R1], R4 ;
+        /*00d0*/              @!P2 BRA `(.L_x_0) ;
+.L_x_3:
+        /*00e0*/                   EXIT ;
+.L_x_4:
+        /*00f0*/                   BRA `(.L_x_4);
+        /*0100*/                   NOP;
+"""
+
+
+def test_listing():
+    listing = sass.parse(LISTING)
+    assert len(listing.opcodes) == 17 and listing.opcodes[10] == "BRA.U"
+    assert listing.loops == ((2, 13), (3, 6), (7, 10), (15, 15))
+    assert sass.local_bytes(listing) == (24, 4)
+    assert sass.mix(listing.opcodes)["total"] == 16  # without the NOP
+    first, second = sass.tile_loops(listing)  # the loop around both is not a tile loop, the endless one has no product
+    assert first == {"mma": 1, "fp32": 1, "other": 2, "total": 4}
+    assert second == {"ldsm": 1, "mma": 1, "other": 2, "total": 4}
+    assert sass.hot_loop(sass.parse("")) is None
+
+
+def test_hot_loop_is_the_one_without_masks():
+    masked = LISTING.replace("FSEL R2, R3, R4, P0 ;", "FSEL R2, R3, R4, P0 ;\n        /*0048*/                   FSEL R2, R3, R4, P0 ;")
+    assert sass.hot_loop(sass.parse(masked))["ldsm"] == 1
+
+
+@pytest.mark.parametrize(("opcode", "expected"), [
+    ("HGMMA.64x128x16.F32.BF16", "mma"), ("MUFU.EX2", "mufu"), ("FMUL.FTZ", "fp32"), ("FSETP.GT.AND", "other"), ("LDSM.16.M88.4", "ldsm"),
+    ("LDS.128", "shared"), ("STSM.16.M88.4", "shared"), ("LDGSTS.E.BYPASS.128", "global"), ("LDGDEPBAR", "other"),
+    ("LDL.LU", "local"), ("BAR.SYNC.DEFER_BLOCKING", "barrier"), ("SYNCS.PHASECHK.TRANS64.TRYWAIT", "barrier"), ("LDC.64", "other"),
+])
+def test_classes(opcode, expected):
+    assert sass.classify(opcode) == expected
+
+
+def test_every_pass_of_a_case_is_caught(compiled):
+    """One and two bands share the passes that know no bands: keys turned, queries turned, delta."""
+    alone = [(kernel, 1) for kernel in ("attention_forward", "attention_grad_kv", "attention_grad_q")] * 2
+    shared = [("attention_delta", 2), ("turn_rows", 2), ("turn_rows", 2)]
+    assert sorted(map(tuple, compiled["planned"])) == sorted(alone + shared)
