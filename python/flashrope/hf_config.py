@@ -1,0 +1,284 @@
+"""Hugging Face model configurations as Rotary schemes. Nothing here imports transformers: fields are read by attribute."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from .rotary import Rotary
+
+__all__ = ["rotary_from_config"]
+
+# model_type of the families whose rotary embedding pairs channels 2m and 2m + 1. No configuration field says so: the source
+# of truth is each family's rotate_half, apply_rotary_pos_emb or complex product in transformers (4.57.6 and 5.23.0 read).
+INTERLEAVED = frozenset({
+    "blt", "blt_global_transformer", "blt_local_decoder", "blt_local_encoder", "blt_patcher", "codegen", "cohere", "cohere2",
+    "cohere2_moe", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj",
+    "helium", "llama4_text", "moonshine", "moonshine_streaming", "openai_privacy_filter", "pe_audio_encoder",
+    "pe_audio_video_encoder", "pe_video_encoder",
+})
+REVERSED = frozenset({"nanochat"})  # turns by -theta
+# model_type of the families that rotate in sliding-window layers alone, as their attention classes have it.
+SLIDING_ONLY = frozenset({"afmoe", "cohere2", "exaone4", "exaone_moe", "flint", "kolibri1"})
+# model_type of the families that rotate by a base their configuration does not hold.
+FIXED_BASE = {"codegen": 10_000.0, "gptj": 10_000.0}
+
+KEYS = frozenset({
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "attention_factor",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor",
+    "long_factor", "short_mscale", "long_mscale", "alpha",
+    "finetuned", "max_position_embeddings",  # notes that no version reads
+})
+REFUSED_KEYS = {
+    "mrope_section": "mrope_section gives each pair its own coordinate of a multi-dimensional position, and the table does not "
+                     "say which; for text alone, where the coordinates are equal, drop the key",
+    "xdrope_section": "xdrope_section gives each pair its own coordinate of a multi-dimensional position",
+    "llama_4_scaling_beta": "llama_4_scaling_beta scales the query by 1 + beta * ln(1 + floor(i / length)), which no scale of "
+                            "Rotary expresses",
+}
+
+
+def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None = None) -> Rotary:
+    """The scheme in which a Hugging Face model rotates its queries and keys.
+
+    Reads the fields of transformers 4.57 (``rope_theta``, ``rope_scaling``, ``partial_rotary_factor``) and 5
+    (``rope_parameters``, also one dict per layer type); where the two read a field differently, the newer reading counts.
+    Rope types: default, linear, dynamic, yarn, llama3, longrope (once "su") and proportional.
+
+    Hugging Face multiplies cos and sin by ``attention_factor``; here its square scales the score. ``mrope_section`` is
+    refused; families whose code implies one are read as for text alone, where all coordinates of a position are equal.
+
+    Args:
+        config: a text model's configuration (``config.get_text_config()`` of a composite one), or any object with its fields.
+        layer_type: which of the ``layer_types``, for models whose layers differ. Layers of a type that a family leaves
+            unrotated give ``Rotary.none``; layers skipped by index (``no_rope_layers``) are the caller's to skip.
+        seqlen: the longest position + 1 that will be seen. It matters to "dynamic", whose base grows with it, and to
+            "longrope", which has one table up to the trained length and one beyond. Default: at most the trained
+            length, which is what transformers builds a model with and what short prompts run with.
+
+    Raises:
+        ValueError: names the field, and why it has no exact counterpart.
+    """
+    if seqlen is not None and (not isinstance(seqlen, int) or isinstance(seqlen, bool) or seqlen < 1):
+        raise ValueError(f"seqlen: expected None or a positive integer, got {seqlen!r}")
+    model_type = getattr(config, "model_type", "") or ""
+    _refuse_by_field(config)
+    params = _parameters(config, model_type, layer_type)
+    head_dim = _head_dim(config, layer_type)
+    unrotated = model_type in SLIDING_ONLY and layer_type == "full_attention" and getattr(config, "sliding_window", None) is not None
+    if params is None or unrotated:
+        return Rotary.none(head_dim)
+    for key in params:
+        if key in REFUSED_KEYS:
+            if params[key]:
+                raise ValueError(f"config: {REFUSED_KEYS[key]}")
+        elif key not in KEYS:
+            raise ValueError(f"config: rope parameter {key!r} is not known; the known ones are {', '.join(sorted(KEYS))}")
+
+    rope_type = _rope_type(params)
+    if rope_type not in RULES:
+        raise ValueError(f"config: rope type {rope_type!r} is not known; the known ones are {', '.join(RULES)}")
+    partial = params.get("partial_rotary_factor")
+    rotary_dim = getattr(config, "rotary_dim", None) if model_type in FIXED_BASE else None
+    if rotary_dim is None:
+        rotary_dim = int(head_dim * (1.0 if partial is None else partial))
+    if rope_type == "proportional":
+        rotary_dim = head_dim
+    rope = Rotary.rope(head_dim, params["rope_theta"], rotary_dim, interleaved=model_type in INTERLEAVED)
+    rotary, attention_factor = RULES[rope_type](rope, params, config, seqlen)
+    if attention_factor != 1:
+        if rotary.rotary_dim != head_dim:
+            raise ValueError(
+                f"config: attention_factor {attention_factor:.6g} scales the {rotary.rotary_dim} rotated of {head_dim} channels "
+                f"alone, Rotary can only scale the whole score; set attention_factor to 1 and multiply the query's rotated "
+                f"channels by its square, {attention_factor ** 2:.6g}")
+        rotary = dataclasses.replace(rotary, temperature=float(attention_factor) ** 2)
+    if model_type in REVERSED:
+        rotary = dataclasses.replace(rotary, theta=tuple(-f for f in rotary.theta))
+    return rotary
+
+
+# ---- which parameters -----------------------------------------------------------------------------------------------------
+
+
+def _refuse_by_field(config) -> None:
+    if getattr(config, "qk_rope_head_dim", None):
+        raise ValueError("config: qk_rope_head_dim tells of multi-head latent attention, whose rotated channels are split off and "
+                         "shared by all heads; the layout of raw q and k is not this table's")
+    if getattr(config, "alibi", False):
+        raise ValueError("config: alibi is set, this model biases scores by distance and rotates nothing")
+    kind = getattr(config, "position_embedding_type", None)
+    if kind not in (None, "rope", "rotary"):
+        raise ValueError(f"config: position_embedding_type is {kind!r}, this model rotates nothing")
+    if getattr(config, "image_size", None) is not None and getattr(config, "patch_size", None) is not None:
+        raise ValueError("config: image_size and patch_size tell of an image encoder, whose positions have two coordinates; "
+                         "build it with Rotary.axial or Rotary.from_inv_freq")
+    if getattr(config, "num_attention_heads", None) is None and getattr(config, "text_config", None) is not None:
+        raise ValueError("config: holds a text_config; give that one, config.get_text_config()")
+
+
+def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, Any] | None:
+    """The rope parameters of the layer type with rope_theta and partial_rotary_factor inside; None if it has no rotary."""
+    layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_layer: dict[str, Any] | None = {key: value for key, value in given.items() if isinstance(value, dict) or key in layer_types}
+    if not by_layer:
+        by_layer = _older_parameters_by_layer(config, model_type, given)
+    if by_layer:
+        if layer_type not in by_layer:
+            problem = "rope parameters differ by layer type" if layer_type is None else f"{layer_type!r} is not known"
+            raise ValueError(f"layer_type: {problem}; give one of {', '.join(sorted(by_layer))}")
+        given = by_layer[layer_type]
+        if given is None:
+            return None
+    elif layer_type is not None and layer_type not in layer_types:
+        raise ValueError(f"layer_type: {layer_type!r} is not known; " + (
+            f"give one of {', '.join(layer_types)}" if layer_types else "this configuration has no layer types"))
+    params = dict(given)
+    if params.get("rope_theta") is None:
+        params["rope_theta"] = getattr(config, "rope_theta", None) or FIXED_BASE.get(model_type)
+    if params["rope_theta"] is None:
+        raise ValueError("config: neither rope_theta nor rope_parameters with one in it; this model has no rotary embedding, or "
+                         "a base that its configuration does not hold")
+    if params.get("partial_rotary_factor") is None:
+        params["partial_rotary_factor"] = getattr(config, "partial_rotary_factor", None)
+    return params
+
+
+def _older_parameters_by_layer(config, model_type: str, scaling: dict[str, Any]) -> dict[str, Any] | None:
+    """The families that had two tables before rope_parameters held one dict per layer type."""
+    if getattr(config, "rope_local_base_freq", None) is not None:  # gemma3, gemma3n
+        return {"full_attention": scaling, "sliding_attention": {"rope_theta": config.rope_local_base_freq}}
+    if getattr(config, "global_rope_theta", None) is not None:  # modernbert
+        local = getattr(config, "local_rope_theta", None)
+        return {"full_attention": {"rope_theta": config.global_rope_theta},
+                "sliding_attention": {"rope_theta": config.global_rope_theta if local is None else local}}
+    if model_type == "olmo3":  # only the full layers are scaled
+        return {"full_attention": scaling, "sliding_attention": {}}
+    return None
+
+
+def _rope_type(params: dict[str, Any]) -> str:
+    rope_type = params.get("rope_type") or params.get("type")
+    if rope_type is None:
+        scaling = sorted(key for key in set(params) - {"rope_theta", "partial_rotary_factor"} if params[key] is not None)
+        if scaling:
+            raise ValueError(f"config: rope parameters {', '.join(scaling)} come without a rope_type to tell what they mean")
+        return "default"
+    return "longrope" if rope_type == "su" else rope_type
+
+
+def _head_dim(config, layer_type: str | None) -> int:
+    if layer_type == "full_attention" and getattr(config, "global_head_dim", None):  # gemma4, as its checkpoints store it
+        return config.global_head_dim
+    if layer_type is not None and getattr(config, "is_heterogeneous", False):  # transformers 5: fields that differ by layer
+        config = config.per_layer_config[layer_type]
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None:
+        try:
+            head_dim = config.hidden_size // config.num_attention_heads
+        except (AttributeError, TypeError):
+            raise ValueError("config: neither head_dim nor hidden_size and num_attention_heads") from None
+    return head_dim
+
+
+def _field(params: dict[str, Any], name: str):
+    if params.get(name) is None:
+        raise ValueError(f"config: rope type {_rope_type(params)!r} needs {name}")
+    return params[name]
+
+
+def _trained_length(params: dict[str, Any], config) -> int:
+    inside = params.get("original_max_position_embeddings")
+    beside = getattr(config, "original_max_position_embeddings", None)
+    if inside is not None and beside is not None and inside != beside:
+        raise ValueError(f"config: original_max_position_embeddings is {beside} on the configuration and {inside} among the rope "
+                         "parameters, and versions of transformers differ in which they take")
+    return inside or beside or _max_length(config)
+
+
+def _max_length(config) -> int:
+    length = getattr(config, "max_position_embeddings", None)
+    if length is None:
+        raise ValueError("config: max_position_embeddings is missing")
+    return length
+
+
+# ---- one rule per rope type: (plain RoPE, parameters, config, seqlen) -> (scheme, attention_factor) -----------------------
+
+
+def _default(rope, params, config, seqlen):
+    return rope, 1.0
+
+
+def _linear(rope, params, config, seqlen):
+    return rope.interpolate(_field(params, "factor")), 1.0
+
+
+def _proportional(rope, params, config, seqlen):
+    partial = params["partial_rotary_factor"]
+    turning = int((1.0 if partial is None else partial) * rope.head_dim // 2)
+    rope = dataclasses.replace(rope, theta=rope.theta[:turning] + (0.0,) * (len(rope.theta) - turning))
+    factor = params.get("factor")
+    return (rope if factor in (None, 1) else rope.interpolate(factor)), 1.0
+
+
+def _dynamic(rope, params, config, seqlen):
+    """NTK-aware by how far seqlen exceeds the trained length; with alpha (hunyuan) by that, whatever the length."""
+    if params.get("alpha"):
+        return rope.ntk(params["alpha"], variant="aware"), 1.0
+    factor, length = _field(params, "factor"), _max_length(config)
+    growth = factor * max(seqlen or 0, length) / length - (factor - 1)
+    return (rope.ntk(growth, variant="aware") if growth > 1 else rope), 1.0
+
+
+def _yarn(rope, params, config, seqlen):
+    length = _trained_length(params, config)
+    factor = params.get("factor") or _max_length(config) / length
+    attention_factor = params.get("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all_dim = params.get("mscale"), params.get("mscale_all_dim")
+        if mscale and mscale_all_dim:
+            attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+        else:
+            attention_factor = _mscale(factor, 1.0)
+    truncate = params.get("truncate")
+    return rope.yarn(factor, length, beta_fast=params.get("beta_fast") or 32.0, beta_slow=params.get("beta_slow") or 1.0,
+                     temperature=1.0, truncate=True if truncate is None else truncate), attention_factor
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _llama3(rope, params, config, seqlen):
+    """Pairs are divided by factor where they turn less than low_freq_factor times over the trained length, kept where
+    more than high_freq_factor times, and blended linearly in that number of turns between the two."""
+    length, factor = _trained_length(params, config), _field(params, "factor")
+    low, high = _field(params, "low_freq_factor"), _field(params, "high_freq_factor")
+    if not 0 < low < high:
+        raise ValueError(f"config: expected 0 < low_freq_factor < high_freq_factor, got {low} and {high}")
+    theta = []
+    for f in rope.theta:
+        kept = min(max((length * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0)
+        theta.append((1 - kept) * f / factor + kept * f)
+    return dataclasses.replace(rope, theta=tuple(theta), scaled_by="llama3"), 1.0
+
+
+def _longrope(rope, params, config, seqlen):
+    length = _trained_length(params, config)
+    reach = "long" if seqlen is not None and seqlen > length else "short"
+    divisors = _field(params, f"{reach}_factor")
+    if len(divisors) != len(rope.theta):
+        raise ValueError(f"config: {reach}_factor has {len(divisors)} numbers for {len(rope.theta)} pairs")
+    attention_factor = params.get(f"{reach}_mscale") or params.get("attention_factor")  # phimoe has one for each reach
+    if attention_factor is None:
+        factor = params.get("factor") or _max_length(config) / length
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    theta = tuple(f / divisor for f, divisor in zip(rope.theta, divisors, strict=True))
+    return dataclasses.replace(rope, theta=theta, scaled_by="longrope"), attention_factor
+
+
+RULES = {"default": _default, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "llama3": _llama3, "longrope": _longrope,
+         "proportional": _proportional}
