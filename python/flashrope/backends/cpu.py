@@ -106,7 +106,8 @@ def plan(bands: tuple[Band, ...], seqlen_q: int, seqlen_k: int) -> tuple[tuple[f
             pieces += _behind(max(start, 0), stop, seqlen_q, seqlen_k, shift)
         if start < 0:  # keys ahead; in reversed time, where row and key 0 stand at the same position, they lie behind
             pieces += (p.mirrored(seqlen_q, seqlen_k) for p in _behind(max(1 - stop, 1), 1 - start, seqlen_q, seqlen_k, 0))
-    return tuple((slope, offset, tuple(p for p in pieces if p.rows > 0 and p.keys > 0)) for (slope, offset), pieces in turns.items())
+    kept = ((*turn, tuple(p for p in pieces if p.rows > 0 and p.keys > 0)) for turn, pieces in turns.items())
+    return tuple(of_turn for of_turn in kept if of_turn[2])
 
 
 def _behind(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift: int) -> list[Piece]:
@@ -154,15 +155,23 @@ def _windows(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Ten
 
 
 def _cut(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:
-    """(batch * repeat, heads, count, ...) as the kernel takes it."""
+    """(batch * repeat, heads, count, ...) of x (batch, seqlen, heads, ...), in the piece's time, as the kernel takes it."""
+    if piece.repeat == 1 and not piece.reversed:
+        return (x if count == x.shape[1] else x[:, first:first + count]).transpose(1, 2)
     x = _windows(x, first, count, piece)
-    if piece.reversed:
-        x = x.flip(3)
-    return x.flatten(0, 1)
+    return (x.flip(3) if piece.reversed else x).flatten(0, 1)
+
+
+def _rows(x: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return _cut(x, piece.row, piece.rows, piece)
+
+
+def _keys(x: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return _cut(x, piece.key, piece.keys, piece)
 
 
 def _uncut(x: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """(batch * repeat, heads, count, ...) -> (batch, repeat, heads, count, ...) in true time."""
+    """What the kernel gave, (batch * repeat, heads, count, ...), in the shape and the time of ``_windows``."""
     x = x.unflatten(0, (-1, piece.repeat))
     return x.flip(3) if piece.reversed else x
 
@@ -181,73 +190,74 @@ def _accumulation_type(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-@lru_cache(maxsize=32)
-def _rows_table(rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, stop: int, dtype: torch.dtype):
+@lru_cache(maxsize=16)
+def _table(rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, stop: int, dtype: torch.dtype):
     positions = torch.arange(first, stop, dtype=torch.float64)
-    return _table(rotary, positions, slope, offset, factor, floor, dtype)
+    return _turns(rotary, positions, slope, offset, factor, floor, dtype)
 
 
-def _table(rotary, positions, slope, offset, factor, floor, dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """own (..., 1, head_dim) that scales every channel and sin, -sin (..., 1, turning pairs), all times log n.
+def _turns(rotary, positions, slope, offset, factor, floor, dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """own (..., 1, head_dim) and other (..., 1, rotary_dim): x turned is own * x + other * (x with each pair's channels swapped).
 
-    So log n joins the query before any rounding.
+    Both carry log n, so that it joins the query before any rounding. other is None where nothing rotates.
     """
-    cos, sin = cos_sin(rotary, positions if (slope, offset) == (1, 0) else slope * positions + offset)
-    own = torch.stack((cos, cos), -1).flatten(-2) if rotary.interleaved else torch.cat((cos, cos), -1)
+    cos, sin = cos_sin(rotary, slope * positions + offset)
+    if rotary.interleaved:
+        own, other = torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
+    else:
+        own, other = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     own = torch.nn.functional.pad(own, (0, rotary.head_dim - rotary.rotary_dim), value=1.0)
-    sin = sin[..., :_turning_pairs(rotary)]
     if factor:
         log_n = (factor * torch.log(positions.clamp(min=0) + 1)).clamp(min=floor)[..., None]
-        own, sin = own * log_n, sin * log_n
-    return tuple(x.to(dtype)[..., None, :] for x in (own, sin, -sin))
+        own, other = own * log_n, other * log_n
+    return own.to(dtype)[..., None, :], other.to(dtype)[..., None, :] if any(rotary.theta) else None
 
 
-@lru_cache(maxsize=256)
-def _turning_pairs(rotary: Rotary) -> int:
-    """Pairs up to the last that turns."""
-    return max((m + 1 for m, theta in enumerate(rotary.theta) if theta), default=0)
-
-
-def _turning(x: torch.Tensor, call: Call, slope: float, offset: float, shift: int | None):
-    """The table that turns x, a query whose row 0 stands at position shift or, with None, a key; None where nothing changes."""
-    rotary, dtype = call.rotary, _accumulation_type(x)
-    factor, floor = (0.0, 1.0) if shift is None else call.log_n
-    if not factor and (not _turning_pairs(rotary) or (slope == 0 and offset == 0)):
-        return None
-    if call.positions is not None:
-        return _table(rotary, call.positions.to(torch.float64), slope, offset, factor, floor, dtype)
-    if not factor and slope == 0:
-        return _rows_table(rotary, slope, offset, factor, floor, 0, 1, dtype)
-    first, stop = shift or 0, (shift or 0) + x.shape[1]
-    low = 0 if first >= 0 else -_bucket(-first)
-    table = _rows_table(rotary, slope, offset, factor, floor, low, max(_bucket(stop), low + 1), dtype)
-    return tuple(t[first - low:stop - low] for t in table)
+@lru_cache(maxsize=64)
+def _turns_of_rows(rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, rows: int, dtype: torch.dtype):
+    """The rows at positions first, first + 1, ... of a table whose length is a power of two: a growing sequence builds few."""
+    if slope == 0 and not factor:
+        return _table(rotary, slope, offset, factor, floor, 0, 1, dtype)
+    low, high = min(-_bucket(-first), 0), max(_bucket(first + rows), 1)
+    return tuple(t if t is None else t[first - low:first - low + rows] for t in _table(rotary, slope, offset, factor, floor, low, high, dtype))
 
 
 def _bucket(positions: int) -> int:
-    """Table lengths are powers of two, so that a growing sequence builds few."""
     return max(1 << (positions - 1).bit_length(), LEAST_TABLE) if positions > 0 else 0
 
 
-def _halves(x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the first and of the second channel of every pair that turns."""
-    pairs, second = _turning_pairs(rotary), len(rotary.theta)
-    if rotary.interleaved:
-        return x[..., 0:2 * pairs:2], x[..., 1:2 * pairs:2]
-    return x[..., :pairs], x[..., second:second + pairs]
+def _turns_for(x: torch.Tensor, call: Call, slope: float, offset: float, first: int, is_query: bool):
+    """What turns x, whose row 0 stands at position first; None where that changes nothing."""
+    factor, floor = call.log_n if is_query else (0.0, 1.0)
+    if not factor and (slope == 0 and offset == 0 or not any(call.rotary.theta)):
+        return None
+    if call.positions is not None:
+        return _turns(call.rotary, call.positions.to(torch.float64), slope, offset, factor, floor, _accumulation_type(x))
+    return _turns_of_rows(call.rotary, slope, offset, factor, floor, first, x.shape[1], _accumulation_type(x))
 
 
-def _turn(x: torch.Tensor, table, rotary: Rotary, back: bool = False) -> torch.Tensor:
+def _swap_pairs(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    if interleaved:
+        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x.roll(x.shape[-1] // 2, -1)
+
+
+def _turn(x: torch.Tensor, turns, rotary: Rotary, back: bool = False) -> torch.Tensor:
     """x (batch, seqlen, heads, head_dim) turned, in float32 or float64; back applies the transpose, for gradients."""
-    if table is None:
-        return x.to(_accumulation_type(x))
-    own, sin, minus_sin = table
+    if turns is None:
+        return _upcast(x)
+    own, other = turns
     turned = x * own
-    if sin.shape[-1]:
-        (first, second), (to_first, to_second) = _halves(x, rotary), _halves(turned, rotary)
-        to_first.addcmul_(second, sin if back else minus_sin)
-        to_second.addcmul_(first, minus_sin if back else sin)
+    if other is not None:
+        pairs, target = x, turned
+        if rotary.rotary_dim < rotary.head_dim:
+            pairs, target = x[..., :rotary.rotary_dim], turned[..., :rotary.rotary_dim]
+        target.addcmul_(_swap_pairs(pairs, rotary.interleaved), other, value=-1 if back else 1)
     return turned
+
+
+def _upcast(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float32)
 
 
 # ---- one batch of sequences of one length -------------------------------------------------------------------------------
@@ -255,30 +265,26 @@ def _turn(x: torch.Tensor, table, rotary: Rotary, back: bool = False) -> torch.T
 
 def _attend(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, lse (batch, heads_q, seqlen_q)."""
-    (batch, seqlen_q, heads, _), seqlen_k, accumulate = q.shape, k.shape[1], _accumulation_type(q)
-    shift, v = seqlen_k - seqlen_q, v.to(accumulate)
-    turns = plan(call.bands, seqlen_q, seqlen_k) if q.numel() and k.numel() else ()
+    seqlen_q, seqlen_k, v = q.shape[1], k.shape[1], _upcast(v)
     out = lse = None
-    for slope, offset, pieces in turns:
-        if not pieces:
-            continue
-        turned_q = _turn(q, _turning(q, call, slope, offset, shift), call.rotary)
-        turned_k = _turn(k, _turning(k, call, slope, 0.0, None), call.rotary)
+    for slope, offset, pieces in plan(call.bands, seqlen_q, seqlen_k) if q.numel() and k.numel() else ():
+        turned_q = _turn(q, _turns_for(q, call, slope, offset, seqlen_k - seqlen_q, True), call.rotary)
+        turned_k = _turn(k, _turns_for(k, call, slope, 0.0, 0, False), call.rotary)
         for piece in pieces:
             piece_out, piece_lse = _flash(
-                _cut(turned_q, piece.row, piece.rows, piece), _cut(turned_k, piece.key, piece.keys, piece),
-                _cut(v, piece.key, piece.keys, piece), 0.0, piece.causal and not piece.width,
-                attn_mask=_mask(piece, accumulate), scale=call.score_scale)
+                _rows(turned_q, piece), _keys(turned_k, piece), _keys(v, piece), 0.0, piece.causal and not piece.width,
+                attn_mask=_mask(piece, turned_q.dtype), scale=call.score_scale)
             if out is None and piece.rows == seqlen_q and not piece.reversed:
                 out, lse = piece_out.transpose(1, 2), piece_lse.transpose(1, 2)
                 continue
             if out is None:
-                out, lse = torch.zeros(q.shape, dtype=accumulate), torch.full((batch, seqlen_q, heads), -torch.inf, dtype=accumulate)
+                out, lse = turned_q.new_zeros(q.shape), turned_q.new_full(q.shape[:3], -torch.inf)
             _merge(_windows(out, piece.row, piece.rows, piece), _windows(lse, piece.row, piece.rows, piece),
                    _uncut(piece_out, piece), _uncut(piece_lse, piece))
     if out is None:
-        return q.new_zeros(q.shape), q.new_full(call.lse_shape(q), -torch.inf, dtype=accumulate)
-    return out.to(q.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+        return q.new_zeros(q.shape), q.new_full(call.lse_shape(q), -torch.inf, dtype=_accumulation_type(q))
+    out = out if out.dtype == q.dtype else out.to(q.dtype)
+    return out.contiguous(), lse.transpose(1, 2).contiguous()
 
 
 def _merge(out, lse, piece_out, piece_lse) -> None:
@@ -289,37 +295,31 @@ def _merge(out, lse, piece_out, piece_lse) -> None:
 
 
 def _attend_backward(grad_out, grad_lse, q, k, v, out, lse, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    accumulate, rotary = _accumulation_type(q), call.rotary
-    shift, head_dim = k.shape[1] - q.shape[1], q.shape[-1]
-    turns = plan(call.bands, q.shape[1], k.shape[1]) if q.numel() and k.numel() else ()
-    out, wide_v = out.to(accumulate), v.to(accumulate)
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out.to(accumulate)
+    rotary, seqlen_q, seqlen_k = call.rotary, q.shape[1], k.shape[1]
+    out, wide_v, lse = _upcast(out), _upcast(v), lse.transpose(1, 2)
+    grad_out = torch.zeros_like(out) if grad_out is None else _upcast(grad_out)
     if grad_lse is not None:
         # dS = P * (dO.V - dO.O + dlse): dlse rides in dO as one more channel, against 1 in V and 0 in O.
-        grad_out, wide_v = _widen(grad_out, grad_lse.transpose(1, 2)), _widen(wide_v, 1.0)
-        out = _widen(out, 0.0)
-    lse = lse.transpose(1, 2)
-    grad_q, grad_k, grad_v = None, None, None
-    for slope, offset, pieces in turns:
-        if not pieces:
-            continue
-        table_q, table_k = _turning(q, call, slope, offset, shift), _turning(k, call, slope, 0.0, None)
-        turned_q, turned_k = _turn(q, table_q, rotary), _turn(k, table_k, rotary)
+        grad_out, wide_v, out = _widen(grad_out, grad_lse.transpose(1, 2)), _widen(wide_v, 1.0), _widen(out, 0.0)
+    grad_q = grad_k = grad_v = None
+    for slope, offset, pieces in plan(call.bands, seqlen_q, seqlen_k) if q.numel() and k.numel() else ():
+        turns_q = _turns_for(q, call, slope, offset, seqlen_k - seqlen_q, True)
+        turns_k = _turns_for(k, call, slope, 0.0, 0, False)
+        turned_q, turned_k = _turn(q, turns_q, rotary), _turn(k, turns_k, rotary)
         if grad_lse is not None:
             turned_q, turned_k = _widen(turned_q, 0.0), _widen(turned_k, 0.0)
-        turned_grad_q = turned_grad_k = None
+        of_q = of_k = None
         for piece in pieces:
-            piece_q, piece_k, piece_v = _flash_backward(
-                _cut(grad_out, piece.row, piece.rows, piece), _cut(turned_q, piece.row, piece.rows, piece),
-                _cut(turned_k, piece.key, piece.keys, piece), _cut(wide_v, piece.key, piece.keys, piece),
-                _cut(out, piece.row, piece.rows, piece), _cut(lse, piece.row, piece.rows, piece),
-                0.0, piece.causal and not piece.width, attn_mask=_mask(piece, accumulate), scale=call.score_scale)
-            turned_grad_q = _add(turned_grad_q, piece_q[..., :head_dim], q.shape, piece.row, piece.rows, piece)
-            turned_grad_k = _add(turned_grad_k, piece_k[..., :head_dim], k.shape, piece.key, piece.keys, piece)
-            grad_v = _add(grad_v, piece_v[..., :head_dim], v.shape, piece.key, piece.keys, piece)
-        turned_grad_q, turned_grad_k = _turn(turned_grad_q, table_q, rotary, back=True), _turn(turned_grad_k, table_k, rotary, back=True)
-        grad_q = turned_grad_q if grad_q is None else grad_q.add_(turned_grad_q)
-        grad_k = turned_grad_k if grad_k is None else grad_k.add_(turned_grad_k)
+            piece_q, piece_k, piece_v = (x[..., :q.shape[-1]] for x in _flash_backward(
+                _rows(grad_out, piece), _rows(turned_q, piece), _keys(turned_k, piece), _keys(wide_v, piece),
+                _rows(out, piece), _rows(lse, piece), 0.0, piece.causal and not piece.width,
+                attn_mask=_mask(piece, turned_q.dtype), scale=call.score_scale))
+            of_q = _add(of_q, piece_q, q.shape, piece.row, piece.rows, piece)
+            of_k = _add(of_k, piece_k, k.shape, piece.key, piece.keys, piece)
+            grad_v = _add(grad_v, piece_v, v.shape, piece.key, piece.keys, piece)
+        of_q, of_k = _turn(of_q, turns_q, rotary, back=True), _turn(of_k, turns_k, rotary, back=True)
+        grad_q = of_q if grad_q is None else grad_q.add_(of_q)
+        grad_k = of_k if grad_k is None else grad_k.add_(of_k)
     return tuple(x.new_zeros(x.shape) if grad is None else grad.to(x.dtype).contiguous()
                  for x, grad in ((q, grad_q), (k, grad_k), (v, grad_v)))
 
