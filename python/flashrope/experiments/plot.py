@@ -49,7 +49,7 @@ def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
 def _label_ends(axes, rows: Sequence[Row], last: float) -> None:
     """Each line's name beside its end, pushed apart where the ends lie close."""
     low, high = axes.get_ylim()
-    gap = (high - low) * 0.052
+    gap = (high - low) * 0.055
     order = sorted(range(len(rows)), key=lambda at: rows[at].losses[-1].last)
     heights: list[float] = []
     for at in order:
@@ -60,4 +60,5 @@ def _label_ends(axes, rows: Sequence[Row], last: float) -> None:
         loss = rows[at].losses[-1].last
         axes.annotate(f"{rows[at].name}  {loss:.2f}", xy=(last, loss), xytext=(last * 1.12, height - excess), color=COLOURS[at // 2],
                       fontsize=9, va="center", annotation_clip=False,
-                      arrowprops={"arrowstyle": "-", "color": COLOURS[at // 2], "linewidth": 0.6, "alpha": 0.6, "shrinkB": 4})
+                      arrowprops={"arrowstyle": "-", "color": COLOURS[at // 2], "linewidth": 0.6, "alpha": 0.6, "relpos": (0, 0.5),
+                                  "shrinkA": 2, "shrinkB": 4})

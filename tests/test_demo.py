@@ -1,0 +1,342 @@
+"""flashrope demo and what it is made of, with models so small that they learn next to nothing."""
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from flashrope import Rotary, attention
+from flashrope.cli import main
+from flashrope.experiments import data
+from flashrope.experiments.evaluate import loss_by_context
+from flashrope.experiments.model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
+from flashrope.experiments.train import TrainConfig, learning_rate_fraction, train
+from flashrope.experiments.workers import WorkerError, Workers
+
+TINY = ["demo", "--preset", "tiny", "--device", "cpu", "--threads", "1"]
+OUTPUTS = {"split.json", "rope.safetensors", "hope.safetensors", "losses.csv", "losses.md", "losses.png"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A file of 20,000 bytes."""
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(900))[:20_000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a finished tiny run on the standard library."""
+    out = tmp_path_factory.mktemp("demo") / "out"
+    assert main([*TINY, "--out", str(out)]) == 0
+    return out
+
+
+def rows(out):
+    with open(out / "losses.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# ---- the command, end to end ------------------------------------------------------------------------------------------------
+
+
+def test_writes_every_result(finished):
+    assert {path.name for path in finished.iterdir()} == OUTPUTS
+    table = rows(finished)
+    names = ["RoPE", "HoPE", "ReRoPE-w16", "Leaky ReRoPE-w16"]
+    expected = {(name + log_n, str(length)) for name in names for log_n in ("", " + log n") for length in (32, 64, 128, 256)}
+    assert len(table) == len(expected) and {(row["scheme"], row["context_length"]) for row in table} == expected
+    for row in table:
+        for column in ("loss", "loss_stderr", "loss_all_bytes"):
+            assert math.isfinite(float(row[column])) and float(row[column]) > 0
+        assert row["trained_with"] == ("hope" if row["scheme"].startswith("HoPE") else "rope")
+    markdown = (finished / "losses.md").read_text()
+    assert all(f"{float(row['loss']):.3f}" in markdown for row in table)
+
+
+def test_png_is_an_image_with_something_on_it(finished):
+    from matplotlib.image import imread
+
+    image = imread(finished / "losses.png")
+    assert image.shape[:2] == (1000, 1600)
+    assert len({tuple(pixel) for pixel in image[::4, ::4, :3].reshape(-1, 3).round(2).tolist()}) > 20
+
+
+def test_checkpoints_give_the_losses_of_the_table(finished):
+    record = json.loads((finished / "split.json").read_text())
+    corpus = data.standard_library(257)
+    assert record == json.loads(json.dumps(corpus.record()))
+    windows = data.as_tokens(data.unseen_windows(corpus.unseen, 257, 8, seed=0))
+    for name, trained_with, change in (("HoPE", "hope", lambda r: r), ("ReRoPE-w16 + log n", "rope", lambda r: r.rectify(16).log_n(32))):
+        model, rotary = load_checkpoint(finished / f"{trained_with}.safetensors")
+        shown = [float(row["loss"]) for row in rows(finished) if row["scheme"] == name]
+        losses = loss_by_context(model, change(rotary), windows, [32, 64, 128, 256], 16)
+        assert [loss.last for loss in losses] == pytest.approx(shown, abs=2e-6)
+
+
+def test_same_seed_same_losses_whatever_the_processes(tmp_path, text):
+    def run(name, *options):
+        assert main([*TINY, "--text", str(text), "--out", str(tmp_path / name), *options]) == 0
+        return (tmp_path / name / "losses.csv").read_text()
+
+    first = run("first")
+    assert run("processes", "--threads", "2") == first
+    assert run("second seed", "--seed", "1") != first
+
+
+def test_text_path_is_what_it_trains_on(tmp_path, text, capsys):
+    assert main([*TINY, "--text", str(text), "--out", str(tmp_path)]) == 0
+    assert "numbers.txt; 17,944 bytes to train on" in capsys.readouterr().out
+    assert json.loads((tmp_path / "split.json").read_text())["unseen"]["files"] == ["numbers.txt, bytes 17944 to 20000"]
+
+
+@pytest.mark.parametrize("signalled", ["the terminal's processes", "one process"])
+def test_interrupt_ends_cleanly(tmp_path, text, signalled):
+    command = [sys.executable, "-m", "flashrope", *TINY[:-1], "2", "--steps", "100000", "--text", str(text), "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        while not process.stdout.readline().startswith("software:"):
+            assert process.poll() is None, process.stderr.read()
+        time.sleep(0.5 if signalled == "one process" else 3)  # the workers are starting; or one has begun
+        (os.kill if signalled == "one process" else os.killpg)(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "interrupted after" in errors and "Traceback" not in errors
+    assert "Written to" in errors and "split.json. Not written: rope.safetensors" in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["split.json"]
+    deadline = time.monotonic() + 10
+    while True:  # no worker is left
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--text", "nowhere/at/all"], "nowhere/at/all: no such file or folder"),
+    (["--train-length", "4096"], "at least 524,304 are needed"),
+    (["--train-length", "4"], "--train-length: expected at least 16, got 4"),
+    (["--width", "33"], "width: expected heads = 2 times a multiple of 8, got 33"),
+    (["--device", "cuda:99"], "--device: cuda:99 was asked for"),
+    (["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
+    (["--impl", "triton"], "impl='triton' cannot serve this call"),
+    (["--factor", "-1"], "factor: expected a positive number"),
+])
+def test_bad_input_is_said_in_one_line(tmp_path, text, capsys, monkeypatch, options, said):
+    monkeypatch.setattr("flashrope.backends.triton.refusal", lambda q: "no")
+    assert main([*TINY, "--text", str(text), "--out", str(tmp_path / "out"), *options]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors and errors.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_out_that_is_a_file(tmp_path, text, capsys):
+    (tmp_path / "taken").write_text("")
+    assert main([*TINY, "--text", str(text), "--out", str(tmp_path / "taken")]) == 2
+    assert "--out: cannot write to" in capsys.readouterr().err
+
+
+# ---- the command line -------------------------------------------------------------------------------------------------------
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "demo" in shown and "info" in shown
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--text", "--steps", "--train-length", "--out", "--seed", "--device", "--threads"))
+
+
+def test_unknown_options_name_the_known(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--step", "3"])
+    assert stop.value.code == 2
+    errors = capsys.readouterr().err
+    assert "unknown option --step (did you mean --steps?); the options are" in errors and "--train-length" in errors
+    with pytest.raises(SystemExit) as stop:
+        main(["dema"])
+    assert stop.value.code == 2
+    assert "demo" in capsys.readouterr().err
+    assert main([]) == 2
+
+
+def test_info_says_why_an_implementation_cannot_serve(capsys, monkeypatch):
+    monkeypatch.setattr("flashrope.backends.triton.refusal", lambda q: "no such luck")
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert torch.__version__ in shown
+    assert "triton    no such luck" in shown and "cpu       the choice" in shown and "reference can serve" in shown
+
+
+# ---- model, data, training, evaluation --------------------------------------------------------------------------------------
+
+
+def model_of(seed=0, **sizes):
+    torch.manual_seed(seed)
+    model = LanguageModel(ModelConfig(**{"width": 32, "layers": 2, "heads": 2, **sizes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter *= 10  # first weights are so small that attention hardly shows
+    return model
+
+
+def test_checkpoint_round_trip(tmp_path):
+    model, rotary = model_of(), Rotary.hope(16, 64).rectify(24, 4.0).log_n(64)
+    save_checkpoint(tmp_path / "model.safetensors", model, rotary)
+    loaded, scheme = load_checkpoint(tmp_path / "model.safetensors")
+    tokens = torch.randint(256, (2, 50))
+    assert scheme == rotary and loaded.config == model.config
+    assert torch.equal(loaded(tokens, scheme), model(tokens, rotary))
+
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="not a flashrope checkpoint"):
+        load_checkpoint(tmp_path / "other.safetensors")
+
+
+def test_the_scheme_is_an_argument_and_the_model_is_causal():
+    model, tokens = model_of(), torch.randint(256, (1, 40))
+    logits = {rotary: model(tokens, rotary) for rotary in (Rotary.none(16), Rotary.rope(16), Rotary.rope(16).rectify(8))}
+    first, *others = logits.values()
+    assert all((first - other).abs().max() > 1e-2 for other in others)
+    assert torch.allclose(logits[Rotary.rope(16)][:, :8], logits[Rotary.rope(16).rectify(8)][:, :8], atol=1e-4)  # inside the window
+    changed = tokens.clone()
+    changed[0, 20] += 1
+    difference = (model(changed % 256, Rotary.rope(16)) - logits[Rotary.rope(16)]).abs().amax(-1)[0]
+    assert difference[:20].max() < 1e-4 < difference[20:].min()
+
+
+@pytest.mark.parametrize("rotary", [Rotary.rope(16), Rotary.hope(16, 32).log_n(32), Rotary.rope(16).rectify(16),
+                                    Rotary.rope(16).rectify(16, 16.0).log_n(32)], ids=repr)
+def test_losses_do_not_depend_on_the_implementation(rotary):
+    model, windows = model_of(), torch.randint(256, (3, 257))
+    losses = [loss_by_context(model, rotary, windows, [32, 256], 16, attend=lambda *qkv, impl=impl: attention(*qkv, impl=impl))
+              for impl in (None, "reference")]
+    for ours, reference in zip(*losses, strict=True):
+        assert (ours.last, ours.mean) == pytest.approx((reference.last, reference.mean), abs=1e-4)
+
+
+def test_every_context_length_predicts_the_same_bytes():
+    windows = torch.randint(256, (5, 257))
+    lengths = [32, 64, 128, 256]
+    without_context = model_of(layers=0)
+    losses = loss_by_context(without_context, Rotary.rope(16), windows, lengths, 16, batch_tokens=300)
+    assert [loss.last for loss in losses] == pytest.approx([losses[0].last] * 4, abs=1e-6)
+    logits = without_context(windows[:, -17:-1], Rotary.rope(16))
+    assert losses[0].last == pytest.approx(torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, -16:].flatten()).item())
+    assert len({round(loss.mean, 6) for loss in losses}) == 4
+    assert [loss.context_length for loss in losses] == lengths
+    for length in (257, 8):
+        with pytest.raises(ValueError, match="context_lengths: expected 16 to 256"):
+            loss_by_context(without_context, Rotary.rope(16), windows, [length], 16)
+
+
+def test_split_is_by_file_and_says_so():
+    files = {f"{n}.txt": bytes([n]) * 500 for n in range(1, 30)}
+    corpus = data.split_by_file("text", files, window=100)
+    assert corpus == data.split_by_file("text", dict(reversed(files.items())), window=100)
+    assert sorted(corpus.train_files + corpus.unseen_files) == sorted(files)
+    assert corpus.unseen == tuple(files[name] for name in corpus.unseen_files)
+    assert set(corpus.train) - {0} == {int(name.split(".")[0]) for name in corpus.train_files}
+    assert 0.1 <= len(b"".join(corpus.unseen)) / (29 * 500) < 0.14
+    with pytest.raises(data.TextError, match=r"holds 14,500 bytes in 29 files.*at least 8,000 bytes"):
+        data.split_by_file("text", files, window=1000)
+
+
+def test_folders_are_read_as_text(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.md").write_bytes(b"a" * 3000)
+    (tmp_path / "b").write_bytes("ü".encode() * 2000)
+    (tmp_path / "c").write_bytes(b"c" * 3000)
+    (tmp_path / "picture").write_bytes(b"\x89PNG\0" * 3000)
+    (tmp_path / "latin").write_bytes(b"\xfc" * 3000)
+    (tmp_path / ".hidden").write_bytes(b"h" * 3000)
+    corpus = data.from_path(tmp_path, window=100)
+    assert sorted(corpus.train_files + corpus.unseen_files) == ["b", "c", "inner/a.md"]
+    with pytest.raises(data.TextError, match="not text"):
+        data.from_path(tmp_path / "picture", window=10)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(data.TextError, match="no text files"):
+        data.from_path(tmp_path / "empty", window=10)
+
+
+def test_unseen_windows_lie_apart_in_one_piece():
+    pieces = (bytes(range(100)), bytes(range(100, 165)), b"short")
+    windows = data.unseen_windows(pieces, 20, 100, seed=0)
+    assert len(windows) == 5 + 3 and len({byte for window in windows for byte in window}) == 8 * 20
+    assert all(window[-1] - window[0] == 19 for window in windows)
+    few = data.unseen_windows(pieces, 20, 3, seed=0)
+    assert len(few) == 3 and set(few) < set(windows) and few != data.unseen_windows(pieces, 20, 3, seed=1)
+
+
+def test_training_learns_and_repeats():
+    text = b"abcdefgh" * 200
+    config = TrainConfig(steps=60, batch_size=4, train_length=16, learning_rate=1e-2)
+
+    def run(rotary):
+        torch.manual_seed(0)
+        model, steps = LanguageModel(ModelConfig(32, 1, 2)), []
+        trained = train(model, rotary, data.random_batches(text, 4, 16, seed=0), config, progress=lambda *step: steps.append(step))
+        return trained.loss, steps
+
+    loss, steps = run(Rotary.rope(16))
+    assert loss < 0.1 and steps[0][1] == pytest.approx(math.log(256), abs=0.1)
+    assert [step for step, _ in steps] == list(range(1, 61))
+    assert run(Rotary.rope(16)) == (loss, steps)
+    assert run(Rotary.none(16))[0] != loss
+
+
+def test_learning_rate_warms_up_and_decays():
+    config = TrainConfig(steps=100, batch_size=1, train_length=16)
+    fractions = [learning_rate_fraction(step, config) for step in range(100)]
+    assert fractions[0] == pytest.approx(0.1) and fractions[9] == 1
+    assert max(fractions) == 1 and fractions[10:] == sorted(fractions[10:], reverse=True)
+    assert fractions[-1] == pytest.approx(config.final_fraction, abs=0.01)
+
+
+def test_divergence_is_an_error():
+    model = model_of()
+    model.embedding.weight.data[0, 0] = float("nan")
+    batches = data.random_batches(bytes(100), 2, 16, seed=0)
+    with pytest.raises(RuntimeError, match="training diverged: the loss is nan at step 1"):
+        train(model, Rotary.rope(16), batches, TrainConfig(steps=3, batch_size=2, train_length=16))
+
+
+def halve(number, report):
+    report("halving")
+    return number / 2
+
+
+def die(report):
+    os._exit(1)
+
+
+def test_workers():
+    seen = []
+    with Workers(2, 1) as workers:
+        assert workers.map(halve, [(n,) for n in range(5)], lambda job, message: seen.append((job, message))) == [0, 0.5, 1, 1.5, 2]
+        assert sorted(seen) == [(n, "halving") for n in range(5)]
+        with pytest.raises(WorkerError, match="unsupported operand"):
+            workers.map(halve, [("text",)])
+        with pytest.raises(WorkerError, match="a worker process died"):
+            workers.map(die, [()])
+        processes = workers._processes
+    assert not any(process.is_alive() for process in processes)
