@@ -66,8 +66,8 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
     _refuse_by_field(config)
     params = _parameters(config, model_type, layer_type)
     head_dim = _head_dim(config, layer_type)
-    unrotated = model_type in SLIDING_ONLY and layer_type == "full_attention" and getattr(config, "sliding_window", None) is not None
-    if params is None or unrotated:
+    slides = model_type in SLIDING_ONLY and getattr(config, "sliding_window", None) is not None
+    if params is None or slides and layer_type == "full_attention":
         return Rotary.none(head_dim)
     for key in params:
         if key in REFUSED_KEYS:
@@ -104,8 +104,8 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
 
 def _refuse_by_field(config) -> None:
     if getattr(config, "qk_rope_head_dim", None):
-        raise ValueError("config: qk_rope_head_dim tells of multi-head latent attention, whose rotated channels are split off and "
-                         "shared by all heads; the layout of raw q and k is not this table's")
+        raise ValueError("config: qk_rope_head_dim tells of multi-head latent attention, whose rotated channels are split off "
+                         "and shared by all heads; the layout of raw q and k is not this table's")
     if getattr(config, "alibi", False):
         raise ValueError("config: alibi is set, this model biases scores by distance and rotates nothing")
     kind = getattr(config, "position_embedding_type", None)
@@ -122,9 +122,8 @@ def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, An
     """The rope parameters of the layer type with rope_theta and partial_rotary_factor inside; None if it has no rotary."""
     layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    by_layer: dict[str, Any] | None = {key: value for key, value in given.items() if isinstance(value, dict) or key in layer_types}
-    if not by_layer:
-        by_layer = _older_parameters_by_layer(config, model_type, given)
+    by_layer = {key: value for key, value in given.items() if isinstance(value, dict) or key in layer_types}
+    by_layer = by_layer or _older_parameters_by_layer(config, model_type, given)
     if by_layer:
         if layer_type not in by_layer:
             problem = "rope parameters differ by layer type" if layer_type is None else f"{layer_type!r} is not known"
@@ -146,7 +145,7 @@ def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, An
     return params
 
 
-def _older_parameters_by_layer(config, model_type: str, scaling: dict[str, Any]) -> dict[str, Any] | None:
+def _older_parameters_by_layer(config, model_type: str, scaling: dict[str, Any]) -> dict[str, Any]:
     """The families that had two tables before rope_parameters held one dict per layer type."""
     if getattr(config, "rope_local_base_freq", None) is not None:  # gemma3, gemma3n
         return {"full_attention": scaling, "sliding_attention": {"rope_theta": config.rope_local_base_freq}}
@@ -156,7 +155,7 @@ def _older_parameters_by_layer(config, model_type: str, scaling: dict[str, Any])
                 "sliding_attention": {"rope_theta": config.global_rope_theta if local is None else local}}
     if model_type == "olmo3":  # only the full layers are scaled
         return {"full_attention": scaling, "sliding_attention": {}}
-    return None
+    return {}
 
 
 def _rope_type(params: dict[str, Any]) -> str:

@@ -258,7 +258,7 @@ class Rotary:
             raise ValueError(f"train_length: no pair turns beta_slow = {beta_slow!r} times over {train_length!r} positions, "
                              "which leaves no ramp; use interpolate")
         if self.base is None:
-            raise ValueError("yarn: finds its ramp from the table's base, which a table given by from_inv_freq, axial or ab3 lacks")
+            raise ValueError("yarn: finds its ramp from the table's base, which a table of from_inv_freq or ab3 lacks")
         low, high = (self.exponent_dim * math.log(train_length / (beta * 2 * math.pi)) / (2 * math.log(self.base))
                      for beta in (beta_fast, beta_slow))
         if truncate:
@@ -339,7 +339,8 @@ class Rotary:
         turning = [f for f in self.theta if f]
         pairs = f"{len(turning)} of {self.head_dim // 2} pairs rotate"
         if turning:
-            pairs += f" (inv_freq {max(turning, key=abs):.4g} to {min(turning, key=abs):.4g}, {'interleaved' if self.interleaved else 'half'} pairing"
+            pairs += f" (inv_freq {max(turning, key=abs):.4g} to {min(turning, key=abs):.4g}"
+            pairs += f", {'interleaved' if self.interleaved else 'half'} pairing"
             pairs += f" in {self.rotary_dim} channels" if self.rotary_dim != self.head_dim else ""
             pairs += f", {self.axes} axes" if self.axis else ""
             pairs += f", {self.scaled_by}" if self.scaled_by else ""
