@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import ops  # noqa: F401  registers the operators
+from . import ops
 from .backends import Call, backend, choose
 from .rotary import Rotary
 
@@ -81,8 +81,8 @@ def _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, cu
         call = Call(rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         out, lse = backend(impl).attention(q, k, v, call)
     else:
-        out, lse, _ = torch.ops.flashrope.attention(q, k, v, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                                                    rotary.text, causal, softmax_scale, impl)
+        out, lse, _ = ops.attention(q, k, v, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                    rotary.text, causal, softmax_scale, impl)
     return (out, lse) if return_lse else out
 
 

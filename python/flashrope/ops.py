@@ -68,7 +68,8 @@ def _grads(ctx, grad_out, grad_lse, _):
     if grad_out is None and grad_lse is None:
         return (None,) * 12
     *tensors, positions, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    grads = torch.ops.flashrope.attention_backward(grad_out, grad_lse, *tensors, positions, cu_seqlens_q, cu_seqlens_k, *ctx.constants)
+    backward = torch.ops.flashrope.attention_backward if torch.is_grad_enabled() or not _plain(*tensors) else _backward
+    grads = backward(grad_out, grad_lse, *tensors, positions, cu_seqlens_q, cu_seqlens_k, *ctx.constants)
     return *grads, *(None,) * 9
 
 
@@ -78,3 +79,35 @@ def _no_second_backward(ctx, *grads):
 
 torch.library.register_autograd("flashrope::attention", _grads, setup_context=_save, lib=LIBRARY)
 torch.library.register_autograd("flashrope::attention_backward", _no_second_backward, lib=LIBRARY)
+
+
+class _Eager(torch.autograd.Function):
+    """The operator's own functions without torch.library around them. A setup_context of its own would cost a look at the
+    signature in every call."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _grads(ctx, *grads)
+
+
+def attention(q, k, v, *call_and_impl):
+    """flashrope::attention. In plain eager mode past the dispatcher, whose Python layers take longer than a short call computes."""
+    if not _plain(q, k, v):
+        return torch.ops.flashrope.attention(q, k, v, *call_and_impl)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Eager.apply(q, k, v, *call_and_impl)
+    return _forward(q, k, v, *call_and_impl)
+
+
+def _plain(*tensors: torch.Tensor) -> bool:
+    """Nobody is watching: no compiler, tracer, mode, transform or tensor subclass that needs to see the operator."""
+    return (not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+            and not torch._C._len_torch_dispatch_stack() and not torch._C._is_torch_function_mode_enabled()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors))

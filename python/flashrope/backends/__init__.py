@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
@@ -52,6 +53,7 @@ class Call:
         return (q.shape[1], q.shape[0]) if self.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
 
 
+@cache
 def backend(impl: str) -> ModuleType:
     return import_module(f".{impl}", __name__)
 
