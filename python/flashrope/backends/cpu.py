@@ -275,16 +275,16 @@ def _attend(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
                 _rows(turned_q, piece), _keys(turned_k, piece), _keys(v, piece), 0.0, piece.causal and not piece.width,
                 attn_mask=_mask(piece, turned_q.dtype), scale=call.score_scale)
             if out is None and piece.rows == seqlen_q and not piece.reversed:
-                out, lse = piece_out.transpose(1, 2), piece_lse.transpose(1, 2)
+                out, lse = piece_out.transpose(1, 2), piece_lse
                 continue
             if out is None:
-                out, lse = turned_q.new_zeros(q.shape), turned_q.new_full(q.shape[:3], -torch.inf)
-            _merge(_windows(out, piece.row, piece.rows, piece), _windows(lse, piece.row, piece.rows, piece),
+                out, lse = turned_q.new_zeros(q.shape), turned_q.new_full((q.shape[0], q.shape[2], seqlen_q), -torch.inf)
+            _merge(_windows(out, piece.row, piece.rows, piece), _windows(lse.transpose(1, 2), piece.row, piece.rows, piece),
                    _uncut(piece_out, piece), _uncut(piece_lse, piece))
     if out is None:
-        return q.new_zeros(q.shape), q.new_full(call.lse_shape(q), -torch.inf, dtype=_accumulation_type(q))
+        return q.new_zeros(q.shape), q.new_full((q.shape[0], q.shape[2], seqlen_q), -torch.inf, dtype=_accumulation_type(q))
     out = out if out.dtype == q.dtype else out.to(q.dtype)
-    return out.contiguous(), lse.transpose(1, 2).contiguous()
+    return out.contiguous(), lse.contiguous()
 
 
 def _merge(out, lse, piece_out, piece_lse) -> None:
