@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import shlex
 import sys
 from importlib import import_module
@@ -38,6 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nflashrope: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read stdout has gone, as in "flashrope info | head -1"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+        return 1
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:

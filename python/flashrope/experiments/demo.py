@@ -52,7 +52,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(width=32, layers=1, heads=2, train_length=32, batch=8, steps=20, learning_rate=3e-3, windows=8),
-    "cpu": Preset(width=128, layers=3, heads=4, train_length=128, batch=8, steps=1100, learning_rate=3e-3, windows=96),
+    "cpu": Preset(width=128, layers=3, heads=4, train_length=128, batch=8, steps=1000, learning_rate=3e-3, windows=64),
     "gpu": Preset(width=512, layers=8, heads=8, train_length=512, batch=64, steps=1500, learning_rate=1e-3, windows=128),
 }
 
@@ -70,7 +70,7 @@ class Scheme:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     path = parser.add_argument_group("text and results")
     path.add_argument("--text", metavar="PATH", help="a file or folder to train on instead of Python's standard library")
-    path.add_argument("--out", metavar="DIR", default="flashrope-demo", help="where the results go")
+    path.add_argument("--out", metavar="DIR", default="runs/demo", help="where the results go")
     run_ = parser.add_argument_group("run")
     run_.add_argument("--preset", choices=PRESETS, help="sizes of the run; by default gpu on a GPU and cpu elsewhere")
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
@@ -162,7 +162,7 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
     print(f"\n{report.table(rows)}\n\n{report.lines(facts, 'trained', 'losses')}")
     report.write(out / "losses.csv", report.csv_text(rows))
     plot_losses(out / "losses.png", rows, settings.training.train_length)
-    facts["time"] = f"{time.perf_counter() - start:.0f} s, all included"
+    facts["time"] = f"{time.perf_counter() - start:.0f} s once torch is loaded; {sum(os.times()[:4]):.0f} s of CPU time in all processes"
     report.write(out / "losses.md", report.markdown(rows, facts))
     print(f"written to {out}: {', '.join(OUTPUTS)}\n{report.lines(facts, 'time')}")
 
@@ -250,13 +250,18 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
     config, training = settings.config, settings.training
     parameters = sum(p.numel() for p in LanguageModel(config).parameters())
     impl = choose(settings.impl, torch.empty(1, 1, 1, config.head_dim, device=settings.device))
+    schemes = {scheme.name: scheme.rotary for scheme in settings.schemes}
+    window = args.window or training.train_length // 2
     processes = f"{settings.processes} processes, " if settings.processes else ""
     return {
         "command": args.command_line,
         "text": f"{corpus.name}; {len(corpus.train):,} bytes to train on ({len(corpus.train_files)} files), "
                 f"{sum(map(len, corpus.unseen)):,} unseen ({len(corpus.unseen_files)} files)",
-        "models": f"{parameters:,} parameters: {config.layers} layers, width {config.width}, {config.heads} heads of {config.head_dim}; "
-                  f"same first weights and batches",
+        "models": f"{parameters:,} parameters, layers {config.layers}, width {config.width}, heads {config.heads} of {config.head_dim} channels; "
+                  "both start from the same weights and see the same batches",
+        "schemes": f"HoPE rotates {sum(f > 0 for f in schemes['HoPE'].theta)} of {config.head_dim // 2} pairs; ReRoPE and Leaky ReRoPE run on "
+                   f"the RoPE model as it is, window {window:,} bytes, Leaky factor {args.factor:g}; log n scales the query by "
+                   f"max(1, ln(i + 1) / ln({training.train_length})) at evaluation only",
         "training": f"{training.steps:,} steps of {training.batch_size * training.train_length:,} bytes, training length "
                     f"{training.train_length} bytes, peak learning rate {training.learning_rate:g}, seed {training.seed}",
         "machine": f"{hardware(settings.device)}, {processes}threads in all: {settings.threads}",

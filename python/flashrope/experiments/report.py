@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,7 +51,9 @@ class Bars:
 
 
 def lines(facts: dict[str, str], *names: str) -> str:
-    return "\n".join(f"{name + ':':11}{facts[name]}" for name in names or facts)
+    """The named facts, or all, wrapped to a terminal's width."""
+    return "\n".join(textwrap.fill(facts[name], 110, initial_indent=f"{name + ':':11}", subsequent_indent=" " * 11, break_long_words=False)
+                     for name in names or facts)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -76,17 +79,16 @@ def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
             head.append(f"| {row.name} | {ENCODINGS[row.trained_with]} | " + " | ".join(shown) + " |")
         return [f"## {title}", "", note, "", *head, ""]
 
-    stderr = [loss.last_stderr for row in rows for loss in row.losses]
+    spread = [loss.last_stderr for row in rows for loss in row.losses]
     text = ["# Loss against context length", ""]
     text += section("Same target bytes at every context length", f"Nats per byte: {facts['losses']}. Standard error over the windows "
-                    f"{min(stderr):.3f} to {max(stderr):.3f}; between rows it is far smaller, as all read the same windows.",
+                    f"{min(spread):.3f} to {max(spread):.3f}; between rows it is far smaller, as all read the same windows.",
                     lambda loss: loss.last)
     text += section("All bytes of every window", "Nats per byte. Longer contexts hold other target bytes too, so columns are not "
                     "strictly comparable; rows are.", lambda loss: loss.mean)
     text += ["## How", "", *(f"- {name}: {'`' + fact + '`' if name == 'command' else fact}" for name, fact in facts.items()),
-             "- log n: scores times max(1, ln(i + 1) / ln(training length)) at evaluation only; no model was trained with it.",
-             "- ReRoPE and Leaky ReRoPE run on the RoPE model as it is.",
-             "- Evaluation windows lie whole inside one unseen file; shorter contexts are their ends, with positions from 0.", ""]
+             "- windows: each lies whole inside one unseen file; a shorter context is its end, with positions from 0.",
+             "- ReRoPE's window: its author found a quarter to a half of the training length best (https://kexue.fm/archives/9708).", ""]
     return "\n".join(text)
 
 

@@ -31,20 +31,12 @@ class TrainConfig:
     seed: int = 0
     compile: bool = False
 
-    @property
-    def tokens(self) -> int:
-        return self.steps * self.batch_size * self.train_length
-
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
     loss: float  # mean over the last tenth of the steps, nats per token
-    tokens: int
     seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+    tokens_per_second: float  # without the first step, which compiles kernels and builds tables
 
 
 def train(model: LanguageModel, rotary: Rotary, batches: Iterable[torch.Tensor], config: TrainConfig, attend: Attend = attention,
@@ -62,7 +54,7 @@ def train(model: LanguageModel, rotary: Rotary, batches: Iterable[torch.Tensor],
                                   lr=config.learning_rate, betas=config.betas, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_fraction(step, config))
     report_every = max(config.steps // 50, 1) if device.type == "cuda" else 1  # reading the loss waits for the GPU
-    losses = []
+    losses, first_step = [], 0.0
     start = time.perf_counter()
     for step, batch in zip(range(1, config.steps + 1), batches, strict=False):
         with autocast(device):
@@ -74,14 +66,18 @@ def train(model: LanguageModel, rotary: Rotary, batches: Iterable[torch.Tensor],
         optimizer.zero_grad()
         schedule.step()
         losses.append(loss.detach())
+        if step == 1 and config.steps > 1:
+            loss.item()
+            first_step = time.perf_counter() - start
         if step % report_every == 0 or step == config.steps:
             value = losses[-1].item()
             if not math.isfinite(value):
                 raise RuntimeError(f"training diverged: the loss is {value} at step {step}; a lower learning rate may help")
             progress(step, value)
     seconds = time.perf_counter() - start
+    timed = max(config.steps - 1, 1) * config.batch_size * config.train_length
     last = torch.stack(losses[-max(config.steps // 10, 1):])
-    return Trained(last.mean().item(), config.tokens, seconds)
+    return Trained(last.mean().item(), seconds, timed / (seconds - first_step))
 
 
 def learning_rate_fraction(step: int, config: TrainConfig) -> float:

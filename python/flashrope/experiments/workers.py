@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+DIED = "a worker process died; the system may have run out of memory"
 Progress = Callable[[int, Any], None]
 
 
@@ -70,13 +71,16 @@ class Workers:
             while pending and free:
                 number, job = pending.popleft()
                 connection = free.pop()
-                connection.send((function, job))
+                try:
+                    connection.send((function, job))
+                except (BrokenPipeError, ConnectionResetError):
+                    raise WorkerError(DIED) from None
                 busy[connection] = number
             for connection in wait(list(busy)):
                 try:
                     kind, message = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    raise WorkerError("a worker process died; the system may have run out of memory") from None
+                    raise WorkerError(DIED) from None
                 if kind == "report":
                     progress(busy[connection], message)
                 elif kind == "failed":
