@@ -134,6 +134,7 @@ def test_shared_memory_limit(arch, limit):
 @pytest.mark.parametrize(("registers", "shared_kb", "warps", "blocks"), [
     (255, 0, 8, 1),  # 8 warps of 256 registers fill all 65536
     (168, 0, 4, 3),  # 12 warps of 5376
+    (100, 0, 1, 19),  # 3200 registers are given out as 3328
     (32, 54, 4, 2),  # 2 * (54 + 1) KB of 164
     (32, 53, 4, 3),
     (16, 0, 1, 32),
