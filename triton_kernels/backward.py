@@ -9,6 +9,8 @@ import triton.language as tl
 
 from .tiles import (
     LOG2_E,
+    banded_keys,
+    cos_sin,
     edge_tile,
     head_ptr,
     in_band,
@@ -19,15 +21,15 @@ from .tiles import (
     sequence,
     store_rows,
     stride,
+    tile_channels,
     tile_range,
-    turn,
-    turn_factors,
+    turn_tile,
 )
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "max_seqlen_q"])
 def attention_delta(out, grad_out, grad_lse, delta, cu_seqlens_q, seqlen_q, max_seqlen_q, heads_q,
-                    HEAD_DIM: tl.constexpr, VEC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
+                    LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr):
     """delta = rowsum(out * grad_out) - grad_lse, float32, shaped like lse. out has no gaps, grad_out is Strided."""
     tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     first = tl.program_id(0) % tiles * BLOCK_M
@@ -37,12 +39,12 @@ def attention_delta(out, grad_out, grad_lse, delta, cu_seqlens_q, seqlen_q, max_
     if first >= length:
         return
     rows = tl.arange(0, BLOCK_M)
-    channels = tl.arange(0, BLOCK_D)
+    channels = tl.arange(0, LAYOUT.block_d)
     offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start, seqlen_q) + first + rows
     packed = packed_row(cu_seqlens_q, batch, start, seqlen_q) + first
-    o = load_rows(out + (packed * heads_q + head) * HEAD_DIM, rows, channels, heads_q * HEAD_DIM, length - first, HEAD_DIM, True)
-    g = load_rows(head_ptr(grad_out, batch, start + first, head, VEC), rows, channels, stride(grad_out.row, VEC),
-                  length - first, HEAD_DIM, True)
+    o = load_rows(out + (packed * heads_q + head) * LAYOUT.head_dim, rows, channels, heads_q * LAYOUT.head_dim, length - first, True, LAYOUT)
+    g = load_rows(head_ptr(grad_out, batch, start + first, head, LAYOUT), rows, channels, stride(grad_out.row, LAYOUT),
+                  length - first, True, LAYOUT)
     value = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BM]
     if grad_lse is not None:
         value -= tl.load(grad_lse + offset, mask=rows < length - first, other=0.0)
@@ -51,12 +53,12 @@ def attention_delta(out, grad_out, grad_lse, delta, cu_seqlens_q, seqlen_q, max_
 
 @triton.jit
 def key_step(grad_k, grad_v, k, v, queries, grads, lse, delta, row, position_k, ahead, length_q, start, stop,
-             scale_log2, stride_q, stride_g, channels, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, EDGE: tl.constexpr):
+             scale_log2, stride_q, stride_g, channels_k, channels, LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, EDGE: tl.constexpr):
     """Adds one query tile's share to grad_k, grad_v [BN, D]; grad_k is missing the factor of the score."""
     rows = tl.arange(0, BLOCK_M)
     queries += row * stride_q
     grads += row * stride_g
-    q = load_rows(queries, rows, channels, stride_q, length_q - row, HEAD_DIM, EDGE)  # [BM, D]
+    q = load_rows(queries, rows, channels_k, stride_q, length_q - row, EDGE, LAYOUT)  # [BM, D]
     if EDGE:
         row_lse = tl.load(lse + row + rows, mask=rows < length_q - row, other=float("inf"))
         row_delta = tl.load(delta + row + rows, mask=rows < length_q - row, other=0.0)
@@ -67,7 +69,7 @@ def key_step(grad_k, grad_v, k, v, queries, grads, lse, delta, row, position_k, 
     weights = tl.exp2(scores * scale_log2 - (row_lse * LOG2_E)[None, :])
     if EDGE:
         weights = tl.where(in_band((row + rows + ahead)[None, :], position_k[:, None], start, stop), weights, 0.0)
-    g = load_rows(grads, rows, channels, stride_g, length_q - row, HEAD_DIM, EDGE)  # [BM, D]
+    g = load_rows(grads, rows, channels, stride_g, length_q - row, EDGE, LAYOUT)  # [BM, D]
     grad_v = tl.dot(weights.to(g.dtype), g, grad_v, input_precision="ieee")
     grad_weights = tl.dot(v, tl.trans(g), input_precision="ieee")  # [BN, BM]
     grad_scores = weights * (grad_weights - row_delta[None, :])
@@ -78,9 +80,7 @@ def key_step(grad_k, grad_v, k, v, queries, grads, lse, delta, row, position_k, 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_k", "table_rows"])
 def attention_grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k, grad_v, angles, bands, cu_seqlens_q,
                       cu_seqlens_k, seqlen_q, seqlen_k, max_seqlen_k, table_rows, heads_q, heads_kv, scales,
-                      HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr,
-                      NUM_BANDS: tl.constexpr, VEC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-                      BLOCK_N: tl.constexpr):
+                      LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """turned_q Strided (band, row, head), turned_keys Strided (slot, row, head); grad_k, grad_v without gaps.
     bands as in attention_forward."""
     tiles = tl.cdiv(max_seqlen_k, BLOCK_N)
@@ -94,72 +94,72 @@ def attention_grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k,
         return
 
     columns = tl.arange(0, BLOCK_N)
-    channels = tl.arange(0, BLOCK_D)
+    D: tl.constexpr = LAYOUT.block_d
+    channels = tl.arange(0, D)
+    channels_k = tile_channels(LAYOUT)
     ahead = length_k - length_q
     position_k = first + columns  # [BN]
     last = tl.minimum(first + BLOCK_N, length_k) - 1
-    table_row = position_k + tl.maximum(-ahead, 0)
+    row_valid = columns < length_k - first
+    table_row = first + tl.maximum(-ahead, 0)
     if angles.positions is not None:
         table_row += batch * seqlen_k
     packed_q = packed_row(cu_seqlens_q, batch, start_q, seqlen_q)
     packed_k = packed_row(cu_seqlens_k, batch, start_k, seqlen_k) + first
     group = heads_q // heads_kv
     scale_log2 = scales.score * LOG2_E
-    stride_q = stride(turned_q.row, VEC)
-    stride_g = stride(grad_out.row, VEC)
+    stride_q = stride(turned_q.row, LAYOUT)
+    stride_g = stride(grad_out.row, LAYOUT)
 
-    v_tile = load_rows(head_ptr(v, batch, start_k + first, head_kv, VEC), columns, channels, stride(v.row, VEC),
-                       length_k - first, HEAD_DIM, True)  # [BN, D]
-    acc_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    acc_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    v_tile = load_rows(head_ptr(v, batch, start_k + first, head_kv, LAYOUT), columns, channels, stride(v.row, LAYOUT),
+                       length_k - first, True, LAYOUT)  # [BN, D]
+    acc_k = tl.zeros((BLOCK_N, D), tl.float32)
+    acc_v = tl.zeros((BLOCK_N, D), tl.float32)
     for band in range(NUM_BANDS):
         start = tl.load(bands + 5 * band)
         stop = tl.load(bands + 5 * band + 1)
-        slot = tl.load(bands + 5 * band + 3)
-        keys = head_ptr(turned_keys, tl.maximum(slot, 0), packed_k, head_kv, VEC)
-        keys = tl.where(slot < 0, head_ptr(k, batch, start_k + first, head_kv, VEC), keys)
-        keys = tl.multiple_of(keys, 16 if VEC > 1 else 1)
-        stride_k = tl.multiple_of(tl.where(slot < 0, stride(k.row, VEC), stride(turned_keys.row, VEC)), VEC)
-        k_tile = load_rows(keys, columns, channels, stride_k, length_k - first, HEAD_DIM, True)  # [BN, D]
-        if ROTARY_DIM > 0:
-            cos, sin = turn_factors(angles, tl.load(bands + 5 * band + 4), table_rows, table_row, columns < length_k - first,
-                                    channels, PAIRS, ROTARY_DIM, INTERLEAVED)
+        keys, stride_k = banded_keys(k, turned_keys, tl.load(bands + 5 * band + 3), batch, start_k + first, packed_k, head_kv, LAYOUT)
+        k_tile = load_rows(keys, columns, channels_k, stride_k, length_k - first, True, LAYOUT)  # [BN, D]
+        if LAYOUT.rotary_dim > 0:
+            key_slot = tl.load(bands + 5 * band + 4)
             if NUM_BANDS > 1:
-                acc_k = turn(acc_k, cos, sin, channels, ROTARY_DIM, INTERLEAVED)
+                cos, sin = cos_sin(angles, key_slot, table_rows, table_row, columns, row_valid, 0, LAYOUT.block_d // 2, LAYOUT)
+                acc_k = turn_tile(acc_k, cos, sin, LAYOUT)
 
         begin, inner_begin, inner_end, end = tile_range(first - ahead, last - ahead, start, stop - 1, length_q, BLOCK_M)
         for member in range(group):
             head = head_kv * group + member
-            queries = head_ptr(turned_q, tl.full((), band, tl.int32), packed_q, head, VEC)
-            grads = head_ptr(grad_out, batch, start_q, head, VEC)
+            queries = head_ptr(turned_q, tl.full((), band, tl.int32), packed_q, head, LAYOUT)
+            grads = head_ptr(grad_out, batch, start_q, head, LAYOUT)
             offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q)
             for step in range(inner_begin - begin + end - inner_end):
                 row = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_M
                 acc_k, acc_v = key_step(acc_k, acc_v, k_tile, v_tile, queries, grads, lse + offset, delta + offset, row, position_k,
-                                        ahead, length_q, start, stop, scale_log2, stride_q, stride_g, channels,
-                                        HEAD_DIM, BLOCK_M, True)
+                                        ahead, length_q, start, stop, scale_log2, stride_q, stride_g, channels_k, channels,
+                                        LAYOUT, BLOCK_M, True)
             for step in range(inner_begin, inner_end):
                 acc_k, acc_v = key_step(acc_k, acc_v, k_tile, v_tile, queries, grads, lse + offset, delta + offset, step * BLOCK_M,
-                                        position_k, ahead, length_q, start, stop, scale_log2, stride_q, stride_g, channels,
-                                        HEAD_DIM, BLOCK_M, False)
-        if ROTARY_DIM > 0:
-            acc_k = turn(acc_k, cos, -sin, channels, ROTARY_DIM, INTERLEAVED)
+                                        position_k, ahead, length_q, start, stop, scale_log2, stride_q, stride_g, channels_k, channels,
+                                        LAYOUT, BLOCK_M, False)
+        if LAYOUT.rotary_dim > 0:
+            cos, sin = cos_sin(angles, key_slot, table_rows, table_row, columns, row_valid, 0, LAYOUT.block_d // 2, LAYOUT)
+            acc_k = turn_tile(acc_k, cos, -sin, LAYOUT)
 
-    row_elements = heads_kv * HEAD_DIM
-    offset = packed_k * row_elements + head_kv * HEAD_DIM
-    store_rows(grad_k + offset, acc_k * scales.score, columns, channels, row_elements, length_k - first, HEAD_DIM)
-    store_rows(grad_v + offset, acc_v, columns, channels, row_elements, length_k - first, HEAD_DIM)
+    row_elements = heads_kv * LAYOUT.head_dim
+    offset = packed_k * row_elements + head_kv * LAYOUT.head_dim
+    store_rows(grad_k + offset, acc_k * scales.score, columns, channels_k, row_elements, length_k - first, LAYOUT)
+    store_rows(grad_v + offset, acc_v, columns, channels, row_elements, length_k - first, LAYOUT)
 
 
 @triton.jit
 def query_step(grad_q, q, g, row_lse, row_delta, keys, values, column, position_q, length_k, start, stop, scale_log2,
-               stride_k, stride_v, channels, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr):
+               stride_k, stride_v, channels_k, channels, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr):
     """Adds one key tile's share to grad_q [BM, D], which is missing the factor of the score."""
     rows = tl.arange(0, BLOCK_N)
     keys += column * stride_k
     values += column * stride_v
-    k = load_rows(keys, rows, channels, stride_k, length_k - column, HEAD_DIM, EDGE)  # [BN, D]
-    v = load_rows(values, rows, channels, stride_v, length_k - column, HEAD_DIM, EDGE)  # [BN, D]
+    k = load_rows(keys, rows, channels_k, stride_k, length_k - column, EDGE, LAYOUT)  # [BN, D]
+    v = load_rows(values, rows, channels, stride_v, length_k - column, EDGE, LAYOUT)  # [BN, D]
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BM, BN]
     weights = tl.exp2(scores * scale_log2 - (row_lse * LOG2_E)[:, None])
     if EDGE:
@@ -173,9 +173,7 @@ def query_step(grad_q, q, g, row_lse, row_delta, keys, values, column, position_
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows"])
 def attention_grad_q(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q, angles, bands, cu_seqlens_q, cu_seqlens_k,
                      seqlen_q, seqlen_k, max_seqlen_q, table_rows, heads_q, heads_kv, scales,
-                     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr,
-                     NUM_BANDS: tl.constexpr, VEC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-                     BLOCK_N: tl.constexpr):
+                     LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """grad_q without gaps; the other arguments as in attention_grad_kv."""
     tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -189,53 +187,52 @@ def attention_grad_q(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q, 
         return
 
     rows = tl.arange(0, BLOCK_M)
-    channels = tl.arange(0, BLOCK_D)
+    D: tl.constexpr = LAYOUT.block_d
+    channels = tl.arange(0, D)
+    channels_k = tile_channels(LAYOUT)
     row_valid = rows < length_q - first
     ahead = length_k - length_q
     position_q = first + rows + ahead  # [BM]
     last = tl.minimum(first + BLOCK_M, length_q) - 1 + ahead
-    table_row = first + rows + tl.maximum(ahead, 0)
+    table_row = first + tl.maximum(ahead, 0)
     if angles.positions is not None:
         table_row += batch * seqlen_q
     packed_q = packed_row(cu_seqlens_q, batch, start_q, seqlen_q) + first
     packed_k = packed_row(cu_seqlens_k, batch, start_k, seqlen_k)
     scale_log2 = scales.score * LOG2_E
-    stride_v = stride(v.row, VEC)
-    values = head_ptr(v, batch, start_k, head_kv, VEC)
-    raw_keys = head_ptr(k, batch, start_k, head_kv, VEC)
+    stride_v = stride(v.row, LAYOUT)
+    values = head_ptr(v, batch, start_k, head_kv, LAYOUT)
 
-    g = load_rows(head_ptr(grad_out, batch, start_q + first, head, VEC), rows, channels, stride(grad_out.row, VEC),
-                  length_q - first, HEAD_DIM, True)  # [BM, D]
+    g = load_rows(head_ptr(grad_out, batch, start_q + first, head, LAYOUT), rows, channels, stride(grad_out.row, LAYOUT),
+                  length_q - first, True, LAYOUT)  # [BM, D]
     offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q) + first + rows
     row_lse = tl.load(lse + offset, mask=row_valid, other=float("inf"))
     row_delta = tl.load(delta + offset, mask=row_valid, other=0.0)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
     for band in range(NUM_BANDS):
         start = tl.load(bands + 5 * band)
         stop = tl.load(bands + 5 * band + 1)
-        slot = tl.load(bands + 5 * band + 3)
-        keys = head_ptr(turned_keys, tl.maximum(slot, 0), packed_k, head_kv, VEC)
-        keys = tl.multiple_of(tl.where(slot < 0, raw_keys, keys), 16 if VEC > 1 else 1)
-        stride_k = tl.multiple_of(tl.where(slot < 0, stride(k.row, VEC), stride(turned_keys.row, VEC)), VEC)
-        queries = head_ptr(turned_q, tl.full((), band, tl.int32), packed_q, head, VEC)
-        q = load_rows(queries, rows, channels, stride(turned_q.row, VEC), length_q - first, HEAD_DIM, True)  # [BM, D]
-        if ROTARY_DIM > 0:
-            cos, sin = turn_factors(angles, tl.load(bands + 5 * band + 2), table_rows, table_row, row_valid, channels, PAIRS,
-                                    ROTARY_DIM, INTERLEAVED)
+        keys, stride_k = banded_keys(k, turned_keys, tl.load(bands + 5 * band + 3), batch, start_k, packed_k, head_kv, LAYOUT)
+        queries = head_ptr(turned_q, tl.full((), band, tl.int32), packed_q, head, LAYOUT)
+        q = load_rows(queries, rows, channels_k, stride(turned_q.row, LAYOUT), length_q - first, True, LAYOUT)  # [BM, D]
+        if LAYOUT.rotary_dim > 0:
+            query_slot = tl.load(bands + 5 * band + 2)
             if NUM_BANDS > 1:
-                acc = turn(acc, cos, sin, channels, ROTARY_DIM, INTERLEAVED)
+                cos, sin = cos_sin(angles, query_slot, table_rows, table_row, rows, row_valid, 0, LAYOUT.block_d // 2, LAYOUT)
+                acc = turn_tile(acc, cos, sin, LAYOUT)
 
         begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
         for step in range(inner_begin - begin + end - inner_end):
             column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
             acc = query_step(acc, q, g, row_lse, row_delta, keys, values, column, position_q, length_k, start, stop, scale_log2,
-                             stride_k, stride_v, channels, HEAD_DIM, BLOCK_N, True)
+                             stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, True)
         for step in range(inner_begin, inner_end):
             acc = query_step(acc, q, g, row_lse, row_delta, keys, values, step * BLOCK_N, position_q, length_k, start, stop, scale_log2,
-                             stride_k, stride_v, channels, HEAD_DIM, BLOCK_N, False)
-        if ROTARY_DIM > 0:
-            acc = turn(acc, cos, -sin, channels, ROTARY_DIM, INTERLEAVED)
+                             stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, False)
+        if LAYOUT.rotary_dim > 0:
+            cos, sin = cos_sin(angles, query_slot, table_rows, table_row, rows, row_valid, 0, LAYOUT.block_d // 2, LAYOUT)
+            acc = turn_tile(acc, cos, -sin, LAYOUT)
 
-    log_n = query_scale(angles, scales, table_row, position_q, row_valid)
+    log_n = query_scale(angles, scales, table_row + rows, position_q, row_valid)
     acc *= (log_n * scales.score)[:, None]
-    store_rows(grad_q + (packed_q * heads_q + head) * HEAD_DIM, acc, rows, channels, heads_q * HEAD_DIM, length_q - first, HEAD_DIM)
+    store_rows(grad_q + (packed_q * heads_q + head) * LAYOUT.head_dim, acc, rows, channels_k, heads_q * LAYOUT.head_dim, length_q - first, LAYOUT)

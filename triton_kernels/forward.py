@@ -9,11 +9,12 @@ import triton.language as tl
 from .tiles import (
     LN_2,
     LOG2_E,
+    banded_keys,
     edge_tile,
     head_ptr,
     in_band,
     load_rows,
-    load_turned,
+    load_tile,
     lse_offset,
     online_softmax,
     packed_row,
@@ -21,25 +22,25 @@ from .tiles import (
     sequence,
     store_rows,
     stride,
+    tile_channels,
     tile_range,
-    turn_factors,
 )
 
 
 @triton.jit
 def attend_tile(acc, row_max, row_sum, q, keys, values, column, position_q, length_k, start, stop, scale_log2,
-                stride_k, stride_v, channels, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr):
+                stride_k, stride_v, channels_k, channels, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr):
     rows = tl.arange(0, BLOCK_N)
     keys += column * stride_k
     values += column * stride_v
-    k = load_rows(keys, rows, channels, stride_k, length_k - column, HEAD_DIM, EDGE)  # [BN, D]
+    k = load_rows(keys, rows, channels_k, stride_k, length_k - column, EDGE, LAYOUT)  # [BN, D]
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BM, BN]
     visible = None
     if EDGE:
         position_k = (column + rows)[None, :]
         visible = in_band(position_q[:, None], position_k, start, stop) & (position_k < length_k)
     weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, scale_log2, visible)
-    v = load_rows(values, rows, channels, stride_v, length_k - column, HEAD_DIM, EDGE)  # [BN, D]
+    v = load_rows(values, rows, channels, stride_v, length_k - column, EDGE, LAYOUT)  # [BN, D]
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return acc, row_max, row_sum
 
@@ -47,9 +48,7 @@ def attend_tile(acc, row_max, row_sum, q, keys, values, column, position_q, leng
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows"])
 def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_q, cu_seqlens_k,
                       seqlen_q, seqlen_k, max_seqlen_q, table_rows, heads_q, heads_kv, scales,
-                      HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr,
-                      NUM_BANDS: tl.constexpr, VEC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-                      BLOCK_N: tl.constexpr):
+                      LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """q, k, v Strided; turned_keys Strided (slot, row, head); out (rows, heads_q, head_dim), lse float32: no gaps.
     bands int32 (NUM_BANDS, 5): start, stop, table slot of the query, slot of turned_keys or -1 for raw keys, table slot of
     the key."""
@@ -65,52 +64,51 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
         return
 
     rows = tl.arange(0, BLOCK_M)
-    channels = tl.arange(0, BLOCK_D)
+    D: tl.constexpr = LAYOUT.block_d
+    channels = tl.arange(0, D)
+    channels_k = tile_channels(LAYOUT)
     row_valid = rows < length_q - first
     ahead = length_k - length_q  # bottom-right alignment
     position_q = first + rows + ahead  # [BM]
     last = tl.minimum(first + BLOCK_M, length_q) - 1 + ahead
-    table_row = first + rows + tl.maximum(ahead, 0)  # never negative; turned keys stand at j + max(-ahead, 0)
+    table_row = first + tl.maximum(ahead, 0)  # never negative; turned keys stand at j + max(-ahead, 0)
     if angles.positions is not None:
         table_row += batch * seqlen_q
 
-    stride_q = stride(q.row, VEC)
-    queries = head_ptr(q, batch, start_q + first, head, VEC)
-    stride_v = stride(v.row, VEC)
-    values = head_ptr(v, batch, start_k, head_kv, VEC)
-    raw_keys = head_ptr(k, batch, start_k, head_kv, VEC)
+    stride_q = stride(q.row, LAYOUT)
+    queries = head_ptr(q, batch, start_q + first, head, LAYOUT)
+    stride_v = stride(v.row, LAYOUT)
+    values = head_ptr(v, batch, start_k, head_kv, LAYOUT)
     packed_k = packed_row(cu_seqlens_k, batch, start_k, seqlen_k)
-    log_n = query_scale(angles, scales, table_row, position_q, row_valid)
+    log_n = query_scale(angles, scales, table_row + rows, position_q, row_valid)
     scale_log2 = scales.score * LOG2_E
 
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     for band in range(NUM_BANDS):
         start = tl.load(bands + 5 * band)
         stop = tl.load(bands + 5 * band + 1)
-        cos, sin = turn_factors(angles, tl.load(bands + 5 * band + 2), table_rows, table_row, row_valid, channels, PAIRS,
-                                ROTARY_DIM, INTERLEAVED)
-        turned = load_turned(queries, rows, row_valid, channels, stride_q, cos, sin, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
-        turned = (turned * log_n[:, None]).to(q.ptr.dtype.element_ty)  # [BM, D], rounded once
+        # A value out of a branch: seen through the joins, Triton would pick a dot operand layout that ldmatrix cannot load.
+        turn_slot = tl.load(bands + 5 * band + 2)
+        if turn_slot > 0:
+            turned = load_tile(queries, angles, turn_slot, table_rows, table_row, rows, row_valid, stride_q, log_n, True, LAYOUT)  # [BM, D]
+        else:
+            turned = load_tile(queries, angles, turn_slot, table_rows, table_row, rows, row_valid, stride_q, log_n, False, LAYOUT)
 
-        slot = tl.load(bands + 5 * band + 3)
-        keys = head_ptr(turned_keys, tl.maximum(slot, 0), packed_k, head_kv, VEC)
-        keys = tl.multiple_of(tl.where(slot < 0, raw_keys, keys), 16 if VEC > 1 else 1)
-        stride_k = tl.multiple_of(tl.where(slot < 0, stride(k.row, VEC), stride(turned_keys.row, VEC)), VEC)
-
+        keys, stride_k = banded_keys(k, turned_keys, tl.load(bands + 5 * band + 3), batch, start_k, packed_k, head_kv, LAYOUT)
         begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
         for step in range(inner_begin - begin + end - inner_end):
             column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
             acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, column, position_q, length_k,
-                                                start, stop, scale_log2, stride_k, stride_v, channels, HEAD_DIM, BLOCK_N, True)
+                                                start, stop, scale_log2, stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, True)
         for step in range(inner_begin, inner_end):
             acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, step * BLOCK_N, position_q, length_k,
-                                                start, stop, scale_log2, stride_k, stride_v, channels, HEAD_DIM, BLOCK_N, False)
+                                                start, stop, scale_log2, stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, False)
 
     empty = row_sum == 0
     acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
     packed_q = packed_row(cu_seqlens_q, batch, start_q, seqlen_q) + first
-    store_rows(out + (packed_q * heads_q + head) * HEAD_DIM, acc, rows, channels, heads_q * HEAD_DIM, length_q - first, HEAD_DIM)
+    store_rows(out + (packed_q * heads_q + head) * LAYOUT.head_dim, acc, rows, channels, heads_q * LAYOUT.head_dim, length_q - first, LAYOUT)
     log_sum = tl.where(empty, float("-inf"), row_max * LN_2 + tl.log(tl.where(empty, 1.0, row_sum)))
     tl.store(lse + lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q) + first + rows, log_sum, mask=row_valid)

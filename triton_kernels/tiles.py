@@ -33,6 +33,16 @@ class Angles(NamedTuple):
     positions: object
 
 
+class Layout(NamedTuple):
+    """What a kernel is compiled for beside its tile. block_d: the power of two that holds head_dim; vec: elements that every
+    pointer and stride is a multiple of."""
+
+    head_dim: int
+    block_d: int
+    rotary_dim: int
+    interleaved: bool
+    vec: int
+
 class Scales(NamedTuple):
     """score = softmax_scale * temperature; the query at position i by max(log_n_floor, log_n_factor * ln(i + 1))."""
 
@@ -48,16 +58,28 @@ def strided(x):
 
 
 @triton.jit
-def stride(encoded, VEC: tl.constexpr):
+def stride(encoded, LAYOUT: tl.constexpr):
     """int64: offsets into a tensor may pass 2^31."""
+    VEC: tl.constexpr = LAYOUT.vec
     return tl.multiple_of((encoded - _STRIDE_TAG) // 16, VEC)
 
 
 @triton.jit
-def head_ptr(x, batch, start, head, VEC: tl.constexpr):
+def head_ptr(x, batch, start, head, LAYOUT: tl.constexpr):
     """Pointer to row `start` of one head."""
-    offset = batch * stride(x.batch, VEC) + start * stride(x.row, VEC) + head * stride(x.head, VEC)
+    offset = batch * stride(x.batch, LAYOUT) + start * stride(x.row, LAYOUT) + head * stride(x.head, LAYOUT)
+    VEC: tl.constexpr = LAYOUT.vec
     return x.ptr + tl.multiple_of(offset, VEC)
+
+
+@triton.jit
+def banded_keys(k, turned_keys, slot, batch, start, packed, head, LAYOUT: tl.constexpr):
+    """(pointer to a row of one head, row stride) of turned_keys at `slot`, or of the raw keys where slot is -1."""
+    ptr = tl.where(slot < 0, head_ptr(k, batch, start, head, LAYOUT), head_ptr(turned_keys, tl.maximum(slot, 0), packed, head, LAYOUT))
+    row = tl.where(slot < 0, stride(k.row, LAYOUT), stride(turned_keys.row, LAYOUT))
+    VEC: tl.constexpr = LAYOUT.vec
+    BYTES: tl.constexpr = 16 if LAYOUT.vec > 1 else 1
+    return tl.multiple_of(ptr, BYTES), tl.multiple_of(row, VEC)  # the choice hides what both sides are multiples of
 
 
 @triton.jit
@@ -111,104 +133,171 @@ def edge_tile(step, begin, inner_begin, inner_end):
 
 
 @triton.jit
-def load_rows(ptr, rows, channels, stride_row, length, HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr):
-    """[rows, D]; channels from HEAD_DIM on are 0, and with MASK_ROWS rows outside [0, length) too."""
+def load_rows(ptr, rows, channels, stride_row, length, MASK_ROWS: tl.constexpr, LAYOUT: tl.constexpr):
+    """[rows, D]; columns without a channel are 0, and with MASK_ROWS rows outside [0, length) too."""
     ptrs = ptr + rows[:, None] * stride_row.to(tl.int32) + channels[None, :]  # within a tile 32 bits suffice
     if MASK_ROWS:
         inside = (rows < length)[:, None]
-        if channels.shape[0] != HEAD_DIM:
-            inside = inside & (channels < HEAD_DIM)[None, :]
+        if LAYOUT.block_d != LAYOUT.head_dim:
+            inside = inside & (channels < LAYOUT.head_dim)[None, :]
         return tl.load(ptrs, mask=inside, other=0.0)
-    elif channels.shape[0] != HEAD_DIM:
-        return tl.load(ptrs, mask=(channels < HEAD_DIM)[None, :], other=0.0)
+    elif LAYOUT.block_d != LAYOUT.head_dim:
+        return tl.load(ptrs, mask=(channels < LAYOUT.head_dim)[None, :], other=0.0)
     else:
         return tl.load(ptrs)
 
 
 @triton.jit
-def store_rows(ptr, value, rows, channels, stride_row, length, HEAD_DIM: tl.constexpr):
-    inside = (rows < length)[:, None] & (channels < HEAD_DIM)[None, :]
-    tl.store(ptr + rows[:, None] * stride_row + channels[None, :], value.to(ptr.dtype.element_ty), mask=inside)
+def store_rows(ptr, value, rows, channels, stride_row, length, LAYOUT: tl.constexpr):
+    inside = (rows < length)[:, None] & (channels < LAYOUT.head_dim)[None, :]
+    tl.store(ptr + rows[:, None] * stride_row.to(tl.int32) + channels[None, :], value.to(ptr.dtype.element_ty), mask=inside)
 
 
 # ---- rotation -----------------------------------------------------------------------------------------------------------
+# Queries and keys lie in a tile with the channels of a pair D/2 columns apart (half pairing) or side by side (interleaved),
+# so pairs come apart by a reshape, whatever rotary_dim and head_dim are. Both sides of a product use the same order.
 
 
 @triton.jit
-def partner_channel(channels, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The other channel of the pair; channels that are not paired are their own."""
-    if INTERLEAVED:
-        other = channels ^ 1
+def pair_channels(pair, SECOND: tl.constexpr, LAYOUT: tl.constexpr):
+    """Half pairing: the channel of the first or second member of every pair; head_dim where there is none. Channels from
+    rotary_dim on form pairs that do not turn."""
+    half: tl.constexpr = LAYOUT.rotary_dim // 2
+    rest: tl.constexpr = (LAYOUT.head_dim - LAYOUT.rotary_dim) // 2
+    turning = pair + SECOND * half
+    if LAYOUT.rotary_dim == LAYOUT.block_d:
+        return turning
     else:
-        half: tl.constexpr = ROTARY_DIM // 2
-        other = tl.where(channels < half, channels + half, channels - half)
-    return tl.where(channels < ROTARY_DIM, other, channels)
+        return tl.where(pair < half, turning, tl.where(pair < half + rest, pair + half + SECOND * rest, LAYOUT.head_dim))
 
 
 @triton.jit
-def swap_pairs(x, channels, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """x [M, D] with the channels of every pair exchanged, in registers."""
-    if INTERLEAVED:
-        first, second = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-        return tl.reshape(tl.join(second, first), (x.shape[0], x.shape[1]))
+def tile_channels(LAYOUT: tl.constexpr):
+    """The channel of every column of a tile of queries or keys, [D]."""
+    columns = tl.arange(0, LAYOUT.block_d)
+    if LAYOUT.interleaved or LAYOUT.rotary_dim == LAYOUT.block_d or (LAYOUT.rotary_dim == 0 and LAYOUT.head_dim == LAYOUT.block_d):
+        return columns
     else:
-        index = partner_channel(channels, ROTARY_DIM, INTERLEAVED)
-        return tl.gather(x, tl.broadcast_to(index[None, :], (x.shape[0], x.shape[1])), 1)
+        half: tl.constexpr = LAYOUT.block_d // 2
+        return tl.where(columns < half, pair_channels(columns, 0, LAYOUT), pair_channels(columns - half, 1, LAYOUT))
 
 
 @triton.jit
-def turn_factors(angles, slot, table_rows, rows, row_valid, channels, PAIRS: tl.constexpr, ROTARY_DIM: tl.constexpr,
-                 INTERLEAVED: tl.constexpr):
-    """(cos, signed sin), float32 [M, D], with turned = x * cos + swap_pairs(x) * sin.
+def concatenate(left, right):
+    """Two [M, N] side by side, [M, 2 N]."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (left.shape[0], 2 * left.shape[1]))
 
-    rows are positions, or rows of the table where the caller gave positions. Angle addition joins the two levels.
-    """
-    if INTERLEAVED:
-        pair = channels // 2
-        sign = tl.where(channels % 2 == 0, -1.0, 1.0)
+
+@triton.jit
+def join_pairs(first, second, LAYOUT: tl.constexpr):
+    """First and second members, two [M, N], to one tile [M, 2 N] in the order of tile_channels."""
+    if LAYOUT.interleaved:
+        return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
     else:
-        half: tl.constexpr = ROTARY_DIM // 2
-        pair = tl.where(channels < half, channels, channels - half)
-        sign = tl.where(channels < half, -1.0, 1.0)
-    inside = row_valid[:, None] & (channels < ROTARY_DIM)[None, :]
-    table = angles.table + slot.to(tl.int64) * table_rows * (2 * PAIRS)
-    if angles.positions is not None:
-        at = table + rows.to(tl.int64)[:, None] * (2 * PAIRS) + pair[None, :]
-        cos = tl.load(at, mask=inside, other=1.0)
-        sin = tl.load(at + PAIRS, mask=inside, other=0.0)
+        return concatenate(first, second)
+
+
+@triton.jit
+def split_pairs(x, LAYOUT: tl.constexpr):
+    """A tile [M, 2 N] to the first and second members of its pairs, two [M, N]."""
+    half: tl.constexpr = x.shape[1] // 2
+    if LAYOUT.interleaved:
+        return tl.split(tl.reshape(x, (x.shape[0], half, 2)))
     else:
-        fine = table + (rows % FINE_ROWS)[:, None] * (2 * PAIRS) + pair[None, :]
-        coarse = table + (rows // FINE_ROWS + FINE_ROWS)[:, None] * (2 * PAIRS) + pair[None, :]
-        cos_fine = tl.load(fine, mask=inside, other=1.0)
-        sin_fine = tl.load(fine + PAIRS, mask=inside, other=0.0)
-        cos_coarse = tl.load(coarse, mask=inside, other=1.0)
-        sin_coarse = tl.load(coarse + PAIRS, mask=inside, other=0.0)
-        cos = cos_fine * cos_coarse - sin_fine * sin_coarse
-        sin = sin_fine * cos_coarse + cos_fine * sin_coarse
-    return cos, sin * sign[None, :]
+        return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, half)), (0, 2, 1)))
 
 
 @triton.jit
-def turn(x, cos, sin, channels, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """x float32 [M, D] turned in registers; sin negated turns back."""
-    return x * cos + swap_pairs(x, channels, ROTARY_DIM, INTERLEAVED) * sin
-
-
-@triton.jit
-def load_turned(ptr, rows, row_valid, channels, stride_row, cos, sin, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-                INTERLEAVED: tl.constexpr):
-    """Loads [M, D] and turns it in float32. Half pairing loads the partner again, from cache: cheaper than a shuffle."""
-    inside = row_valid[:, None] & (channels < HEAD_DIM)[None, :]
+def load_pairs(ptr, rows, row_valid, stride_row, FIRST: tl.constexpr, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
+    """float32 first and second members of pairs FIRST .. FIRST + COUNT - 1 of rows, two [M, COUNT]."""
     row_ptrs = ptr + rows[:, None] * stride_row.to(tl.int32)
-    x = tl.load(row_ptrs + channels[None, :], mask=inside, other=0.0).to(tl.float32)
-    if ROTARY_DIM == 0:
-        return x
-    elif INTERLEAVED:
-        return turn(x, cos, sin, channels, ROTARY_DIM, INTERLEAVED)
+    if LAYOUT.interleaved:
+        channels = tl.arange(0, 2 * COUNT) + 2 * FIRST
+        x = tl.load(row_ptrs + channels[None, :], mask=row_valid[:, None] & (channels < LAYOUT.head_dim)[None, :], other=0.0)
+        return split_pairs(x.to(tl.float32), LAYOUT)
     else:
-        other = partner_channel(channels, ROTARY_DIM, INTERLEAVED)
-        y = tl.load(row_ptrs + other[None, :], mask=inside, other=0.0).to(tl.float32)
-        return x * cos + y * sin
+        pair = tl.arange(0, COUNT) + FIRST
+        first = pair_channels(pair, 0, LAYOUT)
+        second = pair_channels(pair, 1, LAYOUT)
+        x = tl.load(row_ptrs + first[None, :], mask=row_valid[:, None] & (first < LAYOUT.head_dim)[None, :], other=0.0)
+        y = tl.load(row_ptrs + second[None, :], mask=row_valid[:, None] & (second < LAYOUT.head_dim)[None, :], other=0.0)
+        return x.to(tl.float32), y.to(tl.float32)
+
+
+@triton.jit
+def store_pairs(ptr, first, second, rows, row_valid, stride_row, LAYOUT: tl.constexpr):
+    """Stores the pairs of rows, two [M, D/2], each channel in its place."""
+    row_ptrs = ptr + rows[:, None] * stride_row.to(tl.int32)
+    dtype = ptr.dtype.element_ty
+    if LAYOUT.interleaved:
+        channels = tl.arange(0, LAYOUT.block_d)
+        inside = row_valid[:, None] & (channels < LAYOUT.head_dim)[None, :]
+        tl.store(row_ptrs + channels[None, :], join_pairs(first.to(dtype), second.to(dtype), LAYOUT), mask=inside)
+    else:
+        pair = tl.arange(0, LAYOUT.block_d // 2)
+        for member in tl.static_range(2):
+            channels = pair_channels(pair, member, LAYOUT)
+            inside = row_valid[:, None] & (channels < LAYOUT.head_dim)[None, :]
+            tl.store(row_ptrs + channels[None, :], (second if member else first).to(dtype), mask=inside)
+
+
+@triton.jit
+def join_angles(cos_a, sin_a, cos_b, sin_b):
+    return cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
+
+
+@triton.jit
+def cos_sin(angles, slot, table_rows, first, rows, row_valid, FIRST: tl.constexpr, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
+    """cos and sin of pairs FIRST .. FIRST + COUNT - 1 for the turn of table `slot` at positions first + rows (or at those rows
+    of the caller's positions), two float32 [M, COUNT]. The table holds 1 and 0 for pairs that do not turn."""
+    D: tl.constexpr = LAYOUT.block_d  # a row of the table: cos of D/2 pairs, then sin
+    table = angles.table + slot.to(tl.int64) * table_rows * D + FIRST + tl.arange(0, COUNT)
+    if angles.positions is not None:
+        at = table[None, :] + (first.to(tl.int64) + rows)[:, None] * D
+        return tl.load(at, mask=row_valid[:, None], other=1.0), tl.load(at + D // 2, mask=row_valid[:, None], other=0.0)
+    else:
+        # The tile's first position by its two levels, [COUNT]; then rows 0 .. M-1 of the fine level, the same for every tile.
+        fine = table + (first % FINE_ROWS) * D
+        coarse = table + (first // FINE_ROWS + FINE_ROWS) * D
+        start_cos, start_sin = join_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
+        at = table[None, :] + rows[:, None] * D
+        return join_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
+
+
+@triton.jit
+def turn(first, second, cos, sin):
+    """Pairs [M, N] turned by the angle; sin negated turns back."""
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def load_chunk(ptr, angles, slot, table_rows, first, rows, row_valid, stride_row, scale, FIRST: tl.constexpr, TURN: tl.constexpr,
+               LAYOUT: tl.constexpr):
+    """A quarter tile's worth of pairs, from FIRST on, loaded, turned and scaled in float32, rounded once."""
+    COUNT: tl.constexpr = LAYOUT.block_d // 4
+    x, y = load_pairs(ptr, rows, row_valid, stride_row, FIRST, COUNT, LAYOUT)
+    if TURN:
+        cos, sin = cos_sin(angles, slot, table_rows, first, rows, row_valid, FIRST, COUNT, LAYOUT)
+        x, y = turn(x, y, cos, sin)
+    dtype = ptr.dtype.element_ty
+    return (x * scale[:, None]).to(dtype), (y * scale[:, None]).to(dtype)
+
+
+@triton.jit
+def load_tile(ptr, angles, slot, table_rows, first, rows, row_valid, stride_row, scale, TURN: tl.constexpr, LAYOUT: tl.constexpr):
+    """A tile [M, D] loaded, turned by table `slot` if TURN, and scaled. In two chunks: all at once would need the registers of
+    the accumulator that lives beside it."""
+    x, y = load_chunk(ptr, angles, slot, table_rows, first, rows, row_valid, stride_row, scale, 0, TURN, LAYOUT)
+    next_x, next_y = load_chunk(ptr, angles, slot, table_rows, first, rows, row_valid, stride_row, scale, LAYOUT.block_d // 4, TURN, LAYOUT)
+    return join_pairs(concatenate(x, next_x), concatenate(y, next_y), LAYOUT)
+
+
+@triton.jit
+def turn_tile(x, cos, sin, LAYOUT: tl.constexpr):
+    """A float32 tile [M, D], turned in registers."""
+    first, second = split_pairs(x, LAYOUT)
+    first, second = turn(first, second, cos, sin)
+    return join_pairs(first, second, LAYOUT)
 
 
 @triton.jit

@@ -7,13 +7,12 @@ iteration on sm_80 at head_dim 64, and spills at 128.
 import triton
 import triton.language as tl
 
-from .tiles import head_ptr, load_turned, packed_row, query_scale, sequence, store_rows, stride, turn_factors
+from .tiles import cos_sin, head_ptr, load_pairs, packed_row, query_scale, sequence, store_pairs, stride, turn
 
 
 @triton.jit(do_not_specialize=["seqlen", "seqlen_other", "max_seqlen", "table_rows"])
 def turn_rows(x, out, slots, angles, cu_seqlens, cu_seqlens_other, seqlen, seqlen_other, max_seqlen, table_rows, heads, scales,
-              HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr,
-              VEC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr):
+              LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr):
     """x Strided (batch, row, head); out Strided (slot, row, head); slots int32: the table slot of every slot of out.
     The "other" lengths are those of the keys for queries, and of the queries for keys."""
     tiles = tl.cdiv(max_seqlen, BLOCK_M)
@@ -24,17 +23,17 @@ def turn_rows(x, out, slots, angles, cu_seqlens, cu_seqlens_other, seqlen, seqle
     if first >= length:
         return
     rows = tl.arange(0, BLOCK_M)
-    channels = tl.arange(0, BLOCK_D)
     row_valid = rows < length - first
-    table_row = first + rows + tl.maximum(length_other - length, 0)
+    table_row = first + tl.maximum(length_other - length, 0)
     if angles.positions is not None:
         table_row += batch * seqlen
     slot = tl.program_id(2)
-    cos, sin = turn_factors(angles, tl.load(slots + slot), table_rows, table_row, row_valid, channels, PAIRS, ROTARY_DIM, INTERLEAVED)
-    log_n = query_scale(angles, scales, table_row, first + rows + length_other - length, row_valid)
+    cos, sin = cos_sin(angles, tl.load(slots + slot), table_rows, table_row, rows, row_valid, 0, LAYOUT.block_d // 2, LAYOUT)
+    log_n = query_scale(angles, scales, table_row + rows, first + rows + length_other - length, row_valid)[:, None]
     packed = packed_row(cu_seqlens, batch, start, seqlen) + first
     for head in range(tl.program_id(1) * HEADS_PER_PROGRAM, tl.minimum((tl.program_id(1) + 1) * HEADS_PER_PROGRAM, heads)):
-        ptr = head_ptr(x, batch, start + first, head, VEC)
-        turned = load_turned(ptr, rows, row_valid, channels, stride(x.row, VEC), cos, sin, HEAD_DIM, ROTARY_DIM, INTERLEAVED)  # [BM, D]
-        turned *= log_n[:, None]
-        store_rows(head_ptr(out, slot, packed, head, VEC), turned, rows, channels, stride(out.row, VEC), length - first, HEAD_DIM)
+        ptr = head_ptr(x, batch, start + first, head, LAYOUT)
+        first_x, second_x = load_pairs(ptr, rows, row_valid, stride(x.row, LAYOUT), 0, LAYOUT.block_d // 2, LAYOUT)
+        first_x, second_x = turn(first_x, second_x, cos, sin)  # [BM, D/2]
+        ptr = head_ptr(out, slot, packed, head, LAYOUT)
+        store_pairs(ptr, first_x * log_n, second_x * log_n, rows, row_valid, stride(out.row, LAYOUT), LAYOUT)

@@ -13,7 +13,6 @@ import torch
 from .rotary import Rotary
 
 FINE_ROWS = 1024  # positions per coarse row; both levels of a 128k context stay in L2
-PAIR_ALIGNMENT = 16  # a row of pairs starts at a multiple of 64 bytes
 
 
 def turns(rotary: Rotary, causal: bool) -> tuple[tuple[float, float], ...]:
@@ -38,7 +37,8 @@ def cos_sin(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def padded_pairs(rotary: Rotary) -> int:
-    return max(-(-len(rotary.theta) // PAIR_ALIGNMENT), 1) * PAIR_ALIGNMENT
+    """Pairs of a power-of-two tile that holds head_dim; those beyond the table's do not turn (cos 1, sin 0)."""
+    return max(8, 1 << (rotary.head_dim - 1).bit_length() >> 1)
 
 
 def coarse_rows(positions: int) -> int:
@@ -50,23 +50,20 @@ def coarse_rows(positions: int) -> int:
 def two_level_table(rotary: Rotary, causal: bool, coarse: int, device: torch.device) -> torch.Tensor:
     """float32 (turns, FINE_ROWS + coarse, 2, padded pairs): cos and sin of slope * r for the fine rows r, then of
     slope * FINE_ROWS * c + offset for the coarse rows c. Angle addition joins the two."""
-    table = torch.zeros(len(turns(rotary, causal)), FINE_ROWS + coarse, 2, padded_pairs(rotary))
     fine = torch.arange(FINE_ROWS, dtype=torch.float64)
     blocks = torch.arange(coarse, dtype=torch.float64) * FINE_ROWS
-    for slot, (slope, offset) in enumerate(turns(rotary, causal)):
-        rows = torch.cat([slope * fine, slope * blocks + offset])
-        if not rotary.axis:
-            cos, sin = cos_sin(rotary, rows)
-            table[slot, :, 0, :len(rotary.theta)] = cos
-            table[slot, :, 1, :len(rotary.theta)] = sin
-    return table.to(device)
+    rows = torch.stack([torch.cat([slope * fine, slope * blocks + offset]) for slope, offset in turns(rotary, causal)])
+    return _padded(rotary, *cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows)).to(device)
 
 
 def position_table(rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
     """float32 (2, batch, seqlen, 2, padded pairs): slot 0 does not turn, slot 1 turns by the given positions."""
     cos, sin = cos_sin(rotary, positions)
-    table = torch.zeros(2, *cos.shape[:-1], 2, padded_pairs(rotary), dtype=torch.float32, device=positions.device)
-    table[0, ..., 0, :] = 1
-    table[1, ..., 0, :cos.shape[-1]] = cos
-    table[1, ..., 1, :cos.shape[-1]] = sin
-    return table
+    return _padded(rotary, torch.stack([torch.ones_like(cos), cos]), torch.stack([torch.zeros_like(sin), sin]))
+
+
+def _padded(rotary: Rotary, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """float32 (..., 2, padded pairs)."""
+    missing = (0, padded_pairs(rotary) - cos.shape[-1])
+    pad = torch.nn.functional.pad
+    return torch.stack([pad(cos, missing, value=1.0), pad(sin, missing)], dim=-2).to(torch.float32)

@@ -13,7 +13,7 @@ try:
     from ..triton_kernels import configs
     from ..triton_kernels.backward import attention_delta, attention_grad_kv, attention_grad_q
     from ..triton_kernels.forward import attention_forward
-    from ..triton_kernels.tiles import Angles, Scales, strided
+    from ..triton_kernels.tiles import Angles, Layout, Scales, strided
     from ..triton_kernels.turn import turn_rows
 
     IMPORT_ERROR = ""
@@ -112,18 +112,17 @@ class _Plan:
         self.table_rows = self.angles.table.numel() // (self.angles.table.shape[0] * 2 * padded_pairs(rotary))
         self.bands = _integers(bands, q.device)
         self.scales = Scales(call.score_scale, *call.log_n)
-        self.layout = dict(HEAD_DIM=head_dim, ROTARY_DIM=rotary.rotary_dim if any(rotary.theta) else 0, INTERLEAVED=rotary.interleaved,
-                           PAIRS=padded_pairs(rotary))
-        self.many = dict(**self.layout, NUM_BANDS=len(bands))
-        self.block_d = max(16, triton.next_power_of_2(head_dim))
+        self.num_bands = len(bands)
         self.capability = _capability(q.device)
         self.itemsize = q.element_size()
-        self.vec = 16 // self.itemsize if all(_aligned(x) for x in (q, k, v, grad_out) if x is not None) else 1
+        aligned = all(_aligned(x) for x in (q, k, v, grad_out) if x is not None)
+        self.layout = Layout(head_dim, 2 * padded_pairs(rotary), rotary.rotary_dim if any(rotary.theta) else 0, rotary.interleaved,
+                             16 // self.itemsize if aligned else 1)
 
     def options(self, direction: str):
-        tile = configs.tile(direction, self.capability, self.block_d, self.itemsize)
-        return tile, dict(VEC=self.vec, BLOCK_D=self.block_d, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
-                          num_stages=tile.num_stages)
+        tile = configs.tile(direction, self.capability, self.layout.block_d, self.itemsize)
+        return tile, dict(LAYOUT=self.layout, NUM_BANDS=self.num_bands, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+                          num_warps=tile.num_warps, num_stages=tile.num_stages)
 
     def turn(self, x, out, slots, keys: bool) -> None:
         """Fills out (slot, row, head, head_dim) with x at every slot's turn."""
@@ -139,7 +138,7 @@ class _Plan:
         heads = x.shape[-2]
         grid = (triton.cdiv(lengths[2], configs.TURN_ROWS) * self.batch, triton.cdiv(heads, configs.TURN_HEADS), len(slots))
         launch(turn_rows, grid, strided(x), strided(out), _integers(slots, x.device), self.angles, *cu_seqlens, *lengths,
-               self.table_rows, heads, scales, **self.layout, VEC=self.vec, BLOCK_D=self.block_d, BLOCK_M=configs.TURN_ROWS,
+               self.table_rows, heads, scales, LAYOUT=self.layout, BLOCK_M=configs.TURN_ROWS,
                HEADS_PER_PROGRAM=configs.TURN_HEADS, num_warps=configs.TURN_WARPS)
 
     def attend(self, q, k, turned_keys, v, out, lse) -> None:
@@ -147,14 +146,13 @@ class _Plan:
         grid = (triton.cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
         launch(attention_forward, grid, strided(q), strided(k), self._turned(turned_keys, k), strided(v), out, lse, self.angles,
                self.bands, *self.cu_seqlens, self.seqlen_q, self.seqlen_k, self.max_seqlen_q, self.table_rows, self.heads_q,
-               self.heads_kv, self.scales, **self.many, **options)
+               self.heads_kv, self.scales, **options)
 
     def delta(self, out, grad_out, grad_lse, lse):
         delta = torch.empty_like(lse)
         grid = (triton.cdiv(self.max_seqlen_q, configs.DELTA_ROWS) * self.batch * self.heads_q,)
         launch(attention_delta, grid, out, strided(grad_out), grad_lse, delta, self.cu_seqlens[0], self.seqlen_q, self.max_seqlen_q,
-               self.heads_q, HEAD_DIM=self.layout["HEAD_DIM"], VEC=self.vec, BLOCK_D=self.block_d, BLOCK_M=configs.DELTA_ROWS,
-               num_warps=configs.DELTA_WARPS)
+               self.heads_q, LAYOUT=self.layout, BLOCK_M=configs.DELTA_ROWS, num_warps=configs.DELTA_WARPS)
         return delta
 
     def grad_kv(self, turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k, grad_v) -> None:
@@ -162,14 +160,14 @@ class _Plan:
         grid = (triton.cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv,)
         launch(attention_grad_kv, grid, strided(turned_q), strided(k), self._turned(turned_keys, k), strided(v), strided(grad_out),
                lse, delta, grad_k, grad_v, self.angles, self.bands, *self.cu_seqlens, self.seqlen_q, self.seqlen_k,
-               self.max_seqlen_k, self.table_rows, self.heads_q, self.heads_kv, self.scales, **self.many, **options)
+               self.max_seqlen_k, self.table_rows, self.heads_q, self.heads_kv, self.scales, **options)
 
     def grad_q(self, turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q) -> None:
         tile, options = self.options("grad_q")
         grid = (triton.cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
         launch(attention_grad_q, grid, strided(turned_q), strided(k), self._turned(turned_keys, k), strided(v), strided(grad_out),
                lse, delta, grad_q, self.angles, self.bands, *self.cu_seqlens, self.seqlen_q, self.seqlen_k, self.max_seqlen_q,
-               self.table_rows, self.heads_q, self.heads_kv, self.scales, **self.many, **options)
+               self.table_rows, self.heads_q, self.heads_kv, self.scales, **options)
 
     def _turned(self, turned_keys, k):
         return strided(turned_keys if self.key_slots else k)
