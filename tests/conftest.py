@@ -1,0 +1,53 @@
+"""Fixtures, and Triton's interpreter where there is no GPU. It must be asked for before triton is imported."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import support  # noqa: E402
+
+
+def _patch_language_once_per_launch():
+    """The interpreter searches and patches its language modules anew at each call of a nested function, a third of its
+    time. Within one launch the first time is enough."""
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+
+        patch_lang, launch, scope = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._LangPatchScope
+    except (ImportError, AttributeError):  # no triton, or one whose interpreter is built differently: only slower
+        return
+    patched = set()
+
+    def once(fn):
+        languages = frozenset(name for name, x in fn.__globals__.items() if x is tl or x is tl.core)
+        if languages in patched:
+            return scope()
+        patched.add(languages)
+        return patch_lang(fn)
+
+    def call(self, *args, **kwargs):
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = once, call
+
+
+if support.INTERPRETED:
+    _patch_language_once_per_launch()
+
+
+@pytest.fixture(params=support.TARGETS, ids=str)
+def target(request):
+    """Every implementation in every type it is tested in."""
+    return request.param
+
+
+@pytest.fixture(params=[t for t in support.TARGETS if t.dtype == torch.float32], ids=str)
+def exact(request):
+    """Every implementation in float32, whose budget is the tightest that all of them share."""
+    return request.param

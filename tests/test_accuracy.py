@@ -1,0 +1,195 @@
+"""out, lse and gradients of every implementation against float64, within the budget of ``support``."""
+
+import cmath
+import math
+
+import pytest
+import support
+import torch
+from support import SCHEMES, check, problem
+
+from flashrope import Rotary, attention
+
+
+def turned(vector, rotary, position):
+    """One head's vector with every pair turned, pair by pair as complex numbers."""
+    result, pairs = list(vector), len(rotary.theta)
+    for m, theta in enumerate(rotary.theta):
+        first, second = (2 * m, 2 * m + 1) if rotary.interleaved else (m, m + pairs)
+        z = complex(vector[first], vector[second]) * cmath.exp(1j * position * theta)
+        result[first], result[second] = z.real, z.imag
+    return result
+
+
+def by_hand(p):
+    """The formula of the schemes with loops over scalars: one batch, one head."""
+    rows = []
+    q, k, v = (x[0, :, 0].tolist() for x in (p.q, p.k, p.v))
+    bands = list(p.rotary.bands)
+    if not p.causal:
+        bands += [(1 - stop, 1 - start, slope, -offset) for start, stop, slope, offset in p.rotary.bands]
+    for r, query in enumerate(q):
+        i, scores = r + len(k) - len(q), {}
+        log_n = 1.0
+        if p.rotary.log_n_scale:
+            train_length, clip = p.rotary.log_n_scale
+            log_n = math.log(max(i, 0) + 1) / math.log(train_length)
+            log_n = max(log_n, 1.0) if clip else log_n
+        for j, key in enumerate(k):
+            for start, stop, slope, offset in bands:
+                if start <= i - j < stop:
+                    a, b = turned(query, p.rotary, slope * i + offset), turned(key, p.rotary, slope * j)
+                    scores[j] = p.rotary.head_dim**-0.5 * p.rotary.temperature * log_n * sum(x * y for x, y in zip(a, b, strict=True))
+        total = sum(math.exp(s) for s in scores.values())
+        lse = math.log(total) if scores else -math.inf
+        rows.append(([sum(math.exp(s - lse) * v[j][c] for j, s in scores.items()) for c in range(p.rotary.head_dim)], lse))
+    return torch.tensor([row for row, _ in rows], dtype=torch.float64), torch.tensor([lse for _, lse in rows], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_reference_is_the_formula(scheme, causal):
+    double = support.Target("reference", torch.float64, "cpu")
+    for seqlen_q, seqlen_k in ((26, 26), (3, 26), (26, 24)):
+        p = problem(double, SCHEMES[scheme](8), seqlen_q, seqlen_k, heads=1, group=1, causal=causal)
+        out, lse = attention(p.q, p.k, p.v, p.rotary, causal=causal, return_lse=True, impl="reference")
+        want, want_lse = by_hand(p)
+        torch.testing.assert_close(out[0, :, 0], want, rtol=0, atol=1e-12)
+        torch.testing.assert_close(lse[0, 0], want_lse, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_schemes_causal(target, scheme):
+    check(target, problem(target, SCHEMES[scheme](target.size(16, 64)), target.size(70, 400), seed=1))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_schemes_seen_both_ways(exact, scheme):
+    check(exact, problem(exact, SCHEMES[scheme](16), exact.size(40, 300), exact.size(50, 333), causal=False, seed=2))
+
+
+LENGTHS = [(1, 1), (1, 70), (20, 70), (70, 20), (33, 32), (0, 5), (5, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("seqlens", LENGTHS, ids=lambda pair: f"{pair[0]}x{pair[1]}")
+def test_lengths(exact, seqlens, causal):
+    for rotary in (Rotary.hope(16, 100), Rotary.rope(16).rectify(21).log_n(20)):
+        check(exact, problem(exact, rotary, *seqlens, causal=causal, seed=3))
+
+
+@pytest.mark.parametrize("scheme", ["rope", "rerope", "local", "yarn_leaky_local_log_n"])
+def test_long(scheme):
+    """Past every block size of the CPU kernels, with whole and partial chunks of a band."""
+    for target in support.TARGETS:
+        if target.slow or target.dtype == torch.float16:
+            continue
+        for seqlens in ((1000, 1000), (130, 900)):
+            check(target, problem(target, SCHEMES[scheme](16), *seqlens, seed=4))
+            check(target, problem(target, SCHEMES[scheme](16), *seqlens, seed=4, causal=False, batch=2, heads=1, group=1))
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 31, 32, 33, 63, 64, 65, 69, 70, 200])
+@pytest.mark.parametrize("kind", ["rectify", "leaky", "local"])
+def test_windows(exact, kind, window):
+    if exact.slow and window not in (0, 1, 31, 32, 33, 69):
+        pytest.skip("the interpreter takes seconds for each; these windows lie on its block edges")
+    rope = Rotary.rope(16)
+    rotary = rope.local(window) if kind == "local" else rope.rectify(window, 3.0 if kind == "leaky" else None)
+    check(exact, problem(exact, rotary, 70, seed=5))
+    if not exact.slow:
+        check(exact, problem(exact, rotary, 60, 70, seed=5, causal=False))
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 128, 160, 192, 256])
+def test_head_dims(target, head_dim):
+    if target.slow and (target.dtype != torch.float32 or head_dim not in (8, 40, 80)):
+        pytest.skip("the interpreter takes seconds for each; test_head_dims_slow has them all")
+    for rotary in (Rotary.rope(head_dim).rectify(21), Rotary.hope(head_dim, 100, interleaved=True)):
+        check(target, problem(target, rotary, 40, seed=6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 128, 160, 192, 256])
+def test_head_dims_slow(target, head_dim):
+    for rotary in (Rotary.rope(head_dim).rectify(21), Rotary.hope(head_dim, 100, interleaved=True)):
+        check(target, problem(target, rotary, 50, seed=6))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "poisoned"])
+def test_layouts(target, layout):
+    check(target, problem(target, Rotary.rope(16).rectify(21), 50, batch=2, seed=7, layout=layout))
+
+
+def test_packed_projection(exact):
+    """q, k and v as views of one projection; the gradient of their sum has stride 0."""
+    qkv = support.random((2, 40, 6, 16), exact, 8)
+    q, k, v = qkv.split((4, 1, 1), dim=2)
+    grad_out = torch.ones((), device=exact.device, dtype=exact.dtype).expand(q.shape)
+    grad_lse = torch.zeros((), device=exact.device, dtype=torch.float32).expand(2, 4, 40)
+    check(exact, support.Problem(q, k, v, Rotary.hope(16, 100), grad_out=grad_out, grad_lse=grad_lse))
+
+
+@pytest.mark.parametrize(("heads", "group"), [(3, 1), (4, 2), (3, 3), (6, 3)])
+def test_grouped_heads(exact, heads, group):
+    for rotary in (Rotary.rope(16), Rotary.rope(16).rectify(21)):
+        check(exact, problem(exact, rotary, 45, batch=2, heads=heads, group=group, seed=9))
+
+
+@pytest.mark.parametrize("positions", ["integers", "fractions", "shared", "axial"])
+def test_positions(exact, positions):
+    generator = torch.Generator().manual_seed(10)
+    given = torch.rand(2, 40, generator=generator) * 90 - 5
+    rotary = Rotary.rope(16).yarn(2.0, 100)
+    if positions == "integers":
+        given = given.to(torch.int32)
+        rotary = rotary.local(21)
+    elif positions == "shared":
+        given, rotary = given[:1], rotary.log_n(20)
+    elif positions == "axial":
+        given, rotary = torch.stack((torch.arange(40) // 8, torch.arange(40) % 8), -1).expand(2, 40, 2), Rotary.axial(16)
+    check(exact, problem(exact, rotary, 40, batch=2, seed=11, positions=given.to(exact.device), causal=positions != "axial"))
+
+
+def test_softmax_scale(exact):
+    check(exact, problem(exact, Rotary.rope(16).rectify(21), 40, seed=12, softmax_scale=0.7))
+
+
+@pytest.mark.parametrize("missing", ["grad_out", "grad_lse"])
+def test_one_gradient_comes_alone(exact, missing):
+    p = problem(exact, Rotary.rope(16).rectify(21), 40, seed=13)
+    both = support.exact_and_bound(p)[1]
+    p = p.replace(**{missing: torch.zeros_like(getattr(p, missing))})
+    exact_values, _ = support.exact_and_bound(p)
+    leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v)]
+    out, lse = attention(*leaves, p.rotary, return_lse=True, impl=exact.impl)
+    results, grads = (lse, p.grad_lse) if missing == "grad_out" else (out, p.grad_out)
+    got = torch.autograd.grad(results, leaves, grads, allow_unused=True)
+    for name, x, leaf in zip(support.NAMES[2:], got, leaves, strict=True):
+        error = ((torch.zeros_like(leaf) if x is None else x).double() - exact_values[name]).abs()
+        assert (error <= 16 * 2**-24 * both[name]).all(), name
+
+
+def test_gradients_repeat_bit_for_bit(target):
+    p = problem(target, Rotary.rope(16).rectify(21), target.size(50, 400), heads=4, seed=14)
+    first, second = support.run(p, target.impl), support.run(p, target.impl)
+    for name in support.NAMES:
+        assert torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nonfinite_stays_where_it_may(exact, value):
+    """In q it reaches its own row alone; in k or v it reaches no row that stands before it by a tile or more."""
+    tile, seqlen, at = (512, 1200, 900) if exact.impl == "cpu" else (128, exact.size(160, 300), 150)  # torch's CPU kernel: 512 keys
+    p = problem(exact, Rotary.rope(16).rectify(21), seqlen, heads=1, group=1, seed=15)
+    with torch.no_grad():
+        clean = attention(p.q, p.k, p.v, p.rotary, impl=exact.impl)
+        for name in ("q", "k", "v"):
+            dirty = getattr(p, name).clone()
+            dirty[:, at] = value
+            tensors = {n: getattr(p, n) for n in "qkv"} | {name: dirty}
+            out = attention(tensors["q"], tensors["k"], tensors["v"], p.rotary, impl=exact.impl)
+            same = (out == clean).all(-1)[0, :, 0]
+            untouched = torch.arange(seqlen, device=exact.device) != at if name == "q" else torch.arange(seqlen, device=exact.device) < at - tile
+            assert same[untouched].all(), name
+            assert not out[0, at].isfinite().all(), name

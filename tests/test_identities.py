@@ -1,0 +1,128 @@
+"""Equalities between schemes and between ways to call, for every implementation."""
+
+import dataclasses
+
+import pytest
+import support
+import torch
+from support import NAMES, excess, exact_and_bound, problem, run
+
+from flashrope import Rotary, attention
+
+D = 16
+
+
+def same(target, first, second):
+    """Two problems with one answer: their results differ by no more than twice the budget."""
+    got, other = run(first, target.impl), run(second, target.impl)
+    _, bound = exact_and_bound(first)
+    over = {n: r for n, r in excess(got, {n: x.double() for n, x in other.items()}, bound, target.dtype).items()
+            if not r <= 2 * support.COEFFICIENT[target.dtype]}
+    assert not over, f"{over}: {first.rotary} against {second.rotary}"
+
+
+ROPE = Rotary.rope(D)
+PAIRS = {
+    "rectified beyond the sequence": (ROPE.rectify(50), ROPE),
+    "leaky by 1": (ROPE.rectify(11, 1.0), ROPE),
+    "hope that keeps every pair": (Rotary.hope(D, 1e9), ROPE),
+    "hope that keeps no pair": (Rotary.hope(D, 1.0), Rotary.none(D)),
+    "hope in the paper's layout that keeps no pair": (Rotary.hope(D, 1.0, interleaved=True), Rotary.none(D)),
+    "local beyond the sequence": (ROPE.local(50), ROPE),
+    "local is rectified without its far keys": (ROPE.rectify(11).local(11), ROPE.local(11)),
+    "interpolation by 1": (ROPE.interpolate(1.0), ROPE),
+    "a table of its own": (Rotary.from_inv_freq(ROPE.inv_freq, D), ROPE),
+    "clipped log n within the training length": (ROPE.log_n(1000), ROPE),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
+def test_schemes_that_agree(exact, pair):
+    first, second = pair
+    p = problem(exact, first, 50, seed=30)
+    same(exact, p, p.replace(rotary=second))
+
+
+def test_pairings_agree_on_permuted_channels(exact):
+    p = problem(exact, Rotary.hope(D, 100, interleaved=True), 50, seed=31)
+    half = Rotary.hope(D, 100, compact=True)
+    assert half.theta == p.rotary.theta
+    pairs = half.rotary_dim // 2
+    order = [2 * m for m in range(pairs)] + [2 * m + 1 for m in range(pairs)] + list(range(2 * pairs, D))
+    other = p.replace(rotary=half, q=p.q[..., order], k=p.k[..., order])
+    got, permuted = run(p, exact.impl), run(other, exact.impl)
+    _, bound = exact_and_bound(p)
+    expected = {n: permuted[n].double() for n in NAMES}
+    for name in ("grad_q", "grad_k"):
+        expected[name] = torch.empty_like(expected[name]).index_copy_(-1, torch.tensor(order, device=exact.device), expected[name])
+    assert max(excess(got, expected, bound, exact.dtype).values()) <= 2 * support.COEFFICIENT[exact.dtype]
+
+
+@pytest.mark.parametrize("shift", [1, 1000])
+def test_shifting_all_positions_changes_nothing(exact, shift):
+    p = problem(exact, Rotary.hope(D, 100), 40, seed=32)
+    positions = torch.arange(40, device=exact.device).expand(1, 40)
+    same(exact, p.replace(positions=positions + shift), p)
+
+
+def test_shifting_all_positions_changes_log_n(exact):
+    p = problem(exact, ROPE.log_n(10), 40, seed=33)
+    positions = torch.arange(40, device=exact.device).expand(1, 40)
+    shifted = p.replace(positions=positions + 500)
+    support.check(exact, shifted)
+    assert (run(shifted, exact.impl)["out"] - run(p, exact.impl)["out"]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("rotary", [ROPE, ROPE.rectify(11)], ids=["rope", "rerope"])
+def test_heads_and_batch_are_independent_to_the_bit(target, rotary):
+    p = problem(target, rotary, 40, batch=3, heads=4, group=2, seed=34)
+    whole = run(p, target.impl)
+    batch, kv_heads = [2, 0, 1], [1, 0]
+    q_heads = [2, 3, 0, 1]
+    other = p.replace(q=p.q[batch][:, :, q_heads], k=p.k[batch][:, :, kv_heads], v=p.v[batch][:, :, kv_heads],
+                      grad_out=p.grad_out[batch][:, :, q_heads], grad_lse=p.grad_lse[batch][:, q_heads])
+    permuted = run(other, target.impl)
+    for name, heads in zip(NAMES, (q_heads, q_heads, q_heads, kv_heads, kv_heads), strict=True):
+        moved = whole[name][batch][:, heads] if name == "lse" else whole[name][batch][:, :, heads]
+        assert torch.equal(moved, permuted[name]), name
+
+
+@pytest.mark.parametrize("scheme", ["rope", "rerope", "local", "log_n_trained"])
+def test_queries_in_chunks(exact, scheme):
+    """Chunked prefill: rows [a, b) against keys [0, b) are rows [a, b) of the whole."""
+    p = problem(exact, support.SCHEMES[scheme](D), 64, heads=2, group=1, seed=35)
+    whole, whole_lse = attention(p.q, p.k, p.v, p.rotary, return_lse=True, impl=exact.impl)
+    _, bound = exact_and_bound(p)
+    budget = 2 * support.COEFFICIENT[exact.dtype] * support.UNIT_ROUNDOFF[exact.dtype]
+    for a, b in ((0, 20), (20, 45), (45, 64)):
+        out, lse = attention(p.q[:, a:b], p.k[:, :b], p.v[:, :b], p.rotary, return_lse=True, impl=exact.impl)
+        assert ((out - whole[:, a:b]).abs() <= budget * bound["out"][:, a:b]).all()
+        lse_error = torch.where(lse == whole_lse[..., a:b], 0, (lse - whole_lse[..., a:b]).abs())
+        assert (lse_error <= budget * bound["lse"][..., a:b]).all()
+
+
+@pytest.mark.parametrize("scheme", ["rope", "rerope", "leaky", "local"])
+def test_time_reversed(exact, scheme):
+    """Without a mask, reversing time mirrors every distance; a table with its signs turned mirrors every angle."""
+    p = problem(exact, support.SCHEMES[scheme](D), 50, heads=2, group=1, seed=36, causal=False)
+    mirrored = dataclasses.replace(p.rotary, theta=tuple(-f for f in p.rotary.theta))
+    reverse = {n: getattr(p, n).flip(1) for n in ("q", "k", "v", "grad_out")}
+    got = run(p.replace(rotary=mirrored, grad_lse=p.grad_lse.flip(2), **reverse), exact.impl)
+    expected = {n: x.double().flip(2 if n == "lse" else 1) for n, x in run(p, exact.impl).items()}
+    _, bound = exact_and_bound(p)
+    bound = {n: x.flip(2 if n == "lse" else 1) for n, x in bound.items()}
+    ratios = excess(got, expected, bound, exact.dtype)
+    assert max(ratios.values()) <= 2 * support.COEFFICIENT[exact.dtype], ratios
+
+
+def test_a_million_positions_away_is_as_exact(exact):
+    """The score error does not grow with the offset: angles are built in float64."""
+    rotary = Rotary.rope(64, base=500_000.0)
+    p = problem(exact, rotary, 64, heads=4, group=1, seed=37)
+    errors = {}
+    for offset in (0, 1_000_000):
+        positions = torch.arange(64, device=exact.device, dtype=torch.float64)[None] + offset
+        lse = attention(p.q, p.k, p.v, rotary, positions=positions, return_lse=True, impl=exact.impl)[1]
+        wide = attention(p.q.double(), p.k.double(), p.v.double(), rotary, positions=positions, return_lse=True, impl="reference")[1]
+        errors[offset] = (lse.double() - wide).square().mean().sqrt().item()
+    assert errors[1_000_000] <= 1.2 * errors[0], errors
