@@ -321,7 +321,8 @@ def test_equal_however_it_was_built():
     twin = Rotary.from_inv_freq(rope.theta, 64)
     assert rope == twin and hash(rope) == hash(twin)
     assert rope.rectify(8) == rope.rectify(8, INF) and hash(rope.rectify(8)) == hash(rope.rectify(8, INF))
-    assert rope.interpolate(2.0) == Rotary.from_inv_freq(rope.inv_freq / 2, 64)
+    twin = Rotary.from_inv_freq(rope.inv_freq / 2, 64)
+    assert rope.interpolate(2.0) == twin and hash(rope.interpolate(2.0)) == hash(twin)
     assert rope != "rope" and rope != rope.text
 
 
