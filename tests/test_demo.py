@@ -18,7 +18,7 @@ from flashrope.experiments import data
 from flashrope.experiments.evaluate import loss_by_context
 from flashrope.experiments.model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
 from flashrope.experiments.train import TrainConfig, learning_rate_fraction, train
-from flashrope.experiments.workers import WorkerError, Workers
+from flashrope.experiments.workers import WorkerError, Workers, _deaf_to_interrupts
 
 TINY = ["demo", "--preset", "tiny", "--device", "cpu", "--threads", "1"]
 OUTPUTS = {"split.json", "rope.safetensors", "hope.safetensors", "losses.csv", "losses.md", "losses.png"}
@@ -82,6 +82,14 @@ def test_checkpoints_give_the_losses_of_the_table(finished):
         assert [loss.last for loss in losses] == pytest.approx(shown, abs=2e-6)
 
 
+def test_output_that_nobody_reads_is_no_traceback(tmp_path, text):
+    command = [sys.executable, "-m", "flashrope", *TINY, "--text", str(text), "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in errors and "Exception ignored" not in errors
+
+
 def test_same_seed_same_losses_whatever_the_processes(tmp_path, text):
     def run(name, *options):
         assert main([*TINY, "--text", str(text), "--out", str(tmp_path / name), *options]) == 0
@@ -98,15 +106,15 @@ def test_text_path_is_what_it_trains_on(tmp_path, text, capsys):
     assert json.loads((tmp_path / "split.json").read_text())["unseen"]["files"] == ["numbers.txt, bytes 17944 to 20000"]
 
 
-@pytest.mark.parametrize("signalled", ["the terminal's processes", "one process"])
-def test_interrupt_ends_cleanly(tmp_path, text, signalled):
+@pytest.mark.parametrize("moment, wait", [("software:", 1), ("training with", 0)], ids=["starting", "training"])
+def test_interrupt_ends_cleanly(tmp_path, text, moment, wait):
     command = [sys.executable, "-m", "flashrope", *TINY[:-1], "2", "--steps", "100000", "--text", str(text), "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        while not process.stdout.readline().startswith("software:"):
+        while not process.stdout.readline().startswith(moment):
             assert process.poll() is None, process.stderr.read()
-        time.sleep(0.5 if signalled == "one process" else 3)  # the workers are starting; or one has begun
-        (os.kill if signalled == "one process" else os.killpg)(process.pid, signal.SIGINT)
+        time.sleep(wait)
+        os.killpg(process.pid, signal.SIGINT)  # as the terminal does it: to the workers too
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
@@ -320,6 +328,17 @@ def test_divergence_is_an_error():
         train(model, Rotary.rope(16), batches, TrainConfig(steps=3, batch_size=2, train_length=16))
 
 
+def test_interrupts_are_held_back_not_lost():
+    reached = False
+    with pytest.raises(KeyboardInterrupt), _deaf_to_interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        reached = True
+    assert reached and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def halve(number, report):
     report("halving")
     return number / 2
@@ -340,3 +359,22 @@ def test_workers():
             workers.map(die, [()])
         processes = workers._processes
     assert not any(process.is_alive() for process in processes)
+
+
+@pytest.mark.slow
+def test_rerope_reads_on_where_rope_fails():
+    length = 32
+    corpus = data.standard_library(8 * length + 1)
+    windows = data.as_tokens(data.unseen_windows(corpus.unseen, 8 * length + 1, 64, seed=0))
+    torch.manual_seed(0)
+    model, rope = LanguageModel(ModelConfig(64, 2, 2)), Rotary.rope(32)
+    train(model, rope, data.random_batches(corpus.train, 32, length, seed=0), TrainConfig(400, 32, length, 5e-3))
+
+    def losses(rotary):
+        return [loss.last for loss in loss_by_context(model, rotary, windows, [length, 8 * length], length // 2)]
+
+    at_length, rope_beyond = losses(rope)
+    _, rerope_beyond = losses(rope.rectify(length // 2))
+    assert at_length < 2.4  # 5.5 before training
+    assert rope_beyond > at_length + 0.4
+    assert abs(rerope_beyond - at_length) < 0.15

@@ -36,7 +36,9 @@ def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
     axes.set_xlim(lengths[0] * 0.93, lengths[-1] * 1.04)
     axes.set_xlabel("context length (bytes, log scale)")
     axes.set_ylabel("loss on unseen files (nats per byte)")
-    axes.set_title("Reading beyond the training length", loc="left", fontweight="bold")
+    axes.set_title("Reading beyond the training length", loc="left", fontweight="bold", pad=24)
+    axes.annotate("the same target bytes at every context length; dashed: with log n at evaluation", xy=(0, 1), xytext=(0, 9),
+                  xycoords="axes fraction", textcoords="offset points", fontsize=9, color="0.35")
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     _label_ends(axes, rows, lengths[-1])

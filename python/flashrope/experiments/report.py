@@ -24,7 +24,7 @@ class Row:
 
 
 class Bars:
-    """One progress bar per name, each of ``total`` steps; plain lines at every quarter where stderr is no terminal."""
+    """One progress bar per name, each of ``total`` steps; plain lines at the first step and every quarter where stderr is no terminal."""
 
     def __init__(self, names: Sequence[str], total: int):
         from tqdm import tqdm
@@ -46,7 +46,7 @@ class Bars:
             if loss is not None:
                 shown.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             shown.update(step - shown.n)
-        elif step in {self._total * quarter // 4 for quarter in (1, 2, 3, 4)}:
+        elif step == 1 or step in {self._total * quarter // 4 for quarter in (1, 2, 3, 4)}:
             print(f"{self._names[bar]}: {step} of {self._total}" + (f", loss {loss:.3f}" if loss is not None else ""), flush=True)
 
 
@@ -82,7 +82,7 @@ def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
     spread = [loss.last_stderr for row in rows for loss in row.losses]
     text = ["# Loss against context length", ""]
     text += section("Same target bytes at every context length", f"Nats per byte: {facts['losses']}. Standard error over the windows "
-                    f"{min(spread):.3f} to {max(spread):.3f}; between rows it is far smaller, as all read the same windows.",
+                    f"{min(spread):.3f} to {max(spread):.3f}; all rows read the same windows.",
                     lambda loss: loss.last)
     text += section("All bytes of every window", "Nats per byte. Longer contexts hold other target bytes too, so columns are not "
                     "strictly comparable; rows are.", lambda loss: loss.mean)

@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -92,6 +93,7 @@ class Workers:
 
 
 def _serve(connection, threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for systems without signal masks
     torch.set_num_threads(threads)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the parent is gone
         while True:
@@ -107,12 +109,20 @@ def _serve(connection, threads: int) -> None:
 
 @contextlib.contextmanager
 def _deaf_to_interrupts():
-    """Processes started inside ignore SIGINT from their first instruction on; Python leaves an ignored signal ignored."""
+    """Holds Ctrl-C back until the end of the block. Processes started inside never hear it: they inherit the blocked signal."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append(True))
+    if hasattr(signal, "pthread_sigmask"):
+        resource_tracker.ensure_running()  # its own start would unblock the signal
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
