@@ -9,17 +9,19 @@ import triton.language as tl
 
 from .tiles import (
     LOG2_E,
+    band_fields,
     banded_keys,
-    cos_sin,
     edge_tile,
     head_ptr,
     in_band,
+    inside,
     load_rows,
     lse_offset,
     packed_row,
     query_scale,
     sequence,
     store_rows,
+    store_turned_back,
     stride,
     tile_channels,
     tile_range,
@@ -40,11 +42,11 @@ def attention_delta(out, grad_out, grad_lse, delta, cu_seqlens_q, seqlen_q, max_
         return
     rows = tl.arange(0, BLOCK_M)
     channels = tl.arange(0, LAYOUT.block_d)
+    safe = inside(rows, length - first)
     offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start, seqlen_q) + first + rows
     packed = packed_row(cu_seqlens_q, batch, start, seqlen_q) + first
-    o = load_rows(out + (packed * heads_q + head) * LAYOUT.head_dim, rows, channels, heads_q * LAYOUT.head_dim, length - first, True, LAYOUT)
-    g = load_rows(head_ptr(grad_out, batch, start + first, head, LAYOUT), rows, channels, stride(grad_out.row, LAYOUT),
-                  length - first, True, LAYOUT)
+    o = load_rows(out + (packed * heads_q + head) * LAYOUT.head_dim, safe, channels, heads_q * LAYOUT.head_dim, LAYOUT)
+    g = load_rows(head_ptr(grad_out, batch, start + first, head, LAYOUT), safe, channels, stride(grad_out.row, LAYOUT), LAYOUT)
     value = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BM]
     if grad_lse is not None:
         value -= tl.load(grad_lse + offset, mask=rows < length - first, other=0.0)
@@ -52,24 +54,24 @@ def attention_delta(out, grad_out, grad_lse, delta, cu_seqlens_q, seqlen_q, max_
 
 
 @triton.jit
-def key_step(grad_k, grad_v, k, v, queries, grads, lse, delta, row, position_k, ahead, length_q, start, stop,
+def grad_kv_step(grad_k, grad_v, k, v, queries, grads, lse, delta, row, position_k, ahead, length_q, start, stop,
              scale_log2, stride_q, stride_g, channels_k, channels, LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, EDGE: tl.constexpr):
     """Adds one query tile's share to grad_k, grad_v [BN, D]; grad_k is missing the factor of the score."""
     rows = tl.arange(0, BLOCK_M)
     queries += row * stride_q
     grads += row * stride_g
-    q = load_rows(queries, rows, channels_k, stride_q, length_q - row, EDGE, LAYOUT)  # [BM, D]
+    safe = inside(rows, length_q - row) if EDGE else rows
+    q = load_rows(queries, safe, channels_k, stride_q, LAYOUT)  # [BM, D]
     if EDGE:
         row_lse = tl.load(lse + row + rows, mask=rows < length_q - row, other=float("inf"))
-        row_delta = tl.load(delta + row + rows, mask=rows < length_q - row, other=0.0)
     else:
         row_lse = tl.load(lse + row + rows)
-        row_delta = tl.load(delta + row + rows)
+    row_delta = tl.load(delta + row + safe)
     scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BN, BM]
     weights = tl.exp2(scores * scale_log2 - (row_lse * LOG2_E)[None, :])
     if EDGE:
         weights = tl.where(in_band((row + rows + ahead)[None, :], position_k[:, None], start, stop), weights, 0.0)
-    g = load_rows(grads, rows, channels, stride_g, length_q - row, EDGE, LAYOUT)  # [BM, D]
+    g = load_rows(grads, safe, channels, stride_g, LAYOUT)  # [BM, D]
     grad_v = tl.dot(weights.to(g.dtype), g, grad_v, input_precision="ieee")
     grad_weights = tl.dot(v, tl.trans(g), input_precision="ieee")  # [BN, BM]
     grad_scores = weights * (grad_weights - row_delta[None, :])
@@ -82,7 +84,7 @@ def attention_grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k,
                       cu_seqlens_k, seqlen_q, seqlen_k, max_seqlen_k, table_rows, heads_q, heads_kv, scales,
                       LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """turned_q Strided (band, row, head), turned_keys Strided (slot, row, head); grad_k, grad_v without gaps.
-    bands as in attention_forward."""
+    bands as in band_fields."""
     tiles = tl.cdiv(max_seqlen_k, BLOCK_N)
     tile = tl.program_id(0) % tiles  # the first keys are seen by most queries
     batch = tl.program_id(0) // tiles // heads_kv
@@ -100,7 +102,7 @@ def attention_grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k,
     ahead = length_k - length_q
     position_k = first + columns  # [BN]
     last = tl.minimum(first + BLOCK_N, length_k) - 1
-    row_valid = columns < length_k - first
+    safe = inside(columns, length_k - first)
     table_row = first + tl.maximum(-ahead, 0)
     if angles.positions is not None:
         table_row += batch * seqlen_k
@@ -111,20 +113,15 @@ def attention_grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k,
     stride_q = stride(turned_q.row, LAYOUT)
     stride_g = stride(grad_out.row, LAYOUT)
 
-    v_tile = load_rows(head_ptr(v, batch, start_k + first, head_kv, LAYOUT), columns, channels, stride(v.row, LAYOUT),
-                       length_k - first, True, LAYOUT)  # [BN, D]
+    v_tile = load_rows(head_ptr(v, batch, start_k + first, head_kv, LAYOUT), safe, channels, stride(v.row, LAYOUT), LAYOUT)  # [BN, D]
     acc_k = tl.zeros((BLOCK_N, D), tl.float32)
     acc_v = tl.zeros((BLOCK_N, D), tl.float32)
     for band in range(NUM_BANDS):
-        start = tl.load(bands + 5 * band)
-        stop = tl.load(bands + 5 * band + 1)
-        keys, stride_k = banded_keys(k, turned_keys, tl.load(bands + 5 * band + 3), batch, start_k + first, packed_k, head_kv, LAYOUT)
-        k_tile = load_rows(keys, columns, channels_k, stride_k, length_k - first, True, LAYOUT)  # [BN, D]
-        if LAYOUT.rotary_dim > 0:
-            key_slot = tl.load(bands + 5 * band + 4)
-            if NUM_BANDS > 1:
-                cos, sin = cos_sin(angles, key_slot, table_rows, table_row, columns, row_valid, 0, LAYOUT.block_d // 2, LAYOUT)
-                acc_k = turn_tile(acc_k, cos, sin, LAYOUT)
+        start, stop, _, key_slot, keys_slot, _, key_step = band_fields(bands, band)
+        keys, stride_k = banded_keys(k, turned_keys, keys_slot, batch, start_k + first, packed_k, head_kv, LAYOUT)
+        k_tile = load_rows(keys, safe, channels_k, stride_k, LAYOUT)  # [BN, D]
+        if NUM_BANDS > 1:
+            acc_k = turn_tile(acc_k, angles, key_step, table_rows, table_row, safe, LAYOUT)
 
         begin, inner_begin, inner_end, end = tile_range(first - ahead, last - ahead, start, stop - 1, length_q, BLOCK_M)
         for member in range(group):
@@ -134,32 +131,32 @@ def attention_grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k,
             offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q)
             for step in range(inner_begin - begin + end - inner_end):
                 row = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_M
-                acc_k, acc_v = key_step(acc_k, acc_v, k_tile, v_tile, queries, grads, lse + offset, delta + offset, row, position_k,
+                acc_k, acc_v = grad_kv_step(acc_k, acc_v, k_tile, v_tile, queries, grads, lse + offset, delta + offset, row, position_k,
                                         ahead, length_q, start, stop, scale_log2, stride_q, stride_g, channels_k, channels,
                                         LAYOUT, BLOCK_M, True)
             for step in range(inner_begin, inner_end):
-                acc_k, acc_v = key_step(acc_k, acc_v, k_tile, v_tile, queries, grads, lse + offset, delta + offset, step * BLOCK_M,
+                acc_k, acc_v = grad_kv_step(acc_k, acc_v, k_tile, v_tile, queries, grads, lse + offset, delta + offset, step * BLOCK_M,
                                         position_k, ahead, length_q, start, stop, scale_log2, stride_q, stride_g, channels_k, channels,
                                         LAYOUT, BLOCK_M, False)
-        if LAYOUT.rotary_dim > 0:
-            cos, sin = cos_sin(angles, key_slot, table_rows, table_row, columns, row_valid, 0, LAYOUT.block_d // 2, LAYOUT)
-            acc_k = turn_tile(acc_k, cos, -sin, LAYOUT)
 
     row_elements = heads_kv * LAYOUT.head_dim
     offset = packed_k * row_elements + head_kv * LAYOUT.head_dim
-    store_rows(grad_k + offset, acc_k * scales.score, columns, channels_k, row_elements, length_k - first, LAYOUT)
     store_rows(grad_v + offset, acc_v, columns, channels, row_elements, length_k - first, LAYOUT)
+    last_key_slot = band_fields(bands, NUM_BANDS - 1)[3]
+    store_turned_back(grad_k + offset, acc_k, angles, last_key_slot, table_rows, table_row, columns, length_k - first,
+                      row_elements, scales.score, LAYOUT)
 
 
 @triton.jit
-def query_step(grad_q, q, g, row_lse, row_delta, keys, values, column, position_q, length_k, start, stop, scale_log2,
+def grad_q_step(grad_q, q, g, row_lse, row_delta, keys, values, column, position_q, length_k, start, stop, scale_log2,
                stride_k, stride_v, channels_k, channels, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr):
     """Adds one key tile's share to grad_q [BM, D], which is missing the factor of the score."""
     rows = tl.arange(0, BLOCK_N)
     keys += column * stride_k
     values += column * stride_v
-    k = load_rows(keys, rows, channels_k, stride_k, length_k - column, EDGE, LAYOUT)  # [BN, D]
-    v = load_rows(values, rows, channels, stride_v, length_k - column, EDGE, LAYOUT)  # [BN, D]
+    safe = inside(rows, length_k - column) if EDGE else rows
+    k = load_rows(keys, safe, channels_k, stride_k, LAYOUT)  # [BN, D]
+    v = load_rows(values, safe, channels, stride_v, LAYOUT)  # [BN, D]
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BM, BN]
     weights = tl.exp2(scores * scale_log2 - (row_lse * LOG2_E)[:, None])
     if EDGE:
@@ -190,7 +187,7 @@ def attention_grad_q(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q, 
     D: tl.constexpr = LAYOUT.block_d
     channels = tl.arange(0, D)
     channels_k = tile_channels(LAYOUT)
-    row_valid = rows < length_q - first
+    safe = inside(rows, length_q - first)
     ahead = length_k - length_q
     position_q = first + rows + ahead  # [BM]
     last = tl.minimum(first + BLOCK_M, length_q) - 1 + ahead
@@ -203,36 +200,29 @@ def attention_grad_q(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q, 
     stride_v = stride(v.row, LAYOUT)
     values = head_ptr(v, batch, start_k, head_kv, LAYOUT)
 
-    g = load_rows(head_ptr(grad_out, batch, start_q + first, head, LAYOUT), rows, channels, stride(grad_out.row, LAYOUT),
-                  length_q - first, True, LAYOUT)  # [BM, D]
-    offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q) + first + rows
-    row_lse = tl.load(lse + offset, mask=row_valid, other=float("inf"))
-    row_delta = tl.load(delta + offset, mask=row_valid, other=0.0)
+    g = load_rows(head_ptr(grad_out, batch, start_q + first, head, LAYOUT), safe, channels, stride(grad_out.row, LAYOUT), LAYOUT)  # [BM, D]
+    offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q) + first + safe
+    row_lse = tl.load(lse + offset)
+    row_delta = tl.load(delta + offset)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     for band in range(NUM_BANDS):
-        start = tl.load(bands + 5 * band)
-        stop = tl.load(bands + 5 * band + 1)
-        keys, stride_k = banded_keys(k, turned_keys, tl.load(bands + 5 * band + 3), batch, start_k, packed_k, head_kv, LAYOUT)
+        start, stop, _, _, keys_slot, query_step, _ = band_fields(bands, band)
+        keys, stride_k = banded_keys(k, turned_keys, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
         queries = head_ptr(turned_q, tl.full((), band, tl.int32), packed_q, head, LAYOUT)
-        q = load_rows(queries, rows, channels_k, stride(turned_q.row, LAYOUT), length_q - first, True, LAYOUT)  # [BM, D]
-        if LAYOUT.rotary_dim > 0:
-            query_slot = tl.load(bands + 5 * band + 2)
-            if NUM_BANDS > 1:
-                cos, sin = cos_sin(angles, query_slot, table_rows, table_row, rows, row_valid, 0, LAYOUT.block_d // 2, LAYOUT)
-                acc = turn_tile(acc, cos, sin, LAYOUT)
+        q = load_rows(queries, safe, channels_k, stride(turned_q.row, LAYOUT), LAYOUT)  # [BM, D]
+        if NUM_BANDS > 1:
+            acc = turn_tile(acc, angles, query_step, table_rows, table_row, safe, LAYOUT)
 
         begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
         for step in range(inner_begin - begin + end - inner_end):
             column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
-            acc = query_step(acc, q, g, row_lse, row_delta, keys, values, column, position_q, length_k, start, stop, scale_log2,
+            acc = grad_q_step(acc, q, g, row_lse, row_delta, keys, values, column, position_q, length_k, start, stop, scale_log2,
                              stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, True)
         for step in range(inner_begin, inner_end):
-            acc = query_step(acc, q, g, row_lse, row_delta, keys, values, step * BLOCK_N, position_q, length_k, start, stop, scale_log2,
+            acc = grad_q_step(acc, q, g, row_lse, row_delta, keys, values, step * BLOCK_N, position_q, length_k, start, stop, scale_log2,
                              stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, False)
-        if LAYOUT.rotary_dim > 0:
-            cos, sin = cos_sin(angles, query_slot, table_rows, table_row, rows, row_valid, 0, LAYOUT.block_d // 2, LAYOUT)
-            acc = turn_tile(acc, cos, -sin, LAYOUT)
 
-    log_n = query_scale(angles, scales, table_row + rows, position_q, row_valid)
-    acc *= (log_n * scales.score)[:, None]
-    store_rows(grad_q + (packed_q * heads_q + head) * LAYOUT.head_dim, acc, rows, channels_k, heads_q * LAYOUT.head_dim, length_q - first, LAYOUT)
+    last_query_slot = band_fields(bands, NUM_BANDS - 1)[2]
+    scale = query_scale(angles, scales, table_row + safe, position_q) * scales.score
+    store_turned_back(grad_q + (packed_q * heads_q + head) * LAYOUT.head_dim, acc, angles, last_query_slot, table_rows, table_row, rows,
+                      length_q - first, heads_q * LAYOUT.head_dim, scale[:, None], LAYOUT)

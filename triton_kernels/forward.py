@@ -9,10 +9,12 @@ import triton.language as tl
 from .tiles import (
     LN_2,
     LOG2_E,
+    band_fields,
     banded_keys,
     edge_tile,
     head_ptr,
     in_band,
+    inside,
     load_rows,
     load_tile,
     lse_offset,
@@ -31,16 +33,17 @@ from .tiles import (
 def attend_tile(acc, row_max, row_sum, q, keys, values, column, position_q, length_k, start, stop, scale_log2,
                 stride_k, stride_v, channels_k, channels, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr):
     rows = tl.arange(0, BLOCK_N)
+    safe = inside(rows, length_k - column) if EDGE else rows
     keys += column * stride_k
     values += column * stride_v
-    k = load_rows(keys, rows, channels_k, stride_k, length_k - column, EDGE, LAYOUT)  # [BN, D]
+    k = load_rows(keys, safe, channels_k, stride_k, LAYOUT)  # [BN, D]
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BM, BN]
     visible = None
     if EDGE:
         position_k = (column + rows)[None, :]
         visible = in_band(position_q[:, None], position_k, start, stop) & (position_k < length_k)
     weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, scale_log2, visible)
-    v = load_rows(values, rows, channels, stride_v, length_k - column, EDGE, LAYOUT)  # [BN, D]
+    v = load_rows(values, safe, channels, stride_v, LAYOUT)  # [BN, D]
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return acc, row_max, row_sum
 
@@ -50,8 +53,7 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
                       seqlen_q, seqlen_k, max_seqlen_q, table_rows, heads_q, heads_kv, scales,
                       LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """q, k, v Strided; turned_keys Strided (slot, row, head); out (rows, heads_q, head_dim), lse float32: no gaps.
-    bands int32 (NUM_BANDS, 5): start, stop, table slot of the query, slot of turned_keys or -1 for raw keys, table slot of
-    the key."""
+    bands as in band_fields."""
     tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     tile = tiles - 1 - tl.program_id(0) % tiles  # longest first under a causal mask
     batch = tl.program_id(0) // tiles // heads_q
@@ -67,7 +69,7 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
     D: tl.constexpr = LAYOUT.block_d
     channels = tl.arange(0, D)
     channels_k = tile_channels(LAYOUT)
-    row_valid = rows < length_q - first
+    safe = inside(rows, length_q - first)
     ahead = length_k - length_q  # bottom-right alignment
     position_q = first + rows + ahead  # [BM]
     last = tl.minimum(first + BLOCK_M, length_q) - 1 + ahead
@@ -80,23 +82,21 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
     stride_v = stride(v.row, LAYOUT)
     values = head_ptr(v, batch, start_k, head_kv, LAYOUT)
     packed_k = packed_row(cu_seqlens_k, batch, start_k, seqlen_k)
-    log_n = query_scale(angles, scales, table_row + rows, position_q, row_valid)
+    log_n = query_scale(angles, scales, table_row + safe, position_q)
     scale_log2 = scales.score * LOG2_E
 
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     for band in range(NUM_BANDS):
-        start = tl.load(bands + 5 * band)
-        stop = tl.load(bands + 5 * band + 1)
+        start, stop, query_slot, _, keys_slot, _, _ = band_fields(bands, band)
         # A value out of a branch: seen through the joins, Triton would pick a dot operand layout that ldmatrix cannot load.
-        turn_slot = tl.load(bands + 5 * band + 2)
-        if turn_slot > 0:
-            turned = load_tile(queries, angles, turn_slot, table_rows, table_row, rows, row_valid, stride_q, log_n, True, LAYOUT)  # [BM, D]
+        if query_slot > 0:
+            turned = load_tile(queries, angles, query_slot, table_rows, table_row, safe, stride_q, log_n, True, LAYOUT)  # [BM, D]
         else:
-            turned = load_tile(queries, angles, turn_slot, table_rows, table_row, rows, row_valid, stride_q, log_n, False, LAYOUT)
+            turned = load_tile(queries, angles, query_slot, table_rows, table_row, safe, stride_q, log_n, False, LAYOUT)
 
-        keys, stride_k = banded_keys(k, turned_keys, tl.load(bands + 5 * band + 3), batch, start_k, packed_k, head_kv, LAYOUT)
+        keys, stride_k = banded_keys(k, turned_keys, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
         begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
         for step in range(inner_begin - begin + end - inner_end):
             column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
@@ -111,4 +111,4 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
     packed_q = packed_row(cu_seqlens_q, batch, start_q, seqlen_q) + first
     store_rows(out + (packed_q * heads_q + head) * LAYOUT.head_dim, acc, rows, channels, heads_q * LAYOUT.head_dim, length_q - first, LAYOUT)
     log_sum = tl.where(empty, float("-inf"), row_max * LN_2 + tl.log(tl.where(empty, 1.0, row_sum)))
-    tl.store(lse + lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q) + first + rows, log_sum, mask=row_valid)
+    tl.store(lse + lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q) + first + rows, log_sum, mask=rows < length_q - first)

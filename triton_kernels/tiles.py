@@ -83,6 +83,14 @@ def banded_keys(k, turned_keys, slot, batch, start, packed, head, LAYOUT: tl.con
 
 
 @triton.jit
+def band_fields(bands, band):
+    """One row of bands, int32 (NUM_BANDS, 7): distances start <= d < stop; the table slots that turn the query and the key; the
+    slot of turned_keys, -1 for raw keys; the table slots that lead from the frames of the band before to this one's."""
+    row = bands + 7 * band
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
+
+
+@triton.jit
 def sequence(cu_seqlens, batch, seqlen):
     """(first row, length) of sequence `batch`. Packed: seqlen is the total, and the lengths are kept inside it,
     whatever cu_seqlens holds."""
@@ -133,24 +141,26 @@ def edge_tile(step, begin, inner_begin, inner_end):
 
 
 @triton.jit
-def load_rows(ptr, rows, channels, stride_row, length, MASK_ROWS: tl.constexpr, LAYOUT: tl.constexpr):
-    """[rows, D]; columns without a channel are 0, and with MASK_ROWS rows outside [0, length) too."""
+def load_rows(ptr, rows, channels, stride_row, LAYOUT: tl.constexpr):
+    """[rows, D]; columns without a channel are 0."""
     ptrs = ptr + rows[:, None] * stride_row.to(tl.int32) + channels[None, :]  # within a tile 32 bits suffice
-    if MASK_ROWS:
-        inside = (rows < length)[:, None]
-        if LAYOUT.block_d != LAYOUT.head_dim:
-            inside = inside & (channels < LAYOUT.head_dim)[None, :]
-        return tl.load(ptrs, mask=inside, other=0.0)
-    elif LAYOUT.block_d != LAYOUT.head_dim:
-        return tl.load(ptrs, mask=(channels < LAYOUT.head_dim)[None, :], other=0.0)
-    else:
+    if LAYOUT.block_d == LAYOUT.head_dim:
         return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=(channels < LAYOUT.head_dim)[None, :], other=0.0)
 
 
 @triton.jit
 def store_rows(ptr, value, rows, channels, stride_row, length, LAYOUT: tl.constexpr):
     inside = (rows < length)[:, None] & (channels < LAYOUT.head_dim)[None, :]
     tl.store(ptr + rows[:, None] * stride_row.to(tl.int32) + channels[None, :], value.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def inside(rows, length):
+    """Rows to load where `length` of a tile's rows exist: the last one stands in for those beyond it. No load needs a mask
+    then; what comes of such rows is not stored, or is weighted by 0."""
+    return tl.minimum(rows, length - 1)
 
 
 # ---- rotation -----------------------------------------------------------------------------------------------------------
@@ -208,37 +218,30 @@ def split_pairs(x, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(ptr, rows, row_valid, stride_row, FIRST: tl.constexpr, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
+def load_pairs(ptr, rows, stride_row, FIRST: tl.constexpr, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
     """float32 first and second members of pairs FIRST .. FIRST + COUNT - 1 of rows, two [M, COUNT]."""
-    row_ptrs = ptr + rows[:, None] * stride_row.to(tl.int32)
     if LAYOUT.interleaved:
-        channels = tl.arange(0, 2 * COUNT) + 2 * FIRST
-        x = tl.load(row_ptrs + channels[None, :], mask=row_valid[:, None] & (channels < LAYOUT.head_dim)[None, :], other=0.0)
+        x = load_rows(ptr, rows, tl.arange(0, 2 * COUNT) + 2 * FIRST, stride_row, LAYOUT)
         return split_pairs(x.to(tl.float32), LAYOUT)
     else:
         pair = tl.arange(0, COUNT) + FIRST
-        first = pair_channels(pair, 0, LAYOUT)
-        second = pair_channels(pair, 1, LAYOUT)
-        x = tl.load(row_ptrs + first[None, :], mask=row_valid[:, None] & (first < LAYOUT.head_dim)[None, :], other=0.0)
-        y = tl.load(row_ptrs + second[None, :], mask=row_valid[:, None] & (second < LAYOUT.head_dim)[None, :], other=0.0)
+        x = load_rows(ptr, rows, pair_channels(pair, 0, LAYOUT), stride_row, LAYOUT)
+        y = load_rows(ptr, rows, pair_channels(pair, 1, LAYOUT), stride_row, LAYOUT)
         return x.to(tl.float32), y.to(tl.float32)
 
 
 @triton.jit
-def store_pairs(ptr, first, second, rows, row_valid, stride_row, LAYOUT: tl.constexpr):
-    """Stores the pairs of rows, two [M, D/2], each channel in its place."""
-    row_ptrs = ptr + rows[:, None] * stride_row.to(tl.int32)
-    dtype = ptr.dtype.element_ty
+def store_pairs(ptr, first, second, rows, length, stride_row, FIRST: tl.constexpr, LAYOUT: tl.constexpr):
+    """Stores pairs of rows from pair FIRST on, two [M, COUNT], each channel in its place."""
+    COUNT: tl.constexpr = first.shape[1]
     if LAYOUT.interleaved:
-        channels = tl.arange(0, LAYOUT.block_d)
-        inside = row_valid[:, None] & (channels < LAYOUT.head_dim)[None, :]
-        tl.store(row_ptrs + channels[None, :], join_pairs(first.to(dtype), second.to(dtype), LAYOUT), mask=inside)
+        dtype = ptr.dtype.element_ty
+        joined = join_pairs(first.to(dtype), second.to(dtype), LAYOUT)
+        store_rows(ptr, joined, rows, tl.arange(0, 2 * COUNT) + 2 * FIRST, stride_row, length, LAYOUT)
     else:
-        pair = tl.arange(0, LAYOUT.block_d // 2)
-        for member in tl.static_range(2):
-            channels = pair_channels(pair, member, LAYOUT)
-            inside = row_valid[:, None] & (channels < LAYOUT.head_dim)[None, :]
-            tl.store(row_ptrs + channels[None, :], (second if member else first).to(dtype), mask=inside)
+        pair = tl.arange(0, COUNT) + FIRST
+        store_rows(ptr, first, rows, pair_channels(pair, 0, LAYOUT), stride_row, length, LAYOUT)
+        store_rows(ptr, second, rows, pair_channels(pair, 1, LAYOUT), stride_row, length, LAYOUT)
 
 
 @triton.jit
@@ -247,14 +250,14 @@ def join_angles(cos_a, sin_a, cos_b, sin_b):
 
 
 @triton.jit
-def cos_sin(angles, slot, table_rows, first, rows, row_valid, FIRST: tl.constexpr, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
+def cos_sin(angles, slot, table_rows, first, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
     """cos and sin of pairs FIRST .. FIRST + COUNT - 1 for the turn of table `slot` at positions first + rows (or at those rows
     of the caller's positions), two float32 [M, COUNT]. The table holds 1 and 0 for pairs that do not turn."""
     D: tl.constexpr = LAYOUT.block_d  # a row of the table: cos of D/2 pairs, then sin
     table = angles.table + slot.to(tl.int64) * table_rows * D + FIRST + tl.arange(0, COUNT)
     if angles.positions is not None:
         at = table[None, :] + (first.to(tl.int64) + rows)[:, None] * D
-        return tl.load(at, mask=row_valid[:, None], other=1.0), tl.load(at + D // 2, mask=row_valid[:, None], other=0.0)
+        return tl.load(at), tl.load(at + D // 2)
     else:
         # The tile's first position by its two levels, [COUNT]; then rows 0 .. M-1 of the fine level, the same for every tile.
         fine = table + (first % FINE_ROWS) * D
@@ -271,40 +274,67 @@ def turn(first, second, cos, sin):
 
 
 @triton.jit
-def load_chunk(ptr, angles, slot, table_rows, first, rows, row_valid, stride_row, scale, FIRST: tl.constexpr, TURN: tl.constexpr,
+def load_chunk(ptr, angles, slot, table_rows, first, rows, stride_row, scale, FIRST: tl.constexpr, TURN: tl.constexpr,
                LAYOUT: tl.constexpr):
     """A quarter tile's worth of pairs, from FIRST on, loaded, turned and scaled in float32, rounded once."""
     COUNT: tl.constexpr = LAYOUT.block_d // 4
-    x, y = load_pairs(ptr, rows, row_valid, stride_row, FIRST, COUNT, LAYOUT)
+    x, y = load_pairs(ptr, rows, stride_row, FIRST, COUNT, LAYOUT)
     if TURN:
-        cos, sin = cos_sin(angles, slot, table_rows, first, rows, row_valid, FIRST, COUNT, LAYOUT)
+        cos, sin = cos_sin(angles, slot, table_rows, first, rows, FIRST, COUNT, LAYOUT)
         x, y = turn(x, y, cos, sin)
     dtype = ptr.dtype.element_ty
     return (x * scale[:, None]).to(dtype), (y * scale[:, None]).to(dtype)
 
 
 @triton.jit
-def load_tile(ptr, angles, slot, table_rows, first, rows, row_valid, stride_row, scale, TURN: tl.constexpr, LAYOUT: tl.constexpr):
+def load_tile(ptr, angles, slot, table_rows, first, rows, stride_row, scale, TURN: tl.constexpr, LAYOUT: tl.constexpr):
     """A tile [M, D] loaded, turned by table `slot` if TURN, and scaled. In two chunks: all at once would need the registers of
     the accumulator that lives beside it."""
-    x, y = load_chunk(ptr, angles, slot, table_rows, first, rows, row_valid, stride_row, scale, 0, TURN, LAYOUT)
-    next_x, next_y = load_chunk(ptr, angles, slot, table_rows, first, rows, row_valid, stride_row, scale, LAYOUT.block_d // 4, TURN, LAYOUT)
+    x, y = load_chunk(ptr, angles, slot, table_rows, first, rows, stride_row, scale, 0, TURN, LAYOUT)
+    next_x, next_y = load_chunk(ptr, angles, slot, table_rows, first, rows, stride_row, scale, LAYOUT.block_d // 4, TURN, LAYOUT)
     return join_pairs(concatenate(x, next_x), concatenate(y, next_y), LAYOUT)
 
 
 @triton.jit
-def turn_tile(x, cos, sin, LAYOUT: tl.constexpr):
-    """A float32 tile [M, D], turned in registers."""
-    first, second = split_pairs(x, LAYOUT)
-    first, second = turn(first, second, cos, sin)
-    return join_pairs(first, second, LAYOUT)
+def halves(x):
+    """[M, 2 N] to its left and right [M, N]."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
-def query_scale(angles, scales, rows, positions, row_valid):
+def turn_tile(x, angles, slot, table_rows, first, rows, LAYOUT: tl.constexpr):
+    """A float32 tile [M, D] turned in registers by table `slot`."""
+    cos, sin = cos_sin(angles, slot, table_rows, first, rows, 0, LAYOUT.block_d // 2, LAYOUT)
+    x, y = split_pairs(x, LAYOUT)
+    x, y = turn(x, y, cos, sin)
+    return join_pairs(x, y, LAYOUT)
+
+
+@triton.jit
+def store_chunk_back(ptr, x, y, angles, slot, table_rows, first, rows, length, stride_row, scale, FIRST: tl.constexpr,
+                     LAYOUT: tl.constexpr):
+    """Stores pairs from FIRST on, a quarter tile each of first and second members, turned back and scaled."""
+    if LAYOUT.rotary_dim > 0:
+        cos, sin = cos_sin(angles, slot, table_rows, first, inside(rows, length), FIRST, LAYOUT.block_d // 4, LAYOUT)
+        x, y = turn(x, y, cos, -sin)
+    store_pairs(ptr, x * scale, y * scale, rows, length, stride_row, FIRST, LAYOUT)
+
+
+@triton.jit
+def store_turned_back(ptr, tile, angles, slot, table_rows, first, rows, length, stride_row, scale, LAYOUT: tl.constexpr):
+    """Stores a float32 tile [M, D] that lies in the frame of table `slot`, turned back and scaled, in two chunks."""
+    x, y = split_pairs(tile, LAYOUT)
+    x, next_x = halves(x)
+    y, next_y = halves(y)
+    store_chunk_back(ptr, x, y, angles, slot, table_rows, first, rows, length, stride_row, scale, 0, LAYOUT)
+    store_chunk_back(ptr, next_x, next_y, angles, slot, table_rows, first, rows, length, stride_row, scale, LAYOUT.block_d // 4, LAYOUT)
+
+
+@triton.jit
+def query_scale(angles, scales, rows, positions):
     """The log n factor of every query row, float32 [M]; 1 where the scheme has none. rows index angles.positions."""
     if angles.positions is not None:
-        position = tl.load(angles.positions + rows, mask=row_valid, other=0.0)
+        position = tl.load(angles.positions + rows)
     else:
         position = positions.to(tl.float32)
     return tl.maximum(scales.log_n_factor * tl.log(tl.maximum(position, 0.0) + 1.0), scales.log_n_floor)

@@ -7,6 +7,7 @@ two to three float32 roundings (two levels) at any position.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -15,14 +16,29 @@ from .rotary import Rotary
 FINE_ROWS = 1024  # positions per coarse row; both levels of a 128k context stay in L2
 
 
-def turns(rotary: Rotary, causal: bool) -> tuple[tuple[float, float], ...]:
-    """The distinct (slope, offset) at which queries or keys of any band turn; the first is (0, 0), no turn at all."""
-    seen = [(0.0, 0.0)]
-    for band in rotary.bands_for(causal):
-        for turn in ((band.slope, band.offset), (band.slope, 0.0)):
-            if turn not in seen:
-                seen.append(turn)
-    return tuple(seen)
+class BandTurns(NamedTuple):
+    """For every band of a scheme, as slots of ``slots`` (slope, offset): the turn of its queries and of its keys, and the turns
+    that lead there from the queries' and the keys' turn in the band before. Slot 0 is no turn."""
+
+    slots: tuple[tuple[float, float], ...]
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    query_step: tuple[int, ...]
+    key_step: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def band_turns(rotary: Rotary, causal: bool) -> BandTurns:
+    slots: dict[tuple[float, float], int] = {(0.0, 0.0): 0}
+    columns = ([], [], [], [])
+    before = None
+    for _, _, slope, offset in rotary.bands_for(causal):
+        turns = ((slope, offset), (slope, 0.0))
+        steps = [(a - c, b - d) for (a, b), (c, d) in zip(turns, before or turns, strict=True)]
+        for column, turn in zip(columns, (*turns, *steps), strict=True):
+            column.append(slots.setdefault(turn, len(slots)) if any(rotary.theta) else 0)
+        before = turns
+    return BandTurns(tuple(slots), *map(tuple, columns))
 
 
 def cos_sin(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +68,7 @@ def two_level_table(rotary: Rotary, causal: bool, coarse: int, device: torch.dev
     slope * FINE_ROWS * c + offset for the coarse rows c. Angle addition joins the two."""
     fine = torch.arange(FINE_ROWS, dtype=torch.float64)
     blocks = torch.arange(coarse, dtype=torch.float64) * FINE_ROWS
-    rows = torch.stack([torch.cat([slope * fine, slope * blocks + offset]) for slope, offset in turns(rotary, causal)])
+    rows = torch.stack([torch.cat([slope * fine, slope * blocks + offset]) for slope, offset in band_turns(rotary, causal).slots])
     return _padded(rotary, *cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows)).to(device)
 
 

@@ -20,7 +20,7 @@ try:
 except ImportError as error:  # no wheel for this platform
     IMPORT_ERROR = str(error)
 
-from ..angles import coarse_rows, padded_pairs, position_table, turns, two_level_table
+from ..angles import band_turns, coarse_rows, padded_pairs, position_table, two_level_table
 from ..rotary import Rotary
 from . import Call
 
@@ -85,8 +85,8 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, call: Call):
 
 def turned_keys_shape(k: torch.Tensor, call: Call) -> tuple[int, ...]:
     """(slots, rows, heads_kv, head_dim): the keys once for every slope that turns them."""
-    slots = len(_slots(call.rotary, call.causal)[1])
-    return (slots, _rows(k), *k.shape[-2:]) if slots else (0,)
+    slots = _key_slots(call.rotary, call.causal)
+    return (len(slots), _rows(k), *k.shape[-2:]) if slots else (0,)
 
 
 class _Plan:
@@ -103,7 +103,9 @@ class _Plan:
         self.cu_seqlens = (call.cu_seqlens_q, call.cu_seqlens_k)
 
         rotary = call.rotary
-        bands, self.key_slots, self.query_slots = _slots(rotary, call.causal)
+        bands = _bands(rotary, call.causal)
+        self.key_slots = _key_slots(rotary, call.causal)
+        self.query_slots = band_turns(rotary, call.causal).query
         if call.positions is None:
             coarse = coarse_rows(max(self.seqlen_q, self.seqlen_k))
             self.angles = Angles(two_level_table(rotary, call.causal, coarse, q.device), None)
@@ -174,20 +176,18 @@ class _Plan:
 
 
 @lru_cache(maxsize=1024)
-def _slots(rotary: Rotary, causal: bool):
-    """(bands, key_slots, query_slots). bands: start, stop, table slot of the query, index in key_slots or -1 for raw keys,
-    table slot of the key. key_slots, query_slots: the table slot of every slot of the workspaces."""
-    turning = turns(rotary, causal)
-    moves = any(rotary.theta)
-    bands, key_slots, query_slots = [], [], []
-    for start, stop, slope, offset in rotary.bands_for(causal):
-        query = turning.index((slope, offset)) if moves else 0
-        key = turning.index((slope, 0.0)) if moves else 0
-        if key and key not in key_slots:
-            key_slots.append(key)
-        query_slots.append(query)
-        bands.append((_distance(start), _distance(stop), query, key_slots.index(key) if key else -1, key))
-    return tuple(bands), tuple(key_slots), tuple(query_slots)
+def _key_slots(rotary: Rotary, causal: bool) -> tuple[int, ...]:
+    """The table slot of every slot of turned_keys: the keys once for each slope that turns them."""
+    return tuple(dict.fromkeys(slot for slot in band_turns(rotary, causal).key if slot))
+
+
+@lru_cache(maxsize=1024)
+def _bands(rotary: Rotary, causal: bool):
+    """The rows of band_fields."""
+    key_slots = _key_slots(rotary, causal)
+    _, *turns = band_turns(rotary, causal)
+    return tuple((_distance(band.start), _distance(band.stop), query, key, key_slots.index(key) if key else -1, query_step, key_step)
+                 for band, query, key, query_step, key_step in zip(rotary.bands_for(causal), *turns, strict=True))
 
 
 @lru_cache(maxsize=1024)
