@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,7 +76,8 @@ def test_checkpoints_give_the_losses_of_the_table(finished):
     corpus = data.standard_library(257)
     assert record == json.loads(json.dumps(corpus.record()))
     windows = data.as_tokens(data.unseen_windows(corpus.unseen, 257, 8, seed=0))
-    for name, trained_with, change in (("HoPE", "hope", lambda r: r), ("ReRoPE-w16 + log n", "rope", lambda r: r.rectify(16).log_n(32))):
+    rectified = lambda rotary: rotary.rectify(16).log_n(32)  # noqa: E731
+    for name, trained_with, change in (("HoPE", "hope", lambda rotary: rotary), ("ReRoPE-w16 + log n", "rope", rectified)):
         model, rotary = load_checkpoint(finished / f"{trained_with}.safetensors")
         shown = [float(row["loss"]) for row in rows(finished) if row["scheme"] == name]
         losses = loss_by_context(model, change(rotary), windows, [32, 64, 128, 256], 16)
@@ -108,7 +110,8 @@ def test_text_path_is_what_it_trains_on(tmp_path, text, capsys):
 
 @pytest.mark.parametrize("moment, wait", [("software:", 1), ("training with", 0)], ids=["starting", "training"])
 def test_interrupt_ends_cleanly(tmp_path, text, moment, wait):
-    command = [sys.executable, "-m", "flashrope", *TINY[:-1], "2", "--steps", "100000", "--text", str(text), "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "flashrope", *TINY[:-1], "2", "--steps", "100000", "--text", str(text),
+               "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         while not process.stdout.readline().startswith(moment):
@@ -225,7 +228,8 @@ def test_the_scheme_is_an_argument_and_the_model_is_causal():
     logits = {rotary: model(tokens, rotary) for rotary in (Rotary.none(16), Rotary.rope(16), Rotary.rope(16).rectify(8))}
     first, *others = logits.values()
     assert all((first - other).abs().max() > 1e-2 for other in others)
-    assert torch.allclose(logits[Rotary.rope(16)][:, :8], logits[Rotary.rope(16).rectify(8)][:, :8], atol=1e-4)  # inside the window
+    inside = [logits[rotary][:, :8] for rotary in (Rotary.rope(16), Rotary.rope(16).rectify(8))]  # the window
+    assert torch.allclose(*inside, atol=1e-4)
     changed = tokens.clone()
     changed[0, 20] += 1
     difference = (model(changed % 256, Rotary.rope(16)) - logits[Rotary.rope(16)]).abs().amax(-1)[0]
@@ -249,7 +253,8 @@ def test_every_context_length_predicts_the_same_bytes():
     losses = loss_by_context(without_context, Rotary.rope(16), windows, lengths, 16, batch_tokens=300)
     assert [loss.last for loss in losses] == pytest.approx([losses[0].last] * 4, abs=1e-6)
     logits = without_context(windows[:, -17:-1], Rotary.rope(16))
-    assert losses[0].last == pytest.approx(torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, -16:].flatten()).item())
+    by_hand = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, -16:].flatten())
+    assert losses[0].last == pytest.approx(by_hand.item())
     assert len({round(loss.mean, 6) for loss in losses}) == 4
     assert [loss.context_length for loss in losses] == lengths
     for length in (257, 8):
@@ -302,7 +307,8 @@ def test_training_learns_and_repeats():
     def run(rotary):
         torch.manual_seed(0)
         model, steps = LanguageModel(ModelConfig(32, 1, 2)), []
-        trained = train(model, rotary, data.random_batches(text, 4, 16, seed=0), config, progress=lambda *step: steps.append(step))
+        batches = data.random_batches(text, 4, 16, seed=0)
+        trained = train(model, rotary, batches, config, progress=lambda *step: steps.append(step))
         return trained.loss, steps
 
     loss, steps = run(Rotary.rope(16))
@@ -351,7 +357,13 @@ def die(report):
 def test_workers():
     seen = []
     with Workers(2, 1) as workers:
-        assert workers.map(halve, [(n,) for n in range(5)], lambda job, message: seen.append((job, message))) == [0, 0.5, 1, 1.5, 2]
+        if sys.platform == "linux":  # the workers block SIGINT from the start, while they still import
+            for process in workers._processes:
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                blocked = int(status.split("SigBlk:")[1].split()[0], 16)
+                assert blocked & 1 << signal.SIGINT - 1
+        halves = workers.map(halve, [(n,) for n in range(5)], lambda *message: seen.append(message))
+        assert halves == [0, 0.5, 1, 1.5, 2]
         assert sorted(seen) == [(n, "halving") for n in range(5)]
         with pytest.raises(WorkerError, match="unsupported operand"):
             workers.map(halve, [("text",)])

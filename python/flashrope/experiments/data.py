@@ -96,13 +96,14 @@ def split_by_file(name: str, files: dict[str, bytes], window: int) -> Corpus:
     train = SEPARATOR.join(files[file] for file in names if file not in unseen)
     least = LEAST_WINDOWS * window
     if windows < LEAST_WINDOWS or len(train) < least:
-        raise TextError(f"{name}: holds {total:,} bytes in {len(files)} files, too little for windows of {window:,} bytes: at least "
-                        f"{least:,} bytes to train on are needed, and other files that hold {LEAST_WINDOWS} whole windows")
+        raise TextError(f"{name}: holds {total:,} bytes in {len(files)} files, too little for windows of {window:,} bytes: "
+                        f"at least {least:,} bytes to train on are needed, and other files that hold {LEAST_WINDOWS} windows")
     return Corpus(name, train, tuple(files[file] for file in names if file in unseen),
                   tuple(file for file in names if file not in unseen), tuple(file for file in names if file in unseen))
 
 
-def random_batches(text: bytes, batch_size: int, length: int, seed: int, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
+def random_batches(text: bytes, batch_size: int, length: int, seed: int,
+                   device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
     """Endless int64 (batch_size, length + 1) of windows at random places; the same seed gives the same windows."""
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)

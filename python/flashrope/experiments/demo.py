@@ -84,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sizes.add_argument(_option(field.name), type=kind, metavar="X" if kind is float else "N", default=argparse.SUPPRESS,
                            help=", ".join(f"{name} {getattr(preset, field.name):g}" for name, preset in PRESETS.items()))
     schemes = parser.add_argument_group("schemes")
-    schemes.add_argument("--window", type=_positive, metavar="N", help="of ReRoPE and Leaky ReRoPE; by default half the training length "
-                         "(a quarter to a half is best, says ReRoPE's author)")
+    schemes.add_argument("--window", type=_positive, metavar="N", help="of ReRoPE and Leaky ReRoPE, by default half the training "
+                         "length (ReRoPE's author found a quarter to a half of it best)")
     schemes.add_argument("--factor", type=float, default=16.0, help="Leaky ReRoPE's distances grow by 1/FACTOR beyond the window")
     schemes.add_argument("--base", type=float, default=10_000.0, help="of the rotary frequencies")
 
@@ -162,7 +162,8 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
     print(f"\n{report.table(rows)}\n\n{report.lines(facts, 'trained', 'losses')}")
     report.write(out / "losses.csv", report.csv_text(rows))
     plot_losses(out / "losses.png", rows, settings.training.train_length)
-    facts["time"] = f"{time.perf_counter() - start:.0f} s once torch is loaded; {sum(os.times()[:4]):.0f} s of CPU time in all processes"
+    facts["time"] = (f"{time.perf_counter() - start:.0f} s once torch is loaded; "
+                     f"{sum(os.times()[:4]):.0f} s of CPU time in all processes")
     report.write(out / "losses.md", report.markdown(rows, facts))
     print(f"written to {out}: {', '.join(OUTPUTS)}\n{report.lines(facts, 'time')}")
 
@@ -174,7 +175,8 @@ def resolve(args: argparse.Namespace) -> Settings:
         raise BadInput(f"needs {', '.join(missing)}: pip install 'flashrope[demo]'")
     device = _device(args.device)
     preset = PRESETS[args.preset or ("gpu" if device.type == "cuda" else "cpu")]
-    preset = dataclasses.replace(preset, **{f.name: getattr(args, f.name) for f in dataclasses.fields(Preset) if hasattr(args, f.name)})
+    preset = dataclasses.replace(preset, **{field.name: getattr(args, field.name) for field in dataclasses.fields(Preset)
+                                            if hasattr(args, field.name)})
     if preset.train_length < 16:
         raise BadInput(f"--train-length: expected at least 16, got {preset.train_length}")
     if not preset.learning_rate > 0:
@@ -188,7 +190,8 @@ def resolve(args: argparse.Namespace) -> Settings:
         raise BadInput(str(error)) from None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = args.threads or min(cores, MOST_THREADS)
-    training = TrainConfig(preset.steps, preset.batch, preset.train_length, preset.learning_rate, seed=args.seed, compile=args.compile)
+    training = TrainConfig(preset.steps, preset.batch, preset.train_length, preset.learning_rate, seed=args.seed,
+                           compile=args.compile)
     return Settings(config, training, preset.windows, schemes, device, args.impl, threads,
                     processes=2 if device.type == "cpu" and threads > 1 else 0)
 
@@ -198,8 +201,8 @@ def compared(head_dim: int, train_length: int, window: int, factor: float, base:
     rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
     plain = (("RoPE", "rope", rope), ("HoPE", "hope", hope), (f"ReRoPE-w{window}", "rope", rope.rectify(window)),
              (f"Leaky ReRoPE-w{window}", "rope", rope.rectify(window, factor)))
-    return tuple(Scheme(name + (" + log n" if log_n else ""), trained_with, log_n, rotary.log_n(train_length) if log_n else rotary)
-                 for name, trained_with, rotary in plain for log_n in (False, True))
+    return tuple(scheme for name, trained_with, rotary in plain for scheme in (
+        Scheme(name, trained_with, False, rotary), Scheme(f"{name} + log n", trained_with, True, rotary.log_n(train_length))))
 
 
 def _train(workers: Workers, settings: Settings, text: bytes, out: Path) -> list[Trained]:
@@ -236,12 +239,12 @@ def train_job(rotary: str, config: ModelConfig, training: TrainConfig, text: byt
     return trained
 
 
-def evaluate_job(path: str, rotary: str, windows: list[bytes], context_lengths: list[int], targets: int, batch_tokens: int, device: str,
-                 impl: str | None, progress) -> list[ContextLoss]:
+def evaluate_job(path: str, rotary: str, windows: list[bytes], context_lengths: list[int], targets: int, batch_tokens: int,
+                 device: str, impl: str | None, progress) -> list[ContextLoss]:
     """Losses of the saved model at path under another scheme."""
     model, _ = load_checkpoint(path, device)
-    losses = loss_by_context(model, Rotary.from_text(rotary), data.as_tokens(windows, device), context_lengths, targets, batch_tokens,
-                             functools.partial(attention, impl=impl))
+    losses = loss_by_context(model, Rotary.from_text(rotary), data.as_tokens(windows, device), context_lengths, targets,
+                             batch_tokens, functools.partial(attention, impl=impl))
     progress("done")
     return losses
 
@@ -257,15 +260,16 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
         "command": args.command_line,
         "text": f"{corpus.name}; {len(corpus.train):,} bytes to train on ({len(corpus.train_files)} files), "
                 f"{sum(map(len, corpus.unseen)):,} unseen ({len(corpus.unseen_files)} files)",
-        "models": f"{parameters:,} parameters, layers {config.layers}, width {config.width}, heads {config.heads} of {config.head_dim} channels; "
-                  "both start from the same weights and see the same batches",
-        "schemes": f"HoPE rotates {sum(f > 0 for f in schemes['HoPE'].theta)} of {config.head_dim // 2} pairs; ReRoPE and Leaky ReRoPE run on "
-                   f"the RoPE model as it is, window {window:,} bytes, Leaky factor {args.factor:g}; log n scales the query by "
-                   f"max(1, ln(i + 1) / ln({training.train_length})) at evaluation only",
+        "models": f"{parameters:,} parameters, layers {config.layers}, width {config.width}, heads {config.heads} of "
+                  f"{config.head_dim} channels; both start from the same weights and see the same batches",
+        "schemes": f"HoPE rotates {sum(f > 0 for f in schemes['HoPE'].theta)} of {config.head_dim // 2} pairs; ReRoPE and Leaky "
+                   f"ReRoPE run on the RoPE model as it is, window {window:,} bytes, Leaky factor {args.factor:g}; "
+                   f"log n scales the query by max(1, ln(i + 1) / ln({training.train_length})) at evaluation only",
         "training": f"{training.steps:,} steps of {training.batch_size * training.train_length:,} bytes, training length "
                     f"{training.train_length} bytes, peak learning rate {training.learning_rate:g}, seed {training.seed}",
         "machine": f"{hardware(settings.device)}, {processes}threads in all: {settings.threads}",
-        "software": f"flashrope {__version__}, attention implementation {impl}, torch {torch.__version__}, Python {platform.python_version()}",
+        "software": f"flashrope {__version__}, attention implementation {impl}, torch {torch.__version__}, "
+                    f"Python {platform.python_version()}",
     }
 
 

@@ -26,7 +26,8 @@ def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
     for at, row in enumerate(rows):
         colour, marker = COLOURS[at // 2], MARKERS[at // 2]
         axes.plot(lengths, [loss.last for loss in row.losses], color=colour, marker=marker, markersize=5, linewidth=1.8,
-                  linestyle=(0, (4, 2)) if row.log_n else "-", markerfacecolor="white" if row.log_n else colour, zorder=3 - at / 10)
+                  linestyle=(0, (4, 2)) if row.log_n else "-", markerfacecolor="white" if row.log_n else colour,
+                  zorder=3 - at / 10)
     axes.axvline(train_length, color="0.6", linewidth=1, linestyle=":", zorder=0)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(lengths))
@@ -59,8 +60,8 @@ def _label_ends(axes, rows: Sequence[Row], last: float) -> None:
         heights.append(max(wanted, heights[-1] + gap) if heights else wanted)
     excess = max(heights[-1] - high, 0)
     for at, height in zip(order, heights, strict=True):
-        loss = rows[at].losses[-1].last
-        axes.annotate(f"{rows[at].name}  {loss:.2f}", xy=(last, loss), xytext=(last * 1.12, height - excess), color=COLOURS[at // 2],
+        loss, colour = rows[at].losses[-1].last, COLOURS[at // 2]
+        axes.annotate(f"{rows[at].name}  {loss:.2f}", xy=(last, loss), xytext=(last * 1.12, height - excess), color=colour,
                       fontsize=9, va="center", annotation_clip=False,
-                      arrowprops={"arrowstyle": "-", "color": COLOURS[at // 2], "linewidth": 0.6, "alpha": 0.6, "relpos": (0, 0.5),
+                      arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "relpos": (0, 0.5),
                                   "shrinkA": 2, "shrinkB": 4})

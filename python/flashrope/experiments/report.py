@@ -24,13 +24,14 @@ class Row:
 
 
 class Bars:
-    """One progress bar per name, each of ``total`` steps; plain lines at the first step and every quarter where stderr is no terminal."""
+    """One progress bar per name, each of ``total`` steps; off a terminal, a line at the first step and every quarter."""
 
     def __init__(self, names: Sequence[str], total: int):
         from tqdm import tqdm
 
         self._names, self._total = names, total
-        self._bars = [tqdm(total=total, desc=name, position=at, disable=None, dynamic_ncols=True) for at, name in enumerate(names)]
+        self._bars = [tqdm(total=total, desc=name, position=at, disable=None, dynamic_ncols=True)
+                      for at, name in enumerate(names)]
 
     def __enter__(self) -> Bars:
         return self
@@ -52,8 +53,8 @@ class Bars:
 
 def lines(facts: dict[str, str], *names: str) -> str:
     """The named facts, or all, wrapped to a terminal's width."""
-    return "\n".join(textwrap.fill(facts[name], 110, initial_indent=f"{name + ':':11}", subsequent_indent=" " * 11, break_long_words=False)
-                     for name in names or facts)
+    return "\n".join(textwrap.fill(facts[name], 110, initial_indent=f"{name + ':':11}", subsequent_indent=" " * 11,
+                                   break_long_words=False) for name in names or facts)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -81,14 +82,15 @@ def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
 
     spread = [loss.last_stderr for row in rows for loss in row.losses]
     text = ["# Loss against context length", ""]
-    text += section("Same target bytes at every context length", f"Nats per byte: {facts['losses']}. Standard error over the windows "
-                    f"{min(spread):.3f} to {max(spread):.3f}; all rows read the same windows.",
+    text += section("Same target bytes at every context length", f"Nats per byte: {facts['losses']}. Standard error over the "
+                    f"windows {min(spread):.3f} to {max(spread):.3f}; all rows read the same windows.",
                     lambda loss: loss.last)
     text += section("All bytes of every window", "Nats per byte. Longer contexts hold other target bytes too, so columns are not "
                     "strictly comparable; rows are.", lambda loss: loss.mean)
     text += ["## How", "", *(f"- {name}: {'`' + fact + '`' if name == 'command' else fact}" for name, fact in facts.items()),
              "- windows: each lies whole inside one unseen file; a shorter context is its end, with positions from 0.",
-             "- ReRoPE's window: its author found a quarter to a half of the training length best (https://kexue.fm/archives/9708).", ""]
+             "- ReRoPE's window: its author found a quarter to a half of the training length best "
+             "(https://kexue.fm/archives/9708).", ""]
     return "\n".join(text)
 
 

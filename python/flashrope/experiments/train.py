@@ -50,8 +50,8 @@ def train(model: LanguageModel, rotary: Rotary, batches: Iterable[torch.Tensor],
     forward = torch.compile(model) if config.compile else model
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-                                  lr=config.learning_rate, betas=config.betas, fused=True)
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_fraction(step, config))
     report_every = max(config.steps // 50, 1) if device.type == "cuda" else 1  # reading the loss waits for the GPU
     losses, first_step = [], 0.0
