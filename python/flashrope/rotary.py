@@ -76,6 +76,7 @@ class Rotary:
             raise ValueError(f"axis: expected one for each of the {len(self.theta)} pairs, got {len(self.axis)}")
         _flag("interleaved", self.interleaved)
         _positive("temperature", self.temperature)
+        self.text  # noqa: B018  kept from now on: torch.compile traces a look-up, not a cached_property's lock
 
     @cached_property
     def _hash(self) -> int:
