@@ -1,0 +1,184 @@
+"""The operators inside PyTorch: opcheck, compile, export, autocast, checkpointing, transforms."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from flashrope import Rotary, attention, attention_varlen
+
+ROTARIES = {"hope": Rotary.hope(16, 100), "rerope": Rotary.rope(16).rectify(7).log_n(10)}
+
+
+@pytest.fixture(params=ROTARIES.values(), ids=ROTARIES.keys())
+def rotary(request):
+    return request.param
+
+
+def inputs(seqlen=20, dtype=torch.float32, requires_grad=True, heads=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, seqlen, h, 16, generator=generator).to(dtype).requires_grad_(requires_grad) for h in (heads, heads // 2, heads // 2))
+
+
+def eager(q, k, v, rotary, **options):
+    out = attention(q, k, v, rotary, **options)
+    return out, torch.autograd.grad(out.square().sum(), (q, k, v))
+
+
+def operator_arguments(rotary, tensors, varlen=False):
+    if not varlen:
+        return (*tensors, None, None, None, 20, 20, rotary.text, True, 0.25, "cpu")
+    cu_seqlens = torch.tensor([0, 12, 36], dtype=torch.int32)
+    return (*(x.detach().flatten(0, 1).requires_grad_() for x in tensors), None, cu_seqlens, cu_seqlens, 24, 24, rotary.text, True, 0.25, "cpu")
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["batched", "packed"])
+def test_opcheck(rotary, varlen):
+    arguments = operator_arguments(rotary, inputs(), varlen)
+    torch.library.opcheck(torch.ops.flashrope.attention, arguments)
+    saved = torch.ops.flashrope.attention(*arguments)
+    tensors = (torch.randn_like(saved[0]), torch.randn_like(saved[1]), *(x.detach() for x in (*arguments[:3], *saved)))
+    torch.library.opcheck(torch.ops.flashrope.attention_backward, (*tensors, *arguments[3:]))
+    torch.library.opcheck(torch.ops.flashrope.attention_backward, (None, *tensors[1:], *arguments[3:]))
+
+
+def test_the_operator_and_the_eager_call_agree_to_the_bit(rotary):
+    q, k, v = inputs()
+    out, grads = eager(q, k, v, rotary)
+    through = torch.ops.flashrope.attention(*operator_arguments(rotary, (q, k, v)))[0]
+    assert torch.equal(out, through)
+    for a, b in zip(grads, torch.autograd.grad(through.square().sum(), (q, k, v)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile(rotary, dynamic):
+    """One graph, and with dynamic shapes no second compilation for another length."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, rotary), fullgraph=True, dynamic=dynamic, backend=counter)
+    for seqlen in (20, 33, 41) if dynamic else (20, 20):
+        q, k, v = inputs(seqlen)
+        out = compiled(q, k, v)
+        want, want_grads = eager(q, k, v, rotary)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), want_grads)
+    assert counter.frame_count == 1
+
+
+def test_compile_takes_the_scheme_as_an_argument():
+    """A Rotary is a constant of the graph: the same one does not compile again, another one does once."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, backend=counter)
+    q, k, v = inputs(requires_grad=False)
+    for rotary in (Rotary.hope(16, 100), Rotary.hope(16, 100), Rotary.rope(16).rectify(7)):
+        torch.testing.assert_close(compiled(q, k, v, rotary), attention(q, k, v, rotary))
+    assert counter.frame_count == 2
+
+
+def test_compile_packed(rotary):
+    torch.compiler.reset()
+    q, k, v = (x.detach().flatten(0, 1) for x in inputs())
+    cu_seqlens = torch.tensor([0, 12, 40], dtype=torch.int32)
+    call = torch.compile(attention_varlen, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(call(q, k, v, rotary, cu_seqlens, cu_seqlens, 28, 28),
+                               attention_varlen(q, k, v, rotary, cu_seqlens, cu_seqlens, 28, 28))
+
+
+class Module(torch.nn.Module):
+    def __init__(self, rotary):
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, q, k, v):
+        return attention(q, k, v, self.rotary)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(rotary, strict):
+    q, k, v = inputs(requires_grad=False)
+    seqlen = torch.export.Dim("seqlen", min=2, max=512)
+    shapes = tuple({1: seqlen} for _ in range(3))
+    program = torch.export.export(Module(rotary), (q, k, v), dynamic_shapes=shapes, strict=strict)
+    other = inputs(31, requires_grad=False, seed=1)
+    torch.testing.assert_close(program.module()(*other), attention(*other, rotary))
+    assert any("flashrope.attention" in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(rotary, dtype):
+    q, k, v = inputs()
+    with torch.autocast("cpu", dtype):
+        out = attention(q, k, v, rotary)
+    assert out.dtype == dtype
+    assert torch.equal(out, attention(*(x.to(dtype) for x in (q, k, v)), rotary))
+    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in torch.autograd.grad(out.float().sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(rotary, use_reentrant):
+    q, k, v = inputs()
+    out = checkpoint(lambda *x: attention(*x, rotary), q, k, v, use_reentrant=use_reentrant)
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v)) if not use_reentrant else None
+    want, want_grads = eager(q, k, v, rotary)
+    assert torch.equal(out, want)
+    if use_reentrant:  # it does not go with autograd.grad
+        out.square().sum().backward()
+        grads = tuple(x.grad for x in (q, k, v))
+    for a, b in zip(grads, want_grads, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("through", [attention, lambda q, k, v, r: torch.ops.flashrope.attention(*operator_arguments(r, (q, k, v)))[0]],
+                         ids=["eager", "operator"])
+def test_a_second_derivative_is_refused(rotary, through):
+    q, k, v = inputs()
+    grad, = torch.autograd.grad(through(q, k, v, rotary).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative.*reference"):
+        grad.sum().backward()
+
+
+def test_only_what_needs_a_gradient_gets_one(rotary):
+    q, k, v = inputs()
+    k = k.detach()
+    attention(q, k, v, rotary).sum().backward()
+    assert k.grad is None and q.grad is not None and v.grad is not None
+
+
+def test_backward_twice_through_one_graph(rotary):
+    q, k, v = inputs()
+    out = attention(q, k, v, rotary)
+    first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+
+def test_vmap_works(rotary):
+    """One more batch dimension, by a loop over the operator."""
+    q, k, v = (torch.stack((a, b)) for a, b in zip(inputs(requires_grad=False), inputs(seed=1, requires_grad=False), strict=True))
+    out = torch.func.vmap(lambda *x: attention(*x, rotary))(q, k, v)
+    assert torch.equal(out, torch.stack([attention(q[b], k[b], v[b], rotary) for b in range(2)]))
+
+
+def test_func_grad_is_refused(rotary):
+    """torch.library operators have no rule for torch.func's transforms but vmap."""
+    q, k, v = inputs(requires_grad=False)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda q: attention(q, k, v, rotary).square().sum())(q)
+
+
+def test_fake_tensors(rotary):
+    with torch._subclasses.FakeTensorMode():
+        q, k, v = (torch.empty(2, 20, h, 16) for h in (4, 2, 2))
+        out, lse = attention(q, k, v, rotary, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (2, 4, 20) and lse.dtype == torch.float32
+
+
+def test_inference_mode(rotary):
+    q, k, v = inputs(requires_grad=False)
+    with torch.inference_mode():
+        out = attention(q, k, v, rotary)
+    assert out.is_inference() and torch.equal(out, attention(q, k, v, rotary))
