@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from . import ops
@@ -75,7 +77,9 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: 
 
 
 def _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
-    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    softmax_scale = _check_scale(softmax_scale, q)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected True or False, got {causal!r}")
     impl = choose(impl, q)
     if impl == "reference":
         call = Call(rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -91,7 +95,7 @@ def _autocast(*tensors):
     if not isinstance(tensors[0], torch.Tensor):
         return tensors
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in tensors)
@@ -126,6 +130,16 @@ def _check_tensors(q, k, v, rotary, rank: int) -> None:
         raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
     if rotary.head_dim != head_dim:
         raise ValueError(f"rotary: its head_dim is {rotary.head_dim}, q's is {head_dim}")
+
+
+def _check_scale(softmax_scale, q) -> float:
+    if softmax_scale is None:
+        return q.shape[-1] ** -0.5
+    if not isinstance(softmax_scale, (int, float, torch.SymFloat)) or isinstance(softmax_scale, bool):
+        raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
+    if not isinstance(softmax_scale, torch.SymFloat) and not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale: expected a finite number, got {softmax_scale!r}")
+    return float(softmax_scale)
 
 
 def _check_positions(positions, q, k, rotary) -> torch.Tensor:
