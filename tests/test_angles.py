@@ -1,16 +1,18 @@
 """The tables of cos and sin against many-digit arithmetic, at positions up to 2 ** 24."""
 
 import functools
+import itertools
 import math
 
 import pytest
 import torch
 
 from flashrope import Rotary
-from flashrope.angles import FINE_ROWS, coarse_rows, cos_sin, padded_pairs, position_table, turns, two_level_table
+from flashrope.angles import FINE_ROWS, band_turns, coarse_rows, cos_sin, padded_pairs, position_table, two_level_table
 
 mpmath = pytest.importorskip("mpmath", reason="the oracle of the angle tables needs mpmath, which torch brings through sympy")
 
+CPU = torch.device("cpu")
 LIMIT = 1 << 24
 HALF_ULP = 2.0 ** -25  # the rounding of a number just below 1 to float32
 PRODUCT = 4 * LIMIT * 2.0 ** -53  # the slope, slope * position, the offset's sum and the angle, each rounded to float64
@@ -34,13 +36,21 @@ def exact(theta, position):
 
 @functools.cache
 def oracle(name, slope, offset):
-    """float64 (positions, 2, pairs) at slope * position + offset, where 1 / k and w - w / k of a leak are the exact ones."""
+    """float64 (positions, 2, pairs) at slope * position + offset. A leak's 1 / k and w - w / k count as the exact ones: each
+    turn, and each difference of two, is a small multiple of 1 and 1 / k and of the offset."""
     with mpmath.workdps(60):
-        if slope not in (0, 1):
+        if name in LEAKS:
             w, k = map(mpmath.mpf, LEAKS[name])
-            slope, offset = 1 / k, (w - w / k) * round(offset / (w - w / k))  # once, mirrored or not at all
+            slope = min((a + b / k for a, b in itertools.product((-1, 0, 1), repeat=2)), key=lambda exact: abs(exact - slope))
+            offset = (w - w / k) * round(offset / (w - w / k))
         rows = [[exact(f, slope * mpmath.mpf(p) + offset) for f in SCHEMES[name].theta] for p in POSITIONS]
     return torch.tensor(rows, dtype=torch.float64).transpose(1, 2)
+
+
+def unturned(table):
+    """Whether all of table (..., 2, pairs) is cos 1 and sin 0."""
+    cos, sin = table.unbind(-2)
+    return bool((cos == 1).all() and (sin == 0).all())
 
 
 def joined(table, pairs):
@@ -51,13 +61,25 @@ def joined(table, pairs):
     return torch.stack([ca * cb - sa * sb, sa * cb + ca * sb], dim=1)
 
 
-def test_turns():
-    rope = Rotary.rope(32)
-    assert turns(rope, True) == turns(rope, False) == ((0, 0), (1, 0))
-    assert turns(rope.rectify(8), True) == ((0, 0), (1, 0), (0, 8))
-    assert turns(rope.rectify(8), False) == ((0, 0), (1, 0), (0, 8), (0, -8))
-    assert turns(rope.rectify(8, 4.0), True) == ((0, 0), (1, 0), (0.25, 6), (0.25, 0))
-    assert turns(rope.rectify(8, 4.0), False) == ((0, 0), (1, 0), (0.25, 6), (0.25, 0), (0.25, -6))
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_slots_of_the_bands(name, causal):
+    rotary = SCHEMES[name]
+    slots, query, key, query_step, key_step = band_turns(rotary, causal)
+    assert slots[0] == (0, 0) and len(set(slots)) == len(slots)
+    before = None
+    for band, q, k, q_step, k_step in zip(rotary.bands_for(causal), query, key, query_step, key_step, strict=True):
+        assert slots[q] == (band.slope, band.offset) and slots[k] == (band.slope, 0)
+        for now, was, step in ((q, before and before[0], q_step), (k, before and before[1], k_step)):
+            assert slots[step] == ((0, 0) if was is None else tuple(a - b for a, b in zip(slots[now], slots[was], strict=True)))
+        before = q, k
+
+
+def test_slots_by_hand():
+    slots, query, key, query_step, key_step = band_turns(Rotary.rope(32).rectify(8), True)
+    assert [slots[n] for n in query] == [(1, 0), (0, 8)] and [slots[n] for n in key] == [(1, 0), (0, 0)]
+    assert [slots[n] for n in query_step] == [(0, 0), (-1, 8)] and [slots[n] for n in key_step] == [(0, 0), (-1, 0)]
+    assert band_turns(Rotary.none(32).rectify(8), True) == (((0, 0),), (0, 0), (0, 0), (0, 0), (0, 0))
 
 
 def test_coarse_rows():
@@ -65,7 +87,7 @@ def test_coarse_rows():
 
 
 def test_padded_pairs():
-    assert [padded_pairs(Rotary.from_inv_freq([1.0] * n, 256)) for n in (0, 1, 16, 17, 50, 64)] == [16, 16, 16, 32, 64, 64]
+    assert [padded_pairs(Rotary.none(head_dim)) for head_dim in (8, 16, 40, 64, 72, 128, 256)] == [8, 8, 32, 32, 64, 64, 128]
 
 
 @pytest.mark.parametrize(("dim", "base"), [(64, 1e4), (128, 1e4), (128, 5e5), (256, 1e6)])
@@ -89,7 +111,7 @@ def test_one_level(name):
         table = position_table(rotary, given[None])
         assert table.shape == (2, 1, len(POSITIONS), 2, padded_pairs(rotary)) and table.dtype == torch.float32
         assert (table[1, 0, :, :, :pairs].double() - expected).abs().max() <= HALF_ULP + PRODUCT
-    assert (table[0, ..., 0, :] == 1).all() and (table[0, ..., 1, :] == 0).all() and (table[1, ..., pairs:] == 0).all()
+    assert unturned(table[0]) and unturned(table[1, ..., pairs:])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -97,10 +119,10 @@ def test_one_level(name):
 def test_two_levels(name, causal):
     rotary = SCHEMES[name]
     pairs, coarse = len(rotary.theta), coarse_rows(LIMIT)
-    table = two_level_table(rotary, causal, coarse, torch.device("cpu"))
-    slots = turns(rotary, causal)
+    table = two_level_table(rotary, causal, coarse, CPU)
+    slots = band_turns(rotary, causal).slots
     assert table.shape == (len(slots), FINE_ROWS + coarse, 2, padded_pairs(rotary)) and table.dtype == torch.float32
-    assert (table[..., pairs:] == 0).all() and (table[0, :, 0, :pairs] == 1).all() and (table[0, :, 1] == 0).all()
+    assert unturned(table[0]) and unturned(table[..., pairs:])
     for slot, (slope, offset) in enumerate(slots):
         error = (joined(table[slot], pairs).double() - oracle(name, slope, offset)).abs()
         # four rounded entries, weighed by a cos and a sin: 2 sqrt(2) roundings; two products and their sum: two more
@@ -123,16 +145,18 @@ def test_axial():
         for pair, (theta, axis) in enumerate(zip(rotary.theta, rotary.axis, strict=True)):
             expected = exact(theta, mpmath.mpf(positions[0, token, axis].item()))
             assert table[1, 0, token, :, pair].tolist() == pytest.approx(expected, abs=HALF_ULP + PRODUCT)
+    one_axis = Rotary.from_inv_freq(rotary.theta, 16)  # without positions of its own, every axis counts tokens
+    assert two_level_table(rotary, True, 2, CPU).equal(two_level_table(one_axis, True, 2, CPU))
 
 
 def test_no_pairs():
     rotary = Rotary.none(32)
     assert cos_sin(rotary, torch.arange(3))[0].shape == (3, 0)
-    assert two_level_table(rotary, True, 2, torch.device("cpu")).shape == (2, FINE_ROWS + 2, 2, 16)
+    table = two_level_table(rotary, True, 2, CPU)
+    assert table.shape == (1, FINE_ROWS + 2, 2, 16) and unturned(table)
 
 
 def test_tables_are_kept():
-    device = torch.device("cpu")
-    assert two_level_table(Rotary.rope(32), True, 4, device) is two_level_table(Rotary.rope(32), True, 4, device)
+    assert two_level_table(Rotary.rope(32), True, 4, CPU) is two_level_table(Rotary.rope(32), True, 4, CPU)
     twin = Rotary.from_inv_freq(Rotary.rope(32).theta, 32)
-    assert two_level_table(Rotary.rope(32), True, 4, device) is two_level_table(twin, True, 4, device)
+    assert two_level_table(Rotary.rope(32), True, 4, CPU) is two_level_table(twin, True, 4, CPU)
