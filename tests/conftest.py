@@ -41,6 +41,21 @@ if support.INTERPRETED:
     _patch_language_once_per_launch()
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "interpreted(chosen): the parameters that Triton's interpreter runs too in the fast tests; "
+                                       "its others are slow")
+    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning")  # the interpreter's
+
+
+@pytest.hookimpl(tryfirst=True)  # before the markers choose
+def pytest_collection_modifyitems(items):
+    for item in items:
+        marker, values = item.get_closest_marker("interpreted"), getattr(item, "callspec", None)
+        target = values and (values.params.get("target") or values.params.get("exact"))
+        if marker and target and target.slow and not marker.args[0](**values.params):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(params=support.TARGETS, ids=str)
 def target(request):
     """Every implementation in every type it is tested in."""

@@ -36,6 +36,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.interpreted(lambda exact, pair: pair[0].rotary_dim == 0 or len(pair[0].bands) > 1)
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
 def test_schemes_that_agree(exact, pair):
     first, second = pair
@@ -58,6 +59,7 @@ def test_pairings_agree_on_permuted_channels(exact):
     assert max(excess(got, expected, bound, exact.dtype).values()) <= 2 * support.COEFFICIENT[exact.dtype]
 
 
+@pytest.mark.interpreted(lambda exact, shift: shift > 1)
 @pytest.mark.parametrize("shift", [1, 1000])
 def test_shifting_all_positions_changes_nothing(exact, shift):
     p = problem(exact, Rotary.hope(D, 100), 40, seed=32)
@@ -73,9 +75,10 @@ def test_shifting_all_positions_changes_log_n(exact):
     assert (run(shifted, exact.impl)["out"] - run(p, exact.impl)["out"]).abs().max() > 0.01
 
 
+@pytest.mark.interpreted(lambda target, rotary: target.dtype == torch.float32 and len(rotary.bands) > 1)
 @pytest.mark.parametrize("rotary", [ROPE, ROPE.rectify(11)], ids=["rope", "rerope"])
 def test_heads_and_batch_are_independent_to_the_bit(target, rotary):
-    p = problem(target, rotary, 40, batch=3, heads=4, group=2, seed=34)
+    p = problem(target, rotary, 20 if target.slow else 40, batch=3, heads=4, group=2, seed=34)
     whole = run(p, target.impl)
     batch, kv_heads = [2, 0, 1], [1, 0]
     q_heads = [2, 3, 0, 1]
@@ -87,6 +90,7 @@ def test_heads_and_batch_are_independent_to_the_bit(target, rotary):
         assert torch.equal(moved, permuted[name]), name
 
 
+@pytest.mark.interpreted(lambda exact, scheme: scheme == "rerope")
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "local", "log_n_trained"])
 def test_queries_in_chunks(exact, scheme):
     """Chunked prefill: rows [a, b) against keys [0, b) are rows [a, b) of the whole."""
@@ -101,6 +105,7 @@ def test_queries_in_chunks(exact, scheme):
         assert (lse_error <= budget * bound["lse"][..., a:b]).all()
 
 
+@pytest.mark.interpreted(lambda exact, scheme: scheme == "leaky")
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "leaky", "local"])
 def test_time_reversed(exact, scheme):
     """Without a mask, reversing time mirrors every distance; a table with its signs turned mirrors every angle."""
