@@ -102,23 +102,25 @@ def _autocast(*tensors):
 
 
 def _check_tensors(q, k, v, rotary, rank: int) -> None:
-    layout = "(batch, seqlen, heads, head_dim)" if rank == 4 else "(total, heads, head_dim)"
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
+    dtype, device, head_dim = q.dtype, q.device, q.shape[-1] if q.ndim else 0
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if x.ndim != rank:
+            layout = "(batch, seqlen, heads, head_dim)" if rank == 4 else "(total, heads, head_dim)"
             raise ValueError(f"{name}: expected {layout}, got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: expected {q.dtype} as in q, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device} as in q, got {x.device}")
-        if x.shape[-1] != q.shape[-1]:
-            raise ValueError(f"{name}: expected head_dim {q.shape[-1]} as in q, got {x.shape[-1]}")
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
+        if x.dtype != dtype:
+            raise TypeError(f"{name}: expected {dtype} as in q, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name}: expected device {device} as in q, got {x.device}")
+        if x.shape[-1] != head_dim:
+            raise ValueError(f"{name}: expected head_dim {head_dim} as in q, got {x.shape[-1]}")
+        if x.stride(-1) != 1 and head_dim > 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
-    head_dim = q.shape[-1]
     if head_dim % 8 or not 8 <= head_dim <= 256:
         raise ValueError(f"q: expected head_dim to be a multiple of 8 up to 256, got {head_dim}")
     if v.shape != k.shape:
