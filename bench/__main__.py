@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 SUBCOMMANDS = {
+    "cpu": "speed and memory of the CPU implementation against PyTorch in the same run",
     "gate": "compile every kernel for GPUs that need not be there; check spills and shared memory",
 }
 
