@@ -64,9 +64,10 @@ def grad_kv_step(grad_k, grad_v, k, v, queries, grads, lse, delta, row, position
     q = load_rows(queries, safe, channels_k, stride_q, LAYOUT)  # [BM, D]
     if EDGE:
         row_lse = tl.load(lse + row + rows, mask=rows < length_q - row, other=float("inf"))
+        row_delta = tl.load(delta + row + rows, mask=rows < length_q - row, other=0.0)
     else:
         row_lse = tl.load(lse + row + rows)
-    row_delta = tl.load(delta + row + safe)
+        row_delta = tl.load(delta + row + rows)
     scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BN, BM]
     weights = tl.exp2(scores * scale_log2 - (row_lse * LOG2_E)[None, :])
     if EDGE:
@@ -116,25 +117,25 @@ def attention_grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k,
     v_tile = load_rows(head_ptr(v, batch, start_k + first, head_kv, LAYOUT), safe, channels, stride(v.row, LAYOUT), LAYOUT)  # [BN, D]
     acc_k = tl.zeros((BLOCK_N, D), tl.float32)
     acc_v = tl.zeros((BLOCK_N, D), tl.float32)
-    for band in range(NUM_BANDS):
+    for band in tl.static_range(NUM_BANDS):
         start, stop, _, key_slot, keys_slot, _, key_step = band_fields(bands, band)
         keys, stride_k = banded_keys(k, turned_keys, keys_slot, batch, start_k + first, packed_k, head_kv, LAYOUT)
         k_tile = load_rows(keys, safe, channels_k, stride_k, LAYOUT)  # [BN, D]
         if NUM_BANDS > 1:
-            acc_k = turn_tile(acc_k, angles, key_step, table_rows, table_row, safe, LAYOUT)
+            acc_k = turn_tile(acc_k, angles, key_step, table_rows, table_row, columns, length_k - first, LAYOUT)
 
         begin, inner_begin, inner_end, end = tile_range(first - ahead, last - ahead, start, stop - 1, length_q, BLOCK_M)
-        for member in range(group):
+        for member in tl.range(0, group, disable_licm=True):
             head = head_kv * group + member
-            queries = head_ptr(turned_q, tl.full((), band, tl.int32), packed_q, head, LAYOUT)
+            queries = head_ptr(turned_q, band, packed_q, head, LAYOUT)
             grads = head_ptr(grad_out, batch, start_q, head, LAYOUT)
             offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q)
-            for step in range(inner_begin - begin + end - inner_end):
+            for step in tl.range(0, inner_begin - begin + end - inner_end, disable_licm=True):
                 row = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_M
                 acc_k, acc_v = grad_kv_step(acc_k, acc_v, k_tile, v_tile, queries, grads, lse + offset, delta + offset, row, position_k,
                                         ahead, length_q, start, stop, scale_log2, stride_q, stride_g, channels_k, channels,
                                         LAYOUT, BLOCK_M, True)
-            for step in range(inner_begin, inner_end):
+            for step in tl.range(inner_begin, inner_end, disable_licm=True):
                 acc_k, acc_v = grad_kv_step(acc_k, acc_v, k_tile, v_tile, queries, grads, lse + offset, delta + offset, step * BLOCK_M,
                                         position_k, ahead, length_q, start, stop, scale_log2, stride_q, stride_g, channels_k, channels,
                                         LAYOUT, BLOCK_M, False)
@@ -205,20 +206,20 @@ def attention_grad_q(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q, 
     row_lse = tl.load(lse + offset)
     row_delta = tl.load(delta + offset)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
-    for band in range(NUM_BANDS):
+    for band in tl.static_range(NUM_BANDS):
         start, stop, _, _, keys_slot, query_step, _ = band_fields(bands, band)
         keys, stride_k = banded_keys(k, turned_keys, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
-        queries = head_ptr(turned_q, tl.full((), band, tl.int32), packed_q, head, LAYOUT)
+        queries = head_ptr(turned_q, band, packed_q, head, LAYOUT)
         q = load_rows(queries, safe, channels_k, stride(turned_q.row, LAYOUT), LAYOUT)  # [BM, D]
         if NUM_BANDS > 1:
-            acc = turn_tile(acc, angles, query_step, table_rows, table_row, safe, LAYOUT)
+            acc = turn_tile(acc, angles, query_step, table_rows, table_row, rows, length_q - first, LAYOUT)
 
         begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
-        for step in range(inner_begin - begin + end - inner_end):
+        for step in tl.range(0, inner_begin - begin + end - inner_end, disable_licm=True):
             column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
             acc = grad_q_step(acc, q, g, row_lse, row_delta, keys, values, column, position_q, length_k, start, stop, scale_log2,
                              stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, True)
-        for step in range(inner_begin, inner_end):
+        for step in tl.range(inner_begin, inner_end, disable_licm=True):
             acc = grad_q_step(acc, q, g, row_lse, row_delta, keys, values, step * BLOCK_N, position_q, length_k, start, stop, scale_log2,
                              stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, False)
 

@@ -1,6 +1,6 @@
 """The only tuning numbers: tile sizes, warps and pipeline stages by architecture, head_dim and direction.
 
-Keys are (BLOCK_D, two bytes per element?). Compute capability picks a table: "sm80" (A100), "sm86" (sm_86 and sm_89, 99 KB
+The compute capability picks a table: "sm80" (A100), "sm86" (sm_86 and sm_89, 99 KB
 of shared memory), "sm90" (H100, H200 and, until one was measured, everything newer).
 """
 
@@ -18,22 +18,27 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Rows are {BLOCK_D: Tile}. BLOCK_D is the power of two that holds head_dim.
+# Rows are {BLOCK_D: Tile}, BLOCK_D the power of two that holds head_dim. "banded" rows replace those of the direction where a
+# scheme has several bands and the accumulator's change of frame takes the registers. No tile below was timed yet: they are the
+# largest that compile without spills (python -m bench gate), ranked by ldmatrix and instructions per tensor-core instruction.
 HALF = {
     "sm80": {
         "forward": {16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
-        "grad_kv": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
-        "grad_q": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+        "grad_kv": {16: Tile(32, 128, 4, 3), 32: Tile(32, 128, 4, 3), 64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 3), 256: Tile(32, 64, 8, 1)},
+        "grad_q": {16: Tile(128, 64, 4, 2), 32: Tile(128, 64, 4, 2), 64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+        "grad_kv banded": {128: Tile(32, 64, 8, 2)},
     },
     "sm86": {
-        "forward": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(128, 64, 4, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
-        "grad_kv": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 8, 1), 256: Tile(32, 32, 8, 1)},
-        "grad_q": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 8, 1), 256: Tile(32, 32, 8, 1)},
+        "forward": {16: Tile(128, 64, 4, 2), 32: Tile(128, 64, 4, 2), 64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 1)},
+        "grad_kv": {16: Tile(32, 128, 4, 2), 32: Tile(32, 128, 4, 2), 64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 32, 8, 1)},
+        "grad_q": {16: Tile(128, 64, 4, 2), 32: Tile(128, 64, 4, 2), 64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(32, 32, 8, 1)},
+        "grad_kv banded": {128: Tile(32, 64, 8, 2)},
     },
     "sm90": {
         "forward": {16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
-        "grad_kv": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
-        "grad_q": {16: Tile(64, 64, 4, 2), 32: Tile(64, 64, 4, 2), 64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 64, 8, 1)},
+        "grad_kv": {16: Tile(32, 128, 4, 3), 32: Tile(32, 128, 4, 3), 64: Tile(32, 128, 8, 3), 128: Tile(32, 128, 8, 3), 256: Tile(32, 64, 8, 1)},
+        "grad_q": {16: Tile(128, 64, 4, 2), 32: Tile(128, 64, 4, 2), 64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 64, 8, 1)},
+        "grad_kv banded": {128: Tile(32, 64, 8, 2)},
     },
 }
 # float32 products run without tensor cores ("ieee"); these serve correctness, not speed.
@@ -54,7 +59,8 @@ def family(capability: int) -> str:
     return "sm80" if capability == 80 else "sm86" if capability < 90 else "sm90"
 
 
-def tile(direction: str, capability: int, block_d: int, itemsize: int) -> Tile:
+def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands: int) -> Tile:
     """direction: "forward", "grad_kv" or "grad_q"."""
     table = HALF[family(capability)] if itemsize == 2 else FLOAT
-    return table[direction][block_d]
+    banded = table.get(f"{direction} banded", {}) if num_bands > 1 else {}
+    return banded.get(block_d) or table[direction][block_d]

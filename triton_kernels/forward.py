@@ -69,7 +69,6 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
     D: tl.constexpr = LAYOUT.block_d
     channels = tl.arange(0, D)
     channels_k = tile_channels(LAYOUT)
-    safe = inside(rows, length_q - first)
     ahead = length_k - length_q  # bottom-right alignment
     position_q = first + rows + ahead  # [BM]
     last = tl.minimum(first + BLOCK_M, length_q) - 1 + ahead
@@ -82,27 +81,27 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
     stride_v = stride(v.row, LAYOUT)
     values = head_ptr(v, batch, start_k, head_kv, LAYOUT)
     packed_k = packed_row(cu_seqlens_k, batch, start_k, seqlen_k)
-    log_n = query_scale(angles, scales, table_row + safe, position_q)
+    log_n = query_scale(angles, scales, table_row + inside(rows, length_q - first), position_q)
     scale_log2 = scales.score * LOG2_E
 
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    for band in range(NUM_BANDS):
+    for band in tl.static_range(NUM_BANDS):
         start, stop, query_slot, _, keys_slot, _, _ = band_fields(bands, band)
         # A value out of a branch: seen through the joins, Triton would pick a dot operand layout that ldmatrix cannot load.
         if query_slot > 0:
-            turned = load_tile(queries, angles, query_slot, table_rows, table_row, safe, stride_q, log_n, True, LAYOUT)  # [BM, D]
+            turned = load_tile(queries, angles, query_slot, table_rows, table_row, rows, length_q - first, stride_q, log_n, True, LAYOUT)  # [BM, D]
         else:
-            turned = load_tile(queries, angles, query_slot, table_rows, table_row, safe, stride_q, log_n, False, LAYOUT)
+            turned = load_tile(queries, angles, query_slot, table_rows, table_row, rows, length_q - first, stride_q, log_n, False, LAYOUT)
 
         keys, stride_k = banded_keys(k, turned_keys, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
         begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
-        for step in range(inner_begin - begin + end - inner_end):
+        for step in tl.range(0, inner_begin - begin + end - inner_end, disable_licm=True):
             column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
             acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, column, position_q, length_k,
                                                 start, stop, scale_log2, stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, True)
-        for step in range(inner_begin, inner_end):
+        for step in tl.range(inner_begin, inner_end, disable_licm=True):
             acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, step * BLOCK_N, position_q, length_k,
                                                 start, stop, scale_log2, stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, False)
 

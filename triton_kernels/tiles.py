@@ -250,13 +250,13 @@ def join_angles(cos_a, sin_a, cos_b, sin_b):
 
 
 @triton.jit
-def cos_sin(angles, slot, table_rows, first, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
+def cos_sin(angles, slot, table_rows, first, rows, length, FIRST: tl.constexpr, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
     """cos and sin of pairs FIRST .. FIRST + COUNT - 1 for the turn of table `slot` at positions first + rows (or at those rows
-    of the caller's positions), two float32 [M, COUNT]. The table holds 1 and 0 for pairs that do not turn."""
+    of the caller's positions, of which `length` exist), two float32 [M, COUNT]; 1 and 0 for pairs that do not turn."""
     D: tl.constexpr = LAYOUT.block_d  # a row of the table: cos of D/2 pairs, then sin
     table = angles.table + slot.to(tl.int64) * table_rows * D + FIRST + tl.arange(0, COUNT)
     if angles.positions is not None:
-        at = table[None, :] + (first.to(tl.int64) + rows)[:, None] * D
+        at = table[None, :] + (first.to(tl.int64) + inside(rows, length))[:, None] * D
         return tl.load(at), tl.load(at + D // 2)
     else:
         # The tile's first position by its two levels, [COUNT]; then rows 0 .. M-1 of the fine level, the same for every tile.
@@ -274,24 +274,24 @@ def turn(first, second, cos, sin):
 
 
 @triton.jit
-def load_chunk(ptr, angles, slot, table_rows, first, rows, stride_row, scale, FIRST: tl.constexpr, TURN: tl.constexpr,
+def load_chunk(ptr, angles, slot, table_rows, first, rows, length, stride_row, scale, FIRST: tl.constexpr, TURN: tl.constexpr,
                LAYOUT: tl.constexpr):
     """A quarter tile's worth of pairs, from FIRST on, loaded, turned and scaled in float32, rounded once."""
     COUNT: tl.constexpr = LAYOUT.block_d // 4
-    x, y = load_pairs(ptr, rows, stride_row, FIRST, COUNT, LAYOUT)
+    x, y = load_pairs(ptr, inside(rows, length), stride_row, FIRST, COUNT, LAYOUT)
     if TURN:
-        cos, sin = cos_sin(angles, slot, table_rows, first, rows, FIRST, COUNT, LAYOUT)
+        cos, sin = cos_sin(angles, slot, table_rows, first, rows, length, FIRST, COUNT, LAYOUT)
         x, y = turn(x, y, cos, sin)
     dtype = ptr.dtype.element_ty
     return (x * scale[:, None]).to(dtype), (y * scale[:, None]).to(dtype)
 
 
 @triton.jit
-def load_tile(ptr, angles, slot, table_rows, first, rows, stride_row, scale, TURN: tl.constexpr, LAYOUT: tl.constexpr):
+def load_tile(ptr, angles, slot, table_rows, first, rows, length, stride_row, scale, TURN: tl.constexpr, LAYOUT: tl.constexpr):
     """A tile [M, D] loaded, turned by table `slot` if TURN, and scaled. In two chunks: all at once would need the registers of
     the accumulator that lives beside it."""
-    x, y = load_chunk(ptr, angles, slot, table_rows, first, rows, stride_row, scale, 0, TURN, LAYOUT)
-    next_x, next_y = load_chunk(ptr, angles, slot, table_rows, first, rows, stride_row, scale, LAYOUT.block_d // 4, TURN, LAYOUT)
+    x, y = load_chunk(ptr, angles, slot, table_rows, first, rows, length, stride_row, scale, 0, TURN, LAYOUT)
+    next_x, next_y = load_chunk(ptr, angles, slot, table_rows, first, rows, length, stride_row, scale, LAYOUT.block_d // 4, TURN, LAYOUT)
     return join_pairs(concatenate(x, next_x), concatenate(y, next_y), LAYOUT)
 
 
@@ -302,12 +302,17 @@ def halves(x):
 
 
 @triton.jit
-def turn_tile(x, angles, slot, table_rows, first, rows, LAYOUT: tl.constexpr):
-    """A float32 tile [M, D] turned in registers by table `slot`."""
-    cos, sin = cos_sin(angles, slot, table_rows, first, rows, 0, LAYOUT.block_d // 2, LAYOUT)
-    x, y = split_pairs(x, LAYOUT)
+def turn_tile(tile, angles, slot, table_rows, first, rows, length, LAYOUT: tl.constexpr):
+    """A float32 tile [M, D] turned in registers by table `slot`, in two chunks."""
+    CHUNK: tl.constexpr = LAYOUT.block_d // 4
+    x, y = split_pairs(tile, LAYOUT)
+    x, next_x = halves(x)
+    y, next_y = halves(y)
+    cos, sin = cos_sin(angles, slot, table_rows, first, rows, length, 0, CHUNK, LAYOUT)
     x, y = turn(x, y, cos, sin)
-    return join_pairs(x, y, LAYOUT)
+    cos, sin = cos_sin(angles, slot, table_rows, first, rows, length, CHUNK, CHUNK, LAYOUT)
+    next_x, next_y = turn(next_x, next_y, cos, sin)
+    return join_pairs(concatenate(x, next_x), concatenate(y, next_y), LAYOUT)
 
 
 @triton.jit
@@ -315,7 +320,7 @@ def store_chunk_back(ptr, x, y, angles, slot, table_rows, first, rows, length, s
                      LAYOUT: tl.constexpr):
     """Stores pairs from FIRST on, a quarter tile each of first and second members, turned back and scaled."""
     if LAYOUT.rotary_dim > 0:
-        cos, sin = cos_sin(angles, slot, table_rows, first, inside(rows, length), FIRST, LAYOUT.block_d // 4, LAYOUT)
+        cos, sin = cos_sin(angles, slot, table_rows, first, rows, length, FIRST, LAYOUT.block_d // 4, LAYOUT)
         x, y = turn(x, y, cos, -sin)
     store_pairs(ptr, x * scale, y * scale, rows, length, stride_row, FIRST, LAYOUT)
 

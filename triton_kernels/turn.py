@@ -28,7 +28,7 @@ def turn_rows(x, out, slots, angles, cu_seqlens, cu_seqlens_other, seqlen, seqle
     if angles.positions is not None:
         table_row += batch * seqlen
     slot = tl.program_id(2)
-    cos, sin = cos_sin(angles, tl.load(slots + slot), table_rows, table_row, safe, 0, LAYOUT.block_d // 2, LAYOUT)
+    cos, sin = cos_sin(angles, tl.load(slots + slot), table_rows, table_row, rows, length - first, 0, LAYOUT.block_d // 2, LAYOUT)
     log_n = query_scale(angles, scales, table_row + safe, first + rows + length_other - length)[:, None]
     packed = packed_row(cu_seqlens, batch, start, seqlen) + first
     for head in range(tl.program_id(1) * HEADS_PER_PROGRAM, tl.minimum((tl.program_id(1) + 1) * HEADS_PER_PROGRAM, heads)):

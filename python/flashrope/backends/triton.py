@@ -122,7 +122,7 @@ class _Plan:
                              16 // self.itemsize if aligned else 1)
 
     def options(self, direction: str):
-        tile = configs.tile(direction, self.capability, self.layout.block_d, self.itemsize)
+        tile = configs.tile(direction, self.capability, self.layout.block_d, self.itemsize, self.num_bands)
         return tile, dict(LAYOUT=self.layout, NUM_BANDS=self.num_bands, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                           num_warps=tile.num_warps, num_stages=tile.num_stages)
 
