@@ -28,7 +28,7 @@ from .offline import MULTIPROCESSORS, Launch, Measured, caught_launches, compile
 
 KERNELS = ("turn_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW = 2, 4096, 32, 8, 1024
+BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW = 2, 4096, 40, 8, 1024  # neither head count a multiple of 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +46,13 @@ class Scheme:
 
 ONE_BAND = Scheme("rope", Rotary.rope)
 TWO_BANDS = Scheme("rerope", lambda head_dim: Rotary.rope(head_dim).rectify(WINDOW))
-VARIANTS = (
-    Scheme("nope", Rotary.none),
-    Scheme("interleaved", lambda head_dim: Rotary.rope(head_dim, interleaved=True)),
-    Scheme("partial", lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2)),
-    Scheme("two-sided", TWO_BANDS.rotary, causal=False),
-    Scheme("packed", Rotary.rope, packed=True, grad_lse=True),
-    Scheme("positions", Rotary.rope, positions=True),
-    Scheme("unaligned", Rotary.rope, aligned=False),
-)
+NOPE = Scheme("nope", Rotary.none)
+INTERLEAVED = Scheme("interleaved", lambda head_dim: Rotary.rope(head_dim, interleaved=True))
+PARTIAL = Scheme("partial", lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2))
+TWO_SIDED = Scheme("two-sided", TWO_BANDS.rotary, causal=False)
+PACKED = Scheme("packed", Rotary.rope, packed=True, grad_lse=True)
+POSITIONS = Scheme("positions", Rotary.rope, positions=True)
+UNALIGNED = Scheme("unaligned", Rotary.rope, aligned=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,17 +85,19 @@ class Case:
 
 
 def cases(quick: bool) -> list[Case]:
-    """Both main architectures in full; what differs only in one place is compiled where it costs most registers."""
-    main = [Case(arch, head_dim, dtype, scheme) for arch in (80, 90) for head_dim in (64, 128, 256)
-            for dtype in ("bf16", "fp16") for scheme in (ONE_BAND, TWO_BANDS)]
+    """bf16 in full on the main architectures. What was seen to compile to the same figures is compiled once more where
+    registers are scarcest: fp16 as bf16, sm_89 as sm_86, most variants on sm_80."""
+    main = [Case(arch, head_dim, "bf16", scheme) for arch in (80, 90) for head_dim in (64, 128, 256) for scheme in (ONE_BAND, TWO_BANDS)]
     if quick:
-        return [case for case in main if case.head_dim <= 128 and case.dtype == "bf16"]
-    variants = [Case(arch, 128, "bf16", scheme) for arch in (80, 90) for scheme in VARIANTS]
+        return [case for case in main if case.head_dim <= 128]
+    half = [Case(arch, head_dim, "fp16", TWO_BANDS) for arch in (80, 90) for head_dim in (64, 128)]
+    single = [Case(80, head_dim, "fp32", ONE_BAND) for head_dim in (64, 128, 256)] + [Case(90, 128, "fp32", ONE_BAND)]
+    variants = [Case(80, 128, "bf16", scheme) for scheme in (NOPE, INTERLEAVED, PARTIAL, TWO_SIDED, PACKED, POSITIONS)]
+    variants += [Case(90, 128, "bf16", scheme) for scheme in (PARTIAL, TWO_SIDED)]
+    variants += [Case(arch, 64, "bf16", UNALIGNED) for arch in (80, 90)]
     odd_sizes = [Case(arch, head_dim, "bf16", ONE_BAND) for arch in (80, 90) for head_dim in (32, 96)]
-    small_shared = [Case(arch, head_dim, "bf16", scheme) for arch in (86, 89) for head_dim in (64, 128, 256)
-                    for scheme in (ONE_BAND, TWO_BANDS)]
-    single = [Case(arch, head_dim, "fp32", ONE_BAND) for arch in (80, 90) for head_dim in (64, 128, 256)]
-    return main + variants + odd_sizes + small_shared + single
+    small_shared = [Case(86, head_dim, "bf16", scheme) for head_dim in (64, 128, 256) for scheme in (ONE_BAND, TWO_BANDS)]
+    return main + half + single + variants + odd_sizes + small_shared + [Case(89, 128, "bf16", TWO_BANDS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,16 +108,18 @@ class Ceiling:
     kernel: str = ""
     arch: int = 0
     above: int = 0  # head_dims larger than this
+    scheme: str = ""
     triton: str = ""  # version prefix
 
-    def covers(self, kernel: str, arch: int, head_dim: int) -> bool:
-        return (self.kernel in ("", kernel) and self.arch in (0, arch) and head_dim > self.above
-                and triton.__version__.startswith(self.triton))
+    def covers(self, kernel: str, case: Case) -> bool:
+        return (self.kernel in ("", kernel) and self.arch in (0, case.arch) and case.head_dim > self.above
+                and self.scheme in ("", case.scheme.name) and triton.__version__.startswith(self.triton))
 
 
 # First match decides.
 SPILL_CEILINGS = (
     Ceiling(float("inf"), above=128),  # listed, not limited: no tile of 256 channels holds its accumulators in 255 registers
+    Ceiling(float("inf"), scheme="unaligned"),  # loads of two bytes each; served, not tuned
     Ceiling(64, "attention_grad_kv", arch=80, above=64),
     Ceiling(0),
 )
@@ -130,6 +132,7 @@ class Row:
     launch: Launch
     cases: list[Case]
     result: Measured | str | None = None
+    seconds: float = 0  # of processor time
 
     @property
     def kernel(self) -> str:
@@ -163,7 +166,7 @@ class Row:
         if isinstance(self.result, str):
             return [f"{name}: does not compile: {self.result}"]
         first, found = self.cases[0], []
-        ceiling = next(c.spill for c in SPILL_CEILINGS if c.covers(self.kernel, first.arch, first.head_dim))
+        ceiling = next(c.spill for c in SPILL_CEILINGS if c.covers(self.kernel, first))
         if self.result.spill_stores > ceiling:
             found.append(f"{name}: spills {self.result.spill_stores} bytes per thread, the ceiling is {ceiling}")
         limit = MULTIPROCESSORS[first.arch].shared_per_block
@@ -180,8 +183,8 @@ def plan(chosen: list[Case]) -> list[Row]:
         absent = set(KERNELS) - {launch.kernel.__name__ for launch in launches}
         if absent - ({"turn_rows"} if case.scheme.name == "nope" else set()):
             raise RuntimeError(f"{case}: launched no {', '.join(sorted(absent))}")
-        for launch in launches:
-            rows.setdefault(launch.key, Row(launch, [])).cases.append(case)
+        for key, launch in {launch.key: launch for launch in launches}.items():
+            rows.setdefault(key, Row(launch, [])).cases.append(case)
     return list(rows.values())
 
 
@@ -201,12 +204,12 @@ def write_csv(path: str, rows: list[Row]) -> None:
     """The table and the mix of the hot loop; the cases a kernel serves, by scheme."""
     classes = sorted({name for row in rows if isinstance(row.result, Measured) for name in row.result.loop or ()})
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, ["triton", *COLUMNS, *(f"loop {name}" for name in classes), "schemes"], restval="")
+        writer = csv.DictWriter(file, ["triton", *COLUMNS, *(f"loop {name}" for name in classes), "compile s", "schemes"], restval="")
         writer.writeheader()
         for row in rows:
             loop = row.result.loop or {} if isinstance(row.result, Measured) else {}
             writer.writerow({"triton": triton.__version__} | row.label | row.figures() | {f"loop {name}": n for name, n in loop.items()}
-                            | {"schemes": " ".join(dict.fromkeys(case.scheme.name for case in row.cases))})
+                            | {"compile s": f"{row.seconds:.1f}", "schemes": " ".join(dict.fromkeys(case.scheme.name for case in row.cases))})
 
 
 def main(argv: list[str]) -> int:
@@ -229,7 +232,7 @@ def main(argv: list[str]) -> int:
     if missing := missing_tools():
         print(f"{' and '.join(missing)} not in this Triton package: registers and spills come from ptxas -v, loops are not counted")
     done = 0
-    for index, rows[index].result in compile_all([row.launch for row in rows], options.jobs):
+    for index, rows[index].result, rows[index].seconds in compile_all([row.launch for row in rows], options.jobs):
         done += 1
         if sys.stderr.isatty():
             print(f"\r{done}/{len(rows)}", end="", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import dataclasses
 import io
 import multiprocessing
 import re
+import resource
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -186,8 +187,9 @@ def ptxas_usage(compiled) -> tuple[int, int, int]:
             sum(int(stored) for stored, _ in spills), sum(int(loaded) for _, loaded in spills))
 
 
-def compile_all(launches: list[Launch], jobs: int) -> Iterator[tuple[int, Measured | str]]:
-    """(index, what was measured or the compiler's complaint) for every launch, as they finish, in `jobs` processes."""
+def compile_all(launches: list[Launch], jobs: int) -> Iterator[tuple[int, Measured | str, float]]:
+    """(index, what was measured or the compiler's complaint, seconds of processor time) for every launch, as they finish,
+    in `jobs` processes."""
     global _launches
     _launches = launches
     if jobs == 1:
@@ -200,8 +202,15 @@ def compile_all(launches: list[Launch], jobs: int) -> Iterator[tuple[int, Measur
 _launches: list[Launch] = []
 
 
-def _compile_one(index: int) -> tuple[int, Measured | str]:
+def _compile_one(index: int) -> tuple[int, Measured | str, float]:
+    started = _processor_seconds()
     try:
-        return index, measure(_launches[index].compile())
+        result = measure(_launches[index].compile())
     except Exception as error:  # any failure of any compiler stage is a finding of the gate, and the others still count
-        return index, f"{type(error).__name__}: {error}"
+        result = f"{type(error).__name__}: {error}"
+    return index, result, _processor_seconds() - started
+
+
+def _processor_seconds() -> float:
+    """Of this process and the programs it ran, ptxas above all."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
