@@ -51,6 +51,8 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call):
+    """(out like q and contiguous, lse float32, turned keys); shapes are those of ``Call`` and ``turned_keys_shape``."""
+    q, k, v = map(_within_reach, (q, k, v))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(call.lse_shape(q), dtype=torch.float32, device=q.device)
     turned_keys = k.new_empty(turned_keys_shape(k, call))
@@ -66,12 +68,14 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call):
 
 
 def backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, call: Call):
+    """Gradients of raw q, k and v, like them and contiguous; one of grad_out and grad_lse may be None."""
+    q, k, v = map(_within_reach, (q, k, v))
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if call.cu_seqlens_q is not None or _nothing_to_do(q, k, call):
         for grad in (grad_q, grad_k, grad_v):
             grad.zero_()
     if not _nothing_to_do(q, k, call):
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        grad_out = torch.zeros_like(out) if grad_out is None else _within_reach(grad_out)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         with _device(q):
             plan = _Plan(q, k, v, call, grad_out)
@@ -205,6 +209,11 @@ def _rows(x: torch.Tensor) -> int:
 
 def _aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+
+
+def _within_reach(x: torch.Tensor) -> torch.Tensor:
+    """Inside a tile of up to 128 rows the kernels count in 32 bits; rows further apart than that are brought together."""
+    return x if x.stride(-3) < 2**24 or x.shape[-3] == 1 else x.contiguous()
 
 
 def _scalar_positions(positions: torch.Tensor) -> torch.Tensor:
