@@ -266,32 +266,32 @@ def _upcast(x: torch.Tensor) -> torch.Tensor:
 def _attend(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, lse (batch, heads_q, seqlen_q)."""
     seqlen_q, seqlen_k, v = q.shape[1], k.shape[1], _upcast(v)
-    out = lse = None
+    parts = []
     for slope, offset, pieces in plan(call.bands, seqlen_q, seqlen_k) if q.numel() and k.numel() else ():
         turned_q = _turn(q, _turns_for(q, call, slope, offset, seqlen_k - seqlen_q, True), call.rotary)
         turned_k = _turn(k, _turns_for(k, call, slope, 0.0, 0, False), call.rotary)
         for piece in pieces:
-            piece_out, piece_lse = _flash(
+            parts.append((piece, *_flash(
                 _rows(turned_q, piece), _keys(turned_k, piece), _keys(v, piece), 0.0, piece.causal and not piece.width,
-                attn_mask=_mask(piece, turned_q.dtype), scale=call.score_scale)
-            if out is None and piece.rows == seqlen_q and not piece.reversed:
-                out, lse = piece_out.transpose(1, 2), piece_lse
-                continue
-            if out is None:
-                out, lse = turned_q.new_zeros(q.shape), turned_q.new_full((q.shape[0], q.shape[2], seqlen_q), -torch.inf)
-            _merge(_windows(out, piece.row, piece.rows, piece), _windows(lse.transpose(1, 2), piece.row, piece.rows, piece),
-                   _uncut(piece_out, piece), _uncut(piece_lse, piece))
-    if out is None:
-        return q.new_zeros(q.shape), q.new_full((q.shape[0], q.shape[2], seqlen_q), -torch.inf, dtype=_accumulation_type(q))
-    out = out if out.dtype == q.dtype else out.to(q.dtype)
-    return out.contiguous(), lse.contiguous()
+                attn_mask=_mask(piece, turned_q.dtype), scale=call.score_scale)))
+    if len(parts) == 1 and parts[0][0].rows == seqlen_q and not parts[0][0].reversed:
+        out, lse = parts[0][1].transpose(1, 2), parts[0][2]
+    else:
+        out, lse = _merged(parts, q)
+    return (out if out.dtype == q.dtype else out.to(q.dtype)).contiguous(), lse.contiguous()
 
 
-def _merge(out, lse, piece_out, piece_lse) -> None:
-    """Joins a piece to what its rows have seen so far, in place."""
-    both = torch.logaddexp(lse, piece_lse)
-    out.mul_((lse - both).exp_()[..., None]).addcmul_(piece_out, (piece_lse - both).exp_()[..., None])
-    lse.copy_(both)
+def _merged(parts, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of rows that several pieces hold, or none."""
+    out = q.new_zeros(q.shape, dtype=_accumulation_type(q))
+    lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
+    rows = [_windows(lse.transpose(1, 2), piece.row, piece.rows, piece) for piece, _, _ in parts]
+    for (piece, _, piece_lse), of_rows in zip(parts, rows, strict=True):
+        torch.logaddexp(of_rows, _uncut(piece_lse, piece), out=of_rows)
+    for (piece, piece_out, piece_lse), of_rows in zip(parts, rows, strict=True):
+        weight = (_uncut(piece_lse, piece) - of_rows).exp_()[..., None]
+        _windows(out, piece.row, piece.rows, piece).addcmul_(_uncut(piece_out, piece), weight)
+    return out, lse
 
 
 def _attend_backward(grad_out, grad_lse, q, k, v, out, lse, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
