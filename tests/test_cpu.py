@@ -1,0 +1,37 @@
+"""The CPU implementation's own arithmetic: bands cut into pieces."""
+
+import pytest
+import torch
+
+from flashrope import Rotary
+from flashrope.backends import cpu
+
+ROPE = Rotary.rope(8)
+SCHEMES = [ROPE, ROPE.rectify(5, 2.0).local(40), ROPE.rectify(70, 2.0).local(150)]
+SCHEMES += [scheme(window) for window in (0, 1, 2, 3, 16, 63, 64, 65, 100, 1000) for scheme in (ROPE.rectify, ROPE.local)]
+LENGTHS = [(1, 1), (5, 5), (3, 7), (7, 3), (1, 9), (9, 1), (40, 40), (70, 200), (200, 70), (300, 300), (33, 64)]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda pair: f"{pair[0]}x{pair[1]}")
+def test_pieces_hold_every_visible_pair_once(lengths, causal):
+    seqlen_q, seqlen_k = lengths
+    distance = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)
+    for rotary in SCHEMES:
+        bands = rotary.bands_for(causal)
+        held = {(slope, offset): torch.zeros(seqlen_q, seqlen_k, dtype=torch.int) for _, _, slope, offset in bands}
+        wanted = {turn: torch.zeros_like(x) for turn, x in held.items()}
+        for start, stop, slope, offset in bands:
+            wanted[slope, offset] += (distance >= start) & (distance < stop)
+        for slope, offset, pieces in cpu.plan(bands, seqlen_q, seqlen_k):
+            for piece in pieces:
+                local = torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
+                seen = (local >= 0) & (local < (piece.width or seqlen_q)) if piece.causal else torch.ones_like(local, dtype=torch.bool)
+                assert seen.any(1).all(), f"a row without keys in {piece}"
+                seen = seen.flip(0, 1) if piece.reversed else seen
+                for again in range(piece.repeat):
+                    row, key = piece.row + again * piece.stride, piece.key + again * piece.stride
+                    assert 0 <= row and row + piece.rows <= seqlen_q and 0 <= key and key + piece.keys <= seqlen_k, piece
+                    held[slope, offset][row:row + piece.rows, key:key + piece.keys] += seen
+        for turn, want in wanted.items():
+            assert torch.equal(held[turn], want), (rotary, turn)
