@@ -21,7 +21,7 @@ from . import Call
 LEAST_CHUNK = 64  # rows; a narrower band is cut into chunks of this many rows, which then need a mask
 LEAST_TABLE = 256  # positions
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash = torch._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
