@@ -39,14 +39,14 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary,
         TypeError, ValueError: names the argument, what was expected and what came. No check waits for the device.
     """
     q, k, v = _autocast(q, k, v)
-    _check_tensors(q, k, v, rotary, rank=4)
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k: expected batch {q.shape[0]} as in q, got {k.shape[0]}")
+    shape_q, shape_k = _check_tensors(q, k, v, rotary, rank=4)
+    if shape_k[0] != shape_q[0]:
+        raise ValueError(f"k: expected batch {shape_q[0]} as in q, got {shape_k[0]}")
     if positions is not None:
         positions = _check_positions(positions, q, k, rotary)
     elif rotary.axis:
         raise ValueError(f"positions: an axial scheme needs them, shape (batch, seqlen, {rotary.axes})")
-    return _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, None, None, q.shape[1], k.shape[1])
+    return _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, None, None, shape_q[1], shape_k[1])
 
 
 def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary, cu_seqlens_q: torch.Tensor,
@@ -101,37 +101,39 @@ def _autocast(*tensors):
     return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in tensors)
 
 
-def _check_tensors(q, k, v, rotary, rank: int) -> None:
-    if not isinstance(q, torch.Tensor):
-        raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
-    dtype, device, head_dim = q.dtype, q.device, q.shape[-1] if q.ndim else 0
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def _check_tensors(q, k, v, rotary, rank: int) -> tuple[torch.Size, torch.Size]:
+    """The shapes of q and k, each read once: short calls feel it."""
+    tensors = (("q", q), ("k", k), ("v", v))
+    for name, x in tensors:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if x.ndim != rank:
             layout = "(batch, seqlen, heads, head_dim)" if rank == 4 else "(total, heads, head_dim)"
             raise ValueError(f"{name}: expected {layout}, got shape {tuple(x.shape)}")
+    shape_q, shape_k, dtype, device = q.shape, k.shape, q.dtype, q.device
+    head_dim, heads_q, heads_kv = shape_q[-1], shape_q[-2], shape_k[-2]
+    for name, x in tensors:
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
         if x.dtype != dtype:
             raise TypeError(f"{name}: expected {dtype} as in q, got {x.dtype}")
         if x.device != device:
             raise ValueError(f"{name}: expected device {device} as in q, got {x.device}")
-        if x.shape[-1] != head_dim:
-            raise ValueError(f"{name}: expected head_dim {head_dim} as in q, got {x.shape[-1]}")
-        if x.stride(-1) != 1 and head_dim > 1:
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
+    if shape_k[-1] != head_dim:
+        raise ValueError(f"k: expected head_dim {head_dim} as in q, got {shape_k[-1]}")
     if head_dim % 8 or not 8 <= head_dim <= 256:
         raise ValueError(f"q: expected head_dim to be a multiple of 8 up to 256, got {head_dim}")
-    if v.shape != k.shape:
-        raise ValueError(f"v: expected shape {tuple(k.shape)} as k, got {tuple(v.shape)}")
-    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    if v.shape != shape_k:
+        raise ValueError(f"v: expected shape {tuple(shape_k)} as k, got {tuple(v.shape)}")
     if not heads_kv or heads_q % heads_kv:
         raise ValueError(f"q: expected heads_q to be a multiple of heads_kv = {heads_kv}, got {heads_q}")
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
     if rotary.head_dim != head_dim:
         raise ValueError(f"rotary: its head_dim is {rotary.head_dim}, q's is {head_dim}")
+    return shape_q, shape_k
 
 
 def _check_scale(softmax_scale, q) -> float:

@@ -15,7 +15,7 @@ from ..rotary import Band, Rotary
 IMPLEMENTATIONS = ("triton", "cuda", "cpu", "reference")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # not frozen: that would double the time to make one
 class Call:
     """What one attention call asks for, beside q, k and v.
 

@@ -250,7 +250,7 @@ def _turn(x: torch.Tensor, turns, rotary: Rotary, back: bool = False) -> torch.T
     turned = x * own
     if other is not None:
         pairs, target = x, turned
-        if rotary.rotary_dim < rotary.head_dim:
+        if other.shape[-1] < rotary.head_dim:
             pairs, target = x[..., :rotary.rotary_dim], turned[..., :rotary.rotary_dim]
         target.addcmul_(_swap_pairs(pairs, rotary.interleaved), other, value=-1 if back else 1)
     return turned
@@ -263,9 +263,30 @@ def _upcast(x: torch.Tensor) -> torch.Tensor:
 # ---- one batch of sequences of one length -------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=64)
+def _whole(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dtype: torch.dtype):
+    """(is_causal, what turns q, what turns k) where one kernel call without a mask does all; else None."""
+    call = Call(rotary, causal, 1.0)
+    turns = plan(call.bands, seqlen_q, seqlen_k)
+    if len(turns) != 1 or len(turns[0][2]) != 1 or rotary.axis:
+        return None
+    (slope, offset, (piece,)), = turns
+    if piece.rows != seqlen_q or piece.keys != seqlen_k or piece.reversed or piece.width:
+        return None
+    return (piece.causal, _turns_of_rows(rotary, slope, offset, *call.log_n, seqlen_k - seqlen_q, seqlen_q, dtype),
+            _turns_of_rows(rotary, slope, 0.0, 0.0, 1.0, 0, seqlen_k, dtype))
+
+
 def _attend(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, lse (batch, heads_q, seqlen_q)."""
     seqlen_q, seqlen_k, v = q.shape[1], k.shape[1], _upcast(v)
+    whole = _whole(call.rotary, call.causal, seqlen_q, seqlen_k, v.dtype) if call.positions is None and q.numel() else None
+    if whole:  # nothing to merge: short calls are spared the bookkeeping
+        is_causal, turns_q, turns_k = whole
+        out, lse = _flash(_turn(q, turns_q, call.rotary).transpose(1, 2), _turn(k, turns_k, call.rotary).transpose(1, 2),
+                          v.transpose(1, 2), 0.0, is_causal, scale=call.score_scale)
+        out = out.transpose(1, 2)
+        return (out if out.dtype == q.dtype else out.to(q.dtype)).contiguous(), lse.contiguous()
     parts = []
     for slope, offset, pieces in plan(call.bands, seqlen_q, seqlen_k) if q.numel() and k.numel() else ():
         turned_q = _turn(q, _turns_for(q, call, slope, offset, seqlen_k - seqlen_q, True), call.rotary)
