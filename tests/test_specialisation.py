@@ -1,0 +1,57 @@
+"""No length, batch or window compiles a kernel anew: the launches of many shapes ask for one specialisation each."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+# In a process of its own: Triton's interpreter, which the tests run in without a GPU, has no specialisations.
+SCRIPT = """
+import collections, json, sys, torch
+from bench.offline import caught_launches
+from flashrope import Rotary
+from flashrope.backends import Call
+from flashrope.backends import triton as backend
+
+head_dim, layout = int(sys.argv[1]), sys.argv[2]
+keys = collections.defaultdict(set)
+for batch, seqlen_q, seqlen_k, window in [(1, 1, 1, 1), (2, 16, 16, 0), (3, 100, 129, 16), (1, 128, 4096, 7), (2, 4095, 4095, 64),
+                                          (2, 1 << 20, 1 << 20, 1024)]:
+    rotary = Rotary.rope(head_dim).rectify(window) if window else Rotary.rope(head_dim).rectify(1)
+
+    def heads(count, seqlen):
+        if layout == "packed":
+            return torch.empty(batch * seqlen, count, head_dim, dtype=torch.bfloat16, device="meta")
+        if layout == "heads first":
+            return torch.empty(batch, count, seqlen, head_dim, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+        return torch.empty(batch, seqlen, count, head_dim, dtype=torch.bfloat16, device="meta")
+
+    q, k, v = heads(5, seqlen_q), heads(1, seqlen_k), heads(1, seqlen_k)
+    cu_seqlens = torch.empty(batch + 1, dtype=torch.int32, device="meta") if layout == "packed" else None
+    call = Call(rotary, True, 1.0, None, cu_seqlens, cu_seqlens, seqlen_q, seqlen_k)
+    with caught_launches(backend, 90) as launches:
+        out, lse, turned_keys = backend.forward(q, k, v, call)
+        backend.backward(torch.empty_like(out), None, q, k, v, out, lse, turned_keys, call)
+    for launch in launches:
+        keys[launch.kernel.__name__].add(repr(launch.key))
+print(json.dumps({name: len(of) for name, of in keys.items()}))
+"""
+
+
+@pytest.mark.parametrize("layout", ["sequence first", "heads first", "packed"])
+@pytest.mark.parametrize("head_dim", [40, 128])
+def test_lengths_share_kernels(head_dim, layout):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", SCRIPT, str(head_dim), layout], capture_output=True, text=True, env=environment,
+                         cwd=pathlib.Path(__file__).parent.parent, check=False)
+    assert run.returncode == 0, run.stderr
+    counts = json.loads(run.stdout.splitlines()[-1])
+    assert set(counts) == {"turn_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q"}
+    # turn_rows runs over 5 heads of queries and 1 of keys: two of its specialisations, at every length
+    assert {name: count for name, count in counts.items() if name != "turn_rows"} == dict.fromkeys(set(counts) - {"turn_rows"}, 1)
+    assert counts["turn_rows"] <= 2
