@@ -153,20 +153,23 @@ def measure(compiled) -> Measured:
     if missing_tools():
         registers, stores, loads = ptxas_usage(compiled)
     else:
-        registers = cubin_registers(compiled.asm["cubin"])
-        listing = sass.disassemble(compiled.asm["cubin"], tool("nvdisasm"))
-        stores, loads = sass.local_bytes(listing)
-        loop = dict(sass.hot_loop(listing) or {})
+        registers, stack = cubin_usage(compiled.asm["cubin"])
+        stores, loads, loop = 0, 0, {}
+        if stack or "mma" in compiled.asm["ptx"]:  # else there is nothing to count, and nvdisasm takes half a second
+            listing = sass.disassemble(compiled.asm["cubin"], tool("nvdisasm"))
+            stores, loads = sass.local_bytes(listing)
+            loop = dict(sass.hot_loop(listing) or {})
     return Measured(registers, stores, loads, metadata.shared, metadata.num_warps, metadata.num_stages, loop)
 
 
-def cubin_registers(cubin: bytes) -> int:
-    """Registers per thread, from ``cuobjdump -res-usage``."""
+def cubin_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) per thread, from ``cuobjdump -res-usage``."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         report = subprocess.run([tool("cuobjdump"), "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
-    return max(int(registers) for registers in re.findall(r"\bREG:(\d+)", report))
+    functions = re.findall(r"\bREG:(\d+) STACK:(\d+)", report)
+    return max(int(registers) for registers, _ in functions), max(int(stack) for _, stack in functions)
 
 
 def ptxas_usage(compiled) -> tuple[int, int, int]:
