@@ -94,6 +94,11 @@ def test_long(scheme):
             check(target, problem(target, SCHEMES[scheme](16), *seqlens, seed=4, causal=False, batch=2, heads=1, group=1))
 
 
+def test_second_coarse_row(exact):
+    """Positions past the first 1024, where the two levels of an angle table meet: only relative turns must remain."""
+    check(exact, problem(exact, Rotary.rope(16, base=100.0).rectify(20, 3.0).local(60), 9, 1060, heads=1, group=1, seed=6))
+
+
 @pytest.mark.interpreted(lambda exact, kind, window: window in {"rectify": (0, 1, 31, 32, 33), "leaky": (33,), "local": (0, 32, 33)}[kind])
 @pytest.mark.parametrize("window", [0, 1, 2, 31, 32, 33, 63, 64, 65, 69, 70, 200])
 @pytest.mark.parametrize("kind", ["rectify", "leaky", "local"])
