@@ -63,7 +63,7 @@ def choose(impl: str | None, q: torch.Tensor) -> str:
     if impl is None:
         if q.is_cuda and q.dtype != torch.float64:
             return "triton"
-        return "cpu" if q.device.type == "cpu" else "reference"
+        return "cpu" if q.is_cpu else "reference"
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected None or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     reason = backend(impl).refusal(q)

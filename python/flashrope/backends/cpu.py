@@ -236,12 +236,6 @@ def _turns_for(x: torch.Tensor, call: Call, slope: float, offset: float, first: 
     return _turns_of_rows(call.rotary, slope, offset, factor, floor, first, x.shape[1], _accumulation_type(x))
 
 
-def _swap_pairs(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    if interleaved:
-        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return x.roll(x.shape[-1] // 2, -1)
-
-
 def _turn(x: torch.Tensor, turns, rotary: Rotary, back: bool = False) -> torch.Tensor:
     """x (batch, seqlen, heads, head_dim) turned, in float32 or float64; back applies the transpose, for gradients."""
     if turns is None:
@@ -249,10 +243,11 @@ def _turn(x: torch.Tensor, turns, rotary: Rotary, back: bool = False) -> torch.T
     own, other = turns
     turned = x * own
     if other is not None:
-        pairs, target = x, turned
-        if other.shape[-1] < rotary.head_dim:
-            pairs, target = x[..., :rotary.rotary_dim], turned[..., :rotary.rotary_dim]
-        target.addcmul_(_swap_pairs(pairs, rotary.interleaved), other, value=-1 if back else 1)
+        pairs, target, half = x, turned, len(rotary.theta)
+        if 2 * half < rotary.head_dim:
+            pairs, target = x[..., :2 * half], turned[..., :2 * half]
+        swapped = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if rotary.interleaved else pairs.roll(half, -1)
+        target.addcmul_(swapped, other, value=-1 if back else 1)
     return turned
 
 
@@ -279,7 +274,7 @@ def _whole(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dtype: to
 
 def _attend(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, lse (batch, heads_q, seqlen_q)."""
-    seqlen_q, seqlen_k, v = q.shape[1], k.shape[1], _upcast(v)
+    seqlen_q, seqlen_k, v = q.size(1), k.size(1), _upcast(v)
     whole = _whole(call.rotary, call.causal, seqlen_q, seqlen_k, v.dtype) if call.positions is None and q.numel() else None
     if whole:  # nothing to merge: short calls are spared the bookkeeping
         is_causal, turns_q, turns_k = whole
