@@ -83,8 +83,8 @@ class Case:
 
 
 def cases(quick: bool) -> list[Case]:
-    """bf16 with one and two bands on the main architectures; around them, every other choice once, where registers are
-    scarcest. fp16 was seen to compile to bf16's figures and sm_89 to sm_86's."""
+    """bf16 with one and two bands on the main architectures; around them, every other choice once, mostly where registers
+    are scarcest. fp16 was seen to compile to bf16's figures and sm_89 to sm_86's."""
 
     def grid(archs, head_dims, dtype, *schemes):
         return [Case(arch, head_dim, dtype, scheme) for arch in archs for head_dim in head_dims for scheme in schemes]
@@ -94,8 +94,8 @@ def cases(quick: bool) -> list[Case]:
         return main
     wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)
     padded = grid((80, 90), (96,), "bf16", ONE_BAND) + grid((80,), (32,), "bf16", ONE_BAND)
-    types = grid((80, 90), (128,), "fp16", TWO_BANDS) + grid((80,), (64, 128, 256), "fp32", ONE_BAND)
-    variants = grid((80,), (128,), "bf16", TWO_SIDED, NOPE, PACKED, POSITIONS) + grid((80,), (64,), "bf16", UNALIGNED)
+    types = grid((80, 90), (128,), "fp16", ONE_BAND) + grid((80,), (64, 128), "fp32", ONE_BAND)
+    variants = grid((80,), (128,), "bf16", NOPE, PACKED, POSITIONS) + grid((80,), (64,), "bf16", TWO_SIDED, UNALIGNED)
     small_shared = grid((86,), (64, 128), "bf16", TWO_BANDS) + grid((86,), (128, 256), "bf16", ONE_BAND)
     return main + wide + padded + types + variants + small_shared
 
@@ -108,18 +108,24 @@ class Ceiling:
     kernel: str = ""
     arch: int = 0
     above: int = 0  # head_dims larger than this
+    head_dim: int = 0
+    dtype: str = ""
     scheme: str = ""
     triton: str = ""  # version prefix
 
     def covers(self, kernel: str, case: Case) -> bool:
         return (self.kernel in ("", kernel) and self.arch in (0, case.arch) and case.head_dim > self.above
-                and self.scheme in ("", case.scheme.name) and triton.__version__.startswith(self.triton))
+                and self.head_dim in (0, case.head_dim) and self.dtype in ("", case.dtype) and self.scheme in ("", case.scheme.name) and triton.__version__.startswith(self.triton))
 
 
-# First match decides.
+LISTED = float("inf")  # printed with its figure, not limited
+# First match decides. Limited are one and two bands in half precision, head_dim 64 and 128, on sm_80 and sm_90.
 SPILL_CEILINGS = (
-    Ceiling(float("inf"), above=128),  # listed, not limited: no tile of 256 channels holds its accumulators in 255 registers
-    Ceiling(float("inf"), scheme="unaligned"),  # loads of two bytes each; served, not tuned
+    Ceiling(LISTED, above=128),  # no tile of 256 channels holds its accumulators in 255 registers
+    *(Ceiling(LISTED, head_dim=head_dim) for head_dim in (32, 96)),
+    *(Ceiling(LISTED, scheme=scheme.name) for scheme in (NOPE, INTERLEAVED, PARTIAL, TWO_SIDED, PACKED, POSITIONS, UNALIGNED)),
+    *(Ceiling(LISTED, arch=arch) for arch in (86, 89)),
+    Ceiling(LISTED, dtype="fp32"),
     Ceiling(64, "attention_grad_kv", arch=80, above=64),
     Ceiling(0),
 )

@@ -125,6 +125,7 @@ def attention_grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k,
             acc_k = turn_tile(acc_k, angles, key_step, table_rows, table_row, columns, length_k - first, LAYOUT)
 
         begin, inner_begin, inner_end, end = tile_range(first - ahead, last - ahead, start, stop - 1, length_q, BLOCK_M)
+        # Hoisted out of these loops, addresses and masks of the epilogue take the registers that the accumulators need.
         for member in tl.range(0, group, disable_licm=True):
             head = head_kv * group + member
             queries = head_ptr(turned_q, band, packed_q, head, LAYOUT)
@@ -215,11 +216,11 @@ def attention_grad_q(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q, 
             acc = turn_tile(acc, angles, query_step, table_rows, table_row, rows, length_q - first, LAYOUT)
 
         begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
-        for step in tl.range(0, inner_begin - begin + end - inner_end, disable_licm=True):
+        for step in tl.range(0, inner_begin - begin + end - inner_end):
             column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
             acc = grad_q_step(acc, q, g, row_lse, row_delta, keys, values, column, position_q, length_k, start, stop, scale_log2,
                              stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, True)
-        for step in tl.range(inner_begin, inner_end, disable_licm=True):
+        for step in tl.range(inner_begin, inner_end):
             acc = grad_q_step(acc, q, g, row_lse, row_delta, keys, values, step * BLOCK_N, position_q, length_k, start, stop, scale_log2,
                              stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, False)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
+
 
 class Tile(NamedTuple):
     """block_m: query rows, block_n: key rows of a tile."""
@@ -25,7 +27,7 @@ HALF = {
     "sm80": {
         "forward": {16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
         "grad_kv": {16: Tile(32, 128, 4, 3), 32: Tile(32, 128, 4, 3), 64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 3), 256: Tile(32, 64, 8, 1)},
-        "grad_q": {16: Tile(128, 64, 4, 2), 32: Tile(128, 64, 4, 2), 64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+        "grad_q": {16: Tile(128, 64, 4, 2), 32: Tile(128, 64, 4, 2), 64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
         "grad_kv banded": {128: Tile(32, 64, 8, 2)},
     },
     "sm86": {
@@ -40,6 +42,10 @@ HALF = {
         "grad_q": {16: Tile(128, 64, 4, 2), 32: Tile(128, 64, 4, 2), 64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 64, 8, 1)},
         "grad_kv banded": {128: Tile(32, 64, 8, 2)},
     },
+}
+# Where newer compilers (seen: 3.9) spill and 3.6 does not.
+NEWER_HALF = {
+    "sm80": {"forward": {64: Tile(128, 32, 4, 3)}, "forward banded": {64: Tile(128, 32, 4, 3), 128: Tile(128, 32, 8, 3)}},
 }
 # float32 products run without tensor cores ("ieee"); these serve correctness, not speed.
 FLOAT = {
@@ -60,7 +66,11 @@ def family(capability: int) -> str:
 
 
 def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands: int) -> Tile:
-    """direction: "forward", "grad_kv" or "grad_q"."""
-    table = HALF[family(capability)] if itemsize == 2 else FLOAT
-    banded = table.get(f"{direction} banded", {}) if num_bands > 1 else {}
-    return banded.get(block_d) or table[direction][block_d]
+    """direction: "forward", "grad_kv" or "grad_q". The most special row decides."""
+    tables = [FLOAT]
+    if itemsize == 2:
+        tables = [HALF[family(capability)]]
+        if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6):
+            tables.insert(0, NEWER_HALF.get(family(capability), {}))
+    names = [f"{direction} banded", direction] if num_bands > 1 else [direction]
+    return next(table[name][block_d] for table in tables for name in names if block_d in table.get(name, {}))

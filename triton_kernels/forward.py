@@ -97,11 +97,11 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
 
         keys, stride_k = banded_keys(k, turned_keys, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
         begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
-        for step in tl.range(0, inner_begin - begin + end - inner_end, disable_licm=True):
+        for step in tl.range(0, inner_begin - begin + end - inner_end):
             column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
             acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, column, position_q, length_k,
                                                 start, stop, scale_log2, stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, True)
-        for step in tl.range(inner_begin, inner_end, disable_licm=True):
+        for step in tl.range(inner_begin, inner_end):
             acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, step * BLOCK_N, position_q, length_k,
                                                 start, stop, scale_log2, stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, False)
 
