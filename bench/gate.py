@@ -51,6 +51,7 @@ NOPE = Scheme("nope", Rotary.none)
 PACKED = Scheme("packed", lambda head_dim: Rotary.rope(head_dim, interleaved=True), packed=True, grad_lse=True)
 POSITIONS = Scheme("positions", lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2), positions=True)
 UNALIGNED = Scheme("unaligned", Rotary.rope, aligned=False)
+VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,7 @@ LISTED = float("inf")  # printed with its figure, not limited
 SPILL_CEILINGS = (
     Ceiling(LISTED, above=128),  # no tile of 256 channels holds its accumulators in 255 registers
     *(Ceiling(LISTED, head_dim=head_dim) for head_dim in (32, 96)),
-    *(Ceiling(LISTED, scheme=scheme.name) for scheme in (NOPE, INTERLEAVED, PARTIAL, TWO_SIDED, PACKED, POSITIONS, UNALIGNED)),
+    *(Ceiling(LISTED, scheme=scheme.name) for scheme in VARIANTS),
     *(Ceiling(LISTED, arch=arch) for arch in (86, 89)),
     Ceiling(LISTED, dtype="fp32"),
     Ceiling(64, "attention_grad_kv", arch=80, above=64),
