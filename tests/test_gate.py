@@ -93,12 +93,12 @@ def test_launches_are_compiled_alike_only_when_specialised_alike(compiled):
     assert compiled["sm_90"]["key"] != compiled["sm_80"]["key"]
 
 
-def row(kernel="attention_forward", arch=80, head_dim=128, measured=None, **figures):
+def row(kernel="attention_forward", case=gate.Case(80, 128, "bf16", gate.ONE_BAND), measured=None, **figures):
     if measured is None:
         measured = Measured(**{"registers": 128, "spill_stores": 0, "spill_loads": 0, "shared": 0, "warps": 4, "stages": 2,
                                "loop": None, **figures})
-    launch = SimpleNamespace(kernel=SimpleNamespace(__name__=kernel), arch=arch)
-    return gate.Row(launch, [gate.Case(arch, head_dim, "bf16", gate.ONE_BAND)], measured)
+    launch = SimpleNamespace(kernel=SimpleNamespace(__name__=kernel), arch=case.arch)
+    return gate.Row(launch, [case], measured)
 
 
 def test_ceilings_name_what_breaks_them(compiled):
@@ -116,19 +116,32 @@ def test_ceilings_name_what_breaks_them(compiled):
     assert "does not compile: PTXASError: out of luck" in failed
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_no_spill_is_allowed_up_to_128_channels(head_dim):
-    for arch in MULTIPROCESSORS:
-        for kernel in gate.KERNELS:
-            allowed = 64 if (kernel, arch, head_dim > 64) == ("attention_grad_kv", 80, True) else 0
-            assert not row(kernel, arch, head_dim, spill_stores=allowed).violations()
-            assert row(kernel, arch, head_dim, spill_stores=allowed + 4).violations()
+@pytest.mark.parametrize("scheme", [gate.ONE_BAND, gate.TWO_BANDS], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("arch", [80, 90])
+def test_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, scheme):
+    for kernel in gate.KERNELS:
+        allowed = 64 if (kernel, arch, head_dim) == ("attention_grad_kv", 80, 128) else 0
+        assert not row(kernel, gate.Case(arch, head_dim, dtype, scheme), spill_stores=allowed).violations()
+        assert row(kernel, gate.Case(arch, head_dim, dtype, scheme), spill_stores=allowed + 4).violations()
+
+
+@pytest.mark.parametrize("case", [
+    gate.Case(80, 256, "bf16", gate.ONE_BAND), gate.Case(90, 96, "bf16", gate.ONE_BAND), gate.Case(86, 128, "bf16", gate.ONE_BAND),
+    gate.Case(80, 64, "fp32", gate.ONE_BAND), *(gate.Case(80, 128, "bf16", scheme) for scheme in gate.VARIANTS),
+], ids=lambda case: f"sm_{case.arch} {case.head_dim} {case.dtype} {case.scheme.name}")
+def test_elsewhere_a_spill_is_listed_with_its_figure(case):
+    spilling = row(case=case, spill_stores=512)
+    assert not spilling.violations()
+    assert spilling.figures()["spill B"] == "512"
 
 
 @pytest.mark.parametrize(("arch", "limit"), [(80, 163), (86, 99), (89, 99), (90, 227)])
 def test_shared_memory_limit(arch, limit):
-    assert not row(arch=arch, shared=limit * 1024).violations()
-    assert row(arch=arch, shared=limit * 1024 + 16).violations()
+    case = gate.Case(arch, 128, "bf16", gate.ONE_BAND)
+    assert not row(case=case, shared=limit * 1024).violations()
+    assert row(case=case, shared=limit * 1024 + 16).violations()
 
 
 @pytest.mark.parametrize(("registers", "shared_kb", "warps", "blocks"), [
