@@ -1,7 +1,7 @@
 """Fused attention for rotary position schemes: RoPE, HoPE, ReRoPE, Leaky ReRoPE, PI, NTK, YaRN and log n in one pass."""
 
 from ._version import __version__
-from .api import attention, attention_varlen
+from .api import attention, attention_varlen, attention_with_cache
 from .rotary import Band, Rotary
 
-__all__ = ["Band", "Rotary", "__version__", "attention", "attention_varlen"]
+__all__ = ["Band", "Rotary", "__version__", "attention", "attention_varlen", "attention_with_cache"]

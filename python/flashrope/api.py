@@ -1,4 +1,4 @@
-"""The public calls: argument checks, then one operator."""
+"""The public calls: argument checks, then one operator (two where a cache is written)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from . import ops
 from .backends import Call, backend, choose
 from .rotary import Rotary
 
-__all__ = ["attention", "attention_varlen"]
+__all__ = ["attention", "attention_varlen", "attention_with_cache"]
 
+MOST_SPLITS = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -76,6 +77,64 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: 
     return _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
 
+def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rotary: Rotary, cache_seqlens: torch.Tensor,
+                         k: torch.Tensor | None = None, v: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+                         cache_leftpad: torch.Tensor | None = None, causal: bool = True, softmax_scale: float | None = None,
+                         return_lse: bool = False, impl: str | None = None, num_splits: int | None = None, validate: bool = False):
+    """Writes the new raw k, v behind the cached ones, then attends: decoding, speculative verification, chunked prefill.
+
+    The cache holds raw keys, each once, whatever the scheme; they are rotated on their way to the product, and only where the
+    scheme asks for it (ReRoPE: the last ``window``). No gradients: in training use ``attention``.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim). Row r of a sequence of n cached and new keys stands at n - seqlen_q + r.
+        k_cache, v_cache: (batch, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv, head_dim);
+            written in place.
+        cache_seqlens: (batch,) int32, the slots in use before this call (those before cache_leftpad counted in). Not changed.
+        k, v: (batch, seqlen_new, heads_kv, head_dim), or both None where the cache is complete.
+        block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a sequence's length
+            may hold anything. page_size is a power of two of at least 16.
+        cache_leftpad: (batch,) int32, the first valid slot of each sequence; positions count from it.
+        num_splits: the number of parts the keys are shared out to. A number fixes the tiles as well: results are then equal to the
+            bit whatever else the batch holds and however a sequence's tokens are cut into calls (Triton and CUDA). None picks by
+            shape.
+        validate: look at the tables first, which waits for the device. Without it, lengths are kept inside the capacity, page
+            numbers inside the cache, and new keys without a place are dropped: nothing outside the buffers is touched, and no
+            other sequence's result changes, but the result of a sequence with a wrong entry means nothing.
+        rotary, causal, softmax_scale, return_lse, impl: as in ``attention``.
+
+    Returns:
+        out, like q and contiguous; with return_lse (out, lse), lse (batch, heads_q, seqlen_q) float32.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what came; with validate also the sequence and the entry.
+    """
+    paged = block_table is not None
+    capacity, seqlen_new = _check_cache(q, k_cache, v_cache, k, v, rotary, paged)
+    batch = q.shape[0]
+    _check_int32("cache_seqlens", cache_seqlens, q, (batch,))
+    if cache_leftpad is not None:
+        _check_int32("cache_leftpad", cache_leftpad, q, (batch,))
+    if paged:
+        if not isinstance(block_table, torch.Tensor) or block_table.ndim != 2:
+            raise ValueError(f"block_table: expected an int32 tensor ({batch}, max_pages), got {_seen(block_table)}")
+        _check_int32("block_table", block_table, q, (batch, block_table.shape[1]))
+        capacity *= block_table.shape[1]
+    softmax_scale = _check_scale(softmax_scale, q)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected True or False, got {causal!r}")
+    if num_splits is not None and (not isinstance(num_splits, int) or isinstance(num_splits, bool) or not 1 <= num_splits <= MOST_SPLITS):
+        raise ValueError(f"num_splits: expected None or a number from 1 to {MOST_SPLITS}, got {num_splits!r}")
+    impl = choose(impl, q, cached=True)
+    if validate:
+        _validate_tables(cache_seqlens, seqlen_new, capacity, cache_leftpad, block_table, k_cache)
+    if seqlen_new:
+        ops.append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table, impl)
+    out, lse = ops.attention_with_cache(q, k_cache, v_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new, num_splits or 0,
+                                        rotary.text, causal, softmax_scale, impl)
+    return (out, lse) if return_lse else out
+
+
 def _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     softmax_scale = _check_scale(softmax_scale, q)
     if not isinstance(causal, bool):
@@ -101,9 +160,9 @@ def _autocast(*tensors):
     return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in tensors)
 
 
-def _check_tensors(q, k, v, rotary, rank: int) -> tuple[torch.Size, torch.Size]:
+def _check_tensors(q, k, v, rotary, rank: int, names=("k", "v")) -> tuple[torch.Size, torch.Size]:
     """The shapes of q and k, each read once: short calls feel it."""
-    tensors = (("q", q), ("k", k), ("v", v))
+    tensors = (("q", q), (names[0], k), (names[1], v))
     for name, x in tensors:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
@@ -122,11 +181,11 @@ def _check_tensors(q, k, v, rotary, rank: int) -> tuple[torch.Size, torch.Size]:
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
     if shape_k[-1] != head_dim:
-        raise ValueError(f"k: expected head_dim {head_dim} as in q, got {shape_k[-1]}")
+        raise ValueError(f"{names[0]}: expected head_dim {head_dim} as in q, got {shape_k[-1]}")
     if head_dim % 8 or not 8 <= head_dim <= 256:
         raise ValueError(f"q: expected head_dim to be a multiple of 8 up to 256, got {head_dim}")
     if v.shape != shape_k:
-        raise ValueError(f"v: expected shape {tuple(shape_k)} as k, got {tuple(v.shape)}")
+        raise ValueError(f"{names[1]}: expected shape {tuple(shape_k)} as {names[0]}, got {tuple(v.shape)}")
     if not heads_kv or heads_q % heads_kv:
         raise ValueError(f"q: expected heads_q to be a multiple of heads_kv = {heads_kv}, got {heads_q}")
     if not isinstance(rotary, Rotary):
@@ -134,6 +193,70 @@ def _check_tensors(q, k, v, rotary, rank: int) -> tuple[torch.Size, torch.Size]:
     if rotary.head_dim != head_dim:
         raise ValueError(f"rotary: its head_dim is {rotary.head_dim}, q's is {head_dim}")
     return shape_q, shape_k
+
+
+def _check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool) -> tuple[int, int]:
+    """(rows of a sequence or page, new keys)"""
+    (batch, *_), (rows, capacity, heads_kv, head_dim) = _check_tensors(q, k_cache, v_cache, rotary, rank=4, names=("k_cache", "v_cache"))
+    if paged:
+        if capacity < 16 or capacity & (capacity - 1):
+            raise ValueError(f"k_cache: expected pages of 16, 32, 64, ... slots, got page_size {capacity}")
+    elif rows != batch:
+        raise ValueError(f"k_cache: expected batch {batch} as in q, got {rows}")
+    if rotary.axis:
+        raise ValueError("rotary: an axial scheme needs positions, which a cache does not carry")
+    if (k is None) != (v is None):
+        raise ValueError(f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}")
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, k, v)):
+        raise ValueError("q, k, v: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
+    if k is None:
+        return capacity, 0
+    _check_tensors(q, k, v, rotary, rank=4)
+    expected = (batch, k.shape[1], heads_kv, head_dim)
+    if tuple(k.shape) != expected:
+        raise ValueError(f"k: expected shape {(batch, 'seqlen_new', heads_kv, head_dim)}, got {tuple(k.shape)}")
+    return capacity, k.shape[1]
+
+
+def _check_int32(name, x, q, shape) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected an int32 tensor, got {_seen(x)}")
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name}: expected int32, got {x.dtype}")
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
+    if x.device != q.device:
+        raise ValueError(f"{name}: expected device {q.device} as q, got {x.device}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got stride {x.stride()}")
+
+
+def _seen(x) -> str:
+    return f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
+def _validate_tables(cache_seqlens, seqlen_new, capacity, cache_leftpad, block_table, k_cache) -> None:
+    pads = cache_leftpad.tolist() if cache_leftpad is not None else None
+    tables = block_table.tolist() if block_table is not None else None
+    writable: dict[int, tuple[int, int]] = {}
+    for b, length in enumerate(cache_seqlens.tolist()):
+        if length < 0:
+            raise ValueError(f"cache_seqlens: sequence {b} has length {length}")
+        if length + seqlen_new > capacity:
+            new = f" and {seqlen_new} new keys" if seqlen_new else ""
+            raise ValueError(f"cache_seqlens: sequence {b} has length {length}{new}, its capacity is {capacity}")
+        if pads is not None and not 0 <= pads[b] <= length:
+            raise ValueError(f"cache_leftpad: sequence {b} starts at slot {pads[b]}, its length is {length}")
+        if tables is None:
+            continue
+        page_size = k_cache.shape[1]
+        for n in range((pads[b] if pads else 0) // page_size, -(-(length + seqlen_new) // page_size)):
+            page = tables[b][n]
+            if not 0 <= page < k_cache.shape[0]:
+                raise ValueError(f"block_table: sequence {b}, entry {n} is page {page}, the cache has pages 0 to {k_cache.shape[0] - 1}")
+            if seqlen_new and n >= length // page_size and writable.setdefault(page, (b, n)) != (b, n):
+                raise ValueError(f"block_table: sequence {b}, entry {n} would write to page {page}, as sequence {writable[page][0]}, "
+                                 f"entry {writable[page][1]} does")
 
 
 def _check_scale(softmax_scale, q) -> float:

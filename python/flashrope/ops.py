@@ -1,6 +1,6 @@
 """The torch.library operators: schemas, shapes, autograd, dispatch to an implementation. No maths.
 
-Both operators are opaque, so torch.compile and torch.export keep them whole. The scheme travels as the text of its
+The operators are opaque, so torch.compile and torch.export keep them whole. The scheme travels as the text of its
 Rotary: one constant in a graph, readable in an exported program.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .backends import Call, backend
+from .backends import CacheCall, Call, backend
 from .rotary import Rotary
 
 LIBRARY = torch.library.Library("flashrope", "DEF")
@@ -20,6 +20,13 @@ _CALL = ("Tensor? positions, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt 
 LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor turned_keys)")
 LIBRARY.define("attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
                f"Tensor lse, Tensor turned_keys, {_CALL}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)")
+
+
+# Two operators: one writes into the caches, the other only reads them.
+_CACHE = "Tensor cache_seqlens, Tensor? block_table"
+LIBRARY.define(f"append_to_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, {_CACHE}, str impl) -> ()")
+LIBRARY.define(f"attention_with_cache(Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE}, Tensor? cache_leftpad, SymInt seqlen_new, "
+               "int num_splits, str rotary, bool causal, float softmax_scale, str impl) -> (Tensor out, Tensor lse)")
 
 
 def _call(positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, rotary, causal, softmax_scale) -> Call:
@@ -38,6 +45,18 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, *call_and_impl
     return backend(impl).backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, _call(*call))
 
 
+def _append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table, impl):
+    backend(impl).append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table)
+
+
+def _attention_with_cache(q, k_cache, v_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new, num_splits, rotary, causal,
+                          softmax_scale, impl):
+    call = CacheCall(Rotary.from_text(rotary), causal, softmax_scale, cache_seqlens, seqlen_new, block_table, cache_leftpad, num_splits)
+    return backend(impl).attention_with_cache(q, k_cache, v_cache, call)
+
+
+LIBRARY.impl("append_to_cache", _append_to_cache, "CompositeExplicitAutograd")
+LIBRARY.impl("attention_with_cache", _attention_with_cache, "CompositeExplicitAutograd")
 LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 
@@ -55,6 +74,18 @@ def _(q, k, v, *call_and_impl):
 @torch.library.register_fake("flashrope::attention_backward", lib=LIBRARY)
 def _(grad_out, grad_lse, q, k, v, *_):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+@torch.library.register_fake("flashrope::append_to_cache", lib=LIBRARY)
+def _(*_):
+    return None
+
+
+@torch.library.register_fake("flashrope::attention_with_cache", lib=LIBRARY)
+def _(q, *_):
+    batch, seqlen_q, heads_q, _ = q.shape
+    return (torch.empty_like(q, memory_format=torch.contiguous_format),
+            q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32))
 
 
 def _save(ctx, inputs, output):
@@ -103,6 +134,18 @@ def attention(q, k, v, *call_and_impl):
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Eager.apply(q, k, v, *call_and_impl)
     return _forward(q, k, v, *call_and_impl)
+
+
+def append_to_cache(k_cache, v_cache, k, v, *rest):
+    """flashrope::append_to_cache, past the dispatcher in plain eager mode."""
+    call = _append_to_cache if _plain(k_cache, v_cache, k, v) else torch.ops.flashrope.append_to_cache
+    call(k_cache, v_cache, k, v, *rest)
+
+
+def attention_with_cache(q, k_cache, v_cache, *rest):
+    """flashrope::attention_with_cache, past the dispatcher in plain eager mode."""
+    call = _attention_with_cache if _plain(q, k_cache, v_cache) else torch.ops.flashrope.attention_with_cache
+    return call(q, k_cache, v_cache, *rest)
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))

@@ -15,22 +15,10 @@ from ..rotary import Band, Rotary
 IMPLEMENTATIONS = ("triton", "cuda", "cpu", "reference")
 
 
-@dataclasses.dataclass(slots=True)  # not frozen: that would double the time to make one
-class Call:
-    """What one attention call asks for, beside q, k and v.
+class _Scheme:
+    """What follows from rotary, causal and softmax_scale."""
 
-    Packed sequences (cu_seqlens_q is given): q (total_q, heads_q, head_dim), lse (heads_q, total_q).
-    Otherwise: q (batch, seqlen_q, heads_q, head_dim), lse (batch, heads_q, seqlen_q).
-    """
-
-    rotary: Rotary
-    causal: bool
-    softmax_scale: float
-    positions: torch.Tensor | None = None  # (batch, seqlen) or (batch, seqlen, axes)
-    cu_seqlens_q: torch.Tensor | None = None  # (sequences + 1,) int32
-    cu_seqlens_k: torch.Tensor | None = None
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
+    __slots__ = ()
 
     @property
     def bands(self) -> tuple[Band, ...]:
@@ -49,8 +37,49 @@ class Call:
         train_length, clip = self.rotary.log_n_scale
         return 1 / math.log(train_length), 1.0 if clip else 0.0
 
+
+@dataclasses.dataclass(slots=True)  # not frozen: that would double the time to make one
+class Call(_Scheme):
+    """What one attention call asks for, beside q, k and v.
+
+    Packed sequences (cu_seqlens_q is given): q (total_q, heads_q, head_dim), lse (heads_q, total_q).
+    Otherwise: q (batch, seqlen_q, heads_q, head_dim), lse (batch, heads_q, seqlen_q).
+    """
+
+    rotary: Rotary
+    causal: bool
+    softmax_scale: float
+    positions: torch.Tensor | None = None  # (batch, seqlen) or (batch, seqlen, axes)
+    cu_seqlens_q: torch.Tensor | None = None  # (sequences + 1,) int32
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
     def lse_shape(self, q: torch.Tensor) -> tuple[int, ...]:
         return (q.shape[1], q.shape[0]) if self.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
+
+
+@dataclasses.dataclass(slots=True)
+class CacheCall(_Scheme):
+    """What one call over a cache asks for, beside q (batch, seqlen_q, heads_q, head_dim) and the caches.
+
+    The caches are (batch, capacity, heads_kv, head_dim), or with a block_table (pages, page_size, heads_kv, head_dim). Sequence b
+    holds the keys at slots cache_leftpad[b] to cache_seqlens[b] + seqlen_new, of which slot s is row s of the cache, or row
+    s % page_size of page block_table[b, s // page_size]. Positions count from cache_leftpad.
+    """
+
+    rotary: Rotary
+    causal: bool
+    softmax_scale: float
+    cache_seqlens: torch.Tensor  # (batch,) int32, without the seqlen_new keys that were just written
+    seqlen_new: int = 0
+    block_table: torch.Tensor | None = None  # (batch, max_pages) int32
+    cache_leftpad: torch.Tensor | None = None  # (batch,) int32
+    num_splits: int = 0  # 0: as the shapes suggest
+
+    def capacity(self, k_cache: torch.Tensor) -> int:
+        """Slots that a sequence can have."""
+        return k_cache.shape[1] if self.block_table is None else self.block_table.shape[1] * k_cache.shape[1]
 
 
 @cache
@@ -58,15 +87,16 @@ def backend(impl: str) -> ModuleType:
     return import_module(f".{impl}", __name__)
 
 
-def choose(impl: str | None, q: torch.Tensor) -> str:
-    """The implementation to use for tensors like q; raises with the reason where the one asked for cannot serve."""
+def choose(impl: str | None, q: torch.Tensor, cached: bool = False) -> str:
+    """The implementation to use for tensors like q, over a cache or not; raises with the reason where the one asked for cannot
+    serve."""
     if impl is None:
         if q.is_cuda and q.dtype != torch.float64:
             return "triton"
         return "cpu" if q.is_cpu else "reference"
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected None or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    reason = backend(impl).refusal(q)
+    reason = backend(impl).refusal(q, cached)
     if reason:
         raise ValueError(f"impl={impl!r} cannot serve this call: {reason}")
     return impl

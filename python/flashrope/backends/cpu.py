@@ -25,7 +25,7 @@ _flash = torch._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def refusal(q: torch.Tensor) -> str:
+def refusal(q: torch.Tensor, cached: bool = False) -> str:
     return "" if q.device.type == "cpu" else f"its tensors must lie on the CPU, q is on {q.device}"
 
 

@@ -5,5 +5,5 @@ from __future__ import annotations
 import torch
 
 
-def refusal(q: torch.Tensor) -> str:
+def refusal(q: torch.Tensor, cached: bool = False) -> str:
     return "the CUDA extension serves decoding only and is not part of this version; use impl='triton'"

@@ -31,7 +31,7 @@ def interpreted() -> bool:
     return not IMPORT_ERROR and bool(triton.knobs.runtime.interpret)
 
 
-def refusal(q: torch.Tensor) -> str:
+def refusal(q: torch.Tensor, cached: bool = False) -> str:
     if IMPORT_ERROR:
         return f"triton cannot be imported ({IMPORT_ERROR})"
     if q.dtype == torch.float64:
