@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashrope import Rotary
-from flashrope.backends import cpu
+from flashrope.backends.cpu_pieces import plan
 
 ROPE = Rotary.rope(8)
 SCHEMES = [ROPE, ROPE.rectify(5, 2.0).local(40), ROPE.rectify(70, 2.0).local(150)]
@@ -12,18 +12,21 @@ SCHEMES += [scheme(window) for window in (0, 1, 2, 3, 16, 63, 64, 65, 100, 1000)
 LENGTHS = [(1, 1), (5, 5), (3, 7), (7, 3), (1, 9), (9, 1), (40, 40), (70, 200), (200, 70), (300, 300), (33, 64)]
 
 
+@pytest.mark.parametrize("ahead", [0, 3, 130, -2, -90], ids=lambda ahead: f"ahead{ahead}")
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda pair: f"{pair[0]}x{pair[1]}")
-def test_pieces_hold_every_visible_pair_once(lengths, causal):
+def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
+    """Also where the keys are a block out of a longer sequence and the queries stand elsewhere than at its end."""
     seqlen_q, seqlen_k = lengths
-    distance = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)
+    shift = seqlen_k - seqlen_q + ahead
+    distance = torch.arange(seqlen_q)[:, None] + shift - torch.arange(seqlen_k)
     for rotary in SCHEMES:
         bands = rotary.bands_for(causal)
         held = {(slope, offset): torch.zeros(seqlen_q, seqlen_k, dtype=torch.int) for _, _, slope, offset in bands}
         wanted = {turn: torch.zeros_like(x) for turn, x in held.items()}
         for start, stop, slope, offset in bands:
             wanted[slope, offset] += (distance >= start) & (distance < stop)
-        for slope, offset, pieces in cpu.plan(bands, seqlen_q, seqlen_k):
+        for slope, offset, pieces in plan(bands, seqlen_q, seqlen_k, shift):
             for piece in pieces:
                 local = torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
                 seen = (local >= 0) & (local < (piece.width or seqlen_q)) if piece.causal else torch.ones_like(local, dtype=torch.bool)

@@ -10,15 +10,14 @@ float16 backward is some twenty times slower), and nothing but the results is ro
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from ..angles import cos_sin
-from ..rotary import Band, Rotary
-from . import Call
+from ..rotary import Rotary
+from . import CacheCall, Call
+from .cpu_pieces import keys_of, mask, plan, rows_of, uncut, windows
 
-LEAST_CHUNK = 64  # rows; a narrower band is cut into chunks of this many rows, which then need a mask
 LEAST_TABLE = 256  # positions
 
 _flash = torch._scaled_dot_product_flash_attention_for_cpu
@@ -63,124 +62,6 @@ def _sequences(call: Call):
     starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
     for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
         yield slice(q0, q1), slice(k0, k1)
-
-
-# ---- bands cut into pieces ----------------------------------------------------------------------------------------------
-
-
-class Piece(NamedTuple):
-    """Rows [row, row + rows) against keys [key, key + keys), and the same again ``repeat`` times, each ``stride`` later.
-
-    causal: local row a sees local keys b <= a; width: and of them only a - b < width. Without causal it sees all.
-    reversed: a and b count from the end of their range instead of from its start.
-    """
-
-    row: int
-    rows: int
-    key: int
-    keys: int
-    causal: bool = False
-    reversed: bool = False
-    width: int = 0
-    repeat: int = 1
-    stride: int = 0
-
-    def mirrored(self, seqlen_q: int, seqlen_k: int) -> Piece:
-        """This piece with time reversed."""
-        last = (self.repeat - 1) * self.stride
-        return self._replace(row=seqlen_q - self.row - self.rows - last, key=seqlen_k - self.key - self.keys - last,
-                             reversed=self.causal and not self.reversed)
-
-
-@lru_cache(maxsize=256)
-def plan(bands: tuple[Band, ...], seqlen_q: int, seqlen_k: int) -> tuple[tuple[float, float, tuple[Piece, ...]], ...]:
-    """(slope, offset, pieces) for each turn the bands ask for; together the pieces hold every visible pair once."""
-    turns: dict[tuple[float, float], list[Piece]] = {}
-    shift = seqlen_k - seqlen_q  # query row r stands at position r + shift
-    for start, stop, slope, offset in bands:
-        pieces = turns.setdefault((slope, offset), [])
-        if start <= 1 - seqlen_q and stop >= seqlen_k:
-            pieces.append(Piece(0, seqlen_q, 0, seqlen_k))
-            continue
-        if stop > 0:
-            pieces += _behind(max(start, 0), stop, seqlen_q, seqlen_k, shift)
-        if start < 0:  # keys ahead; in reversed time, where row and key 0 stand at the same position, they lie behind
-            pieces += (p.mirrored(seqlen_q, seqlen_k) for p in _behind(max(1 - stop, 1), 1 - start, seqlen_q, seqlen_k, 0))
-    kept = ((*turn, tuple(p for p in pieces if p.rows > 0 and p.keys > 0)) for turn, pieces in turns.items())
-    return tuple(of_turn for of_turn in kept if of_turn[2])
-
-
-def _behind(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift: int) -> list[Piece]:
-    """The pieces of the band start <= d < stop, start >= 0, d = r + shift - j.
-
-    x counts rows so that row x sees exactly the keys x - width < j <= x, j < seqlen_k.
-    """
-    first, end = max(shift - start, 0), seqlen_q + shift - start
-    if first >= end or first >= seqlen_k + stop - start:
-        return []
-    start, first, end = int(start), int(first), int(end)
-    width = int(min(stop - start, end))
-    to_row = start - shift
-
-    def clipped(x, rows, key, keys, **kind):
-        return Piece(x + to_row, rows, key, min(keys, seqlen_k - key), **kind)
-
-    pieces = []
-    if first < width:  # rows that see all keys from 0 on
-        pieces += [clipped(first, width - first, 0, first), clipped(first, width - first, first, width - first, causal=True)]
-        first = width
-    chunk = max(width, LEAST_CHUNK)
-    whole = max(min(end, seqlen_k) - first, 0) // chunk
-    starts = [(first, chunk, whole)] if whole else []
-    starts += [(x, min(chunk, end - x), 1) for x in range(first + whole * chunk, min(end, seqlen_k + width), chunk)]
-    for x, rows, repeat in starts:
-        again = {"repeat": repeat, "stride": chunk}
-        banded = width if rows > width else 0
-        pieces.append(clipped(x, min(rows, seqlen_k - x + width - 1) if banded else rows, x, rows, causal=True, width=banded, **again))
-        corner = min(rows, width) - 1  # keys before x that some, but not all rows see: local row a sees b >= a
-        corner_keys = min(corner, seqlen_k - (x - width + 1))
-        pieces.append(clipped(x, corner_keys, x - width + 1, corner_keys, causal=True, reversed=True, **again))
-        pieces.append(clipped(x, rows, x - width + 1 + corner, width - 1 - corner, **again))
-    return pieces
-
-
-def _windows(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:
-    """View (batch, repeat, heads, count, ...) of x (batch, seqlen, heads, ...)."""
-    if piece.repeat == 1:
-        return x[:, first:first + count].transpose(1, 2)[:, None]
-    x = x[:, first:first + (piece.repeat - 1) * piece.stride + count]
-    shape = (x.shape[0], piece.repeat, x.shape[2], count, *x.shape[3:])
-    stride = (x.stride(0), piece.stride * x.stride(1), x.stride(2), x.stride(1), *x.stride()[3:])
-    return x.as_strided(shape, stride)
-
-
-def _cut(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:
-    """(batch * repeat, heads, count, ...) of x (batch, seqlen, heads, ...), in the piece's time, as the kernel takes it."""
-    if piece.repeat == 1 and not piece.reversed:
-        return (x if count == x.shape[1] else x[:, first:first + count]).transpose(1, 2)
-    x = _windows(x, first, count, piece)
-    return (x.flip(3) if piece.reversed else x).flatten(0, 1)
-
-
-def _rows(x: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return _cut(x, piece.row, piece.rows, piece)
-
-
-def _keys(x: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return _cut(x, piece.key, piece.keys, piece)
-
-
-def _uncut(x: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """What the kernel gave, (batch * repeat, heads, count, ...), in the shape and the time of ``_windows``."""
-    x = x.unflatten(0, (-1, piece.repeat))
-    return x.flip(3) if piece.reversed else x
-
-
-def _mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
-    if not piece.width:
-        return None
-    distance = torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
-    return torch.zeros(piece.rows, piece.keys, dtype=dtype).masked_fill_((distance < 0) | (distance >= piece.width), float("-inf"))
 
 
 # ---- rotation -----------------------------------------------------------------------------------------------------------
@@ -262,7 +143,7 @@ def _upcast(x: torch.Tensor) -> torch.Tensor:
 def _whole(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dtype: torch.dtype):
     """(is_causal, what turns q, what turns k) where one kernel call without a mask does all; else None."""
     call = Call(rotary, causal, 1.0)
-    turns = plan(call.bands, seqlen_q, seqlen_k)
+    turns = plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q)
     if len(turns) != 1 or len(turns[0][2]) != 1 or rotary.axis:
         return None
     (slope, offset, (piece,)), = turns
@@ -283,13 +164,13 @@ def _attend(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         out = out.transpose(1, 2)
         return (out if out.dtype == q.dtype else out.to(q.dtype)).contiguous(), lse.contiguous()
     parts = []
-    for slope, offset, pieces in plan(call.bands, seqlen_q, seqlen_k) if q.numel() and k.numel() else ():
+    for slope, offset, pieces in plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q) if q.numel() and k.numel() else ():
         turned_q = _turn(q, _turns_for(q, call, slope, offset, seqlen_k - seqlen_q, True), call.rotary)
         turned_k = _turn(k, _turns_for(k, call, slope, 0.0, 0, False), call.rotary)
         for piece in pieces:
             parts.append((piece, *_flash(
-                _rows(turned_q, piece), _keys(turned_k, piece), _keys(v, piece), 0.0, piece.causal and not piece.width,
-                attn_mask=_mask(piece, turned_q.dtype), scale=call.score_scale)))
+                rows_of(turned_q, piece), keys_of(turned_k, piece), keys_of(v, piece), 0.0, piece.causal and not piece.width,
+                attn_mask=mask(piece, turned_q.dtype), scale=call.score_scale)))
     if len(parts) == 1 and parts[0][0].rows == seqlen_q and not parts[0][0].reversed:
         out, lse = parts[0][1].transpose(1, 2), parts[0][2]
     else:
@@ -301,12 +182,12 @@ def _merged(parts, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of rows that several pieces hold, or none."""
     out = q.new_zeros(q.shape, dtype=_accumulation_type(q))
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
-    rows = [_windows(lse.transpose(1, 2), piece.row, piece.rows, piece) for piece, _, _ in parts]
+    rows = [windows(lse.transpose(1, 2), piece.row, piece.rows, piece) for piece, _, _ in parts]
     for (piece, _, piece_lse), of_rows in zip(parts, rows, strict=True):
-        torch.logaddexp(of_rows, _uncut(piece_lse, piece), out=of_rows)
+        torch.logaddexp(of_rows, uncut(piece_lse, piece), out=of_rows)
     for (piece, piece_out, piece_lse), of_rows in zip(parts, rows, strict=True):
-        weight = (_uncut(piece_lse, piece) - of_rows).exp_()[..., None]
-        _windows(out, piece.row, piece.rows, piece).addcmul_(_uncut(piece_out, piece), weight)
+        weight = (uncut(piece_lse, piece) - of_rows).exp_()[..., None]
+        windows(out, piece.row, piece.rows, piece).addcmul_(uncut(piece_out, piece), weight)
     return out, lse
 
 
@@ -318,7 +199,7 @@ def _attend_backward(grad_out, grad_lse, q, k, v, out, lse, call: Call) -> tuple
         # dS = P * (dO.V - dO.O + dlse): dlse rides in dO as one more channel, against 1 in V and 0 in O.
         grad_out, wide_v, out = _widen(grad_out, grad_lse.transpose(1, 2)), _widen(wide_v, 1.0), _widen(out, 0.0)
     grad_q = grad_k = grad_v = None
-    for slope, offset, pieces in plan(call.bands, seqlen_q, seqlen_k) if q.numel() and k.numel() else ():
+    for slope, offset, pieces in plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q) if q.numel() and k.numel() else ():
         turns_q = _turns_for(q, call, slope, offset, seqlen_k - seqlen_q, True)
         turns_k = _turns_for(k, call, slope, 0.0, 0, False)
         turned_q, turned_k = _turn(q, turns_q, rotary), _turn(k, turns_k, rotary)
@@ -327,9 +208,9 @@ def _attend_backward(grad_out, grad_lse, q, k, v, out, lse, call: Call) -> tuple
         of_q = of_k = None
         for piece in pieces:
             piece_q, piece_k, piece_v = (x[..., :q.shape[-1]] for x in _flash_backward(
-                _rows(grad_out, piece), _rows(turned_q, piece), _keys(turned_k, piece), _keys(wide_v, piece),
-                _rows(out, piece), _rows(lse, piece), 0.0, piece.causal and not piece.width,
-                attn_mask=_mask(piece, turned_q.dtype), scale=call.score_scale))
+                rows_of(grad_out, piece), rows_of(turned_q, piece), keys_of(turned_k, piece), keys_of(wide_v, piece),
+                rows_of(out, piece), rows_of(lse, piece), 0.0, piece.causal and not piece.width,
+                attn_mask=mask(piece, turned_q.dtype), scale=call.score_scale))
             of_q = _add(of_q, piece_q, q.shape, piece.row, piece.rows, piece)
             of_k = _add(of_k, piece_k, k.shape, piece.key, piece.keys, piece)
             grad_v = _add(grad_v, piece_v, v.shape, piece.key, piece.keys, piece)
@@ -354,5 +235,5 @@ def _add(total, piece_grad, shape, first: int, count: int, piece: Piece) -> torc
         if count == shape[1] and not piece.reversed:
             return piece_grad.transpose(1, 2)
         total = piece_grad.new_zeros(shape)
-    _windows(total, first, count, piece).add_(_uncut(piece_grad, piece))
+    windows(total, first, count, piece).add_(uncut(piece_grad, piece))
     return total
