@@ -1,4 +1,5 @@
-"""The CPU implementation's geometry: a band cut into pieces that torch's flash kernel computes without a mask."""
+"""The CPU implementation's geometry: a band cut into pieces that torch's flash kernel computes without a mask, and their
+results merged."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from typing import NamedTuple
 import torch
 
 from ..rotary import Band
+from .cpu_turns import accumulation_type
 
+flash = torch._scaled_dot_product_flash_attention_for_cpu
 LEAST_CHUNK = 64  # rows; a narrower band is cut into chunks of this many rows, which then need a mask
 
 
@@ -126,3 +129,16 @@ def mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
         return None
     distance = torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
     return torch.zeros(piece.rows, piece.keys, dtype=dtype).masked_fill_((distance < 0) | (distance >= piece.width), float("-inf"))
+
+
+def merged(parts, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of rows that several pieces hold, or none."""
+    out = q.new_zeros(q.shape, dtype=accumulation_type(q))
+    lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
+    rows = [windows(lse.transpose(1, 2), piece.row, piece.rows, piece) for piece, _, _ in parts]
+    for (piece, _, piece_lse), of_rows in zip(parts, rows, strict=True):
+        torch.logaddexp(of_rows, uncut(piece_lse, piece), out=of_rows)
+    for (piece, piece_out, piece_lse), of_rows in zip(parts, rows, strict=True):
+        weight = (uncut(piece_lse, piece) - of_rows).exp_()[..., None]
+        windows(out, piece.row, piece.rows, piece).addcmul_(uncut(piece_out, piece), weight)
+    return out, lse
