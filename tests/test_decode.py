@@ -1,0 +1,338 @@
+"""attention_with_cache: every sequence as the last rows of one full call, whatever lies around it in the cache."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import support
+import torch
+from support import COEFFICIENT, SCHEMES
+from test_needles import needle
+
+from flashrope import Rotary, attention_with_cache
+
+PAGE = 16
+UNUSED = 2147480000  # what a table may hold where a sequence has no keys
+
+
+@dataclasses.dataclass
+class Cached:
+    """Sequences of different lengths in a cache; p[b] is sequence b alone. The cache does not hold the last seqlen_new keys yet;
+    all other slots are NaN."""
+
+    sequences: list[support.Problem]
+    seqlen_new: int
+    capacity: int
+    leftpad: tuple[int, ...] | None
+    page_size: int = 0
+
+    def __post_init__(self):
+        pads = self.leftpad or (0,) * len(self.sequences)
+        first = self.sequences[0].k
+        rooms, tables, lengths = [], [], []
+        if self.page_size:
+            used = [-(-(pad + p.k.shape[1]) // self.page_size) for p, pad in zip(self.sequences, pads, strict=True)]
+            inner = 1 + torch.randperm(sum(used), generator=torch.Generator().manual_seed(3))
+            free = [0, *inner.tolist()[:sum(used) - 2], sum(used) + 1]  # wrong page numbers are most easily mended to the first or last
+            pool = first.new_full((2, sum(used) + 2, self.page_size, *first.shape[2:]), torch.nan)
+        for p, pad in zip(self.sequences, pads, strict=True):
+            old = p.k.shape[1] - self.seqlen_new
+            room = first.new_full((2, self.capacity, *first.shape[2:]), torch.nan)
+            room[0, pad:pad + old], room[1, pad:pad + old] = p.k[0, :old], p.v[0, :old]
+            rooms.append(room)
+            lengths.append(pad + old)
+            if self.page_size:
+                pages = [free.pop(0) for _ in range(used[len(tables)])]
+                for n, page in enumerate(pages):
+                    pool[:, page] = room[:, n * self.page_size:(n + 1) * self.page_size]
+                tables.append(pages + [UNUSED] * (self.capacity // self.page_size - len(pages)))
+        device = first.device
+        self.k_cache, self.v_cache = pool if self.page_size else torch.stack(rooms, 1)
+        self.cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.block_table = torch.tensor(tables, dtype=torch.int32, device=device) if self.page_size else None
+        self.cache_leftpad = torch.tensor(pads, dtype=torch.int32, device=device) if self.leftpad else None
+
+    def run(self, impl: str, **options):
+        p = self.sequences[0]
+        new = slice(-self.seqlen_new, None) if self.seqlen_new else slice(0, 0)
+        k, v = (torch.cat([getattr(p, name)[:, new] for p in self.sequences]) if self.seqlen_new else None for name in "kv")
+        return attention_with_cache(torch.cat([p.q for p in self.sequences]), self.k_cache, self.v_cache, p.rotary, self.cache_seqlens,
+                                    k, v, self.block_table, self.cache_leftpad, causal=p.causal, softmax_scale=p.softmax_scale,
+                                    return_lse=True, impl=impl, validate=True, **options)
+
+    def check(self, target, **options) -> None:
+        before = self.cache_seqlens.clone()
+        out, lse = self.run(target.impl, **options)
+        assert torch.equal(before, self.cache_seqlens)
+        assert out.dtype == target.dtype and lse.dtype == support.lse_type(target)
+        for b, p in enumerate(self.sequences):
+            ratios = support.excess({"out": out[b:b + 1], "lse": lse[b:b + 1]}, *support.exact_and_bound(p), target.dtype)
+            over = {name: ratio for name, ratio in ratios.items() if not ratio <= COEFFICIENT[target.dtype]}
+            assert not over, f"sequence {b}: error over u * bound {over}"
+
+
+def cached(target, rotary, lengths, seqlen_q, heads=4, group=2, seqlen_new=None, leftpad=None, capacity=64, page_size=0, **options) -> Cached:
+    sequences = [support.problem(target, rotary, seqlen_q, n, heads=heads, group=group, seed=10 * b, **options) for b, n in enumerate(lengths)]
+    return Cached(sequences, seqlen_q if seqlen_new is None else seqlen_new, capacity, leftpad, page_size)
+
+
+LAYOUTS = {"contiguous": 0, "paged": PAGE}
+layouts = pytest.mark.parametrize("page_size", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
+@pytest.mark.interpreted(lambda target, page_size, scheme: target.dtype == torch.float32 and bool(page_size) == (scheme in (
+    "rope_interleaved", "rope_partial", "hope_rerope_log_n", "yarn_leaky_local_log_n")))
+@layouts
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_one_token(target, page_size, scheme):
+    cached(target, SCHEMES[scheme](16), (45, 1, 64, 22), 1, leftpad=(3, 0, 0, 40), capacity=80, page_size=page_size).check(target)
+
+
+@pytest.mark.interpreted(lambda exact, page_size, scheme, causal: (scheme == "hope_rerope_log_n") == bool(page_size))
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@layouts
+@pytest.mark.parametrize("scheme", ["rope_partial", "leaky", "hope_rerope_log_n", "local"])
+def test_several_tokens(exact, page_size, scheme, causal):
+    cached(exact, SCHEMES[scheme](16), (45, 5, 64), 5, leftpad=(3, 0, 0), capacity=80, page_size=page_size, causal=causal).check(exact)
+
+
+@pytest.mark.interpreted(lambda exact, seqlen_q, page_size: exact.impl == "triton" and seqlen_q in (17, 70) and page_size)
+@layouts
+@pytest.mark.parametrize("seqlen_q", [2, 17, 64, 65, 70, 150])
+def test_long_chunks(exact, page_size, seqlen_q):
+    cached(exact, Rotary.rope(16).rectify(21).log_n(20), (150, 170), seqlen_q, capacity=192, page_size=page_size).check(exact)
+
+
+@pytest.mark.interpreted(lambda target, head_dim, heads: target.dtype == torch.float16 and head_dim in (40, 96, 128))
+@pytest.mark.parametrize(("head_dim", "heads"), [(8, (4, 4)), (40, (6, 3)), (64, (8, 8)), (72, (5, 1)), (96, (32, 4)), (128, (8, 1)), (256, (4, 2))])
+def test_head_dims_and_groups(target, head_dim, heads):
+    rotary = Rotary.hope(head_dim, 100, interleaved=head_dim == 128).rectify(21)
+    cached(target, rotary, (50, 33), 2, heads=heads[0], group=heads[0] // heads[1], page_size=PAGE).check(target)
+
+
+@layouts
+def test_lengths_from_nothing_to_full(exact, page_size):
+    """No key, one, a page, the capacity; and queries without new keys, of which there may be more than keys."""
+    rotary = Rotary.rope(16).rectify(7)
+    cached(exact, rotary, (0, 1, PAGE, 64), 1, seqlen_new=0, page_size=page_size).check(exact)
+    cached(exact, rotary, (0, 2, 64), 4, seqlen_new=0, page_size=page_size).check(exact)
+    cached(exact, rotary, (0, 0), 1, seqlen_new=0, page_size=page_size).check(exact)
+
+
+@pytest.mark.interpreted(lambda exact, distance, kind: distance == 21)
+@pytest.mark.parametrize("distance", [0, 20, 21, 22])
+@pytest.mark.parametrize("kind", ["rectify", "local"])
+def test_needles_on_the_edge(exact, kind, distance):
+    whole = needle(exact, getattr(Rotary.rope(16), kind)(21), distance)
+    rows = [whole.replace(**{name: getattr(whole, name)[:, -n - 1:-n] for name in ("q", "grad_out")}, grad_lse=whole.grad_lse[..., -n - 1:-n],
+                          k=whole.k[:, :-n], v=whole.v[:, :-n]) for n in range(1, 4)]
+    if kind == "rectify" or distance < 21:  # every third row has a needle, and it does dominate its row
+        assert max(support.exact_and_bound(p)[0]["lse"].max() for p in rows) > 8
+    Cached(rows, 1, 80, None, PAGE).check(exact)
+
+
+@layouts
+def test_token_by_token_is_one_full_call(exact, page_size):
+    """A sequence that grows by itself, in chunks of several sizes, against the rows of one call over all of it."""
+    p = support.problem(exact, Rotary.rope(16).rectify(9).log_n(10), 30)
+    full, bound = support.exact_and_bound(p)
+    caches = [x.new_full((4, PAGE, 1, 16) if page_size else (1, 64, 1, 16), torch.nan) for x in (p.k, p.v)]
+    table = torch.tensor([[2, 0, 3, 1]], dtype=torch.int32, device=exact.device) if page_size else None
+    rows, start = [], 0
+    for chunk in (13, 1, 1, 7, 3, 1, 1, 3):
+        new = slice(start, start + chunk)
+        seqlens = torch.tensor([start], dtype=torch.int32, device=exact.device)
+        rows.append(attention_with_cache(p.q[:, new], *caches, p.rotary, seqlens, p.k[:, new], p.v[:, new], table, return_lse=True, impl=exact.impl))
+        start += chunk
+    got = {"out": torch.cat([out for out, _ in rows], 1), "lse": torch.cat([lse for _, lse in rows], 2)}
+    assert max(support.excess(got, full, bound, exact.dtype).values()) <= COEFFICIENT[exact.dtype]
+
+
+def test_paged_is_contiguous_to_the_bit(target):
+    rotary = SCHEMES["hope_rerope_log_n"](16)
+    contiguous, paged = (cached(target, rotary, (45, 1, 60), 2, seqlen_new=0, page_size=page_size).run(target.impl)
+                         for page_size in (0, PAGE))
+    assert all(torch.equal(a, b) for a, b in zip(contiguous, paged, strict=True))
+
+
+def test_leftpad_changes_no_bit(exact):
+    rotary = SCHEMES["hope_rerope_log_n"](16)
+    plain, padded = (cached(exact, rotary, (45, 30), 2, leftpad=pads, capacity=80).run(exact.impl) for pads in (None, (7, 19)))
+    assert all(torch.equal(a, b) for a, b in zip(plain, padded, strict=True))
+
+
+# ---- tables from outside ------------------------------------------------------------------------------------------------
+
+
+HOSTILE = {"negative length": ("cache_seqlens", -5), "length beyond": ("cache_seqlens", 1 << 30), "largest length": ("cache_seqlens", 2**31 - 1),
+           "negative page": ("block_table", -3), "huge page": ("block_table", UNUSED), "negative pad": ("cache_leftpad", -9),
+           "pad beyond": ("cache_leftpad", 1 << 30)}
+
+
+@pytest.mark.interpreted(lambda exact, entry, page_size: entry[1] in (1 << 30, -3, UNUSED) and page_size)
+@layouts
+@pytest.mark.parametrize("entry", HOSTILE.values(), ids=HOSTILE.keys())
+def test_wrong_entries_stay_with_their_sequence(exact, entry, page_size):
+    """validate names them; without it the other sequences' caches and results stay as they were, to the bit."""
+    name, value = entry
+    if name == "block_table" and not page_size:
+        pytest.skip("a contiguous cache has no table")
+    make = lambda: cached(exact, Rotary.rope(16).rectify(9), (30, 20, 40), 2, leftpad=(2, 1, 0), page_size=page_size)  # noqa: E731
+    right, wrong = make(), make()
+    table = getattr(wrong, name)
+    (table[1] if name == "block_table" else table)[1 if name != "block_table" else slice(None)] = value
+    with pytest.raises(ValueError, match=rf"{name}: sequence 1\b"):
+        wrong.run(exact.impl)
+    new = [torch.cat([getattr(p, x)[:, -2:] for p in wrong.sequences]) for x in "kv"]
+    q = torch.cat([p.q for p in wrong.sequences])
+    out, lse = attention_with_cache(q, wrong.k_cache, wrong.v_cache, wrong.sequences[0].rotary, wrong.cache_seqlens, *new, wrong.block_table,
+                                    wrong.cache_leftpad, return_lse=True, impl=exact.impl)
+    want_out, want_lse = right.run(exact.impl)
+    for b in (0, 2):
+        assert torch.equal(out[b], want_out[b]) and torch.equal(lse[b], want_lse[b])
+        if page_size:
+            pages = right.block_table[b][right.block_table[b] != UNUSED].long()
+            assert all(torch.equal(x[pages].nan_to_num(7), y[pages].nan_to_num(7))
+                       for x, y in ((wrong.k_cache, right.k_cache), (wrong.v_cache, right.v_cache)))
+        else:
+            assert torch.equal(wrong.k_cache[b].nan_to_num(7), right.k_cache[b].nan_to_num(7))
+
+
+def test_two_sequences_on_one_page(exact):
+    """Shared pages may be read by all, written by none."""
+    c = cached(exact, Rotary.rope(16), (20, 20), 1, page_size=PAGE)
+    c.block_table[1] = c.block_table[0]
+    with pytest.raises(ValueError, match="block_table: sequence 1, entry 1 would write to page"):
+        c.run(exact.impl)
+
+
+GUARDED = """
+import ctypes, mmap, sys, torch
+from flashrope import Rotary, attention_with_cache
+
+libc, keep = ctypes.CDLL(None, use_errno=True), []
+
+def guarded(x):
+    '''A copy of x that ends where a page begins that no one may touch.'''
+    size = x.numel() * x.element_size()
+    room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, room + 2 * mmap.PAGESIZE)
+    keep.append(memory)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert libc.mprotect(ctypes.c_void_p(start), mmap.PAGESIZE, 0) == 0
+    assert libc.mprotect(ctypes.c_void_p(start + mmap.PAGESIZE + room), mmap.PAGESIZE, 0) == 0
+    buffer = (ctypes.c_char * size).from_address(start + mmap.PAGESIZE + room - size)
+    keep.append(buffer)
+    return torch.frombuffer(buffer, dtype=x.dtype).view(x.shape).copy_(x)
+
+impl, paged = sys.argv[1], sys.argv[2] == "paged"
+rotary = Rotary.rope(16).rectify(9)
+q, k, v = (guarded(torch.randn(3, 2, heads, 16)) for heads in (4, 2, 2))
+k_cache, v_cache = (guarded(torch.randn(*((5, 16) if paged else (3, 37)), 2, 16)) for _ in "kv")
+for lengths in ([5, 40, 0], [-7, 1 << 30, 2**31 - 1], [35, 36, 37]):
+    for entries in ([[0, 1, 2], [3, 4, 0], [1, 2, 3]], [[-1, 99, 2147480000], [-2147483648, 4, 5], [4, 4, 4]]):
+        for pads in (None, [0, 1, 2], [-5, 1 << 30, 37]):
+            lists = [lengths, entries if paged else None, pads]
+            seqlens, table, pad = (None if x is None else guarded(torch.tensor(x, dtype=torch.int32)) for x in lists)
+            attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, pad, impl=impl)
+if sys.argv[3] == "fault":
+    ctypes.string_at(k_cache.data_ptr() + k_cache.numel() * 4, 1)
+print("done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages are made with mprotect")
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize("impl", ["reference", "cpu"] + (["triton"] if support.INTERPRETED else []))
+def test_nothing_outside_the_buffers_is_touched(impl, layout):
+    """With guard pages before and behind every buffer; a process that touches one dies."""
+    run = subprocess.run([sys.executable, "-c", GUARDED, impl, layout, ""], capture_output=True, text=True)
+    assert run.returncode == 0 and "done" in run.stdout, run.stderr[-2000:]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages are made with mprotect")
+def test_the_guard_bites():
+    run = subprocess.run([sys.executable, "-c", GUARDED, "cpu", "paged", "fault"], capture_output=True, text=True)
+    assert run.returncode < 0 and "done" not in run.stdout
+
+
+# ---- the call -----------------------------------------------------------------------------------------------------------
+
+
+def arguments(**changes):
+    call = dict(q=torch.randn(2, 1, 4, 16), k_cache=torch.randn(2, 32, 2, 16), v_cache=torch.randn(2, 32, 2, 16), rotary=Rotary.rope(16),
+                cache_seqlens=torch.tensor([3, 9], dtype=torch.int32), k=torch.randn(2, 1, 2, 16), v=torch.randn(2, 1, 2, 16))
+    return call | changes
+
+
+TABLE = torch.zeros(2, 4, dtype=torch.int32)
+BAD = {
+    "cache_seqlens: expected int32": dict(cache_seqlens=torch.tensor([3, 9])),
+    "cache_seqlens: expected shape": dict(cache_seqlens=torch.tensor([3], dtype=torch.int32)),
+    "cache_seqlens: expected an int32 tensor, got list": dict(cache_seqlens=[3, 9]),
+    "cache_leftpad: expected shape": dict(cache_leftpad=torch.zeros(3, dtype=torch.int32)),
+    "block_table: expected int32": dict(block_table=TABLE.long()),
+    "block_table: expected an int32 tensor": dict(block_table=TABLE[0]),
+    "block_table: expected shape": dict(block_table=TABLE[:1]),
+    "block_table: expected a contiguous": dict(block_table=TABLE.T.contiguous().T),
+    "k_cache: expected pages of 16": dict(block_table=TABLE, k_cache=torch.randn(5, 24, 2, 16), v_cache=torch.randn(5, 24, 2, 16)),
+    "k_cache: expected batch 2": dict(k_cache=torch.randn(3, 32, 2, 16), v_cache=torch.randn(3, 32, 2, 16)),
+    "v_cache: expected shape": dict(v_cache=torch.randn(2, 31, 2, 16)),
+    "k_cache: expected torch.float32": dict(k_cache=torch.randn(2, 32, 2, 16).half()),
+    "k: expected shape": dict(k=torch.randn(1, 1, 2, 16), v=torch.randn(1, 1, 2, 16)),
+    "v: expected both": dict(v=None),
+    "expected no gradient": dict(q=torch.randn(2, 1, 4, 16, requires_grad=True)),
+    "rotary: an axial": dict(rotary=Rotary.axial(16)),
+    "num_splits: expected": dict(num_splits=0),
+    "causal: expected": dict(causal=1),
+    "impl='cuda' cannot serve": dict(impl="cuda"),
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), BAD.items(), ids=BAD.keys())
+def test_bad_calls_are_refused_before_anything_is_written(message, changes):
+    call = arguments(**changes)
+    before = call["k_cache"].clone()
+    with pytest.raises((TypeError, ValueError), match=message):
+        attention_with_cache(**call)
+    assert torch.equal(call["k_cache"], before)
+
+
+def test_opcheck():
+    rotary = Rotary.rope(16).rectify(5)
+    call = arguments()
+    cache = call["k_cache"], call["v_cache"]
+    torch.library.opcheck(torch.ops.flashrope.append_to_cache, (*cache, call["k"], call["v"], call["cache_seqlens"], None, "cpu"))
+    torch.library.opcheck(torch.ops.flashrope.attention_with_cache, (call["q"], *cache, call["cache_seqlens"], None, None, 1, 0, rotary.text,
+                                                                     True, 0.25, "cpu"))
+
+
+def test_compile_sees_the_write():
+    """One graph; the caches are written in it as outside."""
+    def step(q, k_cache, v_cache, rotary, cache_seqlens, k, v):
+        out = attention_with_cache(q, k_cache, v_cache, rotary, cache_seqlens, k, v)
+        return out + 0, k_cache.sum()
+
+    call = arguments()
+    other = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    for a, b in zip(step(**call), torch.compile(step, fullgraph=True, backend="aot_eager")(**other), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(call["k_cache"], other["k_cache"]) and torch.equal(call["v_cache"], other["v_cache"])
+
+
+def test_decoding_needs_no_rotated_copy_of_the_cache(monkeypatch):
+    """ReRoPE turns the last window keys and no other, whatever the length; the cache itself is never copied."""
+    from flashrope.backends import cpu_cache
+
+    turned = []
+    plain = cpu_cache.turn
+    monkeypatch.setattr(cpu_cache, "turn", lambda x, turns, rotary: turned.append(x.shape) or plain(x, turns, rotary))
+    for seqlen in (100, 1000, 30000):
+        turned.clear()
+        cache = torch.randn(2, 1, seqlen, 2, 16)
+        seqlens = torch.tensor([seqlen], dtype=torch.int32)
+        attention_with_cache(torch.randn(1, 1, 4, 16), *cache, Rotary.rope(16).rectify(64), seqlens)
+        keys = sum(rows for _, rows, heads, _ in turned if heads == 2)
+        assert 0 < keys <= 64
