@@ -231,6 +231,40 @@ def load_pairs(ptr, rows, stride_row, FIRST: tl.constexpr, COUNT: tl.constexpr, 
 
 
 @triton.jit
+def rows_at(ptr, offsets, channels, LAYOUT: tl.constexpr):
+    """load_rows for rows that lie anywhere: offsets int64 [M] in elements."""
+    VEC: tl.constexpr = LAYOUT.vec
+    ptrs = ptr + tl.multiple_of(offsets, VEC)[:, None] + channels[None, :]
+    if LAYOUT.block_d == LAYOUT.head_dim:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=(channels < LAYOUT.head_dim)[None, :], other=0.0)
+
+
+@triton.jit
+def pairs_at(ptr, offsets, LAYOUT: tl.constexpr):
+    """load_pairs of all pairs for rows that lie anywhere, in the tensor's own type: two [M, D/2]."""
+    if LAYOUT.interleaved:
+        return split_pairs(rows_at(ptr, offsets, tl.arange(0, LAYOUT.block_d), LAYOUT), LAYOUT)
+    else:
+        pair = tl.arange(0, LAYOUT.block_d // 2)
+        x = rows_at(ptr, offsets, vector_channels(pair, 0, LAYOUT), LAYOUT)
+        y = rows_at(ptr, offsets, vector_channels(pair, 1, LAYOUT), LAYOUT)
+        return x, y
+
+
+@triton.jit
+def vector_channels(pair, SECOND: tl.constexpr, LAYOUT: tl.constexpr):
+    """pair_channels, said to come in vectors where they do."""
+    VEC: tl.constexpr = LAYOUT.vec
+    channels = pair_channels(pair, SECOND, LAYOUT)
+    if (LAYOUT.rotary_dim // 2) % VEC == 0 and (LAYOUT.head_dim // 2) % VEC == 0:
+        return tl.max_contiguous(tl.multiple_of(channels, VEC), VEC)
+    else:
+        return channels
+
+
+@triton.jit
 def store_pairs(ptr, first, second, rows, length, stride_row, FIRST: tl.constexpr, LAYOUT: tl.constexpr):
     """Stores pairs of rows from pair FIRST on, two [M, COUNT], each channel in its place."""
     COUNT: tl.constexpr = first.shape[1]
@@ -265,6 +299,16 @@ def cos_sin(angles, slot, table_rows, first, rows, length, FIRST: tl.constexpr, 
         start_cos, start_sin = join_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
         at = table[None, :] + rows[:, None] * D
         return join_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
+
+
+@triton.jit
+def cos_sin_at(angles, slot, table_rows, positions, LAYOUT: tl.constexpr):
+    """cos_sin of all pairs at positions [M] >= 0, each joined of its own two levels: a row depends on its position alone."""
+    D: tl.constexpr = LAYOUT.block_d
+    table = angles.table + slot.to(tl.int64) * table_rows * D + tl.arange(0, D // 2)
+    fine = table[None, :] + (positions % FINE_ROWS)[:, None] * D
+    coarse = table[None, :] + (positions // FINE_ROWS + FINE_ROWS)[:, None] * D
+    return join_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
 
 
 @triton.jit

@@ -12,6 +12,7 @@ try:
 
     from ..triton_kernels import configs
     from ..triton_kernels.backward import attention_delta, attention_grad_kv, attention_grad_q
+    from ..triton_kernels.decode import Slots, append_rows, attention_decode, combine_splits
     from ..triton_kernels.forward import attention_forward
     from ..triton_kernels.tiles import Angles, Layout, Scales, strided
     from ..triton_kernels.turn import turn_rows
@@ -22,7 +23,7 @@ except ImportError as error:  # no wheel for this platform
 
 from ..angles import band_turns, coarse_rows, padded_pairs, position_table, two_level_table
 from ..rotary import Rotary
-from . import Call
+from . import CacheCall, Call
 
 UNBOUNDED = 1 << 30  # distances fit in 32 bits with room to add positions
 
@@ -87,6 +88,54 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, call: Call):
     return grad_q, grad_k, grad_v
 
 
+def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
+    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) to the slots behind cache_seqlens. What has no place is dropped."""
+    (batch, seqlen_new, heads_kv, head_dim), (pages, page_size) = k.shape, k_cache.shape[:2]
+    if not k.numel() or not k_cache.numel() or (block_table is not None and not block_table.numel()):
+        return
+    capacity = page_size if block_table is None else block_table.shape[1] * page_size
+    layout = Layout(head_dim, triton.next_power_of_2(head_dim), 0, False, _vector(k_cache, v_cache, k, v))
+    grid = (triton.cdiv(seqlen_new * heads_kv, configs.APPEND_ROWS) * batch,)
+    with _device(k):
+        launch(append_rows, grid, *map(strided, (k_cache, v_cache, k, v)), Slots(cache_seqlens, block_table, None), seqlen_new, capacity,
+               pages, heads_kv, LAYOUT=layout, PAGE_SIZE=0 if block_table is None else page_size, BLOCK_M=configs.APPEND_ROWS,
+               num_warps=configs.APPEND_WARPS)
+
+
+def attention_with_cache(q, k_cache, v_cache, call: CacheCall):
+    """(out like q and contiguous, lse float32 (batch, heads_q, seqlen_q))."""
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    (pages, page_size, heads_kv, _), capacity = k_cache.shape, call.capacity(k_cache)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(batch, heads_q, seqlen_q, dtype=torch.float32, device=q.device)
+    if not q.numel() or not k_cache.numel() or not capacity or not call.bands:
+        return out.zero_(), lse.fill_(float("-inf"))
+    with _device(q):
+        rotary, bands = call.rotary, _bands(call.rotary, call.causal)
+        layout = _layout(rotary, q, k_cache, v_cache)
+        rows = seqlen_q * (heads_q // heads_kv)
+        direction = "decode wide" if not call.num_splits and rows > configs.WIDE_ROWS else "decode"
+        tile = configs.tile(direction, _capability(q.device), layout.block_d, q.element_size(), len(bands))
+        programs = triton.cdiv(rows, tile.block_m) * heads_kv * batch
+        num_splits = call.num_splits or configs.num_splits(programs, capacity, _multiprocessors(q.device))
+        num_splits = min(num_splits, triton.cdiv(capacity, tile.block_n))
+        partial, partial_lse = out, lse
+        if num_splits > 1:
+            partial = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
+            partial_lse = torch.empty(num_splits, *lse.shape, dtype=torch.float32, device=q.device)
+        table = two_level_table(rotary, call.causal, coarse_rows(max(seqlen_q, capacity)), q.device)
+        key_turns = sum((key > 0) << index for index, key in enumerate(band_turns(rotary, call.causal).key))
+        launch(attention_decode, (programs * num_splits,), strided(q), strided(k_cache), strided(v_cache), partial, partial_lse,
+               Angles(table, None), _integers(bands, q.device), Slots(call.cache_seqlens, call.block_table, call.cache_leftpad), seqlen_q,
+               call.seqlen_new, capacity, pages, table.shape[1], heads_q, heads_kv, num_splits, Scales(call.score_scale, *call.log_n),
+               LAYOUT=layout, NUM_BANDS=len(bands), KEY_TURNS=key_turns, PAGE_SIZE=0 if call.block_table is None else page_size,
+               BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        if num_splits > 1:
+            launch(combine_splits, (batch * seqlen_q * heads_q,), partial, partial_lse, out, lse, seqlen_q, heads_q, num_splits,
+                   LAYOUT=Layout(head_dim, layout.block_d, 0, False, 1), BLOCK_S=configs.COMBINE_SPLITS, num_warps=configs.COMBINE_WARPS)
+    return out, lse
+
+
 def turned_keys_shape(k: torch.Tensor, call: Call) -> tuple[int, ...]:
     """(slots, rows, heads_kv, head_dim): the keys once for every slope that turns them."""
     slots = _key_slots(call.rotary, call.causal)
@@ -98,7 +147,7 @@ class _Plan:
 
     def __init__(self, q, k, v, call: Call, grad_out=None):
         self.call = call
-        self.heads_q, self.heads_kv, head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
+        self.heads_q, self.heads_kv = q.shape[-2], k.shape[-2]
         self.packed = call.cu_seqlens_q is not None
         self.batch = call.cu_seqlens_q.shape[0] - 1 if self.packed else q.shape[0]
         self.seqlen_q, self.seqlen_k = q.shape[-3], k.shape[-3]
@@ -121,9 +170,7 @@ class _Plan:
         self.num_bands = len(bands)
         self.capability = _capability(q.device)
         self.itemsize = q.element_size()
-        aligned = all(_aligned(x) for x in (q, k, v, grad_out) if x is not None)
-        self.layout = Layout(head_dim, 2 * padded_pairs(rotary), rotary.rotary_dim if any(rotary.theta) else 0, rotary.interleaved,
-                             16 // self.itemsize if aligned else 1)
+        self.layout = _layout(rotary, *(x for x in (q, k, v, grad_out) if x is not None))
 
     def options(self, direction: str):
         tile = configs.tile(direction, self.capability, self.layout.block_d, self.itemsize, self.num_bands)
@@ -211,6 +258,16 @@ def _aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
 
 
+def _vector(*tensors: torch.Tensor) -> int:
+    """Elements that all pointers and strides are a multiple of: a vector of 16 bytes, or 1."""
+    return 16 // tensors[0].element_size() if all(map(_aligned, tensors)) else 1
+
+
+def _layout(rotary: Rotary, *tensors: torch.Tensor) -> Layout:
+    return Layout(rotary.head_dim, 2 * padded_pairs(rotary), rotary.rotary_dim if any(rotary.theta) else 0, rotary.interleaved,
+                  _vector(*tensors))
+
+
 def _within_reach(x: torch.Tensor) -> torch.Tensor:
     """Inside a tile of up to 128 rows the kernels count in 32 bits; rows further apart than that are brought together."""
     return x if x.stride(-3) < 2**24 or x.shape[-3] == 1 else x.contiguous()
@@ -229,6 +286,11 @@ def _capability(device: torch.device) -> int:
     if interpreted():
         return 80
     return triton.runtime.driver.active.get_current_target().arch
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 108
 
 
 def _device(x: torch.Tensor):
