@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashrope import Rotary, attention
+from flashrope import Rotary, attention, attention_with_cache
 from flashrope.angles import cos_sin
 
 GOALS = {  # the largest ratio, or number of microseconds, allowed
@@ -28,10 +28,14 @@ GOALS = {  # the largest ratio, or number of microseconds, allowed
     "ReRoPE forward / SDPA": 1.35,
     "ReRoPE forward + backward / SDPA": 1.60,
     "memory of ReRoPE forward + backward when seqlen doubles": 2.20,
+    "ReRoPE decoding / SDPA over the same cache": 1.15,
+    "ReRoPE decoding / rotating the cache, then SDPA": 0.20,
     "host time at seqlen 1 beyond its operators, us": 60.0,
+    "time of attention_with_cache over 16 keys, us": 100.0,
 }
-SHOWN_ONLY = {"host time at seqlen 1 beyond its operators, us"}  # microseconds of one machine say nothing of a change; ratios do
+SHOWN_ONLY = {"host time at seqlen 1 beyond its operators, us", "time of attention_with_cache over 16 keys, us"}  # microseconds of one machine say nothing of a change; ratios do
 ATTEMPTS = 3  # of --check: another process on the machine can spoil a run, it cannot make one look good
+CACHE_SEQLEN = 32768
 DENSE_SEQLEN = 2048  # the two dense score matrices of the source are timed at no more than this
 DENSE_MASK = -1e9
 
@@ -42,8 +46,8 @@ class Way(NamedTuple):
     call: Callable
 
 
-def sdpa(q, k, v):
-    return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+def sdpa(q, k, v, is_causal=True):
+    return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=is_causal).transpose(1, 2)
 
 
 def rotate_half(x):
@@ -82,6 +86,19 @@ def ways(seqlen: int, window: int, head_dim: int, dense: bool) -> list[Way]:
     return [*chosen, Way("ReRoPE, two dense matrices", "ReRoPE", two_matrices)] if dense else chosen
 
 
+def ways_to_decode(seqlen: int, window: int, head_dim: int) -> list[Way]:
+    """One token against a cache of raw keys, or, as ReRoPE's source does it, one that is rotated anew at every step."""
+    rope = Rotary.rope(head_dim)
+    seqlens = torch.tensor([seqlen], dtype=torch.int32)
+    cos, sin = table(rope, (seqlen - 1 - torch.arange(seqlen)).clamp(max=window).neg())
+    return [
+        Way("SDPA", "SDPA", lambda q, k, v: sdpa(q, k, v, is_causal=False)),
+        Way("RoPE, raw cache", "SDPA", lambda q, k, v: attention_with_cache(q, k, v, rope, seqlens)),
+        Way("ReRoPE, raw cache", "SDPA", lambda q, k, v: attention_with_cache(q, k, v, rope.rectify(window), seqlens)),
+        Way("rotate the cache, then SDPA", "ReRoPE, raw cache", lambda q, k, v: sdpa(q, k * cos + rotate_half(k) * sin, v, is_causal=False)),
+    ]
+
+
 def timed(way: Way, tensors, backward: bool) -> float:
     begin = time.perf_counter()
     out = way.call(*tensors)
@@ -105,16 +122,27 @@ def measure(options, seqlen: int, backward: bool, dense: bool, seconds: float) -
     """Prints one table; returns the ratio of each way to its base."""
     tensors = [torch.randn(1, seqlen, options.heads, options.head_dim, requires_grad=backward) for _ in range(3)]
     chosen = ways(seqlen, min(options.window, seqlen // 4), options.head_dim, dense)
+    return ratios(f"seqlen {seqlen}, {'forward + backward' if backward else 'forward'}", chosen, tensors, backward, seconds)
+
+
+def decode(options, seconds: float) -> dict[str, float]:
+    """Prints one table; returns the ratio of each way to its base."""
+    q, *cache = (torch.randn(1, n, options.heads, options.head_dim) for n in (1, CACHE_SEQLEN, CACHE_SEQLEN))
+    chosen = ways_to_decode(CACHE_SEQLEN, options.window, options.head_dim)
+    return ratios(f"one token, {CACHE_SEQLEN} keys in the cache", chosen, [q, *cache], False, seconds)
+
+
+def ratios(title: str, chosen: list[Way], tensors, backward: bool, seconds: float) -> dict[str, float]:
     times = rounds(chosen, tensors, backward, seconds)
     count = len(times[chosen[0].name])
-    print(f"\nseqlen {seqlen}, {'forward + backward' if backward else 'forward'}, {count} rounds\n"
+    print(f"\n{title}, {count} rounds\n"
           f"{'':<28}{'median':>11}{'quartiles':>21}   ratio")
-    ratios = {}
+    found = {}
     for way in chosen:
         low, middle, high = (1e3 * x for x in statistics.quantiles(times[way.name], n=4))
-        ratios[way.name] = statistics.median(a / b for a, b in zip(times[way.name], times[way.base], strict=True))
-        print(f"{way.name:<28}{middle:>8.1f} ms{low:>10.1f} - {high:>8.1f}   {ratios[way.name]:.2f} of {way.base}")
-    return ratios
+        found[way.name] = statistics.median(a / b for a, b in zip(times[way.name], times[way.base], strict=True))
+        print(f"{way.name:<28}{middle:>8.1f} ms{low:>10.1f} - {high:>8.1f}   {found[way.name]:.2f} of {way.base}")
+    return found
 
 
 def peak_bytes(call: Callable) -> int:
@@ -146,14 +174,15 @@ def memory(options) -> float:
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def host(options, blocks: int = 60, calls: int = 50) -> float:
-    """Prints the time of one call at seqlen 1 on one thread; returns the microseconds beyond those of the PyTorch operators that
-    compute it, least against least."""
+def host(options, blocks: int = 60, calls: int = 50) -> tuple[float, float]:
+    """Prints the time of one call at seqlen 1 on one thread. Returns its microseconds beyond those of the PyTorch operators that
+    compute it, least against least, and the microseconds of a call over a short cache."""
     torch.set_num_threads(1)  # waking the others would be most of the time
     q, k, v = (torch.randn(1, 1, options.heads, options.head_dim) for _ in range(3))
     leaf = q.clone().requires_grad_()
     hope = Rotary.hope(options.head_dim, 512)
     cos, sin = torch.rand(2, 1, 1, options.head_dim)
+    cache, seqlens = torch.randn(2, 1, 64, options.heads, options.head_dim), torch.tensor([15], dtype=torch.int32)
 
     def turned(x):
         return (x * cos).addcmul_(x.roll(options.head_dim // 2, -1), sin).transpose(1, 2)
@@ -163,6 +192,7 @@ def host(options, blocks: int = 60, calls: int = 50) -> float:
         "SDPA": lambda: sdpa(q, k, v),
         "HoPE": lambda: attention(q, k, v, hope),
         "HoPE, recorded for autograd": lambda: attention(leaf, k, v, hope),
+        "HoPE, 16 keys in a cache": lambda: attention_with_cache(q, *cache, hope, seqlens, k, v),
     }
     times = {name: [] for name in calls_of}
     for _ in range(blocks + 5):
@@ -177,7 +207,7 @@ def host(options, blocks: int = 60, calls: int = 50) -> float:
     for name, of in times.items():
         low, middle, high = statistics.quantiles(of, n=4)
         print(f"{name:<28}{middle:>8.1f} us{low:>10.1f} - {high:>8.1f}   least {of[0]:.1f}")
-    return times["HoPE"][0] - times["the operators of HoPE"][0]
+    return times["HoPE"][0] - times["the operators of HoPE"][0], times["HoPE, 16 keys in a cache"][0]
 
 
 def machine() -> str:
@@ -215,9 +245,11 @@ def run(options) -> set[str]:
     both = measure(options, options.seqlen, True, False, options.seconds * 0.5)
     for backward in (False, True):
         measure(options, min(options.seqlen, DENSE_SEQLEN), backward, True, options.seconds * 0.1)
+    decoding = decode(options, options.seconds * 0.2)
     beyond = host(options)
     growth = memory(options)  # last: once the profiler has run, every operator of the process takes longer
-    got = dict(zip(GOALS, (forward["HoPE"], forward["ReRoPE"], both["ReRoPE"], growth, beyond), strict=True))
+    got = dict(zip(GOALS, (forward["HoPE"], forward["ReRoPE"], both["ReRoPE"], growth, decoding["ReRoPE, raw cache"],
+                           1 / decoding["rotate the cache, then SDPA"], *beyond), strict=True))
     print("\ngoals")
     missed = {name for name, limit in GOALS.items() if got[name] > limit}
     for name, limit in GOALS.items():
