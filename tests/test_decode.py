@@ -98,6 +98,14 @@ def test_several_tokens(exact, page_size, scheme, causal):
     cached(exact, SCHEMES[scheme](16), (45, 5, 64), 5, leftpad=(3, 0, 0), capacity=80, page_size=page_size, causal=causal).check(exact)
 
 
+@pytest.mark.interpreted(lambda target, scheme, seqlen_q: False)
+@pytest.mark.parametrize("seqlen_q", [1, 5])
+@pytest.mark.parametrize("scheme", ["none", "rope_interleaved", "hope_zeros", "rerope", "local", "log_n_trained"])
+def test_equal_lengths(target, scheme, seqlen_q):
+    """One batch, computed in one go where nothing has to be merged."""
+    cached(target, SCHEMES[scheme](16), (20, 20), seqlen_q, leftpad=(3, 3)).check(target)
+
+
 @pytest.mark.interpreted(lambda exact, seqlen_q, page_size: exact.impl == "triton" and seqlen_q in (17, 70) and page_size)
 @layouts
 @pytest.mark.parametrize("seqlen_q", [2, 17, 64, 65, 70, 150])

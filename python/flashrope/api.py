@@ -128,9 +128,7 @@ def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
     impl = choose(impl, q, cached=True)
     if validate:
         _validate_tables(cache_seqlens, seqlen_new, capacity, cache_leftpad, block_table, k_cache)
-    if seqlen_new:
-        ops.append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table, impl)
-    out, lse = ops.attention_with_cache(q, k_cache, v_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new, num_splits or 0,
+    out, lse = ops.attention_with_cache(q, k_cache, v_cache, cache_seqlens, k, v, block_table, cache_leftpad, num_splits or 0,
                                         rotary.text, causal, softmax_scale, impl)
     return (out, lse) if return_lse else out
 
@@ -207,15 +205,15 @@ def _check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool) -> tuple[int, i
         raise ValueError("rotary: an axial scheme needs positions, which a cache does not carry")
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}")
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, k, v)):
+    seqlen_new = 0
+    if k is not None:
+        _, (batch_k, seqlen_new, heads_k, _) = _check_tensors(q, k, v, rotary, rank=4)
+        if (batch_k, heads_k) != (batch, heads_kv):
+            raise ValueError(f"k: expected shape {(batch, 'seqlen_new', heads_kv, head_dim)}, got {tuple(k.shape)}")
+    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
+                                    or k is not None and (k.requires_grad or v.requires_grad)):
         raise ValueError("q, k, v: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
-    if k is None:
-        return capacity, 0
-    _check_tensors(q, k, v, rotary, rank=4)
-    expected = (batch, k.shape[1], heads_kv, head_dim)
-    if tuple(k.shape) != expected:
-        raise ValueError(f"k: expected shape {(batch, 'seqlen_new', heads_kv, head_dim)}, got {tuple(k.shape)}")
-    return capacity, k.shape[1]
+    return capacity, seqlen_new
 
 
 def _check_int32(name, x, q, shape) -> None:

@@ -142,10 +142,16 @@ def append_to_cache(k_cache, v_cache, k, v, *rest):
     call(k_cache, v_cache, k, v, *rest)
 
 
-def attention_with_cache(q, k_cache, v_cache, *rest):
-    """flashrope::attention_with_cache, past the dispatcher in plain eager mode."""
-    call = _attention_with_cache if _plain(q, k_cache, v_cache) else torch.ops.flashrope.attention_with_cache
-    return call(q, k_cache, v_cache, *rest)
+def attention_with_cache(q, k_cache, v_cache, cache_seqlens, k, v, block_table, cache_leftpad, *rest):
+    """flashrope::append_to_cache where there are new keys, then flashrope::attention_with_cache; past the dispatcher in plain
+    eager mode."""
+    seqlen_new = 0 if k is None else k.shape[1]
+    plain = _plain(q, k_cache, v_cache, cache_seqlens) if k is None else _plain(q, k_cache, v_cache, cache_seqlens, k, v)
+    if seqlen_new:
+        append = _append_to_cache if plain else torch.ops.flashrope.append_to_cache
+        append(k_cache, v_cache, k, v, cache_seqlens, block_table, rest[-1])
+    attend = _attention_with_cache if plain else torch.ops.flashrope.attention_with_cache
+    return attend(q, k_cache, v_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new, *rest)
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))

@@ -77,6 +77,8 @@ class CacheCall(_Scheme):
     cache_leftpad: torch.Tensor | None = None  # (batch,) int32
     num_splits: int = 0  # 0: as the shapes suggest
 
+    positions = None  # counted from cache_leftpad
+
     def capacity(self, k_cache: torch.Tensor) -> int:
         """Slots that a sequence can have."""
         return k_cache.shape[1] if self.block_table is None else self.block_table.shape[1] * k_cache.shape[1]

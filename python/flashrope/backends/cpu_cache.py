@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import CacheCall, Call
+from . import CacheCall
 from .cpu_pieces import Piece, flash, keys_of, mask, merged, plan, rows_of
 from .cpu_turns import accumulation_type, turn, turns_for, upcast
 
@@ -25,8 +25,8 @@ def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
     if block_table is None:
         length = max(lengths[0], 0) if batch else 0
         if lengths.count(lengths[0] if batch else 0) == batch and length + seqlen_new <= rows:
-            k_cache[:, length:length + seqlen_new] = k
-            v_cache[:, length:length + seqlen_new] = v
+            k_cache.narrow(1, length, seqlen_new).copy_(k)  # half the time of a slice
+            v_cache.narrow(1, length, seqlen_new).copy_(v)
             return
     capacity = rows if block_table is None else rows * block_table.shape[1]
     slot = cache_seqlens.to(torch.int64).clamp(0, capacity)[:, None] + torch.arange(seqlen_new)
@@ -46,9 +46,10 @@ def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
 def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse float32 or float64)."""
     batch, seqlen_q, heads_q, _ = q.shape
-    together = list(_sequences(k_cache, call, batch))
+    together = _sequences(k_cache, call, batch)
     if len(together) == 1 and call.block_table is None:
-        return _attend(q, _views(k_cache, v_cache, *together[0]), together[0][3] - together[0][2], call)
+        _, _, first, end = together[0]
+        return _one_piece(q, k_cache, v_cache, first, end, call) or _attend(q, _views(k_cache, v_cache, 0, batch, first, end), end - first, call)
     out = q.new_zeros(q.shape)
     lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
     for b0, b1, first, end in together:
@@ -58,16 +59,33 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
     return out, lse
 
 
-def _sequences(k_cache, call: CacheCall, batch: int) -> Iterator[tuple[int, int, int, int]]:
+def _one_piece(q, k_cache, v_cache, first: int, end: int, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What ``_attend`` returns, without its bookkeeping, where one band holds all keys of a short cache; else None."""
+    seqlen_q, seqlen = q.shape[1], end - first
+    if not 0 < seqlen <= BLOCK or not q.numel():
+        return None
+    turns = plan(call.bands, seqlen_q, seqlen, seqlen - seqlen_q)
+    if len(turns) != 1 or len(turns[0][2]) != 1:
+        return None
+    (slope, offset, (piece,)), = turns
+    k, v = k_cache.narrow(1, first, seqlen), v_cache.narrow(1, first, seqlen)
+    turns_k = turns_for(k, call, slope, 0.0, 0, False)
+    if turns_k is None or piece.rows != seqlen_q or piece.keys != seqlen or piece.reversed or piece.width:
+        return None
+    k, v = turn(k, turns_k, call.rotary), upcast(v)
+    q_turned = turn(q, turns_for(q, call, slope, offset, seqlen - seqlen_q, True), call.rotary)
+    out, lse = _flash(q_turned, k, v, piece, call.score_scale)
+    out = out.transpose(1, 2)
+    return (out if out.dtype == q.dtype else out.to(q.dtype)).contiguous(), lse.contiguous()
+
+
+def _sequences(k_cache, call: CacheCall, batch: int) -> list[tuple[int, int, int, int]]:
     """(b0, b1, first, end): sequences [b0, b1) hold the slots [first, end). Lengths are kept inside the capacity."""
     capacity, lengths = call.capacity(k_cache) if k_cache.shape[0] else 0, call.cache_seqlens.tolist()
     ends = [min(min(max(length, 0), capacity) + call.seqlen_new, capacity) for length in lengths]
     pads = [0] * batch if call.cache_leftpad is None else [min(max(p, 0), end) for p, end in zip(call.cache_leftpad.tolist(), ends, strict=True)]
-    b0 = 0
-    for b in range(1, batch + 1):
-        if b == batch or call.block_table is not None or (pads[b], ends[b]) != (pads[b0], ends[b0]):
-            yield b0, b, pads[b0], ends[b0]
-            b0 = b
+    starts = [b for b in range(batch) if b == 0 or call.block_table is not None or (pads[b], ends[b]) != (pads[b - 1], ends[b - 1])]
+    return [(b0, b1, pads[b0], ends[b0]) for b0, b1 in zip(starts, [*starts[1:], batch], strict=True)]
 
 
 Block = tuple[int, torch.Tensor, torch.Tensor]  # position of its first key, k and v (batch, slots, heads_kv, head_dim)
@@ -96,23 +114,25 @@ def _pages(k_cache, v_cache, table: torch.Tensor, first: int, end: int) -> Itera
 
 def _attend(q, blocks: Iterator[Block], seqlen: int, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, lse (batch, heads_q, seqlen_q) of sequences of one length."""
-    scheme = Call(call.rotary, call.causal, call.softmax_scale)
     seqlen_q = q.shape[1]
     turned: dict[tuple[float, float], torch.Tensor] = {}
     parts = []
     for position, k, v in blocks if q.numel() else ():
         for slope, offset, pieces in plan(call.bands, seqlen_q, k.shape[1], seqlen - seqlen_q - position):
             if (slope, offset) not in turned:
-                turned[slope, offset] = turn(q, turns_for(q, scheme, slope, offset, seqlen - seqlen_q, True), call.rotary)
+                turned[slope, offset] = turn(q, turns_for(q, call, slope, offset, seqlen - seqlen_q, True), call.rotary)
             first = min(piece.key for piece in pieces)
             stop = max(piece.key + (piece.repeat - 1) * piece.stride + piece.keys for piece in pieces)
-            near_k, near_v = k[:, first:stop], v[:, first:stop]
-            turns_k = turns_for(near_k, scheme, slope, 0.0, position + first, False)
+            whole = stop - first == k.shape[1]
+            near_k, near_v = (k, v) if whole else (k[:, first:stop], v[:, first:stop])
+            turns_k = turns_for(near_k, call, slope, 0.0, position + first, False)
             if turns_k is not None:  # in float32 anyway
                 near_k, near_v = turn(near_k, turns_k, call.rotary), upcast(near_v)
-            of_q = turned[slope, offset].to(near_k.dtype)
+            of_q = turned[slope, offset]
+            of_q = of_q if of_q.dtype == near_k.dtype else of_q.to(near_k.dtype)
             for piece in pieces:
-                parts.append((piece, *_flash(of_q, near_k, near_v, piece._replace(key=piece.key - first), call.score_scale)))
+                local = piece._replace(key=piece.key - first) if first else piece
+                parts.append((piece, *_flash(of_q, near_k, near_v, local, call.score_scale)))
     if len(parts) == 1 and parts[0][0].rows == seqlen_q and not parts[0][0].reversed:
         out, lse = parts[0][1].transpose(1, 2), parts[0][2]
     else:
@@ -127,10 +147,13 @@ def _flash(q, k, v, piece: Piece, scale: float) -> tuple[torch.Tensor, torch.Ten
         return flash(q, k, v, 0.0, not piece.width, attn_mask=mask(piece, q.dtype), scale=scale)
     # All see all: the query heads of one key head become rows, so that the keys are read once. torch's half-precision
     # kernels are three times slower with a single row.
-    heads_q, heads_kv, rows = q.shape[1], k.shape[1], q.shape[2]
-    folded = q.reshape(q.shape[0], heads_kv, heads_q // heads_kv * rows, q.shape[3])
-    single = folded.shape[2] == 1 and q.dtype in (torch.float16, torch.bfloat16)
+    batch, heads_q, rows, head_dim = q.shape
+    heads_kv, half = k.shape[1], q.dtype in (torch.float16, torch.bfloat16)
+    if heads_q == heads_kv and not (half and rows == 1):
+        return flash(q, k, v, 0.0, False, scale=scale)
+    folded = q.reshape(batch, heads_kv, heads_q // heads_kv * rows, head_dim)
+    single = half and folded.shape[2] == 1
     out, lse = flash(folded.expand(-1, -1, 2, -1) if single else folded, k, v, 0.0, False, scale=scale)
     if single:
         out, lse = out[:, :, :1], lse[:, :, :1]
-    return out.reshape(q.shape), lse.reshape(q.shape[:3])
+    return out.reshape(q.shape), lse.reshape(batch, heads_q, rows)

@@ -235,7 +235,7 @@ def train_job(rotary: str, config: ModelConfig, training: TrainConfig, text: byt
     model, rotary = LanguageModel(config).to(device), Rotary.from_text(rotary)
     batches = data.random_batches(text, training.batch_size, training.train_length, training.seed, device)
     trained = train(model, rotary, batches, training, functools.partial(attention, impl=impl), lambda *message: progress(message))
-    save_checkpoint(path, model, rotary)
+    save_checkpoint(path, model, rotary, training.train_length)
     return trained
 
 

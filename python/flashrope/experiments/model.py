@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .. import Rotary, attention
+from .. import Rotary, attention, attention_with_cache
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rotary], torch.Tensor]
 
@@ -76,37 +77,92 @@ class LanguageModel(nn.Module):
             for layer in (block.out, block.down):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * config.layers) ** 0.5)
 
-    def forward(self, tokens: torch.Tensor, rotary: Rotary, attend: Attend = attention) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, rotary: Rotary, attend: Attend | Sequence[Attend] = attention) -> torch.Tensor:
         """tokens (batch, seqlen) int64 to logits (batch, seqlen, vocab_size).
 
-        attend takes (q, k, v, rotary) and is ``flashrope.attention`` unless a caller needs one with further arguments.
+        attend takes (q, k, v, rotary) and is ``flashrope.attention`` unless a caller needs one with further arguments, or one
+        for each block, as over a cache.
         """
+        attends = [attend] * len(self.blocks) if callable(attend) else attend
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, rotary, attend)
+        for block, attend_in_block in zip(self.blocks, attends, strict=True):
+            x = block(x, rotary, attend_in_block)
         return F.linear(self.norm(x), self.embedding.weight)
 
 
-def save_checkpoint(path: str | os.PathLike, model: LanguageModel, rotary: Rotary) -> None:
-    """Weights, sizes and the scheme trained with, as one safetensors file; it appears whole or not at all."""
+class Decoder:
+    """One text, read piece by piece: what was read stays in one cache of raw keys and values per block.
+
+    capacity is the number of tokens it can read; dtype that of the cache, which is q's. Calls belong under torch.inference_mode.
+    """
+
+    def __init__(self, model: LanguageModel, rotary: Rotary, capacity: int, dtype: torch.dtype = torch.float32,
+                 impl: str | None = None):
+        config, device = model.config, model.embedding.weight.device
+        self.model, self.rotary, self.capacity, self.impl = model, rotary, capacity, impl
+        self.length = 0
+        self._seqlens = torch.zeros(1, dtype=torch.int32, device=device)
+        shape = (1, capacity, config.heads, config.head_dim)
+        self._attends = [functools.partial(self._attend, *(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"))
+                         for _ in range(config.layers)]
+
+    def read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens (1, seqlen) int64, the next of the text, to logits (1, seqlen, vocab_size).
+
+        Raises ValueError where they do not fit: the cache would drop them in silence.
+        """
+        seqlen = tokens.shape[1]
+        if self.length + seqlen > self.capacity:
+            raise ValueError(f"tokens: expected at most {self.capacity - self.length} more, got {seqlen}")
+        logits = self.model(tokens, self.rotary, self._attends)
+        self.length += seqlen
+        self._seqlens += seqlen
+        return logits
+
+    def _attend(self, k_cache, v_cache, q, k, v, rotary) -> torch.Tensor:
+        return attention_with_cache(q, k_cache, v_cache, rotary, self._seqlens, k, v, impl=self.impl)
+
+
+def save_checkpoint(path: str | os.PathLike, model: LanguageModel, rotary: Rotary, train_length: int | None = None) -> None:
+    """Weights, sizes, the scheme and the length trained with, as one safetensors file; it appears whole or not at all."""
     from safetensors.torch import save_file
 
     path = Path(path)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    metadata = {"config": json.dumps(dataclasses.asdict(model.config)), "rotary": rotary.text}
+    if train_length is not None:
+        metadata["train_length"] = str(train_length)
     partial = path.with_name(path.name + ".partial")
-    save_file(weights, partial, metadata={"config": json.dumps(dataclasses.asdict(model.config)), "rotary": rotary.text})
+    save_file(weights, partial, metadata=metadata)
     os.replace(partial, path)
 
 
 def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu") -> tuple[LanguageModel, Rotary]:
     """The model and the scheme it was trained with. ValueError for a file that ``save_checkpoint`` did not write."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt", device=str(device)) as file:
+    with _opened(path, device) as file:
         metadata = file.metadata() or {}
         if not {"config", "rotary"} <= metadata.keys():
             raise ValueError(f"{path}: not a flashrope checkpoint, its metadata has no config and rotary")
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
-    model = LanguageModel(ModelConfig(**json.loads(metadata["config"]))).to(device)
-    model.load_state_dict(weights)
-    return model, Rotary.from_text(metadata["rotary"])
+    try:
+        model, rotary = LanguageModel(ModelConfig(**json.loads(metadata["config"]))), Rotary.from_text(metadata["rotary"])
+        model.to(device).load_state_dict(weights)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path}: not a flashrope checkpoint ({' '.join(str(error).split())})") from error
+    return model, rotary
+
+
+def trained_length(path: str | os.PathLike) -> int | None:
+    """The training length that a checkpoint states, in tokens; files written before it was kept state none."""
+    with _opened(path, "cpu") as file:
+        length = (file.metadata() or {}).get("train_length", "")
+    return int(length) if length.isdecimal() else None
+
+
+def _opened(path: str | os.PathLike, device: torch.device | str):
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt", device=str(device))
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a flashrope checkpoint ({error})") from None
