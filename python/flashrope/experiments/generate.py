@@ -1,0 +1,305 @@
+"""``flashrope generate``: continues a text from a model that ``flashrope demo`` trained, past its training length.
+
+Every block keeps one cache of raw keys; the scheme is chosen when the model is loaded, and nothing but the attention call
+changes with it. The text goes to stdout as it comes, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from .. import Rotary
+from ..backends import IMPLEMENTATIONS, choose
+from ..info import hardware
+from . import data, report
+from .demo import CHECKPOINTS, INTERRUPTED, MOST_THREADS, BadInput, _device, _positive
+from .model import Decoder, LanguageModel, load_checkpoint, trained_length
+from .train import autocast
+
+CHUNK = 1024  # bytes of the prompt that are read in one call
+SHORTEST_PROMPT = 128  # of the default prompt where the training length is unknown
+VOCABULARY = 256
+WORTH_THREADS = 4_000_000  # parameters; the products of a smaller model's step end before a second thread has started
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model and prompt")
+    model.add_argument("--model", metavar="PATH", default=f"runs/demo/{CHECKPOINTS['rope']}",
+                       help="a checkpoint that flashrope demo wrote")
+    prompt = model.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; by default a piece, as long as the training length, "
+                        "of the files that the model was not trained on")
+    prompt.add_argument("--prompt-file", metavar="PATH", help="a file that holds it")
+    run_ = parser.add_argument_group("run")
+    run_.add_argument("--tokens", type=_positive, metavar="N", default=256, help="bytes to generate")
+    run_.add_argument("--temperature", type=float, metavar="T", default=0.8, help="0 takes the likeliest byte each time")
+    run_.add_argument("--top-k", type=_positive, metavar="K", help="draw from the K likeliest bytes only")
+    run_.add_argument("--seed", type=int, default=0, help="of the draws and of the default prompt")
+    run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    run_.add_argument("--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device")
+    run_.add_argument("--threads", type=_positive, help="CPU threads; by default one for small models, else those there are, at "
+                      "most 8")
+    scheme = parser.add_argument_group("scheme (by default the one the model was trained with, at every distance)")
+    scheme.add_argument("--rectify", action="store_true", help="ReRoPE: distances of the window and more count as the window")
+    scheme.add_argument("--window", type=_positive, metavar="W", help="of ReRoPE, in bytes, by default half the training length; "
+                        "asks for --rectify by itself")
+    scheme.add_argument("--factor", type=float, metavar="K", help="Leaky ReRoPE: distances grow by 1/K beyond the window; asks for "
+                        "--rectify by itself")
+    scheme.add_argument("--log-n", action="store_true", help="scale the query at position i by max(1, ln(i + 1) / ln(training "
+                        "length))")
+    scheme.add_argument("--train-length", type=_positive, metavar="N", help="the training length in bytes, for checkpoints that "
+                        "do not state it")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The options resolved: what is run, on which bytes, and where."""
+
+    model: LanguageModel
+    rotary: Rotary
+    scheme: str  # in words
+    train_length: int | None
+    prompt: bytes
+    device: torch.device
+    impl: str
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        settings = resolve(args)
+        with torch.inference_mode(), autocast(settings.device), _threads(settings, args.threads):
+            return _generate(settings, args)
+    except BadInput as error:
+        print(f"flashrope generate: error: {error}", file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        print(f"\nflashrope generate: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _generate(settings: Settings, args: argparse.Namespace) -> int:
+    capacity = len(settings.prompt) + args.tokens
+    dtype = torch.bfloat16 if settings.device.type == "cuda" else torch.float32  # what autocast hands to attention
+    try:
+        decoder = Decoder(settings.model, settings.rotary, capacity, dtype, settings.impl)
+    except (RuntimeError, MemoryError):
+        raise BadInput(f"--tokens: {settings.device} has no memory for the cache of {capacity:,} tokens") from None
+    print(report.lines(_facts(settings, args)) + "\n", file=sys.stderr, flush=True)
+
+    text = codecs.getincrementaldecoder("utf-8")("replace")
+    _show(text.decode(settings.prompt))
+    start, times, code = time.perf_counter(), [], 0
+    try:
+        for byte in generate(decoder, settings.prompt, args.tokens, args.temperature, args.top_k, args.seed):
+            times.append(time.perf_counter())
+            _show(text.decode(bytes([byte])))
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    _show(text.decode(b"", final=True))
+    print(f"\n\n{report.lines(_outcome(settings, args, start, times))}", file=sys.stderr)
+    return code
+
+
+def generate(decoder: Decoder, prompt: bytes, tokens: int, temperature: float = 0.0, top_k: int | None = None,
+             seed: int = 0) -> Iterator[int]:
+    """The bytes that follow prompt, each as soon as it is known. Under torch.inference_mode.
+
+    Draws are made on the CPU, so that a seed means the same on every device. Raises FloatingPointError where the logits are
+    not finite.
+    """
+    device = decoder.model.embedding.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    for piece in data.as_tokens([prompt], device).split(CHUNK, dim=1):
+        logits = decoder.read(piece)
+    for n in range(1, tokens + 1):
+        byte = pick(logits[0, -1].double().cpu(), temperature, top_k, generator)
+        yield byte
+        if n < tokens:
+            logits = decoder.read(torch.full((1, 1), byte, device=device))
+
+
+def pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """One token drawn by logits (vocab_size,) float64 on the CPU; the likeliest at temperature 0."""
+    highest, token = logits.max(dim=0)
+    if not math.isfinite(highest):
+        raise FloatingPointError(f"the model's largest logit is {highest.item()}: its weights are not those of a trained model")
+    if temperature == 0:
+        return int(token)
+    if top_k is not None:
+        logits, tokens = logits.topk(top_k)
+    drawn = int(torch.multinomial(((logits - highest) / temperature).softmax(dim=0), 1, generator=generator))
+    return drawn if top_k is None else int(tokens[drawn])
+
+
+@contextlib.contextmanager
+def _threads(settings: Settings, asked: int | None):
+    small = sum(p.numel() for p in settings.model.parameters()) < WORTH_THREADS
+    before = torch.get_num_threads()
+    torch.set_num_threads(asked or (1 if small else min(before, MOST_THREADS)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- the options --------------------------------------------------------------------------------------------------------
+
+
+def resolve(args: argparse.Namespace) -> Settings:
+    """The settings that the options ask for. Raises BadInput."""
+    if importlib.util.find_spec("safetensors") is None:
+        raise BadInput("needs safetensors: pip install 'flashrope[demo]'")
+    if not (math.isfinite(args.temperature) and args.temperature >= 0):
+        raise BadInput(f"--temperature: expected a number of at least 0, got {args.temperature}")
+    if args.top_k is not None and args.top_k > VOCABULARY:
+        raise BadInput(f"--top-k: expected at most {VOCABULARY}, the bytes there are, got {args.top_k}")
+    if args.top_k is not None and args.temperature == 0:
+        raise BadInput("--top-k: nothing is drawn at --temperature 0, which takes the likeliest byte; give one of the two")
+    if not 0 <= args.seed < 1 << 63:
+        raise BadInput(f"--seed: expected 0 to 2**63 - 1, got {args.seed}")
+    device = _device(args.device)
+    model, trained, train_length = _load(args, device)
+    rotary, scheme = _scheme(args, trained, train_length)
+    try:
+        impl = choose(args.impl, torch.empty(1, 1, 1, model.config.head_dim, device=device), cached=True)
+    except ValueError as error:
+        raise BadInput(f"--impl: {error}") from None
+    return Settings(model, rotary, scheme, train_length, _prompt(args, train_length), device, impl)
+
+
+def _load(args: argparse.Namespace, device: torch.device) -> tuple[LanguageModel, Rotary, int | None]:
+    if not Path(args.model).is_file():
+        raise BadInput(f"--model: no file {args.model}; run 'flashrope demo' first, which writes it, or give another checkpoint")
+    try:
+        model, trained = load_checkpoint(args.model, device)
+        train_length = trained_length(args.model)
+    except (ValueError, OSError) as error:
+        raise BadInput(f"--model: {error}") from None
+    if model.config.vocab_size != VOCABULARY:
+        raise BadInput(f"--model: expected a model over {VOCABULARY} bytes, {args.model} has {model.config.vocab_size} tokens")
+    if train_length and args.train_length and args.train_length != train_length:
+        raise BadInput(f"--train-length: {args.model} states {train_length}, got {args.train_length}")
+    return model, trained, train_length or args.train_length
+
+
+def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None) -> tuple[Rotary, str]:
+    """The scheme to run under, and in words."""
+    turning = sum(f != 0 for f in trained.theta)
+    rotary, words = trained, [f"trained with {turning} of {trained.head_dim // 2} channel pairs rotating"]
+    unknown = f"{args.model} does not state its training length; give --train-length"
+    if args.rectify or args.window or args.factor is not None:
+        option = "--rectify" if args.rectify else "--window" if args.window else "--factor"
+        if not turning:
+            raise BadInput(f"{option}: no pair of this model rotates, distances mean nothing to it")
+        if train_length is None:
+            raise BadInput(f"{option}: {unknown}")
+        window = args.window or max(train_length // 2, 1)
+        if window > train_length:
+            raise BadInput(f"--window: {window:,} is beyond the training length of {train_length:,} bytes, so distances would be "
+                           "told apart that the model never saw")
+        try:
+            rotary = rotary.rectify(window, args.factor)
+        except ValueError as error:
+            raise BadInput(f"--{error}" if str(error).startswith("factor: ") else f"{option}: {error}") from None
+        leaky = args.factor is not None and math.isfinite(args.factor)
+        far = f"grow by 1/{args.factor:g} from there on" if leaky else f"of {window:,} and more count as {window:,}"
+        words.append(f"{'Leaky ReRoPE' if leaky else 'ReRoPE'}, window {window:,} bytes: distances {far}")
+    else:
+        words.append("every distance as it is")
+    if args.log_n:
+        if train_length is None:
+            raise BadInput(f"--log-n: {unknown}")
+        try:
+            rotary = rotary.log_n(train_length)
+        except ValueError as error:
+            raise BadInput(f"--log-n: {error}") from None
+        words.append(f"log n: the query at position i scaled by max(1, ln(i + 1) / ln({train_length}))")
+    return rotary, "; ".join(words)
+
+
+def _prompt(args: argparse.Namespace, train_length: int | None) -> bytes:
+    if args.prompt is not None:
+        option, prompt = "--prompt", args.prompt.encode("utf-8", "surrogateescape")  # as argv decodes what is not UTF-8
+    elif args.prompt_file is not None:
+        option = "--prompt-file"
+        try:
+            prompt = Path(args.prompt_file).read_bytes()
+        except OSError as error:
+            raise BadInput(f"--prompt-file: cannot read {args.prompt_file} ({error.strerror})") from None
+    else:
+        return _unseen_piece(Path(args.model).with_name("split.json"), train_length or SHORTEST_PROMPT, args.seed)
+    if not prompt:
+        raise BadInput(f"{option}: expected at least one byte, it is empty")
+    return prompt
+
+
+def _unseen_piece(split: Path, length: int, seed: int) -> bytes:
+    """length bytes of a file that the split beside the checkpoint keeps from training, from the start of a line where there is
+    one. Only the standard library can be found again; of a user's own text the split has the names alone."""
+    try:
+        record = json.loads(split.read_text())
+        text, files = record["text"], record["unseen"]["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise BadInput(f"--prompt: there is no {split} to tell which text is unseen; give --prompt or --prompt-file") from None
+    corpus = data.standard_library(length)
+    pieces = [piece for name, piece in zip(corpus.unseen_files, corpus.unseen, strict=True) if name in set(files)]
+    windows = data.unseen_windows(pieces, 2 * length, 1, seed) if text == corpus.name else []
+    if not windows:
+        raise BadInput(f"--prompt: the unseen part of {text} is not at hand; give --prompt or --prompt-file")
+    return windows[0][windows[0][:length].find(b"\n") + 1:][:length]
+
+
+# ---- what is told -------------------------------------------------------------------------------------------------------
+
+
+def _facts(settings: Settings, args: argparse.Namespace) -> dict[str, str]:
+    config, trained_at = settings.model.config, settings.train_length
+    parameters = sum(p.numel() for p in settings.model.parameters())
+    prompt, end = len(settings.prompt), len(settings.prompt) + args.tokens
+    passed = ""
+    if trained_at:
+        place = "within the prompt" if prompt > trained_at else f"at generated byte {trained_at - prompt + 1:,}"
+        passed = f"; past the training length {place}" if end > trained_at else "; within the training length"
+    drawing = f"temperature {args.temperature:g}" + (f", the {args.top_k} likeliest" if args.top_k else "") + f", seed {args.seed}"
+    return {
+        "model": f"{args.model}, {parameters:,} parameters, layers {config.layers}, heads {config.heads} of {config.head_dim} "
+                 f"channels, training length {f'{trained_at:,} bytes' if trained_at else 'unknown'}",
+        "scheme": settings.scheme,
+        "context": f"prompt of {prompt:,} bytes, up to {args.tokens:,} to come{passed}",
+        "draws": drawing if args.temperature else "the likeliest byte each time (greedy)",
+        "machine": f"{hardware(settings.device)}, CPU threads: {torch.get_num_threads()}, attention implementation {settings.impl}, torch {torch.__version__}",
+    }
+
+
+def _outcome(settings: Settings, args: argparse.Namespace, start: float, times: list[float]) -> dict[str, str]:
+    """times are those of the generated bytes; the first ends the reading of the prompt, the second compiles and builds tables."""
+    prompt, generated = len(settings.prompt), len(times)
+    reached = prompt + generated
+    speed = f", {(generated - 2) / (times[-1] - times[1]):,.0f} tokens/s after the second" if generated > 2 else ""
+    stopped = "" if generated == args.tokens else f" of {args.tokens:,}, interrupted"
+    multiple = f", {reached / settings.train_length:.1f} times the training length" if settings.train_length else ""
+    read = f"{prompt:,} tokens, {prompt / (times[0] - start):,.0f} tokens/s" if times else "interrupted"
+    return {
+        "prompt": read,
+        "generated": f"{generated:,} tokens{stopped}{speed} (1 token = 1 byte)",
+        "context": f"reached {reached:,} bytes{multiple}",
+        "device": f"{settings.device}, attention implementation {settings.impl}",
+    }
+
+
+def _show(text: str) -> None:
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()

@@ -1,0 +1,298 @@
+"""flashrope generate, with models of random weights: what is checked is which bytes come, not whether they read well."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flashrope import Rotary, attention
+from flashrope.cli import main
+from flashrope.experiments import data
+from flashrope.experiments.generate import generate, pick
+from flashrope.experiments.model import Decoder, LanguageModel, ModelConfig, load_checkpoint, save_checkpoint, trained_length
+
+LENGTH = 32  # the training length that the checkpoint states
+ROPE = Rotary.rope(16)
+PROMPT = bytes(range(65, 65 + 26)) * 2  # past the training length
+
+
+def model_of(seed=0, rotary_gain=10.0):
+    """First weights are so small that attention hardly shows, so they are made larger."""
+    torch.manual_seed(seed)
+    model = LanguageModel(ModelConfig(width=32, layers=2, heads=2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter *= rotary_gain
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "rope.safetensors"
+    save_checkpoint(path, model_of(), ROPE, LENGTH)
+    return path
+
+
+@pytest.fixture
+def run(checkpoint, capsys):
+    """Runs the command; (stdout, stderr)."""
+    def run(*options, code=0, model=checkpoint):
+        base = ["generate", "--device", "cpu", "--model", str(model), "--tokens", "40"]
+        if not {"--prompt", "--prompt-file"} & set(options):
+            base += ["--prompt", PROMPT.decode()]
+        assert main([*base, *options]) == code
+        return capsys.readouterr()
+    return run
+
+
+def by_full_passes(model, rotary, prompt, tokens):
+    """Greedy decoding without a cache; also the least lead of a likeliest byte, which says that rounding decided none."""
+    text, lead = list(prompt), float("inf")
+    with torch.inference_mode():
+        for _ in range(tokens):
+            logits = model(torch.tensor([text]), rotary, lambda *qkv: attention(*qkv, impl="reference"))[0, -1]
+            best, second = logits.topk(2).values.tolist()
+            lead = min(lead, best - second)
+            text.append(int(logits.argmax()))
+    return bytes(text[len(prompt):]), lead
+
+
+# ---- decoding -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("rotary", [ROPE, Rotary.hope(16, LENGTH), ROPE.rectify(16), ROPE.rectify(16, 4.0).log_n(LENGTH)], ids=repr)
+def test_decoding_over_the_cache_is_decoding_by_full_passes(rotary, impl, monkeypatch):
+    monkeypatch.setattr("flashrope.experiments.generate.CHUNK", 20)  # three pieces of the prompt
+    model = model_of()
+    expected, lead = by_full_passes(model, rotary, PROMPT, 60)
+    assert lead > 1e-4 and len(set(expected)) > 5
+    with torch.inference_mode():
+        assert bytes(generate(Decoder(model, rotary, len(PROMPT) + 60, impl=impl), PROMPT, 60)) == expected
+
+
+def test_logits_over_the_cache(monkeypatch):
+    model, rotary, tokens = model_of(), ROPE.rectify(16, 4.0).log_n(LENGTH), torch.randint(256, (1, 100))
+    with torch.inference_mode():
+        expected = model(tokens, rotary)
+        decoder = Decoder(model, rotary, 100)
+        pieces = [decoder.read(piece) for piece in tokens.split([50, 1, 1, 30, 18], dim=1)]
+        assert (torch.cat(pieces, dim=1) - expected).abs().max() < 1e-3 * expected.abs().max()
+        with pytest.raises(ValueError, match="tokens: expected at most 0 more, got 1"):
+            decoder.read(tokens[:, :1])
+
+
+def test_one_attend_for_each_block():
+    model, tokens = model_of(), torch.randint(256, (1, 8))
+    expected = model(tokens, ROPE)
+    assert torch.equal(model(tokens, ROPE, [attention, attention]), expected)
+    assert not torch.allclose(model(tokens, ROPE, [attention, lambda q, k, v, rotary: v]), expected)
+    with pytest.raises(ValueError, match="zip"):
+        model(tokens, ROPE, [attention])
+
+
+def test_pick():
+    logits, generator = torch.tensor([0.0, 3.0, 1.0, 2.0], dtype=torch.float64), torch.Generator().manual_seed(0)
+    draws = lambda *options: [pick(logits, *options, generator) for _ in range(2000)]  # noqa: E731
+    assert set(draws(0.0, None)) == {1}
+    assert set(draws(1e-300, None)) == {1}
+    assert set(draws(5.0, 1)) == {1}
+    assert set(draws(5.0, 2)) == {1, 3}
+    drawn = draws(2.0, None)
+    shares = torch.tensor([drawn.count(token) / 2000 for token in range(4)], dtype=torch.float64)
+    assert (shares - (logits / 2).softmax(0)).abs().max() < 0.05
+    with pytest.raises(FloatingPointError, match="largest logit is nan"):
+        pick(logits * float("nan"), 1.0, None, generator)
+
+
+# ---- the command --------------------------------------------------------------------------------------------------------
+
+
+def test_scheme_options_are_the_schemes(run):
+    ours = {}
+    for options, rotary in {
+        (): ROPE, ("--rectify",): ROPE.rectify(16), ("--window", "8"): ROPE.rectify(8), ("--factor", "2"): ROPE.rectify(16, 2.0),
+        ("--log-n",): ROPE.log_n(LENGTH), ("--rectify", "--window", "8", "--factor", "2", "--log-n"): ROPE.rectify(8, 2.0).log_n(LENGTH),
+    }.items():
+        expected, lead = by_full_passes(model_of(), rotary, PROMPT, 40)
+        assert lead > 1e-4
+        shown = run("--temperature", "0", *options)
+        assert shown.out == (PROMPT + expected).decode(errors="replace")
+        ours[options] = shown.out
+    assert len(set(ours.values())) == len(ours)
+
+
+def test_what_is_told(run):
+    told = run("--window", "8", "--factor", "2", "--log-n", "--temperature", "0").err
+    told = " ".join(told.split())
+    for part in ("layers 2, heads 2 of 16 channels, training length 32 bytes", "8 of 8 channel pairs rotating", "Leaky ReRoPE, window 8 bytes",
+                 "grow by 1/2 from there on", "ln(32)", "prompt of 52 bytes, up to 40 to come; past the training length within the prompt",
+                 "greedy", "prompt: 52 tokens, ", "generated: 40 tokens, ", "tokens/s", "context: reached 92 bytes, 2.9 times the training length",
+                 "device: cpu, attention implementation cpu"):
+        assert part in told
+    told = " ".join(run("--prompt", "abc", "--rectify", "--top-k", "9", "--impl", "reference").err.split())
+    for part in ("ReRoPE, window 16 bytes: distances of 16 and more count as 16", "past the training length at generated byte 30",
+                 "temperature 0.8, the 9 likeliest, seed 0", "implementation reference"):
+        assert part in told
+    told = " ".join(run("--prompt", "abc", "--tokens", "29").err.split())
+    assert "every distance as it is" in told and "within the training length" in told
+    told = " ".join(run("--prompt", "abc", "--tokens", "1").err.split())
+    assert "generated: 1 tokens (1 token = 1 byte)" in told
+
+
+def test_seeds(run):
+    first = run("--seed", "1").out
+    assert first == run("--seed", "1").out != run("--seed", "2").out
+    assert run("--seed", "1", "--temperature", "0").out == run("--seed", "2", "--temperature", "0").out
+
+
+def test_prompts(run, tmp_path):
+    (tmp_path / "prompt").write_bytes("grün ".encode() + b"\xff!")
+    assert run("--prompt-file", str(tmp_path / "prompt")).out.startswith("grün \N{REPLACEMENT CHARACTER}!")
+    assert run("--prompt", "grün").out.startswith("grün")
+    with pytest.raises(SystemExit) as stop:
+        run("--prompt", "a", "--prompt-file", "b")
+    assert stop.value.code == 2
+
+
+def test_default_prompt_is_unseen(checkpoint, capsys):
+    corpus = data.standard_library(257)
+    split = checkpoint.with_name("split.json")
+    split.write_text(json.dumps(corpus.record()))
+    options = ["generate", "--device", "cpu", "--model", str(checkpoint), "--tokens", "1"]
+    try:
+        prompts = []
+        for seed in ("0", "1"):
+            assert main([*options, "--seed", seed]) == 0
+            shown = capsys.readouterr()
+            assert "prompt of 32 bytes" in shown.err
+            prompts.append(shown.out[:20].encode())
+        assert prompts[0] != prompts[1]
+        assert all(any(prompt in piece for piece in corpus.unseen) for prompt in prompts)
+        split.write_text(json.dumps({**corpus.record(), "text": "mine"}))
+        assert main(options) == 2
+        assert "the unseen part of mine is not at hand; give --prompt" in capsys.readouterr().err
+    finally:
+        split.unlink()
+    assert main(options) == 2
+    assert "to tell which text is unseen; give --prompt or --prompt-file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--model", "nowhere/rope.safetensors"], "--model: no file nowhere/rope.safetensors; run 'flashrope demo' first"),
+    (["--prompt", ""], "--prompt: expected at least one byte, it is empty"),
+    (["--prompt-file", "nowhere"], "--prompt-file: cannot read nowhere (No such file or directory)"),
+    (["--prompt-file", os.devnull], "--prompt-file: expected at least one byte"),
+    (["--temperature", "-1"], "--temperature: expected a number of at least 0, got -1.0"),
+    (["--temperature", "nan"], "--temperature: expected a number of at least 0, got nan"),
+    (["--top-k", "257"], "--top-k: expected at most 256"),
+    (["--top-k", "3", "--temperature", "0"], "--top-k: nothing is drawn at --temperature 0"),
+    (["--seed", "-1"], "--seed: expected 0 to"),
+    (["--tokens", "1000000000000"], "--tokens: cpu has no memory for the cache of 1,000,000,000,052 tokens"),
+    (["--window", "33"], "--window: 33 is beyond the training length of 32 bytes"),
+    (["--factor", "0"], "--factor: expected a positive number, got 0.0"),
+    (["--train-length", "64"], "states 32, got 64"),
+    (["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
+    (["--impl", "triton"], "--impl: impl='triton' cannot serve this call: no"),
+])
+def test_bad_input_is_said_in_one_line(run, monkeypatch, options, said):
+    monkeypatch.setattr("flashrope.backends.triton.refusal", lambda q, cached=False: "no")
+    shown = run(*options, code=2)
+    assert said in shown.err and shown.err.count("\n") == 1 and shown.err.startswith("flashrope generate: error: ")
+    assert not shown.out
+
+
+@pytest.mark.parametrize("options", [["--tokens", "0"], ["--tokens", "x"], ["--top-k", "0"], ["--window", "0"], ["--temperature", "x"]])
+def test_bad_numbers_name_the_option(run, capsys, options):
+    with pytest.raises(SystemExit) as stop:
+        run(*options)
+    assert stop.value.code == 2
+    assert f"argument {options[0]}: " in capsys.readouterr().err
+
+
+def test_files_that_are_no_checkpoints(run, tmp_path):
+    from safetensors.torch import save_file
+
+    (tmp_path / "text").write_text("not a checkpoint at all")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "other")
+    good = {"config": json.dumps({"width": 32, "layers": 1, "heads": 2}), "rotary": ROPE.text}
+    save_file({"weight": torch.zeros(1)}, tmp_path / "weights", metadata=good)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "config", metadata={**good, "config": '{"depth": 3}'})
+    save_file({"weight": torch.zeros(1)}, tmp_path / "rotary", metadata={**good, "rotary": "{}"})
+    for name in ("text", "other", "weights", "config", "rotary"):
+        shown = run(code=2, model=tmp_path / name)
+        assert f"--model: {tmp_path / name}: not a flashrope checkpoint" in shown.err and shown.err.count("\n") == 1
+    small = LanguageModel(ModelConfig(width=32, layers=1, heads=2, vocab_size=100))
+    save_checkpoint(tmp_path / "small", small, ROPE, LENGTH)
+    assert "expected a model over 256 bytes" in run(code=2, model=tmp_path / "small").err
+
+
+def test_checkpoints_that_state_no_training_length(run, checkpoint, tmp_path):
+    assert trained_length(checkpoint) == LENGTH
+    old = tmp_path / "old"
+    save_checkpoint(old, model_of(), ROPE)
+    assert trained_length(old) is None and load_checkpoint(old)[1] == ROPE
+    assert "training length unknown" in run(model=old).err
+    for options in (["--rectify"], ["--window", "8"], ["--log-n"]):
+        assert f"{options[0]}: {old} does not state its training length; give --train-length" in run(*options, code=2, model=old).err
+    given = run("--rectify", "--log-n", "--train-length", str(LENGTH), model=old)
+    assert given.out == run("--rectify", "--log-n").out
+
+
+def test_weights_that_are_not_finite(run, tmp_path):
+    model = model_of()
+    model.norm.weight.data[0] = float("nan")
+    save_checkpoint(tmp_path / "nan", model, ROPE, LENGTH)
+    shown = run(code=1, model=tmp_path / "nan")
+    assert shown.out == PROMPT.decode() and "error: the model's largest logit is nan" in shown.err
+
+
+def test_schemes_that_do_not_stack(run, tmp_path):
+    for name, rotary, option, said in (
+            ("nope", Rotary.none(16), "--factor=2", "--factor: no pair of this model rotates"),
+            ("rerope", ROPE.rectify(8), "--rectify", "--rectify: rectify: this scheme is rectified already"),
+            ("logn", ROPE.log_n(32, clip=False), "--log-n", "--log-n: log_n: this scheme is scaled by log n already")):
+        save_checkpoint(tmp_path / name, model_of(), rotary, LENGTH)
+        assert said in run(option, code=2, model=tmp_path / name).err
+        run("--tokens", "2", model=tmp_path / name)
+
+
+def start(checkpoint, tokens, *options):
+    command = [sys.executable, "-m", "flashrope", "generate", "--device", "cpu", "--model", str(checkpoint), "--tokens", str(tokens),
+               "--prompt", "abc", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+                            env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+
+
+def test_streams_and_stops_at_an_interrupt(checkpoint):
+    process = start(checkpoint, 200_000)  # would take minutes
+    try:
+        seen = b""
+        while len(seen) < 40:
+            piece = process.stdout.read(100)
+            assert piece, process.stderr.read()
+            seen += piece
+        assert seen.startswith(b"abc") and process.poll() is None
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    errors = " ".join(errors.decode().split())
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert "of 200,000, interrupted" in errors and "tokens/s" in errors and "context: reached" in errors
+    assert (seen + rest).decode()  # whole characters
+
+
+def test_output_that_nobody_reads_is_no_traceback(checkpoint):
+    process = start(checkpoint, 200_000)
+    process.stdout.read(1)
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    process.wait(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in errors and "Exception ignored" not in errors
+    assert "generated:" not in errors
