@@ -1,0 +1,523 @@
+// Split-key attention over a cache of raw keys, for a few query rows per sequence.
+//
+// Blocks of warps * SLICE keys, counted from a sequence's first key, are dealt to the splits in turn, so the grid follows from
+// shapes alone and lengths are read on the device. A warp owns a slice of every block: it copies K and V to its own part of shared
+// memory, two or three slices ahead, multiplies on tensor cores and keeps its own running maximum and sum; no barrier stands in the
+// loop. The warps' results meet once at the end, the splits' in the combine kernel. What a query row comes to does not depend on
+// the other rows or sequences of the call.
+//
+// Queries are turned once per band, in float32 and rounded once, into shared memory. Keys are turned in registers, and only where
+// they lie in a band whose keys turn. The angle of key j0 + r is the sum of two: that of the slice's first key, found once per
+// slice, and that of r < SLICE, whose table rows stay in L1.
+
+#include <ptx.h>  // csrc/ptx.h, or tests/emulator/ptx.h
+
+#include "decode.h"
+
+namespace flashrope {
+namespace {
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+__device__ inline int clamp(int x, int low, int high) { return max(low, min(x, high)); }
+
+// ---- where things lie -------------------------------------------------------------------------------------------------
+
+struct Place {
+  int page, row;
+};
+
+// Where slot of sequence b lies; pages outside the cache are left as they are. slot < capacity.
+template <typename Params>
+__device__ Place place_of(const Params& p, int b, int slot) {
+  if (!p.block_table) return {b, slot};
+  return {p.block_table[int64_t(b) * p.max_pages + (slot >> p.page_bits)], slot & ((1 << p.page_bits) - 1)};
+}
+
+__device__ int64_t offset_of(const Strides& strides, int page, int row, int head) {
+  return page * strides.batch + row * strides.row + head * strides.head;
+}
+
+// The keys of one sequence and the query rows of one tile. Row m of all is row m / group of the queries, head m % group of those
+// that share head_kv. Positions count from the sequence's first key.
+struct Work {
+  int b, head_kv, split, group;
+  int first, keys;          // slots first, ..., first + keys - 1
+  int row0, rows;           // of seqlen_q * group
+  int low, high;            // positions of the tile's first and last row
+  int block, blocks;        // this split's first block; blocks from `blocks` on hold no key for this tile
+
+  __device__ int row(int m) const { return min(row0 + m, rows - 1); }
+  __device__ int query(int m) const { return row(m) / group; }
+  __device__ int head(int m) const { return head_kv * group + row(m) % group; }
+};
+
+template <int BLOCK>
+__device__ Work find_work(const DecodeParams& p) {
+  Work w;
+  w.b = blockIdx.x / p.heads_kv, w.head_kv = blockIdx.x % p.heads_kv, w.split = blockIdx.y;
+  w.group = p.heads_q / p.heads_kv;
+  const int end = min(clamp(p.cache_seqlens[w.b], 0, p.capacity) + p.seqlen_new, p.capacity);
+  w.first = p.cache_leftpad ? clamp(p.cache_leftpad[w.b], 0, end) : 0;
+  w.keys = end - w.first;
+  w.row0 = blockIdx.z * TILE_ROWS, w.rows = p.seqlen_q * w.group;
+  w.low = w.keys - p.seqlen_q + w.query(0), w.high = w.keys - p.seqlen_q + w.query(TILE_ROWS - 1);
+  int nearest = 1 << 30, farthest = -(1 << 30);
+  for (int band = 0; band < p.num_bands; ++band) {
+    nearest = min(nearest, p.bands[4 * band]), farthest = max(farthest, p.bands[4 * band + 1]);
+  }
+  const int key0 = max(0, w.low - farthest + 1), key1 = min(w.keys, w.high - nearest + 1);  // [key0, key1)
+  w.blocks = key1 > key0 ? (key1 + BLOCK - 1) / BLOCK : 0;
+  const int block0 = key0 / BLOCK;
+  w.block = block0 + (w.split + p.num_splits - block0 % p.num_splits) % p.num_splits;
+  return w;
+}
+
+// ---- angles -----------------------------------------------------------------------------------------------------------
+
+struct Angle {
+  float cos, sin;
+};
+
+__device__ inline Angle operator+(Angle a, Angle b) { return {a.cos * b.cos - a.sin * b.sin, a.sin * b.cos + a.cos * b.sin}; }
+
+__device__ inline const float* table_row(const DecodeParams& p, int slot, int row) {
+  return p.table + (int64_t(slot) * p.table_rows + row) * 2 * p.table_pairs;
+}
+
+__device__ inline Angle table_angle(const DecodeParams& p, const float* row, int pair) { return {row[pair], row[p.table_pairs + pair]}; }
+
+__device__ inline Angle angle_at(const DecodeParams& p, int slot, int position, int pair) {
+  return table_angle(p, table_row(p, slot, FINE_ROWS + position / FINE_ROWS), pair) +
+         table_angle(p, table_row(p, slot, position % FINE_ROWS), pair);
+}
+
+// The two channels (x, y) of a pair, turned.
+__device__ inline float2 turn(float x, float y, Angle t) { return make_float2(x * t.cos - y * t.sin, y * t.cos + x * t.sin); }
+
+// Turning keeps distances, so both sides may count from another origin: rows before the first key, which only see keys ahead, then
+// have positions in the table too. Causal rows keep their origin.
+__device__ inline int origin(const DecodeParams& p, const Work& w) {
+  bool ahead = false;
+  for (int band = 0; band < p.num_bands; ++band) ahead |= p.bands[4 * band] < 0;
+  return ahead ? max(0, p.seqlen_q - w.keys) : 0;
+}
+
+// turned: (num_bands, TILE_ROWS, pitch), the tile's queries once per band.
+template <typename T, int D, bool INTERLEAVED>
+__device__ void turn_queries(const DecodeParams& p, const Work& w, int origin, uint16_t* turned) {
+  constexpr int PITCH = pitch_for(D);
+  const int paired = p.rotary_dim / 2;
+  for (int index = threadIdx.x; index < TILE_ROWS * D / 2; index += blockDim.x) {
+    const int m = index / (D / 2), pair = index % (D / 2);
+    const int x = pair >= paired ? p.rotary_dim + 2 * (pair - paired) : INTERLEAVED ? 2 * pair : pair;
+    const int y = pair >= paired || INTERLEAVED ? x + 1 : x + paired;
+    const uint16_t* q = static_cast<const uint16_t*>(p.q) + offset_of(p.q_strides, w.b, w.query(m), w.head(m));
+    const float2 raw = T::unpack(q[x] | uint32_t(q[y]) << 16);
+    const int position = max(w.keys - p.seqlen_q + w.query(m) + origin, 0);
+    for (int band = 0; band < p.num_bands; ++band) {
+      const int slot = p.bands[4 * band + 2];
+      const float2 xy = slot && pair < paired ? turn(raw.x, raw.y, angle_at(p, slot, position, pair)) : raw;
+      const uint32_t packed = T::pack(xy.x, xy.y);
+      uint16_t* row = turned + (band * TILE_ROWS + m) * PITCH;
+      row[x] = packed & 0xffff, row[y] = packed >> 16;
+    }
+  }
+}
+
+// ---- one slice of keys ------------------------------------------------------------------------------------------------
+
+// Copies the slice's rows of K and V, (SLICE, pitch) each. Rows beyond the last key repeat it: no number that is not a key's
+// enters a product, even where the cache holds NaN.
+template <int D>
+__device__ void copy_slice(const DecodeParams& p, const Work& w, int key0, uint16_t* k, uint16_t* v) {
+  constexpr int CHUNKS = D / 8, PITCH = pitch_for(D);  // of 16 bytes
+  const int lane = threadIdx.x % 32;
+  Place place = place_of(p, w.b, w.first + min(key0 + lane % SLICE, w.keys - 1));
+  place.page = clamp(place.page, 0, p.pages - 1);
+#pragma unroll 2
+  for (int i = 0; i < SLICE * CHUNKS / 32; ++i) {
+    const int index = lane + 32 * i, row = index / CHUNKS, channel = index % CHUNKS * 8;
+    const int page = __shfl_sync(0xffffffff, place.page, row), slot = __shfl_sync(0xffffffff, place.row, row);
+    const uint16_t* from_k = static_cast<const uint16_t*>(p.k_cache) + offset_of(p.k_strides, page, slot, w.head_kv) + channel;
+    const uint16_t* from_v = static_cast<const uint16_t*>(p.v_cache) + offset_of(p.v_strides, page, slot, w.head_kv) + channel;
+    copy_async(k + row * PITCH + channel, from_k);
+    copy_async(v + row * PITCH + channel, from_v);
+  }
+}
+
+// The 16x16 numbers of tile (16, pitch) from column on. x[0]: rows 0-7, columns 0-7; x[1]: rows 8-15, columns 0-7; x[2] and x[3]:
+// columns 8-15. A lane holds row lane / 4 and columns 2 * (lane % 4) and the next of each.
+template <int D>
+__device__ inline void load_tile(uint32_t (&x)[4], const uint16_t* tile, int column) {
+  const int lane = threadIdx.x % 32;
+  load_matrices(x, tile + (lane % 16) * pitch_for(D) + column + lane / 16 * 8);
+}
+
+// score (two 16x8 tiles) += queries and keys of 16 channels
+template <typename T>
+__device__ inline void add_products(float (&score)[2][4], const uint32_t (&q)[4], const uint32_t (&k)[4]) {
+  multiply<T>(score[0], q, k[0], k[2]);
+  multiply<T>(score[1], q, k[1], k[3]);
+}
+
+template <typename T, int D>
+__device__ void score_raw(float (&score)[2][4], const uint16_t* q, const uint16_t* k, int channel) {
+#pragma unroll 4
+  for (; channel < D; channel += 16) {
+    uint32_t a[4], b[4];
+    load_tile<D>(a, q, channel);
+    load_tile<D>(b, k, channel);
+    add_products<T>(score, a, b);
+  }
+}
+
+// Where a lane finds the angles of its keys: row r of the slice turns by base + fine row r.
+struct KeyAngles {
+  const float* base;     // (2, D / 2) in shared memory: cos and sin of the slice's first key
+  const float* fine[2];  // table rows of the lane's keys lane / 4 and lane / 4 + 8
+  int half, pairs;       // D / 2, table_pairs
+
+  __device__ Angle at(int key, int pair) const {
+    return Angle{base[pair], base[half + pair]} + Angle{fine[key][pair], fine[key][pairs + pair]};
+  }
+};
+
+// The keys' channels 2m and 2m + 1 lie in one register.
+template <typename T, int D>
+__device__ void score_interleaved(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyAngles& angles, int turning) {
+#pragma unroll 2
+  for (int channel = 0; channel < turning; channel += 16) {
+    uint32_t a[4], b[4];
+    load_tile<D>(a, q, channel);
+    load_tile<D>(b, k, channel);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float2 x = T::unpack(b[e]);
+      const float2 turned = turn(x.x, x.y, angles.at(e % 2, channel / 2 + threadIdx.x % 4 + e / 2 * 4));
+      b[e] = T::pack(turned.x, turned.y);
+    }
+    add_products<T>(score, a, b);
+  }
+  score_raw<T, D>(score, q, k, turning);
+}
+
+// Channels m and m + paired, paired a multiple of 16: the same lane holds both, in two tiles.
+template <typename T, int D>
+__device__ void score_halves(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyAngles& angles, int paired,
+                             int turning) {
+#pragma unroll 2
+  for (int channel = 0; channel < paired; channel += 16) {
+    uint32_t a[4], b[4], c[4];
+    load_tile<D>(b, k, channel);
+    load_tile<D>(c, k, channel + paired);
+    if (channel < turning) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int pair = channel + threadIdx.x % 4 * 2 + e / 2 * 8;
+        const float2 x = T::unpack(b[e]), y = T::unpack(c[e]);
+        const float2 low = turn(x.x, y.x, angles.at(e % 2, pair)), high = turn(x.y, y.y, angles.at(e % 2, pair + 1));
+        b[e] = T::pack(low.x, high.x), c[e] = T::pack(low.y, high.y);
+      }
+    }
+    load_tile<D>(a, q, channel);
+    add_products<T>(score, a, b);
+    load_tile<D>(a, q, channel + paired);
+    add_products<T>(score, a, c);
+  }
+  score_raw<T, D>(score, q, k, 2 * paired);
+}
+
+// Channels m and m + paired, any paired: the other channel is read from shared memory.
+template <typename T, int D>
+__device__ void score_any_halves(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyAngles& angles, int paired) {
+  const int lane = threadIdx.x % 32;
+  for (int channel = 0; channel < D; channel += 16) {
+    uint32_t a[4], b[4];
+    load_tile<D>(a, q, channel);
+    load_tile<D>(b, k, channel);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const uint16_t* key = k + (lane / 4 + e % 2 * 8) * pitch_for(D);
+      const float2 raw = T::unpack(b[e]);
+      float x[2] = {raw.x, raw.y};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int own = channel + lane % 4 * 2 + e / 2 * 8 + i;
+        if (own >= 2 * paired) continue;
+        const bool second = own >= paired;
+        const float other = T::unpack(key[second ? own - paired : own + paired]).x;
+        const Angle t = angles.at(e % 2, second ? own - paired : own);
+        x[i] = second ? turn(other, x[i], t).y : turn(x[i], other, t).x;
+      }
+      b[e] = T::pack(x[0], x[1]);
+    }
+    add_products<T>(score, a, b);
+  }
+}
+
+// ---- the running softmax of one warp ----------------------------------------------------------------------------------
+
+// A lane holds tile rows lane / 4 and lane / 4 + 8; of the keys (or channels) of an 8 wide tile, 2 * (lane % 4) and the next.
+template <int D>
+struct Running {
+  float out[D / 8][4];
+  float maximum[2], sum[2];  // base 2; sum of this lane's keys only
+  float scale[2];            // of the scores, LOG2_E in it
+  int position[2];           // of the rows
+};
+
+// score for the slice's keys from key0 on: masked, -inf outside all bands.
+template <typename T, int D, bool INTERLEAVED>
+__device__ void score_slice(float (&score)[2][4], const DecodeParams& p, const Work& w, const Running<D>& run, int key0, int origin,
+                            const uint16_t* turned_q, const uint16_t* k, float* base) {
+  const int lane = threadIdx.x % 32, paired = p.rotary_dim / 2;
+  const int nearest = w.low - min(key0 + SLICE, w.keys) + 1, farthest = w.high - key0;
+  for (int band = 0; band < p.num_bands; ++band) {
+    const int start = p.bands[4 * band], stop = p.bands[4 * band + 1], slot = p.bands[4 * band + 3];
+    if (farthest < start || nearest >= stop) continue;
+    const uint16_t* q = turned_q + band * TILE_ROWS * pitch_for(D);
+    float found[2][4] = {};
+    if (!slot) {
+      score_raw<T, D>(found, q, k, 0);
+    } else {
+      __syncwarp();  // the base of the band before is read no more
+      for (int pair = lane; pair < paired; pair += 32) {
+        const Angle t = angle_at(p, slot, key0 + origin, pair);
+        base[pair] = t.cos, base[D / 2 + pair] = t.sin;
+      }
+      for (int pair = paired + lane; pair < D / 2; pair += 32) base[pair] = 1, base[D / 2 + pair] = 0;
+      __syncwarp();
+      const KeyAngles angles{base, {table_row(p, slot, lane / 4), table_row(p, slot, lane / 4 + 8)}, D / 2, p.table_pairs};
+      if (INTERLEAVED) {
+        score_interleaved<T, D>(found, q, k, angles, (p.turning_pairs * 2 + 15) / 16 * 16);
+      } else if (paired % 16 == 0) {
+        score_halves<T, D>(found, q, k, angles, paired, p.turning_pairs);
+      } else {
+        score_any_halves<T, D>(found, q, k, angles, paired);
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int key = key0 + tile * 8 + lane % 4 * 2 + e % 2, distance = run.position[e / 2] - key;
+        if (key < w.keys && distance >= start && distance < stop) score[tile][e] = found[tile][e] * run.scale[e / 2];
+      }
+    }
+  }
+}
+
+template <typename T, int D>
+__device__ void add_slice(Running<D>& run, float (&score)[2][4], const uint16_t* v) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float top = fmaxf(fmaxf(score[0][2 * r], score[0][2 * r + 1]), fmaxf(score[1][2 * r], score[1][2 * r + 1]));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+    top = fmaxf(run.maximum[r], fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2)));
+    const float finite = top == -INFINITY ? 0 : top;  // no key yet: every weight below is 0
+    const float kept = exp2_approx(run.maximum[r] - finite);
+    run.maximum[r] = top;
+    run.sum[r] *= kept;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 2 * r; e < 2 * r + 2; ++e) {
+        score[tile][e] = exp2_approx(score[tile][e] - finite);
+        run.sum[r] += score[tile][e];
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < D / 8; ++tile) run.out[tile][2 * r] *= kept, run.out[tile][2 * r + 1] *= kept;
+  }
+  const uint32_t weights[4] = {T::pack(score[0][0], score[0][1]), T::pack(score[0][2], score[0][3]),
+                               T::pack(score[1][0], score[1][1]), T::pack(score[1][2], score[1][3])};
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int tile = 0; tile < D / 8; tile += 2) {
+    uint32_t b[4];
+    load_matrices_transposed(b, v + (lane % 16) * pitch_for(D) + tile * 8 + lane / 16 * 8);
+    multiply<T>(run.out[tile], weights, b[0], b[1]);
+    multiply<T>(run.out[tile + 1], weights, b[2], b[3]);
+  }
+}
+
+// ---- kernels ----------------------------------------------------------------------------------------------------------
+
+// Joins the warps' results and writes the split's. out: (WARPS, TILE_ROWS, PITCH), stats: (2, WARPS, TILE_ROWS), shared memory.
+template <int D>
+__device__ void write_partial(const DecodeParams& p, const Work& w, const Running<D>& run, float* out, float* stats) {
+  constexpr int WARPS = warps_for(D), PITCH = D + 8;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float sum = run.sum[r];
+    sum += __shfl_xor_sync(0xffffffff, sum, 1);
+    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    const int m = lane / 4 + 8 * r;
+    if (lane % 4 == 0) stats[warp * TILE_ROWS + m] = run.maximum[r], stats[(WARPS + warp) * TILE_ROWS + m] = sum;
+#pragma unroll
+    for (int tile = 0; tile < D / 8; ++tile) {
+      float* to = out + (warp * TILE_ROWS + m) * PITCH + tile * 8 + lane % 4 * 2;
+      to[0] = run.out[tile][2 * r], to[1] = run.out[tile][2 * r + 1];
+    }
+  }
+  __syncthreads();
+  for (int index = threadIdx.x; index < TILE_ROWS * D; index += blockDim.x) {
+    const int m = index / D, channel = index % D;
+    if (w.row0 + m >= w.rows) break;
+    float top = -INFINITY, sum = 0, total = 0;
+    for (int i = 0; i < WARPS; ++i) top = fmaxf(top, stats[i * TILE_ROWS + m]);
+    const float finite = top == -INFINITY ? 0 : top;
+    for (int i = 0; i < WARPS; ++i) {
+      const float weight = exp2_approx(stats[i * TILE_ROWS + m] - finite);
+      sum += weight * stats[(WARPS + i) * TILE_ROWS + m];
+      total += weight * out[(i * TILE_ROWS + m) * PITCH + channel];
+    }
+    const int64_t row = ((int64_t(w.split) * p.batch + w.b) * p.seqlen_q + w.query(m)) * p.heads_q + w.head(m);
+    p.partial_out[row * D + channel] = top == -INFINITY ? 0 : total / sum;
+    if (channel == 0) p.partial_lse[row] = top == -INFINITY ? -INFINITY : top + log2f(sum);
+  }
+}
+
+// Grid (batch * heads_kv, num_splits, query tiles).
+template <typename T, int D, bool INTERLEAVED>
+__global__ void __launch_bounds__(32 * warps_for(D), blocks_for(D)) split_kernel(const __grid_constant__ DecodeParams p) {
+  constexpr int WARPS = warps_for(D), STAGES = stages_for(D), TILE = SLICE * pitch_for(D);
+  const Work w = find_work<WARPS * SLICE>(p);
+  if (w.block >= w.blocks) {  // partial_out stays unwritten; the combine kernel does not read it
+    const int m = threadIdx.x;
+    if (m < TILE_ROWS && w.row0 + m < w.rows) {
+      p.partial_lse[((int64_t(w.split) * p.batch + w.b) * p.seqlen_q + w.query(m)) * p.heads_q + w.head(m)] = -INFINITY;
+    }
+    return;
+  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint16_t* shared = reinterpret_cast<uint16_t*>(shared_memory());
+  uint16_t* slices = shared + warp * STAGES * 2 * TILE;  // (STAGES, K and V, SLICE, pitch) of this warp
+  uint16_t* turned_q = shared + WARPS * STAGES * 2 * TILE;
+  float* base = reinterpret_cast<float*>(turned_q + p.num_bands * TILE) + warp * D;
+
+  const auto copy = [&](int block, int stage) {
+    const int key0 = (block * WARPS + warp) * SLICE;
+    if (block < w.blocks && key0 < w.keys) copy_slice<D>(p, w, key0, slices + stage * 2 * TILE, slices + (stage * 2 + 1) * TILE);
+    copy_commit();
+  };
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) copy(w.block + stage * p.num_splits, stage);
+
+  const int shift = origin(p, w);
+  turn_queries<T, D, INTERLEAVED>(p, w, shift, turned_q);
+  Running<D> run = {};
+  for (int r = 0; r < 2; ++r) {
+    run.maximum[r] = -INFINITY;
+    run.position[r] = w.keys - p.seqlen_q + w.query(lane / 4 + 8 * r);
+    const float log_n = p.log_n_factor * logf(max(run.position[r], 0) + 1.0f);
+    run.scale[r] = p.score_scale * LOG2_E * fmaxf(p.log_n_floor, log_n);
+  }
+  __syncthreads();
+
+  int stage = 0;
+  for (int block = w.block; block < w.blocks; block += p.num_splits) {
+    copy_wait<STAGES - 2>();
+    __syncwarp();  // every lane's copies have come, and none reads the stage that is filled next
+    copy(block + (STAGES - 1) * p.num_splits, (stage + STAGES - 1) % STAGES);
+    const int key0 = (block * WARPS + warp) * SLICE;
+    if (key0 < w.keys) {
+      const uint16_t* k = slices + stage * 2 * TILE;
+      float score[2][4];
+      for (int e = 0; e < 8; ++e) score[e / 4][e % 4] = -INFINITY;
+      score_slice<T, D, INTERLEAVED>(score, p, w, run, key0, shift, turned_q, k, base);
+      add_slice<T, D>(run, score, k + TILE);
+    }
+    stage = (stage + 1) % STAGES;
+  }
+  __syncthreads();  // the slices' memory now takes the results
+  float* out = reinterpret_cast<float*>(shared);
+  write_partial<D>(p, w, run, out, out + WARPS * TILE_ROWS * (D + 8));
+}
+
+// A warp per query row and head: out = sum of 2^(lse_s - lse) partial_out_s. Splits without keys are not read.
+template <typename T>
+__global__ void combine_kernel(const __grid_constant__ DecodeParams p) {
+  const int64_t row = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  const int64_t rows = int64_t(p.batch) * p.seqlen_q * p.heads_q;
+  if (row >= rows) return;
+  const int lane = threadIdx.x % 32;
+  float top = -INFINITY, sum = 0;
+  for (int split = lane; split < p.num_splits; split += 32) top = fmaxf(top, p.partial_lse[split * rows + row]);
+  for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
+  const float finite = top == -INFINITY ? 0 : top;
+  for (int split = lane; split < p.num_splits; split += 32) sum += exp2_approx(p.partial_lse[split * rows + row] - finite);
+  for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+  for (int channel = 2 * lane; channel < p.head_dim; channel += 64) {
+    float x = 0, y = 0;
+    for (int split = 0; split < p.num_splits; ++split) {
+      const float lse = p.partial_lse[split * rows + row];
+      if (lse == -INFINITY) continue;
+      const float weight = exp2_approx(lse - finite) / sum;
+      const float* from = p.partial_out + (split * rows + row) * p.head_dim + channel;
+      x += weight * from[0], y += weight * from[1];
+    }
+    reinterpret_cast<uint32_t*>(p.out)[(row * p.head_dim + channel) / 2] = T::pack(x, y);
+  }
+  if (lane == 0) {
+    const int64_t head = row % p.heads_q, query = row / p.heads_q % p.seqlen_q, b = row / p.heads_q / p.seqlen_q;
+    p.lse[(b * p.heads_q + head) * p.seqlen_q + query] = top == -INFINITY ? -INFINITY : LN_2 * (top + log2f(sum));
+  }
+}
+
+// A thread per 16 bytes of k and of v. What has no place is dropped.
+__global__ void append_kernel(const __grid_constant__ AppendParams p) {
+  const int chunks = p.head_dim / 8;
+  const int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, row = index / chunks;
+  const int head = row % p.heads_kv, t = row / p.heads_kv % p.seqlen_new, channel = index % chunks * 8;
+  const int64_t b = row / p.heads_kv / p.seqlen_new;
+  if (b >= p.batch) return;
+  const int slot = clamp(p.cache_seqlens[b], 0, p.capacity) + t;
+  if (slot >= p.capacity) return;
+  const Place place = place_of(p, b, slot);
+  if (place.page < 0 || place.page >= p.pages) return;
+  const auto move = [&](void* to, const Strides& to_strides, const void* from, const Strides& from_strides) {
+    const uint16_t* source = static_cast<const uint16_t*>(from) + offset_of(from_strides, b, t, head) + channel;
+    uint16_t* target = static_cast<uint16_t*>(to) + offset_of(to_strides, place.page, place.row, head) + channel;
+    *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(source);
+  };
+  move(p.k_cache, p.k_cache_strides, p.k, p.k_strides);
+  move(p.v_cache, p.v_cache_strides, p.v, p.v_strides);
+}
+
+// ---- launchers --------------------------------------------------------------------------------------------------------
+
+template <typename T, int D>
+const char* launch_split(const DecodeParams& p, void* stream) {
+  const int tiles = (p.seqlen_q * (p.heads_q / p.heads_kv) + TILE_ROWS - 1) / TILE_ROWS;
+  const dim3 grid(p.batch * p.heads_kv, p.num_splits, tiles);
+  const auto kernel = p.interleaved ? split_kernel<T, D, true> : split_kernel<T, D, false>;
+  return launch(kernel, grid, 32 * warps_for(D), shared_bytes(D, p.num_bands), stream, p);
+}
+
+template <typename T>
+const char* launch_both(const DecodeParams& p, void* stream) {
+  const char* error = p.head_dim == 64   ? launch_split<T, 64>(p, stream)
+                      : p.head_dim == 96 ? launch_split<T, 96>(p, stream)
+                      : p.head_dim == 128 ? launch_split<T, 128>(p, stream)
+                      : p.head_dim == 256 ? launch_split<T, 256>(p, stream)
+                                          : "head_dim must be 64, 96, 128 or 256";
+  if (error) return error;
+  const int64_t rows = int64_t(p.batch) * p.seqlen_q * p.heads_q;
+  return launch(combine_kernel<T>, dim3(static_cast<unsigned>((rows + 3) / 4), 1, 1), 128, 0, stream, p);
+}
+
+}  // namespace
+
+const char* launch_decode(const DecodeParams& p, void* stream) {
+  return p.bfloat16 ? launch_both<BFloat16>(p, stream) : launch_both<Float16>(p, stream);
+}
+
+const char* launch_append(const AppendParams& p, void* stream) {
+  const int64_t chunks = int64_t(p.batch) * p.seqlen_new * p.heads_kv * (p.head_dim / 8);
+  return launch(append_kernel, dim3(static_cast<unsigned>((chunks + 127) / 128), 1, 1), 128, 0, stream, p);
+}
+
+}  // namespace flashrope
