@@ -1,6 +1,145 @@
-"""Maps the source rooms to one package: python/flashrope is `flashrope`, triton_kernels/ is `flashrope.triton_kernels`."""
+"""Maps the source rooms to one package: python/flashrope is `flashrope`, triton_kernels/ is `flashrope.triton_kernels`.
 
-from setuptools import setup
+Pure Python unless FLASHROPE_BUILD_CUDA=1 asks for the CUDA extension of csrc/. That needs, in the environment that builds
+(pip install --no-build-isolation), nvcc, a C++ compiler, ninja, pybind11, and torch for its headers; no GPU, and any torch of at
+least 2.11, with CUDA or without. TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX") and MAX_JOBS are honoured.
+
+Two modules come out. _cuda.abi3.so holds the kernels and depends on neither Python's version nor torch's (from 2.11 on);
+_build_info tells what it was built with and is bound to one Python version, and so is the wheel's tag.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib import import_module
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+TORCH_TARGET_VERSION = (2, 11)
+DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"
+
+
+class BuildCuda(build_ext):
+    """Compiles with nvcc and the C++ compiler through ninja."""
+
+    def build_extensions(self):
+        tools = {name: needed_program(name) for name in ("nvcc", os.environ.get("CXX", "c++"), "ninja")}
+        nvcc, cxx, ninja = tools.values()
+        torch, pybind11 = needed_module("torch", "its headers (2.11 or newer)"), needed_module("pybind11", "its headers")
+        headers = Path(torch.__file__).parent / "include"
+        if not (headers / "torch/csrc/stable/library.h").exists():
+            raise SystemExit(f"FLASHROPE_BUILD_CUDA: torch {torch.__version__} has no stable ABI headers in {headers}")
+        build = Path(self.build_temp).resolve()
+        build.mkdir(parents=True, exist_ok=True)
+        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES
+        outputs = {ext.name.rsplit(".", 1)[1]: Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions}
+        for path in outputs.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        target = f"0x{TORCH_TARGET_VERSION[0]:02x}{TORCH_TARGET_VERSION[1]:02x}000000000000"
+        info = {"ARCHITECTURES": architectures, "NVCC": nvcc_version(nvcc), "REVISION": revision()}
+        (build / "build_info.h").write_text("".join(f'#define FLASHROPE_{name} "{value}"\n' for name, value in info.items()))
+        (build / "build.ninja").write_text(NINJA.format(
+            nvcc=nvcc, cxx=cxx, source=ROOT / "csrc", build=build, torch=headers, pybind11=pybind11.get_include(),
+            python=sysconfig.get_path("include"), target=target, gencode=" ".join(gencode(architectures)),
+            library=outputs["_cuda"], info=outputs["_build_info"]))
+        jobs = [f"-j{os.environ['MAX_JOBS']}"] if os.environ.get("MAX_JOBS") else []
+        subprocess.run([ninja, "-C", build, *jobs], check=True)
+
+    def get_ext_filename(self, fullname):
+        *package, name = fullname.split(".")
+        return os.path.join(*package, "_cuda.abi3.so") if name == "_cuda" else super().get_ext_filename(fullname)
+
+
+# The library names libtorch_cpu and libtorch_cuda, which torch has loaded by then, through empty stand-ins of the same names: so it
+# can be built where torch has no CUDA.
+NINJA = """\
+rule nvcc
+  command = {nvcc} -std=c++17 -O3 -DUSE_CUDA --expt-relaxed-constexpr -Xcompiler -fPIC -I{source} {gencode} -MD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule cxx
+  command = {cxx} -std=c++17 -O2 -fPIC -fvisibility=hidden -MD -MF $out.d $flags -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule stand_in
+  command = {cxx} -shared -x c++ /dev/null -Wl,-soname,$soname -o $out
+rule library
+  command = {nvcc} -shared -cudart static -Xlinker --no-as-needed $in -o $out
+rule module
+  command = {cxx} -shared $in -o $out
+
+build {build}/decode.o: nvcc {source}/decode.cu
+build {build}/library.o: cxx {source}/library.cpp
+  flags = -DUSE_CUDA -DTORCH_TARGET_VERSION={target} -I{source} -isystem {torch}
+build {build}/build_info.o: cxx {source}/build_info.cpp | {build}/build_info.h
+  flags = -I{build} -isystem {pybind11} -isystem {python}
+build {build}/libtorch_cpu.so: stand_in
+  soname = libtorch_cpu.so
+build {build}/libtorch_cuda.so: stand_in
+  soname = libtorch_cuda.so
+build {library}: library {build}/decode.o {build}/library.o {build}/libtorch_cpu.so {build}/libtorch_cuda.so
+build {info}: module {build}/build_info.o
+"""
+
+
+def needed_program(name):
+    path = shutil.which(name)
+    beside = Path(sys.executable).with_name(name)  # a virtual environment that is not activated
+    if path is None and beside.exists():
+        path = str(beside)
+    if path is None:
+        raise SystemExit(f"FLASHROPE_BUILD_CUDA: needs {name}, which is not on PATH")
+    return path
+
+
+def needed_module(name, use):
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise SystemExit(f"FLASHROPE_BUILD_CUDA: needs {name} for {use} ({error}); install it and build with "
+                         "pip install --no-build-isolation") from error
+
+
+def gencode(architectures):
+    """nvcc's options for torch's notation: "8.0;9.0+PTX"."""
+    options = []
+    for name in re.split(r"[;\s]+", architectures.strip()):
+        match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", name)
+        if not match or int(match[1]) < 8:
+            raise SystemExit(f"TORCH_CUDA_ARCH_LIST: expected numbers from 8.0 on such as 8.0;9.0+PTX, got {name!r}")
+        number = match[1] + match[2] + match[3]
+        options.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if match[4]:
+            options.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return options
+
+
+def nvcc_version(nvcc):
+    report = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
+    match = re.search(r"\bV(\d+\.\d+\.\d+)", report)
+    return match[1] if match else "unknown"
+
+
+def revision():
+    """The checkout's git revision; "unknown" outside one."""
+    try:
+        command = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+CUDA = {}
+if os.environ.get("FLASHROPE_BUILD_CUDA", "0") not in ("", "0"):
+    CUDA = dict(ext_modules=[Extension("flashrope._cuda", ["csrc/decode.cu", "csrc/library.cpp"]),
+                             Extension("flashrope._build_info", ["csrc/build_info.cpp"])],
+                cmdclass={"build_ext": BuildCuda})
 
 setup(
     package_dir={
@@ -14,4 +153,5 @@ setup(
         "flashrope.triton_kernels",
     ],
     package_data={"flashrope": ["py.typed"]},
+    **CUDA,
 )

@@ -58,8 +58,8 @@ struct AppendParams {
 // A block of 4 warps at head_dim 256 would not fit the 99 KB of sm_86 and sm_89.
 constexpr int warps_for(int head_dim) { return head_dim > 128 ? 2 : 4; }
 constexpr int stages_for(int head_dim) { return head_dim > 64 ? 2 : 3; }
-// Blocks that shared memory lets stand on one multiprocessor of sm_90; registers need not be saved for more.
-constexpr int blocks_for(int head_dim) { return head_dim > 128 ? 2 : 3; }
+// Blocks that shared memory lets stand on one multiprocessor anyway; to save registers for more would not pay.
+constexpr int blocks_for(int head_dim) { return head_dim > 96 ? 2 : 3; }
 // Rows in shared memory are 16 bytes longer than their channels, so that eight of them lie in different banks.
 constexpr int pitch_for(int head_dim) { return head_dim + 8; }
 

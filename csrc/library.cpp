@@ -13,7 +13,8 @@
 
 #include "decode.h"
 
-#ifndef FLASHROPE_DISPATCH_KEY  // CPU where the device is emulated
+#ifndef FLASHROPE_NAMESPACE  // flashrope_emulated and CPU where the device is emulated
+#define FLASHROPE_NAMESPACE flashrope_cuda
 #define FLASHROPE_DISPATCH_KEY CUDA
 #endif
 
@@ -171,7 +172,7 @@ void append(Tensor k_cache, Tensor v_cache, const Tensor& k, const Tensor& v, co
 }  // namespace
 }  // namespace flashrope
 
-STABLE_TORCH_LIBRARY(flashrope_cuda, m) {
+STABLE_TORCH_LIBRARY(FLASHROPE_NAMESPACE, m) {
   m.def(
       "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, Tensor? cache_leftpad, "
       "Tensor bands, Tensor table, int seqlen_new, int rotary_dim, int turning_pairs, bool interleaved, float score_scale, "
@@ -181,7 +182,7 @@ STABLE_TORCH_LIBRARY(flashrope_cuda, m) {
       "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flashrope_cuda, FLASHROPE_DISPATCH_KEY, m) {
+STABLE_TORCH_LIBRARY_IMPL(FLASHROPE_NAMESPACE, FLASHROPE_DISPATCH_KEY, m) {
   m.impl("decode", TORCH_BOX(&flashrope::decode));
   m.impl("append", TORCH_BOX(&flashrope::append));
 }

@@ -1,0 +1,11 @@
+// flashrope._build_info: what the CUDA extension was built with. setup.py writes build_info.h.
+
+#include <pybind11/pybind11.h>
+
+#include "build_info.h"
+
+PYBIND11_MODULE(_build_info, m) {
+  m.attr("architectures") = FLASHROPE_ARCHITECTURES;
+  m.attr("nvcc") = FLASHROPE_NVCC;
+  m.attr("revision") = FLASHROPE_REVISION;
+}
