@@ -239,12 +239,12 @@ impl, paged = sys.argv[1], sys.argv[2] == "paged"
 rotary = Rotary.rope(16).rectify(9)
 q, k, v = (guarded(torch.randn(3, 2, heads, 16)) for heads in (4, 2, 2))
 k_cache, v_cache = (guarded(torch.randn(*((5, 16) if paged else (3, 37)), 2, 16)) for _ in "kv")
-for lengths in ([5, 40, 0], [-7, 1 << 30, 2**31 - 1], [35, 36, 37]):
-    for entries in ([[0, 1, 2], [3, 4, 0], [1, 2, 3]], [[-1, 99, 2147480000], [-2147483648, 4, 5], [4, 4, 4]]):
-        for pads in (None, [0, 1, 2], [-5, 1 << 30, 37]):
-            lists = [lengths, entries if paged else None, pads]
-            seqlens, table, pad = (None if x is None else guarded(torch.tensor(x, dtype=torch.int32)) for x in lists)
-            attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, pad, impl=impl)
+tables = [[0, 1, 2], [3, 4, 0], [1, 2, 3]], [[-1, 99, 2147480000], [-2147483648, 4, 5], [4, 4, 4]]
+for lengths, entries, pads in [([5, 40, 0], 0, None), ([-7, 1 << 30, 2**31 - 1], 1, [-5, 1 << 30, 35]), ([35, 36, 37], 1, [0, 1, 2]),
+                               ([2**31 - 1, 36, 37], 0, [1 << 30, -5, 0])]:
+    lists = [lengths, tables[entries] if paged else None, pads]
+    seqlens, table, pad = (None if x is None else guarded(torch.tensor(x, dtype=torch.int32)) for x in lists)
+    attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, pad, impl=impl)
 if sys.argv[3] == "fault":
     ctypes.string_at(k_cache.data_ptr() + k_cache.numel() * 4, 1)
 print("done")
