@@ -2,6 +2,8 @@
 
 from ._version import __version__
 from .api import attention, attention_varlen, attention_with_cache
+from .cache import KVCache, OutOfPages, PagedKVCache
 from .rotary import Band, Rotary
 
-__all__ = ["Band", "Rotary", "__version__", "attention", "attention_varlen", "attention_with_cache"]
+__all__ = ["Band", "KVCache", "OutOfPages", "PagedKVCache", "Rotary", "__version__", "attention", "attention_varlen",
+           "attention_with_cache"]

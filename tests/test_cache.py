@@ -1,0 +1,518 @@
+"""KVCache and PagedKVCache against plain lists of tokens; what they attend to against one full call."""
+
+import random
+import re
+
+import pytest
+import torch
+
+from flashrope import KVCache, OutOfPages, PagedKVCache, Rotary, attention
+
+HEADS_KV, HEAD_DIM, PAGE = 1, 8, 16
+UNUSED = 2**31 - 1
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCHEMES = {"rope": Rotary.rope(HEAD_DIM), "rerope": Rotary.rope(HEAD_DIM).rectify(7)}
+TOKENS = torch.randn(2, 4096, HEADS_KV, HEAD_DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def rows(tokens, dtype=torch.float64):
+    """k and v (1, len(tokens), heads_kv, head_dim) of token numbers."""
+    return TOKENS[:, None, tokens].to(DEVICE, dtype)
+
+
+def batch(lists, dtype=torch.float64):
+    return torch.cat([rows(tokens, dtype) for tokens in lists], 1)
+
+
+def paged(pages=8, dtype=torch.float64, **options) -> PagedKVCache:
+    cache = PagedKVCache(pages, PAGE, HEADS_KV, HEAD_DIM, dtype, DEVICE, **options)
+    cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
+    return cache
+
+
+def contiguous(sequences=3, capacity=40, dtype=torch.float64) -> KVCache:
+    cache = KVCache(sequences, capacity, HEADS_KV, HEAD_DIM, dtype, DEVICE)
+    cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
+    return cache
+
+
+def pages_of(cache, sequence) -> list[int]:
+    table = cache.block_table([sequence])
+    assert table.shape == (1, cache.max_pages) and table.dtype == torch.int32 and table.is_contiguous()
+    return [page for page in table[0].tolist() if page != UNUSED]
+
+
+def held(cache: PagedKVCache) -> dict[int, list[int]]:
+    return {sequence: pages_of(cache, sequence) for sequence in cache.sequences}
+
+
+def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None:
+    """Lengths, tables, contents and the count of free pages."""
+    assert cache.sequences == sorted(model)
+    names = list(model)
+    assert cache.lengths(names) == cache.seqlens(names).tolist() == [len(model[name]) for name in names]
+    tables = cache.block_table(names).tolist()
+    used = set()
+    for name, table in zip(names, tables, strict=True):
+        pages = [page for page in table if page != UNUSED]
+        assert table == pages + [UNUSED] * (cache.max_pages - len(pages))
+        assert all(0 <= page < cache.pages for page in pages) and len(set(pages)) == len(pages)
+        needed = -(-len(model[name]) // PAGE)
+        assert len(pages) >= needed if name in reserved else len(pages) == needed
+        used.update(pages)
+        for pool, expected in zip((cache.k, cache.v), rows(model[name]), strict=True):
+            assert torch.equal(pool[pages].flatten(0, 1)[:len(model[name])], expected[0]), f"contents of sequence {name}"
+    assert cache.free_pages == cache.pages - len(used), "pages free and held"
+    unheld = [page for page in range(cache.pages) if page not in used]
+    cache.k[unheld] = cache.v[unheld] = torch.nan  # whoever reads them later is seen
+
+
+def expected(scheme, q, tokens, dtype):
+    k, v = batch(tokens, dtype)
+    return attention(q, k, v, SCHEMES[scheme], impl="reference")
+
+
+def queries(seqlen_q, sequences, seed, dtype=torch.float64):
+    return torch.randn(sequences, seqlen_q, 2 * HEADS_KV, HEAD_DIM, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+class Walk:
+    """One random step after another on a paged cache and on lists of token numbers."""
+
+    def __init__(self, seed: int, impl: str | None):
+        self.random, self.impl = random.Random(seed), impl
+        self.cache, self.model, self.reserved = paged(12, max_seqlen=90), {}, set()
+        self.ended, self.refused = [], 0
+
+    def some(self) -> list[int]:
+        return self.random.sample(sorted(self.model), self.random.randint(1, min(4, len(self.model))))
+
+    def new(self, sequences) -> list[list[int]]:
+        seqlen_new = self.random.choice([0, 1, 1, 2, 7, 15, 16, 17, 40])
+        return [[self.random.randrange(TOKENS.shape[1]) for _ in range(seqlen_new)] for _ in sequences]
+
+    def allocate(self):
+        length = self.random.choice([0, 0, 0, 20])
+        name = self.cache.allocate(length)
+        self.model[name] = []
+        if length:
+            self.reserved.add(name)
+            assert len(pages_of(self.cache, name)) == 2
+
+    def fork(self):
+        parent = self.random.choice(sorted(self.model))
+        self.model[self.cache.fork(parent)] = list(self.model[parent])
+
+    def reserve(self):
+        sequences = self.some()
+        self.cache.reserve(sequences, self.random.choice([1, 20]))
+        self.reserved.update(sequences)
+
+    def append(self):
+        sequences = self.some()
+        new = self.new(sequences)
+        self.cache.append(sequences, *batch(new), impl=self.impl)
+        self.written(sequences, new)
+
+    def attend(self):
+        sequences = self.some()
+        new = self.new(sequences)
+        shorter = min(len(self.model[name]) for name in sequences) + len(new[0])
+        q = queries(min(3, shorter), len(sequences), self.random.randrange(1000))
+        scheme = self.random.choice(sorted(SCHEMES))
+        out = self.cache.attend(sequences, q, SCHEMES[scheme], *(batch(new) if new[0] else ()), impl=self.impl, validate=True)
+        self.written(sequences, new)
+        for b, name in enumerate(sequences):
+            torch.testing.assert_close(out[b:b + 1], expected(scheme, q[b:b + 1], [self.model[name]], torch.float64))
+
+    def written(self, sequences, new):
+        for name, tokens in zip(sequences, new, strict=True):
+            self.model[name] += tokens
+
+    def truncate(self):
+        name = self.random.choice(sorted(self.model))
+        length = self.random.randint(0, len(self.model[name]))
+        self.cache.truncate(name, length)
+        del self.model[name][length:]
+        self.reserved.discard(name)
+
+    def free(self):
+        name = self.random.choice(sorted(self.model))
+        self.cache.free(name)
+        del self.model[name]
+        self.reserved.discard(name)
+        self.ended.append(name)
+
+    def use_freed(self):
+        if self.ended:
+            name = self.random.choice(self.ended)
+            with pytest.raises(ValueError, match=f"sequence {name} was freed"):
+                self.cache.append([*self.model, name], *batch([[1]] * (len(self.model) + 1)), impl=self.impl)
+
+    def fail(self):
+        """A call that is refused after its pages were taken."""
+        sequences = self.some()
+        new = [[5] * 9 for _ in sequences]
+        with pytest.raises((ValueError, OutOfPages), match="num_splits|page|max_seqlen"):
+            self.cache.attend(sequences, queries(1, len(sequences), 0), SCHEMES["rope"], *batch(new), num_splits=0)
+
+    def step(self):
+        kind = self.random.choice(["append"] * 6 + ["attend"] * 6 + ["fork"] * 5 + ["truncate"] * 3 + ["allocate"] * 3
+                                  + ["free"] * 3 + ["fail"] * 2 + ["reserve", "use_freed"]) if self.model else "allocate"
+        before = held(self.cache), self.cache.free_pages
+        refused = None
+        try:
+            getattr(self, kind)()
+        except OutOfPages as error:
+            refused = error
+            needs, free, pages, missing = map(int, re.findall(r"\d+", str(error)))
+            assert (free, pages, missing) == (self.cache.free_pages, self.cache.pages, needs - free) and missing > 0
+            self.refused += 1
+        except ValueError as error:
+            if "max_seqlen" not in str(error):
+                raise
+            refused = error
+        if refused or kind in ("fail", "use_freed"):
+            assert (held(self.cache), self.cache.free_pages) == before, f"{kind} raised and changed the cache"
+        check(self.cache, self.model, self.reserved)
+
+
+@pytest.mark.parametrize("impl", [None, "reference"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_walk(seed, impl):
+    if DEVICE == "cuda" and impl is None:
+        impl = "reference"  # the walk is in float64, which is the reference's there
+    walk = Walk(seed, impl)
+    for _ in range(250):
+        walk.step()
+    assert walk.refused > 10  # memory was short often enough
+    walk.cache.reset()
+    check(walk.cache, {})
+    assert walk.cache.free_pages == walk.cache.pages
+    with pytest.raises(ValueError, match="sequence 0 was freed"):
+        walk.cache.lengths([0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("impl", [None, "reference"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_attend_equals_attention(scheme, impl, dtype):
+    """Chunked prefill, verification and decoding of three sequences of one length in both kinds of cache; each also drops tokens."""
+    tokens, caches = [[], [], []], (contiguous(capacity=80, dtype=dtype), paged(15, dtype))
+    names = [caches[1].allocate() for _ in tokens]
+    generator = random.Random(5)
+    for seqlen_new, dropped in ((19, 0), (30, 4), (1, 0), (5, 3), (1, 0), (1, 0), (4, 1)):
+        new = [[generator.randrange(TOKENS.shape[1]) for _ in range(seqlen_new)] for _ in tokens]
+        tokens = [old + more for old, more in zip(tokens, new, strict=True)]
+        q = queries(seqlen_new, 3, seqlen_new, dtype)
+        exact = expected(scheme, q, tokens, dtype)
+        for out in (caches[0].attend(q, SCHEMES[scheme], *batch(new, dtype), impl=impl, validate=True),
+                    caches[1].attend(names, q, SCHEMES[scheme], *batch(new, dtype), impl=impl, validate=True)):
+            torch.testing.assert_close(out, exact)
+        again, lse = caches[1].attend(names, q, SCHEMES[scheme], impl=impl, return_lse=True)
+        torch.testing.assert_close(again, exact)
+        torch.testing.assert_close(caches[0].attend(q, SCHEMES[scheme], impl=impl, return_lse=True)[1], lse)
+        tokens = [old[:len(old) - dropped] for old in tokens]
+        caches[0].truncate(None, len(tokens[0]))
+        for name in names:
+            caches[1].truncate(name, len(tokens[0]))
+
+
+class TestKVCache:
+    def test_against_lists(self):
+        cache, model, generator = contiguous(), [[], [], []], random.Random(2)
+        where = cache.seqlens.data_ptr()
+        for _ in range(200):
+            kind = generator.choice(["append", "append", "truncate", "truncate all", "truncate each", "reset", "full"])
+            b = generator.randrange(3)
+            if kind == "append" and max(map(len, model)) < cache.capacity:
+                seqlen_new = generator.randint(0, min(9, cache.capacity - max(map(len, model))))
+                new = [[generator.randrange(TOKENS.shape[1]) for _ in range(seqlen_new)] for _ in model]
+                cache.append(*batch(new))
+                model = [old + more for old, more in zip(model, new, strict=True)]
+            elif kind == "truncate":
+                cache.truncate(b, len(model[b]) // 2)
+                del model[b][len(model[b]) // 2:]
+            elif kind == "truncate all":
+                length = max(min(map(len, model)) - 2, 0)
+                cache.truncate(None, length)
+                model = [old[:length] for old in model]
+            elif kind == "truncate each":
+                model = [old[:max(len(old) - b, 0)] for b, old in enumerate(model)]
+                cache.truncate(None, [len(old) for old in model])
+            elif kind == "reset" and generator.random() < 0.2:
+                cache.reset(b)
+                model[b] = []
+            elif kind == "full":
+                before = cache.k.clone()
+                more = cache.capacity - max(map(len, model)) + 1
+                with pytest.raises(ValueError, match=f"has {max(map(len, model))} of 40 slots in use: no room for {more} more"):
+                    cache.append(*batch([[1] * more] * 3))
+                assert torch.equal(cache.k.nan_to_num(), before.nan_to_num())
+            assert cache.lengths == cache.seqlens.tolist() == [len(tokens) for tokens in model]
+            for b, tokens in enumerate(model):
+                for room, exact in zip((cache.k, cache.v), rows(tokens), strict=True):
+                    assert torch.equal(room[b, :len(tokens)], exact[0])
+        cache.reset()
+        assert cache.lengths == cache.seqlens.tolist() == [0, 0, 0]
+        assert cache.seqlens.data_ptr() == where  # a CUDA graph holds it
+
+    def test_advance(self):
+        cache = contiguous()
+        cache.advance(38)
+        assert cache.lengths == cache.seqlens.tolist() == [38] * 3
+        with pytest.raises(ValueError, match="sequence 0 has 38 of 40 slots in use: no room for 3 more"):
+            cache.advance(3)
+        assert cache.lengths == cache.seqlens.tolist() == [38] * 3
+
+    @pytest.mark.parametrize("call, error, message", [
+        (lambda c, q, k: c.append(k[:2], k[:2]), ValueError, r"k: expected shape (3, seqlen_new, 1, 8), got (2, 4, 1, 8)"),
+        (lambda c, q, k: c.append(k, k[:, :3]), ValueError, r"v: expected shape (3, 4, 1, 8), got (3, 3, 1, 8)"),
+        (lambda c, q, k: c.append(k.float(), k), TypeError, "k: expected torch.float64 as the cache, got torch.float32"),
+        (lambda c, q, k: c.append(k, k.to("meta")), ValueError, "v: expected device"),
+        (lambda c, q, k: c.append(k, None), TypeError, "v: expected a tensor, got NoneType"),
+        (lambda c, q, k: c.append(k.requires_grad_(), k), ValueError, "k: expected no gradient to be asked for"),
+        (lambda c, q, k: c.append(k.transpose(1, 3).contiguous().transpose(1, 3), k), ValueError, "k: expected a contiguous last dim"),
+        (lambda c, q, k: c.append(k, k, impl="flash"), ValueError, "impl: expected None or one of"),
+        (lambda c, q, k: c.attend(q[:2], SCHEMES["rope"], k, k), ValueError, "q: expected shape (3, seqlen_q, heads_q, head_dim), got"),
+        (lambda c, q, k: c.attend(q, SCHEMES["rope"], v=k), TypeError, "k: expected a tensor, got NoneType"),
+        (lambda c, q, k: c.attend(q, SCHEMES["rope"], k, k, softmax_scale="1"), TypeError, "softmax_scale: expected a number"),
+        (lambda c, q, k: c.attend(q, SCHEMES["rope"], k, k, block_table=None), TypeError, "block_table"),
+        (lambda c, q, k: c.attend(q, Rotary.rope(16), k, k), ValueError, "rotary: its head_dim is 16, q's is 8"),
+        (lambda c, q, k: c.truncate(1, 6), ValueError, "length of sequence 1: expected at least 0 and at most 5, got 6"),
+        (lambda c, q, k: c.truncate(None, [5, 5, -1]), ValueError, "length of sequence 2: expected at least 0 and at most 5, got -1"),
+        (lambda c, q, k: c.truncate(None, [5, 5]), ValueError, "length: expected a number or 3 of them, got [5, 5]"),
+        (lambda c, q, k: c.truncate(3, 0), ValueError, "sequence: expected at least 0 and at most 2, got 3"),
+        (lambda c, q, k: c.reset(-1), ValueError, "sequence: expected at least 0 and at most 2, got -1"),
+        (lambda c, q, k: c.advance(-1), ValueError, "seqlen_new: expected at least 0, got -1"),
+        (lambda c, q, k: c.advance(True), TypeError, "seqlen_new: expected an integer, got True"),
+    ])
+    def test_errors(self, call, error, message):
+        cache = contiguous()
+        cache.append(*batch([[1, 2, 3, 4, 5]] * 3))
+        before = cache.k.clone(), cache.v.clone()
+        with pytest.raises(error, match=re.escape(message)):
+            call(cache, queries(2, 3, 0), batch([[6, 7, 8, 9]] * 3)[0])
+        assert cache.lengths == cache.seqlens.tolist() == [5, 5, 5]
+        for now, then in zip((cache.k, cache.v), before, strict=True):
+            assert torch.equal(now.nan_to_num(), then.nan_to_num())
+
+    def test_repr(self):
+        cache = KVCache(2, 32, 1, 8, device=DEVICE)
+        assert cache.k.dtype == torch.bfloat16 and cache.nbytes == 2 * 2 * 32 * 8 * 2
+        assert repr(cache) == (f"KVCache(batch=2, capacity=32, heads_kv=1, head_dim=8, dtype=torch.bfloat16, device='{cache.k.device}'; "
+                               "0 to 0 slots in use, 2,048 bytes)")
+
+
+class TestPagedKVCache:
+    def test_forks_diverge(self):
+        cache = paged()
+        parent = cache.allocate()
+        cache.append([parent], *rows([1] * 20))
+        children = [cache.fork(parent) for _ in range(2)]
+        assert cache.free_pages == 6 and pages_of(cache, children[0]) == pages_of(cache, parent)
+        cache.append(children, *batch([[2], [3]]))
+        assert cache.free_pages == 4  # the parent holds the page still
+        check(cache, {parent: [1] * 20, children[0]: [1] * 20 + [2], children[1]: [1] * 20 + [3]})
+        assert len({pages_of(cache, name)[0] for name in cache.sequences}) == 1
+
+    def test_all_holders_of_a_page_in_one_call(self):
+        """One of them writes in place, whatever their order and lengths."""
+        for order in (0, 1):
+            cache = paged(3)
+            long = cache.allocate()
+            cache.append([long], *rows([1] * 10))
+            short = cache.fork(long)
+            cache.truncate(short, 4)
+            names = [long, short][::-1 if order else 1]
+            cache.append(names, *batch([[2, 3], [4, 5]][::-1 if order else 1]))
+            assert cache.free_pages == 1
+            check(cache, {long: [1] * 10 + [2, 3], short: [1] * 4 + [4, 5]})
+
+    def test_a_failure_after_writing_can_be_undone(self, monkeypatch):
+        """The kernel has written and then there is no memory for the output, say."""
+        cache = paged(3)
+        long = cache.allocate()
+        cache.append([long], *rows([1] * 10))
+        short = cache.fork(long)
+        cache.truncate(short, 4)
+
+        def fails(*_):
+            raise MemoryError
+
+        for names in ([long, short], [short, long]):
+            with monkeypatch.context() as patch:
+                patch.setattr("flashrope.ops.attention_with_cache", fails)
+                with pytest.raises(MemoryError):
+                    cache.attend(names, queries(1, 2, 0), SCHEMES["rope"], *batch([[7] * 9] * 2))
+            assert cache.free_pages == 2
+            check(cache, {long: [1] * 10, short: [1] * 4})
+
+    def test_a_full_page_is_not_copied(self):
+        cache = paged(3)
+        parent = cache.allocate()
+        cache.append([parent], *rows([1] * PAGE))
+        child = cache.fork(parent)
+        cache.append([parent, child], *batch([[2], [3]]))
+        assert cache.free_pages == 0
+        check(cache, {parent: [1] * PAGE + [2], child: [1] * PAGE + [3]})
+
+    def test_out_of_pages(self):
+        cache = paged()
+        first, second = cache.allocate(), cache.allocate()
+        cache.append([first], *rows([1] * 90))
+        with pytest.raises(OutOfPages, match=r"^needs 5 more pages, 2 are free of 8: 3 missing$"):
+            cache.append([second], *rows([2] * 70))
+        with pytest.raises(OutOfPages, match="^needs 3 more pages, 2 are free of 8: 1 missing$"):
+            cache.allocate(33)
+        check(cache, {first: [1] * 90, second: []})
+        third = cache.fork(first)
+        cache.append([second], *rows([2] * 32))
+        with pytest.raises(OutOfPages, match="^needs 1 more page, 0 are free of 8: 1 missing$"):
+            cache.append([third], *rows([3]))
+        check(cache, {first: [1] * 90, second: [2] * 32, third: [1] * 90})
+        cache.free(first)
+        cache.append([third], *rows([3]))
+        check(cache, {second: [2] * 32, third: [1] * 90 + [3]})
+
+    def test_many_sequences(self):
+        """The device's table grows, and a row that is used again has nothing left of its last sequence."""
+        cache = paged(80, max_seqlen=32)
+        model = {}
+        for name in range(70):
+            assert cache.allocate() == name
+            model[name] = [name] * 3
+        cache.append(list(model), *batch(model.values()))
+        check(cache, model)
+        for name in range(0, 70, 2):
+            cache.free(name)
+            del model[name]
+        for name in range(70, 140):
+            assert cache.allocate() == name
+            model[name] = []
+        check(cache, model)
+
+    def test_reserve_and_advance(self):
+        """As around a CUDA graph, which writes by tables that were made before."""
+        cache = paged(4)
+        name = cache.allocate(20)
+        assert cache.free_pages == 2 and cache.lengths([name]) == [0]
+        cache.k[pages_of(cache, name)], cache.v[pages_of(cache, name)] = (x.view(2, PAGE, HEADS_KV, HEAD_DIM) for x in rows(list(range(32))))
+        cache.advance([name], 18)
+        check(cache, {name: list(range(18))}, [name])
+        with pytest.raises(ValueError, match=f"at most the 14 tokens that sequence {name} has room reserved for, got 15"):
+            cache.advance([name], 15)
+        child = cache.fork(name)
+        with pytest.raises(ValueError, match=f"at most the 0 tokens that sequence {name} has room reserved for, got 1"):
+            cache.advance([name], 1)  # the page is shared by now
+        cache.reserve([name], 1)
+        cache.advance([name], 0)
+        assert cache.free_pages == 1 and pages_of(cache, name)[1] != pages_of(cache, child)[1]
+        check(cache, {name: list(range(18)), child: list(range(18))}, [name])
+        cache.truncate(name, 16)
+        assert cache.free_pages == 2
+
+    def test_a_fork_does_not_share_reserved_pages(self):
+        cache = paged(4)
+        parent = cache.allocate(3 * PAGE)
+        cache.append([parent], *rows([1] * PAGE))
+        child = cache.fork(parent)
+        assert len(pages_of(cache, parent)) == 3 and len(pages_of(cache, child)) == 1
+        cache.append([parent, child], *batch([[2], [3]]))
+        check(cache, {parent: [1] * PAGE + [2], child: [1] * PAGE + [3]}, [parent])
+
+    def test_a_freed_sequence_is_not_read_unnoticed(self):
+        cache = paged(4)
+        first, second = cache.allocate(), cache.allocate()
+        cache.append([first], *rows([1] * 20))
+        cache.append([second], *rows([1] * 20))
+        cache.free(first)
+        with pytest.raises(ValueError, match=f"sequence {first} was freed"):
+            cache.attend([first], queries(1, 1, 0), SCHEMES["rope"])
+        assert cache.allocate() == 2  # takes the row of the table
+        assert pages_of(cache, 2) == [] and len(pages_of(cache, second)) == 2
+
+    @pytest.mark.parametrize("call, error, message", [
+        (lambda c, q, k: c.append([0, 7], k, k), ValueError, "sequence 7 was never allocated"),
+        (lambda c, q, k: c.append([0, 2], k, k), ValueError, "sequence 2 was freed"),
+        (lambda c, q, k: c.append([0, -1], k, k), ValueError, "sequence -1 was never allocated"),
+        (lambda c, q, k: c.append([1, 1], k, k), ValueError, "sequences: expected each once, got sequence 1 2 times"),
+        (lambda c, q, k: c.append(0, k, k), TypeError, "sequences: expected a list of numbers"),
+        (lambda c, q, k: c.append([0, None], k, k), TypeError, "sequence: expected a number that allocate or fork returned, got None"),
+        (lambda c, q, k: c.append([0], k, k), ValueError, "k: expected shape (1, seqlen_new, 1, 8), got (2, 4, 1, 8)"),
+        (lambda c, q, k: c.append([0, 1], k.float(), k), TypeError, "k: expected torch.float64 as the cache, got torch.float32"),
+        (lambda c, q, k: c.append([0, 1], k.repeat(1, 16, 1, 1), k.repeat(1, 16, 1, 1)), ValueError,
+         "sequence 0 has 5 tokens, 64 more would exceed max_seqlen 60"),
+        (lambda c, q, k: c.attend([0, 1], q[:1], SCHEMES["rope"], k, k), ValueError, "q: expected shape (2, seqlen_q, heads_q, head_dim), got"),
+        (lambda c, q, k: c.attend([0, 1], q, Rotary.rope(16), k, k), ValueError, "rotary: its head_dim is 16, q's is 8"),
+        (lambda c, q, k: c.attend([0, 1], q.requires_grad_(), SCHEMES["rope"], k, k), ValueError, "no gradient to be asked for"),
+        (lambda c, q, k: c.free(2), ValueError, "sequence 2 was freed"),
+        (lambda c, q, k: c.fork(3), ValueError, "sequence 3 was never allocated"),
+        (lambda c, q, k: c.truncate(0, 6), ValueError, "length of sequence 0: expected at least 0 and at most 5, got 6"),
+        (lambda c, q, k: c.reserve([0], 1.5), TypeError, "seqlen_new: expected an integer, got 1.5"),
+        (lambda c, q, k: c.allocate(61), ValueError, "length: expected at least 0 and at most 60, got 61"),
+        (lambda c, q, k: c.block_table([2]), ValueError, "sequence 2 was freed"),
+    ])
+    def test_errors(self, call, error, message):
+        cache = paged(max_seqlen=60)
+        for _ in range(2):
+            cache.append([cache.allocate()], *rows([1, 2, 3, 4, 5]))
+        cache.free(cache.fork(1))
+        with pytest.raises(error, match=re.escape(message)):
+            call(cache, queries(2, 2, 0), batch([[6, 7, 8, 9]] * 2)[0])
+        check(cache, {0: [1, 2, 3, 4, 5], 1: [1, 2, 3, 4, 5]})
+
+    @pytest.mark.parametrize("arguments, error, message", [
+        ((0, 16, 1, 8), ValueError, "pages: expected at least 1, got 0"),
+        ((4, 8, 1, 8), ValueError, "page_size: expected at least 16 and at most 256, got 8"),
+        ((4, 48, 1, 8), ValueError, "page_size: expected 16, 32, 64, 128 or 256, got 48"),
+        ((4, 16, 0, 8), ValueError, "heads_kv: expected at least 1, got 0"),
+        ((4, 16, 1, 12), ValueError, "head_dim: expected a multiple of 8 up to 256, got 12"),
+        ((4, 16, 1, 8, torch.int8), TypeError, "dtype: expected float16, bfloat16, float32 or float64, got torch.int8"),
+        ((4, 16, 1, 8, torch.float32, DEVICE, 0), ValueError, "max_seqlen: expected at least 1, got 0"),
+    ])
+    def test_construction(self, arguments, error, message):
+        with pytest.raises(error, match=re.escape(message)):
+            PagedKVCache(*arguments)
+
+    def test_repr(self):
+        cache = paged(dtype=torch.float32, max_seqlen=33)
+        cache.allocate(20)
+        assert cache.max_pages == 3 and cache.nbytes == 2 * 8 * PAGE * 8 * 4
+        assert repr(cache) == (f"PagedKVCache(pages=8, page_size=16, heads_kv=1, head_dim=8, dtype=torch.float32, device='{cache.k.device}', "
+                               "max_seqlen=33; 1 sequences, 6 pages free, 8,192 bytes)")
+
+
+def test_made_in_inference_mode():
+    with torch.inference_mode():
+        caches = contiguous(1), paged(20)
+    names = [caches[1].allocate()]
+    with torch.inference_mode():
+        caches[0].append(*rows([1, 2]))
+        caches[1].append(names, *rows([1, 2]))
+        names += [caches[1].fork(0) for _ in range(17)]  # the table grows
+    caches[0].append(*rows([3]))
+    caches[1].append(names, *batch([[3]] * 18))
+    check(caches[1], {name: [1, 2, 3] for name in names})
+    assert caches[0].lengths == caches[0].seqlens.tolist() == [3]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the CPU has nothing to wait for")
+def test_no_call_waits_for_the_device():
+    new, q, rotary = batch([[1] * 5] * 2, torch.bfloat16), queries(1, 2, 0, torch.bfloat16), SCHEMES["rope"]
+    row, pages = contiguous(2, dtype=torch.bfloat16), paged(20, torch.bfloat16)
+
+    def calls():
+        row.append(*new), row.attend(q, rotary, *new), row.truncate(0, 7), row.truncate(None, [3, 4]), row.reset()
+        names = [pages.allocate(), pages.allocate(20)]
+        pages.append(names, *new)
+        names = [names[0], pages.fork(names[0])]
+        pages.attend(names, q, rotary, *new)
+        pages.truncate(names[0], 6), pages.free(names[1]), pages.reset()
+
+    calls()  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        calls()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
