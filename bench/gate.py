@@ -2,9 +2,10 @@
 
     python -m bench gate [--arch 80 90] [--head-dim 64 128] [--quick] [--csv PATH] [--jobs N]
 
-For every case the backend runs on meta tensors, forward and backward. Launches that need the same machine code are
+For every case the backend runs on meta tensors: forward and backward, or over a cache. Launches that need the same machine code are
 compiled once. Prints one row per compiled kernel and exits with 1 when one does not compile, spills more than
-SPILL_CEILINGS allows, or asks for more shared memory than a block of its architecture can have.
+SPILL_CEILINGS allows, asks for more shared memory than a block of its architecture can have, or in decoding reads a cache
+in pieces of less than 16 bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ import torch
 import triton
 
 from flashrope import Rotary
-from flashrope.backends import Call
+from flashrope.backends import CacheCall, Call
 from flashrope.backends import triton as backend
 
 from .offline import MULTIPROCESSORS, Launch, Measured, caught_launches, compile_all, missing_tools
 
 KERNELS = ("turn_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q")
+CACHE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW = 2, 4096, 40, 8, 1024  # neither head count a multiple of 16
+BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # neither head count a multiple of 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Scheme:
     positions: bool = False
     aligned: bool = True  # to 16 bytes
     grad_lse: bool = False
+    cache: str = ""  # "contiguous" or "paged": attention over a cache instead
+    seqlen_q: int = 1  # over a cache
 
 
 ONE_BAND = Scheme("rope", Rotary.rope)
@@ -51,6 +55,9 @@ NOPE = Scheme("nope", Rotary.none)
 PACKED = Scheme("packed", lambda head_dim: Rotary.rope(head_dim, interleaved=True), packed=True, grad_lse=True)
 POSITIONS = Scheme("positions", lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2), positions=True)
 UNALIGNED = Scheme("unaligned", Rotary.rope, aligned=False)
+DECODE = tuple(Scheme(f"{scheme.name} {cache}", scheme.rotary, cache=cache) for cache in ("contiguous", "paged")
+               for scheme in (ONE_BAND, TWO_BANDS))
+CHUNK = Scheme("rerope chunk", TWO_BANDS.rotary, cache="paged", seqlen_q=16)  # many rows, as of speculated tokens
 VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
 
@@ -61,12 +68,20 @@ class Case:
     dtype: str
     scheme: Scheme
 
+    @property
+    def kernels(self) -> set[str]:
+        """Those it must launch."""
+        return set(CACHE_KERNELS if self.scheme.cache else KERNELS) - ({"turn_rows"} if self.scheme.name == "nope" else set())
+
     def launches(self) -> list[Launch]:
-        """What forward and backward launch for this case."""
+        """What forward and backward launch for this case, or one step over a cache."""
         scheme, rows = self.scheme, (BATCH * SEQLEN,) if self.scheme.packed else (BATCH, SEQLEN)
 
         def tensor(*shape, dtype=DTYPES[self.dtype]):
             return torch.empty(shape, dtype=dtype, device="meta")
+
+        if scheme.cache:
+            return self._cache_launches(tensor)
 
         def heads(count):
             return tensor(*rows, count, self.head_dim + (0 if scheme.aligned else 1))[..., :self.head_dim]
@@ -82,6 +97,18 @@ class Case:
             backend.backward(torch.empty_like(out), grad_lse, q, k, v, out, lse, turned_keys, call)
         return launches
 
+    def _cache_launches(self, tensor) -> list[Launch]:
+        scheme, pages = self.scheme, SEQLEN // PAGE_SIZE
+        rows = (BATCH, SEQLEN) if scheme.cache == "contiguous" else (BATCH * pages, PAGE_SIZE)
+        q, new = (tensor(BATCH, scheme.seqlen_q, heads, self.head_dim) for heads in (HEADS_Q, HEADS_KV))
+        cache, seqlens = tensor(*rows, HEADS_KV, self.head_dim), tensor(BATCH, dtype=torch.int32)
+        table = tensor(BATCH, pages, dtype=torch.int32) if scheme.cache == "paged" else None
+        call = CacheCall(scheme.rotary(self.head_dim), scheme.causal, self.head_dim ** -0.5, seqlens, scheme.seqlen_q, table)
+        with caught_launches(backend, self.arch) as launches:
+            backend.append_to_cache(cache, cache, new, new, seqlens, table)
+            backend.attention_with_cache(q, cache, cache, call)
+        return launches
+
 
 def cases(quick: bool) -> list[Case]:
     """bf16 with one and two bands on the main architectures; around them, every other choice once, mostly where registers
@@ -90,7 +117,7 @@ def cases(quick: bool) -> list[Case]:
     def grid(archs, head_dims, dtype, *schemes):
         return [Case(arch, head_dim, dtype, scheme) for arch in archs for head_dim in head_dims for scheme in schemes]
 
-    main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS)
+    main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *DECODE)
     if quick:
         return main
     wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)
@@ -98,7 +125,9 @@ def cases(quick: bool) -> list[Case]:
     types = grid((80, 90), (128,), "fp16", ONE_BAND) + grid((80,), (64, 128), "fp32", ONE_BAND)
     variants = grid((80,), (128,), "bf16", NOPE, PACKED, POSITIONS) + grid((80,), (64,), "bf16", TWO_SIDED, UNALIGNED)
     small_shared = grid((86,), (64, 128), "bf16", TWO_BANDS) + grid((86,), (128, 256), "bf16", ONE_BAND)
-    return main + wide + padded + types + variants + small_shared
+    cache = grid((80, 90), (64, 128), "bf16", CHUNK) + grid((80, 90), (96, 256), "bf16", DECODE[0], DECODE[-1])
+    cache += grid((80,), (128,), "fp32", DECODE[-1]) + grid((86,), (128,), "bf16", DECODE[-1])
+    return main + wide + padded + types + variants + small_shared + cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +185,7 @@ class Row:
     @property
     def order(self) -> tuple:
         first = self.cases[0]
-        return KERNELS.index(self.kernel), first.arch, tuple(DTYPES).index(first.dtype), first.head_dim, self.label["bands"]
+        return (KERNELS + CACHE_KERNELS).index(self.kernel), first.arch, tuple(DTYPES).index(first.dtype), first.head_dim, self.label["bands"]
 
     def figures(self) -> dict[str, str]:
         if isinstance(self.result, str):
@@ -166,7 +195,14 @@ class Row:
                    "shared KB": f"{m.shared / 1024:g}", "blocks/SM": limits.resident_blocks(m.registers, m.shared, m.warps)}
         if m.loop:
             figures |= {"MMA": m.loop["mma"], "instr/MMA": f"{m.loop['total'] / m.loop['mma']:.2f}"}
+        if m.loop and self.reads_raw_keys:
+            figures["16 B loads"] = m.loop.get("global 16 B", 0)
         return {name: str(value) for name, value in figures.items()}
+
+    @property
+    def reads_raw_keys(self) -> bool:
+        """Its hot loop turns no keys: of memory it reads keys and values alone, and page numbers."""
+        return self.kernel == "attention_decode" and "rerope" in self.cases[0].scheme.name and self.cases[0].head_dim in (64, 128)
 
     def violations(self) -> list[str]:
         name = " ".join(self.label.values())
@@ -179,6 +215,11 @@ class Row:
         limit = MULTIPROCESSORS[first.arch].shared_per_block
         if self.result.shared > limit:
             found.append(f"{name}: needs {self.result.shared} bytes of shared memory, a block of sm_{first.arch} has {limit}")
+        if self.result.loop and self.reads_raw_keys and first.dtype != "fp32":
+            loads = 2 * self.launch.kwargs["BLOCK_N"] * first.head_dim * 2 // (16 * 32 * self.result.warps)
+            wide, narrow = self.result.loop.get("global 16 B", 0), self.result.loop.get("global", 0) - self.result.loop.get("global 16 B", 0)
+            if wide != loads or (narrow and first.scheme.cache == "contiguous"):
+                found.append(f"{name}: {wide} loads of 16 bytes and {narrow} narrower, keys and values need {loads} and none")
         return found
 
 
@@ -187,8 +228,8 @@ def plan(chosen: list[Case]) -> list[Row]:
     rows = {}
     for case in chosen:
         launches = case.launches()
-        absent = set(KERNELS) - {launch.kernel.__name__ for launch in launches}
-        if absent - ({"turn_rows"} if case.scheme.name == "nope" else set()):
+        absent = case.kernels - {launch.kernel.__name__ for launch in launches}
+        if absent:
             raise RuntimeError(f"{case}: launched no {', '.join(sorted(absent))}")
         for key, launch in {launch.key: launch for launch in launches}.items():
             rows.setdefault(key, Row(launch, [])).cases.append(case)
@@ -196,7 +237,7 @@ def plan(chosen: list[Case]) -> list[Row]:
 
 
 COLUMNS = ("kernel", "arch", "D", "dtype", "bands", "scheme", "warps", "stages", "regs", "spill B", "shared KB", "blocks/SM",
-           "MMA", "instr/MMA")
+           "MMA", "instr/MMA", "16 B loads")
 
 
 def print_table(rows: list[Row]) -> None:

@@ -66,8 +66,9 @@ def classify(opcode: str) -> str:
 
 
 def mix(opcodes: Sequence[str]) -> Counter:
-    """Instructions per class of CLASSES, and their "total" without NOPs."""
+    """Instructions per class of CLASSES, those of "global" that move 16 bytes per thread, and their "total" without NOPs."""
     counts = Counter(classify(opcode) for opcode in opcodes)
+    counts += Counter("global 16 B" for opcode in opcodes if classify(opcode) == "global" and _width(opcode) == 16)
     counts["total"] = sum(opcode != "NOP" for opcode in opcodes)
     return counts
 

@@ -1,0 +1,203 @@
+"""The Triton kernels over a cache: what must not change a bit, what they may touch, what they turn, what is compiled anew."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import support
+import torch
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+from flashrope import Rotary, attention_with_cache
+from flashrope.triton_kernels import configs, decode
+
+pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() or support.INTERPRETED), reason="needs a GPU or Triton's interpreter")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.float16
+BLOCK = configs.tile("decode", 80, 32, 2, 2).block_n
+PAGE, CAPACITY, HEADS_Q, HEADS_KV = 16, 192, 3, 1
+RECTIFIED = Rotary.rope(32).rectify(40)
+UNUSED = 2147480000  # what block_table may hold where no key lies
+
+
+def random(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, DTYPE)
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def attend(q, k_cache, v_cache, seqlens, rotary=RECTIFIED, num_splits=2, **options):
+    """(out, lse) of keys that lie in the caches."""
+    return attention_with_cache(q, k_cache, v_cache, rotary, int32(seqlens), return_lse=True, num_splits=num_splits, impl="triton", **options)
+
+
+def assert_same_bits(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b), f"differs by up to {(a.double() - b.double()).abs().max():.1e}"
+
+
+def paged(cache, seed, fill=float("nan"), lengths=None):
+    """(pages, block_table): the rows of a contiguous cache in pages of random order; rows that lengths do not reach hold fill."""
+    batch, capacity, *rest = cache.shape
+    used = torch.full((batch,), capacity) if lengths is None else torch.tensor(lengths)
+    order = torch.randperm(batch * capacity // PAGE + 3, generator=torch.Generator().manual_seed(seed))
+    pages = torch.full((len(order), PAGE, *rest), fill, dtype=cache.dtype, device=cache.device)
+    table = torch.full((batch, capacity // PAGE), UNUSED, dtype=torch.int32)
+    for b in range(batch):
+        for n in range(-(-int(used[b]) // PAGE)):
+            page = table[b, n] = int(order[b * (capacity // PAGE) + n])
+            rows = min(PAGE, int(used[b]) - n * PAGE)
+            pages[page, :rows] = cache[b, n * PAGE:n * PAGE + rows]
+    return pages, table.to(cache.device)
+
+
+def caches(batch=2, seed=0):
+    return random(batch, CAPACITY, HEADS_KV, 32, seed=seed), random(batch, CAPACITY, HEADS_KV, 32, seed=seed + 1)
+
+
+@pytest.mark.parametrize("rotary", [RECTIFIED, Rotary.rope(32, interleaved=True).rectify(40, 8)], ids=["rerope", "leaky"])
+def test_pages_and_what_no_key_uses_change_no_bit(rotary):
+    """Contiguous or paged, in any order of pages, with NaN in every row behind the lengths and nonsense in unused entries."""
+    q, (k, v), lengths = random(2, 1, HEADS_Q, 32, seed=9), caches(), [150, 67]
+    expected = attend(q, k, v, lengths, rotary)
+    for b, length in enumerate(lengths):
+        k[b, length:], v[b, length:] = float("nan"), float("nan")
+    assert_same_bits(attend(q, k, v, lengths, rotary), expected)
+    for seed in (1, 2):
+        k_pages, table = paged(k, seed, lengths=lengths)
+        v_pages, _ = paged(v, seed, lengths=lengths)
+        assert_same_bits(attend(q, k_pages, v_pages, lengths, rotary, block_table=table), expected)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_chunks_change_no_bit(num_splits):
+    """Queries of one call, of one call each and of calls of 3: the same bits, wherever a query lies in its tile."""
+    q, (k, v), length = random(1, 6, HEADS_Q, 32, seed=9), caches(1), 131
+    whole = attend(q, k, v, [length], num_splits=num_splits)
+    for size in (1, 3):
+        pieces = [attend(q[:, at:at + size], k, v, [length - 6 + at + size], num_splits=num_splits) for at in range(0, 6, size)]
+        assert_same_bits([torch.cat([out for out, _ in pieces], 1), torch.cat([lse for _, lse in pieces], 2)], whole)
+
+
+def test_neighbours_and_left_padding_change_no_bit():
+    q, (k, v), lengths = random(3, 2, HEADS_Q, 32, seed=9), caches(3), [20, 130, 0]
+    out, lse = attend(q, k, v, lengths)
+    assert not out[2].any() and (lse[2] == float("-inf")).all()
+    for b in range(2):
+        assert_same_bits(attend(q[b:b + 1], k[b:b + 1], v[b:b + 1], lengths[b:b + 1]), (out[b:b + 1], lse[b:b + 1]))
+    pads = [5, 61, 7]
+    shifted_k, shifted_v = (torch.full_like(x, float("nan")) for x in (k, v))
+    for b, pad in enumerate(pads):
+        shifted_k[b, pad:pad + lengths[b]], shifted_v[b, pad:pad + lengths[b]] = k[b, :lengths[b]], v[b, :lengths[b]]
+    ends = [pad + length for pad, length in zip(pads, lengths, strict=True)]
+    assert_same_bits(attend(q, shifted_k, shifted_v, ends, cache_leftpad=int32(pads)), (out, lse))
+
+
+def test_hostile_lengths_and_pages_touch_nothing_else():
+    """Lengths beyond the capacity or negative, pages that do not exist: other sequences keep their bits, unused pages theirs."""
+    lengths = [40, 33, 18]
+    pages, (k, v) = 3 * CAPACITY // PAGE + 3, caches(3)
+    (k_pages, table), (v_pages, _) = paged(k, 1, lengths=lengths), paged(v, 1, lengths=lengths)
+    # Written to pages whose neighbours in memory are watched.
+    around_k, around_v = (torch.full((pages + 4, *x.shape[1:]), 7.0, dtype=DTYPE, device=DEVICE) for x in (k_pages, v_pages))
+    k_pages, v_pages = (around[2:2 + pages].copy_(x) for around, x in ((around_k, k_pages), (around_v, v_pages)))
+    q, new_k, new_v = (random(3, 4, heads, 32, seed=5 + heads) for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
+
+    def step(seqlens, table):
+        k_now, v_now = around_k.clone(), around_v.clone()
+        result = attend(q, k_now[2:2 + pages], v_now[2:2 + pages], seqlens, k=new_k, v=new_v, block_table=table)
+        return result, k_now, v_now
+
+    (out, lse), k_after, v_after = step(lengths, table)
+    assert not out.isnan().any()
+    for length, entry in [(lengths[1], -1), (lengths[1], pages), (lengths[1], UNUSED), (lengths[1], -UNUSED), (CAPACITY + 5, None),
+                          (UNUSED, None), (-UNUSED, None)]:
+        hostile = table.clone()
+        if entry is not None:
+            hostile[1, 2] = hostile[1, 0] = entry
+        if length < 0:
+            hostile[1] = UNUSED
+        (got_out, got_lse), k_now, v_now = step([lengths[0], length, lengths[2]], hostile)
+        assert_same_bits([got_out[::2], got_lse[::2]], [out[::2], lse[::2]])
+        written = [2 + int(page) for page in (table[0, 2], table[2, 1])]
+        for now, after, before in ((k_now, k_after, around_k), (v_now, v_after, around_v)):
+            expected = before.clone()
+            expected[written] = after[written]
+            same = (now == expected) | (now.isnan() & expected.isnan())
+            assert same.all(), f"length {length}, entry {entry}: pages {sorted(set((~same).nonzero()[:, 0].tolist()))}"
+
+
+def test_new_keys_beyond_the_capacity_are_dropped():
+    q, (k, v) = random(1, 4, HEADS_Q, 32), caches(1)
+    new = random(1, 4, HEADS_KV, 32, seed=3)
+    expected = k.clone()
+    expected[:, -2:] = new[:, :2]
+    attention_with_cache(q, k, v, RECTIFIED, int32([CAPACITY - 2]), new, new, impl="triton")
+    assert torch.equal(k, expected) and torch.equal(v[:, -2:], new[:, :2])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts calls that only the interpreter makes one by one")
+@pytest.mark.parametrize("length", [30, 64, 65, 120, 192])
+def test_turned_keys_are_those_of_the_window(length, monkeypatch):
+    """ReRoPE turns at most a window of keys and a block's edge per step and sequence, however long the sequence."""
+    turned, original = [], decode.turn_keys
+
+    def counted(x, y, angles, slot, table_rows, first, rows, length, LAYOUT):
+        turned.append(min(int(length.handle.data.item() if hasattr(length, "handle") else length), BLOCK))
+        return original(x, y, angles, slot, table_rows, first, rows, length, LAYOUT)
+
+    monkeypatch.setattr(decode, "turn_keys", counted)
+    k, v = caches(1)
+    attend(random(1, 1, HEADS_Q, 32), k, v, [length])
+    per_head = sum(turned) / HEADS_KV
+    window = int(RECTIFIED.bands[0].stop)
+    assert min(window, length) <= per_head <= window + BLOCK
+    if length > 2 * BLOCK:
+        assert per_head < length
+
+
+# In a process of its own: Triton's interpreter has no specialisations.
+SPECIALISATIONS = """
+import collections, json, torch
+from bench.offline import caught_launches
+from flashrope import Rotary
+from flashrope.backends import CacheCall
+from flashrope.backends import triton as backend
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+keys = collections.defaultdict(set)
+for head_dim in (40, 128):
+    for paged in (False, True):
+        for batch, seqlen_q, slots, window, num_splits in [(1, 1, 4096, 1, 2), (2, 1, 8192, 64, 0), (3, 2, 4097 * 16, 100, 1),
+                                                           (16, 1, 1 << 20, 1024, 16), (1, 1, 1 << 21, 7, 0)]:
+            cache = tensor(batch * slots // 16 + 1, 16, 1, head_dim) if paged else tensor(batch, slots, 1, head_dim)
+            table = tensor(batch, slots // 16, dtype=torch.int32) if paged else None
+            seqlens, new = tensor(batch, dtype=torch.int32), tensor(batch, seqlen_q, 1, head_dim)
+            call = CacheCall(Rotary.rope(head_dim).rectify(window), True, 1.0, seqlens, seqlen_q, table, None, num_splits)
+            with caught_launches(backend, 90) as launches:
+                backend.append_to_cache(cache, cache, new, new, seqlens, table)
+                backend.attention_with_cache(tensor(batch, seqlen_q, 5, head_dim), cache, cache, call)
+            for launch in launches:
+                keys[f"{launch.kernel.__name__} {head_dim} {paged}"].add(repr(launch.key))
+print(json.dumps({name: len(of) for name, of in keys.items()}))
+"""
+
+
+def test_lengths_share_kernels():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", SPECIALISATIONS], capture_output=True, text=True, env=environment,
+                         cwd=pathlib.Path(__file__).parent.parent, check=False)
+    assert run.returncode == 0, run.stderr
+    # one split writes its half-precision result itself, several write float32
+    expected = {"append_rows": 1, "attention_decode": 2, "combine_splits": 1}
+    counts = json.loads(run.stdout.splitlines()[-1])
+    assert counts == {f"{name} {head_dim} {paged}": n for head_dim in (40, 128) for paged in (False, True) for name, n in expected.items()}
