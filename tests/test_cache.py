@@ -42,10 +42,6 @@ def pages_of(cache, sequence) -> list[int]:
     return [page for page in table[0].tolist() if page != UNUSED]
 
 
-def held(cache: PagedKVCache) -> dict[int, list[int]]:
-    return {sequence: pages_of(cache, sequence) for sequence in cache.sequences}
-
-
 def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None:
     """Lengths, tables, contents and the count of free pages."""
     assert cache.sequences == sorted(model)
@@ -68,12 +64,12 @@ def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None
 
 
 def expected(scheme, q, tokens, dtype):
-    k, v = batch(tokens, dtype)
-    return attention(q, k, v, SCHEMES[scheme], impl="reference")
+    return attention(q, *batch(tokens, dtype), SCHEMES[scheme], impl="reference")
 
 
 def queries(seqlen_q, sequences, seed, dtype=torch.float64):
-    return torch.randn(sequences, seqlen_q, 2 * HEADS_KV, HEAD_DIM, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sequences, seqlen_q, 2 * HEADS_KV, HEAD_DIM, generator=generator).to(DEVICE, dtype)
 
 
 class Walk:
@@ -90,6 +86,9 @@ class Walk:
     def new(self, sequences) -> list[list[int]]:
         seqlen_new = self.random.choice([0, 1, 1, 2, 7, 15, 16, 17, 40])
         return [[self.random.randrange(TOKENS.shape[1]) for _ in range(seqlen_new)] for _ in sequences]
+
+    def held(self) -> dict[int, list[int]]:
+        return {name: pages_of(self.cache, name) for name in self.model}
 
     def allocate(self):
         length = self.random.choice([0, 0, 0, 20])
@@ -126,8 +125,7 @@ class Walk:
             torch.testing.assert_close(out[b:b + 1], expected(scheme, q[b:b + 1], [self.model[name]], torch.float64))
 
     def written(self, sequences, new):
-        for name, tokens in zip(sequences, new, strict=True):
-            self.model[name] += tokens
+        self.model.update({name: self.model[name] + tokens for name, tokens in zip(sequences, new, strict=True)})
 
     def truncate(self):
         name = self.random.choice(sorted(self.model))
@@ -159,7 +157,7 @@ class Walk:
     def step(self):
         kind = self.random.choice(["append"] * 6 + ["attend"] * 6 + ["fork"] * 5 + ["truncate"] * 3 + ["allocate"] * 3
                                   + ["free"] * 3 + ["fail"] * 2 + ["reserve", "use_freed"]) if self.model else "allocate"
-        before = held(self.cache), self.cache.free_pages
+        before = self.held(), self.cache.free_pages
         refused = None
         try:
             getattr(self, kind)()
@@ -173,7 +171,7 @@ class Walk:
                 raise
             refused = error
         if refused or kind in ("fail", "use_freed"):
-            assert (held(self.cache), self.cache.free_pages) == before, f"{kind} raised and changed the cache"
+            assert (self.held(), self.cache.free_pages) == before, f"{kind} raised and changed the cache"
         check(self.cache, self.model, self.reserved)
 
 
@@ -183,7 +181,7 @@ def test_random_walk(seed, impl):
     if DEVICE == "cuda" and impl is None:
         impl = "reference"  # the walk is in float64, which is the reference's there
     walk = Walk(seed, impl)
-    for _ in range(250):
+    for _ in range(150):
         walk.step()
     assert walk.refused > 10  # memory was short often enough
     walk.cache.reset()
@@ -197,7 +195,7 @@ def test_random_walk(seed, impl):
 @pytest.mark.parametrize("impl", [None, "reference"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_attend_equals_attention(scheme, impl, dtype):
-    """Chunked prefill, verification and decoding of three sequences of one length in both kinds of cache; each also drops tokens."""
+    """Chunked prefill, verification and decoding of three sequences in both kinds of cache, tokens dropped in between."""
     tokens, caches = [[], [], []], (contiguous(capacity=80, dtype=dtype), paged(15, dtype))
     names = [caches[1].allocate() for _ in tokens]
     generator = random.Random(5)
@@ -221,10 +219,9 @@ def test_attend_equals_attention(scheme, impl, dtype):
 class TestKVCache:
     def test_against_lists(self):
         cache, model, generator = contiguous(), [[], [], []], random.Random(2)
-        where = cache.seqlens.data_ptr()
+        where = cache.seqlens.data_ptr()  # a CUDA graph holds it
         for _ in range(200):
-            kind = generator.choice(["append", "append", "truncate", "truncate all", "truncate each", "reset", "full"])
-            b = generator.randrange(3)
+            b, kind = generator.randrange(3), generator.choice(("append", "append", "truncate", "all", "each", "reset", "full"))
             if kind == "append" and max(map(len, model)) < cache.capacity:
                 seqlen_new = generator.randint(0, min(9, cache.capacity - max(map(len, model))))
                 new = [[generator.randrange(TOKENS.shape[1]) for _ in range(seqlen_new)] for _ in model]
@@ -233,11 +230,11 @@ class TestKVCache:
             elif kind == "truncate":
                 cache.truncate(b, len(model[b]) // 2)
                 del model[b][len(model[b]) // 2:]
-            elif kind == "truncate all":
+            elif kind == "all":
                 length = max(min(map(len, model)) - 2, 0)
                 cache.truncate(None, length)
                 model = [old[:length] for old in model]
-            elif kind == "truncate each":
+            elif kind == "each":
                 model = [old[:max(len(old) - b, 0)] for b, old in enumerate(model)]
                 cache.truncate(None, [len(old) for old in model])
             elif kind == "reset" and generator.random() < 0.2:
@@ -255,7 +252,7 @@ class TestKVCache:
                     assert torch.equal(room[b, :len(tokens)], exact[0])
         cache.reset()
         assert cache.lengths == cache.seqlens.tolist() == [0, 0, 0]
-        assert cache.seqlens.data_ptr() == where  # a CUDA graph holds it
+        assert cache.seqlens.data_ptr() == where
 
     def test_advance(self):
         cache = contiguous()
@@ -270,22 +267,20 @@ class TestKVCache:
         (lambda c, q, k: c.append(k, k[:, :3]), ValueError, r"v: expected shape (3, 4, 1, 8), got (3, 3, 1, 8)"),
         (lambda c, q, k: c.append(k.float(), k), TypeError, "k: expected torch.float64 as the cache, got torch.float32"),
         (lambda c, q, k: c.append(k, k.to("meta")), ValueError, "v: expected device"),
-        (lambda c, q, k: c.append(k, None), TypeError, "v: expected a tensor, got NoneType"),
+        (lambda c, q, k: c.append(None, None), TypeError, "k: expected a tensor, got NoneType"),
         (lambda c, q, k: c.append(k.requires_grad_(), k), ValueError, "k: expected no gradient to be asked for"),
-        (lambda c, q, k: c.append(k.transpose(1, 3).contiguous().transpose(1, 3), k), ValueError, "k: expected a contiguous last dim"),
+        (lambda c, q, k: c.append(k.transpose(1, 3).contiguous().transpose(1, 3), k), ValueError, "k: expected a contiguous"),
         (lambda c, q, k: c.append(k, k, impl="flash"), ValueError, "impl: expected None or one of"),
-        (lambda c, q, k: c.attend(q[:2], SCHEMES["rope"], k, k), ValueError, "q: expected shape (3, seqlen_q, heads_q, head_dim), got"),
+        (lambda c, q, k: c.attend(q[:2], SCHEMES["rope"], k, k), ValueError, "q: expected shape (3, seqlen_q, heads_q"),
         (lambda c, q, k: c.attend(q, SCHEMES["rope"], v=k), TypeError, "k: expected a tensor, got NoneType"),
         (lambda c, q, k: c.attend(q, SCHEMES["rope"], k, k, softmax_scale="1"), TypeError, "softmax_scale: expected a number"),
         (lambda c, q, k: c.attend(q, SCHEMES["rope"], k, k, block_table=None), TypeError, "block_table"),
         (lambda c, q, k: c.attend(q, Rotary.rope(16), k, k), ValueError, "rotary: its head_dim is 16, q's is 8"),
         (lambda c, q, k: c.truncate(1, 6), ValueError, "length of sequence 1: expected at least 0 and at most 5, got 6"),
-        (lambda c, q, k: c.truncate(None, [5, 5, -1]), ValueError, "length of sequence 2: expected at least 0 and at most 5, got -1"),
+        (lambda c, q, k: c.truncate(None, [5, 5, -1]), ValueError, "length of sequence 2: expected at least 0 and at most 5"),
         (lambda c, q, k: c.truncate(None, [5, 5]), ValueError, "length: expected a number or 3 of them, got [5, 5]"),
         (lambda c, q, k: c.truncate(3, 0), ValueError, "sequence: expected at least 0 and at most 2, got 3"),
-        (lambda c, q, k: c.reset(-1), ValueError, "sequence: expected at least 0 and at most 2, got -1"),
         (lambda c, q, k: c.advance(-1), ValueError, "seqlen_new: expected at least 0, got -1"),
-        (lambda c, q, k: c.advance(True), TypeError, "seqlen_new: expected an integer, got True"),
     ])
     def test_errors(self, call, error, message):
         cache = contiguous()
@@ -300,8 +295,8 @@ class TestKVCache:
     def test_repr(self):
         cache = KVCache(2, 32, 1, 8, device=DEVICE)
         assert cache.k.dtype == torch.bfloat16 and cache.nbytes == 2 * 2 * 32 * 8 * 2
-        assert repr(cache) == (f"KVCache(batch=2, capacity=32, heads_kv=1, head_dim=8, dtype=torch.bfloat16, device='{cache.k.device}'; "
-                               "0 to 0 slots in use, 2,048 bytes)")
+        assert repr(cache) == ("KVCache(batch=2, capacity=32, heads_kv=1, head_dim=8, dtype=torch.bfloat16, "
+                               f"device='{cache.k.device}'; 0 to 0 slots in use, 2,048 bytes)")
 
 
 class TestPagedKVCache:
@@ -348,15 +343,6 @@ class TestPagedKVCache:
             assert cache.free_pages == 2
             check(cache, {long: [1] * 10, short: [1] * 4})
 
-    def test_a_full_page_is_not_copied(self):
-        cache = paged(3)
-        parent = cache.allocate()
-        cache.append([parent], *rows([1] * PAGE))
-        child = cache.fork(parent)
-        cache.append([parent, child], *batch([[2], [3]]))
-        assert cache.free_pages == 0
-        check(cache, {parent: [1] * PAGE + [2], child: [1] * PAGE + [3]})
-
     def test_out_of_pages(self):
         cache = paged()
         first, second = cache.allocate(), cache.allocate()
@@ -397,13 +383,14 @@ class TestPagedKVCache:
         cache = paged(4)
         name = cache.allocate(20)
         assert cache.free_pages == 2 and cache.lengths([name]) == [0]
-        cache.k[pages_of(cache, name)], cache.v[pages_of(cache, name)] = (x.view(2, PAGE, HEADS_KV, HEAD_DIM) for x in rows(list(range(32))))
+        pages = pages_of(cache, name)
+        cache.k[pages], cache.v[pages] = rows(list(range(32))).view(2, 2, PAGE, HEADS_KV, HEAD_DIM)
         cache.advance([name], 18)
         check(cache, {name: list(range(18))}, [name])
-        with pytest.raises(ValueError, match=f"at most the 14 tokens that sequence {name} has room reserved for, got 15"):
+        with pytest.raises(ValueError, match=f"at most 14, reserved for sequence {name}, got 15"):
             cache.advance([name], 15)
         child = cache.fork(name)
-        with pytest.raises(ValueError, match=f"at most the 0 tokens that sequence {name} has room reserved for, got 1"):
+        with pytest.raises(ValueError, match=f"at most 0, reserved for sequence {name}, got 1"):
             cache.advance([name], 1)  # the page is shared by now
         cache.reserve([name], 1)
         cache.advance([name], 0)
@@ -412,13 +399,14 @@ class TestPagedKVCache:
         cache.truncate(name, 16)
         assert cache.free_pages == 2
 
-    def test_a_fork_does_not_share_reserved_pages(self):
+    def test_neither_full_nor_reserved_pages_are_copied(self):
         cache = paged(4)
         parent = cache.allocate(3 * PAGE)
         cache.append([parent], *rows([1] * PAGE))
         child = cache.fork(parent)
         assert len(pages_of(cache, parent)) == 3 and len(pages_of(cache, child)) == 1
         cache.append([parent, child], *batch([[2], [3]]))
+        assert cache.free_pages == 0
         check(cache, {parent: [1] * PAGE + [2], child: [1] * PAGE + [3]}, [parent])
 
     def test_a_freed_sequence_is_not_read_unnoticed(self):
@@ -427,7 +415,7 @@ class TestPagedKVCache:
         cache.append([first], *rows([1] * 20))
         cache.append([second], *rows([1] * 20))
         cache.free(first)
-        with pytest.raises(ValueError, match=f"sequence {first} was freed"):
+        with pytest.raises(ValueError, match="sequence 0 was freed"):
             cache.attend([first], queries(1, 1, 0), SCHEMES["rope"])
         assert cache.allocate() == 2  # takes the row of the table
         assert pages_of(cache, 2) == [] and len(pages_of(cache, second)) == 2
@@ -435,23 +423,18 @@ class TestPagedKVCache:
     @pytest.mark.parametrize("call, error, message", [
         (lambda c, q, k: c.append([0, 7], k, k), ValueError, "sequence 7 was never allocated"),
         (lambda c, q, k: c.append([0, 2], k, k), ValueError, "sequence 2 was freed"),
-        (lambda c, q, k: c.append([0, -1], k, k), ValueError, "sequence -1 was never allocated"),
         (lambda c, q, k: c.append([1, 1], k, k), ValueError, "sequences: expected each once, got sequence 1 2 times"),
         (lambda c, q, k: c.append(0, k, k), TypeError, "sequences: expected a list of numbers"),
-        (lambda c, q, k: c.append([0, None], k, k), TypeError, "sequence: expected a number that allocate or fork returned, got None"),
-        (lambda c, q, k: c.append([0], k, k), ValueError, "k: expected shape (1, seqlen_new, 1, 8), got (2, 4, 1, 8)"),
-        (lambda c, q, k: c.append([0, 1], k.float(), k), TypeError, "k: expected torch.float64 as the cache, got torch.float32"),
+        (lambda c, q, k: c.append([0, None], k, k), TypeError, "sequence: expected a number that allocate or fork returned"),
         (lambda c, q, k: c.append([0, 1], k.repeat(1, 16, 1, 1), k.repeat(1, 16, 1, 1)), ValueError,
-         "sequence 0 has 5 tokens, 64 more would exceed max_seqlen 60"),
-        (lambda c, q, k: c.attend([0, 1], q[:1], SCHEMES["rope"], k, k), ValueError, "q: expected shape (2, seqlen_q, heads_q, head_dim), got"),
+         "sequence 0 has 5 of 60 tokens, no room for 64 more"),
+        (lambda c, q, k: c.attend([0, 1], q[:1], SCHEMES["rope"], k, k), ValueError, "q: expected shape (2, seqlen_q, heads_q"),
         (lambda c, q, k: c.attend([0, 1], q, Rotary.rope(16), k, k), ValueError, "rotary: its head_dim is 16, q's is 8"),
         (lambda c, q, k: c.attend([0, 1], q.requires_grad_(), SCHEMES["rope"], k, k), ValueError, "no gradient to be asked for"),
         (lambda c, q, k: c.free(2), ValueError, "sequence 2 was freed"),
-        (lambda c, q, k: c.fork(3), ValueError, "sequence 3 was never allocated"),
         (lambda c, q, k: c.truncate(0, 6), ValueError, "length of sequence 0: expected at least 0 and at most 5, got 6"),
         (lambda c, q, k: c.reserve([0], 1.5), TypeError, "seqlen_new: expected an integer, got 1.5"),
         (lambda c, q, k: c.allocate(61), ValueError, "length: expected at least 0 and at most 60, got 61"),
-        (lambda c, q, k: c.block_table([2]), ValueError, "sequence 2 was freed"),
     ])
     def test_errors(self, call, error, message):
         cache = paged(max_seqlen=60)
@@ -466,7 +449,6 @@ class TestPagedKVCache:
         ((0, 16, 1, 8), ValueError, "pages: expected at least 1, got 0"),
         ((4, 8, 1, 8), ValueError, "page_size: expected at least 16 and at most 256, got 8"),
         ((4, 48, 1, 8), ValueError, "page_size: expected 16, 32, 64, 128 or 256, got 48"),
-        ((4, 16, 0, 8), ValueError, "heads_kv: expected at least 1, got 0"),
         ((4, 16, 1, 12), ValueError, "head_dim: expected a multiple of 8 up to 256, got 12"),
         ((4, 16, 1, 8, torch.int8), TypeError, "dtype: expected float16, bfloat16, float32 or float64, got torch.int8"),
         ((4, 16, 1, 8, torch.float32, DEVICE, 0), ValueError, "max_seqlen: expected at least 1, got 0"),
@@ -479,8 +461,8 @@ class TestPagedKVCache:
         cache = paged(dtype=torch.float32, max_seqlen=33)
         cache.allocate(20)
         assert cache.max_pages == 3 and cache.nbytes == 2 * 8 * PAGE * 8 * 4
-        assert repr(cache) == (f"PagedKVCache(pages=8, page_size=16, heads_kv=1, head_dim=8, dtype=torch.float32, device='{cache.k.device}', "
-                               "max_seqlen=33; 1 sequences, 6 pages free, 8,192 bytes)")
+        assert repr(cache) == ("PagedKVCache(pages=8, page_size=16, heads_kv=1, head_dim=8, dtype=torch.float32, "
+                               f"device='{cache.k.device}', max_seqlen=33; 6 pages free, sequences [0], 8,192 bytes)")
 
 
 def test_made_in_inference_mode():

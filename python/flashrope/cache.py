@@ -1,7 +1,6 @@
 """Caches of raw keys and values for decoding: one row of slots per sequence, or pages that sequences share.
 
-What the host decides (lengths, page tables, reference counts) it keeps itself, so that a full cache is an error and no call
-waits for the device.
+Lengths, page tables and reference counts are kept on the host: a full cache is an error, and no call waits for the device.
 """
 
 from __future__ import annotations
@@ -29,7 +28,17 @@ class OutOfPages(RuntimeError):
     """A call needs more pages than are free. It has changed nothing: free or truncate sequences and call again."""
 
 
-class KVCache:
+class _Cache:
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of k and v."""
+        return self.k.nbytes + self.v.nbytes
+
+
+class KVCache(_Cache):
     """The raw keys and values of a batch of sequences, each with room for ``capacity`` tokens. One layer of a model.
 
     Args:
@@ -43,8 +52,7 @@ class KVCache:
         k, v: (batch, capacity, heads_kv, head_dim), not initialised beyond the lengths.
         seqlens: (batch,) int32 on the device, the slots in use. It stays the same tensor.
 
-    Lengths are kept on the host as well, so a full cache raises ValueError without waiting for the device. A call that raises
-    leaves the cache as it was.
+    A full cache raises ValueError. A call that raises leaves the cache as it was.
 
     In a CUDA graph nothing of the host is replayed. Capture ``attention_with_cache(q, cache.k, cache.v, rotary, cache.seqlens, k,
     v)``, and after every replay call ``cache.advance(k.shape[1])``; keys without room would be dropped, so look at ``lengths``
@@ -64,19 +72,10 @@ class KVCache:
         """The slots in use of every sequence."""
         return list(self._lengths)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of k and v."""
-        return self.k.nbytes + self.v.nbytes
-
     def append(self, k: torch.Tensor, v: torch.Tensor, impl: str | None = None) -> None:
-        """Writes seqlen_new tokens behind every sequence.
+        """Writes k, v (batch, seqlen_new, heads_kv, head_dim) behind every sequence.
 
         Where the sequences get different numbers of tokens, append the most and ``truncate`` the others.
-
-        Args:
-            k, v: (batch, seqlen_new, heads_kv, head_dim), of the cache's dtype and device.
-            impl: as in ``attention_with_cache``.
 
         Raises:
             TypeError, ValueError: what was expected and what came; a sequence without room.
@@ -109,11 +108,7 @@ class KVCache:
         return result
 
     def advance(self, seqlen_new: int) -> None:
-        """Counts in seqlen_new tokens that were written behind every sequence, as by a replayed CUDA graph.
-
-        Raises:
-            TypeError, ValueError: a sequence without room for them.
-        """
+        """Counts in seqlen_new tokens that a replayed CUDA graph wrote behind every sequence. Without room, ValueError."""
         seqlen_new = _integer("seqlen_new", seqlen_new)
         self._check_room(seqlen_new)
         if seqlen_new:
@@ -121,24 +116,20 @@ class KVCache:
             self._lengths = [length + seqlen_new for length in self._lengths]
 
     def truncate(self, sequence: int | None, length: int | Sequence[int]) -> None:
-        """Drops the tokens from ``length`` on, such as those that speculative decoding rejects.
+        """Drops the tokens from ``length`` on, such as those that speculative decoding rejects. More than there are: ValueError.
 
         Args:
-            sequence: index in the batch; None for all.
-            length: at most the present one; for all sequences also a list of batch numbers.
-
-        Raises:
-            TypeError, ValueError: the sequence, its length and what was asked for.
+            sequence: index in the batch; None for all, with one length or a list of them.
         """
+        lengths = length
         if sequence is not None:
-            sequence = _integer("sequence", sequence, 0, self.batch - 1)
-            self._lengths[sequence] = self._shorter(sequence, length)
-            self.seqlens[sequence].fill_(self._lengths[sequence])
-            return
-        lengths = [length] * self.batch if isinstance(length, numbers.Integral) else length
+            lengths = self.lengths
+            lengths[_integer("sequence", sequence, 0, self.batch - 1)] = length
+        elif isinstance(length, numbers.Integral):
+            lengths = [length] * self.batch
         if not isinstance(lengths, Sequence) or len(lengths) != self.batch:
             raise ValueError(f"length: expected a number or {self.batch} of them, got {length!r}")
-        self._lengths = [self._shorter(b, new) for b, new in enumerate(lengths)]
+        self._lengths = [_integer(f"length of sequence {b}", new, 0, self._lengths[b]) for b, new in enumerate(lengths)]
         self.seqlens.copy_(_upload(self._lengths, torch.int32, self.seqlens.device))
 
     def reset(self, sequence: int | None = None) -> None:
@@ -151,12 +142,9 @@ class KVCache:
             raise ValueError(f"sequence {self._lengths.index(longest)} has {longest} of {self.capacity} slots in use: "
                              f"no room for {seqlen_new} more")
 
-    def _shorter(self, sequence: int, length: int) -> int:
-        return _integer(f"length of sequence {sequence}", length, 0, self._lengths[sequence])
-
     def __repr__(self) -> str:
-        used = f"{min(self._lengths)} to {max(self._lengths)}" if self.batch > 1 else self._lengths[0]
-        return f"KVCache(batch={self.batch}, capacity={self.capacity}, {_described(self.k)}; {used} slots in use, {self.nbytes:,} bytes)"
+        return (f"KVCache(batch={self.batch}, capacity={self.capacity}, {_described(self.k)}; {min(self._lengths)} to "
+                f"{max(self._lengths)} slots in use, {self.nbytes:,} bytes)")
 
 
 @dataclasses.dataclass(slots=True)
@@ -169,7 +157,7 @@ class _Sequence:
 _Change = tuple[_Sequence, int, int | None]  # entry n of a sequence has a new page: the shared one it had, None for one more
 
 
-class PagedKVCache:
+class PagedKVCache(_Cache):
     """The raw keys and values of sequences that come, fork and go, in pages from one pool. One layer of a model.
 
     Args:
@@ -183,9 +171,9 @@ class PagedKVCache:
     Attributes:
         k, v: (pages, page_size, heads_kv, head_dim), not initialised where no token is.
 
-    Sequences are named by the numbers that ``allocate`` and ``fork`` return. No number is given twice, so one that was freed
-    raises ValueError ever after. A list of sequences must not hold one twice. A page that several sequences share is copied
-    before one of them writes to it; the last that holds it writes in place.
+    Sequences are named by the numbers that ``allocate`` and ``fork`` return. No number is given twice: unknown and freed ones,
+    and one twice in a list, are a ValueError. A page that several sequences share is copied before one of them writes to it; the
+    last that holds it writes in place.
 
     A call that raises leaves every sequence, its tokens and the count of free pages as they were. No call waits for the device.
 
@@ -225,11 +213,6 @@ class PagedKVCache:
         """The number of pages that no sequence holds."""
         return len(self._free)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of k and v."""
-        return self.k.nbytes + self.v.nbytes
-
     def lengths(self, sequences: Sequence[int]) -> list[int]:
         """The number of tokens of every sequence, from the host."""
         return [sequence.length for sequence in self._chosen(sequences).values()]
@@ -246,12 +229,7 @@ class PagedKVCache:
         return self._tables(self._chosen(sequences))[0]
 
     def allocate(self, length: int = 0) -> int:
-        """A new sequence without tokens, its first ``length`` reserved. See ``reserve``.
-
-        Raises:
-            OutOfPages: they do not fit.
-            TypeError, ValueError: length is no number from 0 to max_seqlen.
-        """
+        """A new sequence without tokens, with room for ``length`` reserved, or OutOfPages. See ``reserve``."""
         length = _integer("length", length, 0, self.max_seqlen)
         self._check_pages(-(-length // self.page_size))
         name = self._add(_Sequence(self._take_row(), []))
@@ -276,21 +254,14 @@ class PagedKVCache:
 
         Raises:
             OutOfPages: how many pages are missing.
-            TypeError, ValueError: an unknown, freed or repeated sequence, or one that would exceed max_seqlen.
+            ValueError: a sequence would exceed max_seqlen.
         """
         self._reserve(self._chosen(sequences), _integer("seqlen_new", seqlen_new))
 
     def append(self, sequences: Sequence[int], k: torch.Tensor, v: torch.Tensor, impl: str | None = None) -> None:
-        """Writes seqlen_new tokens behind every sequence.
+        """Writes k, v (n, seqlen_new, heads_kv, head_dim) behind n sequences. Raises what ``attend`` raises.
 
         Where the sequences get different numbers of tokens, append the most and ``truncate`` the others.
-
-        Args:
-            sequences: n of them.
-            k, v: (n, seqlen_new, heads_kv, head_dim), of the cache's dtype and device.
-            impl: as in ``attention_with_cache``.
-
-        Raises: as ``attend``.
         """
         chosen = self._chosen(sequences)
         seqlen_new = _check_new(k, v, self.k, len(chosen))
@@ -306,16 +277,14 @@ class PagedKVCache:
             sequences: n of them.
             q: (n, seqlen_q, heads_q, head_dim).
             k, v: (n, seqlen_new, heads_kv, head_dim), or both None.
-            rotary, options: as in ``attention_with_cache``: cache_leftpad, causal, softmax_scale, return_lse, impl, num_splits,
-                validate.
+            rotary, options: as in ``KVCache.attend``.
 
         Returns:
             out, like q; with return_lse (out, lse), lse (n, heads_q, seqlen_q).
 
         Raises:
             OutOfPages: how many pages are missing.
-            TypeError, ValueError: what was expected and what came; an unknown, freed or repeated sequence, or one that would
-                exceed max_seqlen.
+            TypeError, ValueError: what was expected and what came; a sequence would exceed max_seqlen.
         """
         chosen = self._chosen(sequences)
         _check_queries(q, len(chosen))
@@ -324,37 +293,25 @@ class PagedKVCache:
             return attention_with_cache(q, self.k, self.v, rotary, seqlens, k, v, block_table=block_table, **options)
 
     def advance(self, sequences: Sequence[int], seqlen_new: int) -> None:
-        """Counts in seqlen_new tokens that were written behind every sequence, as by a replayed CUDA graph.
-
-        Raises:
-            TypeError, ValueError: an unknown, freed or repeated sequence, or one without reserved room for them.
-        """
+        """Counts in seqlen_new tokens that a replayed CUDA graph wrote behind every sequence. Not reserved, ValueError."""
         chosen, seqlen_new = self._chosen(sequences), _integer("seqlen_new", seqlen_new)
         for name, sequence in chosen.items():
             shared = self._shared(sequence)
-            room = 0 if shared is not None else len(sequence.pages) * self.page_size - sequence.length
-            if seqlen_new > min(room, self.max_seqlen - sequence.length):
-                raise ValueError(f"seqlen_new: expected at most the {room} tokens that sequence {name} has room reserved for, got {seqlen_new}")
+            room = 0 if shared is not None else min(len(sequence.pages) * self.page_size, self.max_seqlen) - sequence.length
+            if seqlen_new > room:
+                raise ValueError(f"seqlen_new: expected at most {room}, reserved for sequence {name}, got {seqlen_new}")
         for sequence in chosen.values():
             sequence.length += seqlen_new
 
     def truncate(self, sequence: int, length: int) -> None:
         """Drops the tokens from ``length`` on, such as those that speculative decoding rejects, and gives back the pages behind
-        it, reserved ones too.
-
-        Raises:
-            TypeError, ValueError: an unknown or freed sequence; a length that is more than the present one.
-        """
+        it, reserved ones too. A length beyond the present one is a ValueError."""
         shortened = self._get(sequence)
         shortened.length = _integer(f"length of sequence {sequence}", length, 0, shortened.length)
         self._give_back(shortened, -(-length // self.page_size))
 
     def free(self, sequence: int) -> None:
-        """Ends a sequence. Pages that no other one shares become free.
-
-        Raises:
-            TypeError, ValueError: an unknown or freed sequence.
-        """
+        """Ends a sequence. Pages that no other one shares become free."""
         ended = self._get(sequence)
         self._give_back(ended, 0)
         self._rows.append(ended.row)
@@ -383,9 +340,9 @@ class PagedKVCache:
         return chosen
 
     def _add(self, sequence: _Sequence) -> int:
-        self._sequences[self._next] = sequence
-        self._next += 1
-        return self._next - 1
+        name, self._next = self._next, self._next + 1
+        self._sequences[name] = sequence
+        return name
 
     def _take_row(self) -> int:
         if not self._rows:
@@ -397,9 +354,8 @@ class PagedKVCache:
 
     def _shared(self, sequence: _Sequence) -> int | None:
         """The page that the next token goes to, if there is one and others hold it too. All behind it are the sequence's own."""
-        n = sequence.length // self.page_size
-        page = sequence.pages[n] if n < len(sequence.pages) else None
-        return page if page is not None and self._references[page] > 1 else None
+        pages = sequence.pages[sequence.length // self.page_size:]
+        return pages[0] if pages and self._references[pages[0]] > 1 else None
 
     def _set(self, sequence: _Sequence, n: int, page: int) -> None:
         self._changed[sequence.row * self.max_pages + n] = page
@@ -407,10 +363,13 @@ class PagedKVCache:
     def _check_pages(self, needed: int) -> None:
         missing = needed - len(self._free)
         if missing > 0:
-            raise OutOfPages(f"needs {needed} more page{'s' * (needed > 1)}, {len(self._free)} are free of {self.pages}: {missing} missing")
+            pages = "page" if needed == 1 else "pages"
+            raise OutOfPages(f"needs {needed} more {pages}, {len(self._free)} are free of {self.pages}: {missing} missing")
 
     def _reserve(self, chosen: dict[int, _Sequence], seqlen_new: int) -> list[_Change]:
         """Gives every sequence the pages that it needs to be written to, and copies those that it shares."""
+        if not seqlen_new:
+            return []
         changes: list[_Change] = []
         left: Counter[int] = Counter()
         # The longest last: should all holders of a page be among the chosen, it stays in place, and what it writes lies behind
@@ -418,9 +377,7 @@ class PagedKVCache:
         for name, sequence in sorted(chosen.items(), key=lambda item: item[1].length):
             end = sequence.length + seqlen_new
             if end > self.max_seqlen:
-                raise ValueError(f"sequence {name} has {sequence.length} tokens, {seqlen_new} more would exceed max_seqlen {self.max_seqlen}")
-            if not seqlen_new:
-                continue
+                raise ValueError(f"sequence {name} has {sequence.length} of {self.max_seqlen} tokens, no room for {seqlen_new} more")
             shared = self._shared(sequence)
             if shared is not None and self._references[shared] - left[shared] > 1:
                 left[shared] += 1
@@ -430,7 +387,7 @@ class PagedKVCache:
         taken = self._free[:-len(changes) - 1:-1]
         copies = [(old, page) for (_, _, old), page in zip(changes, taken, strict=True) if old is not None]
         if copies:
-            source, target = _upload([page for pages in zip(*copies, strict=True) for page in pages], torch.int64, self.k.device).chunk(2)
+            source, target = _upload(list(zip(*copies, strict=True)), torch.int64, self.k.device)
             for pool in (self.k, self.v):
                 pool.index_copy_(0, target, pool.index_select(0, source))
         for (sequence, n, old), page in zip(changes, taken, strict=True):
@@ -477,7 +434,7 @@ class PagedKVCache:
 
     def _tables(self, chosen: dict[int, _Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """(block_table, seqlens) for the kernels. All that the device needs to know goes there in one copy."""
-        rows, lengths = [sequence.row for sequence in chosen.values()], [sequence.length for sequence in chosen.values()]
+        rows, lengths = ([getattr(sequence, name) for sequence in chosen.values()] for name in ("row", "length"))
         values = [*rows, *lengths, *self._changed, *self._changed.values()]
         n, m = len(chosen), len(self._changed)
         rows, lengths, entries, pages = _upload(values, torch.int64, self.k.device).split([n, n, m, m])
@@ -487,8 +444,8 @@ class PagedKVCache:
         return self._table.index_select(0, rows), lengths.to(torch.int32)
 
     def __repr__(self) -> str:
-        return (f"PagedKVCache(pages={self.pages}, page_size={self.page_size}, {_described(self.k)}, max_seqlen={self.max_seqlen}; "
-                f"{len(self._sequences)} sequences, {self.free_pages} pages free, {self.nbytes:,} bytes)")
+        return (f"PagedKVCache(pages={self.pages}, page_size={self.page_size}, {_described(self.k)}, "
+                f"max_seqlen={self.max_seqlen}; {self.free_pages} pages free, sequences {self.sequences}, {self.nbytes:,} bytes)")
 
 
 def _storage(shape: tuple[int, int], heads_kv, head_dim, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -498,8 +455,7 @@ def _storage(shape: tuple[int, int], heads_kv, head_dim, dtype, device) -> tuple
     if dtype not in DTYPES:
         raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype}")
     with torch.inference_mode(False):  # a tensor made in inference mode could not be written to outside it
-        k, v = (torch.empty(*shape, heads_kv, head_dim, dtype=dtype, device=device) for _ in range(2))
-    return k, v
+        return tuple(torch.empty(*shape, heads_kv, head_dim, dtype=dtype, device=device) for _ in range(2))
 
 
 def _described(k: torch.Tensor) -> str:
@@ -525,7 +481,6 @@ def _check_queries(q, batch: int) -> None:
 
 
 def _check_new(k, v, cache: torch.Tensor, batch: int) -> int:
-    """seqlen_new"""
     heads_kv, head_dim = cache.shape[2:]
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
