@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .. import Rotary, attention, attention_with_cache
+from .. import KVCache, Rotary, attention
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rotary], torch.Tensor]
 
@@ -93,34 +93,23 @@ class LanguageModel(nn.Module):
 class Decoder:
     """One text, read piece by piece: what was read stays in one cache of raw keys and values per block.
 
-    capacity is the number of tokens it can read; dtype that of the cache, which is q's. Calls belong under torch.inference_mode.
+    capacity is the number of tokens it can read; dtype that of the caches, which is q's. Calls belong under torch.inference_mode.
     """
 
     def __init__(self, model: LanguageModel, rotary: Rotary, capacity: int, dtype: torch.dtype = torch.float32,
                  impl: str | None = None):
         config, device = model.config, model.embedding.weight.device
-        self.model, self.rotary, self.capacity, self.impl = model, rotary, capacity, impl
-        self.length = 0
-        self._seqlens = torch.zeros(1, dtype=torch.int32, device=device)
-        shape = (1, capacity, config.heads, config.head_dim)
-        self._attends = [functools.partial(self._attend, *(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"))
-                         for _ in range(config.layers)]
+        self.model, self.rotary = model, rotary
+        caches = [KVCache(1, capacity, config.heads, config.head_dim, dtype, device) for _ in range(config.layers)]
+        self._attends = [functools.partial(_attend_over, cache, impl) for cache in caches]
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens (1, seqlen) int64, the next of the text, to logits (1, seqlen, vocab_size).
+        """tokens (1, seqlen) int64, the next of the text, to logits (1, seqlen, vocab_size). ValueError where they do not fit."""
+        return self.model(tokens, self.rotary, self._attends)
 
-        Raises ValueError where they do not fit: the cache would drop them in silence.
-        """
-        seqlen = tokens.shape[1]
-        if self.length + seqlen > self.capacity:
-            raise ValueError(f"tokens: expected at most {self.capacity - self.length} more, got {seqlen}")
-        logits = self.model(tokens, self.rotary, self._attends)
-        self.length += seqlen
-        self._seqlens += seqlen
-        return logits
 
-    def _attend(self, k_cache, v_cache, q, k, v, rotary) -> torch.Tensor:
-        return attention_with_cache(q, k_cache, v_cache, rotary, self._seqlens, k, v, impl=self.impl)
+def _attend_over(cache: KVCache, impl: str | None, q, k, v, rotary: Rotary) -> torch.Tensor:
+    return cache.attend(q, rotary, k, v, impl=impl)
 
 
 def save_checkpoint(path: str | os.PathLike, model: LanguageModel, rotary: Rotary, train_length: int | None = None) -> None:
