@@ -55,7 +55,6 @@ class Kernel:
     registers: int
     spill: int  # bytes per thread, stored and loaded
     copies: tuple[int, ...] = ()  # bytes of every asynchronous copy instruction
-    loop: dict[str, int] | None = None
     shape: Shape | None = None  # of the split kernel
 
     @property
@@ -80,8 +79,6 @@ class Kernel:
                         "bands that fit": f"{fitting}{'+' if fitting == MOST_BANDS else ''}",
                         "blocks/SM": limits.resident_blocks(self.registers, self.shape.shared[1], self.shape.warps),
                         "copies": len(self.copies), "bytes/copy": "/".join(map(str, sorted(set(self.copies)))) or "none"}
-            if self.loop:
-                figures |= {"MMA": self.loop["mma"], "instr/MMA": f"{self.loop['total'] / self.loop['mma']:.2f}"}
         return {name: str(value) for name, value in figures.items()}
 
     def violations(self) -> list[str]:
@@ -98,7 +95,7 @@ class Kernel:
 
 
 COLUMNS = ("kernel", "arch", "D", "dtype", "pairs", "warps", "regs", "spill B", "shared KB, 2 bands", "bands that fit", "blocks/SM",
-           "copies", "bytes/copy", "MMA", "instr/MMA")
+           "copies", "bytes/copy")
 
 
 def ptxas_report(text: str) -> dict[str, tuple[int, int]]:
@@ -148,7 +145,7 @@ def compile_kernels(arch: int, nvcc: str, nvdisasm: str, by_head_dim: dict[int, 
     kernels = []
     for name, (registers, spill) in ptxas_report(compiled.stdout + compiled.stderr).items():
         listing, split = listings[name], _SPLIT.search(name)
-        kernels.append(Kernel(arch, name, registers, spill, copy_bytes(listing.opcodes), dict(sass.hot_loop(listing) or {}),
+        kernels.append(Kernel(arch, name, registers, spill, copy_bytes(listing.opcodes),
                               by_head_dim[int(split[2])] if split else None))
     return kernels
 

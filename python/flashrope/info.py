@@ -14,11 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from .backends import backend
+
     print(f"{'flashrope':13}{_installed('flashrope')}")
     print(f"{'python':13}{platform.python_version()}, {platform.system()} {platform.machine()}")
     print(f"{'torch':13}{torch.__version__}" + (f", CUDA {torch.version.cuda}" if torch.version.cuda else ""))
     for package in ("triton", "transformers"):
         print(f"{package:13}{_installed(package)}")
+    print(f"{'extension':13}{backend('cuda').build_info()}")
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     for device in devices:
         threads = f", threads: {torch.get_num_threads()}" if device == "cpu" else ""

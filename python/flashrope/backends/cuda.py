@@ -65,9 +65,10 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
         return out.zero_(), lse.fill_(float("-inf"))
     rotary = call.rotary
     table = two_level_table(rotary, call.causal, coarse_rows(max(capacity, seqlen_q)), q.device)
-    splits = call.num_splits or _splits(seqlen_q * (heads_q // k_cache.shape[2]), batch * k_cache.shape[2], capacity, _multiprocessors(q.device))
-    partial = torch.empty(splits * batch * seqlen_q * heads_q, head_dim + 1, dtype=torch.float32, device=q.device).flatten()
+    heads_kv = k_cache.shape[2]
+    splits = call.num_splits or _splits(seqlen_q * (heads_q // heads_kv), batch * heads_kv, capacity, _multiprocessors(q.device))
     rows = splits * batch * seqlen_q * heads_q
+    partial = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=q.device)
     _operators().decode(_aligned(q), k_cache, v_cache, call.cache_seqlens, call.block_table, call.cache_leftpad,
                         _bands(rotary, call.causal, q.device), table, call.seqlen_new, rotary.rotary_dim, _turning_pairs(rotary),
                         rotary.interleaved, call.score_scale, *call.log_n, splits, out, lse, partial[:rows * head_dim],
