@@ -140,7 +140,7 @@ class KVCache(_Cache):
         longest = max(self._lengths)
         if longest + seqlen_new > self.capacity:
             raise ValueError(f"sequence {self._lengths.index(longest)} has {longest} of {self.capacity} slots in use: "
-                             f"no room for {seqlen_new} more")
+                             f"no room for {seqlen_new}")
 
     def __repr__(self) -> str:
         return (f"KVCache(batch={self.batch}, capacity={self.capacity}, {_described(self.k)}; {min(self._lengths)} to "
@@ -377,7 +377,7 @@ class PagedKVCache(_Cache):
         for name, sequence in sorted(chosen.items(), key=lambda item: item[1].length):
             end = sequence.length + seqlen_new
             if end > self.max_seqlen:
-                raise ValueError(f"sequence {name} has {sequence.length} of {self.max_seqlen} tokens, no room for {seqlen_new} more")
+                raise ValueError(f"sequence {name} has {sequence.length} of {self.max_seqlen} tokens: no room for {seqlen_new}")
             shared = self._shared(sequence)
             if shared is not None and self._references[shared] - left[shared] > 1:
                 left[shared] += 1
