@@ -58,6 +58,7 @@ UNALIGNED = Scheme("unaligned", Rotary.rope, aligned=False)
 DECODE = tuple(Scheme(f"{scheme.name} {cache}", scheme.rotary, cache=cache) for cache in ("contiguous", "paged")
                for scheme in (ONE_BAND, TWO_BANDS))
 CHUNK = Scheme("rerope chunk", TWO_BANDS.rotary, cache="paged", seqlen_q=16)  # many rows, as of speculated tokens
+PARTIAL = Scheme("rerope partial", lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2).rectify(WINDOW), cache="contiguous")
 VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
 
@@ -126,7 +127,7 @@ def cases(quick: bool) -> list[Case]:
     variants = grid((80,), (128,), "bf16", NOPE, PACKED, POSITIONS) + grid((80,), (64,), "bf16", TWO_SIDED, UNALIGNED)
     small_shared = grid((86,), (64, 128), "bf16", TWO_BANDS) + grid((86,), (128, 256), "bf16", ONE_BAND)
     cache = grid((80, 90), (64, 128), "bf16", CHUNK) + grid((80, 90), (96, 256), "bf16", DECODE[0], DECODE[-1])
-    cache += grid((80,), (128,), "fp32", DECODE[-1]) + grid((86,), (128,), "bf16", DECODE[-1])
+    cache += grid((80,), (128,), "bf16", PARTIAL) + grid((80,), (128,), "fp32", DECODE[-1]) + grid((86,), (128,), "bf16", DECODE[-1])
     return main + wide + padded + types + variants + small_shared + cache
 
 

@@ -62,18 +62,19 @@ def caches(batch=2, seed=0):
     return random(batch, CAPACITY, HEADS_KV, 32, seed=seed), random(batch, CAPACITY, HEADS_KV, 32, seed=seed + 1)
 
 
-@pytest.mark.parametrize("rotary", [RECTIFIED, Rotary.rope(32, interleaved=True).rectify(40, 8)], ids=["rerope", "leaky"])
-def test_pages_and_what_no_key_uses_change_no_bit(rotary):
+@pytest.mark.parametrize(("rotary", "causal"), [(RECTIFIED, True), (Rotary.rope(32, interleaved=True).rectify(40, 8), True),
+                                                (Rotary.rope(32, rotary_dim=16), False)], ids=["rerope", "leaky", "two-sided"])
+def test_pages_and_what_no_key_uses_change_no_bit(rotary, causal):
     """Contiguous or paged, in any order of pages, with NaN in every row behind the lengths and nonsense in unused entries."""
     q, (k, v), lengths = random(2, 1, HEADS_Q, 32, seed=9), caches(), [150, 67]
-    expected = attend(q, k, v, lengths, rotary)
+    expected = attend(q, k, v, lengths, rotary, causal=causal)
     for b, length in enumerate(lengths):
         k[b, length:], v[b, length:] = float("nan"), float("nan")
-    assert_same_bits(attend(q, k, v, lengths, rotary), expected)
+    assert_same_bits(attend(q, k, v, lengths, rotary, causal=causal), expected)
     for seed in (1, 2):
         k_pages, table = paged(k, seed, lengths=lengths)
         v_pages, _ = paged(v, seed, lengths=lengths)
-        assert_same_bits(attend(q, k_pages, v_pages, lengths, rotary, block_table=table), expected)
+        assert_same_bits(attend(q, k_pages, v_pages, lengths, rotary, causal=causal, block_table=table), expected)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -108,11 +109,11 @@ def test_hostile_lengths_and_pages_touch_nothing_else():
     # Written to pages whose neighbours in memory are watched.
     around_k, around_v = (torch.full((pages + 4, *x.shape[1:]), 7.0, dtype=DTYPE, device=DEVICE) for x in (k_pages, v_pages))
     k_pages, v_pages = (around[2:2 + pages].copy_(x) for around, x in ((around_k, k_pages), (around_v, v_pages)))
-    q, new_k, new_v = (random(3, 4, heads, 32, seed=5 + heads) for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
+    q, new_k, new_v = (random(3, 2, heads, 32, seed=5 + heads) for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
 
     def step(seqlens, table):
         k_now, v_now = around_k.clone(), around_v.clone()
-        result = attend(q, k_now[2:2 + pages], v_now[2:2 + pages], seqlens, k=new_k, v=new_v, block_table=table)
+        result = attend(q, k_now[2:2 + pages], v_now[2:2 + pages], seqlens, num_splits=1, k=new_k, v=new_v, block_table=table)
         return result, k_now, v_now
 
     (out, lse), k_after, v_after = step(lengths, table)

@@ -255,13 +255,16 @@ def pairs_at(ptr, offsets, LAYOUT: tl.constexpr):
 
 @triton.jit
 def vector_channels(pair, SECOND: tl.constexpr, LAYOUT: tl.constexpr):
-    """pair_channels, said to come in vectors where they do."""
-    VEC: tl.constexpr = LAYOUT.vec
-    channels = pair_channels(pair, SECOND, LAYOUT)
-    if (LAYOUT.rotary_dim // 2) % VEC == 0 and (LAYOUT.head_dim // 2) % VEC == 0:
-        return tl.max_contiguous(tl.multiple_of(channels, VEC), VEC)
-    else:
-        return channels
+    """pair_channels, computed by whole vectors of up to 16 bytes, so that the compiler sees them."""
+    HALF: tl.constexpr = LAYOUT.rotary_dim // 2
+    REST: tl.constexpr = LAYOUT.head_dim // 2 - HALF
+    COMMON: tl.constexpr = HALF | REST | LAYOUT.vec
+    VEC: tl.constexpr = COMMON & -COMMON  # the largest power of two that divides all three
+    vector = pair // VEC
+    turning = vector + SECOND * (HALF // VEC)
+    resting = vector + (HALF + SECOND * REST) // VEC
+    vector = tl.where(vector < HALF // VEC, turning, tl.where(vector < (HALF + REST) // VEC, resting, LAYOUT.head_dim // VEC))
+    return vector * VEC + pair % VEC
 
 
 @triton.jit
