@@ -70,7 +70,7 @@ rule cxx
 rule stand_in
   command = {cxx} -shared -x c++ /dev/null -Wl,-soname,$soname -o $out
 rule library
-  command = {nvcc} -shared -cudart static -Xlinker --no-as-needed $in -o $out
+  command = {nvcc} -shared -cudart static $in -Xlinker --no-as-needed $stand_ins -o $out
 rule module
   command = {cxx} -shared $in -o $out
 
@@ -83,7 +83,8 @@ build {build}/libtorch_cpu.so: stand_in
   soname = libtorch_cpu.so
 build {build}/libtorch_cuda.so: stand_in
   soname = libtorch_cuda.so
-build {library}: library {build}/decode.o {build}/library.o {build}/libtorch_cpu.so {build}/libtorch_cuda.so
+build {library}: library {build}/decode.o {build}/library.o | {build}/libtorch_cpu.so {build}/libtorch_cuda.so
+  stand_ins = -Xlinker {build}/libtorch_cpu.so -Xlinker {build}/libtorch_cuda.so
 build {info}: module {build}/build_info.o
 """
 
