@@ -97,7 +97,7 @@ def row(kernel="attention_forward", case=gate.Case(80, 128, "bf16", gate.ONE_BAN
     if measured is None:
         measured = Measured(**{"registers": 128, "spill_stores": 0, "spill_loads": 0, "shared": 0, "warps": 4, "stages": 2,
                                "loop": None, **figures})
-    launch = SimpleNamespace(kernel=SimpleNamespace(__name__=kernel), arch=case.arch)
+    launch = SimpleNamespace(kernel=SimpleNamespace(__name__=kernel), arch=case.arch, kwargs={"BLOCK_N": 64})
     return gate.Row(launch, [case], measured)
 
 
@@ -142,6 +142,20 @@ def test_shared_memory_limit(arch, limit):
     case = gate.Case(arch, 128, "bf16", gate.ONE_BAND)
     assert not row(case=case, shared=limit * 1024).violations()
     assert row(case=case, shared=limit * 1024 + 16).violations()
+
+
+@pytest.mark.parametrize(("cache", "wide", "narrow", "passes"), [
+    ("contiguous", 8, 0, True), ("contiguous", 8, 4, False), ("contiguous", 0, 16, False), ("contiguous", 9, 0, False),
+    ("paged", 8, 4, True),  # page numbers
+    ("paged", 4, 12, False),
+])
+def test_keys_and_values_are_read_once_in_vectors(cache, wide, narrow, passes):
+    """64 keys and values of 128 channels, two bytes each, by 8 warps: 8 loads of 16 bytes for each thread."""
+    scheme = next(scheme for scheme in gate.DECODE if scheme.name == f"rerope {cache}")
+    loop = {"mma": 16, "total": 300, "global": wide + narrow, "global 16 B": wide}
+    decode = row("attention_decode", gate.Case(80, 128, "bf16", scheme), warps=8, loop=loop)
+    assert decode.figures()["16 B loads"] == str(wide)
+    assert (decode.violations() == []) == passes
 
 
 @pytest.mark.parametrize(("registers", "shared_kb", "warps", "blocks"), [
