@@ -12,14 +12,14 @@ import pytest
 import support
 import torch
 
-from flashrope import Rotary
+from flashrope import Rotary, attention_with_cache
 from flashrope.backends import CacheCall, choose, cuda, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 CXX = shutil.which(os.environ.get("CXX", "g++"))
 pytestmark = pytest.mark.skipif(CXX is None or sys.platform != "linux", reason="the emulation needs Linux and a C++ compiler")
 BF16, FP16 = torch.bfloat16, torch.float16
-COEFFICIENT = 1.0  # of u * (1 + kappa) * (P |V|), as in tests/support.py; the largest seen was 0.77
+COEFFICIENT = support.COEFFICIENT[FP16]  # of u * (1 + kappa) * (P |V|); the largest seen was 0.77
 
 SCHEMES = {
     "none": lambda d: Rotary.none(d),
@@ -285,6 +285,23 @@ def test_append_writes_what_the_reference_writes(operators, page_size, head_dim)
     reference.append_to_cache(*expected, *new, cache.call.cache_seqlens, cache.call.block_table)
     for x, y in zip(got, expected, strict=True):
         assert torch.equal(x.nan_to_num(nan=-77.0), y.nan_to_num(nan=-77.0))
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_the_public_call_appends_and_attends(operators, monkeypatch, page_size):
+    monkeypatch.setattr(cuda, "refusal", lambda q, cached=False: cuda.unsupported(q))  # a device is what it would ask for next
+    cache = Cache(SCHEMES["rerope"](128), BF16, [100, 126], 128, seqlen_q=2, group=4, page_size=page_size, leftpad=[7, 0])
+    new = [random(2, 2, 2, 128, dtype=BF16, seed=i) for i in (7, 8)]
+
+    def run(impl, dtype=BF16):
+        q, k_cache, v_cache, k, v = (x.to(dtype) for x in (cache.q, cache.k, cache.v, *new))
+        return attention_with_cache(q, k_cache, v_cache, cache.call.rotary, cache.call.cache_seqlens, k, v, cache.call.block_table,
+                                    cache.call.cache_leftpad, return_lse=True, impl=impl)
+
+    (out, lse), (exact, exact_lse) = run("cuda"), run("reference", torch.float64)
+    assert out.dtype == BF16 and (out - exact).abs().max() < 0.01 and (lse - exact_lse).abs().max() < 0.01
+    with pytest.raises(ValueError, match="impl='cuda' cannot serve this call: the CUDA kernels take float16 and bfloat16"):
+        run("cuda", torch.float32)
 
 
 # ---- refusals and checks ----------------------------------------------------------------------------------------------
