@@ -56,11 +56,12 @@ class BuildCuda(build_ext):
         return os.path.join(*package, "_cuda.abi3.so") if name == "_cuda" else super().get_ext_filename(fullname)
 
 
-# The library names libtorch_cpu and libtorch_cuda, which torch has loaded by then, through empty stand-ins of the same names: so it
-# can be built where torch has no CUDA.
+# The library names libtorch_cpu and libtorch_cuda, which torch has loaded by then, through empty stand-ins of the same names: so
+# it can be built where torch has no CUDA.
 NINJA = """\
 rule nvcc
-  command = {nvcc} -std=c++17 -O3 -DUSE_CUDA --expt-relaxed-constexpr -Xcompiler -fPIC -I{source} {gencode} -MD -MF $out.d -c $in -o $out
+  command = {nvcc} -std=c++17 -O3 -DUSE_CUDA --expt-relaxed-constexpr -Xcompiler -fPIC -I{source} {gencode} -MD -MF $out.d $
+      -c $in -o $out
   depfile = $out.d
   deps = gcc
 rule cxx

@@ -1,7 +1,7 @@
-"""Compiles csrc/decode.cu with nvcc for GPUs that need not be there; checks spills, shared memory and the width of K and V copies.
+"""Compiles csrc/decode.cu with nvcc for GPUs that need not be there; checks spills, shared memory, widths of copies.
 
-Prints one line per kernel. Exits with 1 where a kernel of head_dim up to 128 spills, needs more shared memory with two bands than a
-block can have, or copies K and V by less than 16 bytes. Where nvcc is missing it says so and exits with 0.
+Prints one line per kernel. Exits with 1 where a kernel of head_dim up to 128 spills, needs more shared memory with two bands than
+a block can have, or copies K and V by less than 16 bytes. Where nvcc is missing it says so and exits with 0.
 """
 
 from __future__ import annotations
@@ -88,14 +88,15 @@ class Kernel:
         if self.shape:
             limit = MULTIPROCESSORS[self.arch].shared_per_block
             if self.shape.shared[1] > limit:
-                found.append(f"{name}: needs {self.shape.shared[1]} bytes of shared memory, a block of sm_{self.arch} has {limit}")
+                found.append(f"{name}: needs {self.shape.shared[1]} bytes of shared memory, a block of sm_{self.arch} has "
+                             f"{limit}")
             if set(self.copies) != {16}:
                 found.append(f"{name}: copies K and V by {sorted(set(self.copies)) or 'no'} bytes, expected 16")
         return found
 
 
-COLUMNS = ("kernel", "arch", "D", "dtype", "pairs", "warps", "regs", "spill B", "shared KB, 2 bands", "bands that fit", "blocks/SM",
-           "copies", "bytes/copy")
+COLUMNS = ("kernel", "arch", "D", "dtype", "pairs", "warps", "regs", "spill B", "shared KB, 2 bands", "bands that fit",
+           "blocks/SM", "copies", "bytes/copy")
 
 
 def ptxas_report(text: str) -> dict[str, tuple[int, int]]:

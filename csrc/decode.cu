@@ -1,10 +1,10 @@
 // Split-key attention over a cache of raw keys, for a few query rows per sequence.
 //
 // Blocks of warps * SLICE keys, counted from a sequence's first key, are dealt to the splits in turn, so the grid follows from
-// shapes alone and lengths are read on the device. A warp owns a slice of every block: it copies K and V to its own part of shared
-// memory, two or three slices ahead, multiplies on tensor cores and keeps its own running maximum and sum; no barrier stands in the
-// loop. The warps' results meet once at the end, the splits' in the combine kernel. What a query row comes to does not depend on
-// the other rows or sequences of the call.
+// shapes alone and lengths are read on the device. A warp owns a slice of every block: it copies K and V to its own part of
+// shared memory, one or two slices ahead, multiplies on tensor cores and keeps its own running maximum and sum; no barrier
+// stands in the loop. The warps' results meet once at the end, the splits' in the combine kernel. What a query row comes to does
+// not depend on the other rows or sequences of the call.
 //
 // Queries are turned once per band, in float32 and rounded once, into shared memory. Keys are turned in registers, and only where
 // they lie in a band whose keys turn. The angle of key j0 + r is the sum of two: that of the slice's first key, found once per
@@ -93,7 +93,8 @@ __device__ void score_raw(float (&score)[2][4], const uint16_t* q, const uint16_
 
 // The keys' channels 2m and 2m + 1 lie in one register.
 template <typename T, int D>
-__device__ void score_interleaved(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyAngles& angles, int turning) {
+__device__ void score_interleaved(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyAngles& angles,
+                                  int turning) {
 #pragma unroll 2
   for (int channel = 0; channel < turning; channel += 16) {
     uint32_t a[4], b[4];
@@ -139,7 +140,8 @@ __device__ void score_halves(float (&score)[2][4], const uint16_t* q, const uint
 
 // Channels m and m + paired, any paired: the other channel is read from shared memory.
 template <typename T, int D>
-__device__ void score_any_halves(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyAngles& angles, int paired) {
+__device__ void score_any_halves(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyAngles& angles,
+                                 int paired) {
   const int lane = threadIdx.x % 32;
   for (int channel = 0; channel < D; channel += 16) {
     uint32_t a[4], b[4];
@@ -178,8 +180,8 @@ struct Running {
 
 // score for the slice's keys from key0 on: masked, -inf outside all bands.
 template <typename T, int D, bool INTERLEAVED>
-__device__ void score_slice(float (&score)[2][4], const DecodeParams& p, const Work& w, const Running<D>& run, int key0, int origin,
-                            const uint16_t* turned_q, const uint16_t* k, float* base) {
+__device__ void score_slice(float (&score)[2][4], const DecodeParams& p, const Work& w, const Running<D>& run, int key0,
+                            int origin, const uint16_t* turned_q, const uint16_t* k, float* base) {
   const int lane = threadIdx.x % 32, paired = p.rotary_dim / 2;
   const int nearest = w.low - min(key0 + SLICE, w.keys) + 1, farthest = w.high - key0;
   for (int band = 0; band < p.num_bands; ++band) {

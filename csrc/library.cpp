@@ -1,5 +1,5 @@
-// The operators of namespace flashrope_cuda: checks, then a plain struct, then one launcher. Registered through torch's stable ABI,
-// so one library serves every torch from TORCH_TARGET_VERSION on. flashrope/backends/cuda.py allocates and calls.
+// The operators of namespace flashrope_cuda: checks, then a plain struct, then one launcher. Registered through torch's stable
+// ABI, so one library serves every torch from TORCH_TARGET_VERSION on. flashrope/backends/cuda.py allocates and calls.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -73,10 +73,11 @@ float* check_float32(const Tensor& x, const char* name, int64_t least, const Ten
 
 // Fills what both structs say about the caches and the sequences.
 template <typename Params>
-void check_cache(Params& p, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_seqlens, const MaybeTensor& block_table,
-                 const Tensor& like) {
+void check_cache(Params& p, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_seqlens,
+                 const MaybeTensor& block_table, const Tensor& like) {
   const int64_t batch = like.size(0), slots = k_cache.size(1);
-  STD_TORCH_CHECK(like.scalar_type() == ScalarType::Half || like.scalar_type() == ScalarType::BFloat16, "expected float16 or bfloat16");
+  STD_TORCH_CHECK(like.scalar_type() == ScalarType::Half || like.scalar_type() == ScalarType::BFloat16,
+                  "expected float16 or bfloat16");
   for (int i = 0; i < 4; ++i) {
     STD_TORCH_CHECK(k_cache.size(i) == v_cache.size(i), "v_cache: expected k_cache's shape");
     STD_TORCH_CHECK(k_cache.size(i) > 0 && k_cache.size(i) < MOST && like.size(i) > 0, "expected tensors that are not empty");
@@ -99,10 +100,10 @@ void check_cache(Params& p, const Tensor& k_cache, const Tensor& v_cache, const 
   }
 }
 
-void decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_seqlens, const MaybeTensor& block_table,
-            const MaybeTensor& cache_leftpad, const Tensor& bands, const Tensor& table, int64_t seqlen_new, int64_t rotary_dim,
-            int64_t turning_pairs, bool interleaved, double score_scale, double log_n_factor, double log_n_floor, int64_t num_splits,
-            Tensor out, Tensor lse, Tensor partial_out, Tensor partial_lse) {
+void decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_seqlens, const MaybeTensor&
+            block_table, const MaybeTensor& cache_leftpad, const Tensor& bands, const Tensor& table, int64_t seqlen_new, int64_t
+            rotary_dim, int64_t turning_pairs, bool interleaved, double score_scale, double log_n_factor, double log_n_floor,
+            int64_t num_splits, Tensor out, Tensor lse, Tensor partial_out, Tensor partial_lse) {
   DecodeParams p = {};
   p.q_strides = check_rows(q, "q", q);
   p.k_strides = check_rows(k_cache, "k_cache", q);
@@ -133,7 +134,8 @@ void decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const
   STD_TORCH_CHECK(turning_pairs >= 0 && turning_pairs <= rotary_dim / 2, "turning_pairs: got ", turning_pairs);
 
   const int64_t rows = q.size(0) * q.size(1) * q.size(2);
-  STD_TORCH_CHECK(out.numel() == q.numel() && out.is_contiguous() && out.scalar_type() == q.scalar_type() && out.device() == q.device(),
+  STD_TORCH_CHECK(out.numel() == q.numel() && out.is_contiguous() && out.scalar_type() == q.scalar_type() &&
+                      out.device() == q.device(),
                   "out: expected a contiguous tensor like q");
   p.out = out.mutable_data_ptr();
   p.lse = check_float32(lse, "lse", rows, q);

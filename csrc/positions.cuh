@@ -74,7 +74,9 @@ __device__ inline const float* table_row(const DecodeParams& p, int slot, int ro
   return p.table + (int64_t(slot) * p.table_rows + row) * 2 * p.table_pairs;
 }
 
-__device__ inline Angle table_angle(const DecodeParams& p, const float* row, int pair) { return {row[pair], row[p.table_pairs + pair]}; }
+__device__ inline Angle table_angle(const DecodeParams& p, const float* row, int pair) {
+  return {row[pair], row[p.table_pairs + pair]};
+}
 
 __device__ inline Angle angle_at(const DecodeParams& p, int slot, int position, int pair) {
   return table_angle(p, table_row(p, slot, FINE_ROWS + position / FINE_ROWS), pair) +
@@ -84,8 +86,8 @@ __device__ inline Angle angle_at(const DecodeParams& p, int slot, int position, 
 // The two channels (x, y) of a pair, turned.
 __device__ inline float2 turn(float x, float y, Angle t) { return make_float2(x * t.cos - y * t.sin, y * t.cos + x * t.sin); }
 
-// Turning keeps distances, so both sides may count from another origin: rows before the first key, which only see keys ahead, then
-// have positions in the table too. Causal rows keep their origin.
+// Turning keeps distances, so both sides may count from another origin: rows before the first key, which only see keys ahead,
+// then have positions in the table too. Causal rows keep their origin.
 __device__ inline int origin(const DecodeParams& p, const Work& w) {
   bool ahead = false;
   for (int band = 0; band < p.num_bands; ++band) ahead |= p.bands[4 * band] < 0;

@@ -1,5 +1,5 @@
-"""The CUDA decode kernels on the host: csrc/decode.cu and csrc/library.cpp compiled against tests/emulator/ptx.h and registered for
-CPU tensors, so kernels, checks and the Python backend run as they would on a device, against the reference in float64."""
+"""The CUDA decode kernels on the host: csrc/decode.cu and csrc/library.cpp compiled against tests/emulator/ptx.h and registered
+for CPU tensors, so kernels, checks and the Python backend run as they would on a device, against the reference in float64."""
 
 import ctypes
 import os
@@ -41,15 +41,15 @@ def built(tmp_path_factory):
     """(the operators' library, the collectives' library)"""
     folder, package = tmp_path_factory.mktemp("emulator"), Path(torch.__file__).parent
     options = [CXX, "-std=c++17", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", "-DTORCH_TARGET_VERSION=0x020b000000000000",
-               "-DFLASHROPE_NAMESPACE=flashrope_emulated", "-DFLASHROPE_DISPATCH_KEY=CPU", f"-I{ROOT}/tests/emulator", f"-I{ROOT}/csrc",
-               f"-I{package}/include", "-x", "c++"]
+               "-DFLASHROPE_NAMESPACE=flashrope_emulated", "-DFLASHROPE_DISPATCH_KEY=CPU", f"-I{ROOT}/tests/emulator",
+               f"-I{ROOT}/csrc", f"-I{package}/include", "-x", "c++"]
     sources = (ROOT / "csrc/decode.cu", ROOT / "csrc/library.cpp", ROOT / "tests/emulator/fragments.cpp")
     compilers = [subprocess.Popen([*options, "-c", source, "-o", folder / f"{source.stem}.o"]) for source in sources]
     assert [compiler.wait() for compiler in compilers] == [0, 0, 0]
     libraries = {"operators": ["decode.o", "library.o"], "fragments": ["fragments.o"]}
     for name, objects in libraries.items():
-        subprocess.run([CXX, "-shared", *(folder / x for x in objects), "-o", folder / f"{name}.so", f"-L{package}/lib", "-ltorch_cpu",
-                        "-lc10"], check=True)
+        subprocess.run([CXX, "-shared", *(folder / x for x in objects), "-o", folder / f"{name}.so", f"-L{package}/lib",
+                        "-ltorch_cpu", "-lc10"], check=True)
     torch.ops.load_library(folder / "operators.so")
     return torch.ops.flashrope_emulated, ctypes.CDLL(folder / "fragments.so")
 
@@ -68,8 +68,8 @@ def random(*shape, dtype, seed):
 class Cache:
     """Sequences of random keys; every slot that no sequence holds is NaN. q: (batch, seqlen_q, heads_kv * group, head_dim)."""
 
-    def __init__(self, rotary, dtype, lengths, capacity=160, seqlen_q=1, group=1, heads_kv=2, page_size=0, leftpad=None, causal=True,
-                 num_splits=3, seed=0, wide=False):
+    def __init__(self, rotary, dtype, lengths, capacity=160, seqlen_q=1, group=1, heads_kv=2, page_size=0, leftpad=None,
+                 causal=True, num_splits=3, seed=0, wide=False):
         batch, head_dim = len(lengths), rotary.head_dim
         self.q = random(batch, seqlen_q, heads_kv * group, head_dim, dtype=dtype, seed=seed)
         self.dtype, self.leftpad, self.lengths = dtype, leftpad or [0] * batch, lengths
@@ -90,7 +90,8 @@ class Cache:
             slots = [torch.nn.functional.pad(x, (0, 8, 0, 1), value=torch.nan)[:, :, :heads_kv, :head_dim] for x in slots]
         self.k, self.v = slots
         pads = torch.tensor(self.leftpad, dtype=torch.int32) if leftpad else None
-        self.call = CacheCall(rotary, causal, head_dim**-0.5, torch.tensor(lengths, dtype=torch.int32), 0, table, pads, num_splits)
+        lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.call = CacheCall(rotary, causal, head_dim**-0.5, lengths, 0, table, pads, num_splits)
 
     def run(self):
         return cuda.attention_with_cache(self.q, self.k, self.v, self.call)
@@ -295,8 +296,8 @@ def test_the_public_call_appends_and_attends(operators, monkeypatch, page_size):
 
     def run(impl, dtype=BF16):
         q, k_cache, v_cache, k, v = (x.to(dtype) for x in (cache.q, cache.k, cache.v, *new))
-        return attention_with_cache(q, k_cache, v_cache, cache.call.rotary, cache.call.cache_seqlens, k, v, cache.call.block_table,
-                                    cache.call.cache_leftpad, return_lse=True, impl=impl)
+        return attention_with_cache(q, k_cache, v_cache, cache.call.rotary, cache.call.cache_seqlens, k, v,
+                                    cache.call.block_table, cache.call.cache_leftpad, return_lse=True, impl=impl)
 
     (out, lse), (exact, exact_lse) = run("cuda"), run("reference", torch.float64)
     assert out.dtype == BF16 and (out - exact).abs().max() < 0.01 and (lse - exact_lse).abs().max() < 0.01
@@ -359,8 +360,8 @@ def test_the_library_checks_what_it_is_given(operators, monkeypatch, change, mes
 
 def test_a_build_without_nvcc_fails_and_names_it(tmp_path):
     env = {**os.environ, "FLASHROPE_BUILD_CUDA": "1", "PATH": str(tmp_path)}
-    run = subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path], cwd=ROOT,
-                         env=env, capture_output=True, text=True)
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert run.returncode != 0 and "FLASHROPE_BUILD_CUDA: needs nvcc" in run.stderr
 
 
@@ -388,9 +389,10 @@ def test_the_library_builds_and_loads_where_torch_has_cuda(tmp_path):
     if not stand_in.exists():
         stand_in = tmp_path / "libtorch_cuda.so"
         (tmp_path / "stand_in.c").write_text(STAND_IN)
-        subprocess.run(["c++", "-shared", "-fPIC", "-x", "c", tmp_path / "stand_in.c", "-Wl,-soname,libtorch_cuda.so", "-o", stand_in],
-                       check=True)
-    load = subprocess.run([sys.executable, "-c", LOAD, stand_in, tmp_path / "lib/flashrope/_cuda.abi3.so"], capture_output=True, text=True)
+        options = ["-shared", "-fPIC", "-x", "c", "-Wl,-soname,libtorch_cuda.so"]
+        subprocess.run(["c++", *options, tmp_path / "stand_in.c", "-o", stand_in], check=True)
+    command = [sys.executable, "-c", LOAD, stand_in, tmp_path / "lib/flashrope/_cuda.abi3.so"]
+    load = subprocess.run(command, capture_output=True, text=True)
     assert load.returncode == 0 and "flashrope_cuda::decode(Tensor q" in load.stdout, load.stderr
     assert list((tmp_path / "lib/flashrope").glob("_build_info.*.so"))
 
@@ -422,7 +424,8 @@ def test_the_gate_reads_registers_and_spills(gate):
 
 
 def test_the_gate_reads_the_width_of_copies_per_kernel(gate):
-    lines = ["        /*0010*/                   LDGSTS.E.BYPASS.128 [R2], desc[UR4][R4.64] ;", "        /*0020*/              @P0  LDGSTS.E [R2], [R4] ;",
+    lines = ["        /*0010*/                   LDGSTS.E.BYPASS.128 [R2], desc[UR4][R4.64] ;",
+             "        /*0020*/              @P0  LDGSTS.E [R2], [R4] ;",
              "        /*0030*/                   LDG.E.128 R4, [R2] ;"]
     found = gate.functions("\n".join([".text.first:", *lines[:1], ".text.second:", *lines]))
     assert {name: gate.copy_bytes(listing.opcodes) for name, listing in found.items()} == {"first": (16,), "second": (16, 4)}
@@ -432,7 +435,8 @@ def test_every_limit_of_the_gate_can_be_broken(gate):
     name, append = gate.ptxas_report(PTXAS)
     shape = gate.Shape(4, (70_000, 75_000, 80_000, 85_000))
     good = gate.Kernel(80, name, 168, 0, (16, 16), shape)
-    assert good.violations() == [] and good.label["D"] == "128" and good.label["dtype"] == "bf16" and good.label["pairs"] == "halves"
+    assert good.violations() == []
+    assert good.label == {"kernel": "split", "arch": "sm_80", "D": "128", "dtype": "bf16", "pairs": "halves"}
     assert "spills 32" in gate.Kernel(80, name, 168, 32, (16,), shape).violations()[0]
     assert "spills 8" in gate.Kernel(80, append, 26, 8).violations()[0]
     assert gate.Kernel(80, name.replace("128", "256"), 255, 8, (16,), shape).violations() == []

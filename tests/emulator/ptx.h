@@ -1,9 +1,10 @@
-// csrc/ptx.h for the host: decode.cu compiled with this one runs on the processor, so its device code can be tested without a GPU.
+// csrc/ptx.h for the host: decode.cu compiled with this one runs on the processor, so its device code can be tested
+// without a GPU.
 //
-// The threads of a block are fibers that take turns at barriers and warp collectives; ldmatrix and mma.m16n8k16 follow the fragment
-// layouts of the PTX ISA ("Warp-level matrix instructions"). Shared memory starts as NaN. An asynchronous copy lands at once, or,
-// with FLASHROPE_EMULATED_COPIES=late, not before the wait that asks for it: correct code cannot tell. An address outside shared
-// memory or not a multiple of 16 bytes, and lanes that meet in different collectives, make the launch fail.
+// The threads of a block are fibers that take turns at barriers and warp collectives; ldmatrix and mma.m16n8k16 follow the
+// fragment layouts of the PTX ISA ("Warp-level matrix instructions"). Shared memory starts as NaN. An asynchronous copy lands at
+// once, or, with FLASHROPE_EMULATED_COPIES=late, not before the wait that asks for it: correct code cannot tell. An address
+// outside shared memory or not a multiple of 16 bytes, and lanes that meet in different collectives, make the launch fail.
 #pragma once
 
 #include <setjmp.h>
@@ -142,7 +143,8 @@ uint32_t* meet(const char* what, const uint32_t* in, int count, Act act) {
 
 inline const uint16_t* inside(const void* pointer, const char* what) {
   const auto* address = static_cast<const unsigned char*>(pointer);
-  if (address < shared_base || address + 16 > shared_base + shared_size) return fail(std::string(what) + " outside shared memory"), nullptr;
+  if (address < shared_base || address + 16 > shared_base + shared_size)
+    return fail(std::string(what) + " outside shared memory"), nullptr;
   if (reinterpret_cast<uintptr_t>(address) % 16) return fail(std::string(what) + " at an odd address"), nullptr;
   return static_cast<const uint16_t*>(pointer);
 }
@@ -195,7 +197,9 @@ template <typename V>
 V __shfl_sync(unsigned, V value, int lane) {
   uint32_t in[2];
   std::memcpy(in, &value, 4), in[1] = lane;
-  const uint32_t* out = flashrope::emulator::meet("shfl", in, 2, [](auto& m) { for (auto& x : m.in) m.out[&x - m.in][0] = m.in[x[1] % 32][0]; });
+  const uint32_t* out = flashrope::emulator::meet("shfl", in, 2, [](auto& m) {
+    for (int to = 0; to < 32; ++to) m.out[to][0] = m.in[m.in[to][1] % 32][0];
+  });
   std::memcpy(&value, out, 4);
   return value;
 }
@@ -281,7 +285,8 @@ void load_matrices(uint32_t (&x)[4], const void* row) {
       }
       for (int lane = 0; lane < 32; ++lane) {
         const int r = lane / 4, c = lane % 4 * 2;
-        const uint16_t low = TRANSPOSED ? numbers[c][r] : numbers[r][c], high = TRANSPOSED ? numbers[c + 1][r] : numbers[r][c + 1];
+        const uint16_t low = TRANSPOSED ? numbers[c][r] : numbers[r][c];
+        const uint16_t high = TRANSPOSED ? numbers[c + 1][r] : numbers[r][c + 1];
         m.out[lane][matrix] = low | uint32_t(high) << 16;
       }
     }
@@ -289,9 +294,9 @@ void load_matrices(uint32_t (&x)[4], const void* row) {
   std::copy(out, out + 4, x);
 }
 
-// mma.m16n8k16.row.col. With g = lane / 4 and t = lane % 4 a lane holds of a: rows g, g + 8, g, g + 8 of columns 2t and 2t + 1, the
-// last two registers 8 columns on; of b: rows 2t and 2t + 1 of column g, the second register 8 rows on; of c: columns 2t and 2t + 1
-// of row g, then of row g + 8.
+// mma.m16n8k16.row.col. With g = lane / 4 and t = lane % 4 a lane holds of a: rows g, g + 8, g, g + 8 of columns 2t and 2t + 1,
+// the last two registers 8 columns on; of b: rows 2t and 2t + 1 of column g, the second register 8 rows on; of c: columns 2t and
+// 2t + 1 of row g, then of row g + 8.
 template <typename T>
 void multiply_warp(Meeting& m, float (&c)[16][8]) {
   float a[16][16], b[16][8];

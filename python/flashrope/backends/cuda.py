@@ -1,4 +1,4 @@
-"""Launches the CUDA C++ decode kernels of csrc/: allocates, passes tables and bands. Present only where the extension was built."""
+"""Launches the CUDA C++ decode kernels of csrc/: allocates, passes tables and bands. There only where the extension was built."""
 
 from __future__ import annotations
 
