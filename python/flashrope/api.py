@@ -170,9 +170,9 @@ def _check_tensors(q, k, v, rotary, rank: int, names=("k", "v")) -> tuple[torch.
     shape_q, shape_k, dtype, device = q.shape, k.shape, q.dtype, q.device
     head_dim, heads_q, heads_kv = shape_q[-1], shape_q[-2], shape_k[-2]
     for name, x in tensors:
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
-        if x.dtype != dtype:
+        if x.dtype is not dtype or dtype not in DTYPES:
+            if x.dtype not in DTYPES:
+                raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
             raise TypeError(f"{name}: expected {dtype} as in q, got {x.dtype}")
         if x.device != device:
             raise ValueError(f"{name}: expected device {device} as in q, got {x.device}")
@@ -207,13 +207,29 @@ def _check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool) -> tuple[int, i
         raise ValueError(f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}")
     seqlen_new = 0
     if k is not None:
-        _, (batch_k, seqlen_new, heads_k, _) = _check_tensors(q, k, v, rotary, rank=4)
-        if (batch_k, heads_k) != (batch, heads_kv):
-            raise ValueError(f"k: expected shape {(batch, 'seqlen_new', heads_kv, head_dim)}, got {tuple(k.shape)}")
+        _check_like("k", k, k_cache)
+        _check_like("v", v, v_cache)
+        seqlen_new = k.size(1)
+        for name, x in (("k", k), ("v", v)):
+            if x.shape != (batch, seqlen_new, heads_kv, head_dim):
+                raise ValueError(f"{name}: expected shape {(batch, seqlen_new, heads_kv, head_dim)}, got {tuple(x.shape)}")
     if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
                                     or k is not None and (k.requires_grad or v.requires_grad)):
         raise ValueError("q, k, v: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
     return capacity, seqlen_new
+
+
+def _check_like(name, x, cache) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.ndim != 4:
+        raise ValueError(f"{name}: expected (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}")
+    if x.dtype is not cache.dtype:
+        raise TypeError(f"{name}: expected {cache.dtype} as {name}_cache, got {x.dtype}")
+    if x.device != cache.device:
+        raise ValueError(f"{name}: expected device {cache.device} as {name}_cache, got {x.device}")
+    if x.stride(-1) != 1:
+        raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
 
 
 def _check_int32(name, x, q, shape) -> None:

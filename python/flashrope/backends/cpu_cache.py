@@ -82,6 +82,8 @@ def _one_piece(q, k_cache, v_cache, first: int, end: int, call: CacheCall) -> tu
 def _sequences(k_cache, call: CacheCall, batch: int) -> list[tuple[int, int, int, int]]:
     """(b0, b1, first, end): sequences [b0, b1) hold the slots [first, end). Lengths are kept inside the capacity."""
     capacity, lengths = call.capacity(k_cache) if k_cache.shape[0] else 0, call.cache_seqlens.tolist()
+    if batch == 1 and call.cache_leftpad is None:
+        return [(0, 1, 0, min(min(max(lengths[0], 0), capacity) + call.seqlen_new, capacity))]
     ends = [min(min(max(length, 0), capacity) + call.seqlen_new, capacity) for length in lengths]
     pads = [0] * batch if call.cache_leftpad is None else [min(max(p, 0), end) for p, end in zip(call.cache_leftpad.tolist(), ends, strict=True)]
     starts = [b for b in range(batch) if b == 0 or call.block_table is not None or (pads[b], ends[b]) != (pads[b - 1], ends[b - 1])]
