@@ -100,10 +100,11 @@ void check_cache(Params& p, const Tensor& k_cache, const Tensor& v_cache, const 
   }
 }
 
-void decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_seqlens, const MaybeTensor&
-            block_table, const MaybeTensor& cache_leftpad, const Tensor& bands, const Tensor& table, int64_t seqlen_new, int64_t
-            rotary_dim, int64_t turning_pairs, bool interleaved, double score_scale, double log_n_factor, double log_n_floor,
-            int64_t num_splits, Tensor out, Tensor lse, Tensor partial_out, Tensor partial_lse) {
+void decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_seqlens,
+            const MaybeTensor& block_table, const MaybeTensor& cache_leftpad, const Tensor& bands, const Tensor& table,
+            int64_t seqlen_new, int64_t rotary_dim, int64_t turning_pairs, bool interleaved, double score_scale,
+            double log_n_factor, double log_n_floor, int64_t num_splits, Tensor out, Tensor lse, Tensor partial_out,
+            Tensor partial_lse) {
   DecodeParams p = {};
   p.q_strides = check_rows(q, "q", q);
   p.k_strides = check_rows(k_cache, "k_cache", q);
