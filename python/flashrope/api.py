@@ -101,7 +101,8 @@ def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
         validate: look at the tables first, which waits for the device. Without it, lengths are kept inside the capacity, page
             numbers inside the cache, and new keys without a place are dropped: nothing outside the buffers is touched, and no
             other sequence's result changes, but the result of a sequence with a wrong entry means nothing.
-        rotary, causal, softmax_scale, return_lse, impl: as in ``attention``.
+        impl: as in ``attention``, and "cuda" where the extension was built (float16, bfloat16, seqlen_q up to 64).
+        rotary, causal, softmax_scale, return_lse: as in ``attention``.
 
     Returns:
         out, like q and contiguous; with return_lse (out, lse), lse (batch, heads_q, seqlen_q) float32.

@@ -62,11 +62,13 @@ def implementations(device: str, dtype) -> list[tuple[str, str]]:
     rows = []
     for name in IMPLEMENTATIONS:
         try:
-            reason = backend(name).refusal(q)
+            reason, over_cache = (backend(name).refusal(q, cached) for cached in (False, True))
         except ImportError as error:
-            reason = f"cannot be imported ({error})"
+            reason = over_cache = f"cannot be imported ({error})"
         if not reason:
             reason = "the choice" if choose(None, q) == name else "can serve"
+        else:
+            reason = over_cache or "can serve attention_with_cache"
         rows.append((name, reason))
     return rows
 
