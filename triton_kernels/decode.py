@@ -174,7 +174,7 @@ def attention_decode(q, k_cache, v_cache, out, lse, angles, bands, slots, seqlen
     split_batch = split.to(tl.int64) * batches + batch
     tl.store(lse + (split_batch * heads_q + head) * seqlen_q + token, log_sum, mask=exists)
     to = out + ((split_batch * seqlen_q + token) * heads_q + head)[:, None] * LAYOUT.head_dim + channels[None, :]
-    written = (exists & ((num_splits == 1) | ~empty))[:, None] & (channels < LAYOUT.head_dim)[None, :]
+    written = tl.where(num_splits == 1, exists, exists & (row_sum != 0))[:, None] & (channels < LAYOUT.head_dim)[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=written)
 
 
