@@ -52,7 +52,7 @@ HALF = {
 # Where newer compilers (seen: 3.9) spill and 3.6 does not.
 NEWER_HALF = {
     "sm80": {"forward": {64: Tile(128, 32, 4, 3)}, "forward banded": {64: Tile(128, 32, 4, 3), 128: Tile(128, 32, 8, 3)}},
-    "sm90": {"grad_q banded": {128: Tile(128, 64, 8, 3)}, "decode wide": {128: Tile(32, 32, 8, 3)}},
+    "sm90": {"grad_q banded": {128: Tile(128, 64, 8, 3)}, "decode": {64: Tile(16, 64, 4, 2)}, "decode wide": {128: Tile(32, 32, 8, 3)}},
 }
 # float32 products run without tensor cores ("ieee"); these serve correctness, not speed.
 FLOAT = {
