@@ -43,6 +43,7 @@ class Layout(NamedTuple):
     interleaved: bool
     vec: int
 
+
 class Scales(NamedTuple):
     """score = softmax_scale * temperature; the query at position i by max(log_n_floor, log_n_factor * ln(i + 1))."""
 

@@ -12,6 +12,7 @@ import torch
 
 from ..rotary import Band, Rotary
 
+UNBOUNDED = 1 << 30
 IMPLEMENTATIONS = ("triton", "cuda", "cpu", "reference")
 
 
@@ -81,7 +82,42 @@ class CacheCall(_Scheme):
 
     def capacity(self, k_cache: torch.Tensor) -> int:
         """Slots that a sequence can have."""
-        return k_cache.shape[1] if self.block_table is None else self.block_table.shape[1] * k_cache.shape[1]
+        return slots_of(k_cache, self.block_table)
+
+    def bounds(self, k_cache: torch.Tensor) -> list[tuple[int, int]]:
+        """The slots [first, end) that every sequence holds, read by the host and kept inside the capacity."""
+        capacity = self.capacity(k_cache) if k_cache.shape[0] else 0
+        ends = [min(min(max(length, 0), capacity) + self.seqlen_new, capacity) for length in self.cache_seqlens.tolist()]
+        if self.cache_leftpad is None:
+            return [(0, end) for end in ends]
+        return [(min(max(pad, 0), end), end) for pad, end in zip(self.cache_leftpad.tolist(), ends, strict=True)]
+
+
+def slots_of(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
+    return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+
+
+def places_behind(k_cache, cache_seqlens, block_table, seqlen_new: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(page or sequence, row, whether there is such a place), int64 (batch, seqlen_new), of the slots behind cache_seqlens."""
+    capacity = slots_of(k_cache, block_table)
+    slot = cache_seqlens.to(torch.int64).clamp(0, capacity)[:, None] + torch.arange(seqlen_new, device=cache_seqlens.device)
+    fits = slot < capacity
+    if block_table is None:
+        return torch.arange(slot.shape[0], device=slot.device)[:, None].expand_as(slot), slot, fits
+    if not capacity:
+        return slot, slot, fits
+    page = block_table.to(torch.int64).gather(1, (slot // k_cache.shape[1]).clamp(max=block_table.shape[1] - 1))
+    return page, slot % k_cache.shape[1], fits & (page >= 0) & (page < k_cache.shape[0])
+
+
+def distance(bound: float) -> int:
+    """A band's bound for kernels that count in 32 bits, with room to add positions."""
+    return int(max(-UNBOUNDED, min(UNBOUNDED, bound)))
+
+
+def aligned(x: torch.Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 from ..rotary import Rotary
 from . import Call
 from .cpu_cache import append_to_cache, attention_with_cache  # noqa: F401  parts of this implementation
-from .cpu_pieces import flash, keys_of, mask, merged, plan, rows_of, uncut, windows
+from .cpu_pieces import Piece, flash, joined, keys_of, like_queries, mask, plan, rows_of, uncut, windows
 from .cpu_turns import accumulation_type, turn, turns_for, turns_of_rows, upcast
 
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -87,8 +87,7 @@ def _attend(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         is_causal, turns_q, turns_k = whole
         out, lse = flash(turn(q, turns_q, call.rotary).transpose(1, 2), turn(k, turns_k, call.rotary).transpose(1, 2),
                           v.transpose(1, 2), 0.0, is_causal, scale=call.score_scale)
-        out = out.transpose(1, 2)
-        return (out if out.dtype == q.dtype else out.to(q.dtype)).contiguous(), lse.contiguous()
+        return like_queries(out.transpose(1, 2), lse, q)
     parts = []
     for slope, offset, pieces in plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q) if q.numel() and k.numel() else ():
         turned_q = turn(q, turns_for(q, call, slope, offset, seqlen_k - seqlen_q, True), call.rotary)
@@ -97,11 +96,7 @@ def _attend(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
             parts.append((piece, *flash(
                 rows_of(turned_q, piece), keys_of(turned_k, piece), keys_of(v, piece), 0.0, piece.causal and not piece.width,
                 attn_mask=mask(piece, turned_q.dtype), scale=call.score_scale)))
-    if len(parts) == 1 and parts[0][0].rows == seqlen_q and not parts[0][0].reversed:
-        out, lse = parts[0][1].transpose(1, 2), parts[0][2]
-    else:
-        out, lse = merged(parts, q)
-    return (out if out.dtype == q.dtype else out.to(q.dtype)).contiguous(), lse.contiguous()
+    return joined(parts, q)
 
 
 def _attend_backward(grad_out, grad_lse, q, k, v, out, lse, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from . import CacheCall
-from .cpu_pieces import Piece, flash, keys_of, mask, merged, plan, rows_of
+from . import CacheCall, places_behind
+from .cpu_pieces import Piece, flash, joined, keys_of, mask, plan, rows_of
 from .cpu_turns import accumulation_type, turn, turns_for, upcast
 
 BLOCK = 8192  # slots
@@ -20,24 +20,14 @@ BLOCK = 8192  # slots
 def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
     """Writes k, v (batch, seqlen_new, heads_kv, head_dim) to the slots behind cache_seqlens. What has no place is dropped."""
     batch, seqlen_new = k.shape[:2]
-    rows = k_cache.shape[1]
-    lengths = cache_seqlens.tolist()
     if block_table is None:
+        lengths = cache_seqlens.tolist()
         length = max(lengths[0], 0) if batch else 0
-        if lengths.count(lengths[0] if batch else 0) == batch and length + seqlen_new <= rows:
+        if lengths == lengths[:1] * batch and length + seqlen_new <= k_cache.shape[1]:
             k_cache.narrow(1, length, seqlen_new).copy_(k)  # half the time of a slice
             v_cache.narrow(1, length, seqlen_new).copy_(v)
             return
-    capacity = rows if block_table is None else rows * block_table.shape[1]
-    slot = cache_seqlens.to(torch.int64).clamp(0, capacity)[:, None] + torch.arange(seqlen_new)
-    fits = slot < capacity
-    if not fits.any():
-        return
-    if block_table is None:
-        page, row = torch.arange(batch)[:, None].expand_as(slot), slot
-    else:
-        page, row = block_table.to(torch.int64).gather(1, (slot // rows).clamp(max=block_table.shape[1] - 1)), slot % rows
-        fits &= (page >= 0) & (page < k_cache.shape[0])
+    page, row, fits = places_behind(k_cache, cache_seqlens, block_table, seqlen_new)
     at = page[fits], row[fits]
     k_cache.index_put_(at, k[fits])
     v_cache.index_put_(at, v[fits])
@@ -46,7 +36,7 @@ def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
 def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse float32 or float64)."""
     batch, seqlen_q, heads_q, _ = q.shape
-    together = _sequences(k_cache, call, batch)
+    together = _sequences(k_cache, call)
     if len(together) == 1 and call.block_table is None:
         _, _, first, end = together[0]
         return _one_piece(q, k_cache, v_cache, first, end, call) or _attend(q, _views(k_cache, v_cache, 0, batch, first, end), end - first, call)
@@ -74,20 +64,14 @@ def _one_piece(q, k_cache, v_cache, first: int, end: int, call: CacheCall) -> tu
         return None
     k, v = turn(k, turns_k, call.rotary), upcast(v)
     q_turned = turn(q, turns_for(q, call, slope, offset, seqlen - seqlen_q, True), call.rotary)
-    out, lse = _flash(q_turned, k, v, piece, call.score_scale)
-    out = out.transpose(1, 2)
-    return (out if out.dtype == q.dtype else out.to(q.dtype)).contiguous(), lse.contiguous()
+    return joined([(piece, *_flash(q_turned, k, v, piece, call.score_scale))], q)
 
 
-def _sequences(k_cache, call: CacheCall, batch: int) -> list[tuple[int, int, int, int]]:
-    """(b0, b1, first, end): sequences [b0, b1) hold the slots [first, end). Lengths are kept inside the capacity."""
-    capacity, lengths = call.capacity(k_cache) if k_cache.shape[0] else 0, call.cache_seqlens.tolist()
-    if batch == 1 and call.cache_leftpad is None:
-        return [(0, 1, 0, min(min(max(lengths[0], 0), capacity) + call.seqlen_new, capacity))]
-    ends = [min(min(max(length, 0), capacity) + call.seqlen_new, capacity) for length in lengths]
-    pads = [0] * batch if call.cache_leftpad is None else [min(max(p, 0), end) for p, end in zip(call.cache_leftpad.tolist(), ends, strict=True)]
-    starts = [b for b in range(batch) if b == 0 or call.block_table is not None or (pads[b], ends[b]) != (pads[b - 1], ends[b - 1])]
-    return [(b0, b1, pads[b0], ends[b0]) for b0, b1 in zip(starts, [*starts[1:], batch], strict=True)]
+def _sequences(k_cache, call: CacheCall) -> list[tuple[int, int, int, int]]:
+    """(b0, b1, first, end): sequences [b0, b1) hold the slots [first, end)."""
+    bounds = call.bounds(k_cache)
+    starts = [b for b in range(len(bounds)) if b == 0 or call.block_table is not None or bounds[b] != bounds[b - 1]]
+    return [(b0, b1, *bounds[b0]) for b0, b1 in zip(starts, [*starts[1:], len(bounds)], strict=True)]
 
 
 Block = tuple[int, torch.Tensor, torch.Tensor]  # position of its first key, k and v (batch, slots, heads_kv, head_dim)
@@ -135,11 +119,7 @@ def _attend(q, blocks: Iterator[Block], seqlen: int, call: CacheCall) -> tuple[t
             for piece in pieces:
                 local = piece._replace(key=piece.key - first) if first else piece
                 parts.append((piece, *_flash(of_q, near_k, near_v, local, call.score_scale)))
-    if len(parts) == 1 and parts[0][0].rows == seqlen_q and not parts[0][0].reversed:
-        out, lse = parts[0][1].transpose(1, 2), parts[0][2]
-    else:
-        out, lse = merged(parts, q)
-    return (out if out.dtype == q.dtype else out.to(q.dtype)).contiguous(), lse.contiguous()
+    return joined(parts, q)
 
 
 def _flash(q, k, v, piece: Piece, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

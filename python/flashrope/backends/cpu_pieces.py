@@ -131,6 +131,17 @@ def mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
     return torch.zeros(piece.rows, piece.keys, dtype=dtype).masked_fill_((distance < 0) | (distance >= piece.width), float("-inf"))
 
 
+def joined(parts, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out like q, lse), contiguous, of (piece, its out, its lse)."""
+    if len(parts) == 1 and parts[0][0].rows == q.shape[1] and not parts[0][0].reversed:
+        return like_queries(parts[0][1].transpose(1, 2), parts[0][2], q)
+    return like_queries(*merged(parts, q), q)
+
+
+def like_queries(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (out if out.dtype == q.dtype else out.to(q.dtype)).contiguous(), lse.contiguous()
+
+
 def merged(parts, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of rows that several pieces hold, or none."""
     out = q.new_zeros(q.shape, dtype=accumulation_type(q))

@@ -9,7 +9,7 @@ import torch
 
 from ..angles import band_turns, coarse_rows, two_level_table
 from ..rotary import Rotary
-from . import CacheCall
+from . import CacheCall, aligned, distance
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.abi3.so"
 HEAD_DIMS = (64, 96, 128, 256)
@@ -18,7 +18,6 @@ MAX_SPLITS = 256
 TILE_ROWS = 16  # csrc/decode.h
 KEYS_PER_SPLIT = 256  # at least; fewer would not pay for the partial results
 BLOCKS_PER_MULTIPROCESSOR = 2  # of the split kernel, whose shared memory allows two to three
-UNBOUNDED = 1 << 30  # distances fit in 32 bits with room to add positions
 
 
 def refusal(q: torch.Tensor, cached: bool = False) -> str:
@@ -109,13 +108,9 @@ def _multiprocessors(device: torch.device) -> int:
 def _bands(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tensor:
     """int32 (bands, 4): start, stop, and the table's slots for queries and for keys."""
     turns = band_turns(rotary, causal)
-    rows = [(_distance(band.start), _distance(band.stop), query, key)
+    rows = [(distance(band.start), distance(band.stop), query, key)
             for band, query, key in zip(rotary.bands_for(causal), turns.query, turns.key, strict=True)]
     return torch.tensor(rows, dtype=torch.int32, device=device)
-
-
-def _distance(bound: float) -> int:
-    return int(max(-UNBOUNDED, min(UNBOUNDED, bound)))
 
 
 def _turning_pairs(rotary: Rotary) -> int:
@@ -123,16 +118,12 @@ def _turning_pairs(rotary: Rotary) -> int:
     return max((m + 1 for m, frequency in enumerate(rotary.theta) if frequency), default=0)
 
 
-def _is_aligned(x: torch.Tensor) -> bool:
-    return x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
-
-
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _check_aligned(**caches: torch.Tensor) -> None:
     for name, x in caches.items():
-        if not _is_aligned(x):
+        if not aligned(x):
             raise ValueError(f"{name}: the CUDA kernels need an address and strides that are multiples of 16 bytes, got address "
                              f"{x.data_ptr():#x}, stride {x.stride()}")

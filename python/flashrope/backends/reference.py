@@ -9,7 +9,7 @@ import torch
 
 from ..angles import cos_sin
 from ..rotary import Rotary
-from . import CacheCall, Call
+from . import CacheCall, Call, places_behind
 
 
 def refusal(q: torch.Tensor, cached: bool = False) -> str:
@@ -32,18 +32,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> 
 
 def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
     """Writes k, v (batch, seqlen_new, heads_kv, head_dim) to the slots behind cache_seqlens. What has no place is dropped."""
-    batch, seqlen_new = k.shape[:2]
-    capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
-    slot = cache_seqlens.to(torch.int64).clamp(0, capacity)[:, None] + torch.arange(seqlen_new, device=k.device)
-    fits = slot < capacity
-    if block_table is None:
-        page, row = torch.arange(batch, device=k.device)[:, None].expand_as(slot), slot
-    elif not capacity:
-        return
-    else:
-        page = block_table.to(torch.int64).gather(1, (slot // k_cache.shape[1]).clamp(max=block_table.shape[1] - 1))
-        row = slot % k_cache.shape[1]
-        fits &= (page >= 0) & (page < k_cache.shape[0])
+    page, row, fits = places_behind(k_cache, cache_seqlens, block_table, k.shape[1])
     for cache, new in ((k_cache, k), (v_cache, v)):
         cache[page[fits], row[fits]] = new[fits]
 
@@ -52,24 +41,18 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
     """(out, lse): for every sequence its keys gathered, then the plain formula. Lengths are kept inside the capacity and page
     numbers inside the cache, whatever the tables hold."""
     rows = []
-    for b in range(q.shape[0]):
-        keys = slice(*bounds(call, b, call.capacity(k_cache)))
+    for b, (first, end) in enumerate(call.bounds(k_cache)):
+        keys = slice(first, end)
         if call.block_table is None:
             k, v = k_cache[b, keys], v_cache[b, keys]
         else:
-            slot = torch.arange(keys.start, keys.stop, device=q.device)
+            slot = torch.arange(first, end, device=q.device)
             page = call.block_table[b, slot // k_cache.shape[1]].to(torch.int64).clamp(0, k_cache.shape[0] - 1)
             k, v = (cache[page, slot % k_cache.shape[1]] for cache in (k_cache, v_cache))
         rows.append(one_length(q[b:b + 1], k[None], v[None], Call(call.rotary, call.causal, call.softmax_scale)))
     out = torch.cat([out for out, _ in rows]) if rows else torch.empty_like(q)
     lse = torch.cat([lse for _, lse in rows]) if rows else q.new_empty(0, q.shape[2], q.shape[1], dtype=accumulation_type(q))
     return out, lse
-
-
-def bounds(call: CacheCall, b: int, capacity: int) -> tuple[int, int]:
-    """The slots [first, end) that sequence b holds."""
-    end = min(min(max(int(call.cache_seqlens[b]), 0), capacity) + call.seqlen_new, capacity)
-    return min(max(int(call.cache_leftpad[b]), 0), end) if call.cache_leftpad is not None else 0, end
 
 
 def one_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,9 +23,7 @@ except ImportError as error:  # no wheel for this platform
 
 from ..angles import band_turns, coarse_rows, padded_pairs, position_table, two_level_table
 from ..rotary import Rotary
-from . import CacheCall, Call
-
-UNBOUNDED = 1 << 30  # distances fit in 32 bits with room to add positions
+from . import CacheCall, Call, aligned, distance, slots_of
 
 
 def interpreted() -> bool:
@@ -93,7 +91,7 @@ def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
     (batch, seqlen_new, heads_kv, head_dim), (pages, page_size) = k.shape, k_cache.shape[:2]
     if not k.numel() or not k_cache.numel() or (block_table is not None and not block_table.numel()):
         return
-    capacity = page_size if block_table is None else block_table.shape[1] * page_size
+    capacity = slots_of(k_cache, block_table)
     layout = Layout(head_dim, triton.next_power_of_2(head_dim), 0, False, _vector(k_cache, v_cache, k, v))
     grid = (triton.cdiv(seqlen_new * heads_kv, configs.APPEND_ROWS) * batch,)
     with _device(k):
@@ -237,7 +235,7 @@ def _bands(rotary: Rotary, causal: bool):
     """The rows of band_fields."""
     key_slots = _key_slots(rotary, causal)
     _, *turns = band_turns(rotary, causal)
-    return tuple((_distance(band.start), _distance(band.stop), query, key, key_slots.index(key) if key else -1, query_step, key_step)
+    return tuple((distance(band.start), distance(band.stop), query, key, key_slots.index(key) if key else -1, query_step, key_step)
                  for band, query, key, query_step, key_step in zip(rotary.bands_for(causal), *turns, strict=True))
 
 
@@ -246,21 +244,13 @@ def _integers(values, device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def _distance(bound: float) -> int:
-    return int(max(-UNBOUNDED, min(UNBOUNDED, bound)))
-
-
 def _rows(x: torch.Tensor) -> int:
     return x.shape[0] * x.shape[1] if x.ndim == 4 else x.shape[0]
 
 
-def _aligned(x: torch.Tensor) -> bool:
-    return x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
-
-
 def _vector(*tensors: torch.Tensor) -> int:
     """Elements that all pointers and strides are a multiple of: a vector of 16 bytes, or 1."""
-    return 16 // tensors[0].element_size() if all(map(_aligned, tensors)) else 1
+    return 16 // tensors[0].element_size() if all(map(aligned, tensors)) else 1
 
 
 def _layout(rotary: Rotary, *tensors: torch.Tensor) -> Layout:
