@@ -14,7 +14,7 @@ from . import CacheCall, places_behind
 from .cpu_pieces import Piece, flash, joined, keys_of, mask, plan, rows_of
 from .cpu_turns import accumulation_type, turn, turns_for, upcast
 
-BLOCK = 8192  # slots
+BLOCK = 16384  # slots
 
 
 def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:

@@ -133,9 +133,16 @@ def mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
 
 def joined(parts, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse), contiguous, of (piece, its out, its lse)."""
-    if len(parts) == 1 and parts[0][0].rows == q.shape[1] and not parts[0][0].reversed:
-        return like_queries(parts[0][1].transpose(1, 2), parts[0][2], q)
-    return like_queries(*merged(parts, q), q)
+    if not parts or any(piece.rows != q.shape[1] or piece.reversed for piece, _, _ in parts):
+        return like_queries(*merged(parts, q), q)
+    if len(parts) == 1:
+        out, lse = parts[0][1:]
+    else:  # every part holds all rows, as in decoding
+        of_parts = torch.stack([piece_lse for _, _, piece_lse in parts])
+        lse = of_parts.logsumexp(0)
+        weights = (of_parts - lse).exp_().to(accumulation_type(q))[..., None]
+        out = (torch.stack([piece_out for _, piece_out, _ in parts]) * weights).sum(0)
+    return like_queries(out.transpose(1, 2), lse, q)
 
 
 def like_queries(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
