@@ -31,9 +31,11 @@ GOALS = {  # the largest ratio, or number of microseconds, allowed
     "ReRoPE decoding / SDPA over the same cache": 1.15,
     "ReRoPE decoding / rotating the cache, then SDPA": 0.20,
     "host time at seqlen 1 beyond its operators, us": 60.0,
-    "time of attention_with_cache over 16 keys, us": 100.0,
+    "host time over 16 cached keys beyond its operators, us": 100.0,
 }
-SHOWN_ONLY = {"host time at seqlen 1 beyond its operators, us", "time of attention_with_cache over 16 keys, us"}  # microseconds of one machine say nothing of a change; ratios do
+# Microseconds of one machine say nothing of a change; ratios do.
+SHOWN_ONLY = {"host time at seqlen 1 beyond its operators, us", "host time over 16 cached keys beyond its operators, us"}
+SLACK = 1.1  # the same commit gave 1.10 and 1.19 for one ratio on two machines; what a change breaks shows more than that
 ATTEMPTS = 3  # of --check: another process on the machine can spoil a run, it cannot make one look good
 CACHE_SEQLEN = 32768
 DENSE_SEQLEN = 2048  # the two dense score matrices of the source are timed at no more than this
@@ -175,23 +177,30 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def host(options, blocks: int = 60, calls: int = 50) -> tuple[float, float]:
-    """Prints the time of one call at seqlen 1 on one thread. Returns its microseconds beyond those of the PyTorch operators that
-    compute it, least against least, and the microseconds of a call over a short cache."""
+    """Prints the time of one call at seqlen 1, and of one over a short cache, on one thread. Returns the microseconds of each beyond
+    those of the PyTorch operators that compute it: the median over the blocks."""
     torch.set_num_threads(1)  # waking the others would be most of the time
     q, k, v = (torch.randn(1, 1, options.heads, options.head_dim) for _ in range(3))
     leaf = q.clone().requires_grad_()
     hope = Rotary.hope(options.head_dim, 512)
-    cos, sin = torch.rand(2, 1, 1, options.head_dim)
+    cos, sin = torch.rand(2, 16, 1, options.head_dim)
     cache, seqlens = torch.randn(2, 1, 64, options.heads, options.head_dim), torch.tensor([15], dtype=torch.int32)
 
     def turned(x):
-        return (x * cos).addcmul_(x.roll(options.head_dim // 2, -1), sin).transpose(1, 2)
+        return (x * cos[:x.shape[1]]).addcmul_(x.roll(options.head_dim // 2, -1), sin[:x.shape[1]]).transpose(1, 2)
+
+    def cached():
+        for x, new in zip(cache, (k, v), strict=True):
+            x.narrow(1, 15, 1).copy_(new)
+        keys, values = (x.narrow(1, 0, 16) for x in cache)
+        return FLASH(turned(q), turned(keys), values.transpose(1, 2), 0.0, False)[0].transpose(1, 2)
 
     calls_of = {
         "the operators of HoPE": lambda: FLASH(turned(q), turned(k), v.transpose(1, 2), 0.0, True)[0].transpose(1, 2),
         "SDPA": lambda: sdpa(q, k, v),
         "HoPE": lambda: attention(q, k, v, hope),
         "HoPE, recorded for autograd": lambda: attention(leaf, k, v, hope),
+        "the operators of the next": cached,
         "HoPE, 16 keys in a cache": lambda: attention_with_cache(q, *cache, hope, seqlens, k, v),
     }
     times = {name: [] for name in calls_of}
@@ -201,13 +210,14 @@ def host(options, blocks: int = 60, calls: int = 50) -> tuple[float, float]:
             for _ in range(calls):
                 call()
             times[name].append((time.perf_counter() - begin) / calls * 1e6)
-    times = {name: sorted(of[5:]) for name, of in times.items()}
+    times = {name: of[5:] for name, of in times.items()}
     torch.set_num_threads(options.threads)
     print(f"\nhost time at seqlen 1, one thread, {blocks} blocks of {calls} calls")
     for name, of in times.items():
         low, middle, high = statistics.quantiles(of, n=4)
-        print(f"{name:<28}{middle:>8.1f} us{low:>10.1f} - {high:>8.1f}   least {of[0]:.1f}")
-    return times["HoPE"][0] - times["the operators of HoPE"][0], times["HoPE, 16 keys in a cache"][0]
+        print(f"{name:<28}{middle:>8.1f} us{low:>10.1f} - {high:>8.1f}")
+    pairs = (("HoPE", "the operators of HoPE"), ("HoPE, 16 keys in a cache", "the operators of the next"))
+    return tuple(statistics.median(a - b for a, b in zip(times[call], times[operators], strict=True)) for call, operators in pairs)
 
 
 def machine() -> str:
@@ -225,22 +235,23 @@ def main(argv: list[str]) -> int:
     for name, default in (("seqlen", 8192), ("heads", 8), ("head-dim", 64), ("window", 1024), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--seconds", type=float, default=60.0, help="time for the rounds; each table has at least three (default 60)")
-    parser.add_argument("--check", action="store_true", help=f"exit with 1 when a ratio is missed in each of {ATTEMPTS} attempts")
+    parser.add_argument("--check", action="store_true", help=f"exit with 1 when a ratio is over its goal by more than {SLACK - 1:.0%}% in each of {ATTEMPTS} attempts")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     print(f"python -m bench cpu {shlex.join(argv)}\n{machine()}")
     for attempt in range(ATTEMPTS if options.check else 1):
-        missed = run(options) - SHOWN_ONLY
-        if not missed:
+        got = run(options)
+        failed = [name for name in GOALS.keys() - SHOWN_ONLY if got[name] > GOALS[name] * SLACK]
+        if not failed:
             break
         if options.check:
-            print(f"\nattempt {attempt + 1} of {ATTEMPTS} missed: {', '.join(sorted(missed))}")
-    return 1 if options.check and missed else 0
+            print(f"\nattempt {attempt + 1} of {ATTEMPTS}, over its goal by more than {SLACK - 1:.0%}: {', '.join(sorted(failed))}")
+    return 1 if options.check and failed else 0
 
 
-def run(options) -> set[str]:
-    """Measures and prints everything; returns the goals that were missed."""
+def run(options) -> dict[str, float]:
+    """Measures and prints everything; returns what came of each goal."""
     forward = measure(options, options.seqlen, False, False, options.seconds * 0.3)
     both = measure(options, options.seqlen, True, False, options.seconds * 0.5)
     for backward in (False, True):
@@ -251,7 +262,6 @@ def run(options) -> set[str]:
     got = dict(zip(GOALS, (forward["HoPE"], forward["ReRoPE"], both["ReRoPE"], growth, decoding["ReRoPE, raw cache"],
                            1 / decoding["rotate the cache, then SDPA"], *beyond), strict=True))
     print("\ngoals")
-    missed = {name for name, limit in GOALS.items() if got[name] > limit}
     for name, limit in GOALS.items():
-        print(f"{'MISSED' if name in missed else 'met':<8}{name:<58}{got[name]:>8.2f}, allowed {limit:.2f}")
-    return missed
+        print(f"{'met' if got[name] <= limit else 'MISSED':<8}{name:<58}{got[name]:>8.2f}, allowed {limit:.2f}")
+    return got
