@@ -183,20 +183,20 @@ def host(options, blocks: int = 60, calls: int = 50) -> tuple[float, float]:
     q, k, v = (torch.randn(1, 1, options.heads, options.head_dim) for _ in range(3))
     leaf = q.clone().requires_grad_()
     hope = Rotary.hope(options.head_dim, 512)
-    cos, sin = torch.rand(2, 16, 1, options.head_dim)
+    one, all16 = (torch.rand(2, seqlen, 1, options.head_dim).unbind(0) for seqlen in (1, 16))
     cache, seqlens = torch.randn(2, 1, 64, options.heads, options.head_dim), torch.tensor([15], dtype=torch.int32)
 
-    def turned(x):
-        return (x * cos[:x.shape[1]]).addcmul_(x.roll(options.head_dim // 2, -1), sin[:x.shape[1]]).transpose(1, 2)
+    def turned(x, cos, sin):
+        return (x * cos).addcmul_(x.roll(options.head_dim // 2, -1), sin).transpose(1, 2)
 
     def cached():
         for x, new in zip(cache, (k, v), strict=True):
             x.narrow(1, 15, 1).copy_(new)
         keys, values = (x.narrow(1, 0, 16) for x in cache)
-        return FLASH(turned(q), turned(keys), values.transpose(1, 2), 0.0, False)[0].transpose(1, 2)
+        return FLASH(turned(q, *one), turned(keys, *all16), values.transpose(1, 2), 0.0, False)[0].transpose(1, 2)
 
     calls_of = {
-        "the operators of HoPE": lambda: FLASH(turned(q), turned(k), v.transpose(1, 2), 0.0, True)[0].transpose(1, 2),
+        "the operators of HoPE": lambda: FLASH(turned(q, *one), turned(k, *one), v.transpose(1, 2), 0.0, True)[0].transpose(1, 2),
         "SDPA": lambda: sdpa(q, k, v),
         "HoPE": lambda: attention(q, k, v, hope),
         "HoPE, recorded for autograd": lambda: attention(leaf, k, v, hope),
