@@ -282,7 +282,7 @@ BAD = {
     "cache_seqlens: expected an int32 tensor, got list": dict(cache_seqlens=[3, 9]),
     "cache_leftpad: expected shape": dict(cache_leftpad=torch.zeros(3, dtype=torch.int32)),
     "block_table: expected int32": dict(block_table=TABLE.long()),
-    "block_table: expected an int32 tensor": dict(block_table=TABLE[0]),
+    r"block_table: expected shape \(2, max_pages\), got \(4,\)": dict(block_table=TABLE[0]),
     "block_table: expected shape": dict(block_table=TABLE[:1]),
     "block_table: expected a contiguous": dict(block_table=TABLE.T.contiguous().T),
     "k_cache: expected pages of 16": dict(block_table=TABLE, k_cache=torch.randn(5, 24, 2, 16), v_cache=torch.randn(5, 24, 2, 16)),

@@ -113,17 +113,13 @@ def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
     paged = block_table is not None
     capacity, seqlen_new = _check_cache(q, k_cache, v_cache, k, v, rotary, paged)
     batch = q.shape[0]
-    _check_int32("cache_seqlens", cache_seqlens, q, (batch,))
+    _check_int32("cache_seqlens", cache_seqlens, q, "q", (batch,))
     if cache_leftpad is not None:
-        _check_int32("cache_leftpad", cache_leftpad, q, (batch,))
+        _check_int32("cache_leftpad", cache_leftpad, q, "q", (batch,))
     if paged:
-        if not isinstance(block_table, torch.Tensor) or block_table.ndim != 2:
-            raise ValueError(f"block_table: expected an int32 tensor ({batch}, max_pages), got {_seen(block_table)}")
-        _check_int32("block_table", block_table, q, (batch, block_table.shape[1]))
+        _check_int32("block_table", block_table, q, "q", (batch, "max_pages"))
         capacity *= block_table.shape[1]
-    softmax_scale = _check_scale(softmax_scale, q)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal: expected True or False, got {causal!r}")
+    softmax_scale = _check_options(causal, softmax_scale, q)
     if num_splits is not None and (not isinstance(num_splits, int) or isinstance(num_splits, bool) or not 1 <= num_splits <= MOST_SPLITS):
         raise ValueError(f"num_splits: expected None or a number from 1 to {MOST_SPLITS}, got {num_splits!r}")
     impl = choose(impl, q, cached=True)
@@ -135,9 +131,7 @@ def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
 
 
 def _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
-    softmax_scale = _check_scale(softmax_scale, q)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal: expected True or False, got {causal!r}")
+    softmax_scale = _check_options(causal, softmax_scale, q)
     impl = choose(impl, q)
     if impl == "reference":
         call = Call(rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -159,9 +153,9 @@ def _autocast(*tensors):
     return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in tensors)
 
 
-def _check_tensors(q, k, v, rotary, rank: int, names=("k", "v")) -> tuple[torch.Size, torch.Size]:
-    """The shapes of q and k, each read once: short calls feel it."""
-    tensors = (("q", q), (names[0], k), (names[1], v))
+def _check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), also=()) -> tuple[torch.Size, torch.Size]:
+    """The shapes of q and k, each read once: short calls feel it. also: further (name, tensor) that are like q but for their shape."""
+    tensors = (("q", q), (names[0], k), (names[1], v), *also)
     for name, x in tensors:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
@@ -196,7 +190,10 @@ def _check_tensors(q, k, v, rotary, rank: int, names=("k", "v")) -> tuple[torch.
 
 def _check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool) -> tuple[int, int]:
     """(rows of a sequence or page, new keys)"""
-    (batch, *_), (rows, capacity, heads_kv, head_dim) = _check_tensors(q, k_cache, v_cache, rotary, rank=4, names=("k_cache", "v_cache"))
+    if (k is None) != (v is None):
+        raise ValueError(f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}")
+    new = (("k", k), ("v", v)) if k is not None else ()
+    (batch, *_), (rows, capacity, heads_kv, head_dim) = _check_tensors(q, k_cache, v_cache, rotary, 4, ("k_cache", "v_cache"), new)
     if paged:
         if capacity < 16 or capacity & (capacity - 1):
             raise ValueError(f"k_cache: expected pages of 16, 32, 64, ... slots, got page_size {capacity}")
@@ -204,50 +201,28 @@ def _check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool) -> tuple[int, i
         raise ValueError(f"k_cache: expected batch {batch} as in q, got {rows}")
     if rotary.axis:
         raise ValueError("rotary: an axial scheme needs positions, which a cache does not carry")
-    if (k is None) != (v is None):
-        raise ValueError(f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}")
-    seqlen_new = 0
-    if k is not None:
-        _check_like("k", k, k_cache)
-        _check_like("v", v, v_cache)
-        seqlen_new = k.size(1)
-        for name, x in (("k", k), ("v", v)):
-            if x.shape != (batch, seqlen_new, heads_kv, head_dim):
-                raise ValueError(f"{name}: expected shape {(batch, seqlen_new, heads_kv, head_dim)}, got {tuple(x.shape)}")
+    seqlen_new = k.size(1) if new else 0
+    for name, x in new:
+        if x.shape != (batch, seqlen_new, heads_kv, head_dim):
+            raise ValueError(f"{name}: expected shape {(batch, seqlen_new, heads_kv, head_dim)}, got {tuple(x.shape)}")
     if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
                                     or k is not None and (k.requires_grad or v.requires_grad)):
         raise ValueError("q, k, v: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
     return capacity, seqlen_new
 
 
-def _check_like(name, x, cache) -> None:
+def _check_int32(name, x, like, like_name, shape: tuple) -> None:
+    """shape: an entry that is a string, which says what it counts, may be any number."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    if x.ndim != 4:
-        raise ValueError(f"{name}: expected (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}")
-    if x.dtype is not cache.dtype:
-        raise TypeError(f"{name}: expected {cache.dtype} as {name}_cache, got {x.dtype}")
-    if x.device != cache.device:
-        raise ValueError(f"{name}: expected device {cache.device} as {name}_cache, got {x.device}")
-    if x.stride(-1) != 1:
-        raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
-
-
-def _check_int32(name, x, q, shape) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected an int32 tensor, got {_seen(x)}")
+        raise TypeError(f"{name}: expected an int32 tensor, got {type(x).__name__}")
     if x.dtype != torch.int32:
         raise TypeError(f"{name}: expected int32, got {x.dtype}")
-    if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
-    if x.device != q.device:
-        raise ValueError(f"{name}: expected device {q.device} as q, got {x.device}")
+    if x.ndim != len(shape) or any(n != size and not isinstance(n, str) for n, size in zip(shape, x.shape, strict=True)):
+        raise ValueError(f"{name}: expected shape ({', '.join(map(str, shape))}{',' * (len(shape) == 1)}), got {tuple(x.shape)}")
+    if x.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device} as {like_name}, got {x.device}")
     if not x.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got stride {x.stride()}")
-
-
-def _seen(x) -> str:
-    return f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
 def _validate_tables(cache_seqlens, seqlen_new, capacity, cache_leftpad, block_table, k_cache) -> None:
@@ -274,7 +249,10 @@ def _validate_tables(cache_seqlens, seqlen_new, capacity, cache_leftpad, block_t
                                  f"entry {writable[page][1]} does")
 
 
-def _check_scale(softmax_scale, q) -> float:
+def _check_options(causal, softmax_scale, q) -> float:
+    """The softmax_scale to use."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected True or False, got {causal!r}")
     if softmax_scale is None:
         return q.shape[-1] ** -0.5
     if not isinstance(softmax_scale, (int, float, torch.SymFloat)) or isinstance(softmax_scale, bool):
@@ -302,16 +280,9 @@ def _check_positions(positions, q, k, rotary) -> torch.Tensor:
 
 
 def _check_cu_seqlens(name, cu_seqlens, x, x_name, max_seqlen) -> None:
-    if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(f"{name}: expected an int32 tensor, got {type(cu_seqlens).__name__}")
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"{name}: expected int32, got {cu_seqlens.dtype}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{name}: expected shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
-    if cu_seqlens.device != x.device:
-        raise ValueError(f"{name}: expected device {x.device} as {x_name}, got {cu_seqlens.device}")
-    if not cu_seqlens.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor, got stride {cu_seqlens.stride()}")
+    _check_int32(name, cu_seqlens, x, x_name, ("sequences + 1",))
+    if not cu_seqlens.shape[0]:
+        raise ValueError(f"{name}: expected shape (sequences + 1,), got (0,)")
     maximum = name.replace("cu_seqlens", "max_seqlen")
     if not isinstance(max_seqlen, (int, torch.SymInt)) or isinstance(max_seqlen, bool) or max_seqlen < 0:
         raise ValueError(f"{maximum}: expected a non-negative integer, got {max_seqlen!r}")
