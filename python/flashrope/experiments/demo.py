@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import platform
@@ -21,19 +20,19 @@ import torch
 
 from .. import Rotary, __version__, attention
 from ..backends import IMPLEMENTATIONS, choose
+from ..cli import INTERRUPTED
 from ..info import hardware
-from . import data, report
+from . import data, options, report
 from .evaluate import ContextLoss, loss_by_context
 from .model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
+from .options import MOST_THREADS, BadInput, need, positive
 from .plot import plot_losses
 from .train import TrainConfig, Trained, train
 from .workers import Workers
 
 MULTIPLES = (1, 2, 4, 8)  # of the training length
-INTERRUPTED = 130
 CHECKPOINTS = {"rope": "rope.safetensors", "hope": "hope.safetensors"}
 OUTPUTS = ("split.json", *CHECKPOINTS.values(), "losses.csv", "losses.md", "losses.png")
-MOST_THREADS = 8  # more slow down matrices as small as these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +73,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_ = parser.add_argument_group("run")
     run_.add_argument("--preset", choices=PRESETS, help="sizes of the run; by default gpu on a GPU and cpu elsewhere")
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    run_.add_argument("--threads", type=_positive, help="CPU threads in all; by default those there are, at most 8")
+    run_.add_argument("--threads", type=positive, help="CPU threads in all; by default those there are, at most 8")
     run_.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the unseen windows")
     run_.add_argument("--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device")
     run_.add_argument("--compile", action="store_true", help="torch.compile the training step")
     sizes = parser.add_argument_group("sizes (by default the preset's)")
     for field in dataclasses.fields(Preset):
-        kind = float if field.name == "learning_rate" else _positive
+        kind = float if field.name == "learning_rate" else positive
         sizes.add_argument(_option(field.name), type=kind, metavar="X" if kind is float else "N", default=argparse.SUPPRESS,
                            help=", ".join(f"{name} {getattr(preset, field.name):g}" for name, preset in PRESETS.items()))
     schemes = parser.add_argument_group("schemes")
-    schemes.add_argument("--window", type=_positive, metavar="N", help="of ReRoPE and Leaky ReRoPE, by default half the training "
+    schemes.add_argument("--window", type=positive, metavar="N", help="of ReRoPE and Leaky ReRoPE, by default half the training "
                          "length (ReRoPE's author found a quarter to a half of it best)")
     schemes.add_argument("--factor", type=float, default=16.0, help="Leaky ReRoPE's distances grow by 1/FACTOR beyond the window")
     schemes.add_argument("--base", type=float, default=10_000.0, help="of the rotary frequencies")
@@ -111,10 +110,6 @@ class Settings:
     def targets(self) -> int:
         """Bytes at the end of every window whose loss is compared; half the training length, as in the HoPE paper."""
         return self.training.train_length // 2
-
-
-class BadInput(ValueError):
-    """An option that cannot be served; the message names it."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -170,10 +165,8 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
 
 def resolve(args: argparse.Namespace) -> Settings:
     """The settings that the options ask for. Raises BadInput."""
-    missing = [name for name in ("matplotlib", "safetensors", "tqdm") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise BadInput(f"needs {', '.join(missing)}: pip install 'flashrope[demo]'")
-    device = _device(args.device)
+    need("matplotlib", "safetensors", "tqdm")
+    device = options.device(args.device)
     preset = PRESETS[args.preset or ("gpu" if device.type == "cuda" else "cpu")]
     preset = dataclasses.replace(preset, **{field.name: getattr(args, field.name) for field in dataclasses.fields(Preset)
                                             if hasattr(args, field.name)})
@@ -273,20 +266,6 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
     }
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise BadInput(f"--device: expected auto, cpu, cuda or cuda:N, got {name}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise BadInput(f"--device: expected auto, cpu, cuda or cuda:N, got {name}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadInput(f"--device: {name} was asked for, torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
 def _stamps(out: Path) -> dict[str, tuple[int, int] | None]:
     """When each output was written last; None where there is none."""
     def stamp(path):
@@ -296,13 +275,6 @@ def _stamps(out: Path) -> dict[str, tuple[int, int] | None]:
             return None
         return stat.st_mtime_ns, stat.st_ino
     return {name: stamp(out / name) for name in OUTPUTS}
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
-    return value
 
 
 def _option(field: str) -> str:

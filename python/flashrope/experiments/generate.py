@@ -10,7 +10,6 @@ import argparse
 import codecs
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import json
 import math
@@ -23,10 +22,12 @@ import torch
 
 from .. import Rotary
 from ..backends import IMPLEMENTATIONS, choose
+from ..cli import INTERRUPTED
 from ..info import hardware
-from . import data, report
-from .demo import CHECKPOINTS, INTERRUPTED, MOST_THREADS, BadInput, _device, _positive
+from . import data, options, report
+from .demo import CHECKPOINTS
 from .model import Decoder, LanguageModel, load_checkpoint, trained_length
+from .options import MOST_THREADS, BadInput, need, positive
 from .train import autocast
 
 CHUNK = 1024  # bytes of the prompt that are read in one call
@@ -44,23 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "length, of the files that the model was not trained on")
     prompt.add_argument("--prompt-file", metavar="PATH", help="a file that holds it")
     run_ = parser.add_argument_group("run")
-    run_.add_argument("--tokens", type=_positive, metavar="N", default=256, help="bytes to generate")
+    run_.add_argument("--tokens", type=positive, metavar="N", default=256, help="bytes to generate")
     run_.add_argument("--temperature", type=float, metavar="T", default=0.8, help="0 takes the likeliest byte each time")
-    run_.add_argument("--top-k", type=_positive, metavar="K", help="draw from the K likeliest bytes only")
+    run_.add_argument("--top-k", type=positive, metavar="K", help="draw from the K likeliest bytes only")
     run_.add_argument("--seed", type=int, default=0, help="of the draws and of the default prompt")
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     run_.add_argument("--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device")
-    run_.add_argument("--threads", type=_positive, help="CPU threads; by default one for small models, else those there are, at "
+    run_.add_argument("--threads", type=positive, help="CPU threads; by default one for small models, else those there are, at "
                       "most 8")
     scheme = parser.add_argument_group("scheme (by default the one the model was trained with, at every distance)")
     scheme.add_argument("--rectify", action="store_true", help="ReRoPE: distances of the window and more count as the window")
-    scheme.add_argument("--window", type=_positive, metavar="W", help="of ReRoPE, in bytes, by default half the training length; "
+    scheme.add_argument("--window", type=positive, metavar="W", help="of ReRoPE, in bytes, by default half the training length; "
                         "asks for --rectify by itself")
     scheme.add_argument("--factor", type=float, metavar="K", help="Leaky ReRoPE: distances grow by 1/K beyond the window; asks "
                         "for --rectify by itself")
     scheme.add_argument("--log-n", action="store_true", help="scale the query at position i by max(1, ln(i + 1) / ln(training "
                         "length))")
-    scheme.add_argument("--train-length", type=_positive, metavar="N", help="the training length in bytes, for checkpoints that "
+    scheme.add_argument("--train-length", type=positive, metavar="N", help="the training length in bytes, for checkpoints that "
                         "do not state it")
 
 
@@ -162,8 +163,7 @@ def _threads(settings: Settings, asked: int | None):
 
 def resolve(args: argparse.Namespace) -> Settings:
     """The settings that the options ask for. Raises BadInput."""
-    if importlib.util.find_spec("safetensors") is None:
-        raise BadInput("needs safetensors: pip install 'flashrope[demo]'")
+    need("safetensors")
     if not (math.isfinite(args.temperature) and args.temperature >= 0):
         raise BadInput(f"--temperature: expected a number of at least 0, got {args.temperature}")
     if args.top_k is not None and args.top_k > VOCABULARY:
@@ -172,7 +172,7 @@ def resolve(args: argparse.Namespace) -> Settings:
         raise BadInput("--top-k: nothing is drawn at --temperature 0, which takes the likeliest byte; give one of the two")
     if not 0 <= args.seed < 1 << 63:
         raise BadInput(f"--seed: expected 0 to 2**63 - 1, got {args.seed}")
-    device = _device(args.device)
+    device = options.device(args.device)
     model, trained, train_length = _load(args, device)
     rotary, scheme = _scheme(args, trained, train_length)
     try:
