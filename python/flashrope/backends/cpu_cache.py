@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from . import CacheCall, places_behind
-from .cpu_pieces import Piece, flash, joined, keys_of, mask, plan, rows_of
+from .cpu_pieces import Piece, flash, joined, keys_of, like_queries, mask, plan, rows_of
 from .cpu_turns import accumulation_type, turn, turns_for, upcast
 
 BLOCK = 16384  # slots
@@ -64,7 +64,8 @@ def _one_piece(q, k_cache, v_cache, first: int, end: int, call: CacheCall) -> tu
         return None
     k, v = turn(k, turns_k, call.rotary), upcast(v)
     q_turned = turn(q, turns_for(q, call, slope, offset, seqlen - seqlen_q, True), call.rotary)
-    return joined([(piece, *_flash(q_turned, k, v, piece, call.score_scale))], q)
+    out, lse = _flash(q_turned, k, v, piece, call.score_scale)
+    return like_queries(out.transpose(1, 2), lse, q)
 
 
 def _sequences(k_cache, call: CacheCall) -> list[tuple[int, int, int, int]]:
