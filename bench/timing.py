@@ -1,0 +1,134 @@
+"""Time and memory of a call on one device. The only file that knows events, caches and graphs.
+
+GPU: CUDA events around the call; before it the L2 cache is overwritten, and a short sleep on the device lets the host queue
+the whole call before the first event is reached, so that host time does not count. CPU: the clock around the call.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+LEAST_ROUNDS = {"cpu": 3, "cuda": 10}
+MOST_ROUNDS = 200
+WARM_UP = {"cpu": 1, "cuda": 3}
+FLUSH_BYTES = 256 * 2**20  # at least; several times the L2 of any GPU up to the H200 (60 MB)
+SLEEP_CYCLES = 1_000_000  # about half a millisecond: more than the host takes to queue one call, its backward included
+
+
+class Spread(NamedTuple):
+    """Quartiles, in the unit of the values."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        return cls(*statistics.quantiles(values, n=4)) if len(values) > 1 else cls(*values * 3)
+
+
+class Timer:
+    """Milliseconds of one call on the device; ``record`` makes a call cheap to repeat, ``peak_bytes`` is its memory."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.flush = None
+        if device.type == "cuda":
+            size = max(FLUSH_BYTES, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
+            self.flush = torch.empty(size // 4, dtype=torch.int32, device=device)
+
+    def __call__(self, call: Callable) -> float:
+        if self.flush is None:
+            begin = time.perf_counter()
+            call()
+            return 1e3 * (time.perf_counter() - begin)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush.zero_()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop)
+
+    def record(self, call: Callable) -> Callable:
+        """The call as a CUDA graph, for work so short that launches would be most of it; on the CPU the call itself. Raises
+        where the call waits for the host."""
+        if self.flush is None:
+            return call
+        stream = torch.cuda.Stream(self.device)  # capture needs a warm-up on another stream than the default one
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP["cuda"]):
+                call()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
+    def peak_bytes(self, call: Callable) -> int:
+        """The most that PyTorch's allocator held during the call, beyond what it held before. On the CPU this takes the profiler,
+        after which every operator of the process takes longer: measure time first."""
+        if self.flush is None:
+            return _peak_bytes_cpu(call)
+        call()
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        call()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def free_bytes(self) -> int:
+        """Memory that a new tensor could take."""
+        if self.flush is None:
+            return _available_cpu()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+
+def rounds(calls: Mapping[str, Callable], timer: Timer, seconds: float, least: int = 0) -> dict[str, list[float]]:
+    """Milliseconds of every call, in turns, round after round, so that all of them meet the same machine. Takes at least `least`
+    rounds (0: what suits the device), then goes on until `seconds` are over."""
+    kind = timer.device.type
+    for call in calls.values():
+        for _ in range(WARM_UP[kind]):
+            timer(call)
+    times = {name: [] for name in calls}
+    end, least, count = time.perf_counter() + seconds, least or LEAST_ROUNDS[kind], 0
+    while count < least or (time.perf_counter() < end and count < MOST_ROUNDS):
+        for name, call in calls.items():
+            times[name].append(timer(call))
+        count += 1
+    return times
+
+
+def ratio(times: Mapping[str, list[float]], name: str, base: str) -> float:
+    """The median over the rounds of the time of `name` divided by that of `base` in the same round."""
+    return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
+
+
+def _peak_bytes_cpu(call: Callable) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    held = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def _available_cpu() -> int:
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 8 * 2**30
