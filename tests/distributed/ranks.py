@@ -1,0 +1,106 @@
+"""Ranks to run tests on: processes on gloo that stay up between tests and each run the functions handed to them.
+
+The ranks meet through a file, so no port is taken. A function that fails or takes too long costs the processes; the next
+one gets new ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import wait
+from pathlib import Path
+
+RANKS = 4
+SECONDS = 60  # for one function
+
+
+class Failed(AssertionError):
+    """A rank's traceback."""
+
+
+class Ranks:
+    def __init__(self, count: int = RANKS):
+        self.count = count
+        self._folder = tempfile.TemporaryDirectory(prefix="flashrope-ranks-")
+        self._started = 0
+        self._processes, self._connections = [], []
+
+    def __call__(self, function, *args, seconds: float = SECONDS) -> list:
+        """function(*args) on every rank at the same time; the results in the order of the ranks. Raises Failed."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function, args))
+        results, waiting, end = [None] * self.count, list(self._connections), time.monotonic() + seconds
+        while waiting:
+            ready = wait(waiting, max(end - time.monotonic(), 0))
+            if not ready:
+                late = [self._connections.index(connection) for connection in waiting]
+                self.stop()
+                raise Failed(f"{function.__name__}: ranks {late} have not answered within {seconds} s")
+            for connection in ready:
+                rank = self._connections.index(connection)
+                try:
+                    ok, results[rank] = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    ok, results[rank] = False, "died"
+                if not ok:
+                    self.stop()
+                    raise Failed(f"{function.__name__}, rank {rank} of {self.count}: {results[rank]}")
+                waiting.remove(connection)
+        return results
+
+    def _start(self) -> None:
+        self._started += 1
+        store = Path(self._folder.name, f"store-{self._started}")
+        context = multiprocessing.get_context("forkserver")  # torch is imported once, not by every rank
+        context.set_forkserver_preload(["pytest", "flashrope.integrations.distributed", "torch.distributed.fsdp",
+                                        "torch.distributed.tensor.parallel"])
+        for rank in range(self.count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.count, str(store), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._connections = [], []
+
+
+def _serve(rank: int, count: int, store: str, connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:  # the tests are over
+            return
+        try:
+            answer = True, function(*args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        connection.send(answer)
+
+
+@functools.cache
+def mesh(ranks: int):
+    """A one-dimensional mesh of 2 ranks or of all. Of those of 2 there are several; each does the same work."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks), mesh_dim_names=("others", "ranks"))["ranks"]
