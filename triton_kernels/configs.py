@@ -68,7 +68,9 @@ DELTA_ROWS, DELTA_WARPS = 64, 4
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
 
-# Where the caller leaves num_splits open: blocks for every multiprocessor, the fewest keys and the most splits that pay.
+# Over a cache, where the caller leaves num_splits open: query tokens that the decode kernel takes at most, beyond which the forward
+# kernel serves; blocks for every multiprocessor, the fewest keys and the most splits that pay.
+DECODE_SEQLEN = 64
 WIDE_ROWS = 16  # more rows of queries under one head of keys take the "decode wide" tile
 BLOCKS_PER_MULTIPROCESSOR, MIN_KEYS_PER_SPLIT, MAX_SPLITS = 2, 256, 256
 

@@ -6,8 +6,6 @@ sequence gets thus depends on its own keys and on num_splits alone: no padding, 
 calls changes a bit, and nothing on the host waits for a length.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -15,12 +13,17 @@ from .tiles import (
     LN_2,
     LOG2_E,
     band_fields,
+    cache_bounds,
+    cached_row,
+    clamp,
     cos_sin,
     cos_sin_at,
+    decoded,
     in_band,
     inside,
     join_pairs,
     online_softmax,
+    page_of,
     pairs_at,
     query_scale,
     rows_at,
@@ -30,52 +33,18 @@ from .tiles import (
 )
 
 
-class Slots(NamedTuple):
-    """Where sequences lie in a cache, int32: seqlens (batch,), block_table (batch, max_pages) or None, leftpad (batch,) or None."""
-
-    seqlens: object
-    block_table: object
-    leftpad: object
-
-
 @triton.jit
-def clamp(x, low, high):
-    return tl.minimum(tl.maximum(x, low), high)
-
-
-@triton.jit
-def cache_bounds(slots, batch, seqlen_new, capacity):
-    """(first slot, keys) of a sequence, inside the capacity whatever the tensors hold."""
-    end = tl.minimum(clamp(tl.load(slots.seqlens + batch), 0, capacity) + seqlen_new, capacity)
-    if slots.leftpad is None:
-        return 0, end
-    else:
-        first = clamp(tl.load(slots.leftpad + batch), 0, end)
-        return first, end - first
-
-
-@triton.jit
-def page_of(slots, batch, slot, capacity, PAGE_SIZE: tl.constexpr):
-    """int64: the page of a sequence's slots as the table says, and the row in it; without pages the sequence and the slot."""
-    if slots.block_table is None:
-        return batch.to(tl.int64) + slot * 0, slot.to(tl.int64)
-    else:
-        page = tl.load(slots.block_table + batch.to(tl.int64) * (capacity // PAGE_SIZE) + slot // PAGE_SIZE)
-        return page.to(tl.int64), (slot % PAGE_SIZE).to(tl.int64)
-
-
-@triton.jit(do_not_specialize=["seqlen_new", "capacity", "pages"])
-def append_rows(k_cache, v_cache, k, v, slots, seqlen_new, capacity, pages, heads, LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                BLOCK_M: tl.constexpr):
+def append_rows(k_cache, v_cache, k, v, slots, heads, LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr):
     """Writes k, v Strided (batch, seqlen_new, heads) behind seqlens. What has no slot, or no page inside the cache, is dropped."""
+    seqlen_new, capacity = decoded(slots.seqlen_new), decoded(slots.capacity)
     tiles = tl.cdiv(seqlen_new * heads, BLOCK_M)
     batch = tl.program_id(0) // tiles
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     token, head = rows // heads, (rows % heads).to(tl.int64)
     slot = clamp(tl.load(slots.seqlens + batch), 0, capacity) + token
     exists = (token < seqlen_new) & (slot < capacity)
-    page, row = page_of(slots, batch, tl.minimum(slot, capacity - 1), capacity, PAGE_SIZE)
-    fits = (exists & (page >= 0) & (page < pages))[:, None]
+    page, row = page_of(slots, batch, tl.minimum(slot, capacity - 1), PAGE_SIZE)
+    fits = (exists & (page >= 0) & (page < decoded(slots.pages)))[:, None]
     token = tl.minimum(token, seqlen_new - 1).to(tl.int64)
     channels = tl.arange(0, LAYOUT.block_d)
     fits &= (channels < LAYOUT.head_dim)[None, :]
@@ -107,10 +76,10 @@ def products(query_x, query_y, x, y, LAYOUT: tl.constexpr):
         return tl.dot(query_y, tl.trans(y), scores, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_new", "capacity", "pages", "table_rows", "num_splits"])
-def attention_decode(q, k_cache, v_cache, out, lse, angles, bands, slots, seqlen_q, seqlen_new, capacity, pages, table_rows,
-                     heads_q, heads_kv, num_splits, scales, LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, KEY_TURNS: tl.constexpr,
-                     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+@triton.jit(do_not_specialize=["seqlen_q", "table_rows", "num_splits"])
+def attention_decode(q, k_cache, v_cache, out, lse, angles, bands, slots, seqlen_q, table_rows, heads_q, heads_kv, num_splits, scales,
+                     LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, KEY_TURNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """q Strided (batch, seqlen_q, heads_q); caches Strided (batch or page, row, heads_kv); out (num_splits, batch, seqlen_q,
     heads_q, head_dim), lse float32 (num_splits, batch, heads_q, seqlen_q): no gaps. Where there are several splits, rows of out
     whose lse is -inf are not written. bands as in band_fields; bit b of KEY_TURNS tells whether band b turns its keys."""
@@ -121,7 +90,7 @@ def attention_decode(q, k_cache, v_cache, out, lse, angles, bands, slots, seqlen
     head_kv = tl.program_id(0) // num_splits // tiles % heads_kv
     batch = tl.program_id(0) // num_splits // tiles // heads_kv
     batches = tl.num_programs(0) // num_splits // tiles // heads_kv
-    first, length = cache_bounds(slots, batch, seqlen_new, capacity)
+    first, length = cache_bounds(slots, batch)
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < seqlen_q * group
@@ -155,8 +124,7 @@ def attention_decode(q, k_cache, v_cache, out, lse, angles, bands, slots, seqlen
         begin += (split - begin % num_splits + num_splits) % num_splits  # the split's first block in reach
         for block in tl.range(begin, end, num_splits):
             column = block * BLOCK_N
-            page, row = page_of(slots, batch, first + column + inside(columns, length - column), capacity, PAGE_SIZE)
-            page = clamp(page, 0, pages - 1)
+            page, row = cached_row(slots, batch, first + column + inside(columns, length - column), PAGE_SIZE)
             x, y = pairs_at(keys, page * stride(k_cache.batch, LAYOUT) + row * stride(k_cache.row, LAYOUT), LAYOUT)  # [BN, D/2]
             if (KEY_TURNS >> band) & 1:
                 x, y = turn_keys(x, y, angles, key_slot, table_rows, column + shift, columns, length - column, LAYOUT)

@@ -1,6 +1,7 @@
 """Forward: for every tile of queries, for every band, the queries are turned once and meet the band's key tiles.
 
-All bands share one online softmax. Tiles inside a band are not masked, tiles outside are not visited.
+All bands share one online softmax. Tiles inside a band are not masked, tiles outside are not visited. Over a cache, raw keys and
+values are read where they lie; only keys that a band turns have been copied, by turn_cached_rows.
 """
 
 import triton
@@ -9,8 +10,11 @@ import triton.language as tl
 from .tiles import (
     LN_2,
     LOG2_E,
+    Rows,
     band_fields,
     banded_keys,
+    cache_bounds,
+    cached_row,
     edge_tile,
     head_ptr,
     in_band,
@@ -21,6 +25,7 @@ from .tiles import (
     online_softmax,
     packed_row,
     query_scale,
+    rows_at,
     sequence,
     store_rows,
     stride,
@@ -30,37 +35,52 @@ from .tiles import (
 
 
 @triton.jit
-def attend_tile(acc, row_max, row_sum, q, keys, values, column, position_q, length_k, start, stop, scale_log2,
-                stride_k, stride_v, channels_k, channels, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr):
+def attend_tile(acc, row_max, row_sum, q, keys, values, slots, batch, first_slot, first_key, column, position_q, length_k, start, stop,
+                scale_log2, channels_k, channels, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+                TURNED: tl.constexpr, EDGE: tl.constexpr):
+    """keys and values are Rows; first_key the first one that may be read, None where that is the sequence's first."""
     rows = tl.arange(0, BLOCK_N)
     safe = inside(rows, length_k - column) if EDGE else rows
-    keys += column * stride_k
-    values += column * stride_v
-    k = load_rows(keys, safe, channels_k, stride_k, LAYOUT)  # [BN, D]
+    if EDGE and first_key is not None:
+        safe = tl.maximum(safe, first_key - column)
+    if PAGE_SIZE > 0:
+        page, row = cached_row(slots, batch, first_slot + column + safe, PAGE_SIZE)
+    if PAGE_SIZE > 0 and not TURNED:
+        k = rows_at(keys.ptr, page * keys.page + row * keys.row, channels_k, LAYOUT)  # [BN, D]
+    else:
+        k = load_rows(keys.ptr + column * keys.row, safe, channels_k, keys.row, LAYOUT)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BM, BN]
     visible = None
     if EDGE:
         position_k = (column + rows)[None, :]
         visible = in_band(position_q[:, None], position_k, start, stop) & (position_k < length_k)
     weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, scale_log2, visible)
-    v = load_rows(values, safe, channels, stride_v, LAYOUT)  # [BN, D]
+    if PAGE_SIZE > 0:
+        v = rows_at(values.ptr, page * values.page + row * values.row, channels, LAYOUT)  # [BN, D]
+    else:
+        v = load_rows(values.ptr + column * values.row, safe, channels, values.row, LAYOUT)
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return acc, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows"])
 def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_q, cu_seqlens_k,
-                      seqlen_q, seqlen_k, max_seqlen_q, table_rows, heads_q, heads_kv, scales,
-                      LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                      seqlen_q, seqlen_k, max_seqlen_q, table_rows, heads_q, heads_kv, scales, slots,
+                      LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, KEY_TURNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """q, k, v Strided; turned_keys Strided (slot, row, head); out (rows, heads_q, head_dim), lse float32: no gaps.
-    bands as in band_fields."""
+    bands as in band_fields. slots: None, or k and v are a cache (batch or page, row, heads_kv) and seqlen_k counts the rows that
+    each sequence has in turned_keys. Where PAGE_SIZE is not 0, bit b of KEY_TURNS tells whether band b turns its keys."""
     tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     tile = tiles - 1 - tl.program_id(0) % tiles  # longest first under a causal mask
     batch = tl.program_id(0) // tiles // heads_q
     head = tl.program_id(0) // tiles % heads_q
     head_kv = head // (heads_q // heads_kv)
     start_q, length_q = sequence(cu_seqlens_q, batch, seqlen_q)
-    start_k, length_k = sequence(cu_seqlens_k, batch, seqlen_k)
+    if slots is None:
+        start_k, length_k = sequence(cu_seqlens_k, batch, seqlen_k)
+    else:
+        start_k, length_k = cache_bounds(slots, batch)
     first = tile * BLOCK_M
     if first >= length_q:
         return
@@ -78,9 +98,15 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
 
     stride_q = stride(q.row, LAYOUT)
     queries = head_ptr(q, batch, start_q + first, head, LAYOUT)
-    stride_v = stride(v.row, LAYOUT)
-    values = head_ptr(v, batch, start_k, head_kv, LAYOUT)
     packed_k = packed_row(cu_seqlens_k, batch, start_k, seqlen_k)
+    turned_begin = None
+    if slots is not None:
+        turned_begin = tl.maximum(length_k - seqlen_k, 0)
+        packed_k -= turned_begin
+    if PAGE_SIZE > 0:
+        values = Rows(head_ptr(v, 0, 0, head_kv, LAYOUT), stride(v.row, LAYOUT), stride(v.batch, LAYOUT))
+    else:
+        values = Rows(head_ptr(v, batch, start_k, head_kv, LAYOUT), stride(v.row, LAYOUT), None)
     log_n = query_scale(angles, scales, table_row + inside(rows, length_q - first), position_q)
     scale_log2 = scales.score * LOG2_E
 
@@ -95,15 +121,24 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
         else:
             turned = load_tile(queries, angles, query_slot, table_rows, table_row, rows, length_q - first, stride_q, log_n, False, LAYOUT)
 
-        keys, stride_k = banded_keys(k, turned_keys, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
+        if PAGE_SIZE > 0:
+            ptr, row = banded_keys(k, turned_keys, keys_slot, 0, 0, packed_k, head_kv, LAYOUT)
+            keys = Rows(ptr, row, stride(k.batch, LAYOUT))
+        else:
+            ptr, row = banded_keys(k, turned_keys, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
+            keys = Rows(ptr, row, None)
+        first_key = None if slots is None else tl.where(keys_slot < 0, 0, turned_begin)
+        TURNED: tl.constexpr = (KEY_TURNS >> band) & 1
         begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
         for step in tl.range(0, inner_begin - begin + end - inner_end):
             column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
-            acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, column, position_q, length_k,
-                                                start, stop, scale_log2, stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, True)
+            acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, slots, batch, start_k, first_key, column,
+                                                position_q, length_k, start, stop, scale_log2, channels_k, channels, LAYOUT, BLOCK_N,
+                                                PAGE_SIZE, TURNED, True)
         for step in tl.range(inner_begin, inner_end):
-            acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, step * BLOCK_N, position_q, length_k,
-                                                start, stop, scale_log2, stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, False)
+            acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, slots, batch, start_k, first_key, step * BLOCK_N,
+                                                position_q, length_k, start, stop, scale_log2, channels_k, channels, LAYOUT, BLOCK_N,
+                                                PAGE_SIZE, TURNED, False)
 
     empty = row_sum == 0
     acc = acc / tl.where(empty, 1.0, row_sum)[:, None]

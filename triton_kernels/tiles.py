@@ -12,9 +12,9 @@ FINE_ROWS = tl.constexpr(1024)  # flashrope.angles builds its tables with the sa
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# Triton specialises integers inside a tuple by value (multiple of 16? equal to 1? 64 bits?). Strides depend on lengths,
+# Triton specialises integers inside a tuple by value (multiple of 16? equal to 1? 64 bits?). Strides and sizes depend on lengths,
 # so they are passed in a form of which all have the same answers, and no length compiles a kernel anew.
-_STRIDE_TAG = tl.constexpr(1 << 40)
+_TAG = tl.constexpr(1 << 40)
 
 
 class Strided(NamedTuple):
@@ -44,6 +44,26 @@ class Layout(NamedTuple):
     vec: int
 
 
+class Slots(NamedTuple):
+    """Where sequences lie in a cache, int32: seqlens (batch,), block_table (batch, max_pages) or None, leftpad (batch,) or None.
+    Encoded by ``encoded``: the keys behind seqlens that were just written, slots a sequence can have, pages of the cache."""
+
+    seqlens: object
+    block_table: object
+    leftpad: object
+    seqlen_new: object
+    capacity: object
+    pages: object
+
+
+class Rows(NamedTuple):
+    """One head's rows: pointer to the first; strides in elements, int64. page is None where rows lie evenly."""
+
+    ptr: object
+    row: object
+    page: object
+
+
 class Scales(NamedTuple):
     """score = softmax_scale * temperature; the query at position i by max(log_n_floor, log_n_factor * ln(i + 1))."""
 
@@ -52,17 +72,27 @@ class Scales(NamedTuple):
     log_n_floor: object
 
 
+def encoded(number: int) -> int:
+    """A whole number for a field of a tuple."""
+    return (number << 4) + _TAG.value
+
+
 def strided(x):
     """Encodes a tensor (batch, rows, heads, head_dim), or a packed one (rows, heads, head_dim), for a kernel."""
     batch, row, head = x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])
-    return Strided(x, *((s << 4) + _STRIDE_TAG.value for s in (batch, row, head)))
+    return Strided(x, *map(encoded, (batch, row, head)))
+
+
+@triton.jit
+def decoded(number):
+    return ((number - _TAG) // 16).to(tl.int32)
 
 
 @triton.jit
 def stride(encoded, LAYOUT: tl.constexpr):
     """int64: offsets into a tensor may pass 2^31."""
     VEC: tl.constexpr = LAYOUT.vec
-    return tl.multiple_of((encoded - _STRIDE_TAG) // 16, VEC)
+    return tl.multiple_of((encoded - _TAG) // 16, VEC)
 
 
 @triton.jit
@@ -119,6 +149,41 @@ def lse_offset(cu_seqlens, batch, head, heads, start, seqlen):
         return (batch.to(tl.int64) * heads + head) * seqlen
     else:
         return head.to(tl.int64) * seqlen + start
+
+
+@triton.jit
+def clamp(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def cache_bounds(slots, batch):
+    """(first slot, keys) of a sequence, inside the capacity whatever the tensors hold."""
+    capacity = decoded(slots.capacity)
+    end = tl.minimum(clamp(tl.load(slots.seqlens + batch), 0, capacity) + decoded(slots.seqlen_new), capacity)
+    if slots.leftpad is None:
+        return 0, end
+    else:
+        first = clamp(tl.load(slots.leftpad + batch), 0, end)
+        return first, end - first
+
+
+@triton.jit
+def page_of(slots, batch, slot, PAGE_SIZE: tl.constexpr):
+    """int64: the page of a sequence's slots as the table says, and the row in it; without pages the sequence and the slot."""
+    if slots.block_table is None:
+        return batch.to(tl.int64) + slot * 0, slot.to(tl.int64)
+    else:
+        max_pages = decoded(slots.capacity) // PAGE_SIZE
+        page = tl.load(slots.block_table + batch.to(tl.int64) * max_pages + slot // PAGE_SIZE)
+        return page.to(tl.int64), (slot % PAGE_SIZE).to(tl.int64)
+
+
+@triton.jit
+def cached_row(slots, batch, slot, PAGE_SIZE: tl.constexpr):
+    """page_of, with a page that exists whatever the table says."""
+    page, row = page_of(slots, batch, slot, PAGE_SIZE)
+    return clamp(page, 0, decoded(slots.pages) - 1), row
 
 
 @triton.jit

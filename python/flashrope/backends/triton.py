@@ -12,10 +12,10 @@ try:
 
     from ..triton_kernels import configs
     from ..triton_kernels.backward import attention_delta, attention_grad_kv, attention_grad_q
-    from ..triton_kernels.decode import Slots, append_rows, attention_decode, combine_splits
+    from ..triton_kernels.decode import append_rows, attention_decode, combine_splits
     from ..triton_kernels.forward import attention_forward
-    from ..triton_kernels.tiles import Angles, Layout, Scales, strided
-    from ..triton_kernels.turn import turn_rows
+    from ..triton_kernels.tiles import Angles, Layout, Scales, Slots, encoded, strided
+    from ..triton_kernels.turn import turn_cached_rows, turn_rows
 
     IMPORT_ERROR = ""
 except ImportError as error:  # no wheel for this platform
@@ -88,50 +88,90 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, call: Call):
 
 def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
     """Writes k, v (batch, seqlen_new, heads_kv, head_dim) to the slots behind cache_seqlens. What has no place is dropped."""
-    (batch, seqlen_new, heads_kv, head_dim), (pages, page_size) = k.shape, k_cache.shape[:2]
+    batch, seqlen_new, heads_kv, head_dim = k.shape
     if not k.numel() or not k_cache.numel() or (block_table is not None and not block_table.numel()):
         return
-    capacity = slots_of(k_cache, block_table)
     layout = Layout(head_dim, triton.next_power_of_2(head_dim), 0, False, _vector(k_cache, v_cache, k, v))
     grid = (triton.cdiv(seqlen_new * heads_kv, configs.APPEND_ROWS) * batch,)
     with _device(k):
-        launch(append_rows, grid, *map(strided, (k_cache, v_cache, k, v)), Slots(cache_seqlens, block_table, None), seqlen_new, capacity,
-               pages, heads_kv, LAYOUT=layout, PAGE_SIZE=0 if block_table is None else page_size, BLOCK_M=configs.APPEND_ROWS,
+        launch(append_rows, grid, *map(strided, (k_cache, v_cache, k, v)), _slots(k_cache, cache_seqlens, block_table, None, seqlen_new),
+               heads_kv, LAYOUT=layout, PAGE_SIZE=_page_size(k_cache, block_table), BLOCK_M=configs.APPEND_ROWS,
                num_warps=configs.APPEND_WARPS)
 
 
 def attention_with_cache(q, k_cache, v_cache, call: CacheCall):
     """(out like q and contiguous, lse float32 (batch, heads_q, seqlen_q))."""
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    (pages, page_size, heads_kv, _), capacity = k_cache.shape, call.capacity(k_cache)
+    batch, seqlen_q, heads_q, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, heads_q, seqlen_q, dtype=torch.float32, device=q.device)
-    if not q.numel() or not k_cache.numel() or not capacity or not call.bands:
+    if not q.numel() or not k_cache.numel() or not call.capacity(k_cache) or not call.bands:
         return out.zero_(), lse.fill_(float("-inf"))
     with _device(q):
-        rotary, bands = call.rotary, _bands(call.rotary, call.causal)
-        layout = _layout(rotary, q, k_cache, v_cache)
-        rows = seqlen_q * (heads_q // heads_kv)
-        direction = "decode wide" if not call.num_splits and rows > configs.WIDE_ROWS else "decode"
-        tile = configs.tile(direction, _capability(q.device), layout.block_d, q.element_size(), len(bands))
-        programs = triton.cdiv(rows, tile.block_m) * heads_kv * batch
-        num_splits = call.num_splits or configs.num_splits(programs, capacity, _multiprocessors(q.device))
-        num_splits = min(num_splits, triton.cdiv(capacity, tile.block_n))
-        partial, partial_lse = out, lse
-        if num_splits > 1:
-            partial = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
-            partial_lse = torch.empty(num_splits, *lse.shape, dtype=torch.float32, device=q.device)
-        table = two_level_table(rotary, call.causal, coarse_rows(max(seqlen_q, capacity)), q.device)
-        key_turns = sum((key > 0) << index for index, key in enumerate(band_turns(rotary, call.causal).key))
-        launch(attention_decode, (programs * num_splits,), strided(q), strided(k_cache), strided(v_cache), partial, partial_lse,
-               Angles(table, None), _integers(bands, q.device), Slots(call.cache_seqlens, call.block_table, call.cache_leftpad), seqlen_q,
-               call.seqlen_new, capacity, pages, table.shape[1], heads_q, heads_kv, num_splits, Scales(call.score_scale, *call.log_n),
-               LAYOUT=layout, NUM_BANDS=len(bands), KEY_TURNS=key_turns, PAGE_SIZE=0 if call.block_table is None else page_size,
-               BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages)
-        if num_splits > 1:
-            launch(combine_splits, (batch * seqlen_q * heads_q,), partial, partial_lse, out, lse, seqlen_q, heads_q, num_splits,
-                   LAYOUT=Layout(head_dim, layout.block_d, 0, False, 1), BLOCK_S=configs.COMBINE_SPLITS, num_warps=configs.COMBINE_WARPS)
+        (_prefill if _is_prefill(q, k_cache, v_cache, call) else _decode)(q, k_cache, v_cache, call, out, lse)
     return out, lse
+
+
+def _is_prefill(q, k_cache, v_cache, call: CacheCall) -> bool:
+    """Whether a call over a cache goes to the prefill kernel: that turns every key once instead of once per tile of queries."""
+    if call.num_splits or q.shape[1] <= configs.DECODE_SEQLEN:
+        return False
+    turned_rows = q.shape[0] * _turned_rows(q.shape[1], k_cache, call)
+    return turned_rows <= k_cache.shape[0] * k_cache.shape[1] and _near(k_cache) and _near(v_cache)
+
+
+def _turned_rows(seqlen_q: int, k_cache, call: CacheCall) -> int:
+    """Keys of a sequence, the last ones, that bands which turn keys reach from seqlen_q queries."""
+    reach = max((stop for _, stop in _key_reach(call.rotary, call.causal)), default=0)
+    return min(call.capacity(k_cache), seqlen_q + reach - 1) if reach > 0 else 0
+
+
+def _prefill(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
+    """Fills out and lse, in two launches."""
+    q = _within_reach(q)
+    (batch, seqlen_q, heads_q, head_dim), heads_kv, rotary = q.shape, k_cache.shape[2], call.rotary
+    bands, turns, rows = _bands(rotary, call.causal), _key_reach(rotary, call.causal), _turned_rows(seqlen_q, k_cache, call)
+    layout = _layout(rotary, q, k_cache, v_cache)
+    slots, page_size = _slots(k_cache, call.cache_seqlens, call.block_table, call.cache_leftpad, call.seqlen_new), _page_size(k_cache, call.block_table)
+    table = two_level_table(rotary, call.causal, coarse_rows(max(seqlen_q, call.capacity(k_cache))), q.device)
+    turned_keys = k_cache
+    if rows:
+        turned_keys = k_cache.new_empty(len(turns), batch * rows, heads_kv, head_dim)
+        grid = (triton.cdiv(rows, configs.TURN_ROWS) * batch, triton.cdiv(heads_kv, configs.TURN_HEADS), len(turns))
+        launch(turn_cached_rows, grid, strided(k_cache), strided(turned_keys), _integers(turns, q.device), slots, Angles(table, None),
+               seqlen_q, rows, table.shape[1], heads_kv, LAYOUT=layout, PAGE_SIZE=page_size, BLOCK_M=configs.TURN_ROWS,
+               HEADS_PER_PROGRAM=configs.TURN_HEADS, num_warps=configs.TURN_WARPS)
+    tile = configs.tile("forward", _capability(q.device), layout.block_d, q.element_size(), len(bands))
+    launch(attention_forward, (triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q,), strided(q), strided(k_cache), strided(turned_keys),
+           strided(v_cache), out, lse, Angles(table, None), _integers(bands, q.device), None, None, seqlen_q, rows, seqlen_q,
+           table.shape[1], heads_q, heads_kv, Scales(call.score_scale, *call.log_n), slots, LAYOUT=layout, NUM_BANDS=len(bands),
+           KEY_TURNS=_turning_bands(rotary, call.causal) if page_size else 0, PAGE_SIZE=page_size, BLOCK_M=tile.block_m,
+           BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
+def _decode(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
+    """Fills out and lse, in one launch or, with several splits, two."""
+    (batch, seqlen_q, heads_q, head_dim), heads_kv, rotary = q.shape, k_cache.shape[2], call.rotary
+    capacity, bands = call.capacity(k_cache), _bands(rotary, call.causal)
+    layout = _layout(rotary, q, k_cache, v_cache)
+    rows = seqlen_q * (heads_q // heads_kv)
+    direction = "decode wide" if not call.num_splits and rows > configs.WIDE_ROWS else "decode"
+    tile = configs.tile(direction, _capability(q.device), layout.block_d, q.element_size(), len(bands))
+    programs = triton.cdiv(rows, tile.block_m) * heads_kv * batch
+    num_splits = call.num_splits or configs.num_splits(programs, capacity, _multiprocessors(q.device))
+    num_splits = min(num_splits, triton.cdiv(capacity, tile.block_n))
+    partial, partial_lse = out, lse
+    if num_splits > 1:
+        partial = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(num_splits, *lse.shape, dtype=torch.float32, device=q.device)
+    table = two_level_table(rotary, call.causal, coarse_rows(max(seqlen_q, capacity)), q.device)
+    launch(attention_decode, (programs * num_splits,), strided(q), strided(k_cache), strided(v_cache), partial, partial_lse,
+           Angles(table, None), _integers(bands, q.device), _slots(k_cache, call.cache_seqlens, call.block_table, call.cache_leftpad, call.seqlen_new), seqlen_q, table.shape[1], heads_q, heads_kv,
+           num_splits, Scales(call.score_scale, *call.log_n), LAYOUT=layout, NUM_BANDS=len(bands),
+           KEY_TURNS=_turning_bands(rotary, call.causal), PAGE_SIZE=_page_size(k_cache, call.block_table), BLOCK_M=tile.block_m,
+           BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    if num_splits > 1:
+        launch(combine_splits, (batch * seqlen_q * heads_q,), partial, partial_lse, out, lse, seqlen_q, heads_q, num_splits,
+               LAYOUT=Layout(head_dim, layout.block_d, 0, False, 1), BLOCK_S=configs.COMBINE_SPLITS, num_warps=configs.COMBINE_WARPS)
 
 
 def turned_keys_shape(k: torch.Tensor, call: Call) -> tuple[int, ...]:
@@ -197,7 +237,7 @@ class _Plan:
         grid = (triton.cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
         launch(attention_forward, grid, strided(q), strided(k), self._turned(turned_keys, k), strided(v), out, lse, self.angles,
                self.bands, *self.cu_seqlens, self.seqlen_q, self.seqlen_k, self.max_seqlen_q, self.table_rows, self.heads_q,
-               self.heads_kv, self.scales, **options)
+               self.heads_kv, self.scales, None, KEY_TURNS=0, PAGE_SIZE=0, **options)
 
     def delta(self, out, grad_out, grad_lse, lse):
         delta = torch.empty_like(lse)
@@ -231,6 +271,19 @@ def _key_slots(rotary: Rotary, causal: bool) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
+def _key_reach(rotary: Rotary, causal: bool) -> tuple[tuple[int, int], ...]:
+    """For every slot of turned_keys its table slot, and where the last band that uses it stops."""
+    turns = list(zip(band_turns(rotary, causal).key, rotary.bands_for(causal), strict=True))
+    return tuple((slot, max(distance(band.stop) for key, band in turns if key == slot)) for slot in _key_slots(rotary, causal))
+
+
+@lru_cache(maxsize=1024)
+def _turning_bands(rotary: Rotary, causal: bool) -> int:
+    """Bit b tells whether band b turns its keys."""
+    return sum((key > 0) << index for index, key in enumerate(band_turns(rotary, causal).key))
+
+
+@lru_cache(maxsize=1024)
 def _bands(rotary: Rotary, causal: bool):
     """The rows of band_fields."""
     key_slots = _key_slots(rotary, causal)
@@ -248,6 +301,15 @@ def _rows(x: torch.Tensor) -> int:
     return x.shape[0] * x.shape[1] if x.ndim == 4 else x.shape[0]
 
 
+def _slots(k_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new: int) -> Slots:
+    return Slots(cache_seqlens, block_table, cache_leftpad, *map(encoded, (seqlen_new, slots_of(k_cache, block_table), k_cache.shape[0])))
+
+
+def _page_size(k_cache, block_table) -> int:
+    """0 for a contiguous cache."""
+    return 0 if block_table is None else k_cache.shape[1]
+
+
 def _vector(*tensors: torch.Tensor) -> int:
     """Elements that all pointers and strides are a multiple of: a vector of 16 bytes, or 1."""
     return 16 // tensors[0].element_size() if all(map(aligned, tensors)) else 1
@@ -258,9 +320,13 @@ def _layout(rotary: Rotary, *tensors: torch.Tensor) -> Layout:
                   _vector(*tensors))
 
 
+def _near(x: torch.Tensor) -> bool:
+    """Whether elements of a tile of up to 128 rows can be counted in 32 bits."""
+    return x.stride(-3) < 2**24 or x.shape[-3] == 1
+
+
 def _within_reach(x: torch.Tensor) -> torch.Tensor:
-    """Inside a tile of up to 128 rows the kernels count in 32 bits; rows further apart than that are brought together."""
-    return x if x.stride(-3) < 2**24 or x.shape[-3] == 1 else x.contiguous()
+    return x if _near(x) else x.contiguous()
 
 
 def _scalar_positions(positions: torch.Tensor) -> torch.Tensor:
