@@ -110,13 +110,12 @@ def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
     Raises:
         TypeError, ValueError: names the argument, what was expected and what came; with validate also the sequence and the entry.
     """
-    paged = block_table is not None
-    capacity, seqlen_new = _check_cache(q, k_cache, v_cache, k, v, rotary, paged)
+    capacity, seqlen_new = _check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None)
     batch = q.shape[0]
     _check_int32("cache_seqlens", cache_seqlens, q, "q", (batch,))
     if cache_leftpad is not None:
         _check_int32("cache_leftpad", cache_leftpad, q, "q", (batch,))
-    if paged:
+    if block_table is not None:
         _check_int32("block_table", block_table, q, "q", (batch, "max_pages"))
         capacity *= block_table.shape[1]
     softmax_scale = _check_options(causal, softmax_scale, q)

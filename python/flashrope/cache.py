@@ -10,6 +10,7 @@ import numbers
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -121,7 +122,7 @@ class KVCache(_Cache):
         Args:
             sequence: index in the batch; None for all, with one length or a list of them.
         """
-        lengths = length
+        lengths: Any = length
         if sequence is not None:
             lengths = self.lengths
             lengths[_integer("sequence", sequence, 0, self.batch - 1)] = length
@@ -387,7 +388,7 @@ class PagedKVCache(_Cache):
         taken = self._free[:-len(changes) - 1:-1]
         copies = [(old, page) for (_, _, old), page in zip(changes, taken, strict=True) if old is not None]
         if copies:
-            source, target = _upload(list(zip(*copies, strict=True)), torch.int64, self.k.device)
+            source, target = _upload(tuple(zip(*copies, strict=True)), torch.int64, self.k.device)
             for pool in (self.k, self.v):
                 pool.index_copy_(0, target, pool.index_select(0, source))
         for (sequence, n, old), page in zip(changes, taken, strict=True):
@@ -455,14 +456,15 @@ def _storage(shape: tuple[int, int], heads_kv, head_dim, dtype, device) -> tuple
     if dtype not in DTYPES:
         raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype}")
     with torch.inference_mode(False):  # a tensor made in inference mode could not be written to outside it
-        return tuple(torch.empty(*shape, heads_kv, head_dim, dtype=dtype, device=device) for _ in range(2))
+        k, v = (torch.empty(*shape, heads_kv, head_dim, dtype=dtype, device=device) for _ in range(2))
+    return k, v
 
 
 def _described(k: torch.Tensor) -> str:
     return f"heads_kv={k.shape[2]}, head_dim={k.shape[3]}, dtype={k.dtype}, device={str(k.device)!r}"
 
 
-def _upload(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _upload(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The numbers on the device; from pinned memory the host does not wait for the copy."""
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
@@ -470,9 +472,10 @@ def _upload(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 def _integer(name: str, value, least: int = 0, most: int | None = None) -> int:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
-    if value < least or (most is not None and value > most):
+    number = int(value)
+    if number < least or (most is not None and number > most):
         raise ValueError(f"{name}: expected at least {least}{f' and at most {most}' if most is not None else ''}, got {value}")
-    return int(value)
+    return number
 
 
 def _check_queries(q, batch: int) -> None:

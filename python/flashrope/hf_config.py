@@ -125,7 +125,7 @@ def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, An
     by_layer = {key: value for key, value in given.items() if isinstance(value, dict) or key in layer_types}
     by_layer = by_layer or _older_parameters_by_layer(config, model_type, given)
     if by_layer:
-        if layer_type not in by_layer:
+        if layer_type is None or layer_type not in by_layer:
             problem = "rope parameters differ by layer type" if layer_type is None else f"{layer_type!r} is not known"
             raise ValueError(f"layer_type: {problem}; give one of {', '.join(sorted(by_layer))}")
         given = by_layer[layer_type]

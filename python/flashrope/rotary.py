@@ -403,9 +403,10 @@ def _band_text(band: Band) -> str:
 def _positive(name: str, value, finite: bool = True) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not value > 0 or finite and value == math.inf:
+    number = float(value)
+    if not number > 0 or finite and number == math.inf:
         raise ValueError(f"{name}: expected a positive {'finite ' if finite else ''}number, got {value!r}")
-    return float(value)
+    return number
 
 
 def _flag(name: str, value) -> None:
