@@ -1,0 +1,44 @@
+"""Whether a contestant computes what it says: its results on a small case against the reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from flashrope import attention
+
+from .contestants import Contestant
+from .problem import Problem
+
+# |result - exact| / |exact|, Euclidean norms. Right ones were seen at about a tenth of it, rounding at every operator included.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+SEQLEN, WINDOW = 320, 96  # neither a multiple of a tile's 128 rows
+
+
+def small(problem: Problem) -> Problem:
+    """The same kind of problem, of a size that the dense reference takes no time for."""
+    return problem.replace(batch=2, seqlen=SEQLEN, window=WINDOW)
+
+
+def error(contestant: Contestant, problem: Problem, backward: bool) -> float:
+    """The largest error of out and, with backward, the gradients of q, k and v. Infinite where a result is not a number."""
+    case = small(problem)
+    tensors = case.tensors(grad=backward)
+    grad_out = case.replace(heads_kv=case.heads).tensors(seed=1)[0]
+    got = results(contestant.prepare(case), tensors, grad_out, backward)
+    exact = results(lambda *wide: attention(*wide, contestant.rotary(case), causal=case.causal, impl="reference"),
+                    [x.detach().double().requires_grad_(backward) for x in tensors], grad_out.double(), backward)
+    return max(_relative(a, b) for a, b in zip(got, exact, strict=True))
+
+
+def results(call: Callable, tensors, grad_out, backward: bool) -> tuple[torch.Tensor, ...]:
+    out = call(*tensors)
+    return (out.detach(), *torch.autograd.grad(out, tensors, grad_out)) if backward else (out,)
+
+
+def _relative(got: torch.Tensor, exact: torch.Tensor) -> float:
+    if got.shape != exact.shape:
+        raise ValueError(f"result of shape {tuple(got.shape)}, expected {tuple(exact.shape)}")
+    value = ((got.double() - exact).norm() / exact.norm()).item()
+    return value if value == value else float("inf")
