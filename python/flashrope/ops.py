@@ -11,7 +11,15 @@ import torch
 from .backends import CacheCall, Call, backend
 from .rotary import Rotary
 
-LIBRARY = torch.library.Library("flashrope", "DEF")
+try:  # Hugging Face's kernel-builder gives every build a namespace of its own, so that several load side by side
+    from ._ops import add_op_namespace_prefix
+except ImportError:
+    def add_op_namespace_prefix(op_name: str) -> str:
+        return f"flashrope::{op_name}"
+
+NAMESPACE = add_op_namespace_prefix("").removesuffix("::")
+OPERATORS = getattr(torch.ops, NAMESPACE)
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 _CALL = ("Tensor? positions, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
          "str rotary, bool causal, float softmax_scale, str impl")
@@ -61,7 +69,7 @@ LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("flashrope::attention", lib=LIBRARY)
+@torch.library.register_fake(add_op_namespace_prefix("attention"), lib=LIBRARY)
 def _(q, k, v, *call_and_impl):
     *call, impl = call_and_impl
     call = _call(*call)
@@ -71,17 +79,17 @@ def _(q, k, v, *call_and_impl):
             k.new_empty(workspace))
 
 
-@torch.library.register_fake("flashrope::attention_backward", lib=LIBRARY)
+@torch.library.register_fake(add_op_namespace_prefix("attention_backward"), lib=LIBRARY)
 def _(grad_out, grad_lse, q, k, v, *_):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-@torch.library.register_fake("flashrope::append_to_cache", lib=LIBRARY)
+@torch.library.register_fake(add_op_namespace_prefix("append_to_cache"), lib=LIBRARY)
 def _(*_):
     return None
 
 
-@torch.library.register_fake("flashrope::attention_with_cache", lib=LIBRARY)
+@torch.library.register_fake(add_op_namespace_prefix("attention_with_cache"), lib=LIBRARY)
 def _(q, *_):
     batch, seqlen_q, heads_q, _ = q.shape
     return (torch.empty_like(q, memory_format=torch.contiguous_format),
@@ -99,7 +107,7 @@ def _grads(ctx, grad_out, grad_lse, _):
     if grad_out is None and grad_lse is None:
         return (None,) * 12
     *tensors, positions, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    backward = torch.ops.flashrope.attention_backward if torch.is_grad_enabled() or not _plain(*tensors) else _backward
+    backward = OPERATORS.attention_backward if torch.is_grad_enabled() or not _plain(*tensors) else _backward
     grads = backward(grad_out, grad_lse, *tensors, positions, cu_seqlens_q, cu_seqlens_k, *ctx.constants)
     return *grads, *(None,) * 9
 
@@ -108,8 +116,8 @@ def _no_second_backward(ctx, *grads):
     raise RuntimeError("flashrope: attention has no second derivative; use impl='reference', which autograd differentiates freely")
 
 
-torch.library.register_autograd("flashrope::attention", _grads, setup_context=_save, lib=LIBRARY)
-torch.library.register_autograd("flashrope::attention_backward", _no_second_backward, lib=LIBRARY)
+torch.library.register_autograd(add_op_namespace_prefix("attention"), _grads, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd(add_op_namespace_prefix("attention_backward"), _no_second_backward, lib=LIBRARY)
 
 
 class _Eager(torch.autograd.Function):
@@ -130,7 +138,7 @@ class _Eager(torch.autograd.Function):
 def attention(q, k, v, *call_and_impl):
     """flashrope::attention. In plain eager mode past the dispatcher, whose Python layers take longer than a short call computes."""
     if not _plain(q, k, v):
-        return torch.ops.flashrope.attention(q, k, v, *call_and_impl)
+        return OPERATORS.attention(q, k, v, *call_and_impl)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Eager.apply(q, k, v, *call_and_impl)
     return _forward(q, k, v, *call_and_impl)
@@ -138,7 +146,7 @@ def attention(q, k, v, *call_and_impl):
 
 def append_to_cache(k_cache, v_cache, k, v, *rest):
     """flashrope::append_to_cache, past the dispatcher in plain eager mode."""
-    call = _append_to_cache if _plain(k_cache, v_cache, k, v) else torch.ops.flashrope.append_to_cache
+    call = _append_to_cache if _plain(k_cache, v_cache, k, v) else OPERATORS.append_to_cache
     call(k_cache, v_cache, k, v, *rest)
 
 
@@ -148,9 +156,9 @@ def attention_with_cache(q, k_cache, v_cache, cache_seqlens, k, v, block_table, 
     seqlen_new = 0 if k is None else k.shape[1]
     plain = _plain(q, k_cache, v_cache, cache_seqlens) if k is None else _plain(q, k_cache, v_cache, cache_seqlens, k, v)
     if seqlen_new:
-        append = _append_to_cache if plain else torch.ops.flashrope.append_to_cache
+        append = _append_to_cache if plain else OPERATORS.append_to_cache
         append(k_cache, v_cache, k, v, cache_seqlens, block_table, rest[-1])
-    attend = _attention_with_cache if plain else torch.ops.flashrope.attention_with_cache
+    attend = _attention_with_cache if plain else OPERATORS.attention_with_cache
     return attend(q, k_cache, v_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new, *rest)
 
 
