@@ -1,0 +1,71 @@
+"""What leaves the repository: the project as a Hugging Face kernel. (.ci/run builds the wheel and the sdist.)"""
+
+import importlib.util
+import runpy
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from flashrope import Rotary, attention
+
+ROOT = Path(__file__).resolve().parents[1]
+# The builder's documented keys (edition 5; anything else it refuses).
+GENERAL = {"name", "version", "edition", "license", "backends", "upstream", "source", "minver", "cuda", "hub", "kernel-depends",
+           "python-depends"}
+NOARCH = {"pyext", "cuda_capabilities", "rocm_archs"}
+OPS = """
+import torch
+_NAME = {name!r}
+ops = getattr(torch.ops, _NAME)
+def add_op_namespace_prefix(op_name):
+    return f"{{_NAME}}::{{op_name}}"
+"""
+
+
+@pytest.fixture(scope="module")
+def lay_out():
+    return runpy.run_path(str(ROOT / "tools" / "hub_kernel.py"))["lay_out"]
+
+
+def load(package: Path, name: str):
+    """As the kernels library does: from a path, under a name of its own."""
+    spec = importlib.util.spec_from_file_location(name, package / "__init__.py", submodule_search_locations=[str(package)])
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_build_file_is_in_the_documented_form():
+    build = tomllib.loads((ROOT / "build.toml").read_text())
+    assert set(build) == {"general", "torch-noarch"}
+    assert {"name", "version", "edition", "license", "backends"} <= set(build["general"]) <= GENERAL
+    assert set(build["torch-noarch"]) <= NOARCH
+    assert build["general"]["name"] == "flashrope" and set(build["general"]["backends"]) <= {"cpu", "cuda"}
+    assert isinstance(build["general"]["version"], int) and build["general"]["edition"] == 5
+
+
+def test_two_builds_load_beside_the_installed_package(lay_out, tmp_path):
+    q, k, v = (torch.randn(1, 40, heads, 16) for heads in (4, 2, 2))
+    q.requires_grad_()
+    expected = attention(q, k, v, Rotary.rope(16).rectify(8))
+    grad, = torch.autograd.grad(expected.sum(), q)
+    for n in range(2):
+        package = lay_out(tmp_path / str(n))
+        (package / "_ops.py").write_text(OPS.format(name=f"_flashrope_cpu_test{n}"))
+        kernel = load(package, f"flashrope_build{n}")
+        out = kernel.attention(q, k, v, kernel.Rotary.rope(16).rectify(8))
+        assert torch.equal(out, expected)
+        assert torch.equal(torch.autograd.grad(out.sum(), q)[0], grad)
+        assert kernel.ops.NAMESPACE == f"_flashrope_cpu_test{n}"
+        assert hasattr(getattr(torch.ops, kernel.ops.NAMESPACE), "attention_with_cache")
+        compiled = torch.compile(kernel.attention, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(q, k, v, kernel.Rotary.rope(16).rectify(8)), expected)
+
+
+def test_a_folder_that_is_there_is_not_overwritten(lay_out, tmp_path):
+    lay_out(tmp_path / "kernel")
+    with pytest.raises(FileExistsError):
+        lay_out(tmp_path / "kernel")

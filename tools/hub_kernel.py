@@ -1,0 +1,37 @@
+"""Lays the project out as Hugging Face's kernel-builder expects a kernel.
+
+    python tools/hub_kernel.py DIR
+
+DIR gets build.toml and, under torch-ext/flashrope, the package with its kernels inside, but without the commands, which a
+kernel loaded under a name of its own cannot run. The builder adds _ops.py, from which flashrope.ops takes its namespace.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {"": "python/flashrope", "backends": "python/flashrope/backends", "integrations": "python/flashrope/integrations",
+            "triton_kernels": "triton_kernels"}
+COMMANDS = {"__main__.py", "cli.py", "info.py"}
+
+
+def lay_out(target: Path) -> Path:
+    """Writes the project to target, which must not exist; returns the package's folder."""
+    package = target / "torch-ext" / "flashrope"
+    for name, source in PACKAGES.items():
+        (package / name).mkdir(parents=True)
+        for path in sorted((ROOT / source).glob("*.py")):
+            if path.name not in COMMANDS:
+                shutil.copyfile(path, package / name / path.name)
+    for name in ("build.toml", "LICENSE"):
+        shutil.copyfile(ROOT / name, target / name)
+    return package
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
+    print(lay_out(Path(sys.argv[1])))
