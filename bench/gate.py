@@ -28,7 +28,9 @@ from flashrope.backends import triton as backend
 from .offline import MULTIPROCESSORS, Launch, Measured, caught_launches, compile_all, missing_tools
 
 KERNELS = ("turn_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q")
-CACHE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
+DECODE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
+CHUNK_KERNELS = ("append_rows", "turn_cached_rows", "attention_forward")
+ORDER = ("turn_rows", "turn_cached_rows", *KERNELS[1:], *DECODE_KERNELS)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # neither head count a multiple of 16
 
@@ -57,7 +59,9 @@ POSITIONS = Scheme("positions", lambda head_dim: Rotary.rope(head_dim, rotary_di
 UNALIGNED = Scheme("unaligned", Rotary.rope, aligned=False)
 DECODE = tuple(Scheme(f"{scheme.name} {cache}", scheme.rotary, cache=cache) for cache in ("contiguous", "paged")
                for scheme in (ONE_BAND, TWO_BANDS))
-CHUNK = Scheme("rerope chunk", TWO_BANDS.rotary, cache="paged", seqlen_q=16)  # many rows, as of speculated tokens
+WIDE = Scheme("rerope wide", TWO_BANDS.rotary, cache="paged", seqlen_q=16)  # many rows, as of speculated tokens
+CHUNKS = tuple(Scheme(f"{scheme.name} {cache} chunk", scheme.rotary, cache=cache, seqlen_q=512) for cache in ("contiguous", "paged")
+               for scheme in (ONE_BAND, TWO_BANDS))
 PARTIAL = Scheme("rerope partial", lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2).rectify(WINDOW), cache="contiguous")
 VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
@@ -72,7 +76,9 @@ class Case:
     @property
     def kernels(self) -> set[str]:
         """Those it must launch."""
-        return set(CACHE_KERNELS if self.scheme.cache else KERNELS) - ({"turn_rows"} if self.scheme.name == "nope" else set())
+        if self.scheme.cache:
+            return set(CHUNK_KERNELS if self.scheme in CHUNKS else DECODE_KERNELS)
+        return set(KERNELS) - ({"turn_rows"} if self.scheme.name == "nope" else set())
 
     def launches(self) -> list[Launch]:
         """What forward and backward launch for this case, or one step over a cache."""
@@ -118,7 +124,7 @@ def cases(quick: bool) -> list[Case]:
     def grid(archs, head_dims, dtype, *schemes):
         return [Case(arch, head_dim, dtype, scheme) for arch in archs for head_dim in head_dims for scheme in schemes]
 
-    main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *DECODE)
+    main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *DECODE, *CHUNKS)
     if quick:
         return main
     wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)
@@ -126,7 +132,7 @@ def cases(quick: bool) -> list[Case]:
     types = grid((80, 90), (128,), "fp16", ONE_BAND) + grid((80,), (64, 128), "fp32", ONE_BAND)
     variants = grid((80,), (128,), "bf16", NOPE, PACKED, POSITIONS) + grid((80,), (64,), "bf16", TWO_SIDED, UNALIGNED)
     small_shared = grid((86,), (64, 128), "bf16", TWO_BANDS) + grid((86,), (128, 256), "bf16", ONE_BAND)
-    cache = grid((80, 90), (64, 128), "bf16", CHUNK) + grid((80, 90), (96, 256), "bf16", DECODE[0], DECODE[-1])
+    cache = grid((80, 90), (64, 128), "bf16", WIDE) + grid((80, 90), (96, 256), "bf16", DECODE[0], DECODE[-1])
     cache += grid((80,), (128,), "bf16", PARTIAL) + grid((80,), (128,), "fp32", DECODE[-1]) + grid((86,), (128,), "bf16", DECODE[-1])
     return main + wide + padded + types + variants + small_shared + cache
 
@@ -186,7 +192,7 @@ class Row:
     @property
     def order(self) -> tuple:
         first = self.cases[0]
-        return (KERNELS + CACHE_KERNELS).index(self.kernel), first.arch, tuple(DTYPES).index(first.dtype), first.head_dim, self.label["bands"]
+        return ORDER.index(self.kernel), first.arch, tuple(DTYPES).index(first.dtype), first.head_dim, self.label["bands"]
 
     def figures(self) -> dict[str, str]:
         if isinstance(self.result, str):

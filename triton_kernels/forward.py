@@ -69,7 +69,7 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
                       LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, KEY_TURNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """q, k, v Strided; turned_keys Strided (slot, row, head); out (rows, heads_q, head_dim), lse float32: no gaps.
-    bands as in band_fields. slots: None, or k and v are a cache (batch or page, row, heads_kv) and seqlen_k counts the rows that
+    bands as in band_fields. Where slots has seqlens, k and v are a cache (batch or page, row, heads_kv) and seqlen_k counts the rows that
     each sequence has in turned_keys. Where PAGE_SIZE is not 0, bit b of KEY_TURNS tells whether band b turns its keys."""
     tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     tile = tiles - 1 - tl.program_id(0) % tiles  # longest first under a causal mask
@@ -77,7 +77,7 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
     head = tl.program_id(0) // tiles % heads_q
     head_kv = head // (heads_q // heads_kv)
     start_q, length_q = sequence(cu_seqlens_q, batch, seqlen_q)
-    if slots is None:
+    if slots.seqlens is None:
         start_k, length_k = sequence(cu_seqlens_k, batch, seqlen_k)
     else:
         start_k, length_k = cache_bounds(slots, batch)
@@ -98,15 +98,16 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
 
     stride_q = stride(q.row, LAYOUT)
     queries = head_ptr(q, batch, start_q + first, head, LAYOUT)
+    stride_v = stride(v.row, LAYOUT)
+    if PAGE_SIZE > 0:
+        values = Rows(head_ptr(v, 0, 0, head_kv, LAYOUT), stride_v, stride(v.batch, LAYOUT))
+    else:
+        values = Rows(head_ptr(v, batch, start_k, head_kv, LAYOUT), stride_v, None)
     packed_k = packed_row(cu_seqlens_k, batch, start_k, seqlen_k)
     turned_begin = None
-    if slots is not None:
+    if slots.seqlens is not None:
         turned_begin = tl.maximum(length_k - seqlen_k, 0)
         packed_k -= turned_begin
-    if PAGE_SIZE > 0:
-        values = Rows(head_ptr(v, 0, 0, head_kv, LAYOUT), stride(v.row, LAYOUT), stride(v.batch, LAYOUT))
-    else:
-        values = Rows(head_ptr(v, batch, start_k, head_kv, LAYOUT), stride(v.row, LAYOUT), None)
     log_n = query_scale(angles, scales, table_row + inside(rows, length_q - first), position_q)
     scale_log2 = scales.score * LOG2_E
 
@@ -127,18 +128,17 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
         else:
             ptr, row = banded_keys(k, turned_keys, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
             keys = Rows(ptr, row, None)
-        first_key = None if slots is None else tl.where(keys_slot < 0, 0, turned_begin)
-        TURNED: tl.constexpr = (KEY_TURNS >> band) & 1
+        first_key = None if slots.seqlens is None else tl.where(keys_slot < 0, 0, turned_begin)
         begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
         for step in tl.range(0, inner_begin - begin + end - inner_end):
             column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
             acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, slots, batch, start_k, first_key, column,
                                                 position_q, length_k, start, stop, scale_log2, channels_k, channels, LAYOUT, BLOCK_N,
-                                                PAGE_SIZE, TURNED, True)
+                                                PAGE_SIZE, (KEY_TURNS >> band) & 1, True)
         for step in tl.range(inner_begin, inner_end):
             acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, slots, batch, start_k, first_key, step * BLOCK_N,
                                                 position_q, length_k, start, stop, scale_log2, channels_k, channels, LAYOUT, BLOCK_N,
-                                                PAGE_SIZE, TURNED, False)
+                                                PAGE_SIZE, (KEY_TURNS >> band) & 1, False)
 
     empty = row_sum == 0
     acc = acc / tl.where(empty, 1.0, row_sum)[:, None]

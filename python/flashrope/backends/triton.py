@@ -237,7 +237,7 @@ class _Plan:
         grid = (triton.cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
         launch(attention_forward, grid, strided(q), strided(k), self._turned(turned_keys, k), strided(v), out, lse, self.angles,
                self.bands, *self.cu_seqlens, self.seqlen_q, self.seqlen_k, self.max_seqlen_q, self.table_rows, self.heads_q,
-               self.heads_kv, self.scales, None, KEY_TURNS=0, PAGE_SIZE=0, **options)
+               self.heads_kv, self.scales, Slots(*(None,) * 6), KEY_TURNS=0, PAGE_SIZE=0, **options)
 
     def delta(self, out, grad_out, grad_lse, lse):
         delta = torch.empty_like(lse)
