@@ -57,7 +57,7 @@ def built(tmp_path_factory):
 @pytest.fixture
 def operators(built, monkeypatch):
     monkeypatch.setattr(cuda, "_operators", lambda: built[0])
-    monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(cuda, "multiprocessors", lambda device: 2)
     return built[0]
 
 

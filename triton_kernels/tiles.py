@@ -235,16 +235,22 @@ def inside(rows, length):
 
 
 @triton.jit
-def pair_channels(pair, SECOND: tl.constexpr, LAYOUT: tl.constexpr):
-    """Half pairing: the channel of the first or second member of every pair; head_dim where there is none. Channels from
-    rotary_dim on form pairs that do not turn."""
-    half: tl.constexpr = LAYOUT.rotary_dim // 2
-    rest: tl.constexpr = (LAYOUT.head_dim - LAYOUT.rotary_dim) // 2
-    turning = pair + SECOND * half
+def pair_channels(pair, second, LAYOUT: tl.constexpr):
+    """Half pairing: the channel of the first (second = 0) or second (1) member of every pair; head_dim or more where there is none.
+    Channels from rotary_dim on form pairs that do not turn. Computed by whole vectors of up to 16 bytes, so that the compiler
+    sees them."""
+    HALF: tl.constexpr = LAYOUT.rotary_dim // 2
+    REST: tl.constexpr = LAYOUT.head_dim // 2 - HALF
+    COMMON: tl.constexpr = HALF | REST | LAYOUT.vec
+    VEC: tl.constexpr = COMMON & -COMMON  # the largest power of two that divides all three
     if LAYOUT.rotary_dim == LAYOUT.block_d:
-        return turning
+        return pair + second * HALF
     else:
-        return tl.where(pair < half, turning, tl.where(pair < half + rest, pair + half + SECOND * rest, LAYOUT.head_dim))
+        vector = pair // VEC
+        turning = vector + second * (HALF // VEC)
+        resting = vector + HALF // VEC + second * (REST // VEC)
+        vector = tl.where(vector < HALF // VEC, turning, tl.where(vector < (HALF + REST) // VEC, resting, LAYOUT.head_dim // VEC))
+        return vector * VEC + pair % VEC
 
 
 @triton.jit
@@ -254,8 +260,7 @@ def tile_channels(LAYOUT: tl.constexpr):
     if LAYOUT.interleaved or LAYOUT.rotary_dim == LAYOUT.block_d or (LAYOUT.rotary_dim == 0 and LAYOUT.head_dim == LAYOUT.block_d):
         return columns
     else:
-        half: tl.constexpr = LAYOUT.block_d // 2
-        return tl.where(columns < half, pair_channels(columns, 0, LAYOUT), pair_channels(columns - half, 1, LAYOUT))
+        return pair_channels(columns % (LAYOUT.block_d // 2), columns // (LAYOUT.block_d // 2), LAYOUT)
 
 
 @triton.jit
@@ -314,23 +319,9 @@ def pairs_at(ptr, offsets, LAYOUT: tl.constexpr):
         return split_pairs(rows_at(ptr, offsets, tl.arange(0, LAYOUT.block_d), LAYOUT), LAYOUT)
     else:
         pair = tl.arange(0, LAYOUT.block_d // 2)
-        x = rows_at(ptr, offsets, vector_channels(pair, 0, LAYOUT), LAYOUT)
-        y = rows_at(ptr, offsets, vector_channels(pair, 1, LAYOUT), LAYOUT)
+        x = rows_at(ptr, offsets, pair_channels(pair, 0, LAYOUT), LAYOUT)
+        y = rows_at(ptr, offsets, pair_channels(pair, 1, LAYOUT), LAYOUT)
         return x, y
-
-
-@triton.jit
-def vector_channels(pair, SECOND: tl.constexpr, LAYOUT: tl.constexpr):
-    """pair_channels, computed by whole vectors of up to 16 bytes, so that the compiler sees them."""
-    HALF: tl.constexpr = LAYOUT.rotary_dim // 2
-    REST: tl.constexpr = LAYOUT.head_dim // 2 - HALF
-    COMMON: tl.constexpr = HALF | REST | LAYOUT.vec
-    VEC: tl.constexpr = COMMON & -COMMON  # the largest power of two that divides all three
-    vector = pair // VEC
-    turning = vector + SECOND * (HALF // VEC)
-    resting = vector + (HALF + SECOND * REST) // VEC
-    vector = tl.where(vector < HALF // VEC, turning, tl.where(vector < (HALF + REST) // VEC, resting, LAYOUT.head_dim // VEC))
-    return vector * VEC + pair % VEC
 
 
 @triton.jit

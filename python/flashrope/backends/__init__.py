@@ -121,6 +121,12 @@ def aligned(x: torch.Tensor) -> bool:
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    """An A100's where there is no such device, as when kernels are interpreted or compiled for one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 108
+
+
+@cache
 def backend(impl: str) -> ModuleType:
     return import_module(f".{impl}", __name__)
 

@@ -9,7 +9,7 @@ import torch
 
 from ..angles import band_turns, coarse_rows, two_level_table
 from ..rotary import Rotary
-from . import CacheCall, aligned, distance
+from . import CacheCall, aligned, distance, multiprocessors
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.abi3.so"
 HEAD_DIMS = (64, 96, 128, 256)
@@ -65,7 +65,7 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
     rotary = call.rotary
     table = two_level_table(rotary, call.causal, coarse_rows(max(capacity, seqlen_q)), q.device)
     heads_kv = k_cache.shape[2]
-    splits = call.num_splits or _splits(seqlen_q * (heads_q // heads_kv), batch * heads_kv, capacity, _multiprocessors(q.device))
+    splits = call.num_splits or _splits(seqlen_q * (heads_q // heads_kv), batch * heads_kv, capacity, multiprocessors(q.device))
     rows = splits * batch * seqlen_q * heads_q
     partial = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=q.device)
     _operators().decode(_aligned(q), k_cache, v_cache, call.cache_seqlens, call.block_table, call.cache_leftpad,
@@ -97,11 +97,6 @@ def _splits(rows: int, groups: int, capacity: int, multiprocessors: int) -> int:
     blocks = groups * -(-rows // TILE_ROWS)
     wanted = -(-BLOCKS_PER_MULTIPROCESSOR * multiprocessors // blocks)
     return max(1, min(wanted, capacity // KEYS_PER_SPLIT, MAX_SPLITS))
-
-
-@lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=1024)

@@ -23,7 +23,7 @@ except ImportError as error:  # no wheel for this platform
 
 from ..angles import band_turns, coarse_rows, padded_pairs, position_table, two_level_table
 from ..rotary import Rotary
-from . import CacheCall, Call, aligned, distance, slots_of
+from . import CacheCall, Call, aligned, distance, multiprocessors, slots_of
 
 
 def interpreted() -> bool:
@@ -93,10 +93,10 @@ def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
         return
     layout = Layout(head_dim, triton.next_power_of_2(head_dim), 0, False, _vector(k_cache, v_cache, k, v))
     grid = (triton.cdiv(seqlen_new * heads_kv, configs.APPEND_ROWS) * batch,)
+    slots, page_size = _slots(k_cache, cache_seqlens, block_table, None, seqlen_new)
     with _device(k):
-        launch(append_rows, grid, *map(strided, (k_cache, v_cache, k, v)), _slots(k_cache, cache_seqlens, block_table, None, seqlen_new),
-               heads_kv, LAYOUT=layout, PAGE_SIZE=_page_size(k_cache, block_table), BLOCK_M=configs.APPEND_ROWS,
-               num_warps=configs.APPEND_WARPS)
+        launch(append_rows, grid, *map(strided, (k_cache, v_cache, k, v)), slots, heads_kv, LAYOUT=layout, PAGE_SIZE=page_size,
+               BLOCK_M=configs.APPEND_ROWS, num_warps=configs.APPEND_WARPS)
 
 
 def attention_with_cache(q, k_cache, v_cache, call: CacheCall):
@@ -112,7 +112,8 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall):
 
 
 def _is_prefill(q, k_cache, v_cache, call: CacheCall) -> bool:
-    """Whether a call over a cache goes to the prefill kernel: that turns every key once instead of once per tile of queries."""
+    """Whether the forward kernel serves: keys are turned once, not once per tile of queries, in a workspace (for each slope that
+    turns keys) that is never larger than the cache. num_splits asks for the decode kernel, whose bits do not depend on chunks."""
     if call.num_splits or q.shape[1] <= configs.DECODE_SEQLEN:
         return False
     turned_rows = q.shape[0] * _turned_rows(q.shape[1], k_cache, call)
@@ -121,8 +122,8 @@ def _is_prefill(q, k_cache, v_cache, call: CacheCall) -> bool:
 
 def _turned_rows(seqlen_q: int, k_cache, call: CacheCall) -> int:
     """Keys of a sequence, the last ones, that bands which turn keys reach from seqlen_q queries."""
-    reach = max((stop for _, stop in _key_reach(call.rotary, call.causal)), default=0)
-    return min(call.capacity(k_cache), seqlen_q + reach - 1) if reach > 0 else 0
+    stops = [stop for _, stop in _key_reach(call.rotary, call.causal)]
+    return max(min(call.capacity(k_cache), seqlen_q + max(stops) - 1), 0) if stops else 0
 
 
 def _prefill(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
@@ -131,7 +132,7 @@ def _prefill(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
     (batch, seqlen_q, heads_q, head_dim), heads_kv, rotary = q.shape, k_cache.shape[2], call.rotary
     bands, turns, rows = _bands(rotary, call.causal), _key_reach(rotary, call.causal), _turned_rows(seqlen_q, k_cache, call)
     layout = _layout(rotary, q, k_cache, v_cache)
-    slots, page_size = _slots(k_cache, call.cache_seqlens, call.block_table, call.cache_leftpad, call.seqlen_new), _page_size(k_cache, call.block_table)
+    slots, page_size = _call_slots(k_cache, call)
     table = two_level_table(rotary, call.causal, coarse_rows(max(seqlen_q, call.capacity(k_cache))), q.device)
     turned_keys = k_cache
     if rows:
@@ -153,11 +154,12 @@ def _decode(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
     (batch, seqlen_q, heads_q, head_dim), heads_kv, rotary = q.shape, k_cache.shape[2], call.rotary
     capacity, bands = call.capacity(k_cache), _bands(rotary, call.causal)
     layout = _layout(rotary, q, k_cache, v_cache)
+    slots, page_size = _call_slots(k_cache, call)
     rows = seqlen_q * (heads_q // heads_kv)
     direction = "decode wide" if not call.num_splits and rows > configs.WIDE_ROWS else "decode"
     tile = configs.tile(direction, _capability(q.device), layout.block_d, q.element_size(), len(bands))
     programs = triton.cdiv(rows, tile.block_m) * heads_kv * batch
-    num_splits = call.num_splits or configs.num_splits(programs, capacity, _multiprocessors(q.device))
+    num_splits = call.num_splits or configs.num_splits(programs, capacity, multiprocessors(q.device))
     num_splits = min(num_splits, triton.cdiv(capacity, tile.block_n))
     partial, partial_lse = out, lse
     if num_splits > 1:
@@ -165,10 +167,9 @@ def _decode(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
         partial_lse = torch.empty(num_splits, *lse.shape, dtype=torch.float32, device=q.device)
     table = two_level_table(rotary, call.causal, coarse_rows(max(seqlen_q, capacity)), q.device)
     launch(attention_decode, (programs * num_splits,), strided(q), strided(k_cache), strided(v_cache), partial, partial_lse,
-           Angles(table, None), _integers(bands, q.device), _slots(k_cache, call.cache_seqlens, call.block_table, call.cache_leftpad, call.seqlen_new), seqlen_q, table.shape[1], heads_q, heads_kv,
-           num_splits, Scales(call.score_scale, *call.log_n), LAYOUT=layout, NUM_BANDS=len(bands),
-           KEY_TURNS=_turning_bands(rotary, call.causal), PAGE_SIZE=_page_size(k_cache, call.block_table), BLOCK_M=tile.block_m,
-           BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages)
+           Angles(table, None), _integers(bands, q.device), slots, seqlen_q, table.shape[1], heads_q, heads_kv, num_splits,
+           Scales(call.score_scale, *call.log_n), LAYOUT=layout, NUM_BANDS=len(bands), KEY_TURNS=_turning_bands(rotary, call.causal),
+           PAGE_SIZE=page_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages)
     if num_splits > 1:
         launch(combine_splits, (batch * seqlen_q * heads_q,), partial, partial_lse, out, lse, seqlen_q, heads_q, num_splits,
                LAYOUT=Layout(head_dim, layout.block_d, 0, False, 1), BLOCK_S=configs.COMBINE_SPLITS, num_warps=configs.COMBINE_WARPS)
@@ -301,13 +302,14 @@ def _rows(x: torch.Tensor) -> int:
     return x.shape[0] * x.shape[1] if x.ndim == 4 else x.shape[0]
 
 
-def _slots(k_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new: int) -> Slots:
-    return Slots(cache_seqlens, block_table, cache_leftpad, *map(encoded, (seqlen_new, slots_of(k_cache, block_table), k_cache.shape[0])))
+def _slots(k_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new: int) -> tuple[Slots, int]:
+    """(slots, PAGE_SIZE) for the kernels; PAGE_SIZE is 0 for a contiguous cache."""
+    sizes = map(encoded, (seqlen_new, slots_of(k_cache, block_table), k_cache.shape[0]))
+    return Slots(cache_seqlens, block_table, cache_leftpad, *sizes), 0 if block_table is None else k_cache.shape[1]
 
 
-def _page_size(k_cache, block_table) -> int:
-    """0 for a contiguous cache."""
-    return 0 if block_table is None else k_cache.shape[1]
+def _call_slots(k_cache, call: CacheCall) -> tuple[Slots, int]:
+    return _slots(k_cache, call.cache_seqlens, call.block_table, call.cache_leftpad, call.seqlen_new)
 
 
 def _vector(*tensors: torch.Tensor) -> int:
@@ -342,11 +344,6 @@ def _capability(device: torch.device) -> int:
     if interpreted():
         return 80
     return triton.runtime.driver.active.get_current_target().arch
-
-
-@lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 108
 
 
 def _device(x: torch.Tensor):
