@@ -149,7 +149,7 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
         trained = _train(workers, settings, corpus.train, out)
         losses = _evaluate(workers, settings, windows, out)
 
-    rows = [report.Row(s.name, s.trained_with, s.log_n, tuple(l)) for s, l in zip(settings.schemes, losses, strict=True)]
+    rows = [report.Row(s.name, s.trained_with, s.log_n, tuple(of)) for s, of in zip(settings.schemes, losses, strict=True)]
     facts["trained"] = "; ".join(f"{name} {t.loss:.3f} nats per byte over the last tenth, {t.tokens_per_second:,.0f} tokens/s"
                                  for name, t in zip(("RoPE", "HoPE"), trained, strict=True)) + " (1 token = 1 byte)"
     facts["losses"] = (f"mean over {len(windows)} windows of the last {settings.targets} bytes of each, "
