@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import BuiltinFunctionType
 
 import torch
+import torch.nn.functional as F
 
 from . import ops
 from .backends import Call, backend, choose
@@ -132,6 +135,8 @@ def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
 def _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     softmax_scale = _check_options(causal, softmax_scale, q)
     impl = choose(impl, q)
+    if type(F.scaled_dot_product_attention) is not BuiltinFunctionType:
+        check_outside_context_parallel()
     if impl == "reference":
         call = Call(rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         out, lse = backend(impl).attention(q, k, v, call)
@@ -150,6 +155,16 @@ def _autocast(*tensors):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in tensors)
+
+
+def check_outside_context_parallel() -> None:
+    """torch's context_parallel shards the sequence and replaces scaled_dot_product_attention alone: all else would silently attend
+    to this rank's keys only."""
+    module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    if module is not None and F.scaled_dot_product_attention in module._replaced_functions:
+        raise RuntimeError("flashrope: expected to be called outside torch's context_parallel, which shards the sequence and replaces "
+                           "scaled_dot_product_attention alone; use shard_sequence and context_parallel_attention of "
+                           "flashrope.integrations.distributed")
 
 
 def _check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), also=()) -> tuple[torch.Size, torch.Size]:
@@ -285,7 +300,8 @@ def _check_cu_seqlens(name, cu_seqlens, x, x_name, max_seqlen) -> None:
     maximum = name.replace("cu_seqlens", "max_seqlen")
     if not isinstance(max_seqlen, (int, torch.SymInt)) or isinstance(max_seqlen, bool) or max_seqlen < 0:
         raise ValueError(f"{maximum}: expected a non-negative integer, got {max_seqlen!r}")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # host memory: reading it waits for nothing
+    # Host memory: reading it waits for nothing. A tensor subclass (DTensor) has no list of its own.
+    if cu_seqlens.device.type == "cpu" and type(cu_seqlens) is torch.Tensor and not torch.compiler.is_compiling():
         values = cu_seqlens.tolist()
         if values[0] != 0:
             raise ValueError(f"{name}: expected to start at 0, got {values[0]}")

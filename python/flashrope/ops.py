@@ -107,7 +107,8 @@ def _grads(ctx, grad_out, grad_lse, _):
     if grad_out is None and grad_lse is None:
         return (None,) * 12
     *tensors, positions, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    backward = OPERATORS.attention_backward if torch.is_grad_enabled() or not _plain(*tensors) else _backward
+    grads = [grad for grad in (grad_out, grad_lse) if grad is not None]  # a collective's result is a subclass of its own
+    backward = OPERATORS.attention_backward if torch.is_grad_enabled() or not _plain(*tensors, *grads) else _backward
     grads = backward(grad_out, grad_lse, *tensors, positions, cu_seqlens_q, cu_seqlens_k, *ctx.constants)
     return *grads, *(None,) * 9
 
