@@ -1,7 +1,11 @@
 """Context parallelism against the formula in float64 on the whole sequence, within the budget of single-device attention."""
 
+import contextlib
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import mesh
 from support import COEFFICIENT, SCHEMES, Problem, Target, exact_and_bound, excess, problem
 
@@ -45,3 +49,153 @@ def every_scheme(count: int, dtype: torch.dtype, causal: bool, schemes) -> dict[
 @pytest.mark.parametrize("count", [2, 4])
 def test_forward_and_gradients(ranks, count, causal, dtype):
     ranks(every_scheme, count, dtype, causal, CHOSEN)
+
+
+def local_inputs(count: int, seqlen: int = 8, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, seqlen, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
+    return mesh(count), q, k, v
+
+
+def low_precision(count: int) -> None:
+    holds(count, "hope_rerope_log_n", torch.float16, "cpu", heads=4, group=2, causal=False)
+    holds(count, "rope", torch.bfloat16, "cpu", heads=4, group=2)
+
+
+def test_two_byte_types(ranks):
+    ranks(low_precision, 2)
+
+
+@pytest.mark.slow
+def test_triton(ranks):
+    ranks(holds, 2, "rerope", torch.float32, "triton")
+
+
+def uneven_heads(count: int) -> None:
+    for heads, group in ((6, 2), (3, 1), (4, 4), (8, 4), (12, 2)):
+        holds(count, "rerope", torch.float32, "cpu", causal=False, heads=heads, group=group)
+
+
+def test_heads_that_do_not_divide(ranks):
+    ranks(uneven_heads, 4)
+
+
+def the_order(count: int) -> None:
+    group, rank = mesh(count), mesh(count).get_local_rank()
+    x = torch.arange(2 * 8 * count).view(2, -1).double().requires_grad_()
+    part = shard_sequence(x, group)
+    first, last = x.detach().chunk(2 * count, 1)[rank], x.detach().chunk(2 * count, 1)[2 * count - 1 - rank]
+    assert torch.equal(part, torch.cat((first, last), 1))
+    assert torch.equal(sequence_positions(8 * count, group), part[0].long())
+    whole = unshard_sequence(part, group)
+    assert torch.equal(whole, x)
+    (grad,) = torch.autograd.grad(whole, x, x.detach())  # every rank asks for the same: a sum of count of them, this rank's part
+    want = torch.zeros_like(x).index_copy(1, sequence_positions(8 * count, group), count * part.detach())
+    assert torch.equal(grad, want)
+    assert torch.equal(unshard_sequence(shard_sequence(x, group.get_group(), -1), group, -1), x)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_order_of_the_parts(ranks, count):
+    ranks(the_order, count)
+
+
+def one_rank() -> None:
+    _, q, k, v = local_inputs(2)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    for causal in (True, False):
+        out = context_parallel_attention(q, k, v, Rotary.rope(16), alone, causal)
+        assert torch.equal(out, attention(q, k, v, Rotary.rope(16), causal))
+    assert torch.equal(unshard_sequence(shard_sequence(q, alone), alone), q)
+
+
+def test_one_rank_is_plain_attention(ranks):
+    ranks(one_rank)
+
+
+def compiled(count: int) -> None:
+    group, q, k, v = local_inputs(count)
+    rotary = Rotary.rope(16).rectify(5).log_n(10)
+    for causal in (True, False):
+        def loss(q, k, v):
+            return context_parallel_attention(q, k, v, rotary, group, causal).square().sum()
+
+        eager, graph = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
+        want = torch.autograd.grad(loss(*eager), eager)
+        got = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*graph), graph)
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.slow
+def test_compile(ranks):
+    ranks(compiled, 2, seconds=240)
+
+
+@contextlib.contextmanager
+def refuses(kind, *words: str):
+    with pytest.raises(kind) as error:
+        yield
+    missing = [word for word in words if word not in str(error.value)]
+    assert not missing, f"{missing} not in {error.value}"
+
+
+def refusals(count: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental import context_parallel
+
+    group, q, k, v = local_inputs(count)
+    rope = Rotary.rope(16)
+    with refuses(ValueError, "q: ", f"2 * {count} = {2 * count}", "got 7 positions"):
+        context_parallel_attention(q[:, :7], k[:, :7], v[:, :7], rope, group)
+    with refuses(ValueError, "k: ", "(1, 8)", "(1, 6)"):
+        context_parallel_attention(q, k[:, :6], v[:, :6], rope, group)
+    with refuses(ValueError, "v: ", "(1, 8, 2, 16)", "(1, 6, 2, 16)"):
+        context_parallel_attention(q, k, v[:, :6], rope, group)
+    with refuses(TypeError, "q: ", "plain tensor", "DTensor"):
+        context_parallel_attention(DTensor.from_local(q, group, [Shard(1)]), k, v, rope, group)
+    with refuses(ValueError, "rotary: ", "axial"):
+        context_parallel_attention(q, k, v, Rotary.axial(16), group)
+    with refuses(TypeError, "causal: ", "1"):
+        context_parallel_attention(q, k, v, rope, group, causal=1)
+    with refuses(ValueError, "impl: ", "'fast'"):
+        context_parallel_attention(q, k, v, rope, group, impl="fast")
+    with refuses(ValueError, "softmax_scale: ", "nan"):
+        context_parallel_attention(q, k, v, rope, group, softmax_scale=float("nan"))
+    with refuses(TypeError, "group: ", "DeviceMesh", "str"):
+        context_parallel_attention(q, k, v, rope, "cp")
+    with refuses(ValueError, "group: ", "one dimension", "2"):
+        context_parallel_attention(q, k, v, rope, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")))
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        with refuses(ValueError, "group: ", "not"):
+            context_parallel_attention(q, k, v, rope, pair)
+    with refuses(ValueError, "x: ", f"2 * {count} = {2 * count}", "got 9", f"pad it to {-(-9 // (2 * count)) * 2 * count}"):
+        shard_sequence(torch.zeros(1, 9), group)
+    with refuses(ValueError, "x: ", "got 3"):
+        unshard_sequence(torch.zeros(1, 3), group)
+    with refuses(ValueError, "dim: ", "2", "5"):
+        shard_sequence(torch.zeros(1, 8), group, 5)
+    with refuses(TypeError, "x: ", "list"):
+        shard_sequence([1, 2], group)
+    buffer, theirs = torch.zeros(1, 16 * count), F.scaled_dot_product_attention
+    with context_parallel(group, buffers=[buffer], buffer_seq_dims=[1]):
+        assert F.scaled_dot_product_attention is not theirs
+        with refuses(RuntimeError, "context_parallel", "scaled_dot_product_attention", "shard_sequence"):
+            context_parallel_attention(q, k, v, rope, group)
+        for impl in ("cpu", "reference"):
+            with refuses(RuntimeError, "context_parallel", "shard_sequence"):
+                attention(q, k, v, rope, impl=impl)
+    attention(q, k, v, rope)
+    context_parallel_attention(q, k, v, rope, group)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_refusals(ranks, count):
+    ranks(refusals, count)
+
+
+def test_without_torch_distributed():
+    q = torch.zeros(1, 8, 2, 16)
+    with refuses(RuntimeError, "group: ", "init_process_group"):
+        context_parallel_attention(q, q, q, Rotary.rope(16))

@@ -9,7 +9,6 @@ into 2n chunks for n ranks and rank r holds the chunks r and 2n - 1 - r, one aft
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..api import _check_tensors, attention
+from ..api import _check_tensors, attention, check_outside_context_parallel
 from ..backends import backend
-from ..ops import _call
+from ..ops import OPERATORS, _call
 from ..rotary import Rotary
 
 __all__ = ["context_parallel_attention", "sequence_positions", "shard_sequence", "unshard_sequence"]
@@ -70,7 +69,7 @@ def _shards(specs) -> int:
     return torch.Size(parts.values()).numel()
 
 
-@register_sharding(torch.ops.flashrope.attention.default)
+@register_sharding(OPERATORS.attention.default)
 def _shard_attention(q, k, v, *call_and_impl):
     *call, impl = call_and_impl
     positions, cu_seqlens_q, cu_seqlens_k = call[:3]
@@ -81,7 +80,7 @@ def _shard_attention(q, k, v, *call_and_impl):
     return [([way.rows, way.lse, way.turned_keys], [way.rows] * 3 + _of_call(way, call)) for way in ways]
 
 
-@register_sharding(torch.ops.flashrope.attention_backward.default)
+@register_sharding(OPERATORS.attention_backward.default)
 def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, *call_and_impl):
     *call, _ = call_and_impl
     positions, cu_seqlens_q, cu_seqlens_k = call[:3]
@@ -235,9 +234,7 @@ def _process_group(group: Group) -> dist.ProcessGroup:
 
 
 def _check_context_parallel(q, k, v, rotary, group, causal) -> None:
-    if inside_torch_context_parallel():
-        raise RuntimeError("context_parallel_attention: expected to be called outside torch's context_parallel, which replaces "
-                           "scaled_dot_product_attention alone and shards buffers by its own rule; shard with shard_sequence instead")
+    check_outside_context_parallel()
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, DTensor):
             raise TypeError(f"{name}: expected this rank's part as a plain tensor, got a DTensor; pass its to_local()")
@@ -265,9 +262,3 @@ def _check_divides(name, seqlen: int, ranks: int) -> None:
     if seqlen % (2 * ranks):
         raise ValueError(f"{name}: expected a sequence that divides into 2 * {ranks} = {2 * ranks} chunks, got {seqlen} positions; "
                          f"pad it to {-(-seqlen // (2 * ranks)) * 2 * ranks}")
-
-
-def inside_torch_context_parallel() -> bool:
-    """Whether torch's own context_parallel has replaced scaled_dot_product_attention."""
-    module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
-    return module is not None and F.scaled_dot_product_attention in module._replaced_functions

@@ -1,0 +1,231 @@
+"""DTensor inputs: the operators' sharding rules against the plain call, and how many collectives they cost."""
+
+import sys
+
+import pytest
+import torch
+from ranks import mesh
+from support import SCHEMES
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from flashrope import Rotary, attention, attention_varlen, ops
+from flashrope.backends import cpu
+from flashrope.integrations import distributed  # noqa: F401  registers the rules
+
+HEADS, BATCH = Shard(2), Shard(0)
+
+
+def inputs(batch=4, seqlen=20, heads=8, heads_kv=4, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(batch, seqlen, h, 16) for h in (heads, heads_kv, heads_kv, heads)]
+    q, k, v, grad_out = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    grad_lse = torch.randn(batch, heads, seqlen, generator=generator, dtype=torch.float64).to(torch.promote_types(dtype, torch.float32))
+    return q, k, v, grad_out, grad_lse
+
+
+def call_and_gradients(call, tensors, grad_out, grad_lse):
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out, lse = call(*leaves)
+    results, grads = ((out, lse), (grad_out, grad_lse)) if grad_lse is not None else ((out,), (grad_out,))
+    return (out.detach(), lse.detach(), *torch.autograd.grad(results, leaves, grads))
+
+
+def compare(device_mesh, placements, call, tensors, lse_placements=None, grad_lse=True, collectives=0, bits=True):
+    """call over DTensors gives what it gives over plain tensors, in the same places."""
+    *tensors, grad_out, of_lse = tensors
+    of_lse = of_lse if grad_lse else None
+    want = call_and_gradients(call, tensors, grad_out, of_lse)
+    spread = [distribute_tensor(x, device_mesh, placements) for x in (*tensors, grad_out)]
+    of_lse = distribute_tensor(of_lse, device_mesh, lse_placements) if grad_lse else None
+    with CommDebugMode() as counted:
+        got = call_and_gradients(call, spread[:3], spread[3], of_lse)
+    if collectives is not None:
+        assert counted.get_total_counts() == collectives, counted.get_comm_counts()
+    for name, x, y in zip(("out", "lse", "grad_q", "grad_k", "grad_v"), got, want, strict=True):
+        assert isinstance(x, DTensor), name
+        if collectives == 0:
+            expected = lse_placements if name == "lse" and lse_placements else placements
+            assert tuple(x.placements) == tuple(expected), f"{name}: {x.placements}"
+        full = x.full_tensor()
+        if bits:
+            assert torch.equal(full, y), f"{name}: off by {(full - y).abs().max()}"
+        else:
+            torch.testing.assert_close(full, y, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def heads_and_batch(count: int) -> None:
+    for scheme in ("rerope", "log_n_clipped"):
+        rotary = SCHEMES[scheme](16)
+        for causal in (True, False):
+            for placement, of_lse in ((HEADS, Shard(1)), (BATCH, Shard(0)), (Replicate(), Replicate())):
+                for grad_lse in (True, False):
+                    compare(mesh(count), [placement], lambda q, k, v: attention(q, k, v, rotary, causal, return_lse=True),
+                            inputs(), [of_lse], grad_lse)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_heads_and_batch(ranks, count):
+    ranks(heads_and_batch, count)
+
+
+class _Keeping:
+    """The CPU implementation, keeping keys for its backward where the scheme rotates, as Triton's does, and looking at them there."""
+
+    @staticmethod
+    def turned_keys_shape(k, call):
+        return (2, k.shape[0] * k.shape[1], *k.shape[2:]) if any(call.rotary.theta) else (0,)
+
+    @classmethod
+    def forward(cls, q, k, v, call):
+        out, lse, _ = cpu.forward(q, k, v, call)
+        return out, lse, cls.kept(k, call)
+
+    @classmethod
+    def backward(cls, grad_out, grad_lse, q, k, v, out, lse, turned_keys, call):
+        assert torch.equal(turned_keys, cls.kept(k, call))
+        return cpu.backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, call)
+
+    @classmethod
+    def kept(cls, k, call):
+        shape = cls.turned_keys_shape(k, call)
+        return k.flatten(0, 1).expand(shape).clone() if len(shape) > 1 else k.new_empty(0)
+
+
+def with_turned_keys() -> None:
+    """Of equal shapes one scheme keeps turned keys for the backward and the next does not: nothing of one may serve the other."""
+    sys.modules["flashrope.backends.keeping"] = _Keeping
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for device_mesh, placements, of_lse in ((mesh(4), [HEADS], [Shard(1)]), (mesh(4), [BATCH], [Shard(0)]),
+                                            (both, [BATCH, HEADS], [Shard(0), Shard(1)]), (mesh(2), [Replicate()], [Replicate()])):
+        for rotary in (Rotary.rope(16), Rotary.none(16), Rotary.rope(16).rectify(5, 2.0)):
+            def call(q, k, v):
+                return torch.ops.flashrope.attention(q, k, v, None, None, None, 20, 20, rotary.text, True, 0.25, "keeping")[:2]
+
+            compare(device_mesh, placements, call, inputs(), of_lse)
+    odd = [distribute_tensor(x, mesh(2), [BATCH]) for x in inputs(batch=3)[:3]]
+    torch.ops.flashrope.attention(*odd, None, None, None, 20, 20, Rotary.rope(16).text, True, 0.25, "keeping")
+
+
+def test_turned_keys(ranks):
+    ranks(with_turned_keys)
+
+
+def in_triton(count: int) -> None:
+    for placement, of_lse in ((HEADS, Shard(1)), (BATCH, Shard(0))):
+        compare(mesh(count), [placement], lambda q, k, v: attention(q, k, v, Rotary.rope(16), return_lse=True, impl="triton"),
+                inputs(batch=2, seqlen=4, heads=2, heads_kv=2), [of_lse])
+
+
+@pytest.mark.slow
+def test_triton(ranks):
+    ranks(in_triton, 2, seconds=240)
+
+
+def over_two_dimensions() -> None:
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rotary = SCHEMES["hope_rerope_log_n"](16)
+    for placements, of_lse in (((BATCH, HEADS), (Shard(0), Shard(1))), ((HEADS, HEADS), (Shard(1), Shard(1))),
+                               ((Replicate(), HEADS), (Replicate(), Shard(1)))):
+        compare(both, placements, lambda q, k, v: attention(q, k, v, rotary, return_lse=True), inputs(), of_lse)
+
+
+def test_mesh_of_two_dimensions(ranks):
+    ranks(over_two_dimensions)
+
+
+def not_divisible(count: int) -> None:
+    """Fewer key heads than ranks, an odd batch, a sharded sequence: gathered first, never computed apart."""
+    rotary = SCHEMES["rerope"](16)
+
+    def call(q, k, v):
+        return attention(q, k, v, rotary, return_lse=True)
+
+    compare(mesh(count), [HEADS], call, inputs(heads=8, heads_kv=2), grad_lse=False, collectives=None)
+    compare(mesh(count), [HEADS], call, inputs(heads=6, heads_kv=3), grad_lse=False, collectives=None)
+    compare(mesh(count), [BATCH], call, inputs(batch=3), grad_lse=False, collectives=None)
+    compare(mesh(count), [Shard(1)], call, inputs(), grad_lse=False, collectives=None)
+
+
+def test_what_does_not_divide_is_gathered(ranks):
+    ranks(not_divisible, 4)
+
+
+def mixed(count: int) -> None:
+    """Queries by heads and keys on every rank, and the other way round; gradients that arrive elsewhere than the output."""
+    rotary, (q, k, v, grad_out, _) = SCHEMES["rope"](16), inputs()
+    want = call_and_gradients(lambda *x: attention(*x, rotary, return_lse=True), (q, k, v), grad_out, None)
+    for of_q, of_k, of_grad in ((HEADS, Replicate(), HEADS), (Replicate(), HEADS, HEADS), (BATCH, BATCH, Replicate()), (HEADS, BATCH, BATCH)):
+        spread = [distribute_tensor(x, mesh(count), [place]) for x, place in ((q, of_q), (k, of_k), (v, of_k), (grad_out, of_grad))]
+        got = call_and_gradients(lambda *x: attention(*x, rotary, return_lse=True), spread[:3], spread[3], None)
+        for name, x, y in zip(("out", "lse", "grad_q", "grad_k", "grad_v"), got, want, strict=True):
+            assert torch.equal(x.full_tensor(), y), (name, of_q, of_k, of_grad)
+
+
+def test_mixed_placements(ranks):
+    ranks(mixed, 2)
+
+
+def positions_and_packed(count: int) -> None:
+    q, k, v, grad_out, grad_lse = inputs()
+    rotary, axial = Rotary.hope(16, 100).log_n(10), Rotary.axial(16)
+    generator = torch.Generator().manual_seed(1)
+    for scheme, positions in ((rotary, torch.rand(4, 20, generator=generator) * 50), (axial, torch.rand(4, 20, 2, generator=generator) * 9)):
+        want = call_and_gradients(lambda *x: attention(*x, scheme, positions=positions, return_lse=True), (q, k, v), grad_out, grad_lse)
+        for placement, of_positions, of_lse in ((HEADS, Replicate(), Shard(1)), (BATCH, Shard(0), Shard(0))):
+            where, of_lse = distribute_tensor(positions, mesh(count), [of_positions]), distribute_tensor(grad_lse, mesh(count), [of_lse])
+            spread = [distribute_tensor(x, mesh(count), [placement]) for x in (q, k, v, grad_out)]
+            with CommDebugMode() as counted:
+                got = call_and_gradients(lambda *x: attention(*x, scheme, positions=where, return_lse=True), spread[:3], spread[3],
+                                         of_lse)
+            assert counted.get_total_counts() == 0, counted.get_comm_counts()
+            for x, y in zip(got, want, strict=True):
+                assert torch.equal(x.full_tensor(), y)
+
+    lengths = torch.tensor([0, 30, 44, 80], dtype=torch.int32)
+    packed = [x.flatten(0, 1) for x in (q, k, v, grad_out)]
+    of_lse = grad_lse.transpose(0, 1).flatten(1)
+    for device_mesh, at in ((None, lengths), (mesh(count), distribute_tensor(lengths, mesh(count), [Replicate()]))):
+        def call(q, k, v):
+            return attention_varlen(q, k, v, rotary, at, at, 36, 36, return_lse=True)
+
+        if device_mesh is None:
+            want = call_and_gradients(call, packed[:3], packed[3], of_lse)
+            continue
+        spread = [distribute_tensor(x, device_mesh, [Shard(1)]) for x in packed]
+        got = call_and_gradients(call, spread[:3], spread[3], distribute_tensor(of_lse, device_mesh, [Shard(0)]))
+        for x, y, dim in zip(got, want, (1, 0, 1, 1, 1), strict=True):
+            assert x.placements == (Shard(dim),) and torch.equal(x.full_tensor(), y)
+
+
+def test_positions_and_packed_sequences(ranks):
+    ranks(positions_and_packed, 2)
+
+
+def gradient_of_a_collective(count: int) -> None:
+    """A gradient that a collective has still to deliver reaches an output of plain tensors."""
+    q, k, v, grad_out, _ = inputs()
+    seen = []
+
+    class Looking(_Keeping):
+        @classmethod
+        def backward(cls, grad_out, *rest):
+            seen.append(type(grad_out))
+            return super().backward(grad_out, *rest)
+
+    sys.modules["flashrope.backends.looking"] = Looking
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = ops.attention(*leaves, None, None, None, 20, 20, Rotary.rope(16).text, True, 0.25, "looking")[0]
+    want = torch.autograd.grad(out, leaves, grad_out * count, retain_graph=True)
+    pending = collectives.all_reduce(grad_out, "sum", mesh(count))
+    assert type(pending) is collectives.AsyncCollectiveTensor
+    got = torch.autograd.grad(out, leaves, pending)
+    assert seen == [torch.Tensor, torch.Tensor]
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_gradient_of_a_collective(ranks):
+    ranks(gradient_of_a_collective, 2)
