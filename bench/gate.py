@@ -4,8 +4,9 @@
 
 For every case the backend runs on meta tensors: forward and backward, or over a cache. Launches that need the same machine code are
 compiled once. Prints one row per compiled kernel and exits with 1 when one does not compile, spills more than
-SPILL_CEILINGS allows, asks for more shared memory than a block of its architecture can have, or in decoding reads a cache
-in pieces of less than 16 bytes.
+SPILL_CEILINGS allows, asks for more shared memory than a block of its architecture can have, takes more instructions per
+tensor-core instruction than bench.ceilings allows, or in decoding reads a cache in pieces of less than 16 bytes. The column
+"model" is the tensor cores' estimated utilisation on sm_80 (bench.model).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from flashrope import Rotary
 from flashrope.backends import CacheCall, Call
 from flashrope.backends import triton as backend
 
+from . import model
+from .ceilings import most_instructions
 from .offline import MULTIPROCESSORS, Launch, Measured, caught_launches, compile_all, missing_tools
 
 KERNELS = ("turn_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q")
@@ -202,6 +205,8 @@ class Row:
                    "shared KB": f"{m.shared / 1024:g}", "blocks/SM": limits.resident_blocks(m.registers, m.shared, m.warps)}
         if m.loop:
             figures |= {"MMA": m.loop["mma"], "instr/MMA": f"{m.loop['total'] / m.loop['mma']:.2f}"}
+        if m.loop and self.launch.arch == model.ARCH:
+            figures["model"] = f"{model.utilisation(m.loop):.0%}"
         if m.loop and self.reads_raw_keys:
             figures["16 B loads"] = m.loop.get("global 16 B", 0)
         return {name: str(value) for name, value in figures.items()}
@@ -222,6 +227,10 @@ class Row:
         limit = MULTIPROCESSORS[first.arch].shared_per_block
         if self.result.shared > limit:
             found.append(f"{name}: needs {self.result.shared} bytes of shared memory, a block of sm_{first.arch} has {limit}")
+        most = most_instructions(self.kernel, first.scheme.name, first.arch, first.head_dim) if first.dtype == "bf16" else None
+        if self.result.loop and most is not None and self.result.loop["total"] > most * self.result.loop["mma"]:
+            found.append(f"{name}: {self.result.loop['total'] / self.result.loop['mma']:.2f} instructions per tensor-core instruction in the "
+                         f"hot loop, the ceiling is {most}")
         if self.result.loop and self.reads_raw_keys and first.dtype != "fp32":
             loads = 2 * self.launch.kwargs["BLOCK_N"] * first.head_dim * 2 // (16 * 32 * self.result.warps)
             wide, narrow = self.result.loop.get("global 16 B", 0), self.result.loop.get("global", 0) - self.result.loop.get("global 16 B", 0)
@@ -244,7 +253,7 @@ def plan(chosen: list[Case]) -> list[Row]:
 
 
 COLUMNS = ("kernel", "arch", "D", "dtype", "bands", "scheme", "warps", "stages", "regs", "spill B", "shared KB", "blocks/SM",
-           "MMA", "instr/MMA", "16 B loads")
+           "MMA", "instr/MMA", "model", "16 B loads")
 
 
 def print_table(rows: list[Row]) -> None:

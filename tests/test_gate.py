@@ -105,7 +105,8 @@ def test_ceilings_name_what_breaks_them(compiled):
     fields = [field.name for field in dataclasses.fields(Measured)]
 
     def found(name):
-        return row(measured=Measured(**{field: compiled[name][field] for field in fields})).violations()
+        measured = {field: compiled[name][field] for field in fields} | {"loop": None}  # a bare product has another mix than attention
+        return row(measured=Measured(**measured)).violations()
 
     assert found("sm_80") == []
     [spill] = found("spilling")
