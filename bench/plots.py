@@ -1,0 +1,134 @@
+"""Figures of one run: speed and ratio over the length, one row a pass. A figure never holds two versions or two devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .results import Record, Run
+
+# Okabe and Ito's palette; our own are black and thick, so that they stand out in grey as well.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#888888", "#8C510A", "#5E3C99", "#01665E")
+MARKERS = "os^Dv<>pPX"
+OWN_STYLES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1, 1, 1)))
+
+
+def draw(run: Run, path: Path) -> bool:
+    """A PNG of the run's speeds and ratios; False where there is nothing to draw."""
+    records = [record for record in run.records if record.tflops is not None or record.gbs is not None]
+    ours = next((record.contestant for record in reversed(records) if record.ours), None)
+    if not records:
+        return False
+    rows = [backward for backward in (False, True) if any(record.backward == backward for record in records)]
+    figure, all_axes = _figure(len(rows), 2, height=3.4)
+    styles = _styles(records)
+    bandwidth = records[0].gbs is not None
+    for axes, backward in zip(all_axes, rows, strict=True):
+        chosen = [record for record in records if record.backward == backward]
+        unit = "GB/s" if bandwidth else "TFLOP/s"
+        _lines(axes[0], chosen, styles, lambda record: record.gbs if bandwidth else record.tflops)
+        passes = "one token" if chosen[0].sizes["decoding"] else "forward + backward" if backward else "forward"
+        axes[0].set_title(f"{passes}: {unit}", loc="left", fontsize=10)
+        _ceiling(axes[0], run, bandwidth)
+        axes[0].set_ylim(bottom=0)
+        _lines(axes[1], chosen, styles, lambda record: 1.0 if record.contestant == ours else record.ratios.get(ours))
+        axes[1].set_title(f"time / {ours}'s (above 1: {ours} is faster)" if ours else "", loc="left", fontsize=10)
+        axes[1].set_yscale("log", base=2)
+        axes[1].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        for each in axes:
+            _length_axis(each, sorted({record.seqlen for record in chosen}))
+    _finish(figure, run, records, path)
+    return True
+
+
+def draw_scaling(run: Run, path: Path, panels: Sequence[tuple[str, str, str, dict[str, dict[float, float]]]]) -> bool:
+    """Panels (title, x label, y label, {series: {x: y}}) with both axes logarithmic, two to a row."""
+    panels = [panel for panel in panels if any(panel[3].values())]
+    if not panels:
+        return False
+    count = -(-len(panels) // 2)
+    figure, all_axes = _figure(count, 2, height=3.4)
+    flat = [axes for row in all_axes for axes in row]
+    for axes, (title, x_label, y_label, series) in zip(flat, panels, strict=False):
+        for at, (name, points) in enumerate(series.items()):
+            if points:
+                axes.plot(list(points), list(points.values()), label=name, color=COLOURS[at % len(COLOURS)], marker=MARKERS[at % len(MARKERS)], markersize=4)
+        axes.set_yscale("log")
+        _length_axis(axes, sorted({x for points in series.values() for x in points}), x_label)
+        axes.set_ylabel(y_label)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.legend(fontsize=7, frameon=False)
+    for axes in flat[len(panels):]:
+        axes.set_visible(False)
+    figure.suptitle(_origin(run), fontsize=7, color="0.35", x=0.01, ha="left")
+    _save(figure, path)
+    return True
+
+
+def _figure(rows: int, columns: int, height: float):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, height * rows + 0.9), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _styles(records: Sequence[Record]) -> dict[str, dict]:
+    ours = list(dict.fromkeys(record.contestant for record in records if record.ours))
+    peers = list(dict.fromkeys(record.contestant for record in records if not record.ours))
+    styles = {name: {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)], "linewidth": 1.3, "markersize": 4}
+              for at, name in enumerate(peers)}
+    return styles | {name: {"color": "black", "linestyle": OWN_STYLES[at % len(OWN_STYLES)], "linewidth": 2.4, "marker": ".", "markersize": 7}
+                     for at, name in enumerate(reversed(ours))}
+
+
+def _lines(axes, records: Sequence[Record], styles: dict[str, dict], value: Callable[[Record], float | None]) -> None:
+    for name in dict.fromkeys(record.contestant for record in records):
+        points = [(record.seqlen, value(record)) for record in records if record.contestant == name and value(record) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=name, **styles[name])
+
+
+def _ceiling(axes, run: Run, bandwidth: bool) -> None:
+    """The measured ceiling that the share in the tables is taken of."""
+    ceiling = run.ceilings["read_gbs" if bandwidth else "product_tflops"]
+    axes.axhline(ceiling, color="0.6", linewidth=1, linestyle=":")
+    axes.annotate("read-only probe" if bandwidth else "large product", xy=(1, ceiling), xycoords=("axes fraction", "data"), fontsize=7,
+                  color="0.4", ha="right", va="bottom")
+
+
+def _length_axis(axes, lengths: Sequence[float], x_label: str = "seqlen") -> None:
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{int(x) // 1024}k" if x >= 1024 and x % 1024 == 0 else f"{x:g}" for x in lengths])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(x_label)
+    axes.grid(axis="y", color="0.9", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _origin(run: Run) -> str:
+    versions = run.versions
+    argv = run.argv if len(run.argv) < 150 else run.argv[:147] + "..."
+    return f"{run.device['name']}, torch {versions['torch']}, triton {versions['triton']}, revision {versions['revision']}\n{argv}"
+
+
+def _finish(figure, run: Run, records: Sequence[Record], path: Path) -> None:
+    sizes = records[0].sizes
+    figure.suptitle(f"{run.command}: head_dim {sizes['head_dim']}, {sizes['heads']} query and {sizes['heads_kv']} key heads, {sizes['dtype']}, "
+                    f"{'causal' if sizes['causal'] else 'not causal'}\n{_origin(run)}", fontsize=9, x=0.01, ha="left")
+    handles, labels = {}, []
+    for axes in figure.axes:
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    labels = list(handles)
+    figure.legend(handles.values(), labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+def _save(figure, path: Path) -> None:
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)

@@ -1,0 +1,101 @@
+"""The files of a run: one JSON that holds everything, a CSV of its records. Runs of different versions are never put together."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+SAME = ("revision", "torch", "triton", "cuda")  # of versions, beside the device's name
+
+
+@dataclasses.dataclass
+class Record:
+    """One contestant on one problem. milliseconds: the median over the rounds, between its quartiles."""
+
+    table: str
+    contestant: str
+    ours: bool
+    sizes: dict
+    backward: bool
+    milliseconds: float
+    low: float
+    high: float
+    rounds: int
+    tflops: float | None = None  # by Problem.flops, for attention over many queries
+    gbs: float | None = None  # bytes that have to be moved, over the time
+    share: float | None = None  # of the measured product, copy or read
+    ratios: dict[str, float] = dataclasses.field(default_factory=dict)  # {one of ours: this one's time over its time}
+    peak_bytes: int | None = None
+
+    @property
+    def seqlen(self) -> int:
+        return self.sizes["seqlen"]
+
+
+@dataclasses.dataclass
+class Run:
+    """Everything that one command measured on one device."""
+
+    command: str
+    argv: str
+    device: dict
+    versions: dict[str, str]
+    ceilings: dict[str, float]
+    records: list[Record] = dataclasses.field(default_factory=list)
+    absent: dict[str, str] = dataclasses.field(default_factory=dict)  # {contestant: why it did not run}
+    wrong: dict[str, float] = dataclasses.field(default_factory=dict)  # {contestant: its error against float64}
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # of those that are right
+    skipped: list[str] = dataclasses.field(default_factory=list)
+    goals: list[dict] = dataclasses.field(default_factory=list)
+    fits: dict[str, float] = dataclasses.field(default_factory=dict)  # {series: exponent}
+    load_average: dict[str, list[float] | None] = dataclasses.field(default_factory=dict)
+    note: str = ""
+
+    def write(self, folder: Path, stem: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(folder / f"{stem}.json", json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        _write_csv(folder / f"{stem}.csv", self)
+
+
+def read(path: Path) -> Run:
+    """Raises ValueError, naming the file, where it does not hold a run."""
+    try:
+        fields = json.loads(path.read_text())
+        return Run(**(fields | {"records": [Record(**record) for record in fields["records"]]}))
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not the results of a run ({error})") from None
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """Raises ValueError where the runs are of different devices or versions."""
+    for name, of in [("device", lambda run: run.device["name"])] + [(name, lambda run, name=name: run.versions[name]) for name in SAME]:
+        seen = sorted({of(run) for run in runs})
+        if len(seen) > 1:
+            raise ValueError(f"runs of different {name} cannot be put together: {', '.join(seen)}")
+
+
+def _write_csv(path: Path, run: Run) -> None:
+    ours = sorted({name for record in run.records for name in record.ratios})
+    rows = []
+    for record in run.records:
+        row = dataclasses.asdict(record)
+        row |= row.pop("sizes") | {f"time / {name}": ratio for name, ratio in row.pop("ratios").items()}
+        rows.append({name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()})
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w", newline="") as file:
+        writer = csv.DictWriter(file, [name for name in names if not name.startswith("time / ")] + [f"time / {name}" for name in ours],
+                                restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(partial, path)
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
