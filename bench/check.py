@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -26,9 +27,11 @@ def error(contestant: Contestant, problem: Problem, backward: bool) -> float:
     case = small(problem)
     tensors = case.tensors(grad=backward)
     grad_out = case.replace(heads_kv=case.heads).tensors(seed=1)[0]
+    reference = contestant.exact(case) if contestant.exact else partial(
+        attention, rotary=contestant.rotary(case), causal=case.causal, impl="reference")
+    wide = [x.detach().double().requires_grad_(backward) for x in tensors]  # before the contestant, which may rotate in place
+    exact = results(reference, wide, grad_out.double(), backward)
     got = results(contestant.prepare(case), tensors, grad_out, backward)
-    exact = results(lambda *wide: attention(*wide, contestant.rotary(case), causal=case.causal, impl="reference"),
-                    [x.detach().double().requires_grad_(backward) for x in tensors], grad_out.double(), backward)
     return max(_relative(a, b) for a, b in zip(got, exact, strict=True))
 
 

@@ -35,6 +35,9 @@ class Contestant:
     prepare: Callable[[Problem], Callable]  # may raise Unavailable, as may the call
     ours: bool = False
     scratch: Callable[[Problem], int] = lambda problem: 0  # bytes of score matrices or rotated caches, to see whether it fits
+    moved: Callable[[Problem], int] | None = None  # the bytes that have to be moved, where bandwidth is what counts
+    ceiling: str = "product_tflops"  # of machine.ceilings, what its speed is held against
+    exact: Callable[[Problem], Callable] | None = None  # the reference (q, k, v) -> result in float64, where that is not attention
 
 
 # ---- rotation -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from .results import Record, Run
 # Okabe and Ito's palette; our own are black and thick, so that they stand out in grey as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#888888", "#8C510A", "#5E3C99", "#01665E")
 MARKERS = "os^Dv<>pPX"
+CEILINGS = {"product_tflops": "large product", "copy_gbs": "copy, read and written", "read_gbs": "read-only probe"}
 OWN_STYLES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1, 1, 1)))
 
 
@@ -23,14 +24,14 @@ def draw(run: Run, path: Path) -> bool:
     rows = [backward for backward in (False, True) if any(record.backward == backward for record in records)]
     figure, all_axes = _figure(len(rows), 2, height=3.4)
     styles = _styles(records)
-    bandwidth = records[0].gbs is not None
+    bandwidth = any(record.gbs is not None for record in records)
     for axes, backward in zip(all_axes, rows, strict=True):
         chosen = [record for record in records if record.backward == backward]
         unit = "GB/s" if bandwidth else "TFLOP/s"
         _lines(axes[0], chosen, styles, lambda record: record.gbs if bandwidth else record.tflops)
         passes = "one token" if chosen[0].sizes["decoding"] else "forward + backward" if backward else "forward"
         axes[0].set_title(f"{passes}: {unit}", loc="left", fontsize=10)
-        _ceiling(axes[0], run, bandwidth)
+        _ceiling(axes[0], run, next(record.ceiling for record in chosen if (record.gbs is not None) == bandwidth))
         axes[0].set_ylim(bottom=0)
         _lines(axes[1], chosen, styles, lambda record: 1.0 if record.contestant == ours else record.ratios.get(ours))
         axes[1].set_title(f"time / {ours}'s (above 1: {ours} is faster)" if ours else "", loc="left", fontsize=10)
@@ -91,12 +92,10 @@ def _lines(axes, records: Sequence[Record], styles: dict[str, dict], value: Call
             axes.plot(*zip(*points, strict=True), label=name, **styles[name])
 
 
-def _ceiling(axes, run: Run, bandwidth: bool) -> None:
+def _ceiling(axes, run: Run, name: str) -> None:
     """The measured ceiling that the share in the tables is taken of."""
-    ceiling = run.ceilings["read_gbs" if bandwidth else "product_tflops"]
-    axes.axhline(ceiling, color="0.6", linewidth=1, linestyle=":")
-    axes.annotate("read-only probe" if bandwidth else "large product", xy=(1, ceiling), xycoords=("axes fraction", "data"), fontsize=7,
-                  color="0.4", ha="right", va="bottom")
+    axes.axhline(run.ceilings[name], color="0.6", linewidth=1, linestyle=":")
+    axes.annotate(CEILINGS[name], xy=(1, run.ceilings[name]), xycoords=("axes fraction", "data"), fontsize=7, color="0.4", ha="right", va="bottom")
 
 
 def _length_axis(axes, lengths: Sequence[float], x_label: str = "seqlen") -> None:

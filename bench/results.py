@@ -27,7 +27,8 @@ class Record:
     rounds: int
     tflops: float | None = None  # by Problem.flops, for attention over many queries
     gbs: float | None = None  # bytes that have to be moved, over the time
-    share: float | None = None  # of the measured product, copy or read
+    ceiling: str = ""  # the name of the measured ceiling that share is taken of
+    share: float | None = None
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)  # {one of ours: this one's time over its time}
     peak_bytes: int | None = None
 
@@ -51,7 +52,7 @@ class Run:
     errors: dict[str, float] = dataclasses.field(default_factory=dict)  # of those that are right
     skipped: list[str] = dataclasses.field(default_factory=list)
     goals: list[dict] = dataclasses.field(default_factory=list)
-    fits: dict[str, float] = dataclasses.field(default_factory=dict)  # {series: exponent}
+    exponents: dict[str, float] = dataclasses.field(default_factory=dict)  # {series: fitted power}
     load_average: dict[str, list[float] | None] = dataclasses.field(default_factory=dict)
     note: str = ""
 

@@ -31,14 +31,12 @@ MEMORY_SHARE = 0.8  # of what is free that a contestant may be expected to take
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Contestants on one problem. ``moved``: the bytes they have to move, where bandwidth is what counts, and the ceiling it is held
-    against ("copy_gbs" or "read_gbs"); else operations are counted. ``recorded``: as CUDA graphs."""
+    """Contestants on one problem. ``recorded``: replayed as CUDA graphs."""
 
     title: str
     contestants: Sequence[Contestant]
     problem: Problem
     backward: bool = False
-    moved: tuple[Callable[[Problem], int], str] | None = None
     recorded: bool = False
 
 
@@ -213,14 +211,12 @@ class Session:
         p, name = table.problem, contestant.name
         spread = Spread.of(times[name])
         record = Record(table.title, name, contestant.ours, p.sizes(), table.backward, spread.median, spread.low, spread.high, len(times[name]),
-                        ratios={own: ratio(times, name, own) for own in ours if own != name})
-        if table.moved is None:
+                        ceiling=contestant.ceiling, ratios={own: ratio(times, name, own) for own in ours if own != name})
+        if contestant.moved is None:
             record.tflops = p.flops(table.backward) / spread.median / 1e9
-            record.share = record.tflops / self.run.ceilings["product_tflops"]
         else:
-            moved, ceiling = table.moved
-            record.gbs = moved(p) / spread.median / 1e6
-            record.share = record.gbs / self.run.ceilings[ceiling]
+            record.gbs = contestant.moved(p) / spread.median / 1e6
+        record.share = (record.tflops or record.gbs) / self.run.ceilings[contestant.ceiling]
         return record
 
     def memory(self, tables: Sequence[Table] | None = None) -> None:
@@ -246,16 +242,16 @@ class Session:
         if lines:
             self.say("\npeak memory beyond the inputs, MiB\n" + lines)
 
-    def finish(self) -> int:
-        """Goals, figures, files. The exit code: 1 where one of our own is wrong or failed, or nothing ran."""
+    def finish(self, draw: bool = True) -> int:
+        """Goals, files, and with draw the figure of plots.draw. The exit code: 1 where one of our own is wrong or failed, or nothing ran."""
         self.bar.close()
         self.run.load_average["end"] = machine.load_average()
         self.run.goals = goals.evaluate(self.run)
         self.say("\n" + goals.text(self.run.goals))
         self.run.write(self.folder, self.stem)
-        drawn = plots.draw(self.run, self.folder / f"{self.stem}.png")
-        suffixes = "json,csv,png" if drawn else "json,csv"
-        self.say(f"\nwritten: {self.folder / self.stem}.{{{suffixes}}}")
+        if draw:
+            plots.draw(self.run, self.folder / f"{self.stem}.png")
+        self.say(f"\nwritten: {self.folder / self.stem}.{{json,csv,png}}")
         failed = [name for name in (*self.run.wrong, *(n for n, why in self.run.absent.items() if why.startswith("failed:")))
                   if name.startswith("flashrope")]
         if failed:
@@ -292,12 +288,11 @@ def text_of(table: Table, records: Sequence[Record]) -> str:
         return f"{table.title}: nothing to time"
     ours = [record.contestant for record in records if record.ours]
     width = max(len(record.contestant) for record in records) + 2
-    speed = "GB/s" if table.moved else "TFLOP/s"
     lines = [f"{table.title}, {records[0].rounds} rounds",
-             f"{'':<{width}}{'median':>12}{'quartiles':>22}{speed:>10}{'ceiling':>9}   " + "   ".join(f"time / {name}" for name in ours)]
+             f"{'':<{width}}{'median':>12}{'quartiles':>22}{'speed':>17}{'ceiling':>9}   " + "   ".join(f"time / {name}" for name in ours)]
     for record in records:
-        row = f"{record.contestant:<{width}}{record.milliseconds:>9.3f} ms{record.low:>11.3f} -{record.high:>9.3f}"
-        row += f"{record.gbs if table.moved else record.tflops:>10.3g}{record.share:>9.1%}   "
+        speed = f"{record.gbs:.4g} GB/s   " if record.tflops is None else f"{record.tflops:.3g} TFLOP/s"
+        row = f"{record.contestant:<{width}}{record.milliseconds:>9.3f} ms{record.low:>11.3f} -{record.high:>9.3f}{speed:>17}{record.share:>9.1%}   "
         row += "   ".join(f"{record.ratios[name]:.2f}".rjust(len(name) + 7) if name in record.ratios else " " * (len(name) + 7) for name in ours)
         lines.append(row.rstrip())
     return "\n".join(lines)

@@ -1,0 +1,90 @@
+"""The ways to decode one token over a cache: without an encoding, rotating a cache of raw keys first, and our own."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import torch
+
+from flashrope import attention_with_cache
+from flashrope.angles import cos_sin
+
+from .contestants import KERNELS, SDPA, Contestant, Unavailable, apply, full_table, own_impl
+from .problem import Problem
+
+
+def _seen_at(problem: Problem) -> torch.Tensor:
+    """Minus the distance at which the query sees every key under ReRoPE: the position it turns to, the query staying as it is."""
+    slots = torch.arange(problem.seqlen, device=problem.device)
+    return -(problem.seqlen - 1 - slots).clamp(max=problem.window)
+
+
+def rotate_eagerly(problem: Problem):
+    cos, sin = full_table(problem.rope(), _seen_at(problem), problem.dtype)
+    attend = KERNELS["SDPA flash"](problem)
+    return lambda q, k, v: attend(q, apply(k, cos, sin), v)
+
+
+def rotate_compiled(problem: Problem):
+    cos, sin = full_table(problem.rope(), _seen_at(problem), problem.dtype)
+    attend, turn = KERNELS["SDPA flash"](problem), torch.compile(apply, dynamic=False, fullgraph=True)
+    return lambda q, k, v: attend(q, turn(k, cos, sin), v)
+
+
+def rotate_fused(problem: Problem):
+    if problem.device.type != "cuda":
+        raise Unavailable("Triton kernels need a CUDA device")
+    from .fused_rope import rotate
+
+    cos, sin = (x.float().contiguous() for x in cos_sin(problem.rope(), _seen_at(problem)))
+    attend = KERNELS["SDPA flash"](problem)
+    return lambda q, k, v: attend(q, rotate(k, k[:, :, :0].contiguous(), cos, sin)[0], v)
+
+
+def upstream_with_cache(problem: Problem):
+    """flash-attn's own split-key kernel, keys as they are."""
+    try:
+        from flash_attn import flash_attn_with_kvcache
+    except ImportError as error:
+        raise Unavailable(f"not installed ({error})") from None
+    return lambda q, k, v: flash_attn_with_kvcache(q, k, v, causal=True)
+
+
+def flashinfer_rope(problem: Problem):
+    """FlashInfer over raw keys, all of them rotated on the way."""
+    try:
+        from flashinfer import single_decode_with_kv_cache
+    except ImportError as error:
+        raise Unavailable(f"not installed ({error})") from None
+    if problem.batch != 1:
+        raise Unavailable("its call for one sequence is used, which takes batch 1")
+    return lambda q, k, v: single_decode_with_kv_cache(q[0, 0], k[0], v[0], kv_layout="NHD", pos_encoding_mode="ROPE_LLAMA")[None, None]
+
+
+def own_over_cache(scheme, impl: str | None, problem: Problem):
+    if impl == "cuda" and problem.device.type != "cuda":
+        raise Unavailable("needs a CUDA device")
+    rotary, impl = scheme(problem), impl or own_impl(problem.device)
+    seqlens = torch.full((problem.batch,), problem.seqlen, dtype=torch.int32, device=problem.device)
+    if impl == "cuda":
+        from flashrope.backends import backend
+
+        if reason := backend(impl).refusal(torch.empty(1, 1, 1, problem.head_dim, dtype=problem.dtype, device=problem.device), cached=True):
+            raise Unavailable(reason)
+    return lambda q, k, v: attention_with_cache(q, k, v, rotary, seqlens, impl=impl)
+
+
+def contestants(device: torch.device) -> list[Contestant]:
+    """Peers without an encoding, peers that rotate, our own (the extension as "CUDA")."""
+    def rotated_cache(problem: Problem) -> int:
+        return problem.bytes_of_cache() * (2 if device.type == "cuda" else 4)
+
+    chosen = [Contestant(f"SDPA {which}", Problem.none, KERNELS[f"SDPA {which}"]) for which in SDPA]
+    chosen += [Contestant("flash-attn 2", Problem.none, upstream_with_cache), Contestant("FlashInfer, RoPE", Problem.rope, flashinfer_rope)]
+    chosen += [Contestant(f"{how} rotation of the cache + SDPA flash", Problem.rerope, prepare, scratch=rotated_cache)
+               for how, prepare in (("fused", rotate_fused), ("compiled", rotate_compiled), ("eager", rotate_eagerly))
+               if how != "compiled" or device.type == "cpu"]
+    ours = [("NoPE", Problem.none, None), ("RoPE", Problem.rope, None), ("ReRoPE", Problem.rerope, None), ("ReRoPE, CUDA", Problem.rerope, "cuda")]
+    chosen += [Contestant(f"flashrope {name}", scheme, partial(own_over_cache, scheme, impl), ours=True) for name, scheme, impl in ours]
+    return [dataclasses.replace(contestant, moved=Problem.bytes_of_cache, ceiling="read_gbs") for contestant in chosen]
