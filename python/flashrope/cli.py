@@ -17,6 +17,7 @@ from ._version import __version__
 
 COMMANDS = {  # command: (module, what it does)
     "demo": ("flashrope.experiments.demo", "train two small models and compare the schemes beyond the training length"),
+    "experiment": ("flashrope.experiments.experiment", "the sources' experiments: train small models, measure, draw, tabulate"),
     "generate": ("flashrope.experiments.generate", "continue a text from a model that the demo trained, past its training length"),
     "info": ("flashrope.info", "versions, devices, and which implementations can serve here"),
 }

@@ -83,8 +83,11 @@ class LanguageModel(nn.Module):
         attend takes (q, k, v, rotary) and is ``flashrope.attention`` unless a caller needs one with further arguments, or one
         for each block, as over a cache.
         """
+        return self.decode(self.embedding(tokens), rotary, attend)
+
+    def decode(self, x: torch.Tensor, rotary: Rotary, attend: Attend | Sequence[Attend] = attention) -> torch.Tensor:
+        """``forward`` from embeddings (batch, seqlen, width)."""
         attends = [attend] * len(self.blocks) if callable(attend) else attend
-        x = self.embedding(tokens)
         for block, attend_in_block in zip(self.blocks, attends, strict=True):
             x = block(x, rotary, attend_in_block)
         return F.linear(self.norm(x), self.embedding.weight)

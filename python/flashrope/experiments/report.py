@@ -29,7 +29,7 @@ class Bars:
     def __init__(self, names: Sequence[str], total: int):
         from tqdm import tqdm
 
-        self._names, self._total = names, total
+        self._names, self._total, self._steps = names, total, [0] * len(names)
         self._bars = [tqdm(total=total, desc=name, position=at, disable=None, dynamic_ncols=True)
                       for at, name in enumerate(names)]
 
@@ -42,12 +42,13 @@ class Bars:
 
     def update(self, bar: int, step: int, loss: float | None = None) -> None:
         """Bar number ``bar`` has come to ``step``."""
-        shown = self._bars[bar]
+        shown, before = self._bars[bar], self._steps[bar]
+        self._steps[bar] = step
         if not shown.disable:
             if loss is not None:
                 shown.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             shown.update(step - shown.n)
-        elif step == 1 or step in {self._total * quarter // 4 for quarter in (1, 2, 3, 4)}:
+        elif before < 1 <= step or any(before < self._total * quarter // 4 <= step for quarter in (1, 2, 3, 4)):
             print(f"{self._names[bar]}: {step} of {self._total}" + (f", loss {loss:.3f}" if loss is not None else ""), flush=True)
 
 

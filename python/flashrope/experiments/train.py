@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,7 @@ class TrainConfig:
     clip: float = 1.0
     seed: int = 0
     compile: bool = False
+    micro_batch: int = 0  # sequences that are read at once, their gradients added up to the batch's; 0 reads all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +42,15 @@ class Trained:
     tokens_per_second: float  # without the first step, which compiles kernels and builds tables
 
 
-def train(model: LanguageModel, rotary: Rotary, batches: Iterable[torch.Tensor], config: TrainConfig, attend: Attend = attention,
-          progress: Callable[[int, float], None] = lambda step, loss: None) -> Trained:
-    """Train in place. batches yields int64 (batch_size, train_length + 1) on the model's device; progress(step, loss) is
-    called some fifty times or more. On a GPU the forward pass runs under bfloat16 autocast.
+def train(model: LanguageModel, rotary: Rotary, batches: Iterable[torch.Tensor] | Callable[[int], Iterable[torch.Tensor]],
+          config: TrainConfig, attend: Attend = attention, progress: Callable[[int, float], None] = lambda step, loss: None,
+          state: Path | None = None, save_every: int = 0) -> Trained:
+    """Train in place. batches yields int64 (batch_size, train_length + 1) on the model's device, or pairs of inputs and targets
+    (batch_size, seqlen), target -100 not counted; progress(step, loss) is called some fifty times or more. On a GPU the forward
+    pass runs under bfloat16 autocast.
+
+    With state, a file, the run is kept there every save_every steps and goes on from what is there, as if it had never stopped;
+    batches is then a function of the number of steps done. The file is left to the caller.
 
     Raises RuntimeError where the loss is not finite.
     """
@@ -54,19 +62,20 @@ def train(model: LanguageModel, rotary: Rotary, batches: Iterable[torch.Tensor],
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_fraction(step, config))
     report_every = max(config.steps // 50, 1) if device.type == "cuda" else 1  # reading the loss waits for the GPU
-    losses, first_step = [], 0.0
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    losses, done, first_step = [], 0, 0.0
+    if state is not None and state.exists():
+        losses = _restore(state, parts, device)
+        done = len(losses)
     start = time.perf_counter()
-    for step, batch in zip(range(1, config.steps + 1), batches, strict=False):
-        with autocast(device):
-            logits = forward(batch[:, :-1], rotary, attend)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-        loss.backward()
+    for step, batch in zip(range(done + 1, config.steps + 1), batches(done) if callable(batches) else batches, strict=False):
+        loss = _gradients(forward, rotary, attend, batch, config.micro_batch, device)
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        losses.append(loss.detach())
-        if step == 1 and config.steps > 1:
+        losses.append(loss)
+        if step == done + 1 and config.steps > step:
             loss.item()
             first_step = time.perf_counter() - start
         if step % report_every == 0 or step == config.steps:
@@ -74,10 +83,40 @@ def train(model: LanguageModel, rotary: Rotary, batches: Iterable[torch.Tensor],
             if not math.isfinite(value):
                 raise RuntimeError(f"training diverged: the loss is {value} at step {step}; a lower learning rate may help")
             progress(step, value)
+        if state is not None and save_every and step % save_every == 0:
+            _keep(state, parts, losses)
     seconds = time.perf_counter() - start
-    timed = max(config.steps - 1, 1) * config.batch_size * config.train_length
+    timed = max(config.steps - done - 1, 1) * config.batch_size * config.train_length
     last = torch.stack(losses[-max(config.steps // 10, 1):])
-    return Trained(last.mean().item(), seconds, timed / (seconds - first_step))
+    return Trained(last.mean().item(), seconds, timed / max(seconds - first_step, 1e-9))
+
+
+def _gradients(forward, rotary: Rotary, attend: Attend, batch, micro_batch: int, device: torch.device) -> torch.Tensor:
+    """Adds the gradients of the mean loss over the batch's targets; returns that loss."""
+    inputs, targets = batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
+    size = micro_batch or len(inputs)
+    counted = (targets >= 0).sum()
+    total = torch.zeros((), device=device)
+    for part, wanted in zip(inputs.split(size), targets.split(size), strict=True):
+        with autocast(device):
+            logits = forward(part, rotary, attend)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum") / counted
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _keep(path: Path, parts: dict, losses: list[torch.Tensor]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    torch.save({"losses": torch.stack(losses).cpu(), **{name: part.state_dict() for name, part in parts.items()}}, partial)
+    os.replace(partial, path)
+
+
+def _restore(path: Path, parts: dict, device: torch.device) -> list[torch.Tensor]:
+    kept = torch.load(path, map_location=device, weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(kept[name])
+    return list(kept["losses"])
 
 
 def learning_rate_fraction(step: int, config: TrainConfig) -> float:

@@ -1,0 +1,147 @@
+"""The experiments that draw something of their own: patterns, positions, frequencies, pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+
+from .. import Rotary, attention
+from . import figures, picture, report
+from .patterns import kinds, pattern
+from .runs import COLUMNS, OBSERVED, Run, load_model, observed, train_models, write_csv
+from .tables import resolve
+from .train import TrainConfig
+from .workers import Workers
+from .zoo import scheme
+
+PATTERN_SAMPLES = 5000  # the source's; fewer where the preset has fewer samples
+FREQUENCY_SCHEMES = ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "pi-s8", "ntk-old-s8", "ntk-aware-s8", "ntk-fixed-s8", "ntk-mixed-s8",
+                     "yarn-s8", "hope+pi-s8", "hope+yarn-s8")
+POSITION_SCHEMES = ("rope", "pi-s8", "rerope{w256}", "leaky-rerope{w256}-k16")
+
+
+def draw_frequencies(run: Run, workers: Workers, folder: Path) -> None:
+    used = {name: scheme(name, run.preset.config, run.unit, run.defaults).rotary for name in FREQUENCY_SCHEMES}
+    rows = [[name, pair, f, kind] for name, rotary in used.items()
+            for pair, (f, kind) in enumerate(zip(rotary.theta, kinds(rotary.theta, run.unit), strict=True))]
+    write_csv(folder / "results.csv", ("scheme", "pair", "inv_freq", "kind"), rows)
+    figures.frequencies(folder / "frequencies.png", {name: rotary.theta for name, rotary in used.items()}, run.unit, run.defaults.base)
+
+
+def seen_distances(rotary: Rotary, length: int, scale: float = 1.0) -> list[list[float]]:
+    """Row i, column j: the distance that query i sees key j at, NaN for keys of the future or outside all bands. scale is what the
+    table's frequencies were divided by."""
+    def seen(d: int) -> float:
+        band = next((band for band in rotary.bands if band.start <= d < band.stop), None)
+        return math.nan if band is None else (band.slope * d + band.offset) / scale
+    return [[seen(i - j) for j in range(length)] for i in range(length)]
+
+
+def draw_positions(run: Run, workers: Workers, folder: Path) -> None:
+    length, seen = 2 * run.unit, {}
+    for template in POSITION_SCHEMES:
+        name, _ = resolve(template, run.unit)
+        rotary = scheme(name, run.preset.config, run.unit, run.defaults).rotary
+        plain = Rotary.rope(run.preset.config.head_dim, run.defaults.base)
+        seen[name] = seen_distances(rotary, length, plain.theta[0] / rotary.theta[0])
+    rows = [[name, i, 0, matrix[i][0]] for name, matrix in seen.items() for i in range(length)]
+    write_csv(folder / "results.csv", ("scheme", "query", "key", "distance"), rows)
+    figures.matrices(folder / "positions.png", seen, run.unit)
+
+
+def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
+    preset = run.preset
+    steps = picture.STEPS_TINY if run.preset_name == "tiny" else picture.STEPS_FULL
+    steps = min(steps, preset.steps)
+    jobs = [(name, preset.config, TrainConfig(steps, picture.BATCH, picture.SIDE**2, preset.learning_rate, warmup=preset.warmup, seed=seed),
+             picture.SAMPLES, str(run.device), run.impl) for name in picture.ENCODINGS for seed in run.seeds]
+    done = [0] * len(jobs)
+
+    def progress(job, message):
+        done[job] = message[0]
+        bars.update(0, sum(done), message[1])
+
+    stored = folder / "cells.json"
+    asked = [[job[0], job[2].seed, steps] for job in jobs]
+    kept = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
+    if kept.get("asked") != asked:
+        with report.Bars([f"training {len(jobs)} models of pictures, steps"], len(jobs) * steps) as bars:
+            found = workers.map(picture.job, jobs, progress)
+        rows = [[job[0], job[0], picture.SIDE**2, job[2].seed, *dataclasses.astuple(result)] for job, results in zip(jobs, found, strict=True)
+                for result in results]
+        kept = {"asked": asked, "rows": rows}
+        report.write(stored, json.dumps(kept))
+    write_csv(folder / "results.csv", COLUMNS, kept["rows"])
+    groups = {}
+    for rows_, columns in picture.SHAPES:
+        task = f"picture-{rows_}x{columns}"
+        values = {name: [row[6] for row in kept["rows"] if row[0] == name and row[4] == task] for name in picture.ENCODINGS}
+        groups[f"{rows_} x {columns}" + (" (trained)" if rows_ == columns == picture.SIDE else "")] = [
+            figures.Series(name, [0], [sum(v) / len(v)], [min(v)], [max(v)]) for name, v in values.items()]
+    figures.bars(folder / "picture.png", "A neighbour's colour in pictures of other shapes", "pixels told right (%); axial: two-dimensional "
+                 "RoPE; raster: RoPE along the rows; nope: no positions", picture.ENCODINGS, groups)
+
+
+# ---- patterns ---------------------------------------------------------------------------------------------------------------
+
+
+def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
+    """HoPE's figures 1, 2, 5, 6 and 7, of the first seed's models; L is the preset's training length, and twice that for 6 and 7."""
+    unit, double = run.unit, 2 * run.unit
+    wanted = [("learned", unit), ("rope", unit), ("kerple", unit), ("hope", unit), ("rope", double)]
+    train_models(dataclasses.replace(run, preset=dataclasses.replace(run.preset, seeds=1)), workers, wanted)
+    samples = min(PATTERN_SAMPLES, max(run.preset.samples, 64))
+    found, rows = {}, []
+    for trained, length in wanted:
+        used = scheme(trained, run.preset.config, length, run.defaults)
+        model = load_model(run.model_path(trained, length, run.first_seed), run.device).eval()
+        for context in [length] if used.longest else [length, 2 * length]:
+            found[trained, length, context] = it = pattern(model, used.rotary, context, samples, run.first_seed,
+                                                           functools.partial(attention, impl=run.impl))
+            curves = [("all", "overall", it.mean_overall), ("0", "overall", it.overall[0])]
+            if trained in OBSERVED:
+                curves += [("all", str(part), values) for part, values in enumerate(it.mean_components)]
+            rows += [[trained, length, context, layer, part, d, value] for layer, part, values in curves for d, value in enumerate(values.tolist())]
+    write_csv(folder / "results.csv", ("encoding", "train_length", "context", "layer", "component", "distance", "score"), rows)
+
+    def overall(trained, length, context, layer=None):
+        it = found[trained, length, context]
+        return (it.mean_overall if layer is None else it.overall[layer]).tolist()
+
+    note = f"trained on {unit} bytes; scores of the last query, averaged over layers, heads and {samples} samples"
+    figures.patterns(folder / "figure-1.png", "Position-related attention patterns", note, [
+        (name, {name: overall(trained, unit, unit)}) for trained, name in (("learned", "learned"), ("rope", "RoPE"), ("kerple", "KERPLE"))])
+    figures.patterns(folder / "figure-5.png", "Attention patterns of HoPE and RoPE", note + "; dotted: training length", [
+        ("in the training length", {"HoPE": overall("hope", unit, unit), "RoPE": overall("rope", unit, unit)}),
+        ("beyond it", {"HoPE": overall("hope", unit, double), "RoPE": overall("rope", unit, double)})], [unit])
+    for length, names in ((unit, ("figure-2a.png", "figure-2b.png", "figure-2c.png")), (double, ("figure-7.png", "figure-6.png", None))):
+        _rope_figures(run, folder, found, length, names)
+    theta = scheme("hope", run.preset.config, unit, run.defaults).rotary.theta
+    it = found["hope", unit, double]
+    figures.components(folder / "hope-components.png", f"HoPE's pairs, in and beyond the training length {unit}", it.mean_components.tolist(),
+                       it.mean_overall.tolist(), kinds([f or math.inf for f in theta], unit), theta, unit)
+    write_csv(folder / "vaf.csv", ("encoding", "train_length", "step", "component", "vaf"), [
+        [trained, length, step, part, value] for trained, length in wanted if trained in OBSERVED
+        for step, values in observed(run, trained, length).items() for part, value in enumerate(values)])
+
+
+def _rope_figures(run: Run, folder: Path, found: dict, length: int, names: tuple[str, str, str | None]) -> None:
+    theta = Rotary.rope(run.preset.config.head_dim, run.defaults.base).theta
+    of = kinds(theta, length)
+    inside, beyond = found["rope", length, length], found["rope", length, 2 * length]
+    figures.components(folder / names[0], f"RoPE's pairs, trained on {length} bytes", inside.mean_components.tolist(),
+                       inside.mean_overall.tolist(), of, theta, length)
+    steps = observed(run, "rope", length)
+    figures.vaf_over_training(folder / names[1], f"Variance accounted for over training, training length {length}", list(steps),
+                              list(steps.values()), of, "RoPE; patterns averaged over layers, heads and samples")
+    if names[2]:
+        activated = [at for at, kind in enumerate(of) if kind == "activated"]
+        others = {f"layer {layer}": beyond.overall[layer].tolist() for layer in range(1, len(beyond.overall))}
+        figures.patterns(folder / names[2], "RoPE beyond its training length", f"trained on {length} bytes (dotted)", [
+            ("first layer", {"all pairs": beyond.overall[0].tolist()}),
+            ("first layer, activated pairs", {f"pair {at}": beyond.components[0, at].tolist() for at in activated} or
+             {"none in this table": [0.0] * (2 * length - 1)}),
+            ("later layers", others or {"none": [0.0]})], [length])

@@ -1,0 +1,225 @@
+"""The pictures of the experiments, all PNG at 200 dots per inch, drawn from what results.csv and its like hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+# Okabe and Ito's palette, distinguishable with colour-blindness; further series repeat it with another line.
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLES = ("-", (0, (4, 2)), (0, (1, 1.2)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+KIND_COLOURS = {"high": "0.6", "activated": "#D55E00", "low": "#0072B2"}
+KIND_NAMES = {"high": "θ ≥ 2π/L", "activated": "π/L < θ < 2π/L (activated)", "low": "θ ≤ π/L"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """One line: its name, and by x the mean and the least and greatest over seeds."""
+
+    name: str
+    x: Sequence[float]
+    mean: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def lines(path: Path, title: str, note: str, x_label: str, y_label: str, series: Sequence[Series], train_length: float | None = None,
+          log_y: bool = False) -> None:
+    """Lines over a logarithmic x axis, the legend in the order of the lines' ends; train_length is marked."""
+    figure, axes = _figure((9, 5))
+    ends = sorted(range(len(series)), key=lambda at: (-series[at].x[-1], -series[at].mean[-1]))
+    for at in ends:
+        line, colour = series[at], COLOURS[at % len(COLOURS)]
+        axes.plot(line.x, line.mean, color=colour, linestyle=STYLES[at // len(COLOURS) % len(STYLES)], marker=MARKERS[at % len(MARKERS)],
+                  markersize=4, linewidth=1.5, label=f"{line.name}  {line.mean[-1]:.3g}")
+        if list(line.low) != list(line.high):
+            axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+    if train_length is not None:
+        axes.axvline(train_length, color="0.6", linewidth=1, linestyle=":", zorder=0)
+        axes.annotate("training length", (train_length, 1), xycoords=("data", "axes fraction"), xytext=(3, -3), fontsize=8,
+                      textcoords="offset points", va="top", color="0.4")
+    places = sorted({x for line in series for x in line.x})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [f"{x:g}" for x in places])
+    axes.minorticks_off()
+    if log_y:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        axes.yaxis.set_minor_formatter(lambda y, _: f"{y:g}")
+        axes.tick_params(axis="y", which="minor", labelsize=7)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8, title="at the right end", title_fontsize=8)
+    _title(axes, title, note)
+    _save(figure, path)
+
+
+def bars(path: Path, title: str, note: str, names: Sequence[str], groups: dict[str, Sequence[Series]]) -> None:
+    """One panel per group, one horizontal bar per name; each Series holds one point."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.4 + 0.27 * len(names)), dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    for axes, (group, values), colour in zip(panels, groups.items(), COLOURS[1:], strict=False):
+        at = range(len(names))
+        axes.barh(at, [v.mean[0] for v in values], color=colour, height=0.65, alpha=0.85,
+                  xerr=[[v.mean[0] - v.low[0] for v in values], [v.high[0] - v.mean[0] for v in values]],
+                  error_kw={"elinewidth": 1, "ecolor": "0.25"})
+        for y, value in zip(at, values, strict=True):
+            axes.annotate(f"{value.mean[0]:.1f}", (value.high[0], y), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7)
+        axes.set_xlim(0, max(v.high[0] for v in values) * 1.18 + 1e-9)
+        axes.set_title(group, fontsize=9, loc="left")
+        axes.set_yticks(at, names, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", labelsize=8)
+    panels[0].invert_yaxis()
+    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold", fontsize=11)
+    figure.text(0.01, 0.99 - 0.32 / figure.get_figheight(), note, fontsize=8, color="0.35", va="top")
+    _save(figure, path)
+
+
+def frequencies(path: Path, tables: dict[str, Sequence[float]], train_length: int, base: float) -> None:
+    """inv_freq over the pairs, 2 pi / L and pi / L marked; pairs that do not turn lie on the floor."""
+    figure, axes = _figure((9, 5.5))
+    least = min(f for table in tables.values() for f in table if f > 0)
+    floor = least / 4
+    for at, (name, table) in enumerate(tables.items()):
+        look = dict(color=COLOURS[at % len(COLOURS)], linestyle=STYLES[at // len(COLOURS) % len(STYLES)],
+                    marker=MARKERS[at % len(MARKERS)], markersize=3.5, linewidth=1.2)
+        axes.plot(range(len(table)), [f if f > 0 else math.nan for f in table], label=name, **look)
+        axes.plot(range(len(table)), [math.nan if f > 0 else floor for f in table], **look)
+    for value, label in ((2 * math.pi / train_length, "2π/L"), (math.pi / train_length, "π/L")):
+        axes.axhline(value, color="0.4", linewidth=0.8, linestyle=":")
+        axes.annotate(f"{label}, L = {train_length}", (0.8 * len(table), value), xytext=(0, 2), textcoords="offset points", fontsize=8, color="0.3")
+    axes.axhline(floor, color="0.8", linewidth=0.8)
+    axes.annotate("0: no rotation", (0, floor), xytext=(0, 3), textcoords="offset points", fontsize=8, color="0.3")
+    axes.set_yscale("log")
+    axes.set_xlabel("channel pair")
+    axes.set_ylabel("inv_freq (radians per position, log scale)")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+    _title(axes, "Frequency tables", f"head_dim {2 * len(next(iter(tables.values())))}, base {base:g}")
+    _save(figure, path)
+
+
+def matrices(path: Path, seen: dict[str, Sequence[Sequence[float]]], train_length: int) -> None:
+    """For every scheme the distance that a query (row) sees a key (column) at; distances never trained are red."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    figure, panels = _figure((2.6 * len(seen) + 1, 3.3), columns=len(seen))
+    viridis = colormaps["viridis"]
+    shades = ListedColormap([viridis(0.15 + 0.8 * at / 255) for at in range(256)])
+    shades.set_over("#D55E00")
+    shades.set_bad("white")
+    for axes, (name, matrix) in zip(panels, seen.items(), strict=True):
+        image = axes.imshow(matrix, cmap=shades, vmin=0, vmax=train_length - 1, interpolation="nearest")
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("key", fontsize=8)
+        axes.tick_params(labelsize=7)
+        size = len(matrix)
+        for row, column in ((size - 1, 0), (size - 1, size // 2), (size // 2, 0)):
+            value = matrix[row][column]
+            axes.annotate(f"{value:.3g}", (column + size * 0.02, row - size * 0.02), fontsize=7, color="white", va="bottom")
+    panels[0].set_ylabel("query", fontsize=8)
+    bar = figure.colorbar(image, ax=panels, extend="max", shrink=0.85)
+    bar.set_label(f"distance seen\n(orange: {train_length} and more, never trained)", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    _save(figure, path)
+
+
+def patterns(path: Path, title: str, note: str, panels: Sequence[tuple[str, dict[str, Sequence[float]]]], marks: Sequence[float] = ()) -> None:
+    """Panels of curves over the distance between query and key; marks are dotted."""
+    figure, all_axes = _figure((4.2 * min(len(panels), 3), 3.4 * math.ceil(len(panels) / 3)), min(len(panels), 3), math.ceil(len(panels) / 3))
+    for axes, (name, curves) in zip(all_axes, panels, strict=False):
+        for at, (label, values) in enumerate(curves.items()):
+            axes.plot(range(len(values)), values, label=label, linewidth=1.3, color=COLOURS[at % len(COLOURS)])
+        for mark in marks:
+            if mark < max(len(values) for values in curves.values()):
+                axes.axvline(mark, color="0.6", linewidth=1, linestyle=":")
+        axes.set_title(name, fontsize=9, loc="left")
+        axes.set_xlabel("distance (bytes)", fontsize=8)
+        axes.tick_params(labelsize=8)
+        if len(curves) > 1:
+            axes.legend(frameon=False, fontsize=7)
+    for axes in all_axes[len(panels):]:
+        axes.set_axis_off()
+    all_axes[0].set_ylabel("score before the softmax", fontsize=8)
+    figure.suptitle(f"{title}\n{note}", x=0.01, ha="left", fontsize=9)
+    _save(figure, path)
+
+
+def components(path: Path, title: str, parts: Sequence[Sequence[float]], overall: Sequence[float], kinds: Sequence[str],
+               theta: Sequence[float], train_length: int) -> None:
+    """Above, every pair's contribution by distance; below, the sum of all and the sum of the activated ones."""
+    figure, (above, below) = _figure((8, 6.5), rows=2)
+    named = set()
+    for part, kind in zip(parts, kinds, strict=False):
+        above.plot(range(len(part)), part, color=KIND_COLOURS[kind], linewidth=1.6 if kind == "activated" else 1.0,
+                   label=None if kind in named else KIND_NAMES[kind], zorder=3 if kind == "activated" else 2)
+        named.add(kind)
+    if len(parts) > len(theta):
+        above.plot(range(len(parts[-1])), parts[-1], color="black", linewidth=1, linestyle=":", label="channels without position")
+    above.legend(frameon=False, fontsize=8, loc="upper right")
+    above.set_ylabel("contribution of a pair")
+    below.plot(range(len(overall)), overall, color="black", linewidth=1.6, label="all pairs")
+    activated = [part for part, kind in zip(parts, kinds, strict=False) if kind == "activated"]
+    if activated:
+        below.plot(range(len(overall)), [sum(values) for values in zip(*activated, strict=True)], color=KIND_COLOURS["activated"],
+                   linewidth=1.6, label="activated pairs")
+    below.legend(frameon=False, fontsize=8, loc="upper right")
+    below.set_ylabel("score before the softmax")
+    below.set_xlabel("distance (bytes)")
+    for axes in (above, below):
+        if len(overall) > train_length:
+            axes.axvline(train_length, color="0.6", linewidth=1, linestyle=":")
+    _title(above, title, "averaged over layers, heads and samples; dotted line: training length" if len(overall) > train_length else
+           "averaged over layers, heads and samples")
+    _save(figure, path)
+
+
+def vaf_over_training(path: Path, title: str, steps: Sequence[int], values: Sequence[Sequence[float]], kinds: Sequence[str],
+                      learning_rate_note: str) -> None:
+    """Variance accounted for (percent) of every pair, one row of the picture per kept step; activated pairs are framed."""
+    figure, axes = _figure((9, 4.5))
+    shown = [[max(min(v, 100.0), -100.0) for v in row] for row in values]
+    image = axes.imshow(shown, aspect="auto", cmap="RdBu_r", vmin=-100, vmax=100, interpolation="nearest")
+    for pair, kind in enumerate(kinds):
+        if kind == "activated":
+            axes.axvspan(pair - 0.5, pair + 0.5, facecolor="none", edgecolor="black", linewidth=1.5)
+    axes.set_yticks(range(len(steps)), [f"{step:,}" for step in steps], fontsize=8)
+    axes.set_xticks(range(len(kinds)))
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_xlabel("channel pair (framed: activated, π/L < θ < 2π/L)")
+    axes.set_ylabel("training step")
+    figure.colorbar(image, ax=axes, extend="min").set_label("variance accounted for (%), cut at -100")
+    _title(axes, title, learning_rate_note)
+    _save(figure, path)
+
+
+def _figure(size: tuple[float, float], columns: int = 1, rows: int = 1):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for axes in panels.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels.flat[0] if rows * columns == 1 else list(panels.flat)
+
+
+def _title(axes, title: str, note: str) -> None:
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=11, pad=20 if note else 8)
+    axes.annotate(note, xy=(0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=8, color="0.35")
+
+
+def _save(figure, path: Path) -> None:
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)

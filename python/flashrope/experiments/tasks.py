@@ -1,0 +1,304 @@
+"""What the experiments measure, and the practice that small models get for it. One token is one byte.
+
+Evaluation and practice never share a sample: texts come from different files, and what is drawn at random (sequences to copy, keys)
+is even in evaluation and odd in practice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from .. import attention
+from .data import Corpus, TextError, as_tokens, unseen_windows
+from .evaluate import loss_by_context
+from .model import Attend
+from .train import autocast
+from .zoo import Scheme, ZooModel
+
+LETTERS = b"abcdefghijklmnopqrstuvwxyz"
+PREFIX, SUFFIX = 8, 4  # tokens of a sequence to copy
+COPY_COUNTS = (30, 40, 50, 60, 70, 80)  # sequences, at the source's training length
+SOURCE_LENGTH = 512  # which the sources' counts and lengths belong to
+SHOTS = 5
+LABELS = {"digits": b"01", "letters": b"AB", "answers": b"yn"}  # one label set per task, as SST-2, QNLI and RTE have
+FILLER = b"Nothing is said here, these words only take up room.\n"
+NEEDLE, ASKED, DIGITS = b"\nThe key is %s.\n", b"\nThe key is ", 5
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+MULTIPLES = (1, 2, 4, 8)  # of the training length
+FEW_SHOT_MULTIPLES = (0.5, 1, 1.5, 2, 2.5)  # 256 to 1280 at 512
+EVALUATION, PRACTICE = 0, 1  # parities
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One figure: what was measured, at which length, count or depth, and over how many samples."""
+
+    task: str
+    at: float
+    value: float
+    samples: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A trained model under one scheme, and what it is measured on."""
+
+    model: ZooModel
+    scheme: Scheme
+    unseen: Sequence[bytes]
+    unit: int  # the preset's training length, which the tasks' sizes go by; the model may have been trained at a multiple of it
+    samples: int
+    seed: int
+    device: torch.device | str = "cpu"
+    attend: Attend = attention
+    batch_tokens: int = 16384
+
+    def can_read(self, length: int) -> bool:
+        return self.scheme.longest is None or length <= self.scheme.longest
+
+    @torch.no_grad()
+    def last_logits(self, tokens: torch.Tensor, count: int, as_trained: bool = False) -> torch.Tensor:
+        """tokens int64 (samples, seqlen) to the logits (samples, count, vocab_size) of the last ``count`` predictions, float32."""
+        rotary = self.scheme.training if as_trained else self.scheme.rotary
+        found = []
+        for part in tokens.split(max(self.batch_tokens // tokens.shape[1], 1)):
+            with autocast(part.device):
+                found.append(self.model(part, rotary, self.attend)[:, -count:].float())
+        return torch.cat(found)
+
+
+# ---- samples ----------------------------------------------------------------------------------------------------------------
+
+
+def copy_count(source_count: int, train_length: int) -> int:
+    """The source's number of sequences, at another training length."""
+    return max(round(source_count * train_length / SOURCE_LENGTH), 1)
+
+
+def sequences(count: int, rng: random.Random, parity: int) -> list[bytes]:
+    """count sequences of PREFIX + SUFFIX letters; no two share a prefix."""
+    drawn: dict[bytes, bytes] = {}
+    while len(drawn) < count:
+        sequence = bytearray(rng.choices(LETTERS, k=PREFIX + SUFFIX))
+        if sum(sequence) % 2 != parity:
+            sequence[0] += 1 if sequence[0] < LETTERS[-1] else -1
+        drawn.setdefault(bytes(sequence[:PREFIX]), bytes(sequence))
+    return list(drawn.values())
+
+
+def copying(count: int, samples: int, seed: int, parity: int = EVALUATION) -> tuple[list[bytes], list[bytes]]:
+    """Prompts (count sequences, then the prefix of the middle one) and answers (its suffix)."""
+    prompts, answers = [], []
+    for sample in range(samples):
+        drawn = sequences(count, random.Random(f"copying {seed} {count} {sample}"), parity)
+        asked = drawn[count // 2]
+        prompts.append(b"".join(drawn) + asked[:PREFIX])
+        answers.append(asked[PREFIX:])
+    return prompts, answers
+
+
+def text_width(shortest: int) -> int:
+    """Bytes of an example's text: SHOTS + 1 examples fill about two thirds of the shortest prompt, 60 bytes at most each."""
+    return max(min(2 * shortest // (3 * (SHOTS + 1)) - 3, 60), 1)
+
+
+def few_shot(texts: Sequence[bytes], labels: bytes, length: int, samples: int, seed: int, width: int) -> list[bytes]:
+    """Prompts of exactly ``length`` bytes: SHOTS lines "text:label", meaningless lines, a text and its colon.
+
+    texts are of ``width`` bytes each. The labels are drawn, both occur. Raises TextError where the examples do not fit or texts
+    are too few.
+    """
+    room = length - SHOTS * (width + 3) - (width + 1)
+    if room < 0:
+        raise TextError(f"few-shot: {SHOTS} examples of {width} bytes and a query need {length - room} bytes, the prompt has {length}")
+    if len(texts) <= SHOTS:
+        raise TextError(f"few-shot: more than {SHOTS} different lines of at least {width} bytes are needed, the text has {len(texts)}")
+    padding = b"" if not room else (FILLER * (room // len(FILLER) + 1))[:room - 1] + b"\n"
+    prompts = []
+    for sample in range(samples):
+        rng = random.Random(f"few-shot {seed} {labels!r} {length} {sample}")
+        chosen = rng.sample(texts, SHOTS + 1)
+        answers = [labels[shot % 2] for shot in range(SHOTS)]
+        rng.shuffle(answers)
+        shots = [text + b":" + bytes([label]) + b"\n" for text, label in zip(chosen, answers, strict=False)]
+        prompts.append(b"".join(shots) + padding + chosen[-1] + b":")
+    return prompts
+
+
+def lines_of(pieces: Sequence[bytes], width: int) -> list[bytes]:
+    """The different lines of at least width bytes, printable ASCII without colons and outer blanks, cut to width; sorted."""
+    found = set()
+    for piece in pieces:
+        for line in piece.splitlines():
+            cut = line.strip()[:width]
+            if len(cut) == width and cut.isascii() and b":" not in cut and cut.decode().isprintable():
+                found.add(cut)
+    return sorted(found)
+
+
+def passkey(pieces: Sequence[bytes], length: int, depth: float, samples: int, seed: int,
+            parity: int = EVALUATION) -> tuple[list[bytes], list[bytes]]:
+    """Prompts of exactly ``length`` bytes (text with a key at ``depth`` of it, then the question) and answers of DIGITS digits."""
+    room = length - len(NEEDLE) + len(b"%s") - DIGITS - len(ASKED)
+    pieces = [piece for piece in pieces if len(piece) >= room]
+    if room < 0 or not pieces:
+        raise TextError(f"passkey: a prompt of {length} bytes needs a file of at least {room} bytes" if room >= 0 else
+                        f"passkey: a prompt needs at least {length - room} bytes, {length} were asked for")
+    prompts, answers = [], []
+    for sample in range(samples):
+        rng = random.Random(f"passkey {seed} {length} {depth} {sample}")
+        piece = rng.choice(pieces)
+        start = rng.randrange(len(piece) - room + 1)
+        text, cut = piece[start:start + room], round(depth * room)
+        key = b"%0*d" % (DIGITS, 2 * rng.randrange(10**DIGITS // 2) + parity)
+        prompts.append(text[:cut] + NEEDLE % key + text[cut:] + ASKED)
+        answers.append(key)
+    return prompts, answers
+
+
+def repeated(windows: Sequence[bytes], unit: int, length: int) -> list[bytes]:
+    """The first ``unit`` bytes of every window, again and again up to length + 1 bytes."""
+    return [(window[:unit] * (length // unit + 2))[:length + 1] for window in windows]
+
+
+# ---- measures ---------------------------------------------------------------------------------------------------------------
+
+
+def correct(subject: Subject, prompts: list[bytes], answers: list[bytes]) -> torch.Tensor:
+    """bool (samples, answer length): is the next byte the likeliest one, the answer's earlier bytes given? A row that is all
+    true is what greedy decoding would have written."""
+    tokens = as_tokens([p + a for p, a in zip(prompts, answers, strict=True)], subject.device)
+    count = len(answers[0])
+    return subject.last_logits(tokens[:, :-1], count).argmax(-1) == tokens[:, -count:]
+
+
+def measure_perplexity(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
+    """Of the last unit / 2 bytes of unseen windows, by context length."""
+    lengths = _lengths(subject, multiples)
+    windows = _windows(subject, round(max(multiples) * subject.unit))
+    losses = loss_by_context(subject.model, subject.scheme.rotary, as_tokens(windows, subject.device), lengths,
+                             subject.unit // 2, subject.batch_tokens, subject.attend)
+    return [Result("perplexity", loss.context_length, math.exp(min(loss.last, 700)), len(windows)) for loss in losses]
+
+
+def measure_copying(subject: Subject) -> list[Result]:
+    """Share of suffixes wholly right ("copying") and of their tokens ("copying-tokens"), by the source's number of sequences."""
+    results = []
+    for source_count in COPY_COUNTS:
+        count = copy_count(source_count, subject.unit)
+        if subject.can_read(count * (PREFIX + SUFFIX) + PREFIX + SUFFIX - 1):
+            right = correct(subject, *copying(count, subject.samples, subject.seed))
+            results += [Result("copying", source_count, 100 * right.all(1).float().mean().item(), len(right)),
+                        Result("copying-tokens", source_count, 100 * right.float().mean().item(), len(right))]
+    return results
+
+
+def measure_few_shot(subject: Subject, multiples: Sequence[float] = FEW_SHOT_MULTIPLES) -> list[Result]:
+    """Share of prompts whose likeliest continuation is one of the labels, by input length; whether it is right is not asked."""
+    results, width = [], text_width(subject.unit // 2)
+    texts = lines_of(subject.unseen, width)
+    for length in _lengths(subject, multiples):
+        for name, labels in LABELS.items():
+            prompts = few_shot(texts, labels, length, subject.samples, subject.seed, width)
+            said = subject.last_logits(as_tokens(prompts, subject.device), 1).argmax(-1)[:, 0]
+            follows = torch.isin(said, torch.tensor(list(labels), device=said.device))
+            results.append(Result(f"few-shot-{name}", length, 100 * follows.float().mean().item(), len(prompts)))
+    return results
+
+
+def measure_accuracy(subject: Subject) -> list[Result]:
+    """Next-token accuracy over all tokens: as trained, of windows as long as in training; under the scheme, of windows MULTIPLES[-1]
+    times as long that repeat those, and of as long ones that do not repeat."""
+    short, long = subject.unit, MULTIPLES[-1] * subject.unit
+    windows = _windows(subject, long)
+    cases = [("accuracy", short, [window[:short + 1] for window in windows]),
+             ("accuracy-repeat", long, repeated(windows, short, long)), ("accuracy-non-repeat", long, windows)]
+    results = []
+    for task, length, texts in cases:
+        if subject.can_read(length):
+            tokens = as_tokens(texts, subject.device)
+            parts = tokens.split(max(subject.batch_tokens // length, 1))
+            right = torch.cat([subject.last_logits(part[:, :-1], length, task == "accuracy").argmax(-1) == part[:, 1:] for part in parts])
+            results.append(Result(task, length, 100 * right.double().mean().item(), len(texts)))
+    return results
+
+
+def measure_passkey(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
+    """Share of keys wholly right ("passkey") and of their digits ("passkey-digits") by length, over five depths."""
+    results = []
+    for length in _lengths(subject, multiples):
+        right = torch.cat([correct(subject, *_passkeys(subject, length, depth)) for depth in DEPTHS])
+        results += [Result("passkey", length, 100 * right.all(1).float().mean().item(), len(right)),
+                    Result("passkey-digits", length, 100 * right.float().mean().item(), len(right))]
+    return results
+
+
+MEASURES: dict[str, Callable[..., list[Result]]] = {
+    "perplexity": measure_perplexity, "copying": measure_copying, "few-shot": measure_few_shot, "accuracy": measure_accuracy,
+    "passkey": measure_passkey}
+
+
+def _lengths(subject: Subject, multiples: Sequence[float]) -> list[int]:
+    lengths = [round(multiple * subject.unit) for multiple in multiples]
+    return [length for length in lengths if subject.can_read(length)]
+
+
+def _passkeys(subject: Subject, length: int, depth: float) -> tuple[list[bytes], list[bytes]]:
+    return passkey(subject.unseen, length - DIGITS + 1, depth, max(subject.samples // len(DEPTHS), 1), subject.seed)
+
+
+def _windows(subject: Subject, length: int) -> list[bytes]:
+    windows = unseen_windows(subject.unseen, length + 1, subject.samples, subject.seed)
+    if not windows:
+        raise TextError(f"no unseen file holds {length + 1:,} bytes, which a context of {length:,} needs; give a longer text")
+    return windows
+
+
+# ---- practice ---------------------------------------------------------------------------------------------------------------
+
+
+def batches(corpus: Corpus, batch_size: int, length: int, seed: int, practice: float, device: torch.device | str = "cpu",
+            start: int = 0) -> Iterator[torch.Tensor]:
+    """Endless int64 (batch_size, length + 1): windows of the training text, and for the share ``practice`` of the rows the three
+    tasks in turn. Step n's batch depends on the seed and n alone; start is the first."""
+    text = torch.frombuffer(bytearray(corpus.train), dtype=torch.uint8)
+    rows, offsets = round(practice * batch_size), torch.arange(length + 1)
+    pieces = corpus.train.split(b"\0")
+    width = text_width(length // 2)
+    texts = lines_of(pieces, width) if rows else []
+    step = start
+    while True:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        starts = torch.randint(len(text) - length, (batch_size - rows, 1), generator=generator)
+        drawn = text[starts + offsets]
+        if rows:
+            samples = [practice_sample(pieces, texts, width, length + 1, f"{seed} {step} {row}", row % 4 % 3) for row in range(rows)]
+            drawn = torch.cat((drawn, as_tokens(samples).to(torch.uint8)))
+        yield drawn.to(device).long()
+        step += 1
+
+
+def practice_sample(pieces: Sequence[bytes], texts: Sequence[bytes], width: int, size: int, seed: str, kind: int) -> bytes:
+    """``size`` bytes of practice: sequences and then these again and again in any order (0), a prompt of few shots at a random
+    length with its label (1), a key and its question at a random depth (2); what is left in front of these is text."""
+    rng = random.Random(f"practice {seed} {kind}")
+    if kind == 0:
+        drawn = sequences(rng.randint(1, max(size // (2 * (PREFIX + SUFFIX)), 1)), rng, PRACTICE)
+        again = rng.choices(drawn, k=size // (PREFIX + SUFFIX) + 1)
+        return b"".join(drawn + again)[:size]
+    if kind == 1:
+        labels = rng.choice(list(LABELS.values()))
+        length = rng.randrange((size - 1) // 2, size - 1)
+        prompt = few_shot(texts, labels, length, 1, seed, width)[0] + bytes([rng.choice(labels)])
+    else:
+        prompt, answer = (x[0] for x in passkey(pieces, rng.randrange(size // 2 + 1, size - DIGITS + 1), rng.random(), 1, seed, PRACTICE))
+        prompt += answer
+    room = size - len(prompt)
+    piece = rng.choice([piece for piece in pieces if len(piece) >= room])
+    start = rng.randrange(len(piece) - room + 1)
+    return piece[start:start + room] + prompt

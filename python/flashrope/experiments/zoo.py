@@ -1,0 +1,170 @@
+"""The zoo: one byte-level language model whose position encoding is a name.
+
+A name is an encoding that a model is trained with and, behind plus signs, what is changed when it is used:
+
+    rope   hope+yarn   rerope-w256   leaky-rerope-w128-k16+logn   ntk-mixed-s8+dagger
+
+-w is a window, -k Leaky ReRoPE's factor, -s the factor by which the context grows. ``pi``, ``yarn``, ``rerope`` and the like stand
+for ``rope+pi`` and so on. ``+logn`` is trained with log n, ``+dagger`` adds it, clipped, to a model trained without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import torch
+from torch import nn
+
+from .. import Rotary, attention
+from .encodings import ABSOLUTE, BIASES, Formula, Learned, attend_with_bias
+from .model import Attend, LanguageModel, ModelConfig
+from .options import BadInput
+
+ROTARY = ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "inv-leaky", "hfwa", "nope")
+CHANGES = ("pi", "ntk-old", "ntk-aware", "ntk-fixed", "ntk-mixed", "yarn", "rerope", "leaky-rerope", "logn", "dagger")
+ENCODINGS = (*ROTARY, *BIASES, *ABSOLUTE, "learned")
+KNOWN = (*ENCODINGS, *CHANGES[:-2])  # what a name may begin with
+FIELDS = {"window": "w", "leak": "k", "growth": "s"}
+TAKES = {"pi": "s", "ntk-old": "s", "ntk-aware": "s", "ntk-fixed": "s", "ntk-mixed": "s", "yarn": "s", "rerope": "w",
+         "leaky-rerope": "wk", "inv-leaky": "wk", "hfwa": "w"}
+
+Rotaries = Rotary | tuple[Rotary, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What a name leaves out; None stands for half the training length."""
+
+    window: int | None = None
+    leak: float = 16.0
+    growth: float = 8.0
+    base: float = 10_000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """One encoding in use.
+
+    Attributes:
+        name: as asked for.
+        trained: the name of the encoding that the model is trained with; schemes that share it share the model.
+        rotary: the scheme of the attention calls, or one per layer.
+        training: the same, while the model is trained.
+        longest: the longest context it can read, None for any.
+    """
+
+    name: str
+    trained: str
+    rotary: Rotaries
+    training: Rotaries
+    longest: int | None = None
+
+
+def scheme(name: str, config: ModelConfig, train_length: int, defaults: Defaults = Defaults()) -> Scheme:
+    """The scheme of a name. Raises BadInput for names that are unknown or make no sense."""
+    first, *changes = name.split("+")
+    encoding, numbers = _numbers(first, name)
+    if encoding in CHANGES[:-2]:
+        changes, encoding, numbers, first = [first, *changes], "rope", {}, "rope"
+    if encoding not in ENCODINGS:
+        raise BadInput(f"unknown encoding {name!r}; known are {', '.join(KNOWN)}, and behind a plus sign {', '.join(CHANGES)}")
+    parsed = [_numbers(change, name) for change in changes]
+    for change, _ in parsed:
+        if change not in CHANGES:
+            raise BadInput(f"unknown change {change!r} in {name!r}; known are {', '.join(CHANGES)}")
+    if parsed and encoding not in ROTARY or encoding in ("inv-leaky", "hfwa") and parsed:
+        raise BadInput(f"{name!r}: {encoding} stands alone")
+    trained = first + ("+logn" if "logn" in changes else "")
+    try:
+        rotary = training = _rotary(encoding, numbers, config, train_length, defaults)
+        for change, its_numbers in parsed:
+            rotary = _changed(rotary, change, its_numbers, train_length, defaults)
+        if "logn" in changes:
+            training = training.log_n(train_length, clip=False)
+        if encoding == "inv-leaky":  # distances grow by leak beyond the window, so that 1 per token is less than it knows
+            training = training.rectify(_window(numbers, train_length, defaults), 1 / numbers.get("leak", defaults.leak))
+    except ValueError as error:
+        raise BadInput(f"{name!r}: {error}") from None
+    return Scheme(name, trained, rotary, training, train_length if encoding == "learned" else None)
+
+
+def hfwa_window(train_length: int, layers: int) -> int:
+    """The window w of all layers but the last, (w - 1)(layers - 1) + 1 <= 3/4 of the training length: what the layers reach
+    together stays inside it."""
+    return max((3 * train_length // 4 - 1) // max(layers - 1, 1) + 1, 1)
+
+
+class ZooModel(nn.Module):
+    """A ``LanguageModel`` with what its encoding learns: nothing for rotary ones, biases per layer, vectors per position."""
+
+    def __init__(self, config: ModelConfig, trained: str, train_length: int):
+        super().__init__()
+        self.config = config
+        self.language = LanguageModel(config)
+        name = trained.split("+")[0]
+        self.absolute = (Learned(config.width, train_length) if name == "learned" else
+                         Formula(ABSOLUTE[name], config.width) if name in ABSOLUTE else None)
+        self.biases = nn.ModuleList(BIASES[name](config.heads, train_length) for _ in range(config.layers)) if name in BIASES else None
+
+    def forward(self, tokens: torch.Tensor, rotary: Rotaries, attend: Attend = attention) -> torch.Tensor:
+        """tokens (batch, seqlen) int64 to logits (batch, seqlen, vocab_size)."""
+        x = self.language.embedding(tokens)
+        if self.absolute is not None:
+            x = x + self.absolute(tokens.shape[1])
+        return self.language.decode(x, rotary, self.attends(rotary, attend))
+
+    def attends(self, rotary: Rotaries, attend: Attend = attention) -> list[Attend]:
+        """The attention of each layer."""
+        if self.biases is not None:
+            return [functools.partial(attend_with_bias, bias) for bias in self.biases]
+        layers = rotary if isinstance(rotary, tuple) else (rotary,) * self.config.layers
+        return [functools.partial(_attend_under, attend, rotary) for rotary in layers]
+
+
+def _attend_under(attend: Attend, own: Rotary, q, k, v, rotary) -> torch.Tensor:
+    return attend(q, k, v, own)
+
+
+def _numbers(part: str, name: str) -> tuple[str, dict[str, float]]:
+    """("leaky-rerope", {"window": 32, "leak": 16.0}) of "leaky-rerope-w32-k16"."""
+    text, numbers = part, {}
+    while match := re.fullmatch(r"(.+)-([wks])(\d+(?:\.\d+)?)", text):
+        field = next(field for field, letter in FIELDS.items() if letter == match[2])
+        text, numbers[field] = match[1], int(float(match[3])) if field == "window" else float(match[3])
+    for field in numbers:
+        if text in (*ENCODINGS, *CHANGES) and FIELDS[field] not in TAKES.get(text, ""):
+            raise BadInput(f"{name!r}: {text} takes no -{FIELDS[field]}")
+    return text, numbers
+
+
+def _window(numbers: dict[str, float], train_length: int, defaults: Defaults) -> int:
+    return numbers.get("window", defaults.window or train_length // 2)
+
+
+def _rotary(encoding: str, numbers: dict, config: ModelConfig, train_length: int, defaults: Defaults) -> Rotaries:
+    head_dim, base = config.head_dim, defaults.base
+    if encoding == "hope":
+        return Rotary.hope(head_dim, train_length, base)
+    if encoding.startswith("hope-"):
+        return Rotary.hope_ablation(head_dim, train_length, encoding.removeprefix("hope-"), base)
+    if encoding == "hfwa":
+        local = Rotary.rope(head_dim, base).local(numbers.get("window", hfwa_window(train_length, config.layers)))
+        return (local,) * (config.layers - 1) + (Rotary.none(head_dim).log_n(train_length, clip=False),)
+    return Rotary.rope(head_dim, base) if encoding in ("rope", "inv-leaky") else Rotary.none(head_dim)
+
+
+def _changed(rotary: Rotary, change: str, numbers: dict, train_length: int, defaults: Defaults) -> Rotary:
+    growth = numbers.get("growth", defaults.growth)
+    if change == "pi":
+        return rotary.interpolate(growth)
+    if change.startswith("ntk-"):
+        return rotary.ntk(growth, change.removeprefix("ntk-"))
+    if change == "yarn":
+        return rotary.yarn(growth, train_length)
+    if change == "rerope":
+        return rotary.rectify(_window(numbers, train_length, defaults))
+    if change == "leaky-rerope":
+        return rotary.rectify(_window(numbers, train_length, defaults), numbers.get("leak", defaults.leak))
+    return rotary.log_n(train_length, clip=change == "dagger")
