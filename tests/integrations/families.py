@@ -1,0 +1,118 @@
+"""Small random models of every tested family, and how far a converted one's logits are from the stock one's.
+
+    python tests/integrations/families.py      prints README.md's table
+"""
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+
+from flashrope.integrations.transformers import convert
+
+COMMON = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+              max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+              initializer_range=0.1)  # attention that is sharp: a wrong rotation moves logits by 0.4 to 3
+HYBRID = dict(sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+FAMILIES = {
+    "cohere2": dict(logit_scale=1.0, **HYBRID),
+    "gemma": dict(head_dim=24),
+    "gemma2": dict(head_dim=16, attn_logit_softcapping=None, **HYBRID),
+    "gemma3_text": dict(head_dim=16, **HYBRID),
+    "glm4": dict(head_dim=16, partial_rotary_factor=0.5),
+    "gpt_neox": dict(rotary_pct=0.25),
+    "granite": dict(attention_multiplier=0.2),
+    "llama": {},
+    "mistral": dict(sliding_window=8),
+    "mixtral": dict(sliding_window=None, num_local_experts=4),
+    "olmo2": {},
+    "phi": dict(partial_rotary_factor=0.5),
+    "phi3": dict(sliding_window=8),
+    "qwen2": dict(use_sliding_window=True, max_window_layers=1, **HYBRID),
+    "qwen3": dict(head_dim=16),
+    "smollm3": dict(no_rope_layers=[1, 1, 0]),
+    "stablelm": dict(partial_rotary_factor=0.25),
+    "starcoder2": dict(sliding_window=8),
+}
+NOTES = {
+    "cohere2": "interleaved pairs; full layers rotate nothing", "gemma2": "without its soft cap, refused with it",
+    "gemma3_text": "two tables", "glm4": "interleaved pairs, partial", "gpt_neox": "partial", "phi": "partial", "qwen2": "two windows",
+    "smollm3": "some layers rotate nothing", "stablelm": "partial; from transformers 5",
+}
+SEQLEN, PADDING = 28, 3
+CALLS = [5, 6, 7, 8, 9, 20, 21, SEQLEN]  # where calls over a cache end: a prompt, one token at a time past the window, several
+REFUSED_BY_VERSION = {"stablelm"} if int(transformers.__version__.split(".")[0]) < 5 else set()
+
+
+def tiny(name: str, **changes):
+    """A model of three layers in float32, the same in every call."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**COMMON, **FAMILIES.get(name, {}), **changes})
+    eager = name == "gemma2"  # for which the library has no sdpa
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager" if eager else "sdpa").eval()
+
+
+def tokens(batch: int = 2, seqlen: int = SEQLEN) -> torch.Tensor:
+    return torch.randint(3, 60, (batch, seqlen), generator=torch.Generator().manual_seed(1))
+
+
+def padded(seqlen: int = SEQLEN, left: int = PADDING, right: int = 0) -> torch.Tensor:
+    """Masks of two sequences: padding on the left of the first, on the right of the second."""
+    mask = torch.ones(2, seqlen, dtype=torch.long)
+    mask[0, :left] = 0
+    mask[1, seqlen - right:] = 0
+    return mask
+
+
+@torch.no_grad()
+def logits(model, ids, mask=None, cache=None, calls=None, **kwargs) -> torch.Tensor:
+    """(batch, seqlen, vocabulary), in one call without a cache or in several over one; rows of padding are 0."""
+    if calls is None:
+        out = model(ids, attention_mask=mask, use_cache=False, **kwargs).logits
+    else:
+        parts = []
+        for start, end in zip([0, *calls], calls, strict=False):
+            step = model(ids[:, start:end], attention_mask=None if mask is None else mask[:, :end], past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            parts.append(step.logits)
+        out = torch.cat(parts, 1)
+    return out if mask is None else out * mask[..., None]
+
+
+def static(model, extra: int = 8) -> StaticCache:
+    return StaticCache(config=model.config, max_cache_len=SEQLEN + extra)
+
+
+PACKED = torch.cat([torch.arange(n) for n in (11, 12, 5)])[None].expand(2, -1)  # position_ids of three sequences in each row
+RUNS = {
+    "uncached": lambda model: logits(model, tokens()),
+    "cached": lambda model: logits(model, tokens(), calls=CALLS),
+    "padded": lambda model: logits(model, tokens(), padded()),
+    "padded on the right": lambda model: logits(model, tokens(), padded(left=3, right=5)),
+    "padded, cached": lambda model: logits(model, tokens(), padded(), calls=CALLS),
+    "static cache": lambda model: logits(model, tokens(), cache=static(model), calls=CALLS),
+    "padded, static cache": lambda model: logits(model, tokens(), padded(), cache=static(model), calls=CALLS),
+    "packed": lambda model: logits(model, tokens(), position_ids=PACKED),
+}
+
+
+def difference(name: str) -> dict[str, float]:
+    """The largest difference of any logit to the stock model's, by run."""
+    model = tiny(name)
+    stock = {run: call(model) for run, call in RUNS.items()}
+    convert(model)
+    return {run: float((call(model) - stock[run]).abs().max()) for run, call in RUNS.items()}
+
+
+def main() -> None:
+    columns = ["uncached", "cached", "padded", "padded, cached", "static cache", "packed"]
+    print("| model type | " + " | ".join(columns) + " | |")
+    print("|---|" + "---:|" * len(columns) + "---|")
+    for name in FAMILIES:
+        if name in REFUSED_BY_VERSION:
+            continue
+        found = difference(name)
+        print(f"| {name} | " + " | ".join(f"{found[column]:.1e}" for column in columns) + f" | {NOTES.get(name, '')} |")
+
+
+if __name__ == "__main__":
+    main()
