@@ -1,0 +1,49 @@
+"""The subcommands one after another, in the sizes that the goals name: those measured on a GPU, or on the CPU.
+
+    python -m bench all [--only hope decode] [--seconds 1] [--out DIR] [--note TEXT] [--device cuda]
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from . import suite
+
+# GPU: head_dim 128 as the goals ask, then 64, then four query heads to a key head.
+CUDA = (
+    ("hope", ()),
+    ("rerope", ()),
+    ("decode", ()),
+    ("rotation", ()),
+    ("hope", ("--head-dim", "64", "--heads", "32", "--heads-kv", "32")),
+    ("hope", ("--heads", "32", "--heads-kv", "8", "--seqlens", "2048", "8192")),
+    ("rerope", ("--head-dim", "64", "--heads", "32", "--heads-kv", "32")),
+    ("decode", ("--head-dim", "64")),
+    ("scaling", ()),
+)
+CPU = tuple((command, ()) for command in ("hope", "rerope", "decode", "rotation", "scaling"))
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser("python -m bench all", description=__doc__.strip().split("\n")[0], allow_abbrev=False)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu (default: a GPU if there is one)")
+    p.add_argument("--only", nargs="+", choices=sorted({command for command, _ in CUDA}), help="only these")
+    p.add_argument("--seconds", type=float, help="for the rounds of a table")
+    p.add_argument("--threads", type=suite.positive, help="of the CPU")
+    p.add_argument("--out", type=Path, default=suite.RESULTS, help="default bench/results")
+    p.add_argument("--note", default="", help="kept with the results")
+    options = p.parse_args(argv)
+    common = ["--device", options.device, "--out", str(options.out)]
+    for name in ("seconds", "threads", "note"):
+        if getattr(options, name):
+            common += [f"--{name}", str(getattr(options, name))]
+    codes = []
+    for command, arguments in CPU if options.device == "cpu" else CUDA:
+        if not options.only or command in options.only:
+            codes.append(import_module(f".{command}", __package__).main([*arguments, *common]))
+            print(flush=True)
+    return max(codes)
