@@ -200,16 +200,22 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
                              lr=config.learning_rate, betas=config.betas, fused=True)
 
 
+def train_config(args: argparse.Namespace) -> TrainConfig:
+    """The paper's: AdamW with these betas, a warm-up counted in steps, gradients clipped at 1."""
+    return TrainConfig(args.steps, args.batch, args.seqlen, args.learning_rate, warmup=args.warmup / args.steps, betas=(0.9, 0.999))
+
+
 class Run:
     """One training run: model, optimizer, place in the data, and the folder that all of them are kept in."""
 
-    def __init__(self, args: argparse.Namespace, devices: Devices, windows: Windows, config: TrainConfig, settings: dict):
+    def __init__(self, args: argparse.Namespace, devices: Devices, windows: Windows, settings: dict):
         torch.manual_seed(args.seed)  # the same weights on every rank, whatever the number of ranks
         sizes = ModelConfig(args.width, args.layers, args.heads, args.mlp_width)
         self.rotary = Rotary.hope(sizes.head_dim, args.seqlen) if args.scheme == "hope" else Rotary.rope(sizes.head_dim)
         self.model = devices.parallelize(LanguageModel(sizes), DTYPES[args.dtype])
-        self.optimizer = make_optimizer(self.model, config)
-        self.args, self.devices, self.windows, self.config, self.settings = args, devices, windows, config, settings
+        self.config = train_config(args)
+        self.optimizer = make_optimizer(self.model, self.config)
+        self.args, self.devices, self.windows, self.settings = args, devices, windows, settings
         self.attend, self.step, self.folder = devices.attend(args.impl), 0, Path(args.out)
 
     def train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -318,29 +324,25 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
     devices = Devices.of(device, args.cp, args.tp)
     check(args, devices.data_ranks)
     corpus = data.from_path(args.text, args.seqlen + 1) if args.text else data.standard_library(args.seqlen + 1)
-    config = TrainConfig(args.steps, args.batch, args.seqlen, args.learning_rate, warmup=args.warmup / args.steps, betas=(0.9, 0.999))
-    settings = {name: getattr(args, name) for name in (*PRESETS["tiny"].__dict__, "seed", "scheme", "dtype")}
+    settings = {name: getattr(args, name) for name in (*(field.name for field in dataclasses.fields(Preset)), "seed", "scheme", "dtype")}
     settings["text"] = corpus.record()["train"]["sha256"]
-    run = Run(args, devices, Windows(corpus.train, args.batch, args.seqlen, args.seed), config, settings)
+    run = Run(args, devices, Windows(corpus.train, args.batch, args.seqlen, args.seed), settings)
     run.resume()
     if dist.get_rank() == 0:
         count = sum(p.numel() for p in run.model.parameters())
         print(f"{count / 1e6:.1f}M parameters, {args.scheme}, {corpus.name}: {len(corpus.train):,} bytes; {devices.data_ranks} x {args.cp} x "
               f"{args.tp} processes (data x context x tensor) on {device.type}, {args.dtype}; step {run.step} of {args.steps}", flush=True)
     log, stop, signalled = Log(run, args.log_every), Stop(), 0
-    saved = run.step
     while run.step < args.steps and not signalled:
         log(*run.train_step())
         signalled = stop.agreed()
         if signalled or run.step == args.steps or run.step % args.save_every == 0:
             run.save()
-            saved = run.step
     if signalled and run.step < args.steps:
         if dist.get_rank() == 0:
             print(f"stopped by {signal.Signals(signalled).name} after step {run.step}; the same command goes on from there", flush=True)
         return 128 + signalled
-    if saved == run.step:
-        run.export(run.folder / "model.safetensors")
+    run.export(run.folder / "model.safetensors")
     return 0
 
 
@@ -399,9 +401,7 @@ def main() -> int:
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", **alone)
     try:
         return train(args, device)
-    except (BadInput, data.TextError, ValueError) as error:
-        if not isinstance(error, (BadInput, data.TextError)):
-            raise
+    except (BadInput, data.TextError) as error:
         if dist.get_rank() == 0:
             print(f"train_fsdp: error: {error}", file=sys.stderr)
         return 2

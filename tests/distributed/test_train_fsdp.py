@@ -1,0 +1,232 @@
+"""examples/train_fsdp.py: every way to share out a run computes what one device does, and a broken run goes on as if it were not."""
+
+import functools
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from flashrope import Rotary
+from flashrope.experiments.model import load_checkpoint
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp.py"
+TINY = ("--preset", "tiny", "--device", "cpu", "--dtype", "float64", "--log-every", "1", "--width", "32", "--batch", "8", "--mlp-width", "48")
+# float64, relative. Sums over ranks are taken in another order, nothing else: the largest seen was 2e-14, in a gradient.
+ROUNDING = 1e-12
+
+
+@functools.cache
+def example():
+    spec = importlib.util.spec_from_file_location("train_fsdp", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_fsdp"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    generator = torch.Generator().manual_seed(0)
+    path.write_text("".join(chr(97 + i) for i in torch.randint(26, (20_000,), generator=generator)))
+    return str(path)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
+    error = (got - want).abs().max() / want.abs().max()
+    assert error <= ROUNDING, f"{name}: off by {error:.3g} of its largest element"
+
+
+def make_run(arguments, out):
+    fsdp = example()
+    args = fsdp.parse([*TINY, *arguments, "--out", str(out)])
+    devices = fsdp.Devices.of(torch.device("cpu"), args.cp, args.tp)
+    fsdp.check(args, devices.data_ranks)
+    corpus = fsdp.data.from_path(args.text, args.seqlen + 1)
+    windows = fsdp.Windows(corpus.train, args.batch, args.seqlen, args.seed)
+    return fsdp.Run(args, devices, windows, {"seed": args.seed, "batch": args.batch})
+
+
+def whole(run, of_gradients: bool = False) -> dict[str, torch.Tensor]:
+    """All parameters, or their gradients, gathered; q, k and v joined as in LanguageModel."""
+    tensors = {name: (p.grad if of_gradients else p.detach()).full_tensor() for name, p in run.model.named_parameters()}
+    for i in range(run.args.layers):
+        tensors[f"blocks.{i}.qkv.weight"] = torch.cat([tensors.pop(f"blocks.{i}.{name}.weight") for name in "qkv"])
+    return tensors
+
+
+def on_one_device(text: str, steps: int):
+    """Losses, the gradients of the first step and the weights after the last, without the example's parallel code."""
+    fsdp = example()
+    args = fsdp.parse([*TINY, "--text", text, "--steps", str(steps)])
+    torch.manual_seed(args.seed)
+    model = fsdp.LanguageModel(fsdp.ModelConfig(args.width, args.layers, args.heads, args.mlp_width)).double()
+    rotary = Rotary.hope(model.config.head_dim, args.seqlen)
+    config = fsdp.train_config(args)
+    windows = fsdp.Windows(fsdp.data.from_path(text, args.seqlen + 1).train, args.batch, args.seqlen, args.seed)
+    optimizer = torch.optim.AdamW([{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+                                   {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}], betas=(0.9, 0.999))
+    losses, first = [], None
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * fsdp.learning_rate_fraction(step, config)
+        batch = windows.next()
+        loss = F.cross_entropy(model(batch[:, :-1], rotary).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        first = first or {name: p.grad.clone() for name, p in model.named_parameters()}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), first, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def mean_loss(loss: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(loss)
+    return loss / dist.get_world_size()
+
+
+def layouts(text: str, out: str, all_of) -> None:
+    steps = 4
+    losses, first, last = on_one_device(text, steps)
+    for cp, tp, micro_batch in all_of:
+        layout = f"cp {cp}, tp {tp}, micro-batch {micro_batch}"
+        run = make_run(("--text", text, "--steps", str(steps), "--cp", str(cp), "--tp", str(tp), "--micro-batch", str(micro_batch)), out)
+        fsdp = example()
+        state = run.windows.state
+        fsdp.gradients(run.model, run.rotary, run.attend, *run.devices.part(run.windows.next()), micro_batch)
+        for name, grad in whole(run, of_gradients=True).items():
+            close(grad, first[name], f"{layout}: gradient of {name}")
+        run.optimizer.zero_grad()
+        run.windows.state = state
+        close(torch.stack([mean_loss(run.train_step()[0]) for _ in range(steps)]), losses, f"{layout}: losses")
+        for name, weight in whole(run).items():
+            close(weight, last[name], f"{layout}: {name}")
+
+
+def test_four_ranks_compute_what_one_device_does(ranks, text, tmp_path):
+    ranks(layouts, text, str(tmp_path), [(1, 1, 64), (2, 1, 64), (1, 2, 1), (2, 2, 2), (4, 1, 3), (1, 4, 64)])
+
+
+def broken_and_resumed(text: str, out: str) -> None:
+    """Saved in one layout, resumed in others."""
+    arguments, total = ("--text", text, "--steps", "6"), 6
+    losses, _, last = on_one_device(text, total)
+    run = make_run((*arguments, "--cp", "2", "--tp", "2"), out)
+    for _ in range(3):
+        run.train_step()
+    run.save()
+    run.train_step()  # lost
+    for layout in (("--tp", "2"), ("--cp", "4"), ()):
+        run = make_run((*arguments, *layout), out)
+        run.resume()
+        assert run.step == 3
+        close(torch.stack([mean_loss(run.train_step()[0]) for _ in range(3)]), losses[3:], f"{layout}: losses after the resumption")
+        for name, weight in whole(run).items():
+            close(weight, last[name], f"{layout}: {name}")
+    with pytest.raises(example().BadInput, match=r"step-00000003 was made with batch 8 \(now 16\)"):
+        make_run((*arguments, "--batch", "16"), out).resume()
+
+
+def test_a_broken_run_goes_on(ranks, text, tmp_path):
+    ranks(broken_and_resumed, text, str(tmp_path))
+
+
+def stopped_by_a_signal(text: str, out: str) -> list[float]:
+    """SIGTERM reaches one rank during a step; all stop after the same one, with a checkpoint, and go on from there."""
+    fsdp = example()
+    args = fsdp.parse([*TINY, "--text", text, "--steps", "6", "--save-every", "2", "--out", out])
+    train_step, done = fsdp.Run.train_step, []
+
+    def interrupted(run):
+        if run.step == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        done.append(run.step)
+        return train_step(run)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    fsdp.Run.train_step = interrupted
+    try:
+        assert fsdp.train(args, torch.device("cpu")) == 128 + signal.SIGTERM
+        assert done == [0, 1, 2, 3]
+        fsdp.Run.train_step = train_step
+        assert not Path(out, "model.safetensors").exists()
+        assert fsdp.train(args, torch.device("cpu")) == 0
+    finally:
+        fsdp.Run.train_step = train_step
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    dist.barrier()
+    assert sorted(path.name for path in Path(out).glob("step-*")) == ["step-00000004", "step-00000006"]  # the newest two
+
+
+def test_a_signal_stops_all_ranks(ranks, text, tmp_path):
+    ranks(stopped_by_a_signal, text, str(tmp_path))
+    losses, _, last = on_one_device(text, 6)
+    close(torch.tensor(logged(tmp_path), dtype=torch.float64), losses, "losses")
+    assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    model, rotary = load_checkpoint(tmp_path / "model.safetensors")
+    assert rotary == Rotary.hope(8, 64)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight, last[name].float(), rtol=2**-22, atol=0)  # the last bit, where rounding differs
+
+
+def logged(out: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def bad_inputs(text: str, out: str) -> None:
+    fsdp = example()
+    for arguments, words in ((("--cp", "3"), "3 * 1 to divide the number of processes, 4"), (("--batch", "6"), "--batch: expected a multiple of the 4"),
+                             (("--cp", "4", "--seqlen", "60"), "--seqlen: expected a multiple of 2 * --cp = 8, got 60"),
+                             (("--tp", "4", "--heads", "2"), "--tp: expected to divide heads = 2")):
+        with pytest.raises(fsdp.BadInput) as error:
+            make_run((*arguments, "--text", text), out)
+        assert words in str(error.value)
+
+
+def test_bad_input(ranks, text, tmp_path):
+    ranks(bad_inputs, text, str(tmp_path))
+
+
+def launch(processes: int, out: Path, text: str, *arguments: str, wait: bool = True):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else [sys.executable]
+    command += [str(EXAMPLE), *TINY, "--text", text, "--out", str(out), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                               env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    if not wait:
+        return process
+    output, _ = process.communicate(timeout=180)
+    return process.returncode, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_torchrun_killed_and_resumed(text, tmp_path, number):
+    arguments = ("--steps", "400", "--save-every", "50", "--cp", "2")
+    process = launch(2, tmp_path / "broken", text, *arguments, wait=False)
+    log, end = tmp_path / "broken" / "log.jsonl", time.monotonic() + 120
+    while not (log.exists() and len(log.read_text().splitlines()) > 60):
+        assert process.poll() is None and time.monotonic() < end, process.communicate()[0]
+        time.sleep(0.2)
+    (os.killpg if number != signal.SIGTERM else os.kill)(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+    stopped = len(log.read_text().splitlines())
+    assert process.returncode and stopped < 400, output
+    if number != signal.SIGKILL:
+        assert f"stopped by {number.name}" in output
+    status, output = launch(0, tmp_path / "broken", text, *arguments[:-2])  # one process now
+    assert status == 0, output
+    assert f"step {50 if number == signal.SIGKILL else stopped} of 400" in output.splitlines()[0], output
+    status, output = launch(0, tmp_path / "unbroken", text, *arguments[:-2])
+    assert status == 0, output
+    close(*(torch.tensor(logged(tmp_path / name), dtype=torch.float64)[:100] for name in ("broken", "unbroken")), "losses")
