@@ -1,15 +1,19 @@
 """DTensor inputs: the operators' sharding rules against the plain call, and how many collectives they cost."""
 
+import copy
 import sys
 
 import pytest
 import torch
 from ranks import mesh
 from support import SCHEMES
+from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flashrope import Rotary, attention, attention_varlen, ops
 from flashrope.backends import cpu
@@ -202,6 +206,40 @@ def positions_and_packed(count: int) -> None:
 
 def test_positions_and_packed_sequences(ranks):
     ranks(positions_and_packed, 2)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, width, bias=False, dtype=torch.float64) for width in (128, 32, 32))
+        self.out = nn.Linear(128, 64, bias=False, dtype=torch.float64)
+
+    def forward(self, x):
+        q, k, v = (project(x).unflatten(-1, (-1, 16)) for project in (self.q, self.k, self.v))
+        return self.out(attention(q, k, v, Rotary.hope(16, 100).rectify(7)).flatten(-2)).clone()
+
+
+def tensor_parallel(local: bool) -> None:
+    """8 query heads and 2 key heads over 2 ranks, parameters over 2 more; activations as plain local tensors or as DTensors."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    torch.manual_seed(0)
+    plain, x = SelfAttention(), torch.randn(4, 20, 64, dtype=torch.float64)
+    layer = copy.deepcopy(plain)
+    loss = plain(x).square().mean()
+    loss.backward()
+    column = ColwiseParallel(use_local_output=local)
+    parallelize_module(layer, both["tp"], {"q": column, "k": column, "v": column, "out": RowwiseParallel()})
+    fully_shard(layer, mesh=both["fsdp"])
+    mine = layer(x.chunk(2)[both.get_local_rank("fsdp")]).square().mean()
+    mine.backward()
+    for name, parameter in layer.named_parameters():
+        want = plain.get_parameter(name).grad
+        torch.testing.assert_close(parameter.grad.full_tensor(), want, rtol=0, atol=1e-13 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["local", "dtensor"])
+def test_tensor_parallel_and_fully_sharded(ranks, local):
+    ranks(tensor_parallel, local)
 
 
 def gradient_of_a_collective(count: int) -> None:
