@@ -12,6 +12,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are as many as the cores
+    torch.set_num_threads(1)
+
 import support
 
 
@@ -49,6 +52,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "interpreted(chosen): the parameters that Triton's interpreter runs too in the fast tests; "
                                        "its others are slow")
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning")  # the interpreter's
+
+
+def pytest_xdist_auto_num_workers(config):
+    """-n auto: a GPU's tests share its memory, a CPU's its cores."""
+    return 2 if torch.cuda.is_available() else min(os.cpu_count() or 1, 8)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the markers choose
