@@ -110,7 +110,38 @@ def test_equal_lengths(target, scheme, seqlen_q):
 @layouts
 @pytest.mark.parametrize("seqlen_q", [2, 17, 64, 65, 70, 150])
 def test_long_chunks(exact, page_size, seqlen_q):
-    cached(exact, Rotary.rope(16).rectify(21).log_n(20), (150, 170), seqlen_q, capacity=192, page_size=page_size).check(exact)
+    cached(exact, Rotary.rope(16).rectify(21).log_n(20), (150, 170), seqlen_q, heads=2, capacity=192, page_size=page_size).check(exact)
+
+
+@pytest.mark.interpreted(lambda exact, page_size, scheme: bool(page_size) == (scheme != "rope_interleaved") and scheme in (
+    "rope_interleaved", "hope_rerope_log_n", "yarn_leaky_local_log_n"))
+@layouts
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_chunks_of_every_scheme(exact, page_size, scheme):
+    """More than 64 queries, which another kernel may serve: over a sequence that becomes full, and one that begins, behind padding."""
+    cached(exact, SCHEMES[scheme](16), (112, 66), 66, heads=2, leftpad=(0, 30), capacity=112, page_size=page_size).check(exact)
+
+
+@pytest.mark.interpreted(lambda exact, page_size, scheme: scheme == "hope_rerope_log_n" and page_size)
+@layouts
+@pytest.mark.parametrize("scheme", ["leaky", "hope_rerope_log_n", "local"])
+def test_chunks_that_see_ahead(exact, page_size, scheme):
+    cached(exact, SCHEMES[scheme](16), (112, 70), 66, heads=2, leftpad=(0, 9), capacity=112, page_size=page_size, causal=False).check(exact)
+
+
+@pytest.mark.interpreted(lambda exact, page_size: page_size)
+@layouts
+def test_chunks_longer_than_their_sequences(exact, page_size):
+    """More queries than keys: no key, one, some."""
+    rotary = Rotary.rope(16).rectify(7).log_n(20)
+    cached(exact, rotary, (0, 1, 40), 66, heads=2, seqlen_new=0, leftpad=(0, 5, 0), capacity=80, page_size=page_size).check(exact)
+
+
+@pytest.mark.interpreted(lambda target, head_dim, heads: target.dtype == torch.float16 and head_dim == 128)
+@pytest.mark.parametrize(("head_dim", "heads"), [(8, (4, 4)), (40, (6, 3)), (64, (3, 3)), (72, (5, 1)), (128, (4, 1)), (256, (2, 2))])
+def test_head_dims_and_groups_of_chunks(target, head_dim, heads):
+    rotary = Rotary.hope(head_dim, 100, interleaved=head_dim == 128).rectify(21)
+    cached(target, rotary, (96, 70), 65, heads=heads[0], group=heads[0] // heads[1], capacity=96, page_size=PAGE).check(target)
 
 
 @pytest.mark.interpreted(lambda target, head_dim, heads: target.dtype == torch.float16 and head_dim in (40, 96, 128))
@@ -144,12 +175,13 @@ def test_needles_on_the_edge(exact, kind, distance):
 @layouts
 def test_token_by_token_is_one_full_call(exact, page_size):
     """A sequence that grows by itself, in chunks of several sizes, against the rows of one call over all of it."""
-    p = support.problem(exact, Rotary.rope(16).rectify(9).log_n(10), 30)
+    chunks = (13, 1, 1, 7, 66, 1, 1, 3)
+    p = support.problem(exact, Rotary.rope(16).rectify(9).log_n(10), sum(chunks))
     full, bound = support.exact_and_bound(p)
-    caches = [x.new_full((4, PAGE, 1, 16) if page_size else (1, 64, 1, 16), torch.nan) for x in (p.k, p.v)]
-    table = torch.tensor([[2, 0, 3, 1]], dtype=torch.int32, device=exact.device) if page_size else None
+    caches = [x.new_full((7, PAGE, 1, 16) if page_size else (1, 7 * PAGE, 1, 16), torch.nan) for x in (p.k, p.v)]
+    table = torch.tensor([[2, 0, 6, 3, 1, 5, 4]], dtype=torch.int32, device=exact.device) if page_size else None
     rows, start = [], 0
-    for chunk in (13, 1, 1, 7, 3, 1, 1, 3):
+    for chunk in chunks:
         new = slice(start, start + chunk)
         seqlens = torch.tensor([start], dtype=torch.int32, device=exact.device)
         rows.append(attention_with_cache(p.q[:, new], *caches, p.rotary, seqlens, p.k[:, new], p.v[:, new], table, return_lse=True, impl=exact.impl))
@@ -235,17 +267,24 @@ def guarded(x):
     keep.append(buffer)
     return torch.frombuffer(buffer, dtype=x.dtype).view(x.shape).copy_(x)
 
-impl, paged = sys.argv[1], sys.argv[2] == "paged"
+impl, paged, seqlen_q = sys.argv[1], sys.argv[2] == "paged", int(sys.argv[3])
+new_empty = torch.Tensor.new_empty
+torch.Tensor.new_empty = lambda x, *shape, **options: guarded(new_empty(x, *shape, **options)) if shape[0] else new_empty(x, *shape, **options)
 rotary = Rotary.rope(16).rectify(9)
-q, k, v = (guarded(torch.randn(3, 2, heads, 16)) for heads in (4, 2, 2))
-k_cache, v_cache = (guarded(torch.randn(*((5, 16) if paged else (3, 37)), 2, 16)) for _ in "kv")
+chunk = seqlen_q > 64
+heads, capacity = (1, 160) if chunk else (2, 37)  # a chunk's turned keys are whole pages of memory then: 3 * (66 + 63 - 1) rows of 64 bytes
+rotary = Rotary.rope(16).rectify(63 if chunk else 9)
+q, k, v = (guarded(torch.randn(3, seqlen_q, heads * group, 16)) for group in (2, 1, 1))
+k_cache, v_cache = (guarded(torch.randn(*((5, 16) if paged else (3, capacity)), heads, 16)) for _ in "kv")
 tables = [[0, 1, 2], [3, 4, 0], [1, 2, 3]], [[-1, 99, 2147480000], [-2147483648, 4, 5], [4, 4, 4]]
+if chunk:
+    tables = [[table * 3 for table in entries] for entries in tables]
 for lengths, entries, pads in [([5, 40, 0], 0, None), ([-7, 1 << 30, 2**31 - 1], 1, [-5, 1 << 30, 35]), ([35, 36, 37], 1, [0, 1, 2]),
                                ([2**31 - 1, 36, 37], 0, [1 << 30, -5, 0])]:
     lists = [lengths, tables[entries] if paged else None, pads]
     seqlens, table, pad = (None if x is None else guarded(torch.tensor(x, dtype=torch.int32)) for x in lists)
     attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, pad, impl=impl)
-if sys.argv[3] == "fault":
+if sys.argv[4] == "fault":
     ctypes.string_at(k_cache.data_ptr() + k_cache.numel() * 4, 1)
 print("done")
 """
@@ -253,16 +292,17 @@ print("done")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages are made with mprotect")
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
-@pytest.mark.parametrize("impl", ["reference", "cpu"] + (["triton"] if support.INTERPRETED else []))
-def test_nothing_outside_the_buffers_is_touched(impl, layout):
+@pytest.mark.parametrize(("impl", "seqlen_q"), [("reference", 2), ("cpu", 2)] + ([("triton", 2), pytest.param("triton", 66, marks=pytest.mark.slow)]
+                                                                               if support.INTERPRETED else []))
+def test_nothing_outside_the_buffers_is_touched(impl, seqlen_q, layout):
     """With guard pages before and behind every buffer; a process that touches one dies."""
-    run = subprocess.run([sys.executable, "-c", GUARDED, impl, layout, ""], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", GUARDED, impl, layout, str(seqlen_q), ""], capture_output=True, text=True)
     assert run.returncode == 0 and "done" in run.stdout, run.stderr[-2000:]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages are made with mprotect")
 def test_the_guard_bites():
-    run = subprocess.run([sys.executable, "-c", GUARDED, "cpu", "paged", "fault"], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", GUARDED, "cpu", "paged", "2", "fault"], capture_output=True, text=True)
     assert run.returncode < 0 and "done" not in run.stdout
 
 

@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from flashrope import Rotary, attention_with_cache
-from flashrope.triton_kernels import configs, decode
+from flashrope.backends import triton as backend
+from flashrope.triton_kernels import configs, decode, turn
 
 pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() or support.INTERPRETED), reason="needs a GPU or Triton's interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,6 +88,25 @@ def test_chunks_change_no_bit(num_splits):
         assert_same_bits([torch.cat([out for out, _ in pieces], 1), torch.cat([lse for _, lse in pieces], 2)], whole)
 
 
+CHUNK = configs.DECODE_SEQLEN + 1
+
+
+@pytest.mark.parametrize("page_size", [0, PAGE])
+def test_chunks_in_the_forward_kernel(page_size):
+    """Pages in any order, nonsense in unused entries, NaN in unused slots, neighbours and padding change no bit of a chunk either."""
+    q, (k, v), lengths = random(2, CHUNK, 1, 32, seed=9), caches(), [100, 67]
+    options, pads = {}, [0, 5]
+    expected = attend(q, k, v, lengths, num_splits=None)
+    shifted_k, shifted_v = (torch.full_like(x, float("nan")) for x in (k, v))
+    for b, (pad, length) in enumerate(zip(pads, lengths, strict=True)):
+        shifted_k[b, pad:pad + length], shifted_v[b, pad:pad + length] = k[b, :length], v[b, :length]
+    ends = [pad + length for pad, length in zip(pads, lengths, strict=True)]
+    if page_size:
+        (shifted_k, table), (shifted_v, _) = paged(shifted_k, 1, lengths=ends), paged(shifted_v, 1, lengths=ends)
+        options = {"block_table": table}
+    assert_same_bits(attend(q, shifted_k, shifted_v, ends, num_splits=None, cache_leftpad=int32(pads), **options), expected)
+
+
 def test_neighbours_and_left_padding_change_no_bit():
     q, (k, v), lengths = random(3, 2, HEADS_Q, 32, seed=9), caches(3), [20, 130, 0]
     out, lse = attend(q, k, v, lengths)
@@ -101,7 +121,8 @@ def test_neighbours_and_left_padding_change_no_bit():
     assert_same_bits(attend(q, shifted_k, shifted_v, ends, cache_leftpad=int32(pads)), (out, lse))
 
 
-def test_hostile_lengths_and_pages_touch_nothing_else():
+@pytest.mark.parametrize("seqlen_q", [2, CHUNK])
+def test_hostile_lengths_and_pages_touch_nothing_else(seqlen_q):
     """Lengths beyond the capacity or negative, pages that do not exist: other sequences keep their bits, unused pages theirs."""
     lengths = [40, 33, 18]
     pages, (k, v) = 3 * CAPACITY // PAGE + 3, caches(3)
@@ -109,11 +130,13 @@ def test_hostile_lengths_and_pages_touch_nothing_else():
     # Written to pages whose neighbours in memory are watched.
     around_k, around_v = (torch.full((pages + 4, *x.shape[1:]), 7.0, dtype=DTYPE, device=DEVICE) for x in (k_pages, v_pages))
     k_pages, v_pages = (around[2:2 + pages].copy_(x) for around, x in ((around_k, k_pages), (around_v, v_pages)))
-    q, new_k, new_v = (random(3, 2, heads, 32, seed=5 + heads) for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
+    q = random(3, seqlen_q, 1 if seqlen_q > 2 else HEADS_Q, 32, seed=5)
+    new_k, new_v = (random(3, 2, HEADS_KV, 32, seed=seed) for seed in (6, 7))
 
     def step(seqlens, table):
         k_now, v_now = around_k.clone(), around_v.clone()
-        result = attend(q, k_now[2:2 + pages], v_now[2:2 + pages], seqlens, num_splits=1, k=new_k, v=new_v, block_table=table)
+        result = attend(q, k_now[2:2 + pages], v_now[2:2 + pages], seqlens, num_splits=None if seqlen_q > 2 else 1, k=new_k, v=new_v,
+                        block_table=table)
         return result, k_now, v_now
 
     (out, lse), k_after, v_after = step(lengths, table)
@@ -164,6 +187,55 @@ def test_turned_keys_are_those_of_the_window(length, monkeypatch):
         assert per_head < length
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts stores that only the interpreter makes one by one")
+@pytest.mark.parametrize("page_size", [0, PAGE])
+def test_every_key_of_a_chunk_is_turned_once(page_size, monkeypatch):
+    """Those that a turning band reaches, not once per tile of queries, and nowhere else."""
+    places, store = [], turn.store_pairs
+
+    def counted(ptr, first, second, rows, length, stride_row, FIRST, LAYOUT):
+        inside = rows.handle.data[rows.handle.data < length.handle.data.item()]
+        places.extend(ptr.handle.data.item() + inside.astype("int64") * stride_row.handle.data.item() * 2)
+        store(ptr, first, second, rows, length, stride_row, FIRST, LAYOUT)
+
+    def never(*args):
+        raise AssertionError("keys turned in the loop over tiles")
+
+    monkeypatch.setattr(turn, "store_pairs", counted)
+    monkeypatch.setattr(decode, "turn_keys", never)
+    lengths, seqlen_q, window = [150, 70], configs.tile("forward", 80, 32, 2, 2).block_m + 1, int(RECTIFIED.bands[0].stop)
+    k, v = caches()
+    options = {}
+    if page_size:
+        (k, options["block_table"]), (v, _) = paged(k, 1), paged(v, 1)
+    attend(random(2, seqlen_q, 1, 32), k, v, lengths, num_splits=None, **options)
+    assert len(places) == len(set(places)) == sum(min(length, seqlen_q + window - 1) for length in lengths)
+
+
+LAUNCHED = [
+    (RECTIFIED, CHUNK - 1, None, 8, ["attention_decode"]),
+    (RECTIFIED, CHUNK, None, 8, ["turn_cached_rows", "attention_forward"]),
+    (RECTIFIED, CHUNK, 1, 8, ["attention_decode"]),
+    (Rotary.none(32), CHUNK, None, 8, ["attention_forward"]),
+    (Rotary.rope(32), CHUNK, None, 8, ["turn_cached_rows", "attention_forward"]),
+    (Rotary.rope(32), CHUNK, None, 9, ["attention_decode"]),  # turned keys would take more room than the cache
+]
+
+
+@pytest.mark.parametrize(("rotary", "seqlen_q", "num_splits", "max_pages", "expected"), LAUNCHED)
+def test_kernel_that_serves(rotary, seqlen_q, num_splits, max_pages, expected, monkeypatch):
+    """And the room for turned keys: of ReRoPE a window beyond the chunk, never the cache."""
+    launches = []
+    monkeypatch.setattr(backend, "launch", lambda kernel, grid, *args, **options: launches.append((kernel.__name__, args)))
+    pages = torch.zeros(16, 1024, HEADS_KV, 32, dtype=DTYPE, device=DEVICE)
+    table = torch.zeros(2, max_pages, dtype=torch.int32, device=DEVICE)
+    attend(random(2, seqlen_q, HEADS_Q, 32), pages, pages, [3000, 5000], rotary, num_splits, block_table=table)
+    assert [name for name, _ in launches if name != "combine_splits"] == expected
+    if expected[0] == "turn_cached_rows":
+        rows = CHUNK + 40 - 1 if rotary is RECTIFIED else 1024 * max_pages
+        assert launches[0][1][1].ptr.shape == (1, 2 * rows, HEADS_KV, 32)
+
+
 # In a process of its own: Triton's interpreter has no specialisations.
 SPECIALISATIONS = """
 import collections, json, torch
@@ -179,7 +251,8 @@ keys = collections.defaultdict(set)
 for head_dim in (40, 128):
     for paged in (False, True):
         for batch, seqlen_q, slots, window, num_splits in [(1, 1, 4096, 1, 2), (2, 1, 8192, 64, 0), (3, 2, 4097 * 16, 100, 1),
-                                                           (16, 1, 1 << 20, 1024, 16), (1, 1, 1 << 21, 7, 0)]:
+                                                           (16, 1, 1 << 20, 1024, 16), (1, 1, 1 << 21, 7, 0), (1, 65, 4096, 1, 0),
+                                                           (2, 100, 8192, 64, 0), (3, 128, 4097 * 16, 100, 0), (1, 4097, 1 << 21, 7, 0)]:
             cache = tensor(batch * slots // 16 + 1, 16, 1, head_dim) if paged else tensor(batch, slots, 1, head_dim)
             table = tensor(batch, slots // 16, dtype=torch.int32) if paged else None
             seqlens, new = tensor(batch, dtype=torch.int32), tensor(batch, seqlen_q, 1, head_dim)
@@ -199,6 +272,6 @@ def test_lengths_share_kernels():
                          cwd=pathlib.Path(__file__).parent.parent, check=False)
     assert run.returncode == 0, run.stderr
     # one split writes its half-precision result itself, several write float32
-    expected = {"append_rows": 1, "attention_decode": 2, "combine_splits": 1}
+    expected = {"append_rows": 1, "attention_decode": 2, "combine_splits": 1, "turn_cached_rows": 1, "attention_forward": 1}
     counts = json.loads(run.stdout.splitlines()[-1])
     assert counts == {f"{name} {head_dim} {paged}": n for head_dim in (40, 128) for paged in (False, True) for name, n in expected.items()}

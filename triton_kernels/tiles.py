@@ -237,16 +237,19 @@ def inside(rows, length):
 @triton.jit
 def pair_channels(pair, second, LAYOUT: tl.constexpr):
     """Half pairing: the channel of the first (second = 0) or second (1) member of every pair; head_dim or more where there is none.
-    Channels from rotary_dim on form pairs that do not turn. Computed by whole vectors of up to 16 bytes, so that the compiler
-    sees them."""
+    second = None: pair counts on from the first members to the second ones. Channels from rotary_dim on form pairs that do not
+    turn. Computed by whole vectors of up to 16 bytes, so that the compiler sees them."""
     HALF: tl.constexpr = LAYOUT.rotary_dim // 2
     REST: tl.constexpr = LAYOUT.head_dim // 2 - HALF
     COMMON: tl.constexpr = HALF | REST | LAYOUT.vec
     VEC: tl.constexpr = COMMON & -COMMON  # the largest power of two that divides all three
-    if LAYOUT.rotary_dim == LAYOUT.block_d:
+    if LAYOUT.rotary_dim == LAYOUT.block_d and second is not None:
         return pair + second * HALF
     else:
         vector = pair // VEC
+        if second is None:
+            second = vector // (LAYOUT.block_d // 2 // VEC)
+            vector = vector % (LAYOUT.block_d // 2 // VEC)
         turning = vector + second * (HALF // VEC)
         resting = vector + HALF // VEC + second * (REST // VEC)
         vector = tl.where(vector < HALF // VEC, turning, tl.where(vector < (HALF + REST) // VEC, resting, LAYOUT.head_dim // VEC))
@@ -260,7 +263,7 @@ def tile_channels(LAYOUT: tl.constexpr):
     if LAYOUT.interleaved or LAYOUT.rotary_dim == LAYOUT.block_d or (LAYOUT.rotary_dim == 0 and LAYOUT.head_dim == LAYOUT.block_d):
         return columns
     else:
-        return pair_channels(columns % (LAYOUT.block_d // 2), columns // (LAYOUT.block_d // 2), LAYOUT)
+        return pair_channels(columns, None, LAYOUT)
 
 
 @triton.jit
@@ -423,20 +426,22 @@ def turn_tile(tile, angles, slot, table_rows, first, rows, length, LAYOUT: tl.co
 def store_chunk_back(ptr, x, y, angles, slot, table_rows, first, rows, length, stride_row, scale, FIRST: tl.constexpr,
                      LAYOUT: tl.constexpr):
     """Stores pairs from FIRST on, a quarter tile each of first and second members, turned back and scaled."""
-    if LAYOUT.rotary_dim > 0:
-        cos, sin = cos_sin(angles, slot, table_rows, first, rows, length, FIRST, LAYOUT.block_d // 4, LAYOUT)
-        x, y = turn(x, y, cos, -sin)
+    cos, sin = cos_sin(angles, slot, table_rows, first, rows, length, FIRST, LAYOUT.block_d // 4, LAYOUT)
+    x, y = turn(x, y, cos, -sin)
     store_pairs(ptr, x * scale, y * scale, rows, length, stride_row, FIRST, LAYOUT)
 
 
 @triton.jit
 def store_turned_back(ptr, tile, angles, slot, table_rows, first, rows, length, stride_row, scale, LAYOUT: tl.constexpr):
     """Stores a float32 tile [M, D] that lies in the frame of table `slot`, turned back and scaled, in two chunks."""
-    x, y = split_pairs(tile, LAYOUT)
-    x, next_x = halves(x)
-    y, next_y = halves(y)
-    store_chunk_back(ptr, x, y, angles, slot, table_rows, first, rows, length, stride_row, scale, 0, LAYOUT)
-    store_chunk_back(ptr, next_x, next_y, angles, slot, table_rows, first, rows, length, stride_row, scale, LAYOUT.block_d // 4, LAYOUT)
+    if LAYOUT.rotary_dim == 0:
+        store_rows(ptr, tile * scale, rows, tile_channels(LAYOUT), stride_row, length, LAYOUT)
+    else:
+        x, y = split_pairs(tile, LAYOUT)
+        x, next_x = halves(x)
+        y, next_y = halves(y)
+        store_chunk_back(ptr, x, y, angles, slot, table_rows, first, rows, length, stride_row, scale, 0, LAYOUT)
+        store_chunk_back(ptr, next_x, next_y, angles, slot, table_rows, first, rows, length, stride_row, scale, LAYOUT.block_d // 4, LAYOUT)
 
 
 @triton.jit
