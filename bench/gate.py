@@ -5,7 +5,7 @@
 For every case the backend runs on meta tensors: forward and backward, or over a cache. Launches that need the same machine code are
 compiled once. Prints one row per compiled kernel and exits with 1 when one does not compile, spills more than
 SPILL_CEILINGS allows, asks for more shared memory than a block of its architecture can have, takes more instructions per
-tensor-core instruction than bench.ceilings allows, or in decoding reads a cache in pieces of less than 16 bytes. The column
+tensor-core instruction than bench.ceilings allows, or reads keys and values in pieces of less than 16 bytes. The column
 "model" is the tensor cores' estimated utilisation on sm_80 (bench.model).
 """
 
@@ -207,14 +207,16 @@ class Row:
             figures |= {"MMA": m.loop["mma"], "instr/MMA": f"{m.loop['total'] / m.loop['mma']:.2f}"}
         if m.loop and self.launch.arch == model.ARCH:
             figures["model"] = f"{model.utilisation(m.loop):.0%}"
-        if m.loop and self.reads_raw_keys:
+        if m.loop and self.turns_no_keys:
             figures["16 B loads"] = m.loop.get("global 16 B", 0)
         return {name: str(value) for name, value in figures.items()}
 
     @property
-    def reads_raw_keys(self) -> bool:
-        """Its hot loop turns no keys: of memory it reads keys and values alone, and page numbers."""
-        return self.kernel == "attention_decode" and "rerope" in self.cases[0].scheme.name and self.cases[0].head_dim in (64, 128)
+    def turns_no_keys(self) -> bool:
+        """Its hot loop does not: of memory it reads keys and values alone, and page numbers."""
+        first = self.cases[0]
+        turns_none = self.kernel == "attention_forward" and first.scheme.aligned or self.kernel == "attention_decode" and "rerope" in first.scheme.name
+        return turns_none and first.head_dim in (64, 128)
 
     def violations(self) -> list[str]:
         name = " ".join(self.label.values())
@@ -231,10 +233,10 @@ class Row:
         if self.result.loop and most is not None and self.result.loop["total"] > most * self.result.loop["mma"]:
             found.append(f"{name}: {self.result.loop['total'] / self.result.loop['mma']:.2f} instructions per tensor-core instruction in the "
                          f"hot loop, the ceiling is {most}")
-        if self.result.loop and self.reads_raw_keys and first.dtype != "fp32":
+        if self.result.loop and self.turns_no_keys and first.dtype != "fp32":
             loads = 2 * self.launch.kwargs["BLOCK_N"] * first.head_dim * 2 // (16 * 32 * self.result.warps)
             wide, narrow = self.result.loop.get("global 16 B", 0), self.result.loop.get("global", 0) - self.result.loop.get("global 16 B", 0)
-            if wide != loads or (narrow and first.scheme.cache == "contiguous"):
+            if wide != loads or (narrow and first.scheme.cache != "paged"):
                 found.append(f"{name}: {wide} loads of 16 bytes and {narrow} narrower, keys and values need {loads} and none")
         return found
 

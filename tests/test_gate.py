@@ -117,12 +117,12 @@ def test_ceilings_name_what_breaks_them(compiled):
     assert "does not compile: PTXASError: out of luck" in failed
 
 
-@pytest.mark.parametrize("scheme", [gate.ONE_BAND, gate.TWO_BANDS], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("scheme", [gate.ONE_BAND, gate.TWO_BANDS, *gate.CHUNKS], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("arch", [80, 90])
 def test_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, scheme):
-    for kernel in gate.KERNELS:
+    for kernel in gate.CHUNK_KERNELS if scheme.cache else gate.KERNELS:
         allowed = 64 if (kernel, arch, head_dim) == ("attention_grad_kv", 80, 128) else 0
         assert not row(kernel, gate.Case(arch, head_dim, dtype, scheme), spill_stores=allowed).violations()
         assert row(kernel, gate.Case(arch, head_dim, dtype, scheme), spill_stores=allowed + 4).violations()
@@ -154,9 +154,11 @@ def test_keys_and_values_are_read_once_in_vectors(cache, wide, narrow, passes):
     """64 keys and values of 128 channels, two bytes each, by 8 warps: 8 loads of 16 bytes for each thread."""
     scheme = next(scheme for scheme in gate.DECODE if scheme.name == f"rerope {cache}")
     loop = {"mma": 16, "total": 300, "global": wide + narrow, "global 16 B": wide}
-    decode = row("attention_decode", gate.Case(80, 128, "bf16", scheme), warps=8, loop=loop)
-    assert decode.figures()["16 B loads"] == str(wide)
-    assert (decode.violations() == []) == passes
+    chunk = next(scheme for scheme in gate.CHUNKS if scheme.name == f"rope {cache} chunk")
+    for kernel, of in (("attention_decode", scheme), ("attention_forward", chunk)):
+        reading = row(kernel, gate.Case(80, 128, "bf16", of), warps=8, loop=loop)
+        assert reading.figures()["16 B loads"] == str(wide)
+        assert (reading.violations() == []) == passes
 
 
 @pytest.mark.parametrize(("registers", "shared_kb", "warps", "blocks"), [
