@@ -150,8 +150,8 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
     device = options.device(args.device)
     preset = dataclasses.replace(PRESETS[args.preset], **{field.name: getattr(args, field.name) for field in dataclasses.fields(Preset)
                                                           if hasattr(args, field.name)})
-    if preset.train_length < 32 or preset.train_length % 8:
-        raise BadInput(f"--train-length: expected a multiple of 8 of at least 32, got {preset.train_length}")
+    if preset.train_length < 64 or preset.train_length % 8:
+        raise BadInput(f"--train-length: expected a multiple of 8 of at least 64, got {preset.train_length}")
     for name, value, most in (("learning-rate", preset.learning_rate, None), ("warmup", preset.warmup, 1)):
         if not value > 0 or most and value > most:
             raise BadInput(f"--{name}: expected a positive number{f' of at most {most}' if most else ''}, got {value}")

@@ -90,7 +90,7 @@ def markdown(table: Published, rows: list[dict[str, str]], train_length: int) ->
     """The table in the source's row order, each figure beside the source's, and what became of its ordering."""
     ours = figures(table, rows, train_length)
     labels = [column.label for column in table.columns] + (["Avg."] if table.average else [])
-    theirs = [[*values, statistics.fmean(values)] if table.average else list(values) for _, _, values in table.rows]
+    theirs = [values for _, _, values in table.rows]
     seeds = len({row["seed"] for row in rows})
     lines = [f"## {table.title}", "", f"Ours / the source's ({table.place}). " + ("Lower" if table.better == LOWER else "Higher") +
              f" is better. Ours: trained on {train_length} bytes where the source has {SOURCE_LENGTH} tokens, all lengths in proportion; "

@@ -1,0 +1,98 @@
+"""Every encoding that is not rotary against a plain formula, number by number."""
+
+import math
+
+import pytest
+import torch
+
+from flashrope.experiments import encodings
+from flashrope.experiments.encodings import ABSOLUTE, BIASES, attend_with_bias, distances
+
+
+def bias_of(name, heads=4, seqlen=24, train_length=16, seed=0):
+    torch.manual_seed(seed)
+    module = BIASES[name](heads, train_length)
+    return module, module(distances(seqlen)).detach()
+
+
+def assert_everywhere(bias, formula):
+    heads, seqlen, _ = bias.shape
+    for h in range(heads):
+        for i in range(seqlen):
+            for j in range(i + 1):
+                assert bias[h, i, j].item() == pytest.approx(formula(h, i, j), rel=2e-4, abs=1e-5), (h, i, j)
+
+
+def test_alibi():
+    _, bias = bias_of("alibi", heads=8)
+    assert_everywhere(bias, lambda h, i, j: -(2 ** -(h + 1)) * (i - j))
+    # the slopes that ALiBi's authors give for 12 heads: those of 8, then every other one of 16
+    expected = [2**-n for n in (1, 2, 3, 4, 5, 6, 7, 8)] + [2**-n for n in (0.5, 1.5, 2.5, 3.5)]
+    assert encodings.alibi_slopes(12) == pytest.approx(expected)
+
+
+def test_kerple():
+    module, bias = bias_of("kerple")
+    r1, r2 = module.log_r1.exp().tolist(), module.log_r2.exp().tolist()
+    assert min(r1 + r2) > 0 and len(set(r1)) == 4
+    assert_everywhere(bias, lambda h, i, j: -r1[h] * math.log(1 + r2[h] * (i - j)))
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_fire():
+    module, bias = bias_of("fire", seqlen=24, train_length=16)
+    c = module.log_c.exp().item()
+    first, _, second = module.mlp
+
+    def formula(h, i, j):
+        x = math.log(c * (i - j) + 1) / math.log(c * max(i, 16) + 1)
+        hidden = [max(w * x + b, 0) for w, b in zip(first.weight[:, 0].tolist(), first.bias.tolist(), strict=True)]
+        return sum(w * x for w, x in zip(second.weight[h].tolist(), hidden, strict=True)) + second.bias[h].item()
+
+    assert_everywhere(bias, formula)
+    beyond = [(bias[0, i, i - 3] - bias[0, 16, 13]).abs().item() for i in (17, 23)]
+    assert min(beyond) > 1e-6  # past the threshold the same distance weighs less the more there is to read
+    assert bias[0, 3, 1] == bias[0, 15, 13]
+
+
+def test_sinusoidal():
+    table = encodings.sinusoidal(300, 10)
+    for p in (0, 1, 7, 299):
+        for m in range(5):
+            angle = p / 10_000 ** (2 * m / 10)
+            assert table[p, 2 * m].item() == pytest.approx(math.sin(angle), abs=1e-6)
+            assert table[p, 2 * m + 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+def test_integer_and_binary():
+    assert encodings.integer(5, 3).tolist() == [[p] * 3 for p in range(5)]
+    table = encodings.binary(300, 32)
+    for p in (0, 1, 5, 252, 299):
+        bits = [int(bit) for bit in reversed(f"{p:016b}")]
+        assert table[p].tolist() == [bit for bit in bits for _ in range(2)]
+
+
+def test_learned_ends_at_the_training_length():
+    module = encodings.Learned(8, 16)
+    assert torch.equal(module(5), module.table[:5]) and module.table.requires_grad
+    assert len(module(16)) == 16
+    with pytest.raises(ValueError, match="learned positions end at the training length 16, got 17"):
+        module(17)
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_attention_with_a_bias_is_the_formula(name):
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 12, 3, 8, requires_grad=True) for _ in range(3))
+    module, bias = bias_of(name, heads=3, seqlen=12)
+    out = attend_with_bias(module, q, k, v, None)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5 + bias
+    scores = scores.masked_fill(torch.ones(12, 12, dtype=torch.bool).triu(1), -torch.inf)
+    assert torch.allclose(out, torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v), atol=1e-6)
+    out.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in module.parameters())
+
+
+def test_what_is_added_has_the_embeddings_shape():
+    for name, function in ABSOLUTE.items():
+        assert function(7, 12).shape == (7, 12) and function(7, 12).dtype == torch.float32, name

@@ -1,0 +1,221 @@
+"""flashrope experiment: outputs, resuming, bad input, and effects that are certain at any size."""
+
+import csv
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flashrope.cli import main
+from flashrope.experiments import data, runs, tables
+from flashrope.experiments.experiment import EXPERIMENTS
+from flashrope.experiments.train import TrainConfig, train
+from flashrope.experiments.model import LanguageModel, ModelConfig
+from flashrope import Rotary
+
+SMALL = ["--device", "cpu", "--threads", "1", "--steps", "20", "--width", "32", "--heads", "1", "--train-length", "64", "--batch", "4",
+         "--samples", "5"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder of 30 files, 150,000 bytes."""
+    folder = tmp_path_factory.mktemp("text")
+    for n in range(30):
+        (folder / f"{n:02}.txt").write_text("".join(f"{(n + 3) * m} is what {n + 3} times {m} makes, no more\n" for m in range(150))[:5000])
+    return folder
+
+
+def experiment(name, out, text, *options, code=0):
+    assert main(["experiment", name, *SMALL, "--text", str(text), "--out", str(out), *options]) == code
+
+
+def rows(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def is_picture(path):
+    from matplotlib.image import imread
+
+    image = imread(path)
+    return min(image.shape[:2]) > 300 and len({tuple(p) for p in image[::5, ::5, :3].reshape(-1, 3).round(2).tolist()}) > 10
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, text):
+    """A run directory with perplexity measured."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    experiment("perplexity", out, text, "--schemes", "rope,hope,rerope,alibi,nope,learned,rerope-w8+logn", "--seeds", "2")
+    return out
+
+
+def test_writes_every_result(finished):
+    assert {path.name for path in (finished / "perplexity").iterdir()} == {"cells", "results.csv", "results.json", "perplexity.png"}
+    found = rows(finished / "perplexity/results.csv")
+    schemes = ["rope", "hope", "rerope", "alibi", "nope", "learned", "rerope-w8+logn"]
+    places = {(row["scheme"], row["seed"], row["at"]) for row in found}
+    assert places == {(s, seed, str(at)) for s in schemes for seed in "01" for at in ((64,) if s == "learned" else (64, 128, 256, 512))}
+    assert len(found) == len(places) and list(dict.fromkeys(row["scheme"] for row in found)) == schemes
+    for row in found:
+        assert row["task"] == "perplexity" and 1 < float(row["value"]) < 300 and row["samples"] == "5" and row["train_length"] == "64"
+        assert row["trained_with"] == {"rerope": "rope", "rerope-w8+logn": "rope+logn"}.get(row["scheme"], row["scheme"])
+    assert is_picture(finished / "perplexity/perplexity.png")
+    models = {path.name for path in (finished / "models").glob("*.safetensors")}
+    assert models == {f"{name}-L64-s{seed}.safetensors" for name in ("rope", "hope", "alibi", "nope", "learned", "rope+logn") for seed in (0, 1)}
+    assert not list((finished / "models").glob("*.state"))
+
+
+def test_says_where_the_figures_come_from(finished, text):
+    record = json.loads((finished / "perplexity/results.json").read_text())
+    assert record["seeds"] == [0, 1] and record["settings"]["steps"] == 20 and record["settings"]["device"] == "cpu"
+    assert record["revision"] == runs.revision() and record["torch"] == torch.__version__ and record["hardware"]
+    assert record["command"].startswith("flashrope experiment perplexity --device cpu")
+    split = json.loads((finished / "split.json").read_text())
+    assert not set(split["train"]["files"]) & set(split["unseen"]["files"])
+    assert len(split["train"]["files"]) + len(split["unseen"]["files"]) == 30
+    assert record["settings"]["text"]["unseen"] == split["unseen"]["sha256"]
+
+
+def test_a_finished_run_is_not_done_again(finished, text, monkeypatch):
+    csv_before = (finished / "perplexity/results.csv").read_text()
+    monkeypatch.setattr(runs, "train", lambda *_: pytest.fail("trains again"))
+    monkeypatch.setattr(runs, "load_model", lambda *_: pytest.fail("measures again"))
+    experiment("perplexity", finished, text, "--schemes", "rope,hope,rerope,alibi,nope,learned,rerope-w8+logn", "--seeds", "2")
+    assert (finished / "perplexity/results.csv").read_text() == csv_before
+
+
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(finished, tmp_path, text, monkeypatch, capsys):
+    def interrupt_at(limit):
+        def train_until(*args):
+            *args, progress, state, every = args
+
+            def stop(step, loss):
+                progress(step, loss)
+                if step == limit:
+                    raise KeyboardInterrupt
+
+            return train(*args, stop, state, every)
+        return train_until
+
+    options = ("--schemes", "rope,hope,rerope,alibi,nope,learned,rerope-w8+logn", "--seeds", "2")
+    monkeypatch.setattr(runs, "train", interrupt_at(13))
+    experiment("perplexity", tmp_path / "out", text, *options, code=130)
+    assert "the same command goes on from here" in capsys.readouterr().err
+    state = tmp_path / "out/models/rope-L64-s0.state"
+    assert len(torch.load(state, weights_only=True)["losses"]) == 12
+    seen = []
+
+    def count(model, rotary, batches, config, attend, progress, state, every):
+        def first(step, loss):
+            seen.append(step)
+            progress(step, loss)
+        return train(model, rotary, batches, config, attend, first, state, every)
+
+    monkeypatch.setattr(runs, "train", count)
+    experiment("perplexity", tmp_path / "out", text, *options)
+    assert seen[:8] == list(range(13, 21)) and seen[8] == 1
+    assert (tmp_path / "out/perplexity/results.csv").read_text() == (finished / "perplexity/results.csv").read_text()
+    assert (tmp_path / "out/models/rope-L64-s0.vaf.json").read_text() == (finished / "models/rope-L64-s0.vaf.json").read_text()
+
+
+def test_micro_batches_add_up():
+    def weights(micro):
+        torch.manual_seed(0)
+        model = LanguageModel(ModelConfig(32, 1, 2))
+        batches = [torch.randint(256, (6, 17), generator=torch.Generator().manual_seed(n)) for n in range(3)]
+        loss = train(model, Rotary.rope(16), batches, TrainConfig(3, 6, 16, 1e-3, micro_batch=micro)).loss
+        return loss, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    (whole, one), (parts, other) = weights(0), weights(4)
+    assert parts == pytest.approx(whole, rel=1e-5) and (one - other).abs().max() < 1e-4
+    half_a_batch = torch.randint(256, (3, 16)), torch.full((3, 16), -100)
+    half_a_batch[1][:, -1] = 7  # one target a row
+    torch.manual_seed(0)
+    first = train(LanguageModel(ModelConfig(32, 1, 2)), Rotary.rope(16), [half_a_batch], TrainConfig(1, 3, 16)).loss
+    assert first == pytest.approx(math.log(256), abs=0.2)
+
+
+def test_tables_are_made_from_the_csv_alone(finished, tmp_path, text, capsys):
+    folder = finished / "rerope-windows"
+    folder.mkdir()
+    names = [tables.resolve(template, 64)[0] for template in EXPERIMENTS["rerope-windows"].schemes]
+    runs.write_csv(folder / "results.csv", runs.COLUMNS, [[name, "rope", 64, seed, task, at, 10.0 * n + seed, 5] for n, name in enumerate(names)
+                   for seed in (0, 2) for task, at in (("accuracy", 64), ("accuracy-repeat", 512), ("accuracy-non-repeat", 512))])
+    assert main(["experiment", "tables", "--out", str(finished)]) == 0
+    table = (folder / "table.md").read_text()
+    assert "| w128-log n† | rerope-w16+dagger | 41.00 ± 1.4 / 49.41 | 41.00 ± 1.4 / 82.28 |" in table and is_picture(folder / "accuracy.png")
+    assert table.strip() in capsys.readouterr().out
+    assert subprocess.run([sys.executable, "-m", "flashrope.experiments.tables", finished], capture_output=True, text=True).stdout.split() == [
+        str(folder / "table.md")]
+    assert main(["experiment", "tables", "--out", str(tmp_path)]) == 2
+    assert "is not a run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, options, said", [
+    ("perplexty", [], "unknown experiment 'perplexty'; known are perplexity, zoo, copying,"),
+    ("perplexity", ["--schemes", "rope,rop"], "unknown encoding 'rop'; known are rope, hope"),
+    ("positions", ["--schemes", "rope"], "--schemes: this experiment chooses its own"),
+    ("perplexity", ["--train-length", "1024"], "holds 150,000 bytes in 30 files, too little for windows of 32,769 bytes: at least 262,152 bytes"),
+    ("perplexity", ["--train-length", "60"], "--train-length: expected a multiple of 8 of at least 64, got 60"),
+    ("perplexity", ["--practice", "1.5"], "--practice: expected a share from 0 to below 1, got 1.5"),
+    ("perplexity", ["--warmup", "2"], "--warmup: expected a positive number of at most 1, got 2.0"),
+    ("perplexity", ["--width", "33"], "width: expected heads = 1 times a multiple of 8, got 33"),
+    ("perplexity", ["--text", "nowhere/at/all"], "nowhere/at/all: no such file or folder"),
+    ("perplexity", ["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
+])
+def test_bad_input_is_said_in_one_line(tmp_path, text, capsys, name, options, said):
+    experiment(name, tmp_path / "out", text, *options, code=2)
+    errors = capsys.readouterr().err
+    assert said in errors and errors.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_another_configuration_is_not_overwritten(finished, tmp_path, text, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    experiment("copying", finished, text, "--steps", "21", code=2)
+    assert "holds another configuration (steps 20 there, 21 here)" in capsys.readouterr().err
+    (tmp_path / "mine.txt").write_text("")
+    experiment("copying", tmp_path, text, code=2)
+    assert "holds other files and no settings.json" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_frequencies_and_positions_train_nothing(finished, text, monkeypatch):
+    monkeypatch.setattr(runs, "train", lambda *_: pytest.fail("trains"))
+    for name, picture in (("frequencies", "frequencies.png"), ("positions", "positions.png")):
+        experiment(name, finished, text)
+        assert is_picture(finished / name / picture)
+    found = [row for row in rows(finished / "frequencies/results.csv") if row["scheme"] == "hope"]
+    assert [float(row["inv_freq"]) for row in found] == pytest.approx(Rotary.hope(32, 64).theta, rel=1e-5)
+    seen = {(row["scheme"], row["query"]): float(row["distance"]) for row in rows(finished / "positions/results.csv")}
+    assert seen["rope", "99"] == 99 and seen["pi-s8", "99"] == 99 / 8 and seen["rerope-w32", "99"] == 32
+    assert seen["leaky-rerope-w32-k16", "99"] == pytest.approx(32 + 67 / 16, rel=1e-4)
+
+
+def test_help_names_the_experiments(capsys):
+    with pytest.raises(SystemExit):
+        main(["experiment", "--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*EXPERIMENTS, "all", "tables", "--schemes", "125m"))
+
+
+def test_presets():
+    paper = runs.PRESETS["125m"]
+    training = paper.training(512, 0)
+    assert (paper.layers, paper.heads, paper.width, paper.mlp_width, paper.batch) == (12, 12, 768, 2688, 64 * 8)
+    assert training.betas == (0.9, 0.999) and training.learning_rate == 3e-4 and training.clip == 1 and training.steps == 50_000
+    assert round(training.warmup * training.steps) == 2000
+    half = paper.training(1024, 0)
+    assert (half.batch_size, half.micro_batch, half.train_length) == (256, 32, 1024)
+    with torch.device("meta"):
+        sizes = {name: sum(p.numel() for p in LanguageModel(preset.config).parameters()) for name, preset in runs.PRESETS.items()}
+    assert 9e6 < sizes["small"] < 11e6 and 100e6 < sizes["125m"] < 130e6
+
+
+def test_the_window_of_the_text_is_the_longest_that_is_read():
+    multiples = [m for e in EXPERIMENTS.values() for _, chosen in e.measures for m in chosen or (8,)]
+    assert max(multiples) == runs.LONGEST
+    assert data.standard_library(32 * 64 + 1).unseen

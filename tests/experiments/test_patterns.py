@@ -1,0 +1,160 @@
+"""Attention patterns, their components and figures of the pictures, against plain formulas."""
+
+import math
+
+import pytest
+import torch
+
+from flashrope import Rotary, attention
+from flashrope.experiments import picture
+from flashrope.experiments.drawn import seen_distances
+from flashrope.experiments.encodings import distances
+from flashrope.experiments.model import ModelConfig
+from flashrope.experiments.patterns import components, kinds, pattern, vaf
+from flashrope.experiments.zoo import ZooModel, scheme
+
+CONFIG = ModelConfig(width=64, layers=2, heads=2)
+
+
+def model_of(name, length=64):
+    torch.manual_seed(0)
+    model = ZooModel(CONFIG, name, length)
+    with torch.no_grad():
+        for parameter in model.language.blocks.parameters():
+            if parameter.ndim == 2:
+                parameter *= 10
+    return model
+
+
+def scores_of_last(q, k, rotary):
+    """Plain: rotate both by their positions, then the product."""
+    def turn(x, position):
+        half = rotary.rotary_dim // 2
+        out = x.clone().double()
+        for m, f in enumerate(rotary.theta):
+            one, two = (2 * m, 2 * m + 1) if rotary.interleaved else (m, m + half)
+            c, s = math.cos(position * f), math.sin(position * f)
+            out[..., one], out[..., two] = c * x[..., one] - s * x[..., two], s * x[..., one] + c * x[..., two]
+        return out
+    last = turn(q[:, -1], k.shape[1] - 1)
+    return torch.stack([(last * turn(k[:, j], j)).sum((-1, -2)) for j in range(k.shape[1])], 1) * q.shape[-1] ** -0.5
+
+
+@pytest.mark.parametrize("rotary", [Rotary.rope(16), Rotary.hope(16, 64), Rotary.hope(16, 64, interleaved=True),
+                                    Rotary.hope(16, 64, compact=True), Rotary.none(16), Rotary.rope(16, rotary_dim=8)], ids=repr)
+def test_components_add_up_to_the_scores(rotary):
+    q, k = (torch.randn(3, 20, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    found = components(q, k, rotary)
+    assert torch.allclose(found.sum(1), scores_of_last(q, k, rotary), atol=1e-12)
+    assert found.shape[1] == len(rotary.theta) + (rotary.rotary_dim < 16)
+    # one pair at a time, all others empty
+    only = torch.zeros_like(q)
+    channels = (0, 1) if rotary.interleaved else (0, rotary.rotary_dim // 2)
+    only[..., channels] = q[..., channels]
+    if rotary.theta:
+        assert torch.allclose(components(only, k, rotary)[:, 0], found[:, 0]) and not torch.allclose(found[:, 0], found[:, 1])
+    with pytest.raises(ValueError, match="expected one band of slope 1"):
+        components(q, k, Rotary.rope(16).rectify(8))
+
+
+def test_pattern_of_the_first_layer_by_hand():
+    """In the first layer all queries and keys but the first are the same vectors."""
+    model, rotary = model_of("rope"), Rotary.rope(32)
+    found = pattern(model, rotary, 40, samples=6, seed=1)
+    bytes_ = torch.randint(1, 256, (6, 1), generator=torch.Generator().manual_seed(1))[:, 0]
+    block = model.language.blocks[0]
+    q, k, _ = block.qkv(block.attention_norm(model.language.embedding(bytes_))).unflatten(-1, (3, 2, 32)).unbind(1)
+    by_distance = [scores_of_last(q[:, None].expand(-1, d + 1, -1, -1), k[:, None].expand(-1, d + 1, -1, -1), rotary)[:, 0].mean() / 2
+                   for d in range(39)]
+    assert found.overall.shape == (2, 39) and found.components.shape == (2, 16, 39)
+    assert torch.allclose(found.overall[0], torch.stack(by_distance).detach(), atol=1e-5)
+    assert torch.allclose(found.components.sum(1), found.overall, atol=1e-9)
+    assert torch.equal(found.mean_overall, found.overall.mean(0))
+
+
+def test_pattern_of_a_bias_holds_the_bias():
+    model = model_of("kerple")
+    found = pattern(model, scheme("kerple", CONFIG, 64).rotary, 30, samples=4)
+    bias = torch.stack([bias(distances(30))[:, -1].mean(0) for bias in model.biases]).detach().flip(-1)[:, :29]
+    content = found.components.sum(1)
+    assert torch.allclose(found.overall, content + bias, atol=1e-6)
+    assert content[0].std() < 1e-6 < found.overall[0].std()  # without positions every key is the same to the first layer
+
+
+def test_pattern_is_of_what_the_model_computes():
+    """The recorder stands between the model and its attention and changes nothing."""
+    model = model_of("hope")
+    rotary = scheme("hope", CONFIG, 64).rotary
+    calls = []
+
+    def attend(*qkv):
+        calls.append(qkv[0].shape)
+        return attention(*qkv)
+
+    one = pattern(model, rotary, 30, samples=5, attend=attend)
+    in_parts = pattern(model, rotary, 30, samples=5, batch_tokens=30)
+    assert calls == [(5, 30, 2, 32)] * 2
+    assert torch.allclose(one.overall, in_parts.overall, atol=1e-9)
+    learned = model_of("learned")
+    assert pattern(learned, Rotary.none(32), 30, samples=2).overall[0].std() > 1e-5  # positions are in the embedding
+
+
+def test_vaf():
+    whole = torch.tensor([1.0, 2.0, -2.0])
+    assert vaf(whole, whole) == 100 and vaf(torch.zeros(3), whole) == 0
+    part = torch.tensor([1.0, 0.0, -1.0])
+    assert vaf(part, whole).item() == pytest.approx(100 * (1 - (0 + 4 + 1) / 9))
+    assert vaf(torch.stack([whole, part, -whole]), whole).tolist() == pytest.approx([100, 100 * 4 / 9, -300])
+
+
+def test_kinds():
+    length = 64
+    edge = math.pi / length
+    assert kinds([1.0, 2 * edge, 1.9 * edge, 1.1 * edge, edge, 0.0], length) == ["high", "high", "activated", "activated", "low", "low"]
+    theta = Rotary.rope(64).theta
+    assert sum(kind == "high" for kind in kinds(theta, 512)) == 16  # as HoPE at 512 keeps
+
+
+def test_seen_distances():
+    rope, leaky = Rotary.rope(32), Rotary.rope(32).rectify(8, 4)
+    def holds(matrix, formula):
+        return all(matrix[i][j] == pytest.approx(formula(i - j)) if j <= i else math.isnan(matrix[i][j]) for i in range(20) for j in range(20))
+    assert holds(seen_distances(rope, 20), lambda d: d)
+    assert holds(seen_distances(rope, 20, 8.0), lambda d: d / 8)
+    assert holds(seen_distances(rope.rectify(8), 20), lambda d: min(d, 8))
+    assert holds(seen_distances(leaky, 20), lambda d: d if d < 8 else 8 + (d - 8) / 4)
+    assert math.isnan(seen_distances(rope.local(5), 20)[10][5]) and seen_distances(rope.local(5), 20)[10][6] == 4
+
+
+# ---- pictures ---------------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_by_hand():
+    colours, wanted = picture.pictures(3, 4, 5, torch.Generator().manual_seed(0))
+    assert set(colours.flatten().tolist()) == {0, 1, 2, 3}
+    for one, asked in zip(colours.view(3, 4, 5).tolist(), wanted.view(3, 4, 5).tolist(), strict=True):
+        for y in range(4):
+            for x in range(5):
+                down, right = ((-1, 0), (0, 1), (1, 0), (0, -1))[one[y][x]]
+                inside = 0 <= y + down < 4 and 0 <= x + right < 5
+                assert asked[y][x] == (one[y + down][x + right] if inside else one[y][x])
+
+
+def test_axial_attention_knows_rows_from_columns():
+    """The pixel below counts the same in pictures of every width; along the rows it does not."""
+    torch.manual_seed(0)
+    q, k = (3 * torch.randn(1, 1, 2, 16).expand(1, 24, 2, 16) for _ in range(2))
+
+    def weight(rotary, rows, columns, key):
+        marked = torch.zeros(1, 24, 2, 16)
+        marked[0, key] = 1
+        return picture.attend_on(rows, columns)(q, k, marked, rotary)[0, 0, 0, 0].item()
+
+    def below_to_itself(rotary, rows, columns):
+        return weight(rotary, rows, columns, columns) / weight(rotary, rows, columns, 0)
+
+    axial, raster = (picture.encoding(name, 16) for name in ("axial", "raster"))
+    assert below_to_itself(axial, 4, 6) == pytest.approx(below_to_itself(axial, 6, 4), rel=1e-4)
+    assert below_to_itself(raster, 4, 6) != pytest.approx(below_to_itself(raster, 6, 4), rel=1e-2)
+    assert weight(axial, 4, 6, 1) != pytest.approx(weight(axial, 4, 6, 6), rel=1e-2)
+    assert weight(axial, 4, 6, 23) > 0  # not causal

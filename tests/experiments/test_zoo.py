@@ -1,0 +1,131 @@
+"""The zoo: which scheme a name stands for, which model it runs on, and that every one can be trained and read."""
+
+import pytest
+import torch
+
+from flashrope import Rotary
+from flashrope.experiments.model import ModelConfig
+from flashrope.experiments.options import BadInput
+from flashrope.experiments.train import TrainConfig, train
+from flashrope.experiments.zoo import CHANGES, ENCODINGS, KNOWN, Defaults, ZooModel, hfwa_window, scheme
+
+CONFIG, LENGTH = ModelConfig(width=32, layers=2, heads=2), 64
+ROPE = Rotary.rope(16)
+
+
+def of(name, **options):
+    return scheme(name, CONFIG, LENGTH, **options)
+
+
+@pytest.mark.parametrize("name, rotary, trained", [
+    ("rope", ROPE, "rope"),
+    ("hope", Rotary.hope(16, 64), "hope"),
+    ("hope-ab1", Rotary.hope_ablation(16, 64, "ab1"), "hope-ab1"),
+    ("hope-ab2", Rotary.hope_ablation(16, 64, "ab2"), "hope-ab2"),
+    ("hope-ab3", Rotary.hope_ablation(16, 64, "ab3"), "hope-ab3"),
+    ("nope", Rotary.none(16), "nope"),
+    ("pi", ROPE.interpolate(8), "rope"),
+    ("rope+pi-s4", ROPE.interpolate(4), "rope"),
+    ("ntk-old", ROPE.ntk(8, "old"), "rope"),
+    ("ntk-aware-s2", ROPE.ntk(2, "aware"), "rope"),
+    ("ntk-fixed", ROPE.ntk(8, "fixed"), "rope"),
+    ("ntk-mixed-s4+dagger", ROPE.ntk(4, "mixed").log_n(64), "rope"),
+    ("yarn", ROPE.yarn(8, 64), "rope"),
+    ("hope+yarn-s4", Rotary.hope(16, 64).yarn(4, 64), "hope"),
+    ("hope+pi", Rotary.hope(16, 64).interpolate(8), "hope"),
+    ("rerope", ROPE.rectify(32), "rope"),
+    ("rerope-w16+logn", ROPE.rectify(16).log_n(64, clip=False), "rope+logn"),
+    ("rerope+dagger", ROPE.rectify(32).log_n(64), "rope"),
+    ("leaky-rerope", ROPE.rectify(32, 16), "rope"),
+    ("leaky-rerope-w24-k8", ROPE.rectify(24, 8), "rope"),
+    ("leaky-rerope-k8-w24+logn", ROPE.rectify(24, 8).log_n(64, clip=False), "rope+logn"),
+    ("nope+logn", Rotary.none(16).log_n(64, clip=False), "nope+logn"),
+    ("hope+rerope-w8", Rotary.hope(16, 64).rectify(8), "hope"),
+])
+def test_what_a_name_stands_for(name, rotary, trained):
+    found = of(name)
+    assert found.rotary == rotary and found.trained == trained and found.longest is None
+    assert of(trained).rotary == of(trained).training == found.training  # the model is what the scheme's name says
+
+
+def test_inv_leaky_is_trained_with_longer_distances_and_used_with_rope():
+    found = of("inv-leaky")
+    assert found.rotary == ROPE and found.training == ROPE.rectify(32, 1 / 16) and found.trained == "inv-leaky"
+    assert of("inv-leaky-w16-k4").training == ROPE.rectify(16, 1 / 4)
+    assert max(band.slope for band in found.training.bands) == 16
+
+
+def test_hfwa_is_local_but_for_its_last_layer():
+    found = scheme("hfwa", ModelConfig(32, 3, 2), LENGTH)
+    assert found.rotary == (ROPE.local(24), ROPE.local(24), Rotary.none(16).log_n(64, clip=False))
+    for length, layers in ((512, 12), (64, 2), (512, 24)):
+        w = hfwa_window(length, layers)
+        assert (w - 1) * (layers - 1) + 1 <= 0.75 * length < w * (layers - 1) + 1
+    assert scheme("hfwa-w5", CONFIG, LENGTH).rotary[0] == ROPE.local(5)
+
+
+def test_defaults_fill_what_a_name_leaves_out():
+    defaults = Defaults(window=7, leak=3.0, growth=5.0, base=500.0)
+    rope = Rotary.rope(16, 500.0)
+    assert of("leaky-rerope", defaults=defaults).rotary == rope.rectify(7, 3.0)
+    assert of("pi", defaults=defaults).rotary == rope.interpolate(5.0)
+    assert of("hope", defaults=defaults).rotary == Rotary.hope(16, 64, 500.0)
+
+
+@pytest.mark.parametrize("name, said", [
+    ("rop", "unknown encoding 'rop'; known are rope, hope,"), ("", "unknown encoding"), ("rope+yrn", "unknown change 'yrn'"),
+    ("rope-w3", "rope takes no -w"), ("pi-w3", "pi takes no -w"), ("alibi+logn", "alibi stands alone"),
+    ("hfwa+dagger", "hfwa stands alone"), ("inv-leaky+rerope", "inv-leaky stands alone"), ("nope+pi", "no pair of this scheme rotates"),
+    ("pi+yarn", "interpolations do not stack"), ("rope+logn+dagger", "scaled by log n already"), ("dagger", "unknown encoding"),
+    ("rerope+leaky-rerope", "rectified already")])
+def test_names_that_make_no_sense(name, said):
+    with pytest.raises(BadInput, match=said.replace("+", r"\+")):
+        of(name)
+
+
+def test_unknown_names_list_the_known():
+    with pytest.raises(BadInput) as error:
+        of("what")
+    assert all(name in str(error.value) for name in (*KNOWN, *CHANGES))
+
+
+@pytest.mark.parametrize("name", [*ENCODINGS, "rope+logn", "nope+logn"])
+def test_every_encoding_trains_and_reads(name):
+    torch.manual_seed(0)
+    model, used = ZooModel(CONFIG, name, LENGTH), of(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    batches = [torch.randint(256, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    train(model, used.training, batches, TrainConfig(2, 2, LENGTH, 1e-2))
+    still = [key for key, value in model.state_dict().items() if torch.equal(value, before[key])]
+    assert not still, f"not trained: {still}"
+    tokens = torch.randint(256, (1, 40))
+    logits = model(tokens, used.rotary)
+    assert logits.shape == (1, 40, 256) and logits.isfinite().all()
+    changed = tokens.clone()
+    changed[0, 20] = (changed[0, 20] + 1) % 256
+    difference = (model(changed, used.rotary) - logits).abs().amax(-1)[0]
+    assert difference[:20].max() < 1e-4 < difference[20]  # causal
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_change_builds(name):
+    assert isinstance(of(f"rope+{name}").rotary, Rotary)
+
+
+def test_encodings_differ_from_one_another():
+    config = ModelConfig(width=64, layers=2, heads=2)  # of its 16 pairs one lies between pi / 64 and 2 pi / 64
+    tokens = torch.randint(256, (1, 48), generator=torch.Generator().manual_seed(3))
+    seen = []
+    for name in ENCODINGS:
+        if name == "inv-leaky":  # used as rope is
+            continue
+        torch.manual_seed(0)
+        model = ZooModel(config, name, LENGTH)
+        with torch.no_grad():
+            for parameter in model.language.blocks.parameters():
+                if parameter.ndim == 2:
+                    parameter *= 10  # first weights are so small that attention hardly shows
+        seen.append((name, model(tokens, scheme(name, config, LENGTH).rotary)[0, -1]))
+    for at, (one, logits) in enumerate(seen):
+        for other, others in seen[:at]:
+            assert (logits - others).abs().max() > 1e-5, (one, other)
