@@ -36,11 +36,12 @@ FAMILIES = {
 NOTES = {
     "cohere2": "interleaved pairs; full layers rotate nothing", "gemma2": "without its soft cap, refused with it",
     "gemma3_text": "two tables", "glm4": "interleaved pairs, partial", "gpt_neox": "partial", "phi": "partial", "qwen2": "two windows",
-    "smollm3": "some layers rotate nothing", "stablelm": "partial; from transformers 5",
+    "smollm3": "some layers rotate nothing", "stablelm": "partial; refused up to transformers 5.0",
 }
 SEQLEN, PADDING = 28, 3
 CALLS = [5, 6, 7, 8, 9, 20, 21, SEQLEN]  # where calls over a cache end: a prompt, one token at a time past the window, several
-REFUSED_BY_VERSION = {"stablelm"} if int(transformers.__version__.split(".")[0]) < 5 else set()
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+REFUSED_BY_VERSION = {"stablelm"} if VERSION < (5, 1) else set()  # made its masks itself
 
 
 def tiny(name: str, **changes):

@@ -70,28 +70,36 @@ ROPE_TYPES = {
 }
 
 
+def scaled(kind: str, **changes):
+    """A llama whose configuration asks for the rope type; both versions of transformers find the trained length where they look."""
+    scaling, lengths = dict(ROPE_TYPES[kind]), {"max_position_embeddings": 16 if kind == "dynamic" else 64}
+    if kind == "longrope":
+        lengths["original_max_position_embeddings"] = 16
+    return tiny("llama", rope_scaling=scaling, **lengths, **changes)
+
+
 @pytest.mark.parametrize("kind", ROPE_TYPES)
 def test_rope_types(kind):
-    model = tiny("llama", rope_scaling=dict(ROPE_TYPES[kind]), max_position_embeddings=16 if kind == "dynamic" else 64)
+    model = scaled(kind)
     within, beyond = tokens(seqlen=14), tokens()
-    calls = [9, 10, 13, 14]
-    stock = [logits(model, within, calls=calls), logits(model, beyond), logits(model, beyond, padded(left=3)), logits(model, within)]
+
+    def run():
+        return logits(model, within), logits(model, within, calls=[9, 10, 13, 14]), logits(model, beyond), logits(model, beyond, padded())
+
+    stock = run()
     convert(model)
-    mine = [logits(model, within, calls=calls), logits(model, beyond), logits(model, beyond, padded(left=3)), logits(model, within)]
-    assert all(map(close, stock, mine))
+    assert all(map(close, run(), stock))
+    assert close(logits(model, within), stock[0])  # the table is the trained length's again
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-@pytest.mark.parametrize("name", ["llama", "phi3"])
-def test_tables_that_grow_over_a_cache(name, kind):
-    """The cache holds raw keys, so none is rotated by an older table. One layer: the next one's keys have seen it."""
-    scaling = dict(ROPE_TYPES[kind])
-    if name == "phi3":
-        if kind == "dynamic":
-            pytest.skip("phi3 knows longrope alone")
-        scaling = {key: scaling[key] for key in ("short_factor", "long_factor")} | {"type": "longrope"}
-    model = tiny(name, rope_scaling=scaling, max_position_embeddings=16 if kind == "dynamic" else 64, num_hidden_layers=1,
-                 **{"original_max_position_embeddings": 16} if name == "phi3" else {})
+@pytest.mark.parametrize("which", ["dynamic", "longrope", "phi3"])
+def test_tables_that_grow_over_a_cache(which):
+    """The cache holds raw keys, so none is rotated by an older table. One layer: a second one's keys have seen the older table."""
+    if which == "phi3":  # with sliding windows
+        scaling = {"type": "longrope"} | {key: ROPE_TYPES["longrope"][key] for key in ("short_factor", "long_factor")}
+        model = tiny(which, rope_scaling=scaling, original_max_position_embeddings=16, num_hidden_layers=1)
+    else:
+        model = scaled(which, num_hidden_layers=1)
     whole = logits(model, tokens())
     convert(model)
     assert close(logits(model, tokens()), whole)
@@ -354,8 +362,20 @@ def test_families_that_are_refused():
     with pytest.raises(TypeError, match="model: expected a torch module, got str"):
         convert("meta-llama/Llama-3.2-1B")
     for name in families.REFUSED_BY_VERSION:
-        with pytest.raises(ValueError, match="does not call its AttentionInterface"):
+        with pytest.raises(ValueError, match="asks AttentionMaskInterface for its masks, got StableLmModel"):
             convert(tiny(name))
+
+
+def test_a_table_that_is_not_the_configurations():
+    model = tiny("llama")
+    model.config.rope_theta = 500_000.0
+    if getattr(model.config, "rope_parameters", None):
+        model.config.rope_parameters["rope_theta"] = 500_000.0
+    with pytest.raises(ValueError, match="model: expected a rotary embedding of the frequencies that its configuration gives"):
+        convert(model)
+    if families.VERSION < (5, 0):
+        with pytest.raises(ValueError, match="config: expected original_max_position_embeddings beside the rope parameters"):
+            convert(tiny("llama", rope_scaling=dict(ROPE_TYPES["longrope"])))
 
 
 @pytest.mark.parametrize("name, asked, error, message", [

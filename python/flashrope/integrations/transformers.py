@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
+import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..api import attention, attention_varlen, attention_with_cache
@@ -77,11 +79,11 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
     if asked.get("log_n") and all(scheme.window for scheme in schemes.values()):
         raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
 
+    _check_tables(decoder, {key[0] for key in schemes if key[2]})
+
     revert(model)
     before = config._attn_implementation
     decoder.set_attn_implementation(NAME)
-    if config._attn_implementation != NAME:
-        raise ValueError(f"model: {type(decoder).__name__} of this version of transformers does not call its AttentionInterface")
     for module, scheme in plan:
         module.rotary_bands = scheme
     handles = [embedding.register_forward_hook(_no_rotation) for embedding in _embeddings(decoder)]
@@ -289,6 +291,9 @@ def _decoder(model) -> PreTrainedModel:
     if len(found) != 1:
         raise ValueError(f"model: expected one transformers decoder with a rotary embedding, found {len(found)} in {type(model).__name__}")
     decoder, kind = found[0], found[0].config.model_type
+    if kind in FAMILIES and not hasattr(sys.modules[type(decoder).__module__], "create_causal_mask"):
+        raise ValueError(f"model: expected one that asks AttentionMaskInterface for its masks, got {type(decoder).__name__}, which makes "
+                         f"them itself in transformers {transformers.__version__}")
     if kind not in FAMILIES:
         raise ValueError(f"model: expected one of the types that were held against the library's own attention, {', '.join(sorted(FAMILIES))}; "
                          f"got {kind!r}" + (", which has attention sinks" if kind == "gpt_oss" else ""))
@@ -305,6 +310,24 @@ def _attention_modules(decoder) -> list[torch.nn.Module]:
     if not all(getattr(module, "is_causal", False) for module in modules) or getattr(config, "use_bidirectional_attention", False):
         raise ValueError("model: expected causal attention in every layer, got layers that see keys ahead")
     return modules
+
+
+def _check_tables(decoder, layer_types) -> None:
+    """The model's own tables must be those that its configuration is read as: versions of transformers read some fields differently."""
+    held = [(getattr(embedding, name), getattr(embedding, name.replace("original_inv_freq", "attention_scaling")))
+            for embedding in _embeddings(decoder) for name in [*vars(embedding), *dict(embedding.named_buffers())]
+            if name.endswith("original_inv_freq")]  # inv_freq may have grown with the length
+    for layer_type in layer_types:
+        rotary = Rotary.from_hf_config(decoder.config, layer_type)
+        if any(rotary.theta) and not any(_same_table(rotary, *table) for table in held):
+            raise ValueError(f"model: expected a rotary embedding of the frequencies that its configuration gives, {rotary!r}; got other "
+                             f"ones in transformers {transformers.__version__}, which reads the rope parameters differently")
+
+
+def _same_table(rotary: Rotary, inv_freq: torch.Tensor, attention_scaling: float) -> bool:
+    rounding = 1e-5 if inv_freq.dtype == torch.float32 else 1e-2
+    return (inv_freq.numel() == len(rotary.theta) and torch.allclose(inv_freq.detach().double().cpu(), rotary.inv_freq, rtol=rounding, atol=0)
+            and math.isclose(attention_scaling ** 2, rotary.temperature, rel_tol=1e-5))
 
 
 def _layer_type(config, layer: int) -> str | None:
@@ -331,6 +354,9 @@ def _grows_from(config, layer_type) -> float:
     if kind == "dynamic" and not params.get("alpha"):
         return config.max_position_embeddings
     if kind in ("longrope", "su"):
+        if int(transformers.__version__.split(".")[0]) < 5 and getattr(config, "original_max_position_embeddings", None) is None:
+            raise ValueError("config: expected original_max_position_embeddings beside the rope parameters, where transformers "
+                             f"{transformers.__version__} looks for the length that longrope's tables change at")
         return params.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None) or \
             config.max_position_embeddings
     return math.inf
