@@ -60,7 +60,7 @@ def sweeps(options) -> list[Sweep]:
         n: suite.Table(f"forward, batch {n}, seqlen {base.seqlen}", prefill, base.replace(batch=n)) for n in BATCHES[kind]}))
     over_cache = [c for c in decoding.contestants(options.device) if c.name in ("SDPA flash", "flashrope NoPE", "flashrope RoPE", "flashrope ReRoPE")]
     one_token = base.replace(decoding=True, **DECODE_HEADS[kind])
-    contexts = [n for n in CONTEXTS[kind] if n <= max(options.seqlens) * 2]
+    contexts = [n for n in CONTEXTS[kind] if n <= 2 * max(options.seqlens)] or [max(options.seqlens)]
     chosen.append(Sweep("decoding over context", "keys in the cache", {
         n: suite.Table(f"one token, {n} keys", over_cache, one_token.replace(seqlen=n), recorded=True) for n in contexts}))
     rerope = [c for c in over_cache if c.name in ("flashrope NoPE", "flashrope ReRoPE")]

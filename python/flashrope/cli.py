@@ -16,6 +16,7 @@ from importlib import import_module
 from ._version import __version__
 
 COMMANDS = {  # command: (module, what it does)
+    "bench": ("flashrope.bench", "speed and memory against other implementations (from a checkout)"),
     "demo": ("flashrope.experiments.demo", "train two small models and compare the schemes beyond the training length"),
     "experiment": ("flashrope.experiments.experiment", "the sources' experiments: train small models, measure, draw, tabulate"),
     "generate": ("flashrope.experiments.generate", "continue a text from a model that the demo trained, past its training length"),

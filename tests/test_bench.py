@@ -1,0 +1,380 @@
+"""The benchmark's own logic: what it refuses, counts, fits and writes. Speed is not tested here."""
+
+import dataclasses
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
+
+from bench import check, goals, machine, model, plots, readme, results, suite, timing
+from bench import __main__ as command_line
+from bench.contestants import OWN, Contestant, Unavailable, dense, flex, own, prefill_hope, prefill_rerope
+from bench.problem import Problem, exponent
+from bench.results import Record, Run
+
+CPU = torch.device("cpu")
+SMALL = Problem(1, 128, 2, 2, 32, torch.float32, CPU, window=32)
+
+
+def run_of(records=(), **changes) -> Run:
+    device = {"name": "NVIDIA H200", "hardware": "NVIDIA H200, 139 GiB", "cache_bytes": 0}
+    versions = {"revision": "abc", "torch": "2.13.0", "triton": "3.6.0", "cuda": "13.0", "python": "3.11"}
+    return dataclasses.replace(Run("hope", "python -m bench hope", device, versions, {"product_tflops": 700.0, "copy_gbs": 4000.0, "read_gbs": 4200.0},
+                                   list(records)), **changes)
+
+
+def record_of(contestant="SDPA flash", seqlen=2048, backward=False, **changes) -> Record:
+    sizes = Problem(1, seqlen, 16, 16, 128, torch.bfloat16, CPU).sizes()
+    fields = {"ours": contestant.startswith("flashrope"), "milliseconds": 2.0, "low": 1.9, "high": 2.2, "rounds": 10, "tflops": 500.0,
+              "ceiling": "product_tflops", "share": 0.7} | changes
+    return Record(f"seqlen {seqlen}", contestant, sizes=sizes | fields.pop("sizes", {}), backward=backward, **fields)
+
+
+def session(tmp_path, *words) -> suite.Session:
+    cuda = {"heads": 2, "heads_kv": 2, "head_dim": 32, "seqlens": [128], "tokens": 128, "window": 32}
+    argv = ["--device", "cpu", "--seconds", "0", "--out", str(tmp_path), *words]
+    return suite.Session("hope", argv, suite.parse(suite.parser("hope", "Test.", cuda, cuda), argv))
+
+
+@pytest.fixture(autouse=True)
+def quick_ceilings(monkeypatch):
+    monkeypatch.setattr(machine, "ceilings", lambda device, dtype: {"product_tflops": 1.0, "copy_gbs": 10.0, "read_gbs": 10.0})
+
+
+# ---- counting -----------------------------------------------------------------------------------------------------------
+
+
+def test_operations_are_counted_as_the_literature_does():
+    p = Problem(2, 1024, 16, 4, 128, torch.bfloat16, CPU)
+    full = 4 * 2 * 16 * 1024**2 * 128
+    assert p.flops(False) == full / 2 and p.flops(True) == full / 2 * 3.5
+    assert p.replace(causal=False).flops(False) == full
+    assert p.replace(decoding=True).flops(False) == 4 * 2 * 16 * 1024 * 128  # one query sees every key
+    assert p.replace(window=64).flops(False) == p.flops(False)  # the same for every scheme
+
+
+def test_bytes_of_a_cache_are_keys_and_values_of_the_key_heads():
+    assert Problem(1, 131072, 32, 8, 128, torch.bfloat16, CPU, decoding=True).bytes_of_cache() == 4 * 8 * 131072 * 128
+    assert Problem(1, 131072, 32, 8, 128, torch.bfloat16, CPU, decoding=True).bytes_of_q() == 2 * 32 * 128
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="heads: expected a multiple of heads_kv = 3, got 4"):
+        Problem(1, 8, 4, 3, 32, torch.float32, CPU)
+
+
+def test_exponent():
+    assert exponent({x: 3 * x**2 for x in (128, 256, 1024)}) == pytest.approx(2)
+    assert exponent({1: 5, 10: 5, 100: 5}) == pytest.approx(0)
+    noisy = {512: 1.1, 1024: 1.9, 2048: 4.2, 4096: 7.7}
+    assert 0.9 < exponent(noisy) < 1.05
+    with pytest.raises(ValueError, match="two points"):
+        exponent({1: 1})
+
+
+def test_ratio_is_the_median_over_rounds_not_the_ratio_of_medians():
+    times = {"peer": [2.0, 30.0, 4.0], "ours": [1.0, 10.0, 8.0]}
+    assert timing.ratio(times, "peer", "ours") == 2.0  # of 2, 3 and 0.5; the medians' would be 0.5
+    assert timing.Spread.of([3.0]) == (3.0, 3.0, 3.0)
+
+
+def test_rounds_take_turns():
+    seen = []
+    times = timing.rounds({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, timing.Timer(CPU), 0.0, least=4)
+    assert "".join(seen) == "ab" + "ab" * 4  # a warm-up each, not counted
+    assert {name: len(of) for name, of in times.items()} == {"a": 4, "b": 4}
+
+
+def test_peak_memory_of_a_call():
+    def call():
+        first = torch.empty(1 << 18)
+        del first
+        second, third = torch.empty(1 << 18), torch.empty(1 << 18)
+        return second, third
+
+    assert timing.Timer(CPU).peak_bytes(call) == pytest.approx(2 * 4 * (1 << 18), abs=4096)
+
+
+# ---- contestants --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [SMALL, SMALL.replace(heads=4), SMALL.replace(causal=False)], ids=["causal", "grouped", "full"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
+def test_contestants_are_right(p, backward):
+    """Those that run here without a compiler; others say why they do not."""
+    reasons = {}
+    for contestant in {c.name: c for c in prefill_hope(CPU) + prefill_rerope(CPU)}.values():
+        if "compiled" in contestant.name:
+            continue
+        try:
+            assert check.error(contestant, p, backward) < check.TOLERANCE[p.dtype] / 50, contestant.name
+        except Unavailable as reason:
+            reasons[contestant.name] = str(reason)
+    assert reasons["SDPA cuDNN"] == "needs a CUDA device" and "not installed" in reasons["flash-attn 2"]
+    assert "fused RoPE + SDPA flash" in reasons and "two FlexAttention passes" in reasons
+    assert not any(name.startswith("flashrope") for name in reasons)
+
+
+@pytest.mark.parametrize("wrong", [
+    Contestant("other window", Problem.rerope, lambda p: dense(p.replace(window=p.window + 16))),
+    Contestant("RoPE for HoPE", Problem.hope, partial(own, Problem.rope)),
+    Contestant("not a number", Problem.none, lambda p: lambda q, k, v: q * torch.nan),
+    Contestant("last row unwritten", Problem.none, lambda p: lambda q, k, v: own(Problem.none, p)(q, k, v) * (torch.arange(q.shape[1]) < 319)[:, None, None]),
+], ids=lambda contestant: contestant.name)
+def test_wrong_contestant_is_found(wrong):
+    assert check.error(wrong, SMALL.replace(head_dim=64, train_length=256), False) > check.TOLERANCE[torch.bfloat16]
+
+
+def test_wrong_gradient_is_found():
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad / 2
+
+    halved = Contestant("half the gradient", Problem.none, lambda p: lambda q, k, v: own(Problem.none, p)(Half.apply(q), k, v))
+    assert check.error(halved, SMALL, False) < 1e-5 < 0.1 < check.error(halved, SMALL, True)
+
+
+def test_flex_attention_says_that_it_has_no_backward_here():
+    q, k, v = SMALL.tensors(grad=True)
+    with pytest.raises(Unavailable, match="without a backward"):
+        flex(SMALL)(q, k, v)
+
+
+@pytest.mark.slow
+def test_compiled_contestants_are_right():
+    pytest.importorskip("torch._inductor", reason="needs torch.compile")
+    for contestant in prefill_hope(CPU):
+        if contestant.name in ("compiled RoPE + SDPA flash", "compiled RoPE + FlexAttention"):
+            assert check.error(contestant, SMALL, False) < 1e-5, contestant.name
+
+
+# ---- a session ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_ratio_for_a_wrong_contestant(tmp_path, capsys):
+    wrong = Contestant("wrong one", Problem.none, partial(own, Problem.rope))
+    missing = Contestant("missing one", Problem.none, partial(_raise, Unavailable("not installed")))
+    broken = Contestant("broken one", Problem.none, partial(_raise, RuntimeError("no kernel\nmore")))
+    s = session(tmp_path)
+    s.plan([suite.Table("a table", [wrong, missing, broken, OWN["RoPE"], OWN["HoPE"]], SMALL)])
+    assert s.finish() == 0
+    assert [record.contestant for record in s.run.records] == ["flashrope RoPE", "flashrope HoPE"]
+    assert s.run.absent == {"missing one": "not installed", "broken one": "failed: RuntimeError: no kernel"}
+    assert s.run.wrong["wrong one"] > 0.1
+    printed = capsys.readouterr().out
+    assert "WRONG, so not timed: wrong one: error" in printed and "not run (not installed): missing one" in printed
+    assert not any("wrong one" in record.ratios for record in s.run.records)
+
+
+def test_ours_wrong_or_failing_ends_with_1(tmp_path):
+    s = session(tmp_path)
+    s.plan([suite.Table("a table", [dataclasses.replace(OWN["HoPE"], prepare=partial(own, Problem.rope)), OWN["RoPE"]], SMALL.replace(head_dim=64, train_length=256))])
+    assert s.run.wrong.keys() == {"flashrope HoPE"} and s.finish() == 1
+    s = session(tmp_path)
+    s.plan([suite.Table("a table", [dataclasses.replace(OWN["HoPE"], prepare=partial(_raise, RuntimeError("x"))), OWN["RoPE"]], SMALL)])
+    assert s.finish() == 1
+
+
+def test_what_does_not_fit_is_skipped_with_a_line(tmp_path, capsys, monkeypatch):
+    large = dataclasses.replace(OWN["RoPE"], name="large one", scratch=lambda problem: 1 << 60)
+    s = session(tmp_path)
+    s.plan([suite.Table("a table", [large, OWN["HoPE"]], SMALL)])
+    assert [record.contestant for record in s.run.records] == ["flashrope HoPE"]
+    assert "a table: large one: needs about 1073741824.0 GiB" in s.run.skipped[0]
+    assert "skipped: a table: large one" in capsys.readouterr().out
+    monkeypatch.setattr(s.timer, "free_bytes", lambda: 1000)
+    s.plan([suite.Table("no room", [OWN["HoPE"]], SMALL)])
+    assert "no room: nothing to time" in capsys.readouterr().out
+
+
+def test_memory_that_runs_out_is_skipped(tmp_path):
+    def prepare(problem):
+        if problem.seqlen == SMALL.seqlen:
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        return own(Problem.none, problem)
+
+    s = session(tmp_path)
+    s.plan([suite.Table("a table", [Contestant("greedy", Problem.none, prepare), OWN["HoPE"]], SMALL)])
+    assert s.run.skipped == ["a table: greedy: OutOfMemoryError: tried to allocate too much"]
+    assert [record.contestant for record in s.run.records] == ["flashrope HoPE"]
+
+
+def test_options(capsys):
+    sizes = {"heads": 4, "heads_kv": 4, "head_dim": 64, "seqlens": [512], "tokens": 1024, "window": 64}
+    p = suite.parser("hope", "Test.", sizes, sizes)
+    options = suite.parse(p, ["--device", "cpu", "--seqlens", "256", "2048"])
+    assert [suite.problem(options, n).batch for n in options.seqlens] == [4, 1] and options.dtype == torch.float32
+    assert suite.stem("hope", options) == "hope-d64-h4x4-fp32"
+    for words, message in ((["--device", "tpu"], "--device"), (["--heads", "3"], "multiple of --heads-kv 4"), (["--seqlens", "0"], "positive integer")):
+        with pytest.raises(SystemExit):
+            suite.parse(p, ["--device", "cpu", *words])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["hope", "rerope", "decode", "rotation", "scaling"])
+def test_every_subcommand_writes_its_files(tmp_path, monkeypatch, command):
+    from bench import contestants, decoding, rotation, scaling
+
+    monkeypatch.setitem(contestants.ENCODINGS, "compiled RoPE", contestants.eager)  # compiling takes half a minute
+    monkeypatch.setattr(contestants, "flex", partial(_raise, Unavailable("left out")))
+    monkeypatch.setattr(decoding, "rotate_compiled", decoding.rotate_eagerly)
+    monkeypatch.setattr(scaling, "AT", {"cpu": 64})
+    monkeypatch.setattr(scaling, "CONTEXTS", {"cpu": (128, 256)})
+    monkeypatch.setattr(scaling, "LINEAR", 2.0)  # at these lengths steps of the tables count
+    monkeypatch.setattr(rotation, "best_rope", lambda device: "eager RoPE")
+    words = ["--device", "cpu", "--seqlens", "128", "256", "--tokens", "256", "--head-dim", "32", "--window", "64", "--seconds", "0", "--heads", "2",
+             "--heads-kv", "1", "--out", str(tmp_path)]
+    assert command_line.main([command, *words]) == 0
+    [path] = tmp_path.glob("*/*.json")
+    run = results.read(path)
+    assert run.command == command and run.argv.startswith(f"python -m bench {command} --device cpu") and len(run.records) > 3
+    assert not run.wrong and all(not reason.startswith("failed") for reason in run.absent.values())
+    assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG" and path.with_suffix(".csv").exists()
+    assert {goal["verdict"] for goal in run.goals} == {"not run"}
+    if command == "scaling":
+        assert any(name.startswith("peak memory") for name in run.exponents)
+
+
+def test_flashrope_bench_is_the_same(monkeypatch, capsys):
+    from flashrope import bench as command
+    from flashrope.cli import main
+
+    assert main(["bench"]) == 2
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in command_line.SUBCOMMANDS)
+    seen = []
+    monkeypatch.setattr(command_line, "main", lambda words: seen.append(words) or 0)
+    assert main(["bench", "hope", "--seqlens", "128"]) == 0 and seen == [["hope", "--seqlens", "128"]]
+    monkeypatch.setattr(command, "CHECKOUT", Path("/nowhere"))
+    assert main(["bench", "hope"]) == 1 and "in a checkout run" in capsys.readouterr().err
+
+
+# ---- files --------------------------------------------------------------------------------------------------------------
+
+
+def test_files_round_trip(tmp_path):
+    run = run_of([record_of(ratios={"flashrope HoPE": 1.25}), record_of("flashrope HoPE", peak_bytes=1 << 20)], absent={"x": "y"}, note="a note")
+    run.write(tmp_path, "hope-a")
+    assert results.read(tmp_path / "hope-a.json") == run
+    head, first, second = (tmp_path / "hope-a.csv").read_text().splitlines()
+    columns = dict(zip(head.split(","), first.split(","), strict=True))
+    assert (columns["contestant"], columns["milliseconds"], columns["time / flashrope HoPE"]) == ("SDPA flash", "2", "1.25")
+    assert dict(zip(head.split(","), second.split(","), strict=True))["peak_bytes"] == "1048576"
+    assert not list(tmp_path.glob("*.partial"))
+    for text in ("{", "[]", json.dumps({"records": [{"a": 1}]})):
+        (tmp_path / "broken.json").write_text(text)
+        with pytest.raises(ValueError, match="broken.json: not the results of a run"):
+            results.read(tmp_path / "broken.json")
+
+
+@pytest.mark.parametrize("name", ["revision", "torch", "triton", "cuda", "device"])
+def test_versions_are_not_mixed(tmp_path, name):
+    one = run_of([record_of()])
+    changed = {"device": one.device | {"name": "NVIDIA A100"}} if name == "device" else {"versions": one.versions | {name: "other"}}
+    other = dataclasses.replace(one, **changed)
+    results.check_comparable([one, run_of()])
+    with pytest.raises(ValueError, match=f"runs of different {name} cannot be put together"):
+        results.check_comparable([one, other])
+    one.write(tmp_path / "results" / "device", "hope-a")
+    other.write(tmp_path / "results" / "device", "hope-b")
+    with pytest.raises(ValueError, match=f"different {name}"):
+        readme.drawn(f"{readme.BEGIN}{readme.END}", tmp_path, tmp_path / "results")
+
+
+def test_readme_holds_what_the_files_hold(tmp_path, capsys):
+    records = [record_of(ratios={"flashrope HoPE": 1.234}), record_of("flashrope HoPE", milliseconds=1.62)]
+    folder = tmp_path / "results" / "nvidia-h200"
+    run_of(records).write(folder, "hope-d128-h16x16-bf16")
+    plots.draw(run_of(records), folder / "hope-d128-h16x16-bf16.png")
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    words = ["--results", str(tmp_path / "results"), "--readme", str(page)]
+    assert readme.main([*words, "--check"]) == 1 and "old" in page.read_text()
+    assert readme.main(words) == 0 and readme.main([*words, "--check"]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| SDPA flash | 2 (1.23) |" in text and "| flashrope HoPE | 1.62 |" in text
+    assert "](results/nvidia-h200/hope-d128-h16x16-bf16.png)" in text
+    page.write_text("no markers")
+    assert readme.main(words) == 1 and "expected" in capsys.readouterr().out
+
+
+def test_slug():
+    assert machine.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
+    assert machine.slug("Intel(R) Xeon(R) Processor @ 2.50GHz") == "intel-xeon-processor-2-50ghz"
+
+
+# ---- goals --------------------------------------------------------------------------------------------------------------
+
+RATIO = goals.Goal("H200", "hope", "flashrope HoPE", "SDPA flash", 1.0, {2048: 1.5, 8192: 1.2})
+
+
+@pytest.mark.parametrize(("ratios", "verdict", "worst"), [
+    ({2048: 1.5, 8192: 1.2}, "met", 1.2), ({2048: 1.4, 8192: 1.2}, "floor met", 1.2), ({2048: 1.5, 8192: 0.99}, "MISSED", 0.99),
+    ({2048: 1.6, 4096: 1.4}, "floor met", 1.4),  # between the two lengths the aim of the shorter one holds
+    ({1024: 9.0}, "not run", None), ({}, "not run", None),
+])
+def test_goals(ratios, verdict, worst):
+    run = run_of(record_of(seqlen=seqlen, ratios={"flashrope HoPE": ratio}) for seqlen, ratio in ratios.items())
+    [judged] = goals.evaluate(run, [RATIO])
+    assert (judged["verdict"], judged["worst"]) == (verdict, worst)
+    assert verdict in goals.text([judged])
+
+
+@pytest.mark.parametrize("changes", [{"backward": True}, {"sizes": {"causal": False}}, {"sizes": {"head_dim": 64}}, {"sizes": {"dtype": "float16"}}],
+                         ids=str)
+def test_goals_count_only_what_they_name(changes):
+    run = run_of([record_of(ratios={"flashrope HoPE": 2.0}, **changes)])
+    assert goals.evaluate(run, [RATIO])[0]["verdict"] == "not run"
+    other = run_of([record_of(ratios={"flashrope HoPE": 2.0})])
+    other.device["name"] = "NVIDIA A100"
+    assert goals.evaluate(other, [RATIO])[0]["verdict"] == "not run"
+
+
+def test_goal_of_a_share():
+    share = goals.Goal("H200", "decode", "flashrope ReRoPE", "", 0.85, 0.92, least_bytes=256 << 20)
+    sizes = {"heads_kv": 8, "decoding": True}
+    large, small = (record_of("flashrope ReRoPE", seqlen=n, share=at, sizes=sizes) for n, at in ((131072, 0.9), (4096, 0.1)))
+    [judged] = goals.evaluate(run_of([large, small], command="decode"), [share])
+    assert judged["measured"] == {"131072": 0.9} and judged["verdict"] == "floor met"
+
+
+def test_every_goal_names_contestants_that_there_are():
+    from bench import decoding
+
+    gpu = torch.device("cuda")
+    there = {"hope": prefill_hope(gpu), "rerope": prefill_rerope(gpu), "decode": decoding.contestants(gpu)}
+    for goal in goals.GOALS:
+        names = {contestant.name for contestant in there[goal.command]}
+        assert goal.ours in names and (not goal.peer or goal.peer in names), goal.name
+
+
+# ---- without a GPU ------------------------------------------------------------------------------------------------------
+
+
+def test_model_of_tile_loops():
+    """FlashAttention-2's shape of a loop, and what bounds it: products, shared memory, or the number of instructions."""
+    assert model.utilisation({"mma": 100, "total": 100}) == 1.0
+    assert model.utilisation({"mma": 100, "ldsm": 100, "total": 100}) == 0.5
+    assert model.utilisation({"mma": 100, "mufu": 50, "total": 100}) == pytest.approx(800 / 1200)
+    assert model.utilisation({"mma": 100, "fp32": 200, "total": 100}) == pytest.approx(0.8)
+    assert model.utilisation({"mma": 100, "total": 1600}) == 0.5
+
+
+def test_figure_of_nothing_is_not_drawn(tmp_path):
+    assert not plots.draw(run_of(), tmp_path / "a.png") and not plots.draw_scaling(run_of(), tmp_path / "a.png", [("t", "x", "y", {})])
+
+
+def _raise(error, *_):
+    raise error
