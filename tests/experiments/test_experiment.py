@@ -3,8 +3,6 @@
 import csv
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,8 +14,10 @@ from flashrope.experiments.train import TrainConfig, train
 from flashrope.experiments.model import LanguageModel, ModelConfig
 from flashrope import Rotary
 
-SMALL = ["--device", "cpu", "--threads", "1", "--steps", "20", "--width", "32", "--heads", "1", "--train-length", "64", "--batch", "4",
-         "--samples", "5"]
+SMALL = ["--device", "cpu", "--threads", "1", "--steps", "20", "--width", "32", "--heads", "1", "--train-length", "64",
+         "--batch", "4", "--samples", "5"]
+SCHEMES = ["rope", "rerope", "alibi", "learned", "rerope-w8+logn"]
+PERPLEXITY = ["--schemes", ",".join(SCHEMES), "--seeds", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,8 @@ def text(tmp_path_factory):
     """A folder of 30 files, 150,000 bytes."""
     folder = tmp_path_factory.mktemp("text")
     for n in range(30):
-        (folder / f"{n:02}.txt").write_text("".join(f"{(n + 3) * m} is what {n + 3} times {m} makes, no more\n" for m in range(150))[:5000])
+        lines = "".join(f"{(n + 3) * m} is what {n + 3} times {m} makes, no more\n" for m in range(150))
+        (folder / f"{n:02}.txt").write_text(lines[:5000])
     return folder
 
 
@@ -49,23 +50,25 @@ def is_picture(path):
 def finished(tmp_path_factory, text):
     """A run directory with perplexity measured."""
     out = tmp_path_factory.mktemp("run") / "out"
-    experiment("perplexity", out, text, "--schemes", "rope,hope,rerope,alibi,nope,learned,rerope-w8+logn", "--seeds", "2")
+    experiment("perplexity", out, text, *PERPLEXITY)
     return out
 
 
 def test_writes_every_result(finished):
-    assert {path.name for path in (finished / "perplexity").iterdir()} == {"cells", "results.csv", "results.json", "perplexity.png"}
+    assert {path.name for path in (finished / "perplexity").iterdir()} == {"cells", "results.csv", "results.json",
+                                                                           "perplexity.png"}
     found = rows(finished / "perplexity/results.csv")
-    schemes = ["rope", "hope", "rerope", "alibi", "nope", "learned", "rerope-w8+logn"]
     places = {(row["scheme"], row["seed"], row["at"]) for row in found}
-    assert places == {(s, seed, str(at)) for s in schemes for seed in "01" for at in ((64,) if s == "learned" else (64, 128, 256, 512))}
-    assert len(found) == len(places) and list(dict.fromkeys(row["scheme"] for row in found)) == schemes
+    assert places == {(s, seed, str(at)) for s in SCHEMES for seed in "01"
+                      for at in ((64,) if s == "learned" else (64, 128, 256, 512))}
+    assert len(found) == len(places) and list(dict.fromkeys(row["scheme"] for row in found)) == SCHEMES
     for row in found:
-        assert row["task"] == "perplexity" and 1 < float(row["value"]) < 300 and row["samples"] == "5" and row["train_length"] == "64"
+        assert row["task"] == "perplexity" and 1 < float(row["value"]) < 300
+        assert row["samples"] == "5" and row["train_length"] == "64"
         assert row["trained_with"] == {"rerope": "rope", "rerope-w8+logn": "rope+logn"}.get(row["scheme"], row["scheme"])
     assert is_picture(finished / "perplexity/perplexity.png")
     models = {path.name for path in (finished / "models").glob("*.safetensors")}
-    assert models == {f"{name}-L64-s{seed}.safetensors" for name in ("rope", "hope", "alibi", "nope", "learned", "rope+logn") for seed in (0, 1)}
+    assert models == {f"{name}-L64-s{seed}.safetensors" for name in ("rope", "alibi", "learned", "rope+logn") for seed in (0, 1)}
     assert not list((finished / "models").glob("*.state"))
 
 
@@ -84,7 +87,7 @@ def test_a_finished_run_is_not_done_again(finished, text, monkeypatch):
     csv_before = (finished / "perplexity/results.csv").read_text()
     monkeypatch.setattr(runs, "train", lambda *_: pytest.fail("trains again"))
     monkeypatch.setattr(runs, "load_model", lambda *_: pytest.fail("measures again"))
-    experiment("perplexity", finished, text, "--schemes", "rope,hope,rerope,alibi,nope,learned,rerope-w8+logn", "--seeds", "2")
+    experiment("perplexity", finished, text, *PERPLEXITY)
     assert (finished / "perplexity/results.csv").read_text() == csv_before
 
 
@@ -101,9 +104,8 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(finished, tmp_
             return train(*args, stop, state, every)
         return train_until
 
-    options = ("--schemes", "rope,hope,rerope,alibi,nope,learned,rerope-w8+logn", "--seeds", "2")
     monkeypatch.setattr(runs, "train", interrupt_at(13))
-    experiment("perplexity", tmp_path / "out", text, *options, code=130)
+    experiment("perplexity", tmp_path / "out", text, *PERPLEXITY, code=130)
     assert "the same command goes on from here" in capsys.readouterr().err
     state = tmp_path / "out/models/rope-L64-s0.state"
     assert len(torch.load(state, weights_only=True)["losses"]) == 12
@@ -116,7 +118,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(finished, tmp_
         return train(model, rotary, batches, config, attend, first, state, every)
 
     monkeypatch.setattr(runs, "train", count)
-    experiment("perplexity", tmp_path / "out", text, *options)
+    experiment("perplexity", tmp_path / "out", text, *PERPLEXITY)
     assert seen[:8] == list(range(13, 21)) and seen[8] == 1
     assert (tmp_path / "out/perplexity/results.csv").read_text() == (finished / "perplexity/results.csv").read_text()
     assert (tmp_path / "out/models/rope-L64-s0.vaf.json").read_text() == (finished / "models/rope-L64-s0.vaf.json").read_text()
@@ -143,14 +145,15 @@ def test_tables_are_made_from_the_csv_alone(finished, tmp_path, text, capsys):
     folder = finished / "rerope-windows"
     folder.mkdir()
     names = [tables.resolve(template, 64)[0] for template in EXPERIMENTS["rerope-windows"].schemes]
-    runs.write_csv(folder / "results.csv", runs.COLUMNS, [[name, "rope", 64, seed, task, at, 10.0 * n + seed, 5] for n, name in enumerate(names)
-                   for seed in (0, 2) for task, at in (("accuracy", 64), ("accuracy-repeat", 512), ("accuracy-non-repeat", 512))])
+    tasks = (("accuracy", 64), ("accuracy-repeat", 512), ("accuracy-non-repeat", 512))
+    runs.write_csv(folder / "results.csv", runs.COLUMNS, [[name, "rope", 64, seed, task, at, 10.0 * n + seed, 5]
+                   for n, name in enumerate(names) for seed in (0, 2) for task, at in tasks])
     assert main(["experiment", "tables", "--out", str(finished)]) == 0
     table = (folder / "table.md").read_text()
-    assert "| w128-log n† | rerope-w16+dagger | 41.00 ± 1.4 / 49.41 | 41.00 ± 1.4 / 82.28 |" in table and is_picture(folder / "accuracy.png")
-    assert table.strip() in capsys.readouterr().out
-    assert subprocess.run([sys.executable, "-m", "flashrope.experiments.tables", finished], capture_output=True, text=True).stdout.split() == [
-        str(folder / "table.md")]
+    assert "| w128-log n† | rerope-w16+dagger | 41.00 ± 1.4 / 49.41 | 41.00 ± 1.4 / 82.28 |" in table
+    assert is_picture(folder / "accuracy.png") and table.strip() in capsys.readouterr().out
+    (folder / "table.md").unlink()
+    assert tables.write_all(finished) == [folder / "table.md"] and (folder / "table.md").read_text() == table
     assert main(["experiment", "tables", "--out", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
 
@@ -159,7 +162,8 @@ def test_tables_are_made_from_the_csv_alone(finished, tmp_path, text, capsys):
     ("perplexty", [], "unknown experiment 'perplexty'; known are perplexity, zoo, copying,"),
     ("perplexity", ["--schemes", "rope,rop"], "unknown encoding 'rop'; known are rope, hope"),
     ("positions", ["--schemes", "rope"], "--schemes: this experiment chooses its own"),
-    ("perplexity", ["--train-length", "1024"], "holds 150,000 bytes in 30 files, too little for windows of 32,769 bytes: at least 262,152 bytes"),
+    ("perplexity", ["--train-length", "1024"], "holds 150,000 bytes in 30 files, too little for windows of "
+     "32,769 bytes: at least 262,152 bytes"),
     ("perplexity", ["--train-length", "60"], "--train-length: expected a multiple of 8 of at least 64, got 60"),
     ("perplexity", ["--practice", "1.5"], "--practice: expected a share from 0 to below 1, got 1.5"),
     ("perplexity", ["--warmup", "2"], "--warmup: expected a positive number of at most 1, got 2.0"),

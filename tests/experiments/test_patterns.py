@@ -64,8 +64,11 @@ def test_pattern_of_the_first_layer_by_hand():
     bytes_ = torch.randint(1, 256, (6, 1), generator=torch.Generator().manual_seed(1))[:, 0]
     block = model.language.blocks[0]
     q, k, _ = block.qkv(block.attention_norm(model.language.embedding(bytes_))).unflatten(-1, (3, 2, 32)).unbind(1)
-    by_distance = [scores_of_last(q[:, None].expand(-1, d + 1, -1, -1), k[:, None].expand(-1, d + 1, -1, -1), rotary)[:, 0].mean() / 2
-                   for d in range(39)]
+
+    def score(distance):
+        return scores_of_last(*(x[:, None].expand(-1, distance + 1, -1, -1) for x in (q, k)), rotary)[:, 0].mean() / 2  # heads
+
+    by_distance = [score(d) for d in range(39)]
     assert found.overall.shape == (2, 39) and found.components.shape == (2, 16, 39)
     assert torch.allclose(found.overall[0], torch.stack(by_distance).detach(), atol=1e-5)
     assert torch.allclose(found.components.sum(1), found.overall, atol=1e-9)
@@ -110,7 +113,8 @@ def test_vaf():
 def test_kinds():
     length = 64
     edge = math.pi / length
-    assert kinds([1.0, 2 * edge, 1.9 * edge, 1.1 * edge, edge, 0.0], length) == ["high", "high", "activated", "activated", "low", "low"]
+    theta = [1.0, 2 * edge, 1.9 * edge, 1.1 * edge, edge, 0.0]
+    assert kinds(theta, length) == ["high", "high", "activated", "activated", "low", "low"]
     theta = Rotary.rope(64).theta
     assert sum(kind == "high" for kind in kinds(theta, 512)) == 16  # as HoPE at 512 keeps
 
@@ -118,7 +122,8 @@ def test_kinds():
 def test_seen_distances():
     rope, leaky = Rotary.rope(32), Rotary.rope(32).rectify(8, 4)
     def holds(matrix, formula):
-        return all(matrix[i][j] == pytest.approx(formula(i - j)) if j <= i else math.isnan(matrix[i][j]) for i in range(20) for j in range(20))
+        return all(matrix[i][j] == pytest.approx(formula(i - j)) if j <= i else math.isnan(matrix[i][j])
+                   for i in range(20) for j in range(20))
     assert holds(seen_distances(rope, 20), lambda d: d)
     assert holds(seen_distances(rope, 20, 8.0), lambda d: d / 8)
     assert holds(seen_distances(rope.rectify(8), 20), lambda d: min(d, 8))

@@ -75,7 +75,8 @@ def test_defaults_fill_what_a_name_leaves_out():
 @pytest.mark.parametrize("name, said", [
     ("rop", "unknown encoding 'rop'; known are rope, hope,"), ("", "unknown encoding"), ("rope+yrn", "unknown change 'yrn'"),
     ("rope-w3", "rope takes no -w"), ("pi-w3", "pi takes no -w"), ("alibi+logn", "alibi stands alone"),
-    ("hfwa+dagger", "hfwa stands alone"), ("inv-leaky+rerope", "inv-leaky stands alone"), ("nope+pi", "no pair of this scheme rotates"),
+    ("hfwa+dagger", "hfwa stands alone"), ("inv-leaky+rerope", "inv-leaky stands alone"),
+    ("nope+pi", "no pair of this scheme rotates"),
     ("pi+yarn", "interpolations do not stack"), ("rope+logn+dagger", "scaled by log n already"), ("dagger", "unknown encoding"),
     ("rerope+leaky-rerope", "rectified already")])
 def test_names_that_make_no_sense(name, said):

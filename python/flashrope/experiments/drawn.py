@@ -18,8 +18,8 @@ from .workers import Workers
 from .zoo import scheme
 
 PATTERN_SAMPLES = 5000  # the source's; fewer where the preset has fewer samples
-FREQUENCY_SCHEMES = ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "pi-s8", "ntk-old-s8", "ntk-aware-s8", "ntk-fixed-s8", "ntk-mixed-s8",
-                     "yarn-s8", "hope+pi-s8", "hope+yarn-s8")
+FREQUENCY_SCHEMES = ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "pi-s8", "ntk-old-s8", "ntk-aware-s8",
+                     "ntk-fixed-s8", "ntk-mixed-s8", "yarn-s8", "hope+pi-s8", "hope+yarn-s8")
 POSITION_SCHEMES = ("rope", "pi-s8", "rerope{w256}", "leaky-rerope{w256}-k16")
 
 
@@ -28,12 +28,13 @@ def draw_frequencies(run: Run, workers: Workers, folder: Path) -> None:
     rows = [[name, pair, f, kind] for name, rotary in used.items()
             for pair, (f, kind) in enumerate(zip(rotary.theta, kinds(rotary.theta, run.unit), strict=True))]
     write_csv(folder / "results.csv", ("scheme", "pair", "inv_freq", "kind"), rows)
-    figures.frequencies(folder / "frequencies.png", {name: rotary.theta for name, rotary in used.items()}, run.unit, run.defaults.base)
+    frequencies = {name: rotary.theta for name, rotary in used.items()}
+    figures.frequencies(folder / "frequencies.png", frequencies, run.unit, run.defaults.base)
 
 
 def seen_distances(rotary: Rotary, length: int, scale: float = 1.0) -> list[list[float]]:
-    """Row i, column j: the distance that query i sees key j at, NaN for keys of the future or outside all bands. scale is what the
-    table's frequencies were divided by."""
+    """Row i, column j: the distance that query i sees key j at, NaN for keys of the future or outside all bands. scale is what
+    the table's frequencies were divided by."""
     def seen(d: int) -> float:
         band = next((band for band in rotary.bands if band.start <= d < band.stop), None)
         return math.nan if band is None else (band.slope * d + band.offset) / scale
@@ -54,10 +55,11 @@ def draw_positions(run: Run, workers: Workers, folder: Path) -> None:
 
 def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
     preset = run.preset
-    steps = picture.STEPS_TINY if run.preset_name == "tiny" else picture.STEPS_FULL
-    steps = min(steps, preset.steps)
-    jobs = [(name, preset.config, TrainConfig(steps, picture.BATCH, picture.SIDE**2, preset.learning_rate, warmup=preset.warmup, seed=seed),
-             picture.SAMPLES, str(run.device), run.impl) for name in picture.ENCODINGS for seed in run.seeds]
+    steps = min(picture.STEPS, preset.steps)
+    trainings = [TrainConfig(steps, picture.BATCH, picture.SIDE**2, preset.learning_rate, warmup=preset.warmup, seed=seed)
+                 for seed in run.seeds]
+    jobs = [(name, preset.config, training, picture.SAMPLES, str(run.device), run.impl)
+            for name in picture.ENCODINGS for training in trainings]
     done = [0] * len(jobs)
 
     def progress(job, message):
@@ -70,8 +72,8 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
     if kept.get("asked") != asked:
         with report.Bars([f"training {len(jobs)} models of pictures, steps"], len(jobs) * steps) as bars:
             found = workers.map(picture.job, jobs, progress)
-        rows = [[job[0], job[0], picture.SIDE**2, job[2].seed, *dataclasses.astuple(result)] for job, results in zip(jobs, found, strict=True)
-                for result in results]
+        rows = [[job[0], job[0], picture.SIDE**2, job[2].seed, *dataclasses.astuple(result)]
+                for job, results in zip(jobs, found, strict=True) for result in results]
         kept = {"asked": asked, "rows": rows}
         report.write(stored, json.dumps(kept))
     write_csv(folder / "results.csv", COLUMNS, kept["rows"])
@@ -81,15 +83,15 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
         values = {name: [row[6] for row in kept["rows"] if row[0] == name and row[4] == task] for name in picture.ENCODINGS}
         groups[f"{rows_} x {columns}" + (" (trained)" if rows_ == columns == picture.SIDE else "")] = [
             figures.Series(name, [0], [sum(v) / len(v)], [min(v)], [max(v)]) for name, v in values.items()]
-    figures.bars(folder / "picture.png", "A neighbour's colour in pictures of other shapes", "pixels told right (%); axial: two-dimensional "
-                 "RoPE; raster: RoPE along the rows; nope: no positions", picture.ENCODINGS, groups)
+    figures.bars(folder / "picture.png", "A neighbour's colour in pictures of other shapes", "pixels told right (%); axial: "
+                 "two-dimensional RoPE; raster: RoPE along the rows; nope: no positions", picture.ENCODINGS, groups)
 
 
 # ---- patterns ---------------------------------------------------------------------------------------------------------------
 
 
 def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
-    """HoPE's figures 1, 2, 5, 6 and 7, of the first seed's models; L is the preset's training length, and twice that for 6 and 7."""
+    """HoPE's figures 1, 2, 5, 6, 7, of the first seed's models; L is the preset's training length, and twice that for 6 and 7."""
     unit, double = run.unit, 2 * run.unit
     wanted = [("learned", unit), ("rope", unit), ("kerple", unit), ("hope", unit), ("rope", double)]
     train_models(dataclasses.replace(run, preset=dataclasses.replace(run.preset, seeds=1)), workers, wanted)
@@ -104,7 +106,8 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
             curves = [("all", "overall", it.mean_overall), ("0", "overall", it.overall[0])]
             if trained in OBSERVED:
                 curves += [("all", str(part), values) for part, values in enumerate(it.mean_components)]
-            rows += [[trained, length, context, layer, part, d, value] for layer, part, values in curves for d, value in enumerate(values.tolist())]
+            rows += [[trained, length, context, layer, part, d, value] for layer, part, values in curves
+                     for d, value in enumerate(values.tolist())]
     write_csv(folder / "results.csv", ("encoding", "train_length", "context", "layer", "component", "distance", "score"), rows)
 
     def overall(trained, length, context, layer=None):
@@ -112,17 +115,18 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
         return (it.mean_overall if layer is None else it.overall[layer]).tolist()
 
     note = f"trained on {unit} bytes; scores of the last query, averaged over layers, heads and {samples} samples"
-    figures.patterns(folder / "figure-1.png", "Position-related attention patterns", note, [
-        (name, {name: overall(trained, unit, unit)}) for trained, name in (("learned", "learned"), ("rope", "RoPE"), ("kerple", "KERPLE"))])
+    names = {"learned": "learned", "rope": "RoPE", "kerple": "KERPLE"}
+    figures.patterns(folder / "figure-1.png", "Position-related attention patterns", note,
+                     [(name, {name: overall(trained, unit, unit)}) for trained, name in names.items()])
     figures.patterns(folder / "figure-5.png", "Attention patterns of HoPE and RoPE", note + "; dotted: training length", [
         ("in the training length", {"HoPE": overall("hope", unit, unit), "RoPE": overall("rope", unit, unit)}),
         ("beyond it", {"HoPE": overall("hope", unit, double), "RoPE": overall("rope", unit, double)})], [unit])
-    for length, names in ((unit, ("figure-2a.png", "figure-2b.png", "figure-2c.png")), (double, ("figure-7.png", "figure-6.png", None))):
-        _rope_figures(run, folder, found, length, names)
+    _rope_figures(run, folder, found, unit, ("figure-2a.png", "figure-2b.png", "figure-2c.png"))
+    _rope_figures(run, folder, found, double, ("figure-7.png", "figure-6.png", None))
     theta = scheme("hope", run.preset.config, unit, run.defaults).rotary.theta
     it = found["hope", unit, double]
-    figures.components(folder / "hope-components.png", f"HoPE's pairs, in and beyond the training length {unit}", it.mean_components.tolist(),
-                       it.mean_overall.tolist(), kinds([f or math.inf for f in theta], unit), theta, unit)
+    figures.components(folder / "hope-components.png", f"HoPE's pairs, in and beyond the training length {unit}",
+                       it.mean_components.tolist(), it.mean_overall.tolist(), kinds(theta, unit), theta, unit)
     write_csv(folder / "vaf.csv", ("encoding", "train_length", "step", "component", "vaf"), [
         [trained, length, step, part, value] for trained, length in wanted if trained in OBSERVED
         for step, values in observed(run, trained, length).items() for part, value in enumerate(values)])

@@ -91,7 +91,8 @@ class Formula(nn.Module):
 
 def sinusoidal(seqlen: int, width: int) -> torch.Tensor:
     """Vaswani et al. 2017: channel 2m is sin(p / 10000^(2m / width)), channel 2m + 1 the cosine."""
-    angle = torch.arange(seqlen, dtype=torch.float64)[:, None] * 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    inv_freq = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angle = torch.arange(seqlen, dtype=torch.float64)[:, None] * inv_freq
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1)[:, :width].float()
 
 
@@ -117,7 +118,7 @@ def distances(seqlen: int, device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def attend_with_bias(bias: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary) -> torch.Tensor:
-    """Causal attention with a bias on the scores; q, k, v and the result are (batch, seqlen, heads, head_dim). rotary is not used."""
+    """Causal attention with a bias on the scores; q, k, v and the result are (batch, seqlen, heads, head_dim); no rotary."""
     seqlen = q.shape[1]
     future = torch.ones(seqlen, seqlen, dtype=torch.bool, device=q.device).triu(1)
     mask = bias(distances(seqlen, q.device)).to(q.dtype).masked_fill(future, -torch.inf)

@@ -1,7 +1,7 @@
 """``flashrope experiment NAME``: the sources' experiments on byte-level models, each with CSV, JSON and PNG in a run directory.
 
-A run directory holds one configuration (a preset on a text); its experiments share their models. What is there already is not done
-again, so a run that was interrupted goes on where it stopped.
+A run directory holds one configuration (a preset on a text); its experiments share their models. What is there already is not
+done again, so a run that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ EXPERIMENTS = {
     "perplexity": Experiment("perplexity by context length (HoPE, figure 4)",
                              (*_published("copying"), "rerope{w256}", "rerope{w256}+dagger", "nope"), (("perplexity", None),)),
     "zoo": Experiment("perplexity by context length of every encoding", (
-        "rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "inv-leaky", "rerope", "leaky-rerope", "hfwa", "alibi", "kerple", "fire",
-        "learned", "sinusoidal", "integer", "binary", "nope"), (("perplexity", None),)),
+        "rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "inv-leaky", "rerope", "leaky-rerope", "hfwa", "alibi", "kerple",
+        "fire", "learned", "sinusoidal", "integer", "binary", "nope"), (("perplexity", None),)),
     "copying": Experiment("in-context copying (HoPE, table 2)", _published("copying"), (("copying", None),)),
     "few-shot": Experiment("few-shot following (HoPE, table 3)", _published("few-shot"), (("few-shot", None),)),
     "ablation": Experiment("HoPE's ablations (HoPE, table 4)", _published("ablation"), (("copying", None),)),
@@ -95,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device")
     sizes = parser.add_argument_group("sizes (by default the preset's)")
     for field in dataclasses.fields(Preset):
-        kind = positive if isinstance(field.type, str) and field.type == "int" else float
-        sizes.add_argument("--" + field.name.replace("_", "-"), type=kind, metavar="X" if kind is float else "N", default=argparse.SUPPRESS,
+        kind, metavar = (positive, "N") if field.type == "int" else (float, "X")
+        sizes.add_argument("--" + field.name.replace("_", "-"), type=kind, metavar=metavar, default=argparse.SUPPRESS,
                            help=", ".join(f"{name} {getattr(preset, field.name):g}" for name, preset in PRESETS.items()))
 
 
@@ -108,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"flashrope experiment: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\nflashrope experiment: interrupted after {time.perf_counter() - start:.0f} s; the same command goes on from here",
-              file=sys.stderr)
+        print(f"\nflashrope experiment: interrupted after {time.perf_counter() - start:.0f} s; the same command goes on from "
+              "here", file=sys.stderr)
         return INTERRUPTED
     return 0
 
@@ -148,8 +148,8 @@ def _experiment(args: argparse.Namespace, start: float) -> None:
 def resolve(args: argparse.Namespace, out: Path) -> Run:
     """The run that the options ask for. Raises BadInput, TextError."""
     device = options.device(args.device)
-    preset = dataclasses.replace(PRESETS[args.preset], **{field.name: getattr(args, field.name) for field in dataclasses.fields(Preset)
-                                                          if hasattr(args, field.name)})
+    asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Preset) if hasattr(args, field.name)}
+    preset = dataclasses.replace(PRESETS[args.preset], **asked)
     if preset.train_length < 64 or preset.train_length % 8:
         raise BadInput(f"--train-length: expected a multiple of 8 of at least 64, got {preset.train_length}")
     for name, value, most in (("learning-rate", preset.learning_rate, None), ("warmup", preset.warmup, 1)):
@@ -191,24 +191,34 @@ def _measure(run: Run, workers: Workers, name: str, folder: Path, cells: Sequenc
 
 def show(folder: Path, name: str, train_length: int) -> list[str]:
     """The pictures and the table of one experiment, from its results.csv; returns the tables' text."""
-    rows = read_csv(folder / "results.csv")
-    note = f"byte-level models trained on {train_length} bytes; {len({row['seed'] for row in rows})} seed(s), bands: least to greatest"
+    rows, title = read_csv(folder / "results.csv"), EXPERIMENTS[name].summary
+    title = title[0].upper() + title[1:]
+    seeds = len({row["seed"] for row in rows})
+    note = f"byte-level models trained on {train_length} bytes, " + ("one seed" if seeds == 1 else
+                                                                     f"mean and range of {seeds} seeds")
     for task, _ in EXPERIMENTS[name].measures:
         if task == "accuracy":
             labels = list(dict.fromkeys(row["scheme"] for row in rows))
-            groups = {title: [_series(rows, label, (key,)) for label in labels] for key, title in (
-                ("accuracy-repeat", f"{8 * train_length} bytes, repeating"), ("accuracy-non-repeat", f"{8 * train_length} bytes, not repeating"))}
-            bars(folder / "accuracy.png", EXPERIMENTS[name].summary, f"next-byte accuracy (%); {note}", labels, groups)
-            continue
-        keys = tuple(dict.fromkeys(row["task"] for row in rows if row["task"] == task or row["task"].startswith("few-shot-") and task == "few-shot"))
-        labels = list(dict.fromkeys((row["scheme"], row["train_length"]) for row in rows))
-        lengths = {length for _, length in labels}
-        drawn = [dataclasses.replace(_series([row for row in rows if row["train_length"] == length], label, keys),
-                                     name=label if len(lengths) == 1 else f"{label}, trained on {length}") for label, length in labels]
-        lines(folder / f"{task}.png", EXPERIMENTS[name].summary, note, *AXES[task], drawn,
-              None if task == "copying" or len(lengths) > 1 else train_length, log_y=task == "perplexity")
+            panels = {"accuracy-repeat": f"{8 * train_length} bytes, repeating",
+                      "accuracy-non-repeat": f"{8 * train_length} bytes, not repeating"}
+            groups = {panel: [_series(rows, label, (key,)) for label in labels] for key, panel in panels.items()}
+            bars(folder / "accuracy.png", title, f"next-byte accuracy (%); {note}", labels, groups)
+        else:
+            _draw_lines(folder / f"{task}.png", title, note, task, rows, train_length)
     text = tables.write(folder, name, train_length)
     return [text] if text else []
+
+
+def _draw_lines(path: Path, title: str, note: str, task: str, rows: list[dict[str, str]], train_length: int) -> None:
+    keys = tuple({row["task"] for row in rows if row["task"] == task or task == "few-shot" and row["task"].startswith(task)})
+    labels = list(dict.fromkeys((row["scheme"], row["train_length"]) for row in rows))
+    several = len({length for _, length in labels}) > 1
+    drawn = []
+    for label, length in labels:
+        series = _series([row for row in rows if row["train_length"] == length], label, keys)
+        drawn.append(dataclasses.replace(series, name=f"{label}, trained on {length}") if several else series)
+    lines(path, title, note, *AXES[task], drawn, None if task == "copying" or several else train_length,
+          percent=task != "perplexity", log_x=task != "copying")
 
 
 def _series(rows: Sequence[dict[str, str]], name: str, keys: tuple[str, ...]) -> Series:

@@ -27,15 +27,15 @@ class Series:
     high: Sequence[float]
 
 
-def lines(path: Path, title: str, note: str, x_label: str, y_label: str, series: Sequence[Series], train_length: float | None = None,
-          log_y: bool = False) -> None:
-    """Lines over a logarithmic x axis, the legend in the order of the lines' ends; train_length is marked."""
+def lines(path: Path, title: str, note: str, x_label: str, y_label: str, series: Sequence[Series],
+          train_length: float | None = None, percent: bool = False, log_x: bool = True) -> None:
+    """Lines, the legend in the order of their ends; train_length is marked. What is no percentage has a logarithmic y axis."""
     figure, axes = _figure((9, 5))
     ends = sorted(range(len(series)), key=lambda at: (-series[at].x[-1], -series[at].mean[-1]))
     for at in ends:
         line, colour = series[at], COLOURS[at % len(COLOURS)]
-        axes.plot(line.x, line.mean, color=colour, linestyle=STYLES[at // len(COLOURS) % len(STYLES)], marker=MARKERS[at % len(MARKERS)],
-                  markersize=4, linewidth=1.5, label=f"{line.name}  {line.mean[-1]:.3g}")
+        axes.plot(line.x, line.mean, color=colour, linestyle=STYLES[at // len(COLOURS) % len(STYLES)], linewidth=1.5,
+                  marker=MARKERS[at % len(MARKERS)], markersize=4, label=f"{line.name}  {line.mean[-1]:.3g}")
         if list(line.low) != list(line.high):
             axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
     if train_length is not None:
@@ -43,10 +43,13 @@ def lines(path: Path, title: str, note: str, x_label: str, y_label: str, series:
         axes.annotate("training length", (train_length, 1), xycoords=("data", "axes fraction"), xytext=(3, -3), fontsize=8,
                       textcoords="offset points", va="top", color="0.4")
     places = sorted({x for line in series for x in line.x})
-    axes.set_xscale("log", base=2)
+    if log_x:
+        axes.set_xscale("log", base=2)
     axes.set_xticks(places, [f"{x:g}" for x in places])
     axes.minorticks_off()
-    if log_y:
+    if percent:
+        axes.set_ylim(-3, 103)
+    else:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         axes.yaxis.set_minor_formatter(lambda y, _: f"{y:g}")
@@ -72,7 +75,8 @@ def bars(path: Path, title: str, note: str, names: Sequence[str], groups: dict[s
                   xerr=[[v.mean[0] - v.low[0] for v in values], [v.high[0] - v.mean[0] for v in values]],
                   error_kw={"elinewidth": 1, "ecolor": "0.25"})
         for y, value in zip(at, values, strict=True):
-            axes.annotate(f"{value.mean[0]:.1f}", (value.high[0], y), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7)
+            axes.annotate(f"{value.mean[0]:.1f}", (value.high[0], y), xytext=(3, 0), textcoords="offset points", va="center",
+                          fontsize=7)
         axes.set_xlim(0, max(v.high[0] for v in values) * 1.18 + 1e-9)
         axes.set_title(group, fontsize=9, loc="left")
         axes.set_yticks(at, names, fontsize=8)
@@ -96,7 +100,8 @@ def frequencies(path: Path, tables: dict[str, Sequence[float]], train_length: in
         axes.plot(range(len(table)), [math.nan if f > 0 else floor for f in table], **look)
     for value, label in ((2 * math.pi / train_length, "2π/L"), (math.pi / train_length, "π/L")):
         axes.axhline(value, color="0.4", linewidth=0.8, linestyle=":")
-        axes.annotate(f"{label}, L = {train_length}", (0.8 * len(table), value), xytext=(0, 2), textcoords="offset points", fontsize=8, color="0.3")
+        axes.annotate(f"{label}, L = {train_length}", (0.8 * len(table), value), xytext=(0, 2),
+                      textcoords="offset points", fontsize=8, color="0.3")
     axes.axhline(floor, color="0.8", linewidth=0.8)
     axes.annotate("0: no rotation", (0, floor), xytext=(0, 3), textcoords="offset points", fontsize=8, color="0.3")
     axes.set_yscale("log")
@@ -108,15 +113,13 @@ def frequencies(path: Path, tables: dict[str, Sequence[float]], train_length: in
 
 
 def matrices(path: Path, seen: dict[str, Sequence[Sequence[float]]], train_length: int) -> None:
-    """For every scheme the distance that a query (row) sees a key (column) at; distances never trained are red."""
+    """For every scheme the distance that a query (row) sees a key (column) at; distances never trained are orange."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
     figure, panels = _figure((2.6 * len(seen) + 1, 3.3), columns=len(seen))
     viridis = colormaps["viridis"]
-    shades = ListedColormap([viridis(0.15 + 0.8 * at / 255) for at in range(256)])
-    shades.set_over("#D55E00")
-    shades.set_bad("white")
+    shades = ListedColormap([viridis(0.15 + 0.8 * at / 255) for at in range(256)]).with_extremes(over="#D55E00", bad="white")
     for axes, (name, matrix) in zip(panels, seen.items(), strict=True):
         image = axes.imshow(matrix, cmap=shades, vmin=0, vmax=train_length - 1, interpolation="nearest")
         axes.set_title(name, fontsize=9)
@@ -133,9 +136,10 @@ def matrices(path: Path, seen: dict[str, Sequence[Sequence[float]]], train_lengt
     _save(figure, path)
 
 
-def patterns(path: Path, title: str, note: str, panels: Sequence[tuple[str, dict[str, Sequence[float]]]], marks: Sequence[float] = ()) -> None:
-    """Panels of curves over the distance between query and key; marks are dotted."""
-    figure, all_axes = _figure((4.2 * min(len(panels), 3), 3.4 * math.ceil(len(panels) / 3)), min(len(panels), 3), math.ceil(len(panels) / 3))
+def patterns(path: Path, title: str, note: str, panels: Sequence[tuple[str, dict[str, Sequence[float]]]],
+             marks: Sequence[float] = ()) -> None:
+    """Panels of curves over the distance between query and key, side by side; marks are dotted."""
+    figure, all_axes = _figure((4.2 * len(panels), 3.4), columns=len(panels))
     for axes, (name, curves) in zip(all_axes, panels, strict=False):
         for at, (label, values) in enumerate(curves.items()):
             axes.plot(range(len(values)), values, label=label, linewidth=1.3, color=COLOURS[at % len(COLOURS)])
@@ -147,8 +151,6 @@ def patterns(path: Path, title: str, note: str, panels: Sequence[tuple[str, dict
         axes.tick_params(labelsize=8)
         if len(curves) > 1:
             axes.legend(frameon=False, fontsize=7)
-    for axes in all_axes[len(panels):]:
-        axes.set_axis_off()
     all_axes[0].set_ylabel("score before the softmax", fontsize=8)
     figure.suptitle(f"{title}\n{note}", x=0.01, ha="left", fontsize=9)
     _save(figure, path)
@@ -157,7 +159,7 @@ def patterns(path: Path, title: str, note: str, panels: Sequence[tuple[str, dict
 def components(path: Path, title: str, parts: Sequence[Sequence[float]], overall: Sequence[float], kinds: Sequence[str],
                theta: Sequence[float], train_length: int) -> None:
     """Above, every pair's contribution by distance; below, the sum of all and the sum of the activated ones."""
-    figure, (above, below) = _figure((8, 6.5), rows=2)
+    figure, (above, below) = _figure((9, 6), rows=2)
     named = set()
     for part, kind in zip(parts, kinds, strict=False):
         above.plot(range(len(part)), part, color=KIND_COLOURS[kind], linewidth=1.6 if kind == "activated" else 1.0,
@@ -165,21 +167,21 @@ def components(path: Path, title: str, parts: Sequence[Sequence[float]], overall
         named.add(kind)
     if len(parts) > len(theta):
         above.plot(range(len(parts[-1])), parts[-1], color="black", linewidth=1, linestyle=":", label="channels without position")
-    above.legend(frameon=False, fontsize=8, loc="upper right")
+    above.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     above.set_ylabel("contribution of a pair")
     below.plot(range(len(overall)), overall, color="black", linewidth=1.6, label="all pairs")
     activated = [part for part, kind in zip(parts, kinds, strict=False) if kind == "activated"]
     if activated:
         below.plot(range(len(overall)), [sum(values) for values in zip(*activated, strict=True)], color=KIND_COLOURS["activated"],
                    linewidth=1.6, label="activated pairs")
-    below.legend(frameon=False, fontsize=8, loc="upper right")
+    below.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     below.set_ylabel("score before the softmax")
     below.set_xlabel("distance (bytes)")
     for axes in (above, below):
         if len(overall) > train_length:
             axes.axvline(train_length, color="0.6", linewidth=1, linestyle=":")
-    _title(above, title, "averaged over layers, heads and samples; dotted line: training length" if len(overall) > train_length else
-           "averaged over layers, heads and samples")
+    dotted = "; dotted: training length" if len(overall) > train_length else ""
+    _title(above, title, f"averaged over layers, heads and samples{dotted}")
     _save(figure, path)
 
 

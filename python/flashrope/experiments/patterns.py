@@ -47,7 +47,8 @@ def pattern(model: ZooModel, rotary: Rotaries, length: int, samples: int, seed: 
             batch_tokens: int = 16384) -> Pattern:
     """The model's pattern at a context of ``length`` bytes. All schemes but those with several bands."""
     device = model.language.embedding.weight.device
-    tokens = torch.randint(1, model.config.vocab_size, (samples, 1), generator=torch.Generator().manual_seed(seed)).expand(-1, length).clone()
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, model.config.vocab_size, (samples, 1), generator=generator).repeat(1, length)
     tokens[:, 0] = FIRST_BYTE
     sums: list[torch.Tensor | None] = [None] * model.config.layers
 

@@ -17,11 +17,11 @@ from .tasks import Result
 from .train import TrainConfig, train
 
 COLOURS = 4
-STEPS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # row, column, by colour
+NEIGHBOURS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # row, column, by colour
 SIDE = 8
 SHAPES = ((8, 8), (8, 12), (12, 8), (12, 12))  # rows, columns
 ENCODINGS = ("axial", "raster", "nope")
-STEPS_TINY, STEPS_FULL, BATCH, SAMPLES = 300, 2000, 16, 64
+STEPS, BATCH, SAMPLES = 2000, 16, 64  # STEPS at most; a preset of fewer does its own
 
 
 def pictures(count: int, rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +29,7 @@ def pictures(count: int, rows: int, columns: int, generator: torch.Generator) ->
     colours = torch.randint(COLOURS, (count, rows, columns), generator=generator)
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     wanted = colours.clone()
-    for colour, (down, right) in enumerate(STEPS):
+    for colour, (down, right) in enumerate(NEIGHBOURS):
         there_row, there_column = row + down, column + right
         inside = (there_row >= 0) & (there_row < rows) & (there_column >= 0) & (there_column < columns)
         neighbour = colours[:, there_row.clamp(0, rows - 1), there_column.clamp(0, columns - 1)]
@@ -77,11 +77,13 @@ def measure(model: LanguageModel, name: str, samples: int, seed: int, impl: str 
     for rows, columns in SHAPES:
         colours, wanted = pictures(samples, rows, columns, torch.Generator().manual_seed(1_000_000_007 + seed))
         said = model(colours.to(device), encoding(name, model.config.head_dim), attend_on(rows, columns, impl)).argmax(-1)
-        results.append(Result(f"picture-{rows}x{columns}", rows * columns, 100 * (said.cpu() == wanted).double().mean().item(), samples))
+        right = (said.cpu() == wanted).double().mean().item()
+        results.append(Result(f"picture-{rows}x{columns}", rows * columns, 100 * right, samples))
     return results
 
 
-def job(name: str, config: ModelConfig, training: TrainConfig, samples: int, device: str, impl: str | None, progress) -> list[Result]:
+def job(name: str, config: ModelConfig, training: TrainConfig, samples: int, device: str, impl: str | None,
+        progress) -> list[Result]:
     """Trains and measures one model, in a worker."""
     model = train_on_pictures(name, config, training, torch.device(device), impl, lambda *message: progress(message))
     return measure(model, name, samples, training.seed, impl)

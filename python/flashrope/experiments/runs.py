@@ -74,10 +74,10 @@ class Preset:
 
 
 PRESETS = {
-    "tiny": Preset(width=64, layers=2, heads=2, train_length=64, batch=16, steps=300, learning_rate=5e-3, warmup=0.1, practice=0.75,
-                   samples=32, seeds=1),
-    "cpu": Preset(width=96, layers=3, heads=3, train_length=128, batch=8, steps=1500, learning_rate=4e-3, warmup=0.1, practice=0.5,
-                  samples=64, seeds=3),
+    "tiny": Preset(width=64, layers=2, heads=2, train_length=64, batch=16, steps=800, learning_rate=5e-3, warmup=0.1,
+                   practice=0.75, samples=32, seeds=1),
+    "cpu": Preset(width=64, layers=2, heads=2, train_length=64, batch=16, steps=1600, learning_rate=5e-3, warmup=0.1,
+                  practice=0.75, samples=200, seeds=3),
     "small": Preset(width=320, layers=8, heads=5, train_length=512, batch=64, steps=20_000, learning_rate=1e-3, warmup=0.05,
                     practice=0.0, samples=500, seeds=3),
     # HoPE's appendix A; bytes instead of its 32,000 tokens, bfloat16 instead of float16
@@ -128,7 +128,8 @@ class Run:
                 differing = [f"{key} {there.get(key)!r} there, {identity.get(key)!r} here" for key in {**there, **identity}
                              if there.get(key) != identity.get(key)]
                 if differing:
-                    raise BadInput(f"--out: {self.out} holds another configuration ({'; '.join(differing)}); choose another directory")
+                    raise BadInput(f"--out: {self.out} holds another configuration ({'; '.join(differing)}); choose another "
+                                   "directory")
                 return
             if self.out.exists() and any(self.out.iterdir()):
                 raise BadInput(f"--out: {self.out} holds other files and no settings.json; choose another directory")

@@ -92,10 +92,10 @@ def markdown(table: Published, rows: list[dict[str, str]], train_length: int) ->
     labels = [column.label for column in table.columns] + (["Avg."] if table.average else [])
     theirs = [values for _, _, values in table.rows]
     seeds = len({row["seed"] for row in rows})
-    lines = [f"## {table.title}", "", f"Ours / the source's ({table.place}). " + ("Lower" if table.better == LOWER else "Higher") +
-             f" is better. Ours: trained on {train_length} bytes where the source has {SOURCE_LENGTH} tokens, all lengths in proportion; "
-             + ("one seed, so no spread." if seeds == 1 else f"mean ± standard deviation of {seeds} seeds.") +
-             (f" {table.note}" if table.note else ""), "",
+    better = "Lower" if table.better == LOWER else "Higher"
+    spread = "one seed, so no spread" if seeds == 1 else f"mean ± standard deviation of {seeds} seeds"
+    lines = [f"## {table.title}", "", f"Ours / the source's ({table.place}). {better} is better. Ours: trained on {train_length} "
+             f"bytes where the source has {SOURCE_LENGTH} tokens, all lengths in proportion; {spread}. {table.note}".rstrip(), "",
              "| method | scheme here | " + " | ".join(labels) + " |", "|---|---|" + "---:|" * len(labels)]
     for (label, template, _), own, published in zip(table.rows, ours, theirs, strict=True):
         name, length = resolve(template, train_length)
@@ -106,8 +106,8 @@ def markdown(table: Published, rows: list[dict[str, str]], train_length: int) ->
     for column in table.orders:
         at = labels.index(column)
         pairs = [(published[at], own[at].mean) for own, published in zip(ours, theirs, strict=True) if own[at] is not None]
-        lines.append(str(ordering(column, *zip(*pairs, strict=True))) if len(pairs) > 1 else f"Too little was measured to order {column}.")
-        lines.append("")
+        found = ordering(column, *zip(*pairs, strict=True)) if len(pairs) > 1 else f"Too little was measured to order {column}."
+        lines += [str(found), ""]
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """What the experiments measure, and the practice that small models get for it. One token is one byte.
 
-Evaluation and practice never share a sample: texts come from different files, and what is drawn at random (sequences to copy, keys)
-is even in evaluation and odd in practice.
+Evaluation and practice never share a sample: texts come from different files, and what is drawn at random (sequences to copy,
+keys) is even in evaluation and odd in practice.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Subject:
 
     @torch.no_grad()
     def last_logits(self, tokens: torch.Tensor, count: int, as_trained: bool = False) -> torch.Tensor:
-        """tokens int64 (samples, seqlen) to the logits (samples, count, vocab_size) of the last ``count`` predictions, float32."""
+        """tokens int64 (samples, seqlen) to the logits float32 (samples, count, vocab_size) of the last ``count`` predictions."""
         rotary = self.scheme.training if as_trained else self.scheme.rotary
         found = []
         for part in tokens.split(max(self.batch_tokens // tokens.shape[1], 1)):
@@ -115,9 +115,11 @@ def few_shot(texts: Sequence[bytes], labels: bytes, length: int, samples: int, s
     """
     room = length - SHOTS * (width + 3) - (width + 1)
     if room < 0:
-        raise TextError(f"few-shot: {SHOTS} examples of {width} bytes and a query need {length - room} bytes, the prompt has {length}")
+        raise TextError(f"few-shot: {SHOTS} examples of {width} bytes and a query need {length - room} bytes, the prompt has "
+                        f"{length}")
     if len(texts) <= SHOTS:
-        raise TextError(f"few-shot: more than {SHOTS} different lines of at least {width} bytes are needed, the text has {len(texts)}")
+        raise TextError(f"few-shot: more than {SHOTS} different lines of at least {width} bytes are needed, the text has "
+                        f"{len(texts)}")
     padding = b"" if not room else (FILLER * (room // len(FILLER) + 1))[:room - 1] + b"\n"
     prompts = []
     for sample in range(samples):
@@ -143,7 +145,7 @@ def lines_of(pieces: Sequence[bytes], width: int) -> list[bytes]:
 
 def passkey(pieces: Sequence[bytes], length: int, depth: float, samples: int, seed: int,
             parity: int = EVALUATION) -> tuple[list[bytes], list[bytes]]:
-    """Prompts of exactly ``length`` bytes (text with a key at ``depth`` of it, then the question) and answers of DIGITS digits."""
+    """Prompts of exactly ``length`` bytes (text with a key at ``depth`` of it, then the question), answers of DIGITS digits."""
     room = length - len(NEEDLE) + len(b"%s") - DIGITS - len(ASKED)
     pieces = [piece for piece in pieces if len(piece) >= room]
     if room < 0 or not pieces:
@@ -212,8 +214,8 @@ def measure_few_shot(subject: Subject, multiples: Sequence[float] = FEW_SHOT_MUL
 
 
 def measure_accuracy(subject: Subject) -> list[Result]:
-    """Next-token accuracy over all tokens: as trained, of windows as long as in training; under the scheme, of windows MULTIPLES[-1]
-    times as long that repeat those, and of as long ones that do not repeat."""
+    """Next-token accuracy over all tokens: as trained, of windows as long as in training; under the scheme, of windows
+    MULTIPLES[-1] times as long that repeat those, and of as long ones that do not repeat."""
     short, long = subject.unit, MULTIPLES[-1] * subject.unit
     windows = _windows(subject, long)
     cases = [("accuracy", short, [window[:short + 1] for window in windows]),
@@ -223,7 +225,8 @@ def measure_accuracy(subject: Subject) -> list[Result]:
         if subject.can_read(length):
             tokens = as_tokens(texts, subject.device)
             parts = tokens.split(max(subject.batch_tokens // length, 1))
-            right = torch.cat([subject.last_logits(part[:, :-1], length, task == "accuracy").argmax(-1) == part[:, 1:] for part in parts])
+            said = [subject.last_logits(part[:, :-1], length, task == "accuracy").argmax(-1) for part in parts]
+            right = torch.cat(said) == tokens[:, 1:]
             results.append(Result(task, length, 100 * right.double().mean().item(), len(texts)))
     return results
 
@@ -264,8 +267,8 @@ def _windows(subject: Subject, length: int) -> list[bytes]:
 
 def batches(corpus: Corpus, batch_size: int, length: int, seed: int, practice: float, device: torch.device | str = "cpu",
             start: int = 0) -> Iterator[torch.Tensor]:
-    """Endless int64 (batch_size, length + 1): windows of the training text, and for the share ``practice`` of the rows the three
-    tasks in turn. Step n's batch depends on the seed and n alone; start is the first."""
+    """Endless int64 (batch_size, length + 1): windows of the training text, and for the share ``practice`` of the rows the tasks
+    in turn, copying twice as often as the others. Step n's batch depends on the seed and n alone; start is the first."""
     text = torch.frombuffer(bytearray(corpus.train), dtype=torch.uint8)
     rows, offsets = round(practice * batch_size), torch.arange(length + 1)
     pieces = corpus.train.split(b"\0")
@@ -277,7 +280,8 @@ def batches(corpus: Corpus, batch_size: int, length: int, seed: int, practice: f
         starts = torch.randint(len(text) - length, (batch_size - rows, 1), generator=generator)
         drawn = text[starts + offsets]
         if rows:
-            samples = [practice_sample(pieces, texts, width, length + 1, f"{seed} {step} {row}", row % 4 % 3) for row in range(rows)]
+            samples = [practice_sample(pieces, texts, width, length + 1, f"{seed} {step} {row}", row % 4 % 3)
+                       for row in range(rows)]
             drawn = torch.cat((drawn, as_tokens(samples).to(torch.uint8)))
         yield drawn.to(device).long()
         step += 1
@@ -296,8 +300,9 @@ def practice_sample(pieces: Sequence[bytes], texts: Sequence[bytes], width: int,
         length = rng.randrange((size - 1) // 2, size - 1)
         prompt = few_shot(texts, labels, length, 1, seed, width)[0] + bytes([rng.choice(labels)])
     else:
-        prompt, answer = (x[0] for x in passkey(pieces, rng.randrange(size // 2 + 1, size - DIGITS + 1), rng.random(), 1, seed, PRACTICE))
-        prompt += answer
+        length = rng.randrange(size // 2 + 1, size - DIGITS + 1)
+        prompts, answers = passkey(pieces, length, rng.random(), 1, seed, PRACTICE)
+        prompt = prompts[0] + answers[0]
     room = size - len(prompt)
     piece = rng.choice([piece for piece in pieces if len(piece) >= room])
     start = rng.randrange(len(piece) - room + 1)

@@ -4,8 +4,8 @@ A name is an encoding that a model is trained with and, behind plus signs, what 
 
     rope   hope+yarn   rerope-w256   leaky-rerope-w128-k16+logn   ntk-mixed-s8+dagger
 
--w is a window, -k Leaky ReRoPE's factor, -s the factor by which the context grows. ``pi``, ``yarn``, ``rerope`` and the like stand
-for ``rope+pi`` and so on. ``+logn`` is trained with log n, ``+dagger`` adds it, clipped, to a model trained without.
+-w is a window, -k Leaky ReRoPE's factor, -s the factor by which the context grows. ``pi``, ``yarn``, ``rerope`` and the like
+stand for ``rope+pi`` and so on. ``+logn`` is trained with log n, ``+dagger`` adds it, clipped, to a model trained without.
 """
 
 from __future__ import annotations
@@ -104,9 +104,13 @@ class ZooModel(nn.Module):
         self.config = config
         self.language = LanguageModel(config)
         name = trained.split("+")[0]
-        self.absolute = (Learned(config.width, train_length) if name == "learned" else
-                         Formula(ABSOLUTE[name], config.width) if name in ABSOLUTE else None)
-        self.biases = nn.ModuleList(BIASES[name](config.heads, train_length) for _ in range(config.layers)) if name in BIASES else None
+        self.absolute = self.biases = None
+        if name == "learned":
+            self.absolute = Learned(config.width, train_length)
+        elif name in ABSOLUTE:
+            self.absolute = Formula(ABSOLUTE[name], config.width)
+        elif name in BIASES:
+            self.biases = nn.ModuleList(BIASES[name](config.heads, train_length) for _ in range(config.layers))
 
     def forward(self, tokens: torch.Tensor, rotary: Rotaries, attend: Attend = attention) -> torch.Tensor:
         """tokens (batch, seqlen) int64 to logits (batch, seqlen, vocab_size)."""
