@@ -205,28 +205,29 @@ def launch(processes: int, out: Path, text: str, *arguments: str, wait: bool = T
                                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     if not wait:
         return process
-    output, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=400)
     return process.returncode, output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_torchrun_killed_and_resumed(text, tmp_path, number):
-    arguments = ("--steps", "400", "--save-every", "50", "--cp", "2")
+    arguments = ("--steps", "150", "--save-every", "20", "--cp", "2")
     process = launch(2, tmp_path / "broken", text, *arguments, wait=False)
-    log, end = tmp_path / "broken" / "log.jsonl", time.monotonic() + 120
-    while not (log.exists() and len(log.read_text().splitlines()) > 60):
+    log, end = tmp_path / "broken" / "log.jsonl", time.monotonic() + 300
+    while not (log.exists() and len(log.read_text().splitlines()) > 30):
         assert process.poll() is None and time.monotonic() < end, process.communicate()[0]
-        time.sleep(0.2)
-    (os.killpg if number != signal.SIGTERM else os.kill)(process.pid, number)
-    output, _ = process.communicate(timeout=60)
-    stopped = len(log.read_text().splitlines())
-    assert process.returncode and stopped < 400, output
+        time.sleep(0.1)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(ranks[-1]) if number == signal.SIGKILL else process.pid, number)  # one rank dies, or torchrun is told to stop
+    output, _ = process.communicate(timeout=120)
+    reached = len(log.read_text().splitlines())
+    assert process.returncode and reached < 150, output
     if number != signal.SIGKILL:
-        assert f"stopped by {number.name}" in output
+        assert f"after step {reached}; the same command goes on" in output
     status, output = launch(0, tmp_path / "broken", text, *arguments[:-2])  # one process now
     assert status == 0, output
-    assert f"step {50 if number == signal.SIGKILL else stopped} of 400" in output.splitlines()[0], output
+    assert f"step {reached // 20 * 20 if number == signal.SIGKILL else reached} of 150" in output.splitlines()[0], output
     status, output = launch(0, tmp_path / "unbroken", text, *arguments[:-2])
     assert status == 0, output
-    close(*(torch.tensor(logged(tmp_path / name), dtype=torch.float64)[:100] for name in ("broken", "unbroken")), "losses")
+    close(*(torch.tensor(logged(tmp_path / name), dtype=torch.float64)for name in ("broken", "unbroken")), "losses")
