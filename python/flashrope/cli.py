@@ -21,6 +21,7 @@ COMMANDS = {  # command: (module, what it does)
     "experiment": ("flashrope.experiments.experiment", "the sources' experiments: train small models, measure, draw, tabulate"),
     "generate": ("flashrope.experiments.generate", "continue a text from a model that the demo trained, past its training length"),
     "info": ("flashrope.info", "versions, devices, and which implementations can serve here"),
+    "passkey": ("flashrope.experiments.passkey", "how deep and how far a Hugging Face model finds a hidden number, by scheme"),
 }
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it

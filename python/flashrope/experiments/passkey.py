@@ -1,0 +1,273 @@
+"""``flashrope passkey``: how deep and how far a Hugging Face model finds a number again, under the scheme it has and others.
+
+A prompt is filler of one length with a five-digit number somewhere in it, and a question for the number. The answer counts where every
+one of its tokens is the likeliest, which is when greedy decoding would give it; one forward pass tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .. import Rotary
+from ..info import hardware
+from . import options, report
+from .options import BadInput, need, positive
+
+NAMES = {"stock": "as it is", "rerope": "ReRoPE", "leaky": "Leaky ReRoPE", "yarn": "YaRN"}
+INSTRUCTION = "Somewhere in this text a number is hidden. Find it and keep it in mind; you will be asked for it at the end.\n"
+FILLER = ("The river runs past the mill. A cat sleeps on the wall. Two carts stand in the yard. Rain falls on the roof, and then it "
+          "stops. Someone sweeps the stairs.\n")
+NEEDLE = "The hidden number is{answer}. Keep it in mind:{answer} is the hidden number.\n"
+QUESTION = "What is the hidden number? The hidden number is"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="PATH_OR_ID", required=True, help="a transformers checkpoint, or its name on the hub; a "
+                        "model without a tokenizer is read as one over bytes")
+    parser.add_argument("--schemes", nargs="+", choices=NAMES, default=list(NAMES), help="what to run the model under")
+    parser.add_argument("--lengths", nargs="+", type=positive, metavar="N", help="tokens, the answer counted in; by default 1/2, 1, 2 and "
+                        "4 times the training length")
+    parser.add_argument("--depths", type=positive, metavar="N", default=5, help="places of the number, evenly from the start to the end")
+    parser.add_argument("--trials", type=positive, metavar="N", default=4, help="numbers to hide at every place")
+    parser.add_argument("--batch", type=positive, metavar="N", default=1, help="prompts per forward pass")
+    parser.add_argument("--train-length", type=positive, metavar="N", help="in tokens; by default the configuration's "
+                        "max_position_embeddings")
+    parser.add_argument("--window", type=positive, metavar="W", help="of ReRoPE and Leaky ReRoPE; by default half the training length")
+    parser.add_argument("--seed", type=int, default=0, help="of the numbers")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--out", metavar="DIR", default="runs/passkey", help="where passkey.png, .csv and .json go")
+
+
+class Cell(NamedTuple):
+    """One place on the heat map."""
+
+    scheme: str
+    length: int  # tokens
+    depth: float  # 0: right after the instruction; 1: right before the question
+    accuracy: float  # share of trials whose whole answer is the likeliest
+    log_probability: float  # of the answer, mean over trials, in nats
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """The texts as tokens. Pieces are encoded one by one, so that a depth moves whole pieces and nothing else."""
+
+    encode: Callable[[str], list[int]]
+    start: tuple[int, ...] = ()  # what a text begins with
+
+    def prompt(self, length: int, depth: float, number: int) -> tuple[list[int], int]:
+        """(exactly length tokens, the last of which are the answer; how many those are). Raises ValueError where it is too short."""
+        answer = self.encode(f" {number}")
+        head = [*self.start, *self.encode(INSTRUCTION)]
+        needle, question = self.encode(NEEDLE.format(answer=f" {number}")), self.encode(QUESTION)
+        room = length - len(head) - len(needle) - len(question) - len(answer)
+        if room < 0:
+            raise ValueError(f"expected at least {length - room} tokens, which the question alone takes, got {length}")
+        filler = self.encode(FILLER)
+        before = round(depth * room)
+        piece = (filler * (room // len(filler) + 1))[:room]
+        return [*head, *piece[:before], *needle, *piece[before:], *question, *answer], len(answer)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        need("transformers", extra="transformers")
+        need("matplotlib", "tqdm")
+        return _measure(args)
+    except BadInput as error:
+        print(f"flashrope passkey: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _measure(args: argparse.Namespace) -> int:
+    device = options.device(args.device)
+    model, task = _load(args.model, device)
+    train_length = args.train_length or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not train_length:
+        raise BadInput(f"--train-length: {args.model} does not state max_position_embeddings")
+    lengths = sorted(set(args.lengths or [train_length // 2, train_length, 2 * train_length, 4 * train_length]))
+    depths = [at / max(args.depths - 1, 1) for at in range(args.depths)]
+    for length in lengths:
+        try:
+            task.prompt(length, 0.0, 10_000)
+        except ValueError as error:
+            raise BadInput(f"--lengths: {error}") from None
+    schemes, skipped = _schemes(model, args.schemes, train_length, max(lengths), args.window)
+    if not schemes:
+        raise BadInput(f"--schemes: none of {', '.join(args.schemes)} fits this model: {'; '.join(skipped.values())}")
+    facts = {
+        "model": f"{args.model}, {sum(p.numel() for p in model.parameters()):,} parameters, training length {train_length:,} tokens",
+        "schemes": "; ".join(f"{NAMES[name]}: {words}" for name, (_, words) in schemes.items()),
+        **({"left out": "; ".join(f"{NAMES[name]}: {reason}" for name, reason in skipped.items())} if skipped else {}),
+        "prompts": f"{args.trials} numbers at each of {len(depths)} depths and {len(lengths)} lengths, seed {args.seed}",
+        "machine": f"{hardware(device)}, torch {torch.__version__}",
+        "command": args.command_line,
+    }
+    print(report.lines(facts, *(name for name in facts if name != "command")) + "\n", flush=True)
+
+    cells: list[Cell] = []
+    with report.Bars([NAMES[name] for name in schemes], len(lengths) * len(depths)) as bars:
+        for at, (name, (apply, _)) in enumerate(schemes.items()):
+            apply()
+            for step, cell in enumerate(measure(model, task, name, lengths, depths, args.trials, args.batch, args.seed), 1):
+                cells.append(cell)
+                bars.update(at, step)
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    report.write(out / "passkey.csv", csv_text(cells))
+    report.write(out / "passkey.json", json.dumps({"facts": facts, "train_length": train_length, "cells": [c._asdict() for c in cells]}, indent=1))
+    plot(out / "passkey.png", cells, train_length, Path(args.model).name)
+    print(f"\n{table(cells)}\n\nwritten to {out}/: passkey.png, passkey.csv, passkey.json")
+    return 0
+
+
+@torch.no_grad()
+def measure(model, task: Task, scheme: str, lengths: Sequence[int], depths: Sequence[float], trials: int, batch: int = 1,
+            seed: int = 0) -> Iterator[Cell]:
+    """One cell after the other. The same numbers are hidden under every scheme."""
+    device = next(model.parameters()).device
+    for length in lengths:
+        for depth in depths:
+            draw = random.Random(f"{seed} {length} {depth}")
+            prompts = [task.prompt(length, depth, draw.randrange(10_000, 100_000)) for _ in range(trials)]
+            right, log_probability = 0, 0.0
+            for first in range(0, trials, batch):
+                some = prompts[first:first + batch]
+                kept = max(answer for _, answer in some)
+                ids = torch.tensor([ids for ids, _ in some], device=device)
+                logits = model(ids, use_cache=False, logits_to_keep=kept + 1).logits[:, :-1].float()
+                for row, (tokens, answer) in enumerate(some):
+                    expected = torch.tensor(tokens[-answer:], device=device)
+                    right += bool((logits[row, -answer:].argmax(-1) == expected).all())
+                    log_probability += float(logits[row, -answer:].log_softmax(-1).gather(-1, expected[:, None]).sum())
+            yield Cell(scheme, length, depth, right / trials, log_probability / trials)
+
+
+# ---- the model and its schemes --------------------------------------------------------------------------------------------
+
+
+def _load(name: str, device: torch.device):
+    """(model, task): in bfloat16 on a GPU, in float32 elsewhere."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--model: {str(error).splitlines()[0]}") from None
+    model = model.to(device).eval()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        encoded = tokenizer.encode(QUESTION, add_special_tokens=False)
+    except Exception:  # whatever a checkpoint without one runs into: the library raises half a dozen types
+        tokenizer, encoded = None, []
+    if encoded:
+        start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+        return model, Task(lambda text: tokenizer.encode(text, add_special_tokens=False), start)
+    if model.config.get_text_config().vocab_size < 256:
+        raise BadInput(f"--model: {name} has no tokenizer, and too few tokens to be read as bytes")
+    return model, Task(lambda text: list(text.encode()))
+
+
+def _schemes(model, names: Sequence[str], train_length: int, longest: int, window: int | None):
+    """({name: (what applies it, in words)}, {name: why it does not fit this model})."""
+    from ..integrations.transformers import convert, revert, suggest
+
+    found: dict[str, tuple[Callable[[], object], str]] = {}
+    skipped: dict[str, str] = {}
+    window = window or max(train_length // 2, 1)
+    config = model.config.get_text_config()
+    for name in names:
+        try:
+            if name == "stock":
+                found[name] = lambda: revert(model), "the library's own attention"
+                continue
+            if name == "yarn":
+                factor = max(longest / train_length, 1.0)
+                changes = {"rotary": Rotary.from_hf_config(config).yarn(factor, train_length)}
+                words = f"factor {factor:g}"
+            else:
+                suggest(config, longest)  # says why where a model's layers do not take it
+                changes = {"window": window, "log_n": train_length}
+                words = f"window {window:,}, log n by {train_length:,}"
+                if name == "leaky":
+                    # The longest distance lands halfway between the window and the training length.
+                    changes["factor"] = float(max(2 * math.ceil((longest - window) / max(train_length - window, 1)), 2))
+                    words = f"factor {changes['factor']:g}, {words}"
+            convert(model, **changes)
+            found[name] = lambda changes=changes: convert(model, **changes), words
+        except ValueError as error:
+            skipped[name] = str(error)
+    revert(model)
+    return found, skipped
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------------
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Accuracy over all depths by scheme and length."""
+    lengths = sorted({cell.length for cell in cells})
+    rows = [["length, tokens", *(f"{length:,}" for length in lengths)]]
+    for scheme in dict.fromkeys(cell.scheme for cell in cells):
+        found = [[cell.accuracy for cell in cells if (cell.scheme, cell.length) == (scheme, length)] for length in lengths]
+        rows.append([NAMES[scheme], *(f"{100 * sum(some) / len(some):.0f}%" for some in found)])
+    wide = max(len(row[0]) for row in rows)
+    text = [row[0].ljust(wide) + "".join(value.rjust(10) for value in row[1:]) for row in rows]
+    return "\n".join(["numbers found, all depths", text[0], "-" * len(text[0]), *text[1:]])
+
+
+def csv_text(cells: Sequence[Cell]) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(Cell._fields)
+    for cell in cells:
+        writer.writerow([cell.scheme, cell.length, f"{cell.depth:.4f}", f"{cell.accuracy:.4f}", f"{cell.log_probability:.6f}"])
+    return file.getvalue()
+
+
+def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> None:
+    """A heat map per scheme, length against depth; the training length is marked."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    schemes = list(dict.fromkeys(cell.scheme for cell in cells))
+    lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
+    across = min(len(schemes), 2)
+    down = -(-len(schemes) // across)
+    figure = Figure(figsize=(1.2 + across * max(2.6, 0.75 * len(lengths)), 1.1 + down * max(2.2, 0.5 * len(depths))), dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    for place in grid.flat[len(schemes):]:
+        place.set_visible(False)
+    for axes, scheme in zip(grid.flat, schemes, strict=False):
+        values = {(cell.depth, cell.length): cell.accuracy for cell in cells if cell.scheme == scheme}
+        image = axes.imshow([[values[depth, length] for length in lengths] for depth in depths], vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        for (depth, length), value in values.items():
+            axes.text(lengths.index(length), depths.index(depth), f"{100 * value:.0f}", ha="center", va="center", fontsize=7,
+                      color="black" if value > 0.6 else "white")
+        beyond = sum(length <= train_length for length in lengths)
+        if 0 < beyond < len(lengths):
+            axes.axvline(beyond - 0.5, color="white", linewidth=1.2, linestyle=":")
+        axes.set_title(NAMES[scheme], fontsize=10, loc="left")
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
+    figure.colorbar(image, ax=grid, label="numbers found", format=lambda value, _: f"{100 * value:.0f}%")
+    figure.supxlabel("length (tokens)" + ("; dotted: the training length" if min(lengths) <= train_length < max(lengths) else ""), fontsize=9)
+    figure.supylabel("depth of the number", fontsize=9)
+    figure.suptitle(f"Finding a hidden number: {model}", fontsize=11, x=0.01, ha="left")
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)

@@ -1,0 +1,115 @@
+"""flashrope passkey: what is measured with readers whose reach is known, and the whole command on a random model over bytes."""
+
+import csv
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
+
+from families import tiny
+
+from flashrope.cli import main
+from flashrope.experiments import passkey
+from flashrope.experiments.passkey import Task, measure
+
+BYTES = Task(lambda text: list(text.encode()))
+SHORTEST = len(BYTES.prompt(1000, 0.0, 12345)[0]) - 1000 + len(
+    passkey.INSTRUCTION + passkey.NEEDLE.format(answer=" 12345") + passkey.QUESTION + " 12345")
+
+
+class Reader(torch.nn.Module):
+    """Gives the number that stands in the last ``reach`` bytes before the question, or a wrong one."""
+
+    def __init__(self, reach: int):
+        super().__init__()
+        self.reach, self.weight = reach, torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, ids, use_cache, logits_to_keep):
+        logits = torch.zeros(*ids.shape, 256)
+        for row, text in zip(logits, ids.tolist(), strict=True):
+            text = bytes(text)
+            question = text.rindex(passkey.QUESTION.encode())
+            found = re.search(rb"number is( \d{5})", text[max(question - self.reach, 0):question])
+            guess = found[1] if found else b" 00000"
+            for at, byte in enumerate(guess):
+                row[len(text) - len(guess) - 1 + at, byte] = 9.0
+        return SimpleNamespace(logits=logits[:, -logits_to_keep:])
+
+
+def test_prompts():
+    for length in (SHORTEST, SHORTEST + 1, 700):
+        for depth in (0.0, 0.3, 1.0):
+            ids, answer = BYTES.prompt(length, depth, 12345)
+            text = bytes(ids).decode()
+            assert len(ids) == length and answer == 6 and text.endswith(passkey.QUESTION + " 12345") and text.startswith(passkey.INSTRUCTION)
+            assert text.count("12345") == 3
+    places = [bytes(BYTES.prompt(900, depth, 12345)[0]).index(b"12345") for depth in (0.0, 0.5, 1.0)]
+    assert places[0] < places[1] < places[2] and places[1] - places[0] == pytest.approx(places[2] - places[1], abs=1)
+    with pytest.raises(ValueError, match=f"expected at least {SHORTEST} tokens, which the question alone takes, got {SHORTEST - 1}"):
+        BYTES.prompt(SHORTEST - 1, 0.0, 12345)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_a_reader_finds_what_it_reaches(batch):
+    depths = [0.0, 0.5, 1.0]
+    whole = list(measure(Reader(10_000), BYTES, "stock", [700, 900], depths, trials=3, batch=batch))
+    near = list(measure(Reader(150), BYTES, "stock", [700, 900], depths, trials=3, batch=batch))
+    assert [cell.accuracy for cell in whole] == [1.0] * 6
+    assert [cell.accuracy for cell in near] == [0.0, 0.0, 1.0] * 2
+    assert [(cell.length, cell.depth) for cell in near] == [(length, depth) for length in (700, 900) for depth in depths]
+    assert all(a.log_probability > b.log_probability for a, b in zip(whole, near, strict=True) if b.accuracy == 0)
+
+
+def test_numbers_are_the_same_for_every_scheme_and_differ_by_place():
+    seen = []
+
+    class Recorder(Reader):
+        def forward(self, ids, **kwargs):
+            seen.append(bytes(ids[0].tolist())[-5:])
+            return super().forward(ids, **kwargs)
+
+    for _ in range(2):
+        list(measure(Recorder(10), BYTES, "stock", [500], [0.0, 1.0], trials=2))
+    assert seen[:4] == seen[4:] and len(set(seen)) == 4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    tiny("llama", vocab_size=256, max_position_embeddings=400, num_hidden_layers=2).save_pretrained(path)
+    return str(path)
+
+
+def test_the_command(checkpoint, tmp_path, capsys):
+    options = ["--model", checkpoint, "--lengths", "380", "520", "--depths", "2", "--trials", "1", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(["passkey", *options]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "ReRoPE: window 200, log n by 400" in shown and "Leaky ReRoPE: factor 4, window 200" in shown and "YaRN: factor 1.3" in shown
+    rows = list(csv.DictReader((tmp_path / "passkey.csv").open()))
+    assert len(rows) == 4 * 2 * 2 and {row["scheme"] for row in rows} == {"stock", "rerope", "leaky", "yarn"}
+    saved = json.loads((tmp_path / "passkey.json").read_text())
+    assert saved["train_length"] == 400 and len(saved["cells"]) == len(rows) and saved["facts"]["command"].startswith("flashrope passkey --model")
+    assert (tmp_path / "passkey.png").read_bytes()[:4] == b"\x89PNG"
+    # Within the training length log n and the window still change what is read: the schemes were applied, each to the stock model.
+    by_scheme = {scheme: [row["log_probability"] for row in rows if row["scheme"] == scheme] for scheme in passkey.NAMES}
+    assert len({tuple(found) for found in by_scheme.values()}) == 4
+
+
+def test_bad_input(checkpoint, tmp_path, capsys):
+    def refused(*options, model=checkpoint):
+        assert main(["passkey", "--device", "cpu", "--out", str(tmp_path), "--model", model, *options]) == 2
+        return capsys.readouterr().err
+
+    assert "--lengths: expected at least" in refused("--lengths", "100")
+    assert "--model: " in refused(model=str(tmp_path / "nothing"))
+    assert not list(tmp_path.iterdir())
+    tiny("llama").save_pretrained(tmp_path / "small")
+    assert "has no tokenizer, and too few tokens to be read as bytes" in refused(model=str(tmp_path / "small"))
+    tiny("mistral", vocab_size=256).save_pretrained(tmp_path / "slides")
+    assert "--schemes: none of rerope fits this model: model_or_config: expected layers that see all keys" in refused(
+        "--schemes", "rerope", "--lengths", "400", model=str(tmp_path / "slides"))
