@@ -50,7 +50,8 @@ def _published(name: str) -> tuple[str, ...]:
 
 EXPERIMENTS = {
     "perplexity": Experiment("perplexity by context length (HoPE, figure 4)",
-                             (*_published("copying"), "rerope{w256}", "rerope{w256}+dagger", "nope"), (("perplexity", None),)),
+                             ("alibi", "kerple", "fire", "rope", "pi-s8", "yarn-s8", "hope", "hope+pi-s8", "hope+yarn-s8",
+                              "rerope{w256}", "rerope{w256}+dagger", "nope"), (("perplexity", None),)),
     "zoo": Experiment("perplexity by context length of every encoding", (
         "rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "inv-leaky", "rerope", "leaky-rerope", "hfwa", "alibi", "kerple",
         "fire", "learned", "sinusoidal", "integer", "binary", "nope"), (("perplexity", None),)),

@@ -260,7 +260,7 @@ def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> No
                       color="black" if value > 0.6 else "white")
         beyond = sum(length <= train_length for length in lengths)
         if 0 < beyond < len(lengths):
-            axes.axvline(beyond - 0.5, color="white", linewidth=1.2, linestyle=":")
+            axes.axvline(beyond - 0.5, color="black", linewidth=1.2, linestyle=":")
         axes.set_title(NAMES[scheme], fontsize=10, loc="left")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
