@@ -43,12 +43,14 @@ def versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def revision() -> str:
-    """The checkout's commit, with "-dirty" where a file that makes a figure differs from it; "unknown" outside a checkout."""
+    """The checkout's commit, with "-dirty" where a file that makes a figure differs from it. Outside a checkout what the file REVISION
+    says (bench/on_gpu.sh -r), or "unknown"."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED, ":!bench/results") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        file = ROOT / "REVISION"
+        return file.read_text().strip() if file.exists() else "unknown"
 
 
 def _git(*words: str) -> str:

@@ -55,6 +55,7 @@ def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentPa
     p.add_argument("--train-length", type=positive, default=8192, help="of HoPE (default 8192)")
     p.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--passes", nargs="+", choices=("forward", "both"), default=["forward", "both"], help="forward; forward and backward")
+    p.add_argument("--contestants", nargs="+", metavar="NAME", help="only those whose name holds one of these (default: all)")
     p.add_argument("--seconds", type=float, help=f"for the rounds of a table (default: GPU {SECONDS['cuda']}, CPU {SECONDS['cpu']})")
     p.add_argument("--threads", type=positive, help="of the CPU (default: PyTorch's)")
     p.add_argument("--out", type=Path, default=RESULTS, help="files go to a folder of the device's name in here (default bench/results)")
@@ -132,7 +133,10 @@ class Session:
         sys.stdout.flush()
 
     def plan(self, tables: Sequence[Table]) -> None:
-        """Checks all contestants, then measures the tables."""
+        """Checks all contestants that were asked for, then measures the tables."""
+        if self.options.contestants:
+            tables = [dataclasses.replace(table, contestants=[contestant for contestant in table.contestants if any(
+                part in contestant.name for part in self.options.contestants)]) for table in tables]
         self.bar.reset(total=sum(len(table.contestants) for table in tables) * 2)
         for table in tables:
             self.check(table)

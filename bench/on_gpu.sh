@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# All that wants a GPU, in steps of at most ten minutes, each with a log of its own.
+#
+#   bench/on_gpu.sh [-o FOLDER] [-r REVISION] [STEP ...]      (FOLDER: default $OUT, else runs/gpu)
+#
+# Steps, in this order without arguments: smoke tests memcheck racecheck tune-forward tune-backward tune-decode hope rerope decode rotation
+# scaling. A step that fails or runs out of time does not stop the others. Nothing is installed: where flashrope cannot be imported, the
+# checkout is used as it is. -r names the revision where the folder is no git checkout. FOLDER/results.tgz holds bench/results as the
+# steps left it; unpack it in a checkout.
+set -uo pipefail
+
+steps=(smoke tests memcheck racecheck tune-forward tune-backward tune-decode hope rerope decode rotation scaling)
+limit=590
+folder=${OUT:-runs/gpu}
+revision=
+while getopts o:r: option; do
+  case $option in
+    o) folder=$OPTARG ;;
+    r) revision=$OPTARG ;;
+    *) exit 2 ;;
+  esac
+done
+shift $((OPTIND - 1))
+[ $# -gt 0 ] && steps=("$@")
+
+cd "$(dirname "$0")/.." || exit 1
+mkdir -p "$folder"
+folder=$(cd "$folder" && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"; [ -n "$revision" ] && rm -f REVISION' EXIT
+[ -n "$revision" ] && echo "$revision" > REVISION
+python=$(command -v python3)
+if ! "$python" -c 'import flashrope.triton_kernels' 2>/dev/null; then
+  mkdir "$work/packages"
+  cp -r python/flashrope "$work/packages/"
+  cp -r triton_kernels "$work/packages/flashrope/"
+  export PYTHONPATH=$work/packages${PYTHONPATH:+:$PYTHONPATH}
+fi
+export PYTHONUNBUFFERED=1
+results=$work/results
+
+bench() { "$python" -m bench "$@"; }
+
+sanitize() {
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 "$python" -m bench.sanitize
+}
+
+run_step() {
+  case $1 in
+    smoke) "$python" -m flashrope info && bench hope --seqlens 8192 --contestants "SDPA flash" "SDPA cuDNN" flashrope --out "$work/smoke" ;;
+    tests) "$python" -m pytest -q --maxfail=20 -p no:cacheprovider ;;
+    memcheck | racecheck) sanitize "$1" ;;
+    tune-forward) bench tune --direction forward --head-dim 64 128 --csv "$folder/tune-forward.csv" ;;
+    tune-backward) bench tune --direction grad_kv grad_q --head-dim 128 --csv "$folder/tune-backward.csv" ;;
+    tune-decode) bench tune --direction decode --head-dim 64 128 --csv "$folder/tune-decode.csv" ;;
+    hope | rerope | decode | rotation | scaling) bench all --only "$1" --out "$results" ;;
+    *) echo "unknown step $1"; return 2 ;;
+  esac
+}
+export -f run_step bench sanitize
+export python folder work results
+
+summary=()
+for step in "${steps[@]}"; do
+  started=$SECONDS
+  timeout --signal=INT --kill-after=20 "$limit" bash -c 'run_step "$1"' _ "$step" 2>&1 | tee "$folder/$step.log"
+  status=${PIPESTATUS[0]}
+  verdict=passed
+  [ "$status" -eq 124 ] && verdict="out of time"
+  [ "$status" -ne 0 ] && [ "$status" -ne 124 ] && verdict="FAILED ($status)"
+  summary+=("$(printf '%-14s %4d s  %s' "$step" $((SECONDS - started)) "$verdict")")
+  [ -d "$results" ] && tar -C "$work" -czf "$folder/results.tgz" results
+done
+printf '%s\n' "${summary[@]}" | tee "$folder/summary.txt"
+! grep -qv passed "$folder/summary.txt"
