@@ -34,9 +34,10 @@ class Cached:
         rooms, tables, lengths = [], [], []
         if self.page_size:
             used = [-(-(pad + p.k.shape[1]) // self.page_size) for p, pad in zip(self.sequences, pads, strict=True)]
-            inner = 1 + torch.randperm(sum(used), generator=torch.Generator().manual_seed(3))
-            free = [0, *inner.tolist()[:sum(used) - 2], sum(used) + 1]  # wrong page numbers are most easily mended to the first or last
-            pool = first.new_full((2, sum(used) + 2, self.page_size, *first.shape[2:]), torch.nan)
+            total = max(sum(used) + 2, len(used) * self.capacity // self.page_size)
+            inner = 1 + torch.randperm(total - 2, generator=torch.Generator().manual_seed(3))
+            free = [0, *inner.tolist()[:max(sum(used) - 2, 0)], total - 1]  # wrong page numbers are most easily mended to the first or last
+            pool = first.new_full((2, total, self.page_size, *first.shape[2:]), torch.nan)
         for p, pad in zip(self.sequences, pads, strict=True):
             old = p.k.shape[1] - self.seqlen_new
             room = first.new_full((2, self.capacity, *first.shape[2:]), torch.nan)
@@ -113,7 +114,7 @@ def test_long_chunks(exact, page_size, seqlen_q):
     cached(exact, Rotary.rope(16).rectify(21).log_n(20), (150, 170), seqlen_q, heads=2, capacity=192, page_size=page_size).check(exact)
 
 
-@pytest.mark.interpreted(lambda exact, page_size, scheme: bool(page_size) == (scheme != "rope_interleaved") and scheme in (
+@pytest.mark.interpreted(lambda exact, page_size, scheme: bool(page_size) == (scheme != "hope_rerope_log_n") and scheme in (
     "rope_interleaved", "hope_rerope_log_n", "yarn_leaky_local_log_n"))
 @layouts
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -275,11 +276,11 @@ chunk = seqlen_q > 64
 heads, capacity = (1, 160) if chunk else (2, 37)  # a chunk's turned keys are whole pages of memory then: 3 * (66 + 63 - 1) rows of 64 bytes
 rotary = Rotary.rope(16).rectify(63 if chunk else 9)
 q, k, v = (guarded(torch.randn(3, seqlen_q, heads * group, 16)) for group in (2, 1, 1))
-k_cache, v_cache = (guarded(torch.randn(*((5, 16) if paged else (3, capacity)), heads, 16)) for _ in "kv")
+k_cache, v_cache = (guarded(torch.randn(*((24 if chunk else 5, 16) if paged else (3, capacity)), heads, 16)) for _ in "kv")
 tables = [[0, 1, 2], [3, 4, 0], [1, 2, 3]], [[-1, 99, 2147480000], [-2147483648, 4, 5], [4, 4, 4]]
 if chunk:
     tables = [[table * 3 for table in entries] for entries in tables]
-for lengths, entries, pads in [([5, 40, 0], 0, None), ([-7, 1 << 30, 2**31 - 1], 1, [-5, 1 << 30, 35]), ([35, 36, 37], 1, [0, 1, 2]),
+for lengths, entries, pads in [([84, 40, 0], 0, None), ([-7, 1 << 30, 2**31 - 1], 1, [-5, 1 << 30, 35]), ([35, 36, 37], 1, [0, 1, 2]),
                                ([2**31 - 1, 36, 37], 0, [1 << 30, -5, 0])]:
     lists = [lengths, tables[entries] if paged else None, pads]
     seqlens, table, pad = (None if x is None else guarded(torch.tensor(x, dtype=torch.int32)) for x in lists)

@@ -12,7 +12,6 @@ from .tiles import (
     cache_bounds,
     cached_row,
     cos_sin,
-    decoded,
     head_ptr,
     inside,
     load_pairs,
