@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -67,7 +68,8 @@ class Preset:
 
 
 PRESETS = {
-    "125m": Preset(width=768, layers=12, heads=12, mlp_width=2688, seqlen=512, batch=512, steps=50_000, learning_rate=3e-4, warmup=2000),
+    "125m": Preset(width=768, layers=12, heads=12, mlp_width=2688, seqlen=512, batch=512, steps=50_000, learning_rate=3e-4,
+                   warmup=2000),
     "tiny": Preset(width=64, layers=2, heads=4, mlp_width=96, seqlen=64, batch=8, steps=20, learning_rate=3e-3, warmup=5),
 }
 
@@ -202,7 +204,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 def train_config(args: argparse.Namespace) -> TrainConfig:
     """The paper's: AdamW with these betas, a warm-up counted in steps, gradients clipped at 1."""
-    return TrainConfig(args.steps, args.batch, args.seqlen, args.learning_rate, warmup=args.warmup / args.steps, betas=(0.9, 0.999))
+    return TrainConfig(args.steps, args.batch, args.seqlen, args.learning_rate, warmup=args.warmup / args.steps,
+                       betas=(0.9, 0.999))
 
 
 class Run:
@@ -247,7 +250,8 @@ class Run:
         state = {"settings": "", "step": 0}
         dcp.load(state, checkpoint_id=found[-1])
         made_with, step = json.loads(state["settings"]), state["step"]
-        differing = [f"{name} {value!r} (now {self.settings[name]!r})" for name, value in made_with.items() if value != self.settings[name]]
+        differing = [f"{name} {value!r} (now {self.settings[name]!r})" for name, value in made_with.items()
+                     if value != self.settings[name]]
         if differing:
             raise BadInput(f"--out: {found[-1]} was made with {', '.join(differing)}; choose another folder or the same settings")
         state = self._state()
@@ -257,8 +261,9 @@ class Run:
         self.windows.state, self.step = state["windows"], step
 
     def _state(self) -> dict:
-        return {"model": get_model_state_dict(self.model), "windows": self.windows.state, "step": self.step,
-                "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=FLAT), "settings": json.dumps(self.settings)}
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
+        return {"model": get_model_state_dict(self.model), "optimizer": optimizer, "windows": self.windows.state,
+                "step": self.step, "settings": json.dumps(self.settings)}
 
     def export(self, path: Path) -> None:
         """The model as one safetensors file, which `flashrope generate --model` reads."""
@@ -273,8 +278,8 @@ class Run:
 
 
 class Stop:
-    """Ctrl-C and SIGTERM, which need not reach every rank: all of them hear of it between two steps. torchrun sends a second signal
-    after the first, so none ends the process at once; it kills after 30 s."""
+    """Ctrl-C and SIGTERM, which need not reach every rank: all of them hear of it between two steps. torchrun sends a second
+    signal after the first, so none ends the process at once; it kills after 30 s."""
 
     def __init__(self):
         self._heard = 0
@@ -315,7 +320,8 @@ class Log:
         speed = self._tokens * (step - self._since) / (now - self._at)
         self._since, self._at = step, now
         if dist.get_rank() == 0:
-            print(f"step {step} of {run.config.steps}, loss {loss:.4f}, gradient norm {norm:.3f}, {speed:,.0f} tokens/s", flush=True)
+            print(f"step {step} of {run.config.steps}, loss {loss:.4f}, gradient norm {norm:.3f}, {speed:,.0f} tokens/s",
+                  flush=True)
             with self._path.open("a") as file:
                 file.write(json.dumps({"step": step, "loss": loss, "grad_norm": norm, "tokens_per_second": round(speed)}) + "\n")
 
@@ -324,14 +330,15 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
     devices = Devices.of(device, args.cp, args.tp)
     check(args, devices.data_ranks)
     corpus = data.from_path(args.text, args.seqlen + 1) if args.text else data.standard_library(args.seqlen + 1)
-    settings = {name: getattr(args, name) for name in (*(field.name for field in dataclasses.fields(Preset)), "seed", "scheme", "dtype")}
-    settings["text"] = corpus.record()["train"]["sha256"]
+    names = [*(field.name for field in dataclasses.fields(Preset)), "seed", "scheme", "dtype"]
+    settings = {name: getattr(args, name) for name in names} | {"text": corpus.record()["train"]["sha256"]}
     run = Run(args, devices, Windows(corpus.train, args.batch, args.seqlen, args.seed), settings)
     run.resume()
     if dist.get_rank() == 0:
         count = sum(p.numel() for p in run.model.parameters())
-        print(f"{count / 1e6:.1f}M parameters, {args.scheme}, {corpus.name}: {len(corpus.train):,} bytes; {devices.data_ranks} x {args.cp} x "
-              f"{args.tp} processes (data x context x tensor) on {device.type}, {args.dtype}; step {run.step} of {args.steps}", flush=True)
+        print(f"{count / 1e6:.1f}M parameters, {args.scheme}, {corpus.name}: {len(corpus.train):,} bytes; "
+              f"{devices.data_ranks} x {args.cp} x {args.tp} processes (data x context x tensor) on {device.type}, {args.dtype}; "
+              f"step {run.step} of {args.steps}", flush=True)
     log, stop, signalled = Log(run, args.log_every), Stop(), 0
     while run.step < args.steps and not signalled:
         log(*run.train_step())
@@ -340,13 +347,16 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
             run.save()
     if signalled and run.step < args.steps:
         if dist.get_rank() == 0:
-            print(f"stopped by {signal.Signals(signalled).name} after step {run.step}; the same command goes on from there", flush=True)
+            print(f"stopped by {signal.Signals(signalled).name} after step {run.step}; the same command goes on from there",
+                  flush=True)
         return 128 + signalled
     run.export(run.folder / "model.safetensors")
     return 0
 
 
 def check(args: argparse.Namespace, data_ranks: int) -> None:
+    if importlib.util.find_spec("safetensors") is None:  # said now, not after the last step
+        raise BadInput("safetensors: expected it to be installed; pip install 'flashrope[demo]' brings it")
     if args.batch % data_ranks:
         raise BadInput(f"--batch: expected a multiple of the {data_ranks} ranks that share it out, got {args.batch}")
     if args.cp > 1 and args.seqlen % (2 * args.cp):

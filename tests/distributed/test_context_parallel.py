@@ -22,7 +22,8 @@ def sharded(p: Problem, group, impl: str | None = None) -> dict[str, torch.Tenso
     leaves = [shard_sequence(x, group).detach().requires_grad_() for x in (p.q, p.k, p.v)]
     out = context_parallel_attention(*leaves, p.rotary, group, p.causal, p.softmax_scale, impl)
     grads = torch.autograd.grad(out, leaves, shard_sequence(p.grad_out, group))
-    return {name: unshard_sequence(x.detach(), group) for name, x in zip(("out", "grad_q", "grad_k", "grad_v"), (out, *grads), strict=True)}
+    results = zip(("out", "grad_q", "grad_k", "grad_v"), (out, *grads), strict=True)
+    return {name: unshard_sequence(x.detach(), group) for name, x in results}
 
 
 def holds(ranks: int, scheme: str, dtype: torch.dtype, impl: str, **options) -> dict[str, float]:

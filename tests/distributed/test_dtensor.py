@@ -18,16 +18,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from flashrope import Rotary, attention, attention_varlen, ops
 from flashrope.backends import cpu
 from flashrope.integrations import distributed  # noqa: F401  registers the rules
+from flashrope.ops import OPERATORS
 
 HEADS, BATCH = Shard(2), Shard(0)
 
 
-def inputs(batch=4, seqlen=20, heads=8, heads_kv=4, dtype=torch.float32):
+def inputs(batch=4, seqlen=20, heads=8, heads_kv=4):
+    """q, k, v, and gradients of out and lse, float32."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(batch, seqlen, h, 16) for h in (heads, heads_kv, heads_kv, heads)]
-    q, k, v, grad_out = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
-    grad_lse = torch.randn(batch, heads, seqlen, generator=generator, dtype=torch.float64).to(torch.promote_types(dtype, torch.float32))
-    return q, k, v, grad_out, grad_lse
+    shapes = [*((batch, seqlen, h, 16) for h in (heads, heads_kv, heads_kv, heads)), (batch, heads, seqlen)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def call_and_gradients(call, tensors, grad_out, grad_lse):
@@ -76,7 +76,7 @@ def test_heads_and_batch(ranks, count):
 
 
 class _Keeping:
-    """The CPU implementation, keeping keys for its backward where the scheme rotates, as Triton's does, and looking at them there."""
+    """The CPU implementation, keeping keys for its backward where the scheme rotates, as Triton does, and checking them there."""
 
     @staticmethod
     def turned_keys_shape(k, call):
@@ -102,15 +102,18 @@ def with_turned_keys() -> None:
     """Of equal shapes one scheme keeps turned keys for the backward and the next does not: nothing of one may serve the other."""
     sys.modules["flashrope.backends.keeping"] = _Keeping
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for device_mesh, placements, of_lse in ((mesh(4), [HEADS], [Shard(1)]), (mesh(4), [BATCH], [Shard(0)]),
-                                            (both, [BATCH, HEADS], [Shard(0), Shard(1)]), (mesh(2), [Replicate()], [Replicate()])):
+    cases = ((mesh(4), [HEADS], [Shard(1)]), (mesh(4), [BATCH], [Shard(0)]), (both, [BATCH, HEADS], [Shard(0), Shard(1)]),
+             (mesh(2), [Replicate()], [Replicate()]))
+    for device_mesh, placements, of_lse in cases:
         for rotary in (Rotary.rope(16), Rotary.none(16), Rotary.rope(16).rectify(5, 2.0)):
             def call(q, k, v):
-                return torch.ops.flashrope.attention(q, k, v, None, None, None, 20, 20, rotary.text, True, 0.25, "keeping")[:2]
+                return OPERATORS.attention(q, k, v, None, None, None, 20, 20, rotary.text, True, 0.25, "keeping")[:2]
 
             compare(device_mesh, placements, call, inputs(), of_lse)
+    compare(mesh(2), [BATCH], lambda q, k, v: attention(q, k, v, rotary, return_lse=True), inputs(batch=3), grad_lse=False)
     odd = [distribute_tensor(x, mesh(2), [BATCH]) for x in inputs(batch=3)[:3]]
-    torch.ops.flashrope.attention(*odd, None, None, None, 20, 20, Rotary.rope(16).text, True, 0.25, "keeping")
+    out, _, turned = OPERATORS.attention(*odd, None, None, None, 20, 20, rotary.text, True, 0.25, "keeping")
+    assert out.placements == turned.placements == (Replicate(),)  # its rows would not fall apart where the batch does
 
 
 def test_turned_keys(ranks):
@@ -140,29 +143,30 @@ def test_mesh_of_two_dimensions(ranks):
     ranks(over_two_dimensions)
 
 
-def not_divisible(count: int) -> None:
+def not_divisible() -> None:
     """Fewer key heads than ranks, an odd batch, a sharded sequence: gathered first, never computed apart."""
     rotary = SCHEMES["rerope"](16)
 
     def call(q, k, v):
         return attention(q, k, v, rotary, return_lse=True)
 
-    compare(mesh(count), [HEADS], call, inputs(heads=8, heads_kv=2), grad_lse=False, collectives=None)
-    compare(mesh(count), [HEADS], call, inputs(heads=6, heads_kv=3), grad_lse=False, collectives=None)
-    compare(mesh(count), [BATCH], call, inputs(batch=3), grad_lse=False, collectives=None)
-    compare(mesh(count), [Shard(1)], call, inputs(), grad_lse=False, collectives=None)
+    for count, placement, sizes in ((4, HEADS, {"heads_kv": 2}), (2, HEADS, {"heads": 12, "heads_kv": 3}), (4, BATCH, {"batch": 3}),
+                                    (2, BATCH, {"batch": 3}), (4, Shard(1), {})):
+        compare(mesh(count), [placement], call, inputs(**sizes), grad_lse=False, collectives=None)
 
 
 def test_what_does_not_divide_is_gathered(ranks):
-    ranks(not_divisible, 4)
+    ranks(not_divisible)
 
 
 def mixed(count: int) -> None:
     """Queries by heads and keys on every rank, and the other way round; gradients that arrive elsewhere than the output."""
     rotary, (q, k, v, grad_out, _) = SCHEMES["rope"](16), inputs()
     want = call_and_gradients(lambda *x: attention(*x, rotary, return_lse=True), (q, k, v), grad_out, None)
-    for of_q, of_k, of_grad in ((HEADS, Replicate(), HEADS), (Replicate(), HEADS, HEADS), (BATCH, BATCH, Replicate()), (HEADS, BATCH, BATCH)):
-        spread = [distribute_tensor(x, mesh(count), [place]) for x, place in ((q, of_q), (k, of_k), (v, of_k), (grad_out, of_grad))]
+    cases = ((HEADS, Replicate(), HEADS), (Replicate(), HEADS, HEADS), (BATCH, BATCH, Replicate()), (HEADS, BATCH, BATCH))
+    for of_q, of_k, of_grad in cases:
+        places = ((q, of_q), (k, of_k), (v, of_k), (grad_out, of_grad))
+        spread = [distribute_tensor(x, mesh(count), [place]) for x, place in places]
         got = call_and_gradients(lambda *x: attention(*x, rotary, return_lse=True), spread[:3], spread[3], None)
         for name, x, y in zip(("out", "lse", "grad_q", "grad_k", "grad_v"), got, want, strict=True):
             assert torch.equal(x.full_tensor(), y), (name, of_q, of_k, of_grad)
@@ -176,14 +180,19 @@ def positions_and_packed(count: int) -> None:
     q, k, v, grad_out, grad_lse = inputs()
     rotary, axial = Rotary.hope(16, 100).log_n(10), Rotary.axial(16)
     generator = torch.Generator().manual_seed(1)
-    for scheme, positions in ((rotary, torch.rand(4, 20, generator=generator) * 50), (axial, torch.rand(4, 20, 2, generator=generator) * 9)):
-        want = call_and_gradients(lambda *x: attention(*x, scheme, positions=positions, return_lse=True), (q, k, v), grad_out, grad_lse)
+    for scheme, shape in ((rotary, (4, 20)), (axial, (4, 20, 2))):
+        positions = torch.rand(shape, generator=generator) * 50
+
+        def at(positions, *tensors):
+            return call_and_gradients(lambda *x: attention(*x, scheme, positions=positions, return_lse=True), *tensors)
+
+        want = at(positions, (q, k, v), grad_out, grad_lse)
         for placement, of_positions, of_lse in ((HEADS, Replicate(), Shard(1)), (BATCH, Shard(0), Shard(0))):
-            where, of_lse = distribute_tensor(positions, mesh(count), [of_positions]), distribute_tensor(grad_lse, mesh(count), [of_lse])
+            where, of_lse = (distribute_tensor(x, mesh(count), [place])
+                             for x, place in ((positions, of_positions), (grad_lse, of_lse)))
             spread = [distribute_tensor(x, mesh(count), [placement]) for x in (q, k, v, grad_out)]
             with CommDebugMode() as counted:
-                got = call_and_gradients(lambda *x: attention(*x, scheme, positions=where, return_lse=True), spread[:3], spread[3],
-                                         of_lse)
+                got = at(where, spread[:3], spread[3], of_lse)
             assert counted.get_total_counts() == 0, counted.get_comm_counts()
             for x, y in zip(got, want, strict=True):
                 assert torch.equal(x.full_tensor(), y)
@@ -191,17 +200,15 @@ def positions_and_packed(count: int) -> None:
     lengths = torch.tensor([0, 30, 44, 80], dtype=torch.int32)
     packed = [x.flatten(0, 1) for x in (q, k, v, grad_out)]
     of_lse = grad_lse.transpose(0, 1).flatten(1)
-    for device_mesh, at in ((None, lengths), (mesh(count), distribute_tensor(lengths, mesh(count), [Replicate()]))):
-        def call(q, k, v):
-            return attention_varlen(q, k, v, rotary, at, at, 36, 36, return_lse=True)
 
-        if device_mesh is None:
-            want = call_and_gradients(call, packed[:3], packed[3], of_lse)
-            continue
-        spread = [distribute_tensor(x, device_mesh, [Shard(1)]) for x in packed]
-        got = call_and_gradients(call, spread[:3], spread[3], distribute_tensor(of_lse, device_mesh, [Shard(0)]))
-        for x, y, dim in zip(got, want, (1, 0, 1, 1, 1), strict=True):
-            assert x.placements == (Shard(dim),) and torch.equal(x.full_tensor(), y)
+    def by_lengths(lengths, *tensors):
+        return call_and_gradients(lambda *x: attention_varlen(*x, rotary, lengths, lengths, 36, 36, return_lse=True), *tensors)
+
+    want = by_lengths(lengths, packed[:3], packed[3], of_lse)
+    spread = [distribute_tensor(x, mesh(count), [Shard(1)]) for x in packed]
+    lengths, of_lse = distribute_tensor(lengths, mesh(count), [Replicate()]), distribute_tensor(of_lse, mesh(count), [Shard(0)])
+    for x, y, dim in zip(by_lengths(lengths, spread[:3], spread[3], of_lse), want, (1, 0, 1, 1, 1), strict=True):
+        assert x.placements == (Shard(dim),) and torch.equal(x.full_tensor(), y)
 
 
 def test_positions_and_packed_sequences(ranks):

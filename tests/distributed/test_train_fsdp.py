@@ -1,4 +1,4 @@
-"""examples/train_fsdp.py: every way to share out a run computes what one device does, and a broken run goes on as if it were not."""
+"""examples/train_fsdp.py: every way to share out a run computes what one device does; a broken run goes on as if unbroken."""
 
 import functools
 import importlib.util
@@ -19,7 +19,7 @@ from flashrope import Rotary
 from flashrope.experiments.model import load_checkpoint
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp.py"
-TINY = ("--preset", "tiny", "--device", "cpu", "--dtype", "float64", "--log-every", "1", "--width", "32", "--batch", "8", "--mlp-width", "48")
+TINY = ("--preset", "tiny", "--device", "cpu", "--dtype", "float64", "--log-every", "1", "--width", "32", "--mlp-width", "48")
 # float64, relative. Sums over ranks are taken in another order, nothing else: the largest seen was 2e-14, in a gradient.
 ROUNDING = 1e-12
 
@@ -73,8 +73,9 @@ def on_one_device(text: str, steps: int):
     rotary = Rotary.hope(model.config.head_dim, args.seqlen)
     config = fsdp.train_config(args)
     windows = fsdp.Windows(fsdp.data.from_path(text, args.seqlen + 1).train, args.batch, args.seqlen, args.seed)
-    optimizer = torch.optim.AdamW([{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-                                   {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}], betas=(0.9, 0.999))
+    groups = [{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
     losses, first = [], None
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -100,7 +101,8 @@ def layouts(text: str, out: str, all_of) -> None:
     losses, first, last = on_one_device(text, steps)
     for cp, tp, micro_batch in all_of:
         layout = f"cp {cp}, tp {tp}, micro-batch {micro_batch}"
-        run = make_run(("--text", text, "--steps", str(steps), "--cp", str(cp), "--tp", str(tp), "--micro-batch", str(micro_batch)), out)
+        options = {"--text": text, "--steps": steps, "--cp": cp, "--tp": tp, "--micro-batch": micro_batch}
+        run = make_run([str(word) for option in options.items() for word in option], out)
         fsdp = example()
         state = run.windows.state
         fsdp.gradients(run.model, run.rotary, run.attend, *run.devices.part(run.windows.next()), micro_batch)
@@ -130,7 +132,8 @@ def broken_and_resumed(text: str, out: str) -> None:
         run = make_run((*arguments, *layout), out)
         run.resume()
         assert run.step == 3
-        close(torch.stack([mean_loss(run.train_step()[0]) for _ in range(3)]), losses[3:], f"{layout}: losses after the resumption")
+        rest = torch.stack([mean_loss(run.train_step()[0]) for _ in range(3)])
+        close(rest, losses[3:], f"{layout}: losses after the resumption")
         for name, weight in whole(run).items():
             close(weight, last[name], f"{layout}: {name}")
     with pytest.raises(example().BadInput, match=r"step-00000003 was made with batch 8 \(now 16\)"):
@@ -186,9 +189,11 @@ def logged(out: Path) -> list[float]:
 
 def bad_inputs(text: str, out: str) -> None:
     fsdp = example()
-    for arguments, words in ((("--cp", "3"), "3 * 1 to divide the number of processes, 4"), (("--batch", "6"), "--batch: expected a multiple of the 4"),
-                             (("--cp", "4", "--seqlen", "60"), "--seqlen: expected a multiple of 2 * --cp = 8, got 60"),
-                             (("--tp", "4", "--heads", "2"), "--tp: expected to divide heads = 2")):
+    cases = ((("--cp", "3"), "3 * 1 to divide the number of processes, 4"),
+             (("--batch", "6"), "--batch: expected a multiple of the 4"),
+             (("--cp", "4", "--seqlen", "60"), "--seqlen: expected a multiple of 2 * --cp = 8, got 60"),
+             (("--tp", "4", "--heads", "2"), "--tp: expected to divide heads = 2"))
+    for arguments, words in cases:
         with pytest.raises(fsdp.BadInput) as error:
             make_run((*arguments, "--text", text), out)
         assert words in str(error.value)
@@ -199,8 +204,8 @@ def test_bad_input(ranks, text, tmp_path):
 
 
 def launch(processes: int, out: Path, text: str, *arguments: str, wait: bool = True):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else [sys.executable]
-    command += [str(EXAMPLE), *TINY, "--text", text, "--out", str(out), *arguments]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
+    command = [sys.executable, *torchrun, str(EXAMPLE), *TINY, "--text", text, "--out", str(out), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
                                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     if not wait:

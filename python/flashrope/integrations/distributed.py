@@ -1,7 +1,7 @@
 """Many devices, on torch.distributed: sharding rules for DTensor, and context parallelism.
 
-The rules let ``flashrope.attention`` and ``attention_varlen`` take DTensors that are sharded over the batch or over the heads; each
-rank then computes its own part and nothing is sent. FSDP2 and tensor parallelism with local outputs need no rule at all.
+The rules let ``flashrope.attention`` and ``attention_varlen`` take DTensors that are sharded over the batch or over the heads;
+each rank then computes its own part and nothing is sent. FSDP2 and tensor parallelism with local outputs need no rule at all.
 
 Context parallelism shares out the sequence. Causal attention costs a query as much as the keys before it, so the sequence is cut
 into 2n chunks for n ranks and rank r holds the chunks r and 2n - 1 - r, one after the other: every rank then has the same work.
@@ -49,11 +49,11 @@ def _ways(packed: bool, turned: bool, batch: int, heads_kv: int, specs) -> list[
     """The ways that suit a call; specs are (DTensorSpec or None, its batch dimension, its heads dimension).
 
     A way that would leave the ranks unequal parts is left out: query heads would part from their key heads, and the rows of
-    turned_keys from the batch. Only a dimension of the mesh that an input is sharded over already is ever chosen for a way.
+    turned_keys, which are sharded as they come, from the batch. DTensor only ever shards what one of the inputs is sharded over.
     """
     heads = _Way(Shard(1 if packed else 2), Shard(0 if packed else 1), Shard(2) if turned else Replicate(), Replicate())
     ways = [_Way(*(Replicate(),) * 4)]
-    if not packed and batch % _shards((spec, dim) for spec, dim, _ in specs) == 0:
+    if not packed and (not turned or batch % _shards((spec, dim) for spec, dim, _ in specs) == 0):
         ways.append(_Way(Shard(0), Shard(0), Shard(1) if turned else Replicate(), Shard(0)))
     if heads_kv % _shards((spec, dim) for spec, _, dim in specs) == 0:
         ways.append(heads)
@@ -97,7 +97,8 @@ def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys
 def _of_call(way: _Way, call: Sequence) -> list:
     """The placements of the arguments from positions to impl; None for those that are no tensors."""
     placements = (way.positions, way.cu_seqlens, way.cu_seqlens)
-    return [None if x is None else placement for x, placement in zip(call[:3], placements, strict=True)] + [None] * (len(call) - 2)
+    tensors = [None if x is None else placement for x, placement in zip(call[:3], placements, strict=True)]
+    return tensors + [None] * (len(call) - 2)
 
 
 # ---- context parallelism ------------------------------------------------------------------------------------------------
@@ -107,13 +108,13 @@ def context_parallel_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
                                causal: bool = True, softmax_scale: float | None = None, impl: str | None = None) -> torch.Tensor:
     """``flashrope.attention`` over sequences that are shared out over the ranks of a group; exact, gradients too.
 
-    Every query keeps its position in the whole sequence, so bands and log n are those of the whole. Causal: raw k and v are gathered
-    (one collective; the gradients are reduced by its reverse), and each rank's two chunks of queries attend to the keys before
-    them. Not causal: heads are exchanged for the sequence and back (all-to-all), and every rank computes whole sequences for its
-    share of the heads.
+    Every query keeps its position in the whole sequence, so bands and log n are those of the whole. Causal: raw k and v are
+    gathered (one collective; the gradients are reduced by its reverse), and each rank's two chunks of queries attend to the keys
+    up to their own end. Not causal: heads are exchanged for the sequence and back (all-to-all), and every rank computes whole
+    sequences for its share of the heads.
 
     Args:
-        q: (batch, seqlen / n, heads_q, head_dim), this rank's part in the order of ``shard_sequence``. The same shape on all ranks.
+        q: (batch, seqlen / n, heads_q, head_dim), this rank's part in the order of ``shard_sequence``; one shape on all ranks.
         k, v: (batch, seqlen / n, heads_kv, head_dim), likewise.
         rotary: any scheme but an axial one.
         group: the ranks that share one sequence: a process group, a one-dimensional DeviceMesh, or None for all ranks.
@@ -226,7 +227,7 @@ def _process_group(group: Group) -> dist.ProcessGroup:
         if group.ndim != 1:
             raise ValueError(f"group: expected a mesh of one dimension, got {group.ndim}; name one of them, as in mesh['cp']")
         return group.get_group()
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group: expected one that this rank is part of, got one that it is not")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
@@ -260,5 +261,5 @@ def _check_sequence(name, x, dim) -> None:
 
 def _check_divides(name, seqlen: int, ranks: int) -> None:
     if seqlen % (2 * ranks):
-        raise ValueError(f"{name}: expected a sequence that divides into 2 * {ranks} = {2 * ranks} chunks, got {seqlen} positions; "
-                         f"pad it to {-(-seqlen // (2 * ranks)) * 2 * ranks}")
+        raise ValueError(f"{name}: expected a sequence that divides into 2 * {ranks} = {2 * ranks} chunks, got {seqlen} "
+                         f"positions; pad it to {-(-seqlen // (2 * ranks)) * 2 * ranks}")
