@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from flashrope.integrations.transformers import convert
 
-COMMON = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-              max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+COMMON = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+              num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
               initializer_range=0.1)  # attention that is sharp: a wrong rotation moves logits by 0.4 to 3
 HYBRID = dict(sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
 FAMILIES = {
@@ -35,8 +35,8 @@ FAMILIES = {
 }
 NOTES = {
     "cohere2": "interleaved pairs; full layers rotate nothing", "gemma2": "without its soft cap, refused with it",
-    "gemma3_text": "two tables", "glm4": "interleaved pairs, partial", "gpt_neox": "partial", "phi": "partial", "qwen2": "two windows",
-    "smollm3": "some layers rotate nothing", "stablelm": "partial; refused up to transformers 5.0",
+    "gemma3_text": "two tables", "glm4": "interleaved pairs, partial", "gpt_neox": "partial", "phi": "partial",
+    "qwen2": "windows in some layers", "smollm3": "some layers rotate nothing", "stablelm": "partial; refused up to transformers 5.0",
 }
 SEQLEN, PADDING = 28, 3
 CALLS = [5, 6, 7, 8, 9, 20, 21, SEQLEN]  # where calls over a cache end: a prompt, one token at a time past the window, several
@@ -72,7 +72,8 @@ def logits(model, ids, mask=None, cache=None, calls=None, **kwargs) -> torch.Ten
     else:
         parts = []
         for start, end in zip([0, *calls], calls, strict=False):
-            step = model(ids[:, start:end], attention_mask=None if mask is None else mask[:, :end], past_key_values=cache, use_cache=True)
+            seen = None if mask is None else mask[:, :end]
+            step = model(ids[:, start:end], attention_mask=seen, past_key_values=cache, use_cache=True)
             cache = step.past_key_values
             parts.append(step.logits)
         out = torch.cat(parts, 1)

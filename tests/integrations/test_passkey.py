@@ -46,11 +46,12 @@ def test_prompts():
         for depth in (0.0, 0.3, 1.0):
             ids, answer = BYTES.prompt(length, depth, 12345)
             text = bytes(ids).decode()
-            assert len(ids) == length and answer == 6 and text.endswith(passkey.QUESTION + " 12345") and text.startswith(passkey.INSTRUCTION)
+            assert len(ids) == length and answer == 6
+            assert text.startswith(passkey.INSTRUCTION) and text.endswith(passkey.QUESTION + " 12345")
             assert text.count("12345") == 3
     places = [bytes(BYTES.prompt(900, depth, 12345)[0]).index(b"12345") for depth in (0.0, 0.5, 1.0)]
     assert places[0] < places[1] < places[2] and places[1] - places[0] == pytest.approx(places[2] - places[1], abs=1)
-    with pytest.raises(ValueError, match=f"expected at least {SHORTEST} tokens, which the question alone takes, got {SHORTEST - 1}"):
+    with pytest.raises(ValueError, match=f"expected at least {SHORTEST} tokens, .* got {SHORTEST - 1}"):
         BYTES.prompt(SHORTEST - 1, 0.0, 12345)
 
 
@@ -86,16 +87,18 @@ def checkpoint(tmp_path_factory):
 
 
 def test_the_command(checkpoint, tmp_path, capsys):
-    options = ["--model", checkpoint, "--lengths", "380", "520", "--depths", "2", "--trials", "1", "--device", "cpu", "--out", str(tmp_path)]
-    assert main(["passkey", *options]) == 0
+    assert main(["passkey", "--model", checkpoint, "--lengths", "380", "520", "--depths", "2", "--trials", "1", "--device", "cpu",
+                 "--out", str(tmp_path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "ReRoPE: window 200, log n by 400" in shown and "Leaky ReRoPE: factor 4, window 200" in shown and "YaRN: factor 1.3" in shown
+    for scheme in ("ReRoPE: window 200, log n by 400", "Leaky ReRoPE: factor 4, window 200", "YaRN: factor 1.3"):
+        assert scheme in shown
     rows = list(csv.DictReader((tmp_path / "passkey.csv").open()))
     assert len(rows) == 4 * 2 * 2 and {row["scheme"] for row in rows} == {"stock", "rerope", "leaky", "yarn"}
     saved = json.loads((tmp_path / "passkey.json").read_text())
-    assert saved["train_length"] == 400 and len(saved["cells"]) == len(rows) and saved["facts"]["command"].startswith("flashrope passkey --model")
+    assert saved["train_length"] == 400 and len(saved["cells"]) == len(rows)
+    assert saved["facts"]["command"].startswith("flashrope passkey --model")
     assert (tmp_path / "passkey.png").read_bytes()[:4] == b"\x89PNG"
-    # Within the training length log n and the window still change what is read: the schemes were applied, each to the stock model.
+    # No two schemes read the same: each was applied, to the stock model.
     by_scheme = {scheme: [row["log_probability"] for row in rows if row["scheme"] == scheme] for scheme in passkey.NAMES}
     assert len({tuple(found) for found in by_scheme.values()}) == 4
 

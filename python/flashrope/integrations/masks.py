@@ -11,12 +11,13 @@ A model asks for its masks once per forward pass; every layer then gets the answ
 
 from __future__ import annotations
 
+import inspect
 from typing import NamedTuple
 
 import torch
 from transformers.masking_utils import causal_mask_function
 
-__all__ = ["Packed", "layout"]
+__all__ = ["Packed", "check_positions", "layout"]
 
 
 class Packed(NamedTuple):
@@ -67,7 +68,9 @@ def _parts(function) -> tuple[bool, torch.Tensor | None]:
     if function is causal_mask_function:
         return True, None
     name = getattr(function, "__qualname__", repr(function)).split(".")[0]
-    closed = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True)) if getattr(function, "__closure__", None) else {}
+    closed = {}
+    if getattr(function, "__closure__", None):
+        closed = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
     if name == "and_masks":
         parts = [_parts(part) for part in closed["mask_functions"].cell_contents]
         return any(causal for causal, _ in parts), next((sequence for _, sequence in parts if sequence is not None), None)
@@ -77,8 +80,8 @@ def _parts(function) -> tuple[bool, torch.Tensor | None]:
         return False, closed["packed_sequence_mask"].cell_contents
     if name == "remap_positions_for_packed_sequence":
         return _parts(closed["mask_function"].cell_contents)
-    raise ValueError(f"mask_function: expected causal, sliding windows, padding or packed sequences, got {name}, which the kernels "
-                     "cannot express (prefix-LM, bidirectional or chunked attention); revert(model) runs it")
+    raise ValueError(f"mask_function: expected causal, sliding windows, padding or packed sequences, got {name}, which the "
+                     "kernels cannot express (prefix-LM, bidirectional or chunked attention); revert(model) runs it")
 
 
 def _packed(sequence: torch.Tensor) -> Packed:
@@ -93,12 +96,62 @@ def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.T
     if attention_mask.ndim != 2:
         raise ValueError(f"attention_mask: expected (batch, keys) of zeros and ones, got shape {tuple(attention_mask.shape)}")
     real = attention_mask.bool()
-    if attention_mask.shape[1] < q_length or not isinstance(q_offset, torch.Tensor) and attention_mask.shape[1] < q_length + q_offset:
-        raise ValueError(f"attention_mask: expected one number for each of the {q_offset} cached and {q_length} new tokens, "
-                         f"got shape {tuple(attention_mask.shape)}")
+    cached = int(q_offset) if not isinstance(q_offset, torch.Tensor) or q_offset.is_cpu else 0  # the device's is not waited for
+    if attention_mask.shape[1] < cached + q_length:
+        raise ValueError(f"attention_mask: expected one number for each of the {cached} cached and {q_length} new tokens, got "
+                         f"shape {tuple(attention_mask.shape)}")
     runs = real[:, 0].int() + (real[:, 1:] & ~real[:, :-1]).sum(-1)
     if bool((runs > 1).any()):
         row = int((runs > 1).nonzero()[0])
-        raise ValueError(f"attention_mask: expected the tokens of a sequence in one piece, got zeros between ones in row {row}; pad "
-                         "prompts on the left")
+        raise ValueError(f"attention_mask: expected the tokens of a sequence in one piece, got zeros between ones in row {row}; "
+                         "pad prompts on the left")
     return real.to(torch.uint8).argmax(-1).to(torch.int32)
+
+
+# ---- positions given by hand --------------------------------------------------------------------------------------------------
+
+
+def check_positions(module, args, kwargs) -> None:
+    """Positions given by hand must be those that distances are counted from: the place in the cache, or that less the padding."""
+    if args:
+        kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        return
+    if positions.ndim != 2:
+        raise ValueError(f"position_ids: expected (batch, seqlen), got shape {tuple(positions.shape)}")
+    mask, past, steps = kwargs.get("attention_mask"), kwargs.get("past_key_values"), kwargs.get("cache_position")
+    if mask is None and past is None and not _caches(module, kwargs):
+        return  # sequences may start anywhere, which the mask function sees
+    if isinstance(mask, dict):
+        mask = next((m for m in mask.values() if m is not None), None)
+    start = steps[0] if steps is not None else 0 if past is None else past.get_seq_length()
+    row = torch.arange(positions.shape[1], device=positions.device)
+    index = start + row
+    if mask is None:
+        wrong = positions != index
+    else:
+        if mask.ndim == 4 and mask.dtype is torch.int32:
+            padding = index[0] - mask[2, 0, 0]
+            real = index >= padding[:, None]
+        elif mask.ndim == 2:
+            padding = mask.to(torch.uint8).argmax(-1)
+            real = mask.bool().gather(1, index.expand(len(mask), -1).clamp(max=mask.shape[1] - 1))
+        else:
+            return  # refused by the layers
+        off, wrong = real & (positions != index), real & (positions != index - padding[:, None])
+        wrong = wrong & off.any(-1, keepdim=True)
+    if torch.compiler.is_compiling():
+        torch._assert_async(~wrong.any(), "position_ids do not match the cache")
+    elif bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        raise ValueError(f"position_ids: expected the token's place in the cache, {int(index[at[1]])}, or that less its padding "
+                         f"on the left, got {int(positions.expand(wrong.shape)[*at])} in row {at[0]}, column {at[1]}; packed "
+                         "sequences need use_cache=False")
+
+
+def _caches(module, kwargs) -> bool:
+    if module.training and getattr(module, "gradient_checkpointing", False):
+        return False
+    asked = kwargs.get("use_cache")
+    return bool(getattr(module.config, "use_cache", False) if asked is None else asked)

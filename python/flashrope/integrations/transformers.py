@@ -1,4 +1,4 @@
-"""Hugging Face transformers models on this package's attention: ``convert(model)``, ``revert(model)``, ``suggest(model, length)``.
+"""Hugging Face transformers models on this package's attention: ``convert``, ``revert``, ``suggest``.
 
 A converted model keeps its modules, weights and forward methods. Two functions are registered with the library, one for
 attention and one for masks, and the model's configuration names them; a hook on the rotary embedding gives out cos = 1 and
@@ -8,7 +8,6 @@ sin = 0, so that raw queries and keys come through, and the library's own caches
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ..api import attention, attention_varlen, attention_with_cache
 from ..rotary import Rotary
-from .masks import Packed, layout
+from .masks import Packed, check_positions, layout
 
 __all__ = ["FAMILIES", "Suggestion", "convert", "revert", "suggest"]
 
@@ -31,8 +30,8 @@ CHANGES = ("window", "factor", "log_n", "hope_train_length")
 
 # model_type of the decoders that are held against the library's own attention by the tests.
 FAMILIES = frozenset({
-    "cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "phi", "phi3",
-    "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2",
+    "cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "phi",
+    "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2",
 })
 # What an attention function may be asked for and this one does not do.
 REFUSED = {"softcap": "caps its scores", "s_aux": "has attention sinks", "sinks": "has attention sinks",
@@ -42,8 +41,8 @@ REFUSED = {"softcap": "caps its scores", "s_aux": "has attention sinks", "sinks"
 def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
     """Lets a causal language model run on this package's attention, in place; ``revert`` undoes it.
 
-    Without changes the model's own rotary scheme stays and the logits are the same. Caches then hold raw keys: one that was filled
-    before converting (or reverting) cannot be used after it.
+    Without changes the model's own rotary scheme stays and the logits are the same. Caches then hold raw keys: one that was
+    filled before converting (or reverting) cannot be used after it.
 
     Args:
         model: a transformers model, or anything that holds one (PEFT, DDP), of a type in ``FAMILIES``.
@@ -74,7 +73,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
             schemes[key] = _Scheme(config, *key, asked)
         head_dim = module.head_size if hasattr(module, "head_size") else module.head_dim  # gpt_neox has the former
         if schemes[key].rotary.head_dim != head_dim:
-            raise ValueError(f"rotary: expected head_dim {head_dim} of layer {module.layer_idx}, got {schemes[key].rotary.head_dim}")
+            raise ValueError(f"rotary: expected head_dim {head_dim} of layer {module.layer_idx}, got "
+                             f"{schemes[key].rotary.head_dim}")
         plan.append((module, schemes[key]))
     if asked.get("log_n") and all(scheme.window for scheme in schemes.values()):
         raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
@@ -87,7 +87,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
     for module, scheme in plan:
         module.rotary_bands = scheme
     handles = [embedding.register_forward_hook(_no_rotation) for embedding in _embeddings(decoder)]
-    handles.append(decoder.register_forward_pre_hook(_check_positions, with_kwargs=True))
+    handles.append(decoder.register_forward_pre_hook(check_positions, with_kwargs=True))
     decoder.rotary_bands = _Conversion(before, handles)
     if any(asked.values()):
         setattr(config, FIELD, {name: _to_text(value) for name, value in asked.items() if value is not None})
@@ -153,8 +153,8 @@ def _rotary(config, layer_type, window, rotates, asked, seqlen) -> Rotary:
         rotary = rotary.rectify(asked["window"], asked.get("factor"))
     if window is not None:
         if any(band.slope != 1 for band in rotary.bands):
-            raise ValueError(f"window: expected a model whose layers see all keys, got layers with a sliding window of {window}, beyond "
-                             "which there is nothing to rectify")
+            raise ValueError("window: expected a model whose layers see all keys, got layers with a sliding window of "
+                             f"{window}, beyond which there is nothing to rectify")
         return rotary.local(window)
     if asked.get("log_n"):
         rotary = rotary.log_n(asked["log_n"], clip=True)
@@ -165,8 +165,10 @@ def _hope(rotary: Rotary, train_length: float) -> Rotary:
     """HoPE on a model's own table: a pair goes by the frequency it had before any interpolation."""
     if not train_length > 0:
         raise ValueError(f"hope_train_length: expected a positive length, got {train_length!r}")
-    first = rotary.theta if rotary.base is None else [rotary.base ** (-2 * m / rotary.exponent_dim) for m in range(len(rotary.theta))]
-    theta = tuple(f if abs(g) >= 2 * math.pi / train_length else 0.0 for f, g in zip(rotary.theta, first, strict=True))
+    plain = rotary.theta
+    if rotary.base is not None:
+        plain = [rotary.base ** (-2 * m / rotary.exponent_dim) for m in range(len(rotary.theta))]
+    theta = tuple(f if abs(g) >= 2 * math.pi / train_length else 0.0 for f, g in zip(rotary.theta, plain, strict=True))
     return dataclasses.replace(rotary, theta=theta)
 
 
@@ -182,8 +184,8 @@ def _attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None
         return attention(q, k[:, :seqlen], v[:, :seqlen], scheme.at(seqlen), softmax_scale=scaling), None
     if isinstance(attention_mask, Packed):
         cu_seqlens, longest = attention_mask
-        out = attention_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scheme.at(longest), cu_seqlens, cu_seqlens, longest,
-                               longest, softmax_scale=scaling)
+        out = attention_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scheme.at(longest), cu_seqlens, cu_seqlens,
+                               longest, longest, softmax_scale=scaling)
         return out.unflatten(0, q.shape[:2]), None
     if attention_mask.dtype is not torch.int32 or attention_mask.shape != (3, 1, 1, q.shape[0]):
         raise ValueError("attention_mask: expected None or (batch, keys) of zeros and ones, got a mask of shape "
@@ -204,13 +206,15 @@ def _attend_ragged(q, k, v, rotary, first, end, scaling):
     held = (slot >= first[:, None]) & (slot < end[:, None])
     cu_seqlens_q = torch.arange(0, batch * seqlen_q + 1, seqlen_q, dtype=torch.int32, device=q.device)
     cu_seqlens_k = torch.nn.functional.pad(held.sum(-1).cumsum(0), (1, 0)).to(torch.int32)
-    out = attention_varlen(q.flatten(0, 1), k[held], v[held], rotary, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, softmax_scale=scaling)
+    out = attention_varlen(q.flatten(0, 1), k[held], v[held], rotary, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k,
+                           softmax_scale=scaling)
     return out.view(q.shape)
 
 
 def _check_call(module, scheme, dropout, sliding_window, kwargs) -> None:
     if scheme is None:
-        raise ValueError(f"model: layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__}) was not converted; call convert(model)")
+        raise ValueError(f"model: layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__}) was not converted; call "
+                         "convert(model)")
     if dropout:
         raise ValueError(f"attention_dropout: expected 0, got {dropout}; there is no dropout inside the kernels")
     if sliding_window != scheme.window:
@@ -231,50 +235,6 @@ def _no_rotation(module, args, output):
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
-def _check_positions(module, args, kwargs) -> None:
-    """Positions given by hand must be those that distances are counted from: the place in the cache, or that less the padding."""
-    if args:
-        kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-    positions = kwargs.get("position_ids")
-    if positions is None:
-        return
-    if positions.ndim != 2:
-        raise ValueError(f"position_ids: expected (batch, seqlen), got shape {tuple(positions.shape)}")
-    mask, past, steps = kwargs.get("attention_mask"), kwargs.get("past_key_values"), kwargs.get("cache_position")
-    if mask is None and past is None and not _caches(module, kwargs):
-        return  # sequences may start anywhere, which the mask function sees
-    if isinstance(mask, dict):
-        mask = next((m for m in mask.values() if m is not None), None)
-    start = steps[0] if steps is not None else 0 if past is None else past.get_seq_length()
-    row = torch.arange(positions.shape[1], device=positions.device)
-    index = start + row
-    if mask is None:
-        wrong = positions != index
-    else:
-        if mask.ndim == 4 and mask.dtype is torch.int32:
-            padding = index[0] - mask[2, 0, 0]
-            real = index >= padding[:, None]
-        elif mask.ndim == 2:
-            padding = mask.to(torch.uint8).argmax(-1)
-            real = mask.bool().gather(1, index.expand(len(mask), -1).clamp(max=mask.shape[1] - 1))
-        else:
-            return  # refused by the layers
-        wrong = real & (positions != index) & (positions != index - padding[:, None])
-    if torch.compiler.is_compiling():
-        torch._assert_async(~wrong.any(), "position_ids do not match the cache")
-    elif bool(wrong.any()):
-        at = wrong.nonzero()[0].tolist()
-        raise ValueError(f"position_ids: expected the token's place in the cache, {int(index[at[1]])}, or that less its padding on the left, "
-                         f"got {int(positions.expand(wrong.shape)[*at])} in row {at[0]}, column {at[1]}; packed sequences need use_cache=False")
-
-
-def _caches(module, kwargs) -> bool:
-    if module.training and getattr(module, "gradient_checkpointing", False):
-        return False
-    asked = kwargs.get("use_cache")
-    return bool(getattr(module.config, "use_cache", False) if asked is None else asked)
-
-
 # ---- reading a model ------------------------------------------------------------------------------------------------------
 
 
@@ -289,14 +249,16 @@ def _decoder(model) -> PreTrainedModel:
     found = [module for module in model.modules() if isinstance(module, PreTrainedModel)
              and any(type(child).__name__.endswith("RotaryEmbedding") for child in module.children())]
     if len(found) != 1:
-        raise ValueError(f"model: expected one transformers decoder with a rotary embedding, found {len(found)} in {type(model).__name__}")
+        raise ValueError(f"model: expected one transformers decoder with a rotary embedding, found {len(found)} in "
+                         f"{type(model).__name__}")
     decoder, kind = found[0], found[0].config.model_type
     if kind in FAMILIES and not hasattr(sys.modules[type(decoder).__module__], "create_causal_mask"):
-        raise ValueError(f"model: expected one that asks AttentionMaskInterface for its masks, got {type(decoder).__name__}, which makes "
-                         f"them itself in transformers {transformers.__version__}")
+        raise ValueError("model: expected one that asks AttentionMaskInterface for its masks, got "
+                         f"{type(decoder).__name__}, which makes them itself in transformers {transformers.__version__}")
     if kind not in FAMILIES:
-        raise ValueError(f"model: expected one of the types that were held against the library's own attention, {', '.join(sorted(FAMILIES))}; "
-                         f"got {kind!r}" + (", which has attention sinks" if kind == "gpt_oss" else ""))
+        sinks = ", which has attention sinks" if kind == "gpt_oss" else ""
+        raise ValueError("model: expected one of the types that were held against the library's own attention, "
+                         f"{', '.join(sorted(FAMILIES))}; got {kind!r}{sinks}")
     return decoder
 
 
@@ -304,29 +266,33 @@ def _attention_modules(decoder) -> list[torch.nn.Module]:
     config = decoder.config
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ValueError(f"model: expected scores without a cap, got attn_logit_softcapping = {config.attn_logit_softcapping}")
-    modules = [module for module in decoder.modules() if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")]
+    modules = [module for module in decoder.modules()
+               if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")]
     if len(modules) != config.num_hidden_layers:
         raise ValueError(f"model: expected {config.num_hidden_layers} attention modules, found {len(modules)}")
-    if not all(getattr(module, "is_causal", False) for module in modules) or getattr(config, "use_bidirectional_attention", False):
+    ahead = getattr(config, "use_bidirectional_attention", False)
+    if ahead or not all(getattr(module, "is_causal", False) for module in modules):
         raise ValueError("model: expected causal attention in every layer, got layers that see keys ahead")
     return modules
 
 
 def _check_tables(decoder, layer_types) -> None:
-    """The model's own tables must be those that its configuration is read as: versions of transformers read some fields differently."""
+    """The model's own tables must be those its configuration is read as: versions of transformers differ in some fields."""
     held = [(getattr(embedding, name), getattr(embedding, name.replace("original_inv_freq", "attention_scaling")))
             for embedding in _embeddings(decoder) for name in [*vars(embedding), *dict(embedding.named_buffers())]
             if name.endswith("original_inv_freq")]  # inv_freq may have grown with the length
     for layer_type in layer_types:
         rotary = Rotary.from_hf_config(decoder.config, layer_type)
         if any(rotary.theta) and not any(_same_table(rotary, *table) for table in held):
-            raise ValueError(f"model: expected a rotary embedding of the frequencies that its configuration gives, {rotary!r}; got other "
-                             f"ones in transformers {transformers.__version__}, which reads the rope parameters differently")
+            raise ValueError("model: expected a rotary embedding of the frequencies that its configuration gives, "
+                             f"{rotary!r}; got other ones in transformers {transformers.__version__}, which reads the rope "
+                             "parameters differently")
 
 
 def _same_table(rotary: Rotary, inv_freq: torch.Tensor, attention_scaling: float) -> bool:
     rounding = 1e-5 if inv_freq.dtype == torch.float32 else 1e-2
-    return (inv_freq.numel() == len(rotary.theta) and torch.allclose(inv_freq.detach().double().cpu(), rotary.inv_freq, rtol=rounding, atol=0)
+    return (inv_freq.numel() == len(rotary.theta)
+            and torch.allclose(inv_freq.detach().double().cpu(), rotary.inv_freq, rtol=rounding, atol=0)
             and math.isclose(attention_scaling ** 2, rotary.temperature, rel_tol=1e-5))
 
 
@@ -372,8 +338,9 @@ def _asked(config, rotary, changes: dict) -> dict:
     for each in rotary.values() if isinstance(rotary, dict) else [rotary]:
         if each is not None and not isinstance(each, Rotary):
             raise TypeError(f"rotary: expected a Rotary or a dict of one per layer type, got {type(each).__name__}")
-    if isinstance(rotary, dict) and set(rotary) != set(getattr(config, "layer_types", None) or ()):
-        raise ValueError(f"rotary: expected the layer types {sorted(set(getattr(config, 'layer_types', None) or ()))}, got {sorted(rotary)}")
+    layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
+    if isinstance(rotary, dict) and sorted(rotary) != layer_types:
+        raise ValueError(f"rotary: expected the layer types {layer_types}, got {sorted(rotary)}")
     if changes.get("factor") is not None and changes.get("window") is None:
         raise ValueError("factor: expected a window beside it, beyond which distances grow by 1 / factor")
     if changes.get("log_n") is True:
@@ -404,11 +371,11 @@ class Suggestion(NamedTuple):
 
 
 def suggest(model_or_config, target_length: int) -> Suggestion:
-    """The change that lets a model read target_length tokens without training: ``convert(model, **suggest(model, 32768).changes)``.
+    """What lets a model read target_length tokens without training: ``convert(model, **suggest(model, 32768).changes)``.
 
     ReRoPE with a window of half the training length, and log n by that length, never below 1. In the ablation of ReRoPE's
-    source (training length 512, read at 4096, log n not trained with) windows of a quarter and a half of the training length give
-    82.3% and 82.4%, an eighth 78.6%, three quarters 76.4%, and the training length itself 7.1%.
+    source (training length 512, read at 4096, log n not trained with) windows of a quarter and a half of the training length
+    give 82.3% and 82.4%, an eighth 78.6%, three quarters 76.4%, and the training length itself 7.1%.
 
     Raises:
         ValueError: the model's layers slide, or its configuration does not tell the training length.
@@ -419,16 +386,17 @@ def suggest(model_or_config, target_length: int) -> Suggestion:
         raise ValueError(f"target_length: expected a positive integer, got {target_length!r}")
     length = _train_length(config)
     if target_length <= length:
-        return Suggestion({}, f"{target_length} tokens are within the {length} that the model was trained with: nothing to change.")
+        return Suggestion({}, f"{target_length} tokens are within the {length} that the model was trained with")
     sliding = [_sliding_window(config, layer) for layer in range(config.num_hidden_layers)]
     if any(sliding):
-        raise ValueError(f"model_or_config: expected layers that see all keys, got sliding windows of {max(filter(None, sliding))} in "
-                         f"{sum(map(bool, sliding))} of {len(sliding)} layers")
+        raise ValueError("model_or_config: expected layers that see all keys, got sliding windows of "
+                         f"{max(filter(None, sliding))} in {sum(map(bool, sliding))} of {len(sliding)} layers")
     window = max(length // 2, 1)
     return Suggestion({"window": window, "log_n": length},
-                      f"ReRoPE with window {window}, half of the training length {length}: no distance beyond the window is ever seen, and "
-                      f"a quarter to a half of the training length is where its ablations are best. log n by {length}, at least 1, keeps "
-                      f"attention as sharp over {target_length} keys, and changes nothing within the training length.")
+                      f"ReRoPE with window {window}, half of the training length {length}: no distance beyond the window is ever "
+                      "seen, and a quarter to a half of the training length is where its ablations are best; log n by "
+                      f"{length}, at least 1, keeps attention as sharp over {target_length} keys and changes nothing within "
+                      "the training length")
 
 
 def _train_length(config) -> int:
