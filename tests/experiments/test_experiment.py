@@ -3,16 +3,19 @@
 import csv
 import json
 import math
+import re
 
 import pytest
 import torch
 
-from flashrope.cli import main
-from flashrope.experiments import data, runs, tables
-from flashrope.experiments.experiment import EXPERIMENTS
-from flashrope.experiments.train import TrainConfig, train
-from flashrope.experiments.model import LanguageModel, ModelConfig
 from flashrope import Rotary
+from flashrope.cli import main
+from flashrope.experiments import data, runs, tables, tasks
+from flashrope.experiments.experiment import EXPERIMENTS
+from flashrope.experiments.model import LanguageModel, ModelConfig
+from flashrope.experiments.published import TABLES
+from flashrope.experiments.train import TrainConfig, train
+from flashrope.experiments.zoo import ZooModel, scheme
 
 SMALL = ["--device", "cpu", "--threads", "1", "--steps", "20", "--width", "32", "--heads", "1", "--train-length", "64",
          "--batch", "4", "--samples", "5"]
@@ -145,9 +148,9 @@ def test_tables_are_made_from_the_csv_alone(finished, tmp_path, text, capsys):
     folder = finished / "rerope-windows"
     folder.mkdir()
     names = [tables.resolve(template, 64)[0] for template in EXPERIMENTS["rerope-windows"].schemes]
-    tasks = (("accuracy", 64), ("accuracy-repeat", 512), ("accuracy-non-repeat", 512))
+    places = (("accuracy", 64), ("accuracy-repeat", 512), ("accuracy-non-repeat", 512))
     runs.write_csv(folder / "results.csv", runs.COLUMNS, [[name, "rope", 64, seed, task, at, 10.0 * n + seed, 5]
-                   for n, name in enumerate(names) for seed in (0, 2) for task, at in tasks])
+                   for n, name in enumerate(names) for seed in (0, 2) for task, at in places])
     assert main(["experiment", "tables", "--out", str(finished)]) == 0
     table = (folder / "table.md").read_text()
     assert "| w128-log n† | rerope-w16+dagger | 41.00 ± 1.4 / 49.41 | 41.00 ± 1.4 / 82.28 |" in table
@@ -223,3 +226,76 @@ def test_the_window_of_the_text_is_the_longest_that_is_read():
     multiples = [m for e in EXPERIMENTS.values() for _, chosen in e.measures for m in chosen or (8,)]
     assert max(multiples) == runs.LONGEST
     assert data.standard_library(32 * 64 + 1).unseen
+
+
+# ---- effects that are certain at any size -----------------------------------------------------------------------------------
+
+
+def test_rope_collapses_beyond_its_training_length_and_a_window_as_long_as_it_is_the_wrong_one():
+    length = 64
+    corpus = data.standard_library(runs.LONGEST * length + 1)
+    torch.manual_seed(0)
+    config = ModelConfig(64, 2, 2)
+    model, rope = ZooModel(config, "rope", length), scheme("rope", config, length)
+    train(model, rope.training, tasks.batches(corpus, 16, length, 0, 0.0), TrainConfig(300, 16, length, 5e-3))
+
+    def perplexity(name):
+        subject = tasks.Subject(model, scheme(name, config, length), corpus.unseen, length, 32, 0)
+        return [result.value for result in tasks.measure_perplexity(subject, (1, 8))]
+
+    at_length, beyond = perplexity("rope")
+    half, whole = perplexity("rerope-w32")[1], perplexity("rerope-w64")[1]
+    assert at_length < 12  # 256 before training
+    assert beyond > 1.5 * at_length
+    assert half * 1.1 < whole < beyond  # distances as long as the training length were hardly ever seen
+    assert perplexity("rerope-w32+dagger")[1] < 1.2 * at_length
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The run directory of the tiny preset on the standard library; its experiments share their models."""
+    return tmp_path_factory.mktemp("tiny") / "out"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_tiny(tiny, name):
+    assert main(["experiment", name, "--preset", "tiny", "--device", "cpu", "--out", str(tiny)]) == 0
+    folder = tiny / name
+    pictures = sorted(path.name for path in folder.glob("*.png"))
+    assert pictures and all(is_picture(folder / picture) for picture in pictures)
+    found = rows(folder / "results.csv")
+    assert json.loads((folder / "results.json").read_text())["experiment"] == name
+    value = {(row["scheme"], row["task"], float(row["at"])): float(row["value"]) for row in found if "task" in row}
+    if EXPERIMENTS[name].measures:
+        used = [tables.resolve(template, 64)[0] for template in EXPERIMENTS[name].schemes]
+        assert list(dict.fromkeys(row["scheme"] for row in found)) == list(dict.fromkeys(used))
+    if name in TABLES:
+        text = (folder / "table.md").read_text()
+        assert all(f"| {label} |" in text for table in TABLES[name] for label, _, _ in table.rows)
+        verdicts = re.findall(r"ordering by .* \*\*(?:holds|does not hold)\*\* here", text)
+        assert len(verdicts) == sum(len(table.orders) for table in TABLES[name])
+    if name == "perplexity":
+        assert value["rope", "perplexity", 512] > 1.5 * value["rope", "perplexity", 64]
+        assert value["rerope-w32+dagger", "perplexity", 512] < 0.8 * value["rope", "perplexity", 512]
+    if name == "zoo":
+        assert ("learned", "perplexity", 64) in value and ("learned", "perplexity", 128) not in value
+        at_length = {scheme_: figure for (scheme_, _, at), figure in value.items() if at == 64}
+        assert max(at_length.values()) < 20  # every encoding learns; 256 before training
+    if name == "copying":
+        assert value["alibi", "copying", 80] == 0 and value["alibi", "copying-tokens", 80] < 20  # a letter of 26 by chance: 4
+        assert value["rope", "copying-tokens", 80] < 20
+    if name == "rerope-windows":
+        for suffix in ("", "+dagger"):
+            half, whole = (value[f"rerope-w{w}{suffix}", "accuracy-non-repeat", 512] for w in (32, 64))
+            assert whole + 2 < half
+    if name == "picture":
+        assert value["axial", "picture-12x12", 144] > value["raster", "picture-12x12", 144] + 10
+        assert value["nope", "picture-8x8", 64] < 40  # without positions a neighbour is as good as any other pixel
+    if name == "patterns":
+        assert {f"figure-{n}.png" for n in ("1", "2a", "2b", "2c", "5", "6", "7")} <= set(pictures)
+        beyond = [float(row["score"]) for row in found if (row["encoding"], row["train_length"], row["context"], row["layer"],
+                  row["component"]) == ("rope", "64", "128", "all", "overall")]
+        assert len(beyond) == 127
+        kept = rows(folder / "vaf.csv")
+        assert {row["step"] for row in kept} >= {"1", "400", "800"} and all(float(row["vaf"]) <= 100 for row in kept)

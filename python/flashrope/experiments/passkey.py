@@ -1,7 +1,7 @@
 """``flashrope passkey``: how deep and how far a Hugging Face model finds a number again, under the scheme it has and others.
 
-A prompt is filler of one length with a five-digit number somewhere in it, and a question for the number. The answer counts where every
-one of its tokens is the likeliest, which is when greedy decoding would give it; one forward pass tells.
+A prompt is filler of one length with a five-digit number somewhere in it, and a question for the number. The answer counts where
+every one of its tokens is the likeliest, which is when greedy decoding would give it; one forward pass tells.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from .options import BadInput, need, positive
 
 NAMES = {"stock": "as it is", "rerope": "ReRoPE", "leaky": "Leaky ReRoPE", "yarn": "YaRN"}
 INSTRUCTION = "Somewhere in this text a number is hidden. Find it and keep it in mind; you will be asked for it at the end.\n"
-FILLER = ("The river runs past the mill. A cat sleeps on the wall. Two carts stand in the yard. Rain falls on the roof, and then it "
-          "stops. Someone sweeps the stairs.\n")
+FILLER = ("The river runs past the mill. A cat sleeps on the wall. Two carts stand in the yard. Rain falls on the roof, and "
+          "then it stops. Someone sweeps the stairs.\n")
 NEEDLE = "The hidden number is{answer}. Keep it in mind:{answer} is the hidden number.\n"
 QUESTION = "What is the hidden number? The hidden number is"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="PATH_OR_ID", required=True, help="a transformers checkpoint, or its name on the hub; a "
-                        "model without a tokenizer is read as one over bytes")
+    parser.add_argument("--model", metavar="PATH_OR_ID", required=True, help="a transformers checkpoint, or its name on the hub; "
+                        "a model without a tokenizer is read as one over bytes")
     parser.add_argument("--schemes", nargs="+", choices=NAMES, default=list(NAMES), help="what to run the model under")
-    parser.add_argument("--lengths", nargs="+", type=positive, metavar="N", help="tokens, the answer counted in; by default 1/2, 1, 2 and "
-                        "4 times the training length")
-    parser.add_argument("--depths", type=positive, metavar="N", default=5, help="places of the number, evenly from the start to the end")
+    parser.add_argument("--lengths", nargs="+", type=positive, metavar="N", help="tokens, the answer counted in; by default 1/2, "
+                        "1, 2 and 4 times the training length")
+    parser.add_argument("--depths", type=positive, metavar="N", default=5, help="places of the number, evenly from the start to "
+                        "the end")
     parser.add_argument("--trials", type=positive, metavar="N", default=4, help="numbers to hide at every place")
     parser.add_argument("--batch", type=positive, metavar="N", default=1, help="prompts per forward pass")
     parser.add_argument("--train-length", type=positive, metavar="N", help="in tokens; by default the configuration's "
                         "max_position_embeddings")
-    parser.add_argument("--window", type=positive, metavar="W", help="of ReRoPE and Leaky ReRoPE; by default half the training length")
+    parser.add_argument("--window", type=positive, metavar="W", help="of ReRoPE and Leaky ReRoPE; by default half the training "
+                        "length")
     parser.add_argument("--seed", type=int, default=0, help="of the numbers")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--out", metavar="DIR", default="runs/passkey", help="where passkey.png, .csv and .json go")
@@ -69,7 +71,7 @@ class Task:
     start: tuple[int, ...] = ()  # what a text begins with
 
     def prompt(self, length: int, depth: float, number: int) -> tuple[list[int], int]:
-        """(exactly length tokens, the last of which are the answer; how many those are). Raises ValueError where it is too short."""
+        """(exactly length tokens, the last of which are the answer; how many those are). Raises ValueError where too short."""
         answer = self.encode(f" {number}")
         head = [*self.start, *self.encode(INSTRUCTION)]
         needle, question = self.encode(NEEDLE.format(answer=f" {number}")), self.encode(QUESTION)
@@ -109,7 +111,8 @@ def _measure(args: argparse.Namespace) -> int:
     if not schemes:
         raise BadInput(f"--schemes: none of {', '.join(args.schemes)} fits this model: {'; '.join(skipped.values())}")
     facts = {
-        "model": f"{args.model}, {sum(p.numel() for p in model.parameters()):,} parameters, training length {train_length:,} tokens",
+        "model": f"{args.model}, {sum(p.numel() for p in model.parameters()):,} parameters, training length {train_length:,} "
+                 "tokens",
         "schemes": "; ".join(f"{NAMES[name]}: {words}" for name, (_, words) in schemes.items()),
         **({"left out": "; ".join(f"{NAMES[name]}: {reason}" for name, reason in skipped.items())} if skipped else {}),
         "prompts": f"{args.trials} numbers at each of {len(depths)} depths and {len(lengths)} lengths, seed {args.seed}",
@@ -128,7 +131,8 @@ def _measure(args: argparse.Namespace) -> int:
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     report.write(out / "passkey.csv", csv_text(cells))
-    report.write(out / "passkey.json", json.dumps({"facts": facts, "train_length": train_length, "cells": [c._asdict() for c in cells]}, indent=1))
+    record = {"facts": facts, "train_length": train_length, "cells": [cell._asdict() for cell in cells]}
+    report.write(out / "passkey.json", json.dumps(record, indent=1))
     plot(out / "passkey.png", cells, train_length, Path(args.model).name)
     print(f"\n{table(cells)}\n\nwritten to {out}/: passkey.png, passkey.csv, passkey.json")
     return 0
@@ -247,14 +251,16 @@ def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> No
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
     across = min(len(schemes), 2)
     down = -(-len(schemes) // across)
-    figure = Figure(figsize=(1.2 + across * max(2.6, 0.75 * len(lengths)), 1.1 + down * max(2.2, 0.5 * len(depths))), dpi=200, layout="constrained")
+    size = 1.2 + across * max(2.6, 0.75 * len(lengths)), 1.1 + down * max(2.2, 0.5 * len(depths))
+    figure = Figure(figsize=size, dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     for place in grid.flat[len(schemes):]:
         place.set_visible(False)
     for axes, scheme in zip(grid.flat, schemes, strict=False):
         values = {(cell.depth, cell.length): cell.accuracy for cell in cells if cell.scheme == scheme}
-        image = axes.imshow([[values[depth, length] for length in lengths] for depth in depths], vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        image = axes.imshow([[values[depth, length] for length in lengths] for depth in depths], vmin=0, vmax=1, cmap="cividis",
+                            aspect="auto")
         for (depth, length), value in values.items():
             axes.text(lengths.index(length), depths.index(depth), f"{100 * value:.0f}", ha="center", va="center", fontsize=7,
                       color="black" if value > 0.6 else "white")
@@ -265,7 +271,8 @@ def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> No
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
     figure.colorbar(image, ax=grid, label="numbers found", format=lambda value, _: f"{100 * value:.0f}%")
-    figure.supxlabel("length (tokens)" + ("; dotted: the training length" if min(lengths) <= train_length < max(lengths) else ""), fontsize=9)
+    marked = "; dotted: the training length" if min(lengths) <= train_length < max(lengths) else ""
+    figure.supxlabel(f"length (tokens){marked}", fontsize=9)
     figure.supylabel("depth of the number", fontsize=9)
     figure.suptitle(f"Finding a hidden number: {model}", fontsize=11, x=0.01, ha="left")
     partial = path.with_name(path.name + ".partial")
