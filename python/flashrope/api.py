@@ -76,14 +76,17 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: 
     _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
     _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k, "k", max_seqlen_k)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
-        raise ValueError(f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)} as cu_seqlens_q, got {tuple(cu_seqlens_k.shape)}")
-    return _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        raise ValueError(f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)} as cu_seqlens_q, got "
+                         f"{tuple(cu_seqlens_k.shape)}")
+    return _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                max_seqlen_k)
 
 
-def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rotary: Rotary, cache_seqlens: torch.Tensor,
-                         k: torch.Tensor | None = None, v: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
-                         cache_leftpad: torch.Tensor | None = None, causal: bool = True, softmax_scale: float | None = None,
-                         return_lse: bool = False, impl: str | None = None, num_splits: int | None = None, validate: bool = False):
+def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rotary: Rotary,
+                         cache_seqlens: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+                         block_table: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
+                         causal: bool = True, softmax_scale: float | None = None, return_lse: bool = False,
+                         impl: str | None = None, num_splits: int | None = None, validate: bool = False):
     """Writes the new raw k, v behind the cached ones, then attends: decoding, speculative verification, chunked prefill.
 
     The cache holds raw keys, each once, whatever the scheme; they are rotated on their way to the product, and only where the
@@ -98,9 +101,9 @@ def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
         block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a sequence's length
             may hold anything. page_size is a power of two of at least 16.
         cache_leftpad: (batch,) int32, the first valid slot of each sequence; positions count from it.
-        num_splits: the number of parts the keys are shared out to. A number fixes the tiles as well: results are then equal to the
-            bit whatever else the batch holds and however a sequence's tokens are cut into calls (Triton and CUDA). None picks by
-            shape.
+        num_splits: the number of parts the keys are shared out to. A number fixes the tiles as well: results are then equal to
+            the bit whatever else the batch holds and however a sequence's tokens are cut into calls (Triton and CUDA). None
+            picks by shape.
         validate: look at the tables first, which waits for the device. Without it, lengths are kept inside the capacity, page
             numbers inside the cache, and new keys without a place are dropped: nothing outside the buffers is touched, and no
             other sequence's result changes, but the result of a sequence with a wrong entry means nothing.
@@ -122,7 +125,8 @@ def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
         _check_int32("block_table", block_table, q, "q", (batch, "max_pages"))
         capacity *= block_table.shape[1]
     softmax_scale = _check_options(causal, softmax_scale, q)
-    if num_splits is not None and (not isinstance(num_splits, int) or isinstance(num_splits, bool) or not 1 <= num_splits <= MOST_SPLITS):
+    whole = isinstance(num_splits, int) and not isinstance(num_splits, bool)
+    if num_splits is not None and not (whole and 1 <= num_splits <= MOST_SPLITS):
         raise ValueError(f"num_splits: expected None or a number from 1 to {MOST_SPLITS}, got {num_splits!r}")
     impl = choose(impl, q, cached=True)
     if validate:
@@ -132,7 +136,8 @@ def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
     return (out, lse) if return_lse else out
 
 
-def _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+def _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+         max_seqlen_k):
     softmax_scale = _check_options(causal, softmax_scale, q)
     impl = choose(impl, q)
     if type(F.scaled_dot_product_attention) is not BuiltinFunctionType:
@@ -158,17 +163,17 @@ def _autocast(*tensors):
 
 
 def check_outside_context_parallel() -> None:
-    """torch's context_parallel shards the sequence and replaces scaled_dot_product_attention alone: all else would silently attend
-    to this rank's keys only."""
+    """torch's context_parallel shards the sequence and replaces scaled_dot_product_attention alone: all else would silently
+    attend to this rank's keys only."""
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
     if module is not None and F.scaled_dot_product_attention in module._replaced_functions:
-        raise RuntimeError("flashrope: expected to be called outside torch's context_parallel, which shards the sequence and replaces "
-                           "scaled_dot_product_attention alone; use shard_sequence and context_parallel_attention of "
+        raise RuntimeError("flashrope: expected to be called outside torch's context_parallel, which shards the sequence and "
+                           "replaces scaled_dot_product_attention alone; use shard_sequence and context_parallel_attention of "
                            "flashrope.integrations.distributed")
 
 
 def _check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), also=()) -> tuple[torch.Size, torch.Size]:
-    """The shapes of q and k, each read once: short calls feel it. also: further (name, tensor) that are like q but for their shape."""
+    """The shapes of q and k, each read once: short calls feel it. also: further (name, tensor) like q but for their shape."""
     tensors = (("q", q), (names[0], k), (names[1], v), *also)
     for name, x in tensors:
         if not isinstance(x, torch.Tensor):
@@ -207,7 +212,8 @@ def _check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool) -> tuple[int, i
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}")
     new = (("k", k), ("v", v)) if k is not None else ()
-    (batch, *_), (rows, capacity, heads_kv, head_dim) = _check_tensors(q, k_cache, v_cache, rotary, 4, ("k_cache", "v_cache"), new)
+    shape_q, shape_cache = _check_tensors(q, k_cache, v_cache, rotary, 4, ("k_cache", "v_cache"), new)
+    batch, (rows, capacity, heads_kv, head_dim) = shape_q[0], shape_cache
     if paged:
         if capacity < 16 or capacity & (capacity - 1):
             raise ValueError(f"k_cache: expected pages of 16, 32, 64, ... slots, got page_size {capacity}")
@@ -257,10 +263,11 @@ def _validate_tables(cache_seqlens, seqlen_new, capacity, cache_leftpad, block_t
         for n in range((pads[b] if pads else 0) // page_size, -(-(length + seqlen_new) // page_size)):
             page = tables[b][n]
             if not 0 <= page < k_cache.shape[0]:
-                raise ValueError(f"block_table: sequence {b}, entry {n} is page {page}, the cache has pages 0 to {k_cache.shape[0] - 1}")
+                raise ValueError(f"block_table: sequence {b}, entry {n} is page {page}, the cache has pages 0 to "
+                                 f"{k_cache.shape[0] - 1}")
             if seqlen_new and n >= length // page_size and writable.setdefault(page, (b, n)) != (b, n):
-                raise ValueError(f"block_table: sequence {b}, entry {n} would write to page {page}, as sequence {writable[page][0]}, "
-                                 f"entry {writable[page][1]} does")
+                raise ValueError(f"block_table: sequence {b}, entry {n} would write to page {page}, as sequence "
+                                 f"{writable[page][0]}, entry {writable[page][1]} does")
 
 
 def _check_options(causal, softmax_scale, q) -> float:

@@ -19,7 +19,8 @@ COMMANDS = {  # command: (module, what it does)
     "bench": ("flashrope.bench", "speed and memory against other implementations (from a checkout)"),
     "demo": ("flashrope.experiments.demo", "train two small models and compare the schemes beyond the training length"),
     "experiment": ("flashrope.experiments.experiment", "the sources' experiments: train small models, measure, draw, tabulate"),
-    "generate": ("flashrope.experiments.generate", "continue a text from a model that the demo trained, past its training length"),
+    "generate": ("flashrope.experiments.generate",
+                 "continue a text from a model that the demo trained, past its training length"),
     "info": ("flashrope.info", "versions, devices, and which implementations can serve here"),
     "passkey": ("flashrope.experiments.passkey", "how deep and how far a Hugging Face model finds a hidden number, by scheme"),
 }

@@ -33,12 +33,14 @@ LIBRARY.define("attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q,
 # Two operators: one writes into the caches, the other only reads them.
 _CACHE = "Tensor cache_seqlens, Tensor? block_table"
 LIBRARY.define(f"append_to_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, {_CACHE}, str impl) -> ()")
-LIBRARY.define(f"attention_with_cache(Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE}, Tensor? cache_leftpad, SymInt seqlen_new, "
-               "int num_splits, str rotary, bool causal, float softmax_scale, str impl) -> (Tensor out, Tensor lse)")
+LIBRARY.define(f"attention_with_cache(Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE}, Tensor? cache_leftpad, "
+               "SymInt seqlen_new, int num_splits, str rotary, bool causal, float softmax_scale, str impl) "
+               "-> (Tensor out, Tensor lse)")
 
 
 def _call(positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, rotary, causal, softmax_scale) -> Call:
-    return Call(Rotary.from_text(rotary), causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return Call(Rotary.from_text(rotary), causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                max_seqlen_k)
 
 
 def _forward(q, k, v, *call_and_impl):
@@ -59,7 +61,8 @@ def _append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table, impl):
 
 def _attention_with_cache(q, k_cache, v_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new, num_splits, rotary, causal,
                           softmax_scale, impl):
-    call = CacheCall(Rotary.from_text(rotary), causal, softmax_scale, cache_seqlens, seqlen_new, block_table, cache_leftpad, num_splits)
+    call = CacheCall(Rotary.from_text(rotary), causal, softmax_scale, cache_seqlens, seqlen_new, block_table, cache_leftpad,
+                     num_splits)
     return backend(impl).attention_with_cache(q, k_cache, v_cache, call)
 
 
@@ -114,7 +117,8 @@ def _grads(ctx, grad_out, grad_lse, _):
 
 
 def _no_second_backward(ctx, *grads):
-    raise RuntimeError("flashrope: attention has no second derivative; use impl='reference', which autograd differentiates freely")
+    raise RuntimeError("flashrope: attention has no second derivative; use impl='reference', which autograd differentiates "
+                       "freely")
 
 
 torch.library.register_autograd(add_op_namespace_prefix("attention"), _grads, setup_context=_save, lib=LIBRARY)
@@ -137,7 +141,7 @@ class _Eager(torch.autograd.Function):
 
 
 def attention(q, k, v, *call_and_impl):
-    """flashrope::attention. In plain eager mode past the dispatcher, whose Python layers take longer than a short call computes."""
+    """flashrope::attention. In plain eager mode past the dispatcher, whose Python layers take longer than a short call does."""
     if not _plain(q, k, v):
         return OPERATORS.attention(q, k, v, *call_and_impl)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

@@ -39,7 +39,8 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
     together = _sequences(k_cache, call)
     if len(together) == 1 and call.block_table is None:
         _, _, first, end = together[0]
-        return _one_piece(q, k_cache, v_cache, first, end, call) or _attend(q, _views(k_cache, v_cache, 0, batch, first, end), end - first, call)
+        return (_one_piece(q, k_cache, v_cache, first, end, call)
+                or _attend(q, _views(k_cache, v_cache, 0, batch, first, end), end - first, call))
     out = q.new_zeros(q.shape)
     lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
     for b0, b1, first, end in together:

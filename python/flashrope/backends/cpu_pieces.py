@@ -84,7 +84,8 @@ def _behind(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift: int)
     for x, rows, repeat in starts:
         again = {"repeat": repeat, "stride": chunk}
         banded = width if rows > width else 0
-        pieces.append(clipped(x, min(rows, seqlen_k - x + width - 1) if banded else rows, x, rows, causal=True, width=banded, **again))
+        seeing = min(rows, seqlen_k - x + width - 1) if banded else rows
+        pieces.append(clipped(x, seeing, x, rows, causal=True, width=banded, **again))
         corner = min(rows, width) - 1  # keys before x that some, but not all rows see: local row a sees b >= a
         corner_keys = min(corner, seqlen_k - (x - width + 1))
         pieces.append(clipped(x, corner_keys, x - width + 1, corner_keys, causal=True, reversed=True, **again))
@@ -128,7 +129,8 @@ def mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
     if not piece.width:
         return None
     distance = torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
-    return torch.zeros(piece.rows, piece.keys, dtype=dtype).masked_fill_((distance < 0) | (distance >= piece.width), float("-inf"))
+    unseen = (distance < 0) | (distance >= piece.width)
+    return torch.zeros(piece.rows, piece.keys, dtype=dtype).masked_fill_(unseen, float("-inf"))
 
 
 def joined(parts, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,12 +41,14 @@ def _turns(rotary, positions, slope, offset, factor, floor, dtype) -> tuple[torc
 
 
 @lru_cache(maxsize=64)
-def turns_of_rows(rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, rows: int, dtype: torch.dtype):
+def turns_of_rows(rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, rows: int,
+                  dtype: torch.dtype):
     """The rows at positions first, first + 1, ... of a table whose length is a power of two: a growing sequence builds few."""
     if slope == 0 and not factor:
         return _table(rotary, slope, offset, factor, floor, 0, 1, dtype)
     low, high = min(-_bucket(-first), 0), max(_bucket(first + rows), 1)
-    return tuple(t if t is None else t[first - low:first - low + rows] for t in _table(rotary, slope, offset, factor, floor, low, high, dtype))
+    table = _table(rotary, slope, offset, factor, floor, low, high, dtype)
+    return tuple(t if t is None else t[first - low:first - low + rows] for t in table)
 
 
 def _bucket(positions: int) -> int:
