@@ -237,7 +237,8 @@ def _check_int32(name, x, like, like_name, shape: tuple) -> None:
         raise TypeError(f"{name}: expected an int32 tensor, got {type(x).__name__}")
     if x.dtype != torch.int32:
         raise TypeError(f"{name}: expected int32, got {x.dtype}")
-    if x.ndim != len(shape) or any(n != size and not isinstance(n, str) for n, size in zip(shape, x.shape, strict=True)):
+    if x.shape != shape and (x.ndim != len(shape) or any(n != size and not isinstance(n, str)
+                                                         for n, size in zip(shape, x.shape, strict=True))):
         raise ValueError(f"{name}: expected shape ({', '.join(map(str, shape))}{',' * (len(shape) == 1)}), got {tuple(x.shape)}")
     if x.device != like.device:
         raise ValueError(f"{name}: expected device {like.device} as {like_name}, got {x.device}")

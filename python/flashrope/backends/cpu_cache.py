@@ -36,14 +36,14 @@ def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
 def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse float32 or float64)."""
     batch, seqlen_q, heads_q, _ = q.shape
-    together = _sequences(k_cache, call)
-    if len(together) == 1 and call.block_table is None:
-        _, _, first, end = together[0]
+    bounds = call.bounds(k_cache)
+    if call.block_table is None and bounds and bounds == bounds[:1] * batch:
+        first, end = bounds[0]
         return (_one_piece(q, k_cache, v_cache, first, end, call)
                 or _attend(q, _views(k_cache, v_cache, 0, batch, first, end), end - first, call))
     out = q.new_zeros(q.shape)
     lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
-    for b0, b1, first, end in together:
+    for b0, b1, first, end in _sequences(bounds, together=call.block_table is None):
         blocks = _pages(k_cache, v_cache, call.block_table[b0], first, end) if call.block_table is not None else \
             _views(k_cache, v_cache, b0, b1, first, end)
         out[b0:b1], lse[b0:b1] = _attend(q[b0:b1], blocks, end - first, call)
@@ -65,14 +65,13 @@ def _one_piece(q, k_cache, v_cache, first: int, end: int, call: CacheCall) -> tu
         return None
     k, v = turn(k, turns_k, call.rotary), upcast(v)
     q_turned = turn(q, turns_for(q, call, slope, offset, seqlen - seqlen_q, True), call.rotary)
-    out, lse = _flash(q_turned, k, v, piece, call.score_scale)
+    out, lse = _flash(q_turned.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), piece, call.score_scale)
     return like_queries(out.transpose(1, 2), lse, q)
 
 
-def _sequences(k_cache, call: CacheCall) -> list[tuple[int, int, int, int]]:
-    """(b0, b1, first, end): sequences [b0, b1) hold the slots [first, end)."""
-    bounds = call.bounds(k_cache)
-    starts = [b for b in range(len(bounds)) if b == 0 or call.block_table is not None or bounds[b] != bounds[b - 1]]
+def _sequences(bounds: list[tuple[int, int]], together: bool) -> list[tuple[int, int, int, int]]:
+    """(b0, b1, first, end): sequences [b0, b1) hold the slots [first, end); one at a time unless those alike go together."""
+    starts = [b for b in range(len(bounds)) if b == 0 or not together or bounds[b] != bounds[b - 1]]
     return [(b0, b1, *bounds[b0]) for b0, b1 in zip(starts, [*starts[1:], len(bounds)], strict=True)]
 
 
@@ -120,13 +119,13 @@ def _attend(q, blocks: Iterator[Block], seqlen: int, call: CacheCall) -> tuple[t
             of_q = of_q if of_q.dtype == near_k.dtype else of_q.to(near_k.dtype)
             for piece in pieces:
                 local = piece._replace(key=piece.key - first) if first else piece
-                parts.append((piece, *_flash(of_q, near_k, near_v, local, call.score_scale)))
+                parts.append((piece, *_flash(rows_of(of_q, local), keys_of(near_k, local), keys_of(near_v, local), local,
+                                             call.score_scale)))
     return joined(parts, q)
 
 
 def _flash(q, k, v, piece: Piece, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch * repeat, heads_q, rows, head_dim) and lse of one piece."""
-    q, k, v = rows_of(q, piece), keys_of(k, piece), keys_of(v, piece)
+    """out (batch * repeat, heads_q, rows, head_dim) and lse of one piece; q, k, v as ``rows_of`` and ``keys_of`` cut them."""
     if piece.causal:
         return flash(q, k, v, 0.0, not piece.width, attn_mask=mask(piece, q.dtype), scale=scale)
     # All see all: the query heads of one key head become rows, so that the keys are read once. torch's half-precision
