@@ -1,6 +1,6 @@
-"""The subcommands one after another, in the sizes that the goals name: those measured on a GPU, or on the CPU.
+"""The subcommands one after another: in the sizes that the goals name ("main"), and on a GPU with head_dim 64 and grouped heads ("more").
 
-    python -m bench all [--only hope decode] [--seconds 1] [--out DIR] [--note TEXT] [--device cuda]
+    python -m bench all [--part main] [--only hope decode] [--seconds 1] [--out DIR] [--note TEXT] [--device cuda]
 """
 
 from __future__ import annotations
@@ -13,25 +13,20 @@ import torch
 
 from . import suite
 
-# GPU: head_dim 128 as the goals ask, then 64, then four query heads to a key head.
-CUDA = (
-    ("hope", ()),
-    ("rerope", ()),
-    ("decode", ()),
-    ("rotation", ()),
+MAIN = tuple((command, ()) for command in ("hope", "rerope", "decode", "rotation", "scaling"))
+MORE = (
     ("hope", ("--head-dim", "64", "--heads", "32", "--heads-kv", "32")),
     ("hope", ("--heads", "32", "--heads-kv", "8", "--seqlens", "2048", "8192")),
     ("rerope", ("--head-dim", "64", "--heads", "32", "--heads-kv", "32")),
     ("decode", ("--head-dim", "64")),
-    ("scaling", ()),
 )
-CPU = tuple((command, ()) for command in ("hope", "rerope", "decode", "rotation", "scaling"))
 
 
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser("python -m bench all", description=__doc__.strip().split("\n")[0], allow_abbrev=False)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu (default: a GPU if there is one)")
-    p.add_argument("--only", nargs="+", choices=sorted({command for command, _ in CUDA}), help="only these")
+    p.add_argument("--only", nargs="+", choices=[command for command, _ in MAIN], help="only these")
+    p.add_argument("--part", choices=("main", "more"), help="default: both on a GPU, main on the CPU")
     p.add_argument("--seconds", type=float, help="for the rounds of a table")
     p.add_argument("--threads", type=suite.positive, help="of the CPU")
     p.add_argument("--out", type=Path, default=suite.RESULTS, help="default bench/results")
@@ -41,9 +36,13 @@ def main(argv: list[str]) -> int:
     for name in ("seconds", "threads", "note"):
         if getattr(options, name):
             common += [f"--{name}", str(getattr(options, name))]
+    parts = {"main": MAIN, "more": MORE}
+    chosen = parts[options.part] if options.part else MAIN if options.device == "cpu" else MAIN + MORE
+    chosen = [(command, arguments) for command, arguments in chosen if not options.only or command in options.only]
+    if not chosen:
+        p.error(f"--only: none of these is in --part {options.part}")
     codes = []
-    for command, arguments in CPU if options.device == "cpu" else CUDA:
-        if not options.only or command in options.only:
-            codes.append(import_module(f".{command}", __package__).main([*arguments, *common]))
-            print(flush=True)
+    for command, arguments in chosen:
+        codes.append(import_module(f".{command}", __package__).main([*arguments, *common]))
+        print(flush=True)
     return max(codes)

@@ -17,6 +17,7 @@ from flashrope.info import hardware
 from .timing import Spread, Timer, rounds
 
 ROOT = Path(__file__).resolve().parent.parent
+PEERS, MISSING = ("flash-attn", "flash-attn-3", "flashinfer-python"), "not installed"
 MEASURED = ("bench", "csrc", "python", "triton_kernels")  # what makes a figure
 
 
@@ -36,9 +37,12 @@ def slug(name: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Results of which one of these differs are not comparable."""
-    return {"revision": revision(), "python": platform.python_version(), "torch": torch.__version__, "triton": _installed("triton"),
-            "cuda": torch.version.cuda or "none"}
+    """Of this code and what it runs on; of the peers those that are installed."""
+    found = {"revision": revision(), "python": platform.python_version(), "torch": torch.__version__, "triton": _installed("triton"),
+             "cuda": torch.version.cuda or "none"}
+    if torch.version.cuda and torch.backends.cudnn.is_available():
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found | {name: _installed(name) for name in PEERS if _installed(name) != MISSING}
 
 
 @lru_cache(maxsize=1)
@@ -72,7 +76,7 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     gpu, timer = device.type == "cuda", Timer(device)
     size = 8192 if gpu else 2048
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    source = torch.randn(2**30 if gpu else 2**26, device=device)  # 4 GB, or 256 MB
+    source = torch.randn(min(2**30, timer.free_bytes() // 32) if gpu else 2**26, device=device)  # 4 GB if they are there, or 256 MB
     target = torch.empty_like(source)
     calls = {"product": lambda: a @ b, "copy": lambda: target.copy_(source), "read": reader(source)}
     median = {name: Spread.of(times).median for name, times in rounds(calls, timer, 1.0, least=5).items()}
@@ -102,4 +106,4 @@ def _installed(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return MISSING

@@ -71,6 +71,20 @@ class OfflineDriver:
         return torch.cuda
 
 
+@contextlib.contextmanager
+def active(arch: int) -> Iterator[None]:
+    """Within, Triton compiles for this architecture; afterwards again for the device that is there, if one is."""
+    try:
+        before = driver.active
+    except RuntimeError:  # no device, no driver
+        before = None
+    driver.set_active(OfflineDriver(arch))
+    try:
+        yield
+    finally:
+        driver.set_active(before)
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """One caught launch. Launches with equal ``key`` run the same compiled kernel."""
@@ -82,8 +96,8 @@ class Launch:
     key: tuple
 
     def compile(self):
-        driver.set_active(OfflineDriver(self.arch))
-        return self.kernel.warmup(*self.args, grid=(1,), **self.kwargs)
+        with active(self.arch):
+            return self.kernel.warmup(*self.args, grid=(1,), **self.kwargs)
 
 
 def catch(arch: int, kernel: triton.JITFunction, *args, **kwargs) -> Launch:
@@ -94,10 +108,10 @@ def catch(arch: int, kernel: triton.JITFunction, *args, **kwargs) -> Launch:
         seen.append(compile["key"])
         return True
 
-    driver.set_active(OfflineDriver(arch))
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, skip_compilation
     try:
-        kernel.warmup(*args, grid=(1,), **kwargs)
+        with active(arch):
+            kernel.warmup(*args, grid=(1,), **kwargs)
     finally:
         knobs.runtime.jit_cache_hook = before
     if not seen:
@@ -110,10 +124,10 @@ def caught_launches(backend, arch: int) -> Iterator[list[Launch]]:
     """Replaces ``backend.launch(kernel, grid, *args, **kwargs)``: fills the list instead of running kernels."""
     launches = []
     before = backend.launch
-    driver.set_active(OfflineDriver(arch))
     backend.launch = lambda kernel, grid, *args, **kwargs: launches.append(catch(arch, kernel, *args, **kwargs))
     try:
-        yield launches
+        with active(arch):
+            yield launches
     finally:
         backend.launch = before
 

@@ -1,16 +1,23 @@
 #!/usr/bin/env bash
-# All that wants a GPU, in steps of at most ten minutes, each with a log of its own.
+# All that wants a GPU, in steps, each with a time limit and a log of its own.
 #
 #   bench/on_gpu.sh [-o FOLDER] [-r REVISION] [STEP ...]      (FOLDER: default $OUT, else runs/gpu)
 #
-# Steps, in this order without arguments: smoke tests memcheck racecheck tune-forward tune-backward tune-decode hope rerope decode rotation
-# scaling. A step that fails or runs out of time does not stop the others. Nothing is installed: where flashrope cannot be imported, the
+# Without arguments all steps, what matters most first. Where a machine is lent for ten minutes at a time:
+#
+#   bench/on_gpu.sh smoke tests
+#   bench/on_gpu.sh hope decode rotation
+#   bench/on_gpu.sh rerope memcheck tune-forward
+#
+# A step that fails or runs out of time does not stop the others. Nothing is installed: where flashrope cannot be imported, the
 # checkout is used as it is. -r names the revision where the folder is no git checkout. FOLDER/results.tgz holds bench/results as the
 # steps left it; unpack it in a checkout.
 set -uo pipefail
 
-steps=(smoke tests memcheck racecheck tune-forward tune-backward tune-decode hope rerope decode rotation scaling)
-limit=590
+steps=(smoke tests hope decode rotation rerope memcheck tune-forward tune-decode tune-backward scaling more racecheck)
+declare -A limits=([smoke]=110 [tests]=460 [hope]=350 [decode]=130 [rotation]=90 [rerope]=230 [memcheck]=150 [tune-forward]=190
+                   [tune-decode]=190 [tune-backward]=300 [scaling]=300 [more]=590 [racecheck]=590) # seconds
+kernel_tests=(accuracy identities varlen decode decode_triton cache torch errors cuda_extension bench)
 folder=${OUT:-runs/gpu}
 revision=
 while getopts o:r: option; do
@@ -22,6 +29,9 @@ while getopts o:r: option; do
 done
 shift $((OPTIND - 1))
 [ $# -gt 0 ] && steps=("$@")
+for step in "${steps[@]}"; do
+  [ -n "${limits[$step]:-}" ] || { echo "unknown step $step; there are: ${!limits[*]}" >&2; exit 2; }
+done
 
 cd "$(dirname "$0")/.." || exit 1
 mkdir -p "$folder"
@@ -33,6 +43,7 @@ python=$(command -v python3)
 if ! "$python" -c 'import flashrope.triton_kernels' 2>/dev/null; then
   mkdir "$work/packages"
   cp -r python/flashrope "$work/packages/"
+  rm -rf "$work/packages/flashrope/triton_kernels" # a link, where one was made
   cp -r triton_kernels "$work/packages/flashrope/"
   export PYTHONPATH=$work/packages${PYTHONPATH:+:$PYTHONPATH}
 fi
@@ -48,22 +59,24 @@ sanitize() {
 run_step() {
   case $1 in
     smoke) "$python" -m flashrope info && bench hope --seqlens 8192 --contestants "SDPA flash" "SDPA cuDNN" flashrope --out "$work/smoke" ;;
-    tests) "$python" -m pytest -q --maxfail=20 -p no:cacheprovider ;;
+    tests) "$python" -m pytest -q -n 8 --maxfail=40 --durations=10 -p no:cacheprovider $tests ;;
     memcheck | racecheck) sanitize "$1" ;;
-    tune-forward) bench tune --direction forward --head-dim 64 128 --csv "$folder/tune-forward.csv" ;;
-    tune-backward) bench tune --direction grad_kv grad_q --head-dim 128 --csv "$folder/tune-backward.csv" ;;
+    tune-forward) bench tune --direction forward --csv "$folder/tune-forward.csv" ;;
+    tune-backward) bench tune --direction grad_kv grad_q --csv "$folder/tune-backward.csv" ;;
     tune-decode) bench tune --direction decode --head-dim 64 128 --csv "$folder/tune-decode.csv" ;;
-    hope | rerope | decode | rotation | scaling) bench all --only "$1" --out "$results" ;;
-    *) echo "unknown step $1"; return 2 ;;
+    hope | rerope | decode | rotation | scaling) bench all --part main --only "$1" --out "$results" ;;
+    more) bench all --part more --out "$results" ;;
   esac
 }
 export -f run_step bench sanitize
 export python folder work results
+tests=$(printf 'tests/test_%s.py ' "${kernel_tests[@]}")
+export tests
 
 summary=()
 for step in "${steps[@]}"; do
   started=$SECONDS
-  timeout --signal=INT --kill-after=20 "$limit" bash -c 'run_step "$1"' _ "$step" 2>&1 | tee "$folder/$step.log"
+  timeout --signal=INT --kill-after=20 "${limits[$step]}" bash -c 'run_step "$1"' _ "$step" 2>&1 | tee "$folder/$step.log"
   status=${PIPESTATUS[0]}
   verdict=passed
   [ "$status" -eq 124 ] && verdict="out of time"

@@ -46,9 +46,11 @@ class Problem:
         return dataclasses.replace(self, **changes)
 
     def tensors(self, grad: bool = False, seed: int = 0) -> list[torch.Tensor]:
-        """Normal numbers: zeros would run faster than data does."""
-        generator = torch.Generator(self.device).manual_seed(seed)
+        """Normal numbers: zeros would run faster than data does. On the device "meta", shapes alone."""
         shapes = ((self.seqlen_q, self.heads), (self.seqlen, self.heads_kv), (self.seqlen, self.heads_kv))
+        if self.device.type == "meta":
+            return [torch.empty(self.batch, *shape, self.head_dim, device=self.device, dtype=self.dtype) for shape in shapes]
+        generator = torch.Generator(self.device).manual_seed(seed)
         return [torch.randn(self.batch, *shape, self.head_dim, device=self.device, dtype=self.dtype, generator=generator).requires_grad_(grad)
                 for shape in shapes]
 

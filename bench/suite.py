@@ -239,9 +239,12 @@ class Session:
                 if tensors is None:
                     tensors = table.problem.tensors(grad=table.backward)
                     grad_out = torch.randn_like(tensors[0], requires_grad=False)
-                call = bound(contestant.prepare(table.problem), tensors, grad_out, table.backward)
-                call()  # tables and compiled code are kept from call to call
-                record.peak_bytes = self.timer.peak_bytes(call)
+                try:
+                    call = bound(contestant.prepare(table.problem), tensors, grad_out, table.backward)
+                    call()  # tables and compiled code are kept from call to call
+                    record.peak_bytes = self.timer.peak_bytes(call)
+                except Exception as failure:  # as in calls: it ran before, yet another neighbour may hold the memory now
+                    self.skip(f"memory, {table.title}: {contestant.name}: {brief(failure)}")
         lines = memory_text(self.run.records)
         if lines:
             self.say("\npeak memory beyond the inputs, MiB\n" + lines)

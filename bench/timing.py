@@ -1,7 +1,8 @@
 """Time and memory of a call on one device. The only file that knows events, caches and graphs.
 
-GPU: CUDA events around the call; before it the L2 cache is overwritten, and a short sleep on the device lets the host queue
-the whole call before the first event is reached, so that host time does not count. CPU: the clock around the call.
+GPU: CUDA events around the call; before it other data is read through the L2 cache, which leaves nothing there to write back, and a
+short sleep on the device lets the host queue the whole call before the first event is reached, so that host time does not count. CPU:
+the clock around the call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ LEAST_ROUNDS = {"cpu": 3, "cuda": 10}
 MOST_ROUNDS = 200
 WARM_UP = {"cpu": 1, "cuda": 3}
 FLUSH_BYTES = 256 * 2**20  # at least; several times the L2 of any GPU up to the H200 (60 MB)
-SLEEP_CYCLES = 1_000_000  # about half a millisecond: more than the host takes to queue one call, its backward included
+SLEEP_CYCLES = 1_000_000  # about half a millisecond; doubled where the host takes longer to queue a call
+MOST_SLEEP_CYCLES = 1 << 25  # some 16 ms: what takes longer waits for the device, and is timed with that
 
 
 class Spread(NamedTuple):
@@ -38,23 +40,28 @@ class Timer:
     def __init__(self, device: torch.device):
         self.device = device
         self.flush = None
+        self.sleep = SLEEP_CYCLES
         if device.type == "cuda":
             size = max(FLUSH_BYTES, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
-            self.flush = torch.empty(size // 4, dtype=torch.int32, device=device)
+            self.flush = torch.zeros(size // 4, device=device)
 
     def __call__(self, call: Callable) -> float:
         if self.flush is None:
             begin = time.perf_counter()
             call()
             return 1e3 * (time.perf_counter() - begin)
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.flush.zero_()
-        torch.cuda._sleep(SLEEP_CYCLES)
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop)
+        while True:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.flush.sum()
+            torch.cuda._sleep(self.sleep)
+            start.record()
+            call()
+            in_time = not start.query()  # the device still slept when the last part of the call was queued
+            stop.record()
+            stop.synchronize()
+            if in_time or self.sleep >= MOST_SLEEP_CYCLES:
+                return start.elapsed_time(stop)
+            self.sleep *= 2
 
     def record(self, call: Callable) -> Callable:
         """The call as a CUDA graph, for work so short that launches would be most of it; on the CPU the call itself. Raises

@@ -28,7 +28,7 @@ from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 
 from . import check, gate, model
-from .offline import MULTIPROCESSORS, Measured, compile_all
+from .offline import MULTIPROCESSORS, Launch, Measured, caught_launches, compile_all
 from .problem import Problem
 from .timing import Spread, Timer, rounds
 
@@ -83,10 +83,18 @@ def offline(direction: str, arch: int, head_dim: int, bands: int, jobs: int) -> 
     for tile in tiles(direction):
         with chosen(direction, tile):
             caught = gate.Case(arch, head_dim, "bf16", scheme_of(direction, bands)).launches()
-        launches.append(next(launch for launch in caught if launch.kernel.__name__ == KERNELS[direction]))
+        launches.append(of_direction(direction, caught))
+    return [judged(tile, result, arch, head_dim) for tile, result in zip(tiles(direction), compiled(launches, jobs), strict=True)]
+
+
+def of_direction(direction: str, launches: list[Launch]) -> Launch:
+    return next(launch for launch in launches if launch.kernel.__name__ == KERNELS[direction])
+
+
+def compiled(launches: list[Launch], jobs: int) -> list[Measured | str]:
     found = [None] * len(launches)
-    for index, result, _ in tqdm(compile_all(launches, jobs), total=len(launches), disable=None, leave=False, desc="compiling"):
-        found[index] = judged(tiles(direction)[index], result, arch, head_dim)
+    for index, found[index], _ in tqdm(compile_all(launches, jobs), total=len(launches), disable=None, leave=False, desc="compiling"):
+        pass
     return found
 
 
@@ -115,13 +123,24 @@ def judged(tile: Tile, result: Measured | str, arch: int, head_dim: int) -> Cand
 # ---- on a GPU -----------------------------------------------------------------------------------------------------------
 
 
-def timed(direction: str, head_dim: int, bands: int, timer: Timer, seconds: float) -> list[Candidate]:
+def compile_ahead(direction: str, arch: int, head_dim: int, bands: int, jobs: int) -> list[Measured | str]:
+    """Compiles what `timed` will launch, many at once; Triton then finds it in its cache."""
+    launches = []
+    for tile in tiles(direction):
+        with chosen(direction, tile), caught_launches(backend, arch) as caught:
+            passes(direction, head_dim, bands, torch.device("meta"))()
+        launches.append(of_direction(direction, caught))
+    return compiled(launches, jobs)
+
+
+def timed(direction: str, head_dim: int, bands: int, timer: Timer, seconds: float, jobs: int) -> list[Candidate]:
     """All tiles that compile and agree with the one in use, in turns."""
+    compile_ahead(direction, backend._capability(timer.device), head_dim, bands, jobs)
     call = passes(direction, head_dim, bands, timer.device)
     before = call()
     tolerance = check.TOLERANCE[torch.bfloat16]
     candidates, calls = [], {}
-    for tile in tqdm(tiles(direction), disable=None, leave=False, desc="compiling"):
+    for tile in tqdm(tiles(direction), disable=None, leave=False, desc="checking"):
         candidate = Candidate(tile, {})
         candidates.append(candidate)
         with chosen(direction, tile):
@@ -195,7 +214,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--bands", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     p.add_argument("--arch", type=int, nargs="+", choices=sorted(MULTIPROCESSORS), help="compile for these instead of timing (default without a GPU: 80)")
     p.add_argument("--seconds", type=float, default=2.0, help="for the rounds of a table on a GPU")
-    p.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes, offline")
+    p.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes")
     p.add_argument("--csv", type=Path, help="write all rankings there")
     options = p.parse_args(argv)
     on_device = torch.cuda.is_available() and not options.arch
@@ -206,7 +225,7 @@ def main(argv: list[str]) -> int:
             if arch is None:
                 device = torch.device("cuda", torch.cuda.current_device())
                 capability = backend._capability(device)
-                candidates, where = timed(direction, head_dim, bands, Timer(device), options.seconds), torch.cuda.get_device_name(device)
+                candidates, where = timed(direction, head_dim, bands, Timer(device), options.seconds, options.jobs), torch.cuda.get_device_name(device)
             else:
                 capability, where = arch, f"sm_{arch}, compiled only"
                 candidates = offline(direction, arch, head_dim, bands, options.jobs)

@@ -12,11 +12,13 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
-from bench import check, goals, machine, model, plots, readme, results, suite, timing
+import support
 from bench import __main__ as command_line
+from bench import check, contestants, goals, machine, model, plots, readme, results, suite, timing
 from bench.contestants import OWN, Contestant, Unavailable, dense, flex, own, prefill_hope, prefill_rerope
 from bench.problem import Problem, exponent
 from bench.results import Record, Run
+from flashrope.angles import cos_sin
 
 CPU = torch.device("cpu")
 SMALL = Problem(1, 128, 2, 2, 32, torch.float32, CPU, window=32)
@@ -151,6 +153,37 @@ def test_flex_attention_says_that_it_has_no_backward_here():
         flex(SMALL)(q, k, v)
 
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+triton_runs = pytest.mark.skipif(not (torch.cuda.is_available() or support.INTERPRETED), reason="needs a GPU or Triton's interpreter")
+
+
+@triton_runs
+@pytest.mark.parametrize(("heads", "heads_kv"), [(5, 2), (4, 0)], ids=["q and k", "q alone"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
+def test_fused_rope_is_rope(heads, heads_kv, in_place):
+    """Forward and backward against the same operator by operator; lengths that no tile divides."""
+    from bench.fused_rope import rotate
+
+    p = Problem(2, 37, heads, 1, 64, torch.float32, DEVICE)
+    cos, sin = (x.float().contiguous() for x in cos_sin(p.rope(), contestants.positions(p)))
+    q, k = (torch.randn(2, 37, count, 64, device=DEVICE) for count in (heads, heads_kv))
+    grads = [torch.randn_like(x) for x in (q, k)]
+    results_of = []
+    for turn in (contestants.eager(p), lambda q, k: rotate(q.clone(), k.clone(), cos, sin, in_place)):
+        leaves = [x.clone().requires_grad_() for x in (q, k)]
+        out = turn(*leaves)
+        results_of.append([*out, *torch.autograd.grad(out, leaves, [x.clone() for x in grads])])
+    torch.testing.assert_close(*results_of, rtol=1e-5, atol=1e-5)
+
+
+@triton_runs
+def test_probe_reads_everything_once():
+    from bench.probe import read
+
+    x = torch.rand(100_003, device=DEVICE)
+    assert read(x).double().sum().item() == pytest.approx(x.double().sum().item(), rel=1e-5)
+
+
 @pytest.mark.slow
 def test_compiled_contestants_are_right():
     pytest.importorskip("torch._inductor", reason="needs torch.compile")
@@ -244,6 +277,25 @@ def test_every_subcommand_writes_its_files(tmp_path, monkeypatch, command):
     assert {goal["verdict"] for goal in run.goals} == {"not run"}
     if command == "scaling":
         assert any(name.startswith("peak memory") for name in run.exponents)
+
+
+def test_all_runs_its_parts(monkeypatch, tmp_path, capsys):
+    from bench import all as every
+    from bench import decode, hope
+
+    ran = []
+    for module in (decode, hope):
+        monkeypatch.setattr(module, "main", lambda argv, name=module.__name__: ran.append((name.split(".")[1], argv)) or len(ran) - 1)
+    common = ["--device", "cuda", "--out", str(tmp_path), "--seconds", "2.0"]
+    assert every.main(["--only", "hope", "decode", *common]) == 4  # the worst of their exit codes
+    assert [(name, argv[:-6]) for name, argv in ran] == [(command, list(words)) for command, words in every.MAIN + every.MORE if command in ("hope", "decode")]
+    assert all(argv[-6:] == common for _, argv in ran)
+    ran.clear()
+    every.main(["--only", "hope", "--device", "cpu"])
+    assert [(name, argv[:2]) for name, argv in ran] == [("hope", ["--device", "cpu"])]
+    with pytest.raises(SystemExit):
+        every.main(["--part", "more", "--only", "scaling"])
+    assert "none of these is in --part more" in capsys.readouterr().err
 
 
 def test_flashrope_bench_is_the_same(monkeypatch, capsys):
