@@ -198,6 +198,9 @@ def test_modernbert_and_olmo3_as_they_were():
     config = llama(model_type="olmo3", rope_scaling={"rope_type": "yarn", "factor": 8.0})
     assert Rotary.from_hf_config(config, "sliding_attention") == Rotary.rope(128)
     assert Rotary.from_hf_config(config, "full_attention") == Rotary.rope(128).yarn(8.0, 4096)
+    config = llama(model_type="olmo3", rope_theta=None, rope_parameters={"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e5})
+    assert Rotary.from_hf_config(config, "sliding_attention") == Rotary.rope(128, 5e5)  # as transformers 5.0 has it
+    assert Rotary.from_hf_config(config, "full_attention") == Rotary.rope(128, 5e5).yarn(8.0, 4096)
 
 
 def test_layer_type_of_a_model_with_one_table():
@@ -369,7 +372,8 @@ def test_layer_types_of_transformers(transformers, family, layer_type):
     elif hasattr(model, "rotary_emb_local"):  # gemma3 of 4.57
         inv_freq = (model.rotary_emb_local if layer_type == "sliding_attention" else model.rotary_emb).inv_freq
     else:
-        inv_freq = getattr(model.rotary_emb, f"{layer_type}_inv_freq")
+        name = f"{layer_type}_inv_freq"
+        inv_freq = getattr(model.rotary_emb, name if hasattr(model.rotary_emb, name) else "inv_freq")  # olmo3 of 5.0: one table
     torch.testing.assert_close(inv_freq.double(), rotary.inv_freq, rtol=1e-6, atol=0)
 
 

@@ -154,7 +154,7 @@ def _older_parameters_by_layer(config, model_type: str, scaling: dict[str, Any])
         return {"full_attention": {"rope_theta": config.global_rope_theta},
                 "sliding_attention": {"rope_theta": config.global_rope_theta if local is None else local}}
     if model_type == "olmo3":  # only the full layers are scaled
-        return {"full_attention": scaling, "sliding_attention": {}}
+        return {"full_attention": scaling, "sliding_attention": {"rope_theta": scaling.get("rope_theta")}}
     return {}
 
 
