@@ -53,6 +53,11 @@ def test_inv_leaky_is_trained_with_longer_distances_and_used_with_rope():
     assert found.rotary == ROPE and found.training == ROPE.rectify(32, 1 / 16) and found.trained == "inv-leaky"
     assert of("inv-leaky-w16-k4").training == ROPE.rectify(16, 1 / 4)
     assert max(band.slope for band in found.training.bands) == 16
+    with_log_n, log_n = of("inv-leaky+logn"), ROPE.log_n(64, clip=False)
+    assert with_log_n.rotary == log_n and with_log_n.training == log_n.rectify(32, 1 / 16)
+    assert with_log_n.trained == "inv-leaky+logn"
+    dagger = of("inv-leaky+dagger")
+    assert dagger.rotary == ROPE.log_n(64) and dagger.training == found.training and dagger.trained == "inv-leaky"
 
 
 def test_hfwa_is_local_but_for_its_last_layer():
@@ -75,7 +80,8 @@ def test_defaults_fill_what_a_name_leaves_out():
 @pytest.mark.parametrize("name, said", [
     ("rop", "unknown encoding 'rop'; known are rope, hope,"), ("", "unknown encoding"), ("rope+yrn", "unknown change 'yrn'"),
     ("rope-w3", "rope takes no -w"), ("pi-w3", "pi takes no -w"), ("alibi+logn", "alibi stands alone"),
-    ("hfwa+dagger", "hfwa stands alone"), ("inv-leaky+rerope", "inv-leaky stands alone"),
+    ("hfwa+dagger", "hfwa stands alone"), ("inv-leaky+rerope", "inv-leaky is used with RoPE as it is and takes logn "
+     "or dagger alone, not rerope"),
     ("nope+pi", "no pair of this scheme rotates"),
     ("pi+yarn", "interpolations do not stack"), ("rope+logn+dagger", "scaled by log n already"), ("dagger", "unknown encoding"),
     ("rerope+leaky-rerope", "rectified already")])
@@ -90,7 +96,7 @@ def test_unknown_names_list_the_known():
     assert all(name in str(error.value) for name in (*KNOWN, *CHANGES))
 
 
-@pytest.mark.parametrize("name", [*ENCODINGS, "rope+logn", "nope+logn"])
+@pytest.mark.parametrize("name", [*ENCODINGS, "rope+logn", "nope+logn", "inv-leaky+logn"])
 def test_every_encoding_trains_and_reads(name):
     torch.manual_seed(0)
     model, used = ZooModel(CONFIG, name, LENGTH), of(name)

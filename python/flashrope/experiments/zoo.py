@@ -23,9 +23,10 @@ from .model import Attend, LanguageModel, ModelConfig
 from .options import BadInput
 
 ROTARY = ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "inv-leaky", "hfwa", "nope")
-CHANGES = ("pi", "ntk-old", "ntk-aware", "ntk-fixed", "ntk-mixed", "yarn", "rerope", "leaky-rerope", "logn", "dagger")
+LOG_N = ("logn", "dagger")
+CHANGES = ("pi", "ntk-old", "ntk-aware", "ntk-fixed", "ntk-mixed", "yarn", "rerope", "leaky-rerope", *LOG_N)
 ENCODINGS = (*ROTARY, *BIASES, *ABSOLUTE, "learned")
-KNOWN = (*ENCODINGS, *CHANGES[:-2])  # what a name may begin with
+KNOWN = (*ENCODINGS, *CHANGES[:-len(LOG_N)])  # what a name may begin with
 FIELDS = {"window": "w", "leak": "k", "growth": "s"}
 TAKES = {"pi": "s", "ntk-old": "s", "ntk-aware": "s", "ntk-fixed": "s", "ntk-mixed": "s", "yarn": "s", "rerope": "w",
          "leaky-rerope": "wk", "inv-leaky": "wk", "hfwa": "w"}
@@ -66,7 +67,7 @@ def scheme(name: str, config: ModelConfig, train_length: int, defaults: Defaults
     """The scheme of a name. Raises BadInput for names that are unknown or make no sense."""
     first, *changes = name.split("+")
     encoding, numbers = _numbers(first, name)
-    if encoding in CHANGES[:-2]:
+    if encoding in KNOWN and encoding not in ENCODINGS:
         changes, encoding, numbers, first = [first, *changes], "rope", {}, "rope"
     if encoding not in ENCODINGS:
         raise BadInput(f"unknown encoding {name!r}; known are {', '.join(KNOWN)}, and behind a plus sign {', '.join(CHANGES)}")
@@ -74,8 +75,10 @@ def scheme(name: str, config: ModelConfig, train_length: int, defaults: Defaults
     for change, _ in parsed:
         if change not in CHANGES:
             raise BadInput(f"unknown change {change!r} in {name!r}; known are {', '.join(CHANGES)}")
-    if parsed and encoding not in ROTARY or encoding in ("inv-leaky", "hfwa") and parsed:
+    if parsed and (encoding not in ROTARY or encoding == "hfwa"):
         raise BadInput(f"{name!r}: {encoding} stands alone")
+    if encoding == "inv-leaky" and (other := [change for change, _ in parsed if change not in LOG_N]):
+        raise BadInput(f"{name!r}: inv-leaky is used with RoPE as it is and takes {' or '.join(LOG_N)} alone, not {other[0]}")
     trained = first + ("+logn" if "logn" in changes else "")
     try:
         rotary = training = _rotary(encoding, numbers, config, train_length, defaults)
