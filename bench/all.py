@@ -1,17 +1,21 @@
 """The subcommands one after another: in the sizes that the goals name ("main"), and on a GPU with head_dim 64 and grouped heads ("more").
 
+Each in a process of its own: what one leaves behind (a profiler, a broken CUDA context) does not touch the next.
+
     python -m bench all [--part main] [--only hope decode] [--seconds 1] [--out DIR] [--note TEXT] [--device cuda]
 """
 
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
-from . import suite
+from . import machine, suite
 
 MAIN = tuple((command, ()) for command in ("hope", "rerope", "decode", "rotation", "scaling"))
 MORE = (
@@ -41,8 +45,9 @@ def main(argv: list[str]) -> int:
     chosen = [(command, arguments) for command, arguments in chosen if not options.only or command in options.only]
     if not chosen:
         p.error(f"--only: none of these is in --part {options.part}")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(machine.ROOT), os.environ.get("PYTHONPATH"))))}
     codes = []
     for command, arguments in chosen:
-        codes.append(import_module(f".{command}", __package__).main([*arguments, *common]))
+        codes.append(subprocess.run([sys.executable, "-m", "bench", command, *arguments, *common], env=environment).returncode)
         print(flush=True)
-    return max(codes)
+    return max(map(abs, codes))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -281,18 +282,21 @@ def test_every_subcommand_writes_its_files(tmp_path, monkeypatch, command):
 
 def test_all_runs_its_parts(monkeypatch, tmp_path, capsys):
     from bench import all as every
-    from bench import decode, hope
 
     ran = []
-    for module in (decode, hope):
-        monkeypatch.setattr(module, "main", lambda argv, name=module.__name__: ran.append((name.split(".")[1], argv)) or len(ran) - 1)
+
+    def run(words, env):
+        assert words[1:3] == ["-m", "bench"] and env["PYTHONPATH"].startswith(str(ROOT))
+        ran.append(words[3:])
+        return subprocess.CompletedProcess(words, len(ran) - 1)
+
+    monkeypatch.setattr(subprocess, "run", run)
     common = ["--device", "cuda", "--out", str(tmp_path), "--seconds", "2.0"]
     assert every.main(["--only", "hope", "decode", *common]) == 4  # the worst of their exit codes
-    assert [(name, argv[:-6]) for name, argv in ran] == [(command, list(words)) for command, words in every.MAIN + every.MORE if command in ("hope", "decode")]
-    assert all(argv[-6:] == common for _, argv in ran)
+    assert ran == [[command, *words, *common] for command, words in every.MAIN + every.MORE if command in ("hope", "decode")]
     ran.clear()
     every.main(["--only", "hope", "--device", "cpu"])
-    assert [(name, argv[:2]) for name, argv in ran] == [("hope", ["--device", "cpu"])]
+    assert [words[:3] for words in ran] == [["hope", "--device", "cpu"]]
     with pytest.raises(SystemExit):
         every.main(["--part", "more", "--only", "scaling"])
     assert "none of these is in --part more" in capsys.readouterr().err
