@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     options = p.parse_args(argv)
     common = ["--device", options.device, "--out", str(options.out)]
     for name in ("seconds", "threads", "note"):
-        if getattr(options, name):
+        if getattr(options, name) not in (None, ""):
             common += [f"--{name}", str(getattr(options, name))]
     parts = {"main": MAIN, "more": MORE}
     chosen = parts[options.part] if options.part else MAIN if options.device == "cpu" else MAIN + MORE
