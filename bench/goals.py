@@ -99,11 +99,13 @@ def _judge(goal: Goal, measured: dict[int, float]) -> dict:
 
 
 def text(judged: Sequence[dict]) -> str:
-    """One line a goal."""
+    """One line for each goal that the run has a figure of."""
+    run = [goal for goal in judged if goal["measured"]]
+    if not run:
+        return f"goals: none of the {len(judged)} is about what was run here"
     lines = ["goals (peer's time / ours; above 1 flashrope is faster)"]
-    for goal in judged:
+    for goal in run:
         aim = goal["aim"]
         aim = ", ".join(f"{figure:g} from {seqlen}" for seqlen, figure in aim.items()) if isinstance(aim, Mapping) else "none" if aim is None else f"{aim:g}"
-        seen = "" if goal["worst"] is None else f"{goal['worst']:.2f} at worst; "
-        lines.append(f"{goal['verdict']:<10}{goal['goal']}: {seen}floor {goal['floor']:g}, aim {aim}")
+        lines.append(f"{goal['verdict']:<10}{goal['goal']}: {goal['worst']:.2f} at worst; floor {goal['floor']:g}, aim {aim}")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from .results import Record, Run
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#888888", "#8C510A", "#5E3C99", "#01665E")
 MARKERS = "os^Dv<>pPX"
 CEILINGS = {"product_tflops": "large product", "copy_gbs": "copy, read and written", "read_gbs": "read-only probe"}
+RATIOS = (0.0625, 0.125, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 OWN_STYLES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1, 1, 1)))
 
 
@@ -35,10 +37,9 @@ def draw(run: Run, path: Path) -> bool:
         axes[0].set_ylim(bottom=0)
         _lines(axes[1], chosen, styles, lambda record: 1.0 if record.contestant == ours else record.ratios.get(ours))
         axes[1].set_title(f"time / {ours}'s (above 1: {ours} is faster)" if ours else "", loc="left", fontsize=10)
-        axes[1].set_yscale("log", base=2)
-        axes[1].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _ratio_axis(axes[1])
         for each in axes:
-            _length_axis(each, sorted({record.seqlen for record in chosen}))
+            _length_axis(each, sorted({record.seqlen for record in chosen}), "keys in the cache" if chosen[0].sizes["decoding"] else "seqlen")
     _finish(figure, run, records, path)
     return True
 
@@ -59,7 +60,7 @@ def draw_scaling(run: Run, path: Path, panels: Sequence[tuple[str, str, str, dic
         _length_axis(axes, sorted({x for points in series.values() for x in points}), x_label)
         axes.set_ylabel(y_label)
         axes.set_title(title, loc="left", fontsize=10)
-        axes.legend(fontsize=7, frameon=False)
+        axes.legend(fontsize=8, frameon=False)
     for axes in flat[len(panels):]:
         axes.set_visible(False)
     figure.suptitle(_origin(run), fontsize=7, color="0.35", x=0.01, ha="left")
@@ -109,10 +110,23 @@ def _length_axis(axes, lengths: Sequence[float], x_label: str = "seqlen") -> Non
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _ratio_axis(axes) -> None:
+    """Logarithmic and an octave high at least, or noise would fill it; as many ticks as fit."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_yscale("log", base=2)
+    low, high = axes.get_ylim()
+    low, high = min(low, 0.7), max(high, 1.4)
+    axes.set_ylim(low, high)
+    ticks = [tick for tick in RATIOS if low <= tick <= high and (high < 4 * low or math.log2(tick).is_integer())]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
 def _origin(run: Run) -> str:
     versions = run.versions
-    argv = run.argv if len(run.argv) < 150 else run.argv[:147] + "..."
-    return f"{run.device['name']}, torch {versions['torch']}, triton {versions['triton']}, revision {versions['revision']}\n{argv}"
+    command = run.shown_command if len(run.shown_command) < 150 else run.shown_command[:147] + "..."
+    return f"{run.device['name']}, torch {versions['torch']}, triton {versions['triton']}, revision {versions['revision']}\n{command}"
 
 
 def _finish(figure, run: Run, records: Sequence[Record], path: Path) -> None:
@@ -123,7 +137,7 @@ def _finish(figure, run: Run, records: Sequence[Record], path: Path) -> None:
     for axes in figure.axes:
         handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     labels = list(handles)
-    figure.legend(handles.values(), labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.legend(handles.values(), labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False, handlelength=3.5)
     _save(figure, path)
 
 

@@ -41,7 +41,7 @@ def section(root: Path, folder: Path) -> str:
 def _of_run(run: Run) -> list[str]:
     sizes = run.records[0].sizes
     lines = [f"**{TITLES[run.command]}**, head_dim {sizes['head_dim']}, {sizes['heads']} query and {sizes['heads_kv']} key heads, {sizes['dtype']} "
-             f"(`{_shown(run.argv)}`)"]
+             f"(`{run.shown_command}`)"]
     if run.command == "scaling":
         rows = [(name, f"{power:.2f}") for name, power in run.exponents.items() if "flashrope" in name]
         return [*lines, "", *_table(["fitted power of", ""], rows)]
@@ -74,11 +74,6 @@ def _ratios(record: Record) -> str:
 def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(heading) + " |", "|" + "|".join(["---"] + ["---:"] * (len(heading) - 1)) + "|",
             *("| " + " | ".join(row) + " |" for row in rows)]
-
-
-def _shown(argv: str) -> str:
-    """The command without where it wrote and what it noted."""
-    return argv.split(" --note ")[0].split(" --out ")[0]
 
 
 def drawn(text: str, root: Path, folder: Path) -> str:

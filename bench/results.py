@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,6 +56,15 @@ class Run:
     exponents: dict[str, float] = dataclasses.field(default_factory=dict)  # {series: fitted power}
     load_average: dict[str, list[float] | None] = dataclasses.field(default_factory=dict)
     note: str = ""
+
+    @property
+    def shown_command(self) -> str:
+        """The command without where it wrote and what it noted."""
+        words = shlex.split(self.argv)
+        for option in ("--out", "--note"):
+            if option in words:
+                del words[words.index(option):words.index(option) + 2]
+        return shlex.join(words)
 
     def write(self, folder: Path, stem: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -385,7 +385,7 @@ def test_goals(ratios, verdict, worst):
     run = run_of(record_of(seqlen=seqlen, ratios={"flashrope HoPE": ratio}) for seqlen, ratio in ratios.items())
     [judged] = goals.evaluate(run, [RATIO])
     assert (judged["verdict"], judged["worst"]) == (verdict, worst)
-    assert verdict in goals.text([judged])
+    assert goals.text([judged]).count(verdict) == (0 if verdict == "not run" else 1)
 
 
 @pytest.mark.parametrize("changes", [{"backward": True}, {"sizes": {"causal": False}}, {"sizes": {"head_dim": 64}}, {"sizes": {"dtype": "float16"}}],
