@@ -29,7 +29,7 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "max_seqlen_q"])
+@triton.jit(do_not_specialize=["seqlen_q", "max_seqlen_q", "heads_q"])
 def attention_delta(out, grad_out, grad_lse, delta, cu_seqlens_q, seqlen_q, max_seqlen_q, heads_q,
                     LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr):
     """delta = rowsum(out * grad_out) - grad_lse, float32, shaped like lse. out has no gaps, grad_out is Strided."""
@@ -80,7 +80,7 @@ def grad_kv_step(grad_k, grad_v, k, v, queries, grads, lse, delta, row, position
     return grad_k, grad_v
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_k", "table_rows"])
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_k", "table_rows", "heads_q", "heads_kv"])
 def attention_grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k, grad_v, angles, bands, cu_seqlens_q,
                       cu_seqlens_k, seqlen_q, seqlen_k, max_seqlen_k, table_rows, heads_q, heads_kv, scales,
                       LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -169,7 +169,7 @@ def grad_q_step(grad_q, q, g, row_lse, row_delta, keys, values, column, position
     return tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows"])
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads_q", "heads_kv"])
 def attention_grad_q(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q, angles, bands, cu_seqlens_q, cu_seqlens_k,
                      seqlen_q, seqlen_k, max_seqlen_q, table_rows, heads_q, heads_kv, scales,
                      LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):

@@ -33,7 +33,7 @@ from .tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def append_rows(k_cache, v_cache, k, v, slots, heads, LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr):
     """Writes k, v Strided (batch, seqlen_new, heads) behind seqlens. What has no slot, or no page inside the cache, is dropped."""
     seqlen_new, capacity = decoded(slots.seqlen_new), decoded(slots.capacity)
@@ -76,7 +76,7 @@ def products(query_x, query_y, x, y, LAYOUT: tl.constexpr):
         return tl.dot(query_y, tl.trans(y), scores, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "table_rows", "num_splits"])
+@triton.jit(do_not_specialize=["seqlen_q", "table_rows", "num_splits", "heads_q", "heads_kv"])
 def attention_decode(q, k_cache, v_cache, out, lse, angles, bands, slots, seqlen_q, table_rows, heads_q, heads_kv, num_splits, scales,
                      LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, KEY_TURNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -146,7 +146,7 @@ def attention_decode(q, k_cache, v_cache, out, lse, angles, bands, slots, seqlen
     tl.store(to, acc.to(out.dtype.element_ty), mask=written)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "num_splits"])
+@triton.jit(do_not_specialize=["seqlen_q", "num_splits", "heads_q"])
 def combine_splits(partial, partial_lse, out, lse, seqlen_q, heads_q, num_splits, LAYOUT: tl.constexpr, BLOCK_S: tl.constexpr):
     """One row of out per program; partial and partial_lse as attention_decode writes them, float32."""
     D: tl.constexpr = LAYOUT.block_d

@@ -63,7 +63,7 @@ def attend_tile(acc, row_max, row_sum, q, keys, values, slots, batch, first_slot
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows"])
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads_q", "heads_kv"])
 def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_q, cu_seqlens_k,
                       seqlen_q, seqlen_k, max_seqlen_q, table_rows, heads_q, heads_kv, scales, slots,
                       LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, KEY_TURNS: tl.constexpr, PAGE_SIZE: tl.constexpr,

@@ -13,7 +13,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 # Triton specialises integers inside a tuple by value (multiple of 16? equal to 1? 64 bits?). Strides and sizes depend on lengths,
-# so they are passed in a form of which all have the same answers, and no length compiles a kernel anew.
+# so they are passed in a form of which all have the same answers, and no length compiles a kernel anew. Numbers outside tuples are
+# do_not_specialize, heads too: one head would otherwise be a constant where the kernels expect a scalar of the device.
 _TAG = tl.constexpr(1 << 40)
 
 

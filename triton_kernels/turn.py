@@ -25,7 +25,7 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["seqlen", "seqlen_other", "max_seqlen", "table_rows"])
+@triton.jit(do_not_specialize=["seqlen", "seqlen_other", "max_seqlen", "table_rows", "heads"])
 def turn_rows(x, out, slots, angles, cu_seqlens, cu_seqlens_other, seqlen, seqlen_other, max_seqlen, table_rows, heads, scales,
               LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr):
     """x Strided (batch, row, head); out Strided (slot, row, head); slots int32: the table slot of every slot of out.
@@ -54,7 +54,7 @@ def turn_rows(x, out, slots, angles, cu_seqlens, cu_seqlens_other, seqlen, seqle
         store_pairs(ptr, first_x * log_n, second_x * log_n, rows, length - first, stride(out.row, LAYOUT), 0, LAYOUT)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "rows_out", "table_rows"])
+@triton.jit(do_not_specialize=["seqlen_q", "rows_out", "table_rows", "heads"])
 def turn_cached_rows(cache, out, turns, slots, angles, seqlen_q, rows_out, table_rows, heads, LAYOUT: tl.constexpr,
                      PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr):
     """The last rows_out keys of every sequence, or all where it has fewer: cache Strided (batch or page, row, head), out Strided
