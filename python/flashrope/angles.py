@@ -6,6 +6,8 @@ two to three float32 roundings (two levels) at any position.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -43,13 +45,19 @@ def band_turns(rotary: Rotary, causal: bool) -> BandTurns:
 
 def cos_sin(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin in float64 of positions (...,) or, for an axial table, (..., axes): two of shape (..., pairs)."""
+    return _cos_sin(positions, *_frequencies(rotary, positions.device))
+
+
+def _cos_sin(positions, theta, axis):
     positions = positions.to(torch.float64)
-    theta = torch.tensor(rotary.theta, dtype=torch.float64, device=positions.device)
-    if rotary.axis:
-        angle = positions[..., list(rotary.axis)] * theta
-    else:
-        angle = positions[..., None] * theta
+    angle = (positions[..., None] if axis is None else positions.index_select(-1, axis)) * theta
     return angle.cos(), angle.sin()
+
+
+def _frequencies(rotary: Rotary, device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """theta float64 (pairs,), and for an axial table the axis of every pair, int64 (pairs,)."""
+    return (torch.tensor(rotary.theta, dtype=torch.float64, device=device),
+            torch.tensor(rotary.axis, device=device) if rotary.axis else None)
 
 
 def padded_pairs(rotary: Rotary) -> int:
@@ -62,19 +70,37 @@ def coarse_rows(positions: int) -> int:
     return 1 << max(-(-positions // FINE_ROWS) - 1, 0).bit_length()
 
 
+def resident(build: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """What build returns, on a device where it is to stay. On a GPU a thread of its own makes it: this one may stand in inference
+    mode, or allocate from the pool of a CUDA graph, as torch.compile's "reduce-overhead" does, which takes that memory back."""
+    if device.type != "cuda":
+        return build().to(device)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: build().to(device)).result()
+
+
 @lru_cache(maxsize=256)
 def two_level_table(rotary: Rotary, causal: bool, coarse: int, device: torch.device) -> torch.Tensor:
     """float32 (turns, FINE_ROWS + coarse, 2, padded pairs): cos and sin of slope * r for the fine rows r, then of
     slope * FINE_ROWS * c + offset for the coarse rows c. Angle addition joins the two."""
+    return resident(lambda: _two_levels(rotary, causal, coarse), device)
+
+
+def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
     fine = torch.arange(FINE_ROWS, dtype=torch.float64)
     blocks = torch.arange(coarse, dtype=torch.float64) * FINE_ROWS
     rows = torch.stack([torch.cat([slope * fine, slope * blocks + offset]) for slope, offset in band_turns(rotary, causal).slots])
-    return _padded(rotary, *cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows)).to(device)
+    return _padded(rotary, *cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows))
+
+
+@lru_cache(maxsize=256)
+def _resident_frequencies(rotary: Rotary, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    return tuple(x if x is None else resident(lambda x=x: x, device) for x in _frequencies(rotary, "cpu"))
 
 
 def position_table(rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
     """float32 (2, batch, seqlen, 2, padded pairs): slot 0 does not turn, slot 1 turns by the given positions."""
-    cos, sin = cos_sin(rotary, positions)
+    cos, sin = _cos_sin(positions, *_resident_frequencies(rotary, positions.device))  # nothing to copy, so nothing to wait for
     return _padded(rotary, torch.stack([torch.ones_like(cos), cos]), torch.stack([torch.zeros_like(sin), sin]))
 
 

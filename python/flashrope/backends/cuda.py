@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..angles import band_turns, coarse_rows, two_level_table
+from ..angles import band_turns, coarse_rows, resident, two_level_table
 from ..rotary import Rotary
 from . import CacheCall, aligned, distance, multiprocessors
 
@@ -105,7 +105,7 @@ def _bands(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tensor:
     turns = band_turns(rotary, causal)
     rows = [(distance(band.start), distance(band.stop), query, key)
             for band, query, key in zip(rotary.bands_for(causal), turns.query, turns.key, strict=True)]
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+    return resident(lambda: torch.tensor(rows, dtype=torch.int32), device)
 
 
 def _turning_pairs(rotary: Rotary) -> int:

@@ -21,7 +21,7 @@ try:
 except ImportError as error:  # no wheel for this platform
     IMPORT_ERROR = str(error)
 
-from ..angles import band_turns, coarse_rows, padded_pairs, position_table, two_level_table
+from ..angles import band_turns, coarse_rows, padded_pairs, position_table, resident, two_level_table
 from ..rotary import Rotary
 from . import CacheCall, Call, aligned, distance, multiprocessors, slots_of
 
@@ -295,7 +295,7 @@ def _bands(rotary: Rotary, causal: bool):
 
 @lru_cache(maxsize=1024)
 def _integers(values, device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
+    return resident(lambda: torch.tensor(values, dtype=torch.int32), device)
 
 
 def _rows(x: torch.Tensor) -> int:
