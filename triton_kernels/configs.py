@@ -1,7 +1,7 @@
 """The only tuning numbers: tile sizes, warps and pipeline stages by architecture, head_dim and direction.
 
-The compute capability picks a table: "sm80" (A100), "sm86" (sm_86 and sm_89, 99 KB
-of shared memory), "sm90" (H100, H200 and, until one was measured, everything newer).
+The compute capability picks a table: "sm80" (A100), "sm86" (sm_86, sm_89 and from
+sm_120 on, 99 KB of shared memory), "sm90" (H100, H200 and, until one was measured, what lies between).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def family(capability: int) -> str:
     """The table for a compute capability such as 80 or 90."""
     if capability < 80:
         raise ValueError(f"the Triton kernels need compute capability 8.0 or newer, this device has {capability / 10}")
-    return "sm80" if capability == 80 else "sm86" if capability < 90 else "sm90"
+    return "sm80" if capability == 80 else "sm90" if 90 <= capability < 120 else "sm86"
 
 
 def num_splits(programs: int, capacity: int, multiprocessors: int) -> int:
