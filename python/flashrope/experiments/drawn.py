@@ -18,18 +18,21 @@ from .workers import Workers
 from .zoo import scheme
 
 PATTERN_SAMPLES = 5000  # the source's; fewer where the preset has fewer samples
-FREQUENCY_SCHEMES = ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "pi-s8", "ntk-old-s8", "ntk-aware-s8",
-                     "ntk-fixed-s8", "ntk-mixed-s8", "yarn-s8", "hope+pi-s8", "hope+yarn-s8")
+FREQUENCY_PANELS = {
+    "trained with": ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3"),
+    "changed when used, for 8 times the training length": (
+        "rope", "pi-s8", "ntk-old-s8", "ntk-aware-s8", "ntk-fixed-s8", "ntk-mixed-s8", "yarn-s8", "hope+pi-s8", "hope+yarn-s8")}
 POSITION_SCHEMES = ("rope", "pi-s8", "rerope{w256}", "leaky-rerope{w256}-k16")
 
 
 def draw_frequencies(run: Run, workers: Workers, folder: Path) -> None:
-    used = {name: scheme(name, run.preset.config, run.unit, run.defaults).rotary for name in FREQUENCY_SCHEMES}
+    names = dict.fromkeys(name for panel in FREQUENCY_PANELS.values() for name in panel)
+    used = {name: scheme(name, run.preset.config, run.unit, run.defaults).rotary for name in names}
     rows = [[name, pair, f, kind] for name, rotary in used.items()
             for pair, (f, kind) in enumerate(zip(rotary.theta, kinds(rotary.theta, run.unit), strict=True))]
     write_csv(folder / "results.csv", ("scheme", "pair", "inv_freq", "kind"), rows)
-    frequencies = {name: rotary.theta for name, rotary in used.items()}
-    figures.frequencies(folder / "frequencies.png", frequencies, run.unit, run.defaults.base)
+    panels = {panel: {name: used[name].theta for name in names} for panel, names in FREQUENCY_PANELS.items()}
+    figures.frequencies(folder / "frequencies.png", panels, run.unit, run.defaults.base)
 
 
 def seen_distances(rotary: Rotary, length: int, scale: float = 1.0) -> list[list[float]]:

@@ -51,9 +51,11 @@ def lines(path: Path, title: str, note: str, x_label: str, y_label: str, series:
         axes.set_ylim(-3, 103)
     else:
         axes.set_yscale("log")
+        least, most = axes.get_ylim()
+        steps = (1, 1.5, 2, 3, 4, 5, 6, 7, 8) if most < 50 * least else (1,)
+        axes.set_yticks([tick for power in range(-3, 10) for step in steps if least <= (tick := step * 10**power) <= most])
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-        axes.yaxis.set_minor_formatter(lambda y, _: f"{y:g}")
-        axes.tick_params(axis="y", which="minor", labelsize=7)
+        axes.yaxis.minorticks_off()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8, title="at the right end", title_fontsize=8)
@@ -83,32 +85,35 @@ def bars(path: Path, title: str, note: str, names: Sequence[str], groups: dict[s
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="x", labelsize=8)
     panels[0].invert_yaxis()
-    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold", fontsize=11)
-    figure.text(0.01, 0.99 - 0.32 / figure.get_figheight(), note, fontsize=8, color="0.35", va="top")
+    _suptitle(figure, title, note)
     _save(figure, path)
 
 
-def frequencies(path: Path, tables: dict[str, Sequence[float]], train_length: int, base: float) -> None:
-    """inv_freq over the pairs, 2 pi / L and pi / L marked; pairs that do not turn lie on the floor."""
-    figure, axes = _figure((9, 5.5))
-    least = min(f for table in tables.values() for f in table if f > 0)
-    floor = least / 4
-    for at, (name, table) in enumerate(tables.items()):
-        look = dict(color=COLOURS[at % len(COLOURS)], linestyle=STYLES[at // len(COLOURS) % len(STYLES)],
-                    marker=MARKERS[at % len(MARKERS)], markersize=3.5, linewidth=1.2)
-        axes.plot(range(len(table)), [f if f > 0 else math.nan for f in table], label=name, **look)
-        axes.plot(range(len(table)), [math.nan if f > 0 else floor for f in table], **look)
-    for value, label in ((2 * math.pi / train_length, "2π/L"), (math.pi / train_length, "π/L")):
-        axes.axhline(value, color="0.4", linewidth=0.8, linestyle=":")
-        axes.annotate(f"{label}, L = {train_length}", (0.8 * len(table), value), xytext=(0, 2),
-                      textcoords="offset points", fontsize=8, color="0.3")
-    axes.axhline(floor, color="0.8", linewidth=0.8)
-    axes.annotate("0: no rotation", (0, floor), xytext=(0, 3), textcoords="offset points", fontsize=8, color="0.3")
-    axes.set_yscale("log")
-    axes.set_xlabel("channel pair")
-    axes.set_ylabel("inv_freq (radians per position, log scale)")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
-    _title(axes, "Frequency tables", f"head_dim {2 * len(next(iter(tables.values())))}, base {base:g}")
+def frequencies(path: Path, panels: dict[str, dict[str, Sequence[float]]], train_length: int, base: float) -> None:
+    """inv_freq over the pairs, side by side, 2 pi / L and pi / L marked; pairs that do not turn lie on the floor."""
+    figure, all_axes = _figure((11, 5), columns=len(panels))
+    tables = [table for panel in panels.values() for table in panel.values()]
+    floor = min(f for table in tables for f in table if f > 0) / 4
+    for axes, (name, panel) in zip(all_axes, panels.items(), strict=True):
+        for at, (label, table) in enumerate(panel.items()):  # later lines are thinner, so that those under them show
+            thinner = at / len(panel)
+            look = dict(color=COLOURS[at % len(COLOURS)], linestyle=STYLES[at // len(COLOURS) % len(STYLES)], zorder=2 + thinner,
+                        marker=MARKERS[at % len(MARKERS)], markersize=6.5 - 4 * thinner, linewidth=3 - 2.2 * thinner)
+            axes.plot(range(len(table)), [f if f > 0 else math.nan for f in table], label=label, **look)
+            axes.plot(range(len(table)), [math.nan if f > 0 else floor for f in table], **look)
+        for value, label in ((2 * math.pi / train_length, "2π/L"), (math.pi / train_length, "π/L")):
+            axes.axhline(value, color="0.4", linewidth=0.8, linestyle=":", zorder=0)
+            axes.annotate(label, (1, value), xycoords=("axes fraction", "data"), xytext=(2, 0), textcoords="offset points",
+                          fontsize=8, color="0.3", va="center")
+        axes.axhline(floor, color="0.8", linewidth=0.8, zorder=0)
+        axes.annotate("0: no rotation", (0, floor), xytext=(0, -11), textcoords="offset points", fontsize=8, color="0.3")
+        axes.set_yscale("log")
+        axes.set_ylim(floor / 3, 2)
+        axes.set_xlabel("channel pair")
+        axes.set_title(name, fontsize=9, loc="left")
+        axes.legend(loc="lower left", bbox_to_anchor=(0.01, 0.11), frameon=False, fontsize=8)
+    all_axes[0].set_ylabel("inv_freq (radians per position, log scale)")
+    _suptitle(figure, "Frequency tables", f"head_dim {2 * len(tables[0])}, base {base:g}, training length L = {train_length}")
     _save(figure, path)
 
 
@@ -152,7 +157,7 @@ def patterns(path: Path, title: str, note: str, panels: Sequence[tuple[str, dict
         if len(curves) > 1:
             axes.legend(frameon=False, fontsize=7)
     all_axes[0].set_ylabel("score before the softmax", fontsize=8)
-    figure.suptitle(f"{title}\n{note}", x=0.01, ha="left", fontsize=9)
+    _suptitle(figure, title, note)
     _save(figure, path)
 
 
@@ -219,6 +224,12 @@ def _figure(size: tuple[float, float], columns: int = 1, rows: int = 1):
 def _title(axes, title: str, note: str) -> None:
     axes.set_title(title, loc="left", fontweight="bold", fontsize=11, pad=20 if note else 8)
     axes.annotate(note, xy=(0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=8, color="0.35")
+
+
+def _suptitle(figure, title: str, note: str) -> None:
+    """``_title`` over several panels."""
+    figure.suptitle(f"{title}\n\n", x=0.01, ha="left", fontweight="bold", fontsize=11)
+    figure.text(0.01, 0.99 - 0.32 / figure.get_figheight(), note, fontsize=8, color="0.35", va="top")
 
 
 def _save(figure, path: Path) -> None:

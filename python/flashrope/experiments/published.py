@@ -49,8 +49,8 @@ ACCURACIES = (Column("512 (train)", "accuracy", 1), Column("4096 (repeat)", "acc
 REPEATS = ("4096 (repeat)", "4096 (non-repeat)")
 YARN_NOTE = "The source's average of RoPE + YaRN is not the mean of its row, 53.03."
 AB2_NOTE = "The source's average of AB2 is not the mean of its row, 26.47."
-FACTOR_NOTE = ("The source does not give PI's and YaRN's factor or whether models were tuned for it; here the longest input over the "
-               "training length, untuned.")
+FACTOR_NOTE = ("The source does not give PI's and YaRN's factor or whether models were tuned for it; here the longest input over "
+               "the training length, untuned.")
 
 TABLES = {
     "copying": (Published(
