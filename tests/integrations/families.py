@@ -7,6 +7,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
+from flashrope import Rotary
 from flashrope.integrations.transformers import convert
 
 COMMON = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -38,6 +39,16 @@ NOTES = {
     "gemma3_text": "two tables", "glm4": "interleaved pairs, partial", "gpt_neox": "partial", "phi": "partial",
     "qwen2": "windows in some layers", "smollm3": "some layers rotate nothing", "stablelm": "partial; refused up to transformers 5.0",
 }
+ROPE_TYPES = {
+    "linear": dict(rope_type="linear", factor=4.0),
+    "dynamic": dict(rope_type="dynamic", factor=4.0),
+    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    "llama3": dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=16),
+    "longrope": dict(rope_type="longrope", factor=4.0, short_factor=[1.0 + m / 8 for m in range(8)],
+                     long_factor=[1.0 + m for m in range(8)], original_max_position_embeddings=16),
+}
+BOUND = 1e-5  # of logits of size 3, float32
 SEQLEN, PADDING = 28, 3
 CALLS = [5, 6, 7, 8, 9, 20, 21, SEQLEN]  # where calls over a cache end: a prompt, one token at a time past the window, several
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -78,6 +89,18 @@ def logits(model, ids, mask=None, cache=None, calls=None, **kwargs) -> torch.Ten
             parts.append(step.logits)
         out = torch.cat(parts, 1)
     return out if mask is None else out * mask[..., None]
+
+
+def converted(model) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "rotary_bands")]
+
+
+def schemes(model) -> list[Rotary]:
+    return [module.rotary_bands.rotary for module in converted(model)]
+
+
+def close(a, b, bound=BOUND) -> bool:
+    return float((a - b).abs().max()) <= bound
 
 
 def static(model, extra: int = 8) -> StaticCache:

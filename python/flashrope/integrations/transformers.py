@@ -52,7 +52,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
             with a sliding window see a fixed number of keys and are left alone.
         hope_train_length: HoPE: pairs that turn less than once over this length do not rotate.
 
-    With neither rotary nor changes, those are used that the model was converted with before it was saved.
+    With neither rotary nor changes, those of the last convert are used, which the configuration keeps and save_pretrained
+    writes with it; ``revert`` forgets them.
 
     Returns:
         model.
@@ -87,7 +88,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
     for module, scheme in plan:
         module.rotary_bands = scheme
     handles = [embedding.register_forward_hook(_no_rotation) for embedding in _embeddings(decoder)]
-    handles.append(decoder.register_forward_pre_hook(check_positions, with_kwargs=True))
+    handles.append(decoder.register_forward_pre_hook(_check_forward, with_kwargs=True))
     decoder.rotary_bands = _Conversion(before, handles)
     if any(asked.values()):
         setattr(config, FIELD, {name: _to_text(value) for name, value in asked.items() if value is not None})
@@ -180,6 +181,10 @@ def _attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None
         query, key = query.to(value.dtype), key.to(value.dtype)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     seqlen = q.shape[1]
+    lengths = kwargs.get("cu_seq_lens_q")
+    if lengths is not None and lengths.shape[0] > 2 and not isinstance(attention_mask, Packed):
+        raise ValueError("cu_seq_lens_q: expected position_ids beside it, which start anew in every sequence, got "
+                         f"{lengths.shape[0] - 1} sequences and none")
     if attention_mask is None:
         return attention(q, k[:, :seqlen], v[:, :seqlen], scheme.at(seqlen), softmax_scale=scaling), None
     if isinstance(attention_mask, Packed):
@@ -228,6 +233,13 @@ def _check_call(module, scheme, dropout, sliding_window, kwargs) -> None:
 
 
 # ---- hooks ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_forward(module, args, kwargs) -> None:
+    if module.config._attn_implementation != NAME:
+        raise ValueError(f"attn_implementation: expected {NAME!r} in a converted model, got "
+                         f"{module.config._attn_implementation!r}, under which nothing would rotate; call revert(model) first")
+    check_positions(module, args, kwargs)
 
 
 def _no_rotation(module, args, output):

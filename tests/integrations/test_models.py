@@ -1,0 +1,165 @@
+"""Converted models that are reverted, copied, saved, wrapped, quantised, cast or trained by the library's own Trainer."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+
+from families import CALLS, COMMON, FAMILIES, RUNS, SEQLEN, close, logits, padded, schemes, tiny, tokens
+from transformers import AutoModelForCausalLM
+
+from flashrope import Rotary
+from flashrope.integrations.transformers import convert, revert
+
+# ---- revert, copies, saving -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "cohere2"])
+def test_revert_gives_back_the_stock_model(name):
+    model = tiny(name)
+    before, weights = {run: call(model) for run, call in RUNS.items()}, copy.deepcopy(model.state_dict())
+    text = model.config.to_json_string()
+    convert(model, hope_train_length=32)
+    assert not close(RUNS["uncached"](model), before["uncached"], 0.01)
+    assert revert(model) is model
+    assert all(torch.equal(call(model), before[run]) for run, call in RUNS.items())
+    assert all(torch.equal(a, b) for a, b in zip(weights.values(), model.state_dict().values(), strict=True))
+    assert model.config._attn_implementation == "sdpa" and model.config.to_json_string() == text
+    for module in model.modules():
+        assert not (module._forward_hooks or module._forward_pre_hooks or hasattr(module, "rotary_bands"))
+    revert(model)  # nothing to do
+
+
+def test_convert_again_replaces_the_scheme():
+    model = tiny("llama")
+    stock = logits(model, tokens())
+    changed = logits(convert(model, window=4), tokens())
+    assert not close(changed, stock, 0.1)
+    assert close(logits(convert(model, window=SEQLEN), tokens()), stock)
+    assert torch.equal(logits(revert(model), tokens()), stock)
+
+
+def test_a_copy_can_be_reverted_alone():
+    model = tiny("llama")
+    stock = logits(model, tokens())
+    convert(model, window=4)
+    other = copy.deepcopy(model)
+    changed = logits(model, tokens())
+    assert torch.equal(logits(other, tokens()), changed)
+    assert torch.equal(logits(revert(other), tokens()), stock)
+    assert torch.equal(logits(model, tokens()), changed)
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+def test_a_pickled_model(how):
+    model = convert(tiny("gemma3_text"), hope_train_length=32)
+    file = io.BytesIO()
+    pickle.dump(model, file) if how == "pickle" else torch.save(model, file)
+    file.seek(0)
+    other = pickle.load(file) if how == "pickle" else torch.load(file, weights_only=False)
+    assert torch.equal(logits(other, tokens()), logits(model, tokens()))
+    assert torch.equal(logits(revert(other), tokens()), logits(tiny("gemma3_text"), tokens()))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+def test_whatever_attention_a_model_was_loaded_with(implementation):
+    model = tiny("llama")
+    stock = logits(model, tokens())
+    model.set_attn_implementation(implementation)
+    assert close(logits(convert(model), tokens()), stock)
+    assert revert(model).config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("asked", [dict(window=6, factor=4.0, log_n=True), dict(hope_train_length=32),
+                                   dict(rotary=Rotary.rope(16).yarn(4.0, 64).rectify(8))], ids=["leaky", "hope", "rotary"])
+def test_the_scheme_travels_with_the_model(asked, tmp_path):
+    model = convert(tiny("llama"), **asked)
+    expected = logits(model, tokens())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert not close(logits(loaded, tokens()), expected, 0.01)  # until converted it is a stock model
+    assert torch.equal(logits(convert(loaded), tokens()), expected)
+    revert(loaded).save_pretrained(tmp_path / "stock")
+    assert schemes(convert(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))) == [Rotary.rope(16)] * 3
+
+
+# ---- models that are wrapped or changed -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types(dtype):
+    """No further from the float32 model than the library's own attention is."""
+    exact = logits(tiny("llama"), tokens(), padded(), calls=CALLS)
+
+    def error(model):
+        return float((logits(model, tokens(), padded(), calls=CALLS).float() - exact).abs().max())
+
+    stock = error(tiny("llama").to(dtype))
+    assert error(convert(tiny("llama").to(dtype))) <= 1.5 * stock
+    assert error(convert(tiny("llama")).to(dtype)) <= 1.5 * stock
+
+
+def test_the_decoder_inside_a_larger_model():
+    """gemma3 sees an image's tokens in both directions, which is refused; its text is served."""
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    config = transformers.Gemma3Config(text_config={**COMMON, **FAMILIES["gemma3_text"]}, vision_config=vision,
+                                       mm_tokens_per_image=4, boi_token_index=60, eoi_token_index=61, image_token_index=62)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    stock = logits(model, tokens(), padded())
+    assert close(logits(convert(model), tokens(), padded()), stock)
+    ids = tokens()
+    ids[:, 3:7] = 62
+    with pytest.raises(ValueError, match="mask_function: .* got or_masks"):
+        model(ids, token_type_ids=(ids == 62).long(), pixel_values=torch.zeros(2, 3, 28, 28))
+
+
+def test_quantised_linears():
+    model = tiny("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own notices of where its quantisation moves
+        model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    stock = logits(model, tokens(), padded(), calls=CALLS)
+    convert(model)
+    assert "quantized" in type(model.model.layers[0].self_attn.q_proj).__module__
+    # A rounding to int8 that is moved by 1e-7 can fall to the other side.
+    assert close(logits(model, tokens(), padded(), calls=CALLS), stock, 0.1)
+    assert torch.equal(logits(revert(model), tokens(), padded(), calls=CALLS), stock)
+
+
+def test_peft():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = convert(tiny("llama"), window=6)
+    changed = logits(model, tokens())
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    assert torch.equal(logits(wrapped, tokens()), changed)  # LoRA starts at nothing
+    assert torch.equal(logits(wrapped.merge_and_unload(), tokens()), changed)
+
+    model = peft.get_peft_model(tiny("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    stock = logits(model, tokens(), padded())
+    convert(model)
+    assert close(logits(model, tokens(), padded()), stock)
+    model(tokens(), labels=tokens(), use_cache=False).loss.backward()
+    assert all((parameter.grad is not None) == ("lora" in name) for name, parameter in model.named_parameters())
+    revert(model)
+    assert torch.equal(logits(model, tokens(), padded()), stock)
+
+
+def test_trainer(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
+
+    def train(model):
+        arguments = transformers.TrainingArguments(
+            tmp_path, max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[], save_strategy="no",
+            disable_tqdm=True, use_cpu=True, logging_steps=1)
+        data = [{"input_ids": row, "labels": row} for row in tokens(6)]
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    stock = train(tiny("llama"))
+    assert len(stock) == 3 and train(convert(tiny("llama"))) == pytest.approx(stock, abs=2e-4)

@@ -1,0 +1,149 @@
+"""What converted models refuse, and how: the argument, what was expected, what came."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+
+import families
+from families import ROPE_TYPES, SEQLEN, logits, padded, tiny, tokens
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, DynamicCache
+
+from flashrope import Rotary
+from flashrope.integrations import transformers as integration
+from flashrope.integrations.transformers import convert, revert
+
+# ---- refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_families_that_are_refused():
+    with pytest.raises(ValueError, match="model: expected one of the types .* got 'gpt_oss', which has attention sinks"):
+        config = AutoConfig.for_model("gpt_oss", **{**families.COMMON, "num_local_experts": 2, "head_dim": 16})
+        convert(AutoModelForCausalLM.from_config(config))
+    with pytest.raises(ValueError, match="attn_logit_softcapping = 50.0"):
+        convert(tiny("gemma2", attn_logit_softcapping=50.0))
+    with pytest.raises(ValueError, match="found 0 in GPT2LMHeadModel"):
+        convert(AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1, n_embd=16, n_head=2)))
+    with pytest.raises(ValueError, match="one transformers decoder with a rotary embedding, found 2 in Moonshine"):
+        sizes = dict(hidden_size=16, intermediate_size=16, encoder_num_hidden_layers=1, decoder_num_hidden_layers=1,
+                     encoder_num_attention_heads=2, decoder_num_attention_heads=2)
+        convert(AutoModelForSpeechSeq2Seq.from_config(AutoConfig.for_model("moonshine", **sizes)))
+    with pytest.raises(TypeError, match="model: expected a torch module, got str"):
+        convert("meta-llama/Llama-3.2-1B")
+    for name in families.REFUSED_BY_VERSION:
+        with pytest.raises(ValueError, match="asks AttentionMaskInterface for its masks, got StableLmModel"):
+            convert(tiny(name))
+
+
+def test_a_table_that_is_not_the_configurations():
+    model = tiny("llama")
+    model.config.rope_theta = 500_000.0
+    if getattr(model.config, "rope_parameters", None):
+        model.config.rope_parameters["rope_theta"] = 500_000.0
+    with pytest.raises(ValueError, match="model: expected a rotary embedding of the frequencies that its configuration gives"):
+        convert(model)
+    if families.VERSION < (5, 0):
+        with pytest.raises(ValueError, match="config: expected original_max_position_embeddings beside the rope parameters"):
+            convert(tiny("llama", rope_scaling=dict(ROPE_TYPES["longrope"])))
+
+
+@pytest.mark.parametrize("name, asked, error, message", [
+    ("llama", dict(windw=6), TypeError, "windw: convert takes rotary, window"),
+    ("llama", dict(factor=4.0), ValueError, "factor: expected a window beside it"),
+    ("llama", dict(window=-1), ValueError, "window: expected a non-negative integer, got -1"),
+    ("llama", dict(hope_train_length=-2), ValueError, "hope_train_length: expected a positive length, got -2"),
+    ("llama", dict(log_n=1), ValueError, "train_length: expected more than 1, got 1"),
+    ("llama", dict(rotary="rope"), TypeError, "rotary: expected a Rotary or a dict of one per layer type, got str"),
+    ("llama", dict(rotary=Rotary.rope(64)), ValueError, "rotary: expected head_dim 16 of layer 0, got 64"),
+    ("llama", dict(rotary={"full": Rotary.rope(16)}), ValueError, r"rotary: expected the layer types \[\], got \['full'\]"),
+    ("mistral", dict(window=6), ValueError, "window: expected .* layers see all keys, got layers with a sliding window of 8"),
+    ("gemma3_text", dict(window=6), ValueError, "sliding window of 8"),
+    ("mistral", dict(log_n=32), ValueError, "log_n: expected a layer that sees all keys, got a sliding window in every layer"),
+])
+def test_bad_arguments(name, asked, error, message):
+    model = tiny(name)
+    stock = logits(model, tokens())
+    with pytest.raises(error, match=message):
+        convert(model, **asked)
+    assert torch.equal(logits(model, tokens()), stock) and model.config._attn_implementation == "sdpa"
+
+
+def prefix_lm(batch_idx, head_idx, q_idx, kv_idx):
+    return kv_idx < 4
+
+
+@pytest.mark.parametrize("call, message", [
+    (dict(attention_mask=torch.ones(2, 1, SEQLEN, SEQLEN, dtype=torch.bool)), r"attention_mask: .* a mask of shape \(2, 1, 28, 28\)"),
+    (dict(attention_mask=torch.ones(2, SEQLEN - 3, dtype=torch.long)), r"attention_mask: expected one number for .* \(2, 25\)"),
+    (dict(attention_mask=torch.arange(2 * SEQLEN).view(2, SEQLEN) % 5 > 0), "attention_mask: .* got zeros between ones in row 0"),
+    (dict(position_ids=torch.arange(SEQLEN)[None] * 2, use_cache=True), "position_ids: .* 1, .* got 2 in row 0, column 1"),
+    (dict(position_ids=families.PACKED, use_cache=True), "packed sequences need use_cache=False"),
+    (dict(position_ids=torch.arange(SEQLEN)[None] + 3, attention_mask=padded()), "position_ids: .* got 6 in row 0, column 3"),
+])
+def test_bad_calls(call, message):
+    model = convert(tiny("llama"))
+    with pytest.raises(ValueError, match=message):
+        model(tokens(), **call)
+
+
+def test_packing_told_by_lengths_alone():
+    model, lengths = convert(tiny("llama")), torch.tensor([0, 11, 23, SEQLEN], dtype=torch.int32)
+    arguments = dict(cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, max_length_q=12, max_length_k=12, use_cache=False)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected position_ids beside it, .* got 3 sequences and none"):
+        model(tokens(1), **arguments)
+    model(tokens(1), position_ids=families.PACKED[:1], **arguments)
+
+
+def test_positions_over_a_cache():
+    model = convert(tiny("llama"))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens()[:, :9], past_key_values=cache)
+        with pytest.raises(ValueError, match="position_ids: expected the token's place in the cache, 9, .* got 4"):
+            model(tokens()[:, 9:10], past_key_values=cache, position_ids=torch.tensor([[4]]))
+        with pytest.raises(ValueError, match="zeros between ones in row 1"):  # a prompt padded on the right, continued
+            mask = torch.ones(2, 10, dtype=torch.long)
+            mask[1, 6:9] = 0
+            model(tokens()[:, 9:10], past_key_values=cache, attention_mask=mask)
+
+
+def test_masks_that_the_kernels_cannot_express():
+    from transformers.masking_utils import create_causal_mask
+
+    model = convert(tiny("llama"))
+    hidden = torch.zeros(2, SEQLEN, 64)
+    arguments = dict(config=model.config, attention_mask=None, past_key_values=None, or_mask_function=prefix_lm)
+    try:
+        with pytest.raises(ValueError, match="mask_function: expected causal.* got or_masks"):
+            create_causal_mask(inputs_embeds=hidden, **arguments)
+    except TypeError:  # as 4.57 names it
+        with pytest.raises(ValueError, match="mask_function: expected causal.* got or_masks"):
+            create_causal_mask(input_embeds=hidden, cache_position=torch.arange(SEQLEN), **arguments)
+
+
+@pytest.mark.parametrize("keyword, value, message", [
+    ("softcap", 30.0, "softcap: expected None"), ("s_aux", torch.zeros(4), "has attention sinks"),
+    ("dropout", 0.1, "attention_dropout: expected 0"), ("is_causal", False, "is_causal"),
+    ("sliding_window", 5, "sliding_window: layer 0 was converted with None, its forward asks for 5")])
+def test_what_a_layer_may_not_ask_for(keyword, value, message):
+    model = convert(tiny("llama"))
+    q, k = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16)
+    attend = AttentionInterface()[integration.NAME]
+    with pytest.raises(ValueError, match=message):
+        attend(model.model.layers[0].self_attn, q, k, k, None, **{keyword: value})
+
+
+def test_a_layer_that_was_not_converted():
+    model = tiny("llama")
+    model.set_attn_implementation(integration.NAME)
+    with pytest.raises(ValueError, match=r"model: layer 0 \(LlamaAttention\) was not converted; call convert\(model\)"):
+        model(tokens())
+
+
+def test_another_attention_chosen_after_converting():
+    model = tiny("llama")
+    stock = logits(model, tokens())
+    convert(model).set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="attn_implementation: expected 'rotary_bands' in a converted model, got 'sdpa'"):
+        model(tokens())
+    assert torch.equal(logits(revert(model), tokens()), stock)
