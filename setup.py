@@ -152,6 +152,7 @@ setup(
         "flashrope",
         "flashrope.backends",
         "flashrope.experiments",
+        "flashrope.integrations",
         "flashrope.triton_kernels",
     ],
     package_data={"flashrope": ["py.typed"]},
