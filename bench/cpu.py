@@ -13,6 +13,7 @@ import argparse
 import shlex
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple
@@ -22,11 +23,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashrope import Rotary, attention, attention_with_cache
 
-from . import machine
-from .contestants import KERNELS, dense, own, with_rope
+from . import check, machine
+from .contestants import KERNELS, Contestant, dense, own, with_rope
 from .decoding import own_over_cache, rotate_eagerly
 from .problem import Problem
 from .results import Record, Run
+from .suite import bound
 from .timing import Spread, Timer, ratio, rounds
 
 CPU = torch.device("cpu")
@@ -51,8 +53,7 @@ DENSE_SEQLEN = 2048  # the two dense score matrices of the source are timed at n
 class Way(NamedTuple):
     name: str
     base: str  # the way its ratio is taken of
-    call: Callable
-    ours: bool = False
+    contestant: Contestant
 
 
 def problem(options, seqlen: int, **changes) -> Problem:
@@ -60,63 +61,61 @@ def problem(options, seqlen: int, **changes) -> Problem:
                    train_length=512).replace(**changes)
 
 
-def ways(p: Problem, with_dense: bool) -> list[Way]:
+def way(name: str, base: str, scheme: Callable, prepare: Callable, ours: bool = False) -> Way:
+    return Way(name, base, Contestant(name, scheme, prepare, ours))
+
+
+def ways(with_dense: bool) -> list[Way]:
     sdpa = KERNELS["SDPA flash"]
     chosen = [
-        Way("SDPA", "SDPA", sdpa(p)),
-        Way("eager RoPE + SDPA", "SDPA", with_rope("eager RoPE", sdpa, p)),
-        Way("HoPE", "eager RoPE + SDPA", own(Problem.hope, p), ours=True),
-        Way("ReRoPE", "SDPA", own(Problem.rerope, p), ours=True),
+        way("SDPA", "SDPA", Problem.none, sdpa),
+        way("eager RoPE + SDPA", "SDPA", Problem.rope, partial(with_rope, "eager RoPE", sdpa)),
+        way("HoPE", "eager RoPE + SDPA", Problem.hope, partial(own, Problem.hope), ours=True),
+        way("ReRoPE", "SDPA", Problem.rerope, partial(own, Problem.rerope), ours=True),
     ]
-    return [*chosen, Way("ReRoPE, two dense matrices", "ReRoPE", dense(p))] if with_dense else chosen
+    return [*chosen, way("ReRoPE, two dense matrices", "ReRoPE", Problem.rerope, dense)] if with_dense else chosen
 
 
-def ways_to_decode(p: Problem) -> list[Way]:
+def ways_to_decode() -> list[Way]:
     """One token against a cache of raw keys, or, as ReRoPE's source does it, one that is rotated anew at every step."""
     return [
-        Way("SDPA", "SDPA", KERNELS["SDPA flash"](p)),
-        Way("RoPE, raw cache", "SDPA", own_over_cache(Problem.rope, None, p), ours=True),
-        Way("ReRoPE, raw cache", "SDPA", own_over_cache(Problem.rerope, None, p), ours=True),
-        Way("rotate the cache, then SDPA", "ReRoPE, raw cache", rotate_eagerly(p)),
+        way("SDPA", "SDPA", Problem.none, KERNELS["SDPA flash"]),
+        way("RoPE, raw cache", "SDPA", Problem.rope, partial(own_over_cache, Problem.rope, None), ours=True),
+        way("ReRoPE, raw cache", "SDPA", Problem.rerope, partial(own_over_cache, Problem.rerope, None), ours=True),
+        way("rotate the cache, then SDPA", "ReRoPE, raw cache", Problem.rerope, rotate_eagerly),
     ]
 
 
 def measure(options, run: Run, seqlen: int, backward: bool, with_dense: bool, seconds: float) -> dict[str, float]:
     """Prints one table; returns the ratio of each way to its base."""
     p = problem(options, seqlen, window=min(options.window, seqlen // 4))
-    return ratios(run, f"seqlen {seqlen}, {'forward + backward' if backward else 'forward'}", ways(p, with_dense), p, backward, seconds)
+    return ratios(run, f"seqlen {seqlen}, {'forward + backward' if backward else 'forward'}", ways(with_dense), p, backward, seconds)
 
 
 def decode(options, run: Run, seconds: float) -> dict[str, float]:
     """Prints one table; returns the ratio of each way to its base."""
     p = problem(options, CACHE_SEQLEN, decoding=True)
-    return ratios(run, f"one token, {CACHE_SEQLEN} keys in the cache", ways_to_decode(p), p, False, seconds)
+    return ratios(run, f"one token, {CACHE_SEQLEN} keys in the cache", ways_to_decode(), p, False, seconds)
 
 
 def ratios(run: Run, title: str, chosen: list[Way], p: Problem, backward: bool, seconds: float) -> dict[str, float]:
+    for each in chosen:
+        if not (error := check.error(each.contestant, p, backward)) <= check.TOLERANCE[p.dtype]:
+            raise RuntimeError(f"{each.name} is wrong, so nothing is timed: error {error:.2g} against float64")
+        run.errors[f"{title}: {each.name}"] = error
     tensors = p.tensors(grad=backward)
-
-    def timed(way: Way):
-        if not backward:
-            return lambda: way.call(*tensors)
-
-        def both():
-            out = way.call(*tensors)
-            torch.autograd.grad(out, tensors, torch.ones_like(out))
-
-        return both
-
-    times = rounds({way.name: timed(way) for way in chosen}, Timer(CPU), seconds)
+    grad_out = torch.randn_like(tensors[0], requires_grad=False)
+    times = rounds({each.name: bound(each.contestant.prepare(p), tensors, grad_out, backward) for each in chosen}, Timer(CPU), seconds)
     count = len(times[chosen[0].name])
     print(f"\n{title}, {count} rounds\n"
           f"{'':<28}{'median':>11}{'quartiles':>21}   ratio")
     found = {}
-    for way in chosen:
-        spread = Spread.of(times[way.name])
-        found[way.name] = ratio(times, way.name, way.base)
-        print(f"{way.name:<28}{spread.median:>8.1f} ms{spread.low:>10.1f} - {spread.high:>8.1f}   {found[way.name]:.2f} of {way.base}")
-        run.records.append(Record(title, way.name, way.ours, p.sizes(), backward, spread.median, spread.low, spread.high, count,
-                                  ratios={way.base: found[way.name]}))
+    for name, base, contestant in chosen:
+        spread = Spread.of(times[name])
+        found[name] = ratio(times, name, base)
+        print(f"{name:<28}{spread.median:>8.1f} ms{spread.low:>10.1f} - {spread.high:>8.1f}   {found[name]:.2f} of {base}")
+        run.records.append(Record(title, name, contestant.ours, p.sizes(), backward, spread.median, spread.low, spread.high, count,
+                                  ratios={base: found[name]}))
     return found
 
 

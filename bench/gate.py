@@ -26,7 +26,7 @@ from flashrope import Rotary
 from flashrope.backends import CacheCall, Call
 from flashrope.backends import triton as backend
 
-from . import model
+from . import machine, model
 from .ceilings import most_instructions
 from .offline import MULTIPROCESSORS, Launch, Measured, caught_launches, compile_all, missing_tools
 
@@ -270,11 +270,11 @@ def write_csv(path: str, rows: list[Row]) -> None:
     """The table and the mix of the hot loop; the cases a kernel serves, by scheme."""
     classes = sorted({name for row in rows if isinstance(row.result, Measured) for name in row.result.loop or ()})
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, ["triton", *COLUMNS, *(f"loop {name}" for name in classes), "compile s", "schemes"], restval="")
+        writer = csv.DictWriter(file, ["revision", "triton", *COLUMNS, *(f"loop {name}" for name in classes), "compile s", "schemes"], restval="")
         writer.writeheader()
         for row in rows:
             loop = row.result.loop or {} if isinstance(row.result, Measured) else {}
-            writer.writerow({"triton": triton.__version__} | row.label | row.figures() | {f"loop {name}": n for name, n in loop.items()}
+            writer.writerow({"revision": machine.revision(), "triton": triton.__version__} | row.label | row.figures() | {f"loop {name}": n for name, n in loop.items()}
                             | {"compile s": f"{row.seconds:.1f}", "schemes": " ".join(dict.fromkeys(case.scheme.name for case in row.cases))})
 
 

@@ -31,12 +31,13 @@ def draw(run: Run, path: Path) -> bool:
         chosen = [record for record in records if record.backward == backward]
         unit = "GB/s" if bandwidth else "TFLOP/s"
         _lines(axes[0], chosen, styles, lambda record: record.gbs if bandwidth else record.tflops)
-        passes = "one token" if chosen[0].sizes["decoding"] else "forward + backward" if backward else "forward"
+        passes = "one token" if chosen[0].sizes["decoding"] else "rotation alone" if bandwidth else "forward + backward" if backward else "forward"
         axes[0].set_title(f"{passes}: {unit}", loc="left", fontsize=10)
         _ceiling(axes[0], run, next(record.ceiling for record in chosen if (record.gbs is not None) == bandwidth))
         axes[0].set_ylim(bottom=0)
         _lines(axes[1], chosen, styles, lambda record: 1.0 if record.contestant == ours else record.ratios.get(ours))
-        axes[1].set_title(f"time / {ours}'s (above 1: {ours} is faster)" if ours else "", loc="left", fontsize=10)
+        meaning = "" if run.command == "rotation" else f" (above 1: {ours} is faster)"
+        axes[1].set_title(f"time / {ours}'s{meaning}" if ours else "", loc="left", fontsize=10)
         _ratio_axis(axes[1])
         for each in axes:
             _length_axis(each, sorted({record.seqlen for record in chosen}), "keys in the cache" if chosen[0].sizes["decoding"] else "seqlen")
@@ -50,20 +51,21 @@ def draw_scaling(run: Run, path: Path, panels: Sequence[tuple[str, str, str, dic
     if not panels:
         return False
     count = -(-len(panels) // 2)
-    figure, all_axes = _figure(count, 2, height=3.4)
+    figure, all_axes = _figure(count, 2, height=2.9)
     flat = [axes for row in all_axes for axes in row]
+    styles = _styles(run.records)
     for axes, (title, x_label, y_label, series) in zip(flat, panels, strict=False):
-        for at, (name, points) in enumerate(series.items()):
+        for name, points in series.items():
             if points:
-                axes.plot(list(points), list(points.values()), label=name, color=COLOURS[at % len(COLOURS)], marker=MARKERS[at % len(MARKERS)], markersize=4)
-        axes.set_yscale("log")
+                axes.plot(list(points), list(points.values()), label=name, **styles[name])
+        _decades(axes)
         _length_axis(axes, sorted({x for points in series.values() for x in points}), x_label)
         axes.set_ylabel(y_label)
         axes.set_title(title, loc="left", fontsize=10)
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, frameon=False, handlelength=3.5)
     for axes in flat[len(panels):]:
         axes.set_visible(False)
-    figure.suptitle(_origin(run), fontsize=7, color="0.35", x=0.01, ha="left")
+    figure.suptitle(_origin(run), fontsize=9, x=0.01, ha="left")
     _save(figure, path)
     return True
 
@@ -118,8 +120,19 @@ def _ratio_axis(axes) -> None:
     low, high = axes.get_ylim()
     low, high = min(low, 0.7), max(high, 1.4)
     axes.set_ylim(low, high)
-    ticks = [tick for tick in RATIOS if low <= tick <= high and (high < 4 * low or math.log2(tick).is_integer())]
+    ticks = [tick for tick in RATIOS if low <= tick <= high and (high < 6 * low or math.log2(tick).is_integer())]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _decades(axes) -> None:
+    """Logarithmic, with plain numbers at 1, 2 and 5 of each decade, or at its beginning alone where there are many."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,), numticks=20))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_locator(NullLocator())
 
 

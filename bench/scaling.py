@@ -8,12 +8,14 @@ Prints the power of the best fit over the upper half of every series: 2 for the 
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from . import decoding, plots, suite
 from .contestants import KERNELS, OWN, Contestant
 from .problem import Problem, exponent
-from .results import Record
+from .results import Record, Run
 
 CUDA = {"heads": 16, "heads_kv": 16, "head_dim": 128, "seqlens": [2**n for n in range(9, 18)], "tokens": 1, "window": 512}
 CPU = {"heads": 1, "heads_kv": 1, "head_dim": 64, "seqlens": [2**n for n in range(9, 15)], "tokens": 1, "window": 256}
@@ -70,23 +72,39 @@ def sweeps(options) -> list[Sweep]:
     return chosen
 
 
+def panels_of(chosen: Sequence[Sweep], run: Run) -> list[tuple[str, str, str, dict[str, dict[float, float]]]]:
+    """What plots.draw_scaling takes."""
+    panels = []
+    for sweep in chosen:
+        panels.append((f"time, {sweep.name}", sweep.x_label, "ms", sweep.series(run.records, lambda record: record.milliseconds)))
+        if sweep.memory:
+            panels.append((f"peak memory, {sweep.name}", sweep.x_label, "MiB beyond the inputs",
+                           sweep.series(run.records, lambda record: record.peak_bytes and record.peak_bytes / 2**20)))
+    return panels
+
+
+def redraw(run: Run, path: Path) -> bool:
+    """The figure of a run that was read from its file."""
+    options = options_of(shlex.split(run.argv)[4:], needs_device=False)
+    return plots.draw_scaling(run, path, panels_of(sweeps(options), run))
+
+
+def options_of(argv: list[str], needs_device: bool = True):
+    return suite.parse(suite.parser("scaling", __doc__, CUDA, CPU), argv, needs_device)
+
+
 def upper_half(points: dict[float, float]) -> dict[float, float]:
     """The larger half of a series, three points at least: overheads that do not grow lie below."""
     return dict(sorted(points.items())[-max(3, -(-len(points) // 2)):])
 
 
 def main(argv: list[str]) -> int:
-    options = suite.parse(suite.parser("scaling", __doc__, CUDA, CPU), argv)
+    options = options_of(argv)
     chosen = sweeps(options)
     session = suite.Session("scaling", argv, options)
     session.plan([table for sweep in chosen for table in sweep.tables.values()])
     session.memory([table for sweep in chosen if sweep.memory for table in sweep.tables.values()])
-    panels, not_linear = [], []
-    for sweep in chosen:
-        panels.append((f"time, {sweep.name}", sweep.x_label, "ms", sweep.series(session.run.records, lambda record: record.milliseconds)))
-        if sweep.memory:
-            panels.append((f"peak memory, {sweep.name}", sweep.x_label, "MiB beyond the inputs",
-                           sweep.series(session.run.records, lambda record: record.peak_bytes and record.peak_bytes / 2**20)))
+    panels, not_linear = panels_of(chosen, session.run), []
     for title, _, _, series in panels:
         for name, points in series.items():
             if len(points) > 1:

@@ -64,8 +64,8 @@ def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentPa
     return p
 
 
-def parse(p: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """The options with the device's defaults in place; refuses a device that is not there."""
+def parse(p: argparse.ArgumentParser, argv: list[str], needs_device: bool = True) -> argparse.Namespace:
+    """The options with the device's defaults in place; refuses a device that is not there, where it is needed."""
     options = p.parse_args(argv)
     try:
         options.device = torch.device(options.device)
@@ -73,7 +73,7 @@ def parse(p: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
         p.error(f"--device: {str(error).splitlines()[0]}")
     if options.device.type not in ("cpu", "cuda"):
         p.error(f"--device: expected cpu or cuda, got {options.device}")
-    if options.device.type == "cuda" and not torch.cuda.is_available():
+    if needs_device and options.device.type == "cuda" and not torch.cuda.is_available():
         p.error("--device: no CUDA device is available")
     if options.device.type == "cuda":
         options.device = torch.device("cuda", options.device.index or 0)

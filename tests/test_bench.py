@@ -277,6 +277,9 @@ def test_every_subcommand_writes_its_files(tmp_path, monkeypatch, command):
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG" and path.with_suffix(".csv").exists()
     assert {goal["verdict"] for goal in run.goals} == {"not run"}
     if command == "scaling":
+        path.with_suffix(".png").unlink()
+        readme.draw([(path, run)])  # from the file
+        assert path.with_suffix(".png").exists()
         assert any(name.startswith("peak memory") for name in run.exponents)
 
 
@@ -342,17 +345,23 @@ def test_versions_are_not_mixed(tmp_path, name):
     results.check_comparable([one, run_of()])
     with pytest.raises(ValueError, match=f"runs of different {name} cannot be put together"):
         results.check_comparable([one, other])
-    one.write(tmp_path / "results" / "device", "hope-a")
-    other.write(tmp_path / "results" / "device", "hope-b")
+    one.write(tmp_path / "device", "hope-a")
+    other.write(tmp_path / "device", "hope-b")
     with pytest.raises(ValueError, match=f"different {name}"):
-        readme.drawn(f"{readme.BEGIN}{readme.END}", tmp_path, tmp_path / "results")
+        readme.devices(tmp_path)
 
 
 def test_readme_holds_what_the_files_hold(tmp_path, capsys):
-    records = [record_of(ratios={"flashrope HoPE": 1.234}), record_of("flashrope HoPE", milliseconds=1.62)]
-    folder = tmp_path / "results" / "nvidia-h200"
-    run_of(records).write(folder, "hope-d128-h16x16-bf16")
-    plots.draw(run_of(records), folder / "hope-d128-h16x16-bf16.png")
+    records = [record_of("fused RoPE + SDPA flash", ratios={"flashrope HoPE": 1.234}), record_of("flashrope HoPE", milliseconds=1.62)]
+    run = run_of(records, absent={"flash-attn 2": "not installed"}, skipped=["seqlen 9: a peer: needs 5 GiB"])
+    run.device["multiprocessors"] = 132
+    run.goals = goals.evaluate(run)
+    run.write(tmp_path / "results" / "nvidia-h200", "hope-d128-h16x16-bf16")
+    compiled = tmp_path / "results" / "compiled"
+    compiled.mkdir()
+    row = {"revision": "abc", "triton": "3.6.0"} | dict.fromkeys(readme.COLUMNS, "7") | {"kernel": "attention_forward", "scheme": "rope +1"}
+    with open(compiled / "gate.csv", "w") as file:
+        file.writelines(",".join(words) + "\n" for words in (row, row.values(), (row | {"scheme": "rope paged chunk"}).values()))
     page = tmp_path / "README.md"
     page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
     words = ["--results", str(tmp_path / "results"), "--readme", str(page)]
@@ -360,8 +369,15 @@ def test_readme_holds_what_the_files_hold(tmp_path, capsys):
     assert readme.main(words) == 0 and readme.main([*words, "--check"]) == 0
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "| SDPA flash | 2 (1.23) |" in text and "| flashrope HoPE | 1.62 |" in text
-    assert "](results/nvidia-h200/hope-d128-h16x16-bf16.png)" in text
+    assert "| H200: flashrope HoPE against fused RoPE + SDPA flash, forward | 1.23 | 1.15 |" in text and "No GPU" not in text
+    assert "![HoPE and RoPE](results/nvidia-h200/hope-d128-h16x16-bf16.png)" in text and "<summary>1 kernels" in text
+    every = (tmp_path / "results" / "README.md").read_text()
+    assert "| fused RoPE + SDPA flash | 2 (1.23) |" in every and "| flashrope HoPE | 1.62 |" in every
+    assert "| 1.15 | 1.6 | 1.23 on NVIDIA H200: floor met |" in every and every.count("| not run |") == len(goals.GOALS) - 1
+    assert "Not run: flash-attn 2 (not installed)." in every and "Skipped: seqlen 9: a peer: needs 5 GiB." in every
+    assert (tmp_path / "results" / "nvidia-h200" / "hope-d128-h16x16-bf16.png").exists()
+    (tmp_path / "results" / "README.md").write_text("old")
+    assert readme.main([*words, "--check"]) == 1
     page.write_text("no markers")
     assert readme.main(words) == 1 and "expected" in capsys.readouterr().out
 
