@@ -1,0 +1,164 @@
+"""Launches as a GPU would get them, without one: random calls run up to the driver, through Triton's own specialisation of
+their arguments, and every kernel is compiled for the architecture. Only loading and running are left out. The interpreter shows
+none of this: there a number that Triton makes a constant is as good as one that it does not."""
+
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+from bench import offline
+from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_varlen, attention_with_cache
+from flashrope.backends import triton as backend
+
+ROOT = pathlib.Path(__file__).parent.parent
+SHARED = {arch: limits.shared_per_block for arch, limits in offline.MULTIPROCESSORS.items()} | {120: 99 * 1024}
+LENGTHS = (1, 2, 16, 17, 64, 65, 100, 128, 129, 300, 1024, 1025)
+KERNELS = {"turn_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q", "append_rows",
+           "turn_cached_rows", "attention_decode", "combine_splits"}
+
+
+class Launcher:
+    """What Triton calls with every launch."""
+
+    def __init__(self, source, metadata):
+        self.name, self.signature = metadata.name, tuple(source.signature.values())
+
+    def __call__(self, x, y, z, *arguments):
+        assert 0 < x < 2**31 and 0 < y < 2**16 and 0 < z < 2**16, f"{self.name}: grid {(x, y, z)}"
+        assert self.fits(self.signature, arguments[-len(self.signature):]), f"{self.name}: {self.signature}, {arguments}"
+
+    def fits(self, kind, value):
+        if isinstance(kind, tuple):
+            return len(kind) == len(value) and all(map(self.fits, kind, value))
+        if kind.startswith("*"):
+            return isinstance(value, torch.Tensor)
+        if kind in ("i32", "i64"):
+            return -(2**int(kind[1:]) // 2) <= value < 2**int(kind[1:]) // 2
+        return kind == "constexpr" or kind == "fp32" and isinstance(value, float)
+
+
+class Device(offline.OfflineDriver):
+    """The driver, and its utils, of a device whose limits hold."""
+
+    def __init__(self, arch: int):
+        super().__init__(arch)
+        self.utils, self.launcher_cls = self, Launcher
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": SHARED[self.target.arch]}
+
+    def load_binary(self, name, binary, shared, device):
+        return True, True, 0, 0, 1024  # module, function, registers, spills, threads
+
+    def unload_module(self, module):
+        pass
+
+
+class Calls(random.Random):
+    """One random call a seed, of the public function that seed % 3 tells. The tensors' numbers are not initialised."""
+
+    def __init__(self, seed: int, head_dims):
+        super().__init__(seed)
+        self.head_dim, self.dtype = self.choice(head_dims), self.choice((torch.bfloat16, torch.float16, torch.float32))
+        self.heads_kv = self.choice((1, 1, 2, 3, 16))
+        self.heads_q, self.batch = self.heads_kv * self.choice((1, 2, 5, 16)), self.choice((1, 2, 3, 16))
+        self.options = {"causal": self.random() < 0.7, "return_lse": True, "impl": "triton"}
+        (self.dense, self.packed, self.cached)[seed % 3]()
+
+    def tensor(self, *shape, grad=False):
+        """Contiguous, or a view whose rows or whose first element are off 16 bytes, or heads first."""
+        layout, (*rows, heads, head_dim) = self.choice(("contiguous", "contiguous", "heads first", "window", "odd")), shape
+        if layout == "heads first" and len(rows) == 2:
+            return torch.empty(rows[0], heads, rows[1], head_dim, dtype=self.dtype, requires_grad=grad).transpose(1, 2)
+        extra = {"window": 8, "odd": 3}.get(layout, 0)
+        return torch.empty(*rows, heads, head_dim + extra, dtype=self.dtype, requires_grad=grad)[..., extra:]
+
+    def rotary(self):
+        d = self.head_dim
+        rotary = self.choice((Rotary.rope(d), Rotary.rope(d, interleaved=True), Rotary.rope(d, rotary_dim=2), Rotary.hope(d, 512),
+                              Rotary.rope(d, rotary_dim=d - 2), Rotary.hope(d, 512, interleaved=True),
+                              Rotary.hope(d, 512, compact=True)))
+        rotary = self.choice((rotary, rotary.rectify(16), rotary.rectify(21, 4.0), rotary.rectify(16).local(100), Rotary.none(d)))
+        return rotary.log_n(20, clip=self.random() < 0.5) if self.random() < 0.3 else rotary
+
+    def backward(self, out, lse):
+        results, grads = [out, lse], [self.tensor(*out.shape), torch.empty_like(lse)]
+        chosen = slice(0, self.choice((1, 2)))
+        torch.autograd.backward(results[chosen], grads[chosen])
+
+    def dense(self):
+        seqlen_q, seqlen_k, rotary = self.choice(LENGTHS), self.choice(LENGTHS), self.rotary()
+        if self.random() < 0.3:
+            rotary, seqlen_k = self.choice((Rotary.rope(self.head_dim).log_n(20), Rotary.axial(self.head_dim))), seqlen_q
+            self.options["positions"] = torch.rand(self.batch, seqlen_q, *((2,) if rotary.axis else ()))
+        q, k, v = (self.tensor(self.batch, seqlen, heads, self.head_dim, grad=True)
+                   for seqlen, heads in ((seqlen_q, self.heads_q), (seqlen_k, self.heads_kv), (seqlen_k, self.heads_kv)))
+        self.backward(*attention(q, k, v, rotary, **self.options))
+
+    def packed(self):
+        starts = [torch.tensor([0, *self.choices((0, *LENGTHS), k=self.batch)]).cumsum(0).to(torch.int32) for _ in range(2)]
+        q, k, v = (self.tensor(int(start[-1]) + 1, heads, self.head_dim, grad=True)
+                   for start, heads in ((starts[0], self.heads_q), (starts[1], self.heads_kv), (starts[1], self.heads_kv)))
+        self.backward(*attention_varlen(q, k, v, self.rotary(), *starts, 1100, 1100, **self.options))
+
+    def cached(self):
+        """The views of attention_with_cache, and a step of the caches that are aligned."""
+        page_size, rotary = self.choice((0, 0, 16, 64, 256)), self.rotary()
+        rows, table = (self.batch, 2048), None
+        if page_size:
+            rows, table = (self.batch * 8, page_size), torch.zeros(self.batch, 8, dtype=torch.int32)
+        seqlens = torch.zeros(self.batch, dtype=torch.int32)
+        q, k, v = (self.tensor(self.batch, seqlen, heads, self.head_dim) for seqlen in (self.choice((1, 2, 17, 64, 65, 500)),)
+                   for heads in (self.heads_q, self.heads_kv, self.heads_kv))
+        k_cache, v_cache = (self.tensor(*rows, self.heads_kv, self.head_dim) for _ in range(2))
+        attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, self.choice((None, seqlens)),
+                             num_splits=self.choice((None, None, 1, 2, 256)), **self.options)
+        if page_size:
+            cache = PagedKVCache(self.batch * 40, 16, *k.shape[2:], self.dtype)
+            cache.attend([cache.allocate() for _ in range(self.batch)], q.contiguous(), rotary, k, v, **self.options)
+        else:
+            KVCache(self.batch, 512, *k.shape[2:], self.dtype).attend(q.contiguous(), rotary, k, v, **self.options)
+
+
+def launched(arch: int, seeds, *head_dims) -> set[str]:
+    """The kernels that a process of its own, where Triton compiles, launches for these calls."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, __file__, json.dumps([arch, list(seeds), head_dims])], capture_output=True, text=True,
+                          env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU launches the kernels themselves, in the other tests")
+
+
+@without_gpu
+def test_launches():
+    assert launched(90, (58, 8), 16) == KERNELS  # 58 has one head
+
+
+@pytest.mark.slow
+@without_gpu
+@pytest.mark.parametrize("arch", sorted(SHARED))
+def test_many_launches(arch):
+    assert launched(arch, range(100, 130), 8, 16, 24, 40, 64, 72, 96, 128, 160, 192, 256) == KERNELS
+
+
+if __name__ == "__main__":
+    arch, seeds, head_dims = json.loads(sys.argv[1])
+    names, launch = set(), backend.launch
+    backend.refusal = lambda q, cached=False: ""
+    backend.launch = lambda kernel, *args, **options: (names.add(kernel.__name__), launch(kernel, *args, **options))
+    triton.runtime.driver.set_active(Device(arch))
+    for seed in seeds:
+        Calls(seed, head_dims)
+    print(json.dumps(sorted(names)))
