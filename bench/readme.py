@@ -82,8 +82,8 @@ def _of_run(run: Run) -> list[str]:
     sizes = run.records[0].sizes
     lines = [f"head_dim {sizes['head_dim']}, {_heads(sizes)}, {sizes['dtype']}: `{run.shown_command}`"]
     if run.ceilings:
-        lines.append("Measured in the same run: " + ", ".join(f"{plots.CEILINGS[name]} {value:.3g} {'TFLOP/s' if 'flops' in name else 'GB/s'}"
-                                                              for name, value in run.ceilings.items()) + ".")
+        lines.append("Ceilings measured in the same run: " + "; ".join(
+            f"{plots.CEILINGS[name]}: {value:.3g} {'TFLOP/s' if 'flops' in name else 'GB/s'}" for name, value in run.ceilings.items()) + ".")
     for reason in dict.fromkeys(run.absent.values()):
         lines += ["", f"Not run: {', '.join(name for name, why in run.absent.items() if why == reason)} ({reason})."]
     lines += [line for name, error in run.wrong.items() for line in ("", f"Wrong, so not timed: {name} (error {error:.2g} against float64).")]
@@ -97,6 +97,10 @@ def _of_run(run: Run) -> list[str]:
         records = [record for record in run.records if record.backward == backward]
         if records:
             lines += ["", *_by_length(records, "forward + backward" if backward else "one token" if sizes["decoding"] else "forward")]
+    for backward in (False, True):
+        records = [record for record in run.records if record.backward == backward and record.peak_bytes is not None]
+        if records:
+            lines += ["", *_memory(records, f"{'forward + backward, ' if backward else ''}MiB beyond the inputs")]
     return lines
 
 
@@ -106,12 +110,18 @@ def _heads(sizes: dict) -> str:
 
 def _by_length(records: Sequence[Record], what: str) -> list[str]:
     """Contestants down, lengths across: milliseconds, and in brackets this one's time over the last of our own's."""
-    seqlens = list(dict.fromkeys(record.seqlen for record in records))
-    names = list(dict.fromkeys(record.contestant for record in records))
     ours = [record.contestant for record in records if record.ours][-1:]
     cells = {(record.contestant, record.seqlen): f"{record.milliseconds:.3g}" + "".join(f" ({record.ratios[name]:.2f})" for name in ours
                                                                                  if name in record.ratios) for record in records}
-    heading = f"{what}, ms" + "".join(f" (over {name}'s)" for name in ours)
+    return _lengths_across(f"{what}, ms" + "".join(f" (over {name}'s)" for name in ours), records, cells)
+
+
+def _memory(records: Sequence[Record], heading: str) -> list[str]:
+    return _lengths_across(heading, records, {(record.contestant, record.seqlen): f"{record.peak_bytes / 2**20:.1f}" for record in records})
+
+
+def _lengths_across(heading: str, records: Sequence[Record], cells: dict[tuple[str, int], str]) -> list[str]:
+    names, seqlens = (list(dict.fromkeys(of(record) for record in records)) for of in (lambda record: record.contestant, lambda record: record.seqlen))
     return _table([heading, *(f"{seqlen:,}" for seqlen in seqlens)],
                   [(name, *(cells.get((name, seqlen), "–") for seqlen in seqlens)) for name in names])
 
