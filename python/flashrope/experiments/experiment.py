@@ -74,8 +74,11 @@ EXPERIMENTS = {
 }
 AXES = {"perplexity": ("context length (bytes, log scale)", "perplexity per byte"),
         "copying": ("sequences, at the source's training length", "suffixes right (%)"),
+        "copying-tokens": ("sequences, at the source's training length", "letters of the suffixes right (%)"),
         "few-shot": ("prompt length (bytes, log scale)", "answers that are a label (%)"),
-        "passkey": ("prompt length (bytes, log scale)", "keys right (%)")}
+        "passkey": ("prompt length (bytes, log scale)", "keys right (%)"),
+        "passkey-digits": ("prompt length (bytes, log scale)", "digits of the keys right (%)")}
+FINER = {"copying": "copying-tokens", "passkey": "passkey-digits"}  # what a task's measure says of answers right in part
 DERIVED = {"tables": "makes the tables and pictures of a run directory anew from its CSVs"}
 
 
@@ -195,8 +198,9 @@ def show(folder: Path, name: str, train_length: int) -> list[str]:
     rows, title = read_csv(folder / "results.csv"), EXPERIMENTS[name].summary
     title = title[0].upper() + title[1:]
     seeds = len({row["seed"] for row in rows})
-    note = f"byte-level models trained on {train_length} bytes, " + ("one seed" if seeds == 1 else
-                                                                     f"mean and range of {seeds} seeds")
+    lengths = sorted({int(row["train_length"]) for row in rows})
+    note = f"byte-level models trained on {', '.join(map(str, lengths))} bytes, " + (
+        "one seed" if seeds == 1 else f"mean and range of {seeds} seeds")
     for task, _ in EXPERIMENTS[name].measures:
         if task == "accuracy":
             labels = list(dict.fromkeys(row["scheme"] for row in rows))
@@ -205,7 +209,8 @@ def show(folder: Path, name: str, train_length: int) -> list[str]:
             groups = {panel: [_series(rows, label, (key,)) for label in labels] for key, panel in panels.items()}
             bars(folder / "accuracy.png", title, f"next-byte accuracy (%); {note}", labels, groups)
         else:
-            _draw_lines(folder / f"{task}.png", title, note, task, rows, train_length)
+            for drawn in (task, FINER[task]) if task in FINER else (task,):
+                _draw_lines(folder / f"{drawn}.png", title, note, drawn, rows, train_length)
     text = tables.write(folder, name, train_length)
     return [text] if text else []
 
@@ -218,8 +223,9 @@ def _draw_lines(path: Path, title: str, note: str, task: str, rows: list[dict[st
     for label, length in labels:
         series = _series([row for row in rows if row["train_length"] == length], label, keys)
         drawn.append(dataclasses.replace(series, name=f"{label}, trained on {length}") if several else series)
-    lines(path, title, note, *AXES[task], drawn, None if task == "copying" or several else train_length,
-          percent=task != "perplexity", log_x=task != "copying")
+    copying = task.startswith("copying")
+    lines(path, title, note, *AXES[task], drawn, None if copying or several else train_length, percent=task != "perplexity",
+          log_x=not copying)
 
 
 def _series(rows: Sequence[dict[str, str]], name: str, keys: tuple[str, ...]) -> Series:

@@ -48,7 +48,7 @@ def lines(path: Path, title: str, note: str, x_label: str, y_label: str, series:
     axes.set_xticks(places, [f"{x:g}" for x in places])
     axes.minorticks_off()
     if percent:
-        axes.set_ylim(-3, 103)
+        axes.set_ylim(-3, 108)  # room for the mark's name
     else:
         axes.set_yscale("log")
         least, most = axes.get_ylim()

@@ -74,8 +74,8 @@ class Preset:
 
 
 PRESETS = {
-    "tiny": Preset(width=64, layers=2, heads=2, train_length=64, batch=16, steps=800, learning_rate=5e-3, warmup=0.1,
-                   practice=0.75, samples=32, seeds=1),
+    "tiny": Preset(width=64, layers=2, heads=2, train_length=64, batch=16, steps=500, learning_rate=5e-3, warmup=0.1,
+                   practice=0.5, samples=32, seeds=1),
     "cpu": Preset(width=64, layers=2, heads=2, train_length=64, batch=16, steps=1600, learning_rate=5e-3, warmup=0.1,
                   practice=0.75, samples=200, seeds=3),
     "small": Preset(width=320, layers=8, heads=5, train_length=512, batch=64, steps=20_000, learning_rate=1e-3, warmup=0.05,
