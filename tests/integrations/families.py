@@ -1,7 +1,10 @@
 """Small random models of every tested family, and how far a converted one's logits are from the stock one's.
 
-    python tests/integrations/families.py      prints README.md's table
+    python tests/integrations/families.py [README.md]      prints the table, and writes it between the page's markers
 """
+
+import sys
+from pathlib import Path
 
 import torch
 import transformers
@@ -48,6 +51,7 @@ ROPE_TYPES = {
     "longrope": dict(rope_type="longrope", factor=4.0, short_factor=[1.0 + m / 8 for m in range(8)],
                      long_factor=[1.0 + m for m in range(8)], original_max_position_embeddings=16),
 }
+BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
 BOUND = 1e-5  # of logits of size 3, float32
 SEQLEN, PADDING = 28, 3
 CALLS = [5, 6, 7, 8, 9, 20, 21, SEQLEN]  # where calls over a cache end: a prompt, one token at a time past the window, several
@@ -128,15 +132,22 @@ def difference(name: str) -> dict[str, float]:
     return {run: float((call(model) - stock[run]).abs().max()) for run, call in RUNS.items()}
 
 
-def main() -> None:
+def table() -> str:
     columns = ["uncached", "cached", "padded", "padded, cached", "static cache", "packed"]
-    print("| model type | " + " | ".join(columns) + " | |")
-    print("|---|" + "---:|" * len(columns) + "---|")
-    for name in FAMILIES:
-        if name in REFUSED_BY_VERSION:
-            continue
+    lines = [f"| transformers {transformers.__version__} | " + " | ".join(columns) + " | |", "|---|" + "---:|" * len(columns) + "---|"]
+    for name in sorted(set(FAMILIES) - REFUSED_BY_VERSION):
         found = difference(name)
-        print(f"| {name} | " + " | ".join(f"{found[column]:.1e}" for column in columns) + f" | {NOTES.get(name, '')} |")
+        lines.append(f"| {name} | " + " | ".join(f"{found[column]:.1e}" for column in columns) + f" | {NOTES.get(name, '')} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    text = table()
+    print(text)
+    if len(sys.argv) > 1:
+        page = Path(sys.argv[1])
+        before, after = page.read_text().split(BEGIN)[0], page.read_text().split(END)[1]
+        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
 if __name__ == "__main__":
