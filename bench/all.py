@@ -1,4 +1,5 @@
-"""The subcommands one after another: in the sizes that the goals name ("main"), and on a GPU with head_dim 64 and grouped heads ("more").
+"""The subcommands one after another: in the sizes that the goals name ("main"), and on a GPU with head_dim 64 and grouped heads
+("more").
 
 Each in a process of its own: what one leaves behind (a profiler, a broken CUDA context) does not touch the next.
 
@@ -28,7 +29,9 @@ MORE = (
 
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser("python -m bench all", description=__doc__.strip().split("\n")[0], allow_abbrev=False)
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu (default: a GPU if there is one)")
+    p.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu (default: a GPU if there is one)"
+    )
     p.add_argument("--only", nargs="+", choices=[command for command, _ in MAIN], help="only these")
     p.add_argument("--part", choices=("main", "more"), help="default: both on a GPU, main on the CPU")
     p.add_argument("--seconds", type=float, help="for the rounds of a table")

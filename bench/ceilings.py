@@ -1,7 +1,7 @@
 """The most instructions per tensor-core instruction that a hot loop may take: what makes one worse fails the gate.
 
-A little above what the compilers give today, so that a release that schedules otherwise passes and a lost vector load, a mask in the
-inner loop or a rotation that crept in does not.
+A little above what the compilers give today, so that a release that schedules otherwise passes and a lost vector load, a mask
+in the inner loop or a rotation that crept in does not.
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ class Contestant:
     scratch: Callable[[Problem], int] = lambda problem: 0  # bytes of score matrices or rotated caches, to see whether it fits
     moved: Callable[[Problem], int] | None = None  # the bytes that have to be moved, where bandwidth is what counts
     ceiling: str = "product_tflops"  # of machine.ceilings, what its speed is held against
-    exact: Callable[[Problem], Callable] | None = None  # the reference (q, k, v) -> result in float64, where that is not attention
+    exact: Callable[[Problem], Callable] | None = (
+        None  # the reference (q, k, v) -> result in float64, where that is not attention
+    )
 
 
 # ---- rotation -----------------------------------------------------------------------------------------------------------
@@ -112,8 +114,11 @@ def sdpa(which: str, problem: Problem):
         if repeat > 1:
             k, v = (x.repeat_interleave(repeat, 2) for x in (k, v))
         with sdpa_kernel(SDPA[which]):
-            out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=problem.causal and not problem.decoding,
-                                               enable_gqa=problem.group > 1 and repeat == 1)
+            out = scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, k, v)),
+                is_causal=problem.causal and not problem.decoding,
+                enable_gqa=problem.group > 1 and repeat == 1,
+            )
         return out.transpose(1, 2)
 
     return attend
@@ -240,10 +245,15 @@ def prefill_hope(device: torch.device) -> list[Contestant]:
     """Attention without an encoding; the same after RoPE; our own."""
     chosen = [Contestant(name, Problem.none, attend) for name, attend in KERNELS.items()]
     for encoding in (best_rope(device), "eager RoPE"):
-        chosen += [Contestant(f"{encoding} + {name}", Problem.rope, partial(with_rope, encoding, attend)) for name, attend in KERNELS.items()
-                   if encoding != "eager RoPE" or name.startswith("SDPA")]
+        chosen += [
+            Contestant(f"{encoding} + {name}", Problem.rope, partial(with_rope, encoding, attend))
+            for name, attend in KERNELS.items()
+            if encoding != "eager RoPE" or name.startswith("SDPA")
+        ]
     if device.type == "cpu":
-        chosen.append(Contestant("fused RoPE + SDPA flash", Problem.rope, partial(with_rope, "fused RoPE", KERNELS["SDPA flash"])))
+        chosen.append(
+            Contestant("fused RoPE + SDPA flash", Problem.rope, partial(with_rope, "fused RoPE", KERNELS["SDPA flash"]))
+        )
     rope = best_rope(device)
     chosen.append(Contestant(f"{rope} + FlexAttention", Problem.rope, partial(with_rope, rope, flex)))
     return chosen + [OWN["RoPE"], OWN["HoPE"]]

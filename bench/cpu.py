@@ -1,6 +1,7 @@
 """Speed and memory of the CPU implementation, against PyTorch's own attention in the same run.
 
-    python -m bench cpu [--seqlen 8192] [--heads 8] [--head-dim 64] [--window 1024] [--threads 2] [--seconds 60] [--check] [--out DIR]
+    python -m bench cpu [--seqlen 8192] [--heads 8] [--head-dim 64] [--window 1024] [--threads 2] [--seconds 60] [--check]
+                        [--out DIR] [--note TEXT]
 
 The ways to compute are timed in turns, round after round, so that all of them meet the same machine. A row shows the
 median of its rounds, the quartiles, and the median over the rounds of its time divided by that of its base in the same
@@ -89,7 +90,9 @@ def ways_to_decode() -> list[Way]:
 def measure(options, run: Run, seqlen: int, backward: bool, with_dense: bool, seconds: float) -> dict[str, float]:
     """Prints one table; returns the ratio of each way to its base."""
     p = problem(options, seqlen, window=min(options.window, seqlen // 4))
-    return ratios(run, f"seqlen {seqlen}, {'forward + backward' if backward else 'forward'}", ways(with_dense), p, backward, seconds)
+    return ratios(
+        run, f"seqlen {seqlen}, {'forward + backward' if backward else 'forward'}", ways(with_dense), p, backward, seconds
+    )
 
 
 def decode(options, run: Run, seconds: float) -> dict[str, float]:
@@ -105,7 +108,9 @@ def ratios(run: Run, title: str, chosen: list[Way], p: Problem, backward: bool, 
         run.errors[f"{title}: {each.name}"] = error
     tensors = p.tensors(grad=backward)
     grad_out = torch.randn_like(tensors[0], requires_grad=False)
-    times = rounds({each.name: bound(each.contestant.prepare(p), tensors, grad_out, backward) for each in chosen}, Timer(CPU), seconds)
+    times = rounds(
+        {each.name: bound(each.contestant.prepare(p), tensors, grad_out, backward) for each in chosen}, Timer(CPU), seconds
+    )
     count = len(times[chosen[0].name])
     print(f"\n{title}, {count} rounds\n"
           f"{'':<28}{'median':>11}{'quartiles':>21}   ratio")
@@ -114,8 +119,20 @@ def ratios(run: Run, title: str, chosen: list[Way], p: Problem, backward: bool, 
         spread = Spread.of(times[name])
         found[name] = ratio(times, name, base)
         print(f"{name:<28}{spread.median:>8.1f} ms{spread.low:>10.1f} - {spread.high:>8.1f}   {found[name]:.2f} of {base}")
-        run.records.append(Record(title, name, contestant.ours, p.sizes(), backward, spread.median, spread.low, spread.high, count,
-                                  ratios={base: found[name]}))
+        run.records.append(
+            Record(
+                title,
+                name,
+                contestant.ours,
+                p.sizes(),
+                backward,
+                spread.median,
+                spread.low,
+                spread.high,
+                count,
+                ratios={base: found[name]},
+            )
+        )
     return found
 
 
@@ -128,8 +145,10 @@ def memory(options) -> float:
         tensors = [torch.randn(1, seqlen, heads, options.head_dim, requires_grad=True) for _ in range(3)]
         attention(*tensors, rotary)  # its tables are kept from call to call
         peaks.append(timer.peak_bytes(lambda tensors=tensors: torch.autograd.grad(attention(*tensors, rotary).sum(), tensors)))
-        print(f"seqlen {seqlen:<6} {heads} heads {peaks[-1] / 2**20:>8.1f} MiB = {peaks[-1] / (4 * tensors[0].numel()):.1f} times q"
-              f" (one dense score matrix: {4 * heads * seqlen**2 / 2**20:.0f} MiB)")
+        print(
+            f"seqlen {seqlen:<6} {heads} heads {peaks[-1] / 2**20:>8.1f} MiB = {peaks[-1] / (4 * tensors[0].numel()):.1f} times q"
+            f" (one dense score matrix: {4 * heads * seqlen**2 / 2**20:.0f} MiB)"
+        )
     return max(b / a for a, b in zip(peaks, peaks[1:], strict=False))
 
 
@@ -137,8 +156,8 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def host(options, blocks: int = 60, calls: int = 50) -> tuple[float, float]:
-    """Prints the time of one call at seqlen 1, and of one over a short cache, on one thread. Returns the microseconds of each beyond
-    those of the PyTorch operators that compute it: the median over the blocks."""
+    """Prints the time of one call at seqlen 1, and of one over a short cache, on one thread. Returns the microseconds of each
+    beyond those of the PyTorch operators that compute it: the median over the blocks."""
     torch.set_num_threads(1)  # waking the others would be most of the time
     q, k, v = (torch.randn(1, 1, options.heads, options.head_dim) for _ in range(3))
     leaf = q.clone().requires_grad_()
@@ -181,27 +200,47 @@ def host(options, blocks: int = 60, calls: int = 50) -> tuple[float, float]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("seqlen", 8192), ("heads", 8), ("head-dim", 64), ("window", 1024), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--seconds", type=float, default=60.0, help="time for the rounds; each table has at least three (default 60)")
-    parser.add_argument("--check", action="store_true", help=f"exit with 1 when a ratio is over its goal by more than {SLACK - 1:.0%}% in each of {ATTEMPTS} attempts")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="time for the rounds; each table has at least three (default 60)"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help=f"exit with 1 when a ratio is over its goal by more than {SLACK - 1:.0%}% in each of {ATTEMPTS} attempts",
+    )
     parser.add_argument("--out", type=Path, help="write JSON and CSV to a folder of the processor's name in here")
     parser.add_argument("--note", default="", help="kept with the results, such as what else the machine did")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     device, versions = machine.describe(CPU), machine.versions()
-    print(f"python -m bench cpu {shlex.join(argv)}\n{device['name']}, torch {versions['torch']}, {device['threads']} threads, float32, {device['vector']}")
+    print(
+        f"python -m bench cpu {shlex.join(argv)}\n{device['name']}, torch {versions['torch']}, {device['threads']} threads, "
+        f"float32, {device['vector']}"
+    )
     for attempt in range(ATTEMPTS if options.check else 1):
-        run = Run("cpu", shlex.join(["python", "-m", "bench", "cpu", *argv]), device, versions, {}, load_average={"start": machine.load_average()},
-                  note=options.note)
+        run = Run(
+            "cpu",
+            shlex.join(["python", "-m", "bench", "cpu", *argv]),
+            device,
+            versions,
+            {},
+            load_average={"start": machine.load_average()},
+            note=options.note,
+        )
         got = measure_all(options, run)
         failed = [name for name in GOALS.keys() - SHOWN_ONLY if got[name] > GOALS[name] * SLACK]
         if not failed:
             break
         if options.check:
-            print(f"\nattempt {attempt + 1} of {ATTEMPTS}, over its goal by more than {SLACK - 1:.0%}: {', '.join(sorted(failed))}")
+            print(
+                f"\nattempt {attempt + 1} of {ATTEMPTS}, over its goal by more than {SLACK - 1:.0%}: {', '.join(sorted(failed))}"
+            )
     if options.out:
         run.load_average["end"] = machine.load_average()
         run.write(options.out / machine.slug(device["name"]), f"cpu-d{options.head_dim}-h{options.heads}x{options.heads}-fp32")

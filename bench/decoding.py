@@ -64,9 +64,22 @@ def flashinfer_rope(problem: Problem):
     pages = problem.seqlen // PAGE_SIZE
     workspace = torch.empty(128 * 2**20, dtype=torch.uint8, device=problem.device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=problem.group >= 4)
-    starts, every = (torch.arange(count, dtype=torch.int32, device=problem.device) for count in (problem.batch + 1, problem.batch * pages))
-    wrapper.plan(starts * pages, every, torch.full_like(starts[1:], PAGE_SIZE), problem.heads, problem.heads_kv, problem.head_dim, PAGE_SIZE,
-                 pos_encoding_mode="ROPE_LLAMA", rope_theta=THETA_BASE, q_data_type=problem.dtype, kv_data_type=problem.dtype)
+    starts, every = (
+        torch.arange(count, dtype=torch.int32, device=problem.device) for count in (problem.batch + 1, problem.batch * pages)
+    )
+    wrapper.plan(
+        starts * pages,
+        every,
+        torch.full_like(starts[1:], PAGE_SIZE),
+        problem.heads,
+        problem.heads_kv,
+        problem.head_dim,
+        PAGE_SIZE,
+        pos_encoding_mode="ROPE_LLAMA",
+        rope_theta=THETA_BASE,
+        q_data_type=problem.dtype,
+        kv_data_type=problem.dtype,
+    )
 
     def attend(q, k, v):
         cache = tuple(x.view(-1, PAGE_SIZE, problem.heads_kv, problem.head_dim) for x in (k, v))
@@ -83,7 +96,9 @@ def own_over_cache(scheme, impl: str | None, problem: Problem):
     if impl == "cuda":
         from flashrope.backends import backend
 
-        if reason := backend(impl).refusal(torch.empty(1, 1, 1, problem.head_dim, dtype=problem.dtype, device=problem.device), cached=True):
+        if reason := backend(impl).refusal(
+            torch.empty(1, 1, 1, problem.head_dim, dtype=problem.dtype, device=problem.device), cached=True
+        ):
             raise Unavailable(reason)
     return lambda q, k, v: attention_with_cache(q, k, v, rotary, seqlens, impl=impl)
 
@@ -94,10 +109,20 @@ def contestants(device: torch.device) -> list[Contestant]:
         return problem.bytes_of_cache() * (2 if device.type == "cuda" else 4)
 
     chosen = [Contestant(f"SDPA {which}", Problem.none, KERNELS[f"SDPA {which}"]) for which in SDPA]
-    chosen += [Contestant("flash-attn 2", Problem.none, upstream_with_cache), Contestant("FlashInfer, RoPE", Problem.rope, flashinfer_rope)]
+    chosen += [
+        Contestant("flash-attn 2", Problem.none, upstream_with_cache),
+        Contestant("FlashInfer, RoPE", Problem.rope, flashinfer_rope),
+    ]
     chosen += [Contestant(f"{how} rotation of the cache + SDPA flash", Problem.rerope, prepare, scratch=rotated_cache)
                for how, prepare in (("fused", rotate_fused), ("compiled", rotate_compiled), ("eager", rotate_eagerly))
                if how != "compiled" or device.type == "cpu"]
-    ours = [("NoPE", Problem.none, None), ("RoPE", Problem.rope, None), ("ReRoPE", Problem.rerope, None), ("ReRoPE, CUDA", Problem.rerope, "cuda")]
-    chosen += [Contestant(f"flashrope {name}", scheme, partial(own_over_cache, scheme, impl), ours=True) for name, scheme, impl in ours]
+    ours = [
+        ("NoPE", Problem.none, None),
+        ("RoPE", Problem.rope, None),
+        ("ReRoPE", Problem.rerope, None),
+        ("ReRoPE, CUDA", Problem.rerope, "cuda"),
+    ]
+    chosen += [
+        Contestant(f"flashrope {name}", scheme, partial(own_over_cache, scheme, impl), ours=True) for name, scheme, impl in ours
+    ]
     return [dataclasses.replace(contestant, moved=Problem.bytes_of_cache, ceiling="read_gbs") for contestant in chosen]

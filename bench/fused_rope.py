@@ -1,7 +1,7 @@
 """RoPE as a good separate kernel does it: the rotation that attention without an encoding of its own is measured with.
 
-One launch over q and k, forward or backward, in place or not. A program takes some rows and a group of heads, which share one load
-of cos and sin; every access to q and k moves 16 bytes.
+One launch over q and k, forward or backward, in place or not. A program takes some rows and a group of heads, which share one
+load of cos and sin; every access to q and k moves 16 bytes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,23 @@ def rotate_heads(x, out, row, first_head, heads, exists, cos, sin, HALF: tl.cons
 
 
 @triton.jit
-def rotate_rows(q, k, out_q, out_k, cos, sin, seqlen, heads_q, heads_k, BACK: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-                HEADS: tl.constexpr):
-    """q, k, out_q, out_k (batch, seqlen, heads, 2 * HALF), cos and sin float32 (seqlen, HALF), all without gaps. Grid: tiles of rows
-    times batch, groups of heads of q and then of k."""
+def rotate_rows(
+    q,
+    k,
+    out_q,
+    out_k,
+    cos,
+    sin,
+    seqlen,
+    heads_q,
+    heads_k,
+    BACK: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """q, k, out_q, out_k (batch, seqlen, heads, 2 * HALF), cos and sin float32 (seqlen, HALF), all without gaps. Grid: tiles of
+    rows times batch, groups of heads of q and then of k."""
     tiles = tl.cdiv(seqlen, ROWS)
     position = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     exists = (position < seqlen)[:, None]
@@ -52,8 +65,22 @@ def launch(q, k, out_q, out_k, cos, sin, back: bool) -> None:
     heads_k = k.shape[2]
     rows = PAIRS * 2 // head_dim
     grid = (triton.cdiv(seqlen, rows) * batch, triton.cdiv(heads_q, HEADS) + triton.cdiv(heads_k, HEADS))
-    rotate_rows[grid](q, k, out_q, out_k, cos, sin, seqlen, heads_q, heads_k, BACK=back, HALF=head_dim // 2, ROWS=rows, HEADS=HEADS,
-                      num_warps=WARPS)
+    rotate_rows[grid](
+        q,
+        k,
+        out_q,
+        out_k,
+        cos,
+        sin,
+        seqlen,
+        heads_q,
+        heads_k,
+        BACK=back,
+        HALF=head_dim // 2,
+        ROWS=rows,
+        HEADS=HEADS,
+        num_warps=WARPS,
+    )
 
 
 class _Rotate(torch.autograd.Function):
@@ -77,13 +104,17 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, in_place: bool = False):
-    """q (batch, seqlen, heads_q, head_dim) and k (batch, seqlen, heads_kv, head_dim) with channel m and m + head_dim / 2 of row i turned
-    by the angle of cos[i, m] and sin[i, m], float32 (seqlen, head_dim / 2). All contiguous; head_dim / 2 a power of two. In place,
-    the gradients are written over as well."""
+    """q (batch, seqlen, heads_q, head_dim) and k (batch, seqlen, heads_kv, head_dim) with channel m and m + head_dim / 2 of row
+    i turned by the angle of cos[i, m] and sin[i, m], float32 (seqlen, head_dim / 2). All contiguous; head_dim / 2 a power of
+    two. In place, the gradients are written over as well."""
     half = q.shape[-1] // 2
     if half & (half - 1):
         raise ValueError(f"head_dim: expected a power of two, got {q.shape[-1]}")
-    for name, x, shape in (("k", k, (*q.shape[:2], k.shape[2], q.shape[3])), ("cos", cos, (q.shape[1], half)), ("sin", sin, (q.shape[1], half))):
+    for name, x, shape in (
+        ("k", k, (*q.shape[:2], k.shape[2], q.shape[3])),
+        ("cos", cos, (q.shape[1], half)),
+        ("sin", sin, (q.shape[1], half)),
+    ):
         if tuple(x.shape) != tuple(shape):
             raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):

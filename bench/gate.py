@@ -2,11 +2,11 @@
 
     python -m bench gate [--arch 80 90] [--head-dim 64 128] [--quick] [--csv PATH] [--jobs N]
 
-For every case the backend runs on meta tensors: forward and backward, or over a cache. Launches that need the same machine code are
-compiled once. Prints one row per compiled kernel and exits with 1 when one does not compile, spills more than
+For every case the backend runs on meta tensors: forward and backward, or over a cache. Launches that need the same machine code
+are compiled once. Prints one row per compiled kernel and exits with 1 when one does not compile, spills more than
 SPILL_CEILINGS allows, asks for more shared memory than a block of its architecture can have, takes more instructions per
-tensor-core instruction than bench.ceilings allows, or reads keys and values in pieces of less than 16 bytes. The column
-"model" is the tensor cores' estimated utilisation on sm_80 (bench.model).
+tensor-core instruction than bench.ceilings allows, or reads keys and values in pieces of less than 16 bytes. The column "model"
+is the tensor cores' estimated utilisation on sm_80 (bench.model).
 """
 
 from __future__ import annotations
@@ -63,9 +63,14 @@ UNALIGNED = Scheme("unaligned", Rotary.rope, aligned=False)
 DECODE = tuple(Scheme(f"{scheme.name} {cache}", scheme.rotary, cache=cache) for cache in ("contiguous", "paged")
                for scheme in (ONE_BAND, TWO_BANDS))
 WIDE = Scheme("rerope wide", TWO_BANDS.rotary, cache="paged", seqlen_q=16)  # many rows, as of speculated tokens
-CHUNKS = tuple(Scheme(f"{scheme.name} {cache} chunk", scheme.rotary, cache=cache, seqlen_q=512) for cache in ("contiguous", "paged")
-               for scheme in (ONE_BAND, TWO_BANDS))
-PARTIAL = Scheme("rerope partial", lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2).rectify(WINDOW), cache="contiguous")
+CHUNKS = tuple(
+    Scheme(f"{scheme.name} {cache} chunk", scheme.rotary, cache=cache, seqlen_q=512)
+    for cache in ("contiguous", "paged")
+    for scheme in (ONE_BAND, TWO_BANDS)
+)
+PARTIAL = Scheme(
+    "rerope partial", lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2).rectify(WINDOW), cache="contiguous"
+)
 VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
 
@@ -136,7 +141,9 @@ def cases(quick: bool) -> list[Case]:
     variants = grid((80,), (128,), "bf16", NOPE, PACKED, POSITIONS) + grid((80,), (64,), "bf16", TWO_SIDED, UNALIGNED)
     small_shared = grid((86,), (64, 128), "bf16", TWO_BANDS) + grid((86,), (128, 256), "bf16", ONE_BAND)
     cache = grid((80, 90), (64, 128), "bf16", WIDE) + grid((80, 90), (96, 256), "bf16", DECODE[0], DECODE[-1])
-    cache += grid((80,), (128,), "bf16", PARTIAL) + grid((80,), (128,), "fp32", DECODE[-1]) + grid((86,), (128,), "bf16", DECODE[-1])
+    cache += (
+        grid((80,), (128,), "bf16", PARTIAL) + grid((80,), (128,), "fp32", DECODE[-1]) + grid((86,), (128,), "bf16", DECODE[-1])
+    )
     return main + wide + padded + types + variants + small_shared + cache
 
 
@@ -154,8 +161,15 @@ class Ceiling:
     triton: str = ""  # version prefix
 
     def covers(self, kernel: str, case: Case) -> bool:
-        return (self.kernel in ("", kernel) and self.arch in (0, case.arch) and case.head_dim > self.above
-                and self.head_dim in (0, case.head_dim) and self.dtype in ("", case.dtype) and self.scheme in ("", case.scheme.name) and triton.__version__.startswith(self.triton))
+        return (
+            self.kernel in ("", kernel)
+            and self.arch in (0, case.arch)
+            and case.head_dim > self.above
+            and self.head_dim in (0, case.head_dim)
+            and self.dtype in ("", case.dtype)
+            and self.scheme in ("", case.scheme.name)
+            and triton.__version__.startswith(self.triton)
+        )
 
 
 LISTED = float("inf")  # printed with its figure, not limited
@@ -189,8 +203,14 @@ class Row:
         first = self.cases[0]
         bands = sorted({len(case.scheme.rotary(case.head_dim).bands_for(case.scheme.causal)) for case in self.cases})
         schemes = dict.fromkeys(case.scheme.name for case in self.cases)
-        return {"kernel": self.kernel, "arch": f"sm_{first.arch}", "D": str(first.head_dim), "dtype": first.dtype,
-                "bands": "/".join(map(str, bands)), "scheme": next(iter(schemes)) + (f" +{len(schemes) - 1}" if len(schemes) > 1 else "")}
+        return {
+            "kernel": self.kernel,
+            "arch": f"sm_{first.arch}",
+            "D": str(first.head_dim),
+            "dtype": first.dtype,
+            "bands": "/".join(map(str, bands)),
+            "scheme": next(iter(schemes)) + (f" +{len(schemes) - 1}" if len(schemes) > 1 else ""),
+        }
 
     @property
     def order(self) -> tuple:
@@ -215,7 +235,12 @@ class Row:
     def turns_no_keys(self) -> bool:
         """Its hot loop does not: of memory it reads keys and values alone, and page numbers."""
         first = self.cases[0]
-        turns_none = self.kernel == "attention_forward" and first.scheme.aligned or self.kernel == "attention_decode" and "rerope" in first.scheme.name
+        turns_none = (
+            self.kernel == "attention_forward"
+            and first.scheme.aligned
+            or self.kernel == "attention_decode"
+            and "rerope" in first.scheme.name
+        )
         return turns_none and first.head_dim in (64, 128)
 
     def violations(self) -> list[str]:
@@ -231,11 +256,16 @@ class Row:
             found.append(f"{name}: needs {self.result.shared} bytes of shared memory, a block of sm_{first.arch} has {limit}")
         most = most_instructions(self.kernel, first.scheme.name, first.arch, first.head_dim) if first.dtype == "bf16" else None
         if self.result.loop and most is not None and self.result.loop["total"] > most * self.result.loop["mma"]:
-            found.append(f"{name}: {self.result.loop['total'] / self.result.loop['mma']:.2f} instructions per tensor-core instruction in the "
-                         f"hot loop, the ceiling is {most}")
+            found.append(
+                f"{name}: {self.result.loop['total'] / self.result.loop['mma']:.2f} instructions per tensor-core instruction in "
+                f"the hot loop, the ceiling is {most}"
+            )
         if self.result.loop and self.turns_no_keys and first.dtype != "fp32":
             loads = 2 * self.launch.kwargs["BLOCK_N"] * first.head_dim * 2 // (16 * 32 * self.result.warps)
-            wide, narrow = self.result.loop.get("global 16 B", 0), self.result.loop.get("global", 0) - self.result.loop.get("global 16 B", 0)
+            wide, narrow = (
+                self.result.loop.get("global 16 B", 0),
+                self.result.loop.get("global", 0) - self.result.loop.get("global 16 B", 0),
+            )
             if wide != loads or (narrow and first.scheme.cache != "paged"):
                 found.append(f"{name}: {wide} loads of 16 bytes and {narrow} narrower, keys and values need {loads} and none")
         return found
@@ -270,12 +300,19 @@ def write_csv(path: str, rows: list[Row]) -> None:
     """The table and the mix of the hot loop; the cases a kernel serves, by scheme."""
     classes = sorted({name for row in rows if isinstance(row.result, Measured) for name in row.result.loop or ()})
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, ["revision", "triton", *COLUMNS, *(f"loop {name}" for name in classes), "compile s", "schemes"], restval="")
+        writer = csv.DictWriter(
+            file, ["revision", "triton", *COLUMNS, *(f"loop {name}" for name in classes), "compile s", "schemes"], restval=""
+        )
         writer.writeheader()
         for row in rows:
             loop = row.result.loop or {} if isinstance(row.result, Measured) else {}
-            writer.writerow({"revision": machine.revision(), "triton": triton.__version__} | row.label | row.figures() | {f"loop {name}": n for name, n in loop.items()}
-                            | {"compile s": f"{row.seconds:.1f}", "schemes": " ".join(dict.fromkeys(case.scheme.name for case in row.cases))})
+            writer.writerow(
+                {"revision": machine.revision(), "triton": triton.__version__}
+                | row.label
+                | row.figures()
+                | {f"loop {name}": n for name, n in loop.items()}
+                | {"compile s": f"{row.seconds:.1f}", "schemes": " ".join(dict.fromkeys(case.scheme.name for case in row.cases))}
+            )
 
 
 def main(argv: list[str]) -> int:
@@ -296,7 +333,9 @@ def main(argv: list[str]) -> int:
     rows = plan(chosen)
     print(f"Triton {triton.__version__}: {len(rows)} kernels for {len(chosen)} cases", flush=True)
     if missing := missing_tools():
-        print(f"{' and '.join(missing)} not in this Triton package: registers and spills come from ptxas -v, loops are not counted")
+        print(
+            f"{' and '.join(missing)} not in this Triton package: registers and spills come from ptxas -v, loops are not counted"
+        )
     done = 0
     for index, rows[index].result, rows[index].seconds in compile_all([row.launch for row in rows], options.jobs):
         done += 1

@@ -1,4 +1,5 @@
-"""The goals as data: ratios of one run, or a share of a measured ceiling. Above 1 flashrope is faster; its time includes the rotation.
+"""The goals as data: ratios of one run, or a share of a measured ceiling. Above 1 flashrope is faster; its time includes the
+rotation.
 
 bf16, head_dim 128, causal, seqlen 2048 and more, unless a goal says otherwise. A goal's figure is the worst over the lengths that
 it covers; its aim may differ by length. What was not run is said to be so.
@@ -14,7 +15,8 @@ from .results import Record, Run
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """peer's time over ours, or with no peer ours' share of its ceiling. aim: one figure, or one for each length from there on."""
+    """peer's time over ours, or with no peer ours' share of its ceiling. aim: one figure, or one for each length from there
+    on."""
 
     device: str  # part of its name
     command: str
@@ -34,7 +36,13 @@ class Goal:
     def name(self) -> str:
         passes = "forward + backward" if self.backward else "forward"
         what = f"{self.ours} against {self.peer}" if self.peer else f"{self.ours}, share of the read-only probe's bandwidth"
-        where = f", seqlen {'/'.join(map(str, self.seqlens))}" if self.seqlens else f", seqlen >= {self.least_seqlen}" if self.least_seqlen > 2048 else ""
+        where = (
+            f", seqlen {'/'.join(map(str, self.seqlens))}"
+            if self.seqlens
+            else f", seqlen >= {self.least_seqlen}"
+            if self.least_seqlen > 2048
+            else ""
+        )
         return f"{self.device}: {what}" + ("" if self.command == "decode" else f", {passes}") + where
 
     def covers(self, run: Run, record: Record) -> bool:
@@ -94,8 +102,14 @@ def _judge(goal: Goal, measured: dict[int, float]) -> dict:
         aimed = [figure >= aims[seqlen] for seqlen, figure in measured.items() if aims[seqlen] is not None]
         verdict = "met" if all(aimed) else "floor met"
     aim = {str(seqlen): figure for seqlen, figure in goal.aim.items()} if isinstance(goal.aim, Mapping) else goal.aim
-    return {"goal": goal.name, "floor": goal.floor, "aim": aim, "measured": {str(seqlen): figure for seqlen, figure in measured.items()},
-            "worst": min(measured.values(), default=None), "verdict": verdict}
+    return {
+        "goal": goal.name,
+        "floor": goal.floor,
+        "aim": aim,
+        "measured": {str(seqlen): figure for seqlen, figure in measured.items()},
+        "worst": min(measured.values(), default=None),
+        "verdict": verdict,
+    }
 
 
 def text(judged: Sequence[dict]) -> str:
@@ -106,6 +120,12 @@ def text(judged: Sequence[dict]) -> str:
     lines = ["goals (peer's time / ours; above 1 flashrope is faster)"]
     for goal in run:
         aim = goal["aim"]
-        aim = ", ".join(f"{figure:g} from {seqlen}" for seqlen, figure in aim.items()) if isinstance(aim, Mapping) else "none" if aim is None else f"{aim:g}"
+        aim = (
+            ", ".join(f"{figure:g} from {seqlen}" for seqlen, figure in aim.items())
+            if isinstance(aim, Mapping)
+            else "none"
+            if aim is None
+            else f"{aim:g}"
+        )
         lines.append(f"{goal['verdict']:<10}{goal['goal']}: {goal['worst']:.2f} at worst; floor {goal['floor']:g}, aim {aim}")
     return "\n".join(lines)

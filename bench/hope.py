@@ -8,7 +8,14 @@ from __future__ import annotations
 from . import suite
 from .contestants import prefill_hope
 
-CUDA = {"heads": 16, "heads_kv": 16, "head_dim": 128, "seqlens": [512, 1024, 2048, 4096, 8192, 16384], "tokens": 16384, "window": 512}
+CUDA = {
+    "heads": 16,
+    "heads_kv": 16,
+    "head_dim": 128,
+    "seqlens": [512, 1024, 2048, 4096, 8192, 16384],
+    "tokens": 16384,
+    "window": 512,
+}
 CPU = {"heads": 4, "heads_kv": 4, "head_dim": 64, "seqlens": [512, 1024, 2048, 4096], "tokens": 4096, "window": 256}
 
 

@@ -38,8 +38,13 @@ def slug(name: str) -> str:
 
 def versions() -> dict[str, str]:
     """Of this code and what it runs on; of the peers those that are installed."""
-    found = {"revision": revision(), "python": platform.python_version(), "torch": torch.__version__, "triton": _installed("triton"),
-             "cuda": torch.version.cuda or "none"}
+    found = {
+        "revision": revision(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _installed("triton"),
+        "cuda": torch.version.cuda or "none",
+    }
     if torch.version.cuda and torch.backends.cudnn.is_available():
         found["cudnn"] = str(torch.backends.cudnn.version())
     return found | {name: _installed(name) for name in PEERS if _installed(name) != MISSING}
@@ -47,11 +52,13 @@ def versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def revision() -> str:
-    """The checkout's commit, with "-dirty" where a file that makes a figure differs from it. Outside a checkout what the file REVISION
-    says (bench/on_gpu.sh -r), or "unknown"."""
+    """The checkout's commit, with "-dirty" where a file that makes a figure differs from it. Outside a checkout what the file
+    REVISION says (bench/on_gpu.sh -r), or "unknown"."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
-        return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED, ":!bench/results") else "")
+        return head + (
+            "-dirty" if _git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED, ":!bench/results") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         file = ROOT / "REVISION"
         return file.read_text().strip() if file.exists() else "unknown"
@@ -76,7 +83,9 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     gpu, timer = device.type == "cuda", Timer(device)
     size = 8192 if gpu else 2048
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    source = torch.randn(min(2**30, timer.free_bytes() // 32) if gpu else 2**26, device=device)  # 4 GB if they are there, or 256 MB
+    source = torch.randn(
+        min(2**30, timer.free_bytes() // 32) if gpu else 2**26, device=device
+    )  # 4 GB if they are there, or 256 MB
     target = torch.empty_like(source)
     calls = {"product": lambda: a @ b, "copy": lambda: target.copy_(source), "read": reader(source)}
     median = {name: Spread.of(times).median for name, times in rounds(calls, timer, 1.0, least=5).items()}

@@ -10,8 +10,8 @@
 #   bench/on_gpu.sh rerope memcheck tune-forward
 #
 # A step that fails or runs out of time does not stop the others. Nothing is installed: where flashrope cannot be imported, the
-# checkout is used as it is. -r names the revision where the folder is no git checkout. FOLDER/results.tgz holds bench/results as the
-# steps left it; unpack it in a checkout.
+# checkout is used as it is. -r names the revision where the folder is no git checkout. FOLDER/results.tgz holds the folder results
+# of bench/; unpack it there.
 set -uo pipefail
 
 steps=(smoke tests hope decode rotation rerope memcheck tune-forward tune-decode tune-backward scaling more racecheck)
@@ -58,7 +58,8 @@ sanitize() {
 
 run_step() {
   case $1 in
-    smoke) "$python" -m flashrope info && bench hope --seqlens 8192 --contestants "SDPA flash" "SDPA cuDNN" flashrope --out "$work/smoke" ;;
+    smoke) "$python" -m flashrope info
+      bench hope --seqlens 8192 --contestants "SDPA flash" "SDPA cuDNN" flashrope --out "$work/smoke" ;;
     tests) "$python" -m pytest -q -n auto --maxfail=40 --durations=10 -p no:cacheprovider $tests ;;
     memcheck | racecheck) sanitize "$1" ;;
     tune-forward) bench tune --direction forward --csv "$folder/tune-forward.csv" ;;

@@ -13,7 +13,31 @@ from .results import Record, Run
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#888888", "#8C510A", "#5E3C99", "#01665E")
 MARKERS = "os^Dv<>pPX"
 CEILINGS = {"product_tflops": "large product", "copy_gbs": "copy, read and written", "read_gbs": "read-only probe"}
-RATIOS = (0.0625, 0.125, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+RATIOS = (
+    0.0625,
+    0.125,
+    0.25,
+    0.4,
+    0.5,
+    0.6,
+    0.7,
+    0.8,
+    0.9,
+    1.0,
+    1.2,
+    1.4,
+    1.6,
+    1.8,
+    2.0,
+    2.5,
+    3.0,
+    4.0,
+    8.0,
+    16.0,
+    32.0,
+    64.0,
+    128.0,
+)
 OWN_STYLES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1, 1, 1)))
 
 
@@ -31,7 +55,15 @@ def draw(run: Run, path: Path) -> bool:
         chosen = [record for record in records if record.backward == backward]
         unit = "GB/s" if bandwidth else "TFLOP/s"
         _lines(axes[0], chosen, styles, lambda record: record.gbs if bandwidth else record.tflops)
-        passes = "one token" if chosen[0].sizes["decoding"] else "rotation alone" if bandwidth else "forward + backward" if backward else "forward"
+        passes = (
+            "one token"
+            if chosen[0].sizes["decoding"]
+            else "rotation alone"
+            if bandwidth
+            else "forward + backward"
+            if backward
+            else "forward"
+        )
         axes[0].set_title(f"{passes}: {unit}", loc="left", fontsize=10)
         _ceiling(axes[0], run, next(record.ceiling for record in chosen if (record.gbs is not None) == bandwidth))
         axes[0].set_ylim(bottom=0)
@@ -40,7 +72,11 @@ def draw(run: Run, path: Path) -> bool:
         axes[1].set_title(f"time / {ours}'s{meaning}" if ours else "", loc="left", fontsize=10)
         _ratio_axis(axes[1])
         for each in axes:
-            _length_axis(each, sorted({record.seqlen for record in chosen}), "keys in the cache" if chosen[0].sizes["decoding"] else "seqlen")
+            _length_axis(
+                each,
+                sorted({record.seqlen for record in chosen}),
+                "keys in the cache" if chosen[0].sizes["decoding"] else "seqlen",
+            )
     _finish(figure, run, records, path)
     return True
 
@@ -84,8 +120,10 @@ def _styles(records: Sequence[Record]) -> dict[str, dict]:
     peers = list(dict.fromkeys(record.contestant for record in records if not record.ours))
     styles = {name: {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)], "linewidth": 1.3, "markersize": 4}
               for at, name in enumerate(peers)}
-    return styles | {name: {"color": "black", "linestyle": OWN_STYLES[at % len(OWN_STYLES)], "linewidth": 2.4, "marker": ".", "markersize": 7}
-                     for at, name in enumerate(reversed(ours))}
+    return styles | {
+        name: {"color": "black", "linestyle": OWN_STYLES[at % len(OWN_STYLES)], "linewidth": 2.4, "marker": ".", "markersize": 7}
+        for at, name in enumerate(reversed(ours))
+    }
 
 
 def _lines(axes, records: Sequence[Record], styles: dict[str, dict], value: Callable[[Record], float | None]) -> None:
@@ -98,7 +136,15 @@ def _lines(axes, records: Sequence[Record], styles: dict[str, dict], value: Call
 def _ceiling(axes, run: Run, name: str) -> None:
     """The measured ceiling that the share in the tables is taken of."""
     axes.axhline(run.ceilings[name], color="0.6", linewidth=1, linestyle=":")
-    axes.annotate(CEILINGS[name], xy=(1, run.ceilings[name]), xycoords=("axes fraction", "data"), fontsize=7, color="0.4", ha="right", va="bottom")
+    axes.annotate(
+        CEILINGS[name],
+        xy=(1, run.ceilings[name]),
+        xycoords=("axes fraction", "data"),
+        fontsize=7,
+        color="0.4",
+        ha="right",
+        va="bottom",
+    )
 
 
 def _length_axis(axes, lengths: Sequence[float], x_label: str = "seqlen") -> None:
@@ -139,13 +185,19 @@ def _decades(axes) -> None:
 def _origin(run: Run) -> str:
     versions = run.versions
     command = run.shown_command if len(run.shown_command) < 150 else run.shown_command[:147] + "..."
-    return f"{run.device['name']}, torch {versions['torch']}, triton {versions['triton']}, revision {versions['revision']}\n{command}"
+    names = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "revision"))
+    return f"{run.device['name']}, {names}\n{command}"
 
 
 def _finish(figure, run: Run, records: Sequence[Record], path: Path) -> None:
     sizes = records[0].sizes
-    figure.suptitle(f"{run.command}: head_dim {sizes['head_dim']}, {sizes['heads']} query and {sizes['heads_kv']} key heads, {sizes['dtype']}, "
-                    f"{'causal' if sizes['causal'] else 'not causal'}\n{_origin(run)}", fontsize=9, x=0.01, ha="left")
+    figure.suptitle(
+        f"{run.command}: head_dim {sizes['head_dim']}, {sizes['heads']} query and {sizes['heads_kv']} key heads, "
+        f"{sizes['dtype']}, {'causal' if sizes['causal'] else 'not causal'}\n{_origin(run)}",
+        fontsize=9,
+        x=0.01,
+        ha="left",
+    )
     handles, labels = {}, []
     for axes in figure.axes:
         handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))

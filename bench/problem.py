@@ -51,8 +51,12 @@ class Problem:
         if self.device.type == "meta":
             return [torch.empty(self.batch, *shape, self.head_dim, device=self.device, dtype=self.dtype) for shape in shapes]
         generator = torch.Generator(self.device).manual_seed(seed)
-        return [torch.randn(self.batch, *shape, self.head_dim, device=self.device, dtype=self.dtype, generator=generator).requires_grad_(grad)
-                for shape in shapes]
+        return [
+            torch.randn(
+                self.batch, *shape, self.head_dim, device=self.device, dtype=self.dtype, generator=generator
+            ).requires_grad_(grad)
+            for shape in shapes
+        ]
 
     def bytes_of_q(self) -> int:
         return self.batch * self.seqlen_q * self.heads * self.head_dim * self.dtype.itemsize
@@ -62,8 +66,9 @@ class Problem:
         return 2 * self.batch * self.seqlen * self.heads_kv * self.head_dim * self.dtype.itemsize
 
     def flops(self, backward: bool) -> float:
-        """Of a forward, or a forward and a backward, counted as the literature does: 4 batch heads seqlen^2 head_dim forward, half of
-        it under a causal mask, 2.5 times that backward. The same for every scheme and implementation, whatever it really does."""
+        """Of a forward, or a forward and a backward, counted as the literature does: 4 batch heads seqlen^2 head_dim forward,
+        half of it under a causal mask, 2.5 times that backward. The same for every scheme and implementation, whatever it
+        really does."""
         forward = 4 * self.batch * self.heads * self.seqlen_q * self.seqlen * self.head_dim
         if self.causal and not self.decoding:
             forward /= 2
@@ -83,7 +88,9 @@ class Problem:
 
     def sizes(self) -> dict:
         """As results hold them."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in ("device", "dtype")}
+        fields = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in ("device", "dtype")
+        }
         return fields | {"dtype": str(self.dtype).removeprefix("torch.")}
 
 

@@ -83,7 +83,9 @@ def read(path: Path) -> Run:
 
 def check_comparable(runs: Sequence[Run]) -> None:
     """Raises ValueError where the runs are of different devices or versions."""
-    for name, of in [("device", lambda run: run.device["name"])] + [(name, lambda run, name=name: run.versions[name]) for name in SAME]:
+    for name, of in [("device", lambda run: run.device["name"])] + [
+        (name, lambda run, name=name: run.versions[name]) for name in SAME
+    ]:
         seen = sorted({of(run) for run in runs})
         if len(seen) > 1:
             raise ValueError(f"runs of different {name} cannot be put together: {', '.join(seen)}")
@@ -99,8 +101,12 @@ def _write_csv(path: Path, run: Run) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", newline="") as file:
-        writer = csv.DictWriter(file, [name for name in names if not name.startswith("time / ")] + [f"time / {name}" for name in ours],
-                                restval="", lineterminator="\n")
+        writer = csv.DictWriter(
+            file,
+            [name for name in names if not name.startswith("time / ")] + [f"time / {name}" for name in ours],
+            restval="",
+            lineterminator="\n",
+        )
         writer.writeheader()
         writer.writerows(rows)
     os.replace(partial, path)

@@ -17,7 +17,14 @@ from . import suite
 from .contestants import ENCODINGS, KERNELS, OWN, Contestant, Unavailable, best_rope, positions
 from .problem import Problem
 
-CUDA = {"heads": 16, "heads_kv": 16, "head_dim": 128, "seqlens": [512, 1024, 2048, 4096, 8192, 16384], "tokens": 16384, "window": 512}
+CUDA = {
+    "heads": 16,
+    "heads_kv": 16,
+    "head_dim": 128,
+    "seqlens": [512, 1024, 2048, 4096, 8192, 16384],
+    "tokens": 16384,
+    "window": 512,
+}
 CPU = {"heads": 4, "heads_kv": 4, "head_dim": 64, "seqlens": [512, 1024, 2048, 4096], "tokens": 4096, "window": 256}
 
 
@@ -67,7 +74,9 @@ def moved(with_queries: bool, problem: Problem) -> int:
 def contestants(device: torch.device) -> list[Contestant]:
     """Rotations alone, held against copying; then whole forwards, of which the rotations are a share."""
     def rotation(name, scheme, prepare, with_queries=True, ours=False):
-        return Contestant(name, scheme, prepare, ours, moved=partial(moved, with_queries), ceiling="copy_gbs", exact=partial(exact_keys, scheme))
+        return Contestant(
+            name, scheme, prepare, ours, moved=partial(moved, with_queries), ceiling="copy_gbs", exact=partial(exact_keys, scheme)
+        )
 
     passes = [rotation(f"{name} of q and k", Problem.rope, partial(separate, name)) for name in (best_rope(device), "eager RoPE")]
     passes.append(rotation("fused RoPE of q and k, in place", Problem.rope, in_place))

@@ -75,8 +75,15 @@ def main() -> None:
                     continue
                 for seqlen_q in (1, 7, 130) if impl == "triton" else (1, 7):
                     for paged in (False, True):
-                        run(f"{name}, head_dim {head_dim}, {seqlen_q} tokens over a {'paged' if paged else 'contiguous'} cache, {impl}", over_cache,
-                            rotary, impl, make, seqlen_q, paged)
+                        run(
+                            f"{name}, head_dim {head_dim}, {seqlen_q} tokens over {'pages' if paged else 'a cache'}, {impl}",
+                            over_cache,
+                            rotary,
+                            impl,
+                            make,
+                            seqlen_q,
+                            paged,
+                        )
         run(f"two-sided, head_dim {head_dim}", training, rope.rectify(50), "triton", make, False)
     run("baselines", baselines, make)
 

@@ -2,7 +2,8 @@
 
     python -m bench scaling [--seqlens 512 1024 ... 131072] [--heads 16] [--head-dim 128] [--passes forward]
 
-Prints the power of the best fit over the upper half of every series: 2 for the time of attention over the length, 1 for its memory.
+Prints the power of the best fit over the upper half of every series: 2 for the time of attention over the length, 1 for its
+memory.
 """
 
 from __future__ import annotations
@@ -54,21 +55,52 @@ def sweeps(options) -> list[Sweep]:
     chosen = []
     for backward in [passes == "both" for passes in ("forward", "both") if passes in options.passes]:
         what = "forward + backward" if backward else "forward"
-        chosen.append(Sweep(f"{what} over seqlen", "seqlen", {
-            n: suite.Table(f"{what}, seqlen {n}", prefill, base.replace(seqlen=n), backward) for n in options.seqlens}, memory=True))
-    chosen.append(Sweep("forward over heads", "heads", {
-        n: suite.Table(f"forward, {n} heads, seqlen {base.seqlen}", prefill, base.replace(heads=n, heads_kv=n)) for n in HEADS[kind]}))
+        chosen.append(
+            Sweep(
+                f"{what} over seqlen",
+                "seqlen",
+                {n: suite.Table(f"{what}, seqlen {n}", prefill, base.replace(seqlen=n), backward) for n in options.seqlens},
+                memory=True,
+            )
+        )
+    chosen.append(
+        Sweep(
+            "forward over heads",
+            "heads",
+            {
+                n: suite.Table(f"forward, {n} heads, seqlen {base.seqlen}", prefill, base.replace(heads=n, heads_kv=n))
+                for n in HEADS[kind]
+            },
+        )
+    )
     chosen.append(Sweep("forward over batch", "batch", {
         n: suite.Table(f"forward, batch {n}, seqlen {base.seqlen}", prefill, base.replace(batch=n)) for n in BATCHES[kind]}))
-    over_cache = [c for c in decoding.contestants(options.device) if c.name in ("SDPA flash", "flashrope NoPE", "flashrope RoPE", "flashrope ReRoPE")]
+    over_cache = [
+        c
+        for c in decoding.contestants(options.device)
+        if c.name in ("SDPA flash", "flashrope NoPE", "flashrope RoPE", "flashrope ReRoPE")
+    ]
     one_token = base.replace(decoding=True, **DECODE_HEADS[kind])
     contexts = [n for n in CONTEXTS[kind] if n <= 2 * max(options.seqlens)] or [max(options.seqlens)]
     chosen.append(Sweep("decoding over context", "keys in the cache", {
         n: suite.Table(f"one token, {n} keys", over_cache, one_token.replace(seqlen=n), recorded=True) for n in contexts}))
     rerope = [c for c in over_cache if c.name in ("flashrope NoPE", "flashrope ReRoPE")]
-    chosen.append(Sweep(f"decoding over window, {contexts[-1]} keys", "window", {
-        w: suite.Table(f"one token, {contexts[-1]} keys, window {w}", rerope, one_token.replace(seqlen=contexts[-1], window=w), recorded=True)
-        for w in WINDOWS if w <= contexts[-1]}))
+    chosen.append(
+        Sweep(
+            f"decoding over window, {contexts[-1]} keys",
+            "window",
+            {
+                w: suite.Table(
+                    f"one token, {contexts[-1]} keys, window {w}",
+                    rerope,
+                    one_token.replace(seqlen=contexts[-1], window=w),
+                    recorded=True,
+                )
+                for w in WINDOWS
+                if w <= contexts[-1]
+            },
+        )
+    )
     return chosen
 
 

@@ -41,24 +41,41 @@ class Table:
 
 
 def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentParser:
-    """Options that all subcommands share; cuda and cpu hold the defaults of heads, heads_kv, head_dim, seqlens, tokens and window for
-    either device."""
+    """Options that all subcommands share; cuda and cpu hold the defaults of heads, heads_kv, head_dim, seqlens, tokens and
+    window for either device."""
     p = argparse.ArgumentParser(f"python -m bench {command}", description=doc.strip().split("\n")[0], allow_abbrev=False)
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1, cpu (default: a GPU if there is one)")
+    p.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cuda, cuda:1, cpu (default: a GPU if there is one)",
+    )
     p.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on the CPU")
-    for name, what in (("heads", "query heads"), ("heads-kv", "key heads"), ("head-dim", "channels of a head"), ("window", "of ReRoPE"),
-                       ("tokens", "of a batch: batch is tokens / seqlen")):
+    for name, what in (
+        ("heads", "query heads"),
+        ("heads-kv", "key heads"),
+        ("head-dim", "channels of a head"),
+        ("window", "of ReRoPE"),
+        ("tokens", "of a batch: batch is tokens / seqlen"),
+    ):
         key = name.replace("-", "_")
         p.add_argument(f"--{name}", type=positive, help=f"{what} (default: GPU {cuda.get(key)}, CPU {cpu.get(key)})")
     p.add_argument("--batch", type=positive, help="fixed, instead of --tokens")
-    p.add_argument("--seqlens", type=positive, nargs="+", help=f"default: GPU {_words(cuda['seqlens'])}; CPU {_words(cpu['seqlens'])}")
+    p.add_argument(
+        "--seqlens", type=positive, nargs="+", help=f"default: GPU {_words(cuda['seqlens'])}; CPU {_words(cpu['seqlens'])}"
+    )
     p.add_argument("--train-length", type=positive, default=8192, help="of HoPE (default 8192)")
     p.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
-    p.add_argument("--passes", nargs="+", choices=("forward", "both"), default=["forward", "both"], help="forward; forward and backward")
+    p.add_argument(
+        "--passes", nargs="+", choices=("forward", "both"), default=["forward", "both"], help="forward; forward and backward"
+    )
     p.add_argument("--contestants", nargs="+", metavar="NAME", help="only those whose name holds one of these (default: all)")
-    p.add_argument("--seconds", type=float, help=f"for the rounds of a table (default: GPU {SECONDS['cuda']}, CPU {SECONDS['cpu']})")
+    p.add_argument(
+        "--seconds", type=float, help=f"for the rounds of a table (default: GPU {SECONDS['cuda']}, CPU {SECONDS['cpu']})"
+    )
     p.add_argument("--threads", type=positive, help="of the CPU (default: PyTorch's)")
-    p.add_argument("--out", type=Path, default=RESULTS, help="files go to a folder of the device's name in here (default bench/results)")
+    p.add_argument(
+        "--out", type=Path, default=RESULTS, help="files go to a folder of the device's name in here (default bench/results)"
+    )
     p.add_argument("--note", default="", help="kept with the results, such as what else the machine did")
     p.set_defaults(defaults={"cuda": cuda, "cpu": cpu})
     return p
@@ -90,8 +107,18 @@ def parse(p: argparse.ArgumentParser, argv: list[str], needs_device: bool = True
 
 
 def problem(options: argparse.Namespace, seqlen: int, **changes) -> Problem:
-    return Problem(options.batch or max(1, options.tokens // seqlen), seqlen, options.heads, options.heads_kv, options.head_dim, options.dtype,
-                   options.device, options.causal, options.window, options.train_length).replace(**changes)
+    return Problem(
+        options.batch or max(1, options.tokens // seqlen),
+        seqlen,
+        options.heads,
+        options.heads_kv,
+        options.head_dim,
+        options.dtype,
+        options.device,
+        options.causal,
+        options.window,
+        options.train_length,
+    ).replace(**changes)
 
 
 def prefill_tables(options: argparse.Namespace, contestants: Sequence[Contestant]) -> list[Table]:
@@ -116,17 +143,29 @@ class Session:
     def __init__(self, command: str, argv: list[str], options: argparse.Namespace):
         self.options, self.device, self.timer = options, options.device, Timer(options.device)
         device = machine.describe(self.device)
-        self.run = Run(command, shlex.join(["python", "-m", "bench", command, *argv]), device, machine.versions(),
-                       machine.ceilings(self.device, options.dtype), load_average={"start": machine.load_average()}, note=options.note)
+        self.run = Run(
+            command,
+            shlex.join(["python", "-m", "bench", command, *argv]),
+            device,
+            machine.versions(),
+            machine.ceilings(self.device, options.dtype),
+            load_average={"start": machine.load_average()},
+            note=options.note,
+        )
         self.folder, self.stem = options.out / machine.slug(device["name"]), stem(command, options)
         self.tables: list[Table] = []
         self.bar = tqdm(disable=None, unit="step", leave=False, dynamic_ncols=True, file=sys.stderr)
         self.say(self.run.argv)
-        self.say(f"{device['hardware']}, torch {self.run.versions['torch']}, triton {self.run.versions['triton']}, "
-                 f"revision {self.run.versions['revision']}" + (f", {device['threads']} threads, {device['vector']}" if "threads" in device else ""))
+        self.say(
+            f"{device['hardware']}, torch {self.run.versions['torch']}, triton {self.run.versions['triton']}, "
+            f"revision {self.run.versions['revision']}"
+            + (f", {device['threads']} threads, {device['vector']}" if "threads" in device else "")
+        )
         ceilings = self.run.ceilings
-        self.say(f"measured here: product {ceilings['product_tflops']:.3g} TFLOP/s, copy {ceilings['copy_gbs']:.3g} GB/s (read and written), "
-                 f"read {ceilings['read_gbs']:.3g} GB/s")
+        self.say(
+            f"measured here: product {ceilings['product_tflops']:.3g} TFLOP/s, copy {ceilings['copy_gbs']:.3g} GB/s (read and "
+            f"written), read {ceilings['read_gbs']:.3g} GB/s"
+        )
 
     def say(self, text: str = "") -> None:
         tqdm.write(text, file=sys.stdout)
@@ -161,9 +200,9 @@ class Session:
                 reason = f"failed: {brief(failure)}"
             if reason is not None:
                 self.run.absent[name] = reason
-            elif error > check.TOLERANCE[table.problem.dtype]:
+            elif error > (allowed := check.TOLERANCE[table.problem.dtype]):
                 self.run.wrong[name] = error
-                self.say(f"WRONG, so not timed: {name}: error {error:.2g} against float64, allowed {check.TOLERANCE[table.problem.dtype]:.2g}")
+                self.say(f"WRONG, so not timed: {name}: error {error:.2g} against float64, allowed {allowed:.2g}")
             else:
                 self.run.errors[name] = error
 
@@ -175,7 +214,9 @@ class Session:
         if calls:
             times = rounds(calls, self.timer, self.options.seconds)
             ours = [c.name for c in table.contestants if c.ours and c.name in calls]
-            records = [self.record(table, contestant, times, ours) for contestant in table.contestants if contestant.name in calls]
+            records = [
+                self.record(table, contestant, times, ours) for contestant in table.contestants if contestant.name in calls
+            ]
         self.run.records += records
         self.tables.append(table)
         self.say("\n" + text_of(table, records))
@@ -214,8 +255,19 @@ class Session:
     def record(self, table: Table, contestant: Contestant, times: dict[str, list[float]], ours: list[str]) -> Record:
         p, name = table.problem, contestant.name
         spread = Spread.of(times[name])
-        record = Record(table.title, name, contestant.ours, p.sizes(), table.backward, spread.median, spread.low, spread.high, len(times[name]),
-                        ceiling=contestant.ceiling, ratios={own: ratio(times, name, own) for own in ours if own != name})
+        record = Record(
+            table.title,
+            name,
+            contestant.ours,
+            p.sizes(),
+            table.backward,
+            spread.median,
+            spread.low,
+            spread.high,
+            len(times[name]),
+            ceiling=contestant.ceiling,
+            ratios={own: ratio(times, name, own) for own in ours if own != name},
+        )
         if contestant.moved is None:
             record.tflops = p.flops(table.backward) / spread.median / 1e9
         else:
@@ -250,7 +302,8 @@ class Session:
             self.say("\npeak memory beyond the inputs, MiB\n" + lines)
 
     def finish(self, draw: bool = True) -> int:
-        """Goals, files, and with draw the figure of plots.draw. The exit code: 1 where one of our own is wrong or failed, or nothing ran."""
+        """Goals, files, and with draw the figure of plots.draw. The exit code: 1 where one of our own is wrong or failed, or
+        nothing ran."""
         self.bar.close()
         self.run.load_average["end"] = machine.load_average()
         self.run.goals = goals.evaluate(self.run)
@@ -295,12 +348,18 @@ def text_of(table: Table, records: Sequence[Record]) -> str:
         return f"{table.title}: nothing to time"
     ours = [record.contestant for record in records if record.ours]
     width = max(len(record.contestant) for record in records) + 2
-    lines = [f"{table.title}, {records[0].rounds} rounds",
-             f"{'':<{width}}{'median':>12}{'quartiles':>22}{'speed':>17}{'ceiling':>9}   " + "   ".join(f"time / {name}" for name in ours)]
+    lines = [
+        f"{table.title}, {records[0].rounds} rounds",
+        f"{'':<{width}}{'median':>12}{'quartiles':>22}{'speed':>17}{'ceiling':>9}   "
+        + "   ".join(f"time / {name}" for name in ours),
+    ]
     for record in records:
         speed = f"{record.gbs:.4g} GB/s   " if record.tflops is None else f"{record.tflops:.3g} TFLOP/s"
-        row = f"{record.contestant:<{width}}{record.milliseconds:>9.3f} ms{record.low:>11.3f} -{record.high:>9.3f}{speed:>17}{record.share:>9.1%}   "
-        row += "   ".join(f"{record.ratios[name]:.2f}".rjust(len(name) + 7) if name in record.ratios else " " * (len(name) + 7) for name in ours)
+        row = f"{record.contestant:<{width}}{record.milliseconds:>9.3f} ms{record.low:>11.3f} -{record.high:>9.3f}"
+        row += f"{speed:>17}{record.share:>9.1%}   "
+        row += "   ".join(
+            f"{record.ratios[name]:.2f}".rjust(len(name) + 7) if name in record.ratios else " " * (len(name) + 7) for name in ours
+        )
         lines.append(row.rstrip())
     return "\n".join(lines)
 
@@ -315,9 +374,14 @@ def memory_text(records: Sequence[Record]) -> str:
             continue
         names, seqlens = (list(dict.fromkeys(key[at] for key in peaks)) for at in (0, 1))
         width = max(map(len, names)) + 2
-        lines.append(f"{'forward + backward' if backward else 'forward':<{width}}" + "".join(f"{seqlen:>10}" for seqlen in seqlens))
-        lines += [f"{name:<{width}}" + "".join(f"{peaks[name, seqlen] / 2**20:>10.1f}" if (name, seqlen) in peaks else f"{'-':>10}"
-                                               for seqlen in seqlens) for name in names]
+        lines.append(
+            f"{'forward + backward' if backward else 'forward':<{width}}" + "".join(f"{seqlen:>10}" for seqlen in seqlens)
+        )
+        lines += [
+            f"{name:<{width}}"
+            + "".join(f"{peaks[name, seqlen] / 2**20:>10.1f}" if (name, seqlen) in peaks else f"{'-':>10}" for seqlen in seqlens)
+            for name in names
+        ]
     return "\n".join(lines)
 
 

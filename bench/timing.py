@@ -1,8 +1,8 @@
 """Time and memory of a call on one device. The only file that knows events, caches and graphs.
 
-GPU: CUDA events around the call; before it other data is read through the L2 cache, which leaves nothing there to write back, and a
-short sleep on the device lets the host queue the whole call before the first event is reached, so that host time does not count. CPU:
-the clock around the call.
+GPU: CUDA events around the call; before it other data is read through the L2 cache, which leaves nothing there to write back,
+and a short sleep on the device lets the host queue the whole call before the first event is reached, so that host time does not
+count. CPU: the clock around the call.
 """
 
 from __future__ import annotations

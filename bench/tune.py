@@ -2,10 +2,10 @@
 
     python -m bench tune [--direction forward grad_kv] [--head-dim 128] [--bands 1 2] [--arch 80] [--csv PATH]
 
-On a GPU every tile runs the whole pass (with its rotation) in turns with the others, after its result was held against that of the tile in
-use. Offline (no GPU, or --arch given) tiles are compiled, those that spill or need too much shared memory are dropped, and the rest is
-ordered by the model of bench.model on sm_80, elsewhere by the instructions of all warps per multiply-add. Either way the best is printed
-as a row to paste.
+On a GPU every tile runs the whole pass (with its rotation) in turns with the others, after its result was held against that of
+the tile in use. Offline (no GPU, or --arch given) tiles are compiled, those that spill or need too much shared memory are
+dropped, and the rest is ordered by the model of bench.model on sm_80, elsewhere by the instructions of all warps per
+multiply-add. Either way the best is printed as a row to paste.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ from .offline import MULTIPROCESSORS, Launch, Measured, caught_launches, compile
 from .problem import Problem
 from .timing import Spread, Timer, rounds
 
-KERNELS = {"forward": "attention_forward", "grad_kv": "attention_grad_kv", "grad_q": "attention_grad_q", "decode": "attention_decode"}
+KERNELS = {
+    "forward": "attention_forward",
+    "grad_kv": "attention_grad_kv",
+    "grad_q": "attention_grad_q",
+    "decode": "attention_decode",
+}
 # block_m (rows of queries), block_n (keys), warps, stages
 GRIDS = {
     "forward": ((64, 128), (32, 64, 128), (4, 8), (2, 3)),
@@ -93,7 +98,9 @@ def of_direction(direction: str, launches: list[Launch]) -> Launch:
 
 def compiled(launches: list[Launch], jobs: int) -> list[Measured | str]:
     found = [None] * len(launches)
-    for index, found[index], _ in tqdm(compile_all(launches, jobs), total=len(launches), disable=None, leave=False, desc="compiling"):
+    for index, found[index], _ in tqdm(
+        compile_all(launches, jobs), total=len(launches), disable=None, leave=False, desc="compiling"
+    ):
         pass
     return found
 
@@ -112,8 +119,12 @@ def judged(tile: Tile, result: Measured | str, arch: int, head_dim: int) -> Cand
     blocks = limits.resident_blocks(result.registers, result.shared, result.warps)
     work = tile.block_m * tile.block_n * head_dim
     instructions = 1e3 * result.loop["total"] * result.warps * 32 / work
-    figures |= {"blocks/SM": str(blocks), "warps/scheduler": f"{blocks * result.warps / 4:g}", "instr/MMA": f"{result.loop['total'] / result.loop['mma']:.2f}",
-                "instr/1000 MAC": f"{instructions:.1f}"}
+    figures |= {
+        "blocks/SM": str(blocks),
+        "warps/scheduler": f"{blocks * result.warps / 4:g}",
+        "instr/MMA": f"{result.loop['total'] / result.loop['mma']:.2f}",
+        "instr/1000 MAC": f"{instructions:.1f}",
+    }
     if arch == model.ARCH:
         figures["model"] = f"{model.utilisation(result.loop):.0%}"
         return Candidate(tile, figures, -model.utilisation(result.loop))
@@ -145,7 +156,9 @@ def timed(direction: str, head_dim: int, bands: int, timer: Timer, seconds: floa
         candidates.append(candidate)
         with chosen(direction, tile):
             try:
-                errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(call(), before, strict=True)]
+                errors = [
+                    ((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(call(), before, strict=True)
+                ]
             except Exception as failure:  # a tile that this device cannot run is one less
                 candidate.figures["dropped"] = f"{type(failure).__name__}: {str(failure).splitlines()[0][:60]}"
                 continue
@@ -191,7 +204,9 @@ def passes(direction: str, head_dim: int, bands: int, device: torch.device) -> C
 # ---- both ---------------------------------------------------------------------------------------------------------------
 
 
-def show(title: str, direction: str, head_dim: int, bands: int, in_use: Tile, candidates: list[Candidate]) -> list[dict[str, str]]:
+def show(
+    title: str, direction: str, head_dim: int, bands: int, in_use: Tile, candidates: list[Candidate]
+) -> list[dict[str, str]]:
     """Prints the ranking and the row to paste; returns the rows."""
     order = sorted(candidates, key=lambda candidate: (candidate.rank is None, candidate.rank or 0))
     columns = list(dict.fromkeys(name for candidate in order for name in candidate.figures if name != "dropped"))
@@ -212,7 +227,13 @@ def main(argv: list[str]) -> int:
     p.add_argument("--direction", nargs="+", choices=KERNELS, default=list(KERNELS))
     p.add_argument("--head-dim", type=int, nargs="+", choices=(64, 128), default=[128], help="default 128")
     p.add_argument("--bands", type=int, nargs="+", choices=(1, 2), default=[1, 2])
-    p.add_argument("--arch", type=int, nargs="+", choices=sorted(MULTIPROCESSORS), help="compile for these instead of timing (default without a GPU: 80)")
+    p.add_argument(
+        "--arch",
+        type=int,
+        nargs="+",
+        choices=sorted(MULTIPROCESSORS),
+        help="compile for these instead of timing (default without a GPU: 80)",
+    )
     p.add_argument("--seconds", type=float, default=2.0, help="for the rounds of a table on a GPU")
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes")
     p.add_argument("--csv", type=Path, help="write all rankings there")
@@ -225,11 +246,21 @@ def main(argv: list[str]) -> int:
             if arch is None:
                 device = torch.device("cuda", torch.cuda.current_device())
                 capability = backend._capability(device)
-                candidates, where = timed(direction, head_dim, bands, Timer(device), options.seconds, options.jobs), torch.cuda.get_device_name(device)
+                candidates, where = (
+                    timed(direction, head_dim, bands, Timer(device), options.seconds, options.jobs),
+                    torch.cuda.get_device_name(device),
+                )
             else:
                 capability, where = arch, f"sm_{arch}, compiled only"
                 candidates = offline(direction, arch, head_dim, bands, options.jobs)
-            rows += show(f"{what}, {where}", direction, head_dim, bands, configs.tile(direction, capability, head_dim, 2, bands), candidates)
+            rows += show(
+                f"{what}, {where}",
+                direction,
+                head_dim,
+                bands,
+                configs.tile(direction, capability, head_dim, 2, bands),
+                candidates,
+            )
     if options.csv:
         names = list(dict.fromkeys(name for row in rows for name in row))
         with open(options.csv, "w", newline="") as file:

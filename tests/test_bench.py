@@ -1,7 +1,6 @@
 """The benchmark's own logic: what it refuses, counts, fits and writes. Speed is not tested here."""
 
 import dataclasses
-import json
 import subprocess
 import sys
 from functools import partial
@@ -15,28 +14,13 @@ sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
 import support
 from bench import __main__ as command_line
-from bench import check, contestants, goals, machine, model, plots, readme, results, suite, timing
+from bench import check, contestants, machine, readme, results, suite, timing
 from bench.contestants import OWN, Contestant, Unavailable, dense, flex, own, prefill_hope, prefill_rerope
 from bench.problem import Problem, exponent
-from bench.results import Record, Run
 from flashrope.angles import cos_sin
 
 CPU = torch.device("cpu")
 SMALL = Problem(1, 128, 2, 2, 32, torch.float32, CPU, window=32)
-
-
-def run_of(records=(), **changes) -> Run:
-    device = {"name": "NVIDIA H200", "hardware": "NVIDIA H200, 139 GiB", "cache_bytes": 0}
-    versions = {"revision": "abc", "torch": "2.13.0", "triton": "3.6.0", "cuda": "13.0", "python": "3.11"}
-    return dataclasses.replace(Run("hope", "python -m bench hope", device, versions, {"product_tflops": 700.0, "copy_gbs": 4000.0, "read_gbs": 4200.0},
-                                   list(records)), **changes)
-
-
-def record_of(contestant="SDPA flash", seqlen=2048, backward=False, **changes) -> Record:
-    sizes = Problem(1, seqlen, 16, 16, 128, torch.bfloat16, CPU).sizes()
-    fields = {"ours": contestant.startswith("flashrope"), "milliseconds": 2.0, "low": 1.9, "high": 2.2, "rounds": 10, "tflops": 500.0,
-              "ceiling": "product_tflops", "share": 0.7} | changes
-    return Record(f"seqlen {seqlen}", contestant, sizes=sizes | fields.pop("sizes", {}), backward=backward, **fields)
 
 
 def session(tmp_path, *words) -> suite.Session:
@@ -124,12 +108,20 @@ def test_contestants_are_right(p, backward):
     assert not any(name.startswith("flashrope") for name in reasons)
 
 
-@pytest.mark.parametrize("wrong", [
-    Contestant("other window", Problem.rerope, lambda p: dense(p.replace(window=p.window + 16))),
-    Contestant("RoPE for HoPE", Problem.hope, partial(own, Problem.rope)),
-    Contestant("not a number", Problem.none, lambda p: lambda q, k, v: q * torch.nan),
-    Contestant("last row unwritten", Problem.none, lambda p: lambda q, k, v: own(Problem.none, p)(q, k, v) * (torch.arange(q.shape[1]) < 319)[:, None, None]),
-], ids=lambda contestant: contestant.name)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Contestant("other window", Problem.rerope, lambda p: dense(p.replace(window=p.window + 16))),
+        Contestant("RoPE for HoPE", Problem.hope, partial(own, Problem.rope)),
+        Contestant("not a number", Problem.none, lambda p: lambda q, k, v: q * torch.nan),
+        Contestant(
+            "last row unwritten",
+            Problem.none,
+            lambda p: lambda q, k, v: own(Problem.none, p)(q, k, v) * (torch.arange(q.shape[1]) < 319)[:, None, None],
+        ),
+    ],
+    ids=lambda contestant: contestant.name,
+)
 def test_wrong_contestant_is_found(wrong):
     assert check.error(wrong, SMALL.replace(head_dim=64, train_length=256), False) > check.TOLERANCE[torch.bfloat16]
 
@@ -155,7 +147,9 @@ def test_flex_attention_says_that_it_has_no_backward_here():
 
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-triton_runs = pytest.mark.skipif(not (torch.cuda.is_available() or support.INTERPRETED), reason="needs a GPU or Triton's interpreter")
+triton_runs = pytest.mark.skipif(
+    not (torch.cuda.is_available() or support.INTERPRETED), reason="needs a GPU or Triton's interpreter"
+)
 
 
 @triton_runs
@@ -213,10 +207,24 @@ def test_no_ratio_for_a_wrong_contestant(tmp_path, capsys):
 
 def test_ours_wrong_or_failing_ends_with_1(tmp_path):
     s = session(tmp_path)
-    s.plan([suite.Table("a table", [dataclasses.replace(OWN["HoPE"], prepare=partial(own, Problem.rope)), OWN["RoPE"]], SMALL.replace(head_dim=64, train_length=256))])
+    s.plan(
+        [
+            suite.Table(
+                "a table",
+                [dataclasses.replace(OWN["HoPE"], prepare=partial(own, Problem.rope)), OWN["RoPE"]],
+                SMALL.replace(head_dim=64, train_length=256),
+            )
+        ]
+    )
     assert s.run.wrong.keys() == {"flashrope HoPE"} and s.finish() == 1
     s = session(tmp_path)
-    s.plan([suite.Table("a table", [dataclasses.replace(OWN["HoPE"], prepare=partial(_raise, RuntimeError("x"))), OWN["RoPE"]], SMALL)])
+    s.plan(
+        [
+            suite.Table(
+                "a table", [dataclasses.replace(OWN["HoPE"], prepare=partial(_raise, RuntimeError("x"))), OWN["RoPE"]], SMALL
+            )
+        ]
+    )
     assert s.finish() == 1
 
 
@@ -250,7 +258,11 @@ def test_options(capsys):
     options = suite.parse(p, ["--device", "cpu", "--seqlens", "256", "2048"])
     assert [suite.problem(options, n).batch for n in options.seqlens] == [4, 1] and options.dtype == torch.float32
     assert suite.stem("hope", options) == "hope-d64-h4x4-fp32"
-    for words, message in ((["--device", "tpu"], "--device"), (["--heads", "3"], "multiple of --heads-kv 4"), (["--seqlens", "0"], "positive integer")):
+    for words, message in (
+        (["--device", "tpu"], "--device"),
+        (["--heads", "3"], "multiple of --heads-kv 4"),
+        (["--seqlens", "0"], "positive integer"),
+    ):
         with pytest.raises(SystemExit):
             suite.parse(p, ["--device", "cpu", *words])
         assert message in capsys.readouterr().err
@@ -267,8 +279,27 @@ def test_every_subcommand_writes_its_files(tmp_path, monkeypatch, command):
     monkeypatch.setattr(scaling, "CONTEXTS", {"cpu": (128, 256)})
     monkeypatch.setattr(scaling, "LINEAR", 2.0)  # at these lengths steps of the tables count
     monkeypatch.setattr(rotation, "best_rope", lambda device: "eager RoPE")
-    words = ["--device", "cpu", "--seqlens", "128", "256", "--tokens", "256", "--head-dim", "32", "--window", "64", "--seconds", "0", "--heads", "2",
-             "--heads-kv", "1", "--out", str(tmp_path)]
+    words = [
+        "--device",
+        "cpu",
+        "--seqlens",
+        "128",
+        "256",
+        "--tokens",
+        "256",
+        "--head-dim",
+        "32",
+        "--window",
+        "64",
+        "--seconds",
+        "0",
+        "--heads",
+        "2",
+        "--heads-kv",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     assert command_line.main([command, *words]) == 0
     [path] = tmp_path.glob("*/*.json")
     run = results.read(path)
@@ -317,135 +348,6 @@ def test_flashrope_bench_is_the_same(monkeypatch, capsys):
     assert main(["bench", "hope", "--seqlens", "128"]) == 0 and seen == [["hope", "--seqlens", "128"]]
     monkeypatch.setattr(command, "CHECKOUT", Path("/nowhere"))
     assert main(["bench", "hope"]) == 1 and "in a checkout run" in capsys.readouterr().err
-
-
-# ---- files --------------------------------------------------------------------------------------------------------------
-
-
-def test_files_round_trip(tmp_path):
-    run = run_of([record_of(ratios={"flashrope HoPE": 1.25}), record_of("flashrope HoPE", peak_bytes=1 << 20)], absent={"x": "y"}, note="a note")
-    run.write(tmp_path, "hope-a")
-    assert results.read(tmp_path / "hope-a.json") == run
-    head, first, second = (tmp_path / "hope-a.csv").read_text().splitlines()
-    columns = dict(zip(head.split(","), first.split(","), strict=True))
-    assert (columns["contestant"], columns["milliseconds"], columns["time / flashrope HoPE"]) == ("SDPA flash", "2", "1.25")
-    assert dict(zip(head.split(","), second.split(","), strict=True))["peak_bytes"] == "1048576"
-    assert not list(tmp_path.glob("*.partial"))
-    for text in ("{", "[]", json.dumps({"records": [{"a": 1}]})):
-        (tmp_path / "broken.json").write_text(text)
-        with pytest.raises(ValueError, match="broken.json: not the results of a run"):
-            results.read(tmp_path / "broken.json")
-
-
-@pytest.mark.parametrize("name", ["revision", "torch", "triton", "cuda", "device"])
-def test_versions_are_not_mixed(tmp_path, name):
-    one = run_of([record_of()])
-    changed = {"device": one.device | {"name": "NVIDIA A100"}} if name == "device" else {"versions": one.versions | {name: "other"}}
-    other = dataclasses.replace(one, **changed)
-    results.check_comparable([one, run_of()])
-    with pytest.raises(ValueError, match=f"runs of different {name} cannot be put together"):
-        results.check_comparable([one, other])
-    one.write(tmp_path / "device", "hope-a")
-    other.write(tmp_path / "device", "hope-b")
-    with pytest.raises(ValueError, match=f"different {name}"):
-        readme.devices(tmp_path)
-
-
-def test_readme_holds_what_the_files_hold(tmp_path, capsys):
-    records = [record_of("fused RoPE + SDPA flash", ratios={"flashrope HoPE": 1.234}), record_of("flashrope HoPE", milliseconds=1.62)]
-    run = run_of(records, absent={"flash-attn 2": "not installed"}, skipped=["seqlen 9: a peer: needs 5 GiB"])
-    run.device["multiprocessors"] = 132
-    run.goals = goals.evaluate(run)
-    run.write(tmp_path / "results" / "nvidia-h200", "hope-d128-h16x16-bf16")
-    compiled = tmp_path / "results" / "compiled"
-    compiled.mkdir()
-    row = {"revision": "abc", "triton": "3.6.0"} | dict.fromkeys(readme.COLUMNS, "7") | {"kernel": "attention_forward", "scheme": "rope +1"}
-    with open(compiled / "gate.csv", "w") as file:
-        file.writelines(",".join(words) + "\n" for words in (row, row.values(), (row | {"scheme": "rope paged chunk"}).values()))
-    page = tmp_path / "README.md"
-    page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
-    words = ["--results", str(tmp_path / "results"), "--readme", str(page)]
-    assert readme.main([*words, "--check"]) == 1 and "old" in page.read_text()
-    assert readme.main(words) == 0 and readme.main([*words, "--check"]) == 0
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "| H200: flashrope HoPE against fused RoPE + SDPA flash, forward | 1.23 | 1.15 |" in text and "No GPU" not in text
-    assert "![HoPE and RoPE](results/nvidia-h200/hope-d128-h16x16-bf16.png)" in text and "<summary>1 kernels" in text
-    every = (tmp_path / "results" / "README.md").read_text()
-    assert "| fused RoPE + SDPA flash | 2 (1.23) |" in every and "| flashrope HoPE | 1.62 |" in every
-    assert "| 1.15 | 1.6 | 1.23 on NVIDIA H200: floor met |" in every and every.count("| not run |") == len(goals.GOALS) - 1
-    assert "Not run: flash-attn 2 (not installed)." in every and "Skipped: seqlen 9: a peer: needs 5 GiB." in every
-    assert (tmp_path / "results" / "nvidia-h200" / "hope-d128-h16x16-bf16.png").exists()
-    (tmp_path / "results" / "README.md").write_text("old")
-    assert readme.main([*words, "--check"]) == 1
-    page.write_text("no markers")
-    assert readme.main(words) == 1 and "expected" in capsys.readouterr().out
-
-
-def test_slug():
-    assert machine.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
-    assert machine.slug("Intel(R) Xeon(R) Processor @ 2.50GHz") == "intel-xeon-processor-2-50ghz"
-
-
-# ---- goals --------------------------------------------------------------------------------------------------------------
-
-RATIO = goals.Goal("H200", "hope", "flashrope HoPE", "SDPA flash", 1.0, {2048: 1.5, 8192: 1.2})
-
-
-@pytest.mark.parametrize(("ratios", "verdict", "worst"), [
-    ({2048: 1.5, 8192: 1.2}, "met", 1.2), ({2048: 1.4, 8192: 1.2}, "floor met", 1.2), ({2048: 1.5, 8192: 0.99}, "MISSED", 0.99),
-    ({2048: 1.6, 4096: 1.4}, "floor met", 1.4),  # between the two lengths the aim of the shorter one holds
-    ({1024: 9.0}, "not run", None), ({}, "not run", None),
-])
-def test_goals(ratios, verdict, worst):
-    run = run_of(record_of(seqlen=seqlen, ratios={"flashrope HoPE": ratio}) for seqlen, ratio in ratios.items())
-    [judged] = goals.evaluate(run, [RATIO])
-    assert (judged["verdict"], judged["worst"]) == (verdict, worst)
-    assert goals.text([judged]).count(verdict) == (0 if verdict == "not run" else 1)
-
-
-@pytest.mark.parametrize("changes", [{"backward": True}, {"sizes": {"causal": False}}, {"sizes": {"head_dim": 64}}, {"sizes": {"dtype": "float16"}}],
-                         ids=str)
-def test_goals_count_only_what_they_name(changes):
-    run = run_of([record_of(ratios={"flashrope HoPE": 2.0}, **changes)])
-    assert goals.evaluate(run, [RATIO])[0]["verdict"] == "not run"
-    other = run_of([record_of(ratios={"flashrope HoPE": 2.0})])
-    other.device["name"] = "NVIDIA A100"
-    assert goals.evaluate(other, [RATIO])[0]["verdict"] == "not run"
-
-
-def test_goal_of_a_share():
-    share = goals.Goal("H200", "decode", "flashrope ReRoPE", "", 0.85, 0.92, least_bytes=256 << 20)
-    sizes = {"heads_kv": 8, "decoding": True}
-    large, small = (record_of("flashrope ReRoPE", seqlen=n, share=at, sizes=sizes) for n, at in ((131072, 0.9), (4096, 0.1)))
-    [judged] = goals.evaluate(run_of([large, small], command="decode"), [share])
-    assert judged["measured"] == {"131072": 0.9} and judged["verdict"] == "floor met"
-
-
-def test_every_goal_names_contestants_that_there_are():
-    from bench import decoding
-
-    gpu = torch.device("cuda")
-    there = {"hope": prefill_hope(gpu), "rerope": prefill_rerope(gpu), "decode": decoding.contestants(gpu)}
-    for goal in goals.GOALS:
-        names = {contestant.name for contestant in there[goal.command]}
-        assert goal.ours in names and (not goal.peer or goal.peer in names), goal.name
-
-
-# ---- without a GPU ------------------------------------------------------------------------------------------------------
-
-
-def test_model_of_tile_loops():
-    """FlashAttention-2's shape of a loop, and what bounds it: products, shared memory, or the number of instructions."""
-    assert model.utilisation({"mma": 100, "total": 100}) == 1.0
-    assert model.utilisation({"mma": 100, "ldsm": 100, "total": 100}) == 0.5
-    assert model.utilisation({"mma": 100, "mufu": 50, "total": 100}) == pytest.approx(800 / 1200)
-    assert model.utilisation({"mma": 100, "fp32": 200, "total": 100}) == pytest.approx(0.8)
-    assert model.utilisation({"mma": 100, "total": 1600}) == 0.5
-
-
-def test_figure_of_nothing_is_not_drawn(tmp_path):
-    assert not plots.draw(run_of(), tmp_path / "a.png") and not plots.draw_scaling(run_of(), tmp_path / "a.png", [("t", "x", "y", {})])
 
 
 def _raise(error, *_):
