@@ -9,9 +9,9 @@
 #   bench/on_gpu.sh hope decode rotation
 #   bench/on_gpu.sh rerope memcheck tune-forward
 #
-# A step that fails or runs out of time does not stop the others. Nothing is installed: where flashrope cannot be imported, the
-# checkout is used as it is. -r names the revision where the folder is no git checkout. FOLDER/results.tgz holds the folder results
-# of bench/; unpack it there.
+# A step that fails or runs out of time does not stop the others. Nothing is installed: where flashrope cannot be imported,
+# the checkout is used as it is. -r names the revision where the folder is no git checkout. FOLDER/results.tgz holds the folder
+# results of bench/; unpack it there.
 set -uo pipefail
 
 steps=(smoke tests hope decode rotation rerope memcheck tune-forward tune-decode tune-backward scaling more racecheck)

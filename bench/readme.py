@@ -67,13 +67,13 @@ def page(found: Sequence[tuple[Path, list[tuple[Path, Run]]]]) -> str:
     lines = [
         "# Results",
         "",
-        "Written by `python -m bench readme` from the JSON files here, which hold every figure with its quartiles, the command, the",
-        "versions and the git revision. A device that nobody had is absent.",
+        "Written by `python -m bench readme` from the JSON files here, which hold every figure with its quartiles, the command,",
+        "the versions and the git revision. A device that nobody had is absent.",
         "",
         "## Goals",
         "",
-        "Above 1 flashrope is faster; its time includes the rotation. bf16, head_dim 128, causal, seqlen 2048 and more unless said",
-        "otherwise; the worst over the lengths.",
+        "Above 1 flashrope is faster; its time includes the rotation. bf16, head_dim 128, causal, seqlen 2048 and more unless",
+        "said otherwise; the worst over the lengths.",
         "",
         *_goals_table([run for _, runs in found for _, run in runs]),
     ]
@@ -264,9 +264,9 @@ def _compiled(path: Path, place: Path) -> list[str]:
     rows = [row for row in every if row["kernel"] in MAIN_KERNELS and row["scheme"].partition(" +")[0] in ("rope", "rerope")]
     if len({(row["triton"], row["revision"]) for row in every}) > 1:
         raise ValueError(f"{path}: rows of different versions")
-    file = f"{place}/{COMPILED}/{path.name}"
+    compiler, file = f"Triton {rows[0]['triton']}", f"{place}/{COMPILED}/{path.name}"
     return [
-        f"<details><summary>{len(rows)} kernels of prefill and training as Triton {rows[0]['triton']} compiles them, bf16</summary>",
+        f"<details><summary>{len(rows)} kernels of prefill and training as {compiler} compiles them, bf16</summary>",
         "",
         *_table(list(COLUMNS.values()), [[row[name] or "–" for name in COLUMNS] for row in rows], words=2),
         "",

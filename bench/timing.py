@@ -19,7 +19,7 @@ MOST_ROUNDS = 200
 WARM_UP = {"cpu": 1, "cuda": 3}
 FLUSH_BYTES = 256 * 2**20  # at least; several times the L2 of any GPU up to the H200 (60 MB)
 SLEEP_CYCLES = 1_000_000  # about half a millisecond; doubled where the host takes longer to queue a call
-MOST_SLEEP_CYCLES = 1 << 25  # some 16 ms: what takes longer waits for the device, and is timed with that
+MOST_SLEEP_CYCLES = 32 * SLEEP_CYCLES  # some 16 ms: what takes longer waits for the device, and is timed with that
 
 
 class Spread(NamedTuple):

@@ -78,6 +78,26 @@ def test_rounds_take_turns():
     assert {name: len(of) for name, of in times.items()} == {"a": 4, "b": 4}
 
 
+def test_a_call_that_the_host_queues_late_is_timed_again(monkeypatch):
+    """After a longer sleep, which stays; a call that waits for the device is not tried for ever."""
+    late, slept, calls = [True, True, False, False], [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.record = self.synchronize = lambda: None
+            self.query = lambda: late.pop(0) if late else True
+            self.elapsed_time = lambda other: 1.5 * len(calls)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    timer = timing.Timer(CPU)
+    timer.flush = torch.zeros(4)  # as on a GPU
+    assert timer(lambda: calls.append(1)) == 4.5 and timer(lambda: calls.append(1)) == 6.0
+    assert slept == [timing.SLEEP_CYCLES * n for n in (1, 2, 4, 4)]
+    timer(lambda: calls.append(1))
+    assert slept[-1] == timing.MOST_SLEEP_CYCLES
+
+
 def test_peak_memory_of_a_call():
     def call():
         first = torch.empty(1 << 18)
