@@ -48,7 +48,8 @@ if ! "$python" -c 'import flashrope.triton_kernels' 2>/dev/null; then
   export PYTHONPATH=$work/packages${PYTHONPATH:+:$PYTHONPATH}
 fi
 export PYTHONUNBUFFERED=1
-results=$work/results
+results=runs/results # the command that is kept with a result names no folder of this machine
+rm -rf "$results"
 
 bench() { "$python" -m bench "$@"; }
 
@@ -83,7 +84,7 @@ for step in "${steps[@]}"; do
   [ "$status" -eq 124 ] && verdict="out of time"
   [ "$status" -ne 0 ] && [ "$status" -ne 124 ] && verdict="FAILED ($status)"
   summary+=("$(printf '%-14s %4d s  %s' "$step" $((SECONDS - started)) "$verdict")")
-  [ -d "$results" ] && tar -C "$work" -czf "$folder/results.tgz" results
+  [ -d "$results" ] && tar -C runs -czf "$folder/results.tgz" results
 done
 printf '%s\n' "${summary[@]}" | tee "$folder/summary.txt"
 ! grep -qv passed "$folder/summary.txt"
