@@ -154,6 +154,7 @@ class Session:
         )
         self.folder, self.stem = options.out / machine.slug(device["name"]), stem(command, options)
         self.tables: list[Table] = []
+        self.peaks: dict[tuple[str, str], int] = {}
         self.bar = tqdm(disable=None, unit="step", leave=False, dynamic_ncols=True, file=sys.stderr)
         self.say(self.run.argv)
         self.say(
@@ -237,6 +238,8 @@ class Session:
                     grad_out = torch.randn_like(tensors[0], requires_grad=False)
                 call = bound(contestant.prepare(table.problem), tensors, grad_out, table.backward)
                 call()
+                if self.timer.memory_is_cheap:
+                    self.peaks[table.title, contestant.name] = self.timer.peak_bytes(call)
                 yield contestant, self.timer.record(call) if table.recorded else call
             except MemoryError as short:
                 self.skip(f"{table.title}: {name}: {short}")
@@ -276,9 +279,22 @@ class Session:
         return record
 
     def memory(self, tables: Sequence[Table] | None = None) -> None:
-        """Peak memory of everything that was timed; after all timing, for on the CPU it slows the process down."""
-        records = {(record.table, record.contestant): record for record in self.run.records}
+        """Peak memory of everything that was timed in these tables (default: in all), which is then kept and printed. On the CPU
+        measured now, after all timing, for it slows the process down; on a GPU each call's was noted when it was prepared."""
         tables = self.tables if tables is None else tables
+        if self.timer.memory_is_cheap:
+            for table in tables:
+                for record in self.run.records:
+                    if record.table == table.title:
+                        record.peak_bytes = self.peaks.get((record.table, record.contestant))
+        else:
+            self.measure_memory(tables)
+        lines = memory_text(self.run.records)
+        if lines:
+            self.say("\npeak memory beyond the inputs, MiB\n" + lines)
+
+    def measure_memory(self, tables: Sequence[Table]) -> None:
+        records = {(record.table, record.contestant): record for record in self.run.records}
         self.bar.reset(total=sum(len(table.contestants) for table in tables))
         for table in tables:
             torch.compiler.reset()
@@ -297,9 +313,6 @@ class Session:
                     record.peak_bytes = self.timer.peak_bytes(call)
                 except Exception as failure:  # as in calls: it ran before, yet another neighbour may hold the memory now
                     self.skip(f"memory, {table.title}: {contestant.name}: {brief(failure)}")
-        lines = memory_text(self.run.records)
-        if lines:
-            self.say("\npeak memory beyond the inputs, MiB\n" + lines)
 
     def finish(self, draw: bool = True) -> int:
         """Goals, files, and with draw the figure of plots.draw. The exit code: 1 where one of our own is wrong or failed, or

@@ -260,6 +260,16 @@ def test_what_does_not_fit_is_skipped_with_a_line(tmp_path, capsys, monkeypatch)
     assert "no room: nothing to time" in capsys.readouterr().out
 
 
+def test_memory_is_noted_with_the_call_where_that_is_cheap(tmp_path, monkeypatch, capsys):
+    s = session(tmp_path)
+    s.timer.memory_is_cheap = True
+    monkeypatch.setattr(s.timer, "peak_bytes", lambda call: 3 << 20)
+    s.plan([suite.Table(title, [OWN["HoPE"]], SMALL) for title in ("one", "two")])
+    assert [record.peak_bytes for record in s.run.records] == [None, None]
+    s.memory(s.tables[:1])
+    assert [record.peak_bytes for record in s.run.records] == [3 << 20, None] and "3.0" in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_memory_that_runs_out_is_skipped(tmp_path):
     def prepare(problem):
         if problem.seqlen == SMALL.seqlen:

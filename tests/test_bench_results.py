@@ -126,6 +126,11 @@ def test_readme_holds_what_the_files_hold(tmp_path, capsys):
     assert readme.main(words) == 1 and "expected" in capsys.readouterr().out
 
 
+def test_the_pages_hold_the_results():
+    """README.md and bench/results/README.md are what python -m bench readme makes of the files."""
+    assert readme.main(["--check"]) == 0
+
+
 def test_slug():
     assert machine.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
     assert machine.slug("Intel(R) Xeon(R) Processor @ 2.50GHz") == "intel-xeon-processor-2-50ghz"
