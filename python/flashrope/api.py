@@ -146,14 +146,14 @@ def _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, cu
         call = Call(rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         out, lse = backend(impl).attention(q, k, v, call)
     else:
-        out, lse, _ = ops.attention(q, k, v, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        out, lse = ops.attention(q, k, v, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                                     rotary.text, causal, softmax_scale, impl)
     return (out, lse) if return_lse else out
 
 
 def _autocast(*tensors):
     """Under torch.autocast, float32 goes in and the autocast type comes out, as in scaled_dot_product_attention."""
-    if not isinstance(tensors[0], torch.Tensor):
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled() or not isinstance(tensors[0], torch.Tensor):
         return tensors
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):

@@ -24,7 +24,7 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _CALL = ("Tensor? positions, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
          "str rotary, bool causal, float softmax_scale, str impl")
 
-# turned_keys is the workspace of rotated keys, kept for the backward; an implementation that has none returns it empty.
+# turned_keys is the workspace of rotated keys, kept for the backward; empty where an implementation has none.
 LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor turned_keys)")
 LIBRARY.define("attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
                f"Tensor lse, Tensor turned_keys, {_CALL}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)")
@@ -45,7 +45,8 @@ def _call(positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, rot
 
 def _forward(q, k, v, *call_and_impl):
     *call, impl = call_and_impl
-    return backend(impl).forward(q, k, v, _call(*call))
+    out, lse, turned_keys = backend(impl).forward(q, k, v, _call(*call))
+    return out, lse, k.new_empty(0) if turned_keys is None else turned_keys
 
 
 def _backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, *call_and_impl):
@@ -141,12 +142,14 @@ class _Eager(torch.autograd.Function):
 
 
 def attention(q, k, v, *call_and_impl):
-    """flashrope::attention. In plain eager mode past the dispatcher, whose Python layers take longer than a short call does."""
+    """out and lse of flashrope::attention. In plain eager mode past the dispatcher, whose Python layers take longer than a short
+    call does."""
     if not _plain(q, k, v):
-        return OPERATORS.attention(q, k, v, *call_and_impl)
+        return OPERATORS.attention(q, k, v, *call_and_impl)[:2]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Eager.apply(q, k, v, *call_and_impl)
-    return _forward(q, k, v, *call_and_impl)
+        return _Eager.apply(q, k, v, *call_and_impl)[:2]
+    *call, impl = call_and_impl
+    return backend(impl).forward(q, k, v, _call(*call))[:2]
 
 
 def append_to_cache(k_cache, v_cache, k, v, *rest):

@@ -31,16 +31,15 @@ def turned_keys_shape(k: torch.Tensor, call: Call) -> tuple[int, ...]:
     return (0,)
 
 
-def forward(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out like q, lse float32 or float64, empty); shapes are those of ``Call``."""
-    nothing = k.new_empty(0)
+def forward(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """(out like q, lse float32 or float64, no turned keys); shapes are those of ``Call``."""
     if call.cu_seqlens_q is None:
-        return *_attend(q, k, v, call), nothing
+        return *_attend(q, k, v, call), None
     out = q.new_zeros(q.shape)
     lse = q.new_full(call.lse_shape(q), float("-inf"), dtype=accumulation_type(q))
     for rows, keys in _sequences(call):
         out[rows], lse[:, rows] = (x[0] for x in _attend(q[None, rows], k[None, keys], v[None, keys], call))
-    return out, lse, nothing
+    return out, lse, None
 
 
 def backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
