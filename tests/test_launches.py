@@ -30,6 +30,7 @@ class Launcher:
 
     def __init__(self, source, metadata):
         self.name, self.signature = metadata.name, tuple(source.signature.values())
+        assert metadata.enable_fp_fusion, f"{self.name}: products and sums do not fuse"
 
     def __call__(self, x, y, z, *arguments):
         assert 0 < x < 2**31 and 0 < y < 2**16 and 0 < z < 2**16, f"{self.name}: grid {(x, y, z)}"
@@ -131,7 +132,8 @@ class Calls(random.Random):
 def launched(arch: int, seeds, *head_dims) -> set[str]:
     """The kernels that a process of its own, where Triton compiles, launches for these calls."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0",
+                                "TRITON_DEFAULT_FP_FUSION": "0"}
     done = subprocess.run([sys.executable, __file__, json.dumps([arch, list(seeds), head_dims])], capture_output=True, text=True,
                           env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

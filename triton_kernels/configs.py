@@ -75,6 +75,11 @@ WIDE_ROWS = 16  # more rows of queries under one head of keys take the "decode w
 BLOCKS_PER_MULTIPROCESSOR, MIN_KEYS_PER_SPLIT, MAX_SPLITS = 2, 256, 256
 
 
+def options(num_warps: int, **others: int) -> dict[str, int | bool]:
+    """For Triton's compiler. Products and sums fuse, which from Triton 3.10 on is not its default."""
+    return {"num_warps": num_warps, "enable_fp_fusion": True, **others}
+
+
 def family(capability: int) -> str:
     """The table for a compute capability such as 80 or 90."""
     if capability < 80:

@@ -40,7 +40,8 @@ def refusal(q: torch.Tensor, cached: bool = False) -> str:
     if not q.is_cuda:
         return f"the Triton kernels need a CUDA device, q is on {q.device} (on the CPU set TRITON_INTERPRET=1 before the start)"
     if torch.cuda.get_device_capability(q.device) < (8, 0):
-        return f"the Triton kernels need compute capability 8.0 or newer, {q.device} has {torch.cuda.get_device_capability(q.device)}"
+        capability = torch.cuda.get_device_capability(q.device)
+        return f"the Triton kernels need compute capability 8.0 or newer, {q.device} has {capability}"
     return ""
 
 
@@ -96,7 +97,7 @@ def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
     slots, page_size = _slots(k_cache, cache_seqlens, block_table, None, seqlen_new)
     with _device(k):
         launch(append_rows, grid, *map(strided, (k_cache, v_cache, k, v)), slots, heads_kv, LAYOUT=layout, PAGE_SIZE=page_size,
-               BLOCK_M=configs.APPEND_ROWS, num_warps=configs.APPEND_WARPS)
+               BLOCK_M=configs.APPEND_ROWS, **configs.options(configs.APPEND_WARPS))
 
 
 def attention_with_cache(q, k_cache, v_cache, call: CacheCall):
@@ -138,15 +139,16 @@ def _prefill(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
     if rows:
         turned_keys = k_cache.new_empty(len(turns), batch * rows, heads_kv, head_dim)
         grid = (triton.cdiv(rows, configs.TURN_ROWS) * batch, triton.cdiv(heads_kv, configs.TURN_HEADS), len(turns))
-        launch(turn_cached_rows, grid, strided(k_cache), strided(turned_keys), _integers(turns, q.device), slots, Angles(table, None),
-               seqlen_q, rows, table.shape[1], heads_kv, LAYOUT=layout, PAGE_SIZE=page_size, BLOCK_M=configs.TURN_ROWS,
-               HEADS_PER_PROGRAM=configs.TURN_HEADS, num_warps=configs.TURN_WARPS)
+        launch(turn_cached_rows, grid, strided(k_cache), strided(turned_keys), _integers(turns, q.device), slots,
+               Angles(table, None), seqlen_q, rows, table.shape[1], heads_kv, LAYOUT=layout, PAGE_SIZE=page_size,
+               BLOCK_M=configs.TURN_ROWS, HEADS_PER_PROGRAM=configs.TURN_HEADS, **configs.options(configs.TURN_WARPS))
     tile = configs.tile("forward", _capability(q.device), layout.block_d, q.element_size(), len(bands))
-    launch(attention_forward, (triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q,), strided(q), strided(k_cache), strided(turned_keys),
-           strided(v_cache), out, lse, Angles(table, None), _integers(bands, q.device), None, None, seqlen_q, rows, seqlen_q,
+    grid = (triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q,)
+    launch(attention_forward, grid, strided(q), strided(k_cache), strided(turned_keys), strided(v_cache), out, lse,
+           Angles(table, None), _integers(bands, q.device), None, None, seqlen_q, rows, seqlen_q,
            table.shape[1], heads_q, heads_kv, Scales(call.score_scale, *call.log_n), slots, LAYOUT=layout, NUM_BANDS=len(bands),
            KEY_TURNS=_turning_bands(rotary, call.causal) if page_size else 0, PAGE_SIZE=page_size, BLOCK_M=tile.block_m,
-           BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages)
+           BLOCK_N=tile.block_n, **configs.options(tile.num_warps, num_stages=tile.num_stages))
 
 
 def _decode(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
@@ -168,11 +170,13 @@ def _decode(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
     table = two_level_table(rotary, call.causal, coarse_rows(max(seqlen_q, capacity)), q.device)
     launch(attention_decode, (programs * num_splits,), strided(q), strided(k_cache), strided(v_cache), partial, partial_lse,
            Angles(table, None), _integers(bands, q.device), slots, seqlen_q, table.shape[1], heads_q, heads_kv, num_splits,
-           Scales(call.score_scale, *call.log_n), LAYOUT=layout, NUM_BANDS=len(bands), KEY_TURNS=_turning_bands(rotary, call.causal),
-           PAGE_SIZE=page_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages)
+           Scales(call.score_scale, *call.log_n), LAYOUT=layout, NUM_BANDS=len(bands),
+           KEY_TURNS=_turning_bands(rotary, call.causal), PAGE_SIZE=page_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+           **configs.options(tile.num_warps, num_stages=tile.num_stages))
     if num_splits > 1:
         launch(combine_splits, (batch * seqlen_q * heads_q,), partial, partial_lse, out, lse, seqlen_q, heads_q, num_splits,
-               LAYOUT=Layout(head_dim, layout.block_d, 0, False, 1), BLOCK_S=configs.COMBINE_SPLITS, num_warps=configs.COMBINE_WARPS)
+               LAYOUT=Layout(head_dim, layout.block_d, 0, False, 1), BLOCK_S=configs.COMBINE_SPLITS,
+               **configs.options(configs.COMBINE_WARPS))
 
 
 def turned_keys_shape(k: torch.Tensor, call: Call) -> tuple[int, ...]:
@@ -214,7 +218,7 @@ class _Plan:
     def options(self, direction: str):
         tile = configs.tile(direction, self.capability, self.layout.block_d, self.itemsize, self.num_bands)
         return tile, dict(LAYOUT=self.layout, NUM_BANDS=self.num_bands, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                          num_warps=tile.num_warps, num_stages=tile.num_stages)
+                          **configs.options(tile.num_warps, num_stages=tile.num_stages))
 
     def turn(self, x, out, slots, keys: bool) -> None:
         """Fills out (slot, row, head, head_dim) with x at every slot's turn."""
@@ -231,7 +235,7 @@ class _Plan:
         grid = (triton.cdiv(lengths[2], configs.TURN_ROWS) * self.batch, triton.cdiv(heads, configs.TURN_HEADS), len(slots))
         launch(turn_rows, grid, strided(x), strided(out), _integers(slots, x.device), self.angles, *cu_seqlens, *lengths,
                self.table_rows, heads, scales, LAYOUT=self.layout, BLOCK_M=configs.TURN_ROWS,
-               HEADS_PER_PROGRAM=configs.TURN_HEADS, num_warps=configs.TURN_WARPS)
+               HEADS_PER_PROGRAM=configs.TURN_HEADS, **configs.options(configs.TURN_WARPS))
 
     def attend(self, q, k, turned_keys, v, out, lse) -> None:
         tile, options = self.options("forward")
@@ -243,16 +247,17 @@ class _Plan:
     def delta(self, out, grad_out, grad_lse, lse):
         delta = torch.empty_like(lse)
         grid = (triton.cdiv(self.max_seqlen_q, configs.DELTA_ROWS) * self.batch * self.heads_q,)
-        launch(attention_delta, grid, out, strided(grad_out), grad_lse, delta, self.cu_seqlens[0], self.seqlen_q, self.max_seqlen_q,
-               self.heads_q, LAYOUT=self.layout, BLOCK_M=configs.DELTA_ROWS, num_warps=configs.DELTA_WARPS)
+        launch(attention_delta, grid, out, strided(grad_out), grad_lse, delta, self.cu_seqlens[0], self.seqlen_q,
+               self.max_seqlen_q, self.heads_q, LAYOUT=self.layout, BLOCK_M=configs.DELTA_ROWS,
+               **configs.options(configs.DELTA_WARPS))
         return delta
 
     def grad_kv(self, turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k, grad_v) -> None:
         tile, options = self.options("grad_kv")
         grid = (triton.cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv,)
-        launch(attention_grad_kv, grid, strided(turned_q), strided(k), self._turned(turned_keys, k), strided(v), strided(grad_out),
-               lse, delta, grad_k, grad_v, self.angles, self.bands, *self.cu_seqlens, self.seqlen_q, self.seqlen_k,
-               self.max_seqlen_k, self.table_rows, self.heads_q, self.heads_kv, self.scales, **options)
+        launch(attention_grad_kv, grid, strided(turned_q), strided(k), self._turned(turned_keys, k), strided(v),
+               strided(grad_out), lse, delta, grad_k, grad_v, self.angles, self.bands, *self.cu_seqlens, self.seqlen_q,
+               self.seqlen_k, self.max_seqlen_k, self.table_rows, self.heads_q, self.heads_kv, self.scales, **options)
 
     def grad_q(self, turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q) -> None:
         tile, options = self.options("grad_q")
@@ -289,7 +294,8 @@ def _bands(rotary: Rotary, causal: bool):
     """The rows of band_fields."""
     key_slots = _key_slots(rotary, causal)
     _, *turns = band_turns(rotary, causal)
-    return tuple((distance(band.start), distance(band.stop), query, key, key_slots.index(key) if key else -1, query_step, key_step)
+    return tuple((distance(band.start), distance(band.stop), query, key, key_slots.index(key) if key else -1, query_step,
+                  key_step)
                  for band, query, key, query_step, key_step in zip(rotary.bands_for(causal), *turns, strict=True))
 
 
