@@ -68,6 +68,7 @@ def test_two_byte_types(ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks' tensors lie on the CPU, where Triton only interprets")
 def test_triton(ranks):
     ranks(holds, 2, "rerope", torch.float32, "triton")
 
