@@ -1,65 +1,65 @@
-"""Host time of one decoding step on the CPU: what the integration adds to a layer, beside the attention call itself.
+"""Host time of one decoding step of one token on the CPU: what the integration adds, beside the attention call itself.
 
     OMP_NUM_THREADS=1 python tests/integrations/overhead.py
 """
 
+import inspect
 import time
+from unittest import mock
 
 import torch
 from families import tiny, tokens
-from transformers import DynamicCache
+from transformers import AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function
 
-from flashrope import attention_with_cache
 from flashrope.integrations import transformers as integration
 from flashrope.integrations.transformers import convert
 
-ROUNDS, CALLS = 500, 2  # short, so that some fall between the other work of the machine
+ROUNDS, CALLS = 2000, 5
 
 
 def best(*functions) -> list[float]:
-    """Microseconds of one call each, the least over rounds that take turns: other work on the machine only adds."""
+    """Microseconds of CPU time of one call each, the least over rounds that take turns: other work on the machine only adds."""
     times = [float("inf")] * len(functions)
     for _ in range(ROUNDS):
         for at, function in enumerate(functions):
-            start = time.perf_counter()
+            start = time.thread_time()
             for _ in range(CALLS):
                 function()
-            times[at] = min(times[at], (time.perf_counter() - start) / CALLS * 1e6)
+            times[at] = min(times[at], (time.thread_time() - start) / CALLS * 1e6)
     return times
 
 
 @torch.no_grad()
 def main() -> None:
-    layers, past = 4, 32
-    stock, mine = tiny("llama", num_hidden_layers=layers), convert(tiny("llama", num_hidden_layers=layers))
-    layer = mine.model.layers[0].self_attn
+    past = 32
+    model = convert(tiny("llama"))
+    layer = model.model.layers[0].self_attn
     q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, past, 16), torch.randn(1, 2, past, 16)
     mask = torch.tensor([0, past, past - 1], dtype=torch.int32).view(3, 1, 1, 1)
-    first, end, _ = mask.view(3, -1).unbind()
-    raw = [x.transpose(1, 2) for x in (q, k, v)]
-    rotary = layer.rotary_bands.rotary
-    sdpa_all, sdpa, mine_all, call = best(
-        lambda: sdpa_attention_forward(layer, q, k, v, None, scaling=0.25),
-        lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.25, enable_gqa=True),
-        lambda: integration._attend(layer, q, k, v, mask, scaling=0.25),
-        lambda: attention_with_cache(*raw, rotary, end, cache_leftpad=first, softmax_scale=0.25))
-    for name, whole, inner in (("transformers' sdpa function", sdpa_all, sdpa), ("the integration's function", mine_all, call)):
-        print(f"{name}: {whole:.0f} us, of which the attention call {inner:.0f}: its own {whole - inner:.0f} us")
-    print(f"added by the integration to a layer and step: {mine_all - call - (sdpa_all - sdpa):.0f} us")
+    cos, sin = torch.randn(2, 1, 1, 16).unbind()
+    position_ids = torch.tensor([[past - 1]])
+    cache = DynamicCache(config=model.config)
+    model(tokens(1, past - 1), past_key_values=cache)
+    sizes = dict(batch_size=1, q_length=1, q_offset=past - 1, kv_length=past, device="cpu")
+    if "cache_position" in inspect.signature(AttentionMaskInterface()["sdpa"]).parameters:
+        sizes |= dict(cache_position=torch.tensor([past - 1]))
+    inputs = dict(position_ids=position_ids, past_key_values=cache)
 
-    def step(model):
-        cache = DynamicCache(config=model.config)
-        model(tokens(1, past), past_key_values=cache)
-
-        def one():
-            model(tokens(1, 1), past_key_values=cache)
-            cache.crop(-1)
-        return one
-
-    plain, converted = best(step(stock), step(mine))
-    print(f"a whole step of {layers} layers: stock {plain:.0f} us, converted {converted:.0f} us: "
-          f"{(converted - plain) / layers:.0f} us per layer with the attention call, the mask and the positions")
+    # What the attention itself takes is left out: both calls are answered at once.
+    with (mock.patch("torch.nn.functional.scaled_dot_product_attention", lambda q, *_, **__: q),
+          mock.patch.object(integration, "attention_with_cache", lambda q, *_, **__: q)):
+        theirs, ours, layout, positions, rotation = best(
+            lambda: sdpa_attention_forward(layer, q, k, v, None, scaling=0.25),
+            lambda: integration._attend(layer, q, k, v, mask, scaling=0.25),
+            lambda: integration.layout(mask_function=causal_mask_function, **sizes),
+            lambda: integration._check_forward(model.model, (), inputs),
+            lambda: integration._no_rotation(None, (), (cos, sin)))
+    step = layout + positions + rotation
+    print(f"in each layer, around the attention call: transformers' sdpa function {theirs:.1f} us, the integration's {ours:.1f} us")
+    print(f"once a step: mask {layout:.1f} us, positions {positions:.1f} us, rotation {rotation:.1f} us")
+    print(f"added to a layer and step: {ours - theirs + step / 16:.1f} us in a model of 16 layers")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,10 @@ def test_generate(name, how):
     assert torch.equal(run(), stock)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "cohere2"])
+SLIDING = [] if families.VERSION == (5, 0) else ["gemma3_text", "cohere2"]  # whose caches 5.0 cannot cut
+
+
+@pytest.mark.parametrize("name", ["llama", *SLIDING])
 def test_assisted_decoding(name):
     """Guessed tokens come several to a call; those that are refused leave the cache again."""
     model, ids = tiny(name), tokens(1, 12)
