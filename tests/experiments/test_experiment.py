@@ -11,7 +11,7 @@ import torch
 from flashrope import Rotary
 from flashrope.cli import main
 from flashrope.experiments import data, runs, tables, tasks
-from flashrope.experiments.experiment import EXPERIMENTS
+from flashrope.experiments.experiment import EXPERIMENTS, show
 from flashrope.experiments.model import LanguageModel, ModelConfig
 from flashrope.experiments.published import TABLES
 from flashrope.experiments.train import TrainConfig, train
@@ -159,6 +159,19 @@ def test_tables_are_made_from_the_csv_alone(finished, tmp_path, text, capsys):
     assert tables.write_all(finished) == [folder / "table.md"] and (folder / "table.md").read_text() == table
     assert main(["experiment", "tables", "--out", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_answers_right_in_part_have_their_picture(tmp_path):
+    places = [("copying", "copying-tokens", (30, 40)), ("passkey", "passkey-digits", (64, 128))]
+    for name, finer, at in places:
+        folder = tmp_path / name
+        folder.mkdir()
+        runs.write_csv(folder / "results.csv", runs.COLUMNS, [[s, s, 64, 0, task, x, value, 5] for s in ("rope", "hope")
+                       for task, value in ((name, 20.0), (finer, 60.0)) for x in at])
+        show(folder, name, 64)
+        drawn = {path.name for path in folder.glob("*.png")}
+        assert drawn == {f"{name}.png", f"{finer}.png"} and all(is_picture(folder / picture) for picture in drawn)
+        assert (folder / f"{name}.png").read_bytes() != (folder / f"{finer}.png").read_bytes()
 
 
 @pytest.mark.parametrize("name, options, said", [
