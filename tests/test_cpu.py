@@ -1,9 +1,10 @@
-"""The CPU implementation's own arithmetic: bands cut into pieces."""
+"""The CPU implementation's own arithmetic: bands cut into pieces, caches into blocks."""
 
 import pytest
 import torch
 
-from flashrope import Rotary
+from flashrope import Rotary, attention_with_cache
+from flashrope.backends import cpu_cache
 from flashrope.backends.cpu_pieces import plan
 
 ROPE = Rotary.rope(8)
@@ -38,3 +39,20 @@ def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
                     held[slope, offset][row:row + piece.rows, key:key + piece.keys] += seen
         for turn, want in wanted.items():
             assert torch.equal(held[turn], want), (rotary, turn)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 5, 70])
+@pytest.mark.parametrize("scheme", [ROPE, ROPE.rectify(20).log_n(9), ROPE.rectify(20, 2.0), ROPE.local(20), Rotary.none(8)], ids=repr)
+def test_blocks_of_a_cache(monkeypatch, scheme, seqlen_q):
+    """Blocks that end inside a page, inside a band, and at a sequence's last key."""
+    monkeypatch.setattr(cpu_cache, "_block_size", lambda rotary, causal: 24)
+    q, (k, v) = torch.randn(3, seqlen_q, 4, 8), torch.randn(2, 12, 16, 2, 8)
+    table = torch.tensor([[3, 4, 5, 6, 7], [0, 2, 9, 8, 1], [11, 10, 9, 2, 0]], dtype=torch.int32)
+    whole = [x[table].flatten(1, 2) for x in (k, v)]  # the same, contiguous
+    for lengths in ([80, 71, 48], [73, 73, 73]):
+        seqlens = torch.tensor(lengths, dtype=torch.int32)
+        expected = attention_with_cache(q, *whole, scheme, seqlens, impl="reference", return_lse=True)
+        for caches, block_table in (whole, None), ((k, v), table):
+            result = attention_with_cache(q, *caches, scheme, seqlens, block_table=block_table, impl="cpu", return_lse=True)
+            for x, y in zip(result, expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

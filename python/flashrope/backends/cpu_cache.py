@@ -1,20 +1,29 @@
 """Attention over a cache on the CPU, of torch's own flash kernel for the CPU. The cache is read where it lies.
 
-A sequence is read in blocks of BLOCK slots, counted from its first: of a contiguous cache, and of pages that follow each
-other, a block is a view; pages strewn about are gathered one block at a time. Paged and contiguous results are equal to the bit.
+A sequence is read in blocks of slots, counted from its first: of a contiguous cache, and of pages that follow each other, a
+block is a view; pages strewn about are gathered one block at a time. A sequence by itself has the same bits in both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 
+from ..rotary import Rotary
 from . import CacheCall, places_behind
 from .cpu_pieces import Piece, flash, joined, keys_of, like_queries, mask, plan, rows_of
 from .cpu_turns import accumulation_type, turn, turns_for, upcast
 
 BLOCK = 16384  # slots
+TURNED_BLOCK = 4096  # where all keys are turned: their copies stay in the processor's caches
+
+
+@lru_cache(maxsize=64)
+def _block_size(rotary: Rotary, causal: bool) -> int:
+    reach = max((max(band.stop, -band.start) for band in rotary.bands_for(causal) if band.slope), default=0)
+    return TURNED_BLOCK if reach > TURNED_BLOCK and any(rotary.theta) else BLOCK
 
 
 def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
@@ -36,24 +45,24 @@ def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
 def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse float32 or float64)."""
     batch, seqlen_q, heads_q, _ = q.shape
-    bounds = call.bounds(k_cache)
+    bounds, size = call.bounds(k_cache), _block_size(call.rotary, call.causal)
     if call.block_table is None and bounds and bounds == bounds[:1] * batch:
         first, end = bounds[0]
-        return (_one_piece(q, k_cache, v_cache, first, end, call)
-                or _attend(q, _views(k_cache, v_cache, 0, batch, first, end), end - first, call))
+        return (0 < end - first <= size and _one_piece(q, k_cache, v_cache, first, end, call)
+                or _attend(q, _views(k_cache, v_cache, 0, batch, first, end, size), end - first, call))
     out = q.new_zeros(q.shape)
     lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
     for b0, b1, first, end in _sequences(bounds, together=call.block_table is None):
-        blocks = _pages(k_cache, v_cache, call.block_table[b0], first, end) if call.block_table is not None else \
-            _views(k_cache, v_cache, b0, b1, first, end)
+        blocks = _pages(k_cache, v_cache, call.block_table[b0], first, end, size) if call.block_table is not None else \
+            _views(k_cache, v_cache, b0, b1, first, end, size)
         out[b0:b1], lse[b0:b1] = _attend(q[b0:b1], blocks, end - first, call)
     return out, lse
 
 
 def _one_piece(q, k_cache, v_cache, first: int, end: int, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What ``_attend`` returns, without its bookkeeping, where one band holds all keys of a short cache; else None."""
+    """What ``_attend`` returns of one block, without its bookkeeping, where one band holds all its keys; else None."""
     seqlen_q, seqlen = q.shape[1], end - first
-    if not 0 < seqlen <= BLOCK or not q.numel():
+    if not q.numel():
         return None
     turns = plan(call.bands, seqlen_q, seqlen, seqlen - seqlen_q)
     if len(turns) != 1 or len(turns[0][2]) != 1:
@@ -78,19 +87,19 @@ def _sequences(bounds: list[tuple[int, int]], together: bool) -> list[tuple[int,
 Block = tuple[int, torch.Tensor, torch.Tensor]  # position of its first key, k and v (batch, slots, heads_kv, head_dim)
 
 
-def _views(k_cache, v_cache, b0: int, b1: int, first: int, end: int) -> Iterator[Block]:
-    for slot in range(first, end, BLOCK):
-        stop = min(slot + BLOCK, end)
+def _views(k_cache, v_cache, b0: int, b1: int, first: int, end: int, size: int) -> Iterator[Block]:
+    for slot in range(first, end, size):
+        stop = min(slot + size, end)
         yield slot - first, k_cache[b0:b1, slot:stop], v_cache[b0:b1, slot:stop]
 
 
-def _pages(k_cache, v_cache, table: torch.Tensor, first: int, end: int) -> Iterator[Block]:
-    size = k_cache.shape[1]
-    for slot in range(first, end, BLOCK):
-        stop = min(slot + BLOCK, end)
-        low, high = slot // size, -(-stop // size)
+def _pages(k_cache, v_cache, table: torch.Tensor, first: int, end: int, size: int) -> Iterator[Block]:
+    page_size = k_cache.shape[1]
+    for slot in range(first, end, size):
+        stop = min(slot + size, end)
+        low, high = slot // page_size, -(-stop // page_size)
         pages = table[low:high].to(torch.int64).clamp_(0, k_cache.shape[0] - 1)
-        skip, count = slot - low * size, stop - slot
+        skip, count = slot - low * page_size, stop - slot
         page = int(pages[0])
         if torch.equal(pages, torch.arange(page, page + high - low)):
             of_block = (cache[page:page + high - low] for cache in (k_cache, v_cache))
