@@ -152,7 +152,7 @@ def test_launches():
 @without_gpu
 @pytest.mark.parametrize("arch", sorted(SHARED))
 def test_many_launches(arch):
-    assert launched(arch, range(100, 130), 8, 16, 24, 40, 64, 72, 96, 128, 160, 192, 256) == KERNELS
+    assert launched(arch, (*range(100, 112), 131), 8, 16, 24, 40, 64, 72, 96, 128, 160, 192, 256) == KERNELS
 
 
 if __name__ == "__main__":
