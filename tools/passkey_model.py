@@ -1,0 +1,65 @@
+"""Trains a small Llama over bytes to find hidden numbers, for docs/integration.md's picture of ``flashrope passkey``.
+
+    python tools/passkey_model.py runs/passkey/model && flashrope passkey --model runs/passkey/model --trials 8 --batch 8
+
+First texts of a random run of bytes that comes twice, from which copying is learned soon; then passkey prompts up to the training
+length, of which the answer alone counts.
+"""
+
+import argparse
+import random
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from flashrope.experiments.passkey import Task
+
+TRAIN_LENGTH, SHORTEST = 384, 256
+CONFIG = dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+              num_key_value_heads=2, max_position_embeddings=TRAIN_LENGTH, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+BYTES = Task(lambda text: list(text.encode()))
+
+
+def copies(generator: torch.Generator, batch: int = 32, length: int = 80, run: int = 32) -> torch.Tensor:
+    """(batch, length): random bytes that end in a run of those before."""
+    texts = torch.randint(32, 127, (batch, length), generator=generator)
+    starts = torch.randint(0, length - 2 * run, (batch, 1), generator=generator)
+    texts[:, -run:] = texts.gather(1, starts + torch.arange(run))
+    return texts
+
+
+def prompts(draw: random.Random, batch: int = 8) -> torch.Tensor:
+    """(batch, length) of one random length, depths and numbers random."""
+    length = draw.randint(SHORTEST, TRAIN_LENGTH)
+    return torch.tensor([BYTES.prompt(length, draw.random(), draw.randrange(10_000, 100_000))[0] for _ in range(batch)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out")
+    parser.add_argument("--steps", type=int, nargs=2, default=[900, 400], help="on copies, on prompts")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    draw, generator = random.Random(0), torch.Generator().manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    for name, steps, texts, kept, rate in (("copies", args.steps[0], lambda: copies(generator), 31, 3e-3),
+                                           ("prompts", args.steps[1], lambda: prompts(draw), 6, 1e-3)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.1)
+        for step in range(1, steps + 1):
+            ids = texts()
+            logits = model(ids, use_cache=False, logits_to_keep=kept + 1).logits[:, :-1]
+            loss = cross_entropy(logits.flatten(0, 1), ids[:, -kept:].flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if step % 50 == 0:
+                print(f"{name}, step {step}: {loss:.3f} nats per byte", flush=True)
+    model.save_pretrained(args.out)
+
+
+if __name__ == "__main__":
+    main()
