@@ -279,8 +279,8 @@ def _check_options(causal, softmax_scale, q) -> float:
         return q.shape[-1] ** -0.5
     if not isinstance(softmax_scale, (int, float, torch.SymFloat)) or isinstance(softmax_scale, bool):
         raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
-    if not isinstance(softmax_scale, torch.SymFloat) and not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale: expected a finite number, got {softmax_scale!r}")
+    if not isinstance(softmax_scale, torch.SymFloat) and not 0 <= softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: expected a finite number of at least 0, got {softmax_scale!r}")
     return float(softmax_scale)
 
 
