@@ -56,6 +56,7 @@ def test_a_table_that_is_not_the_configurations():
     ("llama", dict(rotary="rope"), TypeError, "rotary: expected a Rotary or a dict of one per layer type, got str"),
     ("llama", dict(rotary=Rotary.rope(64)), ValueError, "rotary: expected head_dim 16 of layer 0, got 64"),
     ("llama", dict(rotary={"full": Rotary.rope(16)}), ValueError, r"rotary: expected the layer types \[\], got \['full'\]"),
+    ("glm4", dict(rotary=Rotary.rope(16)), ValueError, "rotary: expected interleaved=True, as the model pairs .*, got False"),
     ("mistral", dict(window=6), ValueError, "window: expected .* layers see all keys, got layers with a sliding window of 8"),
     ("gemma3_text", dict(window=6), ValueError, "sliding window of 8"),
     ("mistral", dict(log_n=32), ValueError, "log_n: expected a layer that sees all keys, got a sliding window in every layer"),

@@ -151,6 +151,9 @@ def test_layers_that_differ():
     assert found[0].theta != found[2].theta and found[0].theta[-1] == 0
     rope = Rotary.rope(16, base=2_000_000.0)
     assert schemes(convert(tiny("smollm3"), window=6)) == [rope.rectify(6), rope.rectify(6), Rotary.none(16)]
+    assert schemes(convert(tiny("smollm3"), rotary=rope.interpolate(4.0))) == [rope.interpolate(4.0)] * 2 + [Rotary.none(16)]
+    pairs = Rotary.rope(16, interleaved=True)
+    assert schemes(convert(tiny("cohere2"), rotary=pairs)) == [pairs.local(8), pairs.local(8), Rotary.none(16)]
     given = {"sliding_attention": rope, "full_attention": rope.interpolate(4.0)}
     assert schemes(convert(tiny("gemma3_text"), rotary=given)) == [rope.local(8), rope.local(8), rope.interpolate(4.0)]
 

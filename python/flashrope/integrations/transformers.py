@@ -46,7 +46,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
 
     Args:
         model: a transformers model, or anything that holds one (PEFT, DDP), of a type in ``FAMILIES``.
-        rotary: a scheme to use instead of the model's own; a dict of one per layer type where they differ.
+        rotary: a scheme to use instead of the model's own, in the layers that rotate; a dict of one per layer type where they
+            differ.
         window: ReRoPE: distances count up to window and stay there. With factor: Leaky ReRoPE, they grow by 1 / factor beyond.
         log_n: scale queries by max(1, ln(i + 1) / ln(log_n)); True: by the length that the model was trained with. Layers
             with a sliding window see a fixed number of keys and are left alone.
@@ -139,15 +140,14 @@ class _Scheme:
 
 
 def _rotary(config, layer_type, window, rotates, asked, seqlen) -> Rotary:
+    rotary = Rotary.from_hf_config(config, layer_type, seqlen) if rotates else Rotary.none(_head_dim(config))
     given = asked.get("rotary")
-    if isinstance(given, dict):
-        given = given.get(layer_type)
-    if given is not None:
+    if given is not None and rotates and (isinstance(given, dict) or any(rotary.theta)):
+        given = given[layer_type] if isinstance(given, dict) else given
+        if any(given.theta) and any(rotary.theta) and given.interleaved != rotary.interleaved:
+            raise ValueError(f"rotary: expected interleaved={rotary.interleaved}, as the model pairs its channels, got "
+                             f"{given.interleaved}")
         rotary = given
-    elif rotates:
-        rotary = Rotary.from_hf_config(config, layer_type, seqlen)
-    else:
-        rotary = Rotary.none(_head_dim(config))
     if asked.get("hope_train_length"):
         rotary = _hope(rotary, asked["hope_train_length"])
     if asked.get("window") is not None and any(rotary.theta):
