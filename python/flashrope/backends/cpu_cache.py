@@ -17,13 +17,15 @@ from .cpu_pieces import Piece, flash, joined, keys_of, like_queries, mask, plan,
 from .cpu_turns import accumulation_type, turn, turns_for, upcast
 
 BLOCK = 16384  # slots
-TURNED_BLOCK = 4096  # where all keys are turned: their copies stay in the processor's caches
+TURNED_BLOCK = 2**21  # numbers; where all keys are turned, larger copies of them would be fresh pages of memory in every call
 
 
 @lru_cache(maxsize=64)
-def _block_size(rotary: Rotary, causal: bool) -> int:
+def _block_size(rotary: Rotary, causal: bool, row: int) -> int:
+    """Slots of one block; row: numbers in a slot of the sequences that are read together."""
     reach = max((max(band.stop, -band.start) for band in rotary.bands_for(causal) if band.slope), default=0)
-    return TURNED_BLOCK if reach > TURNED_BLOCK and any(rotary.theta) else BLOCK
+    turned = max(TURNED_BLOCK // max(row, 1), 256)
+    return min(turned, BLOCK) if reach > turned and any(rotary.theta) else BLOCK
 
 
 def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
@@ -45,14 +47,16 @@ def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
 def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse float32 or float64)."""
     batch, seqlen_q, heads_q, _ = q.shape
-    bounds, size = call.bounds(k_cache), _block_size(call.rotary, call.causal)
+    bounds, row = call.bounds(k_cache), k_cache.shape[-2] * k_cache.shape[-1]
     if call.block_table is None and bounds and bounds == bounds[:1] * batch:
         first, end = bounds[0]
+        size = _block_size(call.rotary, call.causal, batch * row)
         return (0 < end - first <= size and _one_piece(q, k_cache, v_cache, first, end, call)
                 or _attend(q, _views(k_cache, v_cache, 0, batch, first, end, size), end - first, call))
     out = q.new_zeros(q.shape)
     lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
     for b0, b1, first, end in _sequences(bounds, together=call.block_table is None):
+        size = _block_size(call.rotary, call.causal, (b1 - b0) * row)
         blocks = _pages(k_cache, v_cache, call.block_table[b0], first, end, size) if call.block_table is not None else \
             _views(k_cache, v_cache, b0, b1, first, end, size)
         out[b0:b1], lse[b0:b1] = _attend(q[b0:b1], blocks, end - first, call)
