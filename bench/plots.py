@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from flashrope.experiments.files import replacing
 
 from .results import Record, Run
 
@@ -207,6 +208,5 @@ def _finish(figure, run: Run, records: Sequence[Record], path: Path) -> None:
 
 
 def _save(figure, path: Path) -> None:
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png")

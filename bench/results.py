@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+
+from flashrope.experiments import files
 
 SAME = ("revision", "torch", "triton", "cuda")  # of versions, beside the device's name
 
@@ -68,7 +68,7 @@ class Run:
 
     def write(self, folder: Path, stem: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / f"{stem}.json", json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        files.write(folder / f"{stem}.json", json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         _write_csv(folder / f"{stem}.csv", self)
 
 
@@ -99,20 +99,5 @@ def _write_csv(path: Path, run: Run) -> None:
         row |= row.pop("sizes") | {f"time / {name}": ratio for name, ratio in row.pop("ratios").items()}
         rows.append({name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()})
     names = list(dict.fromkeys(name for row in rows for name in row))
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", newline="") as file:
-        writer = csv.DictWriter(
-            file,
-            [name for name in names if not name.startswith("time / ")] + [f"time / {name}" for name in ours],
-            restval="",
-            lineterminator="\n",
-        )
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(partial, path)
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    columns = [name for name in names if not name.startswith("time / ")] + [f"time / {name}" for name in ours]
+    files.write(path, files.csv_text(columns, [[row.get(name, "") for name in columns] for row in rows]))

@@ -22,7 +22,7 @@ from .. import Rotary, __version__, attention
 from ..backends import IMPLEMENTATIONS, choose
 from ..cli import INTERRUPTED
 from ..info import hardware
-from . import data, options, report
+from . import data, files, options, report
 from .evaluate import ContextLoss, loss_by_context
 from .model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
 from .options import MOST_THREADS, BadInput, need, positive
@@ -138,7 +138,7 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
     corpus = data.from_path(args.text, window) if args.text else data.standard_library(window)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        report.write(out / "split.json", json.dumps(corpus.record(), indent=1))
+        files.write(out / "split.json", json.dumps(corpus.record(), indent=1))
     except OSError as error:
         raise BadInput(f"--out: cannot write to {out} ({error.strerror})") from None
     facts = _facts(args, settings, corpus)
@@ -155,11 +155,11 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
     facts["losses"] = (f"mean over {len(windows)} windows of the last {settings.targets} bytes of each, "
                        f"{len(windows) * settings.targets:,} bytes in all, the same at every context length")
     print(f"\n{report.table(rows)}\n\n{report.lines(facts, 'trained', 'losses')}")
-    report.write(out / "losses.csv", report.csv_text(rows))
+    files.write(out / "losses.csv", report.csv_text(rows))
     plot_losses(out / "losses.png", rows, settings.training.train_length)
     facts["time"] = (f"{time.perf_counter() - start:.0f} s once torch is loaded; "
                      f"{sum(os.times()[:4]):.0f} s of CPU time in all processes")
-    report.write(out / "losses.md", report.markdown(rows, facts))
+    files.write(out / "losses.md", report.markdown(rows, facts))
     print(f"written to {out}: {', '.join(OUTPUTS)}\n{report.lines(facts, 'time')}")
 
 

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 
 from .. import Rotary, attention
-from . import figures, picture, report
+from . import figures, files, picture, report
 from .patterns import kinds, pattern
 from .runs import COLUMNS, OBSERVED, Run, load_model, observed, train_models, write_csv
 from .tables import resolve
@@ -78,7 +78,7 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
         rows = [[job[0], job[0], picture.SIDE**2, job[2].seed, *dataclasses.astuple(result)]
                 for job, results in zip(jobs, found, strict=True) for result in results]
         kept = {"asked": asked, "rows": rows}
-        report.write(stored, json.dumps(kept))
+        files.write(stored, json.dumps(kept))
     write_csv(folder / "results.csv", COLUMNS, kept["rows"])
     groups = {}
     for rows_, columns in picture.SHAPES:

@@ -19,7 +19,7 @@ import torch
 
 from ..backends import IMPLEMENTATIONS, choose
 from ..cli import INTERRUPTED
-from . import data, options, report, tables
+from . import data, files, options, report, tables
 from .drawn import draw_frequencies, draw_patterns, draw_pictures, draw_positions
 from .figures import Series, bars, lines
 from .options import MOST_THREADS, BadInput, need, positive
@@ -145,7 +145,7 @@ def _experiment(args: argparse.Namespace, start: float) -> None:
                 _measure(run, workers, name, folder, cells[name])
             record = {"experiment": name, "command": args.command_line, **run.provenance(),
                       "seconds": round(time.perf_counter() - began, 1), "cpu_seconds": round(sum(os.times()[:4]), 1)}
-            report.write(folder / "results.json", json.dumps(record, indent=1))
+            files.write(folder / "results.json", json.dumps(record, indent=1))
             print(f"{name}: written to {folder}, {record['seconds']:.0f} s", flush=True)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
+
+from .files import replacing
 
 # Okabe and Ito's palette, distinguishable with colour-blindness; further series repeat it with another line.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -233,6 +234,5 @@ def _suptitle(figure, title: str, note: str) -> None:
 
 
 def _save(figure, path: Path) -> None:
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png")

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import KVCache, Rotary, attention
+from .files import replacing
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rotary], torch.Tensor]
 
@@ -124,9 +125,8 @@ def save_checkpoint(path: str | os.PathLike, model: LanguageModel, rotary: Rotar
     metadata = {"config": json.dumps(dataclasses.asdict(model.config)), "rotary": rotary.text}
     if train_length is not None:
         metadata["train_length"] = str(train_length)
-    partial = path.with_name(path.name + ".partial")
-    save_file(weights, partial, metadata=metadata)
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        save_file(weights, partial, metadata=metadata)
 
 
 def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu") -> tuple[LanguageModel, Rotary]:

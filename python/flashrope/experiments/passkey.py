@@ -7,12 +7,9 @@ every one of its tokens is the likeliest, which is when greedy decoding would gi
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import io
 import json
 import math
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +20,8 @@ import torch
 
 from .. import Rotary
 from ..info import hardware
-from . import options, report
+from . import files, options, report
+from .files import replacing
 from .options import BadInput, need, positive
 
 NAMES = {"stock": "as it is", "rerope": "ReRoPE", "leaky": "Leaky ReRoPE", "yarn": "YaRN"}
@@ -130,9 +128,9 @@ def _measure(args: argparse.Namespace) -> int:
                 bars.update(at, step)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    report.write(out / "passkey.csv", csv_text(cells))
+    files.write(out / "passkey.csv", csv_text(cells))
     record = {"facts": facts, "train_length": train_length, "cells": [cell._asdict() for cell in cells]}
-    report.write(out / "passkey.json", json.dumps(record, indent=1))
+    files.write(out / "passkey.json", json.dumps(record, indent=1))
     plot(out / "passkey.png", cells, train_length, Path(args.model).name)
     print(f"\n{table(cells)}\n\nwritten to {out}/: passkey.png, passkey.csv, passkey.json")
     return 0
@@ -234,12 +232,8 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def csv_text(cells: Sequence[Cell]) -> str:
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(Cell._fields)
-    for cell in cells:
-        writer.writerow([cell.scheme, cell.length, f"{cell.depth:.4f}", f"{cell.accuracy:.4f}", f"{cell.log_probability:.6f}"])
-    return file.getvalue()
+    return files.csv_text(Cell._fields, [[cell.scheme, cell.length, f"{cell.depth:.4f}", f"{cell.accuracy:.4f}",
+                                          f"{cell.log_probability:.6f}"] for cell in cells])
 
 
 def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> None:
@@ -275,6 +269,5 @@ def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> No
     figure.supxlabel(f"length (tokens){marked}", fontsize=9)
     figure.supylabel("depth of the number", fontsize=9)
     figure.suptitle(f"Finding a hidden number: {model}", fontsize=11, x=0.01, ha="left")
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from .files import replacing
 from .report import Row
 
 # Okabe and Ito's palette, distinguishable with colour-blindness; one colour per scheme, log n is dashed and hollow.
@@ -44,9 +44,8 @@ def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     _label_ends(axes, rows, lengths[-1])
 
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _label_ends(axes, rows: Sequence[Row], last: float) -> None:

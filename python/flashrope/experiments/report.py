@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
-import os
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
+from . import files
 from .evaluate import ContextLoss
 
 
@@ -100,18 +97,7 @@ ENCODINGS = {"rope": "RoPE", "hope": "HoPE"}
 
 def csv_text(rows: Sequence[Row]) -> str:
     """One line per scheme and context length; losses in nats per byte."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["scheme", "trained_with", "log_n", "context_length", "loss", "loss_stderr", "loss_all_bytes"])
-    for row in rows:
-        for loss in row.losses:
-            writer.writerow([row.name, row.trained_with, int(row.log_n), loss.context_length,
-                             f"{loss.last:.6f}", f"{loss.last_stderr:.6f}", f"{loss.mean:.6f}"])
-    return file.getvalue()
-
-
-def write(path: Path, text: str) -> None:
-    """The file appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    columns = ["scheme", "trained_with", "log_n", "context_length", "loss", "loss_stderr", "loss_all_bytes"]
+    return files.csv_text(columns, [
+        [row.name, row.trained_with, int(row.log_n), loss.context_length, f"{loss.last:.6f}", f"{loss.last_stderr:.6f}",
+         f"{loss.mean:.6f}"] for row in rows for loss in row.losses])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
-import io
 import json
 import platform
 import subprocess
@@ -23,7 +22,8 @@ import torch
 
 from .. import __version__, attention
 from ..info import hardware
-from . import data, report, tasks
+from . import data, files, report, tasks
+from .files import replacing
 from .model import ModelConfig
 from .options import BadInput
 from .patterns import pattern, vaf
@@ -134,8 +134,8 @@ class Run:
             if self.out.exists() and any(self.out.iterdir()):
                 raise BadInput(f"--out: {self.out} holds other files and no settings.json; choose another directory")
             (self.out / "models").mkdir(parents=True, exist_ok=True)
-            report.write(self.out / "split.json", json.dumps(self.corpus.record(), indent=1))
-            report.write(path, json.dumps(identity, indent=1))
+            files.write(self.out / "split.json", json.dumps(self.corpus.record(), indent=1))
+            files.write(path, json.dumps(identity, indent=1))
         except json.JSONDecodeError:
             raise BadInput(f"--out: {path} is not JSON; choose another directory") from None
         except OSError as error:
@@ -211,7 +211,7 @@ def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) ->
         if step in steps:
             it = pattern(model, rotary, length, min(run.preset.samples, 64), seed, functools.partial(attention, impl=run.impl))
             kept[str(step)] = vaf(it.mean_components, it.mean_overall).tolist()
-            report.write(path, json.dumps(kept))
+            files.write(path, json.dumps(kept))
 
     return observe
 
@@ -235,10 +235,9 @@ def save_model(path: Path, model: ZooModel, trained: str, length: int) -> None:
     from safetensors.torch import save_file
 
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    partial = path.with_name(path.name + ".partial")
-    save_file(weights, partial, metadata={"config": json.dumps(dataclasses.asdict(model.config)), "trained": trained,
-                                          "train_length": str(length), "revision": revision()})
-    partial.replace(path)
+    with replacing(path) as partial:
+        save_file(weights, partial, metadata={"config": json.dumps(dataclasses.asdict(model.config)), "trained": trained,
+                                              "train_length": str(length), "revision": revision()})
 
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> ZooModel:
@@ -295,16 +294,13 @@ def measure_job(run: Run, cell: Cell, path: str, progress: Callable) -> None:
     for task, multiples in cell.measures:
         results: list[Result] = tasks.MEASURES[task](subject, *([multiples] if multiples else []))
         rows += [[cell.scheme, used.trained, cell.length, cell.seed, *dataclasses.astuple(result)] for result in results]
-    report.write(Path(path), json.dumps(rows))
+    files.write(Path(path), json.dumps(rows))
     progress("done")
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows([f"{value:.6g}" if isinstance(value, float) else value for value in row] for row in rows)
-    report.write(path, file.getvalue())
+    shown = ([f"{value:.6g}" if isinstance(value, float) else value for value in row] for row in rows)
+    files.write(path, files.csv_text(columns, shown))
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import report
+from . import files
 from .published import LOWER, TABLES, Published
 from .runs import read_csv
 
@@ -117,7 +117,7 @@ def write(folder: Path, name: str, train_length: int) -> str | None:
         return None
     rows = read_csv(folder / "results.csv")
     text = "\n".join(markdown(table, rows, train_length) for table in TABLES[name])
-    report.write(folder / "table.md", text)
+    files.write(folder / "table.md", text)
     return text
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import Rotary, attention
+from .files import replacing
 from .model import Attend, LanguageModel
 
 
@@ -107,9 +107,8 @@ def _gradients(forward, rotary: Rotary, attend: Attend, batch, micro_batch: int,
 
 
 def _keep(path: Path, parts: dict, losses: list[torch.Tensor]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    torch.save({"losses": torch.stack(losses).cpu(), **{name: part.state_dict() for name, part in parts.items()}}, partial)
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        torch.save({"losses": torch.stack(losses).cpu(), **{name: part.state_dict() for name, part in parts.items()}}, partial)
 
 
 def _restore(path: Path, parts: dict, device: torch.device) -> list[torch.Tensor]:

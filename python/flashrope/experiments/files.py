@@ -1,0 +1,31 @@
+"""Files that appear whole or not at all, and CSV."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside path to write to; what was written takes path's place at the end, unless the block raised."""
+    partial = path.with_name(path.name + ".partial")
+    yield partial
+    os.replace(partial, path)
+
+
+def write(path: Path, text: str) -> None:
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Sequence]) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return file.getvalue()
