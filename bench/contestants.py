@@ -79,7 +79,7 @@ def compiled(problem: Problem, at: torch.Tensor | None = None):
     return partial(torch.compile(_turned, dynamic=False, fullgraph=True), cos, sin)
 
 
-def fused(problem: Problem, at: torch.Tensor | None = None):
+def fused(problem: Problem, at: torch.Tensor | None = None, in_place: bool = False):
     """The same as one launch of bench.fused_rope."""
     if problem.device.type != "cuda":
         raise Unavailable("Triton kernels need a CUDA device")
@@ -87,9 +87,9 @@ def fused(problem: Problem, at: torch.Tensor | None = None):
 
     cos, sin = (x.float().contiguous() for x in cos_sin(problem.rope(), positions(problem) if at is None else at))
 
-    def turned(x, *others):
-        y = others[0] if others else x.new_empty(*x.shape[:2], 0, x.shape[3])
-        return rotate(x, y, cos, sin) if others else rotate(x, y, cos, sin)[0]
+    def turned(x, y=None):
+        both = rotate(x, x.new_empty(*x.shape[:2], 0, x.shape[3]) if y is None else y, cos, sin, in_place)
+        return both[0] if y is None else both
 
     return turned
 

@@ -26,7 +26,7 @@ from flashrope import Rotary, attention, attention_with_cache
 
 from . import check, machine
 from .contestants import KERNELS, Contestant, dense, own, with_rope
-from .decoding import own_over_cache, rotate_eagerly
+from .decoding import own_over_cache, rotate_cache
 from .problem import Problem
 from .results import Record, Run
 from .suite import bound
@@ -83,7 +83,7 @@ def ways_to_decode() -> list[Way]:
         way("SDPA", "SDPA", Problem.none, KERNELS["SDPA flash"]),
         way("RoPE, raw cache", "SDPA", Problem.rope, partial(own_over_cache, Problem.rope, None), ours=True),
         way("ReRoPE, raw cache", "SDPA", Problem.rerope, partial(own_over_cache, Problem.rerope, None), ours=True),
-        way("rotate the cache, then SDPA", "ReRoPE, raw cache", Problem.rerope, rotate_eagerly),
+        way("rotate the cache, then SDPA", "ReRoPE, raw cache", Problem.rerope, partial(rotate_cache, "eager RoPE")),
     ]
 
 

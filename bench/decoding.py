@@ -8,9 +8,8 @@ from functools import partial
 import torch
 
 from flashrope import attention_with_cache
-from flashrope.angles import cos_sin
 
-from .contestants import KERNELS, SDPA, Contestant, Unavailable, apply, full_table, own_impl
+from .contestants import ENCODINGS, KERNELS, SDPA, Contestant, Unavailable, own_impl
 from .problem import THETA_BASE, Problem
 
 PAGE_SIZE = 16
@@ -22,26 +21,10 @@ def _seen_at(problem: Problem) -> torch.Tensor:
     return -(problem.seqlen - 1 - slots).clamp(max=problem.window)
 
 
-def rotate_eagerly(problem: Problem):
-    cos, sin = full_table(problem.rope(), _seen_at(problem), problem.dtype)
-    attend = KERNELS["SDPA flash"](problem)
-    return lambda q, k, v: attend(q, apply(k, cos, sin), v)
-
-
-def rotate_compiled(problem: Problem):
-    cos, sin = full_table(problem.rope(), _seen_at(problem), problem.dtype)
-    attend, turn = KERNELS["SDPA flash"](problem), torch.compile(apply, dynamic=False, fullgraph=True)
-    return lambda q, k, v: attend(q, turn(k, cos, sin), v)
-
-
-def rotate_fused(problem: Problem):
-    if problem.device.type != "cuda":
-        raise Unavailable("Triton kernels need a CUDA device")
-    from .fused_rope import rotate
-
-    cos, sin = (x.float().contiguous() for x in cos_sin(problem.rope(), _seen_at(problem)))
-    attend = KERNELS["SDPA flash"](problem)
-    return lambda q, k, v: attend(q, rotate(k, k[:, :, :0].contiguous(), cos, sin)[0], v)
+def rotate_cache(encoding: str, problem: Problem):
+    """As ReRoPE's source decodes: the whole cache is rotated at every step."""
+    turn, attend = ENCODINGS[encoding](problem, _seen_at(problem)), KERNELS["SDPA flash"](problem)
+    return lambda q, k, v: attend(q, turn(k), v)
 
 
 def upstream_with_cache(problem: Problem):
@@ -113,9 +96,9 @@ def contestants(device: torch.device) -> list[Contestant]:
         Contestant("flash-attn 2", Problem.none, upstream_with_cache),
         Contestant("FlashInfer, RoPE", Problem.rope, flashinfer_rope),
     ]
-    chosen += [Contestant(f"{how} rotation of the cache + SDPA flash", Problem.rerope, prepare, scratch=rotated_cache)
-               for how, prepare in (("fused", rotate_fused), ("compiled", rotate_compiled), ("eager", rotate_eagerly))
-               if how != "compiled" or device.type == "cpu"]
+    chosen += [Contestant(f"{how} rotation of the cache + SDPA flash", Problem.rerope, partial(rotate_cache, f"{how} RoPE"),
+                          scratch=rotated_cache)
+               for how in ("fused", "compiled", "eager") if how != "compiled" or device.type == "cpu"]
     ours = [
         ("NoPE", Problem.none, None),
         ("RoPE", Problem.rope, None),

@@ -119,13 +119,13 @@ def text(judged: Sequence[dict]) -> str:
         return f"goals: none of the {len(judged)} is about what was run here"
     lines = ["goals (peer's time / ours; above 1 flashrope is faster)"]
     for goal in run:
-        aim = goal["aim"]
-        aim = (
-            ", ".join(f"{figure:g} from {seqlen}" for seqlen, figure in aim.items())
-            if isinstance(aim, Mapping)
-            else "none"
-            if aim is None
-            else f"{aim:g}"
-        )
-        lines.append(f"{goal['verdict']:<10}{goal['goal']}: {goal['worst']:.2f} at worst; floor {goal['floor']:g}, aim {aim}")
+        lines.append(f"{goal['verdict']:<10}{goal['goal']}: {goal['worst']:.2f} at worst; floor {goal['floor']:g}, "
+                     f"aim {aim_text(goal) or 'none'}")
     return "\n".join(lines)
+
+
+def aim_text(goal: Mapping) -> str:
+    """The aim of what evaluate gives; empty where there is none."""
+    if isinstance(aim := goal["aim"], Mapping):
+        return ", ".join(f"{figure:g} from {seqlen}" for seqlen, figure in aim.items())
+    return "" if aim is None else f"{aim:g}"

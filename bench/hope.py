@@ -20,8 +20,4 @@ CPU = {"heads": 4, "heads_kv": 4, "head_dim": 64, "seqlens": [512, 1024, 2048, 4
 
 
 def main(argv: list[str]) -> int:
-    options = suite.parse(suite.parser("hope", __doc__, CUDA, CPU), argv)
-    session = suite.Session("hope", argv, options)
-    session.plan(suite.prefill_tables(options, prefill_hope(options.device)))
-    session.memory()
-    return session.finish()
+    return suite.prefill("hope", __doc__, CUDA, CPU, prefill_hope, argv)

@@ -184,10 +184,8 @@ def _decades(axes) -> None:
 
 
 def _origin(run: Run) -> str:
-    versions = run.versions
     command = run.shown_command if len(run.shown_command) < 150 else run.shown_command[:147] + "..."
-    names = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "revision"))
-    return f"{run.device['name']}, {names}\n{command}"
+    return f"{run.device['name']}, {run.shown_versions}\n{command}"
 
 
 def _finish(figure, run: Run, records: Sequence[Record], path: Path) -> None:

@@ -95,16 +95,8 @@ def _goals_table(runs: Sequence[Run]) -> list[str]:
             for judged in run.goals
             if judged["goal"] == goal["goal"] and judged.get("measured")
         ]
-        aim = goal["aim"]
-        aim = (
-            ", ".join(f"{figure:g} from {seqlen}" for seqlen, figure in aim.items())
-            if isinstance(aim, dict)
-            else "–"
-            if aim is None
-            else f"{aim:g}"
-        )
         figures = [f"{judged['worst']:.2f} on {name}: {judged['verdict']}" for name, judged in seen] or ["not run"]
-        rows.append((goal["goal"], f"{goal['floor']:g}", aim, "; ".join(figures)))
+        rows.append((goal["goal"], f"{goal['floor']:g}", goals.aim_text(goal) or "–", "; ".join(figures)))
     return _table(["", "floor", "aim", "measured"], rows)
 
 
@@ -114,9 +106,7 @@ def _about(runs: Sequence[Run]) -> list[str]:
         f"{first.device['threads']} threads, {first.device['vector']}" if "threads" in first.device else first.device["hardware"]
     )
     notes = "".join(f"; {note}" for note in dict.fromkeys(run.note for run in runs if run.note))
-    return [
-        f"{hardware}; " + ", ".join(f"{name} {first.versions[name]}" for name in ("torch", "triton", "revision")) + f"{notes}."
-    ]
+    return [f"{hardware}; {first.shown_versions}{notes}."]
 
 
 def _of_run(run: Run) -> list[str]:

@@ -13,8 +13,4 @@ CPU = {"heads": 4, "heads_kv": 4, "head_dim": 64, "seqlens": [1024, 2048, 4096],
 
 
 def main(argv: list[str]) -> int:
-    options = suite.parse(suite.parser("rerope", __doc__, CUDA, CPU), argv)
-    session = suite.Session("rerope", argv, options)
-    session.plan(suite.prefill_tables(options, prefill_rerope(options.device)))
-    session.memory()
-    return session.finish()
+    return suite.prefill("rerope", __doc__, CUDA, CPU, prefill_rerope, argv)

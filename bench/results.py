@@ -66,6 +66,10 @@ class Run:
                 del words[words.index(option):words.index(option) + 2]
         return shlex.join(words)
 
+    @property
+    def shown_versions(self) -> str:
+        return ", ".join(f"{name} {self.versions[name]}" for name in ("torch", "triton", "revision"))
+
     def write(self, folder: Path, stem: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         files.write(folder / f"{stem}.json", json.dumps(dataclasses.asdict(self), indent=1) + "\n")

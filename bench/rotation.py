@@ -6,26 +6,17 @@ the share of either in the whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from flashrope.angles import cos_sin
 from flashrope.backends import Call, backend, reference
 
 from . import suite
-from .contestants import ENCODINGS, KERNELS, OWN, Contestant, Unavailable, best_rope, positions
+from .contestants import ENCODINGS, KERNELS, OWN, Contestant, best_rope, fused, positions
+from .hope import CPU, CUDA
 from .problem import Problem
-
-CUDA = {
-    "heads": 16,
-    "heads_kv": 16,
-    "head_dim": 128,
-    "seqlens": [512, 1024, 2048, 4096, 8192, 16384],
-    "tokens": 16384,
-    "window": 512,
-}
-CPU = {"heads": 4, "heads_kv": 4, "head_dim": 64, "seqlens": [512, 1024, 2048, 4096], "tokens": 4096, "window": 256}
 
 
 def keys_only(problem: Problem):
@@ -47,19 +38,10 @@ def keys_only(problem: Problem):
     return prepass
 
 
-def separate(encoding: str, problem: Problem):
+def separate(encoding: Callable, problem: Problem):
     """q and k rotated, and nothing else."""
-    turn = ENCODINGS[encoding](problem)
+    turn = encoding(problem)
     return lambda q, k, v: turn(q, k)[1]
-
-
-def in_place(problem: Problem):
-    if problem.device.type != "cuda":
-        raise Unavailable("Triton kernels need a CUDA device")
-    from .fused_rope import rotate
-
-    cos, sin = (x.float().contiguous() for x in cos_sin(problem.rope(), positions(problem)))
-    return lambda q, k, v: rotate(q, k, cos, sin, in_place=True)[1]
 
 
 def exact_keys(scheme, problem: Problem):
@@ -78,8 +60,9 @@ def contestants(device: torch.device) -> list[Contestant]:
             name, scheme, prepare, ours, moved=partial(moved, with_queries), ceiling="copy_gbs", exact=partial(exact_keys, scheme)
         )
 
-    passes = [rotation(f"{name} of q and k", Problem.rope, partial(separate, name)) for name in (best_rope(device), "eager RoPE")]
-    passes.append(rotation("fused RoPE of q and k, in place", Problem.rope, in_place))
+    passes = [rotation(f"{name} of q and k", Problem.rope, partial(separate, ENCODINGS[name]))
+              for name in (best_rope(device), "eager RoPE")]
+    passes.append(rotation("fused RoPE of q and k, in place", Problem.rope, partial(separate, partial(fused, in_place=True))))
     passes.append(rotation("flashrope, keys alone", Problem.hope, keys_only, with_queries=False, ours=True))
     return [*passes, Contestant("SDPA flash", Problem.none, KERNELS["SDPA flash"]), OWN["NoPE"], OWN["RoPE"], OWN["HoPE"]]
 

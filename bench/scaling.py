@@ -53,7 +53,7 @@ def sweeps(options) -> list[Sweep]:
     base = suite.problem(options, AT[kind], batch=1)
     prefill = [Contestant("SDPA flash", Problem.none, KERNELS["SDPA flash"]), OWN["HoPE"], OWN["ReRoPE"]]
     chosen = []
-    for backward in [passes == "both" for passes in ("forward", "both") if passes in options.passes]:
+    for backward in suite.backwards(options):
         what = "forward + backward" if backward else "forward"
         chosen.append(
             Sweep(

@@ -124,11 +124,16 @@ def problem(options: argparse.Namespace, seqlen: int, **changes) -> Problem:
 def prefill_tables(options: argparse.Namespace, contestants: Sequence[Contestant]) -> list[Table]:
     """One table for every pass and length."""
     tables = []
-    for backward in [passes == "both" for passes in ("forward", "both") if passes in options.passes]:
+    for backward in backwards(options):
         for p in (problem(options, seqlen) for seqlen in options.seqlens):
             title = f"seqlen {p.seqlen}, batch {p.batch}, {'forward + backward' if backward else 'forward'}"
             tables.append(Table(title, contestants, p, backward))
     return tables
+
+
+def backwards(options: argparse.Namespace) -> list[bool]:
+    """Of --passes: without and with a backward."""
+    return [passes == "both" for passes in ("forward", "both") if passes in options.passes]
 
 
 def stem(command: str, options: argparse.Namespace) -> str:
@@ -225,7 +230,7 @@ class Session:
 
     def calls(self, table: Table):
         """(contestant, call) of those that are right and fit, each called once. Yields none where the inputs do not fit."""
-        tensors = grad_out = None
+        inputs = None
         for contestant in table.contestants:
             name = label(contestant, table.backward)
             self.step(f"{table.title}: {contestant.name}")
@@ -233,10 +238,8 @@ class Session:
                 continue
             try:
                 self.expect_room(table, contestant)
-                if tensors is None:
-                    tensors = table.problem.tensors(grad=table.backward)
-                    grad_out = torch.randn_like(tensors[0], requires_grad=False)
-                call = bound(contestant.prepare(table.problem), tensors, grad_out, table.backward)
+                inputs = inputs or inputs_of(table)
+                call = bound(contestant.prepare(table.problem), *inputs, table.backward)
                 call()
                 if self.timer.memory_is_cheap:
                     self.peaks[table.title, contestant.name] = self.timer.peak_bytes(call)
@@ -298,17 +301,15 @@ class Session:
         self.bar.reset(total=sum(len(table.contestants) for table in tables))
         for table in tables:
             torch.compiler.reset()
-            tensors = grad_out = None
+            inputs = None
             for contestant in table.contestants:
                 self.step(f"memory, {table.title}: {contestant.name}")
                 record = records.get((table.title, contestant.name))
                 if record is None:
                     continue
-                if tensors is None:
-                    tensors = table.problem.tensors(grad=table.backward)
-                    grad_out = torch.randn_like(tensors[0], requires_grad=False)
+                inputs = inputs or inputs_of(table)
                 try:
-                    call = bound(contestant.prepare(table.problem), tensors, grad_out, table.backward)
+                    call = bound(contestant.prepare(table.problem), *inputs, table.backward)
                     call()  # tables and compiled code are kept from call to call
                     record.peak_bytes = self.timer.peak_bytes(call)
                 except Exception as failure:  # as in calls: it ran before, yet another neighbour may hold the memory now
@@ -338,6 +339,21 @@ class Session:
     def step(self, what: str) -> None:
         self.bar.set_description_str(what[:60], refresh=False)
         self.bar.update()
+
+
+def prefill(command: str, doc: str, cuda: dict, cpu: dict, contestants: Callable, argv: list[str]) -> int:
+    """A subcommand that times contestants(device) at every pass and length."""
+    options = parse(parser(command, doc, cuda, cpu), argv)
+    session = Session(command, argv, options)
+    session.plan(prefill_tables(options, contestants(options.device)))
+    session.memory()
+    return session.finish()
+
+
+def inputs_of(table: Table) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """q, k and v, and a gradient of out."""
+    tensors = table.problem.tensors(grad=table.backward)
+    return tensors, torch.randn_like(tensors[0], requires_grad=False)
 
 
 def bound(call: Callable, tensors, grad_out, backward: bool) -> Callable:

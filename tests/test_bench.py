@@ -300,11 +300,10 @@ def test_options(capsys):
 
 @pytest.mark.parametrize("command", ["hope", "rerope", "decode", "rotation", "scaling"])
 def test_every_subcommand_writes_its_files(tmp_path, monkeypatch, command):
-    from bench import contestants, decoding, rotation, scaling
+    from bench import contestants, rotation, scaling
 
     monkeypatch.setitem(contestants.ENCODINGS, "compiled RoPE", contestants.eager)  # compiling takes half a minute
     monkeypatch.setattr(contestants, "flex", partial(_raise, Unavailable("left out")))
-    monkeypatch.setattr(decoding, "rotate_compiled", decoding.rotate_eagerly)
     monkeypatch.setattr(scaling, "AT", {"cpu": 64})
     monkeypatch.setattr(scaling, "CONTEXTS", {"cpu": (128, 256)})
     monkeypatch.setattr(scaling, "LINEAR", 2.0)  # at these lengths steps of the tables count
