@@ -13,6 +13,7 @@ SUBCOMMANDS = {
     "scaling": "time and memory over length, heads and batch; decoding over context and window",
     "all": "the five above, in the sizes that the goals name",
     "cpu": "speed and memory of the CPU implementation against PyTorch in the same run",
+    "host": "time until a call's Triton kernels are queued, with or without a GPU",
     "tune": "tiles for configs.py: timed on a GPU, or ranked by their machine code without one",
     "readme": "draws the results in bench/results into README.md",
     "gate": "compile every kernel for GPUs that need not be there; check spills and shared memory",

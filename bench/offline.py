@@ -14,7 +14,7 @@ import re
 import resource
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
@@ -52,6 +52,9 @@ MULTIPROCESSORS = {
 }
 
 
+SHARED = {arch: limits.shared_per_block for arch, limits in MULTIPROCESSORS.items()} | {120: 99 * KB}
+
+
 class OfflineDriver:
     """What triton.runtime asks of a driver up to the point where a kernel is loaded onto a device."""
 
@@ -71,14 +74,31 @@ class OfflineDriver:
         return torch.cuda
 
 
+class AbsentDevice(OfflineDriver):
+    """The driver, and its utils, of a device whose limits hold; what is launched on it goes to launcher_cls(source, metadata)."""
+
+    def __init__(self, arch: int, launcher_cls: Callable):
+        super().__init__(arch)
+        self.utils, self.launcher_cls = self, launcher_cls
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": SHARED[self.target.arch]}
+
+    def load_binary(self, name, binary, shared, device):
+        return True, True, 0, 0, 1024  # module, function, registers, spills, threads
+
+    def unload_module(self, module):
+        pass
+
+
 @contextlib.contextmanager
-def active(arch: int) -> Iterator[None]:
+def active(arch: int, device: OfflineDriver | None = None) -> Iterator[None]:
     """Within, Triton compiles for this architecture; afterwards again for the device that is there, if one is."""
     try:
         before = driver.active
     except RuntimeError:  # no device, no driver
         before = None
-    driver.set_active(OfflineDriver(arch))
+    driver.set_active(device or OfflineDriver(arch))
     try:
         yield
     finally:

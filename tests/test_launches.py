@@ -2,6 +2,7 @@
 their arguments, and every kernel is compiled for the architecture. Only loading and running are left out. The interpreter shows
 none of this: there a number that Triton makes a constant is as good as one that it does not."""
 
+import collections
 import json
 import os
 import pathlib
@@ -14,12 +15,13 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
+from triton.compiler import CompiledKernel
+
 from bench import offline
 from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_varlen, attention_with_cache
 from flashrope.backends import triton as backend
 
 ROOT = pathlib.Path(__file__).parent.parent
-SHARED = {arch: limits.shared_per_block for arch, limits in offline.MULTIPROCESSORS.items()} | {120: 99 * 1024}
 LENGTHS = (1, 2, 16, 17, 64, 65, 100, 128, 129, 300, 1024, 1025)
 KERNELS = {"turn_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q", "append_rows",
            "turn_cached_rows", "attention_decode", "combine_splits"}
@@ -46,21 +48,15 @@ class Launcher:
         return kind == "constexpr" or kind == "fp32" and isinstance(value, float)
 
 
-class Device(offline.OfflineDriver):
-    """The driver, and its utils, of a device whose limits hold."""
+class Uncompiled(CompiledKernel):
+    """In the place of a compiled kernel; ``ran`` lists those that were launched."""
 
-    def __init__(self, arch: int):
-        super().__init__(arch)
-        self.utils, self.launcher_cls = self, Launcher
+    ran = []
 
-    def get_device_properties(self, device):
-        return {"max_shared_mem": SHARED[self.target.arch]}
-
-    def load_binary(self, name, binary, shared, device):
-        return True, True, 0, 0, 1024  # module, function, registers, spills, threads
-
-    def unload_module(self, module):
-        pass
+    def __init__(self, source, target, options):
+        self.src, self.metadata, self.packed_metadata = source, None, None
+        self.module = self.function = self.name = source.name
+        self._run = lambda *_: self.ran.append(self)
 
 
 class Calls(random.Random):
@@ -129,15 +125,16 @@ class Calls(random.Random):
             KVCache(self.batch, 512, *k.shape[2:], self.dtype).attend(q.contiguous(), rotary, k, v, **self.options)
 
 
-def launched(arch: int, seeds, *head_dims) -> set[str]:
-    """The kernels that a process of its own, where Triton compiles, launches for these calls."""
+def launched(arch: int, seeds, *head_dims, compiling=True) -> dict[str, int]:
+    """The kernels that a process of its own, where Triton compiles, launches for these calls; without compiling the number of
+    launches of every kernel that went past Triton's look at the arguments, each the same that it would have found."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0",
                                 "TRITON_DEFAULT_FP_FUSION": "0"}
-    done = subprocess.run([sys.executable, __file__, json.dumps([arch, list(seeds), head_dims])], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, __file__, json.dumps([arch, list(seeds), head_dims, compiling])], capture_output=True, text=True,
                           env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU launches the kernels themselves, in the other tests")
@@ -145,22 +142,41 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU launch
 
 @without_gpu
 def test_launches():
-    assert launched(90, (58, 8), 16) == KERNELS  # 58 has one head
+    assert launched(90, (58, 8), 16).keys() == KERNELS  # 58 has one head
+
+
+@without_gpu
+def test_launches_reach_the_kernel_that_triton_would_pick():
+    again = launched(90, range(600), 16, compiling=False)
+    assert again.keys() == KERNELS and min(again.values()) > 10, again
 
 
 @pytest.mark.slow
 @without_gpu
-@pytest.mark.parametrize("arch", sorted(SHARED))
+@pytest.mark.parametrize("arch", sorted(offline.SHARED))
 def test_many_launches(arch):
-    assert launched(arch, (*range(100, 112), 131), 8, 16, 24, 40, 64, 72, 96, 128, 160, 192, 256) == KERNELS
+    assert launched(arch, (*range(100, 112), 131), 8, 16, 24, 40, 64, 72, 96, 128, 160, 192, 256).keys() == KERNELS
 
 
 if __name__ == "__main__":
-    arch, seeds, head_dims = json.loads(sys.argv[1])
-    names, launch = set(), backend.launch
+    arch, seeds, head_dims, compiling = json.loads(sys.argv[1])
+    names, launch = collections.Counter(), backend.launch
+
+    def watched(kernel, grid, *args, **options):
+        known = len(backend._compiled)
+        launch(kernel, grid, *args, **options)
+        if compiling:
+            names[kernel.__name__] += 1
+        elif known == len(backend._compiled):
+            kernel[grid](*args, **options)
+            assert Uncompiled.ran[-2] is Uncompiled.ran[-1], f"{kernel.__name__}: {args}, {options}"
+            names[kernel.__name__] += 1
+
+    if not compiling:
+        triton.compiler.compile = Uncompiled
     backend.refusal = lambda q, cached=False: ""
-    backend.launch = lambda kernel, *args, **options: (names.add(kernel.__name__), launch(kernel, *args, **options))
-    triton.runtime.driver.set_active(Device(arch))
+    backend.launch = watched
+    triton.runtime.driver.set_active(offline.AbsentDevice(arch, Launcher))
     for seed in seeds:
         Calls(seed, head_dims)
-    print(json.dumps(sorted(names)))
+    print(json.dumps(names))

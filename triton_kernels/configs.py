@@ -6,6 +6,7 @@ sm_120 on, 99 KB of shared memory), "sm90" (H100, H200 and, until one was measur
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import triton
@@ -92,6 +93,7 @@ def num_splits(programs: int, capacity: int, multiprocessors: int) -> int:
     return max(1, min(BLOCKS_PER_MULTIPROCESSOR * multiprocessors // programs, capacity // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
 
 
+@lru_cache(maxsize=1024)
 def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands: int) -> Tile:
     """direction: "forward", "grad_kv", "grad_q", "decode" or "decode wide" (many rows of queries). The most special row decides."""
     tables = [FLOAT]

@@ -15,7 +15,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # Triton specialises integers inside a tuple by value (multiple of 16? equal to 1? 64 bits?). Strides and sizes depend on lengths,
 # so they are passed in a form of which all have the same answers, and no length compiles a kernel anew. Numbers outside tuples are
 # do_not_specialize, heads too: one head would otherwise be a constant where the kernels expect a scalar of the device.
-_TAG = tl.constexpr(1 << 40)
+TAG = 1 << 40
+_TAG = tl.constexpr(TAG)
 
 
 class Strided(NamedTuple):
@@ -73,15 +74,19 @@ class Scales(NamedTuple):
     log_n_floor: object
 
 
+POINTERS = {Strided: 1, Angles: 2, Slots: 3, Scales: 0}  # the first fields; the others are encoded, or floats
+
+
 def encoded(number: int) -> int:
     """A whole number for a field of a tuple."""
-    return (number << 4) + _TAG.value
+    return (number << 4) + TAG
 
 
 def strided(x):
     """Encodes a tensor (batch, rows, heads, head_dim), or a packed one (rows, heads, head_dim), for a kernel."""
-    batch, row, head = x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])
-    return Strided(x, *map(encoded, (batch, row, head)))
+    stride = x.stride()
+    batch = stride[0] if len(stride) == 4 else 0
+    return Strided(x, (batch << 4) + TAG, (stride[-3] << 4) + TAG, (stride[-2] << 4) + TAG)  # as ``encoded``, without its calls
 
 
 @triton.jit

@@ -174,24 +174,25 @@ def check_outside_context_parallel() -> None:
 
 def _check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), also=()) -> tuple[torch.Size, torch.Size]:
     """The shapes of q and k, each read once: short calls feel it. also: further (name, tensor) like q but for their shape."""
-    tensors = (("q", q), (names[0], k), (names[1], v), *also)
-    for name, x in tensors:
+    dtype = device = None
+    for name, x in (("q", q), (names[0], k), (names[1], v), *also):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if x.ndim != rank:
             layout = "(batch, seqlen, heads, head_dim)" if rank == 4 else "(total, heads, head_dim)"
             raise ValueError(f"{name}: expected {layout}, got shape {tuple(x.shape)}")
-    shape_q, shape_k, dtype, device = q.shape, k.shape, q.dtype, q.device
-    head_dim, heads_q, heads_kv = shape_q[-1], shape_q[-2], shape_k[-2]
-    for name, x in tensors:
-        if x.dtype is not dtype or dtype not in DTYPES:
+        if x.dtype is not dtype:
             if x.dtype not in DTYPES:
                 raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
-            raise TypeError(f"{name}: expected {dtype} as in q, got {x.dtype}")
+            if dtype is not None:
+                raise TypeError(f"{name}: expected {dtype} as in q, got {x.dtype}")
+            dtype, device = x.dtype, x.device
         if x.device != device:
             raise ValueError(f"{name}: expected device {device} as in q, got {x.device}")
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
+    shape_q, shape_k = q.shape, k.shape
+    head_dim, heads_q, heads_kv = shape_q[-1], shape_q[-2], shape_k[-2]
     if shape_k[-1] != head_dim:
         raise ValueError(f"{names[0]}: expected head_dim {head_dim} as in q, got {shape_k[-1]}")
     if head_dim % 8 or not 8 <= head_dim <= 256:

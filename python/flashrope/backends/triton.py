@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
 try:
     import triton
+    from triton.compiler import CompiledKernel
 
     from ..triton_kernels import configs
     from ..triton_kernels.backward import attention_delta, attention_grad_kv, attention_grad_q
     from ..triton_kernels.decode import append_rows, attention_decode, combine_splits
     from ..triton_kernels.forward import attention_forward
-    from ..triton_kernels.tiles import Angles, Layout, Scales, Slots, encoded, strided
+    from ..triton_kernels.tiles import POINTERS, Angles, Layout, Scales, Slots, encoded, strided
     from ..triton_kernels.turn import turn_cached_rows, turn_rows
 
     IMPORT_ERROR = ""
@@ -23,7 +24,7 @@ except ImportError as error:  # no wheel for this platform
 
 from ..angles import band_turns, coarse_rows, padded_pairs, position_table, resident, two_level_table
 from ..rotary import Rotary
-from . import CacheCall, Call, aligned, distance, multiprocessors, slots_of
+from . import CacheCall, Call, aligned, distance, multiprocessors
 
 
 def interpreted() -> bool:
@@ -45,9 +46,44 @@ def refusal(q: torch.Tensor, cached: bool = False) -> str:
     return ""
 
 
+_compiled: dict[tuple, tuple] = {}  # (what Triton compiled, the constants that follow its arguments) of every launch so far
+
+
 def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
-    """The one place where kernels start; the compile gate puts itself here."""
-    kernel[grid](*args, **options)
+    """The one place where kernels start; the compile gate puts itself here. options: constants by name, and the compiler's.
+
+    Triton looks at every argument of every launch for the kernel that it compiled for such: several times the work of the launch
+    itself, and in decoding, where kernels are short, most of the time. _traits tells the same apart."""
+    if interpreted():
+        kernel[grid](*args, **options)
+        return
+    key = (kernel.__name__, triton.runtime.driver.active.get_current_device(), *_traits(args), *options.items())
+    if known := _compiled.get(key):
+        compiled, constants = known
+        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+        return
+    compiled = kernel[grid](*args, **options)
+    if isinstance(compiled, CompiledKernel):  # not where a hook of Triton's took over, or a thread still compiles
+        _compiled[key] = compiled, [options[name] for name in kernel.arg_names[len(args):]]
+
+
+def _traits(args: tuple) -> list:
+    """What Triton specialises our kernels by: the types, how pointers are aligned, whether an integer needs 64 bits. It looks at
+    no integer more closely (see their do_not_specialize, and ``encoded``)."""
+    traits = []
+    for arg in args:
+        kind = type(arg)
+        if kind is int:
+            traits.append(arg >> 31)
+            continue
+        for x in arg[:POINTERS[kind]] if kind in POINTERS else (arg,):
+            traits += (None,) if x is None else (x.dtype, x.data_ptr() & 15)
+    return traits
+
+
+def cdiv(a: int, b: int) -> int:
+    """triton.cdiv is a function of the kernels too, which costs the host several microseconds a call."""
+    return -(-a // b)
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call):
@@ -92,8 +128,8 @@ def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
     batch, seqlen_new, heads_kv, head_dim = k.shape
     if not k.numel() or not k_cache.numel() or (block_table is not None and not block_table.numel()):
         return
-    layout = Layout(head_dim, triton.next_power_of_2(head_dim), 0, False, _vector(k_cache, v_cache, k, v))
-    grid = (triton.cdiv(seqlen_new * heads_kv, configs.APPEND_ROWS) * batch,)
+    layout = Layout(head_dim, 1 << (head_dim - 1).bit_length(), 0, False, _vector(k_cache, v_cache, k, v))
+    grid = (cdiv(seqlen_new * heads_kv, configs.APPEND_ROWS) * batch,)
     slots, page_size = _slots(k_cache, cache_seqlens, block_table, None, seqlen_new)
     with _device(k):
         launch(append_rows, grid, *map(strided, (k_cache, v_cache, k, v)), slots, heads_kv, LAYOUT=layout, PAGE_SIZE=page_size,
@@ -131,22 +167,23 @@ def _prefill(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
     """Fills out and lse, in two launches."""
     q = _within_reach(q)
     (batch, seqlen_q, heads_q, head_dim), heads_kv, rotary = q.shape, k_cache.shape[2], call.rotary
-    bands, turns, rows = _bands(rotary, call.causal), _key_reach(rotary, call.causal), _turned_rows(seqlen_q, k_cache, call)
-    layout = _layout(rotary, q, k_cache, v_cache)
+    bands, num_bands = _resident_bands(rotary, call.causal, q.device)
+    turns, rows = _key_reach(rotary, call.causal), _turned_rows(seqlen_q, k_cache, call)
+    layout = _layout(rotary, _vector(q, k_cache, v_cache))
     slots, page_size = _call_slots(k_cache, call)
     table = two_level_table(rotary, call.causal, coarse_rows(max(seqlen_q, call.capacity(k_cache))), q.device)
     turned_keys = k_cache
     if rows:
         turned_keys = k_cache.new_empty(len(turns), batch * rows, heads_kv, head_dim)
-        grid = (triton.cdiv(rows, configs.TURN_ROWS) * batch, triton.cdiv(heads_kv, configs.TURN_HEADS), len(turns))
+        grid = (cdiv(rows, configs.TURN_ROWS) * batch, cdiv(heads_kv, configs.TURN_HEADS), len(turns))
         launch(turn_cached_rows, grid, strided(k_cache), strided(turned_keys), _integers(turns, q.device), slots,
                Angles(table, None), seqlen_q, rows, table.shape[1], heads_kv, LAYOUT=layout, PAGE_SIZE=page_size,
                BLOCK_M=configs.TURN_ROWS, HEADS_PER_PROGRAM=configs.TURN_HEADS, **configs.options(configs.TURN_WARPS))
-    tile = configs.tile("forward", _capability(q.device), layout.block_d, q.element_size(), len(bands))
-    grid = (triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q,)
+    tile = configs.tile("forward", _capability(q.device), layout.block_d, q.element_size(), num_bands)
+    grid = (cdiv(seqlen_q, tile.block_m) * batch * heads_q,)
     launch(attention_forward, grid, strided(q), strided(k_cache), strided(turned_keys), strided(v_cache), out, lse,
-           Angles(table, None), _integers(bands, q.device), None, None, seqlen_q, rows, seqlen_q,
-           table.shape[1], heads_q, heads_kv, Scales(call.score_scale, *call.log_n), slots, LAYOUT=layout, NUM_BANDS=len(bands),
+           Angles(table, None), bands, None, None, seqlen_q, rows, seqlen_q,
+           table.shape[1], heads_q, heads_kv, Scales(call.score_scale, *call.log_n), slots, LAYOUT=layout, NUM_BANDS=num_bands,
            KEY_TURNS=_turning_bands(rotary, call.causal) if page_size else 0, PAGE_SIZE=page_size, BLOCK_M=tile.block_m,
            BLOCK_N=tile.block_n, **configs.options(tile.num_warps, num_stages=tile.num_stages))
 
@@ -154,23 +191,23 @@ def _prefill(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
 def _decode(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
     """Fills out and lse, in one launch or, with several splits, two."""
     (batch, seqlen_q, heads_q, head_dim), heads_kv, rotary = q.shape, k_cache.shape[2], call.rotary
-    capacity, bands = call.capacity(k_cache), _bands(rotary, call.causal)
-    layout = _layout(rotary, q, k_cache, v_cache)
+    capacity, (bands, num_bands) = call.capacity(k_cache), _resident_bands(rotary, call.causal, q.device)
+    layout = _layout(rotary, _vector(q, k_cache, v_cache))
     slots, page_size = _call_slots(k_cache, call)
     rows = seqlen_q * (heads_q // heads_kv)
     direction = "decode wide" if not call.num_splits and rows > configs.WIDE_ROWS else "decode"
-    tile = configs.tile(direction, _capability(q.device), layout.block_d, q.element_size(), len(bands))
-    programs = triton.cdiv(rows, tile.block_m) * heads_kv * batch
+    tile = configs.tile(direction, _capability(q.device), layout.block_d, q.element_size(), num_bands)
+    programs = cdiv(rows, tile.block_m) * heads_kv * batch
     num_splits = call.num_splits or configs.num_splits(programs, capacity, multiprocessors(q.device))
-    num_splits = min(num_splits, triton.cdiv(capacity, tile.block_n))
+    num_splits = min(num_splits, cdiv(capacity, tile.block_n))
     partial, partial_lse = out, lse
     if num_splits > 1:
         partial = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(num_splits, *lse.shape, dtype=torch.float32, device=q.device)
     table = two_level_table(rotary, call.causal, coarse_rows(max(seqlen_q, capacity)), q.device)
     launch(attention_decode, (programs * num_splits,), strided(q), strided(k_cache), strided(v_cache), partial, partial_lse,
-           Angles(table, None), _integers(bands, q.device), slots, seqlen_q, table.shape[1], heads_q, heads_kv, num_splits,
-           Scales(call.score_scale, *call.log_n), LAYOUT=layout, NUM_BANDS=len(bands),
+           Angles(table, None), bands, slots, seqlen_q, table.shape[1], heads_q, heads_kv, num_splits,
+           Scales(call.score_scale, *call.log_n), LAYOUT=layout, NUM_BANDS=num_bands,
            KEY_TURNS=_turning_bands(rotary, call.causal), PAGE_SIZE=page_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
            **configs.options(tile.num_warps, num_stages=tile.num_stages))
     if num_splits > 1:
@@ -199,7 +236,7 @@ class _Plan:
         self.cu_seqlens = (call.cu_seqlens_q, call.cu_seqlens_k)
 
         rotary = call.rotary
-        bands = _bands(rotary, call.causal)
+        self.bands, self.num_bands = _resident_bands(rotary, call.causal, q.device)
         self.key_slots = _key_slots(rotary, call.causal)
         self.query_slots = band_turns(rotary, call.causal).query
         if call.positions is None:
@@ -208,12 +245,10 @@ class _Plan:
         else:
             self.angles = Angles(position_table(rotary, call.positions), _scalar_positions(call.positions))
         self.table_rows = self.angles.table.numel() // (self.angles.table.shape[0] * 2 * padded_pairs(rotary))
-        self.bands = _integers(bands, q.device)
         self.scales = Scales(call.score_scale, *call.log_n)
-        self.num_bands = len(bands)
         self.capability = _capability(q.device)
         self.itemsize = q.element_size()
-        self.layout = _layout(rotary, *(x for x in (q, k, v, grad_out) if x is not None))
+        self.layout = _layout(rotary, _vector(q, k, v) if grad_out is None else _vector(q, k, v, grad_out))
 
     def options(self, direction: str):
         tile = configs.tile(direction, self.capability, self.layout.block_d, self.itemsize, self.num_bands)
@@ -232,21 +267,21 @@ class _Plan:
             cu_seqlens = cu_seqlens[::-1]
             scales = Scales(1.0, 0.0, 1.0)
         heads = x.shape[-2]
-        grid = (triton.cdiv(lengths[2], configs.TURN_ROWS) * self.batch, triton.cdiv(heads, configs.TURN_HEADS), len(slots))
+        grid = (cdiv(lengths[2], configs.TURN_ROWS) * self.batch, cdiv(heads, configs.TURN_HEADS), len(slots))
         launch(turn_rows, grid, strided(x), strided(out), _integers(slots, x.device), self.angles, *cu_seqlens, *lengths,
                self.table_rows, heads, scales, LAYOUT=self.layout, BLOCK_M=configs.TURN_ROWS,
                HEADS_PER_PROGRAM=configs.TURN_HEADS, **configs.options(configs.TURN_WARPS))
 
     def attend(self, q, k, turned_keys, v, out, lse) -> None:
         tile, options = self.options("forward")
-        grid = (triton.cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
+        grid = (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
         launch(attention_forward, grid, strided(q), strided(k), self._turned(turned_keys, k), strided(v), out, lse, self.angles,
                self.bands, *self.cu_seqlens, self.seqlen_q, self.seqlen_k, self.max_seqlen_q, self.table_rows, self.heads_q,
                self.heads_kv, self.scales, Slots(*(None,) * 6), KEY_TURNS=0, PAGE_SIZE=0, **options)
 
     def delta(self, out, grad_out, grad_lse, lse):
         delta = torch.empty_like(lse)
-        grid = (triton.cdiv(self.max_seqlen_q, configs.DELTA_ROWS) * self.batch * self.heads_q,)
+        grid = (cdiv(self.max_seqlen_q, configs.DELTA_ROWS) * self.batch * self.heads_q,)
         launch(attention_delta, grid, out, strided(grad_out), grad_lse, delta, self.cu_seqlens[0], self.seqlen_q,
                self.max_seqlen_q, self.heads_q, LAYOUT=self.layout, BLOCK_M=configs.DELTA_ROWS,
                **configs.options(configs.DELTA_WARPS))
@@ -254,14 +289,14 @@ class _Plan:
 
     def grad_kv(self, turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k, grad_v) -> None:
         tile, options = self.options("grad_kv")
-        grid = (triton.cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv,)
+        grid = (cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv,)
         launch(attention_grad_kv, grid, strided(turned_q), strided(k), self._turned(turned_keys, k), strided(v),
                strided(grad_out), lse, delta, grad_k, grad_v, self.angles, self.bands, *self.cu_seqlens, self.seqlen_q,
                self.seqlen_k, self.max_seqlen_k, self.table_rows, self.heads_q, self.heads_kv, self.scales, **options)
 
     def grad_q(self, turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q) -> None:
         tile, options = self.options("grad_q")
-        grid = (triton.cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
+        grid = (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
         launch(attention_grad_q, grid, strided(turned_q), strided(k), self._turned(turned_keys, k), strided(v), strided(grad_out),
                lse, delta, grad_q, self.angles, self.bands, *self.cu_seqlens, self.seqlen_q, self.seqlen_k, self.max_seqlen_q,
                self.table_rows, self.heads_q, self.heads_kv, self.scales, **options)
@@ -300,6 +335,13 @@ def _bands(rotary: Rotary, causal: bool):
 
 
 @lru_cache(maxsize=1024)
+def _resident_bands(rotary: Rotary, causal: bool, device: torch.device) -> tuple[torch.Tensor, int]:
+    """int32 (bands, 7), the rows of band_fields, and their number."""
+    bands = _bands(rotary, causal)
+    return _integers(bands, device), len(bands)
+
+
+@lru_cache(maxsize=1024)
 def _integers(values, device: torch.device) -> torch.Tensor:
     return resident(lambda: torch.tensor(values, dtype=torch.int32), device)
 
@@ -310,8 +352,10 @@ def _rows(x: torch.Tensor) -> int:
 
 def _slots(k_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new: int) -> tuple[Slots, int]:
     """(slots, PAGE_SIZE) for the kernels; PAGE_SIZE is 0 for a contiguous cache."""
-    sizes = map(encoded, (seqlen_new, slots_of(k_cache, block_table), k_cache.shape[0]))
-    return Slots(cache_seqlens, block_table, cache_leftpad, *sizes), 0 if block_table is None else k_cache.shape[1]
+    pages, page_size = k_cache.shape[:2]
+    capacity = page_size if block_table is None else block_table.shape[1] * page_size
+    return (Slots(cache_seqlens, block_table, cache_leftpad, encoded(seqlen_new), encoded(capacity), encoded(pages)),
+            0 if block_table is None else page_size)
 
 
 def _call_slots(k_cache, call: CacheCall) -> tuple[Slots, int]:
@@ -323,9 +367,9 @@ def _vector(*tensors: torch.Tensor) -> int:
     return 16 // tensors[0].element_size() if all(map(aligned, tensors)) else 1
 
 
-def _layout(rotary: Rotary, *tensors: torch.Tensor) -> Layout:
-    return Layout(rotary.head_dim, 2 * padded_pairs(rotary), rotary.rotary_dim if any(rotary.theta) else 0, rotary.interleaved,
-                  _vector(*tensors))
+@lru_cache(maxsize=1024)
+def _layout(rotary: Rotary, vec: int) -> Layout:
+    return Layout(rotary.head_dim, 2 * padded_pairs(rotary), rotary.rotary_dim if any(rotary.theta) else 0, rotary.interleaved, vec)
 
 
 def _near(x: torch.Tensor) -> bool:
@@ -347,10 +391,18 @@ def _nothing_to_do(q, k, call: Call) -> bool:
 
 
 def _capability(device: torch.device) -> int:
-    if interpreted():
-        return 80
-    return triton.runtime.driver.active.get_current_target().arch
+    if device.type == "cuda":
+        return _capability_of(device)
+    return 80 if interpreted() else triton.runtime.driver.active.get_current_target().arch  # of the gate's choice
+
+
+@cache
+def _capability_of(device: torch.device) -> int:
+    major, minor = (8, 0) if interpreted() else torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def _device(x: torch.Tensor):
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    """Within, x's device is the current one."""
+    here = not x.is_cuda or torch.cuda.current_device() == x.get_device()
+    return nullcontext() if here else torch.cuda.device(x.device)

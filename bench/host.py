@@ -1,0 +1,105 @@
+"""Time until a call has queued its Triton kernels: what short kernels wait for, outside CUDA graphs.
+
+    python -m bench host [--blocks 100] [--calls 20] [--arch 80]
+
+Without a GPU the tensors lie on the CPU, and the kernels, compiled for --arch, go to a device that is not there: all is timed but
+the CUDA driver's part. On a GPU attention without an encoding stands beside. The calls take turns, block by block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_with_cache
+from flashrope.backends import triton as backend
+from flashrope.info import hardware
+
+from . import machine, offline
+from .contestants import KERNELS
+from .problem import Problem
+from .suite import positive
+from .timing import Spread
+
+HEADS, HEADS_KV, HEAD_DIM, SEQLEN = 32, 8, 128, 512
+HOPE, REROPE = Rotary.hope(HEAD_DIM, 8192), Rotary.rope(HEAD_DIM).rectify(512)
+COLUMNS = f"{'':<42}{'launches':>9}{'median':>12}{'quartiles':>21}"
+
+
+def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
+    """impl is left open on a GPU: asked for by name it is looked up."""
+    impl = None if device.type == "cuda" else "triton"
+
+    def tensor(seqlen, heads, grad=False):
+        return torch.zeros(1, seqlen, heads, HEAD_DIM, dtype=torch.bfloat16, device=device, requires_grad=grad)
+
+    q, k, v = tensor(1, HEADS), tensor(1, HEADS_KV), tensor(1, HEADS_KV)
+    inputs = [tensor(SEQLEN, heads, grad=True) for heads in (HEADS, HEADS_KV, HEADS_KV)]
+    raw, grad_out = [x.detach() for x in inputs], tensor(SEQLEN, HEADS)
+    rows = KVCache(1, capacity, HEADS_KV, HEAD_DIM, device=device)
+    pages = PagedKVCache(-(-capacity // 16), 16, HEADS_KV, HEAD_DIM, device=device)
+    sequences, seqlens = [pages.allocate()], torch.full((1,), capacity - 1, dtype=torch.int32, device=device)
+    calls = {
+        f"attention, HoPE, {SEQLEN} tokens": partial(attention, *raw, HOPE, impl=impl),
+        "the same and its backward": lambda: torch.autograd.grad(attention(*inputs, HOPE, impl=impl), inputs, grad_out),
+        "attention_with_cache, ReRoPE, one token": partial(attention_with_cache, q, rows.k, rows.v, REROPE, seqlens, k, v, impl=impl),
+        "KVCache.attend": partial(rows.attend, q, REROPE, k, v, impl=impl),
+        "PagedKVCache.attend": partial(pages.attend, sequences, q, REROPE, k, v, impl=impl),
+    }
+    if device.type == "cuda":
+        problem = Problem(1, SEQLEN, HEADS, HEADS_KV, HEAD_DIM, torch.bfloat16, device)
+        over_cache = problem.replace(seqlen=capacity, decoding=True)
+        calls |= {
+            f"SDPA flash, {SEQLEN} tokens": partial(KERNELS["SDPA flash"](problem), *raw),
+            "SDPA flash over the cache, one token": partial(KERNELS["SDPA flash"](over_cache), q, rows.k, rows.v),
+        }
+    return calls
+
+
+def measure(device: torch.device, blocks: int, calls: int) -> dict[str, tuple[int, Spread]]:
+    """For every call the kernels that it launches through Triton, and microseconds."""
+    chosen, launch, launches, times = calls_on(device, (blocks + 2) * calls), backend.launch, {}, {}
+    for name, call in chosen.items():
+        call()  # compiles
+        counted = []
+        backend.launch = lambda *args, counted=counted, **options: (counted.append(1), launch(*args, **options))
+        call()
+        backend.launch, launches[name], times[name] = launch, len(counted), []
+    for _ in range(blocks):
+        for name, call in chosen.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                call()
+            times[name].append(1e6 * (time.perf_counter() - begin) / calls)
+    return {name: (launches[name], Spread.of(of)) for name, of in times.items()}
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser("python -m bench host", description=__doc__.split("\n")[0], allow_abbrev=False)
+    p.add_argument("--blocks", type=positive, default=100, help="of calls, in turns (default 100)")
+    p.add_argument("--calls", type=positive, default=20, help="in a block (default 20: a GPU's queue takes them without waiting)")
+    p.add_argument("--arch", type=int, choices=sorted(offline.SHARED), default=80, help="where there is no GPU (default 80)")
+    options = p.parse_args(argv)
+    versions, device = machine.versions(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"{hardware(device)}, torch {versions['torch']}, triton {versions['triton']}, revision {versions['revision']}")
+    if device.type == "cuda":
+        found = measure(device, options.blocks, options.calls)
+    else:
+        print(f"no GPU: compiled for sm_{options.arch}, the driver's part left out, one thread")
+        torch.set_num_threads(1)
+        refusal, backend.refusal = backend.refusal, lambda q, cached=False: ""
+        try:
+            with offline.active(options.arch, offline.AbsentDevice(options.arch, lambda *_: lambda *_: None)):
+                found = measure(device, options.blocks, options.calls)
+        finally:
+            backend.refusal = refusal
+    print(COLUMNS)
+    for name, (launches, spread) in found.items():
+        print(f"{name:<42}{launches:>9}{spread.median:>9.1f} us{spread.low:>10.1f} - {spread.high:>8.1f}")
+    return 0
