@@ -189,7 +189,7 @@ def _check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), also=()) -> tup
             dtype, device = x.dtype, x.device
         if x.device != device:
             raise ValueError(f"{name}: expected device {device} as in q, got {x.device}")
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
+        if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
     shape_q, shape_k = q.shape, k.shape
     head_dim, heads_q, heads_kv = shape_q[-1], shape_q[-2], shape_k[-2]

@@ -84,7 +84,7 @@ class KVCache(_Cache):
         seqlen_new = _check_new(k, v, self.k, self.batch)
         self._check_room(seqlen_new)
         ops.append_to_cache(self.k, self.v, k, v, self.seqlens, None, choose(impl, k[:, :1], cached=True))
-        self.advance(seqlen_new)
+        self._count(seqlen_new)
 
     def attend(self, q: torch.Tensor, rotary: Rotary, k: torch.Tensor | None = None, v: torch.Tensor | None = None, **options):
         """Writes the new k, v behind every sequence, if given, then attends over the cache.
@@ -105,13 +105,16 @@ class KVCache(_Cache):
         seqlen_new = _check_new(k, v, self.k, self.batch) if k is not None or v is not None else 0
         self._check_room(seqlen_new)
         result = attention_with_cache(q, self.k, self.v, rotary, self.seqlens, k, v, block_table=None, **options)
-        self.advance(seqlen_new)
+        self._count(seqlen_new)
         return result
 
     def advance(self, seqlen_new: int) -> None:
         """Counts in seqlen_new tokens that a replayed CUDA graph wrote behind every sequence. Without room, ValueError."""
         seqlen_new = _integer("seqlen_new", seqlen_new)
         self._check_room(seqlen_new)
+        self._count(seqlen_new)
+
+    def _count(self, seqlen_new: int) -> None:
         if seqlen_new:
             self.seqlens.add_(seqlen_new)
             self._lengths = [length + seqlen_new for length in self._lengths]

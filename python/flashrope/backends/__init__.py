@@ -86,8 +86,9 @@ class CacheCall(_Scheme):
 
     def bounds(self, k_cache: torch.Tensor) -> list[tuple[int, int]]:
         """The slots [first, end) that every sequence holds, read by the host and kept inside the capacity."""
-        capacity = self.capacity(k_cache) if k_cache.shape[0] else 0
-        ends = [min(min(max(length, 0), capacity) + self.seqlen_new, capacity) for length in self.cache_seqlens.tolist()]
+        capacity, new = self.capacity(k_cache) if k_cache.shape[0] else 0, self.seqlen_new
+        ends = [length + new if 0 <= length <= capacity - new else min(min(max(length, 0), capacity) + new, capacity)
+                for length in self.cache_seqlens.tolist()]
         if self.cache_leftpad is None:
             return [(0, end) for end in ends]
         return [(min(max(pad, 0), end), end) for pad, end in zip(self.cache_leftpad.tolist(), ends, strict=True)]

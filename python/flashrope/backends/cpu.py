@@ -9,15 +9,12 @@ float16 backward is some twenty times slower), and nothing but the results is ro
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
-from ..rotary import Rotary
 from . import Call
 from .cpu_cache import append_to_cache, attention_with_cache  # noqa: F401  parts of this implementation
-from .cpu_pieces import Piece, flash, joined, keys_of, like_queries, mask, plan, rows_of, uncut, windows
-from .cpu_turns import accumulation_type, turn, turns_for, turns_of_rows, upcast
+from .cpu_pieces import Piece, flash, joined, keys_of, like_queries, mask, one_piece, plan, rows_of, uncut, windows
+from .cpu_turns import accumulation_type, turn, turns_for, upcast
 
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -64,28 +61,14 @@ def _sequences(call: Call):
 # ---- one batch of sequences of one length -------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)
-def _whole(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dtype: torch.dtype):
-    """(is_causal, what turns q, what turns k) where one kernel call without a mask does all; else None."""
-    call = Call(rotary, causal, 1.0)
-    turns = plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q)
-    if len(turns) != 1 or len(turns[0][2]) != 1 or rotary.axis:
-        return None
-    (slope, offset, (piece,)), = turns
-    if piece.rows != seqlen_q or piece.keys != seqlen_k or piece.reversed or piece.width:
-        return None
-    return (piece.causal, turns_of_rows(rotary, slope, offset, *call.log_n, seqlen_k - seqlen_q, seqlen_q, dtype),
-            turns_of_rows(rotary, slope, 0.0, 0.0, 1.0, 0, seqlen_k, dtype))
-
-
 def _attend(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, lse (batch, heads_q, seqlen_q)."""
     seqlen_q, seqlen_k, v = q.size(1), k.size(1), upcast(v)
-    whole = _whole(call.rotary, call.causal, seqlen_q, seqlen_k, v.dtype) if call.positions is None and q.numel() else None
+    whole = one_piece(call.rotary, call.causal, seqlen_q, seqlen_k, v.dtype) if call.positions is None and q.numel() else None
     if whole:  # nothing to merge: short calls are spared the bookkeeping
-        is_causal, turns_q, turns_k = whole
+        piece, turns_q, turns_k = whole
         out, lse = flash(turn(q, turns_q, call.rotary).transpose(1, 2), turn(k, turns_k, call.rotary).transpose(1, 2),
-                          v.transpose(1, 2), 0.0, is_causal, scale=call.score_scale)
+                          v.transpose(1, 2), 0.0, piece.causal, scale=call.score_scale)
         return like_queries(out.transpose(1, 2), lse, q)
     parts = []
     for slope, offset, pieces in plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q) if q.numel() and k.numel() else ():

@@ -13,10 +13,10 @@ import torch
 
 from ..rotary import Rotary
 from . import CacheCall, places_behind
-from .cpu_pieces import Piece, flash, joined, keys_of, like_queries, mask, plan, rows_of
+from .cpu_pieces import Piece, flash, joined, keys_of, like_queries, mask, one_piece, plan, rows_of
 from .cpu_turns import accumulation_type, turn, turns_for, upcast
 
-BLOCK = 16384  # slots
+LEAST_BLOCK, BLOCK = 256, 16384  # slots
 TURNED_BLOCK = 2**21  # numbers; where all keys are turned, larger copies of them would be fresh pages of memory in every call
 
 
@@ -24,7 +24,7 @@ TURNED_BLOCK = 2**21  # numbers; where all keys are turned, larger copies of the
 def _block_size(rotary: Rotary, causal: bool, row: int) -> int:
     """Slots of one block; row: numbers in a slot of the sequences that are read together."""
     reach = max((max(band.stop, -band.start) for band in rotary.bands_for(causal) if band.slope), default=0)
-    turned = max(TURNED_BLOCK // max(row, 1), 256)
+    turned = max(TURNED_BLOCK // max(row, 1), LEAST_BLOCK)
     return min(turned, BLOCK) if reach > turned and any(rotary.theta) else BLOCK
 
 
@@ -50,7 +50,7 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
     bounds, row = call.bounds(k_cache), k_cache.shape[-2] * k_cache.shape[-1]
     if call.block_table is None and bounds and bounds == bounds[:1] * batch:
         first, end = bounds[0]
-        size = _block_size(call.rotary, call.causal, batch * row)
+        size = LEAST_BLOCK if end - first <= LEAST_BLOCK else _block_size(call.rotary, call.causal, batch * row)
         return (0 < end - first <= size and _one_piece(q, k_cache, v_cache, first, end, call)
                 or _attend(q, _views(k_cache, v_cache, 0, batch, first, end, size), end - first, call))
     out = q.new_zeros(q.shape)
@@ -65,20 +65,13 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
 
 def _one_piece(q, k_cache, v_cache, first: int, end: int, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What ``_attend`` returns of one block, without its bookkeeping, where one band holds all its keys; else None."""
-    seqlen_q, seqlen = q.shape[1], end - first
-    if not q.numel():
+    seqlen = end - first
+    whole = one_piece(call.rotary, call.causal, q.shape[1], seqlen, accumulation_type(q)) if q.numel() else None
+    if whole is None or whole[2] is None:
         return None
-    turns = plan(call.bands, seqlen_q, seqlen, seqlen - seqlen_q)
-    if len(turns) != 1 or len(turns[0][2]) != 1:
-        return None
-    (slope, offset, (piece,)), = turns
-    k, v = k_cache.narrow(1, first, seqlen), v_cache.narrow(1, first, seqlen)
-    turns_k = turns_for(k, call, slope, 0.0, 0, False)
-    if turns_k is None or piece.rows != seqlen_q or piece.keys != seqlen or piece.reversed or piece.width:
-        return None
-    k, v = turn(k, turns_k, call.rotary), upcast(v)
-    q_turned = turn(q, turns_for(q, call, slope, offset, seqlen - seqlen_q, True), call.rotary)
-    out, lse = _flash(q_turned.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), piece, call.score_scale)
+    piece, turns_q, turns_k = whole
+    k, v = turn(k_cache.narrow(1, first, seqlen), turns_k, call.rotary), upcast(v_cache.narrow(1, first, seqlen))
+    out, lse = _flash(turn(q, turns_q, call.rotary).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), piece, call.score_scale)
     return like_queries(out.transpose(1, 2), lse, q)
 
 

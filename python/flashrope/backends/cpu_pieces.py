@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..rotary import Band
-from .cpu_turns import accumulation_type
+from ..rotary import Band, Rotary
+from . import Call
+from .cpu_turns import accumulation_type, turns_of_rows
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu
 LEAST_CHUNK = 64  # rows; a narrower band is cut into chunks of this many rows, which then need a mask
@@ -91,6 +92,21 @@ def _behind(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift: int)
         pieces.append(clipped(x, corner_keys, x - width + 1, corner_keys, causal=True, reversed=True, **again))
         pieces.append(clipped(x, rows, x - width + 1 + corner, width - 1 - corner, **again))
     return pieces
+
+
+@lru_cache(maxsize=64)
+def one_piece(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dtype: torch.dtype):
+    """(piece, what turns q, what turns k) where one call of the kernel without a mask does all, else None. The turns are those
+    of cpu_turns, of numbers of this type: None where they change nothing."""
+    call = Call(rotary, causal, 1.0)
+    turns = plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q)
+    if len(turns) != 1 or len(turns[0][2]) != 1 or rotary.axis:
+        return None
+    (slope, offset, (piece,)), = turns
+    if piece.rows != seqlen_q or piece.keys != seqlen_k or piece.reversed or piece.width:
+        return None
+    return (piece, turns_of_rows(rotary, slope, offset, *call.log_n, seqlen_k - seqlen_q, seqlen_q, dtype),
+            turns_of_rows(rotary, slope, 0.0, 0.0, 1.0, 0, seqlen_k, dtype))
 
 
 def windows(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:

@@ -43,7 +43,10 @@ def _turns(rotary, positions, slope, offset, factor, floor, dtype) -> tuple[torc
 @lru_cache(maxsize=64)
 def turns_of_rows(rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, rows: int,
                   dtype: torch.dtype):
-    """The rows at positions first, first + 1, ... of a table whose length is a power of two: a growing sequence builds few."""
+    """The rows at positions first, first + 1, ... of a table whose length is a power of two: a growing sequence builds few. None
+    where they change nothing."""
+    if not factor and (slope == 0 and offset == 0 or not any(rotary.theta)):
+        return None
     if slope == 0 and not factor:
         return _table(rotary, slope, offset, factor, floor, 0, 1, dtype)
     low, high = min(-_bucket(-first), 0), max(_bucket(first + rows), 1)
@@ -58,9 +61,7 @@ def _bucket(positions: int) -> int:
 def turns_for(x: torch.Tensor, call: Call, slope: float, offset: float, first: int, is_query: bool):
     """What turns x, whose row 0 stands at position first; None where that changes nothing."""
     factor, floor = call.log_n if is_query else (0.0, 1.0)
-    if not factor and (slope == 0 and offset == 0 or not any(call.rotary.theta)):
-        return None
-    if call.positions is not None:
+    if call.positions is not None and (factor or (slope or offset) and any(call.rotary.theta)):
         return _turns(call.rotary, call.positions.to(torch.float64), slope, offset, factor, floor, accumulation_type(x))
     return turns_of_rows(call.rotary, slope, offset, factor, floor, first, x.shape[1], accumulation_type(x))
 

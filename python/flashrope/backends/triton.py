@@ -27,6 +27,7 @@ from ..rotary import Rotary
 from . import CacheCall, Call, aligned, distance, multiprocessors
 
 
+@cache  # Triton decided when the kernels were imported
 def interpreted() -> bool:
     return not IMPORT_ERROR and bool(triton.knobs.runtime.interpret)
 
