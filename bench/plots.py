@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flashrope.experiments.files import replacing
+from flashrope.experiments.figures import new_figure, save
 
 from .results import Record, Run
 
@@ -103,16 +103,12 @@ def draw_scaling(run: Run, path: Path, panels: Sequence[tuple[str, str, str, dic
     for axes in flat[len(panels):]:
         axes.set_visible(False)
     figure.suptitle(_origin(run), fontsize=9, x=0.01, ha="left")
-    _save(figure, path)
+    save(figure, path)
     return True
 
 
 def _figure(rows: int, columns: int, height: float):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, height * rows + 0.9), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((11, height * rows + 0.9), dpi=150)
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
@@ -202,9 +198,4 @@ def _finish(figure, run: Run, records: Sequence[Record], path: Path) -> None:
         handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     labels = list(handles)
     figure.legend(handles.values(), labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False, handlelength=3.5)
-    _save(figure, path)
-
-
-def _save(figure, path: Path) -> None:
-    with replacing(path) as partial:
-        figure.savefig(partial, format="png")
+    save(figure, path)

@@ -156,7 +156,7 @@ def test_tables_are_made_from_the_csv_alone(finished, tmp_path, text, capsys):
     assert "| w128-log n† | rerope-w16+dagger | 41.00 ± 1.4 / 49.41 | 41.00 ± 1.4 / 82.28 |" in table
     assert is_picture(folder / "accuracy.png") and table.strip() in capsys.readouterr().out
     (folder / "table.md").unlink()
-    assert tables.write_all(finished) == [folder / "table.md"] and (folder / "table.md").read_text() == table
+    assert tables.write(folder, "rerope-windows", 64).strip() == table.strip() == (folder / "table.md").read_text().strip()
     assert main(["experiment", "tables", "--out", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
 

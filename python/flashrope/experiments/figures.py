@@ -61,16 +61,12 @@ def lines(path: Path, title: str, note: str, x_label: str, y_label: str, series:
     axes.set_ylabel(y_label)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8, title="at the right end", title_fontsize=8)
     _title(axes, title, note)
-    _save(figure, path)
+    save(figure, path)
 
 
 def bars(path: Path, title: str, note: str, names: Sequence[str], groups: dict[str, Sequence[Series]]) -> None:
     """One panel per group, one horizontal bar per name; each Series holds one point."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.4 + 0.27 * len(names)), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((9, 1.4 + 0.27 * len(names)))
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for axes, (group, values), colour in zip(panels, groups.items(), COLOURS[1:], strict=False):
         at = range(len(names))
@@ -87,7 +83,7 @@ def bars(path: Path, title: str, note: str, names: Sequence[str], groups: dict[s
         axes.tick_params(axis="x", labelsize=8)
     panels[0].invert_yaxis()
     _suptitle(figure, title, note)
-    _save(figure, path)
+    save(figure, path)
 
 
 def frequencies(path: Path, panels: dict[str, dict[str, Sequence[float]]], train_length: int, base: float) -> None:
@@ -115,7 +111,7 @@ def frequencies(path: Path, panels: dict[str, dict[str, Sequence[float]]], train
         axes.legend(loc="lower left", bbox_to_anchor=(0.01, 0.11), frameon=False, fontsize=8)
     all_axes[0].set_ylabel("inv_freq (radians per position, log scale)")
     _suptitle(figure, "Frequency tables", f"head_dim {2 * len(tables[0])}, base {base:g}, training length L = {train_length}")
-    _save(figure, path)
+    save(figure, path)
 
 
 def matrices(path: Path, seen: dict[str, Sequence[Sequence[float]]], train_length: int) -> None:
@@ -139,7 +135,7 @@ def matrices(path: Path, seen: dict[str, Sequence[Sequence[float]]], train_lengt
     bar = figure.colorbar(image, ax=panels, extend="max", shrink=0.85)
     bar.set_label(f"distance seen\n(orange: {train_length} and more, never trained)", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    _save(figure, path)
+    save(figure, path)
 
 
 def patterns(path: Path, title: str, note: str, panels: Sequence[tuple[str, dict[str, Sequence[float]]]],
@@ -159,7 +155,7 @@ def patterns(path: Path, title: str, note: str, panels: Sequence[tuple[str, dict
             axes.legend(frameon=False, fontsize=7)
     all_axes[0].set_ylabel("score before the softmax", fontsize=8)
     _suptitle(figure, title, note)
-    _save(figure, path)
+    save(figure, path)
 
 
 def components(path: Path, title: str, parts: Sequence[Sequence[float]], overall: Sequence[float], kinds: Sequence[str],
@@ -188,7 +184,7 @@ def components(path: Path, title: str, parts: Sequence[Sequence[float]], overall
             axes.axvline(train_length, color="0.6", linewidth=1, linestyle=":")
     dotted = "; dotted: training length" if len(overall) > train_length else ""
     _title(above, title, f"averaged over layers, heads and samples{dotted}")
-    _save(figure, path)
+    save(figure, path)
 
 
 def vaf_over_training(path: Path, title: str, steps: Sequence[int], values: Sequence[Sequence[float]], kinds: Sequence[str],
@@ -207,15 +203,21 @@ def vaf_over_training(path: Path, title: str, steps: Sequence[int], values: Sequ
     axes.set_ylabel("training step")
     figure.colorbar(image, ax=axes, extend="min").set_label("variance accounted for (%), cut at -100")
     _title(axes, title, learning_rate_note)
-    _save(figure, path)
+    save(figure, path)
 
 
-def _figure(size: tuple[float, float], columns: int = 1, rows: int = 1):
+def new_figure(size: tuple[float, float], dpi: int = 200):
+    """A figure of this size in inches, drawn without a display, and without matplotlib before it is asked for."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, dpi=200, layout="constrained")
+    figure = Figure(figsize=size, dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def _figure(size: tuple[float, float], columns: int = 1, rows: int = 1):
+    figure = new_figure(size)
     panels = figure.subplots(rows, columns, squeeze=False)
     for axes in panels.flat:
         axes.spines[["top", "right"]].set_visible(False)
@@ -233,6 +235,6 @@ def _suptitle(figure, title: str, note: str) -> None:
     figure.text(0.01, 0.99 - 0.32 / figure.get_figheight(), note, fontsize=8, color="0.35", va="top")
 
 
-def _save(figure, path: Path) -> None:
+def save(figure, path: Path) -> None:
     with replacing(path) as partial:
         figure.savefig(partial, format="png")

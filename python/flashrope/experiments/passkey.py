@@ -21,7 +21,7 @@ import torch
 from .. import Rotary
 from ..info import hardware
 from . import files, options, report
-from .files import replacing
+from .figures import new_figure, save
 from .options import BadInput, need, positive
 
 NAMES = {"stock": "as it is", "rerope": "ReRoPE", "leaky": "Leaky ReRoPE", "yarn": "YaRN"}
@@ -238,16 +238,12 @@ def csv_text(cells: Sequence[Cell]) -> str:
 
 def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> None:
     """A heat map per scheme, length against depth; the training length is marked."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     schemes = list(dict.fromkeys(cell.scheme for cell in cells))
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
     across = min(len(schemes), 2)
     down = -(-len(schemes) // across)
     size = 1.2 + across * max(2.6, 0.75 * len(lengths)), 1.1 + down * max(2.2, 0.5 * len(depths))
-    figure = Figure(figsize=size, dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(size)
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     for place in grid.flat[len(schemes):]:
         place.set_visible(False)
@@ -269,5 +265,4 @@ def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> No
     figure.supxlabel(f"length (tokens){marked}", fontsize=9)
     figure.supylabel("depth of the number", fontsize=9)
     figure.suptitle(f"Finding a hidden number: {model}", fontsize=11, x=0.01, ha="left")
-    with replacing(path) as partial:
-        figure.savefig(partial, format="png")
+    save(figure, path)

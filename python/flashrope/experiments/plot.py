@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .files import replacing
+from .figures import new_figure, save
 from .report import Row
 
 # Okabe and Ito's palette, distinguishable with colour-blindness; one colour per scheme, log n is dashed and hollow.
@@ -15,12 +15,9 @@ MARKERS = ("o", "s", "^", "D")
 
 def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
     """A PNG of 1600 x 1000 pixels, labels at the lines' ends."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    figure = Figure(figsize=(8, 5), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((8, 5))
     axes = figure.add_subplot()
     lengths = [loss.context_length for loss in rows[0].losses]
     for at, row in enumerate(rows):
@@ -44,8 +41,7 @@ def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     _label_ends(axes, rows, lengths[-1])
 
-    with replacing(path) as partial:
-        figure.savefig(partial, format="png")
+    save(figure, path)
 
 
 def _label_ends(axes, rows: Sequence[Row], last: float) -> None:

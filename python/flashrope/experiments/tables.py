@@ -1,23 +1,17 @@
-"""Tables against the sources, made from results.csv alone: ``write(folder)`` for each experiment, ours beside the source's.
-
-Also a program: ``python -m flashrope.experiments.tables RUN_DIRECTORY`` writes every table of a run directory anew.
-"""
+"""Tables against the sources, made from results.csv alone: ``write(folder)`` for each experiment, ours beside the source's."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import files
 from .published import LOWER, TABLES, Published
 from .runs import read_csv
-
-SOURCE_LENGTH = 512
+from .tasks import SOURCE_LENGTH
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,15 +115,6 @@ def write(folder: Path, name: str, train_length: int) -> str | None:
     return text
 
 
-def write_all(out: Path) -> list[Path]:
-    """The tables of all experiments of a run directory that have results."""
-    train_length = json.loads((out / "settings.json").read_text(encoding="utf-8"))["train_length"]
-    done = [name for name in TABLES if (out / name / "results.csv").exists()]
-    for name in done:
-        write(out / name, name, train_length)
-    return [out / name / "table.md" for name in done]
-
-
 def _value(rows: list[dict[str, str]], column, train_length: int, seed: int) -> float | None:
     at = column.at * train_length if column.multiple else column.at
     values = [float(row["value"]) for row in rows if int(row["seed"]) == seed and float(row["at"]) == at
@@ -142,8 +127,3 @@ def _figure(values: Sequence[float | None]) -> Figure | None:
     if not known:
         return None
     return Figure(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
-
-
-if __name__ == "__main__":
-    for path in write_all(Path(sys.argv[1])):
-        print(path)
