@@ -3,15 +3,18 @@
     python -m bench host [--blocks 100] [--calls 20] [--arch 80]
 
 Without a GPU the tensors lie on the CPU, and the kernels, compiled for --arch, go to a device that is not there: all is timed but
-the CUDA driver's part. On a GPU attention without an encoding stands beside. The calls take turns, block by block.
+the CUDA driver's part. On a GPU attention without an encoding stands beside. The calls take turns, block by block. The second column
+counts the functions that Python calls, its own and C's, in this thread: it is the same on every machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -26,8 +29,15 @@ from .suite import positive
 from .timing import Spread
 
 HEADS, HEADS_KV, HEAD_DIM, SEQLEN = 32, 8, 128, 512
+LEAST_CAPACITY = 8192  # slots: several splits
 HOPE, REROPE = Rotary.hope(HEAD_DIM, 8192), Rotary.rope(HEAD_DIM).rectify(512)
-COLUMNS = f"{'':<42}{'launches':>9}{'median':>12}{'quartiles':>21}"
+COLUMNS = f"{'':<42}{'launches':>9}{'functions':>11}{'median':>12}{'quartiles':>21}"
+
+
+class Measured(NamedTuple):
+    launches: int  # of Triton's kernels
+    functions: int
+    microseconds: Spread
 
 
 def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
@@ -60,15 +70,23 @@ def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
     return calls
 
 
-def measure(device: torch.device, blocks: int, calls: int) -> dict[str, tuple[int, Spread]]:
-    """For every call the kernels that it launches through Triton, and microseconds."""
-    chosen, launch, launches, times = calls_on(device, (blocks + 2) * calls), backend.launch, {}, {}
+def functions_of(call: Callable) -> tuple[int, int]:
+    """(launches through Triton, all functions that are called)"""
+    seen = []
+    sys.setprofile(lambda frame, event, function: seen.append(frame.f_code if event == "call" else None)
+                   if event in ("call", "c_call") else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen.count(backend.launch.__code__), len(seen) - 1  # without setprofile
+
+
+def measure(device: torch.device, blocks: int, calls: int) -> dict[str, Measured]:
+    chosen, counted, times = calls_on(device, max(LEAST_CAPACITY, blocks * calls + 2)), {}, {}
     for name, call in chosen.items():
         call()  # compiles
-        counted = []
-        backend.launch = lambda *args, counted=counted, **options: (counted.append(1), launch(*args, **options))
-        call()
-        backend.launch, launches[name], times[name] = launch, len(counted), []
+        counted[name], times[name] = functions_of(call), []
     for _ in range(blocks):
         for name, call in chosen.items():
             if device.type == "cuda":
@@ -77,7 +95,7 @@ def measure(device: torch.device, blocks: int, calls: int) -> dict[str, tuple[in
             for _ in range(calls):
                 call()
             times[name].append(1e6 * (time.perf_counter() - begin) / calls)
-    return {name: (launches[name], Spread.of(of)) for name, of in times.items()}
+    return {name: Measured(*counted[name], Spread.of(of)) for name, of in times.items()}
 
 
 def main(argv: list[str]) -> int:
@@ -100,6 +118,6 @@ def main(argv: list[str]) -> int:
         finally:
             backend.refusal = refusal
     print(COLUMNS)
-    for name, (launches, spread) in found.items():
-        print(f"{name:<42}{launches:>9}{spread.median:>9.1f} us{spread.low:>10.1f} - {spread.high:>8.1f}")
+    for name, (launches, functions, spread) in found.items():
+        print(f"{name:<42}{launches:>9}{functions:>11}{spread.median:>9.1f} us{spread.low:>10.1f} - {spread.high:>8.1f}")
     return 0

@@ -60,7 +60,8 @@ sanitize() {
 run_step() {
   case $1 in
     smoke) "$python" -m flashrope info
-      bench hope --seqlens 8192 --contestants "SDPA flash" "SDPA cuDNN" flashrope --out "$work/smoke" ;;
+      bench hope --seqlens 8192 --contestants "SDPA flash" "SDPA cuDNN" flashrope --out "$work/smoke"
+      bench host ;;
     tests) "$python" -m pytest -q -n auto --maxfail=40 --durations=10 -p no:cacheprovider $tests ;;
     memcheck | racecheck) sanitize "$1" ;;
     tune-forward) bench tune --direction forward --csv "$folder/tune-forward.csv" ;;

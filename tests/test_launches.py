@@ -125,14 +125,17 @@ class Calls(random.Random):
             KVCache(self.batch, 512, *k.shape[2:], self.dtype).attend(q.contiguous(), rotary, k, v, **self.options)
 
 
+def compiling_environment() -> dict[str, str]:
+    """For a process where Triton compiles."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
+
+
 def launched(arch: int, seeds, *head_dims, compiling=True) -> dict[str, int]:
     """The kernels that a process of its own, where Triton compiles, launches for these calls; without compiling the number of
     launches of every kernel that went past Triton's look at the arguments, each the same that it would have found."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0",
-                                "TRITON_DEFAULT_FP_FUSION": "0"}
-    done = subprocess.run([sys.executable, __file__, json.dumps([arch, list(seeds), head_dims, compiling])], capture_output=True, text=True,
-                          env=environment, check=False)
+    done = subprocess.run([sys.executable, __file__, json.dumps([arch, list(seeds), head_dims, compiling])], capture_output=True,
+                          text=True, env=compiling_environment(), check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -149,6 +152,19 @@ def test_launches():
 def test_launches_reach_the_kernel_that_triton_would_pick():
     again = launched(90, range(600), 16, compiling=False)
     assert again.keys() == KERNELS and min(again.values()) > 10, again
+
+
+@without_gpu
+def test_host_work_of_a_call():
+    """Functions that Python calls until the kernels are queued, about a tenth more than today."""
+    done = subprocess.run([sys.executable, "-m", "bench", "host", "--blocks", "2", "--calls", "1"], capture_output=True, text=True,
+                          env=compiling_environment(), check=True)
+    found = {line[:42].rstrip(): tuple(map(int, line[42:].split()[:2])) for line in done.stdout.splitlines()[3:]}
+    allowed = {"attention, HoPE, 512 tokens": (2, 230), "the same and its backward": (6, 720),
+               "attention_with_cache, ReRoPE, one token": (3, 280), "KVCache.attend": (3, 300), "PagedKVCache.attend": (3, 380)}
+    assert found.keys() == allowed.keys()
+    for name, (launches, functions) in allowed.items():
+        assert found[name][0] == launches and found[name][1] <= functions, (name, found[name])
 
 
 @pytest.mark.slow
