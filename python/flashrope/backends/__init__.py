@@ -86,7 +86,8 @@ class CacheCall(_Scheme):
 
     def bounds(self, k_cache: torch.Tensor) -> list[tuple[int, int]]:
         """The slots [first, end) that every sequence holds, read by the host and kept inside the capacity."""
-        capacity, new = self.capacity(k_cache) if k_cache.shape[0] else 0, self.seqlen_new
+        (rows, slots, *_), table, new = k_cache.shape, self.block_table, self.seqlen_new
+        capacity = 0 if not rows else slots if table is None else table.shape[1] * slots
         ends = [length + new if 0 <= length <= capacity - new else min(min(max(length, 0), capacity) + new, capacity)
                 for length in self.cache_seqlens.tolist()]
         if self.cache_leftpad is None:

@@ -47,10 +47,14 @@ def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
 def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse float32 or float64)."""
     batch, seqlen_q, heads_q, _ = q.shape
-    bounds, row = call.bounds(k_cache), k_cache.shape[-2] * k_cache.shape[-1]
-    if call.block_table is None and bounds and bounds == bounds[:1] * batch:
+    bounds = call.bounds(k_cache)
+    alike = call.block_table is None and bounds and bounds == bounds[:1] * batch
+    if alike and 0 < bounds[0][1] - bounds[0][0] <= LEAST_BLOCK and (done := _one_piece(q, k_cache, v_cache, *bounds[0], call)):
+        return done
+    row = k_cache.shape[-2] * k_cache.shape[-1]
+    if alike:
         first, end = bounds[0]
-        size = LEAST_BLOCK if end - first <= LEAST_BLOCK else _block_size(call.rotary, call.causal, batch * row)
+        size = _block_size(call.rotary, call.causal, batch * row)
         return (0 < end - first <= size and _one_piece(q, k_cache, v_cache, first, end, call)
                 or _attend(q, _views(k_cache, v_cache, 0, batch, first, end, size), end - first, call))
     out = q.new_zeros(q.shape)

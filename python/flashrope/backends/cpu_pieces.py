@@ -164,7 +164,7 @@ def joined(parts, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def like_queries(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return (out if out.dtype == q.dtype else out.to(q.dtype)).contiguous(), lse.contiguous()
+    return (out if out.dtype is q.dtype else out.to(q.dtype)).contiguous(), lse.contiguous()
 
 
 def merged(parts, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,7 +77,10 @@ def turn(x: torch.Tensor, turns, rotary: Rotary, back: bool = False) -> torch.Te
         if 2 * half < rotary.head_dim:
             pairs, target = x[..., :2 * half], turned[..., :2 * half]
         swapped = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if rotary.interleaved else pairs.roll(half, -1)
-        target.addcmul_(swapped, other, value=-1 if back else 1)
+        if back:
+            target.addcmul_(swapped, other, value=-1)
+        else:
+            target.addcmul_(swapped, other)
     return turned
 
 
