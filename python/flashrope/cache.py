@@ -441,7 +441,7 @@ class PagedKVCache(_Cache):
         rows, lengths = ([getattr(sequence, name) for sequence in chosen.values()] for name in ("row", "length"))
         values = [*rows, *lengths, *self._changed, *self._changed.values()]
         n, m = len(chosen), len(self._changed)
-        rows, lengths, entries, pages = _upload(values, torch.int64, self.k.device).split([n, n, m, m])
+        rows, lengths, entries, pages = _upload(values, torch.int64, self.k.device).split_with_sizes([n, n, m, m])
         if m:
             self._table.view(-1).index_copy_(0, entries, pages.to(torch.int32))
             self._changed.clear()

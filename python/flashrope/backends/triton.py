@@ -191,21 +191,22 @@ def _prefill(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
 
 def _decode(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
     """Fills out and lse, in one launch or, with several splits, two."""
-    (batch, seqlen_q, heads_q, head_dim), heads_kv, rotary = q.shape, k_cache.shape[2], call.rotary
-    capacity, (bands, num_bands) = call.capacity(k_cache), _resident_bands(rotary, call.causal, q.device)
+    (batch, seqlen_q, heads_q, head_dim), heads_kv = q.shape, k_cache.shape[2]
+    rotary, device, capacity = call.rotary, q.device, call.capacity(k_cache)
+    bands, num_bands = _resident_bands(rotary, call.causal, device)
     layout = _layout(rotary, _vector(q, k_cache, v_cache))
     slots, page_size = _call_slots(k_cache, call)
     rows = seqlen_q * (heads_q // heads_kv)
     direction = "decode wide" if not call.num_splits and rows > configs.WIDE_ROWS else "decode"
-    tile = configs.tile(direction, _capability(q.device), layout.block_d, q.element_size(), num_bands)
+    tile = configs.tile(direction, _capability(device), layout.block_d, q.element_size(), num_bands)
     programs = cdiv(rows, tile.block_m) * heads_kv * batch
-    num_splits = call.num_splits or configs.num_splits(programs, capacity, multiprocessors(q.device))
+    num_splits = call.num_splits or configs.num_splits(programs, capacity, multiprocessors(device))
     num_splits = min(num_splits, cdiv(capacity, tile.block_n))
     partial, partial_lse = out, lse
     if num_splits > 1:
-        partial = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty(num_splits, *lse.shape, dtype=torch.float32, device=q.device)
-    table = two_level_table(rotary, call.causal, coarse_rows(max(seqlen_q, capacity)), q.device)
+        partial = torch.empty(num_splits, batch, seqlen_q, heads_q, head_dim, dtype=torch.float32, device=device)
+        partial_lse = torch.empty(num_splits, batch, heads_q, seqlen_q, dtype=torch.float32, device=device)
+    table = two_level_table(rotary, call.causal, coarse_rows(max(seqlen_q, capacity)), device)
     launch(attention_decode, (programs * num_splits,), strided(q), strided(k_cache), strided(v_cache), partial, partial_lse,
            Angles(table, None), bands, slots, seqlen_q, table.shape[1], heads_q, heads_kv, num_splits,
            Scales(call.score_scale, *call.log_n), LAYOUT=layout, NUM_BANDS=num_bands,
@@ -353,7 +354,7 @@ def _rows(x: torch.Tensor) -> int:
 
 def _slots(k_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new: int) -> tuple[Slots, int]:
     """(slots, PAGE_SIZE) for the kernels; PAGE_SIZE is 0 for a contiguous cache."""
-    pages, page_size = k_cache.shape[:2]
+    pages, page_size, _, _ = k_cache.shape
     capacity = page_size if block_table is None else block_table.shape[1] * page_size
     return (Slots(cache_seqlens, block_table, cache_leftpad, encoded(seqlen_new), encoded(capacity), encoded(pages)),
             0 if block_table is None else page_size)
