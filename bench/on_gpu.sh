@@ -14,9 +14,9 @@
 # results of bench/; unpack it there.
 set -uo pipefail
 
-steps=(smoke tests hope decode rotation rerope memcheck tune-forward tune-decode tune-backward scaling more racecheck)
+steps=(smoke tests hope decode rotation rerope memcheck tune-forward host tune-decode tune-backward scaling more racecheck)
 declare -A limits=([smoke]=110 [tests]=460 [hope]=350 [decode]=130 [rotation]=90 [rerope]=230 [memcheck]=150 [tune-forward]=190
-                   [tune-decode]=190 [tune-backward]=300 [scaling]=300 [more]=590 [racecheck]=590) # seconds
+                   [host]=60 [tune-decode]=190 [tune-backward]=300 [scaling]=300 [more]=590 [racecheck]=590) # seconds
 kernel_tests=(launches cuda_graphs accuracy identities varlen decode decode_triton cache torch errors cuda_extension bench)
 folder=${OUT:-runs/gpu}
 revision=
@@ -60,8 +60,8 @@ sanitize() {
 run_step() {
   case $1 in
     smoke) "$python" -m flashrope info
-      bench hope --seqlens 8192 --contestants "SDPA flash" "SDPA cuDNN" flashrope --out "$work/smoke"
-      bench host ;;
+      bench hope --seqlens 8192 --contestants "SDPA flash" "SDPA cuDNN" flashrope --out "$work/smoke" ;;
+    host) bench host ;;
     tests) "$python" -m pytest -q -n auto --maxfail=40 --durations=10 -p no:cacheprovider $tests ;;
     memcheck | racecheck) sanitize "$1" ;;
     tune-forward) bench tune --direction forward --csv "$folder/tune-forward.csv" ;;

@@ -222,10 +222,10 @@ def _check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool) -> tuple[int, i
         raise ValueError(f"k_cache: expected batch {batch} as in q, got {rows}")
     if rotary.axis:
         raise ValueError("rotary: an axial scheme needs positions, which a cache does not carry")
-    seqlen_new = k.size(1) if new else 0
-    for name, x in new:
-        if x.shape != (batch, seqlen_new, heads_kv, head_dim):
-            raise ValueError(f"{name}: expected shape {(batch, seqlen_new, heads_kv, head_dim)}, got {tuple(x.shape)}")
+    _, seqlen_new, _, _ = shape_new = k.shape if new else (batch, 0, heads_kv, head_dim)
+    for name, shape in (("k", shape_new), ("v", v.shape)) if new else ():
+        if shape != (batch, seqlen_new, heads_kv, head_dim):
+            raise ValueError(f"{name}: expected shape {(batch, seqlen_new, heads_kv, head_dim)}, got {tuple(shape)}")
     if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
                                     or k is not None and (k.requires_grad or v.requires_grad)):
         raise ValueError("q, k, v: expected no gradient to be asked for; use torch.no_grad(), or attention in training")

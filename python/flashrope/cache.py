@@ -441,11 +441,11 @@ class PagedKVCache(_Cache):
         rows, lengths = ([getattr(sequence, name) for sequence in chosen.values()] for name in ("row", "length"))
         values = [*rows, *lengths, *self._changed, *self._changed.values()]
         n, m = len(chosen), len(self._changed)
-        rows, lengths, entries, pages = _upload(values, torch.int64, self.k.device).split_with_sizes([n, n, m, m])
+        at, seqlens, entries, pages = _upload(values, torch.int64, self.k.device).split_with_sizes([n, n, m, m])
         if m:
             self._table.view(-1).index_copy_(0, entries, pages.to(torch.int32))
             self._changed.clear()
-        return self._table.index_select(0, rows), lengths.to(torch.int32)
+        return self._table.index_select(0, at), seqlens.to(torch.int32)
 
     def __repr__(self) -> str:
         return (f"PagedKVCache(pages={self.pages}, page_size={self.page_size}, {_described(self.k)}, "

@@ -175,7 +175,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 def _plain(*tensors: torch.Tensor) -> bool:
     """Nobody is watching: no compiler, tracer, mode, transform or tensor subclass that needs to see the operator."""
-    return (not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+    return (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None
             and not torch._C._len_torch_dispatch_stack() and not torch._C._is_torch_function_mode_enabled()
             and torch._C._functorch.peek_interpreter_stack() is None
             and _PLAIN.issuperset(map(type, tensors)))

@@ -30,7 +30,7 @@ def _block_size(rotary: Rotary, causal: bool, row: int) -> int:
 
 def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
     """Writes k, v (batch, seqlen_new, heads_kv, head_dim) to the slots behind cache_seqlens. What has no place is dropped."""
-    batch, seqlen_new = k.shape[:2]
+    batch, seqlen_new, _, _ = k.shape
     if block_table is None:
         lengths = cache_seqlens.tolist()
         length = max(lengths[0], 0) if batch else 0
@@ -69,13 +69,13 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
 
 def _one_piece(q, k_cache, v_cache, first: int, end: int, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What ``_attend`` returns of one block, without its bookkeeping, where one band holds all its keys; else None."""
-    seqlen = end - first
-    whole = one_piece(call.rotary, call.causal, q.shape[1], seqlen, accumulation_type(q)) if q.numel() else None
+    seqlen, rotary = end - first, call.rotary
+    whole = one_piece(rotary, call.causal, q.shape[1], seqlen, accumulation_type(q)) if q.numel() else None
     if whole is None or whole[2] is None:
         return None
     piece, turns_q, turns_k = whole
-    k, v = turn(k_cache.narrow(1, first, seqlen), turns_k, call.rotary), upcast(v_cache.narrow(1, first, seqlen))
-    out, lse = _flash(turn(q, turns_q, call.rotary).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), piece, call.score_scale)
+    k, v = turn(k_cache.narrow(1, first, seqlen), turns_k, rotary), upcast(v_cache.narrow(1, first, seqlen))
+    out, lse = _flash(turn(q, turns_q, rotary).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), piece, call.score_scale)
     return like_queries(out.transpose(1, 2), lse, q)
 
 
