@@ -17,7 +17,7 @@ from .cpu_pieces import Piece, flash, joined, keys_of, like_queries, mask, one_p
 from .cpu_turns import accumulation_type, turn, turns_for, upcast
 
 LEAST_BLOCK, BLOCK = 256, 16384  # slots
-TURNED_BLOCK = 2**21  # numbers; where all keys are turned, larger copies of them would be fresh pages of memory in every call
+TURNED_BLOCK = 2**20  # numbers; where all keys are turned, larger copies of them would be fresh pages of memory in every call
 
 
 @lru_cache(maxsize=64)
