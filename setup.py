@@ -1,11 +1,12 @@
 """Maps the source rooms to one package: python/flashrope is `flashrope`, triton_kernels/ is `flashrope.triton_kernels`.
 
-Pure Python unless FLASHROPE_BUILD_CUDA=1 asks for the CUDA extension of csrc/. That needs, in the environment that builds
-(pip install --no-build-isolation), nvcc, a C++ compiler, ninja, pybind11, and torch for its headers; no GPU, and any torch of at
-least 2.11, with CUDA or without. TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX") and MAX_JOBS are honoured.
+Pure Python unless FLASHROPE_BUILD_CUDA=1 asks for the CUDA extension of csrc/. That needs, in the environment that
+builds (pip install --no-build-isolation), nvcc, a C++ compiler, ninja, pybind11, and torch for its headers; no GPU, and
+any torch of at least 2.11, with CUDA or without. TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX") and MAX_JOBS are
+honoured.
 
-Two modules come out. _cuda.abi3.so holds the kernels and depends on neither Python's version nor torch's (from 2.11 on);
-_build_info tells what it was built with and is bound to one Python version, and so is the wheel's tag.
+Two modules come out. _cuda.abi3.so holds the kernels and depends on neither Python's version nor torch's (from 2.11
+on); _build_info tells what it was built with and is bound to one Python version, and so is the wheel's tag.
 """
 
 import os
@@ -31,23 +32,41 @@ class BuildCuda(build_ext):
     def build_extensions(self):
         tools = {name: needed_program(name) for name in ("nvcc", os.environ.get("CXX", "c++"), "ninja")}
         nvcc, cxx, ninja = tools.values()
-        torch, pybind11 = needed_module("torch", "its headers (2.11 or newer)"), needed_module("pybind11", "its headers")
+        torch, pybind11 = (
+            needed_module("torch", "its headers (2.11 or newer)"),
+            needed_module("pybind11", "its headers"),
+        )
         headers = Path(torch.__file__).parent / "include"
         if not (headers / "torch/csrc/stable/library.h").exists():
             raise SystemExit(f"FLASHROPE_BUILD_CUDA: torch {torch.__version__} has no stable ABI headers in {headers}")
         build = Path(self.build_temp).resolve()
         build.mkdir(parents=True, exist_ok=True)
         architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES
-        outputs = {ext.name.rsplit(".", 1)[1]: Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions}
+        outputs = {
+            ext.name.rsplit(".", 1)[1]: Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions
+        }
         for path in outputs.values():
             path.parent.mkdir(parents=True, exist_ok=True)
         target = f"0x{TORCH_TARGET_VERSION[0]:02x}{TORCH_TARGET_VERSION[1]:02x}000000000000"
         info = {"ARCHITECTURES": architectures, "NVCC": nvcc_version(nvcc), "REVISION": revision()}
-        (build / "build_info.h").write_text("".join(f'#define FLASHROPE_{name} "{value}"\n' for name, value in info.items()))
-        (build / "build.ninja").write_text(NINJA.format(
-            nvcc=nvcc, cxx=cxx, source=ROOT / "csrc", build=build, torch=headers, pybind11=pybind11.get_include(),
-            python=sysconfig.get_path("include"), target=target, gencode=" ".join(gencode(architectures)),
-            library=outputs["_cuda"], info=outputs["_build_info"]))
+        (build / "build_info.h").write_text(
+            "".join(f'#define FLASHROPE_{name} "{value}"\n' for name, value in info.items())
+        )
+        (build / "build.ninja").write_text(
+            NINJA.format(
+                nvcc=nvcc,
+                cxx=cxx,
+                source=ROOT / "csrc",
+                build=build,
+                torch=headers,
+                pybind11=pybind11.get_include(),
+                python=sysconfig.get_path("include"),
+                target=target,
+                gencode=" ".join(gencode(architectures)),
+                library=outputs["_cuda"],
+                info=outputs["_build_info"],
+            )
+        )
         jobs = [f"-j{os.environ['MAX_JOBS']}"] if os.environ.get("MAX_JOBS") else []
         subprocess.run([ninja, "-C", build, *jobs], check=True)
 
@@ -56,8 +75,8 @@ class BuildCuda(build_ext):
         return os.path.join(*package, "_cuda.abi3.so") if name == "_cuda" else super().get_ext_filename(fullname)
 
 
-# The library names libtorch_cpu and libtorch_cuda, which torch has loaded by then, through empty stand-ins of the same names: so
-# it can be built where torch has no CUDA.
+# The library names libtorch_cpu and libtorch_cuda, which torch has loaded by then, through empty stand-ins of the same
+# names: so it can be built where torch has no CUDA.
 NINJA = """\
 rule nvcc
   command = {nvcc} -std=c++17 -O3 -DUSE_CUDA --expt-relaxed-constexpr -Xcompiler -fPIC -I{source} {gencode} -MD -MF $out.d $
@@ -104,8 +123,10 @@ def needed_module(name, use):
     try:
         return import_module(name)
     except ImportError as error:
-        raise SystemExit(f"FLASHROPE_BUILD_CUDA: needs {name} for {use} ({error}); install it and build with "
-                         "pip install --no-build-isolation") from error
+        raise SystemExit(
+            f"FLASHROPE_BUILD_CUDA: needs {name} for {use} ({error}); install it and build with "
+            "pip install --no-build-isolation"
+        ) from error
 
 
 def gencode(architectures):
@@ -139,9 +160,13 @@ def revision():
 
 CUDA = {}
 if os.environ.get("FLASHROPE_BUILD_CUDA", "0") not in ("", "0"):
-    CUDA = dict(ext_modules=[Extension("flashrope._cuda", ["csrc/decode.cu", "csrc/library.cpp"]),
-                             Extension("flashrope._build_info", ["csrc/build_info.cpp"])],
-                cmdclass={"build_ext": BuildCuda})
+    CUDA = dict(
+        ext_modules=[
+            Extension("flashrope._cuda", ["csrc/decode.cu", "csrc/library.cpp"]),
+            Extension("flashrope._build_info", ["csrc/build_info.cpp"]),
+        ],
+        cmdclass={"build_ext": BuildCuda},
+    )
 
 setup(
     package_dir={

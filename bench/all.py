@@ -1,5 +1,5 @@
-"""The subcommands one after another: in the sizes that the goals name ("main"), and on a GPU with head_dim 64 and grouped heads
-("more").
+"""The subcommands one after another: in the sizes that the goals name ("main"), and on a GPU with head_dim 64 and
+grouped heads ("more").
 
 Each in a process of its own: what one leaves behind (a profiler, a broken CUDA context) does not touch the next.
 
@@ -30,7 +30,9 @@ MORE = (
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser("python -m bench all", description=__doc__.strip().split("\n")[0], allow_abbrev=False)
     p.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu (default: a GPU if there is one)"
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cuda or cpu (default: a GPU if there is one)",
     )
     p.add_argument("--only", nargs="+", choices=[command for command, _ in MAIN], help="only these")
     p.add_argument("--part", choices=("main", "more"), help="default: both on a GPU, main on the CPU")
@@ -48,9 +50,13 @@ def main(argv: list[str]) -> int:
     chosen = [(command, arguments) for command, arguments in chosen if not options.only or command in options.only]
     if not chosen:
         p.error(f"--only: none of these is in --part {options.part}")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(machine.ROOT), os.environ.get("PYTHONPATH"))))}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(machine.ROOT), os.environ.get("PYTHONPATH"))))
+    }
     codes = []
     for command, arguments in chosen:
-        codes.append(subprocess.run([sys.executable, "-m", "bench", command, *arguments, *common], env=environment).returncode)
+        codes.append(
+            subprocess.run([sys.executable, "-m", "bench", command, *arguments, *common], env=environment).returncode
+        )
         print(flush=True)
     return max(map(abs, codes))

@@ -1,7 +1,7 @@
 """The most instructions per tensor-core instruction that a hot loop may take: what makes one worse fails the gate.
 
-A little above what the compilers give today, so that a release that schedules otherwise passes and a lost vector load, a mask
-in the inner loop or a rotation that crept in does not.
+A little above what the compilers give today, so that a release that schedules otherwise passes and a lost vector load,
+a mask in the inner loop or a rotation that crept in does not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ def _by_size(sm80: tuple[float, float], sm90: tuple[float, float]) -> dict[tuple
     return {(80, 64): sm80[0], (80, 128): sm80[1], (90, 64): sm90[0], (90, 128): sm90[1]}
 
 
-# Instructions per HMMA (sm_80) or HGMMA (sm_90) in bf16, by kernel and the gate's scheme. What is not named is not limited.
+# Instructions per HMMA (sm_80) or HGMMA (sm_90) in bf16, by kernel and the gate's scheme. What is not named is not
+# limited.
 CEILINGS = {
     ("attention_forward", "rope"): _by_size((5.2, 4.5), (40, 33)),
     ("attention_forward", "rerope"): _by_size((5.2, 4.5), (40, 33)),

@@ -12,7 +12,8 @@ from flashrope import attention
 from .contestants import Contestant
 from .problem import Problem
 
-# |result - exact| / |exact|, Euclidean norms. Right ones were seen at about a tenth of it, rounding at every operator included.
+# |result - exact| / |exact|, Euclidean norms. Right ones were seen at about a tenth of it, rounding at every operator
+# included.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 SEQLEN, WINDOW = 320, 96  # neither a multiple of a tile's 128 rows
 TRAIN_LENGTH = 64  # of HoPE: where it leaves pairs alone that turn noticeably within SEQLEN
@@ -24,13 +25,19 @@ def small(problem: Problem) -> Problem:
 
 
 def error(contestant: Contestant, problem: Problem, backward: bool) -> float:
-    """The largest error of out and, with backward, the gradients of q, k and v. Infinite where a result is not a number."""
+    """The largest error of out and, with backward, the gradients of q, k and v. Infinite where a result is not a
+    number."""
     case = small(problem)
     tensors = case.tensors(grad=backward)
     grad_out = case.replace(heads_kv=case.heads).tensors(seed=1)[0]
-    reference = contestant.exact(case) if contestant.exact else partial(
-        attention, rotary=contestant.rotary(case), causal=case.causal, impl="reference")
-    wide = [x.detach().double().requires_grad_(backward) for x in tensors]  # before the contestant, which may rotate in place
+    reference = (
+        contestant.exact(case)
+        if contestant.exact
+        else partial(attention, rotary=contestant.rotary(case), causal=case.causal, impl="reference")
+    )
+    wide = [
+        x.detach().double().requires_grad_(backward) for x in tensors
+    ]  # before the contestant, which may rotate in place
     exact = results(reference, wide, grad_out.double(), backward)
     got = results(contestant.prepare(case), tensors, grad_out, backward)
     return max(_relative(a, b) for a, b in zip(got, exact, strict=True))

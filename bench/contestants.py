@@ -21,7 +21,11 @@ from flashrope.angles import cos_sin
 from .problem import Problem
 
 DENSE_MASK = -1e9
-SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 class Unavailable(Exception):
@@ -34,7 +38,9 @@ class Contestant:
     rotary: Callable[[Problem], Rotary]  # what it must compute
     prepare: Callable[[Problem], Callable]  # may raise Unavailable, as may the call
     ours: bool = False
-    scratch: Callable[[Problem], int] = lambda problem: 0  # bytes of score matrices or rotated caches, to see whether it fits
+    scratch: Callable[[Problem], int] = lambda problem: (
+        0
+    )  # bytes of score matrices or rotated caches, to see whether it fits
     moved: Callable[[Problem], int] | None = None  # the bytes that have to be moved, where bandwidth is what counts
     ceiling: str = "product_tflops"  # of machine.ceilings, what its speed is held against
     exact: Callable[[Problem], Callable] | None = (
@@ -146,6 +152,7 @@ def _block_mask(problem: Problem, mask):
 
 def _distance_mask(problem: Problem, inside: Callable):
     """inside(i - j), and causal where the problem is."""
+
     def mask(b, h, i, j):
         return (i >= j) & inside(i - j) if problem.causal else inside(i - j)
 
@@ -161,7 +168,9 @@ def flex(problem: Problem):
     def attend(q, k, v):
         if q.requires_grad and q.device.type == "cpu":
             raise Unavailable("torch compiles FlexAttention for the CPU without a backward")
-        return call(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=problem.group > 1).transpose(1, 2)
+        return call(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=problem.group > 1).transpose(
+            1, 2
+        )
 
     return attend
 
@@ -181,8 +190,10 @@ def flex_two_passes(problem: Problem):
     far = ENCODINGS[best_rope(problem.device)](problem, torch.full((problem.seqlen,), window, device=problem.device))
 
     def passes(near_q, near_k, far_q, k, v):
-        parts = [flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa, return_aux=AuxRequest(lse=True))
-                 for q, k, mask in ((near_q, near_k, near_mask), (far_q, k, far_mask))]
+        parts = [
+            flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa, return_aux=AuxRequest(lse=True))
+            for q, k, mask in ((near_q, near_k, near_mask), (far_q, k, far_mask))
+        ]
         lse = torch.logaddexp(*(aux.lse for _, aux in parts))
         return sum(out * torch.exp(aux.lse - lse)[..., None].to(out.dtype) for out, aux in parts)
 
@@ -274,5 +285,12 @@ def dense_bytes(problem: Problem) -> int:
     return problem.batch * problem.heads * problem.seqlen**2 * (4 * problem.dtype.itemsize + 4)
 
 
-OWN = {name: Contestant(f"flashrope {name}", scheme, partial(own, scheme), ours=True)
-       for name, scheme in (("RoPE", Problem.rope), ("HoPE", Problem.hope), ("ReRoPE", Problem.rerope), ("NoPE", Problem.none))}
+OWN = {
+    name: Contestant(f"flashrope {name}", scheme, partial(own, scheme), ours=True)
+    for name, scheme in (
+        ("RoPE", Problem.rope),
+        ("HoPE", Problem.hope),
+        ("ReRoPE", Problem.rerope),
+        ("NoPE", Problem.none),
+    )
+}

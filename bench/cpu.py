@@ -1,6 +1,7 @@
 """Speed and memory of the CPU implementation, against PyTorch's own attention in the same run.
 
-    python -m bench cpu [--seqlen 8192] [--heads 8] [--head-dim 64] [--window 1024] [--threads 2] [--seconds 60] [--check]
+    python -m bench cpu [--seqlen 8192] [--heads 8] [--head-dim 64] [--window 1024] [--threads 2] [--seconds 60]
+    [--check]
                         [--out DIR] [--note TEXT]
 
 The ways to compute are timed in turns, round after round, so that all of them meet the same machine. A row shows the
@@ -44,8 +45,13 @@ GOALS = {  # the largest ratio, or number of microseconds, allowed
     "host time over 16 cached keys beyond its operators, us": 100.0,
 }
 # Microseconds of one machine say nothing of a change; ratios do.
-SHOWN_ONLY = {"host time at seqlen 1 beyond its operators, us", "host time over 16 cached keys beyond its operators, us"}
-SLACK = 1.1  # the same commit gave 1.10 and 1.19 for one ratio on two machines; what a change breaks shows more than that
+SHOWN_ONLY = {
+    "host time at seqlen 1 beyond its operators, us",
+    "host time over 16 cached keys beyond its operators, us",
+}
+SLACK = (
+    1.1  # the same commit gave 1.10 and 1.19 for one ratio on two machines; what a change breaks shows more than that
+)
 ATTEMPTS = 3  # of --check: another process on the machine can spoil a run, it cannot make one look good
 CACHE_SEQLEN = 32768
 DENSE_SEQLEN = 2048  # the two dense score matrices of the source are timed at no more than this
@@ -58,8 +64,17 @@ class Way(NamedTuple):
 
 
 def problem(options, seqlen: int, **changes) -> Problem:
-    return Problem(1, seqlen, options.heads, options.heads, options.head_dim, torch.float32, CPU, window=options.window,
-                   train_length=512).replace(**changes)
+    return Problem(
+        1,
+        seqlen,
+        options.heads,
+        options.heads,
+        options.head_dim,
+        torch.float32,
+        CPU,
+        window=options.window,
+        train_length=512,
+    ).replace(**changes)
 
 
 def way(name: str, base: str, scheme: Callable, prepare: Callable, ours: bool = False) -> Way:
@@ -91,7 +106,12 @@ def measure(options, run: Run, seqlen: int, backward: bool, with_dense: bool, se
     """Prints one table; returns the ratio of each way to its base."""
     p = problem(options, seqlen, window=min(options.window, seqlen // 4))
     return ratios(
-        run, f"seqlen {seqlen}, {'forward + backward' if backward else 'forward'}", ways(with_dense), p, backward, seconds
+        run,
+        f"seqlen {seqlen}, {'forward + backward' if backward else 'forward'}",
+        ways(with_dense),
+        p,
+        backward,
+        seconds,
     )
 
 
@@ -109,16 +129,19 @@ def ratios(run: Run, title: str, chosen: list[Way], p: Problem, backward: bool, 
     tensors = p.tensors(grad=backward)
     grad_out = torch.randn_like(tensors[0], requires_grad=False)
     times = rounds(
-        {each.name: bound(each.contestant.prepare(p), tensors, grad_out, backward) for each in chosen}, Timer(CPU), seconds
+        {each.name: bound(each.contestant.prepare(p), tensors, grad_out, backward) for each in chosen},
+        Timer(CPU),
+        seconds,
     )
     count = len(times[chosen[0].name])
-    print(f"\n{title}, {count} rounds\n"
-          f"{'':<28}{'median':>11}{'quartiles':>21}   ratio")
+    print(f"\n{title}, {count} rounds\n{'':<28}{'median':>11}{'quartiles':>21}   ratio")
     found = {}
     for name, base, contestant in chosen:
         spread = Spread.of(times[name])
         found[name] = ratio(times, name, base)
-        print(f"{name:<28}{spread.median:>8.1f} ms{spread.low:>10.1f} - {spread.high:>8.1f}   {found[name]:.2f} of {base}")
+        print(
+            f"{name:<28}{spread.median:>8.1f} ms{spread.low:>10.1f} - {spread.high:>8.1f}   {found[name]:.2f} of {base}"
+        )
         run.records.append(
             Record(
                 title,
@@ -144,7 +167,9 @@ def memory(options) -> float:
     for seqlen in (options.seqlen // 2, options.seqlen, 2 * options.seqlen):
         tensors = [torch.randn(1, seqlen, heads, options.head_dim, requires_grad=True) for _ in range(3)]
         attention(*tensors, rotary)  # its tables are kept from call to call
-        peaks.append(timer.peak_bytes(lambda tensors=tensors: torch.autograd.grad(attention(*tensors, rotary).sum(), tensors)))
+        peaks.append(
+            timer.peak_bytes(lambda tensors=tensors: torch.autograd.grad(attention(*tensors, rotary).sum(), tensors))
+        )
         print(
             f"seqlen {seqlen:<6} {heads} heads {peaks[-1] / 2**20:>8.1f} MiB = {peaks[-1] / (4 * tensors[0].numel()):.1f} times q"
             f" (one dense score matrix: {4 * heads * seqlen**2 / 2**20:.0f} MiB)"
@@ -156,7 +181,8 @@ FLASH = torch._scaled_dot_product_flash_attention_for_cpu  # as the implementati
 
 
 def host(options, blocks: int = 60, calls: int = 50) -> tuple[float, float]:
-    """Prints the time of one call at seqlen 1, and of one over a short cache, on one thread. Returns the microseconds of each
+    """Prints the time of one call at seqlen 1, and of one over a short cache, on one thread. Returns the microseconds
+    of each
     beyond those of the PyTorch operators that compute it: the median over the blocks."""
     torch.set_num_threads(1)  # waking the others would be most of the time
     q, k, v = (torch.randn(1, 1, options.heads, options.head_dim) for _ in range(3))
@@ -176,8 +202,12 @@ def host(options, blocks: int = 60, calls: int = 50) -> tuple[float, float]:
         return FLASH(turned(q, *one), turned(keys, *all16), values.transpose(1, 2), 0.0, False)[0].transpose(1, 2)
 
     calls_of = {
-        "the operators of HoPE": lambda: FLASH(turned(q, *one), turned(k, *one), v.transpose(1, 2), 0.0, True)[0].transpose(1, 2),
-        "SDPA": lambda: scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2),
+        "the operators of HoPE": lambda: FLASH(turned(q, *one), turned(k, *one), v.transpose(1, 2), 0.0, True)[
+            0
+        ].transpose(1, 2),
+        "SDPA": lambda: scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(
+            1, 2
+        ),
         "HoPE": lambda: attention(q, k, v, hope),
         "HoPE, recorded for autograd": lambda: attention(leaf, k, v, hope),
         "the operators of the next": cached,
@@ -244,7 +274,9 @@ def main(argv: list[str]) -> int:
             )
     if options.out:
         run.load_average["end"] = machine.load_average()
-        run.write(options.out / machine.slug(device["name"]), f"cpu-d{options.head_dim}-h{options.heads}x{options.heads}-fp32")
+        run.write(
+            options.out / machine.slug(device["name"]), f"cpu-d{options.head_dim}-h{options.heads}x{options.heads}-fp32"
+        )
     return 1 if options.check and failed else 0
 
 
@@ -257,8 +289,21 @@ def measure_all(options, run: Run) -> dict[str, float]:
     decoding = decode(options, run, options.seconds * 0.2)
     beyond = host(options)
     growth = memory(options)  # last: once the profiler has run, every operator of the process takes longer
-    got = dict(zip(GOALS, (forward["HoPE"], forward["ReRoPE"], both["ReRoPE"], growth, decoding["ReRoPE, raw cache"],
-                           1 / decoding["rotate the cache, then SDPA"], *beyond), strict=True))
+    got = dict(
+        zip(
+            GOALS,
+            (
+                forward["HoPE"],
+                forward["ReRoPE"],
+                both["ReRoPE"],
+                growth,
+                decoding["ReRoPE, raw cache"],
+                1 / decoding["rotate the cache, then SDPA"],
+                *beyond,
+            ),
+            strict=True,
+        )
+    )
     print("\ngoals")
     for name, limit in GOALS.items():
         verdict = "met" if got[name] <= limit else "MISSED"

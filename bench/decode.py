@@ -2,8 +2,8 @@
 
     python -m bench decode [--heads 32] [--heads-kv 8] [--head-dim 128] [--seqlens 8192 131072] [--window 512]
 
-By default the batch shrinks as the context grows, so that the cache has the same size everywhere. On a GPU every contestant is
-replayed as a CUDA graph.
+By default the batch shrinks as the context grows, so that the cache has the same size everywhere. On a GPU every
+contestant is replayed as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from __future__ import annotations
 from . import suite
 from .decoding import contestants
 
-CUDA = {"heads": 32, "heads_kv": 8, "head_dim": 128, "seqlens": [4096, 16384, 65536, 131072], "tokens": 131072, "window": 512}
+CUDA = {
+    "heads": 32,
+    "heads_kv": 8,
+    "head_dim": 128,
+    "seqlens": [4096, 16384, 65536, 131072],
+    "tokens": 131072,
+    "window": 512,
+}
 CPU = {"heads": 8, "heads_kv": 8, "head_dim": 64, "seqlens": [4096, 8192, 16384, 32768], "tokens": 32768, "window": 512}
 
 

@@ -16,7 +16,8 @@ PAGE_SIZE = 16
 
 
 def _seen_at(problem: Problem) -> torch.Tensor:
-    """Minus the distance at which the query sees every key under ReRoPE: the position it turns to, the query staying as it is."""
+    """Minus the distance at which the query sees every key under ReRoPE: the position it turns to, the query staying as
+    it is."""
     slots = torch.arange(problem.seqlen, device=problem.device)
     return -(problem.seqlen - 1 - slots).clamp(max=problem.window)
 
@@ -48,7 +49,8 @@ def flashinfer_rope(problem: Problem):
     workspace = torch.empty(128 * 2**20, dtype=torch.uint8, device=problem.device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=problem.group >= 4)
     starts, every = (
-        torch.arange(count, dtype=torch.int32, device=problem.device) for count in (problem.batch + 1, problem.batch * pages)
+        torch.arange(count, dtype=torch.int32, device=problem.device)
+        for count in (problem.batch + 1, problem.batch * pages)
     )
     wrapper.plan(
         starts * pages,
@@ -88,6 +90,7 @@ def own_over_cache(scheme, impl: str | None, problem: Problem):
 
 def contestants(device: torch.device) -> list[Contestant]:
     """Peers without an encoding, peers that rotate, our own (the extension as "CUDA")."""
+
     def rotated_cache(problem: Problem) -> int:
         return problem.bytes_of_cache() * (2 if device.type == "cuda" else 4)
 
@@ -96,9 +99,16 @@ def contestants(device: torch.device) -> list[Contestant]:
         Contestant("flash-attn 2", Problem.none, upstream_with_cache),
         Contestant("FlashInfer, RoPE", Problem.rope, flashinfer_rope),
     ]
-    chosen += [Contestant(f"{how} rotation of the cache + SDPA flash", Problem.rerope, partial(rotate_cache, f"{how} RoPE"),
-                          scratch=rotated_cache)
-               for how in ("fused", "compiled", "eager") if how != "compiled" or device.type == "cpu"]
+    chosen += [
+        Contestant(
+            f"{how} rotation of the cache + SDPA flash",
+            Problem.rerope,
+            partial(rotate_cache, f"{how} RoPE"),
+            scratch=rotated_cache,
+        )
+        for how in ("fused", "compiled", "eager")
+        if how != "compiled" or device.type == "cpu"
+    ]
     ours = [
         ("NoPE", Problem.none, None),
         ("RoPE", Problem.rope, None),
@@ -106,6 +116,7 @@ def contestants(device: torch.device) -> list[Contestant]:
         ("ReRoPE, CUDA", Problem.rerope, "cuda"),
     ]
     chosen += [
-        Contestant(f"flashrope {name}", scheme, partial(own_over_cache, scheme, impl), ours=True) for name, scheme, impl in ours
+        Contestant(f"flashrope {name}", scheme, partial(own_over_cache, scheme, impl), ours=True)
+        for name, scheme, impl in ours
     ]
     return [dataclasses.replace(contestant, moved=Problem.bytes_of_cache, ceiling="read_gbs") for contestant in chosen]

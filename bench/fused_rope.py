@@ -1,7 +1,7 @@
 """RoPE as a good separate kernel does it: the rotation that attention without an encoding of its own is measured with.
 
-One launch over q and k, forward or backward, in place or not. A program takes some rows and a group of heads, which share one
-load of cos and sin; every access to q and k moves 16 bytes.
+One launch over q and k, forward or backward, in place or not. A program takes some rows and a group of heads, which
+share one load of cos and sin; every access to q and k moves 16 bytes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def rotate_rows(
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """q, k, out_q, out_k (batch, seqlen, heads, 2 * HALF), cos and sin float32 (seqlen, HALF), all without gaps. Grid: tiles of
-    rows times batch, groups of heads of q and then of k."""
+    """q, k, out_q, out_k (batch, seqlen, heads, 2 * HALF), cos and sin float32 (seqlen, HALF), all without gaps. Grid:
+    tiles of rows times batch, groups of heads of q and then of k."""
     tiles = tl.cdiv(seqlen, ROWS)
     position = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     exists = (position < seqlen)[:, None]
@@ -104,9 +104,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, in_place: bool = False):
-    """q (batch, seqlen, heads_q, head_dim) and k (batch, seqlen, heads_kv, head_dim) with channel m and m + head_dim / 2 of row
-    i turned by the angle of cos[i, m] and sin[i, m], float32 (seqlen, head_dim / 2). All contiguous; head_dim / 2 a power of
-    two. In place, the gradients are written over as well."""
+    """q (batch, seqlen, heads_q, head_dim) and k (batch, seqlen, heads_kv, head_dim) with channel m and m + head_dim /
+    2 of row i turned by the angle of cos[i, m] and sin[i, m], float32 (seqlen, head_dim / 2). All contiguous; head_dim
+    / 2 a power of two. In place, the gradients are written over as well."""
     half = q.shape[-1] // 2
     if half & (half - 1):
         raise ValueError(f"head_dim: expected a power of two, got {q.shape[-1]}")

@@ -2,11 +2,11 @@
 
     python -m bench gate [--arch 80 90] [--head-dim 64 128] [--quick] [--csv PATH] [--jobs N]
 
-For every case the backend runs on meta tensors: forward and backward, or over a cache. Launches that need the same machine code
-are compiled once. Prints one row per compiled kernel and exits with 1 when one does not compile, spills more than
-SPILL_CEILINGS allows, asks for more shared memory than a block of its architecture can have, takes more instructions per
-tensor-core instruction than bench.ceilings allows, or reads keys and values in pieces of less than 16 bytes. The column "model"
-is the tensor cores' estimated utilisation on sm_80 (bench.model).
+For every case the backend runs on meta tensors: forward and backward, or over a cache. Launches that need the same
+machine code are compiled once. Prints one row per compiled kernel and exits with 1 when one does not compile, spills
+more than SPILL_CEILINGS allows, asks for more shared memory than a block of its architecture can have, takes more
+instructions per tensor-core instruction than bench.ceilings allows, or reads keys and values in pieces of less than 16
+bytes. The column "model" is the tensor cores' estimated utilisation on sm_80 (bench.model).
 """
 
 from __future__ import annotations
@@ -60,8 +60,11 @@ NOPE = Scheme("nope", Rotary.none)
 PACKED = Scheme("packed", lambda head_dim: Rotary.rope(head_dim, interleaved=True), packed=True, grad_lse=True)
 POSITIONS = Scheme("positions", lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2), positions=True)
 UNALIGNED = Scheme("unaligned", Rotary.rope, aligned=False)
-DECODE = tuple(Scheme(f"{scheme.name} {cache}", scheme.rotary, cache=cache) for cache in ("contiguous", "paged")
-               for scheme in (ONE_BAND, TWO_BANDS))
+DECODE = tuple(
+    Scheme(f"{scheme.name} {cache}", scheme.rotary, cache=cache)
+    for cache in ("contiguous", "paged")
+    for scheme in (ONE_BAND, TWO_BANDS)
+)
 WIDE = Scheme("rerope wide", TWO_BANDS.rotary, cache="paged", seqlen_q=16)  # many rows, as of speculated tokens
 CHUNKS = tuple(
     Scheme(f"{scheme.name} {cache} chunk", scheme.rotary, cache=cache, seqlen_q=512)
@@ -69,7 +72,9 @@ CHUNKS = tuple(
     for scheme in (ONE_BAND, TWO_BANDS)
 )
 PARTIAL = Scheme(
-    "rerope partial", lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2).rectify(WINDOW), cache="contiguous"
+    "rerope partial",
+    lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2).rectify(WINDOW),
+    cache="contiguous",
 )
 VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
@@ -99,13 +104,13 @@ class Case:
             return self._cache_launches(tensor)
 
         def heads(count):
-            return tensor(*rows, count, self.head_dim + (0 if scheme.aligned else 1))[..., :self.head_dim]
+            return tensor(*rows, count, self.head_dim + (0 if scheme.aligned else 1))[..., : self.head_dim]
 
         q, k, v = heads(HEADS_Q), heads(HEADS_KV), heads(HEADS_KV)
         rotary = scheme.rotary(self.head_dim)
         cu_seqlens = tensor(BATCH + 1, dtype=torch.int32) if scheme.packed else None
         positions = tensor(BATCH, SEQLEN, dtype=torch.float32) if scheme.positions else None
-        call = Call(rotary, scheme.causal, self.head_dim ** -0.5, positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN)
+        call = Call(rotary, scheme.causal, self.head_dim**-0.5, positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN)
         with caught_launches(backend, self.arch) as launches:
             out, lse, turned_keys = backend.forward(q, k, v, call)
             grad_lse = torch.empty_like(lse) if scheme.grad_lse else None
@@ -118,7 +123,9 @@ class Case:
         q, new = (tensor(BATCH, scheme.seqlen_q, heads, self.head_dim) for heads in (HEADS_Q, HEADS_KV))
         cache, seqlens = tensor(*rows, HEADS_KV, self.head_dim), tensor(BATCH, dtype=torch.int32)
         table = tensor(BATCH, pages, dtype=torch.int32) if scheme.cache == "paged" else None
-        call = CacheCall(scheme.rotary(self.head_dim), scheme.causal, self.head_dim ** -0.5, seqlens, scheme.seqlen_q, table)
+        call = CacheCall(
+            scheme.rotary(self.head_dim), scheme.causal, self.head_dim**-0.5, seqlens, scheme.seqlen_q, table
+        )
         with caught_launches(backend, self.arch) as launches:
             backend.append_to_cache(cache, cache, new, new, seqlens, table)
             backend.attention_with_cache(q, cache, cache, call)
@@ -126,8 +133,8 @@ class Case:
 
 
 def cases(quick: bool) -> list[Case]:
-    """bf16 with one and two bands on the main architectures; around them, every other choice once, mostly where registers
-    are scarcest. fp16 was seen to compile to bf16's figures and sm_89 to sm_86's."""
+    """bf16 with one and two bands on the main architectures; around them, every other choice once, mostly where
+    registers are scarcest. fp16 was seen to compile to bf16's figures and sm_89 to sm_86's."""
 
     def grid(archs, head_dims, dtype, *schemes):
         return [Case(arch, head_dim, dtype, scheme) for arch in archs for head_dim in head_dims for scheme in schemes]
@@ -142,7 +149,9 @@ def cases(quick: bool) -> list[Case]:
     small_shared = grid((86,), (64, 128), "bf16", TWO_BANDS) + grid((86,), (128, 256), "bf16", ONE_BAND)
     cache = grid((80, 90), (64, 128), "bf16", WIDE) + grid((80, 90), (96, 256), "bf16", DECODE[0], DECODE[-1])
     cache += (
-        grid((80,), (128,), "bf16", PARTIAL) + grid((80,), (128,), "fp32", DECODE[-1]) + grid((86,), (128,), "bf16", DECODE[-1])
+        grid((80,), (128,), "bf16", PARTIAL)
+        + grid((80,), (128,), "fp32", DECODE[-1])
+        + grid((86,), (128,), "bf16", DECODE[-1])
     )
     return main + wide + padded + types + variants + small_shared + cache
 
@@ -215,14 +224,26 @@ class Row:
     @property
     def order(self) -> tuple:
         first = self.cases[0]
-        return ORDER.index(self.kernel), first.arch, tuple(DTYPES).index(first.dtype), first.head_dim, self.label["bands"]
+        return (
+            ORDER.index(self.kernel),
+            first.arch,
+            tuple(DTYPES).index(first.dtype),
+            first.head_dim,
+            self.label["bands"],
+        )
 
     def figures(self) -> dict[str, str]:
         if isinstance(self.result, str):
             return {"warps": "fails"}
         m, limits = self.result, MULTIPROCESSORS[self.launch.arch]
-        figures = {"warps": m.warps, "stages": m.stages, "regs": m.registers, "spill B": m.spill_stores,
-                   "shared KB": f"{m.shared / 1024:g}", "blocks/SM": limits.resident_blocks(m.registers, m.shared, m.warps)}
+        figures = {
+            "warps": m.warps,
+            "stages": m.stages,
+            "regs": m.registers,
+            "spill B": m.spill_stores,
+            "shared KB": f"{m.shared / 1024:g}",
+            "blocks/SM": limits.resident_blocks(m.registers, m.shared, m.warps),
+        }
         if m.loop:
             figures |= {"MMA": m.loop["mma"], "instr/MMA": f"{m.loop['total'] / m.loop['mma']:.2f}"}
         if m.loop and self.launch.arch == model.ARCH:
@@ -253,8 +274,14 @@ class Row:
             found.append(f"{name}: spills {self.result.spill_stores} bytes per thread, the ceiling is {ceiling}")
         limit = MULTIPROCESSORS[first.arch].shared_per_block
         if self.result.shared > limit:
-            found.append(f"{name}: needs {self.result.shared} bytes of shared memory, a block of sm_{first.arch} has {limit}")
-        most = most_instructions(self.kernel, first.scheme.name, first.arch, first.head_dim) if first.dtype == "bf16" else None
+            found.append(
+                f"{name}: needs {self.result.shared} bytes of shared memory, a block of sm_{first.arch} has {limit}"
+            )
+        most = (
+            most_instructions(self.kernel, first.scheme.name, first.arch, first.head_dim)
+            if first.dtype == "bf16"
+            else None
+        )
         if self.result.loop and most is not None and self.result.loop["total"] > most * self.result.loop["mma"]:
             found.append(
                 f"{name}: {self.result.loop['total'] / self.result.loop['mma']:.2f} instructions per tensor-core instruction in "
@@ -267,7 +294,9 @@ class Row:
                 self.result.loop.get("global", 0) - self.result.loop.get("global 16 B", 0),
             )
             if wide != loads or (narrow and first.scheme.cache != "paged"):
-                found.append(f"{name}: {wide} loads of 16 bytes and {narrow} narrower, keys and values need {loads} and none")
+                found.append(
+                    f"{name}: {wide} loads of 16 bytes and {narrow} narrower, keys and values need {loads} and none"
+                )
         return found
 
 
@@ -284,16 +313,36 @@ def plan(chosen: list[Case]) -> list[Row]:
     return list(rows.values())
 
 
-COLUMNS = ("kernel", "arch", "D", "dtype", "bands", "scheme", "warps", "stages", "regs", "spill B", "shared KB", "blocks/SM",
-           "MMA", "instr/MMA", "model", "16 B loads")
+COLUMNS = (
+    "kernel",
+    "arch",
+    "D",
+    "dtype",
+    "bands",
+    "scheme",
+    "warps",
+    "stages",
+    "regs",
+    "spill B",
+    "shared KB",
+    "blocks/SM",
+    "MMA",
+    "instr/MMA",
+    "model",
+    "16 B loads",
+)
 
 
 def print_table(rows: list[Row]) -> None:
     lines = [COLUMNS] + [tuple((row.label | row.figures()).get(column, "-") for column in COLUMNS) for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        print("  ".join(cell.ljust(width) if i < 6 else cell.rjust(width)
-                        for i, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip())
+        print(
+            "  ".join(
+                cell.ljust(width) if i < 6 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+        )
 
 
 def write_csv(path: str, rows: list[Row]) -> None:
@@ -301,7 +350,9 @@ def write_csv(path: str, rows: list[Row]) -> None:
     classes = sorted({name for row in rows if isinstance(row.result, Measured) for name in row.result.loop or ()})
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(
-            file, ["revision", "triton", *COLUMNS, *(f"loop {name}" for name in classes), "compile s", "schemes"], restval=""
+            file,
+            ["revision", "triton", *COLUMNS, *(f"loop {name}" for name in classes), "compile s", "schemes"],
+            restval="",
         )
         writer.writeheader()
         for row in rows:
@@ -311,7 +362,10 @@ def write_csv(path: str, rows: list[Row]) -> None:
                 | row.label
                 | row.figures()
                 | {f"loop {name}": n for name, n in loop.items()}
-                | {"compile s": f"{row.seconds:.1f}", "schemes": " ".join(dict.fromkeys(case.scheme.name for case in row.cases))}
+                | {
+                    "compile s": f"{row.seconds:.1f}",
+                    "schemes": " ".join(dict.fromkeys(case.scheme.name for case in row.cases)),
+                }
             )
 
 
@@ -319,12 +373,20 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m bench gate", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", choices=sorted(MULTIPROCESSORS), help="only these architectures")
     parser.add_argument("--head-dim", type=int, nargs="+", help="only these head_dims")
-    parser.add_argument("--quick", action="store_true", help="sm_80 and sm_90, head_dim 64 and 128, bf16, one and two bands")
-    parser.add_argument("--csv", metavar="PATH", help="write the table there, with the instruction mix of the hot loops")
+    parser.add_argument(
+        "--quick", action="store_true", help="sm_80 and sm_90, head_dim 64 and 128, bf16, one and two bands"
+    )
+    parser.add_argument(
+        "--csv", metavar="PATH", help="write the table there, with the instruction mix of the hot loops"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes")
     options = parser.parse_args(argv)
-    chosen = [case for case in cases(options.quick)
-              if (not options.arch or case.arch in options.arch) and (not options.head_dim or case.head_dim in options.head_dim)]
+    chosen = [
+        case
+        for case in cases(options.quick)
+        if (not options.arch or case.arch in options.arch)
+        and (not options.head_dim or case.head_dim in options.head_dim)
+    ]
     if not chosen:
         parser.error("no case has this architecture and head_dim")
     if triton.knobs.runtime.interpret:

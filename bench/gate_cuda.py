@@ -1,7 +1,7 @@
 """Compiles csrc/decode.cu with nvcc for GPUs that need not be there; checks spills, shared memory, widths of copies.
 
-Prints one line per kernel. Exits with 1 where a kernel of head_dim up to 128 spills, needs more shared memory with two bands than
-a block can have, or copies K and V by less than 16 bytes. Where nvcc is missing it says so and exits with 0.
+Prints one line per kernel. Exits with 1 where a kernel of head_dim up to 128 spills, needs more shared memory with two
+bands than a block can have, or copies K and V by less than 16 bytes. Where nvcc is missing it says so and exits with 0.
 """
 
 from __future__ import annotations
@@ -60,8 +60,13 @@ class Kernel:
     @property
     def label(self) -> dict[str, str]:
         if split := _SPLIT.search(self.name):
-            return {"kernel": "split", "arch": f"sm_{self.arch}", "D": split[2], "dtype": "bf16" if split[1] else "fp16",
-                    "pairs": "interleaved" if split[3] == "1" else "halves"}
+            return {
+                "kernel": "split",
+                "arch": f"sm_{self.arch}",
+                "D": split[2],
+                "dtype": "bf16" if split[1] else "fp16",
+                "pairs": "interleaved" if split[3] == "1" else "halves",
+            }
         kernel = _KERNEL.search(self.name)[0].removesuffix("_kernel")
         dtype = {"combine": "bf16" if "BFloat16" in self.name else "fp16"}.get(kernel, "-")
         return {"kernel": kernel, "arch": f"sm_{self.arch}", "D": "-", "dtype": dtype, "pairs": "-"}
@@ -75,10 +80,14 @@ class Kernel:
         if self.shape:
             limits = MULTIPROCESSORS[self.arch]
             fitting = sum(shared <= limits.shared_per_block for shared in self.shape.shared)
-            figures |= {"warps": self.shape.warps, "shared KB, 2 bands": f"{self.shape.shared[1] / 1024:.1f}",
-                        "bands that fit": f"{fitting}{'+' if fitting == MOST_BANDS else ''}",
-                        "blocks/SM": limits.resident_blocks(self.registers, self.shape.shared[1], self.shape.warps),
-                        "copies": len(self.copies), "bytes/copy": "/".join(map(str, sorted(set(self.copies)))) or "none"}
+            figures |= {
+                "warps": self.shape.warps,
+                "shared KB, 2 bands": f"{self.shape.shared[1] / 1024:.1f}",
+                "bands that fit": f"{fitting}{'+' if fitting == MOST_BANDS else ''}",
+                "blocks/SM": limits.resident_blocks(self.registers, self.shape.shared[1], self.shape.warps),
+                "copies": len(self.copies),
+                "bytes/copy": "/".join(map(str, sorted(set(self.copies)))) or "none",
+            }
         return {name: str(value) for name, value in figures.items()}
 
     def violations(self) -> list[str]:
@@ -88,15 +97,30 @@ class Kernel:
         if self.shape:
             limit = MULTIPROCESSORS[self.arch].shared_per_block
             if self.shape.shared[1] > limit:
-                found.append(f"{name}: needs {self.shape.shared[1]} bytes of shared memory, a block of sm_{self.arch} has "
-                             f"{limit}")
+                found.append(
+                    f"{name}: needs {self.shape.shared[1]} bytes of shared memory, a block of sm_{self.arch} has "
+                    f"{limit}"
+                )
             if set(self.copies) != {16}:
                 found.append(f"{name}: copies K and V by {sorted(set(self.copies)) or 'no'} bytes, expected 16")
         return found
 
 
-COLUMNS = ("kernel", "arch", "D", "dtype", "pairs", "warps", "regs", "spill B", "shared KB, 2 bands", "bands that fit",
-           "blocks/SM", "copies", "bytes/copy")
+COLUMNS = (
+    "kernel",
+    "arch",
+    "D",
+    "dtype",
+    "pairs",
+    "warps",
+    "regs",
+    "spill B",
+    "shared KB, 2 bands",
+    "bands that fit",
+    "blocks/SM",
+    "copies",
+    "bytes/copy",
+)
 
 
 def ptxas_report(text: str) -> dict[str, tuple[int, int]]:
@@ -138,22 +162,30 @@ def shapes(cxx: str, folder: Path) -> dict[int, Shape]:
 
 def compile_kernels(arch: int, nvcc: str, nvdisasm: str, by_head_dim: dict[int, Shape], folder: Path) -> list[Kernel]:
     cubin = folder / f"sm_{arch}.cubin"
-    compiled = subprocess.run([nvcc, *FLAGS, f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v", SOURCE / "decode.cu", "-o", cubin],
-                              capture_output=True, text=True)
+    compiled = subprocess.run(
+        [nvcc, *FLAGS, f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v", SOURCE / "decode.cu", "-o", cubin],
+        capture_output=True,
+        text=True,
+    )
     if compiled.returncode:
         raise SystemExit(f"nvcc for sm_{arch}:\n{compiled.stderr}")
     listings = functions(subprocess.run([nvdisasm, "-c", cubin], check=True, capture_output=True, text=True).stdout)
     kernels = []
     for name, (registers, spill) in ptxas_report(compiled.stdout + compiled.stderr).items():
         listing, split = listings[name], _SPLIT.search(name)
-        kernels.append(Kernel(arch, name, registers, spill, copy_bytes(listing.opcodes),
-                              by_head_dim[int(split[2])] if split else None))
+        kernels.append(
+            Kernel(
+                arch, name, registers, spill, copy_bytes(listing.opcodes), by_head_dim[int(split[2])] if split else None
+            )
+        )
     return kernels
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m bench gate-cuda", description=__doc__.split("\n")[0])
-    parser.add_argument("--arch", type=int, nargs="+", choices=sorted(MULTIPROCESSORS), default=[80, 90], help="default: 80 90")
+    parser.add_argument(
+        "--arch", type=int, nargs="+", choices=sorted(MULTIPROCESSORS), default=[80, 90], help="default: 80 90"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes")
     options = parser.parse_args(argv)
     nvcc = shutil.which("nvcc")
@@ -166,13 +198,23 @@ def main(argv: list[str]) -> int:
         return 1
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
         by_head_dim = shapes(cxx, Path(name))
-        kernels = sum(pool.map(lambda arch: compile_kernels(arch, nvcc, nvdisasm, by_head_dim, Path(name)), options.arch), [])
-    kernels.sort(key=lambda kernel: (kernel.label["kernel"] != "split", kernel.arch, kernel.head_dim, *kernel.label.values()))
-    lines = [COLUMNS] + [tuple((kernel.label | kernel.figures()).get(column, "-") for column in COLUMNS) for kernel in kernels]
+        kernels = sum(
+            pool.map(lambda arch: compile_kernels(arch, nvcc, nvdisasm, by_head_dim, Path(name)), options.arch), []
+        )
+    kernels.sort(
+        key=lambda kernel: (kernel.label["kernel"] != "split", kernel.arch, kernel.head_dim, *kernel.label.values())
+    )
+    lines = [COLUMNS] + [
+        tuple((kernel.label | kernel.figures()).get(column, "-") for column in COLUMNS) for kernel in kernels
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        print("  ".join(cell.ljust(width) if i < 5 else cell.rjust(width)
-                        for i, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip())
+        print(
+            "  ".join(
+                cell.ljust(width) if i < 5 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+        )
     violations = [line for kernel in kernels for line in kernel.violations()]
     print(f"{len(kernels)} kernels, {len(violations)} over their limits")
     for line in violations:

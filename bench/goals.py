@@ -1,8 +1,8 @@
-"""The goals as data: ratios of one run, or a share of a measured ceiling. Above 1 flashrope is faster; its time includes the
-rotation.
+"""The goals as data: ratios of one run, or a share of a measured ceiling. Above 1 flashrope is faster; its time
+includes the rotation.
 
-bf16, head_dim 128, causal, seqlen 2048 and more, unless a goal says otherwise. A goal's figure is the worst over the lengths that
-it covers; its aim may differ by length. What was not run is said to be so.
+bf16, head_dim 128, causal, seqlen 2048 and more, unless a goal says otherwise. A goal's figure is the worst over the
+lengths that it covers; its aim may differ by length. What was not run is said to be so.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .results import Record, Run
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """peer's time over ours, or with no peer ours' share of its ceiling. aim: one figure, or one for each length from there
-    on."""
+    """peer's time over ours, or with no peer ours' share of its ceiling. aim: one figure, or one for each length from
+    there on."""
 
     device: str  # part of its name
     command: str
@@ -35,7 +35,11 @@ class Goal:
     @property
     def name(self) -> str:
         passes = "forward + backward" if self.backward else "forward"
-        what = f"{self.ours} against {self.peer}" if self.peer else f"{self.ours}, share of the read-only probe's bandwidth"
+        what = (
+            f"{self.ours} against {self.peer}"
+            if self.peer
+            else f"{self.ours}, share of the read-only probe's bandwidth"
+        )
         where = (
             f", seqlen {'/'.join(map(str, self.seqlens))}"
             if self.seqlens
@@ -48,10 +52,18 @@ class Goal:
     def covers(self, run: Run, record: Record) -> bool:
         sizes = record.sizes
         size = 2 * sizes["batch"] * sizes["seqlen"] * sizes["heads_kv"] * sizes["head_dim"] * 2
-        return (self.device.lower() in run.device["name"].lower() and run.command == self.command and sizes["causal"]
-                and record.backward == self.backward and sizes["head_dim"] == self.head_dim and sizes["dtype"] == self.dtype
-                and sizes["seqlen"] >= self.least_seqlen and (not self.seqlens or sizes["seqlen"] in self.seqlens)
-                and size >= self.least_bytes and self.window in (0, sizes["window"]))
+        return (
+            self.device.lower() in run.device["name"].lower()
+            and run.command == self.command
+            and sizes["causal"]
+            and record.backward == self.backward
+            and sizes["head_dim"] == self.head_dim
+            and sizes["dtype"] == self.dtype
+            and sizes["seqlen"] >= self.least_seqlen
+            and (not self.seqlens or sizes["seqlen"] in self.seqlens)
+            and size >= self.least_bytes
+            and self.window in (0, sizes["window"])
+        )
 
     def figure(self, record: Record) -> float | None:
         """What counts, in the record of the peer (or of ours, where there is none)."""
@@ -87,9 +99,19 @@ GOALS = (
 
 
 def evaluate(run: Run, goals: Sequence[Goal] = GOALS) -> list[dict]:
-    """For every goal its name, floor, aim, and what was measured: {seqlen: figure}, the worst of them, and a verdict."""
-    return [_judge(goal, {record.seqlen: figure for record in run.records if goal.covers(run, record)
-                          and (figure := goal.figure(record)) is not None}) for goal in goals]
+    """For every goal its name, floor, aim, and what was measured: {seqlen: figure}, the worst of them, and a
+    verdict."""
+    return [
+        _judge(
+            goal,
+            {
+                record.seqlen: figure
+                for record in run.records
+                if goal.covers(run, record) and (figure := goal.figure(record)) is not None
+            },
+        )
+        for goal in goals
+    ]
 
 
 def _judge(goal: Goal, measured: dict[int, float]) -> dict:
@@ -119,8 +141,10 @@ def text(judged: Sequence[dict]) -> str:
         return f"goals: none of the {len(judged)} is about what was run here"
     lines = ["goals (peer's time / ours; above 1 flashrope is faster)"]
     for goal in run:
-        lines.append(f"{goal['verdict']:<10}{goal['goal']}: {goal['worst']:.2f} at worst; floor {goal['floor']:g}, "
-                     f"aim {aim_text(goal) or 'none'}")
+        lines.append(
+            f"{goal['verdict']:<10}{goal['goal']}: {goal['worst']:.2f} at worst; floor {goal['floor']:g}, "
+            f"aim {aim_text(goal) or 'none'}"
+        )
     return "\n".join(lines)
 
 

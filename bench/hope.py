@@ -1,6 +1,7 @@
 """Prefill and training with RoPE and HoPE against attention after a rotation of its own, forward and with the backward.
 
-    python -m bench hope [--head-dim 128] [--heads 16] [--heads-kv 16] [--seqlens 2048 8192] [--passes forward] [--no-causal]
+python -m bench hope [--head-dim 128] [--heads 16] [--heads-kv 16] [--seqlens 2048 8192] [--passes forward]
+[--no-causal]
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python -m bench host [--blocks 100] [--calls 20] [--arch 80]
 
-Without a GPU the tensors lie on the CPU, and the kernels, compiled for --arch, go to a device that is not there: all is timed but
-the CUDA driver's part. On a GPU attention without an encoding stands beside. The calls take turns, block by block. The second column
-counts the functions that Python calls, its own and C's, in this thread: it is the same on every machine.
+Without a GPU the tensors lie on the CPU, and the kernels, compiled for --arch, go to a device that is not there: all is
+timed but the CUDA driver's part. On a GPU attention without an encoding stands beside. The calls take turns, block by
+block. The second column counts the functions that Python calls, its own and C's, in this thread: it is the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
     calls = {
         f"attention, HoPE, {SEQLEN} tokens": partial(attention, *raw, HOPE, impl=impl),
         "the same and its backward": lambda: torch.autograd.grad(attention(*inputs, HOPE, impl=impl), inputs, grad_out),
-        "attention_with_cache, ReRoPE, one token": partial(attention_with_cache, q, rows.k, rows.v, REROPE, seqlens, k, v, impl=impl),
+        "attention_with_cache, ReRoPE, one token": partial(
+            attention_with_cache, q, rows.k, rows.v, REROPE, seqlens, k, v, impl=impl
+        ),
         "KVCache.attend": partial(rows.attend, q, REROPE, k, v, impl=impl),
         "PagedKVCache.attend": partial(pages.attend, sequences, q, REROPE, k, v, impl=impl),
     }
@@ -73,8 +76,11 @@ def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
 def functions_of(call: Callable) -> tuple[int, int]:
     """(launches through Triton, all functions that are called)"""
     seen = []
-    sys.setprofile(lambda frame, event, function: seen.append(frame.f_code if event == "call" else None)
-                   if event in ("call", "c_call") else None)
+    sys.setprofile(
+        lambda frame, event, function: (
+            seen.append(frame.f_code if event == "call" else None) if event in ("call", "c_call") else None
+        )
+    )
     try:
         call()
     finally:
@@ -101,11 +107,17 @@ def measure(device: torch.device, blocks: int, calls: int) -> dict[str, Measured
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser("python -m bench host", description=__doc__.split("\n")[0], allow_abbrev=False)
     p.add_argument("--blocks", type=positive, default=100, help="of calls, in turns (default 100)")
-    p.add_argument("--calls", type=positive, default=20, help="in a block (default 20: a GPU's queue takes them without waiting)")
-    p.add_argument("--arch", type=int, choices=sorted(offline.SHARED), default=80, help="where there is no GPU (default 80)")
+    p.add_argument(
+        "--calls", type=positive, default=20, help="in a block (default 20: a GPU's queue takes them without waiting)"
+    )
+    p.add_argument(
+        "--arch", type=int, choices=sorted(offline.SHARED), default=80, help="where there is no GPU (default 80)"
+    )
     options = p.parse_args(argv)
     versions, device = machine.versions(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"{hardware(device)}, torch {versions['torch']}, triton {versions['triton']}, revision {versions['revision']}")
+    print(
+        f"{hardware(device)}, torch {versions['torch']}, triton {versions['triton']}, revision {versions['revision']}"
+    )
     if device.type == "cuda":
         found = measure(device, options.blocks, options.calls)
     else:
@@ -119,5 +131,7 @@ def main(argv: list[str]) -> int:
             backend.refusal = refusal
     print(COLUMNS)
     for name, (launches, functions, spread) in found.items():
-        print(f"{name:<42}{launches:>9}{functions:>11}{spread.median:>9.1f} us{spread.low:>10.1f} - {spread.high:>8.1f}")
+        print(
+            f"{name:<42}{launches:>9}{functions:>11}{spread.median:>9.1f} us{spread.low:>10.1f} - {spread.high:>8.1f}"
+        )
     return 0

@@ -1,4 +1,5 @@
-"""What a result depends on beside the code: the device, the versions, the git revision; and the device's measured ceilings."""
+"""What a result depends on beside the code: the device, the versions, the git revision; and the device's measured
+ceilings."""
 
 from __future__ import annotations
 
@@ -25,10 +26,20 @@ def describe(device: torch.device) -> dict:
     """The device by name, with what of it bears on time."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return {"name": properties.name, "hardware": hardware(device), "multiprocessors": properties.multi_processor_count,
-                "cache_bytes": properties.L2_cache_size, "memory_bytes": properties.total_memory}
-    return {"name": hardware(device), "hardware": hardware(device), "threads": torch.get_num_threads(),
-            "vector": torch.backends.cpu.get_cpu_capability(), "cache_bytes": _last_cache_cpu()}
+        return {
+            "name": properties.name,
+            "hardware": hardware(device),
+            "multiprocessors": properties.multi_processor_count,
+            "cache_bytes": properties.L2_cache_size,
+            "memory_bytes": properties.total_memory,
+        }
+    return {
+        "name": hardware(device),
+        "hardware": hardware(device),
+        "threads": torch.get_num_threads(),
+        "vector": torch.backends.cpu.get_cpu_capability(),
+        "cache_bytes": _last_cache_cpu(),
+    }
 
 
 def slug(name: str) -> str:
@@ -52,12 +63,14 @@ def versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def revision() -> str:
-    """The checkout's commit, with "-dirty" where a file that makes a figure differs from it. Outside a checkout what the file
-    REVISION says (bench/on_gpu.sh -r), or "unknown"."""
+    """The checkout's commit, with "-dirty" where a file that makes a figure differs from it. Outside a checkout what
+    the file REVISION says (bench/on_gpu.sh -r), or "unknown"."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + (
-            "-dirty" if _git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED, ":!bench/results") else ""
+            "-dirty"
+            if _git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED, ":!bench/results")
+            else ""
         )
     except (OSError, subprocess.CalledProcessError):
         file = ROOT / "REVISION"
@@ -78,8 +91,8 @@ def load_average() -> list[float] | None:
 
 @lru_cache(maxsize=8)
 def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measured once in a process: product_tflops, a large product of random numbers; copy_gbs, bytes read and written; read_gbs,
-    bytes read and nothing written."""
+    """Measured once in a process: product_tflops, a large product of random numbers; copy_gbs, bytes read and written;
+    read_gbs, bytes read and nothing written."""
     gpu, timer = device.type == "cuda", Timer(device)
     size = 8192 if gpu else 2048
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -89,8 +102,11 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     target = torch.empty_like(source)
     calls = {"product": lambda: a @ b, "copy": lambda: target.copy_(source), "read": reader(source)}
     median = {name: Spread.of(times).median for name, times in rounds(calls, timer, 1.0, least=5).items()}
-    return {"product_tflops": 2 * size**3 / median["product"] / 1e9, "copy_gbs": 2 * 4 * source.numel() / median["copy"] / 1e6,
-            "read_gbs": 4 * source.numel() / median["read"] / 1e6}
+    return {
+        "product_tflops": 2 * size**3 / median["product"] / 1e9,
+        "copy_gbs": 2 * 4 * source.numel() / median["copy"] / 1e6,
+        "read_gbs": 4 * source.numel() / median["read"] / 1e6,
+    }
 
 
 def reader(source: torch.Tensor):

@@ -40,8 +40,12 @@ class Multiprocessor:
     def resident_blocks(self, registers: int, shared: int, warps: int) -> int:
         """Blocks of `warps` warps that fit at once; registers per thread, shared bytes per block."""
         registers_per_warp = -(-registers * 32 // 256) * 256  # the unit of allocation
-        return min(65536 // registers_per_warp // warps, self.shared // (shared + KB),  # 1 KB per block is CUDA's own
-                   self.threads // (32 * warps), self.blocks)
+        return min(
+            65536 // registers_per_warp // warps,
+            self.shared // (shared + KB),  # 1 KB per block is CUDA's own
+            self.threads // (32 * warps),
+            self.blocks,
+        )
 
 
 MULTIPROCESSORS = {
@@ -75,7 +79,8 @@ class OfflineDriver:
 
 
 class AbsentDevice(OfflineDriver):
-    """The driver, and its utils, of a device whose limits hold; what is launched on it goes to launcher_cls(source, metadata)."""
+    """The driver, and its utils, of a device whose limits hold; what is launched on it goes to launcher_cls(source,
+    metadata)."""
 
     def __init__(self, arch: int, launcher_cls: Callable):
         super().__init__(arch)
@@ -201,14 +206,16 @@ def cubin_usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        report = subprocess.run([tool("cuobjdump"), "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+        report = subprocess.run(
+            [tool("cuobjdump"), "-res-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
     functions = re.findall(r"\bREG:(\d+) STACK:(\d+)", report)
     return max(int(registers) for registers, _ in functions), max(int(stack) for _, stack in functions)
 
 
 def ptxas_usage(compiled) -> tuple[int, int, int]:
-    """(registers, spill bytes stored, loaded) as ``ptxas -v`` reports them when Triton's own code assembles the PTX again,
-    so with the flags of this Triton version."""
+    """(registers, spill bytes stored, loaded) as ``ptxas -v`` reports them when Triton's own code assembles the PTX
+    again, so with the flags of this Triton version."""
     metadata = compiled.metadata
     backend = make_backend(metadata.target)
     log = io.StringIO()
@@ -220,19 +227,24 @@ def ptxas_usage(compiled) -> tuple[int, int, int]:
         knobs.nvidia.dump_ptxas_log = before
     report = log.getvalue()
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    return (max(int(registers) for registers in re.findall(r"Used (\d+) registers", report)),
-            sum(int(stored) for stored, _ in spills), sum(int(loaded) for _, loaded in spills))
+    return (
+        max(int(registers) for registers in re.findall(r"Used (\d+) registers", report)),
+        sum(int(stored) for stored, _ in spills),
+        sum(int(loaded) for _, loaded in spills),
+    )
 
 
 def compile_all(launches: list[Launch], jobs: int) -> Iterator[tuple[int, Measured | str, float]]:
-    """(index, what was measured or the compiler's complaint, seconds of processor time) for every launch, as they finish,
-    in `jobs` processes."""
+    """(index, what was measured or the compiler's complaint, seconds of processor time) for every launch, as they
+    finish, in `jobs` processes."""
     global _launches
     _launches = launches
     if jobs == 1:
         yield from map(_compile_one, range(len(launches)))
         return
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:  # a launch holds functions and tensors: shared, not pickled
+    with multiprocessing.get_context("fork").Pool(
+        jobs
+    ) as pool:  # a launch holds functions and tensors: shared, not pickled
         yield from pool.imap_unordered(_compile_one, range(len(launches)))
 
 

@@ -1,4 +1,5 @@
-"""Figures of one run: speed and ratio over the length, one row a pass. A figure never holds two versions or two devices."""
+"""Figures of one run: speed and ratio over the length, one row a pass. A figure never holds two versions or two
+devices."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def draw_scaling(run: Run, path: Path, panels: Sequence[tuple[str, str, str, dic
         axes.set_ylabel(y_label)
         axes.set_title(title, loc="left", fontsize=10)
         axes.legend(fontsize=8, frameon=False, handlelength=3.5)
-    for axes in flat[len(panels):]:
+    for axes in flat[len(panels) :]:
         axes.set_visible(False)
     figure.suptitle(_origin(run), fontsize=9, x=0.01, ha="left")
     save(figure, path)
@@ -115,17 +116,34 @@ def _figure(rows: int, columns: int, height: float):
 def _styles(records: Sequence[Record]) -> dict[str, dict]:
     ours = list(dict.fromkeys(record.contestant for record in records if record.ours))
     peers = list(dict.fromkeys(record.contestant for record in records if not record.ours))
-    styles = {name: {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)], "linewidth": 1.3, "markersize": 4}
-              for at, name in enumerate(peers)}
+    styles = {
+        name: {
+            "color": COLOURS[at % len(COLOURS)],
+            "marker": MARKERS[at % len(MARKERS)],
+            "linewidth": 1.3,
+            "markersize": 4,
+        }
+        for at, name in enumerate(peers)
+    }
     return styles | {
-        name: {"color": "black", "linestyle": OWN_STYLES[at % len(OWN_STYLES)], "linewidth": 2.4, "marker": ".", "markersize": 7}
+        name: {
+            "color": "black",
+            "linestyle": OWN_STYLES[at % len(OWN_STYLES)],
+            "linewidth": 2.4,
+            "marker": ".",
+            "markersize": 7,
+        }
         for at, name in enumerate(reversed(ours))
     }
 
 
 def _lines(axes, records: Sequence[Record], styles: dict[str, dict], value: Callable[[Record], float | None]) -> None:
     for name in dict.fromkeys(record.contestant for record in records):
-        points = [(record.seqlen, value(record)) for record in records if record.contestant == name and value(record) is not None]
+        points = [
+            (record.seqlen, value(record))
+            for record in records
+            if record.contestant == name and value(record) is not None
+        ]
         if points:
             axes.plot(*zip(*points, strict=True), label=name, **styles[name])
 
@@ -197,5 +215,7 @@ def _finish(figure, run: Run, records: Sequence[Record], path: Path) -> None:
     for axes in figure.axes:
         handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     labels = list(handles)
-    figure.legend(handles.values(), labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False, handlelength=3.5)
+    figure.legend(
+        handles.values(), labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False, handlelength=3.5
+    )
     save(figure, path)

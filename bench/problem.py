@@ -1,4 +1,5 @@
-"""The sizes of one measurement and what follows from them: tensors, operations, bytes, and the fit of a power to a series."""
+"""The sizes of one measurement and what follows from them: tensors, operations, bytes, and the fit of a power to a
+series."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ class Problem:
         """Normal numbers: zeros would run faster than data does. On the device "meta", shapes alone."""
         shapes = ((self.seqlen_q, self.heads), (self.seqlen, self.heads_kv), (self.seqlen, self.heads_kv))
         if self.device.type == "meta":
-            return [torch.empty(self.batch, *shape, self.head_dim, device=self.device, dtype=self.dtype) for shape in shapes]
+            return [
+                torch.empty(self.batch, *shape, self.head_dim, device=self.device, dtype=self.dtype) for shape in shapes
+            ]
         generator = torch.Generator(self.device).manual_seed(seed)
         return [
             torch.randn(
@@ -66,9 +69,9 @@ class Problem:
         return 2 * self.batch * self.seqlen * self.heads_kv * self.head_dim * self.dtype.itemsize
 
     def flops(self, backward: bool) -> float:
-        """Of a forward, or a forward and a backward, counted as the literature does: 4 batch heads seqlen^2 head_dim forward,
-        half of it under a causal mask, 2.5 times that backward. The same for every scheme and implementation, whatever it
-        really does."""
+        """Of a forward, or a forward and a backward, counted as the literature does: 4 batch heads seqlen^2 head_dim
+        forward, half of it under a causal mask, 2.5 times that backward. The same for every scheme and implementation,
+        whatever it really does."""
         forward = 4 * self.batch * self.heads * self.seqlen_q * self.seqlen * self.head_dim
         if self.causal and not self.decoding:
             forward /= 2
@@ -89,7 +92,9 @@ class Problem:
     def sizes(self) -> dict:
         """As results hold them."""
         fields = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in ("device", "dtype")
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("device", "dtype")
         }
         return fields | {"dtype": str(self.dtype).removeprefix("torch.")}
 

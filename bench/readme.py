@@ -1,6 +1,6 @@
-"""Draws the results under bench/results: their figures, all of their tables into bench/results/README.md, and the goals with
-one figure a device into README.md, between its markers. Nothing is measured or computed here: what is shown is what the files
-hold.
+"""Draws the results under bench/results: their figures, all of their tables into bench/results/README.md, and the goals
+with one figure a device into README.md, between its markers. Nothing is measured or computed here: what is shown is
+what the files hold.
 
     python -m bench readme [--results DIR] [--readme PATH] [--check]
 """
@@ -42,7 +42,8 @@ COLUMNS = {
 
 
 def devices(folder: Path) -> list[tuple[Path, list[tuple[Path, Run]]]]:
-    """(folder, its files and runs) of every device. Raises ValueError where the files of one are of different versions."""
+    """(folder, its files and runs) of every device. Raises ValueError where the files of one are of different
+    versions."""
     found = []
     for device in sorted(path for path in folder.iterdir() if path.is_dir() and any(path.glob("*.json"))):
         paths = sorted(device.glob("*.json"), key=lambda path: (list(TITLES).index(path.stem.split("-")[0]), path.stem))
@@ -59,7 +60,8 @@ def draw(runs: Sequence[tuple[Path, Run]]) -> None:
         (scaling.redraw if run.command == "scaling" else plots.draw)(run, path.with_suffix(".png"))
 
 
-# ---- bench/results/README.md ----------------------------------------------------------------------------------------------
+# ---- bench/results/README.md
+# ----------------------------------------------------------------------------------------------
 
 
 def page(found: Sequence[tuple[Path, list[tuple[Path, Run]]]]) -> str:
@@ -103,7 +105,9 @@ def _goals_table(runs: Sequence[Run]) -> list[str]:
 def _about(runs: Sequence[Run]) -> list[str]:
     first = runs[0]
     hardware = (
-        f"{first.device['threads']} threads, {first.device['vector']}" if "threads" in first.device else first.device["hardware"]
+        f"{first.device['threads']} threads, {first.device['vector']}"
+        if "threads" in first.device
+        else first.device["hardware"]
     )
     notes = "".join(f"; {note}" for note in dict.fromkeys(run.note for run in runs if run.note))
     return [f"{hardware}; {first.shown_versions}{notes}."]
@@ -146,7 +150,9 @@ def _of_run(run: Run) -> list[str]:
         if records:
             lines += [
                 "",
-                *_by_length(records, "forward + backward" if backward else "one token" if sizes["decoding"] else "forward"),
+                *_by_length(
+                    records, "forward + backward" if backward else "one token" if sizes["decoding"] else "forward"
+                ),
             ]
     for backward in (False, True):
         records = [record for record in run.records if record.backward == backward and record.peak_bytes is not None]
@@ -185,8 +191,10 @@ def _lengths_across(heading: str, records: Sequence[Record], cells: dict[tuple[s
         list(dict.fromkeys(of(record) for record in records))
         for of in (lambda record: record.contestant, lambda record: record.seqlen)
     )
-    return _table([heading, *(f"{seqlen:,}" for seqlen in seqlens)],
-                  [(name, *(cells.get((name, seqlen), "–") for seqlen in seqlens)) for name in names])
+    return _table(
+        [heading, *(f"{seqlen:,}" for seqlen in seqlens)],
+        [(name, *(cells.get((name, seqlen), "–") for seqlen in seqlens)) for name in names],
+    )
 
 
 def _milliseconds(record: Record) -> str:
@@ -199,8 +207,11 @@ def _ratios(record: Record) -> str:
 
 def _table(heading: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> list[str]:
     """The first `words` columns to the left, numbers to the right."""
-    return ["| " + " | ".join(heading) + " |", "|" + "|".join(["---"] * words + ["---:"] * (len(heading) - words)) + "|",
-            *("| " + " | ".join(row) + " |" for row in rows)]
+    return [
+        "| " + " | ".join(heading) + " |",
+        "|" + "|".join(["---"] * words + ["---:"] * (len(heading) - words)) + "|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
 
 
 # ---- README.md ------------------------------------------------------------------------------------------------------------
@@ -216,8 +227,13 @@ def summary(root: Path, folder: Path, found: Sequence[tuple[Path, list[tuple[Pat
         lines += ["", f"### {runs[0][1].device['name']}", "", *_about([run for _, run in runs])]
         if gpu:
             judged = [[goal for goal in run.goals if goal["measured"]] for _, run in runs]
-            rows = [(goal["goal"], f"{goal['worst']:.2f}", f"{goal['floor']:g}") for of_run in judged for goal in of_run]
-            lines += ["", *_table(["worst over the lengths; above 1 flashrope is faster", "measured", "at least"], rows)]
+            rows = [
+                (goal["goal"], f"{goal['worst']:.2f}", f"{goal['floor']:g}") for of_run in judged for goal in of_run
+            ]
+            lines += [
+                "",
+                *_table(["worst over the lengths; above 1 flashrope is faster", "measured", "at least"], rows),
+            ]
         for _, run in runs:
             if run.command == "cpu":
                 sizes = run.records[0].sizes
@@ -227,7 +243,9 @@ def summary(root: Path, folder: Path, found: Sequence[tuple[Path, list[tuple[Pat
                     "",
                     *_cpu_goals(run),
                 ]
-        figure = next((path.with_suffix(".png") for path, run in runs if run.command == FEATURED["cuda" if gpu else "cpu"]), None)
+        figure = next(
+            (path.with_suffix(".png") for path, run in runs if run.command == FEATURED["cuda" if gpu else "cpu"]), None
+        )
         if figure and figure.exists():
             lines += ["", f"![{TITLES[FEATURED['cuda' if gpu else 'cpu']]}]({place}/{device.name}/{figure.name})"]
     for path in sorted((folder / COMPILED).glob("*.csv")):
@@ -239,7 +257,11 @@ def _cpu_goals(run: Run) -> list[str]:
     return _table(
         ["time over time, memory over memory, microseconds", "measured", "goal: at most"],
         [
-            (goal["goal"], f"{goal['worst']:.2f}" + ("" if goal["verdict"] == "met" else " (missed)"), f"{goal['floor']:.2f}")
+            (
+                goal["goal"],
+                f"{goal['worst']:.2f}" + ("" if goal["verdict"] == "met" else " (missed)"),
+                f"{goal['floor']:.2f}",
+            )
             for goal in run.goals
         ],
     )
@@ -251,7 +273,9 @@ def _compiled(path: Path, place: Path) -> list[str]:
         every = list(csv.DictReader(lines))
     if {"revision", "triton", *COLUMNS} - set(every[0] if every else ()):
         raise ValueError(f"{path}: expected the table that python -m bench gate --csv writes")
-    rows = [row for row in every if row["kernel"] in MAIN_KERNELS and row["scheme"].partition(" +")[0] in ("rope", "rerope")]
+    rows = [
+        row for row in every if row["kernel"] in MAIN_KERNELS and row["scheme"].partition(" +")[0] in ("rope", "rerope")
+    ]
     if len({(row["triton"], row["revision"]) for row in every}) > 1:
         raise ValueError(f"{path}: rows of different versions")
     compiler, file = f"Triton {rows[0]['triton']}", f"{place}/{COMPILED}/{path.name}"
@@ -275,11 +299,15 @@ def drawn(text: str, section: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser("python -m bench readme", description=__doc__.strip().split("\n")[0], allow_abbrev=False)
+    p = argparse.ArgumentParser(
+        "python -m bench readme", description=__doc__.strip().split("\n")[0], allow_abbrev=False
+    )
     p.add_argument("--results", type=Path, default=suite.RESULTS)
     p.add_argument("--readme", type=Path, default=suite.RESULTS.parent.parent / "README.md")
     p.add_argument(
-        "--check", action="store_true", help="change nothing; exit with 1 where the two pages are not what the results give"
+        "--check",
+        action="store_true",
+        help="change nothing; exit with 1 where the two pages are not what the results give",
     )
     options = p.parse_args(argv)
     folder, root = options.results.resolve(), options.readme.resolve().parent

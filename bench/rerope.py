@@ -1,6 +1,7 @@
-"""Prefill and training with ReRoPE against two passes of FlexAttention, the source's two dense matrices, and our own HoPE.
+"""Prefill and training with ReRoPE against two passes of FlexAttention, the source's two dense matrices, and our own
+HoPE.
 
-    python -m bench rerope [--head-dim 128] [--window 512] [--seqlens 2048 8192] [--passes forward] [--no-causal]
+python -m bench rerope [--head-dim 128] [--window 512] [--seqlens 2048 8192] [--passes forward] [--no-causal]
 """
 
 from __future__ import annotations
@@ -8,7 +9,14 @@ from __future__ import annotations
 from . import suite
 from .contestants import prefill_rerope
 
-CUDA = {"heads": 16, "heads_kv": 16, "head_dim": 128, "seqlens": [2048, 4096, 8192, 16384], "tokens": 16384, "window": 512}
+CUDA = {
+    "heads": 16,
+    "heads_kv": 16,
+    "head_dim": 128,
+    "seqlens": [2048, 4096, 8192, 16384],
+    "tokens": 16384,
+    "window": 512,
+}
 CPU = {"heads": 4, "heads_kv": 4, "head_dim": 64, "seqlens": [1024, 2048, 4096], "tokens": 4096, "window": 256}
 
 

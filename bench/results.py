@@ -1,4 +1,5 @@
-"""The files of a run: one JSON that holds everything, a CSV of its records. Runs of different versions are never put together."""
+"""The files of a run: one JSON that holds everything, a CSV of its records. Runs of different versions are never put
+together."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class Run:
         words = shlex.split(self.argv)
         for option in ("--out", "--note"):
             if option in words:
-                del words[words.index(option):words.index(option) + 2]
+                del words[words.index(option) : words.index(option) + 2]
         return shlex.join(words)
 
     @property

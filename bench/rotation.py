@@ -1,5 +1,5 @@
-"""What rotation costs: the pass over the keys that comes before our forward, the separate pass over q and k that others make, and
-the share of either in the whole.
+"""What rotation costs: the pass over the keys that comes before our forward, the separate pass over q and k that others
+make, and the share of either in the whole.
 
     python -m bench rotation [--head-dim 128] [--heads 16] [--heads-kv 16] [--seqlens 512 2048 8192]
 """
@@ -21,7 +21,9 @@ from .problem import Problem
 
 def keys_only(problem: Problem):
     """The pass that turns the keys of a HoPE forward once, without the attention."""
-    call = Call(problem.hope(), problem.causal, problem.head_dim**-0.5, max_seqlen_q=problem.seqlen, max_seqlen_k=problem.seqlen)
+    call = Call(
+        problem.hope(), problem.causal, problem.head_dim**-0.5, max_seqlen_q=problem.seqlen, max_seqlen_k=problem.seqlen
+    )
     if problem.device.type == "cpu":
         from flashrope.backends.cpu_turns import turn, turns_for
 
@@ -55,16 +57,33 @@ def moved(with_queries: bool, problem: Problem) -> int:
 
 def contestants(device: torch.device) -> list[Contestant]:
     """Rotations alone, held against copying; then whole forwards, of which the rotations are a share."""
+
     def rotation(name, scheme, prepare, with_queries=True, ours=False):
         return Contestant(
-            name, scheme, prepare, ours, moved=partial(moved, with_queries), ceiling="copy_gbs", exact=partial(exact_keys, scheme)
+            name,
+            scheme,
+            prepare,
+            ours,
+            moved=partial(moved, with_queries),
+            ceiling="copy_gbs",
+            exact=partial(exact_keys, scheme),
         )
 
-    passes = [rotation(f"{name} of q and k", Problem.rope, partial(separate, ENCODINGS[name]))
-              for name in (best_rope(device), "eager RoPE")]
-    passes.append(rotation("fused RoPE of q and k, in place", Problem.rope, partial(separate, partial(fused, in_place=True))))
+    passes = [
+        rotation(f"{name} of q and k", Problem.rope, partial(separate, ENCODINGS[name]))
+        for name in (best_rope(device), "eager RoPE")
+    ]
+    passes.append(
+        rotation("fused RoPE of q and k, in place", Problem.rope, partial(separate, partial(fused, in_place=True)))
+    )
     passes.append(rotation("flashrope, keys alone", Problem.hope, keys_only, with_queries=False, ours=True))
-    return [*passes, Contestant("SDPA flash", Problem.none, KERNELS["SDPA flash"]), OWN["NoPE"], OWN["RoPE"], OWN["HoPE"]]
+    return [
+        *passes,
+        Contestant("SDPA flash", Problem.none, KERNELS["SDPA flash"]),
+        OWN["NoPE"],
+        OWN["RoPE"],
+        OWN["HoPE"],
+    ]
 
 
 def main(argv: list[str]) -> int:

@@ -1,6 +1,6 @@
 """Every kernel once on small shapes with odd lengths, for compute-sanitizer: python -m bench.sanitize [--device cuda]
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m bench.sanitize
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m bench.sanitize
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def main() -> None:
             run(f"{name}, head_dim {head_dim}", training, rotary, "triton", make)
             run(f"{name}, head_dim {head_dim}, packed", packed, rotary, "triton", make)
             for impl in ("triton", "cuda"):
-                reason = (kernels if impl == "triton" else backend("cuda")).refusal(make(1, 1, HEADS, head_dim), cached=True)
+                reason = (kernels if impl == "triton" else backend("cuda")).refusal(
+                    make(1, 1, HEADS, head_dim), cached=True
+                )
                 if reason:
                     print(f"not run: over a cache, {impl}: {reason}")
                     continue

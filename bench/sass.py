@@ -66,7 +66,8 @@ def classify(opcode: str) -> str:
 
 
 def mix(opcodes: Sequence[str]) -> Counter:
-    """Instructions per class of CLASSES, those of "global" that move 16 bytes per thread, and their "total" without NOPs."""
+    """Instructions per class of CLASSES, those of "global" that move 16 bytes per thread, and their "total" without
+    NOPs."""
     counts = Counter(classify(opcode) for opcode in opcodes)
     counts += Counter("global 16 B" for opcode in opcodes if classify(opcode) == "global" and _width(opcode) == 16)
     counts["total"] = sum(opcode != "NOP" for opcode in opcodes)
@@ -75,11 +76,17 @@ def mix(opcodes: Sequence[str]) -> Counter:
 
 def tile_loops(listing: Listing) -> list[Counter]:
     """The mix of every tile loop, in address order."""
-    with_mma = [(first, last) for first, last in listing.loops
-                if any(classify(opcode) == "mma" for opcode in listing.opcodes[first:last + 1])]
-    innermost = [(first, last) for first, last in with_mma
-                 if not any((a, b) != (first, last) and first <= a and b <= last for a, b in with_mma)]
-    return [mix(listing.opcodes[first:last + 1]) for first, last in innermost]
+    with_mma = [
+        (first, last)
+        for first, last in listing.loops
+        if any(classify(opcode) == "mma" for opcode in listing.opcodes[first : last + 1])
+    ]
+    innermost = [
+        (first, last)
+        for first, last in with_mma
+        if not any((a, b) != (first, last) and first <= a and b <= last for a, b in with_mma)
+    ]
+    return [mix(listing.opcodes[first : last + 1]) for first, last in innermost]
 
 
 def hot_loop(listing: Listing) -> Counter | None:
@@ -92,7 +99,9 @@ def local_bytes(listing: Listing) -> tuple[int, int]:
 
     Triton kernels have no arrays of their own in local memory: all of it is spilled registers.
     """
-    return tuple(sum(_width(opcode) for opcode in listing.opcodes if opcode.startswith(name)) for name in ("STL", "LDL"))
+    return tuple(
+        sum(_width(opcode) for opcode in listing.opcodes if opcode.startswith(name)) for name in ("STL", "LDL")
+    )
 
 
 def _width(opcode: str) -> int:

@@ -1,9 +1,10 @@
-"""How time and memory grow: with the length, the heads and the batch; in decoding with the context and with ReRoPE's window.
+"""How time and memory grow: with the length, the heads and the batch; in decoding with the context and with ReRoPE's
+window.
 
     python -m bench scaling [--seqlens 512 1024 ... 131072] [--heads 16] [--head-dim 128] [--passes forward]
 
-Prints the power of the best fit over the upper half of every series: 2 for the time of attention over the length, 1 for its
-memory.
+Prints the power of the best fit over the upper half of every series: 2 for the time of attention over the length, 1 for
+its memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from .contestants import KERNELS, OWN, Contestant
 from .problem import Problem, exponent
 from .results import Record, Run
 
-CUDA = {"heads": 16, "heads_kv": 16, "head_dim": 128, "seqlens": [2**n for n in range(9, 18)], "tokens": 1, "window": 512}
+CUDA = {
+    "heads": 16,
+    "heads_kv": 16,
+    "head_dim": 128,
+    "seqlens": [2**n for n in range(9, 18)],
+    "tokens": 1,
+    "window": 512,
+}
 CPU = {"heads": 1, "heads_kv": 1, "head_dim": 64, "seqlens": [2**n for n in range(9, 15)], "tokens": 1, "window": 256}
 AT = {"cuda": 4096, "cpu": 1024}  # the length at which heads and batch vary
 HEADS = {"cuda": (4, 8, 16, 32, 64), "cpu": (1, 2, 4, 8)}
@@ -26,7 +34,9 @@ BATCHES = {"cuda": (1, 2, 4, 8, 16), "cpu": (1, 2, 4, 8)}
 CONTEXTS = {"cuda": [2**n for n in range(12, 18)], "cpu": [2**n for n in range(11, 16)]}
 DECODE_HEADS = {"cuda": {"heads": 32, "heads_kv": 8}, "cpu": {"heads": 8, "heads_kv": 8}}
 WINDOWS = (128, 512, 2048, 8192, 32768, 131072)  # those up to the longest context
-LINEAR = 1.1  # the most that the power of a memory that grows with the length may be; tables that grow by steps are in it
+LINEAR = (
+    1.1  # the most that the power of a memory that grows with the length may be; tables that grow by steps are in it
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +48,9 @@ class Sweep:
     tables: dict[float, suite.Table]
     memory: bool = False
 
-    def series(self, records: Sequence[Record], value: Callable[[Record], float | None]) -> dict[str, dict[float, float]]:
+    def series(
+        self, records: Sequence[Record], value: Callable[[Record], float | None]
+    ) -> dict[str, dict[float, float]]:
         """{contestant: {x: value}}"""
         of_title = {table.title: x for x, table in self.tables.items()}
         found: dict[str, dict[float, float]] = {}
@@ -59,7 +71,10 @@ def sweeps(options) -> list[Sweep]:
             Sweep(
                 f"{what} over seqlen",
                 "seqlen",
-                {n: suite.Table(f"{what}, seqlen {n}", prefill, base.replace(seqlen=n), backward) for n in options.seqlens},
+                {
+                    n: suite.Table(f"{what}, seqlen {n}", prefill, base.replace(seqlen=n), backward)
+                    for n in options.seqlens
+                },
                 memory=True,
             )
         )
@@ -73,8 +88,16 @@ def sweeps(options) -> list[Sweep]:
             },
         )
     )
-    chosen.append(Sweep("forward over batch", "batch", {
-        n: suite.Table(f"forward, batch {n}, seqlen {base.seqlen}", prefill, base.replace(batch=n)) for n in BATCHES[kind]}))
+    chosen.append(
+        Sweep(
+            "forward over batch",
+            "batch",
+            {
+                n: suite.Table(f"forward, batch {n}, seqlen {base.seqlen}", prefill, base.replace(batch=n))
+                for n in BATCHES[kind]
+            },
+        )
+    )
     over_cache = [
         c
         for c in decoding.contestants(options.device)
@@ -82,8 +105,16 @@ def sweeps(options) -> list[Sweep]:
     ]
     one_token = base.replace(decoding=True, **DECODE_HEADS[kind])
     contexts = [n for n in CONTEXTS[kind] if n <= 2 * max(options.seqlens)] or [max(options.seqlens)]
-    chosen.append(Sweep("decoding over context", "keys in the cache", {
-        n: suite.Table(f"one token, {n} keys", over_cache, one_token.replace(seqlen=n), recorded=True) for n in contexts}))
+    chosen.append(
+        Sweep(
+            "decoding over context",
+            "keys in the cache",
+            {
+                n: suite.Table(f"one token, {n} keys", over_cache, one_token.replace(seqlen=n), recorded=True)
+                for n in contexts
+            },
+        )
+    )
     rerope = [c for c in over_cache if c.name in ("flashrope NoPE", "flashrope ReRoPE")]
     chosen.append(
         Sweep(
@@ -108,10 +139,18 @@ def panels_of(chosen: Sequence[Sweep], run: Run) -> list[tuple[str, str, str, di
     """What plots.draw_scaling takes."""
     panels = []
     for sweep in chosen:
-        panels.append((f"time, {sweep.name}", sweep.x_label, "ms", sweep.series(run.records, lambda record: record.milliseconds)))
+        panels.append(
+            (f"time, {sweep.name}", sweep.x_label, "ms", sweep.series(run.records, lambda record: record.milliseconds))
+        )
         if sweep.memory:
-            panels.append((f"peak memory, {sweep.name}", sweep.x_label, "MiB beyond the inputs",
-                           sweep.series(run.records, lambda record: record.peak_bytes and record.peak_bytes / 2**20)))
+            panels.append(
+                (
+                    f"peak memory, {sweep.name}",
+                    sweep.x_label,
+                    "MiB beyond the inputs",
+                    sweep.series(run.records, lambda record: record.peak_bytes and record.peak_bytes / 2**20),
+                )
+            )
     return panels
 
 
@@ -127,7 +166,7 @@ def options_of(argv: list[str], needs_device: bool = True):
 
 def upper_half(points: dict[float, float]) -> dict[float, float]:
     """The larger half of a series, three points at least: overheads that do not grow lie below."""
-    return dict(sorted(points.items())[-max(3, -(-len(points) // 2)):])
+    return dict(sorted(points.items())[-max(3, -(-len(points) // 2)) :])
 
 
 def main(argv: list[str]) -> int:

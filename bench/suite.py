@@ -1,8 +1,8 @@
 """Runs tables of contestants: checks each, times them in turns, prints as it goes, keeps everything in files.
 
-    options = parser("hope", ...).parse_args(argv)
-    session = Session("hope", argv, options)
-    session.table(Table(...)); ...; session.finish()
+options = parser("hope", ...).parse_args(argv)
+session = Session("hope", argv, options)
+session.table(Table(...)); ...; session.finish()
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ class Table:
 
 
 def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentParser:
-    """Options that all subcommands share; cuda and cpu hold the defaults of heads, heads_kv, head_dim, seqlens, tokens and
-    window for either device."""
-    p = argparse.ArgumentParser(f"python -m bench {command}", description=doc.strip().split("\n")[0], allow_abbrev=False)
+    """Options that all subcommands share; cuda and cpu hold the defaults of heads, heads_kv, head_dim, seqlens, tokens
+    and window for either device."""
+    p = argparse.ArgumentParser(
+        f"python -m bench {command}", description=doc.strip().split("\n")[0], allow_abbrev=False
+    )
     p.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
@@ -61,20 +63,34 @@ def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentPa
         p.add_argument(f"--{name}", type=positive, help=f"{what} (default: GPU {cuda.get(key)}, CPU {cpu.get(key)})")
     p.add_argument("--batch", type=positive, help="fixed, instead of --tokens")
     p.add_argument(
-        "--seqlens", type=positive, nargs="+", help=f"default: GPU {_words(cuda['seqlens'])}; CPU {_words(cpu['seqlens'])}"
+        "--seqlens",
+        type=positive,
+        nargs="+",
+        help=f"default: GPU {_words(cuda['seqlens'])}; CPU {_words(cpu['seqlens'])}",
     )
     p.add_argument("--train-length", type=positive, default=8192, help="of HoPE (default 8192)")
     p.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument(
-        "--passes", nargs="+", choices=("forward", "both"), default=["forward", "both"], help="forward; forward and backward"
+        "--passes",
+        nargs="+",
+        choices=("forward", "both"),
+        default=["forward", "both"],
+        help="forward; forward and backward",
     )
-    p.add_argument("--contestants", nargs="+", metavar="NAME", help="only those whose name holds one of these (default: all)")
     p.add_argument(
-        "--seconds", type=float, help=f"for the rounds of a table (default: GPU {SECONDS['cuda']}, CPU {SECONDS['cpu']})"
+        "--contestants", nargs="+", metavar="NAME", help="only those whose name holds one of these (default: all)"
+    )
+    p.add_argument(
+        "--seconds",
+        type=float,
+        help=f"for the rounds of a table (default: GPU {SECONDS['cuda']}, CPU {SECONDS['cpu']})",
     )
     p.add_argument("--threads", type=positive, help="of the CPU (default: PyTorch's)")
     p.add_argument(
-        "--out", type=Path, default=RESULTS, help="files go to a folder of the device's name in here (default bench/results)"
+        "--out",
+        type=Path,
+        default=RESULTS,
+        help="files go to a folder of the device's name in here (default bench/results)",
     )
     p.add_argument("--note", default="", help="kept with the results, such as what else the machine did")
     p.set_defaults(defaults={"cuda": cuda, "cpu": cpu})
@@ -139,7 +155,9 @@ def backwards(options: argparse.Namespace) -> list[bool]:
 def stem(command: str, options: argparse.Namespace) -> str:
     """The files' name: results of other sizes lie beside these, a new run of the same replaces them."""
     dtype = next(name for name, dtype in DTYPES.items() if dtype == options.dtype)
-    return f"{command}-d{options.head_dim}-h{options.heads}x{options.heads_kv}-{dtype}" + ("" if options.causal else "-full")
+    return f"{command}-d{options.head_dim}-h{options.heads}x{options.heads_kv}-{dtype}" + (
+        "" if options.causal else "-full"
+    )
 
 
 class Session:
@@ -180,8 +198,17 @@ class Session:
     def plan(self, tables: Sequence[Table]) -> None:
         """Checks all contestants that were asked for, then measures the tables."""
         if self.options.contestants:
-            tables = [dataclasses.replace(table, contestants=[contestant for contestant in table.contestants if any(
-                part in contestant.name for part in self.options.contestants)]) for table in tables]
+            tables = [
+                dataclasses.replace(
+                    table,
+                    contestants=[
+                        contestant
+                        for contestant in table.contestants
+                        if any(part in contestant.name for part in self.options.contestants)
+                    ],
+                )
+                for table in tables
+            ]
         self.bar.reset(total=sum(len(table.contestants) for table in tables) * 2)
         for table in tables:
             self.check(table)
@@ -202,7 +229,9 @@ class Session:
                 error = check.error(contestant, table.problem, table.backward)
             except Unavailable as unavailable:
                 reason = str(unavailable)
-            except Exception as failure:  # whatever a peer or a compiler does not support is a finding, and the others still run
+            except (
+                Exception
+            ) as failure:  # whatever a peer or a compiler does not support is a finding, and the others still run
                 reason = f"failed: {brief(failure)}"
             if reason is not None:
                 self.run.absent[name] = reason
@@ -221,7 +250,9 @@ class Session:
             times = rounds(calls, self.timer, self.options.seconds)
             ours = [c.name for c in table.contestants if c.ours and c.name in calls]
             records = [
-                self.record(table, contestant, times, ours) for contestant in table.contestants if contestant.name in calls
+                self.record(table, contestant, times, ours)
+                for contestant in table.contestants
+                if contestant.name in calls
             ]
         self.run.records += records
         self.tables.append(table)
@@ -229,7 +260,8 @@ class Session:
         self.run.write(self.folder, self.stem)
 
     def calls(self, table: Table):
-        """(contestant, call) of those that are right and fit, each called once. Yields none where the inputs do not fit."""
+        """(contestant, call) of those that are right and fit, each called once. Yields none where the inputs do not
+        fit."""
         inputs = None
         for contestant in table.contestants:
             name = label(contestant, table.backward)
@@ -282,8 +314,9 @@ class Session:
         return record
 
     def memory(self, tables: Sequence[Table] | None = None) -> None:
-        """Peak memory of everything that was timed in these tables (default: in all), which is then kept and printed. On the CPU
-        measured now, after all timing, for it slows the process down; on a GPU each call's was noted when it was prepared."""
+        """Peak memory of everything that was timed in these tables (default: in all), which is then kept and printed.
+        On the CPU measured now, after all timing, for it slows the process down; on a GPU each call's was noted when it
+        was prepared."""
         tables = self.tables if tables is None else tables
         if self.timer.memory_is_cheap:
             for table in tables:
@@ -312,12 +345,14 @@ class Session:
                     call = bound(contestant.prepare(table.problem), *inputs, table.backward)
                     call()  # tables and compiled code are kept from call to call
                     record.peak_bytes = self.timer.peak_bytes(call)
-                except Exception as failure:  # as in calls: it ran before, yet another neighbour may hold the memory now
+                except (
+                    Exception
+                ) as failure:  # as in calls: it ran before, yet another neighbour may hold the memory now
                     self.skip(f"memory, {table.title}: {contestant.name}: {brief(failure)}")
 
     def finish(self, draw: bool = True) -> int:
-        """Goals, files, and with draw the figure of plots.draw. The exit code: 1 where one of our own is wrong or failed, or
-        nothing ran."""
+        """Goals, files, and with draw the figure of plots.draw. The exit code: 1 where one of our own is wrong or
+        failed, or nothing ran."""
         self.bar.close()
         self.run.load_average["end"] = machine.load_average()
         self.run.goals = goals.evaluate(self.run)
@@ -326,8 +361,11 @@ class Session:
         if draw:
             plots.draw(self.run, self.folder / f"{self.stem}.png")
         self.say(f"\nwritten: {self.folder / self.stem}.{{json,csv,png}}")
-        failed = [name for name in (*self.run.wrong, *(n for n, why in self.run.absent.items() if why.startswith("failed:")))
-                  if name.startswith("flashrope")]
+        failed = [
+            name
+            for name in (*self.run.wrong, *(n for n, why in self.run.absent.items() if why.startswith("failed:")))
+            if name.startswith("flashrope")
+        ]
         if failed:
             self.say(f"one of flashrope's own is wrong or failed: {', '.join(failed)}")
         return 1 if failed or not self.run.records else 0
@@ -387,7 +425,8 @@ def text_of(table: Table, records: Sequence[Record]) -> str:
         row = f"{record.contestant:<{width}}{record.milliseconds:>9.3f} ms{record.low:>11.3f} -{record.high:>9.3f}"
         row += f"{speed:>17}{record.share:>9.1%}   "
         row += "   ".join(
-            f"{record.ratios[name]:.2f}".rjust(len(name) + 7) if name in record.ratios else " " * (len(name) + 7) for name in ours
+            f"{record.ratios[name]:.2f}".rjust(len(name) + 7) if name in record.ratios else " " * (len(name) + 7)
+            for name in ours
         )
         lines.append(row.rstrip())
     return "\n".join(lines)
@@ -397,18 +436,25 @@ def memory_text(records: Sequence[Record]) -> str:
     """For every pass the contestants down and the lengths across."""
     lines = []
     for backward in (False, True):
-        peaks = {(record.contestant, record.seqlen): record.peak_bytes for record in records
-                 if record.backward == backward and record.peak_bytes is not None}
+        peaks = {
+            (record.contestant, record.seqlen): record.peak_bytes
+            for record in records
+            if record.backward == backward and record.peak_bytes is not None
+        }
         if not peaks:
             continue
         names, seqlens = (list(dict.fromkeys(key[at] for key in peaks)) for at in (0, 1))
         width = max(map(len, names)) + 2
         lines.append(
-            f"{'forward + backward' if backward else 'forward':<{width}}" + "".join(f"{seqlen:>10}" for seqlen in seqlens)
+            f"{'forward + backward' if backward else 'forward':<{width}}"
+            + "".join(f"{seqlen:>10}" for seqlen in seqlens)
         )
         lines += [
             f"{name:<{width}}"
-            + "".join(f"{peaks[name, seqlen] / 2**20:>10.1f}" if (name, seqlen) in peaks else f"{'-':>10}" for seqlen in seqlens)
+            + "".join(
+                f"{peaks[name, seqlen] / 2**20:>10.1f}" if (name, seqlen) in peaks else f"{'-':>10}"
+                for seqlen in seqlens
+            )
             for name in names
         ]
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """Time and memory of a call on one device. The only file that knows events, caches and graphs.
 
-GPU: CUDA events around the call; before it other data is read through the L2 cache, which leaves nothing there to write back,
-and a short sleep on the device lets the host queue the whole call before the first event is reached, so that host time does not
-count. CPU: the clock around the call.
+GPU: CUDA events around the call; before it other data is read through the L2 cache, which leaves nothing there to write
+back, and a short sleep on the device lets the host queue the whole call before the first event is reached, so that host
+time does not count. CPU: the clock around the call.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Timer:
             self.sleep *= 2
 
     def record(self, call: Callable) -> Callable:
-        """The call as a CUDA graph, for work so short that launches would be most of it; on the CPU the call itself. Raises
-        where the call waits for the host."""
+        """The call as a CUDA graph, for work so short that launches would be most of it; on the CPU the call itself.
+        Raises where the call waits for the host."""
         if self.flush is None:
             return call
         stream = torch.cuda.Stream(self.device)  # capture needs a warm-up on another stream than the default one
@@ -82,7 +82,8 @@ class Timer:
         return graph.replay
 
     def peak_bytes(self, call: Callable) -> int:
-        """The most that PyTorch's allocator held during the call, beyond what it held before. On the CPU this takes the profiler,
+        """The most that PyTorch's allocator held during the call, beyond what it held before. On the CPU this takes the
+        profiler,
         after which every operator of the process takes longer: measure time first."""
         if self.flush is None:
             return _peak_bytes_cpu(call)
@@ -103,8 +104,8 @@ class Timer:
 
 
 def rounds(calls: Mapping[str, Callable], timer: Timer, seconds: float, least: int = 0) -> dict[str, list[float]]:
-    """Milliseconds of every call, in turns, round after round, so that all of them meet the same machine. Takes at least `least`
-    rounds (0: what suits the device), then goes on until `seconds` are over."""
+    """Milliseconds of every call, in turns, round after round, so that all of them meet the same machine. Takes at
+    least `least` rounds (0: what suits the device), then goes on until `seconds` are over."""
     kind = timer.device.type
     for call in calls.values():
         for _ in range(WARM_UP[kind]):

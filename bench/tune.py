@@ -2,10 +2,10 @@
 
     python -m bench tune [--direction forward grad_kv] [--head-dim 128] [--bands 1 2] [--arch 80] [--csv PATH]
 
-On a GPU every tile runs the whole pass (with its rotation) in turns with the others, after its result was held against that of
-the tile in use. Offline (no GPU, or --arch given) tiles are compiled, those that spill or need too much shared memory are
-dropped, and the rest is ordered by the model of bench.model on sm_80, elsewhere by the instructions of all warps per
-multiply-add. Either way the best is printed as a row to paste.
+On a GPU every tile runs the whole pass (with its rotation) in turns with the others, after its result was held against
+that of the tile in use. Offline (no GPU, or --arch given) tiles are compiled, those that spill or need too much shared
+memory are dropped, and the rest is ordered by the model of bench.model on sm_80, elsewhere by the instructions of all
+warps per multiply-add. Either way the best is printed as a row to paste.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ DECODE = {"seqlen": 65536, "batch": 2, "heads": 32, "heads_kv": 8, "decoding": T
 
 @dataclass
 class Candidate:
-    """A tile and what was found: figures to print, and the number to order by, the best first; None where it is dropped."""
+    """A tile and what was found: figures to print, and the number to order by, the best first; None where it is
+    dropped."""
 
     tile: Tile
     figures: dict[str, str]
@@ -78,7 +79,9 @@ def tiles(direction: str) -> list[Tile]:
 
 def scheme_of(direction: str, bands: int) -> gate.Scheme:
     if direction == "decode":
-        return next(scheme for scheme in gate.DECODE if scheme.cache == "contiguous" and len(scheme.rotary(64).bands) == bands)
+        return next(
+            scheme for scheme in gate.DECODE if scheme.cache == "contiguous" and len(scheme.rotary(64).bands) == bands
+        )
     return gate.ONE_BAND if bands == 1 else gate.TWO_BANDS
 
 
@@ -89,7 +92,10 @@ def offline(direction: str, arch: int, head_dim: int, bands: int, jobs: int) -> 
         with chosen(direction, tile):
             caught = gate.Case(arch, head_dim, "bf16", scheme_of(direction, bands)).launches()
         launches.append(of_direction(direction, caught))
-    return [judged(tile, result, arch, head_dim) for tile, result in zip(tiles(direction), compiled(launches, jobs), strict=True)]
+    return [
+        judged(tile, result, arch, head_dim)
+        for tile, result in zip(tiles(direction), compiled(launches, jobs), strict=True)
+    ]
 
 
 def of_direction(direction: str, launches: list[Launch]) -> Launch:
@@ -109,7 +115,11 @@ def judged(tile: Tile, result: Measured | str, arch: int, head_dim: int) -> Cand
     if isinstance(result, str):
         return Candidate(tile, {"dropped": f"does not compile: {result.splitlines()[0][:60]}"})
     limits = MULTIPROCESSORS[arch]
-    figures = {"regs": str(result.registers), "spill B": str(result.spill_stores), "shared KB": f"{result.shared / 1024:g}"}
+    figures = {
+        "regs": str(result.registers),
+        "spill B": str(result.spill_stores),
+        "shared KB": f"{result.shared / 1024:g}",
+    }
     if result.spill_stores:
         return Candidate(tile, figures | {"dropped": "spills"})
     if result.shared > limits.shared_per_block:
@@ -157,7 +167,8 @@ def timed(direction: str, head_dim: int, bands: int, timer: Timer, seconds: floa
         with chosen(direction, tile):
             try:
                 errors = [
-                    ((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(call(), before, strict=True)
+                    ((a.double() - b.double()).norm() / b.double().norm()).item()
+                    for a, b in zip(call(), before, strict=True)
                 ]
             except Exception as failure:  # a tile that this device cannot run is one less
                 candidate.figures["dropped"] = f"{type(failure).__name__}: {str(failure).splitlines()[0][:60]}"
@@ -214,8 +225,13 @@ def show(
     print(f"{'block_m, block_n, warps, stages':<34}" + "".join(f"{name:>17}" for name in columns))
     for candidate in order:
         mark = " (in use)" if candidate.tile == in_use else ""
-        print((f"{str(tuple(candidate.tile)) + mark:<34}" + "".join(f"{candidate.figures.get(name, ''):>17}" for name in columns)
-               + f"   {candidate.figures.get('dropped', '')}").rstrip())
+        print(
+            (
+                f"{str(tuple(candidate.tile)) + mark:<34}"
+                + "".join(f"{candidate.figures.get(name, ''):>17}" for name in columns)
+                + f"   {candidate.figures.get('dropped', '')}"
+            ).rstrip()
+        )
     if order and order[0].rank is not None:
         name = f"{direction} banded" if bands > 1 else direction
         print(f'best: "{name}": {{{head_dim}: Tile{tuple(order[0].tile)}}}')

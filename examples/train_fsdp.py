@@ -1,12 +1,13 @@
-"""Trains a language model with HoPE on one device or many: FSDP2, tensor and context parallelism, checkpoints that resume.
+"""Trains a language model with HoPE on one device or many: FSDP2, tensor and context parallelism, checkpoints that
+resume.
 
     torchrun --nproc-per-node 8 examples/train_fsdp.py --text my_texts/       # GPUs (NCCL) or CPU processes (gloo)
     python examples/train_fsdp.py --preset tiny                               # one process
 
-By default the 125M configuration of the HoPE paper (Chen et al. 2025, appendix A) over bytes instead of its 32,000 tokens: 103M
-parameters. The order of the data hangs on --seed alone, so a run's losses are the same, but for rounding, on any number of
-devices and however they are shared out. The same command again goes on from the last checkpoint; Ctrl-C or SIGTERM makes one.
-Needs the packages of the extra `demo` for the safetensors file at the end.
+By default the 125M configuration of the HoPE paper (Chen et al. 2025, appendix A) over bytes instead of its 32,000
+tokens: 103M parameters. The order of the data hangs on --seed alone, so a run's losses are the same, but for rounding,
+on any number of devices and however they are shared out. The same command again goes on from the last checkpoint;
+Ctrl-C or SIGTERM makes one. Needs the packages of the extra `demo` for the safetensors file at the end.
 """
 
 from __future__ import annotations
@@ -68,9 +69,20 @@ class Preset:
 
 
 PRESETS = {
-    "125m": Preset(width=768, layers=12, heads=12, mlp_width=2688, seqlen=512, batch=512, steps=50_000, learning_rate=3e-4,
-                   warmup=2000),
-    "tiny": Preset(width=64, layers=2, heads=4, mlp_width=96, seqlen=64, batch=8, steps=20, learning_rate=3e-3, warmup=5),
+    "125m": Preset(
+        width=768,
+        layers=12,
+        heads=12,
+        mlp_width=2688,
+        seqlen=512,
+        batch=512,
+        steps=50_000,
+        learning_rate=3e-4,
+        warmup=2000,
+    ),
+    "tiny": Preset(
+        width=64, layers=2, heads=4, mlp_width=96, seqlen=64, batch=8, steps=20, learning_rate=3e-3, warmup=5
+    ),
 }
 
 
@@ -79,7 +91,8 @@ class BadInput(ValueError):
 
 
 class ParallelBlock(nn.Module):
-    """``Block`` with q, k and v projected apart, so that tensor parallelism can share out their heads. It computes the same."""
+    """``Block`` with q, k and v projected apart, so that tensor parallelism can share out their heads. It computes the
+    same."""
 
     def __init__(self, block: Block):
         super().__init__()
@@ -119,7 +132,8 @@ class Devices:
         return cls(device, mesh, apart["cp"], apart.get_local_rank("dp"), apart.size(0))
 
     def parallelize(self, model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
-        """Shards the model in place. In bfloat16 weights and optimizer state stay float32, and gradients are reduced in it."""
+        """Shards the model in place. In bfloat16 weights and optimizer state stay float32, and gradients are reduced in
+        it."""
         model.blocks = nn.ModuleList(map(ParallelBlock, model.blocks))
         low = dtype == torch.bfloat16
         model.to(self.device, torch.float32 if low else dtype)
@@ -127,7 +141,9 @@ class Devices:
         column = dict.fromkeys(("q", "k", "v", "gate", "up"), ColwiseParallel())
         for block in model.blocks:
             if self.mesh["tp"].size() > 1:
-                parallelize_module(block, self.mesh["tp"], column | {"out": RowwiseParallel(), "down": RowwiseParallel()})
+                parallelize_module(
+                    block, self.mesh["tp"], column | {"out": RowwiseParallel(), "down": RowwiseParallel()}
+                )
             fully_shard(block, mesh=self.mesh["fsdp"], mp_policy=policy)
         return fully_shard(model, mesh=self.mesh["fsdp"], mp_policy=policy)
 
@@ -143,7 +159,8 @@ class Devices:
 
 
 class Windows:
-    """Batches of windows at random places of a text, the same on every rank; ``state`` is all that a checkpoint needs."""
+    """Batches of windows at random places of a text, the same on every rank; ``state`` is all that a checkpoint
+    needs."""
 
     def __init__(self, text: bytes, batch: int, seqlen: int, seed: int):
         self._tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -164,9 +181,11 @@ class Windows:
         self._generator.set_state(state)
 
 
-def gradients(model, rotary: Rotary, attend, tokens: torch.Tensor, targets: torch.Tensor, micro_batch: int) -> torch.Tensor:
-    """Adds the gradients of the mean loss over all ranks' targets; returns the mean over this rank's. Ranks have equal shares,
-    and FSDP takes the mean over them."""
+def gradients(
+    model, rotary: Rotary, attend, tokens: torch.Tensor, targets: torch.Tensor, micro_batch: int
+) -> torch.Tensor:
+    """Adds the gradients of the mean loss over all ranks' targets; returns the mean over this rank's. Ranks have equal
+    shares, and FSDP takes the mean over them."""
     total = torch.zeros((), device=tokens.device, dtype=torch.float64)
     starts = range(0, len(tokens), micro_batch)
     for start in starts:
@@ -181,8 +200,8 @@ def gradients(model, rotary: Rotary, attend, tokens: torch.Tensor, targets: torc
 
 
 def clip_gradients(model: nn.Module, most: float) -> torch.Tensor:
-    """Scales all gradients to a norm of at most ``most``; the norm before. Those under tensor parallelism lie on a mesh of their
-    own, and torch takes one mesh at a time."""
+    """Scales all gradients to a norm of at most ``most``; the norm before. Those under tensor parallelism lie on a mesh
+    of their own, and torch takes one mesh at a time."""
     meshes: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         meshes.setdefault(parameter.device_mesh, []).append(parameter)
@@ -197,15 +216,22 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     """AdamW; no decay of vectors. One group for every mesh and decay, as the fused step takes one mesh at a time."""
     groups: dict[tuple, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        groups.setdefault((parameter.device_mesh, config.weight_decay if parameter.ndim >= 2 else 0.0), []).append(parameter)
-    return torch.optim.AdamW([{"params": parameters, "weight_decay": decay} for (_, decay), parameters in groups.items()],
-                             lr=config.learning_rate, betas=config.betas, fused=True)
+        groups.setdefault((parameter.device_mesh, config.weight_decay if parameter.ndim >= 2 else 0.0), []).append(
+            parameter
+        )
+    return torch.optim.AdamW(
+        [{"params": parameters, "weight_decay": decay} for (_, decay), parameters in groups.items()],
+        lr=config.learning_rate,
+        betas=config.betas,
+        fused=True,
+    )
 
 
 def train_config(args: argparse.Namespace) -> TrainConfig:
     """The paper's: AdamW with these betas, a warm-up counted in steps, gradients clipped at 1."""
-    return TrainConfig(args.steps, args.batch, args.seqlen, args.learning_rate, warmup=args.warmup / args.steps,
-                       betas=(0.9, 0.999))
+    return TrainConfig(
+        args.steps, args.batch, args.seqlen, args.learning_rate, warmup=args.warmup / args.steps, betas=(0.9, 0.999)
+    )
 
 
 class Run:
@@ -225,7 +251,9 @@ class Run:
         """(mean loss over this rank's targets, norm of the gradient)"""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * learning_rate_fraction(self.step, self.config)
-        loss = gradients(self.model, self.rotary, self.attend, *self.devices.part(self.windows.next()), self.args.micro_batch)
+        loss = gradients(
+            self.model, self.rotary, self.attend, *self.devices.part(self.windows.next()), self.args.micro_batch
+        )
         norm = clip_gradients(self.model, self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -250,10 +278,15 @@ class Run:
         state = {"settings": "", "step": 0}
         dcp.load(state, checkpoint_id=found[-1])
         made_with, step = json.loads(state["settings"]), state["step"]
-        differing = [f"{name} {value!r} (now {self.settings[name]!r})" for name, value in made_with.items()
-                     if value != self.settings[name]]
+        differing = [
+            f"{name} {value!r} (now {self.settings[name]!r})"
+            for name, value in made_with.items()
+            if value != self.settings[name]
+        ]
         if differing:
-            raise BadInput(f"--out: {found[-1]} was made with {', '.join(differing)}; choose another folder or the same settings")
+            raise BadInput(
+                f"--out: {found[-1]} was made with {', '.join(differing)}; choose another folder or the same settings"
+            )
         state = self._state()
         dcp.load(state, checkpoint_id=found[-1])
         set_model_state_dict(self.model, state["model"])
@@ -262,8 +295,13 @@ class Run:
 
     def _state(self) -> dict:
         optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
-        return {"model": get_model_state_dict(self.model), "optimizer": optimizer, "windows": self.windows.state,
-                "step": self.step, "settings": json.dumps(self.settings)}
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": optimizer,
+            "windows": self.windows.state,
+            "step": self.step,
+            "settings": json.dumps(self.settings),
+        }
 
     def export(self, path: Path) -> None:
         """The model as one safetensors file, which `flashrope generate --model` reads."""
@@ -278,8 +316,8 @@ class Run:
 
 
 class Stop:
-    """Ctrl-C and SIGTERM, which need not reach every rank: all of them hear of it between two steps. torchrun sends a second
-    signal after the first, so none ends the process at once; it kills after 30 s."""
+    """Ctrl-C and SIGTERM, which need not reach every rank: all of them hear of it between two steps. torchrun sends a
+    second signal after the first, so none ends the process at once; it kills after 30 s."""
 
     def __init__(self):
         self._heard = 0
@@ -305,7 +343,9 @@ class Log:
         if dist.get_rank() == 0:
             run.folder.mkdir(parents=True, exist_ok=True)
             lines = self._path.read_text().splitlines() if self._path.exists() else []
-            kept = [line for line in lines if json.loads(line)["step"] <= run.step]  # not what is about to be done again
+            kept = [
+                line for line in lines if json.loads(line)["step"] <= run.step
+            ]  # not what is about to be done again
             self._path.write_text("".join(f"{line}\n" for line in kept))
 
     def __call__(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
@@ -315,15 +355,22 @@ class Log:
         dist.all_reduce(loss)
         loss, norm = loss.item() / dist.get_world_size(), norm.item()
         if not math.isfinite(loss):
-            raise RuntimeError(f"training diverged: the loss is {loss} at step {step}; a lower --learning-rate may help")
+            raise RuntimeError(
+                f"training diverged: the loss is {loss} at step {step}; a lower --learning-rate may help"
+            )
         now = time.perf_counter()
         speed = self._tokens * (step - self._since) / (now - self._at)
         self._since, self._at = step, now
         if dist.get_rank() == 0:
-            print(f"step {step} of {run.config.steps}, loss {loss:.4f}, gradient norm {norm:.3f}, {speed:,.0f} tokens/s",
-                  flush=True)
+            print(
+                f"step {step} of {run.config.steps}, loss {loss:.4f}, gradient norm {norm:.3f}, {speed:,.0f} tokens/s",
+                flush=True,
+            )
             with self._path.open("a") as file:
-                file.write(json.dumps({"step": step, "loss": loss, "grad_norm": norm, "tokens_per_second": round(speed)}) + "\n")
+                file.write(
+                    json.dumps({"step": step, "loss": loss, "grad_norm": norm, "tokens_per_second": round(speed)})
+                    + "\n"
+                )
 
 
 def train(args: argparse.Namespace, device: torch.device) -> int:
@@ -336,9 +383,12 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
     run.resume()
     if dist.get_rank() == 0:
         count = sum(p.numel() for p in run.model.parameters())
-        print(f"{count / 1e6:.1f}M parameters, {args.scheme}, {corpus.name}: {len(corpus.train):,} bytes; "
-              f"{devices.data_ranks} x {args.cp} x {args.tp} processes (data x context x tensor) on {device.type}, {args.dtype}; "
-              f"step {run.step} of {args.steps}", flush=True)
+        print(
+            f"{count / 1e6:.1f}M parameters, {args.scheme}, {corpus.name}: {len(corpus.train):,} bytes; "
+            f"{devices.data_ranks} x {args.cp} x {args.tp} processes (data x context x tensor) on {device.type}, {args.dtype}; "
+            f"step {run.step} of {args.steps}",
+            flush=True,
+        )
     log, stop, signalled = Log(run, args.log_every), Stop(), 0
     while run.step < args.steps and not signalled:
         log(*run.train_step())
@@ -347,8 +397,10 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
             run.save()
     if signalled and run.step < args.steps:
         if dist.get_rank() == 0:
-            print(f"stopped by {signal.Signals(signalled).name} after step {run.step}; the same command goes on from there",
-                  flush=True)
+            print(
+                f"stopped by {signal.Signals(signalled).name} after step {run.step}; the same command goes on from there",
+                flush=True,
+            )
         return 128 + signalled
     run.export(run.folder / "model.safetensors")
     return 0
@@ -368,23 +420,34 @@ def check(args: argparse.Namespace, data_ranks: int) -> None:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     positive = functools.partial(_least, 1)
-    parser.add_argument("--text", metavar="PATH", help="a file or folder to train on instead of Python's standard library")
-    parser.add_argument("--out", metavar="DIR", default="runs/fsdp", help="checkpoints, log.jsonl and model.safetensors")
+    parser.add_argument(
+        "--text", metavar="PATH", help="a file or folder to train on instead of Python's standard library"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", default="runs/fsdp", help="checkpoints, log.jsonl and model.safetensors"
+    )
     parser.add_argument("--preset", choices=PRESETS, default="125m")
     parser.add_argument("--scheme", choices=("hope", "rope"), default="hope")
     parser.add_argument("--tp", type=positive, default=1, help="tensor parallelism: ranks that share out the heads")
     parser.add_argument("--cp", type=positive, default=1, help="context parallelism: ranks that share out a sequence")
     parser.add_argument("--micro-batch", type=positive, default=64, help="sequences that a rank reads at once")
-    parser.add_argument("--save-every", type=positive, default=1000, help="steps between checkpoints; the newest two are kept")
+    parser.add_argument(
+        "--save-every", type=positive, default=1000, help="steps between checkpoints; the newest two are kept"
+    )
     parser.add_argument("--log-every", type=positive, default=10)
     parser.add_argument("--seed", type=functools.partial(_least, 0), default=0, help="of the weights and the batches")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=DTYPES, help="by default bfloat16 on a GPU and float32 on the CPU")
-    parser.add_argument("--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device")
+    parser.add_argument(
+        "--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device"
+    )
     sizes = parser.add_argument_group("sizes (by default the preset's)")
     for field in dataclasses.fields(Preset):
-        sizes.add_argument("--" + field.name.replace("_", "-"), type=float if field.name == "learning_rate" else positive,
-                           help=", ".join(f"{name} {getattr(preset, field.name):g}" for name, preset in PRESETS.items()))
+        sizes.add_argument(
+            "--" + field.name.replace("_", "-"),
+            type=float if field.name == "learning_rate" else positive,
+            help=", ".join(f"{name} {getattr(preset, field.name):g}" for name, preset in PRESETS.items()),
+        )
     args = parser.parse_args(arguments)
     for field in dataclasses.fields(Preset):
         if getattr(args, field.name) is None:

@@ -25,7 +25,11 @@ def _patch_language_once_per_launch():
         import triton.language as tl
         from triton.runtime import interpreter
 
-        patch_lang, launch, scope = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._LangPatchScope
+        patch_lang, launch, scope = (
+            interpreter._patch_lang,
+            interpreter.GridExecutor.__call__,
+            interpreter._LangPatchScope,
+        )
     except (ImportError, AttributeError):  # no triton, or one whose interpreter is built differently: only slower
         return
     patched = set()
@@ -49,13 +53,18 @@ if support.INTERPRETED:
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "interpreted(chosen): the parameters that Triton's interpreter runs too in the fast tests; "
-                                       "its others are slow")
-    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning")  # the interpreter's
+    config.addinivalue_line(
+        "markers",
+        "interpreted(chosen): the parameters that Triton's interpreter runs too in the fast tests; its others are slow",
+    )
+    config.addinivalue_line(
+        "filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning"
+    )  # the interpreter's
 
 
 def pytest_xdist_auto_num_workers(config):
-    """-n auto. On a GPU nearly all of the time goes into compiling, on one core a process; each holds up to 2 GiB of its memory."""
+    """-n auto. On a GPU nearly all of the time goes into compiling, on one core a process; each holds up to 2 GiB of
+    its memory."""
     cores = os.cpu_count() or 1
     return min(cores, 16, max(torch.cuda.mem_get_info()[0] >> 31, 1)) if torch.cuda.is_available() else min(cores, 8)
 

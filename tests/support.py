@@ -1,7 +1,7 @@
 """What the accuracy tests share: the implementations, inputs, schemes, and the error budget against float64.
 
-The budget is per element. Rounding moves a score by about u * kappa, kappa = scale * max |q||k|, and every weight by that
-much relatively; u is the type's unit roundoff. So, with P the attention weights and c a constant per type,
+The budget is per element. Rounding moves a score by about u * kappa, kappa = scale * max |q||k|, and every weight by
+that much relatively; u is the type's unit roundoff. So, with P the attention weights and c a constant per type,
 
     |out - exact| <= c * u * (1 + kappa) * (P |V|)          |lse - exact| <= c * u * (1 + kappa)
     |dV - exact|  <= c * u * (P (1 + kappa))^T |dO|
@@ -23,8 +23,9 @@ from flashrope.backends import Call, reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-# Frozen. Measured over all schemes, both maskings, several shapes and seeds, the largest were: float32 3.1 (CPU) and 1.5
-# (Triton), float64 5.7, bfloat16 0.65, float16 0.67 (CPU) and 0.45 (Triton). In two-byte types the last rounding alone takes 1.
+# Frozen. Measured over all schemes, both maskings, several shapes and seeds, the largest were: float32 3.1 (CPU) and
+# 1.5 (Triton), float64 5.7, bfloat16 0.65, float16 0.67 (CPU) and 0.45 (Triton). In two-byte types the last rounding
+# alone takes 1.
 COEFFICIENT = {torch.float64: 16.0, torch.float32: 16.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 NAMES = ("out", "lse", "grad_q", "grad_k", "grad_v")
 
@@ -77,20 +78,25 @@ SCHEMES = {
     "log_n_clipped": lambda d: Rotary.rope(d).log_n(20),
     "log_n_trained": lambda d: Rotary.rope(d).log_n(50, clip=False),
     "hope_rerope_log_n": lambda d: Rotary.hope(d, 100, interleaved=True).rectify(21).log_n(20),
-    "yarn_leaky_local_log_n": lambda d: Rotary.rope(d).yarn(4.0, train_length=64).rectify(11, 8.0).local(45).log_n(20, clip=False),
+    "yarn_leaky_local_log_n": lambda d: (
+        Rotary.rope(d).yarn(4.0, train_length=64).rectify(11, 8.0).local(45).log_n(20, clip=False)
+    ),
 }
 
 
 def random(shape, target: Target, seed: int, layout: str = "contiguous") -> torch.Tensor:
-    """Normal numbers (batch, seqlen, heads, head_dim) in float64's exact image of the target's type, laid out as asked."""
+    """Normal numbers (batch, seqlen, heads, head_dim) in float64's exact image of the target's type, laid out as
+    asked."""
     batch, seqlen, heads, head_dim = shape
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(target.device, target.dtype)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(
+        target.device, target.dtype
+    )
     if layout == "transposed":  # (batch, heads, seqlen, head_dim) underneath
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "poisoned":  # a window of a larger buffer whose other elements are NaN
         room = x.new_full((batch, seqlen + 3, heads + 2, head_dim + 8), torch.nan)
-        room[:, 1:1 + seqlen, 1:1 + heads, :head_dim] = x
-        return room[:, 1:1 + seqlen, 1:1 + heads, :head_dim]
+        room[:, 1 : 1 + seqlen, 1 : 1 + heads, :head_dim] = x
+        return room[:, 1 : 1 + seqlen, 1 : 1 + heads, :head_dim]
     assert layout == "contiguous"
     return x
 
@@ -113,8 +119,18 @@ class Problem:
         return dataclasses.replace(self, **changes)
 
 
-def problem(target: Target, rotary: Rotary, seqlen_q: int, seqlen_k: int | None = None, batch: int = 1, heads: int = 2, group: int = 2,
-            seed: int = 0, layout: str = "contiguous", **options) -> Problem:
+def problem(
+    target: Target,
+    rotary: Rotary,
+    seqlen_q: int,
+    seqlen_k: int | None = None,
+    batch: int = 1,
+    heads: int = 2,
+    group: int = 2,
+    seed: int = 0,
+    layout: str = "contiguous",
+    **options,
+) -> Problem:
     seqlen_k, head_dim = seqlen_q if seqlen_k is None else seqlen_k, rotary.head_dim
     q = random((batch, seqlen_q, heads, head_dim), target, seed, layout)
     k = random((batch, seqlen_k, heads // group, head_dim), target, seed + 1, layout)
@@ -131,8 +147,15 @@ def lse_type(target: Target) -> torch.dtype:
 def run(p: Problem, impl: str) -> dict[str, torch.Tensor]:
     """out, lse and the gradients of (out * grad_out).sum() + (lse * grad_lse).sum() over the rows that see a key."""
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
-    out, lse = attention(*leaves, p.rotary, causal=p.causal, softmax_scale=p.softmax_scale, positions=p.positions,
-                         return_lse=True, impl=impl)
+    out, lse = attention(
+        *leaves,
+        p.rotary,
+        causal=p.causal,
+        softmax_scale=p.softmax_scale,
+        positions=p.positions,
+        return_lse=True,
+        impl=impl,
+    )
     grad_lse = torch.where(lse.isinf(), 0, p.grad_lse)
     if impl == "reference":
         grad_lse = grad_lse.to(lse)
@@ -146,8 +169,13 @@ def run(p: Problem, impl: str) -> dict[str, torch.Tensor]:
 
 def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The reference in float64 on the float64 images of the inputs, and the budget without c * u."""
-    wide = p.replace(**{f.name: getattr(p, f.name).double() for f in dataclasses.fields(p)
-                        if f.name in ("q", "k", "v", "grad_out", "grad_lse")})
+    wide = p.replace(
+        **{
+            f.name: getattr(p, f.name).double()
+            for f in dataclasses.fields(p)
+            if f.name in ("q", "k", "v", "grad_out", "grad_lse")
+        }
+    )
     exact = run(wide, "reference")
     q, k, v = wide.q, wide.k, wide.v
     group, seqlen_q, seqlen_k = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
@@ -158,10 +186,14 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
 
     i = torch.arange(seqlen_q, device=q.device, dtype=torch.float64) + seqlen_k - seqlen_q
     distance = i[:, None] - torch.arange(seqlen_k, device=q.device)
-    seen = sum(((distance >= b.start) & (distance < b.stop) for b in call.bands), torch.zeros_like(distance, dtype=torch.bool))
+    seen = sum(
+        ((distance >= b.start) & (distance < b.stop) for b in call.bands), torch.zeros_like(distance, dtype=torch.bool)
+    )
     factor, floor = call.log_n
     position = i if p.positions is None else p.positions.double()
-    scale = abs(call.score_scale) * ((factor * torch.log(position.clamp(min=0) + 1)).clamp(min=floor) if factor else torch.ones_like(i))
+    scale = abs(call.score_scale) * (
+        (factor * torch.log(position.clamp(min=0) + 1)).clamp(min=floor) if factor else torch.ones_like(i)
+    )
     scale = scale[:, None] if scale.ndim == 2 else scale  # (batch, 1, seqlen_q) or (seqlen_q,)
 
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
@@ -187,24 +219,34 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
 
 def pair_lengths(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """|x|, with both channels of a pair that rotates replaced by the length of the pair."""
-    paired, rest = x[..., :rotary.rotary_dim], x[..., rotary.rotary_dim:].abs()
+    paired, rest = x[..., : rotary.rotary_dim], x[..., rotary.rotary_dim :].abs()
     shape = (-1, 2) if rotary.interleaved else (2, -1)
     pairs = paired.unflatten(-1, shape) if rotary.rotary_dim else paired[..., None]
     dim = -1 if rotary.interleaved else -2
     turning = torch.tensor(rotary.theta, device=x.device) != 0
     turning = turning[:, None] if rotary.interleaved else turning
-    lengths = torch.where(turning, pairs.norm(dim=dim, keepdim=True), pairs.abs()).flatten(-2) if rotary.rotary_dim else paired
+    lengths = (
+        torch.where(turning, pairs.norm(dim=dim, keepdim=True), pairs.abs()).flatten(-2)
+        if rotary.rotary_dim
+        else paired
+    )
     return torch.cat((lengths, rest), dim=-1)
 
 
-def excess(got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], bound: dict[str, torch.Tensor], dtype: torch.dtype):
+def excess(
+    got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], bound: dict[str, torch.Tensor], dtype: torch.dtype
+):
     """The largest |error| / (u * bound) of each result: what c must be for it to pass."""
     ratios = {}
     for name in got:
-        assert got[name].shape == exact[name].shape, f"{name}: shape {tuple(got[name].shape)}, expected {tuple(exact[name].shape)}"
+        assert got[name].shape == exact[name].shape, (
+            f"{name}: shape {tuple(got[name].shape)}, expected {tuple(exact[name].shape)}"
+        )
         error = torch.where(got[name].double() == exact[name], 0, (got[name].double() - exact[name]).abs())
         result_type = dtype if name != "lse" else torch.float64 if dtype == torch.float64 else torch.float32
-        least = torch.finfo(result_type).smallest_normal * torch.finfo(result_type).eps / 2  # half a step of the smallest numbers
+        least = (
+            torch.finfo(result_type).smallest_normal * torch.finfo(result_type).eps / 2
+        )  # half a step of the smallest numbers
         ratio = (error - least).clamp(min=0) / (UNIT_ROUNDOFF[dtype] * bound[name])
         ratio = torch.where(error <= least, 0, ratio)  # 0 / 0 where nothing is seen; NaN stays
         ratios[name] = ratio.nan_to_num(nan=torch.inf).amax().item() if ratio.numel() else 0.0

@@ -39,11 +39,20 @@ def by_hand(p):
             for start, stop, slope, offset in bands:
                 if start <= i - j < stop:
                     a, b = turned(query, p.rotary, slope * i + offset), turned(key, p.rotary, slope * j)
-                    scores[j] = p.rotary.head_dim**-0.5 * p.rotary.temperature * log_n * sum(x * y for x, y in zip(a, b, strict=True))
+                    scores[j] = (
+                        p.rotary.head_dim**-0.5
+                        * p.rotary.temperature
+                        * log_n
+                        * sum(x * y for x, y in zip(a, b, strict=True))
+                    )
         total = sum(math.exp(s) for s in scores.values())
         lse = math.log(total) if scores else -math.inf
-        rows.append(([sum(math.exp(s - lse) * v[j][c] for j, s in scores.items()) for c in range(p.rotary.head_dim)], lse))
-    return torch.tensor([row for row, _ in rows], dtype=torch.float64), torch.tensor([lse for _, lse in rows], dtype=torch.float64)
+        rows.append(
+            ([sum(math.exp(s - lse) * v[j][c] for j, s in scores.items()) for c in range(p.rotary.head_dim)], lse)
+        )
+    return torch.tensor([row for row, _ in rows], dtype=torch.float64), torch.tensor(
+        [lse for _, lse in rows], dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -58,9 +67,16 @@ def test_the_reference_is_the_formula(scheme, causal):
         torch.testing.assert_close(lse[0, 0], want_lse, rtol=0, atol=1e-12)
 
 
-@pytest.mark.interpreted(lambda target, scheme: scheme in (
-    ("rope_interleaved", "hope_compact", "rerope", "local", "yarn_leaky_local_log_n") if target.dtype == torch.float32
-    else ("rope", "yarn_leaky_local_log_n")))
+@pytest.mark.interpreted(
+    lambda target, scheme: (
+        scheme
+        in (
+            ("rope_interleaved", "hope_compact", "rerope", "local", "yarn_leaky_local_log_n")
+            if target.dtype == torch.float32
+            else ("rope", "yarn_leaky_local_log_n")
+        )
+    )
+)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_schemes_causal(target, scheme):
     check(target, problem(target, SCHEMES[scheme](target.size(16, 64)), target.size(70, 400), seed=1))
@@ -91,15 +107,21 @@ def test_long(scheme):
             continue
         for seqlens in ((1000, 1000), (130, 900)):
             check(target, problem(target, SCHEMES[scheme](16), *seqlens, seed=4))
-            check(target, problem(target, SCHEMES[scheme](16), *seqlens, seed=4, causal=False, batch=2, heads=1, group=1))
+            check(
+                target, problem(target, SCHEMES[scheme](16), *seqlens, seed=4, causal=False, batch=2, heads=1, group=1)
+            )
 
 
 def test_second_coarse_row(exact):
     """Positions past the first 1024, where the two levels of an angle table meet: only relative turns must remain."""
-    check(exact, problem(exact, Rotary.rope(16, base=100.0).rectify(20, 3.0).local(60), 9, 1060, heads=1, group=1, seed=6))
+    check(
+        exact, problem(exact, Rotary.rope(16, base=100.0).rectify(20, 3.0).local(60), 9, 1060, heads=1, group=1, seed=6)
+    )
 
 
-@pytest.mark.interpreted(lambda exact, kind, window: window in {"rectify": (0, 1, 31, 32, 33), "leaky": (33,), "local": (0, 32, 33)}[kind])
+@pytest.mark.interpreted(
+    lambda exact, kind, window: window in {"rectify": (0, 1, 31, 32, 33), "leaky": (33,), "local": (0, 32, 33)}[kind]
+)
 @pytest.mark.parametrize("window", [0, 1, 2, 31, 32, 33, 63, 64, 65, 69, 70, 200])
 @pytest.mark.parametrize("kind", ["rectify", "leaky", "local"])
 def test_windows(exact, kind, window):
@@ -151,8 +173,14 @@ def test_positions(exact, positions):
     elif positions == "shared":
         given, rotary = given[:1], rotary.log_n(20)
     elif positions == "axial":
-        given, rotary = torch.stack((torch.arange(40) // 8, torch.arange(40) % 8), -1).expand(2, 40, 2), Rotary.axial(16)
-    check(exact, problem(exact, rotary, 40, batch=2, seed=11, positions=given.to(exact.device), causal=positions != "axial"))
+        given, rotary = (
+            torch.stack((torch.arange(40) // 8, torch.arange(40) % 8), -1).expand(2, 40, 2),
+            Rotary.axial(16),
+        )
+    check(
+        exact,
+        problem(exact, rotary, 40, batch=2, seed=11, positions=given.to(exact.device), causal=positions != "axial"),
+    )
 
 
 def test_softmax_scale(exact):
@@ -186,7 +214,9 @@ def test_gradients_repeat_bit_for_bit(target):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nonfinite_stays_where_it_may(exact, value):
     """In q it reaches its own row alone; in k or v it reaches no row that stands before it by a tile or more."""
-    tile, seqlen, at = (512, 1200, 900) if exact.impl == "cpu" else (128, exact.size(160, 300), 150)  # torch's CPU kernel: 512 keys
+    tile, seqlen, at = (
+        (512, 1200, 900) if exact.impl == "cpu" else (128, exact.size(160, 300), 150)
+    )  # torch's CPU kernel: 512 keys
     p = problem(exact, Rotary.rope(16).rectify(21), seqlen, heads=1, group=1, seed=15)
     with torch.no_grad():
         clean = attention(p.q, p.k, p.v, p.rotary, impl=exact.impl)
@@ -196,6 +226,10 @@ def test_nonfinite_stays_where_it_may(exact, value):
             tensors = {n: getattr(p, n) for n in "qkv"} | {name: dirty}
             out = attention(tensors["q"], tensors["k"], tensors["v"], p.rotary, impl=exact.impl)
             same = (out == clean).all(-1)[0, :, 0]
-            untouched = torch.arange(seqlen, device=exact.device) != at if name == "q" else torch.arange(seqlen, device=exact.device) < at - tile
+            untouched = (
+                torch.arange(seqlen, device=exact.device) != at
+                if name == "q"
+                else torch.arange(seqlen, device=exact.device) < at - tile
+            )
             assert same[untouched].all(), name
             assert not out[0, at].isfinite().all(), name

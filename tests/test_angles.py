@@ -9,20 +9,48 @@ import pytest
 import torch
 
 from flashrope import Rotary
-from flashrope.angles import FINE_ROWS, band_turns, coarse_rows, cos_sin, padded_pairs, position_table, resident, two_level_table
+from flashrope.angles import (
+    FINE_ROWS,
+    band_turns,
+    coarse_rows,
+    cos_sin,
+    padded_pairs,
+    position_table,
+    resident,
+    two_level_table,
+)
 
-mpmath = pytest.importorskip("mpmath", reason="the oracle of the angle tables needs mpmath, which torch brings through sympy")
+mpmath = pytest.importorskip(
+    "mpmath", reason="the oracle of the angle tables needs mpmath, which torch brings through sympy"
+)
 
 CPU = torch.device("cpu")
 LIMIT = 1 << 24
-HALF_ULP = 2.0 ** -25  # the rounding of a number just below 1 to float32
-PRODUCT = 4 * LIMIT * 2.0 ** -53  # the slope, slope * position, the offset's sum and the angle, each rounded to float64
-POSITIONS = sorted({0, 1, FINE_ROWS - 1, FINE_ROWS, FINE_ROWS + 1, LIMIT - FINE_ROWS, LIMIT - 1,
-                    *torch.randint(LIMIT, (40,), generator=torch.Generator().manual_seed(0)).tolist(),
-                    *torch.randint(4096, (20,), generator=torch.Generator().manual_seed(1)).tolist()})
-LEAKS = {"leaky by 3": (1001, 3.0), "leaky by 16": (2048, 16.0), "inverse leaky": (33, 1 / 1.7), "leaky yarn": (77, 7.0)}
+HALF_ULP = 2.0**-25  # the rounding of a number just below 1 to float32
+PRODUCT = 4 * LIMIT * 2.0**-53  # the slope, slope * position, the offset's sum and the angle, each rounded to float64
+POSITIONS = sorted(
+    {
+        0,
+        1,
+        FINE_ROWS - 1,
+        FINE_ROWS,
+        FINE_ROWS + 1,
+        LIMIT - FINE_ROWS,
+        LIMIT - 1,
+        *torch.randint(LIMIT, (40,), generator=torch.Generator().manual_seed(0)).tolist(),
+        *torch.randint(4096, (20,), generator=torch.Generator().manual_seed(1)).tolist(),
+    }
+)
+LEAKS = {
+    "leaky by 3": (1001, 3.0),
+    "leaky by 16": (2048, 16.0),
+    "inverse leaky": (33, 1 / 1.7),
+    "leaky yarn": (77, 7.0),
+}
 SCHEMES = {
-    "rope": Rotary.rope(32), "hope": Rotary.hope(32, 512), "rerope": Rotary.rope(32).rectify(1000),
+    "rope": Rotary.rope(32),
+    "hope": Rotary.hope(32, 512),
+    "rerope": Rotary.rope(32).rectify(1000),
     "negative": Rotary.from_inv_freq([-1.0, 0.0, 1 / 3], 32),
     **{name: Rotary.rope(32).yarn(2.0 if "yarn" in name else 1.0, 4096).rectify(*leak) for name, leak in LEAKS.items()},
 }
@@ -37,12 +65,14 @@ def exact(theta, position):
 
 @functools.cache
 def oracle(name, slope, offset):
-    """float64 (positions, 2, pairs) at slope * position + offset. A leak's 1 / k and w - w / k count as the exact ones: each
-    turn, and each difference of two, is a small multiple of 1 and 1 / k and of the offset."""
+    """float64 (positions, 2, pairs) at slope * position + offset. A leak's 1 / k and w - w / k count as the exact ones:
+    each turn, and each difference of two, is a small multiple of 1 and 1 / k and of the offset."""
     with mpmath.workdps(60):
         if name in LEAKS:
             w, k = map(mpmath.mpf, LEAKS[name])
-            slope = min((a + b / k for a, b in itertools.product((-1, 0, 1), repeat=2)), key=lambda exact: abs(exact - slope))
+            slope = min(
+                (a + b / k for a, b in itertools.product((-1, 0, 1), repeat=2)), key=lambda exact: abs(exact - slope)
+            )
             offset = (w - w / k) * round(offset / (w - w / k))
         rows = [[exact(f, slope * mpmath.mpf(p) + offset) for f in SCHEMES[name].theta] for p in POSITIONS]
     return torch.tensor(rows, dtype=torch.float64).transpose(1, 2)
@@ -55,7 +85,8 @@ def unturned(table):
 
 
 def joined(table, pairs):
-    """cos and sin of every position from the two levels by angle addition in float32, (positions, 2, pairs), as in a kernel."""
+    """cos and sin of every position from the two levels by angle addition in float32, (positions, 2, pairs), as in a
+    kernel."""
     positions = torch.tensor(POSITIONS)
     fine, coarse = table[positions % FINE_ROWS, :, :pairs], table[FINE_ROWS + positions // FINE_ROWS, :, :pairs]
     (ca, sa), (cb, sb) = coarse.unbind(1), fine.unbind(1)
@@ -72,7 +103,9 @@ def test_slots_of_the_bands(name, causal):
     for band, q, k, q_step, k_step in zip(rotary.bands_for(causal), query, key, query_step, key_step, strict=True):
         assert slots[q] == (band.slope, band.offset) and slots[k] == (band.slope, 0)
         for now, was, step in ((q, before and before[0], q_step), (k, before and before[1], k_step)):
-            assert slots[step] == ((0, 0) if was is None else tuple(a - b for a, b in zip(slots[now], slots[was], strict=True)))
+            assert slots[step] == (
+                (0, 0) if was is None else tuple(a - b for a, b in zip(slots[now], slots[was], strict=True))
+            )
         before = q, k
 
 
@@ -88,7 +121,15 @@ def test_coarse_rows():
 
 
 def test_padded_pairs():
-    assert [padded_pairs(Rotary.none(head_dim)) for head_dim in (8, 16, 40, 64, 72, 128, 256)] == [8, 8, 32, 32, 64, 64, 128]
+    assert [padded_pairs(Rotary.none(head_dim)) for head_dim in (8, 16, 40, 64, 72, 128, 256)] == [
+        8,
+        8,
+        32,
+        32,
+        64,
+        64,
+        128,
+    ]
 
 
 @pytest.mark.parametrize(("dim", "base"), [(64, 1e4), (128, 1e4), (128, 5e5), (256, 1e6)])
@@ -96,8 +137,12 @@ def test_inv_freq_is_right_to_float64(dim, base):
     with mpmath.workdps(60):
         expected = [float(mpmath.mpf(base) ** (-mpmath.mpf(2 * m) / dim)) for m in range(dim // 2)]
     # the exponent's rounding counts ln(base) times
-    torch.testing.assert_close(Rotary.rope(dim, base).inv_freq, torch.tensor(expected, dtype=torch.float64),
-                               rtol=2.0 ** -53 * (2 + math.log(base)), atol=0)
+    torch.testing.assert_close(
+        Rotary.rope(dim, base).inv_freq,
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=2.0**-53 * (2 + math.log(base)),
+        atol=0,
+    )
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -128,7 +173,9 @@ def test_two_levels(name, causal):
         error = (joined(table[slot], pairs).double() - oracle(name, slope, offset)).abs()
         # four rounded entries, weighed by a cos and a sin: 2 sqrt(2) roundings; two products and their sum: two more
         assert error.max() <= (2 * math.sqrt(2) + 2) * HALF_ULP + PRODUCT * max(slope, 1)
-        near, far = (error[[at(p) for p in POSITIONS]].square().mean().sqrt() for at in (lambda p: p < 4096, lambda p: p >= 4096))
+        near, far = (
+            error[[at(p) for p in POSITIONS]].square().mean().sqrt() for at in (lambda p: p < 4096, lambda p: p >= 4096)
+        )
         assert far <= 2 * near + PRODUCT  # no growth with the position
 
 
@@ -165,6 +212,7 @@ def test_tables_are_kept():
 
 def test_what_stays_on_a_gpu_is_made_by_another_thread():
     """This one may allocate from a CUDA graph's pool, or make tensors of inference mode."""
+
     class Recorder:
         def to(self, device):
             return device, threading.get_ident(), torch.is_inference_mode_enabled()

@@ -31,7 +31,9 @@ def session(tmp_path, *words) -> suite.Session:
 
 @pytest.fixture(autouse=True)
 def quick_ceilings(monkeypatch):
-    monkeypatch.setattr(machine, "ceilings", lambda device, dtype: {"product_tflops": 1.0, "copy_gbs": 10.0, "read_gbs": 10.0})
+    monkeypatch.setattr(
+        machine, "ceilings", lambda device, dtype: {"product_tflops": 1.0, "copy_gbs": 10.0, "read_gbs": 10.0}
+    )
 
 
 # ---- counting -----------------------------------------------------------------------------------------------------------
@@ -73,7 +75,9 @@ def test_ratio_is_the_median_over_rounds_not_the_ratio_of_medians():
 
 def test_rounds_take_turns():
     seen = []
-    times = timing.rounds({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, timing.Timer(CPU), 0.0, least=4)
+    times = timing.rounds(
+        {"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, timing.Timer(CPU), 0.0, least=4
+    )
     assert "".join(seen) == "ab" + "ab" * 4  # a warm-up each, not counted
     assert {name: len(of) for name, of in times.items()} == {"a": 4, "b": 4}
 
@@ -111,7 +115,9 @@ def test_peak_memory_of_a_call():
 # ---- contestants --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [SMALL, SMALL.replace(heads=4), SMALL.replace(causal=False)], ids=["causal", "grouped", "full"])
+@pytest.mark.parametrize(
+    "p", [SMALL, SMALL.replace(heads=4), SMALL.replace(causal=False)], ids=["causal", "grouped", "full"]
+)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 def test_contestants_are_right(p, backward):
     """Those that run here without a compiler; others say why they do not."""
@@ -156,7 +162,9 @@ def test_wrong_gradient_is_found():
         def backward(ctx, grad):
             return grad / 2
 
-    halved = Contestant("half the gradient", Problem.none, lambda p: lambda q, k, v: own(Problem.none, p)(Half.apply(q), k, v))
+    halved = Contestant(
+        "half the gradient", Problem.none, lambda p: lambda q, k, v: own(Problem.none, p)(Half.apply(q), k, v)
+    )
     assert check.error(halved, SMALL, False) < 1e-5 < 0.1 < check.error(halved, SMALL, True)
 
 
@@ -241,7 +249,9 @@ def test_ours_wrong_or_failing_ends_with_1(tmp_path):
     s.plan(
         [
             suite.Table(
-                "a table", [dataclasses.replace(OWN["HoPE"], prepare=partial(_raise, RuntimeError("x"))), OWN["RoPE"]], SMALL
+                "a table",
+                [dataclasses.replace(OWN["HoPE"], prepare=partial(_raise, RuntimeError("x"))), OWN["RoPE"]],
+                SMALL,
             )
         ]
     )
@@ -267,7 +277,10 @@ def test_memory_is_noted_with_the_call_where_that_is_cheap(tmp_path, monkeypatch
     s.plan([suite.Table(title, [OWN["HoPE"]], SMALL) for title in ("one", "two")])
     assert [record.peak_bytes for record in s.run.records] == [None, None]
     s.memory(s.tables[:1])
-    assert [record.peak_bytes for record in s.run.records] == [3 << 20, None] and "3.0" in capsys.readouterr().out.splitlines()[-1]
+    assert [record.peak_bytes for record in s.run.records] == [
+        3 << 20,
+        None,
+    ] and "3.0" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_memory_that_runs_out_is_skipped(tmp_path):
@@ -332,7 +345,11 @@ def test_every_subcommand_writes_its_files(tmp_path, monkeypatch, command):
     assert command_line.main([command, *words]) == 0
     [path] = tmp_path.glob("*/*.json")
     run = results.read(path)
-    assert run.command == command and run.argv.startswith(f"python -m bench {command} --device cpu") and len(run.records) > 3
+    assert (
+        run.command == command
+        and run.argv.startswith(f"python -m bench {command} --device cpu")
+        and len(run.records) > 3
+    )
     assert not run.wrong and all(not reason.startswith("failed") for reason in run.absent.values())
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG" and path.with_suffix(".csv").exists()
     assert {goal["verdict"] for goal in run.goals} == {"not run"}
@@ -356,7 +373,9 @@ def test_all_runs_its_parts(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(subprocess, "run", run)
     common = ["--device", "cuda", "--out", str(tmp_path), "--seconds", "0.0"]
     assert every.main(["--only", "hope", "decode", *common]) == 4  # the worst of their exit codes
-    assert ran == [[command, *words, *common] for command, words in every.MAIN + every.MORE if command in ("hope", "decode")]
+    assert ran == [
+        [command, *words, *common] for command, words in every.MAIN + every.MORE if command in ("hope", "decode")
+    ]
     ran.clear()
     every.main(["--only", "hope", "--device", "cpu"])
     assert [words[:3] for words in ran] == [["hope", "--device", "cpu"]]

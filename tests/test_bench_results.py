@@ -63,7 +63,11 @@ def test_files_round_trip(tmp_path):
     assert results.read(tmp_path / "hope-a.json") == run
     head, first, second = (tmp_path / "hope-a.csv").read_text().splitlines()
     columns = dict(zip(head.split(","), first.split(","), strict=True))
-    assert (columns["contestant"], columns["milliseconds"], columns["time / flashrope HoPE"]) == ("SDPA flash", "2", "1.25")
+    assert (columns["contestant"], columns["milliseconds"], columns["time / flashrope HoPE"]) == (
+        "SDPA flash",
+        "2",
+        "1.25",
+    )
     assert dict(zip(head.split(","), second.split(","), strict=True))["peak_bytes"] == "1048576"
     assert not list(tmp_path.glob("*.partial"))
     for text in ("{", "[]", json.dumps({"records": [{"a": 1}]})):
@@ -76,7 +80,9 @@ def test_files_round_trip(tmp_path):
 def test_versions_are_not_mixed(tmp_path, name):
     one = run_of([record_of()])
     changed = (
-        {"device": one.device | {"name": "NVIDIA A100"}} if name == "device" else {"versions": one.versions | {name: "other"}}
+        {"device": one.device | {"name": "NVIDIA A100"}}
+        if name == "device"
+        else {"versions": one.versions | {name: "other"}}
     )
     other = dataclasses.replace(one, **changed)
     results.check_comparable([one, run_of()])
@@ -105,7 +111,9 @@ def test_readme_holds_what_the_files_hold(tmp_path, capsys):
         | {"kernel": "attention_forward", "scheme": "rope +1"}
     )
     with open(compiled / "gate.csv", "w") as file:
-        file.writelines(",".join(words) + "\n" for words in (row, row.values(), (row | {"scheme": "rope paged chunk"}).values()))
+        file.writelines(
+            ",".join(words) + "\n" for words in (row, row.values(), (row | {"scheme": "rope paged chunk"}).values())
+        )
     page = tmp_path / "README.md"
     page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
     words = ["--results", str(tmp_path / "results"), "--readme", str(page)]
@@ -113,11 +121,17 @@ def test_readme_holds_what_the_files_hold(tmp_path, capsys):
     assert readme.main(words) == 0 and readme.main([*words, "--check"]) == 0
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "| H200: flashrope HoPE against fused RoPE + SDPA flash, forward | 1.23 | 1.15 |" in text and "No GPU" not in text
+    assert (
+        "| H200: flashrope HoPE against fused RoPE + SDPA flash, forward | 1.23 | 1.15 |" in text
+        and "No GPU" not in text
+    )
     assert "![HoPE and RoPE](results/nvidia-h200/hope-d128-h16x16-bf16.png)" in text and "<summary>1 kernels" in text
     every = (tmp_path / "results" / "README.md").read_text()
     assert "| fused RoPE + SDPA flash | 2 (1.23) |" in every and "| flashrope HoPE | 1.62 |" in every
-    assert "| 1.15 | 1.6 | 1.23 on NVIDIA H200: floor met |" in every and every.count("| not run |") == len(goals.GOALS) - 1
+    assert (
+        "| 1.15 | 1.6 | 1.23 on NVIDIA H200: floor met |" in every
+        and every.count("| not run |") == len(goals.GOALS) - 1
+    )
     assert "Not run: flash-attn 2 (not installed)." in every and "Skipped: seqlen 9: a peer: needs 5 GiB." in every
     assert (tmp_path / "results" / "nvidia-h200" / "hope-d128-h16x16-bf16.png").exists()
     (tmp_path / "results" / "README.md").write_text("old")
@@ -141,11 +155,17 @@ def test_slug():
 RATIO = goals.Goal("H200", "hope", "flashrope HoPE", "SDPA flash", 1.0, {2048: 1.5, 8192: 1.2})
 
 
-@pytest.mark.parametrize(("ratios", "verdict", "worst"), [
-    ({2048: 1.5, 8192: 1.2}, "met", 1.2), ({2048: 1.4, 8192: 1.2}, "floor met", 1.2), ({2048: 1.5, 8192: 0.99}, "MISSED", 0.99),
-    ({2048: 1.6, 4096: 1.4}, "floor met", 1.4),  # between the two lengths the aim of the shorter one holds
-    ({1024: 9.0}, "not run", None), ({}, "not run", None),
-])
+@pytest.mark.parametrize(
+    ("ratios", "verdict", "worst"),
+    [
+        ({2048: 1.5, 8192: 1.2}, "met", 1.2),
+        ({2048: 1.4, 8192: 1.2}, "floor met", 1.2),
+        ({2048: 1.5, 8192: 0.99}, "MISSED", 0.99),
+        ({2048: 1.6, 4096: 1.4}, "floor met", 1.4),  # between the two lengths the aim of the shorter one holds
+        ({1024: 9.0}, "not run", None),
+        ({}, "not run", None),
+    ],
+)
 def test_goals(ratios, verdict, worst):
     run = run_of(record_of(seqlen=seqlen, ratios={"flashrope HoPE": ratio}) for seqlen, ratio in ratios.items())
     [judged] = goals.evaluate(run, [RATIO])
@@ -169,7 +189,9 @@ def test_goals_count_only_what_they_name(changes):
 def test_goal_of_a_share():
     share = goals.Goal("H200", "decode", "flashrope ReRoPE", "", 0.85, 0.92, least_bytes=256 << 20)
     sizes = {"heads_kv": 8, "decoding": True}
-    large, small = (record_of("flashrope ReRoPE", seqlen=n, share=at, sizes=sizes) for n, at in ((131072, 0.9), (4096, 0.1)))
+    large, small = (
+        record_of("flashrope ReRoPE", seqlen=n, share=at, sizes=sizes) for n, at in ((131072, 0.9), (4096, 0.1))
+    )
     [judged] = goals.evaluate(run_of([large, small], command="decode"), [share])
     assert judged["measured"] == {"131072": 0.9} and judged["verdict"] == "floor met"
 
@@ -188,7 +210,8 @@ def test_every_goal_names_contestants_that_there_are():
 
 
 def test_model_of_tile_loops():
-    """FlashAttention-2's shape of a loop, and what bounds it: products, shared memory, or the number of instructions."""
+    """FlashAttention-2's shape of a loop, and what bounds it: products, shared memory, or the number of
+    instructions."""
     assert model.utilisation({"mma": 100, "total": 100}) == 1.0
     assert model.utilisation({"mma": 100, "ldsm": 100, "total": 100}) == 0.5
     assert model.utilisation({"mma": 100, "mufu": 50, "total": 100}) == pytest.approx(800 / 1200)

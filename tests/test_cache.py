@@ -57,7 +57,9 @@ def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None
         assert len(pages) >= needed if name in reserved else len(pages) == needed
         used.update(pages)
         for pool, expected in zip((cache.k, cache.v), rows(model[name]), strict=True):
-            assert torch.equal(pool[pages].flatten(0, 1)[:len(model[name])], expected[0]), f"contents of sequence {name}"
+            assert torch.equal(pool[pages].flatten(0, 1)[: len(model[name])], expected[0]), (
+                f"contents of sequence {name}"
+            )
     assert cache.free_pages == cache.pages - len(used), "pages free and held"
     unheld = [page for page in range(cache.pages) if page not in used]
     cache.k[unheld] = cache.v[unheld] = torch.nan  # whoever reads them later is seen
@@ -119,10 +121,14 @@ class Walk:
         shorter = min(len(self.model[name]) for name in sequences) + len(new[0])
         q = queries(min(3, shorter), len(sequences), self.random.randrange(1000))
         scheme = self.random.choice(sorted(SCHEMES))
-        out = self.cache.attend(sequences, q, SCHEMES[scheme], *(batch(new) if new[0] else ()), impl=self.impl, validate=True)
+        out = self.cache.attend(
+            sequences, q, SCHEMES[scheme], *(batch(new) if new[0] else ()), impl=self.impl, validate=True
+        )
         self.written(sequences, new)
         for b, name in enumerate(sequences):
-            torch.testing.assert_close(out[b:b + 1], expected(scheme, q[b:b + 1], [self.model[name]], torch.float64))
+            torch.testing.assert_close(
+                out[b : b + 1], expected(scheme, q[b : b + 1], [self.model[name]], torch.float64)
+            )
 
     def written(self, sequences, new):
         self.model.update({name: self.model[name] + tokens for name, tokens in zip(sequences, new, strict=True)})
@@ -155,8 +161,20 @@ class Walk:
             self.cache.attend(sequences, queries(1, len(sequences), 0), SCHEMES["rope"], *batch(new), num_splits=0)
 
     def step(self):
-        kind = self.random.choice(["append"] * 6 + ["attend"] * 6 + ["fork"] * 5 + ["truncate"] * 3 + ["allocate"] * 3
-                                  + ["free"] * 3 + ["fail"] * 2 + ["reserve", "use_freed"]) if self.model else "allocate"
+        kind = (
+            self.random.choice(
+                ["append"] * 6
+                + ["attend"] * 6
+                + ["fork"] * 5
+                + ["truncate"] * 3
+                + ["allocate"] * 3
+                + ["free"] * 3
+                + ["fail"] * 2
+                + ["reserve", "use_freed"]
+            )
+            if self.model
+            else "allocate"
+        )
         before = self.held(), self.cache.free_pages
         refused = None
         try:
@@ -194,7 +212,8 @@ def test_random_walk(seed, impl):
 @pytest.mark.parametrize("impl", [None, "reference"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_attend_equals_attention(scheme, impl, dtype):
-    """Chunked prefill, verification and decoding of three sequences in both kinds of cache, tokens dropped in between."""
+    """Chunked prefill, verification and decoding of three sequences in both kinds of cache, tokens dropped in
+    between."""
     tokens, caches = [[], [], []], (contiguous(capacity=80, dtype=dtype), paged(15, dtype))
     names = [caches[1].allocate() for _ in tokens]
     generator = random.Random(5)
@@ -203,13 +222,15 @@ def test_attend_equals_attention(scheme, impl, dtype):
         tokens = [old + more for old, more in zip(tokens, new, strict=True)]
         q = queries(seqlen_new, 3, seqlen_new, dtype)
         exact = expected(scheme, q, tokens, dtype)
-        for out in (caches[0].attend(q, SCHEMES[scheme], *batch(new, dtype), impl=impl, validate=True),
-                    caches[1].attend(names, q, SCHEMES[scheme], *batch(new, dtype), impl=impl, validate=True)):
+        for out in (
+            caches[0].attend(q, SCHEMES[scheme], *batch(new, dtype), impl=impl, validate=True),
+            caches[1].attend(names, q, SCHEMES[scheme], *batch(new, dtype), impl=impl, validate=True),
+        ):
             torch.testing.assert_close(out, exact)
         again, lse = caches[1].attend(names, q, SCHEMES[scheme], impl=impl, return_lse=True)
         torch.testing.assert_close(again, exact)
         torch.testing.assert_close(caches[0].attend(q, SCHEMES[scheme], impl=impl, return_lse=True)[1], lse)
-        tokens = [old[:len(old) - dropped] for old in tokens]
+        tokens = [old[: len(old) - dropped] for old in tokens]
         caches[0].truncate(None, len(tokens[0]))
         for name in names:
             caches[1].truncate(name, len(tokens[0]))
@@ -220,7 +241,10 @@ class TestKVCache:
         cache, model, generator = contiguous(), [[], [], []], random.Random(2)
         where = cache.seqlens.data_ptr()  # a CUDA graph holds it
         for _ in range(200):
-            b, kind = generator.randrange(3), generator.choice(("append", "append", "truncate", "all", "each", "reset", "full"))
+            b, kind = (
+                generator.randrange(3),
+                generator.choice(("append", "append", "truncate", "all", "each", "reset", "full")),
+            )
             if kind == "append" and max(map(len, model)) < cache.capacity:
                 seqlen_new = generator.randint(0, min(9, cache.capacity - max(map(len, model))))
                 new = [[generator.randrange(TOKENS.shape[1]) for _ in range(seqlen_new)] for _ in model]
@@ -228,13 +252,13 @@ class TestKVCache:
                 model = [old + more for old, more in zip(model, new, strict=True)]
             elif kind == "truncate":
                 cache.truncate(b, len(model[b]) // 2)
-                del model[b][len(model[b]) // 2:]
+                del model[b][len(model[b]) // 2 :]
             elif kind == "all":
                 length = max(min(map(len, model)) - 2, 0)
                 cache.truncate(None, length)
                 model = [old[:length] for old in model]
             elif kind == "each":
-                model = [old[:max(len(old) - b, 0)] for b, old in enumerate(model)]
+                model = [old[: max(len(old) - b, 0)] for b, old in enumerate(model)]
                 cache.truncate(None, [len(old) for old in model])
             elif kind == "reset" and generator.random() < 0.2:
                 cache.reset(b)
@@ -242,13 +266,15 @@ class TestKVCache:
             elif kind == "full":
                 before = cache.k.clone()
                 more = cache.capacity - max(map(len, model)) + 1
-                with pytest.raises(ValueError, match=f"has {max(map(len, model))} of 40 slots in use: no room for {more}"):
+                with pytest.raises(
+                    ValueError, match=f"has {max(map(len, model))} of 40 slots in use: no room for {more}"
+                ):
                     cache.append(*batch([[1] * more] * 3))
                 assert torch.equal(cache.k.nan_to_num(), before.nan_to_num())
             assert cache.lengths == cache.seqlens.tolist() == [len(tokens) for tokens in model]
             for b, tokens in enumerate(model):
                 for room, exact in zip((cache.k, cache.v), rows(tokens), strict=True):
-                    assert torch.equal(room[b, :len(tokens)], exact[0])
+                    assert torch.equal(room[b, : len(tokens)], exact[0])
         cache.reset()
         assert cache.lengths == cache.seqlens.tolist() == [0, 0, 0]
         assert cache.seqlens.data_ptr() == where
@@ -260,25 +286,60 @@ class TestKVCache:
             cache.advance(3)
         assert cache.lengths == cache.seqlens.tolist() == [38] * 3
 
-    @pytest.mark.parametrize("call, error, message", [
-        (lambda c, q, k: c.append(k[:2], k[:2]), ValueError, r"k: expected shape (3, seqlen_new, 1, 8), got (2, 4, 1, 8)"),
-        (lambda c, q, k: c.append(k, k[:, :3]), ValueError, r"v: expected shape (3, 4, 1, 8), got (3, 3, 1, 8)"),
-        (lambda c, q, k: c.append(k.float(), k), TypeError, "k: expected torch.float64 as the cache, got torch.float32"),
-        (lambda c, q, k: c.append(k, k.to("meta")), ValueError, "v: expected device"),
-        (lambda c, q, k: c.append(None, None), TypeError, "k: expected a tensor, got NoneType"),
-        (lambda c, q, k: c.append(k.requires_grad_(), k), ValueError, "k: expected no gradient to be asked for"),
-        (lambda c, q, k: c.append(k.transpose(1, 3).contiguous().transpose(1, 3), k), ValueError, "k: expected a contiguous"),
-        (lambda c, q, k: c.append(k, k, impl="flash"), ValueError, "impl: expected None or one of"),
-        (lambda c, q, k: c.attend(q[:2], SCHEMES["rope"], k, k), ValueError, "q: expected shape (3, seqlen_q, heads_q"),
-        (lambda c, q, k: c.attend(q, SCHEMES["rope"], v=k), TypeError, "k: expected a tensor, got NoneType"),
-        (lambda c, q, k: c.attend(q, SCHEMES["rope"], k, k, softmax_scale="1"), TypeError, "softmax_scale: expected a number"),
-        (lambda c, q, k: c.attend(q, SCHEMES["rope"], k, k, block_table=None), TypeError, "block_table"),
-        (lambda c, q, k: c.attend(q, Rotary.rope(16), k, k), ValueError, "rotary: its head_dim is 16, q's is 8"),
-        (lambda c, q, k: c.truncate(1, 6), ValueError, "length of sequence 1: expected at least 0 and at most 5, got 6"),
-        (lambda c, q, k: c.truncate(None, [5, 5, -1]), ValueError, "length of sequence 2: expected at least 0 and at most 5"),
-        (lambda c, q, k: c.truncate(None, [5, 5]), ValueError, "length: expected a number or 3 of them, got [5, 5]"),
-        (lambda c, q, k: c.reset(3), ValueError, "sequence: expected at least 0 and at most 2, got 3"),
-    ])
+    @pytest.mark.parametrize(
+        "call, error, message",
+        [
+            (
+                lambda c, q, k: c.append(k[:2], k[:2]),
+                ValueError,
+                r"k: expected shape (3, seqlen_new, 1, 8), got (2, 4, 1, 8)",
+            ),
+            (lambda c, q, k: c.append(k, k[:, :3]), ValueError, r"v: expected shape (3, 4, 1, 8), got (3, 3, 1, 8)"),
+            (
+                lambda c, q, k: c.append(k.float(), k),
+                TypeError,
+                "k: expected torch.float64 as the cache, got torch.float32",
+            ),
+            (lambda c, q, k: c.append(k, k.to("meta")), ValueError, "v: expected device"),
+            (lambda c, q, k: c.append(None, None), TypeError, "k: expected a tensor, got NoneType"),
+            (lambda c, q, k: c.append(k.requires_grad_(), k), ValueError, "k: expected no gradient to be asked for"),
+            (
+                lambda c, q, k: c.append(k.transpose(1, 3).contiguous().transpose(1, 3), k),
+                ValueError,
+                "k: expected a contiguous",
+            ),
+            (lambda c, q, k: c.append(k, k, impl="flash"), ValueError, "impl: expected None or one of"),
+            (
+                lambda c, q, k: c.attend(q[:2], SCHEMES["rope"], k, k),
+                ValueError,
+                "q: expected shape (3, seqlen_q, heads_q",
+            ),
+            (lambda c, q, k: c.attend(q, SCHEMES["rope"], v=k), TypeError, "k: expected a tensor, got NoneType"),
+            (
+                lambda c, q, k: c.attend(q, SCHEMES["rope"], k, k, softmax_scale="1"),
+                TypeError,
+                "softmax_scale: expected a number",
+            ),
+            (lambda c, q, k: c.attend(q, SCHEMES["rope"], k, k, block_table=None), TypeError, "block_table"),
+            (lambda c, q, k: c.attend(q, Rotary.rope(16), k, k), ValueError, "rotary: its head_dim is 16, q's is 8"),
+            (
+                lambda c, q, k: c.truncate(1, 6),
+                ValueError,
+                "length of sequence 1: expected at least 0 and at most 5, got 6",
+            ),
+            (
+                lambda c, q, k: c.truncate(None, [5, 5, -1]),
+                ValueError,
+                "length of sequence 2: expected at least 0 and at most 5",
+            ),
+            (
+                lambda c, q, k: c.truncate(None, [5, 5]),
+                ValueError,
+                "length: expected a number or 3 of them, got [5, 5]",
+            ),
+            (lambda c, q, k: c.reset(3), ValueError, "sequence: expected at least 0 and at most 2, got 3"),
+        ],
+    )
     def test_errors(self, call, error, message):
         cache = contiguous()
         cache.append(*batch([[1, 2, 3, 4, 5]] * 3))
@@ -292,8 +353,10 @@ class TestKVCache:
     def test_repr(self):
         cache = KVCache(2, 32, 1, 8, device=DEVICE)
         assert cache.k.dtype == torch.bfloat16 and cache.nbytes == 2 * 2 * 32 * 8 * 2
-        assert repr(cache) == ("KVCache(batch=2, capacity=32, heads_kv=1, head_dim=8, dtype=torch.bfloat16, "
-                               f"device='{cache.k.device}'; 0 to 0 slots in use, 2,048 bytes)")
+        assert repr(cache) == (
+            "KVCache(batch=2, capacity=32, heads_kv=1, head_dim=8, dtype=torch.bfloat16, "
+            f"device='{cache.k.device}'; 0 to 0 slots in use, 2,048 bytes)"
+        )
 
 
 class TestPagedKVCache:
@@ -316,8 +379,8 @@ class TestPagedKVCache:
             cache.append([long], *rows([1] * 10))
             short = cache.fork(long)
             cache.truncate(short, 4)
-            names = [long, short][::-1 if order else 1]
-            cache.append(names, *batch([[2, 3], [4, 5]][::-1 if order else 1]))
+            names = [long, short][:: -1 if order else 1]
+            cache.append(names, *batch([[2, 3], [4, 5]][:: -1 if order else 1]))
             assert cache.free_pages == 1
             check(cache, {long: [1] * 10 + [2, 3], short: [1] * 4 + [4, 5]})
 
@@ -420,22 +483,52 @@ class TestPagedKVCache:
         assert cache.allocate() == 2  # takes the row of the table
         assert pages_of(cache, 2) == [] and len(pages_of(cache, second)) == 2
 
-    @pytest.mark.parametrize("call, error, message", [
-        (lambda c, q, k: c.append([0, 7], k, k), ValueError, "sequence 7 was never allocated"),
-        (lambda c, q, k: c.append([0, 2], k, k), ValueError, "sequence 2 was freed"),
-        (lambda c, q, k: c.append([1, 1], k, k), ValueError, "sequences: expected each once, got sequence 1 2 times"),
-        (lambda c, q, k: c.append(0, k, k), TypeError, "sequences: expected a list of numbers"),
-        (lambda c, q, k: c.append([0, None], k, k), TypeError, "sequence: expected a number that allocate or fork returned"),
-        (lambda c, q, k: c.append([0, 1], k.repeat(1, 16, 1, 1), k.repeat(1, 16, 1, 1)), ValueError,
-         "sequence 0 has 5 of 60 tokens: no room for 64"),
-        (lambda c, q, k: c.attend([0, 1], q[:1], SCHEMES["rope"], k, k), ValueError, "q: expected shape (2, seqlen_q, heads_q"),
-        (lambda c, q, k: c.attend([0, 1], q, Rotary.rope(16), k, k), ValueError, "rotary: its head_dim is 16, q's is 8"),
-        (lambda c, q, k: c.attend([0, 1], q.requires_grad_(), SCHEMES["rope"], k, k), ValueError, "no gradient to be asked for"),
-        (lambda c, q, k: c.free(2), ValueError, "sequence 2 was freed"),
-        (lambda c, q, k: c.truncate(0, 6), ValueError, "length of sequence 0: expected at least 0 and at most 5, got 6"),
-        (lambda c, q, k: c.reserve([0], 1.5), TypeError, "seqlen_new: expected an integer, got 1.5"),
-        (lambda c, q, k: c.allocate(61), ValueError, "length: expected at least 0 and at most 60"),
-    ])
+    @pytest.mark.parametrize(
+        "call, error, message",
+        [
+            (lambda c, q, k: c.append([0, 7], k, k), ValueError, "sequence 7 was never allocated"),
+            (lambda c, q, k: c.append([0, 2], k, k), ValueError, "sequence 2 was freed"),
+            (
+                lambda c, q, k: c.append([1, 1], k, k),
+                ValueError,
+                "sequences: expected each once, got sequence 1 2 times",
+            ),
+            (lambda c, q, k: c.append(0, k, k), TypeError, "sequences: expected a list of numbers"),
+            (
+                lambda c, q, k: c.append([0, None], k, k),
+                TypeError,
+                "sequence: expected a number that allocate or fork returned",
+            ),
+            (
+                lambda c, q, k: c.append([0, 1], k.repeat(1, 16, 1, 1), k.repeat(1, 16, 1, 1)),
+                ValueError,
+                "sequence 0 has 5 of 60 tokens: no room for 64",
+            ),
+            (
+                lambda c, q, k: c.attend([0, 1], q[:1], SCHEMES["rope"], k, k),
+                ValueError,
+                "q: expected shape (2, seqlen_q, heads_q",
+            ),
+            (
+                lambda c, q, k: c.attend([0, 1], q, Rotary.rope(16), k, k),
+                ValueError,
+                "rotary: its head_dim is 16, q's is 8",
+            ),
+            (
+                lambda c, q, k: c.attend([0, 1], q.requires_grad_(), SCHEMES["rope"], k, k),
+                ValueError,
+                "no gradient to be asked for",
+            ),
+            (lambda c, q, k: c.free(2), ValueError, "sequence 2 was freed"),
+            (
+                lambda c, q, k: c.truncate(0, 6),
+                ValueError,
+                "length of sequence 0: expected at least 0 and at most 5, got 6",
+            ),
+            (lambda c, q, k: c.reserve([0], 1.5), TypeError, "seqlen_new: expected an integer, got 1.5"),
+            (lambda c, q, k: c.allocate(61), ValueError, "length: expected at least 0 and at most 60"),
+        ],
+    )
     def test_errors(self, call, error, message):
         cache = paged(max_seqlen=60)
         for _ in range(2):
@@ -445,13 +538,20 @@ class TestPagedKVCache:
             call(cache, queries(2, 2, 0), batch([[6, 7, 8, 9]] * 2)[0])
         check(cache, {0: [1, 2, 3, 4, 5], 1: [1, 2, 3, 4, 5]})
 
-    @pytest.mark.parametrize("arguments, error, message", [
-        ((0, 16, 1, 8), ValueError, "pages: expected at least 1, got 0"),
-        ((4, 8, 1, 8), ValueError, "page_size: expected at least 16 and at most 256, got 8"),
-        ((4, 48, 1, 8), ValueError, "page_size: expected 16, 32, 64, 128 or 256, got 48"),
-        ((4, 16, 1, 12), ValueError, "head_dim: expected a multiple of 8 up to 256, got 12"),
-        ((4, 16, 1, 8, torch.int8), TypeError, "dtype: expected float16, bfloat16, float32 or float64, got torch.int8"),
-    ])
+    @pytest.mark.parametrize(
+        "arguments, error, message",
+        [
+            ((0, 16, 1, 8), ValueError, "pages: expected at least 1, got 0"),
+            ((4, 8, 1, 8), ValueError, "page_size: expected at least 16 and at most 256, got 8"),
+            ((4, 48, 1, 8), ValueError, "page_size: expected 16, 32, 64, 128 or 256, got 48"),
+            ((4, 16, 1, 12), ValueError, "head_dim: expected a multiple of 8 up to 256, got 12"),
+            (
+                (4, 16, 1, 8, torch.int8),
+                TypeError,
+                "dtype: expected float16, bfloat16, float32 or float64, got torch.int8",
+            ),
+        ],
+    )
     def test_construction(self, arguments, error, message):
         with pytest.raises(error, match=re.escape(message)):
             PagedKVCache(*arguments)
@@ -460,8 +560,10 @@ class TestPagedKVCache:
         cache = paged(dtype=torch.float32, max_seqlen=33)
         cache.allocate(20)
         assert cache.max_pages == 3 and cache.nbytes == 2 * 8 * PAGE * 8 * 4
-        assert repr(cache) == ("PagedKVCache(pages=8, page_size=16, heads_kv=1, head_dim=8, dtype=torch.float32, "
-                               f"device='{cache.k.device}', max_seqlen=33; 6 pages free, sequences [0], 8,192 bytes)")
+        assert repr(cache) == (
+            "PagedKVCache(pages=8, page_size=16, heads_kv=1, head_dim=8, dtype=torch.float32, "
+            f"device='{cache.k.device}', max_seqlen=33; 6 pages free, sequences [0], 8,192 bytes)"
+        )
 
 
 def test_made_in_inference_mode():

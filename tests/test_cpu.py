@@ -9,7 +9,9 @@ from flashrope.backends.cpu_pieces import plan
 
 ROPE = Rotary.rope(8)
 SCHEMES = [ROPE, ROPE.rectify(5, 2.0).local(40), ROPE.rectify(70, 2.0).local(150)]
-SCHEMES += [scheme(window) for window in (0, 1, 2, 3, 16, 63, 64, 65, 100, 1000) for scheme in (ROPE.rectify, ROPE.local)]
+SCHEMES += [
+    scheme(window) for window in (0, 1, 2, 3, 16, 63, 64, 65, 100, 1000) for scheme in (ROPE.rectify, ROPE.local)
+]
 LENGTHS = [(1, 1), (5, 5), (3, 7), (7, 3), (1, 9), (9, 1), (40, 40), (70, 200), (200, 70), (300, 300), (33, 64)]
 
 
@@ -30,19 +32,27 @@ def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
         for slope, offset, pieces in plan(bands, seqlen_q, seqlen_k, shift):
             for piece in pieces:
                 local = torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
-                seen = (local >= 0) & (local < (piece.width or seqlen_q)) if piece.causal else torch.ones_like(local, dtype=torch.bool)
+                seen = (
+                    (local >= 0) & (local < (piece.width or seqlen_q))
+                    if piece.causal
+                    else torch.ones_like(local, dtype=torch.bool)
+                )
                 assert seen.any(1).all(), f"a row without keys in {piece}"
                 seen = seen.flip(0, 1) if piece.reversed else seen
                 for again in range(piece.repeat):
                     row, key = piece.row + again * piece.stride, piece.key + again * piece.stride
-                    assert 0 <= row and row + piece.rows <= seqlen_q and 0 <= key and key + piece.keys <= seqlen_k, piece
-                    held[slope, offset][row:row + piece.rows, key:key + piece.keys] += seen
+                    assert 0 <= row and row + piece.rows <= seqlen_q and 0 <= key and key + piece.keys <= seqlen_k, (
+                        piece
+                    )
+                    held[slope, offset][row : row + piece.rows, key : key + piece.keys] += seen
         for turn, want in wanted.items():
             assert torch.equal(held[turn], want), (rotary, turn)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 5, 70])
-@pytest.mark.parametrize("scheme", [ROPE, ROPE.rectify(20).log_n(9), ROPE.rectify(20, 2.0), ROPE.local(20), Rotary.none(8)], ids=repr)
+@pytest.mark.parametrize(
+    "scheme", [ROPE, ROPE.rectify(20).log_n(9), ROPE.rectify(20, 2.0), ROPE.local(20), Rotary.none(8)], ids=repr
+)
 def test_blocks_of_a_cache(monkeypatch, scheme, seqlen_q):
     """Blocks that end inside a page, inside a band, and at a sequence's last key."""
     monkeypatch.setattr(cpu_cache, "_block_size", lambda rotary, causal, row: 24)
@@ -53,6 +63,8 @@ def test_blocks_of_a_cache(monkeypatch, scheme, seqlen_q):
         seqlens = torch.tensor(lengths, dtype=torch.int32)
         expected = attention_with_cache(q, *whole, scheme, seqlens, impl="reference", return_lse=True)
         for caches, block_table in (whole, None), ((k, v), table):
-            result = attention_with_cache(q, *caches, scheme, seqlens, block_table=block_table, impl="cpu", return_lse=True)
+            result = attention_with_cache(
+                q, *caches, scheme, seqlens, block_table=block_table, impl="cpu", return_lse=True
+            )
             for x, y in zip(result, expected, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

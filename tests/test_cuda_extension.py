@@ -1,5 +1,6 @@
-"""The CUDA decode kernels on the host: csrc/decode.cu and csrc/library.cpp compiled against tests/emulator/ptx.h and registered
-for CPU tensors, so kernels, checks and the Python backend run as they would on a device, against the reference in float64."""
+"""The CUDA decode kernels on the host: csrc/decode.cu and csrc/library.cpp compiled against tests/emulator/ptx.h and
+registered for CPU tensors, so kernels, checks and the Python backend run as they would on a device, against the
+reference in float64."""
 
 import ctypes
 import os
@@ -17,7 +18,9 @@ from flashrope.backends import CacheCall, choose, cuda, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 CXX = shutil.which(os.environ.get("CXX", "g++"))
-pytestmark = pytest.mark.skipif(CXX is None or sys.platform != "linux", reason="the emulation needs Linux and a C++ compiler")
+pytestmark = pytest.mark.skipif(
+    CXX is None or sys.platform != "linux", reason="the emulation needs Linux and a C++ compiler"
+)
 BF16, FP16 = torch.bfloat16, torch.float16
 COEFFICIENT = support.COEFFICIENT[FP16]  # of u * (1 + kappa) * (P |V|); the largest seen was 0.77
 
@@ -40,16 +43,39 @@ SCHEMES = {
 def built(tmp_path_factory):
     """(the operators' library, the collectives' library)"""
     folder, package = tmp_path_factory.mktemp("emulator"), Path(torch.__file__).parent
-    options = [CXX, "-std=c++17", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", "-DTORCH_TARGET_VERSION=0x020b000000000000",
-               "-DFLASHROPE_NAMESPACE=flashrope_emulated", "-DFLASHROPE_DISPATCH_KEY=CPU", f"-I{ROOT}/tests/emulator",
-               f"-I{ROOT}/csrc", f"-I{package}/include", "-x", "c++"]
+    options = [
+        CXX,
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-U_FORTIFY_SOURCE",
+        "-DTORCH_TARGET_VERSION=0x020b000000000000",
+        "-DFLASHROPE_NAMESPACE=flashrope_emulated",
+        "-DFLASHROPE_DISPATCH_KEY=CPU",
+        f"-I{ROOT}/tests/emulator",
+        f"-I{ROOT}/csrc",
+        f"-I{package}/include",
+        "-x",
+        "c++",
+    ]
     sources = (ROOT / "csrc/decode.cu", ROOT / "csrc/library.cpp", ROOT / "tests/emulator/fragments.cpp")
     compilers = [subprocess.Popen([*options, "-c", source, "-o", folder / f"{source.stem}.o"]) for source in sources]
     assert [compiler.wait() for compiler in compilers] == [0, 0, 0]
     libraries = {"operators": ["decode.o", "library.o"], "fragments": ["fragments.o"]}
     for name, objects in libraries.items():
-        subprocess.run([CXX, "-shared", *(folder / x for x in objects), "-o", folder / f"{name}.so", f"-L{package}/lib",
-                        "-ltorch_cpu", "-lc10"], check=True)
+        subprocess.run(
+            [
+                CXX,
+                "-shared",
+                *(folder / x for x in objects),
+                "-o",
+                folder / f"{name}.so",
+                f"-L{package}/lib",
+                "-ltorch_cpu",
+                "-lc10",
+            ],
+            check=True,
+        )
     torch.ops.load_library(folder / "operators.so")
     return torch.ops.flashrope_emulated, ctypes.CDLL(folder / "fragments.so")
 
@@ -66,10 +92,25 @@ def random(*shape, dtype, seed):
 
 
 class Cache:
-    """Sequences of random keys; every slot that no sequence holds is NaN. q: (batch, seqlen_q, heads_kv * group, head_dim)."""
+    """Sequences of random keys; every slot that no sequence holds is NaN. q: (batch, seqlen_q, heads_kv * group,
+    head_dim)."""
 
-    def __init__(self, rotary, dtype, lengths, capacity=160, seqlen_q=1, group=1, heads_kv=2, page_size=0, leftpad=None,
-                 causal=True, num_splits=3, seed=0, wide=False):
+    def __init__(
+        self,
+        rotary,
+        dtype,
+        lengths,
+        capacity=160,
+        seqlen_q=1,
+        group=1,
+        heads_kv=2,
+        page_size=0,
+        leftpad=None,
+        causal=True,
+        num_splits=3,
+        seed=0,
+        wide=False,
+    ):
         batch, head_dim = len(lengths), rotary.head_dim
         self.q = random(batch, seqlen_q, heads_kv * group, head_dim, dtype=dtype, seed=seed)
         self.dtype, self.leftpad, self.lengths = dtype, leftpad or [0] * batch, lengths
@@ -87,7 +128,9 @@ class Cache:
                 to[order] = x.reshape(count, page_size, heads_kv, head_dim)
             slots, table = pages, order.view(batch, -1).to(torch.int32)
         if wide:  # strides that are no products of the shape
-            slots = [torch.nn.functional.pad(x, (0, 8, 0, 1), value=torch.nan)[:, :, :heads_kv, :head_dim] for x in slots]
+            slots = [
+                torch.nn.functional.pad(x, (0, 8, 0, 1), value=torch.nan)[:, :, :heads_kv, :head_dim] for x in slots
+            ]
         self.k, self.v = slots
         pads = torch.tensor(self.leftpad, dtype=torch.int32) if leftpad else None
         lengths = torch.tensor(lengths, dtype=torch.int32)
@@ -103,13 +146,17 @@ class Cache:
         for b, (start, end) in enumerate(zip(self.leftpad, self.lengths, strict=True)):
             if b in skip:
                 continue
-            q, k, v = self.q[b:b + 1], *(x[b:b + 1, start:end] for x in self.slots)
+            q, k, v = self.q[b : b + 1], *(x[b : b + 1, start:end] for x in self.slots)
             zeros = torch.zeros(1, q.shape[2], q.shape[1])
-            problem = support.Problem(q, k, v, self.call.rotary, self.call.causal, grad_out=torch.zeros_like(q), grad_lse=zeros)
+            problem = support.Problem(
+                q, k, v, self.call.rotary, self.call.causal, grad_out=torch.zeros_like(q), grad_lse=zeros
+            )
             exact, bound = support.exact_and_bound(problem)
-            for name, got in (("out", out[b:b + 1]), ("lse", lse[b:b + 1])):
+            for name, got in (("out", out[b : b + 1]), ("lse", lse[b : b + 1])):
                 error = torch.where(got.double() == exact[name], 0, (got.double() - exact[name]).abs())
-                budget = support.UNIT_ROUNDOFF[self.dtype] * bound[name] + 2.0**-25  # half a step of float16's smallest numbers
+                budget = (
+                    support.UNIT_ROUNDOFF[self.dtype] * bound[name] + 2.0**-25
+                )  # half a step of float16's smallest numbers
                 worst = max(worst, (error / budget).nan_to_num(nan=torch.inf).max().item())
         return worst
 
@@ -118,7 +165,8 @@ class Cache:
         assert error <= COEFFICIENT, f"{error} of the budget in {self.call.rotary}"
 
 
-# ---- the emulation itself ---------------------------------------------------------------------------------------------
+# ---- the emulation itself
+# ---------------------------------------------------------------------------------------------
 
 LANE = torch.arange(32)[:, None]
 GROUP, MEMBER = LANE // 4, LANE % 4  # PTX ISA: groupID and threadID_in_group
@@ -132,7 +180,9 @@ def pointer(x):
 def test_mma_holds_its_fragments_as_the_ptx_isa_says(built, dtype):
     a, b, c = random(16, 16, dtype=dtype, seed=0), random(16, 8, dtype=dtype, seed=1), torch.randn(16, 8)
     i = torch.arange(8)[None]  # a0 to a7
-    fragment_a = a[torch.where((i < 2) | ((i >= 4) & (i < 6)), GROUP, GROUP + 8), MEMBER * 2 + i % 2 + torch.where(i >= 4, 8, 0)]
+    fragment_a = a[
+        torch.where((i < 2) | ((i >= 4) & (i < 6)), GROUP, GROUP + 8), MEMBER * 2 + i % 2 + torch.where(i >= 4, 8, 0)
+    ]
     i = i[:, :4]  # b0 to b3, c0 to c3
     fragment_b = b[MEMBER * 2 + i % 2 + torch.where(i >= 2, 8, 0), GROUP.expand(32, 4)]
     at = torch.where(i < 2, GROUP, GROUP + 8), MEMBER * 2 + i % 2
@@ -156,7 +206,7 @@ def test_ldmatrix_deals_rows_as_the_ptx_isa_says(built, transposed):
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 def test_two_byte_types_round_as_torch_does(built, dtype):
     generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-2**31, 2**31, (200_000,), dtype=torch.int64, generator=generator).to(torch.int32)
+    bits = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64, generator=generator).to(torch.int32)
     near = torch.randn(100_000, generator=generator) * torch.logspace(-9, 5, 100_000)
     x = torch.cat([bits.view(torch.float32), near, torch.tensor([0.0, -0.0, 65519.0, 65520.0, 2.0**-25, 3 * 2.0**-25])])
     x = x[x.isfinite()]
@@ -171,6 +221,7 @@ def test_two_byte_types_round_as_torch_does(built, dtype):
 
 # ---- attention --------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=["float16", "bfloat16"])
@@ -179,7 +230,9 @@ def test_follows_the_reference(operators, dtype, head_dim, scheme):
     case = list(SCHEMES).index(scheme) + cuda.HEAD_DIMS.index(head_dim) + (dtype == BF16)
     seqlen_q, group, page_size = (1, 3, 17)[case % 3], (1, 4)[case // 3 % 2], (0, 16, 64)[case % 5 % 3]
     lengths = [129, max(37, seqlen_q), 0]
-    Cache(SCHEMES[scheme](head_dim), dtype, lengths, 192, seqlen_q, group, 1 if group == 4 else 2, page_size, seed=case).check()
+    Cache(
+        SCHEMES[scheme](head_dim), dtype, lengths, 192, seqlen_q, group, 1 if group == 4 else 2, page_size, seed=case
+    ).check()
 
 
 @pytest.mark.parametrize("page_size", [0, 16, 64])
@@ -239,7 +292,7 @@ def test_fixed_splits_give_equal_bits_however_tokens_are_cut_into_calls(operator
     out, lse = together.run()
     for t in range(6):
         alone = Cache(rotary, BF16, [150, 60], seqlen_q=6, group=4)
-        alone.q, alone.call.cache_seqlens = alone.q[1:, t:t + 1], torch.tensor([60 - 5 + t], dtype=torch.int32)
+        alone.q, alone.call.cache_seqlens = alone.q[1:, t : t + 1], torch.tensor([60 - 5 + t], dtype=torch.int32)
         alone.k, alone.v = alone.k[1:], alone.v[1:]
         one, one_lse = alone.run()
         assert torch.equal(one[0, 0], out[1, t]) and torch.equal(one_lse[0, :, 0], lse[1, :, t])
@@ -265,13 +318,17 @@ def test_entries_of_the_table_behind_a_sequence_are_not_used(operators):
 
 
 def test_nothing_to_attend_to(operators):
-    for cache in (Cache(Rotary.rope(64), BF16, [0, 0]), Cache(Rotary.rope(64), BF16, [0], capacity=0),
-                  Cache(Rotary.rope(64), BF16, [], capacity=16)):
+    for cache in (
+        Cache(Rotary.rope(64), BF16, [0, 0]),
+        Cache(Rotary.rope(64), BF16, [0], capacity=0),
+        Cache(Rotary.rope(64), BF16, [], capacity=16),
+    ):
         out, lse = cache.run()
         assert (out == 0).all() and (lse == -torch.inf).all() and out.shape == cache.q.shape
 
 
 # ---- append -----------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("head_dim", [64, 96])
@@ -290,22 +347,41 @@ def test_append_writes_what_the_reference_writes(operators, page_size, head_dim)
 
 @pytest.mark.parametrize("page_size", [0, 64])
 def test_the_public_call_appends_and_attends(operators, monkeypatch, page_size):
-    monkeypatch.setattr(cuda, "refusal", lambda q, cached=False: cuda.unsupported(q))  # a device is what it would ask for next
-    cache = Cache(SCHEMES["rerope"](128), BF16, [100, 126], 128, seqlen_q=2, group=4, page_size=page_size, leftpad=[7, 0])
+    monkeypatch.setattr(
+        cuda, "refusal", lambda q, cached=False: cuda.unsupported(q)
+    )  # a device is what it would ask for next
+    cache = Cache(
+        SCHEMES["rerope"](128), BF16, [100, 126], 128, seqlen_q=2, group=4, page_size=page_size, leftpad=[7, 0]
+    )
     new = [random(2, 2, 2, 128, dtype=BF16, seed=i) for i in (7, 8)]
 
     def run(impl, dtype=BF16):
         q, k_cache, v_cache, k, v = (x.to(dtype) for x in (cache.q, cache.k, cache.v, *new))
-        return attention_with_cache(q, k_cache, v_cache, cache.call.rotary, cache.call.cache_seqlens, k, v,
-                                    cache.call.block_table, cache.call.cache_leftpad, return_lse=True, impl=impl)
+        return attention_with_cache(
+            q,
+            k_cache,
+            v_cache,
+            cache.call.rotary,
+            cache.call.cache_seqlens,
+            k,
+            v,
+            cache.call.block_table,
+            cache.call.cache_leftpad,
+            return_lse=True,
+            impl=impl,
+        )
 
     (out, lse), (exact, exact_lse) = run("cuda"), run("reference", torch.float64)
     assert out.dtype == BF16 and (out - exact).abs().max() < 0.01 and (lse - exact_lse).abs().max() < 0.01
-    with pytest.raises(ValueError, match="impl='cuda' cannot serve this call: the CUDA kernels take float16 and bfloat16"):
+    with pytest.raises(
+        ValueError, match="impl='cuda' cannot serve this call: the CUDA kernels take float16 and bfloat16"
+    ):
         run("cuda", torch.float32)
 
 
-# ---- refusals and checks ----------------------------------------------------------------------------------------------
+# ---- refusals and checks
+# ----------------------------------------------------------------------------------------------
+
 
 def test_refusals_say_why(monkeypatch, tmp_path):
     q = torch.empty(1, 1, 1, 64, dtype=BF16)
@@ -335,16 +411,20 @@ def test_misaligned_caches_are_named_and_misaligned_queries_served(operators):
     cache.check()
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(table=lambda x: x[:, :1024].contiguous()), "table: expected rows for 160 positions"),
-    (dict(bands=lambda x: x[:, :3].contiguous()), "bands: expected"),
-    (dict(v_cache=lambda x: x[..., :32]), "v_cache: expected head_dim 64"),
-    (dict(k_cache=lambda x: x.half()), "k_cache: expected one type"),
-    (dict(cache_seqlens=lambda x: x.long()), "cache_seqlens: expected a contiguous int32"),
-    (dict(num_splits=lambda x: 257), "num_splits: expected 1 to 256"),
-    (dict(partial_out=lambda x: x[1:]), "partial_out: expected"),
-    (dict(rotary_dim=lambda x: 66), "rotary_dim: got 66"),
-], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(table=lambda x: x[:, :1024].contiguous()), "table: expected rows for 160 positions"),
+        (dict(bands=lambda x: x[:, :3].contiguous()), "bands: expected"),
+        (dict(v_cache=lambda x: x[..., :32]), "v_cache: expected head_dim 64"),
+        (dict(k_cache=lambda x: x.half()), "k_cache: expected one type"),
+        (dict(cache_seqlens=lambda x: x.long()), "cache_seqlens: expected a contiguous int32"),
+        (dict(num_splits=lambda x: 257), "num_splits: expected 1 to 256"),
+        (dict(partial_out=lambda x: x[1:]), "partial_out: expected"),
+        (dict(rotary_dim=lambda x: 66), "rotary_dim: got 66"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
 def test_the_library_checks_what_it_is_given(operators, monkeypatch, change, message):
     names = [argument.name for argument in operators.decode.default._schema.arguments]
 
@@ -375,12 +455,23 @@ print(torch.ops.flashrope_cuda.decode.default._schema)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not all(map(shutil.which, ("nvcc", "ninja", "c++"))), reason="needs nvcc, ninja and a C++ compiler on PATH")
+@pytest.mark.skipif(
+    not all(map(shutil.which, ("nvcc", "ninja", "c++"))), reason="needs nvcc, ninja and a C++ compiler on PATH"
+)
 def test_the_library_builds_and_loads_where_torch_has_cuda(tmp_path):
     """libtorch_cuda is stood in for where this torch lacks it: no kernel runs here, but every symbol must be found."""
     pytest.importorskip("pybind11", reason="the build needs pybind11")
     env = {**os.environ, "FLASHROPE_BUILD_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "7.5"}
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "temp"]
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        tmp_path / "lib",
+        "--build-temp",
+        tmp_path / "temp",
+    ]
     refused = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert refused.returncode != 0 and "TORCH_CUDA_ARCH_LIST: expected numbers from 8.0 on" in refused.stderr
     env["TORCH_CUDA_ARCH_LIST"] = "8.0"
@@ -424,11 +515,16 @@ def test_the_gate_reads_registers_and_spills(gate):
 
 
 def test_the_gate_reads_the_width_of_copies_per_kernel(gate):
-    lines = ["        /*0010*/                   LDGSTS.E.BYPASS.128 [R2], desc[UR4][R4.64] ;",
-             "        /*0020*/              @P0  LDGSTS.E [R2], [R4] ;",
-             "        /*0030*/                   LDG.E.128 R4, [R2] ;"]
+    lines = [
+        "        /*0010*/                   LDGSTS.E.BYPASS.128 [R2], desc[UR4][R4.64] ;",
+        "        /*0020*/              @P0  LDGSTS.E [R2], [R4] ;",
+        "        /*0030*/                   LDG.E.128 R4, [R2] ;",
+    ]
     found = gate.functions("\n".join([".text.first:", *lines[:1], ".text.second:", *lines]))
-    assert {name: gate.copy_bytes(listing.opcodes) for name, listing in found.items()} == {"first": (16,), "second": (16, 4)}
+    assert {name: gate.copy_bytes(listing.opcodes) for name, listing in found.items()} == {
+        "first": (16,),
+        "second": (16, 4),
+    }
 
 
 def test_every_limit_of_the_gate_can_be_broken(gate):

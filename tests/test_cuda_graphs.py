@@ -10,8 +10,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 def tensors(seed=0, seqlen=200, device="cuda", grad=False):
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(2, seqlen, heads, 64, generator=generator).to(device, torch.bfloat16).requires_grad_(grad)
-                 for heads in (4, 2, 2))
+    return tuple(
+        torch.randn(2, seqlen, heads, 64, generator=generator).to(device, torch.bfloat16).requires_grad_(grad)
+        for heads in (4, 2, 2)
+    )
 
 
 def int32(values):
@@ -66,9 +68,11 @@ def test_no_call_waits_for_the_device():
 
     def calls():
         packed = (x.flatten(0, 1) for x in (q, k, v))
-        for out in (attention(q, k, v, Rotary.rope(64).rectify(50)),
-                    attention(q, k, v, Rotary.rope(64).log_n(50), positions=positions),
-                    attention_varlen(*packed, Rotary.rope(64), cu_seqlens, cu_seqlens, 250, 250)):
+        for out in (
+            attention(q, k, v, Rotary.rope(64).rectify(50)),
+            attention(q, k, v, Rotary.rope(64).log_n(50), positions=positions),
+            attention_varlen(*packed, Rotary.rope(64), cu_seqlens, cu_seqlens, 250, 250),
+        ):
             torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
     calls()
@@ -80,7 +84,10 @@ def test_no_call_waits_for_the_device():
 
 
 def test_on_a_stream_of_its_own():
-    rotary, want = Rotary.rope(64, base=12_377.0), attention(*tensors(), Rotary.rope(64, base=12_377.0), impl="reference")
+    rotary, want = (
+        Rotary.rope(64, base=12_377.0),
+        attention(*tensors(), Rotary.rope(64, base=12_377.0), impl="reference"),
+    )
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

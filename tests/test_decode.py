@@ -19,8 +19,8 @@ UNUSED = 2147480000  # what a table may hold where a sequence has no keys
 
 @dataclasses.dataclass
 class Cached:
-    """Sequences of different lengths in a cache; p[b] is sequence b alone. The cache does not hold the last seqlen_new keys yet;
-    all other slots are NaN."""
+    """Sequences of different lengths in a cache; p[b] is sequence b alone. The cache does not hold the last seqlen_new
+    keys yet; all other slots are NaN."""
 
     sequences: list[support.Problem]
     seqlen_new: int
@@ -36,18 +36,22 @@ class Cached:
             used = [-(-(pad + p.k.shape[1]) // self.page_size) for p, pad in zip(self.sequences, pads, strict=True)]
             total = max(sum(used) + 2, len(used) * self.capacity // self.page_size)
             inner = 1 + torch.randperm(total - 2, generator=torch.Generator().manual_seed(3))
-            free = [0, *inner.tolist()[:max(sum(used) - 2, 0)], total - 1]  # wrong page numbers are most easily mended to the first or last
+            free = [
+                0,
+                *inner.tolist()[: max(sum(used) - 2, 0)],
+                total - 1,
+            ]  # wrong page numbers are most easily mended to the first or last
             pool = first.new_full((2, total, self.page_size, *first.shape[2:]), torch.nan)
         for p, pad in zip(self.sequences, pads, strict=True):
             old = p.k.shape[1] - self.seqlen_new
             room = first.new_full((2, self.capacity, *first.shape[2:]), torch.nan)
-            room[0, pad:pad + old], room[1, pad:pad + old] = p.k[0, :old], p.v[0, :old]
+            room[0, pad : pad + old], room[1, pad : pad + old] = p.k[0, :old], p.v[0, :old]
             rooms.append(room)
             lengths.append(pad + old)
             if self.page_size:
                 pages = [free.pop(0) for _ in range(used[len(tables)])]
                 for n, page in enumerate(pages):
-                    pool[:, page] = room[:, n * self.page_size:(n + 1) * self.page_size]
+                    pool[:, page] = room[:, n * self.page_size : (n + 1) * self.page_size]
                 tables.append(pages + [UNUSED] * (self.capacity // self.page_size - len(pages)))
         device = first.device
         self.k_cache, self.v_cache = pool if self.page_size else torch.stack(rooms, 1)
@@ -58,10 +62,26 @@ class Cached:
     def run(self, impl: str, **options):
         p = self.sequences[0]
         new = slice(-self.seqlen_new, None) if self.seqlen_new else slice(0, 0)
-        k, v = (torch.cat([getattr(p, name)[:, new] for p in self.sequences]) if self.seqlen_new else None for name in "kv")
-        return attention_with_cache(torch.cat([p.q for p in self.sequences]), self.k_cache, self.v_cache, p.rotary, self.cache_seqlens,
-                                    k, v, self.block_table, self.cache_leftpad, causal=p.causal, softmax_scale=p.softmax_scale,
-                                    return_lse=True, impl=impl, validate=True, **options)
+        k, v = (
+            torch.cat([getattr(p, name)[:, new] for p in self.sequences]) if self.seqlen_new else None for name in "kv"
+        )
+        return attention_with_cache(
+            torch.cat([p.q for p in self.sequences]),
+            self.k_cache,
+            self.v_cache,
+            p.rotary,
+            self.cache_seqlens,
+            k,
+            v,
+            self.block_table,
+            self.cache_leftpad,
+            causal=p.causal,
+            softmax_scale=p.softmax_scale,
+            return_lse=True,
+            impl=impl,
+            validate=True,
+            **options,
+        )
 
     def check(self, target, **options) -> None:
         before = self.cache_seqlens.clone()
@@ -69,13 +89,30 @@ class Cached:
         assert torch.equal(before, self.cache_seqlens)
         assert out.dtype == target.dtype and lse.dtype == support.lse_type(target)
         for b, p in enumerate(self.sequences):
-            ratios = support.excess({"out": out[b:b + 1], "lse": lse[b:b + 1]}, *support.exact_and_bound(p), target.dtype)
+            ratios = support.excess(
+                {"out": out[b : b + 1], "lse": lse[b : b + 1]}, *support.exact_and_bound(p), target.dtype
+            )
             over = {name: ratio for name, ratio in ratios.items() if not ratio <= COEFFICIENT[target.dtype]}
             assert not over, f"sequence {b}: error over u * bound {over}"
 
 
-def cached(target, rotary, lengths, seqlen_q, heads=4, group=2, seqlen_new=None, leftpad=None, capacity=64, page_size=0, **options) -> Cached:
-    sequences = [support.problem(target, rotary, seqlen_q, n, heads=heads, group=group, seed=10 * b, **options) for b, n in enumerate(lengths)]
+def cached(
+    target,
+    rotary,
+    lengths,
+    seqlen_q,
+    heads=4,
+    group=2,
+    seqlen_new=None,
+    leftpad=None,
+    capacity=64,
+    page_size=0,
+    **options,
+) -> Cached:
+    sequences = [
+        support.problem(target, rotary, seqlen_q, n, heads=heads, group=group, seed=10 * b, **options)
+        for b, n in enumerate(lengths)
+    ]
     return Cached(sequences, seqlen_q if seqlen_new is None else seqlen_new, capacity, leftpad, page_size)
 
 
@@ -83,12 +120,19 @@ LAYOUTS = {"contiguous": 0, "paged": PAGE}
 layouts = pytest.mark.parametrize("page_size", LAYOUTS.values(), ids=LAYOUTS.keys())
 
 
-@pytest.mark.interpreted(lambda target, page_size, scheme: target.dtype == torch.float32 and bool(page_size) == (scheme in (
-    "rope_interleaved", "rope_partial", "hope_rerope_log_n", "yarn_leaky_local_log_n")))
+@pytest.mark.interpreted(
+    lambda target, page_size, scheme: (
+        target.dtype == torch.float32
+        and bool(page_size)
+        == (scheme in ("rope_interleaved", "rope_partial", "hope_rerope_log_n", "yarn_leaky_local_log_n"))
+    )
+)
 @layouts
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_one_token(target, page_size, scheme):
-    cached(target, SCHEMES[scheme](16), (45, 1, 64, 22), 1, leftpad=(3, 0, 0, 40), capacity=80, page_size=page_size).check(target)
+    cached(
+        target, SCHEMES[scheme](16), (45, 1, 64, 22), 1, leftpad=(3, 0, 0, 40), capacity=80, page_size=page_size
+    ).check(target)
 
 
 @pytest.mark.interpreted(lambda exact, page_size, scheme, causal: (scheme == "hope_rerope_log_n") == bool(page_size))
@@ -96,7 +140,9 @@ def test_one_token(target, page_size, scheme):
 @layouts
 @pytest.mark.parametrize("scheme", ["rope_partial", "leaky", "hope_rerope_log_n", "local"])
 def test_several_tokens(exact, page_size, scheme, causal):
-    cached(exact, SCHEMES[scheme](16), (45, 5, 64), 5, leftpad=(3, 0, 0), capacity=80, page_size=page_size, causal=causal).check(exact)
+    cached(
+        exact, SCHEMES[scheme](16), (45, 5, 64), 5, leftpad=(3, 0, 0), capacity=80, page_size=page_size, causal=causal
+    ).check(exact)
 
 
 @pytest.mark.interpreted(lambda target, scheme, seqlen_q: False)
@@ -107,27 +153,48 @@ def test_equal_lengths(target, scheme, seqlen_q):
     cached(target, SCHEMES[scheme](16), (20, 20), seqlen_q, leftpad=(3, 3)).check(target)
 
 
-@pytest.mark.interpreted(lambda exact, seqlen_q, page_size: exact.impl == "triton" and seqlen_q in (17, 70) and page_size)
+@pytest.mark.interpreted(
+    lambda exact, seqlen_q, page_size: exact.impl == "triton" and seqlen_q in (17, 70) and page_size
+)
 @layouts
 @pytest.mark.parametrize("seqlen_q", [2, 17, 64, 65, 70, 150])
 def test_long_chunks(exact, page_size, seqlen_q):
-    cached(exact, Rotary.rope(16).rectify(21).log_n(20), (150, 170), seqlen_q, heads=2, capacity=192, page_size=page_size).check(exact)
+    cached(
+        exact, Rotary.rope(16).rectify(21).log_n(20), (150, 170), seqlen_q, heads=2, capacity=192, page_size=page_size
+    ).check(exact)
 
 
-@pytest.mark.interpreted(lambda exact, page_size, scheme: bool(page_size) == (scheme != "hope_rerope_log_n") and scheme in (
-    "rope_interleaved", "hope_rerope_log_n", "yarn_leaky_local_log_n"))
+@pytest.mark.interpreted(
+    lambda exact, page_size, scheme: (
+        bool(page_size) == (scheme != "hope_rerope_log_n")
+        and scheme in ("rope_interleaved", "hope_rerope_log_n", "yarn_leaky_local_log_n")
+    )
+)
 @layouts
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_chunks_of_every_scheme(exact, page_size, scheme):
-    """More than 64 queries, which another kernel may serve: over a sequence that becomes full, and one that begins, behind padding."""
-    cached(exact, SCHEMES[scheme](16), (112, 66), 66, heads=2, leftpad=(0, 30), capacity=112, page_size=page_size).check(exact)
+    """More than 64 queries, which another kernel may serve: over a sequence that becomes full, and one that begins,
+    behind padding."""
+    cached(
+        exact, SCHEMES[scheme](16), (112, 66), 66, heads=2, leftpad=(0, 30), capacity=112, page_size=page_size
+    ).check(exact)
 
 
 @pytest.mark.interpreted(lambda exact, page_size, scheme: scheme == "hope_rerope_log_n" and page_size)
 @layouts
 @pytest.mark.parametrize("scheme", ["leaky", "hope_rerope_log_n", "local"])
 def test_chunks_that_see_ahead(exact, page_size, scheme):
-    cached(exact, SCHEMES[scheme](16), (112, 70), 66, heads=2, leftpad=(0, 9), capacity=112, page_size=page_size, causal=False).check(exact)
+    cached(
+        exact,
+        SCHEMES[scheme](16),
+        (112, 70),
+        66,
+        heads=2,
+        leftpad=(0, 9),
+        capacity=112,
+        page_size=page_size,
+        causal=False,
+    ).check(exact)
 
 
 @pytest.mark.interpreted(lambda exact, page_size: page_size)
@@ -135,18 +202,27 @@ def test_chunks_that_see_ahead(exact, page_size, scheme):
 def test_chunks_longer_than_their_sequences(exact, page_size):
     """More queries than keys: no key, one, some."""
     rotary = Rotary.rope(16).rectify(7).log_n(20)
-    cached(exact, rotary, (0, 1, 40), 66, heads=2, seqlen_new=0, leftpad=(0, 5, 0), capacity=80, page_size=page_size).check(exact)
+    cached(
+        exact, rotary, (0, 1, 40), 66, heads=2, seqlen_new=0, leftpad=(0, 5, 0), capacity=80, page_size=page_size
+    ).check(exact)
 
 
 @pytest.mark.interpreted(lambda target, head_dim, heads: target.dtype == torch.float16 and head_dim == 128)
-@pytest.mark.parametrize(("head_dim", "heads"), [(8, (4, 4)), (40, (6, 3)), (64, (3, 3)), (72, (5, 1)), (128, (4, 1)), (256, (2, 2))])
+@pytest.mark.parametrize(
+    ("head_dim", "heads"), [(8, (4, 4)), (40, (6, 3)), (64, (3, 3)), (72, (5, 1)), (128, (4, 1)), (256, (2, 2))]
+)
 def test_head_dims_and_groups_of_chunks(target, head_dim, heads):
     rotary = Rotary.hope(head_dim, 100, interleaved=head_dim == 128).rectify(21)
-    cached(target, rotary, (96, 70), 65, heads=heads[0], group=heads[0] // heads[1], capacity=96, page_size=PAGE).check(target)
+    cached(target, rotary, (96, 70), 65, heads=heads[0], group=heads[0] // heads[1], capacity=96, page_size=PAGE).check(
+        target
+    )
 
 
 @pytest.mark.interpreted(lambda target, head_dim, heads: target.dtype == torch.float16 and head_dim in (40, 96, 128))
-@pytest.mark.parametrize(("head_dim", "heads"), [(8, (4, 4)), (40, (6, 3)), (64, (8, 8)), (72, (5, 1)), (96, (32, 4)), (128, (8, 1)), (256, (4, 2))])
+@pytest.mark.parametrize(
+    ("head_dim", "heads"),
+    [(8, (4, 4)), (40, (6, 3)), (64, (8, 8)), (72, (5, 1)), (96, (32, 4)), (128, (8, 1)), (256, (4, 2))],
+)
 def test_head_dims_and_groups(target, head_dim, heads):
     rotary = Rotary.hope(head_dim, 100, interleaved=head_dim == 128).rectify(21)
     cached(target, rotary, (50, 33), 2, heads=heads[0], group=heads[0] // heads[1], page_size=PAGE).check(target)
@@ -166,8 +242,15 @@ def test_lengths_from_nothing_to_full(exact, page_size):
 @pytest.mark.parametrize("kind", ["rectify", "local"])
 def test_needles_on_the_edge(exact, kind, distance):
     whole = needle(exact, getattr(Rotary.rope(16), kind)(21), distance)
-    rows = [whole.replace(**{name: getattr(whole, name)[:, -n - 1:-n] for name in ("q", "grad_out")}, grad_lse=whole.grad_lse[..., -n - 1:-n],
-                          k=whole.k[:, :-n], v=whole.v[:, :-n]) for n in range(1, 4)]
+    rows = [
+        whole.replace(
+            **{name: getattr(whole, name)[:, -n - 1 : -n] for name in ("q", "grad_out")},
+            grad_lse=whole.grad_lse[..., -n - 1 : -n],
+            k=whole.k[:, :-n],
+            v=whole.v[:, :-n],
+        )
+        for n in range(1, 4)
+    ]
     if kind == "rectify" or distance < 21:  # every third row has a needle, and it does dominate its row
         assert max(support.exact_and_bound(p)[0]["lse"].max() for p in rows) > 8
     Cached(rows, 1, 80, None, PAGE).check(exact)
@@ -185,7 +268,19 @@ def test_token_by_token_is_one_full_call(exact, page_size):
     for chunk in chunks:
         new = slice(start, start + chunk)
         seqlens = torch.tensor([start], dtype=torch.int32, device=exact.device)
-        rows.append(attention_with_cache(p.q[:, new], *caches, p.rotary, seqlens, p.k[:, new], p.v[:, new], table, return_lse=True, impl=exact.impl))
+        rows.append(
+            attention_with_cache(
+                p.q[:, new],
+                *caches,
+                p.rotary,
+                seqlens,
+                p.k[:, new],
+                p.v[:, new],
+                table,
+                return_lse=True,
+                impl=exact.impl,
+            )
+        )
         start += chunk
     got = {"out": torch.cat([out for out, _ in rows], 1), "lse": torch.cat([lse for _, lse in rows], 2)}
     assert max(support.excess(got, full, bound, exact.dtype).values()) <= COEFFICIENT[exact.dtype]
@@ -193,23 +288,34 @@ def test_token_by_token_is_one_full_call(exact, page_size):
 
 def test_paged_is_contiguous_to_the_bit(target):
     rotary = SCHEMES["hope_rerope_log_n"](16)
-    contiguous, paged = (cached(target, rotary, (45, 1, 60), 2, seqlen_new=0, page_size=page_size).run(target.impl)
-                         for page_size in (0, PAGE))
+    contiguous, paged = (
+        cached(target, rotary, (45, 1, 60), 2, seqlen_new=0, page_size=page_size).run(target.impl)
+        for page_size in (0, PAGE)
+    )
     assert all(torch.equal(a, b) for a, b in zip(contiguous, paged, strict=True))
 
 
 def test_leftpad_changes_no_bit(exact):
     rotary = SCHEMES["hope_rerope_log_n"](16)
-    plain, padded = (cached(exact, rotary, (45, 30), 2, leftpad=pads, capacity=80).run(exact.impl) for pads in (None, (7, 19)))
+    plain, padded = (
+        cached(exact, rotary, (45, 30), 2, leftpad=pads, capacity=80).run(exact.impl) for pads in (None, (7, 19))
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain, padded, strict=True))
 
 
-# ---- tables from outside ------------------------------------------------------------------------------------------------
+# ---- tables from outside
+# ------------------------------------------------------------------------------------------------
 
 
-HOSTILE = {"negative length": ("cache_seqlens", -5), "length beyond": ("cache_seqlens", 1 << 30), "largest length": ("cache_seqlens", 2**31 - 1),
-           "negative page": ("block_table", -3), "huge page": ("block_table", UNUSED), "negative pad": ("cache_leftpad", -9),
-           "pad beyond": ("cache_leftpad", 1 << 30)}
+HOSTILE = {
+    "negative length": ("cache_seqlens", -5),
+    "length beyond": ("cache_seqlens", 1 << 30),
+    "largest length": ("cache_seqlens", 2**31 - 1),
+    "negative page": ("block_table", -3),
+    "huge page": ("block_table", UNUSED),
+    "negative pad": ("cache_leftpad", -9),
+    "pad beyond": ("cache_leftpad", 1 << 30),
+}
 
 
 @pytest.mark.interpreted(lambda exact, entry, page_size: entry[1] in (1 << 30, -3, UNUSED) and page_size)
@@ -228,15 +334,27 @@ def test_wrong_entries_stay_with_their_sequence(exact, entry, page_size):
         wrong.run(exact.impl)
     new = [torch.cat([getattr(p, x)[:, -2:] for p in wrong.sequences]) for x in "kv"]
     q = torch.cat([p.q for p in wrong.sequences])
-    out, lse = attention_with_cache(q, wrong.k_cache, wrong.v_cache, wrong.sequences[0].rotary, wrong.cache_seqlens, *new, wrong.block_table,
-                                    wrong.cache_leftpad, return_lse=True, impl=exact.impl)
+    out, lse = attention_with_cache(
+        q,
+        wrong.k_cache,
+        wrong.v_cache,
+        wrong.sequences[0].rotary,
+        wrong.cache_seqlens,
+        *new,
+        wrong.block_table,
+        wrong.cache_leftpad,
+        return_lse=True,
+        impl=exact.impl,
+    )
     want_out, want_lse = right.run(exact.impl)
     for b in (0, 2):
         assert torch.equal(out[b], want_out[b]) and torch.equal(lse[b], want_lse[b])
         if page_size:
             pages = right.block_table[b][right.block_table[b] != UNUSED].long()
-            assert all(torch.equal(x[pages].nan_to_num(7), y[pages].nan_to_num(7))
-                       for x, y in ((wrong.k_cache, right.k_cache), (wrong.v_cache, right.v_cache)))
+            assert all(
+                torch.equal(x[pages].nan_to_num(7), y[pages].nan_to_num(7))
+                for x, y in ((wrong.k_cache, right.k_cache), (wrong.v_cache, right.v_cache))
+            )
         else:
             assert torch.equal(wrong.k_cache[b].nan_to_num(7), right.k_cache[b].nan_to_num(7))
 
@@ -293,11 +411,16 @@ print("done")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages are made with mprotect")
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
-@pytest.mark.parametrize(("impl", "seqlen_q"), [("reference", 2), ("cpu", 2)] + ([("triton", 2), pytest.param("triton", 66, marks=pytest.mark.slow)]
-                                                                               if support.INTERPRETED else []))
+@pytest.mark.parametrize(
+    ("impl", "seqlen_q"),
+    [("reference", 2), ("cpu", 2)]
+    + ([("triton", 2), pytest.param("triton", 66, marks=pytest.mark.slow)] if support.INTERPRETED else []),
+)
 def test_nothing_outside_the_buffers_is_touched(impl, seqlen_q, layout):
     """With guard pages before and behind every buffer; a process that touches one dies."""
-    run = subprocess.run([sys.executable, "-c", GUARDED, impl, layout, str(seqlen_q), ""], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", GUARDED, impl, layout, str(seqlen_q), ""], capture_output=True, text=True
+    )
     assert run.returncode == 0 and "done" in run.stdout, run.stderr[-2000:]
 
 
@@ -311,8 +434,15 @@ def test_the_guard_bites():
 
 
 def arguments(**changes):
-    call = dict(q=torch.randn(2, 1, 4, 16), k_cache=torch.randn(2, 32, 2, 16), v_cache=torch.randn(2, 32, 2, 16), rotary=Rotary.rope(16),
-                cache_seqlens=torch.tensor([3, 9], dtype=torch.int32), k=torch.randn(2, 1, 2, 16), v=torch.randn(2, 1, 2, 16))
+    call = dict(
+        q=torch.randn(2, 1, 4, 16),
+        k_cache=torch.randn(2, 32, 2, 16),
+        v_cache=torch.randn(2, 32, 2, 16),
+        rotary=Rotary.rope(16),
+        cache_seqlens=torch.tensor([3, 9], dtype=torch.int32),
+        k=torch.randn(2, 1, 2, 16),
+        v=torch.randn(2, 1, 2, 16),
+    )
     return call | changes
 
 
@@ -326,7 +456,9 @@ BAD = {
     r"block_table: expected shape \(2, max_pages\), got \(4,\)": dict(block_table=TABLE[0]),
     "block_table: expected shape": dict(block_table=TABLE[:1]),
     "block_table: expected a contiguous": dict(block_table=TABLE.T.contiguous().T),
-    "k_cache: expected pages of 16": dict(block_table=TABLE, k_cache=torch.randn(5, 24, 2, 16), v_cache=torch.randn(5, 24, 2, 16)),
+    "k_cache: expected pages of 16": dict(
+        block_table=TABLE, k_cache=torch.randn(5, 24, 2, 16), v_cache=torch.randn(5, 24, 2, 16)
+    ),
     "k_cache: expected batch 2": dict(k_cache=torch.randn(3, 32, 2, 16), v_cache=torch.randn(3, 32, 2, 16)),
     "v_cache: expected shape": dict(v_cache=torch.randn(2, 31, 2, 16)),
     "k_cache: expected torch.float32": dict(k_cache=torch.randn(2, 32, 2, 16).half()),
@@ -353,13 +485,18 @@ def test_opcheck():
     rotary = Rotary.rope(16).rectify(5)
     call = arguments()
     cache = call["k_cache"], call["v_cache"]
-    torch.library.opcheck(torch.ops.flashrope.append_to_cache, (*cache, call["k"], call["v"], call["cache_seqlens"], None, "cpu"))
-    torch.library.opcheck(torch.ops.flashrope.attention_with_cache, (call["q"], *cache, call["cache_seqlens"], None, None, 1, 0, rotary.text,
-                                                                     True, 0.25, "cpu"))
+    torch.library.opcheck(
+        torch.ops.flashrope.append_to_cache, (*cache, call["k"], call["v"], call["cache_seqlens"], None, "cpu")
+    )
+    torch.library.opcheck(
+        torch.ops.flashrope.attention_with_cache,
+        (call["q"], *cache, call["cache_seqlens"], None, None, 1, 0, rotary.text, True, 0.25, "cpu"),
+    )
 
 
 def test_compile_sees_the_write():
     """One graph; the caches are written in it as outside."""
+
     def step(q, k_cache, v_cache, rotary, cache_seqlens, k, v):
         out = attention_with_cache(q, k_cache, v_cache, rotary, cache_seqlens, k, v)
         return out + 0, k_cache.sum()

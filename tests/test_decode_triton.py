@@ -1,4 +1,5 @@
-"""The Triton kernels over a cache: what must not change a bit, what they may touch, what they turn, what is compiled anew."""
+"""The Triton kernels over a cache: what must not change a bit, what they may touch, what they turn, what is compiled
+anew."""
 
 import json
 import os
@@ -16,7 +17,9 @@ from flashrope import Rotary, attention_with_cache
 from flashrope.backends import triton as backend
 from flashrope.triton_kernels import configs, decode, turn
 
-pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() or support.INTERPRETED), reason="needs a GPU or Triton's interpreter")
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() or support.INTERPRETED), reason="needs a GPU or Triton's interpreter"
+)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.float16
 BLOCK = configs.tile("decode", 80, 32, 2, 2).block_n
@@ -36,7 +39,9 @@ def int32(values):
 
 def attend(q, k_cache, v_cache, seqlens, rotary=RECTIFIED, num_splits=2, **options):
     """(out, lse) of keys that lie in the caches."""
-    return attention_with_cache(q, k_cache, v_cache, rotary, int32(seqlens), return_lse=True, num_splits=num_splits, impl="triton", **options)
+    return attention_with_cache(
+        q, k_cache, v_cache, rotary, int32(seqlens), return_lse=True, num_splits=num_splits, impl="triton", **options
+    )
 
 
 def assert_same_bits(got, expected):
@@ -45,7 +50,8 @@ def assert_same_bits(got, expected):
 
 
 def paged(cache, seed, fill=float("nan"), lengths=None):
-    """(pages, block_table): the rows of a contiguous cache in pages of random order; rows that lengths do not reach hold fill."""
+    """(pages, block_table): the rows of a contiguous cache in pages of random order; rows that lengths do not reach
+    hold fill."""
     batch, capacity, *rest = cache.shape
     used = torch.full((batch,), capacity) if lengths is None else torch.tensor(lengths)
     order = torch.randperm(batch * capacity // PAGE + 3, generator=torch.Generator().manual_seed(seed))
@@ -55,7 +61,7 @@ def paged(cache, seed, fill=float("nan"), lengths=None):
         for n in range(-(-int(used[b]) // PAGE)):
             page = table[b, n] = int(order[b * (capacity // PAGE) + n])
             rows = min(PAGE, int(used[b]) - n * PAGE)
-            pages[page, :rows] = cache[b, n * PAGE:n * PAGE + rows]
+            pages[page, :rows] = cache[b, n * PAGE : n * PAGE + rows]
     return pages, table.to(cache.device)
 
 
@@ -63,10 +69,18 @@ def caches(batch=2, seed=0):
     return random(batch, CAPACITY, HEADS_KV, 32, seed=seed), random(batch, CAPACITY, HEADS_KV, 32, seed=seed + 1)
 
 
-@pytest.mark.parametrize(("rotary", "causal"), [(RECTIFIED, True), (Rotary.rope(32, interleaved=True).rectify(40, 8), True),
-                                                (Rotary.rope(32, rotary_dim=16), False)], ids=["rerope", "leaky", "two-sided"])
+@pytest.mark.parametrize(
+    ("rotary", "causal"),
+    [
+        (RECTIFIED, True),
+        (Rotary.rope(32, interleaved=True).rectify(40, 8), True),
+        (Rotary.rope(32, rotary_dim=16), False),
+    ],
+    ids=["rerope", "leaky", "two-sided"],
+)
 def test_pages_and_what_no_key_uses_change_no_bit(rotary, causal):
-    """Contiguous or paged, in any order of pages, with NaN in every row behind the lengths and nonsense in unused entries."""
+    """Contiguous or paged, in any order of pages, with NaN in every row behind the lengths and nonsense in unused
+    entries."""
     q, (k, v), lengths = random(2, 1, HEADS_Q, 32, seed=9), caches(), [150, 67]
     expected = attend(q, k, v, lengths, rotary, causal=causal)
     for b, length in enumerate(lengths):
@@ -84,7 +98,10 @@ def test_chunks_change_no_bit(num_splits):
     q, (k, v), length = random(1, 6, HEADS_Q, 32, seed=9), caches(1), 131
     whole = attend(q, k, v, [length], num_splits=num_splits)
     for size in (1, 3):
-        pieces = [attend(q[:, at:at + size], k, v, [length - 6 + at + size], num_splits=num_splits) for at in range(0, 6, size)]
+        pieces = [
+            attend(q[:, at : at + size], k, v, [length - 6 + at + size], num_splits=num_splits)
+            for at in range(0, 6, size)
+        ]
         assert_same_bits([torch.cat([out for out, _ in pieces], 1), torch.cat([lse for _, lse in pieces], 2)], whole)
 
 
@@ -93,18 +110,21 @@ CHUNK = configs.DECODE_SEQLEN + 1
 
 @pytest.mark.parametrize("page_size", [0, PAGE])
 def test_chunks_in_the_forward_kernel(page_size):
-    """Pages in any order, nonsense in unused entries, NaN in unused slots, neighbours and padding change no bit of a chunk either."""
+    """Pages in any order, nonsense in unused entries, NaN in unused slots, neighbours and padding change no bit of a
+    chunk either."""
     q, (k, v), lengths = random(2, CHUNK, 1, 32, seed=9), caches(), [100, 67]
     options, pads = {}, [0, 5]
     expected = attend(q, k, v, lengths, num_splits=None)
     shifted_k, shifted_v = (torch.full_like(x, float("nan")) for x in (k, v))
     for b, (pad, length) in enumerate(zip(pads, lengths, strict=True)):
-        shifted_k[b, pad:pad + length], shifted_v[b, pad:pad + length] = k[b, :length], v[b, :length]
+        shifted_k[b, pad : pad + length], shifted_v[b, pad : pad + length] = k[b, :length], v[b, :length]
     ends = [pad + length for pad, length in zip(pads, lengths, strict=True)]
     if page_size:
         (shifted_k, table), (shifted_v, _) = paged(shifted_k, 1, lengths=ends), paged(shifted_v, 1, lengths=ends)
         options = {"block_table": table}
-    assert_same_bits(attend(q, shifted_k, shifted_v, ends, num_splits=None, cache_leftpad=int32(pads), **options), expected)
+    assert_same_bits(
+        attend(q, shifted_k, shifted_v, ends, num_splits=None, cache_leftpad=int32(pads), **options), expected
+    )
 
 
 def test_neighbours_and_left_padding_change_no_bit():
@@ -112,37 +132,60 @@ def test_neighbours_and_left_padding_change_no_bit():
     out, lse = attend(q, k, v, lengths)
     assert not out[2].any() and (lse[2] == float("-inf")).all()
     for b in range(2):
-        assert_same_bits(attend(q[b:b + 1], k[b:b + 1], v[b:b + 1], lengths[b:b + 1]), (out[b:b + 1], lse[b:b + 1]))
+        assert_same_bits(
+            attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], lengths[b : b + 1]), (out[b : b + 1], lse[b : b + 1])
+        )
     pads = [5, 61, 7]
     shifted_k, shifted_v = (torch.full_like(x, float("nan")) for x in (k, v))
     for b, pad in enumerate(pads):
-        shifted_k[b, pad:pad + lengths[b]], shifted_v[b, pad:pad + lengths[b]] = k[b, :lengths[b]], v[b, :lengths[b]]
+        shifted_k[b, pad : pad + lengths[b]], shifted_v[b, pad : pad + lengths[b]] = (
+            k[b, : lengths[b]],
+            v[b, : lengths[b]],
+        )
     ends = [pad + length for pad, length in zip(pads, lengths, strict=True)]
     assert_same_bits(attend(q, shifted_k, shifted_v, ends, cache_leftpad=int32(pads)), (out, lse))
 
 
 @pytest.mark.parametrize("seqlen_q", [2, CHUNK])
 def test_hostile_lengths_and_pages_touch_nothing_else(seqlen_q):
-    """Lengths beyond the capacity or negative, pages that do not exist: other sequences keep their bits, unused pages theirs."""
+    """Lengths beyond the capacity or negative, pages that do not exist: other sequences keep their bits, unused pages
+    theirs."""
     lengths = [40, 33, 18]
     pages, (k, v) = 3 * CAPACITY // PAGE + 3, caches(3)
     (k_pages, table), (v_pages, _) = paged(k, 1, lengths=lengths), paged(v, 1, lengths=lengths)
     # Written to pages whose neighbours in memory are watched.
-    around_k, around_v = (torch.full((pages + 4, *x.shape[1:]), 7.0, dtype=DTYPE, device=DEVICE) for x in (k_pages, v_pages))
-    k_pages, v_pages = (around[2:2 + pages].copy_(x) for around, x in ((around_k, k_pages), (around_v, v_pages)))
+    around_k, around_v = (
+        torch.full((pages + 4, *x.shape[1:]), 7.0, dtype=DTYPE, device=DEVICE) for x in (k_pages, v_pages)
+    )
+    k_pages, v_pages = (around[2 : 2 + pages].copy_(x) for around, x in ((around_k, k_pages), (around_v, v_pages)))
     q = random(3, seqlen_q, 1 if seqlen_q > 2 else HEADS_Q, 32, seed=5)
     new_k, new_v = (random(3, 2, HEADS_KV, 32, seed=seed) for seed in (6, 7))
 
     def step(seqlens, table):
         k_now, v_now = around_k.clone(), around_v.clone()
-        result = attend(q, k_now[2:2 + pages], v_now[2:2 + pages], seqlens, num_splits=None if seqlen_q > 2 else 1, k=new_k, v=new_v,
-                        block_table=table)
+        result = attend(
+            q,
+            k_now[2 : 2 + pages],
+            v_now[2 : 2 + pages],
+            seqlens,
+            num_splits=None if seqlen_q > 2 else 1,
+            k=new_k,
+            v=new_v,
+            block_table=table,
+        )
         return result, k_now, v_now
 
     (out, lse), k_after, v_after = step(lengths, table)
     assert not out.isnan().any()
-    for length, entry in [(lengths[1], -1), (lengths[1], pages), (lengths[1], UNUSED), (lengths[1], -UNUSED), (CAPACITY + 5, None),
-                          (UNUSED, None), (-UNUSED, None)]:
+    for length, entry in [
+        (lengths[1], -1),
+        (lengths[1], pages),
+        (lengths[1], UNUSED),
+        (lengths[1], -UNUSED),
+        (CAPACITY + 5, None),
+        (UNUSED, None),
+        (-UNUSED, None),
+    ]:
         hostile = table.clone()
         if entry is not None:
             hostile[1, 2] = hostile[1, 0] = entry
@@ -203,7 +246,11 @@ def test_every_key_of_a_chunk_is_turned_once(page_size, monkeypatch):
 
     monkeypatch.setattr(turn, "store_pairs", counted)
     monkeypatch.setattr(decode, "turn_keys", never)
-    lengths, seqlen_q, window = [150, 70], configs.tile("forward", 80, 32, 2, 2).block_m + 1, int(RECTIFIED.bands[0].stop)
+    lengths, seqlen_q, window = (
+        [150, 70],
+        configs.tile("forward", 80, 32, 2, 2).block_m + 1,
+        int(RECTIFIED.bands[0].stop),
+    )
     k, v = caches()
     options = {}
     if page_size:
@@ -226,7 +273,9 @@ LAUNCHED = [
 def test_kernel_that_serves(rotary, seqlen_q, num_splits, max_pages, expected, monkeypatch):
     """And the room for turned keys: of ReRoPE a window beyond the chunk, never the cache."""
     launches = []
-    monkeypatch.setattr(backend, "launch", lambda kernel, grid, *args, **options: launches.append((kernel.__name__, args)))
+    monkeypatch.setattr(
+        backend, "launch", lambda kernel, grid, *args, **options: launches.append((kernel.__name__, args))
+    )
     pages = torch.zeros(16, 1024, HEADS_KV, 32, dtype=DTYPE, device=DEVICE)
     table = torch.zeros(2, max_pages, dtype=torch.int32, device=DEVICE)
     attend(random(2, seqlen_q, HEADS_Q, 32), pages, pages, [3000, 5000], rotary, num_splits, block_table=table)
@@ -268,10 +317,27 @@ print(json.dumps({name: len(of) for name, of in keys.items()}))
 
 def test_lengths_share_kernels():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", SPECIALISATIONS], capture_output=True, text=True, env=environment,
-                         cwd=pathlib.Path(__file__).parent.parent, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", SPECIALISATIONS],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=pathlib.Path(__file__).parent.parent,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     # one split writes its half-precision result itself, several write float32
-    expected = {"append_rows": 1, "attention_decode": 2, "combine_splits": 1, "turn_cached_rows": 1, "attention_forward": 1}
+    expected = {
+        "append_rows": 1,
+        "attention_decode": 2,
+        "combine_splits": 1,
+        "turn_cached_rows": 1,
+        "attention_forward": 1,
+    }
     counts = json.loads(run.stdout.splitlines()[-1])
-    assert counts == {f"{name} {head_dim} {paged}": n for head_dim in (40, 128) for paged in (False, True) for name, n in expected.items()}
+    assert counts == {
+        f"{name} {head_dim} {paged}": n
+        for head_dim in (40, 128)
+        for paged in (False, True)
+        for name, n in expected.items()
+    }

@@ -46,14 +46,17 @@ def rows(out):
         return list(csv.DictReader(file))
 
 
-# ---- the command, end to end ------------------------------------------------------------------------------------------------
+# ---- the command, end to end
+# ------------------------------------------------------------------------------------------------
 
 
 def test_writes_every_result(finished):
     assert {path.name for path in finished.iterdir()} == OUTPUTS
     table = rows(finished)
     names = ["RoPE", "HoPE", "ReRoPE-w16", "Leaky ReRoPE-w16"]
-    expected = {(name + log_n, str(length)) for name in names for log_n in ("", " + log n") for length in (32, 64, 128, 256)}
+    expected = {
+        (name + log_n, str(length)) for name in names for log_n in ("", " + log n") for length in (32, 64, 128, 256)
+    }
     assert len(table) == len(expected) and {(row["scheme"], row["context_length"]) for row in table} == expected
     for row in table:
         for column in ("loss", "loss_stderr", "loss_all_bytes"):
@@ -77,7 +80,10 @@ def test_checkpoints_give_the_losses_of_the_table(finished):
     assert record == json.loads(json.dumps(corpus.record()))
     windows = data.as_tokens(data.unseen_windows(corpus.unseen, 257, 8, seed=0))
     rectified = lambda rotary: rotary.rectify(16).log_n(32)  # noqa: E731
-    for name, trained_with, change in (("HoPE", "hope", lambda rotary: rotary), ("ReRoPE-w16 + log n", "rope", rectified)):
+    for name, trained_with, change in (
+        ("HoPE", "hope", lambda rotary: rotary),
+        ("ReRoPE-w16 + log n", "rope", rectified),
+    ):
         model, rotary = load_checkpoint(finished / f"{trained_with}.safetensors")
         shown = [float(row["loss"]) for row in rows(finished) if row["scheme"] == name]
         losses = loss_by_context(model, change(rotary), windows, [32, 64, 128, 256], 16)
@@ -110,9 +116,22 @@ def test_text_path_is_what_it_trains_on(tmp_path, text, capsys):
 
 @pytest.mark.parametrize("moment, wait", [("software:", 1), ("training with", 0)], ids=["starting", "training"])
 def test_interrupt_ends_cleanly(tmp_path, text, moment, wait):
-    command = [sys.executable, "-m", "flashrope", *TINY[:-1], "2", "--steps", "100000", "--text", str(text),
-               "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "flashrope",
+        *TINY[:-1],
+        "2",
+        "--steps",
+        "100000",
+        "--text",
+        str(text),
+        "--out",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         while not process.stdout.readline().startswith(moment):
             assert process.poll() is None, process.stderr.read()
@@ -135,16 +154,19 @@ def test_interrupt_ends_cleanly(tmp_path, text, moment, wait):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("options, said", [
-    (["--text", "nowhere/at/all"], "nowhere/at/all: no such file or folder"),
-    (["--train-length", "4096"], "at least 524,304 are needed"),
-    (["--train-length", "4"], "--train-length: expected at least 16, got 4"),
-    (["--width", "33"], "width: expected heads = 2 times a multiple of 8, got 33"),
-    (["--device", "cuda:99"], "--device: cuda:99 was asked for"),
-    (["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
-    (["--impl", "triton"], "impl='triton' cannot serve this call"),
-    (["--factor", "-1"], "factor: expected a positive number"),
-])
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--text", "nowhere/at/all"], "nowhere/at/all: no such file or folder"),
+        (["--train-length", "4096"], "at least 524,304 are needed"),
+        (["--train-length", "4"], "--train-length: expected at least 16, got 4"),
+        (["--width", "33"], "width: expected heads = 2 times a multiple of 8, got 33"),
+        (["--device", "cuda:99"], "--device: cuda:99 was asked for"),
+        (["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
+        (["--impl", "triton"], "impl='triton' cannot serve this call"),
+        (["--factor", "-1"], "factor: expected a positive number"),
+    ],
+)
 def test_bad_input_is_said_in_one_line(tmp_path, text, capsys, monkeypatch, options, said):
     monkeypatch.setattr("flashrope.backends.triton.refusal", lambda q, cached=False: "no")
     assert main([*TINY, "--text", str(text), "--out", str(tmp_path / "out"), *options]) == 2
@@ -159,7 +181,8 @@ def test_out_that_is_a_file(tmp_path, text, capsys):
     assert "--out: cannot write to" in capsys.readouterr().err
 
 
-# ---- the command line -------------------------------------------------------------------------------------------------------
+# ---- the command line
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_help(capsys):
@@ -171,7 +194,10 @@ def test_help(capsys):
     with pytest.raises(SystemExit):
         main(["demo", "--help"])
     shown = capsys.readouterr().out
-    assert all(option in shown for option in ("--text", "--steps", "--train-length", "--out", "--seed", "--device", "--threads"))
+    assert all(
+        option in shown
+        for option in ("--text", "--steps", "--train-length", "--out", "--seed", "--device", "--threads")
+    )
 
 
 def test_unknown_options_name_the_known(capsys):
@@ -195,7 +221,8 @@ def test_info_says_why_an_implementation_cannot_serve(capsys, monkeypatch):
     assert "triton    no such luck" in shown and "cpu       the choice" in shown and "reference can serve" in shown
 
 
-# ---- model, data, training, evaluation --------------------------------------------------------------------------------------
+# ---- model, data, training, evaluation
+# --------------------------------------------------------------------------------------
 
 
 def model_of(seed=0, **sizes):
@@ -225,7 +252,9 @@ def test_checkpoint_round_trip(tmp_path):
 
 def test_the_scheme_is_an_argument_and_the_model_is_causal():
     model, tokens = model_of(), torch.randint(256, (1, 40))
-    logits = {rotary: model(tokens, rotary) for rotary in (Rotary.none(16), Rotary.rope(16), Rotary.rope(16).rectify(8))}
+    logits = {
+        rotary: model(tokens, rotary) for rotary in (Rotary.none(16), Rotary.rope(16), Rotary.rope(16).rectify(8))
+    }
     first, *others = logits.values()
     assert all((first - other).abs().max() > 1e-2 for other in others)
     inside = [logits[rotary][:, :8] for rotary in (Rotary.rope(16), Rotary.rope(16).rectify(8))]  # the window
@@ -236,12 +265,24 @@ def test_the_scheme_is_an_argument_and_the_model_is_causal():
     assert difference[:20].max() < 1e-4 < difference[20:].min()
 
 
-@pytest.mark.parametrize("rotary", [Rotary.rope(16), Rotary.hope(16, 32).log_n(32), Rotary.rope(16).rectify(16),
-                                    Rotary.rope(16).rectify(16, 16.0).log_n(32)], ids=repr)
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        Rotary.rope(16),
+        Rotary.hope(16, 32).log_n(32),
+        Rotary.rope(16).rectify(16),
+        Rotary.rope(16).rectify(16, 16.0).log_n(32),
+    ],
+    ids=repr,
+)
 def test_losses_do_not_depend_on_the_implementation(rotary):
     model, windows = model_of(), torch.randint(256, (3, 257))
-    losses = [loss_by_context(model, rotary, windows, [32, 256], 16, attend=lambda *qkv, impl=impl: attention(*qkv, impl=impl))
-              for impl in (None, "reference")]
+    losses = [
+        loss_by_context(
+            model, rotary, windows, [32, 256], 16, attend=lambda *qkv, impl=impl: attention(*qkv, impl=impl)
+        )
+        for impl in (None, "reference")
+    ]
     for ours, reference in zip(*losses, strict=True):
         assert (ours.last, ours.mean) == pytest.approx((reference.last, reference.mean), abs=1e-4)
 

@@ -18,7 +18,11 @@ def blocks(page: Path) -> list[str]:
 
 def needs(block: str) -> list[str]:
     """The optional packages that a block imports, itself or through the integration of that name."""
-    return [name for name in OPTIONAL if re.search(rf"^(import|from) (flashrope\.integrations\.)?{name}\b", block, re.MULTILINE)]
+    return [
+        name
+        for name in OPTIONAL
+        if re.search(rf"^(import|from) (flashrope\.integrations\.)?{name}\b", block, re.MULTILINE)
+    ]
 
 
 def stand_in_for_checkpoints(block: str) -> None:
@@ -27,8 +31,18 @@ def stand_in_for_checkpoints(block: str) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         kind = re.match(r"[a-z]+\d?", name.split("/")[1].lower())[0]
-        config = AutoConfig.for_model(kind, vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,
-                                      num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=2)
+        config = AutoConfig.for_model(
+            kind,
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            head_dim=16,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            eos_token_id=2,
+        )
         AutoModelForCausalLM.from_config(config).save_pretrained(name)
 
 

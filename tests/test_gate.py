@@ -19,7 +19,7 @@ from bench.offline import MULTIPROCESSORS, Measured
 
 # A tiled product: 64x64 tiles, K in steps of 32, 4 warps. Per step 64*64*32 / (16*8*16) = 64 HMMA, 16 of them per warp;
 # on sm_90 two HGMMA of K 16 by the one warp group.
-PROGRAM = '''
+PROGRAM = """
 import dataclasses, json, sys
 import torch, triton, triton.language as tl
 from bench import gate, offline
@@ -52,7 +52,7 @@ for name in ("sm_80", "sm_90", "spilling", "large"):
 rows = gate.plan(gate.cases(quick=True)[:2])
 found["planned"] = [[row.kernel, len(row.cases)] for row in rows]
 print(json.dumps(found))
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,9 @@ def test_registers_and_spills_are_what_ptxas_reports(compiled, name):
     kernel = compiled[name]
     reported = kernel["without_tools"]
     assert reported["loop"] is None
-    assert {field: kernel[field] for field in reported if field != "loop"} == {k: v for k, v in reported.items() if k != "loop"}
+    assert {field: kernel[field] for field in reported if field != "loop"} == {
+        k: v for k, v in reported.items() if k != "loop"
+    }
     assert (kernel["spill_stores"] > 0) == (kernel["spill_loads"] > 0) == (name == "spilling")
 
 
@@ -95,8 +97,18 @@ def test_launches_are_compiled_alike_only_when_specialised_alike(compiled):
 
 def row(kernel="attention_forward", case=gate.Case(80, 128, "bf16", gate.ONE_BAND), measured=None, **figures):
     if measured is None:
-        measured = Measured(**{"registers": 128, "spill_stores": 0, "spill_loads": 0, "shared": 0, "warps": 4, "stages": 2,
-                               "loop": None, **figures})
+        measured = Measured(
+            **{
+                "registers": 128,
+                "spill_stores": 0,
+                "spill_loads": 0,
+                "shared": 0,
+                "warps": 4,
+                "stages": 2,
+                "loop": None,
+                **figures,
+            }
+        )
     launch = SimpleNamespace(kernel=SimpleNamespace(__name__=kernel), arch=case.arch, kwargs={"BLOCK_N": 64})
     return gate.Row(launch, [case], measured)
 
@@ -105,7 +117,9 @@ def test_ceilings_name_what_breaks_them(compiled):
     fields = [field.name for field in dataclasses.fields(Measured)]
 
     def found(name):
-        measured = {field: compiled[name][field] for field in fields} | {"loop": None}  # a bare product has another mix than attention
+        measured = {field: compiled[name][field] for field in fields} | {
+            "loop": None
+        }  # a bare product has another mix than attention
         return row(measured=Measured(**measured)).violations()
 
     assert found("sm_80") == []
@@ -128,10 +142,17 @@ def test_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, scheme):
         assert row(kernel, gate.Case(arch, head_dim, dtype, scheme), spill_stores=allowed + 4).violations()
 
 
-@pytest.mark.parametrize("case", [
-    gate.Case(80, 256, "bf16", gate.ONE_BAND), gate.Case(90, 96, "bf16", gate.ONE_BAND), gate.Case(86, 128, "bf16", gate.ONE_BAND),
-    gate.Case(80, 64, "fp32", gate.ONE_BAND), *(gate.Case(80, 128, "bf16", scheme) for scheme in gate.VARIANTS),
-], ids=lambda case: f"sm_{case.arch} {case.head_dim} {case.dtype} {case.scheme.name}")
+@pytest.mark.parametrize(
+    "case",
+    [
+        gate.Case(80, 256, "bf16", gate.ONE_BAND),
+        gate.Case(90, 96, "bf16", gate.ONE_BAND),
+        gate.Case(86, 128, "bf16", gate.ONE_BAND),
+        gate.Case(80, 64, "fp32", gate.ONE_BAND),
+        *(gate.Case(80, 128, "bf16", scheme) for scheme in gate.VARIANTS),
+    ],
+    ids=lambda case: f"sm_{case.arch} {case.head_dim} {case.dtype} {case.scheme.name}",
+)
 def test_elsewhere_a_spill_is_listed_with_its_figure(case):
     spilling = row(case=case, spill_stores=512)
     assert not spilling.violations()
@@ -145,11 +166,17 @@ def test_shared_memory_limit(arch, limit):
     assert row(case=case, shared=limit * 1024 + 16).violations()
 
 
-@pytest.mark.parametrize(("cache", "wide", "narrow", "passes"), [
-    ("contiguous", 8, 0, True), ("contiguous", 8, 4, False), ("contiguous", 0, 16, False), ("contiguous", 9, 0, False),
-    ("paged", 8, 4, True),  # page numbers
-    ("paged", 4, 12, False),
-])
+@pytest.mark.parametrize(
+    ("cache", "wide", "narrow", "passes"),
+    [
+        ("contiguous", 8, 0, True),
+        ("contiguous", 8, 4, False),
+        ("contiguous", 0, 16, False),
+        ("contiguous", 9, 0, False),
+        ("paged", 8, 4, True),  # page numbers
+        ("paged", 4, 12, False),
+    ],
+)
 def test_keys_and_values_are_read_once_in_vectors(cache, wide, narrow, passes):
     """64 keys and values of 128 channels, two bytes each, by 8 warps: 8 loads of 16 bytes for each thread."""
     scheme = next(scheme for scheme in gate.DECODE if scheme.name == f"rerope {cache}")
@@ -161,15 +188,18 @@ def test_keys_and_values_are_read_once_in_vectors(cache, wide, narrow, passes):
         assert (reading.violations() == []) == passes
 
 
-@pytest.mark.parametrize(("registers", "shared_kb", "warps", "blocks"), [
-    (255, 0, 8, 1),  # 8 warps of 256 registers fill all 65536
-    (168, 0, 4, 3),  # 12 warps of 5376
-    (100, 0, 1, 19),  # 3200 registers are given out as 3328
-    (32, 54, 4, 2),  # 2 * (54 + 1) KB of 164
-    (32, 53, 4, 3),
-    (16, 0, 1, 32),
-    (32, 0, 16, 4),  # 2048 threads
-])
+@pytest.mark.parametrize(
+    ("registers", "shared_kb", "warps", "blocks"),
+    [
+        (255, 0, 8, 1),  # 8 warps of 256 registers fill all 65536
+        (168, 0, 4, 3),  # 12 warps of 5376
+        (100, 0, 1, 19),  # 3200 registers are given out as 3328
+        (32, 54, 4, 2),  # 2 * (54 + 1) KB of 164
+        (32, 53, 4, 3),
+        (16, 0, 1, 32),
+        (32, 0, 16, 4),  # 2048 threads
+    ],
+)
 def test_resident_blocks(registers, shared_kb, warps, blocks):
     assert MULTIPROCESSORS[80].resident_blocks(registers, shared_kb * 1024, warps) == blocks
 
@@ -214,15 +244,30 @@ def test_listing():
 
 
 def test_hot_loop_is_the_one_without_masks():
-    masked = LISTING.replace("FSEL R2, R3, R4, P0 ;", "FSEL R2, R3, R4, P0 ;\n        /*0048*/                   FSEL R2, R3, R4, P0 ;")
+    masked = LISTING.replace(
+        "FSEL R2, R3, R4, P0 ;", "FSEL R2, R3, R4, P0 ;\n        /*0048*/                   FSEL R2, R3, R4, P0 ;"
+    )
     assert sass.hot_loop(sass.parse(masked))["ldsm"] == 1
 
 
-@pytest.mark.parametrize(("opcode", "expected"), [
-    ("HGMMA.64x128x16.F32.BF16", "mma"), ("MUFU.EX2", "mufu"), ("FMUL.FTZ", "fp32"), ("FSETP.GT.AND", "other"), ("LDSM.16.M88.4", "ldsm"),
-    ("LDS.128", "shared"), ("STSM.16.M88.4", "shared"), ("LDGSTS.E.BYPASS.128", "global"), ("LDGDEPBAR", "other"),
-    ("LDL.LU", "local"), ("BAR.SYNC.DEFER_BLOCKING", "barrier"), ("SYNCS.PHASECHK.TRANS64.TRYWAIT", "barrier"), ("LDC.64", "other"),
-])
+@pytest.mark.parametrize(
+    ("opcode", "expected"),
+    [
+        ("HGMMA.64x128x16.F32.BF16", "mma"),
+        ("MUFU.EX2", "mufu"),
+        ("FMUL.FTZ", "fp32"),
+        ("FSETP.GT.AND", "other"),
+        ("LDSM.16.M88.4", "ldsm"),
+        ("LDS.128", "shared"),
+        ("STSM.16.M88.4", "shared"),
+        ("LDGSTS.E.BYPASS.128", "global"),
+        ("LDGDEPBAR", "other"),
+        ("LDL.LU", "local"),
+        ("BAR.SYNC.DEFER_BLOCKING", "barrier"),
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT", "barrier"),
+        ("LDC.64", "other"),
+    ],
+)
 def test_classes(opcode, expected):
     assert sass.classify(opcode) == expected
 

@@ -1,4 +1,5 @@
-"""flashrope generate, with models of random weights: what is checked is which bytes come, not whether they read well."""
+"""flashrope generate, with models of random weights: what is checked is which bytes come, not whether they read
+well."""
 
 import io
 import json
@@ -14,7 +15,14 @@ from flashrope import Rotary, attention
 from flashrope.cli import main
 from flashrope.experiments import data
 from flashrope.experiments.generate import generate, pick
-from flashrope.experiments.model import Decoder, LanguageModel, ModelConfig, load_checkpoint, save_checkpoint, trained_length
+from flashrope.experiments.model import (
+    Decoder,
+    LanguageModel,
+    ModelConfig,
+    load_checkpoint,
+    save_checkpoint,
+    trained_length,
+)
 
 LENGTH = 32  # the training length that the checkpoint states
 ROPE = Rotary.rope(16)
@@ -42,17 +50,20 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def run(checkpoint, capsys):
     """Runs the command; (stdout, stderr)."""
+
     def run(*options, code=0, model=checkpoint):
         base = ["generate", "--device", "cpu", "--model", str(model), "--tokens", "40"]
         if not {"--prompt", "--prompt-file"} & set(options):
             base += ["--prompt", PROMPT.decode()]
         assert main([*base, *options]) == code
         return capsys.readouterr()
+
     return run
 
 
 def by_full_passes(model, rotary, prompt, tokens):
-    """Greedy decoding without a cache; also the least lead of a likeliest byte, which says that rounding decided none."""
+    """Greedy decoding without a cache; also the least lead of a likeliest byte, which says that rounding decided
+    none."""
     text, lead = list(prompt), float("inf")
     with torch.inference_mode():
         for _ in range(tokens):
@@ -60,15 +71,18 @@ def by_full_passes(model, rotary, prompt, tokens):
             best, second = logits.topk(2).values.tolist()
             lead = min(lead, best - second)
             text.append(int(logits.argmax()))
-    return bytes(text[len(prompt):]), lead
+    return bytes(text[len(prompt) :]), lead
 
 
 # ---- decoding -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
-@pytest.mark.parametrize("rotary", [ROPE, Rotary.hope(16, LENGTH), ROPE.rectify(16), ROPE.rectify(16, 4.0).log_n(LENGTH)],
-                         ids=["rope", "hope", "rerope", "leaky, log n"])
+@pytest.mark.parametrize(
+    "rotary",
+    [ROPE, Rotary.hope(16, LENGTH), ROPE.rectify(16), ROPE.rectify(16, 4.0).log_n(LENGTH)],
+    ids=["rope", "hope", "rerope", "leaky, log n"],
+)
 def test_decoding_over_the_cache_is_decoding_by_full_passes(rotary, impl, monkeypatch):
     monkeypatch.setattr("flashrope.experiments.generate.CHUNK", 20)  # three pieces of the prompt
     model = model_of()
@@ -118,7 +132,10 @@ def test_pick():
 def test_scheme_options_are_the_schemes(run):
     ours = {}
     for options, rotary in {
-        (): ROPE, ("--rectify",): ROPE.rectify(16), ("--window", "8"): ROPE.rectify(8), ("--factor", "2"): ROPE.rectify(16, 2.0),
+        (): ROPE,
+        ("--rectify",): ROPE.rectify(16),
+        ("--window", "8"): ROPE.rectify(8),
+        ("--factor", "2"): ROPE.rectify(16, 2.0),
         ("--log-n",): ROPE.log_n(LENGTH),
         ("--rectify", "--window", "8", "--factor", "2", "--log-n"): ROPE.rectify(8, 2.0).log_n(LENGTH),
     }.items():
@@ -133,15 +150,28 @@ def test_scheme_options_are_the_schemes(run):
 def test_what_is_told(run):
     told = run("--window", "8", "--factor", "2", "--log-n", "--temperature", "0").err
     told = " ".join(told.split())
-    for part in ("layers 2, heads 2 of 16 channels, training length 32 bytes", "8 of 8 channel pairs rotating",
-                 "Leaky ReRoPE, window 8 bytes", "grow by 1/2 from there on", "ln(32)",
-                 "prompt of 52 bytes, up to 40 to come; past the training length within the prompt", "greedy",
-                 "prompt: 52 tokens, ", "generated: 40 tokens, ", "tokens/s",
-                 "context: reached 92 bytes, 2.9 times the training length", "device: cpu, attention implementation cpu"):
+    for part in (
+        "layers 2, heads 2 of 16 channels, training length 32 bytes",
+        "8 of 8 channel pairs rotating",
+        "Leaky ReRoPE, window 8 bytes",
+        "grow by 1/2 from there on",
+        "ln(32)",
+        "prompt of 52 bytes, up to 40 to come; past the training length within the prompt",
+        "greedy",
+        "prompt: 52 tokens, ",
+        "generated: 40 tokens, ",
+        "tokens/s",
+        "context: reached 92 bytes, 2.9 times the training length",
+        "device: cpu, attention implementation cpu",
+    ):
         assert part in told
     told = " ".join(run("--prompt", "abc", "--rectify", "--top-k", "9", "--impl", "reference").err.split())
-    for part in ("ReRoPE, window 16 bytes: distances of 16 and more count as 16", "past the training length at generated byte 30",
-                 "temperature 0.8, the 9 likeliest, seed 0", "implementation reference"):
+    for part in (
+        "ReRoPE, window 16 bytes: distances of 16 and more count as 16",
+        "past the training length at generated byte 30",
+        "temperature 0.8, the 9 likeliest, seed 0",
+        "implementation reference",
+    ):
         assert part in told
     told = " ".join(run("--prompt", "abc", "--tokens", "29").err.split())
     assert "every distance as it is" in told and "within the training length" in told
@@ -187,23 +217,29 @@ def test_default_prompt_is_unseen(checkpoint, capsys):
     assert "to tell which text is unseen; give --prompt or --prompt-file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options, said", [
-    (["--model", "nowhere/rope.safetensors"], "--model: no file nowhere/rope.safetensors; run 'flashrope demo' first"),
-    (["--prompt", ""], "--prompt: expected at least one byte, it is empty"),
-    (["--prompt-file", "nowhere"], "--prompt-file: cannot read nowhere (No such file or directory)"),
-    (["--prompt-file", os.devnull], "--prompt-file: expected at least one byte"),
-    (["--temperature", "-1"], "--temperature: expected a number of at least 0, got -1.0"),
-    (["--temperature", "nan"], "--temperature: expected a number of at least 0, got nan"),
-    (["--top-k", "257"], "--top-k: expected at most 256"),
-    (["--top-k", "3", "--temperature", "0"], "--top-k: nothing is drawn at --temperature 0"),
-    (["--seed", "-1"], "--seed: expected 0 to"),
-    (["--tokens", "1000000000000"], "--tokens: cpu has no memory for the cache of 1,000,000,000,052 tokens"),
-    (["--window", "33"], "--window: 33 is beyond the training length of 32 bytes"),
-    (["--factor", "0"], "--factor: expected a positive number, got 0.0"),
-    (["--train-length", "64"], "states 32, got 64"),
-    (["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
-    (["--impl", "triton"], "--impl: impl='triton' cannot serve this call: no"),
-])
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (
+            ["--model", "nowhere/rope.safetensors"],
+            "--model: no file nowhere/rope.safetensors; run 'flashrope demo' first",
+        ),
+        (["--prompt", ""], "--prompt: expected at least one byte, it is empty"),
+        (["--prompt-file", "nowhere"], "--prompt-file: cannot read nowhere (No such file or directory)"),
+        (["--prompt-file", os.devnull], "--prompt-file: expected at least one byte"),
+        (["--temperature", "-1"], "--temperature: expected a number of at least 0, got -1.0"),
+        (["--temperature", "nan"], "--temperature: expected a number of at least 0, got nan"),
+        (["--top-k", "257"], "--top-k: expected at most 256"),
+        (["--top-k", "3", "--temperature", "0"], "--top-k: nothing is drawn at --temperature 0"),
+        (["--seed", "-1"], "--seed: expected 0 to"),
+        (["--tokens", "1000000000000"], "--tokens: cpu has no memory for the cache of 1,000,000,000,052 tokens"),
+        (["--window", "33"], "--window: 33 is beyond the training length of 32 bytes"),
+        (["--factor", "0"], "--factor: expected a positive number, got 0.0"),
+        (["--train-length", "64"], "states 32, got 64"),
+        (["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
+        (["--impl", "triton"], "--impl: impl='triton' cannot serve this call: no"),
+    ],
+)
 def test_bad_input_is_said_in_one_line(run, monkeypatch, options, said):
     monkeypatch.setattr("flashrope.backends.triton.refusal", lambda q, cached=False: "no")
     shown = run(*options, code=2)
@@ -211,8 +247,9 @@ def test_bad_input_is_said_in_one_line(run, monkeypatch, options, said):
     assert not shown.out
 
 
-@pytest.mark.parametrize("options", [["--tokens", "0"], ["--tokens", "x"], ["--top-k", "0"], ["--window", "0"],
-                                     ["--temperature", "x"]])
+@pytest.mark.parametrize(
+    "options", [["--tokens", "0"], ["--tokens", "x"], ["--top-k", "0"], ["--window", "0"], ["--temperature", "x"]]
+)
 def test_bad_numbers_name_the_option(run, capsys, options):
     with pytest.raises(SystemExit) as stop:
         run(*options)
@@ -260,9 +297,10 @@ def test_weights_that_are_not_finite(run, tmp_path):
 
 def test_schemes_that_do_not_stack(run, tmp_path):
     for name, rotary, option, said in (
-            ("nope", Rotary.none(16), "--factor=2", "--factor: no pair of this model rotates"),
-            ("rerope", ROPE.rectify(8), "--rectify", "--rectify: rectify: this scheme is rectified already"),
-            ("logn", ROPE.log_n(32, clip=False), "--log-n", "--log-n: log_n: this scheme is scaled by log n already")):
+        ("nope", Rotary.none(16), "--factor=2", "--factor: no pair of this model rotates"),
+        ("rerope", ROPE.rectify(8), "--rectify", "--rectify: rectify: this scheme is rectified already"),
+        ("logn", ROPE.log_n(32, clip=False), "--log-n", "--log-n: log_n: this scheme is scaled by log n already"),
+    ):
         save_checkpoint(tmp_path / name, model_of(), rotary, LENGTH)
         assert said in run(option, code=2, model=tmp_path / name).err
         run("--tokens", "2", model=tmp_path / name)
@@ -278,10 +316,20 @@ def test_every_byte_is_out_before_the_next_is_decoded(run, monkeypatch):
         seen.append(out.getvalue())
 
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, "utf-8", newline=""))
-    monkeypatch.setattr("flashrope.experiments.generate.generate", lambda *options: bytes_of("aü\nb".encode() + b"\xff\xc3"))
+    monkeypatch.setattr(
+        "flashrope.experiments.generate.generate", lambda *options: bytes_of("aü\nb".encode() + b"\xff\xc3")
+    )
     run("--prompt", "abc")
-    assert [text.decode() for text in seen] == ["abc", "abca", "abca", "abcaü", "abcaü\n", "abcaü\nb", "abcaü\nb\ufffd",
-                                                "abcaü\nb\ufffd"]
+    assert [text.decode() for text in seen] == [
+        "abc",
+        "abca",
+        "abca",
+        "abcaü",
+        "abcaü\n",
+        "abcaü\nb",
+        "abcaü\nb\ufffd",
+        "abcaü\nb\ufffd",
+    ]
     assert out.getvalue() == "abcaü\nb\ufffd\ufffd".encode()  # the character that the end cut
 
 
@@ -303,10 +351,27 @@ def test_an_interrupt_while_the_prompt_is_read(run, monkeypatch):
 
 
 def start(checkpoint, tokens):
-    command = [sys.executable, "-m", "flashrope", "generate", "--device", "cpu", "--model", str(checkpoint), "--prompt", "abc",
-               "--tokens", str(tokens)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-                            env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+    command = [
+        sys.executable,
+        "-m",
+        "flashrope",
+        "generate",
+        "--device",
+        "cpu",
+        "--model",
+        str(checkpoint),
+        "--prompt",
+        "abc",
+        "--tokens",
+        str(tokens),
+    ]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )
 
 
 def test_streams_and_stops_at_an_interrupt(checkpoint):

@@ -12,8 +12,16 @@ from flashrope.backends.reference import turn
 
 
 def llama(**fields):
-    return SimpleNamespace(**{"model_type": "llama", "hidden_size": 1024, "num_attention_heads": 8,
-                              "max_position_embeddings": 4096, "rope_theta": 10_000.0} | fields)
+    return SimpleNamespace(
+        **{
+            "model_type": "llama",
+            "hidden_size": 1024,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 4096,
+            "rope_theta": 10_000.0,
+        }
+        | fields
+    )
 
 
 def table(dim, base=10_000.0):
@@ -36,8 +44,10 @@ def test_plain():
     assert Rotary.from_hf_config(config) == Rotary.rope(128, 7.0)
 
 
-@pytest.mark.parametrize("config", [llama(partial_rotary_factor=0.25),
-                                    llama(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25})])
+@pytest.mark.parametrize(
+    "config",
+    [llama(partial_rotary_factor=0.25), llama(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25})],
+)
 def test_partial_rotary_has_its_own_denominator(config):
     rotary = Rotary.from_hf_config(config)
     assert (rotary.head_dim, rotary.rotary_dim) == (128, 32)
@@ -49,7 +59,9 @@ def test_half_pairing(model_type):
     assert not Rotary.from_hf_config(llama(model_type=model_type)).interleaved
 
 
-@pytest.mark.parametrize("model_type", ["glm", "glm4", "cohere", "cohere2", "helium", "ernie4_5", "ernie4_5_moe", "llama4_text"])
+@pytest.mark.parametrize(
+    "model_type", ["glm", "glm4", "cohere", "cohere2", "helium", "ernie4_5", "ernie4_5_moe", "llama4_text"]
+)
 def test_interleaved_pairing(model_type):
     assert Rotary.from_hf_config(llama(model_type=model_type)).interleaved
 
@@ -66,10 +78,14 @@ def test_nanochat_turns_backwards():
 # ---- rope types -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [
-    {"rope_scaling": {"type": "linear", "factor": 4.0}}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    {"rope_theta": None, "rope_parameters": {"rope_type": "linear", "factor": 4, "rope_theta": 1e4}},
-])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"rope_theta": None, "rope_parameters": {"rope_type": "linear", "factor": 4, "rope_theta": 1e4}},
+    ],
+)
 def test_linear(fields):
     rotary = Rotary.from_hf_config(llama(**fields))
     same(rotary, table(128) / 4)
@@ -85,7 +101,9 @@ def test_dynamic_grows_with_seqlen():
 
 
 def test_dynamic_with_alpha_is_fixed():
-    config = llama(rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0})
+    config = llama(
+        rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    )
     for seqlen in (None, 100_000):
         same(Rotary.from_hf_config(config, seqlen=seqlen), table(128, 1e4 * 1000 ** (128 / 126)))
 
@@ -116,9 +134,17 @@ def test_yarn_fields():
 
 
 def test_llama3_by_wavelength():
-    config = llama(rope_theta=5e5, max_position_embeddings=131072, rope_scaling={
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192})
+    config = llama(
+        rope_theta=5e5,
+        max_position_embeddings=131072,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    )
     expected, kinds = [], set()
     for f in table(128, 5e5).tolist():
         wavelength = 2 * math.pi / f
@@ -139,8 +165,11 @@ def test_llama3_by_wavelength():
 @pytest.mark.parametrize("name", ["longrope", "su"])
 def test_longrope(name):
     short, long = [1.0 + m / 100 for m in range(64)], [1.0 + m for m in range(64)]
-    config = llama(max_position_embeddings=131072, original_max_position_embeddings=4096,
-                   rope_scaling={"type": name, "short_factor": short, "long_factor": long})
+    config = llama(
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+        rope_scaling={"type": name, "short_factor": short, "long_factor": long},
+    )
     for seqlen in (None, 4096):
         same(Rotary.from_hf_config(config, seqlen=seqlen), table(128) / torch.tensor(short, dtype=torch.float64))
     rotary = Rotary.from_hf_config(config, seqlen=4097)
@@ -152,7 +181,7 @@ def test_longrope(name):
     config.rope_scaling |= {"attention_factor": 1.5}
     assert Rotary.from_hf_config(config).temperature == 2.25
     config.rope_scaling |= {"short_mscale": 1.25, "long_mscale": 2.0}
-    assert [Rotary.from_hf_config(config, seqlen=n).temperature for n in (10, 5000)] == [1.25 ** 2, 4.0]
+    assert [Rotary.from_hf_config(config, seqlen=n).temperature for n in (10, 5000)] == [1.25**2, 4.0]
 
 
 def test_proportional_keeps_the_denominator():
@@ -166,19 +195,35 @@ def test_proportional_keeps_the_denominator():
 
 # ---- layer types ----------------------------------------------------------------------------------------------------------
 
-LAYERED = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-           "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "linear_attention": None}
+LAYERED = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "linear_attention": None,
+}
 
 
-@pytest.mark.parametrize("config", [
-    llama(rope_theta=None, rope_parameters=LAYERED, layer_types=["full_attention", "sliding_attention", "linear_attention"]),
-    llama(model_type="gemma3_text", rope_theta=1e6, rope_local_base_freq=1e4,
-          rope_scaling={"rope_type": "linear", "factor": 8.0}),
-])
+@pytest.mark.parametrize(
+    "config",
+    [
+        llama(
+            rope_theta=None,
+            rope_parameters=LAYERED,
+            layer_types=["full_attention", "sliding_attention", "linear_attention"],
+        ),
+        llama(
+            model_type="gemma3_text",
+            rope_theta=1e6,
+            rope_local_base_freq=1e4,
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+        ),
+    ],
+)
 def test_a_table_per_layer_type(config):
     assert Rotary.from_hf_config(config, "full_attention") == Rotary.rope(128, 1e6).interpolate(8.0)
     assert Rotary.from_hf_config(config, layer_type="sliding_attention") == Rotary.rope(128, 1e4)
-    with pytest.raises(ValueError, match="^layer_type: rope parameters differ by layer type; give one of full_.*, sliding_"):
+    with pytest.raises(
+        ValueError, match="^layer_type: rope parameters differ by layer type; give one of full_.*, sliding_"
+    ):
         Rotary.from_hf_config(config)
     with pytest.raises(ValueError, match="^layer_type: 'slidng_attention' is not known; give one of full_attention"):
         Rotary.from_hf_config(config, "slidng_attention")
@@ -198,7 +243,9 @@ def test_modernbert_and_olmo3_as_they_were():
     config = llama(model_type="olmo3", rope_scaling={"rope_type": "yarn", "factor": 8.0})
     assert Rotary.from_hf_config(config, "sliding_attention") == Rotary.rope(128)
     assert Rotary.from_hf_config(config, "full_attention") == Rotary.rope(128).yarn(8.0, 4096)
-    config = llama(model_type="olmo3", rope_theta=None, rope_parameters={"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e5})
+    config = llama(
+        model_type="olmo3", rope_theta=None, rope_parameters={"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e5}
+    )
     assert Rotary.from_hf_config(config, "sliding_attention") == Rotary.rope(128, 5e5)  # as transformers 5.0 has it
     assert Rotary.from_hf_config(config, "full_attention") == Rotary.rope(128, 5e5).yarn(8.0, 4096)
 
@@ -206,9 +253,13 @@ def test_modernbert_and_olmo3_as_they_were():
 def test_layer_type_of_a_model_with_one_table():
     config = llama(layer_types=["full_attention", "sliding_attention"], sliding_window=64)
     assert Rotary.from_hf_config(config, "full_attention") == Rotary.rope(128)
-    with pytest.raises(ValueError, match="^layer_type: 'global' is not known; give one of full_attention, sliding_attention$"):
+    with pytest.raises(
+        ValueError, match="^layer_type: 'global' is not known; give one of full_attention, sliding_attention$"
+    ):
         Rotary.from_hf_config(config, "global")
-    with pytest.raises(ValueError, match="^layer_type: 'full_attention' is not known; this configuration has no layer types$"):
+    with pytest.raises(
+        ValueError, match="^layer_type: 'full_attention' is not known; this configuration has no layer types$"
+    ):
         Rotary.from_hf_config(llama(), "full_attention")
 
 
@@ -230,43 +281,75 @@ def test_head_dim_of_the_full_layers():
 # ---- refusals -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fields", "reason"), [
-    ({"rope_scaling": {"rope_type": "yarnn", "factor": 2.0}},
-     "rope type 'yarnn' is not known; the known ones are default, linear, dynamic, yarn, llama3, longrope, proportional$"),
-    ({"rope_scaling": {"factor": 2.0}}, "rope parameters factor come without a rope_type"),
-    ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs factor$"),
-    ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic' needs factor$"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' needs short_factor$"),
-    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "short_factor has 1 numbers for 64 pairs$"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
-     "rope type 'llama3' needs high_freq_factor$"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
-     "expected 0 < low_freq_factor < high_freq_factor, got 4.0 and 1.0$"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fsat": 32}}, "rope parameter 'beta_fsat' is not known"),
-    ({"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section gives each pair its own"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta scales the"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024},
-      "original_max_position_embeddings": 2048}, "original_max_position_embeddings is 2048 on the configuration and 1024 among"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0}, "partial_rotary_factor": 0.5},
-     "attention_factor 1.20794 scales the 64 rotated of 128 channels alone"),
-    ({"qk_rope_head_dim": 64}, "qk_rope_head_dim tells of multi-head latent attention"),
-    ({"rope_theta": None}, "neither rope_theta nor rope_parameters"),
-    ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "neither rope_theta nor rope_parameters"),
-    ({"alibi": True}, "alibi is set"),
-    ({"position_embedding_type": "absolute"}, "position_embedding_type is 'absolute'"),
-    ({"image_size": 224, "patch_size": 16}, "image_size and patch_size tell of an image encoder"),
-    ({"num_attention_heads": None, "text_config": llama()}, "holds a text_config"),
-    ({"num_attention_heads": None}, "neither head_dim nor hidden_size and num_attention_heads$"),
-    ({"max_position_embeddings": None, "rope_scaling": {"rope_type": "yarn", "factor": 8.0}},
-     "max_position_embeddings is missing$"),
-])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (
+            {"rope_scaling": {"rope_type": "yarnn", "factor": 2.0}},
+            "rope type 'yarnn' is not known; the known ones are default, linear, dynamic, yarn, llama3, longrope, proportional$",
+        ),
+        ({"rope_scaling": {"factor": 2.0}}, "rope parameters factor come without a rope_type"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs factor$"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic' needs factor$"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' needs short_factor$"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
+            "short_factor has 1 numbers for 64 pairs$",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+            "rope type 'llama3' needs high_freq_factor$",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+            "expected 0 < low_freq_factor < high_freq_factor, got 4.0 and 1.0$",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fsat": 32}},
+            "rope parameter 'beta_fsat' is not known",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
+            "mrope_section gives each pair its own",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta scales the",
+        ),
+        (
+            {
+                "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024},
+                "original_max_position_embeddings": 2048,
+            },
+            "original_max_position_embeddings is 2048 on the configuration and 1024 among",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}, "partial_rotary_factor": 0.5},
+            "attention_factor 1.20794 scales the 64 rotated of 128 channels alone",
+        ),
+        ({"qk_rope_head_dim": 64}, "qk_rope_head_dim tells of multi-head latent attention"),
+        ({"rope_theta": None}, "neither rope_theta nor rope_parameters"),
+        ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "neither rope_theta nor rope_parameters"),
+        ({"alibi": True}, "alibi is set"),
+        ({"position_embedding_type": "absolute"}, "position_embedding_type is 'absolute'"),
+        ({"image_size": 224, "patch_size": 16}, "image_size and patch_size tell of an image encoder"),
+        ({"num_attention_heads": None, "text_config": llama()}, "holds a text_config"),
+        ({"num_attention_heads": None}, "neither head_dim nor hidden_size and num_attention_heads$"),
+        (
+            {"max_position_embeddings": None, "rope_scaling": {"rope_type": "yarn", "factor": 8.0}},
+            "max_position_embeddings is missing$",
+        ),
+    ],
+)
 def test_refusals_name_their_reason(fields, reason):
     with pytest.raises(ValueError, match=f"^config: .*{reason}"):
         Rotary.from_hf_config(llama(**fields))
 
 
 def test_partial_rotary_with_yarn_is_taken_when_nothing_is_scaled():
-    config = llama(partial_rotary_factor=0.5, rope_scaling={"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.0})
+    config = llama(
+        partial_rotary_factor=0.5, rope_scaling={"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.0}
+    )
     assert Rotary.from_hf_config(config) == Rotary.rope(128, rotary_dim=64).yarn(8.0, 4096, temperature=1.0)
 
 
@@ -283,9 +366,14 @@ def test_the_configuration_is_left_alone():
     assert vars(config) == before
 
 
-# ---- transformers itself --------------------------------------------------------------------------------------------------
+# ---- transformers itself
+# --------------------------------------------------------------------------------------------------
 
-LONG = {"rope_type": "longrope", "short_factor": [1.0 + m / 50 for m in range(32)], "long_factor": [1.0 + m for m in range(32)]}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + m / 50 for m in range(32)],
+    "long_factor": [1.0 + m for m in range(32)],
+}
 LIVE = {
     "default": ({}, (200,)),
     "linear": ({"rope_type": "linear", "factor": 4.0}, (200,)),
@@ -295,8 +383,16 @@ LIVE = {
     "yarn betas": ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}, (200,)),
     "yarn mscale": ({"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7}, (200,)),
     "yarn attention factor": ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3}, (200,)),
-    "llama3": ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 256}, (200, 3000)),
+    "llama3": (
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
+        (200, 3000),
+    ),
     "longrope": (LONG | {"factor": 4.0}, (200, 512, 513, 2000)),
     "longrope attention factor": (LONG | {"factor": 4.0, "attention_factor": 1.1}, (200, 2000)),
 }
@@ -321,7 +417,9 @@ def test_llama_of_transformers(transformers, name, base):
         positions = torch.linspace(0, seqlen - 1, 24).long()[None]
         cos, sin = embedding(torch.zeros(1), positions)
         # base ** x in float32 is off by x's rounding times ln(base), and by one rounding in each step after it
-        torch.testing.assert_close(embedding.inv_freq.double(), rotary.inv_freq, rtol=1.2e-7 * (2 + math.log(base)) / 2, atol=0)
+        torch.testing.assert_close(
+            embedding.inv_freq.double(), rotary.inv_freq, rtol=1.2e-7 * (2 + math.log(base)) / 2, atol=0
+        )
         assert float(embedding.attention_scaling) ** 2 == pytest.approx(rotary.temperature, rel=1e-12)
         compare_scores(rotary, positions, lambda q, k: apply_rotary_pos_emb(q, k, cos, sin), seqlen)
 
@@ -329,7 +427,9 @@ def test_llama_of_transformers(transformers, name, base):
 @pytest.mark.parametrize("family", ["cohere", "glm", "ernie4_5", "helium"])
 def test_interleaved_families_of_transformers(transformers, family):
     name = {"cohere": "Cohere", "glm": "Glm", "ernie4_5": "Ernie4_5", "helium": "Helium"}[family]
-    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}", reason="this transformers lacks the family")
+    modeling = pytest.importorskip(
+        f"transformers.models.{family}.modeling_{family}", reason="this transformers lacks the family"
+    )
     config = getattr(transformers, f"{name}Config")()
     rotary = Rotary.from_hf_config(config)
     positions = torch.arange(24)[None]
@@ -348,8 +448,8 @@ def test_gptj_of_transformers(transformers):
     def rotate(*tensors):
         for x in tensors:
             x = x.transpose(1, 2)
-            turned = apply_rotary_pos_emb(x[..., :config.rotary_dim], sin, cos)
-            yield torch.cat([turned, x[..., config.rotary_dim:]], dim=-1).transpose(1, 2)
+            turned = apply_rotary_pos_emb(x[..., : config.rotary_dim], sin, cos)
+            yield torch.cat([turned, x[..., config.rotary_dim :]], dim=-1).transpose(1, 2)
 
     compare_scores(rotary, positions, rotate, 24)
 
@@ -357,9 +457,17 @@ def test_gptj_of_transformers(transformers):
 @pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention"])
 @pytest.mark.parametrize("family", ["gemma3", "olmo3"])
 def test_layer_types_of_transformers(transformers, family, layer_type):
-    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}", reason="this transformers lacks the family")
-    small = dict(num_hidden_layers=6, vocab_size=8, hidden_size=64, intermediate_size=8, num_attention_heads=2,
-                 num_key_value_heads=1)
+    modeling = pytest.importorskip(
+        f"transformers.models.{family}.modeling_{family}", reason="this transformers lacks the family"
+    )
+    small = dict(
+        num_hidden_layers=6,
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     if family == "gemma3":
         config = transformers.Gemma3TextConfig(**small, head_dim=32)
         model = modeling.Gemma3TextModel(config)
@@ -373,7 +481,9 @@ def test_layer_types_of_transformers(transformers, family, layer_type):
         inv_freq = (model.rotary_emb_local if layer_type == "sliding_attention" else model.rotary_emb).inv_freq
     else:
         name = f"{layer_type}_inv_freq"
-        inv_freq = getattr(model.rotary_emb, name if hasattr(model.rotary_emb, name) else "inv_freq")  # olmo3 of 5.0: one table
+        inv_freq = getattr(
+            model.rotary_emb, name if hasattr(model.rotary_emb, name) else "inv_freq"
+        )  # olmo3 of 5.0: one table
     torch.testing.assert_close(inv_freq.double(), rotary.inv_freq, rtol=1e-6, atol=0)
 
 
@@ -384,6 +494,7 @@ def compare_scores(rotary, positions, rotate, seqlen):
     theirs = torch.einsum("bhid,bhjd->bhij", *(x.double() for x in rotate(q, k)))
     q, k = (turn(x.transpose(1, 2).double(), rotary, positions[0].double()) for x in (q, k))
     ours = rotary.temperature * torch.einsum("bihd,bjhd->bhij", q, k)
-    # a float32 angle of p radians is off by p * 6e-8 and its frequency by 1e-6 * p; a score of D products is off by their norm
+    # a float32 angle of p radians is off by p * 6e-8 and its frequency by 1e-6 * p; a score of D products is off by
+    # their norm
     atol = (1e-5 + 2e-6 * seqlen) * rotary.temperature * math.sqrt(rotary.head_dim)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=atol)

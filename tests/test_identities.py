@@ -16,8 +16,11 @@ def same(target, first, second):
     """Two problems with one answer: their results differ by no more than twice the budget."""
     got, other = run(first, target.impl), run(second, target.impl)
     _, bound = exact_and_bound(first)
-    over = {n: r for n, r in excess(got, {n: x.double() for n, x in other.items()}, bound, target.dtype).items()
-            if not r <= 2 * support.COEFFICIENT[target.dtype]}
+    over = {
+        n: r
+        for n, r in excess(got, {n: x.double() for n, x in other.items()}, bound, target.dtype).items()
+        if not r <= 2 * support.COEFFICIENT[target.dtype]
+    }
     assert not over, f"{over}: {first.rotary} against {second.rotary}"
 
 
@@ -55,7 +58,9 @@ def test_pairings_agree_on_permuted_channels(exact):
     _, bound = exact_and_bound(p)
     expected = {n: permuted[n].double() for n in NAMES}
     for name in ("grad_q", "grad_k"):
-        expected[name] = torch.empty_like(expected[name]).index_copy_(-1, torch.tensor(order, device=exact.device), expected[name])
+        expected[name] = torch.empty_like(expected[name]).index_copy_(
+            -1, torch.tensor(order, device=exact.device), expected[name]
+        )
     assert max(excess(got, expected, bound, exact.dtype).values()) <= 2 * support.COEFFICIENT[exact.dtype]
 
 
@@ -82,8 +87,13 @@ def test_heads_and_batch_are_independent_to_the_bit(target, rotary):
     whole = run(p, target.impl)
     batch, kv_heads = [2, 0, 1], [1, 0]
     q_heads = [2, 3, 0, 1]
-    other = p.replace(q=p.q[batch][:, :, q_heads], k=p.k[batch][:, :, kv_heads], v=p.v[batch][:, :, kv_heads],
-                      grad_out=p.grad_out[batch][:, :, q_heads], grad_lse=p.grad_lse[batch][:, q_heads])
+    other = p.replace(
+        q=p.q[batch][:, :, q_heads],
+        k=p.k[batch][:, :, kv_heads],
+        v=p.v[batch][:, :, kv_heads],
+        grad_out=p.grad_out[batch][:, :, q_heads],
+        grad_lse=p.grad_lse[batch][:, q_heads],
+    )
     permuted = run(other, target.impl)
     for name, heads in zip(NAMES, (q_heads, q_heads, q_heads, kv_heads, kv_heads), strict=True):
         moved = whole[name][batch][:, heads] if name == "lse" else whole[name][batch][:, :, heads]
@@ -128,6 +138,8 @@ def test_a_million_positions_away_is_as_exact(exact):
     for offset in (0, 1_000_000):
         positions = torch.arange(64, device=exact.device, dtype=torch.float64)[None] + offset
         lse = attention(p.q, p.k, p.v, rotary, positions=positions, return_lse=True, impl=exact.impl)[1]
-        wide = attention(p.q.double(), p.k.double(), p.v.double(), rotary, positions=positions, return_lse=True, impl="reference")[1]
+        wide = attention(
+            p.q.double(), p.k.double(), p.v.double(), rotary, positions=positions, return_lse=True, impl="reference"
+        )[1]
         errors[offset] = (lse.double() - wide).square().mean().sqrt().item()
     assert errors[1_000_000] <= 1.2 * errors[0], errors

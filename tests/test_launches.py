@@ -1,6 +1,6 @@
-"""Launches as a GPU would get them, without one: random calls run up to the driver, through Triton's own specialisation of
-their arguments, and every kernel is compiled for the architecture. Only loading and running are left out. The interpreter shows
-none of this: there a number that Triton makes a constant is as good as one that it does not."""
+"""Launches as a GPU would get them, without one: random calls run up to the driver, through Triton's own specialisation
+of their arguments, and every kernel is compiled for the architecture. Only loading and running are left out. The
+interpreter shows none of this: there a number that Triton makes a constant is as good as one that it does not."""
 
 import collections
 import json
@@ -23,8 +23,17 @@ from flashrope.backends import triton as backend
 
 ROOT = pathlib.Path(__file__).parent.parent
 LENGTHS = (1, 2, 16, 17, 64, 65, 100, 128, 129, 300, 1024, 1025)
-KERNELS = {"turn_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q", "append_rows",
-           "turn_cached_rows", "attention_decode", "combine_splits"}
+KERNELS = {
+    "turn_rows",
+    "attention_forward",
+    "attention_delta",
+    "attention_grad_kv",
+    "attention_grad_q",
+    "append_rows",
+    "turn_cached_rows",
+    "attention_decode",
+    "combine_splits",
+}
 
 
 class Launcher:
@@ -36,7 +45,9 @@ class Launcher:
 
     def __call__(self, x, y, z, *arguments):
         assert 0 < x < 2**31 and 0 < y < 2**16 and 0 < z < 2**16, f"{self.name}: grid {(x, y, z)}"
-        assert self.fits(self.signature, arguments[-len(self.signature):]), f"{self.name}: {self.signature}, {arguments}"
+        assert self.fits(self.signature, arguments[-len(self.signature) :]), (
+            f"{self.name}: {self.signature}, {arguments}"
+        )
 
     def fits(self, kind, value):
         if isinstance(kind, tuple):
@@ -44,7 +55,7 @@ class Launcher:
         if kind.startswith("*"):
             return isinstance(value, torch.Tensor)
         if kind in ("i32", "i64"):
-            return -(2**int(kind[1:]) // 2) <= value < 2**int(kind[1:]) // 2
+            return -(2 ** int(kind[1:]) // 2) <= value < 2 ** int(kind[1:]) // 2
         return kind == "constexpr" or kind == "fp32" and isinstance(value, float)
 
 
@@ -72,7 +83,10 @@ class Calls(random.Random):
 
     def tensor(self, *shape, grad=False):
         """Contiguous, or a view whose rows or whose first element are off 16 bytes, or heads first."""
-        layout, (*rows, heads, head_dim) = self.choice(("contiguous", "contiguous", "heads first", "window", "odd")), shape
+        layout, (*rows, heads, head_dim) = (
+            self.choice(("contiguous", "contiguous", "heads first", "window", "odd")),
+            shape,
+        )
         if layout == "heads first" and len(rows) == 2:
             return torch.empty(rows[0], heads, rows[1], head_dim, dtype=self.dtype, requires_grad=grad).transpose(1, 2)
         extra = {"window": 8, "odd": 3}.get(layout, 0)
@@ -80,10 +94,20 @@ class Calls(random.Random):
 
     def rotary(self):
         d = self.head_dim
-        rotary = self.choice((Rotary.rope(d), Rotary.rope(d, interleaved=True), Rotary.rope(d, rotary_dim=2), Rotary.hope(d, 512),
-                              Rotary.rope(d, rotary_dim=d - 2), Rotary.hope(d, 512, interleaved=True),
-                              Rotary.hope(d, 512, compact=True)))
-        rotary = self.choice((rotary, rotary.rectify(16), rotary.rectify(21, 4.0), rotary.rectify(16).local(100), Rotary.none(d)))
+        rotary = self.choice(
+            (
+                Rotary.rope(d),
+                Rotary.rope(d, interleaved=True),
+                Rotary.rope(d, rotary_dim=2),
+                Rotary.hope(d, 512),
+                Rotary.rope(d, rotary_dim=d - 2),
+                Rotary.hope(d, 512, interleaved=True),
+                Rotary.hope(d, 512, compact=True),
+            )
+        )
+        rotary = self.choice(
+            (rotary, rotary.rectify(16), rotary.rectify(21, 4.0), rotary.rectify(16).local(100), Rotary.none(d))
+        )
         return rotary.log_n(20, clip=self.random() < 0.5) if self.random() < 0.3 else rotary
 
     def backward(self, out, lse):
@@ -94,16 +118,25 @@ class Calls(random.Random):
     def dense(self):
         seqlen_q, seqlen_k, rotary = self.choice(LENGTHS), self.choice(LENGTHS), self.rotary()
         if self.random() < 0.3:
-            rotary, seqlen_k = self.choice((Rotary.rope(self.head_dim).log_n(20), Rotary.axial(self.head_dim))), seqlen_q
+            rotary, seqlen_k = (
+                self.choice((Rotary.rope(self.head_dim).log_n(20), Rotary.axial(self.head_dim))),
+                seqlen_q,
+            )
             self.options["positions"] = torch.rand(self.batch, seqlen_q, *((2,) if rotary.axis else ()))
-        q, k, v = (self.tensor(self.batch, seqlen, heads, self.head_dim, grad=True)
-                   for seqlen, heads in ((seqlen_q, self.heads_q), (seqlen_k, self.heads_kv), (seqlen_k, self.heads_kv)))
+        q, k, v = (
+            self.tensor(self.batch, seqlen, heads, self.head_dim, grad=True)
+            for seqlen, heads in ((seqlen_q, self.heads_q), (seqlen_k, self.heads_kv), (seqlen_k, self.heads_kv))
+        )
         self.backward(*attention(q, k, v, rotary, **self.options))
 
     def packed(self):
-        starts = [torch.tensor([0, *self.choices((0, *LENGTHS), k=self.batch)]).cumsum(0).to(torch.int32) for _ in range(2)]
-        q, k, v = (self.tensor(int(start[-1]) + 1, heads, self.head_dim, grad=True)
-                   for start, heads in ((starts[0], self.heads_q), (starts[1], self.heads_kv), (starts[1], self.heads_kv)))
+        starts = [
+            torch.tensor([0, *self.choices((0, *LENGTHS), k=self.batch)]).cumsum(0).to(torch.int32) for _ in range(2)
+        ]
+        q, k, v = (
+            self.tensor(int(start[-1]) + 1, heads, self.head_dim, grad=True)
+            for start, heads in ((starts[0], self.heads_q), (starts[1], self.heads_kv), (starts[1], self.heads_kv))
+        )
         self.backward(*attention_varlen(q, k, v, self.rotary(), *starts, 1100, 1100, **self.options))
 
     def cached(self):
@@ -113,11 +146,25 @@ class Calls(random.Random):
         if page_size:
             rows, table = (self.batch * 8, page_size), torch.zeros(self.batch, 8, dtype=torch.int32)
         seqlens = torch.zeros(self.batch, dtype=torch.int32)
-        q, k, v = (self.tensor(self.batch, seqlen, heads, self.head_dim) for seqlen in (self.choice((1, 2, 17, 64, 65, 500)),)
-                   for heads in (self.heads_q, self.heads_kv, self.heads_kv))
+        q, k, v = (
+            self.tensor(self.batch, seqlen, heads, self.head_dim)
+            for seqlen in (self.choice((1, 2, 17, 64, 65, 500)),)
+            for heads in (self.heads_q, self.heads_kv, self.heads_kv)
+        )
         k_cache, v_cache = (self.tensor(*rows, self.heads_kv, self.head_dim) for _ in range(2))
-        attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, self.choice((None, seqlens)),
-                             num_splits=self.choice((None, None, 1, 2, 256)), **self.options)
+        attention_with_cache(
+            q,
+            k_cache,
+            v_cache,
+            rotary,
+            seqlens,
+            k,
+            v,
+            table,
+            self.choice((None, seqlens)),
+            num_splits=self.choice((None, None, 1, 2, 256)),
+            **self.options,
+        )
         if page_size:
             cache = PagedKVCache(self.batch * 40, 16, *k.shape[2:], self.dtype)
             cache.attend([cache.allocate() for _ in range(self.batch)], q.contiguous(), rotary, k, v, **self.options)
@@ -132,15 +179,23 @@ def compiling_environment() -> dict[str, str]:
 
 
 def launched(arch: int, seeds, *head_dims, compiling=True) -> dict[str, int]:
-    """The kernels that a process of its own, where Triton compiles, launches for these calls; without compiling the number of
-    launches of every kernel that went past Triton's look at the arguments, each the same that it would have found."""
-    done = subprocess.run([sys.executable, __file__, json.dumps([arch, list(seeds), head_dims, compiling])], capture_output=True,
-                          text=True, env=compiling_environment(), check=False)
+    """The kernels that a process of its own, where Triton compiles, launches for these calls; without compiling the
+    number of launches of every kernel that went past Triton's look at the arguments, each the same that it would have
+    found."""
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps([arch, list(seeds), head_dims, compiling])],
+        capture_output=True,
+        text=True,
+        env=compiling_environment(),
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU launches the kernels themselves, in the other tests")
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU launches the kernels themselves, in the other tests"
+)
 
 
 @without_gpu
@@ -157,11 +212,21 @@ def test_launches_reach_the_kernel_that_triton_would_pick():
 @without_gpu
 def test_host_work_of_a_call():
     """Functions that Python calls until the kernels are queued, about a tenth more than today."""
-    done = subprocess.run([sys.executable, "-m", "bench", "host", "--blocks", "2", "--calls", "1"], capture_output=True, text=True,
-                          env=compiling_environment(), check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "host", "--blocks", "2", "--calls", "1"],
+        capture_output=True,
+        text=True,
+        env=compiling_environment(),
+        check=True,
+    )
     found = {line[:42].rstrip(): tuple(map(int, line[42:].split()[:2])) for line in done.stdout.splitlines()[3:]}
-    allowed = {"attention, HoPE, 512 tokens": (2, 230), "the same and its backward": (6, 720),
-               "attention_with_cache, ReRoPE, one token": (3, 280), "KVCache.attend": (3, 300), "PagedKVCache.attend": (3, 380)}
+    allowed = {
+        "attention, HoPE, 512 tokens": (2, 230),
+        "the same and its backward": (6, 720),
+        "attention_with_cache, ReRoPE, one token": (3, 280),
+        "KVCache.attend": (3, 300),
+        "PagedKVCache.attend": (3, 380),
+    }
     assert found.keys() == allowed.keys()
     for name, (launches, functions) in allowed.items():
         assert found[name][0] == launches and found[name][1] <= functions, (name, found[name])

@@ -21,16 +21,25 @@ def needle(target, rotary, distance, causal=True, seqlen=70):
         cos, sin = (x.float() for x in cos_sin(rotary, torch.tensor(slope * distance + offset)))
         q = p.q[0, i, 0].float().cpu()
         first, second = q.chunk(2)
-        k[0, i - distance, 0] = torch.cat((first * cos - second * sin, second * cos + first * sin)) * (48 / q.square().sum())
+        k[0, i - distance, 0] = torch.cat((first * cos - second * sin, second * cos + first * sin)) * (
+            48 / q.square().sum()
+        )
     return p.replace(k=k.to(p.k))
 
 
-@pytest.mark.interpreted(lambda exact, kind, distance: kind == "rectify" and distance or kind == "local" and distance <= WINDOW)
+@pytest.mark.interpreted(
+    lambda exact, kind, distance: kind == "rectify" and distance or kind == "local" and distance <= WINDOW
+)
 @pytest.mark.parametrize("distance", [0, WINDOW - 1, WINDOW, WINDOW + 1])
 @pytest.mark.parametrize("kind", ["rectify", "leaky", "local", "rope"])
 def test_at_the_edge(exact, kind, distance):
     rope = Rotary.rope(16)
-    rotary = {"rectify": rope.rectify(WINDOW), "leaky": rope.rectify(WINDOW, 4.0), "local": rope.local(WINDOW), "rope": rope}[kind]
+    rotary = {
+        "rectify": rope.rectify(WINDOW),
+        "leaky": rope.rectify(WINDOW, 4.0),
+        "local": rope.local(WINDOW),
+        "rope": rope,
+    }[kind]
     p = needle(exact, rotary, distance)
     if kind != "local" or distance < WINDOW:
         lse = support.exact_and_bound(p)[0]["lse"]

@@ -12,8 +12,20 @@ from flashrope import Rotary, attention
 
 ROOT = Path(__file__).resolve().parents[1]
 # The builder's documented keys (edition 5; anything else it refuses).
-GENERAL = {"name", "version", "edition", "license", "backends", "upstream", "source", "minver", "cuda", "hub", "kernel-depends",
-           "python-depends"}
+GENERAL = {
+    "name",
+    "version",
+    "edition",
+    "license",
+    "backends",
+    "upstream",
+    "source",
+    "minver",
+    "cuda",
+    "hub",
+    "kernel-depends",
+    "python-depends",
+}
 NOARCH = {"pyext", "cuda_capabilities", "rocm_archs"}
 OPS = """
 import torch
@@ -31,7 +43,9 @@ def lay_out():
 
 def load(package: Path, name: str):
     """As the kernels library does: from a path, under a name of its own."""
-    spec = importlib.util.spec_from_file_location(name, package / "__init__.py", submodule_search_locations=[str(package)])
+    spec = importlib.util.spec_from_file_location(
+        name, package / "__init__.py", submodule_search_locations=[str(package)]
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -51,7 +65,7 @@ def test_two_builds_load_beside_the_installed_package(lay_out, tmp_path):
     q, k, v = (torch.randn(1, 40, heads, 16) for heads in (4, 2, 2))
     q.requires_grad_()
     expected = attention(q, k, v, Rotary.rope(16).rectify(8))
-    grad, = torch.autograd.grad(expected.sum(), q)
+    (grad,) = torch.autograd.grad(expected.sum(), q)
     for n in range(2):
         package = lay_out(tmp_path / str(n))
         (package / "_ops.py").write_text(OPS.format(name=f"_flashrope_cpu_test{n}"))

@@ -27,7 +27,8 @@ def same_table(rotary, expected):
 
 
 def relative(rotary, size, causal=True):
-    """The relative positions a scheme sees, (size, size): slope * i + offset - slope * j in the band of i - j; nan outside."""
+    """The relative positions a scheme sees, (size, size): slope * i + offset - slope * j in the band of i - j; nan
+    outside."""
     i, j = np.arange(size)[:, None], np.arange(size)[None, :]
     seen = np.full((size, size), np.nan)
     for start, stop, slope, offset in rotary.bands_for(causal):
@@ -43,7 +44,8 @@ def mirrored(causal_rows):
     return lower - lower.T
 
 
-# ---- RoPE and the schemes made from it ------------------------------------------------------------------------------------
+# ---- RoPE and the schemes made from it
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dim", [2, 8, 64, 128])
@@ -107,7 +109,9 @@ def test_hope_ablations():
     assert (ab3[0], len(ab3)) == (1.0, 32)
     assert ab3[-1] == pytest.approx(2 * edge, rel=1e-14)
     np.testing.assert_allclose(ab3[1:] / ab3[:-1], (2 * edge) ** (1 / 31), rtol=1e-13)
-    dropped = [{m for m, f in enumerate(Rotary.hope_ablation(64, 512, which).theta) if f == 0} for which in ("ab1", "ab2")]
+    dropped = [
+        {m for m, f in enumerate(Rotary.hope_ablation(64, 512, which).theta) if f == 0} for which in ("ab1", "ab2")
+    ]
     assert dropped[0] and dropped[1] and not dropped[0] & dropped[1]
     assert dropped[0] | dropped[1] == {m for m, f in enumerate(Rotary.hope(64, 512).theta) if f == 0}
 
@@ -134,25 +138,29 @@ def test_ntk(rotary_dim, s):
     rope, lam = Rotary.rope(128, rotary_dim=rotary_dim), s ** (2 / rotary_dim)
     same_table(rope.ntk(s), geometric(dim, 1e4 * s ** (dim / (dim - 2))))
     same_table(rope.ntk(s, variant="old"), geometric(dim, 1e4 * s))
-    same_table(rope.ntk(s, "old"), full * lam ** -m)
+    same_table(rope.ntk(s, "old"), full * lam**-m)
     same_table(rope.ntk(s, "fixed"), full * lam ** -(m + 1.0))
     same_table(rope.ntk(s, "mixed"), full * np.exp(-math.log(s) / (dim / 2) ** 0.625 * (m + 1.0) ** 0.625))
 
 
 def test_ntk_ends():
     s, full = 8.0, geometric(64)
-    aware, old, fixed, mixed = (np.array(Rotary.rope(64).ntk(s, v).theta) / full for v in ("aware", "old", "fixed", "mixed"))
+    aware, old, fixed, mixed = (
+        np.array(Rotary.rope(64).ntk(s, v).theta) / full for v in ("aware", "old", "fixed", "mixed")
+    )
     assert aware[0] == old[0] == 1
     np.testing.assert_allclose([aware[-1], fixed[-1], mixed[-1]], 1 / s, rtol=1e-13)
     assert old[-1] > aware[-1]
     assert mixed[0] < fixed[0] < 1  # mixed turns even the fastest pair down
-    # lambda_m = ratio of neighbours: mixed starts above fixed's constant lambda and decreases; all lambdas multiply to s
+    # lambda_m = ratio of neighbours: mixed starts above fixed's constant lambda and decreases; all lambdas multiply to
+    # s
     ratios = np.concatenate([[1 / mixed[0]], mixed[:-1] / mixed[1:]])
     assert (np.diff(ratios) < 0).all() and np.prod(ratios) == pytest.approx(s, rel=1e-12)
 
 
 def yarn_oracle(dim, base, factor, length, beta_fast=32, beta_slow=1, truncate=True):
-    """Peng et al. 2023, section 3.2, as their code has it: ramp over the pair index, its ends found by turns over length."""
+    """Peng et al. 2023, section 3.2, as their code has it: ramp over the pair index, its ends found by turns over
+    length."""
     full = geometric(dim, base)
     ends = []
     for turns in (beta_fast, beta_slow):
@@ -166,8 +174,9 @@ def yarn_oracle(dim, base, factor, length, beta_fast=32, beta_slow=1, truncate=T
     return full / factor * (1 - kept) + full * kept
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"truncate": False}, {"beta_fast": 16, "beta_slow": 2},
-                                    {"beta_fast": 4.0, "beta_slow": 4.0}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"truncate": False}, {"beta_fast": 16, "beta_slow": 2}, {"beta_fast": 4.0, "beta_slow": 4.0}]
+)
 @pytest.mark.parametrize(("head_dim", "rotary_dim", "base"), [(128, 128, 1e4), (128, 32, 1e4), (64, 64, 5e5)])
 @pytest.mark.parametrize("length", [64, 4096, 1 << 20])
 def test_yarn(head_dim, rotary_dim, base, length, kwargs):
@@ -192,10 +201,17 @@ def test_yarn_temperature():
 
 
 @pytest.mark.parametrize("layout", [{}, {"interleaved": True}, {"compact": True}])
-@pytest.mark.parametrize("change", [
-    lambda r: r.interpolate(8.0), lambda r: r.yarn(8.0, 512), lambda r: r.ntk(8.0), lambda r: r.ntk(8.0, "old"),
-    lambda r: r.ntk(8.0, "fixed"), lambda r: r.ntk(8.0, "mixed"),
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r.interpolate(8.0),
+        lambda r: r.yarn(8.0, 512),
+        lambda r: r.ntk(8.0),
+        lambda r: r.ntk(8.0, "old"),
+        lambda r: r.ntk(8.0, "fixed"),
+        lambda r: r.ntk(8.0, "mixed"),
+    ],
+)
 def test_hope_with_interpolation_transforms_first_and_drops_what_hope_drops(change, layout):
     kept = 16
     expected = [*change(Rotary.rope(64)).theta[:kept], *([] if layout else [0] * 16)]
@@ -208,12 +224,16 @@ def test_hope_with_interpolation_transforms_first_and_drops_what_hope_drops(chan
 
 
 def test_rerope_matrix():
-    expected = np.array([[0, 0, 0, 0, 0, 0],  # the source's matrix for w = 3, below the diagonal
-                         [1, 0, 0, 0, 0, 0],
-                         [2, 1, 0, 0, 0, 0],
-                         [3, 2, 1, 0, 0, 0],
-                         [3, 3, 2, 1, 0, 0],
-                         [3, 3, 3, 2, 1, 0]])
+    expected = np.array(
+        [
+            [0, 0, 0, 0, 0, 0],  # the source's matrix for w = 3, below the diagonal
+            [1, 0, 0, 0, 0, 0],
+            [2, 1, 0, 0, 0, 0],
+            [3, 2, 1, 0, 0, 0],
+            [3, 3, 2, 1, 0, 0],
+            [3, 3, 3, 2, 1, 0],
+        ]
+    )
     rotary = Rotary.rope(64).rectify(3)
     assert rotary.bands == ((0, 3, 1, 0), (3, INF, 0, 3))
     assert rotary.two_sided_bands == ((-2, 3, 1, 0), (3, INF, 0, 3), (-INF, -2, 0, -3))
@@ -224,11 +244,15 @@ def test_rerope_matrix():
 @pytest.mark.parametrize("k", [4.0, 0.5, 1 / 16])
 def test_leaky_rerope_matrix(k):
     w = 2
-    expected = np.array([[0, 0, 0, 0, 0],  # w, w + 1/k, w + 2/k, ... beyond the window
-                         [1, 0, 0, 0, 0],
-                         [w, 1, 0, 0, 0],
-                         [w + 1 / k, w, 1, 0, 0],
-                         [w + 2 / k, w + 1 / k, w, 1, 0]])
+    expected = np.array(
+        [
+            [0, 0, 0, 0, 0],  # w, w + 1/k, w + 2/k, ... beyond the window
+            [1, 0, 0, 0, 0],
+            [w, 1, 0, 0, 0],
+            [w + 1 / k, w, 1, 0, 0],
+            [w + 2 / k, w + 1 / k, w, 1, 0],
+        ]
+    )
     rotary = Rotary.rope(64).rectify(w, k)
     np.testing.assert_allclose(np.tril(relative(rotary, 5)), expected, rtol=1e-15)
     np.testing.assert_allclose(relative(rotary, 5, causal=False), mirrored(expected), rtol=1e-15)
@@ -288,7 +312,12 @@ def test_log_n():
 
 
 def test_changes_commute():
-    changes = [lambda r: r.yarn(4.0, 512), lambda r: r.rectify(128, 8.0), lambda r: r.log_n(512), lambda r: r.local(300)]
+    changes = [
+        lambda r: r.yarn(4.0, 512),
+        lambda r: r.rectify(128, 8.0),
+        lambda r: r.log_n(512),
+        lambda r: r.local(300),
+    ]
     results = set()
     for order in itertools.permutations(changes):
         rotary = Rotary.hope(64, 512)
@@ -298,16 +327,32 @@ def test_changes_commute():
     assert len(results) == 1
 
 
-# ---- value semantics ------------------------------------------------------------------------------------------------------
+# ---- value semantics
+# ------------------------------------------------------------------------------------------------------
 
 SCHEMES = [
-    Rotary.rope(64), Rotary.rope(64, interleaved=True), Rotary.rope(64, 500_000.0), Rotary.rope(64, rotary_dim=32),
-    Rotary.none(64), Rotary.none(128), Rotary.hope(64, 512), Rotary.hope(64, 512, compact=True),
+    Rotary.rope(64),
+    Rotary.rope(64, interleaved=True),
+    Rotary.rope(64, 500_000.0),
+    Rotary.rope(64, rotary_dim=32),
+    Rotary.none(64),
+    Rotary.none(128),
+    Rotary.hope(64, 512),
+    Rotary.hope(64, 512, compact=True),
     Rotary.hope(64, 512, interleaved=True),
-    Rotary.rope(64).interpolate(3.0), *(Rotary.rope(64).ntk(3.0, v) for v in ("aware", "old", "fixed", "mixed")),
-    Rotary.rope(64).yarn(3.0, 512), Rotary.rope(64).yarn(3.0, 512, temperature=1.0), Rotary.rope(64).rectify(7),
-    Rotary.rope(64).rectify(7, 3.0), Rotary.rope(64).local(7), Rotary.rope(64).log_n(512), Rotary.rope(64).log_n(512, clip=False),
-    Rotary.axial(64), Rotary.axial(64, axes=4), Rotary.from_inv_freq([0.1, 1 / 3], 64), Rotary.hope_ablation(64, 512, "ab3"),
+    Rotary.rope(64).interpolate(3.0),
+    *(Rotary.rope(64).ntk(3.0, v) for v in ("aware", "old", "fixed", "mixed")),
+    Rotary.rope(64).yarn(3.0, 512),
+    Rotary.rope(64).yarn(3.0, 512, temperature=1.0),
+    Rotary.rope(64).rectify(7),
+    Rotary.rope(64).rectify(7, 3.0),
+    Rotary.rope(64).local(7),
+    Rotary.rope(64).log_n(512),
+    Rotary.rope(64).log_n(512, clip=False),
+    Rotary.axial(64),
+    Rotary.axial(64, axes=4),
+    Rotary.from_inv_freq([0.1, 1 / 3], 64),
+    Rotary.hope_ablation(64, 512, "ab3"),
     Rotary.hope(64, 512).yarn(3.0, 512).rectify(100, 3.0).local(200).log_n(512),
 ]
 
@@ -339,8 +384,10 @@ def test_text_and_pickle_are_exact(rotary):
 
 
 def test_a_pickle_from_another_process_hashes_like_ours():
-    program = ("import pickle, sys; from flashrope import Rotary; r = Rotary.rope(64).rectify(8); hash(r);"
-               "sys.stdout.buffer.write(pickle.dumps(r))")
+    program = (
+        "import pickle, sys; from flashrope import Rotary; r = Rotary.rope(64).rectify(8); hash(r);"
+        "sys.stdout.buffer.write(pickle.dumps(r))"
+    )
     theirs = pickle.loads(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
     ours = Rotary.rope(64).rectify(8)
     assert theirs == ours and hash(theirs) == hash(ours) and theirs in {ours}
@@ -354,27 +401,42 @@ def test_frozen():
 
 def test_a_table_from_numpy_scalars_keeps_its_precision():
     assert Rotary.rope(64).interpolate(np.float32(3)) == Rotary.rope(64).interpolate(3)
-    assert Rotary.rope(64, np.float32(10_000)).yarn(np.int64(4), np.int32(512)).text == Rotary.rope(64).yarn(4, 512).text
+    assert (
+        Rotary.rope(64, np.float32(10_000)).yarn(np.int64(4), np.int32(512)).text == Rotary.rope(64).yarn(4, 512).text
+    )
 
 
-@pytest.mark.parametrize(("rotary", "text"), [
-    (Rotary.rope(64),
-     "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.0001334, half pairing), distance: d for d >= 0, "
-     "score scale: 1)"),
-    (Rotary.none(64), "Rotary(head_dim=64, 0 of 32 pairs rotate, distance: d for d >= 0, score scale: 1)"),
-    (Rotary.hope(128, 8192, interleaved=True).yarn(4.0, 8192).rectify(1024).log_n(4096),
-     "Rotary(head_dim=128, 50 of 64 pairs rotate (inv_freq 1 to 0.0002425, interleaved pairing in 100 channels, yarn), "
-     "distance: d for 0 <= d < 1024; 1024 for d >= 1024, score scale: 1.29648 * max(1, ln(i + 1) / ln(4096)))"),
-    (Rotary.rope(64).rectify(16, 4.0).local(32).log_n(512, clip=False),
-     "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.0001334, half pairing), distance: d for 0 <= d < 16; "
-     "d * 0.25 + 12 for 16 <= d < 32, score scale: ln(i + 1) / ln(512))"),
-    (Rotary.axial(64, axes=2),
-     "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.01334, half pairing, 2 axes), distance: d for d >= 0, "
-     "score scale: 1)"),
-    (Rotary.from_inv_freq([-1.0, -0.5], 8).local(0),
-     "Rotary(head_dim=8, 2 of 4 pairs rotate (inv_freq -1 to -0.5, half pairing in 4 channels), distance: no keys, "
-     "score scale: 1)"),
-])
+@pytest.mark.parametrize(
+    ("rotary", "text"),
+    [
+        (
+            Rotary.rope(64),
+            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.0001334, half pairing), distance: d for d >= 0, "
+            "score scale: 1)",
+        ),
+        (Rotary.none(64), "Rotary(head_dim=64, 0 of 32 pairs rotate, distance: d for d >= 0, score scale: 1)"),
+        (
+            Rotary.hope(128, 8192, interleaved=True).yarn(4.0, 8192).rectify(1024).log_n(4096),
+            "Rotary(head_dim=128, 50 of 64 pairs rotate (inv_freq 1 to 0.0002425, interleaved pairing in 100 channels, yarn), "
+            "distance: d for 0 <= d < 1024; 1024 for d >= 1024, score scale: 1.29648 * max(1, ln(i + 1) / ln(4096)))",
+        ),
+        (
+            Rotary.rope(64).rectify(16, 4.0).local(32).log_n(512, clip=False),
+            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.0001334, half pairing), distance: d for 0 <= d < 16; "
+            "d * 0.25 + 12 for 16 <= d < 32, score scale: ln(i + 1) / ln(512))",
+        ),
+        (
+            Rotary.axial(64, axes=2),
+            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.01334, half pairing, 2 axes), distance: d for d >= 0, "
+            "score scale: 1)",
+        ),
+        (
+            Rotary.from_inv_freq([-1.0, -0.5], 8).local(0),
+            "Rotary(head_dim=8, 2 of 4 pairs rotate (inv_freq -1 to -0.5, half pairing in 4 channels), distance: no keys, "
+            "score scale: 1)",
+        ),
+    ],
+)
 def test_repr(rotary, text):
     assert repr(rotary) == text
 
@@ -384,55 +446,73 @@ def test_repr(rotary, text):
 ROPE = Rotary.rope(64)
 
 
-@pytest.mark.parametrize(("build", "reason"), [
-    (lambda: Rotary.none(64).interpolate(2.0), "interpolate: no pair of this scheme rotates"),
-    (lambda: Rotary.hope(64, 6).yarn(2.0, 512), "yarn: no pair of this scheme rotates"),
-    (lambda: ROPE.interpolate(2.0).interpolate(2.0), "interpolate: the table was changed by interpolate already"),
-    (lambda: ROPE.yarn(2.0, 512).ntk(2.0), "ntk: the table was changed by yarn already"),
-    (lambda: ROPE.ntk(2.0).yarn(2.0, 512), "yarn: the table was changed by ntk already"),
-    (lambda: Rotary.axial(64).interpolate(2.0), "interpolate: interpolates one-dimensional tables"),
-    (lambda: Rotary.from_inv_freq([1.0], 64).yarn(2.0, 512), "yarn: finds its ramp from the table's base"),
-    (lambda: Rotary.hope_ablation(64, 512, "ab3").yarn(2.0, 512), "yarn: finds its ramp from the table's base"),
-    (lambda: ROPE.rectify(8).rectify(8), "rectify: this scheme is rectified already"),
-    (lambda: ROPE.rectify(0, 4.0).rectify(8), "rectify: this scheme is rectified already"),
-    (lambda: Rotary.axial(64).rectify(8), "rectify: bands over the distance need one-dimensional positions"),
-    (lambda: Rotary.axial(64).local(8), "local: a window over the distance needs one-dimensional positions"),
-    (lambda: Rotary.axial(64).log_n(512), "log_n: scales by the number of keys seen"),
-    (lambda: ROPE.log_n(512).log_n(512), "log_n: this scheme is scaled by log n already"),
-    (lambda: ROPE.ntk(2.0, "Aware"), 'variant: expected "old", "aware", "fixed" or "mixed", got \'Aware\''),
-    (lambda: Rotary.rope(2).ntk(2.0), 'variant: "aware" needs more than one pair, this table has 1'),
-    (lambda: Rotary.hope_ablation(64, 512, "AB1"), 'which: expected "ab1", "ab2" or "ab3", got \'AB1\''),
-    (lambda: Rotary.hope(64, 512, interleaved=True, compact=True), "compact: pairs m with m [+] a, which interleaved=True"),
-    (lambda: Rotary.rope(64, rotary_dim=66), "rotary_dim: expected at most head_dim = 64, got 66"),
-    (lambda: Rotary.rope(64, rotary_dim=33), "rotary_dim: expected an even integer of at least 0, got 33"),
-    (lambda: Rotary.rope(64, rotary_dim=True), "rotary_dim: expected an even integer of at least 0, got True"),
-    (lambda: Rotary.rope(64, rotary_dim=False), "rotary_dim: expected an even integer of at least 0, got False"),
-    (lambda: Rotary.rope(64, rotary_dim=-2), "rotary_dim: expected an even integer of at least 0, got -2"),
-    (lambda: Rotary.axial(60, axes=4), "head_dim: expected a multiple of 2 [*] axes = 8, got 60"),
-    (lambda: Rotary.axial(64, axes=0), "axes: expected a positive integer, got 0"),
-    (lambda: Rotary.axial(64.0), "head_dim: expected a positive integer, got 64.0"),
-    (lambda: Rotary.from_inv_freq([[1.0]], 64), r"inv_freq: expected one dimension, got shape \(1, 1\)"),
-    (lambda: Rotary.from_inv_freq([1.0] * 33, 64), "inv_freq: 33 pairs need 66 channels, head_dim has 64"),
-    (lambda: Rotary.from_inv_freq([1.0, math.nan], 64), "inv_freq: every frequency must be finite"),
-    (lambda: dataclasses.replace(Rotary.axial(64), theta=(1.0,)), "axis: expected one for each of the 1 pairs, got 32"),
-    (lambda: ROPE.yarn(2.0, 512, beta_fast=1.0, beta_slow=32.0), "beta_fast: expected at least beta_slow = 32.0, got 1.0"),
-    (lambda: ROPE.yarn(2.0, 6), "train_length: no pair turns beta_slow = 1.0 times over 6.0 positions"),
-    (lambda: ROPE.rectify(8, 1e-320), "factor: too small to divide by"),
-    (lambda: ROPE.log_n(1), "train_length: expected more than 1, got 1.0"),
-    (lambda: Rotary.rope(64, 1.0), "base: expected more than 1, got 1.0"),
-])
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: Rotary.none(64).interpolate(2.0), "interpolate: no pair of this scheme rotates"),
+        (lambda: Rotary.hope(64, 6).yarn(2.0, 512), "yarn: no pair of this scheme rotates"),
+        (lambda: ROPE.interpolate(2.0).interpolate(2.0), "interpolate: the table was changed by interpolate already"),
+        (lambda: ROPE.yarn(2.0, 512).ntk(2.0), "ntk: the table was changed by yarn already"),
+        (lambda: ROPE.ntk(2.0).yarn(2.0, 512), "yarn: the table was changed by ntk already"),
+        (lambda: Rotary.axial(64).interpolate(2.0), "interpolate: interpolates one-dimensional tables"),
+        (lambda: Rotary.from_inv_freq([1.0], 64).yarn(2.0, 512), "yarn: finds its ramp from the table's base"),
+        (lambda: Rotary.hope_ablation(64, 512, "ab3").yarn(2.0, 512), "yarn: finds its ramp from the table's base"),
+        (lambda: ROPE.rectify(8).rectify(8), "rectify: this scheme is rectified already"),
+        (lambda: ROPE.rectify(0, 4.0).rectify(8), "rectify: this scheme is rectified already"),
+        (lambda: Rotary.axial(64).rectify(8), "rectify: bands over the distance need one-dimensional positions"),
+        (lambda: Rotary.axial(64).local(8), "local: a window over the distance needs one-dimensional positions"),
+        (lambda: Rotary.axial(64).log_n(512), "log_n: scales by the number of keys seen"),
+        (lambda: ROPE.log_n(512).log_n(512), "log_n: this scheme is scaled by log n already"),
+        (lambda: ROPE.ntk(2.0, "Aware"), 'variant: expected "old", "aware", "fixed" or "mixed", got \'Aware\''),
+        (lambda: Rotary.rope(2).ntk(2.0), 'variant: "aware" needs more than one pair, this table has 1'),
+        (lambda: Rotary.hope_ablation(64, 512, "AB1"), 'which: expected "ab1", "ab2" or "ab3", got \'AB1\''),
+        (
+            lambda: Rotary.hope(64, 512, interleaved=True, compact=True),
+            "compact: pairs m with m [+] a, which interleaved=True",
+        ),
+        (lambda: Rotary.rope(64, rotary_dim=66), "rotary_dim: expected at most head_dim = 64, got 66"),
+        (lambda: Rotary.rope(64, rotary_dim=33), "rotary_dim: expected an even integer of at least 0, got 33"),
+        (lambda: Rotary.rope(64, rotary_dim=True), "rotary_dim: expected an even integer of at least 0, got True"),
+        (lambda: Rotary.rope(64, rotary_dim=False), "rotary_dim: expected an even integer of at least 0, got False"),
+        (lambda: Rotary.rope(64, rotary_dim=-2), "rotary_dim: expected an even integer of at least 0, got -2"),
+        (lambda: Rotary.axial(60, axes=4), "head_dim: expected a multiple of 2 [*] axes = 8, got 60"),
+        (lambda: Rotary.axial(64, axes=0), "axes: expected a positive integer, got 0"),
+        (lambda: Rotary.axial(64.0), "head_dim: expected a positive integer, got 64.0"),
+        (lambda: Rotary.from_inv_freq([[1.0]], 64), r"inv_freq: expected one dimension, got shape \(1, 1\)"),
+        (lambda: Rotary.from_inv_freq([1.0] * 33, 64), "inv_freq: 33 pairs need 66 channels, head_dim has 64"),
+        (lambda: Rotary.from_inv_freq([1.0, math.nan], 64), "inv_freq: every frequency must be finite"),
+        (
+            lambda: dataclasses.replace(Rotary.axial(64), theta=(1.0,)),
+            "axis: expected one for each of the 1 pairs, got 32",
+        ),
+        (
+            lambda: ROPE.yarn(2.0, 512, beta_fast=1.0, beta_slow=32.0),
+            "beta_fast: expected at least beta_slow = 32.0, got 1.0",
+        ),
+        (lambda: ROPE.yarn(2.0, 6), "train_length: no pair turns beta_slow = 1.0 times over 6.0 positions"),
+        (lambda: ROPE.rectify(8, 1e-320), "factor: too small to divide by"),
+        (lambda: ROPE.log_n(1), "train_length: expected more than 1, got 1.0"),
+        (lambda: Rotary.rope(64, 1.0), "base: expected more than 1, got 1.0"),
+    ],
+)
 def test_refusals_name_their_reason(build, reason):
     with pytest.raises(ValueError, match=f"^{reason}"):
         build()
 
 
 NUMBERS = {
-    "base": lambda x: Rotary.rope(64, x), "base of axial": lambda x: Rotary.axial(64, base=x),
-    "train_length": lambda x: Rotary.hope(64, x), "train_length of ablation": lambda x: Rotary.hope_ablation(64, x, "ab1"),
-    "factor": lambda x: ROPE.interpolate(x), "factor of ntk": lambda x: ROPE.ntk(x),
-    "factor of yarn": lambda x: ROPE.yarn(x, 512), "train_length of yarn": lambda x: ROPE.yarn(2.0, x),
-    "beta_fast": lambda x: ROPE.yarn(2.0, 512, beta_fast=x), "beta_slow": lambda x: ROPE.yarn(2.0, 512, beta_slow=x),
-    "temperature": lambda x: ROPE.yarn(2.0, 512, temperature=x), "train_length of log_n": lambda x: ROPE.log_n(x),
+    "base": lambda x: Rotary.rope(64, x),
+    "base of axial": lambda x: Rotary.axial(64, base=x),
+    "train_length": lambda x: Rotary.hope(64, x),
+    "train_length of ablation": lambda x: Rotary.hope_ablation(64, x, "ab1"),
+    "factor": lambda x: ROPE.interpolate(x),
+    "factor of ntk": lambda x: ROPE.ntk(x),
+    "factor of yarn": lambda x: ROPE.yarn(x, 512),
+    "train_length of yarn": lambda x: ROPE.yarn(2.0, x),
+    "beta_fast": lambda x: ROPE.yarn(2.0, 512, beta_fast=x),
+    "beta_slow": lambda x: ROPE.yarn(2.0, 512, beta_slow=x),
+    "temperature": lambda x: ROPE.yarn(2.0, 512, temperature=x),
+    "train_length of log_n": lambda x: ROPE.log_n(x),
     "factor of rectify": lambda x: ROPE.rectify(8, x),
 }
 
@@ -449,8 +529,16 @@ def test_numbers_are_checked(name):
             NUMBERS[name](bad)
 
 
-@pytest.mark.parametrize("build", [lambda x: Rotary.rope(x), lambda x: Rotary.hope(x, 512), lambda x: Rotary.none(x),
-                                   lambda x: Rotary.axial(x), lambda x: Rotary.from_inv_freq([], x)])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda x: Rotary.rope(x),
+        lambda x: Rotary.hope(x, 512),
+        lambda x: Rotary.none(x),
+        lambda x: Rotary.axial(x),
+        lambda x: Rotary.from_inv_freq([], x),
+    ],
+)
 @pytest.mark.parametrize("bad", [0, -64, 64.0, "64", True, None])
 def test_head_dim_is_checked(build, bad):
     with pytest.raises(ValueError, match="^head_dim: expected an? .*integer.*, got "):
@@ -464,22 +552,33 @@ def test_window_is_checked(build, bad):
         build(bad)
 
 
-@pytest.mark.parametrize(("name", "build"), [
-    ("interleaved", lambda x: Rotary.rope(64, interleaved=x)), ("interleaved", lambda x: Rotary.from_inv_freq([1.0], 64, x)),
-    ("interleaved", lambda x: Rotary.axial(64, interleaved=x)), ("interleaved", lambda x: Rotary.hope(64, 512, interleaved=x)),
-    ("compact", lambda x: Rotary.hope(64, 512, compact=x)), ("clip", lambda x: ROPE.log_n(512, x)),
-    ("truncate", lambda x: ROPE.yarn(2.0, 512, truncate=x)),
-])
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        ("interleaved", lambda x: Rotary.rope(64, interleaved=x)),
+        ("interleaved", lambda x: Rotary.from_inv_freq([1.0], 64, x)),
+        ("interleaved", lambda x: Rotary.axial(64, interleaved=x)),
+        ("interleaved", lambda x: Rotary.hope(64, 512, interleaved=x)),
+        ("compact", lambda x: Rotary.hope(64, 512, compact=x)),
+        ("clip", lambda x: ROPE.log_n(512, x)),
+        ("truncate", lambda x: ROPE.yarn(2.0, 512, truncate=x)),
+    ],
+)
 @pytest.mark.parametrize("bad", [1, "False", None])
 def test_flags_are_checked(name, build, bad):
     with pytest.raises(TypeError, match=f"^{name}: expected True or False, got "):
         build(bad)
 
 
-@pytest.mark.parametrize("call", [
-    lambda: Rotary.rope(64, bas=1e4), lambda: ROPE.rectify(windw=8), lambda: ROPE.yarn(2.0, 512, betafast=32),
-    lambda: Rotary.from_text('{"head_dim": 64, "theta": [], "bands": [], "axis": [], "log_n_scale": null, "x": 1}'),
-])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: Rotary.rope(64, bas=1e4),
+        lambda: ROPE.rectify(windw=8),
+        lambda: ROPE.yarn(2.0, 512, betafast=32),
+        lambda: Rotary.from_text('{"head_dim": 64, "theta": [], "bands": [], "axis": [], "log_n_scale": null, "x": 1}'),
+    ],
+)
 def test_misspelt_names_are_refused(call):
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         call()

@@ -1,4 +1,5 @@
-"""No length, batch, window or number of heads compiles a kernel anew: the launches of many shapes ask for one specialisation each."""
+"""No length, batch, window or number of heads compiles a kernel anew: the launches of many shapes ask for one
+specialisation each."""
 
 import json
 import os
@@ -48,8 +49,14 @@ print(json.dumps({name: len(of) for name, of in keys.items()}))
 @pytest.mark.parametrize("head_dim", [40, 128])
 def test_lengths_share_kernels(head_dim, layout):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", SCRIPT, str(head_dim), layout], capture_output=True, text=True, env=environment,
-                         cwd=pathlib.Path(__file__).parent.parent, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(head_dim), layout],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=pathlib.Path(__file__).parent.parent,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     counts = json.loads(run.stdout.splitlines()[-1])
     assert set(counts) == {"turn_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q"}

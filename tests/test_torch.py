@@ -17,7 +17,10 @@ def rotary(request):
 
 def inputs(seqlen=20, dtype=torch.float32, requires_grad=True, heads=4, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(2, seqlen, h, 16, generator=generator).to(dtype).requires_grad_(requires_grad) for h in (heads, heads // 2, heads // 2))
+    return tuple(
+        torch.randn(2, seqlen, h, 16, generator=generator).to(dtype).requires_grad_(requires_grad)
+        for h in (heads, heads // 2, heads // 2)
+    )
 
 
 def eager(q, k, v, rotary, **options):
@@ -29,7 +32,18 @@ def operator_arguments(rotary, tensors, varlen=False):
     if not varlen:
         return (*tensors, None, None, None, 20, 20, rotary.text, True, 0.25, "cpu")
     cu_seqlens = torch.tensor([0, 12, 36], dtype=torch.int32)
-    return (*(x.detach().flatten(0, 1).requires_grad_() for x in tensors), None, cu_seqlens, cu_seqlens, 24, 24, rotary.text, True, 0.25, "cpu")
+    return (
+        *(x.detach().flatten(0, 1).requires_grad_() for x in tensors),
+        None,
+        cu_seqlens,
+        cu_seqlens,
+        24,
+        24,
+        rotary.text,
+        True,
+        0.25,
+        "cpu",
+    )
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["batched", "packed"])
@@ -56,7 +70,9 @@ def test_compile(rotary, dynamic):
     """One graph, and with dynamic shapes no second compilation for another length."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda q, k, v: attention(q, k, v, rotary), fullgraph=True, dynamic=dynamic, backend=counter)
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, rotary), fullgraph=True, dynamic=dynamic, backend=counter
+    )
     for seqlen in (20, 33, 41) if dynamic else (20, 20):
         q, k, v = inputs(seqlen)
         out = compiled(q, k, v)
@@ -82,8 +98,10 @@ def test_compile_packed(rotary):
     q, k, v = (x.detach().flatten(0, 1) for x in inputs())
     cu_seqlens = torch.tensor([0, 12, 40], dtype=torch.int32)
     call = torch.compile(attention_varlen, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(call(q, k, v, rotary, cu_seqlens, cu_seqlens, 28, 28),
-                               attention_varlen(q, k, v, rotary, cu_seqlens, cu_seqlens, 28, 28))
+    torch.testing.assert_close(
+        call(q, k, v, rotary, cu_seqlens, cu_seqlens, 28, 28),
+        attention_varlen(q, k, v, rotary, cu_seqlens, cu_seqlens, 28, 28),
+    )
 
 
 class Module(torch.nn.Module):
@@ -113,7 +131,9 @@ def test_autocast(rotary, dtype):
         out = attention(q, k, v, rotary)
     assert out.dtype == dtype
     assert torch.equal(out, attention(*(x.to(dtype) for x in (q, k, v)), rotary))
-    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in torch.autograd.grad(out.float().sum(), (q, k, v)))
+    assert all(
+        g.dtype == torch.float32 and g.isfinite().all() for g in torch.autograd.grad(out.float().sum(), (q, k, v))
+    )
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -130,11 +150,14 @@ def test_checkpointing(rotary, use_reentrant):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("through", [attention, lambda q, k, v, r: torch.ops.flashrope.attention(*operator_arguments(r, (q, k, v)))[0]],
-                         ids=["eager", "operator"])
+@pytest.mark.parametrize(
+    "through",
+    [attention, lambda q, k, v, r: torch.ops.flashrope.attention(*operator_arguments(r, (q, k, v)))[0]],
+    ids=["eager", "operator"],
+)
 def test_a_second_derivative_is_refused(rotary, through):
     q, k, v = inputs()
-    grad, = torch.autograd.grad(through(q, k, v, rotary).square().sum(), q, create_graph=True)
+    (grad,) = torch.autograd.grad(through(q, k, v, rotary).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative.*reference"):
         grad.sum().backward()
 
@@ -158,7 +181,10 @@ def test_backward_twice_through_one_graph(rotary):
 
 def test_vmap_works(rotary):
     """One more batch dimension, by a loop over the operator."""
-    q, k, v = (torch.stack((a, b)) for a, b in zip(inputs(requires_grad=False), inputs(seed=1, requires_grad=False), strict=True))
+    q, k, v = (
+        torch.stack((a, b))
+        for a, b in zip(inputs(requires_grad=False), inputs(seed=1, requires_grad=False), strict=True)
+    )
     out = torch.func.vmap(lambda *x: attention(*x, rotary))(q, k, v)
     assert torch.equal(out, torch.stack([attention(q[b], k[b], v[b], rotary) for b in range(2)]))
 

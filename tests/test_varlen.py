@@ -23,23 +23,53 @@ def starts(lengths, device):
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("scheme", ["hope_zeros", "hope_rerope_log_n"])
 def test_packed_is_a_loop_over_sequences(exact, scheme, lengths, causal):
-    """Rows past the last sequence are 0 and -inf with gradient 0; each other row meets the budget of its own sequence."""
+    """Rows past the last sequence are 0 and -inf with gradient 0; each other row meets the budget of its own
+    sequence."""
     rotary, (lengths_q, lengths_k), spare = SCHEMES[scheme](16), lengths, 4
-    q, k, v, grad_out = (support.random((1, sum(n) + spare, heads, 16), exact, seed)[0].requires_grad_()
-                         for seed, (n, heads) in enumerate(((lengths_q, 4), (lengths_k, 2), (lengths_k, 2), (lengths_q, 4))))
+    q, k, v, grad_out = (
+        support.random((1, sum(n) + spare, heads, 16), exact, seed)[0].requires_grad_()
+        for seed, (n, heads) in enumerate(((lengths_q, 4), (lengths_k, 2), (lengths_k, 2), (lengths_q, 4)))
+    )
     grad_lse = support.random((1, 4, sum(lengths_q) + spare, 1), exact, 9)[0, ..., 0].to(lse_type(exact))
     cu_q, cu_k = starts(lengths_q, exact.device), starts(lengths_k, exact.device)
-    out, lse = attention_varlen(q, k, v, rotary, cu_q, cu_k, max(lengths_q, default=0), max(lengths_k, default=0), causal=causal,
-                                return_lse=True, impl=exact.impl)
+    out, lse = attention_varlen(
+        q,
+        k,
+        v,
+        rotary,
+        cu_q,
+        cu_k,
+        max(lengths_q, default=0),
+        max(lengths_k, default=0),
+        causal=causal,
+        return_lse=True,
+        impl=exact.impl,
+    )
     assert out.shape == q.shape and lse.shape == (4, q.shape[0])
     grads = torch.autograd.grad((out, lse), (q, k, v), (grad_out, torch.where(lse.isinf(), 0, grad_lse)))
     row = key = 0
     for n, m in zip(lengths_q, lengths_k, strict=True):
         rows, keys = slice(row, row + n), slice(key, key + m)
-        p = support.Problem(*(x.detach()[None] for x in (q[rows], k[keys], v[keys])), rotary, causal,
-                            grad_out=grad_out.detach()[None, rows], grad_lse=grad_lse[None, :, rows])
-        got = dict(zip(support.NAMES, (out.detach()[None, rows], lse.detach()[None, :, rows], grads[0][None, rows],
-                                       grads[1][None, keys], grads[2][None, keys]), strict=True))
+        p = support.Problem(
+            *(x.detach()[None] for x in (q[rows], k[keys], v[keys])),
+            rotary,
+            causal,
+            grad_out=grad_out.detach()[None, rows],
+            grad_lse=grad_lse[None, :, rows],
+        )
+        got = dict(
+            zip(
+                support.NAMES,
+                (
+                    out.detach()[None, rows],
+                    lse.detach()[None, :, rows],
+                    grads[0][None, rows],
+                    grads[1][None, keys],
+                    grads[2][None, keys],
+                ),
+                strict=True,
+            )
+        )
         ratios = support.excess(got, *support.exact_and_bound(p), exact.dtype)
         assert max(ratios.values()) <= support.COEFFICIENT[exact.dtype], (n, m, ratios)
         row, key = row + n, key + m
@@ -70,5 +100,7 @@ def test_one_sequence_is_the_batched_call(exact):
 def test_bounds_may_be_larger_than_the_lengths(exact):
     rotary, cu = Rotary.rope(16), starts([20, 14], exact.device)
     q, k, v = (support.random((1, 34, 2, 16), exact, seed)[0] for seed in range(3))
-    assert torch.equal(attention_varlen(q, k, v, rotary, cu, cu, 20, 20, impl=exact.impl),
-                       attention_varlen(q, k, v, rotary, cu, cu, 500, 90, impl=exact.impl))
+    assert torch.equal(
+        attention_varlen(q, k, v, rotary, cu, cu, 20, 20, impl=exact.impl),
+        attention_varlen(q, k, v, rotary, cu, cu, 500, 90, impl=exact.impl),
+    )

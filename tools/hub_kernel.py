@@ -2,8 +2,9 @@
 
     python tools/hub_kernel.py DIR
 
-DIR gets build.toml and, under torch-ext/flashrope, the package with its kernels inside, but without the commands, which a
-kernel loaded under a name of its own cannot run. The builder adds _ops.py, from which flashrope.ops takes its namespace.
+DIR gets build.toml and, under torch-ext/flashrope, the package with its kernels inside, but without the commands, which
+a kernel loaded under a name of its own cannot run. The builder adds _ops.py, from which flashrope.ops takes its
+namespace.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {"": "python/flashrope", "backends": "python/flashrope/backends", "integrations": "python/flashrope/integrations",
-            "triton_kernels": "triton_kernels"}
+PACKAGES = {
+    "": "python/flashrope",
+    "backends": "python/flashrope/backends",
+    "integrations": "python/flashrope/integrations",
+    "triton_kernels": "triton_kernels",
+}
 COMMANDS = {"__main__.py", "cli.py", "info.py"}
 
 

@@ -1,9 +1,10 @@
 """Trains a small Llama over bytes to find hidden numbers, for docs/integration.md's picture of ``flashrope passkey``.
 
-    python tools/passkey_model.py runs/passkey/model && flashrope passkey --model runs/passkey/model --trials 8 --batch 8
+    python tools/passkey_model.py runs/passkey/model && flashrope passkey --model runs/passkey/model --trials 8 --batch
+    8
 
-First texts of a random run of bytes that comes twice, from which copying is learned soon; then passkey prompts up to the training
-length, of which the answer alone counts.
+First texts of a random run of bytes that comes twice, from which copying is learned soon; then passkey prompts up to
+the training length, of which the answer alone counts.
 """
 
 import argparse
@@ -16,8 +17,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from flashrope.experiments.passkey import Task
 
 TRAIN_LENGTH, SHORTEST = 384, 256
-CONFIG = dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-              num_key_value_heads=2, max_position_embeddings=TRAIN_LENGTH, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+CONFIG = dict(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    max_position_embeddings=TRAIN_LENGTH,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 BYTES = Task(lambda text: list(text.encode()))
 
 
@@ -43,8 +54,10 @@ def main() -> None:
     torch.manual_seed(0)
     draw, generator = random.Random(0), torch.Generator().manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG))
-    for name, steps, texts, kept, rate in (("copies", args.steps[0], lambda: copies(generator), 31, 3e-3),
-                                           ("prompts", args.steps[1], lambda: prompts(draw), 6, 1e-3)):
+    for name, steps, texts, kept, rate in (
+        ("copies", args.steps[0], lambda: copies(generator), 31, 3e-3),
+        ("prompts", args.steps[1], lambda: prompts(draw), 6, 1e-3),
+    ):
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.1)
         for step in range(1, steps + 1):

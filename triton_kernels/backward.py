@@ -1,4 +1,5 @@
-"""Backward: delta, then dK and dV by key tile, then dQ by query tile. No atomics: gradients are bit-equal from run to run.
+"""Backward: delta, then dK and dV by key tile, then dQ by query tile. No atomics: gradients are bit-equal from run to
+run.
 
 Both passes read queries and keys already turned. Gradients of turned rows gather in the band's own frame and are turned
 back when the band is done.
@@ -30,8 +31,18 @@ from .tiles import (
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "max_seqlen_q", "heads_q"])
-def attention_delta(out, grad_out, grad_lse, delta, cu_seqlens_q, seqlen_q, max_seqlen_q, heads_q,
-                    LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr):
+def attention_delta(
+    out,
+    grad_out,
+    grad_lse,
+    delta,
+    cu_seqlens_q,
+    seqlen_q,
+    max_seqlen_q,
+    heads_q,
+    LAYOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """delta = rowsum(out * grad_out) - grad_lse, float32, shaped like lse. out has no gaps, grad_out is Strided."""
     tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     first = tl.program_id(0) % tiles * BLOCK_M
@@ -46,7 +57,9 @@ def attention_delta(out, grad_out, grad_lse, delta, cu_seqlens_q, seqlen_q, max_
     offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start, seqlen_q) + first + rows
     packed = packed_row(cu_seqlens_q, batch, start, seqlen_q) + first
     o = load_rows(out + (packed * heads_q + head) * LAYOUT.head_dim, safe, channels, heads_q * LAYOUT.head_dim, LAYOUT)
-    g = load_rows(head_ptr(grad_out, batch, start + first, head, LAYOUT), safe, channels, stride(grad_out.row, LAYOUT), LAYOUT)
+    g = load_rows(
+        head_ptr(grad_out, batch, start + first, head, LAYOUT), safe, channels, stride(grad_out.row, LAYOUT), LAYOUT
+    )
     value = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BM]
     if grad_lse is not None:
         value -= tl.load(grad_lse + offset, mask=rows < length - first, other=0.0)
@@ -54,8 +67,30 @@ def attention_delta(out, grad_out, grad_lse, delta, cu_seqlens_q, seqlen_q, max_
 
 
 @triton.jit
-def grad_kv_step(grad_k, grad_v, k, v, queries, grads, lse, delta, row, position_k, ahead, length_q, start, stop,
-             scale_log2, stride_q, stride_g, channels_k, channels, LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, EDGE: tl.constexpr):
+def grad_kv_step(
+    grad_k,
+    grad_v,
+    k,
+    v,
+    queries,
+    grads,
+    lse,
+    delta,
+    row,
+    position_k,
+    ahead,
+    length_q,
+    start,
+    stop,
+    scale_log2,
+    stride_q,
+    stride_g,
+    channels_k,
+    channels,
+    LAYOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    EDGE: tl.constexpr,
+):
     """Adds one query tile's share to grad_k, grad_v [BN, D]; grad_k is missing the factor of the score."""
     rows = tl.arange(0, BLOCK_M)
     queries += row * stride_q
@@ -81,9 +116,32 @@ def grad_kv_step(grad_k, grad_v, k, v, queries, grads, lse, delta, row, position
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_k", "table_rows", "heads_q", "heads_kv"])
-def attention_grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k, grad_v, angles, bands, cu_seqlens_q,
-                      cu_seqlens_k, seqlen_q, seqlen_k, max_seqlen_k, table_rows, heads_q, heads_kv, scales,
-                      LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def attention_grad_kv(
+    turned_q,
+    k,
+    turned_keys,
+    v,
+    grad_out,
+    lse,
+    delta,
+    grad_k,
+    grad_v,
+    angles,
+    bands,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqlen_q,
+    seqlen_k,
+    max_seqlen_k,
+    table_rows,
+    heads_q,
+    heads_kv,
+    scales,
+    LAYOUT: tl.constexpr,
+    NUM_BANDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """turned_q Strided (band, row, head), turned_keys Strided (slot, row, head); grad_k, grad_v without gaps.
     bands as in band_fields."""
     tiles = tl.cdiv(max_seqlen_k, BLOCK_N)
@@ -114,7 +172,9 @@ def attention_grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k,
     stride_q = stride(turned_q.row, LAYOUT)
     stride_g = stride(grad_out.row, LAYOUT)
 
-    v_tile = load_rows(head_ptr(v, batch, start_k + first, head_kv, LAYOUT), safe, channels, stride(v.row, LAYOUT), LAYOUT)  # [BN, D]
+    v_tile = load_rows(
+        head_ptr(v, batch, start_k + first, head_kv, LAYOUT), safe, channels, stride(v.row, LAYOUT), LAYOUT
+    )  # [BN, D]
     acc_k = tl.zeros((BLOCK_N, D), tl.float32)
     acc_v = tl.zeros((BLOCK_N, D), tl.float32)
     for band in tl.static_range(NUM_BANDS):
@@ -133,25 +193,98 @@ def attention_grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k,
             offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q)
             for step in tl.range(0, inner_begin - begin + end - inner_end, disable_licm=True):
                 row = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_M
-                acc_k, acc_v = grad_kv_step(acc_k, acc_v, k_tile, v_tile, queries, grads, lse + offset, delta + offset, row, position_k,
-                                        ahead, length_q, start, stop, scale_log2, stride_q, stride_g, channels_k, channels,
-                                        LAYOUT, BLOCK_M, True)
+                acc_k, acc_v = grad_kv_step(
+                    acc_k,
+                    acc_v,
+                    k_tile,
+                    v_tile,
+                    queries,
+                    grads,
+                    lse + offset,
+                    delta + offset,
+                    row,
+                    position_k,
+                    ahead,
+                    length_q,
+                    start,
+                    stop,
+                    scale_log2,
+                    stride_q,
+                    stride_g,
+                    channels_k,
+                    channels,
+                    LAYOUT,
+                    BLOCK_M,
+                    True,
+                )
             for step in tl.range(inner_begin, inner_end, disable_licm=True):
-                acc_k, acc_v = grad_kv_step(acc_k, acc_v, k_tile, v_tile, queries, grads, lse + offset, delta + offset, step * BLOCK_M,
-                                        position_k, ahead, length_q, start, stop, scale_log2, stride_q, stride_g, channels_k, channels,
-                                        LAYOUT, BLOCK_M, False)
+                acc_k, acc_v = grad_kv_step(
+                    acc_k,
+                    acc_v,
+                    k_tile,
+                    v_tile,
+                    queries,
+                    grads,
+                    lse + offset,
+                    delta + offset,
+                    step * BLOCK_M,
+                    position_k,
+                    ahead,
+                    length_q,
+                    start,
+                    stop,
+                    scale_log2,
+                    stride_q,
+                    stride_g,
+                    channels_k,
+                    channels,
+                    LAYOUT,
+                    BLOCK_M,
+                    False,
+                )
 
     row_elements = heads_kv * LAYOUT.head_dim
     offset = packed_k * row_elements + head_kv * LAYOUT.head_dim
     store_rows(grad_v + offset, acc_v, columns, channels, row_elements, length_k - first, LAYOUT)
     last_key_slot = band_fields(bands, NUM_BANDS - 1)[3]
-    store_turned_back(grad_k + offset, acc_k, angles, last_key_slot, table_rows, table_row, columns, length_k - first,
-                      row_elements, scales.score, LAYOUT)
+    store_turned_back(
+        grad_k + offset,
+        acc_k,
+        angles,
+        last_key_slot,
+        table_rows,
+        table_row,
+        columns,
+        length_k - first,
+        row_elements,
+        scales.score,
+        LAYOUT,
+    )
 
 
 @triton.jit
-def grad_q_step(grad_q, q, g, row_lse, row_delta, keys, values, column, position_q, length_k, start, stop, scale_log2,
-               stride_k, stride_v, channels_k, channels, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr):
+def grad_q_step(
+    grad_q,
+    q,
+    g,
+    row_lse,
+    row_delta,
+    keys,
+    values,
+    column,
+    position_q,
+    length_k,
+    start,
+    stop,
+    scale_log2,
+    stride_k,
+    stride_v,
+    channels_k,
+    channels,
+    LAYOUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EDGE: tl.constexpr,
+):
     """Adds one key tile's share to grad_q [BM, D], which is missing the factor of the score."""
     rows = tl.arange(0, BLOCK_N)
     keys += column * stride_k
@@ -163,16 +296,40 @@ def grad_q_step(grad_q, q, g, row_lse, row_delta, keys, values, column, position
     weights = tl.exp2(scores * scale_log2 - (row_lse * LOG2_E)[:, None])
     if EDGE:
         position_k = (column + rows)[None, :]
-        weights = tl.where(in_band(position_q[:, None], position_k, start, stop) & (position_k < length_k), weights, 0.0)
+        weights = tl.where(
+            in_band(position_q[:, None], position_k, start, stop) & (position_k < length_k), weights, 0.0
+        )
     grad_weights = tl.dot(g, tl.trans(v), input_precision="ieee")  # [BM, BN]
     grad_scores = weights * (grad_weights - row_delta[:, None])
     return tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads_q", "heads_kv"])
-def attention_grad_q(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q, angles, bands, cu_seqlens_q, cu_seqlens_k,
-                     seqlen_q, seqlen_k, max_seqlen_q, table_rows, heads_q, heads_kv, scales,
-                     LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def attention_grad_q(
+    turned_q,
+    k,
+    turned_keys,
+    v,
+    grad_out,
+    lse,
+    delta,
+    grad_q,
+    angles,
+    bands,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqlen_q,
+    seqlen_k,
+    max_seqlen_q,
+    table_rows,
+    heads_q,
+    heads_kv,
+    scales,
+    LAYOUT: tl.constexpr,
+    NUM_BANDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """grad_q without gaps; the other arguments as in attention_grad_kv."""
     tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -202,7 +359,9 @@ def attention_grad_q(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q, 
     stride_v = stride(v.row, LAYOUT)
     values = head_ptr(v, batch, start_k, head_kv, LAYOUT)
 
-    g = load_rows(head_ptr(grad_out, batch, start_q + first, head, LAYOUT), safe, channels, stride(grad_out.row, LAYOUT), LAYOUT)  # [BM, D]
+    g = load_rows(
+        head_ptr(grad_out, batch, start_q + first, head, LAYOUT), safe, channels, stride(grad_out.row, LAYOUT), LAYOUT
+    )  # [BM, D]
     offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q) + first + safe
     row_lse = tl.load(lse + offset)
     row_delta = tl.load(delta + offset)
@@ -218,13 +377,64 @@ def attention_grad_q(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q, 
         begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
         for step in tl.range(0, inner_begin - begin + end - inner_end):
             column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
-            acc = grad_q_step(acc, q, g, row_lse, row_delta, keys, values, column, position_q, length_k, start, stop, scale_log2,
-                             stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, True)
+            acc = grad_q_step(
+                acc,
+                q,
+                g,
+                row_lse,
+                row_delta,
+                keys,
+                values,
+                column,
+                position_q,
+                length_k,
+                start,
+                stop,
+                scale_log2,
+                stride_k,
+                stride_v,
+                channels_k,
+                channels,
+                LAYOUT,
+                BLOCK_N,
+                True,
+            )
         for step in tl.range(inner_begin, inner_end):
-            acc = grad_q_step(acc, q, g, row_lse, row_delta, keys, values, step * BLOCK_N, position_q, length_k, start, stop, scale_log2,
-                             stride_k, stride_v, channels_k, channels, LAYOUT, BLOCK_N, False)
+            acc = grad_q_step(
+                acc,
+                q,
+                g,
+                row_lse,
+                row_delta,
+                keys,
+                values,
+                step * BLOCK_N,
+                position_q,
+                length_k,
+                start,
+                stop,
+                scale_log2,
+                stride_k,
+                stride_v,
+                channels_k,
+                channels,
+                LAYOUT,
+                BLOCK_N,
+                False,
+            )
 
     last_query_slot = band_fields(bands, NUM_BANDS - 1)[2]
     scale = query_scale(angles, scales, table_row + safe, position_q) * scales.score
-    store_turned_back(grad_q + (packed_q * heads_q + head) * LAYOUT.head_dim, acc, angles, last_query_slot, table_rows, table_row, rows,
-                      length_q - first, heads_q * LAYOUT.head_dim, scale[:, None], LAYOUT)
+    store_turned_back(
+        grad_q + (packed_q * heads_q + head) * LAYOUT.head_dim,
+        acc,
+        angles,
+        last_query_slot,
+        table_rows,
+        table_row,
+        rows,
+        length_q - first,
+        heads_q * LAYOUT.head_dim,
+        scale[:, None],
+        LAYOUT,
+    )

@@ -1,7 +1,7 @@
 """Forward: for every tile of queries, for every band, the queries are turned once and meet the band's key tiles.
 
-All bands share one online softmax. Tiles inside a band are not masked, tiles outside are not visited. Over a cache, raw keys and
-values are read where they lie; only keys that a band turns have been copied, by turn_cached_rows.
+All bands share one online softmax. Tiles inside a band are not masked, tiles outside are not visited. Over a cache, raw
+keys and values are read where they lie; only keys that a band turns have been copied, by turn_cached_rows.
 """
 
 import triton
@@ -35,9 +35,31 @@ from .tiles import (
 
 
 @triton.jit
-def attend_tile(acc, row_max, row_sum, q, keys, values, slots, batch, first_slot, first_key, column, position_q, length_k, start, stop,
-                scale_log2, channels_k, channels, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                TURNED: tl.constexpr, EDGE: tl.constexpr):
+def attend_tile(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    keys,
+    values,
+    slots,
+    batch,
+    first_slot,
+    first_key,
+    column,
+    position_q,
+    length_k,
+    start,
+    stop,
+    scale_log2,
+    channels_k,
+    channels,
+    LAYOUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TURNED: tl.constexpr,
+    EDGE: tl.constexpr,
+):
     """keys and values are Rows; first_key the first one that may be read, None where that is the sequence's first."""
     rows = tl.arange(0, BLOCK_N)
     safe = inside(rows, length_k - column) if EDGE else rows
@@ -64,13 +86,36 @@ def attend_tile(acc, row_max, row_sum, q, keys, values, slots, batch, first_slot
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads_q", "heads_kv"])
-def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_q, cu_seqlens_k,
-                      seqlen_q, seqlen_k, max_seqlen_q, table_rows, heads_q, heads_kv, scales, slots,
-                      LAYOUT: tl.constexpr, NUM_BANDS: tl.constexpr, KEY_TURNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def attention_forward(
+    q,
+    k,
+    turned_keys,
+    v,
+    out,
+    lse,
+    angles,
+    bands,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqlen_q,
+    seqlen_k,
+    max_seqlen_q,
+    table_rows,
+    heads_q,
+    heads_kv,
+    scales,
+    slots,
+    LAYOUT: tl.constexpr,
+    NUM_BANDS: tl.constexpr,
+    KEY_TURNS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """q, k, v Strided; turned_keys Strided (slot, row, head); out (rows, heads_q, head_dim), lse float32: no gaps.
-    bands as in band_fields. Where slots has seqlens, k and v are a cache (batch or page, row, heads_kv) and seqlen_k counts the rows that
-    each sequence has in turned_keys. Where PAGE_SIZE is not 0, bit b of KEY_TURNS tells whether band b turns its keys."""
+    bands as in band_fields. Where slots has seqlens, k and v are a cache (batch or page, row, heads_kv) and seqlen_k
+    counts the rows that each sequence has in turned_keys. Where PAGE_SIZE is not 0, bit b of KEY_TURNS tells whether
+    band b turns its keys."""
     tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     tile = tiles - 1 - tl.program_id(0) % tiles  # longest first under a causal mask
     batch = tl.program_id(0) // tiles // heads_q
@@ -116,11 +161,36 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     for band in tl.static_range(NUM_BANDS):
         start, stop, query_slot, _, keys_slot, _, _ = band_fields(bands, band)
-        # A value out of a branch: seen through the joins, Triton would pick a dot operand layout that ldmatrix cannot load.
+        # A value out of a branch: seen through the joins, Triton would pick a dot operand layout that ldmatrix cannot
+        # load.
         if query_slot > 0:
-            turned = load_tile(queries, angles, query_slot, table_rows, table_row, rows, length_q - first, stride_q, log_n, True, LAYOUT)  # [BM, D]
+            turned = load_tile(
+                queries,
+                angles,
+                query_slot,
+                table_rows,
+                table_row,
+                rows,
+                length_q - first,
+                stride_q,
+                log_n,
+                True,
+                LAYOUT,
+            )  # [BM, D]
         else:
-            turned = load_tile(queries, angles, query_slot, table_rows, table_row, rows, length_q - first, stride_q, log_n, False, LAYOUT)
+            turned = load_tile(
+                queries,
+                angles,
+                query_slot,
+                table_rows,
+                table_row,
+                rows,
+                length_q - first,
+                stride_q,
+                log_n,
+                False,
+                LAYOUT,
+            )
 
         if PAGE_SIZE > 0:
             ptr, row = banded_keys(k, turned_keys, keys_slot, 0, 0, packed_k, head_kv, LAYOUT)
@@ -132,17 +202,73 @@ def attention_forward(q, k, turned_keys, v, out, lse, angles, bands, cu_seqlens_
         begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
         for step in tl.range(0, inner_begin - begin + end - inner_end):
             column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
-            acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, slots, batch, start_k, first_key, column,
-                                                position_q, length_k, start, stop, scale_log2, channels_k, channels, LAYOUT, BLOCK_N,
-                                                PAGE_SIZE, (KEY_TURNS >> band) & 1, True)
+            acc, row_max, row_sum = attend_tile(
+                acc,
+                row_max,
+                row_sum,
+                turned,
+                keys,
+                values,
+                slots,
+                batch,
+                start_k,
+                first_key,
+                column,
+                position_q,
+                length_k,
+                start,
+                stop,
+                scale_log2,
+                channels_k,
+                channels,
+                LAYOUT,
+                BLOCK_N,
+                PAGE_SIZE,
+                (KEY_TURNS >> band) & 1,
+                True,
+            )
         for step in tl.range(inner_begin, inner_end):
-            acc, row_max, row_sum = attend_tile(acc, row_max, row_sum, turned, keys, values, slots, batch, start_k, first_key, step * BLOCK_N,
-                                                position_q, length_k, start, stop, scale_log2, channels_k, channels, LAYOUT, BLOCK_N,
-                                                PAGE_SIZE, (KEY_TURNS >> band) & 1, False)
+            acc, row_max, row_sum = attend_tile(
+                acc,
+                row_max,
+                row_sum,
+                turned,
+                keys,
+                values,
+                slots,
+                batch,
+                start_k,
+                first_key,
+                step * BLOCK_N,
+                position_q,
+                length_k,
+                start,
+                stop,
+                scale_log2,
+                channels_k,
+                channels,
+                LAYOUT,
+                BLOCK_N,
+                PAGE_SIZE,
+                (KEY_TURNS >> band) & 1,
+                False,
+            )
 
     empty = row_sum == 0
     acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
     packed_q = packed_row(cu_seqlens_q, batch, start_q, seqlen_q) + first
-    store_rows(out + (packed_q * heads_q + head) * LAYOUT.head_dim, acc, rows, channels, heads_q * LAYOUT.head_dim, length_q - first, LAYOUT)
+    store_rows(
+        out + (packed_q * heads_q + head) * LAYOUT.head_dim,
+        acc,
+        rows,
+        channels,
+        heads_q * LAYOUT.head_dim,
+        length_q - first,
+        LAYOUT,
+    )
     log_sum = tl.where(empty, float("-inf"), row_max * LN_2 + tl.log(tl.where(empty, 1.0, row_sum)))
-    tl.store(lse + lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q) + first + rows, log_sum, mask=rows < length_q - first)
+    tl.store(
+        lse + lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q) + first + rows,
+        log_sum,
+        mask=rows < length_q - first,
+    )

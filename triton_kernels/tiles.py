@@ -12,9 +12,10 @@ FINE_ROWS = tl.constexpr(1024)  # flashrope.angles builds its tables with the sa
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# Triton specialises integers inside a tuple by value (multiple of 16? equal to 1? 64 bits?). Strides and sizes depend on lengths,
-# so they are passed in a form of which all have the same answers, and no length compiles a kernel anew. Numbers outside tuples are
-# do_not_specialize, heads too: one head would otherwise be a constant where the kernels expect a scalar of the device.
+# Triton specialises integers inside a tuple by value (multiple of 16? equal to 1? 64 bits?). Strides and sizes depend
+# on lengths, so they are passed in a form of which all have the same answers, and no length compiles a kernel anew.
+# Numbers outside tuples are do_not_specialize, heads too: one head would otherwise be a constant where the kernels
+# expect a scalar of the device.
 TAG = 1 << 40
 _TAG = tl.constexpr(TAG)
 
@@ -36,8 +37,8 @@ class Angles(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a kernel is compiled for beside its tile. block_d: the power of two that holds head_dim; vec: elements that every
-    pointer and stride is a multiple of."""
+    """What a kernel is compiled for beside its tile. block_d: the power of two that holds head_dim; vec: elements that
+    every pointer and stride is a multiple of."""
 
     head_dim: int
     block_d: int
@@ -47,8 +48,9 @@ class Layout(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where sequences lie in a cache, int32: seqlens (batch,), block_table (batch, max_pages) or None, leftpad (batch,) or None.
-    Encoded by ``encoded``: the keys behind seqlens that were just written, slots a sequence can have, pages of the cache."""
+    """Where sequences lie in a cache, int32: seqlens (batch,), block_table (batch, max_pages) or None, leftpad (batch,)
+    or None. Encoded by ``encoded``: the keys behind seqlens that were just written, slots a sequence can have, pages of
+    the cache."""
 
     seqlens: object
     block_table: object
@@ -86,7 +88,9 @@ def strided(x):
     """Encodes a tensor (batch, rows, heads, head_dim), or a packed one (rows, heads, head_dim), for a kernel."""
     stride = x.stride()
     batch = stride[0] if len(stride) == 4 else 0
-    return Strided(x, (batch << 4) + TAG, (stride[-3] << 4) + TAG, (stride[-2] << 4) + TAG)  # as ``encoded``, without its calls
+    return Strided(
+        x, (batch << 4) + TAG, (stride[-3] << 4) + TAG, (stride[-2] << 4) + TAG
+    )  # as ``encoded``, without its calls
 
 
 @triton.jit
@@ -112,7 +116,11 @@ def head_ptr(x, batch, start, head, LAYOUT: tl.constexpr):
 @triton.jit
 def banded_keys(k, turned_keys, slot, batch, start, packed, head, LAYOUT: tl.constexpr):
     """(pointer to a row of one head, row stride) of turned_keys at `slot`, or of the raw keys where slot is -1."""
-    ptr = tl.where(slot < 0, head_ptr(k, batch, start, head, LAYOUT), head_ptr(turned_keys, tl.maximum(slot, 0), packed, head, LAYOUT))
+    ptr = tl.where(
+        slot < 0,
+        head_ptr(k, batch, start, head, LAYOUT),
+        head_ptr(turned_keys, tl.maximum(slot, 0), packed, head, LAYOUT),
+    )
     row = tl.where(slot < 0, stride(k.row, LAYOUT), stride(turned_keys.row, LAYOUT))
     VEC: tl.constexpr = LAYOUT.vec
     BYTES: tl.constexpr = 16 if LAYOUT.vec > 1 else 1
@@ -121,10 +129,19 @@ def banded_keys(k, turned_keys, slot, batch, start, packed, head, LAYOUT: tl.con
 
 @triton.jit
 def band_fields(bands, band):
-    """One row of bands, int32 (NUM_BANDS, 7): distances start <= d < stop; the table slots that turn the query and the key; the
-    slot of turned_keys, -1 for raw keys; the table slots that lead from the frames of the band before to this one's."""
+    """One row of bands, int32 (NUM_BANDS, 7): distances start <= d < stop; the table slots that turn the query and the
+    key; the slot of turned_keys, -1 for raw keys; the table slots that lead from the frames of the band before to this
+    one's."""
     row = bands + 7 * band
-    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
+    return (
+        tl.load(row),
+        tl.load(row + 1),
+        tl.load(row + 2),
+        tl.load(row + 3),
+        tl.load(row + 4),
+        tl.load(row + 5),
+        tl.load(row + 6),
+    )
 
 
 @triton.jit
@@ -176,7 +193,8 @@ def cache_bounds(slots, batch):
 
 @triton.jit
 def page_of(slots, batch, slot, PAGE_SIZE: tl.constexpr):
-    """int64: the page of a sequence's slots as the table says, and the row in it; without pages the sequence and the slot."""
+    """int64: the page of a sequence's slots as the table says, and the row in it; without pages the sequence and the
+    slot."""
     if slots.block_table is None:
         return batch.to(tl.int64) + slot * 0, slot.to(tl.int64)
     else:
@@ -225,26 +243,29 @@ def load_rows(ptr, rows, channels, stride_row, LAYOUT: tl.constexpr):
 @triton.jit
 def store_rows(ptr, value, rows, channels, stride_row, length, LAYOUT: tl.constexpr):
     inside = (rows < length)[:, None] & (channels < LAYOUT.head_dim)[None, :]
-    tl.store(ptr + rows[:, None] * stride_row.to(tl.int32) + channels[None, :], value.to(ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        ptr + rows[:, None] * stride_row.to(tl.int32) + channels[None, :], value.to(ptr.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
 def inside(rows, length):
-    """Rows to load where `length` of a tile's rows exist: the last one stands in for those beyond it. No load needs a mask
-    then; what comes of such rows is not stored, or is weighted by 0."""
+    """Rows to load where `length` of a tile's rows exist: the last one stands in for those beyond it. No load needs a
+    mask then; what comes of such rows is not stored, or is weighted by 0."""
     return tl.minimum(rows, length - 1)
 
 
 # ---- rotation -----------------------------------------------------------------------------------------------------------
-# Queries and keys lie in a tile with the channels of a pair D/2 columns apart (half pairing) or side by side (interleaved),
-# so pairs come apart by a reshape, whatever rotary_dim and head_dim are. Both sides of a product use the same order.
+# Queries and keys lie in a tile with the channels of a pair D/2 columns apart (half pairing) or side by side
+# (interleaved), so pairs come apart by a reshape, whatever rotary_dim and head_dim are. Both sides of a product use the
+# same order.
 
 
 @triton.jit
 def pair_channels(pair, second, LAYOUT: tl.constexpr):
-    """Half pairing: the channel of the first (second = 0) or second (1) member of every pair; head_dim or more where there is none.
-    second = None: pair counts on from the first members to the second ones. Channels from rotary_dim on form pairs that do not
-    turn. Computed by whole vectors of up to 16 bytes, so that the compiler sees them."""
+    """Half pairing: the channel of the first (second = 0) or second (1) member of every pair; head_dim or more where
+    there is none. second = None: pair counts on from the first members to the second ones. Channels from rotary_dim on
+    form pairs that do not turn. Computed by whole vectors of up to 16 bytes, so that the compiler sees them."""
     HALF: tl.constexpr = LAYOUT.rotary_dim // 2
     REST: tl.constexpr = LAYOUT.head_dim // 2 - HALF
     COMMON: tl.constexpr = HALF | REST | LAYOUT.vec
@@ -258,7 +279,9 @@ def pair_channels(pair, second, LAYOUT: tl.constexpr):
             vector = vector % (LAYOUT.block_d // 2 // VEC)
         turning = vector + second * (HALF // VEC)
         resting = vector + HALF // VEC + second * (REST // VEC)
-        vector = tl.where(vector < HALF // VEC, turning, tl.where(vector < (HALF + REST) // VEC, resting, LAYOUT.head_dim // VEC))
+        vector = tl.where(
+            vector < HALF // VEC, turning, tl.where(vector < (HALF + REST) // VEC, resting, LAYOUT.head_dim // VEC)
+        )
         return vector * VEC + pair % VEC
 
 
@@ -266,7 +289,11 @@ def pair_channels(pair, second, LAYOUT: tl.constexpr):
 def tile_channels(LAYOUT: tl.constexpr):
     """The channel of every column of a tile of queries or keys, [D]."""
     columns = tl.arange(0, LAYOUT.block_d)
-    if LAYOUT.interleaved or LAYOUT.rotary_dim == LAYOUT.block_d or (LAYOUT.rotary_dim == 0 and LAYOUT.head_dim == LAYOUT.block_d):
+    if (
+        LAYOUT.interleaved
+        or LAYOUT.rotary_dim == LAYOUT.block_d
+        or (LAYOUT.rotary_dim == 0 and LAYOUT.head_dim == LAYOUT.block_d)
+    ):
         return columns
     else:
         return pair_channels(columns, None, LAYOUT)
@@ -353,26 +380,33 @@ def join_angles(cos_a, sin_a, cos_b, sin_b):
 
 
 @triton.jit
-def cos_sin(angles, slot, table_rows, first, rows, length, FIRST: tl.constexpr, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
-    """cos and sin of pairs FIRST .. FIRST + COUNT - 1 for the turn of table `slot` at positions first + rows (or at those rows
-    of the caller's positions, of which `length` exist), two float32 [M, COUNT]; 1 and 0 for pairs that do not turn."""
+def cos_sin(
+    angles, slot, table_rows, first, rows, length, FIRST: tl.constexpr, COUNT: tl.constexpr, LAYOUT: tl.constexpr
+):
+    """cos and sin of pairs FIRST .. FIRST + COUNT - 1 for the turn of table `slot` at positions first + rows (or at
+    those rows of the caller's positions, of which `length` exist), two float32 [M, COUNT]; 1 and 0 for pairs that do
+    not turn."""
     D: tl.constexpr = LAYOUT.block_d  # a row of the table: cos of D/2 pairs, then sin
     table = angles.table + slot.to(tl.int64) * table_rows * D + FIRST + tl.arange(0, COUNT)
     if angles.positions is not None:
         at = table[None, :] + (first.to(tl.int64) + inside(rows, length))[:, None] * D
         return tl.load(at), tl.load(at + D // 2)
     else:
-        # The tile's first position by its two levels, [COUNT]; then rows 0 .. M-1 of the fine level, the same for every tile.
+        # The tile's first position by its two levels, [COUNT]; then rows 0 .. M-1 of the fine level, the same for every
+        # tile.
         fine = table + (first % FINE_ROWS) * D
         coarse = table + (first // FINE_ROWS + FINE_ROWS) * D
-        start_cos, start_sin = join_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
+        start_cos, start_sin = join_angles(
+            tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2)
+        )
         at = table[None, :] + rows[:, None] * D
         return join_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
 
 
 @triton.jit
 def cos_sin_at(angles, slot, table_rows, positions, LAYOUT: tl.constexpr):
-    """cos_sin of all pairs at positions [M] >= 0, each joined of its own two levels: a row depends on its position alone."""
+    """cos_sin of all pairs at positions [M] >= 0, each joined of its own two levels: a row depends on its position
+    alone."""
     D: tl.constexpr = LAYOUT.block_d
     table = angles.table + slot.to(tl.int64) * table_rows * D + tl.arange(0, D // 2)
     fine = table[None, :] + (positions % FINE_ROWS)[:, None] * D
@@ -387,8 +421,20 @@ def turn(first, second, cos, sin):
 
 
 @triton.jit
-def load_chunk(ptr, angles, slot, table_rows, first, rows, length, stride_row, scale, FIRST: tl.constexpr, TURN: tl.constexpr,
-               LAYOUT: tl.constexpr):
+def load_chunk(
+    ptr,
+    angles,
+    slot,
+    table_rows,
+    first,
+    rows,
+    length,
+    stride_row,
+    scale,
+    FIRST: tl.constexpr,
+    TURN: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
     """A quarter tile's worth of pairs, from FIRST on, loaded, turned and scaled in float32, rounded once."""
     COUNT: tl.constexpr = LAYOUT.block_d // 4
     x, y = load_pairs(ptr, inside(rows, length), stride_row, FIRST, COUNT, LAYOUT)
@@ -400,11 +446,15 @@ def load_chunk(ptr, angles, slot, table_rows, first, rows, length, stride_row, s
 
 
 @triton.jit
-def load_tile(ptr, angles, slot, table_rows, first, rows, length, stride_row, scale, TURN: tl.constexpr, LAYOUT: tl.constexpr):
-    """A tile [M, D] loaded, turned by table `slot` if TURN, and scaled. In two chunks: all at once would need the registers of
-    the accumulator that lives beside it."""
+def load_tile(
+    ptr, angles, slot, table_rows, first, rows, length, stride_row, scale, TURN: tl.constexpr, LAYOUT: tl.constexpr
+):
+    """A tile [M, D] loaded, turned by table `slot` if TURN, and scaled. In two chunks: all at once would need the
+    registers of the accumulator that lives beside it."""
     x, y = load_chunk(ptr, angles, slot, table_rows, first, rows, length, stride_row, scale, 0, TURN, LAYOUT)
-    next_x, next_y = load_chunk(ptr, angles, slot, table_rows, first, rows, length, stride_row, scale, LAYOUT.block_d // 4, TURN, LAYOUT)
+    next_x, next_y = load_chunk(
+        ptr, angles, slot, table_rows, first, rows, length, stride_row, scale, LAYOUT.block_d // 4, TURN, LAYOUT
+    )
     return join_pairs(concatenate(x, next_x), concatenate(y, next_y), LAYOUT)
 
 
@@ -429,8 +479,21 @@ def turn_tile(tile, angles, slot, table_rows, first, rows, length, LAYOUT: tl.co
 
 
 @triton.jit
-def store_chunk_back(ptr, x, y, angles, slot, table_rows, first, rows, length, stride_row, scale, FIRST: tl.constexpr,
-                     LAYOUT: tl.constexpr):
+def store_chunk_back(
+    ptr,
+    x,
+    y,
+    angles,
+    slot,
+    table_rows,
+    first,
+    rows,
+    length,
+    stride_row,
+    scale,
+    FIRST: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
     """Stores pairs from FIRST on, a quarter tile each of first and second members, turned back and scaled."""
     cos, sin = cos_sin(angles, slot, table_rows, first, rows, length, FIRST, LAYOUT.block_d // 4, LAYOUT)
     x, y = turn(x, y, cos, -sin)
@@ -438,7 +501,9 @@ def store_chunk_back(ptr, x, y, angles, slot, table_rows, first, rows, length, s
 
 
 @triton.jit
-def store_turned_back(ptr, tile, angles, slot, table_rows, first, rows, length, stride_row, scale, LAYOUT: tl.constexpr):
+def store_turned_back(
+    ptr, tile, angles, slot, table_rows, first, rows, length, stride_row, scale, LAYOUT: tl.constexpr
+):
     """Stores a float32 tile [M, D] that lies in the frame of table `slot`, turned back and scaled, in two chunks."""
     if LAYOUT.rotary_dim == 0:
         store_rows(ptr, tile * scale, rows, tile_channels(LAYOUT), stride_row, length, LAYOUT)
@@ -447,7 +512,21 @@ def store_turned_back(ptr, tile, angles, slot, table_rows, first, rows, length, 
         x, next_x = halves(x)
         y, next_y = halves(y)
         store_chunk_back(ptr, x, y, angles, slot, table_rows, first, rows, length, stride_row, scale, 0, LAYOUT)
-        store_chunk_back(ptr, next_x, next_y, angles, slot, table_rows, first, rows, length, stride_row, scale, LAYOUT.block_d // 4, LAYOUT)
+        store_chunk_back(
+            ptr,
+            next_x,
+            next_y,
+            angles,
+            slot,
+            table_rows,
+            first,
+            rows,
+            length,
+            stride_row,
+            scale,
+            LAYOUT.block_d // 4,
+            LAYOUT,
+        )
 
 
 @triton.jit

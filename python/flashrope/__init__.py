@@ -1,9 +1,19 @@
-"""Fused attention for rotary position schemes: RoPE, HoPE, ReRoPE, Leaky ReRoPE, PI, NTK, YaRN and log n in one pass."""
+"""Fused attention for rotary position schemes: RoPE, HoPE, ReRoPE, Leaky ReRoPE, PI, NTK, YaRN and log n in one
+pass."""
 
 from ._version import __version__
 from .api import attention, attention_varlen, attention_with_cache
 from .cache import KVCache, OutOfPages, PagedKVCache
 from .rotary import Band, Rotary
 
-__all__ = ["Band", "KVCache", "OutOfPages", "PagedKVCache", "Rotary", "__version__", "attention", "attention_varlen",
-           "attention_with_cache"]
+__all__ = [
+    "Band",
+    "KVCache",
+    "OutOfPages",
+    "PagedKVCache",
+    "Rotary",
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "attention_with_cache",
+]

@@ -19,8 +19,8 @@ FINE_ROWS = 1024  # positions per coarse row; both levels of a 128k context stay
 
 
 class BandTurns(NamedTuple):
-    """For every band of a scheme, as slots of ``slots`` (slope, offset): the turn of its queries and of its keys, and the turns
-    that lead there from the queries' and the keys' turn in the band before. Slot 0 is no turn."""
+    """For every band of a scheme, as slots of ``slots`` (slope, offset): the turn of its queries and of its keys, and
+    the turns that lead there from the queries' and the keys' turn in the band before. Slot 0 is no turn."""
 
     slots: tuple[tuple[float, float], ...]
     query: tuple[int, ...]
@@ -56,8 +56,10 @@ def _cos_sin(positions, theta, axis):
 
 def _frequencies(rotary: Rotary, device) -> tuple[torch.Tensor, torch.Tensor | None]:
     """theta float64 (pairs,), and for an axial table the axis of every pair, int64 (pairs,)."""
-    return (torch.tensor(rotary.theta, dtype=torch.float64, device=device),
-            torch.tensor(rotary.axis, device=device) if rotary.axis else None)
+    return (
+        torch.tensor(rotary.theta, dtype=torch.float64, device=device),
+        torch.tensor(rotary.axis, device=device) if rotary.axis else None,
+    )
 
 
 def padded_pairs(rotary: Rotary) -> int:
@@ -71,8 +73,9 @@ def coarse_rows(positions: int) -> int:
 
 
 def resident(build: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """What build returns, on a device where it is to stay. On a GPU a thread of its own makes it: this one may stand in inference
-    mode, or allocate from the pool of a CUDA graph, as torch.compile's "reduce-overhead" does, which takes that memory back."""
+    """What build returns, on a device where it is to stay. On a GPU a thread of its own makes it: this one may stand in
+    inference mode, or allocate from the pool of a CUDA graph, as torch.compile's "reduce-overhead" does, which takes
+    that memory back."""
     if device.type != "cuda":
         return build().to(device)
     with ThreadPoolExecutor(1) as thread:
@@ -89,7 +92,9 @@ def two_level_table(rotary: Rotary, causal: bool, coarse: int, device: torch.dev
 def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
     fine = torch.arange(FINE_ROWS, dtype=torch.float64)
     blocks = torch.arange(coarse, dtype=torch.float64) * FINE_ROWS
-    rows = torch.stack([torch.cat([slope * fine, slope * blocks + offset]) for slope, offset in band_turns(rotary, causal).slots])
+    rows = torch.stack(
+        [torch.cat([slope * fine, slope * blocks + offset]) for slope, offset in band_turns(rotary, causal).slots]
+    )
     return _padded(rotary, *cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows))
 
 
@@ -100,7 +105,9 @@ def _resident_frequencies(rotary: Rotary, device: torch.device) -> tuple[torch.T
 
 def position_table(rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
     """float32 (2, batch, seqlen, 2, padded pairs): slot 0 does not turn, slot 1 turns by the given positions."""
-    cos, sin = _cos_sin(positions, *_resident_frequencies(rotary, positions.device))  # nothing to copy, so nothing to wait for
+    cos, sin = _cos_sin(
+        positions, *_resident_frequencies(rotary, positions.device)
+    )  # nothing to copy, so nothing to wait for
     return _padded(rotary, torch.stack([torch.ones_like(cos), cos]), torch.stack([torch.zeros_like(sin), sin]))
 
 

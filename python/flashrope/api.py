@@ -19,13 +19,22 @@ MOST_SPLITS = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary, causal: bool = True,
-              softmax_scale: float | None = None, positions: torch.Tensor | None = None, return_lse: bool = False,
-              impl: str | None = None):
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: Rotary,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    positions: torch.Tensor | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+):
     """Attention over raw q, k, v with the rotary scheme applied inside; gradients are those of raw q, k, v.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16, float32 (or float64 where the implementation has it).
+        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16, float32 (or float64 where the implementation has
+            it).
         k, v: (batch, seqlen_k, heads_kv, head_dim), like q; heads_q is a multiple of heads_kv.
         rotary: the scheme; its head_dim is q's.
         causal: query row r sees keys 0 to r + seqlen_k - seqlen_q (bottom-right alignment); False sees all.
@@ -53,9 +62,20 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary,
     return _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, None, None, shape_q[1], shape_k[1])
 
 
-def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary, cu_seqlens_q: torch.Tensor,
-                     cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool = True,
-                     softmax_scale: float | None = None, return_lse: bool = False, impl: str | None = None):
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: Rotary,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+):
     """``attention`` over packed sequences of different lengths.
 
     Args:
@@ -67,7 +87,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: 
         The other arguments are those of ``attention``.
 
     Returns:
-        out like q; with return_lse (out, lse), lse (heads_q, total_q) float32. Rows that no sequence holds are 0 and -inf.
+        out like q; with return_lse (out, lse), lse (heads_q, total_q) float32. Rows that no sequence holds are 0 and
+        -inf.
     """
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v, rotary, rank=3)
@@ -76,36 +97,66 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: 
     _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
     _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k, "k", max_seqlen_k)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
-        raise ValueError(f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)} as cu_seqlens_q, got "
-                         f"{tuple(cu_seqlens_k.shape)}")
-    return _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                max_seqlen_k)
+        raise ValueError(
+            f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)} as cu_seqlens_q, got {tuple(cu_seqlens_k.shape)}"
+        )
+    return _run(
+        q,
+        k,
+        v,
+        rotary,
+        causal,
+        softmax_scale,
+        return_lse,
+        impl,
+        None,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+    )
 
 
-def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rotary: Rotary,
-                         cache_seqlens: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
-                         block_table: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
-                         causal: bool = True, softmax_scale: float | None = None, return_lse: bool = False,
-                         impl: str | None = None, num_splits: int | None = None, validate: bool = False):
-    """Writes the new raw k, v behind the cached ones, then attends: decoding, speculative verification, chunked prefill.
+def attention_with_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rotary: Rotary,
+    cache_seqlens: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+    num_splits: int | None = None,
+    validate: bool = False,
+):
+    """Writes the new raw k, v behind the cached ones, then attends: decoding, speculative verification, chunked
+    prefill.
 
-    The cache holds raw keys, each once, whatever the scheme; they are rotated on their way to the product, and only where the
-    scheme asks for it (ReRoPE: the last ``window``). No gradients: in training use ``attention``.
+    The cache holds raw keys, each once, whatever the scheme; they are rotated on their way to the product, and only
+    where the scheme asks for it (ReRoPE: the last ``window``). No gradients: in training use ``attention``.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim). Row r of a sequence of n cached and new keys stands at n - seqlen_q + r.
-        k_cache, v_cache: (batch, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv, head_dim);
-            written in place.
-        cache_seqlens: (batch,) int32, the slots in use before this call (those before cache_leftpad counted in). Not changed.
+        q: (batch, seqlen_q, heads_q, head_dim). Row r of a sequence of n cached and new keys stands at n - seqlen_q +
+            r.
+        k_cache, v_cache: (batch, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
+            head_dim); written in place.
+        cache_seqlens: (batch,) int32, the slots in use before this call (those before cache_leftpad counted in). Not
+            changed.
         k, v: (batch, seqlen_new, heads_kv, head_dim), or both None where the cache is complete.
-        block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a sequence's length
-            may hold anything. page_size is a power of two of at least 16.
+        block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a
+            sequence's length may hold anything. page_size is a power of two of at least 16.
         cache_leftpad: (batch,) int32, the first valid slot of each sequence; positions count from it.
-        num_splits: the number of parts the keys are shared out to. A number fixes the tiles as well: results are then equal to
-            the bit whatever else the batch holds and however a sequence's tokens are cut into calls (Triton and CUDA). None
-            picks by shape.
-        validate: look at the tables first, which waits for the device. Without it, lengths are kept inside the capacity, page
-            numbers inside the cache, and new keys without a place are dropped: nothing outside the buffers is touched, and no
+        num_splits: the number of parts the keys are shared out to. A number fixes the tiles as well: results are then
+            equal to the bit whatever else the batch holds and however a sequence's tokens are cut into calls (Triton
+            and CUDA). None picks by shape.
+        validate: look at the tables first, which waits for the device. Without it, lengths are kept inside the
+            capacity, page numbers inside the cache, and new keys without a place are dropped: nothing outside the
+                buffers is touched, and no
             other sequence's result changes, but the result of a sequence with a wrong entry means nothing.
         impl: as in ``attention``, and "cuda" where the extension was built (float16, bfloat16, seqlen_q up to 64).
         rotary, causal, softmax_scale, return_lse: as in ``attention``.
@@ -114,7 +165,8 @@ def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
         out, like q and contiguous; with return_lse (out, lse), lse (batch, heads_q, seqlen_q) float32.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came; with validate also the sequence and the entry.
+        TypeError, ValueError: names the argument, what was expected and what came; with validate also the sequence and
+            the entry.
     """
     capacity, seqlen_new = _check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None)
     batch = q.shape[0]
@@ -131,13 +183,39 @@ def attention_with_cache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.
     impl = choose(impl, q, cached=True)
     if validate:
         _validate_tables(cache_seqlens, seqlen_new, capacity, cache_leftpad, block_table, k_cache)
-    out, lse = ops.attention_with_cache(q, k_cache, v_cache, cache_seqlens, k, v, block_table, cache_leftpad, num_splits or 0,
-                                        rotary.text, causal, softmax_scale, impl)
+    out, lse = ops.attention_with_cache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        k,
+        v,
+        block_table,
+        cache_leftpad,
+        num_splits or 0,
+        rotary.text,
+        causal,
+        softmax_scale,
+        impl,
+    )
     return (out, lse) if return_lse else out
 
 
-def _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-         max_seqlen_k):
+def _run(
+    q,
+    k,
+    v,
+    rotary,
+    causal,
+    softmax_scale,
+    return_lse,
+    impl,
+    positions,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+):
     softmax_scale = _check_options(causal, softmax_scale, q)
     impl = choose(impl, q)
     if type(F.scaled_dot_product_attention) is not BuiltinFunctionType:
@@ -146,14 +224,30 @@ def _run(q, k, v, rotary, causal, softmax_scale, return_lse, impl, positions, cu
         call = Call(rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         out, lse = backend(impl).attention(q, k, v, call)
     else:
-        out, lse = ops.attention(q, k, v, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                                    rotary.text, causal, softmax_scale, impl)
+        out, lse = ops.attention(
+            q,
+            k,
+            v,
+            positions,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            rotary.text,
+            causal,
+            softmax_scale,
+            impl,
+        )
     return (out, lse) if return_lse else out
 
 
 def _autocast(*tensors):
     """Under torch.autocast, float32 goes in and the autocast type comes out, as in scaled_dot_product_attention."""
-    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled() or not isinstance(tensors[0], torch.Tensor):
+    if (
+        not torch.compiler.is_compiling()
+        and not torch._C._is_any_autocast_enabled()
+        or not isinstance(tensors[0], torch.Tensor)
+    ):
         return tensors
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
@@ -163,17 +257,20 @@ def _autocast(*tensors):
 
 
 def check_outside_context_parallel() -> None:
-    """torch's context_parallel shards the sequence and replaces scaled_dot_product_attention alone: all else would silently
-    attend to this rank's keys only."""
+    """torch's context_parallel shards the sequence and replaces scaled_dot_product_attention alone: all else would
+    silently attend to this rank's keys only."""
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
     if module is not None and F.scaled_dot_product_attention in module._replaced_functions:
-        raise RuntimeError("flashrope: expected to be called outside torch's context_parallel, which shards the sequence and "
-                           "replaces scaled_dot_product_attention alone; use shard_sequence and context_parallel_attention of "
-                           "flashrope.integrations.distributed")
+        raise RuntimeError(
+            "flashrope: expected to be called outside torch's context_parallel, which shards the sequence and "
+            "replaces scaled_dot_product_attention alone; use shard_sequence and context_parallel_attention of "
+            "flashrope.integrations.distributed"
+        )
 
 
 def _check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), also=()) -> tuple[torch.Size, torch.Size]:
-    """The shapes of q and k, each read once: short calls feel it. also: further (name, tensor) like q but for their shape."""
+    """The shapes of q and k, each read once: short calls feel it. also: further (name, tensor) like q but for their
+    shape."""
     dtype = device = None
     for name, x in (("q", q), (names[0], k), (names[1], v), *also):
         if not isinstance(x, torch.Tensor):
@@ -211,7 +308,9 @@ def _check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), also=()) -> tup
 def _check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool) -> tuple[int, int]:
     """(rows of a sequence or page, new keys)"""
     if (k is None) != (v is None):
-        raise ValueError(f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}")
+        raise ValueError(
+            f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}"
+        )
     new = (("k", k), ("v", v)) if k is not None else ()
     shape_q, shape_cache = _check_tensors(q, k_cache, v_cache, rotary, 4, ("k_cache", "v_cache"), new)
     batch, (rows, capacity, heads_kv, head_dim) = shape_q[0], shape_cache
@@ -226,8 +325,13 @@ def _check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool) -> tuple[int, i
     for name, shape in (("k", shape_new), ("v", v.shape)) if new else ():
         if shape != (batch, seqlen_new, heads_kv, head_dim):
             raise ValueError(f"{name}: expected shape {(batch, seqlen_new, heads_kv, head_dim)}, got {tuple(shape)}")
-    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
-                                    or k is not None and (k.requires_grad or v.requires_grad)):
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k_cache.requires_grad
+        or v_cache.requires_grad
+        or k is not None
+        and (k.requires_grad or v.requires_grad)
+    ):
         raise ValueError("q, k, v: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
     return capacity, seqlen_new
 
@@ -238,9 +342,13 @@ def _check_int32(name, x, like, like_name, shape: tuple) -> None:
         raise TypeError(f"{name}: expected an int32 tensor, got {type(x).__name__}")
     if x.dtype != torch.int32:
         raise TypeError(f"{name}: expected int32, got {x.dtype}")
-    if x.shape != shape and (x.ndim != len(shape) or any(n != size and not isinstance(n, str)
-                                                         for n, size in zip(shape, x.shape, strict=True))):
-        raise ValueError(f"{name}: expected shape ({', '.join(map(str, shape))}{',' * (len(shape) == 1)}), got {tuple(x.shape)}")
+    if x.shape != shape and (
+        x.ndim != len(shape)
+        or any(n != size and not isinstance(n, str) for n, size in zip(shape, x.shape, strict=True))
+    ):
+        raise ValueError(
+            f"{name}: expected shape ({', '.join(map(str, shape))}{',' * (len(shape) == 1)}), got {tuple(x.shape)}"
+        )
     if x.device != like.device:
         raise ValueError(f"{name}: expected device {like.device} as {like_name}, got {x.device}")
     if not x.is_contiguous():
@@ -265,11 +373,15 @@ def _validate_tables(cache_seqlens, seqlen_new, capacity, cache_leftpad, block_t
         for n in range((pads[b] if pads else 0) // page_size, -(-(length + seqlen_new) // page_size)):
             page = tables[b][n]
             if not 0 <= page < k_cache.shape[0]:
-                raise ValueError(f"block_table: sequence {b}, entry {n} is page {page}, the cache has pages 0 to "
-                                 f"{k_cache.shape[0] - 1}")
+                raise ValueError(
+                    f"block_table: sequence {b}, entry {n} is page {page}, the cache has pages 0 to "
+                    f"{k_cache.shape[0] - 1}"
+                )
             if seqlen_new and n >= length // page_size and writable.setdefault(page, (b, n)) != (b, n):
-                raise ValueError(f"block_table: sequence {b}, entry {n} would write to page {page}, as sequence "
-                                 f"{writable[page][0]}, entry {writable[page][1]} does")
+                raise ValueError(
+                    f"block_table: sequence {b}, entry {n} would write to page {page}, as sequence "
+                    f"{writable[page][0]}, entry {writable[page][1]} does"
+                )
 
 
 def _check_options(causal, softmax_scale, q) -> float:
@@ -289,7 +401,9 @@ def _check_positions(positions, q, k, rotary) -> torch.Tensor:
     if not isinstance(positions, torch.Tensor):
         raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
     if len(rotary.bands) != 1 or (rotary.bands[0].slope, rotary.bands[0].offset) != (1, 0):
-        raise ValueError(f"positions: only schemes whose distance is d everywhere take them, this one has bands {rotary.bands}")
+        raise ValueError(
+            f"positions: only schemes whose distance is d everywhere take them, this one has bands {rotary.bands}"
+        )
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"positions: need seqlen_q == seqlen_k, got {q.shape[1]} and {k.shape[1]}")
     if positions.device != q.device:

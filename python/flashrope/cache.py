@@ -1,6 +1,7 @@
 """Caches of raw keys and values for decoding: one row of slots per sequence, or pages that sequences share.
 
-Lengths, page tables and reference counts are kept on the host: a full cache is an error, and no call waits for the device.
+Lengths, page tables and reference counts are kept on the host: a full cache is an error, and no call waits for the
+device.
 """
 
 from __future__ import annotations
@@ -55,13 +56,20 @@ class KVCache(_Cache):
 
     A full cache raises ValueError. A call that raises leaves the cache as it was.
 
-    In a CUDA graph nothing of the host is replayed. Capture ``attention_with_cache(q, cache.k, cache.v, rotary, cache.seqlens, k,
-    v)``, and after every replay call ``cache.advance(k.shape[1])``; keys without room would be dropped, so look at ``lengths``
-    before. Compiled models do the same.
+    In a CUDA graph nothing of the host is replayed. Capture ``attention_with_cache(q, cache.k, cache.v, rotary,
+    cache.seqlens, k, v)``, and after every replay call ``cache.advance(k.shape[1])``; keys without room would be
+    dropped, so look at ``lengths`` before. Compiled models do the same.
     """
 
-    def __init__(self, batch: int, capacity: int, heads_kv: int, head_dim: int, dtype: torch.dtype = torch.bfloat16,
-                 device: torch.device | str | None = None):
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        heads_kv: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ):
         self.batch, self.capacity = _integer("batch", batch, 1), _integer("capacity", capacity, 1)
         self.k, self.v = _storage((self.batch, self.capacity), heads_kv, head_dim, dtype, device)
         with torch.inference_mode(False):
@@ -86,14 +94,16 @@ class KVCache(_Cache):
         ops.append_to_cache(self.k, self.v, k, v, self.seqlens, None, choose(impl, k[:, :1], cached=True))
         self._count(seqlen_new)
 
-    def attend(self, q: torch.Tensor, rotary: Rotary, k: torch.Tensor | None = None, v: torch.Tensor | None = None, **options):
+    def attend(
+        self, q: torch.Tensor, rotary: Rotary, k: torch.Tensor | None = None, v: torch.Tensor | None = None, **options
+    ):
         """Writes the new k, v behind every sequence, if given, then attends over the cache.
 
         Args:
             q: (batch, seqlen_q, heads_q, head_dim).
             k, v: (batch, seqlen_new, heads_kv, head_dim), or both None.
-            rotary, options: as in ``attention_with_cache``: cache_leftpad, causal, softmax_scale, return_lse, impl, num_splits,
-                validate.
+            rotary, options: as in ``attention_with_cache``: cache_leftpad, causal, softmax_scale, return_lse, impl,
+                num_splits, validate.
 
         Returns:
             out, like q; with return_lse (out, lse), lse (batch, heads_q, seqlen_q).
@@ -109,7 +119,8 @@ class KVCache(_Cache):
         return result
 
     def advance(self, seqlen_new: int) -> None:
-        """Counts in seqlen_new tokens that a replayed CUDA graph wrote behind every sequence. Without room, ValueError."""
+        """Counts in seqlen_new tokens that a replayed CUDA graph wrote behind every sequence. Without room,
+        ValueError."""
         seqlen_new = _integer("seqlen_new", seqlen_new)
         self._check_room(seqlen_new)
         self._count(seqlen_new)
@@ -120,7 +131,8 @@ class KVCache(_Cache):
             self._lengths = [length + seqlen_new for length in self._lengths]
 
     def truncate(self, sequence: int | None, length: int | Sequence[int]) -> None:
-        """Drops the tokens from ``length`` on, such as those that speculative decoding rejects. More than there are: ValueError.
+        """Drops the tokens from ``length`` on, such as those that speculative decoding rejects. More than there are:
+        ValueError.
 
         Args:
             sequence: index in the batch; None for all, with one length or a list of them.
@@ -143,12 +155,16 @@ class KVCache(_Cache):
     def _check_room(self, seqlen_new: int) -> None:
         longest = max(self._lengths)
         if longest + seqlen_new > self.capacity:
-            raise ValueError(f"sequence {self._lengths.index(longest)} has {longest} of {self.capacity} slots in use: "
-                             f"no room for {seqlen_new}")
+            raise ValueError(
+                f"sequence {self._lengths.index(longest)} has {longest} of {self.capacity} slots in use: "
+                f"no room for {seqlen_new}"
+            )
 
     def __repr__(self) -> str:
-        return (f"KVCache(batch={self.batch}, capacity={self.capacity}, {_described(self.k)}; {min(self._lengths)} to "
-                f"{max(self._lengths)} slots in use, {self.nbytes:,} bytes)")
+        return (
+            f"KVCache(batch={self.batch}, capacity={self.capacity}, {_described(self.k)}; {min(self._lengths)} to "
+            f"{max(self._lengths)} slots in use, {self.nbytes:,} bytes)"
+        )
 
 
 @dataclasses.dataclass(slots=True)
@@ -158,7 +174,9 @@ class _Sequence:
     length: int = 0
 
 
-_Change = tuple[_Sequence, int, int | None]  # entry n of a sequence has a new page: the shared one it had, None for one more
+_Change = tuple[
+    _Sequence, int, int | None
+]  # entry n of a sequence has a new page: the shared one it had, None for one more
 
 
 class PagedKVCache(_Cache):
@@ -175,20 +193,29 @@ class PagedKVCache(_Cache):
     Attributes:
         k, v: (pages, page_size, heads_kv, head_dim), not initialised where no token is.
 
-    Sequences are named by the numbers that ``allocate`` and ``fork`` return. No number is given twice: unknown and freed ones,
-    and one twice in a list, are a ValueError. A page that several sequences share is copied before one of them writes to it; the
-    last that holds it writes in place.
+    Sequences are named by the numbers that ``allocate`` and ``fork`` return. No number is given twice: unknown and
+    freed ones, and one twice in a list, are a ValueError. A page that several sequences share is copied before one of
+    them writes to it; the last that holds it writes in place.
 
-    A call that raises leaves every sequence, its tokens and the count of free pages as they were. No call waits for the device.
+    A call that raises leaves every sequence, its tokens and the count of free pages as they were. No call waits for the
+    device.
 
-    In a CUDA graph nothing of the host is replayed. Capture ``attention_with_cache(q, cache.k, cache.v, rotary, seqlens, k, v,
-    block_table)`` with tensors of your own. Before every replay call ``cache.reserve(sequences, k.shape[1])``, copy
-    ``cache.block_table(sequences)`` and ``cache.seqlens(sequences)`` into them, and after it ``cache.advance(sequences,
-    k.shape[1])``.
+    In a CUDA graph nothing of the host is replayed. Capture ``attention_with_cache(q, cache.k, cache.v, rotary,
+    seqlens, k, v, block_table)`` with tensors of your own. Before every replay call ``cache.reserve(sequences,
+    k.shape[1])``, copy ``cache.block_table(sequences)`` and ``cache.seqlens(sequences)`` into them, and after it
+    ``cache.advance(sequences, k.shape[1])``.
     """
 
-    def __init__(self, pages: int, page_size: int, heads_kv: int, head_dim: int, dtype: torch.dtype = torch.bfloat16,
-                 device: torch.device | str | None = None, max_seqlen: int | None = None):
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        heads_kv: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        max_seqlen: int | None = None,
+    ):
         self.pages, self.page_size = _integer("pages", pages, 1), _integer("page_size", page_size, 16, 256)
         if page_size & (page_size - 1):
             raise ValueError(f"page_size: expected 16, 32, 64, 128 or 256, got {page_size}")
@@ -241,9 +268,10 @@ class PagedKVCache(_Cache):
         return name
 
     def fork(self, sequence: int) -> int:
-        """A new sequence of the same tokens. It shares their pages, so it needs none until one of the two is appended to."""
+        """A new sequence of the same tokens. It shares their pages, so it needs none until one of the two is appended
+        to."""
         parent = self._get(sequence)
-        shared = parent.pages[:-(-parent.length // self.page_size)]  # those reserved beyond stay the parent's alone
+        shared = parent.pages[: -(-parent.length // self.page_size)]  # those reserved beyond stay the parent's alone
         child = _Sequence(self._take_row(), shared, parent.length)
         for n, page in enumerate(shared):
             self._references[page] += 1
@@ -253,8 +281,8 @@ class PagedKVCache(_Cache):
     def reserve(self, sequences: Sequence[int], seqlen_new: int) -> None:
         """Makes room for seqlen_new more tokens of every sequence, so that appending as many cannot run out of pages.
 
-        Reserved pages stay with their sequence until it is truncated or freed. A fork does not share them, and forking takes the
-        room in the last page away again, as that is then shared.
+        Reserved pages stay with their sequence until it is truncated or freed. A fork does not share them, and forking
+        takes the room in the last page away again, as that is then shared.
 
         Raises:
             OutOfPages: how many pages are missing.
@@ -273,8 +301,15 @@ class PagedKVCache(_Cache):
         with self._room(chosen, seqlen_new) as (block_table, seqlens):
             ops.append_to_cache(self.k, self.v, k, v, seqlens, block_table, impl)
 
-    def attend(self, sequences: Sequence[int], q: torch.Tensor, rotary: Rotary, k: torch.Tensor | None = None,
-               v: torch.Tensor | None = None, **options):
+    def attend(
+        self,
+        sequences: Sequence[int],
+        q: torch.Tensor,
+        rotary: Rotary,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        **options,
+    ):
         """Writes the new k, v behind the sequences, if given, then attends over each.
 
         Args:
@@ -297,19 +332,24 @@ class PagedKVCache(_Cache):
             return attention_with_cache(q, self.k, self.v, rotary, seqlens, k, v, block_table=block_table, **options)
 
     def advance(self, sequences: Sequence[int], seqlen_new: int) -> None:
-        """Counts in seqlen_new tokens that a replayed CUDA graph wrote behind every sequence. Not reserved, ValueError."""
+        """Counts in seqlen_new tokens that a replayed CUDA graph wrote behind every sequence. Not reserved,
+        ValueError."""
         chosen, seqlen_new = self._chosen(sequences), _integer("seqlen_new", seqlen_new)
         for name, sequence in chosen.items():
             shared = self._shared(sequence)
-            room = 0 if shared is not None else min(len(sequence.pages) * self.page_size, self.max_seqlen) - sequence.length
+            room = (
+                0
+                if shared is not None
+                else min(len(sequence.pages) * self.page_size, self.max_seqlen) - sequence.length
+            )
             if seqlen_new > room:
                 raise ValueError(f"seqlen_new: expected at most {room}, reserved for sequence {name}, got {seqlen_new}")
         for sequence in chosen.values():
             sequence.length += seqlen_new
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Drops the tokens from ``length`` on, such as those that speculative decoding rejects, and gives back the pages behind
-        it, reserved ones too. A length beyond the present one is a ValueError."""
+        """Drops the tokens from ``length`` on, such as those that speculative decoding rejects, and gives back the
+        pages behind it, reserved ones too. A length beyond the present one is a ValueError."""
         shortened = self._get(sequence)
         shortened.length = _integer(f"length of sequence {sequence}", length, 0, shortened.length)
         self._give_back(shortened, -(-length // self.page_size))
@@ -331,7 +371,9 @@ class PagedKVCache(_Cache):
             raise TypeError(f"sequence: expected a number that allocate or fork returned, got {sequence!r}")
         found = self._sequences.get(sequence)
         if found is None:
-            raise ValueError(f"sequence {sequence} " + ("was freed" if 0 <= sequence < self._next else "was never allocated"))
+            raise ValueError(
+                f"sequence {sequence} " + ("was freed" if 0 <= sequence < self._next else "was never allocated")
+            )
         return found
 
     def _chosen(self, sequences: Sequence[int]) -> dict[int, _Sequence]:
@@ -357,8 +399,9 @@ class PagedKVCache(_Cache):
         return self._rows.pop()
 
     def _shared(self, sequence: _Sequence) -> int | None:
-        """The page that the next token goes to, if there is one and others hold it too. All behind it are the sequence's own."""
-        pages = sequence.pages[sequence.length // self.page_size:]
+        """The page that the next token goes to, if there is one and others hold it too. All behind it are the
+        sequence's own."""
+        pages = sequence.pages[sequence.length // self.page_size :]
         return pages[0] if pages and self._references[pages[0]] > 1 else None
 
     def _set(self, sequence: _Sequence, n: int, page: int) -> None:
@@ -368,7 +411,9 @@ class PagedKVCache(_Cache):
         missing = needed - len(self._free)
         if missing > 0:
             pages = "page" if needed == 1 else "pages"
-            raise OutOfPages(f"needs {needed} more {pages}, {len(self._free)} are free of {self.pages}: {missing} missing")
+            raise OutOfPages(
+                f"needs {needed} more {pages}, {len(self._free)} are free of {self.pages}: {missing} missing"
+            )
 
     def _reserve(self, chosen: dict[int, _Sequence], seqlen_new: int) -> list[_Change]:
         """Gives every sequence the pages that it needs to be written to, and copies those that it shares."""
@@ -376,19 +421,21 @@ class PagedKVCache(_Cache):
             return []
         changes: list[_Change] = []
         left: Counter[int] = Counter()
-        # The longest last: should all holders of a page be among the chosen, it stays in place, and what it writes lies behind
-        # what the others have there. So a call that fails later can still be undone.
+        # The longest last: should all holders of a page be among the chosen, it stays in place, and what it writes lies
+        # behind what the others have there. So a call that fails later can still be undone.
         for name, sequence in sorted(chosen.items(), key=lambda item: item[1].length):
             end = sequence.length + seqlen_new
             if end > self.max_seqlen:
-                raise ValueError(f"sequence {name} has {sequence.length} of {self.max_seqlen} tokens: no room for {seqlen_new}")
+                raise ValueError(
+                    f"sequence {name} has {sequence.length} of {self.max_seqlen} tokens: no room for {seqlen_new}"
+                )
             shared = self._shared(sequence)
             if shared is not None and self._references[shared] - left[shared] > 1:
                 left[shared] += 1
                 changes.append((sequence, sequence.length // self.page_size, shared))
             changes.extend((sequence, n, None) for n in range(len(sequence.pages), -(-end // self.page_size)))
         self._check_pages(len(changes))
-        taken = self._free[:-len(changes) - 1:-1]
+        taken = self._free[: -len(changes) - 1 : -1]
         copies = [(old, page) for (_, _, old), page in zip(changes, taken, strict=True) if old is not None]
         if copies:
             source, target = _upload(tuple(zip(*copies, strict=True)), torch.int64, self.k.device)
@@ -448,8 +495,10 @@ class PagedKVCache(_Cache):
         return self._table.index_select(0, at), seqlens.to(torch.int32)
 
     def __repr__(self) -> str:
-        return (f"PagedKVCache(pages={self.pages}, page_size={self.page_size}, {_described(self.k)}, "
-                f"max_seqlen={self.max_seqlen}; {self.free_pages} pages free, sequences {self.sequences}, {self.nbytes:,} bytes)")
+        return (
+            f"PagedKVCache(pages={self.pages}, page_size={self.page_size}, {_described(self.k)}, "
+            f"max_seqlen={self.max_seqlen}; {self.free_pages} pages free, sequences {self.sequences}, {self.nbytes:,} bytes)"
+        )
 
 
 def _storage(shape: tuple[int, int], heads_kv, head_dim, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -469,7 +518,9 @@ def _described(k: torch.Tensor) -> str:
 
 def _upload(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The numbers on the device; from pinned memory the host does not wait for the copy."""
-    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").to(
+        device, non_blocking=True
+    )
 
 
 def _integer(name: str, value, least: int = 0, most: int | None = None) -> int:
@@ -477,7 +528,9 @@ def _integer(name: str, value, least: int = 0, most: int | None = None) -> int:
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     number = int(value)
     if number < least or (most is not None and number > most):
-        raise ValueError(f"{name}: expected at least {least}{f' and at most {most}' if most is not None else ''}, got {value}")
+        raise ValueError(
+            f"{name}: expected at least {least}{f' and at most {most}' if most is not None else ''}, got {value}"
+        )
     return number
 
 
@@ -493,7 +546,9 @@ def _check_new(k, v, cache: torch.Tensor, batch: int) -> int:
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (batch, heads_kv, head_dim) or x.shape[1] != k.shape[1]:
             seqlen_new = "seqlen_new" if x is k else k.shape[1]
-            raise ValueError(f"{name}: expected shape ({batch}, {seqlen_new}, {heads_kv}, {head_dim}), got {tuple(x.shape)}")
+            raise ValueError(
+                f"{name}: expected shape ({batch}, {seqlen_new}, {heads_kv}, {head_dim}), got {tuple(x.shape)}"
+            )
         if x.dtype != cache.dtype:
             raise TypeError(f"{name}: expected {cache.dtype} as the cache, got {x.dtype}")
         if x.device != cache.device:
@@ -501,5 +556,7 @@ def _check_new(k, v, cache: torch.Tensor, batch: int) -> int:
         if x.stride(-1) != 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
         if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(f"{name}: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
+            raise ValueError(
+                f"{name}: expected no gradient to be asked for; use torch.no_grad(), or attention in training"
+            )
     return k.shape[1]

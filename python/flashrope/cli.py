@@ -1,7 +1,7 @@
 """The command line: ``flashrope <command>``, also ``python -m flashrope <command>``.
 
-A command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``. It is imported when it is asked for,
-so that ``flashrope --help`` loads none of them.
+A command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``. It is imported when it is asked
+for, so that ``flashrope --help`` loads none of them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ from ._version import __version__
 COMMANDS = {  # command: (module, what it does)
     "bench": ("flashrope.bench", "speed and memory against other implementations (from a checkout)"),
     "demo": ("flashrope.experiments.demo", "train two small models and compare the schemes beyond the training length"),
-    "experiment": ("flashrope.experiments.experiment", "the sources' experiments: train small models, measure, draw, tabulate"),
-    "generate": ("flashrope.experiments.generate",
-                 "continue a text from a model that the demo trained, past its training length"),
+    "experiment": (
+        "flashrope.experiments.experiment",
+        "the sources' experiments: train small models, measure, draw, tabulate",
+    ),
+    "generate": (
+        "flashrope.experiments.generate",
+        "continue a text from a model that the demo trained, past its training length",
+    ),
     "info": ("flashrope.info", "versions, devices, and which implementations can serve here"),
-    "passkey": ("flashrope.experiments.passkey", "how deep and how far a Hugging Face model finds a hidden number, by scheme"),
+    "passkey": (
+        "flashrope.experiments.passkey",
+        "how deep and how far a Hugging Face model finds a hidden number, by scheme",
+    ),
 }
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -50,14 +58,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="flashrope", allow_abbrev=False,
-                                     description="Fused attention kernels for rotary position schemes.")
+    parser = argparse.ArgumentParser(
+        prog="flashrope", allow_abbrev=False, description="Fused attention kernels for rotary position schemes."
+    )
     parser.add_argument("--version", action="version", version=f"flashrope {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     asked = next((word for word in argv if not word.startswith("-")), None)
     for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False,
-                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            allow_abbrev=False,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
         command.set_defaults(parser=command)
         if name == asked:
             import_module(module).add_arguments(command)

@@ -1,4 +1,5 @@
-"""Hugging Face model configurations as Rotary schemes. Nothing here imports transformers: fields are read by attribute."""
+"""Hugging Face model configurations as Rotary schemes. Nothing here imports transformers: fields are read by
+attribute."""
 
 from __future__ import annotations
 
@@ -10,32 +11,75 @@ from .rotary import Rotary
 
 __all__ = ["rotary_from_config"]
 
-# model_type of the families whose rotary embedding pairs channels 2m and 2m + 1. No configuration field says so: the source
-# of truth is each family's rotate_half, apply_rotary_pos_emb or complex product in transformers (4.57.6 and 5.23.0 read).
-INTERLEAVED = frozenset({
-    "blt", "blt_global_transformer", "blt_local_decoder", "blt_local_encoder", "blt_patcher", "codegen", "cohere", "cohere2",
-    "cohere2_moe", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text", "gptj",
-    "helium", "llama4_text", "moonshine", "moonshine_streaming", "openai_privacy_filter", "pe_audio_encoder",
-    "pe_audio_video_encoder", "pe_video_encoder",
-})
+# model_type of the families whose rotary embedding pairs channels 2m and 2m + 1. No configuration field says so: the
+# source of truth is each family's rotate_half, apply_rotary_pos_emb or complex product in transformers (4.57.6 and
+# 5.23.0 read).
+INTERLEAVED = frozenset(
+    {
+        "blt",
+        "blt_global_transformer",
+        "blt_local_decoder",
+        "blt_local_encoder",
+        "blt_patcher",
+        "codegen",
+        "cohere",
+        "cohere2",
+        "cohere2_moe",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "ernie4_5_vl_moe_text",
+        "glm",
+        "glm4",
+        "glm4v_text",
+        "glm_ocr_text",
+        "gptj",
+        "helium",
+        "llama4_text",
+        "moonshine",
+        "moonshine_streaming",
+        "openai_privacy_filter",
+        "pe_audio_encoder",
+        "pe_audio_video_encoder",
+        "pe_video_encoder",
+    }
+)
 REVERSED = frozenset({"nanochat"})  # turns by -theta
 # model_type of the families that rotate in sliding-window layers alone, as their attention classes have it.
 SLIDING_ONLY = frozenset({"afmoe", "cohere2", "exaone4", "exaone_moe", "flint", "kolibri1"})
 # model_type of the families that rotate by a base their configuration does not hold.
 FIXED_BASE = {"codegen": 10_000.0, "gptj": 10_000.0}
 
-KEYS = frozenset({
-    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "attention_factor",
-    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor",
-    "long_factor", "short_mscale", "long_mscale", "alpha",
-    "finetuned", "max_position_embeddings",  # notes that no version reads
-})
+KEYS = frozenset(
+    {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "low_freq_factor",
+        "high_freq_factor",
+        "short_factor",
+        "long_factor",
+        "short_mscale",
+        "long_mscale",
+        "alpha",
+        "finetuned",
+        "max_position_embeddings",  # notes that no version reads
+    }
+)
 REFUSED_KEYS = {
     "mrope_section": "mrope_section gives each pair its own coordinate of a multi-dimensional position, and the table does not "
-                     "say which; for text alone, where the coordinates are equal, drop the key",
+    "say which; for text alone, where the coordinates are equal, drop the key",
     "xdrope_section": "xdrope_section gives each pair its own coordinate of a multi-dimensional position",
     "llama_4_scaling_beta": "llama_4_scaling_beta scales the query by 1 + beta * ln(1 + floor(i / length)), which no scale of "
-                            "Rotary expresses",
+    "Rotary expresses",
 }
 
 
@@ -43,14 +87,16 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
     """The scheme in which a Hugging Face model rotates its queries and keys.
 
     Reads the fields of transformers 4.57 (``rope_theta``, ``rope_scaling``, ``partial_rotary_factor``) and 5
-    (``rope_parameters``, also one dict per layer type); where the two read a field differently, the newer reading counts.
+    (``rope_parameters``, also one dict per layer type); where the two read a field differently, the newer reading
+    counts.
     Rope types: default, linear, dynamic, yarn, llama3, longrope (once "su") and proportional.
 
     Hugging Face multiplies cos and sin by ``attention_factor``; here its square scales the score. ``mrope_section`` is
     refused; families whose code implies one are read as for text alone, where all coordinates of a position are equal.
 
     Args:
-        config: a text model's configuration (``config.get_text_config()`` of a composite one), or any object with its fields.
+        config: a text model's configuration (``config.get_text_config()`` of a composite one), or any object with its
+            fields.
         layer_type: which of the ``layer_types``, for models whose layers differ. Layers of a type that a family leaves
             unrotated give ``Rotary.none``; layers skipped by index (``no_rope_layers``) are the caller's to skip.
         seqlen: the longest position + 1 that will be seen. It matters to "dynamic", whose base grows with it, and to
@@ -74,7 +120,9 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
             if params[key]:
                 raise ValueError(f"config: {REFUSED_KEYS[key]}")
         elif key not in KEYS:
-            raise ValueError(f"config: rope parameter {key!r} is not known; the known ones are {', '.join(sorted(KEYS))}")
+            raise ValueError(
+                f"config: rope parameter {key!r} is not known; the known ones are {', '.join(sorted(KEYS))}"
+            )
 
     rope_type = _rope_type(params)
     if rope_type not in RULES:
@@ -92,34 +140,41 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
             raise ValueError(
                 f"config: attention_factor {attention_factor:.6g} scales the {rotary.rotary_dim} rotated of {head_dim} channels "
                 f"alone, Rotary can only scale the whole score; set attention_factor to 1 and multiply the query's rotated "
-                f"channels by its square, {attention_factor ** 2:.6g}")
+                f"channels by its square, {attention_factor**2:.6g}"
+            )
         rotary = dataclasses.replace(rotary, temperature=float(attention_factor) ** 2)
     if model_type in REVERSED:
         rotary = dataclasses.replace(rotary, theta=tuple(-f for f in rotary.theta))
     return rotary
 
 
-# ---- which parameters -----------------------------------------------------------------------------------------------------
+# ---- which parameters
+# -----------------------------------------------------------------------------------------------------
 
 
 def _refuse_by_field(config) -> None:
     if getattr(config, "qk_rope_head_dim", None):
-        raise ValueError("config: qk_rope_head_dim tells of multi-head latent attention, whose rotated channels are split off "
-                         "and shared by all heads; the layout of raw q and k is not this table's")
+        raise ValueError(
+            "config: qk_rope_head_dim tells of multi-head latent attention, whose rotated channels are split off "
+            "and shared by all heads; the layout of raw q and k is not this table's"
+        )
     if getattr(config, "alibi", False):
         raise ValueError("config: alibi is set, this model biases scores by distance and rotates nothing")
     kind = getattr(config, "position_embedding_type", None)
     if kind not in (None, "rope", "rotary"):
         raise ValueError(f"config: position_embedding_type is {kind!r}, this model rotates nothing")
     if getattr(config, "image_size", None) is not None and getattr(config, "patch_size", None) is not None:
-        raise ValueError("config: image_size and patch_size tell of an image encoder, whose positions have two coordinates; "
-                         "build it with Rotary.axial or Rotary.from_inv_freq")
+        raise ValueError(
+            "config: image_size and patch_size tell of an image encoder, whose positions have two coordinates; "
+            "build it with Rotary.axial or Rotary.from_inv_freq"
+        )
     if getattr(config, "num_attention_heads", None) is None and getattr(config, "text_config", None) is not None:
         raise ValueError("config: holds a text_config; give that one, config.get_text_config()")
 
 
 def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, Any] | None:
-    """The rope parameters of the layer type with rope_theta and partial_rotary_factor inside; None if it has no rotary."""
+    """The rope parameters of the layer type with rope_theta and partial_rotary_factor inside; None if it has no
+    rotary."""
     layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer = {key: value for key, value in given.items() if isinstance(value, dict) or key in layer_types}
@@ -132,14 +187,18 @@ def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, An
         if given is None:
             return None
     elif layer_type is not None and layer_type not in layer_types:
-        raise ValueError(f"layer_type: {layer_type!r} is not known; " + (
-            f"give one of {', '.join(layer_types)}" if layer_types else "this configuration has no layer types"))
+        raise ValueError(
+            f"layer_type: {layer_type!r} is not known; "
+            + (f"give one of {', '.join(layer_types)}" if layer_types else "this configuration has no layer types")
+        )
     params = dict(given)
     if params.get("rope_theta") is None:
         params["rope_theta"] = getattr(config, "rope_theta", None) or FIXED_BASE.get(model_type)
     if params["rope_theta"] is None:
-        raise ValueError("config: neither rope_theta nor rope_parameters with one in it; this model has no rotary embedding, or "
-                         "a base that its configuration does not hold")
+        raise ValueError(
+            "config: neither rope_theta nor rope_parameters with one in it; this model has no rotary embedding, or "
+            "a base that its configuration does not hold"
+        )
     if params.get("partial_rotary_factor") is None:
         params["partial_rotary_factor"] = getattr(config, "partial_rotary_factor", None)
     return params
@@ -151,8 +210,10 @@ def _older_parameters_by_layer(config, model_type: str, scaling: dict[str, Any])
         return {"full_attention": scaling, "sliding_attention": {"rope_theta": config.rope_local_base_freq}}
     if getattr(config, "global_rope_theta", None) is not None:  # modernbert
         local = getattr(config, "local_rope_theta", None)
-        return {"full_attention": {"rope_theta": config.global_rope_theta},
-                "sliding_attention": {"rope_theta": config.global_rope_theta if local is None else local}}
+        return {
+            "full_attention": {"rope_theta": config.global_rope_theta},
+            "sliding_attention": {"rope_theta": config.global_rope_theta if local is None else local},
+        }
     if model_type == "olmo3":  # only the full layers are scaled
         return {"full_attention": scaling, "sliding_attention": {"rope_theta": scaling.get("rope_theta")}}
     return {}
@@ -161,17 +222,25 @@ def _older_parameters_by_layer(config, model_type: str, scaling: dict[str, Any])
 def _rope_type(params: dict[str, Any]) -> str:
     rope_type = params.get("rope_type") or params.get("type")
     if rope_type is None:
-        scaling = sorted(key for key in set(params) - {"rope_theta", "partial_rotary_factor"} if params[key] is not None)
+        scaling = sorted(
+            key for key in set(params) - {"rope_theta", "partial_rotary_factor"} if params[key] is not None
+        )
         if scaling:
-            raise ValueError(f"config: rope parameters {', '.join(scaling)} come without a rope_type to tell what they mean")
+            raise ValueError(
+                f"config: rope parameters {', '.join(scaling)} come without a rope_type to tell what they mean"
+            )
         return "default"
     return "longrope" if rope_type == "su" else rope_type
 
 
 def _head_dim(config, layer_type: str | None) -> int:
-    if layer_type == "full_attention" and getattr(config, "global_head_dim", None):  # gemma4, as its checkpoints store it
+    if layer_type == "full_attention" and getattr(
+        config, "global_head_dim", None
+    ):  # gemma4, as its checkpoints store it
         return config.global_head_dim
-    if layer_type is not None and getattr(config, "is_heterogeneous", False):  # transformers 5: fields that differ by layer
+    if layer_type is not None and getattr(
+        config, "is_heterogeneous", False
+    ):  # transformers 5: fields that differ by layer
         config = config.per_layer_config[layer_type]
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None:
@@ -192,8 +261,10 @@ def _trained_length(params: dict[str, Any], config) -> int:
     inside = params.get("original_max_position_embeddings")
     beside = getattr(config, "original_max_position_embeddings", None)
     if inside is not None and beside is not None and inside != beside:
-        raise ValueError(f"config: original_max_position_embeddings is {beside} on the configuration and {inside} among the rope "
-                         "parameters, and versions of transformers differ in which they take")
+        raise ValueError(
+            f"config: original_max_position_embeddings is {beside} on the configuration and {inside} among the rope "
+            "parameters, and versions of transformers differ in which they take"
+        )
     return inside or beside or _max_length(config)
 
 
@@ -204,7 +275,8 @@ def _max_length(config) -> int:
     return length
 
 
-# ---- one rule per rope type: (plain RoPE, parameters, config, seqlen) -> (scheme, attention_factor) -----------------------
+# ---- one rule per rope type: (plain RoPE, parameters, config, seqlen) -> (scheme, attention_factor)
+# -----------------------
 
 
 def _default(rope, params, config, seqlen):
@@ -243,8 +315,14 @@ def _yarn(rope, params, config, seqlen):
         else:
             attention_factor = _mscale(factor, 1.0)
     truncate = params.get("truncate")
-    return rope.yarn(factor, length, beta_fast=params.get("beta_fast") or 32.0, beta_slow=params.get("beta_slow") or 1.0,
-                     temperature=1.0, truncate=True if truncate is None else truncate), attention_factor
+    return rope.yarn(
+        factor,
+        length,
+        beta_fast=params.get("beta_fast") or 32.0,
+        beta_slow=params.get("beta_slow") or 1.0,
+        temperature=1.0,
+        truncate=True if truncate is None else truncate,
+    ), attention_factor
 
 
 def _mscale(factor: float, mscale: float) -> float:
@@ -279,5 +357,12 @@ def _longrope(rope, params, config, seqlen):
     return dataclasses.replace(rope, theta=theta, scaled_by="longrope"), attention_factor
 
 
-RULES = {"default": _default, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "llama3": _llama3, "longrope": _longrope,
-         "proportional": _proportional}
+RULES = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "proportional": _proportional,
+}

@@ -39,8 +39,10 @@ def hardware(device) -> str:
     if device.type == "cpu":
         return processor()
     properties = torch.cuda.get_device_properties(device)
-    return (f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
-            f"{properties.total_memory / 2**30:.0f} GiB")
+    return (
+        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+        f"{properties.total_memory / 2**30:.0f} GiB"
+    )
 
 
 def processor() -> str:

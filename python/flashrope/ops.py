@@ -14,33 +14,49 @@ from .rotary import Rotary
 try:  # Hugging Face's kernel-builder gives every build a namespace of its own, so that several load side by side
     from ._ops import add_op_namespace_prefix
 except ImportError:
+
     def add_op_namespace_prefix(op_name: str) -> str:
         return f"flashrope::{op_name}"
+
 
 NAMESPACE = add_op_namespace_prefix("").removesuffix("::")
 OPERATORS = getattr(torch.ops, NAMESPACE)
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
-_CALL = ("Tensor? positions, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-         "str rotary, bool causal, float softmax_scale, str impl")
+_CALL = (
+    "Tensor? positions, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "str rotary, bool causal, float softmax_scale, str impl"
+)
 
 # turned_keys is the workspace of rotated keys, kept for the backward; empty where an implementation has none.
 LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor turned_keys)")
-LIBRARY.define("attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
-               f"Tensor lse, Tensor turned_keys, {_CALL}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)")
+LIBRARY.define(
+    "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
+    f"Tensor lse, Tensor turned_keys, {_CALL}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+)
 
 
 # Two operators: one writes into the caches, the other only reads them.
 _CACHE = "Tensor cache_seqlens, Tensor? block_table"
 LIBRARY.define(f"append_to_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, {_CACHE}, str impl) -> ()")
-LIBRARY.define(f"attention_with_cache(Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE}, Tensor? cache_leftpad, "
-               "SymInt seqlen_new, int num_splits, str rotary, bool causal, float softmax_scale, str impl) "
-               "-> (Tensor out, Tensor lse)")
+LIBRARY.define(
+    f"attention_with_cache(Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE}, Tensor? cache_leftpad, "
+    "SymInt seqlen_new, int num_splits, str rotary, bool causal, float softmax_scale, str impl) "
+    "-> (Tensor out, Tensor lse)"
+)
 
 
 def _call(positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, rotary, causal, softmax_scale) -> Call:
-    return Call(Rotary.from_text(rotary), causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                max_seqlen_k)
+    return Call(
+        Rotary.from_text(rotary),
+        causal,
+        softmax_scale,
+        positions,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+    )
 
 
 def _forward(q, k, v, *call_and_impl):
@@ -60,10 +76,30 @@ def _append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table, impl):
     backend(impl).append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table)
 
 
-def _attention_with_cache(q, k_cache, v_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new, num_splits, rotary, causal,
-                          softmax_scale, impl):
-    call = CacheCall(Rotary.from_text(rotary), causal, softmax_scale, cache_seqlens, seqlen_new, block_table, cache_leftpad,
-                     num_splits)
+def _attention_with_cache(
+    q,
+    k_cache,
+    v_cache,
+    cache_seqlens,
+    block_table,
+    cache_leftpad,
+    seqlen_new,
+    num_splits,
+    rotary,
+    causal,
+    softmax_scale,
+    impl,
+):
+    call = CacheCall(
+        Rotary.from_text(rotary),
+        causal,
+        softmax_scale,
+        cache_seqlens,
+        seqlen_new,
+        block_table,
+        cache_leftpad,
+        num_splits,
+    )
     return backend(impl).attention_with_cache(q, k_cache, v_cache, call)
 
 
@@ -78,9 +114,11 @@ def _(q, k, v, *call_and_impl):
     *call, impl = call_and_impl
     call = _call(*call)
     workspace = backend(impl).turned_keys_shape(k, call)
-    return (torch.empty_like(q, memory_format=torch.contiguous_format),
-            q.new_empty(call.lse_shape(q), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32),
-            k.new_empty(workspace))
+    return (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        q.new_empty(call.lse_shape(q), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32),
+        k.new_empty(workspace),
+    )
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_backward"), lib=LIBRARY)
@@ -96,8 +134,10 @@ def _(*_):
 @torch.library.register_fake(add_op_namespace_prefix("attention_with_cache"), lib=LIBRARY)
 def _(q, *_):
     batch, seqlen_q, heads_q, _ = q.shape
-    return (torch.empty_like(q, memory_format=torch.contiguous_format),
-            q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32))
+    return (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32),
+    )
 
 
 def _save(ctx, inputs, output):
@@ -111,15 +151,18 @@ def _grads(ctx, grad_out, grad_lse, _):
     if grad_out is None and grad_lse is None:
         return (None,) * 12
     *tensors, positions, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    grads = [grad for grad in (grad_out, grad_lse) if grad is not None]  # a collective's result is a subclass of its own
+    grads = [
+        grad for grad in (grad_out, grad_lse) if grad is not None
+    ]  # a collective's result is a subclass of its own
     backward = OPERATORS.attention_backward if torch.is_grad_enabled() or not _plain(*tensors, *grads) else _backward
     grads = backward(grad_out, grad_lse, *tensors, positions, cu_seqlens_q, cu_seqlens_k, *ctx.constants)
     return *grads, *(None,) * 9
 
 
 def _no_second_backward(ctx, *grads):
-    raise RuntimeError("flashrope: attention has no second derivative; use impl='reference', which autograd differentiates "
-                       "freely")
+    raise RuntimeError(
+        "flashrope: attention has no second derivative; use impl='reference', which autograd differentiates freely"
+    )
 
 
 torch.library.register_autograd(add_op_namespace_prefix("attention"), _grads, setup_context=_save, lib=LIBRARY)
@@ -127,8 +170,8 @@ torch.library.register_autograd(add_op_namespace_prefix("attention_backward"), _
 
 
 class _Eager(torch.autograd.Function):
-    """The operator's own functions without torch.library around them. A setup_context of its own would cost a look at the
-    signature in every call."""
+    """The operator's own functions without torch.library around them. A setup_context of its own would cost a look at
+    the signature in every call."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -142,8 +185,8 @@ class _Eager(torch.autograd.Function):
 
 
 def attention(q, k, v, *call_and_impl):
-    """out and lse of flashrope::attention. In plain eager mode past the dispatcher, whose Python layers take longer than a short
-    call does."""
+    """out and lse of flashrope::attention. In plain eager mode past the dispatcher, whose Python layers take longer
+    than a short call does."""
     if not _plain(q, k, v):
         return OPERATORS.attention(q, k, v, *call_and_impl)[:2]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -159,10 +202,12 @@ def append_to_cache(k_cache, v_cache, k, v, *rest):
 
 
 def attention_with_cache(q, k_cache, v_cache, cache_seqlens, k, v, block_table, cache_leftpad, *rest):
-    """flashrope::append_to_cache where there are new keys, then flashrope::attention_with_cache; past the dispatcher in plain
-    eager mode."""
+    """flashrope::append_to_cache where there are new keys, then flashrope::attention_with_cache; past the dispatcher in
+    plain eager mode."""
     seqlen_new = 0 if k is None else k.shape[1]
-    plain = _plain(q, k_cache, v_cache, cache_seqlens) if k is None else _plain(q, k_cache, v_cache, cache_seqlens, k, v)
+    plain = (
+        _plain(q, k_cache, v_cache, cache_seqlens) if k is None else _plain(q, k_cache, v_cache, cache_seqlens, k, v)
+    )
     if seqlen_new:
         append = _append_to_cache if plain else OPERATORS.append_to_cache
         append(k_cache, v_cache, k, v, cache_seqlens, block_table, rest[-1])
@@ -175,7 +220,11 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 def _plain(*tensors: torch.Tensor) -> bool:
     """Nobody is watching: no compiler, tracer, mode, transform or tensor subclass that needs to see the operator."""
-    return (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None
-            and not torch._C._len_torch_dispatch_stack() and not torch._C._is_torch_function_mode_enabled()
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and _PLAIN.issuperset(map(type, tensors)))
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._is_torch_function_mode_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and _PLAIN.issuperset(map(type, tensors))
+    )

@@ -47,7 +47,8 @@ class Rotary:
         interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2.
         bands: the causal bands over d >= 0; ``two_sided_bands`` adds their mirror images.
         temperature: t of the formula above.
-        log_n_scale: (train_length, clip) or None. The query scale is ln(i + 1) / ln(train_length), at least 1 with clip.
+        log_n_scale: (train_length, clip) or None. The query scale is ln(i + 1) / ln(train_length), at least 1 with
+        clip.
         axis: for every pair the axis of the position it turns with; () for positions of one number.
         base, exponent_dim: theta_m was base ** (-2m / exponent_dim) before any change; base is None for a given table.
         scaled_by: the interpolation that has changed the table, or "". Like base and exponent_dim it only tells what
@@ -68,8 +69,9 @@ class Rotary:
     def __post_init__(self):
         _positive_int("head_dim", self.head_dim)
         if 2 * len(self.theta) > self.head_dim:
-            raise ValueError(f"inv_freq: {len(self.theta)} pairs need {2 * len(self.theta)} channels, "
-                             f"head_dim has {self.head_dim}")
+            raise ValueError(
+                f"inv_freq: {len(self.theta)} pairs need {2 * len(self.theta)} channels, head_dim has {self.head_dim}"
+            )
         if not all(math.isfinite(f) for f in self.theta):
             raise ValueError("inv_freq: every frequency must be finite")
         if self.axis and len(self.axis) != len(self.theta):
@@ -80,7 +82,9 @@ class Rotary:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.head_dim, self.theta, self.interleaved, self.bands, self.temperature, self.log_n_scale, self.axis))
+        return hash(
+            (self.head_dim, self.theta, self.interleaved, self.bands, self.temperature, self.log_n_scale, self.axis)
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -123,7 +127,9 @@ class Rotary:
     # ---- schemes ----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def rope(cls, head_dim: int, base: float = 10_000.0, rotary_dim: int | None = None, interleaved: bool = False) -> Rotary:
+    def rope(
+        cls, head_dim: int, base: float = 10_000.0, rotary_dim: int | None = None, interleaved: bool = False
+    ) -> Rotary:
         """RoPE (Su et al. 2021, eq. 15): theta_m = base ** (-2m / rotary_dim).
 
         rotary_dim < head_dim is partial rotary in Hugging Face's sense: the exponent's denominator is rotary_dim.
@@ -136,9 +142,16 @@ class Rotary:
         return cls(head_dim, _geometric(base, rotary_dim), interleaved, base=float(base), exponent_dim=rotary_dim)
 
     @classmethod
-    def hope(cls, head_dim: int, train_length: float, base: float = 10_000.0, interleaved: bool = False,
-             compact: bool = False) -> Rotary:
-        """HoPE (Chen et al. 2025, section 4): RoPE's pairs with theta >= 2 pi / train_length; the rest carry no position.
+    def hope(
+        cls,
+        head_dim: int,
+        train_length: float,
+        base: float = 10_000.0,
+        interleaved: bool = False,
+        compact: bool = False,
+    ) -> Rotary:
+        """HoPE (Chen et al. 2025, section 4): RoPE's pairs with theta >= 2 pi / train_length; the rest carry no
+        position.
 
         interleaved=True rotates the first 2a channels as 2m, 2m + 1 (the paper's q[:2a]). interleaved=False pairs m
         with m + head_dim / 2 and leaves the pairs from a on unrotated (what a Llama checkpoint needs). compact=True
@@ -157,10 +170,11 @@ class Rotary:
         return dataclasses.replace(rope, theta=theta)
 
     @classmethod
-    def hope_ablation(cls, head_dim: int, train_length: float, which: str, base: float = 10_000.0,
-                      interleaved: bool = False) -> Rotary:
-        """The ablations of the HoPE paper (section 5). "ab1" drops only pi/L < theta < 2 pi/L, "ab2" only theta <= pi/L,
-        "ab3" drops none and spreads all pairs over [2 pi/L, 1] geometrically."""
+    def hope_ablation(
+        cls, head_dim: int, train_length: float, which: str, base: float = 10_000.0, interleaved: bool = False
+    ) -> Rotary:
+        """The ablations of the HoPE paper (section 5). "ab1" drops only pi/L < theta < 2 pi/L, "ab2" only theta <=
+        pi/L, "ab3" drops none and spreads all pairs over [2 pi/L, 1] geometrically."""
         _positive("train_length", train_length)
         rope = cls.rope(head_dim, base, interleaved=interleaved)
         edge = math.pi / train_length
@@ -221,8 +235,8 @@ class Rotary:
     def ntk(self, factor: float, variant: str = "aware") -> Rotary:
         """NTK-aware interpolation, s = factor, D = the exponent's denominator, m from 0.
 
-        "aware" multiplies the base by s ** (D / (D - 2)); "old" by s; "fixed" multiplies theta_m by s ** (-2 (m + 1) / D);
-        "mixed" by exp(-a (m + 1) ** 0.625) with a = ln(s) / (D / 2) ** 0.625.
+        "aware" multiplies the base by s ** (D / (D - 2)); "old" by s; "fixed" multiplies theta_m by s ** (-2 (m + 1) /
+        D); "mixed" by exp(-a (m + 1) ** 0.625) with a = ln(s) / (D / 2) ** 0.625.
         """
         self._check_unscaled("ntk")
         factor = _positive("factor", factor)
@@ -241,8 +255,15 @@ class Rotary:
             raise ValueError(f'variant: expected "old", "aware", "fixed" or "mixed", got {variant!r}')
         return self._with_table("ntk", [f * math.exp(-log_s * c) for f, c in zip(self.theta, decay, strict=True)])
 
-    def yarn(self, factor: float, train_length: float, beta_fast: float = 32.0, beta_slow: float = 1.0,
-             temperature: float | None = None, truncate: bool = True) -> Rotary:
+    def yarn(
+        self,
+        factor: float,
+        train_length: float,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        temperature: float | None = None,
+        truncate: bool = True,
+    ) -> Rotary:
         """YaRN (Peng et al. 2023, section 3.2): pairs that turn more than beta_fast times over train_length keep their
         frequency, those that turn less than beta_slow times are divided by factor, a linear ramp over the pair index
         joins them. The score's temperature is (0.1 ln(factor) + 1) ** 2 unless given (1 for a factor of at most 1).
@@ -256,12 +277,16 @@ class Rotary:
         if beta_fast < beta_slow:
             raise ValueError(f"beta_fast: expected at least beta_slow = {beta_slow!r}, got {beta_fast!r}")
         if train_length < beta_slow * 2 * math.pi:
-            raise ValueError(f"train_length: no pair turns beta_slow = {beta_slow!r} times over {train_length!r} positions, "
-                             "which leaves no ramp; use interpolate")
+            raise ValueError(
+                f"train_length: no pair turns beta_slow = {beta_slow!r} times over {train_length!r} positions, "
+                "which leaves no ramp; use interpolate"
+            )
         if self.base is None:
             raise ValueError("yarn: finds its ramp from the table's base, which a table of from_inv_freq or ab3 lacks")
-        low, high = (self.exponent_dim * math.log(train_length / (beta * 2 * math.pi)) / (2 * math.log(self.base))
-                     for beta in (beta_fast, beta_slow))
+        low, high = (
+            self.exponent_dim * math.log(train_length / (beta * 2 * math.pi)) / (2 * math.log(self.base))
+            for beta in (beta_fast, beta_slow)
+        )
         if truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.exponent_dim - 1)
@@ -294,7 +319,9 @@ class Rotary:
             if slope == math.inf:
                 raise ValueError(f"factor: too small to divide by, {factor!r}")
         far = Band(window, math.inf, slope, window - window * slope)
-        return self._with_bands([b for reach in self.bands for b in (_clip(reach, 0, window), _clip(far, 0, reach.stop))])
+        return self._with_bands(
+            [b for reach in self.bands for b in (_clip(reach, 0, window), _clip(far, 0, reach.stop))]
+        )
 
     def local(self, window: int) -> Rotary:
         """Sliding window: keys at distance window or more are not attended to."""
@@ -346,7 +373,11 @@ class Rotary:
             pairs += f", {self.axes} axes" if self.axis else ""
             pairs += f", {self.scaled_by}" if self.scaled_by else ""
             pairs += ")"
-        parts = [f"head_dim={self.head_dim}", pairs, "distance: " + ("; ".join(map(_band_text, self.bands)) or "no keys")]
+        parts = [
+            f"head_dim={self.head_dim}",
+            pairs,
+            "distance: " + ("; ".join(map(_band_text, self.bands)) or "no keys"),
+        ]
         scale = [f"{self.temperature:.6g}"] if self.temperature != 1 else []
         if self.log_n_scale is not None:
             length, clip = self.log_n_scale
@@ -362,7 +393,9 @@ class Rotary:
         if self.scaled_by:
             raise ValueError(f"{name}: the table was changed by {self.scaled_by} already; interpolations do not stack")
         if self.axis:
-            raise ValueError(f"{name}: interpolates one-dimensional tables; scale the positions of an axial one instead")
+            raise ValueError(
+                f"{name}: interpolates one-dimensional tables; scale the positions of an axial one instead"
+            )
 
     def _with_table(self, name: str, theta) -> Rotary:
         return dataclasses.replace(self, theta=tuple(theta), scaled_by=name)
@@ -397,7 +430,11 @@ def _band_text(band: Band) -> str:
     else:
         seen = "d" if band.slope == 1 else f"d * {band.slope:.6g}"
         seen += f" + {band.offset:.6g}" if band.offset else ""
-    return f"{seen} for d >= {band.start:g}" if band.stop == math.inf else f"{seen} for {band.start:g} <= d < {band.stop:g}"
+    return (
+        f"{seen} for d >= {band.start:g}"
+        if band.stop == math.inf
+        else f"{seen} for {band.start:g} <= d < {band.stop:g}"
+    )
 
 
 def _positive(name: str, value, finite: bool = True) -> float:

@@ -1,7 +1,7 @@
 """Ranks to run tests on: processes on gloo that stay up between tests and each run the functions handed to them.
 
-The ranks meet through a file, so no port is taken. A function that fails or takes too long costs the processes; the next
-one gets new ones.
+The ranks meet through a file, so no port is taken. A function that fails or takes too long costs the processes; the
+next one gets new ones.
 """
 
 from __future__ import annotations
@@ -59,8 +59,14 @@ class Ranks:
         self._started += 1
         store = Path(self._folder.name, f"store-{self._started}")
         context = multiprocessing.get_context("forkserver")  # torch is imported once, not by every rank
-        context.set_forkserver_preload(["pytest", "flashrope.integrations.distributed", "torch.distributed.fsdp",
-                                        "torch.distributed.tensor.parallel"])
+        context.set_forkserver_preload(
+            [
+                "pytest",
+                "flashrope.integrations.distributed",
+                "torch.distributed.fsdp",
+                "torch.distributed.tensor.parallel",
+            ]
+        )
         for rank in range(self.count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.count, str(store), theirs), daemon=True)

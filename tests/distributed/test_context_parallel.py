@@ -1,4 +1,5 @@
-"""Context parallelism against the formula in float64 on the whole sequence, within the budget of single-device attention."""
+"""Context parallelism against the formula in float64 on the whole sequence, within the budget of single-device
+attention."""
 
 import contextlib
 
@@ -10,9 +11,23 @@ from ranks import mesh
 from support import COEFFICIENT, SCHEMES, Problem, Target, exact_and_bound, excess, problem
 
 from flashrope import Rotary, attention
-from flashrope.integrations.distributed import context_parallel_attention, sequence_positions, shard_sequence, unshard_sequence
+from flashrope.integrations.distributed import (
+    context_parallel_attention,
+    sequence_positions,
+    shard_sequence,
+    unshard_sequence,
+)
 
-CHOSEN = ("rope", "hope_paper", "rerope", "leaky", "local", "log_n_clipped", "hope_rerope_log_n", "yarn_leaky_local_log_n")
+CHOSEN = (
+    "rope",
+    "hope_paper",
+    "rerope",
+    "leaky",
+    "local",
+    "log_n_clipped",
+    "hope_rerope_log_n",
+    "yarn_leaky_local_log_n",
+)
 TYPES = (torch.float32, torch.float64)
 SEQLEN = 48  # chunks of 12 and of 6: no multiple of any block
 
@@ -40,7 +55,9 @@ def every_scheme(count: int, dtype: torch.dtype, causal: bool, schemes) -> dict[
     worst: dict[str, float] = {}
     for scheme in schemes:
         for heads, group, batch in ((4, 2, 2), (2, 1, 1)):
-            for name, ratio in holds(count, scheme, dtype, "cpu", causal=causal, heads=heads, group=group, batch=batch).items():
+            for name, ratio in holds(
+                count, scheme, dtype, "cpu", causal=causal, heads=heads, group=group, batch=batch
+            ).items():
                 worst[name] = max(worst.get(name, 0.0), ratio)
     return worst
 
@@ -91,7 +108,9 @@ def the_order(count: int) -> None:
     assert torch.equal(sequence_positions(8 * count, group), part[0].long())
     whole = unshard_sequence(part, group)
     assert torch.equal(whole, x)
-    (grad,) = torch.autograd.grad(whole, x, x.detach())  # every rank asks for the same: a sum of count of them, this rank's part
+    (grad,) = torch.autograd.grad(
+        whole, x, x.detach()
+    )  # every rank asks for the same: a sum of count of them, this rank's part
     want = torch.zeros_like(x).index_copy(1, sequence_positions(8 * count, group), count * part.detach())
     assert torch.equal(grad, want)
     assert torch.equal(unshard_sequence(shard_sequence(x, group.get_group(), -1), group, -1), x)
@@ -119,6 +138,7 @@ def compiled(count: int) -> None:
     group, q, k, v = local_inputs(count)
     rotary = Rotary.rope(16).rectify(5).log_n(10)
     for causal in (True, False):
+
         def loss(q, k, v):
             return context_parallel_attention(q, k, v, rotary, group, causal).square().sum()
 
@@ -172,7 +192,9 @@ def refusals(count: int) -> None:
     if dist.get_rank() > 1:
         with refuses(ValueError, "group: ", "not"):
             context_parallel_attention(q, k, v, rope, pair)
-    with refuses(ValueError, "x: ", f"2 * {count} = {2 * count}", "got 9", f"pad it to {-(-9 // (2 * count)) * 2 * count}"):
+    with refuses(
+        ValueError, "x: ", f"2 * {count} = {2 * count}", "got 9", f"pad it to {-(-9 // (2 * count)) * 2 * count}"
+    ):
         shard_sequence(torch.zeros(1, 9), group)
     with refuses(ValueError, "x: ", "got 3"):
         unshard_sequence(torch.zeros(1, 3), group)

@@ -66,8 +66,14 @@ def heads_and_batch(count: int) -> None:
         for causal in (True, False):
             for placement, of_lse in ((HEADS, Shard(1)), (BATCH, Shard(0)), (Replicate(), Replicate())):
                 for grad_lse in (True, False):
-                    compare(mesh(count), [placement], lambda q, k, v: attention(q, k, v, rotary, causal, return_lse=True),
-                            inputs(), [of_lse], grad_lse)
+                    compare(
+                        mesh(count),
+                        [placement],
+                        lambda q, k, v: attention(q, k, v, rotary, causal, return_lse=True),
+                        inputs(),
+                        [of_lse],
+                        grad_lse,
+                    )
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -76,7 +82,8 @@ def test_heads_and_batch(ranks, count):
 
 
 class _Keeping:
-    """The CPU implementation, keeping keys for its backward where the scheme rotates, as Triton does, and checking them there."""
+    """The CPU implementation, keeping keys for its backward where the scheme rotates, as Triton does, and checking them
+    there."""
 
     @staticmethod
     def turned_keys_shape(k, call):
@@ -99,18 +106,26 @@ class _Keeping:
 
 
 def with_turned_keys() -> None:
-    """Of equal shapes one scheme keeps turned keys for the backward and the next does not: nothing of one may serve the other."""
+    """Of equal shapes one scheme keeps turned keys for the backward and the next does not: nothing of one may serve the
+    other."""
     sys.modules["flashrope.backends.keeping"] = _Keeping
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    cases = ((mesh(4), [HEADS], [Shard(1)]), (mesh(4), [BATCH], [Shard(0)]), (both, [BATCH, HEADS], [Shard(0), Shard(1)]),
-             (mesh(2), [Replicate()], [Replicate()]))
+    cases = (
+        (mesh(4), [HEADS], [Shard(1)]),
+        (mesh(4), [BATCH], [Shard(0)]),
+        (both, [BATCH, HEADS], [Shard(0), Shard(1)]),
+        (mesh(2), [Replicate()], [Replicate()]),
+    )
     for device_mesh, placements, of_lse in cases:
         for rotary in (Rotary.rope(16), Rotary.none(16), Rotary.rope(16).rectify(5, 2.0)):
+
             def call(q, k, v):
                 return OPERATORS.attention(q, k, v, None, None, None, 20, 20, rotary.text, True, 0.25, "keeping")[:2]
 
             compare(device_mesh, placements, call, inputs(), of_lse)
-    compare(mesh(2), [BATCH], lambda q, k, v: attention(q, k, v, rotary, return_lse=True), inputs(batch=3), grad_lse=False)
+    compare(
+        mesh(2), [BATCH], lambda q, k, v: attention(q, k, v, rotary, return_lse=True), inputs(batch=3), grad_lse=False
+    )
     odd = [distribute_tensor(x, mesh(2), [BATCH]) for x in inputs(batch=3)[:3]]
     out, _, turned = OPERATORS.attention(*odd, None, None, None, 20, 20, rotary.text, True, 0.25, "keeping")
     assert out.placements == turned.placements == (Replicate(),)  # its rows would not fall apart where the batch does
@@ -122,8 +137,13 @@ def test_turned_keys(ranks):
 
 def in_triton(count: int) -> None:
     for placement, of_lse in ((HEADS, Shard(1)), (BATCH, Shard(0))):
-        compare(mesh(count), [placement], lambda q, k, v: attention(q, k, v, Rotary.rope(16), return_lse=True, impl="triton"),
-                inputs(batch=2, seqlen=4, heads=2, heads_kv=2), [of_lse])
+        compare(
+            mesh(count),
+            [placement],
+            lambda q, k, v: attention(q, k, v, Rotary.rope(16), return_lse=True, impl="triton"),
+            inputs(batch=2, seqlen=4, heads=2, heads_kv=2),
+            [of_lse],
+        )
 
 
 @pytest.mark.slow
@@ -135,8 +155,11 @@ def test_triton(ranks):
 def over_two_dimensions() -> None:
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rotary = SCHEMES["hope_rerope_log_n"](16)
-    for placements, of_lse in (((BATCH, HEADS), (Shard(0), Shard(1))), ((HEADS, HEADS), (Shard(1), Shard(1))),
-                               ((Replicate(), HEADS), (Replicate(), Shard(1)))):
+    for placements, of_lse in (
+        ((BATCH, HEADS), (Shard(0), Shard(1))),
+        ((HEADS, HEADS), (Shard(1), Shard(1))),
+        ((Replicate(), HEADS), (Replicate(), Shard(1))),
+    ):
         compare(both, placements, lambda q, k, v: attention(q, k, v, rotary, return_lse=True), inputs(), of_lse)
 
 
@@ -151,8 +174,13 @@ def not_divisible() -> None:
     def call(q, k, v):
         return attention(q, k, v, rotary, return_lse=True)
 
-    for count, placement, sizes in ((4, HEADS, {"heads_kv": 2}), (2, HEADS, {"heads": 12, "heads_kv": 3}), (4, BATCH, {"batch": 3}),
-                                    (2, BATCH, {"batch": 3}), (4, Shard(1), {})):
+    for count, placement, sizes in (
+        (4, HEADS, {"heads_kv": 2}),
+        (2, HEADS, {"heads": 12, "heads_kv": 3}),
+        (4, BATCH, {"batch": 3}),
+        (2, BATCH, {"batch": 3}),
+        (4, Shard(1), {}),
+    ):
         compare(mesh(count), [placement], call, inputs(**sizes), grad_lse=False, collectives=None)
 
 
@@ -161,10 +189,16 @@ def test_what_does_not_divide_is_gathered(ranks):
 
 
 def mixed(count: int) -> None:
-    """Queries by heads and keys on every rank, and the other way round; gradients that arrive elsewhere than the output."""
+    """Queries by heads and keys on every rank, and the other way round; gradients that arrive elsewhere than the
+    output."""
     rotary, (q, k, v, grad_out, _) = SCHEMES["rope"](16), inputs()
     want = call_and_gradients(lambda *x: attention(*x, rotary, return_lse=True), (q, k, v), grad_out, None)
-    cases = ((HEADS, Replicate(), HEADS), (Replicate(), HEADS, HEADS), (BATCH, BATCH, Replicate()), (HEADS, BATCH, BATCH))
+    cases = (
+        (HEADS, Replicate(), HEADS),
+        (Replicate(), HEADS, HEADS),
+        (BATCH, BATCH, Replicate()),
+        (HEADS, BATCH, BATCH),
+    )
     for of_q, of_k, of_grad in cases:
         places = ((q, of_q), (k, of_k), (v, of_k), (grad_out, of_grad))
         spread = [distribute_tensor(x, mesh(count), [place]) for x, place in places]
@@ -189,8 +223,10 @@ def positions_and_packed(count: int) -> None:
 
         want = at(positions, (q, k, v), grad_out, grad_lse)
         for placement, of_positions, of_lse in ((HEADS, Replicate(), Shard(1)), (BATCH, Shard(0), Shard(0))):
-            where, of_lse = (distribute_tensor(x, mesh(count), [place])
-                             for x, place in ((positions, of_positions), (grad_lse, of_lse)))
+            where, of_lse = (
+                distribute_tensor(x, mesh(count), [place])
+                for x, place in ((positions, of_positions), (grad_lse, of_lse))
+            )
             spread = [distribute_tensor(x, mesh(count), [placement]) for x in (q, k, v, grad_out)]
             with CommDebugMode() as counted:
                 got = at(where, spread[:3], spread[3], of_lse)
@@ -203,11 +239,16 @@ def positions_and_packed(count: int) -> None:
     of_lse = grad_lse.transpose(0, 1).flatten(1)
 
     def by_lengths(lengths, *tensors):
-        return call_and_gradients(lambda *x: attention_varlen(*x, rotary, lengths, lengths, 36, 36, return_lse=True), *tensors)
+        return call_and_gradients(
+            lambda *x: attention_varlen(*x, rotary, lengths, lengths, 36, 36, return_lse=True), *tensors
+        )
 
     want = by_lengths(lengths, packed[:3], packed[3], of_lse)
     spread = [distribute_tensor(x, mesh(count), [Shard(1)]) for x in packed]
-    lengths, of_lse = distribute_tensor(lengths, mesh(count), [Replicate()]), distribute_tensor(of_lse, mesh(count), [Shard(0)])
+    lengths, of_lse = (
+        distribute_tensor(lengths, mesh(count), [Replicate()]),
+        distribute_tensor(of_lse, mesh(count), [Shard(0)]),
+    )
     for x, y, dim in zip(by_lengths(lengths, spread[:3], spread[3], of_lse), want, (1, 0, 1, 1, 1), strict=True):
         assert x.placements == (Shard(dim),) and torch.equal(x.full_tensor(), y)
 
@@ -228,7 +269,8 @@ class SelfAttention(nn.Module):
 
 
 def tensor_parallel(local: bool) -> None:
-    """8 query heads and 2 key heads over 2 ranks, parameters over 2 more; activations as plain local tensors or as DTensors."""
+    """8 query heads and 2 key heads over 2 ranks, parameters over 2 more; activations as plain local tensors or as
+    DTensors."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     torch.manual_seed(0)
     plain, x = SelfAttention(), torch.randn(4, 20, 64, dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""examples/train_fsdp.py: every way to share out a run computes what one device does; a broken run goes on as if unbroken."""
+"""examples/train_fsdp.py: every way to share out a run computes what one device does; a broken run goes on as if
+unbroken."""
 
 import functools
 import importlib.util
@@ -19,8 +20,22 @@ from flashrope import Rotary
 from flashrope.experiments.model import load_checkpoint
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp.py"
-TINY = ("--preset", "tiny", "--device", "cpu", "--dtype", "float64", "--log-every", "1", "--width", "32", "--mlp-width", "48")
-# float64, relative. Sums over ranks are taken in another order, nothing else: the largest seen was 2e-14, in a gradient.
+TINY = (
+    "--preset",
+    "tiny",
+    "--device",
+    "cpu",
+    "--dtype",
+    "float64",
+    "--log-every",
+    "1",
+    "--width",
+    "32",
+    "--mlp-width",
+    "48",
+)
+# float64, relative. Sums over ranks are taken in another order, nothing else: the largest seen was 2e-14, in a
+# gradient.
 ROUNDING = 1e-12
 
 
@@ -73,8 +88,10 @@ def on_one_device(text: str, steps: int):
     rotary = Rotary.hope(model.config.head_dim, args.seqlen)
     config = fsdp.train_config(args)
     windows = fsdp.Windows(fsdp.data.from_path(text, args.seqlen + 1).train, args.batch, args.seqlen, args.seed)
-    groups = [{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
     losses, first = [], None
     for step in range(steps):
@@ -169,18 +186,30 @@ def stopped_by_a_signal(text: str, out: str) -> list[float]:
         for number, handler in before.items():
             signal.signal(number, handler)
     dist.barrier()
-    assert sorted(path.name for path in Path(out).glob("step-*")) == ["step-00000004", "step-00000006"]  # the newest two
+    assert sorted(path.name for path in Path(out).glob("step-*")) == [
+        "step-00000004",
+        "step-00000006",
+    ]  # the newest two
 
 
 def test_a_signal_stops_all_ranks(ranks, text, tmp_path):
     ranks(stopped_by_a_signal, text, str(tmp_path))
     losses, _, last = on_one_device(text, 6)
     close(torch.tensor(logged(tmp_path), dtype=torch.float64), losses, "losses")
-    assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     model, rotary = load_checkpoint(tmp_path / "model.safetensors")
     assert rotary == Rotary.hope(8, 64)
     for name, weight in model.named_parameters():
-        torch.testing.assert_close(weight, last[name].float(), rtol=2**-22, atol=0)  # the last bit, where rounding differs
+        torch.testing.assert_close(
+            weight, last[name].float(), rtol=2**-22, atol=0
+        )  # the last bit, where rounding differs
 
 
 def logged(out: Path) -> list[float]:
@@ -189,10 +218,12 @@ def logged(out: Path) -> list[float]:
 
 def bad_inputs(text: str, out: str) -> None:
     fsdp = example()
-    cases = ((("--cp", "3"), "3 * 1 to divide the number of processes, 4"),
-             (("--batch", "6"), "--batch: expected a multiple of the 4"),
-             (("--cp", "4", "--seqlen", "60"), "--seqlen: expected a multiple of 2 * --cp = 8, got 60"),
-             (("--tp", "4", "--heads", "2"), "--tp: expected to divide heads = 2"))
+    cases = (
+        (("--cp", "3"), "3 * 1 to divide the number of processes, 4"),
+        (("--batch", "6"), "--batch: expected a multiple of the 4"),
+        (("--cp", "4", "--seqlen", "60"), "--seqlen: expected a multiple of 2 * --cp = 8, got 60"),
+        (("--tp", "4", "--heads", "2"), "--tp: expected to divide heads = 2"),
+    )
     for arguments, words in cases:
         with pytest.raises(fsdp.BadInput) as error:
             make_run((*arguments, "--text", text), out)
@@ -206,8 +237,14 @@ def test_bad_input(ranks, text, tmp_path):
 def launch(processes: int, out: Path, text: str, *arguments: str, wait: bool = True):
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
     command = [sys.executable, *torchrun, str(EXAMPLE), *TINY, "--text", text, "--out", str(out), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-                               env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
     if not wait:
         return process
     output, _ = process.communicate(timeout=400)
@@ -224,7 +261,9 @@ def test_torchrun_killed_and_resumed(text, tmp_path, number):
         assert process.poll() is None and time.monotonic() < end, process.communicate()[0]
         time.sleep(0.1)
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(ranks[-1]) if number == signal.SIGKILL else process.pid, number)  # one rank dies, or torchrun is told to stop
+    os.kill(
+        int(ranks[-1]) if number == signal.SIGKILL else process.pid, number
+    )  # one rank dies, or torchrun is told to stop
     output, _ = process.communicate(timeout=120)
     reached = len(log.read_text().splitlines())
     assert process.returncode and reached < 150, output
@@ -232,7 +271,9 @@ def test_torchrun_killed_and_resumed(text, tmp_path, number):
         assert f"after step {reached}; the same command goes on" in output
     status, output = launch(0, tmp_path / "broken", text, *arguments[:-2])  # one process now
     assert status == 0, output
-    assert f"step {reached // 20 * 20 if number == signal.SIGKILL else reached} of 150" in output.splitlines()[0], output
+    assert f"step {reached // 20 * 20 if number == signal.SIGKILL else reached} of 150" in output.splitlines()[0], (
+        output
+    )
     status, output = launch(0, tmp_path / "unbroken", text, *arguments[:-2])
     assert status == 0, output
-    close(*(torch.tensor(logged(tmp_path / name), dtype=torch.float64)for name in ("broken", "unbroken")), "losses")
+    close(*(torch.tensor(logged(tmp_path / name), dtype=torch.float64) for name in ("broken", "unbroken")), "losses")

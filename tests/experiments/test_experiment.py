@@ -17,8 +17,24 @@ from flashrope.experiments.published import TABLES
 from flashrope.experiments.train import TrainConfig, train
 from flashrope.experiments.zoo import ZooModel, scheme
 
-SMALL = ["--device", "cpu", "--threads", "1", "--steps", "20", "--width", "32", "--heads", "1", "--train-length", "64",
-         "--batch", "4", "--samples", "5"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--threads",
+    "1",
+    "--steps",
+    "20",
+    "--width",
+    "32",
+    "--heads",
+    "1",
+    "--train-length",
+    "64",
+    "--batch",
+    "4",
+    "--samples",
+    "5",
+]
 SCHEMES = ["rope", "rerope", "alibi", "learned", "rerope-w8+logn"]
 PERPLEXITY = ["--schemes", ",".join(SCHEMES), "--seeds", "2"]
 
@@ -46,7 +62,10 @@ def is_picture(path):
     from matplotlib.image import imread
 
     image = imread(path)
-    return min(image.shape[:2]) > 300 and len({tuple(p) for p in image[::5, ::5, :3].reshape(-1, 3).round(2).tolist()}) > 10
+    return (
+        min(image.shape[:2]) > 300
+        and len({tuple(p) for p in image[::5, ::5, :3].reshape(-1, 3).round(2).tolist()}) > 10
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,20 +77,32 @@ def finished(tmp_path_factory, text):
 
 
 def test_writes_every_result(finished):
-    assert {path.name for path in (finished / "perplexity").iterdir()} == {"cells", "results.csv", "results.json",
-                                                                           "perplexity.png"}
+    assert {path.name for path in (finished / "perplexity").iterdir()} == {
+        "cells",
+        "results.csv",
+        "results.json",
+        "perplexity.png",
+    }
     found = rows(finished / "perplexity/results.csv")
     places = {(row["scheme"], row["seed"], row["at"]) for row in found}
-    assert places == {(s, seed, str(at)) for s in SCHEMES for seed in "01"
-                      for at in ((64,) if s == "learned" else (64, 128, 256, 512))}
+    assert places == {
+        (s, seed, str(at))
+        for s in SCHEMES
+        for seed in "01"
+        for at in ((64,) if s == "learned" else (64, 128, 256, 512))
+    }
     assert len(found) == len(places) and list(dict.fromkeys(row["scheme"] for row in found)) == SCHEMES
     for row in found:
         assert row["task"] == "perplexity" and 1 < float(row["value"]) < 300
         assert row["samples"] == "5" and row["train_length"] == "64"
-        assert row["trained_with"] == {"rerope": "rope", "rerope-w8+logn": "rope+logn"}.get(row["scheme"], row["scheme"])
+        assert row["trained_with"] == {"rerope": "rope", "rerope-w8+logn": "rope+logn"}.get(
+            row["scheme"], row["scheme"]
+        )
     assert is_picture(finished / "perplexity/perplexity.png")
     models = {path.name for path in (finished / "models").glob("*.safetensors")}
-    assert models == {f"{name}-L64-s{seed}.safetensors" for name in ("rope", "alibi", "learned", "rope+logn") for seed in (0, 1)}
+    assert models == {
+        f"{name}-L64-s{seed}.safetensors" for name in ("rope", "alibi", "learned", "rope+logn") for seed in (0, 1)
+    }
     assert not list((finished / "models").glob("*.state"))
 
 
@@ -105,6 +136,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(finished, tmp_
                     raise KeyboardInterrupt
 
             return train(*args, stop, state, every)
+
         return train_until
 
     monkeypatch.setattr(runs, "train", interrupt_at(13))
@@ -118,13 +150,16 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(finished, tmp_
         def first(step, loss):
             seen.append(step)
             progress(step, loss)
+
         return train(model, rotary, batches, config, attend, first, state, every)
 
     monkeypatch.setattr(runs, "train", count)
     experiment("perplexity", tmp_path / "out", text, *PERPLEXITY)
     assert seen[:8] == list(range(13, 21)) and seen[8] == 1
     assert (tmp_path / "out/perplexity/results.csv").read_text() == (finished / "perplexity/results.csv").read_text()
-    assert (tmp_path / "out/models/rope-L64-s0.vaf.json").read_text() == (finished / "models/rope-L64-s0.vaf.json").read_text()
+    assert (tmp_path / "out/models/rope-L64-s0.vaf.json").read_text() == (
+        finished / "models/rope-L64-s0.vaf.json"
+    ).read_text()
 
 
 def test_micro_batches_add_up():
@@ -149,14 +184,24 @@ def test_tables_are_made_from_the_csv_alone(finished, tmp_path, text, capsys):
     folder.mkdir()
     names = [tables.resolve(template, 64)[0] for template in EXPERIMENTS["rerope-windows"].schemes]
     places = (("accuracy", 64), ("accuracy-repeat", 512), ("accuracy-non-repeat", 512))
-    runs.write_csv(folder / "results.csv", runs.COLUMNS, [[name, "rope", 64, seed, task, at, 10.0 * n + seed, 5]
-                   for n, name in enumerate(names) for seed in (0, 2) for task, at in places])
+    runs.write_csv(
+        folder / "results.csv",
+        runs.COLUMNS,
+        [
+            [name, "rope", 64, seed, task, at, 10.0 * n + seed, 5]
+            for n, name in enumerate(names)
+            for seed in (0, 2)
+            for task, at in places
+        ],
+    )
     assert main(["experiment", "tables", "--out", str(finished)]) == 0
     table = (folder / "table.md").read_text()
     assert "| w128-log n† | rerope-w16+dagger | 41.00 ± 1.4 / 49.41 | 41.00 ± 1.4 / 82.28 |" in table
     assert is_picture(folder / "accuracy.png") and table.strip() in capsys.readouterr().out
     (folder / "table.md").unlink()
-    assert tables.write(folder, "rerope-windows", 64).strip() == table.strip() == (folder / "table.md").read_text().strip()
+    assert (
+        tables.write(folder, "rerope-windows", 64).strip() == table.strip() == (folder / "table.md").read_text().strip()
+    )
     assert main(["experiment", "tables", "--out", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
 
@@ -166,27 +211,41 @@ def test_answers_right_in_part_have_their_picture(tmp_path):
     for name, finer, at in places:
         folder = tmp_path / name
         folder.mkdir()
-        runs.write_csv(folder / "results.csv", runs.COLUMNS, [[s, s, 64, 0, task, x, value, 5] for s in ("rope", "hope")
-                       for task, value in ((name, 20.0), (finer, 60.0)) for x in at])
+        runs.write_csv(
+            folder / "results.csv",
+            runs.COLUMNS,
+            [
+                [s, s, 64, 0, task, x, value, 5]
+                for s in ("rope", "hope")
+                for task, value in ((name, 20.0), (finer, 60.0))
+                for x in at
+            ],
+        )
         show(folder, name, 64)
         drawn = {path.name for path in folder.glob("*.png")}
         assert drawn == {f"{name}.png", f"{finer}.png"} and all(is_picture(folder / picture) for picture in drawn)
         assert (folder / f"{name}.png").read_bytes() != (folder / f"{finer}.png").read_bytes()
 
 
-@pytest.mark.parametrize("name, options, said", [
-    ("perplexty", [], "unknown experiment 'perplexty'; known are perplexity, zoo, copying,"),
-    ("perplexity", ["--schemes", "rope,rop"], "unknown encoding 'rop'; known are rope, hope"),
-    ("positions", ["--schemes", "rope"], "--schemes: this experiment chooses its own"),
-    ("perplexity", ["--train-length", "1024"], "holds 150,000 bytes in 30 files, too little for windows of "
-     "32,769 bytes: at least 262,152 bytes"),
-    ("perplexity", ["--train-length", "60"], "--train-length: expected a multiple of 8 of at least 64, got 60"),
-    ("perplexity", ["--practice", "1.5"], "--practice: expected a share from 0 to below 1, got 1.5"),
-    ("perplexity", ["--warmup", "2"], "--warmup: expected a positive number of at most 1, got 2.0"),
-    ("perplexity", ["--width", "33"], "width: expected heads = 1 times a multiple of 8, got 33"),
-    ("perplexity", ["--text", "nowhere/at/all"], "nowhere/at/all: no such file or folder"),
-    ("perplexity", ["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
-])
+@pytest.mark.parametrize(
+    "name, options, said",
+    [
+        ("perplexty", [], "unknown experiment 'perplexty'; known are perplexity, zoo, copying,"),
+        ("perplexity", ["--schemes", "rope,rop"], "unknown encoding 'rop'; known are rope, hope"),
+        ("positions", ["--schemes", "rope"], "--schemes: this experiment chooses its own"),
+        (
+            "perplexity",
+            ["--train-length", "1024"],
+            "holds 150,000 bytes in 30 files, too little for windows of 32,769 bytes: at least 262,152 bytes",
+        ),
+        ("perplexity", ["--train-length", "60"], "--train-length: expected a multiple of 8 of at least 64, got 60"),
+        ("perplexity", ["--practice", "1.5"], "--practice: expected a share from 0 to below 1, got 1.5"),
+        ("perplexity", ["--warmup", "2"], "--warmup: expected a positive number of at most 1, got 2.0"),
+        ("perplexity", ["--width", "33"], "width: expected heads = 1 times a multiple of 8, got 33"),
+        ("perplexity", ["--text", "nowhere/at/all"], "nowhere/at/all: no such file or folder"),
+        ("perplexity", ["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
+    ],
+)
 def test_bad_input_is_said_in_one_line(tmp_path, text, capsys, name, options, said):
     experiment(name, tmp_path / "out", text, *options, code=2)
     errors = capsys.readouterr().err
@@ -200,7 +259,9 @@ def test_another_configuration_is_not_overwritten(finished, tmp_path, text, caps
     (tmp_path / "mine.txt").write_text("")
     experiment("copying", tmp_path, text, code=2)
     assert "holds other files and no settings.json" in capsys.readouterr().err
-    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before and len(list(tmp_path.iterdir())) == 1
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before and len(
+        list(tmp_path.iterdir())
+    ) == 1
 
 
 def test_frequencies_and_positions_train_nothing(finished, text, monkeypatch):
@@ -226,12 +287,20 @@ def test_presets():
     paper = runs.PRESETS["125m"]
     training = paper.training(512, 0)
     assert (paper.layers, paper.heads, paper.width, paper.mlp_width, paper.batch) == (12, 12, 768, 2688, 64 * 8)
-    assert training.betas == (0.9, 0.999) and training.learning_rate == 3e-4 and training.clip == 1 and training.steps == 50_000
+    assert (
+        training.betas == (0.9, 0.999)
+        and training.learning_rate == 3e-4
+        and training.clip == 1
+        and training.steps == 50_000
+    )
     assert round(training.warmup * training.steps) == 2000
     half = paper.training(1024, 0)
     assert (half.batch_size, half.micro_batch, half.train_length) == (256, 32, 1024)
     with torch.device("meta"):
-        sizes = {name: sum(p.numel() for p in LanguageModel(preset.config).parameters()) for name, preset in runs.PRESETS.items()}
+        sizes = {
+            name: sum(p.numel() for p in LanguageModel(preset.config).parameters())
+            for name, preset in runs.PRESETS.items()
+        }
     assert 9e6 < sizes["small"] < 11e6 and 100e6 < sizes["125m"] < 130e6
 
 
@@ -241,7 +310,8 @@ def test_the_window_of_the_text_is_the_longest_that_is_read():
     assert data.standard_library(32 * 64 + 1).unseen
 
 
-# ---- effects that are certain at any size -----------------------------------------------------------------------------------
+# ---- effects that are certain at any size
+# -----------------------------------------------------------------------------------
 
 
 def test_rope_collapses_beyond_its_training_length_and_a_window_as_long_as_it_is_the_wrong_one():
@@ -296,20 +366,28 @@ def test_tiny(tiny, name):
         at_length = {scheme_: figure for (scheme_, _, at), figure in value.items() if at == 64}
         assert max(at_length.values()) < 60  # every encoding learns, integer least; 256 before training
     if name == "copying":
-        assert value["alibi", "copying", 80] == 0 and value["alibi", "copying-tokens", 80] < 20  # a letter of 26 by chance: 4
+        assert (
+            value["alibi", "copying", 80] == 0 and value["alibi", "copying-tokens", 80] < 20
+        )  # a letter of 26 by chance: 4
         assert value["rope", "copying-tokens", 80] < 20
         assert pictures == ["copying-tokens.png", "copying.png"]
     if name == "rerope-schemes":
         assert value["rerope-w32+dagger", "accuracy-non-repeat", 512] > value["rope", "accuracy-non-repeat", 512] + 3
     if name == "rerope-windows":
-        assert value["rerope-w32+dagger", "accuracy-non-repeat", 512] > value["rerope-w64", "accuracy-non-repeat", 512] + 1
+        assert (
+            value["rerope-w32+dagger", "accuracy-non-repeat", 512] > value["rerope-w64", "accuracy-non-repeat", 512] + 1
+        )
     if name == "picture":
         assert value["axial", "picture-12x12", 144] > value["raster", "picture-12x12", 144] + 10
         assert value["nope", "picture-8x8", 64] < 40  # without positions a neighbour is as good as any other pixel
     if name == "patterns":
         assert {f"figure-{n}.png" for n in ("1", "2a", "2b", "2c", "5", "6", "7")} <= set(pictures)
-        beyond = [float(row["score"]) for row in found if (row["encoding"], row["train_length"], row["context"], row["layer"],
-                  row["component"]) == ("rope", "64", "128", "all", "overall")]
+        beyond = [
+            float(row["score"])
+            for row in found
+            if (row["encoding"], row["train_length"], row["context"], row["layer"], row["component"])
+            == ("rope", "64", "128", "all", "overall")
+        ]
         assert len(beyond) == 127
         kept = rows(folder / "vaf.csv")
         assert {row["step"] for row in kept} >= {"1", "250", "500"} and all(float(row["vaf"]) <= 100 for row in kept)

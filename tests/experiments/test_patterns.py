@@ -28,6 +28,7 @@ def model_of(name, length=64):
 
 def scores_of_last(q, k, rotary):
     """Plain: rotate both by their positions, then the product."""
+
     def turn(x, position):
         half = rotary.rotary_dim // 2
         out = x.clone().double()
@@ -36,12 +37,23 @@ def scores_of_last(q, k, rotary):
             c, s = math.cos(position * f), math.sin(position * f)
             out[..., one], out[..., two] = c * x[..., one] - s * x[..., two], s * x[..., one] + c * x[..., two]
         return out
+
     last = turn(q[:, -1], k.shape[1] - 1)
     return torch.stack([(last * turn(k[:, j], j)).sum((-1, -2)) for j in range(k.shape[1])], 1) * q.shape[-1] ** -0.5
 
 
-@pytest.mark.parametrize("rotary", [Rotary.rope(16), Rotary.hope(16, 64), Rotary.hope(16, 64, interleaved=True),
-                                    Rotary.hope(16, 64, compact=True), Rotary.none(16), Rotary.rope(16, rotary_dim=8)], ids=repr)
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        Rotary.rope(16),
+        Rotary.hope(16, 64),
+        Rotary.hope(16, 64, interleaved=True),
+        Rotary.hope(16, 64, compact=True),
+        Rotary.none(16),
+        Rotary.rope(16, rotary_dim=8),
+    ],
+    ids=repr,
+)
 def test_components_add_up_to_the_scores(rotary):
     q, k = (torch.randn(3, 20, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     found = components(q, k, rotary)
@@ -52,7 +64,9 @@ def test_components_add_up_to_the_scores(rotary):
     channels = (0, 1) if rotary.interleaved else (0, rotary.rotary_dim // 2)
     only[..., channels] = q[..., channels]
     if rotary.theta:
-        assert torch.allclose(components(only, k, rotary)[:, 0], found[:, 0]) and not torch.allclose(found[:, 0], found[:, 1])
+        assert torch.allclose(components(only, k, rotary)[:, 0], found[:, 0]) and not torch.allclose(
+            found[:, 0], found[:, 1]
+        )
     with pytest.raises(ValueError, match="expected one band of slope 1"):
         components(q, k, Rotary.rope(16).rectify(8))
 
@@ -66,7 +80,9 @@ def test_pattern_of_the_first_layer_by_hand():
     q, k, _ = block.qkv(block.attention_norm(model.language.embedding(bytes_))).unflatten(-1, (3, 2, 32)).unbind(1)
 
     def score(distance):
-        return scores_of_last(*(x[:, None].expand(-1, distance + 1, -1, -1) for x in (q, k)), rotary)[:, 0].mean() / 2  # heads
+        return (
+            scores_of_last(*(x[:, None].expand(-1, distance + 1, -1, -1) for x in (q, k)), rotary)[:, 0].mean() / 2
+        )  # heads
 
     by_distance = [score(d) for d in range(39)]
     assert found.overall.shape == (2, 39) and found.components.shape == (2, 16, 39)
@@ -81,7 +97,9 @@ def test_pattern_of_a_bias_holds_the_bias():
     bias = torch.stack([bias(distances(30))[:, -1].mean(0) for bias in model.biases]).detach().flip(-1)[:, :29]
     content = found.components.sum(1)
     assert torch.allclose(found.overall, content + bias, atol=1e-6)
-    assert content[0].std() < 1e-6 < found.overall[0].std()  # without positions every key is the same to the first layer
+    assert (
+        content[0].std() < 1e-6 < found.overall[0].std()
+    )  # without positions every key is the same to the first layer
 
 
 def test_pattern_is_of_what_the_model_computes():
@@ -121,9 +139,14 @@ def test_kinds():
 
 def test_seen_distances():
     rope, leaky = Rotary.rope(32), Rotary.rope(32).rectify(8, 4)
+
     def holds(matrix, formula):
-        return all(matrix[i][j] == pytest.approx(formula(i - j)) if j <= i else math.isnan(matrix[i][j])
-                   for i in range(20) for j in range(20))
+        return all(
+            matrix[i][j] == pytest.approx(formula(i - j)) if j <= i else math.isnan(matrix[i][j])
+            for i in range(20)
+            for j in range(20)
+        )
+
     assert holds(seen_distances(rope, 20), lambda d: d)
     assert holds(seen_distances(rope, 20, 8.0), lambda d: d / 8)
     assert holds(seen_distances(rope.rectify(8), 20), lambda d: min(d, 8))

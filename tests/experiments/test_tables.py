@@ -11,21 +11,42 @@ from flashrope.experiments.published import LOWER, TABLES, Column, Published
 from flashrope.experiments.tables import ordering, resolve
 from flashrope.experiments.zoo import scheme
 
-TABLE = Published("Some table", "nowhere, table 0", (Column("512", "few-shot", 1), Column("n", "copying", 30, multiple=False)),
-                  (("A", "rope", (10.0, 20.0, 15.0)), ("B", "rerope{w256}", (30.0, 40.0, 35.1)),
-                   ("C", "hope{L2}", (5.0, 5.0, 5.0))), ("Avg.", "n"), average=True)
+TABLE = Published(
+    "Some table",
+    "nowhere, table 0",
+    (Column("512", "few-shot", 1), Column("n", "copying", 30, multiple=False)),
+    (("A", "rope", (10.0, 20.0, 15.0)), ("B", "rerope{w256}", (30.0, 40.0, 35.1)), ("C", "hope{L2}", (5.0, 5.0, 5.0))),
+    ("Avg.", "n"),
+    average=True,
+)
 
 
 def row(scheme_, task, at, value, seed=0, length=64):
-    return {"scheme": scheme_, "trained_with": "rope", "train_length": str(length), "seed": str(seed), "task": task,
-            "at": str(at), "value": str(value), "samples": "9"}
+    return {
+        "scheme": scheme_,
+        "trained_with": "rope",
+        "train_length": str(length),
+        "seed": str(seed),
+        "task": task,
+        "at": str(at),
+        "value": str(value),
+        "samples": "9",
+    }
 
 
-ROWS = [row(name, task, at, value + seed, seed, length) for seed in (0, 2) for name, length, shift in
-        (("rope", 64, 0), ("rerope-w32", 64, 10), ("hope", 128, 20))
-        for task, at, value in (("few-shot-digits", 64, 1 + shift), ("few-shot-letters", 64, 3 + shift),
-                                ("copying", 30, 4 + shift), ("copying", 40, 900), ("few-shot-digits", 128, 900),
-                                ("copying-tokens", 30, 900))]
+ROWS = [
+    row(name, task, at, value + seed, seed, length)
+    for seed in (0, 2)
+    for name, length, shift in (("rope", 64, 0), ("rerope-w32", 64, 10), ("hope", 128, 20))
+    for task, at, value in (
+        ("few-shot-digits", 64, 1 + shift),
+        ("few-shot-letters", 64, 3 + shift),
+        ("copying", 30, 4 + shift),
+        ("copying", 40, 900),
+        ("few-shot-digits", 128, 900),
+        ("copying-tokens", 30, 900),
+    )
+]
 
 
 def test_ordering():
@@ -82,6 +103,6 @@ def test_published_tables_are_whole():
                     assert values[-1] == pytest.approx(sum(values[:-1]) / len(table.columns), abs=0.0101)
                 used, length = resolve(template, 512)
                 scheme(used, ModelConfig(768, 12, 12), length)
-                assert (template in EXPERIMENTS[name].schemes), (name, template)
+                assert template in EXPERIMENTS[name].schemes, (name, template)
             if name == "lengths" and table.better == LOWER:
                 assert min(table.rows[2][2]) == 7.3026

@@ -1,4 +1,5 @@
-"""The tasks' samples to the byte, that evaluation and practice share none, and that the measures count what they say."""
+"""The tasks' samples to the byte, that evaluation and practice share none, and that the measures count what they
+say."""
 
 import math
 
@@ -10,7 +11,9 @@ from flashrope.experiments.model import ModelConfig
 from flashrope.experiments.tasks import EVALUATION, PRACTICE, Subject
 from flashrope.experiments.zoo import ZooModel, scheme
 
-TEXT = b"".join(b"line %d of the text, which says nothing: at all\n%d is another one here\n" % (n, n * n) for n in range(400))
+TEXT = b"".join(
+    b"line %d of the text, which says nothing: at all\n%d is another one here\n" % (n, n * n) for n in range(400)
+)
 PIECES = (TEXT[:9000], TEXT[9000:9500], TEXT[9500:])
 CORPUS = data.Corpus("text", b"\0".join(PIECES[:2]), PIECES[2:], ("a", "b"), ("c",))
 
@@ -26,12 +29,14 @@ class Oracle(torch.nn.Module):
         logits = torch.zeros(*tokens.shape, 256)
         for row, text in enumerate(tokens.tolist()):
             for at in range(len(text)):
-                logits[row, at, self.rule(bytes(text[:at + 1]))] = 20.0
+                logits[row, at, self.rule(bytes(text[: at + 1]))] = 20.0
         return logits
 
 
 def subject(rule, unit=64, samples=4, unseen=PIECES[2:], name="rope", batch_tokens=200):
-    return Subject(Oracle(rule), scheme(name, ModelConfig(64, 2, 2), unit), unseen, unit, samples, 0, batch_tokens=batch_tokens)
+    return Subject(
+        Oracle(rule), scheme(name, ModelConfig(64, 2, 2), unit), unseen, unit, samples, 0, batch_tokens=batch_tokens
+    )
 
 
 # ---- samples ----------------------------------------------------------------------------------------------------------------
@@ -41,13 +46,13 @@ def test_copying_to_the_byte():
     prompts, answers = tasks.copying(7, 20, seed=3)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert len(prompt) == 7 * 12 + 8 and len(answer) == 4
-        sequences = [prompt[at:at + 12] for at in range(0, 84, 12)]
+        sequences = [prompt[at : at + 12] for at in range(0, 84, 12)]
         assert len({sequence[:8] for sequence in sequences}) == 7
         assert sequences[3] == prompt[84:] + answer  # the middle one
         assert set(prompt) <= set(tasks.LETTERS)
     assert len(set(prompts)) == 20
     assert tasks.copying(7, 20, seed=3) == (prompts, answers) != tasks.copying(7, 20, seed=4)
-    assert tasks.copying(8, 1, seed=3)[0][0][4 * 12:4 * 12 + 8] == tasks.copying(8, 1, seed=3)[0][0][-8:]
+    assert tasks.copying(8, 1, seed=3)[0][0][4 * 12 : 4 * 12 + 8] == tasks.copying(8, 1, seed=3)[0][0][-8:]
 
 
 def test_copying_counts_follow_the_training_length():
@@ -61,8 +66,10 @@ def test_few_shot_to_the_byte(length):
     texts = tasks.lines_of(PIECES, width)
     for prompt in tasks.few_shot(texts, b"AB", length, 10, seed=0, width=width):
         assert len(prompt) == length
-        lines = [prompt[at:at + 7] for at in range(0, 35, 7)]
-        assert all(line[:4] in texts and line[4:5] == b":" and line[5:6] in b"AB" and line[6:] == b"\n" for line in lines)
+        lines = [prompt[at : at + 7] for at in range(0, 35, 7)]
+        assert all(
+            line[:4] in texts and line[4:5] == b":" and line[5:6] in b"AB" and line[6:] == b"\n" for line in lines
+        )
         assert {line[5:6] for line in lines} == {b"A", b"B"}
         assert prompt[-5:-1] in texts and prompt[-1:] == b":"
         assert len({prompt[-5:-1], *(line[:4] for line in lines)}) == 6
@@ -76,7 +83,9 @@ def test_few_shot_says_what_it_needs():
     texts = tasks.lines_of(PIECES, 4)
     with pytest.raises(data.TextError, match="5 examples of 4 bytes and a query need 40 bytes, the prompt has 39"):
         tasks.few_shot(texts, b"AB", 39, 1, 0, 4)
-    with pytest.raises(data.TextError, match="more than 5 different lines of at least 4 bytes are needed, the text has 3"):
+    with pytest.raises(
+        data.TextError, match="more than 5 different lines of at least 4 bytes are needed, the text has 3"
+    ):
         tasks.few_shot(texts[:3], b"AB", 99, 1, 0, 4)
     for shortest in (32, 64, 256, 1024):  # what the measure asks for always fits
         width = tasks.text_width(shortest)
@@ -98,7 +107,7 @@ def test_passkey_to_the_byte(depth):
         assert len(prompt) == 200 and prompt.count(needle) == 1 and prompt.endswith(b"\nThe key is ")
         assert len(answer) == 5 and answer.isdigit() and int(answer) % 2 == EVALUATION
         at = prompt.index(needle)
-        text = prompt[:at] + prompt[at + len(needle):-len(b"\nThe key is ")]
+        text = prompt[:at] + prompt[at + len(needle) : -len(b"\nThe key is ")]
         assert text in PIECES[2] and at == round(depth * len(text))
     assert len(set(answers)) > 6
     assert tasks.passkey(PIECES[2:], 200, depth, 12, seed=5) == (prompts, answers)
@@ -121,19 +130,23 @@ def test_practice_is_of_the_training_text_and_odd():
     width = tasks.text_width(64)
     texts = tasks.lines_of(PIECES[:2], width)
     for sample in range(12):
-        copied, shots, key = (tasks.practice_sample(PIECES[:2], texts, width, size, f"0 {sample}", kind) for kind in range(3))
+        copied, shots, key = (
+            tasks.practice_sample(PIECES[:2], texts, width, size, f"0 {sample}", kind) for kind in range(3)
+        )
         assert len(copied) == len(shots) == len(key) == size
-        sequences = [copied[at:at + 12] for at in range(0, 120, 12)]
+        sequences = [copied[at : at + 12] for at in range(0, 120, 12)]
         assert all(sum(sequence) % 2 == PRACTICE for sequence in sequences)
         assert len(set(sequences)) <= 5 and copied[120:] in b"".join(s[:9] + b"|" for s in sequences)
-        assert shots[-2:-1] == b":" and shots[-1:] in b"01AByn" and shots[-2 - width:-2] in texts
+        assert shots[-2:-1] == b":" and shots[-1:] in b"01AByn" and shots[-2 - width : -2] in texts
         assert key[-17:-5] == tasks.ASKED and int(key[-5:]) % 2 == PRACTICE
         assert key.count(b"\nThe key is " + key[-5:] + b".\n") == 1
     assert not {s for p in tasks.copying(5, 20, 0)[0] for s in [p[:12], p[12:24]] if sum(s) % 2 == PRACTICE}
 
 
 def test_few_shot_practice_and_evaluation_use_other_texts():
-    train, unseen = (set(tasks.lines_of(pieces, 12)) for pieces in (PIECES[:1], (b"entirely other lines stand in here\n" * 3,)))
+    train, unseen = (
+        set(tasks.lines_of(pieces, 12)) for pieces in (PIECES[:1], (b"entirely other lines stand in here\n" * 3,))
+    )
     assert train and unseen and not train & unseen
 
 
@@ -170,23 +183,40 @@ def test_copying_counts_whole_suffixes_and_tokens():
     assert set(found) == {(task, at) for task in ("copying", "copying-tokens") for at in tasks.COPY_COUNTS}
     assert all(value == 100 for value in found.values())
     short_sighted = by_place(tasks.measure_copying(subject(lambda text: copier(text) if len(text) % 2 else 0)))
-    assert all(short_sighted["copying", at] == 0 and short_sighted["copying-tokens", at] == 50 for at in tasks.COPY_COUNTS)
+    assert all(
+        short_sighted["copying", at] == 0 and short_sighted["copying-tokens", at] == 50 for at in tasks.COPY_COUNTS
+    )
 
 
 def test_passkey_counts_whole_keys_and_digits():
     def right(text):
         return copier(text) if text[-7:].startswith(b"key is ") or text[-1:].isdigit() else 0
+
     found = by_place(tasks.measure_passkey(subject(right, samples=10), (2, 4)))
-    assert found == {("passkey", 128): 100, ("passkey-digits", 128): 100, ("passkey", 256): 100, ("passkey-digits", 256): 100}
+    assert found == {
+        ("passkey", 128): 100,
+        ("passkey-digits", 128): 100,
+        ("passkey", 256): 100,
+        ("passkey-digits", 256): 100,
+    }
     first_only = subject(lambda text: copier(text) if text.endswith(b"is ") else 0, samples=10)
-    assert by_place(tasks.measure_passkey(first_only, (2,))) == {("passkey", 128): 0, ("passkey-digits", 128): pytest.approx(20)}
+    assert by_place(tasks.measure_passkey(first_only, (2,))) == {
+        ("passkey", 128): 0,
+        ("passkey-digits", 128): pytest.approx(20),
+    }
     assert tasks.measure_passkey(subject(right, samples=10), (2,))[0].samples == 10  # five depths
 
 
 def test_few_shot_counts_labels_right_or_wrong():
     found = by_place(tasks.measure_few_shot(subject(lambda text: ord("B")), (0.5, 2)))
-    assert found == {("few-shot-digits", 32): 0, ("few-shot-letters", 32): 100, ("few-shot-answers", 32): 0,
-                     ("few-shot-digits", 128): 0, ("few-shot-letters", 128): 100, ("few-shot-answers", 128): 0}
+    assert found == {
+        ("few-shot-digits", 32): 0,
+        ("few-shot-letters", 32): 100,
+        ("few-shot-answers", 32): 0,
+        ("few-shot-digits", 128): 0,
+        ("few-shot-letters", 128): 100,
+        ("few-shot-answers", 128): 0,
+    }
 
 
 def test_accuracy_over_all_tokens():
@@ -228,7 +258,10 @@ def test_accuracy_at_the_training_length_is_as_trained():
         return by_place(tasks.measure_accuracy(Subject(model, used, PIECES[2:], 64, 4, 0)))
 
     rope, pi = found("rope"), found("pi-s8")
-    assert rope["accuracy", 64] == pi["accuracy", 64] and rope["accuracy-non-repeat", 512] != pi["accuracy-non-repeat", 512]
+    assert (
+        rope["accuracy", 64] == pi["accuracy", 64]
+        and rope["accuracy-non-repeat", 512] != pi["accuracy-non-repeat", 512]
+    )
 
 
 def test_learned_positions_are_measured_as_far_as_they_go():

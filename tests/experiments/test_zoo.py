@@ -17,31 +17,34 @@ def of(name, **options):
     return scheme(name, CONFIG, LENGTH, **options)
 
 
-@pytest.mark.parametrize("name, rotary, trained", [
-    ("rope", ROPE, "rope"),
-    ("hope", Rotary.hope(16, 64), "hope"),
-    ("hope-ab1", Rotary.hope_ablation(16, 64, "ab1"), "hope-ab1"),
-    ("hope-ab2", Rotary.hope_ablation(16, 64, "ab2"), "hope-ab2"),
-    ("hope-ab3", Rotary.hope_ablation(16, 64, "ab3"), "hope-ab3"),
-    ("nope", Rotary.none(16), "nope"),
-    ("pi", ROPE.interpolate(8), "rope"),
-    ("rope+pi-s4", ROPE.interpolate(4), "rope"),
-    ("ntk-old", ROPE.ntk(8, "old"), "rope"),
-    ("ntk-aware-s2", ROPE.ntk(2, "aware"), "rope"),
-    ("ntk-fixed", ROPE.ntk(8, "fixed"), "rope"),
-    ("ntk-mixed-s4+dagger", ROPE.ntk(4, "mixed").log_n(64), "rope"),
-    ("yarn", ROPE.yarn(8, 64), "rope"),
-    ("hope+yarn-s4", Rotary.hope(16, 64).yarn(4, 64), "hope"),
-    ("hope+pi", Rotary.hope(16, 64).interpolate(8), "hope"),
-    ("rerope", ROPE.rectify(32), "rope"),
-    ("rerope-w16+logn", ROPE.rectify(16).log_n(64, clip=False), "rope+logn"),
-    ("rerope+dagger", ROPE.rectify(32).log_n(64), "rope"),
-    ("leaky-rerope", ROPE.rectify(32, 16), "rope"),
-    ("leaky-rerope-w24-k8", ROPE.rectify(24, 8), "rope"),
-    ("leaky-rerope-k8-w24+logn", ROPE.rectify(24, 8).log_n(64, clip=False), "rope+logn"),
-    ("nope+logn", Rotary.none(16).log_n(64, clip=False), "nope+logn"),
-    ("hope+rerope-w8", Rotary.hope(16, 64).rectify(8), "hope"),
-])
+@pytest.mark.parametrize(
+    "name, rotary, trained",
+    [
+        ("rope", ROPE, "rope"),
+        ("hope", Rotary.hope(16, 64), "hope"),
+        ("hope-ab1", Rotary.hope_ablation(16, 64, "ab1"), "hope-ab1"),
+        ("hope-ab2", Rotary.hope_ablation(16, 64, "ab2"), "hope-ab2"),
+        ("hope-ab3", Rotary.hope_ablation(16, 64, "ab3"), "hope-ab3"),
+        ("nope", Rotary.none(16), "nope"),
+        ("pi", ROPE.interpolate(8), "rope"),
+        ("rope+pi-s4", ROPE.interpolate(4), "rope"),
+        ("ntk-old", ROPE.ntk(8, "old"), "rope"),
+        ("ntk-aware-s2", ROPE.ntk(2, "aware"), "rope"),
+        ("ntk-fixed", ROPE.ntk(8, "fixed"), "rope"),
+        ("ntk-mixed-s4+dagger", ROPE.ntk(4, "mixed").log_n(64), "rope"),
+        ("yarn", ROPE.yarn(8, 64), "rope"),
+        ("hope+yarn-s4", Rotary.hope(16, 64).yarn(4, 64), "hope"),
+        ("hope+pi", Rotary.hope(16, 64).interpolate(8), "hope"),
+        ("rerope", ROPE.rectify(32), "rope"),
+        ("rerope-w16+logn", ROPE.rectify(16).log_n(64, clip=False), "rope+logn"),
+        ("rerope+dagger", ROPE.rectify(32).log_n(64), "rope"),
+        ("leaky-rerope", ROPE.rectify(32, 16), "rope"),
+        ("leaky-rerope-w24-k8", ROPE.rectify(24, 8), "rope"),
+        ("leaky-rerope-k8-w24+logn", ROPE.rectify(24, 8).log_n(64, clip=False), "rope+logn"),
+        ("nope+logn", Rotary.none(16).log_n(64, clip=False), "nope+logn"),
+        ("hope+rerope-w8", Rotary.hope(16, 64).rectify(8), "hope"),
+    ],
+)
 def test_what_a_name_stands_for(name, rotary, trained):
     found = of(name)
     assert found.rotary == rotary and found.trained == trained and found.longest is None
@@ -77,14 +80,24 @@ def test_defaults_fill_what_a_name_leaves_out():
     assert of("hope", defaults=defaults).rotary == Rotary.hope(16, 64, 500.0)
 
 
-@pytest.mark.parametrize("name, said", [
-    ("rop", "unknown encoding 'rop'; known are rope, hope,"), ("", "unknown encoding"), ("rope+yrn", "unknown change 'yrn'"),
-    ("rope-w3", "rope takes no -w"), ("pi-w3", "pi takes no -w"), ("alibi+logn", "alibi stands alone"),
-    ("hfwa+dagger", "hfwa stands alone"), ("inv-leaky+rerope", "inv-leaky is used with RoPE as it is and takes logn "
-     "or dagger alone, not rerope"),
-    ("nope+pi", "no pair of this scheme rotates"),
-    ("pi+yarn", "interpolations do not stack"), ("rope+logn+dagger", "scaled by log n already"), ("dagger", "unknown encoding"),
-    ("rerope+leaky-rerope", "rectified already")])
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("rop", "unknown encoding 'rop'; known are rope, hope,"),
+        ("", "unknown encoding"),
+        ("rope+yrn", "unknown change 'yrn'"),
+        ("rope-w3", "rope takes no -w"),
+        ("pi-w3", "pi takes no -w"),
+        ("alibi+logn", "alibi stands alone"),
+        ("hfwa+dagger", "hfwa stands alone"),
+        ("inv-leaky+rerope", "inv-leaky is used with RoPE as it is and takes logn or dagger alone, not rerope"),
+        ("nope+pi", "no pair of this scheme rotates"),
+        ("pi+yarn", "interpolations do not stack"),
+        ("rope+logn+dagger", "scaled by log n already"),
+        ("dagger", "unknown encoding"),
+        ("rerope+leaky-rerope", "rectified already"),
+    ],
+)
 def test_names_that_make_no_sense(name, said):
     with pytest.raises(BadInput, match=said.replace("+", r"\+")):
         of(name)

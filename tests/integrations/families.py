@@ -1,6 +1,6 @@
 """Small random models of every tested family, and how far a converted one's logits are from the stock one's.
 
-    python tests/integrations/families.py [README.md]      prints the table, and writes it between the page's markers
+python tests/integrations/families.py [README.md]      prints the table, and writes it between the page's markers
 """
 
 import sys
@@ -13,9 +13,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert
 
-COMMON = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-              num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-              initializer_range=0.1)  # attention that is sharp: a wrong rotation moves logits by 0.4 to 3
+COMMON = dict(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    initializer_range=0.1,
+)  # attention that is sharp: a wrong rotation moves logits by 0.4 to 3
 HYBRID = dict(sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
 FAMILIES = {
     "cohere2": dict(logit_scale=1.0, **HYBRID),
@@ -38,23 +48,44 @@ FAMILIES = {
     "starcoder2": dict(sliding_window=8),
 }
 NOTES = {
-    "cohere2": "interleaved pairs; full layers rotate nothing", "gemma2": "without its soft cap, refused with it",
-    "gemma3_text": "two tables", "glm4": "interleaved pairs, partial", "gpt_neox": "partial", "phi": "partial",
-    "qwen2": "windows in some layers", "smollm3": "some layers rotate nothing", "stablelm": "partial; refused up to transformers 5.0",
+    "cohere2": "interleaved pairs; full layers rotate nothing",
+    "gemma2": "without its soft cap, refused with it",
+    "gemma3_text": "two tables",
+    "glm4": "interleaved pairs, partial",
+    "gpt_neox": "partial",
+    "phi": "partial",
+    "qwen2": "windows in some layers",
+    "smollm3": "some layers rotate nothing",
+    "stablelm": "partial; refused up to transformers 5.0",
 }
 ROPE_TYPES = {
     "linear": dict(rope_type="linear", factor=4.0),
     "dynamic": dict(rope_type="dynamic", factor=4.0),
     "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
-    "llama3": dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                   original_max_position_embeddings=16),
-    "longrope": dict(rope_type="longrope", factor=4.0, short_factor=[1.0 + m / 8 for m in range(8)],
-                     long_factor=[1.0 + m for m in range(8)], original_max_position_embeddings=16),
+    "llama3": dict(
+        rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+    ),
+    "longrope": dict(
+        rope_type="longrope",
+        factor=4.0,
+        short_factor=[1.0 + m / 8 for m in range(8)],
+        long_factor=[1.0 + m for m in range(8)],
+        original_max_position_embeddings=16,
+    ),
 }
 BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
 BOUND = 1e-5  # of logits of size 3, float32
 SEQLEN, PADDING = 28, 3
-CALLS = [5, 6, 7, 8, 9, 20, 21, SEQLEN]  # where calls over a cache end: a prompt, one token at a time past the window, several
+CALLS = [
+    5,
+    6,
+    7,
+    8,
+    9,
+    20,
+    21,
+    SEQLEN,
+]  # where calls over a cache end: a prompt, one token at a time past the window, several
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 REFUSED_BY_VERSION = {"stablelm"} if VERSION < (5, 1) else set()  # made its masks itself
 
@@ -75,7 +106,7 @@ def padded(seqlen: int = SEQLEN, left: int = PADDING, right: int = 0) -> torch.T
     """Masks of two sequences: padding on the left of the first, on the right of the second."""
     mask = torch.ones(2, seqlen, dtype=torch.long)
     mask[0, :left] = 0
-    mask[1, seqlen - right:] = 0
+    mask[1, seqlen - right :] = 0
     return mask
 
 
@@ -111,7 +142,9 @@ def static(model, extra: int = 8) -> StaticCache:
     return StaticCache(config=model.config, max_cache_len=SEQLEN + extra)
 
 
-PACKED = torch.cat([torch.arange(n) for n in (11, 12, 5)])[None].expand(2, -1)  # position_ids of three sequences in each row
+PACKED = torch.cat([torch.arange(n) for n in (11, 12, 5)])[None].expand(
+    2, -1
+)  # position_ids of three sequences in each row
 RUNS = {
     "uncached": lambda model: logits(model, tokens()),
     "cached": lambda model: logits(model, tokens(), calls=CALLS),
@@ -134,10 +167,15 @@ def difference(name: str) -> dict[str, float]:
 
 def table() -> str:
     columns = ["uncached", "cached", "padded", "padded, cached", "static cache", "packed"]
-    lines = [f"| transformers {transformers.__version__} | " + " | ".join(columns) + " | |", "|---|" + "---:|" * len(columns) + "---|"]
+    lines = [
+        f"| transformers {transformers.__version__} | " + " | ".join(columns) + " | |",
+        "|---|" + "---:|" * len(columns) + "---|",
+    ]
     for name in sorted(set(FAMILIES) - REFUSED_BY_VERSION):
         found = difference(name)
-        lines.append(f"| {name} | " + " | ".join(f"{found[column]:.1e}" for column in columns) + f" | {NOTES.get(name, '')} |")
+        lines.append(
+            f"| {name} | " + " | ".join(f"{found[column]:.1e}" for column in columns) + f" | {NOTES.get(name, '')} |"
+        )
     return "\n".join(lines)
 
 

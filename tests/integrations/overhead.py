@@ -1,6 +1,6 @@
 """Host time of one decoding step of one token on the CPU: what the integration adds, beside the attention call itself.
 
-    OMP_NUM_THREADS=1 python tests/integrations/overhead.py
+OMP_NUM_THREADS=1 python tests/integrations/overhead.py
 """
 
 import inspect
@@ -20,7 +20,8 @@ ROUNDS, CALLS = 2000, 5
 
 
 def best(*functions) -> list[float]:
-    """Microseconds of CPU time of one call each, the least over rounds that take turns: other work on the machine only adds."""
+    """Microseconds of CPU time of one call each, the least over rounds that take turns: other work on the machine only
+    adds."""
     times = [float("inf")] * len(functions)
     for _ in range(ROUNDS):
         for at, function in enumerate(functions):
@@ -48,16 +49,21 @@ def main() -> None:
     inputs = dict(position_ids=position_ids, past_key_values=cache)
 
     # What the attention itself takes is left out: both calls are answered at once.
-    with (mock.patch("torch.nn.functional.scaled_dot_product_attention", lambda q, *_, **__: q),
-          mock.patch.object(integration, "attention_with_cache", lambda q, *_, **__: q)):
+    with (
+        mock.patch("torch.nn.functional.scaled_dot_product_attention", lambda q, *_, **__: q),
+        mock.patch.object(integration, "attention_with_cache", lambda q, *_, **__: q),
+    ):
         theirs, ours, layout, positions, rotation = best(
             lambda: sdpa_attention_forward(layer, q, k, v, None, scaling=0.25),
             lambda: integration._attend(layer, q, k, v, mask, scaling=0.25),
             lambda: integration.layout(mask_function=causal_mask_function, **sizes),
             lambda: integration._check_forward(model.model, (), inputs),
-            lambda: integration._no_rotation(None, (), (cos, sin)))
+            lambda: integration._no_rotation(None, (), (cos, sin)),
+        )
     step = layout + positions + rotation
-    print(f"in each layer, around the attention call: transformers' sdpa function {theirs:.1f} us, the integration's {ours:.1f} us")
+    print(
+        f"in each layer, around the attention call: transformers' sdpa function {theirs:.1f} us, the integration's {ours:.1f} us"
+    )
     print(f"once a step: mask {layout:.1f} us, positions {positions:.1f} us, rotation {rotation:.1f} us")
     print(f"added to a layer and step: {ours - theirs + step / 16:.1f} us in a model of 16 layers")
 

@@ -1,4 +1,5 @@
-"""Converted models that are reverted, copied, saved, wrapped, quantised, cast or trained by the library's own Trainer."""
+"""Converted models that are reverted, copied, saved, wrapped, quantised, cast or trained by the library's own
+Trainer."""
 
 import copy
 import io
@@ -16,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, revert
 
-# ---- revert, copies, saving -----------------------------------------------------------------------------------------------
+# ---- revert, copies, saving
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "cohere2"])
@@ -75,8 +77,15 @@ def test_whatever_attention_a_model_was_loaded_with(implementation):
     assert revert(model).config._attn_implementation == implementation
 
 
-@pytest.mark.parametrize("asked", [dict(window=6, factor=4.0, log_n=True), dict(hope_train_length=32),
-                                   dict(rotary=Rotary.rope(16).yarn(4.0, 64).rectify(8))], ids=["leaky", "hope", "rotary"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(window=6, factor=4.0, log_n=True),
+        dict(hope_train_length=32),
+        dict(rotary=Rotary.rope(16).yarn(4.0, 64).rectify(8)),
+    ],
+    ids=["leaky", "hope", "rotary"],
+)
 def test_the_scheme_travels_with_the_model(asked, tmp_path):
     model = convert(tiny("llama"), **asked)
     expected = logits(model, tokens())
@@ -88,7 +97,8 @@ def test_the_scheme_travels_with_the_model(asked, tmp_path):
     assert schemes(convert(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))) == [Rotary.rope(16)] * 3
 
 
-# ---- models that are wrapped or changed -----------------------------------------------------------------------------------
+# ---- models that are wrapped or changed
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -106,9 +116,17 @@ def test_half_types(dtype):
 
 def test_the_decoder_inside_a_larger_model():
     """gemma3 sees an image's tokens in both directions, which is refused; its text is served."""
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
-    config = transformers.Gemma3Config(text_config={**COMMON, **FAMILIES["gemma3_text"]}, vision_config=vision,
-                                       mm_tokens_per_image=4, boi_token_index=60, eoi_token_index=61, image_token_index=62)
+    vision = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = transformers.Gemma3Config(
+        text_config={**COMMON, **FAMILIES["gemma3_text"]},
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        boi_token_index=60,
+        eoi_token_index=61,
+        image_token_index=62,
+    )
     model = transformers.Gemma3ForConditionalGeneration(config).eval()
     stock = logits(model, tokens(), padded())
     assert close(logits(convert(model), tokens(), padded()), stock)
@@ -139,7 +157,9 @@ def test_peft():
     assert torch.equal(logits(wrapped, tokens()), changed)  # LoRA starts at nothing
     assert torch.equal(logits(wrapped.merge_and_unload(), tokens()), changed)
 
-    model = peft.get_peft_model(tiny("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model = peft.get_peft_model(
+        tiny("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
     stock = logits(model, tokens(), padded())
     convert(model)
     assert close(logits(model, tokens(), padded()), stock)
@@ -154,8 +174,16 @@ def test_trainer(tmp_path):
 
     def train(model):
         arguments = transformers.TrainingArguments(
-            tmp_path, max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[], save_strategy="no",
-            disable_tqdm=True, use_cpu=True, logging_steps=1)
+            tmp_path,
+            max_steps=3,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+            logging_steps=1,
+        )
         data = [{"input_ids": row, "labels": row} for row in tokens(6)]
         trainer = transformers.Trainer(model, arguments, train_dataset=data)
         trainer.train()

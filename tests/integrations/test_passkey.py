@@ -1,4 +1,5 @@
-"""flashrope passkey: what is measured with readers whose reach is known, and the whole command on a random model over bytes."""
+"""flashrope passkey: what is measured with readers whose reach is known, and the whole command on a random model over
+bytes."""
 
 import csv
 import json
@@ -18,8 +19,11 @@ from flashrope.experiments import passkey
 from flashrope.experiments.passkey import Task, measure
 
 BYTES = Task(lambda text: list(text.encode()))
-SHORTEST = len(BYTES.prompt(1000, 0.0, 12345)[0]) - 1000 + len(
-    passkey.INSTRUCTION + passkey.NEEDLE.format(answer=" 12345") + passkey.QUESTION + " 12345")
+SHORTEST = (
+    len(BYTES.prompt(1000, 0.0, 12345)[0])
+    - 1000
+    + len(passkey.INSTRUCTION + passkey.NEEDLE.format(answer=" 12345") + passkey.QUESTION + " 12345")
+)
 
 
 class Reader(torch.nn.Module):
@@ -34,7 +38,7 @@ class Reader(torch.nn.Module):
         for row, text in zip(logits, ids.tolist(), strict=True):
             text = bytes(text)
             question = text.rindex(passkey.QUESTION.encode())
-            found = re.search(rb"number is( \d{5})", text[max(question - self.reach, 0):question])
+            found = re.search(rb"number is( \d{5})", text[max(question - self.reach, 0) : question])
             guess = found[1] if found else b" 00000"
             for at, byte in enumerate(guess):
                 row[len(text) - len(guess) - 1 + at, byte] = 9.0
@@ -62,7 +66,9 @@ def test_a_reader_finds_what_it_reaches(batch):
     near = list(measure(Reader(150), BYTES, "stock", [700, 900], depths, trials=3, batch=batch))
     assert [cell.accuracy for cell in whole] == [1.0] * 6
     assert [cell.accuracy for cell in near] == [0.0, 0.0, 1.0] * 2
-    assert [(cell.length, cell.depth) for cell in near] == [(length, depth) for length in (700, 900) for depth in depths]
+    assert [(cell.length, cell.depth) for cell in near] == [
+        (length, depth) for length in (700, 900) for depth in depths
+    ]
     assert all(a.log_probability > b.log_probability for a, b in zip(whole, near, strict=True) if b.accuracy == 0)
 
 
@@ -87,8 +93,27 @@ def checkpoint(tmp_path_factory):
 
 
 def test_the_command(checkpoint, tmp_path, capsys):
-    assert main(["passkey", "--model", checkpoint, "--lengths", "380", "520", "--depths", "2", "--trials", "1", "--device", "cpu",
-                 "--out", str(tmp_path)]) == 0
+    assert (
+        main(
+            [
+                "passkey",
+                "--model",
+                checkpoint,
+                "--lengths",
+                "380",
+                "520",
+                "--depths",
+                "2",
+                "--trials",
+                "1",
+                "--device",
+                "cpu",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     shown = " ".join(capsys.readouterr().out.split())
     for scheme in ("ReRoPE: window 200, log n by 400", "Leaky ReRoPE: factor 4, window 200", "YaRN: factor 1.3"):
         assert scheme in shown
@@ -99,7 +124,9 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert saved["facts"]["command"].startswith("flashrope passkey --model")
     assert (tmp_path / "passkey.png").read_bytes()[:4] == b"\x89PNG"
     # No two schemes read the same: each was applied, to the stock model.
-    by_scheme = {scheme: [row["log_probability"] for row in rows if row["scheme"] == scheme] for scheme in passkey.NAMES}
+    by_scheme = {
+        scheme: [row["log_probability"] for row in rows if row["scheme"] == scheme] for scheme in passkey.NAMES
+    }
     assert len({tuple(found) for found in by_scheme.values()}) == 4
 
 
@@ -115,4 +142,5 @@ def test_bad_input(checkpoint, tmp_path, capsys):
     assert "has no tokenizer, and too few tokens to be read as bytes" in refused(model=str(tmp_path / "small"))
     tiny("mistral", vocab_size=256).save_pretrained(tmp_path / "slides")
     assert "--schemes: none of rerope fits this model: model_or_config: expected layers that see all keys" in refused(
-        "--schemes", "rerope", "--lengths", "400", model=str(tmp_path / "slides"))
+        "--schemes", "rerope", "--lengths", "400", model=str(tmp_path / "slides")
+    )

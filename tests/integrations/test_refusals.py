@@ -17,7 +17,9 @@ from flashrope.integrations.transformers import convert, revert
 
 
 def test_families_that_are_refused():
-    with pytest.raises(ValueError, match="model: expected one of the types .* got 'gpt_oss', which has attention sinks"):
+    with pytest.raises(
+        ValueError, match="model: expected one of the types .* got 'gpt_oss', which has attention sinks"
+    ):
         config = AutoConfig.for_model("gpt_oss", **{**families.COMMON, "num_local_experts": 2, "head_dim": 16})
         convert(AutoModelForCausalLM.from_config(config))
     with pytest.raises(ValueError, match="attn_logit_softcapping = 50.0"):
@@ -25,8 +27,14 @@ def test_families_that_are_refused():
     with pytest.raises(ValueError, match="found 0 in GPT2LMHeadModel"):
         convert(AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1, n_embd=16, n_head=2)))
     with pytest.raises(ValueError, match="one transformers decoder with a rotary embedding, found 2 in Moonshine"):
-        sizes = dict(hidden_size=16, intermediate_size=16, encoder_num_hidden_layers=1, decoder_num_hidden_layers=1,
-                     encoder_num_attention_heads=2, decoder_num_attention_heads=2)
+        sizes = dict(
+            hidden_size=16,
+            intermediate_size=16,
+            encoder_num_hidden_layers=1,
+            decoder_num_hidden_layers=1,
+            encoder_num_attention_heads=2,
+            decoder_num_attention_heads=2,
+        )
         convert(AutoModelForSpeechSeq2Seq.from_config(AutoConfig.for_model("moonshine", **sizes)))
     with pytest.raises(TypeError, match="model: expected a torch module, got str"):
         convert("meta-llama/Llama-3.2-1B")
@@ -40,27 +48,54 @@ def test_a_table_that_is_not_the_configurations():
     model.config.rope_theta = 500_000.0
     if getattr(model.config, "rope_parameters", None):
         model.config.rope_parameters["rope_theta"] = 500_000.0
-    with pytest.raises(ValueError, match="model: expected a rotary embedding of the frequencies that its configuration gives"):
+    with pytest.raises(
+        ValueError, match="model: expected a rotary embedding of the frequencies that its configuration gives"
+    ):
         convert(model)
     if families.VERSION < (5, 0):
-        with pytest.raises(ValueError, match="config: expected original_max_position_embeddings beside the rope parameters"):
+        with pytest.raises(
+            ValueError, match="config: expected original_max_position_embeddings beside the rope parameters"
+        ):
             convert(tiny("llama", rope_scaling=dict(ROPE_TYPES["longrope"])))
 
 
-@pytest.mark.parametrize("name, asked, error, message", [
-    ("llama", dict(windw=6), TypeError, "windw: convert takes rotary, window"),
-    ("llama", dict(factor=4.0), ValueError, "factor: expected a window beside it"),
-    ("llama", dict(window=-1), ValueError, "window: expected a non-negative integer, got -1"),
-    ("llama", dict(hope_train_length=-2), ValueError, "hope_train_length: expected a positive length, got -2"),
-    ("llama", dict(log_n=1), ValueError, "train_length: expected more than 1, got 1"),
-    ("llama", dict(rotary="rope"), TypeError, "rotary: expected a Rotary or a dict of one per layer type, got str"),
-    ("llama", dict(rotary=Rotary.rope(64)), ValueError, "rotary: expected head_dim 16 of layer 0, got 64"),
-    ("llama", dict(rotary={"full": Rotary.rope(16)}), ValueError, r"rotary: expected the layer types \[\], got \['full'\]"),
-    ("glm4", dict(rotary=Rotary.rope(16)), ValueError, "rotary: expected interleaved=True, as the model pairs .*, got False"),
-    ("mistral", dict(window=6), ValueError, "window: expected .* layers see all keys, got layers with a sliding window of 8"),
-    ("gemma3_text", dict(window=6), ValueError, "sliding window of 8"),
-    ("mistral", dict(log_n=32), ValueError, "log_n: expected a layer that sees all keys, got a sliding window in every layer"),
-])
+@pytest.mark.parametrize(
+    "name, asked, error, message",
+    [
+        ("llama", dict(windw=6), TypeError, "windw: convert takes rotary, window"),
+        ("llama", dict(factor=4.0), ValueError, "factor: expected a window beside it"),
+        ("llama", dict(window=-1), ValueError, "window: expected a non-negative integer, got -1"),
+        ("llama", dict(hope_train_length=-2), ValueError, "hope_train_length: expected a positive length, got -2"),
+        ("llama", dict(log_n=1), ValueError, "train_length: expected more than 1, got 1"),
+        ("llama", dict(rotary="rope"), TypeError, "rotary: expected a Rotary or a dict of one per layer type, got str"),
+        ("llama", dict(rotary=Rotary.rope(64)), ValueError, "rotary: expected head_dim 16 of layer 0, got 64"),
+        (
+            "llama",
+            dict(rotary={"full": Rotary.rope(16)}),
+            ValueError,
+            r"rotary: expected the layer types \[\], got \['full'\]",
+        ),
+        (
+            "glm4",
+            dict(rotary=Rotary.rope(16)),
+            ValueError,
+            "rotary: expected interleaved=True, as the model pairs .*, got False",
+        ),
+        (
+            "mistral",
+            dict(window=6),
+            ValueError,
+            "window: expected .* layers see all keys, got layers with a sliding window of 8",
+        ),
+        ("gemma3_text", dict(window=6), ValueError, "sliding window of 8"),
+        (
+            "mistral",
+            dict(log_n=32),
+            ValueError,
+            "log_n: expected a layer that sees all keys, got a sliding window in every layer",
+        ),
+    ],
+)
 def test_bad_arguments(name, asked, error, message):
     model = tiny(name)
     stock = logits(model, tokens())
@@ -73,14 +108,32 @@ def prefix_lm(batch_idx, head_idx, q_idx, kv_idx):
     return kv_idx < 4
 
 
-@pytest.mark.parametrize("call, message", [
-    (dict(attention_mask=torch.ones(2, 1, SEQLEN, SEQLEN, dtype=torch.bool)), r"attention_mask: .* a mask of shape \(2, 1, 28, 28\)"),
-    (dict(attention_mask=torch.ones(2, SEQLEN - 3, dtype=torch.long)), r"attention_mask: expected one number for .* \(2, 25\)"),
-    (dict(attention_mask=torch.arange(2 * SEQLEN).view(2, SEQLEN) % 5 > 0), "attention_mask: .* got zeros between ones in row 0"),
-    (dict(position_ids=torch.arange(SEQLEN)[None] * 2, use_cache=True), "position_ids: .* 1, .* got 2 in row 0, column 1"),
-    (dict(position_ids=families.PACKED, use_cache=True), "packed sequences need use_cache=False"),
-    (dict(position_ids=torch.arange(SEQLEN)[None] + 3, attention_mask=padded()), "position_ids: .* got 6 in row 0, column 3"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            dict(attention_mask=torch.ones(2, 1, SEQLEN, SEQLEN, dtype=torch.bool)),
+            r"attention_mask: .* a mask of shape \(2, 1, 28, 28\)",
+        ),
+        (
+            dict(attention_mask=torch.ones(2, SEQLEN - 3, dtype=torch.long)),
+            r"attention_mask: expected one number for .* \(2, 25\)",
+        ),
+        (
+            dict(attention_mask=torch.arange(2 * SEQLEN).view(2, SEQLEN) % 5 > 0),
+            "attention_mask: .* got zeros between ones in row 0",
+        ),
+        (
+            dict(position_ids=torch.arange(SEQLEN)[None] * 2, use_cache=True),
+            "position_ids: .* 1, .* got 2 in row 0, column 1",
+        ),
+        (dict(position_ids=families.PACKED, use_cache=True), "packed sequences need use_cache=False"),
+        (
+            dict(position_ids=torch.arange(SEQLEN)[None] + 3, attention_mask=padded()),
+            "position_ids: .* got 6 in row 0, column 3",
+        ),
+    ],
+)
 def test_bad_calls(call, message):
     model = convert(tiny("llama"))
     with pytest.raises(ValueError, match=message):
@@ -122,10 +175,16 @@ def test_masks_that_the_kernels_cannot_express():
             create_causal_mask(input_embeds=hidden, cache_position=torch.arange(SEQLEN), **arguments)
 
 
-@pytest.mark.parametrize("keyword, value, message", [
-    ("softcap", 30.0, "softcap: expected None"), ("s_aux", torch.zeros(4), "has attention sinks"),
-    ("dropout", 0.1, "attention_dropout: expected 0"), ("is_causal", False, "is_causal"),
-    ("sliding_window", 5, "sliding_window: layer 0 was converted with None, its forward asks for 5")])
+@pytest.mark.parametrize(
+    "keyword, value, message",
+    [
+        ("softcap", 30.0, "softcap: expected None"),
+        ("s_aux", torch.zeros(4), "has attention sinks"),
+        ("dropout", 0.1, "attention_dropout: expected 0"),
+        ("is_causal", False, "is_causal"),
+        ("sliding_window", 5, "sliding_window: layer 0 was converted with None, its forward asks for 5"),
+    ],
+)
 def test_what_a_layer_may_not_ask_for(keyword, value, message):
     model = convert(tiny("llama"))
     q, k = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16)
@@ -145,6 +204,8 @@ def test_another_attention_chosen_after_converting():
     model = tiny("llama")
     stock = logits(model, tokens())
     convert(model).set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="attn_implementation: expected 'rotary_bands' in a converted model, got 'sdpa'"):
+    with pytest.raises(
+        ValueError, match="attn_implementation: expected 'rotary_bands' in a converted model, got 'sdpa'"
+    ):
         model(tokens())
     assert torch.equal(logits(revert(model), tokens()), stock)

@@ -1,4 +1,5 @@
-"""Hugging Face models, converted: held against the library's own attention, or against the reference where the scheme changes."""
+"""Hugging Face models, converted: held against the library's own attention, or against the reference where the scheme
+changes."""
 
 import pytest
 import torch
@@ -6,7 +7,21 @@ import torch
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
 import families
-from families import CALLS, FAMILIES, PADDING, ROPE_TYPES, RUNS, close, converted, logits, padded, schemes, static, tiny, tokens
+from families import (
+    CALLS,
+    FAMILIES,
+    PADDING,
+    ROPE_TYPES,
+    RUNS,
+    close,
+    converted,
+    logits,
+    padded,
+    schemes,
+    static,
+    tiny,
+    tokens,
+)
 from transformers import DynamicCache
 
 from flashrope import Rotary
@@ -16,7 +31,8 @@ from flashrope.integrations.transformers import convert, suggest
 
 HERE = [name for name in FAMILIES if name not in families.REFUSED_BY_VERSION]
 
-# ---- the model's own scheme: the same logits ------------------------------------------------------------------------------
+# ---- the model's own scheme: the same logits
+# ------------------------------------------------------------------------------
 
 
 def test_every_family_is_tested():
@@ -44,7 +60,8 @@ def test_logits_depend_on_what_is_compared(name):
 
 
 def scaled(kind: str, **changes):
-    """A llama whose configuration asks for the rope type, the trained length where either version of transformers looks."""
+    """A llama whose configuration asks for the rope type, the trained length where either version of transformers
+    looks."""
     scaling, lengths = dict(ROPE_TYPES[kind]), {"max_position_embeddings": 16 if kind == "dynamic" else 64}
     if kind == "longrope":
         lengths["original_max_position_embeddings"] = 16
@@ -57,8 +74,12 @@ def test_rope_types(kind):
     within, beyond = tokens(seqlen=14), tokens()
 
     def run():
-        return (logits(model, within), logits(model, within, calls=[9, 10, 13, 14]), logits(model, beyond),
-                logits(model, beyond, padded()))
+        return (
+            logits(model, within),
+            logits(model, within, calls=[9, 10, 13, 14]),
+            logits(model, beyond),
+            logits(model, beyond, padded()),
+        )
 
     stock = run()
     convert(model)
@@ -68,7 +89,8 @@ def test_rope_types(kind):
 
 @pytest.mark.parametrize("which", ["dynamic", "longrope", "phi3"])
 def test_tables_that_grow_over_a_cache(which):
-    """The cache holds raw keys, so none is rotated by an older table. One layer: a second one's keys come of older tables."""
+    """The cache holds raw keys, so none is rotated by an older table. One layer: a second one's keys come of older
+    tables."""
     if which == "phi3":  # with sliding windows
         scaling = {"type": "longrope"} | {key: ROPE_TYPES["longrope"][key] for key in ("short_factor", "long_factor")}
         model = tiny(which, rope_scaling=scaling, original_max_position_embeddings=16, num_hidden_layers=1)
@@ -115,8 +137,11 @@ def test_assisted_decoding(name):
     model, ids = tiny(name), tokens(1, 12)
     stock = model.generate(ids, max_new_tokens=8, do_sample=False)
     convert(model)
-    for assistance in (dict(assistant_model=tiny(name, num_hidden_layers=3)), dict(assistant_model=convert(tiny(name))),
-                       dict(prompt_lookup_num_tokens=3)):
+    for assistance in (
+        dict(assistant_model=tiny(name, num_hidden_layers=3)),
+        dict(assistant_model=convert(tiny(name))),
+        dict(prompt_lookup_num_tokens=3),
+    ):
         assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, **assistance), stock)
 
 
@@ -129,18 +154,27 @@ def test_a_row_with_padding_is_the_row_alone(changes):
         assert close(logits(model, ids, mask, cache=cache, calls=calls)[:1, PADDING:], alone)
 
 
-# ---- changes: the scheme that is asked for, in the layers it is meant for -------------------------------------------------
+# ---- changes: the scheme that is asked for, in the layers it is meant for
+# -------------------------------------------------
 
 
 def test_changes_build_the_schemes():
     rope = Rotary.rope(16)
     assert schemes(convert(tiny("llama"), window=6)) == [rope.rectify(6)] * 3
-    assert schemes(convert(tiny("llama"), window=6, factor=4.0, log_n=32)) == [rope.rectify(6, 4.0).log_n(32, clip=True)] * 3
+    assert (
+        schemes(convert(tiny("llama"), window=6, factor=4.0, log_n=32))
+        == [rope.rectify(6, 4.0).log_n(32, clip=True)] * 3
+    )
     assert schemes(convert(tiny("llama"), log_n=True)) == [rope.log_n(64, clip=True)] * 3
     assert schemes(convert(tiny("llama"), hope_train_length=48)) == [Rotary.hope(16, 48)] * 3
     yarn = dict(ROPE_TYPES["yarn"])
-    assert schemes(convert(tiny("llama", rope_scaling=yarn), hope_train_length=48)) == [Rotary.hope(16, 48).yarn(4.0, 16)] * 3
-    assert schemes(convert(tiny("llama"), rotary=rope.interpolate(2.0), log_n=32)) == [rope.interpolate(2.0).log_n(32)] * 3
+    assert (
+        schemes(convert(tiny("llama", rope_scaling=yarn), hope_train_length=48))
+        == [Rotary.hope(16, 48).yarn(4.0, 16)] * 3
+    )
+    assert (
+        schemes(convert(tiny("llama"), rotary=rope.interpolate(2.0), log_n=32)) == [rope.interpolate(2.0).log_n(32)] * 3
+    )
 
 
 def test_layers_that_differ():
@@ -151,29 +185,36 @@ def test_layers_that_differ():
     assert found[0].theta != found[2].theta and found[0].theta[-1] == 0
     rope = Rotary.rope(16, base=2_000_000.0)
     assert schemes(convert(tiny("smollm3"), window=6)) == [rope.rectify(6), rope.rectify(6), Rotary.none(16)]
-    assert schemes(convert(tiny("smollm3"), rotary=rope.interpolate(4.0))) == [rope.interpolate(4.0)] * 2 + [Rotary.none(16)]
+    assert schemes(convert(tiny("smollm3"), rotary=rope.interpolate(4.0))) == [rope.interpolate(4.0)] * 2 + [
+        Rotary.none(16)
+    ]
     pairs = Rotary.rope(16, interleaved=True)
     assert schemes(convert(tiny("cohere2"), rotary=pairs)) == [pairs.local(8), pairs.local(8), Rotary.none(16)]
     given = {"sliding_attention": rope, "full_attention": rope.interpolate(4.0)}
     assert schemes(convert(tiny("gemma3_text"), rotary=given)) == [rope.local(8), rope.local(8), rope.interpolate(4.0)]
 
 
-@pytest.mark.parametrize("changes", [{}, dict(window=6), dict(window=6, factor=4.0, log_n=8), dict(hope_train_length=24)],
-                         ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, dict(window=6), dict(window=6, factor=4.0, log_n=8), dict(hope_train_length=24)], ids=str
+)
 def test_a_layer_is_the_formula(changes):
     model = convert(tiny("llama"), **changes)
     layer = model.model.layers[0].self_attn
     seen = {}
     for name in ("q_proj", "k_proj", "v_proj"):
-        getattr(layer, name).register_forward_hook(lambda module, args, out, name=name: seen.__setitem__(name, out.double()))
+        getattr(layer, name).register_forward_hook(
+            lambda module, args, out, name=name: seen.__setitem__(name, out.double())
+        )
     layer.o_proj.register_forward_pre_hook(lambda module, args: seen.__setitem__("out", args[0]))
     logits(model, tokens())
     q, k, v = (seen[name].unflatten(-1, (-1, 16)) for name in ("q_proj", "k_proj", "v_proj"))
-    expected, _ = reference.attention(q, k, v, Call(schemes(model)[0], True, 16 ** -0.5))
+    expected, _ = reference.attention(q, k, v, Call(schemes(model)[0], True, 16**-0.5))
     assert close(seen["out"], expected.flatten(-2))
 
 
-@pytest.mark.parametrize("changes", [dict(window=6, log_n=12), dict(window=6, factor=2.0), dict(hope_train_length=24)], ids=str)
+@pytest.mark.parametrize(
+    "changes", [dict(window=6, log_n=12), dict(window=6, factor=2.0), dict(hope_train_length=24)], ids=str
+)
 def test_a_cache_changes_nothing(changes):
     model = convert(tiny("llama"), **changes)
     whole = logits(model, tokens())
@@ -234,13 +275,18 @@ def test_autocast():
     assert close(run(), stock, 0.15)  # bfloat16 keeps 8 bits of logits of size 3
 
 
-@pytest.mark.parametrize("case", ["plain", *(pytest.param(case, marks=pytest.mark.slow)
-                                              for case in ("left", "packed", "cached"))])
+@pytest.mark.parametrize(
+    "case", ["plain", *(pytest.param(case, marks=pytest.mark.slow) for case in ("left", "packed", "cached"))]
+)
 def test_compile(case):
     torch._dynamo.reset()
     model = convert(tiny("llama", num_hidden_layers=1), window=6)
-    arguments = {"plain": {}, "left": dict(mask=padded()), "packed": dict(position_ids=families.PACKED),
-                 "cached": dict(calls=[22, 23, 24])}[case]
+    arguments = {
+        "plain": {},
+        "left": dict(mask=padded()),
+        "packed": dict(position_ids=families.PACKED),
+        "cached": dict(calls=[22, 23, 24]),
+    }[case]
     expected = logits(model, tokens(), **arguments)
     model.forward = torch.compile(model.forward, backend="eager" if case == "plain" else "aot_eager")
     assert close(logits(model, tokens(), **arguments), expected)

@@ -14,8 +14,14 @@ def schemes() -> list[Rotary]:
     bands = [(band.start, band.stop, band.slope, band.offset) for band in hope.rectify(window=1024, factor=16.0).bands]
     text: str = rope.text
     assert bands and text
-    return [rope.yarn(4.0, train_length=4096).log_n(4096, clip=False), Rotary.from_inv_freq(table, head_dim=128),
-            rope.ntk(4.0, variant="mixed"), rope.interpolate(2.0).local(512), Rotary.from_text(text), Rotary.axial(64, axes=2)]
+    return [
+        rope.yarn(4.0, train_length=4096).log_n(4096, clip=False),
+        Rotary.from_inv_freq(table, head_dim=128),
+        rope.ntk(4.0, variant="mixed"),
+        rope.interpolate(2.0).local(512),
+        Rotary.from_text(text),
+        Rotary.axial(64, axes=2),
+    ]
 
 
 def calls(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, rotary: Rotary) -> torch.Tensor:
@@ -29,7 +35,9 @@ def caches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) ->
     cache = KVCache(batch=2, capacity=64, heads_kv=2, head_dim=64, dtype=torch.bfloat16, device="cpu")
     cache.attend(q, rotary, k, v)
     cache.truncate(None, [3, 4])
-    paged = PagedKVCache(pages=8, page_size=16, heads_kv=2, head_dim=64, dtype=torch.float32, device=torch.device("cpu"))
+    paged = PagedKVCache(
+        pages=8, page_size=16, heads_kv=2, head_dim=64, dtype=torch.float32, device=torch.device("cpu")
+    )
     sequence: int = paged.allocate()
     paged.append([sequence], k, v)
     paged.free(paged.fork(sequence))

@@ -64,9 +64,9 @@ class Call(_Scheme):
 class CacheCall(_Scheme):
     """What one call over a cache asks for, beside q (batch, seqlen_q, heads_q, head_dim) and the caches.
 
-    The caches are (batch, capacity, heads_kv, head_dim), or with a block_table (pages, page_size, heads_kv, head_dim). Sequence b
-    holds the keys at slots cache_leftpad[b] to cache_seqlens[b] + seqlen_new, of which slot s is row s of the cache, or row
-    s % page_size of page block_table[b, s // page_size]. Positions count from cache_leftpad.
+    The caches are (batch, capacity, heads_kv, head_dim), or with a block_table (pages, page_size, heads_kv, head_dim).
+    Sequence b holds the keys at slots cache_leftpad[b] to cache_seqlens[b] + seqlen_new, of which slot s is row s of
+    the cache, or row s % page_size of page block_table[b, s // page_size]. Positions count from cache_leftpad.
     """
 
     rotary: Rotary
@@ -88,8 +88,10 @@ class CacheCall(_Scheme):
         """The slots [first, end) that every sequence holds, read by the host and kept inside the capacity."""
         (rows, slots, *_), table, new = k_cache.shape, self.block_table, self.seqlen_new
         capacity = 0 if not rows else slots if table is None else table.shape[1] * slots
-        ends = [length + new if 0 <= length <= capacity - new else min(min(max(length, 0), capacity) + new, capacity)
-                for length in self.cache_seqlens.tolist()]
+        ends = [
+            length + new if 0 <= length <= capacity - new else min(min(max(length, 0), capacity) + new, capacity)
+            for length in self.cache_seqlens.tolist()
+        ]
         if self.cache_leftpad is None:
             return [(0, end) for end in ends]
         return [(min(max(pad, 0), end), end) for pad, end in zip(self.cache_leftpad.tolist(), ends, strict=True)]
@@ -99,10 +101,15 @@ def slots_of(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
     return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
 
 
-def places_behind(k_cache, cache_seqlens, block_table, seqlen_new: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(page or sequence, row, whether there is such a place), int64 (batch, seqlen_new), of the slots behind cache_seqlens."""
+def places_behind(
+    k_cache, cache_seqlens, block_table, seqlen_new: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(page or sequence, row, whether there is such a place), int64 (batch, seqlen_new), of the slots behind
+    cache_seqlens."""
     capacity = slots_of(k_cache, block_table)
-    slot = cache_seqlens.to(torch.int64).clamp(0, capacity)[:, None] + torch.arange(seqlen_new, device=cache_seqlens.device)
+    slot = cache_seqlens.to(torch.int64).clamp(0, capacity)[:, None] + torch.arange(
+        seqlen_new, device=cache_seqlens.device
+    )
     fits = slot < capacity
     if block_table is None:
         return torch.arange(slot.shape[0], device=slot.device)[:, None].expand_as(slot), slot, fits
@@ -121,7 +128,9 @@ def aligned(x: torch.Tensor) -> bool:
     """Whether every row, of head_dim elements, starts at a multiple of 16 bytes."""
     if x.data_ptr() % 16:
         return False
-    return x.is_contiguous() or all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])  # head_dim is a multiple of 8
+    return x.is_contiguous() or all(
+        s * x.element_size() % 16 == 0 for s in x.stride()[:-1]
+    )  # head_dim is a multiple of 8
 
 
 @cache
@@ -136,8 +145,8 @@ def backend(impl: str) -> ModuleType:
 
 
 def choose(impl: str | None, q: torch.Tensor, cached: bool = False) -> str:
-    """The implementation to use for tensors like q, over a cache or not; raises with the reason where the one asked for cannot
-    serve."""
+    """The implementation to use for tensors like q, over a cache or not; raises with the reason where the one asked for
+    cannot serve."""
     if impl is None:
         if q.is_cuda and q.dtype != torch.float64:
             return "triton"

@@ -1,7 +1,8 @@
 """Attention over a cache on the CPU, of torch's own flash kernel for the CPU. The cache is read where it lies.
 
-A sequence is read in blocks of slots, counted from its first: of a contiguous cache, and of pages that follow each other, a
-block is a view; pages strewn about are gathered one block at a time. A sequence by itself has the same bits in both.
+A sequence is read in blocks of slots, counted from its first: of a contiguous cache, and of pages that follow each
+other, a block is a view; pages strewn about are gathered one block at a time. A sequence by itself has the same bits in
+both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from .cpu_pieces import Piece, flash, joined, keys_of, like_queries, mask, one_p
 from .cpu_turns import accumulation_type, turn, turns_for, upcast
 
 LEAST_BLOCK, BLOCK = 256, 16384  # slots
-TURNED_BLOCK = 2**20  # numbers; where all keys are turned, larger copies of them would be fresh pages of memory in every call
+TURNED_BLOCK = (
+    2**20
+)  # numbers; where all keys are turned, larger copies of them would be fresh pages of memory in every call
 
 
 @lru_cache(maxsize=64)
@@ -29,7 +32,8 @@ def _block_size(rotary: Rotary, causal: bool, row: int) -> int:
 
 
 def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
-    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) to the slots behind cache_seqlens. What has no place is dropped."""
+    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) to the slots behind cache_seqlens. What has no place is
+    dropped."""
     batch, seqlen_new, _, _ = k.shape
     if block_table is None:
         lengths = cache_seqlens.tolist()
@@ -49,20 +53,30 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
     batch, seqlen_q, heads_q, _ = q.shape
     bounds = call.bounds(k_cache)
     alike = call.block_table is None and bounds and bounds == bounds[:1] * batch
-    if alike and 0 < bounds[0][1] - bounds[0][0] <= LEAST_BLOCK and (done := _one_piece(q, k_cache, v_cache, *bounds[0], call)):
+    if (
+        alike
+        and 0 < bounds[0][1] - bounds[0][0] <= LEAST_BLOCK
+        and (done := _one_piece(q, k_cache, v_cache, *bounds[0], call))
+    ):
         return done
     row = k_cache.shape[-2] * k_cache.shape[-1]
     if alike:
         first, end = bounds[0]
         size = _block_size(call.rotary, call.causal, batch * row)
-        return (0 < end - first <= size and _one_piece(q, k_cache, v_cache, first, end, call)
-                or _attend(q, _views(k_cache, v_cache, 0, batch, first, end, size), end - first, call))
+        return (
+            0 < end - first <= size
+            and _one_piece(q, k_cache, v_cache, first, end, call)
+            or _attend(q, _views(k_cache, v_cache, 0, batch, first, end, size), end - first, call)
+        )
     out = q.new_zeros(q.shape)
     lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
     for b0, b1, first, end in _sequences(bounds, together=call.block_table is None):
         size = _block_size(call.rotary, call.causal, (b1 - b0) * row)
-        blocks = _pages(k_cache, v_cache, call.block_table[b0], first, end, size) if call.block_table is not None else \
-            _views(k_cache, v_cache, b0, b1, first, end, size)
+        blocks = (
+            _pages(k_cache, v_cache, call.block_table[b0], first, end, size)
+            if call.block_table is not None
+            else _views(k_cache, v_cache, b0, b1, first, end, size)
+        )
         out[b0:b1], lse[b0:b1] = _attend(q[b0:b1], blocks, end - first, call)
     return out, lse
 
@@ -75,12 +89,15 @@ def _one_piece(q, k_cache, v_cache, first: int, end: int, call: CacheCall) -> tu
         return None
     piece, turns_q, turns_k = whole
     k, v = turn(k_cache.narrow(1, first, seqlen), turns_k, rotary), upcast(v_cache.narrow(1, first, seqlen))
-    out, lse = _flash(turn(q, turns_q, rotary).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), piece, call.score_scale)
+    out, lse = _flash(
+        turn(q, turns_q, rotary).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), piece, call.score_scale
+    )
     return like_queries(out.transpose(1, 2), lse, q)
 
 
 def _sequences(bounds: list[tuple[int, int]], together: bool) -> list[tuple[int, int, int, int]]:
-    """(b0, b1, first, end): sequences [b0, b1) hold the slots [first, end); one at a time unless those alike go together."""
+    """(b0, b1, first, end): sequences [b0, b1) hold the slots [first, end); one at a time unless those alike go
+    together."""
     starts = [b for b in range(len(bounds)) if b == 0 or not together or bounds[b] != bounds[b - 1]]
     return [(b0, b1, *bounds[b0]) for b0, b1 in zip(starts, [*starts[1:], len(bounds)], strict=True)]
 
@@ -103,10 +120,10 @@ def _pages(k_cache, v_cache, table: torch.Tensor, first: int, end: int, size: in
         skip, count = slot - low * page_size, stop - slot
         page = int(pages[0])
         if torch.equal(pages, torch.arange(page, page + high - low)):
-            of_block = (cache[page:page + high - low] for cache in (k_cache, v_cache))
+            of_block = (cache[page : page + high - low] for cache in (k_cache, v_cache))
         else:
             of_block = (cache.index_select(0, pages) for cache in (k_cache, v_cache))
-        yield slot - first, *(x.flatten(0, 1)[skip:skip + count][None] for x in of_block)
+        yield slot - first, *(x.flatten(0, 1)[skip : skip + count][None] for x in of_block)
 
 
 def _attend(q, blocks: Iterator[Block], seqlen: int, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,13 +146,24 @@ def _attend(q, blocks: Iterator[Block], seqlen: int, call: CacheCall) -> tuple[t
             of_q = of_q if of_q.dtype == near_k.dtype else of_q.to(near_k.dtype)
             for piece in pieces:
                 local = piece._replace(key=piece.key - first) if first else piece
-                parts.append((piece, *_flash(rows_of(of_q, local), keys_of(near_k, local), keys_of(near_v, local), local,
-                                             call.score_scale)))
+                parts.append(
+                    (
+                        piece,
+                        *_flash(
+                            rows_of(of_q, local),
+                            keys_of(near_k, local),
+                            keys_of(near_v, local),
+                            local,
+                            call.score_scale,
+                        ),
+                    )
+                )
     return joined(parts, q)
 
 
 def _flash(q, k, v, piece: Piece, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch * repeat, heads_q, rows, head_dim) and lse of one piece; q, k, v as ``rows_of`` and ``keys_of`` cut them."""
+    """out (batch * repeat, heads_q, rows, head_dim) and lse of one piece; q, k, v as ``rows_of`` and ``keys_of`` cut
+    them."""
     if piece.causal:
         return flash(q, k, v, 0.0, not piece.width, attn_mask=mask(piece, q.dtype), scale=scale)
     # All see all: the query heads of one key head become rows, so that the keys are read once. torch's half-precision

@@ -1,5 +1,5 @@
-"""The CPU implementation's geometry: a band cut into pieces that torch's flash kernel computes without a mask, and their
-results merged."""
+"""The CPU implementation's geometry: a band cut into pieces that torch's flash kernel computes without a mask, and
+their results merged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ LEAST_CHUNK = 64  # rows; a narrower band is cut into chunks of this many rows, 
 
 
 class Piece(NamedTuple):
-    """Rows [row, row + rows) against keys [key, key + keys), and the same again ``repeat`` times, each ``stride`` later.
+    """Rows [row, row + rows) against keys [key, key + keys), and the same again ``repeat`` times, each ``stride``
+    later.
 
     causal: local row a sees local keys b <= a; width: and of them only a - b < width. Without causal it sees all.
     reversed: a and b count from the end of their range instead of from its start.
@@ -36,14 +37,19 @@ class Piece(NamedTuple):
     def mirrored(self, seqlen_q: int, seqlen_k: int) -> Piece:
         """This piece with time reversed."""
         last = (self.repeat - 1) * self.stride
-        return self._replace(row=seqlen_q - self.row - self.rows - last, key=seqlen_k - self.key - self.keys - last,
-                             reversed=self.causal and not self.reversed)
+        return self._replace(
+            row=seqlen_q - self.row - self.rows - last,
+            key=seqlen_k - self.key - self.keys - last,
+            reversed=self.causal and not self.reversed,
+        )
 
 
 @lru_cache(maxsize=256)
-def plan(bands: tuple[Band, ...], seqlen_q: int, seqlen_k: int, shift: int) -> tuple[tuple[float, float, tuple[Piece, ...]], ...]:
-    """(slope, offset, pieces) for each turn the bands ask for, where query row r stands shift + r behind key 0; together the
-    pieces hold every visible pair once."""
+def plan(
+    bands: tuple[Band, ...], seqlen_q: int, seqlen_k: int, shift: int
+) -> tuple[tuple[float, float, tuple[Piece, ...]], ...]:
+    """(slope, offset, pieces) for each turn the bands ask for, where query row r stands shift + r behind key 0;
+    together the pieces hold every visible pair once."""
     turns: dict[tuple[float, float], list[Piece]] = {}
     for start, stop, slope, offset in bands:
         pieces = turns.setdefault((slope, offset), [])
@@ -54,7 +60,9 @@ def plan(bands: tuple[Band, ...], seqlen_q: int, seqlen_k: int, shift: int) -> t
             pieces += _behind(max(start, 0), stop, seqlen_q, seqlen_k, shift)
         if start < 0:  # keys ahead; in reversed time they lie behind
             ahead = seqlen_k - seqlen_q - shift
-            pieces += (p.mirrored(seqlen_q, seqlen_k) for p in _behind(max(1 - stop, 1), 1 - start, seqlen_q, seqlen_k, ahead))
+            pieces += (
+                p.mirrored(seqlen_q, seqlen_k) for p in _behind(max(1 - stop, 1), 1 - start, seqlen_q, seqlen_k, ahead)
+            )
     kept = ((*turn, tuple(p for p in pieces if p.rows > 0 and p.keys > 0)) for turn, pieces in turns.items())
     return tuple(of_turn for of_turn in kept if of_turn[2])
 
@@ -76,7 +84,10 @@ def _behind(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift: int)
 
     pieces = []
     if first < width:  # rows that see all keys from 0 on
-        pieces += [clipped(first, width - first, 0, first), clipped(first, width - first, first, width - first, causal=True)]
+        pieces += [
+            clipped(first, width - first, 0, first),
+            clipped(first, width - first, first, width - first, causal=True),
+        ]
         first = width
     chunk = max(width, LEAST_CHUNK)
     whole = max(min(end, seqlen_k) - first, 0) // chunk
@@ -96,33 +107,38 @@ def _behind(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift: int)
 
 @lru_cache(maxsize=64)
 def one_piece(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dtype: torch.dtype):
-    """(piece, what turns q, what turns k) where one call of the kernel without a mask does all, else None. The turns are those
+    """(piece, what turns q, what turns k) where one call of the kernel without a mask does all, else None. The turns
+    are those
     of cpu_turns, of numbers of this type: None where they change nothing."""
     call = Call(rotary, causal, 1.0)
     turns = plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q)
     if len(turns) != 1 or len(turns[0][2]) != 1 or rotary.axis:
         return None
-    (slope, offset, (piece,)), = turns
+    ((slope, offset, (piece,)),) = turns
     if piece.rows != seqlen_q or piece.keys != seqlen_k or piece.reversed or piece.width:
         return None
-    return (piece, turns_of_rows(rotary, slope, offset, *call.log_n, seqlen_k - seqlen_q, seqlen_q, dtype),
-            turns_of_rows(rotary, slope, 0.0, 0.0, 1.0, 0, seqlen_k, dtype))
+    return (
+        piece,
+        turns_of_rows(rotary, slope, offset, *call.log_n, seqlen_k - seqlen_q, seqlen_q, dtype),
+        turns_of_rows(rotary, slope, 0.0, 0.0, 1.0, 0, seqlen_k, dtype),
+    )
 
 
 def windows(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:
     """View (batch, repeat, heads, count, ...) of x (batch, seqlen, heads, ...)."""
     if piece.repeat == 1:
-        return x[:, first:first + count].transpose(1, 2)[:, None]
-    x = x[:, first:first + (piece.repeat - 1) * piece.stride + count]
+        return x[:, first : first + count].transpose(1, 2)[:, None]
+    x = x[:, first : first + (piece.repeat - 1) * piece.stride + count]
     shape = (x.shape[0], piece.repeat, x.shape[2], count, *x.shape[3:])
     stride = (x.stride(0), piece.stride * x.stride(1), x.stride(2), x.stride(1), *x.stride()[3:])
     return x.as_strided(shape, stride)
 
 
 def cut(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:
-    """(batch * repeat, heads, count, ...) of x (batch, seqlen, heads, ...), in the piece's time, as the kernel takes it."""
+    """(batch * repeat, heads, count, ...) of x (batch, seqlen, heads, ...), in the piece's time, as the kernel takes
+    it."""
     if piece.repeat == 1 and not piece.reversed:
-        return (x if count == x.shape[1] else x[:, first:first + count]).transpose(1, 2)
+        return (x if count == x.shape[1] else x[:, first : first + count]).transpose(1, 2)
     x = windows(x, first, count, piece)
     return (x.flip(3) if piece.reversed else x).flatten(0, 1)
 

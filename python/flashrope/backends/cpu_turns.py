@@ -18,13 +18,16 @@ def accumulation_type(x: torch.Tensor) -> torch.dtype:
 
 
 @lru_cache(maxsize=16)
-def _table(rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, stop: int, dtype: torch.dtype):
+def _table(
+    rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, stop: int, dtype: torch.dtype
+):
     positions = torch.arange(first, stop, dtype=torch.float64)
     return _turns(rotary, positions, slope, offset, factor, floor, dtype)
 
 
 def _turns(rotary, positions, slope, offset, factor, floor, dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """own (..., 1, head_dim) and other (..., 1, rotary_dim): x turned is own * x + other * (x with each pair's channels swapped).
+    """own (..., 1, head_dim) and other (..., 1, rotary_dim): x turned is own * x + other * (x with each pair's channels
+    swapped).
 
     Both carry log n, so that it joins the query before any rounding. other is None where nothing rotates.
     """
@@ -41,17 +44,18 @@ def _turns(rotary, positions, slope, offset, factor, floor, dtype) -> tuple[torc
 
 
 @lru_cache(maxsize=64)
-def turns_of_rows(rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, rows: int,
-                  dtype: torch.dtype):
-    """The rows at positions first, first + 1, ... of a table whose length is a power of two: a growing sequence builds few. None
-    where they change nothing."""
+def turns_of_rows(
+    rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, rows: int, dtype: torch.dtype
+):
+    """The rows at positions first, first + 1, ... of a table whose length is a power of two: a growing sequence builds
+    few. None where they change nothing."""
     if not factor and (slope == 0 and offset == 0 or not any(rotary.theta)):
         return None
     if slope == 0 and not factor:
         return _table(rotary, slope, offset, factor, floor, 0, 1, dtype)
     low, high = min(-_bucket(-first), 0), max(_bucket(first + rows), 1)
     table = _table(rotary, slope, offset, factor, floor, low, high, dtype)
-    return tuple(t if t is None else t[first - low:first - low + rows] for t in table)
+    return tuple(t if t is None else t[first - low : first - low + rows] for t in table)
 
 
 def _bucket(positions: int) -> int:
@@ -75,7 +79,7 @@ def turn(x: torch.Tensor, turns, rotary: Rotary, back: bool = False) -> torch.Te
     if other is not None:
         pairs, target, half = x, turned, len(rotary.theta)
         if 2 * half < rotary.head_dim:
-            pairs, target = x[..., :2 * half], turned[..., :2 * half]
+            pairs, target = x[..., : 2 * half], turned[..., : 2 * half]
         swapped = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if rotary.interleaved else pairs.roll(half, -1)
         if back:
             target.addcmul_(swapped, other, value=-1)

@@ -1,4 +1,5 @@
-"""Launches the CUDA C++ decode kernels of csrc/: allocates, passes tables and bands. There only where the extension was built."""
+"""Launches the CUDA C++ decode kernels of csrc/: allocates, passes tables and bands. There only where the extension was
+built."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def unsupported(q: torch.Tensor) -> str:
 
 def _old_device(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
-    return "" if capability >= (8, 0) else f"the CUDA kernels need compute capability 8.0 or newer, {device} has {capability}"
+    return (
+        ""
+        if capability >= (8, 0)
+        else f"the CUDA kernels need compute capability 8.0 or newer, {device} has {capability}"
+    )
 
 
 def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
@@ -65,13 +70,32 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
     rotary = call.rotary
     table = two_level_table(rotary, call.causal, coarse_rows(max(capacity, seqlen_q)), q.device)
     heads_kv = k_cache.shape[2]
-    splits = call.num_splits or _splits(seqlen_q * (heads_q // heads_kv), batch * heads_kv, capacity, multiprocessors(q.device))
+    splits = call.num_splits or _splits(
+        seqlen_q * (heads_q // heads_kv), batch * heads_kv, capacity, multiprocessors(q.device)
+    )
     rows = splits * batch * seqlen_q * heads_q
     partial = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=q.device)
-    _operators().decode(_aligned(q), k_cache, v_cache, call.cache_seqlens, call.block_table, call.cache_leftpad,
-                        _bands(rotary, call.causal, q.device), table, call.seqlen_new, rotary.rotary_dim, _turning_pairs(rotary),
-                        rotary.interleaved, call.score_scale, *call.log_n, splits, out, lse, partial[:rows * head_dim],
-                        partial[rows * head_dim:])
+    _operators().decode(
+        _aligned(q),
+        k_cache,
+        v_cache,
+        call.cache_seqlens,
+        call.block_table,
+        call.cache_leftpad,
+        _bands(rotary, call.causal, q.device),
+        table,
+        call.seqlen_new,
+        rotary.rotary_dim,
+        _turning_pairs(rotary),
+        rotary.interleaved,
+        call.score_scale,
+        *call.log_n,
+        splits,
+        out,
+        lse,
+        partial[: rows * head_dim],
+        partial[rows * head_dim :],
+    )
     return out, lse
 
 
@@ -103,8 +127,10 @@ def _splits(rows: int, groups: int, capacity: int, multiprocessors: int) -> int:
 def _bands(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tensor:
     """int32 (bands, 4): start, stop, and the table's slots for queries and for keys."""
     turns = band_turns(rotary, causal)
-    rows = [(distance(band.start), distance(band.stop), query, key)
-            for band, query, key in zip(rotary.bands_for(causal), turns.query, turns.key, strict=True)]
+    rows = [
+        (distance(band.start), distance(band.stop), query, key)
+        for band, query, key in zip(rotary.bands_for(causal), turns.query, turns.key, strict=True)
+    ]
     return resident(lambda: torch.tensor(rows, dtype=torch.int32), device)
 
 
@@ -120,5 +146,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 def _check_aligned(**caches: torch.Tensor) -> None:
     for name, x in caches.items():
         if not aligned(x):
-            raise ValueError(f"{name}: the CUDA kernels need an address and strides that are multiples of 16 bytes, got address "
-                             f"{x.data_ptr():#x}, stride {x.stride()}")
+            raise ValueError(
+                f"{name}: the CUDA kernels need an address and strides that are multiples of 16 bytes, got address "
+                f"{x.data_ptr():#x}, stride {x.stride()}"
+            )

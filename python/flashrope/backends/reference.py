@@ -31,15 +31,16 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> 
 
 
 def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
-    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) to the slots behind cache_seqlens. What has no place is dropped."""
+    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) to the slots behind cache_seqlens. What has no place is
+    dropped."""
     page, row, fits = places_behind(k_cache, cache_seqlens, block_table, k.shape[1])
     for cache, new in ((k_cache, k), (v_cache, v)):
         cache[page[fits], row[fits]] = new[fits]
 
 
 def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse): for every sequence its keys gathered, then the plain formula. Lengths are kept inside the capacity and page
-    numbers inside the cache, whatever the tables hold."""
+    """(out, lse): for every sequence its keys gathered, then the plain formula. Lengths are kept inside the capacity
+    and page numbers inside the cache, whatever the tables hold."""
     rows = []
     for b, (first, end) in enumerate(call.bounds(k_cache)):
         keys = slice(first, end)
@@ -49,9 +50,13 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
             slot = torch.arange(first, end, device=q.device)
             page = call.block_table[b, slot // k_cache.shape[1]].to(torch.int64).clamp(0, k_cache.shape[0] - 1)
             k, v = (cache[page, slot % k_cache.shape[1]] for cache in (k_cache, v_cache))
-        rows.append(one_length(q[b:b + 1], k[None], v[None], Call(call.rotary, call.causal, call.softmax_scale)))
+        rows.append(one_length(q[b : b + 1], k[None], v[None], Call(call.rotary, call.causal, call.softmax_scale)))
     out = torch.cat([out for out, _ in rows]) if rows else torch.empty_like(q)
-    lse = torch.cat([lse for _, lse in rows]) if rows else q.new_empty(0, q.shape[2], q.shape[1], dtype=accumulation_type(q))
+    lse = (
+        torch.cat([lse for _, lse in rows])
+        if rows
+        else q.new_empty(0, q.shape[2], q.shape[1], dtype=accumulation_type(q))
+    )
     return out, lse
 
 
@@ -90,11 +95,12 @@ def one_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) ->
 
 
 def turn(x: torch.Tensor, rotary: Rotary, position: torch.Tensor) -> torch.Tensor:
-    """x (batch, seqlen, heads, head_dim) with its first rotary_dim channels turned; position (seqlen,) or (batch, seqlen)."""
+    """x (batch, seqlen, heads, head_dim) with its first rotary_dim channels turned; position (seqlen,) or (batch,
+    seqlen)."""
     if rotary.rotary_dim == 0:
         return x
     cos, sin = (table[..., None, :].to(x) for table in cos_sin(rotary, position))
-    paired, rest = x[..., :rotary.rotary_dim], x[..., rotary.rotary_dim:]
+    paired, rest = x[..., : rotary.rotary_dim], x[..., rotary.rotary_dim :]
     if rotary.interleaved:
         first, second = paired[..., 0::2], paired[..., 1::2]
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)

@@ -47,14 +47,17 @@ def refusal(q: torch.Tensor, cached: bool = False) -> str:
     return ""
 
 
-_compiled: dict[tuple, tuple] = {}  # (what Triton compiled, the constants that follow its arguments) of every launch so far
+_compiled: dict[
+    tuple, tuple
+] = {}  # (what Triton compiled, the constants that follow its arguments) of every launch so far
 
 
 def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
-    """The one place where kernels start; the compile gate puts itself here. options: constants by name, and the compiler's.
+    """The one place where kernels start; the compile gate puts itself here. options: constants by name, and the
+    compiler's.
 
-    Triton looks at every argument of every launch for the kernel that it compiled for such: several times the work of the launch
-    itself, and in decoding, where kernels are short, most of the time. _traits tells the same apart."""
+    Triton looks at every argument of every launch for the kernel that it compiled for such: several times the work of
+    the launch itself, and in decoding, where kernels are short, most of the time. _traits tells the same apart."""
     if interpreted():
         kernel[grid](*args, **options)
         return
@@ -65,19 +68,19 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
         return
     compiled = kernel[grid](*args, **options)
     if isinstance(compiled, CompiledKernel):  # not where a hook of Triton's took over, or a thread still compiles
-        _compiled[key] = compiled, [options[name] for name in kernel.arg_names[len(args):]]
+        _compiled[key] = compiled, [options[name] for name in kernel.arg_names[len(args) :]]
 
 
 def _traits(args: tuple) -> list:
-    """What Triton specialises our kernels by: the types, how pointers are aligned, whether an integer needs 64 bits. It looks at
-    no integer more closely (see their do_not_specialize, and ``encoded``)."""
+    """What Triton specialises our kernels by: the types, how pointers are aligned, whether an integer needs 64 bits. It
+    looks at no integer more closely (see their do_not_specialize, and ``encoded``)."""
     traits = []
     for arg in args:
         kind = type(arg)
         if kind is int:
             traits.append(arg >> 31)
             continue
-        for x in arg[:POINTERS[kind]] if kind in POINTERS else (arg,):
+        for x in arg[: POINTERS[kind]] if kind in POINTERS else (arg,):
             traits += (None,) if x is None else (x.dtype, x.data_ptr() & 15)
     return traits
 
@@ -125,7 +128,8 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, call: Call):
 
 
 def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
-    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) to the slots behind cache_seqlens. What has no place is dropped."""
+    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) to the slots behind cache_seqlens. What has no place is
+    dropped."""
     batch, seqlen_new, heads_kv, head_dim = k.shape
     if not k.numel() or not k_cache.numel() or (block_table is not None and not block_table.numel()):
         return
@@ -133,8 +137,17 @@ def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:
     grid = (cdiv(seqlen_new * heads_kv, configs.APPEND_ROWS) * batch,)
     slots, page_size = _slots(k_cache, cache_seqlens, block_table, None, seqlen_new)
     with _device(k):
-        launch(append_rows, grid, *map(strided, (k_cache, v_cache, k, v)), slots, heads_kv, LAYOUT=layout, PAGE_SIZE=page_size,
-               BLOCK_M=configs.APPEND_ROWS, **configs.options(configs.APPEND_WARPS))
+        launch(
+            append_rows,
+            grid,
+            *map(strided, (k_cache, v_cache, k, v)),
+            slots,
+            heads_kv,
+            LAYOUT=layout,
+            PAGE_SIZE=page_size,
+            BLOCK_M=configs.APPEND_ROWS,
+            **configs.options(configs.APPEND_WARPS),
+        )
 
 
 def attention_with_cache(q, k_cache, v_cache, call: CacheCall):
@@ -150,8 +163,9 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall):
 
 
 def _is_prefill(q, k_cache, v_cache, call: CacheCall) -> bool:
-    """Whether the forward kernel serves: keys are turned once, not once per tile of queries, in a workspace (for each slope that
-    turns keys) that is never larger than the cache. num_splits asks for the decode kernel, whose bits do not depend on chunks."""
+    """Whether the forward kernel serves: keys are turned once, not once per tile of queries, in a workspace (for each
+    slope that turns keys) that is never larger than the cache. num_splits asks for the decode kernel, whose bits do not
+    depend on chunks."""
     if call.num_splits or q.shape[1] <= configs.DECODE_SEQLEN:
         return False
     turned_rows = q.shape[0] * _turned_rows(q.shape[1], k_cache, call)
@@ -177,16 +191,55 @@ def _prefill(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
     if rows:
         turned_keys = k_cache.new_empty(len(turns), batch * rows, heads_kv, head_dim)
         grid = (cdiv(rows, configs.TURN_ROWS) * batch, cdiv(heads_kv, configs.TURN_HEADS), len(turns))
-        launch(turn_cached_rows, grid, strided(k_cache), strided(turned_keys), _integers(turns, q.device), slots,
-               Angles(table, None), seqlen_q, rows, table.shape[1], heads_kv, LAYOUT=layout, PAGE_SIZE=page_size,
-               BLOCK_M=configs.TURN_ROWS, HEADS_PER_PROGRAM=configs.TURN_HEADS, **configs.options(configs.TURN_WARPS))
+        launch(
+            turn_cached_rows,
+            grid,
+            strided(k_cache),
+            strided(turned_keys),
+            _integers(turns, q.device),
+            slots,
+            Angles(table, None),
+            seqlen_q,
+            rows,
+            table.shape[1],
+            heads_kv,
+            LAYOUT=layout,
+            PAGE_SIZE=page_size,
+            BLOCK_M=configs.TURN_ROWS,
+            HEADS_PER_PROGRAM=configs.TURN_HEADS,
+            **configs.options(configs.TURN_WARPS),
+        )
     tile = configs.tile("forward", _capability(q.device), layout.block_d, q.element_size(), num_bands)
     grid = (cdiv(seqlen_q, tile.block_m) * batch * heads_q,)
-    launch(attention_forward, grid, strided(q), strided(k_cache), strided(turned_keys), strided(v_cache), out, lse,
-           Angles(table, None), bands, None, None, seqlen_q, rows, seqlen_q,
-           table.shape[1], heads_q, heads_kv, Scales(call.score_scale, *call.log_n), slots, LAYOUT=layout, NUM_BANDS=num_bands,
-           KEY_TURNS=_turning_bands(rotary, call.causal) if page_size else 0, PAGE_SIZE=page_size, BLOCK_M=tile.block_m,
-           BLOCK_N=tile.block_n, **configs.options(tile.num_warps, num_stages=tile.num_stages))
+    launch(
+        attention_forward,
+        grid,
+        strided(q),
+        strided(k_cache),
+        strided(turned_keys),
+        strided(v_cache),
+        out,
+        lse,
+        Angles(table, None),
+        bands,
+        None,
+        None,
+        seqlen_q,
+        rows,
+        seqlen_q,
+        table.shape[1],
+        heads_q,
+        heads_kv,
+        Scales(call.score_scale, *call.log_n),
+        slots,
+        LAYOUT=layout,
+        NUM_BANDS=num_bands,
+        KEY_TURNS=_turning_bands(rotary, call.causal) if page_size else 0,
+        PAGE_SIZE=page_size,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        **configs.options(tile.num_warps, num_stages=tile.num_stages),
+    )
 
 
 def _decode(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
@@ -207,15 +260,46 @@ def _decode(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
         partial = torch.empty(num_splits, batch, seqlen_q, heads_q, head_dim, dtype=torch.float32, device=device)
         partial_lse = torch.empty(num_splits, batch, heads_q, seqlen_q, dtype=torch.float32, device=device)
     table = two_level_table(rotary, call.causal, coarse_rows(max(seqlen_q, capacity)), device)
-    launch(attention_decode, (programs * num_splits,), strided(q), strided(k_cache), strided(v_cache), partial, partial_lse,
-           Angles(table, None), bands, slots, seqlen_q, table.shape[1], heads_q, heads_kv, num_splits,
-           Scales(call.score_scale, *call.log_n), LAYOUT=layout, NUM_BANDS=num_bands,
-           KEY_TURNS=_turning_bands(rotary, call.causal), PAGE_SIZE=page_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-           **configs.options(tile.num_warps, num_stages=tile.num_stages))
+    launch(
+        attention_decode,
+        (programs * num_splits,),
+        strided(q),
+        strided(k_cache),
+        strided(v_cache),
+        partial,
+        partial_lse,
+        Angles(table, None),
+        bands,
+        slots,
+        seqlen_q,
+        table.shape[1],
+        heads_q,
+        heads_kv,
+        num_splits,
+        Scales(call.score_scale, *call.log_n),
+        LAYOUT=layout,
+        NUM_BANDS=num_bands,
+        KEY_TURNS=_turning_bands(rotary, call.causal),
+        PAGE_SIZE=page_size,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        **configs.options(tile.num_warps, num_stages=tile.num_stages),
+    )
     if num_splits > 1:
-        launch(combine_splits, (batch * seqlen_q * heads_q,), partial, partial_lse, out, lse, seqlen_q, heads_q, num_splits,
-               LAYOUT=Layout(head_dim, layout.block_d, 0, False, 1), BLOCK_S=configs.COMBINE_SPLITS,
-               **configs.options(configs.COMBINE_WARPS))
+        launch(
+            combine_splits,
+            (batch * seqlen_q * heads_q,),
+            partial,
+            partial_lse,
+            out,
+            lse,
+            seqlen_q,
+            heads_q,
+            num_splits,
+            LAYOUT=Layout(head_dim, layout.block_d, 0, False, 1),
+            BLOCK_S=configs.COMBINE_SPLITS,
+            **configs.options(configs.COMBINE_WARPS),
+        )
 
 
 def turned_keys_shape(k: torch.Tensor, call: Call) -> tuple[int, ...]:
@@ -254,8 +338,13 @@ class _Plan:
 
     def options(self, direction: str):
         tile = configs.tile(direction, self.capability, self.layout.block_d, self.itemsize, self.num_bands)
-        return tile, dict(LAYOUT=self.layout, NUM_BANDS=self.num_bands, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                          **configs.options(tile.num_warps, num_stages=tile.num_stages))
+        return tile, dict(
+            LAYOUT=self.layout,
+            NUM_BANDS=self.num_bands,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            **configs.options(tile.num_warps, num_stages=tile.num_stages),
+        )
 
     def turn(self, x, out, slots, keys: bool) -> None:
         """Fills out (slot, row, head, head_dim) with x at every slot's turn."""
@@ -270,38 +359,126 @@ class _Plan:
             scales = Scales(1.0, 0.0, 1.0)
         heads = x.shape[-2]
         grid = (cdiv(lengths[2], configs.TURN_ROWS) * self.batch, cdiv(heads, configs.TURN_HEADS), len(slots))
-        launch(turn_rows, grid, strided(x), strided(out), _integers(slots, x.device), self.angles, *cu_seqlens, *lengths,
-               self.table_rows, heads, scales, LAYOUT=self.layout, BLOCK_M=configs.TURN_ROWS,
-               HEADS_PER_PROGRAM=configs.TURN_HEADS, **configs.options(configs.TURN_WARPS))
+        launch(
+            turn_rows,
+            grid,
+            strided(x),
+            strided(out),
+            _integers(slots, x.device),
+            self.angles,
+            *cu_seqlens,
+            *lengths,
+            self.table_rows,
+            heads,
+            scales,
+            LAYOUT=self.layout,
+            BLOCK_M=configs.TURN_ROWS,
+            HEADS_PER_PROGRAM=configs.TURN_HEADS,
+            **configs.options(configs.TURN_WARPS),
+        )
 
     def attend(self, q, k, turned_keys, v, out, lse) -> None:
         tile, options = self.options("forward")
         grid = (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
-        launch(attention_forward, grid, strided(q), strided(k), self._turned(turned_keys, k), strided(v), out, lse, self.angles,
-               self.bands, *self.cu_seqlens, self.seqlen_q, self.seqlen_k, self.max_seqlen_q, self.table_rows, self.heads_q,
-               self.heads_kv, self.scales, Slots(*(None,) * 6), KEY_TURNS=0, PAGE_SIZE=0, **options)
+        launch(
+            attention_forward,
+            grid,
+            strided(q),
+            strided(k),
+            self._turned(turned_keys, k),
+            strided(v),
+            out,
+            lse,
+            self.angles,
+            self.bands,
+            *self.cu_seqlens,
+            self.seqlen_q,
+            self.seqlen_k,
+            self.max_seqlen_q,
+            self.table_rows,
+            self.heads_q,
+            self.heads_kv,
+            self.scales,
+            Slots(*(None,) * 6),
+            KEY_TURNS=0,
+            PAGE_SIZE=0,
+            **options,
+        )
 
     def delta(self, out, grad_out, grad_lse, lse):
         delta = torch.empty_like(lse)
         grid = (cdiv(self.max_seqlen_q, configs.DELTA_ROWS) * self.batch * self.heads_q,)
-        launch(attention_delta, grid, out, strided(grad_out), grad_lse, delta, self.cu_seqlens[0], self.seqlen_q,
-               self.max_seqlen_q, self.heads_q, LAYOUT=self.layout, BLOCK_M=configs.DELTA_ROWS,
-               **configs.options(configs.DELTA_WARPS))
+        launch(
+            attention_delta,
+            grid,
+            out,
+            strided(grad_out),
+            grad_lse,
+            delta,
+            self.cu_seqlens[0],
+            self.seqlen_q,
+            self.max_seqlen_q,
+            self.heads_q,
+            LAYOUT=self.layout,
+            BLOCK_M=configs.DELTA_ROWS,
+            **configs.options(configs.DELTA_WARPS),
+        )
         return delta
 
     def grad_kv(self, turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k, grad_v) -> None:
         tile, options = self.options("grad_kv")
         grid = (cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv,)
-        launch(attention_grad_kv, grid, strided(turned_q), strided(k), self._turned(turned_keys, k), strided(v),
-               strided(grad_out), lse, delta, grad_k, grad_v, self.angles, self.bands, *self.cu_seqlens, self.seqlen_q,
-               self.seqlen_k, self.max_seqlen_k, self.table_rows, self.heads_q, self.heads_kv, self.scales, **options)
+        launch(
+            attention_grad_kv,
+            grid,
+            strided(turned_q),
+            strided(k),
+            self._turned(turned_keys, k),
+            strided(v),
+            strided(grad_out),
+            lse,
+            delta,
+            grad_k,
+            grad_v,
+            self.angles,
+            self.bands,
+            *self.cu_seqlens,
+            self.seqlen_q,
+            self.seqlen_k,
+            self.max_seqlen_k,
+            self.table_rows,
+            self.heads_q,
+            self.heads_kv,
+            self.scales,
+            **options,
+        )
 
     def grad_q(self, turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q) -> None:
         tile, options = self.options("grad_q")
         grid = (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
-        launch(attention_grad_q, grid, strided(turned_q), strided(k), self._turned(turned_keys, k), strided(v), strided(grad_out),
-               lse, delta, grad_q, self.angles, self.bands, *self.cu_seqlens, self.seqlen_q, self.seqlen_k, self.max_seqlen_q,
-               self.table_rows, self.heads_q, self.heads_kv, self.scales, **options)
+        launch(
+            attention_grad_q,
+            grid,
+            strided(turned_q),
+            strided(k),
+            self._turned(turned_keys, k),
+            strided(v),
+            strided(grad_out),
+            lse,
+            delta,
+            grad_q,
+            self.angles,
+            self.bands,
+            *self.cu_seqlens,
+            self.seqlen_q,
+            self.seqlen_k,
+            self.max_seqlen_q,
+            self.table_rows,
+            self.heads_q,
+            self.heads_kv,
+            self.scales,
+            **options,
+        )
 
     def _turned(self, turned_keys, k):
         return strided(turned_keys if self.key_slots else k)
@@ -317,7 +494,9 @@ def _key_slots(rotary: Rotary, causal: bool) -> tuple[int, ...]:
 def _key_reach(rotary: Rotary, causal: bool) -> tuple[tuple[int, int], ...]:
     """For every slot of turned_keys its table slot, and where the last band that uses it stops."""
     turns = list(zip(band_turns(rotary, causal).key, rotary.bands_for(causal), strict=True))
-    return tuple((slot, max(distance(band.stop) for key, band in turns if key == slot)) for slot in _key_slots(rotary, causal))
+    return tuple(
+        (slot, max(distance(band.stop) for key, band in turns if key == slot)) for slot in _key_slots(rotary, causal)
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -331,9 +510,18 @@ def _bands(rotary: Rotary, causal: bool):
     """The rows of band_fields."""
     key_slots = _key_slots(rotary, causal)
     _, *turns = band_turns(rotary, causal)
-    return tuple((distance(band.start), distance(band.stop), query, key, key_slots.index(key) if key else -1, query_step,
-                  key_step)
-                 for band, query, key, query_step, key_step in zip(rotary.bands_for(causal), *turns, strict=True))
+    return tuple(
+        (
+            distance(band.start),
+            distance(band.stop),
+            query,
+            key,
+            key_slots.index(key) if key else -1,
+            query_step,
+            key_step,
+        )
+        for band, query, key, query_step, key_step in zip(rotary.bands_for(causal), *turns, strict=True)
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -356,8 +544,10 @@ def _slots(k_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new: int) 
     """(slots, PAGE_SIZE) for the kernels; PAGE_SIZE is 0 for a contiguous cache."""
     pages, page_size, _, _ = k_cache.shape
     capacity = page_size if block_table is None else block_table.shape[1] * page_size
-    return (Slots(cache_seqlens, block_table, cache_leftpad, encoded(seqlen_new), encoded(capacity), encoded(pages)),
-            0 if block_table is None else page_size)
+    return (
+        Slots(cache_seqlens, block_table, cache_leftpad, encoded(seqlen_new), encoded(capacity), encoded(pages)),
+        0 if block_table is None else page_size,
+    )
 
 
 def _call_slots(k_cache, call: CacheCall) -> tuple[Slots, int]:
@@ -371,7 +561,13 @@ def _vector(*tensors: torch.Tensor) -> int:
 
 @lru_cache(maxsize=1024)
 def _layout(rotary: Rotary, vec: int) -> Layout:
-    return Layout(rotary.head_dim, 2 * padded_pairs(rotary), rotary.rotary_dim if any(rotary.theta) else 0, rotary.interleaved, vec)
+    return Layout(
+        rotary.head_dim,
+        2 * padded_pairs(rotary),
+        rotary.rotary_dim if any(rotary.theta) else 0,
+        rotary.interleaved,
+        vec,
+    )
 
 
 def _near(x: torch.Tensor) -> bool:

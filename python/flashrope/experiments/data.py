@@ -37,9 +37,15 @@ class Corpus:
     def record(self) -> dict:
         """The split, for a JSON file: names, sizes, and a digest of either part."""
         unseen = b"".join(self.unseen)
-        return {"text": self.name,
-                "train": {"bytes": len(self.train), "sha256": hashlib.sha256(self.train).hexdigest(), "files": self.train_files},
-                "unseen": {"bytes": len(unseen), "sha256": hashlib.sha256(unseen).hexdigest(), "files": self.unseen_files}}
+        return {
+            "text": self.name,
+            "train": {
+                "bytes": len(self.train),
+                "sha256": hashlib.sha256(self.train).hexdigest(),
+                "files": self.train_files,
+            },
+            "unseen": {"bytes": len(unseen), "sha256": hashlib.sha256(unseen).hexdigest(), "files": self.unseen_files},
+        }
 
 
 def standard_library(window: int) -> Corpus:
@@ -64,7 +70,7 @@ def from_path(path: str | os.PathLike, window: int) -> Corpus:
             raise TextError(f"{path}: holds no text files (UTF-8, without NUL bytes)")
         if len(files) > 1:
             return split_by_file(path.name or str(path), files, window)
-        (name, text), = files.items()
+        ((name, text),) = files.items()
     else:
         name, text = path.name, _read(path)
         if text is None:
@@ -75,9 +81,13 @@ def from_path(path: str | os.PathLike, window: int) -> Corpus:
 def split_one(name: str, text: bytes, window: int) -> Corpus:
     least = LEAST_WINDOWS * window
     if len(text) < 2 * least:
-        raise TextError(f"{name}: holds {len(text):,} bytes, at least {2 * least:,} are needed for windows of {window:,} bytes")
+        raise TextError(
+            f"{name}: holds {len(text):,} bytes, at least {2 * least:,} are needed for windows of {window:,} bytes"
+        )
     cut = len(text) - max(int(UNSEEN * len(text)), least)
-    return Corpus(name, text[:cut], (text[cut:],), (f"{name}, bytes 0 to {cut}",), (f"{name}, bytes {cut} to {len(text)}",))
+    return Corpus(
+        name, text[:cut], (text[cut:],), (f"{name}, bytes 0 to {cut}",), (f"{name}, bytes {cut} to {len(text)}",)
+    )
 
 
 def split_by_file(name: str, files: dict[str, bytes], window: int) -> Corpus:
@@ -96,14 +106,22 @@ def split_by_file(name: str, files: dict[str, bytes], window: int) -> Corpus:
     train = SEPARATOR.join(files[file] for file in names if file not in unseen)
     least = LEAST_WINDOWS * window
     if windows < LEAST_WINDOWS or len(train) < least:
-        raise TextError(f"{name}: holds {total:,} bytes in {len(files)} files, too little for windows of {window:,} bytes: "
-                        f"at least {least:,} bytes to train on are needed, and other files that hold {LEAST_WINDOWS} windows")
-    return Corpus(name, train, tuple(files[file] for file in names if file in unseen),
-                  tuple(file for file in names if file not in unseen), tuple(file for file in names if file in unseen))
+        raise TextError(
+            f"{name}: holds {total:,} bytes in {len(files)} files, too little for windows of {window:,} bytes: "
+            f"at least {least:,} bytes to train on are needed, and other files that hold {LEAST_WINDOWS} windows"
+        )
+    return Corpus(
+        name,
+        train,
+        tuple(files[file] for file in names if file in unseen),
+        tuple(file for file in names if file not in unseen),
+        tuple(file for file in names if file in unseen),
+    )
 
 
-def random_batches(text: bytes, batch_size: int, length: int, seed: int,
-                   device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
+def random_batches(
+    text: bytes, batch_size: int, length: int, seed: int, device: torch.device | str = "cpu"
+) -> Iterator[torch.Tensor]:
     """Endless int64 (batch_size, length + 1) of windows at random places; the same seed gives the same windows."""
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
@@ -115,9 +133,11 @@ def random_batches(text: bytes, batch_size: int, length: int, seed: int,
 
 def unseen_windows(pieces: Sequence[bytes], window: int, count: int, seed: int) -> list[bytes]:
     """Up to count windows that do not overlap and each lie in one piece, drawn at random."""
-    places = [(index, start) for index, piece in enumerate(pieces) for start in range(0, len(piece) - window + 1, window)]
+    places = [
+        (index, start) for index, piece in enumerate(pieces) for start in range(0, len(piece) - window + 1, window)
+    ]
     order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).tolist()[:count]
-    return [pieces[index][start:start + window] for index, start in (places[o] for o in sorted(order))]
+    return [pieces[index][start : start + window] for index, start in (places[o] for o in sorted(order))]
 
 
 def as_tokens(windows: Sequence[bytes], device: torch.device | str = "cpu") -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""``flashrope demo``: two small language models, one trained with RoPE and one with HoPE, read beyond their training length.
+"""``flashrope demo``: two small language models, one trained with RoPE and one with HoPE, read beyond their training
+length.
 
 Both start from the same weights and see the same batches. Afterwards the scheme is swapped in the attention call, and
 nothing else: the losses come from ``flashrope.attention``.
@@ -52,7 +53,9 @@ class Preset:
 PRESETS = {
     "tiny": Preset(width=32, layers=1, heads=2, train_length=32, batch=8, steps=20, learning_rate=3e-3, windows=8),
     "cpu": Preset(width=128, layers=3, heads=4, train_length=128, batch=8, steps=1000, learning_rate=3e-3, windows=64),
-    "gpu": Preset(width=512, layers=8, heads=8, train_length=512, batch=64, steps=1500, learning_rate=1e-3, windows=128),
+    "gpu": Preset(
+        width=512, layers=8, heads=8, train_length=512, batch=64, steps=1500, learning_rate=1e-3, windows=128
+    ),
 }
 
 
@@ -68,24 +71,40 @@ class Scheme:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     path = parser.add_argument_group("text and results")
-    path.add_argument("--text", metavar="PATH", help="a file or folder to train on instead of Python's standard library")
+    path.add_argument(
+        "--text", metavar="PATH", help="a file or folder to train on instead of Python's standard library"
+    )
     path.add_argument("--out", metavar="DIR", default="runs/demo", help="where the results go")
     run_ = parser.add_argument_group("run")
     run_.add_argument("--preset", choices=PRESETS, help="sizes of the run; by default gpu on a GPU and cpu elsewhere")
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     run_.add_argument("--threads", type=positive, help="CPU threads in all; by default those there are, at most 8")
     run_.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the unseen windows")
-    run_.add_argument("--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device")
+    run_.add_argument(
+        "--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device"
+    )
     run_.add_argument("--compile", action="store_true", help="torch.compile the training step")
     sizes = parser.add_argument_group("sizes (by default the preset's)")
     for field in dataclasses.fields(Preset):
         kind = float if field.name == "learning_rate" else positive
-        sizes.add_argument(_option(field.name), type=kind, metavar="X" if kind is float else "N", default=argparse.SUPPRESS,
-                           help=", ".join(f"{name} {getattr(preset, field.name):g}" for name, preset in PRESETS.items()))
+        sizes.add_argument(
+            _option(field.name),
+            type=kind,
+            metavar="X" if kind is float else "N",
+            default=argparse.SUPPRESS,
+            help=", ".join(f"{name} {getattr(preset, field.name):g}" for name, preset in PRESETS.items()),
+        )
     schemes = parser.add_argument_group("schemes")
-    schemes.add_argument("--window", type=positive, metavar="N", help="of ReRoPE and Leaky ReRoPE, by default half the training "
-                         "length (ReRoPE's author found a quarter to a half of it best)")
-    schemes.add_argument("--factor", type=float, default=16.0, help="Leaky ReRoPE's distances grow by 1/FACTOR beyond the window")
+    schemes.add_argument(
+        "--window",
+        type=positive,
+        metavar="N",
+        help="of ReRoPE and Leaky ReRoPE, by default half the training "
+        "length (ReRoPE's author found a quarter to a half of it best)",
+    )
+    schemes.add_argument(
+        "--factor", type=float, default=16.0, help="Leaky ReRoPE's distances grow by 1/FACTOR beyond the window"
+    )
     schemes.add_argument("--base", type=float, default=10_000.0, help="of the rotary frequencies")
 
 
@@ -125,9 +144,14 @@ def run(args: argparse.Namespace) -> int:
             (out / f"{name}.partial").unlink(missing_ok=True)
         after = _stamps(out)
         written = [name for name in OUTPUTS if after[name] != before[name]]
-        missing = [name + (" (an earlier run's is there)" if after[name] else "") for name in OUTPUTS if name not in written]
-        print(f"\nflashrope demo: interrupted after {time.perf_counter() - start:.0f} s. Written to {out}: "
-              f"{', '.join(written) or 'nothing'}. Not written: {', '.join(missing) or 'nothing'}.", file=sys.stderr)
+        missing = [
+            name + (" (an earlier run's is there)" if after[name] else "") for name in OUTPUTS if name not in written
+        ]
+        print(
+            f"\nflashrope demo: interrupted after {time.perf_counter() - start:.0f} s. Written to {out}: "
+            f"{', '.join(written) or 'nothing'}. Not written: {', '.join(missing) or 'nothing'}.",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     return 0
 
@@ -149,16 +173,27 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
         trained = _train(workers, settings, corpus.train, out)
         losses = _evaluate(workers, settings, windows, out)
 
-    rows = [report.Row(s.name, s.trained_with, s.log_n, tuple(of)) for s, of in zip(settings.schemes, losses, strict=True)]
-    facts["trained"] = "; ".join(f"{name} {t.loss:.3f} nats per byte over the last tenth, {t.tokens_per_second:,.0f} tokens/s"
-                                 for name, t in zip(("RoPE", "HoPE"), trained, strict=True)) + " (1 token = 1 byte)"
-    facts["losses"] = (f"mean over {len(windows)} windows of the last {settings.targets} bytes of each, "
-                       f"{len(windows) * settings.targets:,} bytes in all, the same at every context length")
+    rows = [
+        report.Row(s.name, s.trained_with, s.log_n, tuple(of)) for s, of in zip(settings.schemes, losses, strict=True)
+    ]
+    facts["trained"] = (
+        "; ".join(
+            f"{name} {t.loss:.3f} nats per byte over the last tenth, {t.tokens_per_second:,.0f} tokens/s"
+            for name, t in zip(("RoPE", "HoPE"), trained, strict=True)
+        )
+        + " (1 token = 1 byte)"
+    )
+    facts["losses"] = (
+        f"mean over {len(windows)} windows of the last {settings.targets} bytes of each, "
+        f"{len(windows) * settings.targets:,} bytes in all, the same at every context length"
+    )
     print(f"\n{report.table(rows)}\n\n{report.lines(facts, 'trained', 'losses')}")
     files.write(out / "losses.csv", report.csv_text(rows))
     plot_losses(out / "losses.png", rows, settings.training.train_length)
-    facts["time"] = (f"{time.perf_counter() - start:.0f} s once torch is loaded; "
-                     f"{sum(os.times()[:4]):.0f} s of CPU time in all processes")
+    facts["time"] = (
+        f"{time.perf_counter() - start:.0f} s once torch is loaded; "
+        f"{sum(os.times()[:4]):.0f} s of CPU time in all processes"
+    )
     files.write(out / "losses.md", report.markdown(rows, facts))
     print(f"written to {out}: {', '.join(OUTPUTS)}\n{report.lines(facts, 'time')}")
 
@@ -168,8 +203,10 @@ def resolve(args: argparse.Namespace) -> Settings:
     need("matplotlib", "safetensors", "tqdm")
     device = options.device(args.device)
     preset = PRESETS[args.preset or ("gpu" if device.type == "cuda" else "cpu")]
-    preset = dataclasses.replace(preset, **{field.name: getattr(args, field.name) for field in dataclasses.fields(Preset)
-                                            if hasattr(args, field.name)})
+    preset = dataclasses.replace(
+        preset,
+        **{field.name: getattr(args, field.name) for field in dataclasses.fields(Preset) if hasattr(args, field.name)},
+    )
     if preset.train_length < 16:
         raise BadInput(f"--train-length: expected at least 16, got {preset.train_length}")
     if not preset.learning_rate > 0:
@@ -183,33 +220,73 @@ def resolve(args: argparse.Namespace) -> Settings:
         raise BadInput(str(error)) from None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = args.threads or min(cores, MOST_THREADS)
-    training = TrainConfig(preset.steps, preset.batch, preset.train_length, preset.learning_rate, seed=args.seed,
-                           compile=args.compile)
-    return Settings(config, training, preset.windows, schemes, device, args.impl, threads,
-                    processes=2 if device.type == "cpu" and threads > 1 else 0)
+    training = TrainConfig(
+        preset.steps, preset.batch, preset.train_length, preset.learning_rate, seed=args.seed, compile=args.compile
+    )
+    return Settings(
+        config,
+        training,
+        preset.windows,
+        schemes,
+        device,
+        args.impl,
+        threads,
+        processes=2 if device.type == "cpu" and threads > 1 else 0,
+    )
 
 
 def compared(head_dim: int, train_length: int, window: int, factor: float, base: float) -> tuple[Scheme, ...]:
     """RoPE, HoPE, ReRoPE and Leaky ReRoPE, each without and with log n (clipped, for models trained without it)."""
     rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
-    plain = (("RoPE", "rope", rope), ("HoPE", "hope", hope), (f"ReRoPE-w{window}", "rope", rope.rectify(window)),
-             (f"Leaky ReRoPE-w{window}", "rope", rope.rectify(window, factor)))
-    return tuple(scheme for name, trained_with, rotary in plain for scheme in (
-        Scheme(name, trained_with, False, rotary), Scheme(f"{name} + log n", trained_with, True, rotary.log_n(train_length))))
+    plain = (
+        ("RoPE", "rope", rope),
+        ("HoPE", "hope", hope),
+        (f"ReRoPE-w{window}", "rope", rope.rectify(window)),
+        (f"Leaky ReRoPE-w{window}", "rope", rope.rectify(window, factor)),
+    )
+    return tuple(
+        scheme
+        for name, trained_with, rotary in plain
+        for scheme in (
+            Scheme(name, trained_with, False, rotary),
+            Scheme(f"{name} + log n", trained_with, True, rotary.log_n(train_length)),
+        )
+    )
 
 
 def _train(workers: Workers, settings: Settings, text: bytes, out: Path) -> list[Trained]:
     rotaries = {s.trained_with: s.rotary for s in reversed(settings.schemes) if s.name in ("RoPE", "HoPE")}
-    jobs = [(rotaries[name].text, settings.config, settings.training, text, str(out / file), str(settings.device), settings.impl)
-            for name, file in CHECKPOINTS.items()]
+    jobs = [
+        (
+            rotaries[name].text,
+            settings.config,
+            settings.training,
+            text,
+            str(out / file),
+            str(settings.device),
+            settings.impl,
+        )
+        for name, file in CHECKPOINTS.items()
+    ]
     with report.Bars(["training with RoPE", "training with HoPE"], settings.training.steps) as bars:
         return workers.map(train_job, jobs, lambda job, message: bars.update(job, *message))
 
 
 def _evaluate(workers: Workers, settings: Settings, windows: list[bytes], out: Path) -> list[list[ContextLoss]]:
     batch_tokens = 1 << (18 if settings.device.type == "cuda" else 14)
-    jobs = [(str(out / CHECKPOINTS[scheme.trained_with]), scheme.rotary.text, windows, settings.context_lengths, settings.targets,
-             batch_tokens, str(settings.device), settings.impl) for scheme in settings.schemes]
+    jobs = [
+        (
+            str(out / CHECKPOINTS[scheme.trained_with]),
+            scheme.rotary.text,
+            windows,
+            settings.context_lengths,
+            settings.targets,
+            batch_tokens,
+            str(settings.device),
+            settings.impl,
+        )
+        for scheme in settings.schemes
+    ]
     done = 0
     with report.Bars(["reading unseen files"], len(jobs)) as bars:
 
@@ -221,23 +298,49 @@ def _evaluate(workers: Workers, settings: Settings, windows: list[bytes], out: P
         return workers.map(evaluate_job, jobs, count)
 
 
-def train_job(rotary: str, config: ModelConfig, training: TrainConfig, text: bytes, path: str, device: str, impl: str | None,
-              progress) -> Trained:
+def train_job(
+    rotary: str,
+    config: ModelConfig,
+    training: TrainConfig,
+    text: bytes,
+    path: str,
+    device: str,
+    impl: str | None,
+    progress,
+) -> Trained:
     """Train one model from the seed's weights on the seed's batches and save it to path."""
     torch.manual_seed(training.seed)
     model, rotary = LanguageModel(config).to(device), Rotary.from_text(rotary)
     batches = data.random_batches(text, training.batch_size, training.train_length, training.seed, device)
-    trained = train(model, rotary, batches, training, functools.partial(attention, impl=impl), lambda *message: progress(message))
+    trained = train(
+        model, rotary, batches, training, functools.partial(attention, impl=impl), lambda *message: progress(message)
+    )
     save_checkpoint(path, model, rotary, training.train_length)
     return trained
 
 
-def evaluate_job(path: str, rotary: str, windows: list[bytes], context_lengths: list[int], targets: int, batch_tokens: int,
-                 device: str, impl: str | None, progress) -> list[ContextLoss]:
+def evaluate_job(
+    path: str,
+    rotary: str,
+    windows: list[bytes],
+    context_lengths: list[int],
+    targets: int,
+    batch_tokens: int,
+    device: str,
+    impl: str | None,
+    progress,
+) -> list[ContextLoss]:
     """Losses of the saved model at path under another scheme."""
     model, _ = load_checkpoint(path, device)
-    losses = loss_by_context(model, Rotary.from_text(rotary), data.as_tokens(windows, device), context_lengths, targets,
-                             batch_tokens, functools.partial(attention, impl=impl))
+    losses = loss_by_context(
+        model,
+        Rotary.from_text(rotary),
+        data.as_tokens(windows, device),
+        context_lengths,
+        targets,
+        batch_tokens,
+        functools.partial(attention, impl=impl),
+    )
     progress("done")
     return losses
 
@@ -252,28 +355,30 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
     return {
         "command": args.command_line,
         "text": f"{corpus.name}; {len(corpus.train):,} bytes to train on ({len(corpus.train_files)} files), "
-                f"{sum(map(len, corpus.unseen)):,} unseen ({len(corpus.unseen_files)} files)",
+        f"{sum(map(len, corpus.unseen)):,} unseen ({len(corpus.unseen_files)} files)",
         "models": f"{parameters:,} parameters, layers {config.layers}, width {config.width}, heads {config.heads} of "
-                  f"{config.head_dim} channels; both start from the same weights and see the same batches",
+        f"{config.head_dim} channels; both start from the same weights and see the same batches",
         "schemes": f"HoPE rotates {sum(f > 0 for f in schemes['HoPE'].theta)} of {config.head_dim // 2} pairs; ReRoPE and Leaky "
-                   f"ReRoPE run on the RoPE model as it is, window {window:,} bytes, Leaky factor {args.factor:g}; "
-                   f"log n scales the query by max(1, ln(i + 1) / ln({training.train_length})) at evaluation only",
+        f"ReRoPE run on the RoPE model as it is, window {window:,} bytes, Leaky factor {args.factor:g}; "
+        f"log n scales the query by max(1, ln(i + 1) / ln({training.train_length})) at evaluation only",
         "training": f"{training.steps:,} steps of {training.batch_size * training.train_length:,} bytes, training length "
-                    f"{training.train_length} bytes, peak learning rate {training.learning_rate:g}, seed {training.seed}",
+        f"{training.train_length} bytes, peak learning rate {training.learning_rate:g}, seed {training.seed}",
         "machine": f"{hardware(settings.device)}, {processes}threads in all: {settings.threads}",
         "software": f"flashrope {__version__}, attention implementation {impl}, torch {torch.__version__}, "
-                    f"Python {platform.python_version()}",
+        f"Python {platform.python_version()}",
     }
 
 
 def _stamps(out: Path) -> dict[str, tuple[int, int] | None]:
     """When each output was written last; None where there is none."""
+
     def stamp(path):
         try:
             stat = path.stat()
         except OSError:
             return None
         return stat.st_mtime_ns, stat.st_ino
+
     return {name: stamp(out / name) for name in OUTPUTS}
 
 

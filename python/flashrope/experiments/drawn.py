@@ -21,26 +21,41 @@ PATTERN_SAMPLES = 5000  # the source's; fewer where the preset has fewer samples
 FREQUENCY_PANELS = {
     "trained with": ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3"),
     "changed when used, for 8 times the training length": (
-        "rope", "pi-s8", "ntk-old-s8", "ntk-aware-s8", "ntk-fixed-s8", "ntk-mixed-s8", "yarn-s8", "hope+pi-s8", "hope+yarn-s8")}
+        "rope",
+        "pi-s8",
+        "ntk-old-s8",
+        "ntk-aware-s8",
+        "ntk-fixed-s8",
+        "ntk-mixed-s8",
+        "yarn-s8",
+        "hope+pi-s8",
+        "hope+yarn-s8",
+    ),
+}
 POSITION_SCHEMES = ("rope", "pi-s8", "rerope{w256}", "leaky-rerope{w256}-k16")
 
 
 def draw_frequencies(run: Run, workers: Workers, folder: Path) -> None:
     names = dict.fromkeys(name for panel in FREQUENCY_PANELS.values() for name in panel)
     used = {name: scheme(name, run.preset.config, run.unit, run.defaults).rotary for name in names}
-    rows = [[name, pair, f, kind] for name, rotary in used.items()
-            for pair, (f, kind) in enumerate(zip(rotary.theta, kinds(rotary.theta, run.unit), strict=True))]
+    rows = [
+        [name, pair, f, kind]
+        for name, rotary in used.items()
+        for pair, (f, kind) in enumerate(zip(rotary.theta, kinds(rotary.theta, run.unit), strict=True))
+    ]
     write_csv(folder / "results.csv", ("scheme", "pair", "inv_freq", "kind"), rows)
     panels = {panel: {name: used[name].theta for name in names} for panel, names in FREQUENCY_PANELS.items()}
     figures.frequencies(folder / "frequencies.png", panels, run.unit, run.defaults.base)
 
 
 def seen_distances(rotary: Rotary, length: int, scale: float = 1.0) -> list[list[float]]:
-    """Row i, column j: the distance that query i sees key j at, NaN for keys of the future or outside all bands. scale is what
-    the table's frequencies were divided by."""
+    """Row i, column j: the distance that query i sees key j at, NaN for keys of the future or outside all bands. scale
+    is what the table's frequencies were divided by."""
+
     def seen(d: int) -> float:
         band = next((band for band in rotary.bands if band.start <= d < band.stop), None)
         return math.nan if band is None else (band.slope * d + band.offset) / scale
+
     return [[seen(i - j) for j in range(length)] for i in range(length)]
 
 
@@ -59,10 +74,15 @@ def draw_positions(run: Run, workers: Workers, folder: Path) -> None:
 def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
     preset = run.preset
     steps = min(picture.STEPS, preset.steps)
-    trainings = [TrainConfig(steps, picture.BATCH, picture.SIDE**2, preset.learning_rate, warmup=preset.warmup, seed=seed)
-                 for seed in run.seeds]
-    jobs = [(name, preset.config, training, picture.SAMPLES, str(run.device), run.impl)
-            for name in picture.ENCODINGS for training in trainings]
+    trainings = [
+        TrainConfig(steps, picture.BATCH, picture.SIDE**2, preset.learning_rate, warmup=preset.warmup, seed=seed)
+        for seed in run.seeds
+    ]
+    jobs = [
+        (name, preset.config, training, picture.SAMPLES, str(run.device), run.impl)
+        for name in picture.ENCODINGS
+        for training in trainings
+    ]
     done = [0] * len(jobs)
 
     def progress(job, message):
@@ -75,26 +95,38 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
     if kept.get("asked") != asked:
         with report.Bars([f"training {len(jobs)} models of pictures, steps"], len(jobs) * steps) as bars:
             found = workers.map(picture.job, jobs, progress)
-        rows = [[job[0], job[0], picture.SIDE**2, job[2].seed, *dataclasses.astuple(result)]
-                for job, results in zip(jobs, found, strict=True) for result in results]
+        rows = [
+            [job[0], job[0], picture.SIDE**2, job[2].seed, *dataclasses.astuple(result)]
+            for job, results in zip(jobs, found, strict=True)
+            for result in results
+        ]
         kept = {"asked": asked, "rows": rows}
         files.write(stored, json.dumps(kept))
     write_csv(folder / "results.csv", COLUMNS, kept["rows"])
     groups = {}
     for rows_, columns in picture.SHAPES:
         task = f"picture-{rows_}x{columns}"
-        values = {name: [row[6] for row in kept["rows"] if row[0] == name and row[4] == task] for name in picture.ENCODINGS}
+        values = {
+            name: [row[6] for row in kept["rows"] if row[0] == name and row[4] == task] for name in picture.ENCODINGS
+        }
         groups[f"{rows_} x {columns}" + (" (trained)" if rows_ == columns == picture.SIDE else "")] = [
-            figures.Series(name, [0], [sum(v) / len(v)], [min(v)], [max(v)]) for name, v in values.items()]
-    figures.bars(folder / "picture.png", "A neighbour's colour in pictures of other shapes", "pixels told right (%); axial: "
-                 "two-dimensional RoPE; raster: RoPE along the rows; nope: no positions", picture.ENCODINGS, groups)
+            figures.Series(name, [0], [sum(v) / len(v)], [min(v)], [max(v)]) for name, v in values.items()
+        ]
+    figures.bars(
+        folder / "picture.png",
+        "A neighbour's colour in pictures of other shapes",
+        "pixels told right (%); axial: two-dimensional RoPE; raster: RoPE along the rows; nope: no positions",
+        picture.ENCODINGS,
+        groups,
+    )
 
 
 # ---- patterns ---------------------------------------------------------------------------------------------------------------
 
 
 def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
-    """HoPE's figures 1, 2, 5, 6, 7, of the first seed's models; L is the preset's training length, and twice that for 6 and 7."""
+    """HoPE's figures 1, 2, 5, 6, 7, of the first seed's models; L is the preset's training length, and twice that for 6
+    and 7."""
     unit, double = run.unit, 2 * run.unit
     wanted = [("learned", unit), ("rope", unit), ("kerple", unit), ("hope", unit), ("rope", double)]
     train_models(dataclasses.replace(run, preset=dataclasses.replace(run.preset, seeds=1)), workers, wanted)
@@ -104,14 +136,20 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
         used = scheme(trained, run.preset.config, length, run.defaults)
         model = load_model(run.model_path(trained, length, run.first_seed), run.device).eval()
         for context in [length] if used.longest else [length, 2 * length]:
-            found[trained, length, context] = it = pattern(model, used.rotary, context, samples, run.first_seed,
-                                                           functools.partial(attention, impl=run.impl))
+            found[trained, length, context] = it = pattern(
+                model, used.rotary, context, samples, run.first_seed, functools.partial(attention, impl=run.impl)
+            )
             curves = [("all", "overall", it.mean_overall), ("0", "overall", it.overall[0])]
             if trained in OBSERVED:
                 curves += [("all", str(part), values) for part, values in enumerate(it.mean_components)]
-            rows += [[trained, length, context, layer, part, d, value] for layer, part, values in curves
-                     for d, value in enumerate(values.tolist())]
-    write_csv(folder / "results.csv", ("encoding", "train_length", "context", "layer", "component", "distance", "score"), rows)
+            rows += [
+                [trained, length, context, layer, part, d, value]
+                for layer, part, values in curves
+                for d, value in enumerate(values.tolist())
+            ]
+    write_csv(
+        folder / "results.csv", ("encoding", "train_length", "context", "layer", "component", "distance", "score"), rows
+    )
 
     def overall(trained, length, context, layer=None):
         it = found[trained, length, context]
@@ -119,36 +157,85 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
 
     note = f"trained on {unit} bytes; scores of the last query, averaged over layers, heads and {samples} samples"
     names = {"learned": "learned", "rope": "RoPE", "kerple": "KERPLE"}
-    figures.patterns(folder / "figure-1.png", "Position-related attention patterns", note,
-                     [(name, {name: overall(trained, unit, unit)}) for trained, name in names.items()])
-    figures.patterns(folder / "figure-5.png", "Attention patterns of HoPE and RoPE", note + "; dotted: training length", [
-        ("in the training length", {"HoPE": overall("hope", unit, unit), "RoPE": overall("rope", unit, unit)}),
-        ("beyond it", {"HoPE": overall("hope", unit, double), "RoPE": overall("rope", unit, double)})], [unit])
+    figures.patterns(
+        folder / "figure-1.png",
+        "Position-related attention patterns",
+        note,
+        [(name, {name: overall(trained, unit, unit)}) for trained, name in names.items()],
+    )
+    figures.patterns(
+        folder / "figure-5.png",
+        "Attention patterns of HoPE and RoPE",
+        note + "; dotted: training length",
+        [
+            ("in the training length", {"HoPE": overall("hope", unit, unit), "RoPE": overall("rope", unit, unit)}),
+            ("beyond it", {"HoPE": overall("hope", unit, double), "RoPE": overall("rope", unit, double)}),
+        ],
+        [unit],
+    )
     _rope_figures(run, folder, found, unit, ("figure-2a.png", "figure-2b.png", "figure-2c.png"))
     _rope_figures(run, folder, found, double, ("figure-7.png", "figure-6.png", None))
     theta = scheme("hope", run.preset.config, unit, run.defaults).rotary.theta
     it = found["hope", unit, double]
-    figures.components(folder / "hope-components.png", f"HoPE's pairs, in and beyond the training length {unit}",
-                       it.mean_components.tolist(), it.mean_overall.tolist(), kinds(theta, unit), theta, unit)
-    write_csv(folder / "vaf.csv", ("encoding", "train_length", "step", "component", "vaf"), [
-        [trained, length, step, part, value] for trained, length in wanted if trained in OBSERVED
-        for step, values in observed(run, trained, length).items() for part, value in enumerate(values)])
+    figures.components(
+        folder / "hope-components.png",
+        f"HoPE's pairs, in and beyond the training length {unit}",
+        it.mean_components.tolist(),
+        it.mean_overall.tolist(),
+        kinds(theta, unit),
+        theta,
+        unit,
+    )
+    write_csv(
+        folder / "vaf.csv",
+        ("encoding", "train_length", "step", "component", "vaf"),
+        [
+            [trained, length, step, part, value]
+            for trained, length in wanted
+            if trained in OBSERVED
+            for step, values in observed(run, trained, length).items()
+            for part, value in enumerate(values)
+        ],
+    )
 
 
 def _rope_figures(run: Run, folder: Path, found: dict, length: int, names: tuple[str, str, str | None]) -> None:
     theta = Rotary.rope(run.preset.config.head_dim, run.defaults.base).theta
     of = kinds(theta, length)
     inside, beyond = found["rope", length, length], found["rope", length, 2 * length]
-    figures.components(folder / names[0], f"RoPE's pairs, trained on {length} bytes", inside.mean_components.tolist(),
-                       inside.mean_overall.tolist(), of, theta, length)
+    figures.components(
+        folder / names[0],
+        f"RoPE's pairs, trained on {length} bytes",
+        inside.mean_components.tolist(),
+        inside.mean_overall.tolist(),
+        of,
+        theta,
+        length,
+    )
     steps = observed(run, "rope", length)
-    figures.vaf_over_training(folder / names[1], f"Variance accounted for over training, training length {length}", list(steps),
-                              list(steps.values()), of, "RoPE; patterns averaged over layers, heads and samples")
+    figures.vaf_over_training(
+        folder / names[1],
+        f"Variance accounted for over training, training length {length}",
+        list(steps),
+        list(steps.values()),
+        of,
+        "RoPE; patterns averaged over layers, heads and samples",
+    )
     if names[2]:
         activated = [at for at, kind in enumerate(of) if kind == "activated"]
         others = {f"layer {layer}": beyond.overall[layer].tolist() for layer in range(1, len(beyond.overall))}
-        figures.patterns(folder / names[2], "RoPE beyond its training length", f"trained on {length} bytes (dotted)", [
-            ("first layer", {"all pairs": beyond.overall[0].tolist()}),
-            ("first layer, activated pairs", {f"pair {at}": beyond.components[0, at].tolist() for at in activated} or
-             {"none in this table": [0.0] * (2 * length - 1)}),
-            ("later layers", others or {"none": [0.0]})], [length])
+        figures.patterns(
+            folder / names[2],
+            "RoPE beyond its training length",
+            f"trained on {length} bytes (dotted)",
+            [
+                ("first layer", {"all pairs": beyond.overall[0].tolist()}),
+                (
+                    "first layer, activated pairs",
+                    {f"pair {at}": beyond.components[0, at].tolist() for at in activated}
+                    or {"none in this table": [0.0] * (2 * length - 1)},
+                ),
+                ("later layers", others or {"none": [0.0]}),
+            ],
+            [length],
+        )

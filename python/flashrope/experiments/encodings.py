@@ -1,6 +1,7 @@
 """Position encodings that are not rotary, as baselines: biases on the scores and numbers added to the embedding.
 
-They run on ``scaled_dot_product_attention``, never in this project's kernels. Positions i and j count from 0, d = i - j.
+They run on ``scaled_dot_product_attention``, never in this project's kernels. Positions i and j count from 0, d = i -
+j.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Alibi(nn.Module):
         self.register_buffer("slopes", torch.tensor(alibi_slopes(heads)), persistent=False)
 
     def forward(self, distance: torch.Tensor) -> torch.Tensor:
-        """distance (seqlen, seqlen), entries of the future anything of at least 0, to a bias (heads, seqlen, seqlen)."""
+        """distance (seqlen, seqlen), entries of the future anything of at least 0, to a bias (heads, seqlen,
+        seqlen)."""
         return -self.slopes[:, None, None] * distance
 
 
@@ -56,12 +58,12 @@ class Fire(nn.Module):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """2 ** (-8 h / heads) for h = 1 .. heads where heads is a power of two; else those of the power below it, then every other
-    slope of the power above, as ALiBi's authors do it."""
+    """2 ** (-8 h / heads) for h = 1 .. heads where heads is a power of two; else those of the power below it, then
+    every other slope of the power above, as ALiBi's authors do it."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     between = [2 ** (-8 * h / (2 * power)) for h in range(1, 2 * power + 1, 2)]
-    return slopes + between[:heads - power]
+    return slopes + between[: heads - power]
 
 
 class Learned(nn.Module):
@@ -102,7 +104,8 @@ def integer(seqlen: int, width: int) -> torch.Tensor:
 
 
 def binary(seqlen: int, width: int, bits: int = 16) -> torch.Tensor:
-    """The position's bits, the least significant first, stretched over the channels: channel c holds bit c * bits // width."""
+    """The position's bits, the least significant first, stretched over the channels: channel c holds bit c * bits //
+    width."""
     bit = torch.arange(width) * bits // width
     return (torch.arange(seqlen)[:, None] >> bit & 1).float()
 
@@ -118,8 +121,11 @@ def distances(seqlen: int, device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def attend_with_bias(bias: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary) -> torch.Tensor:
-    """Causal attention with a bias on the scores; q, k, v and the result are (batch, seqlen, heads, head_dim); no rotary."""
+    """Causal attention with a bias on the scores; q, k, v and the result are (batch, seqlen, heads, head_dim); no
+    rotary."""
     seqlen = q.shape[1]
     future = torch.ones(seqlen, seqlen, dtype=torch.bool, device=q.device).triu(1)
     mask = bias(distances(seqlen, q.device)).to(q.dtype).masked_fill(future, -torch.inf)
-    return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
+    ).transpose(1, 2)

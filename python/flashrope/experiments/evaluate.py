@@ -24,8 +24,15 @@ class ContextLoss:
 
 
 @torch.no_grad()
-def loss_by_context(model: LanguageModel, rotary: Rotary, windows: torch.Tensor, context_lengths: Sequence[int], targets: int,
-                    batch_tokens: int = 16384, attend: Attend = attention) -> list[ContextLoss]:
+def loss_by_context(
+    model: LanguageModel,
+    rotary: Rotary,
+    windows: torch.Tensor,
+    context_lengths: Sequence[int],
+    targets: int,
+    batch_tokens: int = 16384,
+    attend: Attend = attention,
+) -> list[ContextLoss]:
     """The loss of each context length under rotary.
 
     windows is int64 (count, longest context + 1). At context length c the model reads the last c + 1 tokens of each
@@ -39,7 +46,7 @@ def loss_by_context(model: LanguageModel, rotary: Rotary, windows: torch.Tensor,
         if not targets <= length < windows.shape[1]:
             raise ValueError(f"context_lengths: expected {targets} to {windows.shape[1] - 1}, got {length}")
         per_token = []
-        for tokens in windows[:, -(length + 1):].split(max(batch_tokens // length, 1)):
+        for tokens in windows[:, -(length + 1) :].split(max(batch_tokens // length, 1)):
             with autocast(windows.device):
                 logits = model(tokens[:, :-1], rotary, attend)
             per_token.append(F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none"))

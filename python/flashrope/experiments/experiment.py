@@ -1,7 +1,8 @@
-"""``flashrope experiment NAME``: the sources' experiments on byte-level models, each with CSV, JSON and PNG in a run directory.
+"""``flashrope experiment NAME``: the sources' experiments on byte-level models, each with CSV, JSON and PNG in a run
+directory.
 
-A run directory holds one configuration (a preset on a text); its experiments share their models. What is there already is not
-done again, so a run that was interrupted goes on where it stopped.
+A run directory holds one configuration (a preset on a text); its experiments share their models. What is there already
+is not done again, so a run that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -49,36 +50,101 @@ def _published(name: str) -> tuple[str, ...]:
 
 
 EXPERIMENTS = {
-    "perplexity": Experiment("perplexity by context length (HoPE, figure 4)",
-                             ("alibi", "kerple", "fire", "rope", "pi-s8", "yarn-s8", "hope", "hope+pi-s8", "hope+yarn-s8",
-                              "rerope{w256}", "rerope{w256}+dagger", "nope"), (("perplexity", None),)),
-    "zoo": Experiment("perplexity by context length of every encoding", (
-        "rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "inv-leaky", "rerope", "leaky-rerope", "hfwa", "alibi", "kerple",
-        "fire", "learned", "sinusoidal", "integer", "binary", "nope"), (("perplexity", None),)),
+    "perplexity": Experiment(
+        "perplexity by context length (HoPE, figure 4)",
+        (
+            "alibi",
+            "kerple",
+            "fire",
+            "rope",
+            "pi-s8",
+            "yarn-s8",
+            "hope",
+            "hope+pi-s8",
+            "hope+yarn-s8",
+            "rerope{w256}",
+            "rerope{w256}+dagger",
+            "nope",
+        ),
+        (("perplexity", None),),
+    ),
+    "zoo": Experiment(
+        "perplexity by context length of every encoding",
+        (
+            "rope",
+            "hope",
+            "hope-ab1",
+            "hope-ab2",
+            "hope-ab3",
+            "inv-leaky",
+            "rerope",
+            "leaky-rerope",
+            "hfwa",
+            "alibi",
+            "kerple",
+            "fire",
+            "learned",
+            "sinusoidal",
+            "integer",
+            "binary",
+            "nope",
+        ),
+        (("perplexity", None),),
+    ),
     "copying": Experiment("in-context copying (HoPE, table 2)", _published("copying"), (("copying", None),)),
     "few-shot": Experiment("few-shot following (HoPE, table 3)", _published("few-shot"), (("few-shot", None),)),
     "ablation": Experiment("HoPE's ablations (HoPE, table 4)", _published("ablation"), (("copying", None),)),
-    "lengths": Experiment("HoPE by training length (HoPE's first version, tables 5 and 6)", _published("lengths"),
-                          (("perplexity", (1, 2, 4, 8, 16, 32)), ("few-shot", (1, 2, 3, 4, 6, 8)))),
-    "rerope-schemes": Experiment("accuracy of the schemes at 8 times the training length (ReRoPE, first table)",
-                                 _published("rerope-schemes"), (("accuracy", None),)),
-    "rerope-windows": Experiment("ReRoPE's windows (ReRoPE, second table)", _published("rerope-windows"), (("accuracy", None),)),
-    "rerope-leaky": Experiment("Leaky ReRoPE's factors (ReRoPE, third table)", _published("rerope-leaky"), (("accuracy", None),)),
-    "passkey": Experiment("passkey retrieval by length", ("rope", "pi-s8", "yarn-s8", "rerope{w256}", "rerope{w256}+dagger",
-                          "rerope{w256}+logn", "hope", "hope+yarn-s8", "nope", "alibi"), (("passkey", None),)),
-    "patterns": Experiment("attention patterns, contributions and variance accounted for (HoPE, figures 1, 2, 5, 6, 7)",
-                           own=draw_patterns),
+    "lengths": Experiment(
+        "HoPE by training length (HoPE's first version, tables 5 and 6)",
+        _published("lengths"),
+        (("perplexity", (1, 2, 4, 8, 16, 32)), ("few-shot", (1, 2, 3, 4, 6, 8))),
+    ),
+    "rerope-schemes": Experiment(
+        "accuracy of the schemes at 8 times the training length (ReRoPE, first table)",
+        _published("rerope-schemes"),
+        (("accuracy", None),),
+    ),
+    "rerope-windows": Experiment(
+        "ReRoPE's windows (ReRoPE, second table)", _published("rerope-windows"), (("accuracy", None),)
+    ),
+    "rerope-leaky": Experiment(
+        "Leaky ReRoPE's factors (ReRoPE, third table)", _published("rerope-leaky"), (("accuracy", None),)
+    ),
+    "passkey": Experiment(
+        "passkey retrieval by length",
+        (
+            "rope",
+            "pi-s8",
+            "yarn-s8",
+            "rerope{w256}",
+            "rerope{w256}+dagger",
+            "rerope{w256}+logn",
+            "hope",
+            "hope+yarn-s8",
+            "nope",
+            "alibi",
+        ),
+        (("passkey", None),),
+    ),
+    "patterns": Experiment(
+        "attention patterns, contributions and variance accounted for (HoPE, figures 1, 2, 5, 6, 7)", own=draw_patterns
+    ),
     "positions": Experiment("the distances that the schemes see; trains nothing", own=draw_positions),
     "frequencies": Experiment("the frequency tables of all schemes; trains nothing", own=draw_frequencies),
     "picture": Experiment("n-dimensional RoPE on small pictures", own=draw_pictures),
 }
-AXES = {"perplexity": ("context length (bytes, log scale)", "perplexity per byte"),
-        "copying": ("sequences, at the source's training length", "suffixes right (%)"),
-        "copying-tokens": ("sequences, at the source's training length", "letters of the suffixes right (%)"),
-        "few-shot": ("prompt length (bytes, log scale)", "answers that are a label (%)"),
-        "passkey": ("prompt length (bytes, log scale)", "keys right (%)"),
-        "passkey-digits": ("prompt length (bytes, log scale)", "digits of the keys right (%)")}
-FINER = {"copying": "copying-tokens", "passkey": "passkey-digits"}  # what a task's measure says of answers right in part
+AXES = {
+    "perplexity": ("context length (bytes, log scale)", "perplexity per byte"),
+    "copying": ("sequences, at the source's training length", "suffixes right (%)"),
+    "copying-tokens": ("sequences, at the source's training length", "letters of the suffixes right (%)"),
+    "few-shot": ("prompt length (bytes, log scale)", "answers that are a label (%)"),
+    "passkey": ("prompt length (bytes, log scale)", "keys right (%)"),
+    "passkey-digits": ("prompt length (bytes, log scale)", "digits of the keys right (%)"),
+}
+FINER = {
+    "copying": "copying-tokens",
+    "passkey": "passkey-digits",
+}  # what a task's measure says of answers right in part
 DERIVED = {"tables": "makes the tables and pictures of a run directory anew from its CSVs"}
 
 
@@ -88,7 +154,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "experiments:\n" + "\n".join(f"  {name:15} {text}" for name, text in known.items())
     parser.add_argument("name", metavar="NAME", help="one of the experiments below")
     path = parser.add_argument_group("text and results")
-    path.add_argument("--text", metavar="PATH", help="a file or folder to train on instead of Python's standard library")
+    path.add_argument(
+        "--text", metavar="PATH", help="a file or folder to train on instead of Python's standard library"
+    )
     path.add_argument("--out", metavar="DIR", help="the run directory (default: runs/experiments-PRESET)")
     run_ = parser.add_argument_group("run")
     run_.add_argument("--preset", choices=PRESETS, default="tiny", help="sizes of the run (default: tiny)")
@@ -96,12 +164,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--seed", type=int, default=0, help="the first seed (default: 0)")
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     run_.add_argument("--threads", type=positive, help="CPU threads in all; by default those there are, at most 8")
-    run_.add_argument("--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device")
+    run_.add_argument(
+        "--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device"
+    )
     sizes = parser.add_argument_group("sizes (by default the preset's)")
     for field in dataclasses.fields(Preset):
         kind, metavar = (positive, "N") if field.type == "int" else (float, "X")
-        sizes.add_argument("--" + field.name.replace("_", "-"), type=kind, metavar=metavar, default=argparse.SUPPRESS,
-                           help=", ".join(f"{name} {getattr(preset, field.name):g}" for name, preset in PRESETS.items()))
+        sizes.add_argument(
+            "--" + field.name.replace("_", "-"),
+            type=kind,
+            metavar=metavar,
+            default=argparse.SUPPRESS,
+            help=", ".join(f"{name} {getattr(preset, field.name):g}" for name, preset in PRESETS.items()),
+        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,8 +187,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"flashrope experiment: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\nflashrope experiment: interrupted after {time.perf_counter() - start:.0f} s; the same command goes on from "
-              "here", file=sys.stderr)
+        print(
+            f"\nflashrope experiment: interrupted after {time.perf_counter() - start:.0f} s; the same command goes on from "
+            "here",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     return 0
 
@@ -131,9 +209,18 @@ def _experiment(args: argparse.Namespace, start: float) -> None:
     chosen = [name.strip() for name in args.schemes.split(",")] if args.schemes else []
     cells = {name: cells_of(EXPERIMENTS[name], run, chosen) for name in names}
     run.open()
-    print(report.lines({"command": args.command_line, "text": f"{run.corpus.name}; {len(run.corpus.train):,} bytes to train on, "
-                        f"{sum(map(len, run.corpus.unseen)):,} unseen", "preset": f"{run.preset_name}: {run.preset}",
-                        "results": str(out)}), flush=True)
+    print(
+        report.lines(
+            {
+                "command": args.command_line,
+                "text": f"{run.corpus.name}; {len(run.corpus.train):,} bytes to train on, "
+                f"{sum(map(len, run.corpus.unseen)):,} unseen",
+                "preset": f"{run.preset_name}: {run.preset}",
+                "results": str(out),
+            }
+        ),
+        flush=True,
+    )
     with run.workers() as workers:
         for name in names:
             began = time.perf_counter()
@@ -143,8 +230,13 @@ def _experiment(args: argparse.Namespace, start: float) -> None:
                 EXPERIMENTS[name].own(run, workers, folder)
             else:
                 _measure(run, workers, name, folder, cells[name])
-            record = {"experiment": name, "command": args.command_line, **run.provenance(),
-                      "seconds": round(time.perf_counter() - began, 1), "cpu_seconds": round(sum(os.times()[:4]), 1)}
+            record = {
+                "experiment": name,
+                "command": args.command_line,
+                **run.provenance(),
+                "seconds": round(time.perf_counter() - began, 1),
+                "cpu_seconds": round(sum(os.times()[:4]), 1),
+            }
             files.write(folder / "results.json", json.dumps(record, indent=1))
             print(f"{name}: written to {folder}, {record['seconds']:.0f} s", flush=True)
 
@@ -171,7 +263,9 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = args.threads or min(cores, MOST_THREADS)
     processes = min(threads, 4) if device.type == "cpu" and threads > 1 else 0
-    return Run(out, preset, args.preset, corpus, device, args.impl, processes, max(threads // max(processes, 1), 1), args.seed)
+    return Run(
+        out, preset, args.preset, corpus, device, args.impl, processes, max(threads // max(processes, 1), 1), args.seed
+    )
 
 
 def cells_of(experiment: Experiment, run: Run, chosen: Sequence[str] = ()) -> list[Cell]:
@@ -181,11 +275,15 @@ def cells_of(experiment: Experiment, run: Run, chosen: Sequence[str] = ()) -> li
     named = [tables.resolve(template, run.unit) for template in chosen or experiment.schemes]
     for name, length in named:
         scheme(name, run.preset.config, length, run.defaults)
-    return [Cell(name, length, seed, experiment.measures) for name, length in dict.fromkeys(named) for seed in run.seeds]
+    return [
+        Cell(name, length, seed, experiment.measures) for name, length in dict.fromkeys(named) for seed in run.seeds
+    ]
 
 
 def _measure(run: Run, workers: Workers, name: str, folder: Path, cells: Sequence[Cell]) -> None:
-    wanted = [(scheme(cell.scheme, run.preset.config, cell.length, run.defaults).trained, cell.length) for cell in cells]
+    wanted = [
+        (scheme(cell.scheme, run.preset.config, cell.length, run.defaults).trained, cell.length) for cell in cells
+    ]
     train_models(run, workers, wanted)
     rows = measure_cells(run, workers, folder, cells)
     write_csv(folder / "results.csv", COLUMNS, rows)
@@ -200,12 +298,15 @@ def show(folder: Path, name: str, train_length: int) -> list[str]:
     seeds = len({row["seed"] for row in rows})
     lengths = sorted({int(row["train_length"]) for row in rows})
     note = f"byte-level models trained on {', '.join(map(str, lengths))} bytes, " + (
-        "one seed" if seeds == 1 else f"mean and range of {seeds} seeds")
+        "one seed" if seeds == 1 else f"mean and range of {seeds} seeds"
+    )
     for task, _ in EXPERIMENTS[name].measures:
         if task == "accuracy":
             labels = list(dict.fromkeys(row["scheme"] for row in rows))
-            panels = {"accuracy-repeat": f"{8 * train_length} bytes, repeating",
-                      "accuracy-non-repeat": f"{8 * train_length} bytes, not repeating"}
+            panels = {
+                "accuracy-repeat": f"{8 * train_length} bytes, repeating",
+                "accuracy-non-repeat": f"{8 * train_length} bytes, not repeating",
+            }
             groups = {panel: [_series(rows, label, (key,)) for label in labels] for key, panel in panels.items()}
             bars(folder / "accuracy.png", title, f"next-byte accuracy (%); {note}", labels, groups)
         else:
@@ -216,7 +317,9 @@ def show(folder: Path, name: str, train_length: int) -> list[str]:
 
 
 def _draw_lines(path: Path, title: str, note: str, task: str, rows: list[dict[str, str]], train_length: int) -> None:
-    keys = tuple({row["task"] for row in rows if row["task"] == task or task == "few-shot" and row["task"].startswith(task)})
+    keys = tuple(
+        {row["task"] for row in rows if row["task"] == task or task == "few-shot" and row["task"].startswith(task)}
+    )
     labels = list(dict.fromkeys((row["scheme"], row["train_length"]) for row in rows))
     several = len({length for _, length in labels}) > 1
     drawn = []
@@ -224,8 +327,16 @@ def _draw_lines(path: Path, title: str, note: str, task: str, rows: list[dict[st
         series = _series([row for row in rows if row["train_length"] == length], label, keys)
         drawn.append(dataclasses.replace(series, name=f"{label}, trained on {length}") if several else series)
     copying = task.startswith("copying")
-    lines(path, title, note, *AXES[task], drawn, None if copying or several else train_length, percent=task != "perplexity",
-          log_x=not copying)
+    lines(
+        path,
+        title,
+        note,
+        *AXES[task],
+        drawn,
+        None if copying or several else train_length,
+        percent=task != "perplexity",
+        log_x=not copying,
+    )
 
 
 def _series(rows: Sequence[dict[str, str]], name: str, keys: tuple[str, ...]) -> Series:
@@ -248,5 +359,3 @@ def _derive(out: Path) -> None:
         for text in show(out / name, name, train_length):
             print(f"\n{text}")
     print(f"made anew: {', '.join(done) or 'nothing'}")
-
-

@@ -28,21 +28,47 @@ class Series:
     high: Sequence[float]
 
 
-def lines(path: Path, title: str, note: str, x_label: str, y_label: str, series: Sequence[Series],
-          train_length: float | None = None, percent: bool = False, log_x: bool = True) -> None:
-    """Lines, the legend in the order of their ends; train_length is marked. What is no percentage has a logarithmic y axis."""
+def lines(
+    path: Path,
+    title: str,
+    note: str,
+    x_label: str,
+    y_label: str,
+    series: Sequence[Series],
+    train_length: float | None = None,
+    percent: bool = False,
+    log_x: bool = True,
+) -> None:
+    """Lines, the legend in the order of their ends; train_length is marked. What is no percentage has a logarithmic y
+    axis."""
     figure, axes = _figure((9, 5))
     ends = sorted(range(len(series)), key=lambda at: (-series[at].x[-1], -series[at].mean[-1]))
     for at in ends:
         line, colour = series[at], COLOURS[at % len(COLOURS)]
-        axes.plot(line.x, line.mean, color=colour, linestyle=STYLES[at // len(COLOURS) % len(STYLES)], linewidth=1.5,
-                  marker=MARKERS[at % len(MARKERS)], markersize=4, label=f"{line.name}  {line.mean[-1]:.3g}")
+        axes.plot(
+            line.x,
+            line.mean,
+            color=colour,
+            linestyle=STYLES[at // len(COLOURS) % len(STYLES)],
+            linewidth=1.5,
+            marker=MARKERS[at % len(MARKERS)],
+            markersize=4,
+            label=f"{line.name}  {line.mean[-1]:.3g}",
+        )
         if list(line.low) != list(line.high):
             axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
     if train_length is not None:
         axes.axvline(train_length, color="0.6", linewidth=1, linestyle=":", zorder=0)
-        axes.annotate("training length", (train_length, 1), xycoords=("data", "axes fraction"), xytext=(3, -3), fontsize=8,
-                      textcoords="offset points", va="top", color="0.4")
+        axes.annotate(
+            "training length",
+            (train_length, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -3),
+            fontsize=8,
+            textcoords="offset points",
+            va="top",
+            color="0.4",
+        )
     places = sorted({x for line in series for x in line.x})
     if log_x:
         axes.set_xscale("log", base=2)
@@ -54,12 +80,21 @@ def lines(path: Path, title: str, note: str, x_label: str, y_label: str, series:
         axes.set_yscale("log")
         least, most = axes.get_ylim()
         steps = (1, 1.5, 2, 3, 4, 5, 6, 7, 8) if most < 50 * least else (1,)
-        axes.set_yticks([tick for power in range(-3, 10) for step in steps if least <= (tick := step * 10**power) <= most])
+        axes.set_yticks(
+            [tick for power in range(-3, 10) for step in steps if least <= (tick := step * 10**power) <= most]
+        )
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         axes.yaxis.minorticks_off()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8, title="at the right end", title_fontsize=8)
+    axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1),
+        frameon=False,
+        fontsize=8,
+        title="at the right end",
+        title_fontsize=8,
+    )
     _title(axes, title, note)
     save(figure, path)
 
@@ -70,12 +105,24 @@ def bars(path: Path, title: str, note: str, names: Sequence[str], groups: dict[s
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for axes, (group, values), colour in zip(panels, groups.items(), COLOURS[1:], strict=False):
         at = range(len(names))
-        axes.barh(at, [v.mean[0] for v in values], color=colour, height=0.65, alpha=0.85,
-                  xerr=[[v.mean[0] - v.low[0] for v in values], [v.high[0] - v.mean[0] for v in values]],
-                  error_kw={"elinewidth": 1, "ecolor": "0.25"})
+        axes.barh(
+            at,
+            [v.mean[0] for v in values],
+            color=colour,
+            height=0.65,
+            alpha=0.85,
+            xerr=[[v.mean[0] - v.low[0] for v in values], [v.high[0] - v.mean[0] for v in values]],
+            error_kw={"elinewidth": 1, "ecolor": "0.25"},
+        )
         for y, value in zip(at, values, strict=True):
-            axes.annotate(f"{value.mean[0]:.1f}", (value.high[0], y), xytext=(3, 0), textcoords="offset points", va="center",
-                          fontsize=7)
+            axes.annotate(
+                f"{value.mean[0]:.1f}",
+                (value.high[0], y),
+                xytext=(3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7,
+            )
         axes.set_xlim(0, max(v.high[0] for v in values) * 1.18 + 1e-9)
         axes.set_title(group, fontsize=9, loc="left")
         axes.set_yticks(at, names, fontsize=8)
@@ -94,23 +141,41 @@ def frequencies(path: Path, panels: dict[str, dict[str, Sequence[float]]], train
     for axes, (name, panel) in zip(all_axes, panels.items(), strict=True):
         for at, (label, table) in enumerate(panel.items()):  # later lines are thinner, so that those under them show
             thinner = at / len(panel)
-            look = dict(color=COLOURS[at % len(COLOURS)], linestyle=STYLES[at // len(COLOURS) % len(STYLES)], zorder=2 + thinner,
-                        marker=MARKERS[at % len(MARKERS)], markersize=6.5 - 4 * thinner, linewidth=3 - 2.2 * thinner)
+            look = dict(
+                color=COLOURS[at % len(COLOURS)],
+                linestyle=STYLES[at // len(COLOURS) % len(STYLES)],
+                zorder=2 + thinner,
+                marker=MARKERS[at % len(MARKERS)],
+                markersize=6.5 - 4 * thinner,
+                linewidth=3 - 2.2 * thinner,
+            )
             axes.plot(range(len(table)), [f if f > 0 else math.nan for f in table], label=label, **look)
             axes.plot(range(len(table)), [math.nan if f > 0 else floor for f in table], **look)
         for value, label in ((2 * math.pi / train_length, "2π/L"), (math.pi / train_length, "π/L")):
             axes.axhline(value, color="0.4", linewidth=0.8, linestyle=":", zorder=0)
-            axes.annotate(label, (1, value), xycoords=("axes fraction", "data"), xytext=(2, 0), textcoords="offset points",
-                          fontsize=8, color="0.3", va="center")
+            axes.annotate(
+                label,
+                (1, value),
+                xycoords=("axes fraction", "data"),
+                xytext=(2, 0),
+                textcoords="offset points",
+                fontsize=8,
+                color="0.3",
+                va="center",
+            )
         axes.axhline(floor, color="0.8", linewidth=0.8, zorder=0)
-        axes.annotate("0: no rotation", (0, floor), xytext=(0, -11), textcoords="offset points", fontsize=8, color="0.3")
+        axes.annotate(
+            "0: no rotation", (0, floor), xytext=(0, -11), textcoords="offset points", fontsize=8, color="0.3"
+        )
         axes.set_yscale("log")
         axes.set_ylim(floor / 3, 2)
         axes.set_xlabel("channel pair")
         axes.set_title(name, fontsize=9, loc="left")
         axes.legend(loc="lower left", bbox_to_anchor=(0.01, 0.11), frameon=False, fontsize=8)
     all_axes[0].set_ylabel("inv_freq (radians per position, log scale)")
-    _suptitle(figure, "Frequency tables", f"head_dim {2 * len(tables[0])}, base {base:g}, training length L = {train_length}")
+    _suptitle(
+        figure, "Frequency tables", f"head_dim {2 * len(tables[0])}, base {base:g}, training length L = {train_length}"
+    )
     save(figure, path)
 
 
@@ -121,7 +186,9 @@ def matrices(path: Path, seen: dict[str, Sequence[Sequence[float]]], train_lengt
 
     figure, panels = _figure((2.6 * len(seen) + 1, 3.3), columns=len(seen))
     viridis = colormaps["viridis"]
-    shades = ListedColormap([viridis(0.15 + 0.8 * at / 255) for at in range(256)]).with_extremes(over="#D55E00", bad="white")
+    shades = ListedColormap([viridis(0.15 + 0.8 * at / 255) for at in range(256)]).with_extremes(
+        over="#D55E00", bad="white"
+    )
     for axes, (name, matrix) in zip(panels, seen.items(), strict=True):
         image = axes.imshow(matrix, cmap=shades, vmin=0, vmax=train_length - 1, interpolation="nearest")
         axes.set_title(name, fontsize=9)
@@ -130,7 +197,9 @@ def matrices(path: Path, seen: dict[str, Sequence[Sequence[float]]], train_lengt
         size = len(matrix)
         for row, column in ((size - 1, 0), (size - 1, size // 2), (size // 2, 0)):
             value = matrix[row][column]
-            axes.annotate(f"{value:.3g}", (column + size * 0.02, row - size * 0.02), fontsize=7, color="white", va="bottom")
+            axes.annotate(
+                f"{value:.3g}", (column + size * 0.02, row - size * 0.02), fontsize=7, color="white", va="bottom"
+            )
     panels[0].set_ylabel("query", fontsize=8)
     bar = figure.colorbar(image, ax=panels, extend="max", shrink=0.85)
     bar.set_label(f"distance seen\n(orange: {train_length} and more, never trained)", fontsize=8)
@@ -138,8 +207,13 @@ def matrices(path: Path, seen: dict[str, Sequence[Sequence[float]]], train_lengt
     save(figure, path)
 
 
-def patterns(path: Path, title: str, note: str, panels: Sequence[tuple[str, dict[str, Sequence[float]]]],
-             marks: Sequence[float] = ()) -> None:
+def patterns(
+    path: Path,
+    title: str,
+    note: str,
+    panels: Sequence[tuple[str, dict[str, Sequence[float]]]],
+    marks: Sequence[float] = (),
+) -> None:
     """Panels of curves over the distance between query and key, side by side; marks are dotted."""
     figure, all_axes = _figure((4.2 * len(panels), 3.4), columns=len(panels))
     for axes, (name, curves) in zip(all_axes, panels, strict=False):
@@ -158,24 +232,49 @@ def patterns(path: Path, title: str, note: str, panels: Sequence[tuple[str, dict
     save(figure, path)
 
 
-def components(path: Path, title: str, parts: Sequence[Sequence[float]], overall: Sequence[float], kinds: Sequence[str],
-               theta: Sequence[float], train_length: int) -> None:
+def components(
+    path: Path,
+    title: str,
+    parts: Sequence[Sequence[float]],
+    overall: Sequence[float],
+    kinds: Sequence[str],
+    theta: Sequence[float],
+    train_length: int,
+) -> None:
     """Above, every pair's contribution by distance; below, the sum of all and the sum of the activated ones."""
     figure, (above, below) = _figure((9, 6), rows=2)
     named = set()
     for part, kind in zip(parts, kinds, strict=False):
-        above.plot(range(len(part)), part, color=KIND_COLOURS[kind], linewidth=1.6 if kind == "activated" else 1.0,
-                   label=None if kind in named else KIND_NAMES[kind], zorder=3 if kind == "activated" else 2)
+        above.plot(
+            range(len(part)),
+            part,
+            color=KIND_COLOURS[kind],
+            linewidth=1.6 if kind == "activated" else 1.0,
+            label=None if kind in named else KIND_NAMES[kind],
+            zorder=3 if kind == "activated" else 2,
+        )
         named.add(kind)
     if len(parts) > len(theta):
-        above.plot(range(len(parts[-1])), parts[-1], color="black", linewidth=1, linestyle=":", label="channels without position")
+        above.plot(
+            range(len(parts[-1])),
+            parts[-1],
+            color="black",
+            linewidth=1,
+            linestyle=":",
+            label="channels without position",
+        )
     above.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     above.set_ylabel("contribution of a pair")
     below.plot(range(len(overall)), overall, color="black", linewidth=1.6, label="all pairs")
     activated = [part for part, kind in zip(parts, kinds, strict=False) if kind == "activated"]
     if activated:
-        below.plot(range(len(overall)), [sum(values) for values in zip(*activated, strict=True)], color=KIND_COLOURS["activated"],
-                   linewidth=1.6, label="activated pairs")
+        below.plot(
+            range(len(overall)),
+            [sum(values) for values in zip(*activated, strict=True)],
+            color=KIND_COLOURS["activated"],
+            linewidth=1.6,
+            label="activated pairs",
+        )
     below.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     below.set_ylabel("score before the softmax")
     below.set_xlabel("distance (bytes)")
@@ -187,9 +286,16 @@ def components(path: Path, title: str, parts: Sequence[Sequence[float]], overall
     save(figure, path)
 
 
-def vaf_over_training(path: Path, title: str, steps: Sequence[int], values: Sequence[Sequence[float]], kinds: Sequence[str],
-                      learning_rate_note: str) -> None:
-    """Variance accounted for (percent) of every pair, one row of the picture per kept step; activated pairs are framed."""
+def vaf_over_training(
+    path: Path,
+    title: str,
+    steps: Sequence[int],
+    values: Sequence[Sequence[float]],
+    kinds: Sequence[str],
+    learning_rate_note: str,
+) -> None:
+    """Variance accounted for (percent) of every pair, one row of the picture per kept step; activated pairs are
+    framed."""
     figure, axes = _figure((9, 4.5))
     shown = [[max(min(v, 100.0), -100.0) for v in row] for row in values]
     image = axes.imshow(shown, aspect="auto", cmap="RdBu_r", vmin=-100, vmax=100, interpolation="nearest")
@@ -226,7 +332,9 @@ def _figure(size: tuple[float, float], columns: int = 1, rows: int = 1):
 
 def _title(axes, title: str, note: str) -> None:
     axes.set_title(title, loc="left", fontweight="bold", fontsize=11, pad=20 if note else 8)
-    axes.annotate(note, xy=(0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=8, color="0.35")
+    axes.annotate(
+        note, xy=(0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=8, color="0.35"
+    )
 
 
 def _suptitle(figure, title: str, note: str) -> None:

@@ -1,7 +1,7 @@
 """``flashrope generate``: continues a text from a model that ``flashrope demo`` trained, past its training length.
 
-Every block keeps one cache of raw keys; the scheme is chosen when the model is loaded, and nothing but the attention call
-changes with it. The text goes to stdout as it comes, everything else to stderr.
+Every block keeps one cache of raw keys; the scheme is chosen when the model is loaded, and nothing but the attention
+call changes with it. The text goes to stdout as it comes, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -38,31 +38,59 @@ WORTH_THREADS = 4_000_000  # parameters; the products of a smaller model's step 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model and prompt")
-    model.add_argument("--model", metavar="PATH", default=f"runs/demo/{CHECKPOINTS['rope']}",
-                       help="a checkpoint that flashrope demo wrote")
+    model.add_argument(
+        "--model",
+        metavar="PATH",
+        default=f"runs/demo/{CHECKPOINTS['rope']}",
+        help="a checkpoint that flashrope demo wrote",
+    )
     prompt = model.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; by default a piece, as long as the training "
-                        "length, of the files that the model was not trained on")
+    prompt.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="the text to continue; by default a piece, as long as the training "
+        "length, of the files that the model was not trained on",
+    )
     prompt.add_argument("--prompt-file", metavar="PATH", help="a file that holds it")
     run_ = parser.add_argument_group("run")
     run_.add_argument("--tokens", type=positive, metavar="N", default=256, help="bytes to generate")
-    run_.add_argument("--temperature", type=float, metavar="T", default=0.8, help="0 takes the likeliest byte each time")
+    run_.add_argument(
+        "--temperature", type=float, metavar="T", default=0.8, help="0 takes the likeliest byte each time"
+    )
     run_.add_argument("--top-k", type=positive, metavar="K", help="draw from the K likeliest bytes only")
     run_.add_argument("--seed", type=int, default=0, help="of the draws and of the default prompt")
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    run_.add_argument("--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device")
-    run_.add_argument("--threads", type=positive, help="CPU threads; by default one for small models, else those there are, at "
-                      "most 8")
+    run_.add_argument(
+        "--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device"
+    )
+    run_.add_argument(
+        "--threads", type=positive, help="CPU threads; by default one for small models, else those there are, at most 8"
+    )
     scheme = parser.add_argument_group("scheme (by default the one the model was trained with, at every distance)")
-    scheme.add_argument("--rectify", action="store_true", help="ReRoPE: distances of the window and more count as the window")
-    scheme.add_argument("--window", type=positive, metavar="W", help="of ReRoPE, in bytes, by default half the training length; "
-                        "asks for --rectify by itself")
-    scheme.add_argument("--factor", type=float, metavar="K", help="Leaky ReRoPE: distances grow by 1/K beyond the window; asks "
-                        "for --rectify by itself")
-    scheme.add_argument("--log-n", action="store_true", help="scale the query at position i by max(1, ln(i + 1) / ln(training "
-                        "length))")
-    scheme.add_argument("--train-length", type=positive, metavar="N", help="the training length in bytes, for checkpoints that "
-                        "do not state it")
+    scheme.add_argument(
+        "--rectify", action="store_true", help="ReRoPE: distances of the window and more count as the window"
+    )
+    scheme.add_argument(
+        "--window",
+        type=positive,
+        metavar="W",
+        help="of ReRoPE, in bytes, by default half the training length; asks for --rectify by itself",
+    )
+    scheme.add_argument(
+        "--factor",
+        type=float,
+        metavar="K",
+        help="Leaky ReRoPE: distances grow by 1/K beyond the window; asks for --rectify by itself",
+    )
+    scheme.add_argument(
+        "--log-n", action="store_true", help="scale the query at position i by max(1, ln(i + 1) / ln(training length))"
+    )
+    scheme.add_argument(
+        "--train-length",
+        type=positive,
+        metavar="N",
+        help="the training length in bytes, for checkpoints that do not state it",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +144,13 @@ def _generate(settings: Settings, args: argparse.Namespace) -> int:
     return code
 
 
-def generate(decoder: Decoder, prompt: bytes, tokens: int, temperature: float = 0.0, top_k: int | None = None,
-             seed: int = 0) -> Iterator[int]:
+def generate(
+    decoder: Decoder, prompt: bytes, tokens: int, temperature: float = 0.0, top_k: int | None = None, seed: int = 0
+) -> Iterator[int]:
     """The bytes that follow prompt, each as soon as it is known. Under torch.inference_mode.
 
-    Draws are made on the CPU, so that a seed means the same on every device. Raises FloatingPointError where the logits are
-    not finite.
+    Draws are made on the CPU, so that a seed means the same on every device. Raises FloatingPointError where the logits
+    are not finite.
     """
     device = decoder.model.embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
@@ -138,7 +167,9 @@ def pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator:
     """One token drawn by logits (vocab_size,) float64 on the CPU; the likeliest at temperature 0."""
     highest, token = logits.max(dim=0)
     if not math.isfinite(highest):
-        raise FloatingPointError(f"the model's largest logit is {highest.item()}: its weights are not those of a trained model")
+        raise FloatingPointError(
+            f"the model's largest logit is {highest.item()}: its weights are not those of a trained model"
+        )
     if temperature == 0:
         return int(token)
     if top_k is not None:
@@ -169,7 +200,9 @@ def resolve(args: argparse.Namespace) -> Settings:
     if args.top_k is not None and args.top_k > VOCABULARY:
         raise BadInput(f"--top-k: expected at most {VOCABULARY}, the bytes there are, got {args.top_k}")
     if args.top_k is not None and args.temperature == 0:
-        raise BadInput("--top-k: nothing is drawn at --temperature 0, which takes the likeliest byte; give one of the two")
+        raise BadInput(
+            "--top-k: nothing is drawn at --temperature 0, which takes the likeliest byte; give one of the two"
+        )
     if not 0 <= args.seed < 1 << 63:
         raise BadInput(f"--seed: expected 0 to 2**63 - 1, got {args.seed}")
     device = options.device(args.device)
@@ -184,14 +217,18 @@ def resolve(args: argparse.Namespace) -> Settings:
 
 def _load(args: argparse.Namespace, device: torch.device) -> tuple[LanguageModel, Rotary, int | None]:
     if not Path(args.model).is_file():
-        raise BadInput(f"--model: no file {args.model}; run 'flashrope demo' first, which writes it, or give another checkpoint")
+        raise BadInput(
+            f"--model: no file {args.model}; run 'flashrope demo' first, which writes it, or give another checkpoint"
+        )
     try:
         model, trained = load_checkpoint(args.model, device)
         train_length = trained_length(args.model)
     except (ValueError, OSError) as error:
         raise BadInput(f"--model: {error}") from None
     if model.config.vocab_size != VOCABULARY:
-        raise BadInput(f"--model: expected a model over {VOCABULARY} bytes, {args.model} has {model.config.vocab_size} tokens")
+        raise BadInput(
+            f"--model: expected a model over {VOCABULARY} bytes, {args.model} has {model.config.vocab_size} tokens"
+        )
     if train_length and args.train_length and args.train_length != train_length:
         raise BadInput(f"--train-length: {args.model} states {train_length}, got {args.train_length}")
     return model, trained, train_length or args.train_length
@@ -210,8 +247,10 @@ def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None)
             raise BadInput(f"{option}: {unknown}")
         window = args.window or max(train_length // 2, 1)
         if window > train_length:
-            raise BadInput(f"--window: {window:,} is beyond the training length of {train_length:,} bytes, so distances would be "
-                           "told apart that the model never saw")
+            raise BadInput(
+                f"--window: {window:,} is beyond the training length of {train_length:,} bytes, so distances would be "
+                "told apart that the model never saw"
+            )
         try:
             rotary = rotary.rectify(window, args.factor)
         except ValueError as error:
@@ -249,19 +288,21 @@ def _prompt(args: argparse.Namespace, train_length: int | None) -> bytes:
 
 
 def _unseen_piece(split: Path, length: int, seed: int) -> bytes:
-    """length bytes of a file that the split beside the checkpoint keeps from training, from the start of a line where there is
-    one. Only the standard library can be found again; of a user's own text the split has the names alone."""
+    """length bytes of a file that the split beside the checkpoint keeps from training, from the start of a line where
+    there is one. Only the standard library can be found again; of a user's own text the split has the names alone."""
     try:
         record = json.loads(split.read_text())
         text, files = record["text"], record["unseen"]["files"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise BadInput(f"--prompt: there is no {split} to tell which text is unseen; give --prompt or --prompt-file") from None
+        raise BadInput(
+            f"--prompt: there is no {split} to tell which text is unseen; give --prompt or --prompt-file"
+        ) from None
     corpus = data.standard_library(length)
     pieces = [piece for name, piece in zip(corpus.unseen_files, corpus.unseen, strict=True) if name in set(files)]
     windows = data.unseen_windows(pieces, 2 * length, 1, seed) if text == corpus.name else []
     if not windows:
         raise BadInput(f"--prompt: the unseen part of {text} is not at hand; give --prompt or --prompt-file")
-    return windows[0][windows[0][:length].find(b"\n") + 1:][:length]
+    return windows[0][windows[0][:length].find(b"\n") + 1 :][:length]
 
 
 # ---- what is told -------------------------------------------------------------------------------------------------------
@@ -278,18 +319,20 @@ def _facts(settings: Settings, args: argparse.Namespace) -> dict[str, str]:
     likeliest = f", the {args.top_k} likeliest" if args.top_k else ""
     return {
         "model": f"{args.model}, {parameters:,} parameters, layers {config.layers}, heads {config.heads} of {config.head_dim} "
-                 f"channels, training length {f'{trained_at:,} bytes' if trained_at else 'unknown'}",
+        f"channels, training length {f'{trained_at:,} bytes' if trained_at else 'unknown'}",
         "scheme": settings.scheme,
         "context": f"prompt of {prompt:,} bytes, up to {args.tokens:,} to come{passed}",
-        "draws": f"temperature {args.temperature:g}{likeliest}, seed {args.seed}" if args.temperature else
-                 "the likeliest byte each time (greedy)",
+        "draws": f"temperature {args.temperature:g}{likeliest}, seed {args.seed}"
+        if args.temperature
+        else "the likeliest byte each time (greedy)",
         "machine": f"{hardware(settings.device)}, CPU threads: {torch.get_num_threads()}, attention implementation "
-                   f"{settings.impl}, torch {torch.__version__}",
+        f"{settings.impl}, torch {torch.__version__}",
     }
 
 
 def _outcome(settings: Settings, args: argparse.Namespace, start: float, times: list[float]) -> dict[str, str]:
-    """times are those of the generated bytes; the first ends the reading of the prompt, the second compiles and builds tables."""
+    """times are those of the generated bytes; the first ends the reading of the prompt, the second compiles and builds
+    tables."""
     device = f"{settings.device}, attention implementation {settings.impl}"
     if not times:
         return {"prompt": "interrupted while it was read", "device": device}

@@ -78,11 +78,13 @@ class LanguageModel(nn.Module):
             for layer in (block.out, block.down):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * config.layers) ** 0.5)
 
-    def forward(self, tokens: torch.Tensor, rotary: Rotary, attend: Attend | Sequence[Attend] = attention) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, rotary: Rotary, attend: Attend | Sequence[Attend] = attention
+    ) -> torch.Tensor:
         """tokens (batch, seqlen) int64 to logits (batch, seqlen, vocab_size).
 
-        attend takes (q, k, v, rotary) and is ``flashrope.attention`` unless a caller needs one with further arguments, or one
-        for each block, as over a cache.
+        attend takes (q, k, v, rotary) and is ``flashrope.attention`` unless a caller needs one with further arguments,
+        or one for each block, as over a cache.
         """
         return self.decode(self.embedding(tokens), rotary, attend)
 
@@ -97,18 +99,26 @@ class LanguageModel(nn.Module):
 class Decoder:
     """One text, read piece by piece: what was read stays in one cache of raw keys and values per block.
 
-    capacity is the number of tokens it can read; dtype that of the caches, which is q's. Calls belong under torch.inference_mode.
+    capacity is the number of tokens it can read; dtype that of the caches, which is q's. Calls belong under
+    torch.inference_mode.
     """
 
-    def __init__(self, model: LanguageModel, rotary: Rotary, capacity: int, dtype: torch.dtype = torch.float32,
-                 impl: str | None = None):
+    def __init__(
+        self,
+        model: LanguageModel,
+        rotary: Rotary,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+        impl: str | None = None,
+    ):
         config, device = model.config, model.embedding.weight.device
         self.model, self.rotary = model, rotary
         caches = [KVCache(1, capacity, config.heads, config.head_dim, dtype, device) for _ in range(config.layers)]
         self._attends = [functools.partial(_attend_over, cache, impl) for cache in caches]
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens (1, seqlen) int64, the next of the text, to logits (1, seqlen, vocab_size). ValueError where they do not fit."""
+        """tokens (1, seqlen) int64, the next of the text, to logits (1, seqlen, vocab_size). ValueError where they do
+        not fit."""
         return self.model(tokens, self.rotary, self._attends)
 
 
@@ -116,8 +126,11 @@ def _attend_over(cache: KVCache, impl: str | None, q, k, v, rotary: Rotary) -> t
     return cache.attend(q, rotary, k, v, impl=impl)
 
 
-def save_checkpoint(path: str | os.PathLike, model: LanguageModel, rotary: Rotary, train_length: int | None = None) -> None:
-    """Weights, sizes, the scheme and the length trained with, as one safetensors file; it appears whole or not at all."""
+def save_checkpoint(
+    path: str | os.PathLike, model: LanguageModel, rotary: Rotary, train_length: int | None = None
+) -> None:
+    """Weights, sizes, the scheme and the length trained with, as one safetensors file; it appears whole or not at
+    all."""
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -137,7 +150,10 @@ def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
             raise ValueError(f"{path}: not a flashrope checkpoint, its metadata has no config and rotary")
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
     try:
-        model, rotary = LanguageModel(ModelConfig(**json.loads(metadata["config"]))), Rotary.from_text(metadata["rotary"])
+        model, rotary = (
+            LanguageModel(ModelConfig(**json.loads(metadata["config"]))),
+            Rotary.from_text(metadata["rotary"]),
+        )
         model.to(device).load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path}: not a flashrope checkpoint ({' '.join(str(error).split())})") from error

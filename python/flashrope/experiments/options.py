@@ -33,7 +33,9 @@ def device(name: str) -> torch.device:
     if chosen.type not in ("cpu", "cuda"):
         raise BadInput(f"--device: expected auto, cpu, cuda or cuda:N, got {name}")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise BadInput(f"--device: {name} was asked for, torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices")
+        raise BadInput(
+            f"--device: {name} was asked for, torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
+        )
     return chosen
 
 

@@ -1,7 +1,9 @@
-"""``flashrope passkey``: how deep and how far a Hugging Face model finds a number again, under the scheme it has and others.
+"""``flashrope passkey``: how deep and how far a Hugging Face model finds a number again, under the scheme it has and
+others.
 
-A prompt is filler of one length with a five-digit number somewhere in it, and a question for the number. The answer counts where
-every one of its tokens is the likeliest, which is when greedy decoding would give it; one forward pass tells.
+A prompt is filler of one length with a five-digit number somewhere in it, and a question for the number. The answer
+counts where every one of its tokens is the likeliest, which is when greedy decoding would give it; one forward pass
+tells.
 """
 
 from __future__ import annotations
@@ -25,27 +27,46 @@ from .figures import new_figure, save
 from .options import BadInput, need, positive
 
 NAMES = {"stock": "as it is", "rerope": "ReRoPE", "leaky": "Leaky ReRoPE", "yarn": "YaRN"}
-INSTRUCTION = "Somewhere in this text a number is hidden. Find it and keep it in mind; you will be asked for it at the end.\n"
-FILLER = ("The river runs past the mill. A cat sleeps on the wall. Two carts stand in the yard. Rain falls on the roof, and "
-          "then it stops. Someone sweeps the stairs.\n")
+INSTRUCTION = (
+    "Somewhere in this text a number is hidden. Find it and keep it in mind; you will be asked for it at the end.\n"
+)
+FILLER = (
+    "The river runs past the mill. A cat sleeps on the wall. Two carts stand in the yard. Rain falls on the roof, and "
+    "then it stops. Someone sweeps the stairs.\n"
+)
 NEEDLE = "The hidden number is{answer}. Keep it in mind:{answer} is the hidden number.\n"
 QUESTION = "What is the hidden number? The hidden number is"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="PATH_OR_ID", required=True, help="a transformers checkpoint, or its name on the hub; "
-                        "a model without a tokenizer is read as one over bytes")
+    parser.add_argument(
+        "--model",
+        metavar="PATH_OR_ID",
+        required=True,
+        help="a transformers checkpoint, or its name on the hub; a model without a tokenizer is read as one over bytes",
+    )
     parser.add_argument("--schemes", nargs="+", choices=NAMES, default=list(NAMES), help="what to run the model under")
-    parser.add_argument("--lengths", nargs="+", type=positive, metavar="N", help="tokens, the answer counted in; by default 1/2, "
-                        "1, 2 and 4 times the training length")
-    parser.add_argument("--depths", type=positive, metavar="N", default=5, help="places of the number, evenly from the start to "
-                        "the end")
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=positive,
+        metavar="N",
+        help="tokens, the answer counted in; by default 1/2, 1, 2 and 4 times the training length",
+    )
+    parser.add_argument(
+        "--depths", type=positive, metavar="N", default=5, help="places of the number, evenly from the start to the end"
+    )
     parser.add_argument("--trials", type=positive, metavar="N", default=4, help="numbers to hide at every place")
     parser.add_argument("--batch", type=positive, metavar="N", default=1, help="prompts per forward pass")
-    parser.add_argument("--train-length", type=positive, metavar="N", help="in tokens; by default the configuration's "
-                        "max_position_embeddings")
-    parser.add_argument("--window", type=positive, metavar="W", help="of ReRoPE and Leaky ReRoPE; by default half the training "
-                        "length")
+    parser.add_argument(
+        "--train-length",
+        type=positive,
+        metavar="N",
+        help="in tokens; by default the configuration's max_position_embeddings",
+    )
+    parser.add_argument(
+        "--window", type=positive, metavar="W", help="of ReRoPE and Leaky ReRoPE; by default half the training length"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the numbers")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--out", metavar="DIR", default="runs/passkey", help="where passkey.png, .csv and .json go")
@@ -69,7 +90,8 @@ class Task:
     start: tuple[int, ...] = ()  # what a text begins with
 
     def prompt(self, length: int, depth: float, number: int) -> tuple[list[int], int]:
-        """(exactly length tokens, the last of which are the answer; how many those are). Raises ValueError where too short."""
+        """(exactly length tokens, the last of which are the answer; how many those are). Raises ValueError where too
+        short."""
         answer = self.encode(f" {number}")
         head = [*self.start, *self.encode(INSTRUCTION)]
         needle, question = self.encode(NEEDLE.format(answer=f" {number}")), self.encode(QUESTION)
@@ -110,7 +132,7 @@ def _measure(args: argparse.Namespace) -> int:
         raise BadInput(f"--schemes: none of {', '.join(args.schemes)} fits this model: {'; '.join(skipped.values())}")
     facts = {
         "model": f"{args.model}, {sum(p.numel() for p in model.parameters()):,} parameters, training length {train_length:,} "
-                 "tokens",
+        "tokens",
         "schemes": "; ".join(f"{NAMES[name]}: {words}" for name, (_, words) in schemes.items()),
         **({"left out": "; ".join(f"{NAMES[name]}: {reason}" for name, reason in skipped.items())} if skipped else {}),
         "prompts": f"{args.trials} numbers at each of {len(depths)} depths and {len(lengths)} lengths, seed {args.seed}",
@@ -123,7 +145,9 @@ def _measure(args: argparse.Namespace) -> int:
     with report.Bars([NAMES[name] for name in schemes], len(lengths) * len(depths)) as bars:
         for at, (name, (apply, _)) in enumerate(schemes.items()):
             apply()
-            for step, cell in enumerate(measure(model, task, name, lengths, depths, args.trials, args.batch, args.seed), 1):
+            for step, cell in enumerate(
+                measure(model, task, name, lengths, depths, args.trials, args.batch, args.seed), 1
+            ):
                 cells.append(cell)
                 bars.update(at, step)
     out = Path(args.out)
@@ -137,8 +161,16 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 @torch.no_grad()
-def measure(model, task: Task, scheme: str, lengths: Sequence[int], depths: Sequence[float], trials: int, batch: int = 1,
-            seed: int = 0) -> Iterator[Cell]:
+def measure(
+    model,
+    task: Task,
+    scheme: str,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    trials: int,
+    batch: int = 1,
+    seed: int = 0,
+) -> Iterator[Cell]:
     """One cell after the other. The same numbers are hidden under every scheme."""
     device = next(model.parameters()).device
     for length in lengths:
@@ -147,7 +179,7 @@ def measure(model, task: Task, scheme: str, lengths: Sequence[int], depths: Sequ
             prompts = [task.prompt(length, depth, draw.randrange(10_000, 100_000)) for _ in range(trials)]
             right, log_probability = 0, 0.0
             for first in range(0, trials, batch):
-                some = prompts[first:first + batch]
+                some = prompts[first : first + batch]
                 kept = max(answer for _, answer in some)
                 ids = torch.tensor([ids for ids, _ in some], device=device)
                 logits = model(ids, use_cache=False, logits_to_keep=kept + 1).logits[:, :-1].float()
@@ -158,7 +190,8 @@ def measure(model, task: Task, scheme: str, lengths: Sequence[int], depths: Sequ
             yield Cell(scheme, length, depth, right / trials, log_probability / trials)
 
 
-# ---- the model and its schemes --------------------------------------------------------------------------------------------
+# ---- the model and its schemes
+# --------------------------------------------------------------------------------------------
 
 
 def _load(name: str, device: torch.device):
@@ -166,14 +199,18 @@ def _load(name: str, device: torch.device):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
+        )
     except (OSError, ValueError) as error:
         raise BadInput(f"--model: {str(error).splitlines()[0]}") from None
     model = model.to(device).eval()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        task = Task(lambda text: tokenizer.encode(text, add_special_tokens=False),
-                    () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,))
+        task = Task(
+            lambda text: tokenizer.encode(text, add_special_tokens=False),
+            () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,),
+        )
         if task.encode(" 12345") != task.encode(" 67890"):  # transformers 5.0 makes one without a vocabulary
             return model, task
     except Exception:  # noqa: S110  what a checkpoint without a tokenizer runs into: the library raises half a dozen types
@@ -224,7 +261,9 @@ def table(cells: Sequence[Cell]) -> str:
     lengths = sorted({cell.length for cell in cells})
     rows = [["length, tokens", *(f"{length:,}" for length in lengths)]]
     for scheme in dict.fromkeys(cell.scheme for cell in cells):
-        found = [[cell.accuracy for cell in cells if (cell.scheme, cell.length) == (scheme, length)] for length in lengths]
+        found = [
+            [cell.accuracy for cell in cells if (cell.scheme, cell.length) == (scheme, length)] for length in lengths
+        ]
         rows.append([NAMES[scheme], *(f"{100 * sum(some) / len(some):.0f}%" for some in found)])
     wide = max(len(row[0]) for row in rows)
     text = [row[0].ljust(wide) + "".join(value.rjust(10) for value in row[1:]) for row in rows]
@@ -232,8 +271,13 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def csv_text(cells: Sequence[Cell]) -> str:
-    return files.csv_text(Cell._fields, [[cell.scheme, cell.length, f"{cell.depth:.4f}", f"{cell.accuracy:.4f}",
-                                          f"{cell.log_probability:.6f}"] for cell in cells])
+    return files.csv_text(
+        Cell._fields,
+        [
+            [cell.scheme, cell.length, f"{cell.depth:.4f}", f"{cell.accuracy:.4f}", f"{cell.log_probability:.6f}"]
+            for cell in cells
+        ],
+    )
 
 
 def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> None:
@@ -245,15 +289,27 @@ def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> No
     size = 1.2 + across * max(2.6, 0.75 * len(lengths)), 1.1 + down * max(2.2, 0.5 * len(depths))
     figure = new_figure(size)
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-    for place in grid.flat[len(schemes):]:
+    for place in grid.flat[len(schemes) :]:
         place.set_visible(False)
     for axes, scheme in zip(grid.flat, schemes, strict=False):
         values = {(cell.depth, cell.length): cell.accuracy for cell in cells if cell.scheme == scheme}
-        image = axes.imshow([[values[depth, length] for length in lengths] for depth in depths], vmin=0, vmax=1, cmap="cividis",
-                            aspect="auto")
+        image = axes.imshow(
+            [[values[depth, length] for length in lengths] for depth in depths],
+            vmin=0,
+            vmax=1,
+            cmap="cividis",
+            aspect="auto",
+        )
         for (depth, length), value in values.items():
-            axes.text(lengths.index(length), depths.index(depth), f"{100 * value:.0f}", ha="center", va="center", fontsize=7,
-                      color="black" if value > 0.6 else "white")
+            axes.text(
+                lengths.index(length),
+                depths.index(depth),
+                f"{100 * value:.0f}",
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="black" if value > 0.6 else "white",
+            )
         beyond = sum(length <= train_length for length in lengths)
         if 0 < beyond < len(lengths):
             axes.axvline(beyond - 0.5, color="black", linewidth=1.2, linestyle=":")

@@ -1,7 +1,8 @@
 """Position-related attention: what the scores owe to positions alone (HoPE's section 3).
 
-Every sample is one random byte at all positions behind a first byte 0, so that a score differs from another only by where the key
-stands. The scores are those of the last query, before the softmax, and split into the pairs' contributions
+Every sample is one random byte at all positions behind a first byte 0, so that a score differs from another only by
+where the key stands. The scores are those of the last query, before the softmax, and split into the pairs'
+contributions
 
     C_m = (q0 k0 + q1 k1) cos(d theta_m) + (q0 k1 - q1 k0) sin(d theta_m)
 """
@@ -25,7 +26,8 @@ FIRST_BYTE = 0
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Scores of the last query by distance, averaged over heads and samples; index d of an axis "distance" is the key d back.
+    """Scores of the last query by distance, averaged over heads and samples; index d of an axis "distance" is the key d
+    back.
 
     The first byte is left out: a context of n bytes gives the distances 0 to n - 2.
     """
@@ -43,8 +45,15 @@ class Pattern:
 
 
 @torch.no_grad()
-def pattern(model: ZooModel, rotary: Rotaries, length: int, samples: int, seed: int = 0, attend: Attend = attention,
-            batch_tokens: int = 16384) -> Pattern:
+def pattern(
+    model: ZooModel,
+    rotary: Rotaries,
+    length: int,
+    samples: int,
+    seed: int = 0,
+    attend: Attend = attention,
+    batch_tokens: int = 16384,
+) -> Pattern:
     """The model's pattern at a context of ``length`` bytes. All schemes but those with several bands."""
     device = model.language.embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
@@ -74,7 +83,8 @@ def pattern(model: ZooModel, rotary: Rotaries, length: int, samples: int, seed: 
 def components(q: torch.Tensor, k: torch.Tensor, rotary: Rotary, softmax_scale: float | None = None) -> torch.Tensor:
     """Contributions (batch, components, seqlen_k) to the scores of the last query, summed over heads, by key.
 
-    q, k are (batch, seqlen, heads, head_dim), raw. rotary has one band of slope 1; its scale on the query is not applied.
+    q, k are (batch, seqlen, heads, head_dim), raw. rotary has one band of slope 1; its scale on the query is not
+    applied.
     """
     if any((band.slope, band.offset) != (1, 0) for band in rotary.bands):
         raise ValueError(f"rotary: expected one band of slope 1, got {rotary}")
@@ -82,12 +92,12 @@ def components(q: torch.Tensor, k: torch.Tensor, rotary: Rotary, softmax_scale: 
     last, half = q[:, -1:].double(), rotary.rotary_dim // 2
     k = k.double()
     if rotary.interleaved:
-        (q0, q1), (k0, k1) = ((x[..., 0:2 * half:2], x[..., 1:2 * half:2]) for x in (last, k))
+        (q0, q1), (k0, k1) = ((x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]) for x in (last, k))
     else:
-        (q0, q1), (k0, k1) = ((x[..., :half], x[..., half:2 * half]) for x in (last, k))
+        (q0, q1), (k0, k1) = ((x[..., :half], x[..., half : 2 * half]) for x in (last, k))
     angle = torch.arange(k.shape[1] - 1, -1, -1, device=k.device).double()[:, None, None] * rotary.inv_freq.to(k.device)
     pairs = (q0 * k0 + q1 * k1) * angle.cos() + (q0 * k1 - q1 * k0) * angle.sin()
-    rest = (last[..., 2 * half:] * k[..., 2 * half:]).sum(-1, keepdim=True)
+    rest = (last[..., 2 * half :] * k[..., 2 * half :]).sum(-1, keepdim=True)
     found = torch.cat((pairs, rest), -1) if rest.numel() and 2 * half < q.shape[-1] else pairs
     return scale * found.sum(2).transpose(1, 2)
 
@@ -99,4 +109,7 @@ def vaf(parts: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 def kinds(theta: Sequence[float], train_length: int) -> list[str]:
     """Of every pair: "high" from 2 pi / L on, "activated" between pi / L and 2 pi / L, "low" at pi / L and below."""
-    return ["high" if f >= 2 * math.pi / train_length else "activated" if f > math.pi / train_length else "low" for f in theta]
+    return [
+        "high" if f >= 2 * math.pi / train_length else "activated" if f > math.pi / train_length else "low"
+        for f in theta
+    ]

@@ -1,8 +1,8 @@
 """n-dimensional RoPE on small pictures: every pixel asks for the colour of one of its four neighbours.
 
-A pixel's colour says which: 0 the one above, 1 the one to the right, 2 the one below, 3 the one to the left; at an edge the pixel
-itself. Models are trained on square pictures and read others too. Two-dimensional positions say the same of a neighbour in every
-picture; positions along the rows of a picture say "above" by its width.
+A pixel's colour says which: 0 the one above, 1 the one to the right, 2 the one below, 3 the one to the left; at an edge
+the pixel itself. Models are trained on square pictures and read others too. Two-dimensional positions say the same of a
+neighbour in every picture; positions along the rows of a picture say "above" by its width.
 """
 
 from __future__ import annotations
@@ -45,17 +45,25 @@ def encoding(name: str, head_dim: int) -> Rotary:
 
 def attend_on(rows: int, columns: int, impl: str | None = None) -> Attend:
     """Attention in both directions, over (row, column) for axial schemes and row by row for others."""
+
     def attend(q, k, v, rotary):
         positions = None
         if rotary.axis:
             place = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).to(q.device)
             positions = place.expand(q.shape[0], -1, -1)
         return attention(q, k, v, rotary, causal=False, positions=positions, impl=impl)
+
     return attend
 
 
-def train_on_pictures(name: str, config: ModelConfig, training: TrainConfig, device: torch.device | str = "cpu",
-                      impl: str | None = None, progress=lambda step, loss: None) -> LanguageModel:
+def train_on_pictures(
+    name: str,
+    config: ModelConfig,
+    training: TrainConfig,
+    device: torch.device | str = "cpu",
+    impl: str | None = None,
+    progress=lambda step, loss: None,
+) -> LanguageModel:
     """A model of SIDE x SIDE pictures."""
     torch.manual_seed(training.seed)
     model = LanguageModel(config).to(device)
@@ -72,20 +80,22 @@ def train_on_pictures(name: str, config: ModelConfig, training: TrainConfig, dev
 
 @torch.no_grad()
 def measure(model: LanguageModel, name: str, samples: int, seed: int, impl: str | None = None) -> list[Result]:
-    """Share of pixels that are told right, by shape (task "picture-8x12"); the pictures are others than those trained on."""
+    """Share of pixels that are told right, by shape (task "picture-8x12"); the pictures are others than those trained
+    on."""
     device, results = model.embedding.weight.device, []
     for rows, columns in SHAPES:
         colours, wanted = pictures(samples, rows, columns, torch.Generator().manual_seed(1_000_000_007 + seed))
-        said = model(colours.to(device), encoding(name, model.config.head_dim), attend_on(rows, columns, impl)).argmax(-1)
+        said = model(colours.to(device), encoding(name, model.config.head_dim), attend_on(rows, columns, impl)).argmax(
+            -1
+        )
         right = (said.cpu() == wanted).double().mean().item()
         results.append(Result(f"picture-{rows}x{columns}", rows * columns, 100 * right, samples))
     return results
 
 
-def job(name: str, config: ModelConfig, training: TrainConfig, samples: int, device: str, impl: str | None,
-        progress) -> list[Result]:
+def job(
+    name: str, config: ModelConfig, training: TrainConfig, samples: int, device: str, impl: str | None, progress
+) -> list[Result]:
     """Trains and measures one model, in a worker."""
     model = train_on_pictures(name, config, training, torch.device(device), impl, lambda *message: progress(message))
     return measure(model, name, samples, training.seed, impl)
-
-

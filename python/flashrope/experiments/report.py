@@ -21,14 +21,16 @@ class Row:
 
 
 class Bars:
-    """One progress bar per name, each of ``total`` steps; off a terminal, a line at the first step and every quarter."""
+    """One progress bar per name, each of ``total`` steps; off a terminal, a line at the first step and every
+    quarter."""
 
     def __init__(self, names: Sequence[str], total: int):
         from tqdm import tqdm
 
         self._names, self._total, self._steps = names, total, [0] * len(names)
-        self._bars = [tqdm(total=total, desc=name, position=at, disable=None, dynamic_ncols=True)
-                      for at, name in enumerate(names)]
+        self._bars = [
+            tqdm(total=total, desc=name, position=at, disable=None, dynamic_ncols=True) for at, name in enumerate(names)
+        ]
 
     def __enter__(self) -> Bars:
         return self
@@ -46,13 +48,20 @@ class Bars:
                 shown.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             shown.update(step - shown.n)
         elif before < 1 <= step or any(before < self._total * quarter // 4 <= step for quarter in (1, 2, 3, 4)):
-            print(f"{self._names[bar]}: {step} of {self._total}" + (f", loss {loss:.3f}" if loss is not None else ""), flush=True)
+            print(
+                f"{self._names[bar]}: {step} of {self._total}" + (f", loss {loss:.3f}" if loss is not None else ""),
+                flush=True,
+            )
 
 
 def lines(facts: dict[str, str], *names: str) -> str:
     """The named facts, or all, wrapped to a terminal's width."""
-    return "\n".join(textwrap.fill(facts[name], 110, initial_indent=f"{name + ':':11}", subsequent_indent=" " * 11,
-                                   break_long_words=False) for name in names or facts)
+    return "\n".join(
+        textwrap.fill(
+            facts[name], 110, initial_indent=f"{name + ':':11}", subsequent_indent=" " * 11, break_long_words=False
+        )
+        for name in names or facts
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -71,7 +80,9 @@ def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
 
     def section(title, note, pick):
         head = ["| scheme | model trained with | " + " | ".join(lengths) + " |", "|---|---|" + "---:|" * len(lengths)]
-        best = [min(column) for column in zip(*([f"{pick(loss):.3f}" for loss in row.losses] for row in rows), strict=True)]
+        best = [
+            min(column) for column in zip(*([f"{pick(loss):.3f}" for loss in row.losses] for row in rows), strict=True)
+        ]
         for row in rows:
             values = [f"{pick(loss):.3f}" for loss in row.losses]
             shown = [f"**{value}**" if value == least else value for value, least in zip(values, best, strict=True)]
@@ -80,15 +91,26 @@ def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
 
     spread = [loss.last_stderr for row in rows for loss in row.losses]
     text = ["# Loss against context length", ""]
-    text += section("Same target bytes at every context length", f"Nats per byte: {facts['losses']}. Standard error over the "
-                    f"windows {min(spread):.3f} to {max(spread):.3f}; all rows read the same windows.",
-                    lambda loss: loss.last)
-    text += section("All bytes of every window", "Nats per byte. Longer contexts hold other target bytes too, so columns are not "
-                    "strictly comparable; rows are.", lambda loss: loss.mean)
-    text += ["## How", "", *(f"- {name}: {'`' + fact + '`' if name == 'command' else fact}" for name, fact in facts.items()),
-             "- windows: each lies whole inside one unseen file; a shorter context is its end, with positions from 0.",
-             "- ReRoPE's window: its author found a quarter to a half of the training length best "
-             "(https://kexue.fm/archives/9708).", ""]
+    text += section(
+        "Same target bytes at every context length",
+        f"Nats per byte: {facts['losses']}. Standard error over the "
+        f"windows {min(spread):.3f} to {max(spread):.3f}; all rows read the same windows.",
+        lambda loss: loss.last,
+    )
+    text += section(
+        "All bytes of every window",
+        "Nats per byte. Longer contexts hold other target bytes too, so columns are not strictly comparable; rows are.",
+        lambda loss: loss.mean,
+    )
+    text += [
+        "## How",
+        "",
+        *(f"- {name}: {'`' + fact + '`' if name == 'command' else fact}" for name, fact in facts.items()),
+        "- windows: each lies whole inside one unseen file; a shorter context is its end, with positions from 0.",
+        "- ReRoPE's window: its author found a quarter to a half of the training length best "
+        "(https://kexue.fm/archives/9708).",
+        "",
+    ]
     return "\n".join(text)
 
 
@@ -98,6 +120,19 @@ ENCODINGS = {"rope": "RoPE", "hope": "HoPE"}
 def csv_text(rows: Sequence[Row]) -> str:
     """One line per scheme and context length; losses in nats per byte."""
     columns = ["scheme", "trained_with", "log_n", "context_length", "loss", "loss_stderr", "loss_all_bytes"]
-    return files.csv_text(columns, [
-        [row.name, row.trained_with, int(row.log_n), loss.context_length, f"{loss.last:.6f}", f"{loss.last_stderr:.6f}",
-         f"{loss.mean:.6f}"] for row in rows for loss in row.losses])
+    return files.csv_text(
+        columns,
+        [
+            [
+                row.name,
+                row.trained_with,
+                int(row.log_n),
+                loss.context_length,
+                f"{loss.last:.6f}",
+                f"{loss.last_stderr:.6f}",
+                f"{loss.mean:.6f}",
+            ]
+            for row in rows
+            for loss in row.losses
+        ],
+    )

@@ -1,10 +1,11 @@
-"""A run directory: one configuration, its trained models, and what was measured on them. Whatever is there already is kept.
+"""A run directory: one configuration, its trained models, and what was measured on them. Whatever is there already is
+kept.
 
-    settings.json                       the configuration that everything in the directory belongs to
-    split.json                          which files were trained on and which were not
-    models/<encoding>-L<length>-s<seed>.safetensors     and .state while it is trained
-    <experiment>/cells/*.json           one per scheme, training length and seed
-    <experiment>/results.csv, results.json, *.png, table.md
+settings.json                       the configuration that everything in the directory belongs to
+split.json                          which files were trained on and which were not
+models/<encoding>-L<length>-s<seed>.safetensors     and .state while it is trained
+<experiment>/cells/*.json           one per scheme, training length and seed
+<experiment>/results.csv, results.json, *.png, table.md
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ OBSERVED = ("rope", "hope")  # encodings whose variance accounted for is kept ov
 class Preset:
     """Sizes of one run. Lengths are in bytes; ``batch`` counts windows of ``train_length``.
 
-    practice is the share of the batch that is practice for the tasks, without which models this small learn none of them;
-    samples is the number of unseen samples of every measurement, seeds that of models per encoding.
+    practice is the share of the batch that is practice for the tasks, without which models this small learn none of
+    them; samples is the number of unseen samples of every measurement, seeds that of models per encoding.
     """
 
     width: int
@@ -69,20 +70,75 @@ class Preset:
         """Of a model read at another length than the preset's, with as many bytes per step."""
         batch = max(self.batch * self.train_length // length, 1)
         micro = max(self.micro_batch * self.train_length // length, 1) if self.micro_batch else 0
-        return TrainConfig(self.steps, batch, length, self.learning_rate, warmup=self.warmup, betas=(0.9, self.beta2), seed=seed,
-                           micro_batch=micro)
+        return TrainConfig(
+            self.steps,
+            batch,
+            length,
+            self.learning_rate,
+            warmup=self.warmup,
+            betas=(0.9, self.beta2),
+            seed=seed,
+            micro_batch=micro,
+        )
 
 
 PRESETS = {
-    "tiny": Preset(width=64, layers=2, heads=2, train_length=64, batch=16, steps=500, learning_rate=5e-3, warmup=0.1,
-                   practice=0.5, samples=32, seeds=1),
-    "cpu": Preset(width=64, layers=2, heads=2, train_length=64, batch=16, steps=1600, learning_rate=5e-3, warmup=0.1,
-                  practice=0.75, samples=200, seeds=3),
-    "small": Preset(width=320, layers=8, heads=5, train_length=512, batch=64, steps=20_000, learning_rate=1e-3, warmup=0.05,
-                    practice=0.0, samples=500, seeds=3),
+    "tiny": Preset(
+        width=64,
+        layers=2,
+        heads=2,
+        train_length=64,
+        batch=16,
+        steps=500,
+        learning_rate=5e-3,
+        warmup=0.1,
+        practice=0.5,
+        samples=32,
+        seeds=1,
+    ),
+    "cpu": Preset(
+        width=64,
+        layers=2,
+        heads=2,
+        train_length=64,
+        batch=16,
+        steps=1600,
+        learning_rate=5e-3,
+        warmup=0.1,
+        practice=0.75,
+        samples=200,
+        seeds=3,
+    ),
+    "small": Preset(
+        width=320,
+        layers=8,
+        heads=5,
+        train_length=512,
+        batch=64,
+        steps=20_000,
+        learning_rate=1e-3,
+        warmup=0.05,
+        practice=0.0,
+        samples=500,
+        seeds=3,
+    ),
     # HoPE's appendix A; bytes instead of its 32,000 tokens, bfloat16 instead of float16
-    "125m": Preset(width=768, layers=12, heads=12, train_length=512, batch=512, steps=50_000, learning_rate=3e-4, warmup=0.04,
-                   practice=0.0, samples=1000, seeds=3, mlp_width=2688, micro_batch=64, beta2=0.999),
+    "125m": Preset(
+        width=768,
+        layers=12,
+        heads=12,
+        train_length=512,
+        batch=512,
+        steps=50_000,
+        learning_rate=3e-4,
+        warmup=0.04,
+        practice=0.0,
+        samples=1000,
+        seeds=3,
+        mlp_width=2688,
+        micro_batch=64,
+        beta2=0.999,
+    ),
 }
 
 
@@ -117,7 +173,13 @@ class Run:
         record = self.corpus.record()
         text = {"name": record["text"], **{part: record[part]["sha256"] for part in ("train", "unseen")}}
         sizes = {key: value for key, value in dataclasses.asdict(self.preset).items() if key != "seeds"}
-        return {"preset": self.preset_name, **sizes, "base": self.defaults.base, "text": text, "device": self.device.type}
+        return {
+            "preset": self.preset_name,
+            **sizes,
+            "base": self.defaults.base,
+            "text": text,
+            "device": self.device.type,
+        }
 
     def open(self) -> None:
         """Makes the directory, or checks that it holds this configuration. Raises BadInput."""
@@ -125,11 +187,16 @@ class Run:
         try:
             if path.exists():
                 there = json.loads(path.read_text(encoding="utf-8"))
-                differing = [f"{key} {there.get(key)!r} there, {identity.get(key)!r} here" for key in {**there, **identity}
-                             if there.get(key) != identity.get(key)]
+                differing = [
+                    f"{key} {there.get(key)!r} there, {identity.get(key)!r} here"
+                    for key in {**there, **identity}
+                    if there.get(key) != identity.get(key)
+                ]
                 if differing:
-                    raise BadInput(f"--out: {self.out} holds another configuration ({'; '.join(differing)}); choose another "
-                                   "directory")
+                    raise BadInput(
+                        f"--out: {self.out} holds another configuration ({'; '.join(differing)}); choose another "
+                        "directory"
+                    )
                 return
             if self.out.exists() and any(self.out.iterdir()):
                 raise BadInput(f"--out: {self.out} holds other files and no settings.json; choose another directory")
@@ -143,8 +210,16 @@ class Run:
 
     def provenance(self) -> dict:
         """Where the figures of one use of the directory come from."""
-        return {"settings": self.identity(), "seeds": list(self.seeds), "revision": revision(), "hardware": hardware(self.device),
-                "impl": self.impl, "flashrope": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        return {
+            "settings": self.identity(),
+            "seeds": list(self.seeds),
+            "revision": revision(),
+            "hardware": hardware(self.device),
+            "impl": self.impl,
+            "flashrope": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
 
     def workers(self) -> Workers:
         return Workers(self.processes, self.threads)
@@ -154,8 +229,12 @@ def revision() -> str:
     """The checkout's commit, with -dirty where files differ from it; "unknown" outside a checkout."""
     here = Path(__file__).parent
     try:
-        return subprocess.run(["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], check=True,
-                              capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -165,8 +244,12 @@ def revision() -> str:
 
 def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) -> None:
     """Trains what is missing of the models (encoding, training length), for every seed."""
-    missing = [(trained, length, seed) for trained, length in dict.fromkeys(wanted) for seed in run.seeds
-               if not run.model_path(trained, length, seed).exists()]
+    missing = [
+        (trained, length, seed)
+        for trained, length in dict.fromkeys(wanted)
+        for seed in run.seeds
+        if not run.model_path(trained, length, seed).exists()
+    ]
     if not missing:
         return
     jobs = [(run, trained, length, seed) for trained, length, seed in missing]
@@ -185,15 +268,25 @@ def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable
     path, preset = run.model_path(trained, length, seed), run.preset
     model, rotary = untrained(run, trained, length, seed), scheme(trained, preset.config, length, run.defaults).training
     training = preset.training(length, seed)
-    batches = functools.partial(tasks.batches, run.corpus, training.batch_size, length, seed, preset.practice, run.device)
+    batches = functools.partial(
+        tasks.batches, run.corpus, training.batch_size, length, seed, preset.practice, run.device
+    )
     state, observe = path.with_suffix(".state"), observer(run, trained, length, seed, model)
 
     def report_and_observe(step, loss):
         progress((step, loss))
         observe(step, loss)
 
-    train(model, rotary, lambda done: batches(start=done), training, functools.partial(attention, impl=run.impl),
-          report_and_observe, state, max(preset.steps // STATES, 1))
+    train(
+        model,
+        rotary,
+        lambda done: batches(start=done),
+        training,
+        functools.partial(attention, impl=run.impl),
+        report_and_observe,
+        state,
+        max(preset.steps // STATES, 1),
+    )
     save_model(path, model, trained, length)
     state.unlink(missing_ok=True)
 
@@ -209,7 +302,9 @@ def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) ->
 
     def observe(step: int, loss: float) -> None:
         if step in steps:
-            it = pattern(model, rotary, length, min(run.preset.samples, 64), seed, functools.partial(attention, impl=run.impl))
+            it = pattern(
+                model, rotary, length, min(run.preset.samples, 64), seed, functools.partial(attention, impl=run.impl)
+            )
             kept[str(step)] = vaf(it.mean_components, it.mean_overall).tolist()
             files.write(path, json.dumps(kept))
 
@@ -236,8 +331,16 @@ def save_model(path: Path, model: ZooModel, trained: str, length: int) -> None:
 
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     with replacing(path) as partial:
-        save_file(weights, partial, metadata={"config": json.dumps(dataclasses.asdict(model.config)), "trained": trained,
-                                              "train_length": str(length), "revision": revision()})
+        save_file(
+            weights,
+            partial,
+            metadata={
+                "config": json.dumps(dataclasses.asdict(model.config)),
+                "trained": trained,
+                "train_length": str(length),
+                "revision": revision(),
+            },
+        )
 
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> ZooModel:
@@ -255,8 +358,8 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> ZooModel:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What one job measures: a scheme on the model of one training length and seed. measures maps a task to the multiples of the
-    preset's training length it is measured at, or None for the task's own."""
+    """What one job measures: a scheme on the model of one training length and seed. measures maps a task to the
+    multiples of the preset's training length it is measured at, or None for the task's own."""
 
     scheme: str
     length: int
@@ -288,12 +391,23 @@ def measure_cells(run: Run, workers: Workers, folder: Path, cells: Sequence[Cell
 def measure_job(run: Run, cell: Cell, path: str, progress: Callable) -> None:
     used = scheme(cell.scheme, run.preset.config, cell.length, run.defaults)
     model = load_model(run.model_path(used.trained, cell.length, cell.seed), run.device).eval()
-    subject = Subject(model, used, run.corpus.unseen, run.unit, run.preset.samples, cell.seed, run.device,
-                      functools.partial(attention, impl=run.impl), 1 << (18 if run.device.type == "cuda" else 14))
+    subject = Subject(
+        model,
+        used,
+        run.corpus.unseen,
+        run.unit,
+        run.preset.samples,
+        cell.seed,
+        run.device,
+        functools.partial(attention, impl=run.impl),
+        1 << (18 if run.device.type == "cuda" else 14),
+    )
     rows = []
     for task, multiples in cell.measures:
         results: list[Result] = tasks.MEASURES[task](subject, *([multiples] if multiples else []))
-        rows += [[cell.scheme, used.trained, cell.length, cell.seed, *dataclasses.astuple(result)] for result in results]
+        rows += [
+            [cell.scheme, used.trained, cell.length, cell.seed, *dataclasses.astuple(result)] for result in results
+        ]
     files.write(Path(path), json.dumps(rows))
     progress("done")
 

@@ -1,4 +1,5 @@
-"""Tables against the sources, made from results.csv alone: ``write(folder)`` for each experiment, ours beside the source's."""
+"""Tables against the sources, made from results.csv alone: ``write(folder)`` for each experiment, ours beside the
+source's."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def ordering(column: str, published: Sequence[float], ours: Sequence[float]) -> 
 
 
 def figures(table: Published, rows: list[dict[str, str]], train_length: int) -> list[list[Figure | None]]:
-    """Ours, in the table's rows and columns; None where nothing was measured. few-shot is the mean over its label sets."""
+    """Ours, in the table's rows and columns; None where nothing was measured. few-shot is the mean over its label
+    sets."""
     seeds = sorted({int(row["seed"]) for row in rows})
     found = []
     for _, template, _ in table.rows:
@@ -88,19 +90,34 @@ def markdown(table: Published, rows: list[dict[str, str]], train_length: int) ->
     seeds = len({row["seed"] for row in rows})
     better = "Lower" if table.better == LOWER else "Higher"
     spread = "one seed, so no spread" if seeds == 1 else f"mean ± standard deviation of {seeds} seeds"
-    lines = [f"## {table.title}", "", f"Ours / the source's ({table.place}). {better} is better. Ours: trained on {train_length} "
-             f"bytes where the source has {SOURCE_LENGTH} tokens, all lengths in proportion; {spread}. {table.note}".rstrip(), "",
-             "| method | scheme here | " + " | ".join(labels) + " |", "|---|---|" + "---:|" * len(labels)]
+    lines = [
+        f"## {table.title}",
+        "",
+        f"Ours / the source's ({table.place}). {better} is better. Ours: trained on {train_length} "
+        f"bytes where the source has {SOURCE_LENGTH} tokens, all lengths in proportion; {spread}. {table.note}".rstrip(),
+        "",
+        "| method | scheme here | " + " | ".join(labels) + " |",
+        "|---|---|" + "---:|" * len(labels),
+    ]
     for (label, template, _), own, published in zip(table.rows, ours, theirs, strict=True):
         name, length = resolve(template, train_length)
         name += f" at {length}" if "{L" in template else ""
-        cells = [f"{figure if figure is not None else '–'} / {value:.2f}" for figure, value in zip(own, published, strict=True)]
+        cells = [
+            f"{figure if figure is not None else '–'} / {value:.2f}"
+            for figure, value in zip(own, published, strict=True)
+        ]
         lines.append(f"| {label} | {name} | " + " | ".join(cells) + " |")
     lines.append("")
     for column in table.orders:
         at = labels.index(column)
-        pairs = [(published[at], own[at].mean) for own, published in zip(ours, theirs, strict=True) if own[at] is not None]
-        found = ordering(column, *zip(*pairs, strict=True)) if len(pairs) > 1 else f"Too little was measured to order {column}."
+        pairs = [
+            (published[at], own[at].mean) for own, published in zip(ours, theirs, strict=True) if own[at] is not None
+        ]
+        found = (
+            ordering(column, *zip(*pairs, strict=True))
+            if len(pairs) > 1
+            else f"Too little was measured to order {column}."
+        )
         lines += [str(found), ""]
     return "\n".join(lines)
 
@@ -117,8 +134,13 @@ def write(folder: Path, name: str, train_length: int) -> str | None:
 
 def _value(rows: list[dict[str, str]], column, train_length: int, seed: int) -> float | None:
     at = column.at * train_length if column.multiple else column.at
-    values = [float(row["value"]) for row in rows if int(row["seed"]) == seed and float(row["at"]) == at
-              and (row["task"] == column.task or column.task == "few-shot" and row["task"].startswith("few-shot-"))]
+    values = [
+        float(row["value"])
+        for row in rows
+        if int(row["seed"]) == seed
+        and float(row["at"]) == at
+        and (row["task"] == column.task or column.task == "few-shot" and row["task"].startswith("few-shot-"))
+    ]
     return statistics.fmean(values) if values else None
 
 

@@ -1,7 +1,7 @@
 """What the experiments measure, and the practice that small models get for it. One token is one byte.
 
-Evaluation and practice never share a sample: texts come from different files, and what is drawn at random (sequences to copy,
-keys) is even in evaluation and odd in practice.
+Evaluation and practice never share a sample: texts come from different files, and what is drawn at random (sequences to
+copy, keys) is even in evaluation and odd in practice.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Subject:
     model: ZooModel
     scheme: Scheme
     unseen: Sequence[bytes]
-    unit: int  # the preset's training length, which the tasks' sizes go by; the model may have been trained at a multiple of it
+    # the preset's training length, which the tasks' sizes go by; the model may have been trained at a multiple of it
+    unit: int
     samples: int
     seed: int
     device: torch.device | str = "cpu"
@@ -63,7 +64,8 @@ class Subject:
 
     @torch.no_grad()
     def last_logits(self, tokens: torch.Tensor, count: int, as_trained: bool = False) -> torch.Tensor:
-        """tokens int64 (samples, seqlen) to the logits float32 (samples, count, vocab_size) of the last ``count`` predictions."""
+        """tokens int64 (samples, seqlen) to the logits float32 (samples, count, vocab_size) of the last ``count``
+        predictions."""
         rotary = self.scheme.training if as_trained else self.scheme.rotary
         found = []
         for part in tokens.split(max(self.batch_tokens // tokens.shape[1], 1)):
@@ -103,24 +105,29 @@ def copying(count: int, samples: int, seed: int, parity: int = EVALUATION) -> tu
 
 
 def text_width(shortest: int) -> int:
-    """Bytes of an example's text: SHOTS + 1 examples fill about two thirds of the shortest prompt, 60 bytes at most each."""
+    """Bytes of an example's text: SHOTS + 1 examples fill about two thirds of the shortest prompt, 60 bytes at most
+    each."""
     return max(min(2 * shortest // (3 * (SHOTS + 1)) - 3, 60), 1)
 
 
 def few_shot(texts: Sequence[bytes], labels: bytes, length: int, samples: int, seed: int, width: int) -> list[bytes]:
     """Prompts of exactly ``length`` bytes: SHOTS lines "text:label", meaningless lines, a text and its colon.
 
-    texts are of ``width`` bytes each. The labels are drawn, both occur. Raises TextError where the examples do not fit or texts
-    are too few.
+    texts are of ``width`` bytes each. The labels are drawn, both occur. Raises TextError where the examples do not fit
+    or texts are too few.
     """
     room = length - SHOTS * (width + 3) - (width + 1)
     if room < 0:
-        raise TextError(f"few-shot: {SHOTS} examples of {width} bytes and a query need {length - room} bytes, the prompt has "
-                        f"{length}")
+        raise TextError(
+            f"few-shot: {SHOTS} examples of {width} bytes and a query need {length - room} bytes, the prompt has "
+            f"{length}"
+        )
     if len(texts) <= SHOTS:
-        raise TextError(f"few-shot: more than {SHOTS} different lines of at least {width} bytes are needed, the text has "
-                        f"{len(texts)}")
-    padding = b"" if not room else (FILLER * (room // len(FILLER) + 1))[:room - 1] + b"\n"
+        raise TextError(
+            f"few-shot: more than {SHOTS} different lines of at least {width} bytes are needed, the text has "
+            f"{len(texts)}"
+        )
+    padding = b"" if not room else (FILLER * (room // len(FILLER) + 1))[: room - 1] + b"\n"
     prompts = []
     for sample in range(samples):
         rng = random.Random(f"few-shot {seed} {labels!r} {length} {sample}")
@@ -133,7 +140,8 @@ def few_shot(texts: Sequence[bytes], labels: bytes, length: int, samples: int, s
 
 
 def lines_of(pieces: Sequence[bytes], width: int) -> list[bytes]:
-    """The different lines of at least width bytes, printable ASCII without colons and outer blanks, cut to width; sorted."""
+    """The different lines of at least width bytes, printable ASCII without colons and outer blanks, cut to width;
+    sorted."""
     found = set()
     for piece in pieces:
         for line in piece.splitlines():
@@ -143,20 +151,25 @@ def lines_of(pieces: Sequence[bytes], width: int) -> list[bytes]:
     return sorted(found)
 
 
-def passkey(pieces: Sequence[bytes], length: int, depth: float, samples: int, seed: int,
-            parity: int = EVALUATION) -> tuple[list[bytes], list[bytes]]:
-    """Prompts of exactly ``length`` bytes (text with a key at ``depth`` of it, then the question), answers of DIGITS digits."""
+def passkey(
+    pieces: Sequence[bytes], length: int, depth: float, samples: int, seed: int, parity: int = EVALUATION
+) -> tuple[list[bytes], list[bytes]]:
+    """Prompts of exactly ``length`` bytes (text with a key at ``depth`` of it, then the question), answers of DIGITS
+    digits."""
     room = length - len(NEEDLE) + len(b"%s") - DIGITS - len(ASKED)
     pieces = [piece for piece in pieces if len(piece) >= room]
     if room < 0 or not pieces:
-        raise TextError(f"passkey: a prompt of {length} bytes needs a file of at least {room} bytes" if room >= 0 else
-                        f"passkey: a prompt needs at least {length - room} bytes, {length} were asked for")
+        raise TextError(
+            f"passkey: a prompt of {length} bytes needs a file of at least {room} bytes"
+            if room >= 0
+            else f"passkey: a prompt needs at least {length - room} bytes, {length} were asked for"
+        )
     prompts, answers = [], []
     for sample in range(samples):
         rng = random.Random(f"passkey {seed} {length} {depth} {sample}")
         piece = rng.choice(pieces)
         start = rng.randrange(len(piece) - room + 1)
-        text, cut = piece[start:start + room], round(depth * room)
+        text, cut = piece[start : start + room], round(depth * room)
         key = b"%0*d" % (DIGITS, 2 * rng.randrange(10**DIGITS // 2) + parity)
         prompts.append(text[:cut] + NEEDLE % key + text[cut:] + ASKED)
         answers.append(key)
@@ -165,15 +178,15 @@ def passkey(pieces: Sequence[bytes], length: int, depth: float, samples: int, se
 
 def repeated(windows: Sequence[bytes], unit: int, length: int) -> list[bytes]:
     """The first ``unit`` bytes of every window, again and again up to length + 1 bytes."""
-    return [(window[:unit] * (length // unit + 2))[:length + 1] for window in windows]
+    return [(window[:unit] * (length // unit + 2))[: length + 1] for window in windows]
 
 
 # ---- measures ---------------------------------------------------------------------------------------------------------------
 
 
 def correct(subject: Subject, prompts: list[bytes], answers: list[bytes]) -> torch.Tensor:
-    """bool (samples, answer length): is the next byte the likeliest one, the answer's earlier bytes given? A row that is all
-    true is what greedy decoding would have written."""
+    """bool (samples, answer length): is the next byte the likeliest one, the answer's earlier bytes given? A row that
+    is all true is what greedy decoding would have written."""
     tokens = as_tokens([p + a for p, a in zip(prompts, answers, strict=True)], subject.device)
     count = len(answers[0])
     return subject.last_logits(tokens[:, :-1], count).argmax(-1) == tokens[:, -count:]
@@ -183,25 +196,36 @@ def measure_perplexity(subject: Subject, multiples: Sequence[float] = MULTIPLES)
     """Of the last unit / 2 bytes of unseen windows, by context length."""
     lengths = _lengths(subject, multiples)
     windows = _windows(subject, round(max(multiples) * subject.unit))
-    losses = loss_by_context(subject.model, subject.scheme.rotary, as_tokens(windows, subject.device), lengths,
-                             subject.unit // 2, subject.batch_tokens, subject.attend)
+    losses = loss_by_context(
+        subject.model,
+        subject.scheme.rotary,
+        as_tokens(windows, subject.device),
+        lengths,
+        subject.unit // 2,
+        subject.batch_tokens,
+        subject.attend,
+    )
     return [Result("perplexity", loss.context_length, math.exp(min(loss.last, 700)), len(windows)) for loss in losses]
 
 
 def measure_copying(subject: Subject) -> list[Result]:
-    """Share of suffixes wholly right ("copying") and of their tokens ("copying-tokens"), by the source's number of sequences."""
+    """Share of suffixes wholly right ("copying") and of their tokens ("copying-tokens"), by the source's number of
+    sequences."""
     results = []
     for source_count in COPY_COUNTS:
         count = copy_count(source_count, subject.unit)
         if subject.can_read(count * (PREFIX + SUFFIX) + PREFIX + SUFFIX - 1):
             right = correct(subject, *copying(count, subject.samples, subject.seed))
-            results += [Result("copying", source_count, 100 * right.all(1).float().mean().item(), len(right)),
-                        Result("copying-tokens", source_count, 100 * right.float().mean().item(), len(right))]
+            results += [
+                Result("copying", source_count, 100 * right.all(1).float().mean().item(), len(right)),
+                Result("copying-tokens", source_count, 100 * right.float().mean().item(), len(right)),
+            ]
     return results
 
 
 def measure_few_shot(subject: Subject, multiples: Sequence[float] = FEW_SHOT_MULTIPLES) -> list[Result]:
-    """Share of prompts whose likeliest continuation is one of the labels, by input length; whether it is right is not asked."""
+    """Share of prompts whose likeliest continuation is one of the labels, by input length; whether it is right is not
+    asked."""
     results, width = [], text_width(subject.unit // 2)
     texts = lines_of(subject.unseen, width)
     for length in _lengths(subject, multiples):
@@ -218,8 +242,11 @@ def measure_accuracy(subject: Subject) -> list[Result]:
     MULTIPLES[-1] times as long that repeat those, and of as long ones that do not repeat."""
     short, long = subject.unit, MULTIPLES[-1] * subject.unit
     windows = _windows(subject, long)
-    cases = [("accuracy", short, [window[:short + 1] for window in windows]),
-             ("accuracy-repeat", long, repeated(windows, short, long)), ("accuracy-non-repeat", long, windows)]
+    cases = [
+        ("accuracy", short, [window[: short + 1] for window in windows]),
+        ("accuracy-repeat", long, repeated(windows, short, long)),
+        ("accuracy-non-repeat", long, windows),
+    ]
     results = []
     for task, length, texts in cases:
         if subject.can_read(length):
@@ -236,14 +263,20 @@ def measure_passkey(subject: Subject, multiples: Sequence[float] = MULTIPLES) ->
     results = []
     for length in _lengths(subject, multiples):
         right = torch.cat([correct(subject, *_passkeys(subject, length, depth)) for depth in DEPTHS])
-        results += [Result("passkey", length, 100 * right.all(1).float().mean().item(), len(right)),
-                    Result("passkey-digits", length, 100 * right.float().mean().item(), len(right))]
+        results += [
+            Result("passkey", length, 100 * right.all(1).float().mean().item(), len(right)),
+            Result("passkey-digits", length, 100 * right.float().mean().item(), len(right)),
+        ]
     return results
 
 
 MEASURES: dict[str, Callable[..., list[Result]]] = {
-    "perplexity": measure_perplexity, "copying": measure_copying, "few-shot": measure_few_shot, "accuracy": measure_accuracy,
-    "passkey": measure_passkey}
+    "perplexity": measure_perplexity,
+    "copying": measure_copying,
+    "few-shot": measure_few_shot,
+    "accuracy": measure_accuracy,
+    "passkey": measure_passkey,
+}
 
 
 def _lengths(subject: Subject, multiples: Sequence[float]) -> list[int]:
@@ -258,17 +291,27 @@ def _passkeys(subject: Subject, length: int, depth: float) -> tuple[list[bytes],
 def _windows(subject: Subject, length: int) -> list[bytes]:
     windows = unseen_windows(subject.unseen, length + 1, subject.samples, subject.seed)
     if not windows:
-        raise TextError(f"no unseen file holds {length + 1:,} bytes, which a context of {length:,} needs; give a longer text")
+        raise TextError(
+            f"no unseen file holds {length + 1:,} bytes, which a context of {length:,} needs; give a longer text"
+        )
     return windows
 
 
 # ---- practice ---------------------------------------------------------------------------------------------------------------
 
 
-def batches(corpus: Corpus, batch_size: int, length: int, seed: int, practice: float, device: torch.device | str = "cpu",
-            start: int = 0) -> Iterator[torch.Tensor]:
-    """Endless int64 (batch_size, length + 1): windows of the training text, and for the share ``practice`` of the rows the tasks
-    in turn, copying twice as often as the others. Step n's batch depends on the seed and n alone; start is the first."""
+def batches(
+    corpus: Corpus,
+    batch_size: int,
+    length: int,
+    seed: int,
+    practice: float,
+    device: torch.device | str = "cpu",
+    start: int = 0,
+) -> Iterator[torch.Tensor]:
+    """Endless int64 (batch_size, length + 1): windows of the training text, and for the share ``practice`` of the rows
+    the tasks in turn, copying twice as often as the others. Step n's batch depends on the seed and n alone; start is
+    the first."""
     text = torch.frombuffer(bytearray(corpus.train), dtype=torch.uint8)
     rows, offsets = round(practice * batch_size), torch.arange(length + 1)
     pieces = corpus.train.split(b"\0")
@@ -280,16 +323,21 @@ def batches(corpus: Corpus, batch_size: int, length: int, seed: int, practice: f
         starts = torch.randint(len(text) - length, (batch_size - rows, 1), generator=generator)
         drawn = text[starts + offsets]
         if rows:
-            samples = [practice_sample(pieces, texts, width, length + 1, f"{seed} {step} {row}", row % 4 % 3)
-                       for row in range(rows)]
+            samples = [
+                practice_sample(pieces, texts, width, length + 1, f"{seed} {step} {row}", row % 4 % 3)
+                for row in range(rows)
+            ]
             drawn = torch.cat((drawn, as_tokens(samples).to(torch.uint8)))
         yield drawn.to(device).long()
         step += 1
 
 
-def practice_sample(pieces: Sequence[bytes], texts: Sequence[bytes], width: int, size: int, seed: str, kind: int) -> bytes:
-    """``size`` bytes of practice: sequences and then these again and again in any order (0), a prompt of few shots at a random
-    length with its label (1), a key and its question at a random depth (2); what is left in front of these is text."""
+def practice_sample(
+    pieces: Sequence[bytes], texts: Sequence[bytes], width: int, size: int, seed: str, kind: int
+) -> bytes:
+    """``size`` bytes of practice: sequences and then these again and again in any order (0), a prompt of few shots at a
+    random length with its label (1), a key and its question at a random depth (2); what is left in front of these is
+    text."""
     rng = random.Random(f"practice {seed} {kind}")
     if kind == 0:
         drawn = sequences(rng.randint(1, max(size // (2 * (PREFIX + SUFFIX)), 1)), rng, PRACTICE)
@@ -306,4 +354,4 @@ def practice_sample(pieces: Sequence[bytes], texts: Sequence[bytes], width: int,
     room = size - len(prompt)
     piece = rng.choice([piece for piece in pieces if len(piece) >= room])
     start = rng.randrange(len(piece) - room + 1)
-    return piece[start:start + room] + prompt
+    return piece[start : start + room] + prompt

@@ -42,15 +42,22 @@ class Trained:
     tokens_per_second: float  # without the first step, which compiles kernels and builds tables
 
 
-def train(model: LanguageModel, rotary: Rotary, batches: Iterable[torch.Tensor] | Callable[[int], Iterable[torch.Tensor]],
-          config: TrainConfig, attend: Attend = attention, progress: Callable[[int, float], None] = lambda step, loss: None,
-          state: Path | None = None, save_every: int = 0) -> Trained:
-    """Train in place. batches yields int64 (batch_size, train_length + 1) on the model's device, or pairs of inputs and targets
-    (batch_size, seqlen), target -100 not counted; progress(step, loss) is called some fifty times or more. On a GPU the forward
-    pass runs under bfloat16 autocast.
+def train(
+    model: LanguageModel,
+    rotary: Rotary,
+    batches: Iterable[torch.Tensor] | Callable[[int], Iterable[torch.Tensor]],
+    config: TrainConfig,
+    attend: Attend = attention,
+    progress: Callable[[int, float], None] = lambda step, loss: None,
+    state: Path | None = None,
+    save_every: int = 0,
+) -> Trained:
+    """Train in place. batches yields int64 (batch_size, train_length + 1) on the model's device, or pairs of inputs and
+    targets (batch_size, seqlen), target -100 not counted; progress(step, loss) is called some fifty times or more. On a
+    GPU the forward pass runs under bfloat16 autocast.
 
-    With state, a file, the run is kept there every save_every steps and goes on from what is there, as if it had never stopped;
-    batches is then a function of the number of steps done. The file is left to the caller.
+    With state, a file, the run is kept there every save_every steps and goes on from what is there, as if it had never
+    stopped; batches is then a function of the number of steps done. The file is left to the caller.
 
     Raises RuntimeError where the loss is not finite.
     """
@@ -68,7 +75,9 @@ def train(model: LanguageModel, rotary: Rotary, batches: Iterable[torch.Tensor] 
         losses = _restore(state, parts, device)
         done = len(losses)
     start = time.perf_counter()
-    for step, batch in zip(range(done + 1, config.steps + 1), batches(done) if callable(batches) else batches, strict=False):
+    for step, batch in zip(
+        range(done + 1, config.steps + 1), batches(done) if callable(batches) else batches, strict=False
+    ):
         loss = _gradients(forward, rotary, attend, batch, config.micro_batch, device)
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
@@ -81,13 +90,15 @@ def train(model: LanguageModel, rotary: Rotary, batches: Iterable[torch.Tensor] 
         if step % report_every == 0 or step == config.steps:
             value = losses[-1].item()
             if not math.isfinite(value):
-                raise RuntimeError(f"training diverged: the loss is {value} at step {step}; a lower learning rate may help")
+                raise RuntimeError(
+                    f"training diverged: the loss is {value} at step {step}; a lower learning rate may help"
+                )
             progress(step, value)
         if state is not None and save_every and step % save_every == 0:
             _keep(state, parts, losses)
     seconds = time.perf_counter() - start
     timed = max(config.steps - done - 1, 1) * config.batch_size * config.train_length
-    last = torch.stack(losses[-max(config.steps // 10, 1):])
+    last = torch.stack(losses[-max(config.steps // 10, 1) :])
     return Trained(last.mean().item(), seconds, timed / max(seconds - first_step, 1e-9))
 
 
@@ -108,7 +119,9 @@ def _gradients(forward, rotary: Rotary, attend: Attend, batch, micro_batch: int,
 
 def _keep(path: Path, parts: dict, losses: list[torch.Tensor]) -> None:
     with replacing(path) as partial:
-        torch.save({"losses": torch.stack(losses).cpu(), **{name: part.state_dict() for name, part in parts.items()}}, partial)
+        torch.save(
+            {"losses": torch.stack(losses).cpu(), **{name: part.state_dict() for name, part in parts.items()}}, partial
+        )
 
 
 def _restore(path: Path, parts: dict, device: torch.device) -> list[torch.Tensor]:

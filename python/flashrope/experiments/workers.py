@@ -26,8 +26,8 @@ class WorkerError(RuntimeError):
 class Workers:
     """``count`` processes, started with spawn, of ``threads`` threads each; 0 runs the jobs here, one after another.
 
-    Ctrl-C reaches this process alone: the workers are started deaf to it, and end with the ``with`` block or, should this
-    process die, with their pipe.
+    Ctrl-C reaches this process alone: the workers are started deaf to it, and end with the ``with`` block or, should
+    this process die, with their pipe.
     """
 
     def __init__(self, count: int, threads: int):
@@ -62,10 +62,14 @@ class Workers:
     def map(self, function: Callable, jobs: Sequence[tuple], progress: Progress = lambda job, message: None) -> list:
         """``function(*job, report)`` for every job, in whichever worker is free; the results in the order of the jobs.
 
-        function is a module's own; what it passes to report arrives as progress(job number, message). Raises WorkerError.
+        function is a module's own; what it passes to report arrives as progress(job number, message). Raises
+        WorkerError.
         """
         if self._here:
-            return [function(*job, lambda message, number=number: progress(number, message)) for number, job in enumerate(jobs)]
+            return [
+                function(*job, lambda message, number=number: progress(number, message))
+                for number, job in enumerate(jobs)
+            ]
         results: list = [None] * len(jobs)
         free, pending, busy = list(self._connections), deque(enumerate(jobs)), {}
         while pending or busy:
@@ -109,7 +113,8 @@ def _serve(connection, threads: int) -> None:
 
 @contextlib.contextmanager
 def _deaf_to_interrupts():
-    """Holds Ctrl-C back until the end of the block. Processes started inside never hear it: they inherit the blocked signal."""
+    """Holds Ctrl-C back until the end of the block. Processes started inside never hear it: they inherit the blocked
+    signal."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -4,8 +4,9 @@ A name is an encoding that a model is trained with and, behind plus signs, what 
 
     rope   hope+yarn   rerope-w256   leaky-rerope-w128-k16+logn   ntk-mixed-s8+dagger
 
--w is a window, -k Leaky ReRoPE's factor, -s the factor by which the context grows. ``pi``, ``yarn``, ``rerope`` and the like
-stand for ``rope+pi`` and so on. ``+logn`` is trained with log n, ``+dagger`` adds it, clipped, to a model trained without.
+-w is a window, -k Leaky ReRoPE's factor, -s the factor by which the context grows. ``pi``, ``yarn``, ``rerope`` and the
+like stand for ``rope+pi`` and so on. ``+logn`` is trained with log n, ``+dagger`` adds it, clipped, to a model trained
+without.
 """
 
 from __future__ import annotations
@@ -26,10 +27,20 @@ ROTARY = ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "inv-leaky", "hfwa
 LOG_N = ("logn", "dagger")
 CHANGES = ("pi", "ntk-old", "ntk-aware", "ntk-fixed", "ntk-mixed", "yarn", "rerope", "leaky-rerope", *LOG_N)
 ENCODINGS = (*ROTARY, *BIASES, *ABSOLUTE, "learned")
-KNOWN = (*ENCODINGS, *CHANGES[:-len(LOG_N)])  # what a name may begin with
+KNOWN = (*ENCODINGS, *CHANGES[: -len(LOG_N)])  # what a name may begin with
 FIELDS = {"window": "w", "leak": "k", "growth": "s"}
-TAKES = {"pi": "s", "ntk-old": "s", "ntk-aware": "s", "ntk-fixed": "s", "ntk-mixed": "s", "yarn": "s", "rerope": "w",
-         "leaky-rerope": "wk", "inv-leaky": "wk", "hfwa": "w"}
+TAKES = {
+    "pi": "s",
+    "ntk-old": "s",
+    "ntk-aware": "s",
+    "ntk-fixed": "s",
+    "ntk-mixed": "s",
+    "yarn": "s",
+    "rerope": "w",
+    "leaky-rerope": "wk",
+    "inv-leaky": "wk",
+    "hfwa": "w",
+}
 
 Rotaries = Rotary | tuple[Rotary, ...]
 
@@ -70,7 +81,9 @@ def scheme(name: str, config: ModelConfig, train_length: int, defaults: Defaults
     if encoding in KNOWN and encoding not in ENCODINGS:
         changes, encoding, numbers, first = [first, *changes], "rope", {}, "rope"
     if encoding not in ENCODINGS:
-        raise BadInput(f"unknown encoding {name!r}; known are {', '.join(KNOWN)}, and behind a plus sign {', '.join(CHANGES)}")
+        raise BadInput(
+            f"unknown encoding {name!r}; known are {', '.join(KNOWN)}, and behind a plus sign {', '.join(CHANGES)}"
+        )
     parsed = [_numbers(change, name) for change in changes]
     for change, _ in parsed:
         if change not in CHANGES:
@@ -78,7 +91,9 @@ def scheme(name: str, config: ModelConfig, train_length: int, defaults: Defaults
     if parsed and (encoding not in ROTARY or encoding == "hfwa"):
         raise BadInput(f"{name!r}: {encoding} stands alone")
     if encoding == "inv-leaky" and (other := [change for change, _ in parsed if change not in LOG_N]):
-        raise BadInput(f"{name!r}: inv-leaky is used with RoPE as it is and takes {' or '.join(LOG_N)} alone, not {other[0]}")
+        raise BadInput(
+            f"{name!r}: inv-leaky is used with RoPE as it is and takes {' or '.join(LOG_N)} alone, not {other[0]}"
+        )
     trained = first + ("+logn" if "logn" in changes else "")
     try:
         rotary = training = _rotary(encoding, numbers, config, train_length, defaults)
@@ -86,21 +101,26 @@ def scheme(name: str, config: ModelConfig, train_length: int, defaults: Defaults
             rotary = _changed(rotary, change, its_numbers, train_length, defaults)
         if "logn" in changes:
             training = training.log_n(train_length, clip=False)
-        if encoding == "inv-leaky":  # distances grow by leak beyond the window, so that 1 per token is less than it knows
-            training = training.rectify(_window(numbers, train_length, defaults), 1 / numbers.get("leak", defaults.leak))
+        if (
+            encoding == "inv-leaky"
+        ):  # distances grow by leak beyond the window, so that 1 per token is less than it knows
+            training = training.rectify(
+                _window(numbers, train_length, defaults), 1 / numbers.get("leak", defaults.leak)
+            )
     except ValueError as error:
         raise BadInput(f"{name!r}: {error}") from None
     return Scheme(name, trained, rotary, training, train_length if encoding == "learned" else None)
 
 
 def hfwa_window(train_length: int, layers: int) -> int:
-    """The window w of all layers but the last, (w - 1)(layers - 1) + 1 <= 3/4 of the training length: what the layers reach
-    together stays inside it."""
+    """The window w of all layers but the last, (w - 1)(layers - 1) + 1 <= 3/4 of the training length: what the layers
+    reach together stays inside it."""
     return max((3 * train_length // 4 - 1) // max(layers - 1, 1) + 1, 1)
 
 
 class ZooModel(nn.Module):
-    """A ``LanguageModel`` with what its encoding learns: nothing for rotary ones, biases per layer, vectors per position."""
+    """A ``LanguageModel`` with what its encoding learns: nothing for rotary ones, biases per layer, vectors per
+    position."""
 
     def __init__(self, config: ModelConfig, trained: str, train_length: int):
         super().__init__()

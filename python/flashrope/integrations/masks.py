@@ -4,7 +4,8 @@ A model asks for its masks once per forward pass; every layer then gets the answ
 
     None             row r sees keys 0 to r: no cache yet, no padding on the left
     Packed           several sequences in every row of the batch, told from position_ids; no cache
-    int32 tensor     (3, 1, 1, batch): per sequence its first key, the end of its keys, and the position of its first query.
+    int32 tensor     (3, 1, 1, batch): per sequence its first key, the end of its keys, and the position of its first
+    query.
                      Four dimensions, because generate hands masks with a static cache on to the model, which passes on
                      what has four.
 """
@@ -25,9 +26,21 @@ class Packed(NamedTuple):
     max_seqlen: int
 
 
-def layout(*, batch_size, kv_length, mask_function, attention_mask=None, q_length=None, q_offset=0, kv_offset=0,
-           cache_position=None, device=None, **_) -> Packed | torch.Tensor | None:
-    """The mask function that transformers calls, with the arguments of 4.57 (cache_position) and of 5 (q_length, q_offset)."""
+def layout(
+    *,
+    batch_size,
+    kv_length,
+    mask_function,
+    attention_mask=None,
+    q_length=None,
+    q_offset=0,
+    kv_offset=0,
+    cache_position=None,
+    device=None,
+    **_,
+) -> Packed | torch.Tensor | None:
+    """The mask function that transformers calls, with the arguments of 4.57 (cache_position) and of 5 (q_length,
+    q_offset)."""
     if cache_position is not None:
         q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
     if mask_function is causal_mask_function and attention_mask is None and isinstance(q_offset, int) and q_offset == 0:
@@ -56,7 +69,8 @@ def _layout(batch_size, q_length, q_offset, kv_length, kv_offset, mask_function,
 def _sequence_of(mask_function) -> torch.Tensor | None:
     """The numbers that tell packed sequences apart in a causal mask function, or None; refuses any other mask.
 
-    transformers builds a mask function of parts that close over one another; a part's name is all that tells them apart.
+    transformers builds a mask function of parts that close over one another; a part's name is all that tells them
+    apart.
     """
     causal, sequence = _parts(mask_function)
     if not causal:
@@ -73,46 +87,62 @@ def _parts(function) -> tuple[bool, torch.Tensor | None]:
         closed = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
     if name == "and_masks":
         parts = [_parts(part) for part in closed["mask_functions"].cell_contents]
-        return any(causal for causal, _ in parts), next((sequence for _, sequence in parts if sequence is not None), None)
+        return any(causal for causal, _ in parts), next(
+            (sequence for _, sequence in parts if sequence is not None), None
+        )
     if name == "sliding_window_overlay":  # the layer knows its window
         return False, None
     if name == "packed_sequence_mask_function":
         return False, closed["packed_sequence_mask"].cell_contents
     if name == "remap_positions_for_packed_sequence":
         return _parts(closed["mask_function"].cell_contents)
-    raise ValueError(f"mask_function: expected causal, sliding windows, padding or packed sequences, got {name}, which the "
-                     "kernels cannot express (prefix-LM, bidirectional or chunked attention); revert(model) runs it")
+    raise ValueError(
+        f"mask_function: expected causal, sliding windows, padding or packed sequences, got {name}, which the "
+        "kernels cannot express (prefix-LM, bidirectional or chunked attention); revert(model) runs it"
+    )
 
 
 def _packed(sequence: torch.Tensor) -> Packed:
     starts = torch.ones_like(sequence, dtype=torch.bool)
     starts[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
-    cu_seqlens = torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=sequence.numel()).to(torch.int32)
+    cu_seqlens = torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=sequence.numel()).to(
+        torch.int32
+    )
     return Packed(cu_seqlens, int(cu_seqlens.diff().max()))
 
 
 def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.Tensor:
     """(batch,) int32: the padding on the left. Padding on the right hides rows that nobody reads; holes are refused."""
     if attention_mask.ndim != 2:
-        raise ValueError(f"attention_mask: expected (batch, keys) of zeros and ones, got shape {tuple(attention_mask.shape)}")
+        raise ValueError(
+            f"attention_mask: expected (batch, keys) of zeros and ones, got shape {tuple(attention_mask.shape)}"
+        )
     real = attention_mask.bool()
-    cached = int(q_offset) if not isinstance(q_offset, torch.Tensor) or q_offset.is_cpu else 0  # the device's is not waited for
+    cached = (
+        int(q_offset) if not isinstance(q_offset, torch.Tensor) or q_offset.is_cpu else 0
+    )  # the device's is not waited for
     if attention_mask.shape[1] < cached + q_length:
-        raise ValueError(f"attention_mask: expected one number for each of the {cached} cached and {q_length} new tokens, got "
-                         f"shape {tuple(attention_mask.shape)}")
+        raise ValueError(
+            f"attention_mask: expected one number for each of the {cached} cached and {q_length} new tokens, got "
+            f"shape {tuple(attention_mask.shape)}"
+        )
     runs = real[:, 0].int() + (real[:, 1:] & ~real[:, :-1]).sum(-1)
     if bool((runs > 1).any()):
         row = int((runs > 1).nonzero()[0])
-        raise ValueError(f"attention_mask: expected the tokens of a sequence in one piece, got zeros between ones in row {row}; "
-                         "pad prompts on the left")
+        raise ValueError(
+            f"attention_mask: expected the tokens of a sequence in one piece, got zeros between ones in row {row}; "
+            "pad prompts on the left"
+        )
     return real.to(torch.uint8).argmax(-1).to(torch.int32)
 
 
-# ---- positions given by hand --------------------------------------------------------------------------------------------------
+# ---- positions given by hand
+# --------------------------------------------------------------------------------------------------
 
 
 def check_positions(module, args, kwargs) -> None:
-    """Positions given by hand must be those that distances are counted from: the place in the cache, or that less the padding."""
+    """Positions given by hand must be those that distances are counted from: the place in the cache, or that less the
+    padding."""
     if args:
         kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
     positions = kwargs.get("position_ids")
@@ -145,9 +175,11 @@ def check_positions(module, args, kwargs) -> None:
         torch._assert_async(~wrong.any(), "position_ids do not match the cache")
     elif bool(wrong.any()):
         at = wrong.nonzero()[0].tolist()
-        raise ValueError(f"position_ids: expected the token's place in the cache, {int(index[at[1]])}, or that less its padding "
-                         f"on the left, got {int(positions.expand(wrong.shape)[*at])} in row {at[0]}, column {at[1]}; packed "
-                         "sequences need use_cache=False")
+        raise ValueError(
+            f"position_ids: expected the token's place in the cache, {int(index[at[1]])}, or that less its padding "
+            f"on the left, got {int(positions.expand(wrong.shape)[*at])} in row {at[0]}, column {at[1]}; packed "
+            "sequences need use_cache=False"
+        )
 
 
 def _caches(module, kwargs) -> bool:
