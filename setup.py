@@ -176,8 +176,13 @@ setup(
     packages=[
         "flashrope",
         "flashrope.backends",
+        "flashrope.backends.cpu",
+        "flashrope.backends.triton",
+        "flashrope.cache",
+        "flashrope.demo",
         "flashrope.experiments",
         "flashrope.integrations",
+        "flashrope.integrations.transformers",
         "flashrope.triton_kernels",
     ],
     package_data={"flashrope": ["py.typed"]},

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashrope import Rotary, attention
-from flashrope.angles import cos_sin
+from flashrope.cos_sin import cos_sin
 
 from .problem import Problem
 

@@ -79,9 +79,9 @@ def own_over_cache(scheme, impl: str | None, problem: Problem):
     rotary, impl = scheme(problem), impl or own_impl(problem.device)
     seqlens = torch.full((problem.batch,), problem.seqlen, dtype=torch.int32, device=problem.device)
     if impl == "cuda":
-        from flashrope.backends import backend
+        from flashrope.backends import load_backend
 
-        if reason := backend(impl).refusal(
+        if reason := load_backend(impl).unsupported_reason(
             torch.empty(1, 1, 1, problem.head_dim, dtype=problem.dtype, device=problem.device), cached=True
         ):
             raise Unavailable(reason)

@@ -23,7 +23,7 @@ import torch
 import triton
 
 from flashrope import Rotary
-from flashrope.backends import CacheCall, Call
+from flashrope.backends import CacheCall, AttentionCall
 from flashrope.backends import triton as backend
 
 from . import machine, model
@@ -110,11 +110,13 @@ class Case:
         rotary = scheme.rotary(self.head_dim)
         cu_seqlens = tensor(BATCH + 1, dtype=torch.int32) if scheme.packed else None
         positions = tensor(BATCH, SEQLEN, dtype=torch.float32) if scheme.positions else None
-        call = Call(rotary, scheme.causal, self.head_dim**-0.5, positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN)
+        call = AttentionCall(
+            rotary, scheme.causal, self.head_dim**-0.5, positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN
+        )
         with caught_launches(backend, self.arch) as launches:
-            out, lse, turned_keys = backend.forward(q, k, v, call)
+            out, lse, rotated_k = backend.forward(q, k, v, call)
             grad_lse = torch.empty_like(lse) if scheme.grad_lse else None
-            backend.backward(torch.empty_like(out), grad_lse, q, k, v, out, lse, turned_keys, call)
+            backend.backward(torch.empty_like(out), grad_lse, q, k, v, out, lse, rotated_k, call)
         return launches
 
     def _cache_launches(self, tensor) -> list[Launch]:

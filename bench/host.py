@@ -123,12 +123,12 @@ def main(argv: list[str]) -> int:
     else:
         print(f"no GPU: compiled for sm_{options.arch}, the driver's part left out, one thread")
         torch.set_num_threads(1)
-        refusal, backend.refusal = backend.refusal, lambda q, cached=False: ""
+        unsupported_reason, backend.unsupported_reason = backend.unsupported_reason, lambda q, cached=False: ""
         try:
             with offline.active(options.arch, offline.AbsentDevice(options.arch, lambda *_: lambda *_: None)):
                 found = measure(device, options.blocks, options.calls)
         finally:
-            backend.refusal = refusal
+            backend.unsupported_reason = unsupported_reason
     print(COLUMNS)
     for name, (launches, functions, spread) in found.items():
         print(

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from flashrope.backends import Call, backend, reference
+from flashrope.backends import AttentionCall, load_backend, reference
 
 from . import suite
 from .contestants import ENCODINGS, KERNELS, OWN, Contestant, best_rope, fused, positions
@@ -21,19 +21,19 @@ from .problem import Problem
 
 def keys_only(problem: Problem):
     """The pass that turns the keys of a HoPE forward once, without the attention."""
-    call = Call(
+    call = AttentionCall(
         problem.hope(), problem.causal, problem.head_dim**-0.5, max_seqlen_q=problem.seqlen, max_seqlen_k=problem.seqlen
     )
     if problem.device.type == "cpu":
-        from flashrope.backends.cpu_turns import turn, turns_for
+        from flashrope.backends.cpu.rotation import turn, turns_for
 
         turns = turns_for(problem.tensors()[1], call, 1.0, 0.0, 0, False)
         return lambda q, k, v: turn(k, turns, call.rotary)
-    triton = backend("triton")
+    triton = load_backend("triton")
 
     def prepass(q, k, v):
         plan = triton._Plan(q, k, v, call)
-        turned = k.new_empty(triton.turned_keys_shape(k, call))
+        turned = k.new_empty(triton.rotated_k_shape(k, call))
         plan.turn(k, turned, plan.key_slots, keys=True)
         return turned[0].view_as(k)
 

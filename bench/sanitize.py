@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from flashrope import Rotary, attention, attention_varlen, attention_with_cache
-from flashrope.backends import backend
+from flashrope.backends import load_backend
 from flashrope.backends import triton as kernels
 
 HEADS, HEADS_KV, SEQLEN = 4, 2, 197  # no multiple of any tile
@@ -69,7 +69,7 @@ def main() -> None:
             run(f"{name}, head_dim {head_dim}", training, rotary, "triton", make)
             run(f"{name}, head_dim {head_dim}, packed", packed, rotary, "triton", make)
             for impl in ("triton", "cuda"):
-                reason = (kernels if impl == "triton" else backend("cuda")).refusal(
+                reason = (kernels if impl == "triton" else load_backend("cuda")).unsupported_reason(
                     make(1, 1, HEADS, head_dim), cached=True
                 )
                 if reason:

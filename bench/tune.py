@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from flashrope.backends import CacheCall, Call
+from flashrope.backends import CacheCall, AttentionCall
 from flashrope.backends import triton as backend
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
@@ -204,7 +204,7 @@ def passes(direction: str, head_dim: int, bands: int, device: torch.device) -> C
         seqlens = torch.full((p.batch,), p.seqlen, dtype=torch.int32, device=device)
         call = CacheCall(rotary, True, head_dim**-0.5, seqlens)
         return lambda: backend.attention_with_cache(q, k, v, call)[:1]
-    call = Call(rotary, True, head_dim**-0.5, max_seqlen_q=p.seqlen, max_seqlen_k=p.seqlen)
+    call = AttentionCall(rotary, True, head_dim**-0.5, max_seqlen_q=p.seqlen, max_seqlen_k=p.seqlen)
     if direction == "forward":
         return lambda: backend.forward(q, k, v, call)[:1]
     out, lse, turned = backend.forward(q, k, v, call)

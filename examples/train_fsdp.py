@@ -42,7 +42,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flashrope import Rotary, attention
-from flashrope.backends import IMPLEMENTATIONS
+from flashrope.backends import BACKENDS
 from flashrope.experiments import data
 from flashrope.experiments.model import Block, LanguageModel, ModelConfig, save_checkpoint
 from flashrope.experiments.train import TrainConfig, learning_rate_fraction
@@ -439,7 +439,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=DTYPES, help="by default bfloat16 on a GPU and float32 on the CPU")
     parser.add_argument(
-        "--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device"
+        "--impl", choices=BACKENDS, help="the attention implementation; by default the one for the device"
     )
     sizes = parser.add_argument_group("sizes (by default the preset's)")
     for field in dataclasses.fields(Preset):

@@ -19,7 +19,7 @@ import os
 import torch
 
 from flashrope import Rotary, attention
-from flashrope.backends import Call, reference
+from flashrope.backends import AttentionCall, reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -180,7 +180,7 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
     q, k, v = wide.q, wide.k, wide.v
     group, seqlen_q, seqlen_k = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
     softmax_scale = p.rotary.head_dim**-0.5 if p.softmax_scale is None else p.softmax_scale
-    call = Call(p.rotary, p.causal, softmax_scale, p.positions)
+    call = AttentionCall(p.rotary, p.causal, softmax_scale, p.positions)
     identity = torch.eye(seqlen_k, dtype=q.dtype, device=q.device)[None, :, None].expand(k.shape[0], -1, k.shape[2], -1)
     weights = reference.one_length(q, k, identity, call)[0].transpose(1, 2)  # (batch, heads, seqlen_q, seqlen_k)
 
@@ -223,7 +223,7 @@ def pair_lengths(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     shape = (-1, 2) if rotary.interleaved else (2, -1)
     pairs = paired.unflatten(-1, shape) if rotary.rotary_dim else paired[..., None]
     dim = -1 if rotary.interleaved else -2
-    turning = torch.tensor(rotary.theta, device=x.device) != 0
+    turning = torch.tensor(rotary.frequencies, device=x.device) != 0
     turning = turning[:, None] if rotary.interleaved else turning
     lengths = (
         torch.where(turning, pairs.norm(dim=dim, keepdim=True), pairs.abs()).flatten(-2)

@@ -13,8 +13,8 @@ from flashrope import Rotary, attention
 
 def turned(vector, rotary, position):
     """One head's vector with every pair turned, pair by pair as complex numbers."""
-    result, pairs = list(vector), len(rotary.theta)
-    for m, theta in enumerate(rotary.theta):
+    result, pairs = list(vector), len(rotary.frequencies)
+    for m, theta in enumerate(rotary.frequencies):
         first, second = (2 * m, 2 * m + 1) if rotary.interleaved else (m, m + pairs)
         z = complex(vector[first], vector[second]) * cmath.exp(1j * position * theta)
         result[first], result[second] = z.real, z.imag

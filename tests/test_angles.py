@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from flashrope import Rotary
-from flashrope.angles import (
+from flashrope.cos_sin import (
     FINE_ROWS,
-    band_turns,
+    band_rotations,
     coarse_rows,
     cos_sin,
     padded_pairs,
@@ -74,7 +74,7 @@ def oracle(name, slope, offset):
                 (a + b / k for a, b in itertools.product((-1, 0, 1), repeat=2)), key=lambda exact: abs(exact - slope)
             )
             offset = (w - w / k) * round(offset / (w - w / k))
-        rows = [[exact(f, slope * mpmath.mpf(p) + offset) for f in SCHEMES[name].theta] for p in POSITIONS]
+        rows = [[exact(f, slope * mpmath.mpf(p) + offset) for f in SCHEMES[name].frequencies] for p in POSITIONS]
     return torch.tensor(rows, dtype=torch.float64).transpose(1, 2)
 
 
@@ -97,7 +97,7 @@ def joined(table, pairs):
 @pytest.mark.parametrize("name", SCHEMES)
 def test_slots_of_the_bands(name, causal):
     rotary = SCHEMES[name]
-    slots, query, key, query_step, key_step = band_turns(rotary, causal)
+    slots, query, key, query_step, key_step = band_rotations(rotary, causal)
     assert slots[0] == (0, 0) and len(set(slots)) == len(slots)
     before = None
     for band, q, k, q_step, k_step in zip(rotary.bands_for(causal), query, key, query_step, key_step, strict=True):
@@ -110,10 +110,10 @@ def test_slots_of_the_bands(name, causal):
 
 
 def test_slots_by_hand():
-    slots, query, key, query_step, key_step = band_turns(Rotary.rope(32).rectify(8), True)
+    slots, query, key, query_step, key_step = band_rotations(Rotary.rope(32).rectify(8), True)
     assert [slots[n] for n in query] == [(1, 0), (0, 8)] and [slots[n] for n in key] == [(1, 0), (0, 0)]
     assert [slots[n] for n in query_step] == [(0, 0), (-1, 8)] and [slots[n] for n in key_step] == [(0, 0), (-1, 0)]
-    assert band_turns(Rotary.none(32).rectify(8), True) == (((0, 0),), (0, 0), (0, 0), (0, 0), (0, 0))
+    assert band_rotations(Rotary.none(32).rectify(8), True) == (((0, 0),), (0, 0), (0, 0), (0, 0), (0, 0))
 
 
 def test_coarse_rows():
@@ -148,7 +148,7 @@ def test_inv_freq_is_right_to_float64(dim, base):
 @pytest.mark.parametrize("name", SCHEMES)
 def test_one_level(name):
     rotary, positions = SCHEMES[name], torch.tensor(POSITIONS)
-    pairs = len(rotary.theta)
+    pairs = len(rotary.frequencies)
     expected = oracle(name, 1.0, 0.0)
     for given in (positions, positions.to(torch.int32), positions.double()):
         in_float64 = torch.stack(cos_sin(rotary, given), dim=1)
@@ -164,9 +164,9 @@ def test_one_level(name):
 @pytest.mark.parametrize("name", SCHEMES)
 def test_two_levels(name, causal):
     rotary = SCHEMES[name]
-    pairs, coarse = len(rotary.theta), coarse_rows(LIMIT)
+    pairs, coarse = len(rotary.frequencies), coarse_rows(LIMIT)
     table = two_level_table(rotary, causal, coarse, CPU)
-    slots = band_turns(rotary, causal).slots
+    slots = band_rotations(rotary, causal).slots
     assert table.shape == (len(slots), FINE_ROWS + coarse, 2, padded_pairs(rotary)) and table.dtype == torch.float32
     assert unturned(table[0]) and unturned(table[..., pairs:])
     for slot, (slope, offset) in enumerate(slots):
@@ -190,10 +190,10 @@ def test_axial():
     positions = torch.tensor([[[3.0, 1000.5], [0.0, -7.0]]])
     table = position_table(rotary, positions)
     for token in range(2):
-        for pair, (theta, axis) in enumerate(zip(rotary.theta, rotary.axis, strict=True)):
+        for pair, (theta, axis) in enumerate(zip(rotary.frequencies, rotary.axis, strict=True)):
             expected = exact(theta, mpmath.mpf(positions[0, token, axis].item()))
             assert table[1, 0, token, :, pair].tolist() == pytest.approx(expected, abs=HALF_ULP + PRODUCT)
-    one_axis = Rotary.from_inv_freq(rotary.theta, 16)  # without positions of its own, every axis counts tokens
+    one_axis = Rotary.from_inv_freq(rotary.frequencies, 16)  # without positions of its own, every axis counts tokens
     assert two_level_table(rotary, True, 2, CPU).equal(two_level_table(one_axis, True, 2, CPU))
 
 
@@ -206,7 +206,7 @@ def test_no_pairs():
 
 def test_tables_are_kept():
     assert two_level_table(Rotary.rope(32), True, 4, CPU) is two_level_table(Rotary.rope(32), True, 4, CPU)
-    twin = Rotary.from_inv_freq(Rotary.rope(32).theta, 32)
+    twin = Rotary.from_inv_freq(Rotary.rope(32).frequencies, 32)
     assert two_level_table(Rotary.rope(32), True, 4, CPU) is two_level_table(twin, True, 4, CPU)
 
 

@@ -17,7 +17,7 @@ from bench import __main__ as command_line
 from bench import check, contestants, machine, readme, results, suite, timing
 from bench.contestants import OWN, Contestant, Unavailable, dense, flex, own, prefill_hope, prefill_rerope
 from bench.problem import Problem, exponent
-from flashrope.angles import cos_sin
+from flashrope.cos_sin import cos_sin
 
 CPU = torch.device("cpu")
 SMALL = Problem(1, 128, 2, 2, 32, torch.float32, CPU, window=32)

@@ -14,7 +14,7 @@ import support
 import torch
 
 from flashrope import Rotary, attention_with_cache
-from flashrope.backends import CacheCall, choose, cuda, reference
+from flashrope.backends import CacheCall, resolve_impl, cuda, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 CXX = shutil.which(os.environ.get("CXX", "g++"))
@@ -348,7 +348,7 @@ def test_append_writes_what_the_reference_writes(operators, page_size, head_dim)
 @pytest.mark.parametrize("page_size", [0, 64])
 def test_the_public_call_appends_and_attends(operators, monkeypatch, page_size):
     monkeypatch.setattr(
-        cuda, "refusal", lambda q, cached=False: cuda.unsupported(q)
+        cuda, "unsupported_reason", lambda q, cached=False: cuda.unsupported(q)
     )  # a device is what it would ask for next
     cache = Cache(
         SCHEMES["rerope"](128), BF16, [100, 126], 128, seqlen_q=2, group=4, page_size=page_size, leftpad=[7, 0]
@@ -385,13 +385,13 @@ def test_the_public_call_appends_and_attends(operators, monkeypatch, page_size):
 
 def test_refusals_say_why(monkeypatch, tmp_path):
     q = torch.empty(1, 1, 1, 64, dtype=BF16)
-    assert "attention_with_cache only" in cuda.refusal(q)
+    assert "attention_with_cache only" in cuda.unsupported_reason(q)
     monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "absent.so")
-    assert "not built" in cuda.refusal(q, cached=True) and cuda.build_info() == "not built"
+    assert "not built" in cuda.unsupported_reason(q, cached=True) and cuda.build_info() == "not built"
     monkeypatch.setattr(cuda, "LIBRARY", Path(__file__))
-    assert "CUDA device" in cuda.refusal(q, cached=True)
+    assert "CUDA device" in cuda.unsupported_reason(q, cached=True)
     with pytest.raises(ValueError, match="impl='cuda' cannot serve this call: the CUDA kernels need a CUDA device"):
-        choose("cuda", q, cached=True)
+        resolve_impl("cuda", q, cached=True)
     assert "float32" in cuda.unsupported(q.float())
     assert "head_dim 64, 96, 128, 256, q has 80" in cuda.unsupported(q.new_empty(1, 1, 1, 80))
     assert "64 query tokens, q has 65" in cuda.unsupported(q.new_empty(1, 65, 1, 64))

@@ -510,11 +510,11 @@ def test_compile_sees_the_write():
 
 def test_decoding_needs_no_rotated_copy_of_the_cache(monkeypatch):
     """ReRoPE turns the last window keys and no other, whatever the length; the cache itself is never copied."""
-    from flashrope.backends import cpu_cache
+    from flashrope.backends.cpu import cached
 
     turned = []
-    plain = cpu_cache.turn
-    monkeypatch.setattr(cpu_cache, "turn", lambda x, turns, rotary: turned.append(x.shape) or plain(x, turns, rotary))
+    plain = cached.turn
+    monkeypatch.setattr(cached, "turn", lambda x, turns, rotary: turned.append(x.shape) or plain(x, turns, rotary))
     for seqlen in (100, 1000, 30000):
         turned.clear()
         cache = torch.randn(2, 1, seqlen, 2, 16)

@@ -168,7 +168,7 @@ def test_interrupt_ends_cleanly(tmp_path, text, moment, wait):
     ],
 )
 def test_bad_input_is_said_in_one_line(tmp_path, text, capsys, monkeypatch, options, said):
-    monkeypatch.setattr("flashrope.backends.triton.refusal", lambda q, cached=False: "no")
+    monkeypatch.setattr("flashrope.backends.triton.unsupported_reason", lambda q, cached=False: "no")
     assert main([*TINY, "--text", str(text), "--out", str(tmp_path / "out"), *options]) == 2
     errors = capsys.readouterr().err
     assert said in errors and errors.count("\n") == 1
@@ -214,7 +214,7 @@ def test_unknown_options_name_the_known(capsys):
 
 
 def test_info_says_why_an_implementation_cannot_serve(capsys, monkeypatch):
-    monkeypatch.setattr("flashrope.backends.triton.refusal", lambda q, cached=False: "no such luck")
+    monkeypatch.setattr("flashrope.backends.triton.unsupported_reason", lambda q, cached=False: "no such luck")
     assert main(["info"]) == 0
     shown = capsys.readouterr().out
     assert torch.__version__ in shown

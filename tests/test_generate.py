@@ -241,7 +241,7 @@ def test_default_prompt_is_unseen(checkpoint, capsys):
     ],
 )
 def test_bad_input_is_said_in_one_line(run, monkeypatch, options, said):
-    monkeypatch.setattr("flashrope.backends.triton.refusal", lambda q, cached=False: "no")
+    monkeypatch.setattr("flashrope.backends.triton.unsupported_reason", lambda q, cached=False: "no")
     shown = run(*options, code=2)
     assert said in shown.err and shown.err.count("\n") == 1 and shown.err.startswith("flashrope generate: error: ")
     assert not shown.out

@@ -50,7 +50,7 @@ def test_schemes_that_agree(exact, pair):
 def test_pairings_agree_on_permuted_channels(exact):
     p = problem(exact, Rotary.hope(D, 100, interleaved=True), 50, seed=31)
     half = Rotary.hope(D, 100, compact=True)
-    assert half.theta == p.rotary.theta
+    assert half.frequencies == p.rotary.frequencies
     pairs = half.rotary_dim // 2
     order = [2 * m for m in range(pairs)] + [2 * m + 1 for m in range(pairs)] + list(range(2 * pairs, D))
     other = p.replace(rotary=half, q=p.q[..., order], k=p.k[..., order])
@@ -120,7 +120,7 @@ def test_queries_in_chunks(exact, scheme):
 def test_time_reversed(exact, scheme):
     """Without a mask, reversing time mirrors every distance; a table with its signs turned mirrors every angle."""
     p = problem(exact, support.SCHEMES[scheme](D), 50, heads=2, group=1, seed=36, causal=False)
-    mirrored = dataclasses.replace(p.rotary, theta=tuple(-f for f in p.rotary.theta))
+    mirrored = dataclasses.replace(p.rotary, frequencies=tuple(-f for f in p.rotary.frequencies))
     reverse = {n: getattr(p, n).flip(1) for n in ("q", "k", "v", "grad_out")}
     got = run(p.replace(rotary=mirrored, grad_lse=p.grad_lse.flip(2), **reverse), exact.impl)
     expected = {n: x.double().flip(2 if n == "lse" else 1) for n, x in run(p, exact.impl).items()}

@@ -255,7 +255,7 @@ if __name__ == "__main__":
 
     if not compiling:
         triton.compiler.compile = Uncompiled
-    backend.refusal = lambda q, cached=False: ""
+    backend.unsupported_reason = lambda q, cached=False: ""
     backend.launch = watched
     triton.runtime.driver.set_active(offline.AbsentDevice(arch, Launcher))
     for seed in seeds:

@@ -5,7 +5,7 @@ import support
 import torch
 
 from flashrope import Rotary
-from flashrope.angles import cos_sin
+from flashrope.cos_sin import cos_sin
 
 WINDOW = 21
 

@@ -23,7 +23,7 @@ def geometric(dim, base=10_000.0):
 
 
 def same_table(rotary, expected):
-    np.testing.assert_allclose(rotary.theta, expected, rtol=1e-13, atol=0)
+    np.testing.assert_allclose(rotary.frequencies, expected, rtol=1e-13, atol=0)
 
 
 def relative(rotary, size, causal=True):
@@ -53,7 +53,7 @@ def mirrored(causal_rows):
 def test_rope(dim, base):
     rotary = Rotary.rope(dim, base)
     same_table(rotary, geometric(dim, base))
-    assert rotary.inv_freq.dtype == torch.float64 and rotary.inv_freq.tolist() == list(rotary.theta)
+    assert rotary.inv_freq.dtype == torch.float64 and rotary.inv_freq.tolist() == list(rotary.frequencies)
     assert (rotary.rotary_dim, rotary.axes, rotary.bands, rotary.temperature) == (dim, 1, ((0, INF, 1, 0),), 1)
     assert rotary.two_sided_bands == ((-INF, INF, 1, 0),)
     assert not rotary.interleaved and Rotary.rope(dim, base, interleaved=True).interleaved
@@ -68,14 +68,14 @@ def test_partial_rotary_has_its_own_denominator():
 
 def test_none():
     rotary = Rotary.none(64)
-    assert (rotary.head_dim, rotary.rotary_dim, rotary.theta) == (64, 0, ())
+    assert (rotary.head_dim, rotary.rotary_dim, rotary.frequencies) == (64, 0, ())
     assert rotary.inv_freq.shape == (0,)
 
 
 def test_from_inv_freq():
     table = [0.5, 0.0, -0.25]
     for given in (table, tuple(table), np.array(table), torch.tensor(table, requires_grad=True)):
-        assert Rotary.from_inv_freq(given, head_dim=8).theta == (0.5, 0.0, -0.25)
+        assert Rotary.from_inv_freq(given, head_dim=8).frequencies == (0.5, 0.0, -0.25)
     assert Rotary.from_inv_freq(Rotary.rope(64).inv_freq, 64) == Rotary.rope(64)
     assert Rotary.from_inv_freq(table, 8, interleaved=True).interleaved
 
@@ -97,7 +97,7 @@ def test_hope_keeps_the_pairs_that_turn_once_in_training(head_dim, train_length,
 
 def test_hope_edges():
     assert Rotary.hope(64, 1e9) == Rotary.rope(64)
-    assert not any(Rotary.hope(64, 6).theta)
+    assert not any(Rotary.hope(64, 6).frequencies)
     assert Rotary.hope(64, 6, compact=True) == Rotary.none(64)
 
 
@@ -105,15 +105,16 @@ def test_hope_ablations():
     full, edge = geometric(64), math.pi / 512
     same_table(Rotary.hope_ablation(64, 512, "ab1"), [0 if edge < f < 2 * edge else f for f in full])
     same_table(Rotary.hope_ablation(64, 512, "ab2"), [0 if f <= edge else f for f in full])
-    ab3 = np.array(Rotary.hope_ablation(64, 512, "ab3").theta)
+    ab3 = np.array(Rotary.hope_ablation(64, 512, "ab3").frequencies)
     assert (ab3[0], len(ab3)) == (1.0, 32)
     assert ab3[-1] == pytest.approx(2 * edge, rel=1e-14)
     np.testing.assert_allclose(ab3[1:] / ab3[:-1], (2 * edge) ** (1 / 31), rtol=1e-13)
     dropped = [
-        {m for m, f in enumerate(Rotary.hope_ablation(64, 512, which).theta) if f == 0} for which in ("ab1", "ab2")
+        {m for m, f in enumerate(Rotary.hope_ablation(64, 512, which).frequencies) if f == 0}
+        for which in ("ab1", "ab2")
     ]
     assert dropped[0] and dropped[1] and not dropped[0] & dropped[1]
-    assert dropped[0] | dropped[1] == {m for m, f in enumerate(Rotary.hope(64, 512).theta) if f == 0}
+    assert dropped[0] | dropped[1] == {m for m, f in enumerate(Rotary.hope(64, 512).frequencies) if f == 0}
 
 
 def test_axial():
@@ -146,7 +147,7 @@ def test_ntk(rotary_dim, s):
 def test_ntk_ends():
     s, full = 8.0, geometric(64)
     aware, old, fixed, mixed = (
-        np.array(Rotary.rope(64).ntk(s, v).theta) / full for v in ("aware", "old", "fixed", "mixed")
+        np.array(Rotary.rope(64).ntk(s, v).frequencies) / full for v in ("aware", "old", "fixed", "mixed")
     )
     assert aware[0] == old[0] == 1
     np.testing.assert_allclose([aware[-1], fixed[-1], mixed[-1]], 1 / s, rtol=1e-13)
@@ -181,13 +182,13 @@ def yarn_oracle(dim, base, factor, length, beta_fast=32, beta_slow=1, truncate=T
 @pytest.mark.parametrize("length", [64, 4096, 1 << 20])
 def test_yarn(head_dim, rotary_dim, base, length, kwargs):
     rotary = Rotary.rope(head_dim, base, rotary_dim).yarn(8.0, length, **kwargs)
-    np.testing.assert_allclose(rotary.theta, yarn_oracle(rotary_dim, base, 8.0, length, **kwargs), rtol=1e-12)
+    np.testing.assert_allclose(rotary.frequencies, yarn_oracle(rotary_dim, base, 8.0, length, **kwargs), rtol=1e-12)
     assert rotary.temperature == (0.1 * math.log(8.0) + 1) ** 2
 
 
 def test_yarn_ends_by_hand():
     # D 128, base 10000, L 4096: floor(20.9) and ceil(45.02)
-    ratio = np.array(Rotary.rope(128).yarn(16.0, 4096).theta) / geometric(128)
+    ratio = np.array(Rotary.rope(128).yarn(16.0, 4096).frequencies) / geometric(128)
     np.testing.assert_allclose(ratio[:21], 1, rtol=1e-14)
     assert ratio[21] < 1 and ratio[45] > 1 / 16
     np.testing.assert_allclose(ratio[46:], 1 / 16, rtol=1e-14)
@@ -214,7 +215,7 @@ def test_yarn_temperature():
 )
 def test_hope_with_interpolation_transforms_first_and_drops_what_hope_drops(change, layout):
     kept = 16
-    expected = [*change(Rotary.rope(64)).theta[:kept], *([] if layout else [0] * 16)]
+    expected = [*change(Rotary.rope(64)).frequencies[:kept], *([] if layout else [0] * 16)]
     rotary = change(Rotary.hope(64, 512, **layout))
     same_table(rotary, expected)
     assert rotary.temperature == change(Rotary.rope(64)).temperature
@@ -363,7 +364,7 @@ def test_equal_only_to_itself():
 
 def test_equal_however_it_was_built():
     rope = Rotary.rope(64)
-    twin = Rotary.from_inv_freq(rope.theta, 64)
+    twin = Rotary.from_inv_freq(rope.frequencies, 64)
     assert rope == twin and hash(rope) == hash(twin)
     assert rope.rectify(8) == rope.rectify(8, INF) and hash(rope.rectify(8)) == hash(rope.rectify(8, INF))
     twin = Rotary.from_inv_freq(rope.inv_freq / 2, 64)
@@ -482,7 +483,7 @@ ROPE = Rotary.rope(64)
         (lambda: Rotary.from_inv_freq([1.0] * 33, 64), "inv_freq: 33 pairs need 66 channels, head_dim has 64"),
         (lambda: Rotary.from_inv_freq([1.0, math.nan], 64), "inv_freq: every frequency must be finite"),
         (
-            lambda: dataclasses.replace(Rotary.axial(64), theta=(1.0,)),
+            lambda: dataclasses.replace(Rotary.axial(64), frequencies=(1.0,)),
             "axis: expected one for each of the 1 pairs, got 32",
         ),
         (
@@ -576,7 +577,9 @@ def test_flags_are_checked(name, build, bad):
         lambda: Rotary.rope(64, bas=1e4),
         lambda: ROPE.rectify(windw=8),
         lambda: ROPE.yarn(2.0, 512, betafast=32),
-        lambda: Rotary.from_text('{"head_dim": 64, "theta": [], "bands": [], "axis": [], "log_n_scale": null, "x": 1}'),
+        lambda: Rotary.from_text(
+            '{"head_dim": 64, "frequencies": [], "bands": [], "axis": [], "log_n_scale": null, "x": 1}'
+        ),
     ],
 )
 def test_misspelt_names_are_refused(call):

@@ -16,7 +16,7 @@ SCRIPT = """
 import collections, json, sys, torch
 from bench.offline import caught_launches
 from flashrope import Rotary
-from flashrope.backends import Call
+from flashrope.backends import AttentionCall
 from flashrope.backends import triton as backend
 
 head_dim, layout = int(sys.argv[1]), sys.argv[2]
@@ -35,10 +35,10 @@ for batch, seqlen_q, seqlen_k, window, heads_q, heads_kv in [
 
     q, k, v = heads(heads_q, seqlen_q), heads(heads_kv, seqlen_k), heads(heads_kv, seqlen_k)
     cu_seqlens = torch.empty(batch + 1, dtype=torch.int32, device="meta") if layout == "packed" else None
-    call = Call(rotary, True, 1.0, None, cu_seqlens, cu_seqlens, seqlen_q, seqlen_k)
+    call = AttentionCall(rotary, True, 1.0, None, cu_seqlens, cu_seqlens, seqlen_q, seqlen_k)
     with caught_launches(backend, 90) as launches:
-        out, lse, turned_keys = backend.forward(q, k, v, call)
-        backend.backward(torch.empty_like(out), None, q, k, v, out, lse, turned_keys, call)
+        out, lse, rotated_k = backend.forward(q, k, v, call)
+        backend.backward(torch.empty_like(out), None, q, k, v, out, lse, rotated_k, call)
     for launch in launches:
         keys[launch.kernel.__name__].add(repr(launch.key))
 print(json.dumps({name: len(of) for name, of in keys.items()}))

@@ -37,7 +37,10 @@ def main() -> None:
         "YaRN": rope.yarn(FACTOR, TRAIN_LENGTH),
     }
     figures.frequencies(
-        FOLDER / "frequencies.png", {name: rotary.theta for name, rotary in tables.items()}, TRAIN_LENGTH, 10_000.0
+        FOLDER / "frequencies.png",
+        {name: rotary.frequencies for name, rotary in tables.items()},
+        TRAIN_LENGTH,
+        10_000.0,
     )
 
 

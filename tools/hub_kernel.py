@@ -14,23 +14,21 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {
-    "": "python/flashrope",
-    "backends": "python/flashrope/backends",
-    "integrations": "python/flashrope/integrations",
-    "triton_kernels": "triton_kernels",
-}
+SOURCES = {"": "python/flashrope", "triton_kernels": "triton_kernels"}
+LEFT_OUT = {"demo", "experiments"}  # folders of commands
 COMMANDS = {"__main__.py", "cli.py", "info.py"}
 
 
 def lay_out(target: Path) -> Path:
     """Writes the project to target, which must not exist; returns the package's folder."""
     package = target / "torch-ext" / "flashrope"
-    for name, source in PACKAGES.items():
-        (package / name).mkdir(parents=True)
-        for path in sorted((ROOT / source).glob("*.py")):
-            if path.name not in COMMANDS:
-                shutil.copyfile(path, package / name / path.name)
+    package.mkdir(parents=True)
+    for name, source in SOURCES.items():
+        for path in sorted((ROOT / source).rglob("*.py")):
+            relative = path.relative_to(ROOT / source)
+            if path.name not in COMMANDS and relative.parts[0] not in LEFT_OUT:
+                (package / name / relative).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, package / name / relative)
     for name in ("build.toml", "LICENSE"):
         shutil.copyfile(ROOT / name, target / name)
     return package

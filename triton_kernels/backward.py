@@ -119,7 +119,7 @@ def grad_kv_step(
 def attention_grad_kv(
     turned_q,
     k,
-    turned_keys,
+    rotated_k,
     v,
     grad_out,
     lse,
@@ -142,7 +142,7 @@ def attention_grad_kv(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """turned_q Strided (band, row, head), turned_keys Strided (slot, row, head); grad_k, grad_v without gaps.
+    """turned_q Strided (band, row, head), rotated_k Strided (slot, row, head); grad_k, grad_v without gaps.
     bands as in band_fields."""
     tiles = tl.cdiv(max_seqlen_k, BLOCK_N)
     tile = tl.program_id(0) % tiles  # the first keys are seen by most queries
@@ -179,7 +179,7 @@ def attention_grad_kv(
     acc_v = tl.zeros((BLOCK_N, D), tl.float32)
     for band in tl.static_range(NUM_BANDS):
         start, stop, _, key_slot, keys_slot, _, key_step = band_fields(bands, band)
-        keys, stride_k = banded_keys(k, turned_keys, keys_slot, batch, start_k + first, packed_k, head_kv, LAYOUT)
+        keys, stride_k = banded_keys(k, rotated_k, keys_slot, batch, start_k + first, packed_k, head_kv, LAYOUT)
         k_tile = load_rows(keys, safe, channels_k, stride_k, LAYOUT)  # [BN, D]
         if NUM_BANDS > 1:
             acc_k = turn_tile(acc_k, angles, key_step, table_rows, table_row, columns, length_k - first, LAYOUT)
@@ -308,7 +308,7 @@ def grad_q_step(
 def attention_grad_q(
     turned_q,
     k,
-    turned_keys,
+    rotated_k,
     v,
     grad_out,
     lse,
@@ -368,7 +368,7 @@ def attention_grad_q(
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     for band in tl.static_range(NUM_BANDS):
         start, stop, _, _, keys_slot, query_step, _ = band_fields(bands, band)
-        keys, stride_k = banded_keys(k, turned_keys, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
+        keys, stride_k = banded_keys(k, rotated_k, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
         queries = head_ptr(turned_q, band, packed_q, head, LAYOUT)
         q = load_rows(queries, safe, channels_k, stride(turned_q.row, LAYOUT), LAYOUT)  # [BM, D]
         if NUM_BANDS > 1:

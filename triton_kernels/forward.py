@@ -89,7 +89,7 @@ def attend_tile(
 def attention_forward(
     q,
     k,
-    turned_keys,
+    rotated_k,
     v,
     out,
     lse,
@@ -112,9 +112,9 @@ def attention_forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """q, k, v Strided; turned_keys Strided (slot, row, head); out (rows, heads_q, head_dim), lse float32: no gaps.
+    """q, k, v Strided; rotated_k Strided (slot, row, head); out (rows, heads_q, head_dim), lse float32: no gaps.
     bands as in band_fields. Where slots has seqlens, k and v are a cache (batch or page, row, heads_kv) and seqlen_k
-    counts the rows that each sequence has in turned_keys. Where PAGE_SIZE is not 0, bit b of KEY_TURNS tells whether
+    counts the rows that each sequence has in rotated_k. Where PAGE_SIZE is not 0, bit b of KEY_TURNS tells whether
     band b turns its keys."""
     tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     tile = tiles - 1 - tl.program_id(0) % tiles  # longest first under a causal mask
@@ -193,10 +193,10 @@ def attention_forward(
             )
 
         if PAGE_SIZE > 0:
-            ptr, row = banded_keys(k, turned_keys, keys_slot, 0, 0, packed_k, head_kv, LAYOUT)
+            ptr, row = banded_keys(k, rotated_k, keys_slot, 0, 0, packed_k, head_kv, LAYOUT)
             keys = Rows(ptr, row, stride(k.batch, LAYOUT))
         else:
-            ptr, row = banded_keys(k, turned_keys, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
+            ptr, row = banded_keys(k, rotated_k, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
             keys = Rows(ptr, row, None)
         first_key = None if slots.seqlens is None else tl.where(keys_slot < 0, 0, turned_begin)
         begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)

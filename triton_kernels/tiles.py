@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-FINE_ROWS = tl.constexpr(1024)  # flashrope.angles builds its tables with the same number
+FINE_ROWS = tl.constexpr(1024)  # flashrope.cos_sin builds its tables with the same number
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -30,7 +30,7 @@ class Strided(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Tables of flashrope.angles; ``positions`` (batch, seqlen) float32 when the caller gave them, else None."""
+    """Tables of flashrope.cos_sin; ``positions`` (batch, seqlen) float32 when the caller gave them, else None."""
 
     table: object
     positions: object
@@ -114,14 +114,14 @@ def head_ptr(x, batch, start, head, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def banded_keys(k, turned_keys, slot, batch, start, packed, head, LAYOUT: tl.constexpr):
-    """(pointer to a row of one head, row stride) of turned_keys at `slot`, or of the raw keys where slot is -1."""
+def banded_keys(k, rotated_k, slot, batch, start, packed, head, LAYOUT: tl.constexpr):
+    """(pointer to a row of one head, row stride) of rotated_k at `slot`, or of the raw keys where slot is -1."""
     ptr = tl.where(
         slot < 0,
         head_ptr(k, batch, start, head, LAYOUT),
-        head_ptr(turned_keys, tl.maximum(slot, 0), packed, head, LAYOUT),
+        head_ptr(rotated_k, tl.maximum(slot, 0), packed, head, LAYOUT),
     )
-    row = tl.where(slot < 0, stride(k.row, LAYOUT), stride(turned_keys.row, LAYOUT))
+    row = tl.where(slot < 0, stride(k.row, LAYOUT), stride(rotated_k.row, LAYOUT))
     VEC: tl.constexpr = LAYOUT.vec
     BYTES: tl.constexpr = 16 if LAYOUT.vec > 1 else 1
     return tl.multiple_of(ptr, BYTES), tl.multiple_of(row, VEC)  # the choice hides what both sides are multiples of
@@ -130,7 +130,7 @@ def banded_keys(k, turned_keys, slot, batch, start, packed, head, LAYOUT: tl.con
 @triton.jit
 def band_fields(bands, band):
     """One row of bands, int32 (NUM_BANDS, 7): distances start <= d < stop; the table slots that turn the query and the
-    key; the slot of turned_keys, -1 for raw keys; the table slots that lead from the frames of the band before to this
+    key; the slot of rotated_k, -1 for raw keys; the table slots that lead from the frames of the band before to this
     one's."""
     row = bands + 7 * band
     return (

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from . import ops
-from .backends import Call, backend, choose
+from .backends import AttentionCall, load_backend, resolve_impl
 from .rotary import Rotary
 
 __all__ = ["attention", "attention_varlen", "attention_with_cache"]
@@ -180,7 +180,7 @@ def attention_with_cache(
     whole = isinstance(num_splits, int) and not isinstance(num_splits, bool)
     if num_splits is not None and not (whole and 1 <= num_splits <= MOST_SPLITS):
         raise ValueError(f"num_splits: expected None or a number from 1 to {MOST_SPLITS}, got {num_splits!r}")
-    impl = choose(impl, q, cached=True)
+    impl = resolve_impl(impl, q, cached=True)
     if validate:
         _validate_tables(cache_seqlens, seqlen_new, capacity, cache_leftpad, block_table, k_cache)
     out, lse = ops.attention_with_cache(
@@ -217,12 +217,14 @@ def _run(
     max_seqlen_k,
 ):
     softmax_scale = _check_options(causal, softmax_scale, q)
-    impl = choose(impl, q)
+    impl = resolve_impl(impl, q)
     if type(F.scaled_dot_product_attention) is not BuiltinFunctionType:
         check_outside_context_parallel()
     if impl == "reference":
-        call = Call(rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        out, lse = backend(impl).attention(q, k, v, call)
+        call = AttentionCall(
+            rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        )
+        out, lse = load_backend(impl).attention(q, k, v, call)
     else:
         out, lse = ops.attention(
             q,

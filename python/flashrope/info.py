@@ -14,14 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from .backends import backend
+    from .backends import load_backend
 
     print(f"{'flashrope':13}{_installed('flashrope')}")
     print(f"{'python':13}{platform.python_version()}, {platform.system()} {platform.machine()}")
     print(f"{'torch':13}{torch.__version__}" + (f", CUDA {torch.version.cuda}" if torch.version.cuda else ""))
     for package in ("triton", "transformers"):
         print(f"{package:13}{_installed(package)}")
-    print(f"{'extension':13}{backend('cuda').build_info()}")
+    print(f"{'extension':13}{load_backend('cuda').build_info()}")
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     for device in devices:
         threads = f", threads: {torch.get_num_threads()}" if device == "cpu" else ""
@@ -58,17 +58,17 @@ def implementations(device: str, dtype) -> list[tuple[str, str]]:
     """(name, "the choice", "can serve" or why it cannot) for a call with tensors of this device and dtype."""
     import torch
 
-    from .backends import IMPLEMENTATIONS, backend, choose
+    from .backends import BACKENDS, load_backend, resolve_impl
 
     q = torch.empty(1, 1, 1, 64, device=device, dtype=dtype)
     rows = []
-    for name in IMPLEMENTATIONS:
+    for name in BACKENDS:
         try:
-            reason, over_cache = (backend(name).refusal(q, cached) for cached in (False, True))
+            reason, over_cache = (load_backend(name).unsupported_reason(q, cached) for cached in (False, True))
         except ImportError as error:
             reason = over_cache = f"cannot be imported ({error})"
         if not reason:
-            reason = "the choice" if choose(None, q) == name else "can serve"
+            reason = "the choice" if resolve_impl(None, q) == name else "can serve"
         else:
             reason = over_cache or "can serve attention_with_cache"
         rows.append((name, reason))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .backends import CacheCall, Call, backend
+from .backends import CacheCall, AttentionCall, load_backend
 from .rotary import Rotary
 
 try:  # Hugging Face's kernel-builder gives every build a namespace of its own, so that several load side by side
@@ -28,11 +28,11 @@ _CALL = (
     "str rotary, bool causal, float softmax_scale, str impl"
 )
 
-# turned_keys is the workspace of rotated keys, kept for the backward; empty where an implementation has none.
-LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor turned_keys)")
+# rotated_k is the workspace of rotated keys, kept for the backward; empty where an implementation has none.
+LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor rotated_k)")
 LIBRARY.define(
     "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, Tensor turned_keys, {_CALL}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+    f"Tensor lse, Tensor rotated_k, {_CALL}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
 )
 
 
@@ -46,8 +46,10 @@ LIBRARY.define(
 )
 
 
-def _call(positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, rotary, causal, softmax_scale) -> Call:
-    return Call(
+def _call(
+    positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, rotary, causal, softmax_scale
+) -> AttentionCall:
+    return AttentionCall(
         Rotary.from_text(rotary),
         causal,
         softmax_scale,
@@ -61,19 +63,19 @@ def _call(positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, rot
 
 def _forward(q, k, v, *call_and_impl):
     *call, impl = call_and_impl
-    out, lse, turned_keys = backend(impl).forward(q, k, v, _call(*call))
-    return out, lse, k.new_empty(0) if turned_keys is None else turned_keys
+    out, lse, rotated_k = load_backend(impl).forward(q, k, v, _call(*call))
+    return out, lse, k.new_empty(0) if rotated_k is None else rotated_k
 
 
-def _backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, *call_and_impl):
+def _backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, *call_and_impl):
     *call, impl = call_and_impl
     if grad_out is not None and grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    return backend(impl).backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, _call(*call))
+    return load_backend(impl).backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, _call(*call))
 
 
 def _append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table, impl):
-    backend(impl).append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table)
+    load_backend(impl).append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table)
 
 
 def _attention_with_cache(
@@ -100,7 +102,7 @@ def _attention_with_cache(
         cache_leftpad,
         num_splits,
     )
-    return backend(impl).attention_with_cache(q, k_cache, v_cache, call)
+    return load_backend(impl).attention_with_cache(q, k_cache, v_cache, call)
 
 
 LIBRARY.impl("append_to_cache", _append_to_cache, "CompositeExplicitAutograd")
@@ -113,7 +115,7 @@ LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 def _(q, k, v, *call_and_impl):
     *call, impl = call_and_impl
     call = _call(*call)
-    workspace = backend(impl).turned_keys_shape(k, call)
+    workspace = load_backend(impl).rotated_k_shape(k, call)
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
         q.new_empty(call.lse_shape(q), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32),
@@ -192,7 +194,7 @@ def attention(q, k, v, *call_and_impl):
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Eager.apply(q, k, v, *call_and_impl)[:2]
     *call, impl = call_and_impl
-    return backend(impl).forward(q, k, v, _call(*call))[:2]
+    return load_backend(impl).forward(q, k, v, _call(*call))[:2]
 
 
 def append_to_cache(k_cache, v_cache, k, v, *rest):

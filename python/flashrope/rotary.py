@@ -43,7 +43,7 @@ class Rotary:
 
     Attributes:
         head_dim: channels per head.
-        theta: inv_freq in radians per position, one per pair of ``rotary_dim``; 0 leaves the pair unrotated.
+        frequencies: inv_freq as a tuple, radians per position, one per pair of ``rotary_dim``; 0 leaves the pair unrotated.
         interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2.
         bands: the causal bands over d >= 0; ``two_sided_bands`` adds their mirror images.
         temperature: t of the formula above.
@@ -56,7 +56,7 @@ class Rotary:
     """
 
     head_dim: int
-    theta: tuple[float, ...]
+    frequencies: tuple[float, ...]
     interleaved: bool = False
     bands: tuple[Band, ...] = (EVERYWHERE,)
     temperature: float = 1.0
@@ -68,14 +68,14 @@ class Rotary:
 
     def __post_init__(self):
         _positive_int("head_dim", self.head_dim)
-        if 2 * len(self.theta) > self.head_dim:
+        if 2 * len(self.frequencies) > self.head_dim:
             raise ValueError(
-                f"inv_freq: {len(self.theta)} pairs need {2 * len(self.theta)} channels, head_dim has {self.head_dim}"
+                f"inv_freq: {len(self.frequencies)} pairs need {2 * len(self.frequencies)} channels, head_dim has {self.head_dim}"
             )
-        if not all(math.isfinite(f) for f in self.theta):
+        if not all(math.isfinite(f) for f in self.frequencies):
             raise ValueError("inv_freq: every frequency must be finite")
-        if self.axis and len(self.axis) != len(self.theta):
-            raise ValueError(f"axis: expected one for each of the {len(self.theta)} pairs, got {len(self.axis)}")
+        if self.axis and len(self.axis) != len(self.frequencies):
+            raise ValueError(f"axis: expected one for each of the {len(self.frequencies)} pairs, got {len(self.axis)}")
         _flag("interleaved", self.interleaved)
         _positive("temperature", self.temperature)
         self.text  # noqa: B018  kept from now on: torch.compile traces a look-up, not a cached_property's lock
@@ -83,7 +83,15 @@ class Rotary:
     @cached_property
     def _hash(self) -> int:
         return hash(
-            (self.head_dim, self.theta, self.interleaved, self.bands, self.temperature, self.log_n_scale, self.axis)
+            (
+                self.head_dim,
+                self.frequencies,
+                self.interleaved,
+                self.bands,
+                self.temperature,
+                self.log_n_scale,
+                self.axis,
+            )
         )
 
     def __hash__(self) -> int:
@@ -97,12 +105,12 @@ class Rotary:
     @property
     def rotary_dim(self) -> int:
         """Leading channels that are paired; the rest carry no position."""
-        return 2 * len(self.theta)
+        return 2 * len(self.frequencies)
 
     @property
     def inv_freq(self) -> torch.Tensor:
         """Frequencies, float64, (rotary_dim / 2,), radians per position."""
-        return torch.tensor(self.theta, dtype=torch.float64)
+        return torch.tensor(self.frequencies, dtype=torch.float64)
 
     @property
     def axes(self) -> int:
@@ -162,12 +170,12 @@ class Rotary:
             raise ValueError("compact: pairs m with m + a, which interleaved=True contradicts; choose one of the two")
         _flag("compact", compact)
         rope = cls.rope(head_dim, base, interleaved=interleaved)
-        kept = sum(f >= 2 * math.pi / train_length for f in rope.theta)
+        kept = sum(f >= 2 * math.pi / train_length for f in rope.frequencies)
         if interleaved or compact:
-            theta = rope.theta[:kept]
+            theta = rope.frequencies[:kept]
         else:
-            theta = rope.theta[:kept] + (0.0,) * (head_dim // 2 - kept)
-        return dataclasses.replace(rope, theta=theta)
+            theta = rope.frequencies[:kept] + (0.0,) * (head_dim // 2 - kept)
+        return dataclasses.replace(rope, frequencies=theta)
 
     @classmethod
     def hope_ablation(
@@ -179,16 +187,16 @@ class Rotary:
         rope = cls.rope(head_dim, base, interleaved=interleaved)
         edge = math.pi / train_length
         if which == "ab1":
-            theta = tuple(0.0 if edge < f < 2 * edge else f for f in rope.theta)
+            theta = tuple(0.0 if edge < f < 2 * edge else f for f in rope.frequencies)
         elif which == "ab2":
-            theta = tuple(0.0 if f <= edge else f for f in rope.theta)
+            theta = tuple(0.0 if f <= edge else f for f in rope.frequencies)
         elif which == "ab3":
-            last = max(len(rope.theta) - 1, 1)
-            theta = tuple((2 * edge) ** (m / last) for m in range(len(rope.theta)))
-            return dataclasses.replace(rope, theta=theta, base=None)
+            last = max(len(rope.frequencies) - 1, 1)
+            theta = tuple((2 * edge) ** (m / last) for m in range(len(rope.frequencies)))
+            return dataclasses.replace(rope, frequencies=theta, base=None)
         else:
             raise ValueError(f'which: expected "ab1", "ab2" or "ab3", got {which!r}')
-        return dataclasses.replace(rope, theta=theta)
+        return dataclasses.replace(rope, frequencies=theta)
 
     @classmethod
     def none(cls, head_dim: int) -> Rotary:
@@ -205,8 +213,8 @@ class Rotary:
 
     @classmethod
     def from_hf_config(cls, config, layer_type: str | None = None, seqlen: int | None = None) -> Rotary:
-        """The scheme of a Hugging Face model configuration, read by attribute; see ``flashrope.hf_config``."""
-        from .hf_config import rotary_from_config
+        """The scheme of a Hugging Face model configuration, read by attribute; see ``flashrope.integrations.transformers.hf_config``."""
+        from .integrations.transformers.hf_config import rotary_from_config
 
         return rotary_from_config(config, layer_type, seqlen)
 
@@ -230,7 +238,7 @@ class Rotary:
         """Position interpolation (Chen et al. 2023): every frequency divided by factor."""
         self._check_unscaled("interpolate")
         factor = _positive("factor", factor)
-        return self._with_table("interpolate", [f / factor for f in self.theta])
+        return self._with_table("interpolate", [f / factor for f in self.frequencies])
 
     def ntk(self, factor: float, variant: str = "aware") -> Rotary:
         """NTK-aware interpolation, s = factor, D = the exponent's denominator, m from 0.
@@ -244,16 +252,16 @@ class Rotary:
         if variant == "aware":
             if dim <= 2:
                 raise ValueError(f'variant: "aware" needs more than one pair, this table has {dim // 2}')
-            decay = [2 * m / (dim - 2) for m in range(len(self.theta))]
+            decay = [2 * m / (dim - 2) for m in range(len(self.frequencies))]
         elif variant == "old":
-            decay = [2 * m / dim for m in range(len(self.theta))]
+            decay = [2 * m / dim for m in range(len(self.frequencies))]
         elif variant == "fixed":
-            decay = [2 * (m + 1) / dim for m in range(len(self.theta))]
+            decay = [2 * (m + 1) / dim for m in range(len(self.frequencies))]
         elif variant == "mixed":
-            decay = [((m + 1) / (dim / 2)) ** 0.625 for m in range(len(self.theta))]
+            decay = [((m + 1) / (dim / 2)) ** 0.625 for m in range(len(self.frequencies))]
         else:
             raise ValueError(f'variant: expected "old", "aware", "fixed" or "mixed", got {variant!r}')
-        return self._with_table("ntk", [f * math.exp(-log_s * c) for f, c in zip(self.theta, decay, strict=True)])
+        return self._with_table("ntk", [f * math.exp(-log_s * c) for f, c in zip(self.frequencies, decay, strict=True)])
 
     def yarn(
         self,
@@ -292,7 +300,7 @@ class Rotary:
         low, high = max(low, 0), min(high, self.exponent_dim - 1)
         width = max(high - low, 0.001)
         theta = []
-        for m, f in enumerate(self.theta):
+        for m, f in enumerate(self.frequencies):
             interpolated = min(max((m - low) / width, 0.0), 1.0)
             theta.append(f / factor * interpolated + f * (1 - interpolated))
         if temperature is None:
@@ -356,7 +364,7 @@ class Rotary:
     @lru_cache(maxsize=1024)
     def from_text(text: str) -> Rotary:
         fields = json.loads(text)
-        fields["theta"] = tuple(fields["theta"])
+        fields["frequencies"] = tuple(fields["frequencies"])
         fields["bands"] = tuple(Band(*band) for band in fields["bands"])
         fields["axis"] = tuple(fields["axis"])
         if fields["log_n_scale"] is not None:
@@ -364,7 +372,7 @@ class Rotary:
         return Rotary(**fields)
 
     def __repr__(self) -> str:
-        turning = [f for f in self.theta if f]
+        turning = [f for f in self.frequencies if f]
         pairs = f"{len(turning)} of {self.head_dim // 2} pairs rotate"
         if turning:
             pairs += f" (inv_freq {max(turning, key=abs):.4g} to {min(turning, key=abs):.4g}"
@@ -388,7 +396,7 @@ class Rotary:
     # ---- inner ------------------------------------------------------------------------------------------------------
 
     def _check_unscaled(self, name: str) -> None:
-        if not any(self.theta):
+        if not any(self.frequencies):
             raise ValueError(f"{name}: no pair of this scheme rotates, there is nothing to interpolate")
         if self.scaled_by:
             raise ValueError(f"{name}: the table was changed by {self.scaled_by} already; interpolations do not stack")
@@ -398,7 +406,7 @@ class Rotary:
             )
 
     def _with_table(self, name: str, theta) -> Rotary:
-        return dataclasses.replace(self, theta=tuple(theta), scaled_by=name)
+        return dataclasses.replace(self, frequencies=tuple(theta), scaled_by=name)
 
     def _with_bands(self, bands) -> Rotary:
         joined: list[Band] = []

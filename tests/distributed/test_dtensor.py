@@ -86,8 +86,8 @@ class _Keeping:
     there."""
 
     @staticmethod
-    def turned_keys_shape(k, call):
-        return (2, k.shape[0] * k.shape[1], *k.shape[2:]) if any(call.rotary.theta) else (0,)
+    def rotated_k_shape(k, call):
+        return (2, k.shape[0] * k.shape[1], *k.shape[2:]) if any(call.rotary.frequencies) else (0,)
 
     @classmethod
     def forward(cls, q, k, v, call):
@@ -95,13 +95,13 @@ class _Keeping:
         return out, lse, cls.kept(k, call)
 
     @classmethod
-    def backward(cls, grad_out, grad_lse, q, k, v, out, lse, turned_keys, call):
-        assert torch.equal(turned_keys, cls.kept(k, call))
-        return cpu.backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, call)
+    def backward(cls, grad_out, grad_lse, q, k, v, out, lse, rotated_k, call):
+        assert torch.equal(rotated_k, cls.kept(k, call))
+        return cpu.backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call)
 
     @classmethod
     def kept(cls, k, call):
-        shape = cls.turned_keys_shape(k, call)
+        shape = cls.rotated_k_shape(k, call)
         return k.flatten(0, 1).expand(shape).clone() if len(shape) > 1 else k.new_empty(0)
 
 

@@ -270,7 +270,7 @@ def test_frequencies_and_positions_train_nothing(finished, text, monkeypatch):
         experiment(name, finished, text)
         assert is_picture(finished / name / picture)
     found = [row for row in rows(finished / "frequencies/results.csv") if row["scheme"] == "hope"]
-    assert [float(row["inv_freq"]) for row in found] == pytest.approx(Rotary.hope(32, 64).theta, rel=1e-5)
+    assert [float(row["inv_freq"]) for row in found] == pytest.approx(Rotary.hope(32, 64).frequencies, rel=1e-5)
     seen = {(row["scheme"], row["query"]): float(row["distance"]) for row in rows(finished / "positions/results.csv")}
     assert seen["rope", "99"] == 99 and seen["pi-s8", "99"] == 99 / 8 and seen["rerope-w32", "99"] == 32
     assert seen["leaky-rerope-w32-k16", "99"] == pytest.approx(32 + 67 / 16, rel=1e-4)

@@ -32,7 +32,7 @@ def scores_of_last(q, k, rotary):
     def turn(x, position):
         half = rotary.rotary_dim // 2
         out = x.clone().double()
-        for m, f in enumerate(rotary.theta):
+        for m, f in enumerate(rotary.frequencies):
             one, two = (2 * m, 2 * m + 1) if rotary.interleaved else (m, m + half)
             c, s = math.cos(position * f), math.sin(position * f)
             out[..., one], out[..., two] = c * x[..., one] - s * x[..., two], s * x[..., one] + c * x[..., two]
@@ -58,12 +58,12 @@ def test_components_add_up_to_the_scores(rotary):
     q, k = (torch.randn(3, 20, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     found = components(q, k, rotary)
     assert torch.allclose(found.sum(1), scores_of_last(q, k, rotary), atol=1e-12)
-    assert found.shape[1] == len(rotary.theta) + (rotary.rotary_dim < 16)
+    assert found.shape[1] == len(rotary.frequencies) + (rotary.rotary_dim < 16)
     # one pair at a time, all others empty
     only = torch.zeros_like(q)
     channels = (0, 1) if rotary.interleaved else (0, rotary.rotary_dim // 2)
     only[..., channels] = q[..., channels]
-    if rotary.theta:
+    if rotary.frequencies:
         assert torch.allclose(components(only, k, rotary)[:, 0], found[:, 0]) and not torch.allclose(
             found[:, 0], found[:, 1]
         )
@@ -133,7 +133,7 @@ def test_kinds():
     edge = math.pi / length
     theta = [1.0, 2 * edge, 1.9 * edge, 1.1 * edge, edge, 0.0]
     assert kinds(theta, length) == ["high", "high", "activated", "activated", "low", "low"]
-    theta = Rotary.rope(64).theta
+    theta = Rotary.rope(64).frequencies
     assert sum(kind == "high" for kind in kinds(theta, 512)) == 16  # as HoPE at 512 keeps
 
 

@@ -25,7 +25,7 @@ from families import (
 from transformers import DynamicCache
 
 from flashrope import Rotary
-from flashrope.backends import Call, reference
+from flashrope.backends import AttentionCall, reference
 from flashrope.integrations import transformers as integration
 from flashrope.integrations.transformers import convert, suggest
 
@@ -182,7 +182,7 @@ def test_layers_that_differ():
     assert schemes(convert(tiny("cohere2"), log_n=32)) == [local, local, Rotary.none(16).log_n(32)]
     found = schemes(convert(tiny("gemma3_text"), hope_train_length=48))
     assert [rotary.bands[-1].stop for rotary in found] == [8, 8, float("inf")]
-    assert found[0].theta != found[2].theta and found[0].theta[-1] == 0
+    assert found[0].frequencies != found[2].frequencies and found[0].frequencies[-1] == 0
     rope = Rotary.rope(16, base=2_000_000.0)
     assert schemes(convert(tiny("smollm3"), window=6)) == [rope.rectify(6), rope.rectify(6), Rotary.none(16)]
     assert schemes(convert(tiny("smollm3"), rotary=rope.interpolate(4.0))) == [rope.interpolate(4.0)] * 2 + [
@@ -208,7 +208,7 @@ def test_a_layer_is_the_formula(changes):
     layer.o_proj.register_forward_pre_hook(lambda module, args: seen.__setitem__("out", args[0]))
     logits(model, tokens())
     q, k, v = (seen[name].unflatten(-1, (-1, 16)) for name in ("q_proj", "k_proj", "v_proj"))
-    expected, _ = reference.attention(q, k, v, Call(schemes(model)[0], True, 16**-0.5))
+    expected, _ = reference.attention(q, k, v, AttentionCall(schemes(model)[0], True, 16**-0.5))
     assert close(seen["out"], expected.flatten(-2))
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from ..angles import band_turns, coarse_rows, resident, two_level_table
+from ..cos_sin import band_rotations, coarse_rows, resident, two_level_table
 from ..rotary import Rotary
-from . import CacheCall, aligned, distance, multiprocessors
+from .base import CacheCall, aligned, distance, multiprocessors
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.abi3.so"
 HEAD_DIMS = (64, 96, 128, 256)
@@ -21,7 +21,7 @@ KEYS_PER_SPLIT = 256  # at least; fewer would not pay for the partial results
 BLOCKS_PER_MULTIPROCESSOR = 2  # of the split kernel, whose shared memory allows two to three
 
 
-def refusal(q: torch.Tensor, cached: bool = False) -> str:
+def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
     if not cached:
         return "the CUDA kernels serve attention_with_cache only; use impl='triton'"
     if not LIBRARY.exists():
@@ -126,7 +126,7 @@ def _splits(rows: int, groups: int, capacity: int, multiprocessors: int) -> int:
 @lru_cache(maxsize=1024)
 def _bands(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tensor:
     """int32 (bands, 4): start, stop, and the table's slots for queries and for keys."""
-    turns = band_turns(rotary, causal)
+    turns = band_rotations(rotary, causal)
     rows = [
         (distance(band.start), distance(band.stop), query, key)
         for band, query, key in zip(rotary.bands_for(causal), turns.query, turns.key, strict=True)
@@ -136,7 +136,7 @@ def _bands(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tensor:
 
 def _turning_pairs(rotary: Rotary) -> int:
     """Pairs up to the last one whose frequency is not 0."""
-    return max((m + 1 for m, frequency in enumerate(rotary.theta) if frequency), default=0)
+    return max((m + 1 for m, frequency in enumerate(rotary.frequencies) if frequency), default=0)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import torch
 
-from ..angles import cos_sin
+from ..cos_sin import cos_sin
 from ..rotary import Rotary
-from . import CacheCall, Call, places_behind
+from .base import CacheCall, AttentionCall, places_behind
 
 
-def refusal(q: torch.Tensor, cached: bool = False) -> str:
+def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
     return ""
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse); computes in float64 for float64 inputs and in float32 for all others."""
     if call.cu_seqlens_q is None:
         return one_length(q, k, v, call)
@@ -50,7 +52,9 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
             slot = torch.arange(first, end, device=q.device)
             page = call.block_table[b, slot // k_cache.shape[1]].to(torch.int64).clamp(0, k_cache.shape[0] - 1)
             k, v = (cache[page, slot % k_cache.shape[1]] for cache in (k_cache, v_cache))
-        rows.append(one_length(q[b : b + 1], k[None], v[None], Call(call.rotary, call.causal, call.softmax_scale)))
+        rows.append(
+            one_length(q[b : b + 1], k[None], v[None], AttentionCall(call.rotary, call.causal, call.softmax_scale))
+        )
     out = torch.cat([out for out, _ in rows]) if rows else torch.empty_like(q)
     lse = (
         torch.cat([lse for _, lse in rows])
@@ -60,7 +64,9 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
     return out, lse
 
 
-def one_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def one_length(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor]:
     rotary, dtype, device = call.rotary, q.dtype, q.device
     seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     q, k, v = (x.to(accumulation_type(x)) for x in (q, k, v))

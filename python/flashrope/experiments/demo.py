@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from .. import Rotary, __version__, attention
-from ..backends import IMPLEMENTATIONS, choose
+from ..backends import BACKENDS, resolve_impl
 from ..cli import INTERRUPTED
 from ..info import hardware
 from . import data, files, options, report
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--threads", type=positive, help="CPU threads in all; by default those there are, at most 8")
     run_.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the unseen windows")
     run_.add_argument(
-        "--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device"
+        "--impl", choices=BACKENDS, help="the attention implementation; by default the one for the device"
     )
     run_.add_argument("--compile", action="store_true", help="torch.compile the training step")
     sizes = parser.add_argument_group("sizes (by default the preset's)")
@@ -215,7 +215,7 @@ def resolve(args: argparse.Namespace) -> Settings:
     try:
         config = ModelConfig(preset.width, preset.layers, preset.heads)
         schemes = compared(config.head_dim, preset.train_length, window, args.factor, args.base)
-        choose(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
+        resolve_impl(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
     except ValueError as error:
         raise BadInput(str(error)) from None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -348,7 +348,7 @@ def evaluate_job(
 def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) -> dict[str, str]:
     config, training = settings.config, settings.training
     parameters = sum(p.numel() for p in LanguageModel(config).parameters())
-    impl = choose(settings.impl, torch.empty(1, 1, 1, config.head_dim, device=settings.device))
+    impl = resolve_impl(settings.impl, torch.empty(1, 1, 1, config.head_dim, device=settings.device))
     schemes = {scheme.name: scheme.rotary for scheme in settings.schemes}
     window = args.window or training.train_length // 2
     processes = f"{settings.processes} processes, " if settings.processes else ""
@@ -358,7 +358,7 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
         f"{sum(map(len, corpus.unseen)):,} unseen ({len(corpus.unseen_files)} files)",
         "models": f"{parameters:,} parameters, layers {config.layers}, width {config.width}, heads {config.heads} of "
         f"{config.head_dim} channels; both start from the same weights and see the same batches",
-        "schemes": f"HoPE rotates {sum(f > 0 for f in schemes['HoPE'].theta)} of {config.head_dim // 2} pairs; ReRoPE and Leaky "
+        "schemes": f"HoPE rotates {sum(f > 0 for f in schemes['HoPE'].frequencies)} of {config.head_dim // 2} pairs; ReRoPE and Leaky "
         f"ReRoPE run on the RoPE model as it is, window {window:,} bytes, Leaky factor {args.factor:g}; "
         f"log n scales the query by max(1, ln(i + 1) / ln({training.train_length})) at evaluation only",
         "training": f"{training.steps:,} steps of {training.batch_size * training.train_length:,} bytes, training length "

@@ -41,10 +41,10 @@ def draw_frequencies(run: Run, workers: Workers, folder: Path) -> None:
     rows = [
         [name, pair, f, kind]
         for name, rotary in used.items()
-        for pair, (f, kind) in enumerate(zip(rotary.theta, kinds(rotary.theta, run.unit), strict=True))
+        for pair, (f, kind) in enumerate(zip(rotary.frequencies, kinds(rotary.frequencies, run.unit), strict=True))
     ]
     write_csv(folder / "results.csv", ("scheme", "pair", "inv_freq", "kind"), rows)
-    panels = {panel: {name: used[name].theta for name in names} for panel, names in FREQUENCY_PANELS.items()}
+    panels = {panel: {name: used[name].frequencies for name in names} for panel, names in FREQUENCY_PANELS.items()}
     figures.frequencies(folder / "frequencies.png", panels, run.unit, run.defaults.base)
 
 
@@ -65,7 +65,7 @@ def draw_positions(run: Run, workers: Workers, folder: Path) -> None:
         name, _ = resolve(template, run.unit)
         rotary = scheme(name, run.preset.config, run.unit, run.defaults).rotary
         plain = Rotary.rope(run.preset.config.head_dim, run.defaults.base)
-        seen[name] = seen_distances(rotary, length, plain.theta[0] / rotary.theta[0])
+        seen[name] = seen_distances(rotary, length, plain.frequencies[0] / rotary.frequencies[0])
     rows = [[name, i, 0, matrix[i][0]] for name, matrix in seen.items() for i in range(length)]
     write_csv(folder / "results.csv", ("scheme", "query", "key", "distance"), rows)
     figures.matrices(folder / "positions.png", seen, run.unit)
@@ -175,7 +175,7 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
     )
     _rope_figures(run, folder, found, unit, ("figure-2a.png", "figure-2b.png", "figure-2c.png"))
     _rope_figures(run, folder, found, double, ("figure-7.png", "figure-6.png", None))
-    theta = scheme("hope", run.preset.config, unit, run.defaults).rotary.theta
+    theta = scheme("hope", run.preset.config, unit, run.defaults).rotary.frequencies
     it = found["hope", unit, double]
     figures.components(
         folder / "hope-components.png",
@@ -200,7 +200,7 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
 
 
 def _rope_figures(run: Run, folder: Path, found: dict, length: int, names: tuple[str, str, str | None]) -> None:
-    theta = Rotary.rope(run.preset.config.head_dim, run.defaults.base).theta
+    theta = Rotary.rope(run.preset.config.head_dim, run.defaults.base).frequencies
     of = kinds(theta, length)
     inside, beyond = found["rope", length, length], found["rope", length, 2 * length]
     figures.components(

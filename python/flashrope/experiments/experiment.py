@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ..backends import IMPLEMENTATIONS, choose
+from ..backends import BACKENDS, resolve_impl
 from ..cli import INTERRUPTED
 from . import data, files, options, report, tables
 from .drawn import draw_frequencies, draw_patterns, draw_pictures, draw_positions
@@ -165,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     run_.add_argument("--threads", type=positive, help="CPU threads in all; by default those there are, at most 8")
     run_.add_argument(
-        "--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device"
+        "--impl", choices=BACKENDS, help="the attention implementation; by default the one for the device"
     )
     sizes = parser.add_argument_group("sizes (by default the preset's)")
     for field in dataclasses.fields(Preset):
@@ -255,7 +255,7 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
         raise BadInput(f"--practice: expected a share from 0 to below 1, got {preset.practice}")
     try:
         config = preset.config
-        choose(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
+        resolve_impl(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
     except ValueError as error:
         raise BadInput(str(error)) from None
     window = LONGEST * preset.train_length + 1

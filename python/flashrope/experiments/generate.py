@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from .. import Rotary
-from ..backends import IMPLEMENTATIONS, choose
+from ..backends import BACKENDS, resolve_impl
 from ..cli import INTERRUPTED
 from ..info import hardware
 from . import data, options, report
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--seed", type=int, default=0, help="of the draws and of the default prompt")
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     run_.add_argument(
-        "--impl", choices=IMPLEMENTATIONS, help="the attention implementation; by default the one for the device"
+        "--impl", choices=BACKENDS, help="the attention implementation; by default the one for the device"
     )
     run_.add_argument(
         "--threads", type=positive, help="CPU threads; by default one for small models, else those there are, at most 8"
@@ -209,7 +209,7 @@ def resolve(args: argparse.Namespace) -> Settings:
     model, trained, train_length = _load(args, device)
     rotary, scheme = _scheme(args, trained, train_length)
     try:
-        impl = choose(args.impl, torch.empty(1, 1, 1, model.config.head_dim, device=device), cached=True)
+        impl = resolve_impl(args.impl, torch.empty(1, 1, 1, model.config.head_dim, device=device), cached=True)
     except ValueError as error:
         raise BadInput(f"--impl: {error}") from None
     return Settings(model, rotary, scheme, train_length, _prompt(args, train_length), device, impl)
@@ -236,7 +236,7 @@ def _load(args: argparse.Namespace, device: torch.device) -> tuple[LanguageModel
 
 def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None) -> tuple[Rotary, str]:
     """The scheme to run under, and in words."""
-    turning = sum(f != 0 for f in trained.theta)
+    turning = sum(f != 0 for f in trained.frequencies)
     rotary, words = trained, [f"trained with {turning} of {trained.head_dim // 2} channel pairs rotating"]
     unknown = f"{args.model} does not state its training length; give --train-length"
     if args.rectify or args.window or args.factor is not None:

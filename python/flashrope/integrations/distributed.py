@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..api import _check_tensors, attention, check_outside_context_parallel
-from ..backends import backend
+from ..backends import load_backend
 from ..ops import OPERATORS, _call
 from ..rotary import Rotary
 
@@ -44,7 +44,7 @@ class _Way(NamedTuple):
 
     rows: Replicate | Shard  # q, k, v, out and their gradients
     lse: Replicate | Shard
-    turned_keys: Replicate | Shard  # (slots, rows, heads_kv, head_dim), or empty
+    rotated_k: Replicate | Shard  # (slots, rows, heads_kv, head_dim), or empty
     positions: Replicate | Shard
     cu_seqlens: Replicate | Shard = Replicate()
 
@@ -54,7 +54,7 @@ def _ways(packed: bool, turned: bool, batch: int, heads_kv: int, specs) -> list[
 
     A way that would leave the ranks unequal parts is left out: query heads would part from their key heads, and the
         rows of
-    turned_keys, which are sharded as they come, from the batch. DTensor only ever shards what one of the inputs is
+    rotated_k, which are sharded as they come, from the batch. DTensor only ever shards what one of the inputs is
     sharded over.
     """
     heads = _Way(Shard(1 if packed else 2), Shard(0 if packed else 1), Shard(2) if turned else Replicate(), Replicate())
@@ -82,22 +82,22 @@ def _shard_attention(q, k, v, *call_and_impl):
     *call, impl = call_and_impl
     positions, cu_seqlens_q, cu_seqlens_k = call[:3]
     packed = cu_seqlens_q is not None
-    turned = len(backend(impl).turned_keys_shape(k, _call(*call))) > 1
+    turned = len(load_backend(impl).rotated_k_shape(k, _call(*call))) > 1
     heads = 1 if packed else 2
     ways = _ways(
         packed, turned, q.shape[0], k.shape[heads], [(x, 0, heads) for x in (q, k, v)] + [(positions, 0, None)]
     )
-    return [([way.rows, way.lse, way.turned_keys], [way.rows] * 3 + _of_call(way, call)) for way in ways]
+    return [([way.rows, way.lse, way.rotated_k], [way.rows] * 3 + _of_call(way, call)) for way in ways]
 
 
 @register_sharding(OPERATORS.attention_backward.default)
-def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, *call_and_impl):
+def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, *call_and_impl):
     *call, _ = call_and_impl
     positions, cu_seqlens_q, cu_seqlens_k = call[:3]
-    packed, turned = cu_seqlens_q is not None, len(turned_keys.shape) > 1
+    packed, turned = cu_seqlens_q is not None, len(rotated_k.shape) > 1
     heads = 1 if packed else 2
     specs = [(x, 0, heads) for x in (grad_out, q, k, v, out)] + [(x, 0, heads - 1) for x in (grad_lse, lse)]
-    specs += [(positions, 0, None)] + ([(turned_keys, 1, 2)] if turned else [])
+    specs += [(positions, 0, None)] + ([(rotated_k, 1, 2)] if turned else [])
     return [
         (
             [way.rows] * 3,
@@ -106,7 +106,7 @@ def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys
                 way.lse if grad_lse is not None else None,
                 *[way.rows] * 4,
                 way.lse,
-                way.turned_keys,
+                way.rotated_k,
                 *_of_call(way, call),
             ],
         )

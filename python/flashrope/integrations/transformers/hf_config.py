@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import Any
 
-from .rotary import Rotary
+from ...rotary import Rotary
 
 __all__ = ["rotary_from_config"]
 
@@ -144,7 +144,7 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
             )
         rotary = dataclasses.replace(rotary, temperature=float(attention_factor) ** 2)
     if model_type in REVERSED:
-        rotary = dataclasses.replace(rotary, theta=tuple(-f for f in rotary.theta))
+        rotary = dataclasses.replace(rotary, frequencies=tuple(-f for f in rotary.frequencies))
     return rotary
 
 
@@ -290,7 +290,9 @@ def _linear(rope, params, config, seqlen):
 def _proportional(rope, params, config, seqlen):
     partial = params["partial_rotary_factor"]
     turning = int((1.0 if partial is None else partial) * rope.head_dim // 2)
-    rope = dataclasses.replace(rope, theta=rope.theta[:turning] + (0.0,) * (len(rope.theta) - turning))
+    rope = dataclasses.replace(
+        rope, frequencies=rope.frequencies[:turning] + (0.0,) * (len(rope.frequencies) - turning)
+    )
     factor = params.get("factor")
     return (rope if factor in (None, 1) else rope.interpolate(factor)), 1.0
 
@@ -337,24 +339,24 @@ def _llama3(rope, params, config, seqlen):
     if not 0 < low < high:
         raise ValueError(f"config: expected 0 < low_freq_factor < high_freq_factor, got {low} and {high}")
     theta = []
-    for f in rope.theta:
+    for f in rope.frequencies:
         kept = min(max((length * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0)
         theta.append((1 - kept) * f / factor + kept * f)
-    return dataclasses.replace(rope, theta=tuple(theta), scaled_by="llama3"), 1.0
+    return dataclasses.replace(rope, frequencies=tuple(theta), scaled_by="llama3"), 1.0
 
 
 def _longrope(rope, params, config, seqlen):
     length = _trained_length(params, config)
     reach = "long" if seqlen is not None and seqlen > length else "short"
     divisors = _field(params, f"{reach}_factor")
-    if len(divisors) != len(rope.theta):
-        raise ValueError(f"config: {reach}_factor has {len(divisors)} numbers for {len(rope.theta)} pairs")
+    if len(divisors) != len(rope.frequencies):
+        raise ValueError(f"config: {reach}_factor has {len(divisors)} numbers for {len(rope.frequencies)} pairs")
     attention_factor = params.get(f"{reach}_mscale") or params.get("attention_factor")  # phimoe has one for each reach
     if attention_factor is None:
         factor = params.get("factor") or _max_length(config) / length
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-    theta = tuple(f / divisor for f, divisor in zip(rope.theta, divisors, strict=True))
-    return dataclasses.replace(rope, theta=theta, scaled_by="longrope"), attention_factor
+    theta = tuple(f / divisor for f, divisor in zip(rope.frequencies, divisors, strict=True))
+    return dataclasses.replace(rope, frequencies=theta, scaled_by="longrope"), attention_factor
 
 
 RULES = {

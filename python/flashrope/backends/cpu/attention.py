@@ -12,25 +12,25 @@ from __future__ import annotations
 
 import torch
 
-from . import Call
-from .cpu_cache import append_to_cache, attention_with_cache  # noqa: F401  parts of this implementation
-from .cpu_pieces import Piece, flash, joined, keys_of, like_queries, mask, one_piece, plan, rows_of, uncut, windows
-from .cpu_turns import accumulation_type, turn, turns_for, upcast
+from ..base import AttentionCall
+
+from .pieces import Piece, flash, joined, keys_of, like_queries, mask, one_piece, plan, rows_of, uncut, windows
+from .rotation import accumulation_type, turn, turns_for, upcast
 
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def refusal(q: torch.Tensor, cached: bool = False) -> str:
+def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
     return "" if q.device.type == "cpu" else f"its tensors must lie on the CPU, q is on {q.device}"
 
 
-def turned_keys_shape(k: torch.Tensor, call: Call) -> tuple[int, ...]:
+def rotated_k_shape(k: torch.Tensor, call: AttentionCall) -> tuple[int, ...]:
     """Keys are turned again in the backward: that costs one pass over k, keeping them costs its size."""
     return (0,)
 
 
-def forward(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """(out like q, lse float32 or float64, no turned keys); shapes are those of ``Call``."""
+def forward(q, k, v, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """(out like q, lse float32 or float64, no turned keys); shapes are those of ``AttentionCall``."""
     if call.cu_seqlens_q is None:
         return *_attend(q, k, v, call), None
     out = q.new_zeros(q.shape)
@@ -41,7 +41,7 @@ def forward(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor, None]:
 
 
 def backward(
-    grad_out, grad_lse, q, k, v, out, lse, turned_keys, call: Call
+    grad_out, grad_lse, q, k, v, out, lse, rotated_k, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of raw q, k and v, like q, k and v; one of grad_out and grad_lse may be None."""
     if call.cu_seqlens_q is None:
@@ -64,7 +64,7 @@ def backward(
     return grad_q, grad_k, grad_v
 
 
-def _sequences(call: Call):
+def _sequences(call: AttentionCall):
     """(rows, keys) of every packed sequence, as slices."""
     starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
     for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
@@ -75,7 +75,7 @@ def _sequences(call: Call):
 # -------------------------------------------------------------------------------
 
 
-def _attend(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(q, k, v, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, lse (batch, heads_q, seqlen_q)."""
     seqlen_q, seqlen_k, v = q.size(1), k.size(1), upcast(v)
     whole = (
@@ -119,7 +119,7 @@ def _attend(q, k, v, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _attend_backward(
-    grad_out, grad_lse, q, k, v, out, lse, call: Call
+    grad_out, grad_lse, q, k, v, out, lse, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rotary, seqlen_q, seqlen_k = call.rotary, q.shape[1], k.shape[1]
     out, wide_v, lse = upcast(out), upcast(v), lse.transpose(1, 2)

@@ -12,10 +12,10 @@ from functools import lru_cache
 
 import torch
 
-from ..rotary import Rotary
-from . import CacheCall, places_behind
-from .cpu_pieces import Piece, flash, joined, keys_of, like_queries, mask, one_piece, plan, rows_of
-from .cpu_turns import accumulation_type, turn, turns_for, upcast
+from ...rotary import Rotary
+from ..base import CacheCall, places_behind
+from .pieces import Piece, flash, joined, keys_of, like_queries, mask, one_piece, plan, rows_of
+from .rotation import accumulation_type, turn, turns_for, upcast
 
 LEAST_BLOCK, BLOCK = 256, 16384  # slots
 TURNED_BLOCK = (
@@ -28,7 +28,7 @@ def _block_size(rotary: Rotary, causal: bool, row: int) -> int:
     """Slots of one block; row: numbers in a slot of the sequences that are read together."""
     reach = max((max(band.stop, -band.start) for band in rotary.bands_for(causal) if band.slope), default=0)
     turned = max(TURNED_BLOCK // max(row, 1), LEAST_BLOCK)
-    return min(turned, BLOCK) if reach > turned and any(rotary.theta) else BLOCK
+    return min(turned, BLOCK) if reach > turned and any(rotary.frequencies) else BLOCK
 
 
 def append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table) -> None:

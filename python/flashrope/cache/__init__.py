@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from . import ops
-from .api import DTYPES, attention_with_cache
-from .backends import choose
-from .rotary import Rotary
+from .. import ops
+from ..api import DTYPES, attention_with_cache
+from ..backends import resolve_impl
+from ..rotary import Rotary
 
 __all__ = ["KVCache", "OutOfPages", "PagedKVCache"]
 
@@ -91,7 +91,7 @@ class KVCache(_Cache):
         """
         seqlen_new = _check_new(k, v, self.k, self.batch)
         self._check_room(seqlen_new)
-        ops.append_to_cache(self.k, self.v, k, v, self.seqlens, None, choose(impl, k[:, :1], cached=True))
+        ops.append_to_cache(self.k, self.v, k, v, self.seqlens, None, resolve_impl(impl, k[:, :1], cached=True))
         self._count(seqlen_new)
 
     def attend(
@@ -297,7 +297,7 @@ class PagedKVCache(_Cache):
         """
         chosen = self._chosen(sequences)
         seqlen_new = _check_new(k, v, self.k, len(chosen))
-        impl = choose(impl, k[:, :1], cached=True)
+        impl = resolve_impl(impl, k[:, :1], cached=True)
         with self._room(chosen, seqlen_new) as (block_table, seqlens):
             ops.append_to_cache(self.k, self.v, k, v, seqlens, block_table, impl)
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..rotary import Band, Rotary
-from . import Call
-from .cpu_turns import accumulation_type, turns_of_rows
+from ...rotary import Band, Rotary
+from ..base import AttentionCall
+from .rotation import accumulation_type, turns_of_rows
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu
 LEAST_CHUNK = 64  # rows; a narrower band is cut into chunks of this many rows, which then need a mask
@@ -109,8 +109,8 @@ def _behind(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift: int)
 def one_piece(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dtype: torch.dtype):
     """(piece, what turns q, what turns k) where one call of the kernel without a mask does all, else None. The turns
     are those
-    of cpu_turns, of numbers of this type: None where they change nothing."""
-    call = Call(rotary, causal, 1.0)
+    of rotation, of numbers of this type: None where they change nothing."""
+    call = AttentionCall(rotary, causal, 1.0)
     turns = plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q)
     if len(turns) != 1 or len(turns[0][2]) != 1 or rotary.axis:
         return None

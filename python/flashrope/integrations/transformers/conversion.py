@@ -18,8 +18,8 @@ import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..api import attention, attention_varlen, attention_with_cache
-from ..rotary import Rotary
+from ...api import attention, attention_varlen, attention_with_cache
+from ...rotary import Rotary
 from .masks import Packed, check_positions, layout
 
 __all__ = ["FAMILIES", "Suggestion", "convert", "revert", "suggest"]
@@ -169,9 +169,9 @@ class _Scheme:
 def _rotary(config, layer_type, window, rotates, asked, seqlen) -> Rotary:
     rotary = Rotary.from_hf_config(config, layer_type, seqlen) if rotates else Rotary.none(_head_dim(config))
     given = asked.get("rotary")
-    if given is not None and rotates and (isinstance(given, dict) or any(rotary.theta)):
+    if given is not None and rotates and (isinstance(given, dict) or any(rotary.frequencies)):
         given = given[layer_type] if isinstance(given, dict) else given
-        if any(given.theta) and any(rotary.theta) and given.interleaved != rotary.interleaved:
+        if any(given.frequencies) and any(rotary.frequencies) and given.interleaved != rotary.interleaved:
             raise ValueError(
                 f"rotary: expected interleaved={rotary.interleaved}, as the model pairs its channels, got "
                 f"{given.interleaved}"
@@ -179,7 +179,7 @@ def _rotary(config, layer_type, window, rotates, asked, seqlen) -> Rotary:
         rotary = given
     if asked.get("hope_train_length"):
         rotary = _hope(rotary, asked["hope_train_length"])
-    if asked.get("window") is not None and any(rotary.theta):
+    if asked.get("window") is not None and any(rotary.frequencies):
         rotary = rotary.rectify(asked["window"], asked.get("factor"))
     if window is not None:
         if any(band.slope != 1 for band in rotary.bands):
@@ -197,11 +197,13 @@ def _hope(rotary: Rotary, train_length: float) -> Rotary:
     """HoPE on a model's own table: a pair goes by the frequency it had before any interpolation."""
     if not train_length > 0:
         raise ValueError(f"hope_train_length: expected a positive length, got {train_length!r}")
-    plain = rotary.theta
+    plain = rotary.frequencies
     if rotary.base is not None:
-        plain = [rotary.base ** (-2 * m / rotary.exponent_dim) for m in range(len(rotary.theta))]
-    theta = tuple(f if abs(g) >= 2 * math.pi / train_length else 0.0 for f, g in zip(rotary.theta, plain, strict=True))
-    return dataclasses.replace(rotary, theta=theta)
+        plain = [rotary.base ** (-2 * m / rotary.exponent_dim) for m in range(len(rotary.frequencies))]
+    theta = tuple(
+        f if abs(g) >= 2 * math.pi / train_length else 0.0 for f, g in zip(rotary.frequencies, plain, strict=True)
+    )
+    return dataclasses.replace(rotary, frequencies=theta)
 
 
 def _attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **kwargs):
@@ -369,7 +371,7 @@ def _check_tables(decoder, layer_types) -> None:
     ]  # inv_freq may have grown with the length
     for layer_type in layer_types:
         rotary = Rotary.from_hf_config(decoder.config, layer_type)
-        if any(rotary.theta) and not any(_same_table(rotary, *table) for table in held):
+        if any(rotary.frequencies) and not any(_same_table(rotary, *table) for table in held):
             raise ValueError(
                 "model: expected a rotary embedding of the frequencies that its configuration gives, "
                 f"{rotary!r}; got other ones in transformers {transformers.__version__}, which reads the rope "
@@ -380,7 +382,7 @@ def _check_tables(decoder, layer_types) -> None:
 def _same_table(rotary: Rotary, inv_freq: torch.Tensor, attention_scaling: float) -> bool:
     rounding = 1e-5 if inv_freq.dtype == torch.float32 else 1e-2
     return (
-        inv_freq.numel() == len(rotary.theta)
+        inv_freq.numel() == len(rotary.frequencies)
         and torch.allclose(inv_freq.detach().double().cpu(), rotary.inv_freq, rtol=rounding, atol=0)
         and math.isclose(attention_scaling**2, rotary.temperature, rel_tol=1e-5)
     )

@@ -18,7 +18,7 @@ from .rotary import Rotary
 FINE_ROWS = 1024  # positions per coarse row; both levels of a 128k context stay in L2
 
 
-class BandTurns(NamedTuple):
+class BandRotations(NamedTuple):
     """For every band of a scheme, as slots of ``slots`` (slope, offset): the turn of its queries and of its keys, and
     the turns that lead there from the queries' and the keys' turn in the band before. Slot 0 is no turn."""
 
@@ -30,7 +30,7 @@ class BandTurns(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def band_turns(rotary: Rotary, causal: bool) -> BandTurns:
+def band_rotations(rotary: Rotary, causal: bool) -> BandRotations:
     slots: dict[tuple[float, float], int] = {(0.0, 0.0): 0}
     columns = ([], [], [], [])
     before = None
@@ -38,9 +38,9 @@ def band_turns(rotary: Rotary, causal: bool) -> BandTurns:
         turns = ((slope, offset), (slope, 0.0))
         steps = [(a - c, b - d) for (a, b), (c, d) in zip(turns, before or turns, strict=True)]
         for column, turn in zip(columns, (*turns, *steps), strict=True):
-            column.append(slots.setdefault(turn, len(slots)) if any(rotary.theta) else 0)
+            column.append(slots.setdefault(turn, len(slots)) if any(rotary.frequencies) else 0)
         before = turns
-    return BandTurns(tuple(slots), *map(tuple, columns))
+    return BandRotations(tuple(slots), *map(tuple, columns))
 
 
 def cos_sin(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +57,7 @@ def _cos_sin(positions, theta, axis):
 def _frequencies(rotary: Rotary, device) -> tuple[torch.Tensor, torch.Tensor | None]:
     """theta float64 (pairs,), and for an axial table the axis of every pair, int64 (pairs,)."""
     return (
-        torch.tensor(rotary.theta, dtype=torch.float64, device=device),
+        torch.tensor(rotary.frequencies, dtype=torch.float64, device=device),
         torch.tensor(rotary.axis, device=device) if rotary.axis else None,
     )
 
@@ -93,7 +93,7 @@ def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
     fine = torch.arange(FINE_ROWS, dtype=torch.float64)
     blocks = torch.arange(coarse, dtype=torch.float64) * FINE_ROWS
     rows = torch.stack(
-        [torch.cat([slope * fine, slope * blocks + offset]) for slope, offset in band_turns(rotary, causal).slots]
+        [torch.cat([slope * fine, slope * blocks + offset]) for slope, offset in band_rotations(rotary, causal).slots]
     )
     return _padded(rotary, *cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows))
 

@@ -11,20 +11,20 @@ try:
     import triton
     from triton.compiler import CompiledKernel
 
-    from ..triton_kernels import configs
-    from ..triton_kernels.backward import attention_delta, attention_grad_kv, attention_grad_q
-    from ..triton_kernels.decode import append_rows, attention_decode, combine_splits
-    from ..triton_kernels.forward import attention_forward
-    from ..triton_kernels.tiles import POINTERS, Angles, Layout, Scales, Slots, encoded, strided
-    from ..triton_kernels.turn import turn_cached_rows, turn_rows
+    from ...triton_kernels import configs
+    from ...triton_kernels.backward import attention_delta, attention_grad_kv, attention_grad_q
+    from ...triton_kernels.decode import append_rows, attention_decode, combine_splits
+    from ...triton_kernels.forward import attention_forward
+    from ...triton_kernels.tiles import POINTERS, Angles, Layout, Scales, Slots, encoded, strided
+    from ...triton_kernels.turn import turn_cached_rows, turn_rows
 
     IMPORT_ERROR = ""
 except ImportError as error:  # no wheel for this platform
     IMPORT_ERROR = str(error)
 
-from ..angles import band_turns, coarse_rows, padded_pairs, position_table, resident, two_level_table
-from ..rotary import Rotary
-from . import CacheCall, Call, aligned, distance, multiprocessors
+from ...cos_sin import band_rotations, coarse_rows, padded_pairs, position_table, resident, two_level_table
+from ...rotary import Rotary
+from ..base import CacheCall, AttentionCall, aligned, distance, multiprocessors
 
 
 @cache  # Triton decided when the kernels were imported
@@ -32,7 +32,7 @@ def interpreted() -> bool:
     return not IMPORT_ERROR and bool(triton.knobs.runtime.interpret)
 
 
-def refusal(q: torch.Tensor, cached: bool = False) -> str:
+def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
     if IMPORT_ERROR:
         return f"triton cannot be imported ({IMPORT_ERROR})"
     if q.dtype == torch.float64:
@@ -90,24 +90,24 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call):
-    """(out like q and contiguous, lse float32, turned keys); shapes are those of ``Call`` and ``turned_keys_shape``."""
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall):
+    """(out like q and contiguous, lse float32, turned keys); shapes are those of ``AttentionCall`` and ``rotated_k_shape``."""
     q, k, v = map(_within_reach, (q, k, v))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(call.lse_shape(q), dtype=torch.float32, device=q.device)
-    turned_keys = k.new_empty(turned_keys_shape(k, call))
+    rotated_k = k.new_empty(rotated_k_shape(k, call))
     if call.cu_seqlens_q is not None or _nothing_to_do(q, k, call):
         out.zero_()  # rows that no sequence holds
         lse.fill_(float("-inf"))
     if not _nothing_to_do(q, k, call):
         with _device(q):
             plan = _Plan(q, k, v, call)
-            plan.turn(k, turned_keys, plan.key_slots, keys=True)
-            plan.attend(q, k, turned_keys, v, out, lse)
-    return out, lse, turned_keys
+            plan.turn(k, rotated_k, plan.key_slots, keys=True)
+            plan.attend(q, k, rotated_k, v, out, lse)
+    return out, lse, rotated_k
 
 
-def backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, call: Call):
+def backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call: AttentionCall):
     """Gradients of raw q, k and v, like them and contiguous; one of grad_out and grad_lse may be None."""
     q, k, v = map(_within_reach, (q, k, v))
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -122,8 +122,8 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, turned_keys, call: Call):
             turned_q = q.new_empty(len(call.bands), _rows(q), *q.shape[-2:])
             plan.turn(q, turned_q, plan.query_slots, keys=False)
             delta = plan.delta(out, grad_out, grad_lse, lse)
-            plan.grad_kv(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k, grad_v)
-            plan.grad_q(turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q)
+            plan.grad_kv(turned_q, k, rotated_k, v, grad_out, lse, delta, grad_k, grad_v)
+            plan.grad_q(turned_q, k, rotated_k, v, grad_out, lse, delta, grad_q)
     return grad_q, grad_k, grad_v
 
 
@@ -187,15 +187,15 @@ def _prefill(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
     layout = _layout(rotary, _vector(q, k_cache, v_cache))
     slots, page_size = _call_slots(k_cache, call)
     table = two_level_table(rotary, call.causal, coarse_rows(max(seqlen_q, call.capacity(k_cache))), q.device)
-    turned_keys = k_cache
+    rotated_k = k_cache
     if rows:
-        turned_keys = k_cache.new_empty(len(turns), batch * rows, heads_kv, head_dim)
+        rotated_k = k_cache.new_empty(len(turns), batch * rows, heads_kv, head_dim)
         grid = (cdiv(rows, configs.TURN_ROWS) * batch, cdiv(heads_kv, configs.TURN_HEADS), len(turns))
         launch(
             turn_cached_rows,
             grid,
             strided(k_cache),
-            strided(turned_keys),
+            strided(rotated_k),
             _integers(turns, q.device),
             slots,
             Angles(table, None),
@@ -216,7 +216,7 @@ def _prefill(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
         grid,
         strided(q),
         strided(k_cache),
-        strided(turned_keys),
+        strided(rotated_k),
         strided(v_cache),
         out,
         lse,
@@ -302,7 +302,7 @@ def _decode(q, k_cache, v_cache, call: CacheCall, out, lse) -> None:
         )
 
 
-def turned_keys_shape(k: torch.Tensor, call: Call) -> tuple[int, ...]:
+def rotated_k_shape(k: torch.Tensor, call: AttentionCall) -> tuple[int, ...]:
     """(slots, rows, heads_kv, head_dim): the keys once for every slope that turns them."""
     slots = _key_slots(call.rotary, call.causal)
     return (len(slots), _rows(k), *k.shape[-2:]) if slots else (0,)
@@ -311,7 +311,7 @@ def turned_keys_shape(k: torch.Tensor, call: Call) -> tuple[int, ...]:
 class _Plan:
     """The arguments that the launches of one call share."""
 
-    def __init__(self, q, k, v, call: Call, grad_out=None):
+    def __init__(self, q, k, v, call: AttentionCall, grad_out=None):
         self.call = call
         self.heads_q, self.heads_kv = q.shape[-2], k.shape[-2]
         self.packed = call.cu_seqlens_q is not None
@@ -324,7 +324,7 @@ class _Plan:
         rotary = call.rotary
         self.bands, self.num_bands = _resident_bands(rotary, call.causal, q.device)
         self.key_slots = _key_slots(rotary, call.causal)
-        self.query_slots = band_turns(rotary, call.causal).query
+        self.query_slots = band_rotations(rotary, call.causal).query
         if call.positions is None:
             coarse = coarse_rows(max(self.seqlen_q, self.seqlen_k))
             self.angles = Angles(two_level_table(rotary, call.causal, coarse, q.device), None)
@@ -377,7 +377,7 @@ class _Plan:
             **configs.options(configs.TURN_WARPS),
         )
 
-    def attend(self, q, k, turned_keys, v, out, lse) -> None:
+    def attend(self, q, k, rotated_k, v, out, lse) -> None:
         tile, options = self.options("forward")
         grid = (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
         launch(
@@ -385,7 +385,7 @@ class _Plan:
             grid,
             strided(q),
             strided(k),
-            self._turned(turned_keys, k),
+            self._turned(rotated_k, k),
             strided(v),
             out,
             lse,
@@ -425,7 +425,7 @@ class _Plan:
         )
         return delta
 
-    def grad_kv(self, turned_q, k, turned_keys, v, grad_out, lse, delta, grad_k, grad_v) -> None:
+    def grad_kv(self, turned_q, k, rotated_k, v, grad_out, lse, delta, grad_k, grad_v) -> None:
         tile, options = self.options("grad_kv")
         grid = (cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv,)
         launch(
@@ -433,7 +433,7 @@ class _Plan:
             grid,
             strided(turned_q),
             strided(k),
-            self._turned(turned_keys, k),
+            self._turned(rotated_k, k),
             strided(v),
             strided(grad_out),
             lse,
@@ -453,7 +453,7 @@ class _Plan:
             **options,
         )
 
-    def grad_q(self, turned_q, k, turned_keys, v, grad_out, lse, delta, grad_q) -> None:
+    def grad_q(self, turned_q, k, rotated_k, v, grad_out, lse, delta, grad_q) -> None:
         tile, options = self.options("grad_q")
         grid = (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)
         launch(
@@ -461,7 +461,7 @@ class _Plan:
             grid,
             strided(turned_q),
             strided(k),
-            self._turned(turned_keys, k),
+            self._turned(rotated_k, k),
             strided(v),
             strided(grad_out),
             lse,
@@ -480,20 +480,20 @@ class _Plan:
             **options,
         )
 
-    def _turned(self, turned_keys, k):
-        return strided(turned_keys if self.key_slots else k)
+    def _turned(self, rotated_k, k):
+        return strided(rotated_k if self.key_slots else k)
 
 
 @lru_cache(maxsize=1024)
 def _key_slots(rotary: Rotary, causal: bool) -> tuple[int, ...]:
-    """The table slot of every slot of turned_keys: the keys once for each slope that turns them."""
-    return tuple(dict.fromkeys(slot for slot in band_turns(rotary, causal).key if slot))
+    """The table slot of every slot of rotated_k: the keys once for each slope that turns them."""
+    return tuple(dict.fromkeys(slot for slot in band_rotations(rotary, causal).key if slot))
 
 
 @lru_cache(maxsize=1024)
 def _key_reach(rotary: Rotary, causal: bool) -> tuple[tuple[int, int], ...]:
-    """For every slot of turned_keys its table slot, and where the last band that uses it stops."""
-    turns = list(zip(band_turns(rotary, causal).key, rotary.bands_for(causal), strict=True))
+    """For every slot of rotated_k its table slot, and where the last band that uses it stops."""
+    turns = list(zip(band_rotations(rotary, causal).key, rotary.bands_for(causal), strict=True))
     return tuple(
         (slot, max(distance(band.stop) for key, band in turns if key == slot)) for slot in _key_slots(rotary, causal)
     )
@@ -502,14 +502,14 @@ def _key_reach(rotary: Rotary, causal: bool) -> tuple[tuple[int, int], ...]:
 @lru_cache(maxsize=1024)
 def _turning_bands(rotary: Rotary, causal: bool) -> int:
     """Bit b tells whether band b turns its keys."""
-    return sum((key > 0) << index for index, key in enumerate(band_turns(rotary, causal).key))
+    return sum((key > 0) << index for index, key in enumerate(band_rotations(rotary, causal).key))
 
 
 @lru_cache(maxsize=1024)
 def _bands(rotary: Rotary, causal: bool):
     """The rows of band_fields."""
     key_slots = _key_slots(rotary, causal)
-    _, *turns = band_turns(rotary, causal)
+    _, *turns = band_rotations(rotary, causal)
     return tuple(
         (
             distance(band.start),
@@ -564,7 +564,7 @@ def _layout(rotary: Rotary, vec: int) -> Layout:
     return Layout(
         rotary.head_dim,
         2 * padded_pairs(rotary),
-        rotary.rotary_dim if any(rotary.theta) else 0,
+        rotary.rotary_dim if any(rotary.frequencies) else 0,
         rotary.interleaved,
         vec,
     )
@@ -584,7 +584,7 @@ def _scalar_positions(positions: torch.Tensor) -> torch.Tensor:
     return (positions if positions.ndim == 2 else positions[..., 0]).to(torch.float32).contiguous()
 
 
-def _nothing_to_do(q, k, call: Call) -> bool:
+def _nothing_to_do(q, k, call: AttentionCall) -> bool:
     return q.numel() == 0 or k.numel() == 0 or not call.bands
 
 

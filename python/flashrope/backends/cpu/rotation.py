@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import torch
 
-from ..angles import cos_sin
-from ..rotary import Rotary
-from . import Call
+from ...cos_sin import cos_sin
+from ...rotary import Rotary
+from ..base import AttentionCall
 
 LEAST_TABLE = 256  # positions
 
@@ -40,7 +40,7 @@ def _turns(rotary, positions, slope, offset, factor, floor, dtype) -> tuple[torc
     if factor:
         log_n = (factor * torch.log(positions.clamp(min=0) + 1)).clamp(min=floor)[..., None]
         own, other = own * log_n, other * log_n
-    return own.to(dtype)[..., None, :], other.to(dtype)[..., None, :] if any(rotary.theta) else None
+    return own.to(dtype)[..., None, :], other.to(dtype)[..., None, :] if any(rotary.frequencies) else None
 
 
 @lru_cache(maxsize=64)
@@ -49,7 +49,7 @@ def turns_of_rows(
 ):
     """The rows at positions first, first + 1, ... of a table whose length is a power of two: a growing sequence builds
     few. None where they change nothing."""
-    if not factor and (slope == 0 and offset == 0 or not any(rotary.theta)):
+    if not factor and (slope == 0 and offset == 0 or not any(rotary.frequencies)):
         return None
     if slope == 0 and not factor:
         return _table(rotary, slope, offset, factor, floor, 0, 1, dtype)
@@ -62,10 +62,10 @@ def _bucket(positions: int) -> int:
     return max(1 << (positions - 1).bit_length(), LEAST_TABLE) if positions > 0 else 0
 
 
-def turns_for(x: torch.Tensor, call: Call, slope: float, offset: float, first: int, is_query: bool):
+def turns_for(x: torch.Tensor, call: AttentionCall, slope: float, offset: float, first: int, is_query: bool):
     """What turns x, whose row 0 stands at position first; None where that changes nothing."""
     factor, floor = call.log_n if is_query else (0.0, 1.0)
-    if call.positions is not None and (factor or (slope or offset) and any(call.rotary.theta)):
+    if call.positions is not None and (factor or (slope or offset) and any(call.rotary.frequencies)):
         return _turns(call.rotary, call.positions.to(torch.float64), slope, offset, factor, floor, accumulation_type(x))
     return turns_of_rows(call.rotary, slope, offset, factor, floor, first, x.shape[1], accumulation_type(x))
 
@@ -77,7 +77,7 @@ def turn(x: torch.Tensor, turns, rotary: Rotary, back: bool = False) -> torch.Te
     own, other = turns
     turned = x * own
     if other is not None:
-        pairs, target, half = x, turned, len(rotary.theta)
+        pairs, target, half = x, turned, len(rotary.frequencies)
         if 2 * half < rotary.head_dim:
             pairs, target = x[..., : 2 * half], turned[..., : 2 * half]
         swapped = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if rotary.interleaved else pairs.roll(half, -1)

@@ -1,0 +1,13 @@
+"""The CPU backend, composed of torch's own flash-attention kernel for the CPU."""
+
+from .attention import backward, forward, rotated_k_shape, unsupported_reason
+from .cached import append_to_cache, attention_with_cache
+
+__all__ = [
+    "append_to_cache",
+    "attention_with_cache",
+    "backward",
+    "forward",
+    "rotated_k_shape",
+    "unsupported_reason",
+]
