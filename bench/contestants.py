@@ -48,9 +48,7 @@ class Contestant:
     )
 
 
-# ---- rotation -----------------------------------------------------------------------------------------------------------
-
-
+# ---- rotation
 def rotate_half(x):
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
@@ -108,9 +106,7 @@ def best_rope(device: torch.device) -> str:
     return "fused RoPE" if device.type == "cuda" else "compiled RoPE"
 
 
-# ---- attention ----------------------------------------------------------------------------------------------------------
-
-
+# ---- attention
 def sdpa(which: str, problem: Problem):
     if problem.device.type == "cpu" and which != "flash":
         raise Unavailable("needs a CUDA device")
@@ -241,8 +237,7 @@ def with_rope(encoding: str, attend: Callable, problem: Problem):
     return lambda q, k, v: call(*turn(q, k), v)
 
 
-# ---- who takes part -----------------------------------------------------------------------------------------------------
-
+# ---- who takes part
 KERNELS = {
     "SDPA flash": partial(sdpa, "flash"),
     "SDPA cuDNN": partial(sdpa, "cuDNN"),

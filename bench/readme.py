@@ -61,7 +61,6 @@ def draw(runs: Sequence[tuple[Path, Run]]) -> None:
 
 
 # ---- bench/results/README.md
-# ----------------------------------------------------------------------------------------------
 
 
 def page(found: Sequence[tuple[Path, list[tuple[Path, Run]]]]) -> str:
@@ -214,9 +213,7 @@ def _table(heading: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1
     ]
 
 
-# ---- README.md ------------------------------------------------------------------------------------------------------------
-
-
+# ---- README.md
 def summary(root: Path, folder: Path, found: Sequence[tuple[Path, list[tuple[Path, Run]]]]) -> str:
     """What README.md shows: the goals that were run, one figure a device, what the compiler says."""
     place = folder.relative_to(root) if folder.is_relative_to(root) else folder

@@ -74,9 +74,7 @@ def tiles(direction: str) -> list[Tile]:
     return [Tile(*numbers) for numbers in itertools.product(*GRIDS[direction])]
 
 
-# ---- offline ------------------------------------------------------------------------------------------------------------
-
-
+# ---- offline
 def scheme_of(direction: str, bands: int) -> gate.Scheme:
     if direction == "decode":
         return next(
@@ -141,9 +139,7 @@ def judged(tile: Tile, result: Measured | str, arch: int, head_dim: int) -> Cand
     return Candidate(tile, figures, instructions)
 
 
-# ---- on a GPU -----------------------------------------------------------------------------------------------------------
-
-
+# ---- on a GPU
 def compile_ahead(direction: str, arch: int, head_dim: int, bands: int, jobs: int) -> list[Measured | str]:
     """Compiles what `timed` will launch, many at once; Triton then finds it in its cache."""
     launches = []
@@ -212,9 +208,7 @@ def passes(direction: str, head_dim: int, bands: int, device: torch.device) -> C
     return lambda: backend.backward(grad_out, None, q, k, v, out, lse, turned, call)
 
 
-# ---- both ---------------------------------------------------------------------------------------------------------------
-
-
+# ---- both
 def show(
     title: str, direction: str, head_dim: int, bands: int, in_use: Tile, candidates: list[Candidate]
 ) -> list[dict[str, str]]:

@@ -36,9 +36,7 @@ def quick_ceilings(monkeypatch):
     )
 
 
-# ---- counting -----------------------------------------------------------------------------------------------------------
-
-
+# ---- counting
 def test_operations_are_counted_as_the_literature_does():
     p = Problem(2, 1024, 16, 4, 128, torch.bfloat16, CPU)
     full = 4 * 2 * 16 * 1024**2 * 128
@@ -112,9 +110,7 @@ def test_peak_memory_of_a_call():
     assert timing.Timer(CPU).peak_bytes(call) == pytest.approx(2 * 4 * (1 << 18), abs=4096)
 
 
-# ---- contestants --------------------------------------------------------------------------------------------------------
-
-
+# ---- contestants
 @pytest.mark.parametrize(
     "p", [SMALL, SMALL.replace(heads=4), SMALL.replace(causal=False)], ids=["causal", "grouped", "full"]
 )
@@ -215,9 +211,7 @@ def test_compiled_contestants_are_right():
             assert check.error(contestant, SMALL, False) < 1e-5, contestant.name
 
 
-# ---- a session ----------------------------------------------------------------------------------------------------------
-
-
+# ---- a session
 def test_no_ratio_for_a_wrong_contestant(tmp_path, capsys):
     wrong = Contestant("wrong one", Problem.none, partial(own, Problem.rope))
     missing = Contestant("missing one", Problem.none, partial(_raise, Unavailable("not installed")))

@@ -50,9 +50,7 @@ def record_of(contestant="SDPA flash", seqlen=2048, backward=False, **changes) -
     return Record(f"seqlen {seqlen}", contestant, sizes=sizes | fields.pop("sizes", {}), backward=backward, **fields)
 
 
-# ---- files --------------------------------------------------------------------------------------------------------------
-
-
+# ---- files
 def test_files_round_trip(tmp_path):
     run = run_of(
         [record_of(ratios={"flashrope HoPE": 1.25}), record_of("flashrope HoPE", peak_bytes=1 << 20)],
@@ -150,8 +148,7 @@ def test_slug():
     assert machine.slug("Intel(R) Xeon(R) Processor @ 2.50GHz") == "intel-xeon-processor-2-50ghz"
 
 
-# ---- goals --------------------------------------------------------------------------------------------------------------
-
+# ---- goals
 RATIO = goals.Goal("H200", "hope", "flashrope HoPE", "SDPA flash", 1.0, {2048: 1.5, 8192: 1.2})
 
 
@@ -206,9 +203,7 @@ def test_every_goal_names_contestants_that_there_are():
         assert goal.ours in names and (not goal.peer or goal.peer in names), goal.name
 
 
-# ---- without a GPU ------------------------------------------------------------------------------------------------------
-
-
+# ---- without a GPU
 def test_model_of_tile_loops():
     """FlashAttention-2's shape of a loop, and what bounds it: products, shared memory, or the number of
     instructions."""

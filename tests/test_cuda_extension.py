@@ -166,7 +166,6 @@ class Cache:
 
 
 # ---- the emulation itself
-# ---------------------------------------------------------------------------------------------
 
 LANE = torch.arange(32)[:, None]
 GROUP, MEMBER = LANE // 4, LANE % 4  # PTX ISA: groupID and threadID_in_group
@@ -219,9 +218,7 @@ def test_two_byte_types_round_as_torch_does(built, dtype):
     assert torch.equal(wide[finite], narrow.float()[finite])
 
 
-# ---- attention --------------------------------------------------------------------------------------------------------
-
-
+# ---- attention
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=["float16", "bfloat16"])
@@ -327,9 +324,7 @@ def test_nothing_to_attend_to(operators):
         assert (out == 0).all() and (lse == -torch.inf).all() and out.shape == cache.q.shape
 
 
-# ---- append -----------------------------------------------------------------------------------------------------------
-
-
+# ---- append
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_append_writes_what_the_reference_writes(operators, page_size, head_dim):
@@ -380,7 +375,6 @@ def test_the_public_call_appends_and_attends(operators, monkeypatch, page_size):
 
 
 # ---- refusals and checks
-# ----------------------------------------------------------------------------------------------
 
 
 def test_refusals_say_why(monkeypatch, tmp_path):
@@ -488,8 +482,7 @@ def test_the_library_builds_and_loads_where_torch_has_cuda(tmp_path):
     assert list((tmp_path / "lib/flashrope").glob("_build_info.*.so"))
 
 
-# ---- the gate ---------------------------------------------------------------------------------------------------------
-
+# ---- the gate
 PTXAS = """\
 ptxas info    : Compiling entry function '_ZN1a12split_kernelINS_8BFloat16ELi128ELb0EEEvNS_12DecodeParamsE' for 'sm_80'
     16 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads

@@ -304,7 +304,6 @@ def test_leftpad_changes_no_bit(exact):
 
 
 # ---- tables from outside
-# ------------------------------------------------------------------------------------------------
 
 
 HOSTILE = {
@@ -430,9 +429,7 @@ def test_the_guard_bites():
     assert run.returncode < 0 and "done" not in run.stdout
 
 
-# ---- the call -----------------------------------------------------------------------------------------------------------
-
-
+# ---- the call
 def arguments(**changes):
     call = dict(
         q=torch.randn(2, 1, 4, 16),

@@ -47,7 +47,6 @@ def rows(out):
 
 
 # ---- the command, end to end
-# ------------------------------------------------------------------------------------------------
 
 
 def test_writes_every_result(finished):
@@ -182,7 +181,6 @@ def test_out_that_is_a_file(tmp_path, text, capsys):
 
 
 # ---- the command line
-# -------------------------------------------------------------------------------------------------------
 
 
 def test_help(capsys):
@@ -222,7 +220,6 @@ def test_info_says_why_an_implementation_cannot_serve(capsys, monkeypatch):
 
 
 # ---- model, data, training, evaluation
-# --------------------------------------------------------------------------------------
 
 
 def model_of(seed=0, **sizes):

@@ -74,9 +74,7 @@ def by_full_passes(model, rotary, prompt, tokens):
     return bytes(text[len(prompt) :]), lead
 
 
-# ---- decoding -----------------------------------------------------------------------------------------------------------
-
-
+# ---- decoding
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
 @pytest.mark.parametrize(
     "rotary",
@@ -126,9 +124,7 @@ def test_pick():
         pick(logits * float("nan"), 1.0, None, generator)
 
 
-# ---- the command --------------------------------------------------------------------------------------------------------
-
-
+# ---- the command
 def test_scheme_options_are_the_schemes(run):
     ours = {}
     for options, rotary in {

@@ -32,9 +32,7 @@ def same(rotary, expected, rtol=1e-12):
     torch.testing.assert_close(rotary.inv_freq, torch.as_tensor(expected, dtype=torch.float64), rtol=rtol, atol=0)
 
 
-# ---- fields ---------------------------------------------------------------------------------------------------------------
-
-
+# ---- fields
 def test_plain():
     assert Rotary.from_hf_config(llama()) == Rotary.rope(128)
     assert Rotary.from_hf_config(llama(rope_scaling=None)) == Rotary.rope(128)
@@ -75,9 +73,7 @@ def test_nanochat_turns_backwards():
     same(Rotary.from_hf_config(llama(model_type="nanochat")), -table(128))
 
 
-# ---- rope types -----------------------------------------------------------------------------------------------------------
-
-
+# ---- rope types
 @pytest.mark.parametrize(
     "fields",
     [
@@ -193,8 +189,7 @@ def test_proportional_keeps_the_denominator():
     same(Rotary.from_hf_config(config), (table(128, 1e6)[:16] / 2).tolist() + [0.0] * 48)
 
 
-# ---- layer types ----------------------------------------------------------------------------------------------------------
-
+# ---- layer types
 LAYERED = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -278,9 +273,7 @@ def test_head_dim_of_the_full_layers():
     assert Rotary.from_hf_config(config, "sliding_attention").head_dim == 128
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------------
-
-
+# ---- refusals
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -367,7 +360,6 @@ def test_the_configuration_is_left_alone():
 
 
 # ---- transformers itself
-# --------------------------------------------------------------------------------------------------
 
 LONG = {
     "rope_type": "longrope",

@@ -45,7 +45,6 @@ def mirrored(causal_rows):
 
 
 # ---- RoPE and the schemes made from it
-# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dim", [2, 8, 64, 128])
@@ -125,9 +124,7 @@ def test_axial():
     assert Rotary.axial(16, axes=1, base=100.0) != Rotary.rope(16, 100.0)  # positions of shape (..., 1)
 
 
-# ---- interpolation --------------------------------------------------------------------------------------------------------
-
-
+# ---- interpolation
 def test_position_interpolation():
     same_table(Rotary.rope(64).interpolate(4), geometric(64) / 4)
 
@@ -221,9 +218,7 @@ def test_hope_with_interpolation_transforms_first_and_drops_what_hope_drops(chan
     assert rotary.temperature == change(Rotary.rope(64)).temperature
 
 
-# ---- bands ----------------------------------------------------------------------------------------------------------------
-
-
+# ---- bands
 def test_rerope_matrix():
     expected = np.array(
         [
@@ -329,7 +324,6 @@ def test_changes_commute():
 
 
 # ---- value semantics
-# ------------------------------------------------------------------------------------------------------
 
 SCHEMES = [
     Rotary.rope(64),
@@ -442,8 +436,7 @@ def test_repr(rotary, text):
     assert repr(rotary) == text
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------------
-
+# ---- refusals
 ROPE = Rotary.rope(64)
 
 

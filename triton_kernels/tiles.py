@@ -255,7 +255,7 @@ def inside(rows, length):
     return tl.minimum(rows, length - 1)
 
 
-# ---- rotation -----------------------------------------------------------------------------------------------------------
+# ---- rotation
 # Queries and keys lie in a tile with the channels of a pair D/2 columns apart (half pairing) or side by side
 # (interleaved), so pairs come apart by a reshape, whatever rotary_dim and head_dim are. Both sides of a product use the
 # same order.
@@ -539,9 +539,7 @@ def query_scale(angles, scales, rows, positions):
     return tl.maximum(scales.log_n_factor * tl.log(tl.maximum(position, 0.0) + 1.0), scales.log_n_floor)
 
 
-# ---- softmax ------------------------------------------------------------------------------------------------------------
-
-
+# ---- softmax
 @triton.jit
 def online_softmax(scores, row_max, row_sum, scale_log2, visible):
     """One step over scores [BM, BN] (raw products; log2 units after scale_log2 >= 0).

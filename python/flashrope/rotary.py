@@ -100,8 +100,7 @@ class Rotary:
     def __reduce__(self):
         return Rotary.from_text, (self.text,)  # not __dict__: a hash kept there is another process's
 
-    # ---- what kernels and users read --------------------------------------------------------------------------------
-
+    # ---- what kernels and users read
     @property
     def rotary_dim(self) -> int:
         """Leading channels that are paired; the rest carry no position."""
@@ -132,8 +131,7 @@ class Rotary:
     def bands_for(self, causal: bool) -> tuple[Band, ...]:
         return self.bands if causal else self.two_sided_bands
 
-    # ---- schemes ----------------------------------------------------------------------------------------------------
-
+    # ---- schemes
     @classmethod
     def rope(
         cls, head_dim: int, base: float = 10_000.0, rotary_dim: int | None = None, interleaved: bool = False
@@ -232,8 +230,7 @@ class Rotary:
         axis = tuple(a for a in range(axes) for _ in theta)
         return cls(head_dim, theta * axes, interleaved, axis=axis, exponent_dim=head_dim // axes)
 
-    # ---- changes to the table ---------------------------------------------------------------------------------------
-
+    # ---- changes to the table
     def interpolate(self, factor: float) -> Rotary:
         """Position interpolation (Chen et al. 2023): every frequency divided by factor."""
         self._check_unscaled("interpolate")
@@ -308,8 +305,7 @@ class Rotary:
         temperature = _positive("temperature", temperature)
         return dataclasses.replace(self._with_table("yarn", theta), temperature=self.temperature * temperature)
 
-    # ---- changes to the bands and the scale -------------------------------------------------------------------------
-
+    # ---- changes to the bands and the scale
     def rectify(self, window: int, factor: float | None = None) -> Rotary:
         """ReRoPE (factor None or inf): the true distance below window, the distance window from there on.
         Leaky ReRoPE: beyond the window the distance grows by 1 / factor; factor may be below 1.
@@ -353,8 +349,7 @@ class Rotary:
             raise ValueError("log_n: this scheme is scaled by log n already")
         return dataclasses.replace(self, log_n_scale=(train_length, clip))
 
-    # ---- text -------------------------------------------------------------------------------------------------------
-
+    # ---- text
     @cached_property
     def text(self) -> str:
         """This scheme as JSON, exact; ``Rotary.from_text`` reads it back. Operators and checkpoints carry it."""
@@ -393,8 +388,7 @@ class Rotary:
             scale.append(f"max(1, {log_n})" if clip else log_n)
         return f"Rotary({', '.join(parts)}, score scale: {' * '.join(scale) or '1'})"
 
-    # ---- inner ------------------------------------------------------------------------------------------------------
-
+    # ---- inner
     def _check_unscaled(self, name: str) -> None:
         if not any(self.frequencies):
             raise ValueError(f"{name}: no pair of this scheme rotates, there is nothing to interpolate")

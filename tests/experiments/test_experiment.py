@@ -311,7 +311,6 @@ def test_the_window_of_the_text_is_the_longest_that_is_read():
 
 
 # ---- effects that are certain at any size
-# -----------------------------------------------------------------------------------
 
 
 def test_rope_collapses_beyond_its_training_length_and_a_window_as_long_as_it_is_the_wrong_one():

@@ -154,9 +154,7 @@ def test_seen_distances():
     assert math.isnan(seen_distances(rope.local(5), 20)[10][5]) and seen_distances(rope.local(5), 20)[10][6] == 4
 
 
-# ---- pictures ---------------------------------------------------------------------------------------------------------------
-
-
+# ---- pictures
 def test_pictures_by_hand():
     colours, wanted = picture.pictures(3, 4, 5, torch.Generator().manual_seed(0))
     assert set(colours.flatten().tolist()) == {0, 1, 2, 3}

@@ -39,9 +39,7 @@ def subject(rule, unit=64, samples=4, unseen=PIECES[2:], name="rope", batch_toke
     )
 
 
-# ---- samples ----------------------------------------------------------------------------------------------------------------
-
-
+# ---- samples
 def test_copying_to_the_byte():
     prompts, answers = tasks.copying(7, 20, seed=3)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -122,9 +120,7 @@ def test_repeated():
     assert tasks.repeated([b"abcdef"], 4, 6) == [b"abcdabc"]
 
 
-# ---- practice ---------------------------------------------------------------------------------------------------------------
-
-
+# ---- practice
 def test_practice_is_of_the_training_text_and_odd():
     size = 129
     width = tasks.text_width(64)
@@ -165,9 +161,7 @@ def test_batches_depend_on_seed_and_step_alone():
     assert all(bytes(row) in CORPUS.train for row in first(1, practice=0.0)[0].tolist())
 
 
-# ---- measures ---------------------------------------------------------------------------------------------------------------
-
-
+# ---- measures
 def copier(text):
     """Says what followed the last seven bytes when they came before; the last of the alphabet otherwise."""
     at = text[:-1].rfind(text[-7:])

@@ -18,7 +18,6 @@ from flashrope import Rotary
 from flashrope.integrations.transformers import convert, revert
 
 # ---- revert, copies, saving
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "cohere2"])
@@ -98,7 +97,6 @@ def test_the_scheme_travels_with_the_model(asked, tmp_path):
 
 
 # ---- models that are wrapped or changed
-# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

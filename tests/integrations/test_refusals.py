@@ -13,9 +13,8 @@ from flashrope import Rotary
 from flashrope.integrations import transformers as integration
 from flashrope.integrations.transformers import convert, revert
 
-# ---- refusals -------------------------------------------------------------------------------------------------------------
 
-
+# ---- refusals
 def test_families_that_are_refused():
     with pytest.raises(
         ValueError, match="model: expected one of the types .* got 'gpt_oss', which has attention sinks"

@@ -32,7 +32,6 @@ from flashrope.integrations.transformers import convert, suggest
 HERE = [name for name in FAMILIES if name not in families.REFUSED_BY_VERSION]
 
 # ---- the model's own scheme: the same logits
-# ------------------------------------------------------------------------------
 
 
 def test_every_family_is_tested():
@@ -103,8 +102,7 @@ def test_tables_that_grow_over_a_cache(which):
         assert close(logits(model, tokens(), calls=CALLS, cache=cache)[:, -1], whole[:, -1])
 
 
-# ---- generate -------------------------------------------------------------------------------------------------------------
-
+# ---- generate
 GENERATE = {
     "greedy": dict(do_sample=False),
     "sampling": dict(do_sample=True),
@@ -155,7 +153,6 @@ def test_a_row_with_padding_is_the_row_alone(changes):
 
 
 # ---- changes: the scheme that is asked for, in the layers it is meant for
-# -------------------------------------------------
 
 
 def test_changes_build_the_schemes():
@@ -227,9 +224,7 @@ def test_a_cache_changes_nothing(changes):
         assert close(model(tokens()[:, -8:], past_key_values=cache, logits_to_keep=3).logits, whole[:, -3:])
 
 
-# ---- training -------------------------------------------------------------------------------------------------------------
-
-
+# ---- training
 def gradients(model, mask=None, **kwargs) -> dict[str, torch.Tensor]:
     ids = tokens()
     model.zero_grad()
@@ -302,9 +297,7 @@ def test_compile_with_gradients():
     assert all(close(found[name], grad) for name, grad in expected.items())
 
 
-# ---- suggest --------------------------------------------------------------------------------------------------------------
-
-
+# ---- suggest
 def test_suggest():
     model = tiny("llama")
     found = suggest(model, 256)

@@ -121,9 +121,7 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
     )
 
 
-# ---- patterns ---------------------------------------------------------------------------------------------------------------
-
-
+# ---- patterns
 def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
     """HoPE's figures 1, 2, 5, 6, 7, of the first seed's models; L is the preset's training length, and twice that for 6
     and 7."""

@@ -189,9 +189,7 @@ def _threads(settings: Settings, asked: int | None):
         torch.set_num_threads(before)
 
 
-# ---- the options --------------------------------------------------------------------------------------------------------
-
-
+# ---- the options
 def resolve(args: argparse.Namespace) -> Settings:
     """The settings that the options ask for. Raises BadInput."""
     need("safetensors")
@@ -305,9 +303,7 @@ def _unseen_piece(split: Path, length: int, seed: int) -> bytes:
     return windows[0][windows[0][:length].find(b"\n") + 1 :][:length]
 
 
-# ---- what is told -------------------------------------------------------------------------------------------------------
-
-
+# ---- what is told
 def _facts(settings: Settings, args: argparse.Namespace) -> dict[str, str]:
     config, trained_at = settings.model.config, settings.train_length
     parameters = sum(p.numel() for p in settings.model.parameters())

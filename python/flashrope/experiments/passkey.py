@@ -191,7 +191,6 @@ def measure(
 
 
 # ---- the model and its schemes
-# --------------------------------------------------------------------------------------------
 
 
 def _load(name: str, device: torch.device):
@@ -253,9 +252,7 @@ def _schemes(model, names: Sequence[str], train_length: int, longest: int, windo
     return found, skipped
 
 
-# ---- what is shown --------------------------------------------------------------------------------------------------------
-
-
+# ---- what is shown
 def table(cells: Sequence[Cell]) -> str:
     """Accuracy over all depths by scheme and length."""
     lengths = sorted({cell.length for cell in cells})

@@ -239,9 +239,7 @@ def revision() -> str:
         return "unknown"
 
 
-# ---- training ---------------------------------------------------------------------------------------------------------------
-
-
+# ---- training
 def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) -> None:
     """Trains what is missing of the models (encoding, training length), for every seed."""
     missing = [
@@ -353,9 +351,7 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> ZooModel:
     return model
 
 
-# ---- measuring --------------------------------------------------------------------------------------------------------------
-
-
+# ---- measuring
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """What one job measures: a scheme on the model of one training length and seed. measures maps a task to the

@@ -74,9 +74,7 @@ class Subject:
         return torch.cat(found)
 
 
-# ---- samples ----------------------------------------------------------------------------------------------------------------
-
-
+# ---- samples
 def copy_count(source_count: int, train_length: int) -> int:
     """The source's number of sequences, at another training length."""
     return max(round(source_count * train_length / SOURCE_LENGTH), 1)
@@ -181,9 +179,7 @@ def repeated(windows: Sequence[bytes], unit: int, length: int) -> list[bytes]:
     return [(window[:unit] * (length // unit + 2))[: length + 1] for window in windows]
 
 
-# ---- measures ---------------------------------------------------------------------------------------------------------------
-
-
+# ---- measures
 def correct(subject: Subject, prompts: list[bytes], answers: list[bytes]) -> torch.Tensor:
     """bool (samples, answer length): is the next byte the likeliest one, the answer's earlier bytes given? A row that
     is all true is what greedy decoding would have written."""
@@ -297,9 +293,7 @@ def _windows(subject: Subject, length: int) -> list[bytes]:
     return windows
 
 
-# ---- practice ---------------------------------------------------------------------------------------------------------------
-
-
+# ---- practice
 def batches(
     corpus: Corpus,
     batch_size: int,

@@ -36,9 +36,7 @@ _all_gather = (
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
-# ---- sharding rules -----------------------------------------------------------------------------------------------------
-
-
+# ---- sharding rules
 class _Way(NamedTuple):
     """One way to share out a call over one dimension of the mesh."""
 
@@ -122,7 +120,6 @@ def _of_call(way: _Way, call: Sequence) -> list:
 
 
 # ---- context parallelism
-# ------------------------------------------------------------------------------------------------
 
 
 def context_parallel_attention(
@@ -254,9 +251,7 @@ def _sequence_for_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     return torch.cat([torch.cat(received[2 * rank : 2 * rank + 2], 1) for rank in range(ranks)], 2)
 
 
-# ---- checks -------------------------------------------------------------------------------------------------------------
-
-
+# ---- checks
 def _process_group(group: Group) -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise RuntimeError(

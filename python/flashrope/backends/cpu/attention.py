@@ -72,7 +72,6 @@ def _sequences(call: AttentionCall):
 
 
 # ---- one batch of sequences of one length
-# -------------------------------------------------------------------------------
 
 
 def _attend(q, k, v, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -143,7 +143,6 @@ class _Conversion(NamedTuple):
 
 
 # ---- what a layer computes
-# ------------------------------------------------------------------------------------------------
 
 
 class _Scheme:
@@ -286,9 +285,7 @@ def _check_call(module, scheme, dropout, sliding_window, kwargs) -> None:
         raise ValueError("is_causal: expected a causal model, got False")
 
 
-# ---- hooks ----------------------------------------------------------------------------------------------------------------
-
-
+# ---- hooks
 def _check_forward(module, args, kwargs) -> None:
     if module.config._attn_implementation != NAME:
         raise ValueError(
@@ -304,7 +301,6 @@ def _no_rotation(module, args, output):
 
 
 # ---- reading a model
-# ------------------------------------------------------------------------------------------------------
 
 
 def _embeddings(decoder) -> list[torch.nn.Module]:
@@ -461,7 +457,6 @@ def _from_text(value):
 
 
 # ---- which scheme for which length
-# ----------------------------------------------------------------------------------------
 
 
 class Suggestion(NamedTuple):

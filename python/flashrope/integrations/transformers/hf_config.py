@@ -149,7 +149,6 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
 
 
 # ---- which parameters
-# -----------------------------------------------------------------------------------------------------
 
 
 def _refuse_by_field(config) -> None:
@@ -276,7 +275,6 @@ def _max_length(config) -> int:
 
 
 # ---- one rule per rope type: (plain RoPE, parameters, config, seqlen) -> (scheme, attention_factor)
-# -----------------------
 
 
 def _default(rope, params, config, seqlen):

@@ -137,7 +137,6 @@ def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.T
 
 
 # ---- positions given by hand
-# --------------------------------------------------------------------------------------------------
 
 
 def check_positions(module, args, kwargs) -> None:
