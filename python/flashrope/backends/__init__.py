@@ -1,5 +1,5 @@
-"""The backends of the attention operators. They share the call descriptions of ``base`` and never import one another."""
+"""The backends of the attention operators: triton, cuda, cpu and reference. ``base`` says what a backend is."""
 
-from .base import BACKENDS, AttentionCall, CacheCall, load_backend, resolve_impl
+from .base import BACKENDS, AttentionCall, CacheCall, CacheLayout, load_backend, resolve_impl
 
-__all__ = ["BACKENDS", "AttentionCall", "CacheCall", "load_backend", "resolve_impl"]
+__all__ = ["BACKENDS", "AttentionCall", "CacheCall", "CacheLayout", "load_backend", "resolve_impl"]

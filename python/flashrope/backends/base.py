@@ -1,4 +1,7 @@
-"""Implementations of the attention operators. They share this call description and never import one another."""
+"""What every backend receives and provides. Backends share this file and never import one another.
+
+A backend is a module of this package that has the functions of ``AttentionBackend``, of ``CacheBackend``, or of both.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,70 @@ import dataclasses
 import math
 from functools import cache
 from importlib import import_module
-from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..rotary import Band, Rotary
 
-UNBOUNDED = 1 << 30
 BACKENDS = ("triton", "cuda", "cpu", "reference")
+MAX_SPLITS = 256  # csrc/decode.h has the same number
+
+
+class AttentionBackend(Protocol):
+    """Serves ``attention`` and ``attention_varlen``."""
+
+    DIFFERENTIABLE: bool  # True: forward is made of torch operations that autograd differentiates, to any order
+
+    def unsupported_reason(self, q: torch.Tensor, cached: bool = False) -> str:
+        """Why this backend cannot serve tensors like q ("" if it can); cached: in ``attention_with_cache``."""
+
+    def rotated_k_shape(self, k: torch.Tensor, call: AttentionCall) -> tuple[int, ...]:
+        """Shape of the rotated keys that ``forward`` keeps for ``backward``; (0,) where it keeps none."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """out like q and contiguous, lse in float32 (float64 for float64 inputs), rotated keys or None."""
+
+    def backward(
+        self,
+        grad_out: torch.Tensor | None,
+        grad_lse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        rotated_k: torch.Tensor | None,
+        call: AttentionCall,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of raw q, k and v, like them and contiguous. At most one of grad_out and grad_lse is None."""
+
+
+class CacheBackend(Protocol):
+    """Serves ``attention_with_cache``."""
+
+    def unsupported_reason(self, q: torch.Tensor, cached: bool = False) -> str:
+        """As in ``AttentionBackend``."""
+
+    def append_to_cache(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: CacheLayout,
+    ) -> None:
+        """Writes k, v (batch, seqlen_new, heads_kv, head_dim) behind layout.seqlens; drops what has no slot or page."""
+
+    def attention_with_cache(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out like q and contiguous, lse (batch, heads_q, seqlen_q) as in ``AttentionBackend.forward``."""
+
+
+# ---- the calls
 
 
 class _Scheme:
@@ -39,9 +98,9 @@ class _Scheme:
         return 1 / math.log(train_length), 1.0 if clip else 0.0
 
 
-@dataclasses.dataclass(slots=True)  # not frozen: that would double the time to make one
+@dataclasses.dataclass(slots=True)  # frozen would double the time to make one
 class AttentionCall(_Scheme):
-    """What one attention call asks for, beside q, k and v.
+    """One call of attention or attention_varlen, without q, k and v.
 
     Packed sequences (cu_seqlens_q is given): q (total_q, heads_q, head_dim), lse (heads_q, total_q).
     Otherwise: q (batch, seqlen_q, heads_q, head_dim), lse (batch, heads_q, seqlen_q).
@@ -60,93 +119,104 @@ class AttentionCall(_Scheme):
         return (q.shape[1], q.shape[0]) if self.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
 
 
-@dataclasses.dataclass(slots=True)
-class CacheCall(_Scheme):
-    """What one call over a cache asks for, beside q (batch, seqlen_q, heads_q, head_dim) and the caches.
+class CacheLayout(NamedTuple):
+    """Where sequences lie in a cache.
 
     The caches are (batch, capacity, heads_kv, head_dim), or with a block_table (pages, page_size, heads_kv, head_dim).
-    Sequence b holds the keys at slots cache_leftpad[b] to cache_seqlens[b] + seqlen_new, of which slot s is row s of
-    the cache, or row s % page_size of page block_table[b, s // page_size]. Positions count from cache_leftpad.
+    Sequence b holds slots leftpad[b] to seqlens[b] + seqlen_new. Slot s is row s of the cache, or row s % page_size of
+    page block_table[b, s // page_size]. Positions count from leftpad.
+
+    The kernels have a tuple (triton_kernels/arguments.py) and a struct (csrc/decode.h) of this name.
     """
+
+    seqlens: torch.Tensor  # (batch,) int32, without the seqlen_new keys that this call adds
+    block_table: torch.Tensor | None = None  # (batch, max_pages) int32
+    leftpad: torch.Tensor | None = None  # (batch,) int32
+    seqlen_new: int = 0
+
+    def capacity(self, k_cache: torch.Tensor) -> int:
+        """Slots that a sequence can have."""
+        slots = k_cache.shape[1]
+        return slots if self.block_table is None else self.block_table.shape[1] * slots
+
+    def bounds(self, k_cache: torch.Tensor) -> list[tuple[int, int]]:
+        """The slots [first, end) of every sequence, read by the host and clamped to the capacity."""
+        new, capacity = self.seqlen_new, self.capacity(k_cache) if k_cache.shape[0] else 0
+        ends = [
+            length + new if 0 <= length <= capacity - new else min(min(max(length, 0), capacity) + new, capacity)
+            for length in self.seqlens.tolist()
+        ]
+        if self.leftpad is None:
+            return [(0, end) for end in ends]
+        return [(min(max(pad, 0), end), end) for pad, end in zip(self.leftpad.tolist(), ends, strict=True)]
+
+    def new_places(self, k_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(page or sequence, row, whether that place exists), int64 and bool (batch, seqlen_new), of the new keys."""
+        capacity, device = self.capacity(k_cache), self.seqlens.device
+        first = self.seqlens.to(torch.int64).clamp(0, capacity)[:, None]
+        slot = first + torch.arange(self.seqlen_new, device=device)
+        fits = slot < capacity
+        if self.block_table is None:
+            return torch.arange(slot.shape[0], device=device)[:, None].expand_as(slot), slot, fits
+        if not capacity:
+            return slot, slot, fits
+        entry = (slot // k_cache.shape[1]).clamp(max=self.block_table.shape[1] - 1)
+        page = self.block_table.to(torch.int64).gather(1, entry)
+        return page, slot % k_cache.shape[1], fits & (page >= 0) & (page < k_cache.shape[0])
+
+
+@dataclasses.dataclass(slots=True)
+class CacheCall(_Scheme):
+    """One call of attention_with_cache, without q (batch, seqlen_q, heads_q, head_dim) and the caches."""
 
     rotary: Rotary
     causal: bool
     softmax_scale: float
-    cache_seqlens: torch.Tensor  # (batch,) int32, without the seqlen_new keys that were just written
-    seqlen_new: int = 0
-    block_table: torch.Tensor | None = None  # (batch, max_pages) int32
-    cache_leftpad: torch.Tensor | None = None  # (batch,) int32
-    num_splits: int = 0  # 0: as the shapes suggest
+    layout: CacheLayout
+    num_splits: int = 0  # 0: the backend chooses by shape
 
-    positions = None  # counted from cache_leftpad
-
-    def capacity(self, k_cache: torch.Tensor) -> int:
-        """Slots that a sequence can have."""
-        return slots_of(k_cache, self.block_table)
-
-    def bounds(self, k_cache: torch.Tensor) -> list[tuple[int, int]]:
-        """The slots [first, end) that every sequence holds, read by the host and kept inside the capacity."""
-        (rows, slots, *_), table, new = k_cache.shape, self.block_table, self.seqlen_new
-        capacity = 0 if not rows else slots if table is None else table.shape[1] * slots
-        ends = [
-            length + new if 0 <= length <= capacity - new else min(min(max(length, 0), capacity) + new, capacity)
-            for length in self.cache_seqlens.tolist()
-        ]
-        if self.cache_leftpad is None:
-            return [(0, end) for end in ends]
-        return [(min(max(pad, 0), end), end) for pad, end in zip(self.cache_leftpad.tolist(), ends, strict=True)]
+    positions = None  # positions count from layout.leftpad
 
 
-def slots_of(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
-    return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+# ---- shared by several backends
 
 
-def places_behind(
-    k_cache, cache_seqlens, block_table, seqlen_new: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(page or sequence, row, whether there is such a place), int64 (batch, seqlen_new), of the slots behind
-    cache_seqlens."""
-    capacity = slots_of(k_cache, block_table)
-    slot = cache_seqlens.to(torch.int64).clamp(0, capacity)[:, None] + torch.arange(
-        seqlen_new, device=cache_seqlens.device
-    )
-    fits = slot < capacity
-    if block_table is None:
-        return torch.arange(slot.shape[0], device=slot.device)[:, None].expand_as(slot), slot, fits
-    if not capacity:
-        return slot, slot, fits
-    page = block_table.to(torch.int64).gather(1, (slot // k_cache.shape[1]).clamp(max=block_table.shape[1] - 1))
-    return page, slot % k_cache.shape[1], fits & (page >= 0) & (page < k_cache.shape[0])
-
-
-def distance(bound: float) -> int:
-    """A band's bound for kernels that count in 32 bits, with room to add positions."""
-    return int(max(-UNBOUNDED, min(UNBOUNDED, bound)))
+def accumulation_type(x: torch.Tensor) -> torch.dtype:
+    """The type of lse, and the one to compute in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def aligned(x: torch.Tensor) -> bool:
     """Whether every row, of head_dim elements, starts at a multiple of 16 bytes."""
     if x.data_ptr() % 16:
         return False
-    return x.is_contiguous() or all(
-        s * x.element_size() % 16 == 0 for s in x.stride()[:-1]
-    )  # head_dim is a multiple of 8
+    # head_dim is a multiple of 8
+    return x.is_contiguous() or all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """An A100's where there is no such device, as when kernels are interpreted or compiled for one."""
+    """An A100's 108 where there is no GPU, as when kernels are interpreted or compiled offline."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 108
 
 
+# ---- the choice
+
+
 @cache
-def load_backend(impl: str) -> ModuleType:
+def load_backend(impl: str) -> Any:
+    """The module of a backend, by name."""
     return import_module(f".{impl}", __package__)
 
 
 def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str:
-    """The implementation to use for tensors like q, over a cache or not; raises with the reason where the one asked for
-    cannot serve."""
+    """The name of the backend that serves tensors like q. None picks by device and dtype.
+
+    cached: for ``attention_with_cache``.
+
+    Raises:
+        ValueError: the name is unknown, or that backend cannot serve the call; the message says why.
+    """
     if impl is None:
         if q.is_cuda and q.dtype != torch.float64:
             return "triton"
