@@ -23,17 +23,18 @@ import torch
 import triton
 
 from flashrope import Rotary
-from flashrope.backends import CacheCall, AttentionCall
+from flashrope.backends import AttentionCall, CacheCall, CacheLayout
 from flashrope.backends import triton as backend
+from flashrope.backends.triton import launcher
 
 from . import machine, model
 from .ceilings import most_instructions
 from .offline import MULTIPROCESSORS, Launch, Measured, caught_launches, compile_all, missing_tools
 
-KERNELS = ("turn_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q")
+KERNELS = ("rotate_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q")
 DECODE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
-CHUNK_KERNELS = ("append_rows", "turn_cached_rows", "attention_forward")
-ORDER = ("turn_rows", "turn_cached_rows", *KERNELS[1:], *DECODE_KERNELS)
+CHUNK_KERNELS = ("append_rows", "rotate_cached_rows", "attention_forward")
+ORDER = ("rotate_rows", "rotate_cached_rows", *KERNELS[1:], *DECODE_KERNELS)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # neither head count a multiple of 16
 
@@ -91,7 +92,7 @@ class Case:
         """Those it must launch."""
         if self.scheme.cache:
             return set(CHUNK_KERNELS if self.scheme in CHUNKS else DECODE_KERNELS)
-        return set(KERNELS) - ({"turn_rows"} if self.scheme.name == "nope" else set())
+        return set(KERNELS) - ({"rotate_rows"} if self.scheme.name == "nope" else set())
 
     def launches(self) -> list[Launch]:
         """What forward and backward launch for this case, or one step over a cache."""
@@ -113,7 +114,7 @@ class Case:
         call = AttentionCall(
             rotary, scheme.causal, self.head_dim**-0.5, positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN
         )
-        with caught_launches(backend, self.arch) as launches:
+        with caught_launches(launcher, self.arch) as launches:
             out, lse, rotated_k = backend.forward(q, k, v, call)
             grad_lse = torch.empty_like(lse) if scheme.grad_lse else None
             backend.backward(torch.empty_like(out), grad_lse, q, k, v, out, lse, rotated_k, call)
@@ -125,11 +126,10 @@ class Case:
         q, new = (tensor(BATCH, scheme.seqlen_q, heads, self.head_dim) for heads in (HEADS_Q, HEADS_KV))
         cache, seqlens = tensor(*rows, HEADS_KV, self.head_dim), tensor(BATCH, dtype=torch.int32)
         table = tensor(BATCH, pages, dtype=torch.int32) if scheme.cache == "paged" else None
-        call = CacheCall(
-            scheme.rotary(self.head_dim), scheme.causal, self.head_dim**-0.5, seqlens, scheme.seqlen_q, table
-        )
-        with caught_launches(backend, self.arch) as launches:
-            backend.append_to_cache(cache, cache, new, new, seqlens, table)
+        layout = CacheLayout(seqlens, table, None, scheme.seqlen_q)
+        call = CacheCall(scheme.rotary(self.head_dim), scheme.causal, self.head_dim**-0.5, layout)
+        with caught_launches(launcher, self.arch) as launches:
+            backend.append_to_cache(cache, cache, new, new, layout)
             backend.attention_with_cache(q, cache, cache, call)
         return launches
 
@@ -250,21 +250,21 @@ class Row:
             figures |= {"MMA": m.loop["mma"], "instr/MMA": f"{m.loop['total'] / m.loop['mma']:.2f}"}
         if m.loop and self.launch.arch == model.ARCH:
             figures["model"] = f"{model.utilisation(m.loop):.0%}"
-        if m.loop and self.turns_no_keys:
+        if m.loop and self.rotates_no_keys:
             figures["16 B loads"] = m.loop.get("global 16 B", 0)
         return {name: str(value) for name, value in figures.items()}
 
     @property
-    def turns_no_keys(self) -> bool:
+    def rotates_no_keys(self) -> bool:
         """Its hot loop does not: of memory it reads keys and values alone, and page numbers."""
         first = self.cases[0]
-        turns_none = (
+        rotates_none = (
             self.kernel == "attention_forward"
             and first.scheme.aligned
             or self.kernel == "attention_decode"
             and "rerope" in first.scheme.name
         )
-        return turns_none and first.head_dim in (64, 128)
+        return rotates_none and first.head_dim in (64, 128)
 
     def violations(self) -> list[str]:
         name = " ".join(self.label.values())
@@ -289,8 +289,8 @@ class Row:
                 f"{name}: {self.result.loop['total'] / self.result.loop['mma']:.2f} instructions per tensor-core instruction in "
                 f"the hot loop, the ceiling is {most}"
             )
-        if self.result.loop and self.turns_no_keys and first.dtype != "fp32":
-            loads = 2 * self.launch.kwargs["BLOCK_N"] * first.head_dim * 2 // (16 * 32 * self.result.warps)
+        if self.result.loop and self.rotates_no_keys and first.dtype != "fp32":
+            loads = 2 * self.launch.kwargs["SHAPE"].block_n * first.head_dim * 2 // (16 * 32 * self.result.warps)
             wide, narrow = (
                 self.result.loop.get("global 16 B", 0),
                 self.result.loop.get("global", 0) - self.result.loop.get("global 16 B", 0),

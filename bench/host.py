@@ -21,6 +21,7 @@ import torch
 
 from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_with_cache
 from flashrope.backends import triton as backend
+from flashrope.backends.triton import launcher
 from flashrope.info import hardware
 
 from . import machine, offline
@@ -85,7 +86,7 @@ def functions_of(call: Callable) -> tuple[int, int]:
         call()
     finally:
         sys.setprofile(None)
-    return seen.count(backend.launch.__code__), len(seen) - 1  # without setprofile
+    return seen.count(launcher.launch.__code__), len(seen) - 1  # without setprofile
 
 
 def measure(device: torch.device, blocks: int, calls: int) -> dict[str, Measured]:

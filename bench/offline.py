@@ -145,16 +145,16 @@ def catch(arch: int, kernel: triton.JITFunction, *args, **kwargs) -> Launch:
 
 
 @contextlib.contextmanager
-def caught_launches(backend, arch: int) -> Iterator[list[Launch]]:
-    """Replaces ``backend.launch(kernel, grid, *args, **kwargs)``: fills the list instead of running kernels."""
+def caught_launches(launcher, arch: int) -> Iterator[list[Launch]]:
+    """Replaces ``launcher.launch(kernel, grid, *args, **kwargs)``: fills the list instead of running kernels."""
     launches = []
-    before = backend.launch
-    backend.launch = lambda kernel, grid, *args, **kwargs: launches.append(catch(arch, kernel, *args, **kwargs))
+    before = launcher.launch
+    launcher.launch = lambda kernel, grid, *args, **kwargs: launches.append(catch(arch, kernel, *args, **kwargs))
     try:
         with active(arch):
             yield launches
     finally:
-        backend.launch = before
+        launcher.launch = before
 
 
 @dataclasses.dataclass(frozen=True)

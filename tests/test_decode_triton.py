@@ -1,4 +1,4 @@
-"""The Triton kernels over a cache: what must not change a bit, what they may touch, what they turn, what is compiled
+"""The Triton kernels over a cache: what must not change a bit, what they may touch, what they rotate, what is compiled
 anew."""
 
 import json
@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from flashrope import Rotary, attention_with_cache
-from flashrope.backends import triton as backend
-from flashrope.triton_kernels import configs, decode, turn
+from flashrope.backends.triton import launcher
+from flashrope.triton_kernels import configs, decode, rotate
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() or support.INTERPRETED), reason="needs a GPU or Triton's interpreter"
@@ -212,18 +212,20 @@ def test_new_keys_beyond_the_capacity_are_dropped():
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts calls that only the interpreter makes one by one")
 @pytest.mark.parametrize("length", [30, 64, 65, 120, 192])
-def test_turned_keys_are_those_of_the_window(length, monkeypatch):
-    """ReRoPE turns at most a window of keys and a block's edge per step and sequence, however long the sequence."""
-    turned, original = [], decode.turn_keys
+def test_rotated_keys_are_those_of_the_window(length, monkeypatch):
+    """ReRoPE rotates at most a window of keys and a block's edge per step and sequence, however long the sequence."""
+    rotated, original = [], decode.rotate_pairs
 
-    def counted(x, y, angles, slot, table_rows, first, rows, length, LAYOUT):
-        turned.append(min(int(length.handle.data.item() if hasattr(length, "handle") else length), BLOCK))
-        return original(x, y, angles, slot, table_rows, first, rows, length, LAYOUT)
+    def counted(x, y, table, rotation, rows, *rest):
+        if rows.start is not None:  # keys; the positions of queries come one by one
+            count = rows.count
+            rotated.append(min(int(count.handle.data.item() if hasattr(count, "handle") else count), BLOCK))
+        return original(x, y, table, rotation, rows, *rest)
 
-    monkeypatch.setattr(decode, "turn_keys", counted)
+    monkeypatch.setattr(decode, "rotate_pairs", counted)
     k, v = caches(1)
     attend(random(1, 1, HEADS_Q, 32), k, v, [length])
-    per_head = sum(turned) / HEADS_KV
+    per_head = sum(rotated) / HEADS_KV
     window = int(RECTIFIED.bands[0].stop)
     assert min(window, length) <= per_head <= window + BLOCK
     if length > 2 * BLOCK:
@@ -232,20 +234,21 @@ def test_turned_keys_are_those_of_the_window(length, monkeypatch):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts stores that only the interpreter makes one by one")
 @pytest.mark.parametrize("page_size", [0, PAGE])
-def test_every_key_of_a_chunk_is_turned_once(page_size, monkeypatch):
-    """Those that a turning band reaches, not once per tile of queries, and nowhere else."""
-    places, store = [], turn.store_pairs
+def test_every_key_of_a_chunk_is_rotated_once(page_size, monkeypatch):
+    """Those that a band rotates and can reach, not once per tile of queries, and nowhere else."""
+    places, store, plain = [], rotate.store_pairs, decode.rotate_pairs
 
-    def counted(ptr, first, second, rows, length, stride_row, FIRST, LAYOUT):
-        inside = rows.handle.data[rows.handle.data < length.handle.data.item()]
-        places.extend(ptr.handle.data.item() + inside.astype("int64") * stride_row.handle.data.item() * 2)
-        store(ptr, first, second, rows, length, stride_row, FIRST, LAYOUT)
+    def counted(view, first, second, rows, FIRST, SHAPE):
+        inside = rows.index.handle.data[rows.index.handle.data < rows.count.handle.data.item()]
+        places.extend(view.ptr.handle.data.item() + inside.astype("int64") * view.stride_row.handle.data.item() * 2)
+        store(view, first, second, rows, FIRST, SHAPE)
 
-    def never(*args):
-        raise AssertionError("keys turned in the loop over tiles")
+    def queries_only(x, y, table, rotation, rows, *rest):
+        assert rows.start is None, "keys rotated in the loop over tiles"
+        return plain(x, y, table, rotation, rows, *rest)
 
-    monkeypatch.setattr(turn, "store_pairs", counted)
-    monkeypatch.setattr(decode, "turn_keys", never)
+    monkeypatch.setattr(rotate, "store_pairs", counted)
+    monkeypatch.setattr(decode, "rotate_pairs", queries_only)
     lengths, seqlen_q, window = (
         [150, 70],
         configs.tile("forward", 80, 32, 2, 2).block_m + 1,
@@ -261,26 +264,26 @@ def test_every_key_of_a_chunk_is_turned_once(page_size, monkeypatch):
 
 LAUNCHED = [
     (RECTIFIED, CHUNK - 1, None, 8, ["attention_decode"]),
-    (RECTIFIED, CHUNK, None, 8, ["turn_cached_rows", "attention_forward"]),
+    (RECTIFIED, CHUNK, None, 8, ["rotate_cached_rows", "attention_forward"]),
     (RECTIFIED, CHUNK, 1, 8, ["attention_decode"]),
     (Rotary.none(32), CHUNK, None, 8, ["attention_forward"]),
-    (Rotary.rope(32), CHUNK, None, 8, ["turn_cached_rows", "attention_forward"]),
-    (Rotary.rope(32), CHUNK, None, 9, ["attention_decode"]),  # turned keys would take more room than the cache
+    (Rotary.rope(32), CHUNK, None, 8, ["rotate_cached_rows", "attention_forward"]),
+    (Rotary.rope(32), CHUNK, None, 9, ["attention_decode"]),  # rotated keys would need more room than the cache
 ]
 
 
 @pytest.mark.parametrize(("rotary", "seqlen_q", "num_splits", "max_pages", "expected"), LAUNCHED)
 def test_kernel_that_serves(rotary, seqlen_q, num_splits, max_pages, expected, monkeypatch):
-    """And the room for turned keys: of ReRoPE a window beyond the chunk, never the cache."""
+    """And the room for rotated keys: for ReRoPE a window beyond the chunk, never the cache."""
     launches = []
     monkeypatch.setattr(
-        backend, "launch", lambda kernel, grid, *args, **options: launches.append((kernel.__name__, args))
+        launcher, "launch", lambda kernel, grid, *args, **options: launches.append((kernel.__name__, args))
     )
     pages = torch.zeros(16, 1024, HEADS_KV, 32, dtype=DTYPE, device=DEVICE)
     table = torch.zeros(2, max_pages, dtype=torch.int32, device=DEVICE)
     attend(random(2, seqlen_q, HEADS_Q, 32), pages, pages, [3000, 5000], rotary, num_splits, block_table=table)
     assert [name for name, _ in launches if name != "combine_splits"] == expected
-    if expected[0] == "turn_cached_rows":
+    if expected[0] == "rotate_cached_rows":
         rows = CHUNK + 40 - 1 if rotary is RECTIFIED else 1024 * max_pages
         assert launches[0][1][1].ptr.shape == (1, 2 * rows, HEADS_KV, 32)
 
@@ -290,8 +293,9 @@ SPECIALISATIONS = """
 import collections, json, torch
 from bench.offline import caught_launches
 from flashrope import Rotary
-from flashrope.backends import CacheCall
+from flashrope.backends import CacheCall, CacheLayout
 from flashrope.backends import triton as backend
+from flashrope.backends.triton import launcher
 
 def tensor(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
@@ -305,9 +309,10 @@ for head_dim in (40, 128):
             cache = tensor(batch * slots // 16 + 1, 16, 1, head_dim) if paged else tensor(batch, slots, 1, head_dim)
             table = tensor(batch, slots // 16, dtype=torch.int32) if paged else None
             seqlens, new = tensor(batch, dtype=torch.int32), tensor(batch, seqlen_q, 1, head_dim)
-            call = CacheCall(Rotary.rope(head_dim).rectify(window), True, 1.0, seqlens, seqlen_q, table, None, num_splits)
-            with caught_launches(backend, 90) as launches:
-                backend.append_to_cache(cache, cache, new, new, seqlens, table)
+            layout = CacheLayout(seqlens, table, None, seqlen_q)
+            call = CacheCall(Rotary.rope(head_dim).rectify(window), True, 1.0, layout, num_splits)
+            with caught_launches(launcher, 90) as launches:
+                backend.append_to_cache(cache, cache, new, new, layout)
                 backend.attention_with_cache(tensor(batch, seqlen_q, 5, head_dim), cache, cache, call)
             for launch in launches:
                 keys[f"{launch.kernel.__name__} {head_dim} {paged}"].add(repr(launch.key))
@@ -331,7 +336,7 @@ def test_lengths_share_kernels():
         "append_rows": 1,
         "attention_decode": 2,
         "combine_splits": 1,
-        "turn_cached_rows": 1,
+        "rotate_cached_rows": 1,
         "attention_forward": 1,
     }
     counts = json.loads(run.stdout.splitlines()[-1])

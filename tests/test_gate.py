@@ -273,7 +273,7 @@ def test_classes(opcode, expected):
 
 
 def test_every_pass_of_a_case_is_caught(compiled):
-    """One and two bands share the passes that know no bands: turning (queries and keys alike) and delta."""
+    """One and two bands share the passes that know no bands: rotation (of queries and keys alike) and delta."""
     alone = [(kernel, 1) for kernel in ("attention_forward", "attention_grad_kv", "attention_grad_q")] * 2
-    shared = [("attention_delta", 2), ("turn_rows", 2)]
+    shared = [("attention_delta", 2), ("rotate_rows", 2)]
     assert sorted(map(tuple, compiled["planned"])) == sorted(alone + shared)

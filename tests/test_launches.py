@@ -20,17 +20,18 @@ from triton.compiler import CompiledKernel
 from bench import offline
 from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_varlen, attention_with_cache
 from flashrope.backends import triton as backend
+from flashrope.backends.triton import launcher
 
 ROOT = pathlib.Path(__file__).parent.parent
 LENGTHS = (1, 2, 16, 17, 64, 65, 100, 128, 129, 300, 1024, 1025)
 KERNELS = {
-    "turn_rows",
+    "rotate_rows",
     "attention_forward",
     "attention_delta",
     "attention_grad_kv",
     "attention_grad_q",
     "append_rows",
-    "turn_cached_rows",
+    "rotate_cached_rows",
     "attention_decode",
     "combine_splits",
 }
@@ -241,14 +242,14 @@ def test_many_launches(arch):
 
 if __name__ == "__main__":
     arch, seeds, head_dims, compiling = json.loads(sys.argv[1])
-    names, launch = collections.Counter(), backend.launch
+    names, launch = collections.Counter(), launcher.launch
 
     def watched(kernel, grid, *args, **options):
-        known = len(backend._compiled)
+        known = len(launcher._compiled)
         launch(kernel, grid, *args, **options)
         if compiling:
             names[kernel.__name__] += 1
-        elif known == len(backend._compiled):
+        elif known == len(launcher._compiled):
             kernel[grid](*args, **options)
             assert Uncompiled.ran[-2] is Uncompiled.ran[-1], f"{kernel.__name__}: {args}, {options}"
             names[kernel.__name__] += 1
@@ -256,7 +257,7 @@ if __name__ == "__main__":
     if not compiling:
         triton.compiler.compile = Uncompiled
     backend.unsupported_reason = lambda q, cached=False: ""
-    backend.launch = watched
+    launcher.launch = watched
     triton.runtime.driver.set_active(offline.AbsentDevice(arch, Launcher))
     for seed in seeds:
         Calls(seed, head_dims)

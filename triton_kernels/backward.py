@@ -1,32 +1,38 @@
-"""Backward: delta, then dK and dV by key tile, then dQ by query tile. No atomics: gradients are bit-equal from run to
-run.
+"""Backward: delta, then dK and dV by key tile, then dQ by query tile. No atomics: gradients are bitwise reproducible.
 
-Both passes read queries and keys already turned. Gradients of turned rows gather in the band's own frame and are turned
-back when the band is done.
+Both passes read rotated queries and keys. The gradient of rotated rows accumulates in the current band's frame and is
+rotated back at the end. (FlashAttention-2, algorithm 2, in two passes.)
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from .arguments import decode_stride
+from .rotation import CosSinTable, log_n_scale, rotate_tile, store_rotated_back, tile_channels
+from .softmax import LOG2_E
 from .tiles import (
-    LOG2_E,
-    band_fields,
-    banded_keys,
+    HeadView,
+    band_keys,
+    clamp_rows,
+    edge_count,
     edge_tile,
-    head_ptr,
+    find_sequence,
+    head_view,
     in_band,
-    inside,
+    key_tiles,
+    load_band,
     load_rows,
     lse_offset,
     packed_row,
-    query_scale,
-    sequence,
+    query_program,
+    sequence_rows,
+    skip_rows,
     store_rows,
-    store_turned_back,
-    stride,
-    tile_channels,
+    tile_offsets,
     tile_range,
-    turn_tile,
+    tile_rows,
 )
 
 
@@ -40,84 +46,95 @@ def attention_delta(
     seqlen_q,
     max_seqlen_q,
     heads_q,
-    LAYOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """delta = rowsum(out * grad_out) - grad_lse, float32, shaped like lse. out has no gaps, grad_out is Strided."""
-    tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
-    first = tl.program_id(0) % tiles * BLOCK_M
+    """delta = rowsum(out * grad_out) - grad_lse, float32, shaped like lse. out is contiguous, grad_out a TensorView."""
+    tiles = tl.cdiv(max_seqlen_q, SHAPE.block_m)
+    first = tl.program_id(0) % tiles * SHAPE.block_m
     batch = tl.program_id(0) // tiles // heads_q
     head = tl.program_id(0) // tiles % heads_q
-    start, length = sequence(cu_seqlens_q, batch, seqlen_q)
+    start, length = sequence_rows(cu_seqlens_q, batch, seqlen_q)
     if first >= length:
         return
-    rows = tl.arange(0, BLOCK_M)
-    channels = tl.arange(0, LAYOUT.block_d)
-    safe = inside(rows, length - first)
-    offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start, seqlen_q) + first + rows
+    rows = tl.arange(0, SHAPE.block_m)
+    channels = tl.arange(0, SHAPE.block_d)
+    loaded = clamp_rows(rows, length - first)
     packed = packed_row(cu_seqlens_q, batch, start, seqlen_q) + first
-    o = load_rows(out + (packed * heads_q + head) * LAYOUT.head_dim, safe, channels, heads_q * LAYOUT.head_dim, LAYOUT)
-    g = load_rows(
-        head_ptr(grad_out, batch, start + first, head, LAYOUT), safe, channels, stride(grad_out.row, LAYOUT), LAYOUT
-    )
+    of_out = HeadView(out + (packed * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
+    of_grad = head_view(grad_out, batch, start + first, head, SHAPE)
+    o = load_rows(of_out.ptr, tile_offsets(loaded, of_out), channels, SHAPE)  # [BM, D]
+    g = load_rows(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, D]
     value = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BM]
+    offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start, seqlen_q) + first + rows
     if grad_lse is not None:
         value -= tl.load(grad_lse + offset, mask=rows < length - first, other=0.0)
     tl.store(delta + offset, value, mask=rows < length - first)
 
 
+# ---- dK and dV
+
+
+class GradKV(NamedTuple):
+    """float32 [BN, D]; k lacks the factor of the score and is in the current band's frame."""
+
+    k: object
+    v: object
+
+
+class KeyTile(NamedTuple):
+    """k, v [BN, D], the key's position [BN], scale_log2: softmax scale in log2 units."""
+
+    k: object
+    v: object
+    position: object
+    scale_log2: object
+
+
+class QueryRows(NamedTuple):
+    """One head's queries: q, grad_out HeadViews with the channels to load, lse and delta pointers; row r of `length` is
+    at position r + ahead."""
+
+    q: object
+    grad_out: object
+    channels_q: object
+    channels: object
+    lse: object
+    delta: object
+    offset: object
+    length: object
+    ahead: object
+
+
 @triton.jit
-def grad_kv_step(
-    grad_k,
-    grad_v,
-    k,
-    v,
-    queries,
-    grads,
-    lse,
-    delta,
-    row,
-    position_k,
-    ahead,
-    length_q,
-    start,
-    stop,
-    scale_log2,
-    stride_q,
-    stride_g,
-    channels_k,
-    channels,
-    LAYOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """Adds one query tile's share to grad_k, grad_v [BN, D]; grad_k is missing the factor of the score."""
-    rows = tl.arange(0, BLOCK_M)
-    queries += row * stride_q
-    grads += row * stride_g
-    safe = inside(rows, length_q - row) if EDGE else rows
-    q = load_rows(queries, safe, channels_k, stride_q, LAYOUT)  # [BM, D]
+def add_grad_kv(grad, keys, queries, band, row, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+    """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band."""
+    lse, delta = queries.lse + queries.offset, queries.delta + queries.offset
+    of_q, of_g = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
+    rows = tl.arange(0, SHAPE.block_m)
+    loaded = clamp_rows(rows, queries.length - row) if EDGE else rows
+    q = load_rows(of_q.ptr, tile_offsets(loaded, of_q), queries.channels_q, SHAPE)  # [BM, D]
     if EDGE:
-        row_lse = tl.load(lse + row + rows, mask=rows < length_q - row, other=float("inf"))
-        row_delta = tl.load(delta + row + rows, mask=rows < length_q - row, other=0.0)
+        lse = tl.load(lse + row + rows, mask=rows < queries.length - row, other=float("inf"))
+        delta = tl.load(delta + row + rows, mask=rows < queries.length - row, other=0.0)
     else:
-        row_lse = tl.load(lse + row + rows)
-        row_delta = tl.load(delta + row + rows)
-    scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BN, BM]
-    weights = tl.exp2(scores * scale_log2 - (row_lse * LOG2_E)[None, :])
+        lse = tl.load(lse + row + rows)
+        delta = tl.load(delta + row + rows)
+    scores = tl.dot(keys.k, tl.trans(q), input_precision="ieee")  # [BN, BM]
+    weights = tl.exp2(scores * keys.scale_log2 - (lse * LOG2_E)[None, :])
     if EDGE:
-        weights = tl.where(in_band((row + rows + ahead)[None, :], position_k[:, None], start, stop), weights, 0.0)
-    g = load_rows(grads, safe, channels, stride_g, LAYOUT)  # [BM, D]
-    grad_v = tl.dot(weights.to(g.dtype), g, grad_v, input_precision="ieee")
-    grad_weights = tl.dot(v, tl.trans(g), input_precision="ieee")  # [BN, BM]
-    grad_scores = weights * (grad_weights - row_delta[None, :])
-    grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
-    return grad_k, grad_v
+        visible = in_band((row + rows + queries.ahead)[None, :], keys.position[:, None], band)
+        weights = tl.where(visible, weights, 0.0)
+    g = load_rows(of_g.ptr, tile_offsets(loaded, of_g), queries.channels, SHAPE)  # [BM, D]
+    grad_v = tl.dot(weights.to(g.dtype), g, grad.v, input_precision="ieee")
+    grad_weights = tl.dot(keys.v, tl.trans(g), input_precision="ieee")  # [BN, BM]
+    grad_scores = weights * (grad_weights - delta[None, :])
+    grad_k = tl.dot(grad_scores.to(q.dtype), q, grad.k, input_precision="ieee")
+    return GradKV(grad_k, grad_v)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_k", "table_rows", "heads_q", "heads_kv"])
 def attention_grad_kv(
-    turned_q,
+    rotated_q,
     k,
     rotated_k,
     v,
@@ -126,187 +143,118 @@ def attention_grad_kv(
     delta,
     grad_k,
     grad_v,
-    angles,
-    bands,
-    cu_seqlens_q,
-    cu_seqlens_k,
+    scheme,
+    cu_seqlens,
     seqlen_q,
     seqlen_k,
     max_seqlen_k,
     table_rows,
     heads_q,
     heads_kv,
-    scales,
-    LAYOUT: tl.constexpr,
-    NUM_BANDS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """turned_q Strided (band, row, head), rotated_k Strided (slot, row, head); grad_k, grad_v without gaps.
-    bands as in band_fields."""
-    tiles = tl.cdiv(max_seqlen_k, BLOCK_N)
-    tile = tl.program_id(0) % tiles  # the first keys are seen by most queries
+    """rotated_q: TensorView (band, row, head), rotated_k: TensorView (copy, row, head); grad_k, grad_v contiguous."""
+    tiles = tl.cdiv(max_seqlen_k, SHAPE.block_n)
+    first = tl.program_id(0) % tiles * SHAPE.block_n  # the first keys are seen by most queries
     batch = tl.program_id(0) // tiles // heads_kv
     head_kv = tl.program_id(0) // tiles % heads_kv
-    start_q, length_q = sequence(cu_seqlens_q, batch, seqlen_q)
-    start_k, length_k = sequence(cu_seqlens_k, batch, seqlen_k)
-    first = tile * BLOCK_N
-    if first >= length_k:
+    seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
+    if first >= seq.length_k:
         return
 
-    columns = tl.arange(0, BLOCK_N)
-    D: tl.constexpr = LAYOUT.block_d
-    channels = tl.arange(0, D)
-    channels_k = tile_channels(LAYOUT)
-    ahead = length_k - length_q
-    position_k = first + columns  # [BN]
-    last = tl.minimum(first + BLOCK_N, length_k) - 1
-    safe = inside(columns, length_k - first)
-    table_row = first + tl.maximum(-ahead, 0)
-    if angles.positions is not None:
-        table_row += batch * seqlen_k
-    packed_q = packed_row(cu_seqlens_q, batch, start_q, seqlen_q)
-    packed_k = packed_row(cu_seqlens_k, batch, start_k, seqlen_k) + first
+    rows = tile_rows(first, seq.length_k, seq.length_q, batch, seqlen_k, scheme, SHAPE.block_n)
+    position = first + rows.index  # [BN]
+    last = tl.minimum(first + SHAPE.block_n, seq.length_k) - 1
+    loaded = clamp_rows(rows.index, rows.count)
+    packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
+    packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k) + first
+    table = CosSinTable(scheme.table, table_rows, scheme.positions)
+    channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_d)
     group = heads_q // heads_kv
-    scale_log2 = scales.score * LOG2_E
-    stride_q = stride(turned_q.row, LAYOUT)
-    stride_g = stride(grad_out.row, LAYOUT)
+    stride_q, stride_g = decode_stride(rotated_q.stride_row, SHAPE), decode_stride(grad_out.stride_row, SHAPE)
 
-    v_tile = load_rows(
-        head_ptr(v, batch, start_k + first, head_kv, LAYOUT), safe, channels, stride(v.row, LAYOUT), LAYOUT
-    )  # [BN, D]
-    acc_k = tl.zeros((BLOCK_N, D), tl.float32)
-    acc_v = tl.zeros((BLOCK_N, D), tl.float32)
-    for band in tl.static_range(NUM_BANDS):
-        start, stop, _, key_slot, keys_slot, _, key_step = band_fields(bands, band)
-        keys, stride_k = banded_keys(k, rotated_k, keys_slot, batch, start_k + first, packed_k, head_kv, LAYOUT)
-        k_tile = load_rows(keys, safe, channels_k, stride_k, LAYOUT)  # [BN, D]
+    scale_log2 = scheme.score_scale * LOG2_E
+    values = head_view(v, batch, seq.start_k + first, head_kv, SHAPE)
+    raw = head_view(k, batch, seq.start_k + first, head_kv, SHAPE)
+    v_tile = load_rows(values.ptr, tile_offsets(loaded, values), channels, SHAPE)  # [BN, D]
+    BLOCK_N: tl.constexpr = SHAPE.block_n
+    D: tl.constexpr = SHAPE.block_d
+    grad = GradKV(tl.zeros((BLOCK_N, D), tl.float32), tl.zeros((BLOCK_N, D), tl.float32))
+    NUM_BANDS: tl.constexpr = SHAPE.num_bands
+    for b in tl.static_range(NUM_BANDS):
+        band = load_band(scheme.bands, b)
+        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
+        k_tile = load_rows(view.ptr, tile_offsets(loaded, view), channels_k, SHAPE)  # [BN, D]
+        keys = KeyTile(k_tile, v_tile, position, scale_log2)
         if NUM_BANDS > 1:
-            acc_k = turn_tile(acc_k, angles, key_step, table_rows, table_row, columns, length_k - first, LAYOUT)
+            grad = GradKV(rotate_tile(grad.k, table, band.dk_step, rows, SHAPE), grad.v)
 
-        begin, inner_begin, inner_end, end = tile_range(first - ahead, last - ahead, start, stop - 1, length_q, BLOCK_M)
+        tiles = tile_range(first - seq.ahead, last - seq.ahead, band.start, band.stop - 1, seq.length_q, SHAPE.block_m)
         # Hoisted out of these loops, addresses and masks of the epilogue take the registers that the accumulators need.
         for member in tl.range(0, group, disable_licm=True):
             head = head_kv * group + member
-            queries = head_ptr(turned_q, band, packed_q, head, LAYOUT)
-            grads = head_ptr(grad_out, batch, start_q, head, LAYOUT)
-            offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q)
-            for step in tl.range(0, inner_begin - begin + end - inner_end, disable_licm=True):
-                row = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_M
-                acc_k, acc_v = grad_kv_step(
-                    acc_k,
-                    acc_v,
-                    k_tile,
-                    v_tile,
-                    queries,
-                    grads,
-                    lse + offset,
-                    delta + offset,
-                    row,
-                    position_k,
-                    ahead,
-                    length_q,
-                    start,
-                    stop,
-                    scale_log2,
-                    stride_q,
-                    stride_g,
-                    channels_k,
-                    channels,
-                    LAYOUT,
-                    BLOCK_M,
-                    True,
-                )
-            for step in tl.range(inner_begin, inner_end, disable_licm=True):
-                acc_k, acc_v = grad_kv_step(
-                    acc_k,
-                    acc_v,
-                    k_tile,
-                    v_tile,
-                    queries,
-                    grads,
-                    lse + offset,
-                    delta + offset,
-                    step * BLOCK_M,
-                    position_k,
-                    ahead,
-                    length_q,
-                    start,
-                    stop,
-                    scale_log2,
-                    stride_q,
-                    stride_g,
-                    channels_k,
-                    channels,
-                    LAYOUT,
-                    BLOCK_M,
-                    False,
-                )
+            of_q = HeadView(head_view(rotated_q, b, packed_q, head, SHAPE).ptr, stride_q, 0)
+            of_grad = HeadView(head_view(grad_out, batch, seq.start_q, head, SHAPE).ptr, stride_g, 0)
+            offset = lse_offset(cu_seqlens.q, batch, head, heads_q, seq.start_q, seqlen_q)
+            queries = QueryRows(of_q, of_grad, channels_k, channels, lse, delta, offset, seq.length_q, seq.ahead)
+            for step in tl.range(0, edge_count(tiles), disable_licm=True):
+                grad = add_grad_kv(grad, keys, queries, band, edge_tile(tiles, step) * SHAPE.block_m, True, SHAPE)
+            for step in tl.range(tiles.inner_begin, tiles.inner_end, disable_licm=True):
+                grad = add_grad_kv(grad, keys, queries, band, step * SHAPE.block_m, False, SHAPE)
 
-    row_elements = heads_kv * LAYOUT.head_dim
-    offset = packed_k * row_elements + head_kv * LAYOUT.head_dim
-    store_rows(grad_v + offset, acc_v, columns, channels, row_elements, length_k - first, LAYOUT)
-    last_key_slot = band_fields(bands, NUM_BANDS - 1)[3]
-    store_turned_back(
-        grad_k + offset,
-        acc_k,
-        angles,
-        last_key_slot,
-        table_rows,
-        table_row,
-        columns,
-        length_k - first,
-        row_elements,
-        scales.score,
-        LAYOUT,
-    )
+    offset = (packed_k * heads_kv + head_kv) * SHAPE.head_dim
+    store_rows(HeadView(grad_v + offset, heads_kv * SHAPE.head_dim, None), grad.v, rows, channels, SHAPE)
+    to_k = HeadView(grad_k + offset, heads_kv * SHAPE.head_dim, None)
+    last_band = load_band(scheme.bands, NUM_BANDS - 1)
+    store_rotated_back(to_k, grad.k, table, last_band.k_rotation, rows, scheme.score_scale, SHAPE)
+
+
+# ---- dQ
+
+
+class QueryTile(NamedTuple):
+    """q, grad_out [BM, D]; lse, delta, position [BM]; scale_log2: softmax scale in log2 units."""
+
+    q: object
+    grad_out: object
+    lse: object
+    delta: object
+    position: object
+    scale_log2: object
+
+
+class KeyRows(NamedTuple):
+    """k, v HeadViews with the channels to load, and the number of keys."""
+
+    k: object
+    v: object
+    channels_k: object
+    channels: object
+    length: object
 
 
 @triton.jit
-def grad_q_step(
-    grad_q,
-    q,
-    g,
-    row_lse,
-    row_delta,
-    keys,
-    values,
-    column,
-    position_q,
-    length_k,
-    start,
-    stop,
-    scale_log2,
-    stride_k,
-    stride_v,
-    channels_k,
-    channels,
-    LAYOUT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """Adds one key tile's share to grad_q [BM, D], which is missing the factor of the score."""
-    rows = tl.arange(0, BLOCK_N)
-    keys += column * stride_k
-    values += column * stride_v
-    safe = inside(rows, length_k - column) if EDGE else rows
-    k = load_rows(keys, safe, channels_k, stride_k, LAYOUT)  # [BN, D]
-    v = load_rows(values, safe, channels, stride_v, LAYOUT)  # [BN, D]
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BM, BN]
-    weights = tl.exp2(scores * scale_log2 - (row_lse * LOG2_E)[:, None])
+def add_grad_q(grad_q, queries, keys, band, column, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+    """Adds the share of the key tile that starts at `column` to grad_q [BM, D], which lacks the factor of the score."""
+    columns = tl.arange(0, SHAPE.block_n)
+    loaded = clamp_rows(columns, keys.length - column) if EDGE else columns
+    of_k, of_v = skip_rows(keys.k, column), skip_rows(keys.v, column)
+    k = load_rows(of_k.ptr, tile_offsets(loaded, of_k), keys.channels_k, SHAPE)  # [BN, D]
+    v = load_rows(of_v.ptr, tile_offsets(loaded, of_v), keys.channels, SHAPE)  # [BN, D]
+    scores = tl.dot(queries.q, tl.trans(k), input_precision="ieee")  # [BM, BN]
+    weights = tl.exp2(scores * queries.scale_log2 - (queries.lse * LOG2_E)[:, None])
     if EDGE:
-        position_k = (column + rows)[None, :]
-        weights = tl.where(
-            in_band(position_q[:, None], position_k, start, stop) & (position_k < length_k), weights, 0.0
-        )
-    grad_weights = tl.dot(g, tl.trans(v), input_precision="ieee")  # [BM, BN]
-    grad_scores = weights * (grad_weights - row_delta[:, None])
+        position_k = (column + columns)[None, :]
+        visible = in_band(queries.position[:, None], position_k, band) & (position_k < keys.length)
+        weights = tl.where(visible, weights, 0.0)
+    grad_weights = tl.dot(queries.grad_out, tl.trans(v), input_precision="ieee")  # [BM, BN]
+    grad_scores = weights * (grad_weights - queries.delta[:, None])
     return tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads_q", "heads_kv"])
 def attention_grad_q(
-    turned_q,
+    rotated_q,
     k,
     rotated_k,
     v,
@@ -314,127 +262,59 @@ def attention_grad_q(
     lse,
     delta,
     grad_q,
-    angles,
-    bands,
-    cu_seqlens_q,
-    cu_seqlens_k,
+    scheme,
+    cu_seqlens,
     seqlen_q,
     seqlen_k,
     max_seqlen_q,
     table_rows,
     heads_q,
     heads_kv,
-    scales,
-    LAYOUT: tl.constexpr,
-    NUM_BANDS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """grad_q without gaps; the other arguments as in attention_grad_kv."""
-    tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    batch = tl.program_id(0) // tiles // heads_q
-    head = tl.program_id(0) // tiles % heads_q
-    head_kv = head // (heads_q // heads_kv)
-    start_q, length_q = sequence(cu_seqlens_q, batch, seqlen_q)
-    start_k, length_k = sequence(cu_seqlens_k, batch, seqlen_k)
-    first = tile * BLOCK_M
-    if first >= length_q:
+    """grad_q contiguous; the other arguments as in attention_grad_kv."""
+    batch, head, first = query_program(max_seqlen_q, heads_q, SHAPE)
+    seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
+    if first >= seq.length_q:
         return
 
-    rows = tl.arange(0, BLOCK_M)
-    D: tl.constexpr = LAYOUT.block_d
-    channels = tl.arange(0, D)
-    channels_k = tile_channels(LAYOUT)
-    safe = inside(rows, length_q - first)
-    ahead = length_k - length_q
-    position_q = first + rows + ahead  # [BM]
-    last = tl.minimum(first + BLOCK_M, length_q) - 1 + ahead
-    table_row = first + tl.maximum(ahead, 0)
-    if angles.positions is not None:
-        table_row += batch * seqlen_q
-    packed_q = packed_row(cu_seqlens_q, batch, start_q, seqlen_q) + first
-    packed_k = packed_row(cu_seqlens_k, batch, start_k, seqlen_k)
-    scale_log2 = scales.score * LOG2_E
-    stride_v = stride(v.row, LAYOUT)
-    values = head_ptr(v, batch, start_k, head_kv, LAYOUT)
+    rows = tile_rows(first, seq.length_q, seq.length_k, batch, seqlen_q, scheme, SHAPE.block_m)
+    position = first + rows.index + seq.ahead  # [BM]
+    last = tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead
+    loaded = clamp_rows(rows.index, rows.count)
+    head_kv = head // (heads_q // heads_kv)
+    packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q) + first
+    packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
+    table = CosSinTable(scheme.table, table_rows, scheme.positions)
+    channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_d)
+    raw = head_view(k, batch, seq.start_k, head_kv, SHAPE)
+    values = head_view(v, batch, seq.start_k, head_kv, SHAPE)
 
-    g = load_rows(
-        head_ptr(grad_out, batch, start_q + first, head, LAYOUT), safe, channels, stride(grad_out.row, LAYOUT), LAYOUT
-    )  # [BM, D]
-    offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q) + first + safe
-    row_lse = tl.load(lse + offset)
-    row_delta = tl.load(delta + offset)
+    of_grad = head_view(grad_out, batch, seq.start_q + first, head, SHAPE)
+    g = load_rows(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, D]
+    offset = lse_offset(cu_seqlens.q, batch, head, heads_q, seq.start_q, seqlen_q) + first + loaded
+    row_lse, row_delta = tl.load(lse + offset), tl.load(delta + offset)
+    BLOCK_M: tl.constexpr = SHAPE.block_m
+    D: tl.constexpr = SHAPE.block_d
     acc = tl.zeros((BLOCK_M, D), tl.float32)
-    for band in tl.static_range(NUM_BANDS):
-        start, stop, _, _, keys_slot, query_step, _ = band_fields(bands, band)
-        keys, stride_k = banded_keys(k, rotated_k, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
-        queries = head_ptr(turned_q, band, packed_q, head, LAYOUT)
-        q = load_rows(queries, safe, channels_k, stride(turned_q.row, LAYOUT), LAYOUT)  # [BM, D]
+    NUM_BANDS: tl.constexpr = SHAPE.num_bands
+    for b in tl.static_range(NUM_BANDS):
+        band = load_band(scheme.bands, b)
+        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
+        keys = KeyRows(view, values, channels_k, channels, seq.length_k)
+        of_q = head_view(rotated_q, b, packed_q, head, SHAPE)
+        q_tile = load_rows(of_q.ptr, tile_offsets(loaded, of_q), channels_k, SHAPE)  # [BM, D]
+        queries = QueryTile(q_tile, g, row_lse, row_delta, position, scheme.score_scale * LOG2_E)
         if NUM_BANDS > 1:
-            acc = turn_tile(acc, angles, query_step, table_rows, table_row, rows, length_q - first, LAYOUT)
+            acc = rotate_tile(acc, table, band.dq_step, rows, SHAPE)
 
-        begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
-        for step in tl.range(0, inner_begin - begin + end - inner_end):
-            column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
-            acc = grad_q_step(
-                acc,
-                q,
-                g,
-                row_lse,
-                row_delta,
-                keys,
-                values,
-                column,
-                position_q,
-                length_k,
-                start,
-                stop,
-                scale_log2,
-                stride_k,
-                stride_v,
-                channels_k,
-                channels,
-                LAYOUT,
-                BLOCK_N,
-                True,
-            )
-        for step in tl.range(inner_begin, inner_end):
-            acc = grad_q_step(
-                acc,
-                q,
-                g,
-                row_lse,
-                row_delta,
-                keys,
-                values,
-                step * BLOCK_N,
-                position_q,
-                length_k,
-                start,
-                stop,
-                scale_log2,
-                stride_k,
-                stride_v,
-                channels_k,
-                channels,
-                LAYOUT,
-                BLOCK_N,
-                False,
-            )
+        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n)
+        for step in tl.range(0, edge_count(tiles)):
+            acc = add_grad_q(acc, queries, keys, band, edge_tile(tiles, step) * SHAPE.block_n, True, SHAPE)
+        for step in tl.range(tiles.inner_begin, tiles.inner_end):
+            acc = add_grad_q(acc, queries, keys, band, step * SHAPE.block_n, False, SHAPE)
 
-    last_query_slot = band_fields(bands, NUM_BANDS - 1)[2]
-    scale = query_scale(angles, scales, table_row + safe, position_q) * scales.score
-    store_turned_back(
-        grad_q + (packed_q * heads_q + head) * LAYOUT.head_dim,
-        acc,
-        angles,
-        last_query_slot,
-        table_rows,
-        table_row,
-        rows,
-        length_q - first,
-        heads_q * LAYOUT.head_dim,
-        scale[:, None],
-        LAYOUT,
-    )
+    last_band = load_band(scheme.bands, NUM_BANDS - 1)
+    scale = log_n_scale(scheme, rows.start + loaded, position) * scheme.score_scale
+    to_q = HeadView(grad_q + (packed_q * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
+    store_rotated_back(to_q, acc, table, last_band.q_rotation, rows, scale[:, None], SHAPE)

@@ -1,7 +1,7 @@
 """The only tuning numbers: tile sizes, warps and pipeline stages by architecture, head_dim and direction.
 
-The compute capability picks a table: "sm80" (A100), "sm86" (sm_86, sm_89 and from
-sm_120 on, 99 KB of shared memory), "sm90" (H100, H200 and, until one was measured, what lies between).
+The compute capability picks a table: "sm80" (A100), "sm86" (sm_86, sm_89, and sm_120 and newer: 99 KB of shared
+memory), "sm90" (H100, H200, and up to sm_119 until one of those is measured).
 """
 
 from __future__ import annotations
@@ -21,124 +21,38 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Rows are {BLOCK_D: Tile}, BLOCK_D the power of two that holds head_dim. "banded" rows replace those of the direction
-# where a scheme has several bands and the accumulator's change of frame takes the registers. No tile below was timed
-# yet: they are the largest that compile without spills (python -m bench gate), ranked by ldmatrix and instructions per
-# tensor-core instruction.
+def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
+    return {block_d: Tile(*tile) for block_d, tile in zip((16, 32, 64, 128, 256), tiles, strict=True)}
+
+
+# Tiles by block_d, the power of two that holds head_dim. A "banded" entry replaces its direction's where a scheme has
+# several bands, whose rotation of the accumulator takes registers. No tile below was timed yet: they are the largest
+# that compile without spills (python -m bench gate), ranked by ldmatrix and instructions per tensor-core instruction.
+# fmt: off
 HALF = {
     "sm80": {
-        "forward": {
-            16: Tile(128, 64, 4, 3),
-            32: Tile(128, 64, 4, 3),
-            64: Tile(128, 64, 4, 3),
-            128: Tile(128, 64, 8, 3),
-            256: Tile(128, 32, 8, 2),
-        },
-        "grad_kv": {
-            16: Tile(32, 128, 4, 3),
-            32: Tile(32, 128, 4, 3),
-            64: Tile(32, 128, 8, 2),
-            128: Tile(32, 128, 8, 3),
-            256: Tile(32, 64, 8, 1),
-        },
-        "grad_q": {
-            16: Tile(128, 64, 4, 2),
-            32: Tile(128, 64, 4, 2),
-            64: Tile(128, 64, 8, 2),
-            128: Tile(128, 32, 8, 2),
-            256: Tile(64, 32, 8, 1),
-        },
+        "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
+        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (32, 128, 8, 2), (32, 128, 8, 3), (32, 64, 8, 1)),
+        "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
         "grad_kv banded": {128: Tile(32, 64, 8, 2)},
-        "decode": {
-            16: Tile(16, 64, 4, 3),
-            32: Tile(16, 64, 4, 3),
-            64: Tile(16, 64, 4, 3),
-            128: Tile(16, 64, 8, 3),
-            256: Tile(16, 32, 8, 3),
-        },
-        "decode wide": {
-            16: Tile(64, 64, 4, 3),
-            32: Tile(64, 64, 4, 3),
-            64: Tile(64, 64, 4, 3),
-            128: Tile(32, 64, 8, 3),
-            256: Tile(32, 32, 8, 2),
-        },
+        "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 8, 3), (16, 32, 8, 3)),
+        "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
     "sm86": {
-        "forward": {
-            16: Tile(128, 64, 4, 2),
-            32: Tile(128, 64, 4, 2),
-            64: Tile(128, 64, 4, 2),
-            128: Tile(128, 64, 8, 2),
-            256: Tile(64, 32, 4, 1),
-        },
-        "grad_kv": {
-            16: Tile(32, 128, 4, 2),
-            32: Tile(32, 128, 4, 2),
-            64: Tile(32, 128, 8, 2),
-            128: Tile(32, 128, 8, 2),
-            256: Tile(32, 32, 8, 1),
-        },
-        "grad_q": {
-            16: Tile(128, 64, 4, 2),
-            32: Tile(128, 64, 4, 2),
-            64: Tile(128, 64, 8, 2),
-            128: Tile(128, 32, 8, 2),
-            256: Tile(32, 32, 8, 1),
-        },
+        "forward": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 1)),
+        "grad_kv": by_block_d((32, 128, 4, 2), (32, 128, 4, 2), (32, 128, 8, 2), (32, 128, 8, 2), (32, 32, 8, 1)),
+        "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
         "grad_kv banded": {128: Tile(32, 64, 8, 2)},
-        "decode": {
-            16: Tile(16, 64, 4, 3),
-            32: Tile(16, 64, 4, 3),
-            64: Tile(16, 64, 4, 3),
-            128: Tile(16, 64, 8, 3),
-            256: Tile(16, 32, 8, 3),
-        },
-        "decode wide": {
-            16: Tile(64, 64, 4, 3),
-            32: Tile(64, 64, 4, 3),
-            64: Tile(64, 64, 4, 3),
-            128: Tile(32, 64, 8, 3),
-            256: Tile(32, 32, 8, 2),
-        },
+        "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 8, 3), (16, 32, 8, 3)),
+        "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
     "sm90": {
-        "forward": {
-            16: Tile(128, 64, 4, 3),
-            32: Tile(128, 64, 4, 3),
-            64: Tile(128, 64, 8, 3),
-            128: Tile(128, 64, 8, 3),
-            256: Tile(128, 64, 8, 2),
-        },
-        "grad_kv": {
-            16: Tile(32, 128, 4, 3),
-            32: Tile(32, 128, 4, 3),
-            64: Tile(32, 128, 8, 3),
-            128: Tile(32, 128, 8, 3),
-            256: Tile(32, 64, 8, 1),
-        },
-        "grad_q": {
-            16: Tile(128, 64, 4, 2),
-            32: Tile(128, 64, 4, 2),
-            64: Tile(128, 64, 8, 2),
-            128: Tile(128, 64, 8, 2),
-            256: Tile(64, 64, 8, 1),
-        },
+        "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
+        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (32, 128, 8, 3), (32, 128, 8, 3), (32, 64, 8, 1)),
+        "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 1)),
         "grad_kv banded": {128: Tile(32, 64, 8, 2)},
-        "decode": {
-            16: Tile(16, 64, 4, 3),
-            32: Tile(16, 64, 4, 3),
-            64: Tile(16, 64, 4, 3),
-            128: Tile(16, 64, 8, 3),
-            256: Tile(16, 32, 8, 3),
-        },
-        "decode wide": {
-            16: Tile(64, 64, 4, 3),
-            32: Tile(64, 64, 4, 3),
-            64: Tile(64, 64, 4, 3),
-            128: Tile(32, 64, 8, 3),
-            256: Tile(32, 32, 8, 2),
-        },
+        "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 8, 3), (16, 32, 8, 3)),
+        "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
 }
 # Where newer compilers (seen: 3.9) spill and 3.6 does not.
@@ -155,57 +69,28 @@ NEWER_HALF = {
 }
 # float32 products run without tensor cores ("ieee"); these serve correctness, not speed.
 FLOAT = {
-    "forward": {
-        16: Tile(32, 32, 4, 1),
-        32: Tile(32, 32, 4, 1),
-        64: Tile(32, 32, 4, 1),
-        128: Tile(32, 32, 4, 1),
-        256: Tile(16, 16, 4, 1),
-    },
-    "grad_kv": {
-        16: Tile(32, 32, 4, 1),
-        32: Tile(32, 32, 4, 1),
-        64: Tile(32, 32, 4, 1),
-        128: Tile(16, 32, 4, 1),
-        256: Tile(16, 16, 4, 1),
-    },
-    "grad_q": {
-        16: Tile(32, 32, 4, 1),
-        32: Tile(32, 32, 4, 1),
-        64: Tile(32, 32, 4, 1),
-        128: Tile(32, 16, 4, 1),
-        256: Tile(16, 16, 4, 1),
-    },
-    "decode": {
-        16: Tile(16, 32, 4, 1),
-        32: Tile(16, 32, 4, 1),
-        64: Tile(16, 32, 4, 1),
-        128: Tile(16, 16, 4, 1),
-        256: Tile(16, 16, 4, 1),
-    },
-    "decode wide": {
-        16: Tile(32, 32, 4, 1),
-        32: Tile(32, 32, 4, 1),
-        64: Tile(32, 32, 4, 1),
-        128: Tile(32, 16, 4, 1),
-        256: Tile(16, 16, 4, 1),
-    },
+    "forward": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+    "grad_kv": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    "grad_q": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
+    "decode": by_block_d((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+    "decode wide": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
+# fmt: on
 # The elementwise passes, any type: rows per program, warps, heads per program (which share one load of cos and sin).
-TURN_ROWS, TURN_WARPS, TURN_HEADS = 32, 4, 4
+ROTATE_ROWS, ROTATE_WARPS, ROTATE_HEADS = 32, 4, 4
 DELTA_ROWS, DELTA_WARPS = 64, 4
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
 
-# Over a cache, where the caller leaves num_splits open: query tokens that the decode kernel takes at most, beyond which
-# the forward kernel serves; blocks for every multiprocessor, the fewest keys and the most splits that pay.
-DECODE_SEQLEN = 64
-WIDE_ROWS = 16  # more rows of queries under one head of keys take the "decode wide" tile
-BLOCKS_PER_MULTIPROCESSOR, MIN_KEYS_PER_SPLIT, MAX_SPLITS = 2, 256, 256
+# With a KV cache.
+DECODE_SEQLEN = 64  # query tokens that the decode kernel takes at most; the forward kernel serves longer chunks
+WIDE_ROWS = 16  # more query rows per key head take the "decode wide" tile
+# Splits, where the caller leaves num_splits open: blocks per multiprocessor, and the fewest keys that are worth a split.
+BLOCKS_PER_MULTIPROCESSOR, MIN_KEYS_PER_SPLIT = 2, 256
 
 
 def options(num_warps: int, **others: int) -> dict[str, int | bool]:
-    """For Triton's compiler. Products and sums fuse, which from Triton 3.10 on is not its default."""
+    """Options of Triton's compiler. FP fusion is asked for by name: from Triton 3.10 on it is not the default."""
     return {"num_warps": num_warps, "enable_fp_fusion": True, **others}
 
 
@@ -217,16 +102,14 @@ def family(capability: int) -> str:
 
 
 def num_splits(programs: int, capacity: int, multiprocessors: int) -> int:
-    """Parts to split the keys of a cache into, by shapes alone; programs: those that one split has."""
-    return max(
-        1, min(BLOCKS_PER_MULTIPROCESSOR * multiprocessors // programs, capacity // MIN_KEYS_PER_SPLIT, MAX_SPLITS)
-    )
+    """Parts to split the keys of a cache into, by shapes alone; programs: how many one split has."""
+    return max(1, min(BLOCKS_PER_MULTIPROCESSOR * multiprocessors // programs, capacity // MIN_KEYS_PER_SPLIT))
 
 
 @lru_cache(maxsize=1024)
 def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands: int) -> Tile:
-    """direction: "forward", "grad_kv", "grad_q", "decode" or "decode wide" (many rows of queries). The most special row
-    decides."""
+    """direction: "forward", "grad_kv", "grad_q", "decode" or "decode wide" (many query rows). The most specific entry
+    wins."""
     tables = [FLOAT]
     if itemsize == 2:
         tables = [HALF[family(capability)]]

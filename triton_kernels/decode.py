@@ -1,96 +1,113 @@
-"""Attention over a cache, for few queries: split over the keys, then combined. The cache holds raw keys, read once.
+"""Attention with a KV cache, for few queries: split over the keys, then combined. The cache holds raw keys, read once.
 
-A tile holds the queries of all heads that share one head of keys: row m is query m // group of the group's head m %
-group. Key blocks are counted from the first valid slot, and split s takes blocks s, s + num_splits, ... of every band.
-What a sequence gets thus depends on its own keys and on num_splits alone: no padding, page, neighbour or way of cutting
+A tile holds the queries of all heads that share a key head: row m is query m // group of the group's head m % group.
+Key blocks are counted from the first valid slot, and split s takes blocks s, s + num_splits, ... of every band. So the
+result of a sequence depends only on its own keys and on num_splits: no padding, page, neighbour or way of dividing
 queries into calls changes a bit, and nothing on the host waits for a length.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from .tiles import (
-    LN_2,
-    LOG2_E,
-    band_fields,
-    cache_bounds,
-    cached_row,
-    clamp,
-    cos_sin,
-    cos_sin_at,
-    decoded,
-    in_band,
-    inside,
-    join_pairs,
-    online_softmax,
-    page_of,
-    pairs_at,
-    query_scale,
-    rows_at,
-    stride,
-    tile_range,
-    turn,
-)
+from .arguments import decode_int, decode_stride
+from .kv_cache import cache_bounds, clamp, find_page, find_valid_page
+from .rotation import CosSinTable, join_pairs, load_cos_sin, load_pairs, log_n_scale, rotate
+from .softmax import LN_2, LOG2_E, add_values, finish_softmax, online_softmax, start_softmax
+from .tiles import Rows, clamp_rows, head_view, in_band, key_tiles, load_band, load_rows, page_offsets
+
+
+@triton.jit
+def token_offsets(x, batch, token, head, SHAPE: tl.constexpr):
+    """Offsets [M, 1] of tokens of a TensorView, int64."""
+    offset = batch.to(tl.int64) * decode_stride(x.stride_batch, SHAPE) + token * decode_stride(x.stride_row, SHAPE)
+    return (offset + head * decode_stride(x.stride_head, SHAPE))[:, None]
 
 
 @triton.jit(do_not_specialize=["heads"])
-def append_rows(
-    k_cache, v_cache, k, v, slots, heads, LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """Writes k, v Strided (batch, seqlen_new, heads) behind seqlens. What has no slot, or no page inside the cache, is
-    dropped."""
-    seqlen_new, capacity = decoded(slots.seqlen_new), decoded(slots.capacity)
-    tiles = tl.cdiv(seqlen_new * heads, BLOCK_M)
+def append_rows(k_cache, v_cache, k, v, cache, heads, SHAPE: tl.constexpr):
+    """Writes k, v (batch, seqlen_new, heads) behind cache.seqlens; drops what has no slot, or no page of the cache.
+    All four are TensorViews."""
+    seqlen_new, capacity = decode_int(cache.seqlen_new), decode_int(cache.capacity)
+    tiles = tl.cdiv(seqlen_new * heads, SHAPE.block_m)
     batch = tl.program_id(0) // tiles
-    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.program_id(0) % tiles * SHAPE.block_m + tl.arange(0, SHAPE.block_m)
     token, head = rows // heads, (rows % heads).to(tl.int64)
-    slot = clamp(tl.load(slots.seqlens + batch), 0, capacity) + token
+    slot = clamp(tl.load(cache.seqlens + batch), 0, capacity) + token
     exists = (token < seqlen_new) & (slot < capacity)
-    page, row = page_of(slots, batch, tl.minimum(slot, capacity - 1), PAGE_SIZE)
-    fits = (exists & (page >= 0) & (page < decoded(slots.pages)))[:, None]
+    page, row = find_page(cache, batch, tl.minimum(slot, capacity - 1), SHAPE.page_size)
+    exists &= (page >= 0) & (page < decode_int(cache.pages))
     token = tl.minimum(token, seqlen_new - 1).to(tl.int64)
-    channels = tl.arange(0, LAYOUT.block_d)
-    fits &= (channels < LAYOUT.head_dim)[None, :]
-    batch = batch.to(tl.int64)
-    new_k = rows_at(
-        k.ptr,
-        batch * stride(k.batch, LAYOUT) + token * stride(k.row, LAYOUT) + head * stride(k.head, LAYOUT),
-        channels,
-        LAYOUT,
-    )
-    new_v = rows_at(
-        v.ptr,
-        batch * stride(v.batch, LAYOUT) + token * stride(v.row, LAYOUT) + head * stride(v.head, LAYOUT),
-        channels,
-        LAYOUT,
-    )
-    to_k = (
-        page * stride(k_cache.batch, LAYOUT) + row * stride(k_cache.row, LAYOUT) + head * stride(k_cache.head, LAYOUT)
-    )
-    to_v = (
-        page * stride(v_cache.batch, LAYOUT) + row * stride(v_cache.row, LAYOUT) + head * stride(v_cache.head, LAYOUT)
-    )
-    tl.store(k_cache.ptr + to_k[:, None] + channels[None, :], new_k, mask=fits)
-    tl.store(v_cache.ptr + to_v[:, None] + channels[None, :], new_v, mask=fits)
+    channels = tl.arange(0, SHAPE.block_d)
+    mask = exists[:, None] & (channels < SHAPE.head_dim)[None, :]
+    new_k = load_rows(k.ptr, token_offsets(k, batch, token, head, SHAPE), channels, SHAPE)
+    new_v = load_rows(v.ptr, token_offsets(v, batch, token, head, SHAPE), channels, SHAPE)
+    to_k, to_v = token_offsets(k_cache, page, row, head, SHAPE), token_offsets(v_cache, page, row, head, SHAPE)
+    tl.store(k_cache.ptr + to_k + channels[None, :], new_k, mask=mask)
+    tl.store(v_cache.ptr + to_v + channels[None, :], new_v, mask=mask)
+
+
+class Queries(NamedTuple):
+    """first, second: the members of the rotated pairs [BM, D/2]; position [BM]; scale_log2: softmax scale, log2."""
+
+    first: object
+    second: object
+    position: object
+    scale_log2: object
+
+
+class CachedKeys(NamedTuple):
+    """A sequence's keys: k, v HeadViews of the cache, the first slot, how many. In the table, positions are shifted by
+    `shift`, so that none is negative."""
+
+    k: object
+    v: object
+    cache: object
+    batch: object
+    first_slot: object
+    length: object
+    table: object
+    shift: object
 
 
 @triton.jit
-def turn_keys(x, y, angles, slot, table_rows, first, rows, length, LAYOUT: tl.constexpr):
-    """Pairs of raw keys [BN, D/2] at positions first + rows, turned in float32 by table `slot` and rounded once.
-    `length` of the rows exist."""
-    cos, sin = cos_sin(angles, slot, table_rows, first, rows, length, 0, LAYOUT.block_d // 2, LAYOUT)
-    turned_x, turned_y = turn(x.to(tl.float32), y.to(tl.float32), cos, sin)
-    return turned_x.to(x.dtype), turned_y.to(y.dtype)
-
-
-@triton.jit
-def products(query_x, query_y, x, y, LAYOUT: tl.constexpr):
-    """Queries [BM, D/2] times keys [BN, D/2] over first and second members of the pairs, float32 [BM, BN]."""
-    if LAYOUT.block_d < 32:  # a tensor core takes 16 channels at least
-        return tl.dot(join_pairs(query_x, query_y, LAYOUT), tl.trans(join_pairs(x, y, LAYOUT)), input_precision="ieee")
+def pair_scores(queries, k_first, k_second, SHAPE: tl.constexpr):
+    """Queries times keys, given as members of pairs [BN, D/2]: float32 [BM, BN]."""
+    if SHAPE.block_d < 32:  # a tensor core takes at least 16 channels
+        q = join_pairs(queries.first, queries.second, SHAPE)
+        return tl.dot(q, tl.trans(join_pairs(k_first, k_second, SHAPE)), input_precision="ieee")
     else:
-        scores = tl.dot(query_x, tl.trans(x), input_precision="ieee")
-        return tl.dot(query_y, tl.trans(y), scores, input_precision="ieee")
+        scores = tl.dot(queries.first, tl.trans(k_first), input_precision="ieee")
+        return tl.dot(queries.second, tl.trans(k_second), scores, input_precision="ieee")
+
+
+@triton.jit
+def rotate_pairs(x, y, table, rotation, rows, scale, SHAPE: tl.constexpr):
+    """Members of pairs [M, D/2], rotated and scaled in float32, rounded once."""
+    cos, sin = load_cos_sin(table, rotation, rows, 0, SHAPE.block_d // 2, SHAPE)
+    rotated_x, rotated_y = rotate(x.to(tl.float32), y.to(tl.float32), cos, sin)
+    return (rotated_x * scale).to(x.dtype), (rotated_y * scale).to(y.dtype)
+
+
+@triton.jit
+def attend_block(state, queries, keys, band, column, ROTATE_K: tl.constexpr, SHAPE: tl.constexpr):
+    """One step of the online softmax, over the keys from `column` on."""
+    columns = tl.arange(0, SHAPE.block_n)
+    slot = keys.first_slot + column + clamp_rows(columns, keys.length - column)
+    page, row = find_valid_page(keys.cache, keys.batch, slot, SHAPE.page_size)
+    x, y = load_pairs(keys.k.ptr, page_offsets(page, row, keys.k, SHAPE), 0, SHAPE.block_d // 2, SHAPE)  # [BN, D/2]
+    if ROTATE_K:
+        rows = Rows(columns, column + keys.shift, keys.length - column)
+        x, y = rotate_pairs(x, y, keys.table, band.k_rotation, rows, 1.0, SHAPE)
+    scores = pair_scores(queries, x, y, SHAPE)
+    # Masked in every block, edge or not, so that a visit in which a row sees nothing changes no bit of it.
+    position_k = (column + columns)[None, :]
+    visible = in_band(queries.position[:, None], position_k, band) & (position_k < keys.length)
+    weights, state = online_softmax(state, scores, queries.scale_log2, visible)
+    channels = tl.arange(0, SHAPE.block_d)
+    v = load_rows(keys.v.ptr, page_offsets(page, row, keys.v, SHAPE), channels, SHAPE)  # [BN, D]
+    return add_values(state, weights, v)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "table_rows", "num_splits", "heads_q", "heads_kv"])
@@ -100,133 +117,99 @@ def attention_decode(
     v_cache,
     out,
     lse,
-    angles,
-    bands,
-    slots,
+    scheme,
+    cache,
     seqlen_q,
     table_rows,
     heads_q,
     heads_kv,
     num_splits,
-    scales,
-    LAYOUT: tl.constexpr,
-    NUM_BANDS: tl.constexpr,
-    KEY_TURNS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """q Strided (batch, seqlen_q, heads_q); caches Strided (batch or page, row, heads_kv); out (num_splits, batch,
-    seqlen_q, heads_q, head_dim), lse float32 (num_splits, batch, heads_q, seqlen_q): no gaps. Where there are several
-    splits, rows of out whose lse is -inf are not written. bands as in band_fields; bit b of KEY_TURNS tells whether
-    band b turns its keys."""
+    """q, k_cache, v_cache: TensorViews. out (num_splits, batch, seqlen_q, heads_q, head_dim) and lse float32
+    (num_splits, batch, heads_q, seqlen_q) are contiguous. With several splits, rows of out whose lse is -inf are not
+    written."""
     group = heads_q // heads_kv
-    tiles = tl.cdiv(seqlen_q * group, BLOCK_M)
+    tiles = tl.cdiv(seqlen_q * group, SHAPE.block_m)
     split = tl.program_id(0) % num_splits
     tile = tl.program_id(0) // num_splits % tiles
     head_kv = tl.program_id(0) // num_splits // tiles % heads_kv
     batch = tl.program_id(0) // num_splits // tiles // heads_kv
     batches = tl.num_programs(0) // num_splits // tiles // heads_kv
-    first, length = cache_bounds(slots, batch)
+    first, length = cache_bounds(cache, batch)
 
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tile * SHAPE.block_m + tl.arange(0, SHAPE.block_m)
     exists = rows < seqlen_q * group
-    rows = inside(rows, seqlen_q * group)
+    rows = clamp_rows(rows, seqlen_q * group)
     token, head = rows // group, head_kv * group + rows % group  # [BM]
     ahead = length - seqlen_q  # bottom-right alignment
-    position_q = token + ahead
-    shift = tl.maximum(-ahead, 0)  # added to all positions where angles are looked up: never negative
-    first_q = tile * BLOCK_M // group + ahead
-    last_q = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, seqlen_q - 1) + ahead
-    queries = (
-        batch.to(tl.int64) * stride(q.batch, LAYOUT) + token * stride(q.row, LAYOUT) + head * stride(q.head, LAYOUT)
-    )
-    log_n = query_scale(angles, scales, rows, position_q)[:, None]
-    scale_log2 = scales.score * LOG2_E
+    position = token + ahead
+    shift = tl.maximum(-ahead, 0)
+    first_q = tile * SHAPE.block_m // group + ahead
+    last_q = tl.minimum((tile * SHAPE.block_m + SHAPE.block_m - 1) // group, seqlen_q - 1) + ahead
+    offsets = token_offsets(q, batch, token, head, SHAPE)
+    log_n = log_n_scale(scheme, rows, position)[:, None]
+    table = CosSinTable(scheme.table, table_rows, None)
+    of_k, of_v = head_view(k_cache, 0, 0, head_kv, SHAPE), head_view(v_cache, 0, 0, head_kv, SHAPE)
+    keys = CachedKeys(of_k, of_v, cache, batch, first, length, table, shift)
 
-    D: tl.constexpr = LAYOUT.block_d
-    columns = tl.arange(0, BLOCK_N)
-    channels = tl.arange(0, D)
-    keys = k_cache.ptr + head_kv * stride(k_cache.head, LAYOUT)
-    values = v_cache.ptr + head_kv * stride(v_cache.head, LAYOUT)
-    acc = tl.zeros((BLOCK_M, D), tl.float32)
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    for band in tl.static_range(NUM_BANDS):
-        start, stop, query_slot, key_slot, _, _, _ = band_fields(bands, band)
-        query_x, query_y = pairs_at(q.ptr, queries, LAYOUT)  # [BM, D/2]
-        cos, sin = cos_sin_at(angles, query_slot, table_rows, position_q + shift, LAYOUT)
-        turned_x, turned_y = turn(query_x.to(tl.float32), query_y.to(tl.float32), cos, sin)
-        query_x, query_y = (turned_x * log_n).to(query_x.dtype), (turned_y * log_n).to(query_y.dtype)
+    state = start_softmax(SHAPE.block_m, SHAPE.block_d)
+    NUM_BANDS: tl.constexpr = SHAPE.num_bands
+    for b in tl.static_range(NUM_BANDS):
+        band = load_band(scheme.bands, b)
+        x, y = load_pairs(q.ptr, offsets, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
+        of_rows = Rows(position + shift, None, None)
+        x, y = rotate_pairs(x, y, table, band.q_rotation, of_rows, log_n, SHAPE)
+        queries = Queries(x, y, position, scheme.score_scale * LOG2_E)
 
-        begin, _, _, end = tile_range(first_q, last_q, 1 - stop, -start, length, BLOCK_N)
-        begin += (split - begin % num_splits + num_splits) % num_splits  # the split's first block in reach
-        for block in tl.range(begin, end, num_splits):
-            column = block * BLOCK_N
-            page, row = cached_row(slots, batch, first + column + inside(columns, length - column), PAGE_SIZE)
-            x, y = pairs_at(
-                keys, page * stride(k_cache.batch, LAYOUT) + row * stride(k_cache.row, LAYOUT), LAYOUT
-            )  # [BN, D/2]
-            if (KEY_TURNS >> band) & 1:
-                x, y = turn_keys(x, y, angles, key_slot, table_rows, column + shift, columns, length - column, LAYOUT)
-            scores = products(query_x, query_y, x, y, LAYOUT)
-            # The same formula in every block, so that a visit in which a row sees nothing changes no bit of it.
-            position_k = (column + columns)[None, :]
-            visible = in_band(position_q[:, None], position_k, start, stop) & (position_k < length)
-            weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, scale_log2, visible)
-            v = rows_at(
-                values, page * stride(v_cache.batch, LAYOUT) + row * stride(v_cache.row, LAYOUT), channels, LAYOUT
-            )  # [BN, D]
-            acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        blocks = key_tiles(band, first_q, last_q, length, SHAPE.block_n)
+        begin = blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits  # the split's first block
+        for block in tl.range(begin, blocks.end, num_splits):
+            state = attend_block(
+                state, queries, keys, band, block * SHAPE.block_n, (SHAPE.rotated_bands >> b) & 1, SHAPE
+            )
 
-    empty = row_sum == 0
-    acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
-    log_sum = tl.where(empty, float("-inf"), row_max * LN_2 + tl.log(tl.where(empty, 1.0, row_sum)))
+    result, log_sum = finish_softmax(state)
+    channels = tl.arange(0, SHAPE.block_d)
     split_batch = split.to(tl.int64) * batches + batch
     tl.store(lse + (split_batch * heads_q + head) * seqlen_q + token, log_sum, mask=exists)
-    to = out + ((split_batch * seqlen_q + token) * heads_q + head)[:, None] * LAYOUT.head_dim + channels[None, :]
-    written = (
-        tl.where(num_splits == 1, exists, exists & (row_sum != 0))[:, None] & (channels < LAYOUT.head_dim)[None, :]
-    )
-    tl.store(to, acc.to(out.dtype.element_ty), mask=written)
+    to = ((split_batch * seqlen_q + token) * heads_q + head)[:, None] * SHAPE.head_dim + channels[None, :]
+    written = tl.where(num_splits == 1, exists, exists & (state.row_sum != 0))
+    mask = written[:, None] & (channels < SHAPE.head_dim)[None, :]
+    tl.store(out + to, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "num_splits", "heads_q"])
 def combine_splits(
-    partial, partial_lse, out, lse, seqlen_q, heads_q, num_splits, LAYOUT: tl.constexpr, BLOCK_S: tl.constexpr
+    partial, partial_lse, out, lse, seqlen_q, heads_q, num_splits, BLOCK_S: tl.constexpr, SHAPE: tl.constexpr
 ):
     """One row of out per program; partial and partial_lse as attention_decode writes them, float32."""
-    D: tl.constexpr = LAYOUT.block_d
+    D: tl.constexpr = SHAPE.block_d
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0).to(tl.int64)
     batch, token, head = row // heads_q // seqlen_q, row // heads_q % seqlen_q, row % heads_q
     lse_row = (batch * heads_q + head) * seqlen_q + token
-    channels = tl.arange(0, D)
-    has_channel = channels < LAYOUT.head_dim
+    channels = tl.arange(0, SHAPE.block_d)
+    has_channel = channels < SHAPE.head_dim
     splits = tl.arange(0, BLOCK_S)
     largest = tl.full((BLOCK_S,), float("-inf"), tl.float32)
     for first in tl.range(0, num_splits, BLOCK_S):
-        largest = tl.maximum(
-            largest,
-            tl.load(
-                partial_lse + (first + splits) * rows + lse_row, mask=first + splits < num_splits, other=float("-inf")
-            ),
-        )
+        at, mask = (first + splits) * rows + lse_row, first + splits < num_splits
+        largest = tl.maximum(largest, tl.load(partial_lse + at, mask=mask, other=float("-inf")))
     largest = tl.max(largest, 0)
     finite = tl.where(largest == float("-inf"), 0.0, largest)  # a row without keys
     total = tl.zeros((BLOCK_S,), tl.float32)
     acc = tl.zeros((BLOCK_S, D), tl.float32)
     for first in tl.range(0, num_splits, BLOCK_S):
-        log_sum = tl.load(
-            partial_lse + (first + splits) * rows + lse_row, mask=first + splits < num_splits, other=float("-inf")
-        )
+        at, mask = (first + splits) * rows + lse_row, first + splits < num_splits
+        log_sum = tl.load(partial_lse + at, mask=mask, other=float("-inf"))
         weights = tl.exp2((log_sum - finite) * LOG2_E)
-        at = ((first + splits) * rows + row)[:, None] * LAYOUT.head_dim + channels[None, :]
-        piece = tl.load(partial + at, mask=(log_sum > float("-inf"))[:, None] & has_channel[None, :], other=0.0)
-        acc += weights[:, None] * piece
+        offsets = ((first + splits) * rows + row)[:, None] * SHAPE.head_dim + channels[None, :]
+        mask = (log_sum > float("-inf"))[:, None] & has_channel[None, :]
+        acc += weights[:, None] * tl.load(partial + offsets, mask=mask, other=0.0)
         total += weights
     total = tl.sum(total, 0)
     empty = total == 0
     result = tl.sum(acc, 0) / tl.where(empty, 1.0, total)
-    tl.store(out + row * LAYOUT.head_dim + channels, result.to(out.dtype.element_ty), mask=has_channel)
+    tl.store(out + row * SHAPE.head_dim + channels, result.to(out.dtype.element_ty), mask=has_channel)
     tl.store(lse + lse_row, tl.where(empty, float("-inf"), finite + tl.log2(tl.where(empty, 1.0, total)) * LN_2))

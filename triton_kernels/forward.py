@@ -1,88 +1,89 @@
-"""Forward: for every tile of queries, for every band, the queries are turned once and meet the band's key tiles.
+"""Forward: for every tile of queries and every band, rotate the queries once, then visit the band's key tiles.
 
-All bands share one online softmax. Tiles inside a band are not masked, tiles outside are not visited. Over a cache, raw
-keys and values are read where they lie; only keys that a band turns have been copied, by turn_cached_rows.
+All bands share one online softmax. Tiles inside a band need no mask, tiles outside it are not visited. With a KV cache,
+raw keys and values are read in place; only keys that a band rotates were copied, by ``rotate_cached_rows``.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from .kv_cache import find_valid_page
+from .rotation import CosSinTable, load_rotated, log_n_scale, tile_channels
+from .softmax import LOG2_E, add_values, finish_softmax, online_softmax, start_softmax
 from .tiles import (
-    LN_2,
-    LOG2_E,
-    Rows,
-    band_fields,
-    banded_keys,
-    cache_bounds,
-    cached_row,
+    HeadView,
+    band_keys,
+    clamp_rows,
+    edge_count,
     edge_tile,
-    head_ptr,
+    find_cached_sequence,
+    find_sequence,
+    head_view,
     in_band,
-    inside,
+    key_tiles,
+    load_band,
     load_rows,
-    load_tile,
     lse_offset,
-    online_softmax,
     packed_row,
-    query_scale,
-    rows_at,
-    sequence,
+    page_offsets,
+    query_program,
+    skip_rows,
     store_rows,
-    stride,
-    tile_channels,
-    tile_range,
+    tile_offsets,
+    tile_rows,
 )
 
 
+class Queries(NamedTuple):
+    """tile [BM, D], rotated and scaled; position [BM]; scale_log2: softmax scale in log2 units."""
+
+    tile: object
+    position: object
+    scale_log2: object
+
+
+class Keys(NamedTuple):
+    """k, v: HeadViews, and the channels to load from them. first: the first key that k holds, None where k holds all.
+    cache, batch, first_slot: where pages are looked up."""
+
+    k: object
+    v: object
+    channels_k: object
+    channels_v: object
+    first: object
+    length: object
+    cache: object
+    batch: object
+    first_slot: object
+
+
 @triton.jit
-def attend_tile(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    keys,
-    values,
-    slots,
-    batch,
-    first_slot,
-    first_key,
-    column,
-    position_q,
-    length_k,
-    start,
-    stop,
-    scale_log2,
-    channels_k,
-    channels,
-    LAYOUT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TURNED: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """keys and values are Rows; first_key the first one that may be read, None where that is the sequence's first."""
-    rows = tl.arange(0, BLOCK_N)
-    safe = inside(rows, length_k - column) if EDGE else rows
-    if EDGE and first_key is not None:
-        safe = tl.maximum(safe, first_key - column)
-    if PAGE_SIZE > 0:
-        page, row = cached_row(slots, batch, first_slot + column + safe, PAGE_SIZE)
-    if PAGE_SIZE > 0 and not TURNED:
-        k = rows_at(keys.ptr, page * keys.page + row * keys.row, channels_k, LAYOUT)  # [BN, D]
+def attend_tile(state, queries, keys, band, column, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+    """One step of the online softmax, over the keys from `column` on. ROTATED_K: they are a copy, which has no pages.
+    EDGE: some pairs are not in the band."""
+    columns = tl.arange(0, SHAPE.block_n)
+    rows = clamp_rows(columns, keys.length - column) if EDGE else columns
+    if EDGE and keys.first is not None:
+        rows = tl.maximum(rows, keys.first - column)
+    if SHAPE.page_size > 0:
+        page, row = find_valid_page(keys.cache, keys.batch, keys.first_slot + column + rows, SHAPE.page_size)
+    if SHAPE.page_size > 0 and not ROTATED_K:
+        k = load_rows(keys.k.ptr, page_offsets(page, row, keys.k, SHAPE), keys.channels_k, SHAPE)  # [BN, D]
     else:
-        k = load_rows(keys.ptr + column * keys.row, safe, channels_k, keys.row, LAYOUT)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BM, BN]
+        k = load_rows(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), keys.channels_k, SHAPE)
+    scores = tl.dot(queries.tile, tl.trans(k), input_precision="ieee")  # [BM, BN]
     visible = None
     if EDGE:
-        position_k = (column + rows)[None, :]
-        visible = in_band(position_q[:, None], position_k, start, stop) & (position_k < length_k)
-    weights, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, scale_log2, visible)
-    if PAGE_SIZE > 0:
-        v = rows_at(values.ptr, page * values.page + row * values.row, channels, LAYOUT)  # [BN, D]
+        position_k = (column + columns)[None, :]
+        visible = in_band(queries.position[:, None], position_k, band) & (position_k < keys.length)
+    weights, state = online_softmax(state, scores, queries.scale_log2, visible)
+    if SHAPE.page_size > 0:
+        v = load_rows(keys.v.ptr, page_offsets(page, row, keys.v, SHAPE), keys.channels_v, SHAPE)  # [BN, D]
     else:
-        v = load_rows(values.ptr + column * values.row, safe, channels, values.row, LAYOUT)
-    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-    return acc, row_max, row_sum
+        v = load_rows(skip_rows(keys.v, column).ptr, tile_offsets(rows, keys.v), keys.channels_v, SHAPE)
+    return add_values(state, weights, v)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads_q", "heads_kv"])
@@ -93,182 +94,73 @@ def attention_forward(
     v,
     out,
     lse,
-    angles,
-    bands,
-    cu_seqlens_q,
-    cu_seqlens_k,
+    scheme,
+    cu_seqlens,
+    cache,
     seqlen_q,
     seqlen_k,
     max_seqlen_q,
     table_rows,
     heads_q,
     heads_kv,
-    scales,
-    slots,
-    LAYOUT: tl.constexpr,
-    NUM_BANDS: tl.constexpr,
-    KEY_TURNS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """q, k, v Strided; rotated_k Strided (slot, row, head); out (rows, heads_q, head_dim), lse float32: no gaps.
-    bands as in band_fields. Where slots has seqlens, k and v are a cache (batch or page, row, heads_kv) and seqlen_k
-    counts the rows that each sequence has in rotated_k. Where PAGE_SIZE is not 0, bit b of KEY_TURNS tells whether
-    band b turns its keys."""
-    tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
-    tile = tiles - 1 - tl.program_id(0) % tiles  # longest first under a causal mask
-    batch = tl.program_id(0) // tiles // heads_q
-    head = tl.program_id(0) // tiles % heads_q
-    head_kv = head // (heads_q // heads_kv)
-    start_q, length_q = sequence(cu_seqlens_q, batch, seqlen_q)
-    if slots.seqlens is None:
-        start_k, length_k = sequence(cu_seqlens_k, batch, seqlen_k)
+    """q, k, v: TensorViews; rotated_k: TensorView (copy, row, head); out (rows, heads_q, head_dim) and lse float32 are
+    contiguous. scheme, cu_seqlens: see arguments.py.
+
+    With a cache (its fields are None without one), k and v are (batch or page, row, heads_kv), and seqlen_k counts the rows
+    that each sequence has in rotated_k."""
+    batch, head, first = query_program(max_seqlen_q, heads_q, SHAPE)
+    if cache.seqlens is None:
+        seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     else:
-        start_k, length_k = cache_bounds(slots, batch)
-    first = tile * BLOCK_M
-    if first >= length_q:
+        seq = find_cached_sequence(cache, batch, seqlen_q)
+    if first >= seq.length_q:
         return
 
-    rows = tl.arange(0, BLOCK_M)
-    D: tl.constexpr = LAYOUT.block_d
-    channels = tl.arange(0, D)
-    channels_k = tile_channels(LAYOUT)
-    ahead = length_k - length_q  # bottom-right alignment
-    position_q = first + rows + ahead  # [BM]
-    last = tl.minimum(first + BLOCK_M, length_q) - 1 + ahead
-    table_row = first + tl.maximum(ahead, 0)  # never negative; turned keys stand at j + max(-ahead, 0)
-    if angles.positions is not None:
-        table_row += batch * seqlen_q
-
-    stride_q = stride(q.row, LAYOUT)
-    queries = head_ptr(q, batch, start_q + first, head, LAYOUT)
-    stride_v = stride(v.row, LAYOUT)
-    if PAGE_SIZE > 0:
-        values = Rows(head_ptr(v, 0, 0, head_kv, LAYOUT), stride_v, stride(v.batch, LAYOUT))
+    rows = tile_rows(first, seq.length_q, seq.length_k, batch, seqlen_q, scheme, SHAPE.block_m)
+    position = first + rows.index + seq.ahead  # [BM]
+    last = tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead
+    head_kv = head // (heads_q // heads_kv)
+    queries = head_view(q, batch, seq.start_q + first, head, SHAPE)
+    if SHAPE.page_size > 0:
+        raw, values = head_view(k, 0, 0, head_kv, SHAPE), head_view(v, 0, 0, head_kv, SHAPE)
     else:
-        values = Rows(head_ptr(v, batch, start_k, head_kv, LAYOUT), stride_v, None)
-    packed_k = packed_row(cu_seqlens_k, batch, start_k, seqlen_k)
-    turned_begin = None
-    if slots.seqlens is not None:
-        turned_begin = tl.maximum(length_k - seqlen_k, 0)
-        packed_k -= turned_begin
-    log_n = query_scale(angles, scales, table_row + inside(rows, length_q - first), position_q)
-    scale_log2 = scales.score * LOG2_E
+        raw, values = head_view(k, batch, seq.start_k, head_kv, SHAPE), head_view(v, batch, seq.start_k, head_kv, SHAPE)
+    packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
+    copied_from = None
+    if cache.seqlens is not None:
+        copied_from = tl.maximum(seq.length_k - seqlen_k, 0)
+        packed_k -= copied_from
+    table = CosSinTable(scheme.table, table_rows, scheme.positions)
+    log_n = log_n_scale(scheme, rows.start + clamp_rows(rows.index, rows.count), position)
+    scale_log2 = scheme.score_scale * LOG2_E
+    channels_k, channels_v = tile_channels(SHAPE), tl.arange(0, SHAPE.block_d)
 
-    acc = tl.zeros((BLOCK_M, D), tl.float32)
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    for band in tl.static_range(NUM_BANDS):
-        start, stop, query_slot, _, keys_slot, _, _ = band_fields(bands, band)
-        # A value out of a branch: seen through the joins, Triton would pick a dot operand layout that ldmatrix cannot
-        # load.
-        if query_slot > 0:
-            turned = load_tile(
-                queries,
-                angles,
-                query_slot,
-                table_rows,
-                table_row,
-                rows,
-                length_q - first,
-                stride_q,
-                log_n,
-                True,
-                LAYOUT,
-            )  # [BM, D]
+    state = start_softmax(SHAPE.block_m, SHAPE.block_d)
+    NUM_BANDS: tl.constexpr = SHAPE.num_bands
+    for b in tl.static_range(NUM_BANDS):
+        band = load_band(scheme.bands, b)
+        # A value from a branch: seen through the joins, Triton would pick a dot operand layout that ldmatrix cannot load.
+        if band.q_rotation > 0:
+            tile = load_rotated(queries, table, band.q_rotation, rows, log_n, True, SHAPE)  # [BM, D]
         else:
-            turned = load_tile(
-                queries,
-                angles,
-                query_slot,
-                table_rows,
-                table_row,
-                rows,
-                length_q - first,
-                stride_q,
-                log_n,
-                False,
-                LAYOUT,
-            )
+            tile = load_rotated(queries, table, band.q_rotation, rows, log_n, False, SHAPE)
+        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n)
+        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
+        first_key = None if cache.seqlens is None else tl.where(band.k_copy < 0, 0, copied_from)
+        keys = Keys(view, values, channels_k, channels_v, first_key, seq.length_k, cache, batch, seq.start_k)
+        of_band = Queries(tile, position, scale_log2)
+        for step in tl.range(0, edge_count(tiles)):
+            column = edge_tile(tiles, step) * SHAPE.block_n
+            state = attend_tile(state, of_band, keys, band, column, (SHAPE.rotated_bands >> b) & 1, True, SHAPE)
+        for step in tl.range(tiles.inner_begin, tiles.inner_end):
+            column = step * SHAPE.block_n
+            state = attend_tile(state, of_band, keys, band, column, (SHAPE.rotated_bands >> b) & 1, False, SHAPE)
 
-        if PAGE_SIZE > 0:
-            ptr, row = banded_keys(k, rotated_k, keys_slot, 0, 0, packed_k, head_kv, LAYOUT)
-            keys = Rows(ptr, row, stride(k.batch, LAYOUT))
-        else:
-            ptr, row = banded_keys(k, rotated_k, keys_slot, batch, start_k, packed_k, head_kv, LAYOUT)
-            keys = Rows(ptr, row, None)
-        first_key = None if slots.seqlens is None else tl.where(keys_slot < 0, 0, turned_begin)
-        begin, inner_begin, inner_end, end = tile_range(first + ahead, last, 1 - stop, -start, length_k, BLOCK_N)
-        for step in tl.range(0, inner_begin - begin + end - inner_end):
-            column = edge_tile(step, begin, inner_begin, inner_end) * BLOCK_N
-            acc, row_max, row_sum = attend_tile(
-                acc,
-                row_max,
-                row_sum,
-                turned,
-                keys,
-                values,
-                slots,
-                batch,
-                start_k,
-                first_key,
-                column,
-                position_q,
-                length_k,
-                start,
-                stop,
-                scale_log2,
-                channels_k,
-                channels,
-                LAYOUT,
-                BLOCK_N,
-                PAGE_SIZE,
-                (KEY_TURNS >> band) & 1,
-                True,
-            )
-        for step in tl.range(inner_begin, inner_end):
-            acc, row_max, row_sum = attend_tile(
-                acc,
-                row_max,
-                row_sum,
-                turned,
-                keys,
-                values,
-                slots,
-                batch,
-                start_k,
-                first_key,
-                step * BLOCK_N,
-                position_q,
-                length_k,
-                start,
-                stop,
-                scale_log2,
-                channels_k,
-                channels,
-                LAYOUT,
-                BLOCK_N,
-                PAGE_SIZE,
-                (KEY_TURNS >> band) & 1,
-                False,
-            )
-
-    empty = row_sum == 0
-    acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
-    packed_q = packed_row(cu_seqlens_q, batch, start_q, seqlen_q) + first
-    store_rows(
-        out + (packed_q * heads_q + head) * LAYOUT.head_dim,
-        acc,
-        rows,
-        channels,
-        heads_q * LAYOUT.head_dim,
-        length_q - first,
-        LAYOUT,
-    )
-    log_sum = tl.where(empty, float("-inf"), row_max * LN_2 + tl.log(tl.where(empty, 1.0, row_sum)))
-    tl.store(
-        lse + lse_offset(cu_seqlens_q, batch, head, heads_q, start_q, seqlen_q) + first + rows,
-        log_sum,
-        mask=rows < length_q - first,
-    )
+    result, log_sum = finish_softmax(state)
+    packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q) + first
+    out_rows = HeadView(out + (packed_q * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
+    store_rows(out_rows, result, rows, channels_v, SHAPE)
+    lse += lse_offset(cu_seqlens.q, batch, head, heads_q, seq.start_q, seqlen_q) + first
+    tl.store(lse + rows.index, log_sum, mask=rows.index < rows.count)

@@ -15,7 +15,9 @@ import torch
 from .lowering import lower
 from .rotary import Rotary
 
-FINE_ROWS = 1024  # positions per coarse row; both levels of a 128k context stay in L2. csrc/decode.h has the same number
+FINE_ROWS = (
+    1024  # positions per coarse row; both levels of a 128k context stay in L2. csrc/decode.h has the same number
+)
 
 
 def cos_sin(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,7 +86,9 @@ def _resident_frequencies(rotary: Rotary, device: torch.device) -> tuple[torch.T
 
 def position_table(rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
     """float32 (2, batch, seqlen, 2, padded pairs): rotation 0 is none, rotation 1 is by the given positions."""
-    cos, sin = _cos_sin(positions, *_resident_frequencies(rotary, positions.device))  # no copy to the device to wait for
+    cos, sin = _cos_sin(
+        positions, *_resident_frequencies(rotary, positions.device)
+    )  # no copy to the device to wait for
     return _padded(rotary, torch.stack([torch.ones_like(cos), cos]), torch.stack([torch.zeros_like(sin), sin]))
 
 

@@ -1,4 +1,4 @@
-"""The torch.library operators: schemas, shapes, autograd, dispatch to an implementation. No maths.
+"""The torch.library operators: schemas, shapes, autograd, dispatch to a backend. No maths.
 
 The operators are opaque, so torch.compile and torch.export keep them whole. The scheme travels as the text of its
 Rotary: one constant in a graph, readable in an exported program.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .backends import CacheCall, AttentionCall, load_backend
+from .backends.base import AttentionCall, CacheCall, CacheLayout, accumulation_type, load_backend
 from .rotary import Rotary
 
 try:  # Hugging Face's kernel-builder gives every build a namespace of its own, so that several load side by side
@@ -28,7 +28,7 @@ _CALL = (
     "str rotary, bool causal, float softmax_scale, str impl"
 )
 
-# rotated_k is the workspace of rotated keys, kept for the backward; empty where an implementation has none.
+# rotated_k: rotated keys that the backward needs again; empty where a backend keeps none.
 LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor rotated_k)")
 LIBRARY.define(
     "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
@@ -36,7 +36,7 @@ LIBRARY.define(
 )
 
 
-# Two operators: one writes into the caches, the other only reads them.
+# Two operators: the first writes to the caches, the second only reads them.
 _CACHE = "Tensor cache_seqlens, Tensor? block_table"
 LIBRARY.define(f"append_to_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, {_CACHE}, str impl) -> ()")
 LIBRARY.define(
@@ -46,81 +46,72 @@ LIBRARY.define(
 )
 
 
-def _call(
+def call_from_arguments(
     positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, rotary, causal, softmax_scale
 ) -> AttentionCall:
+    """The call that the operators' arguments from positions to softmax_scale describe; rotary is text."""
+    scheme = Rotary.from_text(rotary)
     return AttentionCall(
-        Rotary.from_text(rotary),
-        causal,
-        softmax_scale,
-        positions,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+        scheme, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     )
 
 
-def _forward(q, k, v, *call_and_impl):
-    *call, impl = call_and_impl
-    out, lse, rotated_k = load_backend(impl).forward(q, k, v, _call(*call))
+def _arguments(call: AttentionCall) -> tuple:
+    """The inverse of ``call_from_arguments``."""
+    tensors = (call.positions, call.cu_seqlens_q, call.cu_seqlens_k)
+    return (*tensors, call.max_seqlen_q, call.max_seqlen_k, call.rotary.text, call.causal, call.softmax_scale)
+
+
+# ---- what the operators do
+
+
+def _attention(q, k, v, *arguments):
+    *arguments, impl = arguments
+    out, lse, rotated_k = load_backend(impl).forward(q, k, v, call_from_arguments(*arguments))
     return out, lse, k.new_empty(0) if rotated_k is None else rotated_k
 
 
-def _backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, *call_and_impl):
-    *call, impl = call_and_impl
+def _attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, *arguments):
+    *arguments, impl = arguments
+    call = call_from_arguments(*arguments)
+    return _run_backward(load_backend(impl), grad_out, grad_lse, (q, k, v, out, lse, rotated_k), call)
+
+
+def _run_backward(backend, grad_out, grad_lse, saved, call: AttentionCall):
     if grad_out is not None and grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    return load_backend(impl).backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, _call(*call))
+    return backend.backward(grad_out, grad_lse, *saved, call)
 
 
 def _append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table, impl):
-    load_backend(impl).append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table)
+    layout = CacheLayout(cache_seqlens, block_table, None, k.shape[1])
+    load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
 
 
 def _attention_with_cache(
-    q,
-    k_cache,
-    v_cache,
-    cache_seqlens,
-    block_table,
-    cache_leftpad,
-    seqlen_new,
-    num_splits,
-    rotary,
-    causal,
-    softmax_scale,
-    impl,
+    q, k_cache, v_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new, num_splits, rotary, causal, scale, impl
 ):
-    call = CacheCall(
-        Rotary.from_text(rotary),
-        causal,
-        softmax_scale,
-        cache_seqlens,
-        seqlen_new,
-        block_table,
-        cache_leftpad,
-        num_splits,
-    )
+    layout = CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new)
+    call = CacheCall(Rotary.from_text(rotary), causal, scale, layout, num_splits)
     return load_backend(impl).attention_with_cache(q, k_cache, v_cache, call)
 
 
 LIBRARY.impl("append_to_cache", _append_to_cache, "CompositeExplicitAutograd")
 LIBRARY.impl("attention_with_cache", _attention_with_cache, "CompositeExplicitAutograd")
-LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
-LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
+LIBRARY.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
+
+
+# ---- shapes, for tracing
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention"), lib=LIBRARY)
-def _(q, k, v, *call_and_impl):
-    *call, impl = call_and_impl
-    call = _call(*call)
-    workspace = load_backend(impl).rotated_k_shape(k, call)
-    return (
-        torch.empty_like(q, memory_format=torch.contiguous_format),
-        q.new_empty(call.lse_shape(q), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32),
-        k.new_empty(workspace),
-    )
+def _(q, k, v, *arguments):
+    *arguments, impl = arguments
+    call = call_from_arguments(*arguments)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty(call.lse_shape(q), dtype=accumulation_type(q))
+    return out, lse, k.new_empty(load_backend(impl).rotated_k_shape(k, call))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_backward"), lib=LIBRARY)
@@ -136,10 +127,11 @@ def _(*_):
 @torch.library.register_fake(add_op_namespace_prefix("attention_with_cache"), lib=LIBRARY)
 def _(q, *_):
     batch, seqlen_q, heads_q, _ = q.shape
-    return (
-        torch.empty_like(q, memory_format=torch.contiguous_format),
-        q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32),
-    )
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_empty(batch, heads_q, seqlen_q, dtype=accumulation_type(q))
+
+
+# ---- autograd of the operators
 
 
 def _save(ctx, inputs, output):
@@ -152,12 +144,9 @@ def _save(ctx, inputs, output):
 def _grads(ctx, grad_out, grad_lse, _):
     if grad_out is None and grad_lse is None:
         return (None,) * 12
-    *tensors, positions, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    grads = [
-        grad for grad in (grad_out, grad_lse) if grad is not None
-    ]  # a collective's result is a subclass of its own
-    backward = OPERATORS.attention_backward if torch.is_grad_enabled() or not _plain(*tensors, *grads) else _backward
-    grads = backward(grad_out, grad_lse, *tensors, positions, cu_seqlens_q, cu_seqlens_k, *ctx.constants)
+    *saved, positions, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    arguments = (positions, cu_seqlens_q, cu_seqlens_k, *ctx.constants)
+    grads = OPERATORS.attention_backward(grad_out, grad_lse, *saved, *arguments)
     return *grads, *(None,) * 9
 
 
@@ -171,57 +160,75 @@ torch.library.register_autograd(add_op_namespace_prefix("attention"), _grads, se
 torch.library.register_autograd(add_op_namespace_prefix("attention_backward"), _no_second_backward, lib=LIBRARY)
 
 
-class _Eager(torch.autograd.Function):
-    """The operator's own functions without torch.library around them. A setup_context of its own would cost a look at
-    the signature in every call."""
+# ---- the calls that api.py makes
+# In plain eager mode they go straight to the backend: torch.library's Python layers take longer than a short call does.
+
+
+class _EagerAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, call: AttentionCall, impl: str):
+        out, lse, rotated_k = load_backend(impl).forward(q, k, v, call)
+        ctx.call, ctx.impl = call, impl
+        ctx.set_materialize_grads(False)
+        # The last three: autograd then notices if they change before backward runs.
+        ctx.save_for_backward(q, k, v, out, lse, rotated_k, call.positions, call.cu_seqlens_q, call.cu_seqlens_k)
+        return out, lse
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = _forward(*inputs)
-        _save(ctx, inputs, output)
-        return output
+    def backward(ctx, grad_out, grad_lse):
+        if grad_out is None and grad_lse is None:
+            return (None,) * 5
+        saved, call = ctx.saved_tensors[:6], ctx.call
+        # The result of a collective is a tensor subclass; create_graph=True asks for a second derivative.
+        tensors = (x for x in (grad_out, grad_lse, *saved) if x is not None)
+        if _is_plain(*tensors) and not torch.is_grad_enabled():
+            grads = _run_backward(load_backend(ctx.impl), grad_out, grad_lse, saved, call)
+        else:
+            *saved, rotated_k = saved
+            rotated_k = saved[1].new_empty(0) if rotated_k is None else rotated_k
+            grads = OPERATORS.attention_backward(grad_out, grad_lse, *saved, rotated_k, *_arguments(call), ctx.impl)
+        return *grads, None, None
 
-    @staticmethod
-    def backward(ctx, *grads):
-        return _grads(ctx, *grads)
 
-
-def attention(q, k, v, *call_and_impl):
-    """out and lse of flashrope::attention. In plain eager mode past the dispatcher, whose Python layers take longer
-    than a short call does."""
-    if not _plain(q, k, v):
-        return OPERATORS.attention(q, k, v, *call_and_impl)[:2]
+def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of ``flashrope::attention``."""
+    backend = load_backend(impl)
+    if backend.DIFFERENTIABLE:
+        return backend.forward(q, k, v, call)[:2]
+    if not _is_plain(q, k, v):
+        return OPERATORS.attention(q, k, v, *_arguments(call), impl)[:2]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Eager.apply(q, k, v, *call_and_impl)[:2]
-    *call, impl = call_and_impl
-    return load_backend(impl).forward(q, k, v, _call(*call))[:2]
+        return _EagerAttention.apply(q, k, v, call, impl)
+    return backend.forward(q, k, v, call)[:2]
 
 
-def append_to_cache(k_cache, v_cache, k, v, *rest):
-    """flashrope::append_to_cache, past the dispatcher in plain eager mode."""
-    call = _append_to_cache if _plain(k_cache, v_cache, k, v) else OPERATORS.append_to_cache
-    call(k_cache, v_cache, k, v, *rest)
+def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, impl: str) -> None:
+    """``flashrope::append_to_cache``."""
+    if _is_plain(k_cache, v_cache, k, v, layout.seqlens):
+        load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
+    else:
+        OPERATORS.append_to_cache(k_cache, v_cache, k, v, layout.seqlens, layout.block_table, impl)
 
 
-def attention_with_cache(q, k_cache, v_cache, cache_seqlens, k, v, block_table, cache_leftpad, *rest):
-    """flashrope::append_to_cache where there are new keys, then flashrope::attention_with_cache; past the dispatcher in
-    plain eager mode."""
-    seqlen_new = 0 if k is None else k.shape[1]
-    plain = (
-        _plain(q, k_cache, v_cache, cache_seqlens) if k is None else _plain(q, k_cache, v_cache, cache_seqlens, k, v)
+def attention_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flashrope::append_to_cache`` if there are new keys, then ``flashrope::attention_with_cache``."""
+    layout = call.layout
+    if layout.seqlen_new:
+        append_to_cache(k_cache, v_cache, k, v, layout, impl)
+    if _is_plain(q, k_cache, v_cache, layout.seqlens):
+        return load_backend(impl).attention_with_cache(q, k_cache, v_cache, call)
+    seqlens, block_table, leftpad, seqlen_new = layout
+    scheme = (call.rotary.text, call.causal, call.softmax_scale)
+    return OPERATORS.attention_with_cache(
+        q, k_cache, v_cache, seqlens, block_table, leftpad, seqlen_new, call.num_splits, *scheme, impl
     )
-    if seqlen_new:
-        append = _append_to_cache if plain else OPERATORS.append_to_cache
-        append(k_cache, v_cache, k, v, cache_seqlens, block_table, rest[-1])
-    attend = _attention_with_cache if plain else OPERATORS.attention_with_cache
-    return attend(q, k_cache, v_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new, *rest)
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def _plain(*tensors: torch.Tensor) -> bool:
-    """Nobody is watching: no compiler, tracer, mode, transform or tensor subclass that needs to see the operator."""
+def _is_plain(*tensors: torch.Tensor) -> bool:
+    """No compiler, tracer, mode, transform or tensor subclass needs to see the operator."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None

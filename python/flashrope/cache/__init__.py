@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..api import DTYPES, attention_with_cache
+from ..api import attention_with_cache
+from ..checks import DTYPES
 from ..backends import resolve_impl
 from ..rotary import Rotary
 

@@ -1,0 +1,242 @@
+"""attention and attention_varlen: one plan per call, whose methods are its launches."""
+
+from __future__ import annotations
+
+import torch
+
+from ...cos_sin import coarse_rows, position_table, two_level_table
+from ...lowering import lower
+from ...triton_kernels import configs
+from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Scheme, tensor_view
+from ...triton_kernels.backward import attention_delta, attention_grad_kv, attention_grad_q
+from ...triton_kernels.forward import attention_forward
+from ...triton_kernels.rotate import rotate_rows
+from ..base import AttentionCall
+from .device import compute_capability, current_device, scheme_on, shape_of, vector_size, with_int32_offsets
+from . import launcher
+from .launcher import cdiv
+
+
+def rotated_k_shape(k: torch.Tensor, call: AttentionCall) -> tuple[int, ...]:
+    """(copies, rows, heads_kv, head_dim): one copy for every slope that rotates the keys."""
+    copies = lower(call.rotary, call.causal).k_copies
+    return (len(copies), _rows(k), *k.shape[-2:]) if copies else (0,)
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall):
+    """As in ``AttentionBackend``; rotated keys as in ``rotated_k_shape``."""
+    q, k, v = map(with_int32_offsets, (q, k, v))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(call.lse_shape(q), dtype=torch.float32, device=q.device)
+    rotated_k = k.new_empty(rotated_k_shape(k, call))
+    empty = _is_empty(q, k, call)
+    if call.cu_seqlens_q is not None or empty:
+        out.zero_()  # rows outside every sequence
+        lse.fill_(float("-inf"))
+    if not empty:
+        with current_device(q):
+            plan = AttentionPlan(q, k, v, call)
+            plan.rotate_keys(k, rotated_k)
+            plan.attend(q, k, rotated_k, v, out, lse)
+    return out, lse, rotated_k
+
+
+def backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call: AttentionCall):
+    """As in ``AttentionBackend``."""
+    q, k, v = map(with_int32_offsets, (q, k, v))
+    grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    empty = _is_empty(q, k, call)
+    if call.cu_seqlens_q is not None or empty:
+        for grad in (grad_q, grad_k, grad_v):
+            grad.zero_()
+    if not empty:
+        grad_out = torch.zeros_like(out) if grad_out is None else with_int32_offsets(grad_out)
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        with current_device(q):
+            plan = AttentionPlan(q, k, v, call, grad_out)
+            rotated_q = q.new_empty(plan.num_bands, _rows(q), *q.shape[-2:])
+            plan.rotate_queries(q, rotated_q)
+            delta = plan.delta(out, grad_out, grad_lse, lse)
+            plan.grad_kv(rotated_q, k, rotated_k, v, grad_out, lse, delta, grad_k, grad_v)
+            plan.grad_q(rotated_q, k, rotated_k, v, grad_out, lse, delta, grad_q)
+    return grad_q, grad_k, grad_v
+
+
+class AttentionPlan:
+    """What the launches of one call share."""
+
+    def __init__(self, q, k, v, call: AttentionCall, grad_out=None):
+        rotary, causal, positions = call.rotary, call.causal, call.positions
+        self.heads_q, self.heads_kv = q.shape[-2], k.shape[-2]
+        self.batch = q.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+        self.seqlen_q, self.seqlen_k = q.shape[-3], k.shape[-3]
+        self.max_seqlen_q = min(call.max_seqlen_q, self.seqlen_q)
+        self.max_seqlen_k = min(call.max_seqlen_k, self.seqlen_k)
+        self.cu_seqlens = CuSeqlens(call.cu_seqlens_q, call.cu_seqlens_k)
+
+        self.rotary = rotary
+        self.lowered, self.tables = lower(rotary, causal), scheme_on(q.device, rotary, causal)
+        self.num_bands = len(self.lowered.bands)
+        if positions is None:
+            table = two_level_table(rotary, causal, coarse_rows(max(self.seqlen_q, self.seqlen_k)), q.device)
+            self.table_rows = table.shape[1]
+        else:
+            table, positions = position_table(rotary, positions), _scalar_positions(positions)
+            self.table_rows = table.shape[1] * table.shape[2]
+        bands = self.tables.bands
+        self.scheme = Scheme(bands, table, positions, call.score_scale, *call.log_n)
+        self.capability, self.itemsize = compute_capability(q.device), q.element_size()
+        self.vec = vector_size(q, k, v) if grad_out is None else vector_size(q, k, v, grad_out)
+
+    def rotate_keys(self, k, rotated_k) -> None:
+        """Fills rotated_k (copy, row, head, head_dim)."""
+        lengths = (self.seqlen_k, self.seqlen_q, self.max_seqlen_k)
+        scheme = self.scheme._replace(log_n_factor=0.0, log_n_floor=1.0)
+        cu_seqlens = (self.cu_seqlens.k, self.cu_seqlens.q)
+        self._rotate(k, rotated_k, self.lowered.k_copies, self.tables.k_copies, scheme, cu_seqlens, lengths)
+
+    def rotate_queries(self, q, rotated_q) -> None:
+        """Fills rotated_q (band, row, head, head_dim)."""
+        lengths = (self.seqlen_q, self.seqlen_k, self.max_seqlen_q)
+        self._rotate(
+            q, rotated_q, self.lowered.q_rotations, self.tables.q_rotations, self.scheme, self.cu_seqlens, lengths
+        )
+
+    def _rotate(self, x, out, copies, rotations, scheme, cu_seqlens, lengths) -> None:
+        if not copies:
+            return
+        heads, seqlen = x.shape[-2], lengths[2]
+        grid = (
+            cdiv(seqlen, configs.ROTATE_ROWS) * self.batch,
+            cdiv(heads, configs.ROTATE_HEADS),
+            len(copies),
+        )
+        shape = shape_of(self.rotary, self.vec, 0, 0, 0, configs.ROTATE_ROWS)
+        launcher.launch(
+            rotate_rows,
+            grid,
+            tensor_view(x),
+            tensor_view(out),
+            rotations,
+            scheme,
+            *cu_seqlens,
+            *lengths,
+            self.table_rows,
+            heads,
+            HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
+            SHAPE=shape,
+            **configs.options(configs.ROTATE_WARPS),
+        )
+
+    def attend(self, q, k, rotated_k, v, out, lse) -> None:
+        tile, options = self._tile("forward")
+        launcher.launch(
+            attention_forward,
+            (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
+            tensor_view(q),
+            tensor_view(k),
+            self._rotated(rotated_k, k),
+            tensor_view(v),
+            out,
+            lse,
+            self.scheme,
+            self.cu_seqlens,
+            NO_CACHE,
+            self.seqlen_q,
+            self.seqlen_k,
+            self.max_seqlen_q,
+            self.table_rows,
+            self.heads_q,
+            self.heads_kv,
+            **options,
+        )
+
+    def delta(self, out, grad_out, grad_lse, lse) -> torch.Tensor:
+        delta = torch.empty_like(lse)
+        launcher.launch(
+            attention_delta,
+            (cdiv(self.max_seqlen_q, configs.DELTA_ROWS) * self.batch * self.heads_q,),
+            out,
+            tensor_view(grad_out),
+            grad_lse,
+            delta,
+            self.cu_seqlens.q,
+            self.seqlen_q,
+            self.max_seqlen_q,
+            self.heads_q,
+            SHAPE=shape_of(self.rotary, self.vec, 0, 0, 0, configs.DELTA_ROWS),
+            **configs.options(configs.DELTA_WARPS),
+        )
+        return delta
+
+    def grad_kv(self, rotated_q, k, rotated_k, v, grad_out, lse, delta, grad_k, grad_v) -> None:
+        tile, options = self._tile("grad_kv")
+        launcher.launch(
+            attention_grad_kv,
+            (cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv,),
+            tensor_view(rotated_q),
+            tensor_view(k),
+            self._rotated(rotated_k, k),
+            tensor_view(v),
+            tensor_view(grad_out),
+            lse,
+            delta,
+            grad_k,
+            grad_v,
+            self.scheme,
+            self.cu_seqlens,
+            self.seqlen_q,
+            self.seqlen_k,
+            self.max_seqlen_k,
+            self.table_rows,
+            self.heads_q,
+            self.heads_kv,
+            **options,
+        )
+
+    def grad_q(self, rotated_q, k, rotated_k, v, grad_out, lse, delta, grad_q) -> None:
+        tile, options = self._tile("grad_q")
+        launcher.launch(
+            attention_grad_q,
+            (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
+            tensor_view(rotated_q),
+            tensor_view(k),
+            self._rotated(rotated_k, k),
+            tensor_view(v),
+            tensor_view(grad_out),
+            lse,
+            delta,
+            grad_q,
+            self.scheme,
+            self.cu_seqlens,
+            self.seqlen_q,
+            self.seqlen_k,
+            self.max_seqlen_q,
+            self.table_rows,
+            self.heads_q,
+            self.heads_kv,
+            **options,
+        )
+
+    def _tile(self, direction: str):
+        """The tile of a kernel, and its constexprs and compiler options."""
+        block_d = 2 * self.scheme.table.shape[-1]
+        tile = configs.tile(direction, self.capability, block_d, self.itemsize, self.num_bands)
+        shape = shape_of(self.rotary, self.vec, self.num_bands, 0, 0, tile.block_m, tile.block_n)
+        return tile, {"SHAPE": shape, **configs.options(tile.num_warps, num_stages=tile.num_stages)}
+
+    def _rotated(self, rotated_k, k):
+        return tensor_view(rotated_k if self.lowered.k_copies else k)
+
+
+def _rows(x: torch.Tensor) -> int:
+    return x.shape[0] * x.shape[1] if x.ndim == 4 else x.shape[0]
+
+
+def _is_empty(q, k, call: AttentionCall) -> bool:
+    return q.numel() == 0 or k.numel() == 0 or not call.bands
+
+
+def _scalar_positions(positions: torch.Tensor) -> torch.Tensor:
+    """float32 (batch, seqlen) for log n. An axial scheme has no log n and passes its first axis, which is not read."""
+    return (positions if positions.ndim == 2 else positions[..., 0]).to(torch.float32).contiguous()

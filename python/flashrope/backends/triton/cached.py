@@ -1,0 +1,219 @@
+"""attention_with_cache: one plan per call. Few queries take the decode kernel, long chunks the forward kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from ...cos_sin import coarse_rows, two_level_table
+from ...lowering import lower
+from ...triton_kernels import configs
+from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
+from ...triton_kernels.arguments import CuSeqlens, Scheme, Shape, encode_int, tensor_view
+from ...triton_kernels.decode import append_rows, attention_decode, combine_splits
+from ...triton_kernels.forward import attention_forward
+from ...triton_kernels.rotate import rotate_cached_rows
+from ..base import MAX_SPLITS, CacheCall, CacheLayout, multiprocessors
+from .device import (
+    compute_capability,
+    current_device,
+    fits_int32_offsets,
+    scheme_on,
+    shape_of,
+    vector_size,
+    with_int32_offsets,
+)
+from . import launcher
+from .launcher import cdiv
+
+
+def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout) -> None:
+    """As in ``CacheBackend``, in one launch."""
+    batch, seqlen_new, heads_kv, head_dim = k.shape
+    if not k.numel() or not k_cache.numel() or (layout.block_table is not None and not layout.block_table.numel()):
+        return
+    kernel_layout, page_size = _kernel_layout(k_cache, layout._replace(leftpad=None))
+    block_d = 1 << (head_dim - 1).bit_length()
+    vec = vector_size(k_cache, v_cache, k, v)
+    shape = Shape(head_dim, block_d, vec=vec, page_size=page_size, block_m=configs.APPEND_ROWS)
+    with current_device(k):
+        launcher.launch(
+            append_rows,
+            (cdiv(seqlen_new * heads_kv, configs.APPEND_ROWS) * batch,),
+            *map(tensor_view, (k_cache, v_cache, k, v)),
+            kernel_layout,
+            heads_kv,
+            SHAPE=shape,
+            **configs.options(configs.APPEND_WARPS),
+        )
+
+
+def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """As in ``CacheBackend``."""
+    batch, seqlen_q, heads_q, _ = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(batch, heads_q, seqlen_q, dtype=torch.float32, device=q.device)
+    if not q.numel() or not k_cache.numel() or not call.layout.capacity(k_cache) or not call.bands:
+        return out.zero_(), lse.fill_(float("-inf"))
+    with current_device(q):
+        plan = CachePlan(q, k_cache, v_cache, call)
+        if plan.is_prefill():
+            plan.prefill(out, lse)
+        else:
+            plan.decode(out, lse)
+    return out, lse
+
+
+class CachePlan:
+    """What the launches of one call share."""
+
+    def __init__(self, q, k_cache, v_cache, call: CacheCall):
+        self.q, self.k_cache, self.v_cache, self.call = q, k_cache, v_cache, call
+        self.batch, self.seqlen_q, self.heads_q, _ = q.shape
+        self.heads_kv, self.capacity = k_cache.shape[2], call.layout.capacity(k_cache)
+        self.rotary, device = call.rotary, q.device
+        self.lowered, self.tables = lower(self.rotary, call.causal), scheme_on(device, self.rotary, call.causal)
+        self.num_bands = len(self.lowered.bands)
+        self.layout, self.page_size = _kernel_layout(k_cache, call.layout)
+        rows = coarse_rows(max(self.seqlen_q, self.capacity))
+        self.table = two_level_table(self.rotary, call.causal, rows, device)
+        self.scheme = Scheme(self.tables.bands, self.table, None, call.score_scale, *call.log_n)
+
+    def _tile(self, direction: str):
+        capability = compute_capability(self.q.device)
+        block_d = 2 * self.table.shape[-1]
+        return configs.tile(direction, capability, block_d, self.q.element_size(), self.num_bands)
+
+    # ---- many queries
+
+    def is_prefill(self) -> bool:
+        """Whether the forward kernel serves: it rotates keys once, where decoding rotates them once per query tile.
+
+        Its workspace, one copy for each slope that rotates keys, must not exceed the cache. num_splits asks for the
+        decode kernel, whose results do not depend on how tokens are divided into calls.
+        """
+        if self.call.num_splits or self.seqlen_q <= configs.DECODE_SEQLEN:
+            return False
+        slots = self.k_cache.shape[0] * self.k_cache.shape[1]
+        offsets_fit = fits_int32_offsets(self.k_cache) and fits_int32_offsets(self.v_cache)
+        return self.batch * self._rotated_rows() <= slots and offsets_fit
+
+    def _rotated_rows(self) -> int:
+        """How many keys of a sequence, its last ones, the bands that rotate keys can reach."""
+        stops = self.lowered.k_stops
+        return max(min(self.capacity, self.seqlen_q + max(stops) - 1), 0) if stops else 0
+
+    def prefill(self, out, lse) -> None:
+        """Fills out and lse, in two launches."""
+        q, k_cache, v_cache = with_int32_offsets(self.q), self.k_cache, self.v_cache
+        copies, rows = len(self.lowered.k_copies), self._rotated_rows()
+        table_rows, vec = self.table.shape[1], vector_size(q, k_cache, v_cache)
+        rotated_k = k_cache
+        if rows:
+            rotated_k = k_cache.new_empty(copies, self.batch * rows, *k_cache.shape[2:])
+            grid = (
+                cdiv(rows, configs.ROTATE_ROWS) * self.batch,
+                cdiv(self.heads_kv, configs.ROTATE_HEADS),
+                copies,
+            )
+            launcher.launch(
+                rotate_cached_rows,
+                grid,
+                tensor_view(k_cache),
+                tensor_view(rotated_k),
+                self.tables.key_ranges,
+                self.table,
+                self.layout,
+                self.seqlen_q,
+                rows,
+                table_rows,
+                self.heads_kv,
+                HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
+                SHAPE=shape_of(self.rotary, vec, 0, 0, self.page_size, configs.ROTATE_ROWS),
+                **configs.options(configs.ROTATE_WARPS),
+            )
+        tile = self._tile("forward")
+        rotated_bands = self.lowered.rotated_bands if self.page_size else 0  # only paged keys are read in another way
+        shape = shape_of(self.rotary, vec, self.num_bands, rotated_bands, self.page_size, tile.block_m, tile.block_n)
+        launcher.launch(
+            attention_forward,
+            (cdiv(self.seqlen_q, tile.block_m) * self.batch * self.heads_q,),
+            tensor_view(q),
+            tensor_view(k_cache),
+            tensor_view(rotated_k),
+            tensor_view(v_cache),
+            out,
+            lse,
+            self.scheme,
+            CuSeqlens(None, None),
+            self.layout,
+            self.seqlen_q,
+            rows,
+            self.seqlen_q,
+            table_rows,
+            self.heads_q,
+            self.heads_kv,
+            SHAPE=shape,
+            **configs.options(tile.num_warps, num_stages=tile.num_stages),
+        )
+
+    # ---- few queries
+
+    def decode(self, out, lse) -> None:
+        """Fills out and lse, in one launch or, with several splits, two."""
+        rows = self.seqlen_q * (self.heads_q // self.heads_kv)
+        wide = not self.call.num_splits and rows > configs.WIDE_ROWS
+        tile = self._tile("decode wide" if wide else "decode")
+        programs = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
+        num_splits = self._num_splits(programs, tile.block_n)
+        partial, partial_lse = out, lse
+        if num_splits > 1:
+            partial = torch.empty(num_splits, *out.shape, dtype=torch.float32, device=out.device)
+            partial_lse = torch.empty(num_splits, *lse.shape, dtype=torch.float32, device=out.device)
+        vec = vector_size(self.q, self.k_cache, self.v_cache)
+        fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
+        launcher.launch(
+            attention_decode,
+            (programs * num_splits,),
+            tensor_view(self.q),
+            tensor_view(self.k_cache),
+            tensor_view(self.v_cache),
+            partial,
+            partial_lse,
+            self.scheme,
+            self.layout,
+            self.seqlen_q,
+            self.table.shape[1],
+            self.heads_q,
+            self.heads_kv,
+            num_splits,
+            SHAPE=shape_of(self.rotary, vec, *fields),
+            **configs.options(tile.num_warps, num_stages=tile.num_stages),
+        )
+        if num_splits > 1:
+            head_dim, block_d = self.rotary.head_dim, 2 * self.table.shape[-1]
+            launcher.launch(
+                combine_splits,
+                (out.numel() // head_dim,),
+                partial,
+                partial_lse,
+                out,
+                lse,
+                self.seqlen_q,
+                self.heads_q,
+                num_splits,
+                BLOCK_S=configs.COMBINE_SPLITS,
+                SHAPE=Shape(head_dim, block_d),
+                **configs.options(configs.COMBINE_WARPS),
+            )
+
+    def _num_splits(self, programs: int, block_n: int) -> int:
+        chosen = self.call.num_splits or configs.num_splits(programs, self.capacity, multiprocessors(self.q.device))
+        return min(chosen, MAX_SPLITS, cdiv(self.capacity, block_n))
+
+
+def _kernel_layout(k_cache, layout: CacheLayout) -> tuple[KernelCacheLayout, int]:
+    """The layout as kernels take it, and the page size, 0 for a contiguous cache."""
+    pages, page_size, _, _ = k_cache.shape
+    seqlens, block_table, leftpad, seqlen_new = layout
+    numbers = (encode_int(seqlen_new), encode_int(layout.capacity(k_cache)), encode_int(pages))
+    return KernelCacheLayout(seqlens, block_table, leftpad, *numbers), 0 if block_table is None else page_size

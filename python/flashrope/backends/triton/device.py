@@ -1,0 +1,74 @@
+"""What the launches of every call need: the device, strides and alignment, and a scheme's tables on the device."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+from ...cos_sin import padded_pairs, resident
+from ...lowering import lower
+from ...rotary import Rotary
+from ...triton_kernels.arguments import Shape
+from ..base import aligned
+from .launcher import interpreted
+
+
+class DeviceScheme(NamedTuple):
+    """``lower(rotary, causal)`` as int32 tensors: its bands (num_bands, 7), the rotation of every band's queries, the
+    rotation of every copy of k, and its rotated_key_ranges (copies, 2)."""
+
+    bands: torch.Tensor
+    q_rotations: torch.Tensor
+    k_copies: torch.Tensor
+    key_ranges: torch.Tensor
+
+
+@lru_cache(maxsize=1024)
+def scheme_on(device: torch.device, rotary: Rotary, causal: bool) -> DeviceScheme:
+    lowered = lower(rotary, causal)
+    values = (lowered.bands, lowered.q_rotations, lowered.k_copies, lowered.rotated_key_ranges)
+    return DeviceScheme(*(resident(lambda x=x: torch.tensor(x, dtype=torch.int32), device) for x in values))
+
+
+@lru_cache(maxsize=1024)
+def shape_of(rotary: Rotary, vec: int, *fields: int) -> Shape:
+    """The SHAPE of a kernel; fields: those of Shape from num_bands on."""
+    rotary_dim = rotary.rotary_dim if any(rotary.frequencies) else 0
+    return Shape(rotary.head_dim, 2 * padded_pairs(rotary.head_dim), rotary_dim, rotary.interleaved, vec, *fields)
+
+
+def vector_size(*tensors: torch.Tensor) -> int:
+    """Elements that all addresses and strides are a multiple of: those of 16 bytes, or 1."""
+    return 16 // tensors[0].element_size() if all(map(aligned, tensors)) else 1
+
+
+def fits_int32_offsets(x: torch.Tensor) -> bool:
+    """Whether offsets within a tile of up to 128 rows fit in 32 bits."""
+    return x.stride(-3) < 2**24 or x.shape[-3] == 1
+
+
+def with_int32_offsets(x: torch.Tensor) -> torch.Tensor:
+    return x if fits_int32_offsets(x) else x.contiguous()
+
+
+def current_device(x: torch.Tensor):
+    """A context in which x's device is the current one."""
+    here = not x.is_cuda or torch.cuda.current_device() == x.get_device()
+    return nullcontext() if here else torch.cuda.device(x.device)
+
+
+def compute_capability(device: torch.device) -> int:
+    """Such as 80 or 90. Without a GPU: that of the target compiled for, or 80 in the interpreter."""
+    if device.type == "cuda":
+        return _compute_capability(device)
+    return 80 if interpreted() else triton.runtime.driver.active.get_current_target().arch
+
+
+@cache
+def _compute_capability(device: torch.device) -> int:
+    major, minor = (8, 0) if interpreted() else torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -1,0 +1,61 @@
+"""Starts kernels, past Triton's own argument inspection where that kernel has run before.
+
+Triton inspects every argument of every launch to find the kernel that it compiled for such arguments. That is several
+times the work of the launch itself, and in decoding, where kernels are short, most of the time.
+
+Triton's key holds: the target device; for a tensor its dtype and whether its address is a multiple of 16; for an
+integer its value's traits (1? multiple of 16? 32 or 64 bits?); for a tuple those of its fields; None and constexprs by
+value; the compiler options. Of our integers only the width matters: those outside tuples are ``do_not_specialize``, and
+those inside are encoded so that all have the same traits (``triton_kernels/arguments.py``). So ``_traits`` below, with
+the kernel, the device and the options, tells at least as much apart. tests/test_launches.py makes random calls and
+compares the kernel found here with the one that Triton finds.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import triton
+from triton.compiler import CompiledKernel
+
+from ...triton_kernels.arguments import POINTER_FIELDS
+
+_compiled: dict[tuple, tuple] = {}  # (what Triton compiled, the constants that follow its arguments) of every launch
+
+
+@cache  # Triton decides when the kernels are imported
+def interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)
+
+
+def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
+    """Runs the kernel. options: constexprs by name, and the compiler's. All launches of the package come here."""
+    if interpreted():
+        kernel[grid](*args, **options)
+        return
+    key = (kernel.__name__, triton.runtime.driver.active.get_current_device(), *_traits(args), *options.items())
+    if known := _compiled.get(key):
+        compiled, constants = known
+        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+        return
+    compiled = kernel[grid](*args, **options)
+    if isinstance(compiled, CompiledKernel):  # not if a hook took over, or a thread is still compiling
+        _compiled[key] = compiled, [options[name] for name in kernel.arg_names[len(args) :]]
+
+
+def _traits(args: tuple) -> list:
+    """What Triton specialises our kernels by: types, alignment of pointers, whether an integer needs 64 bits."""
+    traits = []
+    for arg in args:
+        kind = type(arg)
+        if kind is int:
+            traits.append(arg >> 31)
+            continue
+        for x in arg[: POINTER_FIELDS[kind]] if kind in POINTER_FIELDS else (arg,):
+            traits += (None,) if x is None else (x.dtype, x.data_ptr() & 15)
+    return traits
+
+
+def cdiv(a: int, b: int) -> int:
+    """triton.cdiv is also callable from kernels, which costs the host several microseconds a call."""
+    return -(-a // b)

@@ -1,0 +1,202 @@
+"""Argument checks of the public calls. Every message reads "name: expected X, got Y"; none waits for a device."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import torch
+import torch.nn.functional as F
+
+from .backends.base import MAX_SPLITS, CacheLayout
+from .rotary import Rotary
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_outside_context_parallel() -> None:
+    """torch's context_parallel shards the sequence and replaces only scaled_dot_product_attention. Any other attention
+    would silently see this rank's keys alone."""
+    module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    if module is not None and F.scaled_dot_product_attention in module._replaced_functions:
+        raise RuntimeError(
+            "flashrope: expected to be called outside torch's context_parallel, which shards the sequence and "
+            "replaces scaled_dot_product_attention alone; use shard_sequence and context_parallel_attention of "
+            "flashrope.integrations.distributed"
+        )
+
+
+def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), also=()) -> tuple[torch.Size, torch.Size]:
+    """The shapes of q and k. names: what to call k and v; also: more (name, tensor) with q's dtype and device."""
+    dtype = device = None
+    for name, x in (("q", q), (names[0], k), (names[1], v), *also):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.ndim != rank:
+            layout = "(batch, seqlen, heads, head_dim)" if rank == 4 else "(total, heads, head_dim)"
+            raise ValueError(f"{name}: expected {layout}, got shape {tuple(x.shape)}")
+        if x.dtype is not dtype:
+            if x.dtype not in DTYPES:
+                raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
+            if dtype is not None:
+                raise TypeError(f"{name}: expected {dtype} as in q, got {x.dtype}")
+            dtype, device = x.dtype, x.device
+        if x.device != device:
+            raise ValueError(f"{name}: expected device {device} as in q, got {x.device}")
+        if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
+    shape_q, shape_k = q.shape, k.shape
+    head_dim, heads_q, heads_kv = shape_q[-1], shape_q[-2], shape_k[-2]
+    if shape_k[-1] != head_dim:
+        raise ValueError(f"{names[0]}: expected head_dim {head_dim} as in q, got {shape_k[-1]}")
+    if head_dim % 8 or not 8 <= head_dim <= 256:
+        raise ValueError(f"q: expected head_dim to be a multiple of 8 up to 256, got {head_dim}")
+    if v.shape != shape_k:
+        raise ValueError(f"{names[1]}: expected shape {tuple(shape_k)} as {names[0]}, got {tuple(v.shape)}")
+    if not heads_kv or heads_q % heads_kv:
+        raise ValueError(f"q: expected heads_q to be a multiple of heads_kv = {heads_kv}, got {heads_q}")
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
+    if rotary.head_dim != head_dim:
+        raise ValueError(f"rotary: its head_dim is {rotary.head_dim}, q's is {head_dim}")
+    return shape_q, shape_k
+
+
+def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool) -> tuple[int, int]:
+    """(slots of a sequence or page, new keys)"""
+    if (k is None) != (v is None):
+        raise ValueError(
+            f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}"
+        )
+    new = (("k", k), ("v", v)) if k is not None else ()
+    shape_q, shape_cache = check_tensors(q, k_cache, v_cache, rotary, 4, ("k_cache", "v_cache"), new)
+    batch, (rows, capacity, heads_kv, head_dim) = shape_q[0], shape_cache
+    if paged:
+        if capacity < 16 or capacity & (capacity - 1):
+            raise ValueError(f"k_cache: expected pages of 16, 32, 64, ... slots, got page_size {capacity}")
+    elif rows != batch:
+        raise ValueError(f"k_cache: expected batch {batch} as in q, got {rows}")
+    if rotary.axis:
+        raise ValueError("rotary: an axial scheme needs positions, which a cache does not carry")
+    _, seqlen_new, _, _ = shape_new = k.shape if new else (batch, 0, heads_kv, head_dim)
+    for name, shape in (("k", shape_new), ("v", v.shape)) if new else ():
+        if shape != (batch, seqlen_new, heads_kv, head_dim):
+            raise ValueError(f"{name}: expected shape {(batch, seqlen_new, heads_kv, head_dim)}, got {tuple(shape)}")
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k_cache.requires_grad
+        or v_cache.requires_grad
+        or k is not None
+        and (k.requires_grad or v.requires_grad)
+    ):
+        raise ValueError("q, k, v: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
+    return capacity, seqlen_new
+
+
+def check_int32(name, x, like, like_name, shape: tuple) -> None:
+    """shape: a string entry names a dimension of any size."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected an int32 tensor, got {type(x).__name__}")
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name}: expected int32, got {x.dtype}")
+    if x.shape != shape and (
+        x.ndim != len(shape)
+        or any(n != size and not isinstance(n, str) for n, size in zip(shape, x.shape, strict=True))
+    ):
+        raise ValueError(
+            f"{name}: expected shape ({', '.join(map(str, shape))}{',' * (len(shape) == 1)}), got {tuple(x.shape)}"
+        )
+    if x.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device} as {like_name}, got {x.device}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got stride {x.stride()}")
+
+
+def validate_tables(layout: CacheLayout, capacity: int, k_cache) -> None:
+    """Reads the tables on the host. Raises ValueError with the sequence and the entry that is wrong."""
+    seqlen_new = layout.seqlen_new
+    pads = layout.leftpad.tolist() if layout.leftpad is not None else None
+    tables = layout.block_table.tolist() if layout.block_table is not None else None
+    writable: dict[int, tuple[int, int]] = {}
+    for b, length in enumerate(layout.seqlens.tolist()):
+        if length < 0:
+            raise ValueError(f"cache_seqlens: sequence {b} has length {length}")
+        if length + seqlen_new > capacity:
+            new = f" and {seqlen_new} new keys" if seqlen_new else ""
+            raise ValueError(f"cache_seqlens: sequence {b} has length {length}{new}, its capacity is {capacity}")
+        if pads is not None and not 0 <= pads[b] <= length:
+            raise ValueError(f"cache_leftpad: sequence {b} starts at slot {pads[b]}, its length is {length}")
+        if tables is None:
+            continue
+        page_size = k_cache.shape[1]
+        for n in range((pads[b] if pads else 0) // page_size, -(-(length + seqlen_new) // page_size)):
+            page = tables[b][n]
+            if not 0 <= page < k_cache.shape[0]:
+                raise ValueError(
+                    f"block_table: sequence {b}, entry {n} is page {page}, the cache has pages 0 to "
+                    f"{k_cache.shape[0] - 1}"
+                )
+            if seqlen_new and n >= length // page_size and writable.setdefault(page, (b, n)) != (b, n):
+                raise ValueError(
+                    f"block_table: sequence {b}, entry {n} would write to page {page}, as sequence "
+                    f"{writable[page][0]}, entry {writable[page][1]} does"
+                )
+
+
+def check_num_splits(num_splits) -> None:
+    is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
+    if num_splits is not None and not (is_int and 1 <= num_splits <= MAX_SPLITS):
+        raise ValueError(f"num_splits: expected None or a number from 1 to {MAX_SPLITS}, got {num_splits!r}")
+
+
+def check_options(causal, softmax_scale, q) -> float:
+    """The softmax_scale to use."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected True or False, got {causal!r}")
+    if softmax_scale is None:
+        return q.shape[-1] ** -0.5
+    if not isinstance(softmax_scale, (int, float, torch.SymFloat)) or isinstance(softmax_scale, bool):
+        raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
+    if not isinstance(softmax_scale, torch.SymFloat) and not 0 <= softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: expected a finite number of at least 0, got {softmax_scale!r}")
+    return float(softmax_scale)
+
+
+def check_positions(positions, q, k, rotary) -> torch.Tensor:
+    if not isinstance(positions, torch.Tensor):
+        raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
+    if len(rotary.bands) != 1 or (rotary.bands[0].slope, rotary.bands[0].offset) != (1, 0):
+        raise ValueError(
+            f"positions: only schemes whose distance is d everywhere take them, this one has bands {rotary.bands}"
+        )
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"positions: need seqlen_q == seqlen_k, got {q.shape[1]} and {k.shape[1]}")
+    if positions.device != q.device:
+        raise ValueError(f"positions: expected device {q.device} as q, got {positions.device}")
+    if positions.dtype == torch.bool or positions.is_complex():
+        raise TypeError(f"positions: expected numbers, got {positions.dtype}")
+    shape = tuple(q.shape[:2]) + ((rotary.axes,) if rotary.axis else ())
+    if tuple(positions.shape) not in (shape, shape[1:], (1, *shape[1:])):
+        raise ValueError(f"positions: expected shape {shape} or {shape[1:]}, got {tuple(positions.shape)}")
+    return positions.expand(shape)
+
+
+def check_cu_seqlens(name, cu_seqlens, x, x_name, max_seqlen) -> None:
+    check_int32(name, cu_seqlens, x, x_name, ("sequences + 1",))
+    if not cu_seqlens.shape[0]:
+        raise ValueError(f"{name}: expected shape (sequences + 1,), got (0,)")
+    maximum = name.replace("cu_seqlens", "max_seqlen")
+    if not isinstance(max_seqlen, (int, torch.SymInt)) or isinstance(max_seqlen, bool) or max_seqlen < 0:
+        raise ValueError(f"{maximum}: expected a non-negative integer, got {max_seqlen!r}")
+    # Host memory: reading it waits for nothing. A tensor subclass (DTensor) has no list of its own.
+    if cu_seqlens.device.type == "cpu" and type(cu_seqlens) is torch.Tensor and not torch.compiler.is_compiling():
+        values = cu_seqlens.tolist()
+        if values[0] != 0:
+            raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
+        lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+        if any(length < 0 for length in lengths):
+            raise ValueError(f"{name}: expected non-decreasing values, got {values}")
+        if values[-1] > x.shape[0]:
+            raise ValueError(f"{name}: ends at {values[-1]}, {x_name} has {x.shape[0]} rows")
+        if lengths and max(lengths) > max_seqlen:
+            raise ValueError(f"{maximum}: expected at least the longest sequence, {max(lengths)}, got {max_seqlen}")

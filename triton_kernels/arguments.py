@@ -1,0 +1,110 @@
+"""What the host passes to a kernel.
+
+Triton specialises integers inside a tuple by value (multiple of 16? equal to 1? 64 bits?). Strides and sizes depend on
+lengths, so they are encoded: every encoded number answers those questions alike, and no length compiles a kernel anew.
+Integers outside tuples are ``do_not_specialize``.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+_TAG = 1 << 40
+TAG = tl.constexpr(_TAG)
+
+
+class TensorView(NamedTuple):
+    """A tensor (batch, seqlen, heads, head_dim), last dimension contiguous. Strides in elements, encoded."""
+
+    ptr: object
+    stride_batch: object
+    stride_row: object
+    stride_head: object
+
+
+class Scheme(NamedTuple):
+    """A lowered rotary scheme.
+
+    bands: int32 (num_bands, 7), rows of ``flashrope.lowering.LoweredBand``.
+    table: float32 cos and sin, as ``flashrope.cos_sin`` builds them.
+    positions: float32 (batch, seqlen) if the caller gave positions, else None.
+    score_scale: softmax_scale * temperature.
+    log_n_factor, log_n_floor: the query at position i is scaled by max(log_n_floor, log_n_factor * ln(i + 1)).
+    """
+
+    bands: object
+    table: object
+    positions: object
+    score_scale: object
+    log_n_factor: object
+    log_n_floor: object
+
+
+class CuSeqlens(NamedTuple):
+    """First rows of packed sequences, int32 (sequences + 1,), or None and None."""
+
+    q: object
+    k: object
+
+
+class CacheLayout(NamedTuple):
+    """``flashrope.backends.base.CacheLayout`` for a kernel. seqlens, block_table (or None) and leftpad (or None) are
+    int32 tensors. Encoded: keys that this call added, slots a sequence can have, pages of the cache."""
+
+    seqlens: object
+    block_table: object
+    leftpad: object
+    seqlen_new: object
+    capacity: object
+    pages: object
+
+
+class Shape(NamedTuple):
+    """What a kernel is compiled for; a constexpr, called SHAPE. Fields that a kernel does not use stay 0.
+
+    block_d: the power of two that holds head_dim.
+    vec: elements that every pointer and stride is a multiple of.
+    rotated_bands: bit b is set where band b rotates its keys.
+    page_size: 0 for a contiguous cache, or none.
+    block_m, block_n: query rows and key rows of a tile.
+    """
+
+    head_dim: int
+    block_d: int
+    rotary_dim: int = 0
+    interleaved: bool = False
+    vec: int = 1
+    num_bands: int = 0
+    rotated_bands: int = 0
+    page_size: int = 0
+    block_m: int = 0
+    block_n: int = 0
+
+
+NO_CACHE = CacheLayout(*(None,) * 6)
+POINTER_FIELDS = {TensorView: 1, Scheme: 3, CuSeqlens: 2, CacheLayout: 3}  # the first fields; the rest are numbers
+
+
+def encode_int(number: int) -> int:
+    """An integer for a field of a tuple."""
+    return (number << 4) + _TAG
+
+
+def tensor_view(x) -> TensorView:
+    """The view of a tensor (batch, seqlen, heads, head_dim), or of a packed one (total, heads, head_dim)."""
+    stride = x.stride()
+    batch = stride[0] if len(stride) == 4 else 0
+    return TensorView(x, (batch << 4) + _TAG, (stride[-3] << 4) + _TAG, (stride[-2] << 4) + _TAG)  # encode_int, inlined
+
+
+@triton.jit
+def decode_int(number):
+    return ((number - TAG) // 16).to(tl.int32)
+
+
+@triton.jit
+def decode_stride(encoded, SHAPE: tl.constexpr):
+    """int64: offsets into a tensor can exceed 2^31."""
+    VEC: tl.constexpr = SHAPE.vec
+    return tl.multiple_of((encoded - TAG) // 16, VEC)

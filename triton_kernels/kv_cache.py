@@ -1,0 +1,41 @@
+"""Where the keys of a sequence lie in a cache. Lengths and page numbers come from outside, so both are clamped here."""
+
+import triton
+import triton.language as tl
+
+from .arguments import decode_int
+
+
+@triton.jit
+def clamp(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def cache_bounds(cache, batch):
+    """(first slot, number of keys) of a sequence, inside the capacity whatever the tensors hold."""
+    capacity = decode_int(cache.capacity)
+    end = tl.minimum(clamp(tl.load(cache.seqlens + batch), 0, capacity) + decode_int(cache.seqlen_new), capacity)
+    if cache.leftpad is None:
+        return tl.full((), 0, tl.int32), end
+    else:
+        first = clamp(tl.load(cache.leftpad + batch), 0, end)
+        return first, end - first
+
+
+@triton.jit
+def find_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
+    """int64 (page, row in it) of a sequence's slots, as the block table says. Contiguous: (batch, slot)."""
+    if cache.block_table is None:
+        return batch.to(tl.int64) + slot * 0, slot.to(tl.int64)
+    else:
+        max_pages = decode_int(cache.capacity) // PAGE_SIZE
+        page = tl.load(cache.block_table + batch.to(tl.int64) * max_pages + slot // PAGE_SIZE)
+        return page.to(tl.int64), (slot % PAGE_SIZE).to(tl.int64)
+
+
+@triton.jit
+def find_valid_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
+    """``find_page``, with the page clamped to those of the cache."""
+    page, row = find_page(cache, batch, slot, PAGE_SIZE)
+    return clamp(page, 0, decode_int(cache.pages) - 1), row

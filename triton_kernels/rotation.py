@@ -1,0 +1,235 @@
+"""Rotation: pairs of channels, cos and sin of positions, rotating tiles.
+
+In a tile the channels of a pair lie D/2 columns apart (half pairing) or side by side (interleaved), so a reshape takes
+pairs apart, whatever rotary_dim and head_dim are. Both sides of a product use the same channel order.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .. import cos_sin
+from .tiles import clamp_rows, load_rows, store_rows, tile_offsets
+
+FINE_ROWS = tl.constexpr(cos_sin.FINE_ROWS)
+
+# ---- pairs
+
+
+@triton.jit
+def pair_channels(pair, second, SHAPE: tl.constexpr):
+    """Half pairing: the channel of every pair's first (second = 0) or second (1) member; head_dim or more where there
+    is none. second = None: pair counts on from the first members to the second. Channels from rotary_dim on form pairs
+    that do not rotate. Computed in whole vectors of up to 16 bytes, so that the compiler can load those."""
+    HALF: tl.constexpr = SHAPE.rotary_dim // 2
+    REST: tl.constexpr = SHAPE.head_dim // 2 - HALF
+    COMMON: tl.constexpr = HALF | REST | SHAPE.vec
+    VEC: tl.constexpr = COMMON & -COMMON  # the largest power of two that divides all three
+    if SHAPE.rotary_dim == SHAPE.block_d and second is not None:
+        return pair + second * HALF
+    else:
+        vector = pair // VEC
+        if second is None:
+            second = vector // (SHAPE.block_d // 2 // VEC)
+            vector = vector % (SHAPE.block_d // 2 // VEC)
+        rotated = vector + second * (HALF // VEC)
+        unrotated = vector + HALF // VEC + second * (REST // VEC)
+        padding = SHAPE.head_dim // VEC
+        rest = tl.where(vector < (HALF + REST) // VEC, unrotated, padding)
+        vector = tl.where(vector < HALF // VEC, rotated, rest)
+        return vector * VEC + pair % VEC
+
+
+@triton.jit
+def tile_channels(SHAPE: tl.constexpr):
+    """The channel of every column of a tile of queries or keys, [D]."""
+    columns = tl.arange(0, SHAPE.block_d)
+    FULL: tl.constexpr = SHAPE.rotary_dim == SHAPE.block_d
+    UNROTATED: tl.constexpr = SHAPE.rotary_dim == 0 and SHAPE.head_dim == SHAPE.block_d
+    if SHAPE.interleaved or FULL or UNROTATED:
+        return columns
+    else:
+        return pair_channels(columns, None, SHAPE)
+
+
+@triton.jit
+def concatenate(left, right):
+    """Two [M, N] side by side, [M, 2 N]."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (left.shape[0], 2 * left.shape[1]))
+
+
+@triton.jit
+def halves(x):
+    """[M, 2 N] to its left and right [M, N]."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def join_pairs(first, second, SHAPE: tl.constexpr):
+    """First and second members, two [M, N], to one tile [M, 2 N] in the order of tile_channels."""
+    if SHAPE.interleaved:
+        return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
+    else:
+        return concatenate(first, second)
+
+
+@triton.jit
+def split_pairs(x, SHAPE: tl.constexpr):
+    """The inverse of join_pairs."""
+    if SHAPE.interleaved:
+        return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    else:
+        return halves(x)
+
+
+@triton.jit
+def load_pairs(ptr, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+    """First and second members of pairs FIRST to FIRST + COUNT - 1 of rows at offsets [M, 1], two [M, COUNT]."""
+    if SHAPE.interleaved:
+        return split_pairs(load_rows(ptr, offsets, tl.arange(0, 2 * COUNT) + 2 * FIRST, SHAPE), SHAPE)
+    else:
+        pair = tl.arange(0, COUNT) + FIRST
+        x = load_rows(ptr, offsets, pair_channels(pair, 0, SHAPE), SHAPE)
+        y = load_rows(ptr, offsets, pair_channels(pair, 1, SHAPE), SHAPE)
+        return x, y
+
+
+@triton.jit
+def store_pairs(view, first, second, rows, FIRST: tl.constexpr, SHAPE: tl.constexpr):
+    """Stores pairs from FIRST on, two [M, COUNT], each channel in its place."""
+    COUNT: tl.constexpr = first.shape[1]
+    if SHAPE.interleaved:
+        dtype = view.ptr.dtype.element_ty
+        pairs = join_pairs(first.to(dtype), second.to(dtype), SHAPE)
+        store_rows(view, pairs, rows, tl.arange(0, 2 * COUNT) + 2 * FIRST, SHAPE)
+    else:
+        pair = tl.arange(0, COUNT) + FIRST
+        store_rows(view, first, rows, pair_channels(pair, 0, SHAPE), SHAPE)
+        store_rows(view, second, rows, pair_channels(pair, 1, SHAPE), SHAPE)
+
+
+# ---- cos and sin
+
+
+class CosSinTable(NamedTuple):
+    """Pointer to cos and sin (rotations, rows, 2, D/2) of ``flashrope.cos_sin``; rows per rotation. positions: None, or
+    the caller's; the rows are then those of the batch's tokens."""
+
+    ptr: object
+    rows: object
+    positions: object
+
+
+@triton.jit
+def add_angles(cos_a, sin_a, cos_b, sin_b):
+    return cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
+
+
+@triton.jit
+def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+    """cos and sin of pairs FIRST to FIRST + COUNT - 1, two float32 [M, COUNT]; 1 and 0 for pairs that do not rotate.
+
+    Where rows.start is None, rows.index holds positions [M] >= 0. Each is then joined from its own two table rows, so
+    its cos and sin depend on the position alone and not on the tile.
+    """
+    D: tl.constexpr = SHAPE.block_d  # a table row: cos of D/2 pairs, then sin
+    ptr = table.ptr + rotation.to(tl.int64) * table.rows * D + FIRST + tl.arange(0, COUNT)
+    if table.positions is not None:
+        row = rows.start.to(tl.int64) + clamp_rows(rows.index, rows.count)
+        at = ptr[None, :] + row[:, None] * D
+        return tl.load(at), tl.load(at + D // 2)
+    elif rows.start is None:
+        fine = ptr[None, :] + (rows.index % FINE_ROWS)[:, None] * D
+        coarse = ptr[None, :] + (rows.index // FINE_ROWS + FINE_ROWS)[:, None] * D
+        return add_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
+    else:
+        # The first row's position from its two levels, [COUNT]; then fine rows 0 to M - 1, the same for every tile.
+        fine = ptr + (rows.start % FINE_ROWS) * D
+        coarse = ptr + (rows.start // FINE_ROWS + FINE_ROWS) * D
+        start_cos, start_sin = add_angles(
+            tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2)
+        )
+        at = ptr[None, :] + rows.index[:, None] * D
+        return add_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
+
+
+@triton.jit
+def log_n_scale(scheme, rows, positions):
+    """The log n factor of every query row, float32 [M]; 1 where the scheme has none. rows index scheme.positions."""
+    if scheme.positions is not None:
+        position = tl.load(scheme.positions + rows)
+    else:
+        position = positions.to(tl.float32)
+    return tl.maximum(scheme.log_n_factor * tl.log(tl.maximum(position, 0.0) + 1.0), scheme.log_n_floor)
+
+
+# ---- rotating
+# A tile is rotated in two chunks of D/4 pairs: all at once would need the registers of the accumulator beside it.
+
+
+@triton.jit
+def rotate(first, second, cos, sin):
+    """Pairs [M, N] rotated; sin negated rotates back."""
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def load_rotated_chunk(
+    view, table, rotation, rows, scale, FIRST: tl.constexpr, ROTATE: tl.constexpr, SHAPE: tl.constexpr
+):
+    """D/4 pairs of every row, from pair FIRST on: loaded, rotated and scaled in float32, rounded once."""
+    COUNT: tl.constexpr = SHAPE.block_d // 4
+    offsets = tile_offsets(clamp_rows(rows.index, rows.count), view)
+    x, y = load_pairs(view.ptr, offsets, FIRST, COUNT, SHAPE)
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    if ROTATE:
+        cos, sin = load_cos_sin(table, rotation, rows, FIRST, COUNT, SHAPE)
+        x, y = rotate(x, y, cos, sin)
+    dtype = view.ptr.dtype.element_ty
+    return (x * scale[:, None]).to(dtype), (y * scale[:, None]).to(dtype)
+
+
+@triton.jit
+def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, SHAPE: tl.constexpr):
+    """A tile [M, D], rotated if ROTATE, times scale [M]."""
+    NEXT: tl.constexpr = SHAPE.block_d // 4
+    x, y = load_rotated_chunk(view, table, rotation, rows, scale, 0, ROTATE, SHAPE)
+    next_x, next_y = load_rotated_chunk(view, table, rotation, rows, scale, NEXT, ROTATE, SHAPE)
+    return join_pairs(concatenate(x, next_x), concatenate(y, next_y), SHAPE)
+
+
+@triton.jit
+def rotate_tile(tile, table, rotation, rows, SHAPE: tl.constexpr):
+    """A float32 tile [M, D] rotated in registers."""
+    CHUNK: tl.constexpr = SHAPE.block_d // 4
+    x, y = split_pairs(tile, SHAPE)
+    x, next_x = halves(x)
+    y, next_y = halves(y)
+    cos, sin = load_cos_sin(table, rotation, rows, 0, CHUNK, SHAPE)
+    x, y = rotate(x, y, cos, sin)
+    cos, sin = load_cos_sin(table, rotation, rows, CHUNK, CHUNK, SHAPE)
+    next_x, next_y = rotate(next_x, next_y, cos, sin)
+    return join_pairs(concatenate(x, next_x), concatenate(y, next_y), SHAPE)
+
+
+@triton.jit
+def store_chunk_rotated_back(view, x, y, table, rotation, rows, scale, FIRST: tl.constexpr, SHAPE: tl.constexpr):
+    """Stores D/4 pairs of every row, from pair FIRST on, rotated back and scaled."""
+    cos, sin = load_cos_sin(table, rotation, rows, FIRST, SHAPE.block_d // 4, SHAPE)
+    x, y = rotate(x, y, cos, -sin)
+    store_pairs(view, x * scale, y * scale, rows, FIRST, SHAPE)
+
+
+@triton.jit
+def store_rotated_back(view, tile, table, rotation, rows, scale, SHAPE: tl.constexpr):
+    """Stores a float32 tile [M, D] that is in a rotation's frame, rotated back and scaled."""
+    if SHAPE.rotary_dim == 0:
+        store_rows(view, tile * scale, rows, tile_channels(SHAPE), SHAPE)
+    else:
+        NEXT: tl.constexpr = SHAPE.block_d // 4
+        x, y = split_pairs(tile, SHAPE)
+        x, next_x = halves(x)
+        y, next_y = halves(y)
+        store_chunk_rotated_back(view, x, y, table, rotation, rows, scale, 0, SHAPE)
+        store_chunk_rotated_back(view, next_x, next_y, table, rotation, rows, scale, NEXT, SHAPE)

@@ -1,0 +1,61 @@
+"""The online softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1)."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class SoftmaxState(NamedTuple):
+    """acc float32 [BM, D]; row_max [BM], in log2 units; row_sum [BM]."""
+
+    acc: object
+    row_max: object
+    row_sum: object
+
+
+@triton.jit
+def start_softmax(BLOCK_M: tl.constexpr, D: tl.constexpr):
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    return SoftmaxState(acc, row_max, row_sum)
+
+
+@triton.jit
+def online_softmax(state, scores, scale_log2, visible):
+    """One tile's step. scores [BM, BN] are raw products, in log2 units after scale_log2 >= 0; visible [BM, BN] or None.
+
+    Returns weights [BM, BN] and the state, whose acc is rescaled and still lacks weights @ V.
+    """
+    if visible is not None:
+        scores = tl.where(visible, scores * scale_log2, float("-inf"))
+        new_max = tl.maximum(state.row_max, tl.max(scores, 1))
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
+        weights = tl.exp2(scores - finite_max[:, None])
+        rescale = tl.exp2(state.row_max - finite_max)
+    else:
+        new_max = tl.maximum(state.row_max, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+        rescale = tl.exp2(state.row_max - new_max)
+    row_sum = state.row_sum * rescale + tl.sum(weights, 1)
+    return weights, SoftmaxState(state.acc * rescale[:, None], new_max, row_sum)
+
+
+@triton.jit
+def add_values(state, weights, v):
+    """The state with weights [BM, BN] @ v [BN, D] added."""
+    acc = tl.dot(weights.to(v.dtype), v, state.acc, input_precision="ieee")
+    return SoftmaxState(acc, state.row_max, state.row_sum)
+
+
+@triton.jit
+def finish_softmax(state):
+    """out float32 [BM, D] and lse [BM], natural log. Rows without keys: 0 and -inf."""
+    empty = state.row_sum == 0
+    row_sum = tl.where(empty, 1.0, state.row_sum)
+    out = state.acc / row_sum[:, None]
+    return out, tl.where(empty, float("-inf"), state.row_max * LN_2 + tl.log(row_sum))
