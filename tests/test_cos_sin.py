@@ -11,7 +11,6 @@ import torch
 from flashrope import Rotary
 from flashrope.cos_sin import (
     FINE_ROWS,
-    band_rotations,
     coarse_rows,
     cos_sin,
     padded_pairs,
@@ -19,10 +18,9 @@ from flashrope.cos_sin import (
     resident,
     two_level_table,
 )
+from flashrope.lowering import lower
 
-mpmath = pytest.importorskip(
-    "mpmath", reason="the oracle of the angle tables needs mpmath, which torch brings through sympy"
-)
+mpmath = pytest.importorskip("mpmath", reason="the oracle of the tables needs mpmath, which torch brings through sympy")
 
 CPU = torch.device("cpu")
 LIMIT = 1 << 24
@@ -56,17 +54,17 @@ SCHEMES = {
 }
 
 
-def exact(theta, position):
-    """cos and sin of position * theta with 60 digits, as float64; position is an mpmath number."""
+def exact(inv_freq, position):
+    """cos and sin of position * inv_freq with 60 digits, as float64; position is an mpmath number."""
     with mpmath.workdps(60):
-        angle = position * mpmath.mpf(theta)
+        angle = position * mpmath.mpf(inv_freq)
         return float(mpmath.cos(angle)), float(mpmath.sin(angle))
 
 
 @functools.cache
 def oracle(name, slope, offset):
-    """float64 (positions, 2, pairs) at slope * position + offset. A leak's 1 / k and w - w / k count as the exact ones:
-    each turn, and each difference of two, is a small multiple of 1 and 1 / k and of the offset."""
+    """float64 (positions, 2, pairs) at slope * position + offset. For Leaky ReRoPE 1 / k and w - w / k are taken
+    exactly: each rotation, and each difference of two, is a small multiple of 1, of 1 / k and of the offset."""
     with mpmath.workdps(60):
         if name in LEAKS:
             w, k = map(mpmath.mpf, LEAKS[name])
@@ -78,7 +76,7 @@ def oracle(name, slope, offset):
     return torch.tensor(rows, dtype=torch.float64).transpose(1, 2)
 
 
-def unturned(table):
+def unrotated(table):
     """Whether all of table (..., 2, pairs) is cos 1 and sin 0."""
     cos, sin = table.unbind(-2)
     return bool((cos == 1).all() and (sin == 0).all())
@@ -93,35 +91,12 @@ def joined(table, pairs):
     return torch.stack([ca * cb - sa * sb, sa * cb + ca * sb], dim=1)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", SCHEMES)
-def test_slots_of_the_bands(name, causal):
-    rotary = SCHEMES[name]
-    slots, query, key, query_step, key_step = band_rotations(rotary, causal)
-    assert slots[0] == (0, 0) and len(set(slots)) == len(slots)
-    before = None
-    for band, q, k, q_step, k_step in zip(rotary.bands_for(causal), query, key, query_step, key_step, strict=True):
-        assert slots[q] == (band.slope, band.offset) and slots[k] == (band.slope, 0)
-        for now, was, step in ((q, before and before[0], q_step), (k, before and before[1], k_step)):
-            assert slots[step] == (
-                (0, 0) if was is None else tuple(a - b for a, b in zip(slots[now], slots[was], strict=True))
-            )
-        before = q, k
-
-
-def test_slots_by_hand():
-    slots, query, key, query_step, key_step = band_rotations(Rotary.rope(32).rectify(8), True)
-    assert [slots[n] for n in query] == [(1, 0), (0, 8)] and [slots[n] for n in key] == [(1, 0), (0, 0)]
-    assert [slots[n] for n in query_step] == [(0, 0), (-1, 8)] and [slots[n] for n in key_step] == [(0, 0), (-1, 0)]
-    assert band_rotations(Rotary.none(32).rectify(8), True) == (((0, 0),), (0, 0), (0, 0), (0, 0), (0, 0))
-
-
 def test_coarse_rows():
     assert [coarse_rows(n) for n in (0, 1, 1024, 1025, 4096, 4097, 131072, LIMIT)] == [1, 1, 1, 2, 4, 8, 128, 16384]
 
 
 def test_padded_pairs():
-    assert [padded_pairs(Rotary.none(head_dim)) for head_dim in (8, 16, 40, 64, 72, 128, 256)] == [
+    assert [padded_pairs(head_dim) for head_dim in (8, 16, 40, 64, 72, 128, 256)] == [
         8,
         8,
         32,
@@ -155,9 +130,9 @@ def test_one_level(name):
         assert in_float64.dtype == torch.float64
         assert (in_float64 - expected).abs().max() <= PRODUCT
         table = position_table(rotary, given[None])
-        assert table.shape == (2, 1, len(POSITIONS), 2, padded_pairs(rotary)) and table.dtype == torch.float32
+        assert table.shape == (2, 1, len(POSITIONS), 2, padded_pairs(rotary.head_dim)) and table.dtype == torch.float32
         assert (table[1, 0, :, :, :pairs].double() - expected).abs().max() <= HALF_ULP + PRODUCT
-    assert unturned(table[0]) and unturned(table[1, ..., pairs:])
+    assert unrotated(table[0]) and unrotated(table[1, ..., pairs:])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -166,11 +141,14 @@ def test_two_levels(name, causal):
     rotary = SCHEMES[name]
     pairs, coarse = len(rotary.frequencies), coarse_rows(LIMIT)
     table = two_level_table(rotary, causal, coarse, CPU)
-    slots = band_rotations(rotary, causal).slots
-    assert table.shape == (len(slots), FINE_ROWS + coarse, 2, padded_pairs(rotary)) and table.dtype == torch.float32
-    assert unturned(table[0]) and unturned(table[..., pairs:])
-    for slot, (slope, offset) in enumerate(slots):
-        error = (joined(table[slot], pairs).double() - oracle(name, slope, offset)).abs()
+    rotations = lower(rotary, causal).rotations
+    assert (
+        table.shape == (len(rotations), FINE_ROWS + coarse, 2, padded_pairs(rotary.head_dim))
+        and table.dtype == torch.float32
+    )
+    assert unrotated(table[0]) and unrotated(table[..., pairs:])
+    for rotation, (slope, offset) in enumerate(rotations):
+        error = (joined(table[rotation], pairs).double() - oracle(name, slope, offset)).abs()
         # four rounded entries, weighed by a cos and a sin: 2 sqrt(2) roundings; two products and their sum: two more
         assert error.max() <= (2 * math.sqrt(2) + 2) * HALF_ULP + PRODUCT * max(slope, 1)
         near, far = (
@@ -201,7 +179,7 @@ def test_no_pairs():
     rotary = Rotary.none(32)
     assert cos_sin(rotary, torch.arange(3))[0].shape == (3, 0)
     table = two_level_table(rotary, True, 2, CPU)
-    assert table.shape == (1, FINE_ROWS + 2, 2, 16) and unturned(table)
+    assert table.shape == (1, FINE_ROWS + 2, 2, 16) and unrotated(table)
 
 
 def test_tables_are_kept():
