@@ -10,8 +10,9 @@ namespace flashrope {
 constexpr int TILE_ROWS = 16;    // query rows of one tile: (row, query head) pairs that share a key head
 constexpr int SLICE = 16;        // keys that one warp multiplies at a time
 constexpr int FINE_ROWS = 1024;  // as in flashrope/cos_sin.py
-constexpr int MAX_SEQLEN_Q = 64;
+constexpr int MAX_SEQLEN_Q = 64;  // as in flashrope/backends/cuda.py, like TILE_ROWS
 constexpr int MAX_SPLITS = 256;  // as in flashrope/backends/base.py
+constexpr int UNBOUNDED = 1 << 30;  // a distance that no band reaches, as in flashrope/lowering.py
 
 // A tensor (batch or pages, tokens or slots, heads, head_dim) of two-byte elements; head_dim is contiguous.
 struct TensorView {

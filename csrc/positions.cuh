@@ -60,7 +60,7 @@ __device__ Work find_work(const DecodeParams& p) {
   w.row0 = blockIdx.z * TILE_ROWS, w.rows = p.seqlen_q * w.group;
   w.first_position = w.keys - p.seqlen_q + w.query(0);
   w.last_position = w.keys - p.seqlen_q + w.query(TILE_ROWS - 1);
-  int nearest = 1 << 30, farthest = -(1 << 30);  // UNBOUNDED of flashrope/lowering.py
+  int nearest = UNBOUNDED, farthest = -UNBOUNDED;
   for (int band = 0; band < p.num_bands; ++band) {
     nearest = min(nearest, p.bands[4 * band]), farthest = max(farthest, p.bands[4 * band + 1]);
   }
