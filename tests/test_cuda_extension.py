@@ -118,24 +118,24 @@ class Cache:
         batch, head_dim = len(lengths), rotary.head_dim
         self.q = random(batch, seqlen_q, heads_kv * group, head_dim, dtype=dtype, seed=seed)
         self.dtype, self.leftpad, self.lengths = dtype, leftpad or [0] * batch, lengths
-        slots = [random(batch, capacity, heads_kv, head_dim, dtype=dtype, seed=seed + i) for i in (1, 2)]
-        for x in slots:
+        contiguous = [random(batch, capacity, heads_kv, head_dim, dtype=dtype, seed=seed + i) for i in (1, 2)]
+        for x in contiguous:
             for b, (start, end) in enumerate(zip(self.leftpad, lengths, strict=True)):
                 x[b, :start], x[b, end:] = torch.nan, torch.nan
-        self.slots = slots
-        table = None
+        self.contiguous = contiguous
+        caches, table = contiguous, None
         if page_size:
             count = batch * capacity // page_size
             order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-            pages = [torch.full((count + 1, page_size, heads_kv, head_dim), torch.nan, dtype=dtype) for _ in slots]
-            for to, x in zip(pages, slots, strict=True):
+            pages = [torch.full((count + 1, page_size, heads_kv, head_dim), torch.nan, dtype=dtype) for _ in contiguous]
+            for to, x in zip(pages, contiguous, strict=True):
                 to[order] = x.reshape(count, page_size, heads_kv, head_dim)
-            slots, table = pages, order.view(batch, -1).to(torch.int32)
+            caches, table = pages, order.view(batch, -1).to(torch.int32)
         if wide:  # strides that do not follow from the shape
-            slots = [
-                torch.nn.functional.pad(x, (0, 8, 0, 1), value=torch.nan)[:, :, :heads_kv, :head_dim] for x in slots
+            caches = [
+                torch.nn.functional.pad(x, (0, 8, 0, 1), value=torch.nan)[:, :, :heads_kv, :head_dim] for x in caches
             ]
-        self.k, self.v = slots
+        self.k, self.v = caches
         pads = torch.tensor(self.leftpad, dtype=torch.int32) if leftpad else None
         self.layout = CacheLayout(torch.tensor(lengths, dtype=torch.int32), table, pads)
         self.call = CacheCall(rotary, causal, head_dim**-0.5, self.layout, num_splits)
@@ -150,7 +150,7 @@ class Cache:
         for b, (start, end) in enumerate(zip(self.leftpad, self.lengths, strict=True)):
             if b in skip:
                 continue
-            q, k, v = self.q[b : b + 1], *(x[b : b + 1, start:end] for x in self.slots)
+            q, k, v = self.q[b : b + 1], *(x[b : b + 1, start:end] for x in self.contiguous)
             zeros = torch.zeros(1, q.shape[2], q.shape[1])
             problem = support.Problem(
                 q, k, v, self.call.rotary, self.call.causal, grad_out=torch.zeros_like(q), grad_lse=zeros

@@ -1,4 +1,4 @@
-"""attention_with_cache: every sequence gives the last rows of one full call, whatever else the cache holds."""
+"""attention_with_cache: every sequence gives the last rows of one full call, for any other content of the cache."""
 
 import dataclasses
 import os
@@ -236,13 +236,13 @@ def test_lengths_from_nothing_to_full(exact, page_size):
 @pytest.mark.parametrize("distance", [0, 20, 21, 22])
 @pytest.mark.parametrize("kind", ["rectify", "local"])
 def test_needles_on_the_edge(exact, kind, distance):
-    whole = needle(exact, getattr(Rotary.rope(16), kind)(21), distance)
+    full = needle(exact, getattr(Rotary.rope(16), kind)(21), distance)
     rows = [
-        whole.replace(
-            **{name: getattr(whole, name)[:, -n - 1 : -n] for name in ("q", "grad_out")},
-            grad_lse=whole.grad_lse[..., -n - 1 : -n],
-            k=whole.k[:, :-n],
-            v=whole.v[:, :-n],
+        full.replace(
+            **{name: getattr(full, name)[:, -n - 1 : -n] for name in ("q", "grad_out")},
+            grad_lse=full.grad_lse[..., -n - 1 : -n],
+            k=full.k[:, :-n],
+            v=full.v[:, :-n],
         )
         for n in range(1, 4)
     ]

@@ -93,11 +93,11 @@ def test_tables_that_grow_over_a_cache(which):
         model = tiny(which, rope_scaling=scaling, original_max_position_embeddings=16, num_hidden_layers=1)
     else:
         model = scaled(which, num_hidden_layers=1)
-    whole = logits(model, tokens())
+    full = logits(model, tokens())
     convert(model)
-    assert close(logits(model, tokens()), whole)
+    assert close(logits(model, tokens()), full)
     for cache in (None, static(model)):
-        assert close(logits(model, tokens(), calls=CALLS, cache=cache)[:, -1], whole[:, -1])
+        assert close(logits(model, tokens(), calls=CALLS, cache=cache)[:, -1], full[:, -1])
 
 
 # ---- generate
@@ -212,14 +212,14 @@ def test_a_layer_is_the_formula(changes):
 )
 def test_a_cache_changes_nothing(changes):
     model = convert(tiny("llama"), **changes)
-    whole = logits(model, tokens())
-    assert close(logits(model, tokens(), calls=CALLS), whole)
-    assert close(logits(model, tokens(), calls=CALLS, cache=static(model)), whole)
+    full = logits(model, tokens())
+    assert close(logits(model, tokens(), calls=CALLS), full)
+    assert close(logits(model, tokens(), calls=CALLS, cache=static(model)), full)
     cache = DynamicCache(config=model.config)
     logits(model, tokens(), calls=CALLS, cache=cache)
     cache.crop(-8)
     with torch.no_grad():
-        assert close(model(tokens()[:, -8:], past_key_values=cache, logits_to_keep=3).logits, whole[:, -3:])
+        assert close(model(tokens()[:, -8:], past_key_values=cache, logits_to_keep=3).logits, full[:, -3:])
 
 
 # ---- training
