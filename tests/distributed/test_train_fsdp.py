@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from flashrope import Rotary
-from flashrope.experiments.model import load_checkpoint
+from flashrope.demo.model import load_checkpoint
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp.py"
 TINY = (
