@@ -55,21 +55,6 @@ if support.INTERPRETED:
     _patch_language_once_per_launch()
 
 
-def _perturb_training(seed: int) -> None:
-    """Every optimizer changes the weights it is given by one unit in the last place, up or down at random."""
-    init = torch.optim.Optimizer.__init__
-
-    def perturbed(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weight in (weight for group in self.param_groups for weight in group["params"]):
-                sign = torch.randint(2, weight.shape, generator=generator).to(weight) * 2 - 1
-                weight.mul_(1 + torch.finfo(weight.dtype).eps * sign)
-
-    torch.optim.Optimizer.__init__ = perturbed
-
-
 def pytest_addoption(parser):
     parser.addoption("--threads", type=int, default=1, help="CPU threads of the tests and of the processes they start")
     parser.addoption("--perturb-training", type=int, metavar="SEED", help="perturb weights by rounding before training")
@@ -79,7 +64,9 @@ def pytest_configure(config):
     os.environ["OMP_NUM_THREADS"] = str(config.getoption("threads"))
     torch.set_num_threads(config.getoption("threads"))
     if config.getoption("perturb_training") is not None:
-        _perturb_training(config.getoption("perturb_training"))
+        from perturb import perturb
+
+        perturb(config.getoption("perturb_training"))
     config.addinivalue_line(
         "markers",
         "interpreted(chosen): the parameters that Triton's interpreter runs too in the fast tests; its others are slow",
