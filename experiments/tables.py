@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flashrope.demo import files
 
-from .published import LOWER, TABLES, Published
+from .published import LOWER, REDONE, TABLES, Published
 from .runs import read_csv
 from .tasks import PAPER_LENGTH
 
@@ -135,6 +135,8 @@ def write(folder: Path, name: str, train_length: int) -> str | None:
         return None
     rows = read_csv(folder / "results.csv")
     text = "\n".join(markdown(table, rows, train_length) for table in TABLES[name])
+    if name in REDONE:
+        text = f"{REDONE[name]}\n\n{text}"
     files.write(folder / "table.md", text)
     return text
 

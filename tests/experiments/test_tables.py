@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from experiments import tables
-from experiments.published import LOWER, TABLES, Column, Published
+from experiments import runs, tables
+from experiments.published import LOWER, REDONE, TABLES, Column, Published
 from experiments.registry import EXPERIMENTS
 from experiments.tables import ordering, resolve
 from experiments.zoo import scheme
@@ -90,6 +90,14 @@ def test_markdown_keeps_the_papers_rows_and_figures():
     assert "mean ± standard deviation of 2 seeds" in text and "Higher is better" in text and "nowhere, table 0" in text
     without = tables.markdown(TABLE, [r for r in ROWS if r["scheme"] != "rerope-w32"], 64)
     assert "| B | rerope-w32 | – / 30.00 | – / 40.00 | – / 35.10 |" in without and "0 of 1 pairs agree" in without
+
+
+@pytest.mark.parametrize("name", REDONE)
+def test_tables_of_tasks_being_redone_say_so_at_the_top(name, tmp_path):
+    columns = list(ROWS[0])
+    runs.write_csv(tmp_path / "results.csv", columns, [list(row.values()) for row in ROWS])
+    assert tables.write(tmp_path, name, 64).startswith(REDONE[name] + "\n\n## ")
+    assert (tmp_path / "table.md").read_text().startswith("**") and "is being redone.**" in REDONE[name]
 
 
 def test_published_tables_are_complete():
