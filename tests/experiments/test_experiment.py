@@ -305,7 +305,13 @@ def test_the_window_of_the_text_is_the_longest_that_is_read():
     assert data.standard_library(32 * 64 + 1).unseen
 
 
-def test_runs_as_a_module_from_a_checkout(tmp_path):
+def test_nothing_depends_on_the_experiments():
+    for folder in ("python", "bench", "triton_kernels", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not re.search(r"^\s*(from|import) (flashrope\.)?experiments\b", path.read_text(), re.MULTILINE), path
+
+
+def test_runs_as_a_module_from_a_checkout():
     command = [sys.executable, "-m", "experiments", "perplexity", "--step", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "unknown option --step (did you mean --steps?)" in done.stderr
