@@ -14,7 +14,7 @@ from flashrope.demo.train import TrainConfig
 from flashrope.demo.workers import Workers
 
 from . import figures, picture
-from .patterns import kinds, pattern
+from .patterns import Pattern, kinds, pattern
 from .runs import COLUMNS, OBSERVED, Run, load_model, observed, train_models, write_csv
 from .tables import resolve
 from .zoo import scheme
@@ -131,29 +131,12 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
     wanted = [("learned", unit), ("rope", unit), ("kerple", unit), ("hope", unit), ("rope", double)]
     train_models(dataclasses.replace(run, preset=dataclasses.replace(run.preset, seeds=1)), workers, wanted)
     samples = min(PATTERN_SAMPLES, max(run.preset.samples, 64))
-    found, rows = {}, []
-    for trained, length in wanted:
-        used = scheme(trained, run.preset.config, length, run.defaults)
-        model = load_model(run.model_path(trained, length, run.first_seed), run.device).eval()
-        for context in [length] if used.longest else [length, 2 * length]:
-            found[trained, length, context] = it = pattern(
-                model, used.rotary, context, samples, run.first_seed, functools.partial(attention, impl=run.impl)
-            )
-            curves = [("all", "overall", it.mean_overall), ("0", "overall", it.overall[0])]
-            if trained in OBSERVED:
-                curves += [("all", str(part), values) for part, values in enumerate(it.mean_components)]
-            rows += [
-                [trained, length, context, layer, part, d, value]
-                for layer, part, values in curves
-                for d, value in enumerate(values.tolist())
-            ]
-    write_csv(
-        folder / "results.csv", ("encoding", "train_length", "context", "layer", "component", "distance", "score"), rows
-    )
+    found = _measure_patterns(run, wanted, samples)
+    columns = ("encoding", "train_length", "context", "layer", "component", "distance", "score")
+    write_csv(folder / "results.csv", columns, _pattern_rows(found))
 
-    def overall(trained, length, context, layer=None):
-        it = found[trained, length, context]
-        return (it.mean_overall if layer is None else it.overall[layer]).tolist()
+    def overall(trained, length, context):
+        return found[trained, length, context].mean_overall.tolist()
 
     note = f"trained on {unit} bytes; scores of the last query, averaged over layers, heads and {samples} samples"
     names = {"learned": "learned", "rope": "RoPE", "kerple": "KERPLE"}
@@ -176,12 +159,12 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
     _rope_figures(run, folder, found, unit, ("figure-2a.png", "figure-2b.png", "figure-2c.png"))
     _rope_figures(run, folder, found, double, ("figure-7.png", "figure-6.png", None))
     frequencies = scheme("hope", run.preset.config, unit, run.defaults).rotary.frequencies
-    it = found["hope", unit, double]
+    beyond = found["hope", unit, double]
     figures.components(
         folder / "hope-components.png",
         f"HoPE's pairs, in and beyond the training length {unit}",
-        it.mean_components.tolist(),
-        it.mean_overall.tolist(),
+        beyond.mean_components.tolist(),
+        beyond.mean_overall.tolist(),
         kinds(frequencies, unit),
         frequencies,
         unit,
@@ -199,16 +182,42 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
     )
 
 
+def _measure_patterns(run: Run, wanted: list[tuple[str, int]], samples: int) -> dict[tuple[str, int, int], Pattern]:
+    """{(encoding, training length, context length): pattern}, in and beyond the training length where possible."""
+    found = {}
+    for trained, length in wanted:
+        used = scheme(trained, run.preset.config, length, run.defaults)
+        model = load_model(run.model_path(trained, length, run.first_seed), run.device).eval()
+        attend = functools.partial(attention, impl=run.impl)
+        for context in [length] if used.longest else [length, 2 * length]:
+            found[trained, length, context] = pattern(model, used.rotary, context, samples, run.first_seed, attend)
+    return found
+
+
+def _pattern_rows(found: dict[tuple[str, int, int], Pattern]) -> list[list]:
+    rows = []
+    for (trained, length, context), measured in found.items():
+        curves = [("all", "overall", measured.mean_overall), ("0", "overall", measured.overall[0])]
+        if trained in OBSERVED:
+            curves += [("all", str(part), values) for part, values in enumerate(measured.mean_components)]
+        rows += [
+            [trained, length, context, layer, part, distance, value]
+            for layer, part, values in curves
+            for distance, value in enumerate(values.tolist())
+        ]
+    return rows
+
+
 def _rope_figures(run: Run, folder: Path, found: dict, length: int, names: tuple[str, str, str | None]) -> None:
     frequencies = Rotary.rope(run.preset.config.head_dim, run.defaults.base).frequencies
-    of = kinds(frequencies, length)
+    pair_kinds = kinds(frequencies, length)
     inside, beyond = found["rope", length, length], found["rope", length, 2 * length]
     figures.components(
         folder / names[0],
         f"RoPE's pairs, trained on {length} bytes",
         inside.mean_components.tolist(),
         inside.mean_overall.tolist(),
-        of,
+        pair_kinds,
         frequencies,
         length,
     )
@@ -218,11 +227,11 @@ def _rope_figures(run: Run, folder: Path, found: dict, length: int, names: tuple
         f"Variance accounted for over training, training length {length}",
         list(steps),
         list(steps.values()),
-        of,
+        pair_kinds,
         "RoPE; patterns averaged over layers, heads and samples",
     )
     if names[2]:
-        activated = [at for at, kind in enumerate(of) if kind == "activated"]
+        activated = [at for at, kind in enumerate(pair_kinds) if kind == "activated"]
         others = {f"layer {layer}": beyond.overall[layer].tolist() for layer in range(1, len(beyond.overall))}
         figures.patterns(
             folder / names[2],

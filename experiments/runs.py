@@ -304,10 +304,10 @@ def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) ->
 
     def observe(step: int, loss: float) -> None:
         if step in steps:
-            it = pattern(
+            measured = pattern(
                 model, rotary, length, min(run.preset.samples, 64), seed, functools.partial(attention, impl=run.impl)
             )
-            found[str(step)] = vaf(it.mean_components, it.mean_overall).tolist()
+            found[str(step)] = vaf(measured.mean_components, measured.mean_overall).tolist()
             files.write(path, json.dumps(found))
 
     return observe
