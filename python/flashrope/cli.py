@@ -70,6 +70,15 @@ def _run(argv: list[str]) -> int:
     return import_module(COMMANDS[args.command][0]).run(args)
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default of an option, unless there is none or the help describes it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or "default" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flashrope", allow_abbrev=False, description="Fused attention kernels for rotary position schemes."
@@ -83,7 +92,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
             help=summary,
             description=summary[0].upper() + summary[1:] + ".",
             allow_abbrev=False,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=_HelpFormatter,
         )
         command.set_defaults(parser=command)
         if name == called:
