@@ -19,7 +19,7 @@ from .runs import COLUMNS, OBSERVED, Run, load_model, observed, train_models, wr
 from .tables import resolve
 from .zoo import scheme
 
-PATTERN_SAMPLES = 5000  # as in the paper; at most the samples of the preset
+PATTERN_SAMPLES = 5000  # as in the paper; if the preset has fewer, its own number, but at least 64
 FREQUENCY_PANELS = {
     "trained with": ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3"),
     "changed after training, for 8 times the training length": (
