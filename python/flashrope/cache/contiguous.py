@@ -28,6 +28,7 @@ class KVCache(Cache):
     Attributes:
         k, v: (batch, capacity, heads_kv, head_dim), uninitialized beyond the lengths.
         seqlens: (batch,) int32 on the device, the slots in use. It is always the same tensor.
+        nbytes: bytes of k and v.
 
     A full cache raises ValueError. A call that raises leaves the cache unchanged.
 

@@ -53,6 +53,7 @@ class PagedKVCache(Cache):
 
     Attributes:
         k, v: (pages, page_size, heads_kv, head_dim), uninitialized where there is no token.
+        nbytes: bytes of k and v.
 
     ``allocate`` and ``fork`` return the number of a new sequence, and no number is used twice. An unknown or freed
     number, or a repeated one in a list, is a ValueError. A page that several sequences share is copied before one of

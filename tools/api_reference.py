@@ -1,0 +1,139 @@
+"""Writes docs/api.md from the signatures and docstrings of the public names. A test compares the page with them.
+
+python tools/api_reference.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "api.md"
+SECTIONS = {  # section: {file below python/flashrope: public names}
+    "Schemes": {"rotary.py": ("Rotary", "Band")},
+    "Attention": {"api.py": ("attention", "attention_varlen", "attention_with_cache")},
+    "Caches": {"cache/contiguous.py": ("KVCache",), "cache/paged.py": ("PagedKVCache", "OutOfPages")},
+    "Hugging Face: `flashrope.integrations.transformers`": {
+        "integrations/transformers/conversion.py": ("convert", "revert"),
+        "integrations/transformers/suggestion.py": ("suggest", "Suggestion"),
+        "integrations/transformers/decoder.py": ("FAMILIES",),
+    },
+    "Distributed training: `flashrope.integrations.distributed`": {
+        "integrations/distributed.py": (
+            "context_parallel_attention",
+            "shard_sequence",
+            "unshard_sequence",
+            "sequence_positions",
+        ),
+    },
+}
+HEAD = """# API reference
+
+Generated from the docstrings by `python tools/api_reference.py`; a test compares the two.
+Everything in the first three sections is imported from `flashrope`.
+"""
+
+
+def render() -> str:
+    """The page."""
+    parts = [HEAD]
+    for section, files in SECTIONS.items():
+        parts.append(f"## {section}\n")
+        for file, names in files.items():
+            body = {name: node for node in _parse(file).body for name in _names(node)}
+            parts += [part for name in names for part in _entry(name, body[name])]
+    parts.append("## Commands\n\n`flashrope <command> [options]`, also `python -m flashrope <command>`.\n")
+    for name, (module, summary) in import_module("flashrope.cli").COMMANDS.items():
+        parts.append(f"### flashrope {name}\n\n{summary[0].upper()}{summary[1:]}.\n{_options(module)}")
+    return "\n".join(parts)
+
+
+def _parse(file: str) -> ast.Module:
+    return ast.parse((ROOT / "python" / "flashrope" / file).read_text())
+
+
+def _names(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return [node.name] if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else []
+
+
+def _entry(name: str, node: ast.stmt) -> list[str]:
+    """The Markdown of a function, a class with its public methods, or a constant."""
+    if isinstance(node, ast.FunctionDef):
+        return [f"### {name}\n\n{_signature(name, node)}\n\n{_markdown(ast.get_docstring(node))}\n"]
+    if isinstance(node, ast.Assign):
+        return [f"### {name}\n\n{', '.join(_strings(node.value))}.\n"]
+    methods = [x for x in node.body if isinstance(x, ast.FunctionDef)]
+    fields = [ast.unparse(x) for x in node.body if isinstance(x, ast.AnnAssign)]
+    init = [_signature(name, x) for x in methods if x.name == "__init__"]
+    if fields and any(ast.unparse(base) == "NamedTuple" for base in node.bases):
+        init = [f"```text\n{name}({', '.join(fields)})\n```"]
+    parts = ["\n\n".join([f"### {name}", *init, _markdown(ast.get_docstring(node))]) + "\n"]
+    instance = "cache" if name.endswith("Cache") else name.lower()
+    for method in methods:
+        if method.name.startswith("_"):
+            continue
+        decorators = {ast.unparse(x) for x in method.decorator_list}
+        owner = name if decorators & {"classmethod", "staticmethod"} else instance
+        if decorators & {"property", "cached_property"}:
+            heading = f"```text\n{owner}.{method.name} -> {ast.unparse(method.returns)}\n```"
+        else:
+            heading = _signature(f"{owner}.{method.name}", method)
+        parts.append(f"#### {name}.{method.name}\n\n{heading}\n\n{_markdown(ast.get_docstring(method))}\n")
+    return parts
+
+
+def _strings(node: ast.expr) -> list[str]:
+    return [f"`{x}`" for x in sorted(x.value for x in ast.walk(node) if isinstance(x, ast.Constant))]
+
+
+def _signature(name: str, node: ast.FunctionDef) -> str:
+    arguments = [x for x in node.args.args if x.arg not in ("self", "cls")]
+    defaults = [""] * (len(arguments) - len(node.args.defaults)) + [f" = {ast.unparse(x)}" for x in node.args.defaults]
+    each = [ast.unparse(x) + default for x, default in zip(arguments, defaults, strict=True)]
+    if node.args.kwarg:
+        each.append(f"**{node.args.kwarg.arg}")
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
+    line = f"{name}({', '.join(each)}){returns}"
+    if len(line) > 100:
+        line = f"{name}(\n" + "".join(f"    {argument},\n" for argument in each) + f"){returns}"
+    return f"```text\n{line}\n```"
+
+
+def _markdown(doc: str | None) -> str:
+    """A docstring with Args, Attributes, Returns and Raises as lists."""
+    lines = []
+    for line in (doc or "").replace("``", "`").splitlines():
+        section = re.fullmatch(r"(Args|Attributes|Returns|Raises):", line)
+        item = re.fullmatch(r"    (\w+(?:, \w+)*): (.+)", line)
+        if section:
+            lines += [f"**{section[1]}**", ""]
+        elif item:
+            lines.append("- " + ", ".join(f"`{x}`" for x in item[1].split(", ")) + f": {item[2]}")
+        else:
+            lines.append("  " * line.startswith("        ") + line.strip())
+    return "\n".join(lines)
+
+
+def _options(module: str) -> str:
+    """The options of a command. Defaults that its help does not describe are added."""
+    parser = argparse.ArgumentParser(add_help=False)
+    import_module(module).add_arguments(parser)
+    rows = []
+    for action in parser._actions:
+        value = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "")
+        text = action.help % vars(action)
+        default = action.default
+        if default not in (None, argparse.SUPPRESS) and default is not False and "default" not in text:
+            text += f" (default: {' '.join(default) if isinstance(default, list) else default})"
+        rows.append(f"- `{' '.join(filter(None, (*action.option_strings, value)))}`: {text}\n")
+    return "\n" + "".join(rows) if rows else ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())
