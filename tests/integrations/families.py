@@ -1,6 +1,6 @@
 """Small random models of every tested family, and the differences between converted and stock logits.
 
-python tests/integrations/families.py [PAGE.md]      prints the table, and writes it between the markers of the page
+python tests/integrations/families.py [PAGE.md]      prints the table, and writes it to the page, docs/integration.md
 """
 
 import sys
@@ -48,14 +48,14 @@ FAMILIES = {
     "starcoder2": dict(sliding_window=8),
 }
 NOTES = {
-    "cohere2": "interleaved pairs; full layers rotate nothing",
+    "cohere2": "interleaved pairs; full layers do not rotate",
     "gemma2": "without its soft cap, refused with it",
     "gemma3_text": "two tables",
     "glm4": "interleaved pairs, partial",
     "gpt_neox": "partial",
     "phi": "partial",
     "qwen2": "windows in some layers",
-    "smollm3": "some layers rotate nothing",
+    "smollm3": "some layers do not rotate",
     "stablelm": "partial; refused up to transformers 5.0",
 }
 ROPE_TYPES = {
