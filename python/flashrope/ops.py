@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .backends.base import AttentionCall, CacheCall, CacheLayout, accumulation_type, load_backend
+from .backends.base import DIFFERENTIABLE, AttentionCall, CacheCall, CacheLayout, accumulation_type, load_backend
 from .rotary import Rotary
 
 try:  # Hugging Face's kernel-builder gives every build a namespace of its own, so that several load side by side
@@ -192,14 +192,13 @@ class _EagerAttention(torch.autograd.Function):
 
 def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of ``flashrope::attention``."""
-    backend = load_backend(impl)
-    if backend.DIFFERENTIABLE:
-        return backend.forward(q, k, v, call)[:2]
+    if impl in DIFFERENTIABLE:
+        return load_backend(impl).forward(q, k, v, call)[:2]
     if not _is_plain(q, k, v):
         return OPERATORS.attention(q, k, v, *_arguments(call), impl)[:2]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _EagerAttention.apply(q, k, v, call, impl)
-    return backend.forward(q, k, v, call)[:2]
+    return load_backend(impl).forward(q, k, v, call)[:2]
 
 
 def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, impl: str) -> None:

@@ -84,8 +84,6 @@ def test_heads_and_batch(ranks, count):
 class _Keeping:
     """The CPU backend, but keys are kept for the backward if the scheme rotates, as in Triton's, and checked there."""
 
-    DIFFERENTIABLE = False
-
     @staticmethod
     def rotated_k_shape(k, call):
         return (2, k.shape[0] * k.shape[1], *k.shape[2:]) if any(call.rotary.frequencies) else (0,)

@@ -16,13 +16,14 @@ import torch
 from ..rotary import Band, Rotary
 
 BACKENDS = ("triton", "cuda", "cpu", "reference")
+DIFFERENTIABLE = (
+    "reference",
+)  # forward is plain torch: autograd differentiates it, to any order, and compilers trace it
 MAX_SPLITS = 256  # csrc/decode.h has the same number
 
 
 class AttentionBackend(Protocol):
     """Serves ``attention`` and ``attention_varlen``."""
-
-    DIFFERENTIABLE: bool  # True: forward is made of torch operations that autograd differentiates, to any order
 
     def unsupported_reason(self, q: torch.Tensor, cached: bool = False) -> str:
         """Why this backend cannot serve tensors like q ("" if it can); cached: in ``attention_with_cache``."""

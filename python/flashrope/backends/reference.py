@@ -11,8 +11,6 @@ from ..cos_sin import cos_sin
 from ..rotary import Rotary
 from .base import AttentionCall, CacheCall, CacheLayout, accumulation_type
 
-DIFFERENTIABLE = True
-
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
     """Always "": this backend serves every call."""

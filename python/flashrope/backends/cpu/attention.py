@@ -28,8 +28,6 @@ from .pieces import (
 )
 from .rotation import rotate, rotation_for, upcast
 
-DIFFERENTIABLE = False
-
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 

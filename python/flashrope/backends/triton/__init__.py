@@ -15,7 +15,6 @@ except ImportError as error:  # no wheel for this platform
     IMPORT_ERROR = str(error)
 
 __all__ = [
-    "DIFFERENTIABLE",
     "append_to_cache",
     "attention_with_cache",
     "backward",
@@ -23,8 +22,6 @@ __all__ = [
     "rotated_k_shape",
     "unsupported_reason",
 ]
-
-DIFFERENTIABLE = False
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
