@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from . import ops
-from .backends import AttentionCall, CacheCall, CacheLayout, load_backend, resolve_impl
+from .backends import AttentionCall, load_backend, resolve_impl
 from .rotary import Rotary
 
 __all__ = ["attention", "attention_varlen", "attention_with_cache"]
@@ -52,7 +52,7 @@ def attention(
         TypeError, ValueError: names the argument, what was expected and what came. No check waits for the device.
     """
     q, k, v = _autocast(q, k, v)
-    shape_q, shape_k = check_tensors(q, k, v, rotary, rank=4)
+    shape_q, shape_k = _check_tensors(q, k, v, rotary, rank=4)
     if shape_k[0] != shape_q[0]:
         raise ValueError(f"k: expected batch {shape_q[0]} as in q, got {shape_k[0]}")
     if positions is not None:
@@ -91,7 +91,7 @@ def attention_varlen(
         -inf.
     """
     q, k, v = _autocast(q, k, v)
-    check_tensors(q, k, v, rotary, rank=3)
+    _check_tensors(q, k, v, rotary, rank=3)
     if rotary.axis:
         raise ValueError("rotary: an axial scheme needs positions, which packed sequences do not carry")
     _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
@@ -183,9 +183,21 @@ def attention_with_cache(
     impl = resolve_impl(impl, q, cached=True)
     if validate:
         _validate_tables(cache_seqlens, seqlen_new, capacity, cache_leftpad, block_table, k_cache)
-    layout = CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new)
-    call = CacheCall(rotary, causal, softmax_scale, layout, num_splits or 0)
-    out, lse = ops.attention_with_cache(q, k_cache, v_cache, k, v, call, impl)
+    out, lse = ops.attention_with_cache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        k,
+        v,
+        block_table,
+        cache_leftpad,
+        num_splits or 0,
+        rotary.text,
+        causal,
+        softmax_scale,
+        impl,
+    )
     return (out, lse) if return_lse else out
 
 
@@ -208,13 +220,26 @@ def _run(
     impl = resolve_impl(impl, q)
     if type(F.scaled_dot_product_attention) is not BuiltinFunctionType:
         check_outside_context_parallel()
-    call = AttentionCall(
-        rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    )
     if impl == "reference":
-        out, lse, _ = load_backend(impl).forward(q, k, v, call)
+        call = AttentionCall(
+            rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        )
+        out, lse = load_backend(impl).attention(q, k, v, call)
     else:
-        out, lse = ops.attention(q, k, v, call, impl)
+        out, lse = ops.attention(
+            q,
+            k,
+            v,
+            positions,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            rotary.text,
+            causal,
+            softmax_scale,
+            impl,
+        )
     return (out, lse) if return_lse else out
 
 
@@ -245,7 +270,7 @@ def check_outside_context_parallel() -> None:
         )
 
 
-def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), also=()) -> tuple[torch.Size, torch.Size]:
+def _check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), also=()) -> tuple[torch.Size, torch.Size]:
     """The shapes of q and k, each read once: short calls feel it. also: further (name, tensor) like q but for their
     shape."""
     dtype = device = None
@@ -289,7 +314,7 @@ def _check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool) -> tuple[int, i
             f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}"
         )
     new = (("k", k), ("v", v)) if k is not None else ()
-    shape_q, shape_cache = check_tensors(q, k_cache, v_cache, rotary, 4, ("k_cache", "v_cache"), new)
+    shape_q, shape_cache = _check_tensors(q, k_cache, v_cache, rotary, 4, ("k_cache", "v_cache"), new)
     batch, (rows, capacity, heads_kv, head_dim) = shape_q[0], shape_cache
     if paged:
         if capacity < 16 or capacity & (capacity - 1):

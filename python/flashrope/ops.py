@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .backends import AttentionCall, CacheCall, CacheLayout, load_backend
+from .backends import CacheCall, AttentionCall, load_backend
 from .rotary import Rotary
 
 try:  # Hugging Face's kernel-builder gives every build a namespace of its own, so that several load side by side
@@ -46,7 +46,7 @@ LIBRARY.define(
 )
 
 
-def call_from_arguments(
+def _call(
     positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, rotary, causal, softmax_scale
 ) -> AttentionCall:
     return AttentionCall(
@@ -63,7 +63,7 @@ def call_from_arguments(
 
 def _forward(q, k, v, *call_and_impl):
     *call, impl = call_and_impl
-    out, lse, rotated_k = load_backend(impl).forward(q, k, v, call_from_arguments(*call))
+    out, lse, rotated_k = load_backend(impl).forward(q, k, v, _call(*call))
     return out, lse, k.new_empty(0) if rotated_k is None else rotated_k
 
 
@@ -71,12 +71,11 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, *call_and_impl):
     *call, impl = call_and_impl
     if grad_out is not None and grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    return load_backend(impl).backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call_from_arguments(*call))
+    return load_backend(impl).backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, _call(*call))
 
 
 def _append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table, impl):
-    layout = CacheLayout(cache_seqlens, block_table, None, k.shape[1])
-    load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
+    load_backend(impl).append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table)
 
 
 def _attention_with_cache(
@@ -97,7 +96,10 @@ def _attention_with_cache(
         Rotary.from_text(rotary),
         causal,
         softmax_scale,
-        CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new),
+        cache_seqlens,
+        seqlen_new,
+        block_table,
+        cache_leftpad,
         num_splits,
     )
     return load_backend(impl).attention_with_cache(q, k_cache, v_cache, call)
@@ -112,7 +114,7 @@ LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 @torch.library.register_fake(add_op_namespace_prefix("attention"), lib=LIBRARY)
 def _(q, k, v, *call_and_impl):
     *call, impl = call_and_impl
-    call = call_from_arguments(*call)
+    call = _call(*call)
     workspace = load_backend(impl).rotated_k_shape(k, call)
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
@@ -184,34 +186,35 @@ class _Eager(torch.autograd.Function):
         return _grads(ctx, *grads)
 
 
-def attention(q, k, v, call, impl):
-    arguments = (
-        call.positions, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k, call.rotary.text,
-        call.causal, call.softmax_scale, impl,
-    )
+def attention(q, k, v, *call_and_impl):
+    """out and lse of flashrope::attention. In plain eager mode past the dispatcher, whose Python layers take longer
+    than a short call does."""
     if not _plain(q, k, v):
-        return OPERATORS.attention(q, k, v, *arguments)[:2]
+        return OPERATORS.attention(q, k, v, *call_and_impl)[:2]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Eager.apply(q, k, v, *arguments)[:2]
-    return load_backend(impl).forward(q, k, v, call)[:2]
+        return _Eager.apply(q, k, v, *call_and_impl)[:2]
+    *call, impl = call_and_impl
+    return load_backend(impl).forward(q, k, v, _call(*call))[:2]
 
 
-def append_to_cache(k_cache, v_cache, k, v, layout, impl):
-    if _plain(k_cache, v_cache, k, v):
-        return load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
-    OPERATORS.append_to_cache(k_cache, v_cache, k, v, layout.seqlens, layout.block_table, impl)
+def append_to_cache(k_cache, v_cache, k, v, *rest):
+    """flashrope::append_to_cache, past the dispatcher in plain eager mode."""
+    call = _append_to_cache if _plain(k_cache, v_cache, k, v) else OPERATORS.append_to_cache
+    call(k_cache, v_cache, k, v, *rest)
 
 
-def attention_with_cache(q, k_cache, v_cache, k, v, call, impl):
-    layout = call.layout
-    if layout.seqlen_new:
-        append_to_cache(k_cache, v_cache, k, v, layout, impl)
-    if _plain(q, k_cache, v_cache, layout.seqlens):
-        return load_backend(impl).attention_with_cache(q, k_cache, v_cache, call)
-    return OPERATORS.attention_with_cache(
-        q, k_cache, v_cache, layout.seqlens, layout.block_table, layout.leftpad, layout.seqlen_new, call.num_splits,
-        call.rotary.text, call.causal, call.softmax_scale, impl,
+def attention_with_cache(q, k_cache, v_cache, cache_seqlens, k, v, block_table, cache_leftpad, *rest):
+    """flashrope::append_to_cache where there are new keys, then flashrope::attention_with_cache; past the dispatcher in
+    plain eager mode."""
+    seqlen_new = 0 if k is None else k.shape[1]
+    plain = (
+        _plain(q, k_cache, v_cache, cache_seqlens) if k is None else _plain(q, k_cache, v_cache, cache_seqlens, k, v)
     )
+    if seqlen_new:
+        append = _append_to_cache if plain else OPERATORS.append_to_cache
+        append(k_cache, v_cache, k, v, cache_seqlens, block_table, rest[-1])
+    attend = _attention_with_cache if plain else OPERATORS.attention_with_cache
+    return attend(q, k_cache, v_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new, *rest)
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
