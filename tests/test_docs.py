@@ -1,6 +1,9 @@
-"""The Python blocks of README.md and docs/ run as they stand, those of a page one after another in one namespace."""
+"""The Python blocks of README.md and docs/ run as they are, those of a page one after another in one namespace. Links, the
+API reference and the paths in CONTRIBUTING.md match the tree."""
 
 import re
+import runpy
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,7 +11,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+API_MODULES = ("flashrope", "flashrope.integrations.transformers", "flashrope.integrations.distributed")
 OPTIONAL = ("transformers", "peft")
 
 
@@ -65,3 +69,38 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
 def test_what_a_page_links_to_is_there(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         assert target.startswith(("https://", "http://")) or (page.parent / target).exists(), target
+
+
+def api_reference():
+    return runpy.run_path(str(ROOT / "tools" / "api_reference.py"))
+
+
+def test_the_api_reference_is_that_of_the_docstrings():
+    assert (ROOT / "docs" / "api.md").read_text() == api_reference()["render"](), "run python tools/api_reference.py"
+
+
+def test_the_api_reference_has_every_public_name():
+    described = {name for files in api_reference()["SECTIONS"].values() for names in files.values() for name in names}
+    assert described == {name for module in API_MODULES for name in import_module(module).__all__} - {"__version__"}
+
+
+def test_the_readme_is_short_and_keeps_the_commands_that_ci_runs():
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 150
+    for marker in ("demo", "test"):
+        assert re.search(rf"<!-- ci:{marker} -->\n```bash\n.+\n```", readme)
+
+
+def test_the_fast_tests_exist():
+    assert "@tests/fast.txt" in (ROOT / "CONTRIBUTING.md").read_text()
+    for line in (ROOT / "tests" / "fast.txt").read_text().splitlines():
+        file, _, name = line.partition("::")
+        assert f"def {name}" in (ROOT / file).read_text(), line
+
+
+def test_the_paths_that_contributing_names_exist():
+    rooms = re.findall(r"^\| (`.+?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    paths = [path for room in rooms for path in re.findall(r"`([\w./]+/[\w./]*)`", room)]
+    assert len(paths) > 12
+    for path in paths:
+        assert (ROOT / path).exists(), path

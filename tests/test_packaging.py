@@ -1,6 +1,8 @@
-"""What leaves the repository: the project as a Hugging Face kernel. (.ci/run builds the wheel and the sdist.)"""
+"""The project as a Hugging Face kernel, and the settings of the hosted CI. (.ci/run builds the wheel and the sdist.)"""
 
 import importlib.util
+import os
+import re
 import runpy
 import sys
 import tomllib
@@ -83,3 +85,18 @@ def test_a_folder_that_is_there_is_not_overwritten(lay_out, tmp_path):
     lay_out(tmp_path / "kernel")
     with pytest.raises(FileExistsError):
         lay_out(tmp_path / "kernel")
+
+
+def test_the_hosted_ci_runs_the_full_check_and_ends():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert "- run: .ci/run\n" in workflow and os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert re.search(r"timeout-minutes: \d+", workflow) and 'python-version: "3.11"' in workflow
+
+
+def test_formatter_and_line_limit_are_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (ruff,) = (need for need in project["project"]["optional-dependencies"]["lint"] if need.startswith("ruff"))
+    assert f"rev: v{ruff.removeprefix('ruff==')}" in (ROOT / ".pre-commit-config.yaml").read_text()
+    assert project["tool"]["ruff"]["line-length"] == 120 and "E501" in project["tool"]["ruff"]["lint"]["select"]
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "ruff check ." in script and "ruff format --check ." in script
