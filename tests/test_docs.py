@@ -1,5 +1,5 @@
-"""The Python blocks of README.md and docs/ run as they are, those of a page one after another in one namespace. Links, the
-API reference and the paths in CONTRIBUTING.md match the tree."""
+"""The pages match the tree: their Python blocks run as they are, those of a page one after another in one namespace;
+links and paths exist; the API reference is that of the docstrings."""
 
 import re
 import runpy
@@ -12,7 +12,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-API_MODULES = ("flashrope", "flashrope.integrations.transformers", "flashrope.integrations.distributed")
+API_MODULES = (
+    "flashrope",
+    "flashrope.integrations.transformers",
+    "flashrope.integrations.transformers.hf_config",
+    "flashrope.integrations.distributed",
+)
 OPTIONAL = ("transformers", "peft")
 
 

@@ -21,6 +21,7 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
         "integrations/transformers/conversion.py": ("convert", "revert"),
         "integrations/transformers/suggestion.py": ("suggest", "Suggestion"),
         "integrations/transformers/decoder.py": ("FAMILIES",),
+        "integrations/transformers/hf_config.py": ("rotary_from_config",),
     },
     "Distributed training: `flashrope.integrations.distributed`": {
         "integrations/distributed.py": (
