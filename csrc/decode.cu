@@ -301,7 +301,7 @@ __device__ void write_partial(const DecodeParams& p, const Work& w, const Softma
       sum += weight * stats[(WARPS + i) * TILE_ROWS + m];
       total += weight * out[(i * TILE_ROWS + m) * PITCH + channel];
     }
-    const int64_t row = ((int64_t(w.split) * p.batch + w.b) * p.seqlen_q + w.query(m)) * p.heads_q + w.head(m);
+    const int64_t row = ((int64_t(w.split) * p.layout.batch + w.b) * p.seqlen_q + w.query(m)) * p.heads_q + w.head(m);
     p.partial_out[row * D + channel] = top == -INFINITY ? 0 : total / sum;
     if (channel == 0) p.partial_lse[row] = top == -INFINITY ? -INFINITY : top + log2f(sum);
   }
@@ -316,7 +316,8 @@ __global__ void __launch_bounds__(32 * warps_for(D), blocks_for(D))
   if (w.block >= w.end_block) {  // the combine kernel does not read partial_out where partial_lse is -inf
     const int m = threadIdx.x;
     if (m < TILE_ROWS && w.row0 + m < w.rows) {
-      p.partial_lse[((int64_t(w.split) * p.batch + w.b) * p.seqlen_q + w.query(m)) * p.heads_q + w.head(m)] = -INFINITY;
+      const int64_t row = ((int64_t(w.split) * p.layout.batch + w.b) * p.seqlen_q + w.query(m)) * p.heads_q + w.head(m);
+      p.partial_lse[row] = -INFINITY;
     }
     return;
   }
@@ -328,8 +329,9 @@ __global__ void __launch_bounds__(32 * warps_for(D), blocks_for(D))
 
   const auto copy = [&](int block, int stage) {
     const int key0 = (block * WARPS + warp) * SLICE;
-    uint16_t* k = slices + stage * 2 * TILE;
-    if (block < w.end_block && key0 < w.keys) copy_slice<D>(p, w, key0, k, k + TILE);
+    if (block < w.end_block && key0 < w.keys) {
+      copy_slice<D>(p, w, key0, slices + stage * 2 * TILE, slices + (stage * 2 + 1) * TILE);
+    }
     copy_commit();
   };
 #pragma unroll
@@ -372,7 +374,7 @@ __global__ void __launch_bounds__(32 * warps_for(D), blocks_for(D))
 template <typename T>
 __global__ void combine_kernel(const __grid_constant__ DecodeParams p) {
   const int64_t row = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  const int64_t rows = int64_t(p.batch) * p.seqlen_q * p.heads_q;
+  const int64_t rows = int64_t(p.layout.batch) * p.seqlen_q * p.heads_q;
   if (row >= rows) return;
   const int lane = threadIdx.x % 32;
   float top = -INFINITY, sum = 0;
@@ -406,7 +408,7 @@ __global__ void append_kernel(const __grid_constant__ AppendParams p) {
   const int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, row = index / chunks;
   const int head = row % p.heads_kv, t = row / p.heads_kv % p.layout.seqlen_new, channel = index % chunks * 8;
   const int64_t b = row / p.heads_kv / p.layout.seqlen_new;
-  if (b >= p.batch) return;
+  if (b >= p.layout.batch) return;
   const int slot = seqlen_of(p.layout, b) + t;
   if (slot >= p.layout.capacity) return;
   const Place place = place_of(p.layout, b, slot);
@@ -425,7 +427,7 @@ __global__ void append_kernel(const __grid_constant__ AppendParams p) {
 template <typename T, int D>
 const char* launch_split(const DecodeParams& p, void* stream) {
   const int tiles = (p.seqlen_q * (p.heads_q / p.heads_kv) + TILE_ROWS - 1) / TILE_ROWS;
-  const dim3 grid(p.batch * p.heads_kv, p.num_splits, tiles);
+  const dim3 grid(p.layout.batch * p.heads_kv, p.num_splits, tiles);
   const auto kernel = p.interleaved ? split_kernel<T, D, true> : split_kernel<T, D, false>;
   return launch(kernel, grid, 32 * warps_for(D), shared_bytes(D, p.num_bands), stream, p);
 }
@@ -438,7 +440,7 @@ const char* launch_both(const DecodeParams& p, void* stream) {
                       : p.head_dim == 256 ? launch_split<T, 256>(p, stream)
                                           : "head_dim must be 64, 96, 128 or 256";
   if (error) return error;
-  const int64_t rows = int64_t(p.batch) * p.seqlen_q * p.heads_q;
+  const int64_t rows = int64_t(p.layout.batch) * p.seqlen_q * p.heads_q;
   return launch(combine_kernel<T>, dim3(static_cast<unsigned>((rows + 3) / 4), 1, 1), 128, 0, stream, p);
 }
 
@@ -449,7 +451,7 @@ const char* launch_decode(const DecodeParams& p, void* stream) {
 }
 
 const char* launch_append(const AppendParams& p, void* stream) {
-  const int64_t chunks = int64_t(p.batch) * p.layout.seqlen_new * p.heads_kv * (p.head_dim / 8);
+  const int64_t chunks = int64_t(p.layout.batch) * p.layout.seqlen_new * p.heads_kv * (p.head_dim / 8);
   return launch(append_kernel, dim3(static_cast<unsigned>((chunks + 127) / 128), 1, 1), 128, 0, stream, p);
 }
 

@@ -28,8 +28,9 @@ struct CacheLayout {
   const int* seqlens;      // (batch,), without the seqlen_new keys that this call adds
   const int* leftpad;      // (batch,) or null
   const int* block_table;  // (batch, max_pages) or null
-  int seqlen_new;
+  int batch;
   int capacity;            // slots that a sequence can have
+  int seqlen_new;
   int pages;               // of the cache; without a block_table, its batch
   int page_bits;           // page_size is 1 << page_bits
   int max_pages;
@@ -46,7 +47,7 @@ struct DecodeParams {
   float* partial_lse;        // (num_splits, batch, seqlen_q, heads_q), base 2
   const int* bands;          // (num_bands, 4): start, stop, q_rotation, k_rotation; rotation 0 is none
   const float* table;        // (rotations, table_rows, 2, table_pairs): two_level_table of flashrope/cos_sin.py
-  int batch, seqlen_q, heads_q, heads_kv, head_dim;
+  int head_dim, seqlen_q, heads_q, heads_kv;
   int num_bands, table_rows, table_pairs;
   int rotary_dim;            // leading channels that are paired
   int rotated_pairs;         // pairs up to the last one with a nonzero frequency
@@ -62,7 +63,7 @@ struct AppendParams {
   TensorView k_cache;  // as in DecodeParams
   TensorView v_cache;
   CacheLayout layout;  // leftpad is not used
-  int batch, heads_kv, head_dim;
+  int heads_kv, head_dim;
 };
 
 // A block of 4 warps at head_dim 256 would not fit into the 99 KB of sm_86 and sm_89.

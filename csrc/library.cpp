@@ -87,7 +87,7 @@ CacheLayout check_cache(const Tensor& k_cache, const Tensor& v_cache, const Tens
   }
   layout.seqlens = check_int32(cache_seqlens, "cache_seqlens", 1, like);
   STD_TORCH_CHECK(cache_seqlens.size(0) == batch, "cache_seqlens: expected ", batch, " lengths");
-  layout.pages = k_cache.size(0);
+  layout.batch = batch, layout.pages = k_cache.size(0);
   if (block_table) {
     layout.block_table = check_int32(*block_table, "block_table", 2, like);
     STD_TORCH_CHECK(block_table->size(0) == batch && block_table->size(1) > 0,
@@ -115,7 +115,7 @@ void decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const
   p.k_cache = check_rows(k_cache, "k_cache", q);
   p.v_cache = check_rows(v_cache, "v_cache", q);
   p.layout = check_cache(k_cache, v_cache, cache_seqlens, block_table, q);
-  p.batch = q.size(0), p.seqlen_q = q.size(1), p.heads_q = q.size(2), p.head_dim = q.size(3);
+  p.seqlen_q = q.size(1), p.heads_q = q.size(2), p.head_dim = q.size(3);
   p.heads_kv = k_cache.size(2);
   STD_TORCH_CHECK(p.head_dim == 64 || p.head_dim == 96 || p.head_dim == 128 || p.head_dim == 256,
                   "head_dim: expected 64, 96, 128 or 256, got ", p.head_dim);
@@ -129,7 +129,7 @@ void decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const
   p.layout.seqlen_new = seqlen_new, p.num_splits = num_splits;
   if (cache_leftpad) {
     p.layout.leftpad = check_int32(*cache_leftpad, "cache_leftpad", 1, q);
-    STD_TORCH_CHECK(cache_leftpad->size(0) == p.batch, "cache_leftpad: expected ", p.batch, " numbers");
+    STD_TORCH_CHECK(cache_leftpad->size(0) == q.size(0), "cache_leftpad: expected ", q.size(0), " numbers");
   }
 
   p.bands = check_int32(bands, "bands", 2, q);
@@ -170,7 +170,7 @@ void append(Tensor k_cache, Tensor v_cache, const Tensor& k, const Tensor& v, co
   p.v_cache = check_rows(v_cache, "v_cache", k);
   p.k_cache.data = k_cache.mutable_data_ptr(), p.v_cache.data = v_cache.mutable_data_ptr();
   p.layout = check_cache(k_cache, v_cache, cache_seqlens, block_table, k);
-  p.batch = k.size(0), p.heads_kv = k_cache.size(2), p.head_dim = k.size(3);
+  p.heads_kv = k_cache.size(2), p.head_dim = k.size(3);
   STD_TORCH_CHECK(p.head_dim % 8 == 0, "head_dim: expected a multiple of 8, got ", p.head_dim);
   for (int i = 0; i < 3; ++i) STD_TORCH_CHECK(k.size(i) == v.size(i), "v: expected k's shape");
   STD_TORCH_CHECK(k.size(2) == p.heads_kv, "k: expected ", p.heads_kv, " heads, got ", k.size(2));
