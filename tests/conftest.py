@@ -94,11 +94,19 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(params=support.TARGETS, ids=str)
 def target(request):
-    """Every implementation in every type it is tested in."""
+    """Every backend in every type it is tested in."""
     return request.param
 
 
 @pytest.fixture(params=[t for t in support.TARGETS if t.dtype == torch.float32], ids=str)
 def exact(request):
-    """Every implementation in float32, whose budget is the tightest that all of them share."""
+    """Every backend in float32, whose budget is the tightest that all of them share."""
     return request.param
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

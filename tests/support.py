@@ -1,4 +1,4 @@
-"""What the accuracy tests share: the implementations, inputs, schemes, and the error budget against float64.
+"""What the accuracy tests share: the backends, inputs, schemes, and the error budget against float64.
 
 The budget is per element. Rounding moves a score by about u * kappa, kappa = scale * max |q||k|, and every weight by
 that much relatively; u is the type's unit roundoff. So, with P the attention weights and c a constant per type,
@@ -223,10 +223,10 @@ def pair_lengths(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     shape = (-1, 2) if rotary.interleaved else (2, -1)
     pairs = paired.unflatten(-1, shape) if rotary.rotary_dim else paired[..., None]
     dim = -1 if rotary.interleaved else -2
-    turning = torch.tensor(rotary.frequencies, device=x.device) != 0
-    turning = turning[:, None] if rotary.interleaved else turning
+    rotates = torch.tensor(rotary.frequencies, device=x.device) != 0
+    rotates = rotates[:, None] if rotary.interleaved else rotates
     lengths = (
-        torch.where(turning, pairs.norm(dim=dim, keepdim=True), pairs.abs()).flatten(-2)
+        torch.where(rotates, pairs.norm(dim=dim, keepdim=True), pairs.abs()).flatten(-2)
         if rotary.rotary_dim
         else paired
     )

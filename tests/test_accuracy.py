@@ -1,4 +1,4 @@
-"""out, lse and gradients of every implementation against float64, within the budget of ``support``."""
+"""out, lse and gradients of every backend against float64, within the budget of ``support``."""
 
 import cmath
 import math
@@ -11,8 +11,8 @@ from support import SCHEMES, check, problem
 from flashrope import Rotary, attention
 
 
-def turned(vector, rotary, position):
-    """One head's vector with every pair turned, pair by pair as complex numbers."""
+def rotated(vector, rotary, position):
+    """One head's vector with every pair rotated, pair by pair as complex numbers."""
     result, pairs = list(vector), len(rotary.frequencies)
     for m, theta in enumerate(rotary.frequencies):
         first, second = (2 * m, 2 * m + 1) if rotary.interleaved else (m, m + pairs)
@@ -38,7 +38,7 @@ def by_hand(p):
         for j, key in enumerate(k):
             for start, stop, slope, offset in bands:
                 if start <= i - j < stop:
-                    a, b = turned(query, p.rotary, slope * i + offset), turned(key, p.rotary, slope * j)
+                    a, b = rotated(query, p.rotary, slope * i + offset), rotated(key, p.rotary, slope * j)
                     scores[j] = (
                         p.rotary.head_dim**-0.5
                         * p.rotary.temperature
@@ -113,7 +113,7 @@ def test_long(scheme):
 
 
 def test_second_coarse_row(exact):
-    """Positions past the first 1024, where the two levels of an angle table meet: only relative turns must remain."""
+    """Positions past the first 1024, where the two levels of the table meet: only relative rotations must remain."""
     check(
         exact, problem(exact, Rotary.rope(16, base=100.0).rectify(20, 3.0).local(60), 9, 1060, heads=1, group=1, seed=6)
     )

@@ -303,9 +303,10 @@ def tensor(*shape, dtype=torch.bfloat16):
 keys = collections.defaultdict(set)
 for head_dim in (40, 128):
     for paged in (False, True):
-        for batch, seqlen_q, slots, window, num_splits in [(1, 1, 4096, 1, 2), (2, 1, 8192, 64, 0), (3, 2, 4097 * 16, 100, 1),
-                                                           (16, 1, 1 << 20, 1024, 16), (1, 1, 1 << 21, 7, 0), (1, 65, 4096, 1, 0),
-                                                           (2, 100, 8192, 64, 0), (3, 128, 4097 * 16, 100, 0), (1, 4097, 1 << 21, 7, 0)]:
+        for batch, seqlen_q, slots, window, num_splits in [
+                (1, 1, 4096, 1, 2), (2, 1, 8192, 64, 0), (3, 2, 4097 * 16, 100, 1), (16, 1, 1 << 20, 1024, 16),
+                (1, 1, 1 << 21, 7, 0), (1, 65, 4096, 1, 0), (2, 100, 8192, 64, 0), (3, 128, 4097 * 16, 100, 0),
+                (1, 4097, 1 << 21, 7, 0)]:
             cache = tensor(batch * slots // 16 + 1, 16, 1, head_dim) if paged else tensor(batch, slots, 1, head_dim)
             table = tensor(batch, slots // 16, dtype=torch.int32) if paged else None
             seqlens, new = tensor(batch, dtype=torch.int32), tensor(batch, seqlen_q, 1, head_dim)

@@ -139,7 +139,7 @@ def test_head_dim_out_of_range(head_dim):
         attention(q, q, q, Rotary.rope(head_dim))
 
 
-def test_an_implementation_on_the_wrong_device():
+def test_a_backend_on_the_wrong_device():
     q, k = torch.zeros(2, 6, 4, 16, device="meta"), torch.zeros(2, 6, 2, 16, device="meta")
     with pytest.raises(
         ValueError, match="impl='cpu' cannot serve this call: its tensors must lie on the CPU, q is on meta"

@@ -1,4 +1,4 @@
-"""Equalities between schemes and between ways to call, for every implementation."""
+"""Equalities between schemes and between ways to call, for every backend."""
 
 import dataclasses
 
@@ -82,7 +82,8 @@ def test_shifting_all_positions_changes_log_n(exact):
 
 @pytest.mark.interpreted(lambda target, rotary: target.dtype == torch.float32 and len(rotary.bands) > 1)
 @pytest.mark.parametrize("rotary", [ROPE, ROPE.rectify(11)], ids=["rope", "rerope"])
-def test_heads_and_batch_are_independent_to_the_bit(target, rotary):
+def test_heads_and_batch_are_bitwise_independent(target, rotary, one_thread):
+    """On the CPU with one thread: with more, MKL picks its product by how the work is divided."""
     p = problem(target, rotary, 20 if target.slow else 40, batch=3, heads=4, group=2, seed=34)
     whole = run(p, target.impl)
     batch, kv_heads = [2, 0, 1], [1, 0]
@@ -118,7 +119,7 @@ def test_queries_in_chunks(exact, scheme):
 @pytest.mark.interpreted(lambda exact, scheme: scheme == "leaky")
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "leaky", "local"])
 def test_time_reversed(exact, scheme):
-    """Without a mask, reversing time mirrors every distance; a table with its signs turned mirrors every angle."""
+    """Without a mask, reversing time mirrors every distance; a table with its signs flipped mirrors every angle."""
     p = problem(exact, support.SCHEMES[scheme](D), 50, heads=2, group=1, seed=36, causal=False)
     mirrored = dataclasses.replace(p.rotary, frequencies=tuple(-f for f in p.rotary.frequencies))
     reverse = {n: getattr(p, n).flip(1) for n in ("q", "k", "v", "grad_out")}

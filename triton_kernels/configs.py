@@ -85,7 +85,7 @@ COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combi
 # With a KV cache.
 DECODE_SEQLEN = 64  # query tokens that the decode kernel takes at most; the forward kernel serves longer chunks
 WIDE_ROWS = 16  # more query rows per key head take the "decode wide" tile
-# Splits, where the caller leaves num_splits open: blocks per multiprocessor, and the fewest keys that are worth a split.
+# Splits, where the caller gives none: blocks per multiprocessor, and the fewest keys that are worth a split.
 BLOCKS_PER_MULTIPROCESSOR, MIN_KEYS_PER_SPLIT = 2, 256
 
 

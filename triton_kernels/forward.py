@@ -108,8 +108,8 @@ def attention_forward(
     """q, k, v: TensorViews; rotated_k: TensorView (copy, row, head); out (rows, heads_q, head_dim) and lse float32 are
     contiguous. scheme, cu_seqlens: see arguments.py.
 
-    With a cache (its fields are None without one), k and v are (batch or page, row, heads_kv), and seqlen_k counts the rows
-    that each sequence has in rotated_k."""
+    With a cache (its fields are None without one), k and v are (batch or page, row, heads_kv), and seqlen_k is the
+    number of rows that each sequence has in rotated_k."""
     batch, head, first = query_program(max_seqlen_q, heads_q, SHAPE)
     if cache.seqlens is None:
         seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
@@ -141,7 +141,7 @@ def attention_forward(
     NUM_BANDS: tl.constexpr = SHAPE.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        # A value from a branch: seen through the joins, Triton would pick a dot operand layout that ldmatrix cannot load.
+        # A value from a branch: if it saw the joins, Triton would pick an operand layout that ldmatrix cannot load.
         if band.q_rotation > 0:
             tile = load_rotated(queries, table, band.q_rotation, rows, log_n, True, SHAPE)  # [BM, D]
         else:

@@ -151,8 +151,8 @@ def edge_count(tiles):
 @triton.jit
 def edge_tile(tiles, step):
     """The step-th tile of [begin, inner_begin) followed by [inner_end, end)."""
-    return tiles.begin + step + tl.where(
-        step >= tiles.inner_begin - tiles.begin, tiles.inner_end - tiles.inner_begin, 0
+    return (
+        tiles.begin + step + tl.where(step >= tiles.inner_begin - tiles.begin, tiles.inner_end - tiles.inner_begin, 0)
     )
 
 
