@@ -1,12 +1,12 @@
-"""Maps the source rooms to one package: python/flashrope is `flashrope`, triton_kernels/ is `flashrope.triton_kernels`.
+"""Maps the source folders to one package: triton_kernels/ is `flashrope.triton_kernels`, python/flashrope is the rest.
 
-Pure Python unless FLASHROPE_BUILD_CUDA=1 asks for the CUDA extension of csrc/. That needs, in the environment that
-builds (pip install --no-build-isolation), nvcc, a C++ compiler, ninja, pybind11, and torch for its headers; no GPU, and
-any torch of at least 2.11, with CUDA or without. TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX") and MAX_JOBS are
+The package is pure Python unless FLASHROPE_BUILD_CUDA=1 asks for the CUDA extension of csrc/. The build environment
+(pip install --no-build-isolation) then needs nvcc, a C++ compiler, ninja, pybind11, and the headers of torch: any torch
+from 2.11 on, with or without CUDA. It needs no GPU. TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX") and MAX_JOBS are
 honoured.
 
-Two modules come out. _cuda.abi3.so holds the kernels and depends on neither Python's version nor torch's (from 2.11
-on); _build_info tells what it was built with and is bound to one Python version, and so is the wheel's tag.
+The build makes two modules. _cuda.abi3.so holds the kernels and works with every Python version and every torch from
+2.11 on. _build_info holds what they were built with and needs one Python version, which the wheel's tag names.
 """
 
 import os
@@ -75,22 +75,22 @@ class BuildCuda(build_ext):
         return os.path.join(*package, "_cuda.abi3.so") if name == "_cuda" else super().get_ext_filename(fullname)
 
 
-# The library names libtorch_cpu and libtorch_cuda, which torch has loaded by then, through empty stand-ins of the same
-# names: so it can be built where torch has no CUDA.
+# The library depends on libtorch_cpu and libtorch_cuda, which torch has loaded before it. It is linked with empty
+# libraries of the same names, so that it can be built where torch has no CUDA.
 NINJA = """\
 rule nvcc
-  command = {nvcc} -std=c++17 -O3 -DUSE_CUDA --expt-relaxed-constexpr -Xcompiler -fPIC -I{source} {gencode} -MD -MF $out.d $
-      -c $in -o $out
+  command = {nvcc} -std=c++17 -O3 -DUSE_CUDA --expt-relaxed-constexpr -Xcompiler -fPIC -I{source} {gencode} $
+      -MD -MF $out.d -c $in -o $out
   depfile = $out.d
   deps = gcc
 rule cxx
   command = {cxx} -std=c++17 -O2 -fPIC -fvisibility=hidden -MD -MF $out.d $flags -c $in -o $out
   depfile = $out.d
   deps = gcc
-rule stand_in
+rule stub
   command = {cxx} -shared -x c++ /dev/null -Wl,-soname,$soname -o $out
 rule library
-  command = {nvcc} -shared -cudart static $in -Xlinker --no-as-needed $stand_ins -o $out
+  command = {nvcc} -shared -cudart static $in -Xlinker --no-as-needed $stubs -o $out
 rule module
   command = {cxx} -shared $in -o $out
 
@@ -99,19 +99,19 @@ build {build}/library.o: cxx {source}/library.cpp
   flags = -DUSE_CUDA -DTORCH_TARGET_VERSION={target} -I{source} -isystem {torch}
 build {build}/build_info.o: cxx {source}/build_info.cpp | {build}/build_info.h
   flags = -I{build} -isystem {pybind11} -isystem {python}
-build {build}/libtorch_cpu.so: stand_in
+build {build}/libtorch_cpu.so: stub
   soname = libtorch_cpu.so
-build {build}/libtorch_cuda.so: stand_in
+build {build}/libtorch_cuda.so: stub
   soname = libtorch_cuda.so
 build {library}: library {build}/decode.o {build}/library.o | {build}/libtorch_cpu.so {build}/libtorch_cuda.so
-  stand_ins = -Xlinker {build}/libtorch_cpu.so -Xlinker {build}/libtorch_cuda.so
+  stubs = -Xlinker {build}/libtorch_cpu.so -Xlinker {build}/libtorch_cuda.so
 build {info}: module {build}/build_info.o
 """
 
 
 def needed_program(name):
     path = shutil.which(name)
-    beside = Path(sys.executable).with_name(name)  # a virtual environment that is not activated
+    beside = Path(sys.executable).with_name(name)  # in a virtual environment that is not activated
     if path is None and beside.exists():
         path = str(beside)
     if path is None:

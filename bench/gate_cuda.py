@@ -1,7 +1,7 @@
-"""Compiles csrc/decode.cu with nvcc for GPUs that need not be there; checks spills, shared memory, widths of copies.
+"""Compiles csrc/decode.cu with nvcc, without a GPU, and checks spills, shared memory and the width of copies.
 
-Prints one line per kernel. Exits with 1 where a kernel of head_dim up to 128 spills, needs more shared memory with two
-bands than a block can have, or copies K and V by less than 16 bytes. Where nvcc is missing it says so and exits with 0.
+Prints one line per kernel. Exits with 1 if a kernel of head_dim up to 128 spills, needs more shared memory for two
+bands than a block can have, or copies K and V in less than 16 bytes. Without nvcc it says so and exits with 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .offline import MULTIPROCESSORS, tool
 SOURCE = Path(__file__).resolve().parents[1] / "csrc"
 FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-I{SOURCE}")  # as setup.py
 NO_SPILL_UP_TO = 128  # head_dim; 256 holds 128 accumulators per thread and is listed only
-MOST_BANDS = 4
+MAX_BANDS = 4
 LAUNCH = """
 #include <cstdio>
 #include <initializer_list>
@@ -42,7 +42,7 @@ _SPLIT = re.compile(r"split_kernelINS_\d+(B?)Float16ELi(\d+)ELb([01])E")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What decode.h says of a head_dim; shared bytes for 1, 2, ... bands."""
+    """What decode.h gives for a head_dim; shared bytes for 1, 2, ... bands."""
 
     warps: int
     shared: tuple[int, ...]
@@ -83,7 +83,7 @@ class Kernel:
             figures |= {
                 "warps": self.shape.warps,
                 "shared KB, 2 bands": f"{self.shape.shared[1] / 1024:.1f}",
-                "bands that fit": f"{fitting}{'+' if fitting == MOST_BANDS else ''}",
+                "bands that fit": f"{fitting}{'+' if fitting == MAX_BANDS else ''}",
                 "blocks/SM": limits.resident_blocks(self.registers, self.shape.shared[1], self.shape.warps),
                 "copies": len(self.copies),
                 "bytes/copy": "/".join(map(str, sorted(set(self.copies)))) or "none",

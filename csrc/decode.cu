@@ -1,14 +1,15 @@
 // Split-key attention over a cache of raw keys, for a few query rows per sequence.
 //
-// Blocks of warps * SLICE keys, counted from a sequence's first key, are dealt to the splits in turn, so the grid follows from
-// shapes alone and lengths are read on the device. A warp owns a slice of every block: it copies K and V to its own part of
-// shared memory, one or two slices ahead, multiplies on tensor cores and keeps its own running maximum and sum; no barrier
-// stands in the loop. The warps' results meet once at the end, the splits' in the combine kernel. What a query row comes to does
-// not depend on the other rows or sequences of the call.
+// The keys of a sequence are divided into blocks of warps * SLICE, counted from its first key, and split s takes the
+// blocks s, s + num_splits, ... So the grid follows from shapes alone, and lengths are read on the device. A warp owns
+// one slice of every block. It copies K and V into its own part of shared memory, one or two slices ahead, multiplies
+// on tensor cores and keeps its own running softmax; there is no barrier in the loop. The results of the warps are
+// merged at the end, those of the splits in the combine kernel. The result of a query row does not depend on the other
+// rows or sequences of the call.
 //
-// Queries are turned once per band, in float32 and rounded once, into shared memory. Keys are turned in registers, and only where
-// they lie in a band whose keys turn. The angle of key j0 + r is the sum of two: that of the slice's first key, found once per
-// slice, and that of r < SLICE, whose table rows stay in L1.
+// Queries are rotated once per band, in float32, rounded once and stored in shared memory. Keys are rotated in
+// registers, only in bands whose keys rotate. The angle of key j0 + r is a sum: the angle of key j0, found once
+// per slice, and the angle of r < SLICE, whose table rows stay in L1.
 
 #include <ptx.h>  // csrc/ptx.h, or tests/emulator/ptx.h
 
@@ -20,60 +21,60 @@ namespace {
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// ---- queries ----------------------------------------------------------------------------------------------------------
+// ---- queries
 
-// turned: (num_bands, TILE_ROWS, pitch), the tile's queries once per band.
+// rotated_q: (num_bands, TILE_ROWS, pitch), the rotated queries of the tile for every band.
 template <typename T, int D, bool INTERLEAVED>
-__device__ void turn_queries(const DecodeParams& p, const Work& w, int origin, uint16_t* turned) {
+__device__ void rotate_queries(const DecodeParams& p, const Work& w, int shift, uint16_t* rotated_q) {
   constexpr int PITCH = pitch_for(D);
   const int paired = p.rotary_dim / 2;
   for (int index = threadIdx.x; index < TILE_ROWS * D / 2; index += blockDim.x) {
     const int m = index / (D / 2), pair = index % (D / 2);
     const int x = pair >= paired ? p.rotary_dim + 2 * (pair - paired) : INTERLEAVED ? 2 * pair : pair;
     const int y = pair >= paired || INTERLEAVED ? x + 1 : x + paired;
-    const uint16_t* q = static_cast<const uint16_t*>(p.q) + offset_of(p.q_strides, w.b, w.query(m), w.head(m));
+    const uint16_t* q = row_of(p.q, w.b, w.query(m), w.head(m));
     const float2 raw = T::unpack(q[x] | uint32_t(q[y]) << 16);
-    const int position = max(w.keys - p.seqlen_q + w.query(m) + origin, 0);
+    const int position = max(w.keys - p.seqlen_q + w.query(m) + shift, 0);
     for (int band = 0; band < p.num_bands; ++band) {
-      const int slot = p.bands[4 * band + 2];
-      const float2 xy = slot && pair < paired ? turn(raw.x, raw.y, angle_at(p, slot, position, pair)) : raw;
+      const int rotation = p.bands[4 * band + 2];
+      const bool rotates = rotation && pair < paired;
+      const float2 xy = rotates ? rotate(raw.x, raw.y, cos_sin_at(p, rotation, position, pair)) : raw;
       const uint32_t packed = T::pack(xy.x, xy.y);
-      uint16_t* row = turned + (band * TILE_ROWS + m) * PITCH;
+      uint16_t* row = rotated_q + (band * TILE_ROWS + m) * PITCH;
       row[x] = packed & 0xffff, row[y] = packed >> 16;
     }
   }
 }
 
-// ---- one slice of keys ------------------------------------------------------------------------------------------------
+// ---- one slice of keys
 
-// Copies the slice's rows of K and V, (SLICE, pitch) each. Rows beyond the last key repeat it: no number that is not a key's
-// enters a product, even where the cache holds NaN.
+// Copies the slice's rows of K and V, (SLICE, pitch) each. Rows beyond the last key repeat the last key, because the
+// cache may hold NaN there.
 template <int D>
 __device__ void copy_slice(const DecodeParams& p, const Work& w, int key0, uint16_t* k, uint16_t* v) {
   constexpr int CHUNKS = D / 8, PITCH = pitch_for(D);  // of 16 bytes
   const int lane = threadIdx.x % 32;
-  Place place = place_of(p, w.b, w.first + min(key0 + lane % SLICE, w.keys - 1));
-  place.page = clamp(place.page, 0, p.pages - 1);
+  Place place = place_of(p.layout, w.b, w.first + min(key0 + lane % SLICE, w.keys - 1));
+  place.page = clamp(place.page, 0, p.layout.pages - 1);
 #pragma unroll 2
   for (int i = 0; i < SLICE * CHUNKS / 32; ++i) {
     const int index = lane + 32 * i, row = index / CHUNKS, channel = index % CHUNKS * 8;
-    const int page = __shfl_sync(0xffffffff, place.page, row), slot = __shfl_sync(0xffffffff, place.row, row);
-    const uint16_t* from_k = static_cast<const uint16_t*>(p.k_cache) + offset_of(p.k_strides, page, slot, w.head_kv) + channel;
-    const uint16_t* from_v = static_cast<const uint16_t*>(p.v_cache) + offset_of(p.v_strides, page, slot, w.head_kv) + channel;
-    copy_async(k + row * PITCH + channel, from_k);
-    copy_async(v + row * PITCH + channel, from_v);
+    const int page = __shfl_sync(0xffffffff, place.page, row), page_row = __shfl_sync(0xffffffff, place.row, row);
+    copy_async(k + row * PITCH + channel, row_of(p.k_cache, page, page_row, w.head_kv) + channel);
+    copy_async(v + row * PITCH + channel, row_of(p.v_cache, page, page_row, w.head_kv) + channel);
   }
 }
 
-// The 16x16 numbers of tile (16, pitch) from column on. x[0]: rows 0-7, columns 0-7; x[1]: rows 8-15, columns 0-7; x[2] and x[3]:
-// columns 8-15. A lane holds row lane / 4 and columns 2 * (lane % 4) and the next of each.
+// 16 columns of tile (16, pitch) from column on. x[0] holds rows 0-7 and x[1] rows 8-15 of the first eight columns,
+// x[2] and x[3] those of the other eight. Of each 8x8 part a lane holds row lane / 4, columns 2 * (lane % 4) and the
+// next.
 template <int D>
 __device__ inline void load_tile(uint32_t (&x)[4], const uint16_t* tile, int column) {
   const int lane = threadIdx.x % 32;
   load_matrices(x, tile + (lane % 16) * pitch_for(D) + column + lane / 16 * 8);
 }
 
-// score (two 16x8 tiles) += queries and keys of 16 channels
+// score, two 16x8 tiles, += q k^T over 16 channels.
 template <typename T>
 __device__ inline void add_products(float (&score)[2][4], const uint32_t (&q)[4], const uint32_t (&k)[4]) {
   multiply<T>(score[0], q, k[0], k[2]);
@@ -81,7 +82,7 @@ __device__ inline void add_products(float (&score)[2][4], const uint32_t (&q)[4]
 }
 
 template <typename T, int D>
-__device__ void score_raw(float (&score)[2][4], const uint16_t* q, const uint16_t* k, int channel) {
+__device__ void score_unrotated(float (&score)[2][4], const uint16_t* q, const uint16_t* k, int channel) {
 #pragma unroll 4
   for (; channel < D; channel += 16) {
     uint32_t a[4], b[4];
@@ -91,42 +92,43 @@ __device__ void score_raw(float (&score)[2][4], const uint16_t* q, const uint16_
   }
 }
 
-// The keys' channels 2m and 2m + 1 lie in one register.
+// A pair is channels 2m and 2m + 1, which lie in one register. rotated: channels from here on do not rotate.
 template <typename T, int D>
-__device__ void score_interleaved(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyAngles& angles,
-                                  int turning) {
+__device__ void score_interleaved(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyCosSin& angles,
+                                  int rotated) {
 #pragma unroll 2
-  for (int channel = 0; channel < turning; channel += 16) {
+  for (int channel = 0; channel < rotated; channel += 16) {
     uint32_t a[4], b[4];
     load_tile<D>(a, q, channel);
     load_tile<D>(b, k, channel);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float2 x = T::unpack(b[e]);
-      const float2 turned = turn(x.x, x.y, angles.at(e % 2, channel / 2 + threadIdx.x % 4 + e / 2 * 4));
-      b[e] = T::pack(turned.x, turned.y);
+      const float2 xy = rotate(x.x, x.y, angles.at(e % 2, channel / 2 + threadIdx.x % 4 + e / 2 * 4));
+      b[e] = T::pack(xy.x, xy.y);
     }
     add_products<T>(score, a, b);
   }
-  score_raw<T, D>(score, q, k, turning);
+  score_unrotated<T, D>(score, q, k, rotated);
 }
 
-// Channels m and m + paired, paired a multiple of 16: the same lane holds both, in two tiles.
+// A pair is channels m and m + paired. paired is a multiple of 16, so one lane holds both, in two tiles.
+// rotated_pairs: pairs from here on do not rotate.
 template <typename T, int D>
-__device__ void score_halves(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyAngles& angles, int paired,
-                             int turning) {
+__device__ void score_halves(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyCosSin& angles,
+                             int paired, int rotated_pairs) {
 #pragma unroll 2
   for (int channel = 0; channel < paired; channel += 16) {
     uint32_t a[4], b[4], c[4];
     load_tile<D>(b, k, channel);
     load_tile<D>(c, k, channel + paired);
-    if (channel < turning) {
+    if (channel < rotated_pairs) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        Angle t[2];
+        CosSin t[2];
         angles.two_at(t, e % 2, channel + threadIdx.x % 4 * 2 + e / 2 * 8);
         const float2 x = T::unpack(b[e]), y = T::unpack(c[e]);
-        const float2 low = turn(x.x, y.x, t[0]), high = turn(x.y, y.y, t[1]);
+        const float2 low = rotate(x.x, y.x, t[0]), high = rotate(x.y, y.y, t[1]);
         b[e] = T::pack(low.x, high.x), c[e] = T::pack(low.y, high.y);
       }
     }
@@ -135,12 +137,12 @@ __device__ void score_halves(float (&score)[2][4], const uint16_t* q, const uint
     load_tile<D>(a, q, channel + paired);
     add_products<T>(score, a, c);
   }
-  score_raw<T, D>(score, q, k, 2 * paired);
+  score_unrotated<T, D>(score, q, k, 2 * paired);
 }
 
-// Channels m and m + paired, any paired: the other channel is read from shared memory.
+// A pair is channels m and m + paired, for any paired: the other channel is read from shared memory.
 template <typename T, int D>
-__device__ void score_any_halves(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyAngles& angles,
+__device__ void score_any_halves(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyCosSin& angles,
                                  int paired) {
   const int lane = threadIdx.x % 32;
   for (int channel = 0; channel < D; channel += 16) {
@@ -158,8 +160,8 @@ __device__ void score_any_halves(float (&score)[2][4], const uint16_t* q, const 
         if (own >= 2 * paired) continue;
         const bool second = own >= paired;
         const float other = T::unpack(key[second ? own - paired : own + paired]).x;
-        const Angle t = angles.at(e % 2, second ? own - paired : own);
-        x[i] = second ? turn(other, x[i], t).y : turn(x[i], other, t).x;
+        const CosSin t = angles.at(e % 2, second ? own - paired : own);
+        x[i] = second ? rotate(other, x[i], t).y : rotate(x[i], other, t).x;
       }
       b[e] = T::pack(x[0], x[1]);
     }
@@ -167,79 +169,88 @@ __device__ void score_any_halves(float (&score)[2][4], const uint16_t* q, const 
   }
 }
 
-// ---- the running softmax of one warp ----------------------------------------------------------------------------------
+// ---- the online softmax of one warp
 
-// A lane holds tile rows lane / 4 and lane / 4 + 8; of the keys (or channels) of an 8 wide tile, 2 * (lane % 4) and the next.
-template <int D>
-struct Running {
-  float out[D / 8][4];
-  float maximum[2], sum[2];  // base 2; sum of this lane's keys only
-  float scale[2];            // of the scores, LOG2_E in it
-  int position[2];           // of the rows
+// A lane holds tile rows lane / 4 and lane / 4 + 8. Of a tile of 8 keys or channels it holds 2 * (lane % 4) and the
+// next.
+struct Queries {
+  int position[2];
+  float scale[2];  // of the scores, including LOG2_E
 };
 
-// score for the slice's keys from key0 on: masked, -inf outside all bands.
+template <int D>
+struct SoftmaxState {
+  float acc[D / 8][4];
+  float row_max[2];  // base 2
+  float row_sum[2];  // of this lane's keys only
+};
+
+// The scores of the slice that starts at key0, base 2. score stays as it is, -inf, where no band holds the key.
 template <typename T, int D, bool INTERLEAVED>
-__device__ void score_slice(float (&score)[2][4], const DecodeParams& p, const Work& w, const Running<D>& run, int key0,
-                            int origin, const uint16_t* turned_q, const uint16_t* k, float* base) {
+__device__ void score_slice(float (&score)[2][4], const DecodeParams& p, const Work& w, const Queries& queries,
+                            int key0, int shift, const uint16_t* rotated_q, const uint16_t* k, float* base) {
   const int lane = threadIdx.x % 32, paired = p.rotary_dim / 2;
-  const int nearest = w.low - min(key0 + SLICE, w.keys) + 1, farthest = w.high - key0;
+  const int nearest = w.first_position - min(key0 + SLICE, w.keys) + 1, farthest = w.last_position - key0;
   for (int band = 0; band < p.num_bands; ++band) {
-    const int start = p.bands[4 * band], stop = p.bands[4 * band + 1], slot = p.bands[4 * band + 3];
+    const int start = p.bands[4 * band], stop = p.bands[4 * band + 1], rotation = p.bands[4 * band + 3];
     if (farthest < start || nearest >= stop) continue;
-    const uint16_t* q = turned_q + band * TILE_ROWS * pitch_for(D);
-    float found[2][4] = {};
-    if (!slot) {
-      score_raw<T, D>(found, q, k, 0);
+    const uint16_t* q = rotated_q + band * TILE_ROWS * pitch_for(D);
+    float band_score[2][4] = {};
+    if (!rotation) {
+      score_unrotated<T, D>(band_score, q, k, 0);
     } else {
-      __syncwarp();  // the base of the band before is read no more
+      __syncwarp();  // no lane still reads base for the previous band
       for (int pair = lane; pair < paired; pair += 32) {
-        const Angle t = angle_at(p, slot, key0 + origin, pair);
+        const CosSin t = cos_sin_at(p, rotation, key0 + shift, pair);
         base[pair] = t.cos, base[D / 2 + pair] = t.sin;
       }
       for (int pair = paired + lane; pair < D / 2; pair += 32) base[pair] = 1, base[D / 2 + pair] = 0;
       __syncwarp();
-      const KeyAngles angles{base, {table_row(p, slot, lane / 4), table_row(p, slot, lane / 4 + 8)}, D / 2, p.table_pairs};
+      const float* fine[2] = {table_row(p, rotation, lane / 4), table_row(p, rotation, lane / 4 + 8)};
+      const KeyCosSin angles{base, {fine[0], fine[1]}, D / 2, p.table_pairs};
       if (INTERLEAVED) {
-        score_interleaved<T, D>(found, q, k, angles, (p.turning_pairs * 2 + 15) / 16 * 16);
+        score_interleaved<T, D>(band_score, q, k, angles, (p.rotated_pairs * 2 + 15) / 16 * 16);
       } else if (paired % 16 == 0) {
-        score_halves<T, D>(found, q, k, angles, paired, p.turning_pairs);
+        score_halves<T, D>(band_score, q, k, angles, paired, p.rotated_pairs);
       } else {
-        score_any_halves<T, D>(found, q, k, angles, paired);
+        score_any_halves<T, D>(band_score, q, k, angles, paired);
       }
     }
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int key = key0 + tile * 8 + lane % 4 * 2 + e % 2, distance = run.position[e / 2] - key;
-        if (key < w.keys && distance >= start && distance < stop) score[tile][e] = found[tile][e] * run.scale[e / 2];
+        const int key = key0 + tile * 8 + lane % 4 * 2 + e % 2, distance = queries.position[e / 2] - key;
+        if (key < w.keys && distance >= start && distance < stop) {
+          score[tile][e] = band_score[tile][e] * queries.scale[e / 2];
+        }
       }
     }
   }
 }
 
+// Adds the slice's keys to the state.
 template <typename T, int D>
-__device__ void add_slice(Running<D>& run, float (&score)[2][4], const uint16_t* v) {
+__device__ void add_slice(SoftmaxState<D>& state, float (&score)[2][4], const uint16_t* v) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float top = fmaxf(fmaxf(score[0][2 * r], score[0][2 * r + 1]), fmaxf(score[1][2 * r], score[1][2 * r + 1]));
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
-    top = fmaxf(run.maximum[r], fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2)));
+    top = fmaxf(state.row_max[r], fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2)));
     const float finite = top == -INFINITY ? 0 : top;  // no key yet: every weight below is 0
-    const float kept = exp2_approx(run.maximum[r] - finite);
-    run.maximum[r] = top;
-    run.sum[r] *= kept;
+    const float kept = exp2_approx(state.row_max[r] - finite);
+    state.row_max[r] = top;
+    state.row_sum[r] *= kept;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
       for (int e = 2 * r; e < 2 * r + 2; ++e) {
         score[tile][e] = exp2_approx(score[tile][e] - finite);
-        run.sum[r] += score[tile][e];
+        state.row_sum[r] += score[tile][e];
       }
     }
 #pragma unroll
-    for (int tile = 0; tile < D / 8; ++tile) run.out[tile][2 * r] *= kept, run.out[tile][2 * r + 1] *= kept;
+    for (int tile = 0; tile < D / 8; ++tile) state.acc[tile][2 * r] *= kept, state.acc[tile][2 * r + 1] *= kept;
   }
   const uint32_t weights[4] = {T::pack(score[0][0], score[0][1]), T::pack(score[0][2], score[0][3]),
                                T::pack(score[1][0], score[1][1]), T::pack(score[1][2], score[1][3])};
@@ -248,29 +259,34 @@ __device__ void add_slice(Running<D>& run, float (&score)[2][4], const uint16_t*
   for (int tile = 0; tile < D / 8; tile += 2) {
     uint32_t b[4];
     load_matrices_transposed(b, v + (lane % 16) * pitch_for(D) + tile * 8 + lane / 16 * 8);
-    multiply<T>(run.out[tile], weights, b[0], b[1]);
-    multiply<T>(run.out[tile + 1], weights, b[2], b[3]);
+    multiply<T>(state.acc[tile], weights, b[0], b[1]);
+    multiply<T>(state.acc[tile + 1], weights, b[2], b[3]);
   }
 }
 
-// ---- kernels ----------------------------------------------------------------------------------------------------------
+// ---- kernels
 
-// Joins the warps' results and writes the split's. out: (WARPS, TILE_ROWS, PITCH), stats: (2, WARPS, TILE_ROWS), shared memory.
+// Merges the results of the warps and writes that of the split. In shared memory, out: (WARPS, TILE_ROWS, PITCH),
+// stats: (2, WARPS, TILE_ROWS), row_max and row_sum.
 template <int D>
-__device__ void write_partial(const DecodeParams& p, const Work& w, const Running<D>& run, float* out, float* stats) {
+__device__ void write_partial(const DecodeParams& p, const Work& w, const SoftmaxState<D>& state, float* out,
+                              float* stats) {
   constexpr int WARPS = warps_for(D), PITCH = D + 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = run.sum[r];
+    float sum = state.row_sum[r];
     sum += __shfl_xor_sync(0xffffffff, sum, 1);
     sum += __shfl_xor_sync(0xffffffff, sum, 2);
     const int m = lane / 4 + 8 * r;
-    if (lane % 4 == 0) stats[warp * TILE_ROWS + m] = run.maximum[r], stats[(WARPS + warp) * TILE_ROWS + m] = sum;
+    if (lane % 4 == 0) {
+      stats[warp * TILE_ROWS + m] = state.row_max[r];
+      stats[(WARPS + warp) * TILE_ROWS + m] = sum;
+    }
 #pragma unroll
     for (int tile = 0; tile < D / 8; ++tile) {
       float* to = out + (warp * TILE_ROWS + m) * PITCH + tile * 8 + lane % 4 * 2;
-      to[0] = run.out[tile][2 * r], to[1] = run.out[tile][2 * r + 1];
+      to[0] = state.acc[tile][2 * r], to[1] = state.acc[tile][2 * r + 1];
     }
   }
   __syncthreads();
@@ -293,10 +309,11 @@ __device__ void write_partial(const DecodeParams& p, const Work& w, const Runnin
 
 // Grid (batch * heads_kv, num_splits, query tiles).
 template <typename T, int D, bool INTERLEAVED>
-__global__ void __launch_bounds__(32 * warps_for(D), blocks_for(D)) split_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(32 * warps_for(D), blocks_for(D))
+    split_kernel(const __grid_constant__ DecodeParams p) {
   constexpr int WARPS = warps_for(D), STAGES = stages_for(D), TILE = SLICE * pitch_for(D);
   const Work w = find_work<WARPS * SLICE>(p);
-  if (w.block >= w.blocks) {  // partial_out stays unwritten; the combine kernel does not read it
+  if (w.block >= w.end_block) {  // the combine kernel does not read partial_out where partial_lse is -inf
     const int m = threadIdx.x;
     if (m < TILE_ROWS && w.row0 + m < w.rows) {
       p.partial_lse[((int64_t(w.split) * p.batch + w.b) * p.seqlen_q + w.query(m)) * p.heads_q + w.head(m)] = -INFINITY;
@@ -306,49 +323,52 @@ __global__ void __launch_bounds__(32 * warps_for(D), blocks_for(D)) split_kernel
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint16_t* shared = reinterpret_cast<uint16_t*>(shared_memory());
   uint16_t* slices = shared + warp * STAGES * 2 * TILE;  // (STAGES, K and V, SLICE, pitch) of this warp
-  uint16_t* turned_q = shared + WARPS * STAGES * 2 * TILE;
-  float* base = reinterpret_cast<float*>(turned_q + p.num_bands * TILE) + warp * D;
+  uint16_t* rotated_q = shared + WARPS * STAGES * 2 * TILE;
+  float* base = reinterpret_cast<float*>(rotated_q + p.num_bands * TILE) + warp * D;
 
   const auto copy = [&](int block, int stage) {
     const int key0 = (block * WARPS + warp) * SLICE;
-    if (block < w.blocks && key0 < w.keys) copy_slice<D>(p, w, key0, slices + stage * 2 * TILE, slices + (stage * 2 + 1) * TILE);
+    uint16_t* k = slices + stage * 2 * TILE;
+    if (block < w.end_block && key0 < w.keys) copy_slice<D>(p, w, key0, k, k + TILE);
     copy_commit();
   };
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) copy(w.block + stage * p.num_splits, stage);
 
-  const int shift = origin(p, w);
-  turn_queries<T, D, INTERLEAVED>(p, w, shift, turned_q);
-  Running<D> run = {};
+  const int shift = position_shift(p, w);
+  rotate_queries<T, D, INTERLEAVED>(p, w, shift, rotated_q);
+  SoftmaxState<D> state = {};
+  Queries queries;
   for (int r = 0; r < 2; ++r) {
-    run.maximum[r] = -INFINITY;
-    run.position[r] = w.keys - p.seqlen_q + w.query(lane / 4 + 8 * r);
-    const float log_n = p.log_n_factor * logf(max(run.position[r], 0) + 1.0f);
-    run.scale[r] = p.score_scale * LOG2_E * fmaxf(p.log_n_floor, log_n);
+    state.row_max[r] = -INFINITY;
+    queries.position[r] = w.keys - p.seqlen_q + w.query(lane / 4 + 8 * r);
+    const float log_n = p.log_n_factor * logf(max(queries.position[r], 0) + 1.0f);
+    queries.scale[r] = p.score_scale * LOG2_E * fmaxf(p.log_n_floor, log_n);
   }
   __syncthreads();
 
   int stage = 0;
-  for (int block = w.block; block < w.blocks; block += p.num_splits) {
+  for (int block = w.block; block < w.end_block; block += p.num_splits) {
     copy_wait<STAGES - 2>();
-    __syncwarp();  // every lane's copies have come, and none reads the stage that is filled next
+    __syncwarp();  // the copies of all lanes have landed, and no lane still reads the stage that is filled next
     copy(block + (STAGES - 1) * p.num_splits, (stage + STAGES - 1) % STAGES);
     const int key0 = (block * WARPS + warp) * SLICE;
     if (key0 < w.keys) {
       const uint16_t* k = slices + stage * 2 * TILE;
       float score[2][4];
       for (int e = 0; e < 8; ++e) score[e / 4][e % 4] = -INFINITY;
-      score_slice<T, D, INTERLEAVED>(score, p, w, run, key0, shift, turned_q, k, base);
-      add_slice<T, D>(run, score, k + TILE);
+      score_slice<T, D, INTERLEAVED>(score, p, w, queries, key0, shift, rotated_q, k, base);
+      add_slice<T, D>(state, score, k + TILE);
     }
     stage = (stage + 1) % STAGES;
   }
-  __syncthreads();  // the slices' memory now takes the results
+  __syncthreads();  // the results overwrite the slices
   float* out = reinterpret_cast<float*>(shared);
-  write_partial<D>(p, w, run, out, out + WARPS * TILE_ROWS * (D + 8));
+  write_partial<D>(p, w, state, out, out + WARPS * TILE_ROWS * (D + 8));
 }
 
-// A warp per query row and head: out = sum of 2^(lse_s - lse) partial_out_s. Splits without keys are not read.
+// One warp per query row and head: out = sum over splits s of 2^(lse_s - lse) partial_out_s. Splits without keys are
+// skipped.
 template <typename T>
 __global__ void combine_kernel(const __grid_constant__ DecodeParams p) {
   const int64_t row = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
@@ -359,7 +379,9 @@ __global__ void combine_kernel(const __grid_constant__ DecodeParams p) {
   for (int split = lane; split < p.num_splits; split += 32) top = fmaxf(top, p.partial_lse[split * rows + row]);
   for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
   const float finite = top == -INFINITY ? 0 : top;
-  for (int split = lane; split < p.num_splits; split += 32) sum += exp2_approx(p.partial_lse[split * rows + row] - finite);
+  for (int split = lane; split < p.num_splits; split += 32) {
+    sum += exp2_approx(p.partial_lse[split * rows + row] - finite);
+  }
   for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
   for (int channel = 2 * lane; channel < p.head_dim; channel += 64) {
     float x = 0, y = 0;
@@ -378,27 +400,27 @@ __global__ void combine_kernel(const __grid_constant__ DecodeParams p) {
   }
 }
 
-// A thread per 16 bytes of k and of v. What has no place is dropped.
+// One thread per 16 bytes of k and of v. Keys without a slot or a page are dropped.
 __global__ void append_kernel(const __grid_constant__ AppendParams p) {
   const int chunks = p.head_dim / 8;
   const int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, row = index / chunks;
-  const int head = row % p.heads_kv, t = row / p.heads_kv % p.seqlen_new, channel = index % chunks * 8;
-  const int64_t b = row / p.heads_kv / p.seqlen_new;
+  const int head = row % p.heads_kv, t = row / p.heads_kv % p.layout.seqlen_new, channel = index % chunks * 8;
+  const int64_t b = row / p.heads_kv / p.layout.seqlen_new;
   if (b >= p.batch) return;
-  const int slot = clamp(p.cache_seqlens[b], 0, p.capacity) + t;
-  if (slot >= p.capacity) return;
-  const Place place = place_of(p, b, slot);
-  if (place.page < 0 || place.page >= p.pages) return;
-  const auto move = [&](void* to, const Strides& to_strides, const void* from, const Strides& from_strides) {
-    const uint16_t* source = static_cast<const uint16_t*>(from) + offset_of(from_strides, b, t, head) + channel;
-    uint16_t* target = static_cast<uint16_t*>(to) + offset_of(to_strides, place.page, place.row, head) + channel;
-    *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(source);
+  const int slot = seqlen_of(p.layout, b) + t;
+  if (slot >= p.layout.capacity) return;
+  const Place place = place_of(p.layout, b, slot);
+  if (place.page < 0 || place.page >= p.layout.pages) return;
+  const auto move = [&](const TensorView& cache, const TensorView& added) {
+    const uint16_t* from = row_of(added, b, t, head) + channel;
+    uint16_t* to = row_of(cache, place.page, place.row, head) + channel;
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
   };
-  move(p.k_cache, p.k_cache_strides, p.k, p.k_strides);
-  move(p.v_cache, p.v_cache_strides, p.v, p.v_strides);
+  move(p.k_cache, p.k);
+  move(p.v_cache, p.v);
 }
 
-// ---- launchers --------------------------------------------------------------------------------------------------------
+// ---- launchers
 
 template <typename T, int D>
 const char* launch_split(const DecodeParams& p, void* stream) {
@@ -427,7 +449,7 @@ const char* launch_decode(const DecodeParams& p, void* stream) {
 }
 
 const char* launch_append(const AppendParams& p, void* stream) {
-  const int64_t chunks = int64_t(p.batch) * p.seqlen_new * p.heads_kv * (p.head_dim / 8);
+  const int64_t chunks = int64_t(p.batch) * p.layout.seqlen_new * p.heads_kv * (p.head_dim / 8);
   return launch(append_kernel, dim3(static_cast<unsigned>((chunks + 127) / 128), 1, 1), 128, 0, stream, p);
 }
 

@@ -1,4 +1,5 @@
-// Decoding over a cache of raw keys: what the kernels are given. Strides and counts of elements unless bytes are said.
+// Decoding with a cache of raw keys: the parameters of the kernels. Strides and counts are in elements unless a comment
+// says bytes.
 #pragma once
 
 #include <cstddef>
@@ -6,71 +7,81 @@
 
 namespace flashrope {
 
-constexpr int TILE_ROWS = 16;    // query rows of one tile: (row, head of the group) pairs that share a key head
+constexpr int TILE_ROWS = 16;    // query rows of one tile: (row, query head) pairs that share a key head
 constexpr int SLICE = 16;        // keys that one warp multiplies at a time
-constexpr int FINE_ROWS = 1024;  // rows of the fine table, as in flashrope/angles.py
-constexpr int MAX_SEQLEN_Q = 64;
-constexpr int MAX_SPLITS = 256;
+constexpr int FINE_ROWS = 1024;  // as in flashrope/cos_sin.py
+constexpr int MAX_SEQLEN_Q = 64;  // as in flashrope/backends/cuda.py, like TILE_ROWS
+constexpr int MAX_SPLITS = 256;  // as in flashrope/backends/base.py
+constexpr int UNBOUNDED = 1 << 30;  // a distance that no band reaches, as in flashrope/lowering.py
 
-struct Strides {  // of (batch or pages, slots, heads, head_dim); head_dim is contiguous
-  int64_t batch, row, head;
+// A tensor (batch or pages, tokens or slots, heads, head_dim) of two-byte elements; head_dim is contiguous.
+struct TensorView {
+  void* data;
+  int64_t stride_batch, stride_row, stride_head;
+};
+
+// Where sequences lie in a cache. flashrope/backends/base.py and triton_kernels/ describe it under the same name.
+//
+// Sequence b holds slots leftpad[b] to seqlens[b] + seqlen_new. Slot s is row s of the cache, or row s % page_size of
+// page block_table[b, s / page_size]. Positions count from leftpad.
+struct CacheLayout {
+  const int* seqlens;      // (batch,), without the seqlen_new keys that this call adds
+  const int* leftpad;      // (batch,) or null
+  const int* block_table;  // (batch, max_pages) or null
+  int seqlen_new;
+  int capacity;            // slots that a sequence can have
+  int pages;               // of the cache; without a block_table, its batch
+  int page_bits;           // page_size is 1 << page_bits
+  int max_pages;
 };
 
 struct DecodeParams {
-  const void* q;             // (batch, seqlen_q, heads_q, head_dim)
-  const void* k_cache;       // (batch, capacity, heads_kv, head_dim), or (pages, page_size, heads_kv, head_dim)
-  const void* v_cache;       // like k_cache
+  TensorView q;              // (batch, seqlen_q, heads_q, head_dim)
+  TensorView k_cache;        // (batch, capacity, heads_kv, head_dim), or (pages, page_size, heads_kv, head_dim)
+  TensorView v_cache;        // like k_cache
+  CacheLayout layout;        // the seqlen_new keys are in the cache already
   void* out;                 // (batch, seqlen_q, heads_q, head_dim), contiguous
   float* lse;                // (batch, heads_q, seqlen_q), natural log
   float* partial_out;        // (num_splits, batch, seqlen_q, heads_q, head_dim)
   float* partial_lse;        // (num_splits, batch, seqlen_q, heads_q), base 2
-  const int* cache_seqlens;  // (batch,)
-  const int* cache_leftpad;  // (batch,) or null
-  const int* block_table;    // (batch, max_pages) or null
-  const int* bands;          // (num_bands, 4): distances start <= d < stop, the table's slot for queries, for keys (0: no turn)
-  const float* table;        // (slots, table_rows, 2, table_pairs): cos and sin of flashrope.angles.two_level_table
-  Strides q_strides, k_strides, v_strides;
+  const int* bands;          // (num_bands, 4): start, stop, q_rotation, k_rotation; rotation 0 is none
+  const float* table;        // (rotations, table_rows, 2, table_pairs): two_level_table of flashrope/cos_sin.py
   int batch, seqlen_q, heads_q, heads_kv, head_dim;
-  int capacity;              // slots of a sequence
-  int seqlen_new;            // keys behind cache_seqlens that are already in the cache
-  int pages, page_bits, max_pages;  // page_size is 1 << page_bits
   int num_bands, table_rows, table_pairs;
   int rotary_dim;            // leading channels that are paired
-  int turning_pairs;         // pairs from here on have frequency 0
+  int rotated_pairs;         // pairs up to the last one with a nonzero frequency
   int num_splits;
   float score_scale;         // softmax_scale * temperature
-  float log_n_factor, log_n_floor;  // the score at position i is scaled by max(floor, factor * ln(i + 1))
+  float log_n_factor, log_n_floor;  // the query at position i is scaled by max(floor, factor * ln(i + 1))
   bool bfloat16, interleaved;
 };
 
 struct AppendParams {
-  const void* k;             // (batch, seqlen_new, heads_kv, head_dim)
-  const void* v;             // like k
-  void* k_cache;             // as in DecodeParams
-  void* v_cache;
-  const int* cache_seqlens;  // (batch,)
-  const int* block_table;    // (batch, max_pages) or null
-  Strides k_strides, v_strides, k_cache_strides, v_cache_strides;
-  int batch, seqlen_new, heads_kv, head_dim;
-  int capacity, pages, page_bits, max_pages;
+  TensorView k;        // (batch, seqlen_new, heads_kv, head_dim)
+  TensorView v;        // like k
+  TensorView k_cache;  // as in DecodeParams
+  TensorView v_cache;
+  CacheLayout layout;  // leftpad is not used
+  int batch, heads_kv, head_dim;
 };
 
-// A block of 4 warps at head_dim 256 would not fit the 99 KB of sm_86 and sm_89.
+// A block of 4 warps at head_dim 256 would not fit into the 99 KB of sm_86 and sm_89.
 constexpr int warps_for(int head_dim) { return head_dim > 128 ? 2 : 4; }
 constexpr int stages_for(int head_dim) { return head_dim > 64 ? 2 : 3; }
-// Blocks that shared memory lets stand on one multiprocessor anyway; to save registers for more would not pay.
+// Blocks per multiprocessor that shared memory allows. Saving registers for more would gain nothing.
 constexpr int blocks_for(int head_dim) { return head_dim > 96 ? 2 : 3; }
-// Rows in shared memory are 16 bytes longer than their channels, so that eight of them lie in different banks.
+// A row in shared memory is 16 bytes longer than its channels, which puts eight consecutive rows into different banks.
 constexpr int pitch_for(int head_dim) { return head_dim + 8; }
 
-// Bytes of shared memory of the split kernel: slices of K and V, the turned queries, one base angle per warp and pair.
+// Bytes of shared memory of the split kernel: slices of K and V, the rotated queries, and per warp the cos and sin of
+// the first key of its slice.
 constexpr size_t shared_bytes(int head_dim, int num_bands) {
   size_t slices = size_t(warps_for(head_dim)) * stages_for(head_dim) * 2 * SLICE * pitch_for(head_dim) * 2;
   size_t queries = size_t(num_bands) * TILE_ROWS * pitch_for(head_dim) * 2;
   return slices + queries + size_t(warps_for(head_dim)) * head_dim * 4;
 }
 
-// Both return null, or what CUDA says. stream is a cudaStream_t.
+// Both return null, or CUDA's error message. stream is a cudaStream_t.
 const char* launch_decode(const DecodeParams& params, void* stream);
 const char* launch_append(const AppendParams& params, void* stream);
 

@@ -1,4 +1,5 @@
-// Where the decode kernels find things: slots of the cache, the keys and query rows of a block, angles of positions. Device code.
+// What the decode kernels look up: slots of the cache, the keys and query rows of a block, cos and sin of a position.
+// Device code.
 #pragma once
 
 #include <ptx.h>  // csrc/ptx.h, or tests/emulator/ptx.h
@@ -10,31 +11,38 @@ namespace {
 
 __device__ inline int clamp(int x, int low, int high) { return max(low, min(x, high)); }
 
-// ---- where things lie -------------------------------------------------------------------------------------------------
+// ---- the cache
 
 struct Place {
-  int page, row;
+  int page, row;  // without a block_table, page is the sequence
 };
 
-// Where slot of sequence b lies; pages outside the cache are left as they are. slot < capacity.
-template <typename Params>
-__device__ Place place_of(const Params& p, int b, int slot) {
-  if (!p.block_table) return {b, slot};
-  return {p.block_table[int64_t(b) * p.max_pages + (slot >> p.page_bits)], slot & ((1 << p.page_bits) - 1)};
+// Where slot < capacity of sequence b lies. The page is not checked.
+__device__ Place place_of(const CacheLayout& layout, int b, int slot) {
+  if (!layout.block_table) return {b, slot};
+  const int page = layout.block_table[int64_t(b) * layout.max_pages + (slot >> layout.page_bits)];
+  return {page, slot & ((1 << layout.page_bits) - 1)};
 }
 
-__device__ int64_t offset_of(const Strides& strides, int page, int row, int head) {
-  return page * strides.batch + row * strides.row + head * strides.head;
+__device__ uint16_t* row_of(const TensorView& x, int page, int row, int head) {
+  return static_cast<uint16_t*>(x.data) + (page * x.stride_batch + row * x.stride_row + head * x.stride_head);
 }
 
-// The keys of one sequence and the query rows of one tile. Row m of all is row m / group of the queries, head m % group of those
-// that share head_kv. Positions count from the sequence's first key.
+// The slots of sequence b that are used before the new keys, clamped to the capacity.
+__device__ inline int seqlen_of(const CacheLayout& layout, int b) {
+  return clamp(layout.seqlens[b], 0, layout.capacity);
+}
+
+// ---- what one block of threads works on
+
+// The keys of one sequence and one tile of its query rows. Row m is query m / group, and head m % group of the query
+// heads that share head_kv. Positions count from the sequence's first key.
 struct Work {
   int b, head_kv, split, group;
-  int first, keys;          // slots first, ..., first + keys - 1
-  int row0, rows;           // of seqlen_q * group
-  int low, high;            // positions of the tile's first and last row
-  int block, blocks;        // this split's first block; blocks from `blocks` on hold no key for this tile
+  int first, keys;                    // slots first, ..., first + keys - 1
+  int row0, rows;                     // the tile's first row, and all rows: seqlen_q * group
+  int first_position, last_position;  // of the tile's rows
+  int block, end_block;               // this split's first block of keys; the tile sees no key of end_block or later
 
   __device__ int row(int m) const { return min(row0 + m, rows - 1); }
   __device__ int query(int m) const { return row(m) / group; }
@@ -46,73 +54,81 @@ __device__ Work find_work(const DecodeParams& p) {
   Work w;
   w.b = blockIdx.x / p.heads_kv, w.head_kv = blockIdx.x % p.heads_kv, w.split = blockIdx.y;
   w.group = p.heads_q / p.heads_kv;
-  const int end = min(clamp(p.cache_seqlens[w.b], 0, p.capacity) + p.seqlen_new, p.capacity);
-  w.first = p.cache_leftpad ? clamp(p.cache_leftpad[w.b], 0, end) : 0;
+  const int end = min(seqlen_of(p.layout, w.b) + p.layout.seqlen_new, p.layout.capacity);
+  w.first = p.layout.leftpad ? clamp(p.layout.leftpad[w.b], 0, end) : 0;
   w.keys = end - w.first;
   w.row0 = blockIdx.z * TILE_ROWS, w.rows = p.seqlen_q * w.group;
-  w.low = w.keys - p.seqlen_q + w.query(0), w.high = w.keys - p.seqlen_q + w.query(TILE_ROWS - 1);
-  int nearest = 1 << 30, farthest = -(1 << 30);
+  w.first_position = w.keys - p.seqlen_q + w.query(0);
+  w.last_position = w.keys - p.seqlen_q + w.query(TILE_ROWS - 1);
+  int nearest = UNBOUNDED, farthest = -UNBOUNDED;
   for (int band = 0; band < p.num_bands; ++band) {
     nearest = min(nearest, p.bands[4 * band]), farthest = max(farthest, p.bands[4 * band + 1]);
   }
-  const int key0 = max(0, w.low - farthest + 1), key1 = min(w.keys, w.high - nearest + 1);  // [key0, key1)
-  w.blocks = key1 > key0 ? (key1 + BLOCK - 1) / BLOCK : 0;
+  const int key0 = max(0, w.first_position - farthest + 1);  // the tile sees keys key0 to key1 - 1
+  const int key1 = min(w.keys, w.last_position - nearest + 1);
+  w.end_block = key1 > key0 ? (key1 + BLOCK - 1) / BLOCK : 0;
   const int block0 = key0 / BLOCK;
   w.block = block0 + (w.split + p.num_splits - block0 % p.num_splits) % p.num_splits;
   return w;
 }
 
-// ---- angles -----------------------------------------------------------------------------------------------------------
+// ---- rotation
 
-struct Angle {
+// An angle.
+struct CosSin {
   float cos, sin;
 };
 
-__device__ inline Angle operator+(Angle a, Angle b) { return {a.cos * b.cos - a.sin * b.sin, a.sin * b.cos + a.cos * b.sin}; }
-
-__device__ inline const float* table_row(const DecodeParams& p, int slot, int row) {
-  return p.table + (int64_t(slot) * p.table_rows + row) * 2 * p.table_pairs;
+__device__ inline CosSin add_angles(CosSin a, CosSin b) {
+  return {a.cos * b.cos - a.sin * b.sin, a.sin * b.cos + a.cos * b.sin};
 }
 
-__device__ inline Angle table_angle(const DecodeParams& p, const float* row, int pair) {
+__device__ inline const float* table_row(const DecodeParams& p, int rotation, int row) {
+  return p.table + (int64_t(rotation) * p.table_rows + row) * 2 * p.table_pairs;
+}
+
+__device__ inline CosSin load_cos_sin(const DecodeParams& p, const float* row, int pair) {
   return {row[pair], row[p.table_pairs + pair]};
 }
 
-__device__ inline Angle angle_at(const DecodeParams& p, int slot, int position, int pair) {
-  return table_angle(p, table_row(p, slot, FINE_ROWS + position / FINE_ROWS), pair) +
-         table_angle(p, table_row(p, slot, position % FINE_ROWS), pair);
+// The angle of a pair at a position: a coarse row of the table plus a fine row.
+__device__ inline CosSin cos_sin_at(const DecodeParams& p, int rotation, int position, int pair) {
+  return add_angles(load_cos_sin(p, table_row(p, rotation, FINE_ROWS + position / FINE_ROWS), pair),
+                    load_cos_sin(p, table_row(p, rotation, position % FINE_ROWS), pair));
 }
 
-// The two channels (x, y) of a pair, turned.
-__device__ inline float2 turn(float x, float y, Angle t) { return make_float2(x * t.cos - y * t.sin, y * t.cos + x * t.sin); }
-
-// Turning keeps distances, so both sides may count from another origin: rows before the first key, which only see keys ahead,
-// then have positions in the table too. Causal rows keep their origin.
-__device__ inline int origin(const DecodeParams& p, const Work& w) {
-  bool ahead = false;
-  for (int band = 0; band < p.num_bands; ++band) ahead |= p.bands[4 * band] < 0;
-  return ahead ? max(0, p.seqlen_q - w.keys) : 0;
+// The two channels (x, y) of a pair, rotated.
+__device__ inline float2 rotate(float x, float y, CosSin t) {
+  return make_float2(x * t.cos - y * t.sin, y * t.cos + x * t.sin);
 }
 
-// Where a lane finds the angles of its keys: row r of the slice turns by base + fine row r.
-struct KeyAngles {
+// What to add to all positions of the tile before they are looked up, so that none is negative. Rows before the first
+// key have negative positions, and only see keys if a band holds keys ahead. A common shift changes no score.
+__device__ inline int position_shift(const DecodeParams& p, const Work& w) {
+  bool sees_ahead = false;
+  for (int band = 0; band < p.num_bands; ++band) sees_ahead |= p.bands[4 * band] < 0;
+  return sees_ahead ? max(0, p.seqlen_q - w.keys) : 0;
+}
+
+// The angles of the keys of a slice: that of its first key plus that of the row within the slice.
+struct KeyCosSin {
   const float* base;     // (2, D / 2) in shared memory: cos and sin of the slice's first key
-  const float* fine[2];  // table rows of the lane's keys lane / 4 and lane / 4 + 8
+  const float* fine[2];  // table rows of this lane's keys, lane / 4 and lane / 4 + 8
   int half, pairs;       // D / 2, table_pairs
 
-  __device__ Angle at(int key, int pair) const {
-    return Angle{base[pair], base[half + pair]} + Angle{fine[key][pair], fine[key][pairs + pair]};
+  __device__ CosSin at(int key, int pair) const {
+    return add_angles(CosSin{base[pair], base[half + pair]}, CosSin{fine[key][pair], fine[key][pairs + pair]});
   }
 
-  // Of an even pair and the next.
-  __device__ void two_at(Angle (&t)[2], int key, int pair) const {
-    const float2 cos = two(base + pair), sin = two(base + half + pair);
-    const float2 fine_cos = two(fine[key] + pair), fine_sin = two(fine[key] + pairs + pair);
-    t[0] = Angle{cos.x, sin.x} + Angle{fine_cos.x, fine_sin.x};
-    t[1] = Angle{cos.y, sin.y} + Angle{fine_cos.y, fine_sin.y};
+  // Of an even pair and the next one.
+  __device__ void two_at(CosSin (&t)[2], int key, int pair) const {
+    const float2 cos = load_two(base + pair), sin = load_two(base + half + pair);
+    const float2 fine_cos = load_two(fine[key] + pair), fine_sin = load_two(fine[key] + pairs + pair);
+    t[0] = add_angles(CosSin{cos.x, sin.x}, CosSin{fine_cos.x, fine_sin.x});
+    t[1] = add_angles(CosSin{cos.y, sin.y}, CosSin{fine_cos.y, fine_sin.y});
   }
 
-  static __device__ float2 two(const float* x) { return *reinterpret_cast<const float2*>(x); }
+  static __device__ float2 load_two(const float* x) { return *reinterpret_cast<const float2*>(x); }
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What decode.cu takes from the device beside plain CUDA C++: tensor-core and copy instructions, the two-byte types, dynamic
-// shared memory, the launch. tests/emulator/ptx.h is its twin for the host.
+// What decode.cu uses of the device beyond plain CUDA C++: tensor-core and copy instructions, the two-byte types,
+// dynamic shared memory, the launch. tests/emulator/ptx.h is its host twin.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -35,18 +35,18 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes, past L1: a cache row is read once.
+// Copies 16 bytes, bypassing L1, because a cache row is read once.
 __device__ inline void copy_async(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 __device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most PENDING of this thread's groups are under way.
+// Waits until at most PENDING of this thread's groups are in flight.
 template <int PENDING>
 __device__ inline void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Four 8x8 matrices of two-byte numbers; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8x8 matrices of two-byte elements. Lane l passes the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(uint32_t (&x)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(row)) : "memory");
@@ -63,13 +63,15 @@ template <>
 __device__ inline void multiply<Float16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <>
 __device__ inline void multiply<BFloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ inline float exp2_approx(float x) {
@@ -78,7 +80,7 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
-// Null, or what CUDA says.
+// Returns null, or CUDA's error message.
 template <typename Params>
 const char* launch(void (*kernel)(Params), dim3 grid, int threads, size_t shared, void* stream, const Params& params) {
   cudaError_t error = cudaSuccess;

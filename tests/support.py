@@ -182,7 +182,7 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
     softmax_scale = p.rotary.head_dim**-0.5 if p.softmax_scale is None else p.softmax_scale
     call = AttentionCall(p.rotary, p.causal, softmax_scale, p.positions)
     identity = torch.eye(seqlen_k, dtype=q.dtype, device=q.device)[None, :, None].expand(k.shape[0], -1, k.shape[2], -1)
-    weights = reference.one_length(q, k, identity, call)[0].transpose(1, 2)  # (batch, heads, seqlen_q, seqlen_k)
+    weights = reference.dense_attention(q, k, identity, call)[0].transpose(1, 2)  # (batch, heads, seqlen_q, seqlen_k)
 
     i = torch.arange(seqlen_q, device=q.device, dtype=torch.float64) + seqlen_k - seqlen_q
     distance = i[:, None] - torch.arange(seqlen_k, device=q.device)

@@ -1,4 +1,4 @@
-"""KVCache and PagedKVCache against plain lists of tokens; what they attend to against one full call."""
+"""KVCache and PagedKVCache compared with lists of token numbers, and their attention with one full call."""
 
 import random
 import re
@@ -62,7 +62,7 @@ def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None
             )
     assert cache.free_pages == cache.pages - len(used), "pages free and held"
     unheld = [page for page in range(cache.pages) if page not in used]
-    cache.k[unheld] = cache.v[unheld] = torch.nan  # whoever reads them later is seen
+    cache.k[unheld] = cache.v[unheld] = torch.nan  # a later read of them shows
 
 
 def expected(scheme, q, tokens, dtype):
@@ -75,7 +75,7 @@ def queries(seqlen_q, sequences, seed, dtype=torch.float64):
 
 
 class Walk:
-    """One random step after another on a paged cache and on lists of token numbers."""
+    """Random steps on a paged cache and on lists of token numbers."""
 
     def __init__(self, seed: int, impl: str | None):
         self.random, self.impl = random.Random(seed), impl
@@ -154,7 +154,7 @@ class Walk:
                 self.cache.append([*self.model, name], *batch([[1]] * (len(self.model) + 1)), impl=self.impl)
 
     def fail(self):
-        """A call that is refused after its pages were taken."""
+        """A call that is refused after it has taken pages."""
         sequences = self.some()
         new = [[5] * 9 for _ in sequences]
         with pytest.raises((ValueError, OutOfPages), match="num_splits|page|no room"):
@@ -197,11 +197,11 @@ class Walk:
 @pytest.mark.parametrize("seed", range(3))
 def test_random_walk(seed, impl):
     if DEVICE == "cuda" and impl is None:
-        impl = "reference"  # the walk is in float64, which is the reference's there
+        impl = "reference"  # the walk is in float64, which only the reference serves on a GPU
     walk = Walk(seed, impl)
     for _ in range(150):
         walk.step()
-    assert walk.refused > 10  # memory was short often enough
+    assert walk.refused > 10  # pages ran out often enough
     walk.cache.reset()
     check(walk.cache, {})
     with pytest.raises(ValueError, match="sequence 0 was freed"):
@@ -212,8 +212,7 @@ def test_random_walk(seed, impl):
 @pytest.mark.parametrize("impl", [None, "reference"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_attend_equals_attention(scheme, impl, dtype):
-    """Chunked prefill, verification and decoding of three sequences in both kinds of cache, tokens dropped in
-    between."""
+    """Chunked prefill, verification and decoding of three sequences in both caches, with tokens dropped in between."""
     tokens, caches = [[], [], []], (contiguous(capacity=80, dtype=dtype), paged(15, dtype))
     names = [caches[1].allocate() for _ in tokens]
     generator = random.Random(5)
@@ -367,12 +366,12 @@ class TestPagedKVCache:
         children = [cache.fork(parent) for _ in range(2)]
         assert cache.free_pages == 6 and pages_of(cache, children[0]) == pages_of(cache, parent)
         cache.append(children, *batch([[2], [3]]))
-        assert cache.free_pages == 4  # the parent holds the page still
+        assert cache.free_pages == 4  # the parent still holds the page
         check(cache, {parent: [1] * 20, children[0]: [1] * 20 + [2], children[1]: [1] * 20 + [3]})
         assert len({pages_of(cache, name)[0] for name in cache.sequences}) == 1
 
     def test_all_holders_of_a_page_in_one_call(self):
-        """One of them writes in place, whatever their order and lengths."""
+        """One of them writes in place, for any order and lengths."""
         for order in (0, 1):
             cache = paged(3)
             long = cache.allocate()
@@ -385,7 +384,7 @@ class TestPagedKVCache:
             check(cache, {long: [1] * 10 + [2, 3], short: [1] * 4 + [4, 5]})
 
     def test_a_failure_after_writing_can_be_undone(self, monkeypatch):
-        """The kernel has written and then there is no memory for the output, say."""
+        """As when the kernel has written and there is no memory for the output."""
         cache = paged(3)
         long = cache.allocate()
         cache.append([long], *rows([1] * 10))
@@ -425,7 +424,7 @@ class TestPagedKVCache:
         check(cache, {second: [2] * 32, third: [1] * 90 + [3]})
 
     def test_many_sequences(self):
-        """The device's table grows, and a row that is used again has nothing left of its last sequence."""
+        """The table on the device grows, and a reused row holds nothing of its last sequence."""
         cache = paged(80, max_seqlen=32)
         model = {}
         for name in range(70):
@@ -440,10 +439,10 @@ class TestPagedKVCache:
             assert cache.allocate() == name
             model[name] = []
         check(cache, model)
-        assert len(cache._table) == 128 and not cache._changed  # rows are used again, changes are sent once
+        assert len(cache._table) == 128 and not cache._changed  # rows are reused, changes are sent once
 
     def test_reserve_and_advance(self):
-        """As around a CUDA graph, which writes by tables that were made before."""
+        """As around a CUDA graph, which writes with tables that were made before."""
         cache = paged(4)
         name = cache.allocate(20)
         assert cache.free_pages == 2 and cache.lengths([name]) == [0]
@@ -455,7 +454,7 @@ class TestPagedKVCache:
             cache.advance([name], 15)
         child = cache.fork(name)
         with pytest.raises(ValueError, match=f"at most 0, reserved for sequence {name}, got 1"):
-            cache.advance([name], 1)  # the page is shared by now
+            cache.advance([name], 1)  # the page is now shared
         cache.reserve([name], 1)
         cache.advance([name], 0)
         assert cache.free_pages == 1 and pages_of(cache, name)[1] != pages_of(cache, child)[1]
@@ -473,14 +472,14 @@ class TestPagedKVCache:
         assert cache.free_pages == 0
         check(cache, {parent: [1] * PAGE + [2], child: [1] * PAGE + [3]}, [parent])
 
-    def test_a_freed_sequence_is_not_read_unnoticed(self):
+    def test_a_freed_sequence_is_refused(self):
         cache = paged(4)
         first, second = cache.allocate(), cache.allocate()
         cache.append([first, second], *batch([[1] * 20] * 2))
         cache.free(first)
         with pytest.raises(ValueError, match="sequence 0 was freed"):
             cache.attend([first], queries(1, 1, 0), SCHEMES["rope"])
-        assert cache.allocate() == 2  # takes the row of the table
+        assert cache.allocate() == 2  # reuses the row of the table
         assert pages_of(cache, 2) == [] and len(pages_of(cache, second)) == 2
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The CPU implementation's own arithmetic: bands cut into pieces, caches into blocks."""
+"""The geometry of the CPU backend: bands divided into pieces, caches into blocks."""
 
 import pytest
 import torch
@@ -19,14 +19,14 @@ LENGTHS = [(1, 1), (5, 5), (3, 7), (7, 3), (1, 9), (9, 1), (40, 40), (70, 200), 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda pair: f"{pair[0]}x{pair[1]}")
 def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
-    """Also where the keys are a block out of a longer sequence and the queries stand elsewhere than at its end."""
+    """Also where the keys are one block of a longer sequence and the queries are not at its end."""
     seqlen_q, seqlen_k = lengths
     shift = seqlen_k - seqlen_q + ahead
     distance = torch.arange(seqlen_q)[:, None] + shift - torch.arange(seqlen_k)
     for rotary in SCHEMES:
         bands = rotary.bands_for(causal)
         held = {(slope, offset): torch.zeros(seqlen_q, seqlen_k, dtype=torch.int) for _, _, slope, offset in bands}
-        wanted = {turn: torch.zeros_like(x) for turn, x in held.items()}
+        wanted = {rotation: torch.zeros_like(x) for rotation, x in held.items()}
         for start, stop, slope, offset in bands:
             wanted[slope, offset] += (distance >= start) & (distance < stop)
         for slope, offset, pieces in plan(bands, seqlen_q, seqlen_k, shift):
@@ -45,8 +45,8 @@ def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
                         piece
                     )
                     held[slope, offset][row : row + piece.rows, key : key + piece.keys] += seen
-        for turn, want in wanted.items():
-            assert torch.equal(held[turn], want), (rotary, turn)
+        for rotation, want in wanted.items():
+            assert torch.equal(held[rotation], want), (rotary, rotation)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 5, 70])
@@ -54,15 +54,15 @@ def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
     "scheme", [ROPE, ROPE.rectify(20).log_n(9), ROPE.rectify(20, 2.0), ROPE.local(20), Rotary.none(8)], ids=repr
 )
 def test_blocks_of_a_cache(monkeypatch, scheme, seqlen_q):
-    """Blocks that end inside a page, inside a band, and at a sequence's last key."""
+    """Blocks that end inside a page, inside a band, and at the last key of a sequence."""
     monkeypatch.setattr(cached, "_block_size", lambda rotary, causal, row: 24)
     q, (k, v) = torch.randn(3, seqlen_q, 4, 8), torch.randn(2, 12, 16, 2, 8)
     table = torch.tensor([[3, 4, 5, 6, 7], [0, 2, 9, 8, 1], [11, 10, 9, 2, 0]], dtype=torch.int32)
-    whole = [x[table].flatten(1, 2) for x in (k, v)]  # the same, contiguous
+    contiguous = [x[table].flatten(1, 2) for x in (k, v)]
     for lengths in ([80, 71, 48], [73, 73, 73]):
         seqlens = torch.tensor(lengths, dtype=torch.int32)
-        expected = attention_with_cache(q, *whole, scheme, seqlens, impl="reference", return_lse=True)
-        for caches, block_table in (whole, None), ((k, v), table):
+        expected = attention_with_cache(q, *contiguous, scheme, seqlens, impl="reference", return_lse=True)
+        for caches, block_table in (contiguous, None), ((k, v), table):
             result = attention_with_cache(
                 q, *caches, scheme, seqlens, block_table=block_table, impl="cpu", return_lse=True
             )

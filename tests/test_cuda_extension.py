@@ -1,6 +1,8 @@
-"""The CUDA decode kernels on the host: csrc/decode.cu and csrc/library.cpp compiled against tests/emulator/ptx.h and
-registered for CPU tensors, so kernels, checks and the Python backend run as they would on a device, against the
-reference in float64."""
+"""The CUDA decode kernels on the host, compared with the reference in float64.
+
+csrc/decode.cu and csrc/library.cpp are compiled with tests/emulator/ptx.h and registered for CPU tensors, so the
+kernels, the checks and the Python backend all run without a GPU.
+"""
 
 import ctypes
 import os
@@ -14,12 +16,12 @@ import support
 import torch
 
 from flashrope import Rotary, attention_with_cache
-from flashrope.backends import CacheCall, resolve_impl, cuda, reference
+from flashrope.backends import CacheCall, CacheLayout, cuda, reference, resolve_impl
 
 ROOT = Path(__file__).resolve().parents[1]
 CXX = shutil.which(os.environ.get("CXX", "g++"))
 pytestmark = pytest.mark.skipif(
-    CXX is None or sys.platform != "linux", reason="the emulation needs Linux and a C++ compiler"
+    CXX is None or sys.platform != "linux", reason="the emulator needs Linux and a C++ compiler"
 )
 BF16, FP16 = torch.bfloat16, torch.float16
 COEFFICIENT = support.COEFFICIENT[FP16]  # of u * (1 + kappa) * (P |V|); the largest seen was 0.77
@@ -41,7 +43,7 @@ SCHEMES = {
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """(the operators' library, the collectives' library)"""
+    """(the operators, the library of the emulated collectives)"""
     folder, package = tmp_path_factory.mktemp("emulator"), Path(torch.__file__).parent
     options = [
         CXX,
@@ -92,8 +94,10 @@ def random(*shape, dtype, seed):
 
 
 class Cache:
-    """Sequences of random keys; every slot that no sequence holds is NaN. q: (batch, seqlen_q, heads_kv * group,
-    head_dim)."""
+    """Sequences of random keys; every slot that no sequence holds is NaN.
+
+    q: (batch, seqlen_q, heads_kv * group, head_dim).
+    """
 
     def __init__(
         self,
@@ -114,39 +118,39 @@ class Cache:
         batch, head_dim = len(lengths), rotary.head_dim
         self.q = random(batch, seqlen_q, heads_kv * group, head_dim, dtype=dtype, seed=seed)
         self.dtype, self.leftpad, self.lengths = dtype, leftpad or [0] * batch, lengths
-        slots = [random(batch, capacity, heads_kv, head_dim, dtype=dtype, seed=seed + i) for i in (1, 2)]
-        for x in slots:
+        contiguous = [random(batch, capacity, heads_kv, head_dim, dtype=dtype, seed=seed + i) for i in (1, 2)]
+        for x in contiguous:
             for b, (start, end) in enumerate(zip(self.leftpad, lengths, strict=True)):
                 x[b, :start], x[b, end:] = torch.nan, torch.nan
-        self.slots = slots
-        table = None
+        self.contiguous = contiguous
+        caches, table = contiguous, None
         if page_size:
             count = batch * capacity // page_size
             order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-            pages = [torch.full((count + 1, page_size, heads_kv, head_dim), torch.nan, dtype=dtype) for _ in slots]
-            for to, x in zip(pages, slots, strict=True):
+            pages = [torch.full((count + 1, page_size, heads_kv, head_dim), torch.nan, dtype=dtype) for _ in contiguous]
+            for to, x in zip(pages, contiguous, strict=True):
                 to[order] = x.reshape(count, page_size, heads_kv, head_dim)
-            slots, table = pages, order.view(batch, -1).to(torch.int32)
-        if wide:  # strides that are no products of the shape
-            slots = [
-                torch.nn.functional.pad(x, (0, 8, 0, 1), value=torch.nan)[:, :, :heads_kv, :head_dim] for x in slots
+            caches, table = pages, order.view(batch, -1).to(torch.int32)
+        if wide:  # strides that do not follow from the shape
+            caches = [
+                torch.nn.functional.pad(x, (0, 8, 0, 1), value=torch.nan)[:, :, :heads_kv, :head_dim] for x in caches
             ]
-        self.k, self.v = slots
+        self.k, self.v = caches
         pads = torch.tensor(self.leftpad, dtype=torch.int32) if leftpad else None
-        lengths = torch.tensor(lengths, dtype=torch.int32)
-        self.call = CacheCall(rotary, causal, head_dim**-0.5, lengths, 0, table, pads, num_splits)
+        self.layout = CacheLayout(torch.tensor(lengths, dtype=torch.int32), table, pads)
+        self.call = CacheCall(rotary, causal, head_dim**-0.5, self.layout, num_splits)
 
     def run(self):
         return cuda.attention_with_cache(self.q, self.k, self.v, self.call)
 
     def largest_error(self, out, lse, skip=()):
-        """As a share of the budget."""
+        """The largest error, divided by the budget."""
         assert out.dtype == self.dtype and out.is_contiguous() and lse.dtype == torch.float32
         worst = 0.0
         for b, (start, end) in enumerate(zip(self.leftpad, self.lengths, strict=True)):
             if b in skip:
                 continue
-            q, k, v = self.q[b : b + 1], *(x[b : b + 1, start:end] for x in self.slots)
+            q, k, v = self.q[b : b + 1], *(x[b : b + 1, start:end] for x in self.contiguous)
             zeros = torch.zeros(1, q.shape[2], q.shape[1])
             problem = support.Problem(
                 q, k, v, self.call.rotary, self.call.causal, grad_out=torch.zeros_like(q), grad_lse=zeros
@@ -154,9 +158,7 @@ class Cache:
             exact, bound = support.exact_and_bound(problem)
             for name, got in (("out", out[b : b + 1]), ("lse", lse[b : b + 1])):
                 error = torch.where(got.double() == exact[name], 0, (got.double() - exact[name]).abs())
-                budget = (
-                    support.UNIT_ROUNDOFF[self.dtype] * bound[name] + 2.0**-25
-                )  # half a step of float16's smallest numbers
+                budget = support.UNIT_ROUNDOFF[self.dtype] * bound[name] + 2.0**-25  # half of float16's smallest step
                 worst = max(worst, (error / budget).nan_to_num(nan=torch.inf).max().item())
         return worst
 
@@ -165,7 +167,7 @@ class Cache:
         assert error <= COEFFICIENT, f"{error} of the budget in {self.call.rotary}"
 
 
-# ---- the emulation itself
+# ---- the emulator itself
 
 LANE = torch.arange(32)[:, None]
 GROUP, MEMBER = LANE // 4, LANE % 4  # PTX ISA: groupID and threadID_in_group
@@ -223,7 +225,7 @@ def test_two_byte_types_round_as_torch_does(built, dtype):
 @pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=["float16", "bfloat16"])
 def test_follows_the_reference(operators, dtype, head_dim, scheme):
-    """The number of query tokens, the heads per key head and the kind of cache change from case to case."""
+    """Query tokens, heads per key head and the cache layout vary over the cases."""
     case = list(SCHEMES).index(scheme) + cuda.HEAD_DIMS.index(head_dim) + (dtype == BF16)
     seqlen_q, group, page_size = (1, 3, 17)[case % 3], (1, 4)[case // 3 % 2], (0, 16, 64)[case % 5 % 3]
     lengths = [129, max(37, seqlen_q), 0]
@@ -242,7 +244,7 @@ def test_left_padding_counts_positions_from_the_first_key(operators, scheme, pag
 @pytest.mark.parametrize("scheme", ["rope", "leaky", "rerope_local_log_n", "none"])
 @pytest.mark.parametrize("seqlen_q", [3, 17])
 def test_not_causal(operators, scheme, seqlen_q):
-    """The second sequence has fewer keys than queries: those before it see keys ahead."""
+    """The second sequence has fewer keys than queries; queries before its first key see keys ahead."""
     Cache(SCHEMES[scheme](64), FP16, [90, 9, 0], seqlen_q=seqlen_q, group=2, causal=False).check()
 
 
@@ -266,12 +268,12 @@ def test_long_positions_keep_their_accuracy(operators):
     Cache(Rotary.rope(64, interleaved=True).rectify(64), FP16, [2211], 2304, heads_kv=1, num_splits=5).check()
 
 
-def test_strides_that_are_no_products_of_the_shape(operators):
+def test_strides_that_do_not_follow_from_the_shape(operators):
     for page_size in (0, 16):
         Cache(SCHEMES["rope"](96), BF16, [77, 30], page_size=page_size, wide=True).check()
 
 
-def test_copies_that_land_as_late_as_they_may_change_nothing(operators, monkeypatch):
+def test_copies_that_land_as_late_as_allowed_change_nothing(operators, monkeypatch):
     for head_dim in cuda.HEAD_DIMS:
         cache = Cache(SCHEMES["rerope"](head_dim), BF16, [333, 50], 400, seqlen_q=2, num_splits=2)
         early = cache.run()
@@ -283,13 +285,14 @@ def test_copies_that_land_as_late_as_they_may_change_nothing(operators, monkeypa
 
 
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "local_log_n"])
-def test_fixed_splits_give_equal_bits_however_tokens_are_cut_into_calls(operators, scheme):
+def test_fixed_splits_are_bitwise_identical_however_tokens_are_divided_into_calls(operators, scheme):
     rotary = SCHEMES[scheme](64)
     together = Cache(rotary, BF16, [150, 60], seqlen_q=6, group=4)
     out, lse = together.run()
     for t in range(6):
         alone = Cache(rotary, BF16, [150, 60], seqlen_q=6, group=4)
-        alone.q, alone.call.cache_seqlens = alone.q[1:, t : t + 1], torch.tensor([60 - 5 + t], dtype=torch.int32)
+        alone.q = alone.q[1:, t : t + 1]
+        alone.call.layout = CacheLayout(torch.tensor([60 - 5 + t], dtype=torch.int32))
         alone.k, alone.v = alone.k[1:], alone.v[1:]
         one, one_lse = alone.run()
         assert torch.equal(one[0, 0], out[1, t]) and torch.equal(one_lse[0, :, 0], lse[1, :, t])
@@ -298,19 +301,19 @@ def test_fixed_splits_give_equal_bits_however_tokens_are_cut_into_calls(operator
 @pytest.mark.parametrize("hostile", [-1, -(2**31), 2**31 - 1, 1000])
 def test_hostile_tables_touch_nothing_outside_and_no_other_sequence(operators, hostile):
     cache = Cache(SCHEMES["rerope"](64), BF16, [100, 77, 90, 60], page_size=16, leftpad=[0, 3, 0, 0])
-    cache.call.block_table[0] = hostile
-    cache.call.cache_seqlens[2] = hostile
-    cache.call.cache_leftpad[3] = hostile
+    cache.layout.block_table[0] = hostile
+    cache.layout.seqlens[2] = hostile
+    cache.layout.leftpad[3] = hostile
     out, lse = cache.run()
     assert cache.largest_error(out, lse, skip=(0, 2, 3)) <= COEFFICIENT
     cache = Cache(SCHEMES["rerope"](64), BF16, [100, 77])
-    cache.call.cache_seqlens[0] = hostile
+    cache.layout.seqlens[0] = hostile
     assert cache.largest_error(*cache.run(), skip=(0,)) <= COEFFICIENT
 
 
-def test_entries_of_the_table_behind_a_sequence_are_not_used(operators):
+def test_table_entries_beyond_a_sequence_are_not_used(operators):
     cache = Cache(SCHEMES["rope"](64), BF16, [33, 70], page_size=16)
-    cache.call.block_table[0, 3:] = -5
+    cache.layout.block_table[0, 3:] = -5
     cache.check()
 
 
@@ -329,22 +332,22 @@ def test_nothing_to_attend_to(operators):
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_append_writes_what_the_reference_writes(operators, page_size, head_dim):
     cache = Cache(Rotary.rope(head_dim), BF16, [31, 95, 0, 96, 5], 96, page_size=page_size, wide=True)
-    cache.call.cache_seqlens[2] = -7
+    cache.layout.seqlens[2] = -7
     if page_size:
-        cache.call.block_table[4] = torch.tensor([2**31 - 1, -1, 0, 0, 0, 0])
+        cache.layout.block_table[4] = torch.tensor([2**31 - 1, -1, 0, 0, 0, 0])
     new = [random(5, 4, 2, head_dim, dtype=BF16, seed=i) for i in (7, 8)]
     got, expected = ([x.clone() for x in (cache.k, cache.v)] for _ in range(2))
-    cuda.append_to_cache(*got, *new, cache.call.cache_seqlens, cache.call.block_table)
-    reference.append_to_cache(*expected, *new, cache.call.cache_seqlens, cache.call.block_table)
+    layout = cache.layout._replace(seqlen_new=4)
+    cuda.append_to_cache(*got, *new, layout)
+    reference.append_to_cache(*expected, *new, layout)
     for x, y in zip(got, expected, strict=True):
         assert torch.equal(x.nan_to_num(nan=-77.0), y.nan_to_num(nan=-77.0))
 
 
 @pytest.mark.parametrize("page_size", [0, 64])
 def test_the_public_call_appends_and_attends(operators, monkeypatch, page_size):
-    monkeypatch.setattr(
-        cuda, "unsupported_reason", lambda q, cached=False: cuda.unsupported(q)
-    )  # a device is what it would ask for next
+    # without the check for a device
+    monkeypatch.setattr(cuda, "unsupported_reason", lambda q, cached=False: cuda.unsupported_queries(q))
     cache = Cache(
         SCHEMES["rerope"](128), BF16, [100, 126], 128, seqlen_q=2, group=4, page_size=page_size, leftpad=[7, 0]
     )
@@ -357,11 +360,11 @@ def test_the_public_call_appends_and_attends(operators, monkeypatch, page_size):
             k_cache,
             v_cache,
             cache.call.rotary,
-            cache.call.cache_seqlens,
+            cache.layout.seqlens,
             k,
             v,
-            cache.call.block_table,
-            cache.call.cache_leftpad,
+            cache.layout.block_table,
+            cache.layout.leftpad,
             return_lse=True,
             impl=impl,
         )
@@ -377,7 +380,7 @@ def test_the_public_call_appends_and_attends(operators, monkeypatch, page_size):
 # ---- refusals and checks
 
 
-def test_refusals_say_why(monkeypatch, tmp_path):
+def test_unsupported_reasons(monkeypatch, tmp_path):
     q = torch.empty(1, 1, 1, 64, dtype=BF16)
     assert "attention_with_cache only" in cuda.unsupported_reason(q)
     monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "absent.so")
@@ -386,15 +389,15 @@ def test_refusals_say_why(monkeypatch, tmp_path):
     assert "CUDA device" in cuda.unsupported_reason(q, cached=True)
     with pytest.raises(ValueError, match="impl='cuda' cannot serve this call: the CUDA kernels need a CUDA device"):
         resolve_impl("cuda", q, cached=True)
-    assert "float32" in cuda.unsupported(q.float())
-    assert "head_dim 64, 96, 128, 256, q has 80" in cuda.unsupported(q.new_empty(1, 1, 1, 80))
-    assert "64 query tokens, q has 65" in cuda.unsupported(q.new_empty(1, 65, 1, 64))
-    assert not cuda.unsupported(q)
+    assert "float32" in cuda.unsupported_queries(q.float())
+    assert "head_dim 64, 96, 128, 256, q has 80" in cuda.unsupported_queries(q.new_empty(1, 1, 1, 80))
+    assert "64 query tokens, q has 65" in cuda.unsupported_queries(q.new_empty(1, 65, 1, 64))
+    assert not cuda.unsupported_queries(q)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "compute capability 8.0" in cuda._old_device("cuda:0")
+    assert "compute capability 8.0" in cuda._unsupported_device("cuda:0")
 
 
-def test_misaligned_caches_are_named_and_misaligned_queries_served(operators):
+def test_misaligned_caches_are_refused_and_misaligned_queries_copied(operators):
     cache = Cache(Rotary.rope(64), BF16, [40, 7])
     k = cache.k
     cache.k = torch.nn.functional.pad(k, (0, 1))[..., :64]
@@ -416,6 +419,7 @@ def test_misaligned_caches_are_named_and_misaligned_queries_served(operators):
         (dict(num_splits=lambda x: 257), "num_splits: expected 1 to 256"),
         (dict(partial_out=lambda x: x[1:]), "partial_out: expected"),
         (dict(rotary_dim=lambda x: 66), "rotary_dim: got 66"),
+        (dict(rotated_pairs=lambda x: 33), "rotated_pairs: got 33"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -453,7 +457,7 @@ print(torch.ops.flashrope_cuda.decode.default._schema)
     not all(map(shutil.which, ("nvcc", "ninja", "c++"))), reason="needs nvcc, ninja and a C++ compiler on PATH"
 )
 def test_the_library_builds_and_loads_where_torch_has_cuda(tmp_path):
-    """libtorch_cuda is stood in for where this torch lacks it: no kernel runs here, but every symbol must be found."""
+    """Where this torch has no libtorch_cuda, a stub replaces it: no kernel runs, but every symbol must be found."""
     pytest.importorskip("pybind11", reason="the build needs pybind11")
     env = {**os.environ, "FLASHROPE_BUILD_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "7.5"}
     command = [
@@ -496,7 +500,7 @@ ptxas info    : Used 26 registers, used 0 barriers, 528 bytes cmem[0]
 @pytest.fixture
 def gate(monkeypatch):
     pytest.importorskip("triton", reason="the gates share their table of GPUs with Triton's")
-    monkeypatch.syspath_prepend(str(ROOT))  # bench is no part of the installed package
+    monkeypatch.syspath_prepend(str(ROOT))  # bench is not part of the installed package
     from bench import gate_cuda
 
     return gate_cuda

@@ -1,4 +1,4 @@
-"""attention_with_cache: every sequence as the last rows of one full call, whatever lies around it in the cache."""
+"""attention_with_cache: every sequence gives the last rows of one full call, for any other content of the cache."""
 
 import dataclasses
 import os
@@ -14,13 +14,12 @@ from test_needles import needle
 from flashrope import Rotary, attention_with_cache
 
 PAGE = 16
-UNUSED = 2147480000  # what a table may hold where a sequence has no keys
+UNUSED = 2147480000  # a table entry beyond a sequence; it may be anything
 
 
 @dataclasses.dataclass
 class Cached:
-    """Sequences of different lengths in a cache; p[b] is sequence b alone. The cache does not hold the last seqlen_new
-    keys yet; all other slots are NaN."""
+    """Sequences of different lengths in a cache, which lacks their last seqlen_new keys. Its free slots are NaN."""
 
     sequences: list[support.Problem]
     seqlen_new: int
@@ -36,11 +35,8 @@ class Cached:
             used = [-(-(pad + p.k.shape[1]) // self.page_size) for p, pad in zip(self.sequences, pads, strict=True)]
             total = max(sum(used) + 2, len(used) * self.capacity // self.page_size)
             inner = 1 + torch.randperm(total - 2, generator=torch.Generator().manual_seed(3))
-            free = [
-                0,
-                *inner.tolist()[: max(sum(used) - 2, 0)],
-                total - 1,
-            ]  # wrong page numbers are most easily mended to the first or last
+            # with the first and the last page, to which wrong page numbers are clamped
+            free = [0, *inner.tolist()[: max(sum(used) - 2, 0)], total - 1]
             pool = first.new_full((2, total, self.page_size, *first.shape[2:]), torch.nan)
         for p, pad in zip(self.sequences, pads, strict=True):
             old = p.k.shape[1] - self.seqlen_new
@@ -149,7 +145,7 @@ def test_several_tokens(exact, page_size, scheme, causal):
 @pytest.mark.parametrize("seqlen_q", [1, 5])
 @pytest.mark.parametrize("scheme", ["none", "rope_interleaved", "hope_zeros", "rerope", "local", "log_n_trained"])
 def test_equal_lengths(target, scheme, seqlen_q):
-    """One batch, computed in one go where nothing has to be merged."""
+    """One batch, computed in one piece where nothing has to be merged."""
     cached(target, SCHEMES[scheme](16), (20, 20), seqlen_q, leftpad=(3, 3)).check(target)
 
 
@@ -173,8 +169,7 @@ def test_long_chunks(exact, page_size, seqlen_q):
 @layouts
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_chunks_of_every_scheme(exact, page_size, scheme):
-    """More than 64 queries, which another kernel may serve: over a sequence that becomes full, and one that begins,
-    behind padding."""
+    """More than 64 queries, which another kernel may serve: one sequence fills the cache, one starts after padding."""
     cached(
         exact, SCHEMES[scheme](16), (112, 66), 66, heads=2, leftpad=(0, 30), capacity=112, page_size=page_size
     ).check(exact)
@@ -183,7 +178,7 @@ def test_chunks_of_every_scheme(exact, page_size, scheme):
 @pytest.mark.interpreted(lambda exact, page_size, scheme: scheme == "hope_rerope_log_n" and page_size)
 @layouts
 @pytest.mark.parametrize("scheme", ["leaky", "hope_rerope_log_n", "local"])
-def test_chunks_that_see_ahead(exact, page_size, scheme):
+def test_chunks_that_see_keys_ahead(exact, page_size, scheme):
     cached(
         exact,
         SCHEMES[scheme](16),
@@ -200,7 +195,7 @@ def test_chunks_that_see_ahead(exact, page_size, scheme):
 @pytest.mark.interpreted(lambda exact, page_size: page_size)
 @layouts
 def test_chunks_longer_than_their_sequences(exact, page_size):
-    """More queries than keys: no key, one, some."""
+    """More queries than keys: no key, one key, some keys."""
     rotary = Rotary.rope(16).rectify(7).log_n(20)
     cached(
         exact, rotary, (0, 1, 40), 66, heads=2, seqlen_new=0, leftpad=(0, 5, 0), capacity=80, page_size=page_size
@@ -230,7 +225,7 @@ def test_head_dims_and_groups(target, head_dim, heads):
 
 @layouts
 def test_lengths_from_nothing_to_full(exact, page_size):
-    """No key, one, a page, the capacity; and queries without new keys, of which there may be more than keys."""
+    """No key, one key, a page, the full capacity; also queries without new keys, and more queries than keys."""
     rotary = Rotary.rope(16).rectify(7)
     cached(exact, rotary, (0, 1, PAGE, 64), 1, seqlen_new=0, page_size=page_size).check(exact)
     cached(exact, rotary, (0, 2, 64), 4, seqlen_new=0, page_size=page_size).check(exact)
@@ -241,24 +236,24 @@ def test_lengths_from_nothing_to_full(exact, page_size):
 @pytest.mark.parametrize("distance", [0, 20, 21, 22])
 @pytest.mark.parametrize("kind", ["rectify", "local"])
 def test_needles_on_the_edge(exact, kind, distance):
-    whole = needle(exact, getattr(Rotary.rope(16), kind)(21), distance)
+    full = needle(exact, getattr(Rotary.rope(16), kind)(21), distance)
     rows = [
-        whole.replace(
-            **{name: getattr(whole, name)[:, -n - 1 : -n] for name in ("q", "grad_out")},
-            grad_lse=whole.grad_lse[..., -n - 1 : -n],
-            k=whole.k[:, :-n],
-            v=whole.v[:, :-n],
+        full.replace(
+            **{name: getattr(full, name)[:, -n - 1 : -n] for name in ("q", "grad_out")},
+            grad_lse=full.grad_lse[..., -n - 1 : -n],
+            k=full.k[:, :-n],
+            v=full.v[:, :-n],
         )
         for n in range(1, 4)
     ]
-    if kind == "rectify" or distance < 21:  # every third row has a needle, and it does dominate its row
+    if kind == "rectify" or distance < 21:  # every third row has a needle, which dominates its row
         assert max(support.exact_and_bound(p)[0]["lse"].max() for p in rows) > 8
     Cached(rows, 1, 80, None, PAGE).check(exact)
 
 
 @layouts
 def test_token_by_token_is_one_full_call(exact, page_size):
-    """A sequence that grows by itself, in chunks of several sizes, against the rows of one call over all of it."""
+    """A sequence that grows in chunks of several sizes, compared with the rows of one call."""
     chunks = (13, 1, 1, 7, 66, 1, 1, 3)
     p = support.problem(exact, Rotary.rope(16).rectify(9).log_n(10), sum(chunks))
     full, bound = support.exact_and_bound(p)
@@ -286,7 +281,7 @@ def test_token_by_token_is_one_full_call(exact, page_size):
     assert max(support.excess(got, full, bound, exact.dtype).values()) <= COEFFICIENT[exact.dtype]
 
 
-def test_paged_is_contiguous_to_the_bit(target):
+def test_paged_and_contiguous_are_bitwise_identical(target):
     rotary = SCHEMES["hope_rerope_log_n"](16)
     contiguous, paged = (
         cached(target, rotary, (45, 1, 60), 2, seqlen_new=0, page_size=page_size).run(target.impl)
@@ -295,7 +290,7 @@ def test_paged_is_contiguous_to_the_bit(target):
     assert all(torch.equal(a, b) for a, b in zip(contiguous, paged, strict=True))
 
 
-def test_leftpad_changes_no_bit(exact):
+def test_leftpad_is_bitwise_identical(exact):
     rotary = SCHEMES["hope_rerope_log_n"](16)
     plain, padded = (
         cached(exact, rotary, (45, 30), 2, leftpad=pads, capacity=80).run(exact.impl) for pads in (None, (7, 19))
@@ -303,7 +298,7 @@ def test_leftpad_changes_no_bit(exact):
     assert all(torch.equal(a, b) for a, b in zip(plain, padded, strict=True))
 
 
-# ---- tables from outside
+# ---- wrong tables
 
 
 HOSTILE = {
@@ -320,8 +315,8 @@ HOSTILE = {
 @pytest.mark.interpreted(lambda exact, entry, page_size: entry[1] in (1 << 30, -3, UNUSED) and page_size)
 @layouts
 @pytest.mark.parametrize("entry", HOSTILE.values(), ids=HOSTILE.keys())
-def test_wrong_entries_stay_with_their_sequence(exact, entry, page_size):
-    """validate names them; without it the other sequences' caches and results stay as they were, to the bit."""
+def test_wrong_entries_affect_only_their_sequence(exact, entry, page_size):
+    """validate names them; without it the caches and results of other sequences stay bitwise identical."""
     name, value = entry
     if name == "block_table" and not page_size:
         pytest.skip("a contiguous cache has no table")
@@ -359,7 +354,7 @@ def test_wrong_entries_stay_with_their_sequence(exact, entry, page_size):
 
 
 def test_two_sequences_on_one_page(exact):
-    """Shared pages may be read by all, written by none."""
+    """Shared pages may be read but not written."""
     c = cached(exact, Rotary.rope(16), (20, 20), 1, page_size=PAGE)
     c.block_table[1] = c.block_table[0]
     with pytest.raises(ValueError, match="block_table: sequence 1, entry 1 would write to page"):
@@ -373,7 +368,7 @@ from flashrope import Rotary, attention_with_cache
 libc, keep = ctypes.CDLL(None, use_errno=True), []
 
 def guarded(x):
-    '''A copy of x that ends where a page begins that no one may touch.'''
+    '''A copy of x that ends where a protected page begins.'''
     size = x.numel() * x.element_size()
     room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, room + 2 * mmap.PAGESIZE)
@@ -387,18 +382,30 @@ def guarded(x):
 
 impl, paged, seqlen_q = sys.argv[1], sys.argv[2] == "paged", int(sys.argv[3])
 new_empty = torch.Tensor.new_empty
-torch.Tensor.new_empty = lambda x, *shape, **options: guarded(new_empty(x, *shape, **options)) if shape[0] else new_empty(x, *shape, **options)
-rotary = Rotary.rope(16).rectify(9)
+
+
+def guarded_empty(x, *shape, **options):
+    made = new_empty(x, *shape, **options)
+    return guarded(made) if shape[0] else made
+
+
+torch.Tensor.new_empty = guarded_empty
 chunk = seqlen_q > 64
-heads, capacity = (1, 160) if chunk else (2, 37)  # a chunk's turned keys are whole pages of memory then: 3 * (66 + 63 - 1) rows of 64 bytes
+# of a chunk, the 3 * (66 + 63 - 1) rotated keys of 64 bytes fill whole pages of memory
+heads, capacity = (1, 160) if chunk else (2, 37)
 rotary = Rotary.rope(16).rectify(63 if chunk else 9)
 q, k, v = (guarded(torch.randn(3, seqlen_q, heads * group, 16)) for group in (2, 1, 1))
-k_cache, v_cache = (guarded(torch.randn(*((24 if chunk else 5, 16) if paged else (3, capacity)), heads, 16)) for _ in "kv")
+rows = (24 if chunk else 5, 16) if paged else (3, capacity)
+k_cache, v_cache = (guarded(torch.randn(*rows, heads, 16)) for _ in "kv")
 tables = [[0, 1, 2], [3, 4, 0], [1, 2, 3]], [[-1, 99, 2147480000], [-2147483648, 4, 5], [4, 4, 4]]
 if chunk:
     tables = [[table * 3 for table in entries] for entries in tables]
-for lengths, entries, pads in [([84, 40, 0], 0, None), ([-7, 1 << 30, 2**31 - 1], 1, [-5, 1 << 30, 35]), ([35, 36, 37], 1, [0, 1, 2]),
-                               ([2**31 - 1, 36, 37], 0, [1 << 30, -5, 0])]:
+for lengths, entries, pads in [
+    ([84, 40, 0], 0, None),
+    ([-7, 1 << 30, 2**31 - 1], 1, [-5, 1 << 30, 35]),
+    ([35, 36, 37], 1, [0, 1, 2]),
+    ([2**31 - 1, 36, 37], 0, [1 << 30, -5, 0]),
+]:
     lists = [lengths, tables[entries] if paged else None, pads]
     seqlens, table, pad = (None if x is None else guarded(torch.tensor(x, dtype=torch.int32)) for x in lists)
     attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, pad, impl=impl)
@@ -408,7 +415,7 @@ print("done")
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages are made with mprotect")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages need mprotect")
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize(
     ("impl", "seqlen_q"),
@@ -416,15 +423,15 @@ print("done")
     + ([("triton", 2), pytest.param("triton", 66, marks=pytest.mark.slow)] if support.INTERPRETED else []),
 )
 def test_nothing_outside_the_buffers_is_touched(impl, seqlen_q, layout):
-    """With guard pages before and behind every buffer; a process that touches one dies."""
+    """With guard pages around every buffer: a process that touches one dies."""
     run = subprocess.run(
         [sys.executable, "-c", GUARDED, impl, layout, str(seqlen_q), ""], capture_output=True, text=True
     )
     assert run.returncode == 0 and "done" in run.stdout, run.stderr[-2000:]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages are made with mprotect")
-def test_the_guard_bites():
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages need mprotect")
+def test_touching_a_guard_page_kills_the_process():
     run = subprocess.run([sys.executable, "-c", GUARDED, "cpu", "paged", "2", "fault"], capture_output=True, text=True)
     assert run.returncode < 0 and "done" not in run.stdout
 
@@ -491,8 +498,8 @@ def test_opcheck():
     )
 
 
-def test_compile_sees_the_write():
-    """One graph; the caches are written in it as outside."""
+def test_compile_keeps_the_write():
+    """One graph, which writes to the caches as eager mode does."""
 
     def step(q, k_cache, v_cache, rotary, cache_seqlens, k, v):
         out = attention_with_cache(q, k_cache, v_cache, rotary, cache_seqlens, k, v)
@@ -506,16 +513,18 @@ def test_compile_sees_the_write():
 
 
 def test_decoding_needs_no_rotated_copy_of_the_cache(monkeypatch):
-    """ReRoPE turns the last window keys and no other, whatever the length; the cache itself is never copied."""
+    """ReRoPE rotates the last window keys only, for any length; the cache itself is never copied."""
     from flashrope.backends.cpu import cached
 
-    turned = []
-    plain = cached.turn
-    monkeypatch.setattr(cached, "turn", lambda x, turns, rotary: turned.append(x.shape) or plain(x, turns, rotary))
+    rotated = []
+    plain = cached.rotate
+    monkeypatch.setattr(
+        cached, "rotate", lambda x, rotation, rotary: rotated.append(x.shape) or plain(x, rotation, rotary)
+    )
     for seqlen in (100, 1000, 30000):
-        turned.clear()
+        rotated.clear()
         cache = torch.randn(2, 1, seqlen, 2, 16)
         seqlens = torch.tensor([seqlen], dtype=torch.int32)
         attention_with_cache(torch.randn(1, 1, 4, 16), *cache, Rotary.rope(16).rectify(64), seqlens)
-        keys = sum(rows for _, rows, heads, _ in turned if heads == 2)
+        keys = sum(rows for _, rows, heads, _ in rotated if heads == 2)
         assert 0 < keys <= 64

@@ -216,7 +216,7 @@ def test_info_says_why_an_implementation_cannot_serve(capsys, monkeypatch):
     assert main(["info"]) == 0
     shown = capsys.readouterr().out
     assert torch.__version__ in shown
-    assert "triton    no such luck" in shown and "cpu       the choice" in shown and "reference can serve" in shown
+    assert "triton    no such luck" in shown and "cpu       default" in shown and "reference available" in shown
 
 
 # ---- model, data, training, evaluation

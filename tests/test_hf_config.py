@@ -1,4 +1,4 @@
-"""Rotary.from_hf_config: against the published formulas, and against transformers itself where it is installed."""
+"""Rotary.from_hf_config compared with the published formulas, and with transformers where it is installed."""
 
 import copy
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashrope import Rotary
-from flashrope.backends.reference import turn
+from flashrope.backends.reference import rotate as rotate_reference
 
 
 def llama(**fields):
@@ -69,7 +69,7 @@ def test_gptj_has_rotary_dim_and_a_base_of_its_own():
     assert Rotary.from_hf_config(config) == Rotary.rope(256, 10_000.0, 64, interleaved=True)
 
 
-def test_nanochat_turns_backwards():
+def test_nanochat_rotates_backwards():
     same(Rotary.from_hf_config(llama(model_type="nanochat")), -table(128))
 
 
@@ -125,7 +125,7 @@ def test_yarn_fields():
     assert yarn(attention_factor=1.5).temperature == 2.25
     assert yarn(mscale=0.707, mscale_all_dim=0.707).temperature == 1
     assert yarn(mscale=1.0, mscale_all_dim=0.5).temperature == pytest.approx(((1 + t) / (1 + 0.5 * t)) ** 2, rel=1e-14)
-    assert yarn(mscale=2.0).temperature == pytest.approx((1 + t) ** 2, rel=1e-14)  # one of the two alone is not read
+    assert yarn(mscale=2.0).temperature == pytest.approx((1 + t) ** 2, rel=1e-14)  # either one on its own is not read
     assert yarn(factor=None, original_max_position_embeddings=1024) == plain.yarn(4.0, 1024)
 
 
@@ -229,7 +229,7 @@ def test_a_layer_type_without_parameters_does_not_rotate():
     assert Rotary.from_hf_config(config, "linear_attention") == Rotary.none(128)
 
 
-def test_modernbert_and_olmo3_as_they_were():
+def test_older_fields_of_modernbert_and_olmo3():
     config = llama(model_type="modernbert", global_rope_theta=160_000.0, local_rope_theta=None)
     assert Rotary.from_hf_config(config, "sliding_attention") == Rotary.rope(128, 160_000.0)
     config.local_rope_theta = 1e4
@@ -273,13 +273,14 @@ def test_head_dim_of_the_full_layers():
     assert Rotary.from_hf_config(config, "sliding_attention").head_dim == 128
 
 
-# ---- refusals
+# ---- errors
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         (
             {"rope_scaling": {"rope_type": "yarnn", "factor": 2.0}},
-            "rope type 'yarnn' is not known; the known ones are default, linear, dynamic, yarn, llama3, longrope, proportional$",
+            "rope type 'yarnn' is not known; the known ones are default, linear, dynamic, yarn, llama3, longrope, "
+            "proportional$",
         ),
         ({"rope_scaling": {"factor": 2.0}}, "rope parameters factor come without a rope_type"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs factor$"),
@@ -318,14 +319,14 @@ def test_head_dim_of_the_full_layers():
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}, "partial_rotary_factor": 0.5},
-            "attention_factor 1.20794 scales the 64 rotated of 128 channels alone",
+            "attention_factor 1.20794 scales only the 64 rotated of 128 channels",
         ),
-        ({"qk_rope_head_dim": 64}, "qk_rope_head_dim tells of multi-head latent attention"),
+        ({"qk_rope_head_dim": 64}, "qk_rope_head_dim means multi-head latent attention"),
         ({"rope_theta": None}, "neither rope_theta nor rope_parameters"),
         ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "neither rope_theta nor rope_parameters"),
         ({"alibi": True}, "alibi is set"),
         ({"position_embedding_type": "absolute"}, "position_embedding_type is 'absolute'"),
-        ({"image_size": 224, "patch_size": 16}, "image_size and patch_size tell of an image encoder"),
+        ({"image_size": 224, "patch_size": 16}, "image_size and patch_size mean an image encoder"),
         ({"num_attention_heads": None, "text_config": llama()}, "holds a text_config"),
         ({"num_attention_heads": None}, "neither head_dim nor hidden_size and num_attention_heads$"),
         (
@@ -334,12 +335,12 @@ def test_head_dim_of_the_full_layers():
         ),
     ],
 )
-def test_refusals_name_their_reason(fields, reason):
+def test_errors_name_their_reason(fields, reason):
     with pytest.raises(ValueError, match=f"^config: .*{reason}"):
         Rotary.from_hf_config(llama(**fields))
 
 
-def test_partial_rotary_with_yarn_is_taken_when_nothing_is_scaled():
+def test_partial_rotary_with_yarn_is_accepted_when_nothing_is_scaled():
     config = llama(
         partial_rotary_factor=0.5, rope_scaling={"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.0}
     )
@@ -440,8 +441,8 @@ def test_gptj_of_transformers(transformers):
     def rotate(*tensors):
         for x in tensors:
             x = x.transpose(1, 2)
-            turned = apply_rotary_pos_emb(x[..., : config.rotary_dim], sin, cos)
-            yield torch.cat([turned, x[..., config.rotary_dim :]], dim=-1).transpose(1, 2)
+            rotated = apply_rotary_pos_emb(x[..., : config.rotary_dim], sin, cos)
+            yield torch.cat([rotated, x[..., config.rotary_dim :]], dim=-1).transpose(1, 2)
 
     compare_scores(rotary, positions, rotate, 24)
 
@@ -480,11 +481,11 @@ def test_layer_types_of_transformers(transformers, family, layer_type):
 
 
 def compare_scores(rotary, positions, rotate, seqlen):
-    """Scores of randomly drawn q and k, turned by transformers in float32 and by the reference in float64."""
+    """Scores of random q and k, rotated by transformers in float32 and by the reference in float64."""
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, positions.shape[1], rotary.head_dim, generator=generator)
     theirs = torch.einsum("bhid,bhjd->bhij", *(x.double() for x in rotate(q, k)))
-    q, k = (turn(x.transpose(1, 2).double(), rotary, positions[0].double()) for x in (q, k))
+    q, k = (rotate_reference(x.transpose(1, 2).double(), rotary, positions[0].double()) for x in (q, k))
     ours = rotary.temperature * torch.einsum("bihd,bjhd->bhij", q, k)
     # a float32 angle of p radians is off by p * 6e-8 and its frequency by 1e-6 * p; a score of D products is off by
     # their norm

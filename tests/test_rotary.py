@@ -1,4 +1,4 @@
-"""Rotary: every scheme's table, bands and scale against the published formulas, and what it refuses."""
+"""Rotary: the table, bands and scale of every scheme compared with the published formulas; errors."""
 
 import copy
 import dataclasses
@@ -27,8 +27,7 @@ def same_table(rotary, expected):
 
 
 def relative(rotary, size, causal=True):
-    """The relative positions a scheme sees, (size, size): slope * i + offset - slope * j in the band of i - j; nan
-    outside."""
+    """(size, size) relative positions that a scheme sees: slope * (i - j) + offset in the band of i - j, else nan."""
     i, j = np.arange(size)[:, None], np.arange(size)[None, :]
     seen = np.full((size, size), np.nan)
     for start, stop, slope, offset in rotary.bands_for(causal):
@@ -80,7 +79,7 @@ def test_from_inv_freq():
 
 
 @pytest.mark.parametrize(("head_dim", "train_length", "kept"), [(64, 512, 16), (128, 8192, 50), (128, 4096, 46)])
-def test_hope_keeps_the_pairs_that_turn_once_in_training(head_dim, train_length, kept):
+def test_hope_keeps_the_pairs_that_make_a_turn_in_training(head_dim, train_length, kept):
     full = geometric(head_dim)
     assert full[kept - 1] >= 2 * math.pi / train_length > full[kept]
     hope = Rotary.hope(head_dim, train_length)
@@ -149,7 +148,7 @@ def test_ntk_ends():
     assert aware[0] == old[0] == 1
     np.testing.assert_allclose([aware[-1], fixed[-1], mixed[-1]], 1 / s, rtol=1e-13)
     assert old[-1] > aware[-1]
-    assert mixed[0] < fixed[0] < 1  # mixed turns even the fastest pair down
+    assert mixed[0] < fixed[0] < 1  # mixed slows even the fastest pair down
     # lambda_m = ratio of neighbours: mixed starts above fixed's constant lambda and decreases; all lambdas multiply to
     # s
     ratios = np.concatenate([[1 / mixed[0]], mixed[:-1] / mixed[1:]])
@@ -157,12 +156,11 @@ def test_ntk_ends():
 
 
 def yarn_oracle(dim, base, factor, length, beta_fast=32, beta_slow=1, truncate=True):
-    """Peng et al. 2023, section 3.2, as their code has it: ramp over the pair index, its ends found by turns over
-    length."""
+    """Peng et al. 2023, section 3.2, as in their code: the ends of the ramp follow from turns over length."""
     full = geometric(dim, base)
     ends = []
     for turns in (beta_fast, beta_slow):
-        wanted = turns * 2 * math.pi / length  # the pair with this frequency turns so often
+        wanted = turns * 2 * math.pi / length  # the frequency of a pair that makes so many turns
         ends.append(-math.log(wanted) / math.log(base) * dim / 2)
     if truncate:
         ends = [math.floor(ends[0]), math.ceil(ends[1])]
@@ -210,7 +208,7 @@ def test_yarn_temperature():
         lambda r: r.ntk(8.0, "mixed"),
     ],
 )
-def test_hope_with_interpolation_transforms_first_and_drops_what_hope_drops(change, layout):
+def test_hope_with_interpolation_drops_the_pairs_that_hope_drops(change, layout):
     kept = 16
     expected = [*change(Rotary.rope(64)).frequencies[:kept], *([] if layout else [0] * 16)]
     rotary = change(Rotary.hope(64, 512, **layout))
@@ -222,7 +220,7 @@ def test_hope_with_interpolation_transforms_first_and_drops_what_hope_drops(chan
 def test_rerope_matrix():
     expected = np.array(
         [
-            [0, 0, 0, 0, 0, 0],  # the source's matrix for w = 3, below the diagonal
+            [0, 0, 0, 0, 0, 0],  # the paper's matrix for w = 3, on and below the diagonal
             [1, 0, 0, 0, 0, 0],
             [2, 1, 0, 0, 0, 0],
             [3, 2, 1, 0, 0, 0],
@@ -368,7 +366,7 @@ def test_equal_however_it_was_built():
 
 @pytest.mark.parametrize("rotary", SCHEMES, ids=range(len(SCHEMES)))
 def test_text_and_pickle_are_exact(rotary):
-    hash(rotary), rotary.text, rotary.two_sided_bands  # fill what is kept
+    hash(rotary), rotary.text, rotary.two_sided_bands  # fill the caches
     again = Rotary.from_text.__wrapped__(rotary.text)
     for twin in (again, pickle.loads(pickle.dumps(rotary)), copy.copy(rotary), copy.deepcopy(rotary)):
         assert twin == rotary and hash(twin) == hash(rotary)
@@ -406,28 +404,33 @@ def test_a_table_from_numpy_scalars_keeps_its_precision():
     [
         (
             Rotary.rope(64),
-            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.0001334, half pairing), distance: d for d >= 0, "
+            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.0001334, half pairing), "
+            "distance: d for d >= 0, "
             "score scale: 1)",
         ),
         (Rotary.none(64), "Rotary(head_dim=64, 0 of 32 pairs rotate, distance: d for d >= 0, score scale: 1)"),
         (
             Rotary.hope(128, 8192, interleaved=True).yarn(4.0, 8192).rectify(1024).log_n(4096),
-            "Rotary(head_dim=128, 50 of 64 pairs rotate (inv_freq 1 to 0.0002425, interleaved pairing in 100 channels, yarn), "
+            "Rotary(head_dim=128, "
+            "50 of 64 pairs rotate (inv_freq 1 to 0.0002425, interleaved pairing in 100 channels, yarn), "
             "distance: d for 0 <= d < 1024; 1024 for d >= 1024, score scale: 1.29648 * max(1, ln(i + 1) / ln(4096)))",
         ),
         (
             Rotary.rope(64).rectify(16, 4.0).local(32).log_n(512, clip=False),
-            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.0001334, half pairing), distance: d for 0 <= d < 16; "
+            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.0001334, half pairing), "
+            "distance: d for 0 <= d < 16; "
             "d * 0.25 + 12 for 16 <= d < 32, score scale: ln(i + 1) / ln(512))",
         ),
         (
             Rotary.axial(64, axes=2),
-            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.01334, half pairing, 2 axes), distance: d for d >= 0, "
+            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.01334, half pairing, 2 axes), "
+            "distance: d for d >= 0, "
             "score scale: 1)",
         ),
         (
             Rotary.from_inv_freq([-1.0, -0.5], 8).local(0),
-            "Rotary(head_dim=8, 2 of 4 pairs rotate (inv_freq -1 to -0.5, half pairing in 4 channels), distance: no keys, "
+            "Rotary(head_dim=8, 2 of 4 pairs rotate (inv_freq -1 to -0.5, half pairing in 4 channels), "
+            "distance: no keys, "
             "score scale: 1)",
         ),
     ],
@@ -436,7 +439,7 @@ def test_repr(rotary, text):
     assert repr(rotary) == text
 
 
-# ---- refusals
+# ---- errors
 ROPE = Rotary.rope(64)
 
 
@@ -448,21 +451,21 @@ ROPE = Rotary.rope(64)
         (lambda: ROPE.interpolate(2.0).interpolate(2.0), "interpolate: the table was changed by interpolate already"),
         (lambda: ROPE.yarn(2.0, 512).ntk(2.0), "ntk: the table was changed by yarn already"),
         (lambda: ROPE.ntk(2.0).yarn(2.0, 512), "yarn: the table was changed by ntk already"),
-        (lambda: Rotary.axial(64).interpolate(2.0), "interpolate: interpolates one-dimensional tables"),
-        (lambda: Rotary.from_inv_freq([1.0], 64).yarn(2.0, 512), "yarn: finds its ramp from the table's base"),
-        (lambda: Rotary.hope_ablation(64, 512, "ab3").yarn(2.0, 512), "yarn: finds its ramp from the table's base"),
+        (lambda: Rotary.axial(64).interpolate(2.0), "interpolate: expected a one-dimensional table"),
+        (lambda: Rotary.from_inv_freq([1.0], 64).yarn(2.0, 512), "yarn: needs the base of the table for its ramp"),
+        (lambda: Rotary.hope_ablation(64, 512, "ab3").yarn(2.0, 512), "yarn: needs the base of the table for its ramp"),
         (lambda: ROPE.rectify(8).rectify(8), "rectify: this scheme is rectified already"),
         (lambda: ROPE.rectify(0, 4.0).rectify(8), "rectify: this scheme is rectified already"),
         (lambda: Rotary.axial(64).rectify(8), "rectify: bands over the distance need one-dimensional positions"),
         (lambda: Rotary.axial(64).local(8), "local: a window over the distance needs one-dimensional positions"),
-        (lambda: Rotary.axial(64).log_n(512), "log_n: scales by the number of keys seen"),
+        (lambda: Rotary.axial(64).log_n(512), "log_n: needs one-dimensional positions"),
         (lambda: ROPE.log_n(512).log_n(512), "log_n: this scheme is scaled by log n already"),
         (lambda: ROPE.ntk(2.0, "Aware"), 'variant: expected "old", "aware", "fixed" or "mixed", got \'Aware\''),
         (lambda: Rotary.rope(2).ntk(2.0), 'variant: "aware" needs more than one pair, this table has 1'),
         (lambda: Rotary.hope_ablation(64, 512, "AB1"), 'which: expected "ab1", "ab2" or "ab3", got \'AB1\''),
         (
             lambda: Rotary.hope(64, 512, interleaved=True, compact=True),
-            "compact: pairs m with m [+] a, which interleaved=True",
+            "compact: pairs m with m [+] a, interleaved=True pairs",
         ),
         (lambda: Rotary.rope(64, rotary_dim=66), "rotary_dim: expected at most head_dim = 64, got 66"),
         (lambda: Rotary.rope(64, rotary_dim=33), "rotary_dim: expected an even integer of at least 0, got 33"),
@@ -489,7 +492,7 @@ ROPE = Rotary.rope(64)
         (lambda: Rotary.rope(64, 1.0), "base: expected more than 1, got 1.0"),
     ],
 )
-def test_refusals_name_their_reason(build, reason):
+def test_errors_name_their_reason(build, reason):
     with pytest.raises(ValueError, match=f"^{reason}"):
         build()
 

@@ -1,4 +1,4 @@
-"""``flashrope info``: what is installed, which devices there are, and which implementation serves on each."""
+"""``flashrope info``: installed versions, devices, and the backends that are available on each device."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def run(args: argparse.Namespace) -> int:
     for device in devices:
         threads = f", threads: {torch.get_num_threads()}" if device == "cpu" else ""
         print(f"\n{device}: {hardware(device)}{threads}")
-        for name, reason in implementations(device, torch.bfloat16):
-            print(f"  {name:10}{reason}")
+        for name, status in backends(device, torch.bfloat16):
+            print(f"  {name:10}{status}")
     return 0
 
 
 def hardware(device) -> str:
-    """The processor's name, or the GPU's with its compute capability and memory."""
+    """The name of the processor, or of the GPU with its compute capability and memory."""
     import torch
 
     device = torch.device(device)
@@ -54,8 +54,12 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def implementations(device: str, dtype) -> list[tuple[str, str]]:
-    """(name, "the choice", "can serve" or why it cannot) for a call with tensors of this device and dtype."""
+def backends(device: str, dtype) -> list[tuple[str, str]]:
+    """(name, status) of every backend for tensors of this device and dtype.
+
+    The status is "default" (what impl=None picks), "available", "available for attention_with_cache", or why the
+    backend is unavailable.
+    """
     import torch
 
     from .backends import BACKENDS, load_backend, resolve_impl
@@ -64,14 +68,14 @@ def implementations(device: str, dtype) -> list[tuple[str, str]]:
     rows = []
     for name in BACKENDS:
         try:
-            reason, over_cache = (load_backend(name).unsupported_reason(q, cached) for cached in (False, True))
+            reason, cached_reason = (load_backend(name).unsupported_reason(q, cached) for cached in (False, True))
         except ImportError as error:
-            reason = over_cache = f"cannot be imported ({error})"
+            reason = cached_reason = f"cannot be imported ({error})"
         if not reason:
-            reason = "the choice" if resolve_impl(None, q) == name else "can serve"
+            status = "default" if resolve_impl(None, q) == name else "available"
         else:
-            reason = over_cache or "can serve attention_with_cache"
-        rows.append((name, reason))
+            status = cached_reason or "available for attention_with_cache"
+        rows.append((name, status))
     return rows
 
 

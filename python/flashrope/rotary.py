@@ -1,12 +1,12 @@
-"""Rotary: one frozen description of a rotary position scheme.
+"""``Rotary``: the description of a rotary position scheme.
 
 Every scheme is a frequency per channel pair, a short list of bands over the distance d = i - j (query position minus
 key position), and a scale on the query:
 
-    score(i, j) = softmax_scale * t * logn(i) * (R(slope*i + offset) q_i) . (R(slope*j) k_j)   for the band that holds d
+    score(i, j) = softmax_scale * t * logn(i) * (R(slope*i + offset) q_i) . (R(slope*j) k_j)   in the band that holds d
 
-R(p) turns pair m by the angle p * inv_freq[m]; inv_freq[m] = 0 leaves the pair alone. Nothing outside this file knows
-the schemes' names.
+R(p) rotates pair m by the angle p * inv_freq[m]; a pair with inv_freq[m] = 0 does not rotate. Only this file knows the
+names of the schemes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Band", "Rotary"]
 
 
 class Band(NamedTuple):
-    """Distances start <= d < stop. The query turns by slope * i + offset, the key by slope * j."""
+    """Distances start <= d < stop, in which q_i rotates by slope * i + offset and k_j by slope * j."""
 
     start: float
     stop: float
@@ -39,20 +39,19 @@ EVERYWHERE = Band(0, math.inf, 1.0, 0.0)
 class Rotary:
     """A rotary position scheme. Build it with a class method, then chain: ``Rotary.hope(128, 8192).rectify(1024)``.
 
-    Two are equal when they compute the same from the same channels, however they were built.
+    Two schemes are equal if they compute the same from the same channels, however they were built.
 
     Attributes:
         head_dim: channels per head.
-        frequencies: inv_freq as a tuple, radians per position, one per pair of ``rotary_dim``; 0 leaves the pair unrotated.
+        frequencies: inv_freq as a tuple, radians per position, one per channel pair; 0: the pair does not rotate.
         interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2.
-        bands: the causal bands over d >= 0; ``two_sided_bands`` adds their mirror images.
-        temperature: t of the formula above.
-        log_n_scale: (train_length, clip) or None. The query scale is ln(i + 1) / ln(train_length), at least 1 with
-        clip.
-        axis: for every pair the axis of the position it turns with; () for positions of one number.
-        base, exponent_dim: theta_m was base ** (-2m / exponent_dim) before any change; base is None for a given table.
-        scaled_by: the interpolation that has changed the table, or "". Like base and exponent_dim it only tells what
-            may still be chained, and takes no part in equality.
+        bands: the bands over d >= 0, for causal attention; ``two_sided_bands`` adds their mirror images.
+        temperature: t of the formula.
+        log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), with clip at least 1.
+        axis: for every pair, the axis of the position that it rotates with; () for one-dimensional positions.
+        base, exponent_dim: inv_freq[m] was base ** (-2m / exponent_dim) before any change; base is None for other
+            tables. These two and scaled_by say what may still be chained, and do not count for equality.
+        scaled_by: the interpolation that has changed the table, or "".
     """
 
     head_dim: int
@@ -69,56 +68,46 @@ class Rotary:
     def __post_init__(self):
         _positive_int("head_dim", self.head_dim)
         if 2 * len(self.frequencies) > self.head_dim:
-            raise ValueError(
-                f"inv_freq: {len(self.frequencies)} pairs need {2 * len(self.frequencies)} channels, head_dim has {self.head_dim}"
-            )
+            pairs = len(self.frequencies)
+            raise ValueError(f"inv_freq: {pairs} pairs need {2 * pairs} channels, head_dim has {self.head_dim}")
         if not all(math.isfinite(f) for f in self.frequencies):
             raise ValueError("inv_freq: every frequency must be finite")
         if self.axis and len(self.axis) != len(self.frequencies):
             raise ValueError(f"axis: expected one for each of the {len(self.frequencies)} pairs, got {len(self.axis)}")
         _flag("interleaved", self.interleaved)
         _positive("temperature", self.temperature)
-        self.text  # noqa: B018  kept from now on: torch.compile traces a look-up, not a cached_property's lock
+        self.text  # noqa: B018  cached now, because torch.compile cannot trace a cached_property's first call
 
     @cached_property
     def _hash(self) -> int:
-        return hash(
-            (
-                self.head_dim,
-                self.frequencies,
-                self.interleaved,
-                self.bands,
-                self.temperature,
-                self.log_n_scale,
-                self.axis,
-            )
-        )
+        table = self.head_dim, self.frequencies, self.interleaved, self.axis
+        return hash((*table, self.bands, self.temperature, self.log_n_scale))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self):
-        return Rotary.from_text, (self.text,)  # not __dict__: a hash kept there is another process's
+        return Rotary.from_text, (self.text,)  # not __dict__, whose cached hash is only valid in this process
 
-    # ---- what kernels and users read
+    # ---- derived values
     @property
     def rotary_dim(self) -> int:
-        """Leading channels that are paired; the rest carry no position."""
+        """Number of leading channels that form pairs. The other channels carry no position."""
         return 2 * len(self.frequencies)
 
     @property
     def inv_freq(self) -> torch.Tensor:
-        """Frequencies, float64, (rotary_dim / 2,), radians per position."""
+        """The frequency of every pair, float64 (rotary_dim / 2,), in radians per position."""
         return torch.tensor(self.frequencies, dtype=torch.float64)
 
     @property
     def axes(self) -> int:
-        """Numbers per position: 1, or more for n-dimensional RoPE."""
+        """Coordinates per position: 1, or more for n-dimensional RoPE."""
         return max(self.axis) + 1 if self.axis else 1
 
     @cached_property
     def two_sided_bands(self) -> tuple[Band, ...]:
-        """The bands over all d: each causal band and its mirror image (d -> -d, offset -> -offset), joined at 0."""
+        """The bands over all d: each causal band and its mirror image (d -> -d, offset -> -offset), merged at d = 0."""
         mirrored = []
         for start, stop, slope, offset in self.bands:
             if offset == 0 and start == 0:
@@ -129,6 +118,7 @@ class Rotary:
         return tuple(mirrored)
 
     def bands_for(self, causal: bool) -> tuple[Band, ...]:
+        """``bands`` for causal attention, otherwise ``two_sided_bands``."""
         return self.bands if causal else self.two_sided_bands
 
     # ---- schemes
@@ -136,13 +126,18 @@ class Rotary:
     def rope(
         cls, head_dim: int, base: float = 10_000.0, rotary_dim: int | None = None, interleaved: bool = False
     ) -> Rotary:
-        """RoPE (Su et al. 2021, eq. 15): theta_m = base ** (-2m / rotary_dim).
+        """RoPE (Su et al. 2021, eq. 15): inv_freq[m] = base ** (-2m / rotary_dim).
 
-        rotary_dim < head_dim is partial rotary in Hugging Face's sense: the exponent's denominator is rotary_dim.
+        Args:
+            head_dim: channels per head, even.
+            base: above 1; Hugging Face's rope_theta.
+            rotary_dim: number of leading channels that rotate, even; None: all. As in Hugging Face's partial rotary, it
+                is also the denominator of the exponent.
+            interleaved: True pairs channels 2m and 2m + 1 (GPT-J); False pairs m and m + rotary_dim / 2 (Llama).
         """
         _even("head_dim", head_dim)
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
-        _even("rotary_dim", rotary_dim, least=0)
+        _even("rotary_dim", rotary_dim, minimum=0)
         if rotary_dim > head_dim:
             raise ValueError(f"rotary_dim: expected at most head_dim = {head_dim}, got {rotary_dim}")
         return cls(head_dim, _geometric(base, rotary_dim), interleaved, base=float(base), exponent_dim=rotary_dim)
@@ -156,45 +151,57 @@ class Rotary:
         interleaved: bool = False,
         compact: bool = False,
     ) -> Rotary:
-        """HoPE (Chen et al. 2025, section 4): RoPE's pairs with theta >= 2 pi / train_length; the rest carry no
-        position.
+        """HoPE (Chen et al. 2025, section 4): only RoPE's pairs with inv_freq >= 2 pi / train_length rotate.
 
-        interleaved=True rotates the first 2a channels as 2m, 2m + 1 (the paper's q[:2a]). interleaved=False pairs m
-        with m + head_dim / 2 and leaves the pairs from a on unrotated (what a Llama checkpoint needs). compact=True
-        pairs m with m + a inside the first 2a channels. The exponent's denominator is head_dim in all three.
+        The a pairs that make a full turn within the training length rotate; the others carry no position. There are
+        three layouts. In all three the denominator of the exponent is head_dim.
+
+        Args:
+            head_dim: channels per head, even.
+            train_length: in tokens.
+            base: as in ``rope``.
+            interleaved: True pairs channels 2m and 2m + 1 of the first 2a channels (the paper's q[:2a]). False pairs m
+                with m + head_dim / 2, and the pairs from a on do not rotate (for Llama checkpoints).
+            compact: pairs m with m + a within the first 2a channels.
         """
         _positive("train_length", train_length)
         if interleaved and compact:
-            raise ValueError("compact: pairs m with m + a, which interleaved=True contradicts; choose one of the two")
+            raise ValueError(
+                "compact: pairs m with m + a, interleaved=True pairs 2m with 2m + 1; choose one of the two"
+            )
         _flag("compact", compact)
         rope = cls.rope(head_dim, base, interleaved=interleaved)
         kept = sum(f >= 2 * math.pi / train_length for f in rope.frequencies)
-        if interleaved or compact:
-            theta = rope.frequencies[:kept]
-        else:
-            theta = rope.frequencies[:kept] + (0.0,) * (head_dim // 2 - kept)
-        return dataclasses.replace(rope, frequencies=theta)
+        frequencies = rope.frequencies[:kept]
+        if not (interleaved or compact):
+            frequencies += (0.0,) * (head_dim // 2 - kept)
+        return dataclasses.replace(rope, frequencies=frequencies)
 
     @classmethod
     def hope_ablation(
         cls, head_dim: int, train_length: float, which: str, base: float = 10_000.0, interleaved: bool = False
     ) -> Rotary:
-        """The ablations of the HoPE paper (section 5). "ab1" drops only pi/L < theta < 2 pi/L, "ab2" only theta <=
-        pi/L, "ab3" drops none and spreads all pairs over [2 pi/L, 1] geometrically."""
+        """The ablations of the HoPE paper (section 5), with L = train_length in tokens.
+
+        Args:
+            which: "ab1": pairs with pi / L < inv_freq < 2 pi / L do not rotate. "ab2": those with inv_freq <= pi / L do
+                not. "ab3": all pairs rotate, with frequencies in geometric steps from 1 to 2 pi / L.
+            head_dim, train_length, base, interleaved: as in ``rope`` and ``hope``.
+        """
         _positive("train_length", train_length)
         rope = cls.rope(head_dim, base, interleaved=interleaved)
         edge = math.pi / train_length
         if which == "ab1":
-            theta = tuple(0.0 if edge < f < 2 * edge else f for f in rope.frequencies)
+            frequencies = tuple(0.0 if edge < f < 2 * edge else f for f in rope.frequencies)
         elif which == "ab2":
-            theta = tuple(0.0 if f <= edge else f for f in rope.frequencies)
+            frequencies = tuple(0.0 if f <= edge else f for f in rope.frequencies)
         elif which == "ab3":
             last = max(len(rope.frequencies) - 1, 1)
-            theta = tuple((2 * edge) ** (m / last) for m in range(len(rope.frequencies)))
-            return dataclasses.replace(rope, frequencies=theta, base=None)
+            frequencies = tuple((2 * edge) ** (m / last) for m in range(len(rope.frequencies)))
+            return dataclasses.replace(rope, frequencies=frequencies, base=None)
         else:
             raise ValueError(f'which: expected "ab1", "ab2" or "ab3", got {which!r}')
-        return dataclasses.replace(rope, frequencies=theta)
+        return dataclasses.replace(rope, frequencies=frequencies)
 
     @classmethod
     def none(cls, head_dim: int) -> Rotary:
@@ -203,7 +210,13 @@ class Rotary:
 
     @classmethod
     def from_inv_freq(cls, inv_freq, head_dim: int, interleaved: bool = False) -> Rotary:
-        """Any table: inv_freq is one-dimensional, radians per position, one number per pair; zeros are allowed."""
+        """A scheme with a given table.
+
+        Args:
+            inv_freq: tensor, array or list (pairs,), in radians per position; 0: the pair does not rotate.
+            head_dim: channels per head, at least 2 * pairs.
+            interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + pairs.
+        """
         table = torch.as_tensor(inv_freq, dtype=torch.float64).detach().cpu()
         if table.ndim != 1:
             raise ValueError(f"inv_freq: expected one dimension, got shape {tuple(table.shape)}")
@@ -211,37 +224,57 @@ class Rotary:
 
     @classmethod
     def from_hf_config(cls, config, layer_type: str | None = None, seqlen: int | None = None) -> Rotary:
-        """The scheme of a Hugging Face model configuration, read by attribute; see ``flashrope.integrations.transformers.hf_config``."""
+        """The scheme of a Hugging Face model configuration.
+
+        Args:
+            config: a text model's configuration, or any object with its fields.
+            layer_type: one of the configuration's layer_types, if its layers differ.
+            seqlen: tokens of the longest sequence, for rope types that depend on it.
+
+        Raises:
+            ValueError: names the field, and why there is no exact counterpart. All details:
+                ``flashrope.integrations.transformers.hf_config.rotary_from_config``.
+        """
         from .integrations.transformers.hf_config import rotary_from_config
 
         return rotary_from_config(config, layer_type, seqlen)
 
     @classmethod
     def axial(cls, head_dim: int, axes: int = 2, base: float = 100.0, interleaved: bool = False) -> Rotary:
-        """n-dimensional RoPE: head_dim / 2 pairs shared out evenly, each block of pairs turning with its own axis.
+        """n-dimensional RoPE: every axis has an equal block of the pairs, which rotate with that coordinate.
 
         ``attention`` then needs ``positions`` of shape (batch, seqlen, axes).
+
+        Args:
+            head_dim: channels per head, a multiple of 2 * axes.
+            axes: coordinates per position.
+            base: of every axis's table, above 1; the denominator of the exponent is head_dim / axes.
+            interleaved: as in ``rope``.
         """
         _positive_int("head_dim", head_dim)
         _positive_int("axes", axes)
         if head_dim % (2 * axes):
             raise ValueError(f"head_dim: expected a multiple of 2 * axes = {2 * axes}, got {head_dim}")
-        theta = _geometric(base, head_dim // axes)
-        axis = tuple(a for a in range(axes) for _ in theta)
-        return cls(head_dim, theta * axes, interleaved, axis=axis, exponent_dim=head_dim // axes)
+        frequencies = _geometric(base, head_dim // axes)
+        axis = tuple(a for a in range(axes) for _ in frequencies)
+        return cls(head_dim, frequencies * axes, interleaved, axis=axis, exponent_dim=head_dim // axes)
 
     # ---- changes to the table
     def interpolate(self, factor: float) -> Rotary:
-        """Position interpolation (Chen et al. 2023): every frequency divided by factor."""
+        """Position interpolation (Chen et al. 2023): every frequency is divided by factor, a positive number."""
         self._check_unscaled("interpolate")
         factor = _positive("factor", factor)
         return self._with_table("interpolate", [f / factor for f in self.frequencies])
 
     def ntk(self, factor: float, variant: str = "aware") -> Rotary:
-        """NTK-aware interpolation, s = factor, D = the exponent's denominator, m from 0.
+        """NTK-aware interpolation, with s = factor, a positive number, and D the denominator of the exponent.
 
-        "aware" multiplies the base by s ** (D / (D - 2)); "old" by s; "fixed" multiplies theta_m by s ** (-2 (m + 1) /
-        D); "mixed" by exp(-a (m + 1) ** 0.625) with a = ln(s) / (D / 2) ** 0.625.
+        Args:
+            factor: by how much the context grows.
+            variant: "aware": the base is multiplied by s ** (D / (D - 2)), as in Hugging Face's dynamic NTK.
+                "old": the base is multiplied by s.
+                "fixed": inv_freq[m] is multiplied by s ** (-2 (m + 1) / D).
+                "mixed": inv_freq[m] is multiplied by exp(-a (m + 1) ** 0.625), a = ln(s) / (D / 2) ** 0.625.
         """
         self._check_unscaled("ntk")
         factor = _positive("factor", factor)
@@ -269,11 +302,17 @@ class Rotary:
         temperature: float | None = None,
         truncate: bool = True,
     ) -> Rotary:
-        """YaRN (Peng et al. 2023, section 3.2): pairs that turn more than beta_fast times over train_length keep their
-        frequency, those that turn less than beta_slow times are divided by factor, a linear ramp over the pair index
-        joins them. The score's temperature is (0.1 ln(factor) + 1) ** 2 unless given (1 for a factor of at most 1).
+        """YaRN (Peng et al. 2023, section 3.2).
 
-        truncate=False leaves the ramp's ends unrounded, as some checkpoints ask.
+        Pairs that make more than beta_fast turns over train_length keep their frequency. Those that make fewer than
+        beta_slow turns have it divided by factor. A linear ramp over the pair index connects the two.
+
+        Args:
+            factor: by how much the context grows, a positive number.
+            train_length: in tokens.
+            beta_fast, beta_slow: turns over train_length, where the ramp starts and ends.
+            temperature: factor on the scores; None: (0.1 ln(factor) + 1) ** 2, and 1 for a factor of at most 1.
+            truncate: whether the ends of the ramp are rounded to whole pairs; some checkpoints need False.
         """
         self._check_unscaled("yarn")
         factor, train_length = _positive("factor", factor), _positive("train_length", train_length)
@@ -287,7 +326,9 @@ class Rotary:
                 "which leaves no ramp; use interpolate"
             )
         if self.base is None:
-            raise ValueError("yarn: finds its ramp from the table's base, which a table of from_inv_freq or ab3 lacks")
+            raise ValueError(
+                "yarn: needs the base of the table for its ramp; tables of from_inv_freq and ab3 have none"
+            )
         low, high = (
             self.exponent_dim * math.log(train_length / (beta * 2 * math.pi)) / (2 * math.log(self.base))
             for beta in (beta_fast, beta_slow)
@@ -296,27 +337,31 @@ class Rotary:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.exponent_dim - 1)
         width = max(high - low, 0.001)
-        theta = []
+        frequencies = []
         for m, f in enumerate(self.frequencies):
             interpolated = min(max((m - low) / width, 0.0), 1.0)
-            theta.append(f / factor * interpolated + f * (1 - interpolated))
+            frequencies.append(f / factor * interpolated + f * (1 - interpolated))
         if temperature is None:
             temperature = (0.1 * math.log(factor) + 1) ** 2 if factor > 1 else 1.0
         temperature = _positive("temperature", temperature)
-        return dataclasses.replace(self._with_table("yarn", theta), temperature=self.temperature * temperature)
+        return dataclasses.replace(self._with_table("yarn", frequencies), temperature=self.temperature * temperature)
 
     # ---- changes to the bands and the scale
     def rectify(self, window: int, factor: float | None = None) -> Rotary:
-        """ReRoPE (factor None or inf): the true distance below window, the distance window from there on.
-        Leaky ReRoPE: beyond the window the distance grows by 1 / factor; factor may be below 1.
+        """ReRoPE, and with a factor Leaky ReRoPE.
 
-        Not causal: the mirror image holds for keys ahead.
+        Below window, scores see the true distance. From window on, ReRoPE's scores see the distance window; for Leaky
+        ReRoPE it grows by 1 / factor per position. Without causality the same holds for keys ahead, mirrored.
+
+        Args:
+            window: in positions.
+            factor: None or inf: ReRoPE. A positive number, which may be below 1: Leaky ReRoPE.
         """
         _window(window)
         if self.axis:
             raise ValueError("rectify: bands over the distance need one-dimensional positions; this table is axial")
         if any(band.slope != 1 or band.offset != 0 for band in self.bands):
-            raise ValueError("rectify: this scheme is rectified already; one window is all the formula has")
+            raise ValueError("rectify: this scheme is rectified already; the formula has one window")
         slope = 0.0
         if factor is not None:
             slope = 1.0 / _positive("factor", factor, finite=False)
@@ -328,23 +373,25 @@ class Rotary:
         )
 
     def local(self, window: int) -> Rotary:
-        """Sliding window: keys at distance window or more are not attended to."""
+        """Sliding window: queries attend to distances below window only; without causality, on both sides."""
         _window(window)
         if self.axis:
             raise ValueError("local: a window over the distance needs one-dimensional positions; this table is axial")
         return self._with_bands([_clip(band, 0, window) for band in self.bands])
 
     def log_n(self, train_length: float, clip: bool = True) -> Rotary:
-        """The query at position i is scaled by ln(i + 1) / ln(train_length).
+        """Log n scaling: the query at position i is scaled by logn(i) = ln(i + 1) / ln(train_length).
 
-        clip=True takes at least 1, for a model trained without it; clip=False is for one trained with it.
+        Args:
+            train_length: in tokens, above 1.
+            clip: True: logn(i) is at least 1, for models trained without it. False: for models trained with it.
         """
         train_length = _positive("train_length", train_length)
         if not train_length > 1:
             raise ValueError(f"train_length: expected more than 1, got {train_length!r}")
         _flag("clip", clip)
         if self.axis:
-            raise ValueError("log_n: scales by the number of keys seen, which axial positions do not tell")
+            raise ValueError("log_n: needs one-dimensional positions, which count the keys; this table is axial")
         if self.log_n_scale is not None:
             raise ValueError("log_n: this scheme is scaled by log n already")
         return dataclasses.replace(self, log_n_scale=(train_length, clip))
@@ -352,12 +399,13 @@ class Rotary:
     # ---- text
     @cached_property
     def text(self) -> str:
-        """This scheme as JSON, exact; ``Rotary.from_text`` reads it back. Operators and checkpoints carry it."""
+        """This scheme as JSON, without rounding. ``Rotary.from_text`` reads it; operators and checkpoints carry it."""
         return json.dumps({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def from_text(text: str) -> Rotary:
+        """The scheme of ``Rotary.text``."""
         fields = json.loads(text)
         fields["frequencies"] = tuple(fields["frequencies"])
         fields["bands"] = tuple(Band(*band) for band in fields["bands"])
@@ -367,10 +415,10 @@ class Rotary:
         return Rotary(**fields)
 
     def __repr__(self) -> str:
-        turning = [f for f in self.frequencies if f]
-        pairs = f"{len(turning)} of {self.head_dim // 2} pairs rotate"
-        if turning:
-            pairs += f" (inv_freq {max(turning, key=abs):.4g} to {min(turning, key=abs):.4g}"
+        rotating = [f for f in self.frequencies if f]
+        pairs = f"{len(rotating)} of {self.head_dim // 2} pairs rotate"
+        if rotating:
+            pairs += f" (inv_freq {max(rotating, key=abs):.4g} to {min(rotating, key=abs):.4g}"
             pairs += f", {'interleaved' if self.interleaved else 'half'} pairing"
             pairs += f" in {self.rotary_dim} channels" if self.rotary_dim != self.head_dim else ""
             pairs += f", {self.axes} axes" if self.axis else ""
@@ -388,34 +436,34 @@ class Rotary:
             scale.append(f"max(1, {log_n})" if clip else log_n)
         return f"Rotary({', '.join(parts)}, score scale: {' * '.join(scale) or '1'})"
 
-    # ---- inner
+    # ---- helpers
     def _check_unscaled(self, name: str) -> None:
         if not any(self.frequencies):
             raise ValueError(f"{name}: no pair of this scheme rotates, there is nothing to interpolate")
         if self.scaled_by:
             raise ValueError(f"{name}: the table was changed by {self.scaled_by} already; interpolations do not stack")
         if self.axis:
-            raise ValueError(
-                f"{name}: interpolates one-dimensional tables; scale the positions of an axial one instead"
-            )
+            raise ValueError(f"{name}: expected a one-dimensional table; scale the positions of an axial one instead")
 
-    def _with_table(self, name: str, theta) -> Rotary:
-        return dataclasses.replace(self, frequencies=tuple(theta), scaled_by=name)
+    def _with_table(self, name: str, frequencies) -> Rotary:
+        return dataclasses.replace(self, frequencies=tuple(frequencies), scaled_by=name)
 
     def _with_bands(self, bands) -> Rotary:
-        joined: list[Band] = []
+        """With these bands, without empty ones, and with equal neighbors merged."""
+        merged: list[Band] = []
         for band in bands:
             if band.start >= band.stop:
                 continue
-            last = joined[-1] if joined else None
+            last = merged[-1] if merged else None
             if last and (last.stop, last.slope, last.offset) == (band.start, band.slope, band.offset):
-                joined[-1] = last._replace(stop=band.stop)
+                merged[-1] = last._replace(stop=band.stop)
             else:
-                joined.append(band)
-        return dataclasses.replace(self, bands=tuple(joined))
+                merged.append(band)
+        return dataclasses.replace(self, bands=tuple(merged))
 
 
 def _geometric(base: float, dim: int) -> tuple[float, ...]:
+    """base ** (-2m / dim) for every pair m."""
     base = _positive("base", base)
     if not base > 1:
         raise ValueError(f"base: expected more than 1, got {base!r}")
@@ -428,15 +476,13 @@ def _clip(band: Band, start: float, stop: float) -> Band:
 
 def _band_text(band: Band) -> str:
     if band.slope == 0:
-        seen = f"{band.offset:g}"
+        distance = f"{band.offset:g}"
     else:
-        seen = "d" if band.slope == 1 else f"d * {band.slope:.6g}"
-        seen += f" + {band.offset:.6g}" if band.offset else ""
-    return (
-        f"{seen} for d >= {band.start:g}"
-        if band.stop == math.inf
-        else f"{seen} for {band.start:g} <= d < {band.stop:g}"
-    )
+        distance = "d" if band.slope == 1 else f"d * {band.slope:.6g}"
+        distance += f" + {band.offset:.6g}" if band.offset else ""
+    if band.stop == math.inf:
+        return f"{distance} for d >= {band.start:g}"
+    return f"{distance} for {band.start:g} <= d < {band.stop:g}"
 
 
 def _positive(name: str, value, finite: bool = True) -> float:
@@ -453,8 +499,8 @@ def _flag(name: str, value) -> None:
         raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
-def _integer(value, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _integer(value, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _positive_int(name: str, value) -> None:
@@ -462,9 +508,9 @@ def _positive_int(name: str, value) -> None:
         raise ValueError(f"{name}: expected a positive integer, got {value!r}")
 
 
-def _even(name: str, value, least: int = 2) -> None:
-    if not _integer(value, least) or value % 2:
-        raise ValueError(f"{name}: expected an even integer of at least {least}, got {value!r}")
+def _even(name: str, value, minimum: int = 2) -> None:
+    if not _integer(value, minimum) or value % 2:
+        raise ValueError(f"{name}: expected an even integer of at least {minimum}, got {value!r}")
 
 
 def _window(window) -> None:

@@ -1,7 +1,7 @@
-"""Ranks to run tests on: processes on gloo that stay up between tests and each run the functions handed to them.
+"""Ranks for the tests: gloo processes that stay alive between tests and run the functions that they are sent.
 
-The ranks meet through a file, so no port is taken. A function that fails or takes too long costs the processes; the
-next one gets new ones.
+The ranks find one another through a file, so no port is used. After a function that fails or takes too long, the
+processes are replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 RANKS = 4
-SECONDS = 180  # for one function: a hang, not a slow machine
+SECONDS = 180  # for one function; longer means a hang, not a slow machine
 
 
 class Failed(AssertionError):
@@ -105,7 +105,7 @@ def _serve(rank: int, count: int, store: str, connection) -> None:
 
 @functools.cache
 def mesh(ranks: int):
-    """A one-dimensional mesh of 2 ranks or of all. Of those of 2 there are several; each does the same work."""
+    """A one-dimensional mesh of 2 ranks or of all. There are several meshes of 2 ranks, which all do the same work."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -1,5 +1,4 @@
-"""Context parallelism against the formula in float64 on the whole sequence, within the budget of single-device
-attention."""
+"""Context parallelism compared with the float64 reference on the full sequence, in the error budget of one device."""
 
 import contextlib
 
@@ -29,7 +28,7 @@ CHOSEN = (
     "yarn_leaky_local_log_n",
 )
 TYPES = (torch.float32, torch.float64)
-SEQLEN = 48  # chunks of 12 and of 6: no multiple of any block
+SEQLEN = 48  # chunks of 12 and 6, not multiples of any block
 
 
 def sharded(p: Problem, group, impl: str | None = None) -> dict[str, torch.Tensor]:
@@ -85,7 +84,7 @@ def test_two_byte_types(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks' tensors lie on the CPU, where Triton only interprets")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are on the CPU, where Triton is only interpreted")
 def test_triton(ranks):
     ranks(holds, 2, "rerope", torch.float32, "triton")
 
@@ -106,11 +105,10 @@ def the_order(count: int) -> None:
     first, last = x.detach().chunk(2 * count, 1)[rank], x.detach().chunk(2 * count, 1)[2 * count - 1 - rank]
     assert torch.equal(part, torch.cat((first, last), 1))
     assert torch.equal(sequence_positions(8 * count, group), part[0].long())
-    whole = unshard_sequence(part, group)
-    assert torch.equal(whole, x)
-    (grad,) = torch.autograd.grad(
-        whole, x, x.detach()
-    )  # every rank asks for the same: a sum of count of them, this rank's part
+    full = unshard_sequence(part, group)
+    assert torch.equal(full, x)
+    # every rank passes the same gradient, so this rank's part is count times that
+    (grad,) = torch.autograd.grad(full, x, x.detach())
     want = torch.zeros_like(x).index_copy(1, sequence_positions(8 * count, group), count * part.detach())
     assert torch.equal(grad, want)
     assert torch.equal(unshard_sequence(shard_sequence(x, group.get_group(), -1), group, -1), x)

@@ -1,4 +1,4 @@
-"""DTensor inputs: the operators' sharding rules against the plain call, and how many collectives they cost."""
+"""DTensor inputs: the sharding rules compared with the plain call, and the number of collectives."""
 
 import copy
 import sys
@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flashrope import Rotary, attention, attention_varlen, ops
-from flashrope.backends import cpu
+from flashrope.backends import AttentionCall, cpu
 from flashrope.integrations import distributed  # noqa: F401  registers the rules
 from flashrope.ops import OPERATORS
 
@@ -38,7 +38,7 @@ def call_and_gradients(call, tensors, grad_out, grad_lse):
 
 
 def compare(device_mesh, placements, call, tensors, lse_placements=None, grad_lse=True, collectives=0, bits=True):
-    """call over DTensors gives what it gives over plain tensors, in the same places."""
+    """A call on DTensors gives the results of plain tensors, with the placements of its inputs."""
     *tensors, grad_out, of_lse = tensors
     of_lse = of_lse if grad_lse else None
     want = call_and_gradients(call, tensors, grad_out, of_lse)
@@ -82,8 +82,9 @@ def test_heads_and_batch(ranks, count):
 
 
 class _Keeping:
-    """The CPU implementation, keeping keys for its backward where the scheme rotates, as Triton does, and checking them
-    there."""
+    """The CPU backend, but keys are kept for the backward if the scheme rotates, as in Triton's, and checked there."""
+
+    DIFFERENTIABLE = False
 
     @staticmethod
     def rotated_k_shape(k, call):
@@ -105,9 +106,8 @@ class _Keeping:
         return k.flatten(0, 1).expand(shape).clone() if len(shape) > 1 else k.new_empty(0)
 
 
-def with_turned_keys() -> None:
-    """Of equal shapes one scheme keeps turned keys for the backward and the next does not: nothing of one may serve the
-    other."""
+def with_rotated_keys() -> None:
+    """Of two schemes with equal shapes, one keeps rotated keys and the other does not: nothing may be mixed up."""
     sys.modules["flashrope.backends.keeping"] = _Keeping
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     cases = (
@@ -127,12 +127,13 @@ def with_turned_keys() -> None:
         mesh(2), [BATCH], lambda q, k, v: attention(q, k, v, rotary, return_lse=True), inputs(batch=3), grad_lse=False
     )
     odd = [distribute_tensor(x, mesh(2), [BATCH]) for x in inputs(batch=3)[:3]]
-    out, _, turned = OPERATORS.attention(*odd, None, None, None, 20, 20, rotary.text, True, 0.25, "keeping")
-    assert out.placements == turned.placements == (Replicate(),)  # its rows would not fall apart where the batch does
+    out, _, rotated_k = OPERATORS.attention(*odd, None, None, None, 20, 20, rotary.text, True, 0.25, "keeping")
+    # 3 sequences do not divide by 2 ranks, and the rows of rotated_k would not divide where the batch does
+    assert out.placements == rotated_k.placements == (Replicate(),)
 
 
-def test_turned_keys(ranks):
-    ranks(with_turned_keys)
+def test_rotated_keys(ranks):
+    ranks(with_rotated_keys)
 
 
 def in_triton(count: int) -> None:
@@ -147,7 +148,7 @@ def in_triton(count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks' tensors lie on the CPU, where Triton only interprets")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are on the CPU, where Triton is only interpreted")
 def test_triton(ranks):
     ranks(in_triton, 2, seconds=240)
 
@@ -168,7 +169,7 @@ def test_mesh_of_two_dimensions(ranks):
 
 
 def not_divisible() -> None:
-    """Fewer key heads than ranks, an odd batch, a sharded sequence: gathered first, never computed apart."""
+    """Fewer key heads than ranks, an odd batch, a sharded sequence: these are gathered first."""
     rotary = SCHEMES["rerope"](16)
 
     def call(q, k, v):
@@ -184,13 +185,12 @@ def not_divisible() -> None:
         compare(mesh(count), [placement], call, inputs(**sizes), grad_lse=False, collectives=None)
 
 
-def test_what_does_not_divide_is_gathered(ranks):
+def test_uneven_parts_are_gathered(ranks):
     ranks(not_divisible)
 
 
 def mixed(count: int) -> None:
-    """Queries by heads and keys on every rank, and the other way round; gradients that arrive elsewhere than the
-    output."""
+    """Queries and keys with different placements; gradients with other placements than the output."""
     rotary, (q, k, v, grad_out, _) = SCHEMES["rope"](16), inputs()
     want = call_and_gradients(lambda *x: attention(*x, rotary, return_lse=True), (q, k, v), grad_out, None)
     cases = (
@@ -269,8 +269,7 @@ class SelfAttention(nn.Module):
 
 
 def tensor_parallel(local: bool) -> None:
-    """8 query heads and 2 key heads over 2 ranks, parameters over 2 more; activations as plain local tensors or as
-    DTensors."""
+    """8 query heads and 2 key heads over 2 ranks, parameters over 2 more; activations are local tensors or DTensors."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     torch.manual_seed(0)
     plain, x = SelfAttention(), torch.randn(4, 20, 64, dtype=torch.float64)
@@ -293,19 +292,19 @@ def test_tensor_parallel_and_fully_sharded(ranks, local):
 
 
 def gradient_of_a_collective(count: int) -> None:
-    """A gradient that a collective has still to deliver reaches an output of plain tensors."""
+    """A pending result of a collective as the gradient of plain tensors."""
     q, k, v, grad_out, _ = inputs()
     seen = []
 
-    class Looking(_Keeping):
+    class Recording(_Keeping):
         @classmethod
         def backward(cls, grad_out, *rest):
             seen.append(type(grad_out))
             return super().backward(grad_out, *rest)
 
-    sys.modules["flashrope.backends.looking"] = Looking
+    sys.modules["flashrope.backends.recording"] = Recording
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = ops.attention(*leaves, None, None, None, 20, 20, Rotary.rope(16).text, True, 0.25, "looking")[0]
+    out = ops.attention(*leaves, AttentionCall(Rotary.rope(16), True, 0.25), "recording")[0]
     want = torch.autograd.grad(out, leaves, grad_out * count, retain_graph=True)
     pending = collectives.all_reduce(grad_out, "sum", mesh(count))
     assert type(pending) is collectives.AsyncCollectiveTensor

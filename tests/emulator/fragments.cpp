@@ -1,4 +1,4 @@
-// The emulated collectives by themselves, for the tests to hold against the layouts that the PTX ISA documents.
+// The emulated collectives on their own. The tests compare them with the layouts that the PTX ISA documents.
 
 #include <ptx.h>
 
@@ -19,7 +19,11 @@ void mma(Fragments p) {
   std::copy(p.a + 4 * lane, p.a + 4 * lane + 4, a);
   std::copy(p.c + 4 * lane, p.c + 4 * lane + 4, c);
   const uint32_t *b = p.b + 2 * lane;
-  p.flag ? flashrope::multiply<flashrope::BFloat16>(c, a, b[0], b[1]) : flashrope::multiply<flashrope::Float16>(c, a, b[0], b[1]);
+  if (p.flag) {
+    flashrope::multiply<flashrope::BFloat16>(c, a, b[0], b[1]);
+  } else {
+    flashrope::multiply<flashrope::Float16>(c, a, b[0], b[1]);
+  }
   std::copy(c, c + 4, p.c + 4 * lane);
 }
 
@@ -42,14 +46,19 @@ const char* emulated_mma(const uint32_t* a, const uint32_t* b, float* c, int bfl
 }
 
 const char* emulated_ldmatrix(const uint16_t* numbers, uint32_t* x, int transposed) {
-  return flashrope::launch(ldmatrix, dim3(), 32, 512, nullptr, Fragments{nullptr, nullptr, numbers, nullptr, x, transposed != 0});
+  const Fragments fragments{nullptr, nullptr, numbers, nullptr, x, transposed != 0};
+  return flashrope::launch(ldmatrix, dim3(), 32, 512, nullptr, fragments);
 }
 
 void emulated_narrow(const float* from, uint16_t* to, int count, int bfloat16) {
-  for (int i = 0; i < count; ++i) to[i] = bfloat16 ? flashrope::BFloat16::narrow(from[i]) : flashrope::Float16::narrow(from[i]);
+  for (int i = 0; i < count; ++i) {
+    to[i] = bfloat16 ? flashrope::BFloat16::narrow(from[i]) : flashrope::Float16::narrow(from[i]);
+  }
 }
 
 void emulated_wide(const uint16_t* from, float* to, int count, int bfloat16) {
-  for (int i = 0; i < count; ++i) to[i] = bfloat16 ? flashrope::BFloat16::wide(from[i]) : flashrope::Float16::wide(from[i]);
+  for (int i = 0; i < count; ++i) {
+    to[i] = bfloat16 ? flashrope::BFloat16::wide(from[i]) : flashrope::Float16::wide(from[i]);
+  }
 }
 }

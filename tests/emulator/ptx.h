@@ -1,10 +1,11 @@
-// csrc/ptx.h for the host: decode.cu compiled with this one runs on the processor, so its device code can be tested
+// The host twin of csrc/ptx.h. Compiled with this header, decode.cu runs on the CPU, so its device code is tested
 // without a GPU.
 //
-// The threads of a block are fibers that take turns at barriers and warp collectives; ldmatrix and mma.m16n8k16 follow the
-// fragment layouts of the PTX ISA ("Warp-level matrix instructions"). Shared memory starts as NaN. An asynchronous copy lands at
-// once, or, with FLASHROPE_EMULATED_COPIES=late, not before the wait that asks for it: correct code cannot tell. An address
-// outside shared memory or not a multiple of 16 bytes, and lanes that meet in different collectives, make the launch fail.
+// The threads of a block are fibers that switch at barriers and warp collectives. ldmatrix and mma.m16n8k16 follow the
+// fragment layouts of the PTX ISA ("Warp-level matrix instructions"). Shared memory starts as NaN. An asynchronous copy
+// lands at once or, with FLASHROPE_EMULATED_COPIES=late, only at the wait for it; correct code gives the same results.
+// The launch fails where an address is outside shared memory or not a multiple of 16 bytes, and where lanes of a warp
+// call different collectives at the same time.
 #pragma once
 
 #include <setjmp.h>
@@ -53,18 +54,19 @@ struct Fiber {
   jmp_buf at;
   std::vector<char> stack = std::vector<char>(64 << 10);
   bool started, done;
-  std::vector<std::vector<Copy>> groups;  // committed copies under way
+  std::vector<std::vector<Copy>> groups;  // committed copies in flight
   std::vector<Copy> open;                 // not committed yet
 };
 
-// What the lanes of a warp hand in. Two of them: a lane may reach the next collective before the others have read this one.
-struct Meeting {
+// The inputs and outputs of one collective of a warp. A warp has two, because a lane may reach the next collective
+// before the others have read the results of this one.
+struct Collective {
   const char* what = "";
   uint32_t in[32][8], out[32][4];
 };
 
 struct Warp {
-  Meeting meetings[2];
+  Collective collectives[2];
   unsigned generation = 0, arrived = 0;
 };
 
@@ -114,7 +116,7 @@ inline void entry() {
   body();
   Fiber& fiber = fibers[current];
   fiber.done = true;
-  for (const auto& group : fiber.groups) if (!group.empty()) fail("a copy under way at the end");
+  for (const auto& group : fiber.groups) if (!group.empty()) fail("a copy in flight at the end");
   if (!fiber.open.empty()) fail("a copy not committed at the end");
   --running;
   idle = 0;
@@ -122,26 +124,27 @@ inline void entry() {
   resume_next();
 }
 
-// Runs act once, when all 32 lanes have called this with the same name and their `in` filled.
+// Hands in `in`, waits until all 32 lanes have called this with the same name, and returns this lane's results. act
+// runs once, on the inputs of all lanes.
 template <typename Act>
-uint32_t* meet(const char* what, const uint32_t* in, int count, Act act) {
+uint32_t* run_collective(const char* what, const uint32_t* in, int count, Act act) {
   Warp& warp = warps[threadIdx.x / 32];
   const unsigned lane = threadIdx.x % 32, generation = warp.generation;
-  Meeting& meeting = warp.meetings[generation % 2];
-  if (warp.arrived == 0) meeting.what = what;
-  if (std::strcmp(meeting.what, what)) fail(std::string("lanes meet in ") + meeting.what + " and " + what);
-  std::copy(in, in + count, meeting.in[lane]);
+  Collective& collective = warp.collectives[generation % 2];
+  if (warp.arrived == 0) collective.what = what;
+  if (std::strcmp(collective.what, what)) fail(std::string("lanes call ") + collective.what + " and " + what);
+  std::copy(in, in + count, collective.in[lane]);
   if (++warp.arrived == 32) {
-    act(meeting);
+    act(collective);
     warp.arrived = 0;
     ++warp.generation;
     idle = 0;
   }
   while (warp.generation == generation) yield();
-  return meeting.out[lane];
+  return collective.out[lane];
 }
 
-inline const uint16_t* inside(const void* pointer, const char* what) {
+inline const uint16_t* checked_shared(const void* pointer, const char* what) {
   const auto* address = static_cast<const unsigned char*>(pointer);
   if (address < shared_base || address + 16 > shared_base + shared_size)
     return fail(std::string(what) + " outside shared memory"), nullptr;
@@ -190,14 +193,14 @@ inline void __syncthreads() {
 }
 
 inline void __syncwarp() {
-  flashrope::emulator::meet("syncwarp", nullptr, 0, [](auto&) {});
+  flashrope::emulator::run_collective("syncwarp", nullptr, 0, [](auto&) {});
 }
 
 template <typename V>
 V __shfl_sync(unsigned, V value, int lane) {
   uint32_t in[2];
   std::memcpy(in, &value, 4), in[1] = lane;
-  const uint32_t* out = flashrope::emulator::meet("shfl", in, 2, [](auto& m) {
+  const uint32_t* out = flashrope::emulator::run_collective("shfl", in, 2, [](auto& m) {
     for (int to = 0; to < 32; ++to) m.out[to][0] = m.in[m.in[to][1] % 32][0];
   });
   std::memcpy(&value, out, 4);
@@ -247,7 +250,7 @@ struct BFloat16 {
 inline unsigned char* shared_memory() { return emulator::shared_base; }
 
 inline void copy_async(void* shared, const void* global) {
-  if (!emulator::inside(shared, "copy")) return;
+  if (!emulator::checked_shared(shared, "copy")) return;
   if (reinterpret_cast<uintptr_t>(global) % 16) return emulator::fail("copy from an odd address");
   std::memset(shared, 0xff, 16);
   emulator::fibers[emulator::current].open.push_back({shared, global});
@@ -275,13 +278,13 @@ template <bool TRANSPOSED>
 void load_matrices(uint32_t (&x)[4], const void* row) {
   uint32_t in[2];
   std::memcpy(in, &row, 8);
-  const uint32_t* out = meet(TRANSPOSED ? "ldmatrix.trans" : "ldmatrix", in, 2, [](Meeting& m) {
+  const uint32_t* out = run_collective(TRANSPOSED ? "ldmatrix.trans" : "ldmatrix", in, 2, [](Collective& m) {
     for (int matrix = 0; matrix < 4; ++matrix) {
       uint16_t numbers[8][8] = {};
       for (int r = 0; r < 8; ++r) {
         const void* address;
         std::memcpy(&address, m.in[matrix * 8 + r], 8);
-        if (const uint16_t* from = inside(address, "ldmatrix")) std::memcpy(numbers[r], from, 16);
+        if (const uint16_t* from = checked_shared(address, "ldmatrix")) std::memcpy(numbers[r], from, 16);
       }
       for (int lane = 0; lane < 32; ++lane) {
         const int r = lane / 4, c = lane % 4 * 2;
@@ -294,11 +297,12 @@ void load_matrices(uint32_t (&x)[4], const void* row) {
   std::copy(out, out + 4, x);
 }
 
-// mma.m16n8k16.row.col. With g = lane / 4 and t = lane % 4 a lane holds of a: rows g, g + 8, g, g + 8 of columns 2t and 2t + 1,
-// the last two registers 8 columns on; of b: rows 2t and 2t + 1 of column g, the second register 8 rows on; of c: columns 2t and
-// 2t + 1 of row g, then of row g + 8.
+// mma.m16n8k16.row.col. A lane holds, with g = lane / 4 and t = lane % 4,
+//   of a: columns 2t and 2t + 1 of rows g and g + 8, then columns 2t + 8 and 2t + 9 of the same rows,
+//   of b: rows 2t and 2t + 1 of column g, then rows 2t + 8 and 2t + 9,
+//   of c: columns 2t and 2t + 1 of row g, then of row g + 8.
 template <typename T>
-void multiply_warp(Meeting& m, float (&c)[16][8]) {
+void multiply_warp(Collective& m, float (&c)[16][8]) {
   float a[16][16], b[16][8];
   for (int lane = 0; lane < 32; ++lane) {
     const int g = lane / 4, t = lane % 4;
@@ -327,11 +331,13 @@ inline void load_matrices_transposed(uint32_t (&x)[4], const void* row) { emulat
 template <typename T>
 void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const uint32_t in[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  const uint32_t* out = emulator::meet("mma", in, 6, [](emulator::Meeting& m) {
+  const uint32_t* out = emulator::run_collective("mma", in, 6, [](emulator::Collective& m) {
     float product[16][8];
     emulator::multiply_warp<T>(m, product);
     for (int lane = 0; lane < 32; ++lane) {
-      for (int i = 0; i < 4; ++i) m.out[lane][i] = emulator::float_to_bits(product[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);
+      for (int i = 0; i < 4; ++i) {
+        m.out[lane][i] = emulator::float_to_bits(product[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);
+      }
     }
   });
   for (int i = 0; i < 4; ++i) c[i] += emulator::bits_to_float(out[i]);

@@ -1,6 +1,6 @@
-"""Small random models of every tested family, and how far a converted one's logits are from the stock one's.
+"""Small random models of every tested family, and the differences between converted and stock logits.
 
-python tests/integrations/families.py [README.md]      prints the table, and writes it between the page's markers
+python tests/integrations/families.py [PAGE.md]      prints the table, and writes it between the markers of the page
 """
 
 import sys
@@ -25,7 +25,7 @@ COMMON = dict(
     bos_token_id=1,
     eos_token_id=2,
     initializer_range=0.1,
-)  # attention that is sharp: a wrong rotation moves logits by 0.4 to 3
+)  # such attention is sharp: a wrong rotation moves logits by 0.4 to 3
 HYBRID = dict(sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
 FAMILIES = {
     "cohere2": dict(logit_scale=1.0, **HYBRID),
@@ -76,25 +76,17 @@ ROPE_TYPES = {
 BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
 BOUND = 1e-5  # of logits of size 3, float32
 SEQLEN, PADDING = 28, 3
-CALLS = [
-    5,
-    6,
-    7,
-    8,
-    9,
-    20,
-    21,
-    SEQLEN,
-]  # where calls over a cache end: a prompt, one token at a time past the window, several
+# where calls with a cache end: a prompt, one token at a time past the window, several tokens
+CALLS = [5, 6, 7, 8, 9, 20, 21, SEQLEN]
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-REFUSED_BY_VERSION = {"stablelm"} if VERSION < (5, 1) else set()  # made its masks itself
+REFUSED_BY_VERSION = {"stablelm"} if VERSION < (5, 1) else set()  # it made its masks itself
 
 
 def tiny(name: str, **changes):
     """A model of three layers in float32, the same in every call."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**COMMON, **FAMILIES.get(name, {}), **changes})
-    eager = name == "gemma2"  # for which the library has no sdpa
+    eager = name == "gemma2"  # the library has no sdpa for it
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager" if eager else "sdpa").eval()
 
 
@@ -112,7 +104,7 @@ def padded(seqlen: int = SEQLEN, left: int = PADDING, right: int = 0) -> torch.T
 
 @torch.no_grad()
 def logits(model, ids, mask=None, cache=None, calls=None, **kwargs) -> torch.Tensor:
-    """(batch, seqlen, vocabulary), in one call without a cache or in several over one; rows of padding are 0."""
+    """(batch, seqlen, vocabulary), from one call without a cache or several with one; rows of padding are 0."""
     if calls is None:
         out = model(ids, attention_mask=mask, use_cache=False, **kwargs).logits
     else:
@@ -142,9 +134,8 @@ def static(model, extra: int = 8) -> StaticCache:
     return StaticCache(config=model.config, max_cache_len=SEQLEN + extra)
 
 
-PACKED = torch.cat([torch.arange(n) for n in (11, 12, 5)])[None].expand(
-    2, -1
-)  # position_ids of three sequences in each row
+# position_ids of three sequences in each row
+PACKED = torch.cat([torch.arange(n) for n in (11, 12, 5)])[None].expand(2, -1)
 RUNS = {
     "uncached": lambda model: logits(model, tokens()),
     "cached": lambda model: logits(model, tokens(), calls=CALLS),

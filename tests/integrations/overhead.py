@@ -1,4 +1,4 @@
-"""Host time of one decoding step of one token on the CPU: what the integration adds, beside the attention call itself.
+"""Host time that the integration adds to decoding one token on the CPU, without the attention call itself.
 
 OMP_NUM_THREADS=1 python tests/integrations/overhead.py
 """
@@ -13,15 +13,13 @@ from transformers import AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
-from flashrope.integrations import transformers as integration
-from flashrope.integrations.transformers import convert
+from flashrope.integrations.transformers import attention_function, conversion, convert, masks, rotary_hook
 
 ROUNDS, CALLS = 2000, 5
 
 
 def best(*functions) -> list[float]:
-    """Microseconds of CPU time of one call each, the least over rounds that take turns: other work on the machine only
-    adds."""
+    """Microseconds of CPU time of one call each: the minimum over interleaved rounds, as other load only adds."""
     times = [float("inf")] * len(functions)
     for _ in range(ROUNDS):
         for at, function in enumerate(functions):
@@ -48,23 +46,24 @@ def main() -> None:
         sizes |= dict(cache_position=torch.tensor([past - 1]))
     inputs = dict(position_ids=position_ids, past_key_values=cache)
 
-    # What the attention itself takes is left out: both calls are answered at once.
+    # The attention calls return at once, so their time is left out.
     with (
         mock.patch("torch.nn.functional.scaled_dot_product_attention", lambda q, *_, **__: q),
-        mock.patch.object(integration, "attention_with_cache", lambda q, *_, **__: q),
+        mock.patch.object(attention_function, "attention_with_cache", lambda q, *_, **__: q),
     ):
-        theirs, ours, layout, positions, rotation = best(
+        theirs, ours, mask_time, positions, rotation = best(
             lambda: sdpa_attention_forward(layer, q, k, v, None, scaling=0.25),
-            lambda: integration._attend(layer, q, k, v, mask, scaling=0.25),
-            lambda: integration.layout(mask_function=causal_mask_function, **sizes),
-            lambda: integration._check_forward(model.model, (), inputs),
-            lambda: integration._no_rotation(None, (), (cos, sin)),
+            lambda: attention_function.attention_forward(layer, q, k, v, mask, scaling=0.25),
+            lambda: masks.describe_mask(mask_function=causal_mask_function, **sizes),
+            lambda: conversion._check_forward(model.model, (), inputs),
+            lambda: rotary_hook._no_rotation(None, (), (cos, sin)),
         )
-    step = layout + positions + rotation
+    step = mask_time + positions + rotation
     print(
-        f"in each layer, around the attention call: transformers' sdpa function {theirs:.1f} us, the integration's {ours:.1f} us"
+        f"in each layer, around the attention call: transformers' sdpa function {theirs:.1f} us, "
+        f"the integration's {ours:.1f} us"
     )
-    print(f"once a step: mask {layout:.1f} us, positions {positions:.1f} us, rotation {rotation:.1f} us")
+    print(f"once a step: mask {mask_time:.1f} us, positions {positions:.1f} us, rotation {rotation:.1f} us")
     print(f"added to a layer and step: {ours - theirs + step / 16:.1f} us in a model of 16 layers")
 
 

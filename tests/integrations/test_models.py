@@ -1,5 +1,4 @@
-"""Converted models that are reverted, copied, saved, wrapped, quantised, cast or trained by the library's own
-Trainer."""
+"""Converted models that are reverted, copied, saved, wrapped, quantized, cast or trained with the library's Trainer."""
 
 import copy
 import io
@@ -68,7 +67,7 @@ def test_a_pickled_model(how):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
-def test_whatever_attention_a_model_was_loaded_with(implementation):
+def test_any_attention_that_a_model_was_loaded_with(implementation):
     model = tiny("llama")
     stock = logits(model, tokens())
     model.set_attn_implementation(implementation)
@@ -90,7 +89,7 @@ def test_the_scheme_travels_with_the_model(asked, tmp_path):
     expected = logits(model, tokens())
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
-    assert not close(logits(loaded, tokens()), expected, 0.01)  # until converted it is a stock model
+    assert not close(logits(loaded, tokens()), expected, 0.01)  # a stock model until it is converted
     assert torch.equal(logits(convert(loaded), tokens()), expected)
     revert(loaded).save_pretrained(tmp_path / "stock")
     assert schemes(convert(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))) == [Rotary.rope(16)] * 3
@@ -101,7 +100,7 @@ def test_the_scheme_travels_with_the_model(asked, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types(dtype):
-    """No further from the float32 model than the library's own attention is."""
+    """As close to the float32 model as the library's own attention."""
     exact = logits(tiny("llama"), tokens(), padded(), calls=CALLS)
 
     def error(model):
@@ -113,7 +112,7 @@ def test_half_types(dtype):
 
 
 def test_the_decoder_inside_a_larger_model():
-    """gemma3 sees an image's tokens in both directions, which is refused; its text is served."""
+    """gemma3 attends to image tokens in both directions, which is refused; text is served."""
     vision = dict(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
@@ -134,15 +133,15 @@ def test_the_decoder_inside_a_larger_model():
         model(ids, token_type_ids=(ids == 62).long(), pixel_values=torch.zeros(2, 3, 28, 28))
 
 
-def test_quantised_linears():
+def test_quantized_linears():
     model = tiny("llama")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own notices of where its quantisation moves
+        warnings.simplefilter("ignore")  # torch announces the move of its quantization
         model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     stock = logits(model, tokens(), padded(), calls=CALLS)
     convert(model)
     assert "quantized" in type(model.model.layers[0].self_attn.q_proj).__module__
-    # A rounding to int8 that is moved by 1e-7 can fall to the other side.
+    # a change of 1e-7 can move a rounding to int8 by one step
     assert close(logits(model, tokens(), padded(), calls=CALLS), stock, 0.1)
     assert torch.equal(logits(revert(model), tokens(), padded(), calls=CALLS), stock)
 

@@ -1,4 +1,4 @@
-"""What converted models refuse, and how: the argument, what was expected, what came."""
+"""What convert and converted models refuse: errors name the argument, what was expected and what came."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from families import ROPE_TYPES, SEQLEN, logits, padded, tiny, tokens
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, DynamicCache
 
 from flashrope import Rotary
-from flashrope.integrations import transformers as integration
 from flashrope.integrations.transformers import convert, revert
+from flashrope.integrations.transformers.attention_function import NAME
 
 
 # ---- refusals
@@ -187,14 +187,14 @@ def test_masks_that_the_kernels_cannot_express():
 def test_what_a_layer_may_not_ask_for(keyword, value, message):
     model = convert(tiny("llama"))
     q, k = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16)
-    attend = AttentionInterface()[integration.NAME]
+    attend = AttentionInterface()[NAME]
     with pytest.raises(ValueError, match=message):
         attend(model.model.layers[0].self_attn, q, k, k, None, **{keyword: value})
 
 
 def test_a_layer_that_was_not_converted():
     model = tiny("llama")
-    model.set_attn_implementation(integration.NAME)
+    model.set_attn_implementation(NAME)
     with pytest.raises(ValueError, match=r"model: layer 0 \(LlamaAttention\) was not converted; call convert\(model\)"):
         model(tokens())
 

@@ -1,5 +1,4 @@
-"""Hugging Face models, converted: held against the library's own attention, or against the reference where the scheme
-changes."""
+"""Converted Hugging Face models compared with the library's own attention, or with the reference for other schemes."""
 
 import pytest
 import torch
@@ -59,8 +58,7 @@ def test_logits_depend_on_what_is_compared(name):
 
 
 def scaled(kind: str, **changes):
-    """A llama whose configuration asks for the rope type, the trained length where either version of transformers
-    looks."""
+    """A llama with the rope type, and with the training length where 4.57 and 5 look for it."""
     scaling, lengths = dict(ROPE_TYPES[kind]), {"max_position_embeddings": 16 if kind == "dynamic" else 64}
     if kind == "longrope":
         lengths["original_max_position_embeddings"] = 16
@@ -83,23 +81,23 @@ def test_rope_types(kind):
     stock = run()
     convert(model)
     assert all(map(close, run(), stock))
-    assert close(logits(model, within), stock[0])  # the table is the trained length's again
+    assert close(logits(model, within), stock[0])  # the table of the training length again
 
 
 @pytest.mark.parametrize("which", ["dynamic", "longrope", "phi3"])
 def test_tables_that_grow_over_a_cache(which):
-    """The cache holds raw keys, so none is rotated by an older table. One layer: a second one's keys come of older
-    tables."""
+    """The cache holds raw keys, so no key is rotated by an older table. With one layer only: the keys of a second layer
+    depend on older tables."""
     if which == "phi3":  # with sliding windows
         scaling = {"type": "longrope"} | {key: ROPE_TYPES["longrope"][key] for key in ("short_factor", "long_factor")}
         model = tiny(which, rope_scaling=scaling, original_max_position_embeddings=16, num_hidden_layers=1)
     else:
         model = scaled(which, num_hidden_layers=1)
-    whole = logits(model, tokens())
+    full = logits(model, tokens())
     convert(model)
-    assert close(logits(model, tokens()), whole)
+    assert close(logits(model, tokens()), full)
     for cache in (None, static(model)):
-        assert close(logits(model, tokens(), calls=CALLS, cache=cache)[:, -1], whole[:, -1])
+        assert close(logits(model, tokens(), calls=CALLS, cache=cache)[:, -1], full[:, -1])
 
 
 # ---- generate
@@ -126,12 +124,12 @@ def test_generate(name, how):
     assert torch.equal(run(), stock)
 
 
-SLIDING = [] if families.VERSION == (5, 0) else ["gemma3_text", "cohere2"]  # whose caches 5.0 cannot cut
+SLIDING = [] if families.VERSION == (5, 0) else ["gemma3_text", "cohere2"]  # 5.0 cannot crop their caches
 
 
 @pytest.mark.parametrize("name", ["llama", *SLIDING])
 def test_assisted_decoding(name):
-    """Guessed tokens come several to a call; those that are refused leave the cache again."""
+    """Calls have several guessed tokens; the cache drops those that are rejected."""
     model, ids = tiny(name), tokens(1, 12)
     stock = model.generate(ids, max_new_tokens=8, do_sample=False)
     convert(model)
@@ -152,7 +150,7 @@ def test_a_row_with_padding_is_the_row_alone(changes):
         assert close(logits(model, ids, mask, cache=cache, calls=calls)[:1, PADDING:], alone)
 
 
-# ---- changes: the scheme that is asked for, in the layers it is meant for
+# ---- changes: the requested scheme, in the layers that it applies to
 
 
 def test_changes_build_the_schemes():
@@ -205,7 +203,7 @@ def test_a_layer_is_the_formula(changes):
     layer.o_proj.register_forward_pre_hook(lambda module, args: seen.__setitem__("out", args[0]))
     logits(model, tokens())
     q, k, v = (seen[name].unflatten(-1, (-1, 16)) for name in ("q_proj", "k_proj", "v_proj"))
-    expected, _ = reference.attention(q, k, v, AttentionCall(schemes(model)[0], True, 16**-0.5))
+    expected, _ = reference.dense_attention(q, k, v, AttentionCall(schemes(model)[0], True, 16**-0.5))
     assert close(seen["out"], expected.flatten(-2))
 
 
@@ -214,14 +212,14 @@ def test_a_layer_is_the_formula(changes):
 )
 def test_a_cache_changes_nothing(changes):
     model = convert(tiny("llama"), **changes)
-    whole = logits(model, tokens())
-    assert close(logits(model, tokens(), calls=CALLS), whole)
-    assert close(logits(model, tokens(), calls=CALLS, cache=static(model)), whole)
+    full = logits(model, tokens())
+    assert close(logits(model, tokens(), calls=CALLS), full)
+    assert close(logits(model, tokens(), calls=CALLS, cache=static(model)), full)
     cache = DynamicCache(config=model.config)
     logits(model, tokens(), calls=CALLS, cache=cache)
     cache.crop(-8)
     with torch.no_grad():
-        assert close(model(tokens()[:, -8:], past_key_values=cache, logits_to_keep=3).logits, whole[:, -3:])
+        assert close(model(tokens()[:, -8:], past_key_values=cache, logits_to_keep=3).logits, full[:, -3:])
 
 
 # ---- training

@@ -1,12 +1,11 @@
-"""Many devices, on torch.distributed: sharding rules for DTensor, and context parallelism.
+"""Distributed training with torch.distributed: sharding rules for DTensor, and context parallelism.
 
-The rules let ``flashrope.attention`` and ``attention_varlen`` take DTensors that are sharded over the batch or over the
-heads; each rank then computes its own part and nothing is sent. FSDP2 and tensor parallelism with local outputs need no
-rule at all.
+With the rules, ``flashrope.attention`` and ``attention_varlen`` accept DTensors that are sharded over the batch or the
+heads. Each rank computes its own part, without communication. FSDP2, and tensor parallelism with local outputs, need no
+rules.
 
-Context parallelism shares out the sequence. Causal attention costs a query as much as the keys before it, so the
-sequence is cut into 2n chunks for n ranks and rank r holds the chunks r and 2n - 1 - r, one after the other: every rank
-then has the same work.
+Context parallelism shards the sequence. The work of a causal query grows with its position, so the sequence is divided
+into 2n chunks for n ranks, and rank r holds chunk r followed by chunk 2n - 1 - r. All ranks then do the same work.
 """
 
 from __future__ import annotations
@@ -22,50 +21,50 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..api import _check_tensors, attention, check_outside_context_parallel
+from ..api import attention, check_outside_context_parallel, check_tensors
 from ..backends import load_backend
-from ..ops import OPERATORS, _call
+from ..ops import OPERATORS, call_from_arguments
 from ..rotary import Rotary
 
 __all__ = ["context_parallel_attention", "sequence_positions", "shard_sequence", "unshard_sequence"]
 
-_all_gather = (
-    getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-)  # before 2.13
+# torch before 2.13 has the second
+_all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
 # ---- sharding rules
-class _Way(NamedTuple):
-    """One way to share out a call over one dimension of the mesh."""
+class _Strategy(NamedTuple):
+    """Placements of a call's tensors on one dimension of the mesh."""
 
     rows: Replicate | Shard  # q, k, v, out and their gradients
     lse: Replicate | Shard
-    rotated_k: Replicate | Shard  # (slots, rows, heads_kv, head_dim), or empty
+    rotated_k: Replicate | Shard  # (copies, rows, heads_kv, head_dim), or empty
     positions: Replicate | Shard
     cu_seqlens: Replicate | Shard = Replicate()
 
 
-def _ways(packed: bool, turned: bool, batch: int, heads_kv: int, specs) -> list[_Way]:
-    """The ways that suit a call; specs are (DTensorSpec or None, its batch dimension, its heads dimension).
+def _strategies(packed: bool, has_rotated_k: bool, batch: int, heads_kv: int, specs) -> list[_Strategy]:
+    """The strategies for a call.
 
-    A way that would leave the ranks unequal parts is left out: query heads would part from their key heads, and the
-        rows of
-    rotated_k, which are sharded as they come, from the batch. DTensor only ever shards what one of the inputs is
-    sharded over.
+    specs: (DTensorSpec or None, its batch dimension, its heads dimension) of every tensor. DTensor only shards over
+    dimensions of the mesh that an input is sharded over.
+
+    Strategies that would give ranks unequal parts are left out: query heads would be separated from their key heads,
+    and the rows of rotated_k from their sequence.
     """
-    heads = _Way(Shard(1 if packed else 2), Shard(0 if packed else 1), Shard(2) if turned else Replicate(), Replicate())
-    ways = [_Way(*(Replicate(),) * 4)]
-    if not packed and (not turned or batch % _shards((spec, dim) for spec, dim, _ in specs) == 0):
-        ways.append(_Way(Shard(0), Shard(0), Shard(1) if turned else Replicate(), Shard(0)))
+    strategies = [_Strategy(*(Replicate(),) * 4)]
+    if not packed and (not has_rotated_k or batch % _shards((spec, dim) for spec, dim, _ in specs) == 0):
+        strategies.append(_Strategy(Shard(0), Shard(0), Shard(1) if has_rotated_k else Replicate(), Shard(0)))
     if heads_kv % _shards((spec, dim) for spec, _, dim in specs) == 0:
-        ways.append(heads)
-    return ways
+        rows, lse = (Shard(1), Shard(0)) if packed else (Shard(2), Shard(1))
+        strategies.append(_Strategy(rows, lse, Shard(2) if has_rotated_k else Replicate(), Replicate()))
+    return strategies
 
 
 def _shards(specs) -> int:
-    """The parts that a dimension falls into over all dimensions of the mesh that any of (spec, dim) is sharded over."""
+    """The number of parts if a dimension is sharded as any of (spec, dim), over all dimensions of the mesh."""
     parts = {}
     for spec, dim in specs:
         if spec is not None and dim is not None:
@@ -80,41 +79,42 @@ def _shard_attention(q, k, v, *call_and_impl):
     *call, impl = call_and_impl
     positions, cu_seqlens_q, cu_seqlens_k = call[:3]
     packed = cu_seqlens_q is not None
-    turned = len(load_backend(impl).rotated_k_shape(k, _call(*call))) > 1
+    has_rotated_k = len(load_backend(impl).rotated_k_shape(k, call_from_arguments(*call))) > 1
     heads = 1 if packed else 2
-    ways = _ways(
-        packed, turned, q.shape[0], k.shape[heads], [(x, 0, heads) for x in (q, k, v)] + [(positions, 0, None)]
-    )
-    return [([way.rows, way.lse, way.rotated_k], [way.rows] * 3 + _of_call(way, call)) for way in ways]
+    specs = [(x, 0, heads) for x in (q, k, v)] + [(positions, 0, None)]
+    return [
+        ([strategy.rows, strategy.lse, strategy.rotated_k], [strategy.rows] * 3 + _call_placements(strategy, call))
+        for strategy in _strategies(packed, has_rotated_k, q.shape[0], k.shape[heads], specs)
+    ]
 
 
 @register_sharding(OPERATORS.attention_backward.default)
 def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, *call_and_impl):
     *call, _ = call_and_impl
     positions, cu_seqlens_q, cu_seqlens_k = call[:3]
-    packed, turned = cu_seqlens_q is not None, len(rotated_k.shape) > 1
+    packed, has_rotated_k = cu_seqlens_q is not None, len(rotated_k.shape) > 1
     heads = 1 if packed else 2
     specs = [(x, 0, heads) for x in (grad_out, q, k, v, out)] + [(x, 0, heads - 1) for x in (grad_lse, lse)]
-    specs += [(positions, 0, None)] + ([(rotated_k, 1, 2)] if turned else [])
+    specs += [(positions, 0, None)] + ([(rotated_k, 1, 2)] if has_rotated_k else [])
     return [
         (
-            [way.rows] * 3,
+            [strategy.rows] * 3,
             [
-                way.rows if grad_out is not None else None,
-                way.lse if grad_lse is not None else None,
-                *[way.rows] * 4,
-                way.lse,
-                way.rotated_k,
-                *_of_call(way, call),
+                strategy.rows if grad_out is not None else None,
+                strategy.lse if grad_lse is not None else None,
+                *[strategy.rows] * 4,
+                strategy.lse,
+                strategy.rotated_k,
+                *_call_placements(strategy, call),
             ],
         )
-        for way in _ways(packed, turned, q.shape[0], k.shape[heads], specs)
+        for strategy in _strategies(packed, has_rotated_k, q.shape[0], k.shape[heads], specs)
     ]
 
 
-def _of_call(way: _Way, call: Sequence) -> list:
-    """The placements of the arguments from positions to impl; None for those that are no tensors."""
-    placements = (way.positions, way.cu_seqlens, way.cu_seqlens)
+def _call_placements(strategy: _Strategy, call: Sequence) -> list:
+    """The placements of the arguments from positions to impl; None for those that are not tensors."""
+    placements = (strategy.positions, strategy.cu_seqlens, strategy.cu_seqlens)
     tensors = [None if x is None else placement for x, placement in zip(call[:3], placements, strict=True)]
     return tensors + [None] * (len(call) - 2)
 
@@ -132,27 +132,28 @@ def context_parallel_attention(
     softmax_scale: float | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """``flashrope.attention`` over sequences that are shared out over the ranks of a group; exact, gradients too.
+    """``flashrope.attention`` with sequences sharded over the ranks of a group. Exact, with gradients.
 
-    Every query keeps its position in the whole sequence, so bands and log n are those of the whole. Causal: raw k and v
-    are gathered (one collective; the gradients are reduced by its reverse), and each rank's two chunks of queries
-    attend to the keys up to their own end. Not causal: heads are exchanged for the sequence and back (all-to-all), and
-    every rank computes whole sequences for its share of the heads.
+    Every query keeps its position in the full sequence, so bands and log n are those of the full sequence.
+
+    Causal: raw k and v are gathered in one collective, whose backward reduces their gradients. Each of the rank's two
+    chunks of queries attends to the keys up to its own end. Not causal: two all-to-all exchanges, so that every rank
+    computes full sequences for its share of the heads.
 
     Args:
-        q: (batch, seqlen / n, heads_q, head_dim), this rank's part in the order of ``shard_sequence``; one shape on all
-            ranks.
+        q: (batch, seqlen / n, heads_q, head_dim), this rank's part in the order of ``shard_sequence``; the same shape
+            on all n ranks.
         k, v: (batch, seqlen / n, heads_kv, head_dim), likewise.
-        rotary: any scheme but an axial one.
-        group: the ranks that share one sequence: a process group, a one-dimensional DeviceMesh, or None for all ranks.
-        causal, softmax_scale, impl: as in ``flashrope.attention``, the same on all ranks.
+        rotary: any scheme that is not axial.
+        group: the ranks that share a sequence: a process group, a one-dimensional DeviceMesh, or None for all ranks.
+        causal, softmax_scale, impl: as in ``flashrope.attention``; the same on all ranks.
 
     Returns:
-        out like q, this rank's part. The gradients that arrive at k and v are sums over the ranks, in their own type.
+        out like q, this rank's part. The gradients of k and v are summed over the ranks, in the dtype of k and v.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came. Lengths of other ranks are not
-            looked at.
+        TypeError, ValueError: names the argument, what was expected and what came. The shapes on other ranks are not
+            checked.
         RuntimeError: inside ``torch.distributed.tensor.experimental.context_parallel``.
     """
     group = _process_group(group)
@@ -163,20 +164,21 @@ def context_parallel_attention(
         heads_q = q.shape[2]
         q, k, v = (_heads_for_sequence(x, group) for x in _even_heads(q, k, v, group.size()))
         return _sequence_for_heads(attention(q, k, v, rotary, causal, softmax_scale, impl=impl), group)[:, :, :heads_q]
-    k, v = _whole((k, v), 1, group)
+    k, v = _gather_sequence((k, v), 1, group)
     outs = []
     for rows, chunk in zip(q.chunk(2, 1), _chunks_of(group), strict=True):
-        end = (chunk + 1) * rows.shape[
-            1
-        ]  # the last query meets the last key, so every row stands at its global position
+        end = (chunk + 1) * rows.shape[1]  # the last query is aligned with the last key: positions are global
         outs.append(attention(rows, k[:, :end], v[:, :end], rotary, causal, softmax_scale, impl=impl))
     return torch.cat(outs, 1)
 
 
 def shard_sequence(x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.Tensor:
-    """This rank's part of x, whose dimension dim is a sequence that all ranks hold: chunks r and 2n - 1 - r of 2n.
+    """This rank's part of a sequence that all ranks hold: chunks r and 2n - 1 - r of 2n.
 
-    Tokens, labels, embeddings: all that has one entry per position. The sequence must divide into 2n chunks.
+    Args:
+        x: tokens, labels, embeddings or any other tensor with one entry per position.
+        group: as in ``context_parallel_attention``.
+        dim: the dimension of the sequence, a multiple of 2n positions.
     """
     group = _process_group(group)
     _check_sequence("x", x, dim)
@@ -186,34 +188,34 @@ def shard_sequence(x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.
 
 
 def unshard_sequence(x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.Tensor:
-    """The whole sequence on every rank: the reverse of ``shard_sequence``. Its gradient is summed over the ranks."""
+    """The full sequence on every rank, the inverse of ``shard_sequence``. Gradients are summed over the ranks."""
     group = _process_group(group)
     _check_sequence("x", x, dim)
     if x.shape[dim] % 2:
-        raise ValueError(f"x: expected two chunks of one length along dimension {dim}, got {x.shape[dim]} positions")
-    return _whole((x,), dim, group)[0] if group.size() > 1 else x
+        raise ValueError(f"x: expected two chunks of equal length along dimension {dim}, got {x.shape[dim]} positions")
+    return _gather_sequence((x,), dim, group)[0] if group.size() > 1 else x
 
 
 def sequence_positions(seqlen: int, group: Group = None, device: torch.device | str | None = None) -> torch.Tensor:
-    """int64 (seqlen / n,): where each row of this rank's part stands in a sequence of seqlen positions.
+    """int64 (seqlen / n,): the position of every row of this rank's part in a sequence of seqlen positions.
 
-    For what is no part of the attention, such as a learned position embedding; ``context_parallel_attention`` needs
-    none.
+    For code outside the attention, such as a learned position embedding; ``context_parallel_attention`` does not need
+    it.
     """
     return shard_sequence(torch.arange(seqlen, device=device), group, 0)
 
 
-def _whole(parts: Sequence[torch.Tensor], dim: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Tensors of one shape, gathered in one collective and each joined in the order of the sequence."""
+def _gather_sequence(parts: Sequence[torch.Tensor], dim: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Gathers tensors of equal shape in one collective; each is then the full sequence, in order."""
     pieces = _all_gather(torch.stack([half for x in parts for half in x.chunk(2, dim)]), 0, group).unbind(0)
     return [
-        _joined(pieces[2 * i :: 2 * len(parts)], pieces[2 * i + 1 :: 2 * len(parts)], dim) for i in range(len(parts))
+        _in_order(pieces[2 * i :: 2 * len(parts)], pieces[2 * i + 1 :: 2 * len(parts)], dim) for i in range(len(parts))
     ]
 
 
-def _joined(heads: Sequence[torch.Tensor], tails: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """The first and the second chunk of every rank, in the order of the sequence."""
-    return torch.cat((*heads, *tails[::-1]), dim)
+def _in_order(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Concatenates the first and the second chunk of every rank in the order of the sequence."""
+    return torch.cat((*first, *second[::-1]), dim)
 
 
 def _chunks_of(group: dist.ProcessGroup) -> tuple[int, int]:
@@ -222,8 +224,10 @@ def _chunks_of(group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def _even_heads(q, k, v, ranks: int):
-    """k and v with heads that divide by ranks: each repeated where that does it, else with heads of zeros behind. q to
-    match."""
+    """q, k, v with a number of key heads that is a multiple of ranks.
+
+    Key heads are repeated if that suffices; otherwise heads of zeros are appended to q, k and v.
+    """
     heads_kv = k.shape[2]
     per_head = q.shape[2] // heads_kv
     repeats = next((n for n in range(1, per_head + 1) if per_head % n == 0 and heads_kv * n % ranks == 0), 1)
@@ -239,7 +243,7 @@ def _heads_for_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     """(batch, seqlen / n, heads, head_dim) to (batch, seqlen, heads / n, head_dim)."""
     sent = torch.stack([part for heads in x.chunk(group.size(), 2) for part in heads.chunk(2, 1)])
     received = collectives.all_to_all_single_autograd(sent, None, None, group).unbind(0)
-    return _joined(received[0::2], received[1::2], 1)
+    return _in_order(received[0::2], received[1::2], 1)
 
 
 def _sequence_for_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -266,7 +270,7 @@ def _process_group(group: Group) -> dist.ProcessGroup:
             )
         return group.get_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group: expected one that this rank is part of, got one that it is not")
+        raise ValueError("group: expected one that includes this rank, got one that does not")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
     return group
@@ -277,18 +281,18 @@ def _check_context_parallel(q, k, v, rotary, group, causal) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, DTensor):
             raise TypeError(f"{name}: expected this rank's part as a plain tensor, got a DTensor; pass its to_local()")
-    shape_q, shape_k = _check_tensors(q, k, v, rotary, rank=4)
+    shape_q, shape_k = check_tensors(q, k, v, rotary, rank=4)
     if shape_k[:2] != shape_q[:2]:
         raise ValueError(f"k: expected batch and seqlen {tuple(shape_q[:2])} as in q, got {tuple(shape_k[:2])}")
     if shape_q[1] % 2:
         ranks = group.size()
         raise ValueError(
-            f"q: expected two chunks of one length, of a sequence that divides into 2 * {ranks} = {2 * ranks}, "
+            f"q: expected two chunks of equal length, of a sequence that divides into 2 * {ranks} = {2 * ranks}, "
             f"got {shape_q[1]} positions"
         )
     if rotary.axis:
         raise ValueError(
-            "rotary: expected one-dimensional positions, which the ranks count by themselves; this one is axial"
+            "rotary: expected one-dimensional positions, which the ranks count automatically; this one is axial"
         )
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected True or False, got {causal!r}")

@@ -1,9 +1,10 @@
-"""The CPU backend, composed of torch's own flash-attention kernel for the CPU."""
+"""The CPU backend. It calls torch's own flash-attention kernel for the CPU on parts of every band."""
 
-from .attention import backward, forward, rotated_k_shape, unsupported_reason
+from .attention import DIFFERENTIABLE, backward, forward, rotated_k_shape, unsupported_reason
 from .cached import append_to_cache, attention_with_cache
 
 __all__ = [
+    "DIFFERENTIABLE",
     "append_to_cache",
     "attention_with_cache",
     "backward",

@@ -1,5 +1,8 @@
-"""The CPU implementation's geometry: a band cut into pieces that torch's flash kernel computes without a mask, and
-their results merged."""
+"""The geometry of the CPU backend: divides a band into pieces and merges their results.
+
+torch's flash kernel computes a piece without a mask. A piece is a rectangle of rows and keys, or a triangle that the
+kernel's is_causal describes, if need be with rows and keys in reverse order.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,18 @@ from typing import NamedTuple
 import torch
 
 from ...rotary import Band, Rotary
-from ..base import AttentionCall
-from .rotation import accumulation_type, turns_of_rows
+from ..base import AttentionCall, accumulation_type
+from .rotation import Rotation, rotation_of_rows
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu
-LEAST_CHUNK = 64  # rows; a narrower band is cut into chunks of this many rows, which then need a mask
+MIN_CHUNK = 64  # rows; a narrower band is divided into chunks of this many rows, which then need a mask
 
 
 class Piece(NamedTuple):
-    """Rows [row, row + rows) against keys [key, key + keys), and the same again ``repeat`` times, each ``stride``
-    later.
+    """Rows [row, row + rows) against keys [key, key + keys), ``repeat`` times, each ``stride`` rows and keys later.
 
-    causal: local row a sees local keys b <= a; width: and of them only a - b < width. Without causal it sees all.
-    reversed: a and b count from the end of their range instead of from its start.
+    causal: local row a sees local keys b <= a; with width, only those with a - b < width. Otherwise a row sees all.
+    reversed: a and b count from the end of their range.
     """
 
     row: int
@@ -35,7 +37,7 @@ class Piece(NamedTuple):
     stride: int = 0
 
     def mirrored(self, seqlen_q: int, seqlen_k: int) -> Piece:
-        """This piece with time reversed."""
+        """This piece after the order of all rows and all keys is reversed."""
         last = (self.repeat - 1) * self.stride
         return self._replace(
             row=seqlen_q - self.row - self.rows - last,
@@ -44,33 +46,48 @@ class Piece(NamedTuple):
         )
 
 
+class RotationPieces(NamedTuple):
+    """The pieces whose queries rotate by (slope, offset) and whose keys rotate by (slope, 0)."""
+
+    slope: float
+    offset: float
+    pieces: tuple[Piece, ...]
+
+
+# ---- bands to pieces
+
+
 @lru_cache(maxsize=256)
-def plan(
-    bands: tuple[Band, ...], seqlen_q: int, seqlen_k: int, shift: int
-) -> tuple[tuple[float, float, tuple[Piece, ...]], ...]:
-    """(slope, offset, pieces) for each turn the bands ask for, where query row r stands shift + r behind key 0;
-    together the pieces hold every visible pair once."""
-    turns: dict[tuple[float, float], list[Piece]] = {}
+def plan(bands: tuple[Band, ...], seqlen_q: int, seqlen_k: int, shift: int) -> tuple[RotationPieces, ...]:
+    """The pieces of all bands, grouped by rotation. Together they hold every visible (row, key) once.
+
+    shift: query row r is at position shift + r; key j is at position j.
+    """
+    rotations: dict[tuple[float, float], list[Piece]] = {}
     for start, stop, slope, offset in bands:
-        pieces = turns.setdefault((slope, offset), [])
+        pieces = rotations.setdefault((slope, offset), [])
         if start <= shift + 1 - seqlen_k and stop >= shift + seqlen_q:
             pieces.append(Piece(0, seqlen_q, 0, seqlen_k))
             continue
         if stop > 0:
-            pieces += _behind(max(start, 0), stop, seqlen_q, seqlen_k, shift)
-        if start < 0:  # keys ahead; in reversed time they lie behind
+            pieces += _past_pieces(max(start, 0), stop, seqlen_q, seqlen_k, shift)
+        if start < 0:  # keys ahead: past keys once rows and keys are reversed
             ahead = seqlen_k - seqlen_q - shift
             pieces += (
-                p.mirrored(seqlen_q, seqlen_k) for p in _behind(max(1 - stop, 1), 1 - start, seqlen_q, seqlen_k, ahead)
+                piece.mirrored(seqlen_q, seqlen_k)
+                for piece in _past_pieces(max(1 - stop, 1), 1 - start, seqlen_q, seqlen_k, ahead)
             )
-    kept = ((*turn, tuple(p for p in pieces if p.rows > 0 and p.keys > 0)) for turn, pieces in turns.items())
-    return tuple(of_turn for of_turn in kept if of_turn[2])
+    plans = (
+        RotationPieces(slope, offset, tuple(piece for piece in pieces if piece.rows > 0 and piece.keys > 0))
+        for (slope, offset), pieces in rotations.items()
+    )
+    return tuple(rotation for rotation in plans if rotation.pieces)
 
 
-def _behind(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift: int) -> list[Piece]:
-    """The pieces of the band start <= d < stop, start >= 0, d = r + shift - j.
+def _past_pieces(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift: int) -> list[Piece]:
+    """The pieces of the band start <= d < stop, start >= 0, with d = r + shift - j.
 
-    x counts rows so that row x sees exactly the keys x - width < j <= x, j < seqlen_k.
+    x numbers rows so that row x sees exactly the keys x - width < j <= x, j < seqlen_k.
     """
     first, end = max(shift - start, 0), seqlen_q + shift - start
     if first >= end or first >= seqlen_k + stop - start:
@@ -89,43 +106,54 @@ def _behind(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift: int)
             clipped(first, width - first, first, width - first, causal=True),
         ]
         first = width
-    chunk = max(width, LEAST_CHUNK)
-    whole = max(min(end, seqlen_k) - first, 0) // chunk
-    starts = [(first, chunk, whole)] if whole else []
-    starts += [(x, min(chunk, end - x), 1) for x in range(first + whole * chunk, min(end, seqlen_k + width), chunk)]
+    chunk = max(width, MIN_CHUNK)
+    full_chunks = max(min(end, seqlen_k) - first, 0) // chunk
+    starts = [(first, chunk, full_chunks)] if full_chunks else []
+    starts += [
+        (x, min(chunk, end - x), 1) for x in range(first + full_chunks * chunk, min(end, seqlen_k + width), chunk)
+    ]
     for x, rows, repeat in starts:
         again = {"repeat": repeat, "stride": chunk}
         banded = width if rows > width else 0
         seeing = min(rows, seqlen_k - x + width - 1) if banded else rows
         pieces.append(clipped(x, seeing, x, rows, causal=True, width=banded, **again))
-        corner = min(rows, width) - 1  # keys before x that some, but not all rows see: local row a sees b >= a
+        corner = min(rows, width) - 1  # keys before x that some rows see: local row a sees b >= a
         corner_keys = min(corner, seqlen_k - (x - width + 1))
         pieces.append(clipped(x, corner_keys, x - width + 1, corner_keys, causal=True, reversed=True, **again))
         pieces.append(clipped(x, rows, x - width + 1 + corner, width - 1 - corner, **again))
     return pieces
 
 
+class SinglePiece(NamedTuple):
+    """One kernel call without a mask that does everything, and the rotations of its queries and keys."""
+
+    piece: Piece
+    q_rotation: Rotation | None
+    k_rotation: Rotation | None
+
+
 @lru_cache(maxsize=64)
-def one_piece(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dtype: torch.dtype):
-    """(piece, what turns q, what turns k) where one call of the kernel without a mask does all, else None. The turns
-    are those
-    of rotation, of numbers of this type: None where they change nothing."""
+def single_piece(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> SinglePiece | None:
+    """The single piece that covers all rows and keys, with rotations in dtype; None if there is none."""
     call = AttentionCall(rotary, causal, 1.0)
-    turns = plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q)
-    if len(turns) != 1 or len(turns[0][2]) != 1 or rotary.axis:
+    rotations = plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q)
+    if len(rotations) != 1 or len(rotations[0].pieces) != 1 or rotary.axis:
         return None
-    ((slope, offset, (piece,)),) = turns
+    ((slope, offset, (piece,)),) = rotations
     if piece.rows != seqlen_q or piece.keys != seqlen_k or piece.reversed or piece.width:
         return None
-    return (
+    return SinglePiece(
         piece,
-        turns_of_rows(rotary, slope, offset, *call.log_n, seqlen_k - seqlen_q, seqlen_q, dtype),
-        turns_of_rows(rotary, slope, 0.0, 0.0, 1.0, 0, seqlen_k, dtype),
+        rotation_of_rows(rotary, slope, offset, *call.log_n, seqlen_k - seqlen_q, seqlen_q, dtype),
+        rotation_of_rows(rotary, slope, 0.0, 0.0, 1.0, 0, seqlen_k, dtype),
     )
 
 
+# ---- what the kernel takes and gives
+
+
 def windows(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:
-    """View (batch, repeat, heads, count, ...) of x (batch, seqlen, heads, ...)."""
+    """View (batch, repeat, heads, count, ...) of x (batch, seqlen, heads, ...): count rows from first, per repeat."""
     if piece.repeat == 1:
         return x[:, first : first + count].transpose(1, 2)[:, None]
     x = x[:, first : first + (piece.repeat - 1) * piece.stride + count]
@@ -134,30 +162,33 @@ def windows(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tens
     return x.as_strided(shape, stride)
 
 
-def cut(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:
-    """(batch * repeat, heads, count, ...) of x (batch, seqlen, heads, ...), in the piece's time, as the kernel takes
-    it."""
+def gather_tile(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:
+    """The rows that the kernel takes for a piece, (batch * repeat, heads, count, ...), in the piece's order.
+
+    x: (batch, seqlen, heads, ...).
+    """
     if piece.repeat == 1 and not piece.reversed:
         return (x if count == x.shape[1] else x[:, first : first + count]).transpose(1, 2)
     x = windows(x, first, count, piece)
     return (x.flip(3) if piece.reversed else x).flatten(0, 1)
 
 
-def rows_of(x: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return cut(x, piece.row, piece.rows, piece)
+def gather_rows(x: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return gather_tile(x, piece.row, piece.rows, piece)
 
 
-def keys_of(x: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return cut(x, piece.key, piece.keys, piece)
+def gather_keys(x: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return gather_tile(x, piece.key, piece.keys, piece)
 
 
-def uncut(x: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """What the kernel gave, (batch * repeat, heads, count, ...), in the shape and the time of ``windows``."""
+def scatter_tile(x: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The inverse of ``gather_tile``: the kernel's result in the shape and order of ``windows``."""
     x = x.unflatten(0, (-1, piece.repeat))
     return x.flip(3) if piece.reversed else x
 
 
-def mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
+def attn_mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
+    """(rows, keys), 0 or -inf, for a piece with a width; None for others."""
     if not piece.width:
         return None
     distance = torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
@@ -165,32 +196,38 @@ def mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
     return torch.zeros(piece.rows, piece.keys, dtype=dtype).masked_fill_(unseen, float("-inf"))
 
 
-def joined(parts, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse), contiguous, of (piece, its out, its lse)."""
-    if not parts or any(piece.rows != q.shape[1] or piece.reversed for piece, _, _ in parts):
-        return like_queries(*merged(parts, q), q)
-    if len(parts) == 1:
-        out, lse = parts[0][1:]
-    else:  # every part holds all rows, as in decoding
-        of_parts = torch.stack([piece_lse for _, _, piece_lse in parts])
-        lse = of_parts.logsumexp(0)
-        weights = (of_parts - lse).exp_().to(accumulation_type(q))[..., None]
-        out = (torch.stack([piece_out for _, piece_out, _ in parts]) * weights).sum(0)
-    return like_queries(out.transpose(1, 2), lse, q)
+# ---- merging
+
+Partial = tuple[Piece, torch.Tensor, torch.Tensor]  # a piece, its out and its lse, as the kernel gives them
 
 
-def like_queries(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return (out if out.dtype is q.dtype else out.to(q.dtype)).contiguous(), lse.contiguous()
+def merge_partials(partials: list[Partial], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out like q, lse), contiguous, of all pieces: their outputs weighted by exp(lse of the piece - lse)."""
+    if not partials or any(piece.rows != q.shape[1] or piece.reversed for piece, _, _ in partials):
+        return cast_results(*_merge_rows(partials, q), q.dtype)
+    if len(partials) == 1:
+        out, lse = partials[0][1:]
+    else:  # every piece holds all rows, as in decoding
+        piece_lse = torch.stack([lse for _, _, lse in partials])
+        lse = piece_lse.logsumexp(0)
+        weights = (piece_lse - lse).exp_().to(accumulation_type(q))[..., None]
+        out = (torch.stack([out for _, out, _ in partials]) * weights).sum(0)
+    return cast_results(out.transpose(1, 2), lse, q.dtype)
 
 
-def merged(parts, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of rows that several pieces hold, or none."""
+def cast_results(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """out in dtype and lse, both contiguous."""
+    return (out if out.dtype is dtype else out.to(dtype)).contiguous(), lse.contiguous()
+
+
+def _merge_rows(partials: list[Partial], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse where a row may be in any number of pieces, or in none."""
     out = q.new_zeros(q.shape, dtype=accumulation_type(q))
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
-    rows = [windows(lse.transpose(1, 2), piece.row, piece.rows, piece) for piece, _, _ in parts]
-    for (piece, _, piece_lse), of_rows in zip(parts, rows, strict=True):
-        torch.logaddexp(of_rows, uncut(piece_lse, piece), out=of_rows)
-    for (piece, piece_out, piece_lse), of_rows in zip(parts, rows, strict=True):
-        weight = (uncut(piece_lse, piece) - of_rows).exp_()[..., None]
-        windows(out, piece.row, piece.rows, piece).addcmul_(uncut(piece_out, piece), weight)
+    lse_windows = [windows(lse.transpose(1, 2), piece.row, piece.rows, piece) for piece, _, _ in partials]
+    for (piece, _, piece_lse), total in zip(partials, lse_windows, strict=True):
+        torch.logaddexp(total, scatter_tile(piece_lse, piece), out=total)
+    for (piece, piece_out, piece_lse), total in zip(partials, lse_windows, strict=True):
+        weight = (scatter_tile(piece_lse, piece) - total).exp_()[..., None]
+        windows(out, piece.row, piece.rows, piece).addcmul_(scatter_tile(piece_out, piece), weight)
     return out, lse

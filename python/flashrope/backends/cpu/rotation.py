@@ -1,92 +1,104 @@
-"""The CPU implementation's rotation: tables by position, kept between calls, and turning a tensor by them."""
+"""Rotation on the CPU: tables of cos and sin by position, kept between calls, and their application to a tensor."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from ...cos_sin import cos_sin
 from ...rotary import Rotary
-from ..base import AttentionCall
+from ..base import AttentionCall, CacheCall, accumulation_type
 
-LEAST_TABLE = 256  # positions
+MIN_TABLE = 256  # positions
 
 
-def accumulation_type(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+class Rotation(NamedTuple):
+    """What ``rotate`` multiplies by: cos * x + sin * (x with the two channels of each pair swapped).
+
+    Both are multiplied by the log n scale of a query, so that it is applied before anything is rounded.
+    """
+
+    cos: torch.Tensor  # (..., 1, head_dim)
+    sin: torch.Tensor | None  # (..., 1, rotary_dim), negative for the first channel of a pair; None: nothing rotates
+
+
+def _rotation(rotary: Rotary, positions, slope, offset, factor, floor, dtype) -> Rotation:
+    cos, sin = cos_sin(rotary, slope * positions + offset)
+    if rotary.interleaved:
+        cos, sin = torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
+    else:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    cos = torch.nn.functional.pad(cos, (0, rotary.head_dim - rotary.rotary_dim), value=1.0)
+    if factor:
+        log_n = (factor * torch.log(positions.clamp(min=0) + 1)).clamp(min=floor)[..., None]
+        cos, sin = cos * log_n, sin * log_n
+    rotates = any(rotary.frequencies)
+    return Rotation(cos.to(dtype)[..., None, :], sin.to(dtype)[..., None, :] if rotates else None)
 
 
 @lru_cache(maxsize=16)
 def _table(
     rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, stop: int, dtype: torch.dtype
-):
+) -> Rotation:
+    """The rotation of the positions first to stop - 1."""
     positions = torch.arange(first, stop, dtype=torch.float64)
-    return _turns(rotary, positions, slope, offset, factor, floor, dtype)
-
-
-def _turns(rotary, positions, slope, offset, factor, floor, dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """own (..., 1, head_dim) and other (..., 1, rotary_dim): x turned is own * x + other * (x with each pair's channels
-    swapped).
-
-    Both carry log n, so that it joins the query before any rounding. other is None where nothing rotates.
-    """
-    cos, sin = cos_sin(rotary, slope * positions + offset)
-    if rotary.interleaved:
-        own, other = torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
-    else:
-        own, other = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    own = torch.nn.functional.pad(own, (0, rotary.head_dim - rotary.rotary_dim), value=1.0)
-    if factor:
-        log_n = (factor * torch.log(positions.clamp(min=0) + 1)).clamp(min=floor)[..., None]
-        own, other = own * log_n, other * log_n
-    return own.to(dtype)[..., None, :], other.to(dtype)[..., None, :] if any(rotary.frequencies) else None
+    return _rotation(rotary, positions, slope, offset, factor, floor, dtype)
 
 
 @lru_cache(maxsize=64)
-def turns_of_rows(
+def rotation_of_rows(
     rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, rows: int, dtype: torch.dtype
-):
-    """The rows at positions first, first + 1, ... of a table whose length is a power of two: a growing sequence builds
-    few. None where they change nothing."""
+) -> Rotation | None:
+    """The rotation of rows at positions first, first + 1, ...; None if it changes nothing.
+
+    It is a slice of a table whose length is a power of two, so a growing sequence builds few tables.
+    """
     if not factor and (slope == 0 and offset == 0 or not any(rotary.frequencies)):
         return None
     if slope == 0 and not factor:
         return _table(rotary, slope, offset, factor, floor, 0, 1, dtype)
-    low, high = min(-_bucket(-first), 0), max(_bucket(first + rows), 1)
+    low, high = min(-_table_length(-first), 0), max(_table_length(first + rows), 1)
     table = _table(rotary, slope, offset, factor, floor, low, high, dtype)
-    return tuple(t if t is None else t[first - low : first - low + rows] for t in table)
+    return Rotation(*(x if x is None else x[first - low : first - low + rows] for x in table))
 
 
-def _bucket(positions: int) -> int:
-    return max(1 << (positions - 1).bit_length(), LEAST_TABLE) if positions > 0 else 0
+def _table_length(positions: int) -> int:
+    return max(1 << (positions - 1).bit_length(), MIN_TABLE) if positions > 0 else 0
 
 
-def turns_for(x: torch.Tensor, call: AttentionCall, slope: float, offset: float, first: int, is_query: bool):
-    """What turns x, whose row 0 stands at position first; None where that changes nothing."""
+def rotation_for(
+    x: torch.Tensor, call: AttentionCall | CacheCall, slope: float, offset: float, first: int, is_query: bool
+) -> Rotation | None:
+    """The rotation of x, whose row 0 is at position first, and for queries the log n scale. None: nothing changes."""
     factor, floor = call.log_n if is_query else (0.0, 1.0)
+    dtype = accumulation_type(x)
     if call.positions is not None and (factor or (slope or offset) and any(call.rotary.frequencies)):
-        return _turns(call.rotary, call.positions.to(torch.float64), slope, offset, factor, floor, accumulation_type(x))
-    return turns_of_rows(call.rotary, slope, offset, factor, floor, first, x.shape[1], accumulation_type(x))
+        return _rotation(call.rotary, call.positions.to(torch.float64), slope, offset, factor, floor, dtype)
+    return rotation_of_rows(call.rotary, slope, offset, factor, floor, first, x.shape[1], dtype)
 
 
-def turn(x: torch.Tensor, turns, rotary: Rotary, back: bool = False) -> torch.Tensor:
-    """x (batch, seqlen, heads, head_dim) turned, in float32 or float64; back applies the transpose, for gradients."""
-    if turns is None:
+def rotate(x: torch.Tensor, rotation: Rotation | None, rotary: Rotary, inverse: bool = False) -> torch.Tensor:
+    """x (batch, seqlen, heads, head_dim) rotated, in float32 or float64.
+
+    inverse: rotates by the negative angle, which takes gradients of rotated rows to gradients of raw rows.
+    """
+    if rotation is None:
         return upcast(x)
-    own, other = turns
-    turned = x * own
-    if other is not None:
-        pairs, target, half = x, turned, len(rotary.frequencies)
+    cos, sin = rotation
+    rotated = x * cos
+    if sin is not None:
+        pairs, target, half = x, rotated, len(rotary.frequencies)
         if 2 * half < rotary.head_dim:
-            pairs, target = x[..., : 2 * half], turned[..., : 2 * half]
+            pairs, target = x[..., : 2 * half], rotated[..., : 2 * half]
         swapped = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if rotary.interleaved else pairs.roll(half, -1)
-        if back:
-            target.addcmul_(swapped, other, value=-1)
+        if inverse:
+            target.addcmul_(swapped, sin, value=-1)
         else:
-            target.addcmul_(swapped, other)
-    return turned
+            target.addcmul_(swapped, sin)
+    return rotated
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float32)
+    return x.to(accumulation_type(x))

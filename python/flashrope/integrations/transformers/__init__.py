@@ -1,14 +1,33 @@
-"""Hugging Face transformers: ``convert(model)`` runs a model on this package's attention; ``revert`` undoes it.
+"""Hugging Face transformers: ``convert(model)`` runs a model on this package's attention, ``revert`` undoes it.
 
-``hf_config`` reads a rotary scheme from a configuration and does not need transformers; the names below import it.
+Where to look:
+
+    conversion          convert and revert
+    decoder             which models are accepted, their decoder and attention modules
+    layer_schemes       the scheme of every layer
+    rotary_hook         turns off the model's own rotary embedding
+    attention_function  the attention function that transformers calls
+    masks               the mask function that transformers calls
+    suggestion          suggest
+    hf_config           the scheme of a configuration; needs no transformers
+
+The names below are imported on first use, so ``hf_config`` works where transformers is not installed.
 """
 
 from importlib import import_module
+
+_MODULES = {
+    "FAMILIES": "decoder",
+    "Suggestion": "suggestion",
+    "convert": "conversion",
+    "revert": "conversion",
+    "suggest": "suggestion",
+}
 
 __all__ = ["FAMILIES", "Suggestion", "convert", "revert", "suggest"]
 
 
 def __getattr__(name: str):
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(".conversion", __name__), name)
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)

@@ -1,5 +1,7 @@
-"""Hugging Face model configurations as Rotary schemes. Nothing here imports transformers: fields are read by
-attribute."""
+"""Reads the rotary scheme of a Hugging Face model configuration.
+
+Nothing here imports transformers: fields are read by attribute.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from ...rotary import Rotary
 
 __all__ = ["rotary_from_config"]
 
-# model_type of the families whose rotary embedding pairs channels 2m and 2m + 1. No configuration field says so: the
-# source of truth is each family's rotate_half, apply_rotary_pos_emb or complex product in transformers (4.57.6 and
-# 5.23.0 read).
+# model_type of the families whose rotary embedding pairs channels 2m and 2m + 1. No configuration field says so, only
+# the code of each family in transformers (rotate_half, apply_rotary_pos_emb or a complex product; from 4.57.6 and
+# 5.23.0).
 INTERLEAVED = frozenset(
     {
         "blt",
@@ -43,10 +45,10 @@ INTERLEAVED = frozenset(
         "pe_video_encoder",
     }
 )
-REVERSED = frozenset({"nanochat"})  # turns by -theta
-# model_type of the families that rotate in sliding-window layers alone, as their attention classes have it.
+REVERSED = frozenset({"nanochat"})  # rotates by the negative angle
+# model_type of the families that rotate in sliding-window layers only, which their attention classes show.
 SLIDING_ONLY = frozenset({"afmoe", "cohere2", "exaone4", "exaone_moe", "flint", "kolibri1"})
-# model_type of the families that rotate by a base their configuration does not hold.
+# model_type of the families whose base is not in their configuration.
 FIXED_BASE = {"codegen": 10_000.0, "gptj": 10_000.0}
 
 KEYS = frozenset(
@@ -71,40 +73,39 @@ KEYS = frozenset(
         "long_mscale",
         "alpha",
         "finetuned",
-        "max_position_embeddings",  # notes that no version reads
+        "max_position_embeddings",  # no version reads these two
     }
 )
 REFUSED_KEYS = {
-    "mrope_section": "mrope_section gives each pair its own coordinate of a multi-dimensional position, and the table does not "
-    "say which; for text alone, where the coordinates are equal, drop the key",
+    "mrope_section": "mrope_section gives each pair its own coordinate of a multi-dimensional position, and the table "
+    "does not say which; for text only, where the coordinates are equal, remove the key",
     "xdrope_section": "xdrope_section gives each pair its own coordinate of a multi-dimensional position",
-    "llama_4_scaling_beta": "llama_4_scaling_beta scales the query by 1 + beta * ln(1 + floor(i / length)), which no scale of "
-    "Rotary expresses",
+    "llama_4_scaling_beta": "llama_4_scaling_beta scales the query by 1 + beta * ln(1 + floor(i / length)), which "
+    "Rotary does not have",
 }
 
 
 def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None = None) -> Rotary:
-    """The scheme in which a Hugging Face model rotates its queries and keys.
+    """The scheme that a Hugging Face model rotates its queries and keys with.
 
-    Reads the fields of transformers 4.57 (``rope_theta``, ``rope_scaling``, ``partial_rotary_factor``) and 5
-    (``rope_parameters``, also one dict per layer type); where the two read a field differently, the newer reading
-    counts.
-    Rope types: default, linear, dynamic, yarn, llama3, longrope (once "su") and proportional.
+    Reads the fields of transformers 4.57 (``rope_theta``, ``rope_scaling``, ``partial_rotary_factor``) and of 5
+    (``rope_parameters``, also one dict per layer type). Where the two interpret a field differently, 5 decides. Rope
+    types: default, linear, dynamic, yarn, llama3, longrope (formerly "su") and proportional.
 
-    Hugging Face multiplies cos and sin by ``attention_factor``; here its square scales the score. ``mrope_section`` is
-    refused; families whose code implies one are read as for text alone, where all coordinates of a position are equal.
+    Hugging Face multiplies cos and sin by ``attention_factor``; here its square scales the scores. ``mrope_section`` is
+    refused. Families whose code implies it are read for text only, where all coordinates of a position are equal.
 
     Args:
         config: a text model's configuration (``config.get_text_config()`` of a composite one), or any object with its
             fields.
-        layer_type: which of the ``layer_types``, for models whose layers differ. Layers of a type that a family leaves
-            unrotated give ``Rotary.none``; layers skipped by index (``no_rope_layers``) are the caller's to skip.
-        seqlen: the longest position + 1 that will be seen. It matters to "dynamic", whose base grows with it, and to
-            "longrope", which has one table up to the trained length and one beyond. Default: at most the trained
-            length, which is what transformers builds a model with and what short prompts run with.
+        layer_type: one of the ``layer_types``, for models whose layers differ. A type that does not rotate gives
+            ``Rotary.none``. Layers that are skipped by index (``no_rope_layers``) are left to the caller.
+        seqlen: tokens of the longest sequence. It matters for "dynamic", whose base grows with it, and for "longrope",
+            which has one table up to the training length and one beyond. None: at most the training length, which is
+            how transformers builds a model and runs short prompts.
 
     Raises:
-        ValueError: names the field, and why it has no exact counterpart.
+        ValueError: names the field, and why there is no exact counterpart.
     """
     if seqlen is not None and (not isinstance(seqlen, int) or isinstance(seqlen, bool) or seqlen < 1):
         raise ValueError(f"seqlen: expected None or a positive integer, got {seqlen!r}")
@@ -138,9 +139,9 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
     if attention_factor != 1:
         if rotary.rotary_dim != head_dim:
             raise ValueError(
-                f"config: attention_factor {attention_factor:.6g} scales the {rotary.rotary_dim} rotated of {head_dim} channels "
-                f"alone, Rotary can only scale the whole score; set attention_factor to 1 and multiply the query's rotated "
-                f"channels by its square, {attention_factor**2:.6g}"
+                f"config: attention_factor {attention_factor:.6g} scales only the {rotary.rotary_dim} rotated of "
+                f"{head_dim} channels, Rotary can only scale the whole score; set attention_factor to 1 and multiply "
+                f"the query's rotated channels by its square, {attention_factor**2:.6g}"
             )
         rotary = dataclasses.replace(rotary, temperature=float(attention_factor) ** 2)
     if model_type in REVERSED:
@@ -154,26 +155,25 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
 def _refuse_by_field(config) -> None:
     if getattr(config, "qk_rope_head_dim", None):
         raise ValueError(
-            "config: qk_rope_head_dim tells of multi-head latent attention, whose rotated channels are split off "
-            "and shared by all heads; the layout of raw q and k is not this table's"
+            "config: qk_rope_head_dim means multi-head latent attention, whose rotated channels are separate and "
+            "shared by all heads; raw q and k do not have that layout"
         )
     if getattr(config, "alibi", False):
-        raise ValueError("config: alibi is set, this model biases scores by distance and rotates nothing")
+        raise ValueError("config: alibi is set: this model adds a bias to its scores and rotates nothing")
     kind = getattr(config, "position_embedding_type", None)
     if kind not in (None, "rope", "rotary"):
         raise ValueError(f"config: position_embedding_type is {kind!r}, this model rotates nothing")
     if getattr(config, "image_size", None) is not None and getattr(config, "patch_size", None) is not None:
         raise ValueError(
-            "config: image_size and patch_size tell of an image encoder, whose positions have two coordinates; "
+            "config: image_size and patch_size mean an image encoder, whose positions have two coordinates; "
             "build it with Rotary.axial or Rotary.from_inv_freq"
         )
     if getattr(config, "num_attention_heads", None) is None and getattr(config, "text_config", None) is not None:
-        raise ValueError("config: holds a text_config; give that one, config.get_text_config()")
+        raise ValueError("config: holds a text_config; pass config.get_text_config()")
 
 
 def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, Any] | None:
-    """The rope parameters of the layer type with rope_theta and partial_rotary_factor inside; None if it has no
-    rotary."""
+    """The rope parameters of the layer type, with rope_theta and partial_rotary_factor; None if it does not rotate."""
     layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer = {key: value for key, value in given.items() if isinstance(value, dict) or key in layer_types}
@@ -196,7 +196,7 @@ def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, An
     if params["rope_theta"] is None:
         raise ValueError(
             "config: neither rope_theta nor rope_parameters with one in it; this model has no rotary embedding, or "
-            "a base that its configuration does not hold"
+            "its base is not in its configuration"
         )
     if params.get("partial_rotary_factor") is None:
         params["partial_rotary_factor"] = getattr(config, "partial_rotary_factor", None)
@@ -204,7 +204,7 @@ def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, An
 
 
 def _older_parameters_by_layer(config, model_type: str, scaling: dict[str, Any]) -> dict[str, Any]:
-    """The families that had two tables before rope_parameters held one dict per layer type."""
+    """Parameters by layer type, of the families that had two tables before rope_parameters had one dict per type."""
     if getattr(config, "rope_local_base_freq", None) is not None:  # gemma3, gemma3n
         return {"full_attention": scaling, "sliding_attention": {"rope_theta": config.rope_local_base_freq}}
     if getattr(config, "global_rope_theta", None) is not None:  # modernbert
@@ -226,20 +226,16 @@ def _rope_type(params: dict[str, Any]) -> str:
         )
         if scaling:
             raise ValueError(
-                f"config: rope parameters {', '.join(scaling)} come without a rope_type to tell what they mean"
+                f"config: rope parameters {', '.join(scaling)} come without a rope_type, which gives them a meaning"
             )
         return "default"
     return "longrope" if rope_type == "su" else rope_type
 
 
 def _head_dim(config, layer_type: str | None) -> int:
-    if layer_type == "full_attention" and getattr(
-        config, "global_head_dim", None
-    ):  # gemma4, as its checkpoints store it
+    if layer_type == "full_attention" and getattr(config, "global_head_dim", None):  # gemma4's checkpoints
         return config.global_head_dim
-    if layer_type is not None and getattr(
-        config, "is_heterogeneous", False
-    ):  # transformers 5: fields that differ by layer
+    if layer_type is not None and getattr(config, "is_heterogeneous", False):  # transformers 5
         config = config.per_layer_config[layer_type]
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None:
@@ -256,15 +252,15 @@ def _field(params: dict[str, Any], name: str):
     return params[name]
 
 
-def _trained_length(params: dict[str, Any], config) -> int:
-    inside = params.get("original_max_position_embeddings")
-    beside = getattr(config, "original_max_position_embeddings", None)
-    if inside is not None and beside is not None and inside != beside:
+def _training_length(params: dict[str, Any], config) -> int:
+    of_rope = params.get("original_max_position_embeddings")
+    of_config = getattr(config, "original_max_position_embeddings", None)
+    if of_rope is not None and of_config is not None and of_rope != of_config:
         raise ValueError(
-            f"config: original_max_position_embeddings is {beside} on the configuration and {inside} among the rope "
-            "parameters, and versions of transformers differ in which they take"
+            f"config: original_max_position_embeddings is {of_config} on the configuration and {of_rope} among the "
+            "rope parameters, and versions of transformers differ in which they use"
         )
-    return inside or beside or _max_length(config)
+    return of_rope or of_config or _max_length(config)
 
 
 def _max_length(config) -> int:
@@ -274,7 +270,7 @@ def _max_length(config) -> int:
     return length
 
 
-# ---- one rule per rope type: (plain RoPE, parameters, config, seqlen) -> (scheme, attention_factor)
+# ---- one function per rope type: (plain RoPE, parameters, config, seqlen) -> (scheme, attention_factor)
 
 
 def _default(rope, params, config, seqlen):
@@ -287,16 +283,15 @@ def _linear(rope, params, config, seqlen):
 
 def _proportional(rope, params, config, seqlen):
     partial = params["partial_rotary_factor"]
-    turning = int((1.0 if partial is None else partial) * rope.head_dim // 2)
-    rope = dataclasses.replace(
-        rope, frequencies=rope.frequencies[:turning] + (0.0,) * (len(rope.frequencies) - turning)
-    )
+    rotated = int((1.0 if partial is None else partial) * rope.head_dim // 2)
+    frequencies = rope.frequencies[:rotated] + (0.0,) * (len(rope.frequencies) - rotated)
+    rope = dataclasses.replace(rope, frequencies=frequencies)
     factor = params.get("factor")
     return (rope if factor in (None, 1) else rope.interpolate(factor)), 1.0
 
 
 def _dynamic(rope, params, config, seqlen):
-    """NTK-aware by how far seqlen exceeds the trained length; with alpha (hunyuan) by that, whatever the length."""
+    """NTK-aware by how far seqlen exceeds the training length; with alpha (hunyuan) always by alpha."""
     if params.get("alpha"):
         return rope.ntk(params["alpha"], variant="aware"), 1.0
     factor, length = _field(params, "factor"), _max_length(config)
@@ -305,7 +300,7 @@ def _dynamic(rope, params, config, seqlen):
 
 
 def _yarn(rope, params, config, seqlen):
-    length = _trained_length(params, config)
+    length = _training_length(params, config)
     factor = params.get("factor") or _max_length(config) / length
     attention_factor = params.get("attention_factor")
     if attention_factor is None:
@@ -330,31 +325,34 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _llama3(rope, params, config, seqlen):
-    """Pairs are divided by factor where they turn less than low_freq_factor times over the trained length, kept where
-    more than high_freq_factor times, and blended linearly in that number of turns between the two."""
-    length, factor = _trained_length(params, config), _field(params, "factor")
+    """By the number of turns that a pair makes over the training length.
+
+    Below low_freq_factor turns, the frequency is divided by factor; above high_freq_factor, it is kept. In between, the
+    two are blended linearly in the number of turns.
+    """
+    length, factor = _training_length(params, config), _field(params, "factor")
     low, high = _field(params, "low_freq_factor"), _field(params, "high_freq_factor")
     if not 0 < low < high:
         raise ValueError(f"config: expected 0 < low_freq_factor < high_freq_factor, got {low} and {high}")
-    theta = []
+    frequencies = []
     for f in rope.frequencies:
         kept = min(max((length * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0)
-        theta.append((1 - kept) * f / factor + kept * f)
-    return dataclasses.replace(rope, frequencies=tuple(theta), scaled_by="llama3"), 1.0
+        frequencies.append((1 - kept) * f / factor + kept * f)
+    return dataclasses.replace(rope, frequencies=tuple(frequencies), scaled_by="llama3"), 1.0
 
 
 def _longrope(rope, params, config, seqlen):
-    length = _trained_length(params, config)
-    reach = "long" if seqlen is not None and seqlen > length else "short"
-    divisors = _field(params, f"{reach}_factor")
+    length = _training_length(params, config)
+    which = "long" if seqlen is not None and seqlen > length else "short"
+    divisors = _field(params, f"{which}_factor")
     if len(divisors) != len(rope.frequencies):
-        raise ValueError(f"config: {reach}_factor has {len(divisors)} numbers for {len(rope.frequencies)} pairs")
-    attention_factor = params.get(f"{reach}_mscale") or params.get("attention_factor")  # phimoe has one for each reach
+        raise ValueError(f"config: {which}_factor has {len(divisors)} numbers for {len(rope.frequencies)} pairs")
+    attention_factor = params.get(f"{which}_mscale") or params.get("attention_factor")  # phimoe has one for each
     if attention_factor is None:
         factor = params.get("factor") or _max_length(config) / length
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-    theta = tuple(f / divisor for f, divisor in zip(rope.frequencies, divisors, strict=True))
-    return dataclasses.replace(rope, frequencies=theta, scaled_by="longrope"), attention_factor
+    frequencies = tuple(f / divisor for f, divisor in zip(rope.frequencies, divisors, strict=True))
+    return dataclasses.replace(rope, frequencies=frequencies, scaled_by="longrope"), attention_factor
 
 
 RULES = {

@@ -1,13 +1,12 @@
-"""What the kernels need to know of a mask, out of what Hugging Face transformers says of one.
+"""The mask function of converted models: what the kernels need of a mask.
 
-A model asks for its masks once per forward pass; every layer then gets the answer, which is one of
+A model asks for its masks once per forward pass and passes the answer to every layer. The answer is one of
 
     None             row r sees keys 0 to r: no cache yet, no padding on the left
-    Packed           several sequences in every row of the batch, told from position_ids; no cache
-    int32 tensor     (3, 1, 1, batch): per sequence its first key, the end of its keys, and the position of its first
-    query.
-                     Four dimensions, because generate hands masks with a static cache on to the model, which passes on
-                     what has four.
+    Packed           several sequences in every row of the batch, known from position_ids; no cache
+    int32 tensor     (3, 1, 1, batch): for every sequence its first key, the end of its keys, and the position of its
+                     first query. It has four dimensions because generate passes masks to the model along with a static
+                     cache, and the model passes on only masks of four dimensions.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from typing import NamedTuple
 import torch
 from transformers.masking_utils import causal_mask_function
 
-__all__ = ["Packed", "check_positions", "layout"]
+__all__ = ["Packed", "check_positions", "describe_mask"]
 
 
 class Packed(NamedTuple):
-    cu_seqlens: torch.Tensor  # (sequences + 1,) int32, into the rows of (batch * seqlen)
+    cu_seqlens: torch.Tensor  # (sequences + 1,) int32, row numbers in (batch * seqlen)
     max_seqlen: int
 
 
-def layout(
+def describe_mask(
     *,
     batch_size,
     kv_length,
@@ -39,24 +38,23 @@ def layout(
     device=None,
     **_,
 ) -> Packed | torch.Tensor | None:
-    """The mask function that transformers calls, with the arguments of 4.57 (cache_position) and of 5 (q_length,
-    q_offset)."""
+    """The mask function, which takes the arguments of transformers 4.57 (cache_position) and 5 (q_length, q_offset)."""
     if cache_position is not None:
         q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
     if mask_function is causal_mask_function and attention_mask is None and isinstance(q_offset, int) and q_offset == 0:
         return None
-    return _layout(batch_size, q_length, q_offset, kv_length, kv_offset, mask_function, attention_mask, device)
+    return _describe(batch_size, q_length, q_offset, kv_length, kv_offset, mask_function, attention_mask, device)
 
 
-@torch.compiler.disable  # its answers decide which kernel runs
-def _layout(batch_size, q_length, q_offset, kv_length, kv_offset, mask_function, attention_mask, device):
+@torch.compiler.disable  # the answer decides which kernel runs
+def _describe(batch_size, q_length, q_offset, kv_length, kv_offset, mask_function, attention_mask, device):
     sequence = _sequence_of(mask_function)  # (batch, q_length) or None
     if sequence is not None and bool(sequence.any()):
         return _packed(sequence.expand(batch_size, q_length))
     first = torch.zeros((), dtype=torch.int32, device=device)
     if attention_mask is not None:
         first = _first_key(attention_mask, q_length, q_offset)
-    # One row may be a step of a static cache, whose offset the device alone knows.
+    # A single row may be a step with a static cache, whose offset is only known to the device.
     if q_length > 1 and int(q_offset) == 0 and (attention_mask is None or not bool(first.any())):
         return None
     answer = torch.empty(3, 1, 1, batch_size, dtype=torch.int32, device=device)
@@ -67,18 +65,18 @@ def _layout(batch_size, q_length, q_offset, kv_length, kv_offset, mask_function,
 
 
 def _sequence_of(mask_function) -> torch.Tensor | None:
-    """The numbers that tell packed sequences apart in a causal mask function, or None; refuses any other mask.
+    """The sequence number of every token in a packed causal mask, or None; refuses masks that are not causal.
 
-    transformers builds a mask function of parts that close over one another; a part's name is all that tells them
-    apart.
+    transformers composes a mask function of closures, which only their names tell apart.
     """
     causal, sequence = _parts(mask_function)
     if not causal:
-        raise ValueError("mask_function: expected a causal mask, got one that lets keys ahead be seen")
+        raise ValueError("mask_function: expected a causal mask, got one that shows keys ahead")
     return sequence
 
 
 def _parts(function) -> tuple[bool, torch.Tensor | None]:
+    """(whether the mask is causal, sequence numbers or None)"""
     if function is causal_mask_function:
         return True, None
     name = getattr(function, "__qualname__", repr(function)).split(".")[0]
@@ -90,7 +88,7 @@ def _parts(function) -> tuple[bool, torch.Tensor | None]:
         return any(causal for causal, _ in parts), next(
             (sequence for _, sequence in parts if sequence is not None), None
         )
-    if name == "sliding_window_overlay":  # the layer knows its window
+    if name == "sliding_window_overlay":  # the layer has its window
         return False, None
     if name == "packed_sequence_mask_function":
         return False, closed["packed_sequence_mask"].cell_contents
@@ -112,15 +110,14 @@ def _packed(sequence: torch.Tensor) -> Packed:
 
 
 def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.Tensor:
-    """(batch,) int32: the padding on the left. Padding on the right hides rows that nobody reads; holes are refused."""
+    """(batch,) int32: the padding on the left. Rows of padding on the right are computed, but nobody reads them."""
     if attention_mask.ndim != 2:
         raise ValueError(
             f"attention_mask: expected (batch, keys) of zeros and ones, got shape {tuple(attention_mask.shape)}"
         )
     real = attention_mask.bool()
-    cached = (
-        int(q_offset) if not isinstance(q_offset, torch.Tensor) or q_offset.is_cpu else 0
-    )  # the device's is not waited for
+    on_host = not isinstance(q_offset, torch.Tensor) or q_offset.is_cpu
+    cached = int(q_offset) if on_host else 0  # do not wait for the device
     if attention_mask.shape[1] < cached + q_length:
         raise ValueError(
             f"attention_mask: expected one number for each of the {cached} cached and {q_length} new tokens, got "
@@ -130,18 +127,21 @@ def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.T
     if bool((runs > 1).any()):
         row = int((runs > 1).nonzero()[0])
         raise ValueError(
-            f"attention_mask: expected the tokens of a sequence in one piece, got zeros between ones in row {row}; "
+            f"attention_mask: expected the tokens of a sequence without gaps, got zeros between ones in row {row}; "
             "pad prompts on the left"
         )
     return real.to(torch.uint8).argmax(-1).to(torch.int32)
 
 
-# ---- positions given by hand
+# ---- position_ids
 
 
 def check_positions(module, args, kwargs) -> None:
-    """Positions given by hand must be those that distances are counted from: the place in the cache, or that less the
-    padding."""
+    """position_ids must be what the kernels count: the token's slot in the cache, with or without its left padding.
+
+    Raises:
+        ValueError: another position, and its row and column.
+    """
     if args:
         kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
     positions = kwargs.get("position_ids")
@@ -151,7 +151,7 @@ def check_positions(module, args, kwargs) -> None:
         raise ValueError(f"position_ids: expected (batch, seqlen), got shape {tuple(positions.shape)}")
     mask, past, steps = kwargs.get("attention_mask"), kwargs.get("past_key_values"), kwargs.get("cache_position")
     if mask is None and past is None and not _caches(module, kwargs):
-        return  # sequences may start anywhere, which the mask function sees
+        return  # packed sequences, which the mask function sees
     if isinstance(mask, dict):
         mask = next((m for m in mask.values() if m is not None), None)
     start = steps[0] if steps is not None else 0 if past is None else past.get_seq_length()
@@ -167,7 +167,7 @@ def check_positions(module, args, kwargs) -> None:
             padding = mask.to(torch.uint8).argmax(-1)
             real = mask.bool().gather(1, index.expand(len(mask), -1).clamp(max=mask.shape[1] - 1))
         else:
-            return  # refused by the layers
+            return  # the layers refuse it
         off, wrong = real & (positions != index), real & (positions != index - padding[:, None])
         wrong = wrong & off.any(-1, keepdim=True)
     if torch.compiler.is_compiling():

@@ -1,0 +1,116 @@
+"""The attention function of converted models, and its registration together with the mask function."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ...api import attention, attention_varlen, attention_with_cache
+from .masks import Packed, describe_mask
+
+NAME = "rotary_bands"  # transformers gives names with "flash", "/" or "|" a meaning of its own
+
+# Arguments of an attention function that this one cannot serve.
+UNSUPPORTED = {
+    "softcap": "caps its scores",
+    "s_aux": "has attention sinks",
+    "sinks": "has attention sinks",
+    "position_bias": "adds a bias to its scores",
+    "head_mask": "masks heads",
+    "cache": "is served from a paged cache",
+}
+
+
+def attention_forward(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **kwargs
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer, in the signature of transformers' attention functions.
+
+    query: raw, (batch, heads_q, seqlen_q, head_dim). key, value: raw, (batch, heads_kv, seqlen_k, head_dim), which the
+    library's cache returns. attention_mask: what ``describe_mask`` returned.
+    """
+    scheme = getattr(module, "rotary_bands", None)
+    _check_call(module, scheme, dropout, sliding_window, kwargs)
+    if query.dtype != value.dtype:  # autocast: the rotary embedding returns float32
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    seqlen = q.shape[1]
+    cu_seqlens_q = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, Packed):
+        raise ValueError(
+            "cu_seq_lens_q: expected position_ids beside it, which start anew in every sequence, got "
+            f"{cu_seqlens_q.shape[0] - 1} sequences and none"
+        )
+    if attention_mask is None:
+        return attention(q, k[:, :seqlen], v[:, :seqlen], scheme.at(seqlen), softmax_scale=scaling), None
+    if isinstance(attention_mask, Packed):
+        return _attend_packed(q, k, v, scheme, attention_mask, scaling), None
+    if attention_mask.dtype is not torch.int32 or attention_mask.shape != (3, 1, 1, q.shape[0]):
+        raise ValueError(
+            "attention_mask: expected None or (batch, keys) of zeros and ones, got a mask of shape "
+            f"{tuple(attention_mask.shape)} and type {attention_mask.dtype}, which the kernels cannot express"
+        )
+    first, end, position = attention_mask.view(3, -1).unbind()
+    rotary = scheme.rotary
+    if scheme.grows_from < math.inf and (scheme.window or k.shape[1] > scheme.grows_from):
+        rotary = scheme.at(int(position.max()) + seqlen)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _attend_with_gradients(q, k, v, rotary, first, end, scaling), None
+    return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, softmax_scale=scaling), None
+
+
+def _attend_packed(q, k, v, scheme, packed: Packed, scaling) -> torch.Tensor:
+    cu_seqlens, longest = packed
+    out = attention_varlen(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        scheme.at(longest),
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        softmax_scale=scaling,
+    )
+    return out.unflatten(0, q.shape[:2])
+
+
+def _attend_with_gradients(q, k, v, rotary, first, end, scaling) -> torch.Tensor:
+    """attention_with_cache has no gradients, so the keys [first, end) of every sequence are selected and packed."""
+    batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
+    slot = torch.arange(seqlen_k, device=q.device)
+    held = (slot >= first[:, None]) & (slot < end[:, None])
+    cu_seqlens_q = torch.arange(0, batch * seqlen_q + 1, seqlen_q, dtype=torch.int32, device=q.device)
+    cu_seqlens_k = torch.nn.functional.pad(held.sum(-1).cumsum(0), (1, 0)).to(torch.int32)
+    out = attention_varlen(
+        q.flatten(0, 1), k[held], v[held], rotary, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, softmax_scale=scaling
+    )
+    return out.view(q.shape)
+
+
+def _check_call(module, scheme, dropout, sliding_window, kwargs) -> None:
+    if scheme is None:
+        raise ValueError(
+            f"model: layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__}) was not converted; call "
+            "convert(model)"
+        )
+    if dropout:
+        raise ValueError(f"attention_dropout: expected 0, got {dropout}; the kernels have no dropout")
+    if sliding_window != scheme.window:
+        raise ValueError(
+            f"sliding_window: layer {module.layer_idx} was converted with {scheme.window}, its forward asks for "
+            f"{sliding_window}; call convert(model) after changing the configuration"
+        )
+    for name, reason in UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name}: expected None, got {type(kwargs[name]).__name__}; layer {module.layer_idx} {reason}"
+            )
+    if kwargs.get("is_causal") is False:
+        raise ValueError("is_causal: expected a causal model, got False")
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, describe_mask)

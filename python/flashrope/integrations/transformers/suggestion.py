@@ -1,0 +1,52 @@
+"""``suggest``: a scheme for sequences longer than the training length."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .layer_schemes import sliding_window_of, training_length
+
+
+class Suggestion(NamedTuple):
+    """changes: keyword arguments for ``convert``; reason: why, in a sentence or two."""
+
+    changes: dict
+    reason: str
+
+
+def suggest(model_or_config, target_length: int) -> Suggestion:
+    """What lets a model read target_length tokens without training.
+
+    Use it as ``convert(model, **suggest(model, 32768).changes)``. It suggests ReRoPE with a window of half the training
+    length, and log n scaling by the training length, clipped at 1. In the ablation of the ReRoPE blog post (training
+    length 512, tested at 4096, not trained with log n), windows of a quarter and a half of the training length give
+    82.3% and 82.4%, an eighth 78.6%, three quarters 76.4%, and the training length itself 7.1%.
+
+    Args:
+        model_or_config: a transformers model or its configuration.
+        target_length: in tokens.
+
+    Raises:
+        ValueError: the model has sliding windows, or its configuration has no max_position_embeddings.
+    """
+    config = getattr(model_or_config, "config", model_or_config)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not isinstance(target_length, int) or isinstance(target_length, bool) or target_length < 1:
+        raise ValueError(f"target_length: expected a positive integer, got {target_length!r}")
+    length = training_length(config)
+    if target_length <= length:
+        return Suggestion({}, f"{target_length} tokens are within the {length} that the model was trained with")
+    windows = [sliding_window_of(config, layer) for layer in range(config.num_hidden_layers)]
+    if any(windows):
+        raise ValueError(
+            "model_or_config: expected layers that see all keys, got sliding windows of "
+            f"{max(filter(None, windows))} in {sum(map(bool, windows))} of {len(windows)} layers"
+        )
+    window = max(length // 2, 1)
+    return Suggestion(
+        {"window": window, "log_n": length},
+        f"ReRoPE with window {window}, half of the training length {length}: no distance beyond the window is ever "
+        "seen, and windows of a quarter to a half of the training length are best in its ablation; log n by "
+        f"{length}, at least 1, keeps attention sharp over {target_length} keys and changes nothing within the "
+        "training length",
+    )

@@ -1,0 +1,110 @@
+"""The backends: each has the functions of its protocols, and the reference's backward is that of autograd."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashrope import Rotary
+from flashrope.backends import BACKENDS, AttentionCall, base, cpu, cuda, load_backend, reference
+from flashrope.cos_sin import FINE_ROWS
+from flashrope.lowering import UNBOUNDED
+
+PROTOCOLS = {
+    "triton": (base.AttentionBackend, base.CacheBackend),
+    "cuda": (base.CacheBackend,),
+    "cpu": (base.AttentionBackend, base.CacheBackend),
+    "reference": (base.AttentionBackend, base.CacheBackend),
+}
+
+
+def test_every_backend_has_its_protocols_listed():
+    assert set(PROTOCOLS) == set(BACKENDS)
+
+
+@pytest.mark.parametrize("impl", BACKENDS)
+def test_functions_have_the_parameters_of_the_protocol(impl):
+    if impl == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+    backend = load_backend(impl)
+    for protocol in PROTOCOLS[impl]:
+        functions = {name: function for name, function in vars(protocol).items() if inspect.isfunction(function)}
+        for name in (name for name in functions if not name.startswith("_")):
+            parameters = list(inspect.signature(functions[name]).parameters.values())[1:]
+            found = inspect.signature(getattr(backend, name)).parameters.values()
+            assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in parameters], f"{impl}.{name}"
+        for name, annotation in inspect.get_annotations(protocol, eval_str=True).items():
+            assert isinstance(getattr(backend, name), annotation), f"{impl}.{name}"
+
+
+def test_differentiable_backends():
+    assert reference.DIFFERENTIABLE and not cpu.DIFFERENTIABLE
+
+
+# ---- the reference's backward
+
+SCHEME = Rotary.rope(16).rectify(5, 2.0).log_n(8)
+CALLS = {
+    "batch": AttentionCall(SCHEME, True, 0.25),
+    "full": AttentionCall(SCHEME, False, 0.25),
+    "positions": AttentionCall(Rotary.rope(16), True, 0.25, torch.arange(2 * 9).view(2, 9) * 1.5),
+    "packed": AttentionCall(
+        SCHEME,
+        True,
+        0.25,
+        cu_seqlens_q=torch.tensor([0, 3, 3, 9], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, 2, 4, 8], dtype=torch.int32),
+        max_seqlen_q=6,
+        max_seqlen_k=4,
+    ),
+}
+
+
+@pytest.mark.parametrize("given", ["both", "out", "lse"])
+@pytest.mark.parametrize("kind", CALLS)
+def test_backward_of_the_reference_is_autograd(kind, given):
+    call, generator = CALLS[kind], torch.Generator().manual_seed(0)
+    shape = (9,) if kind == "packed" else (2, 9)
+    q, k, v, grad_out = (
+        torch.randn(*shape, heads, 16, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)
+    )
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse, rotated_k = reference.forward(*leaves, call)
+    assert rotated_k is None and reference.rotated_k_shape(k, call) == (0,)
+    assert out.shape == q.shape and out.is_contiguous() and lse.shape == call.lse_shape(q)
+    grad_lse = torch.randn(lse.shape, dtype=torch.float64, generator=generator).masked_fill(lse.isinf(), 0)
+    grad_out, grad_lse = grad_out if given != "lse" else None, grad_lse if given != "out" else None
+    results = [(x, grad) for x, grad in ((out, grad_out), (lse, grad_lse)) if grad is not None]
+    with torch.no_grad():
+        found = reference.backward(grad_out, grad_lse, q, k, v, out, lse, None, call)
+    outputs, grads = zip(*results, strict=True)
+    expected = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+    for x, grad, want in zip((q, k, v), found, expected, strict=True):
+        assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
+        assert torch.equal(grad, torch.zeros_like(x) if want is None else want)
+
+
+def test_backward_of_the_reference_without_keys():
+    q, k = torch.randn(1, 3, 2, 16), torch.randn(1, 0, 1, 16)
+    out, lse, _ = reference.forward(q, k, k, CALLS["batch"])
+    grads = reference.backward(torch.ones_like(out), None, q, k, k, out, lse, None, CALLS["batch"])
+    for x, grad in zip((q, k, k), grads, strict=True):
+        assert torch.equal(grad, torch.zeros_like(x))
+
+
+# ---- numbers that C++ and Python share
+
+
+def test_constants_of_the_cuda_kernels():
+    header = Path(__file__).resolve().parents[1] / "csrc/decode.h"
+    constants = dict(re.findall(r"constexpr int (\w+) = ([\d <]+);", header.read_text()))
+    expected = {
+        "TILE_ROWS": cuda.TILE_ROWS,
+        "FINE_ROWS": FINE_ROWS,
+        "MAX_SEQLEN_Q": cuda.MAX_SEQLEN_Q,
+        "MAX_SPLITS": base.MAX_SPLITS,
+        "UNBOUNDED": UNBOUNDED,
+    }
+    assert {name: eval(constants[name]) for name in expected} == expected
