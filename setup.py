@@ -180,7 +180,6 @@ setup(
         "flashrope.backends.triton",
         "flashrope.cache",
         "flashrope.demo",
-        "flashrope.experiments",
         "flashrope.integrations",
         "flashrope.integrations.transformers",
         "flashrope.triton_kernels",

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flashrope.experiments.figures import new_figure, save
+from flashrope.demo.figure import new_figure, save
 
 from .results import Record, Run
 

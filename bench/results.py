@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashrope.experiments import files
+from flashrope.demo import files
 
 SAME = ("revision", "torch", "triton", "cuda")  # of versions, beside the device's name
 

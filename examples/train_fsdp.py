@@ -1,13 +1,13 @@
-"""Trains a language model with HoPE on one device or many: FSDP2, tensor and context parallelism, checkpoints that
-resume.
+"""Trains a language model with HoPE on one or more devices: FSDP2, tensor and context parallelism, and checkpoints to
+resume from. This file is self-contained: copy it and change it.
 
-    torchrun --nproc-per-node 8 examples/train_fsdp.py --text my_texts/       # GPUs (NCCL) or CPU processes (gloo)
-    python examples/train_fsdp.py --preset tiny                               # one process
+    torchrun --nproc-per-node 8 train_fsdp.py --text my_texts/       # GPUs (NCCL) or CPU processes (gloo)
+    python train_fsdp.py --preset tiny                               # one process
 
-By default the 125M configuration of the HoPE paper (Chen et al. 2025, appendix A) over bytes instead of its 32,000
-tokens: 103M parameters. The order of the data hangs on --seed alone, so a run's losses are the same, but for rounding,
-on any number of devices and however they are shared out. The same command again goes on from the last checkpoint;
-Ctrl-C or SIGTERM makes one. Needs the packages of the extra `demo` for the safetensors file at the end.
+The default is the 125M configuration of the HoPE paper (Chen et al. 2025, appendix A) over bytes instead of its 32,000
+tokens: 103M parameters. The order of the data depends only on --seed, so the losses of a run are the same up to
+rounding on any number of devices and in any layout. Running the same command again resumes from the last checkpoint;
+Ctrl-C and SIGTERM write one. Needs flashrope and safetensors.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import json
 import math
@@ -22,6 +23,7 @@ import os
 import shutil
 import signal
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -42,20 +44,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flashrope import Rotary, attention
-from flashrope.backends import BACKENDS
-from flashrope.experiments import data
-from flashrope.experiments.model import Block, LanguageModel, ModelConfig, save_checkpoint
-from flashrope.experiments.train import TrainConfig, learning_rate_fraction
 from flashrope.integrations.distributed import context_parallel_attention, shard_sequence
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-KEPT = 2  # checkpoints
+IMPLS = ("triton", "cuda", "cpu", "reference")
+MAX_CHECKPOINTS = 2  # older ones are deleted
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.999), 0.1, 1.0  # AdamW and the norm of the gradient, as in the paper
+FINAL_FRACTION = 0.05  # of the learning rate, at the last step
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter, not by group: groups differ with --tp
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Sizes of one run; batch counts sequences over all devices, lengths are in bytes."""
+    """Sizes of one run. ``batch`` is the number of sequences over all devices; ``seqlen`` is in bytes."""
 
     width: int
     layers: int
@@ -69,40 +70,26 @@ class Preset:
 
 
 PRESETS = {
-    "125m": Preset(
-        width=768,
-        layers=12,
-        heads=12,
-        mlp_width=2688,
-        seqlen=512,
-        batch=512,
-        steps=50_000,
-        learning_rate=3e-4,
-        warmup=2000,
-    ),
-    "tiny": Preset(
-        width=64, layers=2, heads=4, mlp_width=96, seqlen=64, batch=8, steps=20, learning_rate=3e-3, warmup=5
-    ),
+    "125m": Preset(768, 12, 12, 2688, seqlen=512, batch=512, steps=50_000, learning_rate=3e-4, warmup=2000),
+    "tiny": Preset(64, 2, 4, 96, seqlen=64, batch=8, steps=20, learning_rate=3e-3, warmup=5),
 }
 
 
 class BadInput(ValueError):
-    """An option that cannot be served; the message names it."""
+    """An option with a value that cannot be used. The message names the option."""
 
 
-class ParallelBlock(nn.Module):
-    """``Block`` with q, k and v projected apart, so that tensor parallelism can share out their heads. It computes the
-    same."""
+class Block(nn.Module):
+    """Attention and a SwiGLU MLP, each behind an RMSNorm. q, k and v have separate projections, so that tensor
+    parallelism can split them by heads."""
 
-    def __init__(self, block: Block):
+    def __init__(self, width: int, heads: int, mlp_width: int):
         super().__init__()
-        self.head_dim = block.head_dim
-        self.attention_norm, self.out = block.attention_norm, block.out
-        self.mlp_norm, self.gate, self.up, self.down = block.mlp_norm, block.gate, block.up, block.down
-        width = block.qkv.in_features
-        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
-        for projection, weight in zip((self.q, self.k, self.v), block.qkv.weight.detach().chunk(3), strict=True):
-            projection.weight = nn.Parameter(weight.clone())
+        self.head_dim = width // heads
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, mlp_width, bias=False) for _ in range(2))
+        self.down = nn.Linear(mlp_width, width, bias=False)
 
     def forward(self, x: torch.Tensor, rotary: Rotary, attend) -> torch.Tensor:
         y = self.attention_norm(x)
@@ -112,12 +99,35 @@ class ParallelBlock(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
+class LanguageModel(nn.Module):
+    """A decoder over bytes without biases; the output projection is tied to the embedding."""
+
+    def __init__(self, width: int, layers: int, heads: int, mlp_width: int):
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(Block(width, heads, mlp_width) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+        for block in self.blocks:  # the residual stream's variance does not grow with depth
+            for layer in (block.out, block.down):
+                nn.init.normal_(layer.weight, std=0.02 / (2 * layers) ** 0.5)
+
+    def forward(self, tokens: torch.Tensor, rotary: Rotary, attend=attention) -> torch.Tensor:
+        """tokens int64 (batch, seqlen) to logits (batch, seqlen, 256)."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, rotary, attend)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """Where this process stands: ranks are shared out as data x context x tensor parallelism, tensor fastest."""
+    """The place of this process: ranks are arranged as data x context x tensor parallelism, tensor varying fastest."""
 
     device: torch.device
-    mesh: DeviceMesh  # ("fsdp", "tp"); parameters are sharded over data and context ranks together
+    mesh: DeviceMesh  # ("fsdp", "tp"); fsdp is data and context ranks together
     cp: DeviceMesh
     data_rank: int
     data_ranks: int
@@ -128,13 +138,12 @@ class Devices:
         if world % (cp * tp):
             raise BadInput(f"--cp, --tp: expected {cp} * {tp} to divide the number of processes, {world}")
         mesh = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("fsdp", "tp"))
-        apart = init_device_mesh(device.type, (world // (cp * tp), cp, tp), mesh_dim_names=("dp", "cp", "tp"))
-        return cls(device, mesh, apart["cp"], apart.get_local_rank("dp"), apart.size(0))
+        by_kind = init_device_mesh(device.type, (world // (cp * tp), cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+        return cls(device, mesh, by_kind["cp"], by_kind.get_local_rank("dp"), by_kind.size(0))
 
     def parallelize(self, model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
-        """Shards the model in place. In bfloat16 weights and optimizer state stay float32, and gradients are reduced in
-        it."""
-        model.blocks = nn.ModuleList(map(ParallelBlock, model.blocks))
+        """Shard the model in place. With bfloat16, the weights, the optimizer state and the reduction of gradients stay
+        in float32."""
         low = dtype == torch.bfloat16
         model.to(self.device, torch.float32 if low else dtype)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
@@ -153,14 +162,14 @@ class Devices:
         return functools.partial(context_parallel_attention, group=self.cp, impl=impl)
 
     def part(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of this rank: its sequences, and of those its part."""
+        """Inputs and targets of this rank: its part of its sequences."""
         mine = batch.chunk(self.data_ranks)[self.data_rank].to(self.device)
         return shard_sequence(mine[:, :-1], self.cp), shard_sequence(mine[:, 1:], self.cp)
 
 
 class Windows:
-    """Batches of windows at random places of a text, the same on every rank; ``state`` is all that a checkpoint
-    needs."""
+    """Batches of windows at random places of the text, the same on every rank. ``state`` is what a checkpoint
+    stores."""
 
     def __init__(self, text: bytes, batch: int, seqlen: int, seed: int):
         self._tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -184,8 +193,8 @@ class Windows:
 def gradients(
     model, rotary: Rotary, attend, tokens: torch.Tensor, targets: torch.Tensor, micro_batch: int
 ) -> torch.Tensor:
-    """Adds the gradients of the mean loss over all ranks' targets; returns the mean over this rank's. Ranks have equal
-    shares, and FSDP takes the mean over them."""
+    """Accumulates the gradients of the mean loss over all targets; returns the mean loss of this rank. All ranks have
+    equally many targets, and FSDP averages the gradients over ranks."""
     total = torch.zeros((), device=tokens.device, dtype=torch.float64)
     starts = range(0, len(tokens), micro_batch)
     for start in starts:
@@ -199,93 +208,94 @@ def gradients(
     return total
 
 
-def clip_gradients(model: nn.Module, most: float) -> torch.Tensor:
-    """Scales all gradients to a norm of at most ``most``; the norm before. Those under tensor parallelism lie on a mesh
-    of their own, and torch takes one mesh at a time."""
+def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale all gradients to a norm of at most ``max_norm``; returns the norm before. Parameters under tensor
+    parallelism are on a different mesh, and torch handles one mesh at a time."""
     meshes: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         meshes.setdefault(parameter.device_mesh, []).append(parameter)
     norms = [nn.utils.get_total_norm([p.grad for p in parameters]).full_tensor() for parameters in meshes.values()]
     norm = torch.stack(norms).norm()
     for parameters in meshes.values():
-        nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW; no decay of vectors. One group for every mesh and decay, as the fused step takes one mesh at a time."""
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW without decay of vectors. One group per mesh and decay, as the fused step handles one mesh at a time."""
     groups: dict[tuple, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        groups.setdefault((parameter.device_mesh, config.weight_decay if parameter.ndim >= 2 else 0.0), []).append(
-            parameter
-        )
+        decay = WEIGHT_DECAY if parameter.ndim >= 2 else 0.0
+        groups.setdefault((parameter.device_mesh, decay), []).append(parameter)
     return torch.optim.AdamW(
         [{"params": parameters, "weight_decay": decay} for (_, decay), parameters in groups.items()],
-        lr=config.learning_rate,
-        betas=config.betas,
+        lr=learning_rate,
+        betas=BETAS,
         fused=True,
     )
 
 
-def train_config(args: argparse.Namespace) -> TrainConfig:
-    """The paper's: AdamW with these betas, a warm-up counted in steps, gradients clipped at 1."""
-    return TrainConfig(
-        args.steps, args.batch, args.seqlen, args.learning_rate, warmup=args.warmup / args.steps, betas=(0.9, 0.999)
-    )
+def learning_rate_fraction(step: int, warmup: int, steps: int) -> float:
+    """Fraction of the peak learning rate at ``step``, counted from 0: linear warm-up, then cosine decay."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min((step - warmup) / max(steps - warmup, 1), 1.0)
+    return FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 class Run:
-    """One training run: model, optimizer, place in the data, and the folder that all of them are kept in."""
+    """One training run: model, optimizer, position in the data, and the folder of its checkpoints."""
 
     def __init__(self, args: argparse.Namespace, devices: Devices, windows: Windows, settings: dict):
-        torch.manual_seed(args.seed)  # the same weights on every rank, whatever the number of ranks
-        sizes = ModelConfig(args.width, args.layers, args.heads, args.mlp_width)
-        self.rotary = Rotary.hope(sizes.head_dim, args.seqlen) if args.scheme == "hope" else Rotary.rope(sizes.head_dim)
-        self.model = devices.parallelize(LanguageModel(sizes), DTYPES[args.dtype])
-        self.config = train_config(args)
-        self.optimizer = make_optimizer(self.model, self.config)
+        torch.manual_seed(args.seed)  # the same weights for any number of ranks
+        head_dim = args.width // args.heads
+        self.rotary = Rotary.hope(head_dim, args.seqlen) if args.scheme == "hope" else Rotary.rope(head_dim)
+        model = LanguageModel(args.width, args.layers, args.heads, args.mlp_width)
+        self.model = devices.parallelize(model, DTYPES[args.dtype])
+        self.optimizer = make_optimizer(self.model, args.learning_rate)
         self.args, self.devices, self.windows, self.settings = args, devices, windows, settings
         self.attend, self.step, self.folder = devices.attend(args.impl), 0, Path(args.out)
 
     def train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(mean loss over this rank's targets, norm of the gradient)"""
+        fraction = learning_rate_fraction(self.step, self.args.warmup, self.args.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * learning_rate_fraction(self.step, self.config)
+            group["lr"] = self.args.learning_rate * fraction
         loss = gradients(
             self.model, self.rotary, self.attend, *self.devices.part(self.windows.next()), self.args.micro_batch
         )
-        norm = clip_gradients(self.model, self.config.clip)
+        norm = clip_gradients(self.model, CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
         return loss, norm
 
     def checkpoints(self) -> list[Path]:
-        """The whole ones, oldest first: .metadata is written last."""
+        """The complete ones, oldest first; .metadata is written last."""
         return sorted(path.parent for path in self.folder.glob("step-*/.metadata"))
 
     def save(self) -> None:
         dcp.save(self._state(), checkpoint_id=self.folder / f"step-{self.step:08d}")
         if dist.get_rank() == 0:
-            for old in self.checkpoints()[:-KEPT]:
+            for old in self.checkpoints()[:-MAX_CHECKPOINTS]:
                 shutil.rmtree(old)
 
     def resume(self) -> None:
-        """Goes on from the newest checkpoint, if there is one. The numbers of ranks may have changed since."""
+        """Resume from the newest checkpoint, if there is one. The layout of the ranks may have changed."""
         found = self.checkpoints()
         if not found:
             return
         state = {"settings": "", "step": 0}
         dcp.load(state, checkpoint_id=found[-1])
-        made_with, step = json.loads(state["settings"]), state["step"]
-        differing = [
+        saved, step = json.loads(state["settings"]), state["step"]
+        differences = [
             f"{name} {value!r} (now {self.settings[name]!r})"
-            for name, value in made_with.items()
+            for name, value in saved.items()
             if value != self.settings[name]
         ]
-        if differing:
+        if differences:
             raise BadInput(
-                f"--out: {found[-1]} was made with {', '.join(differing)}; choose another folder or the same settings"
+                f"--out: {found[-1]} was made with {', '.join(differences)}; choose another folder or the same settings"
             )
         state = self._state()
         dcp.load(state, checkpoint_id=found[-1])
@@ -304,34 +314,41 @@ class Run:
         }
 
     def export(self, path: Path) -> None:
-        """The model as one safetensors file, which `flashrope generate --model` reads."""
-        whole = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        """The model as one safetensors file, in the format that `flashrope generate --model` reads."""
+        from safetensors.torch import save_file
+
+        weights = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if dist.get_rank() == 0:
             for i in range(self.args.layers):
-                qkv = [whole.pop(f"blocks.{i}.{name}.weight") for name in "qkv"]
-                whole[f"blocks.{i}.qkv.weight"] = torch.cat(qkv)
-            model = LanguageModel(self.model.config)
-            model.load_state_dict(whole)
-            save_checkpoint(path, model, self.rotary, self.args.seqlen)
+                qkv = [weights.pop(f"blocks.{i}.{name}.weight") for name in "qkv"]
+                weights[f"blocks.{i}.qkv.weight"] = torch.cat(qkv)
+            config = {name: getattr(self.args, name) for name in ("width", "layers", "heads", "mlp_width")}
+            metadata = {
+                "config": json.dumps(config),
+                "rotary": self.rotary.text,
+                "train_length": str(self.args.seqlen),
+            }
+            weights = {name: weight.float().contiguous() for name, weight in weights.items()}
+            save_file(weights, path, metadata=metadata)
 
 
 class Stop:
-    """Ctrl-C and SIGTERM, which need not reach every rank: all of them hear of it between two steps. torchrun sends a
-    second signal after the first, so none ends the process at once; it kills after 30 s."""
+    """Handles Ctrl-C and SIGTERM, which may not reach every rank: all ranks agree between two steps. torchrun repeats
+    the signal, so none ends the process at once; it kills the process after 30 s."""
 
     def __init__(self):
-        self._heard = 0
+        self._received = 0
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._hear)
+            signal.signal(number, self._receive)
 
-    def _hear(self, number: int, _) -> None:
-        self._heard = number
+    def _receive(self, number: int, _) -> None:
+        self._received = number
 
     def agreed(self) -> int:
-        """The signal that any rank heard, or 0."""
-        heard = torch.tensor(self._heard)
-        dist.all_reduce(heard, dist.ReduceOp.MAX)  # on the CPU, over gloo: waits for no GPU
-        return int(heard)
+        """The signal that any rank received, or 0."""
+        received = torch.tensor(self._received)
+        dist.all_reduce(received, dist.ReduceOp.MAX)  # on the CPU, over gloo: does not synchronize the GPU
+        return int(received)
 
 
 class Log:
@@ -343,14 +360,12 @@ class Log:
         if dist.get_rank() == 0:
             run.folder.mkdir(parents=True, exist_ok=True)
             lines = self._path.read_text().splitlines() if self._path.exists() else []
-            kept = [
-                line for line in lines if json.loads(line)["step"] <= run.step
-            ]  # not what is about to be done again
-            self._path.write_text("".join(f"{line}\n" for line in kept))
+            done = [line for line in lines if json.loads(line)["step"] <= run.step]  # later steps run again
+            self._path.write_text("".join(f"{line}\n" for line in done))
 
     def __call__(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         run, step = self._run, self._run.step
-        if step % self._every and step != run.config.steps and step != 1:
+        if step % self._every and step != run.args.steps and step != 1:
             return
         dist.all_reduce(loss)
         loss, norm = loss.item() / dist.get_world_size(), norm.item()
@@ -363,7 +378,7 @@ class Log:
         self._since, self._at = step, now
         if dist.get_rank() == 0:
             print(
-                f"step {step} of {run.config.steps}, loss {loss:.4f}, gradient norm {norm:.3f}, {speed:,.0f} tokens/s",
+                f"step {step} of {run.args.steps}, loss {loss:.4f}, gradient norm {norm:.3f}, {speed:,.0f} tokens/s",
                 flush=True,
             )
             with self._path.open("a") as file:
@@ -376,17 +391,17 @@ class Log:
 def train(args: argparse.Namespace, device: torch.device) -> int:
     devices = Devices.of(device, args.cp, args.tp)
     check(args, devices.data_ranks)
-    corpus = data.from_path(args.text, args.seqlen + 1) if args.text else data.standard_library(args.seqlen + 1)
+    name, text = read_text(args.text, args.seqlen)
     names = [*(field.name for field in dataclasses.fields(Preset)), "seed", "scheme", "dtype"]
-    settings = {name: getattr(args, name) for name in names} | {"text": corpus.record()["train"]["sha256"]}
-    run = Run(args, devices, Windows(corpus.train, args.batch, args.seqlen, args.seed), settings)
+    settings = {name: getattr(args, name) for name in names} | {"text": hashlib.sha256(text).hexdigest()}
+    run = Run(args, devices, Windows(text, args.batch, args.seqlen, args.seed), settings)
     run.resume()
     if dist.get_rank() == 0:
         count = sum(p.numel() for p in run.model.parameters())
         print(
-            f"{count / 1e6:.1f}M parameters, {args.scheme}, {corpus.name}: {len(corpus.train):,} bytes; "
-            f"{devices.data_ranks} x {args.cp} x {args.tp} processes (data x context x tensor) on {device.type}, {args.dtype}; "
-            f"step {run.step} of {args.steps}",
+            f"{count / 1e6:.1f}M parameters, {args.scheme}, {name}: {len(text):,} bytes; "
+            f"{devices.data_ranks} x {args.cp} x {args.tp} processes (data x context x tensor) on {device.type}, "
+            f"{args.dtype}; step {run.step} of {args.steps}",
             flush=True,
         )
     log, stop, signalled = Log(run, args.log_every), Stop(), 0
@@ -397,20 +412,37 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
             run.save()
     if signalled and run.step < args.steps:
         if dist.get_rank() == 0:
-            print(
-                f"stopped by {signal.Signals(signalled).name} after step {run.step}; the same command goes on from there",
-                flush=True,
-            )
+            name = signal.Signals(signalled).name
+            print(f"stopped by {name} after step {run.step}; the same command resumes from there", flush=True)
         return 128 + signalled
     run.export(run.folder / "model.safetensors")
     return 0
 
 
+def read_text(path: str | None, seqlen: int) -> tuple[str, bytes]:
+    """(name, bytes) of a file, of all text files of a folder, or of Python's standard library. Raises BadInput."""
+    root = Path(path or sysconfig.get_paths()["stdlib"])
+    if not root.exists():
+        raise BadInput(f"--text: {root}: no such file or folder")
+    pattern = "*" if path else "*.py"
+    found = [root] if root.is_file() else sorted(p for p in root.rglob(pattern) if p.is_file())
+    if not path:
+        found = [p for p in found if "site-packages" not in p.parts]
+    texts = [content for content in (p.read_bytes() for p in found) if b"\0" not in content]
+    text = b"\0".join(texts)
+    if len(text) <= seqlen:
+        raise BadInput(f"--text: {root}: expected more than --seqlen = {seqlen} bytes of text, got {len(text)}")
+    return path or "Python's standard library", text
+
+
 def check(args: argparse.Namespace, data_ranks: int) -> None:
-    if importlib.util.find_spec("safetensors") is None:  # said now, not after the last step
-        raise BadInput("safetensors: expected it to be installed; pip install 'flashrope[demo]' brings it")
+    """Raises BadInput for options that do not fit together."""
+    if importlib.util.find_spec("safetensors") is None:  # better now than after the last step
+        raise BadInput("safetensors: needed for the file at the end; pip install safetensors")
+    if args.width % args.heads or (args.width // args.heads) % 8:
+        raise BadInput(f"--width: expected --heads = {args.heads} times a multiple of 8, got {args.width}")
     if args.batch % data_ranks:
-        raise BadInput(f"--batch: expected a multiple of the {data_ranks} ranks that share it out, got {args.batch}")
+        raise BadInput(f"--batch: expected a multiple of the {data_ranks} ranks that share it, got {args.batch}")
     if args.cp > 1 and args.seqlen % (2 * args.cp):
         raise BadInput(f"--seqlen: expected a multiple of 2 * --cp = {2 * args.cp}, got {args.seqlen}")
     if args.heads % args.tp or args.mlp_width % args.tp:
@@ -419,7 +451,7 @@ def check(args: argparse.Namespace, data_ranks: int) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    positive = functools.partial(_least, 1)
+    positive = functools.partial(_at_least, 1)
     parser.add_argument(
         "--text", metavar="PATH", help="a file or folder to train on instead of Python's standard library"
     )
@@ -428,20 +460,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--preset", choices=PRESETS, default="125m")
     parser.add_argument("--scheme", choices=("hope", "rope"), default="hope")
-    parser.add_argument("--tp", type=positive, default=1, help="tensor parallelism: ranks that share out the heads")
-    parser.add_argument("--cp", type=positive, default=1, help="context parallelism: ranks that share out a sequence")
-    parser.add_argument("--micro-batch", type=positive, default=64, help="sequences that a rank reads at once")
+    parser.add_argument("--tp", type=positive, default=1, help="tensor parallelism: ranks that share the heads")
+    parser.add_argument("--cp", type=positive, default=1, help="context parallelism: ranks that share a sequence")
+    parser.add_argument("--micro-batch", type=positive, default=64, help="sequences per forward pass and rank")
     parser.add_argument(
         "--save-every", type=positive, default=1000, help="steps between checkpoints; the newest two are kept"
     )
     parser.add_argument("--log-every", type=positive, default=10)
-    parser.add_argument("--seed", type=functools.partial(_least, 0), default=0, help="of the weights and the batches")
+    parser.add_argument("--seed", type=functools.partial(_at_least, 0), default=0, help="of weights and batches")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--dtype", choices=DTYPES, help="by default bfloat16 on a GPU and float32 on the CPU")
-    parser.add_argument(
-        "--impl", choices=BACKENDS, help="the attention implementation; by default the one for the device"
-    )
-    sizes = parser.add_argument_group("sizes (by default the preset's)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--impl", choices=IMPLS, help="attention backend; default: the one for the device")
+    sizes = parser.add_argument_group("sizes (default: those of the preset)")
     for field in dataclasses.fields(Preset):
         sizes.add_argument(
             "--" + field.name.replace("_", "-"),
@@ -458,8 +488,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _least(least: int, text: str) -> int:
-    if int(text) < least:
+def _at_least(minimum: int, text: str) -> int:
+    if int(text) < minimum:
         raise ValueError
     return int(text)
 
@@ -470,11 +500,11 @@ def main() -> int:
     device = torch.device(args.device, local if args.device == "cuda" else None)
     if args.device == "cuda":
         torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # without torchrun
-    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", **alone)
+    single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # no torchrun
+    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", **single)
     try:
         return train(args, device)
-    except (BadInput, data.TextError) as error:
+    except BadInput as error:
         if dist.get_rank() == 0:
             print(f"train_fsdp: error: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,13 @@
-"""Fixtures, and Triton's interpreter where there is no GPU. It must be asked for before triton is imported."""
+"""Fixtures and options. Without a GPU, Triton's interpreter is switched on, which must precede the import of triton.
+
+--threads N sets the CPU threads of the tests and the processes they start (default 1). --perturb-training SEED changes
+the result of every training by rounding alone; the verdict of a test must not depend on it.
+"""
 
 import os
 import signal
+
+os.environ["OMP_NUM_THREADS"] = "1"  # numpy reads it when it is imported
 
 import pytest
 import torch
@@ -11,9 +17,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are as many as the cores
-    torch.set_num_threads(1)
 
 import support
 
@@ -52,7 +55,18 @@ if support.INTERPRETED:
     _patch_language_once_per_launch()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--threads", type=int, default=1, help="CPU threads of the tests and of the processes they start")
+    parser.addoption("--perturb-training", type=int, metavar="SEED", help="perturb weights by rounding before training")
+
+
 def pytest_configure(config):
+    os.environ["OMP_NUM_THREADS"] = str(config.getoption("threads"))
+    torch.set_num_threads(config.getoption("threads"))
+    if config.getoption("perturb_training") is not None:
+        from perturb import perturb
+
+        perturb(config.getoption("perturb_training"))
     config.addinivalue_line(
         "markers",
         "interpreted(chosen): the parameters that Triton's interpreter runs too in the fast tests; its others are slow",

@@ -1,4 +1,4 @@
-"""flashrope demo and what it is made of, with models so small that they learn next to nothing."""
+"""flashrope demo and its parts, with models so small that they learn almost nothing."""
 
 import csv
 import json
@@ -15,11 +15,11 @@ import torch
 
 from flashrope import Rotary, attention
 from flashrope.cli import main
-from flashrope.experiments import data
-from flashrope.experiments.evaluate import loss_by_context
-from flashrope.experiments.model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
-from flashrope.experiments.train import TrainConfig, learning_rate_fraction, train
-from flashrope.experiments.workers import WorkerError, Workers, _deaf_to_interrupts
+from flashrope.demo import data
+from flashrope.demo.evaluate import loss_by_context
+from flashrope.demo.model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
+from flashrope.demo.train import TrainConfig, learning_rate_fraction, train
+from flashrope.demo.workers import WorkerError, Workers, _interrupts_held
 
 TINY = ["demo", "--preset", "tiny", "--device", "cpu", "--threads", "1"]
 OUTPUTS = {"split.json", "rope.safetensors", "hope.safetensors", "losses.csv", "losses.md", "losses.png"}
@@ -89,7 +89,7 @@ def test_checkpoints_give_the_losses_of_the_table(finished):
         assert [loss.last for loss in losses] == pytest.approx(shown, abs=2e-6)
 
 
-def test_output_that_nobody_reads_is_no_traceback(tmp_path, text):
+def test_closed_stdout_gives_no_traceback(tmp_path, text):
     command = [sys.executable, "-m", "flashrope", *TINY, "--text", str(text), "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
@@ -97,17 +97,19 @@ def test_output_that_nobody_reads_is_no_traceback(tmp_path, text):
     assert process.returncode == 1 and "Traceback" not in errors and "Exception ignored" not in errors
 
 
-def test_same_seed_same_losses_whatever_the_processes(tmp_path, text):
+def test_losses_depend_on_the_seed_and_not_on_the_processes(tmp_path, text):
     def run(name, *options):
         assert main([*TINY, "--text", str(text), "--out", str(tmp_path / name), *options]) == 0
         return (tmp_path / name / "losses.csv").read_text()
 
     first = run("first")
+    before = torch.get_num_threads()
     assert run("processes", "--threads", "2") == first
+    assert torch.get_num_threads() == before
     assert run("second seed", "--seed", "1") != first
 
 
-def test_text_path_is_what_it_trains_on(tmp_path, text, capsys):
+def test_trains_on_the_text_given(tmp_path, text, capsys):
     assert main([*TINY, "--text", str(text), "--out", str(tmp_path)]) == 0
     assert "numbers.txt; 17,944 bytes to train on" in capsys.readouterr().out
     assert json.loads((tmp_path / "split.json").read_text())["unseen"]["files"] == ["numbers.txt, bytes 17944 to 20000"]
@@ -154,23 +156,23 @@ def test_interrupt_ends_cleanly(tmp_path, text, moment, wait):
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, message",
     [
         (["--text", "nowhere/at/all"], "nowhere/at/all: no such file or folder"),
         (["--train-length", "4096"], "at least 524,304 are needed"),
         (["--train-length", "4"], "--train-length: expected at least 16, got 4"),
         (["--width", "33"], "width: expected heads = 2 times a multiple of 8, got 33"),
-        (["--device", "cuda:99"], "--device: cuda:99 was asked for"),
+        (["--device", "cuda:99"], "--device: got cuda:99, but torch"),
         (["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
         (["--impl", "triton"], "impl='triton' cannot serve this call"),
         (["--factor", "-1"], "factor: expected a positive number"),
     ],
 )
-def test_bad_input_is_said_in_one_line(tmp_path, text, capsys, monkeypatch, options, said):
+def test_bad_input_is_one_line(tmp_path, text, capsys, monkeypatch, options, message):
     monkeypatch.setattr("flashrope.backends.triton.unsupported_reason", lambda q, cached=False: "no")
     assert main([*TINY, "--text", str(text), "--out", str(tmp_path / "out"), *options]) == 2
     errors = capsys.readouterr().err
-    assert said in errors and errors.count("\n") == 1
+    assert message in errors and errors.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -198,6 +200,19 @@ def test_help(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "arguments, instead",
+    [(["bench", "decode"], "python -m bench"), (["experiment", "zoo", "--seeds", "3"], "python -m experiments")],
+)
+def test_commands_of_the_checkout_are_named(capsys, arguments, instead):
+    assert main(arguments) == 2
+    errors = capsys.readouterr().err
+    assert errors == (
+        f"flashrope: error: {arguments[0]!r} is not part of the installed package; "
+        f"in a checkout of the repository, run {instead}\n"
+    )
+
+
 def test_unknown_options_name_the_known(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["demo", "--step", "3"])
@@ -211,7 +226,7 @@ def test_unknown_options_name_the_known(capsys):
     assert main([]) == 2
 
 
-def test_info_says_why_an_implementation_cannot_serve(capsys, monkeypatch):
+def test_info_says_why_a_backend_cannot_serve(capsys, monkeypatch):
     monkeypatch.setattr("flashrope.backends.triton.unsupported_reason", lambda q, cached=False: "no such luck")
     assert main(["info"]) == 0
     shown = capsys.readouterr().out
@@ -228,7 +243,7 @@ def model_of(seed=0, **sizes):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                parameter *= 10  # first weights are so small that attention hardly shows
+                parameter *= 10  # initial weights are too small for attention to matter
     return model
 
 
@@ -272,7 +287,7 @@ def test_the_scheme_is_an_argument_and_the_model_is_causal():
     ],
     ids=repr,
 )
-def test_losses_do_not_depend_on_the_implementation(rotary):
+def test_losses_do_not_depend_on_the_backend(rotary):
     model, windows = model_of(), torch.randint(256, (3, 257))
     losses = [
         loss_by_context(
@@ -308,7 +323,7 @@ def test_split_is_by_file_and_says_so():
     assert corpus.unseen == tuple(files[name] for name in corpus.unseen_files)
     assert set(corpus.train) - {0} == {int(name.split(".")[0]) for name in corpus.train_files}
     assert 0.1 <= len(b"".join(corpus.unseen)) / (29 * 500) < 0.14
-    with pytest.raises(data.TextError, match=r"holds 14,500 bytes in 29 files.*at least 8,000 bytes"):
+    with pytest.raises(data.TextError, match=r"has 14,500 bytes in 29 files.*at least 8,000 bytes"):
         data.split_by_file("text", files, window=1000)
 
 
@@ -374,7 +389,7 @@ def test_divergence_is_an_error():
 
 def test_interrupts_are_held_back_not_lost():
     reached = False
-    with pytest.raises(KeyboardInterrupt), _deaf_to_interrupts():
+    with pytest.raises(KeyboardInterrupt), _interrupts_held():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.05)
@@ -412,19 +427,21 @@ def test_workers():
 
 
 @pytest.mark.slow
-def test_rerope_reads_on_where_rope_fails():
+@pytest.mark.parametrize("seed", range(3))
+def test_rerope_keeps_the_loss_that_rope_loses(seed):
+    """The comments give the worst of 15 runs: 5 seeds, each also twice with perturbed weights."""
     length = 32
     corpus = data.standard_library(8 * length + 1)
     windows = data.as_tokens(data.unseen_windows(corpus.unseen, 8 * length + 1, 64, seed=0))
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model, rope = LanguageModel(ModelConfig(64, 2, 2)), Rotary.rope(32)
-    train(model, rope, data.random_batches(corpus.train, 32, length, seed=0), TrainConfig(400, 32, length, 5e-3))
+    train(model, rope, data.random_batches(corpus.train, 32, length, seed), TrainConfig(400, 32, length, 5e-3))
 
     def losses(rotary):
         return [loss.last for loss in loss_by_context(model, rotary, windows, [length, 8 * length], length // 2)]
 
     at_length, rope_beyond = losses(rope)
     _, rerope_beyond = losses(rope.rectify(length // 2))
-    assert at_length < 2.4  # 5.5 before training
-    assert rope_beyond > at_length + 0.4
-    assert abs(rerope_beyond - at_length) < 0.15
+    assert at_length < 2.4  # 2.14; 5.5 before training
+    assert rope_beyond > at_length + 0.4  # 0.79
+    assert abs(rerope_beyond - at_length) < 0.15  # 0.05

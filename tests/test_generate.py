@@ -1,5 +1,4 @@
-"""flashrope generate, with models of random weights: what is checked is which bytes come, not whether they read
-well."""
+"""flashrope generate, with models of random weights: which bytes come out, not how well they read."""
 
 import io
 import json
@@ -13,9 +12,9 @@ import torch
 
 from flashrope import Rotary, attention
 from flashrope.cli import main
-from flashrope.experiments import data
-from flashrope.experiments.generate import generate, pick
-from flashrope.experiments.model import (
+from flashrope.demo import data
+from flashrope.demo.generate import generate, pick
+from flashrope.demo.model import (
     Decoder,
     LanguageModel,
     ModelConfig,
@@ -30,7 +29,7 @@ PROMPT = bytes(range(65, 65 + 26)) * 2  # past the training length
 
 
 def model_of():
-    """First weights are so small that attention hardly shows, so they are made larger."""
+    """Initial weights are too small for attention to matter, so they are made larger."""
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig(width=32, layers=2, heads=2))
     with torch.no_grad():
@@ -62,16 +61,16 @@ def run(checkpoint, capsys):
 
 
 def by_full_passes(model, rotary, prompt, tokens):
-    """Greedy decoding without a cache; also the least lead of a likeliest byte, which says that rounding decided
-    none."""
-    text, lead = list(prompt), float("inf")
+    """Greedy decoding without a cache, and the smallest margin between the two most likely bytes, which shows that
+    rounding decided none of them."""
+    text, margin = list(prompt), float("inf")
     with torch.inference_mode():
         for _ in range(tokens):
             logits = model(torch.tensor([text]), rotary, lambda *qkv: attention(*qkv, impl="reference"))[0, -1]
             best, second = logits.topk(2).values.tolist()
-            lead = min(lead, best - second)
+            margin = min(margin, best - second)
             text.append(int(logits.argmax()))
-    return bytes(text[len(prompt) :]), lead
+    return bytes(text[len(prompt) :]), margin
 
 
 # ---- decoding
@@ -81,16 +80,16 @@ def by_full_passes(model, rotary, prompt, tokens):
     [ROPE, Rotary.hope(16, LENGTH), ROPE.rectify(16), ROPE.rectify(16, 4.0).log_n(LENGTH)],
     ids=["rope", "hope", "rerope", "leaky, log n"],
 )
-def test_decoding_over_the_cache_is_decoding_by_full_passes(rotary, impl, monkeypatch):
-    monkeypatch.setattr("flashrope.experiments.generate.CHUNK", 20)  # three pieces of the prompt
+def test_decoding_with_the_cache_is_decoding_by_full_passes(rotary, impl, monkeypatch):
+    monkeypatch.setattr("flashrope.demo.generate.CHUNK", 20)  # three pieces of the prompt
     model = model_of()
-    expected, lead = by_full_passes(model, rotary, PROMPT, 60)
-    assert lead > 1e-4 and len(set(expected)) > 5
+    expected, margin = by_full_passes(model, rotary, PROMPT, 60)
+    assert margin > 1e-4 and len(set(expected)) > 5
     with torch.inference_mode():
         assert bytes(generate(Decoder(model, rotary, len(PROMPT) + 60, impl=impl), PROMPT, 60)) == expected
 
 
-def test_logits_over_the_cache():
+def test_logits_with_the_cache():
     model, rotary, tokens = model_of(), ROPE.rectify(16, 4.0).log_n(LENGTH), torch.randint(256, (1, 100))
     with torch.inference_mode():
         expected = model(tokens, rotary)
@@ -135,44 +134,44 @@ def test_scheme_options_are_the_schemes(run):
         ("--log-n",): ROPE.log_n(LENGTH),
         ("--rectify", "--window", "8", "--factor", "2", "--log-n"): ROPE.rectify(8, 2.0).log_n(LENGTH),
     }.items():
-        expected, lead = by_full_passes(model_of(), rotary, PROMPT, 40)
-        assert lead > 1e-4
+        expected, margin = by_full_passes(model_of(), rotary, PROMPT, 40)
+        assert margin > 1e-4
         shown = run("--temperature", "0", *options)
         assert shown.out == (PROMPT + expected).decode(errors="replace")
         ours[options] = shown.out
     assert len(set(ours.values())) == len(ours)
 
 
-def test_what_is_told(run):
-    told = run("--window", "8", "--factor", "2", "--log-n", "--temperature", "0").err
-    told = " ".join(told.split())
+def test_messages(run):
+    shown = run("--window", "8", "--factor", "2", "--log-n", "--temperature", "0").err
+    shown = " ".join(shown.split())
     for part in (
         "layers 2, heads 2 of 16 channels, training length 32 bytes",
-        "8 of 8 channel pairs rotating",
+        "8 of 8 channel pairs rotated",
         "Leaky ReRoPE, window 8 bytes",
-        "grow by 1/2 from there on",
+        "beyond it grow by 1/2",
         "ln(32)",
-        "prompt of 52 bytes, up to 40 to come; past the training length within the prompt",
+        "prompt of 52 bytes, up to 40 bytes generated; past the training length within the prompt",
         "greedy",
         "prompt: 52 tokens, ",
         "generated: 40 tokens, ",
         "tokens/s",
         "context: reached 92 bytes, 2.9 times the training length",
-        "device: cpu, attention implementation cpu",
+        "device: cpu, backend cpu",
     ):
-        assert part in told
-    told = " ".join(run("--prompt", "abc", "--rectify", "--top-k", "9", "--impl", "reference").err.split())
+        assert part in shown
+    shown = " ".join(run("--prompt", "abc", "--rectify", "--top-k", "9", "--impl", "reference").err.split())
     for part in (
-        "ReRoPE, window 16 bytes: distances of 16 and more count as 16",
+        "ReRoPE, window 16 bytes: distances beyond it are treated as 16",
         "past the training length at generated byte 30",
-        "temperature 0.8, the 9 likeliest, seed 0",
-        "implementation reference",
+        "temperature 0.8, from the 9 most likely bytes, seed 0",
+        "backend reference",
     ):
-        assert part in told
-    told = " ".join(run("--prompt", "abc", "--tokens", "29").err.split())
-    assert "every distance as it is" in told and "within the training length" in told
-    told = " ".join(run("--prompt", "abc", "--tokens", "1").err.split())
-    assert "generated: 1 tokens (1 token = 1 byte)" in told
+        assert part in shown
+    shown = " ".join(run("--prompt", "abc", "--tokens", "29").err.split())
+    assert "distances unchanged" in shown and "within the training length" in shown
+    shown = " ".join(run("--prompt", "abc", "--tokens", "1").err.split())
+    assert "generated: 1 tokens (1 token = 1 byte)" in shown
 
 
 def test_seeds(run):
@@ -206,40 +205,40 @@ def test_default_prompt_is_unseen(checkpoint, capsys):
         assert all(any(prompt in piece for piece in corpus.unseen) for prompt in prompts)
         split.write_text(json.dumps({**corpus.record(), "text": "mine"}))
         assert main(options) == 2
-        assert "the unseen part of mine is not at hand; give --prompt" in capsys.readouterr().err
+        assert "the unseen part of mine is not available; give --prompt" in capsys.readouterr().err
     finally:
         split.unlink()
     assert main(options) == 2
-    assert "to tell which text is unseen; give --prompt or --prompt-file" in capsys.readouterr().err
+    assert "which says which text is unseen; give --prompt or --prompt-file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, message",
     [
         (
             ["--model", "nowhere/rope.safetensors"],
             "--model: no file nowhere/rope.safetensors; run 'flashrope demo' first",
         ),
-        (["--prompt", ""], "--prompt: expected at least one byte, it is empty"),
+        (["--prompt", ""], "--prompt: expected at least one byte, got none"),
         (["--prompt-file", "nowhere"], "--prompt-file: cannot read nowhere (No such file or directory)"),
         (["--prompt-file", os.devnull], "--prompt-file: expected at least one byte"),
         (["--temperature", "-1"], "--temperature: expected a number of at least 0, got -1.0"),
         (["--temperature", "nan"], "--temperature: expected a number of at least 0, got nan"),
         (["--top-k", "257"], "--top-k: expected at most 256"),
-        (["--top-k", "3", "--temperature", "0"], "--top-k: nothing is drawn at --temperature 0"),
+        (["--top-k", "3", "--temperature", "0"], "--top-k: has no effect at --temperature 0"),
         (["--seed", "-1"], "--seed: expected 0 to"),
-        (["--tokens", "1000000000000"], "--tokens: cpu has no memory for the cache of 1,000,000,000,052 tokens"),
-        (["--window", "33"], "--window: 33 is beyond the training length of 32 bytes"),
+        (["--tokens", "1000000000000"], "--tokens: cpu has not enough memory for a cache of 1,000,000,000,052 tokens"),
+        (["--window", "33"], "--window: 33 is larger than the training length of 32 bytes"),
         (["--factor", "0"], "--factor: expected a positive number, got 0.0"),
-        (["--train-length", "64"], "states 32, got 64"),
+        (["--train-length", "64"], "records 32, got 64"),
         (["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
         (["--impl", "triton"], "--impl: impl='triton' cannot serve this call: no"),
     ],
 )
-def test_bad_input_is_said_in_one_line(run, monkeypatch, options, said):
+def test_bad_input_is_one_line(run, monkeypatch, options, message):
     monkeypatch.setattr("flashrope.backends.triton.unsupported_reason", lambda q, cached=False: "no")
     shown = run(*options, code=2)
-    assert said in shown.err and shown.err.count("\n") == 1 and shown.err.startswith("flashrope generate: error: ")
+    assert message in shown.err and shown.err.count("\n") == 1 and shown.err.startswith("flashrope generate: error: ")
     assert not shown.out
 
 
@@ -253,7 +252,7 @@ def test_bad_numbers_name_the_option(run, capsys, options):
     assert f"argument {options[0]}: " in capsys.readouterr().err
 
 
-def test_files_that_are_no_checkpoints(run, tmp_path):
+def test_files_that_are_not_checkpoints(run, tmp_path):
     from safetensors.torch import save_file
 
     (tmp_path / "text").write_text("not a checkpoint at all")
@@ -270,7 +269,7 @@ def test_files_that_are_no_checkpoints(run, tmp_path):
     assert "expected a model over 256 bytes" in run(code=2, model=tmp_path / "small").err
 
 
-def test_checkpoints_that_state_no_training_length(run, checkpoint, tmp_path):
+def test_checkpoints_without_a_training_length(run, checkpoint, tmp_path):
     assert trained_length(checkpoint) == LENGTH
     old = tmp_path / "old"
     save_checkpoint(old, model_of(), ROPE)
@@ -278,7 +277,7 @@ def test_checkpoints_that_state_no_training_length(run, checkpoint, tmp_path):
     assert "training length unknown" in run(model=old).err
     for options in (["--rectify"], ["--window", "8"], ["--log-n"]):
         errors = run(*options, code=2, model=old).err
-        assert f"{options[0]}: {old} does not state its training length; give --train-length" in errors
+        assert f"{options[0]}: {old} does not record its training length; give --train-length" in errors
     given = run("--rectify", "--log-n", "--train-length", str(LENGTH), model=old)
     assert given.out == run("--rectify", "--log-n").out
 
@@ -292,13 +291,13 @@ def test_weights_that_are_not_finite(run, tmp_path):
 
 
 def test_schemes_that_do_not_stack(run, tmp_path):
-    for name, rotary, option, said in (
-        ("nope", Rotary.none(16), "--factor=2", "--factor: no pair of this model rotates"),
+    for name, rotary, option, message in (
+        ("nope", Rotary.none(16), "--factor=2", "--factor: no channel pair of this model is rotated"),
         ("rerope", ROPE.rectify(8), "--rectify", "--rectify: rectify: this scheme is rectified already"),
         ("logn", ROPE.log_n(32, clip=False), "--log-n", "--log-n: log_n: this scheme is scaled by log n already"),
     ):
         save_checkpoint(tmp_path / name, model_of(), rotary, LENGTH)
-        assert said in run(option, code=2, model=tmp_path / name).err
+        assert message in run(option, code=2, model=tmp_path / name).err
         run("--tokens", "2", model=tmp_path / name)
 
 
@@ -312,9 +311,7 @@ def test_every_byte_is_out_before_the_next_is_decoded(run, monkeypatch):
         seen.append(out.getvalue())
 
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, "utf-8", newline=""))
-    monkeypatch.setattr(
-        "flashrope.experiments.generate.generate", lambda *options: bytes_of("aü\nb".encode() + b"\xff\xc3")
-    )
+    monkeypatch.setattr("flashrope.demo.generate.generate", lambda *options: bytes_of("aü\nb".encode() + b"\xff\xc3"))
     run("--prompt", "abc")
     assert [text.decode() for text in seen] == [
         "abc",
@@ -326,7 +323,7 @@ def test_every_byte_is_out_before_the_next_is_decoded(run, monkeypatch):
         "abcaü\nb\ufffd",
         "abcaü\nb\ufffd",
     ]
-    assert out.getvalue() == "abcaü\nb\ufffd\ufffd".encode()  # the character that the end cut
+    assert out.getvalue() == "abcaü\nb\ufffd\ufffd".encode()  # the incomplete character at the end
 
 
 def test_a_terminal_without_utf_8(run, monkeypatch):
@@ -341,9 +338,9 @@ def test_an_interrupt_while_the_prompt_is_read(run, monkeypatch):
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr("flashrope.experiments.generate.generate", interrupted)
+    monkeypatch.setattr("flashrope.demo.generate.generate", interrupted)
     shown = run("--prompt", "abc", code=130)
-    assert shown.out == "abc" and "prompt:    interrupted while it was read\ndevice:    cpu" in shown.err
+    assert shown.out == "abc" and "prompt:    interrupted during the prefill\ndevice:    cpu" in shown.err
 
 
 def start(checkpoint, tokens):
@@ -389,7 +386,7 @@ def test_streams_and_stops_at_an_interrupt(checkpoint):
     assert (seen + rest).decode()  # whole characters
 
 
-def test_output_that_nobody_reads_is_no_traceback(checkpoint):
+def test_closed_stdout_gives_no_traceback(checkpoint):
     process = start(checkpoint, 200_000)
     process.stdout.read(1)
     process.stdout.close()

@@ -1,15 +1,19 @@
-"""Draws the pictures of docs/schemes.md.
+"""Draws the figures of docs/schemes.md.
 
 python tools/draw_schemes.py
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from flashrope import Rotary
-from flashrope.experiments import figures
-from flashrope.experiments.drawn import seen_distances
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # experiments is not part of the installed package
+
+from experiments import figures
+from experiments.drawn import seen_distances
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemes"
 TRAIN_LENGTH, HEAD_DIM, FACTOR = 64, 64, 8.0

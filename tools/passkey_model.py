@@ -1,10 +1,11 @@
-"""Trains a small Llama over bytes to find hidden numbers, for docs/integration.md's picture of ``flashrope passkey``.
+"""Trains a small byte-level Llama to find hidden numbers, for the figure of ``flashrope passkey`` in
+docs/integration.md.
 
-    python tools/passkey_model.py runs/passkey/model && flashrope passkey --model runs/passkey/model --trials 8 --batch
-    8
+    python tools/passkey_model.py runs/passkey/model
+    flashrope passkey --model runs/passkey/model --lengths 256 384 768 1536 --trials 8 --batch 8 --device cpu
 
-First texts of a random run of bytes that comes twice, from which copying is learned soon; then passkey prompts up to
-the training length, of which the answer alone counts.
+It is trained first on random bytes that end with a repeated run, from which it learns copying quickly, then on passkey
+prompts up to the training length, with a loss on the answer only.
 """
 
 import argparse
@@ -14,7 +15,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flashrope.experiments.passkey import Task
+from flashrope.demo.options import cores
+from flashrope.demo.passkey import Task
 
 TRAIN_LENGTH, SHORTEST = 384, 256
 CONFIG = dict(
@@ -33,7 +35,7 @@ BYTES = Task(lambda text: list(text.encode()))
 
 
 def copies(generator: torch.Generator, batch: int = 32, length: int = 80, run: int = 32) -> torch.Tensor:
-    """(batch, length): random bytes that end in a run of those before."""
+    """(batch, length): random bytes whose last ``run`` bytes occur earlier too."""
     texts = torch.randint(32, 127, (batch, length), generator=generator)
     starts = torch.randint(0, length - 2 * run, (batch, 1), generator=generator)
     texts[:, -run:] = texts.gather(1, starts + torch.arange(run))
@@ -41,16 +43,18 @@ def copies(generator: torch.Generator, batch: int = 32, length: int = 80, run: i
 
 
 def prompts(draw: random.Random, batch: int = 8) -> torch.Tensor:
-    """(batch, length) of one random length, depths and numbers random."""
+    """(batch, length) of one random length, with random depths and numbers."""
     length = draw.randint(SHORTEST, TRAIN_LENGTH)
     return torch.tensor([BYTES.prompt(length, draw.random(), draw.randrange(10_000, 100_000))[0] for _ in range(batch)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out")
-    parser.add_argument("--steps", type=int, nargs=2, default=[900, 400], help="on copies, on prompts")
+    parser.add_argument("out", help="directory for the model")
+    parser.add_argument("--steps", type=int, nargs=2, default=[900, 400], help="steps on copies and on prompts")
+    parser.add_argument("--threads", type=int, default=cores(), help="CPU threads")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     draw, generator = random.Random(0), torch.Generator().manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG))

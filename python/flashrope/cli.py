@@ -1,7 +1,7 @@
 """The command line: ``flashrope <command>``, also ``python -m flashrope <command>``.
 
-A command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``. It is imported when it is asked
-for, so that ``flashrope --help`` loads none of them.
+A command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``. It is imported only when it is
+called, so that ``flashrope --help`` loads none of them.
 """
 
 from __future__ import annotations
@@ -11,27 +11,24 @@ import difflib
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from importlib import import_module
 
 from ._version import __version__
 
 COMMANDS = {  # command: (module, what it does)
-    "bench": ("flashrope.bench", "speed and memory against other implementations (from a checkout)"),
-    "demo": ("flashrope.experiments.demo", "train two small models and compare the schemes beyond the training length"),
-    "experiment": (
-        "flashrope.experiments.experiment",
-        "the sources' experiments: train small models, measure, draw, tabulate",
-    ),
+    "demo": ("flashrope.demo.main", "train two small models and compare the schemes beyond the training length"),
     "generate": (
-        "flashrope.experiments.generate",
-        "continue a text from a model that the demo trained, past its training length",
+        "flashrope.demo.generate",
+        "continue a text with a model trained by flashrope demo, past its training length",
     ),
-    "info": ("flashrope.info", "versions, devices, and which implementations can serve here"),
+    "info": ("flashrope.info", "show versions, devices and the backends available here"),
     "passkey": (
-        "flashrope.experiments.passkey",
-        "how deep and how far a Hugging Face model finds a hidden number, by scheme",
+        "flashrope.demo.passkey",
+        "measure by length, depth and scheme how often a Hugging Face model finds a hidden number",
     ),
 }
+CHECKOUT_COMMANDS = {"bench": "python -m bench", "experiment": "python -m experiments"}
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -39,22 +36,47 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
+    return guarded("flashrope", lambda: _run(argv))
+
+
+def guarded(program: str, command: Callable[[], int]) -> int:
+    """The exit code of ``command()``. Ctrl-C and a closed stdout end it without a traceback."""
     try:
-        parser = _parser(argv)
-        args, unknown = parser.parse_known_args(argv)
-        if args.command is None:
-            parser.print_help()
-            return 2
-        if unknown:
-            _refuse(args.parser, unknown)
-        args.command_line = shlex.join(["flashrope", *argv])
-        return import_module(COMMANDS[args.command][0]).run(args)
+        return command()
     except KeyboardInterrupt:
-        print("\nflashrope: interrupted", file=sys.stderr)
+        print(f"\n{program}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read stdout has gone, as in "flashrope info | head -1"
+    except BrokenPipeError:  # the reader of stdout has exited, as in "flashrope info | head -1"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
         return 1
+
+
+def _run(argv: list[str]) -> int:
+    if argv and argv[0] in CHECKOUT_COMMANDS:
+        print(
+            f"flashrope: error: {argv[0]!r} is not part of the installed package; "
+            f"in a checkout of the repository, run {CHECKOUT_COMMANDS[argv[0]]}",
+            file=sys.stderr,
+        )
+        return 2
+    parser = _parser(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 2
+    if unknown:
+        reject_unknown(args.parser, unknown)
+    args.command_line = shlex.join(["flashrope", *argv])
+    return import_module(COMMANDS[args.command][0]).run(args)
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default of an option, unless there is none or the help describes it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or "default" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
@@ -63,22 +85,23 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flashrope {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    asked = next((word for word in argv if not word.startswith("-")), None)
+    called = next((word for word in argv if not word.startswith("-")), None)
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(
             name,
             help=summary,
             description=summary[0].upper() + summary[1:] + ".",
             allow_abbrev=False,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=_HelpFormatter,
         )
         command.set_defaults(parser=command)
-        if name == asked:
+        if name == called:
             import_module(module).add_arguments(command)
     return parser
 
 
-def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> None:
+def reject_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None:
+    """Exit with code 2 and a message that names the closest known option."""
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     name = unknown[0].split("=")[0]
     close = difflib.get_close_matches(name, known, n=1)

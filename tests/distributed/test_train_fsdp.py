@@ -1,10 +1,12 @@
-"""examples/train_fsdp.py: every way to share out a run computes what one device does; a broken run goes on as if
-unbroken."""
+"""examples/train_fsdp.py: every layout computes the same as one device, and an interrupted run resumes with the same
+result."""
 
+import ast
 import functools
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,25 +19,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from flashrope import Rotary
-from flashrope.experiments.model import load_checkpoint
+from flashrope.demo.model import LanguageModel, ModelConfig, load_checkpoint
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp.py"
-TINY = (
-    "--preset",
-    "tiny",
-    "--device",
-    "cpu",
-    "--dtype",
-    "float64",
-    "--log-every",
-    "1",
-    "--width",
-    "32",
-    "--mlp-width",
-    "48",
-)
-# float64, relative. Sums over ranks are taken in another order, nothing else: the largest seen was 2e-14, in a
-# gradient.
+TINY = "--preset tiny --device cpu --dtype float64 --log-every 1 --width 32 --mlp-width 48".split()
+# float64, relative. Only the order of sums over ranks differs; the largest error seen was 2e-14, in a gradient.
 ROUNDING = 1e-12
 
 
@@ -66,28 +54,36 @@ def make_run(arguments, out):
     args = fsdp.parse([*TINY, *arguments, "--out", str(out)])
     devices = fsdp.Devices.of(torch.device("cpu"), args.cp, args.tp)
     fsdp.check(args, devices.data_ranks)
-    corpus = fsdp.data.from_path(args.text, args.seqlen + 1)
-    windows = fsdp.Windows(corpus.train, args.batch, args.seqlen, args.seed)
+    _, content = fsdp.read_text(args.text, args.seqlen)
+    windows = fsdp.Windows(content, args.batch, args.seqlen, args.seed)
     return fsdp.Run(args, devices, windows, {"seed": args.seed, "batch": args.batch})
 
 
 def whole(run, of_gradients: bool = False) -> dict[str, torch.Tensor]:
-    """All parameters, or their gradients, gathered; q, k and v joined as in LanguageModel."""
+    """All parameters, or their gradients, gathered, with q, k and v joined as in flashrope.demo's model."""
     tensors = {name: (p.grad if of_gradients else p.detach()).full_tensor() for name, p in run.model.named_parameters()}
-    for i in range(run.args.layers):
+    return joined(tensors, run.args.layers)
+
+
+def joined(tensors: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
+    for i in range(layers):
         tensors[f"blocks.{i}.qkv.weight"] = torch.cat([tensors.pop(f"blocks.{i}.{name}.weight") for name in "qkv"])
     return tensors
 
 
 def on_one_device(text: str, steps: int):
-    """Losses, the gradients of the first step and the weights after the last, without the example's parallel code."""
+    """Losses, gradients of the first step and weights after the last one. The model is that of flashrope.demo, not the
+    example's, and none of its parallel code runs."""
     fsdp = example()
     args = fsdp.parse([*TINY, "--text", text, "--steps", str(steps)])
     torch.manual_seed(args.seed)
-    model = fsdp.LanguageModel(fsdp.ModelConfig(args.width, args.layers, args.heads, args.mlp_width)).double()
+    sizes = args.width, args.layers, args.heads, args.mlp_width
+    weights = fsdp.LanguageModel(*sizes).state_dict()
+    model = LanguageModel(ModelConfig(*sizes))
+    model.load_state_dict(joined(dict(weights), args.layers))
+    model.double()
     rotary = Rotary.hope(model.config.head_dim, args.seqlen)
-    config = fsdp.train_config(args)
-    windows = fsdp.Windows(fsdp.data.from_path(text, args.seqlen + 1).train, args.batch, args.seqlen, args.seed)
+    windows = fsdp.Windows(Path(text).read_bytes(), args.batch, args.seqlen, args.seed)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -96,7 +92,7 @@ def on_one_device(text: str, steps: int):
     losses, first = [], None
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * fsdp.learning_rate_fraction(step, config)
+            group["lr"] = args.learning_rate * fsdp.learning_rate_fraction(step, args.warmup, args.steps)
         batch = windows.next()
         loss = F.cross_entropy(model(batch[:, :-1], rotary).flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
@@ -136,7 +132,7 @@ def test_four_ranks_compute_what_one_device_does(ranks, text, tmp_path):
     ranks(layouts, text, str(tmp_path), [(1, 1, 64), (2, 1, 64), (1, 2, 1), (2, 2, 2), (4, 1, 3), (1, 4, 64)])
 
 
-def broken_and_resumed(text: str, out: str) -> None:
+def interrupted_and_resumed(text: str, out: str) -> None:
     """Saved in one layout, resumed in others."""
     arguments, total = ("--text", text, "--steps", "6"), 6
     losses, _, last = on_one_device(text, total)
@@ -150,19 +146,19 @@ def broken_and_resumed(text: str, out: str) -> None:
         run.resume()
         assert run.step == 3
         rest = torch.stack([mean_loss(run.train_step()[0]) for _ in range(3)])
-        close(rest, losses[3:], f"{layout}: losses after the resumption")
+        close(rest, losses[3:], f"{layout}: losses after resuming")
         for name, weight in whole(run).items():
             close(weight, last[name], f"{layout}: {name}")
     with pytest.raises(example().BadInput, match=r"step-00000003 was made with batch 8 \(now 16\)"):
         make_run((*arguments, "--batch", "16"), out).resume()
 
 
-def test_a_broken_run_goes_on(ranks, text, tmp_path):
-    ranks(broken_and_resumed, text, str(tmp_path))
+def test_an_interrupted_run_resumes(ranks, text, tmp_path):
+    ranks(interrupted_and_resumed, text, str(tmp_path))
 
 
 def stopped_by_a_signal(text: str, out: str) -> list[float]:
-    """SIGTERM reaches one rank during a step; all stop after the same one, with a checkpoint, and go on from there."""
+    """SIGTERM reaches one rank during a step. All stop after that step with a checkpoint, and resume from it."""
     fsdp = example()
     args = fsdp.parse([*TINY, "--text", text, "--steps", "6", "--save-every", "2", "--out", out])
     train_step, done = fsdp.Run.train_step, []
@@ -186,34 +182,50 @@ def stopped_by_a_signal(text: str, out: str) -> list[float]:
         for number, handler in before.items():
             signal.signal(number, handler)
     dist.barrier()
-    assert sorted(path.name for path in Path(out).glob("step-*")) == [
-        "step-00000004",
-        "step-00000006",
-    ]  # the newest two
+    newest = ["step-00000004", "step-00000006"]
+    assert sorted(path.name for path in Path(out).glob("step-*")) == newest
 
 
 def test_a_signal_stops_all_ranks(ranks, text, tmp_path):
     ranks(stopped_by_a_signal, text, str(tmp_path))
     losses, _, last = on_one_device(text, 6)
     close(torch.tensor(logged(tmp_path), dtype=torch.float64), losses, "losses")
-    assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
     model, rotary = load_checkpoint(tmp_path / "model.safetensors")
     assert rotary == Rotary.hope(8, 64)
     for name, weight in model.named_parameters():
-        torch.testing.assert_close(
-            weight, last[name].float(), rtol=2**-22, atol=0
-        )  # the last bit, where rounding differs
+        torch.testing.assert_close(weight, last[name].float(), rtol=2**-22, atol=0)  # the last bit may differ
 
 
 def logged(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def test_can_be_copied_out_of_the_repository():
+    """It imports nothing but the public face of flashrope. (The slow tests run a copy.)"""
+    imports = [node for node in ast.walk(ast.parse(EXAMPLE.read_text())) if isinstance(node, ast.ImportFrom)]
+    ours = {node.module: {name.name for name in node.names} for node in imports if node.module.startswith("flashrope")}
+    assert ours == {
+        "flashrope": {"Rotary", "attention"},
+        "flashrope.integrations.distributed": {"context_parallel_attention", "shard_sequence"},
+    }
+
+
+def test_read_text(tmp_path):
+    fsdp = example()
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.md").write_bytes(b"a" * 30)
+    (tmp_path / "b").write_bytes(b"b" * 30)
+    (tmp_path / "picture").write_bytes(b"\x89PNG\0" * 30)
+    assert fsdp.read_text(str(tmp_path), 60) == (str(tmp_path), b"b" * 30 + b"\0" + b"a" * 30)
+    assert fsdp.read_text(str(tmp_path / "b"), 29)[1] == b"b" * 30
+    for path, message in (
+        (tmp_path / "b", "expected more than --seqlen = 30 bytes of text, got 30"),
+        ("nowhere", "no such"),
+    ):
+        with pytest.raises(fsdp.BadInput, match=message):
+            fsdp.read_text(str(path), 30)
 
 
 def bad_inputs(text: str, out: str) -> None:
@@ -221,6 +233,7 @@ def bad_inputs(text: str, out: str) -> None:
     cases = (
         (("--cp", "3"), "3 * 1 to divide the number of processes, 4"),
         (("--batch", "6"), "--batch: expected a multiple of the 4"),
+        (("--width", "36"), "--width: expected --heads = 4 times a multiple of 8, got 36"),
         (("--cp", "4", "--seqlen", "60"), "--seqlen: expected a multiple of 2 * --cp = 8, got 60"),
         (("--tp", "4", "--heads", "2"), "--tp: expected to divide heads = 2"),
     )
@@ -236,7 +249,8 @@ def test_bad_input(ranks, text, tmp_path):
 
 def launch(processes: int, out: Path, text: str, *arguments: str, wait: bool = True):
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    command = [sys.executable, *torchrun, str(EXAMPLE), *TINY, "--text", text, "--out", str(out), *arguments]
+    copy = shutil.copy(EXAMPLE, out.parent / "copied.py")
+    command = [sys.executable, *torchrun, str(copy), *TINY, "--text", text, "--out", str(out), *arguments]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -261,19 +275,16 @@ def test_torchrun_killed_and_resumed(text, tmp_path, number):
         assert process.poll() is None and time.monotonic() < end, process.communicate()[0]
         time.sleep(0.1)
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(
-        int(ranks[-1]) if number == signal.SIGKILL else process.pid, number
-    )  # one rank dies, or torchrun is told to stop
+    os.kill(int(ranks[-1]) if number == signal.SIGKILL else process.pid, number)  # kill one rank, or stop torchrun
     output, _ = process.communicate(timeout=120)
     reached = len(log.read_text().splitlines())
     assert process.returncode and reached < 150, output
     if number != signal.SIGKILL:
-        assert f"after step {reached}; the same command goes on" in output
+        assert f"after step {reached}; the same command resumes" in output
     status, output = launch(0, tmp_path / "broken", text, *arguments[:-2])  # one process now
     assert status == 0, output
-    assert f"step {reached // 20 * 20 if number == signal.SIGKILL else reached} of 150" in output.splitlines()[0], (
-        output
-    )
+    resumed_at = reached // 20 * 20 if number == signal.SIGKILL else reached
+    assert f"step {resumed_at} of 150" in output.splitlines()[0], output
     status, output = launch(0, tmp_path / "unbroken", text, *arguments[:-2])
     assert status == 0, output
     close(*(torch.tensor(logged(tmp_path / name), dtype=torch.float64) for name in ("broken", "unbroken")), "losses")

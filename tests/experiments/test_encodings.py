@@ -1,12 +1,12 @@
-"""Every encoding that is not rotary against a plain formula, number by number."""
+"""Every encoding that is not rotary, element by element against a plain formula."""
 
 import math
 
 import pytest
 import torch
 
-from flashrope.experiments import encodings
-from flashrope.experiments.encodings import ABSOLUTE, BIASES, attend_with_bias, distances
+from experiments import encodings
+from experiments.encodings import ABSOLUTE, BIASES, attend_with_bias, distances
 
 
 def bias_of(name, heads=4, seqlen=24, train_length=16, seed=0):
@@ -26,7 +26,7 @@ def assert_everywhere(bias, formula):
 def test_alibi():
     _, bias = bias_of("alibi", heads=8)
     assert_everywhere(bias, lambda h, i, j: -(2 ** -(h + 1)) * (i - j))
-    # the slopes that ALiBi's authors give for 12 heads: those of 8, then every other one of 16
+    # ALiBi's slopes for 12 heads: those of 8 heads, then every other one of 16
     expected = [2**-n for n in (1, 2, 3, 4, 5, 6, 7, 8)] + [2**-n for n in (0.5, 1.5, 2.5, 3.5)]
     assert encodings.alibi_slopes(12) == pytest.approx(expected)
 
@@ -51,7 +51,7 @@ def test_fire():
 
     assert_everywhere(bias, formula)
     beyond = [(bias[0, i, i - 3] - bias[0, 16, 13]).abs().item() for i in (17, 23)]
-    assert min(beyond) > 1e-6  # past the threshold the same distance weighs less the more there is to read
+    assert min(beyond) > 1e-6  # beyond the threshold the weight of a distance depends on the position
     assert bias[0, 3, 1] == bias[0, 15, 13]
 
 
@@ -93,6 +93,6 @@ def test_attention_with_a_bias_is_the_formula(name):
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in module.parameters())
 
 
-def test_what_is_added_has_the_embeddings_shape():
+def test_absolute_encodings_have_the_shape_of_the_embedding():
     for name, function in ABSOLUTE.items():
         assert function(7, 12).shape == (7, 12) and function(7, 12).dtype == torch.float32, name

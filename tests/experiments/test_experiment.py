@@ -1,40 +1,31 @@
-"""flashrope experiment: outputs, resuming, bad input, and effects that are certain at any size."""
+"""python -m experiments: outputs, resuming, bad input; slow: every experiment, and effects over several seeds."""
 
 import csv
 import json
 import math
 import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from experiments import runs, tables, tasks
+from experiments.__main__ import main
+from experiments.published import TABLES
+from experiments.registry import EXPERIMENTS
+from experiments.show import show
+from experiments.zoo import ZooModel, scheme
 from flashrope import Rotary
-from flashrope.cli import main
-from flashrope.experiments import data, runs, tables, tasks
-from flashrope.experiments.experiment import EXPERIMENTS, show
-from flashrope.experiments.model import LanguageModel, ModelConfig
-from flashrope.experiments.published import TABLES
-from flashrope.experiments.train import TrainConfig, train
-from flashrope.experiments.zoo import ZooModel, scheme
+from flashrope.demo import data
+from flashrope.demo.model import LanguageModel, ModelConfig
+from flashrope.demo.train import TrainConfig, train
 
-SMALL = [
-    "--device",
-    "cpu",
-    "--threads",
-    "1",
-    "--steps",
-    "20",
-    "--width",
-    "32",
-    "--heads",
-    "1",
-    "--train-length",
-    "64",
-    "--batch",
-    "4",
-    "--samples",
-    "5",
-]
+ROOT = Path(__file__).resolve().parents[2]
+ON_ONE_THREAD = ["--device", "cpu", "--threads", "1"]
+SMALL = "--steps 20 --width 32 --heads 1 --train-length 64 --batch 4 --samples 5".split()
 SCHEMES = ["rope", "rerope", "alibi", "learned", "rerope-w8+logn"]
 PERPLEXITY = ["--schemes", ",".join(SCHEMES), "--seeds", "2"]
 
@@ -50,7 +41,7 @@ def text(tmp_path_factory):
 
 
 def experiment(name, out, text, *options, code=0):
-    assert main(["experiment", name, *SMALL, "--text", str(text), "--out", str(out), *options]) == code
+    assert main([name, *ON_ONE_THREAD, *SMALL, "--text", str(text), "--out", str(out), *options]) == code
 
 
 def rows(path):
@@ -110,7 +101,7 @@ def test_says_where_the_figures_come_from(finished, text):
     record = json.loads((finished / "perplexity/results.json").read_text())
     assert record["seeds"] == [0, 1] and record["settings"]["steps"] == 20 and record["settings"]["device"] == "cpu"
     assert record["revision"] == runs.revision() and record["torch"] == torch.__version__ and record["hardware"]
-    assert record["command"].startswith("flashrope experiment perplexity --device cpu")
+    assert record["command"].startswith("python -m experiments perplexity --device cpu")
     split = json.loads((finished / "split.json").read_text())
     assert not set(split["train"]["files"]) & set(split["unseen"]["files"])
     assert len(split["train"]["files"]) + len(split["unseen"]["files"]) == 30
@@ -125,7 +116,7 @@ def test_a_finished_run_is_not_done_again(finished, text, monkeypatch):
     assert (finished / "perplexity/results.csv").read_text() == csv_before
 
 
-def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(finished, tmp_path, text, monkeypatch, capsys):
+def test_an_interrupted_run_resumes_with_the_same_result(finished, tmp_path, text, monkeypatch, capsys):
     def interrupt_at(limit):
         def train_until(*args):
             *args, progress, state, every = args
@@ -141,7 +132,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(finished, tmp_
 
     monkeypatch.setattr(runs, "train", interrupt_at(13))
     experiment("perplexity", tmp_path / "out", text, *PERPLEXITY, code=130)
-    assert "the same command goes on from here" in capsys.readouterr().err
+    assert "the same command resumes it" in capsys.readouterr().err
     state = tmp_path / "out/models/rope-L64-s0.state"
     assert len(torch.load(state, weights_only=True)["losses"]) == 12
     seen = []
@@ -194,19 +185,23 @@ def test_tables_are_made_from_the_csv_alone(finished, tmp_path, text, capsys):
             for task, at in places
         ],
     )
-    assert main(["experiment", "tables", "--out", str(finished)]) == 0
+    assert main(["tables", "--out", str(finished)]) == 0
     table = (folder / "table.md").read_text()
     assert "| w128-log n† | rerope-w16+dagger | 41.00 ± 1.4 / 49.41 | 41.00 ± 1.4 / 82.28 |" in table
-    assert is_picture(folder / "accuracy.png") and table.strip() in capsys.readouterr().out
+    assert (
+        table.startswith("## ReRoPE's windows")
+        and is_picture(folder / "accuracy.png")
+        and table.strip() in capsys.readouterr().out
+    )
     (folder / "table.md").unlink()
     assert (
         tables.write(folder, "rerope-windows", 64).strip() == table.strip() == (folder / "table.md").read_text().strip()
     )
-    assert main(["experiment", "tables", "--out", str(tmp_path)]) == 2
+    assert main(["tables", "--out", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
 
 
-def test_answers_right_in_part_have_their_picture(tmp_path):
+def test_partly_correct_answers_have_their_own_figure(tmp_path):
     places = [("copying", "copying-tokens", (30, 40)), ("passkey", "passkey-digits", (64, 128))]
     for name, finer, at in places:
         folder = tmp_path / name
@@ -228,15 +223,15 @@ def test_answers_right_in_part_have_their_picture(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, options, said",
+    "name, options, message",
     [
         ("perplexty", [], "unknown experiment 'perplexty'; known are perplexity, zoo, copying,"),
         ("perplexity", ["--schemes", "rope,rop"], "unknown encoding 'rop'; known are rope, hope"),
-        ("positions", ["--schemes", "rope"], "--schemes: this experiment chooses its own"),
+        ("positions", ["--schemes", "rope"], "--schemes: cannot be changed for this experiment"),
         (
             "perplexity",
             ["--train-length", "1024"],
-            "holds 150,000 bytes in 30 files, too little for windows of 32,769 bytes: at least 262,152 bytes",
+            "has 150,000 bytes in 30 files, too little for windows of 32,769 bytes: at least 262,152 bytes",
         ),
         ("perplexity", ["--train-length", "60"], "--train-length: expected a multiple of 8 of at least 64, got 60"),
         ("perplexity", ["--practice", "1.5"], "--practice: expected a share from 0 to below 1, got 1.5"),
@@ -246,19 +241,19 @@ def test_answers_right_in_part_have_their_picture(tmp_path):
         ("perplexity", ["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
     ],
 )
-def test_bad_input_is_said_in_one_line(tmp_path, text, capsys, name, options, said):
+def test_bad_input_is_one_line(tmp_path, text, capsys, name, options, message):
     experiment(name, tmp_path / "out", text, *options, code=2)
     errors = capsys.readouterr().err
-    assert said in errors and errors.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert message in errors and errors.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def test_another_configuration_is_not_overwritten(finished, tmp_path, text, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     experiment("copying", finished, text, "--steps", "21", code=2)
-    assert "holds another configuration (steps 20 there, 21 here)" in capsys.readouterr().err
+    assert "has another configuration (steps is 20, not 21)" in capsys.readouterr().err
     (tmp_path / "mine.txt").write_text("")
     experiment("copying", tmp_path, text, code=2)
-    assert "holds other files and no settings.json" in capsys.readouterr().err
+    assert "has other files and no settings.json" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before and len(
         list(tmp_path.iterdir())
     ) == 1
@@ -278,7 +273,7 @@ def test_frequencies_and_positions_train_nothing(finished, text, monkeypatch):
 
 def test_help_names_the_experiments(capsys):
     with pytest.raises(SystemExit):
-        main(["experiment", "--help"])
+        main(["--help"])
     shown = capsys.readouterr().out
     assert all(name in shown for name in (*EXPERIMENTS, "all", "tables", "--schemes", "125m"))
 
@@ -310,27 +305,67 @@ def test_the_window_of_the_text_is_the_longest_that_is_read():
     assert data.standard_library(32 * 64 + 1).unseen
 
 
-# ---- effects that are certain at any size
+def test_nothing_depends_on_the_experiments():
+    for folder in ("python", "bench", "triton_kernels", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not re.search(r"^\s*(from|import) (flashrope\.)?experiments\b", path.read_text(), re.MULTILINE), path
 
 
-def test_rope_collapses_beyond_its_training_length_and_a_window_as_long_as_it_is_the_wrong_one():
-    length = 64
+def test_runs_as_a_module_from_a_checkout():
+    command = [sys.executable, "-m", "experiments", "perplexity", "--step", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "unknown option --step (did you mean --steps?)" in done.stderr
+
+
+# ---- slow: effects over several seeds, and every experiment
+
+# Rounding alone changes these ratios of one model by up to 0.5, as much as another seed does. The thresholds are beyond
+# the worst of 18 runs (6 seeds, each also twice with perturbed weights), given in the comments, and apply to the mean.
+SEEDS = range(5)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """{(scheme, task, length): values by seed} of RoPE models trained on 64 bytes."""
+    length, found = 64, {}
     corpus = data.standard_library(runs.LONGEST * length + 1)
-    torch.manual_seed(0)
     config = ModelConfig(64, 2, 2)
-    model, rope = ZooModel(config, "rope", length), scheme("rope", config, length)
-    train(model, rope.training, tasks.batches(corpus, 16, length, 0, 0.0), TrainConfig(300, 16, length, 5e-3))
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        model, rope = ZooModel(config, "rope", length), scheme("rope", config, length)
+        train(model, rope.training, tasks.batches(corpus, 16, length, seed, 0.0), TrainConfig(300, 16, length, 5e-3))
+        for name in ("rope", "rerope-w64", "rerope-w32+dagger"):
+            subject = tasks.Subject(model, scheme(name, config, length), corpus.unseen, length, 32, 0)
+            for result in (*tasks.measure_perplexity(subject, (1, 8)), *tasks.measure_accuracy(subject)):
+                found.setdefault((name, result.task, result.at), []).append(result.value)
+    return found
 
-    def perplexity(name):
-        subject = tasks.Subject(model, scheme(name, config, length), corpus.unseen, length, 32, 0)
-        return [result.value for result in tasks.measure_perplexity(subject, (1, 8))]
 
-    at_length, beyond = perplexity("rope")
-    half, whole = perplexity("rerope-w32")[1], perplexity("rerope-w64")[1]
-    assert at_length < 12  # 256 before training
-    assert beyond > 1.5 * at_length
-    assert half * 1.1 < whole < beyond  # distances as long as the training length were hardly ever seen
-    assert perplexity("rerope-w32+dagger")[1] < 1.2 * at_length
+def ratio(over: list[float], under: list[float]) -> float:
+    """Geometric mean over seeds."""
+    return statistics.geometric_mean([a / b for a, b in zip(over, under, strict=True)])
+
+
+@pytest.mark.slow
+def test_rope_collapses_beyond_its_training_length_and_rerope_does_not(measured):
+    at_length, beyond = (measured["rope", "perplexity", at] for at in (64, 512))
+    whole, dagger = (measured[name, "perplexity", 512] for name in ("rerope-w64", "rerope-w32+dagger"))
+    assert max(at_length) < 12  # 9.4; 256 before training
+    assert ratio(beyond, at_length) > 1.5  # 1.69
+    assert ratio(dagger, at_length) < 1.2  # 1.05
+    assert ratio(dagger, beyond) < 0.8  # 0.60
+    assert ratio(whole, beyond) < 1  # 0.83
+    assert ratio(whole, dagger) > 1.02  # 1.07: distances as long as the training length were hardly ever trained
+
+
+@pytest.mark.slow
+def test_rerope_keeps_the_accuracy_that_rope_loses(measured):
+    rope, whole, dagger = (
+        statistics.mean(measured[name, "accuracy-non-repeat", 512])
+        for name in ("rope", "rerope-w64", "rerope-w32+dagger")
+    )
+    assert dagger > rope + 3  # 6.4
+    assert dagger > whole  # 0.5
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +377,8 @@ def tiny(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_tiny(tiny, name):
-    assert main(["experiment", name, "--preset", "tiny", "--device", "cpu", "--out", str(tiny)]) == 0
+    seeds = "3" if name == "picture" else "1"
+    assert main([name, "--preset", "tiny", "--seeds", seeds, *ON_ONE_THREAD, "--out", str(tiny)]) == 0
     folder = tiny / name
     pictures = sorted(path.name for path in folder.glob("*.png"))
     assert pictures and all(is_picture(folder / picture) for picture in pictures)
@@ -357,9 +393,6 @@ def test_tiny(tiny, name):
         assert all(f"| {label} |" in text for table in TABLES[name] for label, _, _ in table.rows)
         verdicts = re.findall(r"ordering by .* \*\*(?:holds|does not hold)\*\* here", text)
         assert len(verdicts) == sum(len(table.orders) for table in TABLES[name])
-    if name == "perplexity":
-        assert value["rope", "perplexity", 512] > 1.5 * value["rope", "perplexity", 64]
-        assert value["rerope-w32+dagger", "perplexity", 512] < 0.8 * value["rope", "perplexity", 512]
     if name == "zoo":
         assert ("learned", "perplexity", 64) in value and ("learned", "perplexity", 128) not in value
         at_length = {scheme_: figure for (scheme_, _, at), figure in value.items() if at == 64}
@@ -370,15 +403,14 @@ def test_tiny(tiny, name):
         )  # a letter of 26 by chance: 4
         assert value["rope", "copying-tokens", 80] < 20
         assert pictures == ["copying-tokens.png", "copying.png"]
-    if name == "rerope-schemes":
-        assert value["rerope-w32+dagger", "accuracy-non-repeat", 512] > value["rope", "accuracy-non-repeat", 512] + 3
-    if name == "rerope-windows":
-        assert (
-            value["rerope-w32+dagger", "accuracy-non-repeat", 512] > value["rerope-w64", "accuracy-non-repeat", 512] + 1
-        )
     if name == "picture":
-        assert value["axial", "picture-12x12", 144] > value["raster", "picture-12x12", 144] + 10
-        assert value["nope", "picture-8x8", 64] < 40  # without positions a neighbour is as good as any other pixel
+        axial, raster, nope = (
+            [float(row["value"]) for row in found if (row["scheme"], row["task"]) == place]
+            for place in (("axial", "picture-12x12"), ("raster", "picture-12x12"), ("nope", "picture-8x8"))
+        )
+        assert len(axial) == len(raster) == 3
+        assert min(axial) > max(raster) + 10  # 93 and 63: the extremes of 8 runs, 4 seeds with and without perturbation
+        assert max(nope) < 40  # 34: without positions a neighbour is like any other pixel
     if name == "patterns":
         assert {f"figure-{n}.png" for n in ("1", "2a", "2b", "2c", "5", "6", "7")} <= set(pictures)
         beyond = [

@@ -1,17 +1,17 @@
-"""Attention patterns, their components and figures of the pictures, against plain formulas."""
+"""Attention patterns, their components, and the picture task, against plain formulas."""
 
 import math
 
 import pytest
 import torch
 
+from experiments import picture
+from experiments.drawn import seen_distances
+from experiments.encodings import distances
+from experiments.patterns import components, kinds, pattern, vaf
+from experiments.zoo import ZooModel, scheme
 from flashrope import Rotary, attention
-from flashrope.experiments import picture
-from flashrope.experiments.drawn import seen_distances
-from flashrope.experiments.encodings import distances
-from flashrope.experiments.model import ModelConfig
-from flashrope.experiments.patterns import components, kinds, pattern, vaf
-from flashrope.experiments.zoo import ZooModel, scheme
+from flashrope.demo.model import ModelConfig
 
 CONFIG = ModelConfig(width=64, layers=2, heads=2)
 
@@ -27,9 +27,9 @@ def model_of(name, length=64):
 
 
 def scores_of_last(q, k, rotary):
-    """Plain: rotate both by their positions, then the product."""
+    """Plain formula: rotate both by their positions, then multiply."""
 
-    def turn(x, position):
+    def rotate(x, position):
         half = rotary.rotary_dim // 2
         out = x.clone().double()
         for m, f in enumerate(rotary.frequencies):
@@ -38,8 +38,8 @@ def scores_of_last(q, k, rotary):
             out[..., one], out[..., two] = c * x[..., one] - s * x[..., two], s * x[..., one] + c * x[..., two]
         return out
 
-    last = turn(q[:, -1], k.shape[1] - 1)
-    return torch.stack([(last * turn(k[:, j], j)).sum((-1, -2)) for j in range(k.shape[1])], 1) * q.shape[-1] ** -0.5
+    last = rotate(q[:, -1], k.shape[1] - 1)
+    return torch.stack([(last * rotate(k[:, j], j)).sum((-1, -2)) for j in range(k.shape[1])], 1) * q.shape[-1] ** -0.5
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_components_add_up_to_the_scores(rotary):
     found = components(q, k, rotary)
     assert torch.allclose(found.sum(1), scores_of_last(q, k, rotary), atol=1e-12)
     assert found.shape[1] == len(rotary.frequencies) + (rotary.rotary_dim < 16)
-    # one pair at a time, all others empty
+    # one pair only, all others zero
     only = torch.zeros_like(q)
     channels = (0, 1) if rotary.interleaved else (0, rotary.rotary_dim // 2)
     only[..., channels] = q[..., channels]
@@ -72,7 +72,7 @@ def test_components_add_up_to_the_scores(rotary):
 
 
 def test_pattern_of_the_first_layer_by_hand():
-    """In the first layer all queries and keys but the first are the same vectors."""
+    """In the first layer, all queries and keys except the first are equal."""
     model, rotary = model_of("rope"), Rotary.rope(32)
     found = pattern(model, rotary, 40, samples=6, seed=1)
     bytes_ = torch.randint(1, 256, (6, 1), generator=torch.Generator().manual_seed(1))[:, 0]
@@ -91,19 +91,17 @@ def test_pattern_of_the_first_layer_by_hand():
     assert torch.equal(found.mean_overall, found.overall.mean(0))
 
 
-def test_pattern_of_a_bias_holds_the_bias():
+def test_pattern_of_a_bias_contains_the_bias():
     model = model_of("kerple")
     found = pattern(model, scheme("kerple", CONFIG, 64).rotary, 30, samples=4)
     bias = torch.stack([bias(distances(30))[:, -1].mean(0) for bias in model.biases]).detach().flip(-1)[:, :29]
     content = found.components.sum(1)
     assert torch.allclose(found.overall, content + bias, atol=1e-6)
-    assert (
-        content[0].std() < 1e-6 < found.overall[0].std()
-    )  # without positions every key is the same to the first layer
+    assert content[0].std() < 1e-6 < found.overall[0].std()  # without positions all keys of the first layer are equal
 
 
 def test_pattern_is_of_what_the_model_computes():
-    """The recorder stands between the model and its attention and changes nothing."""
+    """Recording does not change the attention calls."""
     model = model_of("hope")
     rotary = scheme("hope", CONFIG, 64).rotary
     calls = []
@@ -134,7 +132,7 @@ def test_kinds():
     theta = [1.0, 2 * edge, 1.9 * edge, 1.1 * edge, edge, 0.0]
     assert kinds(theta, length) == ["high", "high", "activated", "activated", "low", "low"]
     theta = Rotary.rope(64).frequencies
-    assert sum(kind == "high" for kind in kinds(theta, 512)) == 16  # as HoPE at 512 keeps
+    assert sum(kind == "high" for kind in kinds(theta, 512)) == 16  # the pairs HoPE rotates at 512
 
 
 def test_seen_distances():
@@ -154,20 +152,20 @@ def test_seen_distances():
     assert math.isnan(seen_distances(rope.local(5), 20)[10][5]) and seen_distances(rope.local(5), 20)[10][6] == 4
 
 
-# ---- pictures
+# ---- the picture task
 def test_pictures_by_hand():
-    colours, wanted = picture.pictures(3, 4, 5, torch.Generator().manual_seed(0))
+    colours, targets = picture.pictures(3, 4, 5, torch.Generator().manual_seed(0))
     assert set(colours.flatten().tolist()) == {0, 1, 2, 3}
-    for one, asked in zip(colours.view(3, 4, 5).tolist(), wanted.view(3, 4, 5).tolist(), strict=True):
+    for one, expected in zip(colours.view(3, 4, 5).tolist(), targets.view(3, 4, 5).tolist(), strict=True):
         for y in range(4):
             for x in range(5):
                 down, right = ((-1, 0), (0, 1), (1, 0), (0, -1))[one[y][x]]
                 inside = 0 <= y + down < 4 and 0 <= x + right < 5
-                assert asked[y][x] == (one[y + down][x + right] if inside else one[y][x])
+                assert expected[y][x] == (one[y + down][x + right] if inside else one[y][x])
 
 
 def test_axial_attention_knows_rows_from_columns():
-    """The pixel below counts the same in pictures of every width; along the rows it does not."""
+    """The relative weight of the pixel below is the same at every width, unlike with positions in row order."""
     torch.manual_seed(0)
     q, k = (3 * torch.randn(1, 1, 2, 16).expand(1, 24, 2, 16) for _ in range(2))
 

@@ -1,15 +1,15 @@
-"""Tables: rows and columns found in the CSV, ours beside the source's, and whether the ordering is told right."""
+"""Tables: rows and columns from the CSV, our figures next to the papers', and whether an ordering holds."""
 
 import re
 
 import pytest
 
-from flashrope.experiments import tables
-from flashrope.experiments.experiment import EXPERIMENTS
-from flashrope.experiments.model import ModelConfig
-from flashrope.experiments.published import LOWER, TABLES, Column, Published
-from flashrope.experiments.tables import ordering, resolve
-from flashrope.experiments.zoo import scheme
+from experiments import runs, tables
+from experiments.published import LOWER, REDONE, TABLES, Column, Published
+from experiments.registry import EXPERIMENTS
+from experiments.tables import ordering, resolve
+from experiments.zoo import scheme
+from flashrope.demo.model import ModelConfig
 
 TABLE = Published(
     "Some table",
@@ -54,11 +54,13 @@ def test_ordering():
     assert ordering("x", [1, 2, 3], [10, 20, 30]).holds
     assert ordering("x", [3, 2, 1], [10, 20, 30]) == tables.Ordering("x", 3, 0, 0)
     assert ordering("x", [1, 2, 3], [10, 30, 20]) == tables.Ordering("x", 3, 2, 0)
-    assert ordering("x", [1, 2, 2], [10, 20, 5]) == tables.Ordering("x", 2, 1, 0)  # what the source ties does not count
+    assert ordering("x", [1, 2, 2], [10, 20, 5]) == tables.Ordering(
+        "x", 2, 1, 0
+    )  # pairs that the paper ties are not counted
     tied = ordering("x", [1, 2, 3], [7, 7, 8])
     assert tied == tables.Ordering("x", 3, 2, 1) and not tied.holds
-    assert str(tied) == "The source's ordering by x **does not hold** here: 2 of 3 pairs agree, 1 tie."
-    assert str(ordering("x", [1, 2], [1, 2])) == "The source's ordering by x **holds** here: 1 of 1 pairs agree."
+    assert str(tied) == "The paper's ordering by x **does not hold** here: 2 of 3 pairs agree, 1 tie."
+    assert str(ordering("x", [1, 2], [1, 2])) == "The paper's ordering by x **holds** here: 1 of 1 pairs agree."
 
 
 def test_resolve():
@@ -78,20 +80,28 @@ def test_figures_are_means_over_seeds_in_the_tables_places():
     assert str(one_seed[0][0]) == "2.00" and one_seed[0][0].spread is None
 
 
-def test_markdown_keeps_the_sources_rows_and_figures():
+def test_markdown_keeps_the_papers_rows_and_figures():
     text = tables.markdown(TABLE, ROWS, 64)
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0] for line in lines] == ["| method", "| A", "| B", "| C"]
     assert lines[2] == "| B | rerope-w32 | 13.00 ± 1.4 / 30.00 | 15.00 ± 1.4 / 40.00 | 14.00 ± 1.4 / 35.10 |"
     assert "hope at 128" in lines[3]
-    assert "The source's ordering by Avg. **does not hold** here: 1 of 3 pairs agree." in text
+    assert "The paper's ordering by Avg. **does not hold** here: 1 of 3 pairs agree." in text
     assert "mean ± standard deviation of 2 seeds" in text and "Higher is better" in text and "nowhere, table 0" in text
     without = tables.markdown(TABLE, [r for r in ROWS if r["scheme"] != "rerope-w32"], 64)
     assert "| B | rerope-w32 | – / 30.00 | – / 40.00 | – / 35.10 |" in without and "0 of 1 pairs agree" in without
 
 
-def test_published_tables_are_whole():
-    slips = {"copying": ("RoPE + YaRN",), "ablation": ("AB2",)}  # averages that are not their rows'
+@pytest.mark.parametrize("name", REDONE)
+def test_tables_of_tasks_being_redone_say_so_at_the_top(name, tmp_path):
+    columns = list(ROWS[0])
+    runs.write_csv(tmp_path / "results.csv", columns, [list(row.values()) for row in ROWS])
+    assert tables.write(tmp_path, name, 64).startswith(REDONE[name] + "\n\n## ")
+    assert (tmp_path / "table.md").read_text().startswith("**") and "is being redone.**" in REDONE[name]
+
+
+def test_published_tables_are_complete():
+    slips = {"copying": ("RoPE + YaRN",), "ablation": ("AB2",)}  # rows whose average in the paper is wrong
     for name, found in TABLES.items():
         for table in found:
             labels = [column.label for column in table.columns] + ["Avg."] * table.average

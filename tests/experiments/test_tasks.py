@@ -1,15 +1,15 @@
-"""The tasks' samples to the byte, that evaluation and practice share none, and that the measures count what they
-say."""
+"""The samples of the tasks byte by byte, that evaluation and practice share none, and what the measures count."""
 
 import math
 
 import pytest
 import torch
 
-from flashrope.experiments import data, tasks
-from flashrope.experiments.model import ModelConfig
-from flashrope.experiments.tasks import EVALUATION, PRACTICE, Subject
-from flashrope.experiments.zoo import ZooModel, scheme
+from experiments import tasks
+from experiments.tasks import EVALUATION, PRACTICE, Subject
+from experiments.zoo import ZooModel, scheme
+from flashrope.demo import data
+from flashrope.demo.model import ModelConfig
 
 TEXT = b"".join(
     b"line %d of the text, which says nothing: at all\n%d is another one here\n" % (n, n * n) for n in range(400)
@@ -19,7 +19,7 @@ CORPUS = data.Corpus("text", b"\0".join(PIECES[:2]), PIECES[2:], ("a", "b"), ("c
 
 
 class Oracle(torch.nn.Module):
-    """Stands in for a model: says the byte that ``rule`` maps the bytes read so far to, at every place."""
+    """A stand-in for a model: predicts the byte ``rule(bytes so far)`` at every position."""
 
     def __init__(self, rule):
         super().__init__()
@@ -85,7 +85,7 @@ def test_few_shot_says_what_it_needs():
         data.TextError, match="more than 5 different lines of at least 4 bytes are needed, the text has 3"
     ):
         tasks.few_shot(texts[:3], b"AB", 99, 1, 0, 4)
-    for shortest in (32, 64, 256, 1024):  # what the measure asks for always fits
+    for shortest in (32, 64, 256, 1024):  # the sizes that the measure uses always fit
         width = tasks.text_width(shortest)
         texts = tasks.lines_of([bytes([letter]) * 99 for letter in range(65, 91)], width)
         tasks.few_shot(texts, b"01", shortest, 1, 0, width)
@@ -111,7 +111,7 @@ def test_passkey_to_the_byte(depth):
     assert tasks.passkey(PIECES[2:], 200, depth, 12, seed=5) == (prompts, answers)
     with pytest.raises(data.TextError, match="a prompt of 90000 bytes needs a file of at least 89969 bytes"):
         tasks.passkey(PIECES, 90_000, depth, 1, 0)
-    with pytest.raises(data.TextError, match="needs at least 31 bytes, 30 were asked for"):
+    with pytest.raises(data.TextError, match="expected a prompt of at least 31 bytes, got 30"):
         tasks.passkey(PIECES, 30, depth, 1, 0)
 
 
@@ -121,7 +121,7 @@ def test_repeated():
 
 
 # ---- practice
-def test_practice_is_of_the_training_text_and_odd():
+def test_practice_is_from_the_training_text_and_odd():
     size = 129
     width = tasks.text_width(64)
     texts = tasks.lines_of(PIECES[:2], width)
@@ -146,7 +146,7 @@ def test_few_shot_practice_and_evaluation_use_other_texts():
     assert train and unseen and not train & unseen
 
 
-def test_batches_depend_on_seed_and_step_alone():
+def test_batches_depend_only_on_seed_and_step():
     def first(count, seed=0, start=0, practice=0.5):
         stream = tasks.batches(CORPUS, 8, 64, seed, practice, start=start)
         return [next(stream) for _ in range(count)]
@@ -163,7 +163,7 @@ def test_batches_depend_on_seed_and_step_alone():
 
 # ---- measures
 def copier(text):
-    """Says what followed the last seven bytes when they came before; the last of the alphabet otherwise."""
+    """Predicts what followed an earlier occurrence of the last seven bytes; "z" if there is none."""
     at = text[:-1].rfind(text[-7:])
     return text[at + 7] if at >= 0 and at + 7 < len(text) else ord("z")
 
@@ -172,7 +172,7 @@ def by_place(results):
     return {(result.task, result.at): result.value for result in results}
 
 
-def test_copying_counts_whole_suffixes_and_tokens():
+def test_copying_counts_complete_suffixes_and_tokens():
     found = by_place(tasks.measure_copying(subject(copier)))
     assert set(found) == {(task, at) for task in ("copying", "copying-tokens") for at in tasks.COPY_COUNTS}
     assert all(value == 100 for value in found.values())
@@ -182,7 +182,7 @@ def test_copying_counts_whole_suffixes_and_tokens():
     )
 
 
-def test_passkey_counts_whole_keys_and_digits():
+def test_passkey_counts_complete_keys_and_digits():
     def right(text):
         return copier(text) if text[-7:].startswith(b"key is ") or text[-1:].isdigit() else 0
 
@@ -201,7 +201,7 @@ def test_passkey_counts_whole_keys_and_digits():
     assert tasks.measure_passkey(subject(right, samples=10), (2,))[0].samples == 10  # five depths
 
 
-def test_few_shot_counts_labels_right_or_wrong():
+def test_few_shot_counts_labels_correct_or_not():
     found = by_place(tasks.measure_few_shot(subject(lambda text: ord("B")), (0.5, 2)))
     assert found == {
         ("few-shot-digits", 32): 0,
@@ -214,7 +214,7 @@ def test_few_shot_counts_labels_right_or_wrong():
 
 
 def test_accuracy_over_all_tokens():
-    """Saying always the commonest byte is right as often as that byte stands there."""
+    """The accuracy of always predicting one byte is the share of that byte."""
     it = subject(lambda text: ord("e"))
     windows = data.unseen_windows(it.unseen, 8 * 64 + 1, 4, 0)
     found = by_place(tasks.measure_accuracy(it))
@@ -229,7 +229,7 @@ def test_accuracy_over_all_tokens():
     assert by_place(tasks.measure_accuracy(periodic))["accuracy-repeat", 512] == pytest.approx(100 * (512 - 63) / 512)
 
 
-def test_perplexity_is_of_the_last_half_training_length():
+def test_perplexity_is_over_the_last_half_training_length():
     it = subject(lambda text: ord("e"), samples=3)
     found = by_place(tasks.measure_perplexity(it))
     assert set(found) == {("perplexity", 64 * m) for m in (1, 2, 4, 8)}
@@ -258,7 +258,7 @@ def test_accuracy_at_the_training_length_is_as_trained():
     )
 
 
-def test_learned_positions_are_measured_as_far_as_they_go():
+def test_learned_positions_are_measured_up_to_the_training_length():
     model = ZooModel(ModelConfig(64, 2, 2), "learned", 64)
     it = Subject(model, scheme("learned", model.config, 64), PIECES[2:], 64, 4, 0)
     assert {place for place in by_place(tasks.measure_perplexity(it))} == {("perplexity", 64)}
@@ -267,5 +267,5 @@ def test_learned_positions_are_measured_as_far_as_they_go():
 
 
 def test_text_too_short_for_the_length():
-    with pytest.raises(data.TextError, match="no unseen file holds 513 bytes, which a context of 512 needs"):
+    with pytest.raises(data.TextError, match="no unseen file has 513 bytes, as a context of 512 needs"):
         tasks.measure_perplexity(subject(copier, unseen=(b"short",)))

@@ -1,13 +1,13 @@
-"""The zoo: which scheme a name stands for, which model it runs on, and that every one can be trained and read."""
+"""Encodings by name: which scheme a name means, which model it runs on, and that every encoding trains."""
 
 import pytest
 import torch
 
+from experiments.zoo import CHANGES, ENCODINGS, KNOWN, Defaults, ZooModel, hfwa_window, scheme
 from flashrope import Rotary
-from flashrope.experiments.model import ModelConfig
-from flashrope.experiments.options import BadInput
-from flashrope.experiments.train import TrainConfig, train
-from flashrope.experiments.zoo import CHANGES, ENCODINGS, KNOWN, Defaults, ZooModel, hfwa_window, scheme
+from flashrope.demo.model import ModelConfig
+from flashrope.demo.options import BadInput
+from flashrope.demo.train import TrainConfig, train
 
 CONFIG, LENGTH = ModelConfig(width=32, layers=2, heads=2), 64
 ROPE = Rotary.rope(16)
@@ -45,10 +45,10 @@ def of(name, **options):
         ("hope+rerope-w8", Rotary.hope(16, 64).rectify(8), "hope"),
     ],
 )
-def test_what_a_name_stands_for(name, rotary, trained):
+def test_what_a_name_means(name, rotary, trained):
     found = of(name)
     assert found.rotary == rotary and found.trained == trained and found.longest is None
-    assert of(trained).rotary == of(trained).training == found.training  # the model is what the scheme's name says
+    assert of(trained).rotary == of(trained).training == found.training  # the model's name is a scheme too
 
 
 def test_inv_leaky_is_trained_with_longer_distances_and_used_with_rope():
@@ -63,7 +63,7 @@ def test_inv_leaky_is_trained_with_longer_distances_and_used_with_rope():
     assert dagger.rotary == ROPE.log_n(64) and dagger.training == found.training and dagger.trained == "inv-leaky"
 
 
-def test_hfwa_is_local_but_for_its_last_layer():
+def test_hfwa_is_local_except_in_its_last_layer():
     found = scheme("hfwa", ModelConfig(32, 3, 2), LENGTH)
     assert found.rotary == (ROPE.local(24), ROPE.local(24), Rotary.none(16).log_n(64, clip=False))
     for length, layers in ((512, 12), (64, 2), (512, 24)):
@@ -72,7 +72,7 @@ def test_hfwa_is_local_but_for_its_last_layer():
     assert scheme("hfwa-w5", CONFIG, LENGTH).rotary[0] == ROPE.local(5)
 
 
-def test_defaults_fill_what_a_name_leaves_out():
+def test_defaults_for_what_a_name_does_not_specify():
     defaults = Defaults(window=7, leak=3.0, growth=5.0, base=500.0)
     rope = Rotary.rope(16, 500.0)
     assert of("leaky-rerope", defaults=defaults).rotary == rope.rectify(7, 3.0)
@@ -81,16 +81,19 @@ def test_defaults_fill_what_a_name_leaves_out():
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, message",
     [
         ("rop", "unknown encoding 'rop'; known are rope, hope,"),
         ("", "unknown encoding"),
         ("rope+yrn", "unknown change 'yrn'"),
         ("rope-w3", "rope takes no -w"),
         ("pi-w3", "pi takes no -w"),
-        ("alibi+logn", "alibi stands alone"),
-        ("hfwa+dagger", "hfwa stands alone"),
-        ("inv-leaky+rerope", "inv-leaky is used with RoPE as it is and takes logn or dagger alone, not rerope"),
+        ("alibi+logn", "alibi cannot be changed"),
+        ("hfwa+dagger", "hfwa cannot be changed"),
+        (
+            "inv-leaky+rerope",
+            "inv-leaky is used with plain RoPE and can only be combined with logn or dagger, not rerope",
+        ),
         ("nope+pi", "no pair of this scheme rotates"),
         ("pi+yarn", "interpolations do not stack"),
         ("rope+logn+dagger", "scaled by log n already"),
@@ -98,8 +101,8 @@ def test_defaults_fill_what_a_name_leaves_out():
         ("rerope+leaky-rerope", "rectified already"),
     ],
 )
-def test_names_that_make_no_sense(name, said):
-    with pytest.raises(BadInput, match=said.replace("+", r"\+")):
+def test_invalid_names(name, message):
+    with pytest.raises(BadInput, match=message.replace("+", r"\+")):
         of(name)
 
 
@@ -110,14 +113,14 @@ def test_unknown_names_list_the_known():
 
 
 @pytest.mark.parametrize("name", [*ENCODINGS, "rope+logn", "nope+logn", "inv-leaky+logn"])
-def test_every_encoding_trains_and_reads(name):
+def test_every_encoding_trains_and_is_causal(name):
     torch.manual_seed(0)
     model, used = ZooModel(CONFIG, name, LENGTH), of(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     batches = [torch.randint(256, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0)) for _ in range(2)]
     train(model, used.training, batches, TrainConfig(2, 2, LENGTH, 1e-2))
-    still = [key for key, value in model.state_dict().items() if torch.equal(value, before[key])]
-    assert not still, f"not trained: {still}"
+    unchanged = [key for key, value in model.state_dict().items() if torch.equal(value, before[key])]
+    assert not unchanged, f"not trained: {unchanged}"
     tokens = torch.randint(256, (1, 40))
     logits = model(tokens, used.rotary)
     assert logits.shape == (1, 40, 256) and logits.isfinite().all()
@@ -133,18 +136,18 @@ def test_every_change_builds(name):
 
 
 def test_encodings_differ_from_one_another():
-    config = ModelConfig(width=64, layers=2, heads=2)  # of its 16 pairs one lies between pi / 64 and 2 pi / 64
+    config = ModelConfig(width=64, layers=2, heads=2)  # one of its 16 pairs is between pi / 64 and 2 pi / 64
     tokens = torch.randint(256, (1, 48), generator=torch.Generator().manual_seed(3))
     seen = []
     for name in ENCODINGS:
-        if name == "inv-leaky":  # used as rope is
+        if name == "inv-leaky":  # used like rope
             continue
         torch.manual_seed(0)
         model = ZooModel(config, name, LENGTH)
         with torch.no_grad():
             for parameter in model.language.blocks.parameters():
                 if parameter.ndim == 2:
-                    parameter *= 10  # first weights are so small that attention hardly shows
+                    parameter *= 10  # initial weights are too small for attention to matter
         seen.append((name, model(tokens, scheme(name, config, LENGTH).rotary)[0, -1]))
     for at, (one, logits) in enumerate(seen):
         for other, others in seen[:at]:

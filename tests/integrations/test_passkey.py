@@ -1,5 +1,4 @@
-"""flashrope passkey: what is measured with readers whose reach is known, and the whole command on a random model over
-bytes."""
+"""flashrope passkey: measurements on readers of known reach, and the whole command on a random model over bytes."""
 
 import csv
 import json
@@ -15,8 +14,8 @@ pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 from families import tiny
 
 from flashrope.cli import main
-from flashrope.experiments import passkey
-from flashrope.experiments.passkey import Task, measure
+from flashrope.demo import passkey
+from flashrope.demo.passkey import Task, measure
 
 BYTES = Task(lambda text: list(text.encode()))
 SHORTEST = (
@@ -27,7 +26,7 @@ SHORTEST = (
 
 
 class Reader(torch.nn.Module):
-    """Gives the number that stands in the last ``reach`` bytes before the question, or a wrong one."""
+    """Predicts the number if it occurs in the last ``reach`` bytes before the question, otherwise a wrong one."""
 
     def __init__(self, reach: int):
         super().__init__()
@@ -93,27 +92,10 @@ def checkpoint(tmp_path_factory):
 
 
 def test_the_command(checkpoint, tmp_path, capsys):
-    assert (
-        main(
-            [
-                "passkey",
-                "--model",
-                checkpoint,
-                "--lengths",
-                "380",
-                "520",
-                "--depths",
-                "2",
-                "--trials",
-                "1",
-                "--device",
-                "cpu",
-                "--out",
-                str(tmp_path),
-            ]
-        )
-        == 0
-    )
+    sizes = "--lengths 380 520 --depths 2 --trials 1 --device cpu --threads 1".split()
+    before = torch.get_num_threads()
+    assert main(["passkey", "--model", checkpoint, *sizes, "--out", str(tmp_path)]) == 0
+    assert torch.get_num_threads() == before
     shown = " ".join(capsys.readouterr().out.split())
     for scheme in ("ReRoPE: window 200, log n by 400", "Leaky ReRoPE: factor 4, window 200", "YaRN: factor 1.3"):
         assert scheme in shown
@@ -123,7 +105,7 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert saved["train_length"] == 400 and len(saved["cells"]) == len(rows)
     assert saved["facts"]["command"].startswith("flashrope passkey --model")
     assert (tmp_path / "passkey.png").read_bytes()[:4] == b"\x89PNG"
-    # No two schemes read the same: each was applied, to the stock model.
+    # The results of all schemes differ: each was applied, and to the unchanged model.
     by_scheme = {
         scheme: [row["log_probability"] for row in rows if row["scheme"] == scheme] for scheme in passkey.NAMES
     }
@@ -132,14 +114,17 @@ def test_the_command(checkpoint, tmp_path, capsys):
 
 def test_bad_input(checkpoint, tmp_path, capsys):
     def refused(*options, model=checkpoint):
-        assert main(["passkey", "--device", "cpu", "--out", str(tmp_path), "--model", model, *options]) == 2
+        assert (
+            main(["passkey", "--device", "cpu", "--threads", "1", "--out", str(tmp_path), "--model", model, *options])
+            == 2
+        )
         return capsys.readouterr().err
 
     assert "--lengths: expected at least" in refused("--lengths", "100")
     assert "--model: " in refused(model=str(tmp_path / "nothing"))
     assert not list(tmp_path.iterdir())
     tiny("llama").save_pretrained(tmp_path / "small")
-    assert "has no tokenizer, and too few tokens to be read as bytes" in refused(model=str(tmp_path / "small"))
+    assert "has no tokenizer, and its vocabulary is too small for bytes" in refused(model=str(tmp_path / "small"))
     tiny("mistral", vocab_size=256).save_pretrained(tmp_path / "slides")
     assert "--schemes: none of rerope fits this model: model_or_config: expected layers that see all keys" in refused(
         "--schemes", "rerope", "--lengths", "400", model=str(tmp_path / "slides")

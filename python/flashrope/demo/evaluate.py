@@ -1,4 +1,4 @@
-"""Loss against context length, always on the same target bytes."""
+"""Loss as a function of the context length, always on the same target bytes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def loss_by_context(
     batch_tokens: int = 16384,
     attend: Attend = attention,
 ) -> list[ContextLoss]:
-    """The loss of each context length under rotary.
+    """The loss of ``model`` under ``rotary`` at each context length.
 
-    windows is int64 (count, longest context + 1). At context length c the model reads the last c + 1 tokens of each
-    window, so every context length predicts the same last ``targets`` tokens; what differs is how many tokens precede
-    them. Positions start at 0 in each.
+    ``windows`` is int64 (count, longest context + 1). At context length c the model reads the last c + 1 tokens of each
+    window, so every context length predicts the same last ``targets`` tokens, preceded by more or fewer others.
+    Positions start at 0 each time.
 
-    Raises ValueError where a context length does not fit or is shorter than targets.
+    Raises ValueError if a context length is longer than the windows allow or shorter than ``targets``.
     """
     losses = []
     for length in context_lengths:

@@ -1,7 +1,6 @@
-"""Position encodings that are not rotary, as baselines: biases on the scores and numbers added to the embedding.
+"""Baseline position encodings that are not rotary: biases on the scores, and vectors added to the embedding.
 
-They run on ``scaled_dot_product_attention``, never in this project's kernels. Positions i and j count from 0, d = i -
-j.
+They use ``scaled_dot_product_attention``, not flashrope's kernels. Positions i and j count from 0; d = i - j.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ class Alibi(nn.Module):
         self.register_buffer("slopes", torch.tensor(alibi_slopes(heads)), persistent=False)
 
     def forward(self, distance: torch.Tensor) -> torch.Tensor:
-        """distance (seqlen, seqlen), entries of the future anything of at least 0, to a bias (heads, seqlen,
-        seqlen)."""
+        """distance (seqlen, seqlen) to a bias (heads, seqlen, seqlen). Future keys may have any distance >= 0."""
         return -self.slopes[:, None, None] * distance
 
 
@@ -58,8 +56,8 @@ class Fire(nn.Module):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """2 ** (-8 h / heads) for h = 1 .. heads where heads is a power of two; else those of the power below it, then
-    every other slope of the power above, as ALiBi's authors do it."""
+    """2 ** (-8 h / heads) for h = 1 .. heads if heads is a power of two. Otherwise the slopes of the next lower power,
+    then every other slope of the next higher power, as in ALiBi's code."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     between = [2 ** (-8 * h / (2 * power)) for h in range(1, 2 * power + 1, 2)]
@@ -67,7 +65,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 class Learned(nn.Module):
-    """One trained vector per position of the training length; there is none beyond it."""
+    """One trained vector per position, up to the training length."""
 
     def __init__(self, width: int, train_length: int):
         super().__init__()
@@ -80,7 +78,7 @@ class Learned(nn.Module):
 
 
 class Formula(nn.Module):
-    """A function (seqlen, width) -> float32 (seqlen, width) of ``ABSOLUTE``, nothing learned."""
+    """A fixed function (seqlen, width) -> float32 (seqlen, width) from ``ABSOLUTE``."""
 
     def __init__(self, function, width: int):
         super().__init__()
@@ -104,8 +102,7 @@ def integer(seqlen: int, width: int) -> torch.Tensor:
 
 
 def binary(seqlen: int, width: int, bits: int = 16) -> torch.Tensor:
-    """The position's bits, the least significant first, stretched over the channels: channel c holds bit c * bits //
-    width."""
+    """The bits of the position, least significant first: channel c is bit c * bits // width."""
     bit = torch.arange(width) * bits // width
     return (torch.arange(seqlen)[:, None] >> bit & 1).float()
 
@@ -115,14 +112,14 @@ ABSOLUTE = {"sinusoidal": sinusoidal, "integer": integer, "binary": binary}
 
 
 def distances(seqlen: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """float32 (seqlen, seqlen): i - j, and 0 for keys of the future."""
+    """float32 (seqlen, seqlen): i - j, and 0 for future keys."""
     i = torch.arange(seqlen, device=device, dtype=torch.float32)
     return (i[:, None] - i).clamp(min=0)
 
 
 def attend_with_bias(bias: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary) -> torch.Tensor:
-    """Causal attention with a bias on the scores; q, k, v and the result are (batch, seqlen, heads, head_dim); no
-    rotary."""
+    """Causal attention with a bias on the scores. q, k, v and the result are (batch, seqlen, heads, head_dim);
+    ``rotary`` is ignored."""
     seqlen = q.shape[1]
     future = torch.ones(seqlen, seqlen, dtype=torch.bool, device=q.device).triu(1)
     mask = bias(distances(seqlen, q.device)).to(q.dtype).masked_fill(future, -torch.inf)

@@ -1,7 +1,7 @@
-"""What the experiments measure, and the practice that small models get for it. One token is one byte.
+"""The tasks that the experiments measure, and the practice batches that small models are trained on. A token is a byte.
 
-Evaluation and practice never share a sample: texts come from different files, and what is drawn at random (sequences to
-copy, keys) is even in evaluation and odd in practice.
+Evaluation and practice never share a sample: their texts come from different files, and random sequences and keys are
+even in evaluation and odd in practice.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from .. import attention
-from .data import Corpus, TextError, as_tokens, unseen_windows
-from .evaluate import loss_by_context
-from .model import Attend
-from .train import autocast
+from flashrope import attention
+from flashrope.demo.data import Corpus, TextError, as_tokens, unseen_windows
+from flashrope.demo.evaluate import loss_by_context
+from flashrope.demo.model import Attend
+from flashrope.demo.train import autocast
+
 from .zoo import Scheme, ZooModel
 
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 PREFIX, SUFFIX = 8, 4  # tokens of a sequence to copy
-COPY_COUNTS = (30, 40, 50, 60, 70, 80)  # sequences, at the source's training length
-SOURCE_LENGTH = 512  # which the sources' counts and lengths belong to
+COPY_COUNTS = (30, 40, 50, 60, 70, 80)  # numbers of sequences at the paper's training length
+PAPER_LENGTH = 512  # tokens; the training length in both papers
 SHOTS = 5
-LABELS = {"digits": b"01", "letters": b"AB", "answers": b"yn"}  # one label set per task, as SST-2, QNLI and RTE have
+LABELS = {"digits": b"01", "letters": b"AB", "answers": b"yn"}  # one label set per task, like SST-2, QNLI and RTE
 FILLER = b"Nothing is said here, these words only take up room.\n"
 NEEDLE, ASKED, DIGITS = b"\nThe key is %s.\n", b"\nThe key is ", 5
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -36,7 +37,7 @@ EVALUATION, PRACTICE = 0, 1  # parities
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One figure: what was measured, at which length, count or depth, and over how many samples."""
+    """One measurement. ``at`` is a length, or a number of sequences."""
 
     task: str
     at: float
@@ -46,12 +47,12 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A trained model under one scheme, and what it is measured on."""
+    """A trained model under one scheme, and the data to measure it on."""
 
     model: ZooModel
     scheme: Scheme
     unseen: Sequence[bytes]
-    # the preset's training length, which the tasks' sizes go by; the model may have been trained at a multiple of it
+    # the preset's training length, to which task sizes are relative; the model may be trained at a multiple of it
     unit: int
     samples: int
     seed: int
@@ -64,8 +65,7 @@ class Subject:
 
     @torch.no_grad()
     def last_logits(self, tokens: torch.Tensor, count: int, as_trained: bool = False) -> torch.Tensor:
-        """tokens int64 (samples, seqlen) to the logits float32 (samples, count, vocab_size) of the last ``count``
-        predictions."""
+        """tokens int64 (samples, seqlen) to the last ``count`` logits, float32 (samples, count, vocab_size)."""
         rotary = self.scheme.training if as_trained else self.scheme.rotary
         found = []
         for part in tokens.split(max(self.batch_tokens // tokens.shape[1], 1)):
@@ -75,13 +75,13 @@ class Subject:
 
 
 # ---- samples
-def copy_count(source_count: int, train_length: int) -> int:
-    """The source's number of sequences, at another training length."""
-    return max(round(source_count * train_length / SOURCE_LENGTH), 1)
+def copy_count(paper_count: int, train_length: int) -> int:
+    """The paper's number of sequences, scaled to another training length."""
+    return max(round(paper_count * train_length / PAPER_LENGTH), 1)
 
 
 def sequences(count: int, rng: random.Random, parity: int) -> list[bytes]:
-    """count sequences of PREFIX + SUFFIX letters; no two share a prefix."""
+    """``count`` sequences of PREFIX + SUFFIX letters with different prefixes."""
     drawn: dict[bytes, bytes] = {}
     while len(drawn) < count:
         sequence = bytearray(rng.choices(LETTERS, k=PREFIX + SUFFIX))
@@ -92,7 +92,7 @@ def sequences(count: int, rng: random.Random, parity: int) -> list[bytes]:
 
 
 def copying(count: int, samples: int, seed: int, parity: int = EVALUATION) -> tuple[list[bytes], list[bytes]]:
-    """Prompts (count sequences, then the prefix of the middle one) and answers (its suffix)."""
+    """Prompts (``count`` sequences, then the prefix of the middle one) and answers (its suffix)."""
     prompts, answers = [], []
     for sample in range(samples):
         drawn = sequences(count, random.Random(f"copying {seed} {count} {sample}"), parity)
@@ -103,16 +103,16 @@ def copying(count: int, samples: int, seed: int, parity: int = EVALUATION) -> tu
 
 
 def text_width(shortest: int) -> int:
-    """Bytes of an example's text: SHOTS + 1 examples fill about two thirds of the shortest prompt, 60 bytes at most
-    each."""
+    """Size of an example's text in bytes: at most 60, and SHOTS + 1 examples fill about two thirds of the shortest
+    prompt."""
     return max(min(2 * shortest // (3 * (SHOTS + 1)) - 3, 60), 1)
 
 
 def few_shot(texts: Sequence[bytes], labels: bytes, length: int, samples: int, seed: int, width: int) -> list[bytes]:
-    """Prompts of exactly ``length`` bytes: SHOTS lines "text:label", meaningless lines, a text and its colon.
+    """Prompts of exactly ``length`` bytes: SHOTS lines "text:label", filler lines, then a text and a colon.
 
-    texts are of ``width`` bytes each. The labels are drawn, both occur. Raises TextError where the examples do not fit
-    or texts are too few.
+    Each text has ``width`` bytes. Labels are random, and both occur. Raises TextError if the examples do not fit or
+    there are too few texts.
     """
     room = length - SHOTS * (width + 3) - (width + 1)
     if room < 0:
@@ -138,8 +138,8 @@ def few_shot(texts: Sequence[bytes], labels: bytes, length: int, samples: int, s
 
 
 def lines_of(pieces: Sequence[bytes], width: int) -> list[bytes]:
-    """The different lines of at least width bytes, printable ASCII without colons and outer blanks, cut to width;
-    sorted."""
+    """The distinct lines of printable ASCII without colons, stripped and cut to ``width`` bytes, sorted. Shorter lines
+    are dropped."""
     found = set()
     for piece in pieces:
         for line in piece.splitlines():
@@ -152,15 +152,15 @@ def lines_of(pieces: Sequence[bytes], width: int) -> list[bytes]:
 def passkey(
     pieces: Sequence[bytes], length: int, depth: float, samples: int, seed: int, parity: int = EVALUATION
 ) -> tuple[list[bytes], list[bytes]]:
-    """Prompts of exactly ``length`` bytes (text with a key at ``depth`` of it, then the question), answers of DIGITS
-    digits."""
+    """Prompts of exactly ``length`` bytes (text with a key at ``depth`` of it, then the question), and answers of
+    DIGITS digits. Raises TextError."""
     room = length - len(NEEDLE) + len(b"%s") - DIGITS - len(ASKED)
     pieces = [piece for piece in pieces if len(piece) >= room]
     if room < 0 or not pieces:
         raise TextError(
             f"passkey: a prompt of {length} bytes needs a file of at least {room} bytes"
             if room >= 0
-            else f"passkey: a prompt needs at least {length - room} bytes, {length} were asked for"
+            else f"passkey: expected a prompt of at least {length - room} bytes, got {length}"
         )
     prompts, answers = [], []
     for sample in range(samples):
@@ -175,21 +175,21 @@ def passkey(
 
 
 def repeated(windows: Sequence[bytes], unit: int, length: int) -> list[bytes]:
-    """The first ``unit`` bytes of every window, again and again up to length + 1 bytes."""
+    """The first ``unit`` bytes of every window, repeated up to length + 1 bytes."""
     return [(window[:unit] * (length // unit + 2))[: length + 1] for window in windows]
 
 
 # ---- measures
 def correct(subject: Subject, prompts: list[bytes], answers: list[bytes]) -> torch.Tensor:
-    """bool (samples, answer length): is the next byte the likeliest one, the answer's earlier bytes given? A row that
-    is all true is what greedy decoding would have written."""
+    """bool (samples, answer length): whether each byte of the answer is the most likely one after the bytes before it.
+    If a whole row is true, greedy decoding would have written the answer."""
     tokens = as_tokens([p + a for p, a in zip(prompts, answers, strict=True)], subject.device)
     count = len(answers[0])
     return subject.last_logits(tokens[:, :-1], count).argmax(-1) == tokens[:, -count:]
 
 
 def measure_perplexity(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
-    """Of the last unit / 2 bytes of unseen windows, by context length."""
+    """Perplexity of the last unit / 2 bytes of unseen windows, by context length."""
     lengths = _lengths(subject, multiples)
     windows = _windows(subject, round(max(multiples) * subject.unit))
     losses = loss_by_context(
@@ -205,37 +205,36 @@ def measure_perplexity(subject: Subject, multiples: Sequence[float] = MULTIPLES)
 
 
 def measure_copying(subject: Subject) -> list[Result]:
-    """Share of suffixes wholly right ("copying") and of their tokens ("copying-tokens"), by the source's number of
+    """Share of correct suffixes ("copying") and of their correct tokens ("copying-tokens"), by the paper's number of
     sequences."""
     results = []
-    for source_count in COPY_COUNTS:
-        count = copy_count(source_count, subject.unit)
+    for paper_count in COPY_COUNTS:
+        count = copy_count(paper_count, subject.unit)
         if subject.can_read(count * (PREFIX + SUFFIX) + PREFIX + SUFFIX - 1):
             right = correct(subject, *copying(count, subject.samples, subject.seed))
             results += [
-                Result("copying", source_count, 100 * right.all(1).float().mean().item(), len(right)),
-                Result("copying-tokens", source_count, 100 * right.float().mean().item(), len(right)),
+                Result("copying", paper_count, 100 * right.all(1).float().mean().item(), len(right)),
+                Result("copying-tokens", paper_count, 100 * right.float().mean().item(), len(right)),
             ]
     return results
 
 
 def measure_few_shot(subject: Subject, multiples: Sequence[float] = FEW_SHOT_MULTIPLES) -> list[Result]:
-    """Share of prompts whose likeliest continuation is one of the labels, by input length; whether it is right is not
-    asked."""
+    """Share of prompts whose most likely next byte is one of the labels, correct or not, by input length."""
     results, width = [], text_width(subject.unit // 2)
     texts = lines_of(subject.unseen, width)
     for length in _lengths(subject, multiples):
         for name, labels in LABELS.items():
             prompts = few_shot(texts, labels, length, subject.samples, subject.seed, width)
-            said = subject.last_logits(as_tokens(prompts, subject.device), 1).argmax(-1)[:, 0]
-            follows = torch.isin(said, torch.tensor(list(labels), device=said.device))
+            predicted = subject.last_logits(as_tokens(prompts, subject.device), 1).argmax(-1)[:, 0]
+            follows = torch.isin(predicted, torch.tensor(list(labels), device=predicted.device))
             results.append(Result(f"few-shot-{name}", length, 100 * follows.float().mean().item(), len(prompts)))
     return results
 
 
 def measure_accuracy(subject: Subject) -> list[Result]:
-    """Next-token accuracy over all tokens: as trained, of windows as long as in training; under the scheme, of windows
-    MULTIPLES[-1] times as long that repeat those, and of as long ones that do not repeat."""
+    """Next-token accuracy over all tokens of a window: as trained at the training length ("accuracy"), and under the
+    scheme at MULTIPLES[-1] times that length, with repeating and with other text."""
     short, long = subject.unit, MULTIPLES[-1] * subject.unit
     windows = _windows(subject, long)
     cases = [
@@ -248,14 +247,14 @@ def measure_accuracy(subject: Subject) -> list[Result]:
         if subject.can_read(length):
             tokens = as_tokens(texts, subject.device)
             parts = tokens.split(max(subject.batch_tokens // length, 1))
-            said = [subject.last_logits(part[:, :-1], length, task == "accuracy").argmax(-1) for part in parts]
-            right = torch.cat(said) == tokens[:, 1:]
+            predicted = [subject.last_logits(part[:, :-1], length, task == "accuracy").argmax(-1) for part in parts]
+            right = torch.cat(predicted) == tokens[:, 1:]
             results.append(Result(task, length, 100 * right.double().mean().item(), len(texts)))
     return results
 
 
 def measure_passkey(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
-    """Share of keys wholly right ("passkey") and of their digits ("passkey-digits") by length, over five depths."""
+    """Share of correct keys ("passkey") and of their correct digits ("passkey-digits") by length, over five depths."""
     results = []
     for length in _lengths(subject, multiples):
         right = torch.cat([correct(subject, *_passkeys(subject, length, depth)) for depth in DEPTHS])
@@ -288,7 +287,7 @@ def _windows(subject: Subject, length: int) -> list[bytes]:
     windows = unseen_windows(subject.unseen, length + 1, subject.samples, subject.seed)
     if not windows:
         raise TextError(
-            f"no unseen file holds {length + 1:,} bytes, which a context of {length:,} needs; give a longer text"
+            f"no unseen file has {length + 1:,} bytes, as a context of {length:,} needs; give a longer text"
         )
     return windows
 
@@ -303,9 +302,11 @@ def batches(
     device: torch.device | str = "cpu",
     start: int = 0,
 ) -> Iterator[torch.Tensor]:
-    """Endless int64 (batch_size, length + 1): windows of the training text, and for the share ``practice`` of the rows
-    the tasks in turn, copying twice as often as the others. Step n's batch depends on the seed and n alone; start is
-    the first."""
+    """Endless batches int64 (batch_size, length + 1), starting with step ``start``.
+
+    Rows are windows of the training text; the share ``practice`` of the rows are task samples instead, copying twice as
+    often as the others. The batch of step n depends only on the seed and n.
+    """
     text = torch.frombuffer(bytearray(corpus.train), dtype=torch.uint8)
     rows, offsets = round(practice * batch_size), torch.arange(length + 1)
     pieces = corpus.train.split(b"\0")
@@ -329,9 +330,9 @@ def batches(
 def practice_sample(
     pieces: Sequence[bytes], texts: Sequence[bytes], width: int, size: int, seed: str, kind: int
 ) -> bytes:
-    """``size`` bytes of practice: sequences and then these again and again in any order (0), a prompt of few shots at a
-    random length with its label (1), a key and its question at a random depth (2); what is left in front of these is
-    text."""
+    """A practice sample of ``size`` bytes. Kind 0: sequences, then the same ones repeated in random order. Kind 1: a
+    few-shot prompt of random length with its label. Kind 2: a key at a random depth, and its question. Text fills the
+    space in front of the prompt."""
     rng = random.Random(f"practice {seed} {kind}")
     if kind == 0:
         drawn = sequences(rng.randint(1, max(size // (2 * (PREFIX + SUFFIX)), 1)), rng, PRACTICE)

@@ -1,5 +1,4 @@
-"""Tables against the sources, made from results.csv alone: ``write(folder)`` for each experiment, ours beside the
-source's."""
+"""Tables that compare our figures with the papers', made from an experiment's results.csv alone."""
 
 from __future__ import annotations
 
@@ -9,15 +8,16 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import files
-from .published import LOWER, TABLES, Published
+from flashrope.demo import files
+
+from .published import LOWER, REDONE, TABLES, Published
 from .runs import read_csv
-from .tasks import SOURCE_LENGTH
+from .tasks import PAPER_LENGTH
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Mean over seeds, their standard deviation (None for one seed)."""
+    """Mean and standard deviation over seeds; ``spread`` is None for one seed."""
 
     mean: float
     spread: float | None
@@ -29,7 +29,7 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Ordering:
-    """How many pairs of rows that the source orders strictly stand in the same order here."""
+    """How many pairs of rows that the paper orders strictly have the same order here."""
 
     column: str
     pairs: int
@@ -42,21 +42,23 @@ class Ordering:
 
     def __str__(self) -> str:
         verdict = "holds" if self.holds else "does not hold"
-        rest = f", {self.tie} tie" if self.tie else ""
-        return f"The source's ordering by {self.column} **{verdict}** here: {self.agree} of {self.pairs} pairs agree{rest}."
+        ties = f", {self.tie} tie" if self.tie else ""
+        return (
+            f"The paper's ordering by {self.column} **{verdict}** here: {self.agree} of {self.pairs} pairs agree{ties}."
+        )
 
 
 def resolve(template: str, train_length: int) -> tuple[str, int]:
-    """(scheme, training length) of a published row's scheme at another training length."""
+    """(scheme, training length) here for the scheme of a published row."""
     length = train_length
     name = template
     if match := re.search(r"\{L(\d+)\}", template):
         length, name = train_length * int(match[1]), template.replace(match[0], "")
-    return re.sub(r"\{w(\d+)\}", lambda m: f"-w{max(int(m[1]) * train_length // SOURCE_LENGTH, 1)}", name), length
+    return re.sub(r"\{w(\d+)\}", lambda m: f"-w{max(int(m[1]) * train_length // PAPER_LENGTH, 1)}", name), length
 
 
 def ordering(column: str, published: Sequence[float], ours: Sequence[float]) -> Ordering:
-    """Over all pairs of rows; equal figures of ours are a tie, which does not agree."""
+    """Compares all pairs of rows. Equal figures of ours are a tie and do not agree."""
     pairs = agree = tie = 0
     for one in range(len(published)):
         for other in range(one):
@@ -68,14 +70,14 @@ def ordering(column: str, published: Sequence[float], ours: Sequence[float]) -> 
 
 
 def figures(table: Published, rows: list[dict[str, str]], train_length: int) -> list[list[Figure | None]]:
-    """Ours, in the table's rows and columns; None where nothing was measured. few-shot is the mean over its label
+    """Our figures in the rows and columns of the table; None if not measured. few-shot is the mean over its label
     sets."""
     seeds = sorted({int(row["seed"]) for row in rows})
     found = []
     for _, template, _ in table.rows:
         name, length = resolve(template, train_length)
-        own = [row for row in rows if row["scheme"] == name and int(row["train_length"]) == length]
-        per_seed = [[_value(own, column, train_length, seed) for column in table.columns] for seed in seeds]
+        chosen = [row for row in rows if row["scheme"] == name and int(row["train_length"]) == length]
+        per_seed = [[_value(chosen, column, train_length, seed) for column in table.columns] for seed in seeds]
         if table.average:
             per_seed = [[*values, None if None in values else statistics.fmean(values)] for values in per_seed]
         found.append([_figure(values) for values in zip(*per_seed, strict=True)])
@@ -83,51 +85,58 @@ def figures(table: Published, rows: list[dict[str, str]], train_length: int) -> 
 
 
 def markdown(table: Published, rows: list[dict[str, str]], train_length: int) -> str:
-    """The table in the source's row order, each figure beside the source's, and what became of its ordering."""
+    """The table in the paper's row order, each figure next to the paper's, and whether the paper's ordering holds."""
     ours = figures(table, rows, train_length)
     labels = [column.label for column in table.columns] + (["Avg."] if table.average else [])
     theirs = [values for _, _, values in table.rows]
     seeds = len({row["seed"] for row in rows})
     better = "Lower" if table.better == LOWER else "Higher"
     spread = "one seed, so no spread" if seeds == 1 else f"mean ± standard deviation of {seeds} seeds"
+    conditions = (
+        f"trained on {train_length} bytes instead of the paper's {PAPER_LENGTH} tokens, all lengths in proportion"
+    )
     lines = [
         f"## {table.title}",
         "",
-        f"Ours / the source's ({table.place}). {better} is better. Ours: trained on {train_length} "
-        f"bytes where the source has {SOURCE_LENGTH} tokens, all lengths in proportion; {spread}. {table.note}".rstrip(),
+        f"Ours / the paper's ({table.place}). {better} is better. Ours: {conditions}; {spread}. {table.note}".rstrip(),
         "",
         "| method | scheme here | " + " | ".join(labels) + " |",
         "|---|---|" + "---:|" * len(labels),
     ]
-    for (label, template, _), own, published in zip(table.rows, ours, theirs, strict=True):
+    for (label, template, _), measured, published in zip(table.rows, ours, theirs, strict=True):
         name, length = resolve(template, train_length)
         name += f" at {length}" if "{L" in template else ""
         cells = [
             f"{figure if figure is not None else '–'} / {value:.2f}"
-            for figure, value in zip(own, published, strict=True)
+            for figure, value in zip(measured, published, strict=True)
         ]
         lines.append(f"| {label} | {name} | " + " | ".join(cells) + " |")
     lines.append("")
     for column in table.orders:
         at = labels.index(column)
         pairs = [
-            (published[at], own[at].mean) for own, published in zip(ours, theirs, strict=True) if own[at] is not None
+            (published[at], measured[at].mean)
+            for measured, published in zip(ours, theirs, strict=True)
+            if measured[at] is not None
         ]
         found = (
             ordering(column, *zip(*pairs, strict=True))
             if len(pairs) > 1
-            else f"Too little was measured to order {column}."
+            else f"Not enough was measured to order by {column}."
         )
         lines += [str(found), ""]
     return "\n".join(lines)
 
 
 def write(folder: Path, name: str, train_length: int) -> str | None:
-    """table.md of one experiment's folder from its results.csv; None where the sources have no table for it."""
+    """Write table.md of an experiment's folder from its results.csv. Returns its text; None if the papers have no
+    table."""
     if name not in TABLES:
         return None
     rows = read_csv(folder / "results.csv")
     text = "\n".join(markdown(table, rows, train_length) for table in TABLES[name])
+    if name in REDONE:
+        text = f"{REDONE[name]}\n\n{text}"
     files.write(folder / "table.md", text)
     return text
 

@@ -1,4 +1,4 @@
-"""Text for the experiments: real bytes, split by file into a training part and an unseen part."""
+"""Training text as bytes, split by file into a training part and an unseen part."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pathlib import Path
 
 import torch
 
-UNSEEN = 0.1  # of the bytes
-LEAST_WINDOWS = 8  # of the longest context, in either part
-LARGEST = 1 << 29  # bytes; the corpus is held in memory
+UNSEEN = 0.1  # share of the bytes
+MIN_WINDOWS = 8  # windows of the longest context in each part
+MAX_BYTES = 1 << 29  # the text is held in memory
 SEPARATOR = b"\0"  # between files of the training part
 
-# Tests and packages are not on every machine, tables are not prose; build settings hold a machine's own paths.
+# Not installed on every machine (tests, packages), or not prose (tables).
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 
 
 class TextError(ValueError):
-    """The text cannot serve; the message says why and what is needed."""
+    """The text cannot be used. The message says why and what is needed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and pieces never trained on. The names are relative to the folder, sorted."""
+    """The training text and the unseen pieces, with the sorted names of their files, relative to the folder."""
 
     name: str
     train: bytes
@@ -35,7 +35,7 @@ class Corpus:
     unseen_files: tuple[str, ...]
 
     def record(self) -> dict:
-        """The split, for a JSON file: names, sizes, and a digest of either part."""
+        """The split for a JSON file: file names, sizes and SHA-256 of both parts."""
         unseen = b"".join(self.unseen)
         return {
             "text": self.name,
@@ -49,17 +49,19 @@ class Corpus:
 
 
 def standard_library(window: int) -> Corpus:
-    """The Python sources of the running interpreter's standard library, without tests and tables."""
+    """The source code of the running interpreter's standard library, without tests and tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
     version = sysconfig.get_python_version()
-    files = {name: text for name, text in _read_folder(root, ".py").items() if not name.startswith("_sysconfigdata")}
+    files = _read_folder(root, ".py")
+    for name in [name for name in files if name.startswith("_sysconfigdata")]:  # contains paths of this machine
+        del files[name]
     return split_by_file(f"the sources of Python {version}'s standard library", files, window)
 
 
 def from_path(path: str | os.PathLike, window: int) -> Corpus:
-    """A file or folder of the user's. Of a single file the last tenth is unseen; a folder is split by file.
+    """A user's file or folder. The unseen part of a single file is its last tenth; a folder is split by file.
 
-    window is the longest context + 1, the bytes that one evaluation window takes. Raises TextError.
+    ``window`` is the longest context + 1, the size of an evaluation window in bytes. Raises TextError.
     """
     path = Path(path)
     if not path.exists():
@@ -67,7 +69,7 @@ def from_path(path: str | os.PathLike, window: int) -> Corpus:
     if path.is_dir():
         files = _read_folder(path, "")
         if not files:
-            raise TextError(f"{path}: holds no text files (UTF-8, without NUL bytes)")
+            raise TextError(f"{path}: contains no text files (UTF-8, without NUL bytes)")
         if len(files) > 1:
             return split_by_file(path.name or str(path), files, window)
         ((name, text),) = files.items()
@@ -79,24 +81,25 @@ def from_path(path: str | os.PathLike, window: int) -> Corpus:
 
 
 def split_one(name: str, text: bytes, window: int) -> Corpus:
-    least = LEAST_WINDOWS * window
-    if len(text) < 2 * least:
+    """The last tenth of one text is unseen, or as much as MIN_WINDOWS windows take. Raises TextError."""
+    needed = MIN_WINDOWS * window
+    if len(text) < 2 * needed:
         raise TextError(
-            f"{name}: holds {len(text):,} bytes, at least {2 * least:,} are needed for windows of {window:,} bytes"
+            f"{name}: has {len(text):,} bytes; at least {2 * needed:,} are needed for windows of {window:,} bytes"
         )
-    cut = len(text) - max(int(UNSEEN * len(text)), least)
+    cut = len(text) - max(int(UNSEEN * len(text)), needed)
     return Corpus(
         name, text[:cut], (text[cut:],), (f"{name}, bytes 0 to {cut}",), (f"{name}, bytes {cut} to {len(text)}",)
     )
 
 
 def split_by_file(name: str, files: dict[str, bytes], window: int) -> Corpus:
-    """Files go to the unseen part in the order of their name's SHA-256 until it holds a tenth of the bytes and enough
-    windows; a file that would take the unseen part beyond half of all bytes stays in the training part."""
+    """Split by file, in the order of the SHA-256 of the file names: files go to the unseen part until it has a tenth of
+    the bytes and MIN_WINDOWS windows, except those that would make it larger than half of the text."""
     total = sum(map(len, files.values()))
     unseen, size, windows = set(), 0, 0
     for file in sorted(files, key=lambda file: hashlib.sha256(file.encode()).digest()):
-        if size >= UNSEEN * total and windows >= LEAST_WINDOWS:
+        if size >= UNSEEN * total and windows >= MIN_WINDOWS:
             break
         if size + len(files[file]) <= total / 2:
             unseen.add(file)
@@ -104,11 +107,11 @@ def split_by_file(name: str, files: dict[str, bytes], window: int) -> Corpus:
             windows += len(files[file]) // window
     names = sorted(files)
     train = SEPARATOR.join(files[file] for file in names if file not in unseen)
-    least = LEAST_WINDOWS * window
-    if windows < LEAST_WINDOWS or len(train) < least:
+    needed = MIN_WINDOWS * window
+    if windows < MIN_WINDOWS or len(train) < needed:
         raise TextError(
-            f"{name}: holds {total:,} bytes in {len(files)} files, too little for windows of {window:,} bytes: "
-            f"at least {least:,} bytes to train on are needed, and other files that hold {LEAST_WINDOWS} windows"
+            f"{name}: has {total:,} bytes in {len(files)} files, too little for windows of {window:,} bytes: "
+            f"at least {needed:,} bytes to train on are needed, and {MIN_WINDOWS} windows in other files"
         )
     return Corpus(
         name,
@@ -122,7 +125,7 @@ def split_by_file(name: str, files: dict[str, bytes], window: int) -> Corpus:
 def random_batches(
     text: bytes, batch_size: int, length: int, seed: int, device: torch.device | str = "cpu"
 ) -> Iterator[torch.Tensor]:
-    """Endless int64 (batch_size, length + 1) of windows at random places; the same seed gives the same windows."""
+    """Endless batches int64 (batch_size, length + 1) of windows at random places, the same for the same seed."""
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(length + 1)
@@ -132,7 +135,7 @@ def random_batches(
 
 
 def unseen_windows(pieces: Sequence[bytes], window: int, count: int, seed: int) -> list[bytes]:
-    """Up to count windows that do not overlap and each lie in one piece, drawn at random."""
+    """Up to ``count`` random windows that do not overlap, each within one piece."""
     places = [
         (index, start) for index, piece in enumerate(pieces) for start in range(0, len(piece) - window + 1, window)
     ]
@@ -141,7 +144,7 @@ def unseen_windows(pieces: Sequence[bytes], window: int, count: int, seed: int) 
 
 
 def as_tokens(windows: Sequence[bytes], device: torch.device | str = "cpu") -> torch.Tensor:
-    """int64 (count, window)."""
+    """Windows of equal size as int64 (count, window)."""
     flat = torch.frombuffer(bytearray(b"".join(windows)), dtype=torch.uint8)
     return flat.view(len(windows), -1).to(device).long()
 
@@ -157,15 +160,15 @@ def _read_folder(root: Path, suffix: str) -> dict[str, bytes]:
                 if text:
                     files[path.relative_to(root).as_posix()] = text
                     total += len(text)
-                if total > LARGEST:
-                    raise TextError(f"{root}: holds more than {LARGEST:,} bytes of text; choose a smaller folder")
+                if total > MAX_BYTES:
+                    raise TextError(f"{root}: has more than {MAX_BYTES:,} bytes of text; choose a smaller folder")
     return files
 
 
 def _read(path: Path) -> bytes | None:
-    """The file's bytes, or None where it is not text."""
-    if path.stat().st_size > LARGEST:
-        raise TextError(f"{path}: larger than {LARGEST:,} bytes; choose a smaller file")
+    """The bytes of a text file; None if it is not text."""
+    if path.stat().st_size > MAX_BYTES:
+        raise TextError(f"{path}: larger than {MAX_BYTES:,} bytes; choose a smaller file")
     text = path.read_bytes()
     if b"\0" in text:
         return None

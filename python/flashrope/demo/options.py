@@ -1,21 +1,24 @@
-"""What the commands' options share: checks with the messages a user sees."""
+"""Options that several commands share: types, checks, and the messages a user sees."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import os
+from collections.abc import Iterator
 
 import torch
 
-MOST_THREADS = 8  # more slow down matrices as small as these models'
+MAX_THREADS = 8  # models this small get slower with more
 
 
 class BadInput(ValueError):
-    """An option that cannot be served; the message names it."""
+    """An option with a value that cannot be used. The message names the option."""
 
 
 def positive(text: str) -> int:
-    """An argparse type."""
+    """An argparse type: a positive integer."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
@@ -23,7 +26,7 @@ def positive(text: str) -> int:
 
 
 def device(name: str) -> torch.device:
-    """Of the option --device: auto, cpu, cuda or cuda:N. Raises BadInput."""
+    """The device of the option --device: auto, cpu, cuda or cuda:N. Raises BadInput."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -34,13 +37,29 @@ def device(name: str) -> torch.device:
         raise BadInput(f"--device: expected auto, cpu, cuda or cuda:N, got {name}")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise BadInput(
-            f"--device: {name} was asked for, torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
+            f"--device: got {name}, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
         )
     return chosen
 
 
+def cores() -> int:
+    """CPU cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """``count`` CPU threads for torch inside the block; the previous number after it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def need(*packages: str, extra: str = "demo") -> None:
-    """Raises BadInput where a package is not installed."""
+    """Raises BadInput if a package is not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise BadInput(f"needs {', '.join(missing)}: pip install 'flashrope[{extra}]'")

@@ -1,12 +1,12 @@
-"""The zoo: one byte-level language model whose position encoding is a name.
+"""A byte-level language model whose position encoding is chosen by name.
 
-A name is an encoding that a model is trained with and, behind plus signs, what is changed when it is used:
+A name is the encoding the model is trained with, followed by changes for its use after plus signs:
 
     rope   hope+yarn   rerope-w256   leaky-rerope-w128-k16+logn   ntk-mixed-s8+dagger
 
--w is a window, -k Leaky ReRoPE's factor, -s the factor by which the context grows. ``pi``, ``yarn``, ``rerope`` and the
-like stand for ``rope+pi`` and so on. ``+logn`` is trained with log n, ``+dagger`` adds it, clipped, to a model trained
-without.
+-w is a window, -k the factor of Leaky ReRoPE, -s the factor by which the context grows. ``pi``, ``yarn``, ``rerope``
+etc. are short for ``rope+pi`` and so on. ``+logn`` models are trained with log n; ``+dagger`` adds it, clipped, to a
+model trained without.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import re
 import torch
 from torch import nn
 
-from .. import Rotary, attention
+from flashrope import Rotary, attention
+from flashrope.demo.model import Attend, LanguageModel, ModelConfig
+from flashrope.demo.options import BadInput
+
 from .encodings import ABSOLUTE, BIASES, Formula, Learned, attend_with_bias
-from .model import Attend, LanguageModel, ModelConfig
-from .options import BadInput
 
 ROTARY = ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "inv-leaky", "hfwa", "nope")
 LOG_N = ("logn", "dagger")
 CHANGES = ("pi", "ntk-old", "ntk-aware", "ntk-fixed", "ntk-mixed", "yarn", "rerope", "leaky-rerope", *LOG_N)
 ENCODINGS = (*ROTARY, *BIASES, *ABSOLUTE, "learned")
-KNOWN = (*ENCODINGS, *CHANGES[: -len(LOG_N)])  # what a name may begin with
+KNOWN = (*ENCODINGS, *CHANGES[: -len(LOG_N)])  # what a name may start with
 FIELDS = {"window": "w", "leak": "k", "growth": "s"}
 TAKES = {
     "pi": "s",
@@ -47,7 +48,7 @@ Rotaries = Rotary | tuple[Rotary, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What a name leaves out; None stands for half the training length."""
+    """Values for what a name does not specify. A window of None means half the training length."""
 
     window: int | None = None
     leak: float = 16.0
@@ -60,11 +61,11 @@ class Scheme:
     """One encoding in use.
 
     Attributes:
-        name: as asked for.
-        trained: the name of the encoding that the model is trained with; schemes that share it share the model.
+        name: the full name.
+        trained: name of the encoding the model is trained with. Schemes with the same one share the model.
         rotary: the scheme of the attention calls, or one per layer.
-        training: the same, while the model is trained.
-        longest: the longest context it can read, None for any.
+        training: the same during training.
+        longest: the longest context it supports, None for any.
     """
 
     name: str
@@ -75,24 +76,25 @@ class Scheme:
 
 
 def scheme(name: str, config: ModelConfig, train_length: int, defaults: Defaults = Defaults()) -> Scheme:
-    """The scheme of a name. Raises BadInput for names that are unknown or make no sense."""
+    """The scheme for a name. Raises BadInput for names that are unknown or invalid."""
     first, *changes = name.split("+")
     encoding, numbers = _numbers(first, name)
     if encoding in KNOWN and encoding not in ENCODINGS:
         changes, encoding, numbers, first = [first, *changes], "rope", {}, "rope"
     if encoding not in ENCODINGS:
         raise BadInput(
-            f"unknown encoding {name!r}; known are {', '.join(KNOWN)}, and behind a plus sign {', '.join(CHANGES)}"
+            f"unknown encoding {name!r}; known are {', '.join(KNOWN)}, and after a plus sign {', '.join(CHANGES)}"
         )
     parsed = [_numbers(change, name) for change in changes]
     for change, _ in parsed:
         if change not in CHANGES:
             raise BadInput(f"unknown change {change!r} in {name!r}; known are {', '.join(CHANGES)}")
     if parsed and (encoding not in ROTARY or encoding == "hfwa"):
-        raise BadInput(f"{name!r}: {encoding} stands alone")
+        raise BadInput(f"{name!r}: {encoding} cannot be changed")
     if encoding == "inv-leaky" and (other := [change for change, _ in parsed if change not in LOG_N]):
         raise BadInput(
-            f"{name!r}: inv-leaky is used with RoPE as it is and takes {' or '.join(LOG_N)} alone, not {other[0]}"
+            f"{name!r}: inv-leaky is used with plain RoPE and can only be combined with {' or '.join(LOG_N)}, "
+            f"not {other[0]}"
         )
     trained = first + ("+logn" if "logn" in changes else "")
     try:
@@ -101,26 +103,23 @@ def scheme(name: str, config: ModelConfig, train_length: int, defaults: Defaults
             rotary = _changed(rotary, change, its_numbers, train_length, defaults)
         if "logn" in changes:
             training = training.log_n(train_length, clip=False)
-        if (
-            encoding == "inv-leaky"
-        ):  # distances grow by leak beyond the window, so that 1 per token is less than it knows
-            training = training.rectify(
-                _window(numbers, train_length, defaults), 1 / numbers.get("leak", defaults.leak)
-            )
+        if encoding == "inv-leaky":  # trained with larger distances beyond the window than it is used with
+            leak = numbers.get("leak", defaults.leak)
+            training = training.rectify(_window(numbers, train_length, defaults), 1 / leak)
     except ValueError as error:
         raise BadInput(f"{name!r}: {error}") from None
     return Scheme(name, trained, rotary, training, train_length if encoding == "learned" else None)
 
 
 def hfwa_window(train_length: int, layers: int) -> int:
-    """The window w of all layers but the last, (w - 1)(layers - 1) + 1 <= 3/4 of the training length: what the layers
-    reach together stays inside it."""
+    """The window w of all layers except the last: the largest with (w - 1)(layers - 1) + 1 <= 3/4 of the training
+    length, which keeps the combined reach of these layers within it."""
     return max((3 * train_length // 4 - 1) // max(layers - 1, 1) + 1, 1)
 
 
 class ZooModel(nn.Module):
-    """A ``LanguageModel`` with what its encoding learns: nothing for rotary ones, biases per layer, vectors per
-    position."""
+    """A ``LanguageModel`` plus the parameters of its encoding: none if rotary, otherwise biases per layer or vectors
+    per position."""
 
     def __init__(self, config: ModelConfig, trained: str, train_length: int):
         super().__init__()

@@ -1,9 +1,9 @@
-"""``flashrope passkey``: how deep and how far a Hugging Face model finds a number again, under the scheme it has and
-others.
+"""``flashrope passkey``: how often a Hugging Face model finds a hidden number, by length and depth, under its own
+scheme and others.
 
-A prompt is filler of one length with a five-digit number somewhere in it, and a question for the number. The answer
-counts where every one of its tokens is the likeliest, which is when greedy decoding would give it; one forward pass
-tells.
+A prompt is filler text with a five-digit number in it, followed by a question for the number. A trial succeeds if
+greedy decoding would write the number, that is, if each of its tokens is the most likely one. One forward pass shows
+that.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from .. import Rotary
 from ..info import hardware
 from . import files, options, report
-from .figures import new_figure, save
-from .options import BadInput, need, positive
+from .figure import new_figure, save
+from .options import BadInput, cores, need, positive, torch_threads
 
-NAMES = {"stock": "as it is", "rerope": "ReRoPE", "leaky": "Leaky ReRoPE", "yarn": "YaRN"}
+NAMES = {"stock": "unchanged", "rerope": "ReRoPE", "leaky": "Leaky ReRoPE", "yarn": "YaRN"}
 INSTRUCTION = (
     "Somewhere in this text a number is hidden. Find it and keep it in mind; you will be asked for it at the end.\n"
 )
@@ -43,61 +43,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="PATH_OR_ID",
         required=True,
-        help="a transformers checkpoint, or its name on the hub; a model without a tokenizer is read as one over bytes",
+        help="a transformers checkpoint, or its name on the hub; without a tokenizer, tokens are bytes",
     )
-    parser.add_argument("--schemes", nargs="+", choices=NAMES, default=list(NAMES), help="what to run the model under")
+    parser.add_argument(
+        "--schemes", nargs="+", choices=NAMES, default=list(NAMES), help="schemes to run the model under"
+    )
     parser.add_argument(
         "--lengths",
         nargs="+",
         type=positive,
         metavar="N",
-        help="tokens, the answer counted in; by default 1/2, 1, 2 and 4 times the training length",
+        help="prompt lengths in tokens, including the answer; default: 1/2, 1, 2 and 4 times the training length",
     )
     parser.add_argument(
-        "--depths", type=positive, metavar="N", default=5, help="places of the number, evenly from the start to the end"
+        "--depths", type=positive, metavar="N", default=5, help="number of depths, evenly spaced from start to end"
     )
-    parser.add_argument("--trials", type=positive, metavar="N", default=4, help="numbers to hide at every place")
+    parser.add_argument("--trials", type=positive, metavar="N", default=4, help="hidden numbers per length and depth")
     parser.add_argument("--batch", type=positive, metavar="N", default=1, help="prompts per forward pass")
     parser.add_argument(
         "--train-length",
         type=positive,
         metavar="N",
-        help="in tokens; by default the configuration's max_position_embeddings",
+        help="training length in tokens; default: max_position_embeddings of the configuration",
     )
     parser.add_argument(
-        "--window", type=positive, metavar="W", help="of ReRoPE and Leaky ReRoPE; by default half the training length"
+        "--window",
+        type=positive,
+        metavar="W",
+        help="window of ReRoPE and Leaky ReRoPE; default: half the training length",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the numbers")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the numbers")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--out", metavar="DIR", default="runs/passkey", help="where passkey.png, .csv and .json go")
+    parser.add_argument("--threads", type=positive, help="CPU threads; default: the cores available")
+    parser.add_argument(
+        "--out", metavar="DIR", default="runs/passkey", help="directory for passkey.png, .csv and .json"
+    )
 
 
 class Cell(NamedTuple):
-    """One place on the heat map."""
+    """One cell of the heat map."""
 
     scheme: str
     length: int  # tokens
     depth: float  # 0: right after the instruction; 1: right before the question
-    accuracy: float  # share of trials whose whole answer is the likeliest
-    log_probability: float  # of the answer, mean over trials, in nats
+    accuracy: float  # share of trials that succeed
+    log_probability: float  # of the whole answer, mean over trials, in nats
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The texts as tokens. Pieces are encoded one by one, so that a depth moves whole pieces and nothing else."""
+    """Builds prompts. The parts of a prompt are tokenized separately, so the depth changes only where the number is."""
 
     encode: Callable[[str], list[int]]
-    start: tuple[int, ...] = ()  # what a text begins with
+    start: tuple[int, ...] = ()  # tokens at the start of every prompt
 
     def prompt(self, length: int, depth: float, number: int) -> tuple[list[int], int]:
-        """(exactly length tokens, the last of which are the answer; how many those are). Raises ValueError where too
-        short."""
+        """(exactly ``length`` tokens that end with the answer, number of tokens of the answer). Raises ValueError if
+        ``length`` is too short."""
         answer = self.encode(f" {number}")
         head = [*self.start, *self.encode(INSTRUCTION)]
         needle, question = self.encode(NEEDLE.format(answer=f" {number}")), self.encode(QUESTION)
         room = length - len(head) - len(needle) - len(question) - len(answer)
         if room < 0:
-            raise ValueError(f"expected at least {length - room} tokens, which the question alone takes, got {length}")
+            raise ValueError(f"expected at least {length - room} tokens, for the question alone, got {length}")
         filler = self.encode(FILLER)
         before = round(depth * room)
         piece = (filler * (room // len(filler) + 1))[:room]
@@ -108,7 +116,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         need("transformers", extra="transformers")
         need("matplotlib", "tqdm")
-        return _measure(args)
+        with torch_threads(args.threads or cores()):
+            return _measure(args)
     except BadInput as error:
         print(f"flashrope passkey: error: {error}", file=sys.stderr)
         return 2
@@ -119,7 +128,7 @@ def _measure(args: argparse.Namespace) -> int:
     model, task = _load(args.model, device)
     train_length = args.train_length or getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not train_length:
-        raise BadInput(f"--train-length: {args.model} does not state max_position_embeddings")
+        raise BadInput(f"--train-length: {args.model} does not define max_position_embeddings")
     lengths = sorted(set(args.lengths or [train_length // 2, train_length, 2 * train_length, 4 * train_length]))
     depths = [at / max(args.depths - 1, 1) for at in range(args.depths)]
     for length in lengths:
@@ -130,12 +139,13 @@ def _measure(args: argparse.Namespace) -> int:
     schemes, skipped = _schemes(model, args.schemes, train_length, max(lengths), args.window)
     if not schemes:
         raise BadInput(f"--schemes: none of {', '.join(args.schemes)} fits this model: {'; '.join(skipped.values())}")
+    parameters = sum(p.numel() for p in model.parameters())
     facts = {
-        "model": f"{args.model}, {sum(p.numel() for p in model.parameters()):,} parameters, training length {train_length:,} "
-        "tokens",
+        "model": f"{args.model}, {parameters:,} parameters, training length {train_length:,} tokens",
         "schemes": "; ".join(f"{NAMES[name]}: {words}" for name, (_, words) in schemes.items()),
         **({"left out": "; ".join(f"{NAMES[name]}: {reason}" for name, reason in skipped.items())} if skipped else {}),
-        "prompts": f"{args.trials} numbers at each of {len(depths)} depths and {len(lengths)} lengths, seed {args.seed}",
+        "prompts": f"{args.trials} numbers at each of {len(depths)} depths and {len(lengths)} lengths, "
+        f"seed {args.seed}",
         "machine": f"{hardware(device)}, torch {torch.__version__}",
         "command": args.command_line,
     }
@@ -171,7 +181,7 @@ def measure(
     batch: int = 1,
     seed: int = 0,
 ) -> Iterator[Cell]:
-    """One cell after the other. The same numbers are hidden under every scheme."""
+    """Yields one cell after the other. The hidden numbers are the same for every scheme."""
     device = next(model.parameters()).device
     for length in lengths:
         for depth in depths:
@@ -194,7 +204,7 @@ def measure(
 
 
 def _load(name: str, device: torch.device):
-    """(model, task): in bfloat16 on a GPU, in float32 elsewhere."""
+    """(model, task). The model is in bfloat16 on a GPU and in float32 elsewhere."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -212,15 +222,15 @@ def _load(name: str, device: torch.device):
         )
         if task.encode(" 12345") != task.encode(" 67890"):  # transformers 5.0 makes one without a vocabulary
             return model, task
-    except Exception:  # noqa: S110  what a checkpoint without a tokenizer runs into: the library raises half a dozen types
+    except Exception:  # noqa: S110  without a tokenizer, transformers raises one of half a dozen types
         pass
     if model.config.get_text_config().vocab_size < 256:
-        raise BadInput(f"--model: {name} has no tokenizer, and too few tokens to be read as bytes")
+        raise BadInput(f"--model: {name} has no tokenizer, and its vocabulary is too small for bytes")
     return model, Task(lambda text: list(text.encode()))
 
 
 def _schemes(model, names: Sequence[str], train_length: int, longest: int, window: int | None):
-    """({name: (what applies it, in words)}, {name: why it does not fit this model})."""
+    """({name: (function that applies it, description)}, {name: why it cannot run on this model})."""
     from ..integrations.transformers import convert, revert, suggest
 
     found: dict[str, tuple[Callable[[], object], str]] = {}
@@ -237,11 +247,11 @@ def _schemes(model, names: Sequence[str], train_length: int, longest: int, windo
                 changes = {"rotary": Rotary.from_hf_config(config).yarn(factor, train_length)}
                 words = f"factor {factor:g}"
             else:
-                suggest(config, longest)  # says why where a model's layers do not take it
+                suggest(config, longest)  # raises if the layers of this model do not support it
                 changes = {"window": window, "log_n": train_length}
                 words = f"window {window:,}, log n by {train_length:,}"
                 if name == "leaky":
-                    # The longest distance lands halfway between the window and the training length.
+                    # The longest distance maps to halfway between the window and the training length.
                     changes["factor"] = float(max(2 * math.ceil((longest - window) / max(train_length - window, 1)), 2))
                     words = f"factor {changes['factor']:g}, {words}"
             convert(model, **changes)
@@ -252,9 +262,9 @@ def _schemes(model, names: Sequence[str], train_length: int, longest: int, windo
     return found, skipped
 
 
-# ---- what is shown
+# ---- output
 def table(cells: Sequence[Cell]) -> str:
-    """Accuracy over all depths by scheme and length."""
+    """Aligned text: accuracy by scheme and length, over all depths."""
     lengths = sorted({cell.length for cell in cells})
     rows = [["length, tokens", *(f"{length:,}" for length in lengths)]]
     for scheme in dict.fromkeys(cell.scheme for cell in cells):
@@ -278,7 +288,7 @@ def csv_text(cells: Sequence[Cell]) -> str:
 
 
 def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> None:
-    """A heat map per scheme, length against depth; the training length is marked."""
+    """One heat map per scheme, depth by length, with the training length marked."""
     schemes = list(dict.fromkeys(cell.scheme for cell in cells))
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
     across = min(len(schemes), 2)

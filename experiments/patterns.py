@@ -1,8 +1,7 @@
-"""Position-related attention: what the scores owe to positions alone (HoPE's section 3).
+"""Attention patterns: how the scores depend on positions alone (HoPE paper, section 3).
 
-Every sample is one random byte at all positions behind a first byte 0, so that a score differs from another only by
-where the key stands. The scores are those of the last query, before the softmax, and split into the pairs'
-contributions
+Every sample is a first byte 0 followed by one random byte at all other positions, so scores differ only by the position
+of the key. Scores are those of the last query before the softmax, split into the contributions of the channel pairs
 
     C_m = (q0 k0 + q1 k1) cos(d theta_m) + (q0 k1 - q1 k0) sin(d theta_m)
 """
@@ -16,9 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import Rotary, attention
+from flashrope import Rotary, attention
+from flashrope.demo.model import Attend
+
 from .encodings import distances
-from .model import Attend
 from .zoo import Rotaries, ZooModel
 
 FIRST_BYTE = 0
@@ -26,14 +26,15 @@ FIRST_BYTE = 0
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Scores of the last query by distance, averaged over heads and samples; index d of an axis "distance" is the key d
-    back.
+    """Scores of the last query by distance, averaged over heads and samples.
 
-    The first byte is left out: a context of n bytes gives the distances 0 to n - 2.
+    The first byte is excluded, so a context of n bytes has the distances 0 to n - 2.
     """
 
-    components: torch.Tensor  # (layers, pairs, distance); channels that no pair holds are one more, last component
-    overall: torch.Tensor  # (layers, distance), biases included
+    components: (
+        torch.Tensor
+    )  # (layers, pairs, distance); the last component holds the channels without rotation, if any
+    overall: torch.Tensor  # (layers, distance), including biases
 
     @property
     def mean_components(self) -> torch.Tensor:
@@ -54,7 +55,7 @@ def pattern(
     attend: Attend = attention,
     batch_tokens: int = 16384,
 ) -> Pattern:
-    """The model's pattern at a context of ``length`` bytes. All schemes but those with several bands."""
+    """The model's pattern at a context of ``length`` bytes, for schemes with one band."""
     device = model.language.embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, model.config.vocab_size, (samples, 1), generator=generator).repeat(1, length)
@@ -66,8 +67,8 @@ def pattern(
         sums[layer] = found if sums[layer] is None else sums[layer] + found
         return inner(q, k, v, rotary)
 
-    own = model.attends(rotary, attend)
-    recording = [functools.partial(record, layer, inner) for layer, inner in enumerate(own)]
+    attends = model.attends(rotary, attend)
+    recording = [functools.partial(record, layer, inner) for layer, inner in enumerate(attends)]
     for part in tokens.to(device).split(max(batch_tokens // length, 1)):
         x = model.language.embedding(part)
         if model.absolute is not None:
@@ -81,10 +82,10 @@ def pattern(
 
 
 def components(q: torch.Tensor, k: torch.Tensor, rotary: Rotary, softmax_scale: float | None = None) -> torch.Tensor:
-    """Contributions (batch, components, seqlen_k) to the scores of the last query, summed over heads, by key.
+    """Contributions (batch, components, seqlen_k) to the scores of the last query, by key, summed over heads.
 
-    q, k are (batch, seqlen, heads, head_dim), raw. rotary has one band of slope 1; its scale on the query is not
-    applied.
+    q and k are (batch, seqlen, heads, head_dim), not rotated. Raises ValueError unless ``rotary`` has one band of slope
+    1. Its query scale (log n) is not applied.
     """
     if any((band.slope, band.offset) != (1, 0) for band in rotary.bands):
         raise ValueError(f"rotary: expected one band of slope 1, got {rotary}")
@@ -103,13 +104,13 @@ def components(q: torch.Tensor, k: torch.Tensor, rotary: Rotary, softmax_scale: 
 
 
 def vaf(parts: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Variance accounted for, percent: 100 * (1 - sum((y - part)^2) / sum(y^2)) over the last axis (HoPE, eq. 5)."""
+    """Variance accounted for in percent: 100 * (1 - sum((y - part)^2) / sum(y^2)) over the last axis (HoPE, eq. 5)."""
     return 100 * (1 - (whole - parts).square().sum(-1) / whole.square().sum(-1))
 
 
-def kinds(theta: Sequence[float], train_length: int) -> list[str]:
-    """Of every pair: "high" from 2 pi / L on, "activated" between pi / L and 2 pi / L, "low" at pi / L and below."""
+def kinds(frequencies: Sequence[float], train_length: int) -> list[str]:
+    """The kind of every pair: "high" from 2 pi / L up, "activated" between pi / L and 2 pi / L, "low" up to pi / L."""
     return [
         "high" if f >= 2 * math.pi / train_length else "activated" if f > math.pi / train_length else "low"
-        for f in theta
+        for f in frequencies
     ]

@@ -1,4 +1,4 @@
-"""Jobs in processes of their own. Two small models train faster in two processes of one thread than in one of two."""
+"""Jobs in worker processes. Two small models train faster in two processes of one thread than in one process of two."""
 
 from __future__ import annotations
 
@@ -20,25 +20,29 @@ Progress = Callable[[int, Any], None]
 
 
 class WorkerError(RuntimeError):
-    """A job failed; the message is its traceback."""
+    """A job failed. The message is its traceback."""
 
 
 class Workers:
-    """``count`` processes, started with spawn, of ``threads`` threads each; 0 runs the jobs here, one after another.
+    """``count`` processes, started with spawn, of ``threads`` torch threads each.
 
-    Ctrl-C reaches this process alone: the workers are started deaf to it, and end with the ``with`` block or, should
-    this process die, with their pipe.
+    With ``count`` 0 the jobs run one after another in this process, on ``threads`` threads; otherwise this process uses
+    one thread until the ``with`` block ends.
+
+    Only this process handles Ctrl-C. The workers ignore it; they end with the ``with`` block, or with their pipe if
+    this process dies.
     """
 
     def __init__(self, count: int, threads: int):
         self.threads = threads
         self._here = count == 0
         self._connections, self._processes = [], []
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(threads if self._here else 1)
         if self._here:
-            torch.set_num_threads(threads)
             return
         context = multiprocessing.get_context("spawn")
-        with _deaf_to_interrupts():
+        with _interrupts_held():
             for _ in range(count):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, threads), daemon=True)
@@ -51,7 +55,8 @@ class Workers:
         return self
 
     def __exit__(self, *_) -> None:
-        with _deaf_to_interrupts():  # a second Ctrl-C must not leave workers behind
+        torch.set_num_threads(self._threads_before)
+        with _interrupts_held():  # a second Ctrl-C must not leave workers behind
             for connection in self._connections:
                 connection.close()
             for process in self._processes:
@@ -60,10 +65,10 @@ class Workers:
                 process.join()
 
     def map(self, function: Callable, jobs: Sequence[tuple], progress: Progress = lambda job, message: None) -> list:
-        """``function(*job, report)`` for every job, in whichever worker is free; the results in the order of the jobs.
+        """Run ``function(*job, report)`` for every job on the next free worker. Returns the results in job order.
 
-        function is a module's own; what it passes to report arrives as progress(job number, message). Raises
-        WorkerError.
+        ``function`` must be importable (not a lambda or closure). Each ``report(message)`` becomes
+        ``progress(job_number, message)`` in this process. Raises WorkerError if a job fails or a worker dies.
         """
         if self._here:
             return [
@@ -97,9 +102,9 @@ class Workers:
 
 
 def _serve(connection, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for systems without signal masks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where there are no signal masks
     torch.set_num_threads(threads)
-    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the parent is gone
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the parent has exited
         while True:
             function, job = connection.recv()
             try:
@@ -112,16 +117,16 @@ def _serve(connection, threads: int) -> None:
 
 
 @contextlib.contextmanager
-def _deaf_to_interrupts():
-    """Holds Ctrl-C back until the end of the block. Processes started inside never hear it: they inherit the blocked
-    signal."""
+def _interrupts_held():
+    """Holds Ctrl-C back until the end of the block. Processes started inside inherit the blocked signal and never
+    receive it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = []
-    before = signal.signal(signal.SIGINT, lambda *_: heard.append(True))
+    received = []
+    before = signal.signal(signal.SIGINT, lambda *_: received.append(True))
     if hasattr(signal, "pthread_sigmask"):
-        resource_tracker.ensure_running()  # its own start would unblock the signal
+        resource_tracker.ensure_running()  # starting it later would unblock the signal
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -129,5 +134,5 @@ def _deaf_to_interrupts():
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
-        if heard:
+        if received:
             signal.raise_signal(signal.SIGINT)

@@ -1,11 +1,11 @@
-"""The sources' published figures, with their place. Data only: what they are held against is measured.
+"""Figures published in the papers, and where they are found there. Data only.
 
-    hope      Chen et al. 2025, HoPE: High-frequency rotary Position Encoding; hope-v1 is its first version (arXiv
-    2410.21216v1) rerope    Su 2023, ReRoPE (kexue.fm/archives/9708)
+    hope      Chen et al. 2025, HoPE (arXiv 2410.21216); hope-v1 is its first version (arXiv 2410.21216v1)
+    rerope    Su 2023, ReRoPE (kexue.fm/archives/9708)
 
-Rows are (the source's name, the scheme's name here, figures); {w64} in a scheme's name is a window of 64 at the
-source's training length of 512, {L2} a model trained at twice that length. ReRoPE's factor of PI and NTK is its 4096 /
-512.
+A row is (the paper's name, the scheme's name here, figures). In a scheme's name, {w64} is a window of 64 at the paper's
+training length of 512, and {L2} is a model trained at twice that length. The factor of PI and NTK in the ReRoPE tables
+is 8: 4096 / 512.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ LOWER, HIGHER = -1, 1
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A task at one place of its axis: a multiple of the training length, or a number of sequences as it stands."""
+    """A task at one point of its axis: a multiple of the training length, or (``multiple`` False) a number of
+    sequences."""
 
     label: str
     task: str
@@ -27,10 +28,12 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """One table of a source.
+    """One table of a paper.
 
-    better is HIGHER or LOWER; average adds a last column, the mean of the others, whose figure is the source's own;
-    orders names the columns whose ordering is held against ours.
+    Attributes:
+        better: HIGHER or LOWER.
+        average: whether there is a last column, the mean of the others as the paper states it.
+        orders: the columns whose ordering is compared with ours.
     """
 
     title: str
@@ -51,12 +54,23 @@ ACCURACIES = (
     Column("4096 (non-repeat)", "accuracy-non-repeat", 8),
 )
 REPEATS = ("4096 (repeat)", "4096 (non-repeat)")
-YARN_NOTE = "The source's average of RoPE + YaRN is not the mean of its row, 53.03."
-AB2_NOTE = "The source's average of AB2 is not the mean of its row, 26.47."
+YARN_NOTE = "The paper's average of RoPE + YaRN is not the mean of its row, 53.03."
+AB2_NOTE = "The paper's average of AB2 is not the mean of its row, 26.47."
 FACTOR_NOTE = (
-    "The source does not give PI's and YaRN's factor or whether models were tuned for it; here the longest input over "
-    "the training length, untuned."
+    "The paper does not give the factor of PI and YaRN, or whether models were tuned for it; here it is the longest "
+    "input divided by the training length, without tuning."
 )
+
+COPYING_REDONE = (
+    "**This task is being redone.** All its sequences have 12 bytes, so a model can answer by looking back a multiple "
+    "of 12: the figures measure that grid rather than copying."
+)
+REDONE = {  # experiment: what is at the top of its tables
+    "copying": COPYING_REDONE,
+    "ablation": COPYING_REDONE,
+    "few-shot": "**This task is being redone.** Its texts are one byte long at this size, and all occur in practice.",
+    "lengths": "**The few-shot task is being redone.** Its texts are one byte long at this size.",
+}
 
 TABLES = {
     "copying": (
@@ -145,7 +159,7 @@ TABLES = {
     ),
     "rerope-schemes": (
         Published(
-            "Schemes, no fine-tuning (HFWA apart)",
+            "Schemes without fine-tuning (except HFWA)",
             "rerope, first table",
             ACCURACIES,
             (

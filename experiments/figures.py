@@ -1,4 +1,4 @@
-"""The pictures of the experiments, all PNG at 200 dots per inch, drawn from what results.csv and its like hold."""
+"""The figures of the experiments, drawn from their CSV files as PNG at 200 dots per inch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from .files import replacing
+from flashrope.demo.figure import COLOURS, new_figure, save
 
-# Okabe and Ito's palette, distinguishable with colour-blindness; further series repeat it with another line.
-COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Further series repeat the colours with another line style.
 STYLES = ("-", (0, (4, 2)), (0, (1, 1.2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 KIND_COLOURS = {"high": "0.6", "activated": "#D55E00", "low": "#0072B2"}
@@ -19,7 +18,7 @@ KIND_NAMES = {"high": "θ ≥ 2π/L", "activated": "π/L < θ < 2π/L (activated
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One line: its name, and by x the mean and the least and greatest over seeds."""
+    """One line: its name, and the mean, minimum and maximum over seeds at each x."""
 
     name: str
     x: Sequence[float]
@@ -39,8 +38,8 @@ def lines(
     percent: bool = False,
     log_x: bool = True,
 ) -> None:
-    """Lines, the legend in the order of their ends; train_length is marked. What is no percentage has a logarithmic y
-    axis."""
+    """Lines, with the legend in the order of their right ends and ``train_length`` marked. The y axis is logarithmic
+    except for percentages."""
     figure, axes = _figure((9, 5))
     ends = sorted(range(len(series)), key=lambda at: (-series[at].x[-1], -series[at].mean[-1]))
     for at in ends:
@@ -75,13 +74,13 @@ def lines(
     axes.set_xticks(places, [f"{x:g}" for x in places])
     axes.minorticks_off()
     if percent:
-        axes.set_ylim(-3, 108)  # room for the mark's name
+        axes.set_ylim(-3, 108)  # room for the label of the mark
     else:
         axes.set_yscale("log")
-        least, most = axes.get_ylim()
-        steps = (1, 1.5, 2, 3, 4, 5, 6, 7, 8) if most < 50 * least else (1,)
+        low, high = axes.get_ylim()
+        steps = (1, 1.5, 2, 3, 4, 5, 6, 7, 8) if high < 50 * low else (1,)
         axes.set_yticks(
-            [tick for power in range(-3, 10) for step in steps if least <= (tick := step * 10**power) <= most]
+            [tick for power in range(-3, 10) for step in steps if low <= (tick := step * 10**power) <= high]
         )
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         axes.yaxis.minorticks_off()
@@ -100,7 +99,7 @@ def lines(
 
 
 def bars(path: Path, title: str, note: str, names: Sequence[str], groups: dict[str, Sequence[Series]]) -> None:
-    """One panel per group, one horizontal bar per name; each Series holds one point."""
+    """One panel per group, with one horizontal bar per name. Each Series has one point."""
     figure = new_figure((9, 1.4 + 0.27 * len(names)))
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for axes, (group, values), colour in zip(panels, groups.items(), COLOURS[1:], strict=False):
@@ -134,12 +133,12 @@ def bars(path: Path, title: str, note: str, names: Sequence[str], groups: dict[s
 
 
 def frequencies(path: Path, panels: dict[str, dict[str, Sequence[float]]], train_length: int, base: float) -> None:
-    """inv_freq over the pairs, side by side, 2 pi / L and pi / L marked; pairs that do not turn lie on the floor."""
+    """inv_freq by channel pair, with 2 pi / L and pi / L marked. Pairs without rotation are drawn at the bottom."""
     figure, all_axes = _figure((11, 5), columns=len(panels))
     tables = [table for panel in panels.values() for table in panel.values()]
     floor = min(f for table in tables for f in table if f > 0) / 4
     for axes, (name, panel) in zip(all_axes, panels.items(), strict=True):
-        for at, (label, table) in enumerate(panel.items()):  # later lines are thinner, so that those under them show
+        for at, (label, table) in enumerate(panel.items()):  # later lines are thinner, so that those below stay visible
             thinner = at / len(panel)
             look = dict(
                 color=COLOURS[at % len(COLOURS)],
@@ -180,7 +179,7 @@ def frequencies(path: Path, panels: dict[str, dict[str, Sequence[float]]], train
 
 
 def matrices(path: Path, seen: dict[str, Sequence[Sequence[float]]], train_length: int) -> None:
-    """For every scheme the distance that a query (row) sees a key (column) at; distances never trained are orange."""
+    """For every scheme, the distance at which a query (row) sees a key (column). Untrained distances are orange."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
@@ -202,7 +201,7 @@ def matrices(path: Path, seen: dict[str, Sequence[Sequence[float]]], train_lengt
             )
     panels[0].set_ylabel("query", fontsize=8)
     bar = figure.colorbar(image, ax=panels, extend="max", shrink=0.85)
-    bar.set_label(f"distance seen\n(orange: {train_length} and more, never trained)", fontsize=8)
+    bar.set_label(f"distance seen\n(orange: {train_length} or more, never trained)", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     save(figure, path)
 
@@ -214,7 +213,7 @@ def patterns(
     panels: Sequence[tuple[str, dict[str, Sequence[float]]]],
     marks: Sequence[float] = (),
 ) -> None:
-    """Panels of curves over the distance between query and key, side by side; marks are dotted."""
+    """Panels of curves over the distance between query and key, with dotted lines at ``marks``."""
     figure, all_axes = _figure((4.2 * len(panels), 3.4), columns=len(panels))
     for axes, (name, curves) in zip(all_axes, panels, strict=False):
         for at, (label, values) in enumerate(curves.items()):
@@ -238,10 +237,10 @@ def components(
     parts: Sequence[Sequence[float]],
     overall: Sequence[float],
     kinds: Sequence[str],
-    theta: Sequence[float],
+    frequencies: Sequence[float],
     train_length: int,
 ) -> None:
-    """Above, every pair's contribution by distance; below, the sum of all and the sum of the activated ones."""
+    """Top: the contribution of every pair by distance. Bottom: the sum of all pairs and of the activated pairs."""
     figure, (above, below) = _figure((9, 6), rows=2)
     named = set()
     for part, kind in zip(parts, kinds, strict=False):
@@ -254,7 +253,7 @@ def components(
             zorder=3 if kind == "activated" else 2,
         )
         named.add(kind)
-    if len(parts) > len(theta):
+    if len(parts) > len(frequencies):
         above.plot(
             range(len(parts[-1])),
             parts[-1],
@@ -294,8 +293,7 @@ def vaf_over_training(
     kinds: Sequence[str],
     learning_rate_note: str,
 ) -> None:
-    """Variance accounted for (percent) of every pair, one row of the picture per kept step; activated pairs are
-    framed."""
+    """Variance accounted for (percent) by every pair, one row per recorded step, with activated pairs framed."""
     figure, axes = _figure((9, 4.5))
     shown = [[max(min(v, 100.0), -100.0) for v in row] for row in values]
     image = axes.imshow(shown, aspect="auto", cmap="RdBu_r", vmin=-100, vmax=100, interpolation="nearest")
@@ -307,19 +305,9 @@ def vaf_over_training(
     axes.tick_params(axis="x", labelsize=8)
     axes.set_xlabel("channel pair (framed: activated, π/L < θ < 2π/L)")
     axes.set_ylabel("training step")
-    figure.colorbar(image, ax=axes, extend="min").set_label("variance accounted for (%), cut at -100")
+    figure.colorbar(image, ax=axes, extend="min").set_label("variance accounted for (%), clipped at -100")
     _title(axes, title, learning_rate_note)
     save(figure, path)
-
-
-def new_figure(size: tuple[float, float], dpi: int = 200):
-    """A figure of this size in inches, drawn without a display, and without matplotlib before it is asked for."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, dpi=dpi, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _figure(size: tuple[float, float], columns: int = 1, rows: int = 1):
@@ -338,11 +326,6 @@ def _title(axes, title: str, note: str) -> None:
 
 
 def _suptitle(figure, title: str, note: str) -> None:
-    """``_title`` over several panels."""
+    """Title and note above several panels."""
     figure.suptitle(f"{title}\n\n", x=0.01, ha="left", fontweight="bold", fontsize=11)
     figure.text(0.01, 0.99 - 0.32 / figure.get_figheight(), note, fontsize=8, color="0.35", va="top")
-
-
-def save(figure, path: Path) -> None:
-    with replacing(path) as partial:
-        figure.savefig(partial, format="png")

@@ -32,14 +32,16 @@ class TrainConfig:
     clip: float = 1.0
     seed: int = 0
     compile: bool = False
-    micro_batch: int = 0  # sequences that are read at once, their gradients added up to the batch's; 0 reads all
+    micro_batch: int = 0  # sequences per forward pass; gradients are accumulated over the batch. 0: the whole batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
+    """The outcome of one training run."""
+
     loss: float  # mean over the last tenth of the steps, nats per token
     seconds: float
-    tokens_per_second: float  # without the first step, which compiles kernels and builds tables
+    tokens_per_second: float  # excludes the first step, which compiles kernels and builds tables
 
 
 def train(
@@ -52,14 +54,18 @@ def train(
     state: Path | None = None,
     save_every: int = 0,
 ) -> Trained:
-    """Train in place. batches yields int64 (batch_size, train_length + 1) on the model's device, or pairs of inputs and
-    targets (batch_size, seqlen), target -100 not counted; progress(step, loss) is called some fifty times or more. On a
-    GPU the forward pass runs under bfloat16 autocast.
+    """Train ``model`` in place. On a GPU the forward pass runs under bfloat16 autocast.
 
-    With state, a file, the run is kept there every save_every steps and goes on from what is there, as if it had never
-    stopped; batches is then a function of the number of steps done. The file is left to the caller.
+    Args:
+        batches: yields int64 (batch_size, train_length + 1) on the model's device, or pairs (inputs, targets), each
+            (batch_size, seqlen); targets of -100 are ignored. With ``state``, a function of the number of steps
+            already done that returns such an iterable.
+        attend: called as attend(q, k, v, rotary).
+        progress: called as progress(step, loss), every step on a CPU and about fifty times on a GPU.
+        state: a file to save the run to every ``save_every`` steps. If it exists, training resumes from it, with the
+            same result as without the interruption. The caller deletes it.
 
-    Raises RuntimeError where the loss is not finite.
+    Raises RuntimeError if the loss is not finite.
     """
     device = next(model.parameters()).device
     forward = torch.compile(model) if config.compile else model
@@ -68,11 +74,11 @@ def train(
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_fraction(step, config))
-    report_every = max(config.steps // 50, 1) if device.type == "cuda" else 1  # reading the loss waits for the GPU
+    report_every = max(config.steps // 50, 1) if device.type == "cuda" else 1  # reading the loss synchronizes
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     losses, done, first_step = [], 0, 0.0
     if state is not None and state.exists():
-        losses = _restore(state, parts, device)
+        losses = _load_state(state, parts, device)
         done = len(losses)
     start = time.perf_counter()
     for step, batch in zip(
@@ -95,7 +101,7 @@ def train(
                 )
             progress(step, value)
         if state is not None and save_every and step % save_every == 0:
-            _keep(state, parts, losses)
+            _save_state(state, parts, losses)
     seconds = time.perf_counter() - start
     timed = max(config.steps - done - 1, 1) * config.batch_size * config.train_length
     last = torch.stack(losses[-max(config.steps // 10, 1) :])
@@ -103,7 +109,7 @@ def train(
 
 
 def _gradients(forward, rotary: Rotary, attend: Attend, batch, micro_batch: int, device: torch.device) -> torch.Tensor:
-    """Adds the gradients of the mean loss over the batch's targets; returns that loss."""
+    """Accumulates the gradients of the mean loss over the batch's targets; returns that loss."""
     inputs, targets = batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
     size = micro_batch or len(inputs)
     counted = (targets >= 0).sum()
@@ -117,22 +123,22 @@ def _gradients(forward, rotary: Rotary, attend: Attend, batch, micro_batch: int,
     return total
 
 
-def _keep(path: Path, parts: dict, losses: list[torch.Tensor]) -> None:
+def _save_state(path: Path, parts: dict, losses: list[torch.Tensor]) -> None:
     with replacing(path) as partial:
         torch.save(
             {"losses": torch.stack(losses).cpu(), **{name: part.state_dict() for name, part in parts.items()}}, partial
         )
 
 
-def _restore(path: Path, parts: dict, device: torch.device) -> list[torch.Tensor]:
-    kept = torch.load(path, map_location=device, weights_only=True)
+def _load_state(path: Path, parts: dict, device: torch.device) -> list[torch.Tensor]:
+    saved = torch.load(path, map_location=device, weights_only=True)
     for name, part in parts.items():
-        part.load_state_dict(kept[name])
-    return list(kept["losses"])
+        part.load_state_dict(saved[name])
+    return list(saved["losses"])
 
 
 def learning_rate_fraction(step: int, config: TrainConfig) -> float:
-    """Fraction of the peak learning rate at a step counted from 0."""
+    """Fraction of the peak learning rate at ``step``, counted from 0."""
     warmup = max(round(config.warmup * config.steps), 1)
     if step < warmup:
         return (step + 1) / warmup

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and CSV."""
+"""Files that are either written completely or not at all, and CSV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside path to write to; what was written takes path's place at the end, unless the block raised."""
+    """A temporary path to write to. It replaces ``path`` when the block ends, unless the block raised."""
     partial = path.with_name(path.name + ".partial")
     yield partial
     os.replace(partial, path)

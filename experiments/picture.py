@@ -1,8 +1,8 @@
-"""n-dimensional RoPE on small pictures: every pixel asks for the colour of one of its four neighbours.
+"""n-dimensional RoPE on small pictures: predict, for every pixel, the colour of one of its four neighbours.
 
-A pixel's colour says which: 0 the one above, 1 the one to the right, 2 the one below, 3 the one to the left; at an edge
-the pixel itself. Models are trained on square pictures and read others too. Two-dimensional positions say the same of a
-neighbour in every picture; positions along the rows of a picture say "above" by its width.
+The pixel's own colour says which one: 0 above, 1 right, 2 below, 3 left; at an edge it is the pixel itself. Models are
+trained on square pictures and measured on other shapes too. With two-dimensional positions a neighbour has the same
+relative position in every picture; with positions in row order, "above" depends on the width of the picture.
 """
 
 from __future__ import annotations
@@ -11,30 +11,31 @@ from collections.abc import Iterator
 
 import torch
 
-from .. import Rotary, attention
-from .model import Attend, LanguageModel, ModelConfig
+from flashrope import Rotary, attention
+from flashrope.demo.model import Attend, LanguageModel, ModelConfig
+from flashrope.demo.train import TrainConfig, train
+
 from .tasks import Result
-from .train import TrainConfig, train
 
 COLOURS = 4
 NEIGHBOURS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # row, column, by colour
 SIDE = 8
 SHAPES = ((8, 8), (8, 12), (12, 8), (12, 12))  # rows, columns
 ENCODINGS = ("axial", "raster", "nope")
-STEPS, BATCH, SAMPLES = 2000, 16, 64  # STEPS at most; a preset of fewer does its own
+MAX_STEPS, BATCH, SAMPLES = 2000, 16, 64  # a preset with fewer steps uses its own number
 
 
 def pictures(count: int, rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Colours and wanted colours, int64 (count, rows * columns), row by row."""
+    """Colours and target colours, int64 (count, rows * columns), row by row."""
     colours = torch.randint(COLOURS, (count, rows, columns), generator=generator)
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    wanted = colours.clone()
+    targets = colours.clone()
     for colour, (down, right) in enumerate(NEIGHBOURS):
         there_row, there_column = row + down, column + right
         inside = (there_row >= 0) & (there_row < rows) & (there_column >= 0) & (there_column < columns)
         neighbour = colours[:, there_row.clamp(0, rows - 1), there_column.clamp(0, columns - 1)]
-        wanted = torch.where((colours == colour) & inside, neighbour, wanted)
-    return colours.flatten(1), wanted.flatten(1)
+        targets = torch.where((colours == colour) & inside, neighbour, targets)
+    return colours.flatten(1), targets.flatten(1)
 
 
 def encoding(name: str, head_dim: int) -> Rotary:
@@ -44,7 +45,7 @@ def encoding(name: str, head_dim: int) -> Rotary:
 
 
 def attend_on(rows: int, columns: int, impl: str | None = None) -> Attend:
-    """Attention in both directions, over (row, column) for axial schemes and row by row for others."""
+    """Attention without a causal mask; positions are (row, column) for axial schemes and in row order for others."""
 
     def attend(q, k, v, rotary):
         positions = None
@@ -64,15 +65,15 @@ def train_on_pictures(
     impl: str | None = None,
     progress=lambda step, loss: None,
 ) -> LanguageModel:
-    """A model of SIDE x SIDE pictures."""
+    """A model trained on SIDE x SIDE pictures."""
     torch.manual_seed(training.seed)
     model = LanguageModel(config).to(device)
 
     def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         generator = torch.Generator().manual_seed(training.seed)
         while True:
-            colours, wanted = pictures(training.batch_size, SIDE, SIDE, generator)
-            yield colours.to(device), wanted.to(device)
+            colours, targets = pictures(training.batch_size, SIDE, SIDE, generator)
+            yield colours.to(device), targets.to(device)
 
     train(model, encoding(name, config.head_dim), batches(), training, attend_on(SIDE, SIDE, impl), progress)
     return model
@@ -80,15 +81,14 @@ def train_on_pictures(
 
 @torch.no_grad()
 def measure(model: LanguageModel, name: str, samples: int, seed: int, impl: str | None = None) -> list[Result]:
-    """Share of pixels that are told right, by shape (task "picture-8x12"); the pictures are others than those trained
-    on."""
+    """Share of pixels predicted correctly, by shape (task "picture-8x12"), on pictures not used in training."""
     device, results = model.embedding.weight.device, []
     for rows, columns in SHAPES:
-        colours, wanted = pictures(samples, rows, columns, torch.Generator().manual_seed(1_000_000_007 + seed))
-        said = model(colours.to(device), encoding(name, model.config.head_dim), attend_on(rows, columns, impl)).argmax(
-            -1
-        )
-        right = (said.cpu() == wanted).double().mean().item()
+        colours, targets = pictures(samples, rows, columns, torch.Generator().manual_seed(1_000_000_007 + seed))
+        predicted = model(
+            colours.to(device), encoding(name, model.config.head_dim), attend_on(rows, columns, impl)
+        ).argmax(-1)
+        right = (predicted.cpu() == targets).double().mean().item()
         results.append(Result(f"picture-{rows}x{columns}", rows * columns, 100 * right, samples))
     return results
 
@@ -96,6 +96,6 @@ def measure(model: LanguageModel, name: str, samples: int, seed: int, impl: str 
 def job(
     name: str, config: ModelConfig, training: TrainConfig, samples: int, device: str, impl: str | None, progress
 ) -> list[Result]:
-    """Trains and measures one model, in a worker."""
+    """Train and measure one model, in a worker."""
     model = train_on_pictures(name, config, training, torch.device(device), impl, lambda *message: progress(message))
     return measure(model, name, samples, training.seed, impl)

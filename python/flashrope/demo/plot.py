@@ -1,20 +1,18 @@
-"""The figure: loss against context length."""
+"""The figure of ``flashrope demo``: loss by context length."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from .figures import new_figure, save
+from .figure import COLOURS, new_figure, save
 from .report import Row
 
-# Okabe and Ito's palette, distinguishable with colour-blindness; one colour per scheme, log n is dashed and hollow.
-COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7")
 MARKERS = ("o", "s", "^", "D")
 
 
 def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
-    """A PNG of 1600 x 1000 pixels, labels at the lines' ends."""
+    """A PNG of 1600 x 1000 pixels. One colour per scheme, dashed with log n; each line is labelled at its end."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     figure = new_figure((8, 5))
@@ -65,7 +63,7 @@ def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
 
 
 def _label_ends(axes, rows: Sequence[Row], last: float) -> None:
-    """Each line's name beside its end, pushed apart where the ends lie close."""
+    """Label each line at its right end; labels that would overlap are moved apart."""
     low, high = axes.get_ylim()
     gap = (high - low) * 0.055
     order = sorted(range(len(rows)), key=lambda at: rows[at].losses[-1].last)

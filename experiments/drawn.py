@@ -1,4 +1,4 @@
-"""The experiments that draw something of their own: patterns, positions, frequencies, pictures."""
+"""The experiments with figures of their own kind: patterns, positions, frequencies, pictures."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import json
 import math
 from pathlib import Path
 
-from .. import Rotary, attention
-from . import figures, files, picture, report
-from .patterns import kinds, pattern
+from flashrope import Rotary, attention
+from flashrope.demo import files, report
+from flashrope.demo.train import TrainConfig
+from flashrope.demo.workers import Workers
+
+from . import figures, picture
+from .patterns import Pattern, kinds, pattern
 from .runs import COLUMNS, OBSERVED, Run, load_model, observed, train_models, write_csv
 from .tables import resolve
-from .train import TrainConfig
-from .workers import Workers
 from .zoo import scheme
 
-PATTERN_SAMPLES = 5000  # the source's; fewer where the preset has fewer samples
+PATTERN_SAMPLES = 5000  # as in the paper; if the preset has fewer, its own number, but at least 64
 FREQUENCY_PANELS = {
     "trained with": ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3"),
-    "changed when used, for 8 times the training length": (
+    "changed after training, for 8 times the training length": (
         "rope",
         "pi-s8",
         "ntk-old-s8",
@@ -49,8 +51,8 @@ def draw_frequencies(run: Run, workers: Workers, folder: Path) -> None:
 
 
 def seen_distances(rotary: Rotary, length: int, scale: float = 1.0) -> list[list[float]]:
-    """Row i, column j: the distance that query i sees key j at, NaN for keys of the future or outside all bands. scale
-    is what the table's frequencies were divided by."""
+    """Row i, column j: the distance at which query i sees key j; NaN for future keys and outside all bands. ``scale``
+    is what the frequencies were divided by."""
 
     def seen(d: int) -> float:
         band = next((band for band in rotary.bands if band.start <= d < band.stop), None)
@@ -73,7 +75,7 @@ def draw_positions(run: Run, workers: Workers, folder: Path) -> None:
 
 def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
     preset = run.preset
-    steps = min(picture.STEPS, preset.steps)
+    steps = min(picture.MAX_STEPS, preset.steps)
     trainings = [
         TrainConfig(steps, picture.BATCH, picture.SIDE**2, preset.learning_rate, warmup=preset.warmup, seed=seed)
         for seed in run.seeds
@@ -93,7 +95,7 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
     asked = [[job[0], job[2].seed, steps] for job in jobs]
     kept = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
     if kept.get("asked") != asked:
-        with report.Bars([f"training {len(jobs)} models of pictures, steps"], len(jobs) * steps) as bars:
+        with report.Bars([f"training {len(jobs)} picture models, steps"], len(jobs) * steps) as bars:
             found = workers.map(picture.job, jobs, progress)
         rows = [
             [job[0], job[0], picture.SIDE**2, job[2].seed, *dataclasses.astuple(result)]
@@ -114,8 +116,8 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
         ]
     figures.bars(
         folder / "picture.png",
-        "A neighbour's colour in pictures of other shapes",
-        "pixels told right (%); axial: two-dimensional RoPE; raster: RoPE along the rows; nope: no positions",
+        "Predicting a neighbour's colour in pictures of other shapes",
+        "pixels predicted correctly (%); axial: two-dimensional RoPE; raster: RoPE in row order; nope: no positions",
         picture.ENCODINGS,
         groups,
     )
@@ -123,35 +125,18 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
 
 # ---- patterns
 def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
-    """HoPE's figures 1, 2, 5, 6, 7, of the first seed's models; L is the preset's training length, and twice that for 6
-    and 7."""
+    """Figures 1, 2, 5, 6 and 7 of the HoPE paper, with the models of the first seed. The training length is the
+    preset's, and twice that for figures 6 and 7."""
     unit, double = run.unit, 2 * run.unit
     wanted = [("learned", unit), ("rope", unit), ("kerple", unit), ("hope", unit), ("rope", double)]
     train_models(dataclasses.replace(run, preset=dataclasses.replace(run.preset, seeds=1)), workers, wanted)
     samples = min(PATTERN_SAMPLES, max(run.preset.samples, 64))
-    found, rows = {}, []
-    for trained, length in wanted:
-        used = scheme(trained, run.preset.config, length, run.defaults)
-        model = load_model(run.model_path(trained, length, run.first_seed), run.device).eval()
-        for context in [length] if used.longest else [length, 2 * length]:
-            found[trained, length, context] = it = pattern(
-                model, used.rotary, context, samples, run.first_seed, functools.partial(attention, impl=run.impl)
-            )
-            curves = [("all", "overall", it.mean_overall), ("0", "overall", it.overall[0])]
-            if trained in OBSERVED:
-                curves += [("all", str(part), values) for part, values in enumerate(it.mean_components)]
-            rows += [
-                [trained, length, context, layer, part, d, value]
-                for layer, part, values in curves
-                for d, value in enumerate(values.tolist())
-            ]
-    write_csv(
-        folder / "results.csv", ("encoding", "train_length", "context", "layer", "component", "distance", "score"), rows
-    )
+    found = _measure_patterns(run, wanted, samples)
+    columns = ("encoding", "train_length", "context", "layer", "component", "distance", "score")
+    write_csv(folder / "results.csv", columns, _pattern_rows(found))
 
-    def overall(trained, length, context, layer=None):
-        it = found[trained, length, context]
-        return (it.mean_overall if layer is None else it.overall[layer]).tolist()
+    def overall(trained, length, context):
+        return found[trained, length, context].mean_overall.tolist()
 
     note = f"trained on {unit} bytes; scores of the last query, averaged over layers, heads and {samples} samples"
     names = {"learned": "learned", "rope": "RoPE", "kerple": "KERPLE"}
@@ -173,15 +158,15 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
     )
     _rope_figures(run, folder, found, unit, ("figure-2a.png", "figure-2b.png", "figure-2c.png"))
     _rope_figures(run, folder, found, double, ("figure-7.png", "figure-6.png", None))
-    theta = scheme("hope", run.preset.config, unit, run.defaults).rotary.frequencies
-    it = found["hope", unit, double]
+    frequencies = scheme("hope", run.preset.config, unit, run.defaults).rotary.frequencies
+    beyond = found["hope", unit, double]
     figures.components(
         folder / "hope-components.png",
         f"HoPE's pairs, in and beyond the training length {unit}",
-        it.mean_components.tolist(),
-        it.mean_overall.tolist(),
-        kinds(theta, unit),
-        theta,
+        beyond.mean_components.tolist(),
+        beyond.mean_overall.tolist(),
+        kinds(frequencies, unit),
+        frequencies,
         unit,
     )
     write_csv(
@@ -197,17 +182,43 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
     )
 
 
+def _measure_patterns(run: Run, wanted: list[tuple[str, int]], samples: int) -> dict[tuple[str, int, int], Pattern]:
+    """{(encoding, training length, context length): pattern}, in and beyond the training length where possible."""
+    found = {}
+    for trained, length in wanted:
+        used = scheme(trained, run.preset.config, length, run.defaults)
+        model = load_model(run.model_path(trained, length, run.first_seed), run.device).eval()
+        attend = functools.partial(attention, impl=run.impl)
+        for context in [length] if used.longest else [length, 2 * length]:
+            found[trained, length, context] = pattern(model, used.rotary, context, samples, run.first_seed, attend)
+    return found
+
+
+def _pattern_rows(found: dict[tuple[str, int, int], Pattern]) -> list[list]:
+    rows = []
+    for (trained, length, context), measured in found.items():
+        curves = [("all", "overall", measured.mean_overall), ("0", "overall", measured.overall[0])]
+        if trained in OBSERVED:
+            curves += [("all", str(part), values) for part, values in enumerate(measured.mean_components)]
+        rows += [
+            [trained, length, context, layer, part, distance, value]
+            for layer, part, values in curves
+            for distance, value in enumerate(values.tolist())
+        ]
+    return rows
+
+
 def _rope_figures(run: Run, folder: Path, found: dict, length: int, names: tuple[str, str, str | None]) -> None:
-    theta = Rotary.rope(run.preset.config.head_dim, run.defaults.base).frequencies
-    of = kinds(theta, length)
+    frequencies = Rotary.rope(run.preset.config.head_dim, run.defaults.base).frequencies
+    pair_kinds = kinds(frequencies, length)
     inside, beyond = found["rope", length, length], found["rope", length, 2 * length]
     figures.components(
         folder / names[0],
         f"RoPE's pairs, trained on {length} bytes",
         inside.mean_components.tolist(),
         inside.mean_overall.tolist(),
-        of,
-        theta,
+        pair_kinds,
+        frequencies,
         length,
     )
     steps = observed(run, "rope", length)
@@ -216,11 +227,11 @@ def _rope_figures(run: Run, folder: Path, found: dict, length: int, names: tuple
         f"Variance accounted for over training, training length {length}",
         list(steps),
         list(steps.values()),
-        of,
+        pair_kinds,
         "RoPE; patterns averaged over layers, heads and samples",
     )
     if names[2]:
-        activated = [at for at, kind in enumerate(of) if kind == "activated"]
+        activated = [at for at, kind in enumerate(pair_kinds) if kind == "activated"]
         others = {f"layer {layer}": beyond.overall[layer].tolist() for layer in range(1, len(beyond.overall))}
         figures.patterns(
             folder / names[2],

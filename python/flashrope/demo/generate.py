@@ -1,14 +1,13 @@
-"""``flashrope generate``: continues a text from a model that ``flashrope demo`` trained, past its training length.
+"""``flashrope generate``: continue a text with a model trained by ``flashrope demo``, past its training length.
 
-Every block keeps one cache of raw keys; the scheme is chosen when the model is loaded, and nothing but the attention
-call changes with it. The text goes to stdout as it comes, everything else to stderr.
+Every block has a cache of raw keys, so any scheme can be chosen when the model is loaded; it only changes the attention
+call. The text is streamed to stdout; everything else goes to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import codecs
-import contextlib
 import dataclasses
 import io
 import json
@@ -25,15 +24,15 @@ from ..backends import BACKENDS, resolve_impl
 from ..cli import INTERRUPTED
 from ..info import hardware
 from . import data, options, report
-from .demo import CHECKPOINTS
+from .main import CHECKPOINTS
 from .model import Decoder, LanguageModel, load_checkpoint, trained_length
-from .options import MOST_THREADS, BadInput, need, positive
+from .options import MAX_THREADS, BadInput, cores, need, positive, torch_threads
 from .train import autocast
 
-CHUNK = 1024  # bytes of the prompt that are read in one call
-SHORTEST_PROMPT = 128  # of the default prompt where the training length is unknown
+CHUNK = 1024  # bytes of the prompt per call
+DEFAULT_PROMPT = 128  # bytes, if the training length is unknown
 VOCABULARY = 256
-WORTH_THREADS = 4_000_000  # parameters; the products of a smaller model's step end before a second thread has started
+SMALL_MODEL = 4_000_000  # parameters; a decoding step of a smaller model takes less time than starting threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,45 +41,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="PATH",
         default=f"runs/demo/{CHECKPOINTS['rope']}",
-        help="a checkpoint that flashrope demo wrote",
+        help="a checkpoint written by flashrope demo",
     )
     prompt = model.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt",
         metavar="TEXT",
-        help="the text to continue; by default a piece, as long as the training "
-        "length, of the files that the model was not trained on",
+        help="the text to continue; default: part of a file that the model was not trained on, as long as the training "
+        "length",
     )
-    prompt.add_argument("--prompt-file", metavar="PATH", help="a file that holds it")
+    prompt.add_argument("--prompt-file", metavar="PATH", help="a file with the text to continue")
     run_ = parser.add_argument_group("run")
-    run_.add_argument("--tokens", type=positive, metavar="N", default=256, help="bytes to generate")
-    run_.add_argument(
-        "--temperature", type=float, metavar="T", default=0.8, help="0 takes the likeliest byte each time"
-    )
-    run_.add_argument("--top-k", type=positive, metavar="K", help="draw from the K likeliest bytes only")
-    run_.add_argument("--seed", type=int, default=0, help="of the draws and of the default prompt")
+    run_.add_argument("--tokens", type=positive, metavar="N", default=256, help="number of bytes to generate")
+    run_.add_argument("--temperature", type=float, metavar="T", default=0.8, help="0 always takes the most likely byte")
+    run_.add_argument("--top-k", type=positive, metavar="K", help="sample from the K most likely bytes only")
+    run_.add_argument("--seed", type=int, default=0, help="seed of the sampling and of the default prompt")
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: the one for the device")
     run_.add_argument(
-        "--impl", choices=BACKENDS, help="the attention implementation; by default the one for the device"
+        "--threads",
+        type=positive,
+        help=f"CPU threads; default: one for small models, otherwise the cores available, at most {MAX_THREADS}",
     )
-    run_.add_argument(
-        "--threads", type=positive, help="CPU threads; by default one for small models, else those there are, at most 8"
-    )
-    scheme = parser.add_argument_group("scheme (by default the one the model was trained with, at every distance)")
+    scheme = parser.add_argument_group("scheme (default: the one the model was trained with)")
     scheme.add_argument(
-        "--rectify", action="store_true", help="ReRoPE: distances of the window and more count as the window"
+        "--rectify", action="store_true", help="ReRoPE: distances beyond the window are treated as the window"
     )
     scheme.add_argument(
         "--window",
         type=positive,
         metavar="W",
-        help="of ReRoPE, in bytes, by default half the training length; asks for --rectify by itself",
+        help="window of ReRoPE in bytes, default: half the training length; implies --rectify",
     )
     scheme.add_argument(
         "--factor",
         type=float,
         metavar="K",
-        help="Leaky ReRoPE: distances grow by 1/K beyond the window; asks for --rectify by itself",
+        help="Leaky ReRoPE: distances grow by 1/K beyond the window; implies --rectify",
     )
     scheme.add_argument(
         "--log-n", action="store_true", help="scale the query at position i by max(1, ln(i + 1) / ln(training length))"
@@ -89,17 +86,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--train-length",
         type=positive,
         metavar="N",
-        help="the training length in bytes, for checkpoints that do not state it",
+        help="the training length in bytes, for checkpoints that do not record it",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The options resolved: what is run, on which bytes, and where."""
+    """What the options ask for: what to run, on which prompt, and where."""
 
     model: LanguageModel
     rotary: Rotary
-    scheme: str  # in words
+    scheme: str  # description
     train_length: int | None
     prompt: bytes
     device: torch.device
@@ -109,7 +106,7 @@ class Settings:
 def run(args: argparse.Namespace) -> int:
     try:
         settings = resolve(args)
-        with torch.inference_mode(), autocast(settings.device), _threads(settings, args.threads):
+        with torch.inference_mode(), autocast(settings.device), torch_threads(_threads(settings, args)):
             return _generate(settings, args)
     except BadInput as error:
         print(f"flashrope generate: error: {error}", file=sys.stderr)
@@ -121,15 +118,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _generate(settings: Settings, args: argparse.Namespace) -> int:
     capacity = len(settings.prompt) + args.tokens
-    dtype = torch.bfloat16 if settings.device.type == "cuda" else torch.float32  # what autocast hands to attention
+    dtype = torch.bfloat16 if settings.device.type == "cuda" else torch.float32  # what autocast passes to attention
     try:
         decoder = Decoder(settings.model, settings.rotary, capacity, dtype, settings.impl)
     except (RuntimeError, MemoryError):
-        raise BadInput(f"--tokens: {settings.device} has no memory for the cache of {capacity:,} tokens") from None
+        raise BadInput(
+            f"--tokens: {settings.device} has not enough memory for a cache of {capacity:,} tokens"
+        ) from None
     print(report.lines(_facts(settings, args)) + "\n", file=sys.stderr, flush=True)
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 cannot show every character
+        sys.stdout.reconfigure(errors="replace")  # for terminals without UTF-8
     text = codecs.getincrementaldecoder("utf-8")("replace")
     _show(text.decode(settings.prompt))
     start, times, code = time.perf_counter(), [], 0
@@ -147,10 +146,10 @@ def _generate(settings: Settings, args: argparse.Namespace) -> int:
 def generate(
     decoder: Decoder, prompt: bytes, tokens: int, temperature: float = 0.0, top_k: int | None = None, seed: int = 0
 ) -> Iterator[int]:
-    """The bytes that follow prompt, each as soon as it is known. Under torch.inference_mode.
+    """Yields the bytes that follow ``prompt``, one at a time. Call it under torch.inference_mode.
 
-    Draws are made on the CPU, so that a seed means the same on every device. Raises FloatingPointError where the logits
-    are not finite.
+    Sampling is done on the CPU, so a seed means the same on every device. Raises FloatingPointError if the logits are
+    not finite.
     """
     device = decoder.model.embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
@@ -164,12 +163,10 @@ def generate(
 
 
 def pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """One token drawn by logits (vocab_size,) float64 on the CPU; the likeliest at temperature 0."""
+    """One token sampled from logits, float64 (vocab_size,) on the CPU; the most likely one at temperature 0."""
     highest, token = logits.max(dim=0)
     if not math.isfinite(highest):
-        raise FloatingPointError(
-            f"the model's largest logit is {highest.item()}: its weights are not those of a trained model"
-        )
+        raise FloatingPointError(f"the model's largest logit is {highest.item()}: its weights are not finite")
     if temperature == 0:
         return int(token)
     if top_k is not None:
@@ -178,28 +175,22 @@ def pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator:
     return drawn if top_k is None else int(tokens[drawn])
 
 
-@contextlib.contextmanager
-def _threads(settings: Settings, asked: int | None):
-    small = sum(p.numel() for p in settings.model.parameters()) < WORTH_THREADS
-    before = torch.get_num_threads()
-    torch.set_num_threads(asked or (1 if small else min(before, MOST_THREADS)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _threads(settings: Settings, args: argparse.Namespace) -> int:
+    small = sum(p.numel() for p in settings.model.parameters()) < SMALL_MODEL
+    return args.threads or (1 if small else min(cores(), MAX_THREADS))
 
 
-# ---- the options
+# ---- options
 def resolve(args: argparse.Namespace) -> Settings:
-    """The settings that the options ask for. Raises BadInput."""
+    """The settings for these options. Raises BadInput."""
     need("safetensors")
     if not (math.isfinite(args.temperature) and args.temperature >= 0):
         raise BadInput(f"--temperature: expected a number of at least 0, got {args.temperature}")
     if args.top_k is not None and args.top_k > VOCABULARY:
-        raise BadInput(f"--top-k: expected at most {VOCABULARY}, the bytes there are, got {args.top_k}")
+        raise BadInput(f"--top-k: expected at most {VOCABULARY}, the number of different bytes, got {args.top_k}")
     if args.top_k is not None and args.temperature == 0:
         raise BadInput(
-            "--top-k: nothing is drawn at --temperature 0, which takes the likeliest byte; give one of the two"
+            "--top-k: has no effect at --temperature 0, which always takes the most likely byte; give only one of them"
         )
     if not 0 <= args.seed < 1 << 63:
         raise BadInput(f"--seed: expected 0 to 2**63 - 1, got {args.seed}")
@@ -216,7 +207,7 @@ def resolve(args: argparse.Namespace) -> Settings:
 def _load(args: argparse.Namespace, device: torch.device) -> tuple[LanguageModel, Rotary, int | None]:
     if not Path(args.model).is_file():
         raise BadInput(
-            f"--model: no file {args.model}; run 'flashrope demo' first, which writes it, or give another checkpoint"
+            f"--model: no file {args.model}; run 'flashrope demo' first to create it, or give another checkpoint"
         )
     try:
         model, trained = load_checkpoint(args.model, device)
@@ -228,36 +219,36 @@ def _load(args: argparse.Namespace, device: torch.device) -> tuple[LanguageModel
             f"--model: expected a model over {VOCABULARY} bytes, {args.model} has {model.config.vocab_size} tokens"
         )
     if train_length and args.train_length and args.train_length != train_length:
-        raise BadInput(f"--train-length: {args.model} states {train_length}, got {args.train_length}")
+        raise BadInput(f"--train-length: {args.model} records {train_length}, got {args.train_length}")
     return model, trained, train_length or args.train_length
 
 
 def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None) -> tuple[Rotary, str]:
-    """The scheme to run under, and in words."""
-    turning = sum(f != 0 for f in trained.frequencies)
-    rotary, words = trained, [f"trained with {turning} of {trained.head_dim // 2} channel pairs rotating"]
-    unknown = f"{args.model} does not state its training length; give --train-length"
+    """The scheme to run under, and its description."""
+    rotated = sum(f != 0 for f in trained.frequencies)
+    rotary, words = trained, [f"trained with {rotated} of {trained.head_dim // 2} channel pairs rotated"]
+    unknown = f"{args.model} does not record its training length; give --train-length"
     if args.rectify or args.window or args.factor is not None:
         option = "--rectify" if args.rectify else "--window" if args.window else "--factor"
-        if not turning:
-            raise BadInput(f"{option}: no pair of this model rotates, distances mean nothing to it")
+        if not rotated:
+            raise BadInput(f"{option}: no channel pair of this model is rotated, so it has no distances to rectify")
         if train_length is None:
             raise BadInput(f"{option}: {unknown}")
         window = args.window or max(train_length // 2, 1)
         if window > train_length:
             raise BadInput(
-                f"--window: {window:,} is beyond the training length of {train_length:,} bytes, so distances would be "
-                "told apart that the model never saw"
+                f"--window: {window:,} is larger than the training length of {train_length:,} bytes, so the model "
+                "would see distances it was not trained on"
             )
         try:
             rotary = rotary.rectify(window, args.factor)
         except ValueError as error:
             raise BadInput(f"--{error}" if str(error).startswith("factor: ") else f"{option}: {error}") from None
         leaky = args.factor is not None and math.isfinite(args.factor)
-        far = f"grow by 1/{args.factor:g} from there on" if leaky else f"of {window:,} and more count as {window:,}"
+        far = f"beyond it grow by 1/{args.factor:g}" if leaky else f"beyond it are treated as {window:,}"
         words.append(f"{'Leaky ReRoPE' if leaky else 'ReRoPE'}, window {window:,} bytes: distances {far}")
     else:
-        words.append("every distance as it is")
+        words.append("distances unchanged")
     if args.log_n:
         if train_length is None:
             raise BadInput(f"--log-n: {unknown}")
@@ -265,13 +256,13 @@ def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None)
             rotary = rotary.log_n(train_length)
         except ValueError as error:
             raise BadInput(f"--log-n: {error}") from None
-        words.append(f"log n: the query at position i scaled by max(1, ln(i + 1) / ln({train_length}))")
+        words.append(f"log n: the query at position i is scaled by max(1, ln(i + 1) / ln({train_length}))")
     return rotary, "; ".join(words)
 
 
 def _prompt(args: argparse.Namespace, train_length: int | None) -> bytes:
     if args.prompt is not None:
-        option, prompt = "--prompt", args.prompt.encode("utf-8", "surrogateescape")  # as argv decodes what is not UTF-8
+        option, prompt = "--prompt", args.prompt.encode("utf-8", "surrogateescape")  # as Python decoded argv
     elif args.prompt_file is not None:
         option = "--prompt-file"
         try:
@@ -279,31 +270,31 @@ def _prompt(args: argparse.Namespace, train_length: int | None) -> bytes:
         except OSError as error:
             raise BadInput(f"--prompt-file: cannot read {args.prompt_file} ({error.strerror})") from None
     else:
-        return _unseen_piece(Path(args.model).with_name("split.json"), train_length or SHORTEST_PROMPT, args.seed)
+        return _unseen_piece(Path(args.model).with_name("split.json"), train_length or DEFAULT_PROMPT, args.seed)
     if not prompt:
-        raise BadInput(f"{option}: expected at least one byte, it is empty")
+        raise BadInput(f"{option}: expected at least one byte, got none")
     return prompt
 
 
 def _unseen_piece(split: Path, length: int, seed: int) -> bytes:
-    """length bytes of a file that the split beside the checkpoint keeps from training, from the start of a line where
-    there is one. Only the standard library can be found again; of a user's own text the split has the names alone."""
+    """``length`` bytes of a file that is unseen according to the split next to the checkpoint, from the start of a line
+    if possible. Only works for the standard library: of other texts the split has only the names."""
     try:
         record = json.loads(split.read_text())
         text, files = record["text"], record["unseen"]["files"]
     except (OSError, ValueError, KeyError, TypeError):
         raise BadInput(
-            f"--prompt: there is no {split} to tell which text is unseen; give --prompt or --prompt-file"
+            f"--prompt: found no {split}, which says which text is unseen; give --prompt or --prompt-file"
         ) from None
     corpus = data.standard_library(length)
     pieces = [piece for name, piece in zip(corpus.unseen_files, corpus.unseen, strict=True) if name in set(files)]
     windows = data.unseen_windows(pieces, 2 * length, 1, seed) if text == corpus.name else []
     if not windows:
-        raise BadInput(f"--prompt: the unseen part of {text} is not at hand; give --prompt or --prompt-file")
+        raise BadInput(f"--prompt: the unseen part of {text} is not available; give --prompt or --prompt-file")
     return windows[0][windows[0][:length].find(b"\n") + 1 :][:length]
 
 
-# ---- what is told
+# ---- output
 def _facts(settings: Settings, args: argparse.Namespace) -> dict[str, str]:
     config, trained_at = settings.model.config, settings.train_length
     parameters = sum(p.numel() for p in settings.model.parameters())
@@ -312,29 +303,30 @@ def _facts(settings: Settings, args: argparse.Namespace) -> dict[str, str]:
     if trained_at:
         place = "within the prompt" if prompt > trained_at else f"at generated byte {trained_at - prompt + 1:,}"
         passed = f"; past the training length {place}" if end > trained_at else "; within the training length"
-    likeliest = f", the {args.top_k} likeliest" if args.top_k else ""
+    top_k = f", from the {args.top_k} most likely bytes" if args.top_k else ""
+    length = f"{trained_at:,} bytes" if trained_at else "unknown"
     return {
-        "model": f"{args.model}, {parameters:,} parameters, layers {config.layers}, heads {config.heads} of {config.head_dim} "
-        f"channels, training length {f'{trained_at:,} bytes' if trained_at else 'unknown'}",
+        "model": f"{args.model}, {parameters:,} parameters, layers {config.layers}, "
+        f"heads {config.heads} of {config.head_dim} channels, training length {length}",
         "scheme": settings.scheme,
-        "context": f"prompt of {prompt:,} bytes, up to {args.tokens:,} to come{passed}",
-        "draws": f"temperature {args.temperature:g}{likeliest}, seed {args.seed}"
+        "context": f"prompt of {prompt:,} bytes, up to {args.tokens:,} bytes generated{passed}",
+        "sampling": f"temperature {args.temperature:g}{top_k}, seed {args.seed}"
         if args.temperature
-        else "the likeliest byte each time (greedy)",
-        "machine": f"{hardware(settings.device)}, CPU threads: {torch.get_num_threads()}, attention implementation "
-        f"{settings.impl}, torch {torch.__version__}",
+        else "always the most likely byte (greedy)",
+        "machine": f"{hardware(settings.device)}, CPU threads: {torch.get_num_threads()}, backend {settings.impl}, "
+        f"torch {torch.__version__}",
     }
 
 
 def _outcome(settings: Settings, args: argparse.Namespace, start: float, times: list[float]) -> dict[str, str]:
-    """times are those of the generated bytes; the first ends the reading of the prompt, the second compiles and builds
-    tables."""
-    device = f"{settings.device}, attention implementation {settings.impl}"
+    """What was generated, and how fast. ``times`` has one entry per generated byte: the first ends the prefill, and the
+    second includes compilation and the building of tables."""
+    device = f"{settings.device}, backend {settings.impl}"
     if not times:
-        return {"prompt": "interrupted while it was read", "device": device}
+        return {"prompt": "interrupted during the prefill", "device": device}
     prompt, generated = len(settings.prompt), len(times)
     reached = prompt + generated
-    speed = f", {(generated - 2) / (times[-1] - times[1]):,.0f} tokens/s after the second" if generated > 2 else ""
+    speed = f", {(generated - 2) / (times[-1] - times[1]):,.0f} tokens/s from the third on" if generated > 2 else ""
     stopped = "" if generated == args.tokens else f" of {args.tokens:,}, interrupted"
     multiple = f", {reached / settings.train_length:.1f} times the training length" if settings.train_length else ""
     return {

@@ -1,8 +1,8 @@
-"""``flashrope demo``: two small language models, one trained with RoPE and one with HoPE, read beyond their training
-length.
+"""``flashrope demo``: train two small language models, one with RoPE and one with HoPE, and measure their loss beyond
+the training length.
 
-Both start from the same weights and see the same batches. Afterwards the scheme is swapped in the attention call, and
-nothing else: the losses come from ``flashrope.attention``.
+Both start from the same weights and see the same batches. For the measurement only the scheme in the call of
+``flashrope.attention`` changes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..info import hardware
 from . import data, files, options, report
 from .evaluate import ContextLoss, loss_by_context
 from .model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
-from .options import MOST_THREADS, BadInput, need, positive
+from .options import BadInput, cores, need, positive
 from .plot import plot_losses
 from .train import TrainConfig, Trained, train
 from .workers import Workers
@@ -38,7 +38,7 @@ OUTPUTS = ("split.json", *CHECKPOINTS.values(), "losses.csv", "losses.md", "loss
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Sizes of one run; ``windows`` is the number of unseen windows that are read at every context length."""
+    """Sizes of one run. ``windows`` is the number of unseen windows measured at every context length."""
 
     width: int
     layers: int
@@ -61,7 +61,7 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """One row of the table: the weights it runs on and the scheme they run under."""
+    """One row of the table: a scheme, and which of the two models it runs on."""
 
     name: str
     trained_with: str
@@ -74,17 +74,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     path.add_argument(
         "--text", metavar="PATH", help="a file or folder to train on instead of Python's standard library"
     )
-    path.add_argument("--out", metavar="DIR", default="runs/demo", help="where the results go")
+    path.add_argument("--out", metavar="DIR", default="runs/demo", help="directory for the results")
     run_ = parser.add_argument_group("run")
-    run_.add_argument("--preset", choices=PRESETS, help="sizes of the run; by default gpu on a GPU and cpu elsewhere")
+    run_.add_argument("--preset", choices=PRESETS, help="sizes of the run; default: gpu on a GPU, otherwise cpu")
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    run_.add_argument("--threads", type=positive, help="CPU threads in all; by default those there are, at most 8")
-    run_.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the unseen windows")
     run_.add_argument(
-        "--impl", choices=BACKENDS, help="the attention implementation; by default the one for the device"
+        "--threads", type=positive, help="CPU threads in total; default: one per model, if there are two cores"
     )
+    run_.add_argument("--seed", type=int, default=0, help="seed of the weights, the batches and the unseen windows")
+    run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: the one for the device")
     run_.add_argument("--compile", action="store_true", help="torch.compile the training step")
-    sizes = parser.add_argument_group("sizes (by default the preset's)")
+    sizes = parser.add_argument_group("sizes (default: those of the preset)")
     for field in dataclasses.fields(Preset):
         kind = float if field.name == "learning_rate" else positive
         sizes.add_argument(
@@ -99,27 +99,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=positive,
         metavar="N",
-        help="of ReRoPE and Leaky ReRoPE, by default half the training "
+        help="window of ReRoPE and Leaky ReRoPE; default: half the training "
         "length (ReRoPE's author found a quarter to a half of it best)",
     )
     schemes.add_argument(
-        "--factor", type=float, default=16.0, help="Leaky ReRoPE's distances grow by 1/FACTOR beyond the window"
+        "--factor", type=float, default=16.0, help="Leaky ReRoPE: distances grow by 1/FACTOR beyond the window"
     )
-    schemes.add_argument("--base", type=float, default=10_000.0, help="of the rotary frequencies")
+    schemes.add_argument("--base", type=float, default=10_000.0, help="base of the rotary frequencies")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The options resolved: what is built, trained and measured, and where."""
+    """What the options ask for: what to train and measure, and where."""
 
     config: ModelConfig
     training: TrainConfig
     windows: int
     schemes: tuple[Scheme, ...]
     device: torch.device
-    impl: str | None  # as asked for
+    impl: str | None  # the value of --impl
     threads: int
-    processes: int  # 0 trains here, one model after the other
+    processes: int  # 0: train in this process, one model after the other
 
     @property
     def context_lengths(self) -> list[int]:
@@ -127,7 +127,8 @@ class Settings:
 
     @property
     def targets(self) -> int:
-        """Bytes at the end of every window whose loss is compared; half the training length, as in the HoPE paper."""
+        """Number of bytes at the end of every window whose loss is compared: half the training length, as in the HoPE
+        paper."""
         return self.training.train_length // 2
 
 
@@ -145,7 +146,9 @@ def run(args: argparse.Namespace) -> int:
         after = _stamps(out)
         written = [name for name in OUTPUTS if after[name] != before[name]]
         missing = [
-            name + (" (an earlier run's is there)" if after[name] else "") for name in OUTPUTS if name not in written
+            name + (" (a file from an earlier run exists)" if after[name] else "")
+            for name in OUTPUTS
+            if name not in written
         ]
         print(
             f"\nflashrope demo: interrupted after {time.perf_counter() - start:.0f} s. Written to {out}: "
@@ -185,13 +188,13 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
     )
     facts["losses"] = (
         f"mean over {len(windows)} windows of the last {settings.targets} bytes of each, "
-        f"{len(windows) * settings.targets:,} bytes in all, the same at every context length"
+        f"{len(windows) * settings.targets:,} bytes in total, the same at every context length"
     )
     print(f"\n{report.table(rows)}\n\n{report.lines(facts, 'trained', 'losses')}")
     files.write(out / "losses.csv", report.csv_text(rows))
     plot_losses(out / "losses.png", rows, settings.training.train_length)
     facts["time"] = (
-        f"{time.perf_counter() - start:.0f} s once torch is loaded; "
+        f"{time.perf_counter() - start:.0f} s without loading torch; "
         f"{sum(os.times()[:4]):.0f} s of CPU time in all processes"
     )
     files.write(out / "losses.md", report.markdown(rows, facts))
@@ -199,7 +202,7 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
 
 
 def resolve(args: argparse.Namespace) -> Settings:
-    """The settings that the options ask for. Raises BadInput."""
+    """The settings for these options. Raises BadInput."""
     need("matplotlib", "safetensors", "tqdm")
     device = options.device(args.device)
     preset = PRESETS[args.preset or ("gpu" if device.type == "cuda" else "cpu")]
@@ -218,8 +221,7 @@ def resolve(args: argparse.Namespace) -> Settings:
         resolve_impl(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
     except ValueError as error:
         raise BadInput(str(error)) from None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = args.threads or min(cores, MOST_THREADS)
+    threads = args.threads or min(cores(), len(CHECKPOINTS))
     training = TrainConfig(
         preset.steps, preset.batch, preset.train_length, preset.learning_rate, seed=args.seed, compile=args.compile
     )
@@ -231,12 +233,12 @@ def resolve(args: argparse.Namespace) -> Settings:
         device,
         args.impl,
         threads,
-        processes=2 if device.type == "cpu" and threads > 1 else 0,
+        processes=len(CHECKPOINTS) if device.type == "cpu" and threads > 1 else 0,
     )
 
 
 def compared(head_dim: int, train_length: int, window: int, factor: float, base: float) -> tuple[Scheme, ...]:
-    """RoPE, HoPE, ReRoPE and Leaky ReRoPE, each without and with log n (clipped, for models trained without it)."""
+    """RoPE, HoPE, ReRoPE and Leaky ReRoPE, each without and with log n (clipped, as the models are trained without)."""
     rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
     plain = (
         ("RoPE", "rope", rope),
@@ -288,7 +290,7 @@ def _evaluate(workers: Workers, settings: Settings, windows: list[bytes], out: P
         for scheme in settings.schemes
     ]
     done = 0
-    with report.Bars(["reading unseen files"], len(jobs)) as bars:
+    with report.Bars(["measuring on unseen files"], len(jobs)) as bars:
 
         def count(job, message):
             nonlocal done
@@ -308,7 +310,7 @@ def train_job(
     impl: str | None,
     progress,
 ) -> Trained:
-    """Train one model from the seed's weights on the seed's batches and save it to path."""
+    """Train one model, with weights and batches from the seed, and save it to ``path``."""
     torch.manual_seed(training.seed)
     model, rotary = LanguageModel(config).to(device), Rotary.from_text(rotary)
     batches = data.random_batches(text, training.batch_size, training.train_length, training.seed, device)
@@ -330,7 +332,7 @@ def evaluate_job(
     impl: str | None,
     progress,
 ) -> list[ContextLoss]:
-    """Losses of the saved model at path under another scheme."""
+    """Losses of the model saved at ``path`` under the scheme ``rotary``."""
     model, _ = load_checkpoint(path, device)
     losses = loss_by_context(
         model,
@@ -349,7 +351,8 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
     config, training = settings.config, settings.training
     parameters = sum(p.numel() for p in LanguageModel(config).parameters())
     impl = resolve_impl(settings.impl, torch.empty(1, 1, 1, config.head_dim, device=settings.device))
-    schemes = {scheme.name: scheme.rotary for scheme in settings.schemes}
+    hope = next(scheme.rotary for scheme in settings.schemes if scheme.name == "HoPE")
+    rotated = sum(f > 0 for f in hope.frequencies)
     window = args.window or training.train_length // 2
     processes = f"{settings.processes} processes, " if settings.processes else ""
     return {
@@ -358,19 +361,19 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
         f"{sum(map(len, corpus.unseen)):,} unseen ({len(corpus.unseen_files)} files)",
         "models": f"{parameters:,} parameters, layers {config.layers}, width {config.width}, heads {config.heads} of "
         f"{config.head_dim} channels; both start from the same weights and see the same batches",
-        "schemes": f"HoPE rotates {sum(f > 0 for f in schemes['HoPE'].frequencies)} of {config.head_dim // 2} pairs; ReRoPE and Leaky "
-        f"ReRoPE run on the RoPE model as it is, window {window:,} bytes, Leaky factor {args.factor:g}; "
+        "schemes": f"HoPE rotates {rotated} of {config.head_dim // 2} pairs; ReRoPE and Leaky ReRoPE run on the "
+        f"unchanged RoPE model, window {window:,} bytes, Leaky factor {args.factor:g}; "
         f"log n scales the query by max(1, ln(i + 1) / ln({training.train_length})) at evaluation only",
-        "training": f"{training.steps:,} steps of {training.batch_size * training.train_length:,} bytes, training length "
-        f"{training.train_length} bytes, peak learning rate {training.learning_rate:g}, seed {training.seed}",
-        "machine": f"{hardware(settings.device)}, {processes}threads in all: {settings.threads}",
-        "software": f"flashrope {__version__}, attention implementation {impl}, torch {torch.__version__}, "
+        "training": f"{training.steps:,} steps of {training.batch_size * training.train_length:,} bytes, training "
+        f"length {training.train_length} bytes, peak learning rate {training.learning_rate:g}, seed {training.seed}",
+        "machine": f"{hardware(settings.device)}, {processes}{settings.threads} threads in total",
+        "software": f"flashrope {__version__}, backend {impl}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
     }
 
 
 def _stamps(out: Path) -> dict[str, tuple[int, int] | None]:
-    """When each output was written last; None where there is none."""
+    """Modification time and inode of each output file; None if it does not exist."""
 
     def stamp(path):
         try:

@@ -1,9 +1,8 @@
-"""A run directory: one configuration, its trained models, and what was measured on them. Whatever is there already is
-kept.
+"""A run directory: one configuration, its trained models, and the measurements on them. Existing files are kept.
 
-settings.json                       the configuration that everything in the directory belongs to
+settings.json                       the configuration of everything in the directory
 split.json                          which files were trained on and which were not
-models/<encoding>-L<length>-s<seed>.safetensors     and .state while it is trained
+models/<encoding>-L<length>-s<seed>.safetensors     and .state during training
 <experiment>/cells/*.json           one per scheme, training length and seed
 <experiment>/results.csv, results.json, *.png, table.md
 """
@@ -21,30 +20,35 @@ from pathlib import Path
 
 import torch
 
-from .. import __version__, attention
-from ..info import hardware
-from . import data, files, report, tasks
-from .files import replacing
-from .model import ModelConfig
-from .options import BadInput
+from flashrope import __version__, attention
+from flashrope.demo import data, files, report
+from flashrope.demo.files import replacing
+from flashrope.demo.model import ModelConfig
+from flashrope.demo.options import BadInput
+from flashrope.demo.train import TrainConfig, train
+from flashrope.demo.workers import Workers
+from flashrope.info import hardware
+
+from . import tasks
 from .patterns import pattern, vaf
 from .tasks import Result, Subject
-from .train import TrainConfig, train
-from .workers import Workers
 from .zoo import Defaults, ZooModel, scheme
 
-LONGEST = 32  # times the preset's training length: what the text must hold, so that all experiments share one split
+LONGEST = 32  # longest window in training lengths of the preset; one value, so that all experiments share one split
 COLUMNS = ("scheme", "trained_with", "train_length", "seed", "task", "at", "value", "samples")
-STATES = 20  # times that a training run is kept on the way
-OBSERVED = ("rope", "hope")  # encodings whose variance accounted for is kept over training
+STATES = 20  # number of times that a training run saves its state
+OBSERVED = ("rope", "hope")  # encodings whose variance accounted for is recorded during training
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Sizes of one run. Lengths are in bytes; ``batch`` counts windows of ``train_length``.
+    """Sizes of one run. Lengths are in bytes.
 
-    practice is the share of the batch that is practice for the tasks, without which models this small learn none of
-    them; samples is the number of unseen samples of every measurement, seeds that of models per encoding.
+    Attributes:
+        batch: windows of ``train_length`` per step.
+        practice: share of the batch that is practice for the tasks; models this small learn none of them without it.
+        samples: number of unseen samples of every measurement.
+        seeds: number of models per encoding.
     """
 
     width: int
@@ -67,7 +71,7 @@ class Preset:
         return ModelConfig(self.width, self.layers, self.heads, self.mlp_width)
 
     def training(self, length: int, seed: int) -> TrainConfig:
-        """Of a model read at another length than the preset's, with as many bytes per step."""
+        """The training of a model at this length, with as many bytes per step as at the preset's."""
         batch = max(self.batch * self.train_length // length, 1)
         micro = max(self.micro_batch * self.train_length // length, 1) if self.micro_batch else 0
         return TrainConfig(
@@ -152,8 +156,8 @@ class Run:
     corpus: data.Corpus
     device: torch.device
     impl: str | None
-    processes: int  # 0 works here, one job after the other
-    threads: int  # of each
+    processes: int  # 0: jobs run in this process, one after the other
+    threads: int  # of each process
     first_seed: int = 0
     defaults: Defaults = Defaults()
 
@@ -169,7 +173,7 @@ class Run:
         return self.out / "models" / f"{trained}-L{length}-s{seed}.safetensors"
 
     def identity(self) -> dict:
-        """What may not change from one use of the directory to the next."""
+        """The configuration that must be the same each time the directory is used."""
         record = self.corpus.record()
         text = {"name": record["text"], **{part: record[part]["sha256"] for part in ("train", "unseen")}}
         sizes = {key: value for key, value in dataclasses.asdict(self.preset).items() if key != "seeds"}
@@ -182,24 +186,24 @@ class Run:
         }
 
     def open(self) -> None:
-        """Makes the directory, or checks that it holds this configuration. Raises BadInput."""
+        """Create the directory, or check that it has this configuration. Raises BadInput."""
         path, identity = self.out / "settings.json", self.identity()
         try:
             if path.exists():
-                there = json.loads(path.read_text(encoding="utf-8"))
-                differing = [
-                    f"{key} {there.get(key)!r} there, {identity.get(key)!r} here"
-                    for key in {**there, **identity}
-                    if there.get(key) != identity.get(key)
+                existing = json.loads(path.read_text(encoding="utf-8"))
+                differences = [
+                    f"{key} is {existing.get(key)!r}, not {identity.get(key)!r}"
+                    for key in {**existing, **identity}
+                    if existing.get(key) != identity.get(key)
                 ]
-                if differing:
+                if differences:
                     raise BadInput(
-                        f"--out: {self.out} holds another configuration ({'; '.join(differing)}); choose another "
+                        f"--out: {self.out} has another configuration ({'; '.join(differences)}); choose another "
                         "directory"
                     )
                 return
             if self.out.exists() and any(self.out.iterdir()):
-                raise BadInput(f"--out: {self.out} holds other files and no settings.json; choose another directory")
+                raise BadInput(f"--out: {self.out} has other files and no settings.json; choose another directory")
             (self.out / "models").mkdir(parents=True, exist_ok=True)
             files.write(self.out / "split.json", json.dumps(self.corpus.record(), indent=1))
             files.write(path, json.dumps(identity, indent=1))
@@ -209,7 +213,7 @@ class Run:
             raise BadInput(f"--out: cannot write to {self.out} ({error.strerror})") from None
 
     def provenance(self) -> dict:
-        """Where the figures of one use of the directory come from."""
+        """Configuration, revision, hardware and versions, for results.json."""
         return {
             "settings": self.identity(),
             "seeds": list(self.seeds),
@@ -226,7 +230,7 @@ class Run:
 
 
 def revision() -> str:
-    """The checkout's commit, with -dirty where files differ from it; "unknown" outside a checkout."""
+    """The commit of the checkout, with -dirty if files differ from it; "unknown" outside a checkout."""
     here = Path(__file__).parent
     try:
         return subprocess.run(
@@ -241,7 +245,7 @@ def revision() -> str:
 
 # ---- training
 def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) -> None:
-    """Trains what is missing of the models (encoding, training length), for every seed."""
+    """Train those of the models (encoding, training length) that are missing, for every seed."""
     missing = [
         (trained, length, seed)
         for trained, length in dict.fromkeys(wanted)
@@ -262,7 +266,7 @@ def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) 
 
 
 def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable) -> None:
-    """One model from the seed's weights on the seed's batches. It goes on from where it was interrupted."""
+    """Train one model, with weights and batches from the seed. Resumes if it was interrupted."""
     path, preset = run.model_path(trained, length, seed), run.preset
     model, rotary = untrained(run, trained, length, seed), scheme(trained, preset.config, length, run.defaults).training
     training = preset.training(length, seed)
@@ -290,29 +294,29 @@ def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable
 
 
 def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) -> Callable[[int, float], None]:
-    """A function of (step, loss) that keeps the model's variance accounted for at some ten steps beside its weights."""
+    """A function of (step, loss) that saves the variance accounted for next to the model, at about ten steps."""
     if trained not in OBSERVED:
         return lambda step, loss: None
     path = _observed_path(run, trained, length, seed)
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     steps = {max(run.preset.steps * tenth // 10, 1) for tenth in range(11)}
     rotary = scheme(trained, run.preset.config, length, run.defaults).training
 
     def observe(step: int, loss: float) -> None:
         if step in steps:
-            it = pattern(
+            measured = pattern(
                 model, rotary, length, min(run.preset.samples, 64), seed, functools.partial(attention, impl=run.impl)
             )
-            kept[str(step)] = vaf(it.mean_components, it.mean_overall).tolist()
-            files.write(path, json.dumps(kept))
+            found[str(step)] = vaf(measured.mean_components, measured.mean_overall).tolist()
+            files.write(path, json.dumps(found))
 
     return observe
 
 
 def observed(run: Run, trained: str, length: int) -> dict[int, list[float]]:
-    """Variance accounted for of every component by step, of the first seed's model."""
-    kept = json.loads(_observed_path(run, trained, length, run.first_seed).read_text(encoding="utf-8"))
-    return {int(step): kept[step] for step in sorted(kept, key=int)}
+    """Variance accounted for by every component, by training step, for the model of the first seed."""
+    found = json.loads(_observed_path(run, trained, length, run.first_seed).read_text(encoding="utf-8"))
+    return {int(step): found[step] for step in sorted(found, key=int)}
 
 
 def _observed_path(run: Run, trained: str, length: int, seed: int) -> Path:
@@ -345,7 +349,8 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> ZooModel:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt", device=str(device)) as file:
-        metadata, weights = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+        metadata = file.metadata()
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is not a mapping
     model = ZooModel(ModelConfig(**json.loads(metadata["config"])), metadata["trained"], int(metadata["train_length"]))
     model.to(device).load_state_dict(weights)
     return model
@@ -354,8 +359,8 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> ZooModel:
 # ---- measuring
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What one job measures: a scheme on the model of one training length and seed. measures maps a task to the
-    multiples of the preset's training length it is measured at, or None for the task's own."""
+    """One measuring job: a scheme on the model of one training length and seed. ``measures`` are pairs of a task and
+    the multiples of the preset's training length to measure it at, None for the task's own."""
 
     scheme: str
     length: int
@@ -368,7 +373,7 @@ class Cell:
 
 
 def measure_cells(run: Run, workers: Workers, folder: Path, cells: Sequence[Cell]) -> list[list]:
-    """Measures what is missing; returns the rows of all cells, in their order, as COLUMNS."""
+    """Measure the cells that are missing. Returns the rows (COLUMNS) of all cells, in their order."""
     store = folder / "cells"
     store.mkdir(parents=True, exist_ok=True)
     missing = [cell for cell in cells if not (store / cell.name).exists()]

@@ -1,4 +1,4 @@
-"""How losses are shown: terminal table, Markdown, CSV, progress bars."""
+"""Output of the demo: progress bars, the table of losses in the terminal, and as Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .evaluate import ContextLoss
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One scheme on one model; ``trained_with`` names the encoding the model was trained with."""
+    """One scheme on one model. ``trained_with`` is the encoding the model was trained with."""
 
     name: str
     trained_with: str
@@ -21,8 +21,8 @@ class Row:
 
 
 class Bars:
-    """One progress bar per name, each of ``total`` steps; off a terminal, a line at the first step and every
-    quarter."""
+    """One progress bar of ``total`` steps per name. Where stderr is not a terminal, a line is printed at the first step
+    and at every quarter instead."""
 
     def __init__(self, names: Sequence[str], total: int):
         from tqdm import tqdm
@@ -40,7 +40,7 @@ class Bars:
             bar.close()
 
     def update(self, bar: int, step: int, loss: float | None = None) -> None:
-        """Bar number ``bar`` has come to ``step``."""
+        """Set bar number ``bar`` to ``step``."""
         shown, before = self._bars[bar], self._steps[bar]
         self._steps[bar] = step
         if not shown.disable:
@@ -55,7 +55,7 @@ class Bars:
 
 
 def lines(facts: dict[str, str], *names: str) -> str:
-    """The named facts, or all, wrapped to a terminal's width."""
+    """The named facts (by default all), wrapped to 110 columns."""
     return "\n".join(
         textwrap.fill(
             facts[name], 110, initial_indent=f"{name + ':':11}", subsequent_indent=" " * 11, break_long_words=False
@@ -65,7 +65,7 @@ def lines(facts: dict[str, str], *names: str) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Aligned text: the loss on the common target bytes by context length."""
+    """Aligned text: the loss on the shared target bytes by context length."""
     cells = [["context length, bytes", *(f"{loss.context_length:,}" for loss in rows[0].losses)]]
     cells += [[row.name, *(f"{loss.last:.3f}" for loss in row.losses)] for row in rows]
     wide = max(len(line[0]) for line in cells)
@@ -74,7 +74,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
-    """Both losses by context length, and how they came about."""
+    """Markdown: both losses by context length, and how they were measured."""
     train_length = rows[0].losses[0].context_length
     lengths = [f"{loss.context_length:,} ({loss.context_length // train_length}x)" for loss in rows[0].losses]
 
@@ -99,14 +99,14 @@ def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
     )
     text += section(
         "All bytes of every window",
-        "Nats per byte. Longer contexts hold other target bytes too, so columns are not strictly comparable; rows are.",
+        "Nats per byte. Longer contexts add other target bytes, so only rows of one column are strictly comparable.",
         lambda loss: loss.mean,
     )
     text += [
         "## How",
         "",
         *(f"- {name}: {'`' + fact + '`' if name == 'command' else fact}" for name, fact in facts.items()),
-        "- windows: each lies whole inside one unseen file; a shorter context is its end, with positions from 0.",
+        "- windows: each lies in one unseen file; a shorter context is the end of the window, with positions from 0.",
         "- ReRoPE's window: its author found a quarter to a half of the training length best "
         "(https://kexue.fm/archives/9708).",
         "",
@@ -118,7 +118,7 @@ ENCODINGS = {"rope": "RoPE", "hope": "HoPE"}
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """One line per scheme and context length; losses in nats per byte."""
+    """CSV: one line per scheme and context length, losses in nats per byte."""
     columns = ["scheme", "trained_with", "log_n", "context_length", "loss", "loss_stderr", "loss_all_bytes"]
     return files.csv_text(
         columns,

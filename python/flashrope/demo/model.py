@@ -1,4 +1,4 @@
-"""A small Llama-style language model over bytes, whose position scheme is an argument of the call."""
+"""A small Llama-style language model over bytes. The position scheme is an argument of its forward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rotary], torch.Tens
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a ``LanguageModel``. ``mlp_width`` 0 stands for 8/3 of the width, rounded to a multiple of 32."""
+    """Sizes of a ``LanguageModel``. ``mlp_width`` 0 means 8/3 of the width, rounded to a multiple of 32."""
 
     width: int = 128
     layers: int = 3
@@ -43,6 +43,8 @@ class ModelConfig:
 
 
 class Block(nn.Module):
+    """Attention and a SwiGLU MLP, each behind an RMSNorm and with a residual connection."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.heads, self.head_dim = config.heads, config.head_dim
@@ -62,8 +64,8 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """RMSNorm before each part, SwiGLU, no biases, the output projection tied to the embedding. It holds no positions:
-    the same weights can be run under any Rotary of its head_dim."""
+    """A decoder without biases; the output projection is tied to the embedding. The weights hold no positions, so they
+    can run under any Rotary of the same head_dim."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -81,10 +83,9 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens: torch.Tensor, rotary: Rotary, attend: Attend | Sequence[Attend] = attention
     ) -> torch.Tensor:
-        """tokens (batch, seqlen) int64 to logits (batch, seqlen, vocab_size).
+        """tokens int64 (batch, seqlen) to logits (batch, seqlen, vocab_size).
 
-        attend takes (q, k, v, rotary) and is ``flashrope.attention`` unless a caller needs one with further arguments,
-        or one for each block, as over a cache.
+        ``attend`` is called as attend(q, k, v, rotary). Give a sequence of them, one per block, for a KV cache.
         """
         return self.decode(self.embedding(tokens), rotary, attend)
 
@@ -97,9 +98,9 @@ class LanguageModel(nn.Module):
 
 
 class Decoder:
-    """One text, read piece by piece: what was read stays in one cache of raw keys and values per block.
+    """Decodes one sequence in chunks, with a cache of raw keys and values per block.
 
-    capacity is the number of tokens it can read; dtype that of the caches, which is q's. Calls belong under
+    ``capacity`` is the largest number of tokens; ``dtype`` is that of q and of the caches. Call ``read`` under
     torch.inference_mode.
     """
 
@@ -114,23 +115,22 @@ class Decoder:
         config, device = model.config, model.embedding.weight.device
         self.model, self.rotary = model, rotary
         caches = [KVCache(1, capacity, config.heads, config.head_dim, dtype, device) for _ in range(config.layers)]
-        self._attends = [functools.partial(_attend_over, cache, impl) for cache in caches]
+        self._attends = [functools.partial(_attend_with_cache, cache, impl) for cache in caches]
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens (1, seqlen) int64, the next of the text, to logits (1, seqlen, vocab_size). ValueError where they do
-        not fit."""
+        """The next tokens, int64 (1, seqlen), to logits (1, seqlen, vocab_size). Raises ValueError if the cache is
+        full."""
         return self.model(tokens, self.rotary, self._attends)
 
 
-def _attend_over(cache: KVCache, impl: str | None, q, k, v, rotary: Rotary) -> torch.Tensor:
+def _attend_with_cache(cache: KVCache, impl: str | None, q, k, v, rotary: Rotary) -> torch.Tensor:
     return cache.attend(q, rotary, k, v, impl=impl)
 
 
 def save_checkpoint(
     path: str | os.PathLike, model: LanguageModel, rotary: Rotary, train_length: int | None = None
 ) -> None:
-    """Weights, sizes, the scheme and the length trained with, as one safetensors file; it appears whole or not at
-    all."""
+    """Write weights, sizes, scheme and training length as one safetensors file, completely or not at all."""
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -143,12 +143,12 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu") -> tuple[LanguageModel, Rotary]:
-    """The model and the scheme it was trained with. ValueError for a file that ``save_checkpoint`` did not write."""
+    """The model and the scheme it was trained with. Raises ValueError if ``save_checkpoint`` did not write the file."""
     with _opened(path, device) as file:
         metadata = file.metadata() or {}
         if not {"config", "rotary"} <= metadata.keys():
             raise ValueError(f"{path}: not a flashrope checkpoint, its metadata has no config and rotary")
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is not a mapping
     try:
         model, rotary = (
             LanguageModel(ModelConfig(**json.loads(metadata["config"]))),
@@ -161,7 +161,7 @@ def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
 
 
 def trained_length(path: str | os.PathLike) -> int | None:
-    """The training length that a checkpoint states, in tokens; files written before it was kept state none."""
+    """The training length recorded in a checkpoint, in tokens; None if the file has none."""
     with _opened(path, "cpu") as file:
         length = (file.metadata() or {}).get("train_length", "")
     return int(length) if length.isdecimal() else None

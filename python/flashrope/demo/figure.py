@@ -1,0 +1,26 @@
+"""What all figures share: an off-screen matplotlib figure and a colour palette."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .files import replacing
+
+# Okabe and Ito's palette, which stays distinguishable with colour blindness.
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+def new_figure(size: tuple[float, float], dpi: int = 200):
+    """A figure of this size in inches that needs no display. matplotlib is imported here, not with the module."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure, path: Path) -> None:
+    """Write the figure as PNG, completely or not at all."""
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png")
