@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..api import DTYPES
+from ..checks import DTYPES
 
 
 class Cache:

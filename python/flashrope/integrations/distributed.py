@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..api import attention, check_outside_context_parallel, check_tensors
+from ..api import attention
+from ..checks import check_outside_context_parallel, check_tensors
 from ..backends import load_backend
 from ..ops import OPERATORS, call_from_arguments
 from ..rotary import Rotary
