@@ -23,7 +23,9 @@ from bench.compiling.offline import Measured
 PROGRAM = """
 import dataclasses, json, sys
 import torch, triton, triton.language as tl
+from bench import sanitize
 from bench.compiling import cases, gate, offline
+from bench.timing import tiles
 
 @triton.jit
 def product(a, b, c, K, BLOCK: tl.constexpr, STEP: tl.constexpr):
@@ -52,6 +54,16 @@ for name in ("sm_80", "sm_90", "spilling", "large"):
 
 rows = gate.plan(cases.cases(quick=True)[:2])
 found["planned"] = [[row.kernel, len(row.cases)] for row in rows]
+found["sanitized"] = sorted({caught.kernel.__name__ for caught in sanitize.launches(90, torch.bfloat16)})
+
+found["tuned"] = []
+for direction in tiles.KERNELS:
+    tile = tiles.tiles(direction)[0]
+    with tiles.chosen(direction, tile), offline.caught_launches(tiles.launcher, 90) as caught:
+        tiles.passes(direction, 64, 2, torch.device("meta"))()
+    found["tuned"].append([tiles.of_direction(direction, caught).kwargs["SHAPE"].block_n, tile.block_n])
+tiles.GRIDS["decode"] = ((16,), (64,), (4,), (3,))
+found["judged"] = [[each.figures, each.rank] for each in tiles.ranked_by_machine_code("decode", 80, 64, 1, jobs=1)]
 print(json.dumps(found))
 """
 
@@ -269,3 +281,13 @@ def test_every_pass_of_a_case_is_caught(compiled):
     alone = [(kernel, 1) for kernel in ("attention_forward", "attention_grad_kv", "attention_grad_q")] * 2
     shared = [("attention_delta", 2), ("rotate_rows", 2)]
     assert sorted(map(tuple, compiled["planned"])) == sorted(alone + shared)
+
+
+def test_sanitize_launches_every_kernel(compiled):
+    assert compiled["sanitized"] == sorted({*cases.KERNELS, *cases.DECODE_KERNELS, *cases.CHUNK_KERNELS})
+
+
+def test_tiles_are_passed_on_and_judged(compiled):
+    assert all(used == asked for used, asked in compiled["tuned"]) and len(compiled["tuned"]) == 4
+    [[figures, rank]] = compiled["judged"]
+    assert figures["spill B"] == "0" and -1 < rank < 0 and figures["model"] == f"{-rank:.0%}"

@@ -21,19 +21,28 @@ from .session import Session
 
 def keys_only(problem: Problem):
     """The rotation of the keys in a HoPE forward, without the attention."""
-    scale = problem.head_dim**-0.5
-    call = AttentionCall(
-        problem.hope(), problem.causal, scale, max_seqlen_q=problem.seqlen, max_seqlen_k=problem.seqlen
-    )
-    if problem.device.type == "cpu":
-        from flashrope.backends.cpu.rotation import rotate, rotation_for
+    return (keys_on_cpu if problem.device.type == "cpu" else keys_by_triton)(problem)
 
-        rotation = rotation_for(problem.tensors()[1], call, 1.0, 0.0, 0, False)
-        return lambda q, k, v: rotate(k, rotation, call.rotary)
 
+def hope_call(problem: Problem) -> AttentionCall:
+    lengths = {"max_seqlen_q": problem.seqlen, "max_seqlen_k": problem.seqlen}
+    return AttentionCall(problem.hope(), problem.causal, problem.head_dim**-0.5, **lengths)
+
+
+def keys_on_cpu(problem: Problem):
+    from flashrope.backends.cpu.rotation import rotate, rotation_for
+
+    call = hope_call(problem)
+    rotation = rotation_for(problem.tensors()[1], call, 1.0, 0.0, 0, False)
+    return lambda q, k, v: rotate(k, rotation, call.rotary)
+
+
+def keys_by_triton(problem: Problem):
     from flashrope.backends.triton import rotated_k_shape
     from flashrope.backends.triton.attention import AttentionPlan
     from flashrope.backends.triton.device import current_device
+
+    call = hope_call(problem)
 
     def rotate_keys(q, k, v):
         rotated_k = k.new_empty(rotated_k_shape(k, call))
