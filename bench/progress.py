@@ -18,6 +18,7 @@ SEPARATOR = " | "
 _PLAN = re.compile(r"^([\w-]+): to do: (.*)$")
 _STARTED = re.compile(r"^([\w-]+): (\d+) of (\d+): ")
 _FINISHED = re.compile(r"^([\w-]+): (\d+) of \2 done$")
+_COMPILED = re.compile(r"^compiled (\d+) of (\d+): ")  # of python -m bench sanitize --compile
 _PYTEST = re.compile(r"\[ *(\d+)/(\d+)\]")  # console_output_style=count
 
 
@@ -40,7 +41,7 @@ def _print(line: str) -> None:
 def unfinished(log: Iterable[str]) -> list[str]:
     """One line for every plan of ``steps`` in a log that did not end, and one for a pytest run that did not."""
     plans: list[list] = []  # [command, names, how many were started, finished]
-    tests = None
+    tests = compiled = None
     for line in log:
         if match := _PLAN.match(line):
             plans.append([match[1], match[2].split(SEPARATOR), 0, False])
@@ -48,6 +49,8 @@ def unfinished(log: Iterable[str]) -> list[str]:
             plan = next((plan for plan in reversed(plans) if plan[0] == match[1]), None)
             if plan:
                 plan[2:] = int(match[2]), _FINISHED.match(line) is not None
+        elif match := _COMPILED.match(line):
+            compiled = int(match[1]), int(match[2])
         for match in _PYTEST.finditer(line):
             tests = int(match[1]), int(match[2])
     found = []
@@ -55,6 +58,8 @@ def unfinished(log: Iterable[str]) -> list[str]:
         if not finished:
             done = max(started - 1, 0)
             found.append(f"{command}: {done} of {len(names)} done, not reached: {', '.join(names[done:])}")
+    if compiled and compiled[0] < compiled[1]:
+        found.append(f"compiling: {compiled[0]} of {compiled[1]} kernels done, not reached: every case")
     if tests and tests[0] < tests[1]:
         found.append(f"tests: {tests[0]} of {tests[1]} run, not reached: {tests[1] - tests[0]}")
     return found
