@@ -24,7 +24,7 @@ SUBCOMMANDS = {  # name: (module, what it does)
     "gate": ("compiling.gate", "compile every Triton kernel without a GPU; check spills, shared memory, instructions"),
     "gate-cuda": ("compiling.gate_cuda", "the same for the CUDA C++ kernels, where nvcc is installed"),
     "sanitize": ("sanitize", "run every kernel once on small shapes, for compute-sanitizer"),
-    "report": ("report.page", "regenerate bench/results/README.md from the records beside it"),
+    "report": ("report.page", "regenerate bench/results/README.md from the records in that folder"),
 }
 
 

@@ -123,7 +123,7 @@ def test_page_holds_what_the_files_hold(tmp_path, capsys):
     text = (folder / "README.md").read_text()
     assert "| fused RoPE + SDPA flash | 2 (1.23) |" in text and "| flashrope HoPE | 1.62 |" in text
     assert (
-        "| H200: flashrope HoPE against fused RoPE + SDPA flash, forward | 1.15 | 1.6 | 1.23 on NVIDIA H200: floor met |"
+        "H200: flashrope HoPE against fused RoPE + SDPA flash, forward | 1.15 | 1.6 | 1.23 on NVIDIA H200: floor met |"
         in text
     )
     assert text.count("| not run |") == len(goals.GOALS) - 1

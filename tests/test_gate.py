@@ -42,7 +42,8 @@ def launch(arch, step=32, K=4096, num_stages=2, **options):
     x = torch.empty(1 << 20, dtype=torch.float16, device="meta")
     return offline.catch(arch, product, x, x, x.float(), K, 64, step, num_warps=4, num_stages=num_stages, **options)
 
-launches = {"sm_80": launch(80), "sm_90": launch(90), "spilling": launch(80, maxnreg=32), "large": launch(80, step=256, num_stages=4),
+launches = {"sm_80": launch(80), "sm_90": launch(90), "spilling": launch(80, maxnreg=32),
+            "large": launch(80, step=256, num_stages=4),
             "other length": launch(80, K=8192), "odd length": launch(80, K=4097)}
 found = {name: {"key": str(caught.key)} for name, caught in launches.items()}
 for name in ("sm_80", "sm_90", "spilling", "large"):

@@ -62,7 +62,7 @@ def test_one_file_with_logs_results_and_what_was_not_reached(tmp_path):
         " tests: 7 of 40 run, not reached: 33",
         "hope FAILED (exit code 1)",
         "decode passed",
-        "rotation - not run: the 3 s of -t are over",
+        "rotation - not run: the time of -t is over",
     ]
     assert files["smoke.log"].startswith("ran -m flashrope info\nran -m bench hope")
     assert "failing" in files["hope.log"] and files["results/device/decode.json"] == "{}\n"

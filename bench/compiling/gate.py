@@ -1,4 +1,4 @@
-"""The compile gate: compiles every Triton kernel that configs.py can select, without a GPU, and checks the machine code.
+"""The compile gate: compiles every Triton kernel that configs.py can select and checks the machine code, without a GPU.
 
     python -m bench gate [--arch 80 90] [--head-dim 64 128] [--quick] [--csv PATH] [--jobs N]
 
@@ -123,9 +123,9 @@ class Row:
             return found
         allowed = max_instructions(self.kernel, first)
         if allowed is not None and loop["total"] > allowed * loop["mma"]:
+            ratio = loop["total"] / loop["mma"]
             found.append(
-                f"{loop['total'] / loop['mma']:.2f} instructions per tensor-core instruction in the hot loop, the limit "
-                f"is {allowed}"
+                f"{ratio:.2f} instructions per tensor-core instruction in the hot loop, the limit is {allowed}"
             )
         if self.rotates_no_keys and first.dtype != "fp32":
             needed = 2 * self.launch.kwargs["SHAPE"].block_n * first.head_dim * 2 // (16 * 32 * self.result.warps)
@@ -198,8 +198,8 @@ def main(argv: list[str]) -> int:
     print(f"Triton {triton.__version__}: {len(rows)} kernels for {len(chosen)} cases", flush=True)
     if missing := missing_tools():
         print(
-            f"{' and '.join(missing)} not in this Triton package: registers and spills come from ptxas -v, loops are not "
-            "counted"
+            f"{' and '.join(missing)} not in this Triton package: registers and spills come from ptxas -v, loops are "
+            "not counted"
         )
     compiled = compile_all([row.launch for row in rows], options.jobs)
     for done, (index, rows[index].result, rows[index].seconds) in enumerate(compiled, 1):

@@ -183,7 +183,7 @@ def main(argv: list[str]) -> int:
         return 0
     cxx, nvdisasm = shutil.which(os.environ.get("CXX", "c++")), shutil.which("nvdisasm") or tool("nvdisasm")
     if cxx is None or nvdisasm is None:
-        print(f"gate-cuda: needs {'a C++ compiler' if cxx is None else 'nvdisasm'} beside nvcc")
+        print(f"gate-cuda: needs {'a C++ compiler' if cxx is None else 'nvdisasm'} as well as nvcc")
         return 1
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
         folder, by_head_dim = Path(name), shapes(cxx, Path(name))

@@ -1,8 +1,8 @@
 """Performance goals on GPUs: ratios of times in one run, or a share of a measured ceiling.
 
-A ratio above 1 means that flashrope is faster; its time includes the rotation. Goals are for bf16, head_dim 128, causal,
-seqlen 2048 and above, unless they say otherwise. The figure of a goal is the worst over the lengths it covers; its aim
-may depend on the length. A goal without a measurement is listed as not run.
+A ratio above 1 means that flashrope is faster; its time includes the rotation. Goals are for bf16, head_dim 128,
+causal, seqlen 2048 and above, unless they say otherwise. The figure of a goal is the worst over the lengths it covers;
+its aim may depend on the length. A goal without a measurement is listed as not run.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ GOALS = (
 
 
 def evaluate(run: Run, goals: Sequence[Goal] = GOALS) -> list[dict]:
-    """For every goal: its name, floor and aim, what was measured as {seqlen: figure}, the worst of it, and a verdict."""
+    """For every goal: its name, floor and aim, the measured {seqlen: figure}, the worst figure, and a verdict."""
     return [
         _judge(
             goal,

@@ -1,5 +1,6 @@
-"""Runs the subcommands one after another, each in its own process: "main" in the sizes that the goals name, and on a GPU
-"more" with head_dim 64 and with grouped heads.
+"""Runs the subcommands one after another, each in its own process.
+
+Part "main" uses the sizes that the goals name. Part "more" uses head_dim 64 and grouped heads.
 
 python -m bench all [--part main] [--only hope decode] [--seconds 1] [--out DIR] [--note TEXT] [--device cuda]
 """
@@ -26,7 +27,7 @@ MORE = (
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser("python -m bench all", description=" ".join(__doc__.split("\n\n")[0].split()))
+    p = argparse.ArgumentParser("python -m bench all", description=__doc__.split("\n")[0], allow_abbrev=False)
     add_device_option(p)
     p.add_argument("--only", nargs="+", choices=[command for command, _ in MAIN], help="only these subcommands")
     p.add_argument("--part", choices=("main", "more"), help="default: both on a GPU, main on the CPU")

@@ -49,8 +49,8 @@ def reader(source: torch.Tensor):
 
 def text(measured: dict[str, float]) -> str:
     return (
-        f"measured here: product {measured['product_tflops']:.3g} TFLOP/s, copy {measured['copy_gbs']:.3g} GB/s (read and "
-        f"written), read {measured['read_gbs']:.3g} GB/s"
+        f"measured here: product {measured['product_tflops']:.3g} TFLOP/s, copy {measured['copy_gbs']:.3g} GB/s "
+        f"(read and written), read {measured['read_gbs']:.3g} GB/s"
     )
 
 

@@ -165,9 +165,10 @@ def memory(options) -> float:
         peaks.append(
             timer.peak_bytes(lambda tensors=tensors: torch.autograd.grad(attention(*tensors, rotary).sum(), tensors))
         )
+        times_q, dense_mib = peaks[-1] / (4 * tensors[0].numel()), 4 * heads * seqlen**2 / 2**20
         print(
-            f"seqlen {seqlen:<6} {heads} heads {peaks[-1] / 2**20:>8.1f} MiB = {peaks[-1] / (4 * tensors[0].numel()):.1f} times q"
-            f" (one dense score matrix: {4 * heads * seqlen**2 / 2**20:.0f} MiB)"
+            f"seqlen {seqlen:<6} {heads} heads {peaks[-1] / 2**20:>8.1f} MiB = {times_q:.1f} times q "
+            f"(one dense score matrix: {dense_mib:.0f} MiB)"
         )
     return max(b / a for a, b in zip(peaks, peaks[1:], strict=False))
 
@@ -211,7 +212,8 @@ def main(argv: list[str]) -> int:
             break
         if options.check:
             print(
-                f"\nattempt {attempt + 1} of {ATTEMPTS}, over its goal by more than {SLACK - 1:.0%}: {', '.join(sorted(failed))}"
+                f"\nattempt {attempt + 1} of {ATTEMPTS}, over its goal by more than {SLACK - 1:.0%}: "
+                f"{', '.join(sorted(failed))}"
             )
     if folder := output_folder(options):
         run.load_average["end"] = machine.load_average()

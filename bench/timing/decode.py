@@ -1,9 +1,9 @@
-"""Decoding one token with a cache of raw keys: time, and bytes of keys and values per second against a read-only kernel.
+"""Decoding one token with a cache of raw keys: time, and bytes of keys and values per second.
 
     python -m bench decode [--heads 32] [--heads-kv 8] [--head-dim 128] [--seqlens 8192 131072] [--window 512]
 
-By default the batch shrinks as the context grows, so that the cache always has the same size. On a GPU every contestant
-is replayed as a CUDA graph.
+The ceiling of the bandwidth is that of a kernel that only reads. By default the batch shrinks as the context grows, so
+that the cache always has the same size. On a GPU every contestant is replayed as a CUDA graph.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prefill and training with RoPE and HoPE, against attention after a separate rotation.
 
-python -m bench hope [--head-dim 128] [--heads 16] [--heads-kv 16] [--seqlens 2048 8192] [--passes forward] [--no-causal]
+python -m bench hope [--head-dim 128] [--heads 16] [--heads-kv 16] [--seqlens 2048 8192] [--passes forward]
 """
 
 from __future__ import annotations

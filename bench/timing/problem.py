@@ -71,7 +71,7 @@ class Problem:
         """Operations of a forward, or a forward and a backward, counted as in the literature.
 
         Forward: 4 batch heads seqlen^2 head_dim, half of that with a causal mask. Backward: 2.5 times the forward. The
-        same for every scheme and contestant, whatever it computes.
+        same for every scheme and contestant.
         """
         forward = 4 * self.batch * self.heads * self.seqlen_q * self.seqlen * self.head_dim
         if self.causal and not self.decoding:

@@ -2,8 +2,8 @@
 
     python -m bench scaling [--seqlens 512 1024 ... 131072] [--heads 16] [--head-dim 128] [--passes forward]
 
-Prints the exponent of the best power-law fit to the upper half of every series: 2 for the time of attention by length, 1
-for its memory.
+Prints the exponent of the best power-law fit to the upper half of every series: by length, 2 for the time of attention
+and 1 for its memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs tables of contestants: checks each one, times them in turns, prints results as they come, and may write files.
+"""Runs tables of contestants: checks each one, times them alternately, prints results, and may write files.
 
 session = Session("hope", argv, options)
 session.measure(tables)
@@ -102,7 +102,7 @@ class Session:
                 self.run.errors[name] = error
 
     def table(self, table: Table) -> None:
-        """Times the correct contestants in turns, prints the table, and writes the files so far."""
+        """Times the correct contestants alternately, prints the table, and writes the files so far."""
         torch.compiler.reset()  # otherwise the compiler stops specialising after some lengths
         calls = {contestant.name: call for contestant, call in self.calls(table)}
         records = []

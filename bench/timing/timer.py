@@ -1,8 +1,8 @@
 """Time and memory of a call on one device.
 
-GPU: CUDA events around the call. Before it, other data is read through the L2 cache, which leaves nothing there to write
-back. A short sleep on the device lets the host queue the whole call before the first event is reached, so that host
-time is not measured. CPU: the clock around the call.
+GPU: CUDA events around the call. Before it, other data is read through the L2 cache, which leaves nothing there to
+write back. A short sleep on the device lets the host queue the whole call before the first event is reached, so that
+host time is not measured. CPU: the clock around the call.
 """
 
 from __future__ import annotations
