@@ -3,8 +3,8 @@
     python -m bench tune [--direction forward grad_kv] [--head-dim 128] [--bands 1 2] [--arch 80] [--csv PATH]
 
 On a GPU every tile runs a complete pass with its rotation, alternating with the others, after its result has been
-compared with that of the tile in use. Without a GPU, or with --arch, tiles are compiled. Those that spill or need too much
-shared memory are dropped. The rest are ranked by the model of ``compiling.utilisation`` on sm_80, and elsewhere by
+compared with that of the tile in use. Without a GPU, or with --arch, tiles are compiled. Those that spill or need too
+much shared memory are dropped. The rest are ranked by the model of ``compiling.utilisation`` on sm_80, and elsewhere by
 instructions per multiply-add. The best one is printed as an entry of configs.py.
 """
 
