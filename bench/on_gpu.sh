@@ -48,7 +48,7 @@ TEXT
 
 order=(smoke tests ceilings hope decode rerope rotation memcheck tune-forward host tune-decode tune-backward scaling
   more racecheck)
-declare -A limits=([smoke]=110 [tests]=460 [ceilings]=60 [hope]=350 [decode]=130 [rerope]=230 [rotation]=90
+declare -A limits=([smoke]=110 [tests]=460 [ceilings]=60 [hope]=400 [decode]=130 [rerope]=230 [rotation]=90
   [memcheck]=300 [tune-forward]=190 [host]=60 [tune-decode]=190 [tune-backward]=300 [scaling]=300 [more]=590
   [racecheck]=590) # seconds
 kernel_tests=(launches cuda_graphs accuracy identities varlen decode decode_triton cache torch errors
