@@ -1,31 +1,38 @@
-"""python -m bench SUBCOMMAND [OPTIONS]"""
+"""python -m bench SUBCOMMAND [OPTIONS]
+
+SUBCOMMAND -h shows its options. Results are printed; --out and --publish also write them to files."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
 
-SUBCOMMANDS = {
-    "hope": "prefill and training with RoPE and HoPE against attention after a rotation of its own",
-    "rerope": "prefill and training with ReRoPE against two passes and two dense matrices",
-    "decode": "one token over a cache: time, and bandwidth against a read-only probe",
-    "rotation": "what rotation costs, in our forward and as a pass of its own",
-    "scaling": "time and memory over length, heads and batch; decoding over context and window",
-    "all": "the five above, in the sizes that the goals name",
-    "cpu": "speed and memory of the CPU implementation against PyTorch in the same run",
-    "host": "time until a call's Triton kernels are queued, with or without a GPU",
-    "tune": "tiles for configs.py: timed on a GPU, or ranked by their machine code without one",
-    "readme": "draws the results in bench/results into README.md",
-    "gate": "compile every kernel for GPUs that need not be there; check spills and shared memory",
-    "gate-cuda": "the same for the CUDA C++ kernels, where there is nvcc",
+SUBCOMMANDS = {  # name: (module, what it does)
+    "hope": (
+        "timing.hope",
+        "prefill and training with RoPE and HoPE, against rotation and attention as separate steps",
+    ),
+    "rerope": ("timing.rerope", "prefill and training with ReRoPE, against two passes and two dense score matrices"),
+    "decode": ("timing.decode", "one token with a KV cache: time, and bandwidth against a kernel that only reads"),
+    "rotation": ("timing.rotation", "cost of rotation, inside flashrope's forward and as a separate pass"),
+    "scaling": ("timing.scaling", "growth of time and memory with length, heads, batch, context and window"),
+    "all": ("timing.all", "the five above, in the sizes that the goals name"),
+    "ceilings": ("timing.ceilings", "what the device reaches: a large matrix product, a copy, a read"),
+    "cpu": ("timing.cpu", "speed and memory of the CPU backend, against PyTorch in the same run"),
+    "host": ("timing.host", "host time until a call has queued its Triton kernels, with or without a GPU"),
+    "tune": ("timing.tune", "tiles for configs.py: timed on a GPU, or ranked by their machine code without one"),
+    "gate": ("compiling.gate", "compile every Triton kernel without a GPU; check spills, shared memory, instructions"),
+    "gate-cuda": ("compiling.gate_cuda", "the same for the CUDA C++ kernels, where nvcc is installed"),
+    "sanitize": ("sanitize", "run every kernel once on small shapes, for compute-sanitizer"),
+    "report": ("report.page", "regenerate bench/results/README.md from the records in that folder"),
 }
 
 
 def main(argv: list[str]) -> int:
     if argv and argv[0] in SUBCOMMANDS:
-        return import_module(f".{argv[0].replace('-', '_')}", __package__).main(argv[1:])
+        return import_module(f".{SUBCOMMANDS[argv[0]][0]}", __package__).main(argv[1:])
     print(__doc__)
-    for name, purpose in SUBCOMMANDS.items():
+    for name, (_, purpose) in SUBCOMMANDS.items():
         print(f"  {name:<10} {purpose}")
     return 0 if argv in (["-h"], ["--help"]) else 2
 

@@ -1,91 +1,221 @@
 #!/usr/bin/env bash
-# All that wants a GPU, in steps, each with a time limit and a log of its own.
-#
-#   bench/on_gpu.sh [-o FOLDER] [-r REVISION] [STEP ...]      (FOLDER: default $OUT, else runs/gpu)
-#
-# Without arguments all steps, what matters most first. Where a machine is lent for ten minutes at a time:
-#
-#   bench/on_gpu.sh smoke tests
-#   bench/on_gpu.sh hope decode rotation
-#   bench/on_gpu.sh rerope memcheck tune-forward
-#
-# A step that fails or runs out of time does not stop the others. Nothing is installed: where flashrope cannot be imported,
-# the checkout is used as it is. -r names the revision where the folder is no git checkout. FOLDER/results.tgz holds the folder
-# results of bench/; unpack it there.
+# shellcheck disable=SC2016,SC2317 # the functions of the steps run through "bash -c"
 set -uo pipefail
 
-steps=(smoke tests hope decode rotation rerope memcheck tune-forward host tune-decode tune-backward scaling more racecheck)
-declare -A limits=([smoke]=110 [tests]=460 [hope]=350 [decode]=130 [rotation]=90 [rerope]=230 [memcheck]=150 [tune-forward]=190
-                   [host]=60 [tune-decode]=190 [tune-backward]=300 [scaling]=300 [more]=590 [racecheck]=590) # seconds
-kernel_tests=(launches cuda_graphs accuracy identities varlen decode decode_triton cache torch errors cuda_extension bench)
-folder=${OUT:-runs/gpu}
+usage() {
+  cat <<'TEXT'
+Tests and measures flashrope on a GPU, in steps, and leaves one file to attach to an issue.
+
+  bench/on_gpu.sh [-t MINUTES] [-o FOLDER] [-r REVISION] [STEP ...]
+
+Without arguments it runs all steps, the most important first, in at most 70 minutes. Every step has a time limit and a
+log. A step that fails or runs out of time does not stop the others; the summary says what it did not reach. At the end
+(and after every step, in case the machine is taken away) logs, results, versions and the summary are packed into
+
+  FOLDER/flashrope-gpu-<device>-<date>.tgz
+
+Steps:
+  smoke          versions and devices; flashrope and PyTorch at one length, checked against float64
+  tests          the tests of the kernels
+  ceilings       what the GPU reaches: a large matrix product, a copy, a read
+  hope           prefill and training with RoPE and HoPE, against PyTorch's attention and flash-attn; seqlen 8192 first
+  decode         one token with a KV cache
+  rerope         prefill and training with ReRoPE
+  rotation       the cost of rotation
+  memcheck       every kernel under compute-sanitizer, which looks for accesses outside the buffers
+  tune-forward   tiles of the forward kernel
+  host           host time of a call
+  tune-decode    tiles of the decode kernel
+  tune-backward  tiles of the backward kernels
+  scaling        growth of time and memory
+  more           hope, rerope and decode with head_dim 64 and with grouped heads
+  racecheck      every kernel under compute-sanitizer, which looks for races in shared memory
+
+Options:
+  -t MINUTES   time for everything (default: only the limits of the steps)
+  -o FOLDER    where the file and the unpacked logs go (default: runs/gpu)
+  -r REVISION  the git revision, where this folder is not a git checkout
+  -h           this text
+
+Use a Python environment in which PyTorch finds the GPU. The tests need pytest (pytest-xdist makes them faster). Nothing
+is installed, and no network is needed. If flashrope is not installed from this folder, its files are used as they are.
+Steps that are run one by one on the same day are packed together:
+
+  bench/on_gpu.sh smoke tests
+  bench/on_gpu.sh -t 10 hope decode
+TEXT
+}
+
+order=(smoke tests ceilings hope decode rerope rotation memcheck tune-forward host tune-decode tune-backward scaling
+  more racecheck)
+declare -A limits=([smoke]=110 [tests]=460 [ceilings]=60 [hope]=400 [decode]=130 [rerope]=230 [rotation]=90
+  [memcheck]=300 [tune-forward]=190 [host]=60 [tune-decode]=190 [tune-backward]=300 [scaling]=300 [more]=590
+  [racecheck]=590) # seconds
+kernel_tests=(launches cuda_graphs accuracy identities varlen decode decode_triton cache torch errors
+  cuda_extension bench)
+grace=15    # seconds between the signal to stop and the one that kills
+skipped=77  # exit code of a step that cannot run here
+
+fail() {
+  echo "on_gpu.sh: $*" >&2
+  exit 2
+}
+
+folder=runs/gpu
 revision=
-while getopts o:r: option; do
+budget=
+while getopts ho:r:t: option; do
   case $option in
+    h) usage; exit 0 ;;
     o) folder=$OPTARG ;;
     r) revision=$OPTARG ;;
-    *) exit 2 ;;
+    t) budget=$(awk -v minutes="$OPTARG" 'BEGIN { printf "%d", minutes * 60 }')
+       [ "$budget" -gt 0 ] || fail "-t: expected a number of minutes, got $OPTARG" ;;
+    *) fail "see bench/on_gpu.sh -h" ;;
   esac
 done
 shift $((OPTIND - 1))
-[ $# -gt 0 ] && steps=("$@")
+steps=("$@")
+[ $# -eq 0 ] && steps=("${order[@]}")
 for step in "${steps[@]}"; do
-  [ -n "${limits[$step]:-}" ] || { echo "unknown step $step; there are: ${!limits[*]}" >&2; exit 2; }
+  [ -n "${limits[$step]:-}" ] || fail "unknown step $step; see bench/on_gpu.sh -h"
 done
+deadline=${budget:+$((SECONDS + budget))}
 
-cd "$(dirname "$0")/.." || exit 1
-mkdir -p "$folder"
+python=$(command -v python3) || fail "python3 is not on PATH"
+device=$("$python" -c '
+import sys
+try:
+    import torch
+except ImportError:
+    sys.exit(f"PyTorch cannot be imported by {sys.executable}")
+if not torch.cuda.is_available():
+    sys.exit(f"no GPU: torch.cuda.is_available() is False (torch {torch.__version__})")
+print(torch.cuda.get_device_name())' 2>&1) || fail "$(tail -n 1 <<<"$device")"
+
+mkdir -p "$folder" || exit 1
 folder=$(cd "$folder" && pwd)
+cd "$(dirname "$0")/.." || exit 1
+name=flashrope-gpu-$(tr '[:upper:]' '[:lower:]' <<<"$device" | sed 's/[^a-z0-9]\{1,\}/-/g; s/^-//; s/-$//')-$(date +%F)
+run=$folder/$name
+[ $# -eq 0 ] && rm -rf "$run"
+mkdir -p "$run"
 work=$(mktemp -d)
-trap 'rm -rf "$work"; [ -n "$revision" ] && rm -f REVISION' EXIT
-[ -n "$revision" ] && echo "$revision" > REVISION
-python=$(command -v python3)
-if ! "$python" -c 'import flashrope.triton_kernels' 2>/dev/null; then
+trap 'rm -rf "$work"; [ -n "$revision" ] && rm -f runs/REVISION' EXIT
+[ -n "$revision" ] && mkdir -p runs && echo "$revision" >runs/REVISION
+
+# Uses this folder's files unless flashrope is installed from it.
+if ! "$python" -c '
+import sys
+from pathlib import Path
+import flashrope, flashrope.triton_kernels
+sys.exit(Path.cwd() not in Path(flashrope.__file__).resolve().parents)' 2>/dev/null; then
   mkdir "$work/packages"
   cp -r python/flashrope "$work/packages/"
-  rm -rf "$work/packages/flashrope/triton_kernels" # a link, where one was made
+  rm -rf "$work/packages/flashrope/triton_kernels" # in some installations a link
   cp -r triton_kernels "$work/packages/flashrope/"
   export PYTHONPATH=$work/packages${PYTHONPATH:+:$PYTHONPATH}
 fi
-export PYTHONUNBUFFERED=1
-results=runs/results # the command that is kept with a result names no folder of this machine
-rm -rf "$results"
 
 bench() { "$python" -m bench "$@"; }
 
+# Compiles in parallel first: compilation under compute-sanitizer takes many times as long.
 sanitize() {
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 "$python" -m bench.sanitize
+  if ! command -v compute-sanitizer; then
+    echo "compute-sanitizer is not on PATH; it is part of the CUDA toolkit"
+    return "$skipped"
+  fi
+  bench sanitize --compile || return
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 "$python" -m bench sanitize
+}
+
+tests() {
+  if ! "$python" -c 'import pytest'; then
+    echo "pytest is not installed"
+    return "$skipped"
+  fi
+  local parallel=()
+  "$python" -c 'import xdist' 2>/dev/null && parallel=(-n auto)
+  # shellcheck disable=SC2086
+  "$python" -m pytest -q "${parallel[@]}" -o console_output_style=count --maxfail=40 --durations=10 \
+    -p no:cacheprovider $test_files
+}
+
+hope() {
+  local failed=0
+  bench hope --seqlens 8192 --passes forward --contestants "SDPA flash" "SDPA cuDNN" "flash-attn 2" flashrope \
+    --out "$run/results-8192" || failed=1
+  bench all --part main --only hope --out "$run/results" || failed=1
+  return "$failed"
 }
 
 run_step() {
   case $1 in
-    smoke) "$python" -m flashrope info
-      bench hope --seqlens 8192 --contestants "SDPA flash" "SDPA cuDNN" flashrope --out "$work/smoke" ;;
-    host) bench host ;;
-    tests) "$python" -m pytest -q -n auto --maxfail=40 --durations=10 -p no:cacheprovider $tests ;;
+    smoke) "$python" -m flashrope info && bench hope --seqlens 2048 --contestants "SDPA flash" flashrope ;;
+    tests) tests ;;
+    hope) hope ;;
+    ceilings | host) bench "$1" ;;
     memcheck | racecheck) sanitize "$1" ;;
-    tune-forward) bench tune --direction forward --csv "$folder/tune-forward.csv" ;;
-    tune-backward) bench tune --direction grad_kv grad_q --csv "$folder/tune-backward.csv" ;;
-    tune-decode) bench tune --direction decode --head-dim 64 128 --csv "$folder/tune-decode.csv" ;;
-    hope | rerope | decode | rotation | scaling) bench all --part main --only "$1" --out "$results" ;;
-    more) bench all --part more --out "$results" ;;
+    tune-forward) bench tune --direction forward --csv "$run/tune-forward.csv" ;;
+    tune-backward) bench tune --direction grad_kv grad_q --csv "$run/tune-backward.csv" ;;
+    tune-decode) bench tune --direction decode --head-dim 64 128 --csv "$run/tune-decode.csv" ;;
+    rerope | decode | rotation | scaling) bench all --part main --only "$1" --out "$run/results" ;;
+    more) bench all --part more --out "$run/results" ;;
   esac
 }
-export -f run_step bench sanitize
-export python folder work results
-tests=$(printf 'tests/test_%s.py ' "${kernel_tests[@]}")
-export tests
+test_files=$(printf 'tests/test_%s.py ' "${kernel_tests[@]}")
+export -f run_step bench sanitize tests hope
+export python run skipped test_files PYTHONUNBUFFERED=1
 
-summary=()
+versions() {
+  echo "$device, $(date -u +%FT%TZ)"
+  "$python" -c 'from bench.machine import versions; [print(name, version) for name, version in versions().items()]'
+  uname -srm
+  nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm --format=csv
+  nvcc --version | tail -n 1
+}
+versions >"$run/versions.txt" 2>&1
+
+pack() {
+  local step
+  for step in "${order[@]}"; do
+    if [ -e "$run/$step.verdict" ]; then cat "$run/$step.verdict"; fi
+  done >"$run/summary.txt"
+  tar -C "$folder" --exclude='*.verdict' -czf "$work/packed.tgz" "$name" && mv "$work/packed.tgz" "$folder/$name.tgz"
+}
+
+failed=0
 for step in "${steps[@]}"; do
+  limit=${limits[$step]}
+  verdict_file=$run/$step.verdict
+  if [ -n "$deadline" ] && [ $((deadline - SECONDS)) -lt "$limit" ]; then
+    limit=$((deadline - SECONDS))
+  fi
+  if [ "$limit" -le 0 ]; then
+    printf '%-14s %6s  not run: the time of -t is over\n' "$step" - >"$verdict_file"
+    failed=1
+    continue
+  fi
+  echo "== $step, at most $limit s"
   started=$SECONDS
-  timeout --signal=INT --kill-after=20 "${limits[$step]}" bash -c 'run_step "$1"' _ "$step" 2>&1 | tee "$folder/$step.log"
+  timeout --signal=INT --kill-after="$grace" "$limit" bash -c 'run_step "$1"' _ "$step" 2>&1 | tee "$run/$step.log"
   status=${PIPESTATUS[0]}
-  verdict=passed
-  [ "$status" -eq 124 ] && verdict="out of time"
-  [ "$status" -ne 0 ] && [ "$status" -ne 124 ] && verdict="FAILED ($status)"
-  summary+=("$(printf '%-14s %4d s  %s' "$step" $((SECONDS - started)) "$verdict")")
-  [ -d "$results" ] && tar -C runs -czf "$folder/results.tgz" results
+  case $status in
+    0) verdict=passed ;;
+    124 | 137) verdict="out of time" ;;
+    "$skipped") verdict="not run: $(tail -n 1 "$run/$step.log")" ;;
+    *) verdict="FAILED (exit code $status)" ;;
+  esac
+  [ "$status" -eq 0 ] || failed=1
+  {
+    printf '%-14s %4d s  %s\n' "$step" $((SECONDS - started)) "$verdict"
+    "$python" -m bench.progress "$run/$step.log" | sed 's/^/    /'
+  } >"$verdict_file"
+  pack
 done
-printf '%s\n' "${summary[@]}" | tee "$folder/summary.txt"
-! grep -qv passed "$folder/summary.txt"
+pack
+echo
+cat "$run/summary.txt"
+echo
+echo "Attach this file to an issue: $folder/$name.tgz"
+exit "$failed"

@@ -1,35 +1,54 @@
-"""Every kernel once on small shapes with odd lengths, for compute-sanitizer: python -m bench.sanitize [--device cuda]
+"""Runs every kernel once on small shapes with odd lengths, for compute-sanitizer.
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m bench.sanitize
+    python -m bench sanitize --compile [--arch 90] [--jobs 16]
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m bench sanitize
+
+The first command compiles the kernels into Triton's cache, in parallel and without running them. The second then finds
+them there: compiling under compute-sanitizer takes many times as long.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from flashrope import Rotary, attention, attention_varlen, attention_with_cache
 from flashrope.backends import load_backend
-from flashrope.backends import triton as kernels
+from flashrope.backends.triton import launcher
+from flashrope.backends.triton.device import compute_capability
 
-HEADS, HEADS_KV, SEQLEN = 4, 2, 197  # no multiple of any tile
+from .compiling.architectures import SHARED
+from .progress import steps
+from .timing.options import positive
+
+HEADS, HEADS_KV, SEQLEN = 4, 2, 197  # not a multiple of any tile
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def training(rotary: Rotary, impl: str, make: Callable, causal: bool = True) -> None:
+class Case(NamedTuple):
+    name: str
+    impl: str
+    run: Callable[[Callable], None]  # takes make(*shape), which returns a random tensor
+
+
+def training(rotary: Rotary, causal: bool, make: Callable) -> None:
     q, k, v = (make(1, SEQLEN, heads, rotary.head_dim).requires_grad_() for heads in (HEADS, HEADS_KV, HEADS_KV))
-    attention(q, k, v, rotary, causal=causal, impl=impl).sum().backward()
+    attention(q, k, v, rotary, causal=causal, impl="triton").sum().backward()
 
 
-def packed(rotary: Rotary, impl: str, make: Callable) -> None:
+def packed(rotary: Rotary, make: Callable) -> None:
     q, k, v = (make(SEQLEN, heads, rotary.head_dim).requires_grad_() for heads in (HEADS, HEADS_KV, HEADS_KV))
-    starts = torch.tensor([0, 33, 33, SEQLEN], dtype=torch.int32, device=q.device)
-    attention_varlen(q, k, v, rotary, starts, starts, SEQLEN, SEQLEN, impl=impl).sum().backward()
+    cu_seqlens = torch.tensor([0, 33, 33, SEQLEN], dtype=torch.int32, device=q.device)
+    attention_varlen(q, k, v, rotary, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN, impl="triton").sum().backward()
 
 
-def over_cache(rotary: Rotary, impl: str, make: Callable, seqlen_q: int, paged: bool) -> None:
-    """One token, several, or a chunk; what goes in is written behind the keys that are there."""
+def with_cache(rotary: Rotary, impl: str, seqlen_q: int, paged: bool, make: Callable) -> None:
+    """seqlen_q new tokens: they are written to the cache, then attended to."""
     q, k, v = (make(2, seqlen_q, heads, rotary.head_dim) for heads in (HEADS, HEADS_KV, HEADS_KV))
     seqlens = torch.tensor([SEQLEN, 3], dtype=torch.int32, device=q.device)
     table = torch.arange(16, dtype=torch.int32, device=q.device).view(2, 8).flip(1).contiguous() if paged else None
@@ -39,8 +58,9 @@ def over_cache(rotary: Rotary, impl: str, make: Callable, seqlen_q: int, paged: 
 
 
 def baselines(make: Callable) -> None:
-    from .fused_rope import rotate
-    from .probe import read
+    """The kernels of the benchmarks themselves."""
+    from .timing.fused_rope import rotate
+    from .timing.probe import read
 
     q, k = (make(2, SEQLEN, heads, 64).requires_grad_() for heads in (HEADS, HEADS_KV))
     cos, sin = (torch.ones(SEQLEN, 32, device=q.device) for _ in range(2))
@@ -48,47 +68,78 @@ def baselines(make: Callable) -> None:
     read(torch.randn(100_003, device=q.device))
 
 
-def main() -> None:
-    p = argparse.ArgumentParser("python -m bench.sanitize")
-    p.add_argument("--device", default="cuda")
-    p.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    options = p.parse_args()
-
-    def make(*shape):
-        return torch.randn(*shape, device=options.device, dtype=getattr(torch, options.dtype))
-
-    def run(name, function, *args):
-        function(*args)
-        if options.device != "cpu":
-            torch.cuda.synchronize()
-        print(f"ran {name}", flush=True)
-
+def cases() -> list[Case]:
+    chosen = []
     for head_dim in (64, 128):
         rope = Rotary.rope(head_dim)
-        for name, rotary in (("one band", rope), ("two bands", rope.rectify(50).log_n(64))):
-            run(f"{name}, head_dim {head_dim}", training, rotary, "triton", make)
-            run(f"{name}, head_dim {head_dim}, packed", packed, rotary, "triton", make)
-            for impl in ("triton", "cuda"):
-                reason = (kernels if impl == "triton" else load_backend("cuda")).unsupported_reason(
-                    make(1, 1, HEADS, head_dim), cached=True
-                )
-                if reason:
-                    print(f"not run: over a cache, {impl}: {reason}")
-                    continue
-                for seqlen_q in (1, 7, 130) if impl == "triton" else (1, 7):
+        for bands, rotary in (("one band", rope), ("two bands", rope.rectify(50).log_n(64))):
+            name = f"{bands}, head_dim {head_dim}"
+            chosen.append(Case(name, "triton", partial(training, rotary, True)))
+            chosen.append(Case(f"{name}, packed", "triton", partial(packed, rotary)))
+            for impl, seqlens in (("triton", (1, 7, 130)), ("cuda", (1, 7))):
+                for seqlen_q in seqlens:
                     for paged in (False, True):
-                        run(
-                            f"{name}, head_dim {head_dim}, {seqlen_q} tokens over {'pages' if paged else 'a cache'}, {impl}",
-                            over_cache,
-                            rotary,
-                            impl,
-                            make,
-                            seqlen_q,
-                            paged,
-                        )
-        run(f"two-sided, head_dim {head_dim}", training, rope.rectify(50), "triton", make, False)
-    run("baselines", baselines, make)
+                        cached = f"{name}, {seqlen_q} tokens, {'paged' if paged else 'contiguous'} cache, {impl}"
+                        chosen.append(Case(cached, impl, partial(with_cache, rotary, impl, seqlen_q, paged)))
+        chosen.append(Case(f"two-sided, head_dim {head_dim}", "triton", partial(training, rope.rectify(50), False)))
+    return [*chosen, Case("baselines", "triton", baselines)]
 
 
-if __name__ == "__main__":
-    main()
+def available(chosen: list[Case], device: torch.device, dtype: torch.dtype) -> list[Case]:
+    """Those that can run here. Prints why the others cannot."""
+    reasons = {
+        impl: load_backend(impl).unsupported_reason(torch.empty(1, 1, HEADS, 64, device=device, dtype=dtype), True)
+        for impl in ("triton", "cuda")
+    }
+    for impl, reason in reasons.items():
+        if reason:
+            print(f"not run: {sum(case.impl == impl for case in chosen)} cases with impl={impl!r}: {reason}")
+    return [case for case in chosen if not reasons[case.impl]]
+
+
+def launches(arch: int, dtype: torch.dtype) -> list:
+    """The distinct launches of all cases but the baselines, on meta tensors."""
+    from .compiling.offline import caught_launches
+
+    found = {}
+    for case in cases():
+        if case.impl == "triton" and case.name != "baselines":
+            with caught_launches(launcher, arch) as caught:
+                case.run(lambda *shape: torch.empty(*shape, device="meta", dtype=dtype))
+            found |= {launch.key: launch for launch in caught}
+    return list(found.values())
+
+
+def compile_kernels(arch: int, dtype: torch.dtype, jobs: int) -> int:
+    """Compiles the kernels of all cases into Triton's cache. Returns 1 if one does not compile."""
+    from .compiling.offline import compile_all
+
+    chosen, failed = launches(arch, dtype), 0
+    print(f"compiling {len(chosen)} kernels for sm_{arch} in {jobs} processes", flush=True)
+    for done, (index, error, _) in enumerate(compile_all(chosen, jobs, inspect=lambda compiled: None), 1):
+        name = chosen[index].kernel.__name__
+        print(f"compiled {done} of {len(chosen)}: {name}" + (f": {error}" if error else ""), flush=True)
+        failed += bool(error)
+    return int(failed > 0)
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser("python -m bench sanitize", description=__doc__.split("\n")[0], allow_abbrev=False)
+    p.add_argument("--device", default="cuda", help="default: cuda")
+    p.add_argument("--dtype", default="bf16", choices=DTYPES, help="default: bf16")
+    p.add_argument("--compile", action="store_true", help="only compile the kernels into Triton's cache, in parallel")
+    p.add_argument("--arch", type=int, choices=sorted(SHARED), help="with --compile (default: that of the GPU)")
+    p.add_argument("--jobs", type=positive, default=os.cpu_count(), help="compiling processes (default: all cores)")
+    options = p.parse_args(argv)
+    device, dtype = torch.device(options.device), DTYPES[options.dtype]
+    if options.compile:
+        return compile_kernels(options.arch or compute_capability(device), dtype, options.jobs)
+
+    def make(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    for case in steps("sanitize", available(cases(), device, dtype), lambda case: case.name):
+        case.run(make)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return 0

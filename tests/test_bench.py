@@ -1,5 +1,6 @@
-"""The benchmark's own logic: what it refuses, counts, fits and writes. Speed is not tested here."""
+"""The logic of the benchmarks: what they reject, count, fit, print and write. Speed is not tested."""
 
+import ast
 import dataclasses
 import subprocess
 import sys
@@ -14,25 +15,28 @@ sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
 import support
 from bench import __main__ as command_line
-from bench import check, contestants, machine, readme, results, suite, timing
-from bench.contestants import OWN, Contestant, Unavailable, dense, flex, own, prefill_hope, prefill_rerope
-from bench.problem import Problem, exponent
+from bench.report import page, records
+from bench.timing import ceilings, check, contestants, options, timer
+from bench.timing.contestants import OWN, Contestant, Unavailable, dense, flex, own, prefill_hope, prefill_rerope
+from bench.timing.options import Table
+from bench.timing.problem import Problem, exponent
+from bench.timing.session import Session
 from flashrope.cos_sin import cos_sin
 
 CPU = torch.device("cpu")
 SMALL = Problem(1, 128, 2, 2, 32, torch.float32, CPU, window=32)
 
 
-def session(tmp_path, *words) -> suite.Session:
-    cuda = {"heads": 2, "heads_kv": 2, "head_dim": 32, "seqlens": [128], "tokens": 128, "window": 32}
-    argv = ["--device", "cpu", "--seconds", "0", "--out", str(tmp_path), *words]
-    return suite.Session("hope", argv, suite.parse(suite.parser("hope", "Test.", cuda, cuda), argv))
+def session(*words) -> Session:
+    sizes = {"heads": 2, "heads_kv": 2, "head_dim": 32, "seqlens": [128], "tokens": 128, "window": 32}
+    argv = ["--device", "cpu", "--seconds", "0", *words]
+    return Session("hope", argv, options.parse(options.parser("hope", "Test.", sizes, sizes), argv))
 
 
 @pytest.fixture(autouse=True)
 def quick_ceilings(monkeypatch):
     monkeypatch.setattr(
-        machine, "ceilings", lambda device, dtype: {"product_tflops": 1.0, "copy_gbs": 10.0, "read_gbs": 10.0}
+        ceilings, "ceilings", lambda device, dtype: {"product_tflops": 1.0, "copy_gbs": 10.0, "read_gbs": 10.0}
     )
 
 
@@ -61,27 +65,27 @@ def test_exponent():
     assert exponent({1: 5, 10: 5, 100: 5}) == pytest.approx(0)
     noisy = {512: 1.1, 1024: 1.9, 2048: 4.2, 4096: 7.7}
     assert 0.9 < exponent(noisy) < 1.05
-    with pytest.raises(ValueError, match="two points"):
+    with pytest.raises(ValueError, match="at least two points"):
         exponent({1: 1})
 
 
 def test_ratio_is_the_median_over_rounds_not_the_ratio_of_medians():
     times = {"peer": [2.0, 30.0, 4.0], "ours": [1.0, 10.0, 8.0]}
-    assert timing.ratio(times, "peer", "ours") == 2.0  # of 2, 3 and 0.5; the medians' would be 0.5
-    assert timing.Spread.of([3.0]) == (3.0, 3.0, 3.0)
+    assert timer.ratio(times, "peer", "ours") == 2.0  # of 2, 3 and 0.5; the medians' would be 0.5
+    assert timer.Spread.of([3.0]) == (3.0, 3.0, 3.0)
 
 
-def test_rounds_take_turns():
+def test_rounds_alternate_between_calls():
     seen = []
-    times = timing.rounds(
-        {"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, timing.Timer(CPU), 0.0, least=4
+    times = timer.rounds(
+        {"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, timer.Timer(CPU), 0.0, min_rounds=4
     )
-    assert "".join(seen) == "ab" + "ab" * 4  # a warm-up each, not counted
+    assert "".join(seen) == "ab" + "ab" * 4  # one warm-up of each, not counted
     assert {name: len(of) for name, of in times.items()} == {"a": 4, "b": 4}
 
 
 def test_a_call_that_the_host_queues_late_is_timed_again(monkeypatch):
-    """After a longer sleep, which stays; a call that waits for the device is not tried for ever."""
+    """With a longer sleep, which later calls keep. A call that waits for the device is not repeated forever."""
     late, slept, calls = [True, True, False, False], [], []
 
     class Event:
@@ -92,12 +96,12 @@ def test_a_call_that_the_host_queues_late_is_timed_again(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    timer = timing.Timer(CPU)
-    timer.flush = torch.zeros(4)  # as on a GPU
-    assert timer(lambda: calls.append(1)) == 4.5 and timer(lambda: calls.append(1)) == 6.0
-    assert slept == [timing.SLEEP_CYCLES * n for n in (1, 2, 4, 4)]
-    timer(lambda: calls.append(1))
-    assert slept[-1] == timing.MOST_SLEEP_CYCLES
+    measure = timer.Timer(CPU)
+    measure.flush = torch.zeros(4)  # as on a GPU
+    assert measure(lambda: calls.append(1)) == 4.5 and measure(lambda: calls.append(1)) == 6.0
+    assert slept == [timer.SLEEP_CYCLES * n for n in (1, 2, 4, 4)]
+    measure(lambda: calls.append(1))
+    assert slept[-1] == timer.MAX_SLEEP_CYCLES
 
 
 def test_peak_memory_of_a_call():
@@ -107,7 +111,7 @@ def test_peak_memory_of_a_call():
         second, third = torch.empty(1 << 18), torch.empty(1 << 18)
         return second, third
 
-    assert timing.Timer(CPU).peak_bytes(call) == pytest.approx(2 * 4 * (1 << 18), abs=4096)
+    assert timer.Timer(CPU).peak_bytes(call) == pytest.approx(2 * 4 * (1 << 18), abs=4096)
 
 
 # ---- contestants
@@ -115,8 +119,8 @@ def test_peak_memory_of_a_call():
     "p", [SMALL, SMALL.replace(heads=4), SMALL.replace(causal=False)], ids=["causal", "grouped", "full"]
 )
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
-def test_contestants_are_right(p, backward):
-    """Those that run here without a compiler; others say why they do not."""
+def test_contestants_are_correct(p, backward):
+    """Those that run here without a compiler. The others say why they do not run."""
     reasons = {}
     for contestant in {c.name: c for c in prefill_hope(CPU) + prefill_rerope(CPU)}.values():
         if "compiled" in contestant.name:
@@ -180,31 +184,58 @@ triton_runs = pytest.mark.skipif(
 @pytest.mark.parametrize(("heads", "heads_kv"), [(5, 2), (4, 0)], ids=["q and k", "q alone"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
 def test_fused_rope_is_rope(heads, heads_kv, in_place):
-    """Forward and backward against the same operator by operator; lengths that no tile divides."""
-    from bench.fused_rope import rotate
+    """Forward and backward against eager RoPE, with lengths that no tile divides."""
+    from bench.timing.fused_rope import rotate
 
     p = Problem(2, 37, heads, 1, 64, torch.float32, DEVICE)
     cos, sin = (x.float().contiguous() for x in cos_sin(p.rope(), contestants.positions(p)))
     q, k = (torch.randn(2, 37, count, 64, device=DEVICE) for count in (heads, heads_kv))
     grads = [torch.randn_like(x) for x in (q, k)]
     results_of = []
-    for turn in (contestants.eager(p), lambda q, k: rotate(q.clone(), k.clone(), cos, sin, in_place)):
+    for rotation in (contestants.eager(p), lambda q, k: rotate(q.clone(), k.clone(), cos, sin, in_place)):
         leaves = [x.clone().requires_grad_() for x in (q, k)]
-        out = turn(*leaves)
+        out = rotation(*leaves)
         results_of.append([*out, *torch.autograd.grad(out, leaves, [x.clone() for x in grads])])
     torch.testing.assert_close(*results_of, rtol=1e-5, atol=1e-5)
 
 
 @triton_runs
+@pytest.mark.parametrize("way", ["keys_on_cpu", "keys_by_triton"])
+def test_rotation_of_the_keys_is_what_hope_does(way):
+    from bench.timing import rotation
+
+    device = CPU if way == "keys_on_cpu" else DEVICE
+    p = SMALL.replace(seqlen=37, train_length=64, device=device)
+    tensors = p.tensors()
+    rotated = getattr(rotation, way)(p)(*tensors)
+    torch.testing.assert_close(rotated, rotation.exact_keys(Problem.hope, p)(*tensors), rtol=1e-5, atol=1e-5)
+
+
+@triton_runs
+def test_sanitize_says_what_it_runs(monkeypatch, capsys):
+    from bench import sanitize
+
+    every = sanitize.cases()
+    assert len({case.name for case in every}) == len(every)
+    chosen = [case for case in every if "1 tokens, paged" in case.name or case.name == "baselines"][-3:]
+    monkeypatch.setattr(sanitize, "cases", lambda: chosen)
+    assert sanitize.main(["--device", str(DEVICE), "--dtype", "fp32"]) == 0
+    printed = capsys.readouterr().out
+    assert "not run: 1 cases with impl='cuda': " in printed
+    assert "sanitize: 1 of 2: two bands, head_dim 128, 1 tokens, paged cache, triton" in printed
+    assert printed.endswith("sanitize: 2 of 2 done\n")
+
+
+@triton_runs
 def test_probe_reads_everything_once():
-    from bench.probe import read
+    from bench.timing.probe import read
 
     x = torch.rand(100_003, device=DEVICE)
     assert read(x).double().sum().item() == pytest.approx(x.double().sum().item(), rel=1e-5)
 
 
 @pytest.mark.slow
-def test_compiled_contestants_are_right():
+def test_compiled_contestants_are_correct():
     pytest.importorskip("torch._inductor", reason="needs torch.compile")
     for contestant in prefill_hope(CPU):
         if contestant.name in ("compiled RoPE + SDPA flash", "compiled RoPE + FlexAttention"):
@@ -212,26 +243,26 @@ def test_compiled_contestants_are_right():
 
 
 # ---- a session
-def test_no_ratio_for_a_wrong_contestant(tmp_path, capsys):
+def test_no_ratio_for_a_wrong_contestant(capsys):
     wrong = Contestant("wrong one", Problem.none, partial(own, Problem.rope))
     missing = Contestant("missing one", Problem.none, partial(_raise, Unavailable("not installed")))
     broken = Contestant("broken one", Problem.none, partial(_raise, RuntimeError("no kernel\nmore")))
-    s = session(tmp_path)
-    s.plan([suite.Table("a table", [wrong, missing, broken, OWN["RoPE"], OWN["HoPE"]], SMALL)])
+    s = session()
+    s.measure([Table("a table", [wrong, missing, broken, OWN["RoPE"], OWN["HoPE"]], SMALL)])
     assert s.finish() == 0
     assert [record.contestant for record in s.run.records] == ["flashrope RoPE", "flashrope HoPE"]
     assert s.run.absent == {"missing one": "not installed", "broken one": "failed: RuntimeError: no kernel"}
     assert s.run.wrong["wrong one"] > 0.1
     printed = capsys.readouterr().out
-    assert "WRONG, so not timed: wrong one: error" in printed and "not run (not installed): missing one" in printed
+    assert "WRONG, not timed: wrong one: error" in printed and "not run (not installed): missing one" in printed
     assert not any("wrong one" in record.ratios for record in s.run.records)
 
 
-def test_ours_wrong_or_failing_ends_with_1(tmp_path):
-    s = session(tmp_path)
-    s.plan(
+def test_flashrope_wrong_or_failing_exits_with_1():
+    s = session()
+    s.measure(
         [
-            suite.Table(
+            Table(
                 "a table",
                 [dataclasses.replace(OWN["HoPE"], prepare=partial(own, Problem.rope)), OWN["RoPE"]],
                 SMALL.replace(head_dim=64, train_length=256),
@@ -239,10 +270,10 @@ def test_ours_wrong_or_failing_ends_with_1(tmp_path):
         ]
     )
     assert s.run.wrong.keys() == {"flashrope HoPE"} and s.finish() == 1
-    s = session(tmp_path)
-    s.plan(
+    s = session()
+    s.measure(
         [
-            suite.Table(
+            Table(
                 "a table",
                 [dataclasses.replace(OWN["HoPE"], prepare=partial(_raise, RuntimeError("x"))), OWN["RoPE"]],
                 SMALL,
@@ -252,23 +283,23 @@ def test_ours_wrong_or_failing_ends_with_1(tmp_path):
     assert s.finish() == 1
 
 
-def test_what_does_not_fit_is_skipped_with_a_line(tmp_path, capsys, monkeypatch):
+def test_what_does_not_fit_is_skipped_with_a_line(capsys, monkeypatch):
     large = dataclasses.replace(OWN["RoPE"], name="large one", scratch=lambda problem: 1 << 60)
-    s = session(tmp_path)
-    s.plan([suite.Table("a table", [large, OWN["HoPE"]], SMALL)])
+    s = session()
+    s.measure([Table("a table", [large, OWN["HoPE"]], SMALL)])
     assert [record.contestant for record in s.run.records] == ["flashrope HoPE"]
     assert "a table: large one: needs about 1073741824.0 GiB" in s.run.skipped[0]
     assert "skipped: a table: large one" in capsys.readouterr().out
     monkeypatch.setattr(s.timer, "free_bytes", lambda: 1000)
-    s.plan([suite.Table("no room", [OWN["HoPE"]], SMALL)])
+    s.measure([Table("no room", [OWN["HoPE"]], SMALL)])
     assert "no room: nothing to time" in capsys.readouterr().out
 
 
-def test_memory_is_noted_with_the_call_where_that_is_cheap(tmp_path, monkeypatch, capsys):
-    s = session(tmp_path)
+def test_memory_is_noted_with_the_call_where_that_is_cheap(monkeypatch, capsys):
+    s = session()
     s.timer.memory_is_cheap = True
     monkeypatch.setattr(s.timer, "peak_bytes", lambda call: 3 << 20)
-    s.plan([suite.Table(title, [OWN["HoPE"]], SMALL) for title in ("one", "two")])
+    s.measure([Table(title, [OWN["HoPE"]], SMALL) for title in ("one", "two")])
     assert [record.peak_bytes for record in s.run.records] == [None, None]
     s.memory(s.tables[:1])
     assert [record.peak_bytes for record in s.run.records] == [
@@ -277,85 +308,97 @@ def test_memory_is_noted_with_the_call_where_that_is_cheap(tmp_path, monkeypatch
     ] and "3.0" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_memory_that_runs_out_is_skipped(tmp_path):
+def test_memory_that_runs_out_is_skipped():
     def prepare(problem):
         if problem.seqlen == SMALL.seqlen:
             raise torch.OutOfMemoryError("tried to allocate too much")
         return own(Problem.none, problem)
 
-    s = session(tmp_path)
-    s.plan([suite.Table("a table", [Contestant("greedy", Problem.none, prepare), OWN["HoPE"]], SMALL)])
+    s = session()
+    s.measure([Table("a table", [Contestant("greedy", Problem.none, prepare), OWN["HoPE"]], SMALL)])
     assert s.run.skipped == ["a table: greedy: OutOfMemoryError: tried to allocate too much"]
     assert [record.contestant for record in s.run.records] == ["flashrope HoPE"]
 
 
 def test_options(capsys):
     sizes = {"heads": 4, "heads_kv": 4, "head_dim": 64, "seqlens": [512], "tokens": 1024, "window": 64}
-    p = suite.parser("hope", "Test.", sizes, sizes)
-    options = suite.parse(p, ["--device", "cpu", "--seqlens", "256", "2048"])
-    assert [suite.problem(options, n).batch for n in options.seqlens] == [4, 1] and options.dtype == torch.float32
-    assert suite.stem("hope", options) == "hope-d64-h4x4-fp32"
+    p = options.parser("hope", "Test.", sizes, sizes)
+    parsed = options.parse(p, ["--device", "cpu", "--seqlens", "256", "2048"])
+    assert [options.problem(parsed, n).batch for n in parsed.seqlens] == [4, 1] and parsed.dtype == torch.float32
+    assert options.stem("hope", parsed) == "hope-d64-h4x4-fp32"
     for words, message in (
         (["--device", "tpu"], "--device"),
         (["--heads", "3"], "multiple of --heads-kv 4"),
         (["--seqlens", "0"], "positive integer"),
+        (["--out", "a", "--publish"], "not allowed with"),
     ):
         with pytest.raises(SystemExit):
-            suite.parse(p, ["--device", "cpu", *words])
+            options.parse(p, ["--device", "cpu", *words])
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["hope", "rerope", "decode", "rotation", "scaling"])
-def test_every_subcommand_writes_its_files(tmp_path, monkeypatch, command):
-    from bench import contestants, rotation, scaling
+COMMANDS = ("hope", "rerope", "decode", "rotation", "scaling")
 
-    monkeypatch.setitem(contestants.ENCODINGS, "compiled RoPE", contestants.eager)  # compiling takes half a minute
+
+@pytest.fixture
+def small_sizes(monkeypatch):
+    """Options for small problems. Nothing is compiled, which takes half a minute."""
+    from bench.timing import rotation, scaling
+
+    monkeypatch.setitem(contestants.ENCODINGS, "compiled RoPE", contestants.eager)
     monkeypatch.setattr(contestants, "flex", partial(_raise, Unavailable("left out")))
     monkeypatch.setattr(scaling, "AT", {"cpu": 64})
     monkeypatch.setattr(scaling, "CONTEXTS", {"cpu": (128, 256)})
-    monkeypatch.setattr(scaling, "LINEAR", 2.0)  # at these lengths steps of the tables count
+    monkeypatch.setattr(scaling, "MAX_MEMORY_EXPONENT", 2.0)  # at these lengths the steps of the tables show
     monkeypatch.setattr(rotation, "best_rope", lambda device: "eager RoPE")
-    words = [
-        "--device",
-        "cpu",
-        "--seqlens",
-        "128",
-        "256",
-        "--tokens",
-        "256",
-        "--head-dim",
-        "32",
-        "--window",
-        "64",
-        "--seconds",
-        "0",
-        "--heads",
-        "2",
-        "--heads-kv",
-        "1",
-        "--out",
-        str(tmp_path),
-    ]
-    assert command_line.main([command, *words]) == 0
+    words = "--device cpu --seqlens 128 256 --tokens 256 --head-dim 32 --window 64 --seconds 0 --heads 2 --heads-kv 1"
+    return words.split()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_out_writes_the_files(tmp_path, small_sizes, command):
+    assert command_line.main([command, *small_sizes, "--out", str(tmp_path)]) == 0
     [path] = tmp_path.glob("*/*.json")
-    run = results.read(path)
-    assert (
-        run.command == command
-        and run.argv.startswith(f"python -m bench {command} --device cpu")
-        and len(run.records) > 3
-    )
+    run = records.read(path)
+    assert run.command == command and len(run.records) > 3
+    assert run.argv == f"python -m bench {command} {' '.join(small_sizes)}"
     assert not run.wrong and all(not reason.startswith("failed") for reason in run.absent.values())
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG" and path.with_suffix(".csv").exists()
     assert {goal["verdict"] for goal in run.goals} == {"not run"}
     if command == "scaling":
         path.with_suffix(".png").unlink()
-        readme.draw([(path, run)])  # from the file
+        page.draw([(path, run)])  # from the file
         assert path.with_suffix(".png").exists()
         assert any(name.startswith("peak memory") for name in run.exponents)
 
 
+def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
+    """{file: (size, time of the last change)}."""
+    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.mark.parametrize("command", ["decode", "scaling", "cpu", "ceilings", "tune"])
+def test_without_options_nothing_is_written(tmp_path, monkeypatch, capsys, small_sizes, command):
+    from bench.timing import cpu, tune
+
+    words = {
+        "cpu": ["--seqlen", "64", "--seconds", "0", "--heads", "1", "--threads", "1"],
+        "ceilings": ["--device", "cpu"],
+        "tune": ["--direction", "forward", "--bands", "1"],
+    }
+    monkeypatch.setattr(cpu, "CACHE_SEQLEN", 64)
+    monkeypatch.setattr(cpu, "host_times", lambda heads, head_dim: (1.0, 1.0))
+    monkeypatch.setattr(tune, "ranked_by_machine_code", lambda *_: [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(ROOT / "bench")
+    assert command_line.main([command, *words.get(command, small_sizes)]) == 0
+    assert capsys.readouterr().out and not list(tmp_path.iterdir()) and snapshot(ROOT / "bench") == before
+
+
 def test_all_runs_its_parts(monkeypatch, tmp_path, capsys):
-    from bench import all as every
+    from bench.timing import all as every
 
     ran = []
 
@@ -370,22 +413,85 @@ def test_all_runs_its_parts(monkeypatch, tmp_path, capsys):
     assert ran == [
         [command, *words, *common] for command, words in every.MAIN + every.MORE if command in ("hope", "decode")
     ]
+    assert "all: 5 of 5: decode --head-dim 64" in capsys.readouterr().out
     ran.clear()
     every.main(["--only", "hope", "--device", "cpu"])
-    assert [words[:3] for words in ran] == [["hope", "--device", "cpu"]]
+    assert ran == [["hope", "--device", "cpu"]]
     with pytest.raises(SystemExit):
         every.main(["--part", "more", "--only", "scaling"])
     assert "none of these is in --part more" in capsys.readouterr().err
 
 
-def test_subcommands_are_listed_and_called(monkeypatch, capsys):
-    assert command_line.main([]) == 2
+def test_every_subcommand_is_listed(capsys):
+    assert command_line.main([]) == 2 and command_line.main(["--help"]) == 0
     listed = capsys.readouterr().out
-    assert all(name in listed for name in command_line.SUBCOMMANDS)
+    for name, (module, _) in command_line.SUBCOMMANDS.items():
+        assert f"  {name} " in listed and (ROOT / "bench" / f"{module.replace('.', '/')}.py").exists()
+
+
+def test_a_subcommand_gets_its_options(monkeypatch):
     seen = []
     module = type("Module", (), {"main": staticmethod(lambda words: seen.append(words) or 0)})
     monkeypatch.setattr(command_line, "import_module", lambda name, package: module)
     assert command_line.main(["hope", "--seqlens", "128"]) == 0 and seen == [["--seqlens", "128"]]
+
+
+# ---- the structure
+def imports(path: Path) -> set[tuple[str, str]]:
+    """(module, name) of every import of a file. Modules of bench are absolute; the name is empty for plain imports."""
+    package = path.relative_to(ROOT).parts[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (above, node.module)))
+            found |= {(module, alias.name) for alias in node.names}
+    return found
+
+
+def private_uses(path: Path) -> list[str]:
+    """Imports of private names of flashrope, and private attributes of modules and names imported from it."""
+    tree, known, found = ast.parse(path.read_text()), set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "flashrope":
+            known |= {alias.asname or alias.name for alias in node.names}
+            names = (*node.module.split("."), *(alias.name for alias in node.names))
+            found += [f"import of {name}" for name in names if name.startswith("_")]
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "flashrope":
+                    known.add(alias.asname or "flashrope")
+                    found += [f"import of {name}" for name in alias.name.split(".") if name.startswith("_")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in known:
+                found.append(f"{root.id}...{node.attr}")
+    return found
+
+
+def test_bench_uses_only_public_names_of_flashrope(tmp_path):
+    example = tmp_path / "example.py"
+    example.write_text(
+        "from flashrope.backends import triton as b\nfrom flashrope._ops import x\nb.a._Plan, x.__name__"
+    )
+    assert private_uses(example) == ["import of _ops", "b..._Plan"]
+    for path in (ROOT / "bench").rglob("*.py"):
+        assert not private_uses(path), path
+
+
+def test_timing_and_compiling_are_apart():
+    """Compiling does not need timing. Of timing, only what has no GPU to time on compiles."""
+    for path in (ROOT / "bench").rglob("*.py"):
+        used = {f"{module}.{name}" for module, name in imports(path)}
+        if path.parent.name == "compiling":
+            assert not any(name.startswith("bench.timing") for name in used), path
+        if path.parent.name == "timing" and path.stem not in ("host", "tune", "tiles"):
+            assert not any(name.startswith("bench.compiling") for name in used), path
 
 
 def _raise(error, *_):

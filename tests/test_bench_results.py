@@ -1,9 +1,10 @@
-"""The files of the benchmark and what is made of them: results, figures, pages, goals; and the model of tile loops."""
+"""Records of the benchmark and what is drawn from them: files, figures, the page, goals; the model of tile loops."""
 
 import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
-from bench import goals, machine, model, plots, readme, results
-from bench.contestants import prefill_hope, prefill_rerope
-from bench.problem import Problem
-from bench.results import Record, Run
+from bench import machine
+from bench.compiling.utilisation import utilisation
+from bench.report import goals, output, page, plots, records
+from bench.report.records import Record, Run
+from bench.timing import decoding
+from bench.timing.contestants import prefill_hope, prefill_rerope
+from bench.timing.problem import Problem
 
 CPU = torch.device("cpu")
 
@@ -58,7 +62,7 @@ def test_files_round_trip(tmp_path):
         note="a note",
     )
     run.write(tmp_path, "hope-a")
-    assert results.read(tmp_path / "hope-a.json") == run
+    assert records.read(tmp_path / "hope-a.json") == run
     head, first, second = (tmp_path / "hope-a.csv").read_text().splitlines()
     columns = dict(zip(head.split(","), first.split(","), strict=True))
     assert (columns["contestant"], columns["milliseconds"], columns["time / flashrope HoPE"]) == (
@@ -71,7 +75,7 @@ def test_files_round_trip(tmp_path):
     for text in ("{", "[]", json.dumps({"records": [{"a": 1}]})):
         (tmp_path / "broken.json").write_text(text)
         with pytest.raises(ValueError, match="broken.json: not the results of a run"):
-            results.read(tmp_path / "broken.json")
+            records.read(tmp_path / "broken.json")
 
 
 @pytest.mark.parametrize("name", ["revision", "torch", "triton", "cuda", "device"])
@@ -83,64 +87,75 @@ def test_versions_are_not_mixed(tmp_path, name):
         else {"versions": one.versions | {name: "other"}}
     )
     other = dataclasses.replace(one, **changed)
-    results.check_comparable([one, run_of()])
-    with pytest.raises(ValueError, match=f"runs of different {name} cannot be put together"):
-        results.check_comparable([one, other])
+    records.check_comparable([one, run_of()])
+    with pytest.raises(ValueError, match=f"runs of different {name} cannot be combined"):
+        records.check_comparable([one, other])
     one.write(tmp_path / "device", "hope-a")
     other.write(tmp_path / "device", "hope-b")
     with pytest.raises(ValueError, match=f"different {name}"):
-        readme.devices(tmp_path)
+        page.devices(tmp_path)
 
 
-def test_readme_holds_what_the_files_hold(tmp_path, capsys):
-    records = [
+def h200_folder(tmp_path) -> Path:
+    """A folder of results: one run on an H200, and a table of the gate."""
+    measured = [
         record_of("fused RoPE + SDPA flash", ratios={"flashrope HoPE": 1.234}),
         record_of("flashrope HoPE", milliseconds=1.62),
     ]
-    run = run_of(records, absent={"flash-attn 2": "not installed"}, skipped=["seqlen 9: a peer: needs 5 GiB"])
+    run = run_of(measured, absent={"flash-attn 2": "not installed"}, skipped=["seqlen 9: a peer: needs 5 GiB"])
     run.device["multiprocessors"] = 132
     run.goals = goals.evaluate(run)
-    run.write(tmp_path / "results" / "nvidia-h200", "hope-d128-h16x16-bf16")
-    compiled = tmp_path / "results" / "compiled"
-    compiled.mkdir()
-    row = (
-        {"revision": "abc", "triton": "3.6.0"}
-        | dict.fromkeys(readme.COLUMNS, "7")
-        | {"kernel": "attention_forward", "scheme": "rope +1"}
-    )
-    with open(compiled / "gate.csv", "w") as file:
-        file.writelines(
-            ",".join(words) + "\n" for words in (row, row.values(), (row | {"scheme": "rope paged chunk"}).values())
-        )
-    page = tmp_path / "README.md"
-    page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
-    words = ["--results", str(tmp_path / "results"), "--readme", str(page)]
-    assert readme.main([*words, "--check"]) == 1 and "old" in page.read_text()
-    assert readme.main(words) == 0 and readme.main([*words, "--check"]) == 0
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert (
-        "| H200: flashrope HoPE against fused RoPE + SDPA flash, forward | 1.23 | 1.15 |" in text
-        and "No GPU" not in text
-    )
-    assert "![HoPE and RoPE](results/nvidia-h200/hope-d128-h16x16-bf16.png)" in text and "<summary>1 kernels" in text
-    every = (tmp_path / "results" / "README.md").read_text()
-    assert "| fused RoPE + SDPA flash | 2 (1.23) |" in every and "| flashrope HoPE | 1.62 |" in every
-    assert (
-        "| 1.15 | 1.6 | 1.23 on NVIDIA H200: floor met |" in every
-        and every.count("| not run |") == len(goals.GOALS) - 1
-    )
-    assert "Not run: flash-attn 2 (not installed)." in every and "Skipped: seqlen 9: a peer: needs 5 GiB." in every
-    assert (tmp_path / "results" / "nvidia-h200" / "hope-d128-h16x16-bf16.png").exists()
-    (tmp_path / "results" / "README.md").write_text("old")
-    assert readme.main([*words, "--check"]) == 1
-    page.write_text("no markers")
-    assert readme.main(words) == 1 and "expected" in capsys.readouterr().out
+    run.write(tmp_path / "nvidia-h200", "hope-d128-h16x16-bf16")
+    (tmp_path / page.COMPILED).mkdir()
+    row = {"revision": "abc", "triton": "3.6.0"} | dict.fromkeys(page.COLUMNS, "7")
+    row |= {"kernel": "attention_forward", "scheme": "rope +1"}
+    with open(tmp_path / page.COMPILED / "gate.csv", "w") as file:
+        for words in (row, row.values(), (row | {"scheme": "rope paged chunk"}).values()):
+            file.write(",".join(words) + "\n")
+    return tmp_path
 
 
-def test_the_pages_hold_the_results():
-    """README.md and bench/results/README.md are what python -m bench readme makes of the files."""
-    assert readme.main(["--check"]) == 0
+def test_page_holds_what_the_files_hold(tmp_path, capsys):
+    folder = h200_folder(tmp_path)
+    words = ["--results", str(folder)]
+    assert page.main([*words, "--check"]) == 1 and not (folder / "README.md").exists()
+    assert page.main([*words, "--figures"]) == 0 and page.main([*words, "--check"]) == 0
+    text = (folder / "README.md").read_text()
+    assert "| fused RoPE + SDPA flash | 2 (1.23) |" in text and "| flashrope HoPE | 1.62 |" in text
+    assert (
+        "H200: flashrope HoPE against fused RoPE + SDPA flash, forward | 1.15 | 1.6 | 1.23 on NVIDIA H200: floor met |"
+        in text
+    )
+    assert text.count("| not run |") == len(goals.GOALS) - 1
+    assert "Not run: flash-attn 2 (not installed)." in text and "Skipped: seqlen 9: a peer: needs 5 GiB." in text
+    assert "![HoPE and RoPE](nvidia-h200/hope-d128-h16x16-bf16.png)" in text
+    assert (folder / "nvidia-h200" / "hope-d128-h16x16-bf16.png").exists()
+    assert text.count("| attention_forward | 7 |") == 1 and "(compiled/gate.csv)" in text
+    (folder / "README.md").write_text("old")
+    assert page.main([*words, "--check"]) == 1 and (folder / "README.md").read_text() == "old"
+    (folder / page.COMPILED / "gate.csv").write_text("no,such\n1,2\n")
+    assert page.main(words) == 1 and "was not regenerated" in capsys.readouterr().out
+
+
+def test_the_published_page_holds_the_results():
+    """bench/results/README.md is what python -m bench report makes of the files beside it."""
+    assert page.main(["--check"]) == 0
+
+
+def test_recorded_command_does_not_name_the_output_folder():
+    words = ["--device", "cpu", "--out", "/home/a", "--seqlens", "8", "--out=/b", "--publish"]
+    assert records.command_line("hope", words) == "python -m bench hope --device cpu --seqlens 8"
+    run = run_of(argv="python -m bench hope --out bench/results --note 'a note' --seqlens 8")
+    assert run.shown_command == "python -m bench hope --seqlens 8"
+
+
+def test_publishing_writes_the_page(monkeypatch, tmp_path):
+    regenerated = []
+    monkeypatch.setattr(page, "main", lambda words: regenerated.append(words) or 0)
+    for publish, folder in ((True, output.RESULTS), (False, None)):
+        options = SimpleNamespace(publish=publish, out=None)
+        assert output.output_folder(options) == folder and output.finish_publishing(options) == 0
+    assert regenerated == [[]]
 
 
 def test_slug():
@@ -184,7 +199,7 @@ def test_goals_count_only_what_they_name(changes):
 
 
 def test_goal_of_a_share():
-    share = goals.Goal("H200", "decode", "flashrope ReRoPE", "", 0.85, 0.92, least_bytes=256 << 20)
+    share = goals.Goal("H200", "decode", "flashrope ReRoPE", "", 0.85, 0.92, min_bytes=256 << 20)
     sizes = {"heads_kv": 8, "decoding": True}
     large, small = (
         record_of("flashrope ReRoPE", seqlen=n, share=at, sizes=sizes) for n, at in ((131072, 0.9), (4096, 0.1))
@@ -194,8 +209,6 @@ def test_goal_of_a_share():
 
 
 def test_every_goal_names_contestants_that_there_are():
-    from bench import decoding
-
     gpu = torch.device("cuda")
     there = {"hope": prefill_hope(gpu), "rerope": prefill_rerope(gpu), "decode": decoding.contestants(gpu)}
     for goal in goals.GOALS:
@@ -207,11 +220,11 @@ def test_every_goal_names_contestants_that_there_are():
 def test_model_of_tile_loops():
     """FlashAttention-2's shape of a loop, and what bounds it: products, shared memory, or the number of
     instructions."""
-    assert model.utilisation({"mma": 100, "total": 100}) == 1.0
-    assert model.utilisation({"mma": 100, "ldsm": 100, "total": 100}) == 0.5
-    assert model.utilisation({"mma": 100, "mufu": 50, "total": 100}) == pytest.approx(800 / 1200)
-    assert model.utilisation({"mma": 100, "fp32": 200, "total": 100}) == pytest.approx(0.8)
-    assert model.utilisation({"mma": 100, "total": 1600}) == 0.5
+    assert utilisation({"mma": 100, "total": 100}) == 1.0
+    assert utilisation({"mma": 100, "ldsm": 100, "total": 100}) == 0.5
+    assert utilisation({"mma": 100, "mufu": 50, "total": 100}) == pytest.approx(800 / 1200)
+    assert utilisation({"mma": 100, "fp32": 200, "total": 100}) == pytest.approx(0.8)
+    assert utilisation({"mma": 100, "total": 1600}) == 0.5
 
 
 def test_figure_of_nothing_is_not_drawn(tmp_path):

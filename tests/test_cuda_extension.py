@@ -501,7 +501,7 @@ ptxas info    : Used 26 registers, used 0 barriers, 528 bytes cmem[0]
 def gate(monkeypatch):
     pytest.importorskip("triton", reason="the gates share their table of GPUs with Triton's")
     monkeypatch.syspath_prepend(str(ROOT))  # bench is not part of the installed package
-    from bench import gate_cuda
+    from bench.compiling import gate_cuda
 
     return gate_cuda
 

@@ -291,7 +291,7 @@ def test_kernel_that_serves(rotary, seqlen_q, num_splits, max_pages, expected, m
 # In a process of its own: Triton's interpreter has no specialisations.
 SPECIALISATIONS = """
 import collections, json, torch
-from bench.offline import caught_launches
+from bench.compiling.offline import caught_launches
 from flashrope import Rotary
 from flashrope.backends import CacheCall, CacheLayout
 from flashrope.backends import triton as backend

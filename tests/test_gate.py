@@ -1,4 +1,4 @@
-"""The compile gate on small kernels of known size: what it counts, and that every ceiling can be broken."""
+"""The compile gate on small kernels of known size: what it counts, and that every limit can be exceeded."""
 
 import dataclasses
 import json
@@ -14,15 +14,18 @@ pytest.importorskip("triton", reason="the gate compiles Triton kernels")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
-from bench import gate, sass
-from bench.offline import MULTIPROCESSORS, Measured
+from bench.compiling import cases, gate, sass
+from bench.compiling.architectures import MULTIPROCESSORS
+from bench.compiling.offline import Measured
 
 # A tiled product: 64x64 tiles, K in steps of 32, 4 warps. Per step 64*64*32 / (16*8*16) = 64 HMMA, 16 of them per warp;
 # on sm_90 two HGMMA of K 16 by the one warp group.
 PROGRAM = """
 import dataclasses, json, sys
 import torch, triton, triton.language as tl
-from bench import gate, offline
+from bench import sanitize
+from bench.compiling import cases, gate, offline
+from bench.timing import tiles
 
 @triton.jit
 def product(a, b, c, K, BLOCK: tl.constexpr, STEP: tl.constexpr):
@@ -39,7 +42,8 @@ def launch(arch, step=32, K=4096, num_stages=2, **options):
     x = torch.empty(1 << 20, dtype=torch.float16, device="meta")
     return offline.catch(arch, product, x, x, x.float(), K, 64, step, num_warps=4, num_stages=num_stages, **options)
 
-launches = {"sm_80": launch(80), "sm_90": launch(90), "spilling": launch(80, maxnreg=32), "large": launch(80, step=256, num_stages=4),
+launches = {"sm_80": launch(80), "sm_90": launch(90), "spilling": launch(80, maxnreg=32),
+            "large": launch(80, step=256, num_stages=4),
             "other length": launch(80, K=8192), "odd length": launch(80, K=4097)}
 found = {name: {"key": str(caught.key)} for name, caught in launches.items()}
 for name in ("sm_80", "sm_90", "spilling", "large"):
@@ -49,15 +53,25 @@ for name in ("sm_80", "sm_90", "spilling", "large"):
     found[name]["without_tools"] = dataclasses.asdict(offline.measure(compiled))
     offline.tool = tool
 
-rows = gate.plan(gate.cases(quick=True)[:2])
+rows = gate.plan(cases.cases(quick=True)[:2])
 found["planned"] = [[row.kernel, len(row.cases)] for row in rows]
+found["sanitized"] = sorted({caught.kernel.__name__ for caught in sanitize.launches(90, torch.bfloat16)})
+
+found["tuned"] = []
+for direction in tiles.KERNELS:
+    tile = tiles.tiles(direction)[0]
+    with tiles.chosen(direction, tile), offline.caught_launches(tiles.launcher, 90) as caught:
+        tiles.passes(direction, 64, 2, torch.device("meta"))()
+    found["tuned"].append([tiles.of_direction(direction, caught).kwargs["SHAPE"].block_n, tile.block_n])
+tiles.GRIDS["decode"] = ((16,), (64,), (4,), (3,))
+found["judged"] = [[each.figures, each.rank] for each in tiles.ranked_by_machine_code("decode", 80, 64, 1, jobs=1)]
 print(json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Measured in a process of its own, where kernels are compiled even when this one interprets them."""
+    """Measured in another process, which compiles kernels even if this one interprets them."""
     program = tmp_path_factory.mktemp("gate") / "program.py"
     program.write_text(PROGRAM)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -89,67 +103,58 @@ def test_spills_in_the_hot_loop(compiled):
     assert compiled["spilling"]["loop"]["local"] > 0
 
 
-def test_launches_are_compiled_alike_only_when_specialised_alike(compiled):
+def test_launches_with_equal_specialisation_share_a_key(compiled):
     assert compiled["other length"]["key"] == compiled["sm_80"]["key"]
     assert compiled["odd length"]["key"] != compiled["sm_80"]["key"]  # 4097 is no multiple of 16: no vector loads
     assert compiled["sm_90"]["key"] != compiled["sm_80"]["key"]
 
 
-def row(kernel="attention_forward", case=gate.Case(80, 128, "bf16", gate.ONE_BAND), measured=None, **figures):
+def row(kernel="attention_forward", case=cases.Case(80, 128, "bf16", cases.ONE_BAND), measured=None, **figures):
     if measured is None:
-        measured = Measured(
-            **{
-                "registers": 128,
-                "spill_stores": 0,
-                "spill_loads": 0,
-                "shared": 0,
-                "warps": 4,
-                "stages": 2,
-                "loop": None,
-                **figures,
-            }
-        )
-    launch = SimpleNamespace(kernel=SimpleNamespace(__name__=kernel), arch=case.arch, kwargs={"BLOCK_N": 64})
+        defaults = {"registers": 128, "spill_stores": 0, "spill_loads": 0, "shared": 0, "warps": 4, "stages": 2}
+        measured = Measured(**(defaults | {"loop": None} | figures))
+    launch = SimpleNamespace(
+        kernel=SimpleNamespace(__name__=kernel), arch=case.arch, kwargs={"SHAPE": SimpleNamespace(block_n=64)}
+    )
     return gate.Row(launch, [case], measured)
 
 
-def test_ceilings_name_what_breaks_them(compiled):
+def test_violations_name_the_kernel_and_the_limit(compiled):
     fields = [field.name for field in dataclasses.fields(Measured)]
 
     def found(name):
-        measured = {field: compiled[name][field] for field in fields} | {
-            "loop": None
-        }  # a bare product has another mix than attention
+        # without the loop: a bare product has another mix than attention
+        measured = {field: compiled[name][field] for field in fields} | {"loop": None}
         return row(measured=Measured(**measured)).violations()
 
     assert found("sm_80") == []
     [spill] = found("spilling")
-    assert spill.startswith("attention_forward sm_80 128 bf16 1 rope: spills") and spill.endswith("the ceiling is 0")
+    assert spill.startswith("attention_forward sm_80 128 bf16 1 rope: spills") and spill.endswith("the limit is 0")
     [shared] = found("large")
     assert f"needs {compiled['large']['shared']} bytes of shared memory, a block of sm_80 has 166912" in shared
     [failed] = row(measured="PTXASError: out of luck").violations()
     assert "does not compile: PTXASError: out of luck" in failed
 
 
-@pytest.mark.parametrize("scheme", [gate.ONE_BAND, gate.TWO_BANDS, *gate.CHUNKS], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("scheme", [cases.ONE_BAND, cases.TWO_BANDS, *cases.CHUNKS], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("arch", [80, 90])
 def test_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, scheme):
-    for kernel in gate.CHUNK_KERNELS if scheme.cache else gate.KERNELS:
+    for kernel in cases.CHUNK_KERNELS if scheme.cache else cases.KERNELS:
         allowed = 64 if (kernel, arch, head_dim) == ("attention_grad_kv", 80, 128) else 0
-        assert not row(kernel, gate.Case(arch, head_dim, dtype, scheme), spill_stores=allowed).violations()
-        assert row(kernel, gate.Case(arch, head_dim, dtype, scheme), spill_stores=allowed + 4).violations()
+        assert not row(kernel, cases.Case(arch, head_dim, dtype, scheme), spill_stores=allowed).violations()
+        assert row(kernel, cases.Case(arch, head_dim, dtype, scheme), spill_stores=allowed + 4).violations()
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        gate.Case(80, 256, "bf16", gate.ONE_BAND),
-        gate.Case(90, 96, "bf16", gate.ONE_BAND),
-        gate.Case(86, 128, "bf16", gate.ONE_BAND),
-        gate.Case(80, 64, "fp32", gate.ONE_BAND),
-        *(gate.Case(80, 128, "bf16", scheme) for scheme in gate.VARIANTS),
+        cases.Case(80, 256, "bf16", cases.ONE_BAND),
+        cases.Case(90, 96, "bf16", cases.ONE_BAND),
+        cases.Case(86, 128, "bf16", cases.ONE_BAND),
+        cases.Case(80, 64, "fp32", cases.ONE_BAND),
+        *(cases.Case(80, 128, "bf16", scheme) for scheme in cases.VARIANTS),
     ],
     ids=lambda case: f"sm_{case.arch} {case.head_dim} {case.dtype} {case.scheme.name}",
 )
@@ -161,7 +166,7 @@ def test_elsewhere_a_spill_is_listed_with_its_figure(case):
 
 @pytest.mark.parametrize(("arch", "limit"), [(80, 163), (86, 99), (89, 99), (90, 227)])
 def test_shared_memory_limit(arch, limit):
-    case = gate.Case(arch, 128, "bf16", gate.ONE_BAND)
+    case = cases.Case(arch, 128, "bf16", cases.ONE_BAND)
     assert not row(case=case, shared=limit * 1024).violations()
     assert row(case=case, shared=limit * 1024 + 16).violations()
 
@@ -179,11 +184,11 @@ def test_shared_memory_limit(arch, limit):
 )
 def test_keys_and_values_are_read_once_in_vectors(cache, wide, narrow, passes):
     """64 keys and values of 128 channels, two bytes each, by 8 warps: 8 loads of 16 bytes for each thread."""
-    scheme = next(scheme for scheme in gate.DECODE if scheme.name == f"rerope {cache}")
+    decode = next(scheme for scheme in cases.DECODE if scheme.name == f"rerope {cache}")
     loop = {"mma": 16, "total": 300, "global": wide + narrow, "global 16 B": wide}
-    chunk = next(scheme for scheme in gate.CHUNKS if scheme.name == f"rope {cache} chunk")
-    for kernel, of in (("attention_decode", scheme), ("attention_forward", chunk)):
-        reading = row(kernel, gate.Case(80, 128, "bf16", of), warps=8, loop=loop)
+    chunk = next(scheme for scheme in cases.CHUNKS if scheme.name == f"rope {cache} chunk")
+    for kernel, scheme in (("attention_decode", decode), ("attention_forward", chunk)):
+        reading = row(kernel, cases.Case(80, 128, "bf16", scheme), warps=8, loop=loop)
         assert reading.figures()["16 B loads"] == str(wide)
         assert (reading.violations() == []) == passes
 
@@ -273,7 +278,17 @@ def test_classes(opcode, expected):
 
 
 def test_every_pass_of_a_case_is_caught(compiled):
-    """One and two bands share the passes that know no bands: rotation (of queries and keys alike) and delta."""
+    """One and two bands share the kernels that do not depend on bands: rotation (of queries and keys) and delta."""
     alone = [(kernel, 1) for kernel in ("attention_forward", "attention_grad_kv", "attention_grad_q")] * 2
     shared = [("attention_delta", 2), ("rotate_rows", 2)]
     assert sorted(map(tuple, compiled["planned"])) == sorted(alone + shared)
+
+
+def test_sanitize_launches_every_kernel(compiled):
+    assert compiled["sanitized"] == sorted({*cases.KERNELS, *cases.DECODE_KERNELS, *cases.CHUNK_KERNELS})
+
+
+def test_tiles_are_passed_on_and_judged(compiled):
+    assert all(used == asked for used, asked in compiled["tuned"]) and len(compiled["tuned"]) == 4
+    [[figures, rank]] = compiled["judged"]
+    assert figures["spill B"] == "0" and -1 < rank < 0 and figures["model"] == f"{-rank:.0%}"

@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton", reason="Triton has no wheel for this plat
 
 from triton.compiler import CompiledKernel
 
-from bench import offline
+from bench.compiling import architectures, offline
 from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_varlen, attention_with_cache
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
@@ -235,7 +235,7 @@ def test_host_work_of_a_call():
 
 @pytest.mark.slow
 @without_gpu
-@pytest.mark.parametrize("arch", sorted(offline.SHARED))
+@pytest.mark.parametrize("arch", sorted(architectures.SHARED))
 def test_many_launches(arch):
     assert launched(arch, (*range(100, 112), 131), 8, 16, 24, 40, 64, 72, 96, 128, 160, 192, 256).keys() == KERNELS
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 # In a process of its own: Triton's interpreter, which the tests run in without a GPU, has no specialisations.
 SCRIPT = """
 import collections, json, sys, torch
-from bench.offline import caught_launches
+from bench.compiling.offline import caught_launches
 from flashrope import Rotary
 from flashrope.backends import AttentionCall
 from flashrope.backends import triton as backend

@@ -1,0 +1,141 @@
+"""The cases of the gate: which kernels are compiled, for which architectures, sizes, types and schemes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from flashrope import Rotary
+from flashrope.backends import AttentionCall, CacheCall, CacheLayout
+from flashrope.backends import triton as backend
+from flashrope.backends.triton import launcher
+
+from .offline import Launch, caught_launches
+
+KERNELS = ("rotate_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q")
+DECODE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
+CHUNK_KERNELS = ("append_rows", "rotate_cached_rows", "attention_forward")
+ORDER = ("rotate_rows", "rotate_cached_rows", *KERNELS[1:], *DECODE_KERNELS)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # neither head count a multiple of 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """What selects another specialisation of a kernel, besides sizes and dtype."""
+
+    name: str
+    rotary: Callable[[int], Rotary]
+    causal: bool = True
+    packed: bool = False  # cu_seqlens
+    positions: bool = False
+    aligned: bool = True  # to 16 bytes
+    grad_lse: bool = False
+    cache: str = ""  # "contiguous" or "paged": attention_with_cache
+    seqlen_q: int = 1  # with a cache
+
+
+ONE_BAND = Scheme("rope", Rotary.rope)
+TWO_BANDS = Scheme("rerope", lambda head_dim: Rotary.rope(head_dim).rectify(WINDOW))
+TWO_SIDED = Scheme("two-sided", TWO_BANDS.rotary, causal=False)
+NOPE = Scheme("nope", Rotary.none)
+PACKED = Scheme("packed", lambda head_dim: Rotary.rope(head_dim, interleaved=True), packed=True, grad_lse=True)
+POSITIONS = Scheme("positions", lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2), positions=True)
+UNALIGNED = Scheme("unaligned", Rotary.rope, aligned=False)
+DECODE = tuple(
+    Scheme(f"{scheme.name} {cache}", scheme.rotary, cache=cache)
+    for cache in ("contiguous", "paged")
+    for scheme in (ONE_BAND, TWO_BANDS)
+)
+WIDE = Scheme("rerope wide", TWO_BANDS.rotary, cache="paged", seqlen_q=16)  # speculative decoding
+CHUNKS = tuple(
+    Scheme(f"{scheme.name} {cache} chunk", scheme.rotary, cache=cache, seqlen_q=512)
+    for cache in ("contiguous", "paged")
+    for scheme in (ONE_BAND, TWO_BANDS)
+)
+PARTIAL = Scheme(
+    "rerope partial",
+    lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2).rectify(WINDOW),
+    cache="contiguous",
+)
+VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    arch: int
+    head_dim: int
+    dtype: str
+    scheme: Scheme
+
+    @property
+    def kernels(self) -> set[str]:
+        """The kernels it must launch."""
+        if self.scheme.cache:
+            return set(CHUNK_KERNELS if self.scheme in CHUNKS else DECODE_KERNELS)
+        return set(KERNELS) - ({"rotate_rows"} if self.scheme.name == "nope" else set())
+
+    def launches(self) -> list[Launch]:
+        """What forward and backward launch, or one call with a cache."""
+        scheme, rows = self.scheme, (BATCH * SEQLEN,) if self.scheme.packed else (BATCH, SEQLEN)
+
+        def tensor(*shape, dtype=DTYPES[self.dtype]):
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        if scheme.cache:
+            return self._cache_launches(tensor)
+
+        def heads(count):
+            return tensor(*rows, count, self.head_dim + (0 if scheme.aligned else 1))[..., : self.head_dim]
+
+        q, k, v = heads(HEADS_Q), heads(HEADS_KV), heads(HEADS_KV)
+        rotary = scheme.rotary(self.head_dim)
+        cu_seqlens = tensor(BATCH + 1, dtype=torch.int32) if scheme.packed else None
+        positions = tensor(BATCH, SEQLEN, dtype=torch.float32) if scheme.positions else None
+        call = AttentionCall(
+            rotary, scheme.causal, self.head_dim**-0.5, positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN
+        )
+        with caught_launches(launcher, self.arch) as launches:
+            out, lse, rotated_k = backend.forward(q, k, v, call)
+            grad_lse = torch.empty_like(lse) if scheme.grad_lse else None
+            backend.backward(torch.empty_like(out), grad_lse, q, k, v, out, lse, rotated_k, call)
+        return launches
+
+    def _cache_launches(self, tensor) -> list[Launch]:
+        scheme, pages = self.scheme, SEQLEN // PAGE_SIZE
+        rows = (BATCH, SEQLEN) if scheme.cache == "contiguous" else (BATCH * pages, PAGE_SIZE)
+        q, new = (tensor(BATCH, scheme.seqlen_q, heads, self.head_dim) for heads in (HEADS_Q, HEADS_KV))
+        cache, seqlens = tensor(*rows, HEADS_KV, self.head_dim), tensor(BATCH, dtype=torch.int32)
+        table = tensor(BATCH, pages, dtype=torch.int32) if scheme.cache == "paged" else None
+        layout = CacheLayout(seqlens, table, None, scheme.seqlen_q)
+        call = CacheCall(scheme.rotary(self.head_dim), scheme.causal, self.head_dim**-0.5, layout)
+        with caught_launches(launcher, self.arch) as launches:
+            backend.append_to_cache(cache, cache, new, new, layout)
+            backend.attention_with_cache(q, cache, cache, call)
+        return launches
+
+
+def cases(quick: bool) -> list[Case]:
+    """bf16 with one and two bands on the main architectures, and every other choice once, mostly where registers are
+    scarcest. fp16 compiles to the same figures as bf16, and sm_89 to those of sm_86."""
+
+    def grid(archs, head_dims, dtype, *schemes):
+        return [Case(arch, head_dim, dtype, scheme) for arch in archs for head_dim in head_dims for scheme in schemes]
+
+    main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *DECODE, *CHUNKS)
+    if quick:
+        return main
+    wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)
+    padded = grid((80, 90), (96,), "bf16", ONE_BAND) + grid((80,), (32,), "bf16", ONE_BAND)
+    types = grid((80, 90), (128,), "fp16", ONE_BAND) + grid((80,), (64, 128), "fp32", ONE_BAND)
+    variants = grid((80,), (128,), "bf16", NOPE, PACKED, POSITIONS) + grid((80,), (64,), "bf16", TWO_SIDED, UNALIGNED)
+    small_shared = grid((86,), (64, 128), "bf16", TWO_BANDS) + grid((86,), (128, 256), "bf16", ONE_BAND)
+    cache = grid((80, 90), (64, 128), "bf16", WIDE) + grid((80, 90), (96, 256), "bf16", DECODE[0], DECODE[-1])
+    cache += (
+        grid((80,), (128,), "bf16", PARTIAL)
+        + grid((80,), (128,), "fp32", DECODE[-1])
+        + grid((86,), (128,), "bf16", DECODE[-1])
+    )
+    return main + wide + padded + types + variants + small_shared + cache

@@ -1,0 +1,216 @@
+"""The compile gate: compiles every Triton kernel that configs.py can select and checks the machine code, without a GPU.
+
+    python -m bench gate [--arch 80 90] [--head-dim 64 128] [--quick] [--csv PATH] [--jobs N]
+
+For every case the backend runs on meta tensors: forward and backward, or one call with a KV cache. Launches that need
+the same machine code are compiled once. Prints one row per compiled kernel. Exits with 1 if a kernel
+
+- does not compile,
+- spills more than ``limits.SPILL_LIMITS`` allows,
+- needs more shared memory than a block of its architecture can have,
+- takes more instructions per tensor-core instruction than ``limits.INSTRUCTION_LIMITS`` allows, or
+- reads keys and values in pieces of less than 16 bytes.
+
+The column "model" is the estimated utilisation of the tensor cores on sm_80 (``utilisation``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import os
+import sys
+import time
+
+import triton
+
+from .. import machine
+from . import utilisation
+from .architectures import MULTIPROCESSORS
+from .cases import DTYPES, ORDER, Case, cases
+from .limits import max_instructions, max_spill
+from .offline import Launch, Measured, compile_all, missing_tools
+from .table import print_table
+
+
+@dataclasses.dataclass
+class Row:
+    """A compiled kernel and the cases that run it."""
+
+    launch: Launch
+    cases: list[Case]
+    result: Measured | str | None = None
+    seconds: float = 0  # of processor time
+
+    @property
+    def kernel(self) -> str:
+        return self.launch.kernel.__name__
+
+    @property
+    def label(self) -> dict[str, str]:
+        first = self.cases[0]
+        bands = sorted({len(case.scheme.rotary(case.head_dim).bands_for(case.scheme.causal)) for case in self.cases})
+        schemes = dict.fromkeys(case.scheme.name for case in self.cases)
+        return {
+            "kernel": self.kernel,
+            "arch": f"sm_{first.arch}",
+            "D": str(first.head_dim),
+            "dtype": first.dtype,
+            "bands": "/".join(map(str, bands)),
+            "scheme": next(iter(schemes)) + (f" +{len(schemes) - 1}" if len(schemes) > 1 else ""),
+        }
+
+    @property
+    def order(self) -> tuple:
+        first = self.cases[0]
+        return (
+            ORDER.index(self.kernel),
+            first.arch,
+            tuple(DTYPES).index(first.dtype),
+            first.head_dim,
+            self.label["bands"],
+        )
+
+    def figures(self) -> dict[str, str]:
+        if isinstance(self.result, str):
+            return {"warps": "fails"}
+        m, limits = self.result, MULTIPROCESSORS[self.launch.arch]
+        figures = {
+            "warps": m.warps,
+            "stages": m.stages,
+            "regs": m.registers,
+            "spill B": m.spill_stores,
+            "shared KB": f"{m.shared / 1024:g}",
+            "blocks/SM": limits.resident_blocks(m.registers, m.shared, m.warps),
+        }
+        if m.loop:
+            figures |= {"MMA": m.loop["mma"], "instr/MMA": f"{m.loop['total'] / m.loop['mma']:.2f}"}
+        if m.loop and self.launch.arch == utilisation.ARCH:
+            figures["model"] = f"{utilisation.utilisation(m.loop):.0%}"
+        if m.loop and self.rotates_no_keys:
+            figures["16 B loads"] = m.loop.get("global 16 B", 0)
+        return {name: str(value) for name, value in figures.items()}
+
+    @property
+    def rotates_no_keys(self) -> bool:
+        """Whether its hot loop reads only keys, values and page numbers, and no cos and sin."""
+        first = self.cases[0]
+        forward = self.kernel == "attention_forward" and first.scheme.aligned
+        decode = self.kernel == "attention_decode" and "rerope" in first.scheme.name
+        return (forward or decode) and first.head_dim in (64, 128)
+
+    def violations(self) -> list[str]:
+        if isinstance(self.result, str):
+            found = [f"does not compile: {self.result}"]
+        else:
+            found = self._memory_violations() + self._loop_violations()
+        return [f"{' '.join(self.label.values())}: {line}" for line in found]
+
+    def _memory_violations(self) -> list[str]:
+        first, found = self.cases[0], []
+        allowed = max_spill(self.kernel, first)
+        if self.result.spill_stores > allowed:
+            found.append(f"spills {self.result.spill_stores} bytes per thread, the limit is {allowed}")
+        limit = MULTIPROCESSORS[first.arch].shared_per_block
+        if self.result.shared > limit:
+            found.append(f"needs {self.result.shared} bytes of shared memory, a block of sm_{first.arch} has {limit}")
+        return found
+
+    def _loop_violations(self) -> list[str]:
+        first, loop, found = self.cases[0], self.result.loop, []
+        if not loop:
+            return found
+        allowed = max_instructions(self.kernel, first)
+        if allowed is not None and loop["total"] > allowed * loop["mma"]:
+            ratio = loop["total"] / loop["mma"]
+            found.append(
+                f"{ratio:.2f} instructions per tensor-core instruction in the hot loop, the limit is {allowed}"
+            )
+        if self.rotates_no_keys and first.dtype != "fp32":
+            needed = 2 * self.launch.kwargs["SHAPE"].block_n * first.head_dim * 2 // (16 * 32 * self.result.warps)
+            wide = loop.get("global 16 B", 0)
+            narrow = loop.get("global", 0) - wide
+            if wide != needed or (narrow and first.scheme.cache != "paged"):
+                found.append(f"{wide} loads of 16 bytes and {narrow} narrower, keys and values need {needed} and none")
+        return found
+
+
+def plan(chosen: list[Case]) -> list[Row]:
+    """One row per kernel to compile. Raises RuntimeError if a case does not launch all of its kernels."""
+    rows = {}
+    for case in chosen:
+        launches = case.launches()
+        absent = case.kernels - {launch.kernel.__name__ for launch in launches}
+        if absent:
+            raise RuntimeError(f"{case}: launched no {', '.join(sorted(absent))}")
+        for key, launch in {launch.key: launch for launch in launches}.items():
+            rows.setdefault(key, Row(launch, [])).cases.append(case)
+    return list(rows.values())
+
+
+LABELS = ("kernel", "arch", "D", "dtype", "bands", "scheme")
+FIGURES = ("warps", "stages", "regs", "spill B", "shared KB", "blocks/SM", "MMA", "instr/MMA", "model", "16 B loads")
+COLUMNS = LABELS + FIGURES
+
+
+def write_csv(path: str, rows: list[Row]) -> None:
+    """The table, the instruction mix of the hot loops, and the schemes that run each kernel."""
+    mixes = [row.result.loop or {} if isinstance(row.result, Measured) else {} for row in rows]
+    classes = sorted({name for mix in mixes for name in mix})
+    columns = ["revision", "triton", *COLUMNS, *(f"loop {name}" for name in classes), "compile s", "schemes"]
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        for row, mix in zip(rows, mixes, strict=True):
+            schemes = " ".join(dict.fromkeys(case.scheme.name for case in row.cases))
+            writer.writerow(
+                {"revision": machine.revision(), "triton": triton.__version__}
+                | row.label
+                | row.figures()
+                | {f"loop {name}": count for name, count in mix.items()}
+                | {"compile s": f"{row.seconds:.1f}", "schemes": schemes}
+            )
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m bench gate", description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", type=int, nargs="+", choices=sorted(MULTIPROCESSORS), help="only these architectures")
+    parser.add_argument("--head-dim", type=int, nargs="+", help="only these head_dims")
+    parser.add_argument(
+        "--quick", action="store_true", help="sm_80 and sm_90, head_dim 64 and 128, bf16, one and two bands"
+    )
+    parser.add_argument("--csv", metavar="PATH", help="also write the table and the instruction mix of the hot loops")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes (default: all cores)")
+    options = parser.parse_args(argv)
+    chosen = [
+        case
+        for case in cases(options.quick)
+        if (not options.arch or case.arch in options.arch)
+        and (not options.head_dim or case.head_dim in options.head_dim)
+    ]
+    if not chosen:
+        parser.error("no case has this architecture and head_dim")
+    if triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set; interpreted kernels cannot be compiled")
+    started = time.monotonic()
+    rows = plan(chosen)
+    print(f"Triton {triton.__version__}: {len(rows)} kernels for {len(chosen)} cases", flush=True)
+    if missing := missing_tools():
+        print(
+            f"{' and '.join(missing)} not in this Triton package: registers and spills come from ptxas -v, loops are "
+            "not counted"
+        )
+    compiled = compile_all([row.launch for row in rows], options.jobs)
+    for done, (index, rows[index].result, rows[index].seconds) in enumerate(compiled, 1):
+        if sys.stderr.isatty():
+            print(f"\r{done}/{len(rows)}", end="", file=sys.stderr, flush=True)
+    rows.sort(key=lambda row: row.order)
+    print_table(COLUMNS, [row.label | row.figures() for row in rows], left=len(LABELS))
+    if options.csv:
+        write_csv(options.csv, rows)
+    violations = [line for row in rows for line in row.violations()]
+    print(f"{len(rows)} kernels in {time.monotonic() - started:.0f} s, {len(violations)} over their limits")
+    for line in violations:
+        print(line)
+    return 1 if violations else 0

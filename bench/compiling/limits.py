@@ -1,0 +1,91 @@
+"""What the gate allows: spilled bytes, and instructions per tensor-core instruction in the hot loop."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import triton
+
+from .cases import VARIANTS, Case
+
+
+@dataclasses.dataclass(frozen=True)
+class SpillLimit:
+    """Bytes per thread that a kernel may spill. A field left at its default matches everything."""
+
+    spill: float
+    kernel: str = ""
+    arch: int = 0
+    above: int = 0  # head_dims larger than this
+    head_dim: int = 0
+    dtype: str = ""
+    scheme: str = ""
+    triton: str = ""  # version prefix
+
+    def covers(self, kernel: str, case: Case) -> bool:
+        return (
+            self.kernel in ("", kernel)
+            and self.arch in (0, case.arch)
+            and case.head_dim > self.above
+            and self.head_dim in (0, case.head_dim)
+            and self.dtype in ("", case.dtype)
+            and self.scheme in ("", case.scheme.name)
+            and triton.__version__.startswith(self.triton)
+        )
+
+
+LISTED = float("inf")  # printed, not limited
+# The first match decides. Limited are one and two bands in half precision, head_dim 64 and 128, on sm_80 and sm_90.
+SPILL_LIMITS = (
+    SpillLimit(LISTED, above=128),  # no tile of 256 channels holds its accumulators in 255 registers
+    *(SpillLimit(LISTED, head_dim=head_dim) for head_dim in (32, 96)),
+    *(SpillLimit(LISTED, scheme=scheme.name) for scheme in VARIANTS),
+    *(SpillLimit(LISTED, arch=arch) for arch in (86, 89)),
+    SpillLimit(LISTED, dtype="fp32"),
+    SpillLimit(64, "attention_grad_kv", arch=80, above=64),
+    SpillLimit(4, "attention_forward", arch=90, head_dim=128, scheme="rerope paged chunk"),  # outside its tile loops
+    SpillLimit(0),
+)
+
+
+def max_spill(kernel: str, case: Case) -> float:
+    return next(limit.spill for limit in SPILL_LIMITS if limit.covers(kernel, case))
+
+
+def _by_size(sm80: tuple[float, float], sm90: tuple[float, float]) -> dict[tuple[int, int], float]:
+    """{(architecture, head_dim): instructions}, given for head_dim 64 and 128."""
+    return {(80, 64): sm80[0], (80, 128): sm80[1], (90, 64): sm90[0], (90, 128): sm90[1]}
+
+
+# Instructions per HMMA (sm_80) or HGMMA (sm_90) in bf16, by kernel and scheme. Kernels not listed are not limited.
+# Each limit is a little above what today's compilers give. A release that schedules differently passes; a lost vector
+# load, a mask in the inner loop or a rotation there does not.
+INSTRUCTION_LIMITS = {
+    ("attention_forward", "rope"): _by_size((5.2, 4.5), (40, 33)),
+    ("attention_forward", "rerope"): _by_size((5.2, 4.5), (40, 33)),
+    ("attention_grad_kv", "rope"): _by_size((4.6, 4.3), (22.5, 19.3)),
+    ("attention_grad_kv", "rerope"): _by_size((4.6, 4.3), (22.5, 12)),
+    ("attention_grad_q", "rope"): _by_size((3.8, 3.1), (24.5, 18.2)),
+    ("attention_grad_q", "rerope"): _by_size((3.8, 3.1), (24.5, 18.2)),
+    ("attention_decode", "rope contiguous"): _by_size((40, 37), (40, 37)),
+    ("attention_decode", "rope paged"): _by_size((51, 48), (51, 48)),
+    ("attention_decode", "rerope contiguous"): _by_size((21.5, 19), (21.5, 19)),
+    ("attention_decode", "rerope paged"): _by_size((32, 30), (32, 30)),
+}
+# Newer compilers (seen: 3.9) have their own tiles in configs.py, because those of 3.6 would spill.
+NEWER = {
+    ("attention_forward", "rope"): {(80, 64): 6.7},
+    ("attention_forward", "rerope"): {(80, 64): 6.7, (80, 128): 5.5},
+}
+
+
+def max_instructions(kernel: str, case: Case) -> float | None:
+    """The limit of a kernel under this Triton version; None if it has none."""
+    if case.dtype != "bf16":
+        return None
+    newer = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)
+    for table in (NEWER, INSTRUCTION_LIMITS) if newer else (INSTRUCTION_LIMITS,):
+        limits = table.get((kernel, case.scheme.name), {})
+        if (case.arch, case.head_dim) in limits:
+            return limits[case.arch, case.head_dim]
+    return None

@@ -1,0 +1,237 @@
+"""Compiles Triton kernels without a GPU, from the launches that the backend makes.
+
+The backend runs on meta tensors. Every launch is caught with its arguments, so a kernel is specialised (divisibility by
+16, integers equal to 1, None) exactly as on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import multiprocessing
+import re
+import resource
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import driver
+
+from . import sass
+from .architectures import SHARED
+
+
+class OfflineDriver:
+    """What triton.runtime asks of a driver until it loads a kernel onto a device."""
+
+    def __init__(self, arch: int):
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # Triton remembers the target of a device: one device per architecture
+
+    def get_current_stream(self, device=None) -> int:
+        return 0
+
+    def get_device_interface(self):
+        return torch.cuda
+
+
+class AbsentDevice(OfflineDriver):
+    """The driver, and its utils, of a device that is not present: Triton checks its limits, and launches go to
+    launcher_cls(source, metadata)."""
+
+    def __init__(self, arch: int, launcher_cls: Callable):
+        super().__init__(arch)
+        self.utils, self.launcher_cls = self, launcher_cls
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": SHARED[self.target.arch]}
+
+    def load_binary(self, name, binary, shared, device):
+        return True, True, 0, 0, 1024  # module, function, registers, spills, threads
+
+    def unload_module(self, module):
+        pass
+
+
+@contextlib.contextmanager
+def active(arch: int, device: OfflineDriver | None = None) -> Iterator[None]:
+    """In this context Triton compiles for this architecture."""
+    try:
+        before = driver.active
+    except RuntimeError:  # no device, no driver
+        before = None
+    driver.set_active(device or OfflineDriver(arch))
+    try:
+        yield
+    finally:
+        driver.set_active(before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A caught launch. Launches with equal ``key`` run the same compiled kernel."""
+
+    arch: int
+    kernel: triton.JITFunction
+    args: tuple
+    kwargs: dict
+    key: tuple
+
+    def compile(self):
+        with active(self.arch):
+            return self.kernel.warmup(*self.args, grid=(1,), **self.kwargs)
+
+
+def catch(arch: int, kernel: triton.JITFunction, *args, **kwargs) -> Launch:
+    """The launch of a kernel for an architecture. Compiles nothing."""
+    seen = []
+
+    def skip_compilation(*, compile, **_):
+        seen.append(compile["key"])
+        return True
+
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, skip_compilation
+    try:
+        with active(arch):
+            kernel.warmup(*args, grid=(1,), **kwargs)
+    finally:
+        knobs.runtime.jit_cache_hook = before
+    if not seen:
+        raise RuntimeError(f"{kernel.__name__}: compiled before its launch was caught")
+    return Launch(arch, kernel, args, kwargs, (arch, kernel.__module__, kernel.__name__, seen[-1]))
+
+
+@contextlib.contextmanager
+def caught_launches(launcher, arch: int) -> Iterator[list[Launch]]:
+    """Replaces ``launcher.launch``: launches are appended to the list, and no kernel runs."""
+    launches = []
+    before = launcher.launch
+    launcher.launch = lambda kernel, grid, *args, **kwargs: launches.append(catch(arch, kernel, *args, **kwargs))
+    try:
+        with active(arch):
+            yield launches
+    finally:
+        launcher.launch = before
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A compiled kernel. loop: the instruction mix of its hot loop, empty if it has none; None without nvdisasm."""
+
+    registers: int
+    spill_stores: int  # bytes per thread
+    spill_loads: int
+    shared: int  # bytes per block
+    warps: int
+    stages: int
+    loop: dict[str, int] | None
+
+
+def tool(name: str) -> str | None:
+    """Path of a program in Triton's package, or the one that TRITON_<NAME>_PATH names. None if it is missing."""
+    try:
+        return getattr(knobs.nvidia, name).path
+    except RuntimeError:  # Triton's "Cannot find ..."
+        return None
+
+
+def missing_tools() -> list[str]:
+    return [name for name in ("cuobjdump", "nvdisasm") if tool(name) is None]
+
+
+def measure(compiled) -> Measured:
+    """Registers, spills and the hot loop of what Triton's ``warmup`` returned.
+
+    Registers come from cuobjdump. Spills come from the disassembly: the sum of its local-memory widths is the number
+    that ``ptxas -v`` prints. If one of the two programs is missing, both come from ptxas.
+    """
+    metadata, loop = compiled.metadata, None
+    if missing_tools():
+        registers, stores, loads = ptxas_usage(compiled)
+    else:
+        registers, stack = cubin_usage(compiled.asm["cubin"])
+        stores, loads, loop = 0, 0, {}
+        if stack or "mma" in compiled.asm["ptx"]:  # otherwise nothing to count; nvdisasm takes half a second
+            listing = sass.disassemble(compiled.asm["cubin"], tool("nvdisasm"))
+            stores, loads = sass.local_bytes(listing)
+            loop = dict(sass.hot_loop(listing) or {})
+    return Measured(registers, stores, loads, metadata.shared, metadata.num_warps, metadata.num_stages, loop)
+
+
+def cubin_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) per thread, from ``cuobjdump -res-usage``."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [tool("cuobjdump"), "-res-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    functions = re.findall(r"\bREG:(\d+) STACK:(\d+)", report)
+    return max(int(registers) for registers, _ in functions), max(int(stack) for _, stack in functions)
+
+
+def ptxas_usage(compiled) -> tuple[int, int, int]:
+    """(registers, spill bytes stored, loaded) from ``ptxas -v``. Triton assembles the PTX again, with its own flags."""
+    metadata = compiled.metadata
+    backend = make_backend(metadata.target)
+    log = io.StringIO()
+    before, knobs.nvidia.dump_ptxas_log = knobs.nvidia.dump_ptxas_log, True
+    try:
+        with contextlib.redirect_stdout(log):
+            backend.make_cubin(compiled.asm["ptx"], {}, backend.parse_options(metadata._asdict()), metadata.target.arch)
+    finally:
+        knobs.nvidia.dump_ptxas_log = before
+    report = log.getvalue()
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    return (
+        max(int(registers) for registers in re.findall(r"Used (\d+) registers", report)),
+        sum(int(stored) for stored, _ in spills),
+        sum(int(loaded) for _, loaded in spills),
+    )
+
+
+def compile_all(
+    launches: list[Launch], jobs: int, inspect: Callable[[Any], Any] = measure
+) -> Iterator[tuple[int, Any, float]]:
+    """Compiles every launch, in `jobs` processes.
+
+    Yields (index, inspect(compiled) or the compiler's error as text, seconds of processor time) as they finish.
+    """
+    global _work
+    _work = launches, inspect
+    if jobs == 1:
+        yield from map(_compile_one, range(len(launches)))
+        return
+    # fork: a launch holds functions and tensors, which are shared, not pickled
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap_unordered(_compile_one, range(len(launches)))
+
+
+_work: tuple[list[Launch], Callable[[Any], Any]] = [], measure
+
+
+def _compile_one(index: int) -> tuple[int, Any, float]:
+    started = _processor_seconds()
+    launches, inspect = _work
+    try:
+        result = inspect(launches[index].compile())
+    except Exception as error:  # a failure in any stage of a compiler is a result; the other kernels still compile
+        result = f"{type(error).__name__}: {error}"
+    return index, result, _processor_seconds() - started
+
+
+def _processor_seconds() -> float:
+    """Of this process and the programs it ran, mostly ptxas."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -1,0 +1,110 @@
+"""Counts machine instructions of a compiled kernel: its local memory, and the instruction mix of every tile loop.
+
+A tile loop is an innermost loop that issues tensor-core instructions. The disassembler, ``nvdisasm``, is part of
+Triton's package, so this needs neither a CUDA toolkit nor a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+
+# The first match decides. HMMA is a 16x8x16 product of one warp, HGMMA a 64xNx16 product of one warp group.
+CLASSES = {
+    "mma": r"HMMA|HGMMA",
+    "mufu": r"MUFU",
+    "fp32": r"(?:FFMA|FMUL|FADD)\b",
+    "ldsm": r"LDSM",
+    "shared": r"LDS|STS",
+    "global": r"LDG(?!DEPBAR)|STG|UTMALDG|UTMASTG|UBLKCP|RED|ATOM",
+    "local": r"LDL|STL",
+    "barrier": r"BAR\b|SYNCS",
+}
+_CLASS = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in CLASSES.items()))
+_LABEL = re.compile(r"^(\.L_\w+):")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+_TARGET = re.compile(r"`\((\.L_\w+)\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """opcodes: in address order. loops: (first, last) indices into them; last is the branch back to first."""
+
+    opcodes: tuple[str, ...]
+    loops: tuple[tuple[int, int], ...]
+
+
+def disassemble(cubin: bytes, nvdisasm: str) -> Listing:
+    """The listing of every function in a cubin. Raises CalledProcessError when nvdisasm cannot read it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return parse(subprocess.run([nvdisasm, "-c", file.name], check=True, capture_output=True, text=True).stdout)
+
+
+def parse(text: str) -> Listing:
+    """The listing in an output of ``nvdisasm -c``."""
+    opcodes, branches, labels = [], [], {}
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(opcodes)
+        elif instruction := _INSTRUCTION.match(line):
+            if instruction[1].startswith("BRA") and (target := _TARGET.search(instruction[2])):
+                branches.append((target[1], len(opcodes)))
+            opcodes.append(instruction[1])
+    loops = {(labels[target], at) for target, at in branches if labels.get(target, at + 1) <= at}
+    return Listing(tuple(opcodes), tuple(sorted(loops)))
+
+
+def classify(opcode: str) -> str:
+    match = _CLASS.match(opcode)
+    return match.lastgroup if match else "other"
+
+
+def mix(opcodes: Sequence[str]) -> Counter:
+    """Instructions per class of CLASSES; "global 16 B", those of "global" that move 16 bytes per thread; and "total",
+    without NOPs."""
+    counts = Counter(classify(opcode) for opcode in opcodes)
+    counts += Counter("global 16 B" for opcode in opcodes if classify(opcode) == "global" and _width(opcode) == 16)
+    counts["total"] = sum(opcode != "NOP" for opcode in opcodes)
+    return counts
+
+
+def tile_loops(listing: Listing) -> list[Counter]:
+    """The mix of every tile loop, in address order."""
+    with_mma = [
+        (first, last)
+        for first, last in listing.loops
+        if any(classify(opcode) == "mma" for opcode in listing.opcodes[first : last + 1])
+    ]
+    innermost = [
+        (first, last)
+        for first, last in with_mma
+        if not any((a, b) != (first, last) and first <= a and b <= last for a, b in with_mma)
+    ]
+    return [mix(listing.opcodes[first : last + 1]) for first, last in innermost]
+
+
+def hot_loop(listing: Listing) -> Counter | None:
+    """The tile loop with the fewest instructions per product: the one over inner tiles, which need no mask."""
+    return min(tile_loops(listing), key=lambda counts: counts["total"] / counts["mma"], default=None)
+
+
+def local_bytes(listing: Listing) -> tuple[int, int]:
+    """(stored, loaded) bytes of local memory per thread. Each instruction counts once, as ptxas counts spills.
+
+    Triton kernels keep no arrays in local memory: all of it is spilled registers.
+    """
+    return tuple(
+        sum(_width(opcode) for opcode in listing.opcodes if opcode.startswith(name)) for name in ("STL", "LDL")
+    )
+
+
+def _width(opcode: str) -> int:
+    """Bytes that one thread moves: STL is 4, STL.64 is 8, LDL.LU.128 is 16, STL.U8 is 1."""
+    size = re.search(r"\.[US]?(8|16|64|128)\b", opcode)
+    return int(size[1]) // 8 if size else 4

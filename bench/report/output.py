@@ -1,0 +1,44 @@
+"""Where the results of a run go. They are printed; files are written only with --out or --publish."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+VALUE_OPTIONS, FLAGS = ("--out",), ("--publish",)
+
+
+def add_output_options(p: argparse.ArgumentParser) -> None:
+    group = p.add_mutually_exclusive_group()
+    group.add_argument("--out", type=Path, metavar="DIR", help="write JSON, CSV and figures to DIR/<device>")
+    group.add_argument(
+        "--publish", action="store_true", help="write them to bench/results/<device> and regenerate its README.md"
+    )
+    p.add_argument("--note", default="", help="kept with the results, such as other load on the machine")
+
+
+def output_folder(options: argparse.Namespace) -> Path | None:
+    """The folder that the device's folder goes to; None if nothing is written."""
+    return RESULTS if options.publish else options.out
+
+
+def without_output_options(words: list[str]) -> list[str]:
+    """A command line without the options that say where its results go."""
+    kept, words = [], list(words)
+    while words:
+        word = words.pop(0)
+        if word in VALUE_OPTIONS:
+            words = words[1:]
+        elif word not in FLAGS and not word.startswith(tuple(f"{name}=" for name in VALUE_OPTIONS)):
+            kept.append(word)
+    return kept
+
+
+def finish_publishing(options: argparse.Namespace) -> int:
+    """With --publish, regenerates bench/results/README.md. Returns the exit code."""
+    if not options.publish:
+        return 0
+    from . import page
+
+    return page.main([])

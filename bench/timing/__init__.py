@@ -1,0 +1,1 @@
+"""Measures speed and memory, against other implementations in the same run."""

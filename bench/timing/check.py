@@ -1,0 +1,53 @@
+"""Checks a contestant before it is timed: its results on a small case against the reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from flashrope import attention
+
+from .contestants import Contestant
+from .problem import Problem
+
+# |result - exact| / |exact|, in Euclidean norms. Correct contestants reach about a tenth of it, including those that
+# round after every operator.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+SEQLEN, WINDOW = 320, 96  # neither a multiple of a tile's 128 rows
+TRAIN_LENGTH = 64  # HoPE's: it leaves pairs unrotated whose angle is noticeable within SEQLEN
+
+
+def small(problem: Problem) -> Problem:
+    """The same kind of problem, small enough for the dense reference."""
+    return problem.replace(batch=2, seqlen=SEQLEN, window=WINDOW, train_length=TRAIN_LENGTH)
+
+
+def error(contestant: Contestant, problem: Problem, backward: bool) -> float:
+    """The largest relative error of out and, with backward, of the gradients of q, k and v. inf if a result is nan."""
+    case = small(problem)
+    tensors = case.tensors(grad=backward)
+    grad_out = case.replace(heads_kv=case.heads).tensors(seed=1)[0]
+    reference = (
+        contestant.exact(case)
+        if contestant.exact
+        else partial(attention, rotary=contestant.rotary(case), causal=case.causal, impl="reference")
+    )
+    # copied first: the contestant may rotate in place
+    wide = [x.detach().double().requires_grad_(backward) for x in tensors]
+    exact = results(reference, wide, grad_out.double(), backward)
+    got = results(contestant.prepare(case), tensors, grad_out, backward)
+    return max(_relative(a, b) for a, b in zip(got, exact, strict=True))
+
+
+def results(call: Callable, tensors, grad_out, backward: bool) -> tuple[torch.Tensor, ...]:
+    out = call(*tensors)
+    return (out.detach(), *torch.autograd.grad(out, tensors, grad_out)) if backward else (out,)
+
+
+def _relative(got: torch.Tensor, exact: torch.Tensor) -> float:
+    if got.shape != exact.shape:
+        raise ValueError(f"result of shape {tuple(got.shape)}, expected {tuple(exact.shape)}")
+    value = ((got.double() - exact).norm() / exact.norm()).item()
+    return value if value == value else float("inf")

@@ -1,0 +1,141 @@
+"""Host time until a call has queued its Triton kernels. Short kernels wait for it, except in CUDA graphs.
+
+    python -m bench host [--blocks 100] [--calls 20] [--arch 80]
+
+Without a GPU the tensors are on the CPU, and the kernels, compiled for --arch, are not launched: everything is timed
+except the CUDA driver. On a GPU, attention without position encoding is timed too. Calls alternate, block by block. The
+column "functions" counts the Python and C functions that a call runs in this thread; it does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_with_cache
+from flashrope.backends import triton as backend
+from flashrope.backends.triton import launcher
+from flashrope.info import hardware
+
+from .. import machine
+from ..compiling import offline
+from ..compiling.architectures import SHARED
+from ..progress import steps
+from .contestants import KERNELS
+from .options import positive
+from .problem import Problem
+from .timer import Spread
+
+HEADS, HEADS_KV, HEAD_DIM, SEQLEN = 32, 8, 128, 512
+MIN_CAPACITY = 8192  # slots of the cache: enough for several splits
+HOPE, REROPE = Rotary.hope(HEAD_DIM, 8192), Rotary.rope(HEAD_DIM).rectify(512)
+COLUMNS = f"{'':<42}{'launches':>9}{'functions':>11}{'median':>12}{'quartiles':>21}"
+
+
+class Measured(NamedTuple):
+    launches: int  # of Triton's kernels
+    functions: int
+    microseconds: Spread
+
+
+def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
+    """The calls to time. On a GPU impl is None, the usual case; naming a backend takes a little longer."""
+    impl = None if device.type == "cuda" else "triton"
+
+    def tensor(seqlen, heads, grad=False):
+        return torch.zeros(1, seqlen, heads, HEAD_DIM, dtype=torch.bfloat16, device=device, requires_grad=grad)
+
+    q, k, v = tensor(1, HEADS), tensor(1, HEADS_KV), tensor(1, HEADS_KV)
+    inputs = [tensor(SEQLEN, heads, grad=True) for heads in (HEADS, HEADS_KV, HEADS_KV)]
+    raw, grad_out = [x.detach() for x in inputs], tensor(SEQLEN, HEADS)
+    rows = KVCache(1, capacity, HEADS_KV, HEAD_DIM, device=device)
+    pages = PagedKVCache(-(-capacity // 16), 16, HEADS_KV, HEAD_DIM, device=device)
+    sequences, seqlens = [pages.allocate()], torch.full((1,), capacity - 1, dtype=torch.int32, device=device)
+    calls = {
+        f"attention, HoPE, {SEQLEN} tokens": partial(attention, *raw, HOPE, impl=impl),
+        "the same and its backward": lambda: torch.autograd.grad(attention(*inputs, HOPE, impl=impl), inputs, grad_out),
+        "attention_with_cache, ReRoPE, one token": partial(
+            attention_with_cache, q, rows.k, rows.v, REROPE, seqlens, k, v, impl=impl
+        ),
+        "KVCache.attend": partial(rows.attend, q, REROPE, k, v, impl=impl),
+        "PagedKVCache.attend": partial(pages.attend, sequences, q, REROPE, k, v, impl=impl),
+    }
+    if device.type == "cuda":
+        problem = Problem(1, SEQLEN, HEADS, HEADS_KV, HEAD_DIM, torch.bfloat16, device)
+        with_cache = problem.replace(seqlen=capacity, decoding=True)
+        calls |= {
+            f"SDPA flash, {SEQLEN} tokens": partial(KERNELS["SDPA flash"](problem), *raw),
+            "SDPA flash with a cache, one token": partial(KERNELS["SDPA flash"](with_cache), q, rows.k, rows.v),
+        }
+    return calls
+
+
+def functions_of(call: Callable) -> tuple[int, int]:
+    """(Triton launches, all functions that are called) by one call."""
+    seen = []
+
+    def notice(frame, event, function):
+        if event in ("call", "c_call"):
+            seen.append(frame.f_code if event == "call" else None)
+
+    sys.setprofile(notice)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen.count(launcher.launch.__code__), len(seen) - 1  # without setprofile
+
+
+def measure(device: torch.device, blocks: int, calls: int) -> dict[str, Measured]:
+    chosen, counted, times = calls_on(device, max(MIN_CAPACITY, blocks * calls + 2)), {}, {}
+    for name in steps("host", list(chosen), say=partial(print, file=sys.stderr, flush=True)):
+        chosen[name]()  # compiles
+        counted[name], times[name] = functions_of(chosen[name]), []
+    for _ in range(blocks):
+        for name, call in chosen.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                call()
+            times[name].append(1e6 * (time.perf_counter() - begin) / calls)
+    return {name: Measured(*counted[name], Spread.of(of)) for name, of in times.items()}
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser("python -m bench host", description=__doc__.split("\n")[0], allow_abbrev=False)
+    p.add_argument("--blocks", type=positive, default=100, help="blocks of each call, alternating (default 100)")
+    p.add_argument(
+        "--calls", type=positive, default=20, help="calls per block (default 20, which fit into a GPU's queue)"
+    )
+    p.add_argument(
+        "--arch", type=int, choices=sorted(SHARED), default=80, help="architecture without a GPU (default 80)"
+    )
+    options = p.parse_args(argv)
+    versions, device = machine.versions(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(
+        f"{hardware(device)}, torch {versions['torch']}, triton {versions['triton']}, revision {versions['revision']}"
+    )
+    if device.type == "cuda":
+        found = measure(device, options.blocks, options.calls)
+    else:
+        print(f"no GPU: compiled for sm_{options.arch}, without the CUDA driver, one thread")
+        torch.set_num_threads(1)
+        unsupported_reason, backend.unsupported_reason = backend.unsupported_reason, lambda q, cached=False: ""
+        try:
+            with offline.active(options.arch, offline.AbsentDevice(options.arch, lambda *_: lambda *_: None)):
+                found = measure(device, options.blocks, options.calls)
+        finally:
+            backend.unsupported_reason = unsupported_reason
+    print(COLUMNS)
+    for name, (launches, functions, spread) in found.items():
+        print(
+            f"{name:<42}{launches:>9}{functions:>11}{spread.median:>9.1f} us{spread.low:>10.1f} - {spread.high:>8.1f}"
+        )
+    return 0

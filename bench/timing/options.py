@@ -1,0 +1,147 @@
+"""The options that the subcommands share, and the problems and tables that follow from them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from ..report.output import add_output_options
+from .contestants import Contestant
+from .problem import Problem
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SECONDS = {"cuda": 1.0, "cpu": 4.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Contestants on one problem. recorded: replayed as CUDA graphs."""
+
+    title: str
+    contestants: Sequence[Contestant]
+    problem: Problem
+    backward: bool = False
+    recorded: bool = False
+
+
+def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentParser:
+    """cuda, cpu: the defaults of heads, heads_kv, head_dim, seqlens, tokens and window on either device."""
+    p = argparse.ArgumentParser(
+        f"python -m bench {command}", description=doc.strip().split("\n")[0], allow_abbrev=False
+    )
+    add_device_option(p)
+    p.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on the CPU")
+    for name, what in (
+        ("heads", "query heads"),
+        ("heads-kv", "key heads"),
+        ("head-dim", "channels of a head"),
+        ("window", "ReRoPE's window"),
+        ("tokens", "tokens of a batch: its size is tokens / seqlen"),
+    ):
+        key = name.replace("-", "_")
+        p.add_argument(f"--{name}", type=positive, help=f"{what} (default: GPU {cuda.get(key)}, CPU {cpu.get(key)})")
+    p.add_argument("--batch", type=positive, help="batch size, instead of --tokens")
+    seqlens = f"default: GPU {_words(cuda['seqlens'])}; CPU {_words(cpu['seqlens'])}"
+    p.add_argument("--seqlens", type=positive, nargs="+", help=seqlens)
+    p.add_argument("--train-length", type=positive, default=8192, help="HoPE's training length (default 8192)")
+    p.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument(
+        "--passes",
+        nargs="+",
+        choices=("forward", "both"),
+        default=["forward", "both"],
+        help="forward only, forward and backward (default: one after the other)",
+    )
+    p.add_argument("--contestants", nargs="+", metavar="NAME", help="only those whose name contains one of these")
+    seconds = f"time for the rounds of a table (default: GPU {SECONDS['cuda']}, CPU {SECONDS['cpu']})"
+    p.add_argument("--seconds", type=float, help=seconds)
+    p.add_argument("--threads", type=positive, help="CPU threads (default: PyTorch's)")
+    add_output_options(p)
+    p.set_defaults(defaults={"cuda": cuda, "cpu": cpu})
+    return p
+
+
+def add_device_option(p: argparse.ArgumentParser) -> None:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    p.add_argument("--device", default=default, help="cuda, cuda:1, cpu (default: a GPU if there is one)")
+
+
+def device_of(p: argparse.ArgumentParser, name: str, needs_device: bool = True) -> torch.device:
+    """The device of this name. Exits with a message if it is not present and is needed."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        p.error(f"--device: {str(error).splitlines()[0]}")
+    if device.type not in ("cpu", "cuda"):
+        p.error(f"--device: expected cpu or cuda, got {device}")
+    if needs_device and device.type == "cuda" and not torch.cuda.is_available():
+        p.error("--device: no CUDA device is available")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def parse(p: argparse.ArgumentParser, argv: list[str], needs_device: bool = True) -> argparse.Namespace:
+    """The options, with the defaults of the device."""
+    options = p.parse_args(argv)
+    options.device = device_of(p, options.device, needs_device)
+    kind = options.device.type
+    for name, value in options.defaults[kind].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    options.dtype = DTYPES[options.dtype or ("bf16" if kind == "cuda" else "fp32")]
+    options.seconds = SECONDS[kind] if options.seconds is None else options.seconds
+    if options.heads % options.heads_kv:
+        p.error(f"--heads: expected a multiple of --heads-kv {options.heads_kv}, got {options.heads}")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    return options
+
+
+def problem(options: argparse.Namespace, seqlen: int, **changes) -> Problem:
+    return Problem(
+        options.batch or max(1, options.tokens // seqlen),
+        seqlen,
+        options.heads,
+        options.heads_kv,
+        options.head_dim,
+        options.dtype,
+        options.device,
+        options.causal,
+        options.window,
+        options.train_length,
+    ).replace(**changes)
+
+
+def prefill_tables(options: argparse.Namespace, contestants: Sequence[Contestant]) -> list[Table]:
+    """One table for every pass and length."""
+    tables = []
+    for backward in backwards(options):
+        for p in (problem(options, seqlen) for seqlen in options.seqlens):
+            title = f"seqlen {p.seqlen}, batch {p.batch}, {'forward + backward' if backward else 'forward'}"
+            tables.append(Table(title, contestants, p, backward))
+    return tables
+
+
+def backwards(options: argparse.Namespace) -> list[bool]:
+    """--passes as booleans: without and with the backward pass."""
+    return [passes == "both" for passes in ("forward", "both") if passes in options.passes]
+
+
+def stem(command: str, options: argparse.Namespace) -> str:
+    """The name of the files: a run with the same sizes replaces them."""
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == options.dtype)
+    full = "" if options.causal else "-full"
+    return f"{command}-d{options.head_dim}-h{options.heads}x{options.heads_kv}-{dtype}{full}"
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
+    return value
+
+
+def _words(values) -> str:
+    return " ".join(map(str, values))

@@ -1,0 +1,109 @@
+"""The sizes of one measurement, and its tensors, operations and bytes; and a power-law fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import torch
+
+from flashrope import Rotary
+
+BACKWARD_FACTOR = 2.5  # five matrix products instead of two
+THETA_BASE = 10_000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call: q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen, heads_kv, head_dim)."""
+
+    batch: int
+    seqlen: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    causal: bool = True
+    window: int = 512  # ReRoPE's
+    train_length: int = 8192  # HoPE's
+    decoding: bool = False  # one query token, with seqlen keys in the cache
+
+    def __post_init__(self):
+        if self.heads % self.heads_kv:
+            raise ValueError(f"heads: expected a multiple of heads_kv = {self.heads_kv}, got {self.heads}")
+
+    @property
+    def seqlen_q(self) -> int:
+        return 1 if self.decoding else self.seqlen
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.heads_kv
+
+    def replace(self, **changes) -> Problem:
+        return dataclasses.replace(self, **changes)
+
+    def tensors(self, grad: bool = False, seed: int = 0) -> list[torch.Tensor]:
+        """q, k, v of normal random numbers (zeros run faster). On the meta device: shapes only."""
+        shapes = ((self.seqlen_q, self.heads), (self.seqlen, self.heads_kv), (self.seqlen, self.heads_kv))
+        if self.device.type == "meta":
+            return [
+                torch.empty(self.batch, *shape, self.head_dim, device=self.device, dtype=self.dtype) for shape in shapes
+            ]
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return [
+            torch.randn(
+                self.batch, *shape, self.head_dim, device=self.device, dtype=self.dtype, generator=generator
+            ).requires_grad_(grad)
+            for shape in shapes
+        ]
+
+    def bytes_of_q(self) -> int:
+        return self.batch * self.seqlen_q * self.heads * self.head_dim * self.dtype.itemsize
+
+    def bytes_of_cache(self) -> int:
+        """Keys and values, each once: what decoding must read."""
+        return 2 * self.batch * self.seqlen * self.heads_kv * self.head_dim * self.dtype.itemsize
+
+    def flops(self, backward: bool) -> float:
+        """Operations of a forward, or a forward and a backward, counted as in the literature.
+
+        Forward: 4 batch heads seqlen^2 head_dim, half of that with a causal mask. Backward: 2.5 times the forward. The
+        same for every scheme and contestant.
+        """
+        forward = 4 * self.batch * self.heads * self.seqlen_q * self.seqlen * self.head_dim
+        if self.causal and not self.decoding:
+            forward /= 2
+        return forward * (1 + BACKWARD_FACTOR) if backward else forward
+
+    def none(self) -> Rotary:
+        return Rotary.none(self.head_dim)
+
+    def rope(self) -> Rotary:
+        return Rotary.rope(self.head_dim, THETA_BASE)
+
+    def hope(self) -> Rotary:
+        return Rotary.hope(self.head_dim, self.train_length, THETA_BASE)
+
+    def rerope(self) -> Rotary:
+        return self.rope().rectify(self.window)
+
+    def sizes(self) -> dict:
+        """The sizes as records keep them."""
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("device", "dtype")
+        }
+        return fields | {"dtype": str(self.dtype).removeprefix("torch.")}
+
+
+def exponent(series: Mapping[float, float]) -> float:
+    """The exponent p of the best fit y = c x^p, by least squares over the logarithms. Needs at least two points."""
+    if len(series) < 2:
+        raise ValueError(f"series: expected at least two points, got {len(series)}")
+    points = [(math.log(x), math.log(y)) for x, y in series.items()]
+    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)

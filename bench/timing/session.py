@@ -1,0 +1,277 @@
+"""Runs tables of contestants: checks each one, times them alternately, prints results, and may write files.
+
+session = Session("hope", argv, options)
+session.measure(tables)
+session.finish()
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from tqdm import tqdm
+
+from .. import machine
+from ..progress import steps
+from ..report import goals, plots
+from ..report.output import finish_publishing, output_folder
+from ..report.records import Record, Run, command_line
+from . import ceilings, check
+from .contestants import Contestant, Unavailable
+from .listing import memory_text, text_of
+from .options import Table, parse, parser, prefill_tables, stem
+from .timer import Spread, Timer, ratio, rounds
+
+MEMORY_SHARE = 0.8  # of the free memory, which a contestant may be expected to take
+
+
+class Session:
+    """One command on one device: what it measures, and the files it goes to, if any."""
+
+    def __init__(self, command: str, argv: list[str], options: argparse.Namespace):
+        self.options, self.device, self.timer = options, options.device, Timer(options.device)
+        device = machine.describe(self.device)
+        self.run = Run(
+            command,
+            command_line(command, argv),
+            device,
+            machine.versions(),
+            ceilings.ceilings(self.device, options.dtype),
+            load_average={"start": machine.load_average()},
+            note=options.note,
+        )
+        folder = output_folder(options)
+        self.folder = folder and folder / machine.slug(device["name"])
+        self.stem = stem(command, options)
+        self.tables: list[Table] = []
+        self.peaks: dict[tuple[str, str], int] = {}
+        self.bar = tqdm(disable=None, unit="step", leave=False, dynamic_ncols=True, file=sys.stderr)
+        self.say(self.run.argv)
+        self.say(
+            f"{device['hardware']}, torch {self.run.versions['torch']}, triton {self.run.versions['triton']}, "
+            f"revision {self.run.versions['revision']}"
+            + (f", {device['threads']} threads, {device['vector']}" if "threads" in device else "")
+        )
+        self.say(ceilings.text(self.run.ceilings))
+
+    def say(self, text: str = "") -> None:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def measure(self, tables: Sequence[Table]) -> None:
+        """Checks the contestants, then times them, table by table."""
+        if self.options.contestants:
+            tables = [dataclasses.replace(table, contestants=self.chosen(table.contestants)) for table in tables]
+        self.bar.reset(total=sum(len(table.contestants) for table in tables) * 2)
+        self.say(f"checking the contestants of {len(tables)} tables")
+        for table in tables:
+            self.check(table)
+        for reason in dict.fromkeys(self.run.absent.values()):
+            self.say(f"not run ({reason}): {', '.join(name for name, why in self.run.absent.items() if why == reason)}")
+        for table in steps(self.run.command, tables, lambda table: table.title, self.say):
+            self.table(table)
+
+    def chosen(self, contestants: Sequence[Contestant]) -> list[Contestant]:
+        """Those that --contestants names."""
+        return [each for each in contestants if any(part in each.name for part in self.options.contestants)]
+
+    def check(self, table: Table) -> None:
+        """Finds out which contestants can run and are correct, once for the forward and once with the backward."""
+        for contestant in table.contestants:
+            name = label(contestant, table.backward)
+            self.step(f"checking {name}")
+            if contestant.name in self.run.absent or name in (*self.run.absent, *self.run.wrong, *self.run.errors):
+                continue
+            reason = None
+            try:
+                error = check.error(contestant, table.problem, table.backward)
+            except Unavailable as unavailable:
+                reason = str(unavailable)
+            except Exception as failure:  # a peer or a compiler does not support it: the others still run
+                reason = f"failed: {brief(failure)}"
+            if reason is not None:
+                self.run.absent[name] = reason
+            elif error > (allowed := check.TOLERANCE[table.problem.dtype]):
+                self.run.wrong[name] = error
+                self.say(f"WRONG, not timed: {name}: error {error:.2g} against float64, allowed {allowed:.2g}")
+            else:
+                self.run.errors[name] = error
+
+    def table(self, table: Table) -> None:
+        """Times the correct contestants alternately, prints the table, and writes the files so far."""
+        torch.compiler.reset()  # otherwise the compiler stops specialising after some lengths
+        calls = {contestant.name: call for contestant, call in self.calls(table)}
+        records = []
+        if calls:
+            times = rounds(calls, self.timer, self.options.seconds)
+            ours = [c.name for c in table.contestants if c.ours and c.name in calls]
+            records = [
+                self.record(table, contestant, times, ours)
+                for contestant in table.contestants
+                if contestant.name in calls
+            ]
+        self.run.records += records
+        self.tables.append(table)
+        self.say("\n" + text_of(table, records))
+        self.write()
+
+    def calls(self, table: Table):
+        """(contestant, call) of the correct contestants that fit into memory, each called once."""
+        inputs = None
+        for contestant in table.contestants:
+            name = label(contestant, table.backward)
+            self.step(f"{table.title}: {contestant.name}")
+            if name not in self.run.errors:
+                continue
+            try:
+                self.expect_room(table, contestant)
+                inputs = inputs or inputs_of(table)
+                call = bound(contestant.prepare(table.problem), *inputs, table.backward)
+                call()
+                if self.timer.memory_is_cheap:
+                    self.peaks[table.title, contestant.name] = self.timer.peak_bytes(call)
+                yield contestant, self.timer.record(call) if table.recorded else call
+            except MemoryError as short:
+                self.skip(f"{table.title}: {name}: {short}")
+            except Exception as failure:  # as in check; running out of memory has several types
+                self.skip(f"{table.title}: {name}: {brief(failure)}")
+
+    def expect_room(self, table: Table, contestant: Contestant) -> None:
+        """Raises MemoryError if a contestant is not expected to fit."""
+        p = table.problem
+        inputs = 2 * p.bytes_of_q() + p.bytes_of_cache()
+        needed = inputs * (4 if table.backward else 2) + contestant.scratch(p)
+        free = self.timer.free_bytes()
+        if needed > MEMORY_SHARE * free:
+            raise MemoryError(f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+
+    def record(self, table: Table, contestant: Contestant, times: dict[str, list[float]], ours: list[str]) -> Record:
+        p, name = table.problem, contestant.name
+        spread = Spread.of(times[name])
+        record = Record(
+            table.title,
+            name,
+            contestant.ours,
+            p.sizes(),
+            table.backward,
+            spread.median,
+            spread.low,
+            spread.high,
+            len(times[name]),
+            ceiling=contestant.ceiling,
+            ratios={own: ratio(times, name, own) for own in ours if own != name},
+        )
+        if contestant.moved is None:
+            record.tflops = p.flops(table.backward) / spread.median / 1e9
+        else:
+            record.gbs = contestant.moved(p) / spread.median / 1e6
+        record.share = (record.tflops or record.gbs) / self.run.ceilings[contestant.ceiling]
+        return record
+
+    def memory(self, tables: Sequence[Table] | None = None) -> None:
+        """Records and prints the peak memory of everything that was timed in these tables (default: all).
+
+        On a GPU it was noted when each call was prepared. On the CPU it is measured now, because the profiler slows
+        down the rest of the process.
+        """
+        tables = self.tables if tables is None else tables
+        if self.timer.memory_is_cheap:
+            for table in tables:
+                for record in self.run.records:
+                    if record.table == table.title:
+                        record.peak_bytes = self.peaks.get((record.table, record.contestant))
+        else:
+            self.measure_memory(tables)
+        lines = memory_text(self.run.records)
+        if lines:
+            self.say("\npeak memory beyond the inputs, MiB\n" + lines)
+
+    def measure_memory(self, tables: Sequence[Table]) -> None:
+        records = {(record.table, record.contestant): record for record in self.run.records}
+        self.bar.reset(total=sum(len(table.contestants) for table in tables))
+        for table in tables:
+            torch.compiler.reset()
+            inputs = None
+            for contestant in table.contestants:
+                self.step(f"memory, {table.title}: {contestant.name}")
+                record = records.get((table.title, contestant.name))
+                if record is None:
+                    continue
+                inputs = inputs or inputs_of(table)
+                try:
+                    call = bound(contestant.prepare(table.problem), *inputs, table.backward)
+                    call()  # cos/sin tables and compiled code are kept between calls
+                    record.peak_bytes = self.timer.peak_bytes(call)
+                except Exception as failure:  # as in calls; another process may hold the memory now
+                    self.skip(f"memory, {table.title}: {contestant.name}: {brief(failure)}")
+
+    def finish(self, draw: bool = True) -> int:
+        """Judges the goals and writes the files; with draw, also the figure of ``plots.draw``.
+
+        Returns the exit code: 1 if one of flashrope's contestants is wrong or failed, or if nothing ran.
+        """
+        self.bar.close()
+        self.run.load_average["end"] = machine.load_average()
+        self.run.goals = goals.evaluate(self.run)
+        self.say("\n" + goals.text(self.run.goals))
+        self.write()
+        if self.folder:
+            if draw:
+                plots.draw(self.run, self.folder / f"{self.stem}.png")
+            self.say(f"\nwritten: {self.folder / self.stem}.{{json,csv,png}}")
+        failed = [
+            name
+            for name in (*self.run.wrong, *(n for n, why in self.run.absent.items() if why.startswith("failed:")))
+            if name.startswith("flashrope")
+        ]
+        if failed:
+            self.say(f"wrong or failed: {', '.join(failed)}")
+        if failed or not self.run.records:
+            return 1
+        return finish_publishing(self.options)
+
+    def write(self) -> None:
+        if self.folder:
+            self.run.write(self.folder, self.stem)
+
+    def skip(self, line: str) -> None:
+        self.run.skipped.append(line)
+        self.say(f"skipped: {line}")
+
+    def step(self, what: str) -> None:
+        self.bar.set_description_str(what[:60], refresh=False)
+        self.bar.update()
+
+
+def prefill(command: str, doc: str, cuda: dict, cpu: dict, contestants: Callable, argv: list[str]) -> int:
+    """A subcommand that times contestants(device) for every pass and length."""
+    options = parse(parser(command, doc, cuda, cpu), argv)
+    session = Session(command, argv, options)
+    session.measure(prefill_tables(options, contestants(options.device)))
+    session.memory()
+    return session.finish()
+
+
+def inputs_of(table: Table) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """q, k and v, and a gradient of out."""
+    tensors = table.problem.tensors(grad=table.backward)
+    return tensors, torch.randn_like(tensors[0], requires_grad=False)
+
+
+def bound(call: Callable, tensors, grad_out, backward: bool) -> Callable:
+    if not backward:
+        return lambda: call(*tensors)
+    return lambda: torch.autograd.grad(call(*tensors), tensors, grad_out)
+
+
+def label(contestant: Contestant, backward: bool) -> str:
+    return f"{contestant.name}, backward" if backward else contestant.name
+
+
+def brief(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]

@@ -1,0 +1,102 @@
+"""Tiles for triton_kernels/configs.py: timed on a GPU, or ranked by their machine code without one.
+
+    python -m bench tune [--direction forward grad_kv] [--head-dim 128] [--bands 1 2] [--arch 80] [--csv PATH]
+
+On a GPU every tile runs a complete pass with its rotation, alternating with the others, after its result has been
+compared with that of the tile in use. Without a GPU, or with --arch, tiles are compiled. Those that spill or need too
+much shared memory are dropped. The rest are ranked by the model of ``compiling.utilisation`` on sm_80, and elsewhere by
+instructions per multiply-add. The best one is printed as an entry of configs.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import os
+from pathlib import Path
+
+import torch
+
+from flashrope.backends.triton.device import compute_capability
+from flashrope.triton_kernels import configs
+from flashrope.triton_kernels.configs import Tile
+
+from ..compiling.architectures import MULTIPROCESSORS
+from ..progress import steps
+from .options import positive
+from .tiles import KERNELS, Candidate, ranked_by_machine_code, timed
+from .timer import Timer
+
+
+def show(
+    heading: str, direction: str, head_dim: int, bands: int, in_use: Tile, candidates: list[Candidate]
+) -> list[dict[str, str]]:
+    """Prints the ranking and the entry for configs.py. Returns the rows of the CSV file."""
+    order = sorted(candidates, key=lambda candidate: (candidate.rank is None, candidate.rank or 0))
+    columns = list(dict.fromkeys(name for candidate in order for name in candidate.figures if name != "dropped"))
+    print(f"\n{heading}")
+    print(f"{'block_m, block_n, warps, stages':<34}" + "".join(f"{name:>17}" for name in columns))
+    for candidate in order:
+        mark = " (in use)" if candidate.tile == in_use else ""
+        print(
+            (
+                f"{str(tuple(candidate.tile)) + mark:<34}"
+                + "".join(f"{candidate.figures.get(name, ''):>17}" for name in columns)
+                + f"   {candidate.figures.get('dropped', '')}"
+            ).rstrip()
+        )
+    if order and order[0].rank is not None:
+        name = f"{direction} banded" if bands > 1 else direction
+        print(f'best: "{name}": {{{head_dim}: Tile{tuple(order[0].tile)}}}')
+    return [{"table": heading, "tile": str(tuple(candidate.tile)), **candidate.figures} for candidate in order]
+
+
+def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser("python -m bench tune", description=__doc__.split("\n")[0], allow_abbrev=False)
+    p.add_argument("--direction", nargs="+", choices=KERNELS, default=list(KERNELS), help="default: all")
+    p.add_argument("--head-dim", type=int, nargs="+", choices=(64, 128), default=[128], help="default 128")
+    p.add_argument("--bands", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="default: 1 2")
+    p.add_argument(
+        "--arch",
+        type=int,
+        nargs="+",
+        choices=sorted(MULTIPROCESSORS),
+        help="compile for these instead of timing (default without a GPU: 80)",
+    )
+    p.add_argument("--seconds", type=float, default=2.0, help="time for the rounds of a table on a GPU (default 2)")
+    p.add_argument("--jobs", type=positive, default=os.cpu_count(), help="compiling processes (default: all cores)")
+    p.add_argument("--csv", type=Path, metavar="PATH", help="write all rankings there")
+    options = p.parse_args(argv)
+    on_device = torch.cuda.is_available() and not options.arch
+    archs = [None] if on_device else options.arch or [80]
+    rows = []
+    chosen = list(itertools.product(options.direction, options.head_dim, options.bands, archs))
+    for direction, head_dim, bands, arch in steps("tune", chosen, title):
+        if arch is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+            candidates = timed(direction, head_dim, bands, Timer(device), options.seconds, options.jobs)
+            capability, where = compute_capability(device), torch.cuda.get_device_name(device)
+        else:
+            candidates = ranked_by_machine_code(direction, arch, head_dim, bands, options.jobs)
+            capability, where = arch, f"sm_{arch}, compiled only"
+        in_use = configs.tile(direction, capability, head_dim, 2, bands)
+        heading = f"{title((direction, head_dim, bands, None))}, {where}"
+        rows += show(heading, direction, head_dim, bands, in_use, candidates)
+        if options.csv:
+            write_csv(options.csv, rows)
+    return 0
+
+
+def title(choice: tuple[str, int, int, int | None]) -> str:
+    direction, head_dim, bands, arch = choice
+    target = f", sm_{arch}" if arch else ""
+    return f"{direction}, head_dim {head_dim}, {bands} band{'s' if bands > 1 else ''}{target}"
