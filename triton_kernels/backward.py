@@ -18,6 +18,7 @@ from .tiles import (
     clamp_rows,
     edge_count,
     edge_tile,
+    existing_rows,
     find_sequence,
     head_view,
     in_band,
@@ -165,7 +166,7 @@ def attention_grad_kv(
     rows = tile_rows(first, seq.length_k, seq.length_q, batch, seqlen_k, scheme, SHAPE.block_n)
     position = first + rows.index  # [BN]
     last = tl.minimum(first + SHAPE.block_n, seq.length_k) - 1
-    loaded = clamp_rows(rows.index, rows.count)
+    loaded = existing_rows(rows)
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
     packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k) + first
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
@@ -281,7 +282,7 @@ def attention_grad_q(
     rows = tile_rows(first, seq.length_q, seq.length_k, batch, seqlen_q, scheme, SHAPE.block_m)
     position = first + rows.index + seq.ahead  # [BM]
     last = tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead
-    loaded = clamp_rows(rows.index, rows.count)
+    loaded = existing_rows(rows)
     head_kv = head // (heads_q // heads_kv)
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q) + first
     packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)

@@ -96,9 +96,9 @@ def attend_block(state, queries, keys, band, column, ROTATE_K: tl.constexpr, SHA
     columns = tl.arange(0, SHAPE.block_n)
     slot = keys.first_slot + column + clamp_rows(columns, keys.length - column)
     page, row = find_valid_page(keys.cache, keys.batch, slot, SHAPE.page_size)
-    x, y = load_pairs(keys.k.ptr, page_offsets(page, row, keys.k, SHAPE), 0, SHAPE.block_d // 2, SHAPE)  # [BN, D/2]
+    x, y = load_pairs(keys.k.ptr, page_offsets(page, row, keys.k), 0, SHAPE.block_d // 2, SHAPE)  # [BN, D/2]
     if ROTATE_K:
-        rows = Rows(columns, column + keys.shift, keys.length - column)
+        rows = Rows(columns, column + keys.shift, column, keys.length)
         x, y = rotate_pairs(x, y, keys.table, band.k_rotation, rows, 1.0, SHAPE)
     scores = pair_scores(queries, x, y, SHAPE)
     # Masked in every block, edge or not, so that a visit in which a row sees nothing changes no bit of it.
@@ -106,7 +106,7 @@ def attend_block(state, queries, keys, band, column, ROTATE_K: tl.constexpr, SHA
     visible = in_band(queries.position[:, None], position_k, band) & (position_k < keys.length)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     channels = tl.arange(0, SHAPE.block_d)
-    v = load_rows(keys.v.ptr, page_offsets(page, row, keys.v, SHAPE), channels, SHAPE)  # [BN, D]
+    v = load_rows(keys.v.ptr, page_offsets(page, row, keys.v), channels, SHAPE)  # [BN, D]
     return add_values(state, weights, v)
 
 
@@ -158,7 +158,7 @@ def attention_decode(
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
         x, y = load_pairs(q.ptr, offsets, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
-        of_rows = Rows(position + shift, None, None)
+        of_rows = Rows(position + shift, None, None, None)
         x, y = rotate_pairs(x, y, table, band.q_rotation, of_rows, log_n, SHAPE)
         queries = Queries(x, y, position, scheme.score_scale * LOG2_E)
 

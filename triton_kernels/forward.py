@@ -18,6 +18,7 @@ from .tiles import (
     clamp_rows,
     edge_count,
     edge_tile,
+    existing_rows,
     find_cached_sequence,
     find_sequence,
     head_view,
@@ -29,6 +30,7 @@ from .tiles import (
     packed_row,
     page_offsets,
     query_program,
+    row_exists,
     skip_rows,
     store_rows,
     tile_offsets,
@@ -70,7 +72,7 @@ def attend_tile(state, queries, keys, band, column, ROTATED_K: tl.constexpr, EDG
     if SHAPE.page_size > 0:
         page, row = find_valid_page(keys.cache, keys.batch, keys.first_slot + column + rows, SHAPE.page_size)
     if SHAPE.page_size > 0 and not ROTATED_K:
-        k = load_rows(keys.k.ptr, page_offsets(page, row, keys.k, SHAPE), keys.channels_k, SHAPE)  # [BN, D]
+        k = load_rows(keys.k.ptr, page_offsets(page, row, keys.k), keys.channels_k, SHAPE)  # [BN, D]
     else:
         k = load_rows(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), keys.channels_k, SHAPE)
     scores = tl.dot(queries.tile, tl.trans(k), input_precision="ieee")  # [BM, BN]
@@ -80,7 +82,7 @@ def attend_tile(state, queries, keys, band, column, ROTATED_K: tl.constexpr, EDG
         visible = in_band(queries.position[:, None], position_k, band) & (position_k < keys.length)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     if SHAPE.page_size > 0:
-        v = load_rows(keys.v.ptr, page_offsets(page, row, keys.v, SHAPE), keys.channels_v, SHAPE)  # [BN, D]
+        v = load_rows(keys.v.ptr, page_offsets(page, row, keys.v), keys.channels_v, SHAPE)  # [BN, D]
     else:
         v = load_rows(skip_rows(keys.v, column).ptr, tile_offsets(rows, keys.v), keys.channels_v, SHAPE)
     return add_values(state, weights, v)
@@ -133,7 +135,7 @@ def attention_forward(
         copied_from = tl.maximum(seq.length_k - seqlen_k, 0)
         packed_k -= copied_from
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
-    log_n = log_n_scale(scheme, rows.start + clamp_rows(rows.index, rows.count), position)
+    log_n = log_n_scale(scheme, rows.start + existing_rows(rows), position)
     scale_log2 = scheme.score_scale * LOG2_E
     channels_k, channels_v = tile_channels(SHAPE), tl.arange(0, SHAPE.block_d)
 
@@ -163,4 +165,4 @@ def attention_forward(
     out_rows = HeadView(out + (packed_q * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
     store_rows(out_rows, result, rows, channels_v, SHAPE)
     lse += lse_offset(cu_seqlens.q, batch, head, heads_q, seq.start_q, seqlen_q) + first
-    tl.store(lse + rows.index, log_sum, mask=rows.index < rows.count)
+    tl.store(lse + rows.index, log_sum, mask=row_exists(rows))

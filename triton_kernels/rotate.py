@@ -11,7 +11,7 @@ from .kv_cache import cache_bounds, find_valid_page
 from .rotation import CosSinTable, load_cos_sin, load_pairs, log_n_scale, rotate, store_pairs
 from .tiles import (
     Rows,
-    clamp_rows,
+    existing_rows,
     head_view,
     packed_row,
     page_offsets,
@@ -47,7 +47,7 @@ def rotate_rows(
     if first >= length:
         return
     rows = tile_rows(first, length, length_other, batch, seqlen, scheme, SHAPE.block_m)
-    loaded = clamp_rows(rows.index, rows.count)
+    loaded = existing_rows(rows)
     copy = tl.program_id(2)
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
     cos, sin = load_cos_sin(table, tl.load(rotations + copy), rows, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
@@ -90,16 +90,16 @@ def rotate_cached_rows(
     if first >= length or first + SHAPE.block_m <= length - seqlen_q - stop + 1:
         return
     shift = tl.maximum(seqlen_q - length, 0)  # as in tile_rows
-    rows = Rows(tl.arange(0, SHAPE.block_m), first + shift, length - first)
+    rows = Rows(tl.arange(0, SHAPE.block_m), first + shift, first, length)
     cos, sin = load_cos_sin(
         CosSinTable(table, table_rows, None), rotation, rows, 0, SHAPE.block_d // 2, SHAPE
     )  # [BM, D/2]
-    slot = start + first + clamp_rows(rows.index, rows.count)
+    slot = start + first + existing_rows(rows)
     page, row = find_valid_page(cache, batch, slot, SHAPE.page_size)
     packed = packed_row(None, batch, start, rows_out) + row_out
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):
         view = head_view(k_cache, 0, 0, head, SHAPE)
-        x, y = load_pairs(view.ptr, page_offsets(page, row, view, SHAPE), 0, SHAPE.block_d // 2, SHAPE)
+        x, y = load_pairs(view.ptr, page_offsets(page, row, view), 0, SHAPE.block_d // 2, SHAPE)
         x, y = rotate(x.to(tl.float32), y.to(tl.float32), cos, sin)
         store_pairs(head_view(out, copy, packed, head, SHAPE), x, y, rows, 0, SHAPE)

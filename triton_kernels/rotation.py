@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .. import cos_sin
-from .tiles import clamp_rows, load_rows, store_rows, tile_offsets
+from .tiles import existing_rows, load_rows, store_rows, tile_offsets
 
 FINE_ROWS = tl.constexpr(cos_sin.FINE_ROWS)
 
@@ -136,7 +136,7 @@ def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr
     D: tl.constexpr = SHAPE.block_d  # a table row: cos of D/2 pairs, then sin
     ptr = table.ptr + rotation.to(tl.int64) * table.rows * D + FIRST + tl.arange(0, COUNT)
     if table.positions is not None:
-        row = rows.start.to(tl.int64) + clamp_rows(rows.index, rows.count)
+        row = rows.start.to(tl.int64) + existing_rows(rows)
         at = ptr[None, :] + row[:, None] * D
         return tl.load(at), tl.load(at + D // 2)
     elif rows.start is None:
@@ -180,7 +180,7 @@ def load_rotated_chunk(
 ):
     """D/4 pairs of every row, from pair FIRST on: loaded, rotated and scaled in float32, rounded once."""
     COUNT: tl.constexpr = SHAPE.block_d // 4
-    offsets = tile_offsets(clamp_rows(rows.index, rows.count), view)
+    offsets = tile_offsets(existing_rows(rows), view)
     x, y = load_pairs(view.ptr, offsets, FIRST, COUNT, SHAPE)
     x, y = x.to(tl.float32), y.to(tl.float32)
     if ROTATE:

@@ -160,12 +160,13 @@ def edge_tile(tiles, step):
 
 
 class Rows(NamedTuple):
-    """The rows of a tile. index [M]: 0 to M - 1; start: the first row's row in the cos/sin table; count: how many rows
-    from the first on exist."""
+    """The rows of a tile. index [M]: 0 to M - 1; start: the first row's row in the cos/sin table; first: the first row,
+    of `length` that exist. (Their difference would be one more register to keep.)"""
 
     index: object
     start: object
-    count: object
+    first: object
+    length: object
 
 
 @triton.jit
@@ -176,7 +177,7 @@ def tile_rows(first, length, length_other, batch, seqlen, scheme, BLOCK: tl.cons
     start = first + tl.maximum(length_other - length, 0)
     if scheme.positions is not None:
         start += batch * seqlen
-    return Rows(tl.arange(0, BLOCK), start, length - first)
+    return Rows(tl.arange(0, BLOCK), start, first, length)
 
 
 @triton.jit
@@ -184,6 +185,17 @@ def clamp_rows(rows, count):
     """Rows to load where `count` rows of a tile exist: the last row stands in for those beyond. Loads then need no
     mask; what comes of such rows is not stored, or has weight 0."""
     return tl.minimum(rows, count - 1)
+
+
+@triton.jit
+def existing_rows(rows):
+    """clamp_rows of Rows."""
+    return clamp_rows(rows.index, rows.length - rows.first)
+
+
+@triton.jit
+def row_exists(rows):
+    return rows.index < rows.length - rows.first
 
 
 class HeadView(NamedTuple):
@@ -228,10 +240,9 @@ def tile_offsets(rows, view):
 
 
 @triton.jit
-def page_offsets(page, row, view, SHAPE: tl.constexpr):
+def page_offsets(page, row, view):
     """Offsets [M, 1] of rows in a cache, int64."""
-    VEC: tl.constexpr = SHAPE.vec
-    return tl.multiple_of(page * view.stride_batch + row * view.stride_row, VEC)[:, None]
+    return (page * view.stride_batch + row * view.stride_row)[:, None]
 
 
 @triton.jit
@@ -247,6 +258,6 @@ def load_rows(ptr, offsets, channels, SHAPE: tl.constexpr):
 @triton.jit
 def store_rows(view, value, rows, channels, SHAPE: tl.constexpr):
     """Stores value [M, N] where its row (of Rows) and channel exist."""
-    exists = (rows.index < rows.count)[:, None] & (channels < SHAPE.head_dim)[None, :]
+    exists = row_exists(rows)[:, None] & (channels < SHAPE.head_dim)[None, :]
     ptrs = view.ptr + tile_offsets(rows.index, view) + channels[None, :]
     tl.store(ptrs, value.to(view.ptr.dtype.element_ty), mask=exists)
