@@ -136,13 +136,21 @@ def test_violations_name_the_kernel_and_the_limit(compiled):
     assert "does not compile: PTXASError: out of luck" in failed
 
 
+# Bytes, all outside the tile loops. The scheme is left open where it does not matter.
+SPILLED = {
+    ("attention_grad_kv", 80, 128): 64,
+    ("attention_forward", 90, 128, "rerope paged chunk"): 4,
+}
+
+
 @pytest.mark.parametrize("scheme", [cases.ONE_BAND, cases.TWO_BANDS, *cases.CHUNKS], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("arch", [80, 90])
-def test_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, scheme):
+def test_almost_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, scheme):
     for kernel in cases.CHUNK_KERNELS if scheme.cache else cases.KERNELS:
-        allowed = 64 if (kernel, arch, head_dim) == ("attention_grad_kv", 80, 128) else 0
+        key = (kernel, arch, head_dim)
+        allowed = SPILLED.get(key, SPILLED.get((*key, scheme.name), 0))
         assert not row(kernel, cases.Case(arch, head_dim, dtype, scheme), spill_stores=allowed).violations()
         assert row(kernel, cases.Case(arch, head_dim, dtype, scheme), spill_stores=allowed + 4).violations()
 
