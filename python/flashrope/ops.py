@@ -212,11 +212,15 @@ def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, impl: str) -> N
 def attention_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     """``flashrope::append_to_cache`` if there are new keys, then ``flashrope::attention_with_cache``."""
     layout = call.layout
-    if layout.seqlen_new:
-        append_to_cache(k_cache, v_cache, k, v, layout, impl)
-    if _is_plain(q, k_cache, v_cache, layout.seqlens):
-        return load_backend(impl).attention_with_cache(q, k_cache, v_cache, call)
     seqlens, block_table, leftpad, seqlen_new = layout
+    new = (k, v) if seqlen_new else ()
+    if _is_plain(q, k_cache, v_cache, seqlens, *new):
+        backend = load_backend(impl)
+        if new:
+            backend.append_to_cache(k_cache, v_cache, k, v, layout)
+        return backend.attention_with_cache(q, k_cache, v_cache, call)
+    if new:
+        OPERATORS.append_to_cache(k_cache, v_cache, k, v, seqlens, block_table, impl)
     scheme = (call.rotary.text, call.causal, call.softmax_scale)
     return OPERATORS.attention_with_cache(
         q, k_cache, v_cache, seqlens, block_table, leftpad, seqlen_new, call.num_splits, *scheme, impl
