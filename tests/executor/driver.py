@@ -32,10 +32,18 @@ class Machine:
 
     def __init__(self, arch: int, threads: int = 1, seed: int = 0, step_limit: int = 50_000_000, strict: bool = True):
         """seed: the order of warps, 0 for one after the other; strict: a launch with findings raises."""
-        self.arch, self.strict, self.launches = arch, strict, []
+        self.arch, self.launches = arch, []
+        self.options = {"threads": threads, "seed": seed, "step_limit": step_limit, "strict": strict}
         self.library = ctypes.CDLL(str(build.library()))
         self.library.executor_take_launches.restype = ctypes.c_char_p
-        self.library.executor_configure(arch, threads, ctypes.c_uint64(seed), ctypes.c_uint64(step_limit))
+        self.reset()
+
+    def reset(self, **changes) -> None:
+        """The options that the machine was made with, but for these."""
+        options = self.options | changes
+        seed, step_limit = ctypes.c_uint64(options["seed"]), ctypes.c_uint64(options["step_limit"])
+        self.library.executor_configure(self.arch, options["threads"], seed, step_limit)
+        self.strict = options["strict"]
 
     def register(self, named_tensors) -> None:
         self.library.executor_clear_tensors()

@@ -61,22 +61,35 @@ void Block::start_warps() {
   }
 }
 
-// False where the instruction must not run, because a wgmma still works on its registers.
-bool Block::check_registers(Warp& w, const Instruction& i, Lanes m) {
-  for (int slot : i.reads)
+// Which lanes of the results are defined, given those of the inputs.
+static Lanes defined_lanes(const Warp& w, const Instruction& i) {
+  if (i.spread == Spread::select) {
+    const Lanes first = w.predicate(i.reads[2]);
+    return w.defined[i.reads[2]] & ((first & w.defined[i.reads[0]]) | (~first & w.defined[i.reads[1]]));
+  }
+  Lanes all = ALL_LANES;
+  for (int slot : i.reads) all &= w.defined[slot];
+  return all;
+}
+
+void Block::check_registers(Warp& w, const Instruction& i, Lanes m) {
+  for (int slot : i.checked)
     if (Lanes missing = m & ~w.defined[slot]) {
-      report("register read before it was written", w, i, __builtin_ctz(missing), "lanes " + hex(missing));
+      report("register used before it was written", w, i, __builtin_ctz(missing), "lanes " + hex(missing));
       w.defined[slot] |= m;
     }
-  for (int slot : i.writes) w.defined[slot] |= m;
-  if (w.busy.empty()) return true;
+  if (i.spread != Spread::shuffle && !i.writes.empty()) {
+    const Lanes good = defined_lanes(w, i);
+    for (int slot : i.writes) w.defined[slot] = (w.defined[slot] & ~m) | (good & m);
+  }
+  if (w.busy.empty()) return;
   for (int slot : i.writes) w.unfenced[slot] = 1;
-  if (w.products.empty() && w.open_products.empty()) return true;
-  for (int slot : i.reads)
-    if (w.busy[slot] & ACCUMULATOR) report("accumulator of an unfinished wgmma read", w, i, -1, "no wgmma.wait_group in between");
+  if (w.products.empty() && w.open_products.empty()) return;
+  for (auto* slots : {&i.checked, &i.reads})
+    for (int slot : *slots)
+      if (w.busy[slot] & ACCUMULATOR) report("accumulator of an unfinished wgmma read", w, i, -1, "no wgmma.wait_group in between");
   for (int slot : i.writes)
     if (w.busy[slot]) report("register of an unfinished wgmma written", w, i, -1, "no wgmma.wait_group in between");
-  return true;
 }
 
 void Block::end_lanes(Warp& w, const Instruction& i, Lanes m) {
@@ -111,15 +124,15 @@ void Block::advance(Warp& w, uint64_t quantum) {
       return;
     }
     Lanes m = active;
+    if (i.guard >= 0 && (w.defined[i.guard] & active) != active) {
+      report("register used before it was written", w, i, -1, "the guard");
+      w.defined[i.guard] |= active;
+    }
     if (i.guard >= 0) m &= i.negated ? ~w.predicate(i.guard) : w.predicate(i.guard);
     executed[w.pc]++, lanes[w.pc] += __builtin_popcount(m);
     if (i.collective && m != ALL_LANES) report("lanes apart", w, i, -1, "lanes " + hex(m) + " alone run what all lanes must run together");
-    if (i.control == Control::next && m && !i.run) throw Error("no handler for " + i.opcode);
-    if (i.guard >= 0 && (w.defined[i.guard] & active) != active) {
-      report("register read before it was written", w, i, -1, "the guard");
-      w.defined[i.guard] |= active;
-    }
-    if (m && check_registers(w, i, m) && i.control == Control::next) i.run(w, i, m);
+    if (m) check_registers(w, i, m);
+    if (m && i.control == Control::next) i.run(w, i, m);
     int next = w.pc + 1;
     if (i.control == Control::branch && m == active) next = i.target;
     else if (i.control == Control::branch && m) {

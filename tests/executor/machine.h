@@ -166,7 +166,7 @@ struct Block {
  private:
   void start_warps();
   void advance(Warp& w, uint64_t quantum);
-  bool check_registers(Warp& w, const Instruction& i, Lanes lanes);
+  void check_registers(Warp& w, const Instruction& i, Lanes lanes);
   void end_lanes(Warp& w, const Instruction& i, Lanes lanes);
   bool release_barrier();
   Buffer* find_buffer(uint64_t address, uint32_t bytes);

@@ -1,13 +1,23 @@
 // Loads, stores and cp.async.
-#include <type_traits>
-
 #include "opcodes.h"
 
 namespace executor {
 namespace {
 
+// A value narrower than 32 bits may live in a wider register.
 template <class T>
-using Register = std::conditional_t<sizeof(T) == 1, uint16_t, T>;  // bytes live in 16-bit registers
+void set_lane(Warp& w, const Operand& o, int lane, T value) {
+  if (sizeof(T) == 8) w.at<uint64_t>(o)[lane] = value;
+  else if (sizeof(T) == 4 || o.bytes == 4) w.at<uint32_t>(o)[lane] = static_cast<uint32_t>(value);
+  else if (o.bytes == 8) w.at<uint64_t>(o)[lane] = value;
+  else w.at<uint16_t>(o)[lane] = static_cast<uint16_t>(value);
+}
+template <class T>
+T get_lane(Warp& w, const Operand& o, int lane) {
+  if (sizeof(T) == 8 || o.bytes == 8) return static_cast<T>(w.at<uint64_t>(o)[lane]);
+  if (sizeof(T) == 4 || o.bytes == 4) return static_cast<T>(w.at<uint32_t>(o)[lane]);
+  return static_cast<T>(w.at<uint16_t>(o)[lane]);
+}
 
 template <int N, class T>
 void load_global(Warp& w, const Instruction& i, Lanes m) {
@@ -21,7 +31,7 @@ void load_global(Warp& w, const Instruction& i, Lanes m) {
     T values[N];
     memset(values, 0x7F, sizeof values);
     if (p) memcpy(values, p, sizeof values);
-    for (int n = 0; n < N; n++) w.at<Register<T>>(i.operands[n])[l] = values[n];
+    for (int n = 0; n < N; n++) set_lane(w, i.operands[n], l, values[n]);
   }
 }
 
@@ -33,7 +43,7 @@ void store_global(Warp& w, const Instruction& i, Lanes m) {
   for (int l = 0; l < LANES; l++) {
     if (!(m >> l & 1)) continue;
     T values[N];
-    for (int n = 0; n < N; n++) values[n] = static_cast<T>(w.at<Register<T>>(i.operands[1 + n])[l]);
+    for (int n = 0; n < N; n++) values[n] = get_lane<T>(w, i.operands[1 + n], l);
     if (unsigned char* p = w.block->global(base[l] + to.offset, N * sizeof(T), w, i, l, true)) memcpy(p, values, sizeof values);
   }
 }
@@ -50,7 +60,7 @@ void load_shared(Warp& w, const Instruction& i, Lanes m) {
     T values[N];
     memset(values, 0x7F, sizeof values);
     if (at >= 0) shared.read(at, sizeof values, w, i, l), memcpy(values, shared.data(at), sizeof values);
-    for (int n = 0; n < N; n++) w.at<Register<T>>(i.operands[n])[l] = values[n];
+    for (int n = 0; n < N; n++) set_lane(w, i.operands[n], l, values[n]);
   }
 }
 
@@ -62,7 +72,7 @@ void store_shared(Warp& w, const Instruction& i, Lanes m) {
   for (int l = 0; l < LANES; l++) {
     if (!(m >> l & 1)) continue;
     T values[N];
-    for (int n = 0; n < N; n++) values[n] = static_cast<T>(w.at<Register<T>>(i.operands[1 + n])[l]);
+    for (int n = 0; n < N; n++) values[n] = get_lane<T>(w, i.operands[1 + n], l);
     int64_t at = shared.locate(base[l] + static_cast<uint32_t>(to.offset), N * sizeof(T), w, i, l);
     if (at >= 0) shared.write(at, values, sizeof values, w, i, l);
   }
@@ -70,7 +80,7 @@ void store_shared(Warp& w, const Instruction& i, Lanes m) {
 
 template <int N, class T>
 void define_accesses(const std::string& suffix) {
-  const std::string values(N, sizeof(T) == 8 ? '8' : sizeof(T) == 4 ? '4' : '2');
+  const std::string values(N, sizeof(T) == 8 ? '8' : sizeof(T) == 4 ? '4' : 'h');
   define("ld.global" + suffix, {load_global<N, T>, values + "g", N});
   define("st.global" + suffix, {store_global<N, T>, "g" + values});
   define("ld.shared" + suffix, {load_shared<N, T>, values + "s", N});

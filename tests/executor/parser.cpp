@@ -223,7 +223,7 @@ class Parser {
     return operand;
   }
 
-  static int width_of(char kind) { return kind == 's' || kind == 'w' ? 4 : kind == 'g' ? 8 : kind == 'p' ? 1 : kind - '0'; }
+  static int width_of(char kind) { return kind == 's' || kind == 'w' ? 4 : kind == 'g' ? 8 : kind == 'p' ? 1 : kind == 'h' ? 2 : kind - '0'; }
 
   Operand parse_operand(char kind, const std::string& text) {
     Operand operand;
@@ -236,6 +236,7 @@ class Parser {
       case 'P': operand = address(text, kind == 's' ? 4 : 8); break;
       default: operand = value(text, width_of(kind));
     }
+    if (kind == 'h' && operand.bytes >= 2) return operand;
     int expected = kind == 'P' ? 0 : width_of(kind);
     if (operand.bytes != expected) throw Error("operand " + text + " has " + std::to_string(operand.bytes) + " bytes, expected " + std::to_string(expected));
     return operand;
@@ -248,7 +249,6 @@ class Parser {
       size_t end = s.find_first_of(" \t");
       i.negated = s[1] == '!';
       i.guard = register_named(s.substr(1 + i.negated, end - 1 - i.negated)).slot;
-      i.reads.push_back(i.guard);
       s = trim(s.substr(end));
     }
     size_t end = s.find_first_of(" \t");
@@ -274,6 +274,9 @@ class Parser {
 
   void fill(Instruction& i, const Definition& definition, const std::vector<std::string>& texts) {
     i.run = definition.run, i.control = definition.control, i.collective = definition.collective;
+    i.spread = starts_with(i.opcode, "selp") ? Spread::select : starts_with(i.opcode, "shfl") ? Spread::shuffle : Spread::lane;
+    // Undefined values may be computed with, as long as they reach no memory, address, predicate of a branch or matrix.
+    const bool uses = starts_with(i.opcode, "st") || starts_with(i.opcode, "mma") || starts_with(i.opcode, "cp.") || starts_with(i.opcode, "wgmma");
     size_t most = definition.operands.size();
     if (texts.size() > most || texts.size() < std::min(most, definition.required))
       throw Error("expected " + std::to_string(most) + " operands, got " + std::to_string(texts.size()));
@@ -283,8 +286,11 @@ class Parser {
         continue;
       }
       Operand operand = parse_operand(definition.operands[n], texts[n]);
-      if (operand.slot >= 0 && definition.operands[n] != 'w') (n < static_cast<size_t>(definition.outputs) ? i.writes : i.reads).push_back(operand.slot);
       i.operands.push_back(operand);
+      const char kind = definition.operands[n];
+      if (operand.slot < 0 || kind == 'w') continue;
+      if (n < static_cast<size_t>(definition.outputs)) i.writes.push_back(operand.slot);
+      else (uses || kind == 's' || kind == 'g' ? i.checked : i.reads).push_back(operand.slot);
     }
   }
 

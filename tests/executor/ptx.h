@@ -30,6 +30,10 @@ struct Operand {
 
 enum class Control { next, branch, end, barrier };
 
+// What an undefined input makes undefined: the result in the same lane; the result, if it is the one selected; or the
+// result in the lanes that a shuffle brings it to.
+enum class Spread { lane, select, shuffle };
+
 struct Instruction {
   Handler run = nullptr;
   Control control = Control::next;
@@ -40,7 +44,8 @@ struct Instruction {
   int line = 0;     // in the PTX
   std::string opcode, text, source;
   std::vector<Operand> operands;
-  std::vector<int> reads, writes;  // slots
+  Spread spread = Spread::lane;
+  std::vector<int> checked, reads, writes;  // slots: must be defined; make the result defined; results
 };
 
 struct Parameter {
@@ -72,6 +77,7 @@ Program parse(const std::string& text, int arch);
 
 // What is known of an opcode. operands: one letter each,
 //   p 2 4 8  a predicate, a register of so many bytes, or a literal
+//   h        a register of at least 2 bytes
 //   w        a register of 4 bytes that the instruction itself checks
 //   s g      an address in brackets, in shared or in global memory
 //   i        an integer;  P a parameter in brackets;  L a label

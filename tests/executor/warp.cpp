@@ -15,7 +15,10 @@ void shuffle(Warp& w, const Instruction& i, Lanes) {
   memcpy(from, w.at<uint32_t>(i.operands[1]), sizeof from);
   memcpy(operand, w.at<uint32_t>(i.operands[2]), sizeof operand);
   uint32_t* to = w.at<uint32_t>(i.operands[0]);
-  for (int l = 0; l < LANES; l++) to[l] = from[F(l, operand[l])];
+  const Lanes before = w.defined[i.operands[1].slot];
+  Lanes defined = 0;
+  for (int l = 0; l < LANES; l++) to[l] = from[F(l, operand[l])], defined |= (before >> F(l, operand[l]) & 1) << l;
+  w.defined[i.operands[0].slot] = defined;
 }
 
 int butterfly(int lane, uint32_t operand) { return (lane ^ operand) & 31; }

@@ -75,7 +75,7 @@ void mark_registers(Warp& w, const Instruction& i, const Shape& s, bool accumula
     }
     if ((w.busy[slot] & (accumulator ? A_OPERAND : ACCUMULATOR))) w.block->report("register of an unfinished wgmma used by another", w, i, -1, "operand " + std::to_string(n));
     w.busy[slot] |= accumulator ? ACCUMULATOR : A_OPERAND;
-    if ((!accumulator || accumulate) && w.defined[slot] != ALL_LANES) w.block->report("register read before it was written", w, i, -1, "operand " + std::to_string(n));
+    if ((!accumulator || accumulate) && w.defined[slot] != ALL_LANES) w.block->report("register used before it was written", w, i, -1, "operand " + std::to_string(n));
     w.defined[slot] = ALL_LANES;
   }
 }

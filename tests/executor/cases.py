@@ -1,0 +1,124 @@
+"""The compiled kernels on the executor, against the same error budget as every other backend.
+
+Not collected on its own: ``tests/test_executor.py`` runs it in a process where Triton compiles. By hand:
+
+    PYTHONPATH=tests pytest -p executor.plugin --executor 80 tests/executor/cases.py
+"""
+
+import dataclasses
+
+import pytest
+import support
+import test_decode
+import test_varlen
+import torch
+from support import SCHEMES
+
+from flashrope import Rotary
+
+BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
+quick, slow = pytest.mark.quick, pytest.mark.slow
+
+
+@dataclasses.dataclass
+class Dense:
+    """One call of attention and its backward."""
+
+    target: support.Target
+    rotary: Rotary
+    seqlen_q: int
+    seqlen_k: int | None = None
+    options: dict = dataclasses.field(default_factory=dict)
+
+
+def odd(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers at addresses that are a multiple of 2 only."""
+    room = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
+    room[..., 3:] = x
+    return room[..., 3:]
+
+
+ATTENTION = {
+    "rerope-d64-bf16": (Dense(BF16, SCHEMES["rerope"](64), 150), quick),
+    "yarn-leaky-local-log-n-d16-fp16": (Dense(FP16, SCHEMES["yarn_leaky_local_log_n"](16), 100), quick),
+    "hope-interleaved-d128-bf16": (Dense(BF16, SCHEMES["hope_paper"](128), 140), ()),
+    "leaky-d40-bf16": (Dense(BF16, SCHEMES["leaky"](40), 130), ()),
+    "partial-d72-fp16": (Dense(FP16, SCHEMES["rope_partial"](72), 90), ()),
+    "local-d160-bf16": (Dense(BF16, SCHEMES["local"](160), 100), slow),
+    "rope-d256-bf16": (Dense(BF16, SCHEMES["rope"](256), 80), ()),
+    "rerope-d256-fp16": (Dense(FP16, SCHEMES["rerope"](256), 80), slow),
+    "compact-d96-fp16": (Dense(FP16, SCHEMES["hope_compact"](96), 80), slow),
+    "rope-interleaved-d32-fp32": (Dense(FP32, SCHEMES["rope_interleaved"](32), 70), ()),
+    "rerope-d16-fp32": (Dense(FP32, SCHEMES["rerope"](16), 70), slow),
+    "two-sided-d64-bf16": (Dense(BF16, SCHEMES["hope_rerope_log_n"](64), 70, 130, {"causal": False}), ()),
+    "more-queries-than-keys-d64-bf16": (Dense(BF16, SCHEMES["inverse_leaky"](64), 130, 40, {"batch": 2}), slow),
+    "one-key-d64-bf16": (Dense(BF16, SCHEMES["rerope"](64), 1, 1), ()),
+    "none-d64-fp16": (Dense(FP16, SCHEMES["none"](64), 90, None, {"heads": 6, "group": 3}), slow),
+    "window-of-a-buffer-d64-bf16": (Dense(BF16, SCHEMES["rerope"](64), 100, None, {"layout": "poisoned"}), ()),
+    "heads-first-d64-bf16": (Dense(BF16, SCHEMES["leaky"](64), 100, None, {"layout": "transposed"}), slow),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name, marks=marks) for name, (case, marks) in ATTENTION.items()])
+def test_attention(machine, case):
+    p = support.problem(case.target, case.rotary, case.seqlen_q, case.seqlen_k, seed=1, **case.options)
+    support.check(case.target, p)
+    assert {"attention_forward", "attention_grad_q"} <= {launch.kernel for launch in machine.launches}
+
+
+@pytest.mark.parametrize("target", [pytest.param(BF16, marks=quick), FP16], ids=str)
+def test_unaligned(machine, target):
+    p = support.problem(target, SCHEMES["leaky"](40), 100, seed=2)
+    support.check(target, p.replace(**{name: odd(getattr(p, name)) for name in ("q", "k", "v", "grad_out")}))
+    assert not machine.launches[1].warps("cp.async.cg")
+
+
+@pytest.mark.parametrize("kind", ["fractions", "axial"])
+def test_positions(kind):
+    given, rotary = torch.rand(2, 90, generator=torch.Generator().manual_seed(10)) * 90 - 5, Rotary.rope(64).log_n(20)
+    if kind == "axial":
+        given, rotary = torch.stack((torch.arange(90) // 8, torch.arange(90) % 8), -1).expand(2, 90, 2), Rotary.axial(64)
+    options = {"batch": 2, "positions": given, "causal": kind != "axial"}
+    support.check(BF16, support.problem(BF16, rotary, 90, seed=11, **options))
+
+
+@pytest.mark.parametrize("scheme", ["hope_rerope_log_n", pytest.param("hope_zeros", marks=slow)])
+def test_packed(scheme):
+    test_varlen.test_packed_is_a_loop_over_sequences(BF16, scheme, test_varlen.LENGTHS["different"], True)
+
+
+# ---- decoding
+
+PAGES = test_decode.PAGE
+DECODING = {
+    "contiguous-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64), quick),
+    "paged-leftpad-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64, page_size=PAGES, leftpad=(3, 0, 40)), quick),
+    "splits-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, num_splits=3, leftpad=(3, 0, 0)), ()),
+    "paged-splits-d128-bf16": (dict(target=BF16, scheme="rope_interleaved", head_dim=128, page_size=PAGES, num_splits=2), ()),
+    "several-tokens-d40-bf16": (dict(target=BF16, scheme="hope_rerope_log_n", head_dim=40, seqlen_q=3), ()),
+    "local-d256-bf16": (dict(target=BF16, scheme="local", head_dim=256, page_size=PAGES), slow),
+    "rope-d16-fp32": (dict(target=FP32, scheme="rope", head_dim=16), ()),
+    "prefill-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64, seqlen_q=70), ()),
+    "prefill-paged-leftpad-d64-bf16": (
+        dict(target=BF16, scheme="yarn_leaky_local_log_n", head_dim=64, seqlen_q=70, page_size=PAGES, leftpad=(3, 0, 5)),
+        (),
+    ),
+    "prefill-paged-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, seqlen_q=70, page_size=PAGES), slow),
+}
+
+
+def decode(target, scheme, head_dim, seqlen_q=1, leftpad=None, page_size=0, num_splits=None):
+    lengths = (145, seqlen_q, 87)
+    cache = test_decode.cached(
+        target, SCHEMES[scheme](head_dim), lengths, seqlen_q, leftpad=leftpad, capacity=192, page_size=page_size
+    )
+    cache.check(target, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name, marks=marks) for name, (case, marks) in DECODING.items()])
+def test_decoding(machine, case):
+    decode(**case)
+    kernels = {launch.kernel for launch in machine.launches}
+    assert "append_rows" in kernels
+    assert ("attention_forward" if case.get("seqlen_q", 1) > 64 else "attention_decode") in kernels
+    assert ("combine_splits" in kernels) == ("num_splits" in case)
