@@ -14,7 +14,7 @@ import test_varlen
 import torch
 from support import SCHEMES
 
-from flashrope import Rotary
+from flashrope import Rotary, attention
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 quick, slow = pytest.mark.quick, pytest.mark.slow
@@ -122,3 +122,10 @@ def test_decoding(machine, case):
     assert "append_rows" in kernels
     assert ("attention_forward" if case.get("seqlen_q", 1) > 64 else "attention_decode") in kernels
     assert ("combine_splits" in kernels) == ("num_splits" in case)
+
+
+def test_one_key_with_an_odd_row_stride():
+    """The copy of the tile behind the only key is masked off, but its addresses are formed all the same."""
+    q, k, v = (torch.randn(1, 1, 1, 65, generator=torch.Generator().manual_seed(n)).bfloat16()[..., :64] for n in range(3))
+    out = attention(q, k, v, SCHEMES["rerope"](64), impl="triton")
+    assert torch.equal(out, v)
