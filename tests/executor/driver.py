@@ -29,10 +29,12 @@ class Machine:
     """The device: its options, and the launches that it ran."""
 
     current: Machine  # kernels outlive a machine
+    modules: dict[int, tuple] = {}  # what Triton loaded, by function: (name, PTX, shared bytes)
 
     def __init__(self, arch: int, threads: int = 1, seed: int = 0, step_limit: int = 50_000_000, strict: bool = True):
         """seed: the order of warps, 0 for one after the other; strict: a launch with findings raises."""
         self.arch, self.launches = arch, []
+        self.rewrite = None  # (kernel's name, PTX) -> PTX, applied to every launch
         self.options = {"threads": threads, "seed": seed, "step_limit": step_limit, "strict": strict}
         self.library = ctypes.CDLL(str(build.library()))
         self.library.executor_take_launches.restype = ctypes.c_char_p
@@ -85,6 +87,27 @@ def _device(machine: Machine):
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
+    class Utils:
+        """Triton's loader, which remembers what it loads."""
+
+        real = CudaUtils()
+        get_device_properties = real.get_device_properties
+
+        def load_binary(self, name, binary, shared, device):
+            loaded = self.real.load_binary(name, binary, shared, device)
+            Machine.modules[loaded[1]] = name, binary.rstrip(b"\0").decode(), shared
+            return loaded
+
+        def rewritten(self, function):
+            if not Machine.current.rewrite:
+                return function
+            name, text, shared = Machine.modules[function]
+            changed = Machine.current.rewrite(name, text)
+            device = Machine.current.arch
+            return function if changed == text else self.load_binary(name, changed.encode() + b"\0", shared, device)[1]
+
+    utils = Utils()
+
     class Launcher:
         """Triton's launcher; before each launch the executor learns which tensors there are."""
 
@@ -96,13 +119,14 @@ def _device(machine: Machine):
             values = args[len(args) - len(self.names) :]
             pairs = zip(self.names, values, strict=True)
             Machine.current.register([found for pair in pairs for found in named_tensors(*pair)])
-            self.launch(x, y, z, stream, function, *args)
+            self.launch(x, y, z, stream, utils.rewritten(function), *args)
             Machine.current.collect()
 
     class Device:
         """What triton.runtime asks of a driver."""
 
-        utils, launcher_cls = CudaUtils(), Launcher
+        def __init__(self):
+            self.utils, self.launcher_cls = utils, Launcher
 
         def get_current_target(self):
             return GPUTarget("cuda", machine.arch, 32)

@@ -23,6 +23,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
+    function: int  # what the driver calls a loaded kernel
     kernel: str
     grid: tuple[int, int, int]
     threads: int  # per block
@@ -30,7 +31,7 @@ class Launch:
     seconds: float
     findings: list[str]
     opcodes: dict[str, tuple[int, int]]  # executed by warps, by lanes
-    executed_lines: list[int]  # of the PTX
+    executed_lines: list[int]  # of the PTX, by at least one lane
     tensors: dict[str, Traffic]  # by the name of the kernel's argument
 
     @classmethod

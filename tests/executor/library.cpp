@@ -42,7 +42,7 @@ std::string quoted(const std::string& s) {
 std::string describe(const Launch& launch, double seconds) {
   std::ostringstream s;
   const Program& p = launch.program;
-  s << "{\"kernel\": " << quoted(p.name) << ", \"grid\": [" << launch.grid[0] << ", " << launch.grid[1] << ", " << launch.grid[2] << "], \"threads\": " << p.threads
+  s << "{\"function\": " << reinterpret_cast<uint64_t>(&p) << ", \"kernel\": " << quoted(p.name) << ", \"grid\": [" << launch.grid[0] << ", " << launch.grid[1] << ", " << launch.grid[2] << "], \"threads\": " << p.threads
     << ", \"shared_bytes\": " << launch.shared_bytes << ", \"seconds\": " << seconds << ", \"findings\": [";
   for (size_t n = 0; n < launch.findings.size(); n++) s << (n ? ", " : "") << quoted(launch.findings[n]);
   std::map<std::string, std::pair<uint64_t, uint64_t>> opcodes;
@@ -54,7 +54,7 @@ std::string describe(const Launch& launch, double seconds) {
   s << "}, \"executed_lines\": [";
   comma = "";
   for (size_t n = 0; n < p.code.size(); n++)
-    if (launch.executed[n]) s << comma << p.code[n].line, comma = ", ";
+    if (launch.lanes[n] || (launch.executed[n] && p.code[n].guard < 0)) s << comma << p.code[n].line, comma = ", ";
   s << "], \"tensors\": {";
   comma = "";
   for (auto& b : launch.buffers) {

@@ -65,7 +65,8 @@ struct Word {
   int8_t copying = -1;          // warp whose cp.async is on its way
   uint8_t initialised = 0;      // a bit for each byte
   uint16_t products = 0;        // unfinished wgmma that read it
-  uint16_t unfenced = 0;        // warps whose wgmma may not see the last write yet
+  uint16_t unfenced_writers = 0;  // that wrote it and did not fence since
+  uint16_t unfenced = 0;          // warps whose wgmma may not see the last write yet
 };
 
 class SharedMemory {

@@ -101,8 +101,11 @@ void SharedMemory::read(uint32_t offset, uint32_t bytes, const Warp& w, const In
 void SharedMemory::write(uint32_t offset, const void* data, uint32_t bytes, const Warp& w, const Instruction& i, int lane) {
   note_write(offset, bytes, w, i, lane, data);
   for (uint32_t n = offset / 4; n < (offset + bytes + 3) / 4; n++) {
-    if (!words_[n].unfenced) unfenced_.push_back(n);
-    words_[n].unfenced = 0xFFFF;
+    Word& x = words_[n];
+    if (!x.unfenced) unfenced_.push_back(n);
+    const uint16_t writers = x.writers | x.writers >> 16 | x.writers >> 32 | x.writers >> 48;
+    x.unfenced_writers = (x.unfenced_writers & writers) | 1u << w.index;
+    x.unfenced = 0xFFFF;
   }
   memcpy(&bytes_[offset], data, bytes);
 }
@@ -111,7 +114,7 @@ void SharedMemory::begin_copy(uint32_t offset, uint32_t bytes, const Warp& w, co
   note_write(offset, bytes, w, i, lane, nullptr);
   for (uint32_t n = offset / 4; n < (offset + bytes) / 4; n++) {
     words_[n].copying = static_cast<int8_t>(w.index);
-    words_[n].unfenced = 0;  // Triton's own code fences no cp.async before wgmma
+    words_[n].unfenced = words_[n].unfenced_writers = 0;  // Triton's own code fences no cp.async before wgmma
     memcpy(&bytes_[4 * n], &POISON, 4);
   }
 }
@@ -138,12 +141,13 @@ void SharedMemory::end_product_read(uint32_t offset, const Warp& w) {
   x.readers |= warp_bit(w);
 }
 
-// By the writer before the barrier, or by the reader behind it.
+// By the writers before the barrier, or by the reader behind it.
 void SharedMemory::fence(const Warp& w) {
   size_t kept = 0;
   for (uint32_t n : unfenced_) {
     Word& x = words_[n];
-    if (!(x.writers & ~warp_bit(w))) x.unfenced = 0;
+    x.unfenced_writers &= ~(1u << w.index);
+    if (!x.unfenced_writers) x.unfenced = 0;
     else if (x.write_epoch < epoch_) x.unfenced &= ~(1u << w.index);
     if (x.unfenced) unfenced_[kept++] = n;
   }
