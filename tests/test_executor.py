@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 from executor import build
 
 TESTS = pathlib.Path(__file__).parent
+CASES = [f"tests/executor/{name}.py" for name in ("watches", "cases", "mutants")]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 
 
@@ -48,13 +49,13 @@ def executed(arch: int, *arguments: str) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_quick_cases(library, arch):
-    executed(arch, "-m", "quick", "tests/executor/cases.py")
+    executed(arch, "-m", "quick", *CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 86, 90])
 def test_all_cases(library, arch):
-    executed(arch, "-m", "slow or not slow", "tests/executor/cases.py")
+    executed(arch, "-m", "slow or not slow", *CASES)
 
 
 @pytest.mark.slow

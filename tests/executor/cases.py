@@ -59,7 +59,9 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name, marks=marks) for name, (case, marks) in ATTENTION.items()])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=marks) for name, (case, marks) in ATTENTION.items()]
+)
 def test_attention(machine, case):
     p = support.problem(case.target, case.rotary, case.seqlen_q, case.seqlen_k, seed=1, **case.options)
     support.check(case.target, p)
@@ -77,7 +79,10 @@ def test_unaligned(machine, target):
 def test_positions(kind):
     given, rotary = torch.rand(2, 90, generator=torch.Generator().manual_seed(10)) * 90 - 5, Rotary.rope(64).log_n(20)
     if kind == "axial":
-        given, rotary = torch.stack((torch.arange(90) // 8, torch.arange(90) % 8), -1).expand(2, 90, 2), Rotary.axial(64)
+        given, rotary = (
+            torch.stack((torch.arange(90) // 8, torch.arange(90) % 8), -1).expand(2, 90, 2),
+            Rotary.axial(64),
+        )
     options = {"batch": 2, "positions": given, "causal": kind != "axial"}
     support.check(BF16, support.problem(BF16, rotary, 90, seed=11, **options))
 
@@ -92,15 +97,23 @@ def test_packed(scheme):
 PAGES = test_decode.PAGE
 DECODING = {
     "contiguous-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64), quick),
-    "paged-leftpad-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64, page_size=PAGES, leftpad=(3, 0, 40)), quick),
+    "paged-leftpad-d64-bf16": (
+        dict(target=BF16, scheme="rerope", head_dim=64, page_size=PAGES, leftpad=(3, 0, 40)),
+        quick,
+    ),
     "splits-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, num_splits=3, leftpad=(3, 0, 0)), ()),
-    "paged-splits-d128-bf16": (dict(target=BF16, scheme="rope_interleaved", head_dim=128, page_size=PAGES, num_splits=2), ()),
+    "paged-splits-d128-bf16": (
+        dict(target=BF16, scheme="rope_interleaved", head_dim=128, page_size=PAGES, num_splits=2),
+        (),
+    ),
     "several-tokens-d40-bf16": (dict(target=BF16, scheme="hope_rerope_log_n", head_dim=40, seqlen_q=3), ()),
     "local-d256-bf16": (dict(target=BF16, scheme="local", head_dim=256, page_size=PAGES), slow),
     "rope-d16-fp32": (dict(target=FP32, scheme="rope", head_dim=16), ()),
     "prefill-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64, seqlen_q=70), ()),
     "prefill-paged-leftpad-d64-bf16": (
-        dict(target=BF16, scheme="yarn_leaky_local_log_n", head_dim=64, seqlen_q=70, page_size=PAGES, leftpad=(3, 0, 5)),
+        dict(
+            target=BF16, scheme="yarn_leaky_local_log_n", head_dim=64, seqlen_q=70, page_size=PAGES, leftpad=(3, 0, 5)
+        ),
         (),
     ),
     "prefill-paged-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, seqlen_q=70, page_size=PAGES), slow),
@@ -126,6 +139,8 @@ def test_decoding(machine, case):
 
 def test_one_key_with_an_odd_row_stride():
     """The copy of the tile behind the only key is masked off, but its addresses are formed all the same."""
-    q, k, v = (torch.randn(1, 1, 1, 65, generator=torch.Generator().manual_seed(n)).bfloat16()[..., :64] for n in range(3))
+    q, k, v = (
+        torch.randn(1, 1, 1, 65, generator=torch.Generator().manual_seed(n)).bfloat16()[..., :64] for n in range(3)
+    )
     out = attention(q, k, v, SCHEMES["rerope"](64), impl="triton")
     assert torch.equal(out, v)

@@ -14,8 +14,7 @@ import torch
 from support import SCHEMES
 
 from flashrope import attention
-from flashrope.backends import base
-from flashrope.backends.triton import launcher
+from flashrope.backends.triton import device, launcher
 
 from . import driver
 from .mutations import MUTATIONS, mutated, sites
@@ -64,7 +63,9 @@ class Decode:
 
     def within_budget(self, results) -> bool:
         rows = [{name: x[b : b + 1] for name, x in results.items()} for b in range(len(self.exact))]
-        return all(max(support.excess(row, *e, torch.float16).values()) <= 1 for row, e in zip(rows, self.exact, strict=True))
+        return all(
+            max(support.excess(row, *e, torch.float16).values()) <= 1 for row, e in zip(rows, self.exact, strict=True)
+        )
 
 
 @functools.cache
@@ -128,3 +129,190 @@ def survivors(machine, arch: int, kernel: str, mutation: str, most: int) -> tupl
         if how in ("same bits", "within budget"):
             left.append(f"{how}: {kernel} line {line} {lines[line - 1].strip()[:120]}")
     return len(places), left
+
+
+# ---- one instruction changed
+
+# Why a mutant of such a kind may survive: for this input the instruction changes no bit.
+PADDING = "rows of a tile that hold no query, or keys behind the last: masked or never stored"
+REPLICA = "the lanes of a quad hold equal values: which of them stores makes no difference"
+REASONS = {
+    "barrier removed": "another barrier lies between the same accesses",
+    "global load 16 bytes off": PADDING,
+    "guard of a global load inverted": PADDING,
+    "guard of a global store inverted": REPLICA,
+    "guard of a global store dropped": REPLICA,
+    "guard of a shared store inverted": REPLICA,
+    "guard of a shared store dropped": REPLICA,
+    "shared store 16 bytes off": PADDING,
+    "shared load 16 bytes off": PADDING,
+    "less becomes less or equal": "the two sides are never equal here",
+    "comparison inverted": "both branches of a clamp give the same here; or " + PADDING,
+    "shuffle from another lane": PADDING,
+    "shift by one more": "of zero: there is one sequence, head or page",
+    "maximum becomes minimum": "softmax is the same for any shift of the scores; or " + PADDING,
+    "exponential left out": PADDING,
+    "cp.async.wait_group removed": "no group is under way behind the loop",
+    "cp.async.wait_group weakened": "no group is under way behind the loop",
+    "cp.async.commit_group removed": "its copies join the next group, which the same wait covers",
+    "copy to 16 bytes further": PADDING,
+    "copy from 16 bytes further": "a masked copy reads nothing",
+    "copy from one element further": PADDING,
+    "A's registers swapped": PADDING,
+    "B's registers swapped": PADDING,
+    "ldmatrix 16 bytes off": PADDING,
+    "ldmatrix results swapped": "accumulators of zero change their layout; or " + PADDING,
+    "fence.proxy.async removed": "another fence follows before wgmma reads",
+    "wgmma.wait_group removed": "no product is under way",
+    "wgmma.wait_group weakened": "no product is under way",
+    "wgmma.fence removed": "no register was written since the last one",
+}
+# Mutants of which none survives at the middle one of their places; of barriers, at the first and the last.
+QUICK = {
+    "attention_forward": (
+        "global store 16 bytes off",
+        "guard of a global store inverted",
+        "shuffle from another lane",
+        "xor with another bit",
+        "address a byte off",
+        "cp.async.wait_group removed",
+        "cp.async.wait_group weakened",
+        "copy from one element further",
+        "ldmatrix 16 bytes off",
+        "shared store 16 bytes off",
+        ".trans lost",
+        "A's registers swapped",
+        "B's registers swapped",
+        "wgmma.wait_group removed",
+        "wgmma.wait_group weakened",
+        "wgmma.fence removed",
+        "descriptor 32 bytes off",
+        "descriptor of another swizzle",
+        "transposition flipped",
+        "accumulation lost",
+        "A's registers swapped (wgmma)",
+    ),
+    "attention_decode": (
+        "barrier removed",
+        "global load 16 bytes off",
+        "global store 16 bytes off",
+        "guard of a global load inverted",
+        "xor with another bit",
+        "address a byte off",
+        "cp.async.wait_group removed",
+        "cp.async.wait_group weakened",
+        "copy from one element further",
+        "ldmatrix 16 bytes off",
+        ".trans lost",
+        "stmatrix 16 bytes off",
+    ),
+    "combine_splits": ("barrier removed", "global load 16 bytes off", "shared load 16 bytes off"),
+    "append_rows": ("global load 16 bytes off", "guard of a global store dropped"),
+}
+
+
+@pytest.mark.quick
+def test_mutants(machine, arch):
+    total, left = 0, []
+    for kernel, mutations in QUICK.items():
+        for mutation in mutations:
+            count, some = survivors(machine, arch, kernel, mutation, 2 if mutation == "barrier removed" else 1)
+            total, left = total + count, left + some
+    assert not left, "\n".join(left)
+    assert total >= 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_mutants_of_every_kind(machine, arch, kernel):
+    """At up to six places of each kind: what survives has a reason, and changes no bit but for another softmax shift."""
+    total, left = 0, []
+    for mutation in MUTATIONS:
+        count, some = survivors(machine, arch, kernel, mutation, 6)
+        unexpected = [x for x in some if mutation not in REASONS or x.startswith("within") and "max.f32" not in x]
+        assert not unexpected, "\n".join(unexpected)
+        total, left = total + count, left + some
+    print(f"{kernel} sm_{arch}: {total} mutants, {len(left)} survive", *left, sep="\n  ")
+    assert len(left) <= 0.5 * total
+
+
+# ---- one input changed
+
+
+def launch_with(change):
+    """launcher.launch that calls change(kernel's name, grid, arguments) first."""
+    original = launcher.launch
+
+    def launch(kernel, grid, *args, **options):
+        grid, args = change(kernel.__name__, grid, list(args))
+        return original(kernel, grid, *args, **options)
+
+    return launch
+
+
+def shorter_grid(name, grid, args):
+    return (grid[0] - 1, *grid[1:]), args
+
+
+def shifted(place):
+    """The tensor view at this place of the forward kernel's arguments starts one element later."""
+
+    def change(name, grid, args):
+        if name == "attention_forward":
+            x = args[place].ptr
+            args[place] = args[place]._replace(ptr=x.as_strided(x.shape, x.stride(), x.storage_offset() + 1))
+        return grid, args
+
+    return change
+
+
+def longer_sequence(name, grid, args):
+    if name == "attention_forward":
+        args[10] += 1  # seqlen_k
+    return grid, args
+
+
+def wider_rows(name, grid, args):
+    if name == "attention_forward":
+        args[1] = args[1]._replace(stride_row=args[1].stride_row + (8 << 4))
+    return grid, args
+
+
+def shorter_table(name, grid, args):
+    if name == "attention_forward":
+        args[6] = args[6]._replace(table=args[6].table.flatten()[:100])
+    return grid, args
+
+
+CHANGES = {
+    "a block too few": shorter_grid,
+    "q an element later": shifted(0),
+    "v an element later": shifted(3),
+    "a key too many": longer_sequence,
+    "rows of k too far apart": wider_rows,
+    "a short table": shorter_table,
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_inputs(machine, monkeypatch, arch, change):
+    machine.reset(strict=False, step_limit=STEP_LIMIT)
+    problem = scenario(Forward)
+    results = problem.run()
+    monkeypatch.setattr(launcher, "launch", launch_with(CHANGES[change]))
+    assert verdict(machine, problem.run, problem, results) not in ("same bits", "within budget")
+
+
+@pytest.mark.quick
+def test_false_claim_of_alignment(machine, monkeypatch):
+    """The second row lies at an odd address, and the kernel is that for aligned ones."""
+    p = scenario(Forward).problem
+    room = torch.zeros(1, 150, 1, 67, dtype=torch.float16)
+    machine.reset(strict=False)
+    monkeypatch.setattr(device, "aligned", lambda x: True)
+    machine.launches.clear()
+    with torch.no_grad():
+        attention(p.q, room[..., :64], p.v, p.rotary, softmax_scale=0.02, impl="triton")
+    findings = [finding for launch in machine.launches for finding in launch.findings]
+    assert any(finding.startswith("misaligned global access: attention_forward") for finding in findings), findings

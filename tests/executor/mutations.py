@@ -27,7 +27,9 @@ def offset(opcode: str, by: int) -> Mutation:
     def mutate(line):
         if not re.search(rf"(^|\s){opcode}", line):
             return None
-        return re.sub(r"\[\s*(%\w+)\s*(?:\+\s*(-?\d+)\s*)?\]", lambda m: f"[{m[1]}+{int(m[2] or 0) + by}]", line, count=1)
+        return re.sub(
+            r"\[\s*(%\w+)\s*(?:\+\s*(-?\d+)\s*)?\]", lambda m: f"[{m[1]}+{int(m[2] or 0) + by}]", line, count=1
+        )
 
     return mutate
 
@@ -133,7 +135,9 @@ def sites(text: str, executed: list[int], mutation: Mutation, most: int) -> list
     found = [n for n in executed if (changed := mutation(lines[n - 1])) is not None and changed != lines[n - 1]]
     if len(found) <= most:
         return found
-    return [found[round(k * (len(found) - 1) / (most - 1))] for k in range(most)] if most > 1 else [found[len(found) // 2]]
+    return (
+        [found[round(k * (len(found) - 1) / (most - 1))] for k in range(most)] if most > 1 else [found[len(found) // 2]]
+    )
 
 
 def mutated(text: str, line: int, mutation: Mutation) -> str:

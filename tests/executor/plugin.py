@@ -1,6 +1,6 @@
 """A pytest plugin: the tests' "triton" target is the executor.
 
-    PYTHONPATH=tests pytest -p executor.plugin --executor 90 tests/executor/cases.py tests/test_accuracy.py
+PYTHONPATH=tests pytest -p executor.plugin --executor 90 tests/executor/cases.py tests/test_accuracy.py
 """
 
 import os
@@ -16,7 +16,9 @@ import support
 import torch
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-support.TARGETS[:] = [support.Target("triton", dtype, "cpu") for dtype in TYPES]  # before conftest makes fixtures of them
+support.TARGETS[:] = [
+    support.Target("triton", dtype, "cpu") for dtype in TYPES
+]  # before conftest makes fixtures of them
 
 
 def pytest_addoption(parser):

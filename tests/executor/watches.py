@@ -45,7 +45,9 @@ HEADER = """
 OUT = 1024  # bytes of the tensor
 
 
-def run(body: str, arch: int = 80, threads: int = 64, shared: int = 1024, machine: Machine | None = None) -> torch.Tensor:
+def run(
+    body: str, arch: int = 80, threads: int = 64, shared: int = 1024, machine: Machine | None = None
+) -> torch.Tensor:
     machine = machine or Machine.current
     out = torch.zeros(OUT // 4, dtype=torch.int32)
     lines = "\n".join("\t" + line.strip() for line in body.strip().splitlines())
@@ -136,7 +138,11 @@ WRONG_AND_RIGHT = {
         "@%p1 bra $L1;\nbra $L1;\n$L1:\nbar.sync 0;",
     ),
     "barrier of some lanes": ("lanes apart", "@%p2 bar.sync 0;\n@!%p2 bar.sync 0;", "bar.sync 0;"),
-    "endless loop": ("step limit", "$L1:\nbra $L1;", "$L1:\nadd.s32 %r10, %r10, -1;\nsetp.gt.s32 %p3, %r10, 0;\n@%p3 bra $L1;"),
+    "endless loop": (
+        "step limit",
+        "$L1:\nbra $L1;",
+        "$L1:\nadd.s32 %r10, %r10, -1;\nsetp.gt.s32 %p3, %r10, 0;\n@%p3 bra $L1;",
+    ),
 }
 
 
