@@ -6,6 +6,7 @@ Not collected on its own: ``tests/test_executor.py`` runs it in a process where 
 """
 
 import dataclasses
+import random
 
 import pytest
 import support
@@ -144,3 +145,33 @@ def test_one_key_with_an_odd_row_stride():
     )
     out = attention(q, k, v, SCHEMES["rerope"](64), impl="triton")
     assert torch.equal(out, v)
+
+
+@slow
+@pytest.mark.parametrize("seed", range(30))
+def test_random(seed):
+    """Shapes, schemes, strides and layouts that no one chose."""
+    choose = random.Random(seed)
+    target = choose.choice((BF16, FP16, BF16, FP16, FP32))
+    head_dim = choose.choice((16, 24, 40, 64, 72, 128) if target is not FP32 else (16, 40))
+    group = choose.choice((1, 2, 3))
+    lengths = [choose.choice((1, 2, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 150)) for _ in range(2)]
+    options = {"causal": choose.random() < 0.7, "batch": choose.choice((1, 2)), "heads": group, "group": group}
+    p = support.problem(target, SCHEMES[choose.choice(list(SCHEMES))](head_dim), *lengths, seed=seed, **options)
+    layouts = {
+        name: choose.choice(("contiguous", "transposed", "odd", "padded")) for name in ("q", "k", "v", "grad_out")
+    }
+    support.check(target, p.replace(**{name: laid_out(getattr(p, name), how) for name, how in layouts.items()}))
+
+
+def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
+    """The same numbers, laid out otherwise; "padded" has another stride in every dimension, also in those of size 1."""
+    if how == "transposed":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if how == "odd":
+        return odd(x)
+    if how == "padded":
+        room = x.new_full(tuple(n + 1 for n in x.shape[:-1]) + (x.shape[-1] + 8,), torch.nan)
+        view = room[tuple(slice(0, n) for n in x.shape)]
+        return view.copy_(x)
+    return x

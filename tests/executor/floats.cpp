@@ -17,7 +17,9 @@ uint16_t to_bf16(float x) {
 static float decode_f16(uint16_t x) {
   int exponent = x >> 10 & 31;
   float mantissa = x & 1023;
-  float size = exponent == 31 ? (x & 1023 ? NAN : INFINITY) : exponent ? std::ldexp(mantissa + 1024, exponent - 25) : std::ldexp(mantissa, -24);
+  float size = exponent == 31 ? (x & 1023 ? NAN : INFINITY)
+               : exponent     ? std::ldexp(mantissa + 1024, exponent - 25)
+                              : std::ldexp(mantissa, -24);
   return x & 0x8000 ? -size : size;
 }
 
@@ -33,8 +35,9 @@ float from_f16(uint16_t x) {
 uint16_t to_f16(float x) {  // round to nearest even
   uint32_t b = as_bits(x), sign = b >> 16 & 0x8000, size = b & 0x7FFFFFFF;
   if (size > 0x7F800000) return 0x7FFF;
-  if (size >= 0x477FF000) return sign | 0x7C00;                                                    // 65520 and more
-  if (size < 0x38800000) return sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(as_float(size), 24)));  // subnormal
+  if (size >= 0x477FF000) return sign | 0x7C00;  // 65520 and more
+  if (size < 0x38800000)
+    return sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(as_float(size), 24)));  // subnormal
   return sign | ((size - 0x38000000 + 0xFFF + (size >> 13 & 1)) >> 13);
 }
 
@@ -62,8 +65,10 @@ void define_arithmetic() {
   binary("add.ftz.f32", [](float a, float b) { return flush(flush(a) + flush(b)); });
   binary("sub.ftz.f32", [](float a, float b) { return flush(flush(a) - flush(b)); });
   binary("mul.ftz.f32", [](float a, float b) { return flush(flush(a) * flush(b)); });
-  define_lanes<float, float, float, float>("fma.rn.f32", [](float a, float b, float c) { return __builtin_fmaf(a, b, c); });
-  define_lanes<float, float, float, float>("fma.rn.ftz.f32", [](float a, float b, float c) { return flush(__builtin_fmaf(flush(a), flush(b), flush(c))); });
+  define_lanes<float, float, float, float>("fma.rn.f32",
+                                           [](float a, float b, float c) { return __builtin_fmaf(a, b, c); });
+  define_lanes<float, float, float, float>(
+      "fma.rn.ftz.f32", [](float a, float b, float c) { return flush(__builtin_fmaf(flush(a), flush(b), flush(c))); });
   unary("neg.f32", [](float a) { return as_float(as_bits(a) ^ 0x80000000); });
   unary("abs.f32", [](float a) { return std::fabs(a); });
   unary("neg.ftz.f32", [](float a) { return -flush(a); });
@@ -113,7 +118,9 @@ void define_integer_conversion(const std::string& types) {
   define_lanes<D, uint64_t>("cvt." + types + " of 8", [](uint64_t a) { return static_cast<A>(a); });
 }
 
-int32_t to_s32(float a) { return a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : static_cast<int32_t>(a); }
+int32_t to_s32(float a) {
+  return a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : static_cast<int32_t>(a);
+}
 
 }  // namespace
 
@@ -142,8 +149,10 @@ void define_conversions() {
   define_lanes<float, uint16_t>("cvt.f32.f16", [](uint16_t a) { return from_f16(a); });
   define_lanes<uint16_t, float>("cvt.rn.bf16.f32", [](float a) { return to_bf16(a); });
   define_lanes<uint16_t, float>("cvt.rn.f16.f32", [](float a) { return to_f16(a); });
-  define_lanes<uint32_t, float, float>("cvt.rn.bf16x2.f32", [](float high, float low) { return uint32_t(to_bf16(high)) << 16 | to_bf16(low); });
-  define_lanes<uint32_t, float, float>("cvt.rn.f16x2.f32", [](float high, float low) { return uint32_t(to_f16(high)) << 16 | to_f16(low); });
+  define_lanes<uint32_t, float, float>(
+      "cvt.rn.bf16x2.f32", [](float high, float low) { return uint32_t(to_bf16(high)) << 16 | to_bf16(low); });
+  define_lanes<uint32_t, float, float>(
+      "cvt.rn.f16x2.f32", [](float high, float low) { return uint32_t(to_f16(high)) << 16 | to_f16(low); });
 }
 
 }  // namespace executor

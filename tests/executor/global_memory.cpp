@@ -4,7 +4,11 @@
 namespace executor {
 
 Buffer::Buffer(std::string n, uint64_t b, uint64_t size)
-    : name(std::move(n)), base(b), bytes(size), writer(new std::atomic<uint32_t>[size / 2 + 1]()), was_read(new std::atomic<bool>[size / 2 + 1]()) {}
+    : name(std::move(n)),
+      base(b),
+      bytes(size),
+      writer(new std::atomic<uint32_t>[size / 2 + 1]()),
+      was_read(new std::atomic<bool>[size / 2 + 1]()) {}
 
 std::string hex(uint64_t value) {
   char text[24];
@@ -25,7 +29,9 @@ std::string Block::nearest_buffer(uint64_t address) const {
   const Buffer* nearest = nullptr;
   uint64_t least = ~0ull;
   for (auto& b : launch.buffers) {
-    uint64_t distance = address < b->base ? b->base - address : address - b->base < b->bytes ? 0 : address - b->base - b->bytes;
+    uint64_t distance = address < b->base              ? b->base - address
+                        : address - b->base < b->bytes ? 0
+                                                       : address - b->base - b->bytes;
     if (distance < least) least = distance, nearest = b.get();
   }
   if (!nearest) return "";
@@ -33,14 +39,17 @@ std::string Block::nearest_buffer(uint64_t address) const {
          std::to_string(static_cast<int64_t>(address - nearest->base));
 }
 
-unsigned char* Block::global(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write) {
+unsigned char* Block::global(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane,
+                             bool write) {
   if (address % bytes) {
-    report("misaligned global access", w, i, lane, "address " + hex(address) + " for " + std::to_string(bytes) + " bytes");
+    report("misaligned global access", w, i, lane,
+           "address " + hex(address) + " for " + std::to_string(bytes) + " bytes");
     return nullptr;
   }
   Buffer* b = find_buffer(address, bytes);
   if (!b) {
-    report(write ? "write outside the tensors" : "read outside the tensors", w, i, lane, std::to_string(bytes) + " bytes at " + hex(address) + nearest_buffer(address));
+    report(write ? "write outside the tensors" : "read outside the tensors", w, i, lane,
+           std::to_string(bytes) + " bytes at " + hex(address) + nearest_buffer(address));
     return nullptr;
   }
   const uint64_t first = (address - b->base) / 2, end = (address - b->base + bytes + 1) / 2;
@@ -50,7 +59,8 @@ unsigned char* Block::global(uint64_t address, uint32_t bytes, const Warp& w, co
       report(write ? "race: two blocks write" : "race: read of another block's write", w, i, lane,
              b->name + " byte " + std::to_string(2 * n) + ", written by block " + std::to_string(writer - 1));
     if (write) b->writer[n].store(linear + 1, std::memory_order_relaxed);
-    else if (!b->was_read[n].load(std::memory_order_relaxed)) b->was_read[n].store(true, std::memory_order_relaxed), b->distinct_read += 2;
+    else if (!b->was_read[n].load(std::memory_order_relaxed))
+      b->was_read[n].store(true, std::memory_order_relaxed), b->distinct_read += 2;
   }
   (write ? b->written : b->read) += bytes;
   return reinterpret_cast<unsigned char*>(address);

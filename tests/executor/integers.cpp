@@ -16,11 +16,17 @@ void define_arithmetic(const std::string& t) {
   define_lanes<T, T, T, T>("mad.lo." + t, [](T a, T b, T c) { return uint64_t(a) * uint64_t(b) + uint64_t(c); });
   define_lanes<T, T, T>("min." + t, [](T a, T b) { return a < b ? a : b; });
   define_lanes<T, T, T>("max." + t, [](T a, T b) { return a > b ? a : b; });
-  define_lanes<T, T, T>("div." + t, [](T a, T b) { return !b ? T(-1) : std::is_signed_v<T> && b == T(-1) ? T(U(0) - U(a)) : T(a / b); });
-  define_lanes<T, T, T>("rem." + t, [](T a, T b) { return !b ? a : std::is_signed_v<T> && b == T(-1) ? T(0) : T(a % b); });
+  define_lanes<T, T, T>("div." + t, [](T a, T b) {
+    return !b ? T(-1) : std::is_signed_v<T> && b == T(-1) ? T(U(0) - U(a)) : T(a / b);
+  });
+  define_lanes<T, T, T>("rem." + t, [](T a, T b) {
+    return !b ? a : std::is_signed_v<T> && b == T(-1) ? T(0) : T(a % b);
+  });
   define_lanes<T, T>("neg." + t, [](T a) { return U(0) - U(a); });
   define_lanes<T, T>("abs." + t, [](T a) { return a < 0 ? U(0) - U(a) : U(a); });
-  define_lanes<T, T, uint32_t>("shr." + t, [](T a, uint32_t n) { return n < 8 * sizeof(T) ? T(a >> n) : T(std::is_signed_v<T> && a < 0 ? -1 : 0); });
+  define_lanes<T, T, uint32_t>("shr." + t, [](T a, uint32_t n) {
+    return n < 8 * sizeof(T) ? T(a >> n) : T(std::is_signed_v<T> && a < 0 ? -1 : 0);
+  });
   define_lanes<T, T, T, Predicate>("selp." + t, [](T a, T b, uint32_t p) { return p ? a : b; });
   define_lanes<T, T>("mov." + t, [](T a) { return a; });
   define_comparison<T>("setp.eq." + t, [](T a, T b) { return a == b; });
@@ -49,7 +55,9 @@ void define_bits(const std::string& t) {
 template <class Wide, class T>
 void define_wide(const std::string& t) {
   define_lanes<Wide, T, T>("mul.wide." + t, [](T a, T b) { return Wide(a) * Wide(b); });
-  define_lanes<Wide, T, T, Wide>("mad.wide." + t, [](T a, T b, Wide c) { return std::make_unsigned_t<Wide>(Wide(a) * Wide(b)) + std::make_unsigned_t<Wide>(c); });
+  define_lanes<Wide, T, T, Wide>("mad.wide." + t, [](T a, T b, Wide c) {
+    return std::make_unsigned_t<Wide>(Wide(a) * Wide(b)) + std::make_unsigned_t<Wide>(c);
+  });
 }
 
 uint32_t bit_field(uint32_t a, uint32_t at, uint32_t length) {
@@ -90,7 +98,8 @@ void define_pairs(const std::string& opcode) {
                                 const Wide* from = w.at<Wide>(i.operands[2]);
                                 for_lanes(m, [&](int l) { low[l] = Half(from[l]), high[l] = Half(from[l] >> shift); });
                               },
-                              {kind<Half>(), kind<Half>(), kind<Wide>()}, 2});
+                              {kind<Half>(), kind<Half>(), kind<Wide>()},
+                              2});
 }
 
 }  // namespace
@@ -105,15 +114,22 @@ void define_integers() {
   define_predicates();
   define_pairs<uint32_t, uint16_t>("mov.b32"), define_pairs<uint64_t, uint32_t>("mov.b64");
   define_lanes<int32_t, int32_t, int32_t>("mul.hi.s32", [](int32_t a, int32_t b) { return int64_t(a) * b >> 32; });
-  define_lanes<uint32_t, uint32_t, uint32_t>("mul.hi.u32", [](uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; });
-  define_lanes<int32_t, int32_t, int32_t>("min.relu.s32", [](int32_t a, int32_t b) { return std::max(std::min(a, b), 0); });
-  define_lanes<int32_t, int32_t, int32_t>("max.relu.s32", [](int32_t a, int32_t b) { return std::max(std::max(a, b), 0); });
-  define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>("bfe.u32", [](uint32_t a, uint32_t b, uint32_t c) { return bit_field(a, b, c); });
-  define_lanes<int32_t, int32_t, uint32_t, uint32_t>("bfe.s32", [](int32_t a, uint32_t b, uint32_t c) { return signed_bit_field(a, b, c); });
-  define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>("prmt.b32", [](uint32_t a, uint32_t b, uint32_t c) { return permute_bytes(a, b, c); });
+  define_lanes<uint32_t, uint32_t, uint32_t>("mul.hi.u32",
+                                             [](uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; });
+  define_lanes<int32_t, int32_t, int32_t>("min.relu.s32",
+                                          [](int32_t a, int32_t b) { return std::max(std::min(a, b), 0); });
+  define_lanes<int32_t, int32_t, int32_t>("max.relu.s32",
+                                          [](int32_t a, int32_t b) { return std::max(std::max(a, b), 0); });
+  define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>(
+      "bfe.u32", [](uint32_t a, uint32_t b, uint32_t c) { return bit_field(a, b, c); });
+  define_lanes<int32_t, int32_t, uint32_t, uint32_t>(
+      "bfe.s32", [](int32_t a, uint32_t b, uint32_t c) { return signed_bit_field(a, b, c); });
+  define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>(
+      "prmt.b32", [](uint32_t a, uint32_t b, uint32_t c) { return permute_bytes(a, b, c); });
   define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>(
       "shf.l.wrap.b32", [](uint32_t a, uint32_t b, uint32_t c) { return ((uint64_t(b) << 32 | a) << (c & 31)) >> 32; });
-  define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>("shf.r.wrap.b32", [](uint32_t a, uint32_t b, uint32_t c) { return (uint64_t(b) << 32 | a) >> (c & 31); });
+  define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>(
+      "shf.r.wrap.b32", [](uint32_t a, uint32_t b, uint32_t c) { return (uint64_t(b) << 32 | a) >> (c & 31); });
 }
 
 }  // namespace executor

@@ -1,7 +1,8 @@
 // The library that Triton's launcher finds in the place of libcuda: the few driver functions that it calls, and the
 // functions by which Python says which tensors exist and asks what was seen.
 //
-// A module's image is PTX text, which a real driver accepts too. State is global, as a driver's is; one thread at a time.
+// A module's image is PTX text, which a real driver accepts too. State is global, as a driver's is; one thread at a
+// time.
 #include <chrono>
 #include <map>
 #include <sstream>
@@ -42,7 +43,8 @@ std::string quoted(const std::string& s) {
 std::string describe(const Launch& launch, double seconds) {
   std::ostringstream s;
   const Program& p = launch.program;
-  s << "{\"function\": " << reinterpret_cast<uint64_t>(&p) << ", \"kernel\": " << quoted(p.name) << ", \"grid\": [" << launch.grid[0] << ", " << launch.grid[1] << ", " << launch.grid[2] << "], \"threads\": " << p.threads
+  s << "{\"function\": " << reinterpret_cast<uint64_t>(&p) << ", \"kernel\": " << quoted(p.name) << ", \"grid\": ["
+    << launch.grid[0] << ", " << launch.grid[1] << ", " << launch.grid[2] << "], \"threads\": " << p.threads
     << ", \"shared_bytes\": " << launch.shared_bytes << ", \"seconds\": " << seconds << ", \"findings\": [";
   for (size_t n = 0; n < launch.findings.size(); n++) s << (n ? ", " : "") << quoted(launch.findings[n]);
   std::map<std::string, std::pair<uint64_t, uint64_t>> opcodes;
@@ -50,7 +52,8 @@ std::string describe(const Launch& launch, double seconds) {
     opcodes[p.code[n].opcode].first += launch.executed[n], opcodes[p.code[n].opcode].second += launch.lanes[n];
   s << "], \"opcodes\": {";
   const char* comma = "";
-  for (auto& [name, counts] : opcodes) s << comma << quoted(name) << ": [" << counts.first << ", " << counts.second << "]", comma = ", ";
+  for (auto& [name, counts] : opcodes)
+    s << comma << quoted(name) << ": [" << counts.first << ", " << counts.second << "]", comma = ", ";
   s << "}, \"executed_lines\": [";
   comma = "";
   for (size_t n = 0; n < p.code.size(); n++)
@@ -58,8 +61,8 @@ std::string describe(const Launch& launch, double seconds) {
   s << "], \"tensors\": {";
   comma = "";
   for (auto& b : launch.buffers) {
-    s << comma << quoted(b->name) << ": [" << b->bytes << ", " << b->read << ", " << b->written << ", " << 32 * b->sectors_read << ", " << 32 * b->sectors_written << ", "
-      << b->distinct_read << "]";
+    s << comma << quoted(b->name) << ": [" << b->bytes << ", " << b->read << ", " << b->written << ", "
+      << 32 * b->sectors_read << ", " << 32 * b->sectors_written << ", " << b->distinct_read << "]";
     comma = ", ";
   }
   s << "}}";
@@ -67,7 +70,9 @@ std::string describe(const Launch& launch, double seconds) {
 }
 
 void execute(const Program& program, const uint32_t* grid, uint32_t threads, uint32_t shared, void** parameters) {
-  if (threads != static_cast<uint32_t>(program.threads)) throw Error("launched with " + std::to_string(threads) + " threads, compiled for " + std::to_string(program.threads));
+  if (threads != static_cast<uint32_t>(program.threads))
+    throw Error("launched with " + std::to_string(threads) + " threads, compiled for " +
+                std::to_string(program.threads));
   Launch launch(program);
   launch.options = state().options, launch.shared_bytes = shared;
   for (int n = 0; n < 3; n++) launch.grid[n] = grid[n];
@@ -108,7 +113,9 @@ void executor_configure(int arch, int threads, uint64_t seed, uint64_t step_limi
   state().arch = arch, state().options = {threads, seed, step_limit};
 }
 void executor_clear_tensors() { state().buffers.clear(); }
-void executor_add_tensor(const char* name, uint64_t base, uint64_t bytes) { state().buffers.push_back({name, base, bytes}); }
+void executor_add_tensor(const char* name, uint64_t base, uint64_t bytes) {
+  state().buffers.push_back({name, base, bytes});
+}
 
 // JSON list of the launches since the last call.
 const char* executor_take_launches() {
@@ -140,7 +147,10 @@ int cuDeviceGet(int* device, int ordinal) {
   return 0;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute != DEVICE_SHARED_PER_BLOCK ? 0 : state().arch >= 90 ? 227 << 10 : state().arch == 80 ? 163 << 10 : 99 << 10;
+  *value = attribute != DEVICE_SHARED_PER_BLOCK ? 0
+           : state().arch >= 90                 ? 227 << 10
+           : state().arch == 80                 ? 163 << 10
+                                                : 99 << 10;
   return 0;
 }
 int cuCtxGetCurrent(void** context) {
@@ -155,7 +165,8 @@ int cuCtxGetLimit(size_t* value, int) {
 int cuCtxSetLimit(int, size_t) { return 0; }
 int cuDevicePrimaryCtxRetain(void** context, int) { return cuCtxGetCurrent(context); }
 int cuModuleLoadData(void** module, const void* image) {
-  return guarded(CUDA_ERROR_INVALID_PTX, [&] { *module = new Program(parse(static_cast<const char*>(image), state().arch)); });
+  return guarded(CUDA_ERROR_INVALID_PTX,
+                 [&] { *module = new Program(parse(static_cast<const char*>(image), state().arch)); });
 }
 int cuModuleGetFunction(void** function, void* module, const char*) {
   *function = module;
@@ -176,7 +187,8 @@ int cuPointerGetAttribute(void* value, int, uint64_t pointer) {
   return 0;
 }
 int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** parameters, void**) {
-  return guarded(CUDA_ERROR_LAUNCH_FAILED, [&] { execute(*static_cast<Program*>(function), c->grid, c->block[0], c->shared_bytes, parameters); });
+  return guarded(CUDA_ERROR_LAUNCH_FAILED,
+                 [&] { execute(*static_cast<Program*>(function), c->grid, c->block[0], c->shared_bytes, parameters); });
 }
 
 }  // extern "C"

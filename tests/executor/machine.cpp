@@ -21,9 +21,11 @@ Block::Block(Launch& l)
 void Block::report(const std::string& kind, const Warp& w, const Instruction& i, int lane, const std::string& detail) {
   std::lock_guard<std::mutex> lock(launch.mutex);
   if (launch.findings.size() >= 100 || !launch.reported.insert({i.line, kind}).second) return;
-  std::string where = "block (" + std::to_string(index[0]) + ", " + std::to_string(index[1]) + ", " + std::to_string(index[2]) + ") warp " + std::to_string(w.index);
+  std::string where = "block (" + std::to_string(index[0]) + ", " + std::to_string(index[1]) + ", " +
+                      std::to_string(index[2]) + ") warp " + std::to_string(w.index);
   if (lane >= 0) where += " lane " + std::to_string(lane);
-  launch.findings.push_back(kind + ": " + launch.program.name + " line " + std::to_string(i.line) + " (" + i.source + ") '" + i.text.substr(0, 100) + "' " + where + ": " + detail);
+  launch.findings.push_back(kind + ": " + launch.program.name + " line " + std::to_string(i.line) + " (" + i.source +
+                            ") '" + i.text.substr(0, 100) + "' " + where + ": " + detail);
 }
 
 static uint32_t special_value(const std::string& name, const Block& b, int warp, int lane) {
@@ -50,7 +52,8 @@ void Block::start_warps() {
     for (const Constant& c : p.constants) {
       w.defined[c.slot] = ALL_LANES;
       for (int l = 0; l < LANES; l++) {
-        unsigned char* to = reinterpret_cast<unsigned char*>(w.registers + LANES * c.slot) + (c.bytes == 1 ? 4 : c.bytes) * l;
+        unsigned char* to =
+            reinterpret_cast<unsigned char*>(w.registers + LANES * c.slot) + (c.bytes == 1 ? 4 : c.bytes) * l;
         memcpy(to, &c.value, c.bytes == 1 ? 4 : c.bytes);
       }
     }
@@ -87,7 +90,8 @@ void Block::check_registers(Warp& w, const Instruction& i, Lanes m) {
   if (w.products.empty() && w.open_products.empty()) return;
   for (auto* slots : {&i.checked, &i.reads})
     for (int slot : *slots)
-      if (w.busy[slot] & ACCUMULATOR) report("accumulator of an unfinished wgmma read", w, i, -1, "no wgmma.wait_group in between");
+      if (w.busy[slot] & ACCUMULATOR)
+        report("accumulator of an unfinished wgmma read", w, i, -1, "no wgmma.wait_group in between");
   for (int slot : i.writes)
     if (w.busy[slot]) report("register of an unfinished wgmma written", w, i, -1, "no wgmma.wait_group in between");
 }
@@ -98,7 +102,8 @@ void Block::end_lanes(Warp& w, const Instruction& i, Lanes m) {
   bool copying = !w.open_copies.empty();
   for (auto& group : w.copies) copying |= !group.empty();
   if (copying) report("cp.async not waited for at the end", w, i, -1, "data still on its way");
-  if (!w.products.empty() || !w.open_products.empty()) report("wgmma not waited for at the end", w, i, -1, "still running");
+  if (!w.products.empty() || !w.open_products.empty())
+    report("wgmma not waited for at the end", w, i, -1, "still running");
 }
 
 // Runs a warp up to a barrier, its end, or for `quantum` instructions.
@@ -119,7 +124,8 @@ void Block::advance(Warp& w, uint64_t quantum) {
     if (static_cast<size_t>(w.pc) >= code.size()) throw Error("the kernel ran past its last instruction");
     const Instruction& i = code[w.pc];
     if (++steps > launch.options.step_limit) {
-      report("step limit", w, i, -1, "the block ran " + std::to_string(launch.options.step_limit) + " instructions; does the kernel end?");
+      report("step limit", w, i, -1,
+             "the block ran " + std::to_string(launch.options.step_limit) + " instructions; does the kernel end?");
       launch.stopped = true;
       return;
     }
@@ -130,7 +136,8 @@ void Block::advance(Warp& w, uint64_t quantum) {
     }
     if (i.guard >= 0) m &= i.negated ? ~w.predicate(i.guard) : w.predicate(i.guard);
     executed[w.pc]++, lanes[w.pc] += __builtin_popcount(m);
-    if (i.collective && m != ALL_LANES) report("lanes apart", w, i, -1, "lanes " + hex(m) + " alone run what all lanes must run together");
+    if (i.collective && m != ALL_LANES)
+      report("lanes apart", w, i, -1, "lanes " + hex(m) + " alone run what all lanes must run together");
     if (m) check_registers(w, i, m);
     if (m && i.control == Control::next) i.run(w, i, m);
     int next = w.pc + 1;
@@ -161,9 +168,12 @@ bool Block::release_barrier() {
   if (!waiting) return false;
   if (other) {
     const auto& code = launch.program.code;
-    auto at = std::find_if(code.begin(), code.end(), [&](const Instruction& i) { return i.line == waiting->barrier_line; });
+    auto at =
+        std::find_if(code.begin(), code.end(), [&](const Instruction& i) { return i.line == waiting->barrier_line; });
     report(other->alive ? "divergent barrier" : "deadlock", *waiting, *at, -1,
-           "warp " + std::to_string(other->index) + (other->alive ? " waits at the barrier of line " + std::to_string(other->barrier_line) : " has ended and never comes"));
+           "warp " + std::to_string(other->index) +
+               (other->alive ? " waits at the barrier of line " + std::to_string(other->barrier_line)
+                             : " has ended and never comes"));
     if (!other->alive) {
       launch.stopped = true;
       return false;
@@ -176,7 +186,8 @@ bool Block::release_barrier() {
 
 void Block::run(uint32_t n) {
   linear = n;
-  index[0] = n % launch.grid[0], index[1] = n / launch.grid[0] % launch.grid[1], index[2] = n / launch.grid[0] / launch.grid[1];
+  index[0] = n % launch.grid[0], index[1] = n / launch.grid[0] % launch.grid[1],
+  index[2] = n / launch.grid[0] / launch.grid[1];
   steps = 0;
   shared.clear();
   start_warps();

@@ -32,8 +32,8 @@ struct Buffer {
 
 struct Options {
   int threads = 1;
-  uint64_t seed = 0;                    // 0: warps in order, each up to its next barrier
-  uint64_t step_limit = 50'000'000;     // instructions of a block
+  uint64_t seed = 0;                 // 0: warps in order, each up to its next barrier
+  uint64_t step_limit = 50'000'000;  // instructions of a block
 };
 
 struct Launch {
@@ -62,9 +62,9 @@ struct Word {
   uint32_t write_sync = 0, read_meeting = 0;  // the warp's count when it last wrote, when it last read
   Lanes read_lanes = 0;                       // that read since then
   int8_t write_lane = -1, read_warp = -1;
-  int8_t copying = -1;          // warp whose cp.async is on its way
-  uint8_t initialised = 0;      // a bit for each byte
-  uint16_t products = 0;        // unfinished wgmma that read it
+  int8_t copying = -1;            // warp whose cp.async is on its way
+  uint8_t initialised = 0;        // a bit for each byte
+  uint16_t products = 0;          // unfinished wgmma that read it
   uint16_t unfenced_writers = 0;  // that wrote it and did not fence since
   uint16_t unfenced = 0;          // warps whose wgmma may not see the last write yet
 };
@@ -119,7 +119,7 @@ struct Warp {
   Block* block = nullptr;
   int index = 0;
   uint32_t* registers = nullptr;
-  Lanes* defined = nullptr;  // of every slot: the lanes that were written
+  Lanes* defined = nullptr;             // of every slot: the lanes that were written
   std::vector<uint8_t> busy, unfenced;  // of every slot, where a kernel uses wgmma
   int pc = 0;
   int lane_pc[LANES] = {};

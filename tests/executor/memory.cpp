@@ -44,7 +44,8 @@ void store_global(Warp& w, const Instruction& i, Lanes m) {
     if (!(m >> l & 1)) continue;
     T values[N];
     for (int n = 0; n < N; n++) values[n] = get_lane<T>(w, i.operands[1 + n], l);
-    if (unsigned char* p = w.block->global(base[l] + to.offset, N * sizeof(T), w, i, l, true)) memcpy(p, values, sizeof values);
+    if (unsigned char* p = w.block->global(base[l] + to.offset, N * sizeof(T), w, i, l, true))
+      memcpy(p, values, sizeof values);
   }
 }
 
@@ -110,8 +111,11 @@ void copy_async(Warp& w, const Instruction& i, Lanes m) {
     int64_t at = b.shared.locate(w.at<uint32_t>(to)[l] + static_cast<uint32_t>(to.offset), bytes, w, i, l);
     const uint64_t address = w.at<uint64_t>(from)[l] + from.offset;
     uint32_t read = given ? given[l] : bytes;
-    if (read > bytes) b.report("cp.async reads more than it copies", w, i, l, std::to_string(read) + " bytes"), read = bytes;
-    if (!read && address % bytes) b.report("misaligned global access", w, i, l, "address " + hex(address) + " of a masked copy of " + std::to_string(bytes) + " bytes");
+    if (read > bytes)
+      b.report("cp.async reads more than it copies", w, i, l, std::to_string(read) + " bytes"), read = bytes;
+    if (!read && address % bytes)
+      b.report("misaligned global access", w, i, l,
+               "address " + hex(address) + " of a masked copy of " + std::to_string(bytes) + " bytes");
     Copy copy{static_cast<uint32_t>(at), bytes, l, {}};
     if (read == bytes) {
       if (unsigned char* p = b.global(address, bytes, w, i, l, false)) memcpy(copy.data, p, bytes);
@@ -147,11 +151,15 @@ void wait_all_copies(Warp& w, const Instruction& i, Lanes m) {
 
 void define_memory() {
   define_accesses<1, uint8_t>(".b8"), define_accesses<2, uint8_t>(".v2.b8"), define_accesses<4, uint8_t>(".v4.b8");
-  define_accesses<1, uint16_t>(".b16"), define_accesses<2, uint16_t>(".v2.b16"), define_accesses<4, uint16_t>(".v4.b16");
-  define_accesses<1, uint32_t>(".b32"), define_accesses<2, uint32_t>(".v2.b32"), define_accesses<4, uint32_t>(".v4.b32");
+  define_accesses<1, uint16_t>(".b16"), define_accesses<2, uint16_t>(".v2.b16"),
+      define_accesses<4, uint16_t>(".v4.b16");
+  define_accesses<1, uint32_t>(".b32"), define_accesses<2, uint32_t>(".v2.b32"),
+      define_accesses<4, uint32_t>(".v4.b32");
   define_accesses<1, uint64_t>(".b64"), define_accesses<2, uint64_t>(".v2.b64");
-  for (const char* type : {"b32", "u32", "s32", "f32"}) define(std::string("ld.param.") + type, {load_parameter<uint32_t>, "4P", 1});
-  for (const char* type : {"b64", "u64", "s64"}) define(std::string("ld.param.") + type, {load_parameter<uint64_t>, "8P", 1});
+  for (const char* type : {"b32", "u32", "s32", "f32"})
+    define(std::string("ld.param.") + type, {load_parameter<uint32_t>, "4P", 1});
+  for (const char* type : {"b64", "u64", "s64"})
+    define(std::string("ld.param.") + type, {load_parameter<uint64_t>, "8P", 1});
   define("ld.param.b16", {load_parameter<uint16_t>, "2P", 1});
   define("cp.async.cg.shared.global", {copy_async, "sgi4", 0, Control::next, false, 3});
   define("cp.async.ca.shared.global", {copy_async, "sgi4", 0, Control::next, false, 3});

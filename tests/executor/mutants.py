@@ -225,7 +225,7 @@ def test_mutants(machine, arch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_mutants_of_every_kind(machine, arch, kernel):
-    """At up to six places of each kind: what survives has a reason, and changes no bit but for another softmax shift."""
+    """At up to six places of each kind: a survivor has a reason, and changes no bit but by another softmax shift."""
     total, left = 0, []
     for mutation in MUTATIONS:
         count, some = survivors(machine, arch, kernel, mutation, 6)

@@ -37,7 +37,8 @@ void define_lanes(const std::string& opcode, F) {
                     };
                     run(std::index_sequence_for<A...>());
                   },
-                  {kind<D>(), kind<A>()...}, 1});
+                  {kind<D>(), kind<A>()...},
+                  1});
 }
 
 template <class A, class F>

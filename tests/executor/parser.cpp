@@ -62,7 +62,8 @@ Parts split_operands(const std::string& text) {
 // The spelling under which an opcode is defined: without cache hints, which change no value, and with a mark where
 // braces tell two forms of one opcode apart.
 std::string spelling(std::string opcode, const Parts& parts) {
-  for (const char* hint : {".nc", ".L1::evict_last", ".L1::evict_first", ".L1::no_allocate", ".L2::128B", ".relaxed", ".gpu", ".weak"}) {
+  for (const char* hint :
+       {".nc", ".L1::evict_last", ".L1::evict_first", ".L1::no_allocate", ".L2::128B", ".relaxed", ".gpu", ".weak"}) {
     size_t at = opcode.find(hint);
     if (at != std::string::npos) opcode.erase(at, strlen(hint));
   }
@@ -135,7 +136,8 @@ class Parser {
   void read_parameter(const std::string& line) {
     int bytes = line.find("64") < line.find("_param_") ? 8 : line.find("16 ") < line.find("_param_") ? 2 : 4;
     int align = bytes;
-    if (size_t bracket = line.find('['); bracket != std::string::npos) bytes = atoi(line.c_str() + bracket + 1), align = 8;
+    if (size_t bracket = line.find('['); bracket != std::string::npos)
+      bytes = atoi(line.c_str() + bracket + 1), align = 8;
     parameter_end_ = (parameter_end_ + align - 1) / align * align;
     program_.parameters.push_back({parameter_end_, bytes});
     parameter_end_ += bytes;
@@ -164,7 +166,10 @@ class Parser {
     std::istringstream words(line);
     std::string word, type, name;
     words >> word >> type >> name;
-    int bytes = type == ".pred" ? 1 : type.find("16") != std::string::npos ? 2 : type.find("64") != std::string::npos ? 8 : 4;
+    int bytes = type == ".pred"                        ? 1
+                : type.find("16") != std::string::npos ? 2
+                : type.find("64") != std::string::npos ? 8
+                                                       : 4;
     size_t bracket = name.find('<');
     if (bracket == std::string::npos) throw Error("a register declared without a range");
     widths_[name.substr(0, bracket)] = bytes;
@@ -200,7 +205,8 @@ class Parser {
   Operand value(const std::string& text, int bytes) {
     if (text == "_") return {new_slot(bytes), bytes, 0};  // a result that is thrown away
     if (text == "global_smem") return constant(4, SHARED_BASE);
-    if (text[0] == '%') return text.find('.') != std::string::npos || text == "%laneid" ? special(text) : register_named(text);
+    if (text[0] == '%')
+      return text.find('.') != std::string::npos || text == "%laneid" ? special(text) : register_named(text);
     auto number = literal(text);
     if (!number) throw Error("unknown operand " + text);
     return constant(bytes, bytes == 1 ? (*number ? ALL_LANES : 0) : *number);
@@ -223,7 +229,9 @@ class Parser {
     return operand;
   }
 
-  static int width_of(char kind) { return kind == 's' || kind == 'w' ? 4 : kind == 'g' ? 8 : kind == 'p' ? 1 : kind == 'h' ? 2 : kind - '0'; }
+  static int width_of(char kind) {
+    return kind == 's' || kind == 'w' ? 4 : kind == 'g' ? 8 : kind == 'p' ? 1 : kind == 'h' ? 2 : kind - '0';
+  }
 
   Operand parse_operand(char kind, const std::string& text) {
     Operand operand;
@@ -233,12 +241,17 @@ class Parser {
         throw Error("expected an integer, got " + text);
       case 's':
       case 'g':
-      case 'P': operand = address(text, kind == 's' ? 4 : 8); break;
-      default: operand = value(text, width_of(kind));
+      case 'P':
+        operand = address(text, kind == 's' ? 4 : 8);
+        break;
+      default:
+        operand = value(text, width_of(kind));
     }
     if (kind == 'h' && operand.bytes >= 2) return operand;
     int expected = kind == 'P' ? 0 : width_of(kind);
-    if (operand.bytes != expected) throw Error("operand " + text + " has " + std::to_string(operand.bytes) + " bytes, expected " + std::to_string(expected));
+    if (operand.bytes != expected)
+      throw Error("operand " + text + " has " + std::to_string(operand.bytes) + " bytes, expected " +
+                  std::to_string(expected));
     return operand;
   }
 
@@ -268,15 +281,18 @@ class Parser {
 
   // cvt.s64.s32 %rd1, %rd2 takes the low half of the wider register.
   bool narrows(const std::string& opcode, const Parts& parts) {
-    return starts_with(opcode, "cvt.") && parts.operands.size() == 2 && parts.operands[1][0] == '%' && opcode.find("64", opcode.rfind('.')) == std::string::npos &&
-           register_named(parts.operands[1]).bytes == 8;
+    return starts_with(opcode, "cvt.") && parts.operands.size() == 2 && parts.operands[1][0] == '%' &&
+           opcode.find("64", opcode.rfind('.')) == std::string::npos && register_named(parts.operands[1]).bytes == 8;
   }
 
   void fill(Instruction& i, const Definition& definition, const std::vector<std::string>& texts) {
     i.run = definition.run, i.control = definition.control, i.collective = definition.collective;
-    i.spread = starts_with(i.opcode, "selp") ? Spread::select : starts_with(i.opcode, "shfl") ? Spread::shuffle : Spread::lane;
+    i.spread = starts_with(i.opcode, "selp")   ? Spread::select
+               : starts_with(i.opcode, "shfl") ? Spread::shuffle
+                                               : Spread::lane;
     // Undefined values may be computed with, as long as they reach no memory, address, predicate of a branch or matrix.
-    const bool uses = starts_with(i.opcode, "st") || starts_with(i.opcode, "mma") || starts_with(i.opcode, "cp.") || starts_with(i.opcode, "wgmma");
+    const bool uses = starts_with(i.opcode, "st") || starts_with(i.opcode, "mma") || starts_with(i.opcode, "cp.") ||
+                      starts_with(i.opcode, "wgmma");
     size_t most = definition.operands.size();
     if (texts.size() > most || texts.size() < std::min(most, definition.required))
       throw Error("expected " + std::to_string(most) + " operands, got " + std::to_string(texts.size()));

@@ -21,7 +21,9 @@ uint64_t bytes_touched(uint32_t word, uint32_t offset, uint32_t bytes) {
   return mask;
 }
 
-uint8_t byte_bits(uint64_t touched) { return (touched & 1) | (touched >> 15 & 2) | (touched >> 30 & 4) | (touched >> 45 & 8); }
+uint8_t byte_bits(uint64_t touched) {
+  return (touched & 1) | (touched >> 15 & 2) | (touched >> 30 & 4) | (touched >> 45 & 8);
+}
 
 }  // namespace
 
@@ -37,11 +39,13 @@ void SharedMemory::clear() {
 int64_t SharedMemory::locate(uint32_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane) {
   int64_t offset = static_cast<int64_t>(address) - SHARED_BASE;
   if (address % bytes) {
-    w.block->report("misaligned shared access", w, i, lane, "offset " + std::to_string(offset) + " for " + std::to_string(bytes) + " bytes");
+    w.block->report("misaligned shared access", w, i, lane,
+                    "offset " + std::to_string(offset) + " for " + std::to_string(bytes) + " bytes");
     return -1;
   }
   if (offset < 0 || offset + bytes > size_) {
-    w.block->report("outside shared memory", w, i, lane, "offset " + std::to_string(offset) + " of " + std::to_string(size_));
+    w.block->report("outside shared memory", w, i, lane,
+                    "offset " + std::to_string(offset) + " of " + std::to_string(size_));
     return -1;
   }
   return offset;
@@ -50,8 +54,9 @@ int64_t SharedMemory::locate(uint32_t address, uint32_t bytes, const Warp& w, co
 void SharedMemory::race(const char* kind, uint32_t word, const Warp& w, const Instruction& i, int lane) {
   const Word& x = words_[word];
   w.block->report(kind, w, i, lane,
-                  "shared offset " + std::to_string(4 * word) + ", written by warps " + hex(x.writers & 0xFFFF) + " in epoch " + std::to_string(x.write_epoch) +
-                      ", read by warps " + hex(x.readers & 0xFFFF) + " in epoch " + std::to_string(x.read_epoch) + ", now epoch " + std::to_string(epoch_));
+                  "shared offset " + std::to_string(4 * word) + ", written by warps " + hex(x.writers & 0xFFFF) +
+                      " in epoch " + std::to_string(x.write_epoch) + ", read by warps " + hex(x.readers & 0xFFFF) +
+                      " in epoch " + std::to_string(x.read_epoch) + ", now epoch " + std::to_string(epoch_));
 }
 
 void SharedMemory::note_read(uint32_t offset, uint32_t bytes, const Warp& w, const Instruction& i, int lane) {
@@ -65,17 +70,20 @@ void SharedMemory::note_read(uint32_t offset, uint32_t bytes, const Warp& w, con
       // Where this warp wrote a byte too, every other writer wrote the same value.
       uint64_t own = (x.writers >> w.index & EACH_BYTE) * 0xFFFF;
       if (x.writers & touched & ~own) race("race: read of another warp's write", n, w, i, lane);
-      else if ((x.writers & touched & self) && lane >= 0 && x.write_lane >= 0 && x.write_lane != lane && x.write_sync == w.syncs)
+      else if ((x.writers & touched & self) && lane >= 0 && x.write_lane >= 0 && x.write_lane != lane &&
+               x.write_sync == w.syncs)
         race("race in a warp: read of another lane's write", n, w, i, lane);
     }
     if (x.read_epoch != epoch_) x.readers = 0, x.read_epoch = epoch_;
     x.readers |= self & touched;
-    if (x.read_warp != w.index || x.read_meeting != w.meetings) x.read_lanes = 0, x.read_warp = w.index, x.read_meeting = w.meetings;
+    if (x.read_warp != w.index || x.read_meeting != w.meetings)
+      x.read_lanes = 0, x.read_warp = w.index, x.read_meeting = w.meetings;
     if (lane >= 0) x.read_lanes |= 1u << lane;
   }
 }
 
-void SharedMemory::note_write(uint32_t offset, uint32_t bytes, const Warp& w, const Instruction& i, int lane, const void* data) {
+void SharedMemory::note_write(uint32_t offset, uint32_t bytes, const Warp& w, const Instruction& i, int lane,
+                              const void* data) {
   const bool same = data && !memcmp(&bytes_[offset], data, bytes);
   const uint64_t self = warp_bit(w);
   for (uint32_t n = offset / 4; n < (offset + bytes + 3) / 4; n++) {
@@ -85,10 +93,13 @@ void SharedMemory::note_write(uint32_t offset, uint32_t bytes, const Warp& w, co
     if (x.products) race("shared memory written under an unfinished wgmma", n, w, i, lane);
     if (x.write_epoch != epoch_) x.writers = 0;
     if (!same && (x.writers & touched & ~self)) race("race: two warps write", n, w, i, lane);
-    else if (!same && (x.writers & touched & self) && x.write_lane != lane && x.write_sync == w.syncs) race("race in a warp: two lanes write", n, w, i, lane);
+    else if (!same && (x.writers & touched & self) && x.write_lane != lane && x.write_sync == w.syncs)
+      race("race in a warp: two lanes write", n, w, i, lane);
     if (x.read_epoch == epoch_) {
-      if ((x.readers & touched & ~self) && !(same && (x.writers & touched))) race("race: write of what another warp reads", n, w, i, lane);
-      if (!same && (x.readers & touched & self) && x.read_warp == w.index && x.read_meeting == w.meetings && (x.read_lanes & ~(1u << lane)))
+      if ((x.readers & touched & ~self) && !(same && (x.writers & touched)))
+        race("race: write of what another warp reads", n, w, i, lane);
+      if (!same && (x.readers & touched & self) && x.read_warp == w.index && x.read_meeting == w.meetings &&
+          (x.read_lanes & ~(1u << lane)))
         race("race in a warp: write of what another lane reads", n, w, i, lane);
     }
     x.write_epoch = epoch_, x.writers |= self & touched, x.write_lane = lane, x.write_sync = w.syncs;
@@ -96,9 +107,12 @@ void SharedMemory::note_write(uint32_t offset, uint32_t bytes, const Warp& w, co
   }
 }
 
-void SharedMemory::read(uint32_t offset, uint32_t bytes, const Warp& w, const Instruction& i, int lane) { note_read(offset, bytes, w, i, lane); }
+void SharedMemory::read(uint32_t offset, uint32_t bytes, const Warp& w, const Instruction& i, int lane) {
+  note_read(offset, bytes, w, i, lane);
+}
 
-void SharedMemory::write(uint32_t offset, const void* data, uint32_t bytes, const Warp& w, const Instruction& i, int lane) {
+void SharedMemory::write(uint32_t offset, const void* data, uint32_t bytes, const Warp& w, const Instruction& i,
+                         int lane) {
   note_write(offset, bytes, w, i, lane, data);
   for (uint32_t n = offset / 4; n < (offset + bytes + 3) / 4; n++) {
     Word& x = words_[n];
@@ -123,7 +137,8 @@ void SharedMemory::end_copy(uint32_t offset, const void* data, uint32_t bytes, c
   memcpy(&bytes_[offset], data, bytes);
   for (uint32_t n = offset / 4; n < (offset + bytes) / 4; n++) {
     Word& x = words_[n];
-    x.copying = -1, x.write_epoch = epoch_, x.writers = warp_bit(w), x.write_lane = static_cast<int8_t>(lane), x.write_sync = w.syncs;
+    x.copying = -1, x.write_epoch = epoch_, x.writers = warp_bit(w), x.write_lane = static_cast<int8_t>(lane),
+    x.write_sync = w.syncs;
   }
 }
 

@@ -39,7 +39,8 @@ void define(const std::string& opcode, const Definition& definition) { table()[o
 
 const Definition* find_definition(const std::string& opcode) {
   static const bool ready = [] {
-    define_integers(), define_floats(), define_conversions(), define_memory(), define_matrices(), define_wgmma(), define_warp();
+    define_integers(), define_floats(), define_conversions(), define_memory(), define_matrices(), define_wgmma(),
+        define_warp();
     return true;
   }();
   auto it = table().find(opcode);

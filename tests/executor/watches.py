@@ -64,6 +64,7 @@ ld.shared.b32 %r11, [%r4];
 {late}
 """
 NEIGHBOUR = "xor.b32 %r12, %r4, {bit};"
+READ_NEIGHBOUR = f"st.shared.b32 [%r4], %r1;\nbar.sync 0;\n{NEIGHBOUR.format(bit=128)}\nld.shared.b32 %r11, [%r12];\n"
 WRONG_AND_RIGHT = {
     # name: (finding, wrong body, right body)
     "outside": ("write outside the tensors", "st.global.b32 [%rd3+1020], %r10;", "st.global.b32 [%rd3], %r10;"),
@@ -128,8 +129,8 @@ WRONG_AND_RIGHT = {
     ),
     "write after read": (
         "race: write of what another warp reads",
-        f"st.shared.b32 [%r4], %r1;\nbar.sync 0;\n{NEIGHBOUR.format(bit=128)}\nld.shared.b32 %r11, [%r12];\nst.shared.b32 [%r4], %r10;",
-        f"st.shared.b32 [%r4], %r1;\nbar.sync 0;\n{NEIGHBOUR.format(bit=128)}\nld.shared.b32 %r11, [%r12];\nbar.sync 0;\nst.shared.b32 [%r4], %r10;",
+        READ_NEIGHBOUR + "st.shared.b32 [%r4], %r10;",
+        READ_NEIGHBOUR + "bar.sync 0;\nst.shared.b32 [%r4], %r10;",
     ),
     "deadlock": ("deadlock", "@%p1 ret;\nbar.sync 0;", "bar.sync 0;\n@%p1 ret;"),
     "divergent barrier": (
@@ -171,7 +172,7 @@ bfe.u32 %r13, %r3, 4, 14;
 cvt.u64.u32 %rd5, %r13;
 or.b64 %rd5, %rd5, 34359803904;
 {fence}
-wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r20, %r21, %r22, %r23}}, {{%r24, %r25, %r26, %r27}}, %rd5, 1, 1, 1, 0;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r20,%r21,%r22,%r23}}, {{%r24,%r25,%r26,%r27}}, %rd5, 1, 1, 1, 0;
 wgmma.commit_group.sync.aligned;
 {early}
 {wait}

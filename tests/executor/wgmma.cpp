@@ -7,8 +7,6 @@
 namespace executor {
 namespace {
 
-
-
 struct Shape {
   int n;           // columns
   bool registers;  // A in four registers, else in shared memory
@@ -30,14 +28,18 @@ Shape shape_of(const Instruction& i) {
 class Tile {
  public:
   Tile(uint64_t descriptor, bool transposed)
-      : start_(field(descriptor)), leading_(field(descriptor >> 16)), stride_(field(descriptor >> 32)), transposed_(transposed) {
+      : start_(field(descriptor)),
+        leading_(field(descriptor >> 16)),
+        stride_(field(descriptor >> 32)),
+        transposed_(transposed) {
     const uint32_t mode = descriptor >> 62;
     bytes_ = mode == 1 ? 128 : mode == 2 ? 64 : mode == 3 ? 32 : 0;
   }
 
   uint32_t address(uint32_t row, uint32_t k) const {
     uint32_t at = start_;
-    if (!bytes_) at += row / 8 * stride_ + k / 8 * leading_ + (transposed_ ? k % 8 * 16 + row % 8 * 2 : row % 8 * 16 + k % 8 * 2);
+    if (!bytes_)
+      at += row / 8 * stride_ + k / 8 * leading_ + (transposed_ ? k % 8 * 16 + row % 8 * 2 : row % 8 * 16 + k % 8 * 2);
     else if (!transposed_) at += row / 8 * stride_ + row % 8 * bytes_ + k * 2;
     else at += row / (bytes_ / 2) * leading_ + k / 8 * stride_ + k % 8 * bytes_ + row % (bytes_ / 2) * 2;
     const uint32_t swizzled = bytes_ ? bytes_ / 16 - 1 : 0;
@@ -73,9 +75,11 @@ void mark_registers(Warp& w, const Instruction& i, const Shape& s, bool accumula
       w.block->report("no wgmma.fence after a register was written", w, i, -1, "operand " + std::to_string(n));
       w.unfenced[slot] = 0;
     }
-    if ((w.busy[slot] & (accumulator ? A_OPERAND : ACCUMULATOR))) w.block->report("register of an unfinished wgmma used by another", w, i, -1, "operand " + std::to_string(n));
+    if ((w.busy[slot] & (accumulator ? A_OPERAND : ACCUMULATOR)))
+      w.block->report("register of an unfinished wgmma used by another", w, i, -1, "operand " + std::to_string(n));
     w.busy[slot] |= accumulator ? ACCUMULATOR : A_OPERAND;
-    if ((!accumulator || accumulate) && w.defined[slot] != ALL_LANES) w.block->report("register used before it was written", w, i, -1, "operand " + std::to_string(n));
+    if ((!accumulator || accumulate) && w.defined[slot] != ALL_LANES)
+      w.block->report("register used before it was written", w, i, -1, "operand " + std::to_string(n));
     w.defined[slot] = ALL_LANES;
   }
 }
@@ -84,7 +88,8 @@ void start(Warp& w, const Instruction& i, Lanes) {
   const Shape s = shape_of(i);
   const auto& o = i.operands;
   SharedMemory& shared = w.block->shared;
-  Product p{&i, s.registers ? 0 : w.at<uint64_t>(o[s.a()])[0], w.at<uint64_t>(o[s.b()])[0], w.at<uint32_t>(o[s.scale_d()])[0] != 0};
+  Product p{&i, s.registers ? 0 : w.at<uint64_t>(o[s.a()])[0], w.at<uint64_t>(o[s.b()])[0],
+            w.at<uint32_t>(o[s.scale_d()])[0] != 0};
   mark_registers(w, i, s, p.accumulate);
   for_words(w, p, s, [&](uint32_t address) {
     if (int64_t at = shared.locate(address, 4, w, i, -1); at >= 0) shared.begin_product_read(at, w, i);
@@ -99,7 +104,8 @@ void finish(Warp& w, const Product& p) {
   SharedMemory& shared = w.block->shared;
   auto element = [&](uint32_t address) {
     uint16_t x = 0x7FFF;
-    if (address >= SHARED_BASE && address - SHARED_BASE + 2 <= shared.size()) memcpy(&x, shared.data(address - SHARED_BASE), 2);
+    if (address >= SHARED_BASE && address - SHARED_BASE + 2 <= shared.size())
+      memcpy(&x, shared.data(address - SHARED_BASE), 2);
     return F(x);
   };
   float a[16][16], b[16][8], d[16][8];
@@ -118,7 +124,8 @@ void finish(Warp& w, const Product& p) {
     store_d(w, registers, d);
   }
   for_words(w, p, s, [&](uint32_t address) {
-    if (address >= SHARED_BASE && address - SHARED_BASE + 4 <= shared.size()) shared.end_product_read(address - SHARED_BASE, w);
+    if (address >= SHARED_BASE && address - SHARED_BASE + 4 <= shared.size())
+      shared.end_product_read(address - SHARED_BASE, w);
   });
 }
 
@@ -131,11 +138,13 @@ void commit(Warp& w, const Instruction&, Lanes) {
 
 void wait(Warp& w, const Instruction& i, Lanes) {
   for (; static_cast<int64_t>(w.products.size()) > i.operands[0].offset; w.products.pop_front())
-    for (const Product& p : w.products.front()) p.instruction->opcode.find(".bf16") != std::string::npos ? finish<from_bf16>(w, p) : finish<from_f16>(w, p);
+    for (const Product& p : w.products.front())
+      p.instruction->opcode.find(".bf16") != std::string::npos ? finish<from_bf16>(w, p) : finish<from_f16>(w, p);
   std::fill(w.busy.begin(), w.busy.end(), FREE);
   auto mark = [&](const Product& p) {
     const Shape s = shape_of(*p.instruction);
-    for (int n = 0; n < (s.registers ? s.b() : s.a()); n++) w.busy[p.instruction->operands[n].slot] |= n < s.a() ? ACCUMULATOR : A_OPERAND;
+    for (int n = 0; n < (s.registers ? s.b() : s.a()); n++)
+      w.busy[p.instruction->operands[n].slot] |= n < s.a() ? ACCUMULATOR : A_OPERAND;
   };
   for (auto& group : w.products)
     for (const Product& p : group) mark(p);
