@@ -6,7 +6,9 @@ Not collected on its own: ``tests/test_executor.py`` runs it in a process where 
 """
 
 import dataclasses
+import pathlib
 import random
+import re
 
 import pytest
 import support
@@ -18,6 +20,8 @@ from support import SCHEMES
 from flashrope import Rotary, attention
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "executor.md"
+ROPE = Rotary.rope(64)
 quick, slow = pytest.mark.quick, pytest.mark.slow
 
 
@@ -91,6 +95,14 @@ def test_positions(kind):
 @pytest.mark.parametrize("scheme", ["hope_rerope_log_n", pytest.param("hope_zeros", marks=slow)])
 def test_packed(scheme):
     test_varlen.test_packed_is_a_loop_over_sequences(BF16, scheme, test_varlen.LENGTHS["different"], True)
+
+
+def test_the_code_of_its_page_runs(arch, capsys):
+    """docs/executor.md, which the tests of the other pages leave out."""
+    (block,) = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    q, k, v = (torch.randn(1, 100, 1, 64).bfloat16() for _ in range(3))
+    exec(block.replace("arch=90", f"arch={arch}"), {"q": q, "k": k, "v": v, "rotary": ROPE, "attention": attention})
+    assert "attention_forward" in capsys.readouterr().out
 
 
 # ---- decoding

@@ -28,7 +28,7 @@ def prepare() -> None:
 class Machine:
     """The device: its options, and the launches that it ran."""
 
-    current: Machine  # kernels outlive a machine
+    current: Machine | None = None  # kernels outlive a machine
     modules: dict[int, tuple] = {}  # what Triton loaded, by function: (name, PTX, shared bytes)
 
     def __init__(self, arch: int, threads: int = 1, seed: int = 0, step_limit: int = 50_000_000, strict: bool = True):
@@ -165,9 +165,11 @@ def executed(arch: int, **options) -> Iterator[Machine]:
 
     from flashrope.backends import triton as backend
 
+    outer = Machine.current
     machine = Machine.current = Machine(arch, **options)
     unsupported_reason = backend.unsupported_reason
     backend.unsupported_reason = lambda q, cached=False: ""
+    deterministic = torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -180,7 +182,10 @@ def executed(arch: int, **options) -> Iterator[Machine]:
         with _ptx_for_cubin():
             yield machine
     finally:
+        Machine.current = outer
+        if outer:
+            outer.reset()
         backend.unsupported_reason = unsupported_reason
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = fill
         triton.runtime.driver.set_active(before)
