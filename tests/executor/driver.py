@@ -29,7 +29,7 @@ class Machine:
     """The device: its options, and the launches that it ran."""
 
     current: Machine | None = None  # kernels outlive a machine
-    modules: dict[int, tuple] = {}  # what Triton loaded, by function: (name, PTX, shared bytes)
+    modules: dict[int, tuple] = {}  # what Triton loaded, by function: (name, PTX, what else it passed)
 
     def __init__(self, arch: int, threads: int = 1, seed: int = 0, step_limit: int = 50_000_000, strict: bool = True):
         """seed: the order of warps, 0 for one after the other; strict: a launch with findings raises."""
@@ -91,20 +91,21 @@ def _device(machine: Machine):
         """Triton's loader, which remembers what it loads."""
 
         real = CudaUtils()
-        get_device_properties = real.get_device_properties
 
-        def load_binary(self, name, binary, shared, device):
-            loaded = self.real.load_binary(name, binary, shared, device)
-            Machine.modules[loaded[1]] = name, binary.rstrip(b"\0").decode(), shared
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+        def load_binary(self, name, binary, *rest):
+            loaded = self.real.load_binary(name, binary, *rest)
+            Machine.modules[loaded[1]] = name, binary.rstrip(b"\0").decode(), rest
             return loaded
 
         def rewritten(self, function):
             if not Machine.current.rewrite:
                 return function
-            name, text, shared = Machine.modules[function]
+            name, text, rest = Machine.modules[function]
             changed = Machine.current.rewrite(name, text)
-            device = Machine.current.arch
-            return function if changed == text else self.load_binary(name, changed.encode() + b"\0", shared, device)[1]
+            return function if changed == text else self.load_binary(name, changed.encode() + b"\0", *rest)[1]
 
     utils = Utils()
 

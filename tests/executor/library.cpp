@@ -142,6 +142,10 @@ int cuGetErrorString(int, const char** text) {
   *text = state().error.c_str();
   return 0;
 }
+int cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return 0;
+}
 int cuDeviceGet(int* device, int ordinal) {
   *device = ordinal;
   return 0;
@@ -158,6 +162,11 @@ int cuCtxGetCurrent(void** context) {
   return 0;
 }
 int cuCtxSetCurrent(void*) { return 0; }
+int cuCtxGetDevice(int* device) { return cuDeviceGet(device, state().arch); }
+int cuStreamIsCapturing(void*, int* capturing) {
+  *capturing = 0;
+  return 0;
+}
 int cuCtxGetLimit(size_t* value, int) {
   *value = 0;
   return 0;
