@@ -4,18 +4,17 @@
 namespace executor {
 namespace {
 
-// A value narrower than 32 bits may live in a wider register.
+// A value may live in a wider register.
 template <class T>
 void set_lane(Warp& w, const Operand& o, int lane, T value) {
-  if (sizeof(T) == 8) w.at<uint64_t>(o)[lane] = value;
-  else if (sizeof(T) == 4 || o.bytes == 4) w.at<uint32_t>(o)[lane] = static_cast<uint32_t>(value);
-  else if (o.bytes == 8) w.at<uint64_t>(o)[lane] = value;
+  if (o.bytes == 8) w.at<uint64_t>(o)[lane] = value;
+  else if (o.bytes == 4) w.at<uint32_t>(o)[lane] = static_cast<uint32_t>(value);
   else w.at<uint16_t>(o)[lane] = static_cast<uint16_t>(value);
 }
 template <class T>
 T get_lane(Warp& w, const Operand& o, int lane) {
-  if (sizeof(T) == 8 || o.bytes == 8) return static_cast<T>(w.at<uint64_t>(o)[lane]);
-  if (sizeof(T) == 4 || o.bytes == 4) return static_cast<T>(w.at<uint32_t>(o)[lane]);
+  if (o.bytes == 8) return static_cast<T>(w.at<uint64_t>(o)[lane]);
+  if (o.bytes == 4) return static_cast<T>(w.at<uint32_t>(o)[lane]);
   return static_cast<T>(w.at<uint16_t>(o)[lane]);
 }
 
@@ -81,7 +80,7 @@ void store_shared(Warp& w, const Instruction& i, Lanes m) {
 
 template <int N, class T>
 void define_accesses(const std::string& suffix) {
-  const std::string values(N, sizeof(T) == 8 ? '8' : sizeof(T) == 4 ? '4' : 'h');
+  const std::string values(N, sizeof(T) == 8 ? '8' : sizeof(T) == 4 ? 'f' : 'h');
   define("ld.global" + suffix, {load_global<N, T>, values + "g", N});
   define("st.global" + suffix, {store_global<N, T>, "g" + values});
   define("ld.shared" + suffix, {load_shared<N, T>, values + "s", N});

@@ -230,7 +230,11 @@ class Parser {
   }
 
   static int width_of(char kind) {
-    return kind == 's' || kind == 'w' ? 4 : kind == 'g' ? 8 : kind == 'p' ? 1 : kind == 'h' ? 2 : kind - '0';
+    return kind == 's' || kind == 'w' || kind == 'f' ? 4
+           : kind == 'g'                             ? 8
+           : kind == 'p'                             ? 1
+           : kind == 'h'                             ? 2
+                                                     : kind - '0';
   }
 
   Operand parse_operand(char kind, const std::string& text) {
@@ -247,7 +251,7 @@ class Parser {
       default:
         operand = value(text, width_of(kind));
     }
-    if (kind == 'h' && operand.bytes >= 2) return operand;
+    if ((kind == 'h' && operand.bytes >= 2) || (kind == 'f' && operand.bytes >= 4)) return operand;
     int expected = kind == 'P' ? 0 : width_of(kind);
     if (operand.bytes != expected)
       throw Error("operand " + text + " has " + std::to_string(operand.bytes) + " bytes, expected " +

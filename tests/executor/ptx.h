@@ -77,7 +77,7 @@ Program parse(const std::string& text, int arch);
 
 // What is known of an opcode. operands: one letter each,
 //   p 2 4 8  a predicate, a register of so many bytes, or a literal
-//   h        a register of at least 2 bytes
+//   h f      a register of at least 2, at least 4 bytes
 //   w        a register of 4 bytes that the instruction itself checks
 //   s g      an address in brackets, in shared or in global memory
 //   i        an integer;  P a parameter in brackets;  L a label
