@@ -18,6 +18,7 @@ import torch
 from support import SCHEMES
 
 from flashrope import Rotary, attention
+from flashrope.backends.triton import launcher
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "executor.md"
@@ -78,6 +79,21 @@ def test_unaligned(machine, target):
     p = support.problem(target, SCHEMES["leaky"](40), 100, seed=2)
     support.check(target, p.replace(**{name: odd(getattr(p, name)) for name in ("q", "k", "v", "grad_out")}))
     assert not machine.launches[1].warps("cp.async.cg")
+
+
+@quick
+def test_the_short_cut_launches_what_triton_does(machine, monkeypatch):
+    """The second call goes past Triton's look at the arguments: same kernels, grids, work and bits."""
+    p = support.problem(BF16, SCHEMES["rerope"](64), 150, seed=3)
+    monkeypatch.setattr(launcher, "_compiled", {})
+    results, launches = [], []
+    for _ in range(2):
+        machine.launches.clear()
+        results.append(support.run(p, "triton"))
+        launches.append([(x.kernel, x.grid, x.shared_bytes, x.opcodes) for x in machine.launches])
+        assert len(launcher._compiled) == len(launches[0]) - 1 == 5  # rotate_rows runs for keys and for queries
+    assert launches[0] == launches[1]
+    assert all(torch.equal(results[0][name], results[1][name]) for name in support.NAMES)
 
 
 @pytest.mark.parametrize("kind", ["fractions", "axial"])
