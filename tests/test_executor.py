@@ -58,9 +58,13 @@ def test_all_cases(library, arch):
     executed(arch, "-m", "slow or not slow", *CASES)
 
 
+# They look into the interpreter, or start processes of their own.
+ELSEWHERE = ("rotated_keys_are_those_of_the_window", "every_key_of_a_chunk", "nothing_outside_the_buffers")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("file", ["accuracy", "decode", "varlen", "decode_triton"])
 @pytest.mark.parametrize("arch", [80, 90])
-def test_the_accuracy_tests(library, arch):
-    """Every accuracy test that the interpreter runs, and those that are too slow for it."""
-    files = ("accuracy", "decode", "varlen", "decode_triton")
-    executed(arch, "-m", "slow or not slow", *(f"tests/test_{name}.py" for name in files), "-k", "not cuda")
+def test_the_tests_of_every_backend(library, arch, file):
+    """Those that the interpreter runs, and those that are too slow for it."""
+    executed(arch, "-m", "slow or not slow", f"tests/test_{file}.py", "-k", "not " + " and not ".join(ELSEWHERE))

@@ -167,6 +167,8 @@ REASONS = {
     "wgmma.wait_group weakened": "no product is under way",
     "wgmma.fence removed": "no register was written since the last one",
 }
+# They may change a row's maximum, or where it is kept: softmax is the same for any shift of the scores but for rounding.
+OTHER_SHIFT = ("maximum becomes minimum", "shared store 16 bytes off", "shared load 16 bytes off")
 # Mutants of which none survives at the middle one of their places; of barriers, at the first and the last.
 QUICK = {
     "attention_forward": (
@@ -229,7 +231,8 @@ def test_mutants_of_every_kind(machine, arch, kernel):
     total, left = 0, []
     for mutation in MUTATIONS:
         count, some = survivors(machine, arch, kernel, mutation, 6)
-        unexpected = [x for x in some if mutation not in REASONS or x.startswith("within") and "max.f32" not in x]
+        allowed = ("same bits", "within budget") if mutation in OTHER_SHIFT else ("same bits",)
+        unexpected = [x for x in some if mutation not in REASONS or not x.startswith(allowed)]
         assert not unexpected, "\n".join(unexpected)
         total, left = total + count, left + some
     print(f"{kernel} sm_{arch}: {total} mutants, {len(left)} survive", *left, sep="\n  ")
