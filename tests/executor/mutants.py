@@ -167,7 +167,7 @@ REASONS = {
     "wgmma.wait_group weakened": "no product is under way",
     "wgmma.fence removed": "no register was written since the last one",
 }
-# They may change a row's maximum, or where it is kept: softmax is the same for any shift of the scores but for rounding.
+# They may change the maximum of a row or where it is kept; softmax is the same for any shift, but for rounding.
 OTHER_SHIFT = ("maximum becomes minimum", "shared store 16 bytes off", "shared load 16 bytes off")
 # Mutants of which none survives at the middle one of their places; of barriers, at the first and the last.
 QUICK = {
