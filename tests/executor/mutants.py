@@ -150,6 +150,7 @@ REASONS = {
     "comparison inverted": "both branches of a clamp give the same here; or " + PADDING,
     "shuffle from another lane": PADDING,
     "shift by one more": "of zero: there is one sequence, head or page",
+    "address a byte off": "a wgmma descriptor drops the low four bits of an address",
     "maximum becomes minimum": "softmax is the same for any shift of the scores; or " + PADDING,
     "exponential left out": PADDING,
     "cp.async.wait_group removed": "no group is under way behind the loop",
