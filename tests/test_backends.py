@@ -108,3 +108,15 @@ def test_constants_of_the_cuda_kernels():
         "UNBOUNDED": UNBOUNDED,
     }
     assert {name: eval(constants[name]) for name in expected} == expected
+
+
+def test_alignment_goes_by_every_stride():
+    """Also by those of dimensions of size 1, which is_contiguous ignores."""
+    room = torch.empty(1, 2, 2, 264, dtype=torch.bfloat16)
+    assert base.aligned(room) and base.aligned(room[..., :256]) and base.aligned(room[:, 1:, 1:, 8:])
+    assert not base.aligned(room[..., 4:260])
+    for stride in range(3):
+        strides = [512, 256, 256, 1]
+        strides[stride] += 1
+        assert not base.aligned(room.as_strided((1, 1, 1, 256), strides))
+    assert base.aligned(room.as_strided((1, 1, 1, 256), (8, 16, 0, 1)))

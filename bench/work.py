@@ -1,0 +1,127 @@
+"""What the compiled kernels do, counted while the PTX executor of tests/executor runs them, against what they need.
+
+python -m bench work [--arch 90] [--seqlens 1024 4096] [--window 512]
+
+Needs a C++ compiler and no GPU. Tensor-core work and bytes of global memory are exact numbers of executed instructions,
+not measurements; they say nothing about time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+
+HEAD_DIM, HEADS_Q, ITEMSIZE = 64, 4, 2
+
+
+def visited_tiles(bands, seqlen: int, block_m: int, block_n: int) -> list[int]:
+    """Tiles of keys that the forward kernel visits in every band; a query row x sees keys x - stop < k <= x - start."""
+    counts = []
+    for band in bands:
+        count = 0
+        for first in range(0, seqlen, block_m):
+            last = first + block_m - 1
+            begin = 0 if band.stop > seqlen else max(first - int(band.stop) + 1, 0) // block_n
+            end = -(-max(min(last - band.start + 1, seqlen), 0) // block_n)
+            count += max(end - begin, 0)
+        counts.append(count)
+    return counts
+
+
+def tensor_flops(tiles: int, block_m: int, block_n: int, block_d: int) -> int:
+    """Q K^T and P V of so many tiles."""
+    return tiles * 2 * 2 * block_m * block_n * block_d
+
+
+def prefill(rotary, seqlen: int) -> list:
+    """The executor's launches of one causal attention with one head."""
+    import torch
+
+    from flashrope import attention
+
+    q, k, v = (torch.randn(1, seqlen, 1, HEAD_DIM).bfloat16() for _ in range(3))
+    return _launches(lambda: attention(q, k, v, rotary, impl="triton"))
+
+
+def decode(rotary, seqlen: int, num_splits: int = 2) -> list:
+    """The launches of one decoding step whose new token is the seqlen-th key."""
+    import torch
+
+    from flashrope import attention_with_cache
+
+    k_cache, v_cache = torch.randn(2, 1, seqlen + 100, 1, HEAD_DIM).bfloat16()
+    q, k, v = (torch.randn(1, 1, heads, HEAD_DIM).bfloat16() for heads in (HEADS_Q, 1, 1))
+    seqlens = torch.tensor([seqlen - 1], dtype=torch.int32)
+    options = {"impl": "triton", "num_splits": num_splits}
+    return _launches(lambda: attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, **options))
+
+
+def _launches(call) -> list:
+    import torch
+    from executor.driver import Machine
+
+    Machine.current.launches.clear()
+    with torch.no_grad():
+        call()
+    return list(Machine.current.launches)
+
+
+def forward_tile(arch: int, num_bands: int):
+    from flashrope.triton_kernels import configs
+
+    return configs.tile("forward", arch, HEAD_DIM, ITEMSIZE, num_bands)
+
+
+def report(arch: int, seqlens: list[int], window: int) -> None:
+    from flashrope import Rotary
+
+    row_bytes = HEAD_DIM * ITEMSIZE
+    schemes = {"HoPE": Rotary.hope(HEAD_DIM, 4096), "ReRoPE": Rotary.rope(HEAD_DIM).rectify(window)}
+    print(f"prefill, one head, head_dim {HEAD_DIM}, bf16, causal, sm_{arch}; ReRoPE window {window}")
+    print("| keys | scheme | warp instr. | tensor GFLOP | tiles | ex2 | K read | V read | pre-pass read + written |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for seqlen in seqlens:
+        flops = {}
+        for name, rotary in schemes.items():
+            rotate, forward = prefill(rotary, seqlen)
+            tile = forward_tile(arch, len(rotary.bands))
+            keys = sum(forward.tensors[x].sectors_read for x in ("k", "rotated_k") if x in forward.tensors)
+            flops[name] = forward.tensor_flops
+            tiles = flops[name] // tensor_flops(1, tile.block_m, tile.block_n, HEAD_DIM)
+            passed = f"{rotate.tensors['x'].sectors_read} + {rotate.tensors['out'].sectors_written}"
+            print(
+                f"| {seqlen} | {name} | {forward.warps()} | {flops[name] / 1e9:.3f} | {tiles} | "
+                f"{forward.lanes('ex2.')} | {keys} | {forward.tensors['v'].sectors_read} | {passed} |"
+            )
+        print(f"| | ReRoPE over HoPE | | {100 * (flops['ReRoPE'] / flops['HoPE'] - 1):+.1f}% | | | | | |")
+    print(f"\ndecoding, one token, {HEADS_Q} query heads to one key head, 2 splits")
+    print("| keys | scheme | K read | V read | bytes of K | warp instr. |\n|---|---|---|---|---|---|")
+    for seqlen in seqlens:
+        for name, rotary in schemes.items():
+            step = next(launch for launch in decode(rotary, seqlen) if launch.kernel == "attention_decode")
+            read = [step.tensors[x].sectors_read for x in ("k_cache", "v_cache")]
+            print(f"| {seqlen} | {name} | {read[0]} | {read[1]} | {seqlen * row_bytes} | {step.warps()} |")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench work", description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, default=90, choices=(80, 86, 89, 90))
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--window", type=int, default=512)
+    options = parser.parse_args(argv)
+    sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests"))
+    from executor import build, driver
+
+    try:
+        driver.prepare()  # before triton is imported
+    except build.NoCompiler as error:
+        print(error, file=sys.stderr)
+        return 2
+    with driver.executed(options.arch):
+        report(options.arch, options.seqlens, options.window)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

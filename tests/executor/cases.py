@@ -1,0 +1,205 @@
+"""The compiled kernels on the executor, against the same error budget as every other backend.
+
+Not collected on its own: ``tests/test_executor.py`` runs it in a process where Triton compiles. By hand:
+
+    PYTHONPATH=tests pytest -p executor.plugin --executor 80 tests/executor/cases.py
+"""
+
+import dataclasses
+import pathlib
+import random
+import re
+
+import pytest
+import support
+import test_decode
+import test_varlen
+import torch
+from support import SCHEMES
+
+from flashrope import Rotary, attention
+from flashrope.backends.triton import launcher
+
+BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "executor.md"
+ROPE = Rotary.rope(64)
+quick, slow = pytest.mark.quick, pytest.mark.slow
+
+
+@dataclasses.dataclass
+class Dense:
+    """One call of attention and its backward."""
+
+    target: support.Target
+    rotary: Rotary
+    seqlen_q: int
+    seqlen_k: int | None = None
+    options: dict = dataclasses.field(default_factory=dict)
+
+
+def odd(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers at addresses that are a multiple of 2 only."""
+    room = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
+    room[..., 3:] = x
+    return room[..., 3:]
+
+
+ATTENTION = {
+    "rerope-d64-bf16": (Dense(BF16, SCHEMES["rerope"](64), 150), quick),
+    "yarn-leaky-local-log-n-d16-fp16": (Dense(FP16, SCHEMES["yarn_leaky_local_log_n"](16), 100), quick),
+    "hope-interleaved-d128-bf16": (Dense(BF16, SCHEMES["hope_paper"](128), 140), ()),
+    "leaky-d40-bf16": (Dense(BF16, SCHEMES["leaky"](40), 130), ()),
+    "partial-d72-fp16": (Dense(FP16, SCHEMES["rope_partial"](72), 90), ()),
+    "local-d160-bf16": (Dense(BF16, SCHEMES["local"](160), 100), slow),
+    "rope-d256-bf16": (Dense(BF16, SCHEMES["rope"](256), 80), ()),
+    "rerope-d256-fp16": (Dense(FP16, SCHEMES["rerope"](256), 80), slow),
+    "compact-d96-fp16": (Dense(FP16, SCHEMES["hope_compact"](96), 80), slow),
+    "rope-interleaved-d32-fp32": (Dense(FP32, SCHEMES["rope_interleaved"](32), 70), ()),
+    "rerope-d16-fp32": (Dense(FP32, SCHEMES["rerope"](16), 70), slow),
+    "two-sided-d64-bf16": (Dense(BF16, SCHEMES["hope_rerope_log_n"](64), 70, 130, {"causal": False}), ()),
+    "more-queries-than-keys-d64-bf16": (Dense(BF16, SCHEMES["inverse_leaky"](64), 130, 40, {"batch": 2}), slow),
+    "one-key-d64-bf16": (Dense(BF16, SCHEMES["rerope"](64), 1, 1), ()),
+    "none-d64-fp16": (Dense(FP16, SCHEMES["none"](64), 90, None, {"heads": 6, "group": 3}), slow),
+    "window-of-a-buffer-d64-bf16": (Dense(BF16, SCHEMES["rerope"](64), 100, None, {"layout": "poisoned"}), ()),
+    "heads-first-d64-bf16": (Dense(BF16, SCHEMES["leaky"](64), 100, None, {"layout": "transposed"}), slow),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=marks) for name, (case, marks) in ATTENTION.items()]
+)
+def test_attention(machine, case):
+    p = support.problem(case.target, case.rotary, case.seqlen_q, case.seqlen_k, seed=1, **case.options)
+    support.check(case.target, p)
+    assert {"attention_forward", "attention_grad_q"} <= {launch.kernel for launch in machine.launches}
+
+
+@pytest.mark.parametrize("target", [pytest.param(BF16, marks=quick), FP16], ids=str)
+def test_unaligned(machine, target):
+    p = support.problem(target, SCHEMES["leaky"](40), 100, seed=2)
+    support.check(target, p.replace(**{name: odd(getattr(p, name)) for name in ("q", "k", "v", "grad_out")}))
+    assert not machine.launches[1].warps("cp.async.cg")
+
+
+@quick
+def test_the_short_cut_launches_what_triton_does(machine, monkeypatch):
+    """The second call goes past Triton's look at the arguments: same kernels, grids, work and bits."""
+    p = support.problem(BF16, SCHEMES["rerope"](64), 150, seed=3)
+    monkeypatch.setattr(launcher, "_compiled", {})
+    results, launches = [], []
+    for _ in range(2):
+        machine.launches.clear()
+        results.append(support.run(p, "triton"))
+        launches.append([(x.kernel, x.grid, x.shared_bytes, x.opcodes) for x in machine.launches])
+        assert len(launcher._compiled) == len(launches[0]) - 1 == 5  # rotate_rows runs for keys and for queries
+    assert launches[0] == launches[1]
+    assert all(torch.equal(results[0][name], results[1][name]) for name in support.NAMES)
+
+
+@pytest.mark.parametrize("kind", ["fractions", "axial"])
+def test_positions(kind):
+    given, rotary = torch.rand(2, 90, generator=torch.Generator().manual_seed(10)) * 90 - 5, Rotary.rope(64).log_n(20)
+    if kind == "axial":
+        given, rotary = (
+            torch.stack((torch.arange(90) // 8, torch.arange(90) % 8), -1).expand(2, 90, 2),
+            Rotary.axial(64),
+        )
+    options = {"batch": 2, "positions": given, "causal": kind != "axial"}
+    support.check(BF16, support.problem(BF16, rotary, 90, seed=11, **options))
+
+
+@pytest.mark.parametrize("scheme", ["hope_rerope_log_n", pytest.param("hope_zeros", marks=slow)])
+def test_packed(scheme):
+    test_varlen.test_packed_is_a_loop_over_sequences(BF16, scheme, test_varlen.LENGTHS["different"], True)
+
+
+def test_the_code_of_its_page_runs(arch, capsys):
+    """docs/executor.md, which the tests of the other pages leave out."""
+    (block,) = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    q, k, v = (torch.randn(1, 100, 1, 64).bfloat16() for _ in range(3))
+    exec(block.replace("arch=90", f"arch={arch}"), {"q": q, "k": k, "v": v, "rotary": ROPE, "attention": attention})
+    assert "attention_forward" in capsys.readouterr().out
+
+
+# ---- decoding
+
+PAGES = test_decode.PAGE
+DECODING = {
+    "contiguous-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64), quick),
+    "paged-leftpad-d64-bf16": (
+        dict(target=BF16, scheme="rerope", head_dim=64, page_size=PAGES, leftpad=(3, 0, 40)),
+        quick,
+    ),
+    "splits-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, num_splits=3, leftpad=(3, 0, 0)), ()),
+    "paged-splits-d128-bf16": (
+        dict(target=BF16, scheme="rope_interleaved", head_dim=128, page_size=PAGES, num_splits=2),
+        (),
+    ),
+    "several-tokens-d40-bf16": (dict(target=BF16, scheme="hope_rerope_log_n", head_dim=40, seqlen_q=3), ()),
+    "local-d256-bf16": (dict(target=BF16, scheme="local", head_dim=256, page_size=PAGES), slow),
+    "rope-d16-fp32": (dict(target=FP32, scheme="rope", head_dim=16), ()),
+    "prefill-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64, seqlen_q=70), ()),
+    "prefill-paged-leftpad-d64-bf16": (
+        dict(
+            target=BF16, scheme="yarn_leaky_local_log_n", head_dim=64, seqlen_q=70, page_size=PAGES, leftpad=(3, 0, 5)
+        ),
+        (),
+    ),
+    "prefill-paged-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, seqlen_q=70, page_size=PAGES), slow),
+}
+
+
+def decode(target, scheme, head_dim, seqlen_q=1, leftpad=None, page_size=0, num_splits=None):
+    lengths = (145, seqlen_q, 87)
+    cache = test_decode.cached(
+        target, SCHEMES[scheme](head_dim), lengths, seqlen_q, leftpad=leftpad, capacity=192, page_size=page_size
+    )
+    cache.check(target, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name, marks=marks) for name, (case, marks) in DECODING.items()])
+def test_decoding(machine, case):
+    decode(**case)
+    kernels = {launch.kernel for launch in machine.launches}
+    assert "append_rows" in kernels
+    assert ("attention_forward" if case.get("seqlen_q", 1) > 64 else "attention_decode") in kernels
+    assert ("combine_splits" in kernels) == ("num_splits" in case)
+
+
+def test_one_key_with_an_odd_row_stride():
+    """The copy of the tile behind the only key is masked off, but its addresses are formed all the same."""
+    q, k, v = (
+        torch.randn(1, 1, 1, 65, generator=torch.Generator().manual_seed(n)).bfloat16()[..., :64] for n in range(3)
+    )
+    out = attention(q, k, v, SCHEMES["rerope"](64), impl="triton")
+    assert torch.equal(out, v)
+
+
+@slow
+@pytest.mark.parametrize("seed", range(30))
+def test_random(seed):
+    """Shapes, schemes, strides and layouts that no one chose."""
+    choose = random.Random(seed)
+    target = choose.choice((BF16, FP16, BF16, FP16, FP32))
+    head_dim = choose.choice((16, 24, 40, 64, 72, 128) if target is not FP32 else (16, 40))
+    group = choose.choice((1, 2, 3))
+    lengths = [choose.choice((1, 2, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 150)) for _ in range(2)]
+    options = {"causal": choose.random() < 0.7, "batch": choose.choice((1, 2)), "heads": group, "group": group}
+    p = support.problem(target, SCHEMES[choose.choice(list(SCHEMES))](head_dim), *lengths, seed=seed, **options)
+    layouts = {
+        name: choose.choice(("contiguous", "transposed", "odd", "padded")) for name in ("q", "k", "v", "grad_out")
+    }
+    support.check(target, p.replace(**{name: laid_out(getattr(p, name), how) for name, how in layouts.items()}))
+
+
+def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
+    """The same numbers, laid out otherwise; "padded" has another stride in every dimension, also in those of size 1."""
+    if how == "transposed":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if how == "odd":
+        return odd(x)
+    if how == "padded":
+        room = x.new_full(tuple(n + 1 for n in x.shape[:-1]) + (x.shape[-1] + 8,), torch.nan)
+        view = room[tuple(slice(0, n) for n in x.shape)]
+        return view.copy_(x)
+    return x

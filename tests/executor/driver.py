@@ -1,0 +1,192 @@
+"""Runs the package's Triton kernels on CPU tensors, through Triton's own compiler and launcher.
+
+Triton compiles for the architecture as usual; in the place of ptxas's cubin stands the PTX. Its C launcher passes that
+and the parameters to libcuda, which is the executor (``library.cpp``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+from collections.abc import Iterator
+
+from . import build
+from .launches import ExecutionError, Launch
+
+
+def prepare() -> None:
+    """To be called before triton is imported: where it finds the driver, and where it keeps what it compiles."""
+    folder = build.library().parent
+    os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder.parent / "triton"))
+    os.environ["TRITON_INTERPRET"] = "0"
+    ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # dlopen by its name finds it from now on
+
+
+class Machine:
+    """The device: its options, and the launches that it ran."""
+
+    current: Machine | None = None  # kernels outlive a machine
+    modules: dict[int, tuple] = {}  # what Triton loaded, by function: (name, PTX, what else it passed)
+
+    def __init__(self, arch: int, threads: int = 1, seed: int = 0, step_limit: int = 50_000_000, strict: bool = True):
+        """seed: the order of warps, 0 for one after the other; strict: a launch with findings raises."""
+        self.arch, self.launches = arch, []
+        self.rewrite = None  # (kernel's name, PTX) -> PTX, applied to every launch
+        self.options = {"threads": threads, "seed": seed, "step_limit": step_limit, "strict": strict}
+        self.library = ctypes.CDLL(str(build.library()))
+        self.library.executor_take_launches.restype = ctypes.c_char_p
+        self.reset()
+
+    def reset(self, **changes) -> None:
+        """The options that the machine was made with, but for these."""
+        options = self.options | changes
+        seed, step_limit = ctypes.c_uint64(options["seed"]), ctypes.c_uint64(options["step_limit"])
+        self.library.executor_configure(self.arch, options["threads"], seed, step_limit)
+        self.strict = options["strict"]
+
+    def register(self, named_tensors) -> None:
+        self.library.executor_clear_tensors()
+        spans: dict[int, tuple[int, str]] = {}  # several arguments may be views of one tensor: the longest counts
+        for name, tensor in named_tensors:
+            size = span(tensor)
+            if size > spans.get(tensor.data_ptr(), (0, ""))[0]:
+                spans[tensor.data_ptr()] = size, name
+        for base, (size, name) in spans.items():
+            self.library.executor_add_tensor(name.encode(), ctypes.c_uint64(base), ctypes.c_uint64(size))
+
+    def collect(self) -> None:
+        """Takes over what the library ran since the last call."""
+        new = [Launch.from_json(data) for data in json.loads(self.library.executor_take_launches())]
+        self.launches += new
+        findings = [finding for launch in new for finding in launch.findings]
+        if findings and self.strict:
+            raise ExecutionError("\n".join(findings))
+
+
+def span(x) -> int:
+    """Bytes from the first element of a tensor to behind the last."""
+    if not x.numel():
+        return 0
+    return (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+
+
+def named_tensors(name: str, value) -> Iterator[tuple]:
+    """(name, tensor) of an argument, a tensor or a tuple with some."""
+    if hasattr(value, "data_ptr"):
+        yield name, value
+    elif isinstance(value, tuple):
+        for field, item in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
+            yield from named_tensors(name if field == "ptr" else f"{name}.{field}", item)
+
+
+def _device(machine: Machine):
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+
+    class Utils:
+        """Triton's loader, which remembers what it loads."""
+
+        real = CudaUtils()
+
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+        def load_binary(self, name, binary, *rest):
+            loaded = self.real.load_binary(name, binary, *rest)
+            Machine.modules[loaded[1]] = name, binary.rstrip(b"\0").decode(), rest
+            return loaded
+
+        def rewritten(self, function):
+            if not Machine.current.rewrite:
+                return function
+            name, text, rest = Machine.modules[function]
+            changed = Machine.current.rewrite(name, text)
+            return function if changed == text else self.load_binary(name, changed.encode() + b"\0", *rest)[1]
+
+    utils = Utils()
+
+    class Launcher:
+        """Triton's launcher; before each launch the executor learns which tensors there are."""
+
+        def __init__(self, source, metadata):
+            self.launch, self.names = CudaLauncher(source, metadata), list(source.signature)
+            self.names = [n if isinstance(n, str) else source.fn.arg_names[n[0]] for n in self.names]
+
+        def __call__(self, x, y, z, stream, function, *args):
+            values = args[len(args) - len(self.names) :]
+            pairs = zip(self.names, values, strict=True)
+            Machine.current.register([found for pair in pairs for found in named_tensors(*pair)])
+            self.launch(x, y, z, stream, utils.rewritten(function), *args)
+            Machine.current.collect()
+
+    class Device:
+        """What triton.runtime asks of a driver."""
+
+        def __init__(self):
+            self.utils, self.launcher_cls = utils, Launcher
+
+        def get_current_target(self):
+            return GPUTarget("cuda", machine.arch, 32)
+
+        def get_current_device(self):
+            return machine.arch  # Triton remembers the target by device
+
+        def get_current_stream(self, device=None):
+            return 0
+
+        def get_device_interface(self):
+            return torch.cuda
+
+    return Device()
+
+
+@contextlib.contextmanager
+def _ptx_for_cubin() -> Iterator[None]:
+    """Within, Triton's NVIDIA compiler stops at PTX. Its cache keeps such modules apart."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    before = CUDABackend.make_cubin, CUDABackend.hash
+    CUDABackend.make_cubin = lambda self, source, metadata, options, capability: source.encode() + b"\0"
+    CUDABackend.hash = lambda self: f"ptx-executor-{before[1](self)}"
+    try:
+        yield
+    finally:
+        CUDABackend.make_cubin, CUDABackend.hash = before
+
+
+@contextlib.contextmanager
+def executed(arch: int, **options) -> Iterator[Machine]:
+    """Within, impl="triton" serves CPU tensors. New tensors start as NaN. options: of ``Machine``."""
+    import torch
+    import triton
+
+    from flashrope.backends import triton as backend
+
+    outer = Machine.current
+    machine = Machine.current = Machine(arch, **options)
+    unsupported_reason = backend.unsupported_reason
+    backend.unsupported_reason = lambda q, cached=False: ""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        before = triton.runtime.driver.active
+    except RuntimeError:  # no device
+        before = None
+    triton.runtime.driver.set_active(_device(machine))
+    try:
+        with _ptx_for_cubin():
+            yield machine
+    finally:
+        Machine.current = outer
+        if outer:
+            outer.reset()
+        backend.unsupported_reason = unsupported_reason
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        triton.runtime.driver.set_active(before)

@@ -1,0 +1,71 @@
+"""What the executor saw of a launch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+class ExecutionError(AssertionError):
+    """A kernel did what it must not do; the message lists the findings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes of one tensor in one launch."""
+
+    size: int  # from the first element to behind the last
+    read: int  # that lanes asked for
+    written: int
+    sectors_read: int  # bytes of the 32-byte sectors, each once per warp instruction
+    sectors_written: int
+    distinct_read: int  # bytes read at least once
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    function: int  # what the driver calls a loaded kernel
+    kernel: str
+    grid: tuple[int, int, int]
+    threads: int  # per block
+    shared_bytes: int
+    seconds: float
+    findings: list[str]
+    opcodes: dict[str, tuple[int, int]]  # executed by warps, by lanes
+    executed_lines: list[int]  # of the PTX, by at least one lane
+    tensors: dict[str, Traffic]  # by the name of the kernel's argument
+
+    @classmethod
+    def from_json(cls, data: dict) -> Launch:
+        opcodes = {name: tuple(counts) for name, counts in data["opcodes"].items()}
+        tensors = {name: Traffic(*numbers) for name, numbers in data["tensors"].items()}
+        return cls(**data | {"grid": tuple(data["grid"]), "opcodes": opcodes, "tensors": tensors})
+
+    def warps(self, *prefixes: str) -> int:
+        """Instructions that warps executed whose opcode starts with one of the prefixes ("" for all)."""
+        return sum(warps for name, (warps, _) in self.opcodes.items() if name.startswith(prefixes or ("",)))
+
+    def lanes(self, *prefixes: str) -> int:
+        return sum(lanes for name, (_, lanes) in self.opcodes.items() if name.startswith(prefixes or ("",)))
+
+    @property
+    def tensor_flops(self) -> int:
+        """Of mma and wgmma, a multiplication and an addition counted as two; for float32 those of fma."""
+        flops = self.warps("mma.") * 2 * 16 * 8 * 16
+        for name, (warps, _) in self.opcodes.items():
+            if name.startswith("wgmma.mma"):
+                columns = int(name.split(".m64n")[1].split("k")[0])
+                flops += warps * 2 * 16 * columns * 16  # a warp has 16 of the 64 rows
+        return flops
+
+    @property
+    def special_functions(self) -> int:
+        """Lanes that ran ex2, lg2, rcp, sqrt."""
+        return self.lanes("ex2.", "lg2.", "rcp.", "sqrt.")
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(t.sectors_read for t in self.tensors.values())
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(t.sectors_written for t in self.tensors.values())

@@ -1,0 +1,203 @@
+// The library that Triton's launcher finds in the place of libcuda: the few driver functions that it calls, and the
+// functions by which Python says which tensors exist and asks what was seen.
+//
+// A module's image is PTX text, which a real driver accepts too. State is global, as a driver's is; one thread at a
+// time.
+#include <chrono>
+#include <map>
+#include <sstream>
+
+#include "machine.h"
+
+namespace executor {
+namespace {
+
+struct Pending {
+  std::string name;
+  uint64_t base, bytes;
+};
+
+struct State {
+  int arch = 80;
+  Options options;
+  std::vector<Pending> buffers;
+  std::string error, results;
+  std::vector<std::string> launches;
+};
+
+State& state() {
+  static State s;
+  return s;
+}
+
+std::string quoted(const std::string& s) {
+  std::string text = "\"";
+  for (char c : s) {
+    if (c == '"' || c == '\\') text += '\\';
+    if (static_cast<unsigned char>(c) < 32) c = ' ';
+    text += c;
+  }
+  return text + "\"";
+}
+
+std::string describe(const Launch& launch, double seconds) {
+  std::ostringstream s;
+  const Program& p = launch.program;
+  s << "{\"function\": " << reinterpret_cast<uint64_t>(&p) << ", \"kernel\": " << quoted(p.name) << ", \"grid\": ["
+    << launch.grid[0] << ", " << launch.grid[1] << ", " << launch.grid[2] << "], \"threads\": " << p.threads
+    << ", \"shared_bytes\": " << launch.shared_bytes << ", \"seconds\": " << seconds << ", \"findings\": [";
+  for (size_t n = 0; n < launch.findings.size(); n++) s << (n ? ", " : "") << quoted(launch.findings[n]);
+  std::map<std::string, std::pair<uint64_t, uint64_t>> opcodes;
+  for (size_t n = 0; n < p.code.size(); n++)
+    opcodes[p.code[n].opcode].first += launch.executed[n], opcodes[p.code[n].opcode].second += launch.lanes[n];
+  s << "], \"opcodes\": {";
+  const char* comma = "";
+  for (auto& [name, counts] : opcodes)
+    s << comma << quoted(name) << ": [" << counts.first << ", " << counts.second << "]", comma = ", ";
+  s << "}, \"executed_lines\": [";
+  comma = "";
+  for (size_t n = 0; n < p.code.size(); n++)
+    if (launch.lanes[n] || (launch.executed[n] && p.code[n].guard < 0)) s << comma << p.code[n].line, comma = ", ";
+  s << "], \"tensors\": {";
+  comma = "";
+  for (auto& b : launch.buffers) {
+    s << comma << quoted(b->name) << ": [" << b->bytes << ", " << b->read << ", " << b->written << ", "
+      << 32 * b->sectors_read << ", " << 32 * b->sectors_written << ", " << b->distinct_read << "]";
+    comma = ", ";
+  }
+  s << "}}";
+  return s.str();
+}
+
+void execute(const Program& program, const uint32_t* grid, uint32_t threads, uint32_t shared, void** parameters) {
+  if (threads != static_cast<uint32_t>(program.threads))
+    throw Error("launched with " + std::to_string(threads) + " threads, compiled for " +
+                std::to_string(program.threads));
+  Launch launch(program);
+  launch.options = state().options, launch.shared_bytes = shared;
+  for (int n = 0; n < 3; n++) launch.grid[n] = grid[n];
+  for (size_t n = 0; n < program.parameters.size(); n++) {
+    const Parameter& p = program.parameters[n];
+    launch.parameters.resize(p.offset + p.bytes);
+    memcpy(&launch.parameters[p.offset], parameters[n], p.bytes);
+  }
+  for (const Pending& b : state().buffers) launch.buffers.push_back(std::make_unique<Buffer>(b.name, b.base, b.bytes));
+  auto began = std::chrono::steady_clock::now();
+  launch.run();
+  double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  state().launches.push_back(describe(launch, seconds));
+}
+
+// CUresult of a body; the message of what it throws is what cuGetErrorString gives.
+template <class F>
+int guarded(int failure, F body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::exception& e) {
+    state().error = std::string(e.what()).substr(0, 900);  // Triton's buffer has 1024 bytes
+    return failure;
+  }
+}
+
+}  // namespace
+}  // namespace executor
+
+using namespace executor;
+
+extern "C" {
+
+// ---- for Python
+
+void executor_configure(int arch, int threads, uint64_t seed, uint64_t step_limit) {
+  state().arch = arch, state().options = {threads, seed, step_limit};
+}
+void executor_clear_tensors() { state().buffers.clear(); }
+void executor_add_tensor(const char* name, uint64_t base, uint64_t bytes) {
+  state().buffers.push_back({name, base, bytes});
+}
+
+// JSON list of the launches since the last call.
+const char* executor_take_launches() {
+  std::string text = "[";
+  for (const std::string& launch : state().launches) text += (text.size() > 1 ? ", " : "") + launch;
+  state().launches.clear();
+  state().results = text + "]";
+  return state().results.c_str();
+}
+
+// ---- the CUDA driver's interface
+
+struct LaunchConfig {  // CUlaunchConfig
+  uint32_t grid[3], block[3], shared_bytes;
+  void* stream;
+  void* attributes;
+  uint32_t attribute_count;
+};
+
+constexpr int CUDA_ERROR_INVALID_PTX = 218, CUDA_ERROR_LAUNCH_FAILED = 719;
+constexpr int DEVICE_SHARED_PER_BLOCK = 97, FUNCTION_MAX_THREADS = 0;
+
+int cuGetErrorString(int, const char** text) {
+  *text = state().error.c_str();
+  return 0;
+}
+int cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return 0;
+}
+int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return 0;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute != DEVICE_SHARED_PER_BLOCK ? 0
+           : state().arch >= 90                 ? 227 << 10
+           : state().arch == 80                 ? 163 << 10
+                                                : 99 << 10;
+  return 0;
+}
+int cuCtxGetCurrent(void** context) {
+  *context = &state();
+  return 0;
+}
+int cuCtxSetCurrent(void*) { return 0; }
+int cuCtxGetDevice(int* device) { return cuDeviceGet(device, state().arch); }
+int cuStreamIsCapturing(void*, int* capturing) {
+  *capturing = 0;
+  return 0;
+}
+int cuCtxGetLimit(size_t* value, int) {
+  *value = 0;
+  return 0;
+}
+int cuCtxSetLimit(int, size_t) { return 0; }
+int cuDevicePrimaryCtxRetain(void** context, int) { return cuCtxGetCurrent(context); }
+int cuModuleLoadData(void** module, const void* image) {
+  return guarded(CUDA_ERROR_INVALID_PTX,
+                 [&] { *module = new Program(parse(static_cast<const char*>(image), state().arch)); });
+}
+int cuModuleGetFunction(void** function, void* module, const char*) {
+  *function = module;
+  return 0;
+}
+int cuModuleUnload(void* module) {
+  delete static_cast<Program*>(module);
+  return 0;
+}
+int cuFuncGetAttribute(int* value, int attribute, void* function) {
+  *value = attribute == FUNCTION_MAX_THREADS ? static_cast<Program*>(function)->threads : 0;
+  return 0;
+}
+int cuFuncSetAttribute(void*, int, int) { return 0; }
+int cuFuncSetCacheConfig(void*, int) { return 0; }
+int cuPointerGetAttribute(void* value, int, uint64_t pointer) {
+  memcpy(value, &pointer, sizeof pointer);
+  return 0;
+}
+int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** parameters, void**) {
+  return guarded(CUDA_ERROR_LAUNCH_FAILED,
+                 [&] { execute(*static_cast<Program*>(function), c->grid, c->block[0], c->shared_bytes, parameters); });
+}
+
+}  // extern "C"

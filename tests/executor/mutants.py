@@ -1,0 +1,322 @@
+"""Broken kernels: what the executor and the error budget notice. Run like ``cases.py``.
+
+A mutant is one changed instruction of a compiled kernel (``mutations.py``), or one changed input of a launch. It is
+noticed when the executor reports it or when a result leaves the budget. float16 and a small softmax_scale make the
+budget tight. What survives must not change a bit of the results: there the instruction does nothing for this input.
+"""
+
+import functools
+
+import pytest
+import support
+import test_decode
+import torch
+from support import SCHEMES
+
+from flashrope import attention
+from flashrope.backends.triton import device, launcher
+
+from . import driver
+from .mutations import MUTATIONS, mutated, sites
+
+FP16 = support.Target("triton", torch.float16, "cpu")
+STEP_LIMIT = 3_000_000
+
+
+class Dense:
+    """attention and its backward: three tiles of keys, the window ends in the first."""
+
+    def __init__(self):
+        self.problem = support.problem(FP16, SCHEMES["rerope"](64), 150, heads=2, seed=1, softmax_scale=0.02)
+        self.exact = support.exact_and_bound(self.problem)
+
+    def run(self):
+        return support.run(self.problem, "triton")
+
+    def within_budget(self, results) -> bool:
+        return max(support.excess(results, *self.exact, torch.float16).values()) <= 1
+
+
+class Forward(Dense):
+    """Without the backward."""
+
+    def run(self):
+        p = self.problem
+        with torch.no_grad():
+            out, lse = attention(p.q, p.k, p.v, p.rotary, softmax_scale=0.02, return_lse=True, impl="triton")
+        return {"out": out, "lse": lse}
+
+
+class Decode:
+    """One token for three sequences in pages with left padding, in two splits."""
+
+    def __init__(self):
+        options = {"leftpad": (3, 0, 40), "capacity": 192, "page_size": 16, "softmax_scale": 0.02}
+        self.cache = test_decode.cached(FP16, SCHEMES["rerope"](64), (145, 1, 87), 1, **options)
+        self.before = self.cache.k_cache.clone(), self.cache.v_cache.clone()
+        self.exact = [support.exact_and_bound(p) for p in self.cache.sequences]
+
+    def run(self):
+        self.cache.k_cache.copy_(self.before[0]), self.cache.v_cache.copy_(self.before[1])
+        out, lse = self.cache.run("triton", num_splits=2)
+        return {"out": out, "lse": lse}
+
+    def within_budget(self, results) -> bool:
+        rows = [{name: x[b : b + 1] for name, x in results.items()} for b in range(len(self.exact))]
+        return all(
+            max(support.excess(row, *e, torch.float16).values()) <= 1 for row, e in zip(rows, self.exact, strict=True)
+        )
+
+
+@functools.cache
+def scenario(kind):
+    return kind()
+
+
+KERNELS = {
+    "attention_forward": Forward,
+    "attention_decode": Decode,
+    "attention_grad_kv": Dense,
+    "attention_grad_q": Dense,
+    "rotate_rows": Forward,
+    "append_rows": Decode,
+    "combine_splits": Decode,
+}
+
+
+@functools.cache
+def clean(arch: int, kernel: str):
+    """(PTX, lines that ran, results) of a run without mutation."""
+    machine = driver.Machine.current
+    machine.reset(strict=False, step_limit=STEP_LIMIT)
+    machine.launches.clear()
+    problem = scenario(KERNELS[kernel])
+    results = problem.run()
+    assert problem.within_budget(results)
+    launch = next(launch for launch in machine.launches if launch.kernel == kernel)
+    assert not any(launch.findings for launch in machine.launches)
+    return machine.modules[launch.function][1], launch.executed_lines, results
+
+
+def verdict(machine, run, problem, results) -> str:
+    """How a mutant was noticed: by a finding, an error, the budget; or "" with "same bits" or "within budget"."""
+    machine.launches.clear()
+    try:
+        got = run()
+    except RuntimeError as error:
+        return f"error: {error}"
+    finally:
+        machine.rewrite = None
+    findings = [finding for launch in machine.launches for finding in launch.findings]
+    if findings:
+        return f"finding: {findings[0]}"
+    if not problem.within_budget(got):
+        return "budget"
+    same = all(torch.equal(got[name], results[name]) for name in results)
+    return "same bits" if same else "within budget"
+
+
+def survivors(machine, arch: int, kernel: str, mutation: str, most: int) -> tuple[int, list[str]]:
+    """(mutants, those not noticed) of one mutation at up to `most` places of a kernel."""
+    text, executed, results = clean(arch, kernel)
+    problem, lines, left = scenario(KERNELS[kernel]), text.splitlines(), []
+    places = sites(text, executed, MUTATIONS[mutation], most)
+    for line in places:
+        machine.reset(strict=False, step_limit=STEP_LIMIT)
+        changed = mutated(text, line, MUTATIONS[mutation])
+        machine.rewrite = lambda name, ptx, changed=changed: changed if ptx == text else ptx
+        how = verdict(machine, problem.run, problem, results)
+        if how in ("same bits", "within budget"):
+            left.append(f"{how}: {kernel} line {line} {lines[line - 1].strip()[:120]}")
+    return len(places), left
+
+
+# ---- one instruction changed
+
+# Why a mutant of such a kind may survive: for this input the instruction changes no bit.
+PADDING = "rows of a tile that hold no query, or keys behind the last: masked or never stored"
+REPLICA = "the lanes of a quad hold equal values: which of them stores makes no difference"
+REASONS = {
+    "barrier removed": "another barrier lies between the same accesses",
+    "global load 16 bytes off": PADDING,
+    "guard of a global load inverted": PADDING,
+    "guard of a global store inverted": REPLICA,
+    "guard of a global store dropped": REPLICA,
+    "guard of a shared store inverted": REPLICA,
+    "guard of a shared store dropped": REPLICA,
+    "shared store 16 bytes off": PADDING,
+    "shared load 16 bytes off": PADDING,
+    "less becomes less or equal": "the two sides are never equal here",
+    "comparison inverted": "both branches of a clamp give the same here; or " + PADDING,
+    "shuffle from another lane": PADDING,
+    "shift by one more": "of zero: there is one sequence, head or page",
+    "address a byte off": "a wgmma descriptor drops the low four bits of an address",
+    "maximum becomes minimum": "softmax is the same for any shift of the scores; or " + PADDING,
+    "exponential left out": PADDING,
+    "cp.async.wait_group removed": "no group is under way behind the loop",
+    "cp.async.wait_group weakened": "no group is under way behind the loop",
+    "cp.async.commit_group removed": "its copies join the next group, which the same wait covers",
+    "copy to 16 bytes further": PADDING,
+    "copy from 16 bytes further": "a masked copy reads nothing",
+    "copy from one element further": PADDING,
+    "A's registers swapped": PADDING,
+    "B's registers swapped": PADDING,
+    "ldmatrix 16 bytes off": PADDING,
+    "ldmatrix results swapped": "accumulators of zero change their layout; or " + PADDING,
+    "fence.proxy.async removed": "another fence follows before wgmma reads",
+    "wgmma.wait_group removed": "no product is under way",
+    "wgmma.wait_group weakened": "no product is under way",
+    "wgmma.fence removed": "no register was written since the last one",
+}
+# They may change the maximum of a row or where it is kept; softmax is the same for any shift, but for rounding.
+OTHER_SHIFT = ("maximum becomes minimum", "shared store 16 bytes off", "shared load 16 bytes off")
+# Mutants of which none survives at the middle one of their places; of barriers, at the first and the last.
+QUICK = {
+    "attention_forward": (
+        "global store 16 bytes off",
+        "guard of a global store inverted",
+        "shuffle from another lane",
+        "xor with another bit",
+        "address a byte off",
+        "cp.async.wait_group removed",
+        "cp.async.wait_group weakened",
+        "copy from one element further",
+        "ldmatrix 16 bytes off",
+        "shared store 16 bytes off",
+        ".trans lost",
+        "A's registers swapped",
+        "B's registers swapped",
+        "wgmma.wait_group removed",
+        "wgmma.wait_group weakened",
+        "wgmma.fence removed",
+        "descriptor 32 bytes off",
+        "descriptor of another swizzle",
+        "transposition flipped",
+        "accumulation lost",
+        "A's registers swapped (wgmma)",
+    ),
+    "attention_decode": (
+        "barrier removed",
+        "global load 16 bytes off",
+        "global store 16 bytes off",
+        "guard of a global load inverted",
+        "xor with another bit",
+        "address a byte off",
+        "cp.async.wait_group removed",
+        "cp.async.wait_group weakened",
+        "copy from one element further",
+        "ldmatrix 16 bytes off",
+        ".trans lost",
+        "stmatrix 16 bytes off",
+    ),
+    "combine_splits": ("barrier removed", "global load 16 bytes off", "shared load 16 bytes off"),
+    "append_rows": ("global load 16 bytes off", "guard of a global store dropped"),
+}
+
+
+@pytest.mark.quick
+def test_mutants(machine, arch):
+    total, left = 0, []
+    for kernel, mutations in QUICK.items():
+        for mutation in mutations:
+            count, some = survivors(machine, arch, kernel, mutation, 2 if mutation == "barrier removed" else 1)
+            total, left = total + count, left + some
+    assert not left, "\n".join(left)
+    assert total >= 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_mutants_of_every_kind(machine, arch, kernel):
+    """At up to six places of each kind: a survivor has a reason, and changes no bit but by another softmax shift."""
+    total, left = 0, []
+    for mutation in MUTATIONS:
+        count, some = survivors(machine, arch, kernel, mutation, 6)
+        allowed = ("same bits", "within budget") if mutation in OTHER_SHIFT else ("same bits",)
+        unexpected = [x for x in some if mutation not in REASONS or not x.startswith(allowed)]
+        assert not unexpected, "\n".join(unexpected)
+        total, left = total + count, left + some
+    print(f"{kernel} sm_{arch}: {total} mutants, {len(left)} survive", *left, sep="\n  ")
+    assert len(left) <= 0.5 * total
+
+
+# ---- one input changed
+
+
+def launch_with(change):
+    """launcher.launch that calls change(kernel's name, grid, arguments) first."""
+    original = launcher.launch
+
+    def launch(kernel, grid, *args, **options):
+        grid, args = change(kernel.__name__, grid, list(args))
+        return original(kernel, grid, *args, **options)
+
+    return launch
+
+
+def shorter_grid(name, grid, args):
+    return (grid[0] - 1, *grid[1:]), args
+
+
+def shifted(place):
+    """The tensor view at this place of the forward kernel's arguments starts one element later."""
+
+    def change(name, grid, args):
+        if name == "attention_forward":
+            x = args[place].ptr
+            args[place] = args[place]._replace(ptr=x.as_strided(x.shape, x.stride(), x.storage_offset() + 1))
+        return grid, args
+
+    return change
+
+
+def longer_sequence(name, grid, args):
+    if name == "attention_forward":
+        args[10] += 1  # seqlen_k
+    return grid, args
+
+
+def wider_rows(name, grid, args):
+    if name == "attention_forward":
+        args[1] = args[1]._replace(stride_row=args[1].stride_row + (8 << 4))
+    return grid, args
+
+
+def shorter_table(name, grid, args):
+    if name == "attention_forward":
+        args[6] = args[6]._replace(table=args[6].table.flatten()[:100])
+    return grid, args
+
+
+CHANGES = {
+    "a block too few": shorter_grid,
+    "q an element later": shifted(0),
+    "v an element later": shifted(3),
+    "a key too many": longer_sequence,
+    "rows of k too far apart": wider_rows,
+    "a short table": shorter_table,
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_inputs(machine, monkeypatch, arch, change):
+    machine.reset(strict=False, step_limit=STEP_LIMIT)
+    problem = scenario(Forward)
+    results = problem.run()
+    monkeypatch.setattr(launcher, "launch", launch_with(CHANGES[change]))
+    assert verdict(machine, problem.run, problem, results) not in ("same bits", "within budget")
+
+
+@pytest.mark.quick
+def test_false_claim_of_alignment(machine, monkeypatch):
+    """The second row lies at an odd address, and the kernel is that for aligned ones."""
+    p = scenario(Forward).problem
+    room = torch.zeros(1, 150, 1, 67, dtype=torch.float16)
+    machine.reset(strict=False)
+    monkeypatch.setattr(device, "aligned", lambda x: True)
+    machine.launches.clear()
+    with torch.no_grad():
+        attention(p.q, room[..., :64], p.v, p.rotary, softmax_scale=0.02, impl="triton")
+    findings = [finding for launch in machine.launches for finding in launch.findings]
+    assert any(finding.startswith("misaligned global access: attention_forward") for finding in findings), findings

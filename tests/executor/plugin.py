@@ -1,0 +1,55 @@
+"""A pytest plugin: the tests' "triton" target is the executor.
+
+PYTHONPATH=tests pytest -p executor.plugin --executor 90 tests/executor/cases.py tests/test_accuracy.py
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from . import driver
+
+driver.prepare()  # before anything imports triton
+
+import pytest
+import support
+import torch
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+support.TARGETS[:] = [
+    support.Target("triton", dtype, "cpu") for dtype in TYPES
+]  # before conftest makes fixtures of them
+
+
+def pytest_addoption(parser):
+    parser.addoption("--executor", type=int, default=80, metavar="ARCH", help="architecture: 80, 86, 89 or 90")
+    parser.addoption("--executor-seed", type=int, default=1, help="order of warps; 0 for one after the other")
+
+
+def pytest_configure(config):
+    support.INTERPRETED = True  # nothing but the device has to be there
+    config.addinivalue_line("markers", "quick: part of the tests' default run")
+    options = {"seed": config.getoption("executor_seed")}
+    config.stash[MACHINE] = context = driver.executed(config.getoption("executor"), **options)
+    context.machine = context.__enter__()
+
+
+def pytest_unconfigure(config):
+    config.stash[MACHINE].__exit__(None, None, None)
+
+
+MACHINE = pytest.StashKey()
+
+
+@pytest.fixture
+def machine(request):
+    """The machine of this run, without earlier launches. A test may change its options; they are put back."""
+    machine = request.config.stash[MACHINE].machine
+    machine.launches.clear()
+    yield machine
+    machine.reset()
+
+
+@pytest.fixture
+def arch(request) -> int:
+    return request.config.getoption("executor")

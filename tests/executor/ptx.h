@@ -1,0 +1,97 @@
+// A PTX kernel as the executor holds it.
+//
+// A register is a slot of the register file: 32 lanes of 4 bytes. 64-bit registers take two slots. Literals, special
+// registers and the address of the shared memory are slots that are filled before the kernel starts, so that every
+// operand of an instruction is a slot.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace executor {
+
+using Lanes = uint32_t;  // a set of lanes, bit l for lane l
+constexpr int LANES = 32;
+constexpr Lanes ALL_LANES = ~0u;
+constexpr uint32_t SHARED_BASE = 1024;  // address of the dynamic shared memory; 0 is never a valid address
+
+struct Warp;
+struct Instruction;
+using Handler = void (*)(Warp&, const Instruction&, Lanes);
+
+struct Operand {
+  int slot = -1;       // -1: no register; a plain integer in `offset`
+  int bytes = 0;       // width of the register: 1 (predicate), 2, 4 or 8
+  int64_t offset = 0;  // of an address; an offset into the parameters; an integer
+};
+
+enum class Control { next, branch, end, barrier };
+
+// What an undefined input makes undefined: the result in the same lane; the result, if it is the one selected; or the
+// result in the lanes that a shuffle brings it to.
+enum class Spread { lane, select, shuffle };
+
+struct Instruction {
+  Handler run = nullptr;
+  Control control = Control::next;
+  bool collective = false;  // all lanes of a warp must run it together
+  int guard = -1;           // slot of the predicate, -1 without one
+  bool negated = false;
+  int target = -1;  // of a branch
+  int line = 0;     // in the PTX
+  std::string opcode, text, source;
+  std::vector<Operand> operands;
+  Spread spread = Spread::lane;
+  std::vector<int> checked, reads, writes;  // slots: must be defined; make the result defined; results
+};
+
+struct Parameter {
+  int offset, bytes;  // within the parameters
+};
+
+struct Constant {
+  int slot, bytes;
+  uint64_t value;
+};
+
+struct Program {
+  std::string name;
+  int threads = 0;
+  int slots = 0;
+  bool uses_wgmma = false;
+  std::vector<Instruction> code;
+  std::vector<Parameter> parameters;
+  std::vector<Constant> constants;
+  std::map<std::string, int> special;  // %tid.x and the like: slot
+};
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The first kernel of a PTX module. Throws Error with the line of what it does not know.
+Program parse(const std::string& text, int arch);
+
+// What is known of an opcode. operands: one letter each,
+//   p 2 4 8  a predicate, a register of so many bytes, or a literal
+//   h f      a register of at least 2, at least 4 bytes
+//   w        a register of 4 bytes that the instruction itself checks
+//   s g      an address in brackets, in shared or in global memory
+//   i        an integer;  P a parameter in brackets;  L a label
+// The first `outputs` of them are written. Operands after `required` may be left out.
+struct Definition {
+  Handler run;
+  std::string operands;
+  int outputs = 0;
+  Control control = Control::next;
+  bool collective = false;
+  size_t required = ~size_t{0};
+};
+
+void define(const std::string& opcode, const Definition& definition);
+const Definition* find_definition(const std::string& opcode);
+
+}  // namespace executor
