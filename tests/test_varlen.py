@@ -78,7 +78,7 @@ def test_packed_is_a_loop_over_sequences(exact, scheme, lengths, causal):
 
 
 def test_neighbours_do_not_reach_in(exact):
-    """Changing one sequence leaves the others' results as they were, to the bit."""
+    """Changing one sequence leaves the others' results as they were, bitwise."""
     rotary, cu = Rotary.rope(16).rectify(11), starts([20, 30, 14], exact.device)
     q, k, v = (support.random((1, 64, 2, 16), exact, seed)[0] for seed in range(3))
     before = attention_varlen(q, k, v, rotary, cu, cu, 30, 30, impl=exact.impl)
