@@ -47,7 +47,7 @@ def executed(arch: int, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [80, pytest.param(90, marks=pytest.mark.slow)])  # .ci/run has a step for each
 def test_quick_cases(library, arch):
     executed(arch, "-m", "quick", *CASES)
 
