@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ...cos_sin import coarse_rows, position_table, two_level_table
@@ -57,9 +59,22 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call: AttentionCa
             rotated_q = q.new_empty(plan.num_bands, _rows(q), *q.shape[-2:])
             plan.rotate_queries(q, rotated_q)
             delta = plan.delta(out, grad_out, grad_lse, lse)
-            plan.grad_kv(rotated_q, k, rotated_k, v, grad_out, lse, delta, grad_k, grad_v)
-            plan.grad_q(rotated_q, k, rotated_k, v, grad_out, lse, delta, grad_q)
+            inputs = GradientInputs(rotated_q, k, rotated_k, v, grad_out, lse, delta)
+            plan.grad_kv(inputs, grad_k, grad_v)
+            plan.grad_q(inputs, grad_q)
     return grad_q, grad_k, grad_v
+
+
+class GradientInputs(NamedTuple):
+    """What both gradient kernels read. rotated_q (band, row, head, head_dim); lse and delta are shaped alike."""
+
+    rotated_q: torch.Tensor
+    k: torch.Tensor
+    rotated_k: torch.Tensor
+    v: torch.Tensor
+    grad_out: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor
 
 
 class AttentionPlan:
@@ -169,36 +184,21 @@ class AttentionPlan:
         )
         return delta
 
-    def grad_kv(self, rotated_q, k, rotated_k, v, grad_out, lse, delta, grad_k, grad_v) -> None:
+    def grad_kv(self, inputs: GradientInputs, grad_k, grad_v) -> None:
         tile, options = self._tile("grad_kv")
-        launcher.launch(
-            attention_grad_kv,
-            (cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv,),
-            tensor_view(rotated_q),
-            tensor_view(k),
-            self._rotated(rotated_k, k),
-            tensor_view(v),
-            tensor_view(grad_out),
-            lse,
-            delta,
-            grad_k,
-            grad_v,
-            self.scheme,
-            self.cu_seqlens,
-            self.seqlen_q,
-            self.seqlen_k,
-            self.max_seqlen_k,
-            self.table_rows,
-            self.heads_q,
-            self.heads_kv,
-            **options,
-        )
+        programs = cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv
+        self._gradient(attention_grad_kv, programs, inputs, (grad_k, grad_v), self.max_seqlen_k, options)
 
-    def grad_q(self, rotated_q, k, rotated_k, v, grad_out, lse, delta, grad_q) -> None:
+    def grad_q(self, inputs: GradientInputs, grad_q) -> None:
         tile, options = self._tile("grad_q")
+        programs = cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q
+        self._gradient(attention_grad_q, programs, inputs, (grad_q,), self.max_seqlen_q, options)
+
+    def _gradient(self, kernel, programs, inputs: GradientInputs, grads, max_seqlen, options) -> None:
+        rotated_q, k, rotated_k, v, grad_out, lse, delta = inputs
         launcher.launch(
-            attention_grad_q,
-            (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
+            kernel,
+            (programs,),
             tensor_view(rotated_q),
             tensor_view(k),
             self._rotated(rotated_k, k),
@@ -206,12 +206,12 @@ class AttentionPlan:
             tensor_view(grad_out),
             lse,
             delta,
-            grad_q,
+            *grads,
             self.scheme,
             self.cu_seqlens,
             self.seqlen_q,
             self.seqlen_k,
-            self.max_seqlen_q,
+            max_seqlen,
             self.table_rows,
             self.heads_q,
             self.heads_kv,
