@@ -9,6 +9,7 @@ import pathlib
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,7 +67,8 @@ class Uncompiled(CompiledKernel):
     ran = []
 
     def __init__(self, source, target, options):
-        self.src, self.metadata, self.packed_metadata = source, None, None
+        self.src, self.metadata, self.packed_metadata = source, SimpleNamespace(shared=0, num_warps=4), None
+        self.n_regs = 255
         self.module = self.function = self.name = source.name
         self._run = lambda *_: self.ran.append(self)
 
@@ -231,6 +233,42 @@ def test_host_work_of_a_call():
     assert found.keys() == allowed.keys()
     for name, (launches, functions) in allowed.items():
         assert found[name][0] == launches and found[name][1] <= functions, (name, found[name])
+
+
+RESIDENT = """
+import json, torch
+from bench.compiling import offline
+from flashrope import Rotary, attention_with_cache
+from flashrope.backends import triton as backend
+from flashrope.backends.triton import cached
+
+class Device(offline.AbsentDevice):
+    def load_binary(self, *args):
+        module, function, _, *rest = super().load_binary(*args)
+        return module, function, self.registers, *rest
+
+device, asked, choose_splits = Device(80, lambda *_: lambda *_: None), [], cached.choose_splits
+backend.unsupported_reason = lambda q, cached=False: ""
+cached.choose_splits = lambda *args: asked.append(args) or choose_splits(*args)
+with offline.active(80, device):
+    for dtype, device.registers in ((torch.bfloat16, 255), (torch.float16, 64)):  # a kernel for each
+        q, k = torch.zeros(4, 1, 8, 128, dtype=dtype), torch.zeros(4, 65536, 8, 128, dtype=dtype)
+        for rotary in (Rotary.rope(128), Rotary.rope(128).local(1000)):
+            attention_with_cache(q, k, k, rotary, torch.ones(4, dtype=torch.int32), impl="triton")
+print(json.dumps(asked))
+"""
+
+
+@without_gpu
+def test_splits_follow_what_the_compiled_kernel_occupies():
+    done = subprocess.run(
+        [sys.executable, "-c", RESIDENT], capture_output=True, text=True, env=compiling_environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    programs, tiles, tiles_of_window = 32, 1024, 16
+    assert json.loads(done.stdout) == [
+        [programs, count, blocks * 108] for blocks in (1, 2) for count in (tiles, tiles_of_window)
+    ]
 
 
 @pytest.mark.slow

@@ -85,8 +85,6 @@ COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combi
 # With a KV cache.
 DECODE_SEQLEN = 64  # query tokens that the decode kernel takes at most; the forward kernel serves longer chunks
 WIDE_ROWS = 16  # more query rows per key head take the "decode wide" tile
-# Splits, where the caller gives none: blocks per multiprocessor, and the fewest keys that are worth a split.
-BLOCKS_PER_MULTIPROCESSOR, MIN_KEYS_PER_SPLIT = 2, 256
 
 
 def options(num_warps: int, **others: int) -> dict[str, int | bool]:
@@ -99,11 +97,6 @@ def family(capability: int) -> str:
     if capability < 80:
         raise ValueError(f"the Triton kernels need compute capability 8.0 or newer, this device has {capability / 10}")
     return "sm80" if capability == 80 else "sm90" if 90 <= capability < 120 else "sm86"
-
-
-def num_splits(programs: int, capacity: int, multiprocessors: int) -> int:
-    """Parts to split the keys of a cache into, by shapes alone; programs: how many one split has."""
-    return max(1, min(BLOCKS_PER_MULTIPROCESSOR * multiprocessors // programs, capacity // MIN_KEYS_PER_SPLIT))
 
 
 @lru_cache(maxsize=1024)

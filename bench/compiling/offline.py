@@ -115,15 +115,16 @@ def catch(arch: int, kernel: triton.JITFunction, *args, **kwargs) -> Launch:
 
 @contextlib.contextmanager
 def caught_launches(launcher, arch: int) -> Iterator[list[Launch]]:
-    """Replaces ``launcher.launch``: launches are appended to the list, and no kernel runs."""
+    """Replaces ``launcher.launch``: launches are appended to the list, and no kernel is compiled or runs."""
     launches = []
-    before = launcher.launch
+    before = launcher.launch, launcher.resident_blocks
+    launcher.resident_blocks = lambda *args, **kwargs: 1
     launcher.launch = lambda kernel, grid, *args, **kwargs: launches.append(catch(arch, kernel, *args, **kwargs))
     try:
         with active(arch):
             yield launches
     finally:
-        launcher.launch = before
+        launcher.launch, launcher.resident_blocks = before
 
 
 @dataclasses.dataclass(frozen=True)

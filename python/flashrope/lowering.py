@@ -39,6 +39,7 @@ class Lowered(NamedTuple):
     k_stops: for each of k_copies, the distance at which the last band that reads it stops.
     rotated_bands: bit b is set where band b rotates its keys.
     rotated_pairs: pairs up to the last one with a nonzero frequency.
+    reach: how many distances, at most, the bands cover.
     """
 
     rotations: tuple[tuple[float, float], ...]
@@ -47,6 +48,7 @@ class Lowered(NamedTuple):
     k_stops: tuple[int, ...]
     rotated_bands: int
     rotated_pairs: int
+    reach: int
 
     @property
     def q_rotations(self) -> tuple[int, ...]:
@@ -83,6 +85,7 @@ def lower(rotary: Rotary, causal: bool) -> Lowered:
         k_stops=tuple(max(stop for _, stop, _, of_k, _, _ in rows if of_k == copy) for copy in k_copies),
         rotated_bands=sum((of_k > 0) << b for b, (_, _, _, of_k, _, _) in enumerate(rows)),
         rotated_pairs=max((m + 1 for m, frequency in enumerate(rotary.frequencies) if frequency), default=0),
+        reach=max((stop for _, stop, *_ in rows), default=0) - min((start for start, *_ in rows), default=0),
     )
 
 

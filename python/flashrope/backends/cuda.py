@@ -10,14 +10,13 @@ import torch
 from ..cos_sin import coarse_rows, resident, two_level_table
 from ..lowering import lower
 from ..rotary import Rotary
-from .base import MAX_SPLITS, CacheCall, CacheLayout, accumulation_type, aligned, multiprocessors
+from .base import CacheCall, CacheLayout, accumulation_type, aligned, multiprocessors
+from .splits import choose_splits
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.abi3.so"
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_SEQLEN_Q = 64  # csrc/decode.h has the same two numbers
 TILE_ROWS = 16
-MIN_KEYS_PER_SPLIT = 256  # fewer would not pay for the partial results
-BLOCKS_PER_MULTIPROCESSOR = 2  # of the split kernel, whose shared memory allows two to three
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
@@ -70,9 +69,8 @@ def attention_with_cache(
     if not (q.numel() and k_cache.numel() and capacity and call.bands):
         return out.zero_(), lse.fill_(float("-inf"))
     rotary = call.rotary
-    splits = call.num_splits or _default_splits(
-        seqlen_q * (heads_q // heads_kv), batch * heads_kv, capacity, multiprocessors(q.device)
-    )
+    groups, rows_per_group = batch * heads_kv, seqlen_q * (heads_q // heads_kv)
+    splits = call.num_splits or _default_splits(groups, rows_per_group, capacity, head_dim, multiprocessors(q.device))
     rows = splits * batch * seqlen_q * heads_q
     partial = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=q.device)
     _operators().decode(
@@ -116,14 +114,14 @@ def _operators():
     return torch.ops.flashrope_cuda
 
 
-def _default_splits(rows: int, groups: int, capacity: int, multiprocessors: int) -> int:
+def _default_splits(groups: int, rows: int, capacity: int, head_dim: int, multiprocessors: int) -> int:
     """How many splits of the keys fill the device.
 
-    rows: query rows per group. groups: pairs of a sequence and a key head.
+    groups: pairs of a sequence and a key head. rows: query rows of each.
     """
-    blocks = groups * -(-rows // TILE_ROWS)
-    wanted = -(-BLOCKS_PER_MULTIPROCESSOR * multiprocessors // blocks)
-    return max(1, min(wanted, capacity // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
+    tile_keys = 32 if head_dim > 128 else 64  # warps_for and blocks_for of csrc/decode.h
+    resident = 2 if head_dim > 96 else 3
+    return choose_splits(groups * -(-rows // TILE_ROWS), -(-capacity // tile_keys), resident * multiprocessors)
 
 
 @lru_cache(maxsize=1024)

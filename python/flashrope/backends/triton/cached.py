@@ -13,6 +13,7 @@ from ...triton_kernels.decode import append_rows, attention_decode, combine_spli
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_cached_rows
 from ..base import MAX_SPLITS, CacheCall, CacheLayout, multiprocessors
+from ..splits import choose_splits
 from .device import (
     compute_capability,
     current_device,
@@ -164,30 +165,22 @@ class CachePlan:
         wide = not self.call.num_splits and rows > configs.WIDE_ROWS
         tile = self._tile("decode wide" if wide else "decode")
         programs = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
-        num_splits = self._num_splits(programs, tile.block_n)
+        vec = vector_size(self.q, self.k_cache, self.v_cache)
+        fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
+        options = {
+            "SHAPE": shape_of(self.rotary, vec, *fields),
+            **configs.options(tile.num_warps, num_stages=tile.num_stages),
+        }
+        num_splits = self._num_splits(programs, lse, options)
         partial, partial_lse = out, lse
         if num_splits > 1:
             partial = torch.empty(num_splits, *out.shape, dtype=torch.float32, device=out.device)
             partial_lse = torch.empty(num_splits, *lse.shape, dtype=torch.float32, device=out.device)
-        vec = vector_size(self.q, self.k_cache, self.v_cache)
-        fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
         launcher.launch(
             attention_decode,
             (programs * num_splits,),
-            tensor_view(self.q),
-            tensor_view(self.k_cache),
-            tensor_view(self.v_cache),
-            partial,
-            partial_lse,
-            self.scheme,
-            self.layout,
-            self.seqlen_q,
-            self.table.shape[1],
-            self.heads_q,
-            self.heads_kv,
-            num_splits,
-            SHAPE=shape_of(self.rotary, vec, *fields),
-            **configs.options(tile.num_warps, num_stages=tile.num_stages),
+            *self._decode_arguments(partial, partial_lse, num_splits),
+            **options,
         )
         if num_splits > 1:
             head_dim, block_d = self.rotary.head_dim, 2 * self.table.shape[-1]
@@ -206,9 +199,38 @@ class CachePlan:
                 **configs.options(configs.COMBINE_WARPS),
             )
 
-    def _num_splits(self, programs: int, block_n: int) -> int:
-        chosen = self.call.num_splits or configs.num_splits(programs, self.capacity, multiprocessors(self.q.device))
-        return min(chosen, MAX_SPLITS, cdiv(self.capacity, block_n))
+    def _decode_arguments(self, partial, partial_lse, num_splits: int) -> tuple:
+        return (
+            tensor_view(self.q),
+            tensor_view(self.k_cache),
+            tensor_view(self.v_cache),
+            partial,
+            partial_lse,
+            self.scheme,
+            self.layout,
+            self.seqlen_q,
+            self.table.shape[1],
+            self.heads_q,
+            self.heads_kv,
+            num_splits,
+        )
+
+    def _num_splits(self, programs: int, lse, options) -> int:
+        """As the call asks, or what fills the device; programs: blocks of one split."""
+        block_n = options["SHAPE"].block_n
+        if self.call.num_splits:
+            return min(self.call.num_splits, MAX_SPLITS, cdiv(self.capacity, block_n))
+        device, capability = self.q.device, compute_capability(self.q.device)
+        key = (device, capability, self.q.dtype, *options.items())
+        if key not in _resident:
+            # Several splits store float32; lse stands in for their results, which are not there yet.
+            arguments = self._decode_arguments(lse, lse, 2)
+            _resident[key] = launcher.resident_blocks(capability, attention_decode, *arguments, **options)
+        tiles = cdiv(min(self.capacity, self.lowered.reach + self.seqlen_q), block_n)
+        return choose_splits(programs, tiles, _resident[key] * multiprocessors(device))
+
+
+_resident: dict[tuple, int] = {}  # blocks of attention_decode that one multiprocessor holds
 
 
 def _kernel_layout(k_cache, layout: CacheLayout) -> tuple[KernelCacheLayout, int]:

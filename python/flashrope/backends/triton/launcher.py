@@ -19,6 +19,7 @@ import triton
 from triton.compiler import CompiledKernel
 
 from ...triton_kernels.arguments import POINTER_FIELDS
+from ..splits import multiprocessor
 
 _compiled: dict[tuple, tuple] = {}  # (what Triton compiled, the constants that follow its arguments) of every launch
 
@@ -41,6 +42,18 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     compiled = kernel[grid](*args, **options)
     if isinstance(compiled, CompiledKernel):  # not if a hook took over, or a thread is still compiling
         _compiled[key] = compiled, [options[name] for name in kernel.arg_names[len(args) :]]
+
+
+def resident_blocks(capability: int, kernel, *args, **options) -> int:
+    """Blocks that one multiprocessor holds of the kernel that ``launch`` would run; compiles it where need be."""
+    if interpreted():
+        return 1
+    compiled = kernel.warmup(*args, grid=(1,), **options)
+    if not isinstance(compiled, CompiledKernel):  # as in launch
+        return 1
+    compiled.run  # noqa: B018  loads it, which tells the registers
+    shared, num_warps = compiled.metadata.shared, compiled.metadata.num_warps
+    return multiprocessor(capability).resident_blocks(compiled.n_regs, shared, num_warps)
 
 
 def _traits(args: tuple) -> list:

@@ -1,0 +1,75 @@
+"""How many splits of a cache's keys fill a device, from shapes alone. Arithmetic only: no tensors, no kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+
+from .base import MAX_SPLITS
+
+FULL = 0.85  # share of the blocks that the device holds which must be busy, where there are enough keys
+SPLIT_COST = 2  # key tiles that could be read in the time a split needs to start and to store its partial result
+
+KB = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiprocessor:
+    """Limits of one streaming multiprocessor (CUDA C++ Programming Guide, "Technical Specifications per Compute
+    Capability"). shared_per_block, shared: bytes of shared memory."""
+
+    shared_per_block: int
+    shared: int
+    threads: int
+    blocks: int
+
+    def resident_blocks(self, registers: int, shared: int, warps: int) -> int:
+        """How many blocks fit at once. registers: per thread; shared: bytes per block; warps: per block."""
+        registers_per_warp = -(-max(registers, 1) * 32 // 256) * 256  # allocated in units of 256
+        return min(
+            65536 // registers_per_warp // warps,
+            self.shared // (shared + KB),  # CUDA itself takes 1 KB per block
+            self.threads // (32 * warps),
+            self.blocks,
+        )
+
+
+MULTIPROCESSORS = {
+    80: Multiprocessor(163 * KB, 164 * KB, 2048, 32),
+    86: Multiprocessor(99 * KB, 100 * KB, 1536, 16),
+    89: Multiprocessor(99 * KB, 100 * KB, 1536, 24),
+    90: Multiprocessor(227 * KB, 228 * KB, 2048, 32),
+    100: Multiprocessor(227 * KB, 228 * KB, 2048, 32),
+    120: Multiprocessor(99 * KB, 100 * KB, 1536, 24),
+}
+
+
+def multiprocessor(capability: int) -> Multiprocessor:
+    """The limits for a compute capability such as 80. One that is not listed has those of the next older one."""
+    return MULTIPROCESSORS[max((known for known in MULTIPROCESSORS if known <= capability), default=80)]
+
+
+def busy_share(programs: int, splits: int, resident: int) -> float:
+    """Average share of the device's `resident` blocks that are busy, if all blocks take the same time."""
+    blocks = programs * splits
+    return blocks / (_waves(blocks, resident) * resident)
+
+
+@lru_cache(maxsize=4096)
+def choose_splits(programs: int, tiles: int, resident: int) -> int:
+    """The number of splits that takes the least time, of those that keep ``FULL`` of the device busy.
+
+    programs: blocks of one split. tiles: key tiles of a sequence. resident: blocks that the device holds at once. Where
+    even one tile per split leaves the device less busy, all numbers of splits are compared.
+    """
+
+    def time(splits: int) -> int:
+        return _waves(programs * splits, resident) * (-(-tiles // splits) + SPLIT_COST)
+
+    numbers = range(1, max(1, min(tiles, MAX_SPLITS)) + 1)
+    full = [splits for splits in numbers if busy_share(programs, splits, resident) >= FULL]
+    return min(full or numbers, key=time)
+
+
+def _waves(blocks: int, resident: int) -> int:
+    return -(-blocks // resident)

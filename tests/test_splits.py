@@ -1,0 +1,73 @@
+"""How decoding divides the keys: the choice is a function of shapes, and of what the compiled kernel occupies."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flashrope.backends import cuda
+from flashrope.backends.base import MAX_SPLITS
+from flashrope.backends.splits import FULL, MULTIPROCESSORS, busy_share, choose_splits, multiprocessor
+
+DECODE_H = (Path(__file__).parent.parent / "csrc" / "decode.h").read_text()
+BLOCK_N = 64
+PROGRAMS = sorted({batch * heads_kv for batch in range(1, 65) for heads_kv in range(1, 33)})
+CAPACITIES = [1 << n for n in range(10, 18)] + [1500, 3000, 7777, 100_000]
+
+
+@pytest.mark.parametrize("multiprocessors", [108, 132])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_the_device_is_busy(multiprocessors, blocks):
+    """Batches 1 to 64, 1 to 32 KV heads, 1k to 131k keys."""
+    resident = blocks * multiprocessors
+    for programs in PROGRAMS:
+        for capacity in CAPACITIES:
+            tiles = -(-capacity // BLOCK_N)
+            splits = choose_splits(programs, tiles, resident)
+            assert 1 <= splits <= min(tiles, MAX_SPLITS)
+            # One tile per split is the finest division that there is.
+            reachable = programs * min(tiles, MAX_SPLITS) >= FULL * resident
+            assert busy_share(programs, splits, resident) >= FULL or not reachable, (programs, capacity, splits)
+
+
+@pytest.mark.parametrize(
+    ("programs", "tiles", "resident", "splits"),
+    [
+        (1, 16, 108, 16),  # too few keys to fill the device: a tile for every split
+        (8, 2048, 132, 16),  # 128 blocks of 132, not 264 in two waves
+        (128, 2048, 108, 16),  # 2048 blocks in 19 waves; one split would leave 88 multiprocessors idle in the second
+        (2048, 2048, 108, 1),
+        (1, 0, 108, 1),
+        (1, 100_000, 264, MAX_SPLITS),
+    ],
+)
+def test_examples(programs, tiles, resident, splits):
+    assert choose_splits(programs, tiles, resident) == splits
+
+
+def test_resident_blocks():
+    a100 = multiprocessor(80)
+    assert a100.resident_blocks(registers=255, shared=0, warps=8) == 1
+    assert a100.resident_blocks(registers=128, shared=0, warps=8) == 2
+    assert a100.resident_blocks(registers=128, shared=81 * 1024, warps=8) == 2
+    assert a100.resident_blocks(registers=128, shared=82 * 1024, warps=8) == 1
+    assert a100.resident_blocks(registers=16, shared=0, warps=1) == 32
+    assert multiprocessor(90).resident_blocks(registers=64, shared=110 * 1024, warps=4) == 2
+
+
+def test_newer_architectures_take_the_limits_of_the_nearest_older_one():
+    assert multiprocessor(87) is MULTIPROCESSORS[86] and multiprocessor(103) is MULTIPROCESSORS[100]
+    assert multiprocessor(121) is MULTIPROCESSORS[120]
+
+
+@pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
+def test_cuda_fills_the_blocks_that_its_kernel_is_compiled_for(head_dim, monkeypatch):
+    def number(function):
+        limit, above, else_ = re.search(rf"int {function}\(.*head_dim > (\d+) \? (\d+) : (\d+)", DECODE_H).groups()
+        return int(above if head_dim > int(limit) else else_)
+
+    asked = []
+    monkeypatch.setattr(cuda, "choose_splits", lambda *args: asked.append(args))
+    cuda._default_splits(groups=6, rows=17, capacity=1000, head_dim=head_dim, multiprocessors=108)
+    tile = 16 * number("warps_for")
+    assert asked == [(12, -(-1000 // tile), 108 * number("blocks_for"))]
