@@ -37,6 +37,7 @@ def test_the_device_is_busy(multiprocessors, blocks):
         (8, 2048, 132, 16),  # 128 blocks of 132, not 264 in two waves
         (128, 2048, 108, 16),  # 2048 blocks in 19 waves; one split would leave 88 multiprocessors idle in the second
         (2048, 2048, 108, 1),
+        (1, 3, 108, 1),  # not worth a second launch
         (1, 0, 108, 1),
         (1, 100_000, 264, MAX_SPLITS),
     ],

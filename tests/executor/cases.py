@@ -137,7 +137,7 @@ DECODING = {
     ),
     "several-tokens-d40-bf16": (dict(target=BF16, scheme="hope_rerope_log_n", head_dim=40, seqlen_q=3), ()),
     "local-d256-bf16": (dict(target=BF16, scheme="local", head_dim=256, page_size=PAGES), slow),
-    "rope-d16-fp32": (dict(target=FP32, scheme="rope", head_dim=16), ()),
+    "rope-d16-fp32": (dict(target=FP32, scheme="rope", head_dim=16, num_splits=2), ()),
     "prefill-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64, seqlen_q=70), ()),
     "prefill-paged-leftpad-d64-bf16": (
         dict(

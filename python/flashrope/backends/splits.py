@@ -8,7 +8,9 @@ from functools import lru_cache
 from .base import MAX_SPLITS
 
 FULL = 0.85  # share of the blocks that the device holds which must be busy, where there are enough keys
-SPLIT_COST = 2  # key tiles that could be read in the time a split needs to start and to store its partial result
+# In the time of a key tile; estimates, not timed: what a block needs to start and to store a partial result, and the
+# launch that combines those.
+SPLIT_COST, COMBINE_COST = 2, 4
 
 KB = 1024
 
@@ -64,7 +66,8 @@ def choose_splits(programs: int, tiles: int, resident: int) -> int:
     """
 
     def time(splits: int) -> int:
-        return _waves(programs * splits, resident) * (-(-tiles // splits) + SPLIT_COST)
+        waves = _waves(programs * splits, resident)
+        return waves * (-(-tiles // splits) + SPLIT_COST) + (COMBINE_COST if splits > 1 else 0)
 
     numbers = range(1, max(1, min(tiles, MAX_SPLITS)) + 1)
     full = [splits for splits in numbers if busy_share(programs, splits, resident) >= FULL]
