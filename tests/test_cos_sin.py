@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import threading
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from flashrope.cos_sin import (
     cos_sin,
     padded_pairs,
     position_table,
-    resident,
     two_level_table,
 )
 from flashrope.lowering import lower
@@ -186,15 +184,3 @@ def test_tables_are_kept():
     assert two_level_table(Rotary.rope(32), True, 4, CPU) is two_level_table(Rotary.rope(32), True, 4, CPU)
     twin = Rotary.from_inv_freq(Rotary.rope(32).frequencies, 32)
     assert two_level_table(Rotary.rope(32), True, 4, CPU) is two_level_table(twin, True, 4, CPU)
-
-
-def test_what_stays_on_a_gpu_is_made_by_another_thread():
-    """This one may allocate from a CUDA graph's pool, or make tensors of inference mode."""
-
-    class Recorder:
-        def to(self, device):
-            return device, threading.get_ident(), torch.is_inference_mode_enabled()
-
-    with torch.inference_mode():
-        device, thread, inference = resident(Recorder, torch.device("cuda", 1))
-    assert device == torch.device("cuda", 1) and thread != threading.get_ident() and not inference

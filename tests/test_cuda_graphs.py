@@ -104,3 +104,13 @@ def test_on_a_device_that_is_not_the_current_one():
     with torch.cuda.device(0):
         first, second = (attention(*tensors(device=f"cuda:{index}"), rotary) for index in (0, 1))
     assert second.device.index == 1 and torch.equal(first.cpu(), second.cpu())
+
+
+@pytest.mark.parametrize("known_table", [False, True])
+def test_first_use_inside_a_capture_is_refused(known_table):
+    rotary, x = Rotary.rope(48, base=12_391.0), torch.zeros(1, 100, 1, 48, dtype=torch.bfloat16, device="cuda")
+    if known_table:  # float32 needs a kernel of its own
+        attention(x, x, x, rotary)
+        x = x.float()
+    with pytest.raises(RuntimeError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        attention(x, x, x, rotary)

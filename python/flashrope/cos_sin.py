@@ -6,13 +6,10 @@ tables by two to three float32 roundings, at any position.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-
 import torch
 
 from .lowering import lower
+from .resident import kept_on_device
 from .rotary import Rotary
 
 FINE_ROWS = (
@@ -49,26 +46,14 @@ def coarse_rows(positions: int) -> int:
     return 1 << max(-(-positions // FINE_ROWS) - 1, 0).bit_length()
 
 
-def resident(build: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The tensor that build returns, on a device where it is to stay.
-
-    On a GPU a separate thread makes it: the calling thread may be in inference mode, or may allocate from the pool of
-    a CUDA graph (torch.compile's "reduce-overhead" does), which takes that memory back.
-    """
-    if device.type != "cuda":
-        return build().to(device)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: build().to(device)).result()
-
-
-@lru_cache(maxsize=256)
+@kept_on_device("cos/sin tables")
 def two_level_table(rotary: Rotary, causal: bool, coarse: int, device: torch.device) -> torch.Tensor:
     """float32 (rotations, FINE_ROWS + coarse, 2, padded pairs), one entry per rotation of ``lower(rotary, causal)``.
 
     The fine rows hold cos and sin of slope * r for r < FINE_ROWS, the coarse rows those of
     slope * FINE_ROWS * c + offset. Angle addition joins the two.
     """
-    return resident(lambda: _two_levels(rotary, causal, coarse), device)
+    return _two_levels(rotary, causal, coarse).to(device)
 
 
 def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
@@ -79,9 +64,9 @@ def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
     return _padded(rotary, *cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows))
 
 
-@lru_cache(maxsize=256)
+@kept_on_device("frequencies")
 def _resident_frequencies(rotary: Rotary, device: torch.device) -> tuple[torch.Tensor | None, ...]:
-    return tuple(x if x is None else resident(lambda x=x: x, device) for x in _frequencies(rotary, "cpu"))
+    return tuple(x if x is None else x.to(device) for x in _frequencies(rotary, "cpu"))
 
 
 def position_table(rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from ..cos_sin import coarse_rows, resident, two_level_table
+from ..cos_sin import coarse_rows, two_level_table
 from ..lowering import lower
+from ..resident import kept_on_device
 from ..rotary import Rotary
 from .base import CacheCall, CacheLayout, accumulation_type, aligned, multiprocessors
 from .splits import choose_splits
@@ -124,11 +125,11 @@ def _default_splits(groups: int, rows: int, capacity: int, head_dim: int, multip
     return choose_splits(groups * -(-rows // TILE_ROWS), -(-capacity // tile_keys), resident * multiprocessors)
 
 
-@lru_cache(maxsize=1024)
+@kept_on_device("band table")
 def _bands(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tensor:
     """int32 (bands, 4) on the device: start, stop, q_rotation, k_rotation."""
     rows = [(band.start, band.stop, band.q_rotation, band.k_rotation) for band in lower(rotary, causal).bands]
-    return resident(lambda: torch.tensor(rows, dtype=torch.int32), device)
+    return torch.tensor(rows, dtype=torch.int32).to(device)
 
 
 def _to_aligned(x: torch.Tensor) -> torch.Tensor:

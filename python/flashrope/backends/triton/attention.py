@@ -90,7 +90,7 @@ class AttentionPlan:
         self.cu_seqlens = CuSeqlens(call.cu_seqlens_q, call.cu_seqlens_k)
 
         self.rotary = rotary
-        self.lowered, self.tables = lower(rotary, causal), scheme_on(q.device, rotary, causal)
+        self.lowered, self.tables = lower(rotary, causal), scheme_on(rotary, causal, q.device)
         self.num_bands = len(self.lowered.bands)
         if positions is None:
             table = two_level_table(rotary, causal, coarse_rows(max(self.seqlen_q, self.seqlen_k)), q.device)

@@ -72,7 +72,7 @@ class CachePlan:
         self.batch, self.seqlen_q, self.heads_q, _ = q.shape
         self.heads_kv, self.capacity = k_cache.shape[2], call.layout.capacity(k_cache)
         self.rotary, device = call.rotary, q.device
-        self.lowered, self.tables = lower(self.rotary, call.causal), scheme_on(device, self.rotary, call.causal)
+        self.lowered, self.tables = lower(self.rotary, call.causal), scheme_on(self.rotary, call.causal, device)
         self.num_bands = len(self.lowered.bands)
         self.layout, self.page_size = _kernel_layout(k_cache, call.layout)
         rows = coarse_rows(max(self.seqlen_q, self.capacity))

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ...cos_sin import padded_pairs, resident
+from ...cos_sin import padded_pairs
 from ...lowering import lower
+from ...resident import kept_on_device
 from ...rotary import Rotary
 from ...triton_kernels.arguments import Shape
 from ..base import aligned
@@ -27,11 +28,11 @@ class DeviceScheme(NamedTuple):
     key_ranges: torch.Tensor
 
 
-@lru_cache(maxsize=1024)
-def scheme_on(device: torch.device, rotary: Rotary, causal: bool) -> DeviceScheme:
+@kept_on_device("band tables")
+def scheme_on(rotary: Rotary, causal: bool, device: torch.device) -> DeviceScheme:
     lowered = lower(rotary, causal)
     values = (lowered.bands, lowered.q_rotations, lowered.k_copies, lowered.rotated_key_ranges)
-    return DeviceScheme(*(resident(lambda x=x: torch.tensor(x, dtype=torch.int32), device) for x in values))
+    return DeviceScheme(*(torch.tensor(x, dtype=torch.int32).to(device) for x in values))
 
 
 @lru_cache(maxsize=1024)

@@ -19,6 +19,7 @@ import triton
 from triton.compiler import CompiledKernel
 
 from ...triton_kernels.arguments import POINTER_FIELDS
+from ...resident import refuse_capture
 from ..splits import multiprocessor
 
 _compiled: dict[tuple, tuple] = {}  # (what Triton compiled, the constants that follow its arguments) of every launch
@@ -39,6 +40,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
         compiled, constants = known
         compiled[(*grid, 1, 1)[:3]](*args, *constants)
         return
+    refuse_capture(f"kernel {kernel.__name__} for these arguments")
     compiled = kernel[grid](*args, **options)
     if isinstance(compiled, CompiledKernel):  # not if a hook took over, or a thread is still compiling
         _compiled[key] = compiled, [options[name] for name in kernel.arg_names[len(args) :]]
@@ -48,6 +50,7 @@ def resident_blocks(capability: int, kernel, *args, **options) -> int:
     """Blocks that one multiprocessor holds of the kernel that ``launch`` would run; compiles it where need be."""
     if interpreted():
         return 1
+    refuse_capture(f"kernel {kernel.__name__} for these arguments")
     compiled = kernel.warmup(*args, grid=(1,), **options)
     if not isinstance(compiled, CompiledKernel):  # as in launch
         return 1

@@ -1,0 +1,82 @@
+"""Tensors that are built once and stay on their device: tables of cos and sin, band tables."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, wraps
+from typing import TypeVar
+
+import torch
+
+MANY = 1000  # entries of one function, from where on a warning tells that they stay
+F = TypeVar("F", bound=Callable)
+_building = threading.Lock()
+
+
+def kept_on_device(what: str) -> Callable[[F], F]:
+    """Decorates build(*key), which makes tensors on the device that is the last argument; results are cached by key.
+
+    On a GPU they live as long as the process. A captured CUDA graph may point to them, and a kernel on another stream
+    may still read them, so their memory must not go to anyone else. On the CPU the 256 used last are kept.
+
+    what: what is built, for messages.
+
+    Raises:
+        RuntimeError: the first use with these arguments is inside a CUDA graph capture.
+    """
+
+    def decorate(build):
+        kept: dict[tuple, object] = {}
+        recent = lru_cache(maxsize=256)(build)
+
+        def make(*key):
+            with _building:  # two threads must not hold two copies, of which one would be freed
+                if key not in kept:
+                    refuse_capture(f"{what} of this scheme")
+                    kept[key] = _on_another_thread(build, key)
+                    if len(kept) == MANY:
+                        _warn_of_many(what, key[-1])
+                return kept[key]
+
+        @wraps(build)
+        def lookup(*key):
+            found = kept.get(key)
+            if found is not None:
+                return found
+            return recent(*key) if key[-1].type == "cpu" else make(*key)
+
+        return lookup
+
+    return decorate
+
+
+def _warn_of_many(what: str, device: torch.device) -> None:
+    warnings.warn(
+        f"flashrope has made the {what} of {MANY} different schemes. They stay on {device} until the process ends, "
+        "because CUDA graphs may use them. Avoid a new Rotary for every step.",
+        stacklevel=4,
+    )
+
+
+def _on_another_thread(build: Callable, key: tuple):
+    """The calling thread may be in inference mode, or may allocate from the pool of a CUDA graph (torch.compile's
+    "reduce-overhead" does), which takes that memory back. Copies from the host are complete when this returns, so every
+    stream may read the tensors."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(build, *key).result()
+
+
+def refuse_capture(what: str) -> None:
+    """Raises if a CUDA graph is being captured on the current stream; what: what would have to be made now."""
+    if is_capturing():
+        raise RuntimeError(
+            f"flashrope cannot make the {what} while a CUDA graph is being captured. Make one call with the same "
+            "arguments before the capture."
+        )
+
+
+def is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
