@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_int, decode_stride
-from .kv_cache import cache_bounds, clamp, find_page, find_valid_page
+from .kv_cache import cache_bounds, clamp, find_page, load_page, row_in_page, valid_page
 from .rotation import CosSinTable, join_pairs, load_cos_sin, load_pairs, log_n_scale, rotate
 from .softmax import LN_2, LOG2_E, add_values, finish_softmax, log2_scale, online_softmax, start_softmax
 from .tiles import (
@@ -102,11 +102,24 @@ def rotate_pairs(x, y, table, rotation, rows, scale, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def attend_block(state, queries, keys, band, column, ROTATE_K: tl.constexpr, SHAPE: tl.constexpr):
-    """One step of the online softmax, over the keys from `column` on."""
+def block_slots(keys, column, SHAPE: tl.constexpr):
+    """The slots of the keys from `column` on, [BN]; the last key stands in for those beyond."""
+    slot = keys.first_slot + column + clamp_rows(tl.arange(0, SHAPE.block_n), keys.length - column)
+    return tl.maximum(slot, 0)  # where there are no keys
+
+
+@triton.jit
+def load_pages(keys, column, SHAPE: tl.constexpr):
+    """The pages of the keys from `column` on, int32 [BN]."""
+    return load_page(keys.cache, keys.batch, block_slots(keys, column, SHAPE), SHAPE.page_size)
+
+
+@triton.jit
+def attend_block(state, queries, keys, band, column, pages, ROTATE_K: tl.constexpr, SHAPE: tl.constexpr):
+    """One step of the online softmax, over the keys from `column` on, whose `pages` were loaded before."""
     columns = tl.arange(0, SHAPE.block_n)
-    slot = keys.first_slot + column + clamp_rows(columns, keys.length - column)
-    page, row = find_valid_page(keys.cache, keys.batch, slot, SHAPE.page_size)
+    row = row_in_page(keys.cache, block_slots(keys, column, SHAPE), SHAPE.page_size)
+    page = valid_page(keys.cache, pages)
     x, y = load_pairs(keys.k.ptr, page_offsets(page, row, keys.k), 0, SHAPE.block_d // 2, SHAPE)  # [BN, D/2]
     if ROTATE_K:
         rows = Rows(columns, column + keys.shift, column, keys.length)
@@ -174,10 +187,13 @@ def attention_decode(
 
         blocks = key_tiles(band, first_q, last_q, length, SHAPE.block_n)
         begin = blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits  # the split's first block
+        pages = load_pages(keys, begin * SHAPE.block_n, SHAPE)
         for block in tl.range(begin, blocks.end, num_splits):
-            state = attend_block(
-                state, queries, keys, band, block * SHAPE.block_n, (SHAPE.rotated_bands >> b) & 1, SHAPE
-            )
+            # A block ahead: K and V can only be requested ahead if their pages are known by then.
+            next_pages = load_pages(keys, (block + num_splits) * SHAPE.block_n, SHAPE)
+            column, ROTATE_K = block * SHAPE.block_n, (SHAPE.rotated_bands >> b) & 1
+            state = attend_block(state, queries, keys, band, column, pages, ROTATE_K, SHAPE)
+            pages = next_pages
 
     result, log_sum = finish_softmax(state)
     channels = tl.arange(0, SHAPE.block_d)

@@ -66,5 +66,5 @@ def finish_softmax(state):
     """out float32 [BM, D] and lse [BM], natural log. Rows without keys: 0 and -inf."""
     empty = state.row_sum == 0
     row_sum = tl.where(empty, 1.0, state.row_sum)
-    out = state.acc / row_sum[:, None]
+    out = state.acc * (1.0 / row_sum)[:, None]
     return out, tl.where(empty, float("-inf"), state.row_max * LN_2 + tl.log(row_sum))
