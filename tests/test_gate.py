@@ -43,10 +43,10 @@ def launch(arch, step=32, K=4096, num_stages=2, **options):
     return offline.catch(arch, product, x, x, x.float(), K, 64, step, num_warps=4, num_stages=num_stages, **options)
 
 launches = {"sm_80": launch(80), "sm_90": launch(90), "spilling": launch(80, maxnreg=32),
-            "large": launch(80, step=256, num_stages=4),
+            "large": launch(80, step=256, num_stages=4), "three stages": launch(80, num_stages=3),
             "other length": launch(80, K=8192), "odd length": launch(80, K=4097)}
 found = {name: {"key": str(caught.key)} for name, caught in launches.items()}
-for name in ("sm_80", "sm_90", "spilling", "large"):
+for name in ("sm_80", "sm_90", "spilling", "large", "three stages"):
     compiled = launches[name].compile()
     found[name] |= dataclasses.asdict(offline.measure(compiled))
     tool, offline.tool = offline.tool, lambda name: None
@@ -92,15 +92,22 @@ def test_products_of_the_hot_loop(compiled, arch, products):
 def test_registers_and_spills_are_what_ptxas_reports(compiled, name):
     kernel = compiled[name]
     reported = kernel["without_tools"]
-    assert reported["loop"] is None
-    assert {field: kernel[field] for field in reported if field != "loop"} == {
-        k: v for k, v in reported.items() if k != "loop"
-    }
+    of_listing = {"loop", "loop_spills"}
+    assert {reported[field] for field in of_listing} == {None}
+    assert all(kernel[field] == reported[field] for field in reported if field not in of_listing)
     assert (kernel["spill_stores"] > 0) == (kernel["spill_loads"] > 0) == (name == "spilling")
 
 
 def test_spills_in_the_hot_loop(compiled):
-    assert compiled["spilling"]["loop"]["local"] > 0
+    kernel = compiled["spilling"]
+    assert kernel["loop"]["local"] > 0
+    assert 0 < kernel["loop_spills"] < kernel["spill_stores"] + kernel["spill_loads"]
+    assert compiled["sm_80"]["loop_spills"] == 0
+
+
+def test_slots(compiled):
+    """mma.sync reads a tile from registers: of two stages one is in shared memory. wgmma reads it there."""
+    assert [compiled[name]["slots"] for name in ("sm_80", "three stages", "large", "sm_90")] == [1, 2, 3, 2]
 
 
 def test_launches_with_equal_specialisation_share_a_key(compiled):
@@ -128,7 +135,11 @@ def test_violations_name_the_kernel_and_the_limit(compiled):
         return row(measured=Measured(**measured)).violations()
 
     assert found("sm_80") == []
-    [spill] = found("spilling")
+    spill, touched = found("spilling")
+    expected = (
+        f"touches {compiled['spilling']['loop_spills']} spilled bytes per thread in its tile loops, the limit is 0"
+    )
+    assert touched.endswith(expected)
     assert spill.startswith("attention_forward sm_80 128 bf16 1 rope: spills") and spill.endswith("the limit is 0")
     [shared] = found("large")
     assert f"needs {compiled['large']['shared']} bytes of shared memory, a block of sm_80 has 166912" in shared
@@ -153,6 +164,7 @@ def test_almost_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, sch
         allowed = SPILLED.get(key, SPILLED.get((*key, scheme.name), 0))
         assert not row(kernel, cases.Case(arch, head_dim, dtype, scheme), spill_stores=allowed).violations()
         assert row(kernel, cases.Case(arch, head_dim, dtype, scheme), spill_stores=allowed + 4).violations()
+        assert row(kernel, cases.Case(arch, head_dim, dtype, scheme), loop_spills=4).violations()
 
 
 @pytest.mark.parametrize(
@@ -167,9 +179,9 @@ def test_almost_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, sch
     ids=lambda case: f"sm_{case.arch} {case.head_dim} {case.dtype} {case.scheme.name}",
 )
 def test_elsewhere_a_spill_is_listed_with_its_figure(case):
-    spilling = row(case=case, spill_stores=512)
+    spilling = row(case=case, spill_stores=512, loop_spills=64)
     assert not spilling.violations()
-    assert spilling.figures()["spill B"] == "512"
+    assert (spilling.figures()["spill B"], spilling.figures()["in loops"]) == ("512", "64")
 
 
 @pytest.mark.parametrize(("arch", "limit"), [(80, 163), (86, 99), (89, 99), (90, 227)])
@@ -196,9 +208,23 @@ def test_keys_and_values_are_read_once_in_vectors(cache, wide, narrow, passes):
     loop = {"mma": 16, "total": 300, "global": wide + narrow, "global 16 B": wide}
     chunk = next(scheme for scheme in cases.CHUNKS if scheme.name == f"rope {cache} chunk")
     for kernel, scheme in (("attention_decode", decode), ("attention_forward", chunk)):
-        reading = row(kernel, cases.Case(80, 128, "bf16", scheme), warps=8, loop=loop)
+        reading = row(kernel, cases.Case(80, 128, "bf16", scheme), warps=8, loop=loop, slots=2)
         assert reading.figures()["16 B loads"] == str(wide)
         assert (reading.violations() == []) == passes
+
+
+@pytest.mark.parametrize("kernel", ["attention_decode", "attention_forward"])
+@pytest.mark.parametrize(("cache", "needed"), [("contiguous", False), ("paged", True)])
+def test_keys_and_values_of_a_paged_cache_have_two_slots(kernel, cache, needed):
+    schemes = cases.DECODE if kernel == "attention_decode" else cases.CHUNKS
+    case = cases.Case(80, 96, "bf16", next(scheme for scheme in schemes if scheme.cache == cache))
+
+    def violations(slots, case=case):
+        return row(kernel, case, loop={"mma": 16, "total": 16}, slots=slots).violations()
+
+    assert not violations(2) and not violations(None, dataclasses.replace(case, dtype="fp32"))
+    for slots in (None, 1):
+        assert bool(violations(slots)) == needed
 
 
 @pytest.mark.parametrize(
@@ -249,11 +275,18 @@ def test_listing():
     assert len(listing.opcodes) == 17 and listing.opcodes[10] == "BRA.U"
     assert listing.loops == ((2, 13), (3, 6), (7, 10), (15, 15))
     assert sass.local_bytes(listing) == (24, 4)
+    assert sass.local_bytes_in_loops(listing) == 0  # the load and the stores are in the loop around the two
     assert sass.mix(listing.opcodes)["total"] == 16  # without the NOP
     first, second = sass.tile_loops(listing)  # the loop around both is not a tile loop, the endless one has no product
     assert first == {"mma": 1, "fp32": 1, "other": 2, "total": 4}
     assert second == {"ldsm": 1, "mma": 1, "other": 2, "total": 4}
     assert sass.hot_loop(sass.parse("")) is None
+
+
+def test_local_memory_in_tile_loops():
+    spilled = "LDL.64 R2, [R1] ;\n        /*0058*/                   STL [R1], R2 ;"
+    listing = sass.parse(LISTING.replace("FFMA R2, R3, R4, R5 ;", spilled))
+    assert sass.local_bytes(listing) == (28, 12) and sass.local_bytes_in_loops(listing) == 12
 
 
 def test_hot_loop_is_the_one_without_masks():

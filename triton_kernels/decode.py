@@ -12,10 +12,20 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_int, decode_stride
-from .kv_cache import cache_bounds, clamp, find_page, find_valid_page
+from .kv_cache import cache_bounds, clamp, find_page, load_page, row_in_page, valid_page
 from .rotation import CosSinTable, join_pairs, load_cos_sin, load_pairs, log_n_scale, rotate
-from .softmax import LN_2, LOG2_E, add_values, finish_softmax, online_softmax, start_softmax
-from .tiles import Rows, clamp_rows, head_view, in_band, key_tiles, load_band, load_rows, page_offsets
+from .softmax import LN_2, LOG2_E, add_values, finish_softmax, log2_scale, online_softmax, start_softmax
+from .tiles import (
+    Rows,
+    clamp_rows,
+    head_view,
+    is_visible,
+    key_tiles,
+    load_band,
+    load_rows,
+    page_offsets,
+    visible_keys,
+)
 
 
 @triton.jit
@@ -49,11 +59,12 @@ def append_rows(k_cache, v_cache, k, v, cache, heads, SHAPE: tl.constexpr):
 
 
 class Queries(NamedTuple):
-    """first, second: the members of the rotated pairs [BM, D/2]; position [BM]; scale_log2: softmax scale, log2."""
+    """first, second: the members of the rotated pairs [BM, D/2]; visible: the keys that each row sees; scale_log2:
+    softmax scale, log2."""
 
     first: object
     second: object
-    position: object
+    visible: object
     scale_log2: object
 
 
@@ -91,19 +102,31 @@ def rotate_pairs(x, y, table, rotation, rows, scale, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def attend_block(state, queries, keys, band, column, ROTATE_K: tl.constexpr, SHAPE: tl.constexpr):
-    """One step of the online softmax, over the keys from `column` on."""
+def block_slots(keys, column, SHAPE: tl.constexpr):
+    """The slots of the keys from `column` on, [BN]; the last key stands in for those beyond."""
+    slot = keys.first_slot + column + clamp_rows(tl.arange(0, SHAPE.block_n), keys.length - column)
+    return tl.maximum(slot, 0)  # where there are no keys
+
+
+@triton.jit
+def load_pages(keys, column, SHAPE: tl.constexpr):
+    """The pages of the keys from `column` on, int32 [BN]."""
+    return load_page(keys.cache, keys.batch, block_slots(keys, column, SHAPE), SHAPE.page_size)
+
+
+@triton.jit
+def attend_block(state, queries, keys, band, column, pages, ROTATE_K: tl.constexpr, SHAPE: tl.constexpr):
+    """One step of the online softmax, over the keys from `column` on, whose `pages` were loaded before."""
     columns = tl.arange(0, SHAPE.block_n)
-    slot = keys.first_slot + column + clamp_rows(columns, keys.length - column)
-    page, row = find_valid_page(keys.cache, keys.batch, slot, SHAPE.page_size)
+    row = row_in_page(keys.cache, block_slots(keys, column, SHAPE), SHAPE.page_size)
+    page = valid_page(keys.cache, pages)
     x, y = load_pairs(keys.k.ptr, page_offsets(page, row, keys.k), 0, SHAPE.block_d // 2, SHAPE)  # [BN, D/2]
     if ROTATE_K:
         rows = Rows(columns, column + keys.shift, column, keys.length)
         x, y = rotate_pairs(x, y, keys.table, band.k_rotation, rows, 1.0, SHAPE)
     scores = pair_scores(queries, x, y, SHAPE)
     # Masked in every block, edge or not, so that a visit in which a row sees nothing changes no bit of it.
-    position_k = (column + columns)[None, :]
-    visible = in_band(queries.position[:, None], position_k, band) & (position_k < keys.length)
+    visible = is_visible(queries.visible, column, SHAPE.block_n)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     channels = tl.arange(0, SHAPE.block_d)
     v = load_rows(keys.v.ptr, page_offsets(page, row, keys.v), channels, SHAPE)  # [BN, D]
@@ -160,14 +183,17 @@ def attention_decode(
         x, y = load_pairs(q.ptr, offsets, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
         of_rows = Rows(position + shift, None, None, None)
         x, y = rotate_pairs(x, y, table, band.q_rotation, of_rows, log_n, SHAPE)
-        queries = Queries(x, y, position, scheme.score_scale * LOG2_E)
+        queries = Queries(x, y, visible_keys(position, band, length), log2_scale(scheme.score_scale))
 
         blocks = key_tiles(band, first_q, last_q, length, SHAPE.block_n)
         begin = blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits  # the split's first block
+        pages = load_pages(keys, begin * SHAPE.block_n, SHAPE)
         for block in tl.range(begin, blocks.end, num_splits):
-            state = attend_block(
-                state, queries, keys, band, block * SHAPE.block_n, (SHAPE.rotated_bands >> b) & 1, SHAPE
-            )
+            # A block ahead: K and V can only be requested ahead if their pages are known by then.
+            next_pages = load_pages(keys, (block + num_splits) * SHAPE.block_n, SHAPE)
+            column, ROTATE_K = block * SHAPE.block_n, (SHAPE.rotated_bands >> b) & 1
+            state = attend_block(state, queries, keys, band, column, pages, ROTATE_K, SHAPE)
+            pages = next_pages
 
     result, log_sum = finish_softmax(state)
     channels = tl.arange(0, SHAPE.block_d)

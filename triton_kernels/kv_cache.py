@@ -24,18 +24,35 @@ def cache_bounds(cache, batch):
 
 
 @triton.jit
-def find_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
-    """int64 (page, row in it) of a sequence's slots, as the block table says. Contiguous: (batch, slot)."""
+def load_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
+    """The page of a sequence's slots, int32, as the block table says. Contiguous: batch."""
     if cache.block_table is None:
-        return batch.to(tl.int64) + slot * 0, slot.to(tl.int64)
+        return batch + slot * 0
     else:
         max_pages = decode_int(cache.capacity) // PAGE_SIZE
-        page = tl.load(cache.block_table + batch.to(tl.int64) * max_pages + slot // PAGE_SIZE)
-        return page.to(tl.int64), (slot % PAGE_SIZE).to(tl.int64)
+        return tl.load(cache.block_table + batch.to(tl.int64) * max_pages + slot // PAGE_SIZE)
+
+
+@triton.jit
+def row_in_page(cache, slot, PAGE_SIZE: tl.constexpr):
+    return slot.to(tl.int64) if cache.block_table is None else (slot % PAGE_SIZE).to(tl.int64)
+
+
+@triton.jit
+def find_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
+    """int64 (page, row in it) of a sequence's slots, as the block table says. Contiguous: (batch, slot)."""
+    page = load_page(cache, batch, slot, PAGE_SIZE)
+    return page.to(tl.int64), row_in_page(cache, slot, PAGE_SIZE)
+
+
+@triton.jit
+def valid_page(cache, page):
+    """load_page's number, clamped to the pages of the cache, int64."""
+    return clamp(page, 0, decode_int(cache.pages) - 1).to(tl.int64)
 
 
 @triton.jit
 def find_valid_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
     """``find_page``, with the page clamped to those of the cache."""
-    page, row = find_page(cache, batch, slot, PAGE_SIZE)
-    return clamp(page, 0, decode_int(cache.pages) - 1), row
+    page = load_page(cache, batch, slot, PAGE_SIZE)
+    return valid_page(cache, page), row_in_page(cache, slot, PAGE_SIZE)

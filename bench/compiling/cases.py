@@ -136,6 +136,7 @@ def cases(quick: bool) -> list[Case]:
     cache += (
         grid((80,), (128,), "bf16", PARTIAL)
         + grid((80,), (128,), "fp32", DECODE[-1])
-        + grid((86,), (128,), "bf16", DECODE[-1])
+        + grid((86,), (64, 128), "bf16", DECODE[-1], CHUNKS[-1])
+        + grid((80, 90), (256,), "bf16", CHUNKS[-1])
     )
     return main + wide + padded + types + variants + small_shared + cache

@@ -6,10 +6,11 @@ For every case the backend runs on meta tensors: forward and backward, or one ca
 the same machine code are compiled once. Prints one row per compiled kernel. Exits with 1 if a kernel
 
 - does not compile,
-- spills more than ``limits.SPILL_LIMITS`` allows,
+- spills more than ``limits.SPILL_LIMITS`` allows, in its tile loops or altogether,
 - needs more shared memory than a block of its architecture can have,
-- takes more instructions per tensor-core instruction than ``limits.INSTRUCTION_LIMITS`` allows, or
-- reads keys and values in pieces of less than 16 bytes.
+- takes more instructions per tensor-core instruction than ``limits.INSTRUCTION_LIMITS`` allows,
+- reads keys and values in pieces of less than 16 bytes, or
+- reads keys and values of a paged cache into less than two slots: it would not request them ahead.
 
 The column "model" is the estimated utilisation of the tensor cores on sm_80 (``utilisation``).
 """
@@ -29,7 +30,7 @@ from .. import machine
 from . import utilisation
 from .architectures import MULTIPROCESSORS
 from .cases import DTYPES, ORDER, Case, cases
-from .limits import max_instructions, max_spill
+from .limits import max_instructions, spill_limit
 from .offline import Launch, Measured, compile_all, missing_tools
 from .table import print_table
 
@@ -81,6 +82,7 @@ class Row:
             "stages": m.stages,
             "regs": m.registers,
             "spill B": m.spill_stores,
+            "in loops": "-" if m.loop_spills is None else m.loop_spills,
             "shared KB": f"{m.shared / 1024:g}",
             "blocks/SM": limits.resident_blocks(m.registers, m.shared, m.warps),
         }
@@ -88,6 +90,8 @@ class Row:
             figures |= {"MMA": m.loop["mma"], "instr/MMA": f"{m.loop['total'] / m.loop['mma']:.2f}"}
         if m.loop and self.launch.arch == utilisation.ARCH:
             figures["model"] = f"{utilisation.utilisation(m.loop):.0%}"
+        if m.slots is not None:
+            figures["slots"] = m.slots
         if m.loop and self.rotates_no_keys:
             figures["16 B loads"] = m.loop.get("global 16 B", 0)
         return {name: str(value) for name, value in figures.items()}
@@ -100,6 +104,16 @@ class Row:
         decode = self.kernel == "attention_decode" and "rerope" in first.scheme.name
         return (forward or decode) and first.head_dim in (64, 128)
 
+    @property
+    def prefetches_pages(self) -> bool:
+        """Whether it reads keys and values of a paged cache, in half precision (float32 tiles have one stage)."""
+        first = self.cases[0]
+        return (
+            self.kernel in ("attention_forward", "attention_decode")
+            and first.scheme.cache == "paged"
+            and first.dtype != "fp32"
+        )
+
     def violations(self) -> list[str]:
         if isinstance(self.result, str):
             found = [f"does not compile: {self.result}"]
@@ -109,9 +123,14 @@ class Row:
 
     def _memory_violations(self) -> list[str]:
         first, found = self.cases[0], []
-        allowed = max_spill(self.kernel, first)
-        if self.result.spill_stores > allowed:
-            found.append(f"spills {self.result.spill_stores} bytes per thread, the limit is {allowed}")
+        limits = spill_limit(self.kernel, first)
+        if self.result.spill_stores > limits.spill:
+            found.append(f"spills {self.result.spill_stores} bytes per thread, the limit is {limits.spill}")
+        if (self.result.loop_spills or 0) > limits.in_loops:
+            touched = self.result.loop_spills
+            found.append(
+                f"touches {touched} spilled bytes per thread in its tile loops, the limit is {limits.in_loops}"
+            )
         limit = MULTIPROCESSORS[first.arch].shared_per_block
         if self.result.shared > limit:
             found.append(f"needs {self.result.shared} bytes of shared memory, a block of sm_{first.arch} has {limit}")
@@ -121,6 +140,8 @@ class Row:
         first, loop, found = self.cases[0], self.result.loop, []
         if not loop:
             return found
+        if self.prefetches_pages and (self.result.slots or 0) < 2:
+            found.append(f"{self.result.slots or 0} slots for keys and values of a paged cache, at least 2 are needed")
         allowed = max_instructions(self.kernel, first)
         if allowed is not None and loop["total"] > allowed * loop["mma"]:
             ratio = loop["total"] / loop["mma"]
@@ -150,7 +171,20 @@ def plan(chosen: list[Case]) -> list[Row]:
 
 
 LABELS = ("kernel", "arch", "D", "dtype", "bands", "scheme")
-FIGURES = ("warps", "stages", "regs", "spill B", "shared KB", "blocks/SM", "MMA", "instr/MMA", "model", "16 B loads")
+FIGURES = (
+    "warps",
+    "stages",
+    "regs",
+    "spill B",
+    "in loops",
+    "shared KB",
+    "slots",
+    "blocks/SM",
+    "MMA",
+    "instr/MMA",
+    "model",
+    "16 B loads",
+)
 COLUMNS = LABELS + FIGURES
 
 

@@ -11,7 +11,8 @@ from .cases import VARIANTS, Case
 
 @dataclasses.dataclass(frozen=True)
 class SpillLimit:
-    """Bytes per thread that a kernel may spill. A field left at its default matches everything."""
+    """Bytes per thread that a kernel may spill, and those of them that its tile loops may touch. A field left at its
+    default matches everything."""
 
     spill: float
     kernel: str = ""
@@ -21,6 +22,7 @@ class SpillLimit:
     dtype: str = ""
     scheme: str = ""
     triton: str = ""  # version prefix
+    in_loops: float = 0
 
     def covers(self, kernel: str, case: Case) -> bool:
         return (
@@ -35,21 +37,27 @@ class SpillLimit:
 
 
 LISTED = float("inf")  # printed, not limited
+
+
+def listed(**covered) -> SpillLimit:
+    return SpillLimit(LISTED, in_loops=LISTED, **covered)
+
+
 # The first match decides. Limited are one and two bands in half precision, head_dim 64 and 128, on sm_80 and sm_90.
 SPILL_LIMITS = (
-    SpillLimit(LISTED, above=128),  # no tile of 256 channels holds its accumulators in 255 registers
-    *(SpillLimit(LISTED, head_dim=head_dim) for head_dim in (32, 96)),
-    *(SpillLimit(LISTED, scheme=scheme.name) for scheme in VARIANTS),
-    *(SpillLimit(LISTED, arch=arch) for arch in (86, 89)),
-    SpillLimit(LISTED, dtype="fp32"),
+    listed(above=128),  # no tile of 256 channels holds its accumulators in 255 registers
+    *(listed(head_dim=head_dim) for head_dim in (32, 96)),
+    *(listed(scheme=scheme.name) for scheme in VARIANTS),
+    *(listed(arch=arch) for arch in (86, 89)),
+    listed(dtype="fp32"),
     SpillLimit(64, "attention_grad_kv", arch=80, above=64),
     SpillLimit(4, "attention_forward", arch=90, head_dim=128, scheme="rerope paged chunk"),  # outside its tile loops
     SpillLimit(0),
 )
 
 
-def max_spill(kernel: str, case: Case) -> float:
-    return next(limit.spill for limit in SPILL_LIMITS if limit.covers(kernel, case))
+def spill_limit(kernel: str, case: Case) -> SpillLimit:
+    return next(limit for limit in SPILL_LIMITS if limit.covers(kernel, case))
 
 
 def _by_size(sm80: tuple[float, float], sm90: tuple[float, float]) -> dict[tuple[int, int], float]:

@@ -129,7 +129,9 @@ def caught_launches(launcher, arch: int) -> Iterator[list[Launch]]:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A compiled kernel. loop: the instruction mix of its hot loop, empty if it has none; None without nvdisasm."""
+    """A compiled kernel. loop: the instruction mix of its hot loop, empty if it has none. loop_spills: bytes of local
+    memory that a thread touches in the tile loops. Both are None without nvdisasm. slots: tiles that the loops' smallest
+    cp.async buffer holds, None if there is no such buffer."""
 
     registers: int
     spill_stores: int  # bytes per thread
@@ -138,6 +140,8 @@ class Measured:
     warps: int
     stages: int
     loop: dict[str, int] | None
+    loop_spills: int | None = None
+    slots: int | None = None
 
 
 def tool(name: str) -> str | None:
@@ -158,17 +162,33 @@ def measure(compiled) -> Measured:
     Registers come from cuobjdump. Spills come from the disassembly: the sum of its local-memory widths is the number
     that ``ptxas -v`` prints. If one of the two programs is missing, both come from ptxas.
     """
-    metadata, loop = compiled.metadata, None
+    metadata, loop, loop_spills = compiled.metadata, None, None
     if missing_tools():
         registers, stores, loads = ptxas_usage(compiled)
     else:
         registers, stack = cubin_usage(compiled.asm["cubin"])
-        stores, loads, loop = 0, 0, {}
+        stores, loads, loop, loop_spills = 0, 0, {}, 0
         if stack or "mma" in compiled.asm["ptx"]:  # otherwise nothing to count; nvdisasm takes half a second
             listing = sass.disassemble(compiled.asm["cubin"], tool("nvdisasm"))
             stores, loads = sass.local_bytes(listing)
-            loop = dict(sass.hot_loop(listing) or {})
-    return Measured(registers, stores, loads, metadata.shared, metadata.num_warps, metadata.num_stages, loop)
+            loop, loop_spills = dict(sass.hot_loop(listing) or {}), sass.local_bytes_in_loops(listing)
+    return Measured(
+        registers,
+        stores,
+        loads,
+        metadata.shared,
+        metadata.num_warps,
+        metadata.num_stages,
+        loop,
+        loop_spills,
+        slots(compiled.asm["ttgir"]),
+    )
+
+
+def slots(ttgir: str) -> int | None:
+    """How many tiles [M, N] the smallest buffer of a tile loop holds; None without such buffers. In Triton's GPU IR it
+    is an allocation (slots, M, N) without a value."""
+    return min(map(int, re.findall(r"local_alloc\s*: \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)), default=None)
 
 
 def cubin_usage(cubin: bytes) -> tuple[int, int]:

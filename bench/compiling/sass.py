@@ -74,19 +74,23 @@ def mix(opcodes: Sequence[str]) -> Counter:
     return counts
 
 
-def tile_loops(listing: Listing) -> list[Counter]:
-    """The mix of every tile loop, in address order."""
+def _tile_loops(listing: Listing) -> list[tuple[int, int]]:
+    """(first, last) of every tile loop, in address order."""
     with_mma = [
         (first, last)
         for first, last in listing.loops
         if any(classify(opcode) == "mma" for opcode in listing.opcodes[first : last + 1])
     ]
-    innermost = [
+    return [
         (first, last)
         for first, last in with_mma
         if not any((a, b) != (first, last) and first <= a and b <= last for a, b in with_mma)
     ]
-    return [mix(listing.opcodes[first : last + 1]) for first, last in innermost]
+
+
+def tile_loops(listing: Listing) -> list[Counter]:
+    """The mix of every tile loop, in address order."""
+    return [mix(listing.opcodes[first : last + 1]) for first, last in _tile_loops(listing)]
 
 
 def hot_loop(listing: Listing) -> Counter | None:
@@ -99,9 +103,17 @@ def local_bytes(listing: Listing) -> tuple[int, int]:
 
     Triton kernels keep no arrays in local memory: all of it is spilled registers.
     """
-    return tuple(
-        sum(_width(opcode) for opcode in listing.opcodes if opcode.startswith(name)) for name in ("STL", "LDL")
-    )
+    return _local_bytes(listing.opcodes, "STL"), _local_bytes(listing.opcodes, "LDL")
+
+
+def local_bytes_in_loops(listing: Listing) -> int:
+    """Bytes of local memory that a thread stores and loads in the tile loops, once through each of them. Only these are
+    paid for again and again."""
+    return sum(_local_bytes(listing.opcodes[first : last + 1], "STL", "LDL") for first, last in _tile_loops(listing))
+
+
+def _local_bytes(opcodes: Sequence[str], *names: str) -> int:
+    return sum(_width(opcode) for opcode in opcodes if opcode.startswith(names))
 
 
 def _width(opcode: str) -> int:
