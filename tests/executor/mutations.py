@@ -126,15 +126,13 @@ WGMMA = {
     "A's registers swapped (wgmma)": replaced(r"(wgmma\.mma.*\}, \{)(%r\d+),(%r\d+)", r"\1\3,\2"),
     "stmatrix 16 bytes off": offset("stmatrix", 16),
 }
-NVCC = {  # which branches where Triton predicates, and keeps the operands of a shuffle in registers
-    "branch inverted": lambda line: re.sub(r"@(!?)%p", lambda m: "@%p" if m[1] else "@!%p", line)
-    if re.search(r"@!?%p\d+ bra", line)
-    else None,
-    "branch never taken": replaced(r"^\s*@!?%p\d+ bra.*", REMOVED),
+NVCC = {  # it branches where Triton predicates, and keeps the operands of a shuffle in registers
+    "branch inverted": replaced(r"@(%p\d+ bra)", r"@!\1"),
+    "branch never taken": replaced(r"^\s*@%p\d+ bra.*", REMOVED),
     "shuffle from lane 4 further": replaced(r"(shfl\.sync\.bfly\.b32\s+%r\d+\|%p\d+, %r\d+, )%r\d+", r"\g<1>4"),
     "bar.warp.sync removed": removed("bar.warp.sync"),
     "parameter 4 bytes off": offset("ld.param.u32", 4),
-    "matching of a comparison inverted": replaced(r"setp\.ge\.s32", "setp.lt.s32"),
+    "other comparison inverted": replaced(r"setp\.ge\.s32", "setp.lt.s32"),
     "greater becomes greater or equal": replaced(r"setp\.ge\.s32", "setp.gt.s32"),
     "multiply without add": replaced(r"fma\.rn\.f32(\s+%f\d+, %f\d+, %f\d+), %f\d+;", r"mul.f32\1;"),
     "minimum becomes maximum": replaced(r"\bmin\.s32", "max.s32"),
