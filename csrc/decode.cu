@@ -11,10 +11,9 @@
 // registers, only in bands whose keys rotate. The angle of key j0 + r is a sum: the angle of key j0, found once
 // per slice, and the angle of r < SLICE, whose table rows stay in L1.
 
-#include <ptx.h>  // csrc/ptx.h, or tests/emulator/ptx.h
-
 #include "decode.h"
 #include "positions.cuh"
+#include "ptx.h"
 
 namespace flashrope {
 namespace {

@@ -15,36 +15,21 @@
 
 #include "decode.h"
 
-#ifndef FLASHROPE_NAMESPACE  // the emulator sets flashrope_emulated and CPU
-#define FLASHROPE_NAMESPACE flashrope_cuda
-#define FLASHROPE_DISPATCH_KEY CUDA
-#endif
-
 namespace flashrope {
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using torch::stable::accelerator::DeviceGuard;
 using MaybeTensor = std::optional<Tensor>;
 
 constexpr int64_t MAX_COUNT = std::numeric_limits<int>::max() / 2;  // the sum of two counts fits into 32 bits
 
 void* current_stream(const Tensor& x) {
   void* stream = nullptr;
-#ifdef USE_CUDA
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
-#endif
   return stream;
 }
-
-struct DeviceScope {
-#ifdef USE_CUDA
-  torch::stable::accelerator::DeviceGuard guard;
-  explicit DeviceScope(const Tensor& x) : guard(x.get_device_index()) {}
-#else
-  explicit DeviceScope(const Tensor&) {}
-#endif
-};
 
 // A view of (batch or pages, tokens or slots, heads, head_dim) that copies of 16 bytes can read.
 TensorView check_rows(const Tensor& x, const char* name, const Tensor& like) {
@@ -156,7 +141,7 @@ void decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const
   p.partial_out = check_float32(partial_out, "partial_out", num_splits * rows * p.head_dim, q);
   p.partial_lse = check_float32(partial_lse, "partial_lse", num_splits * rows, q);
 
-  DeviceScope scope(q);
+  DeviceGuard guard(q.get_device_index());
   const char* error = launch_decode(p, current_stream(q));
   STD_TORCH_CHECK(!error, "flashrope: the decode kernels did not start: ", error);
 }
@@ -177,7 +162,7 @@ void append(Tensor k_cache, Tensor v_cache, const Tensor& k, const Tensor& v, co
   STD_TORCH_CHECK(k.numel() / 8 / 128 < MAX_COUNT && k.size(1) < MAX_COUNT, "k: too many elements");
   p.layout.seqlen_new = k.size(1);
 
-  DeviceScope scope(k);
+  DeviceGuard guard(k.get_device_index());
   const char* error = launch_append(p, current_stream(k));
   STD_TORCH_CHECK(!error, "flashrope: the append kernel did not start: ", error);
 }
@@ -185,7 +170,7 @@ void append(Tensor k_cache, Tensor v_cache, const Tensor& k, const Tensor& v, co
 }  // namespace
 }  // namespace flashrope
 
-STABLE_TORCH_LIBRARY(FLASHROPE_NAMESPACE, m) {
+STABLE_TORCH_LIBRARY(flashrope_cuda, m) {
   m.def(
       "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
       "Tensor? cache_leftpad, Tensor bands, Tensor table, int seqlen_new, int rotary_dim, int rotated_pairs, "
@@ -196,7 +181,7 @@ STABLE_TORCH_LIBRARY(FLASHROPE_NAMESPACE, m) {
       "Tensor? block_table) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(FLASHROPE_NAMESPACE, FLASHROPE_DISPATCH_KEY, m) {
+STABLE_TORCH_LIBRARY_IMPL(flashrope_cuda, CUDA, m) {
   m.impl("decode", TORCH_BOX(&flashrope::decode));
   m.impl("append", TORCH_BOX(&flashrope::append));
 }

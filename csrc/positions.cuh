@@ -2,8 +2,6 @@
 // Device code.
 #pragma once
 
-#include <ptx.h>  // csrc/ptx.h, or tests/emulator/ptx.h
-
 #include "decode.h"
 
 namespace flashrope {

@@ -1,5 +1,5 @@
 // What decode.cu uses of the device beyond plain CUDA C++: tensor-core and copy instructions, the two-byte types,
-// dynamic shared memory, the launch. tests/emulator/ptx.h is its host twin.
+// dynamic shared memory, the launch.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from executor import build
+from executor import build, extension
 
 TESTS = pathlib.Path(__file__).parent
 CASES = [f"tests/executor/{name}.py" for name in ("watches", "cases", "mutants", "counts")]
@@ -28,6 +28,14 @@ def library():
     try:
         return build.library()
     except build.NoCompiler as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def nvcc(library):
+    try:
+        return extension.nvcc()
+    except extension.NoNvcc as error:
         pytest.skip(str(error))
 
 
@@ -50,6 +58,11 @@ def executed(arch: int, *arguments: str) -> None:
 @pytest.mark.parametrize("arch", [80, pytest.param(90, marks=pytest.mark.slow)])  # .ci/run has a step for each
 def test_quick_cases(library, arch):
     executed(arch, "-m", "quick", *CASES)
+
+
+@pytest.mark.parametrize("arch", [80, pytest.param(90, marks=pytest.mark.slow)])
+def test_cuda_kernels(nvcc, arch):
+    executed(arch, "tests/executor/cuda_kernels.py")
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def second_offset(opcode: str, by: int) -> Mutation:
         if opcode not in line:
             return None
         head, tail = line.rsplit("[", 1)
-        return head + re.sub(r"\+ 0 \]", f"+ {by} ]", "[" + tail, count=1)
+        return head + re.sub(r"\[\s*(%\w+)\s*(?:\+ 0 )?\]", rf"[\1+{by}]", "[" + tail, count=1)
 
     return mutate
 
@@ -52,7 +52,7 @@ def swapped(opcode: str, first: int, second: int) -> Mutation:
     def mutate(line):
         if not re.search(rf"(^|\s){opcode}", line):
             return None
-        registers = list(re.finditer(r"%rs?d?\d+", line))
+        registers = list(re.finditer(r"%(?:rs?d?|f)\d+", line))
         if len(registers) <= max(first, second):
             return None
         a, b = registers[first], registers[second]
@@ -126,7 +126,18 @@ WGMMA = {
     "A's registers swapped (wgmma)": replaced(r"(wgmma\.mma.*\}, \{)(%r\d+),(%r\d+)", r"\1\3,\2"),
     "stmatrix 16 bytes off": offset("stmatrix", 16),
 }
-MUTATIONS = EVERYWHERE | COPIES | MATRICES | WGMMA
+NVCC = {  # it branches where Triton predicates, and keeps the operands of a shuffle in registers
+    "branch inverted": replaced(r"@(%p\d+ bra)", r"@!\1"),
+    "branch never taken": replaced(r"^\s*@%p\d+ bra.*", REMOVED),
+    "shuffle from lane 4 further": replaced(r"(shfl\.sync\.bfly\.b32\s+%r\d+\|%p\d+, %r\d+, )%r\d+", r"\g<1>4"),
+    "bar.warp.sync removed": removed("bar.warp.sync"),
+    "parameter 4 bytes off": offset("ld.param.u32", 4),
+    "other comparison inverted": replaced(r"setp\.ge\.s32", "setp.lt.s32"),
+    "greater becomes greater or equal": replaced(r"setp\.ge\.s32", "setp.gt.s32"),
+    "multiply without add": replaced(r"fma\.rn\.f32(\s+%f\d+, %f\d+, %f\d+), %f\d+;", r"mul.f32\1;"),
+    "minimum becomes maximum": replaced(r"\bmin\.s32", "max.s32"),
+}
+MUTATIONS = EVERYWHERE | COPIES | MATRICES | WGMMA | NVCC
 
 
 def sites(text: str, executed: list[int], mutation: Mutation, most: int) -> list[int]:
