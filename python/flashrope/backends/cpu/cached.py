@@ -15,6 +15,7 @@ import torch
 
 from ...rotary import Rotary
 from ..base import CacheCall, CacheLayout, accumulation_type
+from . import decode, library
 from .pieces import (
     Piece,
     attn_mask,
@@ -62,6 +63,8 @@ def attention_with_cache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse in float32 or float64)."""
+    if (compiled := library.load()) and decode.serves(q, k_cache, call):
+        return decode.decode(compiled, q, k_cache, v_cache, call)
     (batch, seqlen_q, heads_q, _), block_table = q.shape, call.layout.block_table
     bounds = call.layout.bounds(k_cache)
     row = k_cache.shape[-2] * k_cache.shape[-1]
