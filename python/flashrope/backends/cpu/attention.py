@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from ..base import AttentionCall, accumulation_type
+from . import library, tiles
 from .pieces import (
     Piece,
     RotationPieces,
@@ -104,6 +105,8 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, lse (batch, heads_q, seqlen_q)."""
+    if (compiled := library.load()) and tiles.serves(q, k, call):
+        return tiles.forward(compiled, q, k, v, call)
     rotary, seqlen_q, seqlen_k, v = call.rotary, q.size(1), k.size(1), upcast(v)
     if call.positions is None and q.numel():
         single = single_piece(rotary, call.causal, seqlen_q, seqlen_k, v.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,11 +11,10 @@ import torch
 from ...cos_sin import cos_sin
 from ...rotary import Rotary
 from ..base import CacheCall
-from .library import DTYPES, MAX_BANDS, DecodeBand, DecodeCall, Library, TensorView
+from .library import DTYPES, MAX_BANDS, DecodeBand, DecodeCall, Library, TensorView, band_limits
 
 BLOCK = 64  # keys; csrc/decode.cpp has the same two
 MAX_ROWS = 16  # queries of one key head
-INFINITE = 2**40  # a distance
 
 
 class Template(NamedTuple):
@@ -69,8 +67,7 @@ def _template(rotary: Rotary, causal: bool) -> Template:
     bands = rotary.bands_for(causal)
     call.num_bands = len(bands)
     for n, (start, stop, slope, offset) in enumerate(bands):
-        limits = (math.ceil(min(max(x, -INFINITE), INFINITE)) for x in (start, stop))
-        call.bands[n] = DecodeBand(*limits, slope, offset)
+        call.bands[n] = DecodeBand(*band_limits(start, stop), slope, offset)
         if rotates and slope:
             positions = slope * torch.arange(BLOCK + 1, dtype=torch.float64)
             tables = torch.stack(cos_sin(rotary, positions))

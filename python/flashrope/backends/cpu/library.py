@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 from functools import cache
@@ -65,6 +66,46 @@ class DecodeCall(ctypes.Structure):
     ]
 
 
+class Table(ctypes.Structure):
+    """cos and sin of every row; strides in elements."""
+
+    _fields_ = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)] + [
+        (f"{name}_{stride}", ctypes.c_int64) for name in ("cos", "sin") for stride in ("batch", "row")
+    ]
+
+
+class ForwardBand(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_int64), ("stop", ctypes.c_int64), ("q", Table), ("k_copy", ctypes.c_int64)]
+
+
+class ForwardCall(ctypes.Structure):
+    """As in csrc/forward.cpp."""
+
+    _fields_ = [
+        *((name, TensorView) for name in ("q", "k", "v", "out")),
+        ("lse", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim")),
+        ("pairs", ctypes.c_int64),
+        ("interleaved", ctypes.c_int64),
+        ("bands", ForwardBand * MAX_BANDS),
+        ("k_copies", Table * MAX_BANDS),
+        ("num_bands", ctypes.c_int64),
+        ("num_copies", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+        ("dtype", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("parallel_for", ctypes.c_void_p),
+    ]
+
+
+INFINITE = 2**40  # a distance
+
+
+def band_limits(start: float, stop: float) -> tuple[int, int]:
+    """The distances start <= d < stop as integers."""
+    return tuple(math.ceil(min(max(x, -INFINITE), INFINITE)) for x in (start, stop))
+
+
 def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashrope"
 
@@ -93,7 +134,7 @@ class Library:
     def __init__(self, path: Path):
         self.path = path
         functions = ctypes.CDLL(str(path))
-        self.decode = functions.flashrope_decode
+        self.decode, self.forward = functions.flashrope_decode, functions.flashrope_forward
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         self.parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)
 
