@@ -141,6 +141,17 @@ class Library:
 
 @cache
 def load() -> Library | None:
-    """The library of ``flashrope build-cpu``; None if it was not built for these sources and this processor."""
+    """The library of ``flashrope build-cpu``; None if it was not built for these sources and this processor.
+
+    Raises:
+        RuntimeError: it cannot be loaded.
+    """
+    if not SOURCES.is_dir():  # as in the package for Hugging Face's kernel-builder
+        return None
     path = folder() / file_name()
-    return Library(path) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return Library(path)
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"{path} cannot be loaded ({error}); run flashrope build-cpu again, or delete it") from error
