@@ -55,7 +55,7 @@ def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
 )
 def test_blocks_of_a_cache(monkeypatch, scheme, seqlen_q):
     """Blocks that end inside a page, inside a band, and at the last key of a sequence."""
-    monkeypatch.setattr(cached, "_block_size", lambda rotary, causal, row: 24)
+    monkeypatch.setattr(cached, "_block_size", lambda row: 24)
     q, (k, v) = torch.randn(3, seqlen_q, 4, 8), torch.randn(2, 12, 16, 2, 8)
     table = torch.tensor([[3, 4, 5, 6, 7], [0, 2, 9, 8, 1], [11, 10, 9, 2, 0]], dtype=torch.int32)
     contiguous = [x[table].flatten(1, 2) for x in (k, v)]

@@ -34,7 +34,7 @@ inline Vec load(const float* x) {
   return v;
 }
 inline void store(float* x, Vec v) { std::memcpy(x, &v, sizeof v); }
-inline Vec broadcast(float x) { return Vec{} + x; }
+inline Vec broadcast(float x) { return x - Vec{}; }  // unlike x + 0, no instruction for it
 
 inline float sum(Vec v) {
   float lanes[LANES];

@@ -46,8 +46,8 @@ struct ForwardCall {  // cpu/library.py has the same
 // c (m, n) = a (m, k) b (k, n), or c + that; m in steps of GEMM_ROWS, n of GEMM_COLUMNS.
 template <bool ADD>
 void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int m, int n, int k) {
-  for (int j = 0; j < n; j += GEMM_COLUMNS)
-    for (int i = 0; i < m; i += GEMM_ROWS) {
+  for (int i = 0; i < m; i += GEMM_ROWS)
+    for (int j = 0; j < n; j += GEMM_COLUMNS) {
       Vec acc[GEMM_ROWS][2];
       for (int r = 0; r < GEMM_ROWS; ++r)
         for (int h = 0; h < 2; ++h) acc[r][h] = ADD ? load(c + (i + r) * ldc + j + h * LANES) : Vec{};
