@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashrope import Rotary, attention_with_cache
+from flashrope import KVCache, PagedKVCache, Rotary, attention_with_cache
 from flashrope.backends.cpu import cached
 from flashrope.backends.cpu.pieces import plan
 
@@ -62,9 +62,21 @@ def test_blocks_of_a_cache(monkeypatch, scheme, seqlen_q):
     for lengths in ([80, 71, 48], [73, 73, 73]):
         seqlens = torch.tensor(lengths, dtype=torch.int32)
         expected = attention_with_cache(q, *contiguous, scheme, seqlens, impl="reference", return_lse=True)
-        for caches, block_table in (contiguous, None), ((k, v), table):
+        heads_first = [
+            [x.transpose(1, 2).contiguous().transpose(1, 2) for x in caches] for caches in (contiguous, (k, v))
+        ]
+        for caches, block_table in (contiguous, None), ((k, v), table), (heads_first[0], None), (heads_first[1], table):
             result = attention_with_cache(
                 q, *caches, scheme, seqlens, block_table=block_table, impl="cpu", return_lse=True
             )
             for x, y in zip(result, expected, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [lambda **o: KVCache(3, 100, 2, 16, **o), lambda **o: PagedKVCache(3, 32, 2, 16, **o)])
+def test_caches_lie_heads_first_on_the_cpu(make):
+    cache = make(dtype=torch.float32, device="cpu")
+    assert cache.k.shape[2:] == cache.v.shape[2:] == (2, 16)
+    assert cache.k.transpose(1, 2).is_contiguous() and cache.v.transpose(1, 2).is_contiguous()
+    with torch.device("meta"):  # any other device: rows first
+        assert make(dtype=torch.float32).k.is_contiguous()
