@@ -41,10 +41,10 @@ from .session import bound
 from .timer import Spread, Timer, ratio, rounds
 
 CPU = torch.device("cpu")
-SHORT = ((512, 64), (2048, 128), (2048, 512))  # (seqlen, window) of ReRoPE's forward
+SHORT = ((512, 64), (2048, 128), (2048, 512))  # (seqlen, window) of ReRoPE's forward; the last beside dense matrices
 GRID_SEQLENS, GRID_WINDOWS = (2048, 4096, 8192, 16384), (128, 256, 512, 1024, 2048, 4096)
 CACHE_SEQLENS = (32768, 2048)
-DENSE_SEQLEN, BACKWARD_SEQLEN = 2048, 4096  # at most
+BACKWARD_SEQLEN = 4096  # at most
 BUSY = ", beside a busy process"
 SLACK = 1.1  # of --check: the same commit gave ratios of 1.10 and 1.19 on two machines; a regression exceeds that
 ATTEMPTS = 3  # of --check: another process can slow a run down, but cannot make it look good
@@ -185,10 +185,10 @@ class Bench:
     def all(self) -> None:
         o = self.options
         for seqlen, window in SHORT:
-            self.forward(min(seqlen, o.seqlen), min(window, o.seqlen // 4), 0.05)
-        dense = min(o.seqlen, DENSE_SEQLEN)
-        self.forward(dense, dense // 4, 0.03, dtype=torch.bfloat16)
-        self.forward(dense, min(o.window, dense // 4), 0.05, peers=2)
+            peers = 2 if (seqlen, window) == SHORT[-1] else 0
+            self.forward(min(seqlen, o.seqlen), min(window, o.seqlen // 4), 0.05, peers=peers)
+        seqlen, window = SHORT[-1]
+        self.forward(min(seqlen, o.seqlen), min(window, o.seqlen // 4), 0.05, dtype=torch.bfloat16)
         self.forward(o.seqlen, min(o.window, o.seqlen // 4), 0.3, ("HoPE", "ReRoPE"), peers=1)
         seqlen = min(o.seqlen, BACKWARD_SEQLEN)
         self.backward(seqlen, min(o.window, seqlen // 4), 0.2)

@@ -69,16 +69,17 @@ def with_kernels(kernels: library.Library | None, prepare: Callable, problem: Pr
 
 
 def paged(scheme: Callable, problem: Problem) -> Callable:
-    """attention_with_cache over pages in random order, whose heads come first in memory. k and v: (1, keys, ...)."""
+    """attention_with_cache over pages in random order, whose heads come first in memory."""
     size = next(size for size in PAGE_SIZES if problem.seqlen % size == 0)
-    order = torch.randperm(problem.seqlen // size, generator=torch.Generator().manual_seed(1))
-    table, seqlens = order.argsort().to(torch.int32)[None], torch.tensor([problem.seqlen], dtype=torch.int32)
+    pages = problem.batch * problem.seqlen // size
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
+    table = order.argsort().to(torch.int32).view(problem.batch, -1)
+    seqlens = torch.full((problem.batch,), problem.seqlen, dtype=torch.int32)
     rotary, pools = scheme(problem), {}
 
     def pool(x):
         if x.data_ptr() not in pools:  # made in the first, untimed call
-            pages = x[0].unflatten(0, (-1, size))[order]
-            pools[x.data_ptr()] = x, heads_first(pages)
+            pools[x.data_ptr()] = x, heads_first(x.reshape(pages, size, *x.shape[2:])[order])
         return pools[x.data_ptr()][1]
 
     return lambda q, k, v: attention_with_cache(q, pool(k), pool(v), rotary, seqlens, block_table=table, impl="cpu")
