@@ -411,7 +411,9 @@ for lengths, entries, pads in [
     attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, pad, impl=impl)
 if impl == "cpu":
     for lengths in (1, 37), (70, 70), (130, 65):
-        attention(*(guarded(torch.randn(1, n, heads, head_dim)) for n in (*lengths, lengths[1])), rotary, impl=impl)
+        tensors = [guarded(torch.randn(1, n, heads, head_dim)).requires_grad_() for n in (*lengths, lengths[1])]
+        out = attention(*tensors, rotary, impl=impl)
+        torch.autograd.grad(out, tensors, guarded(out.detach()))
 if sys.argv[5] == "fault":
     ctypes.string_at(k_cache.data_ptr() + k_cache.numel() * 4, 1)
 print("done")

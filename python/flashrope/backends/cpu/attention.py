@@ -141,6 +141,8 @@ def _attend(
 def _attend_backward(
     grad_out, grad_lse, q, k, v, out, lse, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if (compiled := library.load()) and tiles.serves(q, k, call):
+        return tiles.backward(compiled, grad_out, grad_lse, q, k, v, out, lse, call)
     rotary, seqlen_q, seqlen_k, head_dim = call.rotary, q.shape[1], k.shape[1], q.shape[-1]
     out, upcast_v, lse = upcast(out), upcast(v), lse.transpose(1, 2)
     grad_out = torch.zeros_like(out) if grad_out is None else upcast(grad_out)

@@ -71,8 +71,15 @@ def check(compiled: library.Library) -> None:
     call = AttentionCall(rotary, True, 40**-0.5)
     layout = CacheLayout(torch.tensor([150], dtype=torch.int32))
     cached = CacheCall(rotary, True, 40**-0.5, layout)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = exact.forward(*leaves, call)[:2]
+    out, lse = tiles.forward(compiled, q, k, v, call)
     results = (
-        (tiles.forward(compiled, q, k, v, call), exact.forward(q, k, v, call)[:2]),
+        ((out, lse), expected),
+        (
+            tiles.backward(compiled, q, None, q, k, v, out, lse, call),
+            torch.autograd.grad(expected[0], leaves, q),
+        ),
         (
             decode.decode(compiled, q[:, :1], k, v, cached),
             exact.attention_with_cache(q[:, :1], k, v, cached),

@@ -79,7 +79,7 @@ class ForwardBand(ctypes.Structure):
 
 
 class ForwardCall(ctypes.Structure):
-    """As in csrc/forward.cpp."""
+    """As in csrc/tiles.h."""
 
     _fields_ = [
         *((name, TensorView) for name in ("q", "k", "v", "out")),
@@ -95,6 +95,16 @@ class ForwardCall(ctypes.Structure):
         ("dtype", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("parallel_for", ctypes.c_void_p),
+    ]
+
+
+class BackwardCall(ctypes.Structure):
+    """As in csrc/backward.cpp."""
+
+    _fields_ = [
+        ("forward", ForwardCall),
+        *((name, TensorView) for name in ("grad_out", "grad_q", "grad_k", "grad_v")),
+        ("grad_lse", ctypes.c_void_p),
     ]
 
 
@@ -135,6 +145,7 @@ class Library:
         self.path = path
         functions = ctypes.CDLL(str(path))
         self.decode, self.forward = functions.flashrope_decode, functions.flashrope_forward
+        self.backward = functions.flashrope_backward
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         self.parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)
 
