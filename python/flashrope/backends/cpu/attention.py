@@ -5,6 +5,8 @@ describes. The pieces of a row are merged by their lse, as in ring attention.
 
 Types below float32 are computed in float32 and only the results are rounded. That is at least as fast here as torch's
 half-precision kernels, whose float16 backward is about twenty times slower.
+
+The compiled kernels, where they are there, serve all types but float64 (tiles.py).
 """
 
 from __future__ import annotations
