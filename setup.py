@@ -184,6 +184,6 @@ setup(
         "flashrope.integrations.transformers",
         "flashrope.triton_kernels",
     ],
-    package_data={"flashrope": ["py.typed"]},
+    package_data={"flashrope": ["py.typed"], "flashrope.backends.cpu": ["csrc/*"]},
     **CUDA,
 )

@@ -5,6 +5,7 @@ the result of every training by rounding alone; the verdict of a test must not d
 """
 
 import os
+import shutil
 import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # numpy reads it when it is imported
@@ -102,6 +103,36 @@ def target(request):
 def exact(request):
     """Every backend in float32, whose budget is the tightest that all of them share."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def cpu_library(request):
+    """The compiled CPU kernels, built once for every processor and every change of their sources."""
+    import fcntl
+
+    from flashrope.backends.cpu import build, library
+
+    if shutil.which("c++") is None:
+        pytest.skip("the compiled CPU kernels need a C++ compiler")
+    folder = request.config.cache.mkdir("cpu-kernels") / "flashrope"  # as in a user's cache folder
+    folder.mkdir(exist_ok=True)
+    path = folder / library.file_name()
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            build.build(path)
+    return library.Library(path)
+
+
+@pytest.fixture(autouse=True)
+def cpu_kernels(request, monkeypatch):
+    """The tests use the compiled CPU kernels only where their target asks for them, whatever the user has built."""
+    from flashrope.backends.cpu import library
+
+    values = getattr(request.node, "callspec", None)
+    target = values and (values.params.get("target") or values.params.get("exact"))
+    compiled = request.getfixturevalue("cpu_library") if target and target.compiled else None
+    monkeypatch.setattr(library, "load", lambda: compiled)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashrope import Rotary, attention_with_cache
+from flashrope import KVCache, PagedKVCache, Rotary, attention_with_cache
 from flashrope.backends.cpu import cached
 from flashrope.backends.cpu.pieces import plan
 
@@ -55,16 +55,28 @@ def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
 )
 def test_blocks_of_a_cache(monkeypatch, scheme, seqlen_q):
     """Blocks that end inside a page, inside a band, and at the last key of a sequence."""
-    monkeypatch.setattr(cached, "_block_size", lambda rotary, causal, row: 24)
+    monkeypatch.setattr(cached, "_block_size", lambda row: 24)
     q, (k, v) = torch.randn(3, seqlen_q, 4, 8), torch.randn(2, 12, 16, 2, 8)
     table = torch.tensor([[3, 4, 5, 6, 7], [0, 2, 9, 8, 1], [11, 10, 9, 2, 0]], dtype=torch.int32)
     contiguous = [x[table].flatten(1, 2) for x in (k, v)]
     for lengths in ([80, 71, 48], [73, 73, 73]):
         seqlens = torch.tensor(lengths, dtype=torch.int32)
         expected = attention_with_cache(q, *contiguous, scheme, seqlens, impl="reference", return_lse=True)
-        for caches, block_table in (contiguous, None), ((k, v), table):
+        heads_first = [
+            [x.transpose(1, 2).contiguous().transpose(1, 2) for x in caches] for caches in (contiguous, (k, v))
+        ]
+        for caches, block_table in (contiguous, None), ((k, v), table), (heads_first[0], None), (heads_first[1], table):
             result = attention_with_cache(
                 q, *caches, scheme, seqlens, block_table=block_table, impl="cpu", return_lse=True
             )
             for x, y in zip(result, expected, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [lambda **o: KVCache(3, 100, 2, 16, **o), lambda **o: PagedKVCache(3, 32, 2, 16, **o)])
+def test_caches_lie_heads_first_on_the_cpu(make):
+    cache = make(dtype=torch.float32, device="cpu")
+    assert cache.k.shape[2:] == cache.v.shape[2:] == (2, 16)
+    assert cache.k.transpose(1, 2).is_contiguous() and cache.v.transpose(1, 2).is_contiguous()
+    with torch.device("meta"):  # any other device: rows first
+        assert make(dtype=torch.float32).k.is_contiguous()

@@ -363,7 +363,7 @@ def test_two_sequences_on_one_page(exact):
 
 GUARDED = """
 import ctypes, mmap, sys, torch
-from flashrope import Rotary, attention_with_cache
+from flashrope import Rotary, attention, attention_with_cache
 
 libc, keep = ctypes.CDLL(None, use_errno=True), []
 
@@ -380,7 +380,7 @@ def guarded(x):
     keep.append(buffer)
     return torch.frombuffer(buffer, dtype=x.dtype).view(x.shape).copy_(x)
 
-impl, paged, seqlen_q = sys.argv[1], sys.argv[2] == "paged", int(sys.argv[3])
+impl, paged, seqlen_q, head_dim = sys.argv[1], sys.argv[2] == "paged", int(sys.argv[3]), int(sys.argv[4])
 new_empty = torch.Tensor.new_empty
 
 
@@ -393,10 +393,10 @@ torch.Tensor.new_empty = guarded_empty
 chunk = seqlen_q > 64
 # of a chunk, the 3 * (66 + 63 - 1) rotated keys of 64 bytes fill whole pages of memory
 heads, capacity = (1, 160) if chunk else (2, 37)
-rotary = Rotary.rope(16).rectify(63 if chunk else 9)
-q, k, v = (guarded(torch.randn(3, seqlen_q, heads * group, 16)) for group in (2, 1, 1))
+rotary = Rotary.rope(head_dim).rectify(63 if chunk else 9)
+q, k, v = (guarded(torch.randn(3, seqlen_q, heads * group, head_dim)) for group in (2, 1, 1))
 rows = (24 if chunk else 5, 16) if paged else (3, capacity)
-k_cache, v_cache = (guarded(torch.randn(*rows, heads, 16)) for _ in "kv")
+k_cache, v_cache = (guarded(torch.randn(*rows, heads, head_dim)) for _ in "kv")
 tables = [[0, 1, 2], [3, 4, 0], [1, 2, 3]], [[-1, 99, 2147480000], [-2147483648, 4, 5], [4, 4, 4]]
 if chunk:
     tables = [[table * 3 for table in entries] for entries in tables]
@@ -409,7 +409,12 @@ for lengths, entries, pads in [
     lists = [lengths, tables[entries] if paged else None, pads]
     seqlens, table, pad = (None if x is None else guarded(torch.tensor(x, dtype=torch.int32)) for x in lists)
     attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, pad, impl=impl)
-if sys.argv[4] == "fault":
+if impl == "cpu":
+    for lengths in (1, 37), (70, 70), (130, 65):
+        tensors = [guarded(torch.randn(1, n, heads, head_dim)).requires_grad_() for n in (*lengths, lengths[1])]
+        out = attention(*tensors, rotary, impl=impl)
+        torch.autograd.grad(out, tensors, guarded(out.detach()))
+if sys.argv[5] == "fault":
     ctypes.string_at(k_cache.data_ptr() + k_cache.numel() * 4, 1)
 print("done")
 """
@@ -424,15 +429,28 @@ print("done")
 )
 def test_nothing_outside_the_buffers_is_touched(impl, seqlen_q, layout):
     """With guard pages around every buffer: a process that touches one dies."""
-    run = subprocess.run(
-        [sys.executable, "-c", GUARDED, impl, layout, str(seqlen_q), ""], capture_output=True, text=True
-    )
+    run = guarded_run(impl, layout, seqlen_q, 16)
     assert run.returncode == 0 and "done" in run.stdout, run.stderr[-2000:]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages need mprotect")
+@pytest.mark.parametrize("head_dim", [16, 24])
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+def test_the_compiled_kernels_touch_nothing_outside_the_buffers(cpu_library, layout, head_dim):
+    run = guarded_run("cpu", layout, 2, head_dim, str(cpu_library.path.parents[1]))
+    assert run.returncode == 0 and "done" in run.stdout, run.stderr[-2000:]
+
+
+def guarded_run(impl: str, layout: str, seqlen_q: int, head_dim: int, cache_folder: str = "", fault: str = ""):
+    """cache_folder: of a user who has compiled the CPU kernels; "" has none."""
+    words = [impl, layout, str(seqlen_q), str(head_dim), fault]
+    env = {**os.environ, "XDG_CACHE_HOME": cache_folder or "/nonexistent"}
+    return subprocess.run([sys.executable, "-c", GUARDED, *words], capture_output=True, text=True, env=env)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages need mprotect")
 def test_touching_a_guard_page_kills_the_process():
-    run = subprocess.run([sys.executable, "-c", GUARDED, "cpu", "paged", "2", "fault"], capture_output=True, text=True)
+    run = guarded_run("cpu", "paged", 2, 16, fault="fault")
     assert run.returncode < 0 and "done" not in run.stdout
 
 

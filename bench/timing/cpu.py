@@ -1,18 +1,19 @@
 """Speed and memory of the CPU backend, against PyTorch's attention in the same run.
 
-    python -m bench cpu [--seqlen 8192] [--heads 8] [--head-dim 64] [--window 1024] [--threads 2] [--seconds 60]
-                        [--check] [--out DIR] [--publish] [--note TEXT]
+    python -m bench cpu [--seqlen 8192] [--heads 8] [--head-dim 64] [--window 1024] [--threads 2] [--seconds 30]
+                        [--grid] [--busy] [--check] [--out DIR] [--publish] [--note TEXT]
 
-A round times every contestant once, so that all of them see the same state of the machine. A row shows the median and
-the quartiles over the rounds, and the median of (its time) / (time of its base in the same round). --check exits with 1
-if a goal is missed.
+SDPA gets the tensors in its own best layout, heads first in memory. flashrope is timed twice: composed of PyTorch's
+kernels, and with the kernels of ``flashrope build-cpu``, where there is a C++ compiler. A round times every contestant
+once, so that all of them see the same state of the machine. A row shows the median and the quartiles over the rounds,
+and the median of (its time) / (time of its base in the same round). --check exits with 1 if a goal is missed. --grid
+adds every window and length; --busy adds decoding beside another process that computes.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from functools import partial
+import multiprocessing
 from typing import NamedTuple
 
 import torch
@@ -23,154 +24,208 @@ from .. import machine
 from ..report.output import add_output_options, finish_publishing, output_folder
 from ..report.records import Record, Run, command_line
 from . import check
-from .contestants import KERNELS, Contestant, dense, own, with_rope
+from .cpu_cases import (
+    SDPA,
+    Entry,
+    compiled_kernels,
+    decoding_entries,
+    for_check,
+    forward_entries,
+    of_kernels,
+    peer_entries,
+    with_kernels,
+)
 from .cpu_host import host_times
-from .decoding import own_with_cache, rotate_cache
 from .problem import Problem
 from .session import bound
 from .timer import Spread, Timer, ratio, rounds
 
 CPU = torch.device("cpu")
-GOALS = {  # the largest allowed ratio, or number of microseconds
-    "HoPE forward / eager RoPE + SDPA": 1.10,
-    "ReRoPE forward / SDPA": 1.35,
-    "ReRoPE forward + backward / SDPA": 1.60,
-    "memory of ReRoPE forward + backward when seqlen doubles": 2.20,
-    "ReRoPE decoding / SDPA over the same cache": 1.15,
-    "ReRoPE decoding / rotating the cache, then SDPA": 0.20,
-    "host time at seqlen 1 beyond its operators, us": 60.0,
-    "host time over 16 cached keys beyond its operators, us": 100.0,
-}
-# Shown, not checked: microseconds depend on the machine.
-SHOWN_ONLY = {
-    "host time at seqlen 1 beyond its operators, us",
-    "host time over 16 cached keys beyond its operators, us",
-}
+SHORT = ((512, 64), (2048, 128), (2048, 512))  # (seqlen, window) of ReRoPE's forward; the last beside dense matrices
+GRID_SEQLENS, GRID_WINDOWS = (2048, 4096, 8192, 16384), (128, 256, 512, 1024, 2048, 4096)
+CACHE_SEQLENS = (32768, 2048)
+BACKWARD_SEQLEN = 4096  # at most
+BUSY = ", beside a busy process"
 SLACK = 1.1  # of --check: the same commit gave ratios of 1.10 and 1.19 on two machines; a regression exceeds that
 ATTEMPTS = 3  # of --check: another process can slow a run down, but cannot make it look good
-CACHE_SEQLEN = 32768
-DENSE_SEQLEN = 2048  # at most, for the two dense score matrices
 
 
-class Entry(NamedTuple):
-    name: str
-    base: str  # the entry that its ratio refers to
-    contestant: Contestant
+class Goal(NamedTuple):
+    """The largest allowed value of a figure. Figures with a quantity that depends on the machine are not checked."""
+
+    figure: str
+    limit: float
+    checked: bool = True
 
 
-def problem(options, seqlen: int, **changes) -> Problem:
-    return Problem(
-        1,
-        seqlen,
-        options.heads,
-        options.heads,
-        options.head_dim,
-        torch.float32,
-        CPU,
-        window=options.window,
-        train_length=512,
-    ).replace(**changes)
+GOALS = (
+    # the compiled kernels
+    Goal("decoding, 32768 keys: ReRoPE, compiled / SDPA", 1.15),
+    Goal("decoding, 32768 keys: ReRoPE, compiled, paged / ReRoPE, compiled", 3.0),
+    Goal("decoding, 32768 keys: HoPE, compiled / SDPA", 2.5),
+    Goal("decoding, 2048 keys: ReRoPE, compiled / SDPA", 3.0),
+    Goal("decoding, 32768 keys, bfloat16: ReRoPE, compiled / SDPA", 1.15),
+    Goal("forward, seqlen 512, window 64: ReRoPE, compiled / SDPA", 1.6),
+    Goal("forward, seqlen 2048, window 128: ReRoPE, compiled / SDPA", 1.35),
+    Goal("forward, seqlen 2048, window 512: ReRoPE, compiled / SDPA", 1.35),
+    Goal("forward, seqlen 2048, window 512, bfloat16: ReRoPE, compiled / SDPA", 1.35),
+    Goal("forward, seqlen 8192, window 1024: ReRoPE, compiled / SDPA", 1.15),
+    Goal("forward, seqlen 8192, window 1024: HoPE, compiled / SDPA", 1.0),
+    Goal("forward + backward, seqlen 4096, window 1024: ReRoPE, compiled / SDPA", 1.2),
+    Goal("memory when seqlen doubles, forward + backward: ReRoPE, compiled", 2.2),
+    # composed of PyTorch's kernels
+    Goal("decoding, 32768 keys: ReRoPE, composed / SDPA", 1.35),
+    Goal("decoding, 32768 keys: ReRoPE, composed / rotate the cache, then SDPA", 0.2),
+    Goal("forward, seqlen 8192, window 1024: ReRoPE, composed / SDPA", 1.35),
+    Goal("forward, seqlen 8192, window 1024: HoPE, composed / eager RoPE + SDPA", 1.1),
+    Goal("forward + backward, seqlen 4096, window 1024: ReRoPE, composed / SDPA", 1.6),
+    Goal("memory when seqlen doubles, forward + backward: ReRoPE, composed", 2.2),
+    Goal("host time at seqlen 1 beyond its operators, us", 60.0, checked=False),
+    Goal("host time over 16 cached keys beyond its operators, us", 100.0, checked=False),
+)
 
 
-def entry(name: str, base: str, scheme: Callable, prepare: Callable, ours: bool = False) -> Entry:
-    return Entry(name, base, Contestant(name, scheme, prepare, ours))
+class Bench:
+    """Measures tables, prints them, and keeps the ratios of all contestants to their bases as figures."""
 
+    def __init__(self, options, run: Run, kernels):
+        self.options, self.run, self.kernels = options, run, kernels
+        self.figures: dict[str, float] = {}
 
-def entries(with_dense: bool) -> list[Entry]:
-    sdpa = KERNELS["SDPA flash"]
-    chosen = [
-        entry("SDPA", "SDPA", Problem.none, sdpa),
-        entry("eager RoPE + SDPA", "SDPA", Problem.rope, partial(with_rope, "eager RoPE", sdpa)),
-        entry("HoPE", "eager RoPE + SDPA", Problem.hope, partial(own, Problem.hope), ours=True),
-        entry("ReRoPE", "SDPA", Problem.rerope, partial(own, Problem.rerope), ours=True),
-    ]
-    return [*chosen, entry("ReRoPE, two dense matrices", "ReRoPE", Problem.rerope, dense)] if with_dense else chosen
+    def problem(self, seqlen: int, window: int, **changes) -> Problem:
+        o = self.options
+        sizes = (1, seqlen, o.heads, o.heads, o.head_dim, torch.float32, CPU)
+        return Problem(*sizes, window=window, train_length=512).replace(**changes)
 
+    def measure(self, title: str, chosen: list[Entry], p: Problem, share: float, backward: bool = False) -> None:
+        """share: of the time that the user gives to all tables."""
+        for each in chosen:
+            if not (error := check.error(for_check(each), p, backward)) <= check.TOLERANCE[p.dtype]:
+                raise RuntimeError(f"{each.name} is wrong, nothing is timed: error {error:.2g} against float64")
+            self.run.errors[f"{title}: {each.name}"] = error
+        tensors = p.tensors()
+        grad_out = torch.randn_like(tensors[0])
+        calls = {}
+        for each in chosen:
+            arranged = [each.arrange(x).requires_grad_(backward) for x in tensors]
+            calls[each.name] = bound(each.contestant.prepare(p), arranged, each.arrange(grad_out), backward)
+        times = rounds(calls, Timer(CPU), self.options.seconds * share)
+        self.report(title, chosen, p, times, backward)
 
-def decoding_entries() -> list[Entry]:
-    """One token with a cache of raw keys, or as in ReRoPE's author's code, which rotates the cache at every step."""
-    return [
-        entry("SDPA", "SDPA", Problem.none, KERNELS["SDPA flash"]),
-        entry("RoPE, raw cache", "SDPA", Problem.rope, partial(own_with_cache, Problem.rope, None), ours=True),
-        entry("ReRoPE, raw cache", "SDPA", Problem.rerope, partial(own_with_cache, Problem.rerope, None), ours=True),
-        entry("rotate the cache, then SDPA", "ReRoPE, raw cache", Problem.rerope, partial(rotate_cache, "eager RoPE")),
-    ]
-
-
-def measure(options, run: Run, seqlen: int, backward: bool, with_dense: bool, seconds: float) -> dict[str, float]:
-    """Prints a table. Returns the ratio of each entry to its base."""
-    p = problem(options, seqlen, window=min(options.window, seqlen // 4))
-    return ratios(
-        run,
-        f"seqlen {seqlen}, {'forward + backward' if backward else 'forward'}",
-        entries(with_dense),
-        p,
-        backward,
-        seconds,
-    )
-
-
-def decode(options, run: Run, seconds: float) -> dict[str, float]:
-    """Prints a table. Returns the ratio of each entry to its base."""
-    p = problem(options, CACHE_SEQLEN, decoding=True)
-    return ratios(run, f"one token, {CACHE_SEQLEN} keys in the cache", decoding_entries(), p, False, seconds)
-
-
-def ratios(run: Run, title: str, chosen: list[Entry], p: Problem, backward: bool, seconds: float) -> dict[str, float]:
-    for each in chosen:
-        if not (error := check.error(each.contestant, p, backward)) <= check.TOLERANCE[p.dtype]:
-            raise RuntimeError(f"{each.name} is wrong, nothing is timed: error {error:.2g} against float64")
-        run.errors[f"{title}: {each.name}"] = error
-    tensors = p.tensors(grad=backward)
-    grad_out = torch.randn_like(tensors[0], requires_grad=False)
-    times = rounds(
-        {each.name: bound(each.contestant.prepare(p), tensors, grad_out, backward) for each in chosen},
-        Timer(CPU),
-        seconds,
-    )
-    count = len(times[chosen[0].name])
-    print(f"\n{title}, {count} rounds\n{'':<28}{'median':>11}{'quartiles':>21}   ratio")
-    found = {}
-    for name, base, contestant in chosen:
-        spread = Spread.of(times[name])
-        found[name] = ratio(times, name, base)
-        print(
-            f"{name:<28}{spread.median:>8.1f} ms{spread.low:>10.1f} - {spread.high:>8.1f}   {found[name]:.2f} of {base}"
-        )
-        run.records.append(
-            Record(
-                title,
-                name,
-                contestant.ours,
-                p.sizes(),
-                backward,
-                spread.median,
-                spread.low,
-                spread.high,
-                count,
-                ratios={base: found[name]},
+    def report(self, title: str, chosen: list[Entry], p: Problem, times: dict[str, list[float]], backward: bool):
+        count = len(times[chosen[0].name])
+        print(f"\n{title}, {count} rounds\n{'':<30}{'median':>12}{'quartiles':>23}   ratio")
+        for name, base, contestant, _ in chosen:
+            spread = Spread.of(times[name])
+            found = ratio(times, name, base)
+            print(
+                f"{name:<30}{spread.median:>9.2f} ms{spread.low:>11.2f} - {spread.high:>9.2f}   {found:.2f} of {base}"
             )
-        )
-    return found
+            self.figures |= {f"{title}: {name} / {other}": ratio(times, name, other) for other in times}
+            times_of = (spread.median, spread.low, spread.high, count)
+            self.run.records.append(
+                Record(title, name, contestant.ours, p.sizes(), backward, *times_of, ratios={base: found})
+            )
+
+    def forward(self, seqlen: int, window: int, share: float, schemes=("ReRoPE",), peers=0, dtype=torch.float32):
+        """peers: how many of ``peer_entries``."""
+        title = f"forward, seqlen {seqlen}, window {window}" + (", bfloat16" if dtype is torch.bfloat16 else "")
+        chosen = forward_entries(self.kernels, schemes) + peer_entries()[:peers]
+        self.measure(title, chosen, self.problem(seqlen, window, dtype=dtype), share)
+
+    def backward(self, seqlen: int, window: int, share: float) -> None:
+        title = f"forward + backward, seqlen {seqlen}, window {window}"
+        self.measure(title, forward_entries(self.kernels), self.problem(seqlen, window), share, True)
+
+    def decode(self, keys: int, share: float, dtype: torch.dtype = torch.float32, busy: bool = False) -> None:
+        title = f"decoding, {keys} keys" + (", bfloat16" if dtype is torch.bfloat16 else "")
+        p = self.problem(keys, min(self.options.window, keys // 4), decoding=True, dtype=dtype)
+        self.measure(title + (BUSY if busy else ""), decoding_entries(self.kernels), p, share)
+
+    def memory(self) -> None:
+        """The largest growth factor of the peak when the length doubles, over three lengths."""
+        print("\npeak memory of ReRoPE, forward + backward, beyond its inputs")
+        options, timer = self.options, Timer(CPU)
+        heads, rotary = max(options.heads // 4, 1), Rotary.rope(options.head_dim).rectify(max(options.window // 4, 1))
+        for kind, kernels in of_kernels(self.kernels).items():
+            peaks = []
+            for seqlen in (options.seqlen // 4, options.seqlen // 2, options.seqlen):
+                tensors = [torch.randn(1, seqlen, heads, options.head_dim, requires_grad=True) for _ in range(3)]
+                call = with_kernels(kernels, lambda _: lambda q, k, v: attention(q, k, v, rotary), None)
+                call(*tensors)  # its cos/sin tables are kept between calls
+                peaks.append(
+                    timer.peak_bytes(
+                        lambda call=call, tensors=tensors: torch.autograd.grad(call(*tensors).sum(), tensors)
+                    )
+                )
+                dense_mib = 4 * heads * seqlen**2 / 2**20
+                print(
+                    f"{kind:<10}seqlen {seqlen:<6} {heads} heads {peaks[-1] / 2**20:>8.1f} MiB = "
+                    f"{peaks[-1] / (4 * tensors[0].numel()):.1f} times q (one dense score matrix: {dense_mib:.0f} MiB)"
+                )
+            growth = max(b / a for a, b in zip(peaks, peaks[1:], strict=False))
+            self.figures[f"memory when seqlen doubles, forward + backward: ReRoPE, {kind}"] = growth
+
+    def busy(self) -> None:
+        """Decoding beside one process that computes: how much each contestant's ratio to SDPA grows."""
+        neighbor = multiprocessing.get_context("spawn").Process(target=compute_forever, daemon=True)
+        neighbor.start()
+        try:
+            for keys in CACHE_SEQLENS:
+                self.decode(keys, 0.1, busy=True)
+        finally:
+            neighbor.terminate()
+        print(f"\n{'ratio to SDPA beside a busy process / ratio when quiet':<60}")
+        for keys in CACHE_SEQLENS:
+            for kind in of_kernels(self.kernels):
+                name = f": ReRoPE, {kind} / {SDPA}"
+                quiet, loud = (self.figures[f"decoding, {keys} keys{how}{name}"] for how in ("", BUSY))
+                print(f"{keys} keys, {kind:<10}{loud:>8.2f} / {quiet:.2f} = {loud / quiet:.2f}")
+
+    def all(self) -> None:
+        o = self.options
+        for seqlen, window in SHORT:
+            peers = 2 if (seqlen, window) == SHORT[-1] else 0
+            self.forward(min(seqlen, o.seqlen), min(window, o.seqlen // 4), 0.05, peers=peers)
+        seqlen, window = SHORT[-1]
+        self.forward(min(seqlen, o.seqlen), min(window, o.seqlen // 4), 0.05, dtype=torch.bfloat16)
+        self.forward(o.seqlen, min(o.window, o.seqlen // 4), 0.3, ("HoPE", "ReRoPE"), peers=1)
+        seqlen = min(o.seqlen, BACKWARD_SEQLEN)
+        self.backward(seqlen, min(o.window, seqlen // 4), 0.2)
+        for keys in CACHE_SEQLENS:
+            self.decode(keys, 0.1)
+        self.decode(CACHE_SEQLENS[0], 0.1, torch.bfloat16)
+        if o.grid:
+            for seqlen in GRID_SEQLENS:
+                for window in (w for w in GRID_WINDOWS if w < seqlen):
+                    self.forward(seqlen, window, 0.05)
+        if o.busy:
+            self.busy()
+        beyond = host_times(o.heads, o.head_dim)
+        self.figures |= {goal.figure: us for goal, us in zip(GOALS[-2:], beyond, strict=True)}
+        self.memory()  # last: the profiler slows down every later operator of the process
+
+    def goals(self) -> list[str]:
+        """Prints every goal that was measured. Returns the checked ones that are missed by more than the slack."""
+        print("\ngoals")
+        failed = []
+        for figure, limit, checked in GOALS:
+            if (got := self.figures.get(figure)) is None:
+                print(f"{'':<8}{figure:<76}{'-':>7}, allowed {limit:.2f}: not measured")
+                continue
+            verdict = "met" if got <= limit else "MISSED"
+            print(f"{verdict:<8}{figure:<76}{got:>7.2f}, allowed {limit:.2f}{'' if checked else ', not checked'}")
+            self.run.goals.append({"goal": figure, "floor": limit, "worst": got, "verdict": verdict})
+            if checked and got > limit * SLACK:
+                failed.append(figure)
+        return failed
 
 
-def memory(options) -> float:
-    """Prints the peak at three lengths. Returns the largest growth factor when the length doubles."""
-    print("\npeak memory of ReRoPE, forward + backward, beyond its inputs")
-    heads, rotary = max(options.heads // 4, 1), Rotary.rope(options.head_dim).rectify(max(options.window // 4, 1))
-    peaks, timer = [], Timer(CPU)
-    for seqlen in (options.seqlen // 2, options.seqlen, 2 * options.seqlen):
-        tensors = [torch.randn(1, seqlen, heads, options.head_dim, requires_grad=True) for _ in range(3)]
-        attention(*tensors, rotary)  # its cos/sin tables are kept between calls
-        peaks.append(
-            timer.peak_bytes(lambda tensors=tensors: torch.autograd.grad(attention(*tensors, rotary).sum(), tensors))
-        )
-        times_q, dense_mib = peaks[-1] / (4 * tensors[0].numel()), 4 * heads * seqlen**2 / 2**20
-        print(
-            f"seqlen {seqlen:<6} {heads} heads {peaks[-1] / 2**20:>8.1f} MiB = {times_q:.1f} times q "
-            f"(one dense score matrix: {dense_mib:.0f} MiB)"
-        )
-    return max(b / a for a, b in zip(peaks, peaks[1:], strict=False))
+def compute_forever() -> None:
+    torch.set_num_threads(1)
+    x = torch.randn(512, 512)
+    while True:
+        x @ x
 
 
 def main(argv: list[str]) -> int:
@@ -180,8 +235,10 @@ def main(argv: list[str]) -> int:
     for name, default in (("seqlen", 8192), ("heads", 8), ("head-dim", 64), ("window", 1024), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="time for all rounds; each table has at least three (default 60)"
+        "--seconds", type=float, default=30.0, help="time for all rounds; each table has at least three (default 30)"
     )
+    parser.add_argument("--grid", action="store_true", help="ReRoPE's forward for every window and length too")
+    parser.add_argument("--busy", action="store_true", help="decoding beside another process that computes too")
     parser.add_argument(
         "--check",
         action="store_true",
@@ -191,23 +248,17 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    device, versions = machine.describe(CPU), machine.versions()
+    device, versions, kernels = machine.describe(CPU), machine.versions(), compiled_kernels()
     print(
         f"{command_line('cpu', argv)}\n{device['name']}, torch {versions['torch']}, {device['threads']} threads, "
-        f"float32, {device['vector']}"
+        f"{device['vector']}"
     )
     for attempt in range(ATTEMPTS if options.check else 1):
-        run = Run(
-            "cpu",
-            command_line("cpu", argv),
-            device,
-            versions,
-            {},
-            load_average={"start": machine.load_average()},
-            note=options.note,
-        )
-        got = measure_all(options, run)
-        failed = [name for name in GOALS.keys() - SHOWN_ONLY if got[name] > GOALS[name] * SLACK]
+        load = {"start": machine.load_average()}
+        run = Run("cpu", command_line("cpu", argv), device, versions, {}, load_average=load, note=options.note)
+        bench = Bench(options, run, kernels)
+        bench.all()
+        failed = bench.goals()
         if not failed:
             break
         if options.check:
@@ -221,35 +272,3 @@ def main(argv: list[str]) -> int:
         run.write(folder / machine.slug(device["name"]), stem)
         print(f"\nwritten: {folder / machine.slug(device['name']) / stem}.{{json,csv}}")
     return 1 if options.check and failed else finish_publishing(options)
-
-
-def measure_all(options, run: Run) -> dict[str, float]:
-    """Measures and prints everything. Returns the figure of each goal."""
-    forward = measure(options, run, options.seqlen, False, False, options.seconds * 0.3)
-    both = measure(options, run, options.seqlen, True, False, options.seconds * 0.5)
-    for backward in (False, True):
-        measure(options, run, min(options.seqlen, DENSE_SEQLEN), backward, True, options.seconds * 0.1)
-    decoding = decode(options, run, options.seconds * 0.2)
-    beyond = host_times(options.heads, options.head_dim)
-    growth = memory(options)  # last: the profiler slows down every later operator of the process
-    got = dict(
-        zip(
-            GOALS,
-            (
-                forward["HoPE"],
-                forward["ReRoPE"],
-                both["ReRoPE"],
-                growth,
-                decoding["ReRoPE, raw cache"],
-                1 / decoding["rotate the cache, then SDPA"],
-                *beyond,
-            ),
-            strict=True,
-        )
-    )
-    print("\ngoals")
-    for name, limit in GOALS.items():
-        verdict = "met" if got[name] <= limit else "MISSED"
-        print(f"{verdict:<8}{name:<58}{got[name]:>8.2f}, allowed {limit:.2f}")
-        run.goals.append({"goal": name, "floor": limit, "worst": got[name], "verdict": verdict})
-    return got

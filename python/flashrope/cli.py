@@ -17,6 +17,7 @@ from importlib import import_module
 from ._version import __version__
 
 COMMANDS = {  # command: (module, what it does)
+    "build-cpu": ("flashrope.backends.cpu.build", "compile faster kernels for this processor; needs a C++ compiler"),
     "demo": ("flashrope.demo.main", "train two small models and compare the schemes beyond the training length"),
     "generate": (
         "flashrope.demo.generate",

@@ -15,6 +15,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from .backends import load_backend
+    from .backends.cpu import library
 
     print(f"{'flashrope':13}{_installed('flashrope')}")
     print(f"{'python':13}{platform.python_version()}, {platform.system()} {platform.machine()}")
@@ -22,6 +23,8 @@ def run(args: argparse.Namespace) -> int:
     for package in ("triton", "transformers"):
         print(f"{package:13}{_installed(package)}")
     print(f"{'extension':13}{load_backend('cuda').build_info()}")
+    compiled = library.load()
+    print(f"{'CPU kernels':13}{compiled.path if compiled else 'not built; flashrope build-cpu builds them'}")
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     for device in devices:
         threads = f", threads: {torch.get_num_threads()}" if device == "cpu" else ""

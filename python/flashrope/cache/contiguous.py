@@ -26,7 +26,8 @@ class KVCache(Cache):
         device: None is torch's default.
 
     Attributes:
-        k, v: (batch, capacity, heads_kv, head_dim), uninitialized beyond the lengths.
+        k, v: (batch, capacity, heads_kv, head_dim), uninitialized beyond the lengths. On the CPU a view of
+            heads-first storage, which is faster to read there.
         seqlens: (batch,) int32 on the device, the slots in use. It is always the same tensor.
         nbytes: bytes of k and v.
 

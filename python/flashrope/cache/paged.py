@@ -52,7 +52,8 @@ class PagedKVCache(Cache):
         max_seqlen: largest number of tokens of a sequence; it sets the width of the block table. None: the whole pool.
 
     Attributes:
-        k, v: (pages, page_size, heads_kv, head_dim), uninitialized where there is no token.
+        k, v: (pages, page_size, heads_kv, head_dim), uninitialized where there is no token. On the CPU a view of
+            heads-first storage, which is faster to read there.
         nbytes: bytes of k and v.
 
     ``allocate`` and ``fork`` return the number of a new sequence, and no number is used twice. An unknown or freed

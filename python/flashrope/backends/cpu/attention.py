@@ -5,6 +5,8 @@ describes. The pieces of a row are merged by their lse, as in ring attention.
 
 Types below float32 are computed in float32 and only the results are rounded. That is at least as fast here as torch's
 half-precision kernels, whose float16 backward is about twenty times slower.
+
+The compiled kernels, where they are there, serve all types but float64 (tiles.py).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from ..base import AttentionCall, accumulation_type
+from . import library, tiles
 from .pieces import (
     Piece,
     RotationPieces,
@@ -104,6 +107,8 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, lse (batch, heads_q, seqlen_q)."""
+    if (compiled := library.load()) and tiles.serves(q, k, call):
+        return tiles.forward(compiled, q, k, v, call)
     rotary, seqlen_q, seqlen_k, v = call.rotary, q.size(1), k.size(1), upcast(v)
     if call.positions is None and q.numel():
         single = single_piece(rotary, call.causal, seqlen_q, seqlen_k, v.dtype)
@@ -138,6 +143,8 @@ def _attend(
 def _attend_backward(
     grad_out, grad_lse, q, k, v, out, lse, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if (compiled := library.load()) and tiles.serves(q, k, call):
+        return tiles.backward(compiled, grad_out, grad_lse, q, k, v, out, lse, call)
     rotary, seqlen_q, seqlen_k, head_dim = call.rotary, q.shape[1], k.shape[1], q.shape[-1]
     out, upcast_v, lse = upcast(out), upcast(v), lse.transpose(1, 2)
     grad_out = torch.zeros_like(out) if grad_out is None else upcast(grad_out)

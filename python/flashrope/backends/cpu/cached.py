@@ -1,20 +1,21 @@
 """``attention_with_cache`` on the CPU, with torch's own flash kernel. The cache is read in place.
 
-A sequence is read in blocks of slots, counted from its first slot. A block of a contiguous cache, or of pages that
-follow one another, is a view. Pages in any other order are gathered one block at a time. The results of a sequence
-computed on its own are bitwise identical in both layouts.
+A sequence is read in blocks of slots, counted from its first slot. A block of a contiguous cache is a view. Pages are
+gathered one block at a time, heads first, unless they follow one another and are rows first in memory. The results of
+a sequence computed on its own are bitwise identical in both layouts.
+
+The compiled kernels, where they are there, serve a few queries per sequence (decode.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from ...rotary import Rotary
 from ..base import CacheCall, CacheLayout, accumulation_type
+from . import decode, library
 from .pieces import (
     Piece,
     attn_mask,
@@ -29,15 +30,14 @@ from .pieces import (
 from .rotation import rotate, rotation_for, upcast
 
 MIN_BLOCK, MAX_BLOCK = 256, 16384  # slots
-ROTATED_BLOCK = 2**20  # elements of a rotated block of k; the system allocates new pages for a larger one in every call
+# Elements of a block of k. A copy of it, gathered or rotated, stays in the processor's caches; for larger ones the
+# system allocates new pages of memory in every call.
+BLOCK_ELEMENTS = 2**20
 
 
-@lru_cache(maxsize=64)
-def _block_size(rotary: Rotary, causal: bool, row: int) -> int:
+def _block_size(row: int) -> int:
     """Slots per block; row: elements of k in one slot of all the sequences that are read together."""
-    reach = max((max(band.stop, -band.start) for band in rotary.bands_for(causal) if band.slope), default=0)
-    rotated = max(ROTATED_BLOCK // max(row, 1), MIN_BLOCK)
-    return min(rotated, MAX_BLOCK) if reach > rotated and any(rotary.frequencies) else MAX_BLOCK
+    return min(max(BLOCK_ELEMENTS // max(row, 1), MIN_BLOCK), MAX_BLOCK)
 
 
 def append_to_cache(
@@ -62,21 +62,22 @@ def attention_with_cache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse in float32 or float64)."""
+    if (compiled := library.load()) and decode.serves(q, k_cache, call):
+        return decode.decode(compiled, q, k_cache, v_cache, call)
     (batch, seqlen_q, heads_q, _), block_table = q.shape, call.layout.block_table
     bounds = call.layout.bounds(k_cache)
     row = k_cache.shape[-2] * k_cache.shape[-1]
     same_bounds = block_table is None and bounds and bounds == bounds[:1] * batch
     if same_bounds:
         first, end = bounds[0]
-        # short calls skip the look-up
-        size = MIN_BLOCK if end - first <= MIN_BLOCK else _block_size(call.rotary, call.causal, batch * row)
+        size = _block_size(batch * row)
         if 0 < end - first <= size and (result := _attend_single(q, k_cache, v_cache, first, end, call)):
             return result
         return _attend(q, _contiguous_blocks(k_cache, v_cache, 0, batch, first, end, size), end - first, call)
     out = q.new_zeros(q.shape)
     lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
     for b0, b1, first, end in _groups(bounds, together=block_table is None):
-        size = _block_size(call.rotary, call.causal, (b1 - b0) * row)
+        size = _block_size((b1 - b0) * row)
         blocks = (
             _paged_blocks(k_cache, v_cache, block_table[b0], first, end, size)
             if block_table is not None
@@ -134,11 +135,14 @@ def _paged_blocks(k_cache, v_cache, table: torch.Tensor, first: int, end: int, s
         pages = table[low:high].to(torch.int64).clamp_(0, k_cache.shape[0] - 1)
         skip, count = slot - low * page_size, stop - slot
         page = int(pages[0])
-        if torch.equal(pages, torch.arange(page, page + high - low)):
-            k, v = (cache[page : page + high - low] for cache in (k_cache, v_cache))
-        else:
-            k, v = (cache.index_select(0, pages) for cache in (k_cache, v_cache))
-        yield Block(slot - first, *(x.flatten(0, 1)[skip : skip + count][None] for x in (k, v)))
+        follow = torch.equal(pages, torch.arange(page, page + high - low))
+        k, v = (
+            cache[page : page + high - low].flatten(0, 1)
+            if follow and cache.stride(0) == page_size * cache.stride(1)
+            else cache.permute(2, 0, 1, 3)[:, pages].flatten(1, 2).transpose(0, 1)
+            for cache in (k_cache, v_cache)
+        )
+        yield Block(slot - first, *(x[skip : skip + count][None] for x in (k, v)))
 
 
 def _attend(

@@ -1,0 +1,138 @@
+"""What ``python -m bench cpu`` compares: SDPA, the CPU backend composed of PyTorch's kernels, and its compiled kernels.
+
+Each gets its tensors in the layout that suits it best. SDPA reads tensors whose heads come first in memory, which is
+what ``KVCache`` stores; attention reads q, k and v as a model's projections leave them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from flashrope import attention_with_cache
+from flashrope.backends.cpu import build, library
+
+from .contestants import KERNELS, Contestant, dense, own, with_rope
+from .decoding import own_with_cache, rotate_cache
+from .problem import Problem
+
+PAGE_SIZES = (256, 64)  # the first that divides the length; the check before the timing has 320 keys
+SDPA, COMPOSED, COMPILED = "SDPA", "composed", "compiled"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Entry(NamedTuple):
+    name: str
+    base: str  # the entry that its ratio refers to
+    contestant: Contestant
+    arrange: Callable[[torch.Tensor], torch.Tensor]  # from rows first in memory to the layout that it reads
+
+
+def compiled_kernels() -> library.Library | None:
+    """The kernels of ``flashrope build-cpu``, built under build/ of the checkout unless the user has them."""
+    try:
+        if not (loaded := library.load()):
+            path = ROOT / "build" / library.file_name()
+            if not path.exists():
+                print("compiling the CPU kernels ...", flush=True)
+                build.build(path)
+            loaded = library.Library(path)
+        return loaded
+    except RuntimeError as error:
+        print(f"compiled kernels are left out: {error}")
+        return None
+
+
+def rows_first(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def heads_first(x: torch.Tensor) -> torch.Tensor:
+    """The same tensor, whose heads come first in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def with_kernels(kernels: library.Library | None, prepare: Callable, problem: Problem) -> Callable:
+    """The call of `prepare` with these compiled kernels, or without any."""
+    call = prepare(problem)
+
+    def run(*tensors):
+        library.load = lambda: kernels
+        return call(*tensors)
+
+    return run
+
+
+def paged(scheme: Callable, problem: Problem) -> Callable:
+    """attention_with_cache over pages in random order, whose heads come first in memory."""
+    size = next(size for size in PAGE_SIZES if problem.seqlen % size == 0)
+    pages = problem.batch * problem.seqlen // size
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
+    table = order.argsort().to(torch.int32).view(problem.batch, -1)
+    seqlens = torch.full((problem.batch,), problem.seqlen, dtype=torch.int32)
+    rotary, pools = scheme(problem), {}
+
+    def pool(x):
+        if x.data_ptr() not in pools:  # made in the first, untimed call
+            pools[x.data_ptr()] = x, heads_first(x.reshape(pages, size, *x.shape[2:])[order])
+        return pools[x.data_ptr()][1]
+
+    return lambda q, k, v: attention_with_cache(q, pool(k), pool(v), rotary, seqlens, block_table=table, impl="cpu")
+
+
+def of_kernels(kernels) -> dict[str, library.Library | None]:
+    return {COMPOSED: None, COMPILED: kernels} if kernels else {COMPOSED: None}
+
+
+def entry(name: str, base: str, scheme: Callable, prepare: Callable, kernels=None, arrange=rows_first, ours=False):
+    return Entry(name, base, Contestant(name, scheme, partial(with_kernels, kernels, prepare), ours), arrange)
+
+
+def forward_entries(kernels, schemes: tuple[str, ...] = ("ReRoPE",)) -> list[Entry]:
+    """SDPA and the schemes, "HoPE" or "ReRoPE"."""
+    found = [entry(SDPA, SDPA, Problem.none, KERNELS["SDPA flash"], arrange=heads_first)]
+    for scheme in schemes:
+        of_problem = getattr(Problem, scheme.lower())
+        for kind, library_ in of_kernels(kernels).items():
+            found.append(entry(f"{scheme}, {kind}", SDPA, of_problem, partial(own, of_problem), library_, ours=True))
+    return found
+
+
+def peer_entries() -> list[Entry]:
+    """What users have without flashrope."""
+    rope = partial(with_rope, "eager RoPE", KERNELS["SDPA flash"])
+    return [
+        entry("eager RoPE + SDPA", SDPA, Problem.rope, rope),
+        entry("ReRoPE, two dense matrices", SDPA, Problem.rerope, dense),
+    ]
+
+
+def decoding_entries(kernels) -> list[Entry]:
+    """One token over a cache of raw keys, or as in ReRoPE's author's code, which rotates the cache at every step."""
+    found = [entry(SDPA, SDPA, Problem.none, KERNELS["SDPA flash"], arrange=heads_first)]
+    for kind, library_ in of_kernels(kernels).items():
+        for scheme in ("ReRoPE", "HoPE"):
+            of_problem = getattr(Problem, scheme.lower())
+            cached = partial(own_with_cache, of_problem, "cpu")
+            found.append(entry(f"{scheme}, {kind}", SDPA, of_problem, cached, library_, heads_first, True))
+        pages = partial(paged, Problem.rerope)
+        found.append(entry(f"ReRoPE, {kind}, paged", f"ReRoPE, {kind}", Problem.rerope, pages, library_, ours=True))
+        rows = partial(own_with_cache, Problem.rerope, "cpu")
+        found.append(entry(f"ReRoPE, {kind}, rows first", SDPA, Problem.rerope, rows, library_, ours=True))
+    rotates = partial(rotate_cache, "eager RoPE")
+    return [*found, entry("rotate the cache, then SDPA", SDPA, Problem.rerope, rotates)]
+
+
+def for_check(each: Entry) -> Contestant:
+    """The contestant with its tensors arranged in the call, as ``check`` gives them rows first."""
+
+    def prepare(problem: Problem) -> Callable:
+        call = each.contestant.prepare(problem)
+        return lambda *tensors: call(*map(each.arrange, tensors))
+
+    return dataclasses.replace(each.contestant, prepare=prepare)

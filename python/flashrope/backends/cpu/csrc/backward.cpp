@@ -1,0 +1,178 @@
+// The gradients of attention. One thread takes a key head and all queries that read it, so that nothing is added
+// atomically: five matrix products per pair of tiles, and results that are bitwise reproducible.
+//
+// Scores are computed transposed, keys by queries. Per query head and band, queries and keys are rotated into
+// workspaces; the gradients are summed in that rotated frame, then rotated back and added to those of other bands.
+
+#include "tiles.h"
+
+namespace flashrope {
+
+struct BackwardCall {  // cpu/library.py has the same
+  ForwardCall forward;  // with the out and lse that it computed
+  TensorView grad_out, grad_q, grad_k, grad_v;
+  const float* grad_lse;  // (batch, heads_q, seqlen_q), or nullptr
+};
+
+template <typename T>
+struct KeyHead {
+  const BackwardCall& backward;
+  const ForwardCall& call;
+  const int64_t b, head_kv, group, shift;
+  const int head_dim, width;  // width: head_dim in whole steps of the products
+  const int64_t rows, keys;   // in whole tiles
+  // (rows or keys, width), and transposed per tile (rows / BLOCK_M, head_dim, BLOCK_M)
+  Floats v, grad_v, grad_k, k, grad_rotated_k;
+  Floats q, q_transposed, grad_out, grad_out_transposed, grad_q, grad_rotated_q;
+  Floats lse, delta;  // (rows,)
+  alignas(64) float weights[BLOCK_N * BLOCK_M], grad_scores[BLOCK_N * BLOCK_M], transposed[BLOCK_M * BLOCK_N];
+
+  KeyHead(const BackwardCall& backward, int64_t head)
+      : backward(backward), call(backward.forward), b(head / call.heads_kv), head_kv(head % call.heads_kv),
+        group(call.heads_q / call.heads_kv), shift(call.seqlen_k - call.seqlen_q), head_dim(int(call.head_dim)),
+        width(int(padded(head_dim, GEMM_COLUMNS))), rows(padded(call.seqlen_q, BLOCK_M)),
+        keys(padded(call.seqlen_k, BLOCK_N)) {
+    for (Floats* x : {&v, &grad_v, &grad_k, &k, &grad_rotated_k}) *x = zeros(keys * width);
+    for (Floats* x : {&q, &grad_out, &grad_q, &grad_rotated_q}) *x = zeros(rows * width);
+    for (Floats* x : {&q_transposed, &grad_out_transposed}) *x = zeros(rows * head_dim);
+    for (Floats* x : {&lse, &delta}) *x = zeros(rows);
+  }
+
+  static Floats zeros(int64_t count) {
+    Floats x = floats(count);
+    if (x) std::fill_n(x.get(), count, 0.0f);
+    return x;
+  }
+
+  bool allocated() const {
+    for (const Floats* x : {&v, &grad_v, &grad_k, &k, &grad_rotated_k, &q, &grad_out, &grad_q, &grad_rotated_q,
+                            &q_transposed, &grad_out_transposed, &lse, &delta})
+      if (!*x) return false;
+    return true;
+  }
+
+  void run() {
+    for (int64_t key = 0; key < call.seqlen_k; ++key) {
+      const T* x = call.v.row<const T>(b, key, head_kv);
+      for (int c = 0; c < head_dim; ++c) v[key * width + c] = to_float(x[c]);
+    }
+    for (int64_t head = head_kv * group; head < (head_kv + 1) * group; ++head) {
+      load_head(head);
+      for (int n = 0; n < call.num_bands; ++n) add_band(call.bands[n], head);
+      for (int64_t row = 0; row < call.seqlen_q; ++row)
+        write(backward.grad_q.row<T>(b, row, head), grad_q.get() + row * width, float(call.scale));
+    }
+    for (int64_t key = 0; key < call.seqlen_k; ++key) {
+      write(backward.grad_k.row<T>(b, key, head_kv), grad_k.get() + key * width, 1);
+      write(backward.grad_v.row<T>(b, key, head_kv), grad_v.get() + key * width, 1);
+    }
+  }
+
+  void write(T* to, const float* from, float factor) const {
+    for (int c = 0; c < head_dim; ++c) from_float(from[c] * factor, to + c);
+  }
+
+  // x (rows, width) transposed per tile.
+  void transpose(const float* x, float* to) const {
+    for (int64_t tile = 0; tile < rows; tile += BLOCK_M)
+      for (int r = 0; r < BLOCK_M; ++r)
+        for (int c = 0; c < head_dim; ++c) to[tile * head_dim + c * BLOCK_M + r] = x[(tile + r) * width + c];
+  }
+
+  void load_head(int64_t head) {
+    std::fill_n(grad_q.get(), rows * width, 0.0f);
+    std::fill_n(lse.get(), rows, INF);  // rows that see no key: their weights are exp(-inf)
+    for (int64_t row = 0; row < call.seqlen_q; ++row) {
+      const T* out = call.out.row<const T>(b, row, head);
+      const T* grad = backward.grad_out.row<const T>(b, row, head);
+      const int64_t of_row = (b * call.heads_q + head) * call.seqlen_q + row;
+      float product = 0;
+      for (int c = 0; c < head_dim; ++c) {
+        grad_out[row * width + c] = to_float(grad[c]);
+        product += to_float(out[c]) * to_float(grad[c]);
+      }
+      if (call.lse[of_row] != -INF) lse[row] = call.lse[of_row];
+      delta[row] = product - (backward.grad_lse ? backward.grad_lse[of_row] : 0);
+    }
+    transpose(grad_out.get(), grad_out_transposed.get());
+  }
+
+  void add_band(const ForwardBand& band, int64_t head) {
+    for (int64_t row = 0; row < call.seqlen_q; ++row) {
+      rotate_row(call.q.row<const T>(b, row, head), q.get() + row * width, band.q, b, row, call);
+      for (int c = 0; c < head_dim; ++c) q[row * width + c] *= float(call.scale);
+    }
+    transpose(q.get(), q_transposed.get());
+    const Table& k_table = call.k_copies[band.k_copy];
+    for (int64_t key = 0; key < call.seqlen_k; ++key)
+      rotate_row(call.k.row<const T>(b, key, head_kv), k.get() + key * width, k_table, b, key, call);
+    std::fill_n(grad_rotated_q.get(), rows * width, 0.0f);
+    std::fill_n(grad_rotated_k.get(), keys * width, 0.0f);
+    for (int64_t key = 0; key < call.seqlen_k; key += BLOCK_N) {
+      const int64_t last_key = std::min<int64_t>(key + BLOCK_N, call.seqlen_k) - 1;
+      const int64_t first_row = std::max<int64_t>(key + band.band.start - shift, 0);
+      const int64_t end_row = std::min<int64_t>(last_key + band.band.stop - shift, call.seqlen_q);
+      for (int64_t row = first_row / BLOCK_M * BLOCK_M; row < end_row; row += BLOCK_M) add_tile(band.band, key, row);
+    }
+    add_unrotated(grad_rotated_q.get(), grad_q.get(), call.seqlen_q, band.q);
+    add_unrotated(grad_rotated_k.get(), grad_k.get(), call.seqlen_k, k_table);
+  }
+
+  void add_unrotated(float* from, float* to, int64_t count, const Table& table) const {
+    for (int64_t row = 0; row < count; ++row) {
+      unrotate_row(from + row * width, table, b, row, call);
+      for (int c = 0; c < head_dim; ++c) to[row * width + c] += from[row * width + c];
+    }
+  }
+
+  void add_tile(const Band& band, int64_t key, int64_t row) {
+    const float *of_k = k.get() + key * width, *of_q = q.get() + row * width;
+    multiply<false>(of_k, width, q_transposed.get() + row * head_dim, BLOCK_M, weights, BLOCK_M, BLOCK_N, BLOCK_M,
+                    head_dim);
+    multiply<false>(v.get() + key * width, width, grad_out_transposed.get() + row * head_dim, BLOCK_M, grad_scores,
+                    BLOCK_M, BLOCK_N, BLOCK_M, head_dim);
+    for (int t = 0; t < BLOCK_N; ++t) {
+      float *w = weights + t * BLOCK_M, *g = grad_scores + t * BLOCK_M;
+      for (int r = 0; r < BLOCK_M; r += LANES) store(w + r, exp(load(w + r) - load(lse.get() + row + r)));
+      // rows [first, end) of the tile see the key
+      const int64_t nearest = key + t - shift - row;
+      const int first = int(std::clamp<int64_t>(nearest + band.start, 0, BLOCK_M));
+      const int end = int(std::clamp<int64_t>(nearest + band.stop, first, BLOCK_M));
+      std::fill_n(w, first, 0.0f);
+      std::fill(w + end, w + BLOCK_M, 0.0f);
+      for (int r = 0; r < BLOCK_M; r += LANES)
+        store(g + r, load(w + r) * (load(g + r) - load(delta.get() + row + r)));
+      for (int r = 0; r < BLOCK_M; ++r) transposed[r * BLOCK_N + t] = g[r];
+    }
+    multiply<true>(weights, BLOCK_M, grad_out.get() + row * width, width, grad_v.get() + key * width, width, BLOCK_N,
+                   width, BLOCK_M);
+    multiply<true>(grad_scores, BLOCK_M, of_q, width, grad_rotated_k.get() + key * width, width, BLOCK_N, width,
+                   BLOCK_M);
+    multiply<true>(transposed, BLOCK_N, of_k, width, grad_rotated_q.get() + row * width, width, BLOCK_M, width,
+                   BLOCK_N);
+  }
+};
+
+template <typename T>
+int backward(const BackwardCall& call) {
+  std::atomic<int> failed{0};
+  parallel(call.forward.parallel_for, call.forward.threads, call.forward.batch * call.forward.heads_kv,
+           [&](int64_t head) {
+             KeyHead<T> work(call, head);
+             if (work.allocated())
+               work.run();
+             else
+               failed = 1;
+           });
+  return failed;
+}
+
+}  // namespace flashrope
+
+extern "C" int flashrope_backward(const flashrope::BackwardCall* call) {
+  switch (call->forward.dtype) {
+    case 0: return flashrope::backward<float>(*call);
+    case 1: return flashrope::backward<_Float16>(*call);
+    default: return flashrope::backward<flashrope::BFloat16>(*call);
+  }
+}

@@ -1,0 +1,115 @@
+// What the forward and the backward share: the call, products of tiles, the rotation of a row by tables.
+
+#pragma once
+
+#include "common.h"
+
+#include <algorithm>
+
+namespace flashrope {
+
+constexpr int BLOCK_M = 64;  // query rows of a tile
+constexpr int BLOCK_N = 64;  // keys of a block
+#ifdef __AVX512F__
+constexpr int GEMM_ROWS = 8;  // of a product that is held in registers, two vectors wide
+#else
+constexpr int GEMM_ROWS = 4;
+#endif
+constexpr int GEMM_COLUMNS = 2 * LANES;
+constexpr int MAX_BANDS = 4;
+
+// cos and sin of every row and channel: y[c] = x[c] * cos[c] + x[the other channel of its pair] * sin[c].
+struct Table {
+  const float *cos, *sin;                     // nullptr: 1, or 0
+  int64_t cos_batch, cos_row, sin_batch, sin_row;  // strides
+};
+
+struct ForwardBand {
+  Band band;
+  Table q;
+  int64_t k_copy;  // of the keys
+};
+
+struct ForwardCall {  // cpu/library.py has the same
+  TensorView q, k, v, out;
+  float* lse;  // (batch, heads_q, seqlen_q)
+  int64_t batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, pairs, interleaved;
+  ForwardBand bands[MAX_BANDS];
+  Table k_copies[MAX_BANDS];
+  int64_t num_bands, num_copies;
+  double scale;
+  int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16
+  ParallelFor parallel_for;
+};
+
+// c (m, n) = a (m, k) b (k, n), or c + that; m in steps of GEMM_ROWS, n of GEMM_COLUMNS.
+template <bool ADD>
+void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int m, int n, int k) {
+  for (int i = 0; i < m; i += GEMM_ROWS)
+    for (int j = 0; j < n; j += GEMM_COLUMNS) {
+      Vec acc[GEMM_ROWS][2];
+      for (int r = 0; r < GEMM_ROWS; ++r)
+        for (int h = 0; h < 2; ++h) acc[r][h] = ADD ? load(c + (i + r) * ldc + j + h * LANES) : Vec{};
+      for (int p = 0; p < k; ++p) {
+        const Vec low = load(b + p * ldb + j), high = load(b + p * ldb + j + LANES);
+        for (int r = 0; r < GEMM_ROWS; ++r) {
+          const Vec x = broadcast(a[(i + r) * lda + p]);
+          acc[r][0] += x * low;
+          acc[r][1] += x * high;
+        }
+      }
+      for (int r = 0; r < GEMM_ROWS; ++r)
+        for (int h = 0; h < 2; ++h) store(c + (i + r) * ldc + j + h * LANES, acc[r][h]);
+    }
+}
+
+template <typename T>
+void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row, const ForwardCall& call) {
+  const int head_dim = int(call.head_dim), pairs = int(call.pairs);
+  for (int c = 0; c < head_dim; ++c) y[c] = to_float(x[c]);
+  if (!table.cos) return;
+  const float* cos = table.cos + b * table.cos_batch + row * table.cos_row;
+  if (!table.sin) {
+    for (int c = 0; c < head_dim; ++c) y[c] *= cos[c];
+    return;
+  }
+  const float* sin = table.sin + b * table.sin_batch + row * table.sin_row;
+  if (call.interleaved) {
+    for (int m = 0; m < pairs; ++m) {
+      const float first = y[2 * m], second = y[2 * m + 1];
+      y[2 * m] = first * cos[2 * m] + second * sin[2 * m];
+      y[2 * m + 1] = second * cos[2 * m + 1] + first * sin[2 * m + 1];
+    }
+  } else {
+    for (int m = 0; m < pairs; ++m) {
+      const float first = y[m], second = y[m + pairs];
+      y[m] = first * cos[m] + second * sin[m];
+      y[m + pairs] = second * cos[m + pairs] + first * sin[m + pairs];
+    }
+  }
+  for (int c = 2 * pairs; c < head_dim; ++c) y[c] *= cos[c];
+}
+
+// The transpose of rotate_row, on a gradient of a rotated row in place.
+inline void unrotate_row(float* y, const Table& table, int64_t b, int64_t row, const ForwardCall& call) {
+  const int head_dim = int(call.head_dim), pairs = int(call.pairs);
+  if (!table.cos) return;
+  const float* cos = table.cos + b * table.cos_batch + row * table.cos_row;
+  const float* sin = table.sin ? table.sin + b * table.sin_batch + row * table.sin_row : nullptr;
+  const int step = call.interleaved ? 2 : 1, distance = call.interleaved ? 1 : pairs;
+  if (!sin) {
+    for (int c = 0; c < head_dim; ++c) y[c] *= cos[c];
+    return;
+  }
+  for (int m = 0; m < pairs; ++m) {
+    const int i = m * step, j = i + distance;
+    const float first = y[i], second = y[j];
+    y[i] = first * cos[i] + second * sin[j];
+    y[j] = second * cos[j] + first * sin[i];
+  }
+  for (int c = 2 * pairs; c < head_dim; ++c) y[c] *= cos[c];
+}
+
+inline int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+}  // namespace flashrope

@@ -1,0 +1,76 @@
+"""``attention_with_cache`` for a few queries, with the compiled kernel of csrc/decode.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ...cos_sin import cos_sin
+from ...rotary import Rotary
+from ..base import CacheCall
+from .library import DTYPES, MAX_BANDS, DecodeBand, DecodeCall, Library, TensorView, band_limits
+
+BLOCK = 64  # keys; csrc/decode.cpp has the same two
+MAX_ROWS = 16  # queries of one key head
+
+
+class Template(NamedTuple):
+    """What depends on the scheme alone, and the tensors that it points to."""
+
+    call: bytes
+    tensors: list[torch.Tensor]
+
+
+def serves(q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> bool:
+    _, seqlen_q, heads_q, _ = q.shape
+    rows = seqlen_q * (heads_q // max(k_cache.shape[2], 1))
+    return 0 < rows <= MAX_ROWS and q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and k_cache.numel() > 0
+
+
+def decode(
+    library: Library, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out like q, lse in float32)."""
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    out, lse = q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
+    template, table = _template(call.rotary, call.causal), call.layout.block_table
+    bounds = [slot for pair in call.layout.bounds(k_cache) for slot in pair]
+    bounds = (ctypes.c_int64 * len(bounds))(*bounds)
+    c = DecodeCall.from_buffer_copy(template.call)
+    c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k_cache, v_cache, out))
+    c.lse, c.bounds = lse.data_ptr(), ctypes.addressof(bounds)
+    if table is not None:
+        c.block_table, c.max_pages = table.data_ptr(), table.shape[1]
+        c.pages, c.page_size = k_cache.shape[:2]
+    c.batch, c.seqlen_q, c.heads_q, c.heads_kv, c.head_dim = batch, seqlen_q, heads_q, k_cache.shape[2], head_dim
+    c.scale, (c.log_n_factor, c.log_n_floor) = call.score_scale, call.log_n
+    c.dtype, c.threads, c.parallel_for = DTYPES[q.dtype], torch.get_num_threads(), library.parallel_for
+    if library.decode(ctypes.byref(c)):
+        raise MemoryError("attention_with_cache: no memory for the partial results")
+    return out, lse
+
+
+@lru_cache(maxsize=64)
+def _template(rotary: Rotary, causal: bool) -> Template:
+    call, tensors = DecodeCall(), []
+
+    def address(x: torch.Tensor) -> int:
+        tensors.append(x.contiguous())
+        return tensors[-1].data_ptr()
+
+    rotates = any(rotary.frequencies)
+    call.pairs, call.interleaved = len(rotary.frequencies) if rotates else 0, rotary.interleaved
+    call.inv_freq = address(torch.tensor(rotary.frequencies, dtype=torch.float64))
+    bands = rotary.bands_for(causal)
+    call.num_bands = len(bands)
+    for n, (start, stop, slope, offset) in enumerate(bands):
+        call.bands[n] = DecodeBand(*band_limits(start, stop), slope, offset)
+        if rotates and slope:
+            positions = slope * torch.arange(BLOCK + 1, dtype=torch.float64)
+            tables = torch.stack(cos_sin(rotary, positions))
+            call.bands[n].fine = address(tables[:, :BLOCK].to(torch.float32))
+            call.bands[n].block = address(tables[:, BLOCK])
+    return Template(bytes(call), tensors)

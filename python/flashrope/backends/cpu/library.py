@@ -1,0 +1,168 @@
+"""The compiled kernels of csrc/, where ``flashrope build-cpu`` has built them; and the calls that Python hands to them.
+
+The library is kept in the user's cache folder, under a name that depends on its sources and on the processor. Without
+it the CPU backend composes PyTorch's kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent / "csrc"
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
+MAX_BANDS = 4
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class TensorView(ctypes.Structure):
+    """Strides in elements; channels are contiguous."""
+
+    _fields_ = [("data", ctypes.c_void_p)] + [(f"stride_{name}", ctypes.c_int64) for name in ("batch", "row", "head")]
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> TensorView:
+        """x: (batch, rows, heads, head_dim)."""
+        return cls(x.data_ptr(), *x.stride()[:3])
+
+
+class DecodeBand(ctypes.Structure):
+    _fields_ = [
+        ("start", ctypes.c_int64),
+        ("stop", ctypes.c_int64),
+        ("slope", ctypes.c_double),
+        ("offset", ctypes.c_double),
+        ("fine", ctypes.c_void_p),
+        ("block", ctypes.c_void_p),
+    ]
+
+
+class DecodeCall(ctypes.Structure):
+    """As in csrc/decode.cpp."""
+
+    _fields_ = [
+        *((name, TensorView) for name in ("q", "k", "v", "out")),
+        ("lse", ctypes.c_void_p),
+        ("bounds", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("max_pages", "pages", "page_size")),
+        *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "heads_q", "heads_kv", "head_dim")),
+        ("inv_freq", ctypes.c_void_p),
+        ("pairs", ctypes.c_int64),
+        ("interleaved", ctypes.c_int64),
+        ("bands", DecodeBand * MAX_BANDS),
+        ("num_bands", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("scale", "log_n_factor", "log_n_floor")),
+        ("dtype", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("parallel_for", ctypes.c_void_p),
+    ]
+
+
+class Table(ctypes.Structure):
+    """cos and sin of every row; strides in elements."""
+
+    _fields_ = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)] + [
+        (f"{name}_{stride}", ctypes.c_int64) for name in ("cos", "sin") for stride in ("batch", "row")
+    ]
+
+
+class ForwardBand(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_int64), ("stop", ctypes.c_int64), ("q", Table), ("k_copy", ctypes.c_int64)]
+
+
+class ForwardCall(ctypes.Structure):
+    """As in csrc/tiles.h."""
+
+    _fields_ = [
+        *((name, TensorView) for name in ("q", "k", "v", "out")),
+        ("lse", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim")),
+        ("pairs", ctypes.c_int64),
+        ("interleaved", ctypes.c_int64),
+        ("bands", ForwardBand * MAX_BANDS),
+        ("k_copies", Table * MAX_BANDS),
+        ("num_bands", ctypes.c_int64),
+        ("num_copies", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+        ("dtype", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("parallel_for", ctypes.c_void_p),
+    ]
+
+
+class BackwardCall(ctypes.Structure):
+    """As in csrc/backward.cpp."""
+
+    _fields_ = [
+        ("forward", ForwardCall),
+        *((name, TensorView) for name in ("grad_out", "grad_q", "grad_k", "grad_v")),
+        ("grad_lse", ctypes.c_void_p),
+    ]
+
+
+INFINITE = 2**40  # a distance
+
+
+def band_limits(start: float, stop: float) -> tuple[int, int]:
+    """The distances start <= d < stop as integers."""
+    return tuple(math.ceil(min(max(x, -INFINITE), INFINITE)) for x in (start, stop))
+
+
+def folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashrope"
+
+
+@cache
+def file_name() -> str:
+    """The library's: it depends on the sources, the flags and the processor, for which it is compiled."""
+    digest = hashlib.sha256(" ".join((*FLAGS, platform.machine(), _instructions())).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    return f"cpu-{digest.hexdigest()[:16]}.so"
+
+
+def _instructions() -> str:
+    """The processor's instruction sets, as Linux names them; "" elsewhere."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    except OSError:
+        return ""
+
+
+class Library:
+    """The functions of a compiled library."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        functions = ctypes.CDLL(str(path))
+        self.decode, self.forward = functions.flashrope_decode, functions.flashrope_forward
+        self.backward = functions.flashrope_backward
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        self.parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)
+
+
+@cache
+def load() -> Library | None:
+    """The library of ``flashrope build-cpu``; None if it was not built for these sources and this processor.
+
+    Raises:
+        RuntimeError: it cannot be loaded.
+    """
+    if not SOURCES.is_dir():  # as in the package for Hugging Face's kernel-builder
+        return None
+    path = folder() / file_name()
+    if not path.exists():
+        return None
+    try:
+        return Library(path)
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"{path} cannot be loaded ({error}); run flashrope build-cpu again, or delete it") from error

@@ -1,0 +1,86 @@
+"""``attention`` and its gradients, with the compiled kernels of csrc/forward.cpp and csrc/backward.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ..base import AttentionCall
+from .library import DTYPES, MAX_BANDS, BackwardCall, ForwardBand, ForwardCall, Library, Table, TensorView, band_limits
+from .rotation import Rotation, rotation_for
+
+
+def serves(q: torch.Tensor, k: torch.Tensor, call: AttentionCall) -> bool:
+    return q.dtype in DTYPES and q.numel() > 0 and k.numel() > 0 and len(call.bands) <= MAX_BANDS
+
+
+def forward(
+    library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out like q, lse in float32)."""
+    batch, seqlen_q, heads_q, _ = q.shape
+    out, lse = q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
+    c, _tables = _describe(library, q, k, v, out, lse, call)
+    if library.forward(ctypes.byref(c)):
+        raise MemoryError("attention: no memory for the rotated keys")
+    return out, lse
+
+
+def backward(
+    library: Library,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: AttentionCall,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of raw q, k and v, like them and contiguous."""
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
+    c = BackwardCall()
+    c.forward, _tables = _describe(library, q, k, v, out, lse, call)
+    c.grad_out, c.grad_q, c.grad_k, c.grad_v = (TensorView.of(x) for x in (grad_out, *grads))
+    c.grad_lse = None if grad_lse is None else grad_lse.data_ptr()
+    if library.backward(ctypes.byref(c)):
+        raise MemoryError("attention: no memory for the gradients in float32")
+    return grads
+
+
+def _describe(library, q, k, v, out, lse, call: AttentionCall) -> tuple[ForwardCall, list]:
+    """The call, and the tables that it points to, which must live until the kernel has run."""
+    (batch, seqlen_q, heads_q, head_dim), rotary = q.shape, call.rotary
+    seqlen_k, heads_kv = k.shape[1:3]
+    c = ForwardCall(lse=lse.data_ptr(), pairs=len(rotary.frequencies), interleaved=rotary.interleaved)
+    c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k, v, out))
+    c.batch, c.seqlen_q, c.seqlen_k, c.heads_q, c.heads_kv, c.head_dim = (
+        *(batch, seqlen_q, seqlen_k),
+        *(heads_q, heads_kv, head_dim),
+    )
+    slopes: list[float] = []  # of the copies of k
+    tables = []
+    for n, (start, stop, slope, offset) in enumerate(call.bands):
+        if slope not in slopes:
+            tables.append(rotation_for(k, call, slope, 0.0, 0, False))
+            c.k_copies[len(slopes)] = _table(tables[-1])
+            slopes.append(slope)
+        tables.append(rotation_for(q, call, slope, offset, seqlen_k - seqlen_q, True))
+        c.bands[n] = ForwardBand(*band_limits(start, stop), _table(tables[-1]), slopes.index(slope))
+    c.num_bands, c.num_copies, c.scale = len(call.bands), len(slopes), call.score_scale
+    c.dtype, c.threads, c.parallel_for = DTYPES[q.dtype], torch.get_num_threads(), library.parallel_for
+    return c, tables
+
+
+def _table(rotation: Rotation | None) -> Table:
+    """The addresses of (batch or nothing, rows, 1, channels); a dimension of one row serves all."""
+    table = Table()
+    for name, x in zip(("cos", "sin"), rotation or (), strict=False):
+        if x is not None:
+            setattr(table, name, x.data_ptr())
+            setattr(table, f"{name}_batch", x.stride(0) if x.ndim == 4 and x.shape[0] > 1 else 0)
+            setattr(table, f"{name}_row", x.stride(-3) if x.shape[-3] > 1 else 0)
+    return table

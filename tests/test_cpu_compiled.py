@@ -1,0 +1,199 @@
+"""The compiled kernels of the CPU backend. Their accuracy is also tested wherever a target is ``cpu_compiled``."""
+
+import os
+import stat
+
+import pytest
+import support
+import torch
+from support import COEFFICIENT, Target
+
+from flashrope import Rotary, attention, attention_with_cache
+from flashrope.backends.cpu import build, library
+from flashrope.cli import main
+
+FLOAT, BRAIN = (Target("cpu", dtype, "cpu", True) for dtype in (torch.float32, torch.bfloat16))
+targets = pytest.mark.parametrize("target", [FLOAT, BRAIN], ids=str)
+LENGTHS = (1300, 513, 1, 0)  # three chunks, one key in the second, one key, none
+PADS = (3, 0, 0, 40)
+
+
+def problems(target, rotary, seqlen_q=1, heads=4, group=2):
+    """One sequence per length; the first rows of the last two see no key where seqlen_q is larger."""
+    return [
+        support.problem(target, rotary, seqlen_q, n, heads=heads, group=group, seed=7 * b)
+        for b, n in enumerate(LENGTHS)
+    ]
+
+
+def in_cache(sequences, layout: str, page_size: int = 0):
+    """k_cache, v_cache, cache_seqlens, block_table and cache_leftpad; free slots are NaN, unused entries wrong."""
+    capacity = 1536
+    rooms = []
+    for name in "kv":
+        room = sequences[0].k.new_full((len(sequences), capacity, *sequences[0].k.shape[2:]), torch.nan)
+        for b, (p, pad) in enumerate(zip(sequences, PADS, strict=True)):
+            room[b, pad : pad + p.k.shape[1]] = getattr(p, name)[0]
+        rooms.append(room)
+    seqlens = torch.tensor([pad + n for pad, n in zip(PADS, LENGTHS, strict=True)], dtype=torch.int32)
+    table = None
+    if page_size:
+        pages = len(sequences) * capacity // page_size
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(5))
+        table = order.argsort().to(torch.int32).view(len(sequences), -1).contiguous()
+        rooms = [x.reshape(pages, page_size, *x.shape[2:])[order] for x in rooms]
+        for b, end in enumerate(seqlens.tolist()):
+            table[b, -(-end // page_size) :] = -7
+    if layout == "heads first":
+        rooms = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rooms]
+    elif layout == "wide rows":  # k and v in one tensor, as some servers have it
+        both = torch.cat(rooms, -1)
+        rooms = list(both.split(rooms[0].shape[-1], -1))
+    return *rooms, seqlens, table, torch.tensor(PADS, dtype=torch.int32)
+
+
+def decode(sequences, layout="rows first", page_size=0):
+    k_cache, v_cache, seqlens, table, pads = in_cache(sequences, layout, page_size)
+    q = torch.cat([p.q for p in sequences])
+    options = dict(block_table=table, cache_leftpad=pads, return_lse=True, impl="cpu")
+    return attention_with_cache(q, k_cache, v_cache, sequences[0].rotary, seqlens, **options)
+
+
+SCHEMES = {
+    "rerope": Rotary.rope(64).rectify(600),
+    "leaky": Rotary.rope(40).rectify(70, 4.0).log_n(20),
+    "hope_interleaved": Rotary.hope(128, 512, interleaved=True),
+    "partial_local": Rotary.rope(24, rotary_dim=8).local(600),
+    "none": Rotary.none(72),
+}
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@targets
+def test_chunks_of_keys(target, scheme, seqlen_q):
+    """Several chunks and blocks of one sequence, whose results are combined; and sequences of a key or none."""
+    sequences = problems(target, SCHEMES[scheme], seqlen_q)
+    out, lse = decode(sequences)
+    for b, p in enumerate(sequences):
+        ratios = support.excess(
+            {"out": out[b : b + 1], "lse": lse[b : b + 1]}, *support.exact_and_bound(p), target.dtype
+        )
+        assert max(ratios.values()) <= COEFFICIENT[target.dtype], (b, ratios)
+
+
+@pytest.mark.parametrize("page_size", [0, 16, 256])
+@pytest.mark.parametrize("layout", ["rows first", "heads first", "wide rows"])
+@targets
+def test_layouts_are_bitwise_identical(target, layout, page_size):
+    sequences = problems(target, SCHEMES["rerope"], 2)
+    expected = decode(sequences)
+    assert all(torch.equal(a, b) for a, b in zip(decode(sequences, layout, page_size), expected, strict=True))
+
+
+def test_neighbors_and_threads_change_nothing(exact):
+    """exact: a target that asks for the compiled kernels."""
+    if not exact.compiled:
+        pytest.skip("of the compiled kernels")
+    sequences = problems(exact, SCHEMES["leaky"])
+    threads, expected = torch.get_num_threads(), decode(sequences)
+    q, k, v = (torch.randn(2, 200, 4, 64, generator=torch.Generator().manual_seed(1)) for _ in range(3))
+    full = attention(q, k, v, SCHEMES["rerope"], impl="cpu")
+    try:
+        torch.set_num_threads(3)
+        assert all(torch.equal(a, b) for a, b in zip(decode(sequences), expected, strict=True))
+        assert torch.equal(attention(q, k, v, SCHEMES["rerope"], impl="cpu"), full)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(attention(q[:1], k[:1], v[:1], SCHEMES["rerope"], impl="cpu"), full[:1])
+    k_cache, v_cache, seqlens, _, pads = in_cache(sequences, "heads first")
+    first = attention_with_cache(
+        sequences[0].q, k_cache[:1], v_cache[:1], sequences[0].rotary, seqlens[:1], cache_leftpad=pads[:1], impl="cpu"
+    )
+    assert torch.equal(first, expected[0][:1])
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("lengths", [(130, 130), (65, 200), (200, 65), (64, 64), (1, 129)], ids=str)
+@targets
+def test_tiles(target, lengths, causal):
+    """More than a tile of queries and a block of keys, both also incomplete; windows below and above a block."""
+    for rotary in (SCHEMES["leaky"], Rotary.rope(64).rectify(20), Rotary.rope(64, interleaved=True).local(100)):
+        p = support.problem(target, rotary, *lengths, heads=4, causal=causal, layout="poisoned")
+        support.check(target, p)
+
+
+def test_positions_and_batch_tables(exact):
+    """Positions that are given differ between the sequences, and so do the tables of cos and sin."""
+    positions = torch.rand(2, 70, generator=torch.Generator().manual_seed(2)) * 100
+    support.check(exact, support.problem(exact, Rotary.rope(16), 70, batch=2, positions=positions))
+
+
+def test_nan_reaches_the_rows_that_see_it(exact):
+    q, k, v = (torch.randn(1, 70, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    k[0, 40, 0, 3] = torch.nan
+    out = attention(q, k, v, Rotary.rope(16), impl="cpu" if exact.impl == "cpu" else "reference")
+    assert out[0, 40:, 0].isnan().all() and not out[0, :40].isnan().any() and not out[0, :, 1].isnan().any()
+
+
+# ---- building and loading
+
+
+@pytest.fixture
+def user_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_without_a_compiler(user_folder, capsys):
+    assert main(["build-cpu", "--compiler", "no-such-compiler"]) == 1
+    shown = capsys.readouterr().err
+    assert "needs a C++ compiler" in shown and "'no-such-compiler'" in shown and "--compiler" in shown
+    assert not list(user_folder.iterdir())
+
+
+def test_a_compiler_that_fails(user_folder, tmp_path_factory, capsys):
+    compiler = tmp_path_factory.mktemp("bin") / "broken"
+    compiler.write_text("#!/bin/sh\necho no such standard >&2\nexit 3\n")
+    compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
+    assert main(["build-cpu", "--compiler", str(compiler)]) == 1
+    assert "no such standard" in capsys.readouterr().err and not list(user_folder.iterdir())
+
+
+def test_wrong_kernels_are_not_kept(user_folder, tmp_path_factory, cpu_library, monkeypatch):
+    copies = tmp_path_factory.mktemp("bin") / "copies"  # "compiles" by copying the library of the tests
+    copies.write_text(f'#!/bin/sh\nfor last; do :; done\ncp "{cpu_library.path}" "$last"\n')
+    copies.chmod(copies.stat().st_mode | stat.S_IEXEC)
+    path = user_folder / library.file_name()
+    build.build(path, str(copies))
+    assert library.Library(path) and os.listdir(user_folder) == [path.name]
+    path.unlink()
+    monkeypatch.setitem(library.DTYPES, torch.float32, 2)  # float32 taken for bfloat16
+    with pytest.raises(RuntimeError, match="are wrong by"):
+        build.build(path, str(copies))
+    assert not path.exists() and not os.listdir(user_folder)
+
+
+def test_what_cannot_be_loaded_is_an_error(user_folder, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(library, "folder", lambda: user_folder)
+    library.load.cache_clear()
+    assert library.load() is None
+    library.load.cache_clear()
+    (user_folder / library.file_name()).write_text("not a library")
+    with pytest.raises(RuntimeError, match="run flashrope build-cpu again"):
+        library.load()
+    assert main(["build-cpu", "--remove"]) == 0 and not list(user_folder.iterdir())
+    library.load.cache_clear()
+
+
+def test_other_calls_are_composed(cpu_library, monkeypatch):
+    """float64, and more queries than the decoding kernel takes."""
+    monkeypatch.setattr(library, "load", lambda: cpu_library)
+    monkeypatch.setattr(cpu_library, "decode", None)
+    monkeypatch.setattr(cpu_library, "forward", None)
+    q, k, v = torch.randn(3, 1, 20, 2, 16, dtype=torch.float64)
+    assert torch.isfinite(attention(q, k, v, Rotary.rope(16))).all()
+    seqlens = torch.tensor([20], dtype=torch.int32)
+    for x in (q[:, :1], k, v), (q.float(), k.float(), v.float()):
+        assert torch.isfinite(attention_with_cache(*x, Rotary.rope(16), seqlens)).all()
