@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shapes",
         nargs="+",
         metavar="BxSxHxKxD",
-        help="batch, seqlen, query heads, key heads, head_dim, such as 8x4096x32x8x128; seqlen is the capacity of the "
-        "cache in decode and prefill (default: 32 query heads, 8 key heads, head_dim 128, one for every class of length)",
+        help="batch, seqlen, query heads, key heads, head_dim, such as 8x4096x32x8x128; in decode and prefill seqlen is "
+        "the capacity of the cache (default: 32 and 8 heads, head_dim 128, one shape for every class of length)",
     )
     parser.add_argument(
         "--passes",
@@ -36,10 +36,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[1, 2],
         help="1: RoPE, HoPE; 2: ReRoPE and other schemes with several bands (default: 1 2)",
     )
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
-    parser.add_argument("--jobs", type=int, default=0, help="compiling threads (default: all processors)")
-    parser.add_argument("--show", action="store_true", help="measure nothing, print the winners of the file")
-    parser.add_argument("--reset", action="store_true", help="measure nothing, remove the file")
+    parser.add_argument("--seconds", type=_positive(float), default=SECONDS, help="for everything")
+    parser.add_argument("--jobs", type=_positive(int), help="compiling threads (default: all processors)")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--show", action="store_true", help="measure nothing, print the winners of the file")
+    instead.add_argument("--reset", action="store_true", help="measure nothing, remove the file")
+
+
+def _positive(kind: type):
+    def parse(text: str):
+        number = kind(text)
+        if not number > 0:
+            raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+        return number
+
+    parse.__name__ = kind.__name__
+    return parse
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,7 +92,7 @@ def tune(device, args: argparse.Namespace) -> int:
     print(f"{setup.device}, triton {setup.triton}, flashrope {setup.flashrope}: {len(chosen)} classes of calls")
     bar, done = Bar(measure.steps(chosen, device)), 0
     try:
-        for examined in measure.examine(chosen, device, args.seconds, bar, args.jobs):
+        for examined in measure.examine(chosen, device, args.seconds, bar, args.jobs or 0):
             bar.clear()
             print("\n".join(report(examined)), flush=True)
             done += 1
@@ -123,9 +135,8 @@ def shown() -> list[str]:
         for shape, winner in winners.items():
             tile = " x ".join(map(str, winner.tile[:2])) + f", {winner.tile[2]} warps, {winner.tile[3]} stages"
             kernel = f", {winner.kernel} kernel" if winner.kernel else ""
-            lines.append(
-                f"    {shape}: {tile}{kernel}, {winner.milliseconds:.3f} ms, default {winner.default_milliseconds:.3f} ms"
-            )
+            times = f"{winner.milliseconds:.3f} ms, default {winner.default_milliseconds:.3f} ms"
+            lines.append(f"    {shape}: {tile}{kernel}, {times}")
     return lines
 
 

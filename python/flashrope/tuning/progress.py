@@ -13,7 +13,8 @@ class Bar:
     """Counts steps up to total. Written to stderr, so that what is printed on stdout stays clean."""
 
     def __init__(self, total: int, stream=None):
-        self.total, self.done, self.stream = total, 0, stream or sys.stderr
+        self.total, self.done = total, 0
+        self.stream = sys.stderr if stream is None else stream
         self.text, self.began = "", time.monotonic()
         self.live = self.stream.isatty()
 

@@ -93,10 +93,12 @@ class Workload:
         """q, k, v of normal random numbers."""
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
         return [
-            torch.randn(
-                self.batch, seqlen, heads, self.head_dim, device=device, dtype=self.dtype, generator=generator
+            torch.randn(self.batch, seqlen, heads, self.head_dim, device=device, dtype=self.dtype, generator=generator)
+            for seqlen, heads in (
+                (self.seqlen_q, self.heads),
+                (self.seqlen, self.heads_kv),
+                (self.seqlen, self.heads_kv),
             )
-            for seqlen, heads in ((self.seqlen_q, self.heads), (self.seqlen, self.heads_kv), (self.seqlen, self.heads_kv))
         ]
 
     def call(self, device: torch.device, window: int = WINDOW) -> Callable[[], Results]:
