@@ -156,9 +156,9 @@ run_step() {
     hope) hope ;;
     ceilings | host) bench "$1" ;;
     memcheck | racecheck) sanitize "$1" ;;
-    tune-forward) bench tune --direction forward --csv "$run/tune-forward.csv" ;;
-    tune-backward) bench tune --direction grad_kv grad_q --csv "$run/tune-backward.csv" ;;
-    tune-decode) bench tune --direction decode --head-dim 64 128 --csv "$run/tune-decode.csv" ;;
+    tune-forward) bench tune --direction forward --seconds 85 --csv "$run/tune-forward.csv" ;;
+    tune-backward) bench tune --direction grad_kv grad_q --seconds 68 --csv "$run/tune-backward.csv" ;;
+    tune-decode) bench tune --direction decode --head-dim 64 128 --seconds 42 --csv "$run/tune-decode.csv" ;;
     rerope | decode | rotation | scaling) bench all --part main --only "$1" --out "$run/results" ;;
     more) bench all --part more --out "$run/results" ;;
   esac

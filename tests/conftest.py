@@ -135,6 +135,17 @@ def cpu_kernels(request, monkeypatch):
     monkeypatch.setattr(library, "load", lambda: compiled)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def untuned(tmp_path_factory):
+    """The tests run with the default tiles, whatever this user has tuned."""
+    from flashrope.tuning import store
+
+    before, missing = store.path, tmp_path_factory.mktemp("cache") / "tiles.json"
+    store.path = lambda: missing
+    yield
+    store.path = before
+
+
 @pytest.fixture
 def one_thread():
     threads = torch.get_num_threads()

@@ -22,6 +22,7 @@ from bench.timing.options import Table
 from bench.timing.problem import Problem, exponent
 from bench.timing.session import Session
 from flashrope.cos_sin import cos_sin
+from flashrope.tuning.timer import MAX_SLEEP_CYCLES, SLEEP_CYCLES
 
 CPU = torch.device("cpu")
 SMALL = Problem(1, 128, 2, 2, 32, torch.float32, CPU, window=32)
@@ -99,9 +100,9 @@ def test_a_call_that_the_host_queues_late_is_timed_again(monkeypatch):
     measure = timer.Timer(CPU)
     measure.flush = torch.zeros(4)  # as on a GPU
     assert measure(lambda: calls.append(1)) == 4.5 and measure(lambda: calls.append(1)) == 6.0
-    assert slept == [timer.SLEEP_CYCLES * n for n in (1, 2, 4, 4)]
+    assert slept == [SLEEP_CYCLES * n for n in (1, 2, 4, 4)]
     measure(lambda: calls.append(1))
-    assert slept[-1] == timer.MAX_SLEEP_CYCLES
+    assert slept[-1] == MAX_SLEEP_CYCLES
 
 
 def test_peak_memory_of_a_call():

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 from executor import build, extension
 
 TESTS = pathlib.Path(__file__).parent
-CASES = [f"tests/executor/{name}.py" for name in ("watches", "cases", "mutants", "counts")]
+CASES = [f"tests/executor/{name}.py" for name in ("watches", "cases", "mutants", "counts", "tuning")]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 
 

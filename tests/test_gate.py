@@ -26,6 +26,10 @@ import torch, triton, triton.language as tl
 from bench import sanitize
 from bench.compiling import cases, gate, offline
 from bench.timing import tiles
+from flashrope.backends.triton import launcher
+from flashrope.backends.triton.tiles import Choice, forced
+from flashrope.tuning import candidates
+from flashrope.tuning.workloads import Workload
 
 @triton.jit
 def product(a, b, c, K, BLOCK: tl.constexpr, STEP: tl.constexpr):
@@ -58,12 +62,15 @@ found["planned"] = [[row.kernel, len(row.cases)] for row in rows]
 found["sanitized"] = sorted({caught.kernel.__name__ for caught in sanitize.launches(90, torch.bfloat16)})
 
 found["tuned"] = []
-for direction in tiles.KERNELS:
-    tile = tiles.tiles(direction)[0]
-    with tiles.chosen(direction, tile), offline.caught_launches(tiles.launcher, 90) as caught:
-        tiles.passes(direction, 64, 2, torch.device("meta"))()
-    found["tuned"].append([tiles.of_direction(direction, caught).kwargs["SHAPE"].block_n, tile.block_n])
-tiles.GRIDS["decode"] = ((16,), (64,), (4,), (3,))
+for direction in candidates.KERNELS:
+    tile = candidates.tiles(direction)[0]
+    for cache in ("contiguous", "paged") if direction == "decode" else ("",):
+        workload = Workload(direction, 1, 1000, 8, 2, 64, torch.bfloat16, 2, cache)
+        with forced(direction, Choice(tile)), offline.caught_launches(launcher, 90) as caught:
+            workload.call(torch.device("meta"))()
+        used = tiles.of_direction(direction, caught).kwargs
+        found["tuned"].append([[*used["SHAPE"][-2:], used["num_warps"], used["num_stages"]], list(tile)])
+candidates.GRIDS["decode"] = ((16,), (64,), (4,), (3,))
 found["judged"] = [[each.figures, each.rank] for each in tiles.ranked_by_machine_code("decode", 80, 64, 1, jobs=1)]
 print(json.dumps(found))
 """
@@ -330,6 +337,6 @@ def test_sanitize_launches_every_kernel(compiled):
 
 
 def test_tiles_are_passed_on_and_judged(compiled):
-    assert all(used == asked for used, asked in compiled["tuned"]) and len(compiled["tuned"]) == 4
+    assert all(used == asked for used, asked in compiled["tuned"]) and len(compiled["tuned"]) == 5
     [[figures, rank]] = compiled["judged"]
     assert figures["spill B"] == "0" and -1 < rank < 0 and figures["model"] == f"{-rank:.0%}"

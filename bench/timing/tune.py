@@ -2,8 +2,8 @@
 
     python -m bench tune [--direction forward grad_kv] [--head-dim 128] [--bands 1 2] [--arch 80] [--csv PATH]
 
-On a GPU every tile runs a complete pass with its rotation, alternating with the others, after its result has been
-compared with that of the tile in use. Without a GPU, or with --arch, tiles are compiled. Those that spill or need too
+On a GPU this is ``flashrope tune`` with other output: the same candidates, checks and races, one table for each
+workload, and nothing is kept. Without a GPU, or with --arch, the candidates are compiled. Those that spill or need too
 much shared memory are dropped. The rest are ranked by the model of ``compiling.utilisation`` on sm_80, and elsewhere by
 instructions per multiply-add. The best one is printed as an entry of configs.py.
 """
@@ -14,19 +14,24 @@ import argparse
 import csv
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from flashrope.backends.triton.device import compute_capability
+from flashrope.backends.triton.tiles import default
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
+from flashrope.tuning import measure
+from flashrope.tuning.candidates import KERNELS
+from flashrope.tuning.progress import Bar
+from flashrope.tuning.workloads import PASSES, Workload, sensible_shapes
 
 from ..compiling.architectures import MULTIPROCESSORS
 from ..progress import steps
 from .options import positive
-from .tiles import KERNELS, Candidate, ranked_by_machine_code, timed
-from .timer import Timer
+from .tiles import Candidate, ranked_by_machine_code
 
 
 def show(
@@ -60,6 +65,42 @@ def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
         writer.writerows(rows)
 
 
+def workloads(direction: str, head_dim: int, bands: int) -> list[Workload]:
+    """What is timed on a GPU: every class of length, and for decoding both kinds of cache."""
+    [name] = [name for name, (directions, caches) in PASSES.items() if direction in directions and name != "prefill"]
+    return [
+        Workload(direction, *shape[:-1], head_dim, torch.bfloat16, bands, cache)
+        for cache in PASSES[name][1]
+        for shape in sensible_shapes(name)
+    ]
+
+
+def timed(direction: str, head_dim: int, bands: int, seconds: float, jobs: int) -> Iterator[tuple]:
+    """(heading, default tile, candidates) of every workload."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    chosen = workloads(direction, head_dim, bands)
+    bar = Bar(measure.steps(chosen, device))
+    for workload, outcomes in measure.examine(chosen, device, seconds, bar, jobs):
+        bar.clear()
+        in_use = default(workload.shape_class, compute_capability(device)).tile
+        yield f"{workload.shape_class}, {torch.cuda.get_device_name(device)}", in_use, list(map(candidate, outcomes))
+
+
+def candidate(outcome: measure.Outcome) -> Candidate:
+    tile, spread = outcome.choice.tile, outcome.milliseconds
+    if not spread:
+        return Candidate(tile, {"dropped": outcome.dropped})
+    figures = {"ms": f"{spread.median:.3f}", "quartiles": f"{spread.low:.3f} - {spread.high:.3f}"}
+    return Candidate(tile, figures, spread.median)
+
+
+def compiled(direction: str, head_dim: int, bands: int, arch: int, jobs: int) -> Iterator[tuple]:
+    """(heading, tile in use, candidates)."""
+    candidates = ranked_by_machine_code(direction, arch, head_dim, bands, jobs)
+    heading = f"{title((direction, head_dim, bands, None))}, sm_{arch}, compiled only"
+    yield heading, configs.tile(direction, arch, head_dim, 2, bands), candidates
+
+
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser("python -m bench tune", description=__doc__.split("\n")[0], allow_abbrev=False)
     p.add_argument("--direction", nargs="+", choices=KERNELS, default=list(KERNELS), help="default: all")
@@ -72,8 +113,12 @@ def main(argv: list[str]) -> int:
         choices=sorted(MULTIPROCESSORS),
         help="compile for these instead of timing (default without a GPU: 80)",
     )
-    p.add_argument("--seconds", type=float, default=2.0, help="time for the rounds of a table on a GPU (default 2)")
-    p.add_argument("--jobs", type=positive, default=os.cpu_count(), help="compiling processes (default: all cores)")
+    p.add_argument(
+        "--seconds", type=float, default=90.0, help="time for a direction, with its compilation (default 90)"
+    )
+    p.add_argument(
+        "--jobs", type=positive, default=os.cpu_count(), help="compiling processes or threads (default: all cores)"
+    )
     p.add_argument("--csv", type=Path, metavar="PATH", help="write all rankings there")
     options = p.parse_args(argv)
     on_device = torch.cuda.is_available() and not options.arch
@@ -82,17 +127,13 @@ def main(argv: list[str]) -> int:
     chosen = list(itertools.product(options.direction, options.head_dim, options.bands, archs))
     for direction, head_dim, bands, arch in steps("tune", chosen, title):
         if arch is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-            candidates = timed(direction, head_dim, bands, Timer(device), options.seconds, options.jobs)
-            capability, where = compute_capability(device), torch.cuda.get_device_name(device)
+            tables = timed(direction, head_dim, bands, options.seconds, options.jobs)
         else:
-            candidates = ranked_by_machine_code(direction, arch, head_dim, bands, options.jobs)
-            capability, where = arch, f"sm_{arch}, compiled only"
-        in_use = configs.tile(direction, capability, head_dim, 2, bands)
-        heading = f"{title((direction, head_dim, bands, None))}, {where}"
-        rows += show(heading, direction, head_dim, bands, in_use, candidates)
-        if options.csv:
-            write_csv(options.csv, rows)
+            tables = compiled(direction, head_dim, bands, arch, options.jobs)
+        for heading, in_use, candidates in tables:
+            rows += show(heading, direction, head_dim, bands, in_use, candidates)
+            if options.csv:
+                write_csv(options.csv, rows)
     return 0
 
 

@@ -28,6 +28,7 @@ COMMANDS = {  # command: (module, what it does)
         "flashrope.demo.passkey",
         "measure by length, depth and scheme how often a Hugging Face model finds a hidden number",
     ),
+    "tune": ("flashrope.tuning.command", "measure on this GPU which tiles are fastest, and use them from then on"),
 }
 CHECKOUT_COMMANDS = {"bench": "python -m bench", "experiment": "python -m experiments"}
 

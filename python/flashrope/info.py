@@ -1,4 +1,4 @@
-"""``flashrope info``: installed versions, devices, and the backends that are available on each device."""
+"""``flashrope info``: installed versions, devices, the backends that are available on each, and tuned tiles."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def run(args: argparse.Namespace) -> int:
 
     from .backends import load_backend
     from .backends.cpu import library
+    from .tuning.command import shown
 
     print(f"{'flashrope':13}{_installed('flashrope')}")
     print(f"{'python':13}{platform.python_version()}, {platform.system()} {platform.machine()}")
@@ -31,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{device}: {hardware(device)}{threads}")
         for name, status in backends(device, torch.bfloat16):
             print(f"  {name:10}{status}")
+    print("\n" + "\n".join(shown()))
     return 0
 
 

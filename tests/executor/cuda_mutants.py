@@ -102,7 +102,12 @@ ALL_SPLITS = (
 QUICK = {
     "halves": ALL_SPLITS,
     "interleaved": ALL_SPLITS,
-    "combine": ("global load 16 bytes off", "global store 16 bytes off", "shuffle from lane 4 further", "branch inverted"),
+    "combine": (
+        "global load 16 bytes off",
+        "global store 16 bytes off",
+        "shuffle from lane 4 further",
+        "branch inverted",
+    ),
     "append": ("global load 16 bytes off", "global store 16 bytes off", "parameter 4 bytes off"),
 }
 

@@ -71,7 +71,9 @@ def _compile(folder, arch, compiler, cxx, package, driver) -> None:
     cuda_headers = pathlib.Path(compiler).resolve().parents[1] / "include"
     version = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
     build.run([compiler, *DEVICE_FLAGS, *options, *keep, "-c", str(SOURCES / "decode.cu"), "-o", decode])
-    build.run([*host, *version, f"-I{SOURCES}", f"-I{package}/include", "-c", str(SOURCES / "library.cpp"), "-o", library])
+    build.run(
+        [*host, *version, f"-I{SOURCES}", f"-I{package}/include", "-c", str(SOURCES / "library.cpp"), "-o", library]
+    )
     build.run([*host, f"-I{cuda_headers}", "-c", str(RUNTIME), "-o", runtime])
     libraries = [f"-L{package}/lib", "-ltorch_cpu", "-lc10", str(driver)]
     linked = folder / "linked.so"

@@ -17,6 +17,7 @@ from ..base import AttentionCall
 from .device import compute_capability, current_device, scheme_on, shape_of, vector_size, with_int32_offsets
 from . import launcher
 from .launcher import cdiv
+from .tiles import choose
 
 
 def rotated_k_shape(k: torch.Tensor, call: AttentionCall) -> tuple[int, ...]:
@@ -220,8 +221,9 @@ class AttentionPlan:
 
     def _tile(self, direction: str):
         """The tile of a kernel, and its constexprs and compiler options."""
-        block_d = 2 * self.scheme.table.shape[-1]
-        tile = configs.tile(direction, self.capability, block_d, self.itemsize, self.num_bands)
+        table, grouped = self.scheme.table, self.heads_q > self.heads_kv
+        fields = (self.capability, 2 * table.shape[-1], self.itemsize, self.num_bands, self.max_seqlen_k, grouped)
+        tile = choose(direction, table.device, *fields).tile
         shape = shape_of(self.rotary, self.vec, self.num_bands, 0, 0, tile.block_m, tile.block_n)
         return tile, {"SHAPE": shape, **configs.options(tile.num_warps, num_stages=tile.num_stages)}
 

@@ -25,6 +25,7 @@ from .device import (
 )
 from . import launcher
 from .launcher import cdiv
+from .tiles import choose
 
 
 def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout) -> None:
@@ -80,9 +81,10 @@ class CachePlan:
         self.scheme = Scheme(self.tables.bands, self.table, None, call.score_scale, *call.log_n)
 
     def _tile(self, direction: str):
-        capability = compute_capability(self.q.device)
-        block_d = 2 * self.table.shape[-1]
-        return configs.tile(direction, capability, block_d, self.q.element_size(), self.num_bands)
+        device, cache = self.q.device, "paged" if self.page_size else "contiguous"
+        fields = (2 * self.table.shape[-1], self.q.element_size(), self.num_bands, self.capacity)
+        grouped = self.heads_q > self.heads_kv
+        return choose(direction, device, compute_capability(device), *fields, grouped, cache).tile
 
     # ---- many queries
 

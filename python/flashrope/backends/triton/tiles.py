@@ -1,0 +1,75 @@
+"""The tile of a launch: the one that ``flashrope tune`` found for such calls on this device, or that of configs.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+from ..._version import __version__
+from ...triton_kernels import configs
+from ...triton_kernels.configs import Tile
+from ...tuning import store
+
+
+class Choice(NamedTuple):
+    """A tile, and the name of the kernel that takes it: "" for the usual one of the direction."""
+
+    tile: Tile
+    kernel: str = ""
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    direction: str,
+    device: torch.device,
+    capability: int,
+    block_d: int,
+    itemsize: int,
+    num_bands: int,
+    keys: int,
+    grouped: bool,
+    cache: str = "",
+) -> Choice:
+    """keys: the longest sequence of keys, or the capacity of the cache; cache: as in ``store.ShapeClass``; the others
+    as in ``configs.tile``."""
+    if direction in _forced:
+        return _forced[direction]
+    setup = setup_of(device, capability)
+    shape = store.ShapeClass(direction, block_d, itemsize, num_bands > 1, cache, grouped, store.max_keys(keys))
+    if winner := store.tuned().get(setup, {}).get(shape):
+        return Choice(Tile(*winner.tile), winner.kernel)
+    return default(shape, capability)
+
+
+def default(shape: store.ShapeClass, capability: int) -> Choice:
+    """What serves without tuning."""
+    return Choice(configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, 2 if shape.banded else 1))
+
+
+_forced: dict[str, Choice] = {}
+
+
+@contextlib.contextmanager
+def forced(direction: str, choice: Choice) -> Iterator[None]:
+    """In this context every launch of this direction takes this choice: how candidates are run."""
+    before = dict(_forced)
+    _forced[direction] = choice
+    choose.cache_clear()
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+        choose.cache_clear()
+
+
+@cache
+def setup_of(device: torch.device, capability: int) -> store.Setup:
+    """What tuned tiles must have been measured with to serve on this device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return store.Setup(name, capability, triton.__version__, __version__)

@@ -1,0 +1,32 @@
+"""What is tried for each direction. The tile of configs.py is always among it."""
+
+from __future__ import annotations
+
+import itertools
+
+from ..backends.triton.tiles import Choice
+from ..triton_kernels.configs import Tile
+
+# The kernel that each direction launches, by the tile's direction.
+KERNELS = {
+    "forward": "attention_forward",
+    "grad_kv": "attention_grad_kv",
+    "grad_q": "attention_grad_q",
+    "decode": "attention_decode",
+}
+# block_m (rows of queries), block_n (keys), warps, stages
+GRIDS = {
+    "forward": ((64, 128), (32, 64, 128), (4, 8), (2, 3)),
+    "grad_kv": ((32, 64), (64, 128), (4, 8), (2, 3)),
+    "grad_q": ((64, 128), (32, 64), (4, 8), (2, 3)),
+    "decode": ((16,), (32, 64, 128), (4, 8), (2, 3, 4)),
+}
+
+
+def tiles(direction: str) -> list[Tile]:
+    return [Tile(*numbers) for numbers in itertools.product(*GRIDS[direction])]
+
+
+def choices_of(direction: str, default: Choice) -> list[Choice]:
+    """All candidates, the default first."""
+    return list(dict.fromkeys((default, *map(Choice, tiles(direction)))))

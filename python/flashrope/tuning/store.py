@@ -1,0 +1,195 @@
+"""The file of tuned tiles, one for all devices of a user: read once per process, replaced in one step.
+
+It is ``flashrope/tiles.json`` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). A winner serves only under the
+setup it was measured in: the device, Triton and flashrope. A file that cannot be read is ignored with one warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+FORMAT = "flashrope tiles 1"
+MAX_KEYS = (1024, 8192)  # the classes of length: up to the first, up to the second, any longer
+CACHES = ("", "contiguous", "paged")
+
+
+class Setup(NamedTuple):
+    """What a measurement holds for. capability: such as 90."""
+
+    device: str
+    capability: int
+    triton: str
+    flashrope: str
+
+
+class ShapeClass(NamedTuple):
+    """The calls that share a tile.
+
+    block_d: the power of two that holds head_dim. banded: several bands. grouped: fewer key heads than query heads.
+    max_keys: one of ``MAX_KEYS``, or 0 for any longer length; with a cache the length is its capacity.
+    """
+
+    direction: str
+    block_d: int
+    itemsize: int
+    banded: bool
+    cache: str
+    grouped: bool
+    max_keys: int
+
+    def __str__(self) -> str:
+        where = f"{self.cache} cache" if self.cache else "no cache"
+        length = f"up to {self.max_keys:,} keys" if self.max_keys else f"more than {MAX_KEYS[-1]:,} keys"
+        return (
+            f"{self.direction}, head_dim {self.block_d}, {8 * self.itemsize} bit, "
+            f"{'several bands' if self.banded else 'one band'}, {where}, "
+            f"{'grouped' if self.grouped else 'equal'} heads, {length}"
+        )
+
+
+class Winner(NamedTuple):
+    """The fastest correct candidate of a class.
+
+    tile: block_m, block_n, num_warps, num_stages. kernel: "" for the usual one of this direction. Milliseconds of one
+    call with it, and with the tile that is used without tuning.
+    """
+
+    tile: tuple[int, int, int, int]
+    kernel: str
+    milliseconds: float
+    default_milliseconds: float
+
+
+Winners = dict[ShapeClass, Winner]
+
+
+def max_keys(keys: int) -> int:
+    """The class of a length, as in ``ShapeClass``."""
+    return next((bound for bound in MAX_KEYS if keys <= bound), 0)
+
+
+def path() -> Path:
+    """Where the file is, or would be."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "flashrope" / "tiles.json"
+
+
+@cache
+def tuned() -> Mapping[Setup, Winners]:
+    """What the file holds, read at the first call. Empty without a file, and with a warning where it is unreadable."""
+    try:
+        return read(path())
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"{path()}: ignored, the default tiles serve ({error}); flashrope tune --reset removes this file",
+            stacklevel=2,
+        )
+        return {}
+
+
+def read(file: Path) -> dict[Setup, Winners]:
+    """The winners of every setup in a file; none if it does not exist.
+
+    Raises:
+        ValueError: the file is not one that ``update`` wrote.
+        OSError: it cannot be read.
+    """
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        return {}
+    try:
+        content = json.loads(text)
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}")
+        return {
+            Setup(*map(_checked, entry["setup"], (str, int, str, str))): dict(map(_winner, entry["winners"]))
+            for entry in content["setups"]
+        }
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"not a file of {FORMAT}: {type(error).__name__}: {str(error)[:80]}") from None
+
+
+def update(setup: Setup, winners: Winners) -> Path:
+    """Adds winners to the file, in the place of those of the same classes. Other processes see all of them or none.
+
+    Raises OSError where the cache folder cannot be written.
+    """
+    file = path()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(file.with_suffix(".lock")):
+        try:
+            known = read(file)
+        except ValueError:  # tuned() has warned of it
+            known = {}
+        known[setup] = known.get(setup, {}) | winners
+        handle, temporary = tempfile.mkstemp(prefix=file.name, dir=file.parent)
+        try:
+            with open(handle, "w") as out:
+                out.write(_text(known))
+            os.replace(temporary, file)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    tuned.cache_clear()
+    return file
+
+
+def reset() -> bool:
+    """Removes the file. Returns whether there was one."""
+    tuned.cache_clear()
+    try:
+        path().unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """One process at a time, where the platform has locks."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(file, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _text(known: Mapping[Setup, Winners]) -> str:
+    """One line for every winner."""
+    entries = []
+    for setup, winners in known.items():
+        lines = ",\n".join(f"   {json.dumps([*shape, *winner])}" for shape, winner in sorted(winners.items()))
+        entries.append(f'  {{"setup": {json.dumps(setup)}, "winners": [\n{lines}\n  ]}}')
+    return f'{{"format": {json.dumps(FORMAT)}, "setups": [\n' + ",\n".join(entries) + "\n]}\n"
+
+
+def _checked(value, kind: type):
+    if type(value) is not kind:
+        raise ValueError(f"expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def _winner(row: list) -> tuple[ShapeClass, Winner]:
+    shape = ShapeClass(*map(_checked, row[:7], (str, int, int, bool, str, bool, int)))
+    tile, kernel, *milliseconds = row[7:]
+    block_m, block_n, num_warps, num_stages = (_checked(number, int) for number in tile)
+    # Bounds of what a kernel could be asked for. Whether it is right and fits was found by running it.
+    powers_of_two = all(number > 0 and number & (number - 1) == 0 for number in (block_m, block_n, num_warps))
+    if not (powers_of_two and 16 <= block_m <= 256 and 16 <= block_n <= 256 and num_warps <= 16):
+        raise ValueError(f"tile {tile}")
+    if not 1 <= num_stages <= 8 or shape.cache not in CACHES or shape.max_keys not in (*MAX_KEYS, 0):
+        raise ValueError(f"winner {row}")
+    times = [_checked(number, float) for number in milliseconds]
+    return shape, Winner((block_m, block_n, num_warps, num_stages), _checked(kernel, str), *times)
