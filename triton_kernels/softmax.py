@@ -26,10 +26,10 @@ def start_softmax(BLOCK_M: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(state, scores, scale_log2, visible):
+def softmax_weights(state, scores, scale_log2, visible):
     """One tile's step. scores [BM, BN] are raw products, in log2 units after scale_log2 >= 0; visible [BM, BN] or None.
 
-    Returns weights [BM, BN] and the state, whose acc is rescaled and still lacks weights @ V.
+    Returns weights [BM, BN], the factor [BM] that acc needs, and the new row_max and row_sum.
     """
     if visible is not None:
         scores = tl.where(visible, scores * scale_log2, float("-inf"))
@@ -41,7 +41,13 @@ def online_softmax(state, scores, scale_log2, visible):
         new_max = tl.maximum(state.row_max, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_max[:, None])
         rescale = tl.exp2(state.row_max - new_max)
-    row_sum = state.row_sum * rescale + tl.sum(weights, 1)
+    return weights, rescale, new_max, state.row_sum * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
+def online_softmax(state, scores, scale_log2, visible):
+    """As ``softmax_weights``. Returns weights and the state, whose acc is rescaled and still lacks weights @ V."""
+    weights, rescale, new_max, row_sum = softmax_weights(state, scores, scale_log2, visible)
     return weights, SoftmaxState(state.acc * rescale[:, None], new_max, row_sum)
 
 
