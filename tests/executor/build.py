@@ -8,6 +8,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+from collections.abc import Iterable
 
 SOURCES = pathlib.Path(__file__).parent
 FLAGS = (
@@ -27,6 +28,14 @@ def compiler() -> str:
     raise NoCompiler("the PTX executor needs a C++ compiler: none of $CXX, g++, clang++ and c++ was found")
 
 
+def digest(files: Iterable[pathlib.Path], *others) -> str:
+    """Of the contents of files, and of what else decides about a build."""
+    hashed = hashlib.sha256(repr(others).encode())
+    for path in files:
+        hashed.update(path.name.encode() + path.read_bytes())
+    return hashed.hexdigest()[:16]
+
+
 def cache_folder() -> pathlib.Path:
     """Where this version of the executor keeps its library and what Triton compiles for it."""
     files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp"))
@@ -34,11 +43,8 @@ def cache_folder() -> pathlib.Path:
     # -march=native: the library belongs to the processor that it was compiled on
     cpu = pathlib.Path("/proc/cpuinfo")
     flags = [line for line in cpu.read_text().splitlines() if line.startswith("flags")][:1] if cpu.exists() else []
-    digest = hashlib.sha256(repr((FLAGS, version, flags)).encode())
-    for path in files:
-        digest.update(path.name.encode() + path.read_bytes())
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "flashrope" / f"executor-{digest.hexdigest()[:16]}"
+    return pathlib.Path(base) / "flashrope" / f"executor-{digest(files, FLAGS, version, flags)}"
 
 
 def library(jobs: int | None = None) -> pathlib.Path:
@@ -52,7 +58,7 @@ def library(jobs: int | None = None) -> pathlib.Path:
     sources = sorted(SOURCES.glob("*.cpp"))
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         objects = list(pool.map(lambda source: _compile(source, work), sources))
-    _run([compiler(), "-shared", "-pthread", "-Wl,-soname,libcuda.so.1", *map(str, objects), "-o", str(work / "built")])
+    run([compiler(), "-shared", "-pthread", "-Wl,-soname,libcuda.so.1", *map(str, objects), "-o", str(work / "built")])
     (work / "built").replace(built)  # another process may have been quicker
     shutil.rmtree(work, ignore_errors=True)
     return built
@@ -60,11 +66,11 @@ def library(jobs: int | None = None) -> pathlib.Path:
 
 def _compile(source: pathlib.Path, work: pathlib.Path) -> pathlib.Path:
     target = work / f"{source.stem}.o"
-    _run([compiler(), *FLAGS, "-c", str(source), "-o", str(target)])
+    run([compiler(), *FLAGS, "-c", str(source), "-o", str(target)])
     return target
 
 
-def _run(command: list[str]) -> None:
+def run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoCompiler(f"the PTX executor does not compile with {command[0]}:\n{done.stderr[-2000:]}")

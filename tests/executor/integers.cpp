@@ -70,6 +70,11 @@ int32_t signed_bit_field(int32_t a, uint32_t at, uint32_t length) {
   int32_t x = a >> (at > 31 ? 31 : at);
   return length > 31 || at + length >= 32 ? x : int32_t(uint32_t(x) << (32 - length)) >> (32 - length);
 }
+uint32_t insert_bits(uint32_t a, uint32_t into, uint32_t at, uint32_t length) {
+  at &= 255, length &= 255;
+  const uint32_t mask = at > 31 ? 0 : (length > 31 ? ~0u : (1u << length) - 1) << at;
+  return (into & ~mask) | ((at > 31 ? 0 : a << at) & mask);
+}
 uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   uint64_t both = uint64_t(b) << 32 | a;
   uint32_t result = 0;
@@ -124,6 +129,10 @@ void define_integers() {
       "bfe.u32", [](uint32_t a, uint32_t b, uint32_t c) { return bit_field(a, b, c); });
   define_lanes<int32_t, int32_t, uint32_t, uint32_t>(
       "bfe.s32", [](int32_t a, uint32_t b, uint32_t c) { return signed_bit_field(a, b, c); });
+  define_lanes<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>(
+      "bfi.b32", [](uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return insert_bits(a, b, c, d); });
+  for (const char* opcode : {"cvta.to.global.u64", "cvta.global.u64"})  // one address space but for shared memory
+    define_lanes<uint64_t, uint64_t>(opcode, [](uint64_t a) { return a; });
   define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>(
       "prmt.b32", [](uint32_t a, uint32_t b, uint32_t c) { return permute_bytes(a, b, c); });
   define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>(

@@ -28,9 +28,10 @@ class Kernel:
 
     def __init__(self, machine: Machine, text: str):
         self.machine, self.library = machine, machine.library
-        self.function = ctypes.c_void_p()
-        if self.library.cuModuleLoadData(ctypes.byref(self.function), text.encode()):
+        module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+        if self.library.cuModuleLoadData(ctypes.byref(module), text.encode()):
             raise InvalidPtx(self._message())
+        self.library.cuModuleGetFunction(ctypes.byref(self.function), module, b"")
         threads = ctypes.c_int()
         self.library.cuFuncGetAttribute(ctypes.byref(threads), 0, self.function)
         self.threads = threads.value

@@ -4,6 +4,7 @@
 // A module's image is PTX text, which a real driver accepts too. State is global, as a driver's is; one thread at a
 // time.
 #include <chrono>
+#include <cstdint>
 #include <map>
 #include <sstream>
 
@@ -30,6 +31,23 @@ State& state() {
   return s;
 }
 
+struct Module {
+  std::string text, first;  // first: the name of its first kernel
+  std::map<std::string, std::unique_ptr<Program>> kernels;
+
+  explicit Module(const char* image) : text(image) {
+    auto program = std::make_unique<Program>(parse(text, state().arch));
+    first = program->name, kernels[first] = std::move(program);
+  }
+  Program* kernel(const std::string& name) {  // "": the first
+    auto& found = kernels[name.empty() ? first : name];
+    if (!found) found = std::make_unique<Program>(parse(text, state().arch, name));
+    return found.get();
+  }
+};
+
+uint32_t shared_limit() { return (state().arch >= 90 ? 227 : state().arch == 80 ? 163 : 99) << 10; }
+
 std::string quoted(const std::string& s) {
   std::string text = "\"";
   for (char c : s) {
@@ -44,7 +62,7 @@ std::string describe(const Launch& launch, double seconds) {
   std::ostringstream s;
   const Program& p = launch.program;
   s << "{\"function\": " << reinterpret_cast<uint64_t>(&p) << ", \"kernel\": " << quoted(p.name) << ", \"grid\": ["
-    << launch.grid[0] << ", " << launch.grid[1] << ", " << launch.grid[2] << "], \"threads\": " << p.threads
+    << launch.grid[0] << ", " << launch.grid[1] << ", " << launch.grid[2] << "], \"threads\": " << launch.threads
     << ", \"shared_bytes\": " << launch.shared_bytes << ", \"seconds\": " << seconds << ", \"findings\": [";
   for (size_t n = 0; n < launch.findings.size(); n++) s << (n ? ", " : "") << quoted(launch.findings[n]);
   std::map<std::string, std::pair<uint64_t, uint64_t>> opcodes;
@@ -69,12 +87,29 @@ std::string describe(const Launch& launch, double seconds) {
   return s.str();
 }
 
-void execute(const Program& program, const uint32_t* grid, uint32_t threads, uint32_t shared, void** parameters) {
-  if (threads != static_cast<uint32_t>(program.threads))
-    throw Error("launched with " + std::to_string(threads) + " threads, compiled for " +
-                std::to_string(program.threads));
+// As the driver refuses a launch.
+void check(const Program& program, const uint32_t* grid, const uint32_t* block, uint32_t shared) {
+  const uint32_t threads = block[0];
+  const std::string launched = "launched with " + std::to_string(threads) + " threads, ";
+  if (program.threads && threads != static_cast<uint32_t>(program.threads))
+    throw Error(launched + "compiled for " + std::to_string(program.threads));
+  if (program.max_threads && threads > static_cast<uint32_t>(program.max_threads))
+    throw Error(launched + "compiled for at most " + std::to_string(program.max_threads));
+  if (!threads || threads % LANES || threads > 512 || block[1] != 1 || block[2] != 1)
+    throw Error(launched + "expected a multiple of 32 up to 512, in one dimension");
+  if (!grid[0] || !grid[1] || !grid[2] || grid[0] > INT32_MAX || grid[1] > UINT16_MAX || grid[2] > UINT16_MAX)
+    throw Error("launched with a grid of (" + std::to_string(grid[0]) + ", " + std::to_string(grid[1]) + ", " +
+                std::to_string(grid[2]) + ")");
+  if (shared > shared_limit())
+    throw Error("launched with " + std::to_string(shared) + " bytes of shared memory, the device has " +
+                std::to_string(shared_limit()));
+}
+
+void execute(const Program& program, const uint32_t* grid, const uint32_t* block, uint32_t dynamic, void** parameters) {
+  const uint32_t shared = program.static_shared_bytes + dynamic;
+  check(program, grid, block, shared);
   Launch launch(program);
-  launch.options = state().options, launch.shared_bytes = shared;
+  launch.options = state().options, launch.threads = block[0], launch.shared_bytes = shared;
   for (int n = 0; n < 3; n++) launch.grid[n] = grid[n];
   for (size_t n = 0; n < program.parameters.size(); n++) {
     const Parameter& p = program.parameters[n];
@@ -151,10 +186,7 @@ int cuDeviceGet(int* device, int ordinal) {
   return 0;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute != DEVICE_SHARED_PER_BLOCK ? 0
-           : state().arch >= 90                 ? 227 << 10
-           : state().arch == 80                 ? 163 << 10
-                                                : 99 << 10;
+  *value = attribute == DEVICE_SHARED_PER_BLOCK ? shared_limit() : 0;
   return 0;
 }
 int cuCtxGetCurrent(void** context) {
@@ -174,19 +206,18 @@ int cuCtxGetLimit(size_t* value, int) {
 int cuCtxSetLimit(int, size_t) { return 0; }
 int cuDevicePrimaryCtxRetain(void** context, int) { return cuCtxGetCurrent(context); }
 int cuModuleLoadData(void** module, const void* image) {
-  return guarded(CUDA_ERROR_INVALID_PTX,
-                 [&] { *module = new Program(parse(static_cast<const char*>(image), state().arch)); });
+  return guarded(CUDA_ERROR_INVALID_PTX, [&] { *module = new Module(static_cast<const char*>(image)); });
 }
-int cuModuleGetFunction(void** function, void* module, const char*) {
-  *function = module;
-  return 0;
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+  return guarded(CUDA_ERROR_INVALID_PTX, [&] { *function = static_cast<Module*>(module)->kernel(name); });
 }
 int cuModuleUnload(void* module) {
-  delete static_cast<Program*>(module);
+  delete static_cast<Module*>(module);
   return 0;
 }
 int cuFuncGetAttribute(int* value, int attribute, void* function) {
-  *value = attribute == FUNCTION_MAX_THREADS ? static_cast<Program*>(function)->threads : 0;
+  const Program& p = *static_cast<Program*>(function);
+  *value = attribute != FUNCTION_MAX_THREADS ? 0 : p.threads ? p.threads : p.max_threads ? p.max_threads : 512;
   return 0;
 }
 int cuFuncSetAttribute(void*, int, int) { return 0; }
@@ -197,7 +228,7 @@ int cuPointerGetAttribute(void* value, int, uint64_t pointer) {
 }
 int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** parameters, void**) {
   return guarded(CUDA_ERROR_LAUNCH_FAILED,
-                 [&] { execute(*static_cast<Program*>(function), c->grid, c->block[0], c->shared_bytes, parameters); });
+                 [&] { execute(*static_cast<Program*>(function), c->grid, c->block, c->shared_bytes, parameters); });
 }
 
 }  // extern "C"

@@ -13,7 +13,7 @@ namespace executor {
 
 Block::Block(Launch& l)
     : launch(l), shared(l.shared_bytes), executed(l.program.code.size()), lanes(l.program.code.size()) {
-  const size_t warp_count = l.program.threads / LANES, slots = l.program.slots;
+  const size_t warp_count = l.threads / LANES, slots = l.program.slots;
   register_file.resize(warp_count * slots * LANES);
   defined.resize(warp_count * slots);
 }
@@ -30,7 +30,7 @@ void Block::report(const std::string& kind, const Warp& w, const Instruction& i,
 
 static uint32_t special_value(const std::string& name, const Block& b, int warp, int lane) {
   const int axis = name.back() - 'x';
-  const uint32_t threads = b.launch.program.threads;
+  const uint32_t threads = b.launch.threads;
   if (name == "%laneid") return lane;
   if (name.find("%tid") == 0) return axis ? 0 : LANES * warp + lane;
   if (name.find("%ntid") == 0) return axis ? 1 : threads;
@@ -43,7 +43,7 @@ void Block::start_warps() {
   const Program& p = launch.program;
   std::fill(register_file.begin(), register_file.end(), POISON);
   std::fill(defined.begin(), defined.end(), 0);
-  warps.assign(p.threads / LANES, Warp());
+  warps.assign(launch.threads / LANES, Warp());
   for (size_t n = 0; n < warps.size(); n++) {
     Warp& w = warps[n];
     w.block = this, w.index = static_cast<int>(n);

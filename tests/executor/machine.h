@@ -39,7 +39,8 @@ struct Options {
 struct Launch {
   const Program& program;
   uint32_t grid[3];
-  uint32_t shared_bytes;
+  uint32_t threads;       // of a block
+  uint32_t shared_bytes;  // static and dynamic
   std::vector<unsigned char> parameters;
   std::vector<std::unique_ptr<Buffer>> buffers;
   Options options;

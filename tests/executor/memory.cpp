@@ -79,20 +79,39 @@ void store_shared(Warp& w, const Instruction& i, Lanes m) {
 }
 
 template <int N, class T>
-void define_accesses(const std::string& suffix) {
+void load_parameter(Warp& w, const Instruction& i, Lanes m) {
+  const std::vector<unsigned char>& parameters = w.block->launch.parameters;
+  const Operand& from = i.operands[N];
+  for (int l = 0; l < LANES; l++) {
+    if (!(m >> l & 1)) continue;
+    const uint64_t at = w.at<uint64_t>(from)[l] + from.offset - PARAMETER_BASE;
+    T values[N];
+    memset(values, 0x7F, sizeof values);
+    if (at % sizeof values || at + sizeof values > parameters.size())
+      w.block->report("read outside the parameters", w, i, l,
+                      "offset " + std::to_string(static_cast<int64_t>(at)) + " of " + std::to_string(parameters.size()));
+    else memcpy(values, &parameters[at], sizeof values);
+    for (int n = 0; n < N; n++) set_lane(w, i.operands[n], l, values[n]);
+  }
+}
+
+template <int N, class T>
+void define_vectors(const std::string& suffix) {
   const std::string values(N, sizeof(T) == 8 ? '8' : sizeof(T) == 4 ? 'f' : 'h');
   define("ld.global" + suffix, {load_global<N, T>, values + "g", N});
   define("st.global" + suffix, {store_global<N, T>, "g" + values});
   define("ld.shared" + suffix, {load_shared<N, T>, values + "s", N});
   define("st.shared" + suffix, {store_shared<N, T>, "s" + values});
+  define("ld.param" + suffix, {load_parameter<N, T>, values + "P", N});
 }
 
+// A narrow value may be loaded into a wider register, which a signed one fills with its sign.
 template <class T>
-void load_parameter(Warp& w, const Instruction& i, Lanes m) {
-  T value;
-  memcpy(&value, &w.block->launch.parameters.at(i.operands[1].offset), sizeof value);
-  T* to = w.at<T>(i.operands[0]);
-  for_lanes(m, [&](int l) { to[l] = value; });
+void define_accesses(std::initializer_list<const char*> types) {
+  for (const std::string type : types) {
+    define_vectors<1, T>("." + type), define_vectors<2, T>(".v2." + type);
+    if constexpr (sizeof(T) < 8) define_vectors<4, T>(".v4." + type);
+  }
 }
 
 // cp.async [shared], [global], bytes, bytes to read; the others are written as zeros.
@@ -149,17 +168,10 @@ void wait_all_copies(Warp& w, const Instruction& i, Lanes m) {
 }  // namespace
 
 void define_memory() {
-  define_accesses<1, uint8_t>(".b8"), define_accesses<2, uint8_t>(".v2.b8"), define_accesses<4, uint8_t>(".v4.b8");
-  define_accesses<1, uint16_t>(".b16"), define_accesses<2, uint16_t>(".v2.b16"),
-      define_accesses<4, uint16_t>(".v4.b16");
-  define_accesses<1, uint32_t>(".b32"), define_accesses<2, uint32_t>(".v2.b32"),
-      define_accesses<4, uint32_t>(".v4.b32");
-  define_accesses<1, uint64_t>(".b64"), define_accesses<2, uint64_t>(".v2.b64");
-  for (const char* type : {"b32", "u32", "s32", "f32"})
-    define(std::string("ld.param.") + type, {load_parameter<uint32_t>, "4P", 1});
-  for (const char* type : {"b64", "u64", "s64"})
-    define(std::string("ld.param.") + type, {load_parameter<uint64_t>, "8P", 1});
-  define("ld.param.b16", {load_parameter<uint16_t>, "2P", 1});
+  define_accesses<uint8_t>({"b8", "u8"}), define_accesses<int8_t>({"s8"});
+  define_accesses<uint16_t>({"b16", "u16"}), define_accesses<int16_t>({"s16"});
+  define_accesses<uint32_t>({"b32", "u32", "f32"}), define_accesses<int32_t>({"s32"});
+  define_accesses<uint64_t>({"b64", "u64", "s64"});
   define("cp.async.cg.shared.global", {copy_async, "sgi4", 0, Control::next, false, 3});
   define("cp.async.ca.shared.global", {copy_async, "sgi4", 0, Control::next, false, 3});
   define("cp.async.commit_group", {commit_copies, "", 0, Control::next, true});

@@ -2,7 +2,9 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <set>
 #include <sstream>
+#include <utility>
 
 #include "ptx.h"
 
@@ -34,11 +36,11 @@ std::optional<uint64_t> literal(const std::string& s) {
   }
 }
 
-// The operands of a statement: groups in braces are flattened, addresses in brackets stay whole.
+// The operands of a statement: groups in braces and pairs d|p are flattened, addresses in brackets stay whole.
 struct Parts {
   std::vector<std::string> operands;
   int groups = 0;
-  bool first_is_group = false;
+  bool first_is_group = false, pair = false;
 };
 
 Parts split_operands(const std::string& text) {
@@ -52,7 +54,7 @@ Parts split_operands(const std::string& text) {
   for (char c : text) {
     if (c == '{') parts.first_is_group |= parts.operands.empty() && trim(current).empty(), parts.groups++;
     else if (c == '}') continue;
-    else if (c == ',' && !brackets) flush();
+    else if ((c == ',' || c == '|') && !brackets) parts.pair |= c == '|', flush();
     else brackets += (c == '[') - (c == ']'), current += c;
   }
   flush();
@@ -68,18 +70,26 @@ std::string spelling(std::string opcode, const Parts& parts) {
     if (at != std::string::npos) opcode.erase(at, strlen(hint));
   }
   if (starts_with(opcode, "mov.") && parts.groups) opcode += parts.first_is_group ? " unpack" : " pack";
+  if (parts.pair) opcode += " pair";
   if (starts_with(opcode, "wgmma.mma")) opcode += parts.groups == 2 ? " registers" : " shared";
   return opcode;
 }
 
+int register_bytes(const std::string& type) {
+  auto ends = [&](const char* bits) { return type.size() > 2 && type.compare(type.size() - 2, 2, bits) == 0; };
+  if (type == ".pred") return 1;
+  return ends("16") ? 2 : ends("32") ? 4 : ends("64") ? 8 : throw Error("unknown type " + type);
+}
+
 class Parser {
  public:
-  explicit Parser(int arch) : arch_(arch) {}
+  Parser(int arch, const std::string& kernel) : arch_(arch), wanted_(kernel) {}
 
   Program run(const std::string& text) {
+    read_files(text);
     std::istringstream in(text);
     std::string line;
-    while (!done_ && std::getline(in, line)) {
+    while (place_ != Place::done && std::getline(in, line)) {
       line_++;
       try {
         read_line(line);
@@ -87,28 +97,47 @@ class Parser {
         throw Error("line " + std::to_string(line_) + ": " + e.what() + " in '" + trim(line).substr(0, 120) + "'");
       }
     }
-    if (program_.name.empty()) throw Error("no .entry: not the PTX of a kernel");
+    if (program_.name.empty())
+      throw Error(wanted_.empty() ? "no .entry: not the PTX of a kernel" : "no .entry " + wanted_);
     if (!versioned_) throw Error("no .version and .target");
     resolve();
     return std::move(program_);
   }
 
  private:
+  // .file 1 "csrc/decode.cu", which stands behind the code that refers to it
+  void read_files(const std::string& text) {
+    for (size_t at = 0; (at = text.find("\n\t.file\t", at)) != std::string::npos; at++) {
+      const std::string line = text.substr(at + 8, text.find('\n', at + 1) - at - 8);
+      const size_t open = line.find('"'), close = line.rfind('"'), slash = line.rfind('/');
+      if (open == close) continue;
+      files_[atoi(line.c_str())] = line.substr(slash == std::string::npos ? open + 1 : slash + 1, close - slash - 1);
+    }
+  }
+
   void read_line(std::string line) {
-    if (size_t at = line.find(".loc\t"); at != std::string::npos) return read_location(line);
+    if (size_t at = line.find(".loc\t"); at != std::string::npos) return read_location(line, at + 5);
     if (size_t at = line.find("//"); at != std::string::npos) line.erase(at);
     line = trim(line);
     if (line.empty()) return;
     if (place_ == Place::module) return read_module(line);
     if (place_ == Place::header) return read_header(line);
+    if (place_ == Place::other) {
+      if (line == "}") place_ = Place::module;
+      return;
+    }
     read_body(line);
   }
 
-  void read_location(const std::string& line) {  // .loc 1 114 0 // decode.py:114:0 @[ ... ]
-    size_t at = line.find("// ");
-    if (at == std::string::npos) return;
-    source_ = line.substr(at + 3);
-    source_ = source_.substr(0, source_.find(' '));
+  // .loc 1 114 0 // decode.py:114:0 @[ ... ]   from Triton;   .loc 2 56 3, function_name ...   from nvcc
+  void read_location(const std::string& line, size_t from) {
+    if (size_t at = line.find("// "); at != std::string::npos) {
+      source_ = line.substr(at + 3);
+      source_ = source_.substr(0, source_.find(' '));
+    } else {
+      int file = 0, row = 0;
+      if (sscanf(line.c_str() + from, "%d %d", &file, &row) == 2 && row) source_ = files_[file] + ":" + std::to_string(row);
+    }
   }
 
   void read_module(const std::string& line) {
@@ -121,58 +150,86 @@ class Parser {
       if (target < 80 || target > 90) throw Error("compiled for another target than sm_80 to sm_90");
       if (target > arch_) throw Error("compiled for a newer device than sm_" + std::to_string(arch_));
     } else if (size_t entry = line.find(".entry "); entry != std::string::npos) {
-      program_.name = trim(line.substr(entry + 7, line.find('(') - entry - 7));
-      place_ = Place::header;
+      const std::string name = trim(line.substr(entry + 7, line.find('(') - entry - 7));
+      place_ = wanted_.empty() || name == wanted_ ? Place::header : Place::other;
+      if (place_ == Place::header) program_.name = name;
+    } else if (line.find(".shared ") != std::string::npos) {
+      read_shared(line);
     }
+  }
+
+  // .extern .shared .align 16 .b8 global_smem[];   or   .shared .align 4 .b8 sums[128];
+  void read_shared(const std::string& line) {
+    const size_t open = line.find('['), name = line.find_last_of(" \t", open) + 1, align = line.find(".align ");
+    if (open == std::string::npos || line.find(".b8") == std::string::npos) throw Error("shared memory that is no array of bytes");
+    const std::string symbol = line.substr(name, open - name);
+    if (starts_with(line, ".extern")) {
+      dynamic_shared_.insert(symbol);
+      return;
+    }
+    const uint32_t to = align == std::string::npos ? 1 : atoi(line.c_str() + align + 7);
+    symbols_[symbol] = {4, SHARED_BASE + allocate_shared(to, atoi(line.c_str() + open + 1))};
+  }
+
+  uint32_t allocate_shared(uint32_t align, uint32_t bytes) {
+    uint32_t& end = program_.static_shared_bytes;
+    const uint32_t from = (end + align - 1) / align * align;
+    end = from + bytes;
+    return from;
   }
 
   void read_header(const std::string& line) {
     if (starts_with(line, ".param")) read_parameter(line);
     if (starts_with(line, ".reqntid")) program_.threads = atoi(line.c_str() + 9);
-    if (line == "{") place_ = Place::body;
+    if (starts_with(line, ".maxntid")) program_.max_threads = atoi(line.c_str() + 9);
+    if (line == "{") place_ = Place::body, scopes_.assign(1, {});
   }
 
   // .param .u64 .ptr .global .align 1 kernel_param_0,   or   .param .align 8 .b8 kernel_param_0[312]
   void read_parameter(const std::string& line) {
-    int bytes = line.find("64") < line.find("_param_") ? 8 : line.find("16 ") < line.find("_param_") ? 2 : 4;
-    int align = bytes;
-    if (size_t bracket = line.find('['); bracket != std::string::npos)
-      bytes = atoi(line.c_str() + bracket + 1), align = 8;
+    const size_t from = line.find_last_of(" \t") + 1, end = std::min(line.find_first_of("[,", from), line.size());
+    std::istringstream words(line.substr(0, from));
+    int bytes = 0, align = 0;
+    for (std::string word; words >> word;) {
+      if (word == ".align") words >> align;
+      else if (word == ".u8" || word == ".s8" || word == ".b8") bytes = 1;
+      else if (word[0] == '.' && word.find_first_of("12346") == 2) bytes = register_bytes(word);
+    }
+    if (!bytes) throw Error("a parameter of unknown type");
+    if (end < line.size() && line[end] == '[') bytes *= atoi(line.c_str() + end + 1);
+    else align = bytes;
     parameter_end_ = (parameter_end_ + align - 1) / align * align;
     program_.parameters.push_back({parameter_end_, bytes});
+    symbols_[line.substr(from, end - from)] = {8, PARAMETER_BASE + parameter_end_};
     parameter_end_ += bytes;
   }
 
+  // Statements end with a semicolon; braces between them are scopes, those within are groups of operands.
   void read_body(const std::string& line) {
-    if (line == "}") {
-      done_ = true;
-      return;
+    for (char c : line + " ") {
+      if (!statement_.empty()) {
+        if (c == ';') statement(trim(std::exchange(statement_, "")));
+        else if (c == ':' && statement_[0] == '$') read_label(trim(std::exchange(statement_, "")));
+        else statement_ += c;
+      } else if (c == '{') {
+        scopes_.emplace_back();
+      } else if (c == '}') {
+        scopes_.pop_back();
+        if (scopes_.empty()) place_ = Place::done;
+      } else if (c != ' ' && c != '\t') {
+        statement_ = c, statement_line_ = line_;
+      }
     }
-    if (line[0] == '.') {
-      if (starts_with(line, ".reg")) declare(line);
-      return;
-    }
-    if (line[0] == '$' && line.back() == ':') {
-      labels_[line.substr(0, line.size() - 1)] = program_.code.size();
-      return;
-    }
-    size_t from = 0;
-    for (size_t end; (end = line.find(';', from)) != std::string::npos; from = end + 1)
-      if (std::string s = trim(line.substr(from, end - from)); !s.empty()) statement(s);
-    if (!trim(line.substr(from)).empty()) throw Error("a statement that does not end on its line");
   }
 
-  void declare(const std::string& line) {  // .reg .b32 %r<1591>;
-    std::istringstream words(line);
-    std::string word, type, name;
-    words >> word >> type >> name;
-    int bytes = type == ".pred"                        ? 1
-                : type.find("16") != std::string::npos ? 2
-                : type.find("64") != std::string::npos ? 8
-                                                       : 4;
-    size_t bracket = name.find('<');
-    if (bracket == std::string::npos) throw Error("a register declared without a range");
-    widths_[name.substr(0, bracket)] = bytes;
+  void read_label(const std::string& name) { labels_[name] = program_.code.size(); }
+
+  // .reg .b32 %r<1591>;   or   .reg .f16 low, high;
+  void declare(const std::string& line) {
+    const size_t type = line.find('.', 1), names = line.find_first_of(" \t", type);
+    const int bytes = register_bytes(line.substr(type, names - type));
+    for (const std::string& name : split_operands(line.substr(names)).operands)
+      scopes_.back().widths[name.substr(0, name.find('<'))] = bytes;
   }
 
   int new_slot(int bytes) {
@@ -194,21 +251,25 @@ class Parser {
   }
 
   Operand register_named(const std::string& name) {
-    size_t digits = name.find_last_not_of("0123456789") + 1;
-    auto width = widths_.find(name.substr(0, digits));
-    if (width == widths_.end()) throw Error("unknown operand " + name);
-    auto [it, fresh] = registers_.insert({name, 0});
-    if (fresh) it->second = new_slot(width->second);
-    return {it->second, width->second, 0};
+    const std::string family = name.substr(0, name[0] == '%' ? name.find_last_not_of("0123456789") + 1 : name.size());
+    for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); ++scope) {
+      auto width = scope->widths.find(family);
+      if (width == scope->widths.end()) continue;
+      auto [it, fresh] = scope->registers.insert({name, 0});
+      if (fresh) it->second = new_slot(width->second);
+      return {it->second, width->second, 0};
+    }
+    throw Error("unknown operand " + name);
   }
 
   Operand value(const std::string& text, int bytes) {
     if (text == "_") return {new_slot(bytes), bytes, 0};  // a result that is thrown away
-    if (text == "global_smem") return constant(4, SHARED_BASE);
-    if (text[0] == '%')
-      return text.find('.') != std::string::npos || text == "%laneid" ? special(text) : register_named(text);
+    if (auto symbol = symbols_.find(text); symbol != symbols_.end())
+      return constant(symbol->second.first, symbol->second.second);
+    if (dynamic_shared_.count(text)) return constant(4, SHARED_BASE + allocate_shared(16, 0));
+    if (text[0] == '%' && (text.find('.') != std::string::npos || text == "%laneid")) return special(text);
     auto number = literal(text);
-    if (!number) throw Error("unknown operand " + text);
+    if (!number) return register_named(text);
     return constant(bytes, bytes == 1 ? (*number ? ALL_LANES : 0) : *number);
   }
 
@@ -220,10 +281,6 @@ class Parser {
       offset = static_cast<int64_t>(literal(trim(base.substr(plus + 1))).value());
       base = trim(base.substr(0, plus));
     }
-    if (size_t at = base.find("_param_"); at != std::string::npos) {
-      size_t index = atoi(base.c_str() + at + 7);
-      return {-1, 0, program_.parameters.at(index).offset + offset};
-    }
     Operand operand = value(base, bytes);
     operand.offset = offset;
     return operand;
@@ -231,7 +288,7 @@ class Parser {
 
   static int width_of(char kind) {
     return kind == 's' || kind == 'w' || kind == 'f' ? 4
-           : kind == 'g'                             ? 8
+           : kind == 'g' || kind == 'P'              ? 8
            : kind == 'p'                             ? 1
            : kind == 'h'                             ? 2
                                                      : kind - '0';
@@ -252,7 +309,7 @@ class Parser {
         operand = value(text, width_of(kind));
     }
     if ((kind == 'h' && operand.bytes >= 2) || (kind == 'f' && operand.bytes >= 4)) return operand;
-    int expected = kind == 'P' ? 0 : width_of(kind);
+    const int expected = width_of(kind);
     if (operand.bytes != expected)
       throw Error("operand " + text + " has " + std::to_string(operand.bytes) + " bytes, expected " +
                   std::to_string(expected));
@@ -260,8 +317,12 @@ class Parser {
   }
 
   void statement(std::string s) {
+    if (starts_with(s, ".reg")) return declare(s);
+    if (starts_with(s, ".shared")) return read_shared(s);
+    if (starts_with(s, ".pragma")) return;
+    if (s[0] == '.') throw Error("a declaration that the executor does not know");
     Instruction i;
-    i.line = line_, i.text = s, i.source = source_;
+    i.line = statement_line_, i.text = s, i.source = source_;
     if (s[0] == '@') {
       size_t end = s.find_first_of(" \t");
       i.negated = s[1] == '!';
@@ -273,7 +334,7 @@ class Parser {
     i.opcode = spelling(s.substr(0, end), parts);
     const Definition* definition = find_definition(i.opcode);
     if (!definition) {
-      unknown_.push_back(i.opcode + " (line " + std::to_string(line_) + ")");
+      unknown_.push_back(i.opcode + " (line " + std::to_string(i.line) + ")");
       return;
     }
     if (narrows(i.opcode, parts)) definition = find_definition(i.opcode + " of 8");
@@ -310,7 +371,7 @@ class Parser {
       const char kind = definition.operands[n];
       if (operand.slot < 0 || kind == 'w') continue;
       if (n < static_cast<size_t>(definition.outputs)) i.writes.push_back(operand.slot);
-      else (uses || kind == 's' || kind == 'g' ? i.checked : i.reads).push_back(operand.slot);
+      else (uses || kind == 's' || kind == 'g' || kind == 'P' ? i.checked : i.reads).push_back(operand.slot);
     }
   }
 
@@ -321,22 +382,28 @@ class Parser {
       for (size_t n = 0; n < unknown_.size() && n < 8; n++) names += (n ? ", " : "") + unknown_[n];
       throw Error("unknown instruction: " + names);
     }
-    if (program_.threads % LANES || !program_.threads || program_.threads > 512)
-      throw Error(".reqntid: expected a multiple of 32 up to 512, got " + std::to_string(program_.threads));
+    if (place_ != Place::done) throw Error("the text ends before the kernel does");
     for (auto& [at, label] : branches_) {
       if (!labels_.count(label)) throw Error("no label " + label);
       program_.code[at].target = labels_[label];
     }
   }
 
-  enum class Place { module, header, body };
+  enum class Place { module, other, header, body, done };  // other: a kernel that is not wanted
+  struct Scope {
+    std::map<std::string, int> widths, registers;  // of names, or of families such as %r
+  };
 
-  int arch_, line_ = 0, parameter_end_ = 0;
+  int arch_, line_ = 0, statement_line_ = 0, parameter_end_ = 0;
+  const std::string wanted_;
   Place place_ = Place::module;
-  bool done_ = false, versioned_ = false;
-  std::string source_;
+  bool versioned_ = false;
+  std::string statement_, source_;
   Program program_;
-  std::map<std::string, int> widths_, registers_;
+  std::map<int, std::string> files_;
+  std::vector<Scope> scopes_;
+  std::set<std::string> dynamic_shared_;
+  std::map<std::string, std::pair<int, uint64_t>> symbols_;  // width and address
   std::map<std::string, size_t> labels_;
   std::map<std::pair<int, uint64_t>, int> constants_;
   std::vector<std::pair<size_t, std::string>> branches_;
@@ -345,6 +412,6 @@ class Parser {
 
 }  // namespace
 
-Program parse(const std::string& text, int arch) { return Parser(arch).run(text); }
+Program parse(const std::string& text, int arch, const std::string& kernel) { return Parser(arch, kernel).run(text); }
 
 }  // namespace executor

@@ -16,7 +16,8 @@ namespace executor {
 using Lanes = uint32_t;  // a set of lanes, bit l for lane l
 constexpr int LANES = 32;
 constexpr Lanes ALL_LANES = ~0u;
-constexpr uint32_t SHARED_BASE = 1024;  // address of the dynamic shared memory; 0 is never a valid address
+constexpr uint32_t SHARED_BASE = 1024;  // address of the shared memory; 0 is never a valid address
+constexpr uint64_t PARAMETER_BASE = 1ull << 20;  // address of the parameters
 
 struct Warp;
 struct Instruction;
@@ -25,7 +26,7 @@ using Handler = void (*)(Warp&, const Instruction&, Lanes);
 struct Operand {
   int slot = -1;       // -1: no register; a plain integer in `offset`
   int bytes = 0;       // width of the register: 1 (predicate), 2, 4 or 8
-  int64_t offset = 0;  // of an address; an offset into the parameters; an integer
+  int64_t offset = 0;  // of an address; an integer
 };
 
 enum class Control { next, branch, end, barrier };
@@ -59,7 +60,8 @@ struct Constant {
 
 struct Program {
   std::string name;
-  int threads = 0;
+  int threads = 0, max_threads = 0;  // of a block, where the kernel requires or limits them
+  uint32_t static_shared_bytes = 0;  // in front of the dynamic shared memory
   int slots = 0;
   bool uses_wgmma = false;
   std::vector<Instruction> code;
@@ -72,15 +74,15 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The first kernel of a PTX module. Throws Error with the line of what it does not know.
-Program parse(const std::string& text, int arch);
+// The kernel of this name in a PTX module; "" is the first one. Throws Error with the line of what it does not know.
+Program parse(const std::string& text, int arch, const std::string& kernel = "");
 
 // What is known of an opcode. operands: one letter each,
 //   p 2 4 8  a predicate, a register of so many bytes, or a literal
 //   h f      a register of at least 2, at least 4 bytes
 //   w        a register of 4 bytes that the instruction itself checks
-//   s g      an address in brackets, in shared or in global memory
-//   i        an integer;  P a parameter in brackets;  L a label
+//   s g P    an address in brackets, in shared memory, in global memory or in the parameters
+//   i        an integer;  L a label
 // The first `outputs` of them are written. Operands after `required` may be left out.
 struct Definition {
   Handler run;

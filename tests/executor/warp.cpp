@@ -6,25 +6,49 @@
 namespace executor {
 namespace {
 
-using Source = int (*)(int lane, uint32_t operand);
+// The lane that a shuffle reads, and whether that lies in its segment: PTX ISA, "shfl.sync".
+struct Source {
+  int lane;
+  bool inside;
+};
+using Rule = Source (*)(int lane, int b, int last, int segment);
 
-template <Source F>
+template <Rule F>
 void shuffle(Warp& w, const Instruction& i, Lanes) {
+  const bool pair = i.operands.size() == 6;
+  const Operand *to = &i.operands[0], *from = &i.operands[pair ? 2 : 1];  // from, b, c, members
   w.meetings++;
-  uint32_t from[LANES], operand[LANES];
-  memcpy(from, w.at<uint32_t>(i.operands[1]), sizeof from);
-  memcpy(operand, w.at<uint32_t>(i.operands[2]), sizeof operand);
-  uint32_t* to = w.at<uint32_t>(i.operands[0]);
-  const Lanes before = w.defined[i.operands[1].slot];
+  uint32_t values[LANES], b[LANES], c[LANES];
+  memcpy(values, w.at<uint32_t>(from[0]), sizeof values);
+  memcpy(b, w.at<uint32_t>(from[1]), sizeof b), memcpy(c, w.at<uint32_t>(from[2]), sizeof c);
+  const Lanes before = w.defined[from[0].slot];
   Lanes defined = 0;
-  for (int l = 0; l < LANES; l++) to[l] = from[F(l, operand[l])], defined |= (before >> F(l, operand[l]) & 1) << l;
-  w.defined[i.operands[0].slot] = defined;
+  for (int l = 0; l < LANES; l++) {
+    if (w.at<uint32_t>(from[3])[l] != ALL_LANES)
+      w.block->report("lanes apart", w, i, l, "a shuffle of " + hex(w.at<uint32_t>(from[3])[l]));
+    const int segment = c[l] >> 8 & 31;
+    Source s = F(l, b[l] & 31, (l & segment) | (c[l] & 31 & ~segment), segment);
+    if (!s.inside) s.lane = l;
+    w.at<uint32_t>(to[0])[l] = values[s.lane], defined |= (before >> s.lane & 1) << l;
+    if (pair) w.at<uint32_t>(to[1])[l] = s.inside ? ALL_LANES : 0;
+  }
+  w.defined[to[0].slot] = defined;
+  if (pair) w.defined[to[1].slot] = ALL_LANES;
 }
 
-int butterfly(int lane, uint32_t operand) { return (lane ^ operand) & 31; }
-int indexed(int, uint32_t operand) { return operand & 31; }
-int above(int lane, uint32_t operand) { return lane >= int(operand) ? lane - operand : lane; }
-int below(int lane, uint32_t operand) { return lane + operand < 32 ? lane + operand : lane; }
+Source butterfly(int lane, int b, int last, int) { return {lane ^ b, (lane ^ b) <= last}; }
+Source indexed(int lane, int b, int last, int segment) {
+  const int from = (lane & segment) | (b & ~segment);
+  return {from, from <= last};
+}
+Source above(int lane, int b, int last, int) { return {lane - b, lane - b >= last}; }
+Source below(int lane, int b, int last, int) { return {lane + b, lane + b <= last}; }
+
+template <Rule F>
+void define_shuffle(const std::string& opcode) {
+  define(opcode, {shuffle<F>, "44444", 1, Control::next, true});
+  define(opcode + " pair", {shuffle<F>, "4p4444", 2, Control::next, true});
+}
 
 void synchronise_lanes(Warp& w, const Instruction&, Lanes) { w.syncs++, w.meetings++; }
 
@@ -48,10 +72,8 @@ const Definition* find_definition(const std::string& opcode) {
 }
 
 void define_warp() {
-  define("shfl.sync.bfly.b32", {shuffle<butterfly>, "444ii", 1, Control::next, true});
-  define("shfl.sync.idx.b32", {shuffle<indexed>, "444ii", 1, Control::next, true});
-  define("shfl.sync.up.b32", {shuffle<above>, "444ii", 1, Control::next, true});
-  define("shfl.sync.down.b32", {shuffle<below>, "444ii", 1, Control::next, true});
+  define_shuffle<butterfly>("shfl.sync.bfly.b32"), define_shuffle<indexed>("shfl.sync.idx.b32");
+  define_shuffle<above>("shfl.sync.up.b32"), define_shuffle<below>("shfl.sync.down.b32");
   define("bar.warp.sync", {synchronise_lanes, "i", 0, Control::next, true});
   for (const char* opcode : {"bar.sync", "barrier.sync"}) define(opcode, {nullptr, "i", 0, Control::barrier, true});
   for (const char* opcode : {"bra", "bra.uni"}) define(opcode, {nullptr, "L", 0, Control::branch});

@@ -229,7 +229,7 @@ def test_ptx_that_it_refuses(machine, old, new, message):
 def test_ptx_for_a_newer_device(machine, arch):
     if arch >= 90:
         pytest.skip("there is none")
-    with pytest.raises(InvalidPtx, match="newer device than sm_80"):
+    with pytest.raises(InvalidPtx, match=f"newer device than sm_{arch}"):
         Kernel(machine, HEADER.format(arch="90a", threads=64, body=""))
 
 
