@@ -43,7 +43,7 @@ from .tiles import (
 
 GROUPS = gl.constexpr(2)
 GROUP_ROWS = gl.constexpr(64)
-BLOCK_M = 128  # GROUPS * GROUP_ROWS
+TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)  # of TMA descriptors
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 
 
