@@ -161,6 +161,12 @@ bool Asynchronous::ended() {
   if (std::any_of(block_.warps.begin(), block_.warps.end(), [](const Warp& w) { return w.alive; })) return false;
   for (const BulkCopy& c : copies_)
     block_.report("bulk copy not waited for at the end", *c.warp, *c.instruction, -1, "data still on its way");
+  for (const auto& [offset, b] : mbarriers_) {
+    auto seen = [&](const Warp& w) { return w.clock.phases[b.index] >= b.copied; };
+    if (b.copied && std::none_of(block_.warps.begin(), block_.warps.end(), seen))
+      block_.report("bulk copy not waited for at the end", *last_copy_.warp, *last_copy_.instruction, -1,
+                    "no warp waited for the mbarrier at shared offset " + std::to_string(offset));
+  }
   return true;
 }
 

@@ -38,6 +38,7 @@ struct MBarrier {
   bool fenced = false;      // by its initialiser, so that TMA may use it
   int initialiser = 0;
   uint32_t initialised_at = 0;
+  uint32_t copied = 0;      // the last phase in which a copy landed, plus 1
   Clock arrived, completed;  // of this phase's arrivals; of the phases before
 };
 
@@ -90,6 +91,7 @@ class Asynchronous {
   std::map<uint32_t, MBarrier> mbarriers_;  // by offset
   std::map<uint32_t, NamedBarrier> barriers_;
   std::vector<BulkCopy> copies_;
+  BulkCopy last_copy_{};  // that landed
   int64_t free_registers_ = 0;
   std::mt19937_64 random_;
   uint32_t eagerness_ = 0;

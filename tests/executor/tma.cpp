@@ -66,7 +66,7 @@ void Asynchronous::land(size_t index) {
     block_.count_sectors(pieces, 0, 16, read, false);
   }
   block_.shared.end_bulk(c.to, data.data(), c.bytes, b.index, c.phase + 1);
-  b.bytes -= c.bytes;
+  b.bytes -= c.bytes, b.copied = std::max(b.copied, c.phase + 1), last_copy_ = c;
   complete(c.mbarrier, b);
 }
 
