@@ -37,10 +37,10 @@ def log2_scale(score_scale):
 
 
 @triton.jit
-def online_softmax(state, scores, scale_log2, visible):
+def softmax_weights(state, scores, scale_log2, visible):
     """One tile's step. scores [BM, BN] are raw products, in log2 units after scale_log2 > 0; visible [BM, BN] or None.
 
-    Returns weights [BM, BN] and the state, whose acc is rescaled and still lacks weights @ V.
+    Returns weights [BM, BN], the factor [BM] that acc needs, and the new row_max and row_sum.
     """
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
@@ -50,7 +50,13 @@ def online_softmax(state, scores, scale_log2, visible):
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
     weights = tl.exp2(scores * scale_log2 - finite_max[:, None])
     rescale = tl.exp2(state.row_max - finite_max)
-    row_sum = state.row_sum * rescale + tl.sum(weights, 1)
+    return weights, rescale, new_max, state.row_sum * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
+def online_softmax(state, scores, scale_log2, visible):
+    """As ``softmax_weights``. Returns weights and the state, whose acc is rescaled and still lacks weights @ V."""
+    weights, rescale, new_max, row_sum = softmax_weights(state, scores, scale_log2, visible)
     return weights, SoftmaxState(state.acc * rescale[:, None], new_max, row_sum)
 
 

@@ -37,7 +37,7 @@ class Kernel:
         self.threads = threads.value
 
     def __call__(self, grid: tuple[int, ...], *arguments, shared_bytes: int = 0) -> None:
-        """arguments: tensors (their address), ints (32 bits; as ctypes.c_int64 64 bits), floats (32 bits).
+        """arguments: tensors (their address), ints (32 bits; as ctypes.c_int64 64 bits), floats (32 bits), arrays of bytes.
 
         Raises:
             ExecutionError: the findings, unless the machine is not strict.
@@ -61,4 +61,4 @@ def _value(x):
         return ctypes.c_uint64(x.data_ptr())
     if isinstance(x, float):
         return ctypes.c_uint32(struct.unpack("I", struct.pack("f", x))[0])
-    return x if isinstance(x, ctypes._SimpleCData) else ctypes.c_int32(x)
+    return x if isinstance(x, (ctypes._SimpleCData, ctypes.Array)) else ctypes.c_int32(x)

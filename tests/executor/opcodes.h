@@ -68,5 +68,7 @@ void define_memory();
 void define_matrices();
 void define_wgmma();
 void define_warp();
+void define_asynchronous();
+void define_tma();
 
 }  // namespace executor

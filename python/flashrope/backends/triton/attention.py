@@ -15,7 +15,7 @@ from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
 from ..base import AttentionCall
 from .device import compute_capability, current_device, scheme_on, shape_of, vector_size, with_int32_offsets
-from . import launcher
+from . import hopper, launcher
 from .launcher import cdiv
 from .tiles import choose
 
@@ -145,6 +145,10 @@ class AttentionPlan:
         )
 
     def attend(self, q, k, rotated_k, v, out, lse) -> None:
+        tma = configs.forward_tma_tile(self.capability, 2 * self.scheme.table.shape[-1], self.num_bands)
+        if tma and not hopper.unsupported_reason(self, q, k, v):
+            hopper.attend(self, tma, q, k, rotated_k, v, out, lse)
+            return
         tile, options = self._tile("forward")
         launcher.launch(
             attention_forward,

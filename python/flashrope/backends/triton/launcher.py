@@ -68,6 +68,7 @@ def _traits(args: tuple) -> list:
             traits.append(arg >> 31)
             continue
         for x in arg[: POINTER_FIELDS[kind]] if kind in POINTER_FIELDS else (arg,):
+            x = getattr(x, "base", x)  # the tensor of a tensor descriptor
             traits += (None,) if x is None else (x.dtype, x.data_ptr() & 15)
     return traits
 

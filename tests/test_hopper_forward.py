@@ -1,0 +1,18 @@
+"""The forward for sm_90 with TMA: on the PTX executor, in a process where Triton compiles (``tests/executor/hopper.py``)."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+from test_executor import executed, library, pytestmark  # noqa: F401
+
+CASES = ("tests/executor/asynchronous_watches.py", "tests/executor/hopper.py")
+
+
+def test_quick_cases(library):  # noqa: F811
+    executed(90, "-m", "quick", *CASES)
+
+
+@pytest.mark.slow
+def test_all_cases(library):  # noqa: F811
+    executed(90, "-m", "slow or not slow", *CASES)
