@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashrope import Rotary, attention, attention_varlen, attention_with_cache
+from flashrope import Rotary, attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -45,6 +45,25 @@ def test_a_captured_step_follows_the_lengths(seqlen_q):
         out = step()
     for values in ([3, 100], [400, 0]):
         lengths.copy_(int32(values))
+        graph.replay()
+        assert torch.equal(out, step())
+
+
+def test_a_captured_batch_follows_the_lengths():
+    """One graph for steps, drafts and a prompt, in any order and number."""
+    rotary, (q, _, _), (_, k_cache, v_cache) = Rotary.rope(64).rectify(50), tensors(1, 50), tensors(2, 512)
+    q, starts, lengths = q.flatten(0, 1), int32([0, 0, 0]), int32([0, 0])
+
+    def step():
+        return attention_varlen_with_cache(q, k_cache, v_cache, rotary, starts, lengths, 100)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for rows, values in (([0, 1, 100], [300, 120]), ([0, 70, 71], [70, 512]), ([0, 3, 3], [9, 0])):
+        starts.copy_(int32(rows)), lengths.copy_(int32(values))
         graph.replay()
         assert torch.equal(out, step())
 

@@ -508,11 +508,12 @@ def test_opcheck():
     call = arguments()
     cache = call["k_cache"], call["v_cache"]
     torch.library.opcheck(
-        torch.ops.flashrope.append_to_cache, (*cache, call["k"], call["v"], call["cache_seqlens"], None, "cpu")
+        torch.ops.flashrope.append_to_cache,
+        (*cache, call["k"], call["v"], call["cache_seqlens"], None, None, None, 0, "cpu"),
     )
     torch.library.opcheck(
         torch.ops.flashrope.attention_with_cache,
-        (call["q"], *cache, call["cache_seqlens"], None, None, 1, 0, rotary.text, True, 0.25, "cpu"),
+        (call["q"], *cache, call["cache_seqlens"], None, None, 1, None, 0, 0, rotary.text, True, 0.25, "cpu"),
     )
 
 

@@ -19,7 +19,15 @@ triton = pytest.importorskip("triton", reason="Triton has no wheel for this plat
 from triton.compiler import CompiledKernel
 
 from bench.compiling import architectures, offline
-from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_varlen, attention_with_cache
+from flashrope import (
+    KVCache,
+    PagedKVCache,
+    Rotary,
+    attention,
+    attention_varlen,
+    attention_varlen_with_cache,
+    attention_with_cache,
+)
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
 
@@ -164,6 +172,15 @@ class Calls(random.Random):
             k,
             v,
             table,
+            self.choice((None, seqlens)),
+            num_splits=self.choice((None, None, 1, 2, 256)),
+            **self.options,
+        )
+        starts = torch.arange(self.batch + 1, dtype=torch.int32) * q.shape[1]
+        attention_varlen_with_cache(
+            *(q.flatten(0, 1), k_cache, v_cache, rotary, starts, seqlens, q.shape[1], k.flatten(0, 1), v.flatten(0, 1)),
+            table,
+            self.choice((None, torch.zeros(q.shape[0] * q.shape[1], dtype=self.choice((torch.int32, torch.int64))))),
             self.choice((None, seqlens)),
             num_splits=self.choice((None, None, 1, 2, 256)),
             **self.options,

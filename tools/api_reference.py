@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "api.md"
 SECTIONS = {  # section: {file below python/flashrope: public names}
     "Schemes": {"rotary.py": ("Rotary", "Band")},
-    "Attention": {"api.py": ("attention", "attention_varlen", "attention_with_cache")},
+    "Attention": {"api.py": ("attention", "attention_varlen", "attention_with_cache", "attention_varlen_with_cache")},
     "Caches": {"cache/contiguous.py": ("KVCache",), "cache/paged.py": ("PagedKVCache", "OutOfPages")},
     "Hugging Face: `flashrope.integrations.transformers`": {
         "integrations/transformers/conversion.py": ("convert", "revert"),

@@ -49,15 +49,18 @@ class CuSeqlens(NamedTuple):
 
 
 class CacheLayout(NamedTuple):
-    """``flashrope.backends.base.CacheLayout`` for a kernel. seqlens, block_table (or None) and leftpad (or None) are
-    int32 tensors. Encoded: keys that this call added, slots a sequence can have, pages of the cache."""
+    """``flashrope.backends.base.CacheLayout`` for a kernel. The first four are tensors, all but seqlens may be None.
+    Encoded: keys that this call added, or -1 for as many as queries; slots a sequence can have; pages of the cache; of
+    packed queries, the longest sequence that the decode kernel serves (the forward kernel serves longer ones)."""
 
     seqlens: object
     block_table: object
     leftpad: object
+    slot_mapping: object
     seqlen_new: object
     capacity: object
     pages: object
+    decode_seqlen: object
 
 
 class Shape(NamedTuple):
@@ -82,8 +85,8 @@ class Shape(NamedTuple):
     block_n: int = 0
 
 
-NO_CACHE = CacheLayout(*(None,) * 6)
-POINTER_FIELDS = {TensorView: 1, Scheme: 3, CuSeqlens: 2, CacheLayout: 3}  # the first fields; the rest are numbers
+NO_CACHE = CacheLayout(*(None,) * 8)
+POINTER_FIELDS = {TensorView: 1, Scheme: 3, CuSeqlens: 2, CacheLayout: 4}  # the first fields; the rest are numbers
 
 
 def encode_int(number: int) -> int:

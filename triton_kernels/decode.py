@@ -12,18 +12,20 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_int, decode_stride
-from .kv_cache import cache_bounds, clamp, find_page, load_page, row_in_page, valid_page
+from .kv_cache import clamp, find_page, load_page, row_in_page, valid_page
 from .rotation import CosSinTable, join_pairs, load_cos_sin, load_pairs, log_n_scale, rotate
 from .softmax import LN_2, LOG2_E, add_values, finish_softmax, log2_scale, online_softmax, start_softmax
 from .tiles import (
     Rows,
     clamp_rows,
+    find_cached_sequence,
     head_view,
     is_visible,
     key_tiles,
     load_band,
     load_rows,
     page_offsets,
+    sequence_rows,
     visible_keys,
 )
 
@@ -35,20 +37,37 @@ def token_offsets(x, batch, token, head, SHAPE: tl.constexpr):
     return (offset + head * decode_stride(x.stride_head, SHAPE))[:, None]
 
 
-@triton.jit(do_not_specialize=["heads"])
-def append_rows(k_cache, v_cache, k, v, cache, heads, SHAPE: tl.constexpr):
-    """Writes k, v (batch, seqlen_new, heads) behind cache.seqlens; drops what has no slot, or no page of the cache.
-    All four are TensorViews."""
-    seqlen_new, capacity = decode_int(cache.seqlen_new), decode_int(cache.capacity)
-    tiles = tl.cdiv(seqlen_new * heads, SHAPE.block_m)
+@triton.jit
+def find_slots(cache, batch, token, count, token_slots, SHAPE: tl.constexpr):
+    """(page, row, whether there is such a slot) of a sequence's new tokens, of which there are `count`; int64.
+
+    token_slots: slots of the whole cache that the caller chose, None for those behind cache.seqlens."""
+    capacity = decode_int(cache.capacity)
+    if token_slots is None:
+        slot = clamp(tl.load(cache.seqlens + batch), 0, capacity) + token
+        exists = (token < count) & (slot < capacity)
+        page, row = find_page(cache, batch, tl.minimum(slot, capacity - 1), SHAPE.page_size)
+    else:
+        slot = tl.load(token_slots + tl.minimum(token, count - 1)).to(tl.int64)
+        exists = (token < count) & (slot >= 0)
+        rows = SHAPE.page_size if SHAPE.page_size > 0 else capacity
+        page, row = slot // rows, slot % rows
+    return page, row, exists & (page >= 0) & (page < decode_int(cache.pages))
+
+
+@triton.jit(do_not_specialize=["seqlen", "max_seqlen", "heads"])
+def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, heads, SHAPE: tl.constexpr):
+    """Writes k, v (batch, seqlen, heads), or packed (total, heads), behind cache.seqlens or where cache.slot_mapping
+    says; drops what has no slot, or no page of the cache. The first four are TensorViews."""
+    tiles = tl.cdiv(max_seqlen * heads, SHAPE.block_m)
     batch = tl.program_id(0) // tiles
+    start, count = sequence_rows(cu_seqlens, batch, seqlen)
     rows = tl.program_id(0) % tiles * SHAPE.block_m + tl.arange(0, SHAPE.block_m)
+    if tl.program_id(0) % tiles * SHAPE.block_m >= count * heads:
+        return
     token, head = rows // heads, (rows % heads).to(tl.int64)
-    slot = clamp(tl.load(cache.seqlens + batch), 0, capacity) + token
-    exists = (token < seqlen_new) & (slot < capacity)
-    page, row = find_page(cache, batch, tl.minimum(slot, capacity - 1), SHAPE.page_size)
-    exists &= (page >= 0) & (page < decode_int(cache.pages))
-    token = tl.minimum(token, seqlen_new - 1).to(tl.int64)
+    page, row, exists = find_slots(cache, batch, token, count, cache.slot_mapping, SHAPE)
+    token = start + tl.minimum(token, count - 1)
     channels = tl.arange(0, SHAPE.block_d)
     mask = exists[:, None] & (channels < SHAPE.head_dim)[None, :]
     new_k = load_rows(k.ptr, token_offsets(k, batch, token, head, SHAPE), channels, SHAPE)
@@ -133,6 +152,13 @@ def attend_block(state, queries, keys, band, column, pages, ROTATE_K: tl.constex
     return add_values(state, weights, v)
 
 
+@triton.jit
+def partial_rows(start_q, total_q, batch, batches, max_seqlen_q):
+    """(a sequence's first row, rows of all) in the results of several splits of packed queries. They have room for
+    sequences of up to max_seqlen_q queries only."""
+    return tl.minimum(start_q, batch.to(tl.int64) * max_seqlen_q), tl.minimum(total_q, batches * max_seqlen_q)
+
+
 @triton.jit(do_not_specialize=["seqlen_q", "table_rows", "num_splits", "heads_q", "heads_kv"])
 def attention_decode(
     q,
@@ -141,6 +167,7 @@ def attention_decode(
     out,
     lse,
     scheme,
+    cu_seqlens_q,
     cache,
     seqlen_q,
     table_rows,
@@ -150,27 +177,31 @@ def attention_decode(
     SHAPE: tl.constexpr,
 ):
     """q, k_cache, v_cache: TensorViews. out (num_splits, batch, seqlen_q, heads_q, head_dim) and lse float32
-    (num_splits, batch, heads_q, seqlen_q) are contiguous. With several splits, rows of out whose lse is -inf are not
-    written."""
+    (num_splits, batch, heads_q, seqlen_q) are contiguous; packed as ``partial_rows`` says. With several splits, rows of
+    out whose lse is -inf are not written."""
     group = heads_q // heads_kv
-    tiles = tl.cdiv(seqlen_q * group, SHAPE.block_m)
+    max_seqlen_q = seqlen_q if cu_seqlens_q is None else decode_int(cache.decode_seqlen)
+    tiles = tl.cdiv(max_seqlen_q * group, SHAPE.block_m)
     split = tl.program_id(0) % num_splits
     tile = tl.program_id(0) // num_splits % tiles
     head_kv = tl.program_id(0) // num_splits // tiles % heads_kv
     batch = tl.program_id(0) // num_splits // tiles // heads_kv
     batches = tl.num_programs(0) // num_splits // tiles // heads_kv
-    first, length = cache_bounds(cache, batch)
+    seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
+    first, length, ahead, length_q = seq.start_k, seq.length_k, seq.ahead, seq.length_q
+    if cu_seqlens_q is not None:
+        if (tile * SHAPE.block_m >= length_q * group) | (length_q > max_seqlen_q):
+            return
 
     rows = tile * SHAPE.block_m + tl.arange(0, SHAPE.block_m)
-    exists = rows < seqlen_q * group
-    rows = clamp_rows(rows, seqlen_q * group)
+    exists = rows < length_q * group
+    rows = clamp_rows(rows, length_q * group)
     token, head = rows // group, head_kv * group + rows % group  # [BM]
-    ahead = length - seqlen_q  # bottom-right alignment
     position = token + ahead
     shift = tl.maximum(-ahead, 0)
     first_q = tile * SHAPE.block_m // group + ahead
-    last_q = tl.minimum((tile * SHAPE.block_m + SHAPE.block_m - 1) // group, seqlen_q - 1) + ahead
-    offsets = token_offsets(q, batch, token, head, SHAPE)
+    last_q = tl.minimum((tile * SHAPE.block_m + SHAPE.block_m - 1) // group, length_q - 1) + ahead
+    offsets = token_offsets(q, batch, seq.start_q + token, head, SHAPE)
     log_n = log_n_scale(scheme, rows, position)[:, None]
     table = CosSinTable(scheme.table, table_rows, None)
     of_k, of_v = head_view(k_cache, 0, 0, head_kv, SHAPE), head_view(v_cache, 0, 0, head_kv, SHAPE)
@@ -198,6 +229,11 @@ def attention_decode(
     result, log_sum = finish_softmax(state)
     channels = tl.arange(0, SHAPE.block_d)
     split_batch = split.to(tl.int64) * batches + batch
+    if cu_seqlens_q is not None:
+        split_batch = split.to(tl.int64)
+        start, rows_in_all = partial_rows(seq.start_q, seqlen_q, batch, batches, max_seqlen_q)
+        token += tl.where(num_splits == 1, seq.start_q, start)
+        seqlen_q = tl.where(num_splits == 1, seqlen_q, rows_in_all)
     tl.store(lse + (split_batch * heads_q + head) * seqlen_q + token, log_sum, mask=exists)
     to = ((split_batch * seqlen_q + token) * heads_q + head)[:, None] * SHAPE.head_dim + channels[None, :]
     written = tl.where(num_splits == 1, exists, exists & (state.row_sum != 0))
@@ -205,16 +241,37 @@ def attention_decode(
     tl.store(out + to, result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "num_splits", "heads_q"])
+@triton.jit(do_not_specialize=["seqlen_q", "max_seqlen_q", "num_splits", "heads_q"])
 def combine_splits(
-    partial, partial_lse, out, lse, seqlen_q, heads_q, num_splits, BLOCK_S: tl.constexpr, SHAPE: tl.constexpr
+    partial,
+    partial_lse,
+    out,
+    lse,
+    cu_seqlens_q,
+    seqlen_q,
+    max_seqlen_q,
+    heads_q,
+    num_splits,
+    BLOCK_S: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """One row of out per program; partial and partial_lse as attention_decode writes them, float32."""
     D: tl.constexpr = SHAPE.block_d
     row = tl.program_id(0).to(tl.int64)
-    rows = tl.num_programs(0).to(tl.int64)
-    batch, token, head = row // heads_q // seqlen_q, row // heads_q % seqlen_q, row % heads_q
-    lse_row = (batch * heads_q + head) * seqlen_q + token
+    batch, token, head = row // heads_q // max_seqlen_q, row // heads_q % max_seqlen_q, row % heads_q
+    if cu_seqlens_q is None:
+        rows = tl.num_programs(0).to(tl.int64)
+        lse_row = (batch * heads_q + head) * seqlen_q + token
+        to_row, to_lse = row, lse_row
+    else:
+        start, length = sequence_rows(cu_seqlens_q, batch, seqlen_q)
+        if (token >= length) | (length > max_seqlen_q):
+            return
+        batches = tl.num_programs(0) // heads_q // max_seqlen_q
+        partial_start, total = partial_rows(start, seqlen_q, batch, batches, max_seqlen_q)
+        rows = total.to(tl.int64) * heads_q
+        row, lse_row = (partial_start + token) * heads_q + head, head * total + partial_start + token
+        to_row, to_lse = (start + token) * heads_q + head, head * seqlen_q + start + token
     channels = tl.arange(0, SHAPE.block_d)
     has_channel = channels < SHAPE.head_dim
     splits = tl.arange(0, BLOCK_S)
@@ -237,5 +294,5 @@ def combine_splits(
     total = tl.sum(total, 0)
     empty = total == 0
     result = tl.sum(acc, 0) / tl.where(empty, 1.0, total)
-    tl.store(out + row * SHAPE.head_dim + channels, result.to(out.dtype.element_ty), mask=has_channel)
-    tl.store(lse + lse_row, tl.where(empty, float("-inf"), finite + tl.log2(tl.where(empty, 1.0, total)) * LN_2))
+    tl.store(out + to_row * SHAPE.head_dim + channels, result.to(out.dtype.element_ty), mask=has_channel)
+    tl.store(lse + to_lse, tl.where(empty, float("-inf"), finite + tl.log2(tl.where(empty, 1.0, total)) * LN_2))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .arguments import decode_int
 from .kv_cache import load_page, row_in_page, valid_page
 from .rotation import CosSinTable, load_rotated, log_n_scale, tile_channels
 from .softmax import add_values, finish_softmax, log2_scale, online_softmax, start_softmax
@@ -16,6 +17,7 @@ from .tiles import (
     HeadView,
     band_keys,
     clamp_rows,
+    copied_keys,
     edge_count,
     edge_tile,
     existing_rows,
@@ -127,14 +129,17 @@ def attention_forward(
     """q, k, v: TensorViews; rotated_k: TensorView (copy, row, head); out (rows, heads_q, head_dim) and lse float32 are
     contiguous. scheme, cu_seqlens: see arguments.py.
 
-    With a cache (its fields are None without one), k and v are (batch or page, row, heads_kv), and seqlen_k is the
-    number of rows that each sequence has in rotated_k."""
+    With a cache (its fields are None without one), k and v are (batch or page, row, heads_kv), and seqlen_k is `rows`
+    of copied_keys."""
     batch, head, first = query_program(max_seqlen_q, heads_q, SHAPE)
     if cache.seqlens is None:
         seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     else:
-        seq = find_cached_sequence(cache, batch, seqlen_q)
-    if first >= seq.length_q:
+        seq = find_cached_sequence(cache, cu_seqlens.q, batch, seqlen_q)
+    skip = first >= seq.length_q
+    if cache.seqlens is not None and cu_seqlens.q is not None:
+        skip |= seq.length_q <= decode_int(cache.decode_seqlen)
+    if skip:
         return
 
     rows = tile_rows(first, seq.length_q, seq.length_k, batch, seqlen_q, scheme, SHAPE.block_m)
@@ -146,10 +151,10 @@ def attention_forward(
         raw, values = head_view(k, 0, 0, head_kv, SHAPE), head_view(v, 0, 0, head_kv, SHAPE)
     else:
         raw, values = head_view(k, batch, seq.start_k, head_kv, SHAPE), head_view(v, batch, seq.start_k, head_kv, SHAPE)
-    packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
-    copied_from = None
-    if cache.seqlens is not None:
-        copied_from = tl.maximum(seq.length_k - seqlen_k, 0)
+    if cache.seqlens is None:
+        packed_k, copied_from = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k), None
+    else:
+        packed_k, copied_from = copied_keys(cache, cu_seqlens.q, seq, seqlen_k)
         packed_k -= copied_from
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
     log_n = log_n_scale(scheme, rows.start + existing_rows(rows), position)

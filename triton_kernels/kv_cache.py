@@ -12,10 +12,13 @@ def clamp(x, low, high):
 
 
 @triton.jit
-def cache_bounds(cache, batch):
-    """(first slot, number of keys) of a sequence, inside the capacity whatever the tensors hold."""
-    capacity = decode_int(cache.capacity)
-    end = tl.minimum(clamp(tl.load(cache.seqlens + batch), 0, capacity) + decode_int(cache.seqlen_new), capacity)
+def cache_bounds(cache, batch, length_q):
+    """(first slot, number of keys) of a sequence, inside the capacity whatever the tensors hold. length_q: its packed
+    queries, None where queries are not packed."""
+    capacity, new = decode_int(cache.capacity), decode_int(cache.seqlen_new)
+    if length_q is not None:
+        new = tl.where(new < 0, length_q, new)
+    end = tl.minimum(clamp(tl.load(cache.seqlens + batch), 0, capacity) + new, capacity)
     if cache.leftpad is None:
         return tl.full((), 0, tl.int32), end
     else:

@@ -7,11 +7,14 @@ on sm_80 at head_dim 64, and spills at 128.
 import triton
 import triton.language as tl
 
-from .kv_cache import cache_bounds, find_valid_page
+from .arguments import decode_int
+from .kv_cache import find_valid_page
 from .rotation import CosSinTable, load_cos_sin, load_pairs, log_n_scale, rotate, store_pairs
 from .tiles import (
     Rows,
+    copied_keys,
     existing_rows,
+    find_cached_sequence,
     head_view,
     packed_row,
     page_offsets,
@@ -61,42 +64,48 @@ def rotate_rows(
         store_pairs(head_view(out, copy, packed, head, SHAPE), first_x * log_n, second_x * log_n, rows, 0, SHAPE)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "rows_out", "table_rows", "heads"])
+@triton.jit(do_not_specialize=["seqlen_q", "rows_out", "max_rows", "table_rows", "heads"])
 def rotate_cached_rows(
     k_cache,
     out,
     key_ranges,
     table,
     cache,
+    cu_seqlens_q,
     seqlen_q,
     rows_out,
+    max_rows,
     table_rows,
     heads,
     HEADS_PER_PROGRAM: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """The last rows_out keys of every sequence, or all if it has fewer.
+    """The last keys of every sequence, as many as ``copied_keys`` says, at most max_rows.
 
-    k_cache: TensorView (batch or page, row, head); out: TensorView (copy, row, head) with rows_out rows per sequence.
+    k_cache: TensorView (batch or page, row, head); out: TensorView (copy, row, head).
     key_ranges int32 (copies, 2): the rotation, and the distance at which the last band that reads the copy stops. Tiles
-    of keys that are farther than that from all seqlen_q queries are skipped."""
-    tiles = tl.cdiv(rows_out, SHAPE.block_m)
+    of keys that are farther than that from all queries are skipped."""
+    tiles = tl.cdiv(max_rows, SHAPE.block_m)
     batch = tl.program_id(0) // tiles
     row_out = tl.program_id(0) % tiles * SHAPE.block_m
-    start, length = cache_bounds(cache, batch)
-    first = tl.maximum(length - rows_out, 0) + row_out
+    seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
+    packed, first = copied_keys(cache, cu_seqlens_q, seq, rows_out)
+    first += row_out
     copy = tl.program_id(2)
     rotation, stop = tl.load(key_ranges + 2 * copy), tl.load(key_ranges + 2 * copy + 1)
-    if first >= length or first + SHAPE.block_m <= length - seqlen_q - stop + 1:
+    skip = (first >= seq.length_k) | (first + SHAPE.block_m <= seq.ahead - stop + 1)
+    if cu_seqlens_q is not None:
+        skip |= seq.length_q <= decode_int(cache.decode_seqlen)
+    if skip:
         return
-    shift = tl.maximum(seqlen_q - length, 0)  # as in tile_rows
-    rows = Rows(tl.arange(0, SHAPE.block_m), first + shift, first, length)
+    shift = tl.maximum(-seq.ahead, 0)  # as in tile_rows
+    rows = Rows(tl.arange(0, SHAPE.block_m), first + shift, first, seq.length_k)
     cos, sin = load_cos_sin(
         CosSinTable(table, table_rows, None), rotation, rows, 0, SHAPE.block_d // 2, SHAPE
     )  # [BM, D/2]
-    slot = start + first + existing_rows(rows)
+    slot = seq.start_k + first + existing_rows(rows)
     page, row = find_valid_page(cache, batch, slot, SHAPE.page_size)
-    packed = packed_row(None, batch, start, rows_out) + row_out
+    packed += row_out
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):
         view = head_view(k_cache, 0, 0, head, SHAPE)

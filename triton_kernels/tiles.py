@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import decode_stride
+from .arguments import decode_int, decode_stride
 from .kv_cache import cache_bounds
 
 # ---- sequences
@@ -34,9 +34,23 @@ def find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k):
 
 
 @triton.jit
-def find_cached_sequence(cache, batch, seqlen_q):
-    start_k, length_k = cache_bounds(cache, batch)
-    return Sequence(batch, tl.full((), 0, tl.int64), seqlen_q, start_k, length_k, length_k - seqlen_q)
+def find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q):
+    """cu_seqlens_q: of packed queries, else None."""
+    start_q, length_q = sequence_rows(cu_seqlens_q, batch, seqlen_q)
+    start_k, length_k = cache_bounds(cache, batch, None if cu_seqlens_q is None else length_q)
+    return Sequence(batch, start_q, length_q, start_k, length_k, length_k - length_q)
+
+
+@triton.jit
+def copied_keys(cache, cu_seqlens_q, seq, rows):
+    """(the sequence's first row in rotated_k, the first key that it holds). rotated_k holds the last `rows` keys of
+    every sequence, or with packed queries the last length_q + rows keys of each that the forward kernel serves."""
+    if cu_seqlens_q is None:
+        return seq.batch.to(tl.int64) * rows, tl.maximum(seq.length_k - rows, 0)
+    else:
+        # Each of the sequences before this one that has a copy has more than decode_seqlen queries.
+        start = seq.start_q + seq.start_q // (decode_int(cache.decode_seqlen) + 1) * rows
+        return start, tl.maximum(seq.length_k - seq.length_q - rows, 0)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 pass."""
 
 from ._version import __version__
-from .api import attention, attention_varlen, attention_with_cache
+from .api import attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
 from .cache import KVCache, OutOfPages, PagedKVCache
 from .rotary import Band, Rotary
 
@@ -15,5 +15,6 @@ __all__ = [
     "__version__",
     "attention",
     "attention_varlen",
+    "attention_varlen_with_cache",
     "attention_with_cache",
 ]

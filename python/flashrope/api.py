@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from . import ops
 from .backends import AttentionCall, CacheCall, CacheLayout, resolve_impl
 from .checks import (
+    CACHES,
     check_cache,
     check_cu_seqlens,
     check_int32,
@@ -17,12 +18,13 @@ from .checks import (
     check_options,
     check_outside_context_parallel,
     check_positions,
+    check_slot_mapping,
     check_tensors,
     validate_tables,
 )
 from .rotary import Rotary
 
-__all__ = ["attention", "attention_varlen", "attention_with_cache"]
+__all__ = ["attention", "attention_varlen", "attention_varlen_with_cache", "attention_with_cache"]
 
 
 def attention(
@@ -170,20 +172,82 @@ def attention_with_cache(
         TypeError, ValueError: as in ``attention``; with validate also the sequence and the entry.
     """
     capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None)
-    batch = q.shape[0]
-    check_int32("cache_seqlens", cache_seqlens, q, "q", (batch,))
-    if cache_leftpad is not None:
-        check_int32("cache_leftpad", cache_leftpad, q, "q", (batch,))
-    if block_table is not None:
-        check_int32("block_table", block_table, q, "q", (batch, "max_pages"))
-        capacity *= block_table.shape[1]
-    softmax_scale = check_options(causal, softmax_scale, q)
-    check_num_splits(num_splits)
-    impl = resolve_impl(impl, q, cached=True)
     layout = CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new)
+    call = CacheCall(rotary, causal, check_options(causal, softmax_scale, q), layout, check_num_splits(num_splits))
+    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, return_lse, impl, validate)
+
+
+def attention_varlen_with_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rotary: Rotary,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    max_seqlen_q: int,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+    num_splits: int | None = None,
+    validate: bool = False,
+):
+    """``attention_with_cache`` for packed queries: one-token steps, speculation, chunks and whole prompts in one batch.
+
+    The host reads no length, so a captured CUDA graph serves every batch of the same shapes.
+
+    Args:
+        q: (total_q, heads_q, head_dim). Sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], its last tokens.
+        k_cache, v_cache: (sequences, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
+            head_dim). Written in place.
+        cu_seqlens_q: (sequences + 1,) int32, non-decreasing from 0. A sequence may have no rows.
+        cache_seqlens: (sequences,) int32, slots in use, left padding included. Where this call appends k and v: before
+            it. Without k, and with slot_mapping: the new tokens included.
+        max_seqlen_q: upper bound of the sequences' rows. Rows beyond it are not computed.
+        k, v: (total_q, heads_kv, head_dim), the new raw keys and values of q's tokens, or both None.
+        slot_mapping: (total_q,) int32 or int64, the slot of the whole cache, page * page_size + row, that each new key
+            and value goes to, for engines that place tokens. Negative: nowhere. None: behind cache_seqlens.
+        block_table, cache_leftpad, num_splits, validate: as in ``attention_with_cache``.
+        rotary, causal, softmax_scale, return_lse: as in ``attention``.
+        impl: the backend, "triton", "cpu" or "reference". None picks by device.
+
+    Returns:
+        out like q. With return_lse: (out, lse), lse (heads_q, total_q) float32. Rows outside every sequence get 0 and
+        -inf.
+
+    Raises:
+        TypeError, ValueError: as in ``attention_with_cache``.
+    """
+    check_tensors(q, k_cache, v_cache, rotary, 3, CACHES)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
+    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None, cu_seqlens_q)
+    if slot_mapping is not None:
+        check_slot_mapping(slot_mapping, q, k)
+        seqlen_new = 0
+    tables = (cache_seqlens, block_table, cache_leftpad)
+    layout = CacheLayout(*tables, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q)
+    call = CacheCall(rotary, causal, check_options(causal, softmax_scale, q), layout, check_num_splits(num_splits))
+    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, return_lse, impl, validate)
+
+
+def _attend_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, capacity: int, return_lse, impl, validate: bool):
+    """capacity: slots of a sequence or page."""
+    layout = call.layout
+    batch = q.shape[0] if layout.cu_seqlens_q is None else layout.cu_seqlens_q.shape[0] - 1
+    check_int32("cache_seqlens", layout.seqlens, q, "q", (batch,))
+    if layout.leftpad is not None:
+        check_int32("cache_leftpad", layout.leftpad, q, "q", (batch,))
+    if layout.block_table is not None:
+        check_int32("block_table", layout.block_table, q, "q", (batch, "max_pages"))
+        capacity *= layout.block_table.shape[1]
+    impl = resolve_impl(impl, q, cached=True)
     if validate:
         validate_tables(layout, capacity, k_cache)
-    call = CacheCall(rotary, causal, softmax_scale, layout, num_splits or 0)
     out, lse = ops.attention_with_cache(q, k_cache, v_cache, k, v, call, impl)
     return (out, lse) if return_lse else out
 

@@ -8,9 +8,10 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from .backends.base import MAX_SPLITS, CacheLayout
+from .backends.base import MAX_SPLITS, ONE_PER_QUERY, CacheLayout
 from .rotary import Rotary
 
+CACHES = ("k_cache", "v_cache")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -26,14 +27,16 @@ def check_outside_context_parallel() -> None:
         )
 
 
-def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), also=()) -> tuple[torch.Size, torch.Size]:
-    """The shapes of q and k. names: what to call k and v; also: more (name, tensor) with q's dtype and device."""
+def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple[torch.Size, torch.Size]:
+    """The shapes of q and k. rank: that of q and new; names: what to call k and v; new: (name, tensor) of keys and
+    values for a cache, which k and v then are."""
     dtype = device = None
-    for name, x in (("q", q), (names[0], k), (names[1], v), *also):
+    for name, x in (("q", q), (names[0], k), (names[1], v), *new):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        if x.ndim != rank:
-            layout = "(batch, seqlen, heads, head_dim)" if rank == 4 else "(total, heads, head_dim)"
+        expected = 4 if name in CACHES else rank
+        if x.ndim != expected:
+            layout = "(batch, seqlen, heads, head_dim)" if expected == 4 else "(total, heads, head_dim)"
             raise ValueError(f"{name}: expected {layout}, got shape {tuple(x.shape)}")
         if x.dtype is not dtype:
             if x.dtype not in DTYPES:
@@ -62,35 +65,49 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), also=()) -> tupl
     return shape_q, shape_k
 
 
-def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool) -> tuple[int, int]:
-    """(slots of a sequence or page, new keys)"""
+def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, cu_seqlens_q=None) -> tuple[int, int]:
+    """(slots of a sequence or page, new keys of a sequence); cu_seqlens_q: of packed q, k and v, checked before."""
     if (k is None) != (v is None):
         raise ValueError(
             f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}"
         )
     new = (("k", k), ("v", v)) if k is not None else ()
-    shape_q, shape_cache = check_tensors(q, k_cache, v_cache, rotary, 4, ("k_cache", "v_cache"), new)
-    batch, (rows, capacity, heads_kv, head_dim) = shape_q[0], shape_cache
+    rank = 4 if cu_seqlens_q is None else 3
+    shape_q, shape_cache = check_tensors(q, k_cache, v_cache, rotary, rank, CACHES, new)
+    rows, capacity, heads_kv, head_dim = shape_cache
+    batch = shape_q[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if paged:
         if capacity < 16 or capacity & (capacity - 1):
             raise ValueError(f"k_cache: expected pages of 16, 32, 64, ... slots, got page_size {capacity}")
     elif rows != batch:
-        raise ValueError(f"k_cache: expected batch {batch} as in q, got {rows}")
+        raise ValueError(f"k_cache: expected batch {batch} as in {'q' if rank == 4 else 'cu_seqlens_q'}, got {rows}")
     if rotary.axis:
         raise ValueError("rotary: an axial scheme needs positions, which a cache does not carry")
-    _, seqlen_new, _, _ = shape_new = k.shape if new else (batch, 0, heads_kv, head_dim)
-    for name, shape in (("k", shape_new), ("v", v.shape)) if new else ():
-        if shape != (batch, seqlen_new, heads_kv, head_dim):
-            raise ValueError(f"{name}: expected shape {(batch, seqlen_new, heads_kv, head_dim)}, got {tuple(shape)}")
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k_cache.requires_grad
-        or v_cache.requires_grad
-        or k is not None
-        and (k.requires_grad or v.requires_grad)
-    ):
+    seqlen_new = 0
+    if new:
+        seqlen_new = k.shape[1] if rank == 4 else ONE_PER_QUERY
+        expected = (batch, seqlen_new, heads_kv, head_dim) if rank == 4 else (shape_q[0], heads_kv, head_dim)
+        for name, x in new:
+            if x.shape != expected:
+                raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache, *(x for _, x in new))):
         raise ValueError("q, k, v: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
     return capacity, seqlen_new
+
+
+def check_slot_mapping(slot_mapping, q, k) -> None:
+    if not isinstance(slot_mapping, torch.Tensor):
+        raise TypeError(f"slot_mapping: expected a tensor, got {type(slot_mapping).__name__}")
+    if k is None:
+        raise ValueError("slot_mapping: expected k and v to place, got none")
+    if slot_mapping.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"slot_mapping: expected int32 or int64, got {slot_mapping.dtype}")
+    if slot_mapping.shape != q.shape[:1]:
+        raise ValueError(f"slot_mapping: expected shape ({q.shape[0]},), got {tuple(slot_mapping.shape)}")
+    if slot_mapping.device != q.device:
+        raise ValueError(f"slot_mapping: expected device {q.device} as q, got {slot_mapping.device}")
+    if not slot_mapping.is_contiguous():
+        raise ValueError(f"slot_mapping: expected a contiguous tensor, got stride {slot_mapping.stride()}")
 
 
 def check_int32(name, x, like, like_name, shape: tuple) -> None:
@@ -114,11 +131,14 @@ def check_int32(name, x, like, like_name, shape: tuple) -> None:
 
 def validate_tables(layout: CacheLayout, capacity: int, k_cache) -> None:
     """Reads the tables on the host. Raises ValueError with the sequence and the entry that is wrong."""
-    seqlen_new = layout.seqlen_new
+    if layout.slot_mapping is not None:
+        _validate_slots(layout.slot_mapping.tolist(), k_cache.shape[0] * k_cache.shape[1])
+    starts = layout.cu_seqlens_q.tolist() if layout.seqlen_new == ONE_PER_QUERY else None
     pads = layout.leftpad.tolist() if layout.leftpad is not None else None
     tables = layout.block_table.tolist() if layout.block_table is not None else None
     writable: dict[int, tuple[int, int]] = {}
     for b, length in enumerate(layout.seqlens.tolist()):
+        seqlen_new = starts[b + 1] - starts[b] if starts else layout.seqlen_new
         if length < 0:
             raise ValueError(f"cache_seqlens: sequence {b} has length {length}")
         if length + seqlen_new > capacity:
@@ -143,10 +163,21 @@ def validate_tables(layout: CacheLayout, capacity: int, k_cache) -> None:
                 )
 
 
-def check_num_splits(num_splits) -> None:
+def _validate_slots(slots: list[int], count: int) -> None:
+    seen: dict[int, int] = {}
+    for token, slot in enumerate(slots):
+        if slot >= count:
+            raise ValueError(f"slot_mapping: token {token} goes to slot {slot}, the cache has {count}")
+        if slot >= 0 and seen.setdefault(slot, token) != token:
+            raise ValueError(f"slot_mapping: token {token} goes to slot {slot}, as token {seen[slot]} does")
+
+
+def check_num_splits(num_splits) -> int:
+    """The number, 0 for None."""
     is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
     if num_splits is not None and not (is_int and 1 <= num_splits <= MAX_SPLITS):
         raise ValueError(f"num_splits: expected None or a number from 1 to {MAX_SPLITS}, got {num_splits!r}")
+    return num_splits or 0
 
 
 def check_options(causal, softmax_scale, q) -> float:

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from .backends.base import DIFFERENTIABLE, AttentionCall, CacheCall, CacheLayout, accumulation_type, load_backend
+from .backends.base import (
+    DIFFERENTIABLE,
+    ONE_PER_QUERY,
+    AttentionCall,
+    CacheCall,
+    CacheLayout,
+    accumulation_type,
+    cached_lse_shape,
+    load_backend,
+)
 from .rotary import Rotary
 
 try:  # Hugging Face's kernel-builder gives every build a namespace of its own, so that several load side by side
@@ -37,12 +46,14 @@ LIBRARY.define(
 
 
 # Two operators: the first writes to the caches, the second only reads them.
-_CACHE = "Tensor cache_seqlens, Tensor? block_table"
-LIBRARY.define(f"append_to_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, {_CACHE}, str impl) -> ()")
 LIBRARY.define(
-    f"attention_with_cache(Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE}, Tensor? cache_leftpad, "
-    "SymInt seqlen_new, int num_splits, str rotary, bool causal, float softmax_scale, str impl) "
-    "-> (Tensor out, Tensor lse)"
+    "append_to_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
+    "Tensor? block_table, Tensor? cu_seqlens_q, Tensor? slot_mapping, SymInt max_seqlen_q, str impl) -> ()"
+)
+LIBRARY.define(
+    "attention_with_cache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
+    "Tensor? cache_leftpad, SymInt seqlen_new, Tensor? cu_seqlens_q, SymInt max_seqlen_q, int num_splits, str rotary, "
+    "bool causal, float softmax_scale, str impl) -> (Tensor out, Tensor lse)"
 )
 
 
@@ -83,15 +94,17 @@ def _run_backward(backend, grad_out, grad_lse, saved, call: AttentionCall):
     return backend.backward(grad_out, grad_lse, *saved, call)
 
 
-def _append_to_cache(k_cache, v_cache, k, v, cache_seqlens, block_table, impl):
-    layout = CacheLayout(cache_seqlens, block_table, None, k.shape[1])
+def _append_to_cache(
+    k_cache, v_cache, k, v, cache_seqlens, block_table, cu_seqlens_q, slot_mapping, max_seqlen_q, impl
+):
+    seqlen_new = k.shape[1] if cu_seqlens_q is None else ONE_PER_QUERY
+    layout = CacheLayout(cache_seqlens, block_table, None, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q)
     load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
 
 
-def _attention_with_cache(
-    q, k_cache, v_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new, num_splits, rotary, causal, scale, impl
-):
-    layout = CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new)
+def _attention_with_cache(q, k_cache, v_cache, cache_seqlens, block_table, cache_leftpad, seqlen_new, *arguments):
+    cu_seqlens_q, max_seqlen_q, num_splits, rotary, causal, scale, impl = arguments
+    layout = CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new, cu_seqlens_q, None, max_seqlen_q)
     call = CacheCall(Rotary.from_text(rotary), causal, scale, layout, num_splits)
     return load_backend(impl).attention_with_cache(q, k_cache, v_cache, call)
 
@@ -126,9 +139,8 @@ def _(*_):
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_with_cache"), lib=LIBRARY)
 def _(q, *_):
-    batch, seqlen_q, heads_q, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return out, q.new_empty(batch, heads_q, seqlen_q, dtype=accumulation_type(q))
+    return out, q.new_empty(cached_lse_shape(q), dtype=accumulation_type(q))
 
 
 # ---- autograd of the operators
@@ -205,26 +217,26 @@ def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, impl: str) -> N
     """``flashrope::append_to_cache``."""
     if _is_plain(k_cache, v_cache, k, v, layout.seqlens):
         load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
-    else:
-        OPERATORS.append_to_cache(k_cache, v_cache, k, v, layout.seqlens, layout.block_table, impl)
+        return
+    packed = (layout.cu_seqlens_q, layout.slot_mapping, layout.max_seqlen_q)
+    OPERATORS.append_to_cache(k_cache, v_cache, k, v, layout.seqlens, layout.block_table, *packed, impl)
 
 
 def attention_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     """``flashrope::append_to_cache`` if there are new keys, then ``flashrope::attention_with_cache``."""
     layout = call.layout
-    seqlens, block_table, leftpad, seqlen_new = layout
-    new = (k, v) if seqlen_new else ()
-    if _is_plain(q, k_cache, v_cache, seqlens, *new):
+    new = (k, v) if k is not None and k.shape[-3] else ()
+    if _is_plain(q, k_cache, v_cache, layout.seqlens, *new):
         backend = load_backend(impl)
         if new:
             backend.append_to_cache(k_cache, v_cache, k, v, layout)
         return backend.attention_with_cache(q, k_cache, v_cache, call)
     if new:
-        OPERATORS.append_to_cache(k_cache, v_cache, k, v, seqlens, block_table, impl)
+        append_to_cache(k_cache, v_cache, k, v, layout, impl)
+    tables = (layout.seqlens, layout.block_table, layout.leftpad, layout.seqlen_new)
+    packed = (layout.cu_seqlens_q, layout.max_seqlen_q)
     scheme = (call.rotary.text, call.causal, call.softmax_scale)
-    return OPERATORS.attention_with_cache(
-        q, k_cache, v_cache, seqlens, block_table, leftpad, seqlen_new, call.num_splits, *scheme, impl
-    )
+    return OPERATORS.attention_with_cache(q, k_cache, v_cache, *tables, *packed, call.num_splits, *scheme, impl)
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))

@@ -16,6 +16,7 @@ import test_decode
 import test_varlen
 import torch
 from support import SCHEMES
+from test_decode_varlen import Packed
 
 from flashrope import Rotary, attention
 from flashrope.backends.triton import launcher
@@ -164,6 +165,28 @@ def test_decoding(machine, case):
     assert "append_rows" in kernels
     assert ("attention_forward" if case.get("seqlen_q", 1) > 64 else "attention_decode") in kernels
     assert ("combine_splits" in kernels) == ("num_splits" in case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(dict(target=BF16, head_dim=64, placed=False), id="d64-bf16", marks=quick),
+        pytest.param(dict(target=FP16, head_dim=128, placed=True), id="placed-d128-fp16"),
+    ],
+)
+@pytest.mark.parametrize("num_splits", [None, 2])
+def test_mixed_batch(machine, case, num_splits):
+    """Steps, drafts, chunks and prompts in one call."""
+    target, head_dim, placed = case.values()
+    rotary, pads = SCHEMES["hope_rerope_log_n"](head_dim), (3, 0, 0, 2, 0)
+    sizes = ((1, 45), (70, 70), (5, 5), (0, 9), (66, 112))
+    batch = Packed(target, rotary, sizes, heads=2, group=2, leftpad=pads, page_size=PAGES, placed=placed)
+    batch.check(target, num_splits=num_splits)
+    kernels = {launch.kernel for launch in machine.launches}
+    assert {"append_rows", "attention_decode"} <= kernels
+    assert ("attention_forward" in kernels) == (num_splits is None) and ("combine_splits" in kernels) == (
+        num_splits == 2
+    )
 
 
 def test_one_key_with_an_odd_row_stride():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +21,7 @@ DIFFERENTIABLE = (
     "reference",
 )  # forward is plain torch: autograd differentiates it, to any order, and compilers trace it
 MAX_SPLITS = 256  # csrc/decode.h has the same number
+ONE_PER_QUERY = -1  # in the place of a number of new keys: packed queries, each of which brings its own key
 
 
 class AttentionBackend(Protocol):
@@ -65,12 +67,14 @@ class CacheBackend(Protocol):
         v: torch.Tensor,
         layout: CacheLayout,
     ) -> None:
-        """Writes k, v (batch, seqlen_new, heads_kv, head_dim) behind layout.seqlens; drops what has no slot or page."""
+        """Writes k, v (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim), behind
+        layout.seqlens or where layout.slot_mapping says; drops what has no slot or page."""
 
     def attention_with_cache(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out like q and contiguous, lse (batch, heads_q, seqlen_q) as in ``AttentionBackend.forward``."""
+        """out like q and contiguous, lse (batch, heads_q, seqlen_q) as in ``AttentionBackend.forward``, or packed
+        (heads_q, total_q). Packed rows outside every sequence get 0 and -inf."""
 
 
 # ---- the calls
@@ -127,6 +131,10 @@ class CacheLayout(NamedTuple):
     Sequence b holds slots leftpad[b] to seqlens[b] + seqlen_new. Slot s is row s of the cache, or row s % page_size of
     page block_table[b, s // page_size]. Positions count from leftpad.
 
+    Packed queries (cu_seqlens_q is given): sequence b has the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and
+    seqlen_new is 0 or ONE_PER_QUERY. slot_mapping places new keys in slots of the whole cache, page * page_size + row;
+    seqlens then counts them already.
+
     The kernels have a tuple (triton_kernels/arguments.py) and a struct (csrc/decode.h) of this name.
     """
 
@@ -134,6 +142,9 @@ class CacheLayout(NamedTuple):
     block_table: torch.Tensor | None = None  # (batch, max_pages) int32
     leftpad: torch.Tensor | None = None  # (batch,) int32
     seqlen_new: int = 0
+    cu_seqlens_q: torch.Tensor | None = None  # (batch + 1,) int32
+    slot_mapping: torch.Tensor | None = None  # (total_q,) int32 or int64
+    max_seqlen_q: int = 0  # of packed queries: upper bound of their lengths
 
     def capacity(self, k_cache: torch.Tensor) -> int:
         """Slots that a sequence can have."""
@@ -165,10 +176,41 @@ class CacheLayout(NamedTuple):
         page = self.block_table.to(torch.int64).gather(1, entry)
         return page, slot % k_cache.shape[1], fits & (page >= 0) & (page < k_cache.shape[0])
 
+    def mapped_places(self, k_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As ``new_places``, of shape (total_q,), from slot_mapping."""
+        slots = self.slot_mapping.to(torch.int64)
+        fits = (slots >= 0) & (slots < k_cache.shape[0] * k_cache.shape[1])
+        return slots // max(k_cache.shape[1], 1), slots % max(k_cache.shape[1], 1), fits
+
+    def runs(self, total_q: int) -> Iterator[tuple[slice, slice, CacheLayout]]:
+        """Packed queries as batches of equal length: (sequences, query rows, their layout). Read by the host.
+
+        Neighbors with as many queries form one batch. Rows are clamped to the total_q that there are.
+        """
+        starts = self.cu_seqlens_q.tolist()
+        starts = [min(max(start, 0), total_q) for start in starts]
+        lengths = [max(stop - start, 0) for start, stop in zip(starts, starts[1:], strict=False)]
+        begin = 0
+        while begin < len(lengths):
+            end, length = begin + 1, lengths[begin]
+            while end < len(lengths) and lengths[end] == length and starts[end] == starts[end - 1] + length:
+                end += 1
+            if length:
+                rows = slice(starts[begin], starts[begin] + (end - begin) * length)
+                yield slice(begin, end), rows, self._of(slice(begin, end), length)
+            begin = end
+
+    def _of(self, sequences: slice, seqlen_q: int) -> CacheLayout:
+        tensors = (None if x is None else x[sequences] for x in (self.seqlens, self.block_table, self.leftpad))
+        return CacheLayout(*tensors, seqlen_q if self.seqlen_new == ONE_PER_QUERY else 0)
+
 
 @dataclasses.dataclass(slots=True)
 class CacheCall(_Scheme):
-    """One call of attention_with_cache, without q (batch, seqlen_q, heads_q, head_dim) and the caches."""
+    """One call of attention_with_cache, without q (batch, seqlen_q, heads_q, head_dim) and the caches.
+
+    With packed queries: of attention_varlen_with_cache, q (total_q, heads_q, head_dim), lse (heads_q, total_q).
+    """
 
     rotary: Rotary
     causal: bool
@@ -180,6 +222,35 @@ class CacheCall(_Scheme):
 
 
 # ---- shared by several backends
+
+
+def append_packed(append: Callable, k_cache, v_cache, k, v, layout: CacheLayout) -> None:
+    """``append_to_cache`` of packed k and v by a backend's function for batches; the host reads the lengths."""
+    if layout.slot_mapping is not None:
+        page, row, fits = layout.mapped_places(k_cache)
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            cache.index_put_((page[fits], row[fits]), new[fits])
+        return
+    for sequences, rows, part in layout.runs(k.shape[0]):
+        caches = (k_cache, v_cache) if part.block_table is not None else (k_cache[sequences], v_cache[sequences])
+        append(*caches, *(x[rows].unflatten(0, (part.seqlens.shape[0], -1)) for x in (k, v)), part)
+
+
+def attend_packed(attend: Callable, q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attention_with_cache`` of packed q by a backend's function for batches; the host reads the lengths."""
+    out = q.new_zeros(q.shape)
+    lse = q.new_full(cached_lse_shape(q), float("-inf"), dtype=accumulation_type(q))
+    for sequences, rows, part in call.layout.runs(q.shape[0]):
+        caches = (k_cache, v_cache) if part.block_table is not None else (k_cache[sequences], v_cache[sequences])
+        batch = q[rows].unflatten(0, (part.seqlens.shape[0], -1))
+        results = attend(batch, *caches, dataclasses.replace(call, layout=part))
+        out[rows], lse[:, rows] = results[0].flatten(0, 1), results[1].transpose(0, 1).flatten(1)
+    return out, lse
+
+
+def cached_lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+    """(batch, heads_q, seqlen_q), or packed (heads_q, total_q)."""
+    return (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
 
 
 def accumulation_type(x: torch.Tensor) -> torch.dtype:

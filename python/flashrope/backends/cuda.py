@@ -36,6 +36,8 @@ def unsupported_queries(q: torch.Tensor) -> str:
         return f"the CUDA kernels take float16 and bfloat16, q is {q.dtype}"
     if q.shape[-1] not in HEAD_DIMS:
         return f"the CUDA kernels are compiled for head_dim {', '.join(map(str, HEAD_DIMS))}, q has {q.shape[-1]}"
+    if q.ndim != 4:
+        return "the CUDA kernels take (batch, seqlen_q, heads_q, head_dim), not packed queries; use impl='triton'"
     if q.shape[1] > MAX_SEQLEN_Q:
         limit = f"the CUDA kernels take up to {MAX_SEQLEN_Q} query tokens, q has {q.shape[1]}"
         return f"{limit}; use impl='triton' for prefill"

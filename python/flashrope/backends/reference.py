@@ -9,7 +9,7 @@ import torch
 
 from ..cos_sin import cos_sin
 from ..rotary import Rotary
-from .base import AttentionCall, CacheCall, CacheLayout, accumulation_type
+from .base import AttentionCall, CacheCall, CacheLayout, accumulation_type, append_packed, attend_packed
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
@@ -67,7 +67,9 @@ def backward(
 def append_to_cache(
     k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: CacheLayout
 ) -> None:
-    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) behind layout.seqlens; drops what has no slot or page."""
+    """As in ``CacheBackend``."""
+    if layout.cu_seqlens_q is not None:
+        return append_packed(append_to_cache, k_cache, v_cache, k, v, layout)
     page, row, fits = layout.new_places(k_cache)
     for cache, new in ((k_cache, k), (v_cache, v)):
         cache[page[fits], row[fits]] = new[fits]
@@ -80,6 +82,8 @@ def attention_with_cache(
 
     Lengths are clamped to the capacity and page numbers to the cache, so no table leads outside the buffers.
     """
+    if call.layout.cu_seqlens_q is not None:
+        return attend_packed(attention_with_cache, q, k_cache, v_cache, call)
     block_table, results = call.layout.block_table, []
     for b, (first, end) in enumerate(call.layout.bounds(k_cache)):
         if block_table is None:

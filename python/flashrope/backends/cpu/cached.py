@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..base import CacheCall, CacheLayout, accumulation_type
+from ..base import CacheCall, CacheLayout, accumulation_type, append_packed, attend_packed
 from . import decode, library
 from .pieces import (
     Piece,
@@ -43,7 +43,9 @@ def _block_size(row: int) -> int:
 def append_to_cache(
     k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: CacheLayout
 ) -> None:
-    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) behind layout.seqlens; drops what has no slot or page."""
+    """As in ``CacheBackend``."""
+    if layout.cu_seqlens_q is not None:
+        return append_packed(append_to_cache, k_cache, v_cache, k, v, layout)
     batch, seqlen_new, _, _ = k.shape
     if layout.block_table is None:
         lengths = layout.seqlens.tolist()
@@ -62,6 +64,8 @@ def attention_with_cache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse in float32 or float64)."""
+    if call.layout.cu_seqlens_q is not None:
+        return attend_packed(attention_with_cache, q, k_cache, v_cache, call)
     if (compiled := library.load()) and decode.serves(q, k_cache, call):
         return decode.decode(compiled, q, k_cache, v_cache, call)
     (batch, seqlen_q, heads_q, _), block_table = q.shape, call.layout.block_table

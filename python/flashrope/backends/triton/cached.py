@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ...cos_sin import coarse_rows, two_level_table
@@ -12,7 +14,7 @@ from ...triton_kernels.arguments import CuSeqlens, Scheme, Shape, encode_int, te
 from ...triton_kernels.decode import append_rows, attention_decode, combine_splits
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_cached_rows
-from ..base import MAX_SPLITS, CacheCall, CacheLayout, multiprocessors
+from ..base import MAX_SPLITS, CacheCall, CacheLayout, cached_lse_shape, multiprocessors
 from ..splits import choose_splits
 from .device import (
     compute_capability,
@@ -30,9 +32,12 @@ from .tiles import choose
 
 def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout) -> None:
     """As in ``CacheBackend``, in one launch."""
-    batch, seqlen_new, heads_kv, head_dim = k.shape
+    seqlen, heads_kv, head_dim = k.shape[-3:]
     if not k.numel() or not k_cache.numel() or (layout.block_table is not None and not layout.block_table.numel()):
         return
+    packed, placed = layout.cu_seqlens_q is not None, layout.slot_mapping is not None
+    batch = 1 if placed else layout.cu_seqlens_q.shape[0] - 1 if packed else k.shape[0]
+    max_seqlen = min(layout.max_seqlen_q, seqlen) if packed and not placed else seqlen
     kernel_layout, page_size = _kernel_layout(k_cache, layout._replace(leftpad=None))
     block_d = 1 << (head_dim - 1).bit_length()
     vec = vector_size(k_cache, v_cache, k, v)
@@ -40,9 +45,12 @@ def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout) -> None:
     with current_device(k):
         launcher.launch(
             append_rows,
-            (cdiv(seqlen_new * heads_kv, configs.APPEND_ROWS) * batch,),
+            (cdiv(max_seqlen * heads_kv, configs.APPEND_ROWS) * batch,),
             *map(tensor_view, (k_cache, v_cache, k, v)),
             kernel_layout,
+            None if placed else layout.cu_seqlens_q,
+            seqlen,
+            max_seqlen,
             heads_kv,
             SHAPE=shape,
             **configs.options(configs.APPEND_WARPS),
@@ -51,18 +59,27 @@ def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout) -> None:
 
 def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """As in ``CacheBackend``."""
-    batch, seqlen_q, heads_q, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(batch, heads_q, seqlen_q, dtype=torch.float32, device=q.device)
+    lse = torch.empty(cached_lse_shape(q), dtype=torch.float32, device=q.device)
+    if call.layout.cu_seqlens_q is not None:  # rows outside every sequence
+        out.zero_(), lse.fill_(float("-inf"))
     if not q.numel() or not k_cache.numel() or not call.layout.capacity(k_cache) or not call.bands:
         return out.zero_(), lse.fill_(float("-inf"))
     with current_device(q):
         plan = CachePlan(q, k_cache, v_cache, call)
-        if plan.is_prefill():
-            plan.prefill(out, lse)
-        else:
+        if plan.decodes:
             plan.decode(out, lse)
+        if plan.prefills:
+            plan.prefill(out, lse)
     return out, lse
+
+
+class RotatedRows(NamedTuple):
+    """Rows of the workspace for rotated keys; of_each: `rows` of copied_keys in triton_kernels/tiles.py."""
+
+    of_each: int
+    longest: int
+    total: int
 
 
 class CachePlan:
@@ -70,15 +87,23 @@ class CachePlan:
 
     def __init__(self, q, k_cache, v_cache, call: CacheCall):
         self.q, self.k_cache, self.v_cache, self.call = q, k_cache, v_cache, call
-        self.batch, self.seqlen_q, self.heads_q, _ = q.shape
+        layout = call.layout
+        self.cu_seqlens_q = layout.cu_seqlens_q
+        self.seqlen_q, self.heads_q = q.shape[-3:-1]  # packed: the total
+        self.batch = q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+        self.max_seqlen_q = self.seqlen_q if self.cu_seqlens_q is None else min(layout.max_seqlen_q, self.seqlen_q)
         self.heads_kv, self.capacity = k_cache.shape[2], call.layout.capacity(k_cache)
         self.rotary, device = call.rotary, q.device
         self.lowered, self.tables = lower(self.rotary, call.causal), scheme_on(self.rotary, call.causal, device)
         self.num_bands = len(self.lowered.bands)
-        self.layout, self.page_size = _kernel_layout(k_cache, call.layout)
-        rows = coarse_rows(max(self.seqlen_q, self.capacity))
+        rows = coarse_rows(max(self.max_seqlen_q, self.capacity))
         self.table = two_level_table(self.rotary, call.causal, rows, device)
         self.scheme = Scheme(self.tables.bands, self.table, None, call.score_scale, *call.log_n)
+
+        self.prefills = self._can_prefill()
+        self.decodes = not self.prefills or self.cu_seqlens_q is not None
+        self.decode_seqlen = configs.DECODE_SEQLEN if self.prefills else self.max_seqlen_q
+        self.layout, self.page_size = _kernel_layout(k_cache, layout, self.decode_seqlen)
 
     def _tile(self, direction: str):
         device, cache = self.q.device, "paged" if self.page_size else "contiguous"
@@ -88,33 +113,39 @@ class CachePlan:
 
     # ---- many queries
 
-    def is_prefill(self) -> bool:
-        """Whether the forward kernel serves: it rotates keys once, where decoding rotates them once per query tile.
+    def _can_prefill(self) -> bool:
+        """Whether the forward kernel serves long queries: it rotates keys once, decoding once per query tile.
 
         Its workspace, one copy for each slope that rotates keys, must not exceed the cache. num_splits asks for the
         decode kernel, whose results do not depend on how tokens are divided into calls.
         """
-        if self.call.num_splits or self.seqlen_q <= configs.DECODE_SEQLEN:
+        if self.call.num_splits or self.max_seqlen_q <= configs.DECODE_SEQLEN:
             return False
         slots = self.k_cache.shape[0] * self.k_cache.shape[1]
         offsets_fit = fits_int32_offsets(self.k_cache) and fits_int32_offsets(self.v_cache)
-        return self.batch * self._rotated_rows() <= slots and offsets_fit
+        return self._rotated_rows().total <= slots and offsets_fit
 
-    def _rotated_rows(self) -> int:
-        """How many keys of a sequence, its last ones, the bands that rotate keys can reach."""
-        stops = self.lowered.k_stops
-        return max(min(self.capacity, self.seqlen_q + max(stops) - 1), 0) if stops else 0
+    def _rotated_rows(self) -> RotatedRows:
+        """Room for the last keys of every sequence, those that the bands that rotate keys can reach."""
+        if not self.lowered.k_stops:
+            return RotatedRows(0, 0, 0)
+        beyond = max(self.lowered.k_stops) - 1  # keys before the first query's own
+        longest = max(min(self.capacity, self.max_seqlen_q + beyond), 0)
+        if self.cu_seqlens_q is None:
+            return RotatedRows(longest, longest, self.batch * longest)
+        beyond = max(min(self.capacity, beyond), 0)
+        return RotatedRows(beyond, longest, self.seqlen_q + self.seqlen_q // (configs.DECODE_SEQLEN + 1) * beyond)
 
     def prefill(self, out, lse) -> None:
-        """Fills out and lse, in two launches."""
+        """Fills the rows of out and lse that the decode kernel leaves, in two launches."""
         q, k_cache, v_cache = with_int32_offsets(self.q), self.k_cache, self.v_cache
         copies, rows = len(self.lowered.k_copies), self._rotated_rows()
         table_rows, vec = self.table.shape[1], vector_size(q, k_cache, v_cache)
         rotated_k = k_cache
-        if rows:
-            rotated_k = k_cache.new_empty(copies, self.batch * rows, *k_cache.shape[2:])
+        if rows.total:
+            rotated_k = k_cache.new_empty(copies, rows.total, *k_cache.shape[2:])
             grid = (
-                cdiv(rows, configs.ROTATE_ROWS) * self.batch,
+                cdiv(rows.longest, configs.ROTATE_ROWS) * self.batch,
                 cdiv(self.heads_kv, configs.ROTATE_HEADS),
                 copies,
             )
@@ -126,8 +157,10 @@ class CachePlan:
                 self.tables.key_ranges,
                 self.table,
                 self.layout,
+                self.cu_seqlens_q,
                 self.seqlen_q,
-                rows,
+                rows.of_each,
+                rows.longest,
                 table_rows,
                 self.heads_kv,
                 HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
@@ -139,7 +172,7 @@ class CachePlan:
         shape = shape_of(self.rotary, vec, self.num_bands, rotated_bands, self.page_size, tile.block_m, tile.block_n)
         launcher.launch(
             attention_forward,
-            (cdiv(self.seqlen_q, tile.block_m) * self.batch * self.heads_q,),
+            (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
             tensor_view(q),
             tensor_view(k_cache),
             tensor_view(rotated_k),
@@ -147,11 +180,11 @@ class CachePlan:
             out,
             lse,
             self.scheme,
-            CuSeqlens(None, None),
+            CuSeqlens(self.cu_seqlens_q, None),
             self.layout,
             self.seqlen_q,
-            rows,
-            self.seqlen_q,
+            rows.of_each,
+            self.max_seqlen_q,
             table_rows,
             self.heads_q,
             self.heads_kv,
@@ -162,22 +195,29 @@ class CachePlan:
     # ---- few queries
 
     def decode(self, out, lse) -> None:
-        """Fills out and lse, in one launch or, with several splits, two."""
-        rows = self.seqlen_q * (self.heads_q // self.heads_kv)
-        wide = not self.call.num_splits and rows > configs.WIDE_ROWS
+        """Fills out and lse, in one launch or, with several splits, two. Packed queries that the forward kernel serves
+        are left to it; most of the others are then a single token each."""
+        group, rows = self.heads_q // self.heads_kv, self.decode_seqlen * (self.heads_q // self.heads_kv)
+        usual_rows = group if self.prefills else rows
+        wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
         tile = self._tile("decode wide" if wide else "decode")
         programs = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
+        usual_programs = cdiv(usual_rows, tile.block_m) * self.heads_kv * self.batch
         vec = vector_size(self.q, self.k_cache, self.v_cache)
         fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
         options = {
             "SHAPE": shape_of(self.rotary, vec, *fields),
             **configs.options(tile.num_warps, num_stages=tile.num_stages),
         }
-        num_splits = self._num_splits(programs, lse, options)
+        num_splits = self._num_splits(usual_programs, lse, options)
         partial, partial_lse = out, lse
         if num_splits > 1:
-            partial = torch.empty(num_splits, *out.shape, dtype=torch.float32, device=out.device)
-            partial_lse = torch.empty(num_splits, *lse.shape, dtype=torch.float32, device=out.device)
+            shape, lse_shape = out.shape, lse.shape
+            if self.cu_seqlens_q is not None:
+                partial_rows = min(self.seqlen_q, self.batch * self.decode_seqlen)
+                shape, lse_shape = (partial_rows, *shape[1:]), (self.heads_q, partial_rows)
+            partial = torch.empty(num_splits, *shape, dtype=torch.float32, device=out.device)
+            partial_lse = torch.empty(num_splits, *lse_shape, dtype=torch.float32, device=out.device)
         launcher.launch(
             attention_decode,
             (programs * num_splits,),
@@ -188,12 +228,14 @@ class CachePlan:
             head_dim, block_d = self.rotary.head_dim, 2 * self.table.shape[-1]
             launcher.launch(
                 combine_splits,
-                (out.numel() // head_dim,),
+                (self.batch * self.decode_seqlen * self.heads_q,),
                 partial,
                 partial_lse,
                 out,
                 lse,
+                self.cu_seqlens_q,
                 self.seqlen_q,
+                self.decode_seqlen,
                 self.heads_q,
                 num_splits,
                 BLOCK_S=configs.COMBINE_SPLITS,
@@ -209,6 +251,7 @@ class CachePlan:
             partial,
             partial_lse,
             self.scheme,
+            self.cu_seqlens_q,
             self.layout,
             self.seqlen_q,
             self.table.shape[1],
@@ -235,9 +278,10 @@ class CachePlan:
 _resident: dict[tuple, int] = {}  # blocks of attention_decode that one multiprocessor holds
 
 
-def _kernel_layout(k_cache, layout: CacheLayout) -> tuple[KernelCacheLayout, int]:
+def _kernel_layout(k_cache, layout: CacheLayout, decode_seqlen: int = 0) -> tuple[KernelCacheLayout, int]:
     """The layout as kernels take it, and the page size, 0 for a contiguous cache."""
     pages, page_size, _, _ = k_cache.shape
-    seqlens, block_table, leftpad, seqlen_new = layout
-    numbers = (encode_int(seqlen_new), encode_int(layout.capacity(k_cache)), encode_int(pages))
-    return KernelCacheLayout(seqlens, block_table, leftpad, *numbers), 0 if block_table is None else page_size
+    seqlens, block_table, leftpad, seqlen_new, _, slot_mapping, _ = layout
+    numbers = map(encode_int, (seqlen_new, layout.capacity(k_cache), pages, decode_seqlen))
+    kernel_layout = KernelCacheLayout(seqlens, block_table, leftpad, slot_mapping, *numbers)
+    return kernel_layout, 0 if block_table is None else page_size
