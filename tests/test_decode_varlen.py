@@ -8,8 +8,8 @@ from test_decode import PAGE, Cached, layouts
 
 from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
 
-# (new tokens, length with them): a step, nothing, a long prompt, a short one, a chunk, two steps, a chunk
-MIXED = ((1, 45), (0, 7), (70, 70), (5, 5), (66, 112), (1, 1), (1, 90), (65, 100))
+# (new tokens, length with them): a chunk, a step, nothing, a long prompt, a short one, two steps, a chunk
+MIXED = ((66, 112), (1, 45), (0, 7), (70, 70), (5, 5), (1, 1), (1, 90), (65, 100))
 
 
 class Packed(Cached):
@@ -94,7 +94,7 @@ placed = pytest.mark.parametrize("placed", [False, True], ids=["appended", "plac
 @layouts
 @pytest.mark.parametrize("scheme", ["none", "rope_interleaved", "hope_rerope_log_n", "leaky", "yarn_leaky_local_log_n"])
 def test_mixed_batch(exact, scheme, page_size, placed):
-    pads = (3, 0, 0, 2, 10, 0, 1, 0)
+    pads = (10, 3, 0, 0, 2, 0, 1, 0)
     Packed(exact, SCHEMES[scheme](16), MIXED, leftpad=pads, page_size=page_size, placed=placed).check(exact)
 
 
@@ -125,7 +125,7 @@ def test_batches_of_one_kind(exact, causal, sizes):
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_given_splits_are_bitwise_identical_to_each_sequence_alone(exact, num_splits):
     rotary = SCHEMES["hope_rerope_log_n"](16)
-    batch = Packed(exact, rotary, MIXED, page_size=PAGE, leftpad=(3, 0, 0, 2, 10, 0, 1, 0))
+    batch = Packed(exact, rotary, MIXED, page_size=PAGE, leftpad=(10, 3, 0, 0, 2, 0, 1, 0))
     out, lse = batch.run(exact.impl, num_splits=num_splits)
     for b, size in enumerate(batch.sizes):
         if size:
@@ -144,6 +144,13 @@ def test_given_splits_are_bitwise_identical_to_each_sequence_alone(exact, num_sp
                 num_splits=num_splits,
             )
             assert torch.equal(alone[0][0], out[rows]) and torch.equal(alone[1][0], lse[:, rows])
+
+
+@pytest.mark.interpreted(lambda exact: True)
+def test_steps_are_split_beside_prompts(exact):
+    """With this capacity Triton splits the keys of the short ones; the results of several splits have less room."""
+    sizes = ((70, 90), (1, 500), (66, 66), (64, 300), (1, 9), (2, 400))
+    Packed(exact, Rotary.rope(16).rectify(21), sizes, heads=2, capacity=512, page_size=PAGE).check(exact)
 
 
 @pytest.mark.interpreted(lambda exact: True)
