@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 from executor import build, extension
 
 TESTS = pathlib.Path(__file__).parent
-CASES = [f"tests/executor/{name}.py" for name in ("watches", "cases", "mutants", "counts")]
+CASES = [f"tests/executor/{name}.py" for name in ("instructions", "watches", "cases", "mutants", "counts")]
 CUDA_CASES = [f"tests/executor/{name}.py" for name in ("cuda_kernels", "cuda_mutants")]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 

@@ -255,7 +255,8 @@ class Parser {
   Operand register_named(const std::string& name) {
     const std::string family = name.substr(0, name[0] == '%' ? name.find_last_not_of("0123456789") + 1 : name.size());
     for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); ++scope) {
-      auto width = scope->widths.find(family);
+      auto width = scope->widths.find(name);
+      if (width == scope->widths.end()) width = scope->widths.find(family);
       if (width == scope->widths.end()) continue;
       auto [it, fresh] = scope->registers.insert({name, 0});
       if (fresh) it->second = new_slot(width->second);
