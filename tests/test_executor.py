@@ -88,7 +88,7 @@ def test_quick_cases(library, arch):
     executed(arch, "-m", "quick", *CASES)
 
 
-@pytest.mark.parametrize("arch", [80, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", [80, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (86, 90))])
 def test_cuda_kernels(nvcc, arch):
     executed(arch, "-m", "quick", *CUDA_CASES)
 
@@ -100,7 +100,7 @@ def test_all_cases(library, arch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 86, 90])
+@pytest.mark.parametrize("arch", [80, 90])
 def test_all_cuda_cases(nvcc, arch):
     executed(arch, "-m", "slow or not slow", *CUDA_CASES)
 
