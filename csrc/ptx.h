@@ -83,13 +83,11 @@ __device__ inline float exp2_approx(float x) {
 // Returns null, or CUDA's error message.
 template <typename Params>
 const char* launch(void (*kernel)(Params), dim3 grid, int threads, size_t shared, void* stream, const Params& params) {
-  cudaError_t error = cudaSuccess;
-  if (shared > 48 * 1024)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-  if (error == cudaSuccess) {
-    kernel<<<grid, threads, shared, static_cast<cudaStream_t>(stream)>>>(params);
-    error = cudaGetLastError();
-  }
+  const bool ready = shared <= 48 * 1024 ||
+                     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          static_cast<int>(shared)) == cudaSuccess;
+  if (ready) kernel<<<grid, threads, shared, static_cast<cudaStream_t>(stream)>>>(params);
+  const cudaError_t error = cudaGetLastError();  // and clears it, or the next launch would find it
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

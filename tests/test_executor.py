@@ -10,6 +10,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 from executor import build, extension
 
 TESTS = pathlib.Path(__file__).parent
-CASES = [f"tests/executor/{name}.py" for name in ("watches", "cases", "mutants", "counts", "tuning")]
+CASES = [f"tests/executor/{name}.py" for name in ("instructions", "watches", "cases", "mutants", "counts", "tuning")]
+CUDA_CASES = [f"tests/executor/{name}.py" for name in ("cuda_kernels", "cuda_mutants")]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 
 
@@ -37,6 +39,32 @@ def nvcc(library):
         return extension.nvcc()
     except extension.NoNvcc as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(("missing", "fixture"), [("compiler", library), ("nvcc", nvcc)], ids=["compiler", "nvcc"])
+def test_what_is_missing_is_named(monkeypatch, missing, fixture):
+    reasons = {
+        "compiler": r"the PTX executor needs a C\+\+ compiler: none of \$CXX, g\+\+, clang\+\+ and c\+\+ was found",
+        "nvcc": r"the CUDA C\+\+ kernels need nvcc, which is not on PATH",
+    }
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=reasons[missing]):
+        fixture.__wrapped__(*([None] if missing == "nvcc" else []))
+
+
+def test_old_entries_of_the_cache_are_removed(tmp_path):
+    now, names = time.time(), ["executor-1", "extension-1", "triton/a", "triton/b", "executor-2"]
+    for age, name in enumerate(reversed(names)):  # the last one is in use
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").write_bytes(bytes(100_000))
+        os.utime(tmp_path / name, (now - 5000 * age,) * 2)
+    build.trim(tmp_path, 1_000_000)
+    assert all((tmp_path / name).exists() for name in names)
+    build.trim(tmp_path, 330_000)
+    assert [name for name in names if not (tmp_path / name).exists()] == names[:2]
+    build.trim(tmp_path, 0)
+    assert [name for name in names if (tmp_path / name).exists()] == names[-1:]
 
 
 def executed(arch: int, *arguments: str) -> None:
@@ -60,15 +88,21 @@ def test_quick_cases(library, arch):
     executed(arch, "-m", "quick", *CASES)
 
 
-@pytest.mark.parametrize("arch", [80, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", [80, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (86, 90))])
 def test_cuda_kernels(nvcc, arch):
-    executed(arch, "tests/executor/cuda_kernels.py")
+    executed(arch, "-m", "quick", *CUDA_CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 86, 90])
 def test_all_cases(library, arch):
     executed(arch, "-m", "slow or not slow", *CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+def test_all_cuda_cases(nvcc, arch):
+    executed(arch, "-m", "slow or not slow", *CUDA_CASES)
 
 
 # They look into the interpreter, or start processes of their own.
@@ -79,5 +113,7 @@ ELSEWHERE = ("rotated_keys_are_those_of_the_window", "every_key_of_a_chunk", "no
 @pytest.mark.parametrize("file", ["accuracy", "decode", "varlen", "decode_triton"])
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_tests_of_every_backend(library, arch, file):
-    """Those that the interpreter runs, and those that are too slow for it."""
-    executed(arch, "-m", "slow or not slow", f"tests/test_{file}.py", "-k", "not " + " and not ".join(ELSEWHERE))
+    """About a quarter of those that the interpreter runs, and of those that are too slow for it: all schemes, layouts
+    and options appear, not all with one another."""
+    deselect = "not " + " and not ".join(ELSEWHERE)
+    executed(arch, "--executor-sample", "4", "-m", "slow or not slow", f"tests/test_{file}.py", "-k", deselect)

@@ -1,13 +1,15 @@
-"""Compiles the executor's C++ once per version of its sources."""
+"""Compiles the executor's C++ once per version of its sources, and bounds the folder that keeps what is compiled."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import os
 import pathlib
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable
 
 SOURCES = pathlib.Path(__file__).parent
@@ -15,6 +17,8 @@ FLAGS = (
     "-std=c++20 -O2 -ftree-vectorize -march=native -ffp-contract=off -fno-strict-aliasing -fno-math-errno "
     "-fno-trapping-math -fvisibility=default -fPIC -pthread"
 ).split()
+MOST_BYTES = 1 << 30  # of the cache
+IN_USE_SECONDS = 3600
 
 
 class NoCompiler(RuntimeError):
@@ -36,25 +40,53 @@ def digest(files: Iterable[pathlib.Path], *others) -> str:
     return hashed.hexdigest()[:16]
 
 
-def cache_folder() -> pathlib.Path:
-    """Where this version of the executor keeps its library and what Triton compiles for it."""
+def cache() -> pathlib.Path:
+    """Where versions of the executor, the CUDA extension and what Triton compiles for the executor are kept."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "flashrope"
+
+
+def trim(folder: pathlib.Path, most_bytes: int = MOST_BYTES) -> None:
+    """Removes the oldest entries, except those of the last hour, until the rest is small enough."""
+    triton = folder / "triton"
+    entries = [path for place in (folder, triton) if place.exists() for path in place.iterdir() if path != triton]
+    sized = []
+    for path in entries:
+        with contextlib.suppress(FileNotFoundError):  # another process trims too
+            files = [path, *path.rglob("*")]
+            sized.append((path.stat().st_mtime, sum(file.stat().st_size for file in files), path))
+    total = sum(size for _, size, _ in sized)
+    for used, size, path in sorted(sized):
+        if total <= most_bytes or used > time.time() - IN_USE_SECONDS:
+            return
+        shutil.rmtree(path, ignore_errors=True)
+        total -= size
+
+
+def used(folder: pathlib.Path) -> pathlib.Path:
+    """Makes the folder, or marks it as used now."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
+    return folder
+
+
+def own_folder() -> pathlib.Path:
+    """Where this version of the executor is kept."""
     files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp"))
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
     # -march=native: the library belongs to the processor that it was compiled on
     cpu = pathlib.Path("/proc/cpuinfo")
     flags = [line for line in cpu.read_text().splitlines() if line.startswith("flags")][:1] if cpu.exists() else []
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "flashrope" / f"executor-{digest(files, FLAGS, version, flags)}"
+    return used(cache() / f"executor-{digest(files, FLAGS, version, flags)}")
 
 
 def library(jobs: int | None = None) -> pathlib.Path:
     """The path of libcuda.so.1, the executor under the name by which Triton asks for the driver."""
-    folder = cache_folder()
+    folder = own_folder()
     built = folder / "libcuda.so.1"
     if built.exists():
         return built
     work = folder / f"building-{os.getpid()}"
-    work.mkdir(parents=True, exist_ok=True)
+    work.mkdir(exist_ok=True)
     sources = sorted(SOURCES.glob("*.cpp"))
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         objects = list(pool.map(lambda source: _compile(source, work), sources))

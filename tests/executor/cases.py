@@ -15,6 +15,8 @@ import support
 import test_decode
 import test_varlen
 import torch
+import triton
+import triton.language as tl
 from support import SCHEMES
 from test_decode_varlen import Packed
 
@@ -112,6 +114,29 @@ def test_positions(kind):
 @pytest.mark.parametrize("scheme", ["hope_rerope_log_n", pytest.param("hope_zeros", marks=slow)])
 def test_packed(scheme):
     test_varlen.test_packed_is_a_loop_over_sequences(BF16, scheme, test_varlen.LENGTHS["different"], True)
+
+
+@triton.jit
+def product(a, b, c, n):
+    at = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None]
+    total = tl.zeros((64, 64), tl.float32)
+    for _ in range(n):
+        total = tl.dot(tl.load(a + at), tl.load(b + at), total)
+        a += 64 * 64
+        b += 64 * 64
+    tl.store(c + at, total)
+
+
+def test_triton_fences_no_cp_async_before_wgmma(machine, arch):
+    """Where this fails, Triton has changed, and the executor can ask for the fence."""
+    if arch < 90:
+        pytest.skip("sm_90")
+    a, b = (torch.randn(3, 64, 64).bfloat16() for _ in range(2))
+    c = torch.empty(64, 64)
+    product[(1,)](a, b, c, 3, num_stages=2)
+    torch.testing.assert_close(c, (a.float() @ b.float()).sum(0), rtol=1e-4, atol=1e-3)
+    ptx = machine.modules[machine.launches[-1].function][1]
+    assert "cp.async.cg" in ptx and "wgmma.mma_async" in ptx and "fence.proxy.async" not in ptx
 
 
 def test_the_code_of_its_page_runs(arch, capsys):

@@ -346,8 +346,10 @@ class Changed:
         self.operators.decode(*(self.change.get(n, lambda x: x)(x) for n, x in zip(names, args, strict=True)))
 
 
-def test_more_shared_memory_than_a_block_has_is_refused(operators, machine, monkeypatch):
-    """Six bands at head_dim 256, each given twice, fit into the 163 KB of sm_80 and not into the 99 KB of sm_86."""
+def test_more_shared_memory_than_a_block_has_is_refused(operators, machine, monkeypatch, arch):
+    """Three bands at head_dim 256, each given twice, fit into the 163 KB of sm_80 and not into the 99 KB of sm_86."""
+    if arch in (86, 89):
+        pytest.skip("too little shared memory for a call that runs")
     cache = Cache(Rotary.rope(256).rectify(11).local(90), BF16, [129], causal=False)
     twice = Changed(operators, {"bands": lambda x: x.repeat(2, 1)})
     monkeypatch.setattr(cuda, "_operators", lambda: twice)
@@ -355,6 +357,8 @@ def test_more_shared_memory_than_a_block_has_is_refused(operators, machine, monk
     Machine(86)  # configures the device
     with pytest.raises(RuntimeError, match="decode kernels did not start: a kernel cannot have 120320 bytes"):
         cache.run()
+    machine.reset()
+    cache.check()  # the error is not the next launch's
 
 
 def test_bands_that_name_a_missing_rotation_are_noticed(operators, monkeypatch):

@@ -19,8 +19,9 @@ from .launches import ExecutionError, Launch
 def prepare() -> None:
     """To be called before triton is imported: where it finds the driver, and where it keeps what it compiles."""
     folder = build.library().parent
+    build.trim(build.cache())
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-    os.environ.setdefault("TRITON_CACHE_DIR", str(folder.parent / "triton"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(build.cache() / "triton"))
     os.environ["TRITON_INTERPRET"] = "0"
     ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # dlopen by its name finds it from now on
 

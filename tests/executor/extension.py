@@ -1,8 +1,8 @@
 """The CUDA extension of csrc/ on the executor.
 
-nvcc compiles csrc/decode.cu to PTX and to the host code around it; csrc/library.cpp is compiled as setup.py does. Linked
-with ``cuda/runtime.cpp`` in the place of libcudart, the extension's own operators check their arguments, fill the
-parameter block, choose kernel, grid and shared memory, and launch the PTX on the executor.
+nvcc compiles csrc/decode.cu to PTX and to the host code around it; csrc/library.cpp is compiled as setup.py does.
+Linked with ``cuda/runtime.cpp`` in the place of libcudart, the extension's own operators check their arguments, fill
+the parameter block, choose kernel, grid and shared memory, and launch the PTX on the executor.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ def built(arch: int) -> Built:
     driver = build.library()
     sources = [*sorted(SOURCES.glob("*.[hc]*")), RUNTIME]
     key = build.digest(sources, DEVICE_FLAGS, HOST_FLAGS, compiler, cxx, torch.__version__, str(driver), arch)
-    folder = driver.parent / f"extension-{key}"
+    folder = build.used(build.cache() / f"extension-{key}")
     result = Built(folder / "operators.so", folder / "decode.ptx")
-    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # pytest-xdist asks from several processes
         if not result.operators.exists():
@@ -110,9 +109,10 @@ class Operators:
     def _call(self, name, args) -> None:
         tensors = [(n, x) for n, x in zip(self.arguments[name], args, strict=True) if isinstance(x, torch.Tensor)]
         self.machine.register(tensors)
-        # past the dispatcher, which would look for a kernel of the CPU
-        getattr(self.namespace, name).default.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
-        self.machine.collect()
+        try:  # past the dispatcher, which would look for a kernel of the CPU
+            getattr(self.namespace, name).default.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
+        finally:
+            self.machine.collect()
 
 
 operators = functools.cache(Operators)

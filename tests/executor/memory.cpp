@@ -89,7 +89,7 @@ void load_parameter(Warp& w, const Instruction& i, Lanes m) {
     memset(values, 0x7F, sizeof values);
     if (at % sizeof values || at + sizeof values > parameters.size())
       w.block->report("read outside the parameters", w, i, l,
-                      "offset " + std::to_string(static_cast<int64_t>(at)) + " of " + std::to_string(parameters.size()));
+                      "offset " + std::to_string(int64_t(at)) + " of " + std::to_string(parameters.size()));
     else memcpy(values, &parameters[at], sizeof values);
     for (int n = 0; n < N; n++) set_lane(w, i.operands[n], l, values[n]);
   }

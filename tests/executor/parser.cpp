@@ -136,7 +136,8 @@ class Parser {
       source_ = source_.substr(0, source_.find(' '));
     } else {
       int file = 0, row = 0;
-      if (sscanf(line.c_str() + from, "%d %d", &file, &row) == 2 && row) source_ = files_[file] + ":" + std::to_string(row);
+      if (sscanf(line.c_str() + from, "%d %d", &file, &row) == 2 && row)
+        source_ = files_[file] + ":" + std::to_string(row);
     }
   }
 
@@ -161,7 +162,8 @@ class Parser {
   // .extern .shared .align 16 .b8 global_smem[];   or   .shared .align 4 .b8 sums[128];
   void read_shared(const std::string& line) {
     const size_t open = line.find('['), name = line.find_last_of(" \t", open) + 1, align = line.find(".align ");
-    if (open == std::string::npos || line.find(".b8") == std::string::npos) throw Error("shared memory that is no array of bytes");
+    if (open == std::string::npos || line.find(".b8") == std::string::npos)
+      throw Error("shared memory that is no array of bytes");
     const std::string symbol = line.substr(name, open - name);
     if (starts_with(line, ".extern")) {
       dynamic_shared_.insert(symbol);
@@ -263,7 +265,8 @@ class Parser {
   Operand register_named(const std::string& name) {
     const std::string family = name.substr(0, name[0] == '%' ? name.find_last_not_of("0123456789") + 1 : name.size());
     for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); ++scope) {
-      auto width = scope->widths.find(family);
+      auto width = scope->widths.find(name);
+      if (width == scope->widths.end()) width = scope->widths.find(family);
       if (width == scope->widths.end()) continue;
       auto [it, fresh] = scope->registers.insert({name, 0});
       if (fresh) it->second = new_slot(width->second);

@@ -29,9 +29,9 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """A sample that is the same everywhere, and spread over all parameters."""
-    of = config.getoption("executor_sample")
-    kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % of == 0]
+    """The same sample everywhere, another one for each architecture, spread over all parameters."""
+    arch, of = config.getoption("executor"), config.getoption("executor_sample")
+    kept = [item for item in items if zlib.crc32(f"{item.nodeid} {arch}".encode()) % of == 0]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 

@@ -66,11 +66,13 @@ cudaError_t launch(const void* host, dim3 grid, dim3 block, void** parameters, s
   const Kernel& kernel = state().kernels.at(host);
   if (!state().module) return fail(cudaErrorNoKernelImageForDevice, "no PTX was handed over");
   if (shared > kernel.dynamic_shared)
-    return fail(cudaErrorInvalidValue, "launched with " + std::to_string(shared) + " bytes of shared memory, allowed are " +
+    return fail(cudaErrorInvalidValue, "launched with " + std::to_string(shared) +
+                                           " bytes of shared memory, allowed are " +
                                            std::to_string(kernel.dynamic_shared));
   void* function;
   if (int error = cuModuleGetFunction(&function, state().module, kernel.name.c_str())) return driver_error(error);
-  const DriverConfig config{{grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, unsigned(shared), stream, nullptr, 0};
+  const DriverConfig config{
+      {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, unsigned(shared), stream, nullptr, 0};
   if (int error = cuLaunchKernelEx(&config, function, parameters, nullptr)) return driver_error(error);
   return cudaSuccess;
 }
@@ -94,7 +96,8 @@ __attribute__((visibility("default"))) const char* runtime_use_ptx(const char* t
 void** __cudaRegisterFatBinary(void*) { return nullptr; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
-void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
+                            int*) {
   state().kernels[host] = {name};
 }
 

@@ -1,0 +1,197 @@
+"""What single instructions compute, compared with the PTX ISA. Run like ``cases.py``."""
+
+import pytest
+import torch
+
+from .driver import Machine
+from .kernel import Kernel
+from .launches import ExecutionError
+
+pytestmark = pytest.mark.quick
+FP16, BF16 = torch.float16, torch.bfloat16
+LANE = torch.arange(32)[:, None]
+GROUP, MEMBER = LANE // 4, LANE % 4  # PTX ISA: groupID and threadID_in_group
+
+PTX = """
+.version 8.7
+.target sm_80
+.address_size 64
+.extern .shared .align 16 .b8 dynamic_bytes[];
+.entry probe(
+	.param .u64 probe_in,
+	.param .u64 probe_out
+)
+.maxntid 32, 1, 1
+{{
+	.shared .align 4 .b8 static_bytes[128];
+	.reg .pred %p<9>;
+	.reg .b16 %rs<9>;
+	.reg .b32 %x<{inputs}>;
+	.reg .b32 %y<{outputs}>;
+	.reg .b32 %r<9>;
+	.reg .b64 %rd<9>;
+	ld.param.u64 %rd1, [probe_in];
+	ld.param.u64 %rd2, [probe_out];
+	mov.u32 %r1, %tid.x;
+	mov.u32 %r2, %ctaid.x;
+	mad.lo.s32 %r2, %r2, 32, %r1;
+	mad.wide.u32 %rd1, %r2, {in_bytes}, %rd1;
+	mad.wide.u32 %rd2, %r2, {out_bytes}, %rd2;
+{loads}
+{body}
+{stores}
+	ret;
+}}
+"""
+
+
+def run(body: str, x: torch.Tensor, outputs: int, shared_bytes: int = 0) -> torch.Tensor:
+    """int32 (rows, outputs) from x (rows, inputs), 32 rows per block: %x0, %x1, ... to %y0, %y1, ..."""
+    inputs, out = x.shape[1], torch.zeros(len(x), outputs, dtype=torch.int32)
+    text = PTX.format(
+        inputs=inputs,
+        outputs=outputs,
+        in_bytes=4 * inputs,
+        out_bytes=4 * outputs,
+        loads="\n".join(f"ld.global.u32 %x{n}, [%rd1+{4 * n}];" for n in range(inputs)),
+        stores="\n".join(f"st.global.u32 [%rd2+{4 * n}], %y{n};" for n in range(outputs)),
+        body=body,
+    )
+    kernel = Kernel(Machine.current, text)
+    kernel((len(x) // 32,), x.contiguous(), out, shared_bytes=shared_bytes)
+    return out
+
+
+def random(*shape, dtype, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_mma_holds_its_fragments_as_the_ptx_isa_says(dtype):
+    a, b, c = random(16, 16, dtype=dtype, seed=0), random(16, 8, dtype=dtype, seed=1), torch.randn(16, 8)
+    i = torch.arange(8)[None]  # a0 to a7
+    fragment_a = a[
+        torch.where((i < 2) | ((i >= 4) & (i < 6)), GROUP, GROUP + 8), MEMBER * 2 + i % 2 + torch.where(i >= 4, 8, 0)
+    ]
+    i = i[:, :4]  # b0 to b3, c0 to c3
+    fragment_b = b[MEMBER * 2 + i % 2 + torch.where(i >= 2, 8, 0), GROUP.expand(32, 4)]
+    at = torch.where(i < 2, GROUP, GROUP + 8), MEMBER * 2 + i % 2
+    x = torch.cat([fragment.contiguous().view(torch.int32) for fragment in (fragment_a, fragment_b, c[at])], 1)
+    name = "f16" if dtype == FP16 else "bf16"
+    body = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
+        "{%y0,%y1,%y2,%y3}, {%x0,%x1,%x2,%x3}, {%x4,%x5}, {%x6,%x7,%x8,%x9};"
+    )
+    expected = c.double() + a.double() @ b.double()
+    torch.testing.assert_close(run(body, x, 4).view(torch.float32).double(), expected[at], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ldmatrix_deals_rows_as_the_ptx_isa_says(transposed):
+    numbers = torch.arange(256, dtype=torch.int16).view(4, 8, 8)
+    body = f"""
+        mov.u32 %r3, dynamic_bytes;
+        shl.b32 %r4, %r1, 4;
+        add.s32 %r3, %r3, %r4;
+        st.shared.v4.u32 [%r3], {{%x0,%x1,%x2,%x3}};
+        bar.warp.sync -1;
+        ldmatrix.sync.aligned.m8n8.x4{".trans" * transposed}.shared.b16 {{%y0,%y1,%y2,%y3}}, [%r3];
+    """
+    registers = run(body, numbers.view(32, 8).view(torch.int32), 4, 512).view(torch.int16).view(32, 4, 2)
+    for matrix in range(4):
+        x = numbers[matrix].T if transposed else numbers[matrix]
+        assert torch.equal(registers[:, matrix], x[GROUP, MEMBER * 2 + torch.arange(2)])
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_two_byte_types_round_as_torch_does(dtype):
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64, generator=generator).to(torch.int32)
+    near = torch.randn(100_000, generator=generator) * torch.logspace(-9, 5, 100_000)
+    x = torch.cat([bits.view(torch.float32), near, torch.tensor([0.0, -0.0, 65519.0, 65520.0, 2.0**-25, 3 * 2.0**-25])])
+    x = x[x.isfinite()]
+    x = torch.cat([x, x[: -len(x) % 32]])
+    name = "f16" if dtype == FP16 else "bf16"
+    body = f"""
+        cvt.rn.{name}.f32 %rs1, %x0;
+        cvt.u32.u16 %y0, %rs1;
+        {{.reg .{name} low, high;
+        mov.b32 {{low,high}}, %y0;
+        cvt.f32.{name} %y1, low;}}
+    """
+    narrow, wide = run(body, x.view(torch.int32)[:, None], 2).unbind(1)
+    assert torch.equal(narrow.to(torch.int16), x.to(dtype).view(torch.int16))
+    finite = x.to(dtype).isfinite()
+    assert torch.equal(wide.view(torch.float32)[finite], x.to(dtype).float()[finite])
+
+
+@pytest.mark.parametrize(
+    ("opcode", "b", "c", "source", "inside"),
+    [
+        ("bfly", 5, 31, lambda lane: lane ^ 5, lambda lane: lane >= 0),
+        ("idx", 9, 31, lambda lane: lane * 0 + 9, lambda lane: lane >= 0),
+        ("up", 3, 0, lambda lane: torch.where(lane >= 3, lane - 3, lane), lambda lane: lane >= 3),
+        ("down", 3, 31, lambda lane: torch.where(lane < 29, lane + 3, lane), lambda lane: lane < 29),
+        # segments of 8 lanes
+        ("idx", 2, 0x181F, lambda lane: lane // 8 * 8 + 2, lambda lane: lane >= 0),
+        ("down", 3, 0x181F, lambda lane: torch.where(lane % 8 < 5, lane + 3, lane), lambda lane: lane % 8 < 5),
+    ],
+)
+def test_shuffles(opcode, b, c, source, inside):
+    body = f"""
+        mov.u32 %r5, {b}; mov.u32 %r6, {c}; mov.u32 %r7, -1;
+        shfl.sync.{opcode}.b32 %y0|%p1, %x0, %r5, %r6, %r7;
+        selp.u32 %y1, 1, 0, %p1;
+    """
+    x, lane = torch.arange(100, 132, dtype=torch.int32)[:, None], LANE[:, 0]
+    values, predicates = run(body, x, 2).unbind(1)
+    assert torch.equal(values, x[source(lane), 0]) and torch.equal(predicates, inside(lane).int())
+
+
+def test_integers():
+    x = torch.tensor([[0x12345678, -1]] * 32, dtype=torch.int32)
+    body = """
+        bfi.b32 %y0, %x0, %x1, 8, 4;
+        bfi.b32 %y1, %x0, %x1, 28, 8;
+        bfi.b32 %y2, %x0, %x1, 40, 8;
+        ld.global.s32 %rd3, [%rd1+4];
+        shr.s64 %rd3, %rd3, 32;
+        cvt.u32.u64 %y3, %rd3;
+    """
+    row = run(body, x, 4)[0].tolist()
+    assert [n & 0xFFFFFFFF for n in row] == [0xFFFFF8FF, 0x8FFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF]
+
+
+def test_static_and_dynamic_shared_memory():
+    body = """
+        mov.u32 %r3, static_bytes; mov.u32 %r4, dynamic_bytes;
+        sub.u32 %y0, %r4, %r3;
+        shl.b32 %r5, %r1, 2;
+        add.s32 %r3, %r3, %r5; add.s32 %r4, %r4, %r5;
+        st.shared.u32 [%r3], %x0; st.shared.u32 [%r4], %r1;
+        ld.shared.u32 %y1, [%r3]; ld.shared.u32 %y2, [%r4];
+    """
+    x = torch.arange(100, 132, dtype=torch.int32)[:, None]
+    assert torch.equal(run(body, x, 3, 128), torch.cat([torch.full((32, 1), 128), x, LANE], 1).int())
+    with pytest.raises(ExecutionError, match="outside shared memory: probe line"):
+        run(body, x, 3, 64)
+
+
+def test_parameters_have_an_end():
+    x = torch.zeros(32, 1, dtype=torch.int32)
+    body = "mov.b64 %rd5, probe_out; ld.param.u32 %y0, [%rd5+{}];"
+    run(body.format(4), x, 1)
+    with pytest.raises(ExecutionError, match="read outside the parameters: probe line"):
+        run(body.format(8), x, 1)
+
+
+@pytest.mark.parametrize(
+    ("grid", "shared_bytes", "message"),
+    [((0,), 0, "grid of"), ((1, 65536), 0, "grid of"), ((1,), 1 << 20, "bytes of shared memory, the device has")],
+)
+def test_launches_that_a_driver_refuses(machine, grid, shared_bytes, message):
+    text = PTX.format(inputs=1, outputs=1, in_bytes=4, out_bytes=4, loads="", stores="", body="")
+    x = torch.zeros(32, 1, dtype=torch.int32)
+    Kernel(machine, text)((1,), x, x)
+    with pytest.raises(RuntimeError, match=message):
+        Kernel(machine, text)(grid, x, x, shared_bytes=shared_bytes)
