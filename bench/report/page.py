@@ -263,8 +263,8 @@ def _peers(path: Path) -> list[str]:
         "",
         f"`pip download --no-deps torch==2.13.0`, then `python -m bench peers torch-2.13.0-*.whl --csv PATH`, revision "
         f"{rows[0]['revision']}, Triton {rows[0]['triton']}. bf16, causal, ours with RoPE; nothing was timed. An "
-        "HMMA is a product 16x8x16 of one warp; ours on sm_90 are HGMMA, 64xNx16 counted as N / 8. The figures are those of the "
-        "loop over tiles that need no mask.",
+        "HMMA is a product 16x8x16 of one warp; ours on sm_90 are HGMMA, 64xNx16 counted as N / 8. The loop is the one "
+        "over tiles that need no mask.",
         "",
         *_table(list(PEER_COLUMNS.values()), [[row[name] or "–" for name in PEER_COLUMNS] for row in rows], left=3),
         *(["", notes.read_text().rstrip()] if notes.exists() else []),
