@@ -79,22 +79,26 @@ def report(arch: int, seqlens: list[int], window: int) -> None:
     row_bytes = HEAD_DIM * ITEMSIZE
     schemes = {"HoPE": Rotary.hope(HEAD_DIM, 4096), "ReRoPE": Rotary.rope(HEAD_DIM).rectify(window)}
     print(f"prefill, one head, head_dim {HEAD_DIM}, bf16, causal, sm_{arch}; ReRoPE window {window}")
-    print("| keys | scheme | warp instr. | tensor GFLOP | tiles | ex2 | K read | V read | pre-pass read + written |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| keys | scheme | warp instr. | tensor GFLOP | tiles | ex2 | Q read | table read | K read | V read "
+        "| pre-pass read + written |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for seqlen in seqlens:
         flops = {}
         for name, rotary in schemes.items():
             rotate, forward = prefill(rotary, seqlen)
             tile = forward_tile(arch, len(rotary.bands))
-            keys = sum(forward.tensors[x].sectors_read for x in ("k", "rotated_k") if x in forward.tensors)
+            read = {name: traffic.sectors_read for name, traffic in forward.tensors.items()}
+            keys = read.get("k", 0) + read.get("rotated_k", 0)
             flops[name] = forward.tensor_flops
             tiles = flops[name] // tensor_flops(1, tile.block_m, tile.block_n, HEAD_DIM)
             passed = f"{rotate.tensors['x'].sectors_read} + {rotate.tensors['out'].sectors_written}"
             print(
                 f"| {seqlen} | {name} | {forward.warps()} | {flops[name] / 1e9:.3f} | {tiles} | "
-                f"{forward.lanes('ex2.')} | {keys} | {forward.tensors['v'].sectors_read} | {passed} |"
+                f"{forward.lanes('ex2.')} | {read['q']} | {read['scheme.table']} | {keys} | {read['v']} | {passed} |"
             )
-        print(f"| | ReRoPE over HoPE | | {100 * (flops['ReRoPE'] / flops['HoPE'] - 1):+.1f}% | | | | | |")
+        print(f"| | ReRoPE over HoPE | | {100 * (flops['ReRoPE'] / flops['HoPE'] - 1):+.1f}% | | | | | | | |")
     print(f"\ndecoding, one token, {HEADS_Q} query heads to one key head, 2 splits")
     print("| keys | scheme | K read | V read | bytes of K | warp instr. |\n|---|---|---|---|---|---|")
     for seqlen in seqlens:

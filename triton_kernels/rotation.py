@@ -13,6 +13,7 @@ from .. import cos_sin
 from .tiles import existing_rows, load_rows, store_rows, tile_offsets
 
 FINE_ROWS = tl.constexpr(cos_sin.FINE_ROWS)
+BLOCK_ROWS = tl.constexpr(32)  # of load_cos_sin_by_blocks
 
 # ---- pairs
 
@@ -144,14 +145,39 @@ def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr
         coarse = ptr[None, :] + (rows.index // FINE_ROWS + FINE_ROWS)[:, None] * D
         return add_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
     else:
-        # The first row's position from its two levels, [COUNT]; then fine rows 0 to M - 1, the same for every tile.
-        fine = ptr + (rows.start % FINE_ROWS) * D
-        coarse = ptr + (rows.start // FINE_ROWS + FINE_ROWS) * D
-        start_cos, start_sin = add_angles(
-            tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2)
-        )
+        # Fine rows 0 to M - 1 are the same for every tile.
+        start_cos, start_sin = load_two_levels(ptr, rows.start, D)
         at = ptr[None, :] + rows.index[:, None] * D
         return add_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
+
+
+@triton.jit
+def load_two_levels(ptr, position, D: tl.constexpr):
+    """cos and sin of one position, joined from its fine and its coarse row, two [COUNT]; ptr [COUNT]."""
+    fine = ptr + (position % FINE_ROWS) * D
+    coarse = ptr + (position // FINE_ROWS + FINE_ROWS) * D
+    return add_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
+
+
+@triton.jit
+def load_cos_sin_by_blocks(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+    """load_cos_sin of M rows from BLOCK + M / BLOCK table rows instead of M, which are more bytes than the tile itself.
+    They pass through shared memory: for what comes before a loop, not for what is in it."""
+    if table.positions is not None:
+        return load_cos_sin(table, rotation, rows, FIRST, COUNT, SHAPE)
+    else:
+        M: tl.constexpr = rows.index.shape[0]
+        BLOCK: tl.constexpr = BLOCK_ROWS if M > BLOCK_ROWS else M
+        D: tl.constexpr = SHAPE.block_d
+        ptr = table.ptr + rotation.to(tl.int64) * table.rows * D + FIRST + tl.arange(0, COUNT)
+        start_cos, start_sin = load_two_levels(ptr, rows.start, D)
+        at = ptr[None, :] + (tl.arange(0, M // BLOCK) * BLOCK)[:, None] * D
+        first_cos, first_sin = add_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
+        at = ptr[None, :] + tl.arange(0, BLOCK)[:, None] * D
+        row_cos, row_sin = tl.load(at)[None, :, :], tl.load(at + D // 2)[None, :, :]
+        first_cos, first_sin = first_cos[:, None, :], first_sin[:, None, :]
+        cos, sin = add_angles(row_cos, row_sin, first_cos, first_sin)  # [M / BLOCK, BLOCK, COUNT]
+        return tl.reshape(cos, (M, COUNT)), tl.reshape(sin, (M, COUNT))
 
 
 @triton.jit
@@ -184,7 +210,7 @@ def load_rotated_chunk(
     x, y = load_pairs(view.ptr, offsets, FIRST, COUNT, SHAPE)
     x, y = x.to(tl.float32), y.to(tl.float32)
     if ROTATE:
-        cos, sin = load_cos_sin(table, rotation, rows, FIRST, COUNT, SHAPE)
+        cos, sin = load_cos_sin_by_blocks(table, rotation, rows, FIRST, COUNT, SHAPE)
         x, y = rotate(x, y, cos, sin)
     dtype = view.ptr.dtype.element_ty
     return (x * scale[:, None]).to(dtype), (y * scale[:, None]).to(dtype)

@@ -130,8 +130,8 @@ def caught_launches(launcher, arch: int) -> Iterator[list[Launch]]:
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """A compiled kernel. loop: the instruction mix of its hot loop, empty if it has none. loop_spills: bytes of local
-    memory that a thread touches in the tile loops. Both are None without nvdisasm. slots: tiles that the loops' smallest
-    cp.async buffer holds, None if there is no such buffer."""
+    memory that a thread touches in the tile loops. Both are None without nvdisasm. slots: tiles that the smallest
+    cp.async buffer of the loops holds, None if there is no such buffer."""
 
     registers: int
     spill_stores: int  # bytes per thread

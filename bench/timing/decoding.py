@@ -12,7 +12,7 @@ from flashrope import attention_with_cache
 from .contestants import ENCODINGS, KERNELS, SDPA, Contestant, Unavailable, own_impl
 from .problem import THETA_BASE, Problem
 
-PAGE_SIZE = 16
+PAGE_SIZE, OWN_PAGE_SIZE = 16, 256  # FlashInfer's, flashrope's
 
 
 def _key_positions(problem: Problem) -> torch.Tensor:
@@ -72,7 +72,7 @@ def flashinfer_rope(problem: Problem):
     return attend
 
 
-def own_with_cache(scheme, impl: str | None, problem: Problem):
+def own_with_cache(scheme, impl: str | None, problem: Problem, paged: bool = False):
     if impl == "cuda" and problem.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
     rotary, impl = scheme(problem), impl or own_impl(problem.device)
@@ -84,7 +84,18 @@ def own_with_cache(scheme, impl: str | None, problem: Problem):
             torch.empty(1, 1, 1, problem.head_dim, dtype=problem.dtype, device=problem.device), cached=True
         ):
             raise Unavailable(reason)
-    return lambda q, k, v: attention_with_cache(q, k, v, rotary, seqlens, impl=impl)
+    if not paged:
+        return lambda q, k, v: attention_with_cache(q, k, v, rotary, seqlens, impl=impl)
+    if problem.seqlen % OWN_PAGE_SIZE:
+        raise Unavailable(f"seqlen is not a multiple of the page size, {OWN_PAGE_SIZE}")
+    count = problem.batch * (problem.seqlen // OWN_PAGE_SIZE)
+    table = torch.arange(count, dtype=torch.int32, device=problem.device).view(problem.batch, -1)
+
+    def attend(q, k, v):
+        pages = tuple(x.view(-1, OWN_PAGE_SIZE, problem.heads_kv, problem.head_dim) for x in (k, v))
+        return attention_with_cache(q, *pages, rotary, seqlens, block_table=table, impl=impl)
+
+    return attend
 
 
 def contestants(device: torch.device) -> list[Contestant]:
@@ -109,13 +120,15 @@ def contestants(device: torch.device) -> list[Contestant]:
         if how != "compiled" or device.type == "cpu"
     ]
     ours = [
-        ("NoPE", Problem.none, None),
-        ("RoPE", Problem.rope, None),
-        ("ReRoPE", Problem.rerope, None),
-        ("ReRoPE, CUDA", Problem.rerope, "cuda"),
+        ("NoPE", Problem.none, None, False),
+        ("RoPE", Problem.rope, None, False),
+        ("RoPE, paged", Problem.rope, None, True),
+        ("ReRoPE", Problem.rerope, None, False),
+        ("ReRoPE, paged", Problem.rerope, None, True),
+        ("ReRoPE, CUDA", Problem.rerope, "cuda", False),
     ]
     chosen += [
-        Contestant(f"flashrope {name}", scheme, partial(own_with_cache, scheme, impl), ours=True)
-        for name, scheme, impl in ours
+        Contestant(f"flashrope {name}", scheme, partial(own_with_cache, scheme, impl, paged=paged), ours=True)
+        for name, scheme, impl, paged in ours
     ]
     return [dataclasses.replace(contestant, moved=Problem.bytes_of_cache, ceiling="read_gbs") for contestant in chosen]

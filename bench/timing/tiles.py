@@ -68,8 +68,8 @@ def judged(tile: Tile, result: Measured | str, arch: int, head_dim: int) -> Cand
         "spill B": str(result.spill_stores),
         "shared KB": f"{result.shared / 1024:g}",
     }
-    if result.spill_stores:
-        return Candidate(tile, figures | {"dropped": "spills"})
+    if result.loop and result.loop.get("local"):
+        return Candidate(tile, figures | {"dropped": "spills in the hot loop"})
     if result.shared > limits.shared_per_block:
         return Candidate(tile, figures | {"dropped": "shared memory"})
     if not result.loop:

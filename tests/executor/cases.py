@@ -171,6 +171,7 @@ DECODING = {
         ),
         (),
     ),
+    "prefill-paged-rope-d128-bf16": (dict(target=BF16, scheme="rope", head_dim=128, seqlen_q=70, page_size=PAGES), ()),
     "prefill-paged-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, seqlen_q=70, page_size=PAGES), slow),
 }
 

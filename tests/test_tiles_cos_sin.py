@@ -1,0 +1,46 @@
+"""cos and sin of a tile's rows, from every row of the table or from few: the same angles, at any position."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the kernels are Triton code")
+import triton.language as tl
+
+from flashrope import Rotary
+from flashrope.cos_sin import FINE_ROWS, coarse_rows, cos_sin, two_level_table
+from flashrope.triton_kernels.arguments import Shape
+from flashrope.triton_kernels.rotation import CosSinTable, load_cos_sin, load_cos_sin_by_blocks
+from flashrope.triton_kernels.tiles import Rows
+
+ROTARY = Rotary.rope(32)
+LIMIT = 1 << 24
+HALF_ULP = 2.0**-25
+# Of cos and sin. A level adds the rounding of its two entries (a vector: sqrt 2) and of two products and their sum (2),
+# and passes on the error of the levels before (at most sqrt 2 times): 2 levels 4.8, 3 levels 10.2, 4 levels 18.
+BOUND = {"rows": 10.3 * HALF_ULP, "blocks": 18 * HALF_ULP}
+
+
+@triton.jit
+def cos_and_sin(out, table, table_rows, start, M: tl.constexpr, BY_BLOCKS: tl.constexpr, SHAPE: tl.constexpr):
+    rows = Rows(tl.arange(0, M), start, None, None)
+    COUNT: tl.constexpr = SHAPE.block_d // 2
+    rotation = tl.full((), 1, tl.int32)
+    levels = CosSinTable(table, table_rows, None)
+    if BY_BLOCKS:
+        cos, sin = load_cos_sin_by_blocks(levels, rotation, rows, 0, COUNT, SHAPE)
+    else:
+        cos, sin = load_cos_sin(levels, rotation, rows, 0, COUNT, SHAPE)
+    at = rows.index[:, None] * (2 * COUNT) + tl.arange(0, COUNT)[None, :]
+    tl.store(out + at, cos)
+    tl.store(out + at + COUNT, sin)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("how", BOUND)
+def test_any_position(how, rows):
+    table = two_level_table(ROTARY, True, coarse_rows(LIMIT), torch.device("cpu"))
+    for start in (0, 1, FINE_ROWS - 5, 70_003, LIMIT - rows):
+        out = torch.full((rows, 2, 16), torch.nan)
+        cos_and_sin[(1,)](out, table, table.shape[1], start, rows, how == "blocks", SHAPE=Shape(32, 32))
+        expected = torch.stack(cos_sin(ROTARY, start + torch.arange(rows)), dim=1)
+        assert (out.double() - expected).abs().max() <= BOUND[how]
