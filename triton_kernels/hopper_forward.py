@@ -44,7 +44,8 @@ from .tiles import (
 GROUPS = gl.constexpr(2)
 GROUP_ROWS = gl.constexpr(64)
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)  # of TMA descriptors
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+# Of 168 for every thread. At 24 the producer would spill what the other warps keep from before the switch.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 
 
 class Ring(NamedTuple):
@@ -250,10 +251,29 @@ def start_scores(group, n, STAGES: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def pack_pairs(weights, dtype: gl.constexpr):
+    """float32 [64, BN] as pairs of 16-bit numbers, int32 [64, BN/2]. Carried from tile to tile apart, the two halves of a
+    register would be taken apart and put together in every iteration."""
+    ASM: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    first, second = gl.split(gl.reshape(weights, (weights.shape[0], weights.shape[1] // 2, 2)))
+    return gl.inline_asm_elementwise(ASM, "=r,r,r", [first, second], gl.int32, True, 1)
+
+
+@gluon.jit
+def unpack_pairs(pairs, dtype: gl.constexpr, SHAPE: gl.constexpr):
+    """pack_pairs' numbers [64, BN], as the first operand of a product."""
+    first, second = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1
+    )
+    weights = gl.reshape(gl.join(first, second), (pairs.shape[0], 2 * pairs.shape[1])).to(dtype, bitcast=True)
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, product_layout(SHAPE.block_d), 2))
+
+
+@gluon.jit
 def start_values(group, acc, weights, n, STAGES: gl.constexpr, SHAPE: gl.constexpr):
     """Issues acc + weights @ values of the n-th tile, [64, D]."""
     v = wait_tile(group.v_ring, n, STAGES, SHAPE)
-    return warpgroup_mma(weights, v, acc, is_async=True)
+    return warpgroup_mma(unpack_pairs(weights, v.dtype, SHAPE), v, acc, is_async=True)
 
 
 @gluon.jit
@@ -265,7 +285,7 @@ def weigh(group, state, scores, band, column, seqlen_k, EDGE: gl.constexpr, SHAP
         visible = in_band(group.position[:, None], position_k, band) & (position_k < seqlen_k)
     weights, rescale, row_max, row_sum = softmax_weights(state, scores, group.scale_log2, visible)
     OUT: gl.constexpr = product_layout(SHAPE.block_d)
-    weights = gl.convert_layout(weights.to(group.queries.dtype), gl.DotOperandLayout(0, OUT, 2))
+    weights = pack_pairs(weights, group.queries.dtype)
     rescale = gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
     return weights, rescale, SoftmaxState(state.acc, row_max, row_sum)
 

@@ -178,7 +178,7 @@ BROKEN: dict[str, Mutation] = {
     "copy removed": removed("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"),
     "one arrival more": replaced(r"(mbarrier\.init\S* \[%r\d+\]), 2;", r"\1, 3;"),
     "one arrival less": replaced(r"(mbarrier\.init\S* \[%r\d+\]), 2;", r"\1, 1;"),
-    "too many registers": replaced(r"(setmaxnreg\.inc\S*\s+)240;", r"\g<1>248;"),
+    "too many registers": replaced(r"(setmaxnreg\.inc\S*\s+)232;", r"\g<1>240;"),
     "barrier of other warps": replaced(r"bar\.sync\s+2, 128;", "bar.sync 0, 128;"),
     "barrier for switching removed": replaced(r"barrier\.sync\s+1;", "mov.b32 %r1, %r1;"),
 }
