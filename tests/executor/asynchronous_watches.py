@@ -80,7 +80,9 @@ mbarrier.try_wait.parity.shared.b64 complete, [{barrier}], {parity};
 
 INIT = "@%p2 mbarrier.init.shared::cta.b64 [%r5], {count};\nfence.proxy.async.shared::cta;\n{order}"
 # The second warp writes and arrives, the first waits and reads what was written.
-MBARRIER = INIT + """
+MBARRIER = (
+    INIT
+    + """
 @%p1 bra $L1;
 st.shared.b32 [%r4+-128], %r1;
 bar.warp.sync -1;
@@ -91,6 +93,7 @@ $L1:
 ld.shared.b32 %r12, [%r4];
 $L2:
 """
+)
 RIGHT_MBARRIER = {
     "count": "1",
     "order": "bar.sync 0;",
@@ -98,12 +101,14 @@ RIGHT_MBARRIER = {
     "wait": wait(),
 }
 # The first warp copies a box and waits for it; both read it; the first copies over it.
-TMA = INIT + """
+TMA = (
+    INIT
+    + """
 @%p4 bra $L1;
 @%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r5], {bytes};
 bar.warp.sync -1;
 elect.sync %r20|%p6, -1;
-@%p6 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r3+{to}], [%rd2, {{%r10, %r11}}], [%r5];
+{copy}
 {more}
 $L1:
 {wait}
@@ -113,13 +118,17 @@ $L1:
 {again}
 $L2:
 """
-COPY = "@%p6 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes {to}, [%rd2, {{%r10, %r11}}], [%r5];"
-COPY_AGAIN = "@%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r5], 2048;\nbar.warp.sync -1;\n" + COPY.format(to="[%r3]")
+)
+COPY = (
+    "@%p6 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[%r3+{to}], [%rd2, {{%r10, %r11}}], [%r5];"
+)
+COPY_AGAIN = "@%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r5], 2048;\nbar.warp.sync -1;\n" + COPY.format(to=0)
 RIGHT_TMA = {
     "count": "1",
     "order": "bar.sync 0;",
     "bytes": "2048",
-    "to": "0",
+    "copy": COPY.format(to=0),
     "more": "",
     "wait": wait(),
     "read": "ld.shared.b32 %r12, [%r4];",
@@ -180,7 +189,7 @@ WATCHES = {
         TMA,
         RIGHT_TMA,
         64,
-        {"more": COPY.format(to="[%r3+2048]")},
+        {"more": COPY.format(to=2048)},
         ("mbarrier: bytes that its phase did not expect", "deadlock", "bulk copy not waited for"),
     ),
     "copy read before it is there": (
@@ -192,8 +201,8 @@ WATCHES = {
     ),
     "copy over what is still read": (TMA, RIGHT_TMA, 64, {"release": ""}, UNORDERED),
     "copy never waited for": (TMA, RIGHT_TMA, 64, {"again": COPY_AGAIN}, "bulk copy not waited for at the end"),
-    "copy to a misaligned address": (TMA, RIGHT_TMA, 64, {"to": "64"}, "misaligned shared access"),
-    "copy behind the end": (TMA, RIGHT_TMA, 64, {"to": "7168"}, "outside shared memory"),
+    "copy to a misaligned address": (TMA, RIGHT_TMA, 64, {"copy": COPY.format(to=64)}, "misaligned shared access"),
+    "copy behind the end": (TMA, RIGHT_TMA, 64, {"copy": COPY.format(to=7168)}, "outside shared memory"),
     "more registers than there are": (REGISTERS, RIGHT_REGISTERS, 256, {"more": "96"}, "deadlock"),
     "registers given that it lacks": (REGISTERS, RIGHT_REGISTERS, 256, {"fewer": "72"}, "impossible setmaxnreg"),
     "registers not a multiple of 8": (REGISTERS, RIGHT_REGISTERS, 256, {"fewer": "36"}, "impossible setmaxnreg"),
