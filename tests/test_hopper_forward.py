@@ -1,4 +1,4 @@
-"""The forward for sm_90 with TMA: on the PTX executor, in a process where Triton compiles (``tests/executor/hopper.py``)."""
+"""The forward for sm_90 with TMA, on the PTX executor: ``tests/executor/hopper.py``, in a process that compiles."""
 
 import pytest
 

@@ -78,8 +78,8 @@ FLOAT = {
     "decode wide": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
 # fmt: on
-# The forward of hopper_forward.py, which serves where this table has a tile. None was timed, so it is empty. num_warps is
-# that of one of its two warp groups. FORWARD_TMA_TILES are those to try, by block_d.
+# The forward of hopper_forward.py, which serves where this table has a tile. None was timed, so it is empty.
+# num_warps is that of one of its two warp groups. FORWARD_TMA_TILES are those to try, by block_d.
 FORWARD_TMA: dict[str, dict[int, Tile]] = {"forward tma": {}, "forward tma banded": {}}
 FORWARD_TMA_TILES = {
     64: (Tile(128, 128, 4, 2), Tile(128, 128, 4, 3), Tile(128, 64, 4, 3)),

@@ -44,7 +44,8 @@ from .tiles import (
 GROUPS = gl.constexpr(2)
 GROUP_ROWS = gl.constexpr(64)
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)  # of TMA descriptors
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+# Of 168 for every thread. At 24 the producer would spill what the other warps keep from before the switch.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 
 
 class Ring(NamedTuple):
@@ -53,6 +54,17 @@ class Ring(NamedTuple):
     tiles: object
     full: object
     empty: object
+
+
+class Call(NamedTuple):
+    """What only the consumers need."""
+
+    q: object
+    out: object
+    lse: object
+    scheme: object
+    table: object
+    heads_q: object
 
 
 class Problem(NamedTuple):
@@ -199,7 +211,7 @@ def load_pairs(view, rows, FIRST: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def load_rotated_chunk(view, rows, ahead, scheme, table, rotation, FIRST: gl.constexpr, SHAPE: gl.constexpr):
+def load_rotated_chunk(view, rows, ahead, call, rotation, FIRST: gl.constexpr, SHAPE: gl.constexpr):
     """D/4 pairs of every row, rotated and scaled by log n in float32, rounded once."""
     x, y = load_pairs(view, rows, FIRST, SHAPE)
     LAYOUT: gl.constexpr = x.type.layout
@@ -208,19 +220,19 @@ def load_rotated_chunk(view, rows, ahead, scheme, table, rotation, FIRST: gl.con
     row = rows.start + existing_rows(own)
     if rotation > 0:
         pair = gl.arange(0, SHAPE.head_dim // 4, gl.SliceLayout(0, LAYOUT)) + FIRST
-        cos, sin = load_cos_sin(table, rotation, row, pair, SHAPE)
+        cos, sin = load_cos_sin(call.table, rotation, row, pair, SHAPE)
         x, y = rotate(x, y, cos, sin)
-    scale = log_n_scale(scheme, row, rows.first + own.index + ahead)
+    scale = log_n_scale(call.scheme, row, rows.first + own.index + ahead)
     dtype: gl.constexpr = view.ptr.dtype.element_ty
     return (x * scale[:, None]).to(dtype), (y * scale[:, None]).to(dtype)
 
 
 @gluon.jit
-def store_rotated(queries, view, rows, ahead, scheme, table, rotation, SHAPE: gl.constexpr):
+def store_rotated(queries, view, rows, ahead, call, rotation, SHAPE: gl.constexpr):
     """Fills queries [64, D] in shared memory. In two chunks, as in ``rotation``, for the sake of registers."""
     NEXT: gl.constexpr = SHAPE.head_dim // 4
-    x, y = load_rotated_chunk(view, rows, ahead, scheme, table, rotation, 0, SHAPE)
-    next_x, next_y = load_rotated_chunk(view, rows, ahead, scheme, table, rotation, NEXT, SHAPE)
+    x, y = load_rotated_chunk(view, rows, ahead, call, rotation, 0, SHAPE)
+    next_x, next_y = load_rotated_chunk(view, rows, ahead, call, rotation, NEXT, SHAPE)
     queries.store(join_pairs(concatenate(x, next_x), concatenate(y, next_y), SHAPE))
     fence_async_shared()
 
@@ -248,22 +260,41 @@ def start_scores(group, n, STAGES: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def pack_pairs(weights, dtype: gl.constexpr):
+    """float32 [64, BN] as pairs of 16-bit numbers, int32 [64, BN/2]. As single numbers carried from tile to tile, they
+    would be packed and unpacked once more in every iteration."""
+    ASM: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    first, second = gl.split(gl.reshape(weights, (weights.shape[0], weights.shape[1] // 2, 2)))
+    return gl.inline_asm_elementwise(ASM, "=r,r,r", [first, second], gl.int32, True, 1)
+
+
+@gluon.jit
+def unpack_pairs(pairs, dtype: gl.constexpr, SHAPE: gl.constexpr):
+    """pack_pairs' numbers [64, BN], as the first operand of a product."""
+    first, second = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1
+    )
+    weights = gl.reshape(gl.join(first, second), (pairs.shape[0], 2 * pairs.shape[1])).to(dtype, bitcast=True)
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, product_layout(SHAPE.block_d), 2))
+
+
+@gluon.jit
 def start_values(group, acc, weights, n, STAGES: gl.constexpr, SHAPE: gl.constexpr):
     """Issues acc + weights @ values of the n-th tile, [64, D]."""
     v = wait_tile(group.v_ring, n, STAGES, SHAPE)
-    return warpgroup_mma(weights, v, acc, is_async=True)
+    return warpgroup_mma(unpack_pairs(weights, v.dtype, SHAPE), v, acc, is_async=True)
 
 
 @gluon.jit
 def weigh(group, state, scores, band, column, seqlen_k, EDGE: gl.constexpr, SHAPE: gl.constexpr):
-    """The softmax step of scores [64, BN]: (weights as an operand, factor [64, 1] for acc, new state with the old acc)."""
+    """The softmax step of scores [64, BN]: (packed weights, factor [64, 1] for acc, the new state with the old acc)."""
     visible = None
     if EDGE:
         position_k = (column + gl.arange(0, SHAPE.block_n, gl.SliceLayout(0, scores.type.layout)))[None, :]
         visible = in_band(group.position[:, None], position_k, band) & (position_k < seqlen_k)
     weights, rescale, row_max, row_sum = softmax_weights(state, scores, group.scale_log2, visible)
     OUT: gl.constexpr = product_layout(SHAPE.block_d)
-    weights = gl.convert_layout(weights.to(group.queries.dtype), gl.DotOperandLayout(0, OUT, 2))
+    weights = pack_pairs(weights, group.queries.dtype)
     rescale = gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
     return weights, rescale, SoftmaxState(state.acc, row_max, row_sum)
 
@@ -311,32 +342,18 @@ def attend_band(group, state, band, tiles, seqlen_k, n, STAGES: gl.constexpr, SH
 
 
 @gluon.jit
-def consume(
-    GROUP: gl.constexpr,
-    q,
-    queries,
-    keys,
-    values,
-    out,
-    lse,
-    scheme,
-    table,
-    problem,
-    heads_q,
-    STAGES: gl.constexpr,
-    SHAPE: gl.constexpr,
-):
+def consume(GROUP: gl.constexpr, call, problem, queries, keys, values, STAGES: gl.constexpr, SHAPE: gl.constexpr):
     """One warp group: its 64 rows of queries against all tiles."""
     first = problem.first + GROUP * GROUP_ROWS
     start = first + gl.maximum(problem.ahead, 0)
-    if scheme.positions is not None:
+    if call.scheme.positions is not None:
         start += problem.batch * problem.seqlen_q
     rows = Rows(None, start, first, problem.seqlen_q)
-    view = head_view(q, problem.batch, first, problem.head, SHAPE)
+    view = head_view(call.q, problem.batch, first, problem.head, SHAPE)
     SCORES: gl.constexpr = product_layout(SHAPE.block_n)
     OUT: gl.constexpr = product_layout(SHAPE.block_d)
     position = first + problem.ahead + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SCORES))
-    group = Group(queries.index(GROUP), keys, values, position, log2_scale(scheme.score_scale))
+    group = Group(queries.index(GROUP), keys, values, position, log2_scale(call.scheme.score_scale))
     acc = gl.full([GROUP_ROWS, SHAPE.block_d], 0.0, gl.float32, OUT)
     row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     row_sum = gl.full([GROUP_ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
@@ -347,29 +364,30 @@ def consume(
         band = load_band(problem.bands, b)
         tiles = band_tiles(problem, band, SHAPE)
         if tiles.end > tiles.begin:
-            store_rotated(group.queries, view, rows, problem.ahead, scheme, table, band.q_rotation, SHAPE)
+            store_rotated(group.queries, view, rows, problem.ahead, call, band.q_rotation, SHAPE)
             state = attend_band(group, state, band, tiles, problem.seqlen_k, n, STAGES, SHAPE)
         n += tiles.end - tiles.begin
 
     row_max = gl.convert_layout(state.row_max, gl.SliceLayout(1, OUT))
     row_sum = gl.convert_layout(state.row_sum, gl.SliceLayout(1, OUT))
     result, log_sum = finish_softmax(SoftmaxState(state.acc, row_max, row_sum))
-    store_out(group.queries, result, log_sum, out, lse, problem, rows, heads_q, SHAPE)
+    store_out(group.queries, result, log_sum, call, problem, rows, SHAPE)
 
 
 @gluon.jit
-def store_out(staging, result, log_sum, out, lse, problem, rows, heads_q, SHAPE: gl.constexpr):
+def store_out(staging, result, log_sum, call, problem, rows, SHAPE: gl.constexpr):
     """Stores result [64, D], through shared memory for the sake of wide stores, and log_sum [64]."""
     LAYOUT: gl.constexpr = row_layout(SHAPE.head_dim)
     staging.store(result.to(staging.dtype))
     row = packed_row(None, problem.batch, None, problem.seqlen_q) + rows.first
-    view = HeadView(out + (row * heads_q + problem.head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
+    heads = call.heads_q
+    view = HeadView(call.out + (row * heads + problem.head) * SHAPE.head_dim, heads * SHAPE.head_dim, None)
     channels = gl.arange(0, SHAPE.head_dim, gl.SliceLayout(0, LAYOUT))
     store_rows(view, staging.load(LAYOUT), group_rows(rows, LAYOUT), channels, SHAPE)
     OUT: gl.constexpr = product_layout(SHAPE.block_d)
     own = group_rows(rows, OUT)
-    lse += lse_offset(None, problem.batch, problem.head, heads_q, None, problem.seqlen_q) + rows.first
-    gl.store(lse + own.index, log_sum, mask=row_exists(own))
+    offset = lse_offset(None, problem.batch, problem.head, heads, None, problem.seqlen_q) + rows.first
+    gl.store(call.lse + offset + own.index, log_sum, mask=row_exists(own))
 
 
 # ---- the kernel
@@ -399,21 +417,15 @@ def hopper_forward(
     batch, head, first = query_program(seqlen_q, heads_q, SHAPE)
     head_kv = head // (heads_q // heads_kv)
     problem = Problem(batch, head, head_kv, first, seqlen_q, seqlen_k, seqlen_k - seqlen_q, scheme.bands)
-    table = CosSinTable(scheme.table, table_rows, scheme.positions)
     queries = gl.allocate_shared_memory(k.dtype, [GROUPS, GROUP_ROWS, SHAPE.head_dim], tile_layout(2))
     keys = new_ring(k.dtype, STAGES, SHAPE)
     values = new_ring(k.dtype, STAGES, SHAPE)
     fence_async_shared()
+    call = Call(q, out, lse, scheme, CosSinTable(scheme.table, table_rows, scheme.positions), heads_q)
     gl.warp_specialize(
         [
-            (
-                consume,
-                (gl.constexpr(0), q, queries, keys, values, out, lse, scheme, table, problem, heads_q, STAGES, SHAPE),
-            ),
-            (
-                consume,
-                (gl.constexpr(1), q, queries, keys, values, out, lse, scheme, table, problem, heads_q, STAGES, SHAPE),
-            ),
+            (consume, (gl.constexpr(0), call, problem, queries, keys, values, STAGES, SHAPE)),
+            (consume, (gl.constexpr(1), call, problem, queries, keys, values, STAGES, SHAPE)),
             (produce, (k, rotated_k, v, keys, values, problem, batches, STAGES, SHAPE)),
         ],
         [4, 1],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -11,13 +12,15 @@ from flashrope import Rotary
 from flashrope.backends import AttentionCall, CacheCall, CacheLayout
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
+from flashrope.triton_kernels import configs
 
 from .offline import Launch, caught_launches
 
 KERNELS = ("rotate_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q")
 DECODE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
 CHUNK_KERNELS = ("append_rows", "rotate_cached_rows", "attention_forward")
-ORDER = ("rotate_rows", "rotate_cached_rows", *KERNELS[1:], *DECODE_KERNELS)
+TMA_KERNELS = ("rotate_rows", "hopper_forward")
+ORDER = ("rotate_rows", "rotate_cached_rows", *KERNELS[1:], "hopper_forward", *DECODE_KERNELS)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # neither head count a multiple of 16
 
@@ -35,6 +38,7 @@ class Scheme:
     grad_lse: bool = False
     cache: str = ""  # "contiguous" or "paged": attention_with_cache
     seqlen_q: int = 1  # with a cache
+    tma: bool = False  # the forward alone, by hopper_forward
 
 
 ONE_BAND = Scheme("rope", Rotary.rope)
@@ -60,6 +64,7 @@ PARTIAL = Scheme(
     lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2).rectify(WINDOW),
     cache="contiguous",
 )
+TMA = tuple(Scheme(f"{scheme.name} tma", scheme.rotary, tma=True) for scheme in (ONE_BAND, TWO_BANDS))
 VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
 
@@ -75,6 +80,8 @@ class Case:
         """The kernels it must launch."""
         if self.scheme.cache:
             return set(CHUNK_KERNELS if self.scheme in CHUNKS else DECODE_KERNELS)
+        if self.scheme.tma:
+            return set(TMA_KERNELS)
         return set(KERNELS) - ({"rotate_rows"} if self.scheme.name == "nope" else set())
 
     def launches(self) -> list[Launch]:
@@ -97,8 +104,10 @@ class Case:
         call = AttentionCall(
             rotary, scheme.causal, self.head_dim**-0.5, positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN
         )
-        with caught_launches(launcher, self.arch) as launches:
+        with caught_launches(launcher, self.arch) as launches, tma_tiles(scheme.tma):
             out, lse, rotated_k = backend.forward(q, k, v, call)
+            if scheme.tma:
+                return launches
             grad_lse = torch.empty_like(lse) if scheme.grad_lse else None
             backend.backward(torch.empty_like(out), grad_lse, q, k, v, out, lse, rotated_k, call)
         return launches
@@ -117,6 +126,18 @@ class Case:
         return launches
 
 
+@contextlib.contextmanager
+def tma_tiles(chosen: bool) -> Iterator[None]:
+    """In this context, if chosen, hopper_forward serves with the first of its tiles."""
+    before = {name: table.copy() for name, table in configs.FORWARD_TMA.items()}
+    for table in configs.FORWARD_TMA.values() if chosen else ():
+        table.update({block_d: tiles[0] for block_d, tiles in configs.FORWARD_TMA_TILES.items()})
+    try:
+        yield
+    finally:
+        configs.FORWARD_TMA.update(before)
+
+
 def cases(quick: bool) -> list[Case]:
     """bf16 with one and two bands on the main architectures, and every other choice once, mostly where registers are
     scarcest. fp16 compiles to the same figures as bf16, and sm_89 to those of sm_86."""
@@ -125,6 +146,7 @@ def cases(quick: bool) -> list[Case]:
         return [Case(arch, head_dim, dtype, scheme) for arch in archs for head_dim in head_dims for scheme in schemes]
 
     main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *DECODE, *CHUNKS)
+    main += grid((90,), (64, 128), "bf16", *TMA)
     if quick:
         return main
     wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)

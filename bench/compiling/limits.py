@@ -71,6 +71,8 @@ def _by_size(sm80: tuple[float, float], sm90: tuple[float, float]) -> dict[tuple
 INSTRUCTION_LIMITS = {
     ("attention_forward", "rope"): _by_size((5.2, 4.5), (40, 33)),
     ("attention_forward", "rerope"): _by_size((5.2, 4.5), (40, 33)),
+    ("hopper_forward", "rope tma"): {(90, 64): 36, (90, 128): 30},
+    ("hopper_forward", "rerope tma"): {(90, 64): 36, (90, 128): 31},
     ("attention_grad_kv", "rope"): _by_size((4.6, 4.3), (22.5, 19.3)),
     ("attention_grad_kv", "rerope"): _by_size((4.6, 4.3), (22.5, 12)),
     ("attention_grad_q", "rope"): _by_size((3.8, 3.1), (24.5, 18.2)),

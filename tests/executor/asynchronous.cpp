@@ -25,12 +25,15 @@ void Asynchronous::start(uint64_t seed) {
 
 void Asynchronous::wake(Wait kind, uint32_t what) {
   for (Warp& w : block_.warps)
-    if (w.waits_for == kind && (kind != Wait::phase || w.waits_at == what)) w.waits_for = Wait::none, w.at_barrier = false;
+    if (w.waits_for == kind && (kind != Wait::phase || w.waits_at == what))
+      w.waits_for = Wait::none, w.at_barrier = false;
 }
 
 // ---- barriers of a block or of some of its warps
 
-static uint32_t uniform(Warp& w, const Operand& o) { return o.slot < 0 ? static_cast<uint32_t>(o.offset) : w.at<uint32_t>(o)[0]; }
+static uint32_t uniform(Warp& w, const Operand& o) {
+  return o.slot < 0 ? static_cast<uint32_t>(o.offset) : w.at<uint32_t>(o)[0];
+}
 
 void Asynchronous::barrier(Warp& w, const Instruction& i) {
   const uint32_t all = static_cast<uint32_t>(LANES * block_.warps.size()), id = uniform(w, i.operands[0]);
@@ -78,7 +81,8 @@ MBarrier* Asynchronous::find(Warp& w, const Instruction& i, uint32_t address, in
 void Asynchronous::init(Warp& w, const Instruction& i, uint32_t address, uint32_t count) {
   const int64_t offset = block_.shared.locate(address, 8, w, i, -1);
   if (offset < 0) return;
-  if (mbarriers_.count(offset)) block_.report("mbarrier initialised twice", w, i, -1, "shared offset " + std::to_string(offset));
+  if (mbarriers_.count(offset))
+    block_.report("mbarrier initialised twice", w, i, -1, "shared offset " + std::to_string(offset));
   if (!count || count >= 1 << 20) block_.report("impossible mbarrier", w, i, -1, std::to_string(count) + " arrivals");
   if (mbarriers_.size() == MAX_MBARRIERS) throw Error("more mbarriers than the executor knows");
   MBarrier b;
@@ -103,7 +107,8 @@ void Asynchronous::arrive(Warp& w, const Instruction& i, uint32_t address, uint3
   if (!b) return;
   if (count > b->pending) {
     block_.report("mbarrier: too many arrivals", w, i, -1,
-                  std::to_string(count) + ", its phase needs " + std::to_string(b->pending) + " of " + std::to_string(b->count));
+                  std::to_string(count) + ", its phase needs " + std::to_string(b->pending) + " of " +
+                      std::to_string(b->count));
     count = b->pending;
   }
   b->bytes += bytes, b->pending -= count;
@@ -184,8 +189,8 @@ void Asynchronous::report_deadlock() {
       why = "the mbarrier at shared offset " + std::to_string(w.waits_at) + " completed " + std::to_string(b.phases) +
             " phases and lacks " + std::to_string(b.pending) + " arrivals and " + std::to_string(b.bytes) + " bytes";
     } else {
-      why = std::to_string(w.waits_at) + " registers asked for, the warp has " + std::to_string(w.held_registers) + ", " +
-            std::to_string(free_registers_) + " are free";
+      why = std::to_string(w.waits_at) + " registers asked for, the warp has " + std::to_string(w.held_registers) +
+            ", " + std::to_string(free_registers_) + " are free";
     }
     auto at = std::find_if(code.begin(), code.end(), [&](const Instruction& i) { return i.line == w.barrier_line; });
     block_.report("deadlock", w, *at, -1, why);

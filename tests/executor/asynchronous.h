@@ -1,8 +1,8 @@
 // What sm_90 synchronises by besides the barrier of a whole block: mbarriers, barriers of some warps, the tensor memory
 // accelerator (TMA), and the registers that warps hand to each other.
 //
-// With these, memory is ordered by vector clocks (SharedMemory asks `Clock`): an arrival publishes what a warp has seen,
-// a wait that succeeds takes it over. A bulk copy is ordered by the phase of the mbarrier that counts its bytes.
+// With these, memory is ordered by vector clocks: an arrival publishes what a warp has seen, a wait that succeeds takes
+// it over. A bulk copy is ordered by the phase of the mbarrier that counts its bytes.
 #pragma once
 
 #include <array>

@@ -108,7 +108,7 @@ TMA = (
 @%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r5], {bytes};
 bar.warp.sync -1;
 elect.sync %r20|%p6, -1;
-@%p6 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r3+{to}], [%rd2, {{%r10, %r11}}], [%r5];
+{copy}
 {more}
 $L1:
 {wait}
@@ -119,13 +119,16 @@ $L1:
 $L2:
 """
 )
-COPY = "@%p6 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes {to}, [%rd2, {{%r10, %r11}}], [%r5];"
-COPY_AGAIN = "@%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r5], 2048;\nbar.warp.sync -1;\n" + COPY.format(to="[%r3]")
+COPY = (
+    "@%p6 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[%r3+{to}], [%rd2, {{%r10, %r11}}], [%r5];"
+)
+COPY_AGAIN = "@%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r5], 2048;\nbar.warp.sync -1;\n" + COPY.format(to=0)
 RIGHT_TMA = {
     "count": "1",
     "order": "bar.sync 0;",
     "bytes": "2048",
-    "to": "0",
+    "copy": COPY.format(to=0),
     "more": "",
     "wait": wait(),
     "read": "ld.shared.b32 %r12, [%r4];",
@@ -186,7 +189,7 @@ WATCHES = {
         TMA,
         RIGHT_TMA,
         64,
-        {"more": COPY.format(to="[%r3+2048]")},
+        {"more": COPY.format(to=2048)},
         ("mbarrier: bytes that its phase did not expect", "deadlock", "bulk copy not waited for"),
     ),
     "copy read before it is there": (
@@ -198,8 +201,8 @@ WATCHES = {
     ),
     "copy over what is still read": (TMA, RIGHT_TMA, 64, {"release": ""}, UNORDERED),
     "copy never waited for": (TMA, RIGHT_TMA, 64, {"again": COPY_AGAIN}, "bulk copy not waited for at the end"),
-    "copy to a misaligned address": (TMA, RIGHT_TMA, 64, {"to": "64"}, "misaligned shared access"),
-    "copy behind the end": (TMA, RIGHT_TMA, 64, {"to": "7168"}, "outside shared memory"),
+    "copy to a misaligned address": (TMA, RIGHT_TMA, 64, {"copy": COPY.format(to=64)}, "misaligned shared access"),
+    "copy behind the end": (TMA, RIGHT_TMA, 64, {"copy": COPY.format(to=7168)}, "outside shared memory"),
     "more registers than there are": (REGISTERS, RIGHT_REGISTERS, 256, {"more": "96"}, "deadlock"),
     "registers given that it lacks": (REGISTERS, RIGHT_REGISTERS, 256, {"fewer": "72"}, "impossible setmaxnreg"),
     "registers not a multiple of 8": (REGISTERS, RIGHT_REGISTERS, 256, {"fewer": "36"}, "impossible setmaxnreg"),

@@ -12,7 +12,10 @@
 namespace executor {
 
 Block::Block(Launch& l)
-    : launch(l), shared(l.shared_bytes, l.program.asynchronous), executed(l.program.code.size()), lanes(l.program.code.size()) {
+    : launch(l),
+      shared(l.shared_bytes, l.program.asynchronous),
+      executed(l.program.code.size()),
+      lanes(l.program.code.size()) {
   const size_t warp_count = l.threads / LANES, slots = l.program.slots;
   register_file.resize(warp_count * slots * LANES);
   defined.resize(warp_count * slots);

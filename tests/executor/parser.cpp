@@ -227,7 +227,8 @@ class Parser {
 
   // $L__BB0_1, or within a scope a plain name
   static bool is_label(const std::string& text) {
-    return text[0] == '$' || std::all_of(text.begin(), text.end(), [](unsigned char c) { return isalnum(c) || c == '_'; });
+    const auto plain = [](unsigned char c) { return isalnum(c) || c == '_'; };
+    return text[0] == '$' || std::all_of(text.begin(), text.end(), plain);
   }
 
   std::string label(const std::string& name) const {
@@ -420,7 +421,8 @@ class Parser {
       program_.code[at].target = labels_[label];
     }
     for (auto& [at, list] : lists_)
-      for (const std::string& label : jumps_[list]) program_.code[at].targets.push_back(static_cast<int>(labels_.at(label)));
+      for (const std::string& label : jumps_[list])
+        program_.code[at].targets.push_back(static_cast<int>(labels_.at(label)));
   }
 
   enum class Place { module, other, header, body, done };  // other: a kernel that is not wanted

@@ -21,19 +21,22 @@ void Asynchronous::copy(Warp& w, const Instruction& i, int lane, TensorMap* map,
   const uint32_t bytes = box_bytes(*map);
   if (!b || offset < 0) return;
   if (offset + bytes > block_.shared.size()) {
-    block_.report("outside shared memory", w, i, lane, "offset " + std::to_string(offset) + ", " + std::to_string(bytes) + " bytes");
+    block_.report("outside shared memory", w, i, lane,
+                  "offset " + std::to_string(offset) + ", " + std::to_string(bytes) + " bytes");
     return;
   }
   if (!b->fenced) block_.report("no fence between mbarrier.init and its use by TMA", w, i, lane, "");
   block_.shared.begin_bulk(static_cast<uint32_t>(offset), bytes, w, i, lane);
-  copies_.push_back({&i, &w, map, at, static_cast<uint32_t>(offset), bytes, static_cast<uint32_t>(barrier_offset), b->phases});
+  const uint32_t from = static_cast<uint32_t>(offset), counter = static_cast<uint32_t>(barrier_offset);
+  copies_.push_back({&i, &w, map, at, from, bytes, counter, b->phases});
 }
 
 void Asynchronous::land(size_t index) {
   const BulkCopy c = copies_[index];
   copies_.erase(copies_.begin() + index);
   const TensorMap& map = *c.map;
-  const uint32_t row_bytes = map.box[0] * map.element_bytes, swizzle = map.swizzle_bytes ? map.swizzle_bytes / 16 - 1 : 0;
+  const uint32_t row_bytes = map.box[0] * map.element_bytes;
+  const uint32_t swizzle = map.swizzle_bytes ? map.swizzle_bytes / 16 - 1 : 0;
   auto found = mbarriers_.find(c.mbarrier);
   if (found == mbarriers_.end() || found->second.phases != c.phase) {
     block_.report("mbarrier: bytes that its phase did not expect", *c.warp, *c.instruction, -1,
@@ -91,7 +94,8 @@ void copy_box(Warp& w, const Instruction& i, Lanes m) {
     auto& parameters = w.block->launch.parameters;
     auto* map = reinterpret_cast<TensorMap*>(&parameters[0] + map_at);
     if (map_at + 128 > parameters.size() || map_at % 64 || map->magic != TensorMap::MAGIC || map->rank != RANK) {
-      w.block->report("no tensor map", w, i, l, "of rank " + std::to_string(RANK) + " at parameter offset " + std::to_string(map_at));
+      w.block->report("no tensor map", w, i, l,
+                      "of rank " + std::to_string(RANK) + " at parameter offset " + std::to_string(map_at));
       continue;
     }
     std::array<int32_t, 5> at{};
