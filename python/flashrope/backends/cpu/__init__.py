@@ -1,6 +1,7 @@
 """The CPU backend. It calls torch's own flash-attention kernel for the CPU on parts of every band.
 
-Where ``flashrope build-cpu`` has compiled the kernels of csrc/, it calls those instead (library.py, tiles.py, decode.py).
+Where ``flashrope build-cpu`` has compiled the kernels of csrc/, it calls those instead (library.py, tiles.py,
+decode.py).
 """
 
 from .attention import backward, forward, rotated_k_shape, unsupported_reason
