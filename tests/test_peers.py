@@ -78,6 +78,8 @@ def test_the_loop_over_tiles_is_the_one_with_exponentials():
 
 
 def test_hgmma_counts_as_the_products_of_one_warp():
+    line = "        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;\n"
+    assert sass.mix(sass.parse(line).opcodes)["products"] == 16
     assert sass.mix(["HGMMA.64x128x16.F32.BF16", "HGMMA.64x64x16.F32.BF16.GSB0", "FADD"])["products"] == 16 + 8
 
 
