@@ -23,6 +23,10 @@ SUBCOMMANDS = {  # name: (module, what it does)
     "tune": ("timing.tune", "tiles for configs.py: timed on a GPU, or ranked by their machine code without one"),
     "gate": ("compiling.gate", "compile every Triton kernel without a GPU; check spills, shared memory, instructions"),
     "gate-cuda": ("compiling.gate_cuda", "the same for the CUDA C++ kernels, where nvcc is installed"),
+    "peers": (
+        "compiling.peers",
+        "machine code of PyTorch's FlashAttention-2 kernels beside that of ours, without a GPU",
+    ),
     "work": (
         "work",
         "work and memory traffic of the compiled kernels, counted by the PTX executor, against what they need",

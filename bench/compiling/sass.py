@@ -66,10 +66,11 @@ def classify(opcode: str) -> str:
 
 
 def mix(opcodes: Sequence[str]) -> Counter:
-    """Instructions per class of CLASSES; "global 16 B", those of "global" that move 16 bytes per thread; and "total",
-    without NOPs."""
+    """Instructions per class of CLASSES; "global 16 B", those of "global" that move 16 bytes per thread; "products",
+    the tensor-core work in products 16x8x16 of one warp; and "total", without NOPs."""
     counts = Counter(classify(opcode) for opcode in opcodes)
     counts += Counter("global 16 B" for opcode in opcodes if classify(opcode) == "global" and _width(opcode) == 16)
+    counts["products"] = sum(map(_products, opcodes))
     counts["total"] = sum(opcode != "NOP" for opcode in opcodes)
     return counts
 
@@ -114,6 +115,13 @@ def local_bytes_in_loops(listing: Listing) -> int:
 
 def _local_bytes(opcodes: Sequence[str], *names: str) -> int:
     return sum(_width(opcode) for opcode in opcodes if opcode.startswith(names))
+
+
+def _products(opcode: str) -> float:
+    """HMMA.16816 is 1, HMMA.1688 half of it; a warp's quarter of HGMMA.64xNx16 is N / 8."""
+    if wide := re.match(r"HGMMA\.64x(\d+)x16\b", opcode):
+        return int(wide[1]) / 8
+    return {"16816": 1.0, "1688": 0.5}.get(opcode.split(".")[1], 0.0) if opcode.startswith("HMMA.") else 0.0
 
 
 def _width(opcode: str) -> int:

@@ -23,6 +23,7 @@ TITLES = {
     "cpu": "CPU backend against PyTorch's attention",
 }
 COMPILED = "compiled"  # the folder of tables from python -m bench gate --csv
+PEERS = "flash-attention-2"  # the folder of tables from python -m bench peers --csv, and of notes.md
 MAIN_KERNELS = ("attention_forward", "attention_grad_kv", "attention_grad_q")
 COLUMNS = {
     "kernel": "kernel",
@@ -34,6 +35,23 @@ COLUMNS = {
     "shared KB": "shared KB",
     "blocks/SM": "blocks per SM",
     "instr/MMA": "instructions per HMMA or HGMMA",
+    "model": "tensor cores busy (model)",
+}
+PEER_COLUMNS = {
+    "pass": "pass",
+    "kernel": "kernel",
+    "arch": "architecture",
+    "D": "head_dim",
+    "tile": "tile",
+    "warps": "warps",
+    "regs": "registers",
+    "spill B": "spilled bytes",
+    "spills in loop": "spill instructions in the loop",
+    "shared KB": "shared KB",
+    "blocks/SM": "blocks per SM",
+    "instr/product": "instructions per HMMA",
+    "ldsm/product": "LDSM per HMMA",
+    "mufu+fp32/product": "MUFU and FP32 per HMMA",
     "model": "tensor cores busy (model)",
 }
 INTRODUCTION = """\
@@ -88,6 +106,8 @@ def page(folder: Path, found: Sequence[tuple[Path, Runs]]) -> str:
                 lines += ["", f"![{TITLES[run.command]}]({device.name}/{path.stem}.png)"]
     for path in sorted((folder / COMPILED).glob("*.csv")):
         lines += ["", *_compiled(path)]
+    for path in sorted((folder / PEERS).glob("*.csv")):
+        lines += ["", *_peers(path)]
     return "\n".join(lines) + "\n"
 
 
@@ -228,6 +248,26 @@ def _compiled(path: Path) -> list[str]:
         f"kernels are in [{file}]({file}).",
         "",
         *_table(list(COLUMNS.values()), rows, left=2),
+    ]
+
+
+def _peers(path: Path) -> list[str]:
+    """A table of ``bench peers``, and what notes.md beside it says about it."""
+    with open(path, newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    if {"revision", "triton", *PEER_COLUMNS} - set(rows[0] if rows else ()):
+        raise ValueError(f"{path}: expected the table that python -m bench peers --csv writes")
+    notes = path.with_name("notes.md")
+    return [
+        "## Machine code beside FlashAttention-2's",
+        "",
+        f"`pip download --no-deps torch==2.13.0`, then `python -m bench peers torch-2.13.0-*.whl --csv PATH`, revision "
+        f"{rows[0]['revision']}, Triton {rows[0]['triton']}. bf16, causal, ours with RoPE; nothing was timed. An "
+        "HMMA is a product 16x8x16 of one warp; ours on sm_90 are HGMMA, 64xNx16 counted as N / 8. The loop is the one "
+        "over tiles that need no mask.",
+        "",
+        *_table(list(PEER_COLUMNS.values()), [[row[name] or "–" for name in PEER_COLUMNS] for row in rows], left=3),
+        *(["", notes.read_text().rstrip()] if notes.exists() else []),
     ]
 
 

@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shapes",
         nargs="+",
         metavar="BxSxHxKxD",
-        help="batch, seqlen, query heads, key heads, head_dim, such as 8x4096x32x8x128; in decode and prefill seqlen is "
-        "the capacity of the cache (default: 32 and 8 heads, head_dim 128, one shape for every class of length)",
+        help="batch, seqlen, query heads, key heads, head_dim, such as 8x4096x32x8x128; in decode and prefill seqlen "
+        "is the capacity of the cache (default: 32 and 8 heads, head_dim 128, one shape for every class of length)",
     )
     parser.add_argument(
         "--passes",

@@ -1,0 +1,237 @@
+"""Machine code of FlashAttention-2 beside that of our kernels. Needs no GPU, and nothing of theirs is kept but figures.
+
+    pip download --no-deps torch==2.13.0      # a wheel with CUDA
+    python -m bench peers torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl [--csv PATH]
+
+Also reads a libtorch_cuda.so, or the .so of the flash-attn package. Their kernels are those that their launch templates
+take for bf16, causal, no dropout, lengths that are multiples of the tile; shared memory, which the host asks for, is
+computed from the tile as their kernel_traits.h does. Ours: RoPE, causal, bf16. Of every kernel the tile loop with the
+fewest instructions per product is shown. A product is 16x8x16 of one warp: one HMMA, or N / 8 for HGMMA.64xNx16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import subprocess
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import machine
+from . import cases, offline, sass, utilisation
+from .architectures import MULTIPROCESSORS
+from .table import print_table
+
+ARCHS, HEAD_DIMS = (80, 90), (64, 128)
+OURS = {
+    "attention_forward": "forward",
+    "attention_grad_kv": "backward, dK and dV",
+    "attention_grad_q": "backward, dQ",
+}
+COLUMNS = (
+    "pass", "kernel", "arch", "D", "tile", "warps", "regs", "spill B", "spills in loop", "shared KB", "blocks/SM",
+    "instr/product", "ldsm/product", "mufu+fp32/product", "model",
+)  # fmt: skip
+
+
+class Peer(NamedTuple):
+    """A kernel of FlashAttention-2: its tile, its symbol as a pattern, and its shared memory in bytes."""
+
+    step: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    warps: int
+    symbol: str
+    shared: int
+
+
+def peers() -> list[Peer]:
+    """Those that run_mha_fwd_hdimD and run_mha_bwd_hdimD launch on devices with 144 KB of shared memory and more."""
+    found = []
+    for head_dim, block_m, block_n in ((64, 128, 128), (128, 128, 64)):
+        traits = f"23Flash_fwd_kernel_traitsILi{head_dim}ELi{block_m}ELi{block_n}ELi4ELb0ELb0EN7cutlass10bfloat16_tE"
+        symbol = rf"_ZN\w+16flash_fwd_kernelI{traits}\w*EE" + _flags(causal=1, even=4, count=8)
+        shared = 2 * head_dim * (block_m + 2 * block_n)  # Q, K, V
+        found.append(Peer("forward", head_dim, block_m, block_n, 4, symbol, shared))
+    for head_dim, block_m, block_n in ((64, 128, 128), (128, 64, 128)):
+        tile = f"Li{head_dim}ELi{block_m}ELi{block_n}ELi8E"
+        traits = rf"23Flash_bwd_kernel_traitsI{tile}(?:Li\dE){{3}}Lb0ELb0EN7cutlass10bfloat16_tE"
+        kernel = "44flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel"
+        symbol = rf"_ZN\w+{kernel}I{traits}\w*EE" + _flags(causal=1, even=4, count=7)
+        # two tiles of Q, one of dO; K, V; P, dS
+        shared = 2 * (3 * block_m * head_dim + 2 * block_n * head_dim + 2 * block_m * block_n)
+        found.append(Peer("backward", head_dim, block_m, block_n, 8, symbol, shared))
+    return found
+
+
+def _flags(causal: int, even: int, count: int) -> str:
+    """The boolean template arguments: is_causal, is_even_MN and is_even_K, and nothing else."""
+    return "".join(f"Lb{int(at in (causal, even, even + 1))}E" for at in range(count)) + "E"
+
+
+# ---- reading
+
+
+def library(path: Path, folder: Path) -> tuple[Path, str]:
+    """(the shared library, what to call it). That of a wheel is extracted to the folder."""
+    if path.suffix != ".whl":
+        return path, path.stem
+    name, version = path.name.split("-")[:2]
+    with zipfile.ZipFile(path) as wheel:
+        [member] = [
+            x for x in wheel.namelist() if re.fullmatch(r"torch/lib/libtorch_cuda\.so|flash_attn_2_cuda\S*\.so", x)
+        ]
+        return Path(wheel.extract(member, folder)), f"{name} {version}"
+
+
+def cubins(path: Path, arch: int, folder: Path) -> Iterator[bytes]:
+    """The cubins of one architecture that hold FlashAttention-2 kernels."""
+    if path.suffix == ".cubin":
+        yield path.read_bytes()
+        return
+    cuobjdump = offline.tool("cuobjdump")
+    extract = [cuobjdump, "-xelf", f"sm_{arch}.cubin", path.absolute()]
+    subprocess.run(extract, check=True, cwd=folder, stdout=subprocess.DEVNULL)
+    for file in sorted(folder.glob("*.cubin")):
+        content = file.read_bytes()
+        file.unlink()
+        if b"Flash_fwd_kernel_traits" in content or b"Flash_bwd_kernel_traits" in content:
+            yield content
+
+
+def sections(text: str) -> dict[str, str]:
+    """{symbol: its part} of an output of ``nvdisasm -c``."""
+    parts = re.split(r"^//-+ \.text\.(\S+) -+\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def functions(cubin: bytes) -> dict[str, tuple[int, sass.Listing]]:
+    """{symbol: (registers, listing)}."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+
+        def output(*words):
+            return subprocess.run([*words, file.name], check=True, capture_output=True, text=True).stdout
+
+        registers = dict(re.findall(r"Function (\S+):\s+REG:(\d+)", output(offline.tool("cuobjdump"), "-res-usage")))
+        listings = sections(output(offline.tool("nvdisasm"), "-c"))
+    return {name: (int(registers[name]), sass.parse(part)) for name, part in listings.items() if name in registers}
+
+
+# ---- figures
+
+
+def attention_loop(listing: sass.Listing) -> Counter:
+    """The loop over tiles with the fewest instructions per product. One pass of it has products and exponentials, which
+    tells it from loops within or across a product."""
+    mixes = [sass.mix(listing.opcodes[first : last + 1]) for first, last in listing.loops]
+    whole = [counts for counts in mixes if counts["products"] and counts["mufu"]]
+    return min(whole, key=lambda counts: counts["total"] / counts["products"])
+
+
+def figures(arch: int, registers: int, warps: int, shared: int, listing: sass.Listing) -> dict[str, str]:
+    loop = attention_loop(listing)
+    products, local = loop["products"], loop.get("local", 0)
+    arithmetic = loop.get("mufu", 0) + loop.get("fp32", 0)
+    return {
+        "warps": str(warps),
+        "regs": str(registers),
+        "spill B": str(sass.local_bytes(listing)[0]),
+        "spills in loop": str(local),
+        "shared KB": f"{shared / 1024:g}",
+        "blocks/SM": str(MULTIPROCESSORS[arch].resident_blocks(registers, shared, warps)),
+        "instr/product": f"{loop['total'] / products:.2f}",
+        "ldsm/product": f"{loop.get('ldsm', 0) / products:.3f}",
+        "mufu+fp32/product": f"{arithmetic / products:.2f}",
+        "model": f"{utilisation.utilisation(loop):.0%}" if arch == utilisation.ARCH else "",
+    }
+
+
+def theirs(path: Path, arch: int, label: str) -> list[dict[str, str]]:
+    wanted, rows = peers(), []
+    with tempfile.TemporaryDirectory() as folder:
+        for cubin in cubins(path, arch, Path(folder)):
+            symbols = {name.decode() for name in re.findall(rb"_ZN\w{50,}", cubin)}
+            here = [peer for peer in wanted if any(re.fullmatch(rf"{peer.symbol}\w*", name) for name in symbols)]
+            known = functions(cubin) if here else {}
+            for peer in here:
+                [(registers, listing)] = [known[name] for name in known if re.fullmatch(rf"{peer.symbol}\w*", name)]
+                rows.append(
+                    {
+                        "pass": "forward" if peer.step == "forward" else "backward, dQ, dK and dV",
+                        "kernel": f"FlashAttention-2, {label}",
+                        "arch": f"sm_{arch}",
+                        "D": str(peer.head_dim),
+                        "tile": f"{peer.block_m} x {peer.block_n}",
+                        **figures(arch, registers, peer.warps, peer.shared, listing),
+                    }
+                )
+    if len(rows) != len(wanted):
+        raise SystemExit(f"{path}: found {len(rows)} of {len(wanted)} kernels of FlashAttention-2 for sm_{arch}")
+    return rows
+
+
+def _inspect(compiled) -> tuple[int, int, int, sass.Listing]:
+    cubin = compiled.asm["cubin"]
+    registers, _ = offline.cubin_usage(cubin)
+    listing = sass.disassemble(cubin, offline.tool("nvdisasm"))
+    return registers, compiled.metadata.num_warps, compiled.metadata.shared, listing
+
+
+def ours(archs: list[int], jobs: int) -> list[dict[str, str]]:
+    launches = [
+        (arch, head_dim, launch)
+        for arch in archs
+        for head_dim in HEAD_DIMS
+        for launch in cases.Case(arch, head_dim, "bf16", cases.ONE_BAND).launches()
+        if launch.kernel.__name__ in OURS
+    ]
+    rows: list[dict] = [{}] * len(launches)
+    for at, result, _ in offline.compile_all([launch for *_, launch in launches], jobs, _inspect):
+        if isinstance(result, str):
+            raise SystemExit(f"{launches[at][2].kernel.__name__}: {result}")
+        arch, head_dim, launch = launches[at]
+        shape, (registers, warps, shared, listing) = launch.kwargs["SHAPE"], result
+        rows[at] = {
+            "pass": OURS[launch.kernel.__name__],
+            "kernel": launch.kernel.__name__,
+            "arch": f"sm_{arch}",
+            "D": str(head_dim),
+            "tile": f"{shape.block_m} x {shape.block_n}",
+            **figures(arch, registers, warps, shared, listing),
+        }
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser("python -m bench peers", description=__doc__.split("\n")[0], allow_abbrev=False)
+    p.add_argument("path", type=Path, help="a wheel of torch with CUDA, a libtorch_cuda.so, or flash-attn's .so")
+    p.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=list(ARCHS), help="default: 80 90")
+    p.add_argument("--label", help="what to call it (default: name and version of the wheel)")
+    p.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes (default: all cores)")
+    p.add_argument("--csv", type=Path, metavar="PATH", help="write the table there")
+    options = p.parse_args(argv)
+    if offline.missing_tools():
+        p.error(f"missing: {' '.join(offline.missing_tools())}, which are part of Triton's package")
+    with tempfile.TemporaryDirectory() as folder:
+        path, label = library(options.path, Path(folder))
+        rows = [row for arch in options.arch for row in theirs(path, arch, options.label or label)]
+    rows += ours(options.arch, options.jobs)
+    rows.sort(key=lambda row: (row["arch"], row["pass"].split(",")[0] != "forward", int(row["D"])))
+    print_table(COLUMNS, rows, left=3)
+    if options.csv:
+        versions = machine.versions()
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
+        with open(options.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, ["revision", "triton", *COLUMNS], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({"revision": versions["revision"], "triton": versions["triton"], **row} for row in rows)
+    return 0
