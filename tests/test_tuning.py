@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from flashrope.backends.triton import launcher, tiles
+from flashrope.backends.triton import hopper, launcher, tiles
 from flashrope.backends.triton.tiles import Choice
 from flashrope.cli import main
 from flashrope.triton_kernels import configs
@@ -371,11 +371,40 @@ def test_one_workload_for_each_class():
     assert [(workload.batch, workload.seqlen, workload.heads_kv) for workload in found] == [(1, 2000, 4), (1, 2000, 2)]
 
 
-def test_the_default_is_a_candidate():
+def test_the_default_is_a_candidate(monkeypatch):
+    monkeypatch.setattr(configs, "tile", lambda *_: Tile(256, 16, 2, 5))
     for direction in candidates.GRIDS:
-        default = Choice(Tile(256, 16, 2, 5))
-        choices = candidates.choices_of(direction, default)
-        assert choices[0] == default and len(choices) == len(set(choices)) == 1 + len(candidates.tiles(direction))
+        choices = candidates.choices_of(FORWARD._replace(direction=direction), 128, 80)
+        assert choices[0] == Choice(Tile(256, 16, 2, 5))
+        assert len(choices) == len(set(choices)) == 1 + len(candidates.tiles(direction))
+
+
+def test_the_kernel_with_tma_is_a_candidate_where_it_can_serve():
+    def with_tma(shape, head_dim, capability):
+        return [choice.tile for choice in candidates.choices_of(shape, head_dim, capability) if choice.kernel]
+
+    assert with_tma(FORWARD, 128, 90) == list(configs.FORWARD_TMA_TILES[128])
+    assert not with_tma(FORWARD, 128, 80) and not with_tma(FORWARD, 96, 90)
+    assert not with_tma(FORWARD._replace(cache="paged"), 128, 90)
+    assert not with_tma(FORWARD._replace(direction="grad_q"), 128, 90)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_the_kernel_with_tma_serves_where_it_won_and_can(monkeypatch, supported):
+    meta, launches = torch.device("meta"), []
+    workload = Workload("forward", 1, 300, 4, 2, 64, torch.float16)
+    store.update(tiles.setup_of(meta, 80), {workload.shape_class: WINNER._replace(kernel=tiles.TMA)})
+    monkeypatch.setattr(hopper, "unsupported_reason", lambda *_: "" if supported else "no")
+    monkeypatch.setattr(hopper, "attend", lambda plan, tile, *_: launches.append(("tma", tile)))
+    monkeypatch.setattr(
+        launcher, "launch", lambda kernel, grid, *_, **options: launches.append((kernel.__name__, options["SHAPE"]))
+    )
+    workload.call(meta)()
+    name, shape = launches[-1]
+    if supported:
+        assert (name, shape) == ("tma", Tile(*WINNER.tile))
+    else:
+        assert name == "attention_forward" and shape[-2:] == configs.tile("forward", 80, 64, 2, 1)[:2]
 
 
 # ---- the command

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-from ..backends.triton.tiles import Choice
+from ..backends.triton.tiles import TMA, Choice, default
+from ..triton_kernels import configs
 from ..triton_kernels.configs import Tile
+from . import store
 
-# The kernel that each direction launches, by the tile's direction.
+# The kernels that take the tile of a direction.
 KERNELS = {
     "forward": "attention_forward",
     "grad_kv": "attention_grad_kv",
@@ -27,6 +29,9 @@ def tiles(direction: str) -> list[Tile]:
     return [Tile(*numbers) for numbers in itertools.product(*GRIDS[direction])]
 
 
-def choices_of(direction: str, default: Choice) -> list[Choice]:
-    """All candidates, the default first."""
-    return list(dict.fromkeys((default, *map(Choice, tiles(direction)))))
+def choices_of(shape: store.ShapeClass, head_dim: int, capability: int) -> list[Choice]:
+    """All candidates, the default first. On sm_90 those of the kernel with TMA are among them."""
+    found = [default(shape, capability), *map(Choice, tiles(shape.direction))]
+    if shape.direction == "forward" and not shape.cache and 90 <= capability < 100:
+        found += [Choice(tile, TMA) for tile in configs.FORWARD_TMA_TILES.get(head_dim, ())]
+    return list(dict.fromkeys(found))

@@ -17,7 +17,7 @@ from ..base import AttentionCall
 from .device import compute_capability, current_device, scheme_on, shape_of, vector_size, with_int32_offsets
 from . import hopper, launcher
 from .launcher import cdiv
-from .tiles import choose
+from .tiles import TMA, Choice, choose
 
 
 def rotated_k_shape(k: torch.Tensor, call: AttentionCall) -> tuple[int, ...]:
@@ -145,9 +145,9 @@ class AttentionPlan:
         )
 
     def attend(self, q, k, rotated_k, v, out, lse) -> None:
-        tma = configs.forward_tma_tile(self.capability, 2 * self.scheme.table.shape[-1], self.num_bands)
-        if tma and not hopper.unsupported_reason(self, q, k, v):
-            hopper.attend(self, tma, q, k, rotated_k, v, out, lse)
+        choice = self._choose("forward")
+        if choice.kernel == TMA and not hopper.unsupported_reason(self, q, k, v):
+            hopper.attend(self, choice.tile, q, k, rotated_k, v, out, lse)
             return
         tile, options = self._tile("forward")
         launcher.launch(
@@ -223,11 +223,17 @@ class AttentionPlan:
             **options,
         )
 
-    def _tile(self, direction: str):
-        """The tile of a kernel, and its constexprs and compiler options."""
+    def _choose(self, direction: str) -> Choice:
         table, grouped = self.scheme.table, self.heads_q > self.heads_kv
         fields = (self.capability, 2 * table.shape[-1], self.itemsize, self.num_bands, self.max_seqlen_k, grouped)
-        tile = choose(direction, table.device, *fields).tile
+        return choose(direction, table.device, *fields)
+
+    def _tile(self, direction: str):
+        """The tile of the usual kernel, and its constexprs and compiler options."""
+        tile, kernel = self._choose(direction)
+        if kernel:  # which cannot serve this call
+            block_d = 2 * self.scheme.table.shape[-1]
+            tile = configs.tile(direction, self.capability, block_d, self.itemsize, self.num_bands)
         shape = shape_of(self.rotary, self.vec, self.num_bands, 0, 0, tile.block_m, tile.block_n)
         return tile, {"SHAPE": shape, **configs.options(tile.num_warps, num_stages=tile.num_stages)}
 

@@ -16,8 +16,11 @@ from ...triton_kernels.configs import Tile
 from ...tuning import store
 
 
+TMA = "tma"  # the kernel of hopper_forward.py
+
+
 class Choice(NamedTuple):
-    """A tile, and the name of the kernel that takes it: "" for the usual one of the direction."""
+    """A tile, and the name of the kernel that takes it: "" for the usual one of the direction, or ``TMA``."""
 
     tile: Tile
     kernel: str = ""
@@ -48,7 +51,11 @@ def choose(
 
 def default(shape: store.ShapeClass, capability: int) -> Choice:
     """What serves without tuning."""
-    return Choice(configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, 2 if shape.banded else 1))
+    num_bands = 2 if shape.banded else 1
+    if shape.direction == "forward" and not shape.cache and shape.itemsize == 2:
+        if tma := configs.forward_tma_tile(capability, shape.block_d, num_bands):
+            return Choice(tma, TMA)
+    return Choice(configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, num_bands))
 
 
 _forced: dict[str, Choice] = {}
