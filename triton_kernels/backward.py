@@ -1,4 +1,5 @@
-"""Backward: delta, then dK and dV by key tile, then dQ by query tile. No atomics: gradients are bitwise reproducible.
+"""Backward: row statistics, then dK and dV by key tile, then dQ by query tile. No atomics: gradients are bitwise
+reproducible.
 
 Both passes read rotated queries and keys. The gradient of rotated rows accumulates in the current band's frame and is
 rotated back at the end. (FlashAttention-2, algorithm 2, in two passes.)
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import decode_stride
+from . import configs
 from .rotation import CosSinTable, log_n_scale, rotate_tile, store_rotated_back, tile_channels
 from .softmax import LOG2_E
 from .tiles import (
@@ -37,19 +38,46 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "max_seqlen_q", "heads_q"])
-def attention_delta(
+# ---- row statistics
+
+
+STATISTICS_ROWS = tl.constexpr(configs.STATISTICS_ROWS)
+
+
+@triton.jit
+def statistics_offset(packed, batch, head, rows):
+    """Offset of a sequence's first row in the row statistics, float32 (heads, rows, 2): lse in log2 units and delta.
+
+    Sequences start at multiples of STATISTICS_ROWS, so that their tiles load in whole vectors: that of packed row p
+    and number b at row (p // STATISTICS_ROWS + b) * STATISTICS_ROWS, which is behind the rounded end of number b - 1.
+    """
+    row = head.to(tl.int64) * rows + (packed // STATISTICS_ROWS + batch) * STATISTICS_ROWS
+    return tl.multiple_of(2 * row, 2 * STATISTICS_ROWS)
+
+
+@triton.jit
+def load_statistics(ptr, BLOCK: tl.constexpr):
+    """lse in log2 units and delta of BLOCK rows, two float32 [BLOCK]."""
+    return tl.split(tl.reshape(tl.load(ptr + tl.arange(0, 2 * BLOCK)), (BLOCK, 2)))
+
+
+@triton.jit(do_not_specialize=["statistics_rows", "seqlen_q", "max_seqlen_q", "heads_q"])
+def attention_statistics(
     out,
     grad_out,
+    lse,
     grad_lse,
-    delta,
+    statistics,
+    statistics_rows,
     cu_seqlens_q,
     seqlen_q,
     max_seqlen_q,
     heads_q,
     SHAPE: tl.constexpr,
 ):
-    """delta = rowsum(out * grad_out) - grad_lse, float32, shaped like lse. out is contiguous, grad_out a TensorView."""
+    """Every row's lse in log2 units and delta = rowsum(out * grad_out) - grad_lse; where a tile has no more rows, inf
+    and 0: weights computed from them are 0. out is contiguous, grad_out a TensorView."""
+    tl.static_assert(SHAPE.block_m == STATISTICS_ROWS)
     tiles = tl.cdiv(max_seqlen_q, SHAPE.block_m)
     first = tl.program_id(0) % tiles * SHAPE.block_m
     batch = tl.program_id(0) // tiles // heads_q
@@ -59,17 +87,21 @@ def attention_delta(
         return
     rows = tl.arange(0, SHAPE.block_m)
     channels = tl.arange(0, SHAPE.block_d)
+    exists = rows < length - first
     loaded = clamp_rows(rows, length - first)
-    packed = packed_row(cu_seqlens_q, batch, start, seqlen_q) + first
-    of_out = HeadView(out + (packed * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
+    packed = packed_row(cu_seqlens_q, batch, start, seqlen_q)
+    of_out = HeadView(out + ((packed + first) * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
     of_grad = head_view(grad_out, batch, start + first, head, SHAPE)
     o = load_rows(of_out.ptr, tile_offsets(loaded, of_out), channels, SHAPE)  # [BM, D]
     g = load_rows(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, D]
-    value = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BM]
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BM]
     offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start, seqlen_q) + first + rows
+    lse_log2 = tl.load(lse + offset, mask=exists, other=float("inf")) * LOG2_E
     if grad_lse is not None:
-        value -= tl.load(grad_lse + offset, mask=rows < length - first, other=0.0)
-    tl.store(delta + offset, value, mask=rows < length - first)
+        delta -= tl.load(grad_lse + offset, mask=exists, other=0.0)
+    pairs = tl.join(lse_log2, tl.where(exists, delta, 0.0))  # [BM, 2]
+    to = statistics + statistics_offset(packed, batch, head, statistics_rows) + 2 * first
+    tl.store(to + (2 * rows[:, None] + tl.arange(0, 2)[None, :]), pairs)
 
 
 # ---- dK and dV
@@ -92,16 +124,14 @@ class KeyTile(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """One head's queries: q, grad_out HeadViews with the channels to load, lse and delta pointers; row r of `length` is
-    at position r + ahead."""
+    """One head's queries: q, grad_out HeadViews with the channels to load, statistics a pointer; row r of `length` is at
+    position r + ahead."""
 
     q: object
     grad_out: object
     channels_q: object
     channels: object
-    lse: object
-    delta: object
-    offset: object
+    statistics: object
     length: object
     ahead: object
 
@@ -109,19 +139,13 @@ class QueryRows(NamedTuple):
 @triton.jit
 def add_grad_kv(grad, keys, queries, band, row, EDGE: tl.constexpr, SHAPE: tl.constexpr):
     """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band."""
-    lse, delta = queries.lse + queries.offset, queries.delta + queries.offset
     of_q, of_g = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
     rows = tl.arange(0, SHAPE.block_m)
     loaded = clamp_rows(rows, queries.length - row) if EDGE else rows
     q = load_rows(of_q.ptr, tile_offsets(loaded, of_q), queries.channels_q, SHAPE)  # [BM, D]
-    if EDGE:
-        lse = tl.load(lse + row + rows, mask=rows < queries.length - row, other=float("inf"))
-        delta = tl.load(delta + row + rows, mask=rows < queries.length - row, other=0.0)
-    else:
-        lse = tl.load(lse + row + rows)
-        delta = tl.load(delta + row + rows)
+    lse_log2, delta = load_statistics(queries.statistics + tl.multiple_of(2 * row, 2 * SHAPE.block_m), SHAPE.block_m)
     scores = tl.dot(keys.k, tl.trans(q), input_precision="ieee")  # [BN, BM]
-    weights = tl.exp2(scores * keys.scale_log2 - (lse * LOG2_E)[None, :])
+    weights = tl.exp2(scores * keys.scale_log2 - lse_log2[None, :])
     if EDGE:
         visible = in_band((row + rows + queries.ahead)[None, :], keys.position[:, None], band)
         weights = tl.where(visible, weights, 0.0)
@@ -133,15 +157,17 @@ def add_grad_kv(grad, keys, queries, band, row, EDGE: tl.constexpr, SHAPE: tl.co
     return GradKV(grad_k, grad_v)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_k", "table_rows", "heads_q", "heads_kv"])
+@triton.jit(
+    do_not_specialize=["statistics_rows", "seqlen_q", "seqlen_k", "max_seqlen_k", "table_rows", "heads_q", "heads_kv"]
+)
 def attention_grad_kv(
     rotated_q,
     k,
     rotated_k,
     v,
     grad_out,
-    lse,
-    delta,
+    statistics,
+    statistics_rows,
     grad_k,
     grad_v,
     scheme,
@@ -172,7 +198,6 @@ def attention_grad_kv(
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
     channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_d)
     group = heads_q // heads_kv
-    stride_q, stride_g = decode_stride(rotated_q.stride_row, SHAPE), decode_stride(grad_out.stride_row, SHAPE)
 
     scale_log2 = scheme.score_scale * LOG2_E
     values = head_view(v, batch, seq.start_k + first, head_kv, SHAPE)
@@ -194,10 +219,10 @@ def attention_grad_kv(
         # Hoisted out of these loops, addresses and masks of the epilogue take the registers that the accumulators need.
         for member in tl.range(0, group, disable_licm=True):
             head = head_kv * group + member
-            of_q = HeadView(head_view(rotated_q, b, packed_q, head, SHAPE).ptr, stride_q, 0)
-            of_grad = HeadView(head_view(grad_out, batch, seq.start_q, head, SHAPE).ptr, stride_g, 0)
-            offset = lse_offset(cu_seqlens.q, batch, head, heads_q, seq.start_q, seqlen_q)
-            queries = QueryRows(of_q, of_grad, channels_k, channels, lse, delta, offset, seq.length_q, seq.ahead)
+            of_q = head_view(rotated_q, b, packed_q, head, SHAPE)
+            of_grad = head_view(grad_out, batch, seq.start_q, head, SHAPE)
+            head_statistics = statistics + statistics_offset(packed_q, batch, head, statistics_rows)
+            queries = QueryRows(of_q, of_grad, channels_k, channels, head_statistics, seq.length_q, seq.ahead)
             for step in tl.range(0, edge_count(tiles), disable_licm=True):
                 grad = add_grad_kv(grad, keys, queries, band, edge_tile(tiles, step) * SHAPE.block_m, True, SHAPE)
             for step in tl.range(tiles.inner_begin, tiles.inner_end, disable_licm=True):
@@ -214,11 +239,11 @@ def attention_grad_kv(
 
 
 class QueryTile(NamedTuple):
-    """q, grad_out [BM, D]; lse, delta, position [BM]; scale_log2: softmax scale in log2 units."""
+    """q, grad_out [BM, D]; lse_log2, delta, position [BM]; scale_log2: softmax scale in log2 units."""
 
     q: object
     grad_out: object
-    lse: object
+    lse_log2: object
     delta: object
     position: object
     scale_log2: object
@@ -243,7 +268,7 @@ def add_grad_q(grad_q, queries, keys, band, column, EDGE: tl.constexpr, SHAPE: t
     k = load_rows(of_k.ptr, tile_offsets(loaded, of_k), keys.channels_k, SHAPE)  # [BN, D]
     v = load_rows(of_v.ptr, tile_offsets(loaded, of_v), keys.channels, SHAPE)  # [BN, D]
     scores = tl.dot(queries.q, tl.trans(k), input_precision="ieee")  # [BM, BN]
-    weights = tl.exp2(scores * queries.scale_log2 - (queries.lse * LOG2_E)[:, None])
+    weights = tl.exp2(scores * queries.scale_log2 - queries.lse_log2[:, None])
     if EDGE:
         position_k = (column + columns)[None, :]
         visible = in_band(queries.position[:, None], position_k, band) & (position_k < keys.length)
@@ -253,15 +278,17 @@ def add_grad_q(grad_q, queries, keys, band, column, EDGE: tl.constexpr, SHAPE: t
     return tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads_q", "heads_kv"])
+@triton.jit(
+    do_not_specialize=["statistics_rows", "seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads_q", "heads_kv"]
+)
 def attention_grad_q(
     rotated_q,
     k,
     rotated_k,
     v,
     grad_out,
-    lse,
-    delta,
+    statistics,
+    statistics_rows,
     grad_q,
     scheme,
     cu_seqlens,
@@ -293,8 +320,11 @@ def attention_grad_q(
 
     of_grad = head_view(grad_out, batch, seq.start_q + first, head, SHAPE)
     g = load_rows(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, D]
-    offset = lse_offset(cu_seqlens.q, batch, head, heads_q, seq.start_q, seqlen_q) + first + loaded
-    row_lse, row_delta = tl.load(lse + offset), tl.load(delta + offset)
+    of_rows = statistics + statistics_offset(
+        packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q), batch, head, statistics_rows
+    )
+    of_rows += 2 * (first + loaded)
+    lse_log2, delta = tl.load(of_rows), tl.load(of_rows + 1)
     BLOCK_M: tl.constexpr = SHAPE.block_m
     D: tl.constexpr = SHAPE.block_d
     acc = tl.zeros((BLOCK_M, D), tl.float32)
@@ -305,7 +335,7 @@ def attention_grad_q(
         keys = KeyRows(view, values, channels_k, channels, seq.length_k)
         of_q = head_view(rotated_q, b, packed_q, head, SHAPE)
         q_tile = load_rows(of_q.ptr, tile_offsets(loaded, of_q), channels_k, SHAPE)  # [BM, D]
-        queries = QueryTile(q_tile, g, row_lse, row_delta, position, scheme.score_scale * LOG2_E)
+        queries = QueryTile(q_tile, g, lse_log2, delta, position, scheme.score_scale * LOG2_E)
         if NUM_BANDS > 1:
             acc = rotate_tile(acc, table, band.dq_step, rows, SHAPE)
 

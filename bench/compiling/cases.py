@@ -14,7 +14,7 @@ from flashrope.backends.triton import launcher
 
 from .offline import Launch, caught_launches
 
-KERNELS = ("rotate_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q")
+KERNELS = ("rotate_rows", "attention_forward", "attention_statistics", "attention_grad_kv", "attention_grad_q")
 DECODE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
 CHUNK_KERNELS = ("append_rows", "rotate_cached_rows", "attention_forward")
 ORDER = ("rotate_rows", "rotate_cached_rows", *KERNELS[1:], *DECODE_KERNELS)

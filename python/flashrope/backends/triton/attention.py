@@ -10,7 +10,7 @@ from ...cos_sin import coarse_rows, position_table, two_level_table
 from ...lowering import lower
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Scheme, tensor_view
-from ...triton_kernels.backward import attention_delta, attention_grad_kv, attention_grad_q
+from ...triton_kernels.backward import attention_grad_kv, attention_grad_q, attention_statistics
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
 from ..base import AttentionCall
@@ -58,23 +58,22 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call: AttentionCa
             plan = AttentionPlan(q, k, v, call, grad_out)
             rotated_q = q.new_empty(plan.num_bands, _rows(q), *q.shape[-2:])
             plan.rotate_queries(q, rotated_q)
-            delta = plan.delta(out, grad_out, grad_lse, lse)
-            inputs = GradientInputs(rotated_q, k, rotated_k, v, grad_out, lse, delta)
+            statistics = plan.statistics(out, grad_out, lse, grad_lse)
+            inputs = GradientInputs(rotated_q, k, rotated_k, v, grad_out, statistics)
             plan.grad_kv(inputs, grad_k, grad_v)
             plan.grad_q(inputs, grad_q)
     return grad_q, grad_k, grad_v
 
 
 class GradientInputs(NamedTuple):
-    """What both gradient kernels read. rotated_q (band, row, head, head_dim); lse and delta are shaped alike."""
+    """What both gradient kernels read. rotated_q (band, row, head, head_dim); statistics (heads, rows, 2)."""
 
     rotated_q: torch.Tensor
     k: torch.Tensor
     rotated_k: torch.Tensor
     v: torch.Tensor
     grad_out: torch.Tensor
-    lse: torch.Tensor
-    delta: torch.Tensor
+    statistics: torch.Tensor
 
 
 class AttentionPlan:
@@ -166,23 +165,27 @@ class AttentionPlan:
             **options,
         )
 
-    def delta(self, out, grad_out, grad_lse, lse) -> torch.Tensor:
-        delta = torch.empty_like(lse)
+    def statistics(self, out, grad_out, lse, grad_lse) -> torch.Tensor:
+        """float32 (heads, rows, 2): lse in log2 units and delta; sequences start at multiples of STATISTICS_ROWS."""
+        rows = (_rows(out) // configs.STATISTICS_ROWS + self.batch) * configs.STATISTICS_ROWS
+        statistics = lse.new_empty(self.heads_q, rows, 2)
         launcher.launch(
-            attention_delta,
-            (cdiv(self.max_seqlen_q, configs.DELTA_ROWS) * self.batch * self.heads_q,),
+            attention_statistics,
+            (cdiv(self.max_seqlen_q, configs.STATISTICS_ROWS) * self.batch * self.heads_q,),
             out,
             tensor_view(grad_out),
+            lse,
             grad_lse,
-            delta,
+            statistics,
+            rows,
             self.cu_seqlens.q,
             self.seqlen_q,
             self.max_seqlen_q,
             self.heads_q,
-            SHAPE=shape_of(self.rotary, self.vec, 0, 0, 0, configs.DELTA_ROWS),
-            **configs.options(configs.DELTA_WARPS),
+            SHAPE=shape_of(self.rotary, self.vec, 0, 0, 0, configs.STATISTICS_ROWS),
+            **configs.options(configs.STATISTICS_WARPS),
         )
-        return delta
+        return statistics
 
     def grad_kv(self, inputs: GradientInputs, grad_k, grad_v) -> None:
         tile, options = self._tile("grad_kv")
@@ -195,7 +198,7 @@ class AttentionPlan:
         self._gradient(attention_grad_q, programs, inputs, (grad_q,), self.max_seqlen_q, options)
 
     def _gradient(self, kernel, programs, inputs: GradientInputs, grads, max_seqlen, options) -> None:
-        rotated_q, k, rotated_k, v, grad_out, lse, delta = inputs
+        rotated_q, k, rotated_k, v, grad_out, statistics = inputs
         launcher.launch(
             kernel,
             (programs,),
@@ -204,8 +207,8 @@ class AttentionPlan:
             self._rotated(rotated_k, k),
             tensor_view(v),
             tensor_view(grad_out),
-            lse,
-            delta,
+            statistics,
+            statistics.shape[1],
             *grads,
             self.scheme,
             self.cu_seqlens,
