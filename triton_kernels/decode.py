@@ -14,8 +14,18 @@ import triton.language as tl
 from .arguments import decode_int, decode_stride
 from .kv_cache import cache_bounds, clamp, find_page, find_valid_page
 from .rotation import CosSinTable, join_pairs, load_cos_sin, load_pairs, log_n_scale, rotate
-from .softmax import LN_2, LOG2_E, add_values, finish_softmax, online_softmax, start_softmax
-from .tiles import Rows, clamp_rows, head_view, in_band, key_tiles, load_band, load_rows, page_offsets
+from .softmax import LN_2, LOG2_E, add_values, finish_softmax, log2_scale, online_softmax, start_softmax
+from .tiles import (
+    Rows,
+    clamp_rows,
+    head_view,
+    is_visible,
+    key_tiles,
+    load_band,
+    load_rows,
+    page_offsets,
+    visible_keys,
+)
 
 
 @triton.jit
@@ -49,11 +59,12 @@ def append_rows(k_cache, v_cache, k, v, cache, heads, SHAPE: tl.constexpr):
 
 
 class Queries(NamedTuple):
-    """first, second: the members of the rotated pairs [BM, D/2]; position [BM]; scale_log2: softmax scale, log2."""
+    """first, second: the members of the rotated pairs [BM, D/2]; visible: the keys that each row sees; scale_log2:
+    softmax scale, log2."""
 
     first: object
     second: object
-    position: object
+    visible: object
     scale_log2: object
 
 
@@ -102,8 +113,7 @@ def attend_block(state, queries, keys, band, column, ROTATE_K: tl.constexpr, SHA
         x, y = rotate_pairs(x, y, keys.table, band.k_rotation, rows, 1.0, SHAPE)
     scores = pair_scores(queries, x, y, SHAPE)
     # Masked in every block, edge or not, so that a visit in which a row sees nothing changes no bit of it.
-    position_k = (column + columns)[None, :]
-    visible = in_band(queries.position[:, None], position_k, band) & (position_k < keys.length)
+    visible = is_visible(queries.visible, column, SHAPE.block_n)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     channels = tl.arange(0, SHAPE.block_d)
     v = load_rows(keys.v.ptr, page_offsets(page, row, keys.v), channels, SHAPE)  # [BN, D]
@@ -160,7 +170,7 @@ def attention_decode(
         x, y = load_pairs(q.ptr, offsets, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
         of_rows = Rows(position + shift, None, None, None)
         x, y = rotate_pairs(x, y, table, band.q_rotation, of_rows, log_n, SHAPE)
-        queries = Queries(x, y, position, scheme.score_scale * LOG2_E)
+        queries = Queries(x, y, visible_keys(position, band, length), log2_scale(scheme.score_scale))
 
         blocks = key_tiles(band, first_q, last_q, length, SHAPE.block_n)
         begin = blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits  # the split's first block

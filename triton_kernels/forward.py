@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .kv_cache import find_valid_page
 from .rotation import CosSinTable, load_rotated, log_n_scale, tile_channels
-from .softmax import LOG2_E, add_values, finish_softmax, online_softmax, start_softmax
+from .softmax import add_values, finish_softmax, log2_scale, online_softmax, start_softmax
 from .tiles import (
     HeadView,
     band_keys,
@@ -22,7 +22,7 @@ from .tiles import (
     find_cached_sequence,
     find_sequence,
     head_view,
-    in_band,
+    is_visible,
     key_tiles,
     load_band,
     load_rows,
@@ -35,14 +35,15 @@ from .tiles import (
     store_rows,
     tile_offsets,
     tile_rows,
+    visible_keys,
 )
 
 
 class Queries(NamedTuple):
-    """tile [BM, D], rotated and scaled; position [BM]; scale_log2: softmax scale in log2 units."""
+    """tile [BM, D], rotated and scaled; visible: the keys that each row sees; scale_log2: softmax scale, log2."""
 
     tile: object
-    position: object
+    visible: object
     scale_log2: object
 
 
@@ -62,7 +63,7 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def attend_tile(state, queries, keys, band, column, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+def attend_tile(state, queries, keys, column, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, SHAPE: tl.constexpr):
     """One step of the online softmax, over the keys from `column` on. ROTATED_K: they are a copy, which has no pages.
     EDGE: some pairs are not in the band."""
     columns = tl.arange(0, SHAPE.block_n)
@@ -76,10 +77,7 @@ def attend_tile(state, queries, keys, band, column, ROTATED_K: tl.constexpr, EDG
     else:
         k = load_rows(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), keys.channels_k, SHAPE)
     scores = tl.dot(queries.tile, tl.trans(k), input_precision="ieee")  # [BM, BN]
-    visible = None
-    if EDGE:
-        position_k = (column + columns)[None, :]
-        visible = in_band(queries.position[:, None], position_k, band) & (position_k < keys.length)
+    visible = is_visible(queries.visible, column, SHAPE.block_n) if EDGE else None
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     if SHAPE.page_size > 0:
         v = load_rows(keys.v.ptr, page_offsets(page, row, keys.v), keys.channels_v, SHAPE)  # [BN, D]
@@ -136,7 +134,7 @@ def attention_forward(
         packed_k -= copied_from
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
     log_n = log_n_scale(scheme, rows.start + existing_rows(rows), position)
-    scale_log2 = scheme.score_scale * LOG2_E
+    scale_log2 = log2_scale(scheme.score_scale)
     channels_k, channels_v = tile_channels(SHAPE), tl.arange(0, SHAPE.block_d)
 
     state = start_softmax(SHAPE.block_m, SHAPE.block_d)
@@ -152,13 +150,13 @@ def attention_forward(
         view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
         first_key = None if cache.seqlens is None else tl.where(band.k_copy < 0, 0, copied_from)
         keys = Keys(view, values, channels_k, channels_v, first_key, seq.length_k, cache, batch, seq.start_k)
-        of_band = Queries(tile, position, scale_log2)
+        of_band = Queries(tile, visible_keys(position, band, seq.length_k), scale_log2)
         for step in tl.range(0, edge_count(tiles)):
             column = edge_tile(tiles, step) * SHAPE.block_n
-            state = attend_tile(state, of_band, keys, band, column, (SHAPE.rotated_bands >> b) & 1, True, SHAPE)
+            state = attend_tile(state, of_band, keys, column, (SHAPE.rotated_bands >> b) & 1, True, SHAPE)
         for step in tl.range(tiles.inner_begin, tiles.inner_end):
             column = step * SHAPE.block_n
-            state = attend_tile(state, of_band, keys, band, column, (SHAPE.rotated_bands >> b) & 1, False, SHAPE)
+            state = attend_tile(state, of_band, keys, column, (SHAPE.rotated_bands >> b) & 1, False, SHAPE)
 
     result, log_sum = finish_softmax(state)
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q) + first

@@ -9,6 +9,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
+# Of the softmax scale in log2 units. With a scale of 0 a masked score, -inf, would become NaN; a product would have to
+# exceed 1e22 for this number to change a weight.
+MIN_SCALE = tl.constexpr(1e-30)
+
+
 class SoftmaxState(NamedTuple):
     """acc float32 [BM, D]; row_max [BM], in log2 units; row_sum [BM]."""
 
@@ -26,21 +31,25 @@ def start_softmax(BLOCK_M: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def log2_scale(score_scale):
+    """scale_log2 of online_softmax: the softmax scale (>= 0) for weights that are powers of 2."""
+    return tl.maximum(score_scale * LOG2_E, MIN_SCALE)
+
+
+@triton.jit
 def online_softmax(state, scores, scale_log2, visible):
-    """One tile's step. scores [BM, BN] are raw products, in log2 units after scale_log2 >= 0; visible [BM, BN] or None.
+    """One tile's step. scores [BM, BN] are raw products, in log2 units after scale_log2 > 0; visible [BM, BN] or None.
 
     Returns weights [BM, BN] and the state, whose acc is rescaled and still lacks weights @ V.
     """
     if visible is not None:
-        scores = tl.where(visible, scores * scale_log2, float("-inf"))
-        new_max = tl.maximum(state.row_max, tl.max(scores, 1))
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(state.row_max, tl.max(scores, 1) * scale_log2)
+    finite_max = new_max
+    if visible is not None:
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
-        weights = tl.exp2(scores - finite_max[:, None])
-        rescale = tl.exp2(state.row_max - finite_max)
-    else:
-        new_max = tl.maximum(state.row_max, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
-        rescale = tl.exp2(state.row_max - new_max)
+    weights = tl.exp2(scores * scale_log2 - finite_max[:, None])
+    rescale = tl.exp2(state.row_max - finite_max)
     row_sum = state.row_sum * rescale + tl.sum(weights, 1)
     return weights, SoftmaxState(state.acc * rescale[:, None], new_max, row_sum)
 

@@ -114,6 +114,32 @@ def in_band(position_q, position_k, band):
     return (distance >= band.start) & (distance < band.stop)
 
 
+class VisibleRange(NamedTuple):
+    """For every row of a tile [M], the rows of the other side that it sees in a band: first to stop - 1."""
+
+    first: object
+    stop: object
+
+
+@triton.jit
+def visible_keys(position_q, band, length):
+    """The keys that queries at these positions [M] see, of `length` that exist."""
+    return VisibleRange(position_q - band.stop + 1, tl.minimum(position_q - band.start + 1, length))
+
+
+@triton.jit
+def visible_queries(position_k, band, ahead):
+    """The query rows that see keys at these positions [M]; row r is at position r + ahead."""
+    return VisibleRange(position_k + band.start - ahead, position_k + band.stop - ahead)
+
+
+@triton.jit
+def is_visible(visible, first, BLOCK: tl.constexpr):
+    """Whether a row sees column `first` + n of the other side: [M, BLOCK]."""
+    columns = tl.arange(0, BLOCK)[None, :]
+    return (columns >= (visible.first - first)[:, None]) & (columns < (visible.stop - first)[:, None])
+
+
 class TileRange(NamedTuple):
     """Tiles [begin, end) hold visible pairs. In [inner_begin, inner_end) every pair is visible."""
 
