@@ -22,7 +22,7 @@ from .tiles import (
     existing_rows,
     find_sequence,
     head_view,
-    in_band,
+    is_visible,
     key_tiles,
     load_band,
     load_rows,
@@ -35,6 +35,8 @@ from .tiles import (
     tile_offsets,
     tile_range,
     tile_rows,
+    visible_keys,
+    visible_queries,
 )
 
 
@@ -115,17 +117,16 @@ class GradKV(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """k, v [BN, D], the key's position [BN], scale_log2: softmax scale in log2 units."""
+    """k, v [BN, D]; visible: the query rows that see each key; scale_log2: softmax scale in log2 units."""
 
     k: object
     v: object
-    position: object
+    visible: object
     scale_log2: object
 
 
 class QueryRows(NamedTuple):
-    """One head's queries: q, grad_out HeadViews with the channels to load, statistics a pointer; row r of `length` is at
-    position r + ahead."""
+    """One head's queries: q, grad_out HeadViews with the channels to load, statistics a pointer, the number of rows."""
 
     q: object
     grad_out: object
@@ -133,11 +134,10 @@ class QueryRows(NamedTuple):
     channels: object
     statistics: object
     length: object
-    ahead: object
 
 
 @triton.jit
-def add_grad_kv(grad, keys, queries, band, row, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+def add_grad_kv(grad, keys, queries, row, EDGE: tl.constexpr, SHAPE: tl.constexpr):
     """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band."""
     of_q, of_g = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
     rows = tl.arange(0, SHAPE.block_m)
@@ -147,8 +147,7 @@ def add_grad_kv(grad, keys, queries, band, row, EDGE: tl.constexpr, SHAPE: tl.co
     scores = tl.dot(keys.k, tl.trans(q), input_precision="ieee")  # [BN, BM]
     weights = tl.exp2(scores * keys.scale_log2 - lse_log2[None, :])
     if EDGE:
-        visible = in_band((row + rows + queries.ahead)[None, :], keys.position[:, None], band)
-        weights = tl.where(visible, weights, 0.0)
+        weights = tl.where(is_visible(keys.visible, row, SHAPE.block_m), weights, 0.0)
     g = load_rows(of_g.ptr, tile_offsets(loaded, of_g), queries.channels, SHAPE)  # [BM, D]
     grad_v = tl.dot(weights.to(g.dtype), g, grad.v, input_precision="ieee")
     grad_weights = tl.dot(keys.v, tl.trans(g), input_precision="ieee")  # [BN, BM]
@@ -211,7 +210,7 @@ def attention_grad_kv(
         band = load_band(scheme.bands, b)
         view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
         k_tile = load_rows(view.ptr, tile_offsets(loaded, view), channels_k, SHAPE)  # [BN, D]
-        keys = KeyTile(k_tile, v_tile, position, scale_log2)
+        keys = KeyTile(k_tile, v_tile, visible_queries(position, band, seq.ahead), scale_log2)
         if NUM_BANDS > 1:
             grad = GradKV(rotate_tile(grad.k, table, band.dk_step, rows, SHAPE), grad.v)
 
@@ -222,11 +221,11 @@ def attention_grad_kv(
             of_q = head_view(rotated_q, b, packed_q, head, SHAPE)
             of_grad = head_view(grad_out, batch, seq.start_q, head, SHAPE)
             head_statistics = statistics + statistics_offset(packed_q, batch, head, statistics_rows)
-            queries = QueryRows(of_q, of_grad, channels_k, channels, head_statistics, seq.length_q, seq.ahead)
+            queries = QueryRows(of_q, of_grad, channels_k, channels, head_statistics, seq.length_q)
             for step in tl.range(0, edge_count(tiles), disable_licm=True):
-                grad = add_grad_kv(grad, keys, queries, band, edge_tile(tiles, step) * SHAPE.block_m, True, SHAPE)
+                grad = add_grad_kv(grad, keys, queries, edge_tile(tiles, step) * SHAPE.block_m, True, SHAPE)
             for step in tl.range(tiles.inner_begin, tiles.inner_end, disable_licm=True):
-                grad = add_grad_kv(grad, keys, queries, band, step * SHAPE.block_m, False, SHAPE)
+                grad = add_grad_kv(grad, keys, queries, step * SHAPE.block_m, False, SHAPE)
 
     offset = (packed_k * heads_kv + head_kv) * SHAPE.head_dim
     store_rows(HeadView(grad_v + offset, heads_kv * SHAPE.head_dim, None), grad.v, rows, channels, SHAPE)
@@ -239,13 +238,14 @@ def attention_grad_kv(
 
 
 class QueryTile(NamedTuple):
-    """q, grad_out [BM, D]; lse_log2, delta, position [BM]; scale_log2: softmax scale in log2 units."""
+    """q, grad_out [BM, D]; lse_log2, delta [BM]; visible: the keys that each row sees; scale_log2: softmax scale in
+    log2 units."""
 
     q: object
     grad_out: object
     lse_log2: object
     delta: object
-    position: object
+    visible: object
     scale_log2: object
 
 
@@ -260,7 +260,7 @@ class KeyRows(NamedTuple):
 
 
 @triton.jit
-def add_grad_q(grad_q, queries, keys, band, column, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, SHAPE: tl.constexpr):
     """Adds the share of the key tile that starts at `column` to grad_q [BM, D], which lacks the factor of the score."""
     columns = tl.arange(0, SHAPE.block_n)
     loaded = clamp_rows(columns, keys.length - column) if EDGE else columns
@@ -270,9 +270,7 @@ def add_grad_q(grad_q, queries, keys, band, column, EDGE: tl.constexpr, SHAPE: t
     scores = tl.dot(queries.q, tl.trans(k), input_precision="ieee")  # [BM, BN]
     weights = tl.exp2(scores * queries.scale_log2 - queries.lse_log2[:, None])
     if EDGE:
-        position_k = (column + columns)[None, :]
-        visible = in_band(queries.position[:, None], position_k, band) & (position_k < keys.length)
-        weights = tl.where(visible, weights, 0.0)
+        weights = tl.where(is_visible(queries.visible, column, SHAPE.block_n), weights, 0.0)
     grad_weights = tl.dot(queries.grad_out, tl.trans(v), input_precision="ieee")  # [BM, BN]
     grad_scores = weights * (grad_weights - queries.delta[:, None])
     return tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
@@ -335,15 +333,16 @@ def attention_grad_q(
         keys = KeyRows(view, values, channels_k, channels, seq.length_k)
         of_q = head_view(rotated_q, b, packed_q, head, SHAPE)
         q_tile = load_rows(of_q.ptr, tile_offsets(loaded, of_q), channels_k, SHAPE)  # [BM, D]
-        queries = QueryTile(q_tile, g, lse_log2, delta, position, scheme.score_scale * LOG2_E)
+        visible = visible_keys(position, band, seq.length_k)
+        queries = QueryTile(q_tile, g, lse_log2, delta, visible, scheme.score_scale * LOG2_E)
         if NUM_BANDS > 1:
             acc = rotate_tile(acc, table, band.dq_step, rows, SHAPE)
 
         tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n)
         for step in tl.range(0, edge_count(tiles)):
-            acc = add_grad_q(acc, queries, keys, band, edge_tile(tiles, step) * SHAPE.block_n, True, SHAPE)
+            acc = add_grad_q(acc, queries, keys, edge_tile(tiles, step) * SHAPE.block_n, True, SHAPE)
         for step in tl.range(tiles.inner_begin, tiles.inner_end):
-            acc = add_grad_q(acc, queries, keys, band, step * SHAPE.block_n, False, SHAPE)
+            acc = add_grad_q(acc, queries, keys, step * SHAPE.block_n, False, SHAPE)
 
     last_band = load_band(scheme.bands, NUM_BANDS - 1)
     scale = log_n_scale(scheme, rows.start + loaded, position) * scheme.score_scale
