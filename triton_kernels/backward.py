@@ -12,7 +12,7 @@ import triton.language as tl
 
 from . import configs
 from .rotation import CosSinTable, log_n_scale, rotate_tile, store_rotated_back, tile_channels
-from .softmax import LOG2_E
+from .softmax import LOG2_E, log2_scale
 from .tiles import (
     HeadView,
     band_keys,
@@ -77,8 +77,8 @@ def attention_statistics(
     heads_q,
     SHAPE: tl.constexpr,
 ):
-    """Every row's lse in log2 units and delta = rowsum(out * grad_out) - grad_lse; where a tile has no more rows, inf
-    and 0: weights computed from them are 0. out is contiguous, grad_out a TensorView."""
+    """Every row's lse in log2 units and delta = rowsum(out * grad_out) - grad_lse. lse is inf, so that all weights are
+    0, for rows that see no key and for those behind the last in a tile. out is contiguous, grad_out a TensorView."""
     tl.static_assert(SHAPE.block_m == STATISTICS_ROWS)
     tiles = tl.cdiv(max_seqlen_q, SHAPE.block_m)
     first = tl.program_id(0) % tiles * SHAPE.block_m
@@ -98,7 +98,8 @@ def attention_statistics(
     g = load_rows(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, D]
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BM]
     offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start, seqlen_q) + first + rows
-    lse_log2 = tl.load(lse + offset, mask=exists, other=float("inf")) * LOG2_E
+    row_lse = tl.load(lse + offset, mask=exists, other=float("-inf"))
+    lse_log2 = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + offset, mask=exists, other=0.0)
     pairs = tl.join(lse_log2, tl.where(exists, delta, 0.0))  # [BM, 2]
@@ -145,9 +146,9 @@ def add_grad_kv(grad, keys, queries, row, EDGE: tl.constexpr, SHAPE: tl.constexp
     q = load_rows(of_q.ptr, tile_offsets(loaded, of_q), queries.channels_q, SHAPE)  # [BM, D]
     lse_log2, delta = load_statistics(queries.statistics + tl.multiple_of(2 * row, 2 * SHAPE.block_m), SHAPE.block_m)
     scores = tl.dot(keys.k, tl.trans(q), input_precision="ieee")  # [BN, BM]
-    weights = tl.exp2(scores * keys.scale_log2 - lse_log2[None, :])
     if EDGE:
-        weights = tl.where(is_visible(keys.visible, row, SHAPE.block_m), weights, 0.0)
+        scores = tl.where(is_visible(keys.visible, row, SHAPE.block_m), scores, float("-inf"))
+    weights = tl.exp2(scores * keys.scale_log2 - lse_log2[None, :])
     g = load_rows(of_g.ptr, tile_offsets(loaded, of_g), queries.channels, SHAPE)  # [BM, D]
     grad_v = tl.dot(weights.to(g.dtype), g, grad.v, input_precision="ieee")
     grad_weights = tl.dot(keys.v, tl.trans(g), input_precision="ieee")  # [BN, BM]
@@ -198,7 +199,7 @@ def attention_grad_kv(
     channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_d)
     group = heads_q // heads_kv
 
-    scale_log2 = scheme.score_scale * LOG2_E
+    scale_log2 = log2_scale(scheme.score_scale)
     values = head_view(v, batch, seq.start_k + first, head_kv, SHAPE)
     raw = head_view(k, batch, seq.start_k + first, head_kv, SHAPE)
     v_tile = load_rows(values.ptr, tile_offsets(loaded, values), channels, SHAPE)  # [BN, D]
@@ -268,9 +269,9 @@ def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, SHAPE: tl.cons
     k = load_rows(of_k.ptr, tile_offsets(loaded, of_k), keys.channels_k, SHAPE)  # [BN, D]
     v = load_rows(of_v.ptr, tile_offsets(loaded, of_v), keys.channels, SHAPE)  # [BN, D]
     scores = tl.dot(queries.q, tl.trans(k), input_precision="ieee")  # [BM, BN]
-    weights = tl.exp2(scores * queries.scale_log2 - queries.lse_log2[:, None])
     if EDGE:
-        weights = tl.where(is_visible(queries.visible, column, SHAPE.block_n), weights, 0.0)
+        scores = tl.where(is_visible(queries.visible, column, SHAPE.block_n), scores, float("-inf"))
+    weights = tl.exp2(scores * queries.scale_log2 - queries.lse_log2[:, None])
     grad_weights = tl.dot(queries.grad_out, tl.trans(v), input_precision="ieee")  # [BM, BN]
     grad_scores = weights * (grad_weights - queries.delta[:, None])
     return tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
@@ -323,6 +324,7 @@ def attention_grad_q(
     )
     of_rows += 2 * (first + loaded)
     lse_log2, delta = tl.load(of_rows), tl.load(of_rows + 1)
+    scale_log2 = log2_scale(scheme.score_scale)
     BLOCK_M: tl.constexpr = SHAPE.block_m
     D: tl.constexpr = SHAPE.block_d
     acc = tl.zeros((BLOCK_M, D), tl.float32)
@@ -334,7 +336,7 @@ def attention_grad_q(
         of_q = head_view(rotated_q, b, packed_q, head, SHAPE)
         q_tile = load_rows(of_q.ptr, tile_offsets(loaded, of_q), channels_k, SHAPE)  # [BM, D]
         visible = visible_keys(position, band, seq.length_k)
-        queries = QueryTile(q_tile, g, lse_log2, delta, visible, scheme.score_scale * LOG2_E)
+        queries = QueryTile(q_tile, g, lse_log2, delta, visible, scale_log2)
         if NUM_BANDS > 1:
             acc = rotate_tile(acc, table, band.dq_step, rows, SHAPE)
 
