@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from . import configs
+from .arguments import band_view
 from .rotation import CosSinTable, log_n_scale, rotate_tile, store_rotated_back, tile_channels
 from .softmax import LOG2_E, log2_scale
 from .tiles import (
@@ -161,7 +162,7 @@ def add_grad_kv(grad, keys, queries, row, EDGE: tl.constexpr, SHAPE: tl.constexp
     do_not_specialize=["statistics_rows", "seqlen_q", "seqlen_k", "max_seqlen_k", "table_rows", "heads_q", "heads_kv"]
 )
 def attention_grad_kv(
-    rotated_q,
+    q,
     k,
     rotated_k,
     v,
@@ -180,7 +181,8 @@ def attention_grad_kv(
     heads_kv,
     SHAPE: tl.constexpr,
 ):
-    """rotated_q: TensorView (band, row, head), rotated_k: TensorView (copy, row, head); grad_k, grad_v contiguous."""
+    """q: BandedView of the queries, rotated for each band; rotated_k: TensorView (copy, row, head); grad_k, grad_v
+    contiguous."""
     tiles = tl.cdiv(max_seqlen_k, SHAPE.block_n)
     first = tl.program_id(0) % tiles * SHAPE.block_n  # the first keys are seen by most queries
     batch = tl.program_id(0) // tiles // heads_kv
@@ -216,10 +218,11 @@ def attention_grad_kv(
             grad = GradKV(rotate_tile(grad.k, table, band.dk_step, rows, SHAPE), grad.v)
 
         tiles = tile_range(first - seq.ahead, last - seq.ahead, band.start, band.stop - 1, seq.length_q, SHAPE.block_m)
+        of_band = band_view(q, b, SHAPE)
         # Hoisted out of these loops, addresses and masks of the epilogue take the registers that the accumulators need.
         for member in tl.range(0, group, disable_licm=True):
             head = head_kv * group + member
-            of_q = head_view(rotated_q, b, packed_q, head, SHAPE)
+            of_q = head_view(of_band, batch, seq.start_q, head, SHAPE)
             of_grad = head_view(grad_out, batch, seq.start_q, head, SHAPE)
             head_statistics = statistics + statistics_offset(packed_q, batch, head, statistics_rows)
             queries = QueryRows(of_q, of_grad, channels_k, channels, head_statistics, seq.length_q)
@@ -281,7 +284,7 @@ def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, SHAPE: tl.cons
     do_not_specialize=["statistics_rows", "seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads_q", "heads_kv"]
 )
 def attention_grad_q(
-    rotated_q,
+    q,
     k,
     rotated_k,
     v,
@@ -333,7 +336,7 @@ def attention_grad_q(
         band = load_band(scheme.bands, b)
         view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
         keys = KeyRows(view, values, channels_k, channels, seq.length_k)
-        of_q = head_view(rotated_q, b, packed_q, head, SHAPE)
+        of_q = head_view(band_view(q, b, SHAPE), batch, seq.start_q + first, head, SHAPE)
         q_tile = load_rows(of_q.ptr, tile_offsets(loaded, of_q), channels_k, SHAPE)  # [BM, D]
         visible = visible_keys(position, band, seq.length_k)
         queries = QueryTile(q_tile, g, lse_log2, delta, visible, scale_log2)

@@ -9,7 +9,7 @@ import torch
 from ...cos_sin import coarse_rows, position_table, two_level_table
 from ...lowering import lower
 from ...triton_kernels import configs
-from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Scheme, tensor_view
+from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Scheme, banded_view, tensor_view
 from ...triton_kernels.backward import attention_grad_kv, attention_grad_q, attention_statistics
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
@@ -56,8 +56,7 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call: AttentionCa
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         with current_device(q):
             plan = AttentionPlan(q, k, v, call, grad_out)
-            rotated_q = q.new_empty(plan.num_bands, _rows(q), *q.shape[-2:])
-            plan.rotate_queries(q, rotated_q)
+            rotated_q = plan.rotated_queries(q)
             statistics = plan.statistics(out, grad_out, lse, grad_lse)
             inputs = GradientInputs(rotated_q, k, rotated_k, v, grad_out, statistics)
             plan.grad_kv(inputs, grad_k, grad_v)
@@ -66,7 +65,7 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call: AttentionCa
 
 
 class GradientInputs(NamedTuple):
-    """What both gradient kernels read. rotated_q (band, row, head, head_dim); statistics (heads, rows, 2)."""
+    """What both gradient kernels read. rotated_q (band, *shape of q); statistics (heads, rows, 2)."""
 
     rotated_q: torch.Tensor
     k: torch.Tensor
@@ -109,12 +108,22 @@ class AttentionPlan:
         cu_seqlens = (self.cu_seqlens.k, self.cu_seqlens.q)
         self._rotate(k, rotated_k, self.lowered.k_copies, self.tables.k_copies, scheme, cu_seqlens, lengths)
 
-    def rotate_queries(self, q, rotated_q) -> None:
-        """Fills rotated_q (band, row, head, head_dim)."""
+    def rotated_queries(self, q) -> torch.Tensor:
+        """q as every band rotates it, log n included: (band, *shape of q); q itself where that changes nothing."""
+        if not any(self.lowered.q_rotations) and not self.scheme.log_n_factor:
+            return q.expand(self.num_bands, *q.shape)
+        rotated_q = q.new_empty(self.num_bands, *q.shape)
         lengths = (self.seqlen_q, self.seqlen_k, self.max_seqlen_q)
         self._rotate(
-            q, rotated_q, self.lowered.q_rotations, self.tables.q_rotations, self.scheme, self.cu_seqlens, lengths
+            q,
+            rotated_q.view(self.num_bands, _rows(q), *q.shape[-2:]),
+            self.lowered.q_rotations,
+            self.tables.q_rotations,
+            self.scheme,
+            self.cu_seqlens,
+            lengths,
         )
+        return rotated_q
 
     def _rotate(self, x, out, copies, rotations, scheme, cu_seqlens, lengths) -> None:
         if not copies:
@@ -202,7 +211,7 @@ class AttentionPlan:
         launcher.launch(
             kernel,
             (programs,),
-            tensor_view(rotated_q),
+            banded_view(rotated_q),
             tensor_view(k),
             self._rotated(rotated_k, k),
             tensor_view(v),
