@@ -328,7 +328,7 @@ def test_classes(opcode, expected):
 def test_every_pass_of_a_case_is_caught(compiled):
     """One and two bands share the kernels that do not depend on bands: rotation (of queries and keys) and delta."""
     alone = [(kernel, 1) for kernel in ("attention_forward", "attention_grad_kv", "attention_grad_q")] * 2
-    shared = [("attention_delta", 2), ("rotate_rows", 2)]
+    shared = [("attention_statistics", 2), ("rotate_rows", 2)]
     assert sorted(map(tuple, compiled["planned"])) == sorted(alone + shared)
 
 

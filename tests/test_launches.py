@@ -36,7 +36,7 @@ LENGTHS = (1, 2, 16, 17, 64, 65, 100, 128, 129, 300, 1024, 1025)
 KERNELS = {
     "rotate_rows",
     "attention_forward",
-    "attention_delta",
+    "attention_statistics",
     "attention_grad_kv",
     "attention_grad_q",
     "append_rows",

@@ -64,7 +64,7 @@ def test_lengths_share_kernels(head_dim, layout):
     assert set(counts) == {
         "rotate_rows",
         "attention_forward",
-        "attention_delta",
+        "attention_statistics",
         "attention_grad_kv",
         "attention_grad_q",
     }

@@ -23,6 +23,16 @@ class TensorView(NamedTuple):
     stride_head: object
 
 
+class BandedView(NamedTuple):
+    """A tensor (band, batch, seqlen, heads, head_dim); otherwise as TensorView."""
+
+    ptr: object
+    stride_band: object
+    stride_batch: object
+    stride_row: object
+    stride_head: object
+
+
 class Scheme(NamedTuple):
     """A lowered rotary scheme.
 
@@ -86,7 +96,13 @@ class Shape(NamedTuple):
 
 
 NO_CACHE = CacheLayout(*(None,) * 8)
-POINTER_FIELDS = {TensorView: 1, Scheme: 3, CuSeqlens: 2, CacheLayout: 4}  # the first fields; the rest are numbers
+POINTER_FIELDS = {
+    TensorView: 1,
+    BandedView: 1,
+    Scheme: 3,
+    CuSeqlens: 2,
+    CacheLayout: 4,
+}  # the first fields; the rest are numbers
 
 
 def encode_int(number: int) -> int:
@@ -101,6 +117,12 @@ def tensor_view(x) -> TensorView:
     return TensorView(x, (batch << 4) + _TAG, (stride[-3] << 4) + _TAG, (stride[-2] << 4) + _TAG)  # encode_int, inlined
 
 
+def banded_view(x) -> BandedView:
+    """The view of a tensor (band, batch, seqlen, heads, head_dim), or of packed ones (band, total, heads, head_dim)."""
+    stride = x.stride()
+    return BandedView(x, *map(encode_int, (stride[0], stride[1] if len(stride) == 5 else 0, stride[-3], stride[-2])))
+
+
 @triton.jit
 def decode_int(number):
     return ((number - TAG) // 16).to(tl.int32)
@@ -111,3 +133,9 @@ def decode_stride(encoded, SHAPE: tl.constexpr):
     """int64: offsets into a tensor can exceed 2^31."""
     VEC: tl.constexpr = SHAPE.vec
     return tl.multiple_of((encoded - TAG) // 16, VEC)
+
+
+@triton.jit
+def band_view(x, band, SHAPE: tl.constexpr):
+    """One band of a BandedView."""
+    return TensorView(x.ptr + band * decode_stride(x.stride_band, SHAPE), x.stride_batch, x.stride_row, x.stride_head)

@@ -1,4 +1,5 @@
-"""Backward: delta, then dK and dV by key tile, then dQ by query tile. No atomics: gradients are bitwise reproducible.
+"""Backward: row statistics, then dK and dV by key tile, then dQ by query tile. No atomics: gradients are bitwise
+reproducible.
 
 Both passes read rotated queries and keys. The gradient of rotated rows accumulates in the current band's frame and is
 rotated back at the end. (FlashAttention-2, algorithm 2, in two passes.)
@@ -9,9 +10,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import decode_stride
+from . import configs
+from .arguments import band_view
 from .rotation import CosSinTable, log_n_scale, rotate_tile, store_rotated_back, tile_channels
-from .softmax import LOG2_E
+from .softmax import LOG2_E, log2_scale
 from .tiles import (
     HeadView,
     band_keys,
@@ -21,7 +23,7 @@ from .tiles import (
     existing_rows,
     find_sequence,
     head_view,
-    in_band,
+    is_visible,
     key_tiles,
     load_band,
     load_rows,
@@ -34,22 +36,51 @@ from .tiles import (
     tile_offsets,
     tile_range,
     tile_rows,
+    visible_keys,
+    visible_queries,
 )
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "max_seqlen_q", "heads_q"])
-def attention_delta(
+# ---- row statistics
+
+
+STATISTICS_ROWS = tl.constexpr(configs.STATISTICS_ROWS)
+
+
+@triton.jit
+def statistics_offset(packed, batch, head, rows):
+    """Offset of a sequence's first row in the row statistics, float32 (heads, rows, 2): lse in log2 units and delta.
+
+    Sequences start at multiples of STATISTICS_ROWS, so that their tiles load in whole vectors: that of packed row p
+    and number b at row (p // STATISTICS_ROWS + b) * STATISTICS_ROWS, which is behind the rounded end of number b - 1.
+    """
+    row = head.to(tl.int64) * rows + (packed // STATISTICS_ROWS + batch) * STATISTICS_ROWS
+    return tl.multiple_of(2 * row, 2 * STATISTICS_ROWS)
+
+
+@triton.jit
+def load_statistics(ptr, BLOCK: tl.constexpr):
+    """lse in log2 units and delta of BLOCK rows, two float32 [BLOCK]."""
+    return tl.split(tl.reshape(tl.load(ptr + tl.arange(0, 2 * BLOCK)), (BLOCK, 2)))
+
+
+@triton.jit(do_not_specialize=["statistics_rows", "seqlen_q", "max_seqlen_q", "heads_q"])
+def attention_statistics(
     out,
     grad_out,
+    lse,
     grad_lse,
-    delta,
+    statistics,
+    statistics_rows,
     cu_seqlens_q,
     seqlen_q,
     max_seqlen_q,
     heads_q,
     SHAPE: tl.constexpr,
 ):
-    """delta = rowsum(out * grad_out) - grad_lse, float32, shaped like lse. out is contiguous, grad_out a TensorView."""
+    """Every row's lse in log2 units and delta = rowsum(out * grad_out) - grad_lse. lse is inf, so that all weights are
+    0, for rows that see no key and for those behind the last in a tile. out is contiguous, grad_out a TensorView."""
+    tl.static_assert(SHAPE.block_m == STATISTICS_ROWS)
     tiles = tl.cdiv(max_seqlen_q, SHAPE.block_m)
     first = tl.program_id(0) % tiles * SHAPE.block_m
     batch = tl.program_id(0) // tiles // heads_q
@@ -59,17 +90,22 @@ def attention_delta(
         return
     rows = tl.arange(0, SHAPE.block_m)
     channels = tl.arange(0, SHAPE.block_d)
+    exists = rows < length - first
     loaded = clamp_rows(rows, length - first)
-    packed = packed_row(cu_seqlens_q, batch, start, seqlen_q) + first
-    of_out = HeadView(out + (packed * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
+    packed = packed_row(cu_seqlens_q, batch, start, seqlen_q)
+    of_out = HeadView(out + ((packed + first) * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
     of_grad = head_view(grad_out, batch, start + first, head, SHAPE)
     o = load_rows(of_out.ptr, tile_offsets(loaded, of_out), channels, SHAPE)  # [BM, D]
     g = load_rows(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, D]
-    value = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BM]
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BM]
     offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start, seqlen_q) + first + rows
+    row_lse = tl.load(lse + offset, mask=exists, other=float("-inf"))
+    lse_log2 = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
     if grad_lse is not None:
-        value -= tl.load(grad_lse + offset, mask=rows < length - first, other=0.0)
-    tl.store(delta + offset, value, mask=rows < length - first)
+        delta -= tl.load(grad_lse + offset, mask=exists, other=0.0)
+    pairs = tl.join(lse_log2, tl.where(exists, delta, 0.0))  # [BM, 2]
+    to = statistics + statistics_offset(packed, batch, head, statistics_rows) + 2 * first
+    tl.store(to + (2 * rows[:, None] + tl.arange(0, 2)[None, :]), pairs)
 
 
 # ---- dK and dV
@@ -83,48 +119,37 @@ class GradKV(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """k, v [BN, D], the key's position [BN], scale_log2: softmax scale in log2 units."""
+    """k, v [BN, D]; visible: the query rows that see each key; scale_log2: softmax scale in log2 units."""
 
     k: object
     v: object
-    position: object
+    visible: object
     scale_log2: object
 
 
 class QueryRows(NamedTuple):
-    """One head's queries: q, grad_out HeadViews with the channels to load, lse and delta pointers; row r of `length` is
-    at position r + ahead."""
+    """One head's queries: q, grad_out HeadViews with the channels to load, statistics a pointer, the number of rows."""
 
     q: object
     grad_out: object
     channels_q: object
     channels: object
-    lse: object
-    delta: object
-    offset: object
+    statistics: object
     length: object
-    ahead: object
 
 
 @triton.jit
-def add_grad_kv(grad, keys, queries, band, row, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+def add_grad_kv(grad, keys, queries, row, EDGE: tl.constexpr, SHAPE: tl.constexpr):
     """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band."""
-    lse, delta = queries.lse + queries.offset, queries.delta + queries.offset
     of_q, of_g = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
     rows = tl.arange(0, SHAPE.block_m)
     loaded = clamp_rows(rows, queries.length - row) if EDGE else rows
     q = load_rows(of_q.ptr, tile_offsets(loaded, of_q), queries.channels_q, SHAPE)  # [BM, D]
-    if EDGE:
-        lse = tl.load(lse + row + rows, mask=rows < queries.length - row, other=float("inf"))
-        delta = tl.load(delta + row + rows, mask=rows < queries.length - row, other=0.0)
-    else:
-        lse = tl.load(lse + row + rows)
-        delta = tl.load(delta + row + rows)
+    lse_log2, delta = load_statistics(queries.statistics + tl.multiple_of(2 * row, 2 * SHAPE.block_m), SHAPE.block_m)
     scores = tl.dot(keys.k, tl.trans(q), input_precision="ieee")  # [BN, BM]
-    weights = tl.exp2(scores * keys.scale_log2 - (lse * LOG2_E)[None, :])
     if EDGE:
-        visible = in_band((row + rows + queries.ahead)[None, :], keys.position[:, None], band)
-        weights = tl.where(visible, weights, 0.0)
+        scores = tl.where(is_visible(keys.visible, row, SHAPE.block_m), scores, float("-inf"))
+    weights = tl.exp2(scores * keys.scale_log2 - lse_log2[None, :])
     g = load_rows(of_g.ptr, tile_offsets(loaded, of_g), queries.channels, SHAPE)  # [BM, D]
     grad_v = tl.dot(weights.to(g.dtype), g, grad.v, input_precision="ieee")
     grad_weights = tl.dot(keys.v, tl.trans(g), input_precision="ieee")  # [BN, BM]
@@ -133,15 +158,17 @@ def add_grad_kv(grad, keys, queries, band, row, EDGE: tl.constexpr, SHAPE: tl.co
     return GradKV(grad_k, grad_v)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_k", "table_rows", "heads_q", "heads_kv"])
+@triton.jit(
+    do_not_specialize=["statistics_rows", "seqlen_q", "seqlen_k", "max_seqlen_k", "table_rows", "heads_q", "heads_kv"]
+)
 def attention_grad_kv(
-    rotated_q,
+    q,
     k,
     rotated_k,
     v,
     grad_out,
-    lse,
-    delta,
+    statistics,
+    statistics_rows,
     grad_k,
     grad_v,
     scheme,
@@ -154,7 +181,8 @@ def attention_grad_kv(
     heads_kv,
     SHAPE: tl.constexpr,
 ):
-    """rotated_q: TensorView (band, row, head), rotated_k: TensorView (copy, row, head); grad_k, grad_v contiguous."""
+    """q: BandedView of the queries, rotated for each band; rotated_k: TensorView (copy, row, head); grad_k, grad_v
+    contiguous."""
     tiles = tl.cdiv(max_seqlen_k, SHAPE.block_n)
     first = tl.program_id(0) % tiles * SHAPE.block_n  # the first keys are seen by most queries
     batch = tl.program_id(0) // tiles // heads_kv
@@ -172,9 +200,8 @@ def attention_grad_kv(
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
     channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_d)
     group = heads_q // heads_kv
-    stride_q, stride_g = decode_stride(rotated_q.stride_row, SHAPE), decode_stride(grad_out.stride_row, SHAPE)
 
-    scale_log2 = scheme.score_scale * LOG2_E
+    scale_log2 = log2_scale(scheme.score_scale)
     values = head_view(v, batch, seq.start_k + first, head_kv, SHAPE)
     raw = head_view(k, batch, seq.start_k + first, head_kv, SHAPE)
     v_tile = load_rows(values.ptr, tile_offsets(loaded, values), channels, SHAPE)  # [BN, D]
@@ -186,22 +213,23 @@ def attention_grad_kv(
         band = load_band(scheme.bands, b)
         view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
         k_tile = load_rows(view.ptr, tile_offsets(loaded, view), channels_k, SHAPE)  # [BN, D]
-        keys = KeyTile(k_tile, v_tile, position, scale_log2)
+        keys = KeyTile(k_tile, v_tile, visible_queries(position, band, seq.ahead), scale_log2)
         if NUM_BANDS > 1:
             grad = GradKV(rotate_tile(grad.k, table, band.dk_step, rows, SHAPE), grad.v)
 
         tiles = tile_range(first - seq.ahead, last - seq.ahead, band.start, band.stop - 1, seq.length_q, SHAPE.block_m)
+        of_band = band_view(q, b, SHAPE)
         # Hoisted out of these loops, addresses and masks of the epilogue take the registers that the accumulators need.
         for member in tl.range(0, group, disable_licm=True):
             head = head_kv * group + member
-            of_q = HeadView(head_view(rotated_q, b, packed_q, head, SHAPE).ptr, stride_q, 0)
-            of_grad = HeadView(head_view(grad_out, batch, seq.start_q, head, SHAPE).ptr, stride_g, 0)
-            offset = lse_offset(cu_seqlens.q, batch, head, heads_q, seq.start_q, seqlen_q)
-            queries = QueryRows(of_q, of_grad, channels_k, channels, lse, delta, offset, seq.length_q, seq.ahead)
+            of_q = head_view(of_band, batch, seq.start_q, head, SHAPE)
+            of_grad = head_view(grad_out, batch, seq.start_q, head, SHAPE)
+            head_statistics = statistics + statistics_offset(packed_q, batch, head, statistics_rows)
+            queries = QueryRows(of_q, of_grad, channels_k, channels, head_statistics, seq.length_q)
             for step in tl.range(0, edge_count(tiles), disable_licm=True):
-                grad = add_grad_kv(grad, keys, queries, band, edge_tile(tiles, step) * SHAPE.block_m, True, SHAPE)
+                grad = add_grad_kv(grad, keys, queries, edge_tile(tiles, step) * SHAPE.block_m, True, SHAPE)
             for step in tl.range(tiles.inner_begin, tiles.inner_end, disable_licm=True):
-                grad = add_grad_kv(grad, keys, queries, band, step * SHAPE.block_m, False, SHAPE)
+                grad = add_grad_kv(grad, keys, queries, step * SHAPE.block_m, False, SHAPE)
 
     offset = (packed_k * heads_kv + head_kv) * SHAPE.head_dim
     store_rows(HeadView(grad_v + offset, heads_kv * SHAPE.head_dim, None), grad.v, rows, channels, SHAPE)
@@ -214,13 +242,14 @@ def attention_grad_kv(
 
 
 class QueryTile(NamedTuple):
-    """q, grad_out [BM, D]; lse, delta, position [BM]; scale_log2: softmax scale in log2 units."""
+    """q, grad_out [BM, D]; lse_log2, delta [BM]; visible: the keys that each row sees; scale_log2: softmax scale in
+    log2 units."""
 
     q: object
     grad_out: object
-    lse: object
+    lse_log2: object
     delta: object
-    position: object
+    visible: object
     scale_log2: object
 
 
@@ -235,7 +264,7 @@ class KeyRows(NamedTuple):
 
 
 @triton.jit
-def add_grad_q(grad_q, queries, keys, band, column, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, SHAPE: tl.constexpr):
     """Adds the share of the key tile that starts at `column` to grad_q [BM, D], which lacks the factor of the score."""
     columns = tl.arange(0, SHAPE.block_n)
     loaded = clamp_rows(columns, keys.length - column) if EDGE else columns
@@ -243,25 +272,25 @@ def add_grad_q(grad_q, queries, keys, band, column, EDGE: tl.constexpr, SHAPE: t
     k = load_rows(of_k.ptr, tile_offsets(loaded, of_k), keys.channels_k, SHAPE)  # [BN, D]
     v = load_rows(of_v.ptr, tile_offsets(loaded, of_v), keys.channels, SHAPE)  # [BN, D]
     scores = tl.dot(queries.q, tl.trans(k), input_precision="ieee")  # [BM, BN]
-    weights = tl.exp2(scores * queries.scale_log2 - (queries.lse * LOG2_E)[:, None])
     if EDGE:
-        position_k = (column + columns)[None, :]
-        visible = in_band(queries.position[:, None], position_k, band) & (position_k < keys.length)
-        weights = tl.where(visible, weights, 0.0)
+        scores = tl.where(is_visible(queries.visible, column, SHAPE.block_n), scores, float("-inf"))
+    weights = tl.exp2(scores * queries.scale_log2 - queries.lse_log2[:, None])
     grad_weights = tl.dot(queries.grad_out, tl.trans(v), input_precision="ieee")  # [BM, BN]
     grad_scores = weights * (grad_weights - queries.delta[:, None])
     return tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads_q", "heads_kv"])
+@triton.jit(
+    do_not_specialize=["statistics_rows", "seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads_q", "heads_kv"]
+)
 def attention_grad_q(
-    rotated_q,
+    q,
     k,
     rotated_k,
     v,
     grad_out,
-    lse,
-    delta,
+    statistics,
+    statistics_rows,
     grad_q,
     scheme,
     cu_seqlens,
@@ -293,8 +322,12 @@ def attention_grad_q(
 
     of_grad = head_view(grad_out, batch, seq.start_q + first, head, SHAPE)
     g = load_rows(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, D]
-    offset = lse_offset(cu_seqlens.q, batch, head, heads_q, seq.start_q, seqlen_q) + first + loaded
-    row_lse, row_delta = tl.load(lse + offset), tl.load(delta + offset)
+    of_rows = statistics + statistics_offset(
+        packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q), batch, head, statistics_rows
+    )
+    of_rows += 2 * (first + loaded)
+    lse_log2, delta = tl.load(of_rows), tl.load(of_rows + 1)
+    scale_log2 = log2_scale(scheme.score_scale)
     BLOCK_M: tl.constexpr = SHAPE.block_m
     D: tl.constexpr = SHAPE.block_d
     acc = tl.zeros((BLOCK_M, D), tl.float32)
@@ -303,17 +336,18 @@ def attention_grad_q(
         band = load_band(scheme.bands, b)
         view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
         keys = KeyRows(view, values, channels_k, channels, seq.length_k)
-        of_q = head_view(rotated_q, b, packed_q, head, SHAPE)
+        of_q = head_view(band_view(q, b, SHAPE), batch, seq.start_q + first, head, SHAPE)
         q_tile = load_rows(of_q.ptr, tile_offsets(loaded, of_q), channels_k, SHAPE)  # [BM, D]
-        queries = QueryTile(q_tile, g, row_lse, row_delta, position, scheme.score_scale * LOG2_E)
+        visible = visible_keys(position, band, seq.length_k)
+        queries = QueryTile(q_tile, g, lse_log2, delta, visible, scale_log2)
         if NUM_BANDS > 1:
             acc = rotate_tile(acc, table, band.dq_step, rows, SHAPE)
 
         tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n)
         for step in tl.range(0, edge_count(tiles)):
-            acc = add_grad_q(acc, queries, keys, band, edge_tile(tiles, step) * SHAPE.block_n, True, SHAPE)
+            acc = add_grad_q(acc, queries, keys, edge_tile(tiles, step) * SHAPE.block_n, True, SHAPE)
         for step in tl.range(tiles.inner_begin, tiles.inner_end):
-            acc = add_grad_q(acc, queries, keys, band, step * SHAPE.block_n, False, SHAPE)
+            acc = add_grad_q(acc, queries, keys, step * SHAPE.block_n, False, SHAPE)
 
     last_band = load_band(scheme.bands, NUM_BANDS - 1)
     scale = log_n_scale(scheme, rows.start + loaded, position) * scheme.score_scale

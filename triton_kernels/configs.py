@@ -87,7 +87,7 @@ FORWARD_TMA_TILES = {
 }
 # The elementwise passes, any type: rows per program, warps, heads per program (which share one load of cos and sin).
 ROTATE_ROWS, ROTATE_WARPS, ROTATE_HEADS = 32, 4, 4
-DELTA_ROWS, DELTA_WARPS = 64, 4
+STATISTICS_ROWS, STATISTICS_WARPS = 64, 4  # every grad_kv tile's block_m divides STATISTICS_ROWS
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
 

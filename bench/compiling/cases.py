@@ -16,7 +16,7 @@ from flashrope.triton_kernels import configs
 
 from .offline import Launch, caught_launches
 
-KERNELS = ("rotate_rows", "attention_forward", "attention_delta", "attention_grad_kv", "attention_grad_q")
+KERNELS = ("rotate_rows", "attention_forward", "attention_statistics", "attention_grad_kv", "attention_grad_q")
 DECODE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
 CHUNK_KERNELS = ("append_rows", "rotate_cached_rows", "attention_forward")
 TMA_KERNELS = ("rotate_rows", "hopper_forward")

@@ -9,8 +9,8 @@ import torch
 from ...cos_sin import coarse_rows, position_table, two_level_table
 from ...lowering import lower
 from ...triton_kernels import configs
-from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Scheme, tensor_view
-from ...triton_kernels.backward import attention_delta, attention_grad_kv, attention_grad_q
+from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Scheme, banded_view, tensor_view
+from ...triton_kernels.backward import attention_grad_kv, attention_grad_q, attention_statistics
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
 from ..base import AttentionCall
@@ -57,25 +57,23 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call: AttentionCa
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         with current_device(q):
             plan = AttentionPlan(q, k, v, call, grad_out)
-            rotated_q = q.new_empty(plan.num_bands, _rows(q), *q.shape[-2:])
-            plan.rotate_queries(q, rotated_q)
-            delta = plan.delta(out, grad_out, grad_lse, lse)
-            inputs = GradientInputs(rotated_q, k, rotated_k, v, grad_out, lse, delta)
+            rotated_q = plan.rotated_queries(q)
+            statistics = plan.statistics(out, grad_out, lse, grad_lse)
+            inputs = GradientInputs(rotated_q, k, rotated_k, v, grad_out, statistics)
             plan.grad_kv(inputs, grad_k, grad_v)
             plan.grad_q(inputs, grad_q)
     return grad_q, grad_k, grad_v
 
 
 class GradientInputs(NamedTuple):
-    """What both gradient kernels read. rotated_q (band, row, head, head_dim); lse and delta are shaped alike."""
+    """What both gradient kernels read. rotated_q (band, *shape of q); statistics (heads, rows, 2)."""
 
     rotated_q: torch.Tensor
     k: torch.Tensor
     rotated_k: torch.Tensor
     v: torch.Tensor
     grad_out: torch.Tensor
-    lse: torch.Tensor
-    delta: torch.Tensor
+    statistics: torch.Tensor
 
 
 class AttentionPlan:
@@ -111,12 +109,22 @@ class AttentionPlan:
         cu_seqlens = (self.cu_seqlens.k, self.cu_seqlens.q)
         self._rotate(k, rotated_k, self.lowered.k_copies, self.tables.k_copies, scheme, cu_seqlens, lengths)
 
-    def rotate_queries(self, q, rotated_q) -> None:
-        """Fills rotated_q (band, row, head, head_dim)."""
+    def rotated_queries(self, q) -> torch.Tensor:
+        """q as every band rotates it, log n included: (band, *shape of q); q itself where that changes nothing."""
+        if not any(self.lowered.q_rotations) and not self.scheme.log_n_factor:
+            return q.expand(self.num_bands, *q.shape)
+        rotated_q = q.new_empty(self.num_bands, *q.shape)
         lengths = (self.seqlen_q, self.seqlen_k, self.max_seqlen_q)
         self._rotate(
-            q, rotated_q, self.lowered.q_rotations, self.tables.q_rotations, self.scheme, self.cu_seqlens, lengths
+            q,
+            rotated_q.view(self.num_bands, _rows(q), *q.shape[-2:]),
+            self.lowered.q_rotations,
+            self.tables.q_rotations,
+            self.scheme,
+            self.cu_seqlens,
+            lengths,
         )
+        return rotated_q
 
     def _rotate(self, x, out, copies, rotations, scheme, cu_seqlens, lengths) -> None:
         if not copies:
@@ -171,23 +179,27 @@ class AttentionPlan:
             **options,
         )
 
-    def delta(self, out, grad_out, grad_lse, lse) -> torch.Tensor:
-        delta = torch.empty_like(lse)
+    def statistics(self, out, grad_out, lse, grad_lse) -> torch.Tensor:
+        """float32 (heads, rows, 2): lse in log2 units and delta; sequences start at multiples of STATISTICS_ROWS."""
+        rows = (_rows(out) // configs.STATISTICS_ROWS + self.batch) * configs.STATISTICS_ROWS
+        statistics = lse.new_empty(self.heads_q, rows, 2)
         launcher.launch(
-            attention_delta,
-            (cdiv(self.max_seqlen_q, configs.DELTA_ROWS) * self.batch * self.heads_q,),
+            attention_statistics,
+            (cdiv(self.max_seqlen_q, configs.STATISTICS_ROWS) * self.batch * self.heads_q,),
             out,
             tensor_view(grad_out),
+            lse,
             grad_lse,
-            delta,
+            statistics,
+            rows,
             self.cu_seqlens.q,
             self.seqlen_q,
             self.max_seqlen_q,
             self.heads_q,
-            SHAPE=shape_of(self.rotary, self.vec, 0, 0, 0, configs.DELTA_ROWS),
-            **configs.options(configs.DELTA_WARPS),
+            SHAPE=shape_of(self.rotary, self.vec, 0, 0, 0, configs.STATISTICS_ROWS),
+            **configs.options(configs.STATISTICS_WARPS),
         )
-        return delta
+        return statistics
 
     def grad_kv(self, inputs: GradientInputs, grad_k, grad_v) -> None:
         tile, options = self._tile("grad_kv")
@@ -200,17 +212,17 @@ class AttentionPlan:
         self._gradient(attention_grad_q, programs, inputs, (grad_q,), self.max_seqlen_q, options)
 
     def _gradient(self, kernel, programs, inputs: GradientInputs, grads, max_seqlen, options) -> None:
-        rotated_q, k, rotated_k, v, grad_out, lse, delta = inputs
+        rotated_q, k, rotated_k, v, grad_out, statistics = inputs
         launcher.launch(
             kernel,
             (programs,),
-            tensor_view(rotated_q),
+            banded_view(rotated_q),
             tensor_view(k),
             self._rotated(rotated_k, k),
             tensor_view(v),
             tensor_view(grad_out),
-            lse,
-            delta,
+            statistics,
+            statistics.shape[1],
             *grads,
             self.scheme,
             self.cu_seqlens,
