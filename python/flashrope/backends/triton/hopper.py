@@ -6,6 +6,7 @@ It serves where ``configs.forward_tma_tile`` has a tile and ``unsupported_reason
 from __future__ import annotations
 
 import torch
+import triton
 
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import tensor_view
@@ -16,12 +17,19 @@ from .launcher import cdiv
 BLOCK_M = 128  # two warp groups of 64 rows
 
 
+def serves_triton() -> bool:
+    """Whether this version of Triton compiles the kernel: Gluon is experimental and changes between versions."""
+    return triton.__version__.startswith("3.6.")
+
+
 def unsupported_reason(plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     """Why this kernel cannot serve the call of an ``AttentionPlan``; "" if it can."""
     rotary = plan.rotary
     rotates_pairs_apart = any(rotary.frequencies) and not rotary.interleaved
     if launcher.interpreted():
         return "Triton's interpreter has no Gluon"
+    if not serves_triton():
+        return f"it is written for the Gluon of Triton 3.6, this is Triton {triton.__version__}"
     if not 90 <= plan.capability < 100:
         return f"it needs compute capability 9.x, the device has {plan.capability / 10}"
     if q.dtype not in (torch.bfloat16, torch.float16):
