@@ -9,6 +9,7 @@ from test_executor import executed, library, pytestmark  # noqa: F401
 CASES = ("tests/executor/asynchronous_watches.py", "tests/executor/hopper.py")
 
 
+@pytest.mark.slow  # .ci/run has a step for it
 def test_quick_cases(library):  # noqa: F811
     executed(90, "-m", "quick", *CASES)
 

@@ -90,7 +90,10 @@ def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, cu_seqlens_q=Non
         for name, x in new:
             if x.shape != expected:
                 raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache, *(x for _, x in new))):
+    new_requires_grad = k is not None and (k.requires_grad or v.requires_grad)
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k_cache.requires_grad or v_cache.requires_grad or new_requires_grad
+    ):
         raise ValueError("q, k, v: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
     return capacity, seqlen_new
 

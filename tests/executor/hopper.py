@@ -14,7 +14,7 @@ import triton
 from support import SCHEMES
 
 from flashrope import attention
-from flashrope.backends.triton import launcher
+from flashrope.backends.triton import launcher, tiles
 from flashrope.triton_kernels import configs
 
 from .mutants import STEP_LIMIT, verdict
@@ -37,9 +37,12 @@ def tile(monkeypatch):
     def choose(tile):
         for name in ("forward tma", "forward tma banded"):
             monkeypatch.setitem(configs.FORWARD_TMA, name, dict.fromkeys((64, 128), tile))
+        tiles.choose.cache_clear()
 
     choose(configs.Tile(128, 128, 4, 2))
-    return choose
+    yield choose
+    monkeypatch.undo()
+    tiles.choose.cache_clear()
 
 
 @dataclasses.dataclass
@@ -65,6 +68,9 @@ class Forward:
 
     def within_budget(self, results) -> bool:
         return self.excess(results) <= support.COEFFICIENT[self.problem.q.dtype]
+
+    def restore(self, machine) -> None:
+        machine.rewrite = None
 
 
 def kernels(machine) -> set[str]:

@@ -157,7 +157,7 @@ class AttentionPlan:
         if choice.kernel == TMA and not hopper.unsupported_reason(self, q, k, v):
             hopper.attend(self, choice.tile, q, k, rotated_k, v, out, lse)
             return
-        tile, options = self._tile("forward")
+        tile, options = self._tile("forward", choice)
         launcher.launch(
             attention_forward,
             (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
@@ -240,9 +240,9 @@ class AttentionPlan:
         fields = (self.capability, 2 * table.shape[-1], self.itemsize, self.num_bands, self.max_seqlen_k, grouped)
         return choose(direction, table.device, *fields)
 
-    def _tile(self, direction: str):
+    def _tile(self, direction: str, choice: Choice | None = None):
         """The tile of the usual kernel, and its constexprs and compiler options."""
-        tile, kernel = self._choose(direction)
+        tile, kernel = choice or self._choose(direction)
         if kernel:  # which cannot serve this call
             block_d = 2 * self.scheme.table.shape[-1]
             tile = configs.tile(direction, self.capability, block_d, self.itemsize, self.num_bands)

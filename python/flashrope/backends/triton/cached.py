@@ -94,6 +94,7 @@ class CachePlan:
         self.max_seqlen_q = self.seqlen_q if self.cu_seqlens_q is None else min(layout.max_seqlen_q, self.seqlen_q)
         self.heads_kv, self.capacity = k_cache.shape[2], call.layout.capacity(k_cache)
         self.rotary, device = call.rotary, q.device
+        self.capability = compute_capability(device)
         self.lowered, self.tables = lower(self.rotary, call.causal), scheme_on(self.rotary, call.causal, device)
         self.num_bands = len(self.lowered.bands)
         rows = coarse_rows(max(self.max_seqlen_q, self.capacity))
@@ -109,7 +110,7 @@ class CachePlan:
         device, cache = self.q.device, "paged" if self.page_size else "contiguous"
         fields = (2 * self.table.shape[-1], self.q.element_size(), self.num_bands, self.capacity)
         grouped = self.heads_q > self.heads_kv
-        return choose(direction, device, compute_capability(device), *fields, grouped, cache).tile
+        return choose(direction, device, self.capability, *fields, grouped, cache).tile
 
     # ---- many queries
 
@@ -265,12 +266,12 @@ class CachePlan:
         block_n = options["SHAPE"].block_n
         if self.call.num_splits:
             return min(self.call.num_splits, MAX_SPLITS, cdiv(self.capacity, block_n))
-        device, capability = self.q.device, compute_capability(self.q.device)
-        key = (device, capability, self.q.dtype, *options.items())
+        device = self.q.device
+        key = (device, self.capability, self.q.dtype, *options.items())
         if key not in _resident:
             # Several splits store float32; lse stands in for their results, which are not there yet.
             arguments = self._decode_arguments(lse, lse, 2)
-            _resident[key] = launcher.resident_blocks(capability, attention_decode, *arguments, **options)
+            _resident[key] = launcher.resident_blocks(self.capability, attention_decode, *arguments, **options)
         tiles = cdiv(min(self.capacity, self.lowered.reach + self.seqlen_q), block_n)
         return choose_splits(programs, tiles, _resident[key] * multiprocessors(device))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 import triton
 from triton.compiler import CompiledKernel
 
@@ -67,8 +68,11 @@ def _traits(args: tuple) -> list:
         if kind is int:
             traits.append(arg >> 31)
             continue
-        for x in arg[: POINTER_FIELDS[kind]] if kind in POINTER_FIELDS else (arg,):
-            x = getattr(x, "base", x)  # the tensor of a tensor descriptor
+        if kind in POINTER_FIELDS:
+            pointers = arg[: POINTER_FIELDS[kind]]
+        else:
+            pointers = (arg if kind is torch.Tensor else getattr(arg, "base", arg),)  # that of a tensor descriptor
+        for x in pointers:
             traits += (None,) if x is None else (x.dtype, x.data_ptr() & 15)
     return traits
 
