@@ -54,7 +54,10 @@ ATTEMPTS = 3  # of --check: another process can slow a run down, but cannot make
 
 
 class Goal(NamedTuple):
-    """The largest allowed value of a figure. Figures with a quantity that depends on the machine are not checked."""
+    """The largest allowed value of a figure.
+
+    Not checked: microseconds, which depend on the machine, and resident memory, of which malloc keeps some.
+    """
 
     figure: str
     limit: float
@@ -75,7 +78,7 @@ GOALS = (
     Goal("forward, seqlen 8192, window 1024: ReRoPE, compiled / SDPA", 1.15),
     Goal("forward, seqlen 8192, window 1024: HoPE, compiled / SDPA", 1.0),
     Goal("forward + backward, seqlen 4096, window 1024: ReRoPE, compiled / SDPA", 1.2),
-    Goal("memory when seqlen doubles, forward + backward: ReRoPE, compiled", 2.2),
+    Goal("memory when seqlen doubles, forward + backward: ReRoPE, compiled", 2.2, checked=False),
     # composed of PyTorch's kernels
     Goal("decoding, 32768 keys: ReRoPE, composed / SDPA", 1.35),
     Goal("decoding, 32768 keys: ReRoPE, composed / rotate the cache, then SDPA", 0.2),

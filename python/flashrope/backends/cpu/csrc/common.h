@@ -119,18 +119,15 @@ struct Band {
   }
 };
 
-// The first channels of a row are pairs; the first channel of pair m is `m * step`, the second is `distance` later.
 struct Pairs {
-  int count, step, distance;
-
-  Pairs(int64_t pairs, bool interleaved)
-      : count(int(pairs)), step(interleaved ? 2 : 1), distance(interleaved ? 1 : int(pairs)) {}
+  int count;
+  bool interleaved;  // pair m is channels 2 m and 2 m + 1; otherwise m and m + count
 };
 
 // x rotated by angles whose cos and sin are given per pair.
 template <typename T>
 inline void rotate(const T* x, float* y, const float* cos, const float* sin, Pairs pairs, int head_dim) {
-  if (pairs.step == 1) {
+  if (!pairs.interleaved) {
     const T* second = x + pairs.count;
     for (int m = 0; m < pairs.count; ++m) {
       const float a = to_float(x[m]), b = to_float(second[m]);

@@ -80,7 +80,7 @@ struct Chunk {
   const int rows = int(group * call.seqlen_q);  // row r: query r % seqlen_q of query head head_kv * group + r / seqlen_q
   const int64_t first_slot = call.bounds[2 * sequence], seqlen = call.bounds[2 * sequence + 1] - first_slot;
   const int64_t first_position = seqlen - call.seqlen_q;
-  const Pairs pairs{call.pairs, call.interleaved != 0};
+  const Pairs pairs{int(call.pairs), call.interleaved != 0};
 
   alignas(64) float q[MAX_ROWS][MAX_HEAD_DIM];  // times the scale
   alignas(64) float rotated_q[MAX_ROWS][MAX_HEAD_DIM];
