@@ -65,7 +65,6 @@ NEWER_HALF = {
     },
     "sm90": {
         "grad_q banded": {128: Tile(128, 64, 8, 3)},
-        "decode": {64: Tile(16, 64, 4, 2)},
         "decode wide": {128: Tile(32, 32, 8, 3)},
     },
 }
