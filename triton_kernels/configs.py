@@ -64,6 +64,7 @@ NEWER_HALF = {
         "forward banded": {64: Tile(128, 32, 4, 3), 128: Tile(128, 32, 8, 3)},
     },
     "sm90": {
+        "forward": {128: Tile(128, 64, 8, 3)},
         "grad_q banded": {128: Tile(128, 64, 8, 3)},
         "decode wide": {128: Tile(32, 32, 8, 3)},
     },
