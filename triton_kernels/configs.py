@@ -64,8 +64,8 @@ NEWER_HALF = {
         "forward banded": {64: Tile(128, 32, 4, 3), 128: Tile(128, 32, 8, 3)},
     },
     "sm90": {
+        "forward": {128: Tile(128, 64, 8, 3)},
         "grad_q banded": {128: Tile(128, 64, 8, 3)},
-        "decode": {64: Tile(16, 64, 4, 2)},
         "decode wide": {128: Tile(32, 32, 8, 3)},
     },
 }

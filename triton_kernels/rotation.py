@@ -13,7 +13,7 @@ from .. import cos_sin
 from .tiles import existing_rows, load_rows, store_rows, tile_offsets
 
 FINE_ROWS = tl.constexpr(cos_sin.FINE_ROWS)
-BLOCK_ROWS = tl.constexpr(32)  # of load_cos_sin_by_blocks
+BLOCK_ROWS = tl.constexpr(16)  # of load_cos_sin_by_blocks
 
 # ---- pairs
 
@@ -210,7 +210,10 @@ def load_rotated_chunk(
     x, y = load_pairs(view.ptr, offsets, FIRST, COUNT, SHAPE)
     x, y = x.to(tl.float32), y.to(tl.float32)
     if ROTATE:
-        cos, sin = load_cos_sin_by_blocks(table, rotation, rows, FIRST, COUNT, SHAPE)
+        if SHAPE.num_bands > 1:  # the accumulator of the band before is there too: by blocks the inner loop would spill
+            cos, sin = load_cos_sin(table, rotation, rows, FIRST, COUNT, SHAPE)
+        else:
+            cos, sin = load_cos_sin_by_blocks(table, rotation, rows, FIRST, COUNT, SHAPE)
         x, y = rotate(x, y, cos, sin)
     dtype = view.ptr.dtype.element_ty
     return (x * scale[:, None]).to(dtype), (y * scale[:, None]).to(dtype)

@@ -30,7 +30,7 @@ from .. import machine
 from . import utilisation
 from .architectures import MULTIPROCESSORS
 from .cases import DTYPES, ORDER, Case, cases
-from .limits import max_instructions, spill_limit
+from .limits import LISTED, max_instructions, spill_limit
 from .offline import Launch, Measured, compile_all, missing_tools
 from .table import print_table
 
@@ -131,6 +131,8 @@ class Row:
             found.append(
                 f"touches {touched} spilled bytes per thread in its tile loops, the limit is {limits.in_loops}"
             )
+        if (self.result.loop or {}).get("local") and limits.in_loops != LISTED:
+            found.append(f"touches spilled registers {self.result.loop['local']} times in its hot loop")
         limit = MULTIPROCESSORS[first.arch].shared_per_block
         if self.result.shared > limit:
             found.append(f"needs {self.result.shared} bytes of shared memory, a block of sm_{first.arch} has {limit}")
