@@ -96,6 +96,7 @@ class Shape(NamedTuple):
 
 
 NO_CACHE = CacheLayout(*(None,) * 8)
+NO_BANDS = BandedView(*(None,) * 5)
 POINTER_FIELDS = {
     TensorView: 1,
     BandedView: 1,

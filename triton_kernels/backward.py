@@ -2,7 +2,10 @@
 reproducible.
 
 Both passes read rotated queries and keys. The gradient of rotated rows accumulates in the current band's frame and is
-rotated back at the end. (FlashAttention-2, algorithm 2, in two passes.)
+rotated back at the end. (FlashAttention-2, algorithm 2, in two passes of seven products.)
+
+Where gradients need not be reproducible, the first pass also adds dQ up by atomics, in float32 and apart for every
+band, and ``attention_finish_grad_q`` takes the place of the second. (FlashAttention-2, algorithm 2: five products.)
 """
 
 from typing import NamedTuple
@@ -12,10 +15,22 @@ import triton.language as tl
 
 from . import configs
 from .arguments import band_view
-from .rotation import CosSinTable, log_n_scale, rotate_tile, store_rotated_back, tile_channels
+from .rotation import (
+    CosSinTable,
+    load_cos_sin,
+    load_pairs,
+    log_n_scale,
+    rotate,
+    rotate_tile,
+    store_pairs,
+    store_rotated_back,
+    tile_channels,
+)
 from .softmax import LOG2_E, log2_scale
 from .tiles import (
     HeadView,
+    TileRange,
+    VisibleRange,
     band_keys,
     clamp_rows,
     edge_count,
@@ -30,6 +45,7 @@ from .tiles import (
     lse_offset,
     packed_row,
     query_program,
+    row_exists,
     sequence_rows,
     skip_rows,
     store_rows,
@@ -128,7 +144,8 @@ class KeyTile(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """One head's queries: q, grad_out HeadViews with the channels to load, statistics a pointer, the number of rows."""
+    """One head's queries: q, grad_out HeadViews with the channels to load, statistics a pointer, the number of rows;
+    grad_q: pointer and row stride of the sum to add dQ to, or None and None."""
 
     q: object
     grad_out: object
@@ -136,6 +153,30 @@ class QueryRows(NamedTuple):
     channels: object
     statistics: object
     length: object
+    grad_q: object
+    stride_grad_q: object
+
+
+@triton.jit
+def add_to_rows(ptr, stride, value, exists, channels, SHAPE: tl.constexpr):
+    """Adds value [M, D] to float32 rows by atomics; exists: None, or whether each row [M] does."""
+    ptrs = ptr + (tl.arange(0, value.shape[0]) * stride.to(tl.int32))[:, None] + channels[None, :]
+    mask = None
+    if SHAPE.block_d != SHAPE.head_dim:
+        mask = (channels < SHAPE.head_dim)[None, :]
+    if exists is not None:
+        mask = exists[:, None] if mask is None else exists[:, None] & mask
+    tl.atomic_add(ptrs, value, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def only_existing_keys(visible, tiles, rows):
+    """A key tile's visible query rows and their tiles, without the keys behind the last, which are copies of it. Where
+    the tile has such keys, all its query tiles are edge tiles."""
+    full = rows.first + rows.index.shape[0] <= rows.length
+    inner_end = tl.where(full, tiles.inner_end, tiles.inner_begin)
+    stop = tl.where(row_exists(rows), visible.stop, visible.first)
+    return VisibleRange(visible.first, stop), TileRange(tiles.begin, tiles.inner_begin, inner_end, tiles.end)
 
 
 @triton.jit
@@ -154,7 +195,13 @@ def add_grad_kv(grad, keys, queries, row, EDGE: tl.constexpr, SHAPE: tl.constexp
     grad_v = tl.dot(weights.to(g.dtype), g, grad.v, input_precision="ieee")
     grad_weights = tl.dot(keys.v, tl.trans(g), input_precision="ieee")  # [BN, BM]
     grad_scores = weights * (grad_weights - delta[None, :])
-    grad_k = tl.dot(grad_scores.to(q.dtype), q, grad.k, input_precision="ieee")
+    grad_scores = grad_scores.to(q.dtype)
+    grad_k = tl.dot(grad_scores, q, grad.k, input_precision="ieee")
+    if queries.grad_q is not None:
+        grad_q = tl.dot(tl.trans(grad_scores), keys.k, input_precision="ieee")  # [BM, D]
+        to = queries.grad_q + row * queries.stride_grad_q
+        exists = rows < queries.length - row if EDGE else None
+        add_to_rows(to, queries.stride_grad_q, grad_q, exists, queries.channels_q, SHAPE)
     return GradKV(grad_k, grad_v)
 
 
@@ -171,6 +218,7 @@ def attention_grad_kv(
     statistics_rows,
     grad_k,
     grad_v,
+    band_grads_q,
     scheme,
     cu_seqlens,
     seqlen_q,
@@ -182,7 +230,8 @@ def attention_grad_kv(
     SHAPE: tl.constexpr,
 ):
     """q: BandedView of the queries, rotated for each band; rotated_k: TensorView (copy, row, head); grad_k, grad_v
-    contiguous."""
+    contiguous; band_grads_q: float32 BandedView of zeros, to which dQ of each band is added in the frame of its queries
+    and without the factor of the score, or one of None."""
     tiles = tl.cdiv(max_seqlen_k, SHAPE.block_n)
     first = tl.program_id(0) % tiles * SHAPE.block_n  # the first keys are seen by most queries
     batch = tl.program_id(0) // tiles // heads_kv
@@ -213,11 +262,14 @@ def attention_grad_kv(
         band = load_band(scheme.bands, b)
         view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
         k_tile = load_rows(view.ptr, tile_offsets(loaded, view), channels_k, SHAPE)  # [BN, D]
-        keys = KeyTile(k_tile, v_tile, visible_queries(position, band, seq.ahead), scale_log2)
+        visible = visible_queries(position, band, seq.ahead)
         if NUM_BANDS > 1:
             grad = GradKV(rotate_tile(grad.k, table, band.dk_step, rows, SHAPE), grad.v)
 
         tiles = tile_range(first - seq.ahead, last - seq.ahead, band.start, band.stop - 1, seq.length_q, SHAPE.block_m)
+        if band_grads_q.ptr is not None:
+            visible, tiles = only_existing_keys(visible, tiles, rows)
+        keys = KeyTile(k_tile, v_tile, visible, scale_log2)
         of_band = band_view(q, b, SHAPE)
         # Hoisted out of these loops, addresses and masks of the epilogue take the registers that the accumulators need.
         for member in tl.range(0, group, disable_licm=True):
@@ -225,7 +277,13 @@ def attention_grad_kv(
             of_q = head_view(of_band, batch, seq.start_q, head, SHAPE)
             of_grad = head_view(grad_out, batch, seq.start_q, head, SHAPE)
             head_statistics = statistics + statistics_offset(packed_q, batch, head, statistics_rows)
-            queries = QueryRows(of_q, of_grad, channels_k, channels, head_statistics, seq.length_q)
+            to_q, stride_to_q = None, None
+            if band_grads_q.ptr is not None:
+                of_sum = head_view(band_view(band_grads_q, b, SHAPE), batch, seq.start_q, head, SHAPE)
+                to_q, stride_to_q = of_sum.ptr, of_sum.stride_row
+            queries = QueryRows(
+                of_q, of_grad, channels_k, channels, head_statistics, seq.length_q, to_q, stride_to_q
+            )
             for step in tl.range(0, edge_count(tiles), disable_licm=True):
                 grad = add_grad_kv(grad, keys, queries, edge_tile(tiles, step) * SHAPE.block_m, True, SHAPE)
             for step in tl.range(tiles.inner_begin, tiles.inner_end, disable_licm=True):
@@ -353,3 +411,48 @@ def attention_grad_q(
     scale = log_n_scale(scheme, rows.start + loaded, position) * scheme.score_scale
     to_q = HeadView(grad_q + (packed_q * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
     store_rotated_back(to_q, acc, table, last_band.q_rotation, rows, scale[:, None], SHAPE)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads"])
+def attention_finish_grad_q(
+    band_grads_q,
+    grad_q,
+    scheme,
+    cu_seqlens,
+    seqlen_q,
+    seqlen_k,
+    max_seqlen_q,
+    table_rows,
+    heads,
+    HEADS_PER_PROGRAM: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """dQ from the sums of the bands, each rotated back from its frame. band_grads_q: BandedView, as attention_grad_kv
+    leaves it; grad_q: TensorView."""
+    tiles = tl.cdiv(max_seqlen_q, SHAPE.block_m)
+    batch = tl.program_id(0) // tiles
+    first = tl.program_id(0) % tiles * SHAPE.block_m
+    seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
+    if first >= seq.length_q:
+        return
+    rows = tile_rows(first, seq.length_q, seq.length_k, batch, seqlen_q, scheme, SHAPE.block_m)
+    loaded = existing_rows(rows)
+    table = CosSinTable(scheme.table, table_rows, scheme.positions)
+    scale = log_n_scale(scheme, rows.start + loaded, first + rows.index + seq.ahead) * scheme.score_scale  # [BM]
+    PAIRS: tl.constexpr = SHAPE.block_d // 2
+    BLOCK_M: tl.constexpr = SHAPE.block_m
+    NUM_BANDS: tl.constexpr = SHAPE.num_bands
+    begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
+    for head in range(begin, tl.minimum(end, heads)):
+        x, y = tl.zeros((BLOCK_M, PAIRS), tl.float32), tl.zeros((BLOCK_M, PAIRS), tl.float32)
+        for b in tl.static_range(NUM_BANDS):
+            view = head_view(band_view(band_grads_q, b, SHAPE), batch, seq.start_q + first, head, SHAPE)
+            band_x, band_y = load_pairs(view.ptr, tile_offsets(loaded, view), 0, PAIRS, SHAPE)  # [BM, D/2]
+            if SHAPE.rotary_dim:
+                rotation = load_band(scheme.bands, b).q_rotation
+                cos, sin = load_cos_sin(table, rotation, rows, 0, PAIRS, SHAPE)
+                band_x, band_y = rotate(band_x, band_y, cos, -sin)
+            x += band_x
+            y += band_y
+        to = head_view(grad_q, batch, seq.start_q + first, head, SHAPE)
+        store_pairs(to, x * scale[:, None], y * scale[:, None], rows, 0, SHAPE)

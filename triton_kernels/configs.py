@@ -117,12 +117,13 @@ def forward_tma_tile(capability: int, block_d: int, num_bands: int) -> Tile | No
 
 @lru_cache(maxsize=1024)
 def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands: int) -> Tile:
-    """direction: "forward", "grad_kv", "grad_q", "decode" or "decode wide" (many query rows). The most specific entry
-    wins."""
+    """direction: "forward", "grad_kv", "grad_q", "grad_qkv" (grad_kv that also adds up dQ; its tile where it has none of
+    its own), "decode" or "decode wide" (many query rows). The most specific entry wins."""
     tables = [FLOAT]
     if itemsize == 2:
         tables = [HALF[family(capability)]]
         if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6):
             tables.insert(0, NEWER_HALF.get(family(capability), {}))
-    names = [f"{direction} banded", direction] if num_bands > 1 else [direction]
+    directions = [direction, "grad_kv"] if direction == "grad_qkv" else [direction]
+    names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]
     return next(table[name][block_d] for table in tables for name in names if block_d in table.get(name, {}))

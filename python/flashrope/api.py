@@ -37,6 +37,7 @@ def attention(
     positions: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
+    deterministic: bool = True,
 ):
     """Attention over raw q, k, v with the rotary scheme applied inside. Gradients are those of raw q, k, v.
 
@@ -50,6 +51,10 @@ def attention(
             one band and seqlen_q == seqlen_k. Causality and windows still go by index.
         return_lse: also return the log-sum-exp of the scores.
         impl: the backend, "triton", "cpu" or "reference". None picks by device.
+        deterministic: gradients are bitwise reproducible. False: those of the Triton backend may differ from run to run
+            by rounding. Its backward then does five matrix products instead of seven and adds the gradient of q up by
+            float32 atomics, in a workspace of ``4 * q.numel() * len(rotary.bands)`` bytes (``bands_for(causal)``). It
+            raises under ``torch.use_deterministic_algorithms(True)``. The other backends are always reproducible.
 
     Returns:
         out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), float32, natural log.
@@ -66,8 +71,8 @@ def attention(
         positions = check_positions(positions, q, k, rotary)
     elif rotary.axis:
         raise ValueError(f"positions: an axial scheme needs them, shape (batch, seqlen, {rotary.axes})")
-    softmax_scale = check_options(causal, softmax_scale, q)
-    call = AttentionCall(rotary, causal, softmax_scale, positions, None, None, shape_q[1], shape_k[1])
+    softmax_scale = check_options(causal, softmax_scale, q, deterministic)
+    call = AttentionCall(rotary, causal, softmax_scale, positions, None, None, shape_q[1], shape_k[1], deterministic)
     return _attend(q, k, v, call, return_lse, impl)
 
 
@@ -84,6 +89,7 @@ def attention_varlen(
     softmax_scale: float | None = None,
     return_lse: bool = False,
     impl: str | None = None,
+    deterministic: bool = True,
 ):
     """``attention`` over packed sequences of different lengths.
 
@@ -93,7 +99,7 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on q's device, non-decreasing from 0. The host does not read
             values that lie on a GPU; the kernels clamp them to the buffers.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Rows beyond them are not computed.
-        rotary, causal, softmax_scale, return_lse, impl: as in ``attention``.
+        rotary, causal, softmax_scale, return_lse, impl, deterministic: as in ``attention``.
 
     Returns:
         out like q. With return_lse: (out, lse), lse (heads_q, total_q) float32. Rows outside every sequence get 0 and
@@ -112,8 +118,8 @@ def attention_varlen(
         raise ValueError(
             f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)} as cu_seqlens_q, got {tuple(cu_seqlens_k.shape)}"
         )
-    softmax_scale = check_options(causal, softmax_scale, q)
-    call = AttentionCall(rotary, causal, softmax_scale, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    softmax_scale, lengths = check_options(causal, softmax_scale, q, deterministic), (max_seqlen_q, max_seqlen_k)
+    call = AttentionCall(rotary, causal, softmax_scale, None, cu_seqlens_q, cu_seqlens_k, *lengths, deterministic)
     return _attend(q, k, v, call, return_lse, impl)
 
 

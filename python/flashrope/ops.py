@@ -34,7 +34,7 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 _CALL = (
     "Tensor? positions, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "str rotary, bool causal, float softmax_scale, str impl"
+    "str rotary, bool causal, float softmax_scale, bool deterministic, str impl"
 )
 
 # rotated_k: rotated keys that the backward needs again; empty where a backend keeps none.
@@ -58,19 +58,18 @@ LIBRARY.define(
 
 
 def call_from_arguments(
-    positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, rotary, causal, softmax_scale
+    positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, rotary, causal, softmax_scale, deterministic
 ) -> AttentionCall:
-    """The call that the operators' arguments from positions to softmax_scale describe; rotary is text."""
-    scheme = Rotary.from_text(rotary)
-    return AttentionCall(
-        scheme, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    )
+    """The call that the operators' arguments from positions to deterministic describe; rotary is text."""
+    lengths, scheme = (max_seqlen_q, max_seqlen_k), (Rotary.from_text(rotary), causal, softmax_scale)
+    return AttentionCall(*scheme, positions, cu_seqlens_q, cu_seqlens_k, *lengths, deterministic)
 
 
 def _arguments(call: AttentionCall) -> tuple:
     """The inverse of ``call_from_arguments``."""
     tensors = (call.positions, call.cu_seqlens_q, call.cu_seqlens_k)
-    return (*tensors, call.max_seqlen_q, call.max_seqlen_k, call.rotary.text, call.causal, call.softmax_scale)
+    scheme = (call.rotary.text, call.causal, call.softmax_scale)
+    return (*tensors, call.max_seqlen_q, call.max_seqlen_k, *scheme, call.deterministic)
 
 
 # ---- what the operators do
@@ -155,11 +154,11 @@ def _save(ctx, inputs, output):
 
 def _grads(ctx, grad_out, grad_lse, _):
     if grad_out is None and grad_lse is None:
-        return (None,) * 12
+        return (None,) * 13
     *saved, positions, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
     arguments = (positions, cu_seqlens_q, cu_seqlens_k, *ctx.constants)
     grads = OPERATORS.attention_backward(grad_out, grad_lse, *saved, *arguments)
-    return *grads, *(None,) * 9
+    return *grads, *(None,) * 10
 
 
 def _no_second_backward(ctx, *grads):

@@ -119,6 +119,7 @@ class AttentionCall(_Scheme):
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    deterministic: bool = True  # False: gradients may differ from run to run by rounding, where that is faster
 
     def lse_shape(self, q: torch.Tensor) -> tuple[int, ...]:
         return (q.shape[1], q.shape[0]) if self.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])

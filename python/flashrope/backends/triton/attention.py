@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,13 @@ import torch
 from ...cos_sin import coarse_rows, position_table, two_level_table
 from ...lowering import lower
 from ...triton_kernels import configs
-from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Scheme, banded_view, tensor_view
-from ...triton_kernels.backward import attention_grad_kv, attention_grad_q, attention_statistics
+from ...triton_kernels.arguments import NO_BANDS, NO_CACHE, CuSeqlens, Scheme, banded_view, tensor_view
+from ...triton_kernels.backward import (
+    attention_finish_grad_q,
+    attention_grad_kv,
+    attention_grad_q,
+    attention_statistics,
+)
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
 from ..base import AttentionCall
@@ -46,6 +52,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCa
 
 def backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call: AttentionCall):
     """As in ``AttentionBackend``."""
+    if not call.deterministic:
+        _alert_not_deterministic()
     q, k, v = map(with_int32_offsets, (q, k, v))
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     empty = _is_empty(q, k, call)
@@ -60,9 +68,27 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call: AttentionCa
             rotated_q = plan.rotated_queries(q)
             statistics = plan.statistics(out, grad_out, lse, grad_lse)
             inputs = GradientInputs(rotated_q, k, rotated_k, v, grad_out, statistics)
-            plan.grad_kv(inputs, grad_k, grad_v)
-            plan.grad_q(inputs, grad_q)
+            if call.deterministic:
+                plan.grad_kv(inputs, grad_k, grad_v)
+                plan.grad_q(inputs, grad_q)
+            else:
+                band_grads_q = torch.zeros_like(rotated_q, dtype=torch.float32, memory_format=torch.contiguous_format)
+                plan.grad_kv(inputs, grad_k, grad_v, band_grads_q)
+                plan.finish_grad_q(band_grads_q, grad_q)
     return grad_q, grad_k, grad_v
+
+
+def _alert_not_deterministic() -> None:
+    """As torch does for its own operators."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return
+    message = (
+        "deterministic: expected True under torch.use_deterministic_algorithms(True), got False: the backward of the "
+        "Triton kernels then adds the gradient of q up by atomics"
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(message)
+    warnings.warn(message, stacklevel=2)
 
 
 class GradientInputs(NamedTuple):
@@ -201,10 +227,31 @@ class AttentionPlan:
         )
         return statistics
 
-    def grad_kv(self, inputs: GradientInputs, grad_k, grad_v) -> None:
-        tile, options = self._tile("grad_kv")
+    def grad_kv(self, inputs: GradientInputs, grad_k, grad_v, band_grads_q=None) -> None:
+        """band_grads_q float32 (band, *shape of q), zeros: the kernel adds dQ of every band to it."""
+        tile, options = self._tile("grad_kv" if band_grads_q is None else "grad_qkv")
         programs = cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv
-        self._gradient(attention_grad_kv, programs, inputs, (grad_k, grad_v), self.max_seqlen_k, options)
+        grads = (grad_k, grad_v, NO_BANDS if band_grads_q is None else banded_view(band_grads_q))
+        self._gradient(attention_grad_kv, programs, inputs, grads, self.max_seqlen_k, options)
+
+    def finish_grad_q(self, band_grads_q, grad_q) -> None:
+        rows, heads = configs.ROTATE_ROWS, configs.ROTATE_HEADS
+        launcher.launch(
+            attention_finish_grad_q,
+            (cdiv(self.max_seqlen_q, rows) * self.batch, cdiv(self.heads_q, heads)),
+            banded_view(band_grads_q),
+            tensor_view(grad_q),
+            self.scheme,
+            self.cu_seqlens,
+            self.seqlen_q,
+            self.seqlen_k,
+            self.max_seqlen_q,
+            self.table_rows,
+            self.heads_q,
+            HEADS_PER_PROGRAM=heads,
+            SHAPE=shape_of(self.rotary, self.vec, self.num_bands, 0, 0, rows),
+            **configs.options(configs.ROTATE_WARPS),
+        )
 
     def grad_q(self, inputs: GradientInputs, grad_q) -> None:
         tile, options = self._tile("grad_q")
