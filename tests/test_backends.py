@@ -71,8 +71,8 @@ def test_backward_of_the_reference_is_autograd(kind, given):
         torch.randn(*shape, heads, 16, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)
     )
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, lse, rotated_k = reference.forward(*leaves, call)
-    assert rotated_k is None and reference.rotated_k_shape(k, call) == (0,)
+    out, lse, kept = reference.forward(*leaves, call)
+    assert kept is None and reference.kept_shapes(k, call) == ((0,), (0,))
     assert out.shape == q.shape and out.is_contiguous() and lse.shape == call.lse_shape(q)
     grad_lse = torch.randn(lse.shape, dtype=torch.float64, generator=generator).masked_fill(lse.isinf(), 0)
     grad_out, grad_lse = grad_out if given != "lse" else None, grad_lse if given != "out" else None

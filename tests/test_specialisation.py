@@ -39,8 +39,8 @@ for batch, seqlen_q, seqlen_k, window, heads_q, heads_kv in [
     cu_seqlens = torch.empty(batch + 1, dtype=torch.int32, device="meta") if layout == "packed" else None
     call = AttentionCall(rotary, True, 1.0, None, cu_seqlens, cu_seqlens, seqlen_q, seqlen_k)
     with caught_launches(launcher, 90) as launches:
-        out, lse, rotated_k = backend.forward(q, k, v, call)
-        backend.backward(torch.empty_like(out), None, q, k, v, out, lse, rotated_k, call)
+        out, lse, kept = backend.forward(q, k, v, call)
+        backend.backward(torch.empty_like(out), None, q, k, v, out, lse, kept, call)
     for launch in launches:
         keys[launch.kernel.__name__].add(repr(launch.key))
 print(json.dumps({name: len(of) for name, of in keys.items()}))

@@ -30,7 +30,7 @@ def eager(q, k, v, rotary, **options):
 
 def operator_arguments(rotary, tensors, varlen=False):
     if not varlen:
-        return (*tensors, None, None, None, 20, 20, rotary.text, True, 0.25, "cpu")
+        return (*tensors, None, None, None, 20, 20, rotary.text, True, 0.25, True, "cpu")
     cu_seqlens = torch.tensor([0, 12, 36], dtype=torch.int32)
     return (
         *(x.detach().flatten(0, 1).requires_grad_() for x in tensors),
@@ -42,6 +42,7 @@ def operator_arguments(rotary, tensors, varlen=False):
         rotary.text,
         True,
         0.25,
+        True,
         "cpu",
     )
 

@@ -281,9 +281,7 @@ def attention_grad_kv(
             if band_grads_q.ptr is not None:
                 of_sum = head_view(band_view(band_grads_q, b, SHAPE), batch, seq.start_q, head, SHAPE)
                 to_q, stride_to_q = of_sum.ptr, of_sum.stride_row
-            queries = QueryRows(
-                of_q, of_grad, channels_k, channels, head_statistics, seq.length_q, to_q, stride_to_q
-            )
+            queries = QueryRows(of_q, of_grad, channels_k, channels, head_statistics, seq.length_q, to_q, stride_to_q)
             for step in tl.range(0, edge_count(tiles), disable_licm=True):
                 grad = add_grad_kv(grad, keys, queries, edge_tile(tiles, step) * SHAPE.block_m, True, SHAPE)
             for step in tl.range(tiles.inner_begin, tiles.inner_end, disable_licm=True):

@@ -29,7 +29,7 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 # several bands, whose rotation of the accumulator takes registers. No tile below was timed yet: they are the largest
 # whose inner loops hardly spill (python -m bench gate), ranked by ldmatrix and instructions per tensor-core
 # instruction. On sm_80, (128, 32, 4, 3) would give forward two blocks per multiprocessor at 128 channels, and spills in
-# the inner loop.
+# the inner loop. In other "grad_qkv" tiles of so many warps, some warps compute the same part of dQ.
 # fmt: off
 HALF = {
     "sm80": {
@@ -37,6 +37,7 @@ HALF = {
         "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (32, 128, 8, 2), (32, 128, 8, 3), (32, 64, 8, 1)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
         "grad_kv banded": {128: Tile(32, 64, 8, 2)},
+        "grad_qkv": {64: Tile(32, 64, 4, 2), 128: Tile(64, 64, 8, 2)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 8, 3), (16, 32, 8, 3)),
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
@@ -45,6 +46,7 @@ HALF = {
         "grad_kv": by_block_d((32, 128, 4, 2), (32, 128, 4, 2), (32, 128, 8, 2), (32, 128, 8, 2), (32, 32, 8, 1)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
         "grad_kv banded": {128: Tile(32, 64, 8, 2)},
+        "grad_qkv": {64: Tile(32, 64, 4, 2), 128: Tile(64, 64, 8, 2)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 8, 3), (16, 32, 8, 3)),
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
@@ -53,6 +55,7 @@ HALF = {
         "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (32, 128, 8, 3), (32, 128, 8, 3), (32, 64, 8, 1)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 1)),
         "grad_kv banded": {128: Tile(32, 64, 8, 2)},
+        "grad_qkv": {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 8, 3), (16, 32, 8, 3)),
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
@@ -117,8 +120,8 @@ def forward_tma_tile(capability: int, block_d: int, num_bands: int) -> Tile | No
 
 @lru_cache(maxsize=1024)
 def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands: int) -> Tile:
-    """direction: "forward", "grad_kv", "grad_q", "grad_qkv" (grad_kv that also adds up dQ; its tile where it has none of
-    its own), "decode" or "decode wide" (many query rows). The most specific entry wins."""
+    """direction: "forward", "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV; grad_kv's tile where it has
+    none of its own), "decode" or "decode wide" (many query rows). The most specific entry wins."""
     tables = [FLOAT]
     if itemsize == 2:
         tables = [HALF[family(capability)]]

@@ -20,7 +20,8 @@ KERNELS = ("rotate_rows", "attention_forward", "attention_statistics", "attentio
 DECODE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
 CHUNK_KERNELS = ("append_rows", "rotate_cached_rows", "attention_forward")
 TMA_KERNELS = ("rotate_rows", "hopper_forward")
-ORDER = ("rotate_rows", "rotate_cached_rows", *KERNELS[1:], "hopper_forward", *DECODE_KERNELS)
+ATOMIC_KERNELS = (*KERNELS[:-1], "attention_finish_grad_q")
+ORDER = ("rotate_rows", "rotate_cached_rows", *KERNELS[1:], ATOMIC_KERNELS[-1], "hopper_forward", *DECODE_KERNELS)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # neither head count a multiple of 16
 
@@ -39,6 +40,7 @@ class Scheme:
     cache: str = ""  # "contiguous" or "paged": attention_with_cache
     seqlen_q: int = 1  # with a cache
     tma: bool = False  # the forward alone, by hopper_forward
+    deterministic: bool = True
 
 
 ONE_BAND = Scheme("rope", Rotary.rope)
@@ -65,6 +67,7 @@ PARTIAL = Scheme(
     cache="contiguous",
 )
 TMA = tuple(Scheme(f"{scheme.name} tma", scheme.rotary, tma=True) for scheme in (ONE_BAND, TWO_BANDS))
+ATOMIC = tuple(Scheme(f"{scheme.name} atomic", scheme.rotary, deterministic=False) for scheme in (ONE_BAND, TWO_BANDS))
 VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
 
@@ -82,6 +85,8 @@ class Case:
             return set(CHUNK_KERNELS if self.scheme in CHUNKS else DECODE_KERNELS)
         if self.scheme.tma:
             return set(TMA_KERNELS)
+        if not self.scheme.deterministic:
+            return set(ATOMIC_KERNELS)
         return set(KERNELS) - ({"rotate_rows"} if self.scheme.name == "nope" else set())
 
     def launches(self) -> list[Launch]:
@@ -101,15 +106,14 @@ class Case:
         rotary = scheme.rotary(self.head_dim)
         cu_seqlens = tensor(BATCH + 1, dtype=torch.int32) if scheme.packed else None
         positions = tensor(BATCH, SEQLEN, dtype=torch.float32) if scheme.positions else None
-        call = AttentionCall(
-            rotary, scheme.causal, self.head_dim**-0.5, positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN
-        )
+        given = (positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN, scheme.deterministic)
+        call = AttentionCall(rotary, scheme.causal, self.head_dim**-0.5, *given)
         with caught_launches(launcher, self.arch) as launches, tma_tiles(scheme.tma):
-            out, lse, rotated_k = backend.forward(q, k, v, call)
+            out, lse, kept = backend.forward(q, k, v, call)
             if scheme.tma:
                 return launches
             grad_lse = torch.empty_like(lse) if scheme.grad_lse else None
-            backend.backward(torch.empty_like(out), grad_lse, q, k, v, out, lse, rotated_k, call)
+            backend.backward(torch.empty_like(out), grad_lse, q, k, v, out, lse, kept, call)
         return launches
 
     def _cache_launches(self, tensor) -> list[Launch]:
@@ -145,7 +149,7 @@ def cases(quick: bool) -> list[Case]:
     def grid(archs, head_dims, dtype, *schemes):
         return [Case(arch, head_dim, dtype, scheme) for arch in archs for head_dim in head_dims for scheme in schemes]
 
-    main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *DECODE, *CHUNKS)
+    main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *ATOMIC, *DECODE, *CHUNKS)
     if hopper.serves_triton():
         main += grid((90,), (64, 128), "bf16", *TMA)
     if quick:

@@ -50,6 +50,10 @@ SPILL_LIMITS = (
     *(listed(scheme=scheme.name) for scheme in VARIANTS),
     *(listed(arch=arch) for arch in (86, 89)),
     listed(dtype="fp32"),
+    # Three products' accumulators, and with several bands their changes of frame: all of it outside the hot loop.
+    SpillLimit(128, "attention_grad_kv", scheme="rope atomic"),
+    SpillLimit(120, "attention_grad_kv", head_dim=64, scheme="rerope atomic"),
+    SpillLimit(328, "attention_grad_kv", head_dim=128, scheme="rerope atomic", in_loops=88),
     SpillLimit(64, "attention_grad_kv", arch=80, above=64),
     # Outside the tile loops: page numbers and the queries' rotation beside an accumulator.
     SpillLimit(112, "attention_forward", arch=80, head_dim=64, scheme="rerope paged chunk"),
@@ -80,6 +84,8 @@ INSTRUCTION_LIMITS = {
     ("hopper_forward", "rerope tma"): {(90, 64): 36, (90, 128): 31},
     ("attention_grad_kv", "rope"): _by_size((4.6, 4.3), (22.5, 19.3)),
     ("attention_grad_kv", "rerope"): _by_size((4.6, 4.3), (22.5, 12)),
+    ("attention_grad_kv", "rope atomic"): _by_size((4.9, 3.8), (18, 7.3)),
+    ("attention_grad_kv", "rerope atomic"): _by_size((4.9, 3.8), (18, 7.3)),
     ("attention_grad_q", "rope"): _by_size((3.8, 3.1), (24.5, 18.2)),
     ("attention_grad_q", "rerope"): _by_size((3.8, 3.1), (24.5, 18.2)),
     ("attention_decode", "rope contiguous"): _by_size((35.5, 33.5), (35.5, 33.5)),
@@ -91,6 +97,8 @@ INSTRUCTION_LIMITS = {
 NEWER = {
     ("attention_forward", "rope"): {(80, 64): 6.7},
     ("attention_forward", "rerope"): {(80, 64): 6.7, (80, 128): 5.5},
+    ("attention_grad_kv", "rope atomic"): _by_size((5.9, 5), (19.3, 8.6)),
+    ("attention_grad_kv", "rerope atomic"): _by_size((5.9, 5), (19.3, 8.6)),
 }
 
 

@@ -38,16 +38,16 @@ def keys_on_cpu(problem: Problem):
 
 
 def keys_by_triton(problem: Problem):
-    from flashrope.backends.triton import rotated_k_shape
+    from flashrope.backends.triton import kept_shapes
     from flashrope.backends.triton.attention import AttentionPlan
     from flashrope.backends.triton.device import current_device
 
     call = hope_call(problem)
 
     def rotate_keys(q, k, v):
-        rotated_k = k.new_empty(rotated_k_shape(k, call))
+        rotated_k = k.new_empty(kept_shapes(k, call).rotated_k)
         with current_device(k):
-            AttentionPlan(q, k, v, call).rotate_keys(k, rotated_k)
+            AttentionPlan(q, k, v, call, None).rotate_keys(k, rotated_k)
         return rotated_k[0].view_as(k)
 
     return rotate_keys

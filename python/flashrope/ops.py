@@ -14,6 +14,7 @@ from .backends.base import (
     AttentionCall,
     CacheCall,
     CacheLayout,
+    Kept,
     accumulation_type,
     cached_lse_shape,
     load_backend,
@@ -37,11 +38,13 @@ _CALL = (
     "str rotary, bool causal, float softmax_scale, bool deterministic, str impl"
 )
 
-# rotated_k: rotated keys that the backward needs again; empty where a backend keeps none.
-LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor rotated_k)")
+# rotated_k, table: what the backward needs again (base.Kept); empty where a backend keeps none.
+LIBRARY.define(
+    f"attention(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor rotated_k, Tensor table)"
+)
 LIBRARY.define(
     "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, Tensor rotated_k, {_CALL}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+    f"Tensor lse, Tensor rotated_k, Tensor table, {_CALL}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
 )
 
 
@@ -77,20 +80,24 @@ def _arguments(call: AttentionCall) -> tuple:
 
 def _attention(q, k, v, *arguments):
     *arguments, impl = arguments
-    out, lse, rotated_k = load_backend(impl).forward(q, k, v, call_from_arguments(*arguments))
-    return out, lse, k.new_empty(0) if rotated_k is None else rotated_k
+    out, lse, kept = load_backend(impl).forward(q, k, v, call_from_arguments(*arguments))
+    return out, lse, *(kept or _nothing_kept(k))
 
 
-def _attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, *arguments):
+def _nothing_kept(k) -> Kept:
+    return Kept(k.new_empty(0), k.new_empty(0, dtype=torch.float32))
+
+
+def _attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, table, *arguments):
     *arguments, impl = arguments
     call = call_from_arguments(*arguments)
-    return _run_backward(load_backend(impl), grad_out, grad_lse, (q, k, v, out, lse, rotated_k), call)
+    return _run_backward(load_backend(impl), grad_out, grad_lse, (q, k, v, out, lse), Kept(rotated_k, table), call)
 
 
-def _run_backward(backend, grad_out, grad_lse, saved, call: AttentionCall):
+def _run_backward(backend, grad_out, grad_lse, saved, kept: Kept | None, call: AttentionCall):
     if grad_out is not None and grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    return backend.backward(grad_out, grad_lse, *saved, call)
+    return backend.backward(grad_out, grad_lse, *saved, kept, call)
 
 
 def _append_to_cache(
@@ -123,7 +130,8 @@ def _(q, k, v, *arguments):
     call = call_from_arguments(*arguments)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(call.lse_shape(q), dtype=accumulation_type(q))
-    return out, lse, k.new_empty(load_backend(impl).rotated_k_shape(k, call))
+    shapes = load_backend(impl).kept_shapes(k, call)
+    return out, lse, k.new_empty(shapes.rotated_k), k.new_empty(shapes.table, dtype=torch.float32)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_backward"), lib=LIBRARY)
@@ -148,11 +156,11 @@ def _(q, *_):
 def _save(ctx, inputs, output):
     q, k, v, positions, cu_seqlens_q, cu_seqlens_k, *ctx.constants = inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
+    ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(q, k, v, *output, positions, cu_seqlens_q, cu_seqlens_k)
 
 
-def _grads(ctx, grad_out, grad_lse, _):
+def _grads(ctx, grad_out, grad_lse, *_):
     if grad_out is None and grad_lse is None:
         return (None,) * 13
     *saved, positions, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
@@ -178,26 +186,27 @@ torch.library.register_autograd(add_op_namespace_prefix("attention_backward"), _
 class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, call: AttentionCall, impl: str):
-        out, lse, rotated_k = load_backend(impl).forward(q, k, v, call)
+        out, lse, kept = load_backend(impl).forward(q, k, v, call)
         ctx.call, ctx.impl = call, impl
         ctx.set_materialize_grads(False)
         # The last three: autograd then notices if they change before backward runs.
-        ctx.save_for_backward(q, k, v, out, lse, rotated_k, call.positions, call.cu_seqlens_q, call.cu_seqlens_k)
+        arguments = (call.positions, call.cu_seqlens_q, call.cu_seqlens_k)
+        ctx.save_for_backward(q, k, v, out, lse, *(kept or (None, None)), *arguments)
         return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         if grad_out is None and grad_lse is None:
             return (None,) * 5
-        saved, call = ctx.saved_tensors[:6], ctx.call
+        *saved, rotated_k, table = ctx.saved_tensors[:7]
+        call, kept = ctx.call, None if rotated_k is None else Kept(rotated_k, table)
         # The result of a collective is a tensor subclass; create_graph=True asks for a second derivative.
         tensors = (x for x in (grad_out, grad_lse, *saved) if x is not None)
         if _is_plain(*tensors) and not torch.is_grad_enabled():
-            grads = _run_backward(load_backend(ctx.impl), grad_out, grad_lse, saved, call)
+            grads = _run_backward(load_backend(ctx.impl), grad_out, grad_lse, saved, kept, call)
         else:
-            *saved, rotated_k = saved
-            rotated_k = saved[1].new_empty(0) if rotated_k is None else rotated_k
-            grads = OPERATORS.attention_backward(grad_out, grad_lse, *saved, rotated_k, *_arguments(call), ctx.impl)
+            saved += kept or _nothing_kept(saved[1])
+            grads = OPERATORS.attention_backward(grad_out, grad_lse, *saved, *_arguments(call), ctx.impl)
         return *grads, None, None
 
 

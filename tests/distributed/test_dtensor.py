@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flashrope import Rotary, attention, attention_varlen, ops
-from flashrope.backends import AttentionCall, cpu
+from flashrope.backends import AttentionCall, Kept, KeptShapes, cpu
 from flashrope.integrations import distributed  # noqa: F401  registers the rules
 from flashrope.ops import OPERATORS
 
@@ -85,8 +85,11 @@ class _Keeping:
     """The CPU backend, but keys are kept for the backward if the scheme rotates, as in Triton's, and checked there."""
 
     @staticmethod
-    def rotated_k_shape(k, call):
-        return (2, k.shape[0] * k.shape[1], *k.shape[2:]) if any(call.rotary.frequencies) else (0,)
+    def kept_shapes(k, call):
+        return KeptShapes(
+            (2, k.shape[0] * k.shape[1], *k.shape[2:]) if any(call.rotary.frequencies) else (0,),
+            (0,) if call.positions is None else (2, *k.shape[:2], 2, 8),
+        )
 
     @classmethod
     def forward(cls, q, k, v, call):
@@ -94,14 +97,17 @@ class _Keeping:
         return out, lse, cls.kept(k, call)
 
     @classmethod
-    def backward(cls, grad_out, grad_lse, q, k, v, out, lse, rotated_k, call):
-        assert torch.equal(rotated_k, cls.kept(k, call))
-        return cpu.backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call)
+    def backward(cls, grad_out, grad_lse, q, k, v, out, lse, kept, call):
+        assert all(map(torch.equal, kept, cls.kept(k, call)))
+        return cpu.backward(grad_out, grad_lse, q, k, v, out, lse, kept, call)
 
     @classmethod
     def kept(cls, k, call):
-        shape = cls.rotated_k_shape(k, call)
-        return k.flatten(0, 1).expand(shape).clone() if len(shape) > 1 else k.new_empty(0)
+        shapes = cls.kept_shapes(k, call)
+        rotated_k = k.flatten(0, 1).expand(shapes.rotated_k).clone() if len(shapes.rotated_k) > 1 else k.new_empty(0)
+        if call.positions is None:
+            return Kept(rotated_k, k.new_empty(0, dtype=torch.float32))
+        return Kept(rotated_k, call.positions[..., None, None].expand(shapes.table).float().clone())
 
 
 def with_rotated_keys() -> None:
@@ -114,18 +120,25 @@ def with_rotated_keys() -> None:
         (both, [BATCH, HEADS], [Shard(0), Shard(1)]),
         (mesh(2), [Replicate()], [Replicate()]),
     )
+    given = torch.rand(4, 20, generator=torch.Generator().manual_seed(7)) * 20
+    schemes = ((Rotary.rope(16), None), (Rotary.none(16), None), (Rotary.rope(16), given))
+    schemes += ((Rotary.rope(16).rectify(5, 2.0), None),)
     for device_mesh, placements, of_lse in cases:
-        for rotary in (Rotary.rope(16), Rotary.none(16), Rotary.rope(16).rectify(5, 2.0)):
+        of_positions = [x if x == BATCH else Replicate() for x in placements]
+        for rotary, positions in schemes:
 
             def call(q, k, v):
-                return OPERATORS.attention(q, k, v, None, None, None, 20, 20, rotary.text, True, 0.25, "keeping")[:2]
+                spread = positions is not None and isinstance(q, DTensor)
+                p = distribute_tensor(positions, device_mesh, of_positions) if spread else positions
+                return OPERATORS.attention(q, k, v, p, None, None, 20, 20, rotary.text, True, 0.25, True, "keeping")[:2]
 
             compare(device_mesh, placements, call, inputs(), of_lse)
     compare(
         mesh(2), [BATCH], lambda q, k, v: attention(q, k, v, rotary, return_lse=True), inputs(batch=3), grad_lse=False
     )
     odd = [distribute_tensor(x, mesh(2), [BATCH]) for x in inputs(batch=3)[:3]]
-    out, _, rotated_k = OPERATORS.attention(*odd, None, None, None, 20, 20, rotary.text, True, 0.25, "keeping")
+    arguments = (None, None, None, 20, 20, rotary.text, True, 0.25, True, "keeping")
+    out, _, rotated_k, _ = OPERATORS.attention(*odd, *arguments)
     # 3 sequences do not divide by 2 ranks, and the rows of rotated_k would not divide where the batch does
     assert out.placements == rotated_k.placements == (Replicate(),)
 

@@ -1,9 +1,13 @@
 """The work that the kernels do is what the formulas of bench/work.py say. Run like ``cases.py``."""
 
 import pytest
+import support
+import torch
 
 from bench import work
-from flashrope import Rotary
+from flashrope import Rotary, attention
+from flashrope.backends.triton import tiles
+from flashrope.triton_kernels.configs import Tile
 
 ROW = work.HEAD_DIM * work.ITEMSIZE
 WINDOW = 200
@@ -44,3 +48,65 @@ def test_decode(machine, arch, rotary, seqlen):
         assert traffic.distinct_read == seqlen * ROW
         assert 0 <= traffic.sectors_read - (seqlen * ROW + twice) <= 16 * ROW
         assert seqlen % 64 or traffic.sectors_read == seqlen * ROW + twice
+
+
+BF16 = support.Target("triton", torch.bfloat16, "cpu")
+nondeterministic = pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
+
+
+def gradients(p, **options) -> dict[str, torch.Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    out, lse = attention(*leaves, p.rotary, causal=p.causal, return_lse=True, impl="triton", **options)
+    grads = torch.autograd.grad((out, lse), leaves, (p.grad_out, p.grad_lse))
+    return dict(zip(support.NAMES, (out.detach(), lse.detach(), *grads), strict=True))
+
+
+@nondeterministic
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_products_of_the_backward(machine, head_dim):
+    """Five where dQ is added up by atomics, seven where it has a pass of its own. Without a mask all are visited."""
+    seqlen = 256
+    p = support.problem(BF16, Rotary.rope(head_dim), seqlen, heads=1, group=1, causal=False)
+    flops = {}
+    for deterministic in (True, False):
+        machine.launches.clear()
+        gradients(p, deterministic=deterministic)
+        flops[deterministic] = sum(launch.tensor_flops for launch in machine.launches if "grad" in launch.kernel)
+    product = 2 * seqlen * seqlen * head_dim
+    assert flops == {True: 7 * product, False: 5 * product}
+
+
+@nondeterministic
+@pytest.mark.quick
+@pytest.mark.parametrize("rotary", [ROPE, ROPE.rectify(70)], ids=["rope", "rerope"])
+def test_reproducible_or_atomic(machine, rotary):
+    """In any order of blocks and warps: the same bits, except for dQ where atomics add it up. That is within the error
+    budget in every order."""
+    p = support.problem(BF16, rotary, 200, 230, seed=1)
+    budget = support.exact_and_bound(p)
+    for deterministic in (True, False):
+        results = []
+        for seed, threads in ((0, 1), (1, 1), (2, 2)):
+            machine.reset(seed=seed, threads=threads)
+            machine.launches.clear()
+            results.append(gradients(p, deterministic=deterministic))
+            assert max(support.excess(results[-1], *budget, torch.bfloat16).values()) <= 1
+            last = machine.launches[-1].kernel
+            assert last == ("attention_grad_q" if deterministic else "attention_finish_grad_q")
+        for other in results[1:]:
+            differing = {name for name in support.NAMES if not torch.equal(other[name], results[0][name])}
+            assert differing <= (set() if deterministic else {"grad_q"})
+
+
+@nondeterministic
+def test_what_atomics_add(machine):
+    """4 bytes for every channel of dQ and every pair of tiles, to a workspace with a float32 dQ for every band."""
+    seqlen, tile = 256, Tile(32, 64, 4, 2)
+    p = support.problem(BF16, RECTIFIED, seqlen, heads=1, group=1)
+    with tiles.forced("grad_qkv", tiles.Choice(tile)):
+        gradients(p, deterministic=False)
+    (step,) = (launch for launch in machine.launches if launch.kernel == "attention_grad_kv")
+    visited = sum(work.visited_tiles(p.rotary.bands, seqlen, tile.block_m, tile.block_n))
+    workspace = step.tensors["band_grads_q"]
+    assert workspace.size == 4 * p.q.numel() * len(p.rotary.bands)
+    assert workspace.written == 4 * visited * tile.block_m * work.HEAD_DIM

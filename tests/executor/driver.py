@@ -174,8 +174,9 @@ def executed(arch: int, **options) -> Iterator[Machine]:
     unsupported_reason = backend.unsupported_reason
     backend.unsupported_reason = lambda q, cached=False: ""
     deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # deterministic=False runs too
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         before = triton.runtime.driver.active
@@ -190,6 +191,6 @@ def executed(arch: int, **options) -> Iterator[Machine]:
         if outer:
             outer.reset()
         backend.unsupported_reason = unsupported_reason
-        torch.use_deterministic_algorithms(deterministic)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill
         triton.runtime.driver.set_active(before)

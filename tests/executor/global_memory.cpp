@@ -39,30 +39,57 @@ std::string Block::nearest_buffer(uint64_t address) const {
          std::to_string(static_cast<int64_t>(address - nearest->base));
 }
 
-unsigned char* Block::global(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane,
-                             bool write) {
+// The tensor of an access, or null with a finding.
+Buffer* Block::place(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write) {
   if (address % bytes) {
     report("misaligned global access", w, i, lane,
            "address " + hex(address) + " for " + std::to_string(bytes) + " bytes");
     return nullptr;
   }
   Buffer* b = find_buffer(address, bytes);
-  if (!b) {
+  if (!b)
     report(write ? "write outside the tensors" : "read outside the tensors", w, i, lane,
            std::to_string(bytes) + " bytes at " + hex(address) + nearest_buffer(address));
-    return nullptr;
-  }
+  return b;
+}
+
+static std::string written_by(const Buffer& b, uint64_t n, uint32_t writer) {
+  const std::string who = writer == ADDED ? "several blocks" : "block " + std::to_string((writer & ~ADDED) - 1);
+  return b.name + " byte " + std::to_string(2 * n) + (writer & ADDED ? ", added to by " : ", written by ") + who;
+}
+
+unsigned char* Block::global(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane,
+                             bool write) {
+  Buffer* b = place(address, bytes, w, i, lane, write);
+  if (!b) return nullptr;
   const uint64_t first = (address - b->base) / 2, end = (address - b->base + bytes + 1) / 2;
   for (uint64_t n = first; n < end; n++) {
     uint32_t writer = b->writer[n].load(std::memory_order_relaxed);
-    if (writer && writer != linear + 1)
+    if (writer && (writer & ~ADDED) != linear + 1)
       report(write ? "race: two blocks write" : "race: read of another block's write", w, i, lane,
-             b->name + " byte " + std::to_string(2 * n) + ", written by block " + std::to_string(writer - 1));
+             written_by(*b, n, writer));
     if (write) b->writer[n].store(linear + 1, std::memory_order_relaxed);
     else if (!b->was_read[n].load(std::memory_order_relaxed))
       b->was_read[n].store(true, std::memory_order_relaxed), b->distinct_read += 2;
   }
   (write ? b->written : b->read) += bytes;
+  return reinterpret_cast<unsigned char*>(address);
+}
+
+// Additions do not race with each other, but with plain accesses of other blocks.
+unsigned char* Block::global_add(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane) {
+  Buffer* b = place(address, bytes, w, i, lane, true);
+  if (!b) return nullptr;
+  const uint64_t first = (address - b->base) / 2, end = (address - b->base + bytes + 1) / 2;
+  for (uint64_t n = first; n < end; n++) {
+    uint32_t writer = b->writer[n].load(std::memory_order_relaxed), now;
+    do {
+      now = !writer || writer == (linear + 1 | ADDED) ? linear + 1 | ADDED : writer & ADDED ? ADDED : writer;
+    } while (now != writer && !b->writer[n].compare_exchange_weak(writer, now, std::memory_order_relaxed));
+    if (!(now & ADDED) && now != linear + 1)
+      report("race: atomic addition to another block's write", w, i, lane, written_by(*b, n, now));
+  }
+  b->written += bytes;
   return reinterpret_cast<unsigned char*>(address);
 }
 

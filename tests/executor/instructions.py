@@ -195,3 +195,34 @@ def test_launches_that_a_driver_refuses(machine, grid, shared_bytes, message):
     Kernel(machine, text)((1,), x, x)
     with pytest.raises(RuntimeError, match=message):
         Kernel(machine, text)(grid, x, x, shared_bytes=shared_bytes)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("opcode", ["atom.global.gpu.relaxed.add", "red.global.add"])
+def test_atomic_additions(opcode, width):
+    """The lanes of a block with equal numbers modulo 8 add to the same floats; atom returns what was there."""
+    values, results = ([f"%{name}{n}" for n in range(width)] for name in "xy")
+    returned = opcode.startswith("atom")
+    operands = [f"{{{', '.join(group)}}}" if width > 1 else group[0] for group in (results, values)]
+    addition = f"{opcode}{f'.v{width}' if width > 1 else ''}.f32 {operands[0] + ', ' if returned else ''}[%rd3]"
+    text = PTX.format(
+        inputs=width,
+        outputs=width,
+        in_bytes=4 * width,
+        out_bytes=4 * width,
+        loads="\n".join(f"ld.global.u32 {x}, [%rd1+{4 * n}];\nmov.b32 %y{n}, 0;" for n, x in enumerate(values)),
+        body=f"""
+            mov.u32 %r3, %tid.x;
+            setp.lt.u32 %p1, %r3, 8;
+            and.b32 %r4, %r3, 24;
+            mul.wide.u32 %rd3, %r4, {4 * width};
+            sub.s64 %rd3, %rd2, %rd3;
+            {addition}, {operands[1]};
+        """,
+        stores="\n".join(f"@!%p1 st.global.u32 [%rd2+{4 * n}], {y};" for n, y in enumerate(results)),
+    )
+    x, out = torch.arange(96 * width).view(96, width).float(), torch.zeros(96, width)
+    Kernel(Machine.current, text)((3,), x, out)
+    x, out = x.view(3, 4, 8, width), out.view(3, 4, 8, width)
+    assert torch.equal(out[:, 0], x.sum(1))
+    assert torch.equal(out[:, 1:], x.cumsum(1)[:, :-1] if returned else torch.zeros_like(out[:, 1:]))

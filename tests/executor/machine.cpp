@@ -1,4 +1,4 @@
-// Runs a launch: blocks over threads, the warps of a block in an order that the seed chooses.
+// Runs a launch: blocks over threads, blocks and the warps of a block in an order that the seed chooses.
 //
 // All active lanes of a warp run an instruction at once. Lanes that branched apart run smallest program counter first
 // until they meet again.
@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <numeric>
 #include <random>
 #include <thread>
 
@@ -235,11 +236,13 @@ void Block::run(uint32_t n) {
 }
 
 void Launch::run() {
-  auto work = [this](std::string* failure) {
+  std::vector<uint32_t> order(grid[0] * grid[1] * grid[2]);
+  std::iota(order.begin(), order.end(), 0);
+  if (options.seed) std::shuffle(order.begin(), order.end(), std::mt19937_64(options.seed));
+  auto work = [&](std::string* failure) {
     try {
       Block block(*this);
-      const uint32_t total = grid[0] * grid[1] * grid[2];
-      for (uint32_t n; !stopped && (n = next_block++) < total;) block.run(n);
+      for (uint32_t n; !stopped && (n = next_block++) < order.size();) block.run(order[n]);
       for (size_t n = 0; n < executed.size(); n++) executed[n] += block.executed[n], lanes[n] += block.lanes[n];
     } catch (const std::exception& e) {
       *failure = e.what(), stopped = true;

@@ -15,13 +15,15 @@
 
 namespace executor {
 
+constexpr uint32_t ADDED = 1u << 31;
 constexpr uint32_t POISON = 0x7FFFDEAD;  // a NaN; also no plausible address or length
 
 // A tensor that a kernel may access.
 struct Buffer {
   std::string name;
   uint64_t base, bytes;
-  // For every two bytes: 1 + the block that wrote them, and whether they were read.
+  // For every two bytes: 1 + the block that wrote them, with ADDED if by atomic additions, or ADDED alone if several
+  // blocks added to them; and whether they were read.
   std::unique_ptr<std::atomic<uint32_t>[]> writer;
   std::unique_ptr<std::atomic<bool>[]> was_read;
   std::atomic<uint64_t> read{0}, written{0};                  // bytes that lanes asked for
@@ -33,7 +35,7 @@ struct Buffer {
 
 struct Options {
   int threads = 1;
-  uint64_t seed = 0;                 // 0: warps in order, each up to its next barrier
+  uint64_t seed = 0;                 // 0: blocks and warps in order, each warp up to its next barrier
   uint64_t step_limit = 50'000'000;  // instructions of a block
 };
 
@@ -177,6 +179,7 @@ struct Block {
 
   // Where a global access lies, or null with a finding. Counts it.
   unsigned char* global(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write);
+  unsigned char* global_add(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane);
   void count_sectors(const uint64_t* addresses, int64_t offset, uint32_t bytes, Lanes lanes, bool write);
   void report(const std::string& kind, const Warp& w, const Instruction& i, int lane, const std::string& detail);
 
@@ -187,6 +190,7 @@ struct Block {
   void end_lanes(Warp& w, const Instruction& i, Lanes lanes);
   bool release_barrier();
   bool go_on();
+  Buffer* place(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write);
   Buffer* find_buffer(uint64_t address, uint32_t bytes);
   std::string nearest_buffer(uint64_t address) const;
 };

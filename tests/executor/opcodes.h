@@ -65,6 +65,7 @@ void define_integers();
 void define_floats();
 void define_conversions();
 void define_memory();
+void define_atomics();
 void define_matrices();
 void define_wgmma();
 void define_warp();

@@ -63,8 +63,8 @@ void define(const std::string& opcode, const Definition& definition) { table()[o
 
 const Definition* find_definition(const std::string& opcode) {
   static const bool ready = [] {
-    define_integers(), define_floats(), define_conversions(), define_memory(), define_matrices(), define_wgmma(),
-        define_warp(), define_asynchronous(), define_tma();
+    define_integers(), define_floats(), define_conversions(), define_memory(), define_atomics(), define_matrices(),
+        define_wgmma(), define_warp(), define_asynchronous(), define_tma();
     return true;
   }();
   auto it = table().find(opcode);

@@ -46,13 +46,13 @@ OUT = 1024  # bytes of the tensor
 
 
 def run(
-    body: str, arch: int = 80, threads: int = 64, shared: int = 1024, machine: Machine | None = None
+    body: str, arch: int = 80, threads: int = 64, shared: int = 1024, machine: Machine | None = None, blocks: int = 1
 ) -> torch.Tensor:
     machine = machine or Machine.current
     out = torch.zeros(OUT // 4, dtype=torch.int32)
     lines = "\n".join("\t" + line.strip() for line in body.strip().splitlines())
     text = HEADER.format(arch=f"{arch}a" if arch == 90 else arch, threads=threads, body=lines)
-    Kernel(machine, text)((1,), out, shared_bytes=shared)
+    Kernel(machine, text)((blocks,), out, shared_bytes=shared)
     return out
 
 
@@ -243,6 +243,51 @@ def test_order_of_warps_follows_the_seed(machine):
         if seed == 0:
             assert int(out[0]) == 7
     assert len(last) > 2
+
+
+ADD = "mov.b32 %r11, 0f3F800000;\n{guard} atom.global.gpu.relaxed.add.f32 %r12, [%rd1], %r11;"
+STORE = "{guard} st.global.b32 [%rd1], %r10;"
+LOAD = "{guard} ld.global.b32 %r12, [%rd1];"
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "finding"),
+    [
+        (ADD, ADD, None),
+        (LOAD, LOAD, None),
+        (STORE, ADD, "race: atomic addition to another block's write"),
+        (ADD, STORE, "race: two blocks write"),
+        (ADD, LOAD, "race: read of another block's write"),
+        (STORE, LOAD, "race: read of another block's write"),
+    ],
+)
+def test_races_of_blocks(machine, first, others, finding):
+    """Of three blocks, in order, the first runs one body and the others run another one."""
+    machine.reset(seed=0, threads=1)
+    body = "mov.u32 %r13, %ctaid.x;\nsetp.eq.u32 %p3, %r13, 0;\n"
+    body += f"{first.format(guard='@%p3')}\n{others.format(guard='@!%p3')}"
+    if finding is None:
+        run(body, blocks=3)
+        return
+    with pytest.raises(ExecutionError) as raised:
+        run(body, blocks=3)
+    assert any(line.startswith(finding) for line in str(raised.value).splitlines()), raised.value
+
+
+def test_order_of_blocks_follows_the_seed(machine):
+    """A float32 sum of numbers of very different size, one from each block."""
+    body = """
+    mov.u32 %r13, %ctaid.x;
+    shl.b32 %r13, %r13, 26;
+    add.s32 %r13, %r13, 805306368;
+    setp.eq.u32 %p3, %r1, 0;
+    @%p3 atom.global.gpu.relaxed.add.f32 %r12, [%rd1], %r13;
+    """
+    sums = set()
+    for seed in range(8):
+        machine.reset(seed=seed, threads=1)
+        sums.add(int(run(body, blocks=9)[0]))
+    assert len(sums) > 1
 
 
 def test_counters(machine):

@@ -24,19 +24,37 @@ MAX_SPLITS = 256  # csrc/decode.h has the same number
 ONE_PER_QUERY = -1  # in the place of a number of new keys: packed queries, each of which brings its own key
 
 
+class Kept(NamedTuple):
+    """What the forward keeps for the backward; empty, of shape (0,), where it keeps nothing.
+
+    rotated_k: rotated keys (copies, rows, heads_kv, head_dim), of k's dtype.
+    table: cos and sin of given positions, float32 (rotations, batch, seqlen, 2, pairs).
+    """
+
+    rotated_k: torch.Tensor
+    table: torch.Tensor
+
+
+class KeptShapes(NamedTuple):
+    """The shapes of ``Kept``."""
+
+    rotated_k: tuple[int, ...] = (0,)
+    table: tuple[int, ...] = (0,)
+
+
 class AttentionBackend(Protocol):
     """Serves ``attention`` and ``attention_varlen``."""
 
     def unsupported_reason(self, q: torch.Tensor, cached: bool = False) -> str:
         """Why this backend cannot serve tensors like q ("" if it can); cached: in ``attention_with_cache``."""
 
-    def rotated_k_shape(self, k: torch.Tensor, call: AttentionCall) -> tuple[int, ...]:
-        """Shape of the rotated keys that ``forward`` keeps for ``backward``; (0,) where it keeps none."""
+    def kept_shapes(self, k: torch.Tensor, call: AttentionCall) -> KeptShapes:
+        """Shapes of what ``forward`` keeps for ``backward``."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """out like q and contiguous, lse in float32 (float64 for float64 inputs), rotated keys or None."""
+    ) -> tuple[torch.Tensor, torch.Tensor, Kept | None]:
+        """out like q and contiguous, lse in float32 (float64 for float64 inputs), what is kept; None for nothing."""
 
     def backward(
         self,
@@ -47,7 +65,7 @@ class AttentionBackend(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        rotated_k: torch.Tensor | None,
+        kept: Kept | None,
         call: AttentionCall,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of raw q, k and v, like them and contiguous. At most one of grad_out and grad_lse is None."""

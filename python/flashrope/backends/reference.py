@@ -9,7 +9,16 @@ import torch
 
 from ..cos_sin import cos_sin
 from ..rotary import Rotary
-from .base import AttentionCall, CacheCall, CacheLayout, accumulation_type, append_packed, attend_packed
+from .base import (
+    AttentionCall,
+    CacheCall,
+    CacheLayout,
+    Kept,
+    KeptShapes,
+    accumulation_type,
+    append_packed,
+    attend_packed,
+)
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
@@ -17,9 +26,9 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
     return ""
 
 
-def rotated_k_shape(k: torch.Tensor, call: AttentionCall) -> tuple[int, ...]:
-    """Always (0,): nothing is kept for ``backward``."""
-    return (0,)
+def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
+    """Nothing is kept for ``backward``."""
+    return KeptShapes()
 
 
 def forward(
@@ -47,7 +56,7 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    rotated_k: torch.Tensor | None,
+    kept: Kept | None,
     call: AttentionCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of raw q, k and v: runs ``forward`` again and lets autograd differentiate it."""

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..api import attention
-from ..backends import load_backend
+from ..backends import Kept, load_backend
 from ..checks import check_outside_context_parallel, check_tensors
 from ..ops import OPERATORS, call_from_arguments
 from ..rotary import Rotary
@@ -43,11 +43,14 @@ class _Strategy(NamedTuple):
     lse: Replicate | Shard
     rotated_k: Replicate | Shard  # (copies, rows, heads_kv, head_dim), or empty
     positions: Replicate | Shard
+    table: Replicate | Shard  # (rotations, batch, seqlen, 2, pairs), or empty
     cu_seqlens: Replicate | Shard = Replicate()
 
 
-def _strategies(packed: bool, has_rotated_k: bool, batch: int, heads_kv: int, specs) -> list[_Strategy]:
+def _strategies(packed: bool, kept: Kept, batch: int, heads_kv: int, specs) -> list[_Strategy]:
     """The strategies for a call.
+
+    kept: whether there are such tensors.
 
     specs: (DTensorSpec or None, its batch dimension, its heads dimension) of every tensor. DTensor only shards over
     dimensions of the mesh that an input is sharded over.
@@ -55,12 +58,13 @@ def _strategies(packed: bool, has_rotated_k: bool, batch: int, heads_kv: int, sp
     Strategies that would give ranks unequal parts are left out: query heads would be separated from their key heads,
     and the rows of rotated_k from their sequence.
     """
-    strategies = [_Strategy(*(Replicate(),) * 4)]
-    if not packed and (not has_rotated_k or batch % _shards((spec, dim) for spec, dim, _ in specs) == 0):
-        strategies.append(_Strategy(Shard(0), Shard(0), Shard(1) if has_rotated_k else Replicate(), Shard(0)))
+    strategies = [_Strategy(*(Replicate(),) * 5)]
+    if not packed and (not kept.rotated_k or batch % _shards((spec, dim) for spec, dim, _ in specs) == 0):
+        of_kept = (Shard(1) if x else Replicate() for x in kept)
+        strategies.append(_Strategy(Shard(0), Shard(0), next(of_kept), Shard(0), next(of_kept)))
     if heads_kv % _shards((spec, dim) for spec, _, dim in specs) == 0:
         rows, lse = (Shard(1), Shard(0)) if packed else (Shard(2), Shard(1))
-        strategies.append(_Strategy(rows, lse, Shard(2) if has_rotated_k else Replicate(), Replicate()))
+        strategies.append(_Strategy(rows, lse, Shard(2) if kept.rotated_k else Replicate(), *(Replicate(),) * 2))
     return strategies
 
 
@@ -80,23 +84,27 @@ def _shard_attention(q, k, v, *call_and_impl):
     *call, impl = call_and_impl
     positions, cu_seqlens_q, cu_seqlens_k = call[:3]
     packed = cu_seqlens_q is not None
-    has_rotated_k = len(load_backend(impl).rotated_k_shape(k, call_from_arguments(*call))) > 1
+    kept = Kept(*(len(shape) > 1 for shape in load_backend(impl).kept_shapes(k, call_from_arguments(*call))))
     heads = 1 if packed else 2
     specs = [(x, 0, heads) for x in (q, k, v)] + [(positions, 0, None)]
     return [
-        ([strategy.rows, strategy.lse, strategy.rotated_k], [strategy.rows] * 3 + _call_placements(strategy, call))
-        for strategy in _strategies(packed, has_rotated_k, q.shape[0], k.shape[heads], specs)
+        (
+            [strategy.rows, strategy.lse, strategy.rotated_k, strategy.table],
+            [strategy.rows] * 3 + _call_placements(strategy, call),
+        )
+        for strategy in _strategies(packed, kept, q.shape[0], k.shape[heads], specs)
     ]
 
 
 @register_sharding(OPERATORS.attention_backward.default)
-def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, *call_and_impl):
+def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, table, *call_and_impl):
     *call, _ = call_and_impl
     positions, cu_seqlens_q, cu_seqlens_k = call[:3]
-    packed, has_rotated_k = cu_seqlens_q is not None, len(rotated_k.shape) > 1
+    packed, kept = cu_seqlens_q is not None, Kept(len(rotated_k.shape) > 1, len(table.shape) > 1)
     heads = 1 if packed else 2
     specs = [(x, 0, heads) for x in (grad_out, q, k, v, out)] + [(x, 0, heads - 1) for x in (grad_lse, lse)]
-    specs += [(positions, 0, None)] + ([(rotated_k, 1, 2)] if has_rotated_k else [])
+    specs += [(positions, 0, None)] + ([(rotated_k, 1, 2)] if kept.rotated_k else [])
+    specs += [(table, 1, None)] if kept.table else []
     return [
         (
             [strategy.rows] * 3,
@@ -106,10 +114,11 @@ def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, 
                 *[strategy.rows] * 4,
                 strategy.lse,
                 strategy.rotated_k,
+                strategy.table,
                 *_call_placements(strategy, call),
             ],
         )
-        for strategy in _strategies(packed, has_rotated_k, q.shape[0], k.shape[heads], specs)
+        for strategy in _strategies(packed, kept, q.shape[0], k.shape[heads], specs)
     ]
 
 

@@ -110,9 +110,9 @@ class Workload:
         call = self._attention_call(window)
         if self.direction == "forward":
             return lambda: backend.forward(q, k, v, call)[:2]
-        out, lse, rotated_k = backend.forward(q, k, v, call)
+        out, lse, kept = backend.forward(q, k, v, call)
         grad_out = torch.randn_like(out) if device.type == "meta" else _like(out)
-        return lambda: backend.backward(grad_out, None, q, k, v, out, lse, rotated_k, call)
+        return lambda: backend.backward(grad_out, None, q, k, v, out, lse, kept, call)
 
     def exact(self, device: torch.device, window: int = WINDOW) -> Results:
         """What ``call`` returns, by the reference in float64."""

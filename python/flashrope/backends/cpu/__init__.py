@@ -4,7 +4,7 @@ Where ``flashrope build-cpu`` has compiled the kernels of csrc/, it calls those 
 decode.py).
 """
 
-from .attention import backward, forward, rotated_k_shape, unsupported_reason
+from .attention import backward, forward, kept_shapes, unsupported_reason
 from .cached import append_to_cache, attention_with_cache
 
 __all__ = [
@@ -12,6 +12,6 @@ __all__ = [
     "attention_with_cache",
     "backward",
     "forward",
-    "rotated_k_shape",
+    "kept_shapes",
     "unsupported_reason",
 ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from ..base import AttentionCall, accumulation_type
+from ..base import AttentionCall, Kept, KeptShapes, accumulation_type
 from . import library, tiles
 from .pieces import (
     Piece,
@@ -38,9 +38,9 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
     return "" if q.device.type == "cpu" else f"its tensors must lie on the CPU, q is on {q.device}"
 
 
-def rotated_k_shape(k: torch.Tensor, call: AttentionCall) -> tuple[int, ...]:
-    """Always (0,): the backward rotates the keys again, which costs one pass over k. Keeping them costs its size."""
-    return (0,)
+def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
+    """Nothing: the backward rotates the keys again, which costs one pass over k. Keeping them costs its size."""
+    return KeptShapes()
 
 
 def forward(
@@ -64,7 +64,7 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    rotated_k: torch.Tensor | None,
+    kept: Kept | None,
     call: AttentionCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of raw q, k and v, like q, k and v. At most one of grad_out and grad_lse is None."""

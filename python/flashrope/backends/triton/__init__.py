@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 try:
-    from .attention import backward, forward, rotated_k_shape
+    from .attention import backward, forward, kept_shapes
     from .cached import append_to_cache, attention_with_cache
     from .launcher import interpreted
 
@@ -20,7 +20,7 @@ __all__ = [
     "attention_with_cache",
     "backward",
     "forward",
-    "rotated_k_shape",
+    "kept_shapes",
     "unsupported_reason",
 ]
 

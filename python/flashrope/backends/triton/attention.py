@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...cos_sin import coarse_rows, position_table, two_level_table
+from ...cos_sin import coarse_rows, padded_pairs, position_table, two_level_table
 from ...lowering import lower
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import NO_BANDS, NO_CACHE, CuSeqlens, Scheme, banded_view, tensor_view
@@ -19,38 +19,42 @@ from ...triton_kernels.backward import (
 )
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
-from ..base import AttentionCall
+from ..base import AttentionCall, Kept, KeptShapes
 from .device import compute_capability, current_device, scheme_on, shape_of, vector_size, with_int32_offsets
 from . import hopper, launcher
 from .launcher import cdiv
 from .tiles import TMA, Choice, choose
 
 
-def rotated_k_shape(k: torch.Tensor, call: AttentionCall) -> tuple[int, ...]:
-    """(copies, rows, heads_kv, head_dim): one copy for every slope that rotates the keys."""
+def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
+    """rotated_k: one copy for every slope that rotates the keys; table: that of given positions."""
     copies = lower(call.rotary, call.causal).k_copies
-    return (len(copies), _rows(k), *k.shape[-2:]) if copies else (0,)
+    return KeptShapes(
+        (len(copies), _rows(k), *k.shape[-2:]) if copies else (0,),
+        (0,) if call.positions is None else (2, *k.shape[:2], 2, padded_pairs(k.shape[-1])),
+    )
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall):
-    """As in ``AttentionBackend``; rotated keys as in ``rotated_k_shape``."""
+    """As in ``AttentionBackend``."""
     q, k, v = map(with_int32_offsets, (q, k, v))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(call.lse_shape(q), dtype=torch.float32, device=q.device)
-    rotated_k = k.new_empty(rotated_k_shape(k, call))
+    rotated_k = k.new_empty(kept_shapes(k, call).rotated_k)
+    table = position_table(call.rotary, call.positions) if call.positions is not None else lse.new_empty(0)
     empty = _is_empty(q, k, call)
     if call.cu_seqlens_q is not None or empty:
         out.zero_()  # rows outside every sequence
         lse.fill_(float("-inf"))
     if not empty:
         with current_device(q):
-            plan = AttentionPlan(q, k, v, call)
+            plan = AttentionPlan(q, k, v, call, table)
             plan.rotate_keys(k, rotated_k)
             plan.attend(q, k, rotated_k, v, out, lse)
-    return out, lse, rotated_k
+    return out, lse, Kept(rotated_k, table)
 
 
-def backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call: AttentionCall):
+def backward(grad_out, grad_lse, q, k, v, out, lse, kept: Kept, call: AttentionCall):
     """As in ``AttentionBackend``."""
     if not call.deterministic:
         _alert_not_deterministic()
@@ -64,10 +68,10 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, call: AttentionCa
         grad_out = torch.zeros_like(out) if grad_out is None else with_int32_offsets(grad_out)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         with current_device(q):
-            plan = AttentionPlan(q, k, v, call, grad_out)
+            plan = AttentionPlan(q, k, v, call, kept.table, grad_out)
             rotated_q = plan.rotated_queries(q)
             statistics = plan.statistics(out, grad_out, lse, grad_lse)
-            inputs = GradientInputs(rotated_q, k, rotated_k, v, grad_out, statistics)
+            inputs = GradientInputs(rotated_q, k, kept.rotated_k, v, grad_out, statistics)
             if call.deterministic:
                 plan.grad_kv(inputs, grad_k, grad_v)
                 plan.grad_q(inputs, grad_q)
@@ -103,9 +107,9 @@ class GradientInputs(NamedTuple):
 
 
 class AttentionPlan:
-    """What the launches of one call share."""
+    """What the launches of one call share. table: ``Kept.table``."""
 
-    def __init__(self, q, k, v, call: AttentionCall, grad_out=None):
+    def __init__(self, q, k, v, call: AttentionCall, table, grad_out=None):
         rotary, causal, positions = call.rotary, call.causal, call.positions
         self.heads_q, self.heads_kv = q.shape[-2], k.shape[-2]
         self.batch = q.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
@@ -121,7 +125,7 @@ class AttentionPlan:
             table = two_level_table(rotary, causal, coarse_rows(max(self.seqlen_q, self.seqlen_k)), q.device)
             self.table_rows = table.shape[1]
         else:
-            table, positions = position_table(rotary, positions), _scalar_positions(positions)
+            positions = _scalar_positions(positions)
             self.table_rows = table.shape[1] * table.shape[2]
         bands = self.tables.bands
         self.scheme = Scheme(bands, table, positions, call.score_scale, *call.log_n)
