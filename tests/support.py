@@ -116,6 +116,7 @@ class Problem:
     positions: torch.Tensor | None = None
     grad_out: torch.Tensor | None = None
     grad_lse: torch.Tensor | None = None
+    deterministic: bool = True
 
     def replace(self, **changes) -> Problem:
         return dataclasses.replace(self, **changes)
@@ -157,6 +158,7 @@ def run(p: Problem, impl: str) -> dict[str, torch.Tensor]:
         positions=p.positions,
         return_lse=True,
         impl=impl,
+        deterministic=p.deterministic,
     )
     grad_lse = torch.where(lse.isinf(), 0, p.grad_lse)
     if impl == "reference":

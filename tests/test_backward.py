@@ -6,7 +6,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from flashrope import Rotary, attention_varlen
+from support import SCHEMES
+
+from flashrope import Rotary, attention, attention_varlen
+from flashrope.backends.triton import attention as plans
 from flashrope.backends.triton import launcher
 
 
@@ -57,3 +60,140 @@ def test_log_n_and_rotations_need_a_copy(target, launched):
         launched.clear()
         support.check(target, support.problem(target, rotary, 20, seed=3))
         assert launched.count("rotate_rows") == (1 if rotary.log_n_scale else 2)
+
+
+# ---- dQ by atomics
+
+FINISH = "attention_finish_grad_q"
+BOTH_SIDES = ("rope", "local", "rerope", "leaky", "inverse_leaky", "hope_rerope_log_n")
+
+
+def check_atomic(target, rotary, *lengths, **options):
+    support.check(target, support.problem(target, rotary, *lengths, deterministic=False, **options))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "causal"), [(name, True) for name in SCHEMES] + [(name, False) for name in BOTH_SIDES]
+)
+def test_five_products(target, launched, scheme, causal):
+    check_atomic(target, SCHEMES[scheme](16), 41, 55, causal=causal, seed=4)
+    assert FINISH in launched and "attention_grad_q" not in launched
+
+
+@pytest.mark.parametrize("scheme", ["rope", "rerope"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [(64, 64), (1, 1), (1, 70), (70, 1), (70, 33), (0, 5), (5, 0)], ids=str)
+def test_five_products_of_any_length(target, scheme, causal, lengths):
+    check_atomic(target, SCHEMES[scheme](8), *lengths, causal=causal, batch=2, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [
+        (24, {"layout": "poisoned"}),
+        (40, {"heads": 6, "group": 3, "batch": 2}),
+        (72, {"layout": "transposed", "heads": 4, "group": 1}),
+    ],
+)
+def test_five_products_of_any_shape(target, head_dim, options):
+    check_atomic(target, SCHEMES["leaky"](head_dim), 37, 45, causal=False, seed=6, **options)
+
+
+@pytest.mark.parametrize("axial", [False, True])
+def test_five_products_at_given_positions(target, axial):
+    given = torch.rand(2, 40, generator=torch.Generator().manual_seed(7)) * 40 - 3
+    rotary = Rotary.rope(16, rotary_dim=8).log_n(20)
+    if axial:
+        row = torch.arange(40)
+        given, rotary = torch.stack((row // 6, row % 6), -1).expand(2, 40, 2), Rotary.axial(16)
+    check_atomic(target, rotary, 40, batch=2, positions=given.to(target.device), causal=not axial, seed=7)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scheme", ["rope", "hope_rerope_log_n"])
+def test_five_products_of_packed_sequences(target, launched, scheme, causal):
+    """Rows outside every sequence get 0."""
+    ends_q, ends_k = (
+        torch.tensor([0, *x]).cumsum(0).to(target.device, torch.int32) for x in ((13, 0, 37, 5), (13, 4, 50, 0))
+    )
+    grad_out = support.random((1, 60, 4, 16), target, 9)[0]
+    grads = {}
+    for impl in ("triton", "reference"):
+        q = support.random((1, 60, 4, 16), target, 8)[0].requires_grad_()
+        k, v = (support.random((1, 70, 2, 16), target, seed)[0].requires_grad_() for seed in (10, 11))
+        out = attention_varlen(
+            q, k, v, SCHEMES[scheme](16), ends_q, ends_k, 37, 50, causal, impl=impl, deterministic=False
+        )
+        grads[impl] = torch.autograd.grad(out, (q, k, v), grad_out)
+    torch.testing.assert_close(grads["triton"], grads["reference"])
+    assert not grads["triton"][0][55:].any() and FINISH in launched
+
+
+def test_the_default_uses_no_atomics(target, launched):
+    support.check(target, support.problem(target, SCHEMES["rerope"](16), 40, seed=12))
+    assert "attention_grad_q" in launched and FINISH not in launched
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_operator_carries_the_choice(target, launched, compiled, deterministic):
+    rotary = Rotary.rope(16)
+
+    def call(q, k, v):
+        return attention(q, k, v, rotary, impl="triton", deterministic=deterministic)
+
+    if compiled:
+        torch.compiler.reset()
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    q, k, v = (support.random((1, 20, 1, 16), target, seed).requires_grad_() for seed in range(3))
+    torch.autograd.grad(call(q, k, v).square().sum(), (q, k, v))
+    assert (FINISH in launched, "attention_grad_q" in launched) == (not deterministic, deterministic)
+
+
+@pytest.mark.filterwarnings("error")
+def test_torch_is_asked_for_deterministic_algorithms(target):
+    q, k, v = (support.random((1, 20, 1, 16), target, seed).requires_grad_() for seed in range(3))
+
+    def step(deterministic):
+        out = attention(q, k, v, Rotary.rope(16), impl="triton", deterministic=deterministic)
+        return torch.autograd.grad(out.sum(), (q, k, v))
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    message = r"deterministic: expected True under torch.use_deterministic_algorithms\(True\), got False"
+    try:
+        torch.use_deterministic_algorithms(True)
+        step(True)
+        with pytest.raises(RuntimeError, match=message):
+            step(False)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.warns(UserWarning, match=message):
+            step(False)
+        torch.use_deterministic_algorithms(False)
+        step(False)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+# ---- what the forward keeps
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_table_of_given_positions_is_built_once_per_step(target, monkeypatch, compiled):
+    built, position_table = [], plans.position_table
+    monkeypatch.setattr(plans, "position_table", lambda *args: built.append(args) or position_table(*args))
+    rotary = Rotary.rope(16)
+
+    def call(q, k, v, positions):
+        return attention(q, k, v, rotary, positions=positions, impl="triton")
+
+    if compiled:
+        torch.compiler.reset()
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    q, k, v = (support.random((2, 20, 1, 16), target, seed).requires_grad_() for seed in range(3))
+    positions = torch.rand(2, 20, device=target.device) * 20
+    grads = torch.autograd.grad(call(q, k, v, positions).square().sum(), (q, k, v))
+    assert len(built) == 1
+    want = torch.autograd.grad(
+        attention(q, k, v, rotary, positions=positions, impl="reference").square().sum(), (q, k, v)
+    )
+    torch.testing.assert_close(grads, want)

@@ -85,6 +85,7 @@ BAD_CALLS = {
     ),
     "softmax_scale below 0": ({"softmax_scale": -0.5}, ValueError, "softmax_scale: expected .* at least 0, got -0.5"),
     "causal": ({"causal": 3}, TypeError, "causal: expected True or False, got 3"),
+    "deterministic": ({"deterministic": 0}, TypeError, "deterministic: expected True or False, got 0"),
     "impl": ({"impl": "flash"}, ValueError, "impl: expected None or one of triton, cuda, cpu, reference, got 'flash'"),
     "impl cuda": ({"impl": "cuda"}, ValueError, "impl='cuda' cannot serve this call: "),
     "axial without positions": (

@@ -39,6 +39,7 @@ KERNELS = {
     "attention_statistics",
     "attention_grad_kv",
     "attention_grad_q",
+    "attention_finish_grad_q",
     "append_rows",
     "rotate_cached_rows",
     "attention_decode",
@@ -90,6 +91,7 @@ class Calls(random.Random):
         self.heads_kv = self.choice((1, 1, 2, 3, 16))
         self.heads_q, self.batch = self.heads_kv * self.choice((1, 2, 5, 16)), self.choice((1, 2, 3, 16))
         self.options = {"causal": self.random() < 0.7, "return_lse": True, "impl": "triton"}
+        self.deterministic = seed % 2 == 0
         (self.dense, self.packed, self.cached)[seed % 3]()
 
     def tensor(self, *shape, grad=False):
@@ -138,7 +140,7 @@ class Calls(random.Random):
             self.tensor(self.batch, seqlen, heads, self.head_dim, grad=True)
             for seqlen, heads in ((seqlen_q, self.heads_q), (seqlen_k, self.heads_kv), (seqlen_k, self.heads_kv))
         )
-        self.backward(*attention(q, k, v, rotary, **self.options))
+        self.backward(*attention(q, k, v, rotary, **self.options, deterministic=self.deterministic))
 
     def packed(self):
         starts = [
@@ -148,7 +150,8 @@ class Calls(random.Random):
             self.tensor(int(start[-1]) + 1, heads, self.head_dim, grad=True)
             for start, heads in ((starts[0], self.heads_q), (starts[1], self.heads_kv), (starts[1], self.heads_kv))
         )
-        self.backward(*attention_varlen(q, k, v, self.rotary(), *starts, 1100, 1100, **self.options))
+        options = self.options | {"deterministic": self.deterministic}
+        self.backward(*attention_varlen(q, k, v, self.rotary(), *starts, 1100, 1100, **options))
 
     def cached(self):
         """The views of attention_with_cache, and a step of the caches that are aligned."""
@@ -220,7 +223,7 @@ without_gpu = pytest.mark.skipif(
 
 @without_gpu
 def test_launches():
-    assert launched(90, (58, 8), 16).keys() == KERNELS  # 58 has one head
+    assert launched(90, (58, 8, 3), 16).keys() == KERNELS  # 58 has one head, 3 no deterministic backward
 
 
 @without_gpu

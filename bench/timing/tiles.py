@@ -30,7 +30,8 @@ def scheme_of(direction: str, bands: int) -> cases.Scheme:
         return next(
             scheme for scheme in cases.DECODE if scheme.cache == "contiguous" and len(scheme.rotary(64).bands) == bands
         )
-    return cases.ONE_BAND if bands == 1 else cases.TWO_BANDS
+    one, several = cases.ATOMIC if direction == "grad_qkv" else (cases.ONE_BAND, cases.TWO_BANDS)
+    return one if bands == 1 else several
 
 
 def ranked_by_machine_code(direction: str, arch: int, head_dim: int, bands: int, jobs: int) -> list[Candidate]:

@@ -126,10 +126,10 @@ def with_rotated_keys() -> None:
     for device_mesh, placements, of_lse in cases:
         of_positions = [x if x == BATCH else Replicate() for x in placements]
         for rotary, positions in schemes:
+            spread = None if positions is None else distribute_tensor(positions, device_mesh, of_positions)
 
             def call(q, k, v):
-                spread = positions is not None and isinstance(q, DTensor)
-                p = distribute_tensor(positions, device_mesh, of_positions) if spread else positions
+                p = spread if isinstance(q, DTensor) else positions
                 return OPERATORS.attention(q, k, v, p, None, None, 20, 20, rotary.text, True, 0.25, True, "keeping")[:2]
 
             compare(device_mesh, placements, call, inputs(), of_lse)

@@ -24,6 +24,7 @@ GRIDS = {
     "forward": ((64,), (32, 64), (4,), (2,)),
     "grad_kv": ((32,), (64,), (4,), (2,)),
     "grad_q": ((64,), (32,), (4,), (2,)),
+    "grad_qkv": ((32,), (64,), (4,), (2,)),
     "decode": ((16,), (32,), (4,), (2,)),
 }
 SMALL, OTHER = Choice(Tile(64, 32, 4, 2)), Choice(Tile(64, 64, 4, 2))
@@ -80,6 +81,7 @@ def test_the_winner_serves_and_wrong_candidates_are_dropped(machine, arch, monke
     "words",
     [
         ("--passes", "backward", "--bands", "2", "--shapes", "1x150x2x1x64"),
+        ("--passes", "atomic", "--bands", "1", "2", "--shapes", "1x150x2x1x64"),
         ("--passes", "decode", "--bands", "1", "--shapes", "2x400x2x2x64", "--dtype", "fp16"),
         pytest.param(("--passes", "prefill", "--bands", "2", "--shapes", "1x200x2x1x40"), marks=pytest.mark.slow),
     ],

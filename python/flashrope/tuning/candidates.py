@@ -14,6 +14,7 @@ KERNELS = {
     "forward": "attention_forward",
     "grad_kv": "attention_grad_kv",
     "grad_q": "attention_grad_q",
+    "grad_qkv": "attention_grad_kv",
     "decode": "attention_decode",
 }
 # block_m (rows of queries), block_n (keys), warps, stages
@@ -21,6 +22,7 @@ GRIDS = {
     "forward": ((64, 128), (32, 64, 128), (4, 8), (2, 3)),
     "grad_kv": ((32, 64), (64, 128), (4, 8), (2, 3)),
     "grad_q": ((64, 128), (32, 64), (4, 8), (2, 3)),
+    "grad_qkv": ((32, 64), (64, 128), (4, 8), (2, 3)),
     "decode": ((16,), (32, 64, 128), (4, 8), (2, 3, 4)),
 }
 

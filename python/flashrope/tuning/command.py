@@ -7,7 +7,7 @@ import sys
 
 from . import store
 
-PASSES = ("forward", "backward", "decode", "prefill")
+PASSES = ("forward", "backward", "atomic", "decode", "prefill")
 DTYPES = ("bf16", "fp16")
 SECONDS = 300.0
 
@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=PASSES,
         default=["forward", "backward", "decode"],
-        help="prefill: a chunk of a prompt over a cache (default: forward backward decode)",
+        help="atomic: the backward of deterministic=False; prefill: a chunk of a prompt over a cache (default: forward "
+        "backward decode)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="they share the tuned tiles")
     parser.add_argument(

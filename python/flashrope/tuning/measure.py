@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
@@ -195,7 +196,9 @@ def _new_tensors_are_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "deterministic: expected True")
+            yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn)
         torch.utils.deterministic.fill_uninitialized_memory = fill

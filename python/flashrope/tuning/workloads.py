@@ -23,6 +23,7 @@ CHECK_SEQLEN, CHECK_WINDOW, CHECK_CHUNK = 323, 96, 150
 PASSES = {
     "forward": (("forward",), ("",)),
     "backward": (("grad_kv", "grad_q"), ("",)),
+    "atomic": (("grad_qkv",), ("",)),
     "decode": (("decode",), ("contiguous", "paged")),
     "prefill": (("forward",), ("contiguous", "paged")),
 }
@@ -130,7 +131,8 @@ class Workload:
 
     def _attention_call(self, window: int) -> AttentionCall:
         scale, seqlen = self.head_dim**-0.5, self.seqlen
-        return AttentionCall(self.rotary(window), True, scale, max_seqlen_q=seqlen, max_seqlen_k=seqlen)
+        lengths = {"max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
+        return AttentionCall(self.rotary(window), True, scale, **lengths, deterministic=self.direction != "grad_qkv")
 
     def _cache_call(self, k: torch.Tensor, v: torch.Tensor, window: int):
         """k, v as the caches, and the call. Pages lie in the order of their numbers, except that the first two swap."""
