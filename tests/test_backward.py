@@ -134,6 +134,15 @@ def test_the_default_uses_no_atomics(target, launched):
     assert "attention_grad_q" in launched and FINISH not in launched
 
 
+def compiled_operator(rotary, deterministic):
+    def call(q, k, v, positions=None):
+        options = (None, None, q.shape[1], k.shape[1], rotary.text, True, 16**-0.5, deterministic, "triton")
+        return torch.ops.flashrope.attention(q, k, v, positions, *options)[0]
+
+    torch.compiler.reset()
+    return torch.compile(call, fullgraph=True, backend="aot_eager")
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_operator_carries_the_choice(target, launched, compiled, deterministic):
@@ -143,8 +152,7 @@ def test_the_operator_carries_the_choice(target, launched, compiled, determinist
         return attention(q, k, v, rotary, impl="triton", deterministic=deterministic)
 
     if compiled:
-        torch.compiler.reset()
-        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+        call = compiled_operator(rotary, deterministic)
     q, k, v = (support.random((1, 20, 1, 16), target, seed).requires_grad_() for seed in range(3))
     torch.autograd.grad(call(q, k, v).square().sum(), (q, k, v))
     assert (FINISH in launched, "attention_grad_q" in launched) == (not deterministic, deterministic)
@@ -187,8 +195,7 @@ def test_the_table_of_given_positions_is_built_once_per_step(target, monkeypatch
         return attention(q, k, v, rotary, positions=positions, impl="triton")
 
     if compiled:
-        torch.compiler.reset()
-        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+        call = compiled_operator(rotary, True)
     q, k, v = (support.random((2, 20, 1, 16), target, seed).requires_grad_() for seed in range(3))
     positions = torch.rand(2, 20, device=target.device) * 20
     grads = torch.autograd.grad(call(q, k, v, positions).square().sum(), (q, k, v))

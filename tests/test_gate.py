@@ -352,6 +352,6 @@ def test_sanitize_launches_every_kernel(compiled):
 
 
 def test_tiles_are_passed_on_and_judged(compiled):
-    assert all(used == asked for used, asked in compiled["tuned"]) and len(compiled["tuned"]) == 5
+    assert all(used == asked for used, asked in compiled["tuned"]) and len(compiled["tuned"]) == 6
     [[figures, rank]] = compiled["judged"]
     assert figures["spill B"] == "0" and -1 < rank < 0 and figures["model"] == f"{-rank:.0%}"

@@ -125,6 +125,17 @@ def test_export(rotary, strict):
     assert any("flashrope.attention" in str(node.target) for node in program.graph.nodes)
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_graph_holds_whether_the_backward_is_deterministic(rotary, deterministic):
+    class Call(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, rotary, deterministic=deterministic)
+
+    program = torch.export.export(Call(), inputs(requires_grad=False))
+    (node,) = (node for node in program.graph.nodes if "flashrope.attention" in str(node.target))
+    assert node.args[-2:] == (deterministic, "cpu")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(rotary, dtype):
     q, k, v = inputs()

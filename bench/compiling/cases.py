@@ -11,7 +11,7 @@ import torch
 from flashrope import Rotary
 from flashrope.backends import AttentionCall, CacheCall, CacheLayout
 from flashrope.backends import triton as backend
-from flashrope.backends.triton import hopper, launcher
+from flashrope.backends.triton import hopper, launcher, tiles
 from flashrope.triton_kernels import configs
 
 from .offline import Launch, caught_launches
@@ -135,11 +135,13 @@ def tma_tiles(chosen: bool) -> Iterator[None]:
     """In this context, if chosen, hopper_forward serves with the first of its tiles."""
     before = {name: table.copy() for name, table in configs.FORWARD_TMA.items()}
     for table in configs.FORWARD_TMA.values() if chosen else ():
-        table.update({block_d: tiles[0] for block_d, tiles in configs.FORWARD_TMA_TILES.items()})
+        table.update({block_d: of_size[0] for block_d, of_size in configs.FORWARD_TMA_TILES.items()})
+    tiles.choose.cache_clear()
     try:
         yield
     finally:
         configs.FORWARD_TMA.update(before)
+        tiles.choose.cache_clear()
 
 
 def cases(quick: bool) -> list[Case]:

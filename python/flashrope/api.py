@@ -51,10 +51,10 @@ def attention(
             one band and seqlen_q == seqlen_k. Causality and windows still go by index.
         return_lse: also return the log-sum-exp of the scores.
         impl: the backend, "triton", "cpu" or "reference". None picks by device.
-        deterministic: gradients are bitwise reproducible. False: those of the Triton backend may differ from run to run
-            by rounding. Its backward then does five matrix products instead of seven and adds the gradient of q up by
-            float32 atomics, in a workspace of ``4 * q.numel() * len(rotary.bands)`` bytes (``bands_for(causal)``). It
-            raises under ``torch.use_deterministic_algorithms(True)``. The other backends are always reproducible.
+        deterministic: gradients are bitwise reproducible. False: the Triton backend's gradient of q may differ from run
+            to run by rounding. Its backward then does five matrix products instead of seven and adds that gradient up
+            by float32 atomics, in a workspace of ``4 * q.numel() * len(rotary.bands_for(causal))`` bytes; it raises
+            under ``torch.use_deterministic_algorithms(True)``. The other backends are always reproducible.
 
     Returns:
         out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), float32, natural log.
