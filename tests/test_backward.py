@@ -158,7 +158,7 @@ def test_the_operator_carries_the_choice(target, launched, compiled, determinist
     assert (FINISH in launched, "attention_grad_q" in launched) == (not deterministic, deterministic)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error:deterministic")
 def test_torch_is_asked_for_deterministic_algorithms(target):
     q, k, v = (support.random((1, 20, 1, 16), target, seed).requires_grad_() for seed in range(3))
 
