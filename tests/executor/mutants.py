@@ -226,7 +226,7 @@ QUICK = {
         "stmatrix 16 bytes off",
     ),
     "combine_splits": ("barrier removed", "global load 16 bytes off", "shared load 16 bytes off"),
-    "append_rows": ("global load 16 bytes off", "guard of a global store dropped"),
+    "append_rows": ("global load 16 bytes off", "global store 16 bytes off", "guard of a global store dropped"),
 }
 
 
