@@ -8,7 +8,9 @@ that much relatively; u is the type's unit roundoff. So, with P the attention we
     |dS|          <= M = P * (|dO| |V|^T + rowsum(P * |dO| |V|^T) + |dlse|)
     |dQ - exact|  <= c * u * (scale * (1 + kappa) * M) |K|  |dK - exact| <= c * u * (scale * (1 + kappa) * M)^T |Q|
 
-where |K| and |Q| are, for a pair that rotates, the length of the pair: rotation mixes its two channels.
+With sinks of weight p, |dsink - exact| <= c * u * sum(p (1 + kappa) * (rowsum(P * |dO| |V|^T) + |dlse|)).
+
+Above, |K| and |Q| are, for a pair that rotates, the length of the pair: rotation mixes its two channels.
 """
 
 from __future__ import annotations
@@ -116,6 +118,7 @@ class Problem:
     positions: torch.Tensor | None = None
     grad_out: torch.Tensor | None = None
     grad_lse: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
     deterministic: bool = True
 
     def replace(self, **changes) -> Problem:
@@ -149,13 +152,14 @@ def lse_type(target: Target) -> torch.dtype:
 
 def run(p: Problem, impl: str) -> dict[str, torch.Tensor]:
     """out, lse and the gradients of (out * grad_out).sum() + (lse * grad_lse).sum() over the rows that see a key."""
-    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v, p.sinks) if x is not None]
     out, lse = attention(
-        *leaves,
+        *leaves[:3],
         p.rotary,
         causal=p.causal,
         softmax_scale=p.softmax_scale,
         positions=p.positions,
+        sinks=None if p.sinks is None else leaves[3],
         return_lse=True,
         impl=impl,
         deterministic=p.deterministic,
@@ -168,7 +172,8 @@ def run(p: Problem, impl: str) -> dict[str, torch.Tensor]:
         results, grads = (out,), (p.grad_out.to(out),)
     grads = torch.autograd.grad(results, leaves, grads, allow_unused=True)
     grads = (torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True))
-    return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
+    names = NAMES if p.sinks is None else (*NAMES, "grad_sinks")
+    return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=True))
 
 
 def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -177,7 +182,7 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
         **{
             f.name: getattr(p, f.name).double()
             for f in dataclasses.fields(p)
-            if f.name in ("q", "k", "v", "grad_out", "grad_lse")
+            if f.name in ("q", "k", "v", "grad_out", "grad_lse", "sinks") and getattr(p, f.name) is not None
         }
     )
     exact = run(wide, "reference")
@@ -187,6 +192,11 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
     call = AttentionCall(p.rotary, p.causal, softmax_scale, p.positions)
     identity = torch.eye(seqlen_k, dtype=q.dtype, device=q.device)[None, :, None].expand(k.shape[0], -1, k.shape[2], -1)
     weights = reference.dense_attention(q, k, identity, call)[0].transpose(1, 2)  # (batch, heads, seqlen_q, seqlen_k)
+
+    sink_weights = torch.zeros_like(exact["lse"])
+    if p.sinks is not None:
+        sink_weights = torch.exp(wide.sinks[:, None] - exact["lse"])
+        weights = weights * (1 - sink_weights)[..., None]
 
     i = torch.arange(seqlen_q, device=q.device, dtype=torch.float64) + seqlen_k - seqlen_q
     distance = i[:, None] - torch.arange(seqlen_k, device=q.device)
@@ -205,7 +215,8 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
     kappa = scale * (lengths * seen).amax(-1) if seqlen_k else torch.zeros_like(exact["lse"])
     spread = (1 + kappa)[..., None]
     products = torch.einsum("bihd,bjhd->bhij", wide.grad_out.abs(), v.abs())
-    of_scores = weights * (products + (weights * products).sum(-1, keepdim=True) + wide.grad_lse.abs()[..., None])
+    delta = (weights * products).sum(-1) + wide.grad_lse.abs()
+    of_scores = weights * (products + delta[..., None])
     of_scores = of_scores * spread * scale[..., None]
 
     def of_keys(x):  # summed over the query heads that share a key head
@@ -218,6 +229,8 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
         "grad_k": of_keys(torch.einsum("bhij,bihd->bjhd", of_scores, pair_lengths(q, p.rotary))),
         "grad_v": of_keys(torch.einsum("bhij,bihd->bjhd", weights * spread, wide.grad_out.abs())),
     }
+    if p.sinks is not None:
+        bound["grad_sinks"] = (sink_weights * delta * (1 + kappa)).sum((0, 2))
     return exact, bound
 
 

@@ -14,15 +14,18 @@ from .checks import (
     check_cache,
     check_cu_seqlens,
     check_int32,
+    check_no_gradient,
     check_num_splits,
     check_options,
     check_outside_context_parallel,
     check_positions,
+    check_sinks,
     check_slot_mapping,
     check_tensors,
     validate_tables,
 )
 from .rotary import Rotary
+from .sinks import add_sinks
 
 __all__ = ["attention", "attention_varlen", "attention_varlen_with_cache", "attention_with_cache"]
 
@@ -35,6 +38,7 @@ def attention(
     causal: bool = True,
     softmax_scale: float | None = None,
     positions: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
     deterministic: bool = True,
@@ -49,6 +53,8 @@ def attention(
         softmax_scale: default head_dim ** -0.5.
         positions: (batch, seqlen) or (batch, seqlen, axes), used as positions instead of 0, 1, 2, ... Needs a scheme of
             one band and seqlen_q == seqlen_k. Causality and windows still go by index.
+        sinks: (heads_q,), any float type, attention sinks as in gpt-oss: a learned logit per head that joins every
+            row's softmax and has no value. It is neither scaled nor rotated, and gets a gradient.
         return_lse: also return the log-sum-exp of the scores.
         impl: the backend, "triton", "cpu" or "reference". None picks by device.
         deterministic: gradients are bitwise reproducible. False: the Triton backend's gradient of q may differ from run
@@ -58,7 +64,7 @@ def attention(
 
     Returns:
         out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), float32, natural log.
-        A row with no keys gets out 0 and lse -inf.
+        A row with no keys gets out 0 and lse -inf. With sinks, lse counts them: such a row's lse is its head's sink.
 
     Raises:
         TypeError, ValueError: the argument, what was expected and what came. No check synchronises with the device.
@@ -73,7 +79,7 @@ def attention(
         raise ValueError(f"positions: an axial scheme needs them, shape (batch, seqlen, {rotary.axes})")
     softmax_scale = check_options(causal, softmax_scale, q, deterministic)
     call = AttentionCall(rotary, causal, softmax_scale, positions, None, None, shape_q[1], shape_k[1], deterministic)
-    return _attend(q, k, v, call, return_lse, impl)
+    return _attend(q, k, v, call, sinks, return_lse, impl)
 
 
 def attention_varlen(
@@ -87,6 +93,7 @@ def attention_varlen(
     max_seqlen_k: int,
     causal: bool = True,
     softmax_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
     deterministic: bool = True,
@@ -99,11 +106,11 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on q's device, non-decreasing from 0. The host does not read
             values that lie on a GPU; the kernels clamp them to the buffers.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Rows beyond them are not computed.
-        rotary, causal, softmax_scale, return_lse, impl, deterministic: as in ``attention``.
+        rotary, causal, softmax_scale, sinks, return_lse, impl, deterministic: as in ``attention``.
 
     Returns:
         out like q. With return_lse: (out, lse), lse (heads_q, total_q) float32. Rows outside every sequence get 0 and
-        -inf.
+        -inf, or the sink.
 
     Raises:
         TypeError, ValueError: as in ``attention``.
@@ -120,14 +127,18 @@ def attention_varlen(
         )
     softmax_scale, lengths = check_options(causal, softmax_scale, q, deterministic), (max_seqlen_q, max_seqlen_k)
     call = AttentionCall(rotary, causal, softmax_scale, None, cu_seqlens_q, cu_seqlens_k, *lengths, deterministic)
-    return _attend(q, k, v, call, return_lse, impl)
+    return _attend(q, k, v, call, sinks, return_lse, impl)
 
 
-def _attend(q, k, v, call: AttentionCall, return_lse: bool, impl: str | None):
+def _attend(q, k, v, call: AttentionCall, sinks, return_lse: bool, impl: str | None):
+    if sinks is not None:
+        check_sinks(sinks, q)
     impl = resolve_impl(impl, q)
     if type(F.scaled_dot_product_attention) is not BuiltinFunctionType:  # replaced, by context_parallel or by a test
         check_outside_context_parallel()
     out, lse = ops.attention(q, k, v, call, impl)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -143,6 +154,7 @@ def attention_with_cache(
     cache_leftpad: torch.Tensor | None = None,
     causal: bool = True,
     softmax_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
     num_splits: int | None = None,
@@ -169,7 +181,7 @@ def attention_with_cache(
             capacity and page numbers to the cache, and new keys without a slot are dropped: nothing outside the
             buffers is touched and no other sequence changes, but a sequence with a wrong entry has no valid result.
         impl: as in ``attention``, and "cuda" if the extension was built (float16, bfloat16, seqlen_q up to 64).
-        rotary, causal, softmax_scale, return_lse: as in ``attention``.
+        rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
 
     Returns:
         out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q) float32.
@@ -180,7 +192,7 @@ def attention_with_cache(
     capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None)
     layout = CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new)
     call = CacheCall(rotary, causal, check_options(causal, softmax_scale, q), layout, check_num_splits(num_splits))
-    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, return_lse, impl, validate)
+    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, sinks, return_lse, impl, validate)
 
 
 def attention_varlen_with_cache(
@@ -198,6 +210,7 @@ def attention_varlen_with_cache(
     cache_leftpad: torch.Tensor | None = None,
     causal: bool = True,
     softmax_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
     num_splits: int | None = None,
@@ -219,12 +232,12 @@ def attention_varlen_with_cache(
         slot_mapping: (total_q,) int32 or int64, the slot of the whole cache, page * page_size + row, that each new key
             and value goes to, for engines that place tokens. Negative: nowhere. None: behind cache_seqlens.
         block_table, cache_leftpad, num_splits, validate: as in ``attention_with_cache``.
-        rotary, causal, softmax_scale, return_lse: as in ``attention``.
+        rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
         impl: the backend, "triton", "cpu" or "reference". None picks by device.
 
     Returns:
         out like q. With return_lse: (out, lse), lse (heads_q, total_q) float32. Rows outside every sequence get 0 and
-        -inf.
+        -inf, or the sink.
 
     Raises:
         TypeError, ValueError: as in ``attention_with_cache``.
@@ -238,10 +251,10 @@ def attention_varlen_with_cache(
     tables = (cache_seqlens, block_table, cache_leftpad)
     layout = CacheLayout(*tables, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q)
     call = CacheCall(rotary, causal, check_options(causal, softmax_scale, q), layout, check_num_splits(num_splits))
-    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, return_lse, impl, validate)
+    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, sinks, return_lse, impl, validate)
 
 
-def _attend_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, capacity: int, return_lse, impl, validate: bool):
+def _attend_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, capacity, sinks, return_lse, impl, validate: bool):
     """capacity: slots of a sequence or page."""
     layout = call.layout
     batch = q.shape[0] if layout.cu_seqlens_q is None else layout.cu_seqlens_q.shape[0] - 1
@@ -251,10 +264,15 @@ def _attend_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, capacity: int
     if layout.block_table is not None:
         check_int32("block_table", layout.block_table, q, "q", (batch, "max_pages"))
         capacity *= layout.block_table.shape[1]
+    if sinks is not None:
+        check_sinks(sinks, q)
+        check_no_gradient("sinks", sinks)
     impl = resolve_impl(impl, q, cached=True)
     if validate:
         validate_tables(layout, capacity, k_cache)
     out, lse = ops.attention_with_cache(q, k_cache, v_cache, k, v, call, impl)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 

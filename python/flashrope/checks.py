@@ -98,6 +98,22 @@ def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, cu_seqlens_q=Non
     return capacity, seqlen_new
 
 
+def check_sinks(sinks, q) -> None:
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks: expected a tensor, got {type(sinks).__name__}")
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks: expected a float type, got {sinks.dtype}")
+    if sinks.shape != q.shape[-2:-1]:
+        raise ValueError(f"sinks: expected shape ({q.shape[-2]},), one number per head of q, got {tuple(sinks.shape)}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks: expected device {q.device} as q, got {sinks.device}")
+
+
+def check_no_gradient(name: str, x: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"{name}: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
+
+
 def check_slot_mapping(slot_mapping, q, k) -> None:
     if not isinstance(slot_mapping, torch.Tensor):
         raise TypeError(f"slot_mapping: expected a tensor, got {type(slot_mapping).__name__}")

@@ -19,6 +19,10 @@ RANKS = 4
 SECONDS = 180  # for one function; longer means a hang, not a slow machine
 
 
+def _name(function) -> str:
+    return getattr(function, "__name__", None) or function.func.__name__  # or a functools.partial
+
+
 class Failed(AssertionError):
     """A rank's traceback."""
 
@@ -42,7 +46,7 @@ class Ranks:
             if not ready:
                 late = [self._connections.index(connection) for connection in waiting]
                 self.stop()
-                raise Failed(f"{function.__name__}: ranks {late} have not answered within {seconds} s")
+                raise Failed(f"{_name(function)}: ranks {late} have not answered within {seconds} s")
             for connection in ready:
                 rank = self._connections.index(connection)
                 try:
@@ -51,7 +55,7 @@ class Ranks:
                     ok, results[rank] = False, "died"
                 if not ok:
                     self.stop()
-                    raise Failed(f"{function.__name__}, rank {rank} of {self.count}: {results[rank]}")
+                    raise Failed(f"{_name(function)}, rank {rank} of {self.count}: {results[rank]}")
                 waiting.remove(connection)
         return results
 

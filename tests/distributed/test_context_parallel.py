@@ -1,6 +1,7 @@
 """Context parallelism compared with the float64 reference on the full sequence, in the error budget of one device."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -34,15 +35,24 @@ SEQLEN = 48  # chunks of 12 and 6, not multiples of any block
 def sharded(p: Problem, group, impl: str | None = None) -> dict[str, torch.Tensor]:
     """The results of a call over the ranks of group, gathered."""
     leaves = [shard_sequence(x, group).detach().requires_grad_() for x in (p.q, p.k, p.v)]
-    out = context_parallel_attention(*leaves, p.rotary, group, p.causal, p.softmax_scale, impl)
-    grads = torch.autograd.grad(out, leaves, shard_sequence(p.grad_out, group))
+    sinks = None if p.sinks is None else p.sinks.detach().requires_grad_()
+    out = context_parallel_attention(*leaves, p.rotary, group, p.causal, p.softmax_scale, sinks, impl)
+    grad_out = shard_sequence(p.grad_out, group)
+    of_sinks = {}
+    if sinks is not None:
+        (share,) = torch.autograd.grad(out, sinks, grad_out, retain_graph=True)
+        dist.all_reduce(share, group=group.get_group())
+        of_sinks["grad_sinks"] = share
+    grads = torch.autograd.grad(out, leaves, grad_out)
     results = zip(("out", "grad_q", "grad_k", "grad_v"), (out, *grads), strict=True)
-    return {name: unshard_sequence(x.detach(), group) for name, x in results}
+    return {name: unshard_sequence(x.detach(), group) for name, x in results} | of_sinks
 
 
-def holds(ranks: int, scheme: str, dtype: torch.dtype, impl: str, **options) -> dict[str, float]:
+def holds(ranks: int, scheme: str, dtype: torch.dtype, impl: str, sinks: bool = False, **options) -> dict[str, float]:
     p = problem(Target(impl, dtype, "cpu"), SCHEMES[scheme](16), SEQLEN, **options)
     p = p.replace(grad_lse=torch.zeros_like(p.grad_lse))
+    if sinks:
+        p = p.replace(sinks=torch.linspace(-1, 2, p.q.shape[2], dtype=dtype))
     ratios = excess(sharded(p, mesh(ranks), impl), *exact_and_bound(p), dtype)
     over = {name: ratio for name, ratio in ratios.items() if not ratio <= COEFFICIENT[dtype]}
     assert not over, f"error over u * bound, allowed {COEFFICIENT[dtype]}: {over}, {ranks} ranks, {options}, {p.rotary}"
@@ -66,6 +76,13 @@ def every_scheme(count: int, dtype: torch.dtype, causal: bool, schemes) -> dict[
 @pytest.mark.parametrize("count", [2, 4])
 def test_forward_and_gradients(ranks, count, causal, dtype):
     ranks(every_scheme, count, dtype, causal, CHOSEN)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
+def test_sinks(ranks, causal):
+    """Three key heads on two ranks: those that are not causal are padded, and so are the sinks."""
+    options = dict(sinks=True, causal=causal, heads=3, group=1)
+    ranks(functools.partial(holds, **options), 2, "rerope", torch.float64, "cpu")
 
 
 def local_inputs(count: int, seqlen: int = 8, dtype=torch.float32):

@@ -67,13 +67,13 @@ def _compile(folder, arch, compiler, cxx, package, driver) -> None:
     objects = [folder / f"{name}.o" for name in ("decode", "library", "runtime")]
     decode, library, runtime = map(str, objects)
     host = [cxx, *HOST_FLAGS]
-    cuda_headers = pathlib.Path(compiler).resolve().parents[1] / "include"
     version = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
     build.run([compiler, *DEVICE_FLAGS, *options, *keep, "-c", str(SOURCES / "decode.cu"), "-o", decode])
     build.run(
         [*host, *version, f"-I{SOURCES}", f"-I{package}/include", "-c", str(SOURCES / "library.cpp"), "-o", library]
     )
-    build.run([*host, f"-I{cuda_headers}", "-c", str(RUNTIME), "-o", runtime])
+    of_nvcc = ["-ccbin", cxx, "-Xcompiler", ",".join(HOST_FLAGS)]  # it knows where its headers are
+    build.run([compiler, *of_nvcc, "-c", str(RUNTIME), "-o", runtime])
     libraries = [f"-L{package}/lib", "-ltorch_cpu", "-lc10", str(driver)]
     linked = folder / "linked.so"
     build.run([cxx, "-shared", decode, library, runtime, *libraries, "-Wl,-z,defs", "-o", str(linked)])

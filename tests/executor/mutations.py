@@ -95,7 +95,7 @@ EVERYWHERE = {
     "shuffle from another lane": replaced(r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+), 2,", r"\1, 4,"),
     "xor with another bit": replaced(r"(xor\.b32\s+%r\d+, %r\d+), 32;", r"\1, 16;"),
     "shift by one more": added(r"shl\.b32", 1),
-    "address a byte off": added(r"add\.s32\s+%r\d+, %r\d+, \d{4,};", 1),
+    "address 17 bytes off": added(r"add\.s32\s+%r\d+, %r\d+, \d{4,};", 17),  # wgmma descriptors drop the low four bits
     "maximum becomes minimum": replaced(r"\bmax\.f32", "min.f32"),
     "exponential left out": replaced(r"ex2\.approx\.ftz\.f32", "mov.f32"),
 }

@@ -16,11 +16,8 @@ from flashrope.integrations.transformers.attention_function import NAME
 
 # ---- refusals
 def test_families_that_are_refused():
-    with pytest.raises(
-        ValueError, match="model: expected one of the types .* got 'gpt_oss', which has attention sinks"
-    ):
-        config = AutoConfig.for_model("gpt_oss", **{**families.COMMON, "num_local_experts": 2, "head_dim": 16})
-        convert(AutoModelForCausalLM.from_config(config))
+    with pytest.raises(ValueError, match="model: expected one of the types .* got 'olmo'"):
+        convert(AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo", **families.COMMON)))
     with pytest.raises(ValueError, match="attn_logit_softcapping = 50.0"):
         convert(tiny("gemma2", attn_logit_softcapping=50.0))
     with pytest.raises(ValueError, match="found 0 in GPT2LMHeadModel"):
@@ -174,11 +171,20 @@ def test_masks_that_the_kernels_cannot_express():
             create_causal_mask(input_embeds=hidden, cache_position=torch.arange(SEQLEN), **arguments)
 
 
+def test_packing_that_the_masks_do_not_see():
+    """Stock gpt_oss lets packed sequences see one another."""
+    model = tiny("gpt_oss")
+    alone = logits(model, tokens()[:, 11:23])
+    assert not families.close(logits(model, tokens(), position_ids=families.PACKED)[:, 11:23], alone, 0.1)
+    with pytest.raises(ValueError, match="row 0, column 11; this model packs no sequences"):
+        logits(convert(model), tokens(), position_ids=families.PACKED)
+
+
 @pytest.mark.parametrize(
     "keyword, value, message",
     [
         ("softcap", 30.0, "softcap: expected None"),
-        ("s_aux", torch.zeros(4), "has attention sinks"),
+        ("s_aux", torch.zeros(3), r"sinks: expected shape \(4,\), one number per head of q, got \(3,\)"),
         ("dropout", 0.1, "attention_dropout: expected 0"),
         ("is_causal", False, "is_causal"),
         ("sliding_window", 5, "sliding_window: layer 0 was converted with None, its forward asks for 5"),

@@ -27,6 +27,7 @@ from flashrope import Rotary
 from flashrope.backends import AttentionCall, reference
 from flashrope.integrations import transformers as integration
 from flashrope.integrations.transformers import convert, suggest
+from flashrope.integrations.transformers.masks import WITHOUT_PACKING
 
 HERE = [name for name in FAMILIES if name not in families.REFUSED_BY_VERSION]
 
@@ -49,7 +50,7 @@ def test_logits_depend_on_what_is_compared(name):
     model = tiny(name)
     stock = {run: RUNS[run](model) for run in ("uncached", "padded", "packed")}
     assert not close(stock["padded"], stock["uncached"] * padded()[..., None], 0.1)
-    assert not close(stock["packed"], stock["uncached"], 0.1)
+    assert name in WITHOUT_PACKING or not close(stock["packed"], stock["uncached"], 0.1)
     convert(model)
     for module in converted(model):
         none, window = Rotary.none(module.rotary_bands.rotary.head_dim), module.rotary_bands.window
@@ -231,9 +232,11 @@ def gradients(model, mask=None, **kwargs) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "cohere2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "cohere2", "gpt_oss"])
 @pytest.mark.parametrize("case", ["plain", "left", "right", "packed"])
 def test_gradients(name, case):
+    if name in WITHOUT_PACKING and case == "packed":
+        return
     model = tiny(name).train()
     mask = {"left": padded(), "right": padded(left=0, right=6)}.get(case)
     kwargs = {"position_ids": families.PACKED} if case == "packed" else {}

@@ -23,7 +23,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from ..api import attention
 from ..backends import Kept, load_backend
-from ..checks import check_outside_context_parallel, check_tensors
+from ..checks import check_outside_context_parallel, check_sinks, check_tensors
 from ..ops import OPERATORS, call_from_arguments
 from ..rotary import Rotary
 
@@ -140,6 +140,7 @@ def context_parallel_attention(
     group: Group = None,
     causal: bool = True,
     softmax_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """``flashrope.attention`` with sequences sharded over the ranks of a group. Exact, with gradients.
@@ -156,10 +157,11 @@ def context_parallel_attention(
         k, v: (batch, seqlen / n, heads_kv, head_dim), likewise.
         rotary: any scheme that is not axial.
         group: the ranks that share a sequence: a process group, a one-dimensional DeviceMesh, or None for all ranks.
-        causal, softmax_scale, impl: as in ``flashrope.attention``; the same on all ranks.
+        causal, softmax_scale, sinks, impl: as in ``flashrope.attention``; the same on all ranks.
 
     Returns:
-        out like q, this rank's part. The gradients of k and v are summed over the ranks, in the dtype of k and v.
+        out like q, this rank's part. The gradients of k and v are summed over the ranks, in the dtype of k and v. That
+        of sinks is this rank's share, as a replicated parameter's is.
 
     Raises:
         TypeError, ValueError: names the argument, what was expected and what came. The shapes on other ranks are not
@@ -169,16 +171,22 @@ def context_parallel_attention(
     group = _process_group(group)
     _check_context_parallel(q, k, v, rotary, group, causal)
     if group.size() == 1:
-        return attention(q, k, v, rotary, causal, softmax_scale, impl=impl)
+        return attention(q, k, v, rotary, causal, softmax_scale, sinks=sinks, impl=impl)
+    if sinks is not None:
+        check_sinks(sinks, q)
     if not causal:
         heads_q = q.shape[2]
-        q, k, v = (_heads_for_sequence(x, group) for x in _even_heads(q, k, v, group.size()))
-        return _sequence_for_heads(attention(q, k, v, rotary, causal, softmax_scale, impl=impl), group)[:, :, :heads_q]
+        q, k, v = _even_heads(q, k, v, group.size())
+        if sinks is not None:
+            sinks = F.pad(sinks, (0, q.shape[2] - heads_q)).chunk(group.size())[group.rank()]
+        q, k, v = (_heads_for_sequence(x, group) for x in (q, k, v))
+        out = attention(q, k, v, rotary, causal, softmax_scale, sinks=sinks, impl=impl)
+        return _sequence_for_heads(out, group)[:, :, :heads_q]
     k, v = _gather_sequence((k, v), 1, group)
     outs = []
     for rows, chunk in zip(q.chunk(2, 1), _chunks_of(group), strict=True):
         end = (chunk + 1) * rows.shape[1]  # the last query is aligned with the last key: positions are global
-        outs.append(attention(rows, k[:, :end], v[:, :end], rotary, causal, softmax_scale, impl=impl))
+        outs.append(attention(rows, k[:, :end], v[:, :end], rotary, causal, softmax_scale, sinks=sinks, impl=impl))
     return torch.cat(outs, 1)
 
 

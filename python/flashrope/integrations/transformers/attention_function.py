@@ -15,8 +15,6 @@ NAME = "rotary_bands"  # transformers gives names with "flash", "/" or "|" a mea
 # Arguments of an attention function that this one cannot serve.
 UNSUPPORTED = {
     "softcap": "caps its scores",
-    "s_aux": "has attention sinks",
-    "sinks": "has attention sinks",
     "position_bias": "adds a bias to its scores",
     "head_mask": "masks heads",
     "cache": "is served from a paged cache",
@@ -24,12 +22,12 @@ UNSUPPORTED = {
 
 
 def attention_forward(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **kwargs
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, s_aux=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, in the signature of transformers' attention functions.
 
     query: raw, (batch, heads_q, seqlen_q, head_dim). key, value: raw, (batch, heads_kv, seqlen_k, head_dim), which the
-    library's cache returns. attention_mask: what ``describe_mask`` returned.
+    library's cache returns. attention_mask: what ``describe_mask`` returned. s_aux: attention sinks, (heads_q,).
     """
     scheme = getattr(module, "rotary_bands", None)
     _check_call(module, scheme, dropout, sliding_window, kwargs)
@@ -37,6 +35,7 @@ def attention_forward(
         query, key = query.to(value.dtype), key.to(value.dtype)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     seqlen = q.shape[1]
+    options = {"softmax_scale": scaling, "sinks": s_aux}
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
     if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, Packed):
         raise ValueError(
@@ -44,9 +43,9 @@ def attention_forward(
             f"{cu_seqlens_q.shape[0] - 1} sequences and none"
         )
     if attention_mask is None:
-        return attention(q, k[:, :seqlen], v[:, :seqlen], scheme.at(seqlen), softmax_scale=scaling), None
+        return attention(q, k[:, :seqlen], v[:, :seqlen], scheme.at(seqlen), **options), None
     if isinstance(attention_mask, Packed):
-        return _attend_packed(q, k, v, scheme, attention_mask, scaling), None
+        return _attend_packed(q, k, v, scheme, attention_mask, options), None
     if attention_mask.dtype is not torch.int32 or attention_mask.shape != (3, 1, 1, q.shape[0]):
         raise ValueError(
             "attention_mask: expected None or (batch, keys) of zeros and ones, got a mask of shape "
@@ -56,12 +55,12 @@ def attention_forward(
     rotary = scheme.rotary
     if scheme.grows_from < math.inf and (scheme.window or k.shape[1] > scheme.grows_from):
         rotary = scheme.at(int(position.max()) + seqlen)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _attend_with_gradients(q, k, v, rotary, first, end, scaling), None
-    return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, softmax_scale=scaling), None
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux)):
+        return _attend_with_gradients(q, k, v, rotary, first, end, options), None
+    return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, **options), None
 
 
-def _attend_packed(q, k, v, scheme, packed: Packed, scaling) -> torch.Tensor:
+def _attend_packed(q, k, v, scheme, packed: Packed, options: dict) -> torch.Tensor:
     cu_seqlens, longest = packed
     out = attention_varlen(
         q.flatten(0, 1),
@@ -72,12 +71,12 @@ def _attend_packed(q, k, v, scheme, packed: Packed, scaling) -> torch.Tensor:
         cu_seqlens,
         longest,
         longest,
-        softmax_scale=scaling,
+        **options,
     )
     return out.unflatten(0, q.shape[:2])
 
 
-def _attend_with_gradients(q, k, v, rotary, first, end, scaling) -> torch.Tensor:
+def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.Tensor:
     """attention_with_cache has no gradients, so the keys [first, end) of every sequence are selected and packed."""
     batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
     slot = torch.arange(seqlen_k, device=q.device)
@@ -85,7 +84,7 @@ def _attend_with_gradients(q, k, v, rotary, first, end, scaling) -> torch.Tensor
     cu_seqlens_q = torch.arange(0, batch * seqlen_q + 1, seqlen_q, dtype=torch.int32, device=q.device)
     cu_seqlens_k = torch.nn.functional.pad(held.sum(-1).cumsum(0), (1, 0)).to(torch.int32)
     out = attention_varlen(
-        q.flatten(0, 1), k[held], v[held], rotary, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, softmax_scale=scaling
+        q.flatten(0, 1), k[held], v[held], rotary, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, **options
     )
     return out.view(q.shape)
 

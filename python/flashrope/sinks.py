@@ -1,0 +1,22 @@
+"""Attention sinks: a logit per head that joins the softmax of every row and has no value."""
+
+from __future__ import annotations
+
+import torch
+
+
+def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of attention whose softmax also counts the sinks; differentiable in all three.
+
+    With the sum of a row's exponentials Z = exp(lse) and a sink s, the weights shrink by Z / (Z + exp(s)) =
+    sigmoid(lse - s), and the new lse is ln(Z + exp(s)). Exact, whichever kernel made out and lse.
+    (Agarwal et al., gpt-oss model card, 2025, section 2.2; Miller, 2023, with s = 0.)
+
+    Args:
+        out: (..., seqlen_q, heads_q, head_dim).
+        lse: (..., heads_q, seqlen_q), float32 or float64, natural log. -inf, for a row with no keys, becomes the sink.
+        sinks: (heads_q,). -inf is no sink.
+    """
+    logits = sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)[:, None]  # (heads_q, 1); -inf - -inf is NaN
+    share = torch.sigmoid(lse - logits)  # of the keys in the softmax
+    return (out * share.transpose(-1, -2).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, logits)
