@@ -18,6 +18,7 @@ from flashrope.tuning.workloads import Workload
 
 from .mutations import MUTATIONS
 
+pytestmark = pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
 CPU = torch.device("cpu")
 BF16 = support.Target("triton", torch.bfloat16, "cpu")
 GRIDS = {
