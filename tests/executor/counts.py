@@ -30,10 +30,12 @@ def test_prefill(machine, arch, rotary, seqlen):
     # the pre-pass reads every key once and writes it once
     assert rotate.tensors["x"].sectors_read == rotate.tensors["out"].sectors_written == seqlen * ROW
     assert forward.tensors["out"].sectors_written == seqlen * ROW
-    # the queries are read once per band; with one band, cos and sin of a tile are no more bytes than the tile
+    # the queries are read once per band; with one band, cos and sin of a tile are no more bytes than the tile, for
+    # every four warps: the rows of the table are spread over so many, and the next four read them again from L1
     assert forward.tensors["q"].sectors_read == len(rotary.bands) * seqlen * ROW
     if len(rotary.bands) == 1:
-        assert forward.tensors["scheme.table"].sectors_read <= forward.tensors["q"].sectors_read
+        copies = tile.num_warps // 4
+        assert forward.tensors["scheme.table"].sectors_read <= copies * forward.tensors["q"].sectors_read
 
 
 @pytest.mark.parametrize("seqlen", [65, 512, 700])
