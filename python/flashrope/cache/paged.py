@@ -363,7 +363,7 @@ class PagedKVCache(Cache):
             pages = "page" if needed == 1 else "pages"
             error = OutOfPages(
                 f"needs {needed} more {pages}, {len(self._free)} are free of {self.pages}: {missing} missing"
-                + (", and the whole pool would not do" if never else "")
+                + ("; the whole pool is too small for this call" if never else "")
             )
             error.never = never
             raise error
