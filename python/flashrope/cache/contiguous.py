@@ -87,7 +87,9 @@ class KVCache(Cache):
             RuntimeError: a step of this cache is open.
         """
         seqlen_new = check_integer("seqlen_new", seqlen_new)
-        padding = check_padding(leftpad, self._padding, self._lengths, seqlen_new)
+        padding = self._padding
+        if leftpad is not None:
+            padding = check_padding(leftpad, padding, self._lengths, seqlen_new)
         return Step(self, None, self.batch, seqlen_new, padding)
 
     def append(
@@ -139,13 +141,19 @@ class KVCache(Cache):
         q, k, v = _autocast(q, k, v)
         caches = self.layer(layer)
         check_queries(q, self.batch, self.k)
-        if k is None and v is None and leftpad is None:
-            if any(self._padding):
-                options = with_leftpad(options, self.leftpad)
-            return attention_with_cache(q, *caches, rotary, self.seqlens, block_table=None, **options)
-        self.refuse_new("attend")
-        with self.step(check_new(k, v, self.k, self.batch), leftpad) as step:
-            return step.run(q, rotary, k, v, caches, 0, options)
+        seqlen_new = 0
+        if k is not None or v is not None or leftpad is not None:
+            self.refuse_new("attend")
+            seqlen_new = check_new(k, v, self.k, self.batch)
+        if leftpad is not None:
+            with self.step(seqlen_new, leftpad) as step:
+                return step.run(q, rotary, k, v, caches, 0, options)
+        self._check_room(seqlen_new)
+        if any(self._padding):
+            options = with_leftpad(options, self.leftpad)
+        result = attention_with_cache(q, *caches, rotary, self.seqlens, k, v, block_table=None, **options)
+        self._count(seqlen_new)
+        return result
 
     def advance(self, seqlen_new: int) -> None:
         """Counts seqlen_new tokens that a replayed CUDA graph has written to every sequence. No room: ValueError."""

@@ -208,8 +208,11 @@ class PagedKVCache(Cache):
         return self._step(self._select(sequences), check_integer("seqlen_new", seqlen_new), leftpad)
 
     def _step(self, selected: dict[int, _Sequence], seqlen_new: int, leftpad) -> Step:
-        padding, lengths = ([getattr(x, name) for x in selected.values()] for name in ("leftpad", "length"))
-        return Step(self, selected, len(selected), seqlen_new, check_padding(leftpad, padding, lengths, seqlen_new))
+        padding = [sequence.leftpad for sequence in selected.values()]
+        if leftpad is not None:
+            lengths = [sequence.length for sequence in selected.values()]
+            padding = check_padding(leftpad, padding, lengths, seqlen_new)
+        return Step(self, selected, len(selected), seqlen_new, padding)
 
     def append(
         self,
@@ -385,8 +388,8 @@ class PagedKVCache(Cache):
         """Gives every sequence the pages for seqlen_new more tokens, and a copy of the page that it shares."""
         if not seqlen_new:
             return []
-        for name, sequence in selected.items():
-            if self._limited and sequence.length + seqlen_new > self.max_seqlen:
+        for name, sequence in selected.items() if self._limited else ():
+            if sequence.length + seqlen_new > self.max_seqlen:
                 raise ValueError(
                     f"sequence {name} has {sequence.length} of {self.max_seqlen} tokens: no room for {seqlen_new}"
                 )
@@ -453,7 +456,8 @@ class PagedKVCache(Cache):
         self, selected: dict[int, _Sequence], padding: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(block_table, seqlens, leftpad) for the kernels. Everything new is copied to the device at once."""
-        rows, lengths = ([getattr(sequence, name) for sequence in selected.values()] for name in ("row", "length"))
+        rows = [sequence.row for sequence in selected.values()]
+        lengths = [sequence.length for sequence in selected.values()]
         pads = padding if any(padding) else []
         values = [*rows, *lengths, *pads, *self._changed, *self._changed.values()]
         n, m = len(selected), len(self._changed)
@@ -464,8 +468,8 @@ class PagedKVCache(Cache):
         if m:
             self._table.view(-1).index_copy_(0, entries, pages.to(torch.int32))
             self._changed.clear()
-        leftpad = leftpad.to(torch.int32) if pads else None
-        return self._table.index_select(0, table_rows), seqlens.to(torch.int32), leftpad
+        block_table = self._table.index_select(0, table_rows)
+        return block_table, seqlens.to(torch.int32), leftpad.to(torch.int32) if pads else None
 
     def __repr__(self) -> str:
         return (

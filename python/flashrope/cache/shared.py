@@ -131,9 +131,7 @@ def check_integer(name: str, value, minimum: int = 0, maximum: int | None = None
 
 
 def check_padding(leftpad, padding: list[int], lengths: list[int], seqlen_new: int) -> list[int]:
-    """The left padding of every sequence after a step: ``leftpad``, or as before, ``padding``, if it is None."""
-    if leftpad is None:
-        return padding
+    """leftpad as a list: the left padding of every sequence after a step, which before it was ``padding``."""
     if not isinstance(leftpad, Sequence) or isinstance(leftpad, str) or len(leftpad) != len(padding):
         raise ValueError(f"leftpad: expected a list of {len(padding)} numbers, one per sequence, got {leftpad!r}")
     return [  # slots that hold tokens cannot become padding, nor padding tokens

@@ -69,7 +69,7 @@ class Step:
     def write(self, k, v, caches, layer: int | None, impl: str) -> None:
         """``append`` of checked arguments."""
         layout = CacheLayout(self.seqlens, self.block_table, seqlen_new=self.seqlen_new)
-        ops.append_to_cache(*caches, k, v, layout, impl)
+        ops.append_to_cache(caches[0], caches[1], k, v, layout, impl)
         self._written.add(layer or 0)
 
     def attend(
@@ -107,7 +107,8 @@ class Step:
     def run(self, q, rotary: Rotary, k, v, caches, layer: int | None, options: dict):
         """``attend`` of checked arguments that writes."""
         options = with_leftpad(options, self.leftpad)
-        out = attention_with_cache(q, *caches, rotary, self.seqlens, k, v, self.block_table, **options)
+        k_cache, v_cache = caches
+        out = attention_with_cache(q, k_cache, v_cache, rotary, self.seqlens, k, v, self.block_table, **options)
         self._written.add(layer or 0)
         return out
 
@@ -119,7 +120,8 @@ class Step:
                 self._ends = seqlens + self.seqlen_new
             seqlens = self._ends
         options = with_leftpad(options, self.leftpad)
-        return attention_with_cache(q, *caches, rotary, seqlens, block_table=self.block_table, **options)
+        k_cache, v_cache = caches
+        return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, None, None, self.block_table, **options)
 
     def _check_open(self) -> None:
         if self._cache._open is not self:
