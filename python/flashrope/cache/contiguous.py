@@ -110,7 +110,7 @@ class KVCache(Cache):
         seqlen_new = check_new(k, v, self.k, self.batch)
         impl = resolve_impl(impl, k[:, :1], cached=True)
         with self.step(seqlen_new, leftpad) as step:
-            step.write(k, v, self._layers[0], 0, impl)
+            step._write(k, v, self._layers[0], 0, impl)
 
     def attend(
         self,
@@ -147,7 +147,7 @@ class KVCache(Cache):
             seqlen_new = check_new(k, v, self.k, self.batch)
         if leftpad is not None:
             with self.step(seqlen_new, leftpad) as step:
-                return step.run(q, rotary, k, v, caches, 0, options)
+                return step._run(q, rotary, k, v, caches, 0, options)
         self._check_room(seqlen_new)
         if any(self._padding):
             options = with_leftpad(options, self.leftpad)

@@ -235,7 +235,7 @@ class PagedKVCache(Cache):
         seqlen_new = check_new(k, v, self.k, len(selected))
         impl = resolve_impl(impl, k[:, :1], cached=True)
         with self._step(selected, seqlen_new, leftpad) as step:
-            step.write(k, v, self._layers[0], 0, impl)
+            step._write(k, v, self._layers[0], 0, impl)
 
     def attend(
         self,
@@ -276,7 +276,7 @@ class PagedKVCache(Cache):
             return attention_with_cache(q, *caches, rotary, seqlens, block_table=block_table, **options)
         self.refuse_new("attend")
         with self._step(selected, check_new(k, v, self.k, len(selected)), leftpad) as step:
-            return step.run(q, rotary, k, v, caches, 0, options)
+            return step._run(q, rotary, k, v, caches, 0, options)
 
     def advance(self, sequences: Sequence[int], seqlen_new: int) -> None:
         """Counts seqlen_new tokens that a replayed CUDA graph has written to every sequence.

@@ -64,9 +64,9 @@ class Step:
         k, v = _autocast(k, v)
         caches = self._cache.layer(layer)
         self._check_new(k, v, caches[0], layer)
-        self.write(k, v, caches, layer, resolve_impl(impl, k[:, :1], cached=True))
+        self._write(k, v, caches, layer, resolve_impl(impl, k[:, :1], cached=True))
 
-    def write(self, k, v, caches, layer: int | None, impl: str) -> None:
+    def _write(self, k, v, caches, layer: int | None, impl: str) -> None:
         """``append`` of checked arguments."""
         layout = CacheLayout(self.seqlens, self.block_table, seqlen_new=self.seqlen_new)
         ops.append_to_cache(caches[0], caches[1], k, v, layout, impl)
@@ -100,11 +100,11 @@ class Step:
         check_queries(q, self.batch, caches[0])
         if k is None and v is None:
             self._check_open()
-            return self.read(q, rotary, caches, layer, options)
+            return self._read(q, rotary, caches, layer, options)
         self._check_new(k, v, caches[0], layer)
-        return self.run(q, rotary, k, v, caches, layer, options)
+        return self._run(q, rotary, k, v, caches, layer, options)
 
-    def run(self, q, rotary: Rotary, k, v, caches, layer: int | None, options: dict):
+    def _run(self, q, rotary: Rotary, k, v, caches, layer: int | None, options: dict):
         """``attend`` of checked arguments that writes."""
         options = with_leftpad(options, self.leftpad)
         k_cache, v_cache = caches
@@ -112,7 +112,7 @@ class Step:
         self._written.add(layer or 0)
         return out
 
-    def read(self, q, rotary: Rotary, caches, layer: int | None, options: dict):
+    def _read(self, q, rotary: Rotary, caches, layer: int | None, options: dict):
         """``attend`` of checked arguments that does not write."""
         seqlens = self.seqlens
         if (layer or 0) in self._written:
