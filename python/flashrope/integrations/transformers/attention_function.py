@@ -8,10 +8,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...api import attention, attention_varlen, attention_with_cache
-from .continuous_batching import PAGES, attend_paged, prepare_manager
+from .continuous_batching import NAME, PAGES, attend_paged, prepare_manager
 from .masks import Packed, describe_mask
-
-NAME = "rotary_bands"  # transformers gives names with "flash", "/" or "|" a meaning of its own
 
 # Arguments of an attention function that this one cannot serve.
 UNSUPPORTED = {

@@ -20,7 +20,10 @@ from ...api import attention_varlen, attention_varlen_with_cache
 
 __all__ = ["Pages", "attend_paged", "prepare_manager", "with_pages"]
 
+NAME = "rotary_bands"  # transformers gives names with "flash", "/" or "|" a meaning of its own
 PAGES = "rotary_bands_pages"  # the argument in which every layer finds dict[layer type, Pages]
+
+KEEPS_ARGUMENTS = {"stablelm"}  # its decoder does not pass them on to its layers
 
 try:
     from transformers.generation.continuous_batching.cache_allocators import CacheAllocator  # since 5.19
@@ -127,6 +130,13 @@ def _check(model, config) -> None:
             f"{transformers.__version__}, whose continuous batching passes other arguments; use generate, or "
             "revert(model)"
         )
+    for module in model.modules():
+        model_type = getattr(getattr(module, "config", None), "model_type", None)
+        if model_type in KEEPS_ARGUMENTS:
+            raise ValueError(
+                f"model: expected one whose layers see the arguments of continuous batching, got {model_type}, which "
+                "does not pass them on; use generate"
+            )
     page_size = getattr(config, "page_size", 256)
     if page_size < 16 or page_size & (page_size - 1):
         raise ValueError(f"page_size: expected 16, 32, 64, ... for continuous batching, got {page_size}")
@@ -173,3 +183,24 @@ def prepare_manager() -> None:
             stock_switch(self, model, *args, **kwargs)
 
     ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
+    _offer_block_tables()
+
+
+def _offer_block_tables() -> None:
+    """Batches of one token per request get block tables, as with flash attention's kernel for them. Otherwise the host
+    would list the slots of all keys in every step."""
+    from transformers.generation.continuous_batching import initialization
+
+    stock = getattr(initialization, "ensure_decode_fast_path_is_available", None)
+    if stock is None:
+        return
+
+    @functools.wraps(stock)
+    def ensure_decode_fast_path_is_available(config, cb_config, *args, **kwargs):
+        types = initialization.group_layers_by_attn_type(config)
+        allocators = (initialization.ATTN_TYPE_TO_ALLOCATOR[each] for each in types)
+        if config._attn_implementation == NAME and all(each.supports_block_table for each in allocators):
+            return
+        stock(config, cb_config, *args, **kwargs)
+
+    initialization.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available
