@@ -74,6 +74,24 @@ def by_full_passes(model, rotary, prompt, tokens):
 
 
 # ---- decoding
+def test_one_cache_for_all_blocks():
+    """A read that is interrupted in the last block leaves nothing in the others."""
+    model, tokens = model_of(), data.as_tokens([PROMPT], "cpu")
+    decoder = Decoder(model, ROPE, 60)
+    assert decoder.cache.layers == len(model.blocks)
+    with torch.inference_mode():
+        decoder.read(tokens[:, :20])
+        hook = model.blocks[-1].out.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            decoder.read(tokens[:, 20:40])
+        hook.remove()
+        assert decoder.cache.lengths == [20]
+        again = decoder.read(tokens[:, 20:])
+        torch.testing.assert_close(again, model(tokens, ROPE)[:, 20:])
+        with pytest.raises(ValueError, match="52 of 60 slots in use: no room for 20"):
+            decoder.read(tokens[:, :20])
+
+
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
 @pytest.mark.parametrize(
     "rotary",

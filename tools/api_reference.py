@@ -16,7 +16,11 @@ PAGE = ROOT / "docs" / "api.md"
 SECTIONS = {  # section: {file below python/flashrope: public names}
     "Schemes": {"rotary.py": ("Rotary", "Band")},
     "Attention": {"api.py": ("attention", "attention_varlen", "attention_with_cache", "attention_varlen_with_cache")},
-    "Caches": {"cache/contiguous.py": ("KVCache",), "cache/paged.py": ("PagedKVCache", "OutOfPages")},
+    "Caches": {
+        "cache/contiguous.py": ("KVCache",),
+        "cache/paged.py": ("PagedKVCache", "OutOfPages"),
+        "cache/step.py": ("Step",),
+    },
     "Hugging Face: `flashrope.integrations.transformers`": {
         "integrations/transformers/conversion.py": ("convert", "revert"),
         "integrations/transformers/suggestion.py": ("suggest", "Suggestion"),

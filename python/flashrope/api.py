@@ -38,10 +38,10 @@ def attention(
     causal: bool = True,
     softmax_scale: float | None = None,
     positions: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
     deterministic: bool = True,
+    sinks: torch.Tensor | None = None,
 ):
     """Attention over raw q, k, v with the rotary scheme applied inside. Gradients are those of raw q, k, v.
 
@@ -93,10 +93,10 @@ def attention_varlen(
     max_seqlen_k: int,
     causal: bool = True,
     softmax_scale: float | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
     deterministic: bool = True,
+    sinks: torch.Tensor | None = None,
 ):
     """``attention`` over packed sequences of different lengths.
 
@@ -154,11 +154,11 @@ def attention_with_cache(
     cache_leftpad: torch.Tensor | None = None,
     causal: bool = True,
     softmax_scale: float | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
     num_splits: int | None = None,
     validate: bool = False,
+    sinks: torch.Tensor | None = None,
 ):
     """Writes the new raw k, v to the cache, then attends: decoding, speculative verification, chunked prefill.
 
@@ -210,11 +210,11 @@ def attention_varlen_with_cache(
     cache_leftpad: torch.Tensor | None = None,
     causal: bool = True,
     softmax_scale: float | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
     num_splits: int | None = None,
     validate: bool = False,
+    sinks: torch.Tensor | None = None,
 ):
     """``attention_with_cache`` for packed queries: one-token steps, speculation, chunks and whole prompts in one batch.
 

@@ -163,7 +163,7 @@ def validate_tables(layout: CacheLayout, capacity: int, k_cache) -> None:
         if length + seqlen_new > capacity:
             new = f" and {seqlen_new} new keys" if seqlen_new else ""
             raise ValueError(f"cache_seqlens: sequence {b} has length {length}{new}, its capacity is {capacity}")
-        if pads is not None and not 0 <= pads[b] <= length:
+        if pads is not None and not 0 <= pads[b] <= length + seqlen_new:
             raise ValueError(f"cache_leftpad: sequence {b} starts at slot {pads[b]}, its length is {length}")
         if tables is None:
             continue

@@ -36,7 +36,7 @@ def sharded(p: Problem, group, impl: str | None = None) -> dict[str, torch.Tenso
     """The results of a call over the ranks of group, gathered."""
     leaves = [shard_sequence(x, group).detach().requires_grad_() for x in (p.q, p.k, p.v)]
     sinks = None if p.sinks is None else p.sinks.detach().requires_grad_()
-    out = context_parallel_attention(*leaves, p.rotary, group, p.causal, p.softmax_scale, sinks, impl)
+    out = context_parallel_attention(*leaves, p.rotary, group, p.causal, p.softmax_scale, impl, sinks)
     grad_out = shard_sequence(p.grad_out, group)
     of_sinks = {}
     if sinks is not None:

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from .. import ops
-from ..api import attention_with_cache
-from ..backends import CacheLayout, resolve_impl
+from ..api import _autocast, attention_with_cache
+from ..backends import resolve_impl
 from ..rotary import Rotary
-from .shared import Cache, allocate_storage, check_integer, check_new, check_queries, describe, upload
+from .shared import Cache, check_integer, check_new, check_padding, check_queries, describe, upload, with_leftpad
+from .step import Step
 
 
 class KVCache(Cache):
-    """The raw keys and values of a batch of sequences, with ``capacity`` slots each, for one layer of a model.
+    """The raw keys and values of a batch of sequences, with ``capacity`` slots each, for all layers of a model or one.
 
     Args:
         batch: number of sequences.
@@ -24,18 +24,28 @@ class KVCache(Cache):
         heads_kv, head_dim: of k and v; head_dim is a multiple of 8 up to 256.
         dtype: float16, bfloat16, float32 or float64.
         device: None is torch's default.
+        layers: number of layers. They share the lengths and the left padding.
 
     Attributes:
-        k, v: (batch, capacity, heads_kv, head_dim), uninitialized beyond the lengths. On the CPU a view of
-            heads-first storage, which is faster to read there.
-        seqlens: (batch,) int32 on the device, the slots in use. It is always the same tensor.
+        k, v: (batch, capacity, heads_kv, head_dim), with several layers (layers, batch, capacity, heads_kv, head_dim),
+            uninitialized beyond the lengths. On the CPU a view of heads-first storage, which is faster to read there.
+            ``layer(i)`` returns k and v of one layer.
+        seqlens: (batch,) int32 on the device, the slots in use, left padding included. It is always the same tensor.
+        leftpad: (batch,) int32 on the device, the padding on the left. It is always the same tensor.
         nbytes: bytes of k and v.
 
-    A full cache raises ValueError. A call that raises leaves the cache unchanged.
+    With several layers new tokens come in steps: ``with cache.step(seqlen_new) as step`` makes room once, every layer
+    calls ``step.attend(q, rotary, k, v, layer=i)``, and the end of the block counts the tokens, in all layers or none.
 
-    A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, cache.k, cache.v, rotary,
-    cache.seqlens, k, v)`` and call ``cache.advance(k.shape[1])`` after every replay. Check ``lengths`` before it,
-    because the kernels drop keys that have no slot. Compiled models do the same.
+    Prompts of different lengths are padded on the left: ``leftpad`` of the first step is the number of padding tokens
+    of every sequence. The cache remembers it until the sequence is truncated below it. Positions count behind it.
+
+    A full cache raises ValueError. A call that raises leaves the cache unchanged. Under torch.autocast float32 q, k
+    and v become the autocast type, as in ``attention``, so make the cache in that type.
+
+    A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, *cache.layer(i), rotary,
+    cache.seqlens, k, v)`` of every layer and call ``cache.advance(k.shape[1])`` after every replay. Check ``lengths``
+    before it, because the kernels drop keys that have no slot. Compiled models do the same.
     """
 
     def __init__(
@@ -46,40 +56,79 @@ class KVCache(Cache):
         head_dim: int,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
+        layers: int = 1,
     ):
         self.batch, self.capacity = check_integer("batch", batch, 1), check_integer("capacity", capacity, 1)
-        self.k, self.v = allocate_storage((self.batch, self.capacity), heads_kv, head_dim, dtype, device)
+        self._allocate((self.batch, self.capacity), heads_kv, head_dim, dtype, device, layers)
         with torch.inference_mode(False):
-            self.seqlens = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
-        self._lengths = [0] * batch
+            self.seqlens, self.leftpad = torch.zeros(2, batch, dtype=torch.int32, device=self.k.device).unbind()
+        self._lengths, self._padding = [0] * batch, [0] * batch
 
     @property
     def lengths(self) -> list[int]:
-        """The slots in use of every sequence, known to the host."""
+        """The slots in use of every sequence, left padding included, known to the host."""
         return list(self._lengths)
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, impl: str | None = None) -> None:
+    @property
+    def padding(self) -> list[int]:
+        """The left padding of every sequence, known to the host."""
+        return list(self._padding)
+
+    def step(self, seqlen_new: int, leftpad: Sequence[int] | None = None) -> Step:
+        """The step in which every layer gets seqlen_new tokens of every sequence.
+
+        Args:
+            seqlen_new: new tokens of every sequence.
+            leftpad: how many slots from the first are padding, one number per sequence, for sequences that hold nothing
+                but padding. None: as before.
+
+        Raises:
+            TypeError, ValueError: names the argument, what was expected and what came, or the sequence without room.
+            RuntimeError: a step of this cache is open.
+        """
+        seqlen_new = check_integer("seqlen_new", seqlen_new)
+        padding = self._padding
+        if leftpad is not None:
+            padding = check_padding(leftpad, padding, self._lengths, seqlen_new)
+        return Step(self, None, self.batch, seqlen_new, padding)
+
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, impl: str | None = None, leftpad: Sequence[int] | None = None
+    ) -> None:
         """Appends k, v (batch, seqlen_new, heads_kv, head_dim), seqlen_new tokens to every sequence.
 
-        If sequences get different numbers of tokens, append the largest number and ``truncate`` the others.
+        With several layers, k and v have a dimension of layers in front. leftpad: as in ``step``. If sequences get
+        different numbers of tokens, append the largest number and ``truncate`` the others.
 
         Raises:
             TypeError, ValueError: names the argument, what was expected and what came, or the sequence without room.
         """
+        if self.layers > 1:
+            return self._append_layers(self.step(self._new_of_layers(k, v), leftpad), k, v, impl)
+        self.refuse_new("append")
+        k, v = _autocast(k, v)
         seqlen_new = check_new(k, v, self.k, self.batch)
-        self._check_room(seqlen_new)
         impl = resolve_impl(impl, k[:, :1], cached=True)
-        ops.append_to_cache(self.k, self.v, k, v, CacheLayout(self.seqlens, seqlen_new=seqlen_new), impl)
-        self._count(seqlen_new)
+        with self.step(seqlen_new, leftpad) as step:
+            step._write(k, v, self._layers[0], 0, impl)
 
     def attend(
-        self, q: torch.Tensor, rotary: Rotary, k: torch.Tensor | None = None, v: torch.Tensor | None = None, **options
+        self,
+        q: torch.Tensor,
+        rotary: Rotary,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        layer: int | None = None,
+        leftpad: Sequence[int] | None = None,
+        **options,
     ):
         """Appends k, v to every sequence, if given, then attends to all keys in the cache.
 
         Args:
             q: (batch, seqlen_q, heads_q, head_dim).
-            k, v: (batch, seqlen_new, heads_kv, head_dim), or both None.
+            k, v: (batch, seqlen_new, heads_kv, head_dim), or both None. With several layers None: see ``step``.
+            layer: 0 to layers - 1, the keys to read; with one layer it may be None.
+            leftpad: as in ``step``.
             rotary, options: as in ``attention_with_cache``: cache_leftpad, causal, softmax_scale, return_lse, impl,
                 num_splits, validate.
 
@@ -89,15 +138,26 @@ class KVCache(Cache):
         Raises:
             TypeError, ValueError: names the argument, what was expected and what came, or the sequence without room.
         """
-        check_queries(q, self.batch)
-        seqlen_new = check_new(k, v, self.k, self.batch) if k is not None or v is not None else 0
+        q, k, v = _autocast(q, k, v)
+        caches = self.layer(layer)
+        check_queries(q, self.batch, self.k)
+        seqlen_new = 0
+        if k is not None or v is not None or leftpad is not None:
+            self.refuse_new("attend")
+            seqlen_new = check_new(k, v, self.k, self.batch)
+        if leftpad is not None:
+            with self.step(seqlen_new, leftpad) as step:
+                return step._run(q, rotary, k, v, caches, 0, options)
         self._check_room(seqlen_new)
-        result = attention_with_cache(q, self.k, self.v, rotary, self.seqlens, k, v, block_table=None, **options)
+        if any(self._padding):
+            options = with_leftpad(options, self.leftpad)
+        result = attention_with_cache(q, *caches, rotary, self.seqlens, k, v, block_table=None, **options)
         self._count(seqlen_new)
         return result
 
     def advance(self, seqlen_new: int) -> None:
         """Counts seqlen_new tokens that a replayed CUDA graph has written to every sequence. No room: ValueError."""
+        self.refuse_in_step("advance")
         seqlen_new = check_integer("seqlen_new", seqlen_new)
         self._check_room(seqlen_new)
         self._count(seqlen_new)
@@ -108,12 +168,14 @@ class KVCache(Cache):
             self._lengths = [length + seqlen_new for length in self._lengths]
 
     def truncate(self, sequence: int | None, length: int | Sequence[int]) -> None:
-        """Drops the tokens from ``length`` on, such as those that speculative decoding rejects.
+        """Drops the tokens from ``length`` on, in all layers, such as those that speculative decoding rejects.
 
         Args:
             sequence: index in the batch; None for all sequences.
-            length: at most the present length, else ValueError; for all sequences one length or a list of them.
+            length: in slots, left padding included, at most the present length, else ValueError; for all sequences one
+                length or a list of them.
         """
+        self.refuse_in_step("truncate")
         lengths: Any = length
         if sequence is not None:
             lengths = self.lengths
@@ -126,10 +188,31 @@ class KVCache(Cache):
             check_integer(f"length of sequence {b}", new, 0, self._lengths[b]) for b, new in enumerate(lengths)
         ]
         self.seqlens.copy_(upload(self._lengths, torch.int32, self.seqlens.device))
+        self._pad([min(pad, length) for pad, length in zip(self._padding, self._lengths, strict=True)])
 
     def reset(self, sequence: int | None = None) -> None:
         """Empties one sequence, given by its index in the batch, or all."""
         self.truncate(sequence, 0)
+
+    def _begin(self, step: Step) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+        self._check_room(step.seqlen_new)
+        leftpad = None
+        if any(step.padding):
+            same = step.padding == self._padding
+            leftpad = self.leftpad if same else upload(step.padding, torch.int32, self.leftpad.device)
+        return self.seqlens, None, leftpad
+
+    def _commit(self, step: Step) -> None:
+        self._count(step.seqlen_new)
+        self._pad(step.padding)
+
+    def _undo(self, step: Step) -> None:
+        pass  # what is written lies behind the lengths
+
+    def _pad(self, padding: list[int]) -> None:
+        if padding != self._padding:
+            self._padding = padding
+            self.leftpad.copy_(upload(padding, torch.int32, self.leftpad.device))
 
     def _check_room(self, seqlen_new: int) -> None:
         longest = max(self._lengths)
@@ -141,6 +224,6 @@ class KVCache(Cache):
 
     def __repr__(self) -> str:
         return (
-            f"KVCache(batch={self.batch}, capacity={self.capacity}, {describe(self.k)}; {min(self._lengths)} to "
+            f"KVCache(batch={self.batch}, capacity={self.capacity}, {describe(self)}; {min(self._lengths)} to "
             f"{max(self._lengths)} slots in use, {self.nbytes:,} bytes)"
         )

@@ -5,24 +5,29 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from .. import ops
-from ..api import attention_with_cache
-from ..backends import CacheLayout, resolve_impl
+from ..api import _autocast, attention_with_cache
+from ..backends import resolve_impl
 from ..rotary import Rotary
-from .shared import Cache, allocate_storage, check_integer, check_new, check_queries, describe, upload
+from .shared import Cache, check_integer, check_new, check_padding, check_queries, describe, upload, with_leftpad
+from .step import Step
 
 UNUSED = 2**31 - 1  # a table entry without a page; no page has this number, so validate=True reports the entry
 INITIAL_ROWS = 16  # of the table on the device
 
 
 class OutOfPages(RuntimeError):
-    """A call needs more pages than are free. It has changed nothing: free or truncate sequences and call again."""
+    """A call needs more pages than are free. It has changed nothing: free or truncate sequences and call again.
+
+    Attributes:
+        never: True if the whole pool is too small for the sequences of the call: waiting for free pages is in vain.
+    """
+
+    never: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,6 +35,7 @@ class _Sequence:
     row: int  # of the table on the device
     pages: list[int]
     length: int = 0
+    leftpad: int = 0
 
 
 class _Change(NamedTuple):
@@ -41,7 +47,7 @@ class _Change(NamedTuple):
 
 
 class PagedKVCache(Cache):
-    """The raw keys and values of sequences that are allocated, forked and freed, for one layer of a model.
+    """The raw keys and values of sequences that are allocated, forked and freed, for all layers of a model or one.
 
     Args:
         pages: number of pages.
@@ -50,21 +56,31 @@ class PagedKVCache(Cache):
         dtype: float16, bfloat16, float32 or float64.
         device: None is torch's default.
         max_seqlen: largest number of tokens of a sequence; it sets the width of the block table. None: the whole pool.
+        layers: number of layers. They share the sequences, their pages and lengths: a page has a part in every layer.
 
     Attributes:
-        k, v: (pages, page_size, heads_kv, head_dim), uninitialized where there is no token. On the CPU a view of
-            heads-first storage, which is faster to read there.
+        k, v: (pages, page_size, heads_kv, head_dim), with several layers (layers, pages, page_size, heads_kv,
+            head_dim), uninitialized where there is no token. On the CPU a view of heads-first storage, which is faster
+            to read there. ``layer(i)`` returns k and v of one layer.
         nbytes: bytes of k and v.
+
+    With several layers new tokens come in steps: ``with cache.step(sequences, seqlen_new) as step`` takes pages once,
+    every layer calls ``step.attend(q, rotary, k, v, layer=i)``, and the end of the block counts the tokens, in all
+    layers or none. ``allocate``, ``fork``, ``truncate`` and ``free`` hold for all layers at once.
+
+    Prompts of different lengths are padded on the left: ``leftpad`` of the first step is the number of padding tokens
+    of every sequence. The cache remembers it, forks inherit it, and positions count behind it. Lengths include it.
 
     ``allocate`` and ``fork`` return the number of a new sequence, and no number is used twice. An unknown or freed
     number, or a repeated one in a list, is a ValueError. A page that several sequences share is copied before one of
     them writes to it; the last sequence that holds it writes in place.
 
     A call that raises leaves every sequence, its tokens and the number of free pages unchanged. No call waits for the
-    device.
+    device. Under torch.autocast float32 q, k and v become the autocast type, as in ``attention``, so make the cache in
+    that type.
 
-    A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, cache.k, cache.v, rotary,
-    seqlens, k, v, block_table)`` with your own seqlens and block_table. Before every replay call
+    A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, *cache.layer(i), rotary,
+    seqlens, k, v, block_table)`` of every layer with your own seqlens and block_table. Before every replay call
     ``cache.reserve(sequences, k.shape[1])`` and copy ``cache.seqlens(sequences)`` and ``cache.block_table(sequences)``
     into them. After it call ``cache.advance(sequences, k.shape[1])``.
     """
@@ -78,13 +94,15 @@ class PagedKVCache(Cache):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         max_seqlen: int | None = None,
+        layers: int = 1,
     ):
         self.pages, self.page_size = check_integer("pages", pages, 1), check_integer("page_size", page_size, 16, 256)
         if page_size & (page_size - 1):
             raise ValueError(f"page_size: expected 16, 32, 64, 128 or 256, got {page_size}")
         self.max_seqlen = pages * page_size if max_seqlen is None else check_integer("max_seqlen", max_seqlen, 1)
+        self._limited = max_seqlen is not None
         self.max_pages = -(-self.max_seqlen // page_size)
-        self.k, self.v = allocate_storage((self.pages, self.page_size), heads_kv, head_dim, dtype, device)
+        self._allocate((self.pages, self.page_size), heads_kv, head_dim, dtype, device, layers)
         self._next = 0
         self._sequences: dict[int, _Sequence] = {}
         self._references = [0] * self.pages
@@ -108,37 +126,52 @@ class PagedKVCache(Cache):
         return len(self._free)
 
     def lengths(self, sequences: Sequence[int]) -> list[int]:
-        """The number of tokens of every sequence, known to the host."""
+        """The number of tokens of every sequence, left padding included, known to the host."""
         return [sequence.length for sequence in self._select(sequences).values()]
+
+    def padding(self, sequences: Sequence[int]) -> list[int]:
+        """The left padding of every sequence, known to the host."""
+        return [sequence.leftpad for sequence in self._select(sequences).values()]
 
     def seqlens(self, sequences: Sequence[int]) -> torch.Tensor:
         """The number of tokens of every sequence, (n,) int32 on the device."""
         return upload(self.lengths(sequences), torch.int32, self.k.device)
+
+    def leftpad(self, sequences: Sequence[int]) -> torch.Tensor:
+        """The left padding of every sequence, (n,) int32 on the device."""
+        return upload(self.padding(sequences), torch.int32, self.k.device)
 
     def block_table(self, sequences: Sequence[int]) -> torch.Tensor:
         """The pages of every sequence, (n, ceil(max_seqlen / page_size)) int32 on the device.
 
         A copy: later calls do not change it. Entries without a page are 2**31 - 1, which validate=True refuses.
         """
-        return self._tables(self._select(sequences))[0]
+        return self._tables(self._select(sequences), [])[0]
 
     def allocate(self, length: int = 0) -> int:
         """A new, empty sequence with pages reserved for ``length`` tokens; see ``reserve``.
 
         Raises:
             OutOfPages: how many pages are missing.
+            ValueError: length exceeds max_seqlen.
         """
-        length = check_integer("length", length, 0, self.max_seqlen)
-        self._check_pages(-(-length // self.page_size))
+        self.refuse_in_step("allocate")
+        length = check_integer("length", length, 0, self.max_seqlen if self._limited else None)
+        needed = -(-length // self.page_size)
+        self._check_pages(needed, never=needed > self.pages)
         name = self._add(_Sequence(self._take_row(), []))
         self._reserve({name: self._sequences[name]}, length)
         return name
 
     def fork(self, sequence: int) -> int:
-        """A new sequence of the same tokens. It shares their pages until one of the two sequences is appended to."""
+        """A new sequence of the same tokens and left padding, in all layers.
+
+        It shares their pages until one of the two sequences is appended to.
+        """
+        self.refuse_in_step("fork")
         parent = self._get(sequence)
         shared = parent.pages[: -(-parent.length // self.page_size)]  # without the parent's reserved pages
-        child = _Sequence(self._take_row(), shared, parent.length)
+        child = _Sequence(self._take_row(), shared, parent.length, parent.leftpad)
         for n, page in enumerate(shared):
             self._references[page] += 1
             self._set(child, n, page)
@@ -154,19 +187,55 @@ class PagedKVCache(Cache):
             OutOfPages: how many pages are missing.
             ValueError: a sequence would exceed max_seqlen.
         """
+        self.refuse_in_step("reserve")
         self._reserve(self._select(sequences), check_integer("seqlen_new", seqlen_new))
 
-    def append(self, sequences: Sequence[int], k: torch.Tensor, v: torch.Tensor, impl: str | None = None) -> None:
+    def step(self, sequences: Sequence[int], seqlen_new: int, leftpad: Sequence[int] | None = None) -> Step:
+        """The step in which every layer gets seqlen_new tokens of every one of these sequences.
+
+        Args:
+            sequences: n numbers from ``allocate`` and ``fork``.
+            seqlen_new: new tokens of every sequence.
+            leftpad: how many tokens from the first are padding, one number per sequence, for sequences that hold
+                nothing but padding. None: as before.
+
+        Raises:
+            OutOfPages: on entering the step: how many pages are missing.
+            TypeError, ValueError: names the argument, what was expected and what came, or the sequence that would
+                exceed max_seqlen.
+            RuntimeError: a step of this cache is open.
+        """
+        return self._step(self._select(sequences), check_integer("seqlen_new", seqlen_new), leftpad)
+
+    def _step(self, selected: dict[int, _Sequence], seqlen_new: int, leftpad) -> Step:
+        padding = [sequence.leftpad for sequence in selected.values()]
+        if leftpad is not None:
+            lengths = [sequence.length for sequence in selected.values()]
+            padding = check_padding(leftpad, padding, lengths, seqlen_new)
+        return Step(self, selected, len(selected), seqlen_new, padding)
+
+    def append(
+        self,
+        sequences: Sequence[int],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        impl: str | None = None,
+        leftpad: Sequence[int] | None = None,
+    ) -> None:
         """Appends k, v (n, seqlen_new, heads_kv, head_dim) to n sequences. Raises what ``attend`` raises.
 
-        If sequences get different numbers of tokens, append the largest number and ``truncate`` the others.
+        With several layers, k and v have a dimension of layers in front. leftpad: as in ``step``. If sequences get
+        different numbers of tokens, append the largest number and ``truncate`` the others.
         """
+        if self.layers > 1:
+            return self._append_layers(self.step(sequences, self._new_of_layers(k, v), leftpad), k, v, impl)
+        self.refuse_new("append")
         selected = self._select(sequences)
+        k, v = _autocast(k, v)
         seqlen_new = check_new(k, v, self.k, len(selected))
         impl = resolve_impl(impl, k[:, :1], cached=True)
-        with self._appending(selected, seqlen_new) as (block_table, seqlens):
-            layout = CacheLayout(seqlens, block_table, seqlen_new=seqlen_new)
-            ops.append_to_cache(self.k, self.v, k, v, layout, impl)
+        with self._step(selected, seqlen_new, leftpad) as step:
+            step._write(k, v, self._layers[0], 0, impl)
 
     def attend(
         self,
@@ -175,6 +244,8 @@ class PagedKVCache(Cache):
         rotary: Rotary,
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
+        layer: int | None = None,
+        leftpad: Sequence[int] | None = None,
         **options,
     ):
         """Appends k, v to the sequences, if given, then attends to all their keys.
@@ -182,7 +253,9 @@ class PagedKVCache(Cache):
         Args:
             sequences: n numbers from ``allocate`` and ``fork``.
             q: (n, seqlen_q, heads_q, head_dim).
-            k, v: (n, seqlen_new, heads_kv, head_dim), or both None.
+            k, v: (n, seqlen_new, heads_kv, head_dim), or both None. With several layers None: see ``step``.
+            layer: 0 to layers - 1, the keys to read; with one layer it may be None.
+            leftpad: as in ``step``.
             rotary, options: as in ``KVCache.attend``.
 
         Returns:
@@ -194,10 +267,16 @@ class PagedKVCache(Cache):
                 exceed max_seqlen.
         """
         selected = self._select(sequences)
-        check_queries(q, len(selected))
-        seqlen_new = check_new(k, v, self.k, len(selected)) if k is not None or v is not None else 0
-        with self._appending(selected, seqlen_new) as (block_table, seqlens):
-            return attention_with_cache(q, self.k, self.v, rotary, seqlens, k, v, block_table=block_table, **options)
+        q, k, v = _autocast(q, k, v)
+        caches = self.layer(layer)
+        check_queries(q, len(selected), self.k)
+        if k is None and v is None and leftpad is None:
+            block_table, seqlens, pads = self._tables(selected, [x.leftpad for x in selected.values()])
+            options = with_leftpad(options, pads)
+            return attention_with_cache(q, *caches, rotary, seqlens, block_table=block_table, **options)
+        self.refuse_new("attend")
+        with self._step(selected, check_new(k, v, self.k, len(selected)), leftpad) as step:
+            return step._run(q, rotary, k, v, caches, 0, options)
 
     def advance(self, sequences: Sequence[int], seqlen_new: int) -> None:
         """Counts seqlen_new tokens that a replayed CUDA graph has written to every sequence.
@@ -205,6 +284,7 @@ class PagedKVCache(Cache):
         Raises:
             ValueError: they were not reserved.
         """
+        self.refuse_in_step("advance")
         selected, seqlen_new = self._select(sequences), check_integer("seqlen_new", seqlen_new)
         for name, sequence in selected.items():
             room = min(len(sequence.pages) * self.page_size, self.max_seqlen) - sequence.length
@@ -216,16 +296,20 @@ class PagedKVCache(Cache):
             sequence.length += seqlen_new
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Drops the tokens from ``length`` on, such as those that speculative decoding rejects.
+        """Drops the tokens from ``length`` on, in all layers, such as those that speculative decoding rejects.
 
-        Pages without tokens, reserved ones too, are given back. A length above the present one is a ValueError.
+        Pages without tokens, reserved ones too, are given back. A length above the present one is a ValueError; it
+        counts left padding.
         """
+        self.refuse_in_step("truncate")
         shortened = self._get(sequence)
         shortened.length = check_integer(f"length of sequence {sequence}", length, 0, shortened.length)
+        shortened.leftpad = min(shortened.leftpad, shortened.length)
         self._give_back(shortened, -(-length // self.page_size))
 
     def free(self, sequence: int) -> None:
         """Removes a sequence. Its pages become free unless other sequences share them."""
+        self.refuse_in_step("free")
         ended = self._get(sequence)
         self._give_back(ended, 0)
         self._rows.append(ended.row)
@@ -276,40 +360,54 @@ class PagedKVCache(Cache):
     def _set(self, sequence: _Sequence, n: int, page: int) -> None:
         self._changed[sequence.row * self.max_pages + n] = page
 
-    def _check_pages(self, needed: int) -> None:
+    def _check_pages(self, needed: int, never: bool) -> None:
         missing = needed - len(self._free)
         if missing > 0:
             pages = "page" if needed == 1 else "pages"
-            raise OutOfPages(
+            error = OutOfPages(
                 f"needs {needed} more {pages}, {len(self._free)} are free of {self.pages}: {missing} missing"
+                + ("; the whole pool is too small for this call" if never else "")
             )
+            error.never = never
+            raise error
+
+    def _changes(self, selected: Iterable[_Sequence], seqlen_new: int, references) -> list[_Change]:
+        """The pages to take for seqlen_new more tokens of every sequence, where every page has so many references."""
+        changes: list[_Change] = []
+        copied: Counter[int] = Counter()
+        for sequence in selected:
+            shared = self._shared_page(sequence)
+            if shared is not None and references[shared] - copied[shared] > 1:
+                copied[shared] += 1
+                changes.append(_Change(sequence, sequence.length // self.page_size, shared))
+            end = -(-(sequence.length + seqlen_new) // self.page_size)
+            changes.extend(_Change(sequence, n, None) for n in range(len(sequence.pages), end))
+        return changes
 
     def _reserve(self, selected: dict[int, _Sequence], seqlen_new: int) -> list[_Change]:
         """Gives every sequence the pages for seqlen_new more tokens, and a copy of the page that it shares."""
         if not seqlen_new:
             return []
-        changes: list[_Change] = []
-        copied: Counter[int] = Counter()
-        # Longest last: if all holders of a page are in this call, the longest keeps the page, and writes behind the
-        # tokens that the others have there. So a call that fails after writing can still be undone.
-        for name, sequence in sorted(selected.items(), key=lambda item: item[1].length):
-            end = sequence.length + seqlen_new
-            if end > self.max_seqlen:
+        for name, sequence in selected.items() if self._limited else ():
+            if sequence.length + seqlen_new > self.max_seqlen:
                 raise ValueError(
                     f"sequence {name} has {sequence.length} of {self.max_seqlen} tokens: no room for {seqlen_new}"
                 )
-            shared = self._shared_page(sequence)
-            if shared is not None and self._references[shared] - copied[shared] > 1:
-                copied[shared] += 1
-                changes.append(_Change(sequence, sequence.length // self.page_size, shared))
-            changes.extend(_Change(sequence, n, None) for n in range(len(sequence.pages), -(-end // self.page_size)))
-        self._check_pages(len(changes))
+        # Longest last: if all holders of a page are in this call, the longest keeps the page, and writes behind the
+        # tokens that the others have there. So a call that fails after writing can still be undone.
+        order = sorted(selected.values(), key=lambda sequence: sequence.length)
+        changes = self._changes(order, seqlen_new, self._references)
+        if len(changes) > len(self._free):
+            alone = Counter(page for sequence in order for page in sequence.pages)  # if no other sequence existed
+            never = len(alone) + len(self._changes(order, seqlen_new, alone)) > self.pages
+            self._check_pages(len(changes), never)
         taken = self._free[: -len(changes) - 1 : -1]
         copies = [(old, page) for (_, _, old), page in zip(changes, taken, strict=True) if old is not None]
         if copies:
             source, target = upload(tuple(zip(*copies, strict=True)), torch.int64, self.k.device)
+            dimension = self.k.ndim - 4  # of pages
             for pool in (self.k, self.v):
-                pool.index_copy_(0, target, pool.index_select(0, source))
+                pool.index_copy_(dimension, target, pool.index_select(dimension, source))
         for (sequence, n, old), page in zip(changes, taken, strict=True):
             self._references[self._free.pop()] = 1
             if old is None:
@@ -320,8 +418,22 @@ class PagedKVCache(Cache):
             self._set(sequence, n, page)
         return changes
 
-    def _undo(self, changes: list[_Change]) -> None:
-        for sequence, n, old in reversed(changes):
+    def _begin(self, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        step.changes = self._reserve(step.selected, step.seqlen_new)
+        try:
+            block_table, seqlens, leftpad = self._tables(step.selected, step.padding)
+        except BaseException:
+            self._undo(step)
+            raise
+        return seqlens, block_table, leftpad
+
+    def _commit(self, step: Step) -> None:
+        for sequence, leftpad in zip(step.selected.values(), step.padding, strict=True):
+            sequence.length += step.seqlen_new
+            sequence.leftpad = leftpad
+
+    def _undo(self, step: Step) -> None:
+        for sequence, n, old in reversed(step.changes):
             page = sequence.pages[n]
             self._references[page] = 0
             self._free.append(page)
@@ -332,20 +444,6 @@ class PagedKVCache(Cache):
                 sequence.pages[n] = old
             self._set(sequence, n, UNUSED if old is None else old)
 
-    @contextmanager
-    def _appending(
-        self, selected: dict[int, _Sequence], seqlen_new: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The block table and lengths for a call that writes seqlen_new tokens. They count unless the call raises."""
-        changes = self._reserve(selected, seqlen_new)
-        try:
-            yield self._tables(selected)
-        except BaseException:
-            self._undo(changes)
-            raise
-        for sequence in selected.values():
-            sequence.length += seqlen_new
-
     def _give_back(self, sequence: _Sequence, kept: int) -> None:
         while len(sequence.pages) > kept:
             page = sequence.pages.pop()
@@ -354,20 +452,28 @@ class PagedKVCache(Cache):
                 self._free.append(page)
             self._set(sequence, len(sequence.pages), UNUSED)
 
-    def _tables(self, selected: dict[int, _Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block_table, seqlens) for the kernels. Everything new is copied to the device at once."""
-        rows, lengths = ([getattr(sequence, name) for sequence in selected.values()] for name in ("row", "length"))
-        values = [*rows, *lengths, *self._changed, *self._changed.values()]
+    def _tables(
+        self, selected: dict[int, _Sequence], padding: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(block_table, seqlens, leftpad) for the kernels. Everything new is copied to the device at once."""
+        rows = [sequence.row for sequence in selected.values()]
+        lengths = [sequence.length for sequence in selected.values()]
+        pads = padding if any(padding) else []
+        values = [*rows, *lengths, *pads, *self._changed, *self._changed.values()]
         n, m = len(selected), len(self._changed)
-        table_rows, seqlens, entries, pages = upload(values, torch.int64, self.k.device).split_with_sizes([n, n, m, m])
+        sizes = [n, n, len(pads), m, m]
+        table_rows, seqlens, leftpad, entries, pages = upload(values, torch.int64, self.k.device).split_with_sizes(
+            sizes
+        )
         if m:
             self._table.view(-1).index_copy_(0, entries, pages.to(torch.int32))
             self._changed.clear()
-        return self._table.index_select(0, table_rows), seqlens.to(torch.int32)
+        block_table = self._table.index_select(0, table_rows)
+        return block_table, seqlens.to(torch.int32), leftpad.to(torch.int32) if pads else None
 
     def __repr__(self) -> str:
         return (
-            f"PagedKVCache(pages={self.pages}, page_size={self.page_size}, {describe(self.k)}, "
+            f"PagedKVCache(pages={self.pages}, page_size={self.page_size}, {describe(self)}, "
             f"max_seqlen={self.max_seqlen}; {self.free_pages} pages free, sequences {self.sequences}, "
             f"{self.nbytes:,} bytes)"
         )

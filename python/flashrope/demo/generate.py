@@ -1,7 +1,7 @@
 """``flashrope generate``: continue a text with a model trained by ``flashrope demo``, past its training length.
 
-Every block has a cache of raw keys, so any scheme can be chosen when the model is loaded; it only changes the attention
-call. The text is streamed to stdout; everything else goes to stderr.
+One cache holds the raw keys of all blocks, so any scheme can be chosen when the model is loaded; it only changes the
+attention call. The text is streamed to stdout; everything else goes to stderr.
 """
 
 from __future__ import annotations

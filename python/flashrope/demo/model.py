@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import KVCache, Rotary, attention
+from ..cache import Step
 from .files import replacing
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rotary], torch.Tensor]
@@ -98,9 +99,9 @@ class LanguageModel(nn.Module):
 
 
 class Decoder:
-    """Decodes one sequence in chunks, with a cache of raw keys and values per block.
+    """Decodes one sequence in chunks, with one cache of raw keys and values for all blocks.
 
-    ``capacity`` is the largest number of tokens; ``dtype`` is that of q and of the caches. Call ``read`` under
+    ``capacity`` is the largest number of tokens; ``dtype`` is that of q and of the cache. Call ``read`` under
     torch.inference_mode.
     """
 
@@ -114,17 +115,20 @@ class Decoder:
     ):
         config, device = model.config, model.embedding.weight.device
         self.model, self.rotary = model, rotary
-        caches = [KVCache(1, capacity, config.heads, config.head_dim, dtype, device) for _ in range(config.layers)]
-        self._attends = [functools.partial(_attend_with_cache, cache, impl) for cache in caches]
+        self.cache = KVCache(1, capacity, config.heads, config.head_dim, dtype, device, layers=config.layers)
+        self.impl = impl
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The next tokens, int64 (1, seqlen), to logits (1, seqlen, vocab_size). Raises ValueError if the cache is
-        full."""
-        return self.model(tokens, self.rotary, self._attends)
+        """The next tokens, int64 (1, seqlen), to logits (1, seqlen, vocab_size).
 
+        Raises ValueError if the cache is full. If it raises, no block has kept any of the tokens.
+        """
+        with self.cache.step(tokens.shape[1]) as step:
+            attends = [functools.partial(self._attend, step, layer) for layer in range(self.cache.layers)]
+            return self.model(tokens, self.rotary, attends)
 
-def _attend_with_cache(cache: KVCache, impl: str | None, q, k, v, rotary: Rotary) -> torch.Tensor:
-    return cache.attend(q, rotary, k, v, impl=impl)
+    def _attend(self, step: Step, layer: int, q, k, v, rotary: Rotary) -> torch.Tensor:
+        return step.attend(q, rotary, k, v, layer=layer, impl=self.impl)
 
 
 def save_checkpoint(

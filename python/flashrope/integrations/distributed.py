@@ -140,8 +140,8 @@ def context_parallel_attention(
     group: Group = None,
     causal: bool = True,
     softmax_scale: float | None = None,
-    sinks: torch.Tensor | None = None,
     impl: str | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``flashrope.attention`` with sequences sharded over the ranks of a group. Exact, with gradients.
 
@@ -157,7 +157,7 @@ def context_parallel_attention(
         k, v: (batch, seqlen / n, heads_kv, head_dim), likewise.
         rotary: any scheme that is not axial.
         group: the ranks that share a sequence: a process group, a one-dimensional DeviceMesh, or None for all ranks.
-        causal, softmax_scale, sinks, impl: as in ``flashrope.attention``; the same on all ranks.
+        causal, softmax_scale, impl, sinks: as in ``flashrope.attention``; the same on all ranks.
 
     Returns:
         out like q, this rank's part. The gradients of k and v are summed over the ranks, in the dtype of k and v. That

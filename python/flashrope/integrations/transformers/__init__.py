@@ -8,6 +8,7 @@ Where to look:
     rotary_hook         turns off the model's own rotary embedding
     attention_function  the attention function that transformers calls
     masks               the mask function that transformers calls
+    continuous_batching pages and requests of transformers' generate_batch
     suggestion          suggest
     hf_config           the scheme of a configuration; needs no transformers
 

@@ -8,16 +8,15 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...api import attention, attention_varlen, attention_with_cache
+from .continuous_batching import NAME, PAGES, attend_paged, prepare_manager
 from .masks import Packed, describe_mask
-
-NAME = "rotary_bands"  # transformers gives names with "flash", "/" or "|" a meaning of its own
 
 # Arguments of an attention function that this one cannot serve.
 UNSUPPORTED = {
     "softcap": "caps its scores",
     "position_bias": "adds a bias to its scores",
     "head_mask": "masks heads",
-    "cache": "is served from a paged cache",
+    "cache": "is served from the pages of a continuous batching that this package does not know",
 }
 
 
@@ -30,9 +29,12 @@ def attention_forward(
     library's cache returns. attention_mask: what ``describe_mask`` returned. s_aux: attention sinks, (heads_q,).
     """
     scheme = getattr(module, "rotary_bands", None)
-    _check_call(module, scheme, dropout, sliding_window, kwargs)
+    paged = PAGES in kwargs
+    _check_call(module, scheme, dropout, sliding_window, kwargs | {"cache": None} if paged else kwargs)
     if query.dtype != value.dtype:  # autocast: the rotary embedding returns float32
         query, key = query.to(value.dtype), key.to(value.dtype)
+    if paged:
+        return attend_paged(module, query, key, value, scaling, kwargs), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     seqlen = q.shape[1]
     options = {"softmax_scale": scaling, "sinks": s_aux}
@@ -113,3 +115,4 @@ def _check_call(module, scheme, dropout, sliding_window, kwargs) -> None:
 
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, describe_mask)
+prepare_manager()

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...rotary import Rotary
 from .attention_function import NAME
+from .continuous_batching import SUPPORTED, with_pages
 from .decoder import attention_modules, check_tables, find_decoder
 from .layer_schemes import LayerScheme, layer_type_of, sliding_window_of, training_length
 from .masks import check_positions
@@ -105,13 +106,17 @@ class _Conversion(NamedTuple):
     handles: list[RemovableHandle]
 
 
-def _check_forward(module, args, kwargs) -> None:
+def _check_forward(module, args, kwargs) -> tuple | None:
+    """The decoder's hook: checks its arguments, and completes those of continuous batching."""
     if module.config._attn_implementation != NAME:
         raise ValueError(
             f"attn_implementation: expected {NAME!r} in a converted model, got "
             f"{module.config._attn_implementation!r}, with which nothing would rotate; call revert(model) first"
         )
+    if SUPPORTED and isinstance(kwargs.get("cu_seq_lens_k"), dict):
+        return args, with_pages(kwargs)
     check_positions(module, args, kwargs)
+    return None
 
 
 # ---- options

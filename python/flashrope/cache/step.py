@@ -1,0 +1,136 @@
+"""``Step``: new tokens, which count when every layer has written its keys and values, or not at all."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..api import _autocast, attention_with_cache
+from ..backends import CacheLayout, resolve_impl
+from ..rotary import Rotary
+from .shared import Cache, check_new, check_queries, with_leftpad
+
+
+class Step:
+    """seqlen_new new tokens of every sequence, from ``step`` of a cache. Use it in a ``with`` statement.
+
+    Entering it makes room for the tokens, in all layers. Every layer then writes its keys and values once, in any
+    order. Leaving the block counts the tokens. If the block raises, or a layer has written nothing, then no token
+    counts, and pages and left padding are what they were.
+
+    Attributes:
+        seqlens: (n,) int32 on the device, the slots in use before the step.
+        block_table: (n, max_pages) int32 on the device; None in a ``KVCache``.
+        leftpad: (n,) int32 on the device; None if no sequence has padding on the left.
+    """
+
+    seqlens: torch.Tensor
+    block_table: torch.Tensor | None
+    leftpad: torch.Tensor | None
+
+    def __init__(self, cache: Cache, selected: Any, batch: int, seqlen_new: int, padding: list[int]):
+        """selected: what ``cache`` knows the sequences by; padding: their left padding after the step."""
+        self._cache, self.selected, self.batch = cache, selected, batch
+        self.seqlen_new, self.padding = seqlen_new, padding
+        self.changes: Any = None  # what the cache needs to undo the step
+        self._written: set[int] = set()
+        self._ends: torch.Tensor | None = None
+
+    def __enter__(self) -> Step:
+        self._cache.refuse_in_step("step")
+        self._written.clear()
+        self.seqlens, self.block_table, self.leftpad = self._cache._begin(self)
+        self._cache._open = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        cache = self._cache
+        cache._open = None
+        if kind is None and (not self.seqlen_new or len(self._written) == cache.layers):
+            cache._commit(self)
+            return
+        cache._undo(self)
+        if kind is None:
+            layer = next(layer for layer in range(cache.layers) if layer not in self._written)
+            raise ValueError(f"layer {layer}: expected {self.seqlen_new} new keys and values in this step, got none")
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, layer: int | None = None, impl: str | None = None) -> None:
+        """Writes k, v (n, seqlen_new, heads_kv, head_dim) of a layer. Raises what ``attend`` raises."""
+        k, v = _autocast(k, v)
+        caches = self._cache.layer(layer)
+        self._check_new(k, v, caches[0], layer)
+        self._write(k, v, caches, layer, resolve_impl(impl, k[:, :1], cached=True))
+
+    def _write(self, k, v, caches, layer: int | None, impl: str) -> None:
+        """``append`` of checked arguments."""
+        layout = CacheLayout(self.seqlens, self.block_table, seqlen_new=self.seqlen_new)
+        ops.append_to_cache(caches[0], caches[1], k, v, layout, impl)
+        self._written.add(layer or 0)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        rotary: Rotary,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        layer: int | None = None,
+        **options,
+    ):
+        """Writes k, v of a layer, if given, then attends to all its keys.
+
+        Args:
+            q: (n, seqlen_q, heads_q, head_dim).
+            k, v: (n, seqlen_new, heads_kv, head_dim), or both None: the layer's keys, with those that this step wrote.
+            layer: 0 to layers - 1; with one layer it may be None.
+            rotary, options: as in ``KVCache.attend``.
+
+        Returns:
+            out, like q; with return_lse (out, lse), lse (n, heads_q, seqlen_q).
+
+        Raises:
+            TypeError, ValueError: names the argument, what was expected and what came.
+        """
+        q, k, v = _autocast(q, k, v)
+        caches = self._cache.layer(layer)
+        check_queries(q, self.batch, caches[0])
+        if k is None and v is None:
+            self._check_open()
+            return self._read(q, rotary, caches, layer, options)
+        self._check_new(k, v, caches[0], layer)
+        return self._run(q, rotary, k, v, caches, layer, options)
+
+    def _run(self, q, rotary: Rotary, k, v, caches, layer: int | None, options: dict):
+        """``attend`` of checked arguments that writes."""
+        options = with_leftpad(options, self.leftpad)
+        k_cache, v_cache = caches
+        out = attention_with_cache(q, k_cache, v_cache, rotary, self.seqlens, k, v, self.block_table, **options)
+        self._written.add(layer or 0)
+        return out
+
+    def _read(self, q, rotary: Rotary, caches, layer: int | None, options: dict):
+        """``attend`` of checked arguments that does not write."""
+        seqlens = self.seqlens
+        if (layer or 0) in self._written:
+            if self._ends is None:
+                self._ends = seqlens + self.seqlen_new
+            seqlens = self._ends
+        options = with_leftpad(options, self.leftpad)
+        k_cache, v_cache = caches
+        return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, None, None, self.block_table, **options)
+
+    def _check_open(self) -> None:
+        if self._cache._open is not self:
+            raise RuntimeError("step: expected a call inside the with statement that opened it")
+
+    def _check_new(self, k, v, cache: torch.Tensor, layer: int | None) -> None:
+        self._check_open()
+        seqlen_new = check_new(k, v, cache, self.batch)
+        if seqlen_new != self.seqlen_new:
+            raise ValueError(f"k: expected seqlen_new {self.seqlen_new} of this step, got {seqlen_new}")
+        if (layer or 0) in self._written:
+            raise ValueError(f"layer {layer or 0}: expected k and v once in a step, got them again")

@@ -1,0 +1,206 @@
+"""Converted models under transformers' continuous batching (``generate_batch``), from 5.19 on.
+
+transformers packs the new tokens of all requests in one row and keeps keys and values in pages. Layers that see all
+keys read those pages in place. Sliding layers have a ring of slots instead, which transformers gathers. Older versions
+pass other arguments and are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+from ...api import attention_varlen, attention_varlen_with_cache
+
+__all__ = ["Pages", "attend_paged", "prepare_manager", "with_pages"]
+
+NAME = "rotary_bands"  # transformers gives names with "flash", "/" or "|" a meaning of its own
+PAGES = "rotary_bands_pages"  # the argument in which every layer finds dict[layer type, Pages]
+
+KEEPS_ARGUMENTS = {"stablelm"}  # its decoder does not pass them on to its layers
+
+try:
+    from transformers.generation.continuous_batching.cache_allocators import CacheAllocator  # since 5.19
+
+    SUPPORTED = hasattr(CacheAllocator, "get_cache_for_block_table") and hasattr(
+        ContinuousBatchingManager, "switch_to_cb_friendly_attn"
+    )
+except ImportError:
+    SUPPORTED = False
+
+
+class Pages(NamedTuple):
+    """Where the keys of a batch of n requests lie, for layers of one type."""
+
+    block_table: torch.Tensor  # (n, pages) int32
+    seqlens: torch.Tensor  # (n,) int32: with slots the new tokens included, otherwise before them
+    slots: torch.Tensor | None  # (tokens,) int64, where the new keys go; None: behind seqlens
+
+
+def with_pages(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a decoder's forward, with ``Pages`` for all its layers.
+
+    The mask is replaced by one that transformers passes on as it is: nothing reads it, and making one would wait for
+    the device.
+    """
+    positions = kwargs["position_ids"]
+    pages = {
+        allocator.layer_type: _pages(allocator, kwargs)
+        for allocator in kwargs["cache"].cache_allocators.values()
+        if allocator.supports_block_table
+    }
+    return kwargs | {PAGES: pages, "attention_mask": positions.new_zeros(1, 1, 1, 1)}
+
+
+def _pages(allocator, kwargs) -> Pages:
+    starts = kwargs["cu_seq_lens_k"][allocator.layer_type].to(torch.int32)
+    lengths = starts.diff()
+    if kwargs.get("block_table") is not None:  # one token of every request
+        new = kwargs["cu_seq_lens_q"].to(torch.int32).diff()
+        return Pages(kwargs["block_table"][allocator.index].contiguous(), lengths - new, None)
+    slots, read = kwargs["write_index"][allocator.index], kwargs["read_index"][allocator.index]
+    index = read if read.numel() else slots  # the slots of all keys; without cached keys the new ones are all
+    size = allocator.tokens_per_page
+    longest = kwargs["max_length_k"][allocator.layer_type]
+    first = starts[:-1, None] + torch.arange(0, max(longest, 1), size, device=index.device)  # of every page
+    block_table = (index[first.clamp(max=index.numel() - 1)] // size).to(torch.int32)
+    return Pages(block_table, lengths, slots)
+
+
+def attend_paged(module, query, key, value, scaling, kwargs) -> torch.Tensor:
+    """Attention of one layer of a batch. query, key, value: raw, (1, heads, tokens, head_dim).
+
+    Returns:
+        (1, tokens, heads_q, head_dim).
+    """
+    cache, rotary, layer = kwargs["cache"], module.rotary_bands.rotary, module.layer_idx
+    allocator = cache.layer_to_allocator[layer]
+    starts, longest = kwargs["cu_seq_lens_q"].to(torch.int32), kwargs["max_length_q"]
+    pages = kwargs[PAGES].get(allocator.layer_type)
+    if pages is None:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        starts_k, longest_k = kwargs["cu_seq_lens_k"], kwargs["max_length_k"]
+        return attention_varlen(q, k, v, rotary, starts, starts_k, longest, longest_k, softmax_scale=scaling)[None]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    k_pages, v_pages = allocator.get_cache_for_block_table(layer)
+    out = attention_varlen_with_cache(
+        q,
+        k_pages,
+        v_pages,
+        rotary,
+        starts,
+        pages.seqlens,
+        longest,
+        k,
+        v,
+        block_table=pages.block_table,
+        slot_mapping=pages.slots,
+        softmax_scale=scaling,
+    )
+    return out[None]
+
+
+# ---- transformers' manager
+
+
+def conversion_of(model) -> Any:
+    """What ``convert`` left on the decoder of a model, or None."""
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel) and "rotary_bands" in vars(module):
+            return vars(module)["rotary_bands"]
+    return None
+
+
+def _check(model, config) -> None:
+    """Refuses what cannot be served, before any request is taken.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+    """
+    if not SUPPORTED:
+        raise ValueError(
+            "generate_batch: expected transformers 5.19 or newer for continuous batching of a converted model, got "
+            f"{transformers.__version__}, whose continuous batching passes other arguments; use generate, or "
+            "revert(model)"
+        )
+    for module in model.modules():
+        model_type = getattr(getattr(module, "config", None), "model_type", None)
+        if model_type in KEEPS_ARGUMENTS:
+            raise ValueError(
+                f"model: expected one whose layers see the arguments of continuous batching, got {model_type}, which "
+                "does not pass them on; use generate"
+            )
+    page_size = getattr(config, "page_size", 256)
+    if page_size < 16 or page_size & (page_size - 1):
+        raise ValueError(f"page_size: expected 16, 32, 64, ... for continuous batching, got {page_size}")
+    for module in model.modules():
+        scheme = vars(module).get("rotary_bands")
+        if getattr(scheme, "grows_from", math.inf) < math.inf:
+            raise ValueError(
+                "model: expected a rotary table that does not depend on the length, because continuous batching has "
+                f"requests of many lengths in a batch, got one that changes beyond {scheme.grows_from} tokens; give "
+                "convert a rotary, or use generate"
+            )
+
+
+def prepare_manager() -> None:
+    """Makes transformers' manager accept converted models, or refuse them. Other models are not affected."""
+    stock_init = ContinuousBatchingManager.__init__
+    if hasattr(stock_init, "rotary_bands"):
+        return
+
+    @functools.wraps(stock_init)
+    def __init__(self, *args, **kwargs):
+        given = inspect.signature(stock_init).bind(self, *args, **kwargs).arguments
+        conversion = conversion_of(given["model"])
+        if conversion is not None:
+            _check(given["model"], given.get("continuous_batching_config"))
+        self.rotary_bands = conversion
+        stock_init(self, *args, **kwargs)
+
+    __init__.rotary_bands = True  # type: ignore[attr-defined]
+    ContinuousBatchingManager.__init__ = __init__
+    if not SUPPORTED:
+        return
+    stock_switch = ContinuousBatchingManager.switch_to_cb_friendly_attn
+
+    @functools.wraps(stock_switch)
+    def switch_to_cb_friendly_attn(self, model, *args, **kwargs):
+        conversion = conversion_of(model)
+        if conversion is not self.rotary_bands:
+            raise ValueError(
+                "persistent_manager: expected one that was made after the last convert or revert, whose pages hold "
+                "keys of this scheme; call model.destroy_cached_continuous_batching_manager()"
+            )
+        if conversion is None:
+            stock_switch(self, model, *args, **kwargs)
+
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
+    _offer_block_tables()
+
+
+def _offer_block_tables() -> None:
+    """Batches of one token per request get block tables, as with flash attention's kernel for them. Otherwise the host
+    would list the slots of all keys in every step."""
+    from transformers.generation.continuous_batching import initialization
+
+    stock = getattr(initialization, "ensure_decode_fast_path_is_available", None)
+    if stock is None:
+        return
+
+    @functools.wraps(stock)
+    def ensure_decode_fast_path_is_available(config, cb_config, *args, **kwargs):
+        types = initialization.group_layers_by_attn_type(config)
+        allocators = (initialization.ATTN_TYPE_TO_ALLOCATOR[each] for each in types)
+        if config._attn_implementation == NAME and all(each.supports_block_table for each in allocators):
+            return
+        stock(config, cb_config, *args, **kwargs)
+
+    initialization.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available

@@ -1,0 +1,234 @@
+"""Converted models under transformers' continuous batching: the tokens of ``generate``, from the engine's own pages."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+
+import transformers
+from families import FAMILIES, REFUSED_BY_VERSION, ROPE_TYPES, VERSION, tiny
+from transformers import GenerationConfig
+
+from flashrope.integrations.transformers import continuous_batching, convert, revert
+
+SUPPORTED = continuous_batching.SUPPORTED
+NEW = 12
+PAGE = 16
+SCHEMES = {"rope": {}, "rerope": {"window": 16, "log_n": 32}, "leaky": {"window": 16, "factor": 4.0}}
+supported = pytest.mark.skipif(not SUPPORTED, reason=f"transformers {transformers.__version__} is refused, see below")
+
+
+def model_of(name="llama", **changes):
+    """Four query heads for two key heads; no token ends a text."""
+    if name == "gpt_neox":
+        changes = {"num_key_value_heads": 4, **changes}  # transformers reads the field, which the model does not have
+    return tiny(name, **{"eos_token_id": None, "max_position_embeddings": 256, **changes})
+
+
+def prompts_of(*lengths, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 60, (length,), generator=generator).tolist() for length in lengths]
+
+
+MIXED = prompts_of(17, 5, 40, 110, 32, 1, 70, 16)
+
+
+def generated(model, prompts):
+    each = [torch.tensor([prompt]) for prompt in prompts]
+    return [
+        model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+        for ids in each
+    ]
+
+
+def settings(**options):
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    return ContinuousBatchingConfig(
+        **{"num_blocks": 24, "max_batch_tokens": 48, "page_size": PAGE, "max_memory_percent": 0.5, **options}
+    )
+
+
+def batched(model, prompts, persistent=False, **options):
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    out = model.generate_batch(
+        inputs=prompts,
+        generation_config=config,
+        continuous_batching_config=settings(**options),
+        persistent_manager=persistent,
+    )
+    assert [result.error for result in out.values()] == [None] * len(out)
+    return [result.generated_tokens for result in out.values()]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of the kernels: (queries of the longest request, whether slots were given, first bytes of the cache).
+    transformers' own copy of the keys is an error."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    found, stock = [], continuous_batching.attention_varlen_with_cache
+
+    def attention(q, k_cache, v_cache, *arguments, **options):
+        slots = options["slot_mapping"] is not None
+        found.append((arguments[3], slots, k_cache.untyped_storage().data_ptr()))
+        assert k_cache.untyped_storage().data_ptr() == v_cache.untyped_storage().data_ptr()
+        return stock(q, k_cache, v_cache, *arguments, **options, validate=True)
+
+    def copies(*_, **__):
+        raise AssertionError("the keys were copied")
+
+    monkeypatch.setattr(continuous_batching, "attention_varlen_with_cache", attention)
+    monkeypatch.setattr(PagedAttentionCache, "update", copies)
+    return found
+
+
+@supported
+@pytest.mark.parametrize("tables", [True, False], ids=["tables", "indices"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tokens_equal_generate(scheme, tables, calls):
+    """More requests than fit at once; prompts in chunks and one-token steps in one batch; keys read in place."""
+    model = convert(model_of(), **SCHEMES[scheme])
+    expected = generated(model, MIXED)
+    assert len({token for tokens in expected for token in tokens}) > 10  # the model does not repeat one token
+    assert batched(model, MIXED, max_blocks_per_request=None if tables else 0) == expected
+    assert len({where for *_, where in calls}) == 1  # one tensor, the engine's
+    assert {slots for _, slots, _ in calls} == ({True, False} if tables else {True})
+    assert any(1 < longest < 48 for longest, *_ in calls)
+
+
+@supported
+def test_schemes_are_told_apart():
+    """Otherwise equal tokens would prove nothing."""
+    model, found = model_of(), []
+    for changes in SCHEMES.values():
+        found.append(batched(convert(model, **changes), MIXED))
+        revert(model)
+    assert found[0] != found[1] != found[2] != found[0]
+
+
+@supported
+def test_a_stock_model_is_not_affected():
+    model = model_of()
+    stock = generated(model, MIXED)
+    assert batched(model, MIXED) == stock
+    assert batched(convert(model), MIXED) == stock  # the model's own scheme
+    assert batched(revert(model), MIXED) == stock
+
+
+@supported
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED_BY_VERSION | {"llama", "stablelm"}])
+def test_families(name):
+    """Sliding layers too, whose keys transformers gathers."""
+    model = convert(model_of(name))
+    prompts = prompts_of(17, 5, 40, 9)
+    assert batched(model, prompts) == generated(model, prompts)
+
+
+@supported
+@pytest.mark.parametrize("kind", [kind for kind in ROPE_TYPES if kind not in ("dynamic", "longrope")])
+def test_rope_types(kind):
+    model = convert(model_of(rope_scaling=ROPE_TYPES[kind]))
+    prompts = prompts_of(17, 5, 40)
+    assert batched(model, prompts) == generated(model, prompts)
+
+
+@supported
+def test_shared_prefixes(monkeypatch, calls):
+    """A later request finds the pages of an earlier one, and does not compute them again."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    found, stock = [], PagedAttentionCache.search_prefix_match
+
+    def search(self, *arguments):
+        found.append(stock(self, *arguments))
+        return found[-1]
+
+    monkeypatch.setattr(PagedAttentionCache, "search_prefix_match", search)
+    model = convert(model_of(), **SCHEMES["rerope"])
+    prefix = prompts_of(50)[0]
+    prompts = [prefix + more for more in prompts_of(3, 20, 1, 9, seed=2)]
+    expected = generated(model, prompts)
+    assert batched(model, prompts, max_requests_per_batch=1) == expected
+    assert max(found) == 48  # three pages
+    found.clear()
+    assert batched(model, prompts, max_requests_per_batch=1, allow_block_sharing=False) == expected
+    assert not any(found)
+
+
+@supported
+def test_several_answers_to_a_prompt(calls):
+    """transformers forks the request; always the most likely token, so the answers are equal."""
+    model = convert(model_of(), **SCHEMES["rerope"])
+    prompts = prompts_of(20, 33)
+    expected = [tokens for tokens in generated(model, prompts) for _ in range(3)]
+    sampling = {"do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    config = GenerationConfig(max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0, **sampling)
+    out = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=settings())
+    assert [result.generated_tokens for result in out.values()] == expected
+
+
+@supported
+def test_half_precision():
+    model = convert(model_of().to(torch.bfloat16), window=16)
+    assert all(len(tokens) == NEW for tokens in batched(model, MIXED[:4]))
+
+
+# ---- refusals
+
+
+@supported
+@pytest.mark.parametrize("page_size", [8, 24])
+def test_page_sizes_that_are_refused(page_size):
+    with pytest.raises(
+        ValueError, match=f"page_size: expected 16, 32, 64, ... for continuous batching, got {page_size}"
+    ):
+        batched(convert(model_of()), MIXED, page_size=page_size)
+
+
+@supported
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_tables_that_depend_on_the_length(kind):
+    model = convert(model_of(rope_scaling=ROPE_TYPES[kind], original_max_position_embeddings=16))
+    with pytest.raises(ValueError, match="model: expected a rotary table that does not depend on the length"):
+        batched(model, MIXED)
+
+
+@supported
+def test_a_model_that_keeps_the_arguments():
+    with pytest.raises(ValueError, match="model: expected one whose layers see the arguments of continuous batching"):
+        batched(convert(model_of("stablelm")), MIXED)
+
+
+@supported
+def test_a_persistent_manager_of_another_scheme():
+    """Its pages hold keys of the old scheme: raw keys of deeper layers depend on the scheme too."""
+    model = convert(model_of())
+    prompts = prompts_of(40, 20)
+    assert batched(model, prompts, persistent=True) == generated(model, prompts)
+    assert batched(model, prompts, persistent=True) == generated(model, prompts)
+    convert(model, window=16)
+    for changed in (lambda: model, lambda: revert(model)):
+        with pytest.raises(ValueError, match="persistent_manager: expected one that was made after the last convert"):
+            batched(changed(), prompts, persistent=True)
+    model.destroy_cached_continuous_batching_manager()
+    convert(model, window=16)
+    assert batched(model, prompts) == generated(model, prompts)
+
+
+@pytest.mark.skipif(SUPPORTED, reason="this version is supported")
+def test_older_versions_are_refused():
+    """In words that name continuous batching, and before a request is taken; the model is as it was."""
+    model = convert(model_of())
+    expected = generated(model, MIXED[:2])
+    with pytest.raises(ValueError) as caught:
+        model.generate_batch(inputs=MIXED[:2], generation_config=GenerationConfig(max_new_tokens=4, eos_token_id=-1))
+    message = str(caught.value)
+    assert "continuous batching of a converted model" in message and transformers.__version__ in message
+    assert "5.19 or newer" in message and "attn_implementation" not in message and "sdpa" not in message
+    assert generated(model, MIXED[:2]) == expected
+
+
+def test_which_versions_are_supported():
+    assert SUPPORTED or VERSION < (5, 19)
+    assert not SUPPORTED or VERSION > (5, 17)

@@ -1,0 +1,628 @@
+"""One cache for all layers of a model: steps that count in every layer or in none, left padding, autocast."""
+
+import random
+import re
+
+import pytest
+import torch
+
+from flashrope import KVCache, OutOfPages, PagedKVCache, Rotary, attention, attention_with_cache, ops
+
+LAYERS, HEADS_KV, HEAD_DIM, PAGE = 3, 1, 8, 16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPL = "reference" if DEVICE == "cuda" else None  # float64
+SCHEMES = {"rope": Rotary.rope(HEAD_DIM), "rerope": Rotary.rope(HEAD_DIM).rectify(7)}
+TOKENS = torch.randn(
+    2, LAYERS, 512, HEADS_KV, HEAD_DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+).to(DEVICE)
+
+
+def rows(lists, layer, dtype=torch.float64):
+    """k and v (sequences, tokens, heads_kv, head_dim) of lists of token numbers, in one layer."""
+    return TOKENS[:, layer][:, torch.tensor(lists, dtype=torch.long)].to(dtype)
+
+
+def queries(seqlen_q, sequences, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sequences, seqlen_q, 2 * HEADS_KV, HEAD_DIM, generator=generator).to(DEVICE, dtype)
+
+
+def contiguous(sequences=3, capacity=60, dtype=torch.float64, layers=LAYERS) -> KVCache:
+    cache = KVCache(sequences, capacity, HEADS_KV, HEAD_DIM, dtype, DEVICE, layers=layers)
+    cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
+    return cache
+
+
+def paged(pages=12, dtype=torch.float64, layers=LAYERS, **options) -> PagedKVCache:
+    cache = PagedKVCache(pages, PAGE, HEADS_KV, HEAD_DIM, dtype, DEVICE, layers=layers, **options)
+    cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
+    return cache
+
+
+def write(step, lists, layers=range(LAYERS)):
+    for layer in layers:
+        step.append(*rows(lists, layer), layer=layer)
+
+
+class Both:
+    """The two caches behind one set of calls. Sequences are numbered from 0."""
+
+    def __init__(self, kind: str, sequences: int = 3, **options):
+        self.contiguous = kind == "contiguous"
+        self.cache = contiguous(sequences, **options) if self.contiguous else paged(**options)
+        self.names = [] if self.contiguous else [self.cache.allocate() for _ in range(sequences)]
+        self.first = () if self.contiguous else (self.names,)
+
+    def step(self, *arguments, **options):
+        return self.cache.step(*self.first, *arguments, **options)
+
+    def attend(self, *arguments, **options):
+        return self.cache.attend(*self.first, *arguments, **options)
+
+    def append(self, *arguments, **options):
+        return self.cache.append(*self.first, *arguments, **options)
+
+    def truncate(self, sequence, length):
+        return self.cache.truncate(sequence if self.contiguous else self.names[sequence], length)
+
+    @property
+    def lengths(self):
+        return self.cache.lengths if self.contiguous else self.cache.lengths(self.names)
+
+    @property
+    def padding(self):
+        return self.cache.padding if self.contiguous else self.cache.padding(self.names)
+
+    def on_device(self):
+        if self.contiguous:
+            return self.cache.seqlens.tolist(), self.cache.leftpad.tolist()
+        return self.cache.seqlens(self.names).tolist(), self.cache.leftpad(self.names).tolist()
+
+
+both = pytest.mark.parametrize("kind", ["contiguous", "paged"])
+
+
+def exact(scheme, q, tokens, layer):
+    """attention of every sequence alone; rows of q before its first token are 0."""
+    outs = []
+    for b, sequence in enumerate(tokens):
+        seen = min(q.shape[1], len(sequence))
+        k, v = rows([sequence], layer)
+        out = attention(q[b : b + 1, q.shape[1] - seen :], k, v, SCHEMES[scheme], impl="reference")
+        outs.append(torch.cat([torch.zeros_like(q[:1, : q.shape[1] - seen]), out], 1))
+    return torch.cat(outs)
+
+
+# ---- steps
+
+
+@both
+@pytest.mark.parametrize("impl", [None, "reference"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_steps_equal_attention(scheme, impl, kind):
+    """Prompts padded on the left, chunks, verification and decoding; every layer holds other keys."""
+    cache, generator = Both(kind), random.Random(3)
+    pads, tokens = [0, 4, 17], [[], [], []]
+    done = 0
+    for seqlen_new, dropped in ((19, 0), (20, 4), (1, 0), (5, 3), (1, 1)):
+        new = [[generator.randrange(512) for _ in range(seqlen_new)] for _ in tokens]
+        for sequence, more, pad in zip(tokens, new, pads, strict=True):
+            sequence.extend(more[max(pad - done, 0) :])
+        done += seqlen_new
+        q = queries(seqlen_new, 3, seqlen_new)
+        with cache.step(seqlen_new, leftpad=None if done > seqlen_new else pads) as step:
+            for layer in random.Random(done).sample(range(LAYERS), LAYERS):
+                out = step.attend(q, SCHEMES[scheme], *rows(new, layer), layer=layer, impl=impl or IMPL, validate=True)
+                torch.testing.assert_close(out, exact(scheme, q, tokens, layer))
+        assert cache.lengths == [done] * 3 and cache.padding == pads
+        assert cache.on_device() == ([done] * 3, pads)
+        for layer in range(LAYERS):
+            out = cache.attend(q, SCHEMES[scheme], layer=layer, impl=impl or IMPL, validate=True)
+            torch.testing.assert_close(out, exact(scheme, q, tokens, layer))
+        done -= dropped
+        for b, sequence in enumerate(tokens):
+            cache.truncate(b, done)
+            del sequence[len(sequence) - dropped :]
+
+
+class Failure(Exception):
+    pass
+
+
+@both
+@pytest.mark.parametrize("writes", range(LAYERS + 1))
+def test_a_failed_step_leaves_nothing(kind, writes):
+    """It raises after this many layers have written."""
+    cache = Both(kind)
+    cache.append(*(torch.stack(x) for x in zip(*(rows([[1] * 10] * 3, layer) for layer in range(LAYERS)), strict=True)))
+    pages = None if cache.contiguous else cache.cache.block_table(cache.names).tolist()
+    with pytest.raises(Failure), cache.step(17, leftpad=None) as step:
+        write(step, [[2] * 17] * 3, range(writes))
+        raise Failure
+    assert cache.lengths == [10] * 3 and cache.on_device() == ([10] * 3, [0] * 3)
+    if pages:
+        assert cache.cache.block_table(cache.names).tolist() == pages and cache.cache.free_pages == 12 - 3
+    q = queries(2, 3)
+    for layer in range(LAYERS):
+        out = cache.attend(q, SCHEMES["rope"], layer=layer, impl=IMPL, validate=True)
+        torch.testing.assert_close(out, exact("rope", q, [[1] * 10] * 3, layer))
+    with cache.step(1) as step:  # the cache is usable
+        write(step, [[3]] * 3)
+    assert cache.lengths == [11] * 3
+
+
+@both
+def test_failed_steps_forget_their_left_padding(kind):
+    cache = Both(kind)
+    with pytest.raises(Failure), cache.step(9, leftpad=[1, 2, 3]) as step:
+        write(step, [[1] * 9] * 3)
+        raise Failure
+    assert cache.padding == [0, 0, 0] and cache.on_device() == ([0] * 3, [0] * 3)
+
+
+def test_a_kernel_that_fails_in_the_last_layer(monkeypatch):
+    """As when the kernel has written and there is no memory for the output; forks share the page that is written."""
+    cache = paged(4)
+    parent = cache.allocate()
+    with cache.step([parent], 10) as step:
+        write(step, [[1] * 10])
+    child = cache.fork(parent)
+    calls = []
+
+    def fails(*arguments, call=ops.attention_with_cache):
+        calls.append(call(*arguments))
+        if len(calls) == LAYERS:
+            raise MemoryError
+        return calls[-1]
+
+    monkeypatch.setattr(ops, "attention_with_cache", fails)
+    with pytest.raises(MemoryError), cache.step([parent, child], 9) as step:
+        for layer in range(LAYERS):
+            step.attend(queries(1, 2), SCHEMES["rope"], *rows([[7] * 9] * 2, layer), layer=layer, impl=IMPL)
+    monkeypatch.undo()
+    assert cache.free_pages == 3 and cache.lengths([parent, child]) == [10, 10]
+    for layer in range(LAYERS):
+        out = cache.attend([parent, child], queries(1, 2), SCHEMES["rope"], layer=layer, impl=IMPL, validate=True)
+        torch.testing.assert_close(out, exact("rope", queries(1, 2), [[1] * 10] * 2, layer))
+
+
+@both
+def test_a_layer_that_writes_nothing(kind):
+    cache = Both(kind)
+    message = re.escape("layer 1: expected 4 new keys and values in this step, got none")
+    with pytest.raises(ValueError, match=message), cache.step(4) as step:
+        write(step, [[1] * 4] * 3, (2, 0))
+    assert cache.lengths == [0] * 3
+    with cache.step(0):
+        pass  # nothing to write
+
+
+@both
+def test_a_layer_reads_the_keys_of_another_in_a_step(kind):
+    """As in models whose later layers have no keys of their own."""
+    cache = Both(kind)
+    with cache.step(5) as step:
+        write(step, [[1, 2, 3, 4, 5]] * 3)
+    q = queries(2, 3)
+    with cache.step(2) as step:
+        before = step.attend(q, SCHEMES["rope"], layer=0, impl=IMPL)
+        write(step, [[6, 7]] * 3)
+        after = step.attend(q, SCHEMES["rope"], layer=0, impl=IMPL)
+    torch.testing.assert_close(before, exact("rope", q, [[1, 2, 3, 4, 5]] * 3, 0))
+    torch.testing.assert_close(after, exact("rope", q, [[1, 2, 3, 4, 5, 6, 7]] * 3, 0))
+
+
+@both
+def test_nothing_else_changes_the_cache_during_a_step(kind):
+    cache = Both(kind, layers=1)
+    k, v = rows([[1] * 4] * 3, 0)
+    cache.append(k, v)
+    calls = {"advance": (*cache.first, 1), "step": None, "append": (*cache.first, k, v)}
+    calls["attend"] = (*cache.first, queries(1, 3), SCHEMES["rope"], k, v)
+    if cache.contiguous:
+        calls |= {"truncate": (0, 1), "reset": ()}
+    else:
+        calls |= {name: (cache.names[0],) for name in ("fork", "free")}
+        calls |= {"allocate": (), "reserve": (cache.names, 1), "truncate": (cache.names[0], 1), "reset": ()}
+    with cache.step(4) as step:
+        for name, arguments in calls.items():
+            with pytest.raises(RuntimeError, match="expected .* step"):
+                if arguments is None:
+                    cache.step(1).__enter__()
+                else:
+                    getattr(cache.cache, name)(*arguments)
+        step.append(k, v)
+    assert cache.lengths == [8] * 3
+    with pytest.raises(RuntimeError, match="inside the with statement"):
+        step.append(k, v)
+    with pytest.raises(RuntimeError, match="inside the with statement"):
+        step.attend(queries(1, 3), SCHEMES["rope"])
+
+
+class Walk:
+    """Random steps on a paged cache of all layers and on lists of token numbers; sequences start with padding."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.cache, self.model, self.pads = paged(14, max_seqlen=90), {}, {}
+        self.failed = self.refused = 0
+
+    def some(self):
+        return self.random.sample(sorted(self.model), self.random.randint(1, min(4, len(self.model))))
+
+    def allocate(self):
+        name = self.cache.allocate()
+        self.model[name], self.pads[name] = [], 0
+
+    def fork(self):
+        parent = self.random.choice(sorted(self.model))
+        name = self.cache.fork(parent)
+        self.model[name], self.pads[name] = list(self.model[parent]), self.pads[parent]
+
+    def truncate(self):
+        name = self.random.choice(sorted(self.model))
+        length = self.random.randint(0, len(self.model[name]))
+        self.cache.truncate(name, length)
+        del self.model[name][length:]
+        self.pads[name] = min(self.pads[name], length)
+
+    def free(self):
+        name = self.random.choice(sorted(self.model))
+        self.cache.free(name)
+        del self.model[name], self.pads[name]
+
+    def step(self):
+        names, seqlen_new = self.some(), self.random.choice([0, 1, 1, 3, 16, 17, 30])
+        new = [[self.random.randrange(512) for _ in range(seqlen_new)] for _ in names]
+        pads = [self.pads[name] for name in names]
+        for b, name in enumerate(names):
+            if len(self.model[name]) == pads[b]:
+                pads[b] += self.random.randint(0, seqlen_new)
+        fails = self.random.random() < 0.3
+        try:
+            with self.cache.step(names, seqlen_new, leftpad=pads) as step:
+                write(step, new, range(self.random.randrange(LAYERS + 1) if fails else LAYERS))
+                if fails:
+                    raise Failure
+        except Failure:
+            self.failed += 1
+            return
+        for name, tokens, pad in zip(names, new, pads, strict=True):
+            self.model[name] = self.model[name] + tokens
+            self.pads[name] = pad
+
+    def check(self):
+        names = list(self.model)
+        assert self.cache.lengths(names) == self.cache.seqlens(names).tolist() == list(map(len, self.model.values()))
+        assert self.cache.padding(names) == self.cache.leftpad(names).tolist() == list(self.pads.values())
+        used = set()
+        for name, table in zip(names, self.cache.block_table(names).tolist(), strict=True):
+            pages = table[: -(-len(self.model[name]) // PAGE)]
+            assert all(0 <= page < self.cache.pages for page in pages)
+            assert all(page == 2**31 - 1 for page in table[len(pages) :])
+            used.update(pages)
+            for layer in range(LAYERS):
+                for pool, expected in zip(self.cache.layer(layer), rows([self.model[name]], layer), strict=True):
+                    assert torch.equal(pool[pages].flatten(0, 1)[: len(self.model[name])], expected[0])
+        assert self.cache.free_pages == self.cache.pages - len(used)
+        unheld = [page for page in range(self.cache.pages) if page not in used]
+        self.cache.k[:, unheld] = self.cache.v[:, unheld] = torch.nan
+
+    def run(self, steps: int):
+        for _ in range(steps):
+            kinds = ["step"] * 9 + ["fork"] * 4 + ["truncate"] * 3 + ["allocate"] * 2 + ["free"] * 2
+            kind = self.random.choice(kinds) if self.model else "allocate"
+            try:
+                getattr(self, kind)()
+            except OutOfPages:
+                self.refused += 1
+            except ValueError as error:
+                assert "no room" in str(error)
+            self.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_walk(seed):
+    walk = Walk(seed)
+    walk.run(300)
+    assert walk.failed > 10 and walk.refused > 5
+
+
+# ---- left padding
+
+
+@both
+def test_padding_longer_than_the_first_chunk(kind):
+    cache, tokens, q = Both(kind), [list(range(11)), list(range(100, 104)), [7]], queries(4, 3)
+    padded = [[0] * (12 - len(sequence)) + sequence for sequence in [tokens[0], tokens[1], tokens[2]]]
+    pads = [1, 8, 11]
+    for start in (0, 4, 8):
+        chunk = [sequence[start : start + 4] for sequence in padded]
+        with cache.step(4, leftpad=[min(pad, start + 4) for pad in pads]) as step:
+            for layer in range(LAYERS):
+                out = step.attend(q, SCHEMES["rerope"], *rows(chunk, layer), layer=layer, impl=IMPL, validate=True)
+                seen = [sequence[pad : start + 4] for sequence, pad in zip(padded, pads, strict=True)]
+                torch.testing.assert_close(out, exact("rerope", q, seen, layer))
+    assert cache.padding == pads
+
+
+@both
+def test_truncation_keeps_the_padding_that_is_left(kind):
+    cache = Both(kind, layers=1)
+    cache.append(*rows([[1] * 12] * 3, 0), leftpad=[0, 5, 12])
+    for b in range(3):
+        cache.truncate(b, 8)
+    assert cache.padding == [0, 5, 8] and cache.on_device() == ([8] * 3, [0, 5, 8])
+    for b in range(3):
+        cache.truncate(b, 0)
+    assert cache.padding == [0, 0, 0] and cache.on_device() == ([0] * 3, [0, 0, 0])
+
+
+def test_forks_inherit_the_padding():
+    cache = paged()
+    parent = cache.allocate()
+    with cache.step([parent], 20, leftpad=[6]) as step:
+        write(step, [list(range(20))])
+    child = cache.fork(parent)
+    cache.free(parent)
+    assert cache.padding([child]) == cache.leftpad([child]).tolist() == [6]
+    q = queries(2, 1)
+    with cache.step([child], 2) as step:
+        for layer in range(LAYERS):
+            out = step.attend(q, SCHEMES["rerope"], *rows([[30, 31]], layer), layer=layer, impl=IMPL)
+            torch.testing.assert_close(out, exact("rerope", q, [[*range(6, 20), 30, 31]], layer))
+
+
+@both
+def test_attend_with_left_padding_and_one_layer(kind):
+    cache, q = Both(kind, layers=1), queries(12, 3)
+    new = [[9, *range(11)], [9] * 5 + list(range(7)), list(range(12))]
+    out = cache.attend(q, SCHEMES["rope"], *rows(new, 0), leftpad=[1, 5, 0], impl=IMPL, validate=True)
+    torch.testing.assert_close(out, exact("rope", q, [new[0][1:], new[1][5:], new[2]], 0))
+    out = cache.attend(q[:, :1], SCHEMES["rope"], *rows([[50]] * 3, 0), impl=IMPL, validate=True)
+    torch.testing.assert_close(out, exact("rope", q[:, :1], [[*new[0][1:], 50], [*new[1][5:], 50], [*new[2], 50]], 0))
+
+
+def test_the_padding_of_a_contiguous_cache_stays_in_place():
+    """A CUDA graph holds its address."""
+    cache = contiguous(layers=1)
+    where = cache.leftpad.data_ptr(), cache.seqlens.data_ptr()
+    cache.append(*rows([[1] * 4] * 3, 0), leftpad=[1, 2, 3])
+    cache.reset(1)
+    assert cache.leftpad.tolist() == [1, 0, 3] and cache.padding == [1, 0, 3]
+    assert (cache.leftpad.data_ptr(), cache.seqlens.data_ptr()) == where
+    out = attention_with_cache(
+        queries(1, 3), *cache.layer(0), SCHEMES["rope"], cache.seqlens, cache_leftpad=cache.leftpad, impl=IMPL
+    )
+    assert out.shape == (3, 1, 2, HEAD_DIM)
+
+
+# ---- pages
+
+
+class TestOutOfPages:
+    def test_a_request_that_can_never_fit(self):
+        cache = paged(4)
+        other = cache.allocate(3 * PAGE)
+        for call in (
+            lambda: cache.allocate(4 * PAGE + 1),
+            lambda: cache.reserve([other], 4 * PAGE + 1),
+            lambda: cache.step([other], 4 * PAGE + 1).__enter__(),
+        ):
+            with pytest.raises(OutOfPages, match="; the whole pool is too small for this call$") as caught:
+                call()
+            assert caught.value.never
+        with pytest.raises(OutOfPages) as caught:
+            cache.allocate(2 * PAGE)
+        assert not caught.value.never and str(caught.value) == "needs 2 more pages, 1 are free of 4: 1 missing"
+        assert cache.free_pages == 1 and cache.sequences == [other]
+
+    def test_all_sequences_of_a_call_together(self):
+        cache = paged(4)
+        names = [cache.allocate() for _ in range(3)]
+        cache.reserve([names[2]], 1)
+        with pytest.raises(OutOfPages) as caught:
+            cache.reserve(names[:2], 2 * PAGE)
+        assert not caught.value.never  # once the third sequence is freed
+        with pytest.raises(OutOfPages) as caught:
+            cache.reserve(names, 2 * PAGE)
+        assert caught.value.never
+
+    @pytest.mark.parametrize("outside", [False, True])
+    def test_shared_pages(self, outside):
+        """Two forks that write need a copy of their last page; with a third holder outside the call both need one."""
+        cache = paged(2)
+        parent = cache.allocate()
+        with cache.step([parent], 4) as step:
+            write(step, [[1] * 4])
+        names = [parent, cache.fork(parent)]
+        if outside:
+            cache.fork(parent)
+            with pytest.raises(OutOfPages) as caught:
+                cache.reserve(names, 1)
+            assert not caught.value.never
+        else:
+            cache.reserve(names, 1)
+            assert cache.free_pages == 0
+
+    def test_a_longer_max_seqlen_than_the_pool(self):
+        cache = paged(2, max_seqlen=100)
+        with pytest.raises(OutOfPages) as caught:
+            cache.allocate(90)
+        assert caught.value.never
+        with pytest.raises(ValueError, match="length: expected at least 0 and at most 100, got 101"):
+            cache.allocate(101)
+
+
+# ---- autocast
+
+
+@both
+def test_autocast(kind):
+    """As in attention: float32 becomes the autocast type."""
+    cache = Both(kind, layers=2, dtype=torch.bfloat16)
+    new = [[1, 2, 3, 4]] * 3
+    with torch.autocast(DEVICE, torch.bfloat16):
+        q = queries(4, 3, dtype=torch.float32)
+        with cache.step(4) as step:
+            for layer in range(2):
+                k, v = rows(new, layer, torch.float32)
+                out = step.attend(q, SCHEMES["rope"], k, v.bfloat16() if layer else v, layer=layer)
+                assert out.dtype == torch.bfloat16
+                torch.testing.assert_close(out, attention(q, k, v, SCHEMES["rope"]), atol=1e-2, rtol=1e-2)
+        assert cache.attend(q, SCHEMES["rope"], layer=1).dtype == torch.bfloat16
+    with pytest.raises(TypeError, match=r"q: expected torch.bfloat16 as the cache, got torch.float32$"):
+        cache.attend(q, SCHEMES["rope"], layer=1)
+    single = Both(kind, layers=1, dtype=torch.float32)
+    k, v = rows(new, 0, torch.float32)
+    for call in (
+        lambda: single.attend(q, SCHEMES["rope"], k, v),
+        lambda: single.attend(q.bfloat16(), SCHEMES["rope"]),
+        lambda: single.append(k, v),
+    ):
+        message = "expected torch.float32 as the cache, got torch.bfloat16; autocast casts float32 to torch.bfloat16"
+        with torch.autocast(DEVICE, torch.bfloat16), pytest.raises(TypeError, match=message):
+            call()
+    assert single.lengths == [0] * 3
+    single = Both(kind, layers=1, dtype=torch.bfloat16)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        single.append(k, v)
+        single.attend(q, SCHEMES["rope"], k, v)
+    assert single.lengths == [8] * 3
+
+
+# ---- storage and arguments
+
+
+@pytest.mark.parametrize("make", [contiguous, lambda **o: paged(3, **o)])
+def test_layers_are_views_of_one_tensor(make):
+    cache, one = make(), make(layers=1)
+    assert one.k.ndim == 4 and cache.k.shape == (LAYERS, *one.k.shape) and cache.nbytes == LAYERS * one.nbytes
+    assert one.layer()[0] is one.k and one.layer(0)[1] is one.v
+    for layer in range(LAYERS):
+        for view, whole, single in zip(cache.layer(layer), (cache.k, cache.v), one.layer(0), strict=True):
+            assert view.data_ptr() == whole[layer].data_ptr() and view.stride() == single.stride()
+            if DEVICE == "cpu":
+                assert view.transpose(1, 2).is_contiguous()  # heads first
+    assert f"layers={LAYERS}; " in repr(cache).replace(", max_seqlen=48", "") and "layers" not in repr(one)
+
+
+K = torch.zeros(3, 4, HEADS_KV, HEAD_DIM, dtype=torch.float64, device=DEVICE)
+
+
+@both
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda c: c.attend(queries(1, 3), SCHEMES["rope"]), TypeError, "layer: expected an integer, got None"),
+        (
+            lambda c: c.attend(queries(1, 3), SCHEMES["rope"], layer=3),
+            ValueError,
+            "layer: expected at least 0 and at most 2, got 3",
+        ),
+        (
+            lambda c: c.attend(queries(1, 3), SCHEMES["rope"], K, K, layer=0),
+            ValueError,
+            "k: expected None, a cache of 3 layers takes k and v in a step",
+        ),
+        (
+            lambda c: c.append(K, K),
+            ValueError,
+            "k: expected shape (3, sequences, seqlen_new, heads_kv, head_dim), got (3, 4, 1, 8)",
+        ),
+        (lambda c: c.append(None, K), TypeError, "k: expected a tensor, got NoneType"),
+        (lambda c: c.step(4, leftpad=[1, 2]), ValueError, "leftpad: expected a list of 3 numbers, one per sequence"),
+        (lambda c: c.step(4, leftpad=3), ValueError, "leftpad: expected a list of 3 numbers, one per sequence, got 3"),
+        (
+            lambda c: c.step(4, leftpad=[2, 1, 0]),
+            ValueError,
+            "leftpad of entry 0: expected at least 1 and at most 1, got 2",
+        ),
+        (
+            lambda c: c.step(4, leftpad=[1, 1, 0]),
+            ValueError,
+            "leftpad of entry 2: expected at least 5 and at most 9, got 0",
+        ),
+        (
+            lambda c: c.step(4, leftpad=[1, 1, 10]),
+            ValueError,
+            "leftpad of entry 2: expected at least 5 and at most 9, got 10",
+        ),
+        (lambda c: c.step(-1), ValueError, "seqlen_new: expected at least 0, got -1"),
+        (
+            lambda c: c.attend(
+                queries(1, 3), SCHEMES["rope"], layer=0, cache_leftpad=torch.zeros(3, dtype=torch.int32)
+            ),
+            ValueError,
+            "cache_leftpad: expected None, because the cache remembers",
+        ),
+    ],
+)
+def test_errors(kind, call, error, message):
+    cache = Both(kind)
+    with cache.step(5, leftpad=[1, 1, 5]) as step:
+        write(step, [[1] * 5] * 3)
+    with pytest.raises(error, match=re.escape(message)):
+        call(cache)
+    assert cache.lengths == [5] * 3 and cache.padding == [1, 1, 5]
+
+
+@both
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda s: s.append(K, K, layer=0), ValueError, "layer 0: expected k and v once in a step"),
+        (lambda s: s.append(K[:, :3], K[:, :3], layer=1), ValueError, "k: expected seqlen_new 4 of this step, got 3"),
+        (lambda s: s.append(K, K), TypeError, "layer: expected an integer, got None"),
+        (lambda s: s.append(K, K[:, :3], layer=1), ValueError, "v: expected shape (3, 4, 1, 8), got (3, 3, 1, 8)"),
+        (lambda s: s.append(K.float(), K, layer=1), TypeError, "k: expected torch.float64 as the cache"),
+        (
+            lambda s: s.attend(queries(1, 2), SCHEMES["rope"], K, K, layer=1),
+            ValueError,
+            "q: expected shape (3, seqlen_q, heads_q",
+        ),
+        (lambda s: s.attend(queries(1, 3), SCHEMES["rope"], v=K, layer=1), TypeError, "k: expected a tensor"),
+        (
+            lambda s: s.attend(queries(1, 3), SCHEMES["rope"], K, K, layer=1, num_splits=0),
+            ValueError,
+            "num_splits: expected None or a number",
+        ),
+    ],
+)
+def test_errors_in_a_step(kind, call, error, message):
+    cache = Both(kind)
+    with pytest.raises(error, match=re.escape(message)), cache.step(4) as step:
+        write(step, [[1] * 4] * 3, [0])
+        call(step)
+    assert cache.lengths == [0] * 3
+    assert cache.contiguous or cache.cache.free_pages == 12
+
+
+@pytest.mark.parametrize("layers, error", [(0, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_construction(layers, error):
+    with pytest.raises(error, match="layers: expected"):
+        contiguous(layers=layers)
+    with pytest.raises(error, match="layers: expected"):
+        paged(layers=layers)
+
+
+def test_no_room_and_no_pages_at_the_start_of_a_step():
+    with pytest.raises(ValueError, match="sequence 0 has 0 of 60 slots in use: no room for 61"), contiguous().step(61):
+        raise AssertionError("the step was entered")
+    cache = paged(2)
+    name = cache.allocate()
+    with pytest.raises(OutOfPages), cache.step([name], 33):
+        raise AssertionError("the step was entered")
+    assert cache.free_pages == 2
+
+
+def test_made_in_inference_mode():
+    with torch.inference_mode():
+        caches = contiguous(1), paged()
+        name = caches[1].allocate()
+    for step in (caches[0].step(2, leftpad=[1]), caches[1].step([name], 2, leftpad=[1])):
+        with step:
+            write(step, [[1, 2]])
+    with torch.inference_mode(), caches[0].step(1) as step:
+        write(step, [[3]])
+    assert caches[0].lengths == [3] and caches[0].leftpad.tolist() == [1] and caches[1].lengths([name]) == [2]
