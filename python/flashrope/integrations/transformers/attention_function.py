@@ -33,11 +33,11 @@ def attention_forward(
     _check_call(module, scheme, dropout, sliding_window, kwargs | {"cache": None} if paged else kwargs)
     if query.dtype != value.dtype:  # autocast: the rotary embedding returns float32
         query, key = query.to(value.dtype), key.to(value.dtype)
+    options = {"softmax_scale": scaling, "sinks": s_aux}
     if paged:
-        return attend_paged(module, query, key, value, scaling, kwargs), None
+        return attend_paged(module, query, key, value, options, kwargs), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     seqlen = q.shape[1]
-    options = {"softmax_scale": scaling, "sinks": s_aux}
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
     if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, Packed):
         raise ValueError(

@@ -73,8 +73,9 @@ def _pages(allocator, kwargs) -> Pages:
     return Pages(block_table, lengths, slots)
 
 
-def attend_paged(module, query, key, value, scaling, kwargs) -> torch.Tensor:
-    """Attention of one layer of a batch. query, key, value: raw, (1, heads, tokens, head_dim).
+def attend_paged(module, query, key, value, options, kwargs) -> torch.Tensor:
+    """Attention of one layer of a batch. query, key, value: raw, (1, heads, tokens, head_dim); options: softmax_scale
+    and sinks.
 
     Returns:
         (1, tokens, heads_q, head_dim).
@@ -87,7 +88,7 @@ def attend_paged(module, query, key, value, scaling, kwargs) -> torch.Tensor:
         key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         starts_k, longest_k = kwargs["cu_seq_lens_k"], kwargs["max_length_k"]
-        return attention_varlen(q, k, v, rotary, starts, starts_k, longest, longest_k, softmax_scale=scaling)[None]
+        return attention_varlen(q, k, v, rotary, starts, starts_k, longest, longest_k, **options)[None]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     k_pages, v_pages = allocator.get_cache_for_block_table(layer)
     out = attention_varlen_with_cache(
@@ -102,7 +103,7 @@ def attend_paged(module, query, key, value, scaling, kwargs) -> torch.Tensor:
         v,
         block_table=pages.block_table,
         slot_mapping=pages.slots,
-        softmax_scale=scaling,
+        **options,
     )
     return out[None]
 
