@@ -3,7 +3,7 @@ pass."""
 
 from ._version import __version__
 from .api import attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
-from .cache import KVCache, OutOfPages, PagedKVCache
+from .cache import KVCache, OutOfPages, PagedKVCache, Step
 from .rotary import Band, Rotary
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "OutOfPages",
     "PagedKVCache",
     "Rotary",
+    "Step",
     "__version__",
     "attention",
     "attention_varlen",

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .. import KVCache, Rotary, attention
-from ..cache import Step
+from .. import KVCache, Rotary, Step, attention
 from .files import replacing
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rotary], torch.Tensor]
