@@ -62,8 +62,8 @@ def _turn_off(embedding: nn.Module, plan: Plan) -> None:
     if not any(_same(embedding, table, rotary) for rotary in plan.stock):
         schemes = " or ".join(map(repr, plan.stock))
         raise ValueError(
-            f"rope: expected the table of the model's configuration, {schemes}; got another one in vLLM's {name}, which "
-            "reads the rope parameters differently"
+            f"rope: expected the table of the model's configuration, {schemes}; got another one in vLLM's {name}, "
+            "which reads the rope parameters differently"
         )
     embedding.__class__ = RawRotaryEmbedding
     del embedding.cos_sin_cache

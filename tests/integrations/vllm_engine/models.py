@@ -12,7 +12,7 @@ from flashrope.integrations.transformers import convert
 VOCABULARY = 256
 COMMON = dict(
     vocab_size=VOCABULARY,
-    hidden_size=64,
+    hidden_size=128,
     intermediate_size=96,
     num_hidden_layers=3,
     num_attention_heads=4,
