@@ -132,7 +132,7 @@ class FlashropeImpl(AttentionImpl):
             raise ValueError(f"attn_type: expected decoder self-attention, got {attn_type}")
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        if not rotary_embedding._ROPE_DICT.has_raw(self.plan):
+        if self.plan.digest not in rotary_embedding._ROPE_DICT.raw:
             raise RuntimeError(
                 "flashrope: expected a model that gets its rotation from vLLM's get_rope, got one without"
             )

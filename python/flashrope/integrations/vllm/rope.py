@@ -19,7 +19,15 @@ class RopeRegistry(dict):
     """The embeddings that vLLM's ``get_rope`` has made in this process, apart by plan.
 
     An embedding is put in here when it is made. If the configuration in use asks for a scheme, it stops rotating then.
+
+    Attributes:
+        raw: digests of the plans for which an embedding was turned off. vLLM clears the dict at an engine's end, which
+            may be while another one starts.
     """
+
+    def __init__(self, embeddings=()):
+        super().__init__(embeddings)
+        self.raw: set[str] = set()
 
     def __contains__(self, key) -> bool:
         return super().__contains__(_by_plan(key))
@@ -31,11 +39,8 @@ class RopeRegistry(dict):
         plan = active_plan(get_current_vllm_config_or_none())
         if plan is not None:
             _turn_off(embedding, plan)
+            self.raw.add(plan.digest)
         super().__setitem__(_by_plan(key), embedding)
-
-    def has_raw(self, plan: Plan) -> bool:
-        """Whether an embedding was turned off for this plan."""
-        return any(isinstance(key, tuple) and key[0] == plan.digest for key in self)
 
 
 class RawRotaryEmbedding(nn.Module):
