@@ -41,9 +41,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @torch.no_grad()
-def reference(folder: str, options: dict | None, token_ids: list[int]) -> torch.Tensor:
+def reference(folder: str, options: dict | None, token_ids: list[int], dtype=torch.float32) -> torch.Tensor:
     """(tokens, vocabulary): log probabilities of the token after each, by convert() with the options; None: stock."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     if options is not None:
         convert(model, **{name: value for name, value in options.items() if name != "clip"})
-    return model(torch.tensor([token_ids]), use_cache=False).logits[0].log_softmax(-1)
+    return model(torch.tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)

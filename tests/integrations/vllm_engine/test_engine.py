@@ -4,8 +4,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
 
+import torch
 from engine import BOUND, differences, engine, generate
-from models import prompt, save_model
+from models import prompt, reference, save_model
 from vllm.exceptions import VLLMValidationError
 
 from flashrope import Rotary
@@ -116,6 +117,30 @@ def test_compiled(llama):
     """torch.compile takes the model with the attention as one operator; the rotation is not in the graph."""
     with engine(llama, REROPE, enforce_eager=False) as llm:
         outputs = generate(llm, [prompt(n) for n in (5, 64, 300)], tokens=8)
+    assert max(differences(llama, REROPE, outputs)) <= BOUND
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(llama, dtype):
+    """As far from float32 as convert() in the same type is: rounding of weights and activations, not of a scheme."""
+    ids = prompt(300)
+    with engine(llama, REROPE, dtype=dtype) as llm:
+        (output,) = generate(llm, [ids], tokens=1)
+    exact = reference(llama, REROPE, ids)
+    rounded = float((reference(llama, REROPE, ids, getattr(torch, dtype)) - exact).abs().max())
+    served = max(
+        abs(entry[ids[n + 1]].logprob - float(exact[n, ids[n + 1]]))
+        for n, entry in enumerate(output.prompt_logprobs[1:])
+    )
+    assert 0 < served <= 1.5 * rounded < 1
+
+
+@pytest.mark.slow
+def test_two_ranks(llama, monkeypatch):
+    """Tensor parallel: each rank has half of the heads."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with engine(llama, REROPE, tensor_parallel_size=2) as llm:
+        outputs = generate(llm, [prompt(n) for n in (5, 65, 300)])
     assert max(differences(llama, REROPE, outputs)) <= BOUND
 
 
