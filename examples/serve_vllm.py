@@ -4,7 +4,8 @@
     python serve_vllm.py                       # a small random model, to see it run; its tokens mean nothing
 
 Distances from --window on are seen as --window, which the model knows, and queries are scaled by
-max(1, ln(i + 1) / ln(training length)), which keeps attention as sharp. The cache holds raw keys once. The same for the OpenAI server:
+max(1, ln(i + 1) / ln(training length)), which keeps attention as sharp. The cache holds raw keys once. The same for the
+OpenAI server:
 
     VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 vllm serve Qwen/Qwen3-0.6B --max-model-len 65536 \
         --hf-overrides '{"flashrope": {"window": 2048, "log_n": true}}'
