@@ -154,7 +154,13 @@ def _check_model(model, hf_config) -> None:
         )
     if model.runner_type != "generate":
         raise ValueError(f"runner: expected 'generate', got {model.runner_type!r}")
-    for name in ("attn_logit_softcapping", "dual_chunk_attention_config", "attention_chunk_size", "layer_rope_theta"):
+    for name in (
+        "attn_logit_softcapping",
+        "dual_chunk_attention_config",
+        "attention_chunk_size",
+        "layer_rope_theta",
+        "llama_4_scaling",
+    ):
         if getattr(hf_config, name, None):
             raise ValueError(f"{name}: expected none, which flashrope's attention has not, got {_get(hf_config, name)}")
     if getattr(hf_config, "alibi", False):
