@@ -17,7 +17,6 @@ REFUSED = {  # model, its changes, options, settings, message
     "backend": ("llama", {}, {}, {"attention_backend": "CPU_ATTN"}, "attention_backend: expected none or CUSTOM"),
     "soft cap": ("gemma2", HYBRID, {}, {}, "attn_logit_softcapping: expected none, .* got 50.0"),
     "alibi": ("bloom", {}, {}, {}, "architecture: expected one of .* got BloomForCausalLM"),
-    "transformers' model": ("olmo2", {}, {}, {}, "architecture: expected one of .* got Olmo2ForCausalLM"),
     "sliding": ("mistral", {"sliding_window": 48}, {"window": 8}, {}, "window: expected a model whose layers see all"),
 }
 
