@@ -45,7 +45,7 @@ def test_the_scheme_shows(llama):
     """The tests above could not tell schemes apart if it did not."""
     with engine(llama, REROPE) as llm:
         outputs = generate(llm, [prompt(300)])
-    assert max(differences(llama, {}, outputs)) > 0.1
+    assert max(differences(llama, REROPE, outputs)) <= BOUND < 0.1 < max(differences(llama, {}, outputs))
 
 
 def test_a_model_that_does_not_ask_is_stock(llama):

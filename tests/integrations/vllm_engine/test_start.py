@@ -61,3 +61,36 @@ def test_rotation_outside_get_rope(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="expected a model that gets its rotation from vLLM's get_rope"):
         with engine(save_model(tmp_path, "llama"), {"window": 33}):
             pass
+
+
+def test_another_plugins_backend(tmp_path, monkeypatch):
+    """Raw keys must not go to an attention that expects rotated ones; stock models do not care."""
+    from engine import engine
+    from vllm.v1.attention.backends import registry
+
+    folder, custom = save_model(tmp_path, "llama"), registry.AttentionBackendEnum.CUSTOM
+    monkeypatch.setitem(registry._ATTN_OVERRIDES, custom, "another.Backend")
+    with pytest.raises(RuntimeError, match="attention_backend: expected CUSTOM to be flashrope.* got another.Backend"):
+        with engine(folder, {}):
+            pass
+    with engine(folder, None):
+        pass
+
+
+def test_another_plugins_backend_in_a_worker(tmp_path, monkeypatch):
+    """The worker registers plugins anew, maybe in another order than the process that checked the configuration."""
+    from engine import engine
+    from vllm.v1.attention.backends import registry
+
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    stock = CPUModelRunner.load_model
+
+    def load_model(self, *args, **kwargs):
+        monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CUSTOM, "another.Backend")
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(CPUModelRunner, "load_model", load_model)
+    with pytest.raises(RuntimeError, match="attention_backend: expected CUSTOM to be flashrope.* got another.Backend"):
+        with engine(save_model(tmp_path, "llama"), {}):
+            pass

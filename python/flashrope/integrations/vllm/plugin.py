@@ -52,6 +52,18 @@ def active_plan(config) -> Plan | None:
     return _plans[digest]
 
 
+def check_backend() -> None:
+    """
+    Raises:
+        RuntimeError: another plugin has taken vLLM's CUSTOM, so keys that are not rotated would go to its attention.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    path = AttentionBackendEnum[BACKEND].get_path()
+    if path != BACKEND_PATH:
+        raise RuntimeError(f"attention_backend: expected {BACKEND} to be {BACKEND_PATH}, got {path} of another plugin")
+
+
 def _digest(config) -> str | None:
     additional = getattr(config, "additional_config", None)
     return additional.get(FIELD) if isinstance(additional, dict) else None
@@ -83,6 +95,7 @@ def _configure(platform, vllm_config) -> None:
     if not isinstance(vllm_config.additional_config, dict):
         given = type(vllm_config.additional_config).__name__
         raise TypeError(f"additional_config: expected a dict, to hold the scheme's digest, got {given}")
+    check_backend()
     plan = make_plan(vllm_config)
     # compute_hash covers it, so compiled graphs of different schemes are kept apart; workers compare it with their plan
     vllm_config.additional_config = {**vllm_config.additional_config, FIELD: plan.digest}

@@ -10,7 +10,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from ...rotary import Rotary
 from .plan import Plan
-from .plugin import active_plan
+from .plugin import active_plan, check_backend
 
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a frequency read from a table
 
@@ -38,6 +38,7 @@ class RopeRegistry(dict):
     def __setitem__(self, key, embedding) -> None:
         plan = active_plan(get_current_vllm_config_or_none())
         if plan is not None:
+            check_backend()
             _turn_off(embedding, plan)
             self.raw.add(plan.digest)
         super().__setitem__(_by_plan(key), embedding)
