@@ -5,8 +5,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from flashrope import Rotary
+from flashrope import Rotary, attention_varlen_with_cache
 from flashrope.integrations.vllm.options import read_options
 from flashrope.integrations.vllm.plan import ARCHITECTURES, asked, make_plan
 
@@ -203,6 +204,35 @@ def test_refused(name):
     changes, message = REFUSED[name]
     with pytest.raises((TypeError, ValueError), match=message):
         make_plan(config(**{"options": {}, **changes}))
+
+
+@pytest.mark.parametrize("impl", ["triton", "cpu"])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_pages_as_vllm_lays_them_out(impl, heads_first):
+    """Keys and values side by side in blocks of (heads_kv, block_size, 2 * head_dim), in either order in memory: the
+    call that the backend makes on a GPU and on the CPU."""
+    torch.manual_seed(0)
+    blocks, heads_kv, size, head_dim, lengths, new = 12, 2, 16, 32, [40, 17, 64], [1, 17, 5]
+    cache = torch.randn(blocks, heads_kv, size, 2 * head_dim)
+    if not heads_first:
+        cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+    tokens = sum(new)
+    q = torch.randn(tokens + 3, 2 * heads_kv, head_dim)  # three rows of padding
+    k, v = torch.randn(2, tokens + 3, heads_kv, head_dim)
+    table = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).view(3, 4).int()
+    slots = [
+        int(table[b, i // size]) * size + i % size for b in range(3) for i in range(lengths[b] - new[b], lengths[b])
+    ]
+    arguments = (torch.tensor([0, 1, 18, 23]).int(), torch.tensor(lengths).int(), max(new), k[:tokens], v[:tokens])
+    rotary = Rotary.rope(head_dim).rectify(8).log_n(32)
+    results = []
+    for name in (impl, "reference"):
+        pages = cache.clone(memory_format=torch.preserve_format).transpose(1, 2).split(head_dim, dim=-1)
+        mapping = torch.tensor(slots)
+        options = dict(block_table=table, slot_mapping=mapping, softmax_scale=0.3, impl=name)
+        results.append((attention_varlen_with_cache(q[:tokens], *pages, rotary, *arguments, **options), *pages))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_options_are_those_of_convert_and_clip():

@@ -94,3 +94,25 @@ def test_another_plugins_backend_in_a_worker(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="attention_backend: expected CUSTOM to be flashrope.* got another.Backend"):
         with engine(save_model(tmp_path, "llama"), {}):
             pass
+
+
+def test_what_a_gpu_would_be_asked():
+    """CudaPlatform validates CUSTOM with these arguments; nothing of this ran on a GPU."""
+    import torch
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from flashrope.integrations.vllm.backend import FlashropeBackend
+
+    def reasons(capability, **changes):
+        layer = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16)
+        asked = AttentionSelectorConfig(**{**layer, **changes})._asdict()
+        return FlashropeBackend.validate_configuration(device_capability=capability, **asked)
+
+    ampere = DeviceCapability(8, 0)
+    assert reasons(ampere) == [] == reasons(ampere, has_sliding_window=True)
+    assert reasons(DeviceCapability(7, 5)) == ["compute capability not supported"]
+    assert reasons(ampere, kv_cache_dtype="fp8") == ["kv_cache_dtype not supported"]
+    assert reasons(ampere, has_sink=True) == ["attention sinks not supported"]
+    assert reasons(ampere, head_size=100) == ["head_size not supported"]
+    assert reasons(ampere, attn_type="encoder_only") == ["attention type encoder_only not supported"]
