@@ -182,6 +182,7 @@ setup(
         "flashrope.demo",
         "flashrope.integrations",
         "flashrope.integrations.transformers",
+        "flashrope.integrations.vllm",
         "flashrope.triton_kernels",
     ],
     package_data={"flashrope": ["py.typed"], "flashrope.backends.cpu": ["csrc/*"]},

@@ -20,6 +20,7 @@ SUBCOMMANDS = {  # name: (module, what it does)
     "ceilings": ("timing.ceilings", "what the device reaches: a large matrix product, a copy, a read"),
     "cpu": ("timing.cpu", "speed and memory of the CPU backend, against PyTorch in the same run"),
     "host": ("timing.host", "host time until a call has queued its Triton kernels, with or without a GPU"),
+    "serving": ("timing.serving", "vLLM on the CPU, stock and with flashrope's plugin: tokens per second, cache bytes"),
     "tune": ("timing.tune", "tiles for configs.py: timed on a GPU, or ranked by their machine code without one"),
     "gate": ("compiling.gate", "compile every Triton kernel without a GPU; check spills, shared memory, instructions"),
     "gate-cuda": ("compiling.gate_cuda", "the same for the CUDA C++ kernels, where nvcc is installed"),

@@ -1,6 +1,6 @@
 """What the compiled kernels do, counted while the PTX executor of tests/executor runs them, against what they need.
 
-python -m bench work [--arch 90] [--seqlens 1024 4096] [--window 512]
+python -m bench work [--arch 90] [--seqlens 1024 4096] [--window 512] [--decode-only]
 
 Needs a C++ compiler and no GPU. Tensor-core work and bytes of global memory are exact numbers of executed instructions,
 not measurements; they say nothing about time.
@@ -73,11 +73,16 @@ def forward_tile(arch: int, num_bands: int):
     return configs.tile("forward", arch, HEAD_DIM, ITEMSIZE, num_bands)
 
 
-def report(arch: int, seqlens: list[int], window: int) -> None:
+def report(arch: int, seqlens: list[int], window: int, decode_only: bool = False) -> None:
     from flashrope import Rotary
 
-    row_bytes = HEAD_DIM * ITEMSIZE
     schemes = {"HoPE": Rotary.hope(HEAD_DIM, 4096), "ReRoPE": Rotary.rope(HEAD_DIM).rectify(window)}
+    if not decode_only:
+        report_prefill(arch, seqlens, window, schemes)
+    report_decode(seqlens, schemes)
+
+
+def report_prefill(arch: int, seqlens: list[int], window: int, schemes: dict) -> None:
     print(f"prefill, one head, head_dim {HEAD_DIM}, bf16, causal, sm_{arch}; ReRoPE window {window}")
     print(
         "| keys | scheme | warp instr. | tensor GFLOP | tiles | ex2 | Q read | table read | K read | V read "
@@ -99,6 +104,10 @@ def report(arch: int, seqlens: list[int], window: int) -> None:
                 f"{forward.lanes('ex2.')} | {read['q']} | {read['scheme.table']} | {keys} | {read['v']} | {passed} |"
             )
         print(f"| | ReRoPE over HoPE | | {100 * (flops['ReRoPE'] / flops['HoPE'] - 1):+.1f}% | | | | | | | |")
+
+
+def report_decode(seqlens: list[int], schemes: dict) -> None:
+    row_bytes = HEAD_DIM * ITEMSIZE
     print(f"\ndecoding, one token, {HEADS_Q} query heads to one key head, 2 splits")
     print("| keys | scheme | K read | V read | bytes of K | warp instr. |\n|---|---|---|---|---|---|")
     for seqlen in seqlens:
@@ -113,6 +122,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--arch", type=int, default=90, choices=(80, 86, 89, 90))
     parser.add_argument("--seqlens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--decode-only", action="store_true", help="without prefill, which takes long at long contexts")
     options = parser.parse_args(argv)
     sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests"))
     from executor import build, driver
@@ -123,7 +133,7 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     with driver.executed(options.arch):
-        report(options.arch, options.seqlens, options.window)
+        report(options.arch, options.seqlens, options.window, options.decode_only)
     return 0
 
 

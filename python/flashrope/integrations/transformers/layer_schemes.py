@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-import transformers
-
 from ...rotary import Rotary
 
 
@@ -116,6 +114,8 @@ def _grows_from(config, layer_type) -> float:
         return config.max_position_embeddings
     if rope_type not in ("longrope", "su"):
         return math.inf
+    import transformers
+
     of_config = getattr(config, "original_max_position_embeddings", None)
     if of_config is None and int(transformers.__version__.split(".")[0]) < 5:
         raise ValueError(

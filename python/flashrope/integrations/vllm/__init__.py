@@ -1,0 +1,24 @@
+"""vLLM: serves a model with a scheme of this package. Raw keys stay in the engine's own paged cache.
+
+vLLM loads ``register`` through the entry point group ``vllm.general_plugins``. It changes nothing for a model whose
+configuration has no field "flashrope".
+
+Where to look:
+
+    options   the field "flashrope" of a model's configuration
+    plan      the scheme of every layer, and what is refused; needs no vLLM
+    plugin    register: what is hooked into vLLM
+    rope      turns off the model's own rotary embedding
+    backend   vLLM's attention backend, over attention_varlen_with_cache
+
+docs/serving.md says how to use it.
+"""
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Hooks this package into vLLM; vLLM calls it in every process. A second call does nothing."""
+    from . import plugin
+
+    plugin.register()

@@ -1,0 +1,187 @@
+"""vLLM's attention backend: ragged batches over its pages, with raw keys, by ``attention_varlen_with_cache``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+)
+
+from ...api import attention_varlen_with_cache
+from ...rotary import Rotary
+from .plan import BACKEND, MAX_HEAD_DIM, check_cache_dtype
+from .plugin import active_plan
+
+
+class FlashropeBackend(AttentionBackend):
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32"]
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashropeImpl]:
+        return FlashropeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashropeMetadataBuilder]:
+        return FlashropeMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int]:
+        return [16, 32, 64, 128, 256, 512, 1024]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and head_size <= MAX_HEAD_DIM
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_compute_capability(cls, capability) -> bool:
+        return capability is None or capability.major >= 8
+
+
+@dataclass
+class FlashropeMetadata(AttentionMetadata):
+    """One step's batch; all tensors on the device."""
+
+    tokens: int  # of q, without padding
+    max_seqlen_q: int
+    cu_seqlens_q: torch.Tensor  # (requests + 1,) int32
+    seqlens: torch.Tensor  # (requests,) int32, the new tokens included
+    block_table: torch.Tensor  # (requests, max_blocks) int32
+    slot_mapping: torch.Tensor  # (tokens,) int64
+
+
+class FlashropeMetadataBuilder(AttentionMetadataBuilder[FlashropeMetadata]):
+    """CUDA graphs hold what lies between the attention layers (piecewise), not the attention."""
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FlashropeMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise ValueError("causal: expected causal attention for every request, got a request that sees keys ahead")
+        requests, tokens = common.num_reqs, common.num_actual_tokens
+        return FlashropeMetadata(
+            tokens,
+            common.max_query_len,
+            common.query_start_loc[: requests + 1],
+            common.seq_lens[:requests],
+            common.block_table_tensor[:requests].contiguous(),
+            common.slot_mapping[:tokens],
+        )
+
+
+class FlashropeImpl(AttentionImpl):
+    """The attention of one layer; the scheme is found by its index when it first runs, while the engine starts."""
+
+    def __init__(
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads=None,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype="auto",
+        logits_soft_cap=None,
+        attn_type=AttentionType.DECODER,
+        kv_sharing_target_layer_name=None,
+        **others,
+    ) -> None:
+        config = get_current_vllm_config()
+        self.plan = active_plan(config)
+        if self.plan is None:
+            raise ValueError('attention_backend: expected a model with a field "flashrope" for CUSTOM, got none')
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
+        self.rotary: Rotary | None = None
+        check_cache_dtype(kv_cache_dtype, config.model_config.dtype)
+        given = {
+            "alibi_slopes": alibi_slopes,
+            "logits_soft_cap": logits_soft_cap or None,  # some models pass 0
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+            **others,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name}: expected none, which flashrope's attention has not, got {value!r}")
+        if attn_type != AttentionType.DECODER:
+            raise ValueError(f"attn_type: expected decoder self-attention, got {attn_type}")
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if self.plan.digest not in rotary_embedding._ROPE_DICT.raw:
+            raise RuntimeError(
+                "flashrope: expected a model that gets its rotation from vLLM's get_rope, got one without"
+            )
+
+    def forward(
+        self,
+        layer,
+        query: torch.Tensor,  # (tokens, heads_q, head_dim), raw, maybe padded
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,  # (blocks, heads_kv, block_size, 2 * head_dim), any strides
+        attn_metadata: FlashropeMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if self.rotary is None:
+            self.rotary = self._find_rotary(layer.layer_name)
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output_scale: expected none, got a quantised output")
+        if attn_metadata is None:  # a profiling run
+            return output.zero_()
+        n = attn_metadata.tokens
+        k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        out = attention_varlen_with_cache(
+            query[:n],
+            k_cache,
+            v_cache,
+            self.rotary,
+            attn_metadata.cu_seqlens_q,
+            attn_metadata.seqlens,
+            attn_metadata.max_seqlen_q,
+            key[:n],
+            value[:n],
+            block_table=attn_metadata.block_table,
+            slot_mapping=attn_metadata.slot_mapping,
+            softmax_scale=self.scale,
+        )
+        output[:n].copy_(out.view_as(output[:n]))
+        return output
+
+    def _find_rotary(self, layer_name: str) -> Rotary:
+        index = extract_layer_index(layer_name)
+        rotary, window = self.plan.layers[index]
+        if self.sliding_window != window:
+            raise ValueError(
+                f"sliding_window: expected {window} in layer {index}, as the model's configuration says, got "
+                f"{self.sliding_window} from vLLM"
+            )
+        if rotary.head_dim != self.head_size:
+            raise ValueError(f"head_size: expected {rotary.head_dim} in layer {index}, got {self.head_size} from vLLM")
+        return rotary

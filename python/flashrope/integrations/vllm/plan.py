@@ -1,0 +1,232 @@
+"""The scheme of every layer of a served model, and what the plugin refuses. Nothing here imports vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import NamedTuple
+
+from ...rotary import Rotary
+from ..transformers.layer_schemes import LayerScheme, layer_type_of, sliding_window_of, training_length
+from .options import FIELD, read_options
+
+# Architectures whose vLLM code rotates through get_rope alone and whose log probabilities the tests compare with
+# convert(). Others may rotate inside a fused kernel, which nothing here could turn off.
+ARCHITECTURES = (
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "StableLmForCausalLM",
+)
+BACKEND = "CUSTOM"  # vLLM's name for a backend from outside
+MODEL_DTYPES = {"float16", "bfloat16", "float32"}
+SPECULATION = ("ngram", "suffix")  # drafts from the text; others have a draft model, with attention of its own
+MAX_HEAD_DIM = 256
+
+
+class Layer(NamedTuple):
+    """One layer's attention."""
+
+    rotary: Rotary
+    window: int | None  # the model's own sliding window, in keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a served model computes.
+
+    Attributes:
+        layers: by layer index.
+        stock: the model's own schemes, whose rotary embeddings are turned off.
+    """
+
+    layers: tuple[Layer, ...]
+    stock: frozenset[Rotary]
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits. Different ones: keys and values of deeper layers are not interchangeable."""
+        layers = [[layer.rotary.text, layer.window] for layer in self.layers]
+        return hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:32]
+
+    def __str__(self) -> str:
+        """Every scheme with its layers."""
+        layers_of: dict[Layer, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            layers_of.setdefault(layer, []).append(index)
+        if len(layers_of) == 1:
+            return f"all {len(self.layers)} layers {self.layers[0].rotary!r}"
+        return "; ".join(f"layers {', '.join(map(str, n))} {layer.rotary!r}" for layer, n in layers_of.items())
+
+
+def asked(config) -> bool:
+    """config: vLLM's VllmConfig."""
+    return _field(config) is not None
+
+
+def make_plan(config) -> Plan:
+    """The plan of a VllmConfig whose model asks for one.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what came.
+    """
+    model = config.model_config
+    options = read_options(_field(config))
+    hf_config = model.hf_text_config
+    _check_model(model, hf_config)
+    _check_engine(config)
+    _check_lengths(model, hf_config, options)
+    clip = options.pop("clip")
+    if options["log_n"] is True:
+        options["log_n"] = training_length(hf_config)
+    plan = Plan(*_layers(hf_config, options, clip, model.max_model_len))
+    head_dim = plan.layers[0].rotary.head_dim
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim: expected a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
+    return plan
+
+
+def _field(config):
+    model = config.model_config
+    for hf_config in (getattr(model, "hf_text_config", None), getattr(model, "hf_config", None)):
+        if getattr(hf_config, FIELD, None) is not None:
+            return getattr(hf_config, FIELD)
+    return None
+
+
+# ---- layers
+
+
+def _layers(hf_config, options: dict, clip: bool | None, max_model_len: int):
+    layers: list[Layer] = []
+    schemes: dict[tuple, Layer] = {}
+    stock = set()
+    if isinstance(options["rotary"], dict):
+        layer_types = sorted(set(getattr(hf_config, "layer_types", None) or ()))
+        if sorted(options["rotary"]) != layer_types:
+            raise ValueError(f"rotary: expected the layer types {layer_types}, got {sorted(options['rotary'])}")
+    for index in range(hf_config.num_hidden_layers):
+        key = layer_type_of(hf_config, index), sliding_window_of(hf_config, index)
+        if key not in schemes:
+            schemes[key] = _layer(hf_config, key, options, clip, max_model_len)
+            stock.add(Rotary.from_hf_config(hf_config, key[0]))
+        layers.append(schemes[key])
+    if options["log_n"] and all(layer.window for layer in layers):
+        raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
+    return tuple(layers), frozenset(stock)
+
+
+def _layer(hf_config, key: tuple, options: dict, clip: bool | None, max_model_len: int) -> Layer:
+    scheme = LayerScheme(hf_config, *key, True, options)
+    if scheme.grows_from < max_model_len:
+        raise ValueError(
+            f"max_model_len: expected at most {scheme.grows_from}, beyond which the frequencies of this model's rope "
+            f"type depend on the length of each sequence, got {max_model_len}"
+        )
+    rotary = scheme.rotary
+    head_dim = Rotary.from_hf_config(hf_config, key[0]).head_dim
+    if rotary.head_dim != head_dim:
+        raise ValueError(f"rotary: expected head_dim {head_dim} as in the model, got {rotary.head_dim}")
+    if rotary.axis:
+        raise ValueError("rotary: expected a scheme of one-dimensional positions, got an axial one")
+    if clip is False and rotary.log_n_scale is not None:
+        rotary = dataclasses.replace(rotary, log_n_scale=(rotary.log_n_scale[0], False))
+    return Layer(rotary, scheme.window)
+
+
+# ---- refusals
+
+
+def _check_model(model, hf_config) -> None:
+    if model.architecture not in ARCHITECTURES:
+        raise ValueError(
+            "architecture: expected one of those that are tested, which rotate through vLLM's get_rope alone, "
+            f"{', '.join(ARCHITECTURES)}; got {model.architecture}"
+        )
+    if model.runner_type != "generate":
+        raise ValueError(f"runner: expected 'generate', got {model.runner_type!r}")
+    for name in (
+        "attn_logit_softcapping",
+        "dual_chunk_attention_config",
+        "attention_chunk_size",
+        "layer_rope_theta",
+        "llama_4_scaling",
+    ):
+        if getattr(hf_config, name, None):
+            raise ValueError(f"{name}: expected none, which flashrope's attention has not, got {_get(hf_config, name)}")
+    if getattr(hf_config, "alibi", False):
+        raise ValueError("alibi: expected a model that rotates, got a bias on its scores")
+    for name in ("use_bidirectional_attention", "is_encoder_decoder"):
+        if getattr(hf_config, name, False):
+            raise ValueError(f"{name}: expected causal self-attention in every layer, got {_get(hf_config, name)}")
+    if getattr(hf_config, "is_causal", True) is False:
+        raise ValueError("is_causal: expected causal self-attention in every layer, got False")
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in MODEL_DTYPES:
+        raise ValueError(f"dtype: expected {', '.join(sorted(MODEL_DTYPES))}, got {dtype}")
+
+
+def _get(config, name: str):
+    return repr(getattr(config, name))
+
+
+def _check_engine(config) -> None:
+    cache = config.cache_config
+    check_cache_dtype(cache.cache_dtype, config.model_config.dtype)
+    size = cache.block_size
+    if size is not None and (size < 16 or size & (size - 1)):
+        raise ValueError(f"block_size: expected 16, 32, 64, 128, ..., got {size}")
+    attention = config.attention_config
+    chosen = [attention.backend, *(getattr(attention, "backend_per_kind", None) or {}).values()]
+    for backend in chosen:
+        if backend is not None and getattr(backend, "name", backend) != BACKEND:
+            name = getattr(backend, "name", backend)
+            raise ValueError(f"attention_backend: expected none or {BACKEND}, which flashrope registers, got {name}")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(config.parallel_config, name, 1)
+        if size > 1:
+            raise ValueError(f"{name}: expected 1, got {size}; shards of one sequence's keys are not supported")
+    if getattr(config, "kv_transfer_config", None) is not None:
+        raise ValueError(
+            "kv_transfer_config: expected none, got a connector; its store may be shared with engines whose keys are "
+            "rotated or whose scheme differs"
+        )
+    speculative = getattr(config, "speculative_config", None)
+    if speculative is not None and speculative.method not in SPECULATION:
+        raise ValueError(
+            f"speculative_config: expected a method without a draft model, {', '.join(SPECULATION)}, got "
+            f"{speculative.method!r}"
+        )
+
+
+def check_cache_dtype(cache_dtype: str, dtype) -> None:
+    """cache_dtype: vLLM's name; dtype: the model's."""
+    name = str(dtype).removeprefix("torch.")
+    if cache_dtype not in ("auto", name):
+        raise ValueError(
+            f"kv_cache_dtype: expected auto or {name}, the model's dtype, got {cache_dtype}; the cache holds raw "
+            "keys that are not quantised"
+        )
+
+
+def _check_lengths(model, hf_config, options: dict) -> None:
+    window, length = options["window"], model.max_model_len
+    if window is not None and window >= length:
+        raise ValueError(
+            f"window: expected less than max_model_len = {length}, since no distance lies beyond it, got {window}"
+        )
+    overrides = getattr(model, "hf_overrides", None)
+    if options["log_n"] is True and isinstance(overrides, dict) and "max_position_embeddings" in overrides:
+        raise ValueError(
+            "log_n: expected the training length in tokens where hf_overrides replaces max_position_embeddings, got "
+            "true, which would read the replaced one"
+        )

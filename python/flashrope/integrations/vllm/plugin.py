@@ -1,0 +1,161 @@
+"""What is hooked into vLLM, once per process.
+
+The platform's ``check_and_update_config`` sees every VllmConfig before anything is built from it. For a model that asks
+for a scheme it makes the plan, or refuses, and selects this package's attention backend. Three more hooks look at the
+configuration that is then in use: the registry of ``get_rope``, the CPU platform's choice of a backend, and the seed of
+the prefix cache's block hashes. Without a model that asks, all of them do what vLLM does.
+"""
+
+from __future__ import annotations
+
+from .options import FIELD
+from .plan import BACKEND, Plan, asked, make_plan
+
+TESTED = "0.32.0"  # vLLM
+BACKEND_PATH = "flashrope.integrations.vllm.backend.FlashropeBackend"
+
+_plans: dict[str, Plan] = {}  # by digest
+_problem: Exception | None = None  # this vLLM has no such hook; an error only for models that ask
+
+
+def register() -> None:
+    from vllm.platforms import current_platform
+
+    global _problem
+    platform = type(current_platform)
+    if getattr(platform, "_flashrope", False):
+        return
+    _hook_configuration(platform)
+    platform._flashrope = True
+    try:
+        _hook_backend(platform, current_platform.is_cpu())
+        _hook_rope()
+        _hook_block_hashes()
+    except (AttributeError, ImportError) as error:
+        _problem = error
+
+
+def active_plan(config) -> Plan | None:
+    """The plan of a VllmConfig that was checked, in this process or in the one that sent it; None: stock vLLM."""
+    if config is None or config.model_config is None or not asked(config):
+        return None
+    digest = _digest(config)
+    if digest is None:
+        raise RuntimeError(
+            "flashrope: expected a configuration that was checked when it was made, got one that was not"
+        )
+    if digest not in _plans:
+        plan = make_plan(config)
+        if plan.digest != digest:
+            raise RuntimeError("flashrope: expected the scheme that the configuration was checked for, got another one")
+        _plans[digest] = plan
+    return _plans[digest]
+
+
+def check_backend() -> None:
+    """
+    Raises:
+        RuntimeError: another plugin has taken vLLM's CUSTOM, so keys that are not rotated would go to its attention.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    path = AttentionBackendEnum[BACKEND].get_path()
+    if path != BACKEND_PATH:
+        raise RuntimeError(f"attention_backend: expected {BACKEND} to be {BACKEND_PATH}, got {path} of another plugin")
+
+
+def _digest(config) -> str | None:
+    additional = getattr(config, "additional_config", None)
+    return additional.get(FIELD) if isinstance(additional, dict) else None
+
+
+# ---- hooks
+
+
+def _hook_configuration(platform) -> None:
+    stock = platform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, vllm_config) -> None:
+        stock(cls, vllm_config)
+        if vllm_config.model_config is not None and asked(vllm_config):
+            _configure(cls, vllm_config)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _configure(platform, vllm_config) -> None:
+    import vllm
+    from vllm.logger import init_logger
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if _problem is not None:
+        raise RuntimeError(f"vllm: expected {TESTED}, got {vllm.__version__}, which has no {_problem}") from _problem
+    if platform.device_type not in ("cpu", "cuda") or platform._enum.name == "ROCM":
+        raise ValueError(f"device: expected a CPU or an NVIDIA GPU, got {platform._enum.name}")
+    if not isinstance(vllm_config.additional_config, dict):
+        given = type(vllm_config.additional_config).__name__
+        raise TypeError(f"additional_config: expected a dict, to hold the scheme's digest, got {given}")
+    check_backend()
+    plan = make_plan(vllm_config)
+    # compute_hash covers it, so compiled graphs of different schemes are kept apart; workers compare it with their plan
+    vllm_config.additional_config = {**vllm_config.additional_config, FIELD: plan.digest}
+    vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
+    _plans[plan.digest] = plan
+    # vLLM prints the loggers below its own
+    init_logger("vllm.plugins.flashrope").info(
+        "flashrope: %s, context %d, raw keys in the cache, block hashes of their own (%s): %s",
+        vllm_config.model_config.architecture,
+        vllm_config.model_config.max_model_len,
+        plan.digest[:8],
+        plan,
+    )
+
+
+def _hook_backend(platform, is_cpu: bool) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum[BACKEND], BACKEND_PATH)
+    if not is_cpu:
+        return  # CudaPlatform honours CUSTOM; CpuPlatform looks at nothing but its own backends
+    stock = platform.get_attn_backend_cls.__func__
+
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None) -> str:
+        custom = AttentionBackendEnum[BACKEND]
+        if selected_backend is not custom or custom.get_path() != BACKEND_PATH:
+            return stock(cls, selected_backend, attn_selector_config, num_heads)
+        reasons = custom.get_class().validate_configuration(device_capability=None, **attn_selector_config._asdict())
+        if reasons:
+            raise ValueError(f"flashrope: expected an attention layer that it serves, got {', '.join(reasons)}")
+        return BACKEND_PATH
+
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+
+
+def _hook_rope() -> None:
+    from vllm.model_executor.layers import rotary_embedding
+
+    from .rope import RopeRegistry
+
+    rotary_embedding._ROPE_DICT = RopeRegistry(rotary_embedding._ROPE_DICT)
+
+
+def _hook_block_hashes() -> None:
+    """A block's hash covers its tokens and the blocks before it. Keys of the layers after the first depend on the
+    scheme too, so it is part of the seed that the first block's hash starts from."""
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    digest = None
+    init, resolve_seed = Scheduler.__init__, kv_cache_utils.resolve_none_hash_seed
+
+    def init_and_note(self, vllm_config, *args, **kwargs):
+        nonlocal digest
+        digest = _digest(vllm_config) if vllm_config.model_config is not None and asked(vllm_config) else None
+        init(self, vllm_config, *args, **kwargs)
+
+    def resolve_none_hash_seed(hash_fn) -> str:  # EngineCore calls it after it has made its scheduler
+        seed = resolve_seed(hash_fn)
+        return seed if digest is None else f"{seed}:{FIELD}:{digest}"
+
+    Scheduler.__init__ = init_and_note
+    kv_cache_utils.resolve_none_hash_seed = resolve_none_hash_seed

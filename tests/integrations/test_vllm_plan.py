@@ -1,0 +1,247 @@
+"""The plugin's options, the schemes of a served model's layers, and what is refused; without vLLM."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashrope import Rotary, attention_varlen_with_cache
+from flashrope.integrations.vllm.options import read_options
+from flashrope.integrations.vllm.plan import ARCHITECTURES, asked, make_plan
+
+SLIDING = ["sliding_attention", "full_attention"]
+
+
+def config(options=None, hf=(), model=(), **engine):
+    """vLLM's VllmConfig as far as the plugin reads it."""
+    text = dict(
+        model_type="llama",
+        num_hidden_layers=2,
+        hidden_size=128,
+        num_attention_heads=4,
+        head_dim=32,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    text = SimpleNamespace(**{**text, "flashrope": options, **dict(hf)})
+    fields = dict(architecture="LlamaForCausalLM", runner_type="generate", dtype="torch.float32", max_model_len=32768)
+    fields = {**fields, "hf_overrides": {}, **dict(model)}
+    parts = dict(
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
+        attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        kv_transfer_config=None,
+        speculative_config=None,
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=text, hf_config=text, **fields), **{**parts, **engine}
+    )
+
+
+def test_a_model_without_the_field_is_left_alone():
+    assert not asked(config())
+    assert asked(config({}))
+
+
+def test_the_package_imports_neither_vllm_nor_transformers():
+    code = "import flashrope.integrations.vllm.plan, sys; assert not {'vllm', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, lambda rope: rope),
+        ({"window": 1024}, lambda rope: rope.rectify(1024)),
+        ({"window": 1024, "factor": 8}, lambda rope: rope.rectify(1024, 8)),
+        ({"window": 1024, "log_n": True}, lambda rope: rope.rectify(1024).log_n(4096)),
+        ({"window": 1024, "log_n": 8192}, lambda rope: rope.rectify(1024).log_n(8192)),
+        ({"log_n": 4096, "clip": False}, lambda rope: rope.log_n(4096, clip=False)),
+        ({"hope_train_length": 4096}, lambda rope: Rotary.hope(32, 4096)),
+        ({"window": 1024, "log_n": False, "factor": None}, lambda rope: rope.rectify(1024)),  # as convert saves it
+        ({"rotary": Rotary.hope(32, 64).text, "window": 8}, lambda rope: Rotary.hope(32, 64).rectify(8)),
+    ],
+)
+def test_the_scheme_that_is_asked_for(options, expected):
+    plan = make_plan(config(options))
+    assert [layer.rotary for layer in plan.layers] == [expected(Rotary.rope(32))] * 2
+    assert plan.stock == {Rotary.rope(32)}
+    assert repr(plan.layers[0].rotary) in str(plan)
+
+
+def test_rope_scaling_is_read():
+    scaled = {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}
+    plan = make_plan(config({"window": 8}, hf={"rope_parameters": scaled}))
+    assert plan.layers[0].rotary == Rotary.rope(32, 1e6).interpolate(4.0).rectify(8)
+
+
+def test_layers_of_two_kinds():
+    hf = dict(model_type="qwen2", layer_types=SLIDING, sliding_window=64)
+    plan = make_plan(config({"log_n": 4096}, hf=hf, model={"architecture": "Qwen2ForCausalLM"}))
+    rope = Rotary.rope(32)
+    assert [tuple(layer) for layer in plan.layers] == [(rope.local(64), 64), (rope.log_n(4096), None)]
+    assert "layers 0 " in str(plan) and "layers 1 " in str(plan)
+
+
+def test_the_digest_is_that_of_the_schemes():
+    digests = {make_plan(config(options)).digest for options in ({}, {"window": 64}, {"window": 65}, {"log_n": 4096})}
+    assert len(digests) == 4
+    assert make_plan(config({"log_n": True})).digest == make_plan(config({"log_n": 4096})).digest
+
+
+REFUSED = {
+    "unknown key": (dict(options={"windw": 8}), "expected keys of window, factor, .* got 'windw'"),
+    "no dict": (dict(options=True), "flashrope: expected a dict with some of .* got True"),
+    "text": (dict(options="window"), "flashrope: expected a dict with some of .* got 'window'"),
+    "window of text": (dict(options={"window": "8"}), "window: expected a non-negative integer, got '8'"),
+    "negative window": (dict(options={"window": -1}), "window: expected a non-negative integer, got -1"),
+    "window true": (dict(options={"window": True}), "window: expected a non-negative integer, got True"),
+    "window as long": (
+        dict(options={"window": 32768}),
+        "window: expected less than max_model_len = 32768, .* got 32768",
+    ),
+    "factor alone": (dict(options={"factor": 4}), "factor: expected a window beside it"),
+    "factor 0": (dict(options={"window": 8, "factor": 0}), "factor: expected a positive number, got 0"),
+    "log_n of text": (dict(options={"log_n": "4096"}), "log_n: expected a positive number or true, got '4096'"),
+    "log_n 1": (dict(options={"log_n": 1}), "train_length: expected more than 1, got 1"),
+    "log_n true over an override": (
+        dict(options={"log_n": True}, model={"hf_overrides": {"max_position_embeddings": 32768}}),
+        "log_n: expected the training length in tokens .* got true",
+    ),
+    "clip alone": (dict(options={"clip": False}), "clip: expected log_n beside it"),
+    "clip of text": (dict(options={"log_n": 64, "clip": "no"}), "clip: expected true or false, got 'no'"),
+    "rotary of no text": (dict(options={"rotary": 3}), "rotary: expected Rotary.text, .* got int"),
+    "rotary of other text": (dict(options={"rotary": "rope"}), "rotary: expected Rotary.text, got 'rope'"),
+    "rotary of another head_dim": (
+        dict(options={"rotary": Rotary.rope(64).text}),
+        "rotary: expected head_dim 32 as in the model, got 64",
+    ),
+    "rotary by layer type": (
+        dict(options={"rotary": {"full_attention": Rotary.rope(32).text}}),
+        r"rotary: expected the layer types \[\], got \['full_attention'\]",
+    ),
+    "axial": (
+        dict(options={"rotary": Rotary.axial(32).text}),
+        "rotary: expected a scheme of one-dimensional positions",
+    ),
+    "another architecture": (
+        dict(model={"architecture": "DeepseekV2ForCausalLM"}),
+        "architecture: expected one of .*LlamaForCausalLM.*; got DeepseekV2ForCausalLM",
+    ),
+    "transformers' own model": (
+        dict(model={"architecture": "TransformersForCausalLM"}),
+        "architecture: expected one of .*; got TransformersForCausalLM",
+    ),
+    "pooling": (dict(model={"runner_type": "pooling"}), "runner: expected 'generate', got 'pooling'"),
+    "soft cap": (dict(hf={"attn_logit_softcapping": 50.0}), "attn_logit_softcapping: expected none, .* got 50.0"),
+    "dual chunks": (
+        dict(hf={"dual_chunk_attention_config": {"chunk_size": 8}}),
+        "dual_chunk_attention_config: expected none",
+    ),
+    "chunked attention": (dict(hf={"attention_chunk_size": 8192}), "attention_chunk_size: expected none, .* got 8192"),
+    "alibi": (dict(hf={"alibi": True}), "alibi: expected a model that rotates, got a bias"),
+    "both ways": (dict(hf={"use_bidirectional_attention": True}), "use_bidirectional_attention: expected causal"),
+    "encoder": (dict(hf={"is_encoder_decoder": True}), "is_encoder_decoder: expected causal self-attention"),
+    "not causal": (dict(hf={"is_causal": False}), "is_causal: expected causal self-attention"),
+    "float64": (dict(model={"dtype": "torch.float64"}), "dtype: expected bfloat16, float16, float32, got float64"),
+    "fp8 cache": (
+        dict(cache_config=SimpleNamespace(cache_dtype="fp8", block_size=16)),
+        "kv_cache_dtype: expected auto or float32, the model's dtype, got fp8",
+    ),
+    "small pages": (
+        dict(cache_config=SimpleNamespace(cache_dtype="auto", block_size=8)),
+        "block_size: expected 16, 32, 64, 128, ..., got 8",
+    ),
+    "odd pages": (
+        dict(cache_config=SimpleNamespace(cache_dtype="auto", block_size=48)),
+        "block_size: expected 16, 32, 64, 128, ..., got 48",
+    ),
+    "another backend": (
+        dict(attention_config=SimpleNamespace(backend=SimpleNamespace(name="FLASH_ATTN"), backend_per_kind={})),
+        "attention_backend: expected none or CUSTOM, .* got FLASH_ATTN",
+    ),
+    "another backend for some layers": (
+        dict(attention_config=SimpleNamespace(backend=None, backend_per_kind={"full_attention": "TRITON_ATTN"})),
+        "attention_backend: expected none or CUSTOM, .* got TRITON_ATTN",
+    ),
+    "context parallel": (
+        dict(parallel_config=SimpleNamespace(decode_context_parallel_size=2)),
+        "decode_context_parallel_size: expected 1, got 2",
+    ),
+    "connector": (dict(kv_transfer_config=object()), "kv_transfer_config: expected none, got a connector"),
+    "draft model": (
+        dict(speculative_config=SimpleNamespace(method="eagle")),
+        "speculative_config: expected a method without a draft model, ngram, suffix, got 'eagle'",
+    ),
+    "rope of another kind": (
+        dict(hf={"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}),
+        "config: rope type 'spiral' is not known",
+    ),
+    "mrope": (
+        dict(hf={"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}}),
+        "config: mrope_section",
+    ),
+    "frequencies by length": (
+        dict(hf={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+        "max_model_len: expected at most 4096, beyond which the frequencies .* got 32768",
+    ),
+    "window in sliding layers": (
+        dict(options={"window": 32}, hf={"sliding_window": 64}),
+        "window: expected a model whose layers see all keys, got layers with a sliding window of 64",
+    ),
+    "log_n in sliding layers": (
+        dict(options={"log_n": 4096}, hf={"sliding_window": 64}),
+        "log_n: expected a layer that sees all keys, got a sliding window in every layer",
+    ),
+    "head_dim": (dict(hf={"head_dim": 20}), "head_dim: expected a multiple of 8 up to 256, got 20"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    changes, message = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        make_plan(config(**{"options": {}, **changes}))
+
+
+@pytest.mark.parametrize("impl", ["triton", "cpu"])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_pages_as_vllm_lays_them_out(impl, heads_first):
+    """Keys and values side by side in blocks of (heads_kv, block_size, 2 * head_dim), in either order in memory: the
+    call that the backend makes on a GPU and on the CPU."""
+    torch.manual_seed(0)
+    blocks, heads_kv, size, head_dim, lengths, new = 12, 2, 16, 32, [40, 17, 64], [1, 17, 5]
+    cache = torch.randn(blocks, heads_kv, size, 2 * head_dim)
+    if not heads_first:
+        cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+    tokens = sum(new)
+    q = torch.randn(tokens + 3, 2 * heads_kv, head_dim)  # three rows of padding
+    k, v = torch.randn(2, tokens + 3, heads_kv, head_dim)
+    table = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).view(3, 4).int()
+    slots = [
+        int(table[b, i // size]) * size + i % size for b in range(3) for i in range(lengths[b] - new[b], lengths[b])
+    ]
+    arguments = (torch.tensor([0, 1, 18, 23]).int(), torch.tensor(lengths).int(), max(new), k[:tokens], v[:tokens])
+    rotary = Rotary.rope(head_dim).rectify(8).log_n(32)
+    results = []
+    for name in (impl, "reference"):
+        pages = cache.clone(memory_format=torch.preserve_format).transpose(1, 2).split(head_dim, dim=-1)
+        mapping = torch.tensor(slots)
+        options = dict(block_table=table, slot_mapping=mapping, softmax_scale=0.3, impl=name)
+        results.append((attention_varlen_with_cache(q[:tokens], *pages, rotary, *arguments, **options), *pages))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_options_are_those_of_convert_and_clip():
+    assert set(read_options({})) == {"window", "factor", "log_n", "clip", "hope_train_length", "rotary"}
+    assert not any(value is not None for value in read_options({}).values())
+
+
+def test_every_architecture_is_in_the_docs():
+    from pathlib import Path
+
+    page = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text()
+    assert [name for name in ARCHITECTURES if name.removesuffix("ForCausalLM") not in page] == []

@@ -1,0 +1,170 @@
+"""vLLM's engine with the plugin, against convert() on the same weights: log probabilities within 1e-4 in float32."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
+
+import torch
+from engine import BOUND, differences, engine, generate
+from models import prompt, reference, save_model
+from vllm.exceptions import VLLMValidationError
+
+from flashrope import Rotary
+
+REROPE = {"window": 64, "log_n": 256}
+LENGTHS = [5, 15, 16, 17, 63, 64, 65, 129, 300, 700]
+OPTIONS = {
+    "RoPE": {},
+    "ReRoPE, log n": REROPE,
+    "Leaky ReRoPE": {"window": 64, "factor": 8.0},
+    "HoPE": {"hope_train_length": 64},
+    "Rotary's text": {"rotary": Rotary.rope(32, 500.0).text, "window": 32},
+}
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def converted(options):
+    """The options as convert() takes them."""
+    return {**options, "rotary": Rotary.from_text(options["rotary"])} if "rotary" in options else options
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_log_probabilities(llama, name):
+    """Prompts of all lengths in one batch, each then decoding."""
+    with engine(llama, OPTIONS[name]) as llm:
+        outputs = generate(llm, [prompt(n) for n in LENGTHS])
+    assert max(differences(llama, converted(OPTIONS[name]), outputs)) <= BOUND
+    assert len({token for output in outputs for token in output.outputs[0].token_ids}) > 10
+
+
+def test_the_scheme_shows(llama):
+    """The tests above could not tell schemes apart if it did not."""
+    with engine(llama, REROPE) as llm:
+        outputs = generate(llm, [prompt(300)])
+    assert max(differences(llama, REROPE, outputs)) <= BOUND < 0.1 < max(differences(llama, {}, outputs))
+
+
+def test_a_model_that_does_not_ask_is_stock(llama):
+    """Before, between and after engines with schemes in one process."""
+    for options in (None, REROPE, None, {}, None):
+        with engine(llama, options) as llm:
+            outputs = generate(llm, [prompt(n) for n in (16, 250)])  # the stock table ends at 256
+            chosen = llm.llm_engine.vllm_config.attention_config.backend
+        assert (chosen is None) == (options is None)
+        assert max(differences(llama, options, outputs)) <= BOUND
+
+
+def test_chunked_prefill_beside_decoding(llama):
+    """At most 64 tokens a step: chunks of several prompts, and tokens of the others, in the same batches."""
+    with engine(llama, REROPE, max_num_batched_tokens=64, max_num_seqs=8, block_size=16) as llm:
+        outputs = generate(llm, [prompt(n) for n in (5, 300, 16, 129, 500)], tokens=12)
+    assert max(differences(llama, REROPE, outputs)) <= BOUND
+
+
+def test_prefix_cache(llama):
+    shared = prompt(400)
+    with engine(llama, REROPE) as llm:
+        first = generate(llm, [shared], all_prompt=False)
+        second = generate(llm, [shared[:300] + prompt(30, seed=1), shared], all_prompt=False)
+    assert [output.num_cached_tokens for output in second] == [288, 384]
+    assert max(differences(llama, REROPE, first + second)) <= BOUND
+
+
+def test_forks(llama):
+    """Three continuations of one prompt share its pages and part in the middle of one."""
+    with engine(llama, REROPE) as llm:
+        outputs = generate(llm, [prompt(200), prompt(70)], tokens=40, n=3, temperature=1.0, seed=7, all_prompt=False)
+    assert all(len({tuple(c.token_ids) for c in output.outputs}) == 3 for output in outputs)
+    assert max(differences(llama, REROPE, outputs)) <= BOUND
+
+
+def test_preemption(llama):
+    """Six sequences of 5 pages each on 12 pages: some are thrown out and computed again."""
+    settings = dict(num_gpu_blocks_override=12, max_model_len=160, disable_log_stats=False)
+    with engine(llama, REROPE, **settings) as llm:
+        outputs = generate(llm, [prompt(64, seed=n) for n in range(6)], tokens=70, all_prompt=False)
+        preempted = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+    assert preempted > 0
+    assert max(differences(llama, REROPE, outputs)) <= BOUND
+
+
+def test_a_request_that_is_too_long_harms_no_other(llama):
+    with engine(llama, REROPE, max_model_len=128) as llm:
+        before = generate(llm, [prompt(64)])
+        with pytest.raises(VLLMValidationError, match="128 tokens"):
+            generate(llm, [prompt(64), prompt(200)])
+        after = generate(llm, [prompt(64), prompt(65)])
+    assert before[0].outputs[0].token_ids == after[0].outputs[0].token_ids
+    assert max(differences(llama, REROPE, before + after)) <= BOUND
+
+
+def test_drafts_from_the_text(llama, monkeypatch):
+    """Several query tokens per sequence that verify an n-gram's draft. The engine has its own process: it imports
+    llvmlite, over which vLLM 0.32.0 fails when a second engine starts in the process."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    draft = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    prompts = [prompt(20) * 5, prompt(33) * 3]
+    with engine(llama, REROPE, speculative_config=draft) as llm:
+        outputs = generate(llm, prompts, tokens=24, all_prompt=False)
+    assert max(differences(llama, REROPE, outputs)) <= BOUND
+
+
+def test_compiled(llama):
+    """torch.compile takes the model with the attention as one operator; the rotation is not in the graph."""
+    with engine(llama, REROPE, enforce_eager=False) as llm:
+        outputs = generate(llm, [prompt(n) for n in (5, 64, 300)], tokens=8)
+    assert max(differences(llama, REROPE, outputs)) <= BOUND
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(llama, dtype):
+    """As far from float32 as convert() in the same type is: rounding of weights and activations, not of a scheme."""
+    ids = prompt(300)
+    with engine(llama, REROPE, dtype=dtype) as llm:
+        (output,) = generate(llm, [ids], tokens=1)
+    exact = reference(llama, REROPE, ids)
+    rounded = float((reference(llama, REROPE, ids, getattr(torch, dtype)) - exact).abs().max())
+    served = max(
+        abs(entry[ids[n + 1]].logprob - float(exact[n, ids[n + 1]]))
+        for n, entry in enumerate(output.prompt_logprobs[1:])
+    )
+    assert 0 < served <= 1.5 * rounded < 1
+
+
+@pytest.mark.slow
+def test_two_ranks(llama, monkeypatch):
+    """Tensor parallel: each rank has half of the heads."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with engine(llama, REROPE, tensor_parallel_size=2) as llm:
+        outputs = generate(llm, [prompt(n) for n in (5, 65, 300)])
+    assert max(differences(llama, REROPE, outputs)) <= BOUND
+
+
+def test_block_hashes_differ_by_scheme(llama):
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    seeds = {}
+    for name, options in (("rope", {}), ("rerope", REROPE), ("stock", None)):
+        with engine(llama, options):
+            seeds[name] = kv_cache_utils.NONE_HASH
+    assert len(set(seeds.values())) == 3
+    assert seeds["stock"] == get_hash_fn_by_name("sha256")(kv_cache_utils.DEFAULT_NONE_HASH_SEED)
+
+
+def test_the_log_names_the_scheme(llama, caplog):
+    import logging
+
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        with engine(llama, REROPE):
+            pass
+    finally:
+        logger.removeHandler(caplog.handler)
+    (line,) = {record.getMessage() for record in caplog.records if record.getMessage().startswith("flashrope: ")}
+    assert "64 for d >= 64" in line and "max(1, ln(i + 1) / ln(256))" in line

@@ -1,0 +1,64 @@
+"""Every architecture that the plugin accepts, against convert() on the same weights."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
+
+from engine import BOUND, differences, engine, generate
+from models import prompt, save_model
+
+from flashrope.integrations.vllm.plan import ARCHITECTURES
+
+REROPE, LOG_N = {"window": 24, "log_n": 64}, {"log_n": 64}
+HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+SCALED = {
+    "linear": dict(factor=4.0),
+    "yarn": dict(factor=4.0, original_max_position_embeddings=64),
+    "llama3": dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+}
+FAMILIES = {  # architecture: (model_type, changes, options)
+    "Gemma2ForCausalLM": (
+        "gemma2",
+        dict(attn_logit_softcapping=None, query_pre_attn_scalar=32, tie_word_embeddings=True, **HYBRID),
+        LOG_N,
+    ),
+    "Gemma3ForCausalLM": ("gemma3_text", dict(query_pre_attn_scalar=32, tie_word_embeddings=True, **HYBRID), LOG_N),
+    "GemmaForCausalLM": ("gemma", dict(tie_word_embeddings=True), REROPE),
+    "Glm4ForCausalLM": ("glm4", dict(partial_rotary_factor=0.5), REROPE),
+    "GraniteForCausalLM": ("granite", dict(attention_multiplier=0.2), REROPE),
+    "LlamaForCausalLM": ("llama", {}, REROPE),
+    "MistralForCausalLM": ("mistral", dict(sliding_window=None), REROPE),
+    "MixtralForCausalLM": ("mixtral", dict(sliding_window=None, num_local_experts=4), REROPE),
+    "Phi3ForCausalLM": ("phi3", dict(sliding_window=None), REROPE),
+    "Qwen2ForCausalLM": ("qwen2", {}, REROPE),
+    "Qwen3ForCausalLM": ("qwen3", {}, REROPE),
+    "StableLmForCausalLM": ("stablelm", dict(partial_rotary_factor=0.25), REROPE),
+}
+QUICK = {"Gemma3ForCausalLM", "Qwen3ForCausalLM"}  # vLLM takes 8 s to look at an architecture for the first time
+
+
+def compare(folder, *all_options):
+    for options in all_options:
+        with engine(folder, options, max_model_len=512) as llm:
+            outputs = generate(llm, [prompt(n) for n in (5, 33, 200)])
+        assert max(differences(folder, options, outputs)) <= BOUND
+
+
+def test_all_architectures_are_here():
+    assert sorted(FAMILIES) == sorted(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAMILIES])
+def test_family(name, tmp_path):
+    model_type, changes, options = FAMILIES[name]
+    compare(save_model(tmp_path, model_type, **changes), {}, options)
+
+
+@pytest.mark.parametrize("rope_type", SCALED)
+def test_rope_scaling(rope_type, tmp_path):
+    scaled = dict(rope_type=rope_type, rope_theta=10000.0, **SCALED[rope_type])
+    compare(save_model(tmp_path, "llama", rope_parameters=scaled), REROPE)
+
+
+def test_sliding_window(tmp_path):
+    compare(save_model(tmp_path, "mistral", sliding_window=48), {})

@@ -1,0 +1,118 @@
+"""What vLLM's engine refuses at its start, with the plugin's message; the checks themselves: test_vllm_plan.py."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
+
+from models import save_model
+from vllm.engine.arg_utils import EngineArgs
+
+COMMON = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=1024)
+HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+REFUSED = {  # model, its changes, options, settings, message
+    "key": ("llama", {}, {"windw": 64}, {}, "expected keys of window, factor, .* got 'windw'"),
+    "window": ("llama", {}, {"window": 1024}, {}, "window: expected less than max_model_len = 1024"),
+    "block_size": ("llama", {}, {}, {"block_size": 48}, "block_size: expected 16, 32, 64, 128, ..., got 48"),
+    "cache dtype": ("llama", {}, {}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected auto or float32"),
+    "backend": ("llama", {}, {}, {"attention_backend": "CPU_ATTN"}, "attention_backend: expected none or CUSTOM"),
+    "soft cap": ("gemma2", HYBRID, {}, {}, "attn_logit_softcapping: expected none, .* got 50.0"),
+    "alibi": ("bloom", {}, {}, {}, "architecture: expected one of .* got BloomForCausalLM"),
+    "sliding": ("mistral", {"sliding_window": 48}, {"window": 8}, {}, "window: expected a model whose layers see all"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, tmp_path):
+    model, changes, options, settings, message = REFUSED[name]
+    folder = save_model(tmp_path, model, **changes)
+    with pytest.raises(Exception, match=message):
+        EngineArgs(folder, hf_overrides={"flashrope": options}, **{**COMMON, **settings}).create_engine_config()
+
+
+def test_the_plugin_is_an_entry_point():
+    from importlib.metadata import entry_points
+
+    (plugin,) = entry_points(group="vllm.general_plugins", name="flashrope")
+    assert plugin.value == "flashrope.integrations.vllm:register"
+
+
+def test_a_table_that_vllm_reads_differently(tmp_path, monkeypatch):
+    """vLLM's table is compared with the configuration's before its rotation is turned off."""
+    from engine import engine
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    stock = RotaryEmbedding._compute_inv_freq
+    monkeypatch.setattr(RotaryEmbedding, "_compute_inv_freq", lambda self, base: stock(self, 1.01 * base))
+    with pytest.raises(ValueError, match="rope: expected the table of the model's configuration"):
+        with engine(save_model(tmp_path, "llama"), {}):
+            pass
+
+
+def test_rotation_outside_get_rope(tmp_path, monkeypatch):
+    """A model whose rotation was not turned off must not run."""
+    import vllm.model_executor.models.llama as llama
+    from engine import engine
+
+    class OwnRotation:
+        def __call__(self, positions, q, k):
+            return q, k
+
+    monkeypatch.setattr(llama, "get_rope", lambda *args, **kwargs: OwnRotation())
+    with pytest.raises(RuntimeError, match="expected a model that gets its rotation from vLLM's get_rope"):
+        with engine(save_model(tmp_path, "llama"), {"window": 33}):
+            pass
+
+
+def test_another_plugins_backend(tmp_path, monkeypatch):
+    """Raw keys must not go to an attention that expects rotated ones; stock models do not care."""
+    from engine import engine
+    from vllm.v1.attention.backends import registry
+
+    folder, custom = save_model(tmp_path, "llama"), registry.AttentionBackendEnum.CUSTOM
+    monkeypatch.setitem(registry._ATTN_OVERRIDES, custom, "another.Backend")
+    with pytest.raises(RuntimeError, match="attention_backend: expected CUSTOM to be flashrope.* got another.Backend"):
+        with engine(folder, {}):
+            pass
+    with engine(folder, None):
+        pass
+
+
+def test_another_plugins_backend_in_a_worker(tmp_path, monkeypatch):
+    """The worker registers plugins anew, maybe in another order than the process that checked the configuration."""
+    from engine import engine
+    from vllm.v1.attention.backends import registry
+
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    stock = CPUModelRunner.load_model
+
+    def load_model(self, *args, **kwargs):
+        monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CUSTOM, "another.Backend")
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(CPUModelRunner, "load_model", load_model)
+    with pytest.raises(RuntimeError, match="attention_backend: expected CUSTOM to be flashrope.* got another.Backend"):
+        with engine(save_model(tmp_path, "llama"), {}):
+            pass
+
+
+def test_what_a_gpu_would_be_asked():
+    """CudaPlatform validates CUSTOM with these arguments; nothing of this ran on a GPU."""
+    import torch
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from flashrope.integrations.vllm.backend import FlashropeBackend
+
+    def reasons(capability, **changes):
+        layer = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16)
+        asked = AttentionSelectorConfig(**{**layer, **changes})._asdict()
+        return FlashropeBackend.validate_configuration(device_capability=capability, **asked)
+
+    ampere = DeviceCapability(8, 0)
+    assert reasons(ampere) == [] == reasons(ampere, has_sliding_window=True)
+    assert reasons(DeviceCapability(7, 5)) == ["compute capability not supported"]
+    assert reasons(ampere, kv_cache_dtype="fp8") == ["kv_cache_dtype not supported"]
+    assert reasons(ampere, has_sink=True) == ["attention sinks not supported"]
+    assert reasons(ampere, head_size=100) == ["head_size not supported"]
+    assert reasons(ampere, attn_type="encoder_only") == ["attention type encoder_only not supported"]
