@@ -56,10 +56,14 @@ SPILL_LIMITS = (
     SpillLimit(328, "attention_grad_kv", head_dim=128, scheme="rerope atomic", in_loops=88),
     SpillLimit(64, "attention_grad_kv", arch=80, above=64),
     # Outside the tile loops: page numbers and the queries' rotation beside an accumulator.
+    SpillLimit(8, "attention_forward", arch=80, head_dim=64, scheme="rope paged chunk"),
     SpillLimit(112, "attention_forward", arch=80, head_dim=64, scheme="rerope paged chunk"),
     SpillLimit(56, "attention_forward", arch=80, head_dim=128, scheme="rerope paged chunk"),
     SpillLimit(4, "attention_decode", arch=80, head_dim=64, scheme="rerope wide"),
+    SpillLimit(28, "attention_forward", arch=90, head_dim=64, scheme="rerope paged chunk", triton="3.9"),
+    SpillLimit(64, "attention_grad_q", arch=90, head_dim=128, scheme="rerope", triton="3.9"),
     # In the loops over edge tiles, which run once or twice for a band; a quarter fewer instructions in the inner loop.
+    SpillLimit(68, "attention_forward", arch=90, head_dim=128, scheme="rope paged chunk", in_loops=40),
     SpillLimit(28, "attention_forward", arch=90, head_dim=128, in_loops=56),
     SpillLimit(0),
 )
