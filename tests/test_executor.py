@@ -21,7 +21,7 @@ from executor import build, extension
 
 TESTS = pathlib.Path(__file__).parent
 CASES = [f"tests/executor/{name}.py" for name in ("instructions", "watches", "cases", "mutants", "counts", "tuning")]
-CUDA_CASES = [f"tests/executor/{name}.py" for name in ("cuda_kernels", "cuda_mutants")]
+CUDA_CASES = [f"tests/executor/{name}.py" for name in ("cuda_kernels", "cuda_packed", "cuda_mutants")]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("triton", reason="the gate compiles Triton kernels")
+triton = pytest.importorskip("triton", reason="the gate compiles Triton kernels")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
@@ -165,10 +165,15 @@ SPILLED = {
     ("attention_grad_kv", 90, 64, "rerope atomic"): (120, 0),
     ("attention_grad_kv", 90, 128, "rope atomic"): (128, 0),
     ("attention_grad_kv", 90, 128, "rerope atomic"): (328, 88),
+    ("attention_forward", 80, 64, "rope paged chunk"): (8, 0),
     ("attention_forward", 80, 64, "rerope paged chunk"): (112, 0),
     ("attention_forward", 80, 128, "rerope paged chunk"): (56, 0),
+    ("attention_forward", 90, 128, "rope paged chunk"): (68, 56),
     ("attention_forward", 90, 128): (28, 56),
 }
+if triton.__version__.startswith("3.9"):
+    SPILLED[("attention_forward", 90, 64, "rerope paged chunk")] = (28, 0)
+    SPILLED[("attention_grad_q", 90, 128, "rerope")] = (64, 0)
 
 
 @pytest.mark.parametrize(

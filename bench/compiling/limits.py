@@ -63,7 +63,7 @@ SPILL_LIMITS = (
     SpillLimit(28, "attention_forward", arch=90, head_dim=64, scheme="rerope paged chunk", triton="3.9"),
     SpillLimit(64, "attention_grad_q", arch=90, head_dim=128, scheme="rerope", triton="3.9"),
     # In the loops over edge tiles, which run once or twice for a band; a quarter fewer instructions in the inner loop.
-    SpillLimit(68, "attention_forward", arch=90, head_dim=128, scheme="rope paged chunk", in_loops=40),
+    SpillLimit(68, "attention_forward", arch=90, head_dim=128, scheme="rope paged chunk", in_loops=56),
     SpillLimit(28, "attention_forward", arch=90, head_dim=128, in_loops=56),
     SpillLimit(0),
 )

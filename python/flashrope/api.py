@@ -233,7 +233,8 @@ def attention_varlen_with_cache(
             and value goes to, for engines that place tokens. Negative: nowhere. None: behind cache_seqlens.
         block_table, cache_leftpad, num_splits, validate: as in ``attention_with_cache``.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
-        impl: the backend, "triton", "cpu" or "reference". None picks by device.
+        impl: as in ``attention_with_cache``; "cuda" needs max_seqlen_q up to 64, and to append pages or a contiguous
+            cache whose capacity is a multiple of 16.
 
     Returns:
         out like q. With return_lse: (out, lse), lse (heads_q, total_q) float32. Rows outside every sequence get 0 and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,7 +12,15 @@ from ..cos_sin import coarse_rows, two_level_table
 from ..lowering import lower
 from ..resident import kept_on_device
 from ..rotary import Rotary
-from .base import CacheCall, CacheLayout, accumulation_type, aligned, multiprocessors
+from .base import (
+    ONE_PER_QUERY,
+    CacheCall,
+    CacheLayout,
+    accumulation_type,
+    aligned,
+    cached_lse_shape,
+    multiprocessors,
+)
 from .splits import choose_splits
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.abi3.so"
@@ -36,9 +45,7 @@ def unsupported_queries(q: torch.Tensor) -> str:
         return f"the CUDA kernels take float16 and bfloat16, q is {q.dtype}"
     if q.shape[-1] not in HEAD_DIMS:
         return f"the CUDA kernels are compiled for head_dim {', '.join(map(str, HEAD_DIMS))}, q has {q.shape[-1]}"
-    if q.ndim != 4:
-        return "the CUDA kernels take (batch, seqlen_q, heads_q, head_dim), not packed queries; use impl='triton'"
-    if q.shape[1] > MAX_SEQLEN_Q:
+    if q.ndim == 4 and q.shape[1] > MAX_SEQLEN_Q:  # of packed queries, see _check_packed
         limit = f"the CUDA kernels take up to {MAX_SEQLEN_Q} query tokens, q has {q.shape[1]}"
         return f"{limit}; use impl='triton' for prefill"
     return ""
@@ -54,8 +61,11 @@ def _unsupported_device(device: torch.device) -> str:
 def append_to_cache(
     k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: CacheLayout
 ) -> None:
-    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) behind layout.seqlens, in one launch."""
+    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) behind layout.seqlens, or packed k and v, in one launch."""
     _check_aligned(k_cache=k_cache, v_cache=v_cache)
+    if layout.cu_seqlens_q is not None:
+        k_cache, v_cache, layout = _token_pages(k_cache, v_cache, k.shape[0], layout)
+        k, v = k[:, None], v[:, None]
     if k.numel() and k_cache.numel() and layout.capacity(k_cache):
         _operators().append(k_cache, v_cache, _to_aligned(k), _to_aligned(v), layout.seqlens, layout.block_table)
 
@@ -64,6 +74,8 @@ def attention_with_cache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q and contiguous, lse float32 (batch, heads_q, seqlen_q)), in two launches."""
+    if call.layout.cu_seqlens_q is not None:
+        return _attend_packed(q, k_cache, v_cache, call)
     _check_aligned(k_cache=k_cache, v_cache=v_cache)
     (batch, seqlen_q, heads_q, head_dim), heads_kv, layout = q.shape, k_cache.shape[2], call.layout
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -98,6 +110,101 @@ def attention_with_cache(
         partial[rows * head_dim :],
     )
     return out, lse
+
+
+# ---- packed queries
+# Index arithmetic on the device, so that the host reads no length, around the launches that batches have.
+
+
+def _check_packed(layout: CacheLayout) -> None:
+    if layout.max_seqlen_q > MAX_SEQLEN_Q:
+        raise ValueError(
+            f"max_seqlen_q: the CUDA kernels take up to {MAX_SEQLEN_Q} query tokens of a sequence, got "
+            f"{layout.max_seqlen_q}; use impl='triton' for prefill"
+        )
+
+
+def _token_sequences(cu_seqlens_q: torch.Tensor, total_q: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sequence, rows of it behind and with this one) of every token, int64 (total_q,). Outside every sequence: the
+    last sequence and a number below 1."""
+    ends = cu_seqlens_q[1:].to(torch.int64)
+    token = torch.arange(total_q, device=cu_seqlens_q.device)
+    sequence = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
+    return sequence, ends[sequence] - token
+
+
+def _token_pages(k_cache, v_cache, total_q: int, layout: CacheLayout):
+    """(k_cache, v_cache, layout) in which every token is a sequence of its own, one page long: what append takes."""
+    _check_packed(layout)
+    if layout.block_table is None:
+        rows = TILE_ROWS
+        k_pages, v_pages = (_as_pages(name, x, rows) for name, x in (("k_cache", k_cache), ("v_cache", v_cache)))
+    else:
+        rows, k_pages, v_pages = k_cache.shape[1], k_cache, v_cache
+    if layout.slot_mapping is not None:
+        page, row, fits = layout.mapped_places(k_cache)
+    else:
+        sequence, behind = _token_sequences(layout.cu_seqlens_q, total_q)
+        starts = layout.cu_seqlens_q.to(torch.int64)
+        before = (starts[1:] - starts[:-1])[sequence] - behind
+        page, slot, fits = _new_slots(k_cache, layout, sequence, before)
+        fits, row = fits & (behind > 0), slot
+    if layout.block_table is None:  # the page of the cache is a sequence so far, the row one of its slots
+        slot = page * k_cache.shape[1] + row
+        page, row = slot // rows, slot % rows
+    table = torch.where(fits, page, -1).to(torch.int32)[:, None]
+    return k_pages, v_pages, CacheLayout(torch.where(fits, row, 0).to(torch.int32), table, None, 1)
+
+
+def _new_slots(k_cache, layout: CacheLayout, sequence, before):
+    """(page or sequence, row, whether that place exists) of every token's new key; before: new keys in front of it."""
+    capacity = layout.capacity(k_cache)
+    slot = layout.seqlens.to(torch.int64).clamp(0, capacity)[sequence] + before
+    fits = (slot >= 0) & (slot < capacity)
+    if layout.block_table is None:
+        return sequence, slot.clamp(0, max(capacity - 1, 0)), fits
+    page_size = k_cache.shape[1]
+    entry = (slot // page_size).clamp(0, layout.block_table.shape[1] - 1)
+    page = layout.block_table[sequence, entry].to(torch.int64)
+    return page, slot % page_size, fits & (page >= 0) & (page < k_cache.shape[0])
+
+
+def _as_pages(name: str, x: torch.Tensor, rows: int) -> torch.Tensor:
+    """(sequences, capacity, heads_kv, head_dim) as pages of so many rows, which share its memory."""
+    sequences, capacity = x.shape[:2]
+    if capacity % rows == 0 and (sequences == 1 or x.stride(0) == capacity * x.stride(1)):
+        return x.unflatten(1, (-1, rows)).flatten(0, 1)
+    raise ValueError(
+        f"{name}: to append packed keys the CUDA kernels need pages, or a contiguous cache whose capacity is a "
+        f"multiple of {rows}, got shape {tuple(x.shape)}, stride {x.stride()}; use impl='triton'"
+    )
+
+
+def _attend_packed(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed queries as a batch in which every sequence has max_seqlen_q rows and its own are the last of them, so that
+    they keep their positions. What the rows in front of them give is dropped."""
+    layout, total_q = call.layout, q.shape[0]
+    _check_packed(layout)
+    cu_seqlens_q, longest = layout.cu_seqlens_q.to(torch.int64), layout.max_seqlen_q
+    if not (total_q and longest and cu_seqlens_q.shape[0] > 1):
+        return q.new_zeros(q.shape), q.new_full(cached_lse_shape(q), float("-inf"), dtype=accumulation_type(q))
+    lengths = cu_seqlens_q.diff()
+    seqlens = layout.seqlens
+    if layout.seqlen_new == ONE_PER_QUERY:
+        seqlens = (seqlens.to(torch.int64).clamp(0, layout.capacity(k_cache)) + lengths).to(torch.int32)
+    row = cu_seqlens_q[1:, None] - longest + torch.arange(longest, device=q.device)
+    of_batch = dataclasses.replace(call, layout=CacheLayout(seqlens, layout.block_table, layout.leftpad, 0))
+    out, lse = attention_with_cache(q[row.clamp(0, total_q - 1)], k_cache, v_cache, of_batch)
+
+    sequence, behind = _token_sequences(layout.cu_seqlens_q, total_q)
+    exists = (behind > 0) & (lengths[sequence] <= longest)
+    row = longest - behind.clamp(1, longest)
+    out = torch.where(exists[:, None, None], out[sequence, row], 0)
+    lse = torch.where(exists[:, None], lse[sequence, :, row], float("-inf"))
+    return out, lse.T.contiguous()
+
+
+# ---- the extension
 
 
 def build_info() -> str:
