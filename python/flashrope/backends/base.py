@@ -183,17 +183,26 @@ class CacheLayout(NamedTuple):
 
     def new_places(self, k_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(page or sequence, row, whether that place exists), int64 and bool (batch, seqlen_new), of the new keys."""
-        capacity, device = self.capacity(k_cache), self.seqlens.device
-        first = self.seqlens.to(torch.int64).clamp(0, capacity)[:, None]
-        slot = first + torch.arange(self.seqlen_new, device=device)
+        batch, device = self.seqlens.shape[0], self.seqlens.device
+        slot = self.first_new_slot(k_cache)[:, None] + torch.arange(self.seqlen_new, device=device)
+        return self.places(k_cache, torch.arange(batch, device=device)[:, None].expand_as(slot), slot)
+
+    def first_new_slot(self, k_cache: torch.Tensor) -> torch.Tensor:
+        """int64 (batch,), within the capacity."""
+        return self.seqlens.to(torch.int64).clamp(0, self.capacity(k_cache))
+
+    def places(self, k_cache: torch.Tensor, sequence: torch.Tensor, slot: torch.Tensor):
+        """As ``new_places``, of slots of sequences, int64 of one shape. A slot is at least 0."""
+        capacity = self.capacity(k_cache)
         fits = slot < capacity
         if self.block_table is None:
-            return torch.arange(slot.shape[0], device=device)[:, None].expand_as(slot), slot, fits
+            return sequence, slot, fits
         if not capacity:
             return slot, slot, fits
-        entry = (slot // k_cache.shape[1]).clamp(max=self.block_table.shape[1] - 1)
-        page = self.block_table.to(torch.int64).gather(1, entry)
-        return page, slot % k_cache.shape[1], fits & (page >= 0) & (page < k_cache.shape[0])
+        page_size = k_cache.shape[1]
+        entry = (slot // page_size).clamp(max=self.block_table.shape[1] - 1)
+        page = self.block_table[sequence, entry].to(torch.int64)
+        return page, slot % page_size, fits & (page >= 0) & (page < k_cache.shape[0])
 
     def mapped_places(self, k_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As ``new_places``, of shape (total_q,), from slot_mapping."""

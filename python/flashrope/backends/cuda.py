@@ -147,26 +147,14 @@ def _token_pages(k_cache, v_cache, total_q: int, layout: CacheLayout):
         sequence, behind = _token_sequences(layout.cu_seqlens_q, total_q)
         starts = layout.cu_seqlens_q.to(torch.int64)
         before = (starts[1:] - starts[:-1])[sequence] - behind
-        page, slot, fits = _new_slots(k_cache, layout, sequence, before)
-        fits, row = fits & (behind > 0), slot
+        slot = layout.first_new_slot(k_cache)[sequence] + before.clamp(min=0)
+        page, row, fits = layout.places(k_cache, sequence, slot)
+        fits &= (behind > 0) & (before >= 0)
     if layout.block_table is None:  # the page of the cache is a sequence so far, the row one of its slots
         slot = page * k_cache.shape[1] + row
         page, row = slot // rows, slot % rows
     table = torch.where(fits, page, -1).to(torch.int32)[:, None]
     return k_pages, v_pages, CacheLayout(torch.where(fits, row, 0).to(torch.int32), table, None, 1)
-
-
-def _new_slots(k_cache, layout: CacheLayout, sequence, before):
-    """(page or sequence, row, whether that place exists) of every token's new key; before: new keys in front of it."""
-    capacity = layout.capacity(k_cache)
-    slot = layout.seqlens.to(torch.int64).clamp(0, capacity)[sequence] + before
-    fits = (slot >= 0) & (slot < capacity)
-    if layout.block_table is None:
-        return sequence, slot.clamp(0, max(capacity - 1, 0)), fits
-    page_size = k_cache.shape[1]
-    entry = (slot // page_size).clamp(0, layout.block_table.shape[1] - 1)
-    page = layout.block_table[sequence, entry].to(torch.int64)
-    return page, slot % page_size, fits & (page >= 0) & (page < k_cache.shape[0])
 
 
 def _as_pages(name: str, x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -191,7 +179,7 @@ def _attend_packed(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, 
     lengths = cu_seqlens_q.diff()
     seqlens = layout.seqlens
     if layout.seqlen_new == ONE_PER_QUERY:
-        seqlens = (seqlens.to(torch.int64).clamp(0, layout.capacity(k_cache)) + lengths).to(torch.int32)
+        seqlens = (layout.first_new_slot(k_cache) + lengths).to(torch.int32)
     row = cu_seqlens_q[1:, None] - longest + torch.arange(longest, device=q.device)
     of_batch = dataclasses.replace(call, layout=CacheLayout(seqlens, layout.block_table, layout.leftpad, 0))
     out, lse = attention_with_cache(q[row.clamp(0, total_q - 1)], k_cache, v_cache, of_batch)

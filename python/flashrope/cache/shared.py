@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..checks import DTYPES
+from ..checks import DTYPES, check_no_gradient
 
 if TYPE_CHECKING:
     from .step import Step
@@ -181,8 +181,5 @@ def check_new(k, v, cache: torch.Tensor, batch: int) -> int:
             raise ValueError(f"{name}: expected device {cache.device} as the cache, got {x.device}")
         if x.stride(-1) != 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(
-                f"{name}: expected no gradient to be asked for; use torch.no_grad(), or attention in training"
-            )
+        check_no_gradient(name, x)
     return k.shape[1]
