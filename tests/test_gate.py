@@ -24,7 +24,7 @@ PROGRAM = """
 import dataclasses, json, sys
 import torch, triton, triton.language as tl
 from bench import sanitize
-from bench.compiling import cases, gate, offline
+from bench.compiling import cases, gate, offline, sass
 from bench.timing import tiles
 from flashrope.backends.triton import launcher
 from flashrope.backends.triton.tiles import Choice, forced
@@ -60,6 +60,15 @@ for name in ("sm_80", "sm_90", "spilling", "large", "three stages"):
 rows = gate.plan(cases.cases(quick=True)[:2])
 found["planned"] = [[row.kernel, len(row.cases)] for row in rows]
 found["sanitized"] = sorted({caught.kernel.__name__ for caught in sanitize.launches(90, torch.bfloat16)})
+
+found["first tiles"] = []
+for arch in (80, 90):
+    workload = Workload("forward", 1, 1000, 8, 2, 128, torch.bfloat16, 1, "")
+    with offline.caught_launches(launcher, arch) as caught:
+        workload.call(torch.device("meta"))()
+    forward = next(launch for launch in caught if launch.kernel.__name__ == "attention_forward").compile()
+    opcodes = sass.disassemble(forward.asm["cubin"], offline.tool("nvdisasm")).opcodes
+    found["first tiles"].append([opcode for opcode in opcodes if opcode.startswith(("CCTL", "LDG.E.128", "LDGSTS"))])
 
 found["tuned"] = []
 for direction in candidates.KERNELS:
@@ -110,6 +119,12 @@ def test_spills_in_the_hot_loop(compiled):
     assert kernel["loop"]["local"] > 0
     assert 0 < kernel["loop_spills"] < kernel["spill_stores"] + kernel["spill_loads"]
     assert compiled["sm_80"]["loop_spills"] == 0
+
+
+def test_the_first_keys_and_values_are_requested_before_the_queries_are_read(compiled):
+    for opcodes in compiled["first tiles"]:
+        assert opcodes[:3] == ["CCTL.E.PF2", "CCTL.E.PF2", "LDG.E.128"]
+        assert any(opcode.startswith("LDGSTS") for opcode in opcodes)
 
 
 def test_slots(compiled):

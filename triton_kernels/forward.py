@@ -31,6 +31,7 @@ from .tiles import (
     lse_offset,
     packed_row,
     page_offsets,
+    prefetch_rows,
     query_program,
     row_exists,
     skip_rows,
@@ -83,6 +84,16 @@ def load_pages(keys, column, SHAPE: tl.constexpr):
     else:
         slot = keys.first_slot + column + key_rows(keys, column, True, SHAPE)
         return load_page(keys.cache, keys.batch, tl.maximum(slot, 0), SHAPE.page_size)
+
+
+@triton.jit
+def prefetch_tile(keys, tiles, SHAPE: tl.constexpr):
+    """Requests the first tile of keys and values of a band, if there is one."""
+    if tiles.end > tiles.begin:
+        column = edge_tile(tiles, 0) * SHAPE.block_n
+        rows = key_rows(keys, column, True, SHAPE)
+        prefetch_rows(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), SHAPE)
+        prefetch_rows(skip_rows(keys.v, column).ptr, tile_offsets(rows, keys.v), SHAPE)
 
 
 @triton.jit
@@ -156,10 +167,18 @@ def attention_forward(
     else:
         packed_k, copied_from = copied_keys(cache, cu_seqlens.q, seq, seqlen_k)
         packed_k -= copied_from
+    channels_k, channels_v = tile_channels(SHAPE), tl.arange(0, SHAPE.block_d)
+    # They arrive while the queries are rotated. Pages would be looked up twice; more bands over a cache would spill.
+    if SHAPE.page_size == 0 and (cache.seqlens is None or SHAPE.num_bands == 1):
+        band = load_band(scheme.bands, 0)
+        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n)
+        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
+        first_key = None if cache.seqlens is None else tl.where(band.k_copy < 0, 0, copied_from)
+        keys = Keys(view, values, channels_k, channels_v, first_key, seq.length_k, cache, batch, seq.start_k)
+        prefetch_tile(keys, tiles, SHAPE)
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
     log_n = log_n_scale(scheme, rows.start + existing_rows(rows), position)
     scale_log2 = log2_scale(scheme.score_scale)
-    channels_k, channels_v = tile_channels(SHAPE), tl.arange(0, SHAPE.block_d)
 
     state = start_softmax(SHAPE.block_m, SHAPE.block_d)
     NUM_BANDS: tl.constexpr = SHAPE.num_bands

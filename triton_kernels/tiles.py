@@ -11,6 +11,10 @@ import triton.language as tl
 from .arguments import decode_int, decode_stride
 from .kv_cache import cache_bounds
 
+L2_LINE = tl.constexpr(128)  # bytes
+PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # the interpreter has no inline PTX
+
 # ---- sequences
 
 
@@ -293,6 +297,17 @@ def load_rows(ptr, offsets, channels, SHAPE: tl.constexpr):
         return tl.load(ptrs)
     else:
         return tl.load(ptrs, mask=(channels < SHAPE.head_dim)[None, :], other=0.0)
+
+
+@triton.jit
+def prefetch_rows(ptr, offsets, SHAPE: tl.constexpr):
+    """Requests rows at offsets [M, 1] for the L2 cache. It waits for nothing and fills no register."""
+    if not INTERPRETED:
+        LINE: tl.constexpr = L2_LINE * 8 // ptr.dtype.element_ty.primitive_bitwidth  # elements
+        LINES: tl.constexpr = SHAPE.block_d // LINE if SHAPE.block_d > LINE else 1
+        channels = tl.minimum(tl.arange(0, LINES) * LINE, SHAPE.head_dim - 1)
+        ptrs = ptr + offsets + channels[None, :]
+        tl.inline_asm_elementwise(PREFETCH, "=r,l", [ptrs.to(tl.int64)], tl.int32, False, 1)
 
 
 @triton.jit

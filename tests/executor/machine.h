@@ -178,6 +178,7 @@ struct Block {
   void run(uint32_t linear);
 
   // Where a global access lies, or null with a finding. Counts it.
+  Buffer* place(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write);
   unsigned char* global(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write);
   unsigned char* global_add(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane);
   void count_sectors(const uint64_t* addresses, int64_t offset, uint32_t bytes, Lanes lanes, bool write);
@@ -190,7 +191,6 @@ struct Block {
   void end_lanes(Warp& w, const Instruction& i, Lanes lanes);
   bool release_barrier();
   bool go_on();
-  Buffer* place(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write);
   Buffer* find_buffer(uint64_t address, uint32_t bytes);
   std::string nearest_buffer(uint64_t address) const;
 };

@@ -147,6 +147,12 @@ void copy_async(Warp& w, const Instruction& i, Lanes m) {
   }
 }
 
+// A request moves nothing that a program could see; here its addresses must lie in the tensors.
+void prefetch(Warp& w, const Instruction& i, Lanes m) {
+  for (int l = 0; l < LANES; l++)
+    if (m >> l & 1) w.block->place(w.at<uint64_t>(i.operands[0])[l] + i.operands[0].offset, 1, w, i, l, false);
+}
+
 void land(Warp& w, const std::vector<Copy>& group) {
   for (const Copy& c : group) w.block->shared.end_copy(c.to, c.data, c.bytes, w, c.lane);
 }
@@ -174,6 +180,7 @@ void define_memory() {
   define_accesses<uint64_t>({"b64", "u64", "s64"});
   define("cp.async.cg.shared.global", {copy_async, "sgi4", 0, Control::next, false, 3});
   define("cp.async.ca.shared.global", {copy_async, "sgi4", 0, Control::next, false, 3});
+  define("prefetch.global.L2", {prefetch, "g"});
   define("cp.async.commit_group", {commit_copies, "", 0, Control::next, true});
   define("cp.async.wait_group", {wait_copies, "i", 0, Control::next, true});
   define("cp.async.wait_all", {wait_all_copies, "", 0, Control::next, true});

@@ -69,6 +69,11 @@ WRONG_AND_RIGHT = {
     # name: (finding, wrong body, right body)
     "outside": ("write outside the tensors", "st.global.b32 [%rd3+1020], %r10;", "st.global.b32 [%rd3], %r10;"),
     "before": ("read outside the tensors", "ld.global.b32 %r11, [%rd3+-4];", "ld.global.b32 %r11, [%rd3];"),
+    "requested outside": (
+        "read outside the tensors",
+        "prefetch.global.L2 [%rd3+1020];",
+        "prefetch.global.L2 [%rd3+2];",
+    ),
     "misaligned": ("misaligned global access", "ld.global.b32 %r11, [%rd3+2];", "ld.global.b32 %r11, [%rd3+4];"),
     "vector misaligned": (
         "misaligned global access",
