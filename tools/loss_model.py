@@ -3,7 +3,7 @@ docs/integration.md. The files that it has not seen are written beside it.
 
     python tools/loss_model.py runs/loss/model
     flashrope loss --model runs/loss/model --text runs/loss/model/unseen --lengths 128 256 512 1024 2048 \\
-        --targets 64 --windows 64 --batch 8 --repeat --device cpu
+        --targets 64 --windows 32 --batch 8 --repeat --device cpu
 """
 
 import argparse

@@ -176,6 +176,9 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
     for row in saved["rows"]:
         assert f"{sum(row['windows']) / 4:.4f} ± {half_interval(row['windows']):.4f}" in shown.out
     assert saved["facts"]["command"].startswith("flashrope loss --model")
+    changes = shown.out[shown.out.index("change from 16 tokens") :]
+    change = found["ReRoPE", "text", 128]
+    assert f"{float(change['change']):.3f}" in changes and changes.count("0.0000 ± 0.0000") == 7 * 2
     assert "ReRoPE, repeated, 128 tokens" in shown.err
     # Beyond the model's own length it is the library's model that is measured.
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
@@ -188,20 +191,28 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
 
 
 def test_the_plot_shows_every_row(tmp_path):
+    from matplotlib.colors import to_rgb
     from matplotlib.image import imread
 
-    rows = [
-        Row(scheme, context, length, tuple(at + length / 100 + window / 9 for window in range(3)))
-        for at, scheme in enumerate(("unchanged", "ReRoPE", "YaRN"))
-        for context in ("text", "repeated")
-        for length in (16, 32, 64)
-    ]
-    loss.plot(tmp_path / "some.png", rows[:3], 32, "a model")
-    loss.plot(tmp_path / "all.png", rows, 32, "a model")
-    some, every = (imread(tmp_path / name) for name in ("some.png", "all.png"))
-    assert some.shape[:2] == every.shape[:2] == (1000, 1600)
-    colours = [{tuple(x) for x in image[::4, ::4, :3].reshape(-1, 3).round(1).tolist()} for image in (some, every)]
-    assert len(colours[1]) > len(colours[0]) > 5
+    def row(scheme, context, length):
+        level = {"unchanged": 4.0, "ReRoPE": 1.0}[scheme] + (0.5 if context == "repeated" else 0.0)
+        return Row(scheme, context, length, (level, level + 0.1))
+
+    lengths, schemes = (16, 32, 64), ("unchanged", "ReRoPE")
+    texts = [row(scheme, "text", length) for scheme in schemes for length in lengths]
+    both = [row(scheme, context, n) for scheme in schemes for context in ("text", "repeated") for n in lengths]
+
+    def pixels(rows):
+        """How much of the plot has the colour of each scheme."""
+        loss.plot(tmp_path / "loss.png", rows, 32, "a model")
+        image = torch.from_numpy(imread(tmp_path / "loss.png")[:, :, :3].copy())
+        assert image.shape == (1000, 1600, 3)
+        near = [(image - torch.tensor(to_rgb(colour))).abs().amax(-1) < 0.05 for colour in loss.COLOURS[:3]]
+        return [int(found.sum()) for found in near]
+
+    one, two = pixels(texts), pixels(both)
+    assert min(one[:2]) > 1000 and one[2] == two[2] == 0  # a colour for each scheme
+    assert all(b > 1.4 * a for a, b in zip(one[:2], two[:2], strict=True))  # and a line for repeated context
 
 
 def test_several_windows_of_rerope_are_several_rows(checkpoint, text, tmp_path):

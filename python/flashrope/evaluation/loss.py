@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,6 +113,8 @@ def _measure(args: argparse.Namespace) -> int:
     files.write(out / "loss.json", json.dumps(record, indent=1))
     plot(out / "loss.png", rows, train_length, short_name(args.model), tokens.unit)
     print(f"\n{table(rows, targets, tokens.unit)}\n")
+    if len(lengths) > 1:
+        print(f"{changes_table(rows)}\n")
     if missing := [row for row in rows if not row.windows]:
         print(f"-: out of memory, in {len(missing)} of {len(rows)} cells; --chunk or a smaller --batch takes less\n")
     print(f"written to {out}/: loss.png, loss.csv, loss.json")
@@ -262,21 +264,36 @@ def _label(scheme: str, context: str) -> str:
 
 def table(rows: Sequence[Row], targets: int, unit: str = "token") -> str:
     """Aligned text: the loss with its interval, by scheme and length."""
+    return _aligned(rows, f"loss of the last {targets} tokens, nats per {unit}", lambda row: row.windows)
+
+
+def changes_table(rows: Sequence[Row]) -> str:
+    """Aligned text: what the longer context changes, with the interval of the change."""
+    title = f"change from {min(row.length for row in rows):,} tokens, window by window"
+    return _aligned(rows, title, lambda row: row.change_from(_shortest(rows, row)))
+
+
+def _shortest(rows: Sequence[Row], row: Row) -> Row:
+    return next(each for each in rows if each[:2] == row[:2])
+
+
+def _aligned(rows: Sequence[Row], title: str, values: Callable[[Row], Sequence[float]]) -> str:
     lengths = sorted({row.length for row in rows})
     lines = [["length, tokens", *(f"{length:,}" for length in lengths)]]
     for label in _labels(rows):
         found = {row.length: row for row in rows if (row.scheme, row.context) == label}
-        lines.append([_label(*label), *(_cell(found[length]) for length in lengths)])
+        lines.append([_label(*label), *(_cell(values(found[length])) for length in lengths)])
     first = max(len(line[0]) for line in lines)
     widths = [max(len(line[at]) for line in lines) + 3 for at in range(1, len(lengths) + 1)]
     text = [line[0].ljust(first) + "".join(map(str.rjust, line[1:], widths)) for line in lines]
-    return "\n".join([f"loss of the last {targets} tokens, nats per {unit}", text[0], "-" * len(text[0]), *text[1:]])
+    return "\n".join([title, text[0], "-" * len(text[0]), *text[1:]])
 
 
-def _cell(row: Row) -> str:
-    if not row.windows:
+def _cell(values: Sequence[float]) -> str:
+    if not values:
         return "-"
-    return f"{row.loss:.4f}" + (f" ± {row.interval:.4f}" if len(row.windows) > 1 else "")
+    mean = sum(values) / len(values)
+    return f"{mean:.4f}" + (f" ± {half_interval(values):.4f}" if len(values) > 1 else "")
 
 
 def csv_text(rows: Sequence[Row]) -> str:
@@ -285,8 +302,7 @@ def csv_text(rows: Sequence[Row]) -> str:
     columns = ["scheme", "context", "length", "loss", "interval_95", "change", "change_interval_95", "windows"]
     lines = []
     for row in rows:
-        shortest = next(each for each in rows if each[:2] == row[:2])
-        change = row.change_from(shortest)
+        change = row.change_from(_shortest(rows, row))
         mean = sum(change) / len(change) if change else math.nan
         values = [row.loss, row.interval, mean, half_interval(change)]
         lines.append([*row[:3], *("" if math.isnan(value) else f"{value:.6f}" for value in values), len(row.windows)])
