@@ -142,6 +142,27 @@ def test_bars_of_the_demo_say_the_time_left_where_there_is_no_terminal(monkeypat
     assert shown[-1] == "training: 101 of 101, loss 2.000"
 
 
+def test_generate_shows_bars_where_the_text_goes_to_a_file(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors", reason="the extra 'demo' is not installed")
+    from flashrope import Rotary
+    from flashrope.demo.model import LanguageModel, ModelConfig, save_checkpoint
+
+    save_checkpoint(
+        tmp_path / "m", LanguageModel(ModelConfig(width=32, layers=1, heads=2)), Rotary.rope(16), train_length=32
+    )
+    command = ["generate", "--model", str(tmp_path / "m"), "--device", "cpu", "--tokens", "20", "--prompt", "abc" * 500]
+    shown = {}
+    for name, screens in {"file": (False, True), "screen": (True, True), "pipes": (False, False)}.items():
+        out, err = Terminal(), Terminal()
+        out.isatty, err.isatty = (lambda screen=screen: screen for screen in screens)
+        monkeypatch.setattr("sys.stdout", out), monkeypatch.setattr("sys.stderr", err)
+        assert main(command) == 0
+        shown[name] = "".join(err)
+    monkeypatch.undo()
+    for part in ("68% ", "100% ", "  reading the prompt", "  generating", "] 50% "):
+        assert part in shown["file"] and part not in shown["screen"] + shown["pipes"], part
+
+
 def test_the_demo_says_how_long_a_preset_runs(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
     text = tmp_path / "numbers.txt"
