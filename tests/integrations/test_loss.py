@@ -225,6 +225,32 @@ def test_several_windows_of_rerope_are_several_rows(checkpoint, text, tmp_path):
     assert [row["scheme"] for row in rows] == ["ReRoPE, window 8"] * 2 + ["ReRoPE, window 12"] * 2
 
 
+def test_a_tokenizer_and_its_start_token(checkpoint, text, tmp_path, monkeypatch):
+    import tokenizers
+
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=120, special_tokens=["<s>"])
+    words = tokenizers.Tokenizer(tokenizers.models.BPE())
+    words.train_from_iterator([text.read_text()], trainer)
+    path = tmp_path / "with-tokenizer"
+    transformers.AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>").save_pretrained(path)
+    seen = []
+
+    def recorded(model, inputs, *options):
+        seen.extend(inputs.tolist())
+        return measure(model, inputs, *options)
+
+    monkeypatch.setattr(loss, "measure", recorded)
+    out = tmp_path / "out"
+    assert main(command(path, text, out, *"--lengths 16 32 --windows 3 --schemes stock".split())) == 0
+    start = words.token_to_id("<s>")
+    assert [len(row) for row in seen] == [17] * 3 + [33] * 3 and {row[0] for row in seen} == {start}
+    for short, long in zip(seen[:3], seen[3:], strict=True):
+        assert short[1:] == long[-16:] and start not in long[1:]
+        assert words.decode(long[1:]).replace(" ", "") in text.read_text().replace(" ", "")
+    assert "nats per token" in json.loads((out / "loss.json").read_text())["facts"]["measured"]
+
+
 def test_a_family_that_cannot_be_converted_is_measured_as_it_is(text, tmp_path, capsys):
     config = transformers.GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=32)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
