@@ -231,6 +231,7 @@ def test_a_tokenizer_and_its_start_token(checkpoint, text, tmp_path, monkeypatch
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=120, special_tokens=["<s>"])
     words = tokenizers.Tokenizer(tokenizers.models.BPE())
     words.train_from_iterator([text.read_text()], trainer)
+    words.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     path = tmp_path / "with-tokenizer"
     transformers.AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(path)
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>").save_pretrained(path)
@@ -265,6 +266,12 @@ def test_a_family_that_cannot_be_converted_is_measured_as_it_is(text, tmp_path, 
     run[run.index("stock")] = "yarn"
     assert main([*run, "16"]) == 2
     assert "--schemes: none of yarn, rerope fits this model" in capsys.readouterr().err
+
+
+def test_a_model_without_its_tokenizer_is_not_read_as_bytes(text, tmp_path, capsys):
+    tiny("llama", vocab_size=4096).save_pretrained(tmp_path / "large")
+    assert main(command(tmp_path / "large", text, tmp_path / "out")) == 2
+    assert "has no tokenizer, and its vocabulary is too large for bytes (" in capsys.readouterr().err
 
 
 def test_a_model_that_sees_what_it_predicts_is_refused(text, tmp_path, capsys):

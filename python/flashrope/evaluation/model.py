@@ -11,6 +11,8 @@ import torch
 
 from ..demo.options import BadInput
 
+MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; a model with more and no tokenizer lacks its files
+
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
@@ -23,7 +25,7 @@ class Tokens:
 
 def load(name: str, device: torch.device):
     """(model, Tokens). The model is in bfloat16 on a GPU and in float32 elsewhere. Without a tokenizer, tokens are
-    bytes.
+    bytes, if the vocabulary is of that size.
 
     Raises BadInput.
     """
@@ -75,14 +77,16 @@ def _tokens(name: str, config) -> Tokens:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
+        first, second = (tokenizer.encode(text, add_special_tokens=False) for text in (" 12345", " 67890"))
+        reason = "it knows no text" if first == second else ""  # transformers 5.0 makes one without a vocabulary
+    except Exception as error:  # without a tokenizer, transformers raises one of half a dozen types
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    if not reason:
         start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-        tokens = Tokens(lambda text: tokenizer.encode(text, add_special_tokens=False, verbose=False), start)
-        if tokens.encode(" 12345") != tokens.encode(" 67890"):  # transformers 5.0 makes one without a vocabulary
-            return tokens
-    except Exception:  # noqa: S110  without a tokenizer, transformers raises one of half a dozen types
-        pass
-    if config.vocab_size < 256:
-        raise BadInput(f"--model: {name} has no tokenizer, and its vocabulary is too small for bytes")
+        return Tokens(lambda text: tokenizer.encode(text, add_special_tokens=False), start)
+    if not 256 <= config.vocab_size <= MAX_BYTE_VOCABULARY:
+        size = "small" if config.vocab_size < 256 else "large"
+        raise BadInput(f"--model: {name} has no tokenizer, and its vocabulary is too {size} for bytes ({reason})")
     return Tokens(lambda text: list(text.encode()), unit="byte")
 
 
