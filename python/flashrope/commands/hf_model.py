@@ -13,8 +13,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="PATH_OR_ID",
         required=True,
-        help="a transformers checkpoint, or its name on the hub; without a tokenizer, tokens are bytes (256 to 512 in its "
-        "vocabulary)",
+        help="a transformers checkpoint, or its name on the hub; without a tokenizer, tokens are bytes, if the "
+        "vocabulary has 256 to 512 entries",
     )
 
 

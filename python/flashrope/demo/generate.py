@@ -96,7 +96,7 @@ def _generate(settings: Settings, args: argparse.Namespace) -> int:
 def _bars(prompt: int, tokens: int) -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
     """(to call with the number of tokens read, to call after each token generated). They draw bars with the time left
     where the text goes to a file or a pipe; on a terminal the text itself shows how far it is."""
-    if True:
+    if sys.stdout.isatty() or not sys.stderr.isatty():
         yield lambda count: None, lambda: None
         return
     reading, writing = Bar(prompt), Bar(tokens)

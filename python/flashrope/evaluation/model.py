@@ -83,7 +83,7 @@ def _tokens(name: str, config) -> Tokens:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
     if not reason:
         start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-        return Tokens(lambda text: tokenizer.encode(text, add_special_tokens=False), start)
+        return Tokens(lambda text: tokenizer.encode(text, add_special_tokens=True), start)
     if not 256 <= config.vocab_size <= MAX_BYTE_VOCABULARY:
         size = "small" if config.vocab_size < 256 else "large"
         raise BadInput(f"--model: {name} has no tokenizer, and its vocabulary is too {size} for bytes ({reason})")
