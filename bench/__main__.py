@@ -7,6 +7,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from flashrope.cli import guarded
+
 SUBCOMMANDS = {  # name: (module, what it does)
     "hope": (
         "timing.hope",
@@ -39,7 +41,9 @@ SUBCOMMANDS = {  # name: (module, what it does)
 
 def main(argv: list[str]) -> int:
     if argv and argv[0] in SUBCOMMANDS:
-        return import_module(f".{SUBCOMMANDS[argv[0]][0]}", __package__).main(argv[1:])
+        return guarded(
+            "python -m bench", lambda: import_module(f".{SUBCOMMANDS[argv[0]][0]}", __package__).main(argv[1:])
+        )
     print(__doc__)
     for name, (_, purpose) in SUBCOMMANDS.items():
         print(f"  {name:<10} {purpose}")

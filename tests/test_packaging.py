@@ -87,6 +87,13 @@ def test_a_folder_that_is_there_is_not_overwritten(lay_out, tmp_path):
         lay_out(tmp_path / "kernel")
 
 
+def test_every_folder_of_the_package_is_installed():
+    packages = re.search(r"packages=\[(.*?)\]", (ROOT / "setup.py").read_text(), re.DOTALL)[1]
+    source = ROOT / "python"
+    folders = {".".join(path.parent.relative_to(source).parts) for path in source.rglob("*.py")}
+    assert set(re.findall(r'"(.+?)"', packages)) == folders | {"flashrope.triton_kernels"}
+
+
 def test_the_hosted_ci_runs_the_full_check_and_ends():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert "- run: .ci/run\n" in workflow and os.access(ROOT / ".ci" / "run", os.X_OK)

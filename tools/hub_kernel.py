@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"": "python/flashrope", "triton_kernels": "triton_kernels"}
-LEFT_OUT = {"demo"}  # folders of commands
+LEFT_OUT = {"commands", "demo", "evaluation"}
 COMMANDS = {"__main__.py", "cli.py", "info.py"}
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flashrope.demo.options import cores
-from flashrope.demo.passkey import Task
+from flashrope.evaluation.passkey import Task
 
 TRAIN_LENGTH, SHORTEST = 384, 256
 CONFIG = dict(

@@ -25,7 +25,7 @@ from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 from flashrope.tuning import measure
 from flashrope.tuning.candidates import KERNELS
-from flashrope.tuning.progress import Bar
+from flashrope.progress import Bar
 from flashrope.tuning.workloads import PASSES, Workload, sensible_shapes
 
 from ..compiling.architectures import MULTIPROCESSORS

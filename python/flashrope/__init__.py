@@ -1,10 +1,21 @@
 """Fused attention for rotary position schemes: RoPE, HoPE, ReRoPE, Leaky ReRoPE, PI, NTK, YaRN and log n in one
-pass."""
+pass.
+
+The names below are imported on first use, so that the command line can print its help without loading torch. Where
+torch is loaded already, importing this package registers its operators too, as torch.export.load needs them; elsewhere
+``import flashrope.ops`` does.
+"""
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ._version import __version__
-from .api import attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
-from .cache import KVCache, OutOfPages, PagedKVCache, Step
-from .rotary import Band, Rotary
+
+if TYPE_CHECKING:
+    from .api import attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
+    from .cache import KVCache, OutOfPages, PagedKVCache, Step
+    from .rotary import Band, Rotary
 
 __all__ = [
     "Band",
@@ -19,3 +30,24 @@ __all__ = [
     "attention_varlen_with_cache",
     "attention_with_cache",
 ]
+
+if not TYPE_CHECKING:  # or a type checker would accept any name
+    _NAMES = {
+        "api": ("attention", "attention_varlen", "attention_varlen_with_cache", "attention_with_cache"),
+        "cache": ("KVCache", "OutOfPages", "PagedKVCache", "Step"),
+        "rotary": ("Band", "Rotary"),
+    }
+    _MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+    def __getattr__(name: str):
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+    if "torch" in sys.modules:
+        for _name in _MODULES:
+            __getattr__(_name)

@@ -1,7 +1,7 @@
 """The command line: ``flashrope <command>``, also ``python -m flashrope <command>``.
 
 A command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``. It is imported only when it is
-called, so that ``flashrope --help`` loads none of them.
+called, and loads torch only in ``run``, so that ``--help`` and wrong options are answered at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import difflib
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -17,15 +18,19 @@ from importlib import import_module
 from ._version import __version__
 
 COMMANDS = {  # command: (module, what it does)
-    "build-cpu": ("flashrope.backends.cpu.build", "compile faster kernels for this processor; needs a C++ compiler"),
-    "demo": ("flashrope.demo.main", "train two small models and compare the schemes beyond the training length"),
+    "build-cpu": ("flashrope.commands.build_cpu", "compile faster kernels for this processor; needs a C++ compiler"),
+    "demo": ("flashrope.commands.demo", "train two small models and compare the schemes beyond the training length"),
     "generate": (
-        "flashrope.demo.generate",
+        "flashrope.commands.generate",
         "continue a text with a model trained by flashrope demo, past its training length",
     ),
     "info": ("flashrope.info", "show versions, devices and the backends available here"),
+    "loss": (
+        "flashrope.commands.loss",
+        "measure the loss of a Hugging Face model on your text by length of the context, under several schemes",
+    ),
     "passkey": (
-        "flashrope.demo.passkey",
+        "flashrope.commands.passkey",
         "measure by length, depth and scheme how often a Hugging Face model finds a hidden number",
     ),
     "tune": ("flashrope.tuning.command", "measure on this GPU which tiles are fastest, and use them from then on"),
@@ -37,20 +42,31 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
-    argv = sys.argv[1:] if argv is None else argv
-    return guarded("flashrope", lambda: _run(argv))
+    code = guarded("flashrope", lambda: _run(sys.argv[1:] if argv is None else argv))
+    if argv is None and code == INTERRUPTED:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))  # a second Ctrl-C while the interpreter ends
+    return code
 
 
 def guarded(program: str, command: Callable[[], int]) -> int:
     """The exit code of ``command()``. Ctrl-C and a closed stdout end it without a traceback."""
     try:
         return command()
-    except KeyboardInterrupt:
-        print(f"\n{program}: interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:  # the reader of stdout has exited, as in "flashrope info | head -1"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
         return 1
+    except (KeyboardInterrupt, Exception) as error:
+        if not _is_interrupt(error):
+            raise
+        print(f"\n{program}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether it is Ctrl-C, or what a library made of it: the import of an extension module raises ImportError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _run(argv: list[str]) -> int:

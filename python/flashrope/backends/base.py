@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..backend_names import BACKENDS
 from ..rotary import Band, Rotary
 
-BACKENDS = ("triton", "cuda", "cpu", "reference")
 DIFFERENTIABLE = (
     "reference",
 )  # forward is plain torch: autograd differentiates it, to any order, and compilers trace it

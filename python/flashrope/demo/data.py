@@ -80,6 +80,24 @@ def from_path(path: str | os.PathLike, window: int) -> Corpus:
     return split_one(name, text, window)
 
 
+def read_texts(paths: Sequence[str | os.PathLike]) -> dict[str, str]:
+    """The texts of these files, and of the files in these folders, by path. Raises TextError."""
+    texts: dict[str, str] = {}
+    for path in map(Path, paths):
+        if path.is_dir():
+            found = {str(path / name): text for name, text in _read_folder(path, "").items()}
+            if not found:
+                raise TextError(f"{path}: contains no text files (UTF-8, without NUL bytes)")
+        elif path.exists():
+            found = {str(path): _read(path)}
+            if found[str(path)] is None:
+                raise TextError(f"{path}: not text (UTF-8, without NUL bytes)")
+        else:
+            raise TextError(f"{path}: no such file or folder")
+        texts.update((name, text.decode()) for name, text in found.items())
+    return texts
+
+
 def split_one(name: str, text: bytes, window: int) -> Corpus:
     """The last tenth of one text is unseen, or as much as MIN_WINDOWS windows take. Raises TextError."""
     needed = MIN_WINDOWS * window

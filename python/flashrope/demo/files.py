@@ -6,16 +6,35 @@ import contextlib
 import csv
 import io
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+from .options import BadInput
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path to write to. It replaces ``path`` when the block ends, unless the block raised."""
     partial = path.with_name(path.name + ".partial")
-    yield partial
-    os.replace(partial, path)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def folder(name: str) -> Path:
+    """The folder of the option --out, made if it is not there. Raises BadInput if nothing can be written to it."""
+    out = Path(name)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise BadInput(f"--out: cannot write to {out} ({error.strerror})") from None
+    return out
 
 
 def write(path: Path, text: str) -> None:

@@ -8,86 +8,32 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import dataclasses
 import io
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from .. import Rotary
-from ..backends import BACKENDS, resolve_impl
+from ..backends import resolve_impl
 from ..cli import INTERRUPTED
 from ..info import hardware
+from ..progress import Bar
 from . import data, options, report
-from .main import CHECKPOINTS
 from .model import Decoder, LanguageModel, load_checkpoint, trained_length
-from .options import MAX_THREADS, BadInput, cores, need, positive, torch_threads
+from .options import MAX_THREADS, BadInput, cores, need, torch_threads
 from .train import autocast
 
 CHUNK = 1024  # bytes of the prompt per call
 DEFAULT_PROMPT = 128  # bytes, if the training length is unknown
 VOCABULARY = 256
 SMALL_MODEL = 4_000_000  # parameters; a decoding step of a smaller model takes less time than starting threads
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument_group("model and prompt")
-    model.add_argument(
-        "--model",
-        metavar="PATH",
-        default=f"runs/demo/{CHECKPOINTS['rope']}",
-        help="a checkpoint written by flashrope demo",
-    )
-    prompt = model.add_mutually_exclusive_group()
-    prompt.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        help="the text to continue; default: part of a file that the model was not trained on, as long as the training "
-        "length",
-    )
-    prompt.add_argument("--prompt-file", metavar="PATH", help="a file with the text to continue")
-    run_ = parser.add_argument_group("run")
-    run_.add_argument("--tokens", type=positive, metavar="N", default=256, help="number of bytes to generate")
-    run_.add_argument("--temperature", type=float, metavar="T", default=0.8, help="0 always takes the most likely byte")
-    run_.add_argument("--top-k", type=positive, metavar="K", help="sample from the K most likely bytes only")
-    run_.add_argument("--seed", type=int, default=0, help="seed of the sampling and of the default prompt")
-    run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: the one for the device")
-    run_.add_argument(
-        "--threads",
-        type=positive,
-        help=f"CPU threads; default: one for small models, otherwise the cores available, at most {MAX_THREADS}",
-    )
-    scheme = parser.add_argument_group("scheme (default: the one the model was trained with)")
-    scheme.add_argument(
-        "--rectify", action="store_true", help="ReRoPE: distances beyond the window are treated as the window"
-    )
-    scheme.add_argument(
-        "--window",
-        type=positive,
-        metavar="W",
-        help="window of ReRoPE in bytes, default: half the training length; implies --rectify",
-    )
-    scheme.add_argument(
-        "--factor",
-        type=float,
-        metavar="K",
-        help="Leaky ReRoPE: distances grow by 1/K beyond the window; implies --rectify",
-    )
-    scheme.add_argument(
-        "--log-n", action="store_true", help="scale the query at position i by max(1, ln(i + 1) / ln(training length))"
-    )
-    scheme.add_argument(
-        "--train-length",
-        type=positive,
-        metavar="N",
-        help="the training length in bytes, for checkpoints that do not record it",
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,21 +78,53 @@ def _generate(settings: Settings, args: argparse.Namespace) -> int:
     text = codecs.getincrementaldecoder("utf-8")("replace")
     _show(text.decode(settings.prompt))
     start, times, code = time.perf_counter(), [], 0
-    try:
-        for byte in generate(decoder, settings.prompt, args.tokens, args.temperature, args.top_k, args.seed):
-            times.append(time.perf_counter())
-            _show(text.decode(bytes([byte])))
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+    sampling = args.temperature, args.top_k, args.seed
+    with _bars(len(settings.prompt), args.tokens) as (read, wrote):
+        try:
+            for byte in generate(decoder, settings.prompt, args.tokens, *sampling, read):
+                times.append(time.perf_counter())
+                _show(text.decode(bytes([byte])))
+                wrote()
+        except KeyboardInterrupt:
+            code = INTERRUPTED
     _show(text.decode(b"", final=True))
     print(f"\n\n{report.lines(_outcome(settings, args, start, times))}", file=sys.stderr)
     return code
 
 
+@contextlib.contextmanager
+def _bars(prompt: int, tokens: int) -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
+    """(to call with the number of tokens read, to call after each token generated). They draw bars with the time left
+    where the text goes to a file or a pipe; on a terminal the text itself shows how far it is."""
+    if sys.stdout.isatty() or not sys.stderr.isatty():
+        yield lambda count: None, lambda: None
+        return
+    reading, writing = Bar(prompt), Bar(tokens)
+    reading.start("reading the prompt")
+
+    def wrote():
+        if not writing.done:
+            writing.start("generating")  # its time starts with the first token, after the prompt
+        writing.step()
+
+    try:
+        yield reading.step, wrote
+    finally:
+        writing.clear()
+
+
 def generate(
-    decoder: Decoder, prompt: bytes, tokens: int, temperature: float = 0.0, top_k: int | None = None, seed: int = 0
+    decoder: Decoder,
+    prompt: bytes,
+    tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    read: Callable[[int], None] = lambda count: None,
 ) -> Iterator[int]:
     """Yields the bytes that follow ``prompt``, one at a time. Call it under torch.inference_mode.
+
+    ``read`` is called with the number of tokens of every piece of the prompt.
 
     Sampling is done on the CPU, so a seed means the same on every device. Raises FloatingPointError if the logits are
     not finite.
@@ -155,6 +133,7 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     for piece in data.as_tokens([prompt], device).split(CHUNK, dim=1):
         logits = decoder.read(piece)
+        read(piece.shape[1])
     for n in range(1, tokens + 1):
         byte = pick(logits[0, -1].double().cpu(), temperature, top_k, generator)
         yield byte

@@ -20,43 +20,20 @@ from pathlib import Path
 import torch
 
 from .. import Rotary, __version__, attention
-from ..backends import BACKENDS, resolve_impl
+from ..backends import resolve_impl
 from ..cli import INTERRUPTED
 from ..info import hardware
 from . import data, files, options, report
 from .evaluate import ContextLoss, loss_by_context
 from .model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
-from .options import BadInput, cores, need, positive
+from .options import BadInput, cores, need
 from .plot import plot_losses
+from .presets import CHECKPOINTS, PRESETS, TIMES, Preset
 from .train import TrainConfig, Trained, train
 from .workers import Workers
 
 MULTIPLES = (1, 2, 4, 8)  # of the training length
-CHECKPOINTS = {"rope": "rope.safetensors", "hope": "hope.safetensors"}
 OUTPUTS = ("split.json", *CHECKPOINTS.values(), "losses.csv", "losses.md", "losses.png")
-
-
-@dataclasses.dataclass(frozen=True)
-class Preset:
-    """Sizes of one run. ``windows`` is the number of unseen windows measured at every context length."""
-
-    width: int
-    layers: int
-    heads: int
-    train_length: int
-    batch: int
-    steps: int
-    learning_rate: float
-    windows: int
-
-
-PRESETS = {
-    "tiny": Preset(width=32, layers=1, heads=2, train_length=32, batch=8, steps=20, learning_rate=3e-3, windows=8),
-    "cpu": Preset(width=128, layers=3, heads=4, train_length=128, batch=8, steps=1000, learning_rate=3e-3, windows=64),
-    "gpu": Preset(
-        width=512, layers=8, heads=8, train_length=512, batch=64, steps=1500, learning_rate=1e-3, windows=128
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,45 +44,6 @@ class Scheme:
     trained_with: str
     log_n: bool
     rotary: Rotary
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    path = parser.add_argument_group("text and results")
-    path.add_argument(
-        "--text", metavar="PATH", help="a file or folder to train on instead of Python's standard library"
-    )
-    path.add_argument("--out", metavar="DIR", default="runs/demo", help="directory for the results")
-    run_ = parser.add_argument_group("run")
-    run_.add_argument("--preset", choices=PRESETS, help="sizes of the run; default: gpu on a GPU, otherwise cpu")
-    run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    run_.add_argument(
-        "--threads", type=positive, help="CPU threads in total; default: one per model, if there are two cores"
-    )
-    run_.add_argument("--seed", type=int, default=0, help="seed of the weights, the batches and the unseen windows")
-    run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: the one for the device")
-    run_.add_argument("--compile", action="store_true", help="torch.compile the training step")
-    sizes = parser.add_argument_group("sizes (default: those of the preset)")
-    for field in dataclasses.fields(Preset):
-        kind = float if field.name == "learning_rate" else positive
-        sizes.add_argument(
-            _option(field.name),
-            type=kind,
-            metavar="X" if kind is float else "N",
-            default=argparse.SUPPRESS,
-            help=", ".join(f"{name} {getattr(preset, field.name):g}" for name, preset in PRESETS.items()),
-        )
-    schemes = parser.add_argument_group("schemes")
-    schemes.add_argument(
-        "--window",
-        type=positive,
-        metavar="N",
-        help="window of ReRoPE and Leaky ReRoPE; default: half the training "
-        "length (ReRoPE's author found a quarter to a half of it best)",
-    )
-    schemes.add_argument(
-        "--factor", type=float, default=16.0, help="Leaky ReRoPE: distances grow by 1/FACTOR beyond the window"
-    )
-    schemes.add_argument("--base", type=float, default=10_000.0, help="base of the rotary frequencies")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +107,7 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
     except OSError as error:
         raise BadInput(f"--out: cannot write to {out} ({error.strerror})") from None
     facts = _facts(args, settings, corpus)
-    print(report.lines(facts), flush=True)
+    print(report.lines(facts | {"time": expected_time(args, settings)}), flush=True)
 
     windows = data.unseen_windows(corpus.unseen, window, settings.windows, settings.training.seed)
     with Workers(settings.processes, max(settings.threads // max(settings.processes, 1), 1)) as workers:
@@ -205,7 +143,7 @@ def resolve(args: argparse.Namespace) -> Settings:
     """The settings for these options. Raises BadInput."""
     need("matplotlib", "safetensors", "tqdm")
     device = options.device(args.device)
-    preset = PRESETS[args.preset or ("gpu" if device.type == "cuda" else "cpu")]
+    preset = PRESETS[preset_name(args, device)]
     preset = dataclasses.replace(
         preset,
         **{field.name: getattr(args, field.name) for field in dataclasses.fields(Preset) if hasattr(args, field.name)},
@@ -235,6 +173,19 @@ def resolve(args: argparse.Namespace) -> Settings:
         threads,
         processes=len(CHECKPOINTS) if device.type == "cpu" and threads > 1 else 0,
     )
+
+
+def preset_name(args: argparse.Namespace, device: torch.device) -> str:
+    return args.preset or ("gpu" if device.type == "cuda" else "cpu")
+
+
+def expected_time(args: argparse.Namespace, settings: Settings) -> str:
+    """For how long the run will go on, as far as that is known before it."""
+    name = preset_name(args, settings.device)
+    changed = [field.name for field in dataclasses.fields(Preset) if hasattr(args, field.name)]
+    if changed:
+        return f"preset {name} with other sizes; the time left is shown from the second step on"
+    return f"preset {name}: {TIMES[name]}"
 
 
 def compared(head_dim: int, train_length: int, window: int, factor: float, base: float) -> tuple[Scheme, ...]:
@@ -383,7 +334,3 @@ def _stamps(out: Path) -> dict[str, tuple[int, int] | None]:
         return stat.st_mtime_ns, stat.st_ino
 
     return {name: stamp(out / name) for name in OUTPUTS}
-
-
-def _option(field: str) -> str:
-    return "--" + field.replace("_", "-")

@@ -1,4 +1,5 @@
-"""Options that several commands share: types, checks, and the messages a user sees."""
+"""Options that several commands share: types, checks, and the messages a user sees. Loads torch only where a device is
+asked for."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MAX_THREADS = 8  # models this small get slower with more
 
@@ -27,6 +30,8 @@ def positive(text: str) -> int:
 
 def device(name: str) -> torch.device:
     """The device of the option --device: auto, cpu, cuda or cuda:N. Raises BadInput."""
+    import torch
+
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -50,6 +55,8 @@ def cores() -> int:
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """``count`` CPU threads for torch inside the block; the previous number after it."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

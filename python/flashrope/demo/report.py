@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+import time
 from collections.abc import Sequence
 
+from ..progress import duration, seconds_left
 from . import files
 from .evaluate import ContextLoss
 
@@ -21,13 +23,14 @@ class Row:
 
 
 class Bars:
-    """One progress bar of ``total`` steps per name. Where stderr is not a terminal, a line is printed at the first step
-    and at every quarter instead."""
+    """One progress bar of ``total`` steps per name, with the time left. Where stderr is not a terminal, a line is
+    printed at the first step and at every quarter instead."""
 
     def __init__(self, names: Sequence[str], total: int):
         from tqdm import tqdm
 
         self._names, self._total, self._steps = names, total, [0] * len(names)
+        self._began = [0.0] * len(names)  # when the first step was done, which compiles
         self._bars = [
             tqdm(total=total, desc=name, position=at, disable=None, dynamic_ncols=True) for at, name in enumerate(names)
         ]
@@ -43,15 +46,24 @@ class Bars:
         """Set bar number ``bar`` to ``step``."""
         shown, before = self._bars[bar], self._steps[bar]
         self._steps[bar] = step
+        if before < 1 <= step:
+            self._began[bar] = time.monotonic()
         if not shown.disable:
             if loss is not None:
                 shown.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             shown.update(step - shown.n)
         elif before < 1 <= step or any(before < self._total * quarter // 4 <= step for quarter in (1, 2, 3, 4)):
             print(
-                f"{self._names[bar]}: {step} of {self._total}" + (f", loss {loss:.3f}" if loss is not None else ""),
+                f"{self._names[bar]}: {step} of {self._total}"
+                + (f", loss {loss:.3f}" if loss is not None else "")
+                + self._left(bar),
                 flush=True,
             )
+
+    def _left(self, bar: int) -> str:
+        done = self._steps[bar] - 1
+        left = seconds_left(time.monotonic() - self._began[bar], done, self._total - 1) if done > 0 else None
+        return f", about {duration(left)} left" if left else ""
 
 
 def lines(facts: dict[str, str], *names: str) -> str:

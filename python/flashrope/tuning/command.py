@@ -81,7 +81,7 @@ def tune(device, args: argparse.Namespace) -> int:
     from ..backends.triton.device import compute_capability
     from ..backends.triton.tiles import setup_of
     from . import measure, workloads
-    from .progress import Bar
+    from ..progress import Bar
 
     try:
         shapes = [workloads.parse_shape(text) for text in args.shapes or ()]
@@ -91,7 +91,7 @@ def tune(device, args: argparse.Namespace) -> int:
         return _error(f"--shapes: {error}")
     setup = setup_of(device, compute_capability(device))
     print(f"{setup.device}, triton {setup.triton}, flashrope {setup.flashrope}: {len(chosen)} classes of calls")
-    bar, done = Bar(measure.steps(chosen, device)), 0
+    bar, done = Bar(measure.steps(chosen, device), limit=args.seconds), 0
     try:
         for examined in measure.examine(chosen, device, args.seconds, bar, args.jobs or 0):
             bar.clear()

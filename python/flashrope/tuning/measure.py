@@ -11,8 +11,8 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from ..backends.triton import launcher, tiles
 from ..backends.triton.device import compute_capability
 from ..backends.triton.tiles import Choice
 from .candidates import KERNELS, choices_of
-from .progress import Bar
+from ..progress import Bar
 from .store import Winner
 from .timer import Spread, Timer, rounds
 from .workloads import CHECK_WINDOW, Results, Workload
@@ -140,8 +140,9 @@ def compile_ahead(
     if launcher.interpreted():
         return {}
     call, end, name = workload.call(device, CHECK_WINDOW), time.monotonic() + seconds, KERNELS[workload.direction]
-    futures = {}
-    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as threads, AsyncCompileMode(threads, ignore_errors=True):
+    futures: dict[Future, Choice] = {}
+    threads = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
+    with threads, AsyncCompileMode(threads, ignore_errors=True), _cancelled_by_errors(futures):
         for choice in choices:
             with tiles.forced(workload.direction, choice), _compiled_only(name) as kernels:
                 call()
@@ -154,6 +155,17 @@ def compile_ahead(
         late = [future for future in pending if future.cancel()]
         bar.step(len(pending))
     return {futures[future]: "not compiled in time" for future in late}
+
+
+@contextlib.contextmanager
+def _cancelled_by_errors(futures: Iterable[Future]) -> Iterator[None]:
+    """Cancels what has not started if the block raises, as at Ctrl-C; the end of a pool waits for all the others."""
+    try:
+        yield
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
 
 
 @contextlib.contextmanager

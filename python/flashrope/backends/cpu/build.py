@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from . import library
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compiler", default="c++", help="a C++17 compiler, GCC 12 or newer")
-    parser.add_argument("--remove", action="store_true", help="delete the compiled kernels instead")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,11 +47,25 @@ def build(path: Path, compiler: str = "c++") -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
         command = [compiler, *library.FLAGS, *map(str, sorted(library.SOURCES.glob("*.cpp"))), "-o", str(built)]
-        ran = subprocess.run(command, capture_output=True, text=True)
-        if ran.returncode:
-            raise RuntimeError(f"the compiler failed: {' '.join(command)}\n{ran.stderr[-2000:]}")
+        if errors := compile_with(command):
+            raise RuntimeError(f"the compiler failed: {' '.join(command)}\n{errors[-2000:]}")
         check(library.Library(built))
         os.replace(built, path)
+
+
+def compile_with(command: list[str]) -> str:
+    """Runs a compiler; at Ctrl-C all its processes end too. Returns its messages if it fails, otherwise ""."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        _, errors = process.communicate()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        raise
+    return (errors or f"exit code {process.returncode}") if process.returncode else ""
 
 
 def check(compiled: library.Library) -> None:

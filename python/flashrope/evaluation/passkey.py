@@ -9,24 +9,24 @@ that.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from .. import Rotary
+from ..demo import files, options, report
+from ..demo.figure import new_figure, save
+from ..demo.options import BadInput, cores, need, torch_threads
 from ..info import hardware
-from . import files, options, report
-from .figure import new_figure, save
-from .options import BadInput, cores, need, positive, torch_threads
+from ..progress import Bar
+from .model import Tokens, describe, last_logits, load, short_name, training_length
+from .names import NAMES
+from .schemes import applicable, settings
 
-NAMES = {"stock": "unchanged", "rerope": "ReRoPE", "leaky": "Leaky ReRoPE", "yarn": "YaRN"}
 INSTRUCTION = (
     "Somewhere in this text a number is hidden. Find it and keep it in mind; you will be asked for it at the end.\n"
 )
@@ -36,48 +36,6 @@ FILLER = (
 )
 NEEDLE = "The hidden number is{answer}. Keep it in mind:{answer} is the hidden number.\n"
 QUESTION = "What is the hidden number? The hidden number is"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        metavar="PATH_OR_ID",
-        required=True,
-        help="a transformers checkpoint, or its name on the hub; without a tokenizer, tokens are bytes",
-    )
-    parser.add_argument(
-        "--schemes", nargs="+", choices=NAMES, default=list(NAMES), help="schemes to run the model under"
-    )
-    parser.add_argument(
-        "--lengths",
-        nargs="+",
-        type=positive,
-        metavar="N",
-        help="prompt lengths in tokens, including the answer; default: 1/2, 1, 2 and 4 times the training length",
-    )
-    parser.add_argument(
-        "--depths", type=positive, metavar="N", default=5, help="number of depths, evenly spaced from start to end"
-    )
-    parser.add_argument("--trials", type=positive, metavar="N", default=4, help="hidden numbers per length and depth")
-    parser.add_argument("--batch", type=positive, metavar="N", default=1, help="prompts per forward pass")
-    parser.add_argument(
-        "--train-length",
-        type=positive,
-        metavar="N",
-        help="training length in tokens; default: max_position_embeddings of the configuration",
-    )
-    parser.add_argument(
-        "--window",
-        type=positive,
-        metavar="W",
-        help="window of ReRoPE and Leaky ReRoPE; default: half the training length",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the numbers")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=positive, help="CPU threads; default: the cores available")
-    parser.add_argument(
-        "--out", metavar="DIR", default="runs/passkey", help="directory for passkey.png, .csv and .json"
-    )
 
 
 class Cell(NamedTuple):
@@ -90,12 +48,8 @@ class Cell(NamedTuple):
     log_probability: float  # of the whole answer, mean over trials, in nats
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
+class Task(Tokens):
     """Builds prompts. The parts of a prompt are tokenized separately, so the depth changes only where the number is."""
-
-    encode: Callable[[str], list[int]]
-    start: tuple[int, ...] = ()  # tokens at the start of every prompt
 
     def prompt(self, length: int, depth: float, number: int) -> tuple[list[int], int]:
         """(exactly ``length`` tokens that end with the answer, number of tokens of the answer). Raises ValueError if
@@ -115,7 +69,7 @@ class Task:
 def run(args: argparse.Namespace) -> int:
     try:
         need("transformers", extra="transformers")
-        need("matplotlib", "tqdm")
+        need("matplotlib")
         with torch_threads(args.threads or cores()):
             return _measure(args)
     except BadInput as error:
@@ -124,11 +78,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    device = options.device(args.device)
-    model, task = _load(args.model, device)
-    train_length = args.train_length or getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not train_length:
-        raise BadInput(f"--train-length: {args.model} does not define max_position_embeddings")
+    out, device = files.folder(args.out), options.device(args.device)
+    model, tokens = load(args.model, device)
+    task = Task(tokens.encode, tokens.start)
+    train_length = training_length(model, args.model, args.train_length)
     lengths = sorted(set(args.lengths or [train_length // 2, train_length, 2 * train_length, 4 * train_length]))
     depths = [at / max(args.depths - 1, 1) for at in range(args.depths)]
     for length in lengths:
@@ -136,14 +89,11 @@ def _measure(args: argparse.Namespace) -> int:
             task.prompt(length, 0.0, 10_000)
         except ValueError as error:
             raise BadInput(f"--lengths: {error}") from None
-    schemes, skipped = _schemes(model, args.schemes, train_length, max(lengths), args.window)
-    if not schemes:
-        raise BadInput(f"--schemes: none of {', '.join(args.schemes)} fits this model: {'; '.join(skipped.values())}")
-    parameters = sum(p.numel() for p in model.parameters())
+    windows = [args.window] if args.window else []
+    schemes, skipped = applicable(model, args.schemes, train_length, max(lengths), windows)
     facts = {
-        "model": f"{args.model}, {parameters:,} parameters, training length {train_length:,} tokens",
-        "schemes": "; ".join(f"{NAMES[name]}: {words}" for name, (_, words) in schemes.items()),
-        **({"left out": "; ".join(f"{NAMES[name]}: {reason}" for name, reason in skipped.items())} if skipped else {}),
+        "model": describe(model, args.model, train_length),
+        **settings(schemes, skipped),
         "prompts": f"{args.trials} numbers at each of {len(depths)} depths and {len(lengths)} lengths, "
         f"seed {args.seed}",
         "machine": f"{hardware(device)}, torch {torch.__version__}",
@@ -152,20 +102,18 @@ def _measure(args: argparse.Namespace) -> int:
     print(report.lines(facts, *(name for name in facts if name != "command")) + "\n", flush=True)
 
     cells: list[Cell] = []
-    with report.Bars([NAMES[name] for name in schemes], len(lengths) * len(depths)) as bars:
-        for at, (name, (apply, _)) in enumerate(schemes.items()):
-            apply()
-            for step, cell in enumerate(
-                measure(model, task, name, lengths, depths, args.trials, args.batch, args.seed), 1
-            ):
-                cells.append(cell)
-                bars.update(at, step)
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    bar = Bar(len(schemes) * len(depths) * args.trials * sum(lengths))
+    for scheme in schemes:
+        scheme.apply()
+        bar.start(scheme.label)
+        for cell in measure(model, task, scheme.name, lengths, depths, args.trials, args.batch, args.seed):
+            cells.append(cell)
+            bar.step(args.trials * cell.length)
+    bar.clear()
     files.write(out / "passkey.csv", csv_text(cells))
     record = {"facts": facts, "train_length": train_length, "cells": [cell._asdict() for cell in cells]}
     files.write(out / "passkey.json", json.dumps(record, indent=1))
-    plot(out / "passkey.png", cells, train_length, Path(args.model).name)
+    plot(out / "passkey.png", cells, train_length, short_name(args.model))
     print(f"\n{table(cells)}\n\nwritten to {out}/: passkey.png, passkey.csv, passkey.json")
     return 0
 
@@ -192,74 +140,12 @@ def measure(
                 some = prompts[first : first + batch]
                 kept = max(answer for _, answer in some)
                 ids = torch.tensor([ids for ids, _ in some], device=device)
-                logits = model(ids, use_cache=False, logits_to_keep=kept + 1).logits[:, :-1].float()
+                logits = last_logits(model, ids, kept + 1)[:, :-1]
                 for row, (tokens, answer) in enumerate(some):
                     expected = torch.tensor(tokens[-answer:], device=device)
                     right += bool((logits[row, -answer:].argmax(-1) == expected).all())
                     log_probability += float(logits[row, -answer:].log_softmax(-1).gather(-1, expected[:, None]).sum())
             yield Cell(scheme, length, depth, right / trials, log_probability / trials)
-
-
-# ---- the model and its schemes
-
-
-def _load(name: str, device: torch.device):
-    """(model, task). The model is in bfloat16 on a GPU and in float32 elsewhere."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
-        )
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--model: {str(error).splitlines()[0]}") from None
-    model = model.to(device).eval()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        task = Task(
-            lambda text: tokenizer.encode(text, add_special_tokens=False),
-            () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,),
-        )
-        if task.encode(" 12345") != task.encode(" 67890"):  # transformers 5.0 makes one without a vocabulary
-            return model, task
-    except Exception:  # noqa: S110  without a tokenizer, transformers raises one of half a dozen types
-        pass
-    if model.config.get_text_config().vocab_size < 256:
-        raise BadInput(f"--model: {name} has no tokenizer, and its vocabulary is too small for bytes")
-    return model, Task(lambda text: list(text.encode()))
-
-
-def _schemes(model, names: Sequence[str], train_length: int, longest: int, window: int | None):
-    """({name: (function that applies it, description)}, {name: why it cannot run on this model})."""
-    from ..integrations.transformers import convert, revert, suggest
-
-    found: dict[str, tuple[Callable[[], object], str]] = {}
-    skipped: dict[str, str] = {}
-    window = window or max(train_length // 2, 1)
-    config = model.config.get_text_config()
-    for name in names:
-        try:
-            if name == "stock":
-                found[name] = lambda: revert(model), "the library's own attention"
-                continue
-            if name == "yarn":
-                factor = max(longest / train_length, 1.0)
-                changes = {"rotary": Rotary.from_hf_config(config).yarn(factor, train_length)}
-                words = f"factor {factor:g}"
-            else:
-                suggest(config, longest)  # raises if the layers of this model do not support it
-                changes = {"window": window, "log_n": train_length}
-                words = f"window {window:,}, log n by {train_length:,}"
-                if name == "leaky":
-                    # The longest distance maps to halfway between the window and the training length.
-                    changes["factor"] = float(max(2 * math.ceil((longest - window) / max(train_length - window, 1)), 2))
-                    words = f"factor {changes['factor']:g}, {words}"
-            convert(model, **changes)
-            found[name] = lambda changes=changes: convert(model, **changes), words
-        except ValueError as error:
-            skipped[name] = str(error)
-    revert(model)
-    return found, skipped
 
 
 # ---- output

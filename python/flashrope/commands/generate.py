@@ -1,0 +1,70 @@
+"""Arguments of ``flashrope generate``."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..backend_names import BACKENDS
+from ..demo.options import MAX_THREADS, positive
+from ..demo.presets import CHECKPOINTS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model and prompt")
+    model.add_argument(
+        "--model",
+        metavar="PATH",
+        default=f"runs/demo/{CHECKPOINTS['rope']}",
+        help="a checkpoint written by flashrope demo",
+    )
+    prompt = model.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="the text to continue; default: part of a file that the model was not trained on, as long as the training "
+        "length",
+    )
+    prompt.add_argument("--prompt-file", metavar="PATH", help="a file with the text to continue")
+    run_ = parser.add_argument_group("run")
+    run_.add_argument("--tokens", type=positive, metavar="N", default=256, help="number of bytes to generate")
+    run_.add_argument("--temperature", type=float, metavar="T", default=0.8, help="0 always takes the most likely byte")
+    run_.add_argument("--top-k", type=positive, metavar="K", help="sample from the K most likely bytes only")
+    run_.add_argument("--seed", type=int, default=0, help="seed of the sampling and of the default prompt")
+    run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: the one for the device")
+    run_.add_argument(
+        "--threads",
+        type=positive,
+        help=f"CPU threads; default: one for small models, otherwise the cores available, at most {MAX_THREADS}",
+    )
+    scheme = parser.add_argument_group("scheme (default: the one the model was trained with)")
+    scheme.add_argument(
+        "--rectify", action="store_true", help="ReRoPE: distances beyond the window are treated as the window"
+    )
+    scheme.add_argument(
+        "--window",
+        type=positive,
+        metavar="W",
+        help="window of ReRoPE in bytes, default: half the training length; implies --rectify",
+    )
+    scheme.add_argument(
+        "--factor",
+        type=float,
+        metavar="K",
+        help="Leaky ReRoPE: distances grow by 1/K beyond the window; implies --rectify",
+    )
+    scheme.add_argument(
+        "--log-n", action="store_true", help="scale the query at position i by max(1, ln(i + 1) / ln(training length))"
+    )
+    scheme.add_argument(
+        "--train-length",
+        type=positive,
+        metavar="N",
+        help="the training length in bytes, for checkpoints that do not record it",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..demo import generate
+
+    return generate.run(args)

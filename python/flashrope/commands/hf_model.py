@@ -1,0 +1,45 @@
+"""Arguments that the commands on Hugging Face models share."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..demo.options import positive
+from ..evaluation.names import NAMES
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        metavar="PATH_OR_ID",
+        required=True,
+        help="a transformers checkpoint, or its name on the hub; without a tokenizer, tokens are bytes, if the "
+        "vocabulary has 256 to 512 entries",
+    )
+
+
+def add_schemes(parser: argparse.ArgumentParser, default: list[str]) -> None:
+    parser.add_argument(
+        "--schemes",
+        nargs="+",
+        choices=NAMES,
+        default=default,
+        help="schemes to run the model under; rerope and leaky with log n",
+    )
+
+
+def add_training_length(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--train-length",
+        type=positive,
+        metavar="N",
+        help="training length in tokens; default: max_position_embeddings of the configuration",
+    )
+
+
+def add_run(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--threads", type=positive, help="CPU threads; default: the cores available")
+    parser.add_argument(
+        "--out", metavar="DIR", default=f"runs/{name}", help=f"directory for {name}.png, .csv and .json"
+    )

@@ -1,0 +1,40 @@
+"""Arguments of ``flashrope passkey``."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..demo.options import positive
+from . import hf_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    hf_model.add_model(parser)
+    hf_model.add_schemes(parser, ["stock", "rerope", "leaky", "yarn"])
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=positive,
+        metavar="N",
+        help="prompt lengths in tokens, including the answer; default: 1/2, 1, 2 and 4 times the training length",
+    )
+    parser.add_argument(
+        "--depths", type=positive, metavar="N", default=5, help="number of depths, evenly spaced from start to end"
+    )
+    parser.add_argument("--trials", type=positive, metavar="N", default=4, help="hidden numbers per length and depth")
+    parser.add_argument("--batch", type=positive, metavar="N", default=1, help="prompts per forward pass")
+    hf_model.add_training_length(parser)
+    parser.add_argument(
+        "--window",
+        type=positive,
+        metavar="W",
+        help="window of ReRoPE and Leaky ReRoPE; default: half the training length",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the numbers")
+    hf_model.add_run(parser, "passkey")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..evaluation import passkey
+
+    return passkey.run(args)

@@ -1,0 +1,349 @@
+"""``flashrope loss``: the loss of a Hugging Face model on the user's text by length of the context, under its own
+scheme and others.
+
+What is measured: windows of text that do not overlap, each within one file. At length c the model reads c tokens, the
+start token of its tokenizer among them, and predicts the token after each. The loss is the mean over the last N
+predictions. They are the same N tokens of a window at every length and under every scheme: a longer length only adds
+the text before them. With repeated context, copies of the shortest length's tokens take the place of that text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..demo import data, files, options, report
+from ..demo.figure import COLOURS, new_figure, save
+from ..demo.options import BadInput, cores, need, torch_threads
+from ..info import hardware
+from ..progress import Bar
+from .model import Tokens, describe, last_logits, load, short_name, text_config, training_length
+from .schemes import applicable, settings
+
+MAX_TARGETS = 512
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+class Row(NamedTuple):
+    """One scheme at one length. ``windows`` holds the loss of every window; it is empty if memory ran out."""
+
+    scheme: str
+    context: str  # "text" or "repeated"
+    length: int  # tokens that the model reads
+    windows: tuple[float, ...]  # nats per token
+
+    @property
+    def loss(self) -> float:
+        return sum(self.windows) / len(self.windows) if self.windows else math.nan
+
+    @property
+    def interval(self) -> float:
+        """Half the width of the 95% interval of the mean over windows."""
+        return half_interval(self.windows)
+
+    def change_from(self, shortest: Row) -> tuple[float, ...]:
+        """What the longer context changes, window by window."""
+        return tuple(a - b for a, b in zip(self.windows, shortest.windows, strict=False))
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        need("transformers", extra="transformers")
+        need("matplotlib")
+        with torch_threads(args.threads or cores()):
+            return _measure(args)
+    except (BadInput, data.TextError) as error:
+        print(f"flashrope loss: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _measure(args: argparse.Namespace) -> int:
+    out, device = files.folder(args.out), options.device(args.device)
+    texts = data.read_texts(args.text)
+    model, tokens = load(args.model, device)
+    train_length = training_length(model, args.model, args.train_length)
+    lengths = sorted(set(args.lengths or [train_length // 2, train_length, 2 * train_length, 4 * train_length]))
+    check_lengths(model, lengths, tokens)
+    targets = args.targets or max(min(lengths[0] // 2, MAX_TARGETS), 1)
+    if targets > lengths[0]:
+        raise BadInput(f"--targets: expected at most {lengths[0]}, the shortest length, got {targets}")
+    if args.chunk and args.chunk < lengths[-1]:
+        check_chunks(model)
+    windows = text_windows(texts, tokens, lengths[-1], args.windows, args.seed)
+    schemes, skipped = applicable(model, args.schemes, train_length, lengths[-1], args.window)
+    facts = {
+        "model": describe(model, args.model, train_length),
+        **settings(schemes, skipped),
+        "text": f"{', '.join(args.text)}, {len(texts)} files",
+        "measured": f"the loss of the last {targets} tokens of {len(windows)} windows, the same at every length, in "
+        f"nats per {tokens.unit}; ± is the 95% interval over the windows"
+        + (f"; asked for {args.windows} windows, the text has no more" if len(windows) < args.windows else ""),
+        "machine": f"{hardware(device)}, torch {torch.__version__}",
+        "command": args.command_line,
+    }
+    print(report.lines(facts, *(name for name in facts if name != "command")) + "\n", flush=True)
+
+    contexts = ["text", "repeated"] if args.repeat else ["text"]
+    work = {"text": lengths, "repeated": lengths[1:]}  # at the shortest length they are the same
+    bar = Bar(len(schemes) * len(windows) * sum(sum(work[context]) for context in contexts))
+    rows: list[Row] = []
+    for scheme in schemes:
+        scheme.apply()
+        for context in contexts:
+            for length in work[context]:
+                bar.start(f"{scheme.label}, {context}, {length:,} tokens")
+                inputs = of_length(windows, tokens.start, length, lengths[0] if context == "repeated" else None)
+                losses = measure(model, inputs, targets, args.batch, args.chunk)
+                rows.append(Row(scheme.label, context, length, tuple(_counted(losses, bar, length))))
+            if context == "repeated":
+                rows.append(next(row for row in rows if row.scheme == scheme.label)._replace(context=context))
+    bar.clear()
+    order = _labels(rows)
+    rows.sort(key=lambda row: (order.index((row.scheme, row.context)), row.length))
+    files.write(out / "loss.csv", csv_text(rows))
+    record = {"facts": facts, "train_length": train_length, "targets": targets, "rows": [row._asdict() for row in rows]}
+    files.write(out / "loss.json", json.dumps(record, indent=1))
+    plot(out / "loss.png", rows, train_length, short_name(args.model), tokens.unit)
+    print(f"\n{table(rows, targets, tokens.unit)}\n")
+    if len(lengths) > 1:
+        print(f"{changes_table(rows)}\n")
+    if missing := [row for row in rows if not row.windows]:
+        print(f"-: out of memory, in {len(missing)} of {len(rows)} cells; --chunk or a smaller --batch takes less\n")
+    print(f"written to {out}/: loss.png, loss.csv, loss.json")
+    return 0
+
+
+def _counted(losses: Iterable[float], bar: Bar, length: int) -> Iterator[float]:
+    """The losses, counted on the bar; none if memory runs out."""
+    found = []
+    try:
+        for loss in losses:
+            found.append(loss)
+            bar.step(length)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return
+    yield from found
+
+
+# ---- the text
+
+
+def text_windows(texts: dict[str, str], tokens: Tokens, longest: int, count: int, seed: int) -> list[list[int]]:
+    """Up to ``count`` random windows of tokens that do not overlap, each within one file: as much text as the longest
+    length reads, and the token after it. Raises BadInput if no file is long enough."""
+    size = longest - len(tokens.start) + 1
+    pieces = [tokens.encode(text) for text in texts.values()]
+    windows = data.unseen_windows(pieces, size, count, seed)
+    if not windows:
+        raise BadInput(
+            f"--text: expected a file of at least {size:,} {tokens.unit}s for a length of {longest:,}, the longest has "
+            f"{max(map(len, pieces)):,}; give other files or shorter --lengths"
+        )
+    return windows
+
+
+def of_length(
+    windows: Sequence[Sequence[int]], start: Sequence[int], length: int, repeated: int | None = None
+) -> torch.Tensor:
+    """int64 (windows, length + 1): the tokens that the model reads, and the one after them.
+
+    They are the start tokens and the end of every window. repeated: the end of the window of this length fills a longer
+    one, over and over.
+    """
+    size = length - len(start) + 1
+    rows = []
+    for window in windows:
+        text = list(window[-size:])
+        if repeated:
+            unit = list(window[-(repeated - len(start) + 1) :])
+            text = (unit * -(-size // len(unit)))[-size:]
+        rows.append([*start, *text])
+    return torch.tensor(rows)
+
+
+# ---- the measurement
+
+
+@torch.no_grad()
+def measure(model, inputs: torch.Tensor, targets: int, batch: int = 1, chunk: int | None = None) -> Iterator[float]:
+    """Yields the mean loss of the last ``targets`` tokens of every row of inputs, int64 (windows, length + 1), in nats
+    per token."""
+    for ids in inputs.to(model.device).split(batch):
+        logits = last_logits(model, ids[:, :-1], targets, chunk)
+        losses = F.cross_entropy(logits.transpose(1, 2), ids[:, -targets:], reduction="none")
+        yield from losses.double().mean(1).tolist()
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half the width of the 95% interval of the mean of a normal variable, by Student's t; nan for fewer than two."""
+    if len(values) < 2:
+        return math.nan
+    deviation = torch.tensor(values, dtype=torch.float64).std().item()
+    return student_t(len(values) - 1) * deviation / len(values) ** 0.5
+
+
+def student_t(freedom: int, level: float = 0.95) -> float:
+    """The t that a variable with this many degrees of freedom stays below, in size, with probability ``level``.
+
+    By bisection of the finite sums for whole numbers (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    """
+
+    def within(t: float) -> float:
+        angle = math.atan(t / freedom**0.5)
+        cosine, term, total = math.cos(angle), 1.0, 0.0
+        first = 2 if freedom % 2 else 1
+        for n in range(first, freedom, 2):
+            total += term
+            term *= n / (n + 1) * cosine**2
+        if freedom % 2:
+            return 2 / math.pi * (angle + math.sin(angle) * cosine * total)
+        return math.sin(angle) * total
+
+    low, high = 0.0, 1.0
+    while within(high) < level:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle) < level else (low, middle)
+    return high
+
+
+# ---- what cannot be measured
+
+
+def check_lengths(model, lengths: Sequence[int], tokens: Tokens) -> None:
+    """Raises BadInput for lengths that leave nothing to predict from, or that a table of positions does not reach."""
+    if lengths[0] < 2 + len(tokens.start):
+        raise BadInput(f"--lengths: expected at least {2 + len(tokens.start)}, got {lengths[0]}")
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    if not limit or lengths[-1] <= limit:
+        return
+    words = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and module is not words and 0 <= module.num_embeddings - limit <= 2:
+            raise BadInput(
+                f"--lengths: expected at most {limit:,}, as this model has a learned embedding for each position "
+                f"({name}), got {lengths[-1]:,}"
+            )
+
+
+def check_chunks(model) -> None:
+    """Raises BadInput if reading in pieces gives other rotary tables than reading at once."""
+    config = text_config(model)
+    for field in ("rope_scaling", "rope_parameters"):
+        found = getattr(config, field, None) or {}
+        for each in (found, *(value for value in found.values() if isinstance(value, dict))):
+            if (kind := each.get("rope_type", each.get("type"))) in ("dynamic", "longrope"):
+                raise BadInput(
+                    f"--chunk: expected a model whose rotary table does not depend on the length, got rope type {kind}"
+                )
+
+
+# ---- output
+
+
+def _labels(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """(scheme, context) in the order of the rows, repeated context behind the scheme's own."""
+    schemes = list(dict.fromkeys(row.scheme for row in rows))
+    contexts = [context for context in ("text", "repeated") if any(row.context == context for row in rows)]
+    return [(scheme, context) for scheme in schemes for context in contexts]
+
+
+def _label(scheme: str, context: str) -> str:
+    return f"{scheme}, repeated" if context == "repeated" else scheme
+
+
+def table(rows: Sequence[Row], targets: int, unit: str = "token") -> str:
+    """Aligned text: the loss with its interval, by scheme and length."""
+    return _aligned(rows, f"loss of the last {targets} tokens, nats per {unit}", lambda row: row.windows)
+
+
+def changes_table(rows: Sequence[Row]) -> str:
+    """Aligned text: what the longer context changes, with the interval of the change."""
+    title = f"change from {min(row.length for row in rows):,} tokens, window by window"
+    return _aligned(rows, title, lambda row: row.change_from(_shortest(rows, row)))
+
+
+def _shortest(rows: Sequence[Row], row: Row) -> Row:
+    return next(each for each in rows if each[:2] == row[:2])
+
+
+def _aligned(rows: Sequence[Row], title: str, values: Callable[[Row], Sequence[float]]) -> str:
+    lengths = sorted({row.length for row in rows})
+    lines = [["length, tokens", *(f"{length:,}" for length in lengths)]]
+    for label in _labels(rows):
+        found = {row.length: row for row in rows if (row.scheme, row.context) == label}
+        lines.append([_label(*label), *(_cell(values(found[length])) for length in lengths)])
+    first = max(len(line[0]) for line in lines)
+    widths = [max(len(line[at]) for line in lines) + 3 for at in range(1, len(lengths) + 1)]
+    text = [line[0].ljust(first) + "".join(map(str.rjust, line[1:], widths)) for line in lines]
+    return "\n".join([title, text[0], "-" * len(text[0]), *text[1:]])
+
+
+def _cell(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean = sum(values) / len(values)
+    return f"{mean:.4f}" + (f" ± {half_interval(values):.4f}" if len(values) > 1 else "")
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """CSV: a line per scheme, context and length. ``change`` is from the shortest length of the same row of the table,
+    window by window; its interval does not hold what the windows have in common."""
+    columns = ["scheme", "context", "length", "loss", "interval_95", "change", "change_interval_95", "windows"]
+    lines = []
+    for row in rows:
+        change = row.change_from(_shortest(rows, row))
+        mean = sum(change) / len(change) if change else math.nan
+        values = [row.loss, row.interval, mean, half_interval(change)]
+        lines.append([*row[:3], *("" if math.isnan(value) else f"{value:.6f}" for value in values), len(row.windows)])
+    return files.csv_text(columns, lines)
+
+
+def plot(path: Path, rows: Sequence[Row], train_length: int, model: str, unit: str = "token") -> None:
+    """Loss against length, a line per scheme with its intervals; dashed: repeated context."""
+    from matplotlib.ticker import NullLocator
+
+    figure = new_figure((8, 5))
+    axes = figure.add_subplot()
+    lengths = sorted({row.length for row in rows})
+    schemes = list(dict.fromkeys(row.scheme for row in rows))
+    for scheme, context in _labels(rows):
+        at = schemes.index(scheme)
+        colour, marker = COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]
+        found = [row for row in rows if (row.scheme, row.context) == (scheme, context) and row.windows]
+        axes.errorbar(
+            [row.length for row in found],
+            [row.loss for row in found],
+            yerr=[0.0 if math.isnan(row.interval) else row.interval for row in found],
+            color=colour,
+            marker=marker,
+            markersize=5,
+            linewidth=1.6,
+            capsize=3,
+            linestyle=(0, (4, 2)) if context == "repeated" else "-",
+            markerfacecolor="white" if context == "repeated" else colour,
+            label=_label(scheme, context),
+        )
+    if lengths[0] <= train_length <= lengths[-1]:
+        axes.axvline(train_length, color="0.6", linewidth=1, linestyle=":", zorder=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.xaxis.set_minor_locator(NullLocator())
+    marked = "; dotted: the training length" if lengths[0] <= train_length <= lengths[-1] else ""
+    axes.set_xlabel(f"length (tokens, log scale){marked}")
+    axes.set_ylabel(f"loss (nats per {unit})")
+    axes.set_title(f"Loss by length of the context: {model}", loc="left", fontsize=11)
+    axes.grid(axis="y", color="0.9", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    save(figure, path)

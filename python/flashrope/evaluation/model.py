@@ -1,0 +1,121 @@
+"""A Hugging Face causal language model with its tokenizer, and the logits of the last tokens that it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ..demo.options import BadInput
+
+MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; a model with more and no tokenizer lacks its files
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """How text becomes tokens. ``start`` are the tokens at the start of everything that the model reads."""
+
+    encode: Callable[[str], list[int]]
+    start: tuple[int, ...] = ()
+    unit: str = "token"
+
+
+def load(name: str, device: torch.device):
+    """(model, Tokens). The model is in bfloat16 on a GPU and in float32 elsewhere. Without a tokenizer, tokens are
+    bytes, if the vocabulary is of that size.
+
+    Raises BadInput.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
+        )
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--model: {str(error).splitlines()[0]}") from None
+    model = model.to(device).eval()
+    check_causal(model, name)
+    return model, _tokens(name, text_config(model))
+
+
+def text_config(model):
+    return model.config.get_text_config()
+
+
+def training_length(model, name: str, given: int | None) -> int:
+    """``given``, or max_position_embeddings, in tokens. Raises BadInput."""
+    length = given or getattr(text_config(model), "max_position_embeddings", None)
+    if not length:
+        raise BadInput(f"--train-length: {name} does not define max_position_embeddings")
+    return length
+
+
+def describe(model, name: str, train_length: int) -> str:
+    parameters = sum(p.numel() for p in model.parameters())
+    return f"{name}, {parameters:,} parameters, training length {train_length:,} tokens"
+
+
+@torch.no_grad()
+def check_causal(model, name: str) -> None:
+    """Raises BadInput if tokens change the logits of those before them, as in BERT: the model would see what it
+    predicts."""
+    size, half = text_config(model).vocab_size, 16
+    ids = (17 * torch.arange(2 * half, device=model.device)[None] + 5) % size
+    changed = ids.clone()
+    changed[:, half:] = (changed[:, half:] + size // 2) % size
+    first, second = (model(x, use_cache=False).logits[:, :half] for x in (ids, changed))
+    bound = (1e-4 if first.dtype == torch.float32 else 1e-2) * float(first.abs().max())  # rounding, as in experts
+    if not torch.allclose(first, second, rtol=0, atol=bound, equal_nan=True):
+        raise BadInput(f"--model: expected a causal language model; {name} sees the tokens that it is asked to predict")
+
+
+def _tokens(name: str, config) -> Tokens:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        first, second = (tokenizer.encode(text, add_special_tokens=False) for text in (" 12345", " 67890"))
+        reason = "it knows no text" if first == second else ""  # transformers 5.0 makes one without a vocabulary
+    except Exception as error:  # without a tokenizer, transformers raises one of half a dozen types
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    if not reason:
+        start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+        return Tokens(lambda text: tokenizer.encode(text, add_special_tokens=False), start)
+    if not 256 <= config.vocab_size <= MAX_BYTE_VOCABULARY:
+        size = "small" if config.vocab_size < 256 else "large"
+        raise BadInput(f"--model: {name} has no tokenizer, and its vocabulary is too {size} for bytes ({reason})")
+    return Tokens(lambda text: list(text.encode()), unit="byte")
+
+
+@torch.no_grad()
+def last_logits(model, ids: torch.Tensor, count: int, chunk: int | None = None) -> torch.Tensor:
+    """The logits at the last ``count`` of the tokens ids, (batch, count, vocab_size) in float32.
+
+    The model makes no others, where it takes ``logits_to_keep``. chunk: read this many tokens per forward pass, over a
+    cache, which needs less memory for activations.
+    """
+    takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def read(piece: torch.Tensor, keep: int, **cache):
+        out = model(piece, **cache, **({"logits_to_keep": keep} if takes_keep else {}))
+        return out.logits[:, -keep:].float(), getattr(out, "past_key_values", None)
+
+    length = ids.shape[1]
+    if not chunk or chunk >= length:
+        return read(ids, count, use_cache=False)[0]
+    found, cache = [], None
+    for begin in range(0, length, chunk):
+        piece = ids[:, begin : begin + chunk]
+        wanted = begin + piece.shape[1] - max(begin, length - count)
+        logits, cache = read(piece, max(wanted, 1), use_cache=True, past_key_values=cache)
+        if wanted > 0:
+            found.append(logits)
+    return torch.cat(found, 1)
+
+
+def short_name(name: str) -> str:
+    return Path(name).name

@@ -1,0 +1,11 @@
+"""The names of the schemes on the command line, and in tables. Loads nothing."""
+
+NAMES = {
+    "stock": "unchanged",
+    "log-n": "log n",
+    "ntk": "NTK",
+    "yarn": "YaRN",
+    "rerope": "ReRoPE",
+    "leaky": "Leaky ReRoPE",
+    "hope": "HoPE",
+}

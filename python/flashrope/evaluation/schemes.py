@@ -1,0 +1,105 @@
+"""The schemes that a Hugging Face model can be measured under, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from .. import Rotary
+from ..demo.options import BadInput
+from .names import NAMES
+from .model import text_config
+
+
+class Scheme(NamedTuple):
+    """apply: puts the model under this scheme. words: what that means, for the list of settings."""
+
+    name: str
+    label: str
+    apply: Callable[[], object]
+    words: str
+
+
+def applicable(
+    model, names: Sequence[str], train_length: int, longest: int, windows: Sequence[int] = ()
+) -> tuple[list[Scheme], dict[str, str]]:
+    """(the schemes that this model can run under, {label: why it cannot} for the others).
+
+    The model is left as the library loads it.
+
+    Args:
+        names: of NAMES.
+        train_length, longest: the training length and the longest length to measure, in tokens.
+        windows: of ReRoPE and Leaky ReRoPE, a scheme for each; default: half the training length.
+
+    Raises:
+        BadInput: no scheme is left.
+    """
+    from ..integrations.transformers import convert, revert
+
+    found, skipped = [], {}
+    converted = False
+
+    def stock():
+        return revert(model) if converted else model  # revert refuses families that convert refuses
+
+    for name in names:
+        if name == "stock":
+            found.append(Scheme(name, NAMES[name], stock, "the library's own attention"))
+            continue
+        for label, make in _changes(model, name, train_length, longest, windows):
+            try:
+                changes, words = make()
+                convert(model, **changes)
+                converted = True
+                found.append(Scheme(name, label, lambda changes=changes: convert(model, **changes), words))
+            except ValueError as error:
+                skipped[label] = str(error)
+    stock()
+    if not found:
+        raise BadInput(f"--schemes: none of {', '.join(names)} fits this model: {'; '.join(skipped.values())}")
+    return found, skipped
+
+
+def settings(schemes: Sequence[Scheme], skipped: dict[str, str]) -> dict[str, str]:
+    """The lines about schemes in a list of settings."""
+    facts = {"schemes": "; ".join(f"{scheme.label}: {scheme.words}" for scheme in schemes)}
+    if skipped:
+        facts["left out"] = "; ".join(f"{label}: {reason}" for label, reason in skipped.items())
+    return facts
+
+
+def _changes(model, name: str, train_length: int, longest: int, windows: Sequence[int]) -> Iterator[tuple]:
+    """(label, function that returns the arguments of convert and a description) of every scheme of this name."""
+    config, factor = text_config(model), max(longest / train_length, 1.0)
+    if name in ("yarn", "ntk"):
+
+        def scaled():
+            rotary = Rotary.from_hf_config(config)
+            rotary = rotary.yarn(factor, train_length) if name == "yarn" else rotary.ntk(factor)
+            return {"rotary": rotary}, f"factor {factor:g}"
+
+        yield NAMES[name], scaled
+    elif name == "log-n":
+        yield NAMES[name], lambda: ({"log_n": train_length}, f"by {train_length:,}")
+    elif name == "hope":
+        words = f"pairs with less than one turn over {train_length:,} tokens do not rotate"
+        yield NAMES[name], lambda: ({"hope_train_length": train_length}, words)
+    else:
+        chosen = windows or [max(train_length // 2, 1)]
+        for window in chosen:
+            label = f"{NAMES[name]}, window {window:,}" if len(chosen) > 1 else NAMES[name]
+            yield label, lambda window=window: _rectified(config, name, train_length, longest, window)
+
+
+def _rectified(config, name: str, train_length: int, longest: int, window: int) -> tuple[dict, str]:
+    from ..integrations.transformers import suggest
+
+    suggest(config, longest)  # raises if the layers of this model do not support it
+    changes, words = {"window": window, "log_n": train_length}, f"window {window:,}, log n by {train_length:,}"
+    if name == "leaky":
+        # The longest distance maps to halfway between the window and the training length.
+        factor = float(max(2 * math.ceil((longest - window) / max(train_length - window, 1)), 2))
+        return changes | {"factor": factor}, f"factor {factor:g}, {words}"
+    return changes, words

@@ -1,0 +1,73 @@
+"""A progress bar with the time left on a terminal; elsewhere one line for each item."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+
+WIDTH = 30
+SETTLED = 1.0  # seconds of work after which the time left can be told
+
+
+def duration(seconds: float) -> str:
+    """Such as "45 s", "2 min 10 s" or "3 h 05 min"; rounded up, as a time left never reads 0 s before the end."""
+    seconds = math.ceil(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:02} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60:02} min"
+
+
+def seconds_left(elapsed: float, done: float, total: float) -> float | None:
+    """At the pace so far; None before anything is done or in the first second, where the pace says nothing."""
+    return elapsed / done * (total - done) if done and elapsed >= SETTLED else None
+
+
+class Bar:
+    """Counts steps up to total. Written to stderr, so that what is printed on stdout stays clean.
+
+    limit: seconds after which the work ends in any case.
+    """
+
+    def __init__(self, total: int, stream=None, limit: float = math.inf):
+        self.total, self.done, self.limit = total, 0, limit
+        self.stream = sys.stderr if stream is None else stream
+        self.text, self.began = "", time.monotonic()
+        self.live = self.stream.isatty()
+
+    def start(self, text: str) -> None:
+        """Names what the next steps belong to. Time counts from the first call."""
+        if not self.text:
+            self.began = time.monotonic()
+        self.text = text
+        if self.live:
+            self._draw()
+        else:
+            print(f"{text} ({self._time()})" if self.done else text, file=self.stream, flush=True)
+
+    def step(self, count: int = 1) -> None:
+        self.done = min(self.done + count, self.total)
+        if self.live:
+            self._draw()
+
+    def clear(self) -> None:
+        """Makes room for other output."""
+        if self.live:
+            print("\r\x1b[K", end="", file=self.stream, flush=True)
+
+    def _time(self) -> str:
+        elapsed = time.monotonic() - self.began
+        left = seconds_left(elapsed, self.done, self.total)
+        if left is not None:
+            left = min(left, max(self.limit - elapsed, 0.0))
+        return duration(elapsed) + (f", about {duration(left)} left" if left else "")
+
+    def _draw(self) -> None:
+        filled = WIDTH * self.done // max(self.total, 1)
+        share = 100 * self.done // max(self.total, 1)
+        line = f"[{'#' * filled}{'.' * (WIDTH - filled)}] {share}% {self._time()}  {self.text}"
+        columns = shutil.get_terminal_size().columns
+        print(f"\r\x1b[K{line[: columns - 1]}", end="", file=self.stream, flush=True)

@@ -1,0 +1,377 @@
+"""flashrope loss: which tokens are measured, the loss against a computation by hand, and the whole command."""
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
+
+from families import tiny
+
+from flashrope.cli import main
+from flashrope.demo.options import BadInput
+from flashrope.evaluation import loss
+from flashrope.evaluation.loss import Row, half_interval, measure, of_length, student_t, text_windows
+from flashrope.evaluation.model import Tokens, check_causal, last_logits
+from flashrope.integrations.transformers import convert, revert
+
+BYTES = Tokens(lambda text: list(text.encode()), unit="byte")
+SCHEMES = ["stock", "log-n", "ntk", "yarn", "rerope", "leaky", "hope"]
+
+
+# ---- which tokens
+
+
+def test_longer_lengths_add_text_before_the_same_tokens():
+    windows = [list(range(20)), list(range(100, 120))]
+    assert of_length(windows, (), 19).tolist() == windows
+    assert of_length(windows, (), 4).tolist() == [[15, 16, 17, 18, 19], [115, 116, 117, 118, 119]]
+    assert of_length(windows, (7,), 4).tolist() == [[7, 16, 17, 18, 19], [7, 116, 117, 118, 119]]
+    assert of_length(windows, (7,), 20).tolist() == [[7, *window] for window in windows]
+
+
+def test_repeated_context_holds_only_the_shortest_length():
+    windows = [list(range(20))]
+    assert of_length(windows, (), 4, 4).tolist() == of_length(windows, (), 4).tolist()
+    assert of_length(windows, (), 11, 4).tolist() == [[18, 19, 15, 16, 17, 18, 19, *[15, 16, 17, 18, 19]]]
+    assert of_length(windows, (7,), 10, 4).tolist() == [[7, 18, 19, 16, 17, 18, 19, 16, 17, 18, 19]]
+
+
+def test_windows_lie_in_one_file_and_do_not_overlap():
+    texts = {"a": "".join(map(chr, range(32, 32 + 41))), "b": "".join(map(chr, range(80, 80 + 39)))}
+    found = text_windows(texts, BYTES, 19, 100, 0)
+    assert [window[0] for window in found] == [32, 52, 80]  # a second window of b would end one byte behind it
+    assert all(window == list(range(window[0], window[0] + 20)) for window in found)
+    assert len(text_windows(texts, BYTES, 19, 2, 0)) == 2
+    with_start = Tokens(BYTES.encode, (1,))
+    assert len(text_windows(texts, with_start, 20, 100, 0)) == 3  # the start token counts as one of the 20
+
+
+def test_a_text_of_exactly_one_window_and_one_token_less():
+    assert len(text_windows({"a": "x" * 20}, BYTES, 19, 8, 0)) == 1
+    with pytest.raises(BadInput, match=r"--text: expected a file of at least 20 bytes for a length of 19.* has 19;"):
+        text_windows({"a": "x" * 19, "b": "y" * 5}, BYTES, 19, 8, 0)
+
+
+# ---- the loss
+
+
+def by_hand(model, inputs, targets):
+    """Each token's probability from a full pass over what comes before it, one row and one token at a time."""
+    found = []
+    for row in inputs:
+        total = 0.0
+        for at in range(len(row) - targets, len(row)):
+            logits = model(row[None, :at]).logits[0, -1].double()
+            total -= math.log(float(torch.softmax(logits, 0)[row[at]]))
+        found.append(total / targets)
+    return found
+
+
+@pytest.mark.parametrize(
+    "family, changes",
+    [("llama", None), ("llama", {"window": 8, "log_n": 16}), ("mistral", None), ("mistral", {})],
+    ids=["stock", "rerope", "sliding window", "sliding window, converted"],
+)
+def test_the_loss_is_that_of_a_computation_by_hand(family, changes):
+    torch.manual_seed(0)
+    model = tiny(family).eval()
+    if changes is not None:
+        convert(model, **changes)
+    inputs = of_length(torch.randint(64, (3, 41)).tolist(), (), 40)
+    with torch.no_grad():
+        expected = by_hand(model, inputs, 6)
+    assert max(expected) - min(expected) > 0.03
+    for options in ({}, {"batch": 2}, {"chunk": 7}, {"chunk": 5, "batch": 3}, {"chunk": 40}):
+        assert list(measure(model, inputs, 6, **options)) == pytest.approx(expected, abs=2e-5), options
+
+
+def test_only_the_measured_logits_are_made():
+    model = tiny("llama").eval()
+    made = []
+    model.lm_head.register_forward_hook(lambda module, args, out: made.append(out.shape[1]))
+    list(measure(model, of_length([list(range(41))], (), 40), 6))
+    assert made == [6]
+    list(measure(model, of_length([list(range(41))], (), 40), 6, chunk=8))
+    assert made[1:] == [1, 1, 1, 1, 6]
+
+
+def test_a_model_that_makes_all_logits():
+    model = tiny("llama").eval()
+    ids = torch.randint(64, (2, 20))
+
+    class Whole(torch.nn.Module):
+        def forward(self, ids, use_cache):
+            return model(ids, use_cache=use_cache)
+
+    with torch.no_grad():
+        torch.testing.assert_close(last_logits(Whole(), ids, 5), model(ids).logits[:, -5:])
+
+
+def test_the_interval_is_students():
+    for freedom, known in ((1, 12.7062), (2, 4.3027), (3, 3.1824), (7, 2.3646), (30, 2.0423), (200, 1.9719)):
+        assert student_t(freedom) == pytest.approx(known, abs=1e-4)
+    values = [1.0, 2.0, 4.0]
+    assert half_interval(values) == pytest.approx(4.3027 * 1.527525 / 3**0.5, abs=1e-3)
+    assert math.isnan(half_interval([1.0]))
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    tiny("llama", vocab_size=256, max_position_embeddings=32, num_hidden_layers=2).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(100))[:1000])
+    return path
+
+
+def command(checkpoint, text, out, *options):
+    fixed = ["--device", "cpu", "--threads", "1", "--out", str(out)]
+    return ["loss", "--model", str(checkpoint), "--text", str(text), *fixed, *options]
+
+
+def test_the_command(checkpoint, text, tmp_path, capsys):
+    sizes = "--lengths 64 16 128 --targets 8 --windows 4 --repeat --schemes".split()
+    assert main(command(checkpoint, text, tmp_path, *sizes, *SCHEMES)) == 0
+    shown = capsys.readouterr()
+    words = " ".join(shown.out.split())
+    for part in (
+        "training length 32 tokens",
+        "NTK: factor 4; YaRN: factor 4; ReRoPE: window 16, log n by 32; Leaky ReRoPE: factor 14, window 16",
+        "HoPE: pairs with less than one turn over 32 tokens do not rotate",
+        "the last 8 tokens of 4 windows, the same at every length, in nats per byte",
+    ):
+        assert part in words, part
+    rows = list(csv.DictReader((tmp_path / "loss.csv").open()))
+    assert len(rows) == 7 * 2 * 3
+    found = {(row["scheme"], row["context"], int(row["length"])): row for row in rows}
+    for row in rows:
+        assert row["windows"] == "4"
+        if row["length"] == "16":
+            assert float(row["change"]) == 0 and row["loss"] == found[row["scheme"], "text", 16]["loss"]
+        else:
+            change = float(row["loss"]) - float(found[row["scheme"], row["context"], 16]["loss"])
+            assert float(row["change"]) == pytest.approx(change, abs=2e-6)
+    assert len({row["loss"] for row in rows if row["context"] == "text" and row["length"] == "128"}) == 7
+    assert found["unchanged", "repeated", 128]["loss"] != found["unchanged", "text", 128]["loss"]
+    saved = json.loads((tmp_path / "loss.json").read_text())
+    assert saved["train_length"] == 32 and saved["targets"] == 8 and len(saved["rows"]) == len(rows)
+    for row in saved["rows"]:
+        assert f"{sum(row['windows']) / 4:.4f} ± {half_interval(row['windows']):.4f}" in shown.out
+    assert saved["facts"]["command"].startswith("flashrope loss --model")
+    changes = shown.out[shown.out.index("change from 16 tokens") :]
+    assert changes.count("0.0000 ± 0.0000") == 7 * 2
+    first = {(row["scheme"], row["context"]): row["windows"] for row in saved["rows"] if row["length"] == 16}
+    for row in saved["rows"]:
+        change = [a - b for a, b in zip(row["windows"], first[row["scheme"], row["context"]], strict=True)]
+        assert f"{sum(change) / 4:.4f} ± {half_interval(change):.4f}" in changes
+    assert "ReRoPE, repeated, 128 tokens" in shown.err
+    # Beyond the model's own length it is the library's model that is measured.
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    windows = text_windows({"": text.read_text()}, BYTES, 128, 4, 0)
+    for length in (16, 128):
+        with torch.no_grad():
+            expected = by_hand(model, of_length(windows, (), length), 8)
+        row = next(row for row in saved["rows"] if (row["scheme"], row["length"]) == ("unchanged", length))
+        assert row["windows"] == pytest.approx(expected, abs=2e-5)
+
+
+def test_the_plot_shows_every_row(tmp_path):
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    def row(scheme, context, length):
+        level = {"unchanged": 4.0, "ReRoPE": 1.0}[scheme] + (0.5 if context == "repeated" else 0.0)
+        return Row(scheme, context, length, (level, level + 0.1))
+
+    lengths, schemes = (16, 32, 64), ("unchanged", "ReRoPE")
+    texts = [row(scheme, "text", length) for scheme in schemes for length in lengths]
+    both = [row(scheme, context, n) for scheme in schemes for context in ("text", "repeated") for n in lengths]
+
+    def pixels(rows):
+        """How much of the plot has the colour of each scheme."""
+        loss.plot(tmp_path / "loss.png", rows, 32, "a model")
+        image = torch.from_numpy(imread(tmp_path / "loss.png")[:, :, :3].copy())
+        assert image.shape == (1000, 1600, 3)
+        near = [(image - torch.tensor(to_rgb(colour))).abs().amax(-1) < 0.05 for colour in loss.COLOURS[:3]]
+        return [int(found.sum()) for found in near]
+
+    one, two = pixels(texts), pixels(both)
+    assert min(one[:2]) > 1000 and one[2] == two[2] == 0  # a colour for each scheme
+    assert all(b > 1.4 * a for a, b in zip(one[:2], two[:2], strict=True))  # and a line for repeated context
+
+
+def test_several_windows_of_rerope_are_several_rows(checkpoint, text, tmp_path):
+    sizes = "--lengths 16 32 --windows 2 --schemes rerope --window 8 12".split()
+    assert main(command(checkpoint, text, tmp_path, *sizes)) == 0
+    rows = list(csv.DictReader((tmp_path / "loss.csv").open()))
+    assert [row["scheme"] for row in rows] == ["ReRoPE, window 8"] * 2 + ["ReRoPE, window 12"] * 2
+
+
+def test_a_tokenizer_and_its_start_token(checkpoint, text, tmp_path, monkeypatch):
+    import tokenizers
+
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=120, special_tokens=["<s>"])
+    words = tokenizers.Tokenizer(tokenizers.models.BPE())
+    words.train_from_iterator([text.read_text()], trainer)
+    words.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    path = tmp_path / "with-tokenizer"
+    transformers.AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>").save_pretrained(path)
+    seen = []
+
+    def recorded(model, inputs, *options):
+        seen.extend(inputs.tolist())
+        return measure(model, inputs, *options)
+
+    monkeypatch.setattr(loss, "measure", recorded)
+    out = tmp_path / "out"
+    assert main(command(path, text, out, *"--lengths 16 32 --windows 3 --schemes stock".split())) == 0
+    start = words.token_to_id("<s>")
+    assert [len(row) for row in seen] == [17] * 3 + [33] * 3 and {row[0] for row in seen} == {start}
+    for short, long in zip(seen[:3], seen[3:], strict=True):
+        assert short[1:] == long[-16:] and start not in long[1:]
+        assert words.decode(long[1:]).replace(" ", "") in text.read_text().replace(" ", "")
+    assert "nats per token" in json.loads((out / "loss.json").read_text())["facts"]["measured"]
+
+
+def test_a_family_that_cannot_be_converted_is_measured_as_it_is(text, tmp_path, capsys):
+    config = transformers.GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    out = tmp_path / "out"
+    run = command(tmp_path / "gpt2", text, out, "--windows", "2", "--schemes", "stock", "rerope", "--lengths")
+    assert main([*run, "16", "32"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "left out: ReRoPE: model" in shown and "unchanged: the library's own attention" in shown
+    assert [row["scheme"] for row in csv.DictReader((out / "loss.csv").open())] == ["unchanged"] * 2
+    assert main([*run, "16", "33"]) == 2
+    assert "--lengths: expected at most 32, as this model has a learned embedding" in capsys.readouterr().err
+    run[run.index("stock")] = "yarn"
+    assert main([*run, "16"]) == 2
+    assert "--schemes: none of yarn, rerope fits this model" in capsys.readouterr().err
+
+
+def test_a_model_without_its_tokenizer_is_not_read_as_bytes(text, tmp_path, capsys):
+    tiny("llama", vocab_size=4096).save_pretrained(tmp_path / "large")
+    assert main(command(tmp_path / "large", text, tmp_path / "out")) == 2
+    assert "has no tokenizer, and its vocabulary is too large for bytes (" in capsys.readouterr().err
+
+
+def test_a_model_that_sees_what_it_predicts_is_refused(text, tmp_path, capsys):
+    sizes = dict(vocab_size=256, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    torch.manual_seed(0)
+    bert = transformers.BertLMHeadModel(transformers.BertConfig(**sizes, initializer_range=0.3))
+    bert.save_pretrained(tmp_path / "bert")
+    assert main(command(tmp_path / "bert", text, tmp_path / "out")) == 2
+    assert "--model: expected a causal language model" in capsys.readouterr().err
+    check_causal(tiny("llama").eval(), "llama")
+
+
+def test_pieces_are_refused_where_the_table_depends_on_the_length(text, tmp_path, capsys):
+    rope = dict(rope_type="dynamic", factor=4.0, rope_theta=10_000.0)
+    model = tiny("llama", vocab_size=256, max_position_embeddings=32, rope_scaling=rope)
+    model.save_pretrained(tmp_path / "dynamic")
+    run = command(tmp_path / "dynamic", text, tmp_path / "out", "--lengths", "16", "64", "--schemes", "stock")
+    assert main([*run, "--chunk", "16"]) == 2
+    assert "--chunk: expected a model whose rotary table does not depend on the length" in capsys.readouterr().err
+    assert main([*run, "--chunk", "64", "--windows", "2"]) == 0
+
+
+def test_memory_that_runs_out_costs_one_cell(checkpoint, text, tmp_path, monkeypatch, capsys):
+    def limited(model, inputs, *options):
+        if inputs.shape[1] > 60:
+            raise torch.OutOfMemoryError
+        yield from measure(model, inputs, *options)
+
+    monkeypatch.setattr(loss, "measure", limited)
+    assert main(command(checkpoint, text, tmp_path, *"--lengths 16 64 --windows 2 --schemes stock".split())) == 0
+    shown = capsys.readouterr().out
+    assert "-: out of memory, in 1 of 2 cells" in shown
+    assert [row["loss"] != "" for row in csv.DictReader((tmp_path / "loss.csv").open())] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--lengths", "16", "1000"], "--text: expected a file of at least 1,001 bytes"),
+        (["--lengths", "16", "--targets", "17"], "--targets: expected at most 16, the shortest length, got 17"),
+        (["--lengths", "1"], "--lengths: expected at least 2, got 1"),
+        (["--text", "nowhere/at/all"], "nowhere/at/all: no such file or folder"),
+        (["--model", "nowhere/at/all"], "--model: "),
+        (["--out", __file__], "--out: cannot write to"),
+    ],
+)
+def test_bad_input_is_one_line(checkpoint, text, tmp_path, capsys, options, message):
+    assert main(command(checkpoint, text, tmp_path, *options)) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.splitlines()[-1].startswith("flashrope loss: error: ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["loss", "passkey"])
+def test_an_interrupt_is_one_line_and_leaves_no_file(name, checkpoint, text, tmp_path):
+    model = tmp_path / "longer"
+    tiny("llama", vocab_size=256, max_position_embeddings=2048).save_pretrained(model)
+    out = tmp_path / "out"
+    fixed = ["--device", "cpu", "--threads", "1", "--out", str(out), "--model", str(model), "--schemes", "stock"]
+    long = tmp_path / "long.txt"
+    long.write_text(text.read_text() * 100)
+    sizes = {
+        "loss": ["--text", str(long), "--lengths", "512", "8192", "--windows", "9"],
+        "passkey": ["--lengths", "8192"],
+    }[name]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flashrope", name, *fixed, *sizes],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+    )
+    try:
+        for line in process.stderr:
+            if line.startswith("unchanged"):  # the first line of the progress
+                break
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    said = [line for line in errors.splitlines() if line and not line.startswith("unchanged")]
+    assert process.returncode == 130 and said == ["flashrope: interrupted"], errors
+    assert not list(out.iterdir())
+
+
+def test_the_stock_model_is_what_the_schemes_leave():
+    from flashrope.evaluation.schemes import applicable
+
+    model = tiny("llama").eval()
+    ids = torch.randint(64, (1, 40))
+    with torch.no_grad():
+        stock = model(ids).logits
+        schemes, skipped = applicable(model, SCHEMES, 16, 40)
+        assert not skipped and [scheme.name for scheme in schemes] == SCHEMES
+        assert torch.equal(model(ids).logits, stock)
+        seen = []
+        for scheme in schemes:
+            scheme.apply()
+            seen.append(model(ids).logits)
+        assert all((seen[0] - other).abs().max() > 1e-3 for other in seen[1:])
+        revert(model)
+        schemes[0].apply()
+        assert torch.equal(model(ids).logits, stock) and torch.equal(seen[0], stock)

@@ -1,0 +1,291 @@
+"""The command line starts without torch, and every command ends cleanly at Ctrl-C."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+import flashrope
+from flashrope.backend_names import BACKENDS
+from flashrope.backends import base
+from flashrope.cli import COMMANDS, guarded, main
+from flashrope.commands.demo import TIMES
+from flashrope.demo.presets import PRESETS
+from flashrope.demo.report import Bars
+from flashrope.evaluation.names import NAMES
+from flashrope.progress import Bar, duration, seconds_left
+from flashrope.tuning.measure import _cancelled_by_errors
+
+HEAVY = {"torch", "numpy", "triton", "transformers", "matplotlib", "tqdm", "safetensors", "multiprocessing"}
+
+
+def python(*arguments, **options):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options)
+
+
+def loaded(code: str) -> set[str]:
+    """The top-level modules that a new process has loaded after this code."""
+    ran = python("-c", f"{code}\nimport sys; print('\\n' + ' '.join({{name.split('.')[0] for name in sys.modules}}))")
+    assert ran.returncode == 0, ran.stderr
+    return set(ran.stdout.splitlines()[-1].split())
+
+
+# ---- start
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["demo", "--step", "3"], ["nonsense"]],
+    ids=" ".join,
+)
+def test_help_and_wrong_options_load_no_library(arguments):
+    found = loaded(f"from flashrope.cli import main\ntry:\n    main({arguments})\nexcept SystemExit:\n    pass")
+    assert "flashrope" in found and not found & HEAVY
+
+
+def test_help_takes_less_than_a_second():
+    def seconds(*arguments):
+        began = time.perf_counter()
+        ran = python("-m", "flashrope", *arguments)
+        assert ran.returncode == 0 and ran.stdout
+        return time.perf_counter() - began
+
+    for arguments in (["--help"], ["--version"], ["loss", "--help"]):
+        assert min(seconds(*arguments) for _ in range(3)) < 1.0
+
+
+def test_the_package_is_imported_on_first_use():
+    assert not loaded("import flashrope; flashrope.__version__; dir(flashrope)") & HEAVY
+    for code in (
+        "import flashrope; flashrope.Rotary.rope(64)",
+        "from flashrope import attention",
+        "from flashrope import *; KVCache, attention_varlen",
+    ):
+        assert "torch" in loaded(code)
+    assert set(flashrope.__all__) <= set(dir(flashrope))
+    for name in flashrope.__all__:
+        assert getattr(flashrope, name).__class__.__name__ != "module"
+    with pytest.raises(AttributeError, match="module 'flashrope' has no attribute 'atention'"):
+        flashrope.atention
+
+
+def test_where_torch_is_loaded_the_operators_are_there_after_the_import():
+    """torch.export.load finds the operators of a saved program by name."""
+    ran = python("-c", "import torch, flashrope; print(torch.ops.flashrope.attention.default)")
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_light_modules_hold_the_same_names():
+    assert BACKENDS is base.BACKENDS and list(TIMES) == list(PRESETS)
+    shown = python("-m", "flashrope", "demo", "--help").stdout
+    assert "Time of a run" in shown and " ".join(TIMES["cpu"].split()) in " ".join(shown.split())
+    assert all(name in python("-m", "flashrope", "loss", "--help").stdout for name in NAMES)
+
+
+# ---- time left
+
+
+def test_durations():
+    shown = [duration(seconds) for seconds in (0.2, 45, 59.5, 130, 3600, 11_100)]
+    assert shown == ["1 s", "45 s", "1 min 00 s", "2 min 10 s", "1 h 00 min", "3 h 05 min"]
+    assert seconds_left(10.0, 1, 4) == 30.0 and seconds_left(10.0, 4, 4) == 0.0
+    assert seconds_left(10.0, 0, 4) is None and seconds_left(0.5, 1, 4) is None
+
+
+class Terminal(list):
+    def write(self, text):
+        self.append(text)
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return True
+
+
+def test_a_bar_shows_the_time_left(monkeypatch):
+    now = SimpleNamespace(at=100.0)
+    monkeypatch.setattr("flashrope.progress.time.monotonic", lambda: now.at)
+    live, lines = Terminal(), Terminal()
+    lines.isatty = lambda: False
+    bars = [Bar(400, live), Bar(400, lines), Bar(400, live, limit=25.0)]
+    for bar in bars:
+        bar.start("first")
+    now.at += 20
+    for bar in bars:
+        bar.step(100)
+        bar.start("second")
+    shown = "".join(live)
+    assert "25% 20 s, about 1 min 00 s left  second" in shown and "25% 20 s, about 5 s left  second" in shown
+    assert "".join(lines) == "first\nsecond (20 s, about 1 min 00 s left)\n"
+
+
+def test_bars_of_the_demo_say_the_time_left_where_there_is_no_terminal(monkeypatch, capsys):
+    pytest.importorskip("tqdm", reason="the extra 'demo' is not installed")
+    now = SimpleNamespace(at=100.0)
+    monkeypatch.setattr("flashrope.demo.report.time.monotonic", lambda: now.at)
+    with Bars(["training"], 101) as bars:
+        for step in range(1, 102):
+            bars.update(0, step, 2.0)
+            now.at += 1 if step > 1 else 50  # the first step compiles: not counted
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "training: 1 of 101, loss 2.000"
+    assert re.fullmatch(r"training: 25 of 101, loss 2.000, about 3 min 5\d s left", shown[1])
+    assert shown[-1] == "training: 101 of 101, loss 2.000"
+
+
+def test_generate_shows_bars_where_the_text_goes_to_a_file(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors", reason="the extra 'demo' is not installed")
+    from flashrope import Rotary
+    from flashrope.demo.model import LanguageModel, ModelConfig, save_checkpoint
+
+    save_checkpoint(
+        tmp_path / "m", LanguageModel(ModelConfig(width=32, layers=1, heads=2)), Rotary.rope(16), train_length=32
+    )
+    command = ["generate", "--model", str(tmp_path / "m"), "--device", "cpu", "--tokens", "20", "--prompt", "abc" * 500]
+    shown = {}
+    for name, screens in {"file": (False, True), "screen": (True, True), "pipes": (False, False)}.items():
+        out, err = Terminal(), Terminal()
+        out.isatty, err.isatty = (lambda screen=screen: screen for screen in screens)
+        monkeypatch.setattr("sys.stdout", out), monkeypatch.setattr("sys.stderr", err)
+        assert main(command) == 0
+        shown[name] = "".join(err)
+    monkeypatch.undo()
+    for part in ("68% ", "100% ", "  reading the prompt", "  generating", "] 50% "):
+        assert part in shown["file"] and part not in shown["screen"] + shown["pipes"], part
+
+
+def test_the_demo_says_how_long_a_preset_runs(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
+    text = tmp_path / "numbers.txt"
+    text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(900))[:20_000])
+    command = ["demo", "--preset", "tiny", "--device", "cpu", "--threads", "1", "--text", str(text)]
+    assert main([*command, "--out", str(tmp_path / "a")]) == 0
+    assert f"time:      preset tiny: {TIMES['tiny']}" in capsys.readouterr().out
+    assert main([*command, "--steps", "2", "--out", str(tmp_path / "b")]) == 0
+    assert "time:      preset tiny with other sizes; the time left is shown" in capsys.readouterr().out
+
+
+# ---- Ctrl-C
+
+
+def test_what_a_library_makes_of_an_interrupt_is_one(capsys):
+    def failing(error, cause):
+        def command():
+            try:
+                raise cause
+            except BaseException:
+                raise error  # noqa: B904  its context is the cause
+
+        return command
+
+    assert guarded("flashrope", failing(ImportError("initialization failed"), KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "\nflashrope: interrupted\n"
+    with pytest.raises(ImportError):
+        guarded("flashrope", failing(ImportError("initialization failed"), OSError()))
+    with pytest.raises(SystemExit):
+        guarded("flashrope", failing(SystemExit(2), OSError()))
+
+
+def interrupted_at(arguments, moment, **options):
+    """(exit code, lines of stderr) of a command that gets SIGINT as soon as a line of stderr has this in it."""
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if moment in line:
+                break
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, [*lines, *rest.splitlines(keepends=True)]
+
+
+@pytest.mark.parametrize("module", ["torch._utils\n", "torch.nn\n", "numpy\n", "flashrope.backends\n"])
+def test_an_interrupt_while_torch_is_loaded(module):
+    """-X importtime names a module on stderr as soon as it is loaded."""
+    command = [sys.executable, "-X", "importtime", "-m", "flashrope", "info"]
+    code, lines = interrupted_at(command, module)
+    said = [line for line in lines if not line.startswith("import time:") and line.strip()]
+    assert code == 130 and said == ["flashrope: interrupted\n"]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] != "Z"  # a zombie that nobody has waited for
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the compiled CPU kernels are for Linux")
+def test_an_interrupt_ends_the_compiler_and_its_processes(tmp_path):
+    compiler, started = tmp_path / "compiler", tmp_path / "started"
+    compiler.write_text(f'#!/bin/sh\nsleep 300 &\necho $$ $! > "{started}.new"; mv "{started}.new" "{started}"\nwait\n')
+    compiler.chmod(0o755)
+    command = [sys.executable, "-m", "flashrope", "build-cpu", "--compiler", str(compiler)]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    )
+    while not started.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)  # to this process alone, as from another program
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors == "\nflashrope: interrupted\n"
+    deadline = time.monotonic() + 10
+    while any(map(alive, map(int, started.read_text().split()))):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not list((tmp_path / "cache" / "flashrope").iterdir())
+
+
+def test_tuning_cancels_what_is_not_compiled_yet():
+    """The end of a thread pool waits for all that was submitted, which is minutes of compiling."""
+    running, go = threading.Event(), threading.Event()
+
+    def compile_one():
+        running.set()
+        go.wait(30)
+
+    futures = {}
+    with pytest.raises(KeyboardInterrupt), ThreadPoolExecutor(1) as threads, _cancelled_by_errors(futures):
+        for choice in range(20):
+            futures[threads.submit(compile_one)] = choice
+        running.wait(30)
+        threading.Timer(0.2, go.set).start()
+        raise KeyboardInterrupt
+    assert sum(future.cancelled() for future in futures) == 19
+
+
+def test_the_benchmarks_end_cleanly_too(monkeypatch, capsys):
+    from bench import __main__ as bench
+
+    def interrupt(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "import_module", lambda *name: SimpleNamespace(main=interrupt))
+    assert bench.main(["hope"]) == 130 and capsys.readouterr().err == "\npython -m bench: interrupted\n"
+
+
+def test_a_file_that_is_interrupted_is_not_there(tmp_path):
+    from flashrope.demo import files
+
+    (tmp_path / "old").write_text("old")
+    with pytest.raises(KeyboardInterrupt), files.replacing(tmp_path / "old") as partial:
+        partial.write_text("half")
+        raise KeyboardInterrupt
+    assert (tmp_path / "old").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["old"]
+    files.write(tmp_path / "new", json.dumps([1]))
+    assert (tmp_path / "new").read_text() == "[1]"
