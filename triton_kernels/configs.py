@@ -119,9 +119,11 @@ def forward_tma_tile(capability: int, block_d: int, num_bands: int) -> Tile | No
 
 
 @lru_cache(maxsize=1024)
-def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands: int) -> Tile:
+def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands: int, block_dv: int = 0) -> Tile:
     """direction: "forward", "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV; grad_kv's tile where it has
-    none of its own), "decode" or "decode wide" (many query rows). The most specific entry wins."""
+    none of its own), "decode" or "decode wide" (many query rows). The most specific entry wins. block_dv: of v, 0 for
+    as block_d; where the two differ, the larger decides."""
+    block_d = max(block_d, block_dv)
     tables = [FLOAT]
     if itemsize == 2:
         tables = [HALF[family(capability)]]

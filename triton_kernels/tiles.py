@@ -1,6 +1,6 @@
 """Tiles: where a program's sequence lies, which tiles a band covers, loading and storing rows.
 
-Shapes stand in tags such as # [BM, D]. BM, BN and D are SHAPE's block_m, block_n and block_d.
+Shapes stand in tags such as # [BM, D]. BM, BN, D and DV are SHAPE's block_m, block_n, block_d and block_dv.
 """
 
 from typing import NamedTuple
@@ -296,8 +296,29 @@ def load_rows(ptr, offsets, channels, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def load_values(ptr, offsets, channels, SHAPE: tl.constexpr):
+    """load_rows of v, out or a gradient of theirs."""
+    ptrs = ptr + offsets + channels[None, :]
+    if SHAPE.block_dv == SHAPE.head_dim_v:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=(channels < SHAPE.head_dim_v)[None, :], other=0.0)
+
+
+@triton.jit
 def store_rows(view, value, rows, channels, SHAPE: tl.constexpr):
     """Stores value [M, N] where its row (of Rows) and channel exist."""
-    exists = row_exists(rows)[:, None] & (channels < SHAPE.head_dim)[None, :]
+    store_channels(view, value, rows, channels, SHAPE.head_dim)
+
+
+@triton.jit
+def store_values(view, value, rows, channels, SHAPE: tl.constexpr):
+    """store_rows of out or of the gradient of v."""
+    store_channels(view, value, rows, channels, SHAPE.head_dim_v)
+
+
+@triton.jit
+def store_channels(view, value, rows, channels, HEAD_DIM: tl.constexpr):
+    exists = row_exists(rows)[:, None] & (channels < HEAD_DIM)[None, :]
     ptrs = view.ptr + tile_offsets(rows.index, view) + channels[None, :]
     tl.store(ptrs, value.to(view.ptr.dtype.element_ty), mask=exists)

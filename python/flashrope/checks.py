@@ -55,7 +55,7 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple
     if head_dim % 8 or not 8 <= head_dim <= 256:
         raise ValueError(f"q: expected head_dim to be a multiple of 8 up to 256, got {head_dim}")
     if v.shape != shape_k:
-        raise ValueError(f"{names[1]}: expected shape {tuple(shape_k)} as {names[0]}, got {tuple(v.shape)}")
+        _check_values(names, v.shape, shape_k)
     if not heads_kv or heads_q % heads_kv:
         raise ValueError(f"q: expected heads_q to be a multiple of heads_kv = {heads_kv}, got {heads_q}")
     if not isinstance(rotary, Rotary):
@@ -63,6 +63,20 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple
     if rotary.head_dim != head_dim:
         raise ValueError(f"rotary: its head_dim is {rotary.head_dim}, q's is {head_dim}")
     return shape_q, shape_k
+
+
+def _check_values(names, shape_v, shape_k) -> None:
+    """v of another shape than k: its rows may be of another width, in a cache they may not."""
+    expected, hint = tuple(shape_k), ""
+    if names != CACHES:
+        expected = (*shape_k[:-1], shape_v[-1])
+        hint = " but for its width" if expected != shape_k else ""
+    if shape_v != expected:
+        if shape_v[:-1] == shape_k[:-1]:
+            hint = " (a cache holds values as wide as its keys; attention and attention_varlen take other widths)"
+        raise ValueError(f"{names[1]}: expected shape {expected} as {names[0]}{hint}, got {tuple(shape_v)}")
+    if shape_v[-1] % 8 or not 8 <= shape_v[-1] <= 256:
+        raise ValueError(f"{names[1]}: expected head_dim to be a multiple of 8 up to 256, got {shape_v[-1]}")
 
 
 def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, cu_seqlens_q=None) -> tuple[int, int]:

@@ -54,7 +54,8 @@ class AttentionBackend(Protocol):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor, Kept | None]:
-        """out like q and contiguous, lse in float32 (float64 for float64 inputs), what is kept; None for nothing."""
+        """out of ``out_shape`` and contiguous, lse in float32 (float64 for float64 inputs), what is kept; None for
+        nothing. v may be of another width than q and k."""
 
     def backward(
         self,
@@ -274,6 +275,11 @@ def attend_packed(attend: Callable, q, k_cache, v_cache, call: CacheCall) -> tup
         results = attend(batch, *caches, dataclasses.replace(call, layout=part))
         out[rows], lse[:, rows] = results[0].flatten(0, 1), results[1].transpose(0, 1).flatten(1)
     return out, lse
+
+
+def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    """Like q, as wide as v."""
+    return (*q.shape[:-1], v.shape[-1])
 
 
 def cached_lse_shape(q: torch.Tensor) -> tuple[int, ...]:
