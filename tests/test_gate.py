@@ -194,6 +194,19 @@ def test_almost_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, sch
         assert any(line.endswith("touches spilled registers 2 times in its hot loop") for line in hot)
 
 
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the tiles were chosen for Triton 3.6")
+@pytest.mark.parametrize("arch", [80, 86, 90])
+@pytest.mark.parametrize(
+    ("scheme", "allowed"), list(zip(cases.VALUES, (0, 156), strict=True)), ids=lambda x: getattr(x, "name", "")
+)
+def test_narrower_values_spill_nothing_in_the_tile_loops(arch, scheme, allowed):
+    case = cases.Case(arch, 192, "bf16", scheme)
+    for kernel in sorted(case.kernels):
+        limit = allowed if kernel == "attention_grad_kv" else 0
+        assert not row(kernel, case, spill_stores=limit).violations()
+        assert row(kernel, case, spill_stores=limit + 4).violations() and row(kernel, case, loop_spills=4).violations()
+
+
 @pytest.mark.parametrize(
     "case",
     [

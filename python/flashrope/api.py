@@ -47,10 +47,11 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; float64 where the backend supports it.
-        k, v: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q. heads_q is a multiple of heads_kv.
+        k, v: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q. heads_q is a multiple of heads_kv. v
+            may be of another width than q and k, as in multi-head latent attention: a multiple of 8 up to 256.
         rotary: the scheme. Its head_dim must equal q's.
         causal: query row r attends to keys 0 to r + seqlen_k - seqlen_q (bottom-right alignment). False: to all keys.
-        softmax_scale: default head_dim ** -0.5.
+        softmax_scale: default head_dim ** -0.5, of q and k.
         positions: (batch, seqlen) or (batch, seqlen, axes), used as positions instead of 0, 1, 2, ... Needs a scheme of
             one band and seqlen_q == seqlen_k. Causality and windows still go by index.
         sinks: (heads_q,), any float type, attention sinks as in gpt-oss: a learned logit per head that joins every
@@ -63,8 +64,8 @@ def attention(
             under ``torch.use_deterministic_algorithms(True)``. The other backends are always reproducible.
 
     Returns:
-        out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), float32, natural log.
-        A row with no keys gets out 0 and lse -inf. With sinks, lse counts them: such a row's lse is its head's sink.
+        out, like q but as wide as v, contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), float32,
+        natural log. A row with no keys gets out 0 and lse -inf. With sinks, lse counts them: such a row's lse is its head's sink.
 
     Raises:
         TypeError, ValueError: the argument, what was expected and what came. No check synchronises with the device.
@@ -102,15 +103,15 @@ def attention_varlen(
 
     Args:
         q: (total_q, heads_q, head_dim). Sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
-        k, v: (total_k, heads_kv, head_dim).
+        k, v: (total_k, heads_kv, head_dim); v may be of another width, as in ``attention``.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on q's device, non-decreasing from 0. The host does not read
             values that lie on a GPU; the kernels clamp them to the buffers.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Rows beyond them are not computed.
         rotary, causal, softmax_scale, sinks, return_lse, impl, deterministic: as in ``attention``.
 
     Returns:
-        out like q. With return_lse: (out, lse), lse (heads_q, total_q) float32. Rows outside every sequence get 0 and
-        -inf, or the sink.
+        out like q, as wide as v. With return_lse: (out, lse), lse (heads_q, total_q) float32. Rows outside every
+        sequence get 0 and -inf, or the sink.
 
     Raises:
         TypeError, ValueError: as in ``attention``.

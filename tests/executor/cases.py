@@ -25,7 +25,7 @@ from flashrope.backends.triton import launcher
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "executor.md"
-ROPE = Rotary.rope(64)
+ROPE, LATENT = Rotary.rope(64), Rotary.rope(192, rotary_dim=64)
 quick, slow = pytest.mark.quick, pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
 
@@ -72,6 +72,13 @@ ATTENTION = {
     "atomic-rerope-d128-fp16": (Dense(FP16, SCHEMES["rerope"](128), 150, 170, {"deterministic": False}), ()),
     "atomic-rope-d256-bf16": (Dense(BF16, SCHEMES["rope"](256), 80, None, {"deterministic": False}), slow),
     "atomic-rerope-d16-fp32": (Dense(FP32, SCHEMES["rerope"](16), 70, None, {"deterministic": False}), slow),
+    "latent-d192-v128-bf16": (Dense(BF16, LATENT, 140, 170, {"head_dim_v": 128}), ()),
+    "atomic-latent-d192-v128-bf16": (
+        Dense(BF16, LATENT, 100, None, {"head_dim_v": 128, "deterministic": False}),
+        slow,
+    ),
+    "rerope-d64-v40-fp16": (Dense(FP16, SCHEMES["rerope"](64), 100, None, {"head_dim_v": 40, "batch": 2}), quick),
+    "leaky-d80-v256-bf16": (Dense(BF16, SCHEMES["leaky"](80), 90, None, {"head_dim_v": 256, "causal": False}), slow),
     "heads-first-d64-bf16": (Dense(BF16, SCHEMES["leaky"](64), 100, None, {"layout": "transposed"}), slow),
 }
 
