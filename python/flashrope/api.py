@@ -65,7 +65,8 @@ def attention(
 
     Returns:
         out, like q but as wide as v, contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), float32,
-        natural log. A row with no keys gets out 0 and lse -inf. With sinks, lse counts them: such a row's lse is its head's sink.
+        natural log. A row with no keys gets out 0 and lse -inf. With sinks, lse counts them: such a row's lse is its
+        head's sink.
 
     Raises:
         TypeError, ValueError: the argument, what was expected and what came. No check synchronises with the device.
