@@ -241,7 +241,8 @@ def attention_grad_kv(
     if first >= seq.length_k:
         return
 
-    rows = tile_rows(first, seq.length_k, seq.length_q, batch, seqlen_k, scheme, SHAPE.block_n)
+    of_positions = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
+    rows = tile_rows(first, seq.length_k, seq.length_q, of_positions, scheme, SHAPE.block_n)
     position = first + rows.index  # [BN]
     last = tl.minimum(first + SHAPE.block_n, seq.length_k) - 1
     loaded = existing_rows(rows)
@@ -367,7 +368,8 @@ def attention_grad_q(
     if first >= seq.length_q:
         return
 
-    rows = tile_rows(first, seq.length_q, seq.length_k, batch, seqlen_q, scheme, SHAPE.block_m)
+    of_positions = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
+    rows = tile_rows(first, seq.length_q, seq.length_k, of_positions, scheme, SHAPE.block_m)
     position = first + rows.index + seq.ahead  # [BM]
     last = tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead
     loaded = existing_rows(rows)
@@ -436,7 +438,8 @@ def attention_finish_grad_q(
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_q:
         return
-    rows = tile_rows(first, seq.length_q, seq.length_k, batch, seqlen_q, scheme, SHAPE.block_m)
+    of_positions = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
+    rows = tile_rows(first, seq.length_q, seq.length_k, of_positions, scheme, SHAPE.block_m)
     loaded = existing_rows(rows)
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
     scale = log_n_scale(scheme, rows.start + loaded, first + rows.index + seq.ahead) * scheme.score_scale  # [BM]

@@ -143,7 +143,8 @@ def attention_forward(
     if skip:
         return
 
-    rows = tile_rows(first, seq.length_q, seq.length_k, batch, seqlen_q, scheme, SHAPE.block_m)
+    of_positions = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
+    rows = tile_rows(first, seq.length_q, seq.length_k, of_positions, scheme, SHAPE.block_m)
     position = first + rows.index + seq.ahead  # [BM]
     last = tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead
     head_kv = head // (heads_q // heads_kv)

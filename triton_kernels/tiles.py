@@ -210,13 +210,16 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def tile_rows(first, length, length_other, batch, seqlen, scheme, BLOCK: tl.constexpr):
-    """The rows from `first` on of a sequence's queries or keys; length_other: that of the other of the two.
+def tile_rows(first, length, length_other, packed, scheme, BLOCK: tl.constexpr):
+    """The rows from `first` on of a sequence's queries or keys; length_other: that of the other of the two; packed: the
+    sequence's packed_row, which is also its first row in the table of given positions.
 
-    In the table both are shifted so that neither has a negative position: queries are ahead by length_k - length_q."""
-    start = first + tl.maximum(length_other - length, 0)
+    In other tables both are shifted so that neither has a negative position: queries are ahead by length_k -
+    length_q."""
     if scheme.positions is not None:
-        start += batch * seqlen
+        start = first + packed.to(tl.int32)
+    else:
+        start = first + tl.maximum(length_other - length, 0)
     return Rows(tl.arange(0, BLOCK), start, first, length)
 
 

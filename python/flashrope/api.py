@@ -18,6 +18,7 @@ from .checks import (
     check_num_splits,
     check_options,
     check_outside_context_parallel,
+    check_packed_positions,
     check_positions,
     check_sinks,
     check_slot_mapping,
@@ -99,6 +100,7 @@ def attention_varlen(
     impl: str | None = None,
     deterministic: bool = True,
     sinks: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ):
     """``attention`` over packed sequences of different lengths.
 
@@ -108,6 +110,8 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on q's device, non-decreasing from 0. The host does not read
             values that lie on a GPU; the kernels clamp them to the buffers.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Rows beyond them are not computed.
+        positions: (total_q,) or (total_q, axes), as in ``attention``, of the packed tokens. Needs total_q == total_k
+            and cu_seqlens_q equal to cu_seqlens_k, which is not checked where they lie on a GPU.
         rotary, causal, softmax_scale, sinks, return_lse, impl, deterministic: as in ``attention``.
 
     Returns:
@@ -119,16 +123,18 @@ def attention_varlen(
     """
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v, rotary, rank=3)
-    if rotary.axis:
-        raise ValueError("rotary: an axial scheme needs positions, which packed sequences do not carry")
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
     check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k, "k", max_seqlen_k)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(
             f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)} as cu_seqlens_q, got {tuple(cu_seqlens_k.shape)}"
         )
+    if positions is not None:
+        positions = check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k)
+    elif rotary.axis:
+        raise ValueError(f"positions: an axial scheme needs them, shape (total, {rotary.axes})")
     softmax_scale, lengths = check_options(causal, softmax_scale, q, deterministic), (max_seqlen_q, max_seqlen_k)
-    call = AttentionCall(rotary, causal, softmax_scale, None, cu_seqlens_q, cu_seqlens_k, *lengths, deterministic)
+    call = AttentionCall(rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, *lengths, deterministic)
     return _attend(q, k, v, call, sinks, return_lse, impl)
 
 

@@ -229,22 +229,41 @@ def check_options(causal, softmax_scale, q, deterministic=True) -> float:
 
 
 def check_positions(positions, q, k, rotary) -> torch.Tensor:
+    """positions of shape (batch, seqlen) or (batch, seqlen, axes)."""
+    _check_position_values(positions, q, rotary)
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"positions: need seqlen_q == seqlen_k, got {q.shape[1]} and {k.shape[1]}")
+    shape = tuple(q.shape[:2]) + ((rotary.axes,) if rotary.axis else ())
+    if tuple(positions.shape) not in (shape, shape[1:], (1, *shape[1:])):
+        raise ValueError(f"positions: expected shape {shape} or {shape[1:]}, got {tuple(positions.shape)}")
+    return positions.expand(shape)
+
+
+def check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k) -> torch.Tensor:
+    """positions of packed tokens, of shape (1, total) or (1, total, axes)."""
+    _check_position_values(positions, q, rotary)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"positions: need as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
+    on_host = cu_seqlens_q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if cu_seqlens_q is not cu_seqlens_k and on_host and not torch.equal(cu_seqlens_q, cu_seqlens_k):
+        raise ValueError("positions: need equal cu_seqlens_q and cu_seqlens_k, got different ones")
+    shape = (q.shape[0], rotary.axes) if rotary.axis else (q.shape[0],)
+    if tuple(positions.shape) != shape:
+        raise ValueError(f"positions: expected shape {shape}, got {tuple(positions.shape)}")
+    return positions[None]
+
+
+def _check_position_values(positions, q, rotary) -> None:
     if not isinstance(positions, torch.Tensor):
         raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
     if len(rotary.bands) != 1 or (rotary.bands[0].slope, rotary.bands[0].offset) != (1, 0):
         raise ValueError(
             f"positions: only schemes whose distance is d everywhere take them, this one has bands {rotary.bands}"
         )
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(f"positions: need seqlen_q == seqlen_k, got {q.shape[1]} and {k.shape[1]}")
     if positions.device != q.device:
         raise ValueError(f"positions: expected device {q.device} as q, got {positions.device}")
     if positions.dtype == torch.bool or positions.is_complex():
         raise TypeError(f"positions: expected numbers, got {positions.dtype}")
-    shape = tuple(q.shape[:2]) + ((rotary.axes,) if rotary.axis else ())
-    if tuple(positions.shape) not in (shape, shape[1:], (1, *shape[1:])):
-        raise ValueError(f"positions: expected shape {shape} or {shape[1:]}, got {tuple(positions.shape)}")
-    return positions.expand(shape)
 
 
 def check_cu_seqlens(name, cu_seqlens, x, x_name, max_seqlen) -> None:

@@ -133,12 +133,16 @@ class AttentionCall(_Scheme):
     rotary: Rotary
     causal: bool
     softmax_scale: float
-    positions: torch.Tensor | None = None  # (batch, seqlen) or (batch, seqlen, axes)
+    positions: torch.Tensor | None = None  # (batch, seqlen) or (batch, seqlen, axes); packed: batch is 1
     cu_seqlens_q: torch.Tensor | None = None  # (sequences + 1,) int32
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     deterministic: bool = True  # False: gradients may differ from run to run by rounding, where that is faster
+
+    def of_sequence(self, rows: slice) -> AttentionCall:
+        """The call of one packed sequence, for its own positions."""
+        return self if self.positions is None else dataclasses.replace(self, positions=self.positions[:, rows])
 
     def lse_shape(self, q: torch.Tensor) -> tuple[int, ...]:
         return (q.shape[1], q.shape[0]) if self.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])

@@ -54,7 +54,8 @@ def forward(
     out = q.new_zeros(out_shape(q, v))
     lse = q.new_full(call.lse_shape(q), float("-inf"), dtype=accumulation_type(q))
     for rows, keys in _packed_sequences(call):
-        out[rows], lse[:, rows] = (x[0] for x in _attend(q[None, rows], k[None, keys], v[None, keys], call))
+        sequence = call.of_sequence(rows)
+        out[rows], lse[:, rows] = (x[0] for x in _attend(q[None, rows], k[None, keys], v[None, keys], sequence))
     return out, lse, None
 
 
@@ -84,7 +85,7 @@ def backward(
                 v[None, keys],
                 out[None, rows],
                 lse[None, :, rows],
-                call,
+                call.of_sequence(rows),
             )
         )
     return grad_q, grad_k, grad_v

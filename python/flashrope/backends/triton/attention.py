@@ -39,7 +39,7 @@ def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
     copies = lower(call.rotary, call.causal).k_copies
     return KeptShapes(
         (len(copies), _rows(k), *k.shape[-2:]) if copies else (0,),
-        (0,) if call.positions is None else (2, *k.shape[:2], 2, padded_pairs(k.shape[-1])),
+        (0,) if call.positions is None else (2, *call.positions.shape[:2], 2, padded_pairs(k.shape[-1])),
     )
 
 
