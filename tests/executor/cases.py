@@ -13,6 +13,7 @@ import re
 import pytest
 import support
 import test_decode
+import test_mrope
 import test_varlen
 import torch
 import triton
@@ -130,6 +131,11 @@ def test_positions(kind):
 @pytest.mark.parametrize("scheme", ["hope_rerope_log_n", pytest.param("hope_zeros", marks=slow)])
 def test_packed(scheme):
     test_varlen.test_packed_is_a_loop_over_sequences(BF16, scheme, test_varlen.LENGTHS["different"], True)
+
+
+@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=slow)])
+def test_packed_positions(deterministic):
+    test_mrope.test_packed(BF16, "sections", deterministic)
 
 
 @triton.jit
