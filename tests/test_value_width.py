@@ -117,3 +117,17 @@ def test_other_dimensions_must_be_those_of_k():
     starts = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"v: expected shape \(4, 2, 32\) as k but for its width, got \(4, 1, 32\)"):
         attention_varlen(q[0], q[0], v[0, :4, :1], Rotary.rope(16), starts, starts, 4, 4)
+
+
+@pytest.mark.parametrize("direction", ["forward", "grad_kv", "grad_q", "grad_qkv", "decode"])
+@pytest.mark.parametrize("capability", [80, 86, 90])
+def test_equal_widths_keep_their_tiles(capability, direction):
+    configs = pytest.importorskip("flashrope.triton_kernels.configs", reason="Triton has no wheel for this platform")
+    table = configs.HALF[configs.family(capability)]
+    for block_d in (16, 32, 64, 128, 256):
+        expected = table[direction].get(block_d) or table["grad_kv"][block_d]
+        assert configs.tile(direction, capability, block_d, 2, 1) == expected
+        assert configs.tile(direction, capability, block_d, 2, 1, block_d) == expected
+    if direction != "decode":
+        assert configs.tile(direction, capability, 256, 2, 1, 64) == configs.tile(direction, capability, 256, 2, 1, 128)
+        assert configs.tile(direction, capability, 256, 2, 1, 128) != configs.tile(direction, capability, 256, 2, 1)

@@ -146,6 +146,7 @@ def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands
     """direction: "forward", "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV; grad_kv's tile where it has
     none of its own), "decode" or "decode wide" (many query rows). The most specific entry wins. block_dv: of v, 0 for
     as block_d; where the two differ and OTHER_V has no tile, the larger decides."""
+    block_dv = block_dv or block_d
     widths = (block_d, max(block_dv, 128) if block_d == 256 else block_dv)
     block_d = max(block_d, block_dv)
     tables = [FLOAT]

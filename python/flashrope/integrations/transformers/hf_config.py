@@ -401,11 +401,11 @@ def _longrope(rope, params, config, seqlen):
 
 RULES = {
     "default": _default,
-    "mrope": _default,  # of the first Qwen2-VL checkpoints
     "linear": _linear,
     "dynamic": _dynamic,
     "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _longrope,
     "proportional": _proportional,
+    "mrope": _default,  # of the first Qwen2-VL checkpoints
 }
