@@ -150,6 +150,15 @@ def test_packed_positions_in_a_compiled_graph():
     torch.testing.assert_close(*results)
 
 
+def test_the_shapes_of_packed_positions_for_tracing(exact):
+    rotary = FORMS["sections"](24)
+    cu_seqlens = torch.tensor([0, 36, 41], dtype=torch.int32, device=exact.device)
+    q, k, v = (support.random((1, 41, 2, 24), exact, seed)[0].requires_grad_() for seed in range(3))
+    positions = torch.cat((grid(36, 1), grid(36, 1)[:, :5]), 1).to(exact.device)
+    arguments = (q, k, v, positions, cu_seqlens, cu_seqlens, 36, 36, rotary.text, True, 0.2, True, exact.impl)
+    torch.library.opcheck(torch.ops.flashrope.attention, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_the_table_of_given_positions():
     rotary, positions = FORMS["interleaved"](24), grid(36)
     cos, sin = cos_sin(rotary, positions)
