@@ -69,7 +69,8 @@ for direction in candidates.KERNELS:
         with forced(direction, Choice(tile)), offline.caught_launches(launcher, 90) as caught:
             workload.call(torch.device("meta"))()
         used = tiles.of_direction(direction, caught).kwargs
-        found["tuned"].append([[used["SHAPE"].block_m, used["SHAPE"].block_n, used["num_warps"], used["num_stages"]], list(tile)])
+        shape, sizes = used["SHAPE"], (used["num_warps"], used["num_stages"])
+        found["tuned"].append([[shape.block_m, shape.block_n, *sizes], list(tile)])
 candidates.GRIDS["decode"] = ((16,), (64,), (4,), (3,))
 found["judged"] = [[each.figures, each.rank] for each in tiles.ranked_by_machine_code("decode", 80, 64, 1, jobs=1)]
 print(json.dumps(found))
