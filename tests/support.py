@@ -135,13 +135,16 @@ def problem(
     group: int = 2,
     seed: int = 0,
     layout: str = "contiguous",
+    head_dim_v: int | None = None,
     **options,
 ) -> Problem:
+    """head_dim_v: the width of v, None for that of q and k."""
     seqlen_k, head_dim = seqlen_q if seqlen_k is None else seqlen_k, rotary.head_dim
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
     q = random((batch, seqlen_q, heads, head_dim), target, seed, layout)
     k = random((batch, seqlen_k, heads // group, head_dim), target, seed + 1, layout)
-    v = random((batch, seqlen_k, heads // group, head_dim), target, seed + 2, layout)
-    grad_out = random((batch, seqlen_q, heads, head_dim), target, seed + 3, layout)
+    v = random((batch, seqlen_k, heads // group, head_dim_v), target, seed + 2, layout)
+    grad_out = random((batch, seqlen_q, heads, head_dim_v), target, seed + 3, layout)
     grad_lse = random((batch, heads, seqlen_q, 1), target, seed + 4)[..., 0].to(lse_type(target))
     return Problem(q, k, v, rotary, grad_out=grad_out, grad_lse=grad_lse, **options)
 

@@ -181,7 +181,17 @@ BAD_PACKED_CALLS = {
         ValueError,
         r"q: expected \(total, heads, head_dim\), got shape \(1, 9, 4, 16\)",
     ),
-    "axial": ({"rotary": Rotary.axial(16)}, ValueError, "rotary: an axial scheme needs positions"),
+    "axial": ({"rotary": Rotary.axial(16)}, ValueError, r"positions: an axial scheme needs them, shape \(total, 2\)"),
+    "positions of unequal sequences": (
+        {"positions": zeros(9), "cu_seqlens_k": torch.tensor([0, 5, 9], dtype=torch.int32)},
+        ValueError,
+        "positions: need equal cu_seqlens_q and cu_seqlens_k, got different ones",
+    ),
+    "positions of another shape": (
+        {"positions": zeros(9, 2)},
+        ValueError,
+        r"positions: expected shape \(9,\), got \(9, 2\)",
+    ),
     "no tensor": ({"cu_seqlens_q": [0, 4, 9]}, TypeError, "cu_seqlens_q: expected an int32 tensor, got list"),
     "int64": ({"cu_seqlens_k": CU.long()}, TypeError, "cu_seqlens_k: expected int32, got torch.int64"),
     "two dimensions": (

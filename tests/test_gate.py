@@ -78,7 +78,8 @@ for direction in candidates.KERNELS:
         with forced(direction, Choice(tile)), offline.caught_launches(launcher, 90) as caught:
             workload.call(torch.device("meta"))()
         used = tiles.of_direction(direction, caught).kwargs
-        found["tuned"].append([[*used["SHAPE"][-2:], used["num_warps"], used["num_stages"]], list(tile)])
+        shape, sizes = used["SHAPE"], (used["num_warps"], used["num_stages"])
+        found["tuned"].append([[shape.block_m, shape.block_n, *sizes], list(tile)])
 candidates.GRIDS["decode"] = ((16,), (64,), (4,), (3,))
 found["judged"] = [[each.figures, each.rank] for each in tiles.ranked_by_machine_code("decode", 80, 64, 1, jobs=1)]
 print(json.dumps(found))
@@ -207,6 +208,19 @@ def test_almost_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, sch
         assert row(kernel, case, loop_spills=in_loops + 4).violations()
         hot = row(kernel, case, loop={"mma": 16, "total": 16, "local": 2}, slots=2).violations()
         assert any(line.endswith("touches spilled registers 2 times in its hot loop") for line in hot)
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the tiles were chosen for Triton 3.6")
+@pytest.mark.parametrize("arch", [80, 86, 90])
+@pytest.mark.parametrize(
+    ("scheme", "allowed"), list(zip(cases.VALUES, (0, 156), strict=True)), ids=lambda x: getattr(x, "name", "")
+)
+def test_narrower_values_spill_nothing_in_the_tile_loops(arch, scheme, allowed):
+    case = cases.Case(arch, 192, "bf16", scheme)
+    for kernel in sorted(case.kernels):
+        limit = allowed if kernel == "attention_grad_kv" else 0
+        assert not row(kernel, case, spill_stores=limit).violations()
+        assert row(kernel, case, spill_stores=limit + 4).violations() and row(kernel, case, loop_spills=4).violations()
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,7 @@ def test_head_dim_of_the_full_layers():
         (
             {"rope_scaling": {"rope_type": "yarnn", "factor": 2.0}},
             "rope type 'yarnn' is not known; the known ones are default, linear, dynamic, yarn, llama3, longrope, "
-            "proportional$",
+            "proportional, mrope$",
         ),
         ({"rope_scaling": {"factor": 2.0}}, "rope parameters factor come without a rope_type"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs factor$"),
@@ -338,6 +338,17 @@ def test_head_dim_of_the_full_layers():
 def test_errors_name_their_reason(fields, reason):
     with pytest.raises(ValueError, match=f"^config: .*{reason}"):
         Rotary.from_hf_config(llama(**fields))
+
+
+def test_sections_of_positions():
+    parameters = {"type": "mrope", "mrope_section": [16, 24, 24]}  # of the first Qwen2-VL checkpoints
+    config = llama(model_type="qwen2_vl_text", rope_theta=1e6, rope_scaling=parameters)
+    assert Rotary.from_hf_config(config) == Rotary.rope(128, 1e6).mrope([16, 24, 24])
+    interleaved = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    expected = Rotary.rope(128).mrope([24, 20, 20], interleaved=True)
+    for model_type in ("", "qwen3_vl_text"):
+        assert Rotary.from_hf_config(llama(model_type=model_type, rope_scaling=interleaved)) == expected
+    assert Rotary.from_hf_config(llama(model_type="qwen2_vl_text")) == Rotary.rope(128)  # text
 
 
 def test_partial_rotary_with_yarn_is_accepted_when_nothing_is_scaled():

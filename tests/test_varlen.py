@@ -22,13 +22,16 @@ def starts(lengths, device):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("scheme", ["hope_zeros", "hope_rerope_log_n"])
-def test_packed_is_a_loop_over_sequences(exact, scheme, lengths, causal):
+def test_packed_is_a_loop_over_sequences(exact, scheme, lengths, causal, head_dim=16, head_dim_v=16):
     """Rows past the last sequence are 0 and -inf with gradient 0; each other row meets the budget of its own
     sequence."""
-    rotary, (lengths_q, lengths_k), spare = SCHEMES[scheme](16), lengths, 4
+    rotary, (lengths_q, lengths_k), spare = SCHEMES[scheme](head_dim), lengths, 4
+    heads_and_width = ((4, head_dim), (2, head_dim), (2, head_dim_v), (4, head_dim_v))
     q, k, v, grad_out = (
-        support.random((1, sum(n) + spare, heads, 16), exact, seed)[0].requires_grad_()
-        for seed, (n, heads) in enumerate(((lengths_q, 4), (lengths_k, 2), (lengths_k, 2), (lengths_q, 4)))
+        support.random((1, sum(n) + spare, *shape), exact, seed)[0].requires_grad_()
+        for seed, (n, shape) in enumerate(
+            zip((lengths_q, lengths_k, lengths_k, lengths_q), heads_and_width, strict=True)
+        )
     )
     grad_lse = support.random((1, 4, sum(lengths_q) + spare, 1), exact, 9)[0, ..., 0].to(lse_type(exact))
     cu_q, cu_k = starts(lengths_q, exact.device), starts(lengths_k, exact.device)
@@ -45,7 +48,7 @@ def test_packed_is_a_loop_over_sequences(exact, scheme, lengths, causal):
         return_lse=True,
         impl=exact.impl,
     )
-    assert out.shape == q.shape and lse.shape == (4, q.shape[0])
+    assert out.shape == grad_out.shape and lse.shape == (4, q.shape[0])
     grads = torch.autograd.grad((out, lse), (q, k, v), (grad_out, torch.where(lse.isinf(), 0, grad_lse)))
     row = key = 0
     for n, m in zip(lengths_q, lengths_k, strict=True):

@@ -81,6 +81,7 @@ class Shape(NamedTuple):
     rotated_bands: bit b is set where band b rotates its keys.
     page_size: 0 for a contiguous cache, or none.
     block_m, block_n: query rows and key rows of a tile.
+    head_dim_v, block_dv: as head_dim and block_d, of v and out.
     """
 
     head_dim: int
@@ -93,6 +94,8 @@ class Shape(NamedTuple):
     page_size: int = 0
     block_m: int = 0
     block_n: int = 0
+    head_dim_v: int = 0
+    block_dv: int = 0
 
 
 NO_CACHE = CacheLayout(*(None,) * 8)

@@ -42,13 +42,14 @@ from .tiles import (
     key_tiles,
     load_band,
     load_rows,
+    load_values,
     lse_offset,
     packed_row,
     query_program,
     row_exists,
     sequence_rows,
     skip_rows,
-    store_rows,
+    store_values,
     tile_offsets,
     tile_range,
     tile_rows,
@@ -105,14 +106,14 @@ def attention_statistics(
     if first >= length:
         return
     rows = tl.arange(0, SHAPE.block_m)
-    channels = tl.arange(0, SHAPE.block_d)
+    channels = tl.arange(0, SHAPE.block_dv)
     exists = rows < length - first
     loaded = clamp_rows(rows, length - first)
     packed = packed_row(cu_seqlens_q, batch, start, seqlen_q)
-    of_out = HeadView(out + ((packed + first) * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
+    of_out = HeadView(out + ((packed + first) * heads_q + head) * SHAPE.head_dim_v, heads_q * SHAPE.head_dim_v, None)
     of_grad = head_view(grad_out, batch, start + first, head, SHAPE)
-    o = load_rows(of_out.ptr, tile_offsets(loaded, of_out), channels, SHAPE)  # [BM, D]
-    g = load_rows(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, D]
+    o = load_values(of_out.ptr, tile_offsets(loaded, of_out), channels, SHAPE)  # [BM, DV]
+    g = load_values(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, DV]
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BM]
     offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start, seqlen_q) + first + rows
     row_lse = tl.load(lse + offset, mask=exists, other=float("-inf"))
@@ -128,14 +129,14 @@ def attention_statistics(
 
 
 class GradKV(NamedTuple):
-    """float32 [BN, D]; k lacks the factor of the score and is in the current band's frame."""
+    """float32, k [BN, D], v [BN, DV]; k lacks the factor of the score and is in the current band's frame."""
 
     k: object
     v: object
 
 
 class KeyTile(NamedTuple):
-    """k, v [BN, D]; visible: the query rows that see each key; scale_log2: softmax scale in log2 units."""
+    """k [BN, D], v [BN, DV]; visible: the query rows that see each key; scale_log2: softmax scale in log2 units."""
 
     k: object
     v: object
@@ -191,7 +192,7 @@ def add_grad_kv(grad, keys, queries, row, EDGE: tl.constexpr, SHAPE: tl.constexp
     if EDGE:
         scores = tl.where(is_visible(keys.visible, row, SHAPE.block_m), scores, float("-inf"))
     weights = tl.exp2(scores * keys.scale_log2 - lse_log2[None, :])
-    g = load_rows(of_g.ptr, tile_offsets(loaded, of_g), queries.channels, SHAPE)  # [BM, D]
+    g = load_values(of_g.ptr, tile_offsets(loaded, of_g), queries.channels, SHAPE)  # [BM, DV]
     grad_v = tl.dot(weights.to(g.dtype), g, grad.v, input_precision="ieee")
     grad_weights = tl.dot(keys.v, tl.trans(g), input_precision="ieee")  # [BN, BM]
     grad_scores = weights * (grad_weights - delta[None, :])
@@ -240,23 +241,25 @@ def attention_grad_kv(
     if first >= seq.length_k:
         return
 
-    rows = tile_rows(first, seq.length_k, seq.length_q, batch, seqlen_k, scheme, SHAPE.block_n)
+    of_positions = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
+    rows = tile_rows(first, seq.length_k, seq.length_q, of_positions, scheme, SHAPE.block_n)
     position = first + rows.index  # [BN]
     last = tl.minimum(first + SHAPE.block_n, seq.length_k) - 1
     loaded = existing_rows(rows)
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
     packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k) + first
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
-    channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_d)
+    channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
     group = heads_q // heads_kv
 
     scale_log2 = log2_scale(scheme.score_scale)
     values = head_view(v, batch, seq.start_k + first, head_kv, SHAPE)
     raw = head_view(k, batch, seq.start_k + first, head_kv, SHAPE)
-    v_tile = load_rows(values.ptr, tile_offsets(loaded, values), channels, SHAPE)  # [BN, D]
+    v_tile = load_values(values.ptr, tile_offsets(loaded, values), channels, SHAPE)  # [BN, DV]
     BLOCK_N: tl.constexpr = SHAPE.block_n
     D: tl.constexpr = SHAPE.block_d
-    grad = GradKV(tl.zeros((BLOCK_N, D), tl.float32), tl.zeros((BLOCK_N, D), tl.float32))
+    DV: tl.constexpr = SHAPE.block_dv
+    grad = GradKV(tl.zeros((BLOCK_N, D), tl.float32), tl.zeros((BLOCK_N, DV), tl.float32))
     NUM_BANDS: tl.constexpr = SHAPE.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
@@ -287,9 +290,10 @@ def attention_grad_kv(
             for step in tl.range(tiles.inner_begin, tiles.inner_end, disable_licm=True):
                 grad = add_grad_kv(grad, keys, queries, step * SHAPE.block_m, False, SHAPE)
 
-    offset = (packed_k * heads_kv + head_kv) * SHAPE.head_dim
-    store_rows(HeadView(grad_v + offset, heads_kv * SHAPE.head_dim, None), grad.v, rows, channels, SHAPE)
-    to_k = HeadView(grad_k + offset, heads_kv * SHAPE.head_dim, None)
+    head_row = packed_k * heads_kv + head_kv
+    to_v = HeadView(grad_v + head_row * SHAPE.head_dim_v, heads_kv * SHAPE.head_dim_v, None)
+    store_values(to_v, grad.v, rows, channels, SHAPE)
+    to_k = HeadView(grad_k + head_row * SHAPE.head_dim, heads_kv * SHAPE.head_dim, None)
     last_band = load_band(scheme.bands, NUM_BANDS - 1)
     store_rotated_back(to_k, grad.k, table, last_band.k_rotation, rows, scheme.score_scale, SHAPE)
 
@@ -298,8 +302,8 @@ def attention_grad_kv(
 
 
 class QueryTile(NamedTuple):
-    """q, grad_out [BM, D]; lse_log2, delta [BM]; visible: the keys that each row sees; scale_log2: softmax scale in
-    log2 units."""
+    """q [BM, D], grad_out [BM, DV]; lse_log2, delta [BM]; visible: the keys that each row sees; scale_log2: softmax
+    scale in log2 units."""
 
     q: object
     grad_out: object
@@ -326,7 +330,7 @@ def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, SHAPE: tl.cons
     loaded = clamp_rows(columns, keys.length - column) if EDGE else columns
     of_k, of_v = skip_rows(keys.k, column), skip_rows(keys.v, column)
     k = load_rows(of_k.ptr, tile_offsets(loaded, of_k), keys.channels_k, SHAPE)  # [BN, D]
-    v = load_rows(of_v.ptr, tile_offsets(loaded, of_v), keys.channels, SHAPE)  # [BN, D]
+    v = load_values(of_v.ptr, tile_offsets(loaded, of_v), keys.channels, SHAPE)  # [BN, DV]
     scores = tl.dot(queries.q, tl.trans(k), input_precision="ieee")  # [BM, BN]
     if EDGE:
         scores = tl.where(is_visible(queries.visible, column, SHAPE.block_n), scores, float("-inf"))
@@ -364,7 +368,8 @@ def attention_grad_q(
     if first >= seq.length_q:
         return
 
-    rows = tile_rows(first, seq.length_q, seq.length_k, batch, seqlen_q, scheme, SHAPE.block_m)
+    of_positions = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
+    rows = tile_rows(first, seq.length_q, seq.length_k, of_positions, scheme, SHAPE.block_m)
     position = first + rows.index + seq.ahead  # [BM]
     last = tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead
     loaded = existing_rows(rows)
@@ -372,12 +377,12 @@ def attention_grad_q(
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q) + first
     packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
-    channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_d)
+    channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
     raw = head_view(k, batch, seq.start_k, head_kv, SHAPE)
     values = head_view(v, batch, seq.start_k, head_kv, SHAPE)
 
     of_grad = head_view(grad_out, batch, seq.start_q + first, head, SHAPE)
-    g = load_rows(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, D]
+    g = load_values(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, DV]
     of_rows = statistics + statistics_offset(
         packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q), batch, head, statistics_rows
     )
@@ -433,7 +438,8 @@ def attention_finish_grad_q(
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_q:
         return
-    rows = tile_rows(first, seq.length_q, seq.length_k, batch, seqlen_q, scheme, SHAPE.block_m)
+    of_positions = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
+    rows = tile_rows(first, seq.length_q, seq.length_k, of_positions, scheme, SHAPE.block_m)
     loaded = existing_rows(rows)
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
     scale = log_n_scale(scheme, rows.start + loaded, first + rows.index + seq.ahead) * scheme.score_scale  # [BM]

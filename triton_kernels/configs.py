@@ -72,6 +72,29 @@ NEWER_HALF = {
         "decode wide": {128: Tile(32, 32, 8, 3)},
     },
 }
+# By (block_d, block_dv), where v is of another width than q and k; a block_dv below 128 counts as 128 where block_d is
+# 256. In multi-head latent attention (192 and 128) the narrower accumulators leave room for larger tiles. By the same
+# rank as HALF; of one band, none spills in its loops. With the tile of 128, (64, 128) would compute products twice.
+OTHER_V = {
+    "sm80": {
+        "forward": {(256, 128): Tile(128, 64, 8, 2)},
+        "grad_kv": {(256, 128): Tile(64, 64, 8, 1)},
+        "grad_q": {(256, 128): Tile(64, 64, 8, 1)},
+        "grad_qkv": {(256, 128): Tile(32, 64, 8, 1), (64, 128): Tile(32, 64, 4, 2)},
+    },
+    "sm86": {
+        "forward": {(256, 128): Tile(64, 64, 4, 2)},
+        "grad_kv": {(256, 128): Tile(32, 64, 8, 2)},
+        "grad_q": {(256, 128): Tile(64, 32, 8, 2)},
+        "grad_qkv": {(256, 128): Tile(32, 64, 8, 1), (64, 128): Tile(32, 64, 4, 2)},
+    },
+    "sm90": {
+        "forward": {(256, 128): Tile(128, 64, 8, 3)},
+        "grad_kv": {(256, 128): Tile(32, 64, 8, 2)},
+        "grad_q": {(256, 128): Tile(128, 64, 8, 2)},
+        "grad_qkv": {(256, 128): Tile(64, 32, 8, 1)},
+    },
+}
 # float32 products run without tensor cores ("ieee"); these serve correctness, not speed.
 FLOAT = {
     "forward": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
@@ -119,14 +142,20 @@ def forward_tma_tile(capability: int, block_d: int, num_bands: int) -> Tile | No
 
 
 @lru_cache(maxsize=1024)
-def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands: int) -> Tile:
+def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands: int, block_dv: int = 0) -> Tile:
     """direction: "forward", "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV; grad_kv's tile where it has
-    none of its own), "decode" or "decode wide" (many query rows). The most specific entry wins."""
+    none of its own), "decode" or "decode wide" (many query rows). The most specific entry wins. block_dv: of v, 0 for
+    as block_d; where the two differ and OTHER_V has no tile, the larger decides."""
+    block_dv = block_dv or block_d
+    widths = (block_d, max(block_dv, 128) if block_d == 256 else block_dv)
+    block_d = max(block_d, block_dv)
     tables = [FLOAT]
     if itemsize == 2:
         tables = [HALF[family(capability)]]
         if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6):
             tables.insert(0, NEWER_HALF.get(family(capability), {}))
+        if found := OTHER_V[family(capability)].get(direction, {}).get(widths):
+            return found
     directions = [direction, "grad_kv"] if direction == "grad_qkv" else [direction]
     names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]
     return next(table[name][block_d] for table in tables for name in names if block_d in table.get(name, {}))

@@ -28,6 +28,7 @@ from .tiles import (
     key_tiles,
     load_band,
     load_rows,
+    load_values,
     lse_offset,
     packed_row,
     page_offsets,
@@ -35,7 +36,7 @@ from .tiles import (
     query_program,
     row_exists,
     skip_rows,
-    store_rows,
+    store_values,
     tile_offsets,
     tile_rows,
     visible_keys,
@@ -92,8 +93,8 @@ def prefetch_tile(keys, tiles, SHAPE: tl.constexpr):
     if tiles.end > tiles.begin:
         column = edge_tile(tiles, 0) * SHAPE.block_n
         rows = key_rows(keys, column, True, SHAPE)
-        prefetch_rows(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), SHAPE)
-        prefetch_rows(skip_rows(keys.v, column).ptr, tile_offsets(rows, keys.v), SHAPE)
+        prefetch_rows(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), SHAPE.head_dim, SHAPE.block_d)
+        prefetch_rows(skip_rows(keys.v, column).ptr, tile_offsets(rows, keys.v), SHAPE.head_dim_v, SHAPE.block_dv)
 
 
 @triton.jit
@@ -112,9 +113,9 @@ def attend_tile(state, queries, keys, column, pages, ROTATED_K: tl.constexpr, ED
     visible = is_visible(queries.visible, column, SHAPE.block_n) if EDGE else None
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     if SHAPE.page_size > 0:
-        v = load_rows(keys.v.ptr, page_offsets(page, row, keys.v), keys.channels_v, SHAPE)  # [BN, D]
+        v = load_values(keys.v.ptr, page_offsets(page, row, keys.v), keys.channels_v, SHAPE)  # [BN, DV]
     else:
-        v = load_rows(skip_rows(keys.v, column).ptr, tile_offsets(rows, keys.v), keys.channels_v, SHAPE)
+        v = load_values(skip_rows(keys.v, column).ptr, tile_offsets(rows, keys.v), keys.channels_v, SHAPE)
     return add_values(state, weights, v)
 
 
@@ -137,8 +138,8 @@ def attention_forward(
     heads_kv,
     SHAPE: tl.constexpr,
 ):
-    """q, k, v: TensorViews; rotated_k: TensorView (copy, row, head); out (rows, heads_q, head_dim) and lse float32 are
-    contiguous. scheme, cu_seqlens: see arguments.py.
+    """q, k, v: TensorViews; rotated_k: TensorView (copy, row, head); out (rows, heads_q, head_dim_v) and lse float32
+    are contiguous. scheme, cu_seqlens: see arguments.py.
 
     With a cache (its fields are None without one), k and v are (batch or page, row, heads_kv), and seqlen_k is `rows`
     of copied_keys."""
@@ -153,7 +154,8 @@ def attention_forward(
     if skip:
         return
 
-    rows = tile_rows(first, seq.length_q, seq.length_k, batch, seqlen_q, scheme, SHAPE.block_m)
+    of_positions = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
+    rows = tile_rows(first, seq.length_q, seq.length_k, of_positions, scheme, SHAPE.block_m)
     position = first + rows.index + seq.ahead  # [BM]
     last = tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead
     head_kv = head // (heads_q // heads_kv)
@@ -167,7 +169,7 @@ def attention_forward(
     else:
         packed_k, copied_from = copied_keys(cache, cu_seqlens.q, seq, seqlen_k)
         packed_k -= copied_from
-    channels_k, channels_v = tile_channels(SHAPE), tl.arange(0, SHAPE.block_d)
+    channels_k, channels_v = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
     # They arrive while the queries are rotated. Pages would be looked up twice; more bands over a cache would spill.
     if SHAPE.page_size == 0 and (cache.seqlens is None or SHAPE.num_bands == 1):
         band = load_band(scheme.bands, 0)
@@ -180,7 +182,7 @@ def attention_forward(
     log_n = log_n_scale(scheme, rows.start + existing_rows(rows), position)
     scale_log2 = log2_scale(scheme.score_scale)
 
-    state = start_softmax(SHAPE.block_m, SHAPE.block_d)
+    state = start_softmax(SHAPE.block_m, SHAPE.block_dv)
     NUM_BANDS: tl.constexpr = SHAPE.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
@@ -210,7 +212,7 @@ def attention_forward(
 
     result, log_sum = finish_softmax(state)
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q) + first
-    out_rows = HeadView(out + (packed_q * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
-    store_rows(out_rows, result, rows, channels_v, SHAPE)
+    out_rows = HeadView(out + (packed_q * heads_q + head) * SHAPE.head_dim_v, heads_q * SHAPE.head_dim_v, None)
+    store_values(out_rows, result, rows, channels_v, SHAPE)
     lse += lse_offset(cu_seqlens.q, batch, head, heads_q, seq.start_q, seqlen_q) + first
     tl.store(lse + rows.index, log_sum, mask=row_exists(rows))

@@ -49,13 +49,14 @@ def rotate_rows(
     _, length_other = sequence_rows(cu_seqlens_other, batch, seqlen_other)
     if first >= length:
         return
-    rows = tile_rows(first, length, length_other, batch, seqlen, scheme, SHAPE.block_m)
+    packed = packed_row(cu_seqlens, batch, start, seqlen)
+    rows = tile_rows(first, length, length_other, packed, scheme, SHAPE.block_m)
     loaded = existing_rows(rows)
     copy = tl.program_id(2)
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
     cos, sin = load_cos_sin(table, tl.load(rotations + copy), rows, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
     log_n = log_n_scale(scheme, rows.start + loaded, first + rows.index + length_other - length)[:, None]
-    packed = packed_row(cu_seqlens, batch, start, seqlen) + first
+    packed += first
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):
         view = head_view(x, batch, start + first, head, SHAPE)

@@ -15,7 +15,7 @@ MIN_SCALE = tl.constexpr(1e-30)
 
 
 class SoftmaxState(NamedTuple):
-    """acc float32 [BM, D]; row_max [BM], in log2 units; row_sum [BM]."""
+    """acc float32 [BM, DV]; row_max [BM], in log2 units; row_sum [BM]."""
 
     acc: object
     row_max: object
@@ -23,8 +23,8 @@ class SoftmaxState(NamedTuple):
 
 
 @triton.jit
-def start_softmax(BLOCK_M: tl.constexpr, D: tl.constexpr):
-    acc = tl.zeros((BLOCK_M, D), tl.float32)
+def start_softmax(BLOCK_M: tl.constexpr, DV: tl.constexpr):
+    acc = tl.zeros((BLOCK_M, DV), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     return SoftmaxState(acc, row_max, row_sum)
@@ -62,14 +62,14 @@ def online_softmax(state, scores, scale_log2, visible):
 
 @triton.jit
 def add_values(state, weights, v):
-    """The state with weights [BM, BN] @ v [BN, D] added."""
+    """The state with weights [BM, BN] @ v [BN, DV] added."""
     acc = tl.dot(weights.to(v.dtype), v, state.acc, input_precision="ieee")
     return SoftmaxState(acc, state.row_max, state.row_sum)
 
 
 @triton.jit
 def finish_softmax(state):
-    """out float32 [BM, D] and lse [BM], natural log. Rows without keys: 0 and -inf."""
+    """out float32 [BM, DV] and lse [BM], natural log. Rows without keys: 0 and -inf."""
     empty = state.row_sum == 0
     row_sum = tl.where(empty, 1.0, state.row_sum)
     out = state.acc * (1.0 / row_sum)[:, None]

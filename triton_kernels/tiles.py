@@ -1,6 +1,6 @@
 """Tiles: where a program's sequence lies, which tiles a band covers, loading and storing rows.
 
-Shapes stand in tags such as # [BM, D]. BM, BN and D are SHAPE's block_m, block_n and block_d.
+Shapes stand in tags such as # [BM, D]. BM, BN, D and DV are SHAPE's block_m, block_n, block_d and block_dv.
 """
 
 from typing import NamedTuple
@@ -214,13 +214,16 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def tile_rows(first, length, length_other, batch, seqlen, scheme, BLOCK: tl.constexpr):
-    """The rows from `first` on of a sequence's queries or keys; length_other: that of the other of the two.
+def tile_rows(first, length, length_other, packed, scheme, BLOCK: tl.constexpr):
+    """The rows from `first` on of a sequence's queries or keys; length_other: that of the other of the two; packed: the
+    sequence's packed_row, which is also its first row in the table of given positions.
 
-    In the table both are shifted so that neither has a negative position: queries are ahead by length_k - length_q."""
-    start = first + tl.maximum(length_other - length, 0)
+    In other tables both are shifted so that neither has a negative position: queries are ahead by length_k -
+    length_q."""
     if scheme.positions is not None:
-        start += batch * seqlen
+        start = first + packed.to(tl.int32)
+    else:
+        start = first + tl.maximum(length_other - length, 0)
     return Rows(tl.arange(0, BLOCK), start, first, length)
 
 
@@ -300,12 +303,22 @@ def load_rows(ptr, offsets, channels, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows(ptr, offsets, SHAPE: tl.constexpr):
+def load_values(ptr, offsets, channels, SHAPE: tl.constexpr):
+    """load_rows of v, out or a gradient of theirs."""
+    ptrs = ptr + offsets + channels[None, :]
+    if SHAPE.block_dv == SHAPE.head_dim_v:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=(channels < SHAPE.head_dim_v)[None, :], other=0.0)
+
+
+@triton.jit
+def prefetch_rows(ptr, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Requests rows at offsets [M, 1] for the L2 cache. It waits for nothing and fills no register."""
     if not INTERPRETED:
         LINE: tl.constexpr = L2_LINE * 8 // ptr.dtype.element_ty.primitive_bitwidth  # elements
-        LINES: tl.constexpr = SHAPE.block_d // LINE if SHAPE.block_d > LINE else 1
-        channels = tl.minimum(tl.arange(0, LINES) * LINE, SHAPE.head_dim - 1)
+        LINES: tl.constexpr = BLOCK_D // LINE if BLOCK_D > LINE else 1
+        channels = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_DIM - 1)
         ptrs = ptr + offsets + channels[None, :]
         tl.inline_asm_elementwise(PREFETCH, "=r,l", [ptrs.to(tl.int64)], tl.int32, False, 1)
 
@@ -313,6 +326,17 @@ def prefetch_rows(ptr, offsets, SHAPE: tl.constexpr):
 @triton.jit
 def store_rows(view, value, rows, channels, SHAPE: tl.constexpr):
     """Stores value [M, N] where its row (of Rows) and channel exist."""
-    exists = row_exists(rows)[:, None] & (channels < SHAPE.head_dim)[None, :]
+    store_channels(view, value, rows, channels, SHAPE.head_dim)
+
+
+@triton.jit
+def store_values(view, value, rows, channels, SHAPE: tl.constexpr):
+    """store_rows of out or of the gradient of v."""
+    store_channels(view, value, rows, channels, SHAPE.head_dim_v)
+
+
+@triton.jit
+def store_channels(view, value, rows, channels, HEAD_DIM: tl.constexpr):
+    exists = row_exists(rows)[:, None] & (channels < HEAD_DIM)[None, :]
     ptrs = view.ptr + tile_offsets(rows.index, view) + channels[None, :]
     tl.store(ptrs, value.to(view.ptr.dtype.element_ty), mask=exists)

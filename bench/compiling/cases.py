@@ -41,6 +41,7 @@ class Scheme:
     seqlen_q: int = 1  # with a cache
     tma: bool = False  # the forward alone, by hopper_forward
     deterministic: bool = True
+    head_dim_v: int = 0  # 0: as wide as q and k
 
 
 ONE_BAND = Scheme("rope", Rotary.rope)
@@ -68,6 +69,10 @@ PARTIAL = Scheme(
 )
 TMA = tuple(Scheme(f"{scheme.name} tma", scheme.rotary, tma=True) for scheme in (ONE_BAND, TWO_BANDS))
 ATOMIC = tuple(Scheme(f"{scheme.name} atomic", scheme.rotary, deterministic=False) for scheme in (ONE_BAND, TWO_BANDS))
+VALUES = tuple(  # multi-head latent attention
+    Scheme(name, lambda head_dim: Rotary.rope(head_dim, rotary_dim=64), head_dim_v=128, deterministic=deterministic)
+    for name, deterministic in (("v 128", True), ("v 128 atomic", False))
+)
 VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
 
@@ -99,10 +104,10 @@ class Case:
         if scheme.cache:
             return self._cache_launches(tensor)
 
-        def heads(count):
-            return tensor(*rows, count, self.head_dim + (0 if scheme.aligned else 1))[..., : self.head_dim]
+        def heads(count, width=self.head_dim):
+            return tensor(*rows, count, width + (0 if scheme.aligned else 1))[..., :width]
 
-        q, k, v = heads(HEADS_Q), heads(HEADS_KV), heads(HEADS_KV)
+        q, k, v = heads(HEADS_Q), heads(HEADS_KV), heads(HEADS_KV, scheme.head_dim_v or self.head_dim)
         rotary = scheme.rotary(self.head_dim)
         cu_seqlens = tensor(BATCH + 1, dtype=torch.int32) if scheme.packed else None
         positions = tensor(BATCH, SEQLEN, dtype=torch.float32) if scheme.positions else None
@@ -157,6 +162,7 @@ def cases(quick: bool) -> list[Case]:
     if quick:
         return main
     wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)
+    wide += grid((80, 90), (192,), "bf16", *VALUES) + grid((86,), (192,), "bf16", VALUES[0])
     padded = grid((80, 90), (96,), "bf16", ONE_BAND) + grid((80,), (32,), "bf16", ONE_BAND)
     types = grid((80, 90), (128,), "fp16", ONE_BAND) + grid((80,), (64, 128), "fp32", ONE_BAND)
     variants = grid((80,), (128,), "bf16", NOPE, PACKED, POSITIONS) + grid((80,), (64,), "bf16", TWO_SIDED, UNALIGNED)

@@ -18,6 +18,7 @@ from .checks import (
     check_num_splits,
     check_options,
     check_outside_context_parallel,
+    check_packed_positions,
     check_positions,
     check_sinks,
     check_slot_mapping,
@@ -47,10 +48,11 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; float64 where the backend supports it.
-        k, v: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q. heads_q is a multiple of heads_kv.
+        k, v: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q. heads_q is a multiple of heads_kv. v
+            may be of another width than q and k, as in multi-head latent attention: a multiple of 8 up to 256.
         rotary: the scheme. Its head_dim must equal q's.
         causal: query row r attends to keys 0 to r + seqlen_k - seqlen_q (bottom-right alignment). False: to all keys.
-        softmax_scale: default head_dim ** -0.5.
+        softmax_scale: default head_dim ** -0.5, of q and k.
         positions: (batch, seqlen) or (batch, seqlen, axes), used as positions instead of 0, 1, 2, ... Needs a scheme of
             one band and seqlen_q == seqlen_k. Causality and windows still go by index.
         sinks: (heads_q,), any float type, attention sinks as in gpt-oss: a learned logit per head that joins every
@@ -63,8 +65,9 @@ def attention(
             under ``torch.use_deterministic_algorithms(True)``. The other backends are always reproducible.
 
     Returns:
-        out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), float32, natural log.
-        A row with no keys gets out 0 and lse -inf. With sinks, lse counts them: such a row's lse is its head's sink.
+        out, like q but as wide as v, contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), float32,
+        natural log. A row with no keys gets out 0 and lse -inf. With sinks, lse counts them: such a row's lse is its
+        head's sink.
 
     Raises:
         TypeError, ValueError: the argument, what was expected and what came. No check synchronises with the device.
@@ -97,36 +100,41 @@ def attention_varlen(
     impl: str | None = None,
     deterministic: bool = True,
     sinks: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ):
     """``attention`` over packed sequences of different lengths.
 
     Args:
         q: (total_q, heads_q, head_dim). Sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
-        k, v: (total_k, heads_kv, head_dim).
+        k, v: (total_k, heads_kv, head_dim); v may be of another width, as in ``attention``.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on q's device, non-decreasing from 0. The host does not read
             values that lie on a GPU; the kernels clamp them to the buffers.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Rows beyond them are not computed.
+        positions: (total_q,) or (total_q, axes), as in ``attention``, of the packed tokens. Needs total_q == total_k
+            and cu_seqlens_q equal to cu_seqlens_k, which is not checked where they lie on a GPU.
         rotary, causal, softmax_scale, sinks, return_lse, impl, deterministic: as in ``attention``.
 
     Returns:
-        out like q. With return_lse: (out, lse), lse (heads_q, total_q) float32. Rows outside every sequence get 0 and
-        -inf, or the sink.
+        out like q, as wide as v. With return_lse: (out, lse), lse (heads_q, total_q) float32. Rows outside every
+        sequence get 0 and -inf, or the sink.
 
     Raises:
         TypeError, ValueError: as in ``attention``.
     """
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v, rotary, rank=3)
-    if rotary.axis:
-        raise ValueError("rotary: an axial scheme needs positions, which packed sequences do not carry")
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
     check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k, "k", max_seqlen_k)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(
             f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)} as cu_seqlens_q, got {tuple(cu_seqlens_k.shape)}"
         )
+    if positions is not None:
+        positions = check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k)
+    elif rotary.axis:
+        raise ValueError(f"positions: an axial scheme needs them, shape (total, {rotary.axes})")
     softmax_scale, lengths = check_options(causal, softmax_scale, q, deterministic), (max_seqlen_q, max_seqlen_k)
-    call = AttentionCall(rotary, causal, softmax_scale, None, cu_seqlens_q, cu_seqlens_k, *lengths, deterministic)
+    call = AttentionCall(rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, *lengths, deterministic)
     return _attend(q, k, v, call, sinks, return_lse, impl)
 
 

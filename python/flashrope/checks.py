@@ -55,7 +55,7 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple
     if head_dim % 8 or not 8 <= head_dim <= 256:
         raise ValueError(f"q: expected head_dim to be a multiple of 8 up to 256, got {head_dim}")
     if v.shape != shape_k:
-        raise ValueError(f"{names[1]}: expected shape {tuple(shape_k)} as {names[0]}, got {tuple(v.shape)}")
+        _check_values(names, v.shape, shape_k)
     if not heads_kv or heads_q % heads_kv:
         raise ValueError(f"q: expected heads_q to be a multiple of heads_kv = {heads_kv}, got {heads_q}")
     if not isinstance(rotary, Rotary):
@@ -63,6 +63,20 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple
     if rotary.head_dim != head_dim:
         raise ValueError(f"rotary: its head_dim is {rotary.head_dim}, q's is {head_dim}")
     return shape_q, shape_k
+
+
+def _check_values(names, shape_v, shape_k) -> None:
+    """v of another shape than k: its rows may be of another width, in a cache they may not."""
+    expected, hint = tuple(shape_k), ""
+    if names != CACHES:
+        expected = (*shape_k[:-1], shape_v[-1])
+        hint = " but for its width" if expected != shape_k else ""
+    if shape_v != expected:
+        if shape_v[:-1] == shape_k[:-1]:
+            hint = " (a cache holds values as wide as its keys; attention and attention_varlen take other widths)"
+        raise ValueError(f"{names[1]}: expected shape {expected} as {names[0]}{hint}, got {tuple(shape_v)}")
+    if shape_v[-1] % 8 or not 8 <= shape_v[-1] <= 256:
+        raise ValueError(f"{names[1]}: expected head_dim to be a multiple of 8 up to 256, got {shape_v[-1]}")
 
 
 def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, cu_seqlens_q=None) -> tuple[int, int]:
@@ -215,22 +229,41 @@ def check_options(causal, softmax_scale, q, deterministic=True) -> float:
 
 
 def check_positions(positions, q, k, rotary) -> torch.Tensor:
+    """positions of shape (batch, seqlen) or (batch, seqlen, axes)."""
+    _check_position_values(positions, q, rotary)
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"positions: need seqlen_q == seqlen_k, got {q.shape[1]} and {k.shape[1]}")
+    shape = tuple(q.shape[:2]) + ((rotary.axes,) if rotary.axis else ())
+    if tuple(positions.shape) not in (shape, shape[1:], (1, *shape[1:])):
+        raise ValueError(f"positions: expected shape {shape} or {shape[1:]}, got {tuple(positions.shape)}")
+    return positions.expand(shape)
+
+
+def check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k) -> torch.Tensor:
+    """positions of packed tokens, of shape (1, total) or (1, total, axes)."""
+    _check_position_values(positions, q, rotary)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"positions: need as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
+    on_host = cu_seqlens_q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if cu_seqlens_q is not cu_seqlens_k and on_host and not torch.equal(cu_seqlens_q, cu_seqlens_k):
+        raise ValueError("positions: need equal cu_seqlens_q and cu_seqlens_k, got different ones")
+    shape = (q.shape[0], rotary.axes) if rotary.axis else (q.shape[0],)
+    if tuple(positions.shape) != shape:
+        raise ValueError(f"positions: expected shape {shape}, got {tuple(positions.shape)}")
+    return positions[None]
+
+
+def _check_position_values(positions, q, rotary) -> None:
     if not isinstance(positions, torch.Tensor):
         raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
     if len(rotary.bands) != 1 or (rotary.bands[0].slope, rotary.bands[0].offset) != (1, 0):
         raise ValueError(
             f"positions: only schemes whose distance is d everywhere take them, this one has bands {rotary.bands}"
         )
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(f"positions: need seqlen_q == seqlen_k, got {q.shape[1]} and {k.shape[1]}")
     if positions.device != q.device:
         raise ValueError(f"positions: expected device {q.device} as q, got {positions.device}")
     if positions.dtype == torch.bool or positions.is_complex():
         raise TypeError(f"positions: expected numbers, got {positions.dtype}")
-    shape = tuple(q.shape[:2]) + ((rotary.axes,) if rotary.axis else ())
-    if tuple(positions.shape) not in (shape, shape[1:], (1, *shape[1:])):
-        raise ValueError(f"positions: expected shape {shape} or {shape[1:]}, got {tuple(positions.shape)}")
-    return positions.expand(shape)
 
 
 def check_cu_seqlens(name, cu_seqlens, x, x_name, max_seqlen) -> None:

@@ -18,6 +18,7 @@ from .backends.base import (
     accumulation_type,
     cached_lse_shape,
     load_backend,
+    out_shape,
 )
 from .rotary import Rotary
 
@@ -128,7 +129,7 @@ LIBRARY.impl("attention_backward", _attention_backward, "CompositeExplicitAutogr
 def _(q, k, v, *arguments):
     *arguments, impl = arguments
     call = call_from_arguments(*arguments)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty(out_shape(q, v))
     lse = q.new_empty(call.lse_shape(q), dtype=accumulation_type(q))
     shapes = load_backend(impl).kept_shapes(k, call)
     return out, lse, k.new_empty(shapes.rotated_k), k.new_empty(shapes.table, dtype=torch.float32)

@@ -15,10 +15,13 @@ import dataclasses
 import json
 import math
 import numbers
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
+
+from .mrope import section_axes
 
 __all__ = ["Band", "Rotary"]
 
@@ -345,6 +348,27 @@ class Rotary:
             temperature = (0.1 * math.log(factor) + 1) ** 2 if factor > 1 else 1.0
         temperature = _positive("temperature", temperature)
         return dataclasses.replace(self._with_table("yarn", frequencies), temperature=self.temperature * temperature)
+
+    def mrope(self, sections: Sequence[int], interleaved: bool = False) -> Rotary:
+        """Multi-dimensional positions of vision-language models: each pair rotates with one coordinate of a position.
+
+        ``attention`` then needs ``positions`` of shape (batch, seqlen, axes), in Hugging Face's order: time, height,
+        width. Where all coordinates of every position are equal, as for text, the scheme is the one it came from.
+
+        Args:
+            sections: the pairs of each axis, which add up to the pairs of the table; Hugging Face's mrope_section.
+            interleaved: False: one axis after the other (Qwen2-VL, Qwen2.5-VL, GLM-4V). True: pair m belongs to axis m
+                modulo the number of axes, and to axis 0 where that axis has its pairs already (Qwen3-VL).
+        """
+        _flag("interleaved", interleaved)
+        if self.axis:
+            raise ValueError("mrope: this table is axial already")
+        if len(self.bands) != 1 or (self.bands[0].slope, self.bands[0].offset) != (1, 0) or self.log_n_scale:
+            raise ValueError(
+                "mrope: expected a scheme without rectify and log_n, which need one-dimensional positions; local may "
+                "come before it and goes by index"
+            )
+        return dataclasses.replace(self, axis=section_axes(sections, len(self.frequencies), interleaved))
 
     # ---- changes to the bands and the scale
     def rectify(self, window: int, factor: float | None = None) -> Rotary:

@@ -85,6 +85,12 @@ def test_sinks(ranks, causal):
     ranks(functools.partial(holds, **options), 2, "rerope", torch.float64, "cpu")
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
+def test_v_of_another_width(ranks, causal):
+    options = dict(causal=causal, heads=4, group=2, head_dim_v=24)
+    ranks(functools.partial(holds, **options), 2, "rerope", torch.float64, "cpu")
+
+
 def local_inputs(count: int, seqlen: int = 8, dtype=torch.float32):
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, seqlen, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2))

@@ -13,6 +13,7 @@ import re
 import pytest
 import support
 import test_decode
+import test_mrope
 import test_varlen
 import torch
 import triton
@@ -25,7 +26,7 @@ from flashrope.backends.triton import launcher
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "executor.md"
-ROPE = Rotary.rope(64)
+ROPE, LATENT = Rotary.rope(64), Rotary.rope(192, rotary_dim=64)
 quick, slow = pytest.mark.quick, pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
 
@@ -72,6 +73,13 @@ ATTENTION = {
     "atomic-rerope-d128-fp16": (Dense(FP16, SCHEMES["rerope"](128), 150, 170, {"deterministic": False}), ()),
     "atomic-rope-d256-bf16": (Dense(BF16, SCHEMES["rope"](256), 80, None, {"deterministic": False}), slow),
     "atomic-rerope-d16-fp32": (Dense(FP32, SCHEMES["rerope"](16), 70, None, {"deterministic": False}), slow),
+    "latent-d192-v128-bf16": (Dense(BF16, LATENT, 140, 170, {"head_dim_v": 128}), ()),
+    "atomic-latent-d192-v128-bf16": (
+        Dense(BF16, LATENT, 100, None, {"head_dim_v": 128, "deterministic": False}),
+        slow,
+    ),
+    "rerope-d64-v40-fp16": (Dense(FP16, SCHEMES["rerope"](64), 100, None, {"head_dim_v": 40, "batch": 2}), quick),
+    "leaky-d80-v256-bf16": (Dense(BF16, SCHEMES["leaky"](80), 90, None, {"head_dim_v": 256, "causal": False}), slow),
     "heads-first-d64-bf16": (Dense(BF16, SCHEMES["leaky"](64), 100, None, {"layout": "transposed"}), slow),
 }
 
@@ -123,6 +131,11 @@ def test_positions(kind):
 @pytest.mark.parametrize("scheme", ["hope_rerope_log_n", pytest.param("hope_zeros", marks=slow)])
 def test_packed(scheme):
     test_varlen.test_packed_is_a_loop_over_sequences(BF16, scheme, test_varlen.LENGTHS["different"], True)
+
+
+@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=slow)])
+def test_packed_positions(deterministic):
+    test_mrope.test_packed(BF16, "sections", deterministic)
 
 
 @triton.jit

@@ -64,18 +64,21 @@ def gradients(p, **options) -> dict[str, torch.Tensor]:
 
 
 @nondeterministic
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_products_of_the_backward(machine, head_dim):
-    """Five where dQ is added up by atomics, seven where it has a pass of its own. Without a mask all are visited."""
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (64, 128), (128, 64)])
+def test_products_of_the_backward(machine, head_dim, head_dim_v):
+    """Five where dQ is added up by atomics, seven where it has a pass of its own. Without a mask all are visited. Each
+    is as wide as its operands: scores, dK and dQ as q and k, dV and the weights' gradient as v."""
     seqlen = 256
-    p = support.problem(BF16, Rotary.rope(head_dim), seqlen, heads=1, group=1, causal=False)
+    p = support.problem(BF16, Rotary.rope(head_dim), seqlen, heads=1, group=1, head_dim_v=head_dim_v, causal=False)
     flops = {}
     for deterministic in (True, False):
         machine.launches.clear()
         gradients(p, deterministic=deterministic)
         flops[deterministic] = sum(launch.tensor_flops for launch in machine.launches if "grad" in launch.kernel)
-    product = 2 * seqlen * seqlen * head_dim
-    assert flops == {True: 7 * product, False: 5 * product}
+        [forward] = (launch for launch in machine.launches if launch.kernel == "attention_forward")
+        assert forward.tensor_flops == work.tensor_flops(1, seqlen, seqlen, head_dim, head_dim_v)
+    product = 2 * seqlen * seqlen
+    assert flops == {True: product * (4 * head_dim + 3 * head_dim_v), False: product * (3 * head_dim + 2 * head_dim_v)}
 
 
 @nondeterministic

@@ -54,7 +54,8 @@ class AttentionBackend(Protocol):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor, Kept | None]:
-        """out like q and contiguous, lse in float32 (float64 for float64 inputs), what is kept; None for nothing."""
+        """out of ``out_shape`` and contiguous, lse in float32 (float64 for float64 inputs), what is kept; None for
+        nothing. v may be of another width than q and k."""
 
     def backward(
         self,
@@ -132,12 +133,16 @@ class AttentionCall(_Scheme):
     rotary: Rotary
     causal: bool
     softmax_scale: float
-    positions: torch.Tensor | None = None  # (batch, seqlen) or (batch, seqlen, axes)
+    positions: torch.Tensor | None = None  # (batch, seqlen) or (batch, seqlen, axes); packed: batch is 1
     cu_seqlens_q: torch.Tensor | None = None  # (sequences + 1,) int32
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     deterministic: bool = True  # False: gradients may differ from run to run by rounding, where that is faster
+
+    def of_sequence(self, rows: slice) -> AttentionCall:
+        """The call of one packed sequence, for its own positions."""
+        return self if self.positions is None else dataclasses.replace(self, positions=self.positions[:, rows])
 
     def lse_shape(self, q: torch.Tensor) -> tuple[int, ...]:
         return (q.shape[1], q.shape[0]) if self.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
@@ -274,6 +279,11 @@ def attend_packed(attend: Callable, q, k_cache, v_cache, call: CacheCall) -> tup
         results = attend(batch, *caches, dataclasses.replace(call, layout=part))
         out[rows], lse[:, rows] = results[0].flatten(0, 1), results[1].transpose(0, 1).flatten(1)
     return out, lse
+
+
+def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    """Like q, as wide as v."""
+    return (*q.shape[:-1], v.shape[-1])
 
 
 def cached_lse_shape(q: torch.Tensor) -> tuple[int, ...]:

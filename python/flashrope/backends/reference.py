@@ -18,6 +18,7 @@ from .base import (
     accumulation_type,
     append_packed,
     attend_packed,
+    out_shape,
 )
 
 
@@ -37,11 +38,12 @@ def forward(
     """(out, lse, None), computed in float64 for float64 inputs and in float32 for all others."""
     if call.cu_seqlens_q is None:
         return *dense_attention(q, k, v, call), None
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = q.new_zeros(out_shape(q, v))
     lse = q.new_full(call.lse_shape(q), float("-inf"), dtype=accumulation_type(q))
     starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
     for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
-        sequence_out, sequence_lse = dense_attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], call)
+        sequence = call.of_sequence(slice(q0, q1))
+        sequence_out, sequence_lse = dense_attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], sequence)
         rows = torch.arange(q0, q1, device=q.device)
         out = out.index_copy(0, rows, sequence_out[0])
         lse = lse.index_copy(1, rows, sequence_lse[0])

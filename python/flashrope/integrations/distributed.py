@@ -182,7 +182,10 @@ def context_parallel_attention(
         q, k, v = (_heads_for_sequence(x, group) for x in (q, k, v))
         out = attention(q, k, v, rotary, causal, softmax_scale, sinks=sinks, impl=impl)
         return _sequence_for_heads(out, group)[:, :, :heads_q]
-    k, v = _gather_sequence((k, v), 1, group)
+    if v.shape[-1] == k.shape[-1]:
+        k, v = _gather_sequence((k, v), 1, group)
+    else:
+        (k,), (v,) = (_gather_sequence((x,), 1, group) for x in (k, v))
     outs = []
     for rows, chunk in zip(q.chunk(2, 1), _chunks_of(group), strict=True):
         end = (chunk + 1) * rows.shape[1]  # the last query is aligned with the last key: positions are global

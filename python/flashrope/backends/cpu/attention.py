@@ -3,6 +3,8 @@
 Each band is divided into pieces that the kernel computes without a mask: rectangles, and triangles that its is_causal
 describes. The pieces of a row are merged by their lse, as in ring attention.
 
+Torch's kernel takes q, k and v of one width: where v has another, the narrower ones get channels of zeros.
+
 Types below float32 are computed in float32 and only the results are rounded. That is at least as fast here as torch's
 half-precision kernels, whose float16 backward is about twenty times slower.
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from ..base import AttentionCall, Kept, KeptShapes, accumulation_type
+from ..base import AttentionCall, Kept, KeptShapes, accumulation_type, out_shape
 from . import library, tiles
 from .pieces import (
     Piece,
@@ -49,10 +51,11 @@ def forward(
     """(out like q, lse in float32 or float64, None)."""
     if call.cu_seqlens_q is None:
         return *_attend(q, k, v, call), None
-    out = q.new_zeros(q.shape)
+    out = q.new_zeros(out_shape(q, v))
     lse = q.new_full(call.lse_shape(q), float("-inf"), dtype=accumulation_type(q))
     for rows, keys in _packed_sequences(call):
-        out[rows], lse[:, rows] = (x[0] for x in _attend(q[None, rows], k[None, keys], v[None, keys], call))
+        sequence = call.of_sequence(rows)
+        out[rows], lse[:, rows] = (x[0] for x in _attend(q[None, rows], k[None, keys], v[None, keys], sequence))
     return out, lse, None
 
 
@@ -82,7 +85,7 @@ def backward(
                 v[None, keys],
                 out[None, rows],
                 lse[None, :, rows],
-                call,
+                call.of_sequence(rows),
             )
         )
     return grad_q, grad_k, grad_v
@@ -106,26 +109,28 @@ def _plan(q: torch.Tensor, k: torch.Tensor, call: AttentionCall) -> tuple[Rotati
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out like q, lse (batch, heads_q, seqlen_q)."""
+    """out of ``out_shape``, lse (batch, heads_q, seqlen_q)."""
     if (compiled := library.load()) and tiles.serves(q, k, call):
         return tiles.forward(compiled, q, k, v, call)
-    rotary, seqlen_q, seqlen_k, v = call.rotary, q.size(1), k.size(1), upcast(v)
+    rotary, seqlen_q, seqlen_k, head_dim_v = call.rotary, q.size(1), k.size(1), v.size(-1)
+    width = max(rotary.head_dim, head_dim_v)
+    v = _widen(upcast(v), width)
     if call.positions is None and q.numel():
         single = single_piece(rotary, call.causal, seqlen_q, seqlen_k, v.dtype)
         if single:  # nothing to merge: short calls skip the bookkeeping
             out, lse = flash(
-                rotate(q, single.q_rotation, rotary).transpose(1, 2),
-                rotate(k, single.k_rotation, rotary).transpose(1, 2),
+                _widen(rotate(q, single.q_rotation, rotary), width).transpose(1, 2),
+                _widen(rotate(k, single.k_rotation, rotary), width).transpose(1, 2),
                 v.transpose(1, 2),
                 0.0,
                 single.piece.causal,
                 scale=call.score_scale,
             )
-            return cast_results(out.transpose(1, 2), lse, q.dtype)
+            return cast_results(_narrow(out, head_dim_v).transpose(1, 2), lse, q.dtype)
     partials = []
     for slope, offset, pieces in _plan(q, k, call):
-        rotated_q = rotate(q, rotation_for(q, call, slope, offset, seqlen_k - seqlen_q, True), rotary)
-        rotated_k = rotate(k, rotation_for(k, call, slope, 0.0, 0, False), rotary)
+        rotated_q = _widen(rotate(q, rotation_for(q, call, slope, offset, seqlen_k - seqlen_q, True), rotary), width)
+        rotated_k = _widen(rotate(k, rotation_for(k, call, slope, 0.0, 0, False), rotary), width)
         for piece in pieces:
             out, lse = flash(
                 gather_rows(rotated_q, piece),
@@ -136,8 +141,8 @@ def _attend(
                 attn_mask=attn_mask(piece, rotated_q.dtype),
                 scale=call.score_scale,
             )
-            partials.append((piece, out, lse))
-    return merge_partials(partials, q)
+            partials.append((piece, _narrow(out, head_dim_v), lse))
+    return merge_partials(partials, q, head_dim_v)
 
 
 def _attend_backward(
@@ -145,9 +150,10 @@ def _attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if (compiled := library.load()) and tiles.serves(q, k, call):
         return tiles.backward(compiled, grad_out, grad_lse, q, k, v, out, lse, call)
-    rotary, seqlen_q, seqlen_k, head_dim = call.rotary, q.shape[1], k.shape[1], q.shape[-1]
-    out, upcast_v, lse = upcast(out), upcast(v), lse.transpose(1, 2)
-    grad_out = torch.zeros_like(out) if grad_out is None else upcast(grad_out)
+    rotary, seqlen_q, seqlen_k, head_dim, head_dim_v = call.rotary, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
+    width, lse = max(head_dim, head_dim_v), lse.transpose(1, 2)
+    out, upcast_v = _widen(upcast(out), width), _widen(upcast(v), width)
+    grad_out = torch.zeros_like(out) if grad_out is None else _widen(upcast(grad_out), width)
     if grad_lse is not None:
         # dS = P * (dO.V - dO.O + dlse): one more channel holds dlse in dO, 1 in V and 0 in O, q and k.
         grad_out = _add_channel(grad_out, grad_lse.transpose(1, 2))
@@ -156,7 +162,9 @@ def _attend_backward(
     for slope, offset, pieces in _plan(q, k, call):
         q_rotation = rotation_for(q, call, slope, offset, seqlen_k - seqlen_q, True)
         k_rotation = rotation_for(k, call, slope, 0.0, 0, False)
-        rotated_q, rotated_k = rotate(q, q_rotation, rotary), rotate(k, k_rotation, rotary)
+        rotated_q, rotated_k = (
+            _widen(rotate(x, rotation, rotary), width) for x, rotation in ((q, q_rotation), (k, k_rotation))
+        )
         if grad_lse is not None:
             rotated_q, rotated_k = _add_channel(rotated_q, 0.0), _add_channel(rotated_k, 0.0)
         grad_rotated_q = grad_rotated_k = None
@@ -176,7 +184,7 @@ def _attend_backward(
             rows, keys = (piece.row, piece.rows), (piece.key, piece.keys)
             grad_rotated_q = _accumulate(grad_rotated_q, piece_q[..., :head_dim], q.shape, *rows, piece)
             grad_rotated_k = _accumulate(grad_rotated_k, piece_k[..., :head_dim], k.shape, *keys, piece)
-            grad_v = _accumulate(grad_v, piece_v[..., :head_dim], v.shape, *keys, piece)
+            grad_v = _accumulate(grad_v, piece_v[..., :head_dim_v], v.shape, *keys, piece)
         band_q = rotate(grad_rotated_q, q_rotation, rotary, inverse=True)
         band_k = rotate(grad_rotated_k, k_rotation, rotary, inverse=True)
         grad_q = band_q if grad_q is None else grad_q.add_(band_q)
@@ -185,6 +193,16 @@ def _attend_backward(
         x.new_zeros(x.shape) if grad is None else grad.to(x.dtype).contiguous()
         for x, grad in ((q, grad_q), (k, grad_k), (v, grad_v))
     )
+
+
+def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
+    """x with channels of zeros up to this width."""
+    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
+def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:
+    """The first channels of x."""
+    return x if x.shape[-1] == width else x[..., :width]
 
 
 def _add_channel(x: torch.Tensor, value) -> torch.Tensor:

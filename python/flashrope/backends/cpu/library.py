@@ -84,9 +84,8 @@ class ForwardCall(ctypes.Structure):
     _fields_ = [
         *((name, TensorView) for name in ("q", "k", "v", "out")),
         ("lse", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim")),
-        ("pairs", ctypes.c_int64),
-        ("interleaved", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv")),
+        *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v", "pairs", "interleaved")),
         ("bands", ForwardBand * MAX_BANDS),
         ("k_copies", Table * MAX_BANDS),
         ("num_bands", ctypes.c_int64),

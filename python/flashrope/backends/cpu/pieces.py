@@ -201,10 +201,13 @@ def attn_mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
 Partial = tuple[Piece, torch.Tensor, torch.Tensor]  # a piece, its out and its lse, as the kernel gives them
 
 
-def merge_partials(partials: list[Partial], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse), contiguous, of all pieces: their outputs weighted by exp(lse of the piece - lse)."""
+def merge_partials(
+    partials: list[Partial], q: torch.Tensor, head_dim_v: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out like q, but head_dim_v wide; lse), contiguous, of all pieces: their outputs weighted by exp(lse of the piece
+    - lse)."""
     if not partials or any(piece.rows != q.shape[1] or piece.reversed for piece, _, _ in partials):
-        return cast_results(*_merge_rows(partials, q), q.dtype)
+        return cast_results(*_merge_rows(partials, q, head_dim_v or q.shape[-1]), q.dtype)
     if len(partials) == 1:
         out, lse = partials[0][1:]
     else:  # every piece holds all rows, as in decoding
@@ -220,9 +223,9 @@ def cast_results(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> tu
     return (out if out.dtype is dtype else out.to(dtype)).contiguous(), lse.contiguous()
 
 
-def _merge_rows(partials: list[Partial], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _merge_rows(partials: list[Partial], q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse where a row may be in any number of pieces, or in none."""
-    out = q.new_zeros(q.shape, dtype=accumulation_type(q))
+    out = q.new_zeros((*q.shape[:-1], head_dim_v), dtype=accumulation_type(q))
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
     lse_windows = [windows(lse.transpose(1, 2), piece.row, piece.rows, piece) for piece, _, _ in partials]
     for (piece, _, piece_lse), total in zip(partials, lse_windows, strict=True):

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from ..base import AttentionCall
+from ..base import AttentionCall, out_shape
 from .library import DTYPES, MAX_BANDS, BackwardCall, ForwardBand, ForwardCall, Library, Table, TensorView, band_limits
 from .rotation import Rotation, rotation_for
 
@@ -18,9 +18,9 @@ def serves(q: torch.Tensor, k: torch.Tensor, call: AttentionCall) -> bool:
 def forward(
     library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse in float32)."""
+    """(out of ``out_shape``, lse in float32)."""
     batch, seqlen_q, heads_q, _ = q.shape
-    out, lse = q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
+    out, lse = q.new_empty(out_shape(q, v)), q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
     c, _tables = _describe(library, q, k, v, out, lse, call)
     if library.forward(ctypes.byref(c)):
         raise MemoryError("attention: no memory for the rotated keys")
@@ -57,10 +57,8 @@ def _describe(library, q, k, v, out, lse, call: AttentionCall) -> tuple[ForwardC
     seqlen_k, heads_kv = k.shape[1:3]
     c = ForwardCall(lse=lse.data_ptr(), pairs=len(rotary.frequencies), interleaved=rotary.interleaved)
     c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k, v, out))
-    c.batch, c.seqlen_q, c.seqlen_k, c.heads_q, c.heads_kv, c.head_dim = (
-        *(batch, seqlen_q, seqlen_k),
-        *(heads_q, heads_kv, head_dim),
-    )
+    c.batch, c.seqlen_q, c.seqlen_k = batch, seqlen_q, seqlen_k
+    c.heads_q, c.heads_kv, c.head_dim, c.head_dim_v = heads_q, heads_kv, head_dim, v.shape[-1]
     slopes: list[float] = []  # of the copies of k
     tables = []
     for n, (start, stop, slope, offset) in enumerate(call.bands):

@@ -10,7 +10,7 @@ import torch
 from ...cos_sin import coarse_rows, padded_pairs, position_table, two_level_table
 from ...lowering import lower
 from ...triton_kernels import configs
-from ...triton_kernels.arguments import NO_BANDS, NO_CACHE, CuSeqlens, Scheme, banded_view, tensor_view
+from ...triton_kernels.arguments import NO_BANDS, NO_CACHE, CuSeqlens, Scheme, Shape, banded_view, tensor_view
 from ...triton_kernels.backward import (
     attention_finish_grad_q,
     attention_grad_kv,
@@ -19,8 +19,16 @@ from ...triton_kernels.backward import (
 )
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
-from ..base import AttentionCall, Kept, KeptShapes
-from .device import compute_capability, current_device, scheme_on, shape_of, vector_size, with_int32_offsets
+from ..base import AttentionCall, Kept, KeptShapes, out_shape
+from .device import (
+    block_d,
+    compute_capability,
+    current_device,
+    scheme_on,
+    shape_of,
+    vector_size,
+    with_int32_offsets,
+)
 from . import hopper, launcher
 from .launcher import cdiv
 from .tiles import TMA, Choice, choose
@@ -31,14 +39,14 @@ def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
     copies = lower(call.rotary, call.causal).k_copies
     return KeptShapes(
         (len(copies), _rows(k), *k.shape[-2:]) if copies else (0,),
-        (0,) if call.positions is None else (2, *k.shape[:2], 2, padded_pairs(k.shape[-1])),
+        (0,) if call.positions is None else (2, *call.positions.shape[:2], 2, padded_pairs(k.shape[-1])),
     )
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall):
     """As in ``AttentionBackend``."""
     q, k, v = map(with_int32_offsets, (q, k, v))
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty(out_shape(q, v))
     lse = torch.empty(call.lse_shape(q), dtype=torch.float32, device=q.device)
     rotated_k = k.new_empty(kept_shapes(k, call).rotated_k)
     table = position_table(call.rotary, call.positions) if call.positions is not None else lse.new_empty(0)
@@ -111,7 +119,7 @@ class AttentionPlan:
 
     def __init__(self, q, k, v, call: AttentionCall, table, grad_out=None):
         rotary, causal, positions = call.rotary, call.causal, call.positions
-        self.heads_q, self.heads_kv = q.shape[-2], k.shape[-2]
+        self.heads_q, self.heads_kv, self.head_dim_v = q.shape[-2], k.shape[-2], v.shape[-1]
         self.batch = q.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
         self.seqlen_q, self.seqlen_k = q.shape[-3], k.shape[-3]
         self.max_seqlen_q = min(call.max_seqlen_q, self.seqlen_q)
@@ -226,7 +234,7 @@ class AttentionPlan:
             self.seqlen_q,
             self.max_seqlen_q,
             self.heads_q,
-            SHAPE=shape_of(self.rotary, self.vec, 0, 0, 0, configs.STATISTICS_ROWS),
+            SHAPE=self._shape(0, 0, 0, configs.STATISTICS_ROWS),
             **configs.options(configs.STATISTICS_WARPS),
         )
         return statistics
@@ -289,16 +297,19 @@ class AttentionPlan:
     def _choose(self, direction: str) -> Choice:
         table, grouped = self.scheme.table, self.heads_q > self.heads_kv
         fields = (self.capability, 2 * table.shape[-1], self.itemsize, self.num_bands, self.max_seqlen_k, grouped)
-        return choose(direction, table.device, *fields)
+        return choose(direction, table.device, *fields, block_dv=block_d(self.head_dim_v))
 
     def _tile(self, direction: str, choice: Choice | None = None):
         """The tile of the usual kernel, and its constexprs and compiler options."""
         tile, kernel = choice or self._choose(direction)
         if kernel:  # which cannot serve this call
-            block_d = 2 * self.scheme.table.shape[-1]
-            tile = configs.tile(direction, self.capability, block_d, self.itemsize, self.num_bands)
-        shape = shape_of(self.rotary, self.vec, self.num_bands, 0, 0, tile.block_m, tile.block_n)
+            widths = block_d(self.rotary.head_dim), block_d(self.head_dim_v)
+            tile = configs.tile(direction, self.capability, widths[0], self.itemsize, self.num_bands, widths[1])
+        shape = self._shape(self.num_bands, 0, 0, tile.block_m, tile.block_n)
         return tile, {"SHAPE": shape, **configs.options(tile.num_warps, num_stages=tile.num_stages)}
+
+    def _shape(self, *fields: int) -> Shape:
+        return shape_of(self.rotary, self.vec, *fields, head_dim_v=self.head_dim_v)
 
     def _rotated(self, rotated_k, k):
         return tensor_view(rotated_k if self.lowered.k_copies else k)

@@ -36,6 +36,8 @@ def unsupported_reason(plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
         return f"it needs bfloat16 or float16, got {q.dtype}"
     if rotary.head_dim not in (64, 128):
         return f"it needs head_dim 64 or 128, got {rotary.head_dim}"
+    if v.shape[-1] != rotary.head_dim:
+        return f"it needs v as wide as q and k, {rotary.head_dim}, got {v.shape[-1]}"
     if rotates_pairs_apart and rotary.rotary_dim != rotary.head_dim:
         return "it needs rotary_dim equal to head_dim, or interleaved pairs"
     if plan.cu_seqlens.q is not None:

@@ -37,11 +37,14 @@ def choose(
     keys: int,
     grouped: bool,
     cache: str = "",
+    block_dv: int = 0,
 ) -> Choice:
-    """keys: the longest sequence of keys, or the capacity of the cache; cache: as in ``store.ShapeClass``; the others
-    as in ``configs.tile``."""
+    """keys: the longest sequence of keys, or the capacity of the cache; cache: as in ``store.ShapeClass``; block_dv 0:
+    as block_d; the others as in ``configs.tile``. Values of another width are not tuned."""
     if direction in _forced:
         return _forced[direction]
+    if block_dv not in (0, block_d):
+        return Choice(configs.tile(direction, capability, block_d, itemsize, num_bands, block_dv))
     setup = setup_of(device, capability)
     shape = store.ShapeClass(direction, block_d, itemsize, num_bands > 1, cache, grouped, store.max_keys(keys))
     if winner := store.tuned().get(setup, {}).get(shape):

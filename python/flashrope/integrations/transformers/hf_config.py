@@ -74,11 +74,40 @@ KEYS = frozenset(
         "alpha",
         "finetuned",
         "max_position_embeddings",  # no version reads these two
+        "mrope_section",
+        "mrope_interleaved",
+        "interleaved",  # of qwen3_omni_moe: as mrope_interleaved, and no code reads it
+    }
+)
+# model_type of the families whose code gives each pair a coordinate of the position: in sections one after the other,
+# or interleaved. Others with mrope_section in their configurations have orders of their own.
+MROPE_IN_SECTIONS = frozenset(
+    {
+        "glm4v_moe_text",
+        "glm4v_text",
+        "glm_image_text",
+        "glm_ocr_text",
+        "paddleocr_vl_text",
+        "qwen2_5_omni_talker",
+        "qwen2_5_omni_text",
+        "qwen2_5_vl_text",
+        "qwen2_vl_text",
+    }
+)
+MROPE_INTERLEAVED = frozenset(
+    {
+        "cohere_compass_text",
+        "cosmos3_edge_text",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_omni_moe_talker_text",
+        "qwen3_omni_moe_text",
+        "qwen3_vl_moe_text",
+        "qwen3_vl_text",
+        "qwen4_exp_text",
     }
 )
 REFUSED_KEYS = {
-    "mrope_section": "mrope_section gives each pair its own coordinate of a multi-dimensional position, and the table "
-    "does not say which; for text only, where the coordinates are equal, remove the key",
     "xdrope_section": "xdrope_section gives each pair its own coordinate of a multi-dimensional position",
     "llama_4_scaling_beta": "llama_4_scaling_beta scales the query by 1 + beta * ln(1 + floor(i / length)), which "
     "Rotary does not have",
@@ -92,8 +121,9 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
     (``rope_parameters``, also one dict per layer type). Where the two interpret a field differently, 5 decides. Rope
     types: default, linear, dynamic, yarn, llama3, longrope (formerly "su") and proportional.
 
-    Hugging Face multiplies cos and sin by ``attention_factor``; here its square scales the scores. ``mrope_section`` is
-    refused. Families whose code implies it are read for text only, where all coordinates of a position are equal.
+    Hugging Face multiplies cos and sin by ``attention_factor``; here its square scales the scores. With
+    ``mrope_section`` the scheme needs positions of three coordinates, transformers' position_ids as (batch, seqlen, 3).
+    Without it, families whose code implies it are read for text only, where the coordinates are equal.
 
     Args:
         config: a text model's configuration (``config.get_text_config()`` of a composite one), or any object with its
@@ -144,9 +174,23 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
                 f"the query's rotated channels by its square, {attention_factor**2:.6g}"
             )
         rotary = dataclasses.replace(rotary, temperature=float(attention_factor) ** 2)
+    if params.get("mrope_section"):
+        rotary = rotary.mrope(list(params["mrope_section"]), _mrope_is_interleaved(model_type, params))
     if model_type in REVERSED:
         rotary = dataclasses.replace(rotary, frequencies=tuple(-f for f in rotary.frequencies))
     return rotary
+
+
+def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
+    """The code of a family decides; without a model_type, what the parameters say."""
+    if model_type in MROPE_INTERLEAVED | MROPE_IN_SECTIONS:
+        return model_type in MROPE_INTERLEAVED
+    if not model_type and len(params["mrope_section"]) == 3:
+        return bool(params.get("mrope_interleaved"))
+    raise ValueError(
+        f"config: mrope_section gives each pair its own coordinate of a position, in an order that is not known for "
+        f"model_type {model_type!r}; for text only, where the coordinates are equal, remove the key"
+    )
 
 
 # ---- which parameters
@@ -363,4 +407,5 @@ RULES = {
     "llama3": _llama3,
     "longrope": _longrope,
     "proportional": _proportional,
+    "mrope": _default,  # of the first Qwen2-VL checkpoints
 }

@@ -39,6 +39,11 @@ class LayerScheme:
 
 def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
     rotary = Rotary.from_hf_config(config, layer_type, seqlen) if rotates else Rotary.none(_head_dim(config))
+    if rotary.axis:
+        raise ValueError(
+            "config: mrope_section gives each pair its own coordinate of a position, and caches keep one number for "
+            "each key; for text only, where the coordinates are equal, remove the key"
+        )
     given = options.get("rotary")
     if given is not None and rotates and (isinstance(given, dict) or any(rotary.frequencies)):
         given = given[layer_type] if isinstance(given, dict) else given

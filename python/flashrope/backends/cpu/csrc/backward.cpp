@@ -19,9 +19,9 @@ struct KeyHead {
   const BackwardCall& backward;
   const ForwardCall& call;
   const int64_t b, head_kv, group, shift;
-  const int head_dim, width;  // width: head_dim in whole steps of the products
+  const int head_dim, head_dim_v, width, width_v;  // widths: head_dims in whole steps of the products
   const int64_t rows, keys;   // in whole tiles
-  // (rows or keys, width), and transposed per tile (rows / BLOCK_M, head_dim, BLOCK_M)
+  // (rows or keys, width; of v and grad_out width_v), and transposed per tile (rows / BLOCK_M, head_dim, BLOCK_M)
   Floats v, grad_v, grad_k, k, grad_rotated_k;
   Floats q, q_transposed, grad_out, grad_out_transposed, grad_q, grad_rotated_q;
   Floats lse, delta;  // (rows,)
@@ -30,11 +30,15 @@ struct KeyHead {
   KeyHead(const BackwardCall& backward, int64_t head)
       : backward(backward), call(backward.forward), b(head / call.heads_kv), head_kv(head % call.heads_kv),
         group(call.heads_q / call.heads_kv), shift(call.seqlen_k - call.seqlen_q), head_dim(int(call.head_dim)),
-        width(int(padded(head_dim, GEMM_COLUMNS))), rows(padded(call.seqlen_q, BLOCK_M)),
+        head_dim_v(int(call.head_dim_v)), width(int(padded(head_dim, GEMM_COLUMNS))),
+        width_v(int(padded(head_dim_v, GEMM_COLUMNS))), rows(padded(call.seqlen_q, BLOCK_M)),
         keys(padded(call.seqlen_k, BLOCK_N)) {
-    for (Floats* x : {&v, &grad_v, &grad_k, &k, &grad_rotated_k}) *x = zeros(keys * width);
-    for (Floats* x : {&q, &grad_out, &grad_q, &grad_rotated_q}) *x = zeros(rows * width);
-    for (Floats* x : {&q_transposed, &grad_out_transposed}) *x = zeros(rows * head_dim);
+    for (Floats* x : {&v, &grad_v}) *x = zeros(keys * width_v);
+    for (Floats* x : {&grad_k, &k, &grad_rotated_k}) *x = zeros(keys * width);
+    for (Floats* x : {&q, &grad_q, &grad_rotated_q}) *x = zeros(rows * width);
+    grad_out = zeros(rows * width_v);
+    q_transposed = zeros(rows * head_dim);
+    grad_out_transposed = zeros(rows * head_dim_v);
     for (Floats* x : {&lse, &delta}) *x = zeros(rows);
   }
 
@@ -54,29 +58,29 @@ struct KeyHead {
   void run() {
     for (int64_t key = 0; key < call.seqlen_k; ++key) {
       const T* x = call.v.row<const T>(b, key, head_kv);
-      for (int c = 0; c < head_dim; ++c) v[key * width + c] = to_float(x[c]);
+      for (int c = 0; c < head_dim_v; ++c) v[key * width_v + c] = to_float(x[c]);
     }
     for (int64_t head = head_kv * group; head < (head_kv + 1) * group; ++head) {
       load_head(head);
       for (int n = 0; n < call.num_bands; ++n) add_band(call.bands[n], head);
       for (int64_t row = 0; row < call.seqlen_q; ++row)
-        write(backward.grad_q.row<T>(b, row, head), grad_q.get() + row * width, float(call.scale));
+        write(backward.grad_q.row<T>(b, row, head), grad_q.get() + row * width, head_dim, float(call.scale));
     }
     for (int64_t key = 0; key < call.seqlen_k; ++key) {
-      write(backward.grad_k.row<T>(b, key, head_kv), grad_k.get() + key * width, 1);
-      write(backward.grad_v.row<T>(b, key, head_kv), grad_v.get() + key * width, 1);
+      write(backward.grad_k.row<T>(b, key, head_kv), grad_k.get() + key * width, head_dim, 1);
+      write(backward.grad_v.row<T>(b, key, head_kv), grad_v.get() + key * width_v, head_dim_v, 1);
     }
   }
 
-  void write(T* to, const float* from, float factor) const {
-    for (int c = 0; c < head_dim; ++c) from_float(from[c] * factor, to + c);
+  static void write(T* to, const float* from, int channels, float factor) {
+    for (int c = 0; c < channels; ++c) from_float(from[c] * factor, to + c);
   }
 
-  // x (rows, width) transposed per tile.
-  void transpose(const float* x, float* to) const {
+  // x (rows, stride) transposed per tile.
+  void transpose(const float* x, int stride, int channels, float* to) const {
     for (int64_t tile = 0; tile < rows; tile += BLOCK_M)
       for (int r = 0; r < BLOCK_M; ++r)
-        for (int c = 0; c < head_dim; ++c) to[tile * head_dim + c * BLOCK_M + r] = x[(tile + r) * width + c];
+        for (int c = 0; c < channels; ++c) to[tile * channels + c * BLOCK_M + r] = x[(tile + r) * stride + c];
   }
 
   void load_head(int64_t head) {
@@ -87,14 +91,14 @@ struct KeyHead {
       const T* grad = backward.grad_out.row<const T>(b, row, head);
       const int64_t of_row = (b * call.heads_q + head) * call.seqlen_q + row;
       float product = 0;
-      for (int c = 0; c < head_dim; ++c) {
-        grad_out[row * width + c] = to_float(grad[c]);
+      for (int c = 0; c < head_dim_v; ++c) {
+        grad_out[row * width_v + c] = to_float(grad[c]);
         product += to_float(out[c]) * to_float(grad[c]);
       }
       if (call.lse[of_row] != -INF) lse[row] = call.lse[of_row];
       delta[row] = product - (backward.grad_lse ? backward.grad_lse[of_row] : 0);
     }
-    transpose(grad_out.get(), grad_out_transposed.get());
+    transpose(grad_out.get(), width_v, head_dim_v, grad_out_transposed.get());
   }
 
   void add_band(const ForwardBand& band, int64_t head) {
@@ -102,7 +106,7 @@ struct KeyHead {
       rotate_row(call.q.row<const T>(b, row, head), q.get() + row * width, band.q, b, row, call);
       for (int c = 0; c < head_dim; ++c) q[row * width + c] *= float(call.scale);
     }
-    transpose(q.get(), q_transposed.get());
+    transpose(q.get(), width, head_dim, q_transposed.get());
     const Table& k_table = call.k_copies[band.k_copy];
     for (int64_t key = 0; key < call.seqlen_k; ++key)
       rotate_row(call.k.row<const T>(b, key, head_kv), k.get() + key * width, k_table, b, key, call);
@@ -129,8 +133,8 @@ struct KeyHead {
     const float *of_k = k.get() + key * width, *of_q = q.get() + row * width;
     multiply<false>(of_k, width, q_transposed.get() + row * head_dim, BLOCK_M, weights, BLOCK_M, BLOCK_N, BLOCK_M,
                     head_dim);
-    multiply<false>(v.get() + key * width, width, grad_out_transposed.get() + row * head_dim, BLOCK_M, grad_scores,
-                    BLOCK_M, BLOCK_N, BLOCK_M, head_dim);
+    multiply<false>(v.get() + key * width_v, width_v, grad_out_transposed.get() + row * head_dim_v, BLOCK_M,
+                    grad_scores, BLOCK_M, BLOCK_N, BLOCK_M, head_dim_v);
     for (int t = 0; t < BLOCK_N; ++t) {
       float *w = weights + t * BLOCK_M, *g = grad_scores + t * BLOCK_M;
       for (int r = 0; r < BLOCK_M; r += LANES) store(w + r, exp(load(w + r) - load(lse.get() + row + r)));
@@ -144,8 +148,8 @@ struct KeyHead {
         store(g + r, load(w + r) * (load(g + r) - load(delta.get() + row + r)));
       for (int r = 0; r < BLOCK_M; ++r) transposed[r * BLOCK_N + t] = g[r];
     }
-    multiply<true>(weights, BLOCK_M, grad_out.get() + row * width, width, grad_v.get() + key * width, width, BLOCK_N,
-                   width, BLOCK_M);
+    multiply<true>(weights, BLOCK_M, grad_out.get() + row * width_v, width_v, grad_v.get() + key * width_v, width_v,
+                   BLOCK_N, width_v, BLOCK_M);
     multiply<true>(grad_scores, BLOCK_M, of_q, width, grad_rotated_k.get() + key * width, width, BLOCK_N, width,
                    BLOCK_M);
     multiply<true>(transposed, BLOCK_N, of_k, width, grad_rotated_q.get() + row * width, width, BLOCK_M, width,

@@ -13,7 +13,7 @@ struct Workspace {
 
   explicit Workspace(const ForwardCall& call)
       : blocks((call.seqlen_k + BLOCK_N - 1) / BLOCK_N),
-        padded_dim((call.head_dim + GEMM_COLUMNS - 1) / GEMM_COLUMNS * GEMM_COLUMNS),
+        padded_dim((call.head_dim_v + GEMM_COLUMNS - 1) / GEMM_COLUMNS * GEMM_COLUMNS),
         block_of_k(call.head_dim * BLOCK_N),
         block_of_v(BLOCK_N * padded_dim),
         k(floats(call.num_copies * call.batch * call.heads_kv * blocks * block_of_k)),
@@ -29,7 +29,8 @@ struct Workspace {
 template <typename T>
 void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t head, int64_t block) {
   const int64_t b = head / call.heads_kv, first = block * BLOCK_N;
-  const int keys = int(std::min<int64_t>(BLOCK_N, call.seqlen_k - first)), head_dim = int(call.head_dim);
+  const int keys = int(std::min<int64_t>(BLOCK_N, call.seqlen_k - first));
+  const int head_dim = int(call.head_dim), head_dim_v = int(call.head_dim_v);
   alignas(64) float row[MAX_HEAD_DIM];
   for (int64_t copy = 0; copy < call.num_copies; ++copy) {
     float* k = workspace.k_block(call, copy, head, block);
@@ -41,10 +42,10 @@ void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t hea
     }
   }
   float* v = workspace.v_block(head, block);
-  if (keys < BLOCK_N || workspace.padded_dim > head_dim) std::fill_n(v, workspace.block_of_v, 0.0f);
+  if (keys < BLOCK_N || workspace.padded_dim > head_dim_v) std::fill_n(v, workspace.block_of_v, 0.0f);
   for (int t = 0; t < keys; ++t) {
     const T* x = call.v.row<const T>(b, first + t, head % call.heads_kv);
-    for (int c = 0; c < head_dim; ++c) v[t * workspace.padded_dim + c] = to_float(x[c]);
+    for (int c = 0; c < head_dim_v; ++c) v[t * workspace.padded_dim + c] = to_float(x[c]);
   }
 }
 
@@ -54,7 +55,7 @@ struct Tile {
   const ForwardCall& call;
   const Workspace& workspace;
   const int64_t b, head_q, first_row;
-  const int rows, head_dim, padded_dim;
+  const int rows, head_dim, head_dim_v, padded_dim;
   const int padded_rows = (rows + GEMM_ROWS - 1) / GEMM_ROWS * GEMM_ROWS;
   const int64_t shift, head_kv;  // head_kv: as Workspace counts them
   alignas(64) float q[BLOCK_M * MAX_HEAD_DIM], scores[BLOCK_M * BLOCK_N], acc[BLOCK_M * MAX_HEAD_DIM];
@@ -63,7 +64,7 @@ struct Tile {
   Tile(const ForwardCall& call, const Workspace& workspace, int64_t b, int64_t head_q, int64_t first_row)
       : call(call), workspace(workspace), b(b), head_q(head_q), first_row(first_row),
         rows(int(std::min<int64_t>(BLOCK_M, call.seqlen_q - first_row))), head_dim(int(call.head_dim)),
-        padded_dim(int(workspace.padded_dim)), shift(call.seqlen_k - call.seqlen_q),
+        head_dim_v(int(call.head_dim_v)), padded_dim(int(workspace.padded_dim)), shift(call.seqlen_k - call.seqlen_q),
         head_kv(b * call.heads_kv + head_q / (call.heads_q / call.heads_kv)) {}
 
   void run() {
@@ -74,7 +75,7 @@ struct Tile {
     for (int r = 0; r < rows; ++r) {
       T* out = call.out.row<T>(b, first_row + r, head_q);
       const float factor = row_sum[r] == 0 ? 0 : 1 / row_sum[r];
-      for (int c = 0; c < head_dim; ++c) from_float(acc[r * padded_dim + c] * factor, out + c);
+      for (int c = 0; c < head_dim_v; ++c) from_float(acc[r * padded_dim + c] * factor, out + c);
       call.lse[(b * call.heads_q + head_q) * call.seqlen_q + first_row + r] =
           row_sum[r] == 0 ? -INF : float(row_max[r] + std::log(double(row_sum[r])));
     }

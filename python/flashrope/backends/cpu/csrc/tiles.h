@@ -33,7 +33,7 @@ struct ForwardBand {
 struct ForwardCall {  // cpu/library.py has the same
   TensorView q, k, v, out;
   float* lse;  // (batch, heads_q, seqlen_q)
-  int64_t batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, pairs, interleaved;
+  int64_t batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, pairs, interleaved;
   ForwardBand bands[MAX_BANDS];
   Table k_copies[MAX_BANDS];
   int64_t num_bands, num_copies;

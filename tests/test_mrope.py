@@ -1,0 +1,167 @@
+"""Positions of several coordinates, in the sections of vision-language models (mrope)."""
+
+import pytest
+import support
+import torch
+from support import SCHEMES, check, problem
+
+from flashrope import Rotary, attention, attention_varlen
+from flashrope.cos_sin import cos_sin
+
+
+def grid(seqlen: int, batch: int = 2) -> torch.Tensor:
+    """Text, an image of 4 x 5 patches, text: (batch, seqlen, 3), as Qwen2-VL numbers them."""
+    before = 7
+    text = torch.arange(before)[:, None].expand(-1, 3)
+    patch = torch.arange(20)
+    image = torch.stack((torch.zeros(20, dtype=torch.int64), patch // 5, patch % 5), -1) + before
+    after = torch.arange(seqlen - 20 - before)[:, None].expand(-1, 3) + before + 5
+    return torch.cat((text, image, after)).expand(batch, -1, -1)
+
+
+# ---- the axis of every pair
+
+
+def test_sections_one_after_the_other():
+    assert Rotary.rope(128, 1e6).mrope([16, 24, 24]).axis == (0,) * 16 + (1,) * 24 + (2,) * 24
+    assert Rotary.rope(32, rotary_dim=16).mrope((2, 3, 3)).axis == (0, 0, 1, 1, 1, 2, 2, 2)
+
+
+def test_interleaved_sections():
+    axis = Rotary.rope(128).mrope([24, 20, 20], interleaved=True).axis
+    assert axis == (0, 1, 2) * 20 + (0,) * 4
+    assert Rotary.rope(64).mrope([11, 11, 10], interleaved=True).axis == (0, 1, 2) * 10 + (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (
+            lambda: Rotary.rope(128).mrope([16, 24]),
+            ValueError,
+            "sections: expected numbers that add up to the 64 pairs",
+        ),
+        (lambda: Rotary.rope(128).mrope([64]), ValueError, "sections: expected the pairs of two or more axes"),
+        (lambda: Rotary.rope(128).mrope([64, 0]), ValueError, "sections: expected the pairs of two or more axes"),
+        (lambda: Rotary.rope(128).mrope(64), TypeError, "sections: expected a list of integers, got 64"),
+        (lambda: Rotary.rope(128).mrope("163"), TypeError, "sections: expected a list of integers, got '163'"),
+        (
+            lambda: Rotary.rope(128).mrope([16, 24, 24], interleaved=True),
+            ValueError,
+            r"sections: expected the first to be the longest if they are interleaved, got \[16, 24, 24\], which 64 "
+            r"pairs can only have as \[22, 21, 21\]",
+        ),
+        (lambda: Rotary.rope(128).mrope([24, 20, 20], 1), TypeError, "interleaved: expected True or False, got 1"),
+        (lambda: Rotary.axial(64).mrope([16, 16]), ValueError, "mrope: this table is axial already"),
+        (lambda: Rotary.rope(64).rectify(8).mrope([16, 16]), ValueError, "mrope: expected a scheme without rectify"),
+        (lambda: Rotary.rope(64).log_n(8).mrope([16, 16]), ValueError, "mrope: expected a scheme without rectify"),
+        (lambda: Rotary.rope(64).mrope([16, 16]).rectify(8), ValueError, "rectify: bands over the distance need one"),
+    ],
+)
+def test_what_is_refused(build, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        build()
+
+
+# ---- attention
+
+FORMS = {
+    "sections": lambda d: Rotary.rope(d).mrope([d // 2 - 2 * (d // 6), d // 6, d // 6]),
+    "interleaved": lambda d: Rotary.rope(d).mrope([d // 2 - 2 * (d // 6), d // 6, d // 6], interleaved=True),
+    "pairs side by side": lambda d: Rotary.rope(d, rotary_dim=d - 8, interleaved=True).mrope([d // 2 - 6, 1, 1]),
+    "yarn, local": lambda d: Rotary.rope(d).yarn(4.0, train_length=64).local(21).mrope([2, d // 2 - 3, 1]),
+}
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+@pytest.mark.interpreted(lambda target, form, **_: target.dtype == torch.float32 or form == "interleaved")
+@forms
+def test_accuracy(target, form):
+    rotary = FORMS[form](24)
+    positions = grid(41).to(target.device)
+    check(target, problem(target, rotary, 41, batch=2, positions=positions, seed=1, head_dim_v=16))
+
+
+@pytest.mark.interpreted(lambda exact, form: form == "interleaved")
+@forms
+def test_equal_coordinates_are_plain_rope(exact, form):
+    rotary = FORMS[form](24)
+    plain = Rotary(24, rotary.frequencies, rotary.interleaved, rotary.bands, rotary.temperature)
+    p = problem(exact, rotary, 41, batch=2, seed=2)
+    given = torch.arange(41, device=exact.device)
+    results = [
+        attention(p.q, p.k, p.v, scheme, positions=positions, impl=exact.impl)
+        for scheme, positions in ((rotary, given[:, None].expand(-1, 3)), (plain, given), (plain, None))
+    ]
+    assert torch.equal(results[0], results[1])
+    torch.testing.assert_close(results[0], results[2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("form", ["sections", "local", "one coordinate"])
+def test_packed(exact, form, deterministic):
+    """Every sequence as if it were alone, with its own positions; rows outside every sequence get 0."""
+    rotary = {"local": SCHEMES["local"](24), "one coordinate": Rotary.rope(24).log_n(20)}.get(form) or FORMS[form](24)
+    lengths, spare = (36, 0, 1, 29), 4
+    positions = torch.cat((grid(36, 1)[0], grid(30, 1)[0], torch.zeros(spare, 3)))
+    positions = (positions if rotary.axis else positions[:, 1] * 1.5 - 2).to(exact.device)
+    cu_seqlens = torch.tensor([0, *lengths], device=exact.device).cumsum(0).to(torch.int32)
+    total = sum(lengths) + spare
+    q, k, v, grad_out = (
+        support.random((1, total, heads, 24), exact, seed)[0].requires_grad_()
+        for seed, heads in enumerate((4, 2, 2, 4))
+    )
+    arguments = (rotary, cu_seqlens, cu_seqlens, 36, 36)
+    options = dict(impl=exact.impl, deterministic=deterministic, positions=positions, return_lse=True)
+    out, lse = attention_varlen(q, k, v, *arguments, **options)
+    grads = torch.autograd.grad(out, (q, k, v), grad_out)
+    first = 0
+    for n in lengths:
+        rows = slice(first, first + n)
+        p = support.Problem(
+            *(x.detach()[None, rows] for x in (q, k, v)),
+            rotary,
+            positions=positions[None, rows],
+            grad_out=grad_out.detach()[None, rows],
+            grad_lse=torch.zeros_like(lse[None, :, rows]),
+        )
+        values = (out.detach(), *grads)
+        got = {name: x[None, rows] for name, x in zip(("out", "grad_q", "grad_k", "grad_v"), values, strict=True)}
+        got["lse"] = lse.detach()[None, :, rows]
+        ratios = support.excess(got, *support.exact_and_bound(p), exact.dtype)
+        assert max(ratios.values()) <= support.COEFFICIENT[exact.dtype], (n, ratios)
+        first += n
+    assert not out[first:].any() and not any(grad[first:].any() for grad in grads)
+
+
+def test_packed_positions_in_a_compiled_graph():
+    rotary, cu_seqlens = FORMS["sections"](24), torch.tensor([0, 36, 41], dtype=torch.int32)
+    q, k, v = (torch.randn(41, 2, 24).requires_grad_() for _ in range(3))
+    positions = torch.cat((grid(36, 1)[0], grid(36, 1)[0, :5]))
+
+    def call(q, k, v, positions):
+        return attention_varlen(q, k, v, rotary, cu_seqlens, cu_seqlens, 36, 36, positions=positions)
+
+    torch.compiler.reset()
+    results = []
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        out = run(q, k, v, positions)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    torch.testing.assert_close(*results)
+
+
+def test_the_shapes_of_packed_positions_for_tracing(exact):
+    rotary = FORMS["sections"](24)
+    cu_seqlens = torch.tensor([0, 36, 41], dtype=torch.int32, device=exact.device)
+    q, k, v = (support.random((1, 41, 2, 24), exact, seed)[0].requires_grad_() for seed in range(3))
+    positions = torch.cat((grid(36, 1), grid(36, 1)[:, :5]), 1).to(exact.device)
+    arguments = (q, k, v, positions, cu_seqlens, cu_seqlens, 36, 36, rotary.text, True, 0.2, True, exact.impl)
+    torch.library.opcheck(torch.ops.flashrope.attention, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_table_of_given_positions():
+    rotary, positions = FORMS["interleaved"](24), grid(36)
+    cos, sin = cos_sin(rotary, positions)
+    for m, (theta, axis) in enumerate(zip(rotary.frequencies, rotary.axis, strict=True)):
+        angle = positions[..., axis].double() * theta
+        torch.testing.assert_close((cos[..., m], sin[..., m]), (angle.cos(), angle.sin()))
