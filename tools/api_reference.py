@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "api.md"
 SECTIONS = {  # section: {file below python/flashrope: public names}
-    "Schemes": {"rotary.py": ("Rotary", "Band")},
+    "Schemes": {"rotary.py": ("Rotary",), "bands.py": ("Band",)},
     "Attention": {"api.py": ("attention", "attention_varlen", "attention_with_cache", "attention_varlen_with_cache")},
     "Caches": {
         "cache/contiguous.py": ("KVCache",),

@@ -172,7 +172,9 @@ def _grads(ctx, grad_out, grad_lse, *_):
 
 
 torch.library.register_autograd(add_op_namespace_prefix("attention"), _grads, setup_context=_save, lib=LIBRARY)
-torch.library.register_autograd(add_op_namespace_prefix("attention_backward"), transforms.no_second_derivative, lib=LIBRARY)
+torch.library.register_autograd(
+    add_op_namespace_prefix("attention_backward"), transforms.no_second_derivative, lib=LIBRARY
+)
 
 
 def _no_gradient(ctx, *grads):
