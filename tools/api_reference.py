@@ -101,7 +101,7 @@ def _signature(name: str, node: ast.FunctionDef) -> str:
     arguments = [x for x in node.args.args if x.arg not in ("self", "cls")]
     defaults = [""] * (len(arguments) - len(node.args.defaults)) + [f" = {ast.unparse(x)}" for x in node.args.defaults]
     each = [ast.unparse(x) + default for x, default in zip(arguments, defaults, strict=True)]
-    if node.args.kwarg:
+    if node.args.kwarg and ast.unparse(node.args.kwarg.annotation or ast.Constant(None)) != "Never":  # refused
         each.append(f"**{node.args.kwarg.arg}")
     returns = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
     line = f"{name}({', '.join(each)}){returns}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from .backends.base import MAX_SPLITS, ONE_PER_QUERY, CacheLayout
 from .rotary import Rotary
 
 CACHES = ("k_cache", "v_cache")
+MANY_HEADS = 256  # more than any known model has
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -57,12 +59,35 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple
     if v.shape != shape_k:
         raise ValueError(f"{names[1]}: expected shape {tuple(shape_k)} as {names[0]}, got {tuple(v.shape)}")
     if not heads_kv or heads_q % heads_kv:
-        raise ValueError(f"q: expected heads_q to be a multiple of heads_kv = {heads_kv}, got {heads_q}")
+        raise ValueError(f"q: expected heads_q to be a multiple of heads_kv = {heads_kv}, got {heads_q}{_layout(rank)}")
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
     if rotary.head_dim != head_dim:
         raise ValueError(f"rotary: its head_dim is {rotary.head_dim}, q's is {head_dim}")
     return shape_q, shape_k
+
+
+def _layout(rank: int) -> str:
+    return "; shapes are (batch, seqlen, heads, head_dim)" if rank == 4 else ""
+
+
+def warn_of_layout(shape_q, shape_k) -> None:
+    """Warns where the shapes are allowed but look like (batch, heads, seqlen, head_dim), for a causal call with more
+    queries than keys or one with more than ``MANY_HEADS`` heads."""
+    (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = shape_q, shape_k
+    if heads_q > MANY_HEADS:
+        if heads_q <= seqlen_q:
+            return
+        why = f"{heads_q} heads and only {seqlen_q} queries"
+    elif seqlen_k and heads_q == heads_kv and not seqlen_q % seqlen_k:  # as heads_q is a multiple of heads_kv
+        why = f"{seqlen_q} queries and only {seqlen_k} keys, so that the first {seqlen_q - seqlen_k} rows have no key"
+    else:
+        return
+    warnings.warn(
+        f"q: expected (batch, seqlen, heads, head_dim), got shape {tuple(shape_q)} with k {tuple(shape_k)}, which is "
+        f"{why}. If it is (batch, heads, seqlen, head_dim), as scaled_dot_product_attention has it, transpose(1, 2).",
+        stacklevel=3,
+    )
 
 
 def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, cu_seqlens_q=None) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import json
 import math
 import warnings
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
@@ -464,7 +465,8 @@ def _from_text(text: str) -> Rotary:
             f"text: expected the fields {', '.join(known)}, got also {', '.join(unknown)}; a newer flashrope may have "
             "written it"
         )
-    return Rotary(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    return Rotary(**given)
 
 
 def _short(text: str) -> str:
