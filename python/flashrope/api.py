@@ -86,7 +86,7 @@ def attention(
     if positions is not None:
         positions = check_positions(positions, q, k, rotary)
     elif rotary.axis:
-        raise ValueError(f"positions: an axial scheme needs them, shape (batch, seqlen, {rotary.axes})")
+        raise ValueError(f"positions: expected shape (batch, seqlen, {rotary.axes}) for an axial scheme, got None")
     softmax_scale = check_options(causal, softmax_scale, q, deterministic)
     call = AttentionCall(rotary, causal, softmax_scale, positions, None, None, shape_q[1], shape_k[1], deterministic)
     return _attend(q, k, v, call, sinks, return_lse, impl)

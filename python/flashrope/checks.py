@@ -63,7 +63,7 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
     if rotary.head_dim != head_dim:
-        raise ValueError(f"rotary: its head_dim is {rotary.head_dim}, q's is {head_dim}")
+        raise ValueError(f"rotary: expected head_dim {head_dim} as in q, got {rotary.head_dim}")
     return shape_q, shape_k
 
 
@@ -105,7 +105,8 @@ def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, cu_seqlens_q=Non
         if capacity < 16 or capacity & (capacity - 1):
             raise ValueError(f"k_cache: expected pages of 16, 32, 64, ... slots, got page_size {capacity}")
     elif rows != batch:
-        raise ValueError(f"k_cache: expected batch {batch} as in {'q' if rank == 4 else 'cu_seqlens_q'}, got {rows}")
+        like = "q" if rank == 4 else "cu_seqlens_q"
+        raise ValueError(f"k_cache: expected batch {batch} as in {like}, got {rows}; pages need a block_table")
     if rotary.axis:
         raise ValueError("rotary: an axial scheme needs positions, which a cache does not carry")
     seqlen_new = 0
@@ -184,12 +185,16 @@ def validate_tables(layout: CacheLayout, capacity: int, k_cache) -> None:
     for b, length in enumerate(layout.seqlens.tolist()):
         seqlen_new = starts[b + 1] - starts[b] if starts else layout.seqlen_new
         if length < 0:
-            raise ValueError(f"cache_seqlens: sequence {b} has length {length}")
+            raise ValueError(f"cache_seqlens: sequence {b}: expected at least 0, got {length}")
         if length + seqlen_new > capacity:
-            new = f" and {seqlen_new} new keys" if seqlen_new else ""
-            raise ValueError(f"cache_seqlens: sequence {b} has length {length}{new}, its capacity is {capacity}")
+            new = f", with room for {seqlen_new} new keys in {capacity} slots" if seqlen_new else ""
+            raise ValueError(
+                f"cache_seqlens: sequence {b}: expected at most {capacity - seqlen_new}{new}, got {length}"
+            )
         if pads is not None and not 0 <= pads[b] <= length + seqlen_new:
-            raise ValueError(f"cache_leftpad: sequence {b} starts at slot {pads[b]}, its length is {length}")
+            raise ValueError(
+                f"cache_leftpad: sequence {b}: expected 0 to {length + seqlen_new}, its length, got {pads[b]}"
+            )
         if tables is None:
             continue
         page_size = k_cache.shape[1]
@@ -197,13 +202,13 @@ def validate_tables(layout: CacheLayout, capacity: int, k_cache) -> None:
             page = tables[b][n]
             if not 0 <= page < k_cache.shape[0]:
                 raise ValueError(
-                    f"block_table: sequence {b}, entry {n} is page {page}, the cache has pages 0 to "
-                    f"{k_cache.shape[0] - 1}"
+                    f"block_table: sequence {b}, entry {n}: expected a page of the cache, 0 to {k_cache.shape[0] - 1}, "
+                    f"got {page}"
                 )
             if seqlen_new and n >= length // page_size and writable.setdefault(page, (b, n)) != (b, n):
                 raise ValueError(
-                    f"block_table: sequence {b}, entry {n} would write to page {page}, as sequence "
-                    f"{writable[page][0]}, entry {writable[page][1]} does"
+                    f"block_table: sequence {b}, entry {n}: expected a page that no other entry writes to, got {page}, "
+                    f"which sequence {writable[page][0]}, entry {writable[page][1]} writes to"
                 )
 
 
@@ -211,9 +216,11 @@ def _validate_slots(slots: list[int], count: int) -> None:
     seen: dict[int, int] = {}
     for token, slot in enumerate(slots):
         if slot >= count:
-            raise ValueError(f"slot_mapping: token {token} goes to slot {slot}, the cache has {count}")
+            raise ValueError(f"slot_mapping: token {token}: expected a slot below {count}, got {slot}")
         if slot >= 0 and seen.setdefault(slot, token) != token:
-            raise ValueError(f"slot_mapping: token {token} goes to slot {slot}, as token {seen[slot]} does")
+            raise ValueError(
+                f"slot_mapping: token {token}: expected a slot of its own, got {slot}, as token {seen[slot]}"
+            )
 
 
 def check_num_splits(num_splits) -> int:
@@ -244,7 +251,7 @@ def check_positions(positions, q, k, rotary) -> torch.Tensor:
         raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
     if len(rotary.bands) != 1 or (rotary.bands[0].slope, rotary.bands[0].offset) != (1, 0):
         raise ValueError(
-            f"positions: only schemes whose distance is d everywhere take them, this one has bands {rotary.bands}"
+            f"positions: expected None, or a scheme whose distance is d everywhere, got one with bands {rotary.bands}"
         )
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"positions: need seqlen_q == seqlen_k, got {q.shape[1]} and {k.shape[1]}")
@@ -274,6 +281,6 @@ def check_cu_seqlens(name, cu_seqlens, x, x_name, max_seqlen) -> None:
         if any(length < 0 for length in lengths):
             raise ValueError(f"{name}: expected non-decreasing values, got {values}")
         if values[-1] > x.shape[0]:
-            raise ValueError(f"{name}: ends at {values[-1]}, {x_name} has {x.shape[0]} rows")
+            raise ValueError(f"{name}: expected to end at {x.shape[0]} at most, the rows of {x_name}, got {values[-1]}")
         if lengths and max(lengths) > max_seqlen:
             raise ValueError(f"{maximum}: expected at least the longest sequence, {max(lengths)}, got {max_seqlen}")

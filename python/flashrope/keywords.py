@@ -102,7 +102,7 @@ def raise_for(call: Callable, given: dict[str, Any]) -> NoReturn:
     own = [parameter for parameter in inspect.signature(call).parameters if parameter != "unknown"]
     expected = INSTEAD.get(name) or ELSEWHERE.get(name)
     if expected is None:
-        close = difflib.get_close_matches(name, own, n=1)
+        close = [] if torch.compiler.is_compiling() else difflib.get_close_matches(name, own, n=1)
         expected = close[0] if close else f"one of {', '.join(own)}"
     shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     raise TypeError(

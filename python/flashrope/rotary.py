@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import warnings
 from functools import cached_property, lru_cache
 from typing import Any
@@ -220,6 +221,13 @@ class Rotary:
             head_dim: channels per head, at least 2 * pairs.
             interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + pairs.
         """
+        try:
+            table = torch.as_tensor(inv_freq)
+            if table.is_complex() or table.dtype == torch.bool:
+                raise TypeError
+        except (TypeError, ValueError, RuntimeError):
+            given = getattr(inv_freq, "dtype", repr(inv_freq))
+            raise TypeError(f"inv_freq: expected a tensor, array or list of real numbers, got {given}") from None
         table = torch.as_tensor(inv_freq, dtype=torch.float64).detach().cpu()
         if table.ndim != 1:
             raise ValueError(f"inv_freq: expected one dimension, got shape {tuple(table.shape)}")
@@ -240,6 +248,11 @@ class Rotary:
         """
         from .integrations.transformers.hf_config import rotary_from_config
 
+        if config is None or isinstance(config, (str, bytes, dict, os.PathLike)):
+            raise TypeError(
+                "config: expected a model configuration, as transformers.AutoConfig.from_pretrained returns it, got "
+                f"{type(config).__name__}"
+            )
         return rotary_from_config(config, layer_type, seqlen)
 
     @classmethod
