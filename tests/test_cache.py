@@ -320,7 +320,11 @@ class TestKVCache:
                 "softmax_scale: expected a number",
             ),
             (lambda c, q, k: c.attend(q, SCHEMES["rope"], k, k, block_table=None), TypeError, "block_table"),
-            (lambda c, q, k: c.attend(q, Rotary.rope(16), k, k), ValueError, "rotary: its head_dim is 16, q's is 8"),
+            (
+                lambda c, q, k: c.attend(q, Rotary.rope(16), k, k),
+                ValueError,
+                "rotary: expected head_dim 8 as in q, got 16",
+            ),
             (
                 lambda c, q, k: c.truncate(1, 6),
                 ValueError,
@@ -511,7 +515,7 @@ class TestPagedKVCache:
             (
                 lambda c, q, k: c.attend([0, 1], q, Rotary.rope(16), k, k),
                 ValueError,
-                "rotary: its head_dim is 16, q's is 8",
+                "rotary: expected head_dim 8 as in q, got 16",
             ),
             (
                 lambda c, q, k: c.attend([0, 1], q.requires_grad_(), SCHEMES["rope"], k, k),

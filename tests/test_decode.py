@@ -357,7 +357,9 @@ def test_two_sequences_on_one_page(exact):
     """Shared pages may be read but not written."""
     c = cached(exact, Rotary.rope(16), (20, 20), 1, page_size=PAGE)
     c.block_table[1] = c.block_table[0]
-    with pytest.raises(ValueError, match="block_table: sequence 1, entry 1 would write to page"):
+    with pytest.raises(
+        ValueError, match="block_table: sequence 1, entry 1: expected a page that no other entry writes to, got"
+    ):
         c.run(exact.impl)
 
 

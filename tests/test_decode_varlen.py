@@ -243,7 +243,7 @@ def arguments(**changes):
 SLOTS = torch.tensor([3, 41, 42])
 BAD = {
     r"q: expected \(total, heads, head_dim\)": dict(q=torch.randn(2, 3, 4, 16)),
-    "cu_seqlens_q: ends at 3, q has 2 rows": dict(q=torch.randn(2, 4, 16)),
+    "cu_seqlens_q: expected to end at 2 at most, the rows of q, got 3": dict(q=torch.randn(2, 4, 16)),
     "max_seqlen_q: expected at least the longest sequence, 2, got 1": dict(max_seqlen_q=1),
     r"k: expected shape \(3, 2, 16\), got \(2, 2, 16\)": dict(k=torch.randn(2, 2, 16)),
     "v: expected both": dict(v=None),
@@ -254,9 +254,11 @@ BAD = {
     "slot_mapping: expected k and v to place, got none": dict(k=None, v=None, slot_mapping=SLOTS),
     "slot_mapping: expected int32 or int64": dict(slot_mapping=SLOTS.float()),
     r"slot_mapping: expected shape \(3,\), got \(2,\)": dict(slot_mapping=SLOTS[:2]),
-    "slot_mapping: token 2 goes to slot 64, the cache has 64": dict(slot_mapping=SLOTS + 22, validate=True),
-    "slot_mapping: token 1 goes to slot 3, as token 0 does": dict(slot_mapping=SLOTS * 0 + 3, validate=True),
-    "cache_seqlens: sequence 1 has length 31 and 2 new keys, its capacity is 32": dict(
+    "slot_mapping: token 2: expected a slot below 64, got 64": dict(slot_mapping=SLOTS + 22, validate=True),
+    "slot_mapping: token 1: expected a slot of its own, got 3, as token 0": dict(
+        slot_mapping=SLOTS * 0 + 3, validate=True
+    ),
+    "cache_seqlens: sequence 1: expected at most 30, with room for 2 new keys in 32 slots, got 31": dict(
         cache_seqlens=torch.tensor([3, 31], dtype=torch.int32), validate=True
     ),
     "expected no gradient": dict(q=torch.randn(3, 4, 16, requires_grad=True)),

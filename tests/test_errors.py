@@ -65,7 +65,7 @@ BAD_CALLS = {
         ValueError,
         "q: expected heads_q to be a multiple of heads_kv = 0, got 4",
     ),
-    "head_dim of the scheme": ({"rotary": Rotary.rope(32)}, ValueError, "rotary: its head_dim is 32, q's is 16"),
+    "head_dim of the scheme": ({"rotary": Rotary.rope(32)}, ValueError, "rotary: expected head_dim 16 as in q, got 32"),
     "no scheme": ({"rotary": "rope"}, TypeError, "rotary: expected a flashrope.Rotary, got str"),
     "stride of q": (
         {"q": zeros(2, 6, 16, 4).transpose(2, 3)},
@@ -91,12 +91,12 @@ BAD_CALLS = {
     "axial without positions": (
         {"rotary": Rotary.axial(16)},
         ValueError,
-        r"positions: an axial scheme needs them, shape \(batch, seqlen, 2\)",
+        r"positions: expected shape \(batch, seqlen, 2\) for an axial scheme, got None",
     ),
     "positions of bands": (
         {"rotary": ROPE.rectify(3), "positions": zeros(2, 6)},
         ValueError,
-        "positions: only schemes whose distance is d",
+        "positions: expected None, or a scheme whose distance is d everywhere, got one with bands",
     ),
     "shape of positions": (
         {"positions": zeros(2, 5)},
@@ -217,7 +217,11 @@ BAD_PACKED_CALLS = {
         ValueError,
         r"cu_seqlens_k: expected non-decreasing values, got \[0, 6, 4\]",
     ),
-    "end": ({"cu_seqlens_q": int32(0, 5, 10)}, ValueError, "cu_seqlens_q: ends at 10, q has 9 rows"),
+    "end": (
+        {"cu_seqlens_q": int32(0, 5, 10)},
+        ValueError,
+        "cu_seqlens_q: expected to end at 9 at most, the rows of q, got 10",
+    ),
     "bound": ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q: expected at least the longest sequence, 5, got 4"),
     "negative bound": ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected a non-negative integer, got -1"),
     "bound is no integer": (

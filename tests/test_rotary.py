@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flashrope import Rotary
-from flashrope.rotary import Band
+from flashrope.rotary import Band, _from_text
 
 INF = math.inf
 
@@ -93,6 +93,7 @@ def test_hope_keeps_the_pairs_that_make_a_turn_in_training(head_dim, train_lengt
     same_table(paper, full[:kept])
 
 
+@pytest.mark.filterwarnings("ignore:train_length")
 def test_hope_edges():
     assert Rotary.hope(64, 1e9) == Rotary.rope(64)
     assert not any(Rotary.hope(64, 6).frequencies)
@@ -367,7 +368,7 @@ def test_equal_however_it_was_built():
 @pytest.mark.parametrize("rotary", SCHEMES, ids=range(len(SCHEMES)))
 def test_text_and_pickle_are_exact(rotary):
     hash(rotary), rotary.text, rotary.two_sided_bands  # fill the caches
-    again = Rotary.from_text.__wrapped__(rotary.text)
+    again = _from_text.__wrapped__(rotary.text)
     for twin in (again, pickle.loads(pickle.dumps(rotary)), copy.copy(rotary), copy.deepcopy(rotary)):
         assert twin == rotary and hash(twin) == hash(rotary)
         assert dataclasses.astuple(twin) == dataclasses.astuple(rotary) and twin.text == rotary.text
@@ -447,7 +448,7 @@ ROPE = Rotary.rope(64)
     ("build", "reason"),
     [
         (lambda: Rotary.none(64).interpolate(2.0), "interpolate: no pair of this scheme rotates"),
-        (lambda: Rotary.hope(64, 6).yarn(2.0, 512), "yarn: no pair of this scheme rotates"),
+        (lambda: Rotary.from_inv_freq([0.0], 64).yarn(2.0, 512), "yarn: no pair of this scheme rotates"),
         (lambda: ROPE.interpolate(2.0).interpolate(2.0), "interpolate: the table was changed by interpolate already"),
         (lambda: ROPE.yarn(2.0, 512).ntk(2.0), "ntk: the table was changed by yarn already"),
         (lambda: ROPE.ntk(2.0).yarn(2.0, 512), "yarn: the table was changed by ntk already"),
@@ -477,7 +478,7 @@ ROPE = Rotary.rope(64)
         (lambda: Rotary.axial(64.0), "head_dim: expected a positive integer, got 64.0"),
         (lambda: Rotary.from_inv_freq([[1.0]], 64), r"inv_freq: expected one dimension, got shape \(1, 1\)"),
         (lambda: Rotary.from_inv_freq([1.0] * 33, 64), "inv_freq: 33 pairs need 66 channels, head_dim has 64"),
-        (lambda: Rotary.from_inv_freq([1.0, math.nan], 64), "inv_freq: every frequency must be finite"),
+        (lambda: Rotary.from_inv_freq([1.0, math.nan], 64), r"inv_freq\[1\]: expected a finite number, got nan"),
         (
             lambda: dataclasses.replace(Rotary.axial(64), frequencies=(1.0,)),
             "axis: expected one for each of the 1 pairs, got 32",
@@ -573,9 +574,6 @@ def test_flags_are_checked(name, build, bad):
         lambda: Rotary.rope(64, bas=1e4),
         lambda: ROPE.rectify(windw=8),
         lambda: ROPE.yarn(2.0, 512, betafast=32),
-        lambda: Rotary.from_text(
-            '{"head_dim": 64, "frequencies": [], "bands": [], "axis": [], "log_n_scale": null, "x": 1}'
-        ),
     ],
 )
 def test_misspelt_names_are_refused(call):

@@ -192,20 +192,13 @@ def test_backward_twice_through_one_graph(rotary):
 
 
 def test_vmap_works(rotary):
-    """One more batch dimension, by a loop over the operator."""
+    """One more batch dimension; more in test_transforms.py."""
     q, k, v = (
         torch.stack((a, b))
         for a, b in zip(inputs(requires_grad=False), inputs(seed=1, requires_grad=False), strict=True)
     )
     out = torch.func.vmap(lambda *x: attention(*x, rotary))(q, k, v)
     assert torch.equal(out, torch.stack([attention(q[b], k[b], v[b], rotary) for b in range(2)]))
-
-
-def test_func_grad_is_refused(rotary):
-    """torch.library operators have no rule for torch.func's transforms but vmap."""
-    q, k, v = inputs(requires_grad=False)
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda q: attention(q, k, v, rotary).square().sum())(q)
 
 
 def test_fake_tensors(rotary):

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "api.md"
 SECTIONS = {  # section: {file below python/flashrope: public names}
-    "Schemes": {"rotary.py": ("Rotary", "Band")},
+    "Schemes": {"rotary.py": ("Rotary",), "bands.py": ("Band",)},
     "Attention": {"api.py": ("attention", "attention_varlen", "attention_with_cache", "attention_varlen_with_cache")},
     "Caches": {
         "cache/contiguous.py": ("KVCache",),
@@ -101,7 +101,7 @@ def _signature(name: str, node: ast.FunctionDef) -> str:
     arguments = [x for x in node.args.args if x.arg not in ("self", "cls")]
     defaults = [""] * (len(arguments) - len(node.args.defaults)) + [f" = {ast.unparse(x)}" for x in node.args.defaults]
     each = [ast.unparse(x) + default for x, default in zip(arguments, defaults, strict=True)]
-    if node.args.kwarg:
+    if node.args.kwarg and ast.unparse(node.args.kwarg.annotation or ast.Constant(None)) != "Never":  # refused
         each.append(f"**{node.args.kwarg.arg}")
     returns = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
     line = f"{name}({', '.join(each)}){returns}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import BuiltinFunctionType
+from typing import Never
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from . import ops
 from .backends import AttentionCall, CacheCall, CacheLayout, resolve_impl
 from .checks import (
     CACHES,
+    MANY_HEADS,
     check_cache,
     check_cu_seqlens,
     check_int32,
@@ -24,7 +26,9 @@ from .checks import (
     check_slot_mapping,
     check_tensors,
     validate_tables,
+    warn_of_layout,
 )
+from .keywords import raise_for
 from .rotary import Rotary
 from .sinks import add_sinks
 
@@ -43,6 +47,7 @@ def attention(
     impl: str | None = None,
     deterministic: bool = True,
     sinks: torch.Tensor | None = None,
+    **unknown: Never,
 ):
     """Attention over raw q, k, v with the rotary scheme applied inside. Gradients are those of raw q, k, v.
 
@@ -65,21 +70,25 @@ def attention(
             under ``torch.use_deterministic_algorithms(True)``. The other backends are always reproducible.
 
     Returns:
-        out, like q but as wide as v, contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), float32,
-        natural log. A row with no keys gets out 0 and lse -inf. With sinks, lse counts them: such a row's lse is its
-        head's sink.
+        out, like q but as wide as v, contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), natural
+        log, float32, or float64 for float64 inputs. A row with no keys gets out 0 and lse -inf. With sinks, lse counts
+        them: such a row's lse is its head's sink.
 
     Raises:
         TypeError, ValueError: the argument, what was expected and what came. No check synchronises with the device.
     """
+    if unknown:
+        raise_for(attention, unknown)
     q, k, v = _autocast(q, k, v)
     shape_q, shape_k = check_tensors(q, k, v, rotary, rank=4)
     if shape_k[0] != shape_q[0]:
         raise ValueError(f"k: expected batch {shape_q[0]} as in q, got {shape_k[0]}")
+    if not torch.compiler.is_compiling() and (causal and shape_q[1] > shape_k[1] or shape_q[2] > MANY_HEADS):
+        warn_of_layout(shape_q, shape_k)
     if positions is not None:
         positions = check_positions(positions, q, k, rotary)
     elif rotary.axis:
-        raise ValueError(f"positions: an axial scheme needs them, shape (batch, seqlen, {rotary.axes})")
+        raise ValueError(f"positions: expected shape (batch, seqlen, {rotary.axes}) for an axial scheme, got None")
     softmax_scale = check_options(causal, softmax_scale, q, deterministic)
     call = AttentionCall(rotary, causal, softmax_scale, positions, None, None, shape_q[1], shape_k[1], deterministic)
     return _attend(q, k, v, call, sinks, return_lse, impl)
@@ -101,6 +110,7 @@ def attention_varlen(
     deterministic: bool = True,
     sinks: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    **unknown: Never,
 ):
     """``attention`` over packed sequences of different lengths.
 
@@ -115,12 +125,14 @@ def attention_varlen(
         rotary, causal, softmax_scale, sinks, return_lse, impl, deterministic: as in ``attention``.
 
     Returns:
-        out like q, as wide as v. With return_lse: (out, lse), lse (heads_q, total_q) float32. Rows outside every
-        sequence get 0 and -inf, or the sink.
+        out like q, as wide as v. With return_lse: (out, lse), lse (heads_q, total_q), of the dtype in ``attention``.
+        Rows outside every sequence get 0 and -inf, or the sink.
 
     Raises:
         TypeError, ValueError: as in ``attention``.
     """
+    if unknown:
+        raise_for(attention_varlen, unknown)
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v, rotary, rank=3)
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
@@ -167,6 +179,7 @@ def attention_with_cache(
     num_splits: int | None = None,
     validate: bool = False,
     sinks: torch.Tensor | None = None,
+    **unknown: Never,
 ):
     """Writes the new raw k, v to the cache, then attends: decoding, speculative verification, chunked prefill.
 
@@ -192,11 +205,14 @@ def attention_with_cache(
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
 
     Returns:
-        out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q) float32.
+        out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), of the dtype in
+        ``attention``.
 
     Raises:
         TypeError, ValueError: as in ``attention``; with validate also the sequence and the entry.
     """
+    if unknown:
+        raise_for(attention_with_cache, unknown)
     capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None)
     layout = CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new)
     call = CacheCall(rotary, causal, check_options(causal, softmax_scale, q), layout, check_num_splits(num_splits))
@@ -223,6 +239,7 @@ def attention_varlen_with_cache(
     num_splits: int | None = None,
     validate: bool = False,
     sinks: torch.Tensor | None = None,
+    **unknown: Never,
 ):
     """``attention_with_cache`` for packed queries: one-token steps, speculation, chunks and whole prompts in one batch.
 
@@ -245,12 +262,14 @@ def attention_varlen_with_cache(
             cache whose capacity is a multiple of 16.
 
     Returns:
-        out like q. With return_lse: (out, lse), lse (heads_q, total_q) float32. Rows outside every sequence get 0 and
-        -inf, or the sink.
+        out like q. With return_lse: (out, lse), lse (heads_q, total_q), of the dtype in ``attention``. Rows outside
+        every sequence get 0 and -inf, or the sink.
 
     Raises:
         TypeError, ValueError: as in ``attention_with_cache``.
     """
+    if unknown:
+        raise_for(attention_varlen_with_cache, unknown)
     check_tensors(q, k_cache, v_cache, rotary, 3, CACHES)
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
     capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None, cu_seqlens_q)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from .backends.base import MAX_SPLITS, ONE_PER_QUERY, CacheLayout
 from .rotary import Rotary
 
 CACHES = ("k_cache", "v_cache")
+MANY_HEADS = 256  # more than any known model has
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -57,11 +59,11 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple
     if v.shape != shape_k:
         _check_values(names, v.shape, shape_k)
     if not heads_kv or heads_q % heads_kv:
-        raise ValueError(f"q: expected heads_q to be a multiple of heads_kv = {heads_kv}, got {heads_q}")
+        raise ValueError(f"q: expected heads_q to be a multiple of heads_kv = {heads_kv}, got {heads_q}{_layout(rank)}")
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
     if rotary.head_dim != head_dim:
-        raise ValueError(f"rotary: its head_dim is {rotary.head_dim}, q's is {head_dim}")
+        raise ValueError(f"rotary: expected head_dim {head_dim} as in q, got {rotary.head_dim}")
     return shape_q, shape_k
 
 
@@ -79,6 +81,29 @@ def _check_values(names, shape_v, shape_k) -> None:
         raise ValueError(f"{names[1]}: expected head_dim to be a multiple of 8 up to 256, got {shape_v[-1]}")
 
 
+def _layout(rank: int) -> str:
+    return "; shapes are (batch, seqlen, heads, head_dim)" if rank == 4 else ""
+
+
+def warn_of_layout(shape_q, shape_k) -> None:
+    """Warns where the shapes are allowed but look like (batch, heads, seqlen, head_dim), for a causal call with more
+    queries than keys or one with more than ``MANY_HEADS`` heads."""
+    (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = shape_q, shape_k
+    if heads_q > MANY_HEADS:
+        if heads_q <= seqlen_q:
+            return
+        why = f"{heads_q} heads and only {seqlen_q} queries"
+    elif seqlen_k and heads_q == heads_kv and not seqlen_q % seqlen_k:  # as heads_q is a multiple of heads_kv
+        why = f"{seqlen_q} queries and only {seqlen_k} keys, so that the first {seqlen_q - seqlen_k} rows have no key"
+    else:
+        return
+    warnings.warn(
+        f"q: expected (batch, seqlen, heads, head_dim), got shape {tuple(shape_q)} with k {tuple(shape_k)}, which is "
+        f"{why}. If it is (batch, heads, seqlen, head_dim), as scaled_dot_product_attention has it, transpose(1, 2).",
+        stacklevel=3,
+    )
+
+
 def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, cu_seqlens_q=None) -> tuple[int, int]:
     """(slots of a sequence or page, new keys of a sequence); cu_seqlens_q: of packed q, k and v, checked before."""
     if (k is None) != (v is None):
@@ -94,7 +119,8 @@ def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, cu_seqlens_q=Non
         if capacity < 16 or capacity & (capacity - 1):
             raise ValueError(f"k_cache: expected pages of 16, 32, 64, ... slots, got page_size {capacity}")
     elif rows != batch:
-        raise ValueError(f"k_cache: expected batch {batch} as in {'q' if rank == 4 else 'cu_seqlens_q'}, got {rows}")
+        like = "q" if rank == 4 else "cu_seqlens_q"
+        raise ValueError(f"k_cache: expected batch {batch} as in {like}, got {rows}; pages need a block_table")
     if rotary.axis:
         raise ValueError("rotary: an axial scheme needs positions, which a cache does not carry")
     seqlen_new = 0
@@ -173,12 +199,16 @@ def validate_tables(layout: CacheLayout, capacity: int, k_cache) -> None:
     for b, length in enumerate(layout.seqlens.tolist()):
         seqlen_new = starts[b + 1] - starts[b] if starts else layout.seqlen_new
         if length < 0:
-            raise ValueError(f"cache_seqlens: sequence {b} has length {length}")
+            raise ValueError(f"cache_seqlens: sequence {b}: expected at least 0, got {length}")
         if length + seqlen_new > capacity:
-            new = f" and {seqlen_new} new keys" if seqlen_new else ""
-            raise ValueError(f"cache_seqlens: sequence {b} has length {length}{new}, its capacity is {capacity}")
+            new = f", with room for {seqlen_new} new keys in {capacity} slots" if seqlen_new else ""
+            raise ValueError(
+                f"cache_seqlens: sequence {b}: expected at most {capacity - seqlen_new}{new}, got {length}"
+            )
         if pads is not None and not 0 <= pads[b] <= length + seqlen_new:
-            raise ValueError(f"cache_leftpad: sequence {b} starts at slot {pads[b]}, its length is {length}")
+            raise ValueError(
+                f"cache_leftpad: sequence {b}: expected 0 to {length + seqlen_new}, its length, got {pads[b]}"
+            )
         if tables is None:
             continue
         page_size = k_cache.shape[1]
@@ -186,13 +216,13 @@ def validate_tables(layout: CacheLayout, capacity: int, k_cache) -> None:
             page = tables[b][n]
             if not 0 <= page < k_cache.shape[0]:
                 raise ValueError(
-                    f"block_table: sequence {b}, entry {n} is page {page}, the cache has pages 0 to "
-                    f"{k_cache.shape[0] - 1}"
+                    f"block_table: sequence {b}, entry {n}: expected a page of the cache, 0 to {k_cache.shape[0] - 1}, "
+                    f"got {page}"
                 )
             if seqlen_new and n >= length // page_size and writable.setdefault(page, (b, n)) != (b, n):
                 raise ValueError(
-                    f"block_table: sequence {b}, entry {n} would write to page {page}, as sequence "
-                    f"{writable[page][0]}, entry {writable[page][1]} does"
+                    f"block_table: sequence {b}, entry {n}: expected a page that no other entry writes to, got {page}, "
+                    f"which sequence {writable[page][0]}, entry {writable[page][1]} writes to"
                 )
 
 
@@ -200,9 +230,11 @@ def _validate_slots(slots: list[int], count: int) -> None:
     seen: dict[int, int] = {}
     for token, slot in enumerate(slots):
         if slot >= count:
-            raise ValueError(f"slot_mapping: token {token} goes to slot {slot}, the cache has {count}")
+            raise ValueError(f"slot_mapping: token {token}: expected a slot below {count}, got {slot}")
         if slot >= 0 and seen.setdefault(slot, token) != token:
-            raise ValueError(f"slot_mapping: token {token} goes to slot {slot}, as token {seen[slot]} does")
+            raise ValueError(
+                f"slot_mapping: token {token}: expected a slot of its own, got {slot}, as token {seen[slot]}"
+            )
 
 
 def check_num_splits(num_splits) -> int:
@@ -232,7 +264,7 @@ def check_positions(positions, q, k, rotary) -> torch.Tensor:
     """positions of shape (batch, seqlen) or (batch, seqlen, axes)."""
     _check_position_values(positions, q, rotary)
     if q.shape[1] != k.shape[1]:
-        raise ValueError(f"positions: need seqlen_q == seqlen_k, got {q.shape[1]} and {k.shape[1]}")
+        raise ValueError(f"positions: expected None, or seqlen_q == seqlen_k, got {q.shape[1]} and {k.shape[1]}")
     shape = tuple(q.shape[:2]) + ((rotary.axes,) if rotary.axis else ())
     if tuple(positions.shape) not in (shape, shape[1:], (1, *shape[1:])):
         raise ValueError(f"positions: expected shape {shape} or {shape[1:]}, got {tuple(positions.shape)}")
@@ -258,7 +290,7 @@ def _check_position_values(positions, q, rotary) -> None:
         raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
     if len(rotary.bands) != 1 or (rotary.bands[0].slope, rotary.bands[0].offset) != (1, 0):
         raise ValueError(
-            f"positions: only schemes whose distance is d everywhere take them, this one has bands {rotary.bands}"
+            f"positions: expected None, or a scheme whose distance is d everywhere, got one with bands {rotary.bands}"
         )
     if positions.device != q.device:
         raise ValueError(f"positions: expected device {q.device} as q, got {positions.device}")
@@ -282,6 +314,6 @@ def check_cu_seqlens(name, cu_seqlens, x, x_name, max_seqlen) -> None:
         if any(length < 0 for length in lengths):
             raise ValueError(f"{name}: expected non-decreasing values, got {values}")
         if values[-1] > x.shape[0]:
-            raise ValueError(f"{name}: ends at {values[-1]}, {x_name} has {x.shape[0]} rows")
+            raise ValueError(f"{name}: expected to end at {x.shape[0]} at most, the rows of {x_name}, got {values[-1]}")
         if lengths and max(lengths) > max_seqlen:
             raise ValueError(f"{maximum}: expected at least the longest sequence, {max(lengths)}, got {max_seqlen}")

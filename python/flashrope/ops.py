@@ -7,7 +7,9 @@ Rotary: one constant in a graph, readable in an exported program.
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
+from . import transforms
 from .backends.base import (
     DIFFERENTIABLE,
     ONE_PER_QUERY,
@@ -170,14 +172,17 @@ def _grads(ctx, grad_out, grad_lse, *_):
     return *grads, *(None,) * 10
 
 
-def _no_second_backward(ctx, *grads):
-    raise RuntimeError(
-        "flashrope: attention has no second derivative; use impl='reference', which autograd differentiates freely"
-    )
-
-
 torch.library.register_autograd(add_op_namespace_prefix("attention"), _grads, setup_context=_save, lib=LIBRARY)
-torch.library.register_autograd(add_op_namespace_prefix("attention_backward"), _no_second_backward, lib=LIBRARY)
+torch.library.register_autograd(
+    add_op_namespace_prefix("attention_backward"), transforms.no_second_derivative, lib=LIBRARY
+)
+
+
+def _no_gradient(ctx, *grads):
+    raise RuntimeError("flashrope: attention over a cache has no gradient; use attention in training")
+
+
+torch.library.register_autograd(add_op_namespace_prefix("attention_with_cache"), _no_gradient, lib=LIBRARY)
 
 
 # ---- the calls that api.py makes
@@ -216,7 +221,8 @@ def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, to
     if impl in DIFFERENTIABLE:
         return load_backend(impl).forward(q, k, v, call)[:2]
     if not _is_plain(q, k, v):
-        return OPERATORS.attention(q, k, v, *_arguments(call), impl)[:2]
+        through = transforms.attention if transforms.transforming() else OPERATORS.attention
+        return through(q, k, v, *_arguments(call), impl)[:2]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _EagerAttention.apply(q, k, v, call, impl)
     return load_backend(impl).forward(q, k, v, call)[:2]
@@ -240,6 +246,8 @@ def attention_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, impl: str) 
         if new:
             backend.append_to_cache(k_cache, v_cache, k, v, layout)
         return backend.attention_with_cache(q, k_cache, v_cache, call)
+    if transforms.transforming():
+        transforms.check_no_tangents(q, k_cache, v_cache, *new)
     if new:
         append_to_cache(k_cache, v_cache, k, v, layout, impl)
     tables = (layout.seqlens, layout.block_table, layout.leftpad, layout.seqlen_new)
@@ -258,6 +266,7 @@ def _is_plain(*tensors: torch.Tensor) -> bool:
         and torch._C._get_tracing_state() is None
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._is_torch_function_mode_enabled()
+        and forward_ad._current_level < 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and _PLAIN.issuperset(map(type, tensors))
     )

@@ -14,28 +14,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import numbers
+import os
+import warnings
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
+from .bands import EVERYWHERE, Band, band_text, checked_bands, clipped, merged, two_sided
+from .fields import (
+    check_even,
+    check_flag,
+    check_positive_int,
+    check_window,
+    checked_axis,
+    checked_frequencies,
+    checked_log_n,
+    positive,
+)
 from .mrope import section_axes
 
 __all__ = ["Band", "Rotary"]
-
-
-class Band(NamedTuple):
-    """Distances start <= d < stop, in which q_i rotates by slope * i + offset and k_j by slope * j."""
-
-    start: float
-    stop: float
-    slope: float
-    offset: float
-
-
-EVERYWHERE = Band(0, math.inf, 1.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -69,16 +69,16 @@ class Rotary:
     scaled_by: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self):
-        _positive_int("head_dim", self.head_dim)
-        if 2 * len(self.frequencies) > self.head_dim:
-            pairs = len(self.frequencies)
-            raise ValueError(f"inv_freq: {pairs} pairs need {2 * pairs} channels, head_dim has {self.head_dim}")
-        if not all(math.isfinite(f) for f in self.frequencies):
-            raise ValueError("inv_freq: every frequency must be finite")
-        if self.axis and len(self.axis) != len(self.frequencies):
-            raise ValueError(f"axis: expected one for each of the {len(self.frequencies)} pairs, got {len(self.axis)}")
-        _flag("interleaved", self.interleaved)
-        _positive("temperature", self.temperature)
+        check_positive_int("head_dim", self.head_dim)
+        for name, checked in (
+            ("frequencies", checked_frequencies(self.frequencies, self.head_dim)),
+            ("bands", checked_bands(self.bands)),
+            ("axis", checked_axis(self.axis, len(self.frequencies))),
+            ("log_n_scale", checked_log_n(self.log_n_scale)),
+        ):
+            object.__setattr__(self, name, checked)
+        check_flag("interleaved", self.interleaved)
+        positive("temperature", self.temperature)
         self.text  # noqa: B018  cached now, because torch.compile cannot trace a cached_property's first call
 
     @cached_property
@@ -110,15 +110,12 @@ class Rotary:
 
     @cached_property
     def two_sided_bands(self) -> tuple[Band, ...]:
-        """The bands over all d: each causal band and its mirror image (d -> -d, offset -> -offset), merged at d = 0."""
-        mirrored = []
-        for start, stop, slope, offset in self.bands:
-            if offset == 0 and start == 0:
-                mirrored.append(Band(1 - stop, stop, slope, offset))
-            else:
-                mirrored.append(Band(start, stop, slope, offset))
-                mirrored.append(Band(1 - stop, 1 - start, slope, -offset))
-        return tuple(mirrored)
+        """The bands over all d: each causal band and its mirror image (d -> -d, offset -> -offset), merged at d = 0.
+
+        Raises:
+            ValueError: the first band starts at 0 and has an offset, so that d = 0 is in two bands.
+        """
+        return two_sided(self.bands)
 
     def bands_for(self, causal: bool) -> tuple[Band, ...]:
         """``bands`` for causal attention, otherwise ``two_sided_bands``."""
@@ -138,9 +135,9 @@ class Rotary:
                 is also the denominator of the exponent.
             interleaved: True pairs channels 2m and 2m + 1 (GPT-J); False pairs m and m + rotary_dim / 2 (Llama).
         """
-        _even("head_dim", head_dim)
+        check_even("head_dim", head_dim)
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
-        _even("rotary_dim", rotary_dim, minimum=0)
+        check_even("rotary_dim", rotary_dim, minimum=0)
         if rotary_dim > head_dim:
             raise ValueError(f"rotary_dim: expected at most head_dim = {head_dim}, got {rotary_dim}")
         return cls(head_dim, _geometric(base, rotary_dim), interleaved, base=float(base), exponent_dim=rotary_dim)
@@ -167,15 +164,21 @@ class Rotary:
                 with m + head_dim / 2, and the pairs from a on do not rotate (for Llama checkpoints).
             compact: pairs m with m + a within the first 2a channels.
         """
-        _positive("train_length", train_length)
+        positive("train_length", train_length)
         if interleaved and compact:
             raise ValueError(
                 "compact: pairs m with m + a, interleaved=True pairs 2m with 2m + 1; choose one of the two"
             )
-        _flag("compact", compact)
+        check_flag("compact", compact)
         rope = cls.rope(head_dim, base, interleaved=interleaved)
         kept = sum(f >= 2 * math.pi / train_length for f in rope.frequencies)
         frequencies = rope.frequencies[:kept]
+        if not kept:
+            warnings.warn(
+                f"train_length: expected at least 7 tokens, in which the first pair makes a full turn, got "
+                f"{train_length!r}; no pair rotates, as in Rotary.none",
+                stacklevel=2,
+            )
         if not (interleaved or compact):
             frequencies += (0.0,) * (head_dim // 2 - kept)
         return dataclasses.replace(rope, frequencies=frequencies)
@@ -191,7 +194,7 @@ class Rotary:
                 not. "ab3": all pairs rotate, with frequencies in geometric steps from 1 to 2 pi / L.
             head_dim, train_length, base, interleaved: as in ``rope`` and ``hope``.
         """
-        _positive("train_length", train_length)
+        positive("train_length", train_length)
         rope = cls.rope(head_dim, base, interleaved=interleaved)
         edge = math.pi / train_length
         if which == "ab1":
@@ -220,6 +223,13 @@ class Rotary:
             head_dim: channels per head, at least 2 * pairs.
             interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + pairs.
         """
+        try:
+            table = torch.as_tensor(inv_freq)
+            if table.is_complex() or table.dtype == torch.bool:
+                raise TypeError
+        except (TypeError, ValueError, RuntimeError):
+            given = getattr(inv_freq, "dtype", repr(inv_freq))
+            raise TypeError(f"inv_freq: expected a tensor, array or list of real numbers, got {given}") from None
         table = torch.as_tensor(inv_freq, dtype=torch.float64).detach().cpu()
         if table.ndim != 1:
             raise ValueError(f"inv_freq: expected one dimension, got shape {tuple(table.shape)}")
@@ -240,6 +250,11 @@ class Rotary:
         """
         from .integrations.transformers.hf_config import rotary_from_config
 
+        if config is None or isinstance(config, (str, bytes, dict, os.PathLike)):
+            raise TypeError(
+                "config: expected a model configuration, as transformers.AutoConfig.from_pretrained returns it, got "
+                f"{type(config).__name__}"
+            )
         return rotary_from_config(config, layer_type, seqlen)
 
     @classmethod
@@ -254,8 +269,8 @@ class Rotary:
             base: of every axis's table, above 1; the denominator of the exponent is head_dim / axes.
             interleaved: as in ``rope``.
         """
-        _positive_int("head_dim", head_dim)
-        _positive_int("axes", axes)
+        check_positive_int("head_dim", head_dim)
+        check_positive_int("axes", axes)
         if head_dim % (2 * axes):
             raise ValueError(f"head_dim: expected a multiple of 2 * axes = {2 * axes}, got {head_dim}")
         frequencies = _geometric(base, head_dim // axes)
@@ -266,7 +281,7 @@ class Rotary:
     def interpolate(self, factor: float) -> Rotary:
         """Position interpolation (Chen et al. 2023): every frequency is divided by factor, a positive number."""
         self._check_unscaled("interpolate")
-        factor = _positive("factor", factor)
+        factor = positive("factor", factor)
         return self._with_table("interpolate", [f / factor for f in self.frequencies])
 
     def ntk(self, factor: float, variant: str = "aware") -> Rotary:
@@ -280,7 +295,7 @@ class Rotary:
                 "mixed": inv_freq[m] is multiplied by exp(-a (m + 1) ** 0.625), a = ln(s) / (D / 2) ** 0.625.
         """
         self._check_unscaled("ntk")
-        factor = _positive("factor", factor)
+        factor = positive("factor", factor)
         dim, log_s = self.exponent_dim, math.log(factor)
         if variant == "aware":
             if dim <= 2:
@@ -318,9 +333,9 @@ class Rotary:
             truncate: whether the ends of the ramp are rounded to whole pairs; some checkpoints need False.
         """
         self._check_unscaled("yarn")
-        factor, train_length = _positive("factor", factor), _positive("train_length", train_length)
-        beta_fast, beta_slow = _positive("beta_fast", beta_fast), _positive("beta_slow", beta_slow)
-        _flag("truncate", truncate)
+        factor, train_length = positive("factor", factor), positive("train_length", train_length)
+        beta_fast, beta_slow = positive("beta_fast", beta_fast), positive("beta_slow", beta_slow)
+        check_flag("truncate", truncate)
         if beta_fast < beta_slow:
             raise ValueError(f"beta_fast: expected at least beta_slow = {beta_slow!r}, got {beta_fast!r}")
         if train_length < beta_slow * 2 * math.pi:
@@ -346,7 +361,7 @@ class Rotary:
             frequencies.append(f / factor * interpolated + f * (1 - interpolated))
         if temperature is None:
             temperature = (0.1 * math.log(factor) + 1) ** 2 if factor > 1 else 1.0
-        temperature = _positive("temperature", temperature)
+        temperature = positive("temperature", temperature)
         return dataclasses.replace(self._with_table("yarn", frequencies), temperature=self.temperature * temperature)
 
     def mrope(self, sections: Sequence[int], interleaved: bool = False) -> Rotary:
@@ -360,7 +375,7 @@ class Rotary:
             interleaved: False: one axis after the other (Qwen2-VL, Qwen2.5-VL, GLM-4V). True: pair m belongs to axis m
                 modulo the number of axes, and to axis 0 where that axis has its pairs already (Qwen3-VL).
         """
-        _flag("interleaved", interleaved)
+        check_flag("interleaved", interleaved)
         if self.axis:
             raise ValueError("mrope: this table is axial already")
         if len(self.bands) != 1 or (self.bands[0].slope, self.bands[0].offset) != (1, 0) or self.log_n_scale:
@@ -381,27 +396,27 @@ class Rotary:
             window: in positions.
             factor: None or inf: ReRoPE. A positive number, which may be below 1: Leaky ReRoPE.
         """
-        _window(window)
+        check_window(window)
         if self.axis:
             raise ValueError("rectify: bands over the distance need one-dimensional positions; this table is axial")
         if any(band.slope != 1 or band.offset != 0 for band in self.bands):
             raise ValueError("rectify: this scheme is rectified already; the formula has one window")
         slope = 0.0
         if factor is not None:
-            slope = 1.0 / _positive("factor", factor, finite=False)
+            slope = 1.0 / positive("factor", factor, finite=False)
             if slope == math.inf:
                 raise ValueError(f"factor: too small to divide by, {factor!r}")
         far = Band(window, math.inf, slope, window - window * slope)
         return self._with_bands(
-            [b for reach in self.bands for b in (_clip(reach, 0, window), _clip(far, 0, reach.stop))]
+            [b for reach in self.bands for b in (clipped(reach, 0, window), clipped(far, 0, reach.stop))]
         )
 
     def local(self, window: int) -> Rotary:
         """Sliding window: queries attend to distances below window only; without causality, on both sides."""
-        _window(window)
+        check_window(window)
         if self.axis:
             raise ValueError("local: a window over the distance needs one-dimensional positions; this table is axial")
-        return self._with_bands([_clip(band, 0, window) for band in self.bands])
+        return self._with_bands([clipped(band, 0, window) for band in self.bands])
 
     def log_n(self, train_length: float, clip: bool = True) -> Rotary:
         """Log n scaling: the query at position i is scaled by logn(i) = ln(i + 1) / ln(train_length).
@@ -410,10 +425,6 @@ class Rotary:
             train_length: in tokens, above 1.
             clip: True: logn(i) is at least 1, for models trained without it. False: for models trained with it.
         """
-        train_length = _positive("train_length", train_length)
-        if not train_length > 1:
-            raise ValueError(f"train_length: expected more than 1, got {train_length!r}")
-        _flag("clip", clip)
         if self.axis:
             raise ValueError("log_n: needs one-dimensional positions, which count the keys; this table is axial")
         if self.log_n_scale is not None:
@@ -427,16 +438,15 @@ class Rotary:
         return json.dumps({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
     @staticmethod
-    @lru_cache(maxsize=1024)
     def from_text(text: str) -> Rotary:
-        """The scheme of ``Rotary.text``."""
-        fields = json.loads(text)
-        fields["frequencies"] = tuple(fields["frequencies"])
-        fields["bands"] = tuple(Band(*band) for band in fields["bands"])
-        fields["axis"] = tuple(fields["axis"])
-        if fields["log_n_scale"] is not None:
-            fields["log_n_scale"] = tuple(fields["log_n_scale"])
-        return Rotary(**fields)
+        """The scheme of ``Rotary.text``.
+
+        Raises:
+            TypeError, ValueError: what was expected and what came.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"text: expected a string, the text of a Rotary, got {type(text).__name__}")
+        return _from_text(text)
 
     def __repr__(self) -> str:
         rotating = [f for f in self.frequencies if f]
@@ -451,7 +461,7 @@ class Rotary:
         parts = [
             f"head_dim={self.head_dim}",
             pairs,
-            "distance: " + ("; ".join(map(_band_text, self.bands)) or "no keys"),
+            "distance: " + ("; ".join(map(band_text, self.bands)) or "no keys"),
         ]
         scale = [f"{self.temperature:.6g}"] if self.temperature != 1 else []
         if self.log_n_scale is not None:
@@ -474,69 +484,34 @@ class Rotary:
 
     def _with_bands(self, bands) -> Rotary:
         """With these bands, without empty ones, and with equal neighbors merged."""
-        merged: list[Band] = []
-        for band in bands:
-            if band.start >= band.stop:
-                continue
-            last = merged[-1] if merged else None
-            if last and (last.stop, last.slope, last.offset) == (band.start, band.slope, band.offset):
-                merged[-1] = last._replace(stop=band.stop)
-            else:
-                merged.append(band)
-        return dataclasses.replace(self, bands=tuple(merged))
+        return dataclasses.replace(self, bands=merged(bands))
+
+
+@lru_cache(maxsize=1024)
+def _from_text(text: str) -> Rotary:
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"text: expected JSON, the text of a Rotary, got {_short(text)} ({error})") from None
+    known = [field.name for field in dataclasses.fields(Rotary)]
+    if not isinstance(fields, dict) or not {"head_dim", "frequencies"} <= fields.keys():
+        raise ValueError(f"text: expected a JSON object with head_dim, frequencies, ..., got {_short(text)}")
+    if unknown := sorted(fields.keys() - set(known)):
+        raise ValueError(
+            f"text: expected the fields {', '.join(known)}, got also {', '.join(unknown)}; a newer flashrope may have "
+            "written it"
+        )
+    given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    return Rotary(**given)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 def _geometric(base: float, dim: int) -> tuple[float, ...]:
     """base ** (-2m / dim) for every pair m."""
-    base = _positive("base", base)
+    base = positive("base", base)
     if not base > 1:
         raise ValueError(f"base: expected more than 1, got {base!r}")
     return tuple(base ** (-2 * m / dim) for m in range(dim // 2))
-
-
-def _clip(band: Band, start: float, stop: float) -> Band:
-    return band._replace(start=max(band.start, start), stop=min(band.stop, stop))
-
-
-def _band_text(band: Band) -> str:
-    if band.slope == 0:
-        distance = f"{band.offset:g}"
-    else:
-        distance = "d" if band.slope == 1 else f"d * {band.slope:.6g}"
-        distance += f" + {band.offset:.6g}" if band.offset else ""
-    if band.stop == math.inf:
-        return f"{distance} for d >= {band.start:g}"
-    return f"{distance} for {band.start:g} <= d < {band.stop:g}"
-
-
-def _positive(name: str, value, finite: bool = True) -> float:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    number = float(value)
-    if not number > 0 or finite and number == math.inf:
-        raise ValueError(f"{name}: expected a positive {'finite ' if finite else ''}number, got {value!r}")
-    return number
-
-
-def _flag(name: str, value) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, got {value!r}")
-
-
-def _integer(value, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-
-
-def _positive_int(name: str, value) -> None:
-    if not _integer(value, 1):
-        raise ValueError(f"{name}: expected a positive integer, got {value!r}")
-
-
-def _even(name: str, value, minimum: int = 2) -> None:
-    if not _integer(value, minimum) or value % 2:
-        raise ValueError(f"{name}: expected an even integer of at least {minimum}, got {value!r}")
-
-
-def _window(window) -> None:
-    if not _integer(window, 0):
-        raise ValueError(f"window: expected a non-negative integer, got {window!r}")

@@ -1,4 +1,5 @@
 """The public calls as a user's type checker sees them: `mypy` reads this file, nothing runs it."""
+# mypy: warn-unused-ignores
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ def calls(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tens
     out, lse = attention(q, k, v, rotary, causal=False, softmax_scale=0.1, return_lse=True, impl="reference")
     packed = attention_varlen(q[0], k[0], v[0], rotary, lengths, lengths, 16, 16)
     cached = attention_with_cache(q, k, v, rotary, lengths, cache_leftpad=lengths, num_splits=4, validate=True)
+    attention(q, k, v, rotary, window_size=(128, 0))  # type: ignore[arg-type]  # an unknown keyword is an error
     return out + packed + cached + lse
 
 

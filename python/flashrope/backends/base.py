@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -316,8 +315,16 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def load_backend(impl: str) -> Any:
-    """The module of a backend, by name."""
-    return import_module(f".{impl}", __package__)
+    """The module of a backend, by name. Written out, because torch.compile traces import statements only."""
+    if impl == "triton":
+        from . import triton as backend
+    elif impl == "cuda":
+        from . import cuda as backend
+    elif impl == "cpu":
+        from . import cpu as backend
+    else:
+        from . import reference as backend
+    return backend
 
 
 def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str:

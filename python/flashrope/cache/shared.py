@@ -99,8 +99,12 @@ def allocate_storage(shape: tuple[int, ...], heads_kv, head_dim, dtype, device) 
         raise ValueError(f"head_dim: expected a multiple of 8 up to 256, got {head_dim}")
     if dtype not in DTYPES:
         raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype}")
+    try:
+        kind = (torch.get_default_device() if device is None else torch.device(device)).type
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: expected a torch.device, its name or None, got {device!r}") from None
     with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside it
-        if (torch.get_default_device() if device is None else torch.device(device)).type == "cpu":
+        if kind == "cpu":
             *outer, slots = shape
             k, v = (torch.empty(*outer, heads_kv, slots, head_dim, dtype=dtype, device=device) for _ in range(2))
             return k.transpose(-3, -2), v.transpose(-3, -2)

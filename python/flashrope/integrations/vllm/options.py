@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import numbers
 from typing import Any
@@ -65,5 +64,5 @@ def _read_text(text) -> Rotary:
         raise TypeError(f"rotary: expected Rotary.text, or a dict of one per layer type, got {type(text).__name__}")
     try:
         return Rotary.from_text(text)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"rotary: expected Rotary.text, got {text[:60]!r} ({error})") from error

@@ -1,0 +1,110 @@
+"""Keyword arguments of flash-attn, scaled_dot_product_attention and Hugging Face that the public calls do not have.
+
+``raise_for(call, given)`` names ours. The calls collect unknown keywords in ``**unknown``, which costs nothing where
+there are none and which a type checker sees as an error, because its type is Never.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+_NONE = "nothing, these kernels have no {}; leave it out"
+_VARLEN = "attention_varlen for packed sequences"
+_CACHE = "attention_with_cache or attention_varlen_with_cache"
+_ROTARY = "rotary, a Rotary; q and k go in raw and are rotated inside the call"
+
+INSTEAD = {  # keyword: what is expected in its place
+    "window_size": "rotary.local(w + 1) for flash-attn's (w, 0) or, with causal=False, (w, w); no window for (-1, -1)",
+    "sliding_window": "rotary.local(window)",
+    "attention_chunk": _NONE.format("chunked attention"),
+    "dropout_p": _NONE.format("dropout"),
+    "dropout": _NONE.format("dropout"),
+    "softcap": _NONE.format("soft cap"),
+    "alibi_slopes": _NONE.format("ALiBi"),
+    "is_causal": "causal, which is True by default",
+    "attn_mask": f"causal, rotary.local for windows, {_VARLEN} or cache_leftpad in a cache; there are no other masks",
+    "attn_bias": _NONE.format("bias"),
+    "return_attn_probs": "return_lse, for (out, lse); probabilities are never formed",
+    "return_softmax_lse": "return_lse",
+    "scale": "softmax_scale",
+    "scaling": "softmax_scale",
+    "enable_gqa": "nothing, fewer key heads are seen from the shapes; leave it out",
+    "deterministic": "nothing, a call over a cache has no backward; leave it out",
+    "s_aux": "sinks",
+    "learnable_sink": "sinks",
+    "position_ids": "positions",
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "cu_seqlens": "cu_seqlens_q and cu_seqlens_k",
+    "cu_seqlens_k_new": "cu_seqlens_q, which also divides the new k and v",
+    "max_seqlen": "max_seqlen_q and max_seqlen_k",
+    "cu_seq_lens_q": "cu_seqlens_q",
+    "cu_seq_lens_k": "cu_seqlens_k",
+    "max_length_q": "max_seqlen_q",
+    "max_length_k": "max_seqlen_k",
+    "seqused_k": "cache_seqlens, of " + _CACHE,
+    "block_tables": "block_table",
+    "page_table": "block_table",
+    "block_size": "nothing, the page size is that of the cache's shape; leave it out",
+    "context_lens": "cache_seqlens",
+    "seq_lens": "cache_seqlens",
+    "cache_lens": "cache_seqlens",
+    "cache_batch_idx": "the sequences' own rows of the cache, or pages with block_table",
+    "rotary_cos": _ROTARY,
+    "rotary_sin": _ROTARY,
+    "rotary_interleaved": "interleaved, of the Rotary",
+    "rotary_seqlens": "cache_seqlens; positions follow from it",
+    "q_descale": _NONE.format("float8"),
+    "k_descale": _NONE.format("float8"),
+    "v_descale": _NONE.format("float8"),
+    "qv": _NONE.format("second query"),
+    "pack_gqa": "nothing, the kernels choose; leave it out",
+    "sm_margin": "nothing, the kernels choose; leave it out",
+}
+INSTEAD |= {
+    "attention_mask": INSTEAD["attn_mask"],
+    "mask": INSTEAD["attn_mask"],
+    "cos": _ROTARY,
+    "sin": _ROTARY,
+    "logits_soft_cap": INSTEAD["softcap"],
+    "return_softmax": INSTEAD["return_attn_probs"],
+    "query_states": "q",
+    "key_states": "k",
+    "value_states": "v",
+}
+ELSEWHERE = {  # arguments of ours that only some calls have
+    "positions": "an argument of attention and attention_varlen; sequences of a cache count from cache_leftpad",
+    "num_splits": f"an argument of {_CACHE}; without a cache keys are not split",
+    "max_seqlen_q": _VARLEN,
+    "max_seqlen_k": f"{_VARLEN}; over a cache the lengths of the keys are cache_seqlens",
+    "cu_seqlens_q": _VARLEN + ", or attention_varlen_with_cache",
+    "cu_seqlens_k": f"{_VARLEN}; over a cache the lengths of the keys are cache_seqlens",
+    "slot_mapping": "an argument of attention_varlen_with_cache",
+}
+ELSEWHERE |= dict.fromkeys(
+    ("k_cache", "v_cache", "cache_seqlens", "block_table", "cache_leftpad", "validate"), f"an argument of {_CACHE}"
+)
+
+
+def raise_for(call: Callable, given: dict[str, Any]) -> NoReturn:
+    """given: keywords that call does not have.
+
+    Raises:
+        TypeError: the first keyword, what is expected instead, and its value.
+    """
+    name, value = next(iter(given.items()))
+    own = [parameter for parameter in inspect.signature(call).parameters if parameter != "unknown"]
+    expected = INSTEAD.get(name) or ELSEWHERE.get(name)
+    if expected is None:
+        close = [] if torch.compiler.is_compiling() else difflib.get_close_matches(name, own, n=1)
+        expected = close[0] if close else f"one of {', '.join(own)}"
+    shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    raise TypeError(
+        f"{name}: expected {expected}, got {name}={shown}, an unexpected keyword argument of {call.__name__}"
+    )
