@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
 import transformers
-from families import close, logits, schemes, static, tiny, tokens
+from families import logits, schemes, tiny, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 from flashrope import Rotary
@@ -42,7 +42,7 @@ def test_from_pretrained_converts_as_it_was_saved(saved):
     assert model.config._attn_implementation != SAVED
 
 
-def test_from_pretrained_passes_its_arguments_on(saved, tmp_path):
+def test_from_pretrained_passes_its_arguments_on(saved):
     folder, _ = saved
     model, found = from_pretrained(folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True)
     assert model.dtype == torch.float64 and not found["missing_keys"] and len(schemes(model)) == 3
@@ -50,8 +50,6 @@ def test_from_pretrained_passes_its_arguments_on(saved, tmp_path):
     assert revert(from_pretrained(folder)).config._attn_implementation == "sdpa"
     decoder = from_pretrained(folder, auto_class=AutoModel)
     assert type(decoder).__name__ == "LlamaModel" and schemes(decoder) == schemes(from_pretrained(folder))
-    with pytest.raises(OSError):
-        from_pretrained(tmp_path / "nothing")
 
 
 def test_from_pretrained_of_a_stock_model_keeps_its_scheme(tmp_path):
@@ -60,7 +58,9 @@ def test_from_pretrained_of_a_stock_model_keeps_its_scheme(tmp_path):
     assert schemes(from_pretrained(tmp_path)) == schemes(convert(model))
 
 
-@pytest.mark.parametrize("changes", [dict(window=0), dict(rotary=Rotary.rope(16).yarn(4.0, 16)), dict(log_n=True)], ids=str)
+@pytest.mark.parametrize(
+    "changes", [dict(window=0), dict(rotary=Rotary.rope(16).yarn(4.0, 16)), dict(log_n=True)], ids=str
+)
 def test_what_is_saved_comes_back(changes, tmp_path):
     model = convert(tiny("llama"), **changes)
     assert schemes(model) != schemes(convert(tiny("llama")))
@@ -94,7 +94,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCa
 from transformers import PreTrainedTokenizerFast
 from tokenizers import Tokenizer, models
 folder = sys.argv[1]
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 1}, "a")))
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
 for load in (
     lambda: AutoModelForCausalLM.from_pretrained(folder),
     lambda: AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa"),
@@ -108,7 +108,7 @@ for load in (
         print("LOADED")
     except Exception as error:
         print(str(error).replace("\\n", " "))
-assert not [name for name in sys.modules if "flashrope" in name]
+assert "flashrope" not in sys.modules
 """
 
 
@@ -166,9 +166,9 @@ def registered():
 
 def test_auto_classes(registered, saved, tmp_path):
     folder, expected = saved
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert type(model) is LlamaForCausalLM and torch.equal(logits(model, tokens()), expected)
-    assert revert(model).config._attn_implementation == "eager"
+    assert revert(model).config._attn_implementation == "sdpa"
     assert len(schemes(AutoModel.from_pretrained(folder))) == 3
     tiny("llama").save_pretrained(tmp_path)
     assert not schemes(AutoModelForCausalLM.from_pretrained(tmp_path))  # no options: a stock model
@@ -181,7 +181,7 @@ def test_pipeline(registered, saved):
     from tokenizers import Tokenizer, models
 
     folder, expected = saved
-    words = Tokenizer(models.WordLevel({"a": 1}, "a"))
+    words = Tokenizer(models.WordLevel({"a": 0}, "a"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
     run = transformers.pipeline("text-generation", str(folder), tokenizer=tokenizer)
     assert torch.equal(logits(run.model, tokens()), expected)

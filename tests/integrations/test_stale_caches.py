@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
-from families import HYBRID, close, logits, static, tiny, tokens
+from families import close, logits, static, tiny, tokens
 from transformers import DynamicCache
 
 from flashrope.integrations.transformers import accept_cache, convert, revert
@@ -139,8 +139,8 @@ def test_compiled(kind):
     convert(model, window=6)
     model.forward = torch.compile(model.forward, backend="eager")
     assert close(logits(model, tokens(), calls=[9, 10, 11], cache=MAKE[kind](model)), expected)
-    with pytest.raises(ValueError, match="written by another model, or before convert"):
-        step(model, stale)
+    with pytest.raises((ValueError, RuntimeError), match="past_key_values.* by another model, or before convert"):
+        step(model, stale)  # the graph asserts it where only the device knows the length
 
 
 def test_a_step_asks_nothing_of_the_device():

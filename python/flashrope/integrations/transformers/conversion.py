@@ -60,8 +60,8 @@ def convert(
         hope_train_length: HoPE: pairs that make less than one turn over this number of tokens do not rotate.
 
     ``print(model)`` shows the scheme of every layer. The configuration keeps the options, save_pretrained writes them,
-    and ``revert`` deletes them. ``from_pretrained`` loads a model that was saved with options; transformers alone refuses
-    it.
+    and ``revert`` deletes them. A model that was saved with options is loaded by ``from_pretrained`` of this package;
+    transformers alone refuses it.
 
     Returns:
         model.

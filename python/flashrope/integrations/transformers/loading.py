@@ -46,7 +46,8 @@ def register_auto_classes(*model_types: str) -> None:
     """Makes transformers' AutoModel classes, and with them ``pipeline``, convert models that were saved with options.
 
     Models without options stay stock models, and other classes (``LlamaForCausalLM.from_pretrained``) are not affected.
-    It holds for this process, through ``AutoModel.register`` and its siblings.
+    It holds for this process, through ``AutoModel.register`` and its siblings. ``revert`` gives such a model the
+    attention that transformers prefers, whatever attn_implementation asked for.
 
     Args:
         model_types: of ``FAMILIES``; none: all of them, which imports their modules.
@@ -77,7 +78,7 @@ def _loader(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def load(cls, *args, **kwargs):
         loaded = stock.from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        choose_stock_attention(model, kwargs.get("attn_implementation"))
+        choose_stock_attention(model)
         if getattr(model.config, FIELD, None):
             convert(model)
         return loaded
