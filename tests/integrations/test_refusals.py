@@ -58,7 +58,7 @@ def test_a_table_that_is_not_the_configurations():
 @pytest.mark.parametrize(
     "name, asked, error, message",
     [
-        ("llama", dict(windw=6), TypeError, "windw: convert takes rotary, window"),
+        ("llama", dict(windw=6), TypeError, r"convert\(\) got an unexpected keyword argument 'windw'"),
         ("llama", dict(factor=4.0), ValueError, "factor: expected a window beside it"),
         ("llama", dict(window=-1), ValueError, "window: expected a non-negative integer, got -1"),
         ("llama", dict(hope_train_length=-2), ValueError, "hope_train_length: expected a positive length, got -2"),
