@@ -46,7 +46,8 @@ def suggest(model_or_config, target_length: int) -> Suggestion:
     layer_types = {layer_type_of(config, layer) for layer in range(config.num_hidden_layers)}
     if not any(_rotates(config, layer_type) for layer_type in layer_types):
         raise ValueError(
-            f"model_or_config: expected a model with a rotary embedding, got {_name(model_or_config)} without rope_theta"
+            "model_or_config: expected a model with a rotary embedding, got "
+            f"{_name(model_or_config)} without rope_theta"
         )
     if target_length <= length:
         return Suggestion({}, f"{target_length} tokens are within the {length} that the model was trained with")
