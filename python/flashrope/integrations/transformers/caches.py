@@ -63,7 +63,7 @@ def mark_returned(decoder, args, output) -> None:
     cache = getattr(output, "past_key_values", None)
     if cache is None and isinstance(output, tuple):
         cache = next((each for each in output if isinstance(each, Cache)), None)
-    if isinstance(cache, Cache) and getattr(cache, MARK, None) is None:
+    if isinstance(cache, Cache) and getattr(cache, MARK, None) is None and not torch.compiler.is_exporting():
         setattr(cache, MARK, _mark_of(decoder))
 
 

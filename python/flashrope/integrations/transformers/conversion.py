@@ -8,6 +8,7 @@ and sin = 0, so raw queries and keys reach the attention function, and the libra
 from __future__ import annotations
 
 import math
+import numbers
 import uuid
 import warnings
 from functools import partial
@@ -203,7 +204,19 @@ def _options(config, rotary, changes: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("factor: expected a window beside it, beyond which distances grow by 1 / factor")
     if options.get("log_n") is True:
         options["log_n"] = training_length(config)
+    _check_length("log_n", options, 1, "True or a length of more than 1")
+    _check_length("hope_train_length", options, 0, "a positive length")
     return options
+
+
+def _check_length(name: str, options: dict[str, Any], above: float, expected: str) -> None:
+    value = options.get(name)
+    if value is None:
+        return
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected {expected}, got {value!r}")
+    if not above < value < math.inf:
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
 def _to_text(value):

@@ -136,6 +136,8 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
     (``rope_parameters``, also one dict per layer type). Where the two interpret a field differently, 5 decides. Rope
     types: default, linear, dynamic, yarn, llama3, longrope (formerly "su") and proportional.
 
+    Parameters that the family's code does not read (alpha, partial_rotary_factor) are refused.
+
     Hugging Face multiplies cos and sin by ``attention_factor``; here its square scales the scores. ``mrope_section`` is
     refused. Families whose code implies it are read for text only, where all coordinates of a position are equal.
 
