@@ -53,7 +53,8 @@ def register_auto_classes(*model_types: str) -> None:
         model_types: of ``FAMILIES``; none: all of them, which imports their modules.
 
     Raises:
-        ValueError: a model type is not in ``FAMILIES``.
+        ValueError: a model type is not in ``FAMILIES``, or this version of transformers (5.17) registers nothing for
+            model types of its own.
     """
     unknown = sorted(set(model_types) - FAMILIES)
     if unknown:
@@ -67,6 +68,15 @@ def register_auto_classes(*model_types: str) -> None:
                 stock = auto_class._model_mapping[config_class]
                 if isinstance(stock, type) and not hasattr(stock, LOADS):
                     auto_class.register(config_class, _loader(stock), exist_ok=True)
+                    _check_registered(auto_class, config_class)
+
+
+def _check_registered(auto_class, config_class) -> None:
+    if not hasattr(auto_class._model_mapping[config_class], LOADS):
+        raise ValueError(
+            f"transformers: expected a version whose {auto_class.__name__}.register takes {config_class.__name__}, got "
+            f"{transformers.__version__}, which ignores it; use flashrope.integrations.transformers.from_pretrained"
+        )
 
 
 LOADS = "_converts_saved_models"
