@@ -122,7 +122,7 @@ BAD_CALLS = {
     "positions of other lengths": (
         {"k": zeros(2, 7, 2, 16), "v": zeros(2, 7, 2, 16), "positions": zeros(2, 6)},
         ValueError,
-        "positions: need seqlen_q == seqlen_k, got 6 and 7",
+        "positions: expected None, or seqlen_q == seqlen_k, got 6 and 7",
     ),
 }
 
@@ -185,7 +185,7 @@ BAD_PACKED_CALLS = {
     "positions of unequal sequences": (
         {"positions": zeros(9), "cu_seqlens_k": torch.tensor([0, 5, 9], dtype=torch.int32)},
         ValueError,
-        "positions: need equal cu_seqlens_q and cu_seqlens_k, got different ones",
+        r"positions: expected equal cu_seqlens_q and cu_seqlens_k, got \[0, 4, 9\] and \[0, 5, 9\]",
     ),
     "positions of another shape": (
         {"positions": zeros(9, 2)},

@@ -44,7 +44,11 @@ def test_plain():
 
 @pytest.mark.parametrize(
     "config",
-    [llama(partial_rotary_factor=0.25), llama(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25})],
+    [
+        llama(model_type="phi", partial_rotary_factor=0.25),
+        llama(model_type="phi", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}),
+        llama(model_type=None, partial_rotary_factor=0.25),
+    ],
 )
 def test_partial_rotary_has_its_own_denominator(config):
     rotary = Rotary.from_hf_config(config)
@@ -98,7 +102,8 @@ def test_dynamic_grows_with_seqlen():
 
 def test_dynamic_with_alpha_is_fixed():
     config = llama(
-        rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+        model_type="hunyuan_v1_dense",
+        rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     )
     for seqlen in (None, 100_000):
         same(Rotary.from_hf_config(config, seqlen=seqlen), table(128, 1e4 * 1000 ** (128 / 126)))
@@ -318,8 +323,20 @@ def test_head_dim_of_the_full_layers():
             "original_max_position_embeddings is 2048 on the configuration and 1024 among",
         ),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}, "partial_rotary_factor": 0.5},
+            {
+                "model_type": "phi",
+                "rope_scaling": {"rope_type": "yarn", "factor": 8.0},
+                "partial_rotary_factor": 0.5,
+            },
             "attention_factor 1.20794 scales only the 64 rotated of 128 channels",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}},
+            "alpha = 1000.0 is read by hunyuan_v1_dense, hunyuan_v1_moe, hunyuan_vl_text and not by 'llama'",
+        ),
+        (
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor = 0.5 is not read by the code of 'llama' .*head_dim=128, base, rotary_dim=64",
         ),
         ({"qk_rope_head_dim": 64}, "qk_rope_head_dim means multi-head latent attention"),
         ({"rope_theta": None}, "neither rope_theta nor rope_parameters"),
@@ -353,7 +370,9 @@ def test_sections_of_positions():
 
 def test_partial_rotary_with_yarn_is_accepted_when_nothing_is_scaled():
     config = llama(
-        partial_rotary_factor=0.5, rope_scaling={"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.0}
+        model_type="phi",
+        partial_rotary_factor=0.5,
+        rope_scaling={"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.0},
     )
     assert Rotary.from_hf_config(config) == Rotary.rope(128, rotary_dim=64).yarn(8.0, 4096, temperature=1.0)
 
@@ -489,6 +508,68 @@ def test_layer_types_of_transformers(transformers, family, layer_type):
             model.rotary_emb, name if hasattr(model.rotary_emb, name) else "inv_freq"
         )  # olmo3 of 5.0: one table
     torch.testing.assert_close(inv_freq.double(), rotary.inv_freq, rtol=1e-6, atol=0)
+
+
+def configured(transformers, family, **fields):
+    """A configuration, and the family's own rotary table of it."""
+    name = FAMILY_NAMES[family]
+    modeling = pytest.importorskip(
+        f"transformers.models.{family}.modeling_{family}", reason="this transformers lacks the family"
+    )
+    sizes = dict(hidden_size=256, num_attention_heads=4, max_position_embeddings=512)
+    config = getattr(transformers, f"{name}Config")(**sizes, **fields)
+    return config, getattr(modeling, f"{name}RotaryEmbedding")(config).inv_freq.double()
+
+
+FAMILY_NAMES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "granite": "Granite",
+    "olmo2": "Olmo2",
+    "cohere": "Cohere",
+    "starcoder2": "Starcoder2",
+    "glm": "Glm",
+    "glm4": "Glm4",
+    "nemotron": "Nemotron",
+    "persimmon": "Persimmon",
+    "phi": "Phi",
+    "phi3": "Phi3",
+    "stablelm": "StableLm",
+    "hunyuan_v1_dense": "HunYuanDenseV1",
+}
+WHOLE = ["llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "cohere", "starcoder2"]
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_families_of_transformers_that_rotate_whole_heads(transformers, family):
+    """The table does not change with partial_rotary_factor in transformers 5; the older ones' attention fails."""
+    _, whole = configured(transformers, family, head_dim=64)
+    config, table = configured(transformers, family, head_dim=64, partial_rotary_factor=0.5)
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        assert torch.equal(table, whole)
+    with pytest.raises(ValueError, match=f"partial_rotary_factor = 0.5 is not read by the code of '{family}'"):
+        Rotary.from_hf_config(config)
+    config, table = configured(transformers, family, head_dim=64, partial_rotary_factor=1.0)
+    torch.testing.assert_close(table, Rotary.from_hf_config(config).inv_freq, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("family", ["glm", "glm4", "nemotron", "persimmon", "phi", "phi3", "stablelm"])
+def test_families_of_transformers_that_rotate_a_part(transformers, family):
+    config, table = configured(transformers, family, head_dim=64, partial_rotary_factor=0.25)
+    assert Rotary.from_hf_config(config).rotary_dim == 16
+    torch.testing.assert_close(table, Rotary.from_hf_config(config).inv_freq, rtol=1e-6, atol=0)
+
+
+def test_alpha_of_transformers(transformers):
+    scaling = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    config, table = configured(transformers, "hunyuan_v1_dense", head_dim=64, rope_scaling=dict(scaling))
+    torch.testing.assert_close(table, Rotary.from_hf_config(config).inv_freq, rtol=1e-6, atol=0)
+    config, table = configured(transformers, "llama", head_dim=64, rope_scaling=dict(scaling))
+    assert torch.equal(table, configured(transformers, "llama", head_dim=64)[1])
+    with pytest.raises(ValueError, match="alpha = 1000.0 is read by .* and not by 'llama'"):
+        Rotary.from_hf_config(config)
 
 
 def compare_scores(rotary, positions, rotate, seqlen):

@@ -377,6 +377,12 @@ def test_text_and_pickle_are_exact(rotary):
     assert Rotary.from_text(rotary.text) is Rotary.from_text(rotary.text)
 
 
+def test_a_checkpoint_is_loaded_with_weights_only(tmp_path):
+    rotary = Rotary.hope(64, 512).yarn(4.0, 512).rectify(8).log_n(512)
+    torch.save({"weight": torch.ones(2), "rotary": rotary}, tmp_path / "checkpoint.pt")
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["rotary"] == rotary
+
+
 def test_a_pickle_from_another_process_hashes_like_ours():
     program = (
         "import pickle, sys; from flashrope import Rotary; r = Rotary.rope(64).rectify(8); hash(r);"

@@ -23,6 +23,8 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
     },
     "Hugging Face: `flashrope.integrations.transformers`": {
         "integrations/transformers/conversion.py": ("convert", "revert"),
+        "integrations/transformers/loading.py": ("from_pretrained", "register_auto_classes"),
+        "integrations/transformers/caches.py": ("accept_cache",),
         "integrations/transformers/suggestion.py": ("suggest", "Suggestion"),
         "integrations/transformers/decoder.py": ("FAMILIES",),
         "integrations/transformers/hf_config.py": ("rotary_from_config",),
@@ -101,6 +103,10 @@ def _signature(name: str, node: ast.FunctionDef) -> str:
     arguments = [x for x in node.args.args if x.arg not in ("self", "cls")]
     defaults = [""] * (len(arguments) - len(node.args.defaults)) + [f" = {ast.unparse(x)}" for x in node.args.defaults]
     each = [ast.unparse(x) + default for x, default in zip(arguments, defaults, strict=True)]
+    if node.args.vararg or node.args.kwonlyargs:
+        each.append("*" + (ast.unparse(node.args.vararg) if node.args.vararg else ""))
+    for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+        each.append(ast.unparse(argument) + (f" = {ast.unparse(default)}" if default else ""))
     if node.args.kwarg and ast.unparse(node.args.kwarg.annotation or ast.Constant(None)) != "Never":  # refused
         each.append(f"**{node.args.kwarg.arg}")
     returns = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""

@@ -275,10 +275,13 @@ def check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k) 
     """positions of packed tokens, of shape (1, total) or (1, total, axes)."""
     _check_position_values(positions, q, rotary)
     if q.shape[0] != k.shape[0]:
-        raise ValueError(f"positions: need as many queries as keys, got {q.shape[0]} and {k.shape[0]}")
+        raise ValueError(f"positions: expected as many keys as queries, {q.shape[0]}, got {k.shape[0]}")
     on_host = cu_seqlens_q.device.type == "cpu" and not torch.compiler.is_compiling()
     if cu_seqlens_q is not cu_seqlens_k and on_host and not torch.equal(cu_seqlens_q, cu_seqlens_k):
-        raise ValueError("positions: need equal cu_seqlens_q and cu_seqlens_k, got different ones")
+        raise ValueError(
+            f"positions: expected equal cu_seqlens_q and cu_seqlens_k, got {cu_seqlens_q.tolist()} and "
+            f"{cu_seqlens_k.tolist()}"
+        )
     shape = (q.shape[0], rotary.axes) if rotary.axis else (q.shape[0],)
     if tuple(positions.shape) != shape:
         raise ValueError(f"positions: expected shape {shape}, got {tuple(positions.shape)}")

@@ -90,7 +90,7 @@ class Rotary:
         return self._hash
 
     def __reduce__(self):
-        return Rotary.from_text, (self.text,)  # not __dict__, whose cached hash is only valid in this process
+        return _unpickle, (self.text,)  # not __dict__, whose cached hash is only valid in this process
 
     # ---- derived values
     @property
@@ -507,6 +507,13 @@ def _from_text(text: str) -> Rotary:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def _unpickle(text: str) -> Rotary:
+    return Rotary.from_text(text)
+
+
+torch.serialization.add_safe_globals([_unpickle])  # builds from plain text; for torch.load(weights_only=True)
 
 
 def _geometric(base: float, dim: int) -> tuple[float, ...]:

@@ -31,8 +31,11 @@ def test_revert_gives_back_the_stock_model(name):
     assert all(torch.equal(a, b) for a, b in zip(weights.values(), model.state_dict().values(), strict=True))
     assert model.config._attn_implementation == "sdpa" and model.config.to_json_string() == text
     for module in model.modules():
-        assert not (module._forward_hooks or module._forward_pre_hooks or hasattr(module, "rotary_bands"))
+        assert not (module._forward_hooks or hasattr(module, "rotary_bands"))
+        assert len(module._forward_pre_hooks) == (module is model.model)  # refuses caches of raw keys
     revert(model)  # nothing to do
+    revert(convert(model))
+    assert len(model.model._forward_pre_hooks) == 1
 
 
 def test_convert_again_replaces_the_scheme():
@@ -89,7 +92,8 @@ def test_the_scheme_travels_with_the_model(asked, tmp_path):
     expected = logits(model, tokens())
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
-    assert not close(logits(loaded, tokens()), expected, 0.01)  # a stock model until it is converted
+    with pytest.raises(ValueError, match="model: expected one that was converted as it was when it was saved"):
+        logits(loaded, tokens())
     assert torch.equal(logits(convert(loaded), tokens()), expected)
     revert(loaded).save_pretrained(tmp_path / "stock")
     assert schemes(convert(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))) == [Rotary.rope(16)] * 3

@@ -58,11 +58,17 @@ def test_a_table_that_is_not_the_configurations():
 @pytest.mark.parametrize(
     "name, asked, error, message",
     [
-        ("llama", dict(windw=6), TypeError, "windw: convert takes rotary, window"),
+        ("llama", dict(windw=6), TypeError, r"convert\(\) got an unexpected keyword argument 'windw'"),
         ("llama", dict(factor=4.0), ValueError, "factor: expected a window beside it"),
         ("llama", dict(window=-1), ValueError, "window: expected a non-negative integer, got -1"),
         ("llama", dict(hope_train_length=-2), ValueError, "hope_train_length: expected a positive length, got -2"),
-        ("llama", dict(log_n=1), ValueError, "train_length: expected more than 1, got 1"),
+        ("llama", dict(log_n=1), ValueError, "log_n: expected True or a length of more than 1, got 1"),
+        ("llama", dict(log_n=0), ValueError, "log_n: expected True or a length of more than 1, got 0"),
+        ("llama", dict(log_n="64"), TypeError, "log_n: expected True or a length of more than 1, got '64'"),
+        ("llama", dict(hope_train_length=0), ValueError, "hope_train_length: expected a positive length, got 0"),
+        ("llama", dict(hope_train_length=True), TypeError, "hope_train_length: expected a positive length, got True"),
+        ("llama", dict(window="6"), ValueError, "window: expected a non-negative integer, got '6'"),
+        ("llama", dict(window=6, factor=0), ValueError, "factor: expected a positive number, got 0"),
         ("llama", dict(rotary="rope"), TypeError, "rotary: expected a Rotary or a dict of one per layer type, got str"),
         ("llama", dict(rotary=Rotary.rope(64)), ValueError, "rotary: expected head_dim 16 of layer 0, got 64"),
         (

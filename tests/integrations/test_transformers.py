@@ -1,5 +1,7 @@
 """Converted Hugging Face models compared with the library's own attention, or with the reference for other schemes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ from families import (
     tiny,
     tokens,
 )
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
 
 from flashrope import Rotary
 from flashrope.backends import AttentionCall, reference
@@ -309,5 +311,13 @@ def test_suggest():
         suggest(tiny("mistral"), 256)
     with pytest.raises(ValueError, match="target_length: expected a positive integer, got 0"):
         suggest(model, 0)
-    with pytest.raises(ValueError, match="config: expected max_position_embeddings"):
+    with pytest.raises(ValueError, match="got object without max_position_embeddings and num_hidden_layers"):
         suggest(object(), 16)
+    with pytest.raises(ValueError, match="model_or_config: .* got 'Qwen/Qwen3-0.6B' without max_position_embeddings"):
+        suggest("Qwen/Qwen3-0.6B", 16)
+    for name in ("max_position_embeddings", "num_hidden_layers"):
+        fields = {"max_position_embeddings": 64, "num_hidden_layers": 2, "rope_theta": 1e4} | {name: None}
+        with pytest.raises(ValueError, match=f"got SimpleNamespace without {name}$"):
+            suggest(SimpleNamespace(**fields), 256)
+    with pytest.raises(ValueError, match="expected a model with a rotary embedding, got GPT2Config without rope_theta"):
+        suggest(AutoConfig.for_model("gpt2"), 4096)

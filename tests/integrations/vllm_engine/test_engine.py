@@ -7,9 +7,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in a
 import torch
 from engine import BOUND, differences, engine, generate
 from models import prompt, reference, save_model
+from transformers import AutoModelForCausalLM
 from vllm.exceptions import VLLMValidationError
 
 from flashrope import Rotary
+from flashrope.integrations.transformers import convert
 
 REROPE = {"window": 64, "log_n": 256}
 LENGTHS = [5, 15, 16, 17, 63, 64, 65, 129, 300, 700]
@@ -46,6 +48,13 @@ def test_the_scheme_shows(llama):
     with engine(llama, REROPE) as llm:
         outputs = generate(llm, [prompt(300)])
     assert max(differences(llama, REROPE, outputs)) <= BOUND < 0.1 < max(differences(llama, {}, outputs))
+
+
+def test_a_model_that_was_saved_after_convert(llama, tmp_path):
+    convert(AutoModelForCausalLM.from_pretrained(llama), **REROPE).save_pretrained(tmp_path)
+    with engine(str(tmp_path), None) as llm:
+        outputs = generate(llm, [prompt(300)])
+    assert max(differences(llama, REROPE, outputs)) <= BOUND
 
 
 def test_a_model_that_does_not_ask_is_stock(llama):

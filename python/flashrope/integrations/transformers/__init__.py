@@ -9,6 +9,9 @@ Where to look:
     attention_function  the attention function that transformers calls
     masks               the mask function that transformers calls
     continuous_batching pages and requests of transformers' generate_batch
+    caches              which conversion filled a cache
+    saved               what a saved configuration says of the conversion
+    loading             from_pretrained, register_auto_classes
     suggestion          suggest
     hf_config           the scheme of a configuration; needs no transformers
 
@@ -20,12 +23,24 @@ from importlib import import_module
 _MODULES = {
     "FAMILIES": "decoder",
     "Suggestion": "suggestion",
+    "accept_cache": "caches",
     "convert": "conversion",
+    "from_pretrained": "loading",
+    "register_auto_classes": "loading",
     "revert": "conversion",
     "suggest": "suggestion",
 }
 
-__all__ = ["FAMILIES", "Suggestion", "convert", "revert", "suggest"]
+__all__ = [
+    "FAMILIES",
+    "Suggestion",
+    "accept_cache",
+    "convert",
+    "from_pretrained",
+    "register_auto_classes",
+    "revert",
+    "suggest",
+]
 
 
 def __getattr__(name: str):

@@ -7,29 +7,47 @@ and sin = 0, so raw queries and keys reach the attention function, and the libra
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+import numbers
+import uuid
+import warnings
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch.utils.hooks import RemovableHandle
 
 from ...rotary import Rotary
 from .attention_function import NAME
+from .caches import check_cache, mark_returned
 from .continuous_batching import SUPPORTED, with_pages
 from .decoder import attention_modules, check_tables, find_decoder
 from .layer_schemes import LayerScheme, layer_type_of, sliding_window_of, training_length
 from .masks import check_positions
 from .rotary_hook import disable_model_rotary
+from .saved import FIELD, choose_stock_attention, delete_options, given, write_options
 
 __all__ = ["convert", "revert"]
 
-FIELD = "flashrope"  # of the configuration: the options of convert, saved with the model
 CHANGES = ("window", "factor", "log_n", "hope_train_length")
 
 
-def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
+def convert(
+    model,
+    rotary: Rotary | dict[str, Rotary] | None = None,
+    *,
+    window: int | None = None,
+    factor: float | None = None,
+    log_n: float | bool | None = None,
+    hope_train_length: float | None = None,
+):
     """Runs a causal language model on this package's attention, in place; ``revert`` undoes it.
 
-    Without rotary and changes the model keeps its own scheme, and its logits are the same. Caches then hold raw keys:
-    a cache that was filled before ``convert`` or ``revert`` is not valid after it.
+    Without options the model keeps its own scheme, and its logits are the same. Caches then hold raw keys: a cache that
+    was filled before ``convert`` or ``revert`` is refused.
+
+    Every call describes the whole scheme: options replace those of an earlier call, they are not added to them.
+    Without any, the options in the configuration are used: those of an earlier ``convert``, of which a warning tells,
+    or those that the model was saved with. ``revert(model)`` first, for the model's own scheme.
 
     Args:
         model: a transformers model of a type in ``FAMILIES``, or a module that holds one (PEFT, DDP).
@@ -37,12 +55,14 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
             differ.
         window: ReRoPE with this window, in positions. With factor: Leaky ReRoPE, whose distances grow by 1 / factor
             beyond the window.
+        factor: see window.
         log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: by the training length. Layers with a sliding
             window see a fixed number of keys and are not scaled.
         hope_train_length: HoPE: pairs that make less than one turn over this number of tokens do not rotate.
 
-    Without any of these, the options of the last ``convert`` are used again. The configuration keeps them,
-    save_pretrained writes them, and ``revert`` deletes them.
+    ``print(model)`` shows the scheme of every layer. The configuration keeps the options, save_pretrained writes them,
+    and ``revert`` deletes them. A model that was saved with options is loaded by ``from_pretrained`` of this package;
+    transformers alone refuses it.
 
     Returns:
         model.
@@ -52,13 +72,14 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
     """
     decoder = find_decoder(model)
     config = decoder.config
+    changes = {"window": window, "factor": factor, "log_n": log_n, "hope_train_length": hope_train_length}
     options = _options(config, rotary, changes)
     modules = attention_modules(decoder)
     schemes: dict[tuple, LayerScheme] = {}
     scheme_of = {}
     for module in modules:
-        layer_type, window = layer_type_of(config, module.layer_idx), sliding_window_of(config, module.layer_idx)
-        key = layer_type, window, bool(getattr(module, "use_rope", True))
+        layer_type, sliding = layer_type_of(config, module.layer_idx), sliding_window_of(config, module.layer_idx)
+        key = layer_type, sliding, bool(getattr(module, "use_rope", True))
         if key not in schemes:
             schemes[key] = LayerScheme(config, *key, options)
         head_dim = module.head_size if hasattr(module, "head_size") else module.head_dim  # gpt_neox has head_size
@@ -71,32 +92,62 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
         raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
     check_tables(decoder, {layer_type for layer_type, _, rotates in schemes if rotates})
 
-    revert(model)
+    earlier = vars(decoder).get("rotary_bands")
+    mark = uuid.uuid4().hex
+    if earlier is not None:
+        if options and not given({"rotary": rotary, **changes}):
+            warnings.warn(
+                f"convert: the model keeps {_text(options)} of its last convert; for its own scheme, call "
+                "revert(model) before",
+                stacklevel=2,
+            )
+        if all(_same(getattr(module, "rotary_bands", None), scheme) for module, scheme in scheme_of.items()):
+            mark = earlier.mark  # caches stay valid
+    _undo(model, decoder)
+    if "rotary_bands_reverted" in vars(decoder):
+        vars(decoder).pop("rotary_bands_reverted").remove()
     attn_implementation = config._attn_implementation
     decoder.set_attn_implementation(NAME)
     for module, scheme in scheme_of.items():
         module.rotary_bands = scheme
+        module.extra_repr = partial(_describe_layer, type(module).extra_repr(module), scheme)
     handles = disable_model_rotary(decoder)
     handles.append(decoder.register_forward_pre_hook(_check_forward, with_kwargs=True))
-    decoder.rotary_bands = _Conversion(attn_implementation, handles)
-    if any(options.values()):
-        setattr(config, FIELD, {name: _to_text(value) for name, value in options.items() if value is not None})
+    handles.append(decoder.register_forward_hook(mark_returned))
+    decoder.rotary_bands = _Conversion(attn_implementation, handles, mark)
+    decoder.extra_repr = partial(_describe_decoder, type(decoder).extra_repr(decoder), _text(options))
+    if options:
+        write_options(model, config, {name: _to_text(value) for name, value in options.items()})
     return model
 
 
 def revert(model):
-    """Restores the stock model: the same functions run on the same weights as before ``convert``. Returns model."""
+    """Restores the stock model: the same functions run on the same weights as before ``convert``. Returns model.
+
+    One hook stays, which refuses caches that hold the converted model's raw keys. A model that was saved with options
+    and loaded without ``convert`` becomes the stock model, too.
+    """
     decoder = find_decoder(model)
+    if _undo(model, decoder):
+        decoder.rotary_bands_reverted = decoder.register_forward_pre_hook(_check_reverted, with_kwargs=True)
+    return model
+
+
+def _undo(model, decoder) -> bool:
+    """Whether there was something to undo beside the configuration."""
+    choose_stock_attention(model)
     conversion = vars(decoder).pop("rotary_bands", None)
+    delete_options(model, decoder.config)
     if conversion is None:
-        return model
+        return False
     for handle in conversion.handles:
         handle.remove()
     for module in decoder.modules():
-        vars(module).pop("rotary_bands", None)
+        if vars(module).pop("rotary_bands", None) is not None:
+            vars(module).pop("extra_repr", None)
+    vars(decoder).pop("extra_repr", None)
     decoder.set_attn_implementation(conversion.attn_implementation)
-    vars(decoder.config).pop(FIELD, None)
-    return model
+    return True
 
 
 class _Conversion(NamedTuple):
@@ -104,6 +155,7 @@ class _Conversion(NamedTuple):
 
     attn_implementation: str
     handles: list[RemovableHandle]
+    mark: str  # of the caches that it fills
 
 
 def _check_forward(module, args, kwargs) -> tuple | None:
@@ -115,32 +167,56 @@ def _check_forward(module, args, kwargs) -> tuple | None:
         )
     if SUPPORTED and isinstance(kwargs.get("cu_seq_lens_k"), dict):
         return args, with_pages(kwargs)
+    check_cache(module, args, kwargs)
     check_positions(module, args, kwargs)
     return None
+
+
+def _check_reverted(module, args, kwargs) -> None:
+    """The decoder's hook after ``revert``."""
+    check_cache(module, args, kwargs)
 
 
 # ---- options
 
 
-def _options(config, rotary, changes: dict) -> dict:
-    """rotary and changes after checks; those of the last ``convert`` if there are none."""
-    unknown = sorted(set(changes) - set(CHANGES))
-    if unknown:
-        raise TypeError(f"{unknown[0]}: convert takes rotary, {', '.join(CHANGES)}")
-    if rotary is None and not any(value is not None and value is not False for value in changes.values()):
+def _options(config, rotary, changes: dict[str, Any]) -> dict[str, Any]:
+    """Those of rotary and changes that were given, after checks; those in the configuration if none were."""
+    options = given({"rotary": rotary, **changes})
+    if not options:
         saved = getattr(config, FIELD, None) or {}
-        rotary, changes = _from_text(saved.get("rotary")), {name: saved.get(name) for name in CHANGES}
+        unknown = sorted(set(saved) - {"rotary", *CHANGES})
+        if unknown:
+            raise ValueError(
+                f"{FIELD}: expected a configuration with some of rotary, {', '.join(CHANGES)}, got {unknown[0]!r}"
+            )
+        options = given({name: saved.get(name) for name in ("rotary", *CHANGES)})
+        if "rotary" in options:
+            options["rotary"] = _from_text(options["rotary"])
+    rotary = options.get("rotary")
     for each in rotary.values() if isinstance(rotary, dict) else [rotary]:
         if each is not None and not isinstance(each, Rotary):
             raise TypeError(f"rotary: expected a Rotary or a dict of one per layer type, got {type(each).__name__}")
     layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
     if isinstance(rotary, dict) and sorted(rotary) != layer_types:
         raise ValueError(f"rotary: expected the layer types {layer_types}, got {sorted(rotary)}")
-    if changes.get("factor") is not None and changes.get("window") is None:
+    if "factor" in options and "window" not in options:
         raise ValueError("factor: expected a window beside it, beyond which distances grow by 1 / factor")
-    if changes.get("log_n") is True:
-        changes = changes | {"log_n": training_length(config)}
-    return {"rotary": rotary, **changes}
+    if options.get("log_n") is True:
+        options["log_n"] = training_length(config)
+    _check_length("log_n", options, 1, "True or a length of more than 1")
+    _check_length("hope_train_length", options, 0, "a positive length")
+    return options
+
+
+def _check_length(name: str, options: dict[str, Any], above: float, expected: str) -> None:
+    value = options.get(name)
+    if value is None:
+        return
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected {expected}, got {value!r}")
+    if not above < value < math.inf:
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
 def _to_text(value):
@@ -152,4 +228,30 @@ def _to_text(value):
 def _from_text(value):
     if isinstance(value, dict):
         return {name: Rotary.from_text(text) for name, text in value.items()}
-    return None if value is None else Rotary.from_text(value)
+    return Rotary.from_text(value)
+
+
+# ---- what print(model) shows
+
+
+def _text(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _describe_decoder(stock: str, options: str) -> str:
+    return "\n".join(
+        filter(None, [stock, f"converted by flashrope: {options or 'the same scheme, raw keys in the cache'}"])
+    )
+
+
+def _describe_layer(stock: str, scheme: LayerScheme) -> str:
+    return "\n".join(filter(None, [stock, f"rotary_bands: {scheme.rotary!r}"]))
+
+
+def _same(one: LayerScheme | None, other: LayerScheme) -> bool:
+    """Whether caches of one are valid under the other."""
+    return (
+        one is not None
+        and (one.window, one.rotary) == (other.window, other.rotary)
+        and one.grows_from == other.grows_from == math.inf
+    )

@@ -50,6 +50,50 @@ REVERSED = frozenset({"nanochat"})  # rotates by the negative angle
 SLIDING_ONLY = frozenset({"afmoe", "cohere2", "exaone4", "exaone_moe", "flint", "kolibri1"})
 # model_type of the families whose base is not in their configuration.
 FIXED_BASE = {"codegen": 10_000.0, "gptj": 10_000.0}
+# model_type of the families whose code reads partial_rotary_factor. With it, other families rotate whole heads in
+# transformers 5, and fail in 4.57.
+PARTIAL = frozenset(
+    {
+        "bamba",
+        "dots3_note_audio_encoder",
+        "dots3_note_text",
+        "efficientloftr",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "glm4v_moe_text",
+        "glm4v_text",
+        "glm_image_text",
+        "glm_ocr_text",
+        "glmasr_encoder",
+        "gpt_neox",
+        "gpt_neox_japanese",
+        "laguna",
+        "mimo_v2_flash",
+        "minimax_m2",
+        "minimax_m3_vl_text",
+        "moonshine",
+        "moonshine_streaming",
+        "nemotron",
+        "nemotron3_5_transcribe_asr_audio",
+        "nemotron3_diarization_audio",
+        "neomme",
+        "persimmon",
+        "phi",
+        "phi3",
+        "phi4_multimodal",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "qwen4_exp_text",
+        "recurrent_gemma",
+        "stablelm",
+        "step3p5",
+        "zaya",
+    }
+)
+# model_type of the families whose code reads alpha under "dynamic".
+ALPHA = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"})
 
 KEYS = frozenset(
     {
@@ -121,6 +165,8 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
     (``rope_parameters``, also one dict per layer type). Where the two interpret a field differently, 5 decides. Rope
     types: default, linear, dynamic, yarn, llama3, longrope (formerly "su") and proportional.
 
+    Parameters that the family's code does not read (alpha, partial_rotary_factor) are refused.
+
     Hugging Face multiplies cos and sin by ``attention_factor``; here its square scales the scores. With
     ``mrope_section`` the scheme needs positions of three coordinates, transformers' position_ids as (batch, seqlen, 3).
     Without it, families whose code implies it are read for text only, where the coordinates are equal.
@@ -164,6 +210,7 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
         rotary_dim = int(head_dim * (1.0 if partial is None else partial))
     if rope_type == "proportional":
         rotary_dim = head_dim
+    _refuse_ignored(params, model_type, rope_type, rotary_dim, head_dim)
     rope = Rotary.rope(head_dim, params["rope_theta"], rotary_dim, interleaved=model_type in INTERLEAVED)
     rotary, attention_factor = RULES[rope_type](rope, params, config, seqlen)
     if attention_factor != 1:
@@ -214,6 +261,22 @@ def _refuse_by_field(config) -> None:
         )
     if getattr(config, "num_attention_heads", None) is None and getattr(config, "text_config", None) is not None:
         raise ValueError("config: holds a text_config; pass config.get_text_config()")
+
+
+def _refuse_ignored(params, model_type: str, rope_type: str, rotary_dim: int, head_dim: int) -> None:
+    """Refuses parameters that the code of the family does not read. Without a model_type they mean what they say."""
+    if rope_type == "dynamic" and params.get("alpha") and model_type and model_type not in ALPHA:
+        raise ValueError(
+            f"config: alpha = {params['alpha']} is read by {', '.join(sorted(ALPHA))} and not by {model_type!r}, whose "
+            "base grows with the length; remove alpha for that, or chain .ntk(alpha) to Rotary.rope"
+        )
+    reads_partial = not model_type or model_type in PARTIAL or model_type in FIXED_BASE
+    if rotary_dim != head_dim and not reads_partial:
+        raise ValueError(
+            f"config: partial_rotary_factor = {params.get('partial_rotary_factor')} is not read by the code of "
+            f"{model_type!r} in transformers, which rotates whole heads; remove it for that, or build the scheme with "
+            f"Rotary.rope(head_dim={head_dim}, base, rotary_dim={rotary_dim})"
+        )
 
 
 def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, Any] | None:

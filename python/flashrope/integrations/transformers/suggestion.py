@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .layer_schemes import sliding_window_of, training_length
+from ...rotary import Rotary
+from .layer_schemes import layer_type_of, sliding_window_of
 
 
 class Suggestion(NamedTuple):
@@ -27,13 +28,27 @@ def suggest(model_or_config, target_length: int) -> Suggestion:
         target_length: in tokens.
 
     Raises:
-        ValueError: the model has sliding windows, or its configuration has no max_position_embeddings.
+        ValueError: the model has sliding windows or no rotary embedding, or its configuration lacks
+            max_position_embeddings or num_hidden_layers.
     """
     config = getattr(model_or_config, "config", model_or_config)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not isinstance(target_length, int) or isinstance(target_length, bool) or target_length < 1:
         raise ValueError(f"target_length: expected a positive integer, got {target_length!r}")
-    length = training_length(config)
+    fields = ("max_position_embeddings", "num_hidden_layers")
+    lacking = [name for name in fields if not isinstance(getattr(config, name, None), int)]
+    if lacking:
+        raise ValueError(
+            f"model_or_config: expected a transformers model or its configuration, with {' and '.join(fields)}, got "
+            f"{_name(model_or_config)} without {' and '.join(lacking)}"
+        )
+    length = config.max_position_embeddings
+    layer_types = {layer_type_of(config, layer) for layer in range(config.num_hidden_layers)}
+    if not any(_rotates(config, layer_type) for layer_type in layer_types):
+        raise ValueError(
+            "model_or_config: expected a model with a rotary embedding, got "
+            f"{_name(model_or_config)} without rope_theta"
+        )
     if target_length <= length:
         return Suggestion({}, f"{target_length} tokens are within the {length} that the model was trained with")
     windows = [sliding_window_of(config, layer) for layer in range(config.num_hidden_layers)]
@@ -50,3 +65,13 @@ def suggest(model_or_config, target_length: int) -> Suggestion:
         f"{length}, at least 1, keeps attention sharp over {target_length} keys and changes nothing within the "
         "training length",
     )
+
+
+def _rotates(config, layer_type: str | None) -> bool:
+    if not any(getattr(config, name, None) for name in ("rope_theta", "rope_parameters", "rope_scaling")):
+        return False
+    return any(Rotary.from_hf_config(config, layer_type).frequencies)
+
+
+def _name(model_or_config) -> str:
+    return repr(model_or_config) if isinstance(model_or_config, str) else type(model_or_config).__name__

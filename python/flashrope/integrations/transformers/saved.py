@@ -1,0 +1,73 @@
+"""What a changed model leaves in its saved configuration, so that it is never taken for a stock model.
+
+``"flashrope"`` holds the options of ``convert``. ``"_attn_implementation"`` names an attention that only this package
+registers: transformers 4.57 to 5.23 refuse to load such a model without it, and show the name. Where this package is
+imported the model loads, and its first forward is refused until it is converted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+FIELD = "flashrope"
+KEY = "_attn_implementation"  # 4.57 and 5.0 do not read "attn_implementation"
+# transformers gives names with "flash", "/" or "|" a meaning of its own.
+SAVED = (
+    "rotary_bands of a model that Flashrope changed: load it with Flashrope.integrations.transformers.from_pretrained, "
+    f'or delete "{KEY}" from its config.json for the unchanged model'
+)
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that ask for something. window=0 does."""
+    return {name: value for name, value in options.items() if value is not None and value is not False}
+
+
+def write_options(model: torch.nn.Module, config, options: dict[str, Any]) -> None:
+    """Leaves options, which are not empty, in the decoder's configuration, and the name in those of all models."""
+    setattr(config, FIELD, options)
+    for each in _configurations(model, config):
+        vars(each)[KEY] = SAVED  # a property of the class: only to_dict and save_pretrained read this
+
+
+def delete_options(model: torch.nn.Module, config) -> None:
+    vars(config).pop(FIELD, None)
+    for each in _configurations(model, config):
+        vars(each).pop(KEY, None)
+
+
+def choose_stock_attention(model: torch.nn.Module, asked: str | None = None) -> None:
+    """Gives modules whose configuration names SAVED the attention asked for; None: the one that transformers prefers.
+
+    Raises:
+        ValueError, ImportError: from transformers, if the model or this machine does not have it.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation == SAVED:
+            module.config._attn_implementation_internal = module.get_correct_attn_implementation(asked)
+
+
+def _configurations(model: torch.nn.Module, config) -> list:
+    """The decoder's configuration, and those of the models around it, which are written in its stead."""
+    around = [
+        module.config
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        and any(isinstance(each, PreTrainedModel) and each.config is config for each in module.modules())
+    ]
+    return list({id(each): each for each in [config, *around]}.values())
+
+
+def _refuse(*args, **kwargs):
+    raise ValueError(
+        "model: expected one that was converted as it was when it was saved, got one that was loaded without; call "
+        "convert(model), load it with flashrope.integrations.transformers.from_pretrained, or call revert(model) for "
+        "the unchanged model"
+    )
+
+
+AttentionInterface.register(SAVED, _refuse)
+AttentionMaskInterface.register(SAVED, _refuse)

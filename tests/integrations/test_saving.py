@@ -1,0 +1,238 @@
+"""Changed models that are saved and loaded: by this package, by transformers alone, and by its AutoModel classes."""
+
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+
+import transformers
+from families import VERSION, logits, schemes, tiny, tokens
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+
+from flashrope import Rotary
+from flashrope.integrations.transformers import convert, from_pretrained, register_auto_classes, revert
+from flashrope.integrations.transformers.loading import AUTO_CLASSES
+from flashrope.integrations.transformers.saved import SAVED
+
+CHANGES = dict(window=6, factor=4.0, log_n=12, hope_train_length=48)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a changed model, and its logits."""
+    folder = tmp_path_factory.mktemp("changed")
+    model = convert(tiny("llama"), **CHANGES)
+    model.save_pretrained(folder)
+    return folder, logits(model, tokens())
+
+
+# ---- by this package
+
+
+def test_from_pretrained_converts_as_it_was_saved(saved):
+    folder, expected = saved
+    model = from_pretrained(folder)
+    assert torch.equal(logits(model, tokens()), expected)
+    assert schemes(model) == [Rotary.hope(16, 48).rectify(6, 4.0).log_n(12)] * 3
+    assert model.config._attn_implementation != SAVED
+
+
+def test_from_pretrained_passes_its_arguments_on(saved):
+    folder, _ = saved
+    model, found = from_pretrained(folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True)
+    assert model.dtype == torch.float64 and not found["missing_keys"] and len(schemes(model)) == 3
+    assert revert(model).config._attn_implementation == "eager"
+    assert revert(from_pretrained(folder)).config._attn_implementation == "sdpa"
+    decoder = from_pretrained(folder, auto_class=AutoModel)
+    assert type(decoder).__name__ == "LlamaModel" and schemes(decoder) == schemes(from_pretrained(folder))
+
+
+def test_from_pretrained_of_a_stock_model_keeps_its_scheme(tmp_path):
+    model = tiny("llama")
+    model.save_pretrained(tmp_path)
+    assert schemes(from_pretrained(tmp_path)) == schemes(convert(model))
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(window=0), dict(rotary=Rotary.rope(16).yarn(4.0, 16)), dict(log_n=True)], ids=str
+)
+def test_what_is_saved_comes_back(changes, tmp_path):
+    model = convert(tiny("llama"), **changes)
+    assert schemes(model) != schemes(convert(tiny("llama")))
+    model.save_pretrained(tmp_path)
+    assert schemes(from_pretrained(tmp_path)) == schemes(model)
+
+
+def test_other_attentions_than_sdpa(tmp_path):
+    """gpt_oss has no sdpa."""
+    model = convert(tiny("gpt_oss"), log_n=12)
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
+    assert revert(loaded).config._attn_implementation == "eager"
+
+
+def test_saved_options_that_are_not_known(saved, tmp_path):
+    folder, _ = saved
+    config = json.loads((folder / "config.json").read_text())
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"flashrope": {"window": 6, "clipp": False}}))
+    with pytest.raises(ValueError, match="flashrope: expected a configuration with some of rotary, window, .* 'clipp'"):
+        from_pretrained(tmp_path)
+
+
+# ---- by transformers
+
+ALONE = """
+import sys, transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM, pipeline
+from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models
+folder = sys.argv[1]
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
+for load in (
+    lambda: AutoModelForCausalLM.from_pretrained(folder),
+    lambda: AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa"),
+    lambda: AutoModel.from_pretrained(folder),
+    lambda: LlamaForCausalLM.from_pretrained(folder),
+    lambda: AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)),
+    lambda: pipeline("text-generation", folder, tokenizer=tokenizer),
+):
+    try:
+        load()
+        print("LOADED")
+    except Exception as error:
+        print(str(error).replace("\\n", " "))
+assert "flashrope" not in sys.modules
+"""
+
+
+def alone(folder) -> list[str]:
+    ran = subprocess.run([sys.executable, "-c", ALONE, str(folder)], capture_output=True, text=True)
+    assert not ran.returncode, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def test_transformers_alone_refuses_a_changed_model(saved):
+    for line in alone(saved[0]):
+        assert "Flashrope.integrations.transformers.from_pretrained" in line, line
+
+
+def test_transformers_alone_loads_a_model_with_its_own_scheme(tmp_path):
+    """Converted without options, or converted and reverted: the configuration is the stock model's."""
+    model = tiny("llama")
+    model.save_pretrained(tmp_path / "stock")
+    convert(model).save_pretrained(tmp_path / "same")
+    convert(model, window=6)
+    revert(model).save_pretrained(tmp_path / "reverted")
+    stock = (tmp_path / "stock" / "config.json").read_text()
+    assert (tmp_path / "same" / "config.json").read_text() == stock
+    assert (tmp_path / "reverted" / "config.json").read_text() == stock
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "same", attn_implementation="sdpa")
+    assert torch.equal(logits(model, tokens()), logits(tiny("llama"), tokens()))
+
+
+def test_loaded_without_convert(saved):
+    """With this package imported transformers loads the model, and its first forward is refused."""
+    folder, expected = saved
+    for load in (AutoModelForCausalLM.from_pretrained, LlamaForCausalLM.from_pretrained):
+        model = load(folder)
+        with pytest.raises(ValueError, match="model: expected one that was converted as it was when it was saved"):
+            model(tokens())
+        with pytest.raises(ValueError, match="from_pretrained"):
+            model.generate(tokens(), max_new_tokens=2)
+        assert torch.equal(logits(convert(model), tokens()), expected)
+        assert torch.equal(logits(revert(model), tokens()), logits(tiny("llama"), tokens()))
+    model = revert(AutoModelForCausalLM.from_pretrained(folder))
+    assert torch.equal(logits(model, tokens()), logits(tiny("llama"), tokens()))
+    assert not hasattr(model.config, "flashrope")
+
+
+REGISTERS = not (5, 1) <= VERSION < (5, 19)  # 5.17 ignores classes for its own configurations
+
+
+def test_a_version_that_does_not_register():
+    if not REGISTERS:
+        with pytest.raises(ValueError, match="transformers: expected a version whose AutoModel.register takes LlamaC"):
+            register_auto_classes("llama")
+
+
+@pytest.fixture
+def registered():
+    if not REGISTERS:
+        pytest.skip(f"transformers {transformers.__version__} does not register classes for its own configurations")
+    mappings = [getattr(transformers, name)._model_mapping for name in AUTO_CLASSES]
+    before = [dict(mapping._extra_content) for mapping in mappings]
+    register_auto_classes("llama")
+    yield
+    for mapping, content in zip(mappings, before, strict=True):
+        mapping._extra_content.clear()
+        mapping._extra_content.update(content)
+
+
+def test_auto_classes(registered, saved, tmp_path):
+    folder, expected = saved
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert type(model) is LlamaForCausalLM and torch.equal(logits(model, tokens()), expected)
+    assert revert(model).config._attn_implementation == "sdpa"
+    assert len(schemes(AutoModel.from_pretrained(folder))) == 3
+    tiny("llama").save_pretrained(tmp_path)
+    assert not schemes(AutoModelForCausalLM.from_pretrained(tmp_path))  # no options: a stock model
+    assert type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))) is LlamaForCausalLM
+    with pytest.raises(ValueError, match="model_types: expected some of .*; got 'gpt2'"):
+        register_auto_classes("gpt2")
+
+
+def test_pipeline(registered, saved):
+    from tokenizers import Tokenizer, models
+
+    folder, expected = saved
+    words = Tokenizer(models.WordLevel({"a": 0}, "a"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    run = transformers.pipeline("text-generation", str(folder), tokenizer=tokenizer)
+    assert torch.equal(logits(run.model, tokens()), expected)
+
+
+# ---- what print shows
+
+
+def test_print_shows_the_scheme():
+    model = tiny("llama")
+    stock = repr(model)
+    convert(model)
+    assert "converted by flashrope: the same scheme, raw keys in the cache" in repr(model)
+    convert(model, window=6, log_n=True)
+    assert "converted by flashrope: window=6, log_n=64" in repr(model)
+    assert "distance: d for 0 <= d < 6; 6 for d >= 6" in repr(model)
+    assert repr(revert(model)) == stock
+
+
+# ---- what a second convert does
+
+
+def test_options_replace_those_of_an_earlier_convert():
+    model = convert(tiny("llama"), window=6)
+    assert schemes(convert(model, log_n=12)) == [Rotary.rope(16).log_n(12)] * 3
+    assert model.config.flashrope == {"log_n": 12}
+
+
+def test_a_convert_without_options_keeps_the_last_ones_and_says_so():
+    model = convert(tiny("llama"), window=6, log_n=12)
+    with pytest.warns(UserWarning, match=r"convert: the model keeps window=6, log_n=12 .* revert\(model\)"):
+        convert(model)
+    assert schemes(model) == [Rotary.rope(16).rectify(6).log_n(12)] * 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert(revert(model))
+        assert schemes(convert(model)) == [Rotary.rope(16)] * 3
+
+
+def test_a_saved_model_is_converted_without_a_warning(saved):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="convert")
+        convert(AutoModelForCausalLM.from_pretrained(saved[0]))
