@@ -16,6 +16,7 @@ UNSUPPORTED = {
     "softcap": "caps its scores",
     "position_bias": "adds a bias to its scores",
     "head_mask": "masks heads",
+    "block_indices": "attends to selected blocks of keys",
     "cache": "is served from the pages of a continuous batching that this package does not know",
 }
 
@@ -34,6 +35,9 @@ def attention_forward(
     if query.dtype != value.dtype:  # autocast: the rotary embedding returns float32
         query, key = query.to(value.dtype), key.to(value.dtype)
     options = {"softmax_scale": scaling, "sinks": s_aux}
+    if scheme.rotated_scale != 1:
+        channels = scheme.rotary.rotary_dim
+        query = torch.cat((query[..., :channels] * scheme.rotated_scale, query[..., channels:]), -1)
     if paged:
         return attend_paged(module, query, key, value, options, kwargs), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

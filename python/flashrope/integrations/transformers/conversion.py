@@ -14,10 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from ...rotary import Rotary
 from .attention_function import NAME
 from .continuous_batching import SUPPORTED, with_pages
-from .decoder import attention_modules, check_tables, find_decoder
+from .decoder import attention_modules, check_tables, find_decoder, rotates
 from .layer_schemes import LayerScheme, layer_type_of, sliding_window_of, training_length
 from .masks import check_positions
 from .rotary_hook import disable_model_rotary
+from .untested import accept
 
 __all__ = ["convert", "revert"]
 
@@ -25,7 +26,7 @@ FIELD = "flashrope"  # of the configuration: the options of convert, saved with 
 CHANGES = ("window", "factor", "log_n", "hope_train_length")
 
 
-def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
+def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested: bool = False, **changes):
     """Runs a causal language model on this package's attention, in place; ``revert`` undoes it.
 
     Without rotary and changes the model keeps its own scheme, and its logits are the same. Caches then hold raw keys:
@@ -39,6 +40,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
             beyond the window.
         log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: by the training length. Layers with a sliding
             window see a fixed number of keys and are not scaled.
+        untested: also take a model type that is not in ``FAMILIES``, if the converted model's outputs are its own: on
+            random tokens, with and without a cache and padding on the left. Tests cover more.
         hope_train_length: HoPE: pairs that make less than one turn over this number of tokens do not rotate.
 
     Without any of these, the options of the last ``convert`` are used again. The configuration keeps them,
@@ -51,6 +54,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
         TypeError, ValueError: names the argument, what was expected and what came; the model is unchanged.
     """
     decoder = find_decoder(model)
+    accept(model, decoder, untested, convert, revert)
     config = decoder.config
     options = _options(config, rotary, changes)
     modules = attention_modules(decoder)
@@ -58,7 +62,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
     scheme_of = {}
     for module in modules:
         layer_type, window = layer_type_of(config, module.layer_idx), sliding_window_of(config, module.layer_idx)
-        key = layer_type, window, bool(getattr(module, "use_rope", True))
+        key = layer_type, window, rotates(module)
         if key not in schemes:
             schemes[key] = LayerScheme(config, *key, options)
         head_dim = module.head_size if hasattr(module, "head_size") else module.head_dim  # gpt_neox has head_size
@@ -69,7 +73,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, **changes):
         scheme_of[module] = schemes[key]
     if options.get("log_n") and all(scheme.window for scheme in schemes.values()):
         raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
-    check_tables(decoder, {layer_type for layer_type, _, rotates in schemes if rotates})
+    check_tables(decoder, {layer_type for layer_type, _, rotated in schemes if rotated})
 
     revert(model)
     attn_implementation = config._attn_implementation

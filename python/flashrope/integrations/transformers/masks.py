@@ -20,7 +20,7 @@ from transformers.masking_utils import causal_mask_function
 __all__ = ["Packed", "check_positions", "describe_mask"]
 
 # Model types whose forward makes its masks without position_ids: stock models of these types mix packed sequences up.
-WITHOUT_PACKING = frozenset({"gpt_oss"})
+WITHOUT_PACKING = frozenset({"afmoe", "gpt_oss"})
 
 
 class Packed(NamedTuple):
