@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from functools import lru_cache
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...api import attention, attention_varlen, attention_with_cache
+from ...rotary import Rotary
 from .continuous_batching import NAME, PAGES, attend_paged, prepare_manager
 from .masks import Packed, describe_mask
 
@@ -40,6 +43,15 @@ def attention_forward(
         query = torch.cat((query[..., :channels] * scheme.rotated_scale, query[..., channels:]), -1)
     if paged:
         return attend_paged(module, query, key, value, options, kwargs), None
+    head_dim = query.shape[-1]
+    if head_dim % 8:  # the kernels have tiles of multiples of 8 channels
+        query, key, value = (torch.nn.functional.pad(x, (0, -head_dim % 8)) for x in (query, key, value))
+        options["softmax_scale"] = head_dim**-0.5 if scaling is None else scaling
+    out = _attend(scheme, query, key, value, attention_mask, options, kwargs)
+    return (out[..., :head_dim] if head_dim % 8 else out), None
+
+
+def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) -> torch.Tensor:
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     seqlen = q.shape[1]
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
@@ -48,10 +60,10 @@ def attention_forward(
             "cu_seq_lens_q: expected position_ids beside it, which start anew in every sequence, got "
             f"{cu_seqlens_q.shape[0] - 1} sequences and none"
         )
-    if attention_mask is None:
-        return attention(q, k[:, :seqlen], v[:, :seqlen], scheme.at(seqlen), **options), None
+    if attention_mask is None or not isinstance(attention_mask, Packed) and attention_mask.shape[0] == 0:
+        return attention(q, k[:, :seqlen], v[:, :seqlen], _sized(scheme.at(seqlen), q), **options)
     if isinstance(attention_mask, Packed):
-        return _attend_packed(q, k, v, scheme, attention_mask, options), None
+        return _attend_packed(q, k, v, _sized(scheme.at(attention_mask.max_seqlen), q), attention_mask, options)
     if attention_mask.dtype is not torch.int32 or attention_mask.shape != (3, 1, 1, q.shape[0]):
         raise ValueError(
             "attention_mask: expected None or (batch, keys) of zeros and ones, got a mask of shape "
@@ -61,18 +73,29 @@ def attention_forward(
     rotary = scheme.rotary
     if scheme.grows_from < math.inf and (scheme.window or k.shape[1] > scheme.grows_from):
         rotary = scheme.at(int(position.max()) + seqlen)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux)):
-        return _attend_with_gradients(q, k, v, rotary, first, end, options), None
-    return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, **options), None
+    rotary = _sized(rotary, q)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"])):
+        return _attend_with_gradients(q, k, v, rotary, first, end, options)
+    return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, **options)
 
 
-def _attend_packed(q, k, v, scheme, packed: Packed, options: dict) -> torch.Tensor:
+def _sized(rotary: Rotary, q: torch.Tensor) -> Rotary:
+    """The scheme for padded channels, which do not rotate."""
+    return rotary if rotary.head_dim == q.shape[-1] else _widened(rotary, q.shape[-1])
+
+
+@lru_cache(maxsize=1024)
+def _widened(rotary: Rotary, head_dim: int) -> Rotary:
+    return dataclasses.replace(rotary, head_dim=head_dim)
+
+
+def _attend_packed(q, k, v, rotary, packed: Packed, options: dict) -> torch.Tensor:
     cu_seqlens, longest = packed
     out = attention_varlen(
         q.flatten(0, 1),
         k.flatten(0, 1),
         v.flatten(0, 1),
-        scheme.at(longest),
+        rotary,
         cu_seqlens,
         cu_seqlens,
         longest,
@@ -83,8 +106,14 @@ def _attend_packed(q, k, v, scheme, packed: Packed, options: dict) -> torch.Tens
 
 
 def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.Tensor:
-    """attention_with_cache has no gradients, so the keys [first, end) of every sequence are selected and packed."""
+    """attention_with_cache has no gradients, so the keys [first, end) of every sequence are packed. Without a cache,
+    rows of padding on the left are a sequence of their own; otherwise the keys are selected."""
     batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
+    if seqlen_q == seqlen_k:
+        row = torch.arange(0, batch * seqlen_q, seqlen_q, device=q.device)
+        starts = torch.stack((row, row + first), -1).flatten()
+        cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=batch * seqlen_q).to(torch.int32)
+        return _attend_packed(q, k, v, rotary, Packed(cu_seqlens, seqlen_q), options)
     slot = torch.arange(seqlen_k, device=q.device)
     held = (slot >= first[:, None]) & (slot < end[:, None])
     cu_seqlens_q = torch.arange(0, batch * seqlen_q + 1, seqlen_q, dtype=torch.int32, device=q.device)

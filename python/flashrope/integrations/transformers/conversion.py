@@ -119,8 +119,7 @@ def _check_forward(module, args, kwargs) -> tuple | None:
         )
     if SUPPORTED and isinstance(kwargs.get("cu_seq_lens_k"), dict):
         return args, with_pages(kwargs)
-    check_positions(module, args, kwargs)
-    return None
+    return check_positions(module, args, kwargs)
 
 
 # ---- options

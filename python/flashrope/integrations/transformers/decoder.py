@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...rotary import Rotary
 from .hf_config import rotary_of_model
+from .layer_schemes import attending_layers
 from .rotary_hook import is_rotary_embedding, rotary_embeddings
 
 # model_type of the decoders that the tests compare with the library's own attention.
@@ -95,8 +96,6 @@ REFUSED = {
     "hunyuan_v1_moe": "scales every channel of queries and keys after their rotation",
     "phimoe": "keeps longrope's table for short texts at every length",
 }
-# Types of layers without attention, in configurations of models that have both.
-WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe", "recurrent"})
 
 
 def find_decoder(model) -> PreTrainedModel:
@@ -161,10 +160,7 @@ def attention_modules(decoder: PreTrainedModel) -> list[torch.nn.Module]:
         raise ValueError(
             f"model: expected scores without a cap, got attn_logit_softcapping = {config.attn_logit_softcapping}"
         )
-    types = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
-    attending = [
-        layer for layer in range(config.num_hidden_layers) if not types or types[layer] not in WITHOUT_ATTENTION
-    ]
+    attending = attending_layers(config)
     if len(attending) < config.num_hidden_layers and int(transformers.__version__.split(".")[0]) < 5:
         raise ValueError(
             "model: expected transformers 5 for a model with layers without attention, got "

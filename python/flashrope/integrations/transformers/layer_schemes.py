@@ -84,6 +84,15 @@ def _hope(rotary: Rotary, train_length: float) -> Rotary:
 
 # ---- fields of a configuration
 
+# Types of layers without attention, in configurations of models that have both.
+WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe", "recurrent"})
+
+
+def attending_layers(config) -> list[int]:
+    """The layers that have attention."""
+    types = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
+    return [layer for layer in range(config.num_hidden_layers) if not types or types[layer] not in WITHOUT_ATTENTION]
+
 
 def layer_type_of(config, layer: int) -> str | None:
     types = getattr(config, "layer_types", None)
