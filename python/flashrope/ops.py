@@ -17,7 +17,9 @@ from .backends.base import (
     Kept,
     accumulation_type,
     cached_lse_shape,
+    check_backend,
     load_backend,
+    load_differentiable,
 )
 from .rotary import Rotary
 
@@ -127,6 +129,7 @@ LIBRARY.impl("attention_backward", _attention_backward, "CompositeExplicitAutogr
 @torch.library.register_fake(add_op_namespace_prefix("attention"), lib=LIBRARY)
 def _(q, k, v, *arguments):
     *arguments, impl = arguments
+    check_backend(impl, q)
     call = call_from_arguments(*arguments)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(call.lse_shape(q), dtype=accumulation_type(q))
@@ -145,7 +148,8 @@ def _(*_):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_with_cache"), lib=LIBRARY)
-def _(q, *_):
+def _(q, *arguments):
+    check_backend(arguments[-1], q, cached=True)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(cached_lse_shape(q), dtype=accumulation_type(q))
 
@@ -213,7 +217,7 @@ class _EagerAttention(torch.autograd.Function):
 def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of ``flashrope::attention``."""
     if impl in DIFFERENTIABLE:
-        return load_backend(impl).forward(q, k, v, call)[:2]
+        return load_differentiable(impl).forward(q, k, v, call)[:2]
     if not _is_plain(q, k, v):
         return OPERATORS.attention(q, k, v, *_arguments(call), impl)[:2]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
