@@ -264,33 +264,6 @@ def test_autocast():
     assert close(run(), stock, 0.15)  # bfloat16 keeps 8 bits of logits of size 3
 
 
-@pytest.mark.parametrize(
-    "case", ["plain", *(pytest.param(case, marks=pytest.mark.slow) for case in ("left", "packed", "cached"))]
-)
-def test_compile(case):
-    torch._dynamo.reset()
-    model = convert(tiny("llama", num_hidden_layers=1), window=6)
-    arguments = {
-        "plain": {},
-        "left": dict(mask=padded()),
-        "packed": dict(position_ids=families.PACKED),
-        "cached": dict(calls=[22, 23, 24]),
-    }[case]
-    expected = logits(model, tokens(), **arguments)
-    model.forward = torch.compile(model.forward, backend="eager" if case == "plain" else "aot_eager")
-    assert close(logits(model, tokens(), **arguments), expected)
-
-
-@pytest.mark.slow
-def test_compile_with_gradients():
-    torch._dynamo.reset()
-    model = convert(tiny("llama"), window=6).train()
-    expected = {name: grad.clone() for name, grad in gradients(model).items()}
-    model.forward = torch.compile(model.forward, backend="aot_eager")
-    found = gradients(model)
-    assert all(close(found[name], grad) for name, grad in expected.items())
-
-
 # ---- suggest
 def test_suggest():
     model = tiny("llama")
