@@ -1,6 +1,7 @@
 """Small random models of every tested family, and the differences between converted and stock logits.
 
-python tests/integrations/families.py [PAGE.md]      prints the table, and writes it to the page, docs/integration.md
+python tests/integrations/families.py [PAGE.md]      prints the table, and writes it to the page, docs/integration.md,
+                                                    with the list of all other types (all_types.py)
 """
 
 import sys
@@ -168,9 +169,11 @@ def main() -> None:
     text = table()
     print(text)
     if len(sys.argv) > 1:
+        from all_types import summary
+
         page = Path(sys.argv[1])
         before, after = page.read_text().split(BEGIN)[0], page.read_text().split(END)[1]
-        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        page.write_text(f"{before}{BEGIN}\n{text}\n\n{summary()}\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""convert(model, untested=True): model types that are not in FAMILIES, compared with their own outputs first. And fields
-of tested types that need more than the small configurations show."""
+"""convert(model, untested=True): model types that are not in FAMILIES, compared with their own outputs first.
+
+And fields of tested types that need more than the small configurations show.
+"""
 
 import copy
 import sys
@@ -9,6 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
+import all_types
 import families
 from families import CALLS, ROPE_TYPES, RUNS, SEQLEN, close, logits, padded, schemes, static, tiny, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -99,6 +102,18 @@ def test_a_decoder_without_a_head(unknown):
 
 def test_half_types(unknown):
     convert(tiny("llama").to(torch.bfloat16), untested=True)
+
+
+def test_reasons_of_refusals():
+    """What the list of all types says of a few."""
+    found = {name: all_types.outcome(name) for name in ("gpt2", "deepseek_v3", "hunyuan_v1_dense", "falcon", "qwen3")}
+    assert found == {
+        "gpt2": "no rotary embedding, or one per layer",
+        "deepseek_v3": "multi-head latent attention",
+        "hunyuan_v1_dense": "scales channels after the rotation",
+        "falcon": "makes its masks itself" if families.VERSION < (5, 1) else "computes its attention itself",
+        "qwen3": all_types.TESTED,
+    }
 
 
 # ---- fields of tested types

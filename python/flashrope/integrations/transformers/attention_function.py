@@ -90,37 +90,29 @@ def _widened(rotary: Rotary, head_dim: int) -> Rotary:
 
 
 def _attend_packed(q, k, v, rotary, packed: Packed, options: dict) -> torch.Tensor:
-    cu_seqlens, longest = packed
-    out = attention_varlen(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        rotary,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        **options,
-    )
+    starts, longest = packed
+    return _attend_varlen(q, k, v, rotary, starts, starts, longest, options)
+
+
+def _attend_varlen(q, k, v, rotary, starts_q, starts_k, longest: int, options: dict) -> torch.Tensor:
+    q_rows, k_rows, v_rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    out = attention_varlen(q_rows, k_rows, v_rows, rotary, starts_q, starts_k, longest, longest, **options)
     return out.unflatten(0, q.shape[:2])
 
 
 def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.Tensor:
-    """attention_with_cache has no gradients, so the keys [first, end) of every sequence are packed. Without a cache,
-    rows of padding on the left are a sequence of their own; otherwise the keys are selected."""
+    """attention_with_cache has no gradients, so the keys [first, end) of every sequence are packed. Without a cache, a
+    sequence of keys without queries holds the padding on the left; otherwise the keys are selected."""
     batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
+    rows = torch.arange(0, batch * seqlen_q + 1, seqlen_q, dtype=torch.int32, device=q.device)
     if seqlen_q == seqlen_k:
-        row = torch.arange(0, batch * seqlen_q, seqlen_q, device=q.device)
-        starts = torch.stack((row, row + first), -1).flatten()
-        cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=batch * seqlen_q).to(torch.int32)
-        return _attend_packed(q, k, v, rotary, Packed(cu_seqlens, seqlen_q), options)
+        starts_q = rows.repeat_interleave(2)[:-1]
+        starts_k = torch.cat((torch.stack((rows[:-1], rows[:-1] + first), -1).flatten(), rows[-1:]))
+        return _attend_varlen(q, k, v, rotary, starts_q, starts_k, seqlen_q, options)
     slot = torch.arange(seqlen_k, device=q.device)
     held = (slot >= first[:, None]) & (slot < end[:, None])
-    cu_seqlens_q = torch.arange(0, batch * seqlen_q + 1, seqlen_q, dtype=torch.int32, device=q.device)
-    cu_seqlens_k = torch.nn.functional.pad(held.sum(-1).cumsum(0), (1, 0)).to(torch.int32)
-    out = attention_varlen(
-        q.flatten(0, 1), k[held], v[held], rotary, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, **options
-    )
+    starts_k = torch.nn.functional.pad(held.sum(-1).cumsum(0), (1, 0)).to(torch.int32)
+    out = attention_varlen(q.flatten(0, 1), k[held], v[held], rotary, rows, starts_k, seqlen_q, seqlen_k, **options)
     return out.view(q.shape)
 
 
