@@ -140,14 +140,14 @@ OLDER = {
     "granitemoe": ((4, 57), OWN_MASKS),
     "granitemoeshared": ((4, 57), OWN_MASKS),
     "jetmoe": ((4, 57), "found 0"),
-    "lfm2": ((4, 57), "layers without attention"),
-    "lfm2_moe": ((4, 57), "layers without attention"),
+    "lfm2": ((5, 0), "layers without attention"),
+    "lfm2_moe": ((5, 0), "layers without attention"),
     "nemotron": ((5, 0), OWN_MASKS),
     "olmo3": ((4, 57), "found 0"),
     "olmoe": ((4, 57), OWN_MASKS),
     "persimmon": ((5, 0), OWN_MASKS),
     "qwen2_moe": ((4, 57), OWN_MASKS),
-    "qwen3_next": ((4, 57), "layers without attention"),
+    "qwen3_next": ((5, 0), "layers without attention"),
     "stablelm": ((5, 0), OWN_MASKS),
 }
 REFUSED_BY_VERSION = {name: reason for name, (last, reason) in OLDER.items() if VERSION <= last and name in CAUSAL_LM}

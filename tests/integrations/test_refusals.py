@@ -25,8 +25,10 @@ def test_families_that_are_refused():
     with pytest.raises(ValueError, match="phimoe keeps longrope's table for short texts"):
         convert(tiny("phimoe", num_local_experts=4))
     if "gemma4_text" in families.HERE:
-        with pytest.raises(ValueError, match="expected num_kv_shared_layers = 0, got 2"):
-            convert(tiny("gemma4_text", num_kv_shared_layers=2))
+        model = tiny("gemma4_text", num_kv_shared_layers=2)
+        if hasattr(model.model, "_maybe_slice_kv_shared_inputs"):  # older versions do not drop rows
+            with pytest.raises(ValueError, match="expected num_kv_shared_layers = 0, got 2"):
+                convert(model)
     with pytest.raises(ValueError, match="attn_logit_softcapping = 50.0"):
         convert(tiny("gemma2", attn_logit_softcapping=50.0))
     with pytest.raises(ValueError, match="found 0 in GPT2LMHeadModel"):

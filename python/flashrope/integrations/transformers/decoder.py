@@ -90,6 +90,7 @@ FAMILIES = frozenset(
         "vaultgemma",
     }
 )
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 # model_type of decoders that a comparison with one model could let in by accident, and how they differ.
 REFUSED = {
     "hunyuan_v1_dense": "scales every channel of queries and keys after their rotation",
@@ -161,10 +162,10 @@ def attention_modules(decoder: PreTrainedModel) -> list[torch.nn.Module]:
             f"model: expected scores without a cap, got attn_logit_softcapping = {config.attn_logit_softcapping}"
         )
     attending = attending_layers(config)
-    if len(attending) < config.num_hidden_layers and int(transformers.__version__.split(".")[0]) < 5:
+    if len(attending) < config.num_hidden_layers and VERSION < (5, 1):
         raise ValueError(
-            "model: expected transformers 5 for a model with layers without attention, got "
-            f"{transformers.__version__}, whose caches for them are of another kind"
+            "model: expected transformers 5.1 or newer for a model with layers without attention, got "
+            f"{transformers.__version__}, which has no static cache for them"
         )
     modules = [
         module
