@@ -115,9 +115,8 @@ def summary() -> str:
     lines = [textwrap.fill(first, 120), ""]
     for reason, names in sorted(found.items(), key=lambda item: (item[0] != PASSED, -len(item[1]))):
         older = [name for name in names if name in REFUSED_BY_VERSION]
-        lines.append(
-            f"- {reason} ({len(names)}): {', '.join(names)}" + (" (tested in newer versions)" if older else "")
-        )
+        line = f"- {reason} ({len(names)}): {', '.join(names)}" + (" (tested in newer versions)" if older else "")
+        lines.append(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines)
 
 
