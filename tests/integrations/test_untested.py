@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, decoder, revert, untested
+from flashrope.integrations.transformers.attention_function import attention_forward
 
 
 @pytest.fixture
@@ -136,6 +137,15 @@ def test_head_dims_that_are_not_multiples_of_8(head_dim, interleaved):
     revert(model).zero_grad()
     model(tokens(), labels=tokens(), use_cache=False).loss.backward()
     assert close(found, model.model.layers[0].self_attn.q_proj.weight.grad)
+
+
+def test_the_scale_of_padded_channels():
+    """Without one from the model, it is that of the channels that are not padding."""
+    layer = convert(tiny("llama", head_dim=20)).model.layers[0].self_attn
+    q, k, v = torch.randn(3, 1, 2, 9, 20, generator=torch.Generator().manual_seed(0)).unbind()
+    found = attention_forward(layer, q, k, v, None)[0]
+    assert torch.equal(found, attention_forward(layer, q, k, v, None, scaling=20**-0.5)[0])
+    assert not close(found, attention_forward(layer, q, k, v, None, scaling=24**-0.5)[0], 1e-3)
 
 
 def test_a_factor_on_rotated_channels():
