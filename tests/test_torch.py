@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from flashrope import Rotary, attention, attention_varlen
+from flashrope import Rotary, attention, attention_varlen, attention_with_cache
 
 ROTARIES = {"hope": Rotary.hope(16, 100), "rerope": Rotary.rope(16).rectify(7).log_n(10)}
 
@@ -81,6 +81,38 @@ def test_compile(rotary, dynamic):
         torch.testing.assert_close(out, want)
         torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), want_grads)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference", "triton"])
+def test_compile_with_a_backend_by_name(impl):
+    """In one graph: the backend's module is loaded when the operator is traced, not by the graph."""
+    torch.compiler.reset()
+    rotary, (q, k, v) = ROTARIES["rerope"], inputs()
+    seqlens = torch.full((2,), 20, dtype=torch.int32)
+
+    def run(q, k, v):
+        cached = attention_with_cache(q.detach(), k.detach(), v.detach(), rotary, seqlens, impl=impl)
+        return attention(q, k, v, rotary, impl=impl), cached
+
+    out, cached = torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
+    expected, expected_cached = run(q, k, v)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(cached, expected_cached)
+    if impl != "triton":  # its backward is tested elsewhere, and slow in the interpreter
+        found, grads = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected))
+        torch.testing.assert_close(found, grads)
+
+
+def test_compile_with_a_backend_that_cannot_serve_the_call():
+    torch.compiler.reset()
+    q, k, v = inputs(requires_grad=False)
+    run = torch.compile(lambda: attention(q, k, v, ROTARIES["hope"], impl="cuda"), fullgraph=True, backend="eager")
+    with pytest.raises(
+        Exception, match="impl='cuda' cannot serve this call: the CUDA kernels serve attention_with_cache"
+    ):
+        run()
+    with pytest.raises(Exception, match="impl: expected None or one of .* got 'fast'"):
+        torch.compile(lambda: attention(q, k, v, ROTARIES["hope"], impl="fast"), fullgraph=True, backend="eager")()
 
 
 def test_compile_takes_the_scheme_as_an_argument():

@@ -19,6 +19,7 @@ from .backends.base import (
     Kept,
     accumulation_type,
     cached_lse_shape,
+    check_backend,
     load_backend,
     out_shape,
 )
@@ -130,6 +131,7 @@ LIBRARY.impl("attention_backward", _attention_backward, "CompositeExplicitAutogr
 @torch.library.register_fake(add_op_namespace_prefix("attention"), lib=LIBRARY)
 def _(q, k, v, *arguments):
     *arguments, impl = arguments
+    check_backend(impl, q)
     call = call_from_arguments(*arguments)
     out = q.new_empty(out_shape(q, v))
     lse = q.new_empty(call.lse_shape(q), dtype=accumulation_type(q))
@@ -148,7 +150,8 @@ def _(*_):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_with_cache"), lib=LIBRARY)
-def _(q, *_):
+def _(q, *arguments):
+    check_backend(arguments[-1], q, cached=True)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(cached_lse_shape(q), dtype=accumulation_type(q))
 

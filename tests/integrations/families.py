@@ -1,6 +1,7 @@
 """Small random models of every tested family, and the differences between converted and stock logits.
 
-python tests/integrations/families.py [PAGE.md]      prints the table, and writes it to the page, docs/integration.md
+python tests/integrations/families.py [PAGE.md]      prints the table, and writes it to the page, docs/integration.md,
+                                                    with the list of all other types (all_types.py)
 """
 
 import sys
@@ -8,58 +9,54 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from small_models import COMMON, FAMILIES, HERE, REFUSED_BY_VERSION, VERSION, tiny  # noqa: F401  the tests import them from here
+from transformers import StaticCache
 
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.masks import WITHOUT_PACKING
 
-COMMON = dict(
-    vocab_size=64,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    initializer_range=0.1,
-)  # such attention is sharp: a wrong rotation moves logits by 0.4 to 3
-HYBRID = dict(sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
-FAMILIES = {
-    "cohere2": dict(logit_scale=1.0, **HYBRID),
-    "gemma": dict(head_dim=24),
-    "gemma2": dict(head_dim=16, attn_logit_softcapping=None, **HYBRID),
-    "gemma3_text": dict(head_dim=16, **HYBRID),
-    "glm4": dict(head_dim=16, partial_rotary_factor=0.5),
-    "gpt_neox": dict(rotary_pct=0.25),
-    "gpt_oss": dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, **HYBRID),
-    "granite": dict(attention_multiplier=0.2),
-    "llama": {},
-    "mistral": dict(sliding_window=8),
-    "mixtral": dict(sliding_window=None, num_local_experts=4),
-    "olmo2": {},
-    "phi": dict(partial_rotary_factor=0.5),
-    "phi3": dict(sliding_window=8),
-    "qwen2": dict(use_sliding_window=True, max_window_layers=1, **HYBRID),
-    "qwen3": dict(head_dim=16),
-    "smollm3": dict(no_rope_layers=[1, 1, 0]),
-    "stablelm": dict(partial_rotary_factor=0.25),
-    "starcoder2": dict(sliding_window=8),
-}
 NOTES = {
+    "afmoe": "full layers do not rotate",
+    "cohere": "interleaved pairs",
     "cohere2": "interleaved pairs; full layers do not rotate",
+    "cohere2_moe": "interleaved pairs; full layers do not rotate",
+    "diffllama": "two calls per layer",
+    "ernie4_5": "interleaved pairs",
+    "ernie4_5_moe": "interleaved pairs",
+    "exaone4": "full layers do not rotate",
+    "exaone_moe": "full layers do not rotate",
+    "falcon_h1": "attention beside Mamba",
     "gemma2": "without its soft cap, refused with it",
     "gemma3_text": "two tables",
+    "gemma3n_text": "two tables, layers that share keys",
+    "gemma4_text": "two tables and head dims; refused with layers that share keys",
+    "glm": "interleaved pairs, partial",
     "glm4": "interleaved pairs, partial",
+    "glm4_moe": "partial",
     "gpt_neox": "partial",
     "gpt_oss": "attention sinks, windows in some layers",
+    "granite_swa": "attention sinks, windows in some layers",
+    "granitemoe_swa": "attention sinks, windows in some layers",
+    "helium": "interleaved pairs",
+    "lfm2": "some layers are convolutions",
+    "lfm2_moe": "some layers are convolutions",
+    "minimax_m2": "partial",
+    "ministral3": "queries scaled by position",
+    "nanochat": "rotates backwards",
+    "nemotron": "partial",
+    "olmo3": "two tables",
+    "olmo_hybrid": "some layers are recurrent",
+    "persimmon": "partial",
     "phi": "partial",
+    "phi3": "partial with longrope, too (Phi-4-mini)",
     "qwen2": "windows in some layers",
+    "qwen3_5_moe_text": "some layers are recurrent, partial",
+    "qwen3_5_text": "some layers are recurrent, partial",
+    "qwen3_next": "some layers are recurrent, partial",
     "smollm3": "some layers do not rotate",
-    "stablelm": "partial; refused up to transformers 5.0",
+    "stablelm": "partial",
+    "vaultgemma": "without its soft cap, refused with it",
 }
 ROPE_TYPES = {
     "linear": dict(rope_type="linear", factor=4.0),
@@ -81,20 +78,6 @@ BOUND = 1e-5  # of logits of size 3, float32
 SEQLEN, PADDING = 28, 3
 # where calls with a cache end: a prompt, one token at a time past the window, several tokens
 CALLS = [5, 6, 7, 8, 9, 20, 21, SEQLEN]
-VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-REFUSED_BY_VERSION = {"stablelm"} if VERSION < (5, 1) else set()  # it made its masks itself
-
-
-def tiny(name: str, **changes):
-    """A model of three layers in float32, the same in every call."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **{**COMMON, **FAMILIES.get(name, {}), **changes})
-    eager = name in ("gemma2", "gpt_oss")  # the library has no sdpa for them
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if eager else "sdpa").eval()
-    for module in model.modules():
-        if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
-            torch.nn.init.normal_(module.sinks)  # initialized by initializer_range, they hardly matter
-    return model
 
 
 def tokens(batch: int = 2, seqlen: int = SEQLEN) -> torch.Tensor:
@@ -155,13 +138,15 @@ RUNS = {
 }
 
 
-def difference(name: str) -> dict[str, float]:
-    """The largest difference of any logit to the stock model's, by run."""
+def difference(name: str) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.nn.Module]:
+    """The largest difference of any logit to the stock model's, by run, where logits are of size 3 at most; the stock
+    model's logits; the converted model."""
     model = tiny(name)
     runs = {run: call for run, call in RUNS.items() if run != "packed" or name not in WITHOUT_PACKING}
     stock = {run: call(model) for run, call in runs.items()}
     convert(model)
-    return {run: float((call(model) - stock[run]).abs().max()) for run, call in runs.items()}
+    size = max(1.0, float(stock["uncached"].abs().max()) / 3)
+    return {run: float((call(model) - stock[run]).abs().max()) / size for run, call in runs.items()}, stock, model
 
 
 def table() -> str:
@@ -170,8 +155,8 @@ def table() -> str:
         f"| transformers {transformers.__version__} | " + " | ".join(columns) + " | |",
         "|---|" + "---:|" * len(columns) + "---|",
     ]
-    for name in sorted(set(FAMILIES) - REFUSED_BY_VERSION):
-        found = difference(name)
+    for name in sorted(HERE):
+        found = difference(name)[0]
         lines.append(
             f"| {name} | "
             + " | ".join(f"{found[column]:.1e}" if column in found else "refused" for column in columns)
@@ -184,9 +169,11 @@ def main() -> None:
     text = table()
     print(text)
     if len(sys.argv) > 1:
+        from all_types import summary
+
         page = Path(sys.argv[1])
         before, after = page.read_text().split(BEGIN)[0], page.read_text().split(END)[1]
-        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        page.write_text(f"{before}{BEGIN}\n{text}\n\n{summary()}\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import families
 from families import (
     CALLS,
     FAMILIES,
+    HERE,
     PADDING,
     ROPE_TYPES,
     RUNS,
@@ -31,7 +32,6 @@ from flashrope.integrations import transformers as integration
 from flashrope.integrations.transformers import convert, suggest
 from flashrope.integrations.transformers.masks import WITHOUT_PACKING
 
-HERE = [name for name in FAMILIES if name not in families.REFUSED_BY_VERSION]
 
 # ---- the model's own scheme: the same logits
 
@@ -42,22 +42,15 @@ def test_every_family_is_tested():
 
 @pytest.mark.parametrize("name", HERE)
 def test_logits_are_the_stock_models(name):
-    found = families.difference(name)
+    """And without rotation, or without the mask, logits move by far more than the bound."""
+    found, stock, model = families.difference(name)
     assert max(found.values()) <= families.BOUND, found
-
-
-@pytest.mark.parametrize("name", HERE)
-def test_logits_depend_on_what_is_compared(name):
-    """Without rotation, or without the mask, logits move by far more than the bound."""
-    model = tiny(name)
-    stock = {run: RUNS[run](model) for run in ("uncached", "padded", "packed")}
-    assert not close(stock["padded"], stock["uncached"] * padded()[..., None], 0.1)
-    assert name in WITHOUT_PACKING or not close(stock["packed"], stock["uncached"], 0.1)
-    convert(model)
+    assert not close(stock["padded"], stock["uncached"] * padded()[..., None], 0.05)
+    assert name in WITHOUT_PACKING or not close(stock["packed"], stock["uncached"], 0.05)
     for module in converted(model):
         none, window = Rotary.none(module.rotary_bands.rotary.head_dim), module.rotary_bands.window
         module.rotary_bands.rotary = none if window is None else none.local(window)
-    assert not close(RUNS["uncached"](model), stock["uncached"], 0.1)
+    assert not close(RUNS["uncached"](model), stock["uncached"], 0.05)
 
 
 def scaled(kind: str, **changes):
@@ -271,33 +264,6 @@ def test_autocast():
     assert close(run(), stock, 0.0)
     convert(model)
     assert close(run(), stock, 0.15)  # bfloat16 keeps 8 bits of logits of size 3
-
-
-@pytest.mark.parametrize(
-    "case", ["plain", *(pytest.param(case, marks=pytest.mark.slow) for case in ("left", "packed", "cached"))]
-)
-def test_compile(case):
-    torch._dynamo.reset()
-    model = convert(tiny("llama", num_hidden_layers=1), window=6)
-    arguments = {
-        "plain": {},
-        "left": dict(mask=padded()),
-        "packed": dict(position_ids=families.PACKED),
-        "cached": dict(calls=[22, 23, 24]),
-    }[case]
-    expected = logits(model, tokens(), **arguments)
-    model.forward = torch.compile(model.forward, backend="eager" if case == "plain" else "aot_eager")
-    assert close(logits(model, tokens(), **arguments), expected)
-
-
-@pytest.mark.slow
-def test_compile_with_gradients():
-    torch._dynamo.reset()
-    model = convert(tiny("llama"), window=6).train()
-    expected = {name: grad.clone() for name, grad in gradients(model).items()}
-    model.forward = torch.compile(model.forward, backend="aot_eager")
-    found = gradients(model)
-    assert all(close(found[name], grad) for name, grad in expected.items())
 
 
 # ---- suggest

@@ -341,7 +341,13 @@ def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str
         return "cpu" if q.is_cpu else "reference"
     if impl not in BACKENDS:
         raise ValueError(f"impl: expected None or one of {', '.join(BACKENDS)}, got {impl!r}")
+    if not torch.compiler.is_compiling():  # a graph cannot load modules; its operators check when they are traced
+        check_backend(impl, q, cached)
+    return impl
+
+
+def check_backend(impl: str, q: torch.Tensor, cached: bool = False) -> None:
+    """Raises ValueError if the backend cannot serve tensors like q."""
     reason = load_backend(impl).unsupported_reason(q, cached)
     if reason:
         raise ValueError(f"impl={impl!r} cannot serve this call: {reason}")
-    return impl

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from functools import lru_cache
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...api import attention, attention_varlen, attention_with_cache
+from ...rotary import Rotary
 from .continuous_batching import NAME, PAGES, attend_paged, prepare_manager
 from .masks import Packed, describe_mask
 
@@ -16,6 +19,7 @@ UNSUPPORTED = {
     "softcap": "caps its scores",
     "position_bias": "adds a bias to its scores",
     "head_mask": "masks heads",
+    "block_indices": "attends to selected blocks of keys",
     "cache": "is served from the pages of a continuous batching that this package does not know",
 }
 
@@ -34,8 +38,20 @@ def attention_forward(
     if query.dtype != value.dtype:  # autocast: the rotary embedding returns float32
         query, key = query.to(value.dtype), key.to(value.dtype)
     options = {"softmax_scale": scaling, "sinks": s_aux}
+    if scheme.rotated_scale != 1:
+        channels = scheme.rotary.rotary_dim
+        query = torch.cat((query[..., :channels] * scheme.rotated_scale, query[..., channels:]), -1)
     if paged:
         return attend_paged(module, query, key, value, options, kwargs), None
+    head_dim = query.shape[-1]
+    if head_dim % 8:  # the kernels have tiles of multiples of 8 channels
+        query, key, value = (torch.nn.functional.pad(x, (0, -head_dim % 8)) for x in (query, key, value))
+        options["softmax_scale"] = head_dim**-0.5 if scaling is None else scaling
+    out = _attend(scheme, query, key, value, attention_mask, options, kwargs)
+    return (out[..., :head_dim] if head_dim % 8 else out), None
+
+
+def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) -> torch.Tensor:
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     seqlen = q.shape[1]
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
@@ -44,10 +60,10 @@ def attention_forward(
             "cu_seq_lens_q: expected position_ids beside it, which start anew in every sequence, got "
             f"{cu_seqlens_q.shape[0] - 1} sequences and none"
         )
-    if attention_mask is None:
-        return attention(q, k[:, :seqlen], v[:, :seqlen], scheme.at(seqlen), **options), None
+    if attention_mask is None or not isinstance(attention_mask, Packed) and attention_mask.shape[0] == 0:
+        return attention(q, k[:, :seqlen], v[:, :seqlen], _sized(scheme.at(seqlen), q), **options)
     if isinstance(attention_mask, Packed):
-        return _attend_packed(q, k, v, scheme, attention_mask, options), None
+        return _attend_packed(q, k, v, _sized(scheme.at(attention_mask.max_seqlen), q), attention_mask, options)
     if attention_mask.dtype is not torch.int32 or attention_mask.shape != (3, 1, 1, q.shape[0]):
         raise ValueError(
             "attention_mask: expected None or (batch, keys) of zeros and ones, got a mask of shape "
@@ -57,37 +73,46 @@ def attention_forward(
     rotary = scheme.rotary
     if scheme.grows_from < math.inf and (scheme.window or k.shape[1] > scheme.grows_from):
         rotary = scheme.at(int(position.max()) + seqlen)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux)):
-        return _attend_with_gradients(q, k, v, rotary, first, end, options), None
-    return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, **options), None
+    rotary = _sized(rotary, q)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"])):
+        return _attend_with_gradients(q, k, v, rotary, first, end, options)
+    return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, **options)
 
 
-def _attend_packed(q, k, v, scheme, packed: Packed, options: dict) -> torch.Tensor:
-    cu_seqlens, longest = packed
-    out = attention_varlen(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        scheme.at(longest),
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        **options,
-    )
+def _sized(rotary: Rotary, q: torch.Tensor) -> Rotary:
+    """The scheme for padded channels, which do not rotate."""
+    return rotary if rotary.head_dim == q.shape[-1] else _widened(rotary, q.shape[-1])
+
+
+@lru_cache(maxsize=1024)
+def _widened(rotary: Rotary, head_dim: int) -> Rotary:
+    return dataclasses.replace(rotary, head_dim=head_dim)
+
+
+def _attend_packed(q, k, v, rotary, packed: Packed, options: dict) -> torch.Tensor:
+    starts, longest = packed
+    return _attend_varlen(q, k, v, rotary, starts, starts, longest, options)
+
+
+def _attend_varlen(q, k, v, rotary, starts_q, starts_k, longest: int, options: dict) -> torch.Tensor:
+    q_rows, k_rows, v_rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    out = attention_varlen(q_rows, k_rows, v_rows, rotary, starts_q, starts_k, longest, longest, **options)
     return out.unflatten(0, q.shape[:2])
 
 
 def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.Tensor:
-    """attention_with_cache has no gradients, so the keys [first, end) of every sequence are selected and packed."""
+    """attention_with_cache has no gradients, so the keys [first, end) of every sequence are packed. Without a cache, a
+    sequence of keys without queries holds the padding on the left; otherwise the keys are selected."""
     batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
+    rows = torch.arange(0, batch * seqlen_q + 1, seqlen_q, dtype=torch.int32, device=q.device)
+    if seqlen_q == seqlen_k:
+        starts_q = rows.repeat_interleave(2)[:-1]
+        starts_k = torch.cat((torch.stack((rows[:-1], rows[:-1] + first), -1).flatten(), rows[-1:]))
+        return _attend_varlen(q, k, v, rotary, starts_q, starts_k, seqlen_q, options)
     slot = torch.arange(seqlen_k, device=q.device)
     held = (slot >= first[:, None]) & (slot < end[:, None])
-    cu_seqlens_q = torch.arange(0, batch * seqlen_q + 1, seqlen_q, dtype=torch.int32, device=q.device)
-    cu_seqlens_k = torch.nn.functional.pad(held.sum(-1).cumsum(0), (1, 0)).to(torch.int32)
-    out = attention_varlen(
-        q.flatten(0, 1), k[held], v[held], rotary, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, **options
-    )
+    starts_k = torch.nn.functional.pad(held.sum(-1).cumsum(0), (1, 0)).to(torch.int32)
+    out = attention_varlen(q.flatten(0, 1), k[held], v[held], rotary, rows, starts_k, seqlen_q, seqlen_k, **options)
     return out.view(q.shape)
 
 

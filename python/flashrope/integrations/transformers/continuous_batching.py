@@ -23,7 +23,11 @@ __all__ = ["Pages", "attend_paged", "prepare_manager", "with_pages"]
 NAME = "rotary_bands"  # transformers gives names with "flash", "/" or "|" a meaning of its own
 PAGES = "rotary_bands_pages"  # the argument in which every layer finds dict[layer type, Pages]
 
-KEEPS_ARGUMENTS = {"stablelm"}  # its decoder does not pass them on to its layers
+REFUSED = {  # by model type
+    "diffllama": "attends twice in a layer",
+    "modernbert-decoder": "does not pass them on",
+    "stablelm": "does not pass them on",
+}
 
 try:
     from transformers.generation.continuous_batching.cache_allocators import CacheAllocator  # since 5.19
@@ -133,10 +137,10 @@ def _check(model, config) -> None:
         )
     for module in model.modules():
         model_type = getattr(getattr(module, "config", None), "model_type", None)
-        if model_type in KEEPS_ARGUMENTS:
+        if model_type in REFUSED:
             raise ValueError(
-                f"model: expected one whose layers see the arguments of continuous batching, got {model_type}, which "
-                "does not pass them on; use generate"
+                "model: expected one whose layers see the arguments of continuous batching once, got "
+                f"{model_type}, which {REFUSED[model_type]}; use generate"
             )
     page_size = getattr(config, "page_size", 256)
     if page_size < 16 or page_size & (page_size - 1):

@@ -20,11 +20,12 @@ from ...rotary import Rotary
 from .attention_function import NAME
 from .caches import check_cache, mark_returned
 from .continuous_batching import SUPPORTED, with_pages
-from .decoder import attention_modules, check_tables, find_decoder
+from .decoder import attention_modules, check_tables, find_decoder, rotates
 from .layer_schemes import LayerScheme, layer_type_of, sliding_window_of, training_length
 from .masks import check_positions
 from .rotary_hook import disable_model_rotary
 from .saved import FIELD, choose_stock_attention, delete_options, given, write_options
+from .untested import accept
 
 __all__ = ["convert", "revert"]
 
@@ -39,6 +40,7 @@ def convert(
     factor: float | None = None,
     log_n: float | bool | None = None,
     hope_train_length: float | None = None,
+    untested: bool = False,
 ):
     """Runs a causal language model on this package's attention, in place; ``revert`` undoes it.
 
@@ -59,6 +61,8 @@ def convert(
         log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: by the training length. Layers with a sliding
             window see a fixed number of keys and are not scaled.
         hope_train_length: HoPE: pairs that make less than one turn over this number of tokens do not rotate.
+        untested: also take a model type that is not in ``FAMILIES``, if the converted model's outputs are its own: on
+            random tokens, with and without a cache and padding on the left. Tests cover more.
 
     ``print(model)`` shows the scheme of every layer. The configuration keeps the options, save_pretrained writes them,
     and ``revert`` deletes them. A model that was saved with options is loaded by ``from_pretrained`` of this package;
@@ -71,6 +75,7 @@ def convert(
         TypeError, ValueError: names the argument, what was expected and what came; the model is unchanged.
     """
     decoder = find_decoder(model)
+    accept(model, decoder, untested, convert, revert)
     config = decoder.config
     changes = {"window": window, "factor": factor, "log_n": log_n, "hope_train_length": hope_train_length}
     options = _options(config, rotary, changes)
@@ -79,7 +84,7 @@ def convert(
     scheme_of = {}
     for module in modules:
         layer_type, sliding = layer_type_of(config, module.layer_idx), sliding_window_of(config, module.layer_idx)
-        key = layer_type, sliding, bool(getattr(module, "use_rope", True))
+        key = layer_type, sliding, rotates(module)
         if key not in schemes:
             schemes[key] = LayerScheme(config, *key, options)
         head_dim = module.head_size if hasattr(module, "head_size") else module.head_dim  # gpt_neox has head_size
@@ -90,7 +95,7 @@ def convert(
         scheme_of[module] = schemes[key]
     if options.get("log_n") and all(scheme.window for scheme in schemes.values()):
         raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
-    check_tables(decoder, {layer_type for layer_type, _, rotates in schemes if rotates})
+    check_tables(decoder, {layer_type for layer_type, _, rotated in schemes if rotated})
 
     earlier = vars(decoder).get("rotary_bands")
     mark = uuid.uuid4().hex
@@ -168,8 +173,7 @@ def _check_forward(module, args, kwargs) -> tuple | None:
     if SUPPORTED and isinstance(kwargs.get("cu_seq_lens_k"), dict):
         return args, with_pages(kwargs)
     check_cache(module, args, kwargs)
-    check_positions(module, args, kwargs)
-    return None
+    return check_positions(module, args, kwargs)
 
 
 def _check_reverted(module, args, kwargs) -> None:
@@ -252,6 +256,6 @@ def _same(one: LayerScheme | None, other: LayerScheme) -> bool:
     """Whether caches of one are valid under the other."""
     return (
         one is not None
-        and (one.window, one.rotary) == (other.window, other.rotary)
+        and (one.window, one.rotary, one.rotated_scale) == (other.window, other.rotary, other.rotated_scale)
         and one.grows_from == other.grows_from == math.inf
     )

@@ -10,39 +10,100 @@ import transformers
 from transformers import PreTrainedModel
 
 from ...rotary import Rotary
+from .hf_config import rotary_of_model
+from .layer_schemes import attending_layers
 from .rotary_hook import is_rotary_embedding, rotary_embeddings
 
 # model_type of the decoders that the tests compare with the library's own attention.
 FAMILIES = frozenset(
     {
+        "afmoe",
+        "apertus",
+        "arcee",
+        "aria_text",
+        "bitnet",
+        "cohere",
         "cohere2",
+        "cohere2_moe",
+        "cwm",
+        "diffllama",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "exaone_moe",
+        "falcon_h1",
+        "flex_olmo",
         "gemma",
         "gemma2",
         "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "glm",
         "glm4",
+        "glm4_moe",
         "gpt_neox",
         "gpt_oss",
         "granite",
+        "granite_swa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoeshared",
+        "helium",
+        "hy_v3",
+        "hyperclovax",
+        "jais2",
+        "jetmoe",
+        "laguna",
+        "lfm2",
+        "lfm2_moe",
         "llama",
+        "mellum",
+        "minimax_m2",
+        "ministral",
+        "ministral3",
         "mistral",
         "mixtral",
+        "modernbert-decoder",
+        "nanochat",
+        "nemotron",
+        "olmo",
         "olmo2",
+        "olmo3",
+        "olmo_hybrid",
+        "olmoe",
+        "persimmon",
         "phi",
         "phi3",
         "qwen2",
+        "qwen2_moe",
         "qwen3",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "seed_oss",
         "smollm3",
+        "solar_open",
         "stablelm",
         "starcoder2",
+        "vaultgemma",
     }
 )
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+# model_type of decoders that a comparison with one model could let in by accident, and how they differ.
+REFUSED = {
+    "hunyuan_v1_dense": "scales every channel of queries and keys after their rotation",
+    "hunyuan_v1_moe": "scales every channel of queries and keys after their rotation",
+    "phimoe": "keeps longrope's table for short texts at every length",
+}
 
 
 def find_decoder(model) -> PreTrainedModel:
     """The module that holds the layers and the rotary embedding.
 
     Raises:
-        TypeError, ValueError: model is not a module, has not exactly one such decoder, or is of another family.
+        TypeError, ValueError: model is not a module, or has not exactly one such decoder.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch module, got {type(model).__name__}")
@@ -56,22 +117,41 @@ def find_decoder(model) -> PreTrainedModel:
             f"model: expected one transformers decoder with a rotary embedding, found {len(found)} in "
             f"{type(model).__name__}"
         )
-    decoder, model_type = found[0], found[0].config.model_type
-    if model_type not in FAMILIES:
+    return found[0]
+
+
+def check_decoder(decoder: PreTrainedModel) -> None:
+    """Refuses decoders that do not go through transformers' registered attention and mask functions, or that rotate in
+    another way.
+
+    Raises:
+        ValueError: names the class or the model type.
+    """
+    model_type, version = decoder.config.model_type, transformers.__version__
+    if model_type in REFUSED:
         raise ValueError(
-            "model: expected one of the types that are tested against the library's own attention, "
-            f"{', '.join(sorted(FAMILIES))}; got {model_type!r}"
+            f"model: expected one that rotates as its configuration says, {model_type} {REFUSED[model_type]}"
         )
-    if not hasattr(sys.modules[type(decoder).__module__], "create_causal_mask"):
+    if hasattr(decoder, "_maybe_slice_kv_shared_inputs") and decoder.config.num_kv_shared_layers:
         raise ValueError(
-            "model: expected one that asks AttentionMaskInterface for its masks, got "
-            f"{type(decoder).__name__}, which makes them itself in transformers {transformers.__version__}"
+            f"model: expected num_kv_shared_layers = 0, got {decoder.config.num_kv_shared_layers}; such layers get "
+            "some rows of q and all keys, without a mask that says which"
         )
-    return decoder
+    names = vars(sys.modules[type(decoder).__module__])
+    if "create_causal_mask" not in names:
+        raise ValueError(
+            f"model: expected one that asks AttentionMaskInterface for its masks, got {type(decoder).__name__}, which "
+            f"makes them itself in transformers {version}"
+        )
+    if "ALL_ATTENTION_FUNCTIONS" not in names:
+        raise ValueError(
+            f"model: expected one that asks AttentionInterface for its attention, got {type(decoder).__name__}, which "
+            f"computes it itself in transformers {version}"
+        )
 
 
 def attention_modules(decoder: PreTrainedModel) -> list[torch.nn.Module]:
-    """The attention module of every layer.
+    """The attention module of every layer that attends.
 
     Raises:
         ValueError: their attention is not causal, or caps its scores.
@@ -81,17 +161,30 @@ def attention_modules(decoder: PreTrainedModel) -> list[torch.nn.Module]:
         raise ValueError(
             f"model: expected scores without a cap, got attn_logit_softcapping = {config.attn_logit_softcapping}"
         )
+    attending = attending_layers(config)
+    if len(attending) < config.num_hidden_layers and VERSION < (5, 1):
+        raise ValueError(
+            "model: expected transformers 5.1 or newer for a model with layers without attention, got "
+            f"{transformers.__version__}, which has no static cache for them"
+        )
     modules = [
         module
         for module in decoder.modules()
-        if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
+        if type(module).__name__.endswith("Attention") and getattr(module, "layer_idx", None) in attending
     ]
-    if len(modules) != config.num_hidden_layers:
-        raise ValueError(f"model: expected {config.num_hidden_layers} attention modules, found {len(modules)}")
+    if sorted(module.layer_idx for module in modules) != attending:
+        raise ValueError(f"model: expected {len(attending)} attention modules, found {len(modules)}")
     bidirectional = getattr(config, "use_bidirectional_attention", False)
     if bidirectional or not all(getattr(module, "is_causal", False) for module in modules):
         raise ValueError("model: expected causal attention in every layer, got layers that see keys ahead")
     return modules
+
+
+def rotates(module: torch.nn.Module) -> bool:
+    """Whether an attention module applies the rotary embedding, as far as its attributes say."""
+    if hasattr(module, "force_rope"):  # cohere2_moe
+        return bool(module.force_rope or module.sliding_window is not None)
+    return bool(getattr(module, "use_rope", True))
 
 
 def check_tables(decoder: PreTrainedModel, layer_types) -> None:
@@ -107,8 +200,8 @@ def check_tables(decoder: PreTrainedModel, layer_types) -> None:
         if name.endswith("original_inv_freq")  # inv_freq may have grown with the length
     ]
     for layer_type in layer_types:
-        rotary = Rotary.from_hf_config(decoder.config, layer_type)
-        if any(rotary.frequencies) and not any(_same_table(rotary, *table) for table in tables):
+        rotary, factor = rotary_of_model(decoder.config, layer_type)
+        if any(rotary.frequencies) and not any(_same_table(rotary, factor, *table) for table in tables):
             raise ValueError(
                 "model: expected a rotary embedding of the frequencies that its configuration gives, "
                 f"{rotary!r}; got other ones in transformers {transformers.__version__}, which reads the rope "
@@ -116,10 +209,10 @@ def check_tables(decoder: PreTrainedModel, layer_types) -> None:
             )
 
 
-def _same_table(rotary: Rotary, inv_freq: torch.Tensor, attention_scaling: float) -> bool:
+def _same_table(rotary: Rotary, factor: float, inv_freq: torch.Tensor, attention_scaling: float) -> bool:
     rounding = 1e-5 if inv_freq.dtype == torch.float32 else 1e-2
     return (
         inv_freq.numel() == len(rotary.frequencies)
-        and torch.allclose(inv_freq.detach().double().cpu(), rotary.inv_freq, rtol=rounding, atol=0)
-        and math.isclose(attention_scaling**2, rotary.temperature, rel_tol=1e-5)
+        and torch.allclose(inv_freq.detach().double().cpu(), rotary.inv_freq.abs(), rtol=rounding, atol=0)
+        and math.isclose(attention_scaling**2, rotary.temperature * factor**2, rel_tol=1e-5)
     )

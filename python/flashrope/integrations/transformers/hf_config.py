@@ -115,6 +115,7 @@ KEYS = frozenset(
         "long_factor",
         "short_mscale",
         "long_mscale",
+        "llama_4_scaling_beta",  # see rotary_of_model
         "alpha",
         "finetuned",
         "max_position_embeddings",  # no version reads these two
@@ -153,8 +154,6 @@ MROPE_INTERLEAVED = frozenset(
 )
 REFUSED_KEYS = {
     "xdrope_section": "xdrope_section gives each pair its own coordinate of a multi-dimensional position",
-    "llama_4_scaling_beta": "llama_4_scaling_beta scales the query by 1 + beta * ln(1 + floor(i / length)), which "
-    "Rotary does not have",
 }
 
 
@@ -183,6 +182,28 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
     Raises:
         ValueError: names the field, and why there is no exact counterpart.
     """
+    rotary, factor = rotary_of_model(config, layer_type, seqlen)
+    if model_scales_queries(config, layer_type):
+        raise ValueError(
+            "config: llama_4_scaling_beta scales the query by 1 + beta * ln(1 + floor(i / length)), which Rotary does "
+            "not have"
+        )
+    if factor != 1:
+        raise ValueError(
+            f"config: attention_factor {factor:.6g} scales only the {rotary.rotary_dim} rotated of {rotary.head_dim} "
+            "channels, Rotary can only scale the whole score; set attention_factor to 1 and multiply the query's "
+            f"rotated channels by its square, {factor**2:.6g}"
+        )
+    return rotary
+
+
+def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = None) -> tuple[Rotary, float]:
+    """The scheme that the attention of a transformers model needs, and a factor on the rotated channels of q and k.
+
+    As ``rotary_from_config``, for callers that run the model's own attention module around it: it scales the query by
+    its position itself (``llama_4_scaling_beta``). The factor is Hugging Face's attention_factor where only a part of
+    the channels rotates, otherwise 1: Rotary's temperature scales whole scores.
+    """
     if seqlen is not None and (not isinstance(seqlen, int) or isinstance(seqlen, bool) or seqlen < 1):
         raise ValueError(f"seqlen: expected None or a positive integer, got {seqlen!r}")
     model_type = getattr(config, "model_type", "") or ""
@@ -191,7 +212,7 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
     head_dim = _head_dim(config, layer_type)
     slides = model_type in SLIDING_ONLY and getattr(config, "sliding_window", None) is not None
     if params is None or slides and layer_type == "full_attention":
-        return Rotary.none(head_dim)
+        return Rotary.none(head_dim), 1.0
     for key in params:
         if key in REFUSED_KEYS:
             if params[key]:
@@ -213,19 +234,22 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
     _refuse_ignored(params, model_type, rope_type, rotary_dim, head_dim)
     rope = Rotary.rope(head_dim, params["rope_theta"], rotary_dim, interleaved=model_type in INTERLEAVED)
     rotary, attention_factor = RULES[rope_type](rope, params, config, seqlen)
-    if attention_factor != 1:
-        if rotary.rotary_dim != head_dim:
-            raise ValueError(
-                f"config: attention_factor {attention_factor:.6g} scales only the {rotary.rotary_dim} rotated of "
-                f"{head_dim} channels, Rotary can only scale the whole score; set attention_factor to 1 and multiply "
-                f"the query's rotated channels by its square, {attention_factor**2:.6g}"
-            )
+    factor = 1.0
+    if rotary.rotary_dim != head_dim:
+        factor = float(attention_factor)
+    elif attention_factor != 1:
         rotary = dataclasses.replace(rotary, temperature=float(attention_factor) ** 2)
     if params.get("mrope_section"):
         rotary = rotary.mrope(list(params["mrope_section"]), _mrope_is_interleaved(model_type, params))
     if model_type in REVERSED:
         rotary = dataclasses.replace(rotary, frequencies=tuple(-f for f in rotary.frequencies))
-    return rotary
+    return rotary, factor
+
+
+def model_scales_queries(config, layer_type: str | None) -> bool:
+    """Whether the model's attention modules scale queries by their position (Ministral 3)."""
+    params = _parameters(config, getattr(config, "model_type", "") or "", layer_type)
+    return bool(params and params.get("llama_4_scaling_beta"))
 
 
 def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
@@ -251,6 +275,8 @@ def _refuse_by_field(config) -> None:
         )
     if getattr(config, "alibi", False):
         raise ValueError("config: alibi is set: this model adds a bias to its scores and rotates nothing")
+    if len(set(getattr(config, "layer_rope_theta", None) or ())) > 1:
+        raise ValueError("config: layer_rope_theta gives layers a base each; build their schemes with Rotary.rope")
     kind = getattr(config, "position_embedding_type", None)
     if kind not in (None, "rope", "rotary"):
         raise ValueError(f"config: position_embedding_type is {kind!r}, this model rotates nothing")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ...rotary import Rotary
+from .hf_config import rotary_of_model
 
 
 class LayerScheme:
@@ -16,6 +17,7 @@ class LayerScheme:
     Attributes:
         window: the sliding window of these layers, or None.
         rotary: the scheme up to the length grows_from.
+        rotated_scale: factor on the rotated channels of the query, beside Rotary's factor on whole scores.
         grows_from: beyond this number of tokens the scheme depends on the length; inf: it never does.
     """
 
@@ -23,6 +25,8 @@ class LayerScheme:
         self.window = window
         self._build: Callable[[int | None], Rotary] = partial(_scheme, config, layer_type, window, rotates, options)
         self.rotary = self._build(None)
+        own = rotates and options.get("rotary") is None
+        self.rotated_scale = rotary_of_model(config, layer_type)[1] ** 2 if own else 1.0
         self.grows_from = math.inf if options.get("rotary") or not rotates else _grows_from(config, layer_type)
         self._latest = (0, self.rotary)
 
@@ -38,7 +42,7 @@ class LayerScheme:
 
 
 def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
-    rotary = Rotary.from_hf_config(config, layer_type, seqlen) if rotates else Rotary.none(_head_dim(config))
+    rotary = rotary_of_model(config, layer_type, seqlen)[0] if rotates else Rotary.none(_head_dim(config))
     if rotary.axis:
         raise ValueError(
             "config: mrope_section gives each pair its own coordinate of a position, and caches keep one number for "
@@ -84,6 +88,15 @@ def _hope(rotary: Rotary, train_length: float) -> Rotary:
 
 
 # ---- fields of a configuration
+
+# Types of layers without attention, in configurations of models that have both.
+WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe", "recurrent"})
+
+
+def attending_layers(config) -> list[int]:
+    """The layers that have attention."""
+    types = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
+    return [layer for layer in range(config.num_hidden_layers) if not types or types[layer] not in WITHOUT_ATTENTION]
 
 
 def layer_type_of(config, layer: int) -> str | None:

@@ -20,7 +20,9 @@ AUTO_CLASSES = (
 )
 
 
-def from_pretrained(pretrained_model_name_or_path, *args, auto_class=AutoModelForCausalLM, **kwargs):
+def from_pretrained(
+    pretrained_model_name_or_path, *args, auto_class=AutoModelForCausalLM, untested: bool = False, **kwargs
+):
     """Loads a model with transformers and converts it: with the options that it was saved with, otherwise with its own
     scheme.
 
@@ -28,6 +30,7 @@ def from_pretrained(pretrained_model_name_or_path, *args, auto_class=AutoModelFo
         pretrained_model_name_or_path, args, kwargs: those of transformers' from_pretrained. attn_implementation is what
             ``revert`` returns to.
         auto_class: the class whose from_pretrained is called, such as AutoModel or LlamaForCausalLM.
+        untested: as in ``convert``.
 
     Returns:
         What transformers returns: the model, or with output_loading_info=True the model and a dict.
@@ -38,7 +41,7 @@ def from_pretrained(pretrained_model_name_or_path, *args, auto_class=AutoModelFo
     loaded = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     choose_stock_attention(model, kwargs.get("attn_implementation"))
-    convert(model)
+    convert(model, untested=untested)
     return loaded
 
 

@@ -4,6 +4,7 @@ A model asks for its masks once per forward pass and passes the answer to every 
 
     None             row r sees keys 0 to r: no cache yet, no padding on the left
     Packed           several sequences in every row of the batch, known from position_ids; no cache
+    empty tensor     int32 (0, 1, 1, 1): as None. Compiled models pass it in, see ``check_positions``
     int32 tensor     (3, 1, 1, batch): for every sequence its first key, the end of its keys, and the position of its
                      first query. It has four dimensions because generate passes masks to the model along with a static
                      cache, and the model passes on only masks of four dimensions.
@@ -17,10 +18,12 @@ from typing import NamedTuple
 import torch
 from transformers.masking_utils import causal_mask_function
 
+from .layer_schemes import attending_layers
+
 __all__ = ["Packed", "check_positions", "describe_mask"]
 
 # Model types whose forward makes its masks without position_ids: stock models of these types mix packed sequences up.
-WITHOUT_PACKING = frozenset({"gpt_oss"})
+WITHOUT_PACKING = frozenset({"afmoe", "gpt_oss"})
 
 
 class Packed(NamedTuple):
@@ -46,11 +49,13 @@ def describe_mask(
         q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
     if mask_function is causal_mask_function and attention_mask is None and isinstance(q_offset, int) and q_offset == 0:
         return None
-    return _describe(batch_size, q_length, q_offset, kv_length, kv_offset, mask_function, attention_mask, device)
+    arguments = (batch_size, q_length, q_offset, kv_offset, mask_function, attention_mask, device)
+    if torch.compiler.is_compiling():
+        return _describe_traced(*arguments, uncached=q_length == kv_length)
+    return _describe(*arguments)
 
 
-@torch.compiler.disable  # the answer decides which kernel runs
-def _describe(batch_size, q_length, q_offset, kv_length, kv_offset, mask_function, attention_mask, device):
+def _describe(batch_size, q_length, q_offset, kv_offset, mask_function, attention_mask, device):
     sequence = _sequence_of(mask_function)  # (batch, q_length) or None
     if sequence is not None and bool(sequence.any()):
         return _packed(sequence.expand(batch_size, q_length))
@@ -60,6 +65,30 @@ def _describe(batch_size, q_length, q_offset, kv_length, kv_offset, mask_functio
     # A single row may be a step with a static cache, whose offset is only known to the device.
     if q_length > 1 and int(q_offset) == 0 and (attention_mask is None or not bool(first.any())):
         return None
+    return _ranges(batch_size, q_length, q_offset, kv_offset, first, device)
+
+
+def _describe_traced(
+    batch_size, q_length, q_offset, kv_offset, mask_function, attention_mask, device, uncached: bool
+) -> Packed | torch.Tensor:
+    """``_describe`` in a graph, which reads no values: they are only asserted. Nor can it look into closures, but it
+    can ask the mask function which keys next to the diagonal a row sees."""
+    if mask_function is not causal_mask_function:
+        row = torch.arange(q_length - 1, device=device)
+        batch = torch.arange(batch_size, device=device)[:, None]
+        index = q_offset + row
+        ahead = torch.as_tensor(mask_function(batch, 0, index, index + 1))
+        torch._assert_async(~ahead.any(), "mask_function: expected a causal mask, got one that shows keys ahead")
+        if uncached and attention_mask is None:
+            seen = torch.as_tensor(mask_function(batch, 0, row + 1, row)).expand(batch_size, q_length - 1)
+            return _packed_traced(~seen)
+    first = torch.zeros((), dtype=torch.int32, device=device)
+    if attention_mask is not None:
+        first = _first_key(attention_mask, q_length, q_offset)
+    return _ranges(batch_size, q_length, q_offset, kv_offset, first, device)
+
+
+def _ranges(batch_size, q_length, q_offset, kv_offset, first, device) -> torch.Tensor:
     answer = torch.empty(3, 1, 1, batch_size, dtype=torch.int32, device=device)
     answer[0] = (first - kv_offset).clamp(min=0)
     answer[1] = q_offset + q_length - kv_offset
@@ -112,6 +141,18 @@ def _packed(sequence: torch.Tensor) -> Packed:
     return Packed(cu_seqlens, int(cu_seqlens.diff().max()))
 
 
+def _packed_traced(new: torch.Tensor) -> Packed:
+    """As ``_packed``, in a graph: of a fixed size, with empty sequences behind the real ones.
+
+    new: (batch, seqlen - 1), whether a sequence starts in the row after this one.
+    """
+    starts = torch.nn.functional.pad(new, (1, 0), value=True).flatten()
+    rows = torch.arange(starts.numel(), device=starts.device)
+    firsts = torch.where(starts, rows, starts.numel()).sort().values
+    cu_seqlens = torch.nn.functional.pad(firsts, (0, 1), value=starts.numel()).to(torch.int32)
+    return Packed(cu_seqlens, new.shape[1] + 1)
+
+
 def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.Tensor:
     """(batch,) int32: the padding on the left. Rows of padding on the right are computed, but nobody reads them."""
     if attention_mask.ndim != 2:
@@ -119,7 +160,8 @@ def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.T
             f"attention_mask: expected (batch, keys) of zeros and ones, got shape {tuple(attention_mask.shape)}"
         )
     real = attention_mask.bool()
-    on_host = not isinstance(q_offset, torch.Tensor) or q_offset.is_cpu
+    traced = torch.compiler.is_compiling()
+    on_host = not isinstance(q_offset, torch.Tensor) or q_offset.is_cpu and not traced
     cached = int(q_offset) if on_host else 0  # do not wait for the device
     if attention_mask.shape[1] < cached + q_length:
         raise ValueError(
@@ -127,7 +169,9 @@ def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.T
             f"shape {tuple(attention_mask.shape)}"
         )
     runs = real[:, 0].int() + (real[:, 1:] & ~real[:, :-1]).sum(-1)
-    if bool((runs > 1).any()):
+    if traced:
+        torch._assert_async((runs <= 1).all(), "attention_mask: expected sequences without gaps")
+    elif bool((runs > 1).any()):
         row = int((runs > 1).nonzero()[0])
         raise ValueError(
             f"attention_mask: expected the tokens of a sequence without gaps, got zeros between ones in row {row}; "
@@ -139,23 +183,37 @@ def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.T
 # ---- position_ids
 
 
-def check_positions(module, args, kwargs) -> None:
+def check_positions(module, args, kwargs) -> tuple | None:
     """position_ids must be what the kernels count: the token's slot in the cache, with or without its left padding.
+
+    Returns:
+        Arguments of the decoder's forward to use instead, or None. A graph cannot ask whether position_ids, which the
+        forward makes if none are given, restart. Where none are given, a mask says that they do not.
 
     Raises:
         ValueError: another position, and its row and column.
     """
+    given, named = args, kwargs
     if args:
         kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
     positions = kwargs.get("position_ids")
     if positions is None:
-        return
+        plain = kwargs.get("attention_mask") is None and kwargs.get("past_key_values") is None
+        if (
+            plain
+            and torch.compiler.is_compiling()
+            and len(given) < 2
+            and len(attending_layers(module.config)) == module.config.num_hidden_layers
+        ):
+            x = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
+            return given, named | {"attention_mask": x.new_empty((0, 1, 1, 1), dtype=torch.int32)}
+        return None
     if positions.ndim != 2:
         raise ValueError(f"position_ids: expected (batch, seqlen), got shape {tuple(positions.shape)}")
     mask, past, steps = kwargs.get("attention_mask"), kwargs.get("past_key_values"), kwargs.get("cache_position")
     masks_see_packing = module.config.model_type not in WITHOUT_PACKING
     if mask is None and past is None and masks_see_packing and not _caches(module, kwargs):
-        return  # packed sequences, which the mask function sees
+        return None  # packed sequences, which the mask function sees
     if isinstance(mask, dict):
         mask = next((m for m in mask.values() if m is not None), None)
     start = steps[0] if steps is not None else 0 if past is None else past.get_seq_length()
@@ -171,7 +229,7 @@ def check_positions(module, args, kwargs) -> None:
             padding = mask.to(torch.uint8).argmax(-1)
             real = mask.bool().gather(1, index.expand(len(mask), -1).clamp(max=mask.shape[1] - 1))
         else:
-            return  # the layers refuse it
+            return None  # the layers refuse it
         off, wrong = real & (positions != index), real & (positions != index - padding[:, None])
         wrong = wrong & off.any(-1, keepdim=True)
     if torch.compiler.is_compiling():
@@ -183,6 +241,7 @@ def check_positions(module, args, kwargs) -> None:
             f"on the left, got {int(positions.expand(wrong.shape)[*at])} in row {at[0]}, column {at[1]}; "
             + ("packed sequences need use_cache=False" if masks_see_packing else "this model packs no sequences")
         )
+    return None
 
 
 def _caches(module, kwargs) -> bool:

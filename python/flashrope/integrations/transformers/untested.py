@@ -1,0 +1,134 @@
+"""Model types that the tests do not cover: accepted if the converted model's outputs are the stock model's."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from transformers import PreTrainedModel
+
+from .decoder import FAMILIES, check_decoder
+from .saved import SAVED, choose_stock_attention
+
+SEQLEN, PADDING = 24, 3
+CALLS = (9, 10, 11, SEQLEN)  # where calls with a cache end
+TOLERANCE = {
+    torch.float64: 1e-4,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}  # of the largest output
+SENSITIVITY = 5  # by how many tolerances the outputs must change without rotation
+
+
+def accept(model, decoder, untested: bool, convert, revert) -> None:
+    """Raises for a model type that is not tested; with untested only if the outputs of this model change.
+
+    Compares the model with itself, converted, on random tokens: with and without a cache, with and without padding.
+    The model is left as it was.
+
+    Raises:
+        ValueError: names the model type, the case and the difference.
+    """
+    check_decoder(decoder)
+    model_type = decoder.config.model_type
+    if model_type in FAMILIES or "rotary_bands" in vars(decoder) or "rotary_bands_check" in vars(decoder):
+        return
+    if not untested:
+        raise ValueError(
+            "model: expected one of the types that are tested against the library's own attention, "
+            f"{', '.join(sorted(FAMILIES))}; got {model_type!r}; convert(model, untested=True) compares it first"
+        )
+    with contextlib.ExitStack() as restore:
+        _prepare(model, decoder, restore)
+        stock = _outputs(model, decoder)
+        convert(model)
+        restore.callback(revert, model)
+        found = _outputs(model, decoder)
+        for module in decoder.modules():
+            if module is not decoder and "rotary_bands" in vars(module):
+                module.rotary_bands.rotary = _unrotated(module.rotary_bands)
+        without = _forward(model, decoder, _tokens(model, decoder), None)
+    tolerance = TOLERANCE[without.dtype] * float(stock["uncached"].abs().max())
+    for case, expected in stock.items():
+        off = float((found[case] - expected).abs().max())
+        if not off <= tolerance:
+            raise ValueError(
+                f"model: expected {model_type!r} to give the same outputs when converted, got a difference of "
+                f"{off:.2g} ({case}), more than {tolerance:.2g}; its attention is not what flashrope computes"
+            )
+    moved = float((without - stock["uncached"]).abs().max())
+    if not moved >= SENSITIVITY * tolerance:
+        raise ValueError(
+            f"model: expected outputs of {model_type!r} that depend on its rotary embedding, got a change of "
+            f"{moved:.2g} without it, which a comparison cannot tell from rounding; load trained weights"
+        )
+
+
+def _prepare(model, decoder, restore: contextlib.ExitStack) -> None:
+    """Registers with restore what undoes it: no gradients, no dropout, and no constant vectors among the parameters,
+    which would hide where a norm stands."""
+    restore.enter_context(torch.no_grad())
+    decoder.rotary_bands_check = True
+    restore.callback(vars(decoder).pop, "rotary_bands_check")
+    saved = vars(decoder.config).pop("flashrope", None)
+    if saved is not None:
+        restore.callback(setattr, decoder.config, "flashrope", saved)
+    if "rotary_bands_reverted" not in vars(decoder):
+        restore.callback(_remove_hook, decoder)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation == SAVED:
+            restore.callback(setattr, module.config, "_attn_implementation_internal", SAVED)
+    choose_stock_attention(model)
+    for module in model.modules():
+        if module.training:
+            restore.callback(setattr, module, "training", True)
+            module.training = False
+    for parameter in model.parameters():
+        if parameter.ndim == 1 and parameter.numel() > 1 and bool((parameter == parameter[0]).all()):
+            restore.callback(parameter.copy_, parameter.clone())
+            parameter.add_(torch.arange(parameter.numel(), device=parameter.device).cos().to(parameter.dtype) / 2)
+
+
+def _remove_hook(decoder) -> None:
+    """The one that ``revert`` leaves."""
+    hook = vars(decoder).pop("rotary_bands_reverted", None)
+    if hook is not None:
+        hook.remove()
+
+
+def _unrotated(scheme):
+    none = type(scheme.rotary).none(scheme.rotary.head_dim)
+    return none if scheme.window is None else none.local(scheme.window)
+
+
+def _tokens(model, decoder) -> torch.Tensor:
+    size = decoder.config.vocab_size
+    low, high = (100, 1000) if size > 1000 else (3, size)  # models of images have tokens with a meaning beyond
+    ids = torch.randint(low, high, (2, SEQLEN), generator=torch.Generator().manual_seed(0))
+    return ids.to(next(model.parameters()).device)
+
+
+def _outputs(model, decoder) -> dict[str, torch.Tensor]:
+    ids = _tokens(model, decoder)
+    mask = torch.ones_like(ids)
+    mask[0, :PADDING] = 0
+    return {
+        "uncached": _forward(model, decoder, ids, None),
+        "cached": _forward(model, decoder, ids, None, CALLS),
+        "padded": _forward(model, decoder, ids, mask),
+        "padded, cached": _forward(model, decoder, ids, mask, CALLS),
+    }
+
+
+def _forward(model, decoder, ids, mask, calls=None) -> torch.Tensor:
+    """(batch, seqlen, outputs), logits if the model has some; rows of padding are 0."""
+    parts, cache = [], None
+    for start, end in zip((0, *(calls or ())), calls or (SEQLEN,), strict=False):
+        seen = None if mask is None else mask[:, :end]
+        out = model(ids[:, start:end], attention_mask=seen, past_key_values=cache, use_cache=calls is not None)
+        cache = getattr(out, "past_key_values", None)
+        logits = getattr(out, "logits", None)
+        parts.append(out.last_hidden_state if logits is None else logits)
+    joined = torch.cat(parts, 1)
+    return joined if mask is None else joined * mask[..., None]

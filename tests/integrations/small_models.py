@@ -1,0 +1,185 @@
+"""Small random models of every tested family: their configurations and weights."""
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
+
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+COMMON = dict(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    initializer_range=0.1,
+)  # such attention is sharp: a wrong rotation moves logits by 0.4 to 3
+# Fields that many configurations have, where theirs do.
+SMALL = dict(
+    head_dim=16,
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    moe_num_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    moe_k=2,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    shared_intermediate_size=32,
+    kv_channels=16,
+    n_layer=3,
+    n_head=4,
+    n_embd=64,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+)
+HYBRID = dict(sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+SHARED = dict(
+    num_hidden_layers=4,
+    num_kv_shared_layers=2,
+    sliding_window=8,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=64,
+)
+CONVOLUTION = dict(layer_types=["conv", "full_attention", "full_attention"])
+RECURRENT = dict(layer_types=["linear_attention", "full_attention", "full_attention"])
+SCALED_QUERIES = dict(
+    rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=8, llama_4_scaling_beta=0.5
+)
+FAMILIES = {
+    "afmoe": HYBRID,
+    "apertus": {},
+    "arcee": {},
+    "aria_text": dict(moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
+    "bitnet": {},
+    "cohere": dict(logit_scale=1.0, use_qk_norm=True),
+    "cohere2": dict(logit_scale=1.0, **HYBRID),
+    "cohere2_moe": dict(logit_scale=1.0, **HYBRID),
+    "cwm": HYBRID,
+    "diffllama": {},
+    "dots1": dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, **HYBRID),
+    "ernie4_5": {},
+    "ernie4_5_moe": dict(moe_num_shared_experts=1, moe_layer_start_index=1),
+    "exaone4": HYBRID,
+    "exaone_moe": HYBRID,
+    "falcon_h1": dict(
+        mamba_d_ssm=128, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8
+    ),
+    "flex_olmo": {},
+    "gemma": dict(head_dim=24),
+    "gemma2": dict(head_dim=16, attn_logit_softcapping=None, **HYBRID),
+    "gemma3_text": dict(head_dim=16, **HYBRID),
+    "gemma3n_text": dict(laurel_rank=8, activation_sparsity_pattern=[0.0] * 4, **SHARED),
+    "gemma4_text": dict(head_dim=16, global_head_dim=24, **SHARED | {"num_kv_shared_layers": 0}),
+    "glm": dict(partial_rotary_factor=0.5),
+    "glm4": dict(head_dim=16, partial_rotary_factor=0.5),
+    "glm4_moe": dict(use_qk_norm=True, first_k_dense_replace=1),
+    "gpt_neox": dict(rotary_pct=0.25),
+    "gpt_oss": dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, **HYBRID),
+    "granite": dict(attention_multiplier=0.2),
+    "granite_swa": dict(attention_multiplier=0.2, **HYBRID),
+    "granitemoe": dict(attention_multiplier=0.2),
+    "granitemoe_swa": dict(attention_multiplier=0.2, **HYBRID),
+    "granitemoeshared": dict(attention_multiplier=0.2),
+    "helium": {},
+    "hy_v3": {},
+    "hyperclovax": {},
+    "jais2": {},
+    "jetmoe": {},
+    "laguna": HYBRID,
+    "lfm2": CONVOLUTION,
+    "lfm2_moe": dict(num_dense_layers=1, **CONVOLUTION),
+    "llama": {},
+    "mellum": HYBRID,
+    "minimax_m2": dict(rotary_dim=8),
+    "ministral": dict(head_dim=16, **HYBRID),
+    "ministral3": dict(sliding_window=8, rope_parameters=SCALED_QUERIES),
+    "mistral": dict(sliding_window=8),
+    "mixtral": dict(sliding_window=None, num_local_experts=4),
+    "modernbert-decoder": dict(local_attention=16, global_attn_every_n_layers=2),
+    "nanochat": {},
+    "nemotron": dict(partial_rotary_factor=0.5),
+    "olmo": dict(clip_qkv=1.0),
+    "olmo2": {},
+    "olmo3": HYBRID,
+    "olmo_hybrid": RECURRENT,
+    "olmoe": {},
+    "persimmon": dict(qk_layernorm=True),
+    "phi": dict(partial_rotary_factor=0.5),
+    "phi3": dict(sliding_window=8),
+    "qwen2": dict(use_sliding_window=True, max_window_layers=1, **HYBRID),
+    "qwen2_moe": {},
+    "qwen3": dict(head_dim=16),
+    "qwen3_5_moe_text": RECURRENT,
+    "qwen3_5_text": RECURRENT,
+    "qwen3_moe": {},
+    "qwen3_next": RECURRENT,
+    "seed_oss": {},
+    "smollm3": dict(no_rope_layers=[1, 1, 0]),
+    "solar_open": {},
+    "stablelm": dict(partial_rotary_factor=0.25),
+    "starcoder2": dict(sliding_window=8),
+    "vaultgemma": dict(attn_logit_softcapping=None, **HYBRID),
+}
+OWN_MASKS = "asks AttentionMaskInterface for its masks"
+OWN_ATTENTION = "asks AttentionInterface for its attention"
+# Families that convert refuses in older versions: up to which one, and why.
+OLDER = {
+    "diffllama": ((5, 0), OWN_ATTENTION),
+    "falcon_h1": ((5, 0), OWN_MASKS),
+    "granitemoe": ((4, 57), OWN_MASKS),
+    "granitemoeshared": ((4, 57), OWN_MASKS),
+    "jetmoe": ((4, 57), "found 0"),
+    "lfm2": ((5, 0), "layers without attention"),
+    "lfm2_moe": ((5, 0), "layers without attention"),
+    "nemotron": ((5, 0), OWN_MASKS),
+    "olmo3": ((4, 57), "found 0"),
+    "olmoe": ((4, 57), OWN_MASKS),
+    "persimmon": ((5, 0), OWN_MASKS),
+    "qwen2_moe": ((4, 57), OWN_MASKS),
+    "qwen3_next": ((5, 0), "layers without attention"),
+    "stablelm": ((5, 0), OWN_MASKS),
+}
+REFUSED_BY_VERSION = {name: reason for name, (last, reason) in OLDER.items() if VERSION <= last and name in CAUSAL_LM}
+HERE = [name for name in FAMILIES if name in CAUSAL_LM and name not in REFUSED_BY_VERSION]
+
+
+def small_config(name: str, **changes):
+    """A configuration of three layers, 64 channels and 64 tokens."""
+    given = {**COMMON, **FAMILIES.get(name, {}), **changes}
+    default = CONFIG_MAPPING[name]().to_dict()
+    given |= {field: value for field, value in SMALL.items() if field not in given and default.get(field) is not None}
+    return AutoConfig.for_model(name, **given)
+
+
+def vary(model):
+    """Gives vectors (scales of norms, biases, sinks) values of their own: with their initial ones and zeros, a norm
+    after the rotation would look like one before it. The same in every call."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def tiny(name: str, **changes):
+    """A small model in float32, the same in every call."""
+    config = small_config(name, **changes)
+    torch.manual_seed(0)
+    try:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    except ValueError:  # the library has no sdpa for it
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return vary(model.float().eval())

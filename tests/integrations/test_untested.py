@@ -1,0 +1,181 @@
+"""convert(model, untested=True): model types that are not in FAMILIES, compared with their own outputs first.
+
+And fields of tested types that need more than the small configurations show.
+"""
+
+import copy
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+
+import all_types
+import families
+from families import CALLS, ROPE_TYPES, RUNS, SEQLEN, close, logits, padded, schemes, static, tiny, tokens
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from flashrope import Rotary
+from flashrope.integrations.transformers import convert, decoder, revert, untested
+from flashrope.integrations.transformers.attention_function import attention_forward
+
+
+@pytest.fixture
+def unknown(monkeypatch):
+    """Llama is a model type that is not tested."""
+    monkeypatch.setattr(untested, "FAMILIES", decoder.FAMILIES - {"llama"})
+
+
+def state(model) -> dict:
+    """What convert may not change when it refuses."""
+    return {
+        "weights": {name: weight.clone() for name, weight in model.state_dict().items()},
+        "training": [module.training for module in model.modules()],
+        "names": sorted(name for module in model.modules() for name in vars(module) if "reverted" not in name),
+        "config": model.config.to_json_string(),
+        "attention": model.config._attn_implementation,
+    }
+
+
+def same(a: dict, b: dict) -> bool:
+    weights = a["weights"].keys() == b["weights"].keys() and all(
+        torch.equal(weight, b["weights"][name]) for name, weight in a["weights"].items()
+    )
+    return weights and all(a[key] == b[key] for key in a if key != "weights")
+
+
+def test_a_model_that_agrees(unknown):
+    model = tiny("llama").train()
+    before, stock = copy.deepcopy(state(model)), logits(model, tokens())
+    with pytest.raises(ValueError, match=r"got 'llama'; convert\(model, untested=True\) compares it first"):
+        convert(model)
+    convert(model, untested=True, window=6)
+    assert schemes(model) == [Rotary.rope(16).rectify(6)] * 3 and not close(logits(model, tokens()), stock, 0.1)
+    convert(model, log_n=32)  # it was compared before
+    revert(model)
+    assert same(state(model), before) and torch.equal(logits(model, tokens()), stock)
+
+
+@pytest.mark.parametrize("constant", [False, True], ids=["trained", "initialized"])
+def test_a_model_that_differs(unknown, monkeypatch, constant):
+    """By a scale per channel on rotated queries, as in hunyuan_v1_dense; also where it has its initial value."""
+    model = tiny("llama")
+    layer = model.model.layers[1].self_attn
+    layer.scale = torch.nn.Parameter(torch.ones(16) if constant else torch.linspace(0.5, 2, 16))
+    names = sys.modules[type(layer).__module__]
+    rotate = names.apply_rotary_pos_emb
+
+    def rotate_and_scale(q, k, cos, sin, *args, **kwargs):
+        q, k = rotate(q, k, cos, sin, *args, **kwargs)
+        return q * layer.scale, k
+
+    monkeypatch.setattr(names, "apply_rotary_pos_emb", rotate_and_scale)
+    before = copy.deepcopy(state(model))
+    with pytest.raises(
+        ValueError, match=r"expected 'llama' to give the same outputs .* a difference of .* \(uncached\)"
+    ):
+        convert(model, untested=True)
+    assert same(state(model), before)
+
+
+def test_a_model_that_fails_in_between(unknown):
+    model = tiny("llama")
+    model.config.rope_theta = 500_000.0
+    if getattr(model.config, "rope_parameters", None):
+        model.config.rope_parameters["rope_theta"] = 500_000.0
+    before = copy.deepcopy(state(model))
+    with pytest.raises(ValueError, match="expected a rotary embedding of the frequencies that its configuration gives"):
+        convert(model, untested=True)
+    assert same(state(model), before)
+
+
+def test_a_model_that_shows_nothing(unknown):
+    config = AutoConfig.for_model("llama", **families.COMMON | {"initializer_range": 1e-4})
+    with pytest.raises(ValueError, match="expected outputs of 'llama' that depend on its rotary embedding"):
+        convert(AutoModelForCausalLM.from_config(config), untested=True)
+
+
+def test_a_decoder_without_a_head(unknown):
+    model = convert(tiny("llama").model, untested=True)
+    assert len(families.converted(model)) == 3
+
+
+def test_half_types(unknown):
+    convert(tiny("llama").to(torch.bfloat16), untested=True)
+
+
+def test_reasons_of_refusals():
+    """What the list of all types says of a few."""
+    found = {name: all_types.outcome(name) for name in ("gpt2", "deepseek_v3", "hunyuan_v1_dense", "falcon", "qwen3")}
+    assert found == {
+        "gpt2": "no rotary embedding, or one per layer",
+        "deepseek_v3": "multi-head latent attention",
+        "hunyuan_v1_dense": "scales channels after the rotation",
+        "falcon": "makes its masks itself" if families.VERSION < (5, 1) else "computes its attention itself",
+        "qwen3": all_types.TESTED,
+    }
+
+
+# ---- fields of tested types
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("head_dim", [20, 12])
+def test_head_dims_that_are_not_multiples_of_8(head_dim, interleaved):
+    """The kernels get channels of zeros."""
+    name = "cohere" if interleaved else "llama"
+    changes = {"hidden_size": 4 * head_dim} if interleaved else {"head_dim": head_dim}
+    model = tiny(name, **changes)
+    runs = {name: call(model) for name, call in RUNS.items()}
+    convert(model)
+    assert schemes(model)[0].head_dim == head_dim
+    assert all(close(call(model), runs[name]) for name, call in RUNS.items())
+    model.train()
+    model(tokens(), labels=tokens(), use_cache=False).loss.backward()
+    found = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+    revert(model).zero_grad()
+    model(tokens(), labels=tokens(), use_cache=False).loss.backward()
+    assert close(found, model.model.layers[0].self_attn.q_proj.weight.grad)
+
+
+def test_the_scale_of_padded_channels():
+    """Without one from the model, it is that of the channels that are not padding."""
+    layer = convert(tiny("llama", head_dim=20)).model.layers[0].self_attn
+    q, k, v = torch.randn(3, 1, 2, 9, 20, generator=torch.Generator().manual_seed(0)).unbind()
+    found = attention_forward(layer, q, k, v, None)[0]
+    assert torch.equal(found, attention_forward(layer, q, k, v, None, scaling=20**-0.5)[0])
+    assert not close(found, attention_forward(layer, q, k, v, None, scaling=24**-0.5)[0], 1e-3)
+
+
+def test_a_factor_on_rotated_channels():
+    """Phi-4-mini: longrope on a part of the channels, whose attention_factor does not scale the others."""
+    scaling = {"type": "longrope"} | {
+        name: ROPE_TYPES["longrope"][name][:6] for name in ("short_factor", "long_factor")
+    }
+    changes = dict(rope_scaling=scaling, partial_rotary_factor=0.75, original_max_position_embeddings=16)
+    model = tiny("phi3", sliding_window=None, **changes)
+    within, beyond = tokens(seqlen=14), tokens()
+    stock = logits(model, within), logits(model, within, calls=[9, 10, 14]), logits(model, beyond)
+    convert(model)
+    scale = model.model.layers[0].self_attn.rotary_bands.rotated_scale
+    assert scale == pytest.approx(1 + torch.tensor(4.0).log().item() / torch.tensor(16.0).log().item())
+    assert schemes(model)[0].temperature == 1 and schemes(model)[0].rotary_dim == 12
+    assert close(logits(model, within), stock[0]) and close(logits(model, within, calls=[9, 10, 14]), stock[1])
+    assert close(logits(model, beyond), stock[2])
+    convert(model, window=SEQLEN)
+    assert close(logits(model, beyond), stock[2])
+    convert(model, rotary=Rotary.rope(16, rotary_dim=12))
+    assert model.model.layers[0].self_attn.rotary_bands.rotated_scale == 1
+
+
+@pytest.mark.skipif("ministral3" not in families.HERE, reason="this version has no ministral3")
+def test_queries_scaled_by_position():
+    """Ministral 3's attention scales them itself; a scheme that is read from its configuration alone would not."""
+    model = tiny("ministral3")
+    with pytest.raises(ValueError, match="llama_4_scaling_beta scales the query by .*, which Rotary does not have"):
+        Rotary.from_hf_config(model.config)
+    stock = logits(model, tokens(), padded(), calls=CALLS, cache=static(model))
+    assert close(logits(convert(model), tokens(), padded(), calls=CALLS, cache=static(model)), stock)
+    model.config.rope_parameters["llama_4_scaling_beta"] = 0.0
+    assert not close(logits(model, tokens(), padded(), calls=CALLS), stock, 0.05)
