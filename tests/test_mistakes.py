@@ -151,7 +151,7 @@ MISTAKES = {
     "float8": (lambda: dense(q=Q.to(torch.float8_e4m3fn)), T, "q", "float16, bfloat16, float", "float8_e4m3fn"),
     "keys on meta": (lambda: dense(k=K.to(M)), V, "k", "device cpu as in q", "meta"),
     "positions on meta": (lambda: dense(positions=zeros(6, device=M)), V, "positions", "device cpu", "meta"),
-    "narrow values": (lambda: dense(v=K[..., :8]), V, "v", "shape (2, 6, 2, 16) as k", "(2, 6, 2, 8)"),
+    "values of another length": (lambda: dense(v=K[:, :5]), V, "v", "shape (2, 6, 2, 16) as k", "(2, 5, 2, 16)"),
     "head_dim 100": (lambda: dense(q=zeros(2, 6, 4, 100), k=zeros(2, 6, 2, 100)), V, "q", "of 8 up to 256", "100"),
     "another model's scheme": (lambda: dense(rotary=Rotary.rope(64)), V, "rotary", "head_dim 16 as in q", "64"),
     "a list of positions": (lambda: dense(positions=[0, 1]), T, "positions", "a tensor", "list"),

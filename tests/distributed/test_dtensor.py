@@ -84,6 +84,8 @@ def test_heads_and_batch(ranks, count):
 class _Keeping:
     """The CPU backend, but keys are kept for the backward if the scheme rotates, as in Triton's, and checked there."""
 
+    unsupported_reason = staticmethod(cpu.unsupported_reason)
+
     @staticmethod
     def kept_shapes(k, call):
         return KeptShapes(

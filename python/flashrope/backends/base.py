@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -315,15 +316,17 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def load_backend(impl: str) -> Any:
-    """The module of a backend, by name. Written out, because torch.compile traces import statements only."""
+    """The module of a backend, by name. Ours are written out, because torch.compile traces import statements only."""
     if impl == "triton":
         from . import triton as backend
     elif impl == "cuda":
         from . import cuda as backend
     elif impl == "cpu":
         from . import cpu as backend
-    else:
+    elif impl == "reference":
         from . import reference as backend
+    else:
+        backend = import_module(f".{impl}", __package__)
     return backend
 
 
