@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
-from families import close, logits, static, tiny, tokens
+from families import VERSION, close, logits, static, tiny, tokens
 from transformers import DynamicCache
 
 from flashrope.integrations.transformers import accept_cache, convert, revert
@@ -141,3 +141,11 @@ def test_a_step_asks_nothing_of_the_device():
     cache = filled(model, "static")
     cache.get_seq_length = None  # would be called
     check_cache(model.model, (), {"past_key_values": cache})
+
+
+@pytest.mark.skipif(VERSION < (5, 1), reason="layers without attention are refused before transformers 5.1")
+def test_layers_without_attention():
+    """Their part of a cache does not say whether it is empty."""
+    model = convert(tiny("lfm2"))
+    cache = filled(model, "dynamic")
+    is_refused(revert(model), cache, BY_CONVERTED)

@@ -17,7 +17,7 @@ from families import CALLS, ROPE_TYPES, RUNS, SEQLEN, close, logits, padded, sch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flashrope import Rotary
-from flashrope.integrations.transformers import convert, decoder, revert, untested
+from flashrope.integrations.transformers import convert, decoder, from_pretrained, revert, untested
 from flashrope.integrations.transformers.attention_function import attention_forward
 
 
@@ -77,6 +77,7 @@ def test_a_model_that_differs(unknown, monkeypatch, constant):
     ):
         convert(model, untested=True)
     assert same(state(model), before)
+    assert not any("rotary_bands_reverted" in vars(module) for module in model.modules())
 
 
 def test_a_model_that_fails_in_between(unknown):
@@ -179,3 +180,12 @@ def test_queries_scaled_by_position():
     assert close(logits(convert(model), tokens(), padded(), calls=CALLS, cache=static(model)), stock)
     model.config.rope_parameters["llama_4_scaling_beta"] = 0.0
     assert not close(logits(model, tokens(), padded(), calls=CALLS), stock, 0.05)
+
+
+def test_a_saved_untested_model_is_compared_again(unknown, tmp_path):
+    model = convert(tiny("llama"), window=6, untested=True)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="expected one of the types that are tested"):
+        from_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path, untested=True)
+    assert close(logits(loaded, tokens()), logits(model, tokens()))
