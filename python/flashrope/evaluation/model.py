@@ -81,7 +81,8 @@ def _tokens(name: str, config) -> Tokens:
         first, second = (tokenizer.encode(text, add_special_tokens=False) for text in (" 12345", " 67890"))
         reason = "it knows no text" if first == second else ""  # transformers 5.0 makes one without a vocabulary
     except Exception as error:  # without a tokenizer, transformers raises one of half a dozen types
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        lines = [line for line in str(error).splitlines() if line.strip()]  # some begin with an empty one
+        reason = lines[0] if lines else type(error).__name__
     if not reason:
         start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
         return Tokens(lambda text: tokenizer.encode(text, add_special_tokens=False), start)
