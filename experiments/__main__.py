@@ -114,12 +114,12 @@ def _experiment(args: argparse.Namespace, start: float) -> None:
     out = Path(args.out or f"runs/experiments-{args.preset}")
     if args.name in DERIVED:
         return _derive(out)
-    run = resolve(args, out)
-    of_preset = [name for name, e in EXPERIMENTS.items() if e.data == run.preset.data]
+    of_preset = [name for name, e in EXPERIMENTS.items() if e.data == PRESETS[args.preset].data]
     names = of_preset if args.name == "all" else [args.name]
     if args.name not in (*of_preset, "all"):
         needed = [name for name, preset in PRESETS.items() if preset.data == EXPERIMENTS[args.name].data]
         raise BadInput(f"--preset: {args.name} needs one of {', '.join(needed)}, got {args.preset}")
+    run = resolve(args, out)
     chosen = [name.strip() for name in args.schemes.split(",")] if args.schemes else []
     cells = {name: cells_of(EXPERIMENTS[name], run, chosen) for name in names}
     run.open()
