@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: the one for the device")
     sizes = parser.add_argument_group("sizes (default: those of the preset)")
     for field in dataclasses.fields(Preset):
-        if field.name == "data":
+        if field.name in ("data", "vocab_size"):
             continue
         kind, metavar = (positive, "N") if field.type == "int" else (float, "X")
         sizes.add_argument(

@@ -18,8 +18,7 @@ import torch
 
 from .tasks import MULTIPLES, PAPER_LENGTH, Result, Subject
 
-LETTERS = 64
-FIRST_LETTER = ord("0")  # letters are the bytes from here on
+LETTERS = 64  # tokens 0 to 63
 SHORTEST, LONGEST = 9, 15  # letters of a sequence; 12 on average, as in the paper
 SUFFIX = 4  # letters asked for
 BETWEEN = (2, 10)  # random letters before the query, in the control
@@ -40,7 +39,7 @@ def integer(low: int, high: int, generator: torch.Generator) -> int:
 
 
 def letters(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(FIRST_LETTER, FIRST_LETTER + LETTERS, tuple(shape), generator=generator)
+    return torch.randint(LETTERS, tuple(shape), generator=generator)
 
 
 def layout(room: int, generator: torch.Generator) -> list[int]:

@@ -53,6 +53,7 @@ class Preset:
         seeds: number of models per encoding.
         data: what the models are trained on: TEXT, or COPYING alone.
         base: of the rotary frequencies.
+        vocab_size: 256, bytes, for models that read text.
     """
 
     width: int
@@ -71,10 +72,11 @@ class Preset:
     beta2: float = 0.95
     data: str = TEXT
     base: float = 10_000.0
+    vocab_size: int = 256
 
     @property
     def config(self) -> ModelConfig:
-        return ModelConfig(self.width, self.layers, self.heads, self.mlp_width)
+        return ModelConfig(self.width, self.layers, self.heads, self.mlp_width, self.vocab_size)
 
     def training(self, length: int, seed: int) -> TrainConfig:
         """The training of a model at this length, with as many bytes per step as at the preset's."""
@@ -134,6 +136,7 @@ PRESETS = {
         beta2=0.98,
         data=COPYING,
         base=200.0,
+        vocab_size=copying.LETTERS,
     ),
     "small": Preset(
         width=320,
