@@ -27,7 +27,7 @@ from flashrope.demo.workers import Workers
 
 from . import tables
 from .registry import EXPERIMENTS, Experiment
-from .runs import COLUMNS, LONGEST, PRESETS, Cell, Preset, Run, measure_cells, train_models, write_csv
+from .runs import COLUMNS, LONGEST, PRESETS, TEXT, Cell, Preset, Run, measure_cells, train_models, write_csv
 from .show import show
 from .zoo import scheme
 
@@ -57,7 +57,7 @@ def _run(argv: list[str]) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    known = {**{name: e.summary for name, e in EXPERIMENTS.items()}, "all": "all of these", **DERIVED}
+    known = {**{name: e.summary for name, e in EXPERIMENTS.items()}, "all": "all that the preset can run", **DERIVED}
     parser.epilog = "experiments:\n" + "\n".join(f"  {name:15} {text}" for name, text in known.items())
     parser.add_argument("name", metavar="NAME", help="one of the experiments below")
     path = parser.add_argument_group("text and results")
@@ -78,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: the one for the device")
     sizes = parser.add_argument_group("sizes (default: those of the preset)")
     for field in dataclasses.fields(Preset):
+        if field.name in ("data", "vocab_size"):
+            continue
         kind, metavar = (positive, "N") if field.type == "int" else (float, "X")
         sizes.add_argument(
             "--" + field.name.replace("_", "-"),
@@ -112,8 +114,12 @@ def _experiment(args: argparse.Namespace, start: float) -> None:
     out = Path(args.out or f"runs/experiments-{args.preset}")
     if args.name in DERIVED:
         return _derive(out)
+    of_preset = [name for name, e in EXPERIMENTS.items() if e.data == PRESETS[args.preset].data]
+    names = of_preset if args.name == "all" else [args.name]
+    if args.name not in (*of_preset, "all"):
+        needed = [name for name, preset in PRESETS.items() if preset.data == EXPERIMENTS[args.name].data]
+        raise BadInput(f"--preset: {args.name} needs one of {', '.join(needed)}, got {args.preset}")
     run = resolve(args, out)
-    names = list(EXPERIMENTS) if args.name == "all" else [args.name]
     chosen = [name.strip() for name in args.schemes.split(",")] if args.schemes else []
     cells = {name: cells_of(EXPERIMENTS[name], run, chosen) for name in names}
     run.open()
@@ -122,7 +128,9 @@ def _experiment(args: argparse.Namespace, start: float) -> None:
             {
                 "command": args.command_line,
                 "text": f"{run.corpus.name}; {len(run.corpus.train):,} bytes to train on, "
-                f"{sum(map(len, run.corpus.unseen)):,} unseen",
+                f"{sum(map(len, run.corpus.unseen)):,} unseen"
+                if run.corpus
+                else "none: the models are trained on the task alone",
                 "preset": f"{run.preset_name}: {run.preset}",
                 "results": str(out),
             }
@@ -168,7 +176,11 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
     except ValueError as error:
         raise BadInput(str(error)) from None
     window = LONGEST * preset.train_length + 1
-    corpus = data.from_path(args.text, window) if args.text else data.standard_library(window)
+    corpus = None
+    if preset.data == TEXT:
+        corpus = data.from_path(args.text, window) if args.text else data.standard_library(window)
+    elif args.text:
+        raise BadInput(f"--text: expected none with the preset {args.preset}, whose models read no text")
     threads = args.threads or min(cores(), MAX_THREADS)
     processes, threads = (threads, 1) if device.type == "cpu" and threads > 1 else (0, threads)
     return Run(out, preset, args.preset, corpus, device, args.impl, processes, threads, args.seed)

@@ -61,13 +61,7 @@ FACTOR_NOTE = (
     "input divided by the training length, without tuning."
 )
 
-COPYING_REDONE = (
-    "**This task is being redone.** All its sequences have 12 bytes, so a model can answer by looking back a multiple "
-    "of 12: the figures measure that grid rather than copying."
-)
 REDONE = {  # experiment: what is at the top of its tables
-    "copying": COPYING_REDONE,
-    "ablation": COPYING_REDONE,
     "few-shot": "**This task is being redone.** Its texts are one byte long at this size, and all occur in practice.",
     "lengths": "**The few-shot task is being redone.** Its texts are one byte long at this size.",
 }

@@ -10,7 +10,8 @@ from flashrope.demo.workers import Workers
 
 from .drawn import draw_frequencies, draw_patterns, draw_pictures, draw_positions
 from .published import TABLES
-from .runs import Run
+from .runs import COPYING, TEXT, Run
+from .statistics import Comparison, schemes
 
 Measures = tuple[tuple[str, tuple[float, ...] | None], ...]
 
@@ -20,13 +21,16 @@ class Experiment:
     """Either schemes and what to measure on them, or a function that runs the whole experiment.
 
     Schemes may contain {w256} and {L2} as in ``published``. ``measures`` maps a task to multiples of the training
-    length, None for the task's own.
+    length, None for the task's own. ``data``: what a preset must train on. ``compares``: the
+    differences that are judged, chosen before the runs.
     """
 
     summary: str
     schemes: tuple[str, ...] = ()
     measures: Measures = ()
     function: Callable[[Run, Workers, Path], None] | None = None
+    data: str = TEXT
+    compares: tuple[Comparison, ...] = ()
 
 
 def _published(name: str) -> tuple[str, ...]:
@@ -75,9 +79,35 @@ EXPERIMENTS = {
         ),
         (("perplexity", None),),
     ),
-    "copying": Experiment("in-context copying (HoPE, table 2)", _published("copying"), (("copying", None),)),
+    "copying": Experiment(
+        "in-context copying (HoPE, table 2)",
+        (*_published("copying"), "rerope{w256}", "rerope{w256}+dagger"),
+        (("copying", None),),
+        data=COPYING,
+        compares=(
+            *schemes("hope", "rope", "copying-by-length", 1, 2, 4, 8),
+            *schemes("hope", "kerple", "copying-by-length", 2, 4),
+            *schemes("hope+yarn-s2", "yarn-s2", "copying-by-length", 2),
+            *schemes("rerope{w256}", "rope", "copying-by-length", 1, 2, 4, 8),
+            *schemes("rerope{w256}+dagger", "rerope{w256}", "copying-by-length", 2, 4, 8),
+            *(
+                Comparison((name, "copying-control"), (name, "copying-by-length"), 1)
+                for name in ("rope", "hope", "rerope{w256}")
+            ),
+        ),
+    ),
     "few-shot": Experiment("few-shot following (HoPE, table 3)", _published("few-shot"), (("few-shot", None),)),
-    "ablation": Experiment("HoPE's ablations (HoPE, table 4)", _published("ablation"), (("copying", None),)),
+    "ablation": Experiment(
+        "HoPE's ablations (HoPE, table 4)",
+        _published("ablation"),
+        (("copying", None),),
+        data=COPYING,
+        compares=tuple(
+            comparison
+            for part in (1, 2, 3)
+            for comparison in schemes("hope", f"hope-ab{part}", "copying-by-length", 2, 4)
+        ),
+    ),
     "lengths": Experiment(
         "HoPE by training length (HoPE's first version, tables 5 and 6)",
         _published("lengths"),

@@ -29,7 +29,7 @@ from flashrope.demo.train import TrainConfig, train
 from flashrope.demo.workers import Workers
 from flashrope.info import hardware
 
-from . import tasks
+from . import copying, tasks
 from .patterns import pattern, vaf
 from .tasks import Result, Subject
 from .zoo import Defaults, ZooModel, scheme
@@ -37,6 +37,8 @@ from .zoo import Defaults, ZooModel, scheme
 LONGEST = 32  # longest window in training lengths of the preset; one value, so that all experiments share one split
 COLUMNS = ("scheme", "trained_with", "train_length", "seed", "task", "at", "value", "samples")
 STATES = 20  # number of times that a training run saves its state
+MEASURES: dict[str, Callable[..., list[Result]]] = {**tasks.MEASURES, "copying": copying.measure}
+TEXT, COPYING = "text", "copying"  # what models are trained on
 OBSERVED = ("rope", "hope")  # encodings whose variance accounted for is recorded during training
 
 
@@ -49,6 +51,9 @@ class Preset:
         practice: share of the batch that is practice for the tasks; models this small learn none of them without it.
         samples: number of unseen samples of every measurement.
         seeds: number of models per encoding.
+        data: what the models are trained on: TEXT, or COPYING alone.
+        base: of the rotary frequencies.
+        vocab_size: 256, bytes, for models that read text.
     """
 
     width: int
@@ -65,10 +70,13 @@ class Preset:
     mlp_width: int = 0
     micro_batch: int = 0
     beta2: float = 0.95
+    data: str = TEXT
+    base: float = 10_000.0
+    vocab_size: int = 256
 
     @property
     def config(self) -> ModelConfig:
-        return ModelConfig(self.width, self.layers, self.heads, self.mlp_width)
+        return ModelConfig(self.width, self.layers, self.heads, self.mlp_width, self.vocab_size)
 
     def training(self, length: int, seed: int) -> TrainConfig:
         """The training of a model at this length, with as many bytes per step as at the preset's."""
@@ -113,6 +121,23 @@ PRESETS = {
         samples=200,
         seeds=3,
     ),
+    "copying": Preset(
+        width=64,
+        layers=2,
+        heads=2,
+        train_length=128,
+        batch=32,
+        steps=1500,
+        learning_rate=4e-3,
+        warmup=0.05,
+        practice=0.0,
+        samples=200,
+        seeds=5,
+        beta2=0.98,
+        data=COPYING,
+        base=200.0,
+        vocab_size=copying.LETTERS,
+    ),
     "small": Preset(
         width=320,
         layers=8,
@@ -153,13 +178,16 @@ class Run:
     out: Path
     preset: Preset
     preset_name: str
-    corpus: data.Corpus
+    corpus: data.Corpus | None  # None: the models read no text
     device: torch.device
     impl: str | None
     processes: int  # 0: jobs run in this process, one after the other
     threads: int  # of each process
     first_seed: int = 0
-    defaults: Defaults = Defaults()
+
+    @property
+    def defaults(self) -> Defaults:
+        return Defaults(base=self.preset.base)
 
     @property
     def seeds(self) -> range:
@@ -174,16 +202,12 @@ class Run:
 
     def identity(self) -> dict:
         """The configuration that must be the same each time the directory is used."""
-        record = self.corpus.record()
-        text = {"name": record["text"], **{part: record[part]["sha256"] for part in ("train", "unseen")}}
+        text = None
+        if self.corpus:
+            record = self.corpus.record()
+            text = {"name": record["text"], **{part: record[part]["sha256"] for part in ("train", "unseen")}}
         sizes = {key: value for key, value in dataclasses.asdict(self.preset).items() if key != "seeds"}
-        return {
-            "preset": self.preset_name,
-            **sizes,
-            "base": self.defaults.base,
-            "text": text,
-            "device": self.device.type,
-        }
+        return {"preset": self.preset_name, **sizes, "text": text, "device": self.device.type}
 
     def open(self) -> None:
         """Create the directory, or check that it has this configuration. Raises BadInput."""
@@ -205,7 +229,8 @@ class Run:
             if self.out.exists() and any(self.out.iterdir()):
                 raise BadInput(f"--out: {self.out} has other files and no settings.json; choose another directory")
             (self.out / "models").mkdir(parents=True, exist_ok=True)
-            files.write(self.out / "split.json", json.dumps(self.corpus.record(), indent=1))
+            if self.corpus:
+                files.write(self.out / "split.json", json.dumps(self.corpus.record(), indent=1))
             files.write(path, json.dumps(identity, indent=1))
         except json.JSONDecodeError:
             raise BadInput(f"--out: {path} is not JSON; choose another directory") from None
@@ -270,9 +295,13 @@ def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable
     path, preset = run.model_path(trained, length, seed), run.preset
     model, rotary = untrained(run, trained, length, seed), scheme(trained, preset.config, length, run.defaults).training
     training = preset.training(length, seed)
-    batches = functools.partial(
-        tasks.batches, run.corpus, training.batch_size, length, seed, preset.practice, run.device
-    )
+    if preset.data == COPYING:
+        size = training.batch_size * length
+        batches = functools.partial(copying.batches, size, length, seed, preset.steps, run.device)
+    else:
+        batches = functools.partial(
+            tasks.batches, run.corpus, training.batch_size, length, seed, preset.practice, run.device
+        )
     state, observe = path.with_suffix(".state"), observer(run, trained, length, seed, model)
 
     def report_and_observe(step, loss):
@@ -295,7 +324,7 @@ def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable
 
 def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) -> Callable[[int, float], None]:
     """A function of (step, loss) that saves the variance accounted for next to the model, at about ten steps."""
-    if trained not in OBSERVED:
+    if trained not in OBSERVED or run.preset.data != TEXT:
         return lambda step, loss: None
     path = _observed_path(run, trained, length, seed)
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -395,7 +424,7 @@ def measure_job(run: Run, cell: Cell, path: str, progress: Callable) -> None:
     subject = Subject(
         model,
         used,
-        run.corpus.unseen,
+        run.corpus.unseen if run.corpus else (),
         run.unit,
         run.preset.samples,
         cell.seed,
@@ -405,7 +434,7 @@ def measure_job(run: Run, cell: Cell, path: str, progress: Callable) -> None:
     )
     rows = []
     for task, multiples in cell.measures:
-        results: list[Result] = tasks.MEASURES[task](subject, *([multiples] if multiples else []))
+        results: list[Result] = MEASURES[task](subject, *([multiples] if multiples else []))
         rows += [
             [cell.scheme, used.trained, cell.length, cell.seed, *dataclasses.astuple(result)] for result in results
         ]

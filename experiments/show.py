@@ -7,20 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import tables
+from .curves import Panel, draw
 from .figures import Series, bars, lines
 from .registry import EXPERIMENTS
 from .runs import read_csv
 
 AXES = {
     "perplexity": ("context length (bytes, log scale)", "perplexity per byte"),
-    "copying": ("sequences, at the paper's training length", "suffixes right (%)"),
-    "copying-tokens": ("sequences, at the paper's training length", "letters of the suffixes right (%)"),
     "few-shot": ("prompt length (bytes, log scale)", "answers that are a label (%)"),
     "passkey": ("prompt length (bytes, log scale)", "keys right (%)"),
     "passkey-digits": ("prompt length (bytes, log scale)", "digits of the keys right (%)"),
 }
 FINER = {
-    "copying": "copying-tokens",
     "passkey": "passkey-digits",
 }  # the second measure of a task, which gives credit for partly correct answers
 
@@ -35,7 +33,9 @@ def show(folder: Path, name: str, train_length: int) -> list[str]:
         "one seed" if seeds == 1 else f"mean and range of {seeds} seeds"
     )
     for task, _ in EXPERIMENTS[name].measures:
-        if task == "accuracy":
+        if task == "copying":
+            _draw_copying(folder, name, rows, train_length)
+        elif task == "accuracy":
             labels = list(dict.fromkeys(row["scheme"] for row in rows))
             panels = {
                 "accuracy-repeat": f"{8 * train_length} bytes, repeating",
@@ -46,7 +46,7 @@ def show(folder: Path, name: str, train_length: int) -> list[str]:
         else:
             for drawn in (task, FINER[task]) if task in FINER else (task,):
                 _draw_lines(folder / f"{drawn}.png", title, note, drawn, rows, train_length)
-    text = tables.write(folder, name, train_length)
+    text = tables.write(folder, name, train_length, EXPERIMENTS[name].compares)
     return [text] if text else []
 
 
@@ -60,17 +60,29 @@ def _draw_lines(path: Path, title: str, note: str, task: str, rows: list[dict[st
     for label, length in labels:
         series = _series([row for row in rows if row["train_length"] == length], label, keys)
         drawn.append(dataclasses.replace(series, name=f"{label}, trained on {length}") if several else series)
-    copying = task.startswith("copying")
     lines(
         path,
         title,
         note,
         *AXES[task],
         drawn,
-        None if copying or several else train_length,
+        None if several else train_length,
         percent=task != "perplexity",
-        log_x=not copying,
     )
+
+
+def _draw_copying(folder: Path, name: str, rows: list[dict[str, str]], train_length: int) -> None:
+    def panel(title: str, names: Sequence[str], task: str = "copying-by-length") -> Panel:
+        return Panel(title, [(tables.resolve(name, train_length)[0], task) for name in names])
+
+    if name == "ablation":
+        panels = [panel("HoPE and its ablations", ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3"))]
+    else:
+        panels = [
+            panel("copying", ("rope", "hope", "rerope{w256}", "rerope{w256}+dagger", "yarn-s2", "kerple", "alibi")),
+            panel("letters between", ("rope", "hope", "rerope{w256}", "rerope{w256}+dagger"), "copying-control"),
+        ]
+    draw(folder / "copying.png", panels, rows, train_length, "letters right (%)")
 
 
 def _series(rows: Sequence[dict[str, str]], name: str, keys: tuple[str, ...]) -> Series:

@@ -12,6 +12,7 @@ from flashrope.demo import files
 
 from .published import LOWER, REDONE, TABLES, Published
 from .runs import read_csv
+from .statistics import MIN_SEEDS, Comparison, difference, verdict
 from .tasks import PAPER_LENGTH
 
 
@@ -128,13 +129,36 @@ def markdown(table: Published, rows: list[dict[str, str]], train_length: int) ->
     return "\n".join(lines)
 
 
-def write(folder: Path, name: str, train_length: int) -> str | None:
+def judged(compares: Sequence[Comparison], rows: list[dict[str, str]], train_length: int) -> str:
+    """The declared differences with their paired intervals, and what they show."""
+    lines = [
+        "## Differences declared before the runs",
+        "",
+        "First minus second, seed by seed, in points, with the 95% interval of the mean (Student's t). A difference "
+        f"counts where the interval of at least {MIN_SEEDS} seeds excludes zero. Each interval stands for itself.",
+        "",
+        "| first | second | length / training length | seeds | difference | |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    for each in compares:
+        pair = [(resolve(name, train_length)[0], task) for name, task in (each.first, each.second)]
+        found = difference(rows, *pair, each.multiple * train_length)
+        if found is None:
+            continue
+        labels = [f"{name}, {task}" if pair[0][1] != pair[1][1] else name for name, task in pair]
+        lines.append(f"| {labels[0]} | {labels[1]} | {each.multiple:g} | {found.seeds} | {found} | {verdict(found)} |")
+    return "\n".join([*lines, ""])
+
+
+def write(folder: Path, name: str, train_length: int, compares: Sequence[Comparison] = ()) -> str | None:
     """Write table.md of an experiment's folder from its results.csv. Returns its text; None if the papers have no
     table."""
     if name not in TABLES:
         return None
     rows = read_csv(folder / "results.csv")
     text = "\n".join(markdown(table, rows, train_length) for table in TABLES[name])
+    if compares:
+        text = f"{judged(compares, rows, train_length)}\n{text}"
     if name in REDONE:
         text = f"{REDONE[name]}\n\n{text}"
     files.write(folder / "table.md", text)

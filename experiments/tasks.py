@@ -22,8 +22,7 @@ from flashrope.demo.train import autocast
 from .zoo import Scheme, ZooModel
 
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
-PREFIX, SUFFIX = 8, 4  # tokens of a sequence to copy
-COPY_COUNTS = (30, 40, 50, 60, 70, 80)  # numbers of sequences at the paper's training length
+PREFIX, SUFFIX = 8, 4  # tokens of a sequence in practice for copying; the task itself is in copying.py
 PAPER_LENGTH = 512  # tokens; the training length in both papers
 SHOTS = 5
 LABELS = {"digits": b"01", "letters": b"AB", "answers": b"yn"}  # one label set per task, like SST-2, QNLI and RTE
@@ -75,11 +74,6 @@ class Subject:
 
 
 # ---- samples
-def copy_count(paper_count: int, train_length: int) -> int:
-    """The paper's number of sequences, scaled to another training length."""
-    return max(round(paper_count * train_length / PAPER_LENGTH), 1)
-
-
 def sequences(count: int, rng: random.Random, parity: int) -> list[bytes]:
     """``count`` sequences of PREFIX + SUFFIX letters with different prefixes."""
     drawn: dict[bytes, bytes] = {}
@@ -89,17 +83,6 @@ def sequences(count: int, rng: random.Random, parity: int) -> list[bytes]:
             sequence[0] += 1 if sequence[0] < LETTERS[-1] else -1
         drawn.setdefault(bytes(sequence[:PREFIX]), bytes(sequence))
     return list(drawn.values())
-
-
-def copying(count: int, samples: int, seed: int, parity: int = EVALUATION) -> tuple[list[bytes], list[bytes]]:
-    """Prompts (``count`` sequences, then the prefix of the middle one) and answers (its suffix)."""
-    prompts, answers = [], []
-    for sample in range(samples):
-        drawn = sequences(count, random.Random(f"copying {seed} {count} {sample}"), parity)
-        asked = drawn[count // 2]
-        prompts.append(b"".join(drawn) + asked[:PREFIX])
-        answers.append(asked[PREFIX:])
-    return prompts, answers
 
 
 def text_width(shortest: int) -> int:
@@ -204,21 +187,6 @@ def measure_perplexity(subject: Subject, multiples: Sequence[float] = MULTIPLES)
     return [Result("perplexity", loss.context_length, math.exp(min(loss.last, 700)), len(windows)) for loss in losses]
 
 
-def measure_copying(subject: Subject) -> list[Result]:
-    """Share of correct suffixes ("copying") and of their correct tokens ("copying-tokens"), by the paper's number of
-    sequences."""
-    results = []
-    for paper_count in COPY_COUNTS:
-        count = copy_count(paper_count, subject.unit)
-        if subject.can_read(count * (PREFIX + SUFFIX) + PREFIX + SUFFIX - 1):
-            right = correct(subject, *copying(count, subject.samples, subject.seed))
-            results += [
-                Result("copying", paper_count, 100 * right.all(1).float().mean().item(), len(right)),
-                Result("copying-tokens", paper_count, 100 * right.float().mean().item(), len(right)),
-            ]
-    return results
-
-
 def measure_few_shot(subject: Subject, multiples: Sequence[float] = FEW_SHOT_MULTIPLES) -> list[Result]:
     """Share of prompts whose most likely next byte is one of the labels, correct or not, by input length."""
     results, width = [], text_width(subject.unit // 2)
@@ -267,7 +235,6 @@ def measure_passkey(subject: Subject, multiples: Sequence[float] = MULTIPLES) ->
 
 MEASURES: dict[str, Callable[..., list[Result]]] = {
     "perplexity": measure_perplexity,
-    "copying": measure_copying,
     "few-shot": measure_few_shot,
     "accuracy": measure_accuracy,
     "passkey": measure_passkey,

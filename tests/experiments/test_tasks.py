@@ -40,24 +40,6 @@ def subject(rule, unit=64, samples=4, unseen=PIECES[2:], name="rope", batch_toke
 
 
 # ---- samples
-def test_copying_to_the_byte():
-    prompts, answers = tasks.copying(7, 20, seed=3)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert len(prompt) == 7 * 12 + 8 and len(answer) == 4
-        sequences = [prompt[at : at + 12] for at in range(0, 84, 12)]
-        assert len({sequence[:8] for sequence in sequences}) == 7
-        assert sequences[3] == prompt[84:] + answer  # the middle one
-        assert set(prompt) <= set(tasks.LETTERS)
-    assert len(set(prompts)) == 20
-    assert tasks.copying(7, 20, seed=3) == (prompts, answers) != tasks.copying(7, 20, seed=4)
-    assert tasks.copying(8, 1, seed=3)[0][0][4 * 12 : 4 * 12 + 8] == tasks.copying(8, 1, seed=3)[0][0][-8:]
-
-
-def test_copying_counts_follow_the_training_length():
-    assert [tasks.copy_count(n, 512) for n in tasks.COPY_COUNTS] == [30, 40, 50, 60, 70, 80]
-    assert [tasks.copy_count(n, 64) for n in tasks.COPY_COUNTS] == [4, 5, 6, 8, 9, 10]
-
-
 @pytest.mark.parametrize("length", [40, 41, 64, 200])
 def test_few_shot_to_the_byte(length):
     width = 4
@@ -136,7 +118,6 @@ def test_practice_is_from_the_training_text_and_odd():
         assert shots[-2:-1] == b":" and shots[-1:] in b"01AByn" and shots[-2 - width : -2] in texts
         assert key[-17:-5] == tasks.ASKED and int(key[-5:]) % 2 == PRACTICE
         assert key.count(b"\nThe key is " + key[-5:] + b".\n") == 1
-    assert not {s for p in tasks.copying(5, 20, 0)[0] for s in [p[:12], p[12:24]] if sum(s) % 2 == PRACTICE}
 
 
 def test_few_shot_practice_and_evaluation_use_other_texts():
@@ -170,16 +151,6 @@ def copier(text):
 
 def by_place(results):
     return {(result.task, result.at): result.value for result in results}
-
-
-def test_copying_counts_complete_suffixes_and_tokens():
-    found = by_place(tasks.measure_copying(subject(copier)))
-    assert set(found) == {(task, at) for task in ("copying", "copying-tokens") for at in tasks.COPY_COUNTS}
-    assert all(value == 100 for value in found.values())
-    short_sighted = by_place(tasks.measure_copying(subject(lambda text: copier(text) if len(text) % 2 else 0)))
-    assert all(
-        short_sighted["copying", at] == 0 and short_sighted["copying-tokens", at] == 50 for at in tasks.COPY_COUNTS
-    )
 
 
 def test_passkey_counts_complete_keys_and_digits():
@@ -263,7 +234,6 @@ def test_learned_positions_are_measured_up_to_the_training_length():
     it = Subject(model, scheme("learned", model.config, 64), PIECES[2:], 64, 4, 0)
     assert {place for place in by_place(tasks.measure_perplexity(it))} == {("perplexity", 64)}
     assert {task for task, _ in by_place(tasks.measure_accuracy(it))} == {"accuracy"}
-    assert {at for _, at in by_place(tasks.measure_copying(it))} == {30}  # 4 sequences and the query: 59 bytes
 
 
 def test_text_too_short_for_the_length():

@@ -1,0 +1,166 @@
+"""In-context copying (HoPE, section 4.2.1): several sequences of random letters, then the start of one of them, whose
+last letters are asked for.
+
+The paper's sequences have 12 letters. Here each has 9 to 15, so that no fixed distance leads from the query to the
+answer: with sequences of one length, a model can answer by looking back a multiple of that length. The control puts 2
+to 10 random letters between the sequences and the query. A model that copies does not mind them.
+
+A sample is random from its seed: 64 letters and at least 9 per sequence make it all but certain that no two samples
+share a sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from .tasks import MULTIPLES, PAPER_LENGTH, Result, Subject
+
+LETTERS = 64  # tokens 0 to 63
+SHORTEST, LONGEST = 9, 15  # letters of a sequence; 12 on average, as in the paper
+SUFFIX = 4  # letters asked for
+BETWEEN = (2, 10)  # random letters before the query, in the control
+LAYOUTS = 20  # of the samples of one measurement; samples with one layout differ by their letters
+PAPER_COUNTS = (30, 40, 50, 60, 70, 80)  # sequences, at the paper's training length
+SHORTEST_PRACTICE = 3 * LONGEST
+IGNORED = -100
+
+
+def paper_count(count: int, train_length: int) -> int:
+    """The paper's number of sequences, scaled to another training length."""
+    return max(round(count * train_length / PAPER_LENGTH), 1)
+
+
+def integer(low: int, high: int, generator: torch.Generator) -> int:
+    """A random integer from low to high."""
+    return int(torch.randint(low, high + 1, (), generator=generator))
+
+
+def letters(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(LETTERS, tuple(shape), generator=generator)
+
+
+def layout(room: int, generator: torch.Generator) -> list[int]:
+    """Lengths of sequences that follow each other in ``room`` letters, at least one."""
+    lengths: list[int] = []
+    while not lengths or sum(lengths) <= room:
+        lengths.append(integer(SHORTEST, LONGEST, generator))
+    return lengths if len(lengths) == 1 else lengths[:-1]
+
+
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    return [sum(lengths[:n]) for n in range(len(lengths))]
+
+
+# ---- practice
+
+
+def practice(count: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, targets), int64 (count, length): sequences, then whole ones of them in random order.
+
+    Only letters that follow from the text are targets: those of a repeated sequence from its second letter on. The
+    sequences fill a quarter of the sample up to all but the room for one more.
+    """
+    size = length + 1
+    lengths = layout(integer(size // 4, size - LONGEST, generator), generator)
+    starts, source = starts_of(lengths), list(range(sum(lengths)))
+    follows = [False] * len(source)
+    while len(source) < size:
+        n = integer(0, len(lengths) - 1, generator)
+        source += range(starts[n], starts[n] + lengths[n])
+        follows += [False] + [True] * (lengths[n] - 1)
+    tokens = letters((count, sum(lengths)), generator)[:, source[:size]]
+    targets = tokens[:, 1:].clone()
+    targets[:, ~torch.tensor(follows[1:size])] = IGNORED
+    return tokens[:, :-1], targets
+
+
+def batches(
+    tokens: int, length: int, seed: int, steps: int, device: torch.device | str = "cpu", start: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches of about ``tokens`` letters, starting with step ``start``, four layouts each.
+
+    Samples grow from SHORTEST_PRACTICE to ``length`` letters in the first half of the steps. The batch of step n
+    depends only on the seed and n.
+    """
+    step = start
+    while True:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        grown = min(2 * (step + 1) / steps, 1.0)
+        now = (
+            min(SHORTEST_PRACTICE + int(grown * (length - SHORTEST_PRACTICE)) // 4 * 4, length) if grown < 1 else length
+        )
+        parts = [practice(max(tokens // now // 4, 1), now, generator) for _ in range(4)]
+        inputs, targets = (torch.cat(part).to(device) for part in zip(*parts, strict=True))
+        yield inputs, targets
+        step += 1
+
+
+# ---- evaluation
+
+
+def prompt(
+    lengths: Sequence[int], samples: int, generator: torch.Generator, between: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences of these lengths, ``between`` random letters, and the middle sequence again: int64 (samples, seqlen)
+    without its SUFFIX last letters, and those, (samples, SUFFIX)."""
+    middle = len(lengths) // 2
+    start = starts_of(lengths)[middle]
+    context = letters((samples, sum(lengths)), generator)
+    asked = context[:, start : start + lengths[middle]]
+    whole = torch.cat((context, letters((samples, between), generator), asked), 1)
+    return whole[:, :-SUFFIX], whole[:, -SUFFIX:]
+
+
+def prompts(
+    samples: int, seed: int, count: int | None = None, length: int | None = None, control: bool = False
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Prompts and answers, some samples for each of LAYOUTS layouts: ``count`` sequences, or as many as fit into
+    ``length`` letters with the query and all of the answer."""
+    for n in range(LAYOUTS):
+        if not (some := (samples + LAYOUTS - 1 - n) // LAYOUTS):
+            continue
+        digest = hashlib.sha256(f"copying {seed} {count} {length} {control} {n}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+        between = integer(*BETWEEN, generator) if control else 0
+        if count is not None:
+            lengths = [integer(SHORTEST, LONGEST, generator) for _ in range(count)]
+        else:
+            lengths = layout(length - LONGEST - between, generator)
+        yield prompt(lengths, some, generator, between)
+
+
+def right(subject: Subject, samples: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
+    """bool (samples, SUFFIX): whether each letter is the most likely one after those before it. None where the model
+    cannot read that far."""
+    found = []
+    for asked, answer in samples:
+        tokens = torch.cat((asked, answer), 1).to(subject.device)
+        if not subject.can_read(tokens.shape[1] - 1):
+            return None
+        found.append(subject.last_logits(tokens[:, :-1], SUFFIX).argmax(-1) == tokens[:, -SUFFIX:])
+    return torch.cat(found)
+
+
+def measure(subject: Subject, multiples: Sequence[float] = (0.5, *MULTIPLES)) -> list[Result]:
+    """Percentages. At the paper's numbers of sequences: whole suffixes ("copying") and their letters
+    ("copying-letters"). By multiples of the training length: letters ("copying-by-length"), and with letters between
+    the sequences and the query ("copying-control")."""
+    results = []
+
+    def add(task: str, at: float, values: torch.Tensor) -> None:
+        results.append(Result(task, at, 100 * values.float().mean().item(), len(values)))
+
+    for count in PAPER_COUNTS:
+        found = right(subject, prompts(subject.samples, subject.seed, count=paper_count(count, subject.unit)))
+        if found is not None:
+            add("copying", count, found.all(1))
+            add("copying-letters", count, found)
+    for length in (round(multiple * subject.unit) for multiple in multiples):
+        for task, control in (("copying-by-length", False), ("copying-control", True)):
+            found = right(subject, prompts(subject.samples, subject.seed, length=length, control=control))
+            if found is not None:
+                add(task, length, found)
+    return results

@@ -1,0 +1,114 @@
+"""The copying task letter by letter: what practice asks for, what the prompts hold, what the measure counts."""
+
+import torch
+from test_tasks import Oracle
+
+from experiments import copying
+from experiments.tasks import Subject
+from experiments.zoo import ZooModel, scheme
+from flashrope.demo.model import ModelConfig
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def subject(rule, unit=128, samples=40, name="rope"):
+    return Subject(Oracle(rule), scheme(name, ModelConfig(64, 2, 2), unit), (), unit, samples, 0)
+
+
+def copier(text):
+    """Predicts what followed an earlier occurrence of the last four letters; a letter that never occurs if none did."""
+    at = text[:-1].rfind(text[-4:])
+    return text[at + 4] if at >= 0 and at + 4 < len(text) else 99
+
+
+def grid(text):
+    """Predicts the letter at the multiple of 12 back that best agrees with the last letters: no copying at all."""
+    steps = range(12, len(text) - 8, 12)
+    best = max(steps, key=lambda d: sum(text[-n] == text[-n - d] for n in range(1, 9)), default=0)
+    return text[-best] if best else 99
+
+
+def by_place(results):
+    return {(result.task, result.at): result.value for result in results}
+
+
+def test_practice_asks_for_the_letters_that_follow():
+    for seed in range(30):
+        inputs, targets = copying.practice(3, 128, generator(seed))
+        assert inputs.shape == targets.shape == (3, 128)
+        assert inputs.min() >= 0 and inputs.max() < copying.LETTERS
+        asked = targets[0] != copying.IGNORED
+        assert torch.equal(asked, targets[1] != copying.IGNORED)  # one layout
+        first = asked.nonzero()[0].item()
+        assert 128 // 4 - copying.LONGEST <= first <= 128
+        for row, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
+            text = bytes(row)
+            for at in range(first + 4, 128):
+                if wanted[at] != copying.IGNORED and all(wanted[at - n] != copying.IGNORED for n in range(1, 4)):
+                    assert text[: at + 1].find(text[at - 3 : at + 1] + bytes([wanted[at]])) < at - 3
+
+
+def test_practice_covers_what_is_asked_at_its_length():
+    """As many sequences, and no longer a way back, as the prompts have that fit into the training length."""
+    practised, asked = set(), set()
+    for seed in range(200):
+        targets = copying.practice(1, 128, generator(seed))[1][0]
+        practised.add((targets != copying.IGNORED).nonzero()[0].item())  # the last letter of the context but one
+    for tokens, answer in copying.prompts(200, 0, length=128):
+        assert tokens.shape[1] + answer.shape[1] <= 128
+        asked.add(tokens.shape[1] - copying.LONGEST + copying.SUFFIX)
+    assert max(practised) >= max(asked) and min(practised) < 128 // 3
+
+
+def test_batches_grow_and_depend_only_on_seed_and_step():
+    def first(count, start=0, seed=0):
+        stream = copying.batches(1024, 128, seed, 20, start=start)
+        return [next(stream) for _ in range(count)]
+
+    found = first(20)
+    sizes = [inputs.shape[1] for inputs, _ in found]
+    assert sizes == sorted(sizes) and sizes[0] < 64 and set(sizes[10:]) == {128}
+    assert all(512 <= inputs.numel() <= 1024 for inputs, _ in found)
+    again = first(2, start=5)
+    assert all(torch.equal(a, b) for one, other in zip(found[5:7], again, strict=True) for a, b in zip(one, other))
+    assert not torch.equal(found[0][0], first(1, seed=1)[0][0])
+
+
+def test_prompts_letter_by_letter():
+    lengths = [9, 15, 12, 10]
+    for between in (0, 5):
+        tokens, answer = copying.prompt(lengths, 6, generator(), between)
+        assert tokens.shape == (6, sum(lengths) + between + 12 - 4) and answer.shape == (6, 4)
+        for row, wanted in zip(tokens.tolist(), answer.tolist(), strict=True):
+            middle = row[9 + 15 : 9 + 15 + 12]
+            assert row[-8:] == middle[:8] and wanted == middle[8:]
+    for control in (False, True):
+        found = list(copying.prompts(50, 3, length=256, control=control))
+        assert sum(len(tokens) for tokens, _ in found) == 50 and len(found) == copying.LAYOUTS
+        sizes = {tokens.shape[1] + 4 for tokens, _ in found}
+        assert max(sizes) <= 256 and min(sizes) > 256 - 4 * copying.LONGEST and len(sizes) > 5
+    again = list(copying.prompts(50, 3, length=256, control=True))
+    assert all(torch.equal(a, b) for one, other in zip(found, again, strict=True) for a, b in zip(one, other))
+    ways_back = {t.shape[1] - a.shape[1] for t, a in copying.prompts(40, 0, count=8)}
+    assert len(ways_back) > 5  # not one distance
+
+
+def test_a_model_that_copies_is_right_and_one_that_looks_back_a_fixed_distance_is_not():
+    found = by_place(copying.measure(subject(copier), (1, 2)))
+    tasks = ("copying", "copying-letters", "copying-by-length", "copying-control")
+    assert {task for task, _ in found} == set(tasks) and all(value > 95 for value in found.values())
+    assert [at for task, at in found if task == "copying"] == list(copying.PAPER_COUNTS)
+    assert max(by_place(copying.measure(subject(grid), (1,))).values()) < 40
+
+
+def test_whole_suffixes_and_letters():
+    found = by_place(copying.measure(subject(lambda text: copier(text) if len(text) % 2 else 99), (1,)))
+    assert all(found["copying", at] == 0 and 40 < found["copying-letters", at] < 60 for at in copying.PAPER_COUNTS)
+
+
+def test_learned_positions_are_measured_up_to_the_training_length():
+    model = ZooModel(ModelConfig(64, 2, 2), "learned", 128)
+    found = by_place(copying.measure(Subject(model, scheme("learned", model.config, 128), (), 128, 40, 0)))
+    assert {at for task, at in found if task == "copying-by-length"} == {64, 128}
