@@ -197,6 +197,66 @@ def test_yarn_temperature():
     assert rope.yarn(1.0, 512).temperature == rope.yarn(0.5, 512).temperature == 1
 
 
+def test_ntk_exponent():
+    full, m = geometric(64), np.arange(32)
+    same_table(Rotary.rope(64).ntk(8.0, "mixed", 0.75), full * np.exp(-math.log(8) / 32**0.75 * (m + 1.0) ** 0.75))
+    with pytest.raises(ValueError, match="exponent: expected a positive finite number, got 0"):
+        Rotary.rope(64).ntk(8.0, "mixed", 0)
+
+
+def test_ntk_by_parts_is_yarn_without_its_temperature():
+    rotary = Rotary.rope(64).yarn(8.0, 512, temperature=1)
+    np.testing.assert_allclose(rotary.frequencies, yarn_oracle(64, 1e4, 8.0, 512), rtol=1e-12)
+    assert rotary.temperature == 1
+
+
+# ---- CoPE
+@pytest.mark.parametrize("base", [1e4, 5e5])
+@pytest.mark.parametrize("length", [64, 512, 4096])
+def test_cope(length, base):
+    """Section 7 of the formulas: pairs below HoPE's cut, in order of falling frequency, under half a cosine."""
+    rope = Rotary.rope(64, base)
+    kept = sum(f >= 2 * math.pi / length for f in rope.frequencies)
+    factors = np.ones(32)
+    factors[kept:] = (1 + np.cos(np.pi * np.linspace(0, 1, 32 - kept))) / 2
+    same_table(rope.cope(length), geometric(64, base) * factors)
+    assert rope.cope(length).frequencies[kept] == rope.frequencies[kept] and rope.cope(length).frequencies[-1] == 0
+    assert rope.cope(length, taper=False) == Rotary.hope(64, length, base)
+    assert rope.cope(length, pairs=32 - kept) == rope.cope(length)
+
+
+def test_cope_of_few_pairs():
+    rope = Rotary.rope(64)
+    assert rope.cope(1 << 20) == rope.cope(512, pairs=0) == rope  # no pair is below the cut
+    assert rope.cope(512, pairs=1).frequencies == (*rope.frequencies[:-1], 0.0)
+    assert rope.cope(512, pairs=2).frequencies == rope.cope(512, pairs=1).frequencies  # the first keeps its frequency
+    three = rope.cope(512, pairs=3).frequencies
+    assert three[-3] == rope.frequencies[-3] and three[-2] == pytest.approx(rope.frequencies[-2] / 2) and three[-1] == 0
+
+
+def test_cope_of_any_table_and_chained():
+    """The order is that of the frequencies; pairs that do not rotate are not among them."""
+    rotary = Rotary.from_inv_freq([0.001, 0.0, 1.0, -0.002, 0.004], 16)
+    assert rotary.cope(512).frequencies == pytest.approx((0.0, 0.0, 1.0, -0.001, 0.004))
+    chained = Rotary.rope(64).cope(512).rectify(128).log_n(512)
+    assert chained.frequencies == Rotary.rope(64).cope(512).frequencies and len(chained.bands) == 2
+    assert Rotary.from_text(chained.text) == chained
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((0,), "train_length: expected a positive finite number, got 0"),
+        ((512, 33), "pairs: expected None or an integer from 0 to 32, the pairs that rotate, got 33"),
+        ((512, -1), "pairs: expected None or an integer from 0 to 32, the pairs that rotate, got -1"),
+        ((512, 2.0), "pairs: expected None or an integer from 0 to 32, the pairs that rotate, got 2.0"),
+    ],
+)
+def test_cope_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Rotary.rope(64).cope(*arguments)
+
+
 @pytest.mark.parametrize("layout", [{}, {"interleaved": True}, {"compact": True}])
 @pytest.mark.parametrize(
     "change",

@@ -31,9 +31,11 @@ from .fields import (
     checked_axis,
     checked_frequencies,
     checked_log_n,
+    is_integer,
     positive,
 )
 from .mrope import section_axes
+from .tables import NTK, cope_table, ntk_table, yarn_table
 
 __all__ = ["Band", "Rotary"]
 
@@ -284,32 +286,24 @@ class Rotary:
         factor = positive("factor", factor)
         return self._with_table("interpolate", [f / factor for f in self.frequencies])
 
-    def ntk(self, factor: float, variant: str = "aware") -> Rotary:
+    def ntk(self, factor: float, variant: str = "aware", exponent: float = 0.625) -> Rotary:
         """NTK-aware interpolation, with s = factor, a positive number, and D the denominator of the exponent.
+
+        NTK-by-parts is ``yarn`` with temperature=1.
 
         Args:
             factor: by how much the context grows.
             variant: "aware": the base is multiplied by s ** (D / (D - 2)), as in Hugging Face's dynamic NTK.
                 "old": the base is multiplied by s.
                 "fixed": inv_freq[m] is multiplied by s ** (-2 (m + 1) / D).
-                "mixed": inv_freq[m] is multiplied by exp(-a (m + 1) ** 0.625), a = ln(s) / (D / 2) ** 0.625.
+                "mixed": inv_freq[m] is multiplied by exp(-a (m + 1) ** b), a = ln(s) / (D / 2) ** b.
+            exponent: b of "mixed"; ReRoPE's author gives 0.625 in the text and 0.75 in the code.
         """
         self._check_unscaled("ntk")
-        factor = positive("factor", factor)
-        dim, log_s = self.exponent_dim, math.log(factor)
-        if variant == "aware":
-            if dim <= 2:
-                raise ValueError(f'variant: "aware" needs more than one pair, this table has {dim // 2}')
-            decay = [2 * m / (dim - 2) for m in range(len(self.frequencies))]
-        elif variant == "old":
-            decay = [2 * m / dim for m in range(len(self.frequencies))]
-        elif variant == "fixed":
-            decay = [2 * (m + 1) / dim for m in range(len(self.frequencies))]
-        elif variant == "mixed":
-            decay = [((m + 1) / (dim / 2)) ** 0.625 for m in range(len(self.frequencies))]
-        else:
+        factor, exponent = positive("factor", factor), positive("exponent", exponent)
+        if variant not in NTK:
             raise ValueError(f'variant: expected "old", "aware", "fixed" or "mixed", got {variant!r}')
-        return self._with_table("ntk", [f * math.exp(-log_s * c) for f, c in zip(self.frequencies, decay, strict=True)])
+        return self._with_table("ntk", ntk_table(self.frequencies, self.exponent_dim, factor, variant, exponent))
 
     def yarn(
         self,
@@ -347,22 +341,33 @@ class Rotary:
             raise ValueError(
                 "yarn: needs the base of the table for its ramp; tables of from_inv_freq and ab3 have none"
             )
-        low, high = (
-            self.exponent_dim * math.log(train_length / (beta * 2 * math.pi)) / (2 * math.log(self.base))
-            for beta in (beta_fast, beta_slow)
-        )
-        if truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.exponent_dim - 1)
-        width = max(high - low, 0.001)
-        frequencies = []
-        for m, f in enumerate(self.frequencies):
-            interpolated = min(max((m - low) / width, 0.0), 1.0)
-            frequencies.append(f / factor * interpolated + f * (1 - interpolated))
+        betas = beta_fast, beta_slow
+        frequencies = yarn_table(self.frequencies, self.exponent_dim, self.base, factor, train_length, betas, truncate)
         if temperature is None:
             temperature = (0.1 * math.log(factor) + 1) ** 2 if factor > 1 else 1.0
         temperature = positive("temperature", temperature)
         return dataclasses.replace(self._with_table("yarn", frequencies), temperature=self.temperature * temperature)
+
+    def cope(self, train_length: float, pairs: int | None = None, taper: bool = True) -> Rotary:
+        """CoPE, clipped RoPE (arXiv 2602.05258): HoPE's cut for a model that is already trained.
+
+        The pairs with inv_freq < 2 pi / train_length, which HoPE does not rotate, rotate less the slower they are: in
+        order of falling inv_freq, pair r of n has it multiplied by (1 + cos(pi r / (n - 1))) / 2. The first keeps it,
+        the last does not rotate.
+
+        Args:
+            train_length: in tokens.
+            pairs: n, instead of as many as are below the cut: the slowest ones that rotate.
+            taper: False: none of them rotates, which is HoPE's table.
+        """
+        train_length = positive("train_length", train_length)
+        check_flag("taper", taper)
+        rotating = sum(f != 0 for f in self.frequencies)
+        if pairs is not None and not (is_integer(pairs, 0) and pairs <= rotating):
+            raise ValueError(
+                f"pairs: expected None or an integer from 0 to {rotating}, the pairs that rotate, got {pairs!r}"
+            )
+        return dataclasses.replace(self, frequencies=cope_table(self.frequencies, train_length, pairs, taper))
 
     def mrope(self, sections: Sequence[int], interleaved: bool = False) -> Rotary:
         """Multi-dimensional positions of vision-language models: each pair rotates with one coordinate of a position.

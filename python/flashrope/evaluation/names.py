@@ -8,4 +8,5 @@ NAMES = {
     "rerope": "ReRoPE",
     "leaky": "Leaky ReRoPE",
     "hope": "HoPE",
+    "cope": "CoPE",
 }

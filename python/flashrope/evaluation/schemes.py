@@ -83,6 +83,9 @@ def _changes(model, name: str, train_length: int, longest: int, windows: Sequenc
         yield NAMES[name], scaled
     elif name == "log-n":
         yield NAMES[name], lambda: ({"log_n": train_length}, f"by {train_length:,}")
+    elif name == "cope":
+        words = f"pairs with less than one turn over {train_length:,} tokens rotate less"
+        yield NAMES[name], lambda: ({"rotary": Rotary.from_hf_config(config).cope(train_length)}, words)
     elif name == "hope":
         words = f"pairs with less than one turn over {train_length:,} tokens do not rotate"
         yield NAMES[name], lambda: ({"hope_train_length": train_length}, words)
