@@ -170,8 +170,8 @@ def attention_forward(
         packed_k, copied_from = copied_keys(cache, cu_seqlens.q, seq, seqlen_k)
         packed_k -= copied_from
     channels_k, channels_v = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
-    # They arrive while the queries are rotated. Pages would be looked up twice; more bands over a cache would spill.
-    if SHAPE.page_size == 0 and (cache.seqlens is None or SHAPE.num_bands == 1):
+    # They arrive while the queries are rotated. Pages would be looked up twice; with more bands it would spill.
+    if SHAPE.page_size == 0 and SHAPE.num_bands == 1:
         band = load_band(scheme.bands, 0)
         tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n)
         view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
