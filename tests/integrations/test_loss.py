@@ -160,7 +160,7 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
     ):
         assert part in words, part
     rows = list(csv.DictReader((tmp_path / "loss.csv").open()))
-    assert len(rows) == 7 * 2 * 3
+    assert len(rows) == len(SCHEMES) * 2 * 3
     found = {(row["scheme"], row["context"], int(row["length"])): row for row in rows}
     for row in rows:
         assert row["windows"] == "4"
@@ -169,7 +169,7 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
         else:
             change = float(row["loss"]) - float(found[row["scheme"], row["context"], 16]["loss"])
             assert float(row["change"]) == pytest.approx(change, abs=2e-6)
-    assert len({row["loss"] for row in rows if row["context"] == "text" and row["length"] == "128"}) == 7
+    assert len({row["loss"] for row in rows if row["context"] == "text" and row["length"] == "128"}) == len(SCHEMES)
     assert found["unchanged", "repeated", 128]["loss"] != found["unchanged", "text", 128]["loss"]
     saved = json.loads((tmp_path / "loss.json").read_text())
     assert saved["train_length"] == 32 and saved["targets"] == 8 and len(saved["rows"]) == len(rows)
@@ -177,7 +177,7 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
         assert f"{sum(row['windows']) / 4:.4f} ± {half_interval(row['windows']):.4f}" in shown.out
     assert saved["facts"]["command"].startswith("flashrope loss --model")
     changes = shown.out[shown.out.index("change from 16 tokens") :]
-    assert changes.count("0.0000 ± 0.0000") == 7 * 2
+    assert changes.count("0.0000 ± 0.0000") == len(SCHEMES) * 2
     first = {(row["scheme"], row["context"]): row["windows"] for row in saved["rows"] if row["length"] == 16}
     for row in saved["rows"]:
         change = [a - b for a, b in zip(row["windows"], first[row["scheme"], row["context"]], strict=True)]

@@ -14,7 +14,6 @@ from flashrope.integrations.transformers.hf_config import MROPE_IN_SECTIONS, MRO
 
 SECTIONS = {"sections": [4, 6, 6], "interleaved": [6, 5, 5]}
 SMALL = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
-BY_LAYER_TYPE = {"cohere_compass_text"}
 
 
 def family_of(model_type: str):
@@ -35,8 +34,6 @@ def family_of(model_type: str):
 def config_of(cls, sections):
     """head_dim 32."""
     parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": sections}
-    if cls.model_type in BY_LAYER_TYPE:
-        parameters = {"full_attention": parameters}
     sizes = SMALL | ({"head_dim": 32} if hasattr(cls, "head_dim") else {})
     config = cls(**sizes, rope_parameters=parameters)
     config.head_dim = 32
