@@ -125,8 +125,8 @@ KEYS = frozenset(
     }
 )
 # model_type of the families whose code gives each pair a coordinate of the position: in sections one after the other,
-# or interleaved. Others with mrope_section in their configurations have orders of their own; that of cohere_compass_text
-# differs between transformers 5.17 and 5.23.
+# or interleaved. Others with mrope_section in their configurations have orders of their own, and that of
+# cohere_compass_text differs between transformers 5.17 and 5.23.
 MROPE_IN_SECTIONS = frozenset(
     {
         "glm4v_moe_text",
