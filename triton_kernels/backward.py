@@ -247,7 +247,7 @@ def attention_grad_kv(
     last = tl.minimum(first + SHAPE.block_n, seq.length_k) - 1
     loaded = existing_rows(rows)
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
-    packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k) + first
+    packed_k = of_positions + first
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
     channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
     group = heads_q // heads_kv
@@ -374,7 +374,7 @@ def attention_grad_q(
     last = tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead
     loaded = existing_rows(rows)
     head_kv = head // (heads_q // heads_kv)
-    packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q) + first
+    packed_q = of_positions + first
     packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
     table = CosSinTable(scheme.table, table_rows, scheme.positions)
     channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
@@ -383,9 +383,7 @@ def attention_grad_q(
 
     of_grad = head_view(grad_out, batch, seq.start_q + first, head, SHAPE)
     g = load_values(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, DV]
-    of_rows = statistics + statistics_offset(
-        packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q), batch, head, statistics_rows
-    )
+    of_rows = statistics + statistics_offset(of_positions, batch, head, statistics_rows)
     of_rows += 2 * (first + loaded)
     lse_log2, delta = tl.load(of_rows), tl.load(of_rows + 1)
     scale_log2 = log2_scale(scheme.score_scale)
