@@ -2,7 +2,7 @@
 
 settings.json                       the configuration of everything in the directory
 split.json                          which files were trained on and which were not
-models/<encoding>-L<length>-s<seed>.safetensors     and .state during training
+models/<encoding>-L<length>-s<seed>.safetensors     and .losses.csv; .state during training
 <experiment>/cells/*.json           one per scheme, training length and seed
 <experiment>/results.csv, results.json, *.png, table.md
 """
@@ -37,6 +37,7 @@ from .zoo import Defaults, ZooModel, scheme
 LONGEST = 32  # longest window in training lengths of the preset; one value, so that all experiments share one split
 COLUMNS = ("scheme", "trained_with", "train_length", "seed", "task", "at", "value", "samples")
 STATES = 20  # number of times that a training run saves its state
+CURVE = 100  # points of a training curve
 MEASURES: dict[str, Callable[..., list[Result]]] = {**tasks.MEASURES, "copying": copying.measure}
 TEXT, COPYING = "text", "copying"  # what models are trained on
 OBSERVED = ("rope", "hope")  # encodings whose variance accounted for is recorded during training
@@ -308,7 +309,7 @@ def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable
         progress((step, loss))
         observe(step, loss)
 
-    train(
+    result = train(
         model,
         rotary,
         lambda done: batches(start=done),
@@ -318,8 +319,16 @@ def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable
         state,
         max(preset.steps // STATES, 1),
     )
+    write_csv(path.with_suffix(".losses.csv"), ("step", "loss"), curve(result.losses))
     save_model(path, model, trained, length)
     state.unlink(missing_ok=True)
+
+
+def curve(losses: Sequence[float]) -> list[tuple[int, float]]:
+    """At most CURVE points of a training curve: the last step of each part, and the mean loss of the part."""
+    size = -(-len(losses) // CURVE)
+    parts = [losses[start : start + size] for start in range(0, len(losses), size)]
+    return [(min((at + 1) * size, len(losses)), sum(part) / len(part)) for at, part in enumerate(parts)]
 
 
 def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) -> Callable[[int, float], None]:

@@ -430,3 +430,10 @@ def test_tiny(tiny, name):
         assert len(beyond) == 127
         kept = rows(folder / "vaf.csv")
         assert {row["step"] for row in kept} >= {"1", "250", "500"} and all(float(row["vaf"]) <= 100 for row in kept)
+
+
+def test_a_training_curve_has_the_mean_loss_of_every_part():
+    found = runs.curve([float(step) for step in range(1, 251)])
+    assert found[:2] == [(3, 2.0), (6, 5.0)]
+    assert found[-1] == (250, 250.0)  # the last part has one step
+    assert len(found) == 84

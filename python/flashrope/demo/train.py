@@ -42,6 +42,7 @@ class Trained:
     loss: float  # mean over the last tenth of the steps, nats per token
     seconds: float
     tokens_per_second: float  # excludes the first step, which compiles kernels and builds tables
+    losses: tuple[float, ...] = ()  # of every step, those before an interruption included
 
 
 def train(
@@ -105,7 +106,8 @@ def train(
     seconds = time.perf_counter() - start
     timed = max(config.steps - done - 1, 1) * config.batch_size * config.train_length
     last = torch.stack(losses[-max(config.steps // 10, 1) :])
-    return Trained(last.mean().item(), seconds, timed / max(seconds - first_step, 1e-9))
+    speed = timed / max(seconds - first_step, 1e-9)
+    return Trained(last.mean().item(), seconds, speed, tuple(torch.stack(losses).tolist()))
 
 
 def _gradients(forward, rotary: Rotary, attend: Attend, batch, micro_batch: int, device: torch.device) -> torch.Tensor:
