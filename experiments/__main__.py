@@ -27,7 +27,10 @@ from flashrope.demo.workers import Workers
 
 from . import tables
 from .registry import EXPERIMENTS, Experiment
-from .runs import COLUMNS, LONGEST, PRESETS, TEXT, Cell, Preset, Run, measure_cells, train_models, write_csv
+from .measuring import COLUMNS, Cell, measure_cells
+from .presets import PRESETS, TEXT, Preset
+from .runs import LONGEST, Run, write_csv
+from .training import train_models
 from .show import show
 from .zoo import scheme
 

@@ -15,7 +15,9 @@ from flashrope.demo.workers import Workers
 
 from . import figures, picture
 from .patterns import Pattern, kinds, pattern
-from .runs import COLUMNS, OBSERVED, Run, load_model, observed, train_models, write_csv
+from .measuring import COLUMNS
+from .runs import Run, write_csv
+from .training import OBSERVED, load_model, observed, train_models
 from .tables import resolve
 from .zoo import scheme
 

@@ -10,7 +10,8 @@ from flashrope.demo.workers import Workers
 
 from .drawn import draw_frequencies, draw_patterns, draw_pictures, draw_positions
 from .published import TABLES
-from .runs import COPYING, TEXT, Run
+from .presets import COPYING, TEXT
+from .runs import Run
 from .statistics import Comparison, schemes
 
 Measures = tuple[tuple[str, tuple[float, ...] | None], ...]

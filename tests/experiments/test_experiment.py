@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import runs, tables, tasks
+from experiments import measuring, presets, runs, tables, tasks, training
 from experiments.__main__ import main
 from experiments.published import TABLES
 from experiments.registry import EXPERIMENTS
@@ -111,7 +111,7 @@ def test_says_where_the_figures_come_from(finished, text):
 def test_a_finished_run_is_not_done_again(finished, text, monkeypatch):
     csv_before = (finished / "perplexity/results.csv").read_text()
     monkeypatch.setattr(runs, "train", lambda *_: pytest.fail("trains again"))
-    monkeypatch.setattr(runs, "load_model", lambda *_: pytest.fail("measures again"))
+    monkeypatch.setattr(measuring, "load_model", lambda *_: pytest.fail("measures again"))
     experiment("perplexity", finished, text, *PERPLEXITY)
     assert (finished / "perplexity/results.csv").read_text() == csv_before
 
@@ -177,7 +177,7 @@ def test_tables_are_made_from_the_csv_alone(finished, tmp_path, text, capsys):
     places = (("accuracy", 64), ("accuracy-repeat", 512), ("accuracy-non-repeat", 512))
     runs.write_csv(
         folder / "results.csv",
-        runs.COLUMNS,
+        measuring.COLUMNS,
         [
             [name, "rope", 64, seed, task, at, 10.0 * n + seed, 5]
             for n, name in enumerate(names)
@@ -208,7 +208,7 @@ def test_partly_correct_answers_have_their_own_figure(tmp_path):
         folder.mkdir()
         runs.write_csv(
             folder / "results.csv",
-            runs.COLUMNS,
+            measuring.COLUMNS,
             [
                 [s, s, 64, 0, task, x, value, 5]
                 for s in ("rope", "hope")
@@ -286,7 +286,7 @@ def test_help_names_the_experiments(capsys):
 
 
 def test_presets():
-    paper = runs.PRESETS["125m"]
+    paper = presets.PRESETS["125m"]
     training = paper.training(512, 0)
     assert (paper.layers, paper.heads, paper.width, paper.mlp_width, paper.batch) == (12, 12, 768, 2688, 64 * 8)
     assert (
@@ -301,7 +301,7 @@ def test_presets():
     with torch.device("meta"):
         sizes = {
             name: sum(p.numel() for p in LanguageModel(preset.config).parameters())
-            for name, preset in runs.PRESETS.items()
+            for name, preset in presets.PRESETS.items()
         }
     assert 9e6 < sizes["small"] < 11e6 and 100e6 < sizes["125m"] < 130e6
 
@@ -385,7 +385,7 @@ def tiny(tmp_path_factory):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_tiny(tiny, name):
     seeds = "3" if name == "picture" else "1"
-    reads_text = EXPERIMENTS[name].data == runs.TEXT
+    reads_text = EXPERIMENTS[name].data == presets.TEXT
     out = tiny if reads_text else tiny.with_name("copying")
     preset = ["tiny"] if reads_text else ["copying", "--steps", "60", "--samples", "40"]
     assert main([name, "--preset", *preset, "--seeds", seeds, *ON_ONE_THREAD, "--out", str(out)]) == 0
@@ -433,7 +433,7 @@ def test_tiny(tiny, name):
 
 
 def test_a_training_curve_has_the_mean_loss_of_every_part():
-    found = runs.curve([float(step) for step in range(1, 251)])
+    found = training.curve([float(step) for step in range(1, 251)])
     assert found[:2] == [(3, 2.0), (6, 5.0)]
     assert found[-1] == (250, 250.0)  # the last part has one step
     assert len(found) == 84

@@ -1,0 +1,78 @@
+"""Measuring trained models: one job per scheme, training length and seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from flashrope import attention
+from flashrope.demo import files, report
+from flashrope.demo.workers import Workers
+
+from . import copying, tasks
+from .runs import Run
+from .tasks import Result, Subject
+from .training import load_model
+from .zoo import scheme
+
+COLUMNS = ("scheme", "trained_with", "train_length", "seed", "task", "at", "value", "samples")
+MEASURES: dict[str, Callable[..., list[Result]]] = {**tasks.MEASURES, "copying": copying.measure}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One measuring job: a scheme on the model of one training length and seed. ``measures`` are pairs of a task and
+    the multiples of the preset's training length to measure it at, None for the task's own."""
+
+    scheme: str
+    length: int
+    seed: int
+    measures: tuple[tuple[str, tuple[float, ...] | None], ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.scheme}-L{self.length}-s{self.seed}.json"
+
+
+def measure_cells(run: Run, workers: Workers, folder: Path, cells: Sequence[Cell]) -> list[list]:
+    """Measure the cells that are missing. Returns the rows (COLUMNS) of all cells, in their order."""
+    store = folder / "cells"
+    store.mkdir(parents=True, exist_ok=True)
+    missing = [cell for cell in cells if not (store / cell.name).exists()]
+    done = [0]
+
+    def count(job, message):
+        done[0] += 1
+        bars.update(0, done[0])
+
+    if missing:
+        with report.Bars(["measuring, schemes"], len(missing)) as bars:
+            workers.map(measure_job, [(run, cell, str(store / cell.name)) for cell in missing], count)
+    return [row for cell in cells for row in json.loads((store / cell.name).read_text(encoding="utf-8"))]
+
+
+def measure_job(run: Run, cell: Cell, path: str, progress: Callable) -> None:
+    used = scheme(cell.scheme, run.preset.config, cell.length, run.defaults)
+    model = load_model(run.model_path(used.trained, cell.length, cell.seed), run.device).eval()
+    subject = Subject(
+        model,
+        used,
+        run.corpus.unseen if run.corpus else (),
+        run.unit,
+        run.preset.samples,
+        cell.seed,
+        run.device,
+        functools.partial(attention, impl=run.impl),
+        1 << (18 if run.device.type == "cuda" else 14),
+    )
+    rows = []
+    for task, multiples in cell.measures:
+        results: list[Result] = MEASURES[task](subject, *([multiples] if multiples else []))
+        rows += [
+            [cell.scheme, used.trained, cell.length, cell.seed, *dataclasses.astuple(result)] for result in results
+        ]
+    files.write(Path(path), json.dumps(rows))
+    progress("done")

@@ -1,0 +1,141 @@
+"""The sizes of a run, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flashrope.demo.model import ModelConfig
+from flashrope.demo.train import TrainConfig
+
+from . import copying
+
+TEXT, COPYING = "text", "copying"  # what models are trained on
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """Sizes of one run. Lengths are in bytes.
+
+    Attributes:
+        batch: windows of ``train_length`` per step.
+        practice: share of the batch that is practice for the tasks; models this small learn none of them without it.
+        samples: number of unseen samples of every measurement.
+        seeds: number of models per encoding.
+        data: what the models are trained on: TEXT, or COPYING alone.
+        base: of the rotary frequencies.
+        vocab_size: 256, bytes, for models that read text.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    train_length: int
+    batch: int
+    steps: int
+    learning_rate: float
+    warmup: float
+    practice: float
+    samples: int
+    seeds: int
+    mlp_width: int = 0
+    micro_batch: int = 0
+    beta2: float = 0.95
+    data: str = TEXT
+    base: float = 10_000.0
+    vocab_size: int = 256
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig(self.width, self.layers, self.heads, self.mlp_width, self.vocab_size)
+
+    def training(self, length: int, seed: int) -> TrainConfig:
+        """The training of a model at this length, with as many bytes per step as at the preset's."""
+        batch = max(self.batch * self.train_length // length, 1)
+        micro = max(self.micro_batch * self.train_length // length, 1) if self.micro_batch else 0
+        return TrainConfig(
+            self.steps,
+            batch,
+            length,
+            self.learning_rate,
+            warmup=self.warmup,
+            betas=(0.9, self.beta2),
+            seed=seed,
+            micro_batch=micro,
+        )
+
+
+PRESETS = {
+    "tiny": Preset(
+        width=64,
+        layers=2,
+        heads=2,
+        train_length=64,
+        batch=16,
+        steps=500,
+        learning_rate=5e-3,
+        warmup=0.1,
+        practice=0.5,
+        samples=32,
+        seeds=1,
+    ),
+    "cpu": Preset(
+        width=64,
+        layers=2,
+        heads=2,
+        train_length=64,
+        batch=16,
+        steps=1600,
+        learning_rate=5e-3,
+        warmup=0.1,
+        practice=0.75,
+        samples=200,
+        seeds=3,
+    ),
+    "copying": Preset(
+        width=64,
+        layers=2,
+        heads=2,
+        train_length=128,
+        batch=32,
+        steps=1500,
+        learning_rate=4e-3,
+        warmup=0.05,
+        practice=0.0,
+        samples=200,
+        seeds=5,
+        beta2=0.98,
+        data=COPYING,
+        base=200.0,
+        vocab_size=copying.LETTERS,
+    ),
+    "small": Preset(
+        width=320,
+        layers=8,
+        heads=5,
+        train_length=512,
+        batch=64,
+        steps=20_000,
+        learning_rate=1e-3,
+        warmup=0.05,
+        practice=0.0,
+        samples=500,
+        seeds=3,
+    ),
+    # HoPE's appendix A; bytes instead of its 32,000 tokens, bfloat16 instead of float16
+    "125m": Preset(
+        width=768,
+        layers=12,
+        heads=12,
+        train_length=512,
+        batch=512,
+        steps=50_000,
+        learning_rate=3e-4,
+        warmup=0.04,
+        practice=0.0,
+        samples=1000,
+        seeds=3,
+        mlp_width=2688,
+        micro_batch=64,
+        beta2=0.999,
+    ),
+}

@@ -1,0 +1,152 @@
+"""Training the models of a run, and their files."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from flashrope import attention
+from flashrope.demo import files, report
+from flashrope.demo.files import replacing
+from flashrope.demo.model import ModelConfig
+from flashrope.demo.train import train
+from flashrope.demo.workers import Workers
+
+from . import copying, tasks
+from .patterns import pattern, vaf
+from .presets import COPYING, TEXT
+from .runs import Run, revision, write_csv
+from .zoo import ZooModel, scheme
+
+STATES = 20  # number of times that a training run saves its state
+CURVE = 100  # points of a training curve
+OBSERVED = ("rope", "hope")  # encodings whose variance accounted for is recorded during training
+
+
+def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) -> None:
+    """Train those of the models (encoding, training length) that are missing, for every seed."""
+    missing = [
+        (trained, length, seed)
+        for trained, length in dict.fromkeys(wanted)
+        for seed in run.seeds
+        if not run.model_path(trained, length, seed).exists()
+    ]
+    if not missing:
+        return
+    jobs = [(run, trained, length, seed) for trained, length, seed in missing]
+    steps = [0] * len(jobs)
+
+    def progress(job, message):
+        steps[job] = message[0]
+        bars.update(0, sum(steps), message[1])
+
+    with report.Bars([f"training {len(jobs)} models, steps"], len(jobs) * run.preset.steps) as bars:
+        workers.map(train_job, jobs, progress)
+
+
+def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable) -> None:
+    """Train one model, with weights and batches from the seed. Resumes if it was interrupted."""
+    path, preset = run.model_path(trained, length, seed), run.preset
+    model, rotary = untrained(run, trained, length, seed), scheme(trained, preset.config, length, run.defaults).training
+    training = preset.training(length, seed)
+    if preset.data == COPYING:
+        size = training.batch_size * length
+        batches = functools.partial(copying.batches, size, length, seed, preset.steps, run.device)
+    else:
+        batches = functools.partial(
+            tasks.batches, run.corpus, training.batch_size, length, seed, preset.practice, run.device
+        )
+    state, observe = path.with_suffix(".state"), observer(run, trained, length, seed, model)
+
+    def report_and_observe(step, loss):
+        progress((step, loss))
+        observe(step, loss)
+
+    result = train(
+        model,
+        rotary,
+        lambda done: batches(start=done),
+        training,
+        functools.partial(attention, impl=run.impl),
+        report_and_observe,
+        state,
+        max(preset.steps // STATES, 1),
+    )
+    write_csv(path.with_suffix(".losses.csv"), ("step", "loss"), curve(result.losses))
+    save_model(path, model, trained, length)
+    state.unlink(missing_ok=True)
+
+
+def curve(losses: Sequence[float]) -> list[tuple[int, float]]:
+    """At most CURVE points of a training curve: the last step of each part, and the mean loss of the part."""
+    size = -(-len(losses) // CURVE)
+    parts = [losses[start : start + size] for start in range(0, len(losses), size)]
+    return [(min((at + 1) * size, len(losses)), sum(part) / len(part)) for at, part in enumerate(parts)]
+
+
+def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) -> Callable[[int, float], None]:
+    """A function of (step, loss) that saves the variance accounted for next to the model, at about ten steps."""
+    if trained not in OBSERVED or run.preset.data != TEXT:
+        return lambda step, loss: None
+    path = _observed_path(run, trained, length, seed)
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    steps = {max(run.preset.steps * tenth // 10, 1) for tenth in range(11)}
+    rotary = scheme(trained, run.preset.config, length, run.defaults).training
+
+    def observe(step: int, loss: float) -> None:
+        if step in steps:
+            measured = pattern(
+                model, rotary, length, min(run.preset.samples, 64), seed, functools.partial(attention, impl=run.impl)
+            )
+            found[str(step)] = vaf(measured.mean_components, measured.mean_overall).tolist()
+            files.write(path, json.dumps(found))
+
+    return observe
+
+
+def observed(run: Run, trained: str, length: int) -> dict[int, list[float]]:
+    """Variance accounted for by every component, by training step, for the model of the first seed."""
+    found = json.loads(_observed_path(run, trained, length, run.first_seed).read_text(encoding="utf-8"))
+    return {int(step): found[step] for step in sorted(found, key=int)}
+
+
+def _observed_path(run: Run, trained: str, length: int, seed: int) -> Path:
+    return run.model_path(trained, length, seed).with_suffix(".vaf.json")
+
+
+def untrained(run: Run, trained: str, length: int, seed: int) -> ZooModel:
+    torch.manual_seed(seed)
+    return ZooModel(run.preset.config, trained, length).to(run.device)
+
+
+def save_model(path: Path, model: ZooModel, trained: str, length: int) -> None:
+    from safetensors.torch import save_file
+
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    with replacing(path) as partial:
+        save_file(
+            weights,
+            partial,
+            metadata={
+                "config": json.dumps(dataclasses.asdict(model.config)),
+                "trained": trained,
+                "train_length": str(length),
+                "revision": revision(),
+            },
+        )
+
+
+def load_model(path: Path, device: torch.device | str = "cpu") -> ZooModel:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        metadata = file.metadata()
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is not a mapping
+    model = ZooModel(ModelConfig(**json.loads(metadata["config"])), metadata["trained"], int(metadata["train_length"]))
+    model.to(device).load_state_dict(weights)
+    return model
