@@ -110,7 +110,7 @@ def test_says_where_the_figures_come_from(finished, text):
 
 def test_a_finished_run_is_not_done_again(finished, text, monkeypatch):
     csv_before = (finished / "perplexity/results.csv").read_text()
-    monkeypatch.setattr(runs, "train", lambda *_: pytest.fail("trains again"))
+    monkeypatch.setattr(training, "train", lambda *_: pytest.fail("trains again"))
     monkeypatch.setattr(measuring, "load_model", lambda *_: pytest.fail("measures again"))
     experiment("perplexity", finished, text, *PERPLEXITY)
     assert (finished / "perplexity/results.csv").read_text() == csv_before
@@ -130,7 +130,7 @@ def test_an_interrupted_run_resumes_with_the_same_result(finished, tmp_path, tex
 
         return train_until
 
-    monkeypatch.setattr(runs, "train", interrupt_at(13))
+    monkeypatch.setattr(training, "train", interrupt_at(13))
     experiment("perplexity", tmp_path / "out", text, *PERPLEXITY, code=130)
     assert "the same command resumes it" in capsys.readouterr().err
     state = tmp_path / "out/models/rope-L64-s0.state"
@@ -144,7 +144,7 @@ def test_an_interrupted_run_resumes_with_the_same_result(finished, tmp_path, tex
 
         return train(model, rotary, batches, config, attend, first, state, every)
 
-    monkeypatch.setattr(runs, "train", count)
+    monkeypatch.setattr(training, "train", count)
     experiment("perplexity", tmp_path / "out", text, *PERPLEXITY)
     assert seen[:8] == list(range(13, 21)) and seen[8] == 1
     assert (tmp_path / "out/perplexity/results.csv").read_text() == (finished / "perplexity/results.csv").read_text()
@@ -267,7 +267,7 @@ def test_another_configuration_is_not_overwritten(finished, tmp_path, text, caps
 
 
 def test_frequencies_and_positions_train_nothing(finished, text, monkeypatch):
-    monkeypatch.setattr(runs, "train", lambda *_: pytest.fail("trains"))
+    monkeypatch.setattr(training, "train", lambda *_: pytest.fail("trains"))
     for name, picture in (("frequencies", "frequencies.png"), ("positions", "positions.png")):
         experiment(name, finished, text)
         assert is_picture(finished / name / picture)
