@@ -7,6 +7,8 @@ honoured.
 
 The build makes two modules. _cuda.abi3.so holds the kernels and works with every Python version and every torch from
 2.11 on. _build_info holds what they were built with and needs one Python version, which the wheel's tag names.
+
+The sdist and the wheel without CUDA are the same bytes wherever they are built with the same setuptools.
 """
 
 import os
@@ -15,15 +17,48 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+from gzip import GzipFile
 from importlib import import_module
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 TORCH_TARGET_VERSION = (2, 11)
 DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"
+EPOCH = os.environ.setdefault("SOURCE_DATE_EPOCH", "1577836800")  # of all files in a package; bdist_wheel reads it
+os.umask(0o022)  # of the metadata in a wheel
+
+
+class ReproducibleBuild(build_py):
+    """Files have the same mode, whatever the checkout's."""
+
+    def copy_file(self, infile, outfile, **_):
+        return super().copy_file(infile, outfile, preserve_mode=False)
+
+
+class ReproducibleSdist(sdist):
+    """Names in order; the same time, owner and mode for every file."""
+
+    def make_archive(self, base_name, format, root_dir=None, base_dir=None, **_):
+        if format != "gztar" or root_dir is not None:
+            raise SystemExit(f"sdist: expected the format gztar, got {format}")
+        path, folder = f"{base_name}.tar.gz", Path(base_dir)
+
+        def uniform(entry):
+            entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = int(EPOCH), 0, 0, "", ""
+            entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
+            return entry
+
+        with open(path, "wb") as file, GzipFile("", "wb", 9, file, int(EPOCH)) as stream:
+            with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+                for name in sorted([folder, *folder.rglob("*")]):
+                    archive.add(name, recursive=False, filter=uniform)
+        return path
 
 
 class BuildCuda(build_ext):
@@ -158,15 +193,14 @@ def revision():
         return "unknown"
 
 
-CUDA = {}
+COMMANDS = {"build_py": ReproducibleBuild, "sdist": ReproducibleSdist}
+EXTENSIONS = []
 if os.environ.get("FLASHROPE_BUILD_CUDA", "0") not in ("", "0"):
-    CUDA = dict(
-        ext_modules=[
-            Extension("flashrope._cuda", ["csrc/decode.cu", "csrc/library.cpp"]),
-            Extension("flashrope._build_info", ["csrc/build_info.cpp"]),
-        ],
-        cmdclass={"build_ext": BuildCuda},
-    )
+    COMMANDS["build_ext"] = BuildCuda
+    EXTENSIONS = [
+        Extension("flashrope._cuda", ["csrc/decode.cu", "csrc/library.cpp"]),
+        Extension("flashrope._build_info", ["csrc/build_info.cpp"]),
+    ]
 
 setup(
     package_dir={
@@ -189,5 +223,6 @@ setup(
         "flashrope.tuning",
     ],
     package_data={"flashrope": ["py.typed"], "flashrope.backends.cpu": ["csrc/*"]},
-    **CUDA,
+    ext_modules=EXTENSIONS,
+    cmdclass=COMMANDS,
 )

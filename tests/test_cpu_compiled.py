@@ -187,6 +187,23 @@ def test_what_cannot_be_loaded_is_an_error(user_folder, monkeypatch):
     library.load.cache_clear()
 
 
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_a_library_that_others_may_write_to_is_refused(monkeypatch, tmp_path, place):
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = library.folder() / library.file_name()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    library.load.cache_clear()
+    with pytest.raises(RuntimeError, match="cannot be loaded"):  # it is tried
+        library.load()
+    (path if place == "file" else path.parent).chmod(0o777)
+    library.load.cache_clear()
+    with pytest.raises(RuntimeError, match="mode 777; delete"):
+        library.load()
+    library.load.cache_clear()
+
+
 def test_other_calls_are_composed(cpu_library, monkeypatch):
     """float64, and more queries than the decoding kernel takes."""
     monkeypatch.setattr(library, "load", lambda: cpu_library)

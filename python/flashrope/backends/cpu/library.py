@@ -154,13 +154,21 @@ def load() -> Library | None:
     """The library of ``flashrope build-cpu``; None if it was not built for these sources and this processor.
 
     Raises:
-        RuntimeError: it cannot be loaded.
+        RuntimeError: it cannot be loaded, or another user can write to it.
     """
     if not SOURCES.is_dir():  # as in the package for Hugging Face's kernel-builder
         return None
     path = folder() / file_name()
     if not path.exists():
         return None
+    for place in (path, path.parent):
+        found = place.stat()
+        if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o002:
+            raise RuntimeError(
+                f"{place} is not loaded: expected it to belong to you and others not to write to it, got owner "
+                f"{found.st_uid} and mode {found.st_mode & 0o777:o}; delete {path} and run flashrope build-cpu again, "
+                "or set XDG_CACHE_HOME to a folder of your own"
+            )
     try:
         return Library(path)
     except (OSError, AttributeError) as error:
