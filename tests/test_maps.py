@@ -1,6 +1,7 @@
 """Position maps: Self-Extend and dual chunk attention against their papers' formulas, pair by pair, on every backend."""
 
 import cmath
+import dataclasses
 import math
 
 import pytest
@@ -8,7 +9,10 @@ import support
 import torch
 from support import check, problem
 
-from flashrope import Rotary, attention
+from flashrope import Band, Rotary, attention, attention_varlen
+from flashrope.bands import MappedBand, distances, holds
+from flashrope.cos_sin import cos_sin
+from flashrope.lowering import UNBOUNDED, lower
 
 REFERENCE = support.Target("reference", torch.float64, "cpu")
 ROPE = Rotary.rope(16)
@@ -110,3 +114,217 @@ def test_forward_and_backward(target, name):
 def test_more_shapes(exact, name):
     for lengths in ((90, 430), (60, 45), (1, 400), (130, 129), (257, 257)):
         check(exact, problem(exact, scheme(name), *lengths, seed=5))
+
+
+# ---- keys at the edges
+
+
+EDGES = {  # a row and the last and the first key of two bands that meet
+    "self_extend": [(60, 41), (60, 40), (63, 43), (67, 47)],
+    "dual_chunk": [
+        (127, 0),
+        (128, 128),
+        (128, 127),
+        (255, 128),
+        (255, 127),
+        (256, 128),
+        (256, 127),
+        (290, 0),
+        (290, 255),
+    ],
+}
+
+
+@pytest.mark.interpreted(lambda exact, name: name == "self_extend")
+@pytest.mark.parametrize("name", EDGES)
+def test_needles(exact, name):
+    """Every row has one key that matches it after both are rotated as the formula says, with a score near 12."""
+    rotary, positions = scheme(name), CASES[name][2]
+    seqlen = max(i for i, _ in EDGES[name]) + 1
+    p = problem(exact, rotary, seqlen, heads=1, group=1, seed=20)
+    k = (p.k * 0.1).float().cpu()
+    for i, j in EDGES[name]:
+        of_q, of_k = positions(i, j)
+        cos, sin = (x.float() for x in cos_sin(rotary, torch.tensor(float(of_q - of_k))))
+        q = p.q[0, i, 0].float().cpu()
+        first, second = q.chunk(2)
+        k[0, j, 0] = torch.cat((first * cos - second * sin, second * cos + first * sin)) * (48 / q.square().sum())
+        one = p.replace(k=k.to(p.k))
+        assert support.exact_and_bound(one)[0]["lse"][0, 0, i] > 8
+        if not exact.slow:
+            check(exact, one)
+        k[0, j, 0] = p.k[0, j, 0].float().cpu() * 0.1 if not exact.slow else k[0, j, 0]
+    check(exact, p.replace(k=k.to(p.k)))
+
+
+def test_pairs_of_every_band_are_counted_once():
+    """Bands hold every pair of the causal triangle once, within the distances that they name."""
+    i, j = torch.arange(600.0)[:, None], torch.arange(600.0)[None]
+    for name in CASES:
+        held = [holds(band, i, j) for band in scheme(name).bands]
+        assert torch.equal(sum(x.int() for x in held), (j <= i).int())
+        for band, pairs in zip(scheme(name).bands, held, strict=True):
+            start, stop = distances(band)
+            assert start <= (i - j)[pairs].min() and (i - j)[pairs].max() < stop
+
+
+# ---- packed sequences
+
+
+@pytest.mark.interpreted(lambda exact, name: False)
+@pytest.mark.parametrize("name", CASES)
+def test_packed_sequences(exact, name):
+    """As if every sequence were alone: equal lengths, more keys than queries, fewer."""
+    lengths_q, lengths_k = [40, 150, 20], [40, 290, 9]
+    cu_q, cu_k = (
+        torch.tensor([0, *lengths], device=exact.device).cumsum(0).to(torch.int32) for lengths in (lengths_q, lengths_k)
+    )
+    p = problem(exact, scheme(name), sum(lengths_q), sum(lengths_k), seed=6)
+    leaves = [x[0].detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    options = {"return_lse": True, "impl": exact.impl}
+    out, lse = attention_varlen(*leaves, p.rotary, cu_q, cu_k, max(lengths_q), max(lengths_k), **options)
+    grad_lse = torch.where(lse.isinf(), 0, p.grad_lse[0])
+    grads = torch.autograd.grad((out, lse), leaves, (p.grad_out[0], grad_lse))
+    for n in range(len(lengths_q)):
+        rows, keys = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+        alone = support.Problem(
+            p.q[:, rows],
+            p.k[:, keys],
+            p.v[:, keys],
+            p.rotary,
+            grad_out=p.grad_out[:, rows],
+            grad_lse=grad_lse[None, :, rows],
+        )
+        results = (out[rows], lse[:, rows], grads[0][rows], grads[1][keys], grads[2][keys])
+        got = dict(zip(support.NAMES, (x.detach()[None] for x in results), strict=True))
+        ratios = support.excess(got, *support.exact_and_bound(alone), exact.dtype)
+        assert max(ratios.values()) <= support.COEFFICIENT[exact.dtype], (n, ratios)
+
+
+# ---- identities
+
+
+@pytest.mark.interpreted(lambda exact: False)
+def test_without_far_keys_it_is_the_plain_scheme(exact):
+    p = problem(exact, ROPE, 90, seed=7)
+    with torch.no_grad():
+        plain = attention(p.q, p.k, p.v, ROPE, impl=exact.impl)
+        for rotary in (ROPE.self_extend(96, 8), ROPE.dual_chunk(160, 32), ROPE.self_extend(20, 1)):
+            mapped = attention(p.q, p.k, p.v, rotary, impl=exact.impl)
+            torch.testing.assert_close(mapped, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_what_stays_as_it_is():
+    assert ROPE.self_extend(20, 1) == ROPE and Rotary.none(16).dual_chunk(160, 32) == Rotary.none(16)
+    assert Rotary.none(16).self_extend(20, 4) == Rotary.none(16)
+
+
+def test_gradients_of_the_atomic_backward(exact):
+    for name in ("self_extend", "dual_chunk") if not exact.slow else ("self_extend",):
+        check(exact, problem(exact, scheme(name), 60 if exact.slow else 290, seed=8, deterministic=False))
+
+
+# ---- the scheme as data
+
+
+def test_bands():
+    near, far = ROPE.self_extend(20, 4).bands
+    assert near == Band(0, 20, 1, 0) and far == MappedBand(20, math.inf, 1, 15, 4)
+    assert (
+        ROPE.self_extend(20, 4).local(50).bands
+        == (near, far._replace(stop=50))
+        == ROPE.local(50).self_extend(20, 4).bands
+    )
+    assert ROPE.local(10).self_extend(20, 4).bands == (Band(0, 10, 1, 0),)
+    bands = ROPE.dual_chunk(160, 32).bands
+    assert bands == (
+        MappedBand(0, 1, 1, 0, 1, 128),
+        MappedBand(1, 2, 1, 128, 1, 128, 32),
+        MappedBand(2, math.inf, 1, 160, 1, 128, 0),
+    )
+    assert ROPE.dual_chunk(300, 172).bands[2].offset == 255  # 2 s - 1, which is less than the chunk_size
+    assert ROPE.yarn(4.0, 64).dual_chunk(160, 32) == ROPE.dual_chunk(160, 32).yarn(4.0, 64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_is_read_back(name):
+    rotary = scheme(name)
+    twin = Rotary.from_text(rotary.text)
+    assert twin == rotary and hash(twin) == hash(rotary) and twin.text == rotary.text
+    assert [type(band) for band in twin.bands] == [type(band) for band in rotary.bands]
+    assert "floor(j" in repr(rotary) or "j mod 128" in repr(rotary)
+
+
+def test_what_kernels_get():
+    """One copy of the keys serves all of DCA's bands; Self-Extend's two bands read a copy each, as Leaky ReRoPE's do."""
+    dual = lower(ROPE.dual_chunk(160, 32), True)
+    assert len(dual.k_copies) == 1 and dual.k_stops == (UNBOUNDED,) and dual.maps[0].chunk == 128
+    assert [(band.start, band.stop) for band in dual.bands] == [(0, 1), (1, 2), (2, UNBOUNDED // 128)]
+    assert [dual.maps[band.q_rotation].last for band in dual.bands] == [UNBOUNDED, 32, 0]
+    extended = lower(ROPE.self_extend(20, 4), True)
+    assert len(extended.k_copies) == 2 and extended.k_stops == (20, UNBOUNDED) and extended.maps[0].chunk == 0
+    assert [extended.maps[copy].group for copy in extended.k_copies] == [1, 4]
+    assert lower(ROPE.rectify(20), True).maps == lower(ROPE, True).maps == ()
+
+
+REFUSED = {
+    "group": (lambda: ROPE.self_extend(20, 8), "group: expected a divisor of window = 20, got 8; .* try window 16"),
+    "no group": (lambda: ROPE.self_extend(20, 0), "group: expected a positive integer, got 0"),
+    "window": (lambda: ROPE.self_extend(-4, 2), "window: expected a non-negative integer, got -4"),
+    "tile": (
+        lambda: ROPE.dual_chunk(300, 100),
+        "chunk_size: .* multiple of 128, .* got 300 - 100 = 200; try local_size 172",
+    ),
+    "small": (lambda: ROPE.dual_chunk(100, 50), "chunk_size: .* multiple of 128, .* got 100 - 50 = 50$"),
+    "no chunk": (
+        lambda: ROPE.dual_chunk(128, 128),
+        "local_size: expected less than chunk_size = 128, got 128; no chunk",
+    ),
+    "negative": (lambda: ROPE.dual_chunk(128, -128), "local_size: expected a non-negative integer, got -128"),
+    "twice": (
+        lambda: ROPE.self_extend(20, 4).self_extend(20, 4),
+        "self_extend: this scheme has self_extend or dual_chunk al",
+    ),
+    "rectified": (lambda: ROPE.rectify(20).self_extend(20, 4), "self_extend: this scheme is rectified already"),
+    "rectify": (
+        lambda: ROPE.dual_chunk(160, 32).rectify(9),
+        "rectify: this scheme has self_extend or dual_chunk already",
+    ),
+    "local": (
+        lambda: ROPE.dual_chunk(160, 32).local(9),
+        "local: expected bands over the distance, got those of dual_chunk",
+    ),
+    "of local": (lambda: ROPE.local(9).dual_chunk(160, 32), "dual_chunk: expected a scheme whose queries see all keys"),
+    "axial": (lambda: Rotary.axial(16).self_extend(20, 4), "self_extend: .* this table is axial"),
+    "mrope": (lambda: ROPE.self_extend(0, 4).mrope([2, 3, 3]), "mrope: expected a scheme without rectify, self_extend"),
+    "not causal": (
+        lambda: ROPE.self_extend(20, 4).bands_for(False),
+        "causal: expected True for a scheme that maps pos",
+    ),
+    "below 0": (
+        lambda: dataclasses.replace(ROPE, bands=(MappedBand(0, 9, 1, -3, 2),)),
+        r"bands\[0\].offset: expected at least 0 in a band that maps positions, got -3",
+    ),
+    "chunks": (
+        lambda: dataclasses.replace(ROPE, bands=(Band(0, 1, 1, 0), MappedBand(1, 9, 1, 0, 1, 128))),
+        r"bands\[1\].chunk: expected 0 as in bands\[0\], got 128",
+    ),
+    "a chunk": (
+        lambda: dataclasses.replace(ROPE, bands=(MappedBand(0, 9, 1, 0, 1, 100),)),
+        r"bands\[0\].chunk: expected 0 or a multiple of 128, .* got 100",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refusals(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_calls_that_are_refused():
+    q = torch.randn(1, 6, 2, 16)
+    with pytest.raises(ValueError, match="causal: expected True for a scheme that maps positions .* got False"):
+        attention(q, q, q, scheme("dual_chunk"), causal=False)
+    with pytest.raises(ValueError, match="positions: expected None"):
+        attention(q, q, q, ROPE.self_extend(0, 4), positions=torch.arange(6)[None])

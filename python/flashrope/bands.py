@@ -245,8 +245,18 @@ def _mapped_text(band: MappedBand) -> str:
         of_q = ""
     elif band.last != math.inf:
         of_q = f"min({of_q}, {band.last:g})"
-    of_q = " + ".join(filter(None, (of_q and (f"{band.slope:.6g} * " if band.slope != 1 else "") + of_q,
-                                    f"{band.offset:.6g}" if band.offset else ""))) or "0"
+    of_q = (
+        " + ".join(
+            filter(
+                None,
+                (
+                    of_q and (f"{band.slope:.6g} * " if band.slope != 1 else "") + of_q,
+                    f"{band.offset:.6g}" if band.offset else "",
+                ),
+            )
+        )
+        or "0"
+    )
     text = f"{of_q} - {f'{band.slope:.6g} * ' if band.slope != 1 else ''}{of_k}"
     d = "n" if band.chunk else "d"
     if band.stop == math.inf:

@@ -57,7 +57,9 @@ def checked_chunk(chunk_size, local_size) -> int:
     if not is_integer(local_size, 0):
         raise ValueError(f"local_size: expected a non-negative integer, got {local_size!r}")
     if local_size >= chunk_size:
-        raise ValueError(f"local_size: expected less than chunk_size = {chunk_size}, got {local_size}; no chunk is left")
+        raise ValueError(
+            f"local_size: expected less than chunk_size = {chunk_size}, got {local_size}; no chunk is left"
+        )
     chunk = chunk_size - local_size
     if chunk % TILE:
         fitting = max(chunk // TILE, 1) * TILE
