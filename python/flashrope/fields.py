@@ -46,8 +46,8 @@ def check_self_extend(window, group) -> None:
     check_positive_int("group", group)
     if window % group:
         raise ValueError(
-            f"group: expected a divisor of window = {window}, got {group}; the grouped positions would not meet the true "
-            f"ones at the window, try window {round(window / group) * group or group}"
+            f"group: expected a divisor of window = {window}, got {group}; the grouped positions would not meet the "
+            f"true ones at the window, try window {round(window / group) * group or group}"
         )
 
 

@@ -401,8 +401,8 @@ class Rotary:
             raise ValueError("mrope: this table is axial already")
         if len(self.bands) != 1 or not is_plain(self.bands[0]) or self.log_n_scale:
             raise ValueError(
-                "mrope: expected a scheme without rectify, self_extend, dual_chunk and log_n, which need one-dimensional positions; local may "
-                "come before it and goes by index"
+                "mrope: expected a scheme without rectify, self_extend, dual_chunk and log_n, which need "
+                "one-dimensional positions; local may come before it and goes by index"
             )
         return dataclasses.replace(self, axis=section_axes(sections, len(self.frequencies), interleaved))
 

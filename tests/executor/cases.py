@@ -80,6 +80,11 @@ ATTENTION = {
     ),
     "rerope-d64-v40-fp16": (Dense(FP16, SCHEMES["rerope"](64), 100, None, {"head_dim_v": 40, "batch": 2}), quick),
     "leaky-d80-v256-bf16": (Dense(BF16, SCHEMES["leaky"](80), 90, None, {"head_dim_v": 256, "causal": False}), slow),
+    "self-extend-d64-bf16": (Dense(BF16, ROPE.self_extend(48, 8), 150), quick),
+    "self-extend-d128-fp16": (Dense(FP16, Rotary.rope(128).self_extend(45, 9), 70, 170), slow),
+    "dual-chunk-d64-bf16": (Dense(BF16, ROPE.dual_chunk(160, 32), 140, 290), quick),
+    "dual-chunk-log-n-d128-fp16": (Dense(FP16, Rotary.rope(128).dual_chunk(128, 0).log_n(20), 270), slow),
+    "atomic-dual-chunk-d64-bf16": (Dense(BF16, ROPE.dual_chunk(160, 32), 270, None, {"deterministic": False}), slow),
     "heads-first-d64-bf16": (Dense(BF16, SCHEMES["leaky"](64), 100, None, {"layout": "transposed"}), slow),
 }
 

@@ -133,8 +133,8 @@ def _past_pieces(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift:
 
 
 def _chunk_pieces(band: MappedBand, seqlen_q: int, seqlen_k: int, shift: int, first: int) -> list[Piece]:
-    """The pieces of a band over differences of chunks: for every chunk of rows, the earlier chunks that it sees, and its
-    own. Positions here are counted from 0, not from `first`."""
+    """The pieces of a band over differences of chunks: for every chunk of rows, the earlier chunks that it sees, and
+    its own. Positions here are counted from 0, not from `first`."""
     chunk, row_0, key_end = band.chunk, first + shift, first + seqlen_k
     pieces = []
     for n in range(max(row_0, 0) // chunk, -(-(row_0 + seqlen_q) // chunk)):
