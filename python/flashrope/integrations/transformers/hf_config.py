@@ -271,7 +271,7 @@ def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
 def _dual_chunk(rotary: Rotary, chunks) -> Rotary:
     """Qwen2.5-1M. Its sparse attention, an approximation for speed, is left out, and so is the factor that Qwen's
     engine puts on the queries of sequences beyond original_max_position_embeddings."""
-    sizes = [chunks.get(name) if isinstance(chunks, dict) else None for name in ("chunk_size", "local_size")]
+    sizes: list[Any] = [chunks.get(name) if isinstance(chunks, dict) else None for name in ("chunk_size", "local_size")]
     if None in sizes:
         raise ValueError(
             f"config: expected dual_chunk_attention_config with chunk_size and local_size, got {chunks!r}; remove the "
