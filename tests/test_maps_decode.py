@@ -15,12 +15,20 @@ SCHEMES = {
 LENGTHS, PADS = [208, 150, 21], [0, 7, 3]  # in all chunks, in the second, in the first
 
 
-def caches(seed=0):
+def caches(device, seed=0):
     """Pages of a cache, their table, and the same keys and values in a contiguous cache."""
     generator = torch.Generator().manual_seed(seed)
-    pages = torch.randn(2, 45, 16, 1, 16, generator=generator)
-    table = torch.randperm(45, generator=generator)[:39].view(3, 13)
+    pages = torch.randn(2, 45, 16, 1, 16, generator=generator).to(device)
+    table = torch.randperm(45, generator=generator)[:39].view(3, 13).to(device)
     return pages, table.to(torch.int32), pages[:, table].flatten(2, 3)
+
+
+def queries_of(device, *shape):
+    return torch.randn(*shape, 2, 16, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def numbers(x, device):
+    return None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
 
 
 def close(got, want):
@@ -37,10 +45,9 @@ CALLS = [(1, 3), (5, None), (20, None)]
 @pytest.mark.parametrize(("queries", "splits"), CALLS)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_decoding_is_the_reference(exact, name, queries, splits, pads):
-    pages, table, contiguous = caches()
-    q = torch.randn(3, queries, 2, 16, generator=torch.Generator().manual_seed(1))
-    seqlens = torch.tensor(LENGTHS, dtype=torch.int32)
-    options = {"return_lse": True, "cache_leftpad": None if pads is None else torch.tensor(pads, dtype=torch.int32)}
+    pages, table, contiguous = caches(exact.device)
+    q, seqlens = queries_of(exact.device, 3, queries), numbers(LENGTHS, exact.device)
+    options = {"return_lse": True, "cache_leftpad": numbers(pads, exact.device)}
     want = attention_with_cache(q, *contiguous, SCHEMES[name], seqlens, impl="reference", **options)
     options |= {"num_splits": splits, "impl": exact.impl}
     if pads is None:
@@ -51,10 +58,9 @@ def test_decoding_is_the_reference(exact, name, queries, splits, pads):
 @pytest.mark.interpreted(lambda exact, name: False)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_packed_queries(exact, name):
-    pages, table, _ = caches()
-    lengths = torch.tensor([0, 1, 20, 24], dtype=torch.int32)
-    q = torch.randn(24, 2, 16, generator=torch.Generator().manual_seed(2))
-    seqlens = torch.tensor(LENGTHS, dtype=torch.int32)
+    pages, table, _ = caches(exact.device)
+    lengths, seqlens = numbers([0, 1, 20, 24], exact.device), numbers(LENGTHS, exact.device)
+    q = queries_of(exact.device, 24)
     got, want = (
         attention_varlen_with_cache(
             q, *pages, SCHEMES[name], lengths, seqlens, 20, block_table=table, return_lse=True, impl=impl
