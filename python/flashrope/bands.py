@@ -237,28 +237,15 @@ def band_text(band: AnyBand) -> str:
 
 
 def _mapped_text(band: MappedBand) -> str:
-    """ "floor(i / 8) - floor(j / 8) + 14 for d >= 16"; n is the difference of chunks."""
+    """ "floor(i / 8) + 14 - floor(j / 8) for d >= 16"; n is the difference of chunks."""
     of_q, of_k = (f"{x} mod {band.chunk}" if band.chunk else x for x in "ij")
     if band.group > 1:
         of_q, of_k = (f"floor({f'({x})' if band.chunk else x} / {band.group})" for x in (of_q, of_k))
-    if band.last == 0:
-        of_q = ""
-    elif band.last != math.inf:
+    if band.last != math.inf:
         of_q = f"min({of_q}, {band.last:g})"
-    of_q = (
-        " + ".join(
-            filter(
-                None,
-                (
-                    of_q and (f"{band.slope:.6g} * " if band.slope != 1 else "") + of_q,
-                    f"{band.offset:.6g}" if band.offset else "",
-                ),
-            )
-        )
-        or "0"
-    )
-    text = f"{of_q} - {f'{band.slope:.6g} * ' if band.slope != 1 else ''}{of_k}"
-    d = "n" if band.chunk else "d"
+    slope = "" if band.slope == 1 else f"{band.slope:.6g} * "
+    of_queries = [slope + of_q] * (band.last != 0) + [f"{band.offset:.10g}"] * (band.offset != 0 or band.last == 0)
+    text, counted = f"{' + '.join(of_queries)} - {slope}{of_k}", "n" if band.chunk else "d"
     if band.stop == math.inf:
-        return f"{text} for {d} >= {band.start:g}"
-    return f"{text} for {band.start:g} <= {d} < {band.stop:g}"
+        return f"{text} for {counted} >= {band.start:g}"
+    return f"{text} for {band.start:g} <= {counted} < {band.stop:g}"

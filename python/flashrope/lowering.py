@@ -38,6 +38,7 @@ class LoweredBand(NamedTuple):
 class RowMap(NamedTuple):
     """The p of a row at a position: min(floor(position mod chunk / group), last); chunk 0: without mod.
 
+    chunk, group, last: as in ``bands.PositionMap``.
     is_query: 1 for rotations of queries, 0 for those of keys.
     """
 
@@ -83,12 +84,12 @@ class Lowered(NamedTuple):
 def lower(rotary: Rotary, causal: bool) -> Lowered:
     bands = rotary.bands_for(causal)
     numbers: dict[tuple[float, ...], int] = {(0.0, 0.0): 0}
-    mapped, rotates, chunk = has_maps(bands), any(rotary.frequencies), chunk_of(bands)
+    mapped, rotates, chunk = has_maps(bands), any(rotary.frequencies), _bound(chunk_of(bands))
 
     def number(rotation: PositionMap, is_query: bool) -> int:
         if not rotates or (rotation.slope, rotation.offset) == (0, 0):
             return 0
-        of_rows = RowMap(rotation.chunk, rotation.group, _bound(rotation.last), int(is_query)) if mapped else ()
+        of_rows = RowMap(*map(_bound, rotation[2:]), int(is_query)) if mapped else ()
         return numbers.setdefault((rotation.slope, rotation.offset, *of_rows), len(numbers))
 
     rows: list[tuple[int, ...]] = []
