@@ -16,14 +16,16 @@ HEAD_DIM, HEADS_Q, ITEMSIZE = 64, 4, 2
 
 
 def visited_tiles(bands, seqlen: int, block_m: int, block_n: int) -> list[int]:
-    """Tiles of keys that the forward kernel visits in every band; a query row x sees keys x - stop < k <= x - start."""
+    """Tiles of keys that the forward kernel visits in every band. A query row x sees keys x - stop < k <= x - start; of
+    bands over chunks, those of the chunks c with x's - stop < c <= x's - start."""
     counts = []
     for band in bands:
-        count = 0
+        unit, count = getattr(band, "chunk", 0) or 1, 0
         for first in range(0, seqlen, block_m):
             last = first + block_m - 1
-            begin = 0 if band.stop > seqlen else max(first - int(band.stop) + 1, 0) // block_n
-            end = -(-max(min(last - band.start + 1, seqlen), 0) // block_n)
+            begin = 0 if band.stop > seqlen else max((first // unit - int(band.stop) + 1) * unit, 0) // block_n
+            seen = min((last // unit - band.start + 1) * unit, last + 1, seqlen)
+            end = -(-max(seen, 0) // block_n)
             count += max(end - begin, 0)
         counts.append(count)
     return counts
@@ -76,14 +78,20 @@ def forward_tile(arch: int, num_bands: int):
 def report(arch: int, seqlens: list[int], window: int, decode_only: bool = False) -> None:
     from flashrope import Rotary
 
-    schemes = {"HoPE": Rotary.hope(HEAD_DIM, 4096), "ReRoPE": Rotary.rope(HEAD_DIM).rectify(window)}
+    rope = Rotary.rope(HEAD_DIM)
+    schemes = {
+        "HoPE": Rotary.hope(HEAD_DIM, 4096),
+        "ReRoPE": rope.rectify(window),
+        "Self-Extend": rope.self_extend(window, 8),
+        "DCA": rope.dual_chunk(window + 128, 128),
+    }
     if not decode_only:
         report_prefill(arch, seqlens, window, schemes)
     report_decode(seqlens, schemes)
 
 
 def report_prefill(arch: int, seqlens: list[int], window: int, schemes: dict) -> None:
-    print(f"prefill, one head, head_dim {HEAD_DIM}, bf16, causal, sm_{arch}; ReRoPE window {window}")
+    print(f"prefill, one head, head_dim {HEAD_DIM}, bf16, causal, sm_{arch}; window {window}, chunks of as many")
     print(
         "| keys | scheme | warp instr. | tensor GFLOP | tiles | ex2 | Q read | table read | K read | V read "
         "| pre-pass read + written |"
@@ -103,7 +111,8 @@ def report_prefill(arch: int, seqlens: list[int], window: int, schemes: dict) ->
                 f"| {seqlen} | {name} | {forward.warps()} | {flops[name] / 1e9:.3f} | {tiles} | "
                 f"{forward.lanes('ex2.')} | {read['q']} | {read['scheme.table']} | {keys} | {read['v']} | {passed} |"
             )
-        print(f"| | ReRoPE over HoPE | | {100 * (flops['ReRoPE'] / flops['HoPE'] - 1):+.1f}% | | | | | | | |")
+        for name in list(schemes)[1:]:
+            print(f"| | {name} over HoPE | | {100 * (flops[name] / flops['HoPE'] - 1):+.1f}% | | | | | | | |")
 
 
 def report_decode(seqlens: list[int], schemes: dict) -> None:

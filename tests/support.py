@@ -22,6 +22,7 @@ import torch
 
 from flashrope import Rotary, attention
 from flashrope.backends import AttentionCall, reference
+from flashrope.bands import holds
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -202,10 +203,9 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
         weights = weights * (1 - sink_weights)[..., None]
 
     i = torch.arange(seqlen_q, device=q.device, dtype=torch.float64) + seqlen_k - seqlen_q
-    distance = i[:, None] - torch.arange(seqlen_k, device=q.device)
-    seen = sum(
-        ((distance >= b.start) & (distance < b.stop) for b in call.bands), torch.zeros_like(distance, dtype=torch.bool)
-    )
+    j = torch.arange(seqlen_k, device=q.device)
+    unseen = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
+    seen = sum((holds(band, i[:, None], j[None, :]) for band in call.bands), unseen)
     factor, floor = call.log_n
     position = i if p.positions is None else p.positions.double()
     scale = abs(call.score_scale) * (

@@ -25,11 +25,11 @@ def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
     distance = torch.arange(seqlen_q)[:, None] + shift - torch.arange(seqlen_k)
     for rotary in SCHEMES:
         bands = rotary.bands_for(causal)
-        held = {(slope, offset): torch.zeros(seqlen_q, seqlen_k, dtype=torch.int) for _, _, slope, offset in bands}
+        held = {band.queries: torch.zeros(seqlen_q, seqlen_k, dtype=torch.int) for band in bands}
         wanted = {rotation: torch.zeros_like(x) for rotation, x in held.items()}
-        for start, stop, slope, offset in bands:
-            wanted[slope, offset] += (distance >= start) & (distance < stop)
-        for slope, offset, pieces in plan(bands, seqlen_q, seqlen_k, shift):
+        for band in bands:
+            wanted[band.queries] += (distance >= band.start) & (distance < band.stop)
+        for queries, _, pieces in plan(bands, seqlen_q, seqlen_k, shift):
             for piece in pieces:
                 local = torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
                 seen = (
@@ -44,7 +44,7 @@ def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
                     assert 0 <= row and row + piece.rows <= seqlen_q and 0 <= key and key + piece.keys <= seqlen_k, (
                         piece
                     )
-                    held[slope, offset][row : row + piece.rows, key : key + piece.keys] += seen
+                    held[queries][row : row + piece.rows, key : key + piece.keys] += seen
         for rotation, want in wanted.items():
             assert torch.equal(held[rotation], want), (rotary, rotation)
 

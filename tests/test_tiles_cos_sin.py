@@ -25,7 +25,7 @@ def cos_and_sin(out, table, table_rows, start, M: tl.constexpr, BY_BLOCKS: tl.co
     rows = Rows(tl.arange(0, M), start, None, None)
     COUNT: tl.constexpr = SHAPE.block_d // 2
     rotation = tl.full((), 1, tl.int32)
-    levels = CosSinTable(table, table_rows, None)
+    levels = CosSinTable(table, table_rows, None, None)
     if BY_BLOCKS:
         cos, sin = load_cos_sin_by_blocks(levels, rotation, rows, 0, COUNT, SHAPE)
     else:

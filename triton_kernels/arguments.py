@@ -39,6 +39,7 @@ class Scheme(NamedTuple):
     bands: int32 (num_bands, 7), rows of ``flashrope.lowering.LoweredBand``.
     table: float32 cos and sin, as ``flashrope.cos_sin`` builds them.
     positions: float32 (batch, seqlen) if the caller gave positions, else None.
+    maps: int32 (rotations, 4), rows of ``flashrope.lowering.RowMap``, if the scheme maps positions, else None.
     score_scale: softmax_scale * temperature.
     log_n_factor, log_n_floor: the query at position i is scaled by max(log_n_floor, log_n_factor * ln(i + 1)).
     """
@@ -46,6 +47,7 @@ class Scheme(NamedTuple):
     bands: object
     table: object
     positions: object
+    maps: object
     score_scale: object
     log_n_factor: object
     log_n_floor: object
@@ -103,7 +105,7 @@ NO_BANDS = BandedView(*(None,) * 5)
 POINTER_FIELDS = {
     TensorView: 1,
     BandedView: 1,
-    Scheme: 3,
+    Scheme: 4,
     CuSeqlens: 2,
     CacheLayout: 4,
 }  # the first fields; the rest are numbers

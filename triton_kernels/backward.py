@@ -46,12 +46,12 @@ from .tiles import (
     lse_offset,
     packed_row,
     query_program,
+    query_tiles,
     row_exists,
     sequence_rows,
     skip_rows,
     store_values,
     tile_offsets,
-    tile_range,
     tile_rows,
     visible_keys,
     visible_queries,
@@ -248,7 +248,7 @@ def attention_grad_kv(
     loaded = existing_rows(rows)
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
     packed_k = of_positions + first
-    table = CosSinTable(scheme.table, table_rows, scheme.positions)
+    table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
     group = heads_q // heads_kv
 
@@ -265,11 +265,12 @@ def attention_grad_kv(
         band = load_band(scheme.bands, b)
         view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
         k_tile = load_rows(view.ptr, tile_offsets(loaded, view), channels_k, SHAPE)  # [BN, D]
-        visible = visible_queries(position, band, seq.ahead)
+        visible = visible_queries(position, band, seq.ahead, scheme.maps)
         if NUM_BANDS > 1:
-            grad = GradKV(rotate_tile(grad.k, table, band.dk_step, rows, SHAPE), grad.v)
+            before = load_band(scheme.bands, b - 1 if b > 0 else 0).k_rotation
+            grad = GradKV(rotate_tile(grad.k, table, band.dk_step, before, band.k_rotation, rows, SHAPE), grad.v)
 
-        tiles = tile_range(first - seq.ahead, last - seq.ahead, band.start, band.stop - 1, seq.length_q, SHAPE.block_m)
+        tiles = query_tiles(band, first, last, seq.ahead, seq.length_q, SHAPE.block_m, scheme.maps)
         if band_grads_q.ptr is not None:
             visible, tiles = only_existing_keys(visible, tiles, rows)
         keys = KeyTile(k_tile, v_tile, visible, scale_log2)
@@ -376,7 +377,7 @@ def attention_grad_q(
     head_kv = head // (heads_q // heads_kv)
     packed_q = of_positions + first
     packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
-    table = CosSinTable(scheme.table, table_rows, scheme.positions)
+    table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
     raw = head_view(k, batch, seq.start_k, head_kv, SHAPE)
     values = head_view(v, batch, seq.start_k, head_kv, SHAPE)
@@ -397,12 +398,13 @@ def attention_grad_q(
         keys = KeyRows(view, values, channels_k, channels, seq.length_k)
         of_q = head_view(band_view(q, b, SHAPE), batch, seq.start_q + first, head, SHAPE)
         q_tile = load_rows(of_q.ptr, tile_offsets(loaded, of_q), channels_k, SHAPE)  # [BM, D]
-        visible = visible_keys(position, band, seq.length_k)
+        visible = visible_keys(position, band, seq.length_k, scheme.maps)
         queries = QueryTile(q_tile, g, lse_log2, delta, visible, scale_log2)
         if NUM_BANDS > 1:
-            acc = rotate_tile(acc, table, band.dq_step, rows, SHAPE)
+            before = load_band(scheme.bands, b - 1 if b > 0 else 0).q_rotation
+            acc = rotate_tile(acc, table, band.dq_step, before, band.q_rotation, rows, SHAPE)
 
-        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n)
+        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n, scheme.maps)
         for step in tl.range(0, edge_count(tiles)):
             acc = add_grad_q(acc, queries, keys, edge_tile(tiles, step) * SHAPE.block_n, True, SHAPE)
         for step in tl.range(tiles.inner_begin, tiles.inner_end):
@@ -439,7 +441,7 @@ def attention_finish_grad_q(
     of_positions = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
     rows = tile_rows(first, seq.length_q, seq.length_k, of_positions, scheme, SHAPE.block_m)
     loaded = existing_rows(rows)
-    table = CosSinTable(scheme.table, table_rows, scheme.positions)
+    table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     scale = log_n_scale(scheme, rows.start + loaded, first + rows.index + seq.ahead) * scheme.score_scale  # [BM]
     PAIRS: tl.constexpr = SHAPE.block_d // 2
     BLOCK_M: tl.constexpr = SHAPE.block_m

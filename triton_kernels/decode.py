@@ -89,7 +89,7 @@ class Queries(NamedTuple):
 
 class CachedKeys(NamedTuple):
     """A sequence's keys: k, v HeadViews of the cache, the first slot, how many. In the table, positions are shifted by
-    `shift`, so that none is negative."""
+    `shift`, so that none is negative; those that the scheme maps are not."""
 
     k: object
     v: object
@@ -198,12 +198,12 @@ def attention_decode(
     rows = clamp_rows(rows, length_q * group)
     token, head = rows // group, head_kv * group + rows % group  # [BM]
     position = token + ahead
-    shift = tl.maximum(-ahead, 0)
+    shift = tl.maximum(-ahead, 0) if scheme.maps is None else 0
     first_q = tile * SHAPE.block_m // group + ahead
     last_q = tl.minimum((tile * SHAPE.block_m + SHAPE.block_m - 1) // group, length_q - 1) + ahead
     offsets = token_offsets(q, batch, seq.start_q + token, head, SHAPE)
     log_n = log_n_scale(scheme, rows, position)[:, None]
-    table = CosSinTable(scheme.table, table_rows, None)
+    table = CosSinTable(scheme.table, table_rows, None, scheme.maps)
     of_k, of_v = head_view(k_cache, 0, 0, head_kv, SHAPE), head_view(v_cache, 0, 0, head_kv, SHAPE)
     keys = CachedKeys(of_k, of_v, cache, batch, first, length, table, shift)
 
@@ -214,9 +214,9 @@ def attention_decode(
         x, y = load_pairs(q.ptr, offsets, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
         of_rows = Rows(position + shift, None, None, None)
         x, y = rotate_pairs(x, y, table, band.q_rotation, of_rows, log_n, SHAPE)
-        queries = Queries(x, y, visible_keys(position, band, length), log2_scale(scheme.score_scale))
+        queries = Queries(x, y, visible_keys(position, band, length, scheme.maps), log2_scale(scheme.score_scale))
 
-        blocks = key_tiles(band, first_q, last_q, length, SHAPE.block_n)
+        blocks = key_tiles(band, first_q, last_q, length, SHAPE.block_n, scheme.maps)
         begin = blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits  # the split's first block
         pages = load_pages(keys, begin * SHAPE.block_n, SHAPE)
         for block in tl.range(begin, blocks.end, num_splits):

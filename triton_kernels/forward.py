@@ -173,12 +173,12 @@ def attention_forward(
     # They arrive while the queries are rotated. Pages would be looked up twice; with more bands it would spill.
     if SHAPE.page_size == 0 and SHAPE.num_bands == 1:
         band = load_band(scheme.bands, 0)
-        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n)
+        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n, scheme.maps)
         view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
         first_key = None if cache.seqlens is None else tl.where(band.k_copy < 0, 0, copied_from)
         keys = Keys(view, values, channels_k, channels_v, first_key, seq.length_k, cache, batch, seq.start_k)
         prefetch_tile(keys, tiles, SHAPE)
-    table = CosSinTable(scheme.table, table_rows, scheme.positions)
+    table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     log_n = log_n_scale(scheme, rows.start + existing_rows(rows), position)
     scale_log2 = log2_scale(scheme.score_scale)
 
@@ -191,11 +191,11 @@ def attention_forward(
             tile = load_rotated(queries, table, band.q_rotation, rows, log_n, True, SHAPE)  # [BM, D]
         else:
             tile = load_rotated(queries, table, band.q_rotation, rows, log_n, False, SHAPE)
-        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n)
+        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n, scheme.maps)
         view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
         first_key = None if cache.seqlens is None else tl.where(band.k_copy < 0, 0, copied_from)
         keys = Keys(view, values, channels_k, channels_v, first_key, seq.length_k, cache, batch, seq.start_k)
-        of_band = Queries(tile, visible_keys(position, band, seq.length_k), scale_log2)
+        of_band = Queries(tile, visible_keys(position, band, seq.length_k, scheme.maps), scale_log2)
         # Pages are loaded a tile ahead: K and V can only be requested ahead if their pages are known by then.
         pages = load_pages(keys, edge_tile(tiles, 0) * SHAPE.block_n, SHAPE)
         for step in tl.range(0, edge_count(tiles)):

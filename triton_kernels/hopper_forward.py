@@ -421,7 +421,7 @@ def hopper_forward(
     keys = new_ring(k.dtype, STAGES, SHAPE)
     values = new_ring(k.dtype, STAGES, SHAPE)
     fence_async_shared()
-    call = Call(q, out, lse, scheme, CosSinTable(scheme.table, table_rows, scheme.positions), heads_q)
+    call = Call(q, out, lse, scheme, CosSinTable(scheme.table, table_rows, scheme.positions, None), heads_q)
     gl.warp_specialize(
         [
             (consume, (gl.constexpr(0), call, problem, queries, keys, values, STAGES, SHAPE)),

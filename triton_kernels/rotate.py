@@ -53,7 +53,7 @@ def rotate_rows(
     rows = tile_rows(first, length, length_other, packed, scheme, SHAPE.block_m)
     loaded = existing_rows(rows)
     copy = tl.program_id(2)
-    table = CosSinTable(scheme.table, table_rows, scheme.positions)
+    table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     cos, sin = load_cos_sin(table, tl.load(rotations + copy), rows, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
     log_n = log_n_scale(scheme, rows.start + loaded, first + rows.index + length_other - length)[:, None]
     packed += first
@@ -71,6 +71,7 @@ def rotate_cached_rows(
     out,
     key_ranges,
     table,
+    maps,
     cache,
     cu_seqlens_q,
     seqlen_q,
@@ -85,7 +86,7 @@ def rotate_cached_rows(
 
     k_cache: TensorView (batch or page, row, head); out: TensorView (copy, row, head).
     key_ranges int32 (copies, 2): the rotation, and the distance at which the last band that reads the copy stops. Tiles
-    of keys that are farther than that from all queries are skipped."""
+    of keys that are farther than that from all queries are skipped. table, maps: as in Scheme."""
     tiles = tl.cdiv(max_rows, SHAPE.block_m)
     batch = tl.program_id(0) // tiles
     row_out = tl.program_id(0) % tiles * SHAPE.block_m
@@ -102,7 +103,7 @@ def rotate_cached_rows(
     shift = tl.maximum(-seq.ahead, 0)  # as in tile_rows
     rows = Rows(tl.arange(0, SHAPE.block_m), first + shift, first, seq.length_k)
     cos, sin = load_cos_sin(
-        CosSinTable(table, table_rows, None), rotation, rows, 0, SHAPE.block_d // 2, SHAPE
+        CosSinTable(table, table_rows, None, maps), rotation, rows, 0, SHAPE.block_d // 2, SHAPE
     )  # [BM, D/2]
     slot = seq.start_k + first + existing_rows(rows)
     page, row = find_valid_page(cache, batch, slot, SHAPE.page_size)

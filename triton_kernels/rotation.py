@@ -115,11 +115,27 @@ def store_pairs(view, first, second, rows, FIRST: tl.constexpr, SHAPE: tl.conste
 
 class CosSinTable(NamedTuple):
     """Pointer to cos and sin (rotations, rows, 2, D/2) of ``flashrope.cos_sin``; rows per rotation. positions: None, or
-    the caller's; the rows are then those of the batch's tokens."""
+    the caller's; the rows are then those of the batch's tokens. maps: as in Scheme."""
 
     ptr: object
     rows: object
     positions: object
+    maps: object = None
+
+
+@triton.jit
+def mapped_rows(maps, rotation, rows):
+    """The position in the table of every row of a tile, [M]. It is at most the row's own; rows at negative positions,
+    which see no key, take position 0."""
+    row_map = maps + 4 * rotation
+    chunk, group, last = tl.load(row_map), tl.load(row_map + 1), tl.load(row_map + 2)
+    if rows.start is None:
+        position = rows.index
+    else:
+        position = tl.where(tl.load(row_map + 3) != 0, rows.start, rows.first) + existing_rows(rows)
+    position = tl.maximum(position, 0)
+    position = tl.where(chunk > 0, position % tl.maximum(chunk, 1), position)
+    return tl.minimum(position // group, last)
 
 
 @triton.jit
@@ -132,7 +148,7 @@ def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr
     """cos and sin of pairs FIRST to FIRST + COUNT - 1, two float32 [M, COUNT]; 1 and 0 for pairs that do not rotate.
 
     Where rows.start is None, rows.index holds positions [M] >= 0. Each is then joined from its own two table rows, so
-    its cos and sin depend on the position alone and not on the tile.
+    its cos and sin depend on the position alone and not on the tile. So it is where the scheme maps positions.
     """
     D: tl.constexpr = SHAPE.block_d  # a table row: cos of D/2 pairs, then sin
     ptr = table.ptr + rotation.to(tl.int64) * table.rows * D + FIRST + tl.arange(0, COUNT)
@@ -140,9 +156,10 @@ def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr
         row = rows.start.to(tl.int64) + existing_rows(rows)
         at = ptr[None, :] + row[:, None] * D
         return tl.load(at), tl.load(at + D // 2)
-    elif rows.start is None:
-        fine = ptr[None, :] + (rows.index % FINE_ROWS)[:, None] * D
-        coarse = ptr[None, :] + (rows.index // FINE_ROWS + FINE_ROWS)[:, None] * D
+    elif table.maps is not None or rows.start is None:
+        position = rows.index if table.maps is None else mapped_rows(table.maps, rotation, rows)
+        fine = ptr[None, :] + (position % FINE_ROWS)[:, None] * D
+        coarse = ptr[None, :] + (position // FINE_ROWS + FINE_ROWS)[:, None] * D
         return add_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
     else:
         # Fine rows 0 to M - 1 are the same for every tile.
@@ -163,7 +180,7 @@ def load_two_levels(ptr, position, D: tl.constexpr):
 def load_cos_sin_by_blocks(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
     """load_cos_sin of M rows from BLOCK + M / BLOCK table rows instead of M, which are more bytes than the tile itself.
     They pass through shared memory: for what comes before a loop, not for what is in it."""
-    if table.positions is not None:
+    if table.positions is not None or table.maps is not None:
         return load_cos_sin(table, rotation, rows, FIRST, COUNT, SHAPE)
     else:
         M: tl.constexpr = rows.index.shape[0]
@@ -229,15 +246,27 @@ def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, SHAPE
 
 
 @triton.jit
-def rotate_tile(tile, table, rotation, rows, SHAPE: tl.constexpr):
-    """A float32 tile [M, D] rotated in registers."""
+def load_step(table, step, before, now, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+    """load_cos_sin of what takes rows from the frame of the rotation `before` to that of `now`: the rotation `step`, or
+    where the scheme maps positions both."""
+    if table.maps is None:
+        return load_cos_sin(table, step, rows, FIRST, COUNT, SHAPE)
+    else:
+        cos, sin = load_cos_sin(table, now, rows, FIRST, COUNT, SHAPE)
+        cos_before, sin_before = load_cos_sin(table, before, rows, FIRST, COUNT, SHAPE)
+        return add_angles(cos, sin, cos_before, -sin_before)
+
+
+@triton.jit
+def rotate_tile(tile, table, step, before, now, rows, SHAPE: tl.constexpr):
+    """A float32 tile [M, D] rotated in registers, as load_step says."""
     CHUNK: tl.constexpr = SHAPE.block_d // 4
     x, y = split_pairs(tile, SHAPE)
     x, next_x = halves(x)
     y, next_y = halves(y)
-    cos, sin = load_cos_sin(table, rotation, rows, 0, CHUNK, SHAPE)
+    cos, sin = load_step(table, step, before, now, rows, 0, CHUNK, SHAPE)
     x, y = rotate(x, y, cos, sin)
-    cos, sin = load_cos_sin(table, rotation, rows, CHUNK, CHUNK, SHAPE)
+    cos, sin = load_step(table, step, before, now, rows, CHUNK, CHUNK, SHAPE)
     next_x, next_y = rotate(next_x, next_y, cos, sin)
     return join_pairs(concatenate(x, next_x), concatenate(y, next_y), SHAPE)
 

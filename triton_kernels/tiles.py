@@ -140,15 +140,31 @@ class VisibleRange(NamedTuple):
 
 
 @triton.jit
-def visible_keys(position_q, band, length):
-    """The keys that queries at these positions [M] see, of `length` that exist."""
-    return VisibleRange(position_q - band.stop + 1, tl.minimum(position_q - band.start + 1, length))
+def visible_keys(position_q, band, length, maps=None):
+    """The keys that queries at these positions [M] see, of `length` that exist; maps: those of the scheme, or None."""
+    if maps is None:
+        return VisibleRange(position_q - band.stop + 1, tl.minimum(position_q - band.start + 1, length))
+    else:
+        unit = band_unit(maps)
+        stop = tl.minimum((position_q // unit - band.start + 1) * unit, position_q + 1)
+        return VisibleRange((position_q // unit - band.stop + 1) * unit, tl.minimum(stop, length))
 
 
 @triton.jit
-def visible_queries(position_k, band, ahead):
+def visible_queries(position_k, band, ahead, maps=None):
     """The query rows that see keys at these positions [M]; row r is at position r + ahead."""
-    return VisibleRange(position_k + band.start - ahead, position_k + band.stop - ahead)
+    if maps is None:
+        return VisibleRange(position_k + band.start - ahead, position_k + band.stop - ahead)
+    else:
+        unit = band_unit(maps)
+        first = tl.maximum((position_k // unit + band.start) * unit, position_k)
+        return VisibleRange(first - ahead, (position_k // unit + band.stop) * unit - ahead)
+
+
+@triton.jit
+def band_unit(maps):
+    """What start and stop of bands count, in positions: the length of a chunk, or 1."""
+    return tl.maximum(tl.load(maps), 1)
 
 
 @triton.jit
@@ -171,20 +187,41 @@ class TileRange(NamedTuple):
 def tile_range(first, last, reach_first, reach_last, length, BLOCK: tl.constexpr):
     """The tiles of BLOCK columns that rows first..last see. Row x sees columns x + reach_first to x + reach_last
     within [0, length)."""
-    begin = tl.maximum(first + reach_first, 0) // BLOCK
-    end = tl.cdiv(tl.maximum(tl.minimum(last + reach_last + 1, length), 0), BLOCK)
+    of_first = VisibleRange(first + reach_first, first + reach_last + 1)
+    return visible_tiles(of_first, VisibleRange(last + reach_first, last + reach_last + 1), length, BLOCK)
+
+
+@triton.jit
+def visible_tiles(of_first, of_last, length, BLOCK: tl.constexpr):
+    """The tiles of BLOCK columns, within [0, length), of rows whose VisibleRanges grow from of_first to of_last."""
+    begin = tl.maximum(of_first.first, 0) // BLOCK
+    end = tl.cdiv(tl.maximum(tl.minimum(of_last.stop, length), 0), BLOCK)
     end = tl.maximum(end, begin)
-    inner_begin = tl.cdiv(tl.maximum(last + reach_first, 0), BLOCK)
+    inner_begin = tl.cdiv(tl.maximum(of_last.first, 0), BLOCK)
     inner_begin = tl.minimum(tl.maximum(inner_begin, begin), end)
-    inner_end = tl.maximum(tl.minimum(first + reach_last + 1, length), 0) // BLOCK
+    inner_end = tl.maximum(tl.minimum(of_first.stop, length), 0) // BLOCK
     inner_end = tl.minimum(tl.maximum(inner_end, inner_begin), end)
     return TileRange(begin, inner_begin, inner_end, end)
 
 
 @triton.jit
-def key_tiles(band, first_q, last_q, length_k, BLOCK: tl.constexpr):
+def key_tiles(band, first_q, last_q, length_k, BLOCK: tl.constexpr, maps=None):
     """The key tiles of a band for queries at positions first_q to last_q."""
-    return tile_range(first_q, last_q, 1 - band.stop, -band.start, length_k, BLOCK)
+    if maps is None:
+        return tile_range(first_q, last_q, 1 - band.stop, -band.start, length_k, BLOCK)
+    else:
+        of_first, of_last = visible_keys(first_q, band, length_k, maps), visible_keys(last_q, band, length_k, maps)
+        return visible_tiles(of_first, of_last, length_k, BLOCK)
+
+
+@triton.jit
+def query_tiles(band, first_k, last_k, ahead, length_q, BLOCK: tl.constexpr, maps=None):
+    """The query tiles of a band for keys first_k to last_k."""
+    if maps is None:
+        return tile_range(first_k - ahead, last_k - ahead, band.start, band.stop - 1, length_q, BLOCK)
+    else:
+        of_first, of_last = visible_queries(first_k, band, ahead, maps), visible_queries(last_k, band, ahead, maps)
+        return visible_tiles(of_first, of_last, length_q, BLOCK)
 
 
 @triton.jit
@@ -219,9 +256,11 @@ def tile_rows(first, length, length_other, packed, scheme, BLOCK: tl.constexpr):
     sequence's packed_row, which is also its first row in the table of given positions.
 
     In other tables both are shifted so that neither has a negative position: queries are ahead by length_k -
-    length_q."""
+    length_q. Where the scheme maps positions, start is that of queries without a shift (``mapped_rows``)."""
     if scheme.positions is not None:
         start = first + packed.to(tl.int32)
+    elif scheme.maps is not None:
+        start = first + length_other - length
     else:
         start = first + tl.maximum(length_other - length, 0)
     return Rows(tl.arange(0, BLOCK), start, first, length)

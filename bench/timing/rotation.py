@@ -31,9 +31,10 @@ def hope_call(problem: Problem) -> AttentionCall:
 
 def keys_on_cpu(problem: Problem):
     from flashrope.backends.cpu.rotation import rotate, rotation_for
+    from flashrope.bands import EVERYWHERE
 
     call = hope_call(problem)
-    rotation = rotation_for(problem.tensors()[1], call, 1.0, 0.0, 0, False)
+    rotation = rotation_for(problem.tensors()[1], call, EVERYWHERE.keys, 0, False)
     return lambda q, k, v: rotate(k, rotation, call.rotary)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import numbers
 
+from .bands import TILE
+
 
 def positive(name: str, value, finite: bool = True) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
@@ -37,6 +39,36 @@ def check_even(name: str, value, minimum: int = 2) -> None:
 def check_window(window) -> None:
     if not is_integer(window, 0):
         raise ValueError(f"window: expected a non-negative integer, got {window!r}")
+
+
+def check_self_extend(window, group) -> None:
+    check_window(window)
+    check_positive_int("group", group)
+    if window % group:
+        raise ValueError(
+            f"group: expected a divisor of window = {window}, got {group}; the grouped positions would not meet the "
+            f"true ones at the window, try window {round(window / group) * group or group}"
+        )
+
+
+def checked_chunk(chunk_size, local_size) -> int:
+    """The length of a chunk."""
+    check_positive_int("chunk_size", chunk_size)
+    if not is_integer(local_size, 0):
+        raise ValueError(f"local_size: expected a non-negative integer, got {local_size!r}")
+    if local_size >= chunk_size:
+        raise ValueError(
+            f"local_size: expected less than chunk_size = {chunk_size}, got {local_size}; no chunk is left"
+        )
+    chunk = chunk_size - local_size
+    if chunk % TILE:
+        fitting = max(chunk // TILE, 1) * TILE
+        hint = f"; try local_size {chunk_size - fitting}" if chunk_size >= fitting else ""
+        raise ValueError(
+            f"chunk_size: expected chunk_size - local_size to be a multiple of {TILE}, the rows of a tile, got "
+            f"{chunk_size} - {local_size} = {chunk}{hint}"
+        )
+    return chunk
 
 
 def checked_frequencies(frequencies, head_dim: int) -> tuple[float, ...]:

@@ -5,8 +5,8 @@ key position), and a scale on the query:
 
     score(i, j) = softmax_scale * t * logn(i) * (R(slope*i + offset) q_i) . (R(slope*j) k_j)   in the band that holds d
 
-R(p) rotates pair m by the angle p * inv_freq[m]; a pair with inv_freq[m] = 0 does not rotate. Only this file knows the
-names of the schemes.
+R(p) rotates pair m by the angle p * inv_freq[m]; a pair with inv_freq[m] = 0 does not rotate. A band may put a map of i
+and j in their place (``bands.MappedBand``). Only this file knows the names of the schemes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,27 @@ from typing import Any
 
 import torch
 
-from .bands import EVERYWHERE, Band, band_text, checked_bands, clipped, merged, two_sided
+from .bands import (
+    EVERYWHERE,
+    AnyBand,
+    Band,
+    MappedBand,
+    band_text,
+    checked_bands,
+    chunk_of,
+    clipped,
+    is_plain,
+    merged,
+    two_sided,
+)
 from .fields import (
     check_even,
     check_flag,
     check_positive_int,
     check_window,
+    check_self_extend,
     checked_axis,
+    checked_chunk,
     checked_frequencies,
     checked_log_n,
     is_integer,
@@ -37,7 +51,7 @@ from .fields import (
 from .mrope import section_axes
 from .tables import NTK, cope_table, ntk_table, yarn_table
 
-__all__ = ["Band", "Rotary"]
+__all__ = ["Band", "MappedBand", "Rotary"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -50,7 +64,8 @@ class Rotary:
         head_dim: channels per head.
         frequencies: inv_freq as a tuple, radians per position, one per channel pair; 0: the pair does not rotate.
         interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2.
-        bands: the bands over d >= 0, for causal attention; ``two_sided_bands`` adds their mirror images.
+        bands: the bands over d >= 0, for causal attention, each a Band or a MappedBand; ``two_sided_bands`` adds their
+            mirror images.
         temperature: t of the formula.
         log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), with clip at least 1.
         axis: for every pair, the axis of the position that it rotates with; () for one-dimensional positions.
@@ -62,7 +77,7 @@ class Rotary:
     head_dim: int
     frequencies: tuple[float, ...]
     interleaved: bool = False
-    bands: tuple[Band, ...] = (EVERYWHERE,)
+    bands: tuple[AnyBand, ...] = (EVERYWHERE,)
     temperature: float = 1.0
     log_n_scale: tuple[float, bool] | None = None
     axis: tuple[int, ...] = ()
@@ -115,11 +130,12 @@ class Rotary:
         """The bands over all d: each causal band and its mirror image (d -> -d, offset -> -offset), merged at d = 0.
 
         Raises:
-            ValueError: the first band starts at 0 and has an offset, so that d = 0 is in two bands.
+            ValueError: a band maps positions, or the first band starts at 0 and has an offset, so that d = 0 is in two
+                bands.
         """
         return two_sided(self.bands)
 
-    def bands_for(self, causal: bool) -> tuple[Band, ...]:
+    def bands_for(self, causal: bool) -> tuple[AnyBand, ...]:
         """``bands`` for causal attention, otherwise ``two_sided_bands``."""
         return self.bands if causal else self.two_sided_bands
 
@@ -383,10 +399,10 @@ class Rotary:
         check_flag("interleaved", interleaved)
         if self.axis:
             raise ValueError("mrope: this table is axial already")
-        if len(self.bands) != 1 or (self.bands[0].slope, self.bands[0].offset) != (1, 0) or self.log_n_scale:
+        if len(self.bands) != 1 or not is_plain(self.bands[0]) or self.log_n_scale:
             raise ValueError(
-                "mrope: expected a scheme without rectify and log_n, which need one-dimensional positions; local may "
-                "come before it and goes by index"
+                "mrope: expected a scheme without rectify, self_extend, dual_chunk and log_n, which need "
+                "one-dimensional positions; local may come before it and goes by index"
             )
         return dataclasses.replace(self, axis=section_axes(sections, len(self.frequencies), interleaved))
 
@@ -402,10 +418,7 @@ class Rotary:
             factor: None or inf: ReRoPE. A positive number, which may be below 1: Leaky ReRoPE.
         """
         check_window(window)
-        if self.axis:
-            raise ValueError("rectify: bands over the distance need one-dimensional positions; this table is axial")
-        if any(band.slope != 1 or band.offset != 0 for band in self.bands):
-            raise ValueError("rectify: this scheme is rectified already; the formula has one window")
+        self._check_unbanded("rectify")
         slope = 0.0
         if factor is not None:
             slope = 1.0 / positive("factor", factor, finite=False)
@@ -416,9 +429,58 @@ class Rotary:
             [b for reach in self.bands for b in (clipped(reach, 0, window), clipped(far, 0, reach.stop))]
         )
 
+    def self_extend(self, window: int, group: int) -> Rotary:
+        """Self-Extend (Jin et al. 2024, section 3): grouped positions beyond a window, for models that are trained.
+
+        Below window, scores see the true distance. From window on, the query at i rotates by floor(i / group) + window
+        - window / group and the key at j by floor(j / group). For causal attention. A scheme in which no pair rotates
+        stays as it is.
+
+        Args:
+            window: in positions, a multiple of group.
+            group: positions that share one rotation beyond the window.
+        """
+        check_self_extend(window, group)
+        self._check_unbanded("self_extend")
+        if group == 1 or not any(self.frequencies):
+            return self
+        far = MappedBand(window, math.inf, 1.0, float(window - window // group), group)
+        return self._with_bands(
+            [b for reach in self.bands for b in (clipped(reach, 0, window), clipped(far, 0, reach.stop))]
+        )
+
+    def dual_chunk(self, chunk_size: int, local_size: int) -> Rotary:
+        """Dual chunk attention (An et al. 2024, arXiv 2402.17463; Qwen2.5-1M), for models that are trained.
+
+        With s = chunk_size - local_size, the key at j rotates by j mod s. With n = floor(i / s) - floor(j / s), the
+        query at i rotates by i mod s for n = 0, by min(i mod s + s, chunk_size) for n = 1, and by
+        min(2 s - 1, chunk_size) for n >= 2. No rotation exceeds chunk_size. For causal attention. A scheme in which no
+        pair rotates stays as it is.
+
+        Args:
+            chunk_size: in positions, usually the training length or less.
+            local_size: in positions, less than chunk_size; s must be a multiple of 128, the rows of a tile.
+        """
+        chunk = checked_chunk(chunk_size, local_size)
+        self._check_unbanded("dual_chunk")
+        if self.bands != (EVERYWHERE,):
+            raise ValueError("dual_chunk: expected a scheme whose queries see all keys, got one with a sliding window")
+        if not any(self.frequencies):
+            return self
+        last = min(2 * chunk - 1, chunk_size)
+        return self._with_bands(
+            [
+                MappedBand(0, 1, 1.0, 0.0, 1, chunk),
+                MappedBand(1, 2, 1.0, float(chunk), 1, chunk, last - chunk),
+                MappedBand(2, math.inf, 1.0, float(last), 1, chunk, 0),
+            ]
+        )
+
     def local(self, window: int) -> Rotary:
         """Sliding window: queries attend to distances below window only; without causality, on both sides."""
         check_window(window)
+        if chunk_of(self.bands):
+            raise ValueError("local: expected bands over the distance, got those of dual_chunk, over chunks")
         if self.axis:
             raise ValueError("local: a window over the distance needs one-dimensional positions; this table is axial")
         return self._with_bands([clipped(band, 0, window) for band in self.bands])
@@ -483,6 +545,14 @@ class Rotary:
             raise ValueError(f"{name}: the table was changed by {self.scaled_by} already; interpolations do not stack")
         if self.axis:
             raise ValueError(f"{name}: expected a one-dimensional table; scale the positions of an axial one instead")
+
+    def _check_unbanded(self, name: str) -> None:
+        if self.axis:
+            raise ValueError(f"{name}: bands over the distance need one-dimensional positions; this table is axial")
+        if not all(map(is_plain, self.bands)):
+            mapped = any(isinstance(band, MappedBand) for band in self.bands)
+            already = "has self_extend or dual_chunk" if mapped else "is rectified"
+            raise ValueError(f"{name}: this scheme {already} already; the formula has one window")
 
     def _with_table(self, name: str, frequencies) -> Rotary:
         return dataclasses.replace(self, frequencies=tuple(frequencies), scaled_by=name)

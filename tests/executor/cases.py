@@ -80,6 +80,11 @@ ATTENTION = {
     ),
     "rerope-d64-v40-fp16": (Dense(FP16, SCHEMES["rerope"](64), 100, None, {"head_dim_v": 40, "batch": 2}), quick),
     "leaky-d80-v256-bf16": (Dense(BF16, SCHEMES["leaky"](80), 90, None, {"head_dim_v": 256, "causal": False}), slow),
+    "self-extend-d64-bf16": (Dense(BF16, ROPE.self_extend(48, 8), 150), slow),
+    "self-extend-d128-fp16": (Dense(FP16, Rotary.rope(128).self_extend(45, 9), 70, 170), slow),
+    "dual-chunk-d64-bf16": (Dense(BF16, ROPE.dual_chunk(160, 32), 60, 290), ()),
+    "dual-chunk-log-n-d128-fp16": (Dense(FP16, Rotary.rope(128).dual_chunk(128, 0).log_n(20), 270), slow),
+    "atomic-dual-chunk-d64-bf16": (Dense(BF16, ROPE.dual_chunk(160, 32), 270, None, {"deterministic": False}), slow),
     "heads-first-d64-bf16": (Dense(BF16, SCHEMES["leaky"](64), 100, None, {"layout": "transposed"}), slow),
 }
 
@@ -262,6 +267,24 @@ def test_random(seed):
         name: choose.choice(("contiguous", "transposed", "odd", "padded")) for name in ("q", "k", "v", "grad_out")
     }
     support.check(target, p.replace(**{name: laid_out(getattr(p, name), how) for name, how in layouts.items()}))
+
+
+@slow
+@pytest.mark.parametrize("seed", range(12))
+def test_random_maps(seed):
+    """Windows, groups and chunks that no one chose, over lengths around their edges."""
+    choose = random.Random(100 + seed)
+    rope, group = Rotary.rope(choose.choice((16, 40, 64)), interleaved=choose.random() < 0.3), choose.randint(2, 12)
+    rope = choose.choice((rope, rope.log_n(20), rope.yarn(4.0, train_length=64)))
+    chunk, local = choose.choice((128, 256)), choose.randint(0, 200)
+    window = group * choose.randint(0, 9)
+    rotary = rope.dual_chunk(chunk + local, local) if seed % 2 else rope.self_extend(window, group)
+    edge = chunk if seed % 2 else max(window, 1)
+    lengths = [max(choose.choice((1, 2, 3)) * edge + choose.randint(-2, 2), 1) for _ in range(2)]
+    options = {"batch": choose.choice((1, 2)), "deterministic": choose.random() < 0.6}
+    support.check(BF16, support.problem(BF16, rotary, min(lengths), max(lengths), seed=seed, **options))
+    if seed < 4:
+        support.check(BF16, support.problem(BF16, rotary, max(lengths), min(lengths), seed=seed, **options))
 
 
 def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:

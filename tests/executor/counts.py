@@ -13,6 +13,7 @@ ROW = work.HEAD_DIM * work.ITEMSIZE
 WINDOW = 200
 ROPE, HOPE = Rotary.rope(work.HEAD_DIM), Rotary.hope(work.HEAD_DIM, 512)
 RECTIFIED = ROPE.rectify(WINDOW)
+CHUNKED = ROPE.dual_chunk(300, 44)
 
 
 @pytest.mark.parametrize("seqlen", [256, 640, pytest.param(2048, marks=pytest.mark.slow)])
@@ -38,8 +39,23 @@ def test_prefill(machine, arch, rotary, seqlen):
         assert forward.tensors["scheme.table"].sectors_read <= copies * forward.tensors["q"].sectors_read
 
 
+@pytest.mark.parametrize("seqlen", [640, pytest.param(2048, marks=pytest.mark.slow)])
+def test_prefill_with_maps(machine, arch, seqlen):
+    """One copy of the keys serves the bands of dual chunk attention, and chunks end where tiles do: no tile more than
+    RoPE's. Self-Extend visits ReRoPE's tiles and reads a copy of the keys per band."""
+    for rotary, like in ((CHUNKED, ROPE), (ROPE.self_extend(WINDOW, 8), RECTIFIED)):
+        rotate, forward = work.prefill(rotary, seqlen)
+        tile = work.forward_tile(arch, len(rotary.bands))
+        tiles = work.visited_tiles(rotary.bands, seqlen, tile.block_m, tile.block_n)
+        assert sum(tiles) == sum(work.visited_tiles(like.bands, seqlen, tile.block_m, tile.block_n))
+        assert forward.tensor_flops == work.tensor_flops(sum(tiles), tile.block_m, tile.block_n, work.HEAD_DIM)
+        assert forward.tensors["rotated_k"].sectors_read == sum(tiles) * tile.block_n * ROW
+        copies = 1 if rotary is CHUNKED else 2
+        assert rotate.tensors["out"].sectors_written == copies * seqlen * ROW
+
+
 @pytest.mark.parametrize("seqlen", [65, 512, 700])
-@pytest.mark.parametrize("rotary", [ROPE, RECTIFIED], ids=["rope", "rerope"])
+@pytest.mark.parametrize("rotary", [ROPE, RECTIFIED, CHUNKED], ids=["rope", "rerope", "dual_chunk"])
 def test_decode(machine, arch, rotary, seqlen):
     """Every key and value once; of two bands also the tile that the window's edge divides. The rows of a tile behind
     the last key read that key again, from the cache of the multiprocessor."""

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..backend_names import BACKENDS
-from ..rotary import Band, Rotary
+from ..bands import AnyBand
+from ..rotary import Rotary
 
 DIFFERENTIABLE = (
     "reference",
@@ -105,7 +106,7 @@ class _Scheme:
     __slots__ = ()
 
     @property
-    def bands(self) -> tuple[Band, ...]:
+    def bands(self) -> tuple[AnyBand, ...]:
         return self.rotary.bands_for(self.causal)
 
     @property

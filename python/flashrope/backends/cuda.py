@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..bands import has_maps
 from ..cos_sin import coarse_rows, two_level_table
 from ..lowering import lower
 from ..resident import kept_on_device
@@ -73,7 +74,16 @@ def append_to_cache(
 def attention_with_cache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q and contiguous, lse float32 (batch, heads_q, seqlen_q)), in two launches."""
+    """(out like q and contiguous, lse float32 (batch, heads_q, seqlen_q)), in two launches.
+
+    Raises:
+        ValueError: the scheme maps positions.
+    """
+    if has_maps(call.bands):
+        raise ValueError(
+            "impl='cuda' cannot serve this call: its kernels have no position maps (self_extend, dual_chunk); use "
+            "impl='triton'"
+        )
     if call.layout.cu_seqlens_q is not None:
         return _attend_packed(q, k_cache, v_cache, call)
     _check_aligned(k_cache=k_cache, v_cache=v_cache)

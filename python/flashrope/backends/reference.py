@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..bands import holds
 from ..cos_sin import cos_sin
 from ..rotary import Rotary
 from .base import (
@@ -122,7 +123,6 @@ def dense_attention(
 
     i = torch.arange(seqlen_q, dtype=torch.float64, device=device) + (seqlen_k - seqlen_q)
     j = torch.arange(seqlen_k, dtype=torch.float64, device=device)
-    distance = i[:, None] - j[None, :]
     q_position = i if call.positions is None else call.positions
     k_position = j if call.positions is None else call.positions
 
@@ -131,12 +131,12 @@ def dense_attention(
         log_n = (factor * torch.log(q_position.to(torch.float64).clamp(min=0) + 1)).clamp(min=floor)
         q = q * log_n[..., None, None].to(q)
 
-    visible = torch.zeros_like(distance, dtype=torch.bool)
+    visible = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     scores = torch.zeros(q.shape[0], q.shape[2], seqlen_q, seqlen_k, dtype=q.dtype, device=device)
-    for start, stop, slope, offset in call.bands:
-        in_band = (distance >= start) & (distance < stop)
-        rotated_q = rotate(q, rotary, slope * q_position + offset)
-        rotated_k = rotate(k, rotary, slope * k_position)
+    for band in call.bands:
+        in_band = holds(band, i[:, None], j[None, :])
+        rotated_q = rotate(q, rotary, band.queries.of(q_position))
+        rotated_k = rotate(k, rotary, band.keys.of(k_position))
         band_scores = call.score_scale * torch.einsum("bihd,bjhd->bhij", rotated_q, rotated_k)
         scores = torch.where(in_band, band_scores, scores)
         visible = visible | in_band

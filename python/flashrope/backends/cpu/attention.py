@@ -128,9 +128,9 @@ def _attend(
             )
             return cast_results(_narrow(out, head_dim_v).transpose(1, 2), lse, q.dtype)
     partials = []
-    for slope, offset, pieces in _plan(q, k, call):
-        rotated_q = _widen(rotate(q, rotation_for(q, call, slope, offset, seqlen_k - seqlen_q, True), rotary), width)
-        rotated_k = _widen(rotate(k, rotation_for(k, call, slope, 0.0, 0, False), rotary), width)
+    for queries, keys, pieces in _plan(q, k, call):
+        rotated_q = _widen(rotate(q, rotation_for(q, call, queries, seqlen_k - seqlen_q, True), rotary), width)
+        rotated_k = _widen(rotate(k, rotation_for(k, call, keys, 0, False), rotary), width)
         for piece in pieces:
             out, lse = flash(
                 gather_rows(rotated_q, piece),
@@ -159,9 +159,9 @@ def _attend_backward(
         grad_out = _add_channel(grad_out, grad_lse.transpose(1, 2))
         upcast_v, out = _add_channel(upcast_v, 1.0), _add_channel(out, 0.0)
     grad_q = grad_k = grad_v = None
-    for slope, offset, pieces in _plan(q, k, call):
-        q_rotation = rotation_for(q, call, slope, offset, seqlen_k - seqlen_q, True)
-        k_rotation = rotation_for(k, call, slope, 0.0, 0, False)
+    for of_queries, of_keys, pieces in _plan(q, k, call):
+        q_rotation = rotation_for(q, call, of_queries, seqlen_k - seqlen_q, True)
+        k_rotation = rotation_for(k, call, of_keys, 0, False)
         rotated_q, rotated_k = (
             _widen(rotate(x, rotation, rotary), width) for x, rotation in ((q, q_rotation), (k, k_rotation))
         )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...bands import PositionMap, chunk_of
 from ..base import CacheCall, CacheLayout, accumulation_type, append_packed, attend_packed
 from . import decode, library
 from .pieces import (
@@ -154,21 +155,22 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, lse (batch, heads_q, seqlen_q); all sequences hold seqlen keys."""
     seqlen_q, rotary = q.shape[1], call.rotary
-    rotated_q: dict[tuple[float, float], torch.Tensor] = {}
+    rotated_q: dict[PositionMap, torch.Tensor] = {}
     partials = []
     for position, k, v in blocks if q.numel() else ():
-        for slope, offset, pieces in plan(call.bands, seqlen_q, k.shape[1], seqlen - seqlen_q - position):
-            if (slope, offset) not in rotated_q:
-                q_rotation = rotation_for(q, call, slope, offset, seqlen - seqlen_q, True)
-                rotated_q[slope, offset] = rotate(q, q_rotation, rotary)
+        start = position if chunk_of(call.bands) else 0
+        for queries, keys, pieces in plan(call.bands, seqlen_q, k.shape[1], seqlen - seqlen_q - position, start):
+            if queries not in rotated_q:
+                q_rotation = rotation_for(q, call, queries, seqlen - seqlen_q, True)
+                rotated_q[queries] = rotate(q, q_rotation, rotary)
             first = min(piece.key for piece in pieces)
             stop = max(piece.key + (piece.repeat - 1) * piece.stride + piece.keys for piece in pieces)
             covers_block = stop - first == k.shape[1]
             band_k, band_v = (k, v) if covers_block else (k[:, first:stop], v[:, first:stop])
-            k_rotation = rotation_for(band_k, call, slope, 0.0, position + first, False)
+            k_rotation = rotation_for(band_k, call, keys, position + first, False)
             if k_rotation is not None:  # rotated keys are float32 or float64
                 band_k, band_v = rotate(band_k, k_rotation, rotary), upcast(band_v)
-            band_q = rotated_q[slope, offset]
+            band_q = rotated_q[queries]
             band_q = band_q if band_q.dtype == band_k.dtype else band_q.to(band_k.dtype)
             for piece in pieces:
                 local = piece._replace(key=piece.key - first) if first else piece

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
+from ...bands import Band, has_maps
 from ...cos_sin import cos_sin
 from ...rotary import Rotary
 from ..base import CacheCall
@@ -27,7 +28,8 @@ class Template(NamedTuple):
 def serves(q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> bool:
     _, seqlen_q, heads_q, _ = q.shape
     rows = seqlen_q * (heads_q // max(k_cache.shape[2], 1))
-    return 0 < rows <= MAX_ROWS and q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and k_cache.numel() > 0
+    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not has_maps(call.bands)
+    return served and 0 < rows <= MAX_ROWS and k_cache.numel() > 0
 
 
 def decode(
@@ -66,7 +68,7 @@ def _template(rotary: Rotary, causal: bool) -> Template:
     call.inv_freq = address(torch.tensor(rotary.frequencies, dtype=torch.float64))
     bands = rotary.bands_for(causal)
     call.num_bands = len(bands)
-    for n, (start, stop, slope, offset) in enumerate(bands):
+    for n, (start, stop, slope, offset) in enumerate(cast(tuple[Band, ...], bands)):
         call.bands[n] = DecodeBand(*band_limits(start, stop), slope, offset)
         if rotates and slope:
             positions = slope * torch.arange(BLOCK + 1, dtype=torch.float64)

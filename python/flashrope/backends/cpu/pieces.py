@@ -6,12 +6,14 @@ kernel's is_causal describes, if need be with rows and keys in reverse order.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from ...rotary import Band, Rotary
+from ...bands import AnyBand, MappedBand, PositionMap
+from ...rotary import Rotary
 from ..base import AttentionCall, accumulation_type
 from .rotation import Rotation, rotation_of_rows
 
@@ -47,10 +49,10 @@ class Piece(NamedTuple):
 
 
 class RotationPieces(NamedTuple):
-    """The pieces whose queries rotate by (slope, offset) and whose keys rotate by (slope, 0)."""
+    """The pieces whose queries and keys rotate by these maps of their positions."""
 
-    slope: float
-    offset: float
+    queries: PositionMap
+    keys: PositionMap
     pieces: tuple[Piece, ...]
 
 
@@ -58,14 +60,20 @@ class RotationPieces(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def plan(bands: tuple[Band, ...], seqlen_q: int, seqlen_k: int, shift: int) -> tuple[RotationPieces, ...]:
+def plan(
+    bands: tuple[AnyBand, ...], seqlen_q: int, seqlen_k: int, shift: int, first: int = 0
+) -> tuple[RotationPieces, ...]:
     """The pieces of all bands, grouped by rotation. Together they hold every visible (row, key) once.
 
-    shift: query row r is at position shift + r; key j is at position j.
+    shift: query row r is at position shift + r; key j is at position j. Both are counted from position `first`.
     """
-    rotations: dict[tuple[float, float], list[Piece]] = {}
-    for start, stop, slope, offset in bands:
-        pieces = rotations.setdefault((slope, offset), [])
+    rotations: dict[tuple[PositionMap, PositionMap], list[Piece]] = {}
+    for band in bands:
+        start, stop = band[:2]
+        pieces = rotations.setdefault((band.queries, band.keys), [])
+        if isinstance(band, MappedBand) and band.chunk:
+            pieces += _chunk_pieces(band, seqlen_q, seqlen_k, shift, first)
+            continue
         if start <= shift + 1 - seqlen_k and stop >= shift + seqlen_q:
             pieces.append(Piece(0, seqlen_q, 0, seqlen_k))
             continue
@@ -78,8 +86,8 @@ def plan(bands: tuple[Band, ...], seqlen_q: int, seqlen_k: int, shift: int) -> t
                 for piece in _past_pieces(max(1 - stop, 1), 1 - start, seqlen_q, seqlen_k, ahead)
             )
     plans = (
-        RotationPieces(slope, offset, tuple(piece for piece in pieces if piece.rows > 0 and piece.keys > 0))
-        for (slope, offset), pieces in rotations.items()
+        RotationPieces(*maps, tuple(piece for piece in pieces if piece.rows > 0 and piece.keys > 0))
+        for maps, pieces in rotations.items()
     )
     return tuple(rotation for rotation in plans if rotation.pieces)
 
@@ -124,6 +132,25 @@ def _past_pieces(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift:
     return pieces
 
 
+def _chunk_pieces(band: MappedBand, seqlen_q: int, seqlen_k: int, shift: int, first: int) -> list[Piece]:
+    """The pieces of a band over differences of chunks: for every chunk of rows, the earlier chunks that it sees, and
+    its own. Positions here are counted from 0, not from `first`."""
+    chunk, row_0, key_end = band.chunk, first + shift, first + seqlen_k
+    pieces = []
+    for n in range(max(row_0, 0) // chunk, -(-(row_0 + seqlen_q) // chunk)):
+        low, high = max(n * chunk, row_0, 0), min((n + 1) * chunk, row_0 + seqlen_q)
+        begin = 0 if band.stop > n else (n + 1 - int(band.stop)) * chunk
+        begin, end = max(begin, first), min((n + 1 - int(band.start)) * chunk, n * chunk, key_end)
+        pieces.append(Piece(low - row_0, high - low, begin - first, end - begin))
+        own, own_end = max(n * chunk, first), min((n + 1) * chunk, key_end)
+        if band.start == 0 and own < own_end:
+            pieces += (
+                piece._replace(row=piece.row + low - row_0, key=piece.key + own - first)
+                for piece in _past_pieces(0, math.inf, high - low, own_end - own, low - own)
+            )
+    return pieces
+
+
 class SinglePiece(NamedTuple):
     """One kernel call without a mask that does everything, and the rotations of its queries and keys."""
 
@@ -139,13 +166,13 @@ def single_piece(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dty
     rotations = plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q)
     if len(rotations) != 1 or len(rotations[0].pieces) != 1 or rotary.axis:
         return None
-    ((slope, offset, (piece,)),) = rotations
+    ((queries, keys, (piece,)),) = rotations
     if piece.rows != seqlen_q or piece.keys != seqlen_k or piece.reversed or piece.width:
         return None
     return SinglePiece(
         piece,
-        rotation_of_rows(rotary, slope, offset, *call.log_n, seqlen_k - seqlen_q, seqlen_q, dtype),
-        rotation_of_rows(rotary, slope, 0.0, 0.0, 1.0, 0, seqlen_k, dtype),
+        rotation_of_rows(rotary, queries, *call.log_n, seqlen_k - seqlen_q, seqlen_q, dtype),
+        rotation_of_rows(rotary, keys, 0.0, 1.0, 0, seqlen_k, dtype),
     )
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...bands import PositionMap
 from ...cos_sin import cos_sin
 from ...rotary import Rotary
 from ..base import AttentionCall, CacheCall, accumulation_type
@@ -24,8 +25,8 @@ class Rotation(NamedTuple):
     sin: torch.Tensor | None  # (..., 1, rotary_dim), negative for the first channel of a pair; None: nothing rotates
 
 
-def _rotation(rotary: Rotary, positions, slope, offset, factor, floor, dtype) -> Rotation:
-    cos, sin = cos_sin(rotary, slope * positions + offset)
+def _rotation(rotary: Rotary, positions, of_rows: PositionMap, factor, floor, dtype) -> Rotation:
+    cos, sin = cos_sin(rotary, of_rows.of(positions))
     if rotary.interleaved:
         cos, sin = torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
     else:
@@ -40,27 +41,27 @@ def _rotation(rotary: Rotary, positions, slope, offset, factor, floor, dtype) ->
 
 @lru_cache(maxsize=16)
 def _table(
-    rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, stop: int, dtype: torch.dtype
+    rotary: Rotary, of_rows: PositionMap, factor: float, floor: float, first: int, stop: int, dtype: torch.dtype
 ) -> Rotation:
     """The rotation of the positions first to stop - 1."""
     positions = torch.arange(first, stop, dtype=torch.float64)
-    return _rotation(rotary, positions, slope, offset, factor, floor, dtype)
+    return _rotation(rotary, positions, of_rows, factor, floor, dtype)
 
 
 @lru_cache(maxsize=64)
 def rotation_of_rows(
-    rotary: Rotary, slope: float, offset: float, factor: float, floor: float, first: int, rows: int, dtype: torch.dtype
+    rotary: Rotary, of_rows: PositionMap, factor: float, floor: float, first: int, rows: int, dtype: torch.dtype
 ) -> Rotation | None:
     """The rotation of rows at positions first, first + 1, ...; None if it changes nothing.
 
     It is a slice of a table whose length is a power of two, so a growing sequence builds few tables.
     """
-    if not factor and (slope == 0 and offset == 0 or not any(rotary.frequencies)):
+    if not factor and ((of_rows.slope, of_rows.offset) == (0, 0) or not any(rotary.frequencies)):
         return None
-    if slope == 0 and not factor:
-        return _table(rotary, slope, offset, factor, floor, 0, 1, dtype)
+    if (of_rows.slope == 0 or of_rows.last == 0) and not factor:
+        return _table(rotary, of_rows, factor, floor, 0, 1, dtype)
     low, high = min(-_table_length(-first), 0), max(_table_length(first + rows), 1)
-    table = _table(rotary, slope, offset, factor, floor, low, high, dtype)
+    table = _table(rotary, of_rows, factor, floor, low, high, dtype)
     return Rotation(*(x if x is None else x[first - low : first - low + rows] for x in table))
 
 
@@ -69,14 +70,14 @@ def _table_length(positions: int) -> int:
 
 
 def rotation_for(
-    x: torch.Tensor, call: AttentionCall | CacheCall, slope: float, offset: float, first: int, is_query: bool
+    x: torch.Tensor, call: AttentionCall | CacheCall, of_rows: PositionMap, first: int, is_query: bool
 ) -> Rotation | None:
     """The rotation of x, whose row 0 is at position first, and for queries the log n scale. None: nothing changes."""
     factor, floor = call.log_n if is_query else (0.0, 1.0)
     dtype = accumulation_type(x)
-    if call.positions is not None and (factor or (slope or offset) and any(call.rotary.frequencies)):
-        return _rotation(call.rotary, call.positions.to(torch.float64), slope, offset, factor, floor, dtype)
-    return rotation_of_rows(call.rotary, slope, offset, factor, floor, first, x.shape[1], dtype)
+    if call.positions is not None and (factor or (of_rows.slope or of_rows.offset) and any(call.rotary.frequencies)):
+        return _rotation(call.rotary, call.positions.to(torch.float64), of_rows, factor, floor, dtype)
+    return rotation_of_rows(call.rotary, of_rows, factor, floor, first, x.shape[1], dtype)
 
 
 def rotate(x: torch.Tensor, rotation: Rotation | None, rotary: Rotary, inverse: bool = False) -> torch.Tensor:

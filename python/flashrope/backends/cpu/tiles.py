@@ -6,13 +6,16 @@ import ctypes
 
 import torch
 
+from ...bands import PositionMap, chunk_of
 from ..base import AttentionCall, out_shape
 from .library import DTYPES, MAX_BANDS, BackwardCall, ForwardBand, ForwardCall, Library, Table, TensorView, band_limits
 from .rotation import Rotation, rotation_for
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, call: AttentionCall) -> bool:
-    return q.dtype in DTYPES and q.numel() > 0 and k.numel() > 0 and len(call.bands) <= MAX_BANDS
+    """Bands over chunks are not served."""
+    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not chunk_of(call.bands)
+    return served and q.numel() > 0 and k.numel() > 0
 
 
 def forward(
@@ -59,16 +62,16 @@ def _describe(library, q, k, v, out, lse, call: AttentionCall) -> tuple[ForwardC
     c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k, v, out))
     c.batch, c.seqlen_q, c.seqlen_k = batch, seqlen_q, seqlen_k
     c.heads_q, c.heads_kv, c.head_dim, c.head_dim_v = heads_q, heads_kv, head_dim, v.shape[-1]
-    slopes: list[float] = []  # of the copies of k
+    copies: list[PositionMap] = []  # of k
     tables = []
-    for n, (start, stop, slope, offset) in enumerate(call.bands):
-        if slope not in slopes:
-            tables.append(rotation_for(k, call, slope, 0.0, 0, False))
-            c.k_copies[len(slopes)] = _table(tables[-1])
-            slopes.append(slope)
-        tables.append(rotation_for(q, call, slope, offset, seqlen_k - seqlen_q, True))
-        c.bands[n] = ForwardBand(*band_limits(start, stop), _table(tables[-1]), slopes.index(slope))
-    c.num_bands, c.num_copies, c.scale = len(call.bands), len(slopes), call.score_scale
+    for n, band in enumerate(call.bands):
+        if band.keys not in copies:
+            tables.append(rotation_for(k, call, band.keys, 0, False))
+            c.k_copies[len(copies)] = _table(tables[-1])
+            copies.append(band.keys)
+        tables.append(rotation_for(q, call, band.queries, seqlen_k - seqlen_q, True))
+        c.bands[n] = ForwardBand(*band_limits(*band[:2]), _table(tables[-1]), copies.index(band.keys))
+    c.num_bands, c.num_copies, c.scale = len(call.bands), len(copies), call.score_scale
     c.dtype, c.threads, c.parallel_for = DTYPES[q.dtype], torch.get_num_threads(), library.parallel_for
     return c, tables
 

@@ -135,8 +135,8 @@ class AttentionPlan:
         else:
             positions = _scalar_positions(positions)
             self.table_rows = table.shape[1] * table.shape[2]
-        bands = self.tables.bands
-        self.scheme = Scheme(bands, table, positions, call.score_scale, *call.log_n)
+        tables = self.tables
+        self.scheme = Scheme(tables.bands, table, positions, tables.maps, call.score_scale, *call.log_n)
         self.capability, self.itemsize = compute_capability(q.device), q.element_size()
         self.vec = vector_size(q, k, v) if grad_out is None else vector_size(q, k, v, grad_out)
 

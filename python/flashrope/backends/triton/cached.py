@@ -99,7 +99,8 @@ class CachePlan:
         self.num_bands = len(self.lowered.bands)
         rows = coarse_rows(max(self.max_seqlen_q, self.capacity))
         self.table = two_level_table(self.rotary, call.causal, rows, device)
-        self.scheme = Scheme(self.tables.bands, self.table, None, call.score_scale, *call.log_n)
+        tables = self.tables
+        self.scheme = Scheme(tables.bands, self.table, None, tables.maps, call.score_scale, *call.log_n)
 
         self.prefills = self._can_prefill()
         self.decodes = not self.prefills or self.cu_seqlens_q is not None
@@ -157,6 +158,7 @@ class CachePlan:
                 tensor_view(rotated_k),
                 self.tables.key_ranges,
                 self.table,
+                self.tables.maps,
                 self.layout,
                 self.cu_seqlens_q,
                 self.seqlen_q,

@@ -20,19 +20,20 @@ from .launcher import interpreted
 
 class DeviceScheme(NamedTuple):
     """``lower(rotary, causal)`` as int32 tensors: its bands (num_bands, 7), the rotation of every band's queries, the
-    rotation of every copy of k, and its rotated_key_ranges (copies, 2)."""
+    rotation of every copy of k, its rotated_key_ranges (copies, 2), and its maps (rotations, 4) or None."""
 
     bands: torch.Tensor
     q_rotations: torch.Tensor
     k_copies: torch.Tensor
     key_ranges: torch.Tensor
+    maps: torch.Tensor | None
 
 
 @kept_on_device("band tables")
 def scheme_on(rotary: Rotary, causal: bool, device: torch.device) -> DeviceScheme:
     lowered = lower(rotary, causal)
-    values = (lowered.bands, lowered.q_rotations, lowered.k_copies, lowered.rotated_key_ranges)
-    return DeviceScheme(*(torch.tensor(x, dtype=torch.int32).to(device) for x in values))
+    values = (lowered.bands, lowered.q_rotations, lowered.k_copies, lowered.rotated_key_ranges, lowered.maps or None)
+    return DeviceScheme(*(x if x is None else torch.tensor(x, dtype=torch.int32).to(device) for x in values))
 
 
 @lru_cache(maxsize=1024)

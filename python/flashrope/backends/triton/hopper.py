@@ -40,6 +40,8 @@ def unsupported_reason(plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
         return f"it needs v as wide as q and k, {rotary.head_dim}, got {v.shape[-1]}"
     if rotates_pairs_apart and rotary.rotary_dim != rotary.head_dim:
         return "it needs rotary_dim equal to head_dim, or interleaved pairs"
+    if plan.lowered.maps:
+        return "it has no position maps"
     if plan.cu_seqlens.q is not None:
         return "it takes no packed sequences"
     if plan.vec == 1:

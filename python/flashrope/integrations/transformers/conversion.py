@@ -29,7 +29,8 @@ from .untested import accept
 
 __all__ = ["convert", "revert"]
 
-CHANGES = ("window", "factor", "log_n", "hope_train_length")
+CHANGES = ("window", "factor", "log_n", "hope_train_length", "self_extend", "dual_chunk")
+BEYOND = ("window", "self_extend", "dual_chunk")  # of which a model takes one
 
 
 def convert(
@@ -40,6 +41,8 @@ def convert(
     factor: float | None = None,
     log_n: float | bool | None = None,
     hope_train_length: float | None = None,
+    self_extend: tuple[int, int] | None = None,
+    dual_chunk: tuple[int, int] | None = None,
     untested: bool = False,
 ):
     """Runs a causal language model on this package's attention, in place; ``revert`` undoes it.
@@ -61,6 +64,9 @@ def convert(
         log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: by the training length. Layers with a sliding
             window see a fixed number of keys and are not scaled.
         hope_train_length: HoPE: pairs that make less than one turn over this number of tokens do not rotate.
+        self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window.
+        dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``. A configuration's dual_chunk_attention_config
+            (Qwen2.5-1M) is honored without this option, and without the sparse attention that may stand beside it.
         untested: also take a model type that is not in ``FAMILIES``, if the converted model's outputs are its own: on
             random tokens, with and without a cache and padding on the left. Tests cover more.
 
@@ -78,6 +84,7 @@ def convert(
     accept(model, decoder, untested, convert, revert)
     config = decoder.config
     changes = {"window": window, "factor": factor, "log_n": log_n, "hope_train_length": hope_train_length}
+    changes |= {"self_extend": self_extend, "dual_chunk": dual_chunk}
     options = _options(config, rotary, changes)
     modules = attention_modules(decoder)
     schemes: dict[tuple, LayerScheme] = {}
@@ -206,6 +213,13 @@ def _options(config, rotary, changes: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"rotary: expected the layer types {layer_types}, got {sorted(rotary)}")
     if "factor" in options and "window" not in options:
         raise ValueError("factor: expected a window beside it, beyond which distances grow by 1 / factor")
+    beyond = [name for name in BEYOND if name in options]
+    if len(beyond) > 1:
+        raise ValueError(f"{beyond[-1]}: expected one of {', '.join(BEYOND)}, got also {', '.join(beyond[:-1])}")
+    for name, numbers_of in (("self_extend", "window, group"), ("dual_chunk", "chunk_size, local_size")):
+        pair = options.get(name)
+        if pair is not None and not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+            raise TypeError(f"{name}: expected a pair ({numbers_of}), got {pair!r}")
     if options.get("log_n") is True:
         options["log_n"] = training_length(config)
     _check_length("log_n", options, 1, "True or a length of more than 1")

@@ -165,6 +165,8 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
     types: default, linear, dynamic, yarn, llama3, longrope (formerly "su") and proportional.
 
     Parameters that the family's code does not read (alpha, partial_rotary_factor) are refused.
+    ``dual_chunk_attention_config`` (Qwen2.5-1M), which transformers itself does not read, gives ``Rotary.dual_chunk``,
+    without Qwen's sparse attention and without its engine's factor on the queries of long sequences.
 
     Hugging Face multiplies cos and sin by ``attention_factor``; here its square scales the scores. With
     ``mrope_section`` the scheme needs positions of three coordinates, transformers' position_ids as (batch, seqlen, 3).
@@ -239,6 +241,8 @@ def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = 
         factor = float(attention_factor)
     elif attention_factor != 1:
         rotary = dataclasses.replace(rotary, temperature=float(attention_factor) ** 2)
+    if chunks := getattr(config, "dual_chunk_attention_config", None):
+        rotary = _dual_chunk(rotary, chunks)
     if params.get("mrope_section"):
         rotary = rotary.mrope(list(params["mrope_section"]), _mrope_is_interleaved(model_type, params))
     if model_type in REVERSED:
@@ -262,6 +266,18 @@ def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
         f"config: mrope_section gives each pair its own coordinate of a position, in an order that is not known for "
         f"model_type {model_type!r}; for text only, where the coordinates are equal, remove the key"
     )
+
+
+def _dual_chunk(rotary: Rotary, chunks) -> Rotary:
+    """Qwen2.5-1M. Its sparse attention, an approximation for speed, is left out, and so is the factor that Qwen's
+    engine puts on the queries of sequences beyond original_max_position_embeddings."""
+    sizes: list[Any] = [chunks.get(name) if isinstance(chunks, dict) else None for name in ("chunk_size", "local_size")]
+    if None in sizes:
+        raise ValueError(
+            f"config: expected dual_chunk_attention_config with chunk_size and local_size, got {chunks!r}; remove the "
+            "field for attention without chunks"
+        )
+    return rotary.dual_chunk(*sizes)
 
 
 # ---- which parameters

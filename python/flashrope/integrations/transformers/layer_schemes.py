@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+from ...bands import is_plain
 from ...rotary import Rotary
 from .hf_config import rotary_of_model
 
@@ -61,8 +62,12 @@ def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
         rotary = _hope(rotary, options["hope_train_length"])
     if options.get("window") is not None and any(rotary.frequencies):
         rotary = rotary.rectify(options["window"], options.get("factor"))
+    if options.get("self_extend"):
+        rotary = rotary.self_extend(*options["self_extend"])
+    if options.get("dual_chunk"):
+        rotary = rotary.dual_chunk(*options["dual_chunk"])
     if window is not None:
-        if any(band.slope != 1 for band in rotary.bands):
+        if not all(map(is_plain, rotary.bands)):
             raise ValueError(
                 "window: expected a model whose layers see all keys, got layers with a sliding window of "
                 f"{window}, which see nothing beyond it to rectify"

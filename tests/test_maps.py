@@ -1,0 +1,328 @@
+"""Position maps: Self-Extend and dual chunk attention against their formulas, pair by pair, on every backend."""
+
+import cmath
+import dataclasses
+import math
+
+import pytest
+import support
+import torch
+from support import check, problem
+
+from flashrope import Band, Rotary, attention, attention_varlen
+from flashrope.bands import MappedBand, distances, holds
+from flashrope.cos_sin import cos_sin
+from flashrope.lowering import UNBOUNDED, lower
+
+REFERENCE = support.Target("reference", torch.float64, "cpu")
+ROPE = Rotary.rope(16)
+
+
+def self_extend(i, j, window, group):
+    """(position of the query, of the key), as LongLM's paper has them."""
+    if i - j < window:
+        return i, j
+    return i // group + window - window // group, j // group
+
+
+def dual_chunk(i, j, chunk_size, local_size):
+    """As arXiv 2402.17463 and Qwen2.5-1M's engine have them."""
+    s = chunk_size - local_size
+    n = i // s - j // s
+    if n == 0:
+        return i % s, j % s
+    return (min(i % s + s, chunk_size) if n == 1 else min(2 * s - 1, chunk_size)), j % s
+
+
+CASES = {  # the scheme without and with the map, and the formula; the lengths reach every band and edge
+    "self_extend": (ROPE, lambda r: r.self_extend(20, 4), lambda i, j: self_extend(i, j, 20, 4)),
+    "self_extend_odd": (ROPE, lambda r: r.self_extend(21, 7), lambda i, j: self_extend(i, j, 21, 7)),
+    "self_extend_all": (ROPE, lambda r: r.self_extend(0, 3), lambda i, j: self_extend(i, j, 0, 3)),
+    "self_extend_yarn_log_n": (
+        Rotary.rope(16, interleaved=True).yarn(4.0, 64).log_n(20),
+        lambda r: r.self_extend(24, 8),
+        lambda i, j: self_extend(i, j, 24, 8),
+    ),
+    "dual_chunk": (ROPE, lambda r: r.dual_chunk(160, 32), lambda i, j: dual_chunk(i, j, 160, 32)),
+    "dual_chunk_wide": (ROPE, lambda r: r.dual_chunk(300, 172), lambda i, j: dual_chunk(i, j, 300, 172)),
+    "dual_chunk_cope_log_n": (
+        Rotary.rope(16).cope(100).log_n(50, clip=False),
+        lambda r: r.dual_chunk(128, 0),
+        lambda i, j: dual_chunk(i, j, 128, 0),
+    ),
+}
+
+
+def scheme(name):
+    plain, with_map, _ = CASES[name]
+    return with_map(plain)
+
+
+def by_hand(q, k, v, rotary, positions):
+    """out and lse of one head by loops over scalars; positions(i, j): of the query and of the key."""
+    pairs, rows = len(rotary.frequencies), []
+    channels = [(2 * m, 2 * m + 1) if rotary.interleaved else (m, m + pairs) for m in range(pairs)]
+    for r, query in enumerate(q):
+        i = r + len(k) - len(q)
+        log_n, scores = 1.0, []
+        if rotary.log_n_scale:
+            length, clip = rotary.log_n_scale
+            log_n = math.log(max(i, 0) + 1) / math.log(length)
+            log_n = max(log_n, 1.0) if clip else log_n
+        for j in range(min(i + 1, len(k))):
+            of_q, of_k = positions(i, j)
+            score = 0.0
+            for (a, b), theta in zip(channels, rotary.frequencies, strict=True):
+                x, y = complex(query[a], query[b]), complex(k[j][a], k[j][b])
+                score += (x * cmath.exp(1j * theta * (of_q - of_k)) * y.conjugate()).real
+            scores.append(score * len(query) ** -0.5 * rotary.temperature * log_n)
+        lse = math.log(sum(map(math.exp, scores))) if scores else -math.inf
+        weights = [math.exp(s - lse) for s in scores]
+        rows.append(([sum(w * v[j][c] for j, w in enumerate(weights)) for c in range(len(v[0]))], lse))
+    return tuple(torch.tensor(x, dtype=torch.float64) for x in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [(70, 70), (5, 300), (9, 7)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference_is_the_formula(name, lengths):
+    p = problem(REFERENCE, scheme(name), *lengths, heads=1, group=1)
+    if "dual" in name and lengths == (70, 70):  # rows on both sides of two chunks' ends
+        p = problem(REFERENCE, scheme(name), 12, 262, heads=1, group=1)
+    out, lse = attention(p.q, p.k, p.v, p.rotary, return_lse=True, impl="reference")
+    expected, expected_lse = by_hand(*(x[0, :, 0].tolist() for x in (p.q, p.k, p.v)), p.rotary, CASES[name][2])
+    torch.testing.assert_close(out[0, :, 0], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse[0, 0], expected_lse, rtol=0, atol=1e-12)
+
+
+FAST = ("self_extend", "dual_chunk")
+
+
+@pytest.mark.interpreted(lambda target, name: target.dtype == torch.float32 and name in FAST)
+@pytest.mark.parametrize("name", CASES)
+def test_forward_and_backward(target, name):
+    """Shapes that are no multiples of a tile; rows before position 0; rows that straddle chunks."""
+    check(target, problem(target, scheme(name), *((40, 280) if "dual" in name else (50, 75)), seed=1))
+    if not target.slow:
+        for lengths, options in (((300, 300), {}), ((90, 430), {"batch": 2}), ((60, 45), {"heads": 3, "group": 3})):
+            check(target, problem(target, scheme(name), *lengths, seed=2, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_more_shapes(exact, name):
+    for lengths in ((90, 430), (60, 45), (1, 400), (130, 129), (300, 300)):
+        check(exact, problem(exact, scheme(name), *lengths, seed=5))
+
+
+# ---- keys at the edges
+
+
+EDGES = {  # a row and the last and the first key of two bands that meet
+    "self_extend": [(60, 41), (60, 40), (63, 43), (67, 47)],
+    "dual_chunk": [
+        (127, 0),
+        (128, 128),
+        (128, 127),
+        (255, 128),
+        (255, 127),
+        (256, 128),
+        (256, 127),
+        (290, 0),
+        (290, 255),
+    ],
+}
+
+
+@pytest.mark.interpreted(lambda exact, name: name == "self_extend")
+@pytest.mark.parametrize("name", EDGES)
+def test_needles(exact, name):
+    """Every row has one key that matches it after both are rotated as the formula says, with a score near 12."""
+    rotary, positions = scheme(name), CASES[name][2]
+    seqlen = max(i for i, _ in EDGES[name]) + 1
+    p = problem(exact, rotary, seqlen, heads=1, group=1, seed=20)
+    k = (p.k * 0.1).float().cpu()
+    for i, j in EDGES[name]:
+        of_q, of_k = positions(i, j)
+        cos, sin = (x.float() for x in cos_sin(rotary, torch.tensor(float(of_q - of_k))))
+        q = p.q[0, i, 0].float().cpu()
+        first, second = q.chunk(2)
+        k[0, j, 0] = torch.cat((first * cos - second * sin, second * cos + first * sin)) * (48 / q.square().sum())
+        one = p.replace(k=k.to(p.k))
+        assert support.exact_and_bound(one)[0]["lse"][0, 0, i] > 8
+        if not exact.slow:
+            check(exact, one)
+        k[0, j, 0] = p.k[0, j, 0].float().cpu() * 0.1 if not exact.slow else k[0, j, 0]
+    check(exact, p.replace(k=k.to(p.k)))
+
+
+def test_pairs_of_every_band_are_counted_once():
+    """Bands hold every pair of the causal triangle once, within the distances that they name."""
+    i, j = torch.arange(600.0)[:, None], torch.arange(600.0)[None]
+    for name in CASES:
+        held = [holds(band, i, j) for band in scheme(name).bands]
+        assert torch.equal(sum(x.int() for x in held), (j <= i).int())
+        for band, pairs in zip(scheme(name).bands, held, strict=True):
+            start, stop = distances(band)
+            assert start <= (i - j)[pairs].min() and (i - j)[pairs].max() < stop
+
+
+# ---- packed sequences
+
+
+@pytest.mark.interpreted(lambda exact, name: False)
+@pytest.mark.parametrize("name", CASES)
+def test_packed_sequences(exact, name):
+    """As if every sequence were alone: equal lengths, more keys than queries, fewer."""
+    lengths_q, lengths_k = [40, 150, 20], [40, 290, 9]
+    cu_q, cu_k = (
+        torch.tensor([0, *lengths], device=exact.device).cumsum(0).to(torch.int32) for lengths in (lengths_q, lengths_k)
+    )
+    p = problem(exact, scheme(name), sum(lengths_q), sum(lengths_k), seed=6)
+    leaves = [x[0].detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    options = {"return_lse": True, "impl": exact.impl}
+    out, lse = attention_varlen(*leaves, p.rotary, cu_q, cu_k, max(lengths_q), max(lengths_k), **options)
+    grad_lse = torch.where(lse.isinf(), 0, p.grad_lse[0])
+    grads = torch.autograd.grad((out, lse), leaves, (p.grad_out[0], grad_lse))
+    for n in range(len(lengths_q)):
+        rows, keys = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+        alone = support.Problem(
+            p.q[:, rows],
+            p.k[:, keys],
+            p.v[:, keys],
+            p.rotary,
+            grad_out=p.grad_out[:, rows],
+            grad_lse=grad_lse[None, :, rows],
+        )
+        results = (out[rows], lse[:, rows], grads[0][rows], grads[1][keys], grads[2][keys])
+        got = dict(zip(support.NAMES, (x.detach()[None] for x in results), strict=True))
+        ratios = support.excess(got, *support.exact_and_bound(alone), exact.dtype)
+        assert max(ratios.values()) <= support.COEFFICIENT[exact.dtype], (n, ratios)
+
+
+# ---- identities
+
+
+@pytest.mark.interpreted(lambda exact: False)
+def test_without_far_keys_it_is_the_plain_scheme(exact):
+    p = problem(exact, ROPE, 90, seed=7)
+    with torch.no_grad():
+        plain = attention(p.q, p.k, p.v, ROPE, impl=exact.impl)
+        for rotary in (ROPE.self_extend(96, 8), ROPE.dual_chunk(160, 32), ROPE.self_extend(20, 1)):
+            mapped = attention(p.q, p.k, p.v, rotary, impl=exact.impl)
+            torch.testing.assert_close(mapped, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_what_stays_as_it_is():
+    assert ROPE.self_extend(20, 1) == ROPE and Rotary.none(16).dual_chunk(160, 32) == Rotary.none(16)
+    assert Rotary.none(16).self_extend(20, 4) == Rotary.none(16)
+
+
+def test_gradients_of_the_atomic_backward(exact):
+    for name in ("self_extend", "dual_chunk") if not exact.slow else ("self_extend",):
+        check(exact, problem(exact, scheme(name), 60 if exact.slow else 290, seed=8, deterministic=False))
+
+
+# ---- the scheme as data
+
+
+def test_bands():
+    near, far = ROPE.self_extend(20, 4).bands
+    assert near == Band(0, 20, 1, 0) and far == MappedBand(20, math.inf, 1, 15, 4)
+    assert (
+        ROPE.self_extend(20, 4).local(50).bands
+        == (near, far._replace(stop=50))
+        == ROPE.local(50).self_extend(20, 4).bands
+    )
+    assert ROPE.local(10).self_extend(20, 4).bands == (Band(0, 10, 1, 0),)
+    bands = ROPE.dual_chunk(160, 32).bands
+    assert bands == (
+        MappedBand(0, 1, 1, 0, 1, 128),
+        MappedBand(1, 2, 1, 128, 1, 128, 32),
+        MappedBand(2, math.inf, 1, 160, 1, 128, 0),
+    )
+    assert ROPE.dual_chunk(300, 172).bands[2].offset == 255  # 2 s - 1, which is less than the chunk_size
+    assert ROPE.yarn(4.0, 64).dual_chunk(160, 32) == ROPE.dual_chunk(160, 32).yarn(4.0, 64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_is_read_back(name):
+    rotary = scheme(name)
+    twin = Rotary.from_text(rotary.text)
+    assert twin == rotary and hash(twin) == hash(rotary) and twin.text == rotary.text
+    assert [type(band) for band in twin.bands] == [type(band) for band in rotary.bands]
+    assert "floor(j" in repr(rotary) or "j mod 128" in repr(rotary)
+
+
+def test_what_kernels_get():
+    """One copy of the keys serves all of DCA's bands; Self-Extend's two bands read one each, as Leaky ReRoPE's do."""
+    dual = lower(ROPE.dual_chunk(160, 32), True)
+    assert len(dual.k_copies) == 1 and dual.k_stops == (UNBOUNDED,) and dual.maps[0].chunk == 128
+    assert [(band.start, band.stop) for band in dual.bands] == [(0, 1), (1, 2), (2, UNBOUNDED // 128)]
+    assert [dual.maps[band.q_rotation].last for band in dual.bands] == [UNBOUNDED, 32, 0]
+    extended = lower(ROPE.self_extend(20, 4), True)
+    assert len(extended.k_copies) == 2 and extended.k_stops == (20, UNBOUNDED) and extended.maps[0].chunk == 0
+    assert [extended.maps[copy].group for copy in extended.k_copies] == [1, 4]
+    assert lower(ROPE.rectify(20), True).maps == lower(ROPE, True).maps == ()
+
+
+REFUSED = {
+    "group": (lambda: ROPE.self_extend(20, 8), "group: expected a divisor of window = 20, got 8; .* try window 16"),
+    "no group": (lambda: ROPE.self_extend(20, 0), "group: expected a positive integer, got 0"),
+    "window": (lambda: ROPE.self_extend(-4, 2), "window: expected a non-negative integer, got -4"),
+    "tile": (
+        lambda: ROPE.dual_chunk(300, 100),
+        "chunk_size: .* multiple of 128, .* got 300 - 100 = 200; try local_size 172",
+    ),
+    "small": (lambda: ROPE.dual_chunk(100, 50), "chunk_size: .* multiple of 128, .* got 100 - 50 = 50$"),
+    "no chunk": (
+        lambda: ROPE.dual_chunk(128, 128),
+        "local_size: expected less than chunk_size = 128, got 128; no chunk",
+    ),
+    "negative": (lambda: ROPE.dual_chunk(128, -128), "local_size: expected a non-negative integer, got -128"),
+    "twice": (
+        lambda: ROPE.self_extend(20, 4).self_extend(20, 4),
+        "self_extend: this scheme has self_extend or dual_chunk al",
+    ),
+    "rectified": (lambda: ROPE.rectify(20).self_extend(20, 4), "self_extend: this scheme is rectified already"),
+    "rectify": (
+        lambda: ROPE.dual_chunk(160, 32).rectify(9),
+        "rectify: this scheme has self_extend or dual_chunk already",
+    ),
+    "local": (
+        lambda: ROPE.dual_chunk(160, 32).local(9),
+        "local: expected bands over the distance, got those of dual_chunk",
+    ),
+    "of local": (lambda: ROPE.local(9).dual_chunk(160, 32), "dual_chunk: expected a scheme whose queries see all keys"),
+    "axial": (lambda: Rotary.axial(16).self_extend(20, 4), "self_extend: .* this table is axial"),
+    "mrope": (lambda: ROPE.self_extend(0, 4).mrope([2, 3, 3]), "mrope: expected a scheme without rectify, self_extend"),
+    "not causal": (
+        lambda: ROPE.self_extend(20, 4).bands_for(False),
+        "causal: expected True for a scheme that maps pos",
+    ),
+    "below 0": (
+        lambda: dataclasses.replace(ROPE, bands=(MappedBand(0, 9, 1, -3, 2),)),
+        r"bands\[0\].offset: expected at least 0 in a band that maps positions, got -3",
+    ),
+    "chunks": (
+        lambda: dataclasses.replace(ROPE, bands=(Band(0, 1, 1, 0), MappedBand(1, 9, 1, 0, 1, 128))),
+        r"bands\[1\].chunk: expected 0 as in bands\[0\], got 128",
+    ),
+    "a chunk": (
+        lambda: dataclasses.replace(ROPE, bands=(MappedBand(0, 9, 1, 0, 1, 100),)),
+        r"bands\[0\].chunk: expected 0 or a multiple of 128, .* got 100",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refusals(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_calls_that_are_refused():
+    q = torch.randn(1, 6, 2, 16)
+    with pytest.raises(ValueError, match="causal: expected True for a scheme that maps positions .* got False"):
+        attention(q, q, q, scheme("dual_chunk"), causal=False)
+    with pytest.raises(ValueError, match="positions: expected None"):
+        attention(q, q, q, ROPE.self_extend(0, 4), positions=torch.arange(6)[None])
