@@ -12,7 +12,7 @@ from .drawn import draw_frequencies, draw_patterns, draw_pictures, draw_position
 from .published import TABLES
 from .presets import COPYING, TEXT
 from .runs import Run
-from .statistics import Comparison, schemes
+from .statistics import HIGHER, Comparison, schemes
 
 Measures = tuple[tuple[str, tuple[float, ...] | None], ...]
 
@@ -86,11 +86,12 @@ EXPERIMENTS = {
         (("copying", None),),
         data=COPYING,
         compares=(
-            *schemes("hope", "rope", "copying-by-length", 1, 2, 4, 8),
-            *schemes("hope", "kerple", "copying-by-length", 2, 4),
-            *schemes("hope+yarn-s2", "yarn-s2", "copying-by-length", 2),
-            *schemes("rerope{w256}", "rope", "copying-by-length", 1, 2, 4, 8),
-            *schemes("rerope{w256}+dagger", "rerope{w256}", "copying-by-length", 2, 4, 8),
+            *schemes("hope", "rope", "copying-by-length", 1, 2, 4, 8, expected=HIGHER),
+            *schemes("hope", "kerple", "copying-by-length", 2, 4, expected=HIGHER),
+            *schemes("hope+yarn-s2", "yarn-s2", "copying-by-length", 2, expected=HIGHER),
+            *schemes("rerope{w256}", "rope", "copying-by-length", 1),
+            *schemes("rerope{w256}", "rope", "copying-by-length", 2, 4, 8, expected=HIGHER),
+            *schemes("rerope{w256}+dagger", "rerope{w256}", "copying-by-length", 2, 4, 8, expected=HIGHER),
             *(
                 Comparison((name, "copying-control"), (name, "copying-by-length"), 1)
                 for name in ("rope", "hope", "rerope{w256}")
@@ -106,7 +107,7 @@ EXPERIMENTS = {
         compares=tuple(
             comparison
             for part in (1, 2, 3)
-            for comparison in schemes("hope", f"hope-ab{part}", "copying-by-length", 2, 4)
+            for comparison in schemes("hope", f"hope-ab{part}", "copying-by-length", 2, 4, expected=HIGHER)
         ),
     ),
     "lengths": Experiment(
