@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flashrope.demo.workers import Workers
 
+from . import checkpoints
 from .drawn import draw_frequencies, draw_patterns, draw_pictures, draw_positions
 from .published import TABLES
 from .presets import COPYING, TEXT
@@ -141,6 +142,12 @@ EXPERIMENTS = {
             "alibi",
         ),
         (("passkey", None),),
+    ),
+    "loss": Experiment(
+        "loss by length of checkpoints, text and its repetition, under `flashrope loss` (ReRoPE)",
+        measures=(("loss", None),),
+        function=checkpoints.measure_checkpoints,
+        compares=tuple(checkpoints.compares()),
     ),
     "patterns": Experiment(
         "attention patterns, contributions and variance accounted for (HoPE, figures 1, 2, 5, 6, 7)",
