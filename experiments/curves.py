@@ -222,9 +222,7 @@ def points(
             if name not in values:
                 continue
             found, (colour, marker) = values[name], look(name)
-            axes.errorbar(
-                found.mean, y, xerr=found.half or 0.0, color=colour, marker=marker, markersize=7, capsize=3
-            )
+            axes.errorbar(found.mean, y, xerr=found.half or 0.0, color=colour, marker=marker, markersize=7, capsize=3)
             axes.annotate(
                 f"{found.mean:.1f}",
                 (found.mean + (found.half or 0.0), y),

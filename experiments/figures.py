@@ -138,7 +138,9 @@ def components(
     if len(parts) > len(frequencies):
         rest = parts[-1]
         above.plot(range(len(rest)), rest, color="black", linewidth=1.4, linestyle=":", label="without position")
-    figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=SMALL)
+    figure.legend(
+        *above.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=SMALL
+    )
     heading(figure, title, "averaged over layers, heads and samples")
     above.set_ylabel("score of a pair", fontsize=NORMAL)
     below.plot(range(len(overall)), overall, color="black", linewidth=1.8)

@@ -93,9 +93,7 @@ def measured(table: Published, rows: Rows, train_length: int) -> list[list[dict[
     for _, template, _ in table.rows:
         name, length = resolve(template, train_length)
         chosen = [row for row in rows if row["scheme"] == name and int(row["train_length"]) == length]
-        per_seed = {
-            seed: [_value(chosen, column, train_length, seed) for column in table.columns] for seed in seeds
-        }
+        per_seed = {seed: [_value(chosen, column, train_length, seed) for column in table.columns] for seed in seeds}
         if table.average:
             per_seed = {
                 seed: [*values, None if None in values else statistics.fmean(values)]
@@ -103,10 +101,7 @@ def measured(table: Published, rows: Rows, train_length: int) -> list[list[dict[
             }
         columns = len(table.columns) + table.average
         found.append(
-            [
-                {seed: values[at] for seed, values in per_seed.items() if values[at] is not None}
-                for at in range(columns)
-            ]
+            [{seed: values[at] for seed, values in per_seed.items() if values[at] is not None} for at in range(columns)]
         )
     return found
 
@@ -137,9 +132,7 @@ def markdown(table: Published, rows: Rows, train_length: int) -> str:
     lines.append("")
     for column in table.orders:
         at = labels.index(column)
-        pairs = [
-            (published[at], values[at]) for values, published in zip(ours, theirs, strict=True) if values[at]
-        ]
+        pairs = [(published[at], values[at]) for values, published in zip(ours, theirs, strict=True) if values[at]]
         found = (
             ordering(column, *zip(*pairs, strict=True))
             if len(pairs) > 1
