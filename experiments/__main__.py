@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from flashrope.demo import data, files, options, report
 from flashrope.demo.options import MAX_THREADS, BadInput, cores, need, positive
 from flashrope.demo.workers import Workers
 
-from . import tables
+from . import export, tables
 from .registry import EXPERIMENTS, Experiment
 from .measuring import COLUMNS, Cell, measure_cells
 from .presets import PRESETS, TEXT, Preset
@@ -35,7 +35,10 @@ from .show import show
 from .zoo import scheme
 
 PROGRAM = "python -m experiments"
-DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
+TOOLS = {"export": export}  # commands with arguments of their own
+DERIVED = {
+    "tables": "write the tables and figures of a run directory again, from its CSV files",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    if argv and argv[0] in TOOLS:
+        return _guarded(lambda start: TOOLS[argv[0]].run(argv[1:], f"{PROGRAM} {argv[0]}"))
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="The experiments of the HoPE and ReRoPE papers, on small byte-level models.",
@@ -56,11 +61,12 @@ def _run(argv: list[str]) -> int:
     if unknown:
         reject_unknown(parser, unknown)
     args.command_line = shlex.join([*PROGRAM.split(), *argv])
-    return run(args)
+    return _guarded(lambda start: _experiment(args, start))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = {**{name: e.summary for name, e in EXPERIMENTS.items()}, "all": "all that the preset can run", **DERIVED}
+    known |= {name: tool.SUMMARY for name, tool in TOOLS.items()}
     parser.epilog = "experiments:\n" + "\n".join(f"  {name:15} {text}" for name, text in known.items())
     parser.add_argument("name", metavar="NAME", help="one of the experiments below")
     path = parser.add_argument_group("text and results")
@@ -93,10 +99,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def run(args: argparse.Namespace) -> int:
+def _guarded(work: Callable[[float], None]) -> int:
     start = time.perf_counter()
     try:
-        _experiment(args, start)
+        work(start)
     except (BadInput, data.TextError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
@@ -110,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _experiment(args: argparse.Namespace, start: float) -> None:
-    known = [*EXPERIMENTS, "all", *DERIVED]
+    known = [*EXPERIMENTS, "all", *DERIVED, *TOOLS]
     if args.name not in known:
         raise BadInput(f"unknown experiment {args.name!r}; known are {', '.join(known)}")
     need("matplotlib", "safetensors", "tqdm")

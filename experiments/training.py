@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from flashrope import attention
+from flashrope import Rotary, attention
 from flashrope.demo import files, report
 from flashrope.demo.files import replacing
 from flashrope.demo.model import ModelConfig
@@ -21,7 +21,7 @@ from . import copying, tasks
 from .patterns import pattern, vaf
 from .presets import COPYING, TEXT
 from .runs import Run, revision, write_csv
-from .zoo import ZooModel, scheme
+from .zoo import Defaults, ZooModel, scheme
 
 STATES = 20  # number of times that a training run saves its state
 CURVE = 100  # points of a training curve
@@ -78,7 +78,7 @@ def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable
         max(preset.steps // STATES, 1),
     )
     write_csv(path.with_suffix(".losses.csv"), ("step", "loss"), curve(result.losses))
-    save_model(path, model, trained, length)
+    save_model(path, model, trained, length, run.defaults)
     state.unlink(missing_ok=True)
 
 
@@ -124,10 +124,11 @@ def untrained(run: Run, trained: str, length: int, seed: int) -> ZooModel:
     return ZooModel(run.preset.config, trained, length).to(run.device)
 
 
-def save_model(path: Path, model: ZooModel, trained: str, length: int) -> None:
+def save_model(path: Path, model: ZooModel, trained: str, length: int, defaults: Defaults) -> None:
     from safetensors.torch import save_file
 
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    rotary = rotary_of(model, trained, length, defaults)
     with replacing(path) as partial:
         save_file(
             weights,
@@ -137,8 +138,17 @@ def save_model(path: Path, model: ZooModel, trained: str, length: int) -> None:
                 "trained": trained,
                 "train_length": str(length),
                 "revision": revision(),
+                "base": repr(defaults.base),
+                **({"rotary": rotary.text} if rotary else {}),
             },
         )
+
+
+def rotary_of(model: ZooModel, trained: str, length: int, defaults: Defaults) -> Rotary | None:
+    """The scheme to use the model under. None if positions are not in the rotation alone, or it differs by layer."""
+    rotary = scheme(trained, model.config, length, defaults).rotary
+    only = model.absolute is None and model.biases is None
+    return rotary if only and isinstance(rotary, Rotary) else None
 
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> ZooModel:
