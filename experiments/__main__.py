@@ -32,7 +32,7 @@ from .presets import PRESETS, TEXT, Preset
 from .runs import LONGEST, Run, write_csv
 from .training import train_models
 from .show import show
-from .zoo import scheme
+from .zoo import ARCHITECTURES, scheme
 
 PROGRAM = "python -m experiments"
 DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
@@ -82,6 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes (default: those of the preset)")
     for field in dataclasses.fields(Preset):
         if field.name in ("data", "vocab_size"):
+            continue
+        if field.name == "architecture":
+            sizes.add_argument("--architecture", choices=ARCHITECTURES, default=argparse.SUPPRESS)
             continue
         kind, metavar = (positive, "N") if field.type == "int" else (float, "X")
         sizes.add_argument(

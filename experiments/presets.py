@@ -24,6 +24,7 @@ class Preset:
         data: what the models are trained on: TEXT, or COPYING alone.
         base: of the rotary frequencies.
         vocab_size: 256, bytes, for models that read text.
+        architecture: "llama" or "gau" (gau.py).
     """
 
     width: int
@@ -43,6 +44,7 @@ class Preset:
     data: str = TEXT
     base: float = 10_000.0
     vocab_size: int = 256
+    architecture: str = "llama"
 
     @property
     def config(self) -> ModelConfig:

@@ -21,7 +21,7 @@ from . import copying, tasks
 from .patterns import pattern, vaf
 from .presets import COPYING, TEXT
 from .runs import Run, revision, write_csv
-from .zoo import ZooModel, scheme
+from .zoo import LLAMA, ZooModel, scheme
 
 STATES = 20  # number of times that a training run saves its state
 CURVE = 100  # points of a training curve
@@ -121,7 +121,7 @@ def _observed_path(run: Run, trained: str, length: int, seed: int) -> Path:
 
 def untrained(run: Run, trained: str, length: int, seed: int) -> ZooModel:
     torch.manual_seed(seed)
-    return ZooModel(run.preset.config, trained, length).to(run.device)
+    return ZooModel(run.preset.config, trained, length, run.preset.architecture).to(run.device)
 
 
 def save_model(path: Path, model: ZooModel, trained: str, length: int) -> None:
@@ -135,6 +135,7 @@ def save_model(path: Path, model: ZooModel, trained: str, length: int) -> None:
             metadata={
                 "config": json.dumps(dataclasses.asdict(model.config)),
                 "trained": trained,
+                "architecture": model.architecture,
                 "train_length": str(length),
                 "revision": revision(),
             },
@@ -147,6 +148,11 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> ZooModel:
     with safe_open(path, framework="pt", device=str(device)) as file:
         metadata = file.metadata()
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is not a mapping
-    model = ZooModel(ModelConfig(**json.loads(metadata["config"])), metadata["trained"], int(metadata["train_length"]))
+    model = ZooModel(
+        ModelConfig(**json.loads(metadata["config"])),
+        metadata["trained"],
+        int(metadata["train_length"]),
+        metadata.get("architecture", LLAMA),
+    )
     model.to(device).load_state_dict(weights)
     return model
