@@ -28,7 +28,7 @@ from flashrope.demo.workers import Workers
 from . import tables
 from .registry import EXPERIMENTS, Experiment
 from .measuring import COLUMNS, Cell, measure_cells
-from .presets import PRESETS, TEXT, Preset
+from .presets import PRESETS, Preset
 from .runs import LONGEST, Run, write_csv
 from .training import train_models
 from .show import show
@@ -174,8 +174,6 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
         if not value > 0 or maximum and value > maximum:
             limit = f" of at most {maximum}" if maximum else ""
             raise BadInput(f"--{name}: expected a positive number{limit}, got {value}")
-    if not 0 <= preset.practice < 1:
-        raise BadInput(f"--practice: expected a share from 0 to below 1, got {preset.practice}")
     try:
         config = preset.config
         resolve_impl(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
@@ -183,7 +181,7 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
         raise BadInput(str(error)) from None
     window = LONGEST * preset.train_length + 1
     corpus = None
-    if preset.data == TEXT:
+    if preset.reads_text:
         corpus = data.from_path(args.text, window) if args.text else data.standard_library(window)
     elif args.text:
         raise BadInput(f"--text: expected none with the preset {args.preset}, whose models read no text")

@@ -17,15 +17,35 @@ from flashrope.demo.model import ModelConfig
 from flashrope.demo.train import train
 from flashrope.demo.workers import Workers
 
-from . import copying, tasks
+from . import copying, few_shot, passkey, tasks
 from .patterns import pattern, vaf
-from .presets import COPYING, TEXT
+from .presets import COPYING, FEW_SHOT, PASSKEY, TEXT
 from .runs import Run, revision, write_csv
 from .zoo import LLAMA, ZooModel, scheme
 
 STATES = 20  # number of times that a training run saves its state
 CURVE = 100  # points of a training curve
 OBSERVED = ("rope", "hope")  # encodings whose variance accounted for is recorded during training
+
+
+def _task(batches: Callable) -> Callable:
+    """Batches of a task read from text, as in BATCHES."""
+
+    def of_run(run: Run, rows: int, length: int, seed: int) -> Callable:
+        return functools.partial(batches, run.corpus, rows * length, length, seed, run.preset.steps, run.device)
+
+    return of_run
+
+
+# (run, rows, length, seed) to a function (start=step) that returns batches
+BATCHES: dict[str, Callable[[Run, int, int, int], Callable]] = {
+    TEXT: lambda run, rows, length, seed: functools.partial(tasks.batches, run.corpus, rows, length, seed, run.device),
+    COPYING: lambda run, rows, length, seed: functools.partial(
+        copying.batches, rows * length, length, seed, run.preset.steps, run.device
+    ),
+    FEW_SHOT: _task(few_shot.batches),
+    PASSKEY: _task(passkey.batches),
+}
 
 
 def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) -> None:
@@ -54,13 +74,7 @@ def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable
     path, preset = run.model_path(trained, length, seed), run.preset
     model, rotary = untrained(run, trained, length, seed), scheme(trained, preset.config, length, run.defaults).training
     training = preset.training(length, seed)
-    if preset.data == COPYING:
-        size = training.batch_size * length
-        batches = functools.partial(copying.batches, size, length, seed, preset.steps, run.device)
-    else:
-        batches = functools.partial(
-            tasks.batches, run.corpus, training.batch_size, length, seed, preset.practice, run.device
-        )
+    batches = BATCHES[preset.data](run, training.batch_size, length, seed)
     state, observe = path.with_suffix(".state"), observer(run, trained, length, seed, model)
 
     def report_and_observe(step, loss):
