@@ -28,11 +28,11 @@ from flashrope.demo.workers import Workers
 from . import export, tables
 from .registry import EXPERIMENTS, Experiment
 from .measuring import COLUMNS, Cell, measure_cells
-from .presets import PRESETS, TEXT, Preset
+from .presets import PRESETS, Preset
 from .runs import LONGEST, Run, write_csv
 from .training import train_models
 from .show import show
-from .zoo import scheme
+from .zoo import ARCHITECTURES, scheme
 
 PROGRAM = "python -m experiments"
 TOOLS = {"export": export}  # commands with arguments of their own
@@ -88,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes (default: those of the preset)")
     for field in dataclasses.fields(Preset):
         if field.name in ("data", "vocab_size"):
+            continue
+        if field.name == "architecture":
+            sizes.add_argument("--architecture", choices=ARCHITECTURES, default=argparse.SUPPRESS)
             continue
         kind, metavar = (positive, "N") if field.type == "int" else (float, "X")
         sizes.add_argument(
@@ -177,8 +180,6 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
         if not value > 0 or maximum and value > maximum:
             limit = f" of at most {maximum}" if maximum else ""
             raise BadInput(f"--{name}: expected a positive number{limit}, got {value}")
-    if not 0 <= preset.practice < 1:
-        raise BadInput(f"--practice: expected a share from 0 to below 1, got {preset.practice}")
     try:
         config = preset.config
         resolve_impl(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
@@ -186,7 +187,7 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
         raise BadInput(str(error)) from None
     window = LONGEST * preset.train_length + 1
     corpus = None
-    if preset.data == TEXT:
+    if preset.reads_text:
         corpus = data.from_path(args.text, window) if args.text else data.standard_library(window)
     elif args.text:
         raise BadInput(f"--text: expected none with the preset {args.preset}, whose models read no text")

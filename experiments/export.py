@@ -43,8 +43,8 @@ def export(path: Path, out: Path) -> Path:
     rotary = rotary_of(model, trained, length, Defaults(base=_base(path, metadata)))
     if rotary is None:
         raise BadInput(
-            f"export: expected a model with one rotary scheme for all layers, got one trained with {trained}, which "
-            "LlamaForCausalLM does not have"
+            f"export: expected a Llama model with one rotary scheme for all layers, got {model.architecture} trained "
+            f"with {trained}, which LlamaForCausalLM does not have"
         )
     llama = to_llama(model.language, rotary, length)
     llama.save_pretrained(out)

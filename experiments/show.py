@@ -51,14 +51,11 @@ def show(folder: Path, name: str, train_length: int) -> list[str]:
 
 
 def _draw_lines(path: Path, title: str, note: str, task: str, rows: list[dict[str, str]], train_length: int) -> None:
-    keys = tuple(
-        {row["task"] for row in rows if row["task"] == task or task == "few-shot" and row["task"].startswith(task)}
-    )
     labels = list(dict.fromkeys((row["scheme"], row["train_length"]) for row in rows))
     several = len({length for _, length in labels}) > 1
     drawn = []
     for label, length in labels:
-        series = _series([row for row in rows if row["train_length"] == length], label, keys)
+        series = _series([row for row in rows if row["train_length"] == length], label, (task,))
         drawn.append(dataclasses.replace(series, name=f"{label}, trained on {length}") if several else series)
     lines(
         path,

@@ -71,8 +71,7 @@ def ordering(column: str, published: Sequence[float], ours: Sequence[float]) -> 
 
 
 def figures(table: Published, rows: list[dict[str, str]], train_length: int) -> list[list[Figure | None]]:
-    """Our figures in the rows and columns of the table; None if not measured. few-shot is the mean over its label
-    sets."""
+    """Our figures in the rows and columns of the table; None if not measured."""
     seeds = sorted({int(row["seed"]) for row in rows})
     found = []
     for _, template, _ in table.rows:
@@ -170,9 +169,7 @@ def _value(rows: list[dict[str, str]], column, train_length: int, seed: int) -> 
     values = [
         float(row["value"])
         for row in rows
-        if int(row["seed"]) == seed
-        and float(row["at"]) == at
-        and (row["task"] == column.task or column.task == "few-shot" and row["task"].startswith("few-shot-"))
+        if int(row["seed"]) == seed and float(row["at"]) == at and row["task"] == column.task
     ]
     return statistics.fmean(values) if values else None
 

@@ -16,7 +16,7 @@ from flashrope.demo.model import ModelConfig, load_checkpoint, trained_length
 
 CONFIG = ModelConfig(32, 2, 2, mlp_width=48)
 LENGTH, BASE = 64, 500.0
-ROTARY = ("rope", "hope", "rope+logn", "nope", "hope-ab1")
+ROTARY = ("rope", "hope", "rope+logn", "nope", "p-rope")
 
 
 def saved(folder, name):
@@ -113,7 +113,7 @@ def test_loss_of_a_file_and_of_its_export_are_the_same(tmp_path, transformers, n
 def test_what_cannot_be_exported(tmp_path, transformers, capsys):
     path = saved(tmp_path, "kerple")
     assert main(["export", str(path), str(tmp_path / "out")]) == 2
-    assert "one trained with kerple, which LlamaForCausalLM does not have" in capsys.readouterr().err
+    assert "llama trained with kerple, which LlamaForCausalLM does not have" in capsys.readouterr().err
     assert main(["export", str(path), str(tmp_path)]) == 2
     assert "expected a new or empty directory" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "no"), str(tmp_path / "out")]) == 2
