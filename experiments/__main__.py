@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,17 +25,20 @@ from flashrope.demo import data, files, options, report
 from flashrope.demo.options import MAX_THREADS, BadInput, cores, need, positive
 from flashrope.demo.workers import Workers
 
-from . import tables
+from . import export, tables
 from .registry import EXPERIMENTS, Experiment
 from .measuring import COLUMNS, Cell, measure_cells
-from .presets import PRESETS, TEXT, Preset
+from .presets import PRESETS, Preset
 from .runs import LONGEST, Run, write_csv
 from .training import train_models
 from .show import show
-from .zoo import scheme
+from .zoo import ARCHITECTURES, scheme
 
 PROGRAM = "python -m experiments"
-DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
+TOOLS = {"export": export}  # commands with arguments of their own
+DERIVED = {
+    "tables": "write the tables and figures of a run directory again, from its CSV files",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    if argv and argv[0] in TOOLS:
+        return _guarded(lambda start: TOOLS[argv[0]].run(argv[1:], f"{PROGRAM} {argv[0]}"))
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="The experiments of the HoPE and ReRoPE papers, on small byte-level models.",
@@ -56,11 +61,12 @@ def _run(argv: list[str]) -> int:
     if unknown:
         reject_unknown(parser, unknown)
     args.command_line = shlex.join([*PROGRAM.split(), *argv])
-    return run(args)
+    return _guarded(lambda start: _experiment(args, start))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = {**{name: e.summary for name, e in EXPERIMENTS.items()}, "all": "all that the preset can run", **DERIVED}
+    known |= {name: tool.SUMMARY for name, tool in TOOLS.items()}
     parser.epilog = "experiments:\n" + "\n".join(f"  {name:15} {text}" for name, text in known.items())
     parser.add_argument("name", metavar="NAME", help="one of the experiments below")
     path = parser.add_argument_group("text and results")
@@ -83,6 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(Preset):
         if field.name in ("data", "vocab_size"):
             continue
+        if field.name == "architecture":
+            sizes.add_argument("--architecture", choices=ARCHITECTURES, default=argparse.SUPPRESS)
+            continue
         kind, metavar = (positive, "N") if field.type == "int" else (float, "X")
         sizes.add_argument(
             "--" + field.name.replace("_", "-"),
@@ -93,10 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def run(args: argparse.Namespace) -> int:
+def _guarded(work: Callable[[float], None]) -> int:
     start = time.perf_counter()
     try:
-        _experiment(args, start)
+        work(start)
     except (BadInput, data.TextError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
@@ -110,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _experiment(args: argparse.Namespace, start: float) -> None:
-    known = [*EXPERIMENTS, "all", *DERIVED]
+    known = [*EXPERIMENTS, "all", *DERIVED, *TOOLS]
     if args.name not in known:
         raise BadInput(f"unknown experiment {args.name!r}; known are {', '.join(known)}")
     need("matplotlib", "safetensors", "tqdm")
@@ -171,8 +180,6 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
         if not value > 0 or maximum and value > maximum:
             limit = f" of at most {maximum}" if maximum else ""
             raise BadInput(f"--{name}: expected a positive number{limit}, got {value}")
-    if not 0 <= preset.practice < 1:
-        raise BadInput(f"--practice: expected a share from 0 to below 1, got {preset.practice}")
     try:
         config = preset.config
         resolve_impl(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
@@ -180,7 +187,7 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
         raise BadInput(str(error)) from None
     window = LONGEST * preset.train_length + 1
     corpus = None
-    if preset.data == TEXT:
+    if preset.reads_text:
         corpus = data.from_path(args.text, window) if args.text else data.standard_library(window)
     elif args.text:
         raise BadInput(f"--text: expected none with the preset {args.preset}, whose models read no text")

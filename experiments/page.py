@@ -116,7 +116,6 @@ CLAIMS = {
             LOWER,
             (2, 4, 8),
         ),
-        _claim("retrieves more keys than RoPE", "passkey", "rerope{w256}", "rope", "passkey", HIGHER, 2, 4),
     ),
 }
 
@@ -153,7 +152,7 @@ def measured(name: str, scheme: str, task: str, multiple: str) -> Interval:
 def declared(name: str, first: tuple[str, str], second: tuple[str, str]) -> list[tuple[float, Interval]]:
     """(multiple, difference) of the declared differences of two measurements."""
     wanted = [each for each in EXPERIMENTS[name].compares if (each.first, each.second) == (first, second)]
-    return [(each.multiple, found) for each, found in tables.judge(wanted, results(name)[0], unit(name))]
+    return [(each.multiple, found) for each, found in tables.judge(name, wanted, results(name)[0], unit(name))]
 
 
 # ---- fields
@@ -194,19 +193,28 @@ def said(name: str, first: str, second: str, task: str, other: str = "") -> str:
 
 def summary(name: str) -> str:
     """How many of the declared differences came out how, and the list of those against expectation."""
-    found = tables.judge(EXPERIMENTS[name].compares, results(name)[0], unit(name))
-    expected = [(each, outcome(value, each.expected)) for each, value in found if each.expected]
-    counts = {words: sum(said == words for _, said in expected) for words in (SHOWN, UNSHOWN, AGAINST, UNJUDGED)}
-    parts = [f"{count} {words}" for words, count in counts.items() if count]
-    text = f"Of the {len(expected)} declared differences of which the papers say the direction: {_and(parts)}."
-    against = [each for each, said in expected if said == AGAINST]
-    if against:
+    found = tables.judge(name, EXPERIMENTS[name].compares, results(name)[0], unit(name))
+    parts = []
+    if expected := [(each, outcome(value, each.expected)) for each, value in found if each.expected]:
+        counts = _counts([said for _, said in expected], (SHOWN, UNSHOWN, AGAINST, UNJUDGED))
+        parts.append(f"Of the {len(expected)} declared differences of which the papers say the direction: {counts}.")
+    if against := [each for each, said in expected if said == AGAINST]:
         listed = "; ".join(
-            f"{label(each.first[0])} and {label(each.second[0])}, {each.first[1]}, at {each.multiple:g}"
-            for each in against
+            f"{_shown(name, each.first)} and {_shown(name, each.second)} at {each.multiple:g}" for each in against
         )
-        text += f" Against expectation: {listed}."
-    return text
+        parts.append(f"Against expectation: {listed}.")
+    if others := [verdict(value).partition(":")[0] for each, value in found if not each.expected]:
+        counts = _counts(others, ("higher", "lower", UNSHOWN, UNJUDGED))
+        parts.append(f"Of the {len(others)} others the first is: {counts}.")
+    return " ".join(parts)
+
+
+def _counts(said: Sequence[str], words: Sequence[str]) -> str:
+    return _and([f"{said.count(each)} {each}" for each in words if each in said])
+
+
+def _shown(name: str, place: tuple[str, str]) -> str:
+    return f"{label(tables.resolve(place[0], unit(name))[0], numbers=True)} ({place[1]})"
 
 
 def made(name: str) -> str:

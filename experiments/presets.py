@@ -9,7 +9,9 @@ from flashrope.demo.train import TrainConfig
 
 from . import copying
 
-TEXT, COPYING = "text", "copying"  # what models are trained on
+# what models are trained on: text alone, or one task alone
+TEXT, COPYING, FEW_SHOT, PASSKEY = "text", "copying", "few-shot", "passkey"
+WITHOUT_TEXT = (COPYING,)  # all others need files of text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +20,12 @@ class Preset:
 
     Attributes:
         batch: windows of ``train_length`` per step.
-        practice: share of the batch that is practice for the tasks; models this small learn none of them without it.
         samples: number of unseen samples of every measurement.
         seeds: number of models per encoding.
-        data: what the models are trained on: TEXT, or COPYING alone.
+        data: what the models are trained on: TEXT, COPYING, FEW_SHOT or PASSKEY, never a mixture.
         base: of the rotary frequencies.
         vocab_size: 256, bytes, for models that read text.
+        architecture: "llama" or "gau" (gau.py).
     """
 
     width: int
@@ -34,7 +36,6 @@ class Preset:
     steps: int
     learning_rate: float
     warmup: float
-    practice: float
     samples: int
     seeds: int
     mlp_width: int = 0
@@ -43,6 +44,11 @@ class Preset:
     data: str = TEXT
     base: float = 10_000.0
     vocab_size: int = 256
+    architecture: str = "llama"
+
+    @property
+    def reads_text(self) -> bool:
+        return self.data not in WITHOUT_TEXT
 
     @property
     def config(self) -> ModelConfig:
@@ -74,7 +80,6 @@ PRESETS = {
         steps=500,
         learning_rate=5e-3,
         warmup=0.1,
-        practice=0.5,
         samples=32,
         seeds=1,
     ),
@@ -87,9 +92,8 @@ PRESETS = {
         steps=1600,
         learning_rate=5e-3,
         warmup=0.1,
-        practice=0.75,
         samples=200,
-        seeds=3,
+        seeds=5,
     ),
     "copying": Preset(
         width=64,
@@ -100,7 +104,6 @@ PRESETS = {
         steps=1500,
         learning_rate=4e-3,
         warmup=0.05,
-        practice=0.0,
         samples=200,
         seeds=5,
         beta2=0.98,
@@ -117,10 +120,39 @@ PRESETS = {
         steps=1600,
         learning_rate=4e-3,
         warmup=0.05,
-        practice=0.0,
         samples=24,
         seeds=8,
         beta2=0.98,
+    ),
+    "few-shot": Preset(
+        width=64,
+        layers=2,
+        heads=2,
+        train_length=320,
+        batch=12,
+        steps=1500,
+        learning_rate=4e-3,
+        warmup=0.05,
+        samples=200,
+        seeds=5,
+        beta2=0.98,
+        data=FEW_SHOT,
+        base=500.0,
+    ),
+    "passkey": Preset(
+        width=64,
+        layers=2,
+        heads=2,
+        train_length=128,
+        batch=32,
+        steps=1500,
+        learning_rate=4e-3,
+        warmup=0.05,
+        samples=200,
+        seeds=5,
+        beta2=0.98,
+        data=PASSKEY,
+        base=200.0,
     ),
     "small": Preset(
         width=320,
@@ -131,7 +163,6 @@ PRESETS = {
         steps=20_000,
         learning_rate=1e-3,
         warmup=0.05,
-        practice=0.0,
         samples=500,
         seeds=3,
     ),
@@ -145,7 +176,6 @@ PRESETS = {
         steps=50_000,
         learning_rate=3e-4,
         warmup=0.04,
-        practice=0.0,
         samples=1000,
         seeds=3,
         mlp_width=2688,

@@ -11,9 +11,9 @@ from flashrope.demo.workers import Workers
 from . import checkpoints
 from .drawn import draw_frequencies, draw_patterns, draw_pictures, draw_positions
 from .published import TABLES
-from .presets import COPYING, TEXT
+from .presets import COPYING, FEW_SHOT, PASSKEY, TEXT
 from .runs import Run
-from .statistics import HIGHER, Comparison, schemes
+from .statistics import HIGHER, LOWER, Comparison, schemes
 
 Measures = tuple[tuple[str, tuple[float, ...] | None], ...]
 
@@ -39,6 +39,11 @@ def _published(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(template for table in TABLES[name] for _, template, _ in table.rows))
 
 
+def _beyond(first: str, second: str) -> tuple[Comparison, ...]:
+    """Two schemes by accuracy at 8 times the training length, with repeating and with other text."""
+    return tuple(c for task in ("accuracy-repeat", "accuracy-non-repeat") for c in schemes(first, second, task, 8))
+
+
 EXPERIMENTS = {
     "perplexity": Experiment(
         "perplexity by context length (HoPE, figure 4)",
@@ -57,6 +62,15 @@ EXPERIMENTS = {
             "nope",
         ),
         (("perplexity", None),),
+        compares=(
+            *schemes("hope", "rope", "perplexity", 1),
+            *schemes("hope", "rope", "perplexity", 2, 4, 8, expected=LOWER),
+            *schemes("hope+yarn-s8", "yarn-s8", "perplexity", 2, 4, 8, expected=LOWER),
+            *schemes("hope", "kerple", "perplexity", 8),
+            *schemes("rerope{w256}", "rope", "perplexity", 1),
+            *schemes("rerope{w256}", "rope", "perplexity", 2, 4, 8, expected=LOWER),
+            *schemes("rerope{w256}+dagger", "rerope{w256}", "perplexity", 2, 4, 8, expected=LOWER),
+        ),
     ),
     "zoo": Experiment(
         "perplexity by context length of every encoding",
@@ -99,7 +113,25 @@ EXPERIMENTS = {
             ),
         ),
     ),
-    "few-shot": Experiment("few-shot following (HoPE, table 3)", _published("few-shot"), (("few-shot", None),)),
+    "few-shot": Experiment(
+        "few-shot following (HoPE, tables 3 and 6)",
+        (*_published("few-shot"), "rerope{w256}", "rerope{w256}+dagger"),
+        (("few-shot", None),),
+        data=FEW_SHOT,
+        compares=(
+            *schemes("hope", "rope", "few-shot", 0.5, 1, 1.5, 2, 2.5),
+            *schemes("hope+yarn-s2.5", "yarn-s2.5", "few-shot", 1.5, 2, 2.5),
+            *schemes("hope", "kerple", "few-shot", 2, 2.5),
+            *schemes("rerope{w256}", "rope", "few-shot", 1, 2, 2.5),
+            *(Comparison((name, "few-shot"), (name, "few-shot-control"), 1) for name in ("rope", "hope")),
+        ),
+    ),
+    "few-shot-lengths": Experiment(
+        "HoPE's few-shot following by training length (HoPE's first version, table 6)",
+        _published("few-shot-lengths"),
+        (("few-shot", (1, 2, 3, 4, 6, 8)),),
+        data=FEW_SHOT,
+    ),
     "ablation": Experiment(
         "HoPE's ablations (HoPE, table 4)",
         _published("ablation"),
@@ -112,20 +144,47 @@ EXPERIMENTS = {
         ),
     ),
     "lengths": Experiment(
-        "HoPE by training length (HoPE's first version, tables 5 and 6)",
+        "HoPE's perplexity by training length (HoPE's first version, table 5)",
         _published("lengths"),
-        (("perplexity", (1, 2, 4, 8, 16, 32)), ("few-shot", (1, 2, 3, 4, 6, 8))),
+        (("perplexity", (1, 2, 4, 8, 16, 32)),),
     ),
     "rerope-schemes": Experiment(
         "accuracy of the schemes at 8 times the training length (ReRoPE, first table)",
         _published("rerope-schemes"),
         (("accuracy", None),),
+        compares=(
+            *_beyond("rerope{w256}", "rope"),
+            *_beyond("rerope{w256}", "ntk-mixed-s8"),
+            *_beyond("rerope{w256}", "hfwa"),
+            *_beyond("ntk-mixed-s8", "rope"),
+            *_beyond("pi-s8", "rope"),
+            *_beyond("rerope{w256}+dagger", "rerope{w256}"),
+            *_beyond("rerope{w256}+logn", "rerope{w256}+dagger"),
+            *(
+                Comparison((name, "accuracy-repeat"), (name, "accuracy-non-repeat"), 8)
+                for name in ("rope", "rerope{w256}", "rerope{w256}+logn")
+            ),
+        ),
     ),
     "rerope-windows": Experiment(
-        "ReRoPE's windows (ReRoPE, second table)", _published("rerope-windows"), (("accuracy", None),)
+        "ReRoPE's windows (ReRoPE, second table)",
+        _published("rerope-windows"),
+        (("accuracy", None),),
+        compares=(
+            *(c for window in (64, 128, 384, 512) for c in _beyond("rerope{w256}", f"rerope{{w{window}}}")),
+            *_beyond("rerope{w512}+dagger", "rerope{w512}"),
+        ),
     ),
     "rerope-leaky": Experiment(
-        "Leaky ReRoPE's factors (ReRoPE, third table)", _published("rerope-leaky"), (("accuracy", None),)
+        "Leaky ReRoPE's factors (ReRoPE, third table)",
+        _published("rerope-leaky"),
+        (("accuracy", None),),
+        compares=tuple(
+            c
+            for window in (128, 256)
+            for leak in (64, 16, 8)
+            for c in _beyond(f"leaky-rerope{{w{window}}}-k{leak}+logn", f"rerope{{w{window}}}+logn")
+        ),
     ),
     "passkey": Experiment(
         "passkey retrieval by length",
@@ -142,6 +201,18 @@ EXPERIMENTS = {
             "alibi",
         ),
         (("passkey", None),),
+        data=PASSKEY,
+        compares=(
+            *schemes("hope", "rope", "passkey", 1, 2, 4, 8),
+            *schemes("rerope{w256}", "rope", "passkey", 1, 2, 4, 8),
+            *schemes("rerope{w256}+dagger", "rerope{w256}", "passkey", 2, 4, 8),
+            *schemes("yarn-s8", "rope", "passkey", 2, 4, 8),
+            *schemes("hope+yarn-s8", "hope", "passkey", 2, 4, 8),
+            *(
+                Comparison((name, "passkey-digits"), (name, "passkey-control"), 1)
+                for name in ("rope", "hope", "rerope{w256}")
+            ),
+        ),
     ),
     "loss": Experiment(
         "loss by length of checkpoints, text and its repetition, under `flashrope loss` (ReRoPE)",

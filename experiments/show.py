@@ -39,29 +39,15 @@ def show(folder: Path, name: str, train_length: int) -> list[str]:
 
 def _draw_by_length(folder: Path, name: str, task: str, rows: Rows, train_length: int) -> None:
     for drawn in (task, FINER[task]) if task in FINER else (task,):
-        chosen = _averaged(rows, drawn)
-        panels = _by_training_length(chosen, drawn) or _panels(name, chosen, drawn)
-        log = drawn not in PERCENT
+        chosen = [row for row in rows if row["task"] == drawn]
+        several = _by_training_length(chosen, drawn)
+        panels, per, x_label = (
+            (several, 1, "length (bytes)")
+            if several
+            else (_panels(name, chosen, drawn), train_length, "length / training length")
+        )
         y_label = PERCENT.get(drawn, "perplexity per byte")
-        x_label = "length in bytes" if name == "lengths" else "length / training length"
-        draw(folder / f"{drawn}.png", panels, chosen, 1 if name == "lengths" else train_length, y_label, log, x_label)
-
-
-def _averaged(rows: Rows, task: str) -> Rows:
-    """The rows of a task; few-shot-NAME are averaged, as one task."""
-    if any(row["task"] == task for row in rows):
-        return [row for row in rows if row["task"] == task]
-    found: dict[tuple, list[float]] = {}
-    for row in rows:
-        if row["task"].startswith(task + "-"):
-            found.setdefault((row["scheme"], row["train_length"], row["seed"], row["at"]), []).append(
-                float(row["value"])
-            )
-    columns = ("scheme", "train_length", "seed", "at")
-    return [
-        {**dict(zip(columns, key, strict=True)), "task": task, "value": str(sum(values) / len(values))}
-        for key, values in found.items()
-    ]
+        draw(folder / f"{drawn}.png", panels, chosen, per, y_label, drawn not in PERCENT, x_label)
 
 
 def _by_training_length(rows: Rows, task: str) -> list[Panel]:

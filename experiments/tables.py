@@ -87,7 +87,7 @@ def ordering(column: str, published: Sequence[float], ours: Sequence[dict[int, f
 
 
 def measured(table: Published, rows: Rows, train_length: int) -> list[list[dict[int, float]]]:
-    """Our figures by seed in the rows and columns of the table; few-shot is the mean over its label sets."""
+    """Our figures by seed in the rows and columns of the table."""
     seeds = sorted({int(row["seed"]) for row in rows})
     found = []
     for _, template, _ in table.rows:
@@ -142,19 +142,37 @@ def markdown(table: Published, rows: Rows, train_length: int) -> str:
     return "\n".join(lines)
 
 
-def judge(compares: Sequence[Comparison], rows: Rows, train_length: int) -> list[tuple[Comparison, Interval]]:
-    """The declared differences that were measured."""
+def judge(
+    name: str, compares: Sequence[Comparison], rows: Rows, train_length: int
+) -> list[tuple[Comparison, Interval]]:
+    """The declared differences of an experiment that were measured, with what the papers expect of them."""
     found = []
     for each in compares:
-        first, second = ((resolve(name, train_length)[0], task) for name, task in (each.first, each.second))
+        first, second = ((resolve(scheme, train_length)[0], task) for scheme, task in (each.first, each.second))
         second_multiple = each.multiple if each.second_multiple is None else each.second_multiple
         interval_ = difference(rows, first, second, each.multiple * train_length, second_multiple * train_length)
         if interval_ is not None:
-            found.append((each, interval_))
+            expected = each.expected or in_the_papers(name, each)
+            found.append((dataclasses.replace(each, expected=expected), interval_))
     return found
 
 
-def judged(compares: Sequence[Comparison], rows: Rows, train_length: int) -> str:
+def in_the_papers(name: str, asked: Comparison) -> int:
+    """The sign of the difference in the papers' tables of the experiment, 0 if they do not have both figures."""
+    for table in TABLES.get(name, ()):
+        found = [
+            values[at]
+            for (scheme, task) in (asked.first, asked.second)
+            for _, template, values in table.rows
+            for at, column in enumerate(table.columns)
+            if template == scheme and (column.task, column.at, column.multiple) == (task, asked.multiple, True)
+        ]
+        if len(found) == 2 and asked.second_multiple is None:
+            return (found[0] > found[1]) - (found[0] < found[1])
+    return 0
+
+
+def judged(name: str, compares: Sequence[Comparison], rows: Rows, train_length: int) -> str:
     """The declared differences with their paired intervals, and what they show. Those against expectation are bold."""
     lines = [
         "## Differences declared before the runs",
@@ -165,9 +183,9 @@ def judged(compares: Sequence[Comparison], rows: Rows, train_length: int) -> str
         "| first | second | measured | length / training length | seeds | difference | |",
         "|---|---|---|---:|---:|---:|---|",
     ]
-    for each, found in judge(compares, rows, train_length):
+    for each, found in judge(name, compares, rows, train_length):
         (first, task), (second, other) = (
-            (label(resolve(name, train_length)[0]), task) for name, task in (each.first, each.second)
+            (label(resolve(scheme, train_length)[0], numbers=True), task) for scheme, task in (each.first, each.second)
         )
         tasks = task if task == other else f"{task}, {other}"
         at = f"{each.multiple:g}" + ("" if each.second_multiple is None else f", {each.second_multiple:g}")
@@ -206,12 +224,10 @@ def write(folder: Path, name: str, train_length: int, compares: Sequence[Compari
     rows = read_csv(folder / "results.csv")
     published = TABLES.get(name, ())
     shown = {column.task for table in published for column in table.columns}
-    parts = [judged(compares, rows, train_length)] if compares else []
+    parts = [judged(name, compares, rows, train_length)] if compares else []
     parts += [markdown(table, rows, train_length) for table in published]
     parts += [
-        listed(rows, task, train_length)
-        for task in dict.fromkeys(row["task"] for row in rows)
-        if task not in shown and not (task.startswith("few-shot-") and "few-shot" in shown)
+        listed(rows, task, train_length) for task in dict.fromkeys(row["task"] for row in rows) if task not in shown
     ]
     text = "\n".join(parts)
     files.write(folder / "table.md", text)
@@ -232,8 +248,6 @@ def _value(rows: Rows, column, train_length: int, seed: int) -> float | None:
     values = [
         float(row["value"])
         for row in rows
-        if int(row["seed"]) == seed
-        and float(row["at"]) == at
-        and (row["task"] == column.task or column.task == "few-shot" and row["task"].startswith("few-shot-"))
+        if int(row["seed"]) == seed and float(row["at"]) == at and row["task"] == column.task
     ]
     return statistics.fmean(values) if values else None
