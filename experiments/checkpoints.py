@@ -58,7 +58,7 @@ def compares() -> Iterator[Comparison]:
 
 
 def measure_checkpoints(run: Run, workers: Workers, folder: Path) -> None:
-    """Trains the models, and writes results.csv."""
+    """Trains the models, and writes results.csv, the table and the figure."""
     train_models(run, workers, [(TRAINED, run.unit)])
     unseen = folder / "unseen"
     unseen.mkdir(exist_ok=True)
@@ -76,6 +76,10 @@ def measure_checkpoints(run: Run, workers: Workers, folder: Path) -> None:
             workers.map(measure_job, [(run, seed, str(folder)) for seed in missing], count)
     rows = [row for seed in run.seeds for row in rows_of(folder / f"s{seed}" / "loss.json", seed)]
     write_csv(folder / "results.csv", COLUMNS, rows)
+    from .show import show  # it reads the registry, which names this function
+
+    for text in show(folder, "loss", run.unit):
+        print(f"\n{text}")
 
 
 def measure_job(run: Run, seed: int, folder: str, progress: Callable) -> None:
