@@ -95,6 +95,20 @@ PRESETS = {
         samples=200,
         seeds=5,
     ),
+    # cpu with the architecture of ReRoPE's tables; two gated attention units are about as large as one Llama layer
+    "gau": Preset(
+        width=64,
+        layers=4,
+        heads=2,
+        train_length=64,
+        batch=16,
+        steps=1600,
+        learning_rate=5e-3,
+        warmup=0.1,
+        samples=200,
+        seeds=5,
+        architecture="gau",
+    ),
     "copying": Preset(
         width=64,
         layers=2,

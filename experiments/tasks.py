@@ -76,7 +76,7 @@ def repeated(windows: Sequence[bytes], unit: int, length: int) -> list[bytes]:
 def measure_perplexity(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
     """Perplexity of the last unit / 2 bytes of unseen windows, by context length."""
     lengths = lengths_of(subject, multiples)
-    windows = _windows(subject, round(max(multiples) * subject.unit))
+    windows = windows_of(subject, round(max(multiples) * subject.unit))
     losses = loss_by_context(
         subject.model,
         subject.scheme.rotary,
@@ -93,7 +93,7 @@ def measure_accuracy(subject: Subject) -> list[Result]:
     """Next-token accuracy over all tokens of a window: as trained at the training length ("accuracy"), and under the
     scheme at MULTIPLES[-1] times that length, with repeating and with other text."""
     short, long = subject.unit, MULTIPLES[-1] * subject.unit
-    windows = _windows(subject, long)
+    windows = windows_of(subject, long)
     cases = [
         ("accuracy", short, [window[: short + 1] for window in windows]),
         ("accuracy-repeat", long, repeated(windows, short, long)),
@@ -122,7 +122,7 @@ def lengths_of(subject: Subject, multiples: Sequence[float]) -> list[int]:
     return [length for length in lengths if subject.can_read(length)]
 
 
-def _windows(subject: Subject, length: int) -> list[bytes]:
+def windows_of(subject: Subject, length: int) -> list[bytes]:
     windows = unseen_windows(subject.unseen, length + 1, subject.samples, subject.seed)
     if not windows:
         raise TextError(
