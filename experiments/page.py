@@ -44,6 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "experiments"
 TEMPLATE = Path(__file__).with_name("page.md")
 FIELD = re.compile(r"\{\{((?:[^{}]|\{[wL]\d+\})+)\}\}")  # arguments may have a {w256}
+LEFT_OUT = ("curves.csv",)  # the points of every pattern, a megabyte; the command writes them again
 REBUILD = "python tools/experiments_page.py"
 
 
@@ -171,7 +172,7 @@ def declared(
     """The declared differences of two measurements, by length."""
     asked = (first, second, second_multiple)
     wanted = [each for each in EXPERIMENTS[name].compares if (each.first, each.second, each.second_multiple) == asked]
-    return sorted(tables.judge(name, wanted, results(name)[0], unit(name)), key=lambda found: found[0].multiple)
+    return sorted(tables.judge(wanted, results(name)[0], unit(name), name), key=lambda found: found[0].multiple)
 
 
 # ---- fields
@@ -241,7 +242,7 @@ def said(name: str, first: str, second: str, task: str, other: str = "") -> str:
 
 def summary(name: str) -> str:
     """How many of the declared differences came out how, and the list of those against expectation."""
-    found = tables.judge(name, EXPERIMENTS[name].compares, results(name)[0], unit(name))
+    found = tables.judge(EXPERIMENTS[name].compares, results(name)[0], unit(name), name)
     parts = []
     expected = [(each, outcome(value, each.expected)) for each, value in found if each.expected]
     if expected:
@@ -389,10 +390,11 @@ def publish(run: Path) -> list[str]:
         target = FOLDER / name
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
-        drawn = () if EXPERIMENTS[name].measures else ("*.png",)
+        drawn = () if EXPERIMENTS[name].measures else ("*.png", "table.md")
         for pattern in ("*.csv", "results.json", *drawn):
             for path in (run / name).glob(pattern):
-                shutil.copy(path, target)
+                if path.name not in LEFT_OUT:
+                    shutil.copy(path, target)
     if found and (run / "split.json").exists():
         preset = json.loads((run / "settings.json").read_text())["preset"]
         shutil.copy(run / "split.json", FOLDER / f"split-{preset}.json")
