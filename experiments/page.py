@@ -291,7 +291,7 @@ def sizes() -> str:
 
 
 def _span(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
+    low, high = (min(values), max(values)) if values else (0, 0)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
