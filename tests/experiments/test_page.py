@@ -114,7 +114,7 @@ def test_fields(folder):
         "| HoPE | 90.40 ± 0.68 | 80.40 ± 0.68 |",
     ]
     (line,) = page.differences("copying", "copying-by-length:hope/rope").splitlines()[2:]
-    assert line == "| HoPE − RoPE | +0.0 (+0.0 to +0.0) | **+30 (+30 to +30)** |"
+    assert line == "| HoPE − RoPE | +0.0 (+0.0 to +0.0) | **+30.0 (+30.0 to +30.0)** |"
     assert page.said("copying", "hope", "rope", "copying-by-length") == ("no difference shown at 1; higher at 2")
     assert page.summary("copying") == (
         "Of the 2 declared differences of which the papers say the direction: 1 as expected and 1 no difference shown."
