@@ -120,6 +120,8 @@ def _rectified(config, name: str, train_length: int, longest: int, window: int) 
     from ..integrations.transformers import suggest
 
     suggest(config, longest)  # raises if the layers of this model do not support it
+    if name == "rerope-plain":
+        return {"window": window}, f"window {window:,}"
     changes, words = {"window": window, "log_n": train_length}, f"window {window:,}, log n by {train_length:,}"
     if name == "leaky":
         # The longest distance maps to halfway between the window and the training length.
