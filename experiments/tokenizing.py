@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import array
 import json
-import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -152,8 +151,3 @@ def _dataset(args: argparse.Namespace) -> Iterator[str]:
         if args.column not in row:
             raise BadInput(f"--column: expected one of {', '.join(row)}, got {args.column}")
         yield row[args.column]
-
-
-def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
-    """Keep the tokenizer beside the models, for ``export`` and the commands."""
-    shutil.copy(tokenizer, folder / "tokenizer.json")
