@@ -25,6 +25,7 @@ from .zoo import ARCHITECTURES, Defaults, Scheme, scheme
 TOOLS = {"tokenize": tokenizing, "export": export}  # commands with arguments of their own
 DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
 WITHOUT_TEXT = ("positions", "frequencies")  # experiments that train and read nothing
+SIZES = [field.name for field in dataclasses.fields(Preset) if field.name not in ("data", "vocab_size", "schemes")]
 OWN_TRAINING = (*WITHOUT_TEXT, "picture")  # train_models trains nothing for them
 
 
@@ -49,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     path.add_argument(
         "--vocab-size",
-        dest="vocabulary",
         type=positive,
         metavar="N",
         help="of token files without FILE.json beside them",
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--tensorboard", action="store_true", help="log the training for tensorboard, in DIR/tensorboard")
     sizes = parser.add_argument_group("sizes (default: those of the preset)")
     for field in dataclasses.fields(Preset):
-        if field.name in ("data", "vocab_size", "schemes"):
+        if field.name not in SIZES:
             continue
         if field.name == "architecture":
             sizes.add_argument("--architecture", choices=ARCHITECTURES, default=argparse.SUPPRESS)
@@ -134,7 +134,7 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
     device, ranks = options.device(args.device), distributed.ranks()
     if ranks.world > 1:
         device = distributed.own_device(device)
-    asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Preset) if hasattr(args, field.name)}
+    asked = {name: getattr(args, name) for name in SIZES if hasattr(args, name)}
     chosen = asked.get("seeds") if isinstance(asked.get("seeds"), tuple) else ()
     if chosen and args.seed is not None:
         raise BadInput("--seed: --seeds already lists the seeds; give only one of them")
@@ -187,7 +187,7 @@ def _devices(device: torch.device, ranks: Ranks) -> tuple[torch.device, ...]:
 
 def _check(preset: Preset, args: argparse.Namespace) -> None:
     """Raises BadInput for sizes that cannot be used."""
-    if args.vocabulary and not args.tokens:
+    if args.vocab_size and not args.tokens:
         raise BadInput("--vocab-size: expected only with --tokens; without, a token is a byte")
     if preset.train_length < 64 or preset.train_length % 8:
         raise BadInput(f"--train-length: expected a multiple of 8 of at least 64, got {preset.train_length}")
@@ -211,7 +211,7 @@ def _check(preset: Preset, args: argparse.Namespace) -> None:
 def _corpus(args: argparse.Namespace, preset: Preset) -> data.Corpus | tokens.TokenCorpus | None:
     window = LONGEST * preset.train_length + 1
     if args.tokens:
-        return tokens.from_files(args.tokens, args.vocabulary, window)
+        return tokens.from_files(args.tokens, args.vocab_size, window)
     if preset.reads_text:
         return data.from_paths(args.text, window) if args.text else data.standard_library(window)
     if args.text:

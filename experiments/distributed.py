@@ -45,9 +45,9 @@ def group(device: torch.device) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def first_says(value, among: Ranks):
-    """The value of rank 0, on all ranks."""
-    if among.world == 1:
+def first_says(value):
+    """The value of rank 0, on all ranks of the group; the value itself outside a group."""
+    if not distributed.is_initialized():
         return value
     holder = [value]
     distributed.broadcast_object_list(holder)

@@ -59,8 +59,7 @@ def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) 
             for trained, length in dict.fromkeys(wanted)
             for seed in run.seeds
             if not run.model_path(trained, length, seed).exists()
-        ],
-        run.ranks,
+        ]
     )
     if not missing:
         return

@@ -83,9 +83,7 @@ def train(
     device = next(model.parameters()).device
     if config.batch_size < ranks.world:
         raise ValueError(f"batch_size: expected at least {ranks.world}, a row for each rank, got {config.batch_size}")
-    replica = None
-    if ranks.world > 1:
-        replica = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    replica = torch.nn.parallel.DistributedDataParallel(model) if ranks.world > 1 else None
     forward = torch.compile(replica or model) if config.compile else replica or model
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
