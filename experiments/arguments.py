@@ -15,14 +15,14 @@ from flashrope.demo import data, options
 from flashrope.demo.options import MAX_THREADS, BadInput, cores, need, positive
 from flashrope.demo.train import Ranks
 
-from . import distributed, export, tables, tasks, tokenizing, tokens
+from . import distributed, estimate, export, tables, tasks, tokenizing, tokens
 from .measuring import Cell
 from .presets import PRESETS, TEXT, Preset
 from .registry import EXPERIMENTS, Experiment
 from .runs import LONGEST, Run
 from .zoo import ARCHITECTURES, Defaults, Scheme, scheme
 
-TOOLS = {"tokenize": tokenizing, "export": export}  # commands with arguments of their own
+TOOLS = {"tokenize": tokenizing, "export": export, "estimate": estimate}  # commands with arguments of their own
 DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
 WITHOUT_TEXT = ("positions", "frequencies")  # experiments that train and read nothing
 SIZES = [field.name for field in dataclasses.fields(Preset) if field.name not in ("data", "vocab_size", "schemes")]

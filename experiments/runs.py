@@ -164,6 +164,13 @@ def revision() -> str:
         return "unknown"
 
 
+def in_units(text: str, folder: Path) -> str:
+    """A text that speaks of bytes, for the results of an experiment in ``folder``: of tokens if its run read those."""
+    settings = folder.parent / "settings.json"
+    read = json.loads(settings.read_text(encoding="utf-8")).get("text") if settings.exists() else None
+    return text.replace("byte", "token") if read and "vocab_size" in read else text
+
+
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
     shown = ([f"{value:.6g}" if isinstance(value, float) else value for value in row] for row in rows)
     files.write(path, files.csv_text(columns, shown))
