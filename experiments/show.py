@@ -89,7 +89,8 @@ def _panels(name: str, rows: Rows, task: str) -> list[Panel]:
     panels = [panel(title, families) for title, families in groups.items()]
     if len(others) > 1:
         panels.append(panel("others", others))
-    return [each for each in panels if [line for line in each.lines if line.scheme != measured.get("rope")]]
+    kept = [each for each in panels if [line for line in each.lines if line.scheme != measured.get("rope")]]
+    return kept or [Panel("", [Line(scheme, task) for scheme in measured.values()])]  # RoPE alone
 
 
 def _draw_copying(folder: Path, name: str, task: str, rows: Rows, train_length: int) -> None:

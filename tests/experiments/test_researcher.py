@@ -156,9 +156,7 @@ def test_tokenize_writes_the_tokens_of_every_text(tokenized, texts):
     found = array.array("H", tokenized.read_bytes()).tolist()
     assert len(found) == record["tokens"] and found.count(record["separator"]) == 20
     decoded = tokenizer.decode(found, skip_special_tokens=False).split("<|endoftext|>")
-    assert decoded[:-1] == [path.read_text() for path in map(Path, sorted(data.read_texts([texts])))] or sorted(
-        decoded[:-1]
-    ) == sorted(data.read_texts([texts]).values())
+    assert decoded[:-1] == list(data.read_texts([texts]).values())
 
 
 def test_perplexity_of_token_models_and_their_log(tokenized, tmp_path):
@@ -325,7 +323,7 @@ def curve(out):
 
 @pytest.mark.slow
 def test_torchrun_trains_the_same_model(texts, tmp_path):
-    """Five rows over two processes, in micro-batches of two; also after an interruption."""
+    """Five rows over two processes, in micro-batches of two."""
     from experiments.training import load_model
 
     asked = [*SMALL, "--text", str(texts), "--steps", "20", "--schemes", "rope,kerple"]
