@@ -15,7 +15,7 @@ from flashrope.demo.files import replacing
 from .looks import label, look
 from .statistics import Interval, interval, values_at
 
-MAX_LINES = 8
+MAX_LINES, MAX_TICKS = 8, 7
 WIDTH, DPI = 8.3, 150  # inches: 830 pixels of a page are 100 to the inch, and the file has half as many again
 COLOURS_OF_A_FILE = 255
 DASHED, DOTTED = (0, (4, 2)), (0, (1, 1.2))
@@ -156,7 +156,11 @@ def _panel(axes, panel: Panel, rows: Rows, train_length: int, log: bool, x_label
         axes.axhline(interval(list(of.values())).mean, color="0.6", linewidth=1, linestyle=":", zorder=0)
     axes.set_xscale("log", base=2)
     places = sorted({x for line in panel.lines for x in _places(rows, line)})
-    axes.set_xticks(places, [f"{x / train_length:g}" for x in places])
+    if len(places) > MAX_TICKS:
+        ticks = [x for x in places if math.log2(x / places[0]) % 1 == 0]
+    else:
+        ticks = places
+    axes.set_xticks(ticks, [f"{x / train_length:g}" for x in ticks])
     axes.minorticks_off()
     axes.set_xlim(places[0] * 0.88, places[-1] * (places[-1] / places[0]) ** 0.55)  # room for the names
     title_of(axes, panel.title)
@@ -201,7 +205,14 @@ def name_ends(axes, ends: list[tuple[float, float, str, str]], log: bool, offset
             color=colour,
             fontsize=SMALL,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 4,
+                "relpos": (0, 0.5),
+            },
         )
 
 

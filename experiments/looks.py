@@ -43,7 +43,7 @@ NAMES = {
     "logn": "log n",
     "dagger": "log n†",
 }
-# A change of a window or factor keeps the look; so does log n in training (+logn), which no figure shows beside log n†.
+# A change of a window or factor keeps the look. What is not here with log n has the look that it has without.
 LOOKS = {
     "rope": (BLACK, "o"),
     "rope+dagger": (GREY, "o"),
@@ -55,6 +55,7 @@ LOOKS = {
     "hope+yarn": (YELLOW, "P"),
     "rerope": (BLUE, "^"),
     "rerope+dagger": (SKY, "v"),
+    "rerope+logn": (DARK, "v"),
     "leaky-rerope": (GREEN, "<"),
     "leaky-rerope+dagger": (GREEN, ">"),
     "inv-leaky": (PINK, "<"),
@@ -109,5 +110,5 @@ def scheme_of(name: str) -> str | None:
 
 def look(scheme: str) -> tuple[str, str]:
     """(colour, marker)."""
-    name = family(scheme).replace("+logn", "+dagger")
-    return LOOKS.get(name) or LOOKS.get(name.removesuffix("+dagger")) or (DARK, ".")
+    name = family(scheme)
+    return LOOKS.get(name) or LOOKS.get(name.partition("+logn")[0].partition("+dagger")[0]) or (DARK, ".")

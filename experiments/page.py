@@ -32,6 +32,7 @@ from .statistics import (
     SHOWN,
     UNJUDGED,
     UNSHOWN,
+    Comparison,
     Interval,
     interval,
     outcome,
@@ -42,6 +43,8 @@ from .statistics import (
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "experiments"
 TEMPLATE = Path(__file__).with_name("page.md")
+FIELD = re.compile(r"\{\{((?:[^{}]|\{[wL]\d+\})+)\}\}")  # arguments may have a {w256}
+LEFT_OUT = ("curves.csv",)  # the points of every pattern, a megabyte; the command writes them again
 REBUILD = "python tools/experiments_page.py"
 
 
@@ -55,6 +58,7 @@ class Claim:
     second: tuple[str, str]
     sign: int
     multiples: tuple[float, ...]
+    second_multiple: float | None = None
 
 
 def _claim(words: str, experiment: str, first: str, second: str, task: str, sign: int, *multiples: float) -> Claim:
@@ -107,7 +111,15 @@ CLAIMS = {
         ),
         _claim("has a lower perplexity than RoPE", "perplexity", "rerope{w256}", "rope", "perplexity", LOWER, 2, 4, 8),
         _claim("has a lower loss than RoPE", "loss", "rerope{w256}", "rope", "loss", LOWER, 2, 4, 8),
-        _claim("has a lower loss than YaRN", "loss", "rerope{w256}+dagger", "yarn-s8", "loss", LOWER, 2, 4, 8),
+        Claim(
+            "with log n has a lower loss on more text than RoPE at the training length",
+            "loss",
+            ("rerope{w256}+dagger", "loss"),
+            ("rope", "loss"),
+            LOWER,
+            (8,),
+            second_multiple=1,
+        ),
         Claim(
             "with log n uses far context: its loss is lower on repeated text",
             "loss",
@@ -118,6 +130,11 @@ CLAIMS = {
         ),
     ),
 }
+
+
+VERDICTS = (SHOWN, UNSHOWN, AGAINST, UNJUDGED)
+STATUSES = {SHOWN: "supported", UNSHOWN: "not shown", AGAINST: "contradicted", UNJUDGED: "not judged"}
+HEADS = ("supported", "supported in part", "not shown", "contradicted", "not judged", "not measured")
 
 
 # ---- the results
@@ -149,10 +166,13 @@ def measured(name: str, scheme: str, task: str, multiple: str) -> Interval:
     return interval(list(found.values()))
 
 
-def declared(name: str, first: tuple[str, str], second: tuple[str, str]) -> list[tuple[float, Interval]]:
-    """(multiple, difference) of the declared differences of two measurements."""
-    wanted = [each for each in EXPERIMENTS[name].compares if (each.first, each.second) == (first, second)]
-    return [(each.multiple, found) for each, found in tables.judge(name, wanted, results(name)[0], unit(name))]
+def declared(
+    name: str, first: tuple[str, str], second: tuple[str, str], second_multiple: float | None = None
+) -> list[tuple[Comparison, Interval]]:
+    """The declared differences of two measurements, by length."""
+    asked = (first, second, second_multiple)
+    wanted = [each for each in EXPERIMENTS[name].compares if (each.first, each.second, each.second_multiple) == asked]
+    return sorted(tables.judge(wanted, results(name)[0], unit(name), name), key=lambda found: found[0].multiple)
 
 
 # ---- fields
@@ -166,44 +186,77 @@ def level(name: str, scheme: str, task: str, multiple: str) -> str:
     return measured(name, scheme, task, multiple).level
 
 
-def levels(name: str, scheme: str, task: str) -> str:
-    """By length, from the training length on: 92.1 ± 0.3, 80 ± 1, 2 ± 1 and 1 ± 1."""
+def levels(name: str, task: str, *schemes: str) -> str:
+    """A table: means and intervals of these schemes by length."""
     rows, length = results(name)[0], unit(name)
-    scheme = tables.resolve(scheme, length)[0]
-    places = sorted({float(row["at"]) for row in rows if (row["scheme"], row["task"]) == (scheme, task)})
-    return _and([interval(list(values_at(rows, scheme, task, at).values())).level for at in places if at >= length])
+    names = [tables.resolve(scheme, length)[0] for scheme in schemes]
+    places = sorted({float(row["at"]) for row in rows if row["task"] == task and row["scheme"] in names})
+    lines = [_line(["length / L", *(f"{at / length:g}" for at in places)]), "|---|" + "---:|" * len(places)]
+    for scheme in names:
+        values = [list(values_at(rows, scheme, task, at).values()) for at in places]
+        lines.append(_line([label(scheme), *(interval(value).level if value else "–" for value in values)]))
+    return "\n".join(lines)
 
 
-def differences(name: str, first: str, second: str, task: str, other: str = "") -> str:
-    """+5.2 (+1.0 to +9.4) at 2 times the training length; ... in words, by length."""
-    found = declared(name, (first, task), (second, other or task))
-    if not found:
-        raise KeyError(f"{name}: no declared difference of {first} and {second} by {task}")
-    parts = [f"{each} at {multiple:g} ({verdict(each)})" for multiple, each in found]
-    return "; ".join(parts)
+def differences(name: str, *pairs: str) -> str:
+    """A table: declared differences by length, those that count in bold. Each pair is TASK:FIRST-SECOND as
+    task:first/second or task/task:first/second."""
+    found = {}
+    for pair in pairs:
+        task, _, schemes = pair.partition(":")
+        (first, second), (one, _, other) = schemes.split("/"), task.partition("/")
+        by_length = {
+            each.multiple: (each, value) for each, value in declared(name, (first, one), (second, other or one))
+        }
+        if not by_length:
+            raise KeyError(f"{name}: no declared difference {pair}")
+        words = f"{_name(name, first)} − {_name(name, second)}" if first != second else _name(name, first)
+        found[words] = by_length
+    places = sorted({multiple for by_length in found.values() for multiple in by_length})
+    lines = [_line(["length / L", *(f"{at:g}" for at in places)]), "|---|" + "---:|" * len(places)]
+    for words, by_length in found.items():
+        lines.append(_line([words, *(_difference(*by_length[at]) if at in by_length else "" for at in places)]))
+    return "\n".join(lines)
+
+
+def _difference(each: Comparison, found: Interval) -> str:
+    against = ", against expectation" if each.expected and outcome(found, each.expected) == AGAINST else ""
+    return f"**{found}**{against}" if found.excludes_zero else str(found)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _name(name: str, scheme: str) -> str:
+    return label(tables.resolve(scheme, unit(name))[0])
 
 
 def said(name: str, first: str, second: str, task: str, other: str = "") -> str:
     """The verdicts of the declared differences by length: higher at 2 and 4, no difference shown at 8."""
     found: dict[str, list[str]] = {}
-    for multiple, each in declared(name, (first, task), (second, other or task)):
-        found.setdefault(verdict(each), []).append(f"{multiple:g}")
+    for each, value in declared(name, (first, task), (second, other or task)):
+        found.setdefault(verdict(value), []).append(f"{each.multiple:g}")
     return "; ".join(f"{words} at {_and(multiples)}" for words, multiples in found.items())
 
 
 def summary(name: str) -> str:
     """How many of the declared differences came out how, and the list of those against expectation."""
-    found = tables.judge(name, EXPERIMENTS[name].compares, results(name)[0], unit(name))
+    found = tables.judge(EXPERIMENTS[name].compares, results(name)[0], unit(name), name)
     parts = []
-    if expected := [(each, outcome(value, each.expected)) for each, value in found if each.expected]:
+    expected = [(each, outcome(value, each.expected)) for each, value in found if each.expected]
+    if expected:
         counts = _counts([said for _, said in expected], (SHOWN, UNSHOWN, AGAINST, UNJUDGED))
         parts.append(f"Of the {len(expected)} declared differences of which the papers say the direction: {counts}.")
-    if against := [each for each, said in expected if said == AGAINST]:
-        listed = "; ".join(
-            f"{_shown(name, each.first)} and {_shown(name, each.second)} at {each.multiple:g}" for each in against
-        )
+    against: dict[str, list[str]] = {}
+    for each, said in expected:
+        if said == AGAINST:
+            against.setdefault(_pair(name, each), []).append(f"{each.multiple:g}")
+    if against:
+        listed = "; ".join(f"{pair} at {_and(multiples)}" for pair, multiples in against.items())
         parts.append(f"Against expectation: {listed}.")
-    if others := [verdict(value).partition(":")[0] for each, value in found if not each.expected]:
+    others = [verdict(value).partition(":")[0] for each, value in found if not each.expected]
+    if others:
         counts = _counts(others, ("higher", "lower", UNSHOWN, UNJUDGED))
         parts.append(f"Of the {len(others)} others the first is: {counts}.")
     return " ".join(parts)
@@ -213,8 +266,9 @@ def _counts(said: Sequence[str], words: Sequence[str]) -> str:
     return _and([f"{said.count(each)} {each}" for each in words if each in said])
 
 
-def _shown(name: str, place: tuple[str, str]) -> str:
-    return f"{label(tables.resolve(place[0], unit(name))[0], numbers=True)} ({place[1]})"
+def _pair(name: str, each: Comparison) -> str:
+    (first, task), (second, other) = ((_name(name, scheme), task) for scheme, task in (each.first, each.second))
+    return f"{first}, {task} and {other}" if first == second else f"{first} and {second} ({task})"
 
 
 def made(name: str) -> str:
@@ -229,13 +283,25 @@ def made(name: str) -> str:
     )
 
 
-def parameters(name: str) -> str:
-    """Of a model, in millions."""
-    sizes = results(name)[1]["settings"]
-    config = ModelConfig(*(sizes[field] for field in ("width", "layers", "heads", "mlp_width", "vocab_size")))
+def sizes() -> str:
+    """Of the models of all claims: 110,000 to 450,000 parameters, trained on 64 to 256 bytes or letters."""
+    names = {claim.experiment for every in CLAIMS.values() for claim in every if has(claim.experiment)}
+    counts, lengths = [parameters(name) for name in names], [unit(name) for name in names]
+    return f"{_span(counts)} parameters, trained on samples of {_span(lengths)} bytes or letters"
+
+
+def _span(values: Sequence[int]) -> str:
+    low, high = (min(values), max(values)) if values else (0, 0)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def parameters(name: str) -> int:
+    """Of a RoPE model, to two digits."""
+    settings = results(name)[1]["settings"]
+    config = ModelConfig(*(settings[field] for field in ("width", "layers", "heads", "mlp_width", "vocab_size")))
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in LanguageModel(config).parameters())
-    return f"{count / 1e6:.1g}"
+    return int(float(f"{count:.2g}"))
 
 
 def setting(name: str, field: str) -> str:
@@ -266,29 +332,25 @@ def _claims_of(method: str, every: Sequence[Claim]) -> str:
     for claim in every:
         status, words = judged_claim(claim)
         found.setdefault(status, []).append(words)
-    heads = ("supported", "supported in part", "not shown", "contradicted", "not judged", "not measured")
-    parts = [f"**{head}**: {'; '.join(found[head])}" for head in heads if head in found]
+    parts = [f"**{head}**: {'; '.join(found[head])}" for head in HEADS if head in found]
     return f"**{method}**. " + ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 
 
 def judged_claim(claim: Claim) -> tuple[str, str]:
-    """("supported", "copies more than RoPE (copying, at 2 and 4 times the training length)"), for example."""
+    """("supported", "copies more than RoPE (copying: as expected at 2 and 4)"), for example."""
     if not has(claim.experiment):
         return "not measured", f"{claim.words} ({claim.experiment})"
     by_outcome: dict[str, list[str]] = {}
-    for multiple, found in declared(claim.experiment, claim.first, claim.second):
-        if multiple in claim.multiples:
-            by_outcome.setdefault(outcome(found, claim.sign), []).append(f"{multiple:g}")
-    if not by_outcome:
-        return "not measured", f"{claim.words} ({claim.experiment})"
-    at = "; ".join(f"{words} at {_and(multiples)}" for words, multiples in by_outcome.items())
-    link = f"[{claim.experiment}](#{claim.experiment})"
-    if by_outcome.keys() == {SHOWN}:
-        return "supported", f"{claim.words} ({link}, at {_and(by_outcome[SHOWN])} times the training length)"
-    status = "contradicted" if AGAINST in by_outcome else "supported in part" if SHOWN in by_outcome else "not shown"
+    for each, found in declared(claim.experiment, claim.first, claim.second, claim.second_multiple):
+        if each.multiple in claim.multiples:
+            by_outcome.setdefault(outcome(found, claim.sign), []).append(f"{each.multiple:g}")
+    at = "; ".join(f"{words} at {_and(by_outcome[words])}" for words in VERDICTS if words in by_outcome)
+    words = f"{claim.words} ([{claim.experiment}](#{claim.experiment}): {at})"
     if UNJUDGED in by_outcome:
-        status = "not judged"
-    return status, f"{claim.words} ({link}, {at} times the training length)"
+        return "not judged", words
+    if SHOWN in by_outcome and len(by_outcome) > 1:
+        return "supported in part", words
+    return next(STATUSES[each] for each in (AGAINST, UNSHOWN, SHOWN) if each in by_outcome), words
 
 
 def _and(parts: Sequence[str]) -> str:
@@ -297,7 +359,7 @@ def _and(parts: Sequence[str]) -> str:
 
 FIELDS: dict[str, Callable[..., str]] = {
     field.__name__: field
-    for field in (mean, level, levels, differences, said, summary, made, parameters, setting, constant, claims, rebuild)
+    for field in (mean, level, levels, differences, said, summary, made, sizes, setting, constant, claims, rebuild)
 }
 
 
@@ -308,7 +370,7 @@ def render() -> str:
     """The page's text."""
     results.cache_clear()
     text = re.sub(r"<!-- if (\S+) -->\n(.*?)<!-- end -->\n", _chosen, TEMPLATE.read_text(encoding="utf-8"), flags=re.S)
-    return re.sub(r"\{\{(.+?)\}\}", lambda match: _field(match[1]), text, flags=re.S)
+    return FIELD.sub(lambda match: _field(match[1]), text)
 
 
 def _chosen(match: re.Match) -> str:
@@ -328,10 +390,11 @@ def publish(run: Path) -> list[str]:
         target = FOLDER / name
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
-        drawn = () if EXPERIMENTS[name].measures else ("*.png",)
+        drawn = () if EXPERIMENTS[name].measures else ("*.png", "table.md")
         for pattern in ("*.csv", "results.json", *drawn):
             for path in (run / name).glob(pattern):
-                shutil.copy(path, target)
+                if path.name not in LEFT_OUT:
+                    shutil.copy(path, target)
     if found and (run / "split.json").exists():
         preset = json.loads((run / "settings.json").read_text())["preset"]
         shutil.copy(run / "split.json", FOLDER / f"split-{preset}.json")

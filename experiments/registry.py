@@ -9,7 +9,9 @@ from pathlib import Path
 from flashrope.demo.workers import Workers
 
 from . import checkpoints
+from .digits import draw_digits
 from .drawn import draw_frequencies, draw_patterns, draw_pictures, draw_positions
+from .over_length import draw_over_length
 from .published import TABLES
 from .presets import COPYING, FEW_SHOT, PASSKEY, TEXT
 from .runs import Run
@@ -80,13 +82,17 @@ EXPERIMENTS = {
             "hope-ab1",
             "hope-ab2",
             "hope-ab3",
+            "p-rope",
             "inv-leaky",
             "rerope",
             "leaky-rerope",
             "hfwa",
+            "randomized",
             "alibi",
             "kerple",
             "fire",
+            "t5",
+            "sandwich",
             "learned",
             "sinusoidal",
             "integer",
@@ -224,6 +230,10 @@ EXPERIMENTS = {
         "attention patterns, contributions and variance accounted for (HoPE, figures 1, 2, 5, 6, 7)",
         function=draw_patterns,
     ),
+    "positions-over-length": Experiment(
+        "loss by position in windows of 8 times the training length", function=draw_over_length
+    ),
+    "digits": Experiment("numbers by their digits, extrapolated, interpolated, in a larger base", function=draw_digits),
     "positions": Experiment("the distances seen under each scheme; trains nothing", function=draw_positions),
     "frequencies": Experiment("the frequency tables of all schemes; trains nothing", function=draw_frequencies),
     "picture": Experiment("n-dimensional RoPE on small pictures", function=draw_pictures),

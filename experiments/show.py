@@ -23,7 +23,7 @@ PERCENT = {
 }
 FINER = {"passkey": "passkey-digits"}  # the second measure of a task, which gives credit for partly correct answers
 # The lines of a panel, by family; those that were not measured are left out.
-AFTER_TRAINING = ("rope", "pi", "ntk-aware", "yarn", "rerope", "leaky-rerope", "rerope+dagger", "leaky-rerope+dagger")
+AFTER_TRAINING = ("rope", "pi", "ntk-aware", "yarn", "rerope", "rerope+dagger", "rerope+logn", "leaky-rerope")
 TRAINED_WITH = ("rope", "hope", "hope+pi", "hope+yarn", "alibi", "kerple", "fire", "nope")
 ROTARY = ("rope", "hope", "p-rope", "randomized", "hfwa", "inv-leaky", "rerope", "leaky-rerope")
 REST = ("rope", "hope-ab1", "hope-ab2", "hope-ab3", "cope", "gau", "nope", "rope+dagger")

@@ -143,7 +143,7 @@ def markdown(table: Published, rows: Rows, train_length: int) -> str:
 
 
 def judge(
-    name: str, compares: Sequence[Comparison], rows: Rows, train_length: int
+    compares: Sequence[Comparison], rows: Rows, train_length: int, name: str = ""
 ) -> list[tuple[Comparison, Interval]]:
     """The declared differences of an experiment that were measured, with what the papers expect of them."""
     found = []
@@ -172,18 +172,20 @@ def in_the_papers(name: str, asked: Comparison) -> int:
     return 0
 
 
-def judged(name: str, compares: Sequence[Comparison], rows: Rows, train_length: int) -> str:
-    """The declared differences with their paired intervals, and what they show. Those against expectation are bold."""
+def judged(compares: Sequence[Comparison], rows: Rows, train_length: int, name: str = "") -> str:
+    """The declared differences with their paired intervals, and what they show; those against expectation in bold.
+    name: of the experiment, whose tables in the papers say what is expected."""
     lines = [
         "## Differences declared before the runs",
         "",
-        "First minus second, seed by seed, with the 95% interval of the mean (Student's t). A difference counts where "
-        f"the interval of at least {MIN_SEEDS} seeds excludes zero. Each interval stands for itself.",
+        "First minus second, seed by seed, in the unit of what is measured, with the 95% interval of the mean "
+        f"(Student's t). A difference counts where the interval of at least {MIN_SEEDS} seeds excludes zero. Each "
+        "interval stands for itself.",
         "",
         "| first | second | measured | length / training length | seeds | difference | |",
         "|---|---|---|---:|---:|---:|---|",
     ]
-    for each, found in judge(name, compares, rows, train_length):
+    for each, found in judge(compares, rows, train_length, name):
         (first, task), (second, other) = (
             (label(resolve(scheme, train_length)[0], numbers=True), task) for scheme, task in (each.first, each.second)
         )
@@ -224,7 +226,7 @@ def write(folder: Path, name: str, train_length: int, compares: Sequence[Compari
     rows = read_csv(folder / "results.csv")
     published = TABLES.get(name, ())
     shown = {column.task for table in published for column in table.columns}
-    parts = [judged(name, compares, rows, train_length)] if compares else []
+    parts = [judged(compares, rows, train_length, name)] if compares else []
     parts += [markdown(table, rows, train_length) for table in published]
     parts += [
         listed(rows, task, train_length) for task in dict.fromkeys(row["task"] for row in rows) if task not in shown

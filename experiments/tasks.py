@@ -19,6 +19,7 @@ from .zoo import Scheme, ZooModel
 
 PAPER_LENGTH = 512  # tokens; the training length in both papers
 MULTIPLES = (1, 2, 4, 8)  # of the training length
+IGNORED = -100  # a target that does not count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,15 @@ def need_disjoint(training: Iterable, evaluation: Iterable, what: str) -> None:
         )
 
 
+def asked_for(samples: Sequence[tuple[bytes, Sequence[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples of n + 1 bytes, and the places of the bytes asked for: (inputs, targets), int64 (count, n) each."""
+    whole = as_tokens([sample for sample, _ in samples])
+    targets = torch.full_like(whole, IGNORED)
+    for row, (_, places) in enumerate(samples):
+        targets[row, places] = whole[row, places]
+    return whole[:, :-1], targets[:, 1:]
+
+
 def repeated(windows: Sequence[bytes], unit: int, length: int) -> list[bytes]:
     """The first ``unit`` bytes of every window, repeated up to length + 1 bytes."""
     return [(window[:unit] * (length // unit + 2))[: length + 1] for window in windows]
@@ -77,7 +87,7 @@ def repeated(windows: Sequence[bytes], unit: int, length: int) -> list[bytes]:
 def measure_perplexity(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
     """Perplexity of the last unit / 2 bytes of unseen windows, by context length."""
     lengths = lengths_of(subject, multiples)
-    windows = _windows(subject, round(max(multiples) * subject.unit))
+    windows = windows_of(subject, round(max(multiples) * subject.unit))
     losses = loss_by_context(
         subject.model,
         subject.scheme.rotary,
@@ -94,7 +104,7 @@ def measure_accuracy(subject: Subject) -> list[Result]:
     """Next-token accuracy over all tokens of a window: as trained at the training length ("accuracy"), and under the
     scheme at MULTIPLES[-1] times that length, with repeating and with other text."""
     short, long = subject.unit, MULTIPLES[-1] * subject.unit
-    windows = _windows(subject, long)
+    windows = windows_of(subject, long)
     cases = [
         ("accuracy", short, [window[: short + 1] for window in windows]),
         ("accuracy-repeat", long, repeated(windows, short, long)),
@@ -123,7 +133,7 @@ def lengths_of(subject: Subject, multiples: Sequence[float]) -> list[int]:
     return [length for length in lengths if subject.can_read(length)]
 
 
-def _windows(subject: Subject, length: int) -> list[bytes]:
+def windows_of(subject: Subject, length: int) -> list[bytes]:
     windows = unseen_windows(subject.unseen, length + 1, subject.samples, subject.seed)
     if not windows:
         raise TextError(

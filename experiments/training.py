@@ -19,7 +19,7 @@ from flashrope.demo.workers import Workers
 
 from . import copying, few_shot, passkey, tasks
 from .distributed import first_says
-from .patterns import pattern, vaf
+from .patterns import frequent, pattern, repeated, vaf
 from .presets import COPYING, FEW_SHOT, PASSKEY, TEXT
 from .runs import Run, revision, write_csv
 from .tokens import TokenCorpus
@@ -130,12 +130,11 @@ def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) ->
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     steps = {max(run.preset.steps * tenth // 10, 1) for tenth in range(11)}
     rotary = scheme(trained, run.preset.config, length, run.defaults).training
+    tokens = repeated(list(frequent(run.corpus.train)), length)
 
     def observe(step: int, loss: float) -> None:
         if step in steps:
-            measured = pattern(
-                model, rotary, length, min(run.preset.samples, 64), seed, functools.partial(attention, impl=run.impl)
-            )
+            measured = pattern(model, rotary, tokens, functools.partial(attention, impl=run.impl))
             found[str(step)] = vaf(measured.mean_components, measured.mean_overall).tolist()
             files.write(path, json.dumps(found))
 
