@@ -53,7 +53,7 @@ def export(path: Path, out: Path) -> Path:
     elif model.config.vocab_size == BYTES:
         (out / TOKENIZER).write_text(json.dumps(byte_tokenizer()), encoding="utf-8")
     if (out / TOKENIZER).exists():
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     return out
 

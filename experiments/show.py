@@ -10,7 +10,7 @@ from .curves import DASHED, DOTTED, Line, Panel, draw, points
 from .encodings import ABSOLUTE, BIASES
 from .looks import family, label
 from .registry import EXPERIMENTS
-from .runs import read_csv
+from .runs import in_units, read_csv
 from .statistics import interval, values_at
 from .tasks import MULTIPLES
 
@@ -46,7 +46,7 @@ def _draw_by_length(folder: Path, name: str, task: str, rows: Rows, train_length
             if several
             else (_panels(name, chosen, drawn), train_length, "length / training length")
         )
-        y_label = PERCENT.get(drawn, "perplexity per byte")
+        y_label, x_label = (in_units(text, folder) for text in (PERCENT.get(drawn, "perplexity per byte"), x_label))
         draw(folder / f"{drawn}.png", panels, chosen, per, y_label, drawn not in PERCENT, x_label)
 
 
@@ -89,7 +89,8 @@ def _panels(name: str, rows: Rows, task: str) -> list[Panel]:
     panels = [panel(title, families) for title, families in groups.items()]
     if len(others) > 1:
         panels.append(panel("others", others))
-    return [each for each in panels if [line for line in each.lines if line.scheme != measured.get("rope")]]
+    kept = [each for each in panels if [line for line in each.lines if line.scheme != measured.get("rope")]]
+    return kept or [Panel("", [Line(scheme, task) for scheme in measured.values()])]  # RoPE alone
 
 
 def _draw_copying(folder: Path, name: str, task: str, rows: Rows, train_length: int) -> None:
@@ -124,7 +125,7 @@ def _draw_accuracy(folder: Path, name: str, task: str, rows: Rows, train_length:
         trained = values_at(rows, names[0], "accuracy", train_length)
         if trained:
             levels[title] = interval(list(trained.values())).mean
-    points(folder / "accuracy.png", groups, "bytes right (%)", levels)
+    points(folder / "accuracy.png", groups, in_units("bytes right (%)", folder), levels)
 
 
 def _draw_loss(folder: Path, name: str, task: str, rows: Rows, train_length: int) -> None:

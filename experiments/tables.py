@@ -13,7 +13,7 @@ from flashrope.demo import files
 
 from .looks import label
 from .published import LOWER, TABLES, Published
-from .runs import read_csv
+from .runs import in_units, read_csv
 from .statistics import (
     AGAINST,
     MIN_SEEDS,
@@ -231,7 +231,7 @@ def write(folder: Path, name: str, train_length: int, compares: Sequence[Compari
     parts += [
         listed(rows, task, train_length) for task in dict.fromkeys(row["task"] for row in rows) if task not in shown
     ]
-    text = "\n".join(parts)
+    text = in_units("\n".join(parts), folder)
     files.write(folder / "table.md", text)
     return text
 

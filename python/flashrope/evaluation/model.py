@@ -84,10 +84,14 @@ def check_causal(model, name: str) -> None:
 
 
 def _tokens(name: str, config) -> Tokens:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    beside = Path(name).with_name("tokenizer.json")  # of a model of the experiments
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        if Path(name).suffix == ".safetensors" and beside.exists():
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(beside))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name)
         first, second = (tokenizer.encode(text, add_special_tokens=False) for text in (" 12345", " 67890"))
         reason = "it knows no text" if first == second else ""  # transformers 5.0 makes one without a vocabulary
     except Exception as error:  # without a tokenizer, transformers raises one of half a dozen types
