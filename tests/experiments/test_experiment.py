@@ -74,6 +74,8 @@ def test_writes_every_result(finished):
         "results.json",
         "perplexity.png",
         "table.md",
+        "training.csv",
+        "training.png",
     }
     found = rows(finished / "perplexity/results.csv")
     places = {(row["scheme"], row["seed"], row["at"]) for row in found}
