@@ -26,7 +26,7 @@ TOOLS = {"tokenize": tokenizing, "export": export, "estimate": estimate}  # comm
 DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
 WITHOUT_TEXT = ("positions", "frequencies")  # experiments that train and read nothing
 SIZES = [field.name for field in dataclasses.fields(Preset) if field.name not in ("data", "vocab_size", "schemes")]
-OWN_TRAINING = (*WITHOUT_TEXT, "picture")  # train_models trains nothing for them
+OWN_TRAINING = (*WITHOUT_TEXT, "picture", "digits")  # train_models trains nothing for them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
