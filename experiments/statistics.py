@@ -57,7 +57,7 @@ class Interval:
         """A difference, with as many digits as its interval is worth."""
         if self.half is None:
             return f"{self.mean:+.3g} (one seed)"
-        digits = decimals(self.half or self.mean)
+        digits = decimals(self.half)
         low, high = self.mean - self.half, self.mean + self.half
         return f"{self.mean:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
 
@@ -68,7 +68,7 @@ class Interval:
             return significant(self.mean)
         if abs(self.mean) >= 1e4:
             return f"{self.mean:.2e} ± {self.half:.1e}"
-        digits = decimals(self.half or self.mean)
+        digits = decimals(self.half)
         return f"{self.mean:.{digits}f} ± {self.half:.{digits}f}"
 
 

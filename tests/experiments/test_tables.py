@@ -103,7 +103,7 @@ def test_markdown_keeps_the_papers_rows_and_figures():
     assert "| B | rerope-w32 | – / 30.00 | – / 40.00 | – / 35.10 |" in without
     one_seed = tables.markdown(TABLE, [r for r in ROWS if r["seed"] == "0"], 64)
     assert (
-        "| A | rope | 1.00 / 10.00 | 4.00 / 20.00 | 2.50 / 15.00 |" in one_seed
+        "| A | rope | 2.00 / 10.00 | 4.00 / 20.00 | 3.00 / 15.00 |" in one_seed
         and "one seed, so no interval" in one_seed
     )
 
