@@ -20,20 +20,19 @@ import torch
 
 from flashrope.demo.data import SEPARATOR, Corpus, TextError, as_tokens
 
-from .tasks import Result, Subject, lengths_of, need_disjoint
+from .tasks import Result, Subject, asked_for, lengths_of, need_disjoint
 
 SEPARATORS = {"sentence": b"", "question": b"?", "pair": b"|"}  # kinds: between the texts of an example, b"" for one
 SHOTS = 5
-NARROWEST, WIDEST = 8, 11  # bytes of a text
+NARROWEST, WIDEST = 8, 10  # bytes of a text
 MARK = b":"  # before a label, and nowhere else
 FILLER = b"Nothing is said here, these words only take up room.\n"
-LETTERS = b"abcdefghijklmnopqrstuvwxyz"
+LETTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MULTIPLES = (0.5, 1, 1.5, 2, 2.5)  # of the training length; 256 to 1280 at 512
-SHORTEST_PRACTICE = 128
-IGNORED = -100
+SHORTEST_PRACTICE = 72
 
 LABELS = [bytes(pair) for pair in itertools.combinations(LETTERS, 2)]
-ASKED_LABELS = sorted(random.Random("labels").sample(LABELS, len(LABELS) // 4))  # evaluation
+ASKED_LABELS = LABELS[::4]  # evaluation
 PRACTICE_LABELS = sorted(set(LABELS) - set(ASKED_LABELS))
 need_disjoint(PRACTICE_LABELS, ASKED_LABELS, "labels")
 
@@ -132,9 +131,10 @@ def prompt(
 
 def practice(texts: Sequence[bytes], length: int, rng: random.Random) -> tuple[bytes, list[int]]:
     """A sample of ``length`` + 1 bytes that ends with a label, and the places of the labels, without those before
-    which only one of the two had been seen. As many examples as fit, at most SHOTS."""
+    which only one of the two had been seen. SHOTS examples or more, as far as they fit."""
     kind, labels = rng.choice(list(SEPARATORS)), rng.choice(PRACTICE_LABELS)
-    shots = max(shots for shots in range(1, SHOTS + 1) if width(kind, shots) <= length)
+    fitting = (length - width(kind, 0)) // (width(kind, 1) - width(kind, 0))
+    shots = rng.randint(min(SHOTS, fitting), fitting)
     sample = prompt(kind, texts, labels, length, shots, length, rng) + bytes([rng.choice(labels)])
     places = [at + 1 for at, byte in enumerate(sample) if byte == MARK[0]]
     return sample, [at for n, at in enumerate(places) if len({sample[place] for place in places[:n]}) == 2]
@@ -152,12 +152,8 @@ def batches(
     while True:
         rng = random.Random(f"few-shot practice {seed} {step}")
         now = min(SHORTEST_PRACTICE + 2 * (step + 1) * (length - SHORTEST_PRACTICE) // steps, length)
-        samples = [practice(texts, now, rng) for _ in range(max(tokens // now, 1))]
-        whole = as_tokens([sample for sample, _ in samples])
-        targets = torch.full_like(whole, IGNORED)
-        for row, (_, places) in enumerate(samples):
-            targets[row, places] = whole[row, places]
-        yield whole[:, :-1].to(device), targets[:, 1:].to(device)
+        inputs, targets = asked_for([practice(texts, now, rng) for _ in range(max(tokens // now, 1))])
+        yield inputs.to(device), targets.to(device)
         step += 1
 
 

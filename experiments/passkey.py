@@ -15,13 +15,12 @@ import torch
 
 from flashrope.demo.data import Corpus, TextError, as_tokens
 
-from .tasks import MULTIPLES, Result, Subject, lengths_of, need_disjoint
+from .tasks import MULTIPLES, Result, Subject, asked_for, lengths_of, need_disjoint
 
 NEEDLE, QUESTION, DIGITS = b"\nThe key is %s.\n", b"\nThe key is ", 5
 NEEDLE_SIZE = len(NEEDLE) - len(b"%s") + DIGITS
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-SHORTEST_PRACTICE = 64
-IGNORED = -100
+SHORTEST_PRACTICE = 40
 
 _KEYS = random.Random("keys").sample(range(10**DIGITS), 10**DIGITS)
 ASKED_KEYS, PRACTICE_KEYS = _KEYS[: len(_KEYS) // 4], _KEYS[len(_KEYS) // 4 :]
@@ -47,11 +46,27 @@ def prompt(text: bytes, at: int, key: bytes) -> bytes:
 # ---- practice
 
 
+def practice(train: bytes, length: int, rng: random.Random) -> tuple[bytes, list[int]]:
+    """A sample of ``length`` + 1 bytes that ends with a key, and the places of the digits asked for.
+
+    Text with the needle at random places, at least twice; the last one ends with the sample. From the second on, the
+    digits are asked for.
+    """
+    most = (length + 1 + NEEDLE_SIZE - len(QUESTION) - DIGITS) // NEEDLE_SIZE
+    needles, key = rng.randint(2, most), digits(rng.choice(PRACTICE_KEYS))
+    size = length + 1 - (needles - 1) * NEEDLE_SIZE - len(QUESTION) - DIGITS
+    begin = rng.randrange(len(train) - size)
+    text, cuts = train[begin : begin + size], sorted(rng.randint(0, size) for _ in range(needles - 1))
+    parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, size], strict=True)]
+    ends = [sum(map(len, parts[: n + 1])) + n * NEEDLE_SIZE + len(QUESTION) for n in range(needles)]
+    places = [end + digit for end in ends[1:] for digit in range(DIGITS)]
+    return (NEEDLE % key).join(parts) + QUESTION + key, places
+
+
 def batches(
     corpus: Corpus, tokens: int, length: int, seed: int, steps: int, device: torch.device | str = "cpu", start: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches (inputs, targets) of about ``tokens`` bytes, starting with step ``start``; targets are the
-    digits of the answer.
+    """Endless batches (inputs, targets) of about ``tokens`` bytes, starting with step ``start``; digits are targets.
 
     Samples grow from SHORTEST_PRACTICE to ``length`` bytes in the first half of the steps. The batch of step n depends
     only on the seed and n.
@@ -60,14 +75,8 @@ def batches(
     while True:
         rng = random.Random(f"passkey practice {seed} {step}")
         now = min(SHORTEST_PRACTICE + 2 * (step + 1) * (length - SHORTEST_PRACTICE) // steps, length)
-        size, samples = room(now + 1 - DIGITS), []
-        for _ in range(max(tokens // now, 1)):
-            begin, key = rng.randrange(len(corpus.train) - size), digits(rng.choice(PRACTICE_KEYS))
-            samples.append(prompt(corpus.train[begin : begin + size], rng.randint(0, size), key) + key)
-        whole = as_tokens(samples)
-        targets = whole[:, 1:].clone()
-        targets[:, :-DIGITS] = IGNORED
-        yield whole[:, :-1].to(device), targets.to(device)
+        inputs, targets = asked_for([practice(corpus.train, now, rng) for _ in range(max(tokens // now, 1))])
+        yield inputs.to(device), targets.to(device)
         step += 1
 
 

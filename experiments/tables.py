@@ -133,7 +133,8 @@ def judged(compares: Sequence[Comparison], rows: list[dict[str, str]], train_len
     lines = [
         "## Differences declared before the runs",
         "",
-        "First minus second, seed by seed, in points, with the 95% interval of the mean (Student's t). A difference "
+        "First minus second, seed by seed, in percentage points or, of perplexities, in their unit, with the 95% "
+        "interval of the mean (Student's t). A difference "
         f"counts where the interval of at least {MIN_SEEDS} seeds excludes zero. Each interval stands for itself.",
         "",
         "| first | second | length / training length | seeds | difference | |",
@@ -150,14 +151,13 @@ def judged(compares: Sequence[Comparison], rows: list[dict[str, str]], train_len
 
 
 def write(folder: Path, name: str, train_length: int, compares: Sequence[Comparison] = ()) -> str | None:
-    """Write table.md of an experiment's folder from its results.csv. Returns its text; None if the papers have no
-    table."""
-    if name not in TABLES:
+    """Write table.md of an experiment's folder from its results.csv: the declared differences, then the papers' tables.
+    Returns its text; None if there are neither."""
+    if name not in TABLES and not compares:
         return None
     rows = read_csv(folder / "results.csv")
-    text = "\n".join(markdown(table, rows, train_length) for table in TABLES[name])
-    if compares:
-        text = f"{judged(compares, rows, train_length)}\n{text}"
+    parts = [judged(compares, rows, train_length)] if compares else []
+    text = "\n".join(parts + [markdown(table, rows, train_length) for table in TABLES.get(name, ())])
     if name in REDONE:
         text = f"{REDONE[name]}\n\n{text}"
     files.write(folder / "table.md", text)

@@ -18,6 +18,7 @@ from .zoo import Scheme, ZooModel
 
 PAPER_LENGTH = 512  # tokens; the training length in both papers
 MULTIPLES = (1, 2, 4, 8)  # of the training length
+IGNORED = -100  # a target that does not count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,15 @@ def need_disjoint(training: Iterable, evaluation: Iterable, what: str) -> None:
         raise AssertionError(
             f"{what}: expected none in both training and evaluation, got {len(shared)}, such as {min(shared)!r}"
         )
+
+
+def asked_for(samples: Sequence[tuple[bytes, Sequence[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples of n + 1 bytes, and the places of the bytes asked for: (inputs, targets), int64 (count, n) each."""
+    whole = as_tokens([sample for sample, _ in samples])
+    targets = torch.full_like(whole, IGNORED)
+    for row, (_, places) in enumerate(samples):
+        targets[row, places] = whole[row, places]
+    return whole[:, :-1], targets[:, 1:]
 
 
 def repeated(windows: Sequence[bytes], unit: int, length: int) -> list[bytes]:
