@@ -15,11 +15,11 @@ from flashrope.demo.data import as_tokens, unseen_windows
 from flashrope.demo.train import TrainConfig
 from flashrope.demo.workers import Workers
 
-from . import figures, picture
+from . import curves, figures, picture
 from .patterns import REPEATED, TEXT, Pattern, frequent, kinds, pattern, repeated, ripple, swing
 from .measuring import COLUMNS
 from .runs import Run, read_csv, write_csv
-from .statistics import Comparison
+from .statistics import Comparison, interval
 from .training import OBSERVED, load_model, observed, train_models
 from .tables import judged, resolve
 from .zoo import scheme
@@ -113,19 +113,11 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
     groups = {}
     for rows_, columns in picture.SHAPES:
         task = f"picture-{rows_}x{columns}"
-        values = {
-            name: [row[6] for row in kept["rows"] if row[0] == name and row[4] == task] for name in picture.ENCODINGS
+        groups[f"{rows_} x {columns}" + (", trained" if rows_ == columns == picture.SIDE else "")] = {
+            name: interval([row[6] for row in kept["rows"] if row[0] == name and row[4] == task])
+            for name in picture.ENCODINGS
         }
-        groups[f"{rows_} x {columns}" + (" (trained)" if rows_ == columns == picture.SIDE else "")] = [
-            figures.Series(name, [0], [sum(v) / len(v)], [min(v)], [max(v)]) for name, v in values.items()
-        ]
-    figures.bars(
-        folder / "picture.png",
-        "Predicting a neighbour's colour in pictures of other shapes",
-        "pixels predicted correctly (%); axial: two-dimensional RoPE; raster: RoPE in row order; nope: no positions",
-        picture.ENCODINGS,
-        groups,
-    )
+    curves.points(folder / "picture.png", groups, "pixels right (%)")
 
 
 # ---- patterns

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from flashrope.demo import files
-from flashrope.demo.figure import new_figure, save
 from flashrope.demo.workers import Workers
 
 from .by_position import BEFORE, TASK
-from .curves import LOOKS, NAMES, family
+from .curves import Line, Panel, draw
 from .measuring import COLUMNS, Cell, measure_cells
 from .runs import Run, read_csv, write_csv
-from .statistics import Comparison, interval, schemes, values_at
+from .statistics import Comparison, schemes
 from .tables import judged, resolve
 from .training import train_models
 from .zoo import scheme
@@ -37,39 +35,7 @@ def draw_over_length(run: Run, workers: Workers, folder: Path) -> None:
     write_csv(folder / "results.csv", COLUMNS, measure_cells(run, workers, folder, cells))
     rows = read_csv(folder / "results.csv")
     files.write(folder / "table.md", judged(COMPARES, rows, run.unit))
-    _draw(folder / "loss-by-position.png", names, rows, run.unit)
-
-
-def _draw(path: Path, names: Sequence[str], rows: Sequence[dict[str, str]], unit: int) -> None:
-    figure = new_figure((8.3, 4.4))
-    axes = figure.subplots()
-    at = sorted({float(row["at"]) for row in rows if row["task"] == TASK})
-    for name in names:
-        found = [interval(list(values_at(rows, name, TASK, x).values())) for x in at]
-        colour, marker = LOOKS[family(name)]
-        axes.errorbar(
-            [x / unit for x in at],
-            [each.mean for each in found],
-            [each.half or 0.0 for each in found],
-            color=colour,
-            marker=marker,
-            markersize=6,
-            linewidth=1.8,
-            capsize=3,
-        )
-        axes.annotate(
-            NAMES[family(name)],
-            (at[-1] / unit, found[-1].mean),
-            xytext=(8, 0),
-            textcoords="offset points",
-            color=colour,
-            fontsize=11,
-            va="center",
-        )
-    axes.axvline(1, color="0.6", linewidth=1, linestyle=":")
-    axes.set_xlim(0, 9.8 * at[-1] / unit / 8)
-    axes.set_xlabel("position / training length", fontsize=12)
-    axes.set_ylabel("loss (nats per byte)", fontsize=12)
-    axes.tick_params(labelsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    save(figure, path)
+    lines = [Line(name, TASK) for name in names]
+    panel = Panel("", lines, lines[0])
+    words = "position / training length"
+    draw(folder / "loss-by-position.png", [panel], rows, run.unit, "loss (nats per byte)", log=True, x_label=words)

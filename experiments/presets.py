@@ -26,6 +26,7 @@ class Preset:
         base: of the rotary frequencies.
         vocab_size: 256, bytes, for models that read text.
         architecture: "llama" or "gau" (gau.py).
+        schemes: those of the experiment perplexity, where they are not the experiment's own.
     """
 
     width: int
@@ -45,6 +46,7 @@ class Preset:
     base: float = 10_000.0
     vocab_size: int = 256
     architecture: str = "llama"
+    schemes: tuple[str, ...] = ()
 
     @property
     def reads_text(self) -> bool:
@@ -125,6 +127,19 @@ PRESETS = {
         base=200.0,
         vocab_size=copying.LETTERS,
     ),
+    "loss": Preset(
+        width=128,
+        layers=2,
+        heads=4,
+        train_length=256,
+        batch=8,
+        steps=800,
+        learning_rate=4e-3,
+        warmup=0.05,
+        samples=16,
+        seeds=8,
+        beta2=0.98,
+    ),
     "few-shot": Preset(
         width=64,
         layers=2,
@@ -155,17 +170,30 @@ PRESETS = {
         data=PASSKEY,
         base=200.0,
     ),
+    # 100 million bytes a model; six encodings are trained: rope, rope+logn, hope, alibi, kerple and nope
     "small": Preset(
-        width=320,
-        layers=8,
-        heads=5,
+        width=256,
+        layers=4,
+        heads=4,
         train_length=512,
         batch=64,
-        steps=20_000,
+        steps=3052,
         learning_rate=1e-3,
         warmup=0.05,
-        samples=500,
+        samples=200,
         seeds=3,
+        schemes=(
+            "rope",
+            "yarn-s8",
+            "rerope{w256}",
+            "rerope{w256}+dagger",
+            "rerope{w256}+logn",
+            "hope",
+            "hope+yarn-s8",
+            "alibi",
+            "kerple",
+            "nope",
+        ),
     ),
     # HoPE's appendix A; bytes instead of its 32,000 tokens, bfloat16 instead of float16
     "125m": Preset(

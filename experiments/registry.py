@@ -8,13 +8,14 @@ from pathlib import Path
 
 from flashrope.demo.workers import Workers
 
+from . import checkpoints
 from .digits import draw_digits
 from .drawn import draw_frequencies, draw_patterns, draw_pictures, draw_positions
 from .over_length import draw_over_length
 from .published import TABLES
 from .presets import COPYING, FEW_SHOT, PASSKEY, TEXT
 from .runs import Run
-from .statistics import Comparison, schemes
+from .statistics import HIGHER, LOWER, Comparison, schemes
 
 Measures = tuple[tuple[str, tuple[float, ...] | None], ...]
 
@@ -64,11 +65,13 @@ EXPERIMENTS = {
         ),
         (("perplexity", None),),
         compares=(
-            *schemes("hope", "rope", "perplexity", 1, 2, 4, 8),
-            *schemes("hope+yarn-s8", "yarn-s8", "perplexity", 2, 4, 8),
+            *schemes("hope", "rope", "perplexity", 1),
+            *schemes("hope", "rope", "perplexity", 2, 4, 8, expected=LOWER),
+            *schemes("hope+yarn-s8", "yarn-s8", "perplexity", 2, 4, 8, expected=LOWER),
             *schemes("hope", "kerple", "perplexity", 8),
-            *schemes("rerope{w256}", "rope", "perplexity", 1, 2, 4, 8),
-            *schemes("rerope{w256}+dagger", "rerope{w256}", "perplexity", 2, 4, 8),
+            *schemes("rerope{w256}", "rope", "perplexity", 1),
+            *schemes("rerope{w256}", "rope", "perplexity", 2, 4, 8, expected=LOWER),
+            *schemes("rerope{w256}+dagger", "rerope{w256}", "perplexity", 2, 4, 8, expected=LOWER),
         ),
     ),
     "zoo": Experiment(
@@ -104,11 +107,12 @@ EXPERIMENTS = {
         (("copying", None),),
         data=COPYING,
         compares=(
-            *schemes("hope", "rope", "copying-by-length", 1, 2, 4, 8),
-            *schemes("hope", "kerple", "copying-by-length", 2, 4),
-            *schemes("hope+yarn-s2", "yarn-s2", "copying-by-length", 2),
-            *schemes("rerope{w256}", "rope", "copying-by-length", 1, 2, 4, 8),
-            *schemes("rerope{w256}+dagger", "rerope{w256}", "copying-by-length", 2, 4, 8),
+            *schemes("hope", "rope", "copying-by-length", 1, 2, 4, 8, expected=HIGHER),
+            *schemes("hope", "kerple", "copying-by-length", 2, 4, expected=HIGHER),
+            *schemes("hope+yarn-s2", "yarn-s2", "copying-by-length", 2, expected=HIGHER),
+            *schemes("rerope{w256}", "rope", "copying-by-length", 1),
+            *schemes("rerope{w256}", "rope", "copying-by-length", 2, 4, 8, expected=HIGHER),
+            *schemes("rerope{w256}+dagger", "rerope{w256}", "copying-by-length", 2, 4, 8, expected=HIGHER),
             *(
                 Comparison((name, "copying-control"), (name, "copying-by-length"), 1)
                 for name in ("rope", "hope", "rerope{w256}")
@@ -142,7 +146,7 @@ EXPERIMENTS = {
         compares=tuple(
             comparison
             for part in (1, 2, 3)
-            for comparison in schemes("hope", f"hope-ab{part}", "copying-by-length", 2, 4)
+            for comparison in schemes("hope", f"hope-ab{part}", "copying-by-length", 2, 4, expected=HIGHER)
         ),
     ),
     "lengths": Experiment(
@@ -215,6 +219,12 @@ EXPERIMENTS = {
                 for name in ("rope", "hope", "rerope{w256}")
             ),
         ),
+    ),
+    "loss": Experiment(
+        "loss by length of checkpoints, text and its repetition, under `flashrope loss` (ReRoPE)",
+        measures=(("loss", None),),
+        function=checkpoints.measure_checkpoints,
+        compares=tuple(checkpoints.compares()),
     ),
     "patterns": Experiment(
         "attention patterns, contributions and variance accounted for (HoPE, figures 1, 2, 5, 6, 7)",

@@ -14,6 +14,7 @@ from flashrope.demo.evaluate import loss_by_context
 from flashrope.demo.model import Attend
 from flashrope.demo.train import autocast
 
+from .tokens import TokenCorpus, TokenFile
 from .zoo import Scheme, ZooModel
 
 PAPER_LENGTH = 512  # tokens; the training length in both papers
@@ -141,17 +142,29 @@ def windows_of(subject: Subject, length: int) -> list[bytes]:
     return windows
 
 
+def reader(text: bytes | TokenFile) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function of int64 places in the text that returns what is there."""
+    if isinstance(text, TokenFile):
+        return text.at
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).__getitem__
+
+
 def batches(
-    corpus: Corpus, batch_size: int, length: int, seed: int, device: torch.device | str = "cpu", start: int = 0
+    corpus: Corpus | TokenCorpus,
+    batch_size: int,
+    length: int,
+    seed: int,
+    device: torch.device | str = "cpu",
+    start: int = 0,
 ) -> Iterator[torch.Tensor]:
     """Endless batches int64 (batch_size, length + 1) of windows of the training text, starting with step ``start``.
 
     The batch of step n depends only on the seed and n.
     """
-    text, offsets = torch.frombuffer(bytearray(corpus.train), dtype=torch.uint8), torch.arange(length + 1)
+    text, offsets = reader(corpus.train), torch.arange(length + 1)
     step = start
     while True:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        starts = torch.randint(len(text) - length, (batch_size, 1), generator=generator)
-        yield text[starts + offsets].to(device).long()
+        starts = torch.randint(len(corpus.train) - length, (batch_size, 1), generator=generator)
+        yield text(starts + offsets).to(device).long()
         step += 1
