@@ -58,7 +58,7 @@ def digits(numbers: torch.Tensor, conversion: str) -> torch.Tensor:
 
 
 def pairs(count: int, limit: int, gap: int | None, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers int64 (count, 2) below ``limit`` that differ by ``gap`` (None: by differences whose logarithm is uniform),
+    """Numbers int64 (count, 2) below ``limit`` that differ by ``gap`` (None: by anything, uniform in its logarithm),
     and whether the first is larger, bool (count,). For limits above TRAINED the larger number is at least TRAINED."""
     larger_at = torch.randint(2, (count,), generator=generator)
     if gap is None:
