@@ -156,7 +156,7 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
         sizes = ", ".join(f"{PATTERN_NAMES[name]} {swing(curve):.2f}" for name, curve in curves.items())
         return f"{title}; swing {sizes}", {PATTERN_NAMES[name]: curve.tolist() for name, curve in curves.items()}
 
-    note = f"trained on {unit} bytes; scores of the last query, mean of layers, heads and samples, first seed"
+    note = f"trained on {unit} bytes; mean of layers, heads and samples; first seed"
     titles = {REPEATED: "one byte repeated", TEXT: "unseen text"}
     figures.patterns(
         folder / "figure-1.png",
@@ -168,7 +168,7 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
     figures.patterns(
         folder / "figure-5.png",
         "Attention patterns of HoPE and RoPE",
-        note + "; dotted: training length",
+        note + "; dotted: that length",
         [
             panel(f"{title}, {place}", ("hope", "rope"), context, inputs)
             for inputs, title in titles.items()
