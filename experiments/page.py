@@ -44,7 +44,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "experiments"
 TEMPLATE = Path(__file__).with_name("page.md")
 FIELD = re.compile(r"\{\{((?:[^{}]|\{[wL]\d+\})+)\}\}")  # arguments may have a {w256}
-LEFT_OUT = ("curves.csv",)  # the points of every pattern, a megabyte; the command writes them again
+LEFT_OUT = ("curves.csv", "training.csv")  # points of figures, megabytes; the commands write them again
+TRAINING = "training.png"
 REBUILD = "python tools/experiments_page.py"
 
 
@@ -272,15 +273,21 @@ def _pair(name: str, each: Comparison) -> str:
 
 
 def made(name: str) -> str:
-    """The line under a figure: the command, and where and when it ran."""
-    record = results(name)[1]
-    seeds = record["seeds"]
-    preset = record["settings"]
-    return (
-        f"`{record['command']}` · {len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'} · {preset['layers']} layers of "
-        f"{preset['width']}, {preset['steps']:,} steps, training length {preset['train_length']} · "
-        f"{record['hardware']} · revision {record['revision'][:10]} · [results]({name}/results.csv)"
-    )
+    """The line under a figure: the command, and where it ran."""
+    record, preset = results(name)[1], results(name)[1]["settings"]
+    seeds = len(record["seeds"])
+    facts = [
+        f"`{record['command']}`",
+        "one seed" if seeds == 1 else f"{seeds} seeds",
+        f"{preset['layers']} layers of {preset['width']}, {preset['steps']:,} steps, training length "
+        f"{preset['train_length']}",
+        record["hardware"],
+        f"revision {record['revision'][:10]}",
+        f"[results]({name}/results.csv)",
+    ]
+    if (FOLDER / name / TRAINING).exists():
+        facts.append(f"[training curves]({name}/{TRAINING})")
+    return " · ".join(facts)
 
 
 def sizes() -> str:
@@ -390,7 +397,7 @@ def publish(run: Path) -> list[str]:
         target = FOLDER / name
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
-        drawn = () if EXPERIMENTS[name].measures else ("*.png", "table.md")
+        drawn = (TRAINING,) if EXPERIMENTS[name].measures else ("*.png", "table.md")
         for pattern in ("*.csv", "results.json", *drawn):
             for path in (run / name).glob(pattern):
                 if path.name not in LEFT_OUT:

@@ -15,9 +15,7 @@ from experiments.statistics import HIGHER, LOWER
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 2_000_000  # bytes of the folder
-NUMBERS_OF_PAPERS = (
-    r"tables? \d(?:(?:, \d)* and \d)?|figures? \d(?:(?:, \d)* and \d)?|section \d(?:\.\d)*|95%|AB\d|100 to 125 million"
-)
+NUMBERS_OF_PAPERS = r"tables? \d(?:(?:, \d)* and \d)?|figures? \d(?:(?:, \d)* and \d)?|section \d(?:\.\d)*|95%|AB\d|100 to 125 million|SST-2|Llama 2"
 
 
 def published(folder, **values):
