@@ -110,9 +110,9 @@ def experiments_of(args: argparse.Namespace) -> list[str]:
     known = [*EXPERIMENTS, "all", *DERIVED, *TOOLS]
     if args.name not in known:
         raise BadInput(f"unknown experiment {args.name!r}; known are {', '.join(known)}")
-    of_preset = [name for name, e in EXPERIMENTS.items() if e.data == PRESETS[args.preset].data]
+    of_preset = [name for name, e in EXPERIMENTS.items() if e.fits(PRESETS[args.preset])]
     if args.name not in (*of_preset, "all"):
-        needed = [name for name, preset in PRESETS.items() if preset.data == EXPERIMENTS[args.name].data]
+        needed = [name for name, preset in PRESETS.items() if EXPERIMENTS[args.name].fits(preset)]
         raise BadInput(f"--preset: {args.name} needs one of {', '.join(needed)}, got {args.preset}")
     names = of_preset if args.name == "all" else [args.name]
     if not args.tokens:
