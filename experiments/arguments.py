@@ -26,7 +26,7 @@ TOOLS = {"tokenize": tokenizing, "export": export, "estimate": estimate}  # comm
 DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
 WITHOUT_TEXT = ("positions", "frequencies")  # experiments that train and read nothing
 SIZES = [field.name for field in dataclasses.fields(Preset) if field.name not in ("data", "vocab_size", "schemes")]
-OWN_TRAINING = (*WITHOUT_TEXT, "picture")  # train_models trains nothing for them
+OWN_TRAINING = (*WITHOUT_TEXT, "picture", "digits")  # train_models trains nothing for them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,9 +110,9 @@ def experiments_of(args: argparse.Namespace) -> list[str]:
     known = [*EXPERIMENTS, "all", *DERIVED, *TOOLS]
     if args.name not in known:
         raise BadInput(f"unknown experiment {args.name!r}; known are {', '.join(known)}")
-    of_preset = [name for name, e in EXPERIMENTS.items() if e.data == PRESETS[args.preset].data]
+    of_preset = [name for name, e in EXPERIMENTS.items() if e.fits(PRESETS[args.preset])]
     if args.name not in (*of_preset, "all"):
-        needed = [name for name, preset in PRESETS.items() if preset.data == EXPERIMENTS[args.name].data]
+        needed = [name for name, preset in PRESETS.items() if EXPERIMENTS[args.name].fits(preset)]
         raise BadInput(f"--preset: {args.name} needs one of {', '.join(needed)}, got {args.preset}")
     names = of_preset if args.name == "all" else [args.name]
     if not args.tokens:

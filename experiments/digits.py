@@ -23,28 +23,27 @@ import torch.nn.functional as F
 from torch import nn
 
 from flashrope.demo import files
-from flashrope.demo.figure import COLOURS, new_figure, save
+from flashrope.demo.figure import COLOURS
 from flashrope.demo.workers import Workers
 
+from .curves import NORMAL, SMALL, canvas, finish
 from .measuring import COLUMNS
 from .runs import Run, read_csv, write_csv
-from .statistics import interval, schemes, values_at
-from .tables import judged
+from .statistics import HIGHER, LOWER, difference, interval, values_at, verdict
 
+TASK = "digits"
 TRAINED, LIMIT, DIGITS = 1000, 2000, 4
 CONVERSIONS = ("trained", "extrapolation", "interpolation", "base-16", "base-13")
 GAPS = (1, 2, 5, 10, 100)  # differences between the two numbers
 STEPS, BATCH, WIDTH, SAMPLES, SEEDS = 2000, 512, 64, 4000, 5
 EXAMPLE = 1749  # the paper's
-COMPARES = tuple(
-    comparison
-    for first, second in (
-        ("base-16", "extrapolation"),
-        ("base-16", "interpolation"),
-        ("base-13", "base-16"),
-        ("trained", "base-16"),
-    )
-    for comparison in schemes(first, second, "digits", *GAPS)
+COMPARED = (  # the blog's expectations
+    ("extrapolation", "trained", LOWER),
+    ("base-13", "extrapolation", HIGHER),
+    ("base-16", "extrapolation", HIGHER),
+    ("interpolation", "extrapolation", HIGHER),
+    ("base-13", "base-16", HIGHER),
+    ("interpolation", "base-13", 0),
 )
 
 
@@ -59,18 +58,16 @@ def digits(numbers: torch.Tensor, conversion: str) -> torch.Tensor:
 
 
 def pairs(count: int, limit: int, gap: int | None, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers int64 (count, 2) below ``limit`` that differ by ``gap`` (None: by anything but 0), and whether the first
-    is larger, bool (count,). For limits above TRAINED the larger number is at least TRAINED."""
+    """Numbers int64 (count, 2) below ``limit`` that differ by ``gap`` (None: by anything, uniform in its logarithm),
+    and whether the first is larger, bool (count,). For limits above TRAINED the larger number is at least TRAINED."""
     larger_at = torch.randint(2, (count,), generator=generator)
-    low = TRAINED if limit > TRAINED else 1
     if gap is None:
-        large = torch.randint(max(low, 1), limit, (count,), generator=generator)
-        gaps = 1 + (torch.rand(count, generator=generator) * large).long()
+        gaps = torch.floor((limit - 1) ** torch.rand(count, generator=generator, dtype=torch.float64)).long()
     else:
-        large = torch.randint(max(low, gap), limit, (count,), generator=generator)
         gaps = torch.full((count,), gap)
-    small = (large - gaps).clamp(min=0)
-    both = torch.stack((large, small), -1)
+    low = gaps.clamp(min=TRAINED) if limit > TRAINED else gaps
+    large = low + (torch.rand(count, generator=generator, dtype=torch.float64) * (limit - low)).long()
+    both = torch.stack((large, large - gaps), -1)
     return torch.where((larger_at == 0)[:, None], both, both.flip(-1)), larger_at == 0
 
 
@@ -84,7 +81,7 @@ def train_network(seed: int) -> nn.Module:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(STEPS):
-        numbers, larger = _both(BATCH, generator)
+        numbers, larger = pairs(BATCH, TRAINED, None, generator)
         loss = F.binary_cross_entropy_with_logits(logit(network, numbers, "trained"), larger.float())
         loss.backward()
         optimizer.step()
@@ -98,17 +95,10 @@ def logit(network: nn.Module, numbers: torch.Tensor, conversion: str) -> torch.T
     return network(digits(numbers, conversion).flatten(1) / 10)[:, 0]
 
 
-def _both(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half of the training pairs differ by anything, half by one of GAPS."""
-    parts = [pairs(count // 2, TRAINED, None, generator)]
-    parts += [pairs(count // (2 * len(GAPS)), TRAINED, gap, generator) for gap in GAPS]
-    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-
 @torch.no_grad()
 def accuracy(network: nn.Module, conversion: str, gap: int, seed: int) -> float:
-    """Percent of pairs put in the right order. For "trained" the numbers are below TRAINED; for the other conversions the
-    larger one is at least TRAINED."""
+    """Percent of pairs put in the right order. For "trained" the numbers are below TRAINED; for the others the larger
+    one is at least TRAINED."""
     generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + gap)
     numbers, larger = pairs(SAMPLES, TRAINED if conversion == "trained" else LIMIT, gap, generator)
     return 100 * ((logit(network, numbers, conversion) > 0) == larger).double().mean().item()
@@ -120,25 +110,46 @@ def draw_digits(run: Run, workers: Workers, folder: Path) -> None:
     for seed in range(run.first_seed, run.first_seed + SEEDS):
         network = train_network(seed)
         rows += [
-            [name, "digits", TRAINED, seed, "digits", gap, accuracy(network, name, gap, seed), SAMPLES]
+            [name, TASK, TRAINED, seed, TASK, gap, accuracy(network, name, gap, seed), SAMPLES]
             for name in CONVERSIONS
             for gap in GAPS
         ]
     write_csv(folder / "results.csv", COLUMNS, rows)
     found = read_csv(folder / "results.csv")
     example = {name: digits(torch.tensor(EXAMPLE), name).tolist() for name in CONVERSIONS[1:]}
-    written = "\n".join(f"| {name} | {' '.join(f'{d:g}' for d in values)} |" for name, values in example.items())
-    table = f"{EXAMPLE} in digits:\n\n| conversion | digits |\n|---|---|\n{written}\n"
-    files.write(folder / "table.md", judged(COMPARES, found, 1) + "\n" + table)
+    files.write(folder / "table.md", table(found, example))
     _draw(folder / "digits.png", found, example)
 
 
+def table(rows: Sequence[dict[str, str]], example: dict[str, list[float]]) -> str:
+    """Percentages by conversion and difference, and the differences that are judged."""
+    heads = " | ".join(map(str, GAPS))
+    lines = [
+        f"Numbers put in the right order (%) by their difference, mean ± half of its 95% interval over {SEEDS} seeds.",
+        "",
+        f"| conversion | {EXAMPLE} | {heads} |",
+        "|---|---|" + "---:|" * len(GAPS),
+    ]
+    for name in CONVERSIONS:
+        written = " ".join(f"{digit:g}" for digit in example[name]) if name in example else ""
+        cells = [interval(list(values_at(rows, name, TASK, gap).values())).level for gap in GAPS]
+        lines.append(f"| {name} | {written} | " + " | ".join(cells) + " |")
+    lines += ["", "Differences, declared before the run:", "", f"| first | second | {heads} |"]
+    lines.append("|---|---|" + "---|" * len(GAPS))
+    for first, second, expected in COMPARED:
+        cells = []
+        for gap in GAPS:
+            found = difference(rows, (first, TASK), (second, TASK), gap)
+            cells.append(f"{found} {verdict(found, expected)}")
+        lines.append(f"| {first} | {second} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
 def _draw(path: Path, rows: Sequence[dict[str, str]], example: dict[str, list[float]]) -> None:
-    figure = new_figure((8.3, 4.4))
-    axes = figure.subplots()
+    figure, (axes,) = canvas(5.2)
     for at, name in enumerate(CONVERSIONS):
-        found = [interval(list(values_at(rows, name, "digits", gap).values())) for gap in GAPS]
-        words = " ".join(f"{digit:g}" for digit in example[name]) if name in example else "numbers below 1000"
+        found = [interval(list(values_at(rows, name, TASK, gap).values())) for gap in GAPS]
+        words = " ".join(f"{digit:g}" for digit in example[name]) if name in example else f"numbers below {TRAINED}"
         axes.errorbar(
             [place + 0.06 * (at - 2) for place in range(len(GAPS))],
             [each.mean for each in found],
@@ -148,13 +159,13 @@ def _draw(path: Path, rows: Sequence[dict[str, str]], example: dict[str, list[fl
             markersize=6,
             linewidth=1.8,
             capsize=3,
-            label=f"{name.replace('-', ' ')} ({words})",
+            label=f"{name.replace('-', ' ')}: {words}",
         )
     axes.axhline(50, color="0.6", linewidth=1, linestyle=":")
+    axes.set_ylim(top=min(axes.get_ylim()[1], 104))
     axes.set_xticks(range(len(GAPS)), [str(gap) for gap in GAPS])
-    axes.set_xlabel("difference between the two numbers", fontsize=12)
-    axes.set_ylabel("put in the right order (%)", fontsize=12)
-    axes.tick_params(labelsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(title=f"{EXAMPLE} in digits", fontsize=10, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    save(figure, path)
+    axes.set_xlabel("difference between the two numbers", fontsize=NORMAL)
+    axes.set_ylabel("put in the right order (%)", fontsize=NORMAL)
+    title = f"How {EXAMPLE} is written"
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=SMALL, title=title, title_fontsize=SMALL)
+    finish(figure, path)

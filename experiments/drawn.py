@@ -15,13 +15,13 @@ from flashrope.demo.data import as_tokens, unseen_windows
 from flashrope.demo.train import TrainConfig
 from flashrope.demo.workers import Workers
 
-from . import curves, figures, picture
+from . import curves, figures, picture, tables
 from .patterns import REPEATED, TEXT, Pattern, frequent, kinds, pattern, repeated, ripple, swing
 from .measuring import COLUMNS
-from .runs import Run, read_csv, write_csv
-from .statistics import Comparison, interval
+from .runs import Run, write_csv
+from .statistics import LOWER, interval, schemes
 from .training import OBSERVED, load_model, observed, train_models
-from .tables import judged, resolve
+from .tables import resolve
 from .zoo import scheme
 
 WINDOWS_PER_SAMPLE = 10  # windows of unseen text for a pattern, for each of the preset's samples
@@ -123,11 +123,12 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
 # ---- patterns
 SEVERAL = ("rope", "hope", "kerple")  # measured with all seeds; the others with the first
 PATTERN_NAMES = {"learned": "learned", "rope": "RoPE", "kerple": "KERPLE", "hope": "HoPE"}
+# The paper calls HoPE's fluctuation milder, in the training length and beyond it; of the ripple it says nothing.
 PATTERN_COMPARES = tuple(
-    Comparison(("hope", f"{measure}-{inputs}"), ("rope", f"{measure}-{inputs}"), multiple)
-    for measure in ("swing", "ripple")
+    comparison
+    for measure, expected in (("swing", LOWER), ("ripple", 0))
     for inputs in (REPEATED, TEXT)
-    for multiple in (1, 2)
+    for comparison in schemes("hope", "rope", f"{measure}-{inputs}", 1, 2, expected=expected)
 )
 Found = dict[tuple[str, int, int, str, int], Pattern]  # by encoding, training length, context, inputs and seed
 
@@ -142,18 +143,20 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
     known = frequent(run.corpus.train)
     write_csv(folder / "inputs.csv", ("byte", "share"), [[byte, share] for byte, share in known.items()])
     found = _measure_patterns(run, wanted, list(known))
-    columns = ("encoding", "train_length", "context", "inputs", "layer", "component", "distance", "score")
-    write_csv(folder / "curves.csv", columns, _pattern_rows(run, found))
-    write_csv(folder / "results.csv", COLUMNS, _swing_rows(found))
-    own = [row for row in read_csv(folder / "results.csv") if int(row["train_length"]) == unit]
-    files.write(folder / "table.md", judged(PATTERN_COMPARES, own, unit))
+    pairs = max(len(curves.components[0]) for curves in found.values())
+    columns = ("encoding", "train_length", "context", "inputs", "distance", "score", "first_layer")
+    write_csv(
+        folder / "curves.csv", (*columns, *(f"component_{at}" for at in range(pairs))), _pattern_rows(run, found, pairs)
+    )
+    write_csv(folder / "results.csv", COLUMNS, _swing_rows(run, found))
+    tables.write(folder, folder.name, unit, PATTERN_COMPARES)
 
     def panel(title: str, names: Sequence[str], context: int, inputs: str) -> tuple[str, dict[str, list[float]]]:
         curves = {name: found[name, unit, context, inputs, run.first_seed].mean_overall for name in names}
         sizes = ", ".join(f"{PATTERN_NAMES[name]} {swing(curve):.2f}" for name, curve in curves.items())
         return f"{title}; swing {sizes}", {PATTERN_NAMES[name]: curve.tolist() for name, curve in curves.items()}
 
-    note = f"trained on {unit} bytes; scores of the last query, mean of layers, heads and samples, first seed"
+    note = f"trained on {unit} bytes; mean of layers, heads and samples; first seed"
     titles = {REPEATED: "one byte repeated", TEXT: "unseen text"}
     figures.patterns(
         folder / "figure-1.png",
@@ -165,7 +168,7 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
     figures.patterns(
         folder / "figure-5.png",
         "Attention patterns of HoPE and RoPE",
-        note + "; dotted: training length",
+        note + "; dotted: that length",
         [
             panel(f"{title}, {place}", ("hope", "rope"), context, inputs)
             for inputs, title in titles.items()
@@ -220,27 +223,30 @@ def _measure_patterns(run: Run, wanted: list[tuple[str, int]], known: Sequence[i
     return found
 
 
-def _pattern_rows(run: Run, found: Found) -> list[list]:
-    """The curves of the first seed."""
+def _pattern_rows(run: Run, found: Found, pairs: int) -> list[list]:
+    """The curves of the first seed, a row per distance. Contributions of the pairs are those of REPEATED inputs, for
+    the encodings in OBSERVED."""
     rows = []
     for (trained, length, context, inputs, seed), measured in found.items():
         if seed != run.first_seed:
             continue
-        curves = [("all", "overall", measured.mean_overall), ("0", "overall", measured.overall[0])]
-        if trained in OBSERVED and inputs == REPEATED:
-            curves += [("all", str(part), values) for part, values in enumerate(measured.mean_components)]
+        parts = measured.mean_components.T.tolist() if trained in OBSERVED and inputs == REPEATED else None
+        curves = zip(measured.mean_overall.tolist(), measured.overall[0].tolist(), strict=True)
         rows += [
-            [trained, length, context, inputs, layer, part, distance, value]
-            for layer, part, values in curves
-            for distance, value in enumerate(values.tolist())
+            [trained, length, context, inputs, distance]
+            + [f"{value:.4g}" for value in (*values, *(parts[distance] if parts else ()))]
+            + [""] * (pairs - len(parts[distance]) if parts else pairs)
+            for distance, values in enumerate(curves)
         ]
     return rows
 
 
-def _swing_rows(found: Found) -> list[list]:
-    """Swing, ripple and the ripple's period of every pattern (COLUMNS)."""
+def _swing_rows(run: Run, found: Found) -> list[list]:
+    """Swing, ripple and the ripple's period of the patterns of models trained at the preset's length (COLUMNS)."""
     rows = []
     for (trained, length, context, inputs, seed), measured in found.items():
+        if length != run.unit:
+            continue
         curve = measured.mean_overall
         size, period = ripple(curve)
         values = {"swing": swing(curve), "ripple": size, "ripple-period": period}

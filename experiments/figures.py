@@ -92,7 +92,7 @@ def patterns(
 ) -> None:
     """Panels of curves over the distance between query and key, by name of a scheme or other name, with dotted lines
     at ``marks``."""
-    figure, all_axes = canvas(2.9 * len(panels) + 0.3, len(panels))
+    figure, all_axes = canvas(2.9 * len(panels) + 0.3, len(panels), sharey=True)
     for axes, (name_of_panel, curves) in zip(all_axes, panels, strict=False):
         ends = []
         longest = max(len(values) for values in curves.values())

@@ -61,13 +61,12 @@ class GauModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Unit(config) for _ in range(config.layers))
-        for name, parameter in self.named_parameters():
-            if name.endswith("scale"):
-                nn.init.normal_(parameter, mean=1.0, std=0.02)
-            else:
-                nn.init.normal_(parameter, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=0.02)
         for block in self.blocks:
-            nn.init.normal_(block.out.weight, std=0.02 / (2 * config.layers) ** 0.5)
+            nn.init.normal_(block.scale, mean=1.0, std=0.02)
+            nn.init.normal_(block.offset, std=0.02)
+            for layer in (block.uvz, block.out):  # outputs as large as inputs; 0.02 is too small for a product of three
+                nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
     def forward(
         self, tokens: torch.Tensor, rotary: Rotary, attend: Attend | Sequence[Attend] = attention

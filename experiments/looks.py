@@ -74,7 +74,7 @@ LOOKS = {
     "fire": (DARK, "p"),
     "t5": (BLUE, "p"),
     "sandwich": (PINK, "p"),
-    "learned": (BLACK, "P"),
+    "learned": (PINK, "P"),
     "sinusoidal": (BLUE, "P"),
     "integer": (ORANGE, "P"),
     "binary": (GREEN, "P"),

@@ -8,6 +8,7 @@ No key of evaluation occurs in training, which is asserted; the texts come from 
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Sequence
 
@@ -17,18 +18,16 @@ from flashrope.demo.data import Corpus, TextError, as_tokens
 
 from .tasks import MULTIPLES, Result, Subject, asked_for, lengths_of, need_disjoint
 
-NEEDLE, QUESTION, DIGITS = b"\nThe key is %s.\n", b"\nThe key is ", 5
+MARK = b"#"  # before a key, and nowhere else
+NEEDLE, QUESTION, DIGITS = b"\nkey #%s.\n", b"\nkey #", 5
 NEEDLE_SIZE = len(NEEDLE) - len(b"%s") + DIGITS
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-SHORTEST_PRACTICE = 40
+SHORTEST_PRACTICE = 32
 
-_KEYS = random.Random("keys").sample(range(10**DIGITS), 10**DIGITS)
-ASKED_KEYS, PRACTICE_KEYS = _KEYS[: len(_KEYS) // 4], _KEYS[len(_KEYS) // 4 :]
+KEYS = [b"%0*d" % (DIGITS, key) for key in range(10**DIGITS)]
+random.Random("keys").shuffle(KEYS)
+ASKED_KEYS, PRACTICE_KEYS = KEYS[: len(KEYS) // 4], KEYS[len(KEYS) // 4 :]
 need_disjoint(PRACTICE_KEYS, ASKED_KEYS, "keys")
-
-
-def digits(key: int) -> bytes:
-    return b"%0*d" % (DIGITS, key)
 
 
 def room(length: int) -> int:
@@ -43,17 +42,23 @@ def prompt(text: bytes, at: int, key: bytes) -> bytes:
     return text[:at] + NEEDLE % key + text[at:] + QUESTION
 
 
+@functools.lru_cache(2)
+def without_marks(pieces: tuple[bytes, ...]) -> list[bytes]:
+    """The pieces with spaces in place of marks."""
+    return [piece.replace(MARK, b" ") for piece in pieces]
+
+
 # ---- practice
 
 
 def practice(train: bytes, length: int, rng: random.Random) -> tuple[bytes, list[int]]:
     """A sample of ``length`` + 1 bytes that ends with a key, and the places of the digits asked for.
 
-    Text with the needle at random places, at least twice; the last one ends with the sample. From the second on, the
-    digits are asked for.
+    Text with the needle at random places, twice in half of the samples, otherwise more often; the last one ends with
+    the sample. From the second on, the digits are asked for.
     """
     most = (length + 1 + NEEDLE_SIZE - len(QUESTION) - DIGITS) // NEEDLE_SIZE
-    needles, key = rng.randint(2, most), digits(rng.choice(PRACTICE_KEYS))
+    needles, key = rng.choice((2, rng.randint(2, most))), rng.choice(PRACTICE_KEYS)
     size = length + 1 - (needles - 1) * NEEDLE_SIZE - len(QUESTION) - DIGITS
     begin = rng.randrange(len(train) - size)
     text, cuts = train[begin : begin + size], sorted(rng.randint(0, size) for _ in range(needles - 1))
@@ -71,11 +76,11 @@ def batches(
     Samples grow from SHORTEST_PRACTICE to ``length`` bytes in the first half of the steps. The batch of step n depends
     only on the seed and n.
     """
-    step = start
+    (train,), step = without_marks((corpus.train,)), start
     while True:
         rng = random.Random(f"passkey practice {seed} {step}")
         now = min(SHORTEST_PRACTICE + 2 * (step + 1) * (length - SHORTEST_PRACTICE) // steps, length)
-        inputs, targets = asked_for([practice(corpus.train, now, rng) for _ in range(max(tokens // now, 1))])
+        inputs, targets = asked_for([practice(train, now, rng) for _ in range(max(tokens // now, 1))])
         yield inputs.to(device), targets.to(device)
         step += 1
 
@@ -95,7 +100,7 @@ def prompts(
     found, keys = [], []
     for sample in range(samples):
         rng = random.Random(f"passkey {seed} {length} {depth} {sample}")
-        piece, key = rng.choice(fitting), digits(rng.choice(ASKED_KEYS))
+        piece, key = rng.choice(fitting), rng.choice(ASKED_KEYS)
         begin = rng.randrange(len(piece) - whole + 1)
         text = piece[begin : begin + whole]
         found.append(text + QUESTION if control else prompt(text, round(depth * size), key))
@@ -113,11 +118,11 @@ def right(subject: Subject, asked: Sequence[bytes], keys: Sequence[bytes]) -> to
 def measure(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
     """Percentages by length, over five depths: whole keys ("passkey"), their digits ("passkey-digits"), and digits
     where no key is in the text ("passkey-control")."""
-    results, samples = [], max(subject.samples // len(DEPTHS), 1)
+    results, pieces, samples = [], without_marks(tuple(subject.unseen)), max(subject.samples // len(DEPTHS), 1)
 
     def found(length: int, control: bool) -> torch.Tensor:
         size = length + 1 - DIGITS
-        asked = [prompts(subject.unseen, size, depth, samples, subject.seed, control) for depth in DEPTHS]
+        asked = [prompts(pieces, size, depth, samples, subject.seed, control) for depth in DEPTHS]
         return torch.cat([right(subject, *each) for each in asked])
 
     for length in lengths_of(subject, multiples):

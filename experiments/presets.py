@@ -72,6 +72,7 @@ class Preset:
         )
 
 
+# The base of a task's models: the slowest pair turns once in about 7 training lengths.
 PRESETS = {
     "tiny": Preset(
         width=64,
@@ -146,10 +147,10 @@ PRESETS = {
         heads=2,
         train_length=288,
         batch=14,
-        steps=1500,
+        steps=1000,
         learning_rate=4e-3,
         warmup=0.05,
-        samples=200,
+        samples=100,
         seeds=5,
         beta2=0.98,
         data=FEW_SHOT,
@@ -159,16 +160,16 @@ PRESETS = {
         width=64,
         layers=2,
         heads=2,
-        train_length=128,
-        batch=32,
-        steps=1500,
+        train_length=64,
+        batch=64,
+        steps=1200,
         learning_rate=4e-3,
         warmup=0.05,
-        samples=200,
+        samples=100,
         seeds=5,
         beta2=0.98,
         data=PASSKEY,
-        base=200.0,
+        base=100.0,
     ),
     # 100 million bytes a model; six encodings are trained: rope, rope+logn, hope, alibi, kerple and nope
     "small": Preset(

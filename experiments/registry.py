@@ -8,14 +8,15 @@ from pathlib import Path
 
 from flashrope.demo.workers import Workers
 
-from . import checkpoints
+from . import checkpoints, over_length
 from .digits import draw_digits
-from .drawn import draw_frequencies, draw_patterns, draw_pictures, draw_positions
+from .drawn import PATTERN_COMPARES, draw_frequencies, draw_patterns, draw_pictures, draw_positions
 from .over_length import draw_over_length
 from .published import TABLES
-from .presets import COPYING, FEW_SHOT, PASSKEY, TEXT
+from .presets import COPYING, FEW_SHOT, PASSKEY, TEXT, Preset
 from .runs import Run
 from .statistics import HIGHER, LOWER, Comparison, schemes
+from .zoo import GAU, LLAMA
 
 Measures = tuple[tuple[str, tuple[float, ...] | None], ...]
 
@@ -25,8 +26,8 @@ class Experiment:
     """Either schemes and what to measure on them, or a function that runs the whole experiment.
 
     Schemes may contain {w256} and {L2} as in ``published``. ``measures`` maps a task to multiples of the training
-    length, None for the task's own. ``data``: what a preset must train on. ``compares``: the
-    differences that are judged, chosen before the runs.
+    length, None for the task's own. ``data``: what a preset must train on, ``architecture``: what models it must have,
+    None for any. ``compares``: the differences that are judged, chosen before the runs.
     """
 
     summary: str
@@ -35,15 +36,20 @@ class Experiment:
     function: Callable[[Run, Workers, Path], None] | None = None
     data: str = TEXT
     compares: tuple[Comparison, ...] = ()
+    architecture: str | None = None
+
+    def fits(self, preset: Preset) -> bool:
+        return self.data == preset.data and self.architecture in (None, preset.architecture)
 
 
 def _published(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(template for table in TABLES[name] for _, template, _ in table.rows))
 
 
-def _beyond(first: str, second: str) -> tuple[Comparison, ...]:
+def _beyond(first: str, second: str, expected: int = 0) -> tuple[Comparison, ...]:
     """Two schemes by accuracy at 8 times the training length, with repeating and with other text."""
-    return tuple(c for task in ("accuracy-repeat", "accuracy-non-repeat") for c in schemes(first, second, task, 8))
+    tasks = ("accuracy-repeat", "accuracy-non-repeat")
+    return tuple(c for task in tasks for c in schemes(first, second, task, 8, expected=expected))
 
 
 EXPERIMENTS = {
@@ -200,10 +206,8 @@ EXPERIMENTS = {
             "yarn-s8",
             "rerope{w256}",
             "rerope{w256}+dagger",
-            "rerope{w256}+logn",
             "hope",
             "hope+yarn-s8",
-            "nope",
             "alibi",
         ),
         (("passkey", None),),
@@ -225,13 +229,33 @@ EXPERIMENTS = {
         measures=(("loss", None),),
         function=checkpoints.measure_checkpoints,
         compares=tuple(checkpoints.compares()),
+        architecture=LLAMA,
+    ),
+    "gau": Experiment(
+        "accuracy of the schemes on gated attention units, as in ReRoPE's tables; needs the preset gau",
+        ("rope", "pi-s8", "ntk-old-s8", "ntk-mixed-s8", "rerope{w256}", "rerope{w256}+dagger"),
+        (("accuracy", None),),
+        compares=(
+            *_beyond("rerope{w256}", "rope", HIGHER),
+            *_beyond("rerope{w256}", "ntk-mixed-s8", HIGHER),
+            *_beyond("ntk-mixed-s8", "ntk-old-s8", HIGHER),
+            *_beyond("ntk-old-s8", "rope", HIGHER),
+            *_beyond("pi-s8", "rope", LOWER),
+            *_beyond("rerope{w256}+dagger", "rerope{w256}", HIGHER),
+            Comparison(("rerope{w256}", "accuracy-repeat"), ("rerope{w256}", "accuracy-non-repeat"), 8, HIGHER),
+        ),
+        architecture=GAU,
     ),
     "patterns": Experiment(
         "attention patterns, contributions and variance accounted for (HoPE, figures 1, 2, 5, 6, 7)",
         function=draw_patterns,
+        compares=PATTERN_COMPARES,
+        architecture=LLAMA,
     ),
     "positions-over-length": Experiment(
-        "loss by position in windows of 8 times the training length", function=draw_over_length
+        "loss by position in windows of 8 times the training length",
+        function=draw_over_length,
+        compares=over_length.COMPARES,
     ),
     "digits": Experiment("numbers by their digits, extrapolated, interpolated, in a larger base", function=draw_digits),
     "positions": Experiment("the distances seen under each scheme; trains nothing", function=draw_positions),

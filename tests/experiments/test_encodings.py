@@ -56,8 +56,8 @@ def test_fire():
 
 
 def test_t5():
-    module, bias = bias_of("t5", seqlen=200, train_length=512)
-    assert module.farthest == 128 and module.table.shape == (32, 4)  # as in the paper
+    module, bias = bias_of("t5", heads=1, seqlen=140, train_length=512)
+    assert module.farthest == 128 and module.table.shape == (32, 1)  # as in the paper
     table = module.table.tolist()
 
     def bucket(d):
@@ -71,7 +71,7 @@ def test_t5():
     assert_everywhere(bias, lambda h, i, j: table[bucket(i - j)][h])
     short, _ = bias_of("t5", train_length=64)
     reached = encodings.t5_buckets(torch.arange(64), short.buckets, short.farthest)
-    assert set(reached.tolist()) == set(range(32)) - {17, 19}  # training reaches the last bucket
+    assert set(reached.tolist()) == set(range(32)) - {20}  # training reaches the last bucket
 
 
 def test_sandwich():

@@ -110,6 +110,22 @@ def test_loss_of_a_file_and_of_its_export_are_the_same(tmp_path, transformers, n
     assert ours(path, tokens).isfinite().all()
 
 
+def test_other_schemes_change_the_one_that_a_model_was_trained_with(tmp_path, transformers):
+    from flashrope.evaluation.model import load
+    from flashrope.evaluation.schemes import applicable
+
+    path = saved(tmp_path, "hope")
+    model, _ = load(str(path), torch.device("cpu"))
+    schemes, skipped = applicable(model, ["stock", "rerope", "yarn", "stock"], LENGTH, 2 * LENGTH)
+    assert not skipped
+    for used, name in zip(schemes, ("hope", "hope+rerope-w32+dagger", "hope+yarn-s2", "hope"), strict=True):
+        used.apply()
+        expected = scheme(name, CONFIG, LENGTH, Defaults(base=BASE)).rotary
+        with torch.no_grad():
+            found, wanted = model(TOKENS, use_cache=False).logits, load_model(path)(TOKENS, expected)
+        assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
 def test_what_cannot_be_exported(tmp_path, transformers, capsys):
     path = saved(tmp_path, "kerple")
     assert main(["export", str(path), str(tmp_path / "out")]) == 2

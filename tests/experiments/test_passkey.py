@@ -12,8 +12,7 @@ from experiments.zoo import scheme
 from flashrope.demo import data
 from flashrope.demo.model import ModelConfig
 
-ASKED = {passkey.digits(key) for key in passkey.ASKED_KEYS}
-PRACTISED = {passkey.digits(key) for key in passkey.PRACTICE_KEYS}
+ASKED, PRACTISED = set(passkey.ASKED_KEYS), set(passkey.PRACTICE_KEYS)
 
 
 def subject(rule, unit=64, samples=10):
@@ -36,26 +35,33 @@ def test_keys_are_disjoint_and_all_there():
         assert 2300 < min(counts) and max(counts) < 2700  # no digit tells the two apart
 
 
+def test_the_mark_stands_before_keys_only():
+    assert passkey.without_marks((b"a # b", b"#c")) == [b"a   b", b" c"]
+    marked = data.Corpus("marked", b"#" * 300, (b"#" * 300,), ("a",), ("b",))
+    inputs, _ = next(passkey.batches(marked, 512, 128, 0, 1))
+    assert all(row.count(b"#") == row.count(b"\nkey #") for row in map(bytes, inputs.tolist()))
+
+
 @pytest.mark.parametrize("depth", [0.0, 0.25, 1.0])
 def test_prompts_to_the_byte(depth):
     prompts, keys = passkey.prompts(PIECES[2:], 200, depth, 12, seed=5)
     for prompt, key in zip(prompts, keys, strict=True):
-        needle = b"\nThe key is " + key + b".\n"
-        assert len(prompt) == 200 and prompt.count(needle) == 1 and prompt.endswith(b"\nThe key is ") and key in ASKED
+        needle = b"\nkey #" + key + b".\n"
+        assert len(prompt) == 200 and prompt.count(needle) == 1 and prompt.endswith(b"\nkey #") and key in ASKED
         at = prompt.index(needle)
-        text = prompt[:at] + prompt[at + len(needle) : -len(b"\nThe key is ")]
+        text = prompt[:at] + prompt[at + len(needle) : -len(b"\nkey #")]
         assert text in PIECES[2] and at == round(depth * len(text))
     assert len(set(keys)) > 6
     assert passkey.prompts(PIECES[2:], 200, depth, 12, seed=5) == (prompts, keys)
     assert passkey.prompts(PIECES[2:], 200, depth, 12, seed=6) != (prompts, keys)
     without, same = passkey.prompts(PIECES[2:], 200, depth, 12, seed=5, control=True)
     assert same == keys and {len(prompt) for prompt in without} == {200}
-    assert all(prompt[:-12] in PIECES[2] and prompt.endswith(b"\nThe key is ") for prompt in without)
+    assert all(prompt[:-6] in PIECES[2] and prompt.endswith(b"\nkey #") for prompt in without)
     assert not any(key in prompt for key, prompt in zip(same, without, strict=True))
-    with pytest.raises(data.TextError, match="a prompt of 90000 bytes needs a file of at least 89969 bytes"):
+    with pytest.raises(data.TextError, match="a prompt of 90000 bytes needs a file of at least 89981 bytes"):
         passkey.prompts(PIECES, 90_000, depth, 1, 0)
-    with pytest.raises(data.TextError, match="expected a prompt of at least 31 bytes, got 30"):
-        passkey.prompts(PIECES, 30, depth, 1, 0)
+    with pytest.raises(data.TextError, match="expected a prompt of at least 19 bytes, got 18"):
+        passkey.prompts(PIECES, 18, depth, 1, 0)
 
 
 def test_practice_asks_for_a_key_that_stands_before():
@@ -70,7 +76,7 @@ def test_practice_asks_for_a_key_that_stands_before():
         assert text in CORPUS.train
         if needles == 2:
             distances.add(len(sample) - sample.index(passkey.QUESTION))
-    assert max(distances) > 120 and min(distances) < 45 and len(distances) > 25
+    assert max(distances) > 120 and min(distances) < 45 and len(distances) > 40
 
 
 def test_batches_grow_and_depend_only_on_seed_and_step():
@@ -99,7 +105,7 @@ def test_counts_complete_keys_and_digits():
     found = by_place(passkey.measure(subject(reader), (2, 4)))
     for at in (128, 256):
         assert found["passkey", at] == found["passkey-digits", at] == 100 and found["passkey-control", at] == 0
-    first_only = by_place(passkey.measure(subject(lambda text: reader(text) if text.endswith(b"is ") else 0), (2,)))
+    first_only = by_place(passkey.measure(subject(lambda text: reader(text) if text.endswith(b"#") else 0), (2,)))
     assert first_only["passkey", 128] == 0 and first_only["passkey-digits", 128] == pytest.approx(20)
     assert passkey.measure(subject(reader), (2,))[0].samples == 10  # five depths
 
@@ -108,9 +114,9 @@ def test_counts_complete_keys_and_digits():
     "cheat",
     [
         lambda text: ord("7"),  # always the same digit
-        lambda text: text[-60] if len(text) > 60 else 0,  # a fixed distance
+        lambda text: text[-50] if len(text) > 50 else 0,  # a fixed distance
         lambda text: text[40] if len(text) > 40 else 0,  # a fixed position
-        lambda text: next((byte for byte in reversed(text[:-12]) if chr(byte).isdigit()), 0),  # the last digit
+        lambda text: next((byte for byte in reversed(text[:-6]) if chr(byte).isdigit()), 0),  # the last digit
     ],
 )
 def test_a_model_that_does_not_read_the_key_does_not_find_it(cheat):

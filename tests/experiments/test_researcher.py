@@ -314,6 +314,22 @@ def test_the_presets_for_a_gpu():
     assert trained == {"rope", "rope+logn", "hope", "alibi", "kerple", "nope"}
 
 
+def test_the_page_has_the_estimates():
+    page = (ROOT / "docs/experiments/running.md").read_text()
+    small, paper = presets.PRESETS["small"], presets.PRESETS["125m"]
+    one, other = estimate.estimate(small, 256), estimate.estimate(paper, 50_257)
+    hours = [18 * one.flops / 40e12 / 3600, other.flops / 125e12 / 3600, other.flops / 125e12 / 3600 / 8]
+    told = [f"| {e.tokens_per_step:,} |" for e in (one,)] + [
+        f"| {other.tokens_per_step:,} |",
+        f"| {small.steps:,} | {paper.steps:,} |",
+    ]
+    told += [f"{one.flops:.1e}".replace("+", ""), f"{other.flops:.2e}".replace("+", "")]
+    told += [f"{one.memory / 1e9:.1f} GB", f"{other.memory / 1e9:.1f} GB", f"{other.weights / 1e6:.0f} million weights"]
+    told += [f"{hours[0]:.2f} hours for 18 models", f"{hours[1]:.1f} hours a model", f"{hours[2]:.1f} hours on eight"]
+    told += [f"{other.tokens / 1e9:.1f} billion: {other.tokens / 9_035_582_198:.2f} epochs"]
+    assert not [words for words in told if words not in page]
+
+
 # ---- slow
 
 
