@@ -15,7 +15,19 @@ from experiments.statistics import HIGHER, LOWER
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 2_000_000  # bytes of the folder
-NUMBERS_OF_PAPERS = r"tables? \d(?:(?:, \d)* and \d)?|figures? \d(?:(?:, \d)* and \d)?|section \d(?:\.\d)*|95%|AB\d|100 to 125 million|SST-2|Llama 2|archives/\d+"
+NUMBERS_OF_PAPERS = "|".join(
+    (
+        r"tables? \d(?:(?:, \d)* and \d)?",
+        r"figures? \d(?:(?:, \d)* and \d)?",
+        r"section \d(?:\.\d)*",
+        r"archives/\d+",
+        r"AB\d",
+        "95%",
+        "100 to 125 million",
+        "SST-2",
+        "Llama 2",
+    )
+)
 
 
 def published(folder, **values):
