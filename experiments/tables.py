@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flashrope.demo import files
 
-from .published import LOWER, REDONE, TABLES, Published
+from .published import LOWER, TABLES, Published
 from .runs import read_csv
 from .statistics import MIN_SEEDS, Comparison, difference, verdict
 from .tasks import PAPER_LENGTH
@@ -158,8 +158,6 @@ def write(folder: Path, name: str, train_length: int, compares: Sequence[Compari
     rows = read_csv(folder / "results.csv")
     parts = [judged(compares, rows, train_length)] if compares else []
     text = "\n".join(parts + [markdown(table, rows, train_length) for table in TABLES.get(name, ())])
-    if name in REDONE:
-        text = f"{REDONE[name]}\n\n{text}"
     files.write(folder / "table.md", text)
     return text
 

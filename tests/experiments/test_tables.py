@@ -5,8 +5,9 @@ import re
 import pytest
 
 from experiments import runs, tables
-from experiments.published import LOWER, REDONE, TABLES, Column, Published
+from experiments.published import LOWER, TABLES, Column, Published
 from experiments.registry import EXPERIMENTS
+from experiments.statistics import schemes
 from experiments.tables import ordering, resolve
 from experiments.zoo import scheme
 from flashrope.demo.model import ModelConfig
@@ -92,12 +93,16 @@ def test_markdown_keeps_the_papers_rows_and_figures():
     assert "| B | rerope-w32 | – / 30.00 | – / 40.00 | – / 35.10 |" in without and "0 of 1 pairs agree" in without
 
 
-@pytest.mark.parametrize("name", REDONE)
-def test_tables_of_tasks_being_redone_say_so_at_the_top(name, tmp_path):
-    columns = list(ROWS[0])
-    runs.write_csv(tmp_path / "results.csv", columns, [list(row.values()) for row in ROWS])
-    assert tables.write(tmp_path, name, 64).startswith(REDONE[name] + "\n\n## ")
-    assert (tmp_path / "table.md").read_text().startswith("**") and "is being redone.**" in REDONE[name]
+def test_an_experiment_without_a_table_in_the_papers_shows_its_declared_differences(tmp_path):
+    found = [
+        row(name, "passkey", 64, value + seed, seed) for seed in range(5) for name, value in (("rope", 9), ("hope", 7))
+    ]
+    runs.write_csv(tmp_path / "results.csv", list(found[0]), [list(each.values()) for each in found])
+    text = tables.write(tmp_path, "passkey", 64, schemes("hope", "rope", "passkey", 1, 2))
+    assert text == (tmp_path / "table.md").read_text()
+    assert text.startswith("## Differences declared before the runs") and text.count("\n| hope | rope |") == 1
+    assert "| hope | rope | 1 | 5 | -2.0 (-2.0 to -2.0) | lower |" in text
+    assert tables.write(tmp_path, "passkey", 64) is None
 
 
 def test_published_tables_are_complete():
