@@ -74,6 +74,8 @@ def test_writes_every_result(finished):
         "results.json",
         "perplexity.png",
         "table.md",
+        "training.csv",
+        "training.png",
     }
     found = rows(finished / "perplexity/results.csv")
     places = {(row["scheme"], row["seed"], row["at"]) for row in found}
@@ -246,7 +248,7 @@ def test_partly_correct_answers_have_their_own_figure(tmp_path):
         (
             "perplexity",
             ["--preset", "copying"],
-            "--preset: perplexity needs one of tiny, cpu, loss, small, 125m, got",
+            "--preset: perplexity needs one of tiny, cpu, gau, loss, small, 125m, got",
         ),
         ("copying", ["--preset", "copying"], "--text: expected none with the preset copying"),
         ("perplexity", ["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
@@ -307,7 +309,7 @@ def test_presets():
             name: sum(p.numel() for p in LanguageModel(preset.config).parameters())
             for name, preset in presets.PRESETS.items()
         }
-    assert 9e6 < sizes["small"] < 11e6 and 100e6 < sizes["125m"] < 130e6
+    assert 3e6 < sizes["small"] < 4e6 and 100e6 < sizes["125m"] < 130e6
 
 
 def test_the_window_of_the_text_is_the_longest_that_is_read():
