@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from flashrope.demo.options import positive
+from flashrope.demo.options import BadInput, positive
 
 from .presets import PRESETS, Preset
+from .zoo import LLAMA
 
 SUMMARY = "tokens, FLOPs, hours and memory of a preset's training, estimated: estimate --preset 125m"
 
@@ -67,6 +68,8 @@ def run(argv: list[str], program: str) -> None:
     parser.add_argument("--gpus", type=positive, metavar="N", default=1, help="that share the work (default: 1)")
     args = parser.parse_args(argv)
     preset = PRESETS[args.preset]
+    if preset.architecture != LLAMA:
+        raise BadInput(f"--preset: expected one of the Llama architecture, got {args.preset}")
     found = estimate(preset, args.vocab_size or preset.vocab_size)
     print(f"weights              {found.weights:,}")
     print(f"tokens a step        {found.tokens_per_step:,}")
