@@ -90,6 +90,12 @@ def test_everything_in_the_folder_is_on_the_page():
         assert path.suffix in ("", ".png", ".csv", ".json", ".md") and path.name not in page.LEFT_OUT
 
 
+def test_every_experiment_has_its_place_on_the_page():
+    template = page.TEMPLATE.read_text()
+    for name in EXPERIMENTS:
+        assert f"<!-- if {name} -->\n" in template and re.search(rf"^##+ {name}$", template, re.MULTILINE), name
+
+
 def test_every_claim_is_among_the_declared_differences():
     for claim in (claim for claims in page.CLAIMS.values() for claim in claims):
         declared = {
