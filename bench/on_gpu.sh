@@ -31,6 +31,9 @@ Steps:
   more           hope, rerope and decode with head_dim 64 and with grouped heads
   racecheck      every kernel under compute-sanitizer, which looks for races in shared memory
 
+The step "experiments" runs only where it is named: it trains 18 models, which is expected to take 20 minutes (python -m
+experiments perplexity --preset small). It continues where an earlier one stopped.
+
 Options:
   -t MINUTES   time for everything (default: only the limits of the steps)
   -o FOLDER    where the file and the unpacked logs go (default: runs/gpu)
@@ -51,6 +54,7 @@ order=(smoke tests ceilings hope decode rerope rotation memcheck tune-forward ho
 declare -A limits=([smoke]=110 [tests]=460 [ceilings]=60 [hope]=400 [decode]=130 [rerope]=230 [rotation]=90
   [memcheck]=300 [tune-forward]=190 [host]=60 [tune-decode]=190 [tune-backward]=300 [scaling]=300 [more]=590
   [racecheck]=590) # seconds
+limits[experiments]=2400 # not in order, which has 70 minutes
 kernel_tests=(launches cuda_graphs accuracy identities varlen decode decode_triton cache torch errors
   cuda_extension bench)
 grace=15    # seconds between the signal to stop and the one that kills
@@ -149,6 +153,18 @@ hope() {
   return "$failed"
 }
 
+# What is packed are results and curves, not the models.
+experiments() {
+  local out=$folder/experiments-small status
+  "$python" -m experiments perplexity --preset small --device cuda --out "$out"
+  status=$?
+  if [ -e "$out/perplexity" ]; then
+    mkdir -p "$run/experiments-small"
+    cp -r "$out/settings.json" "$out/perplexity" "$run/experiments-small/"
+  fi
+  return "$status"
+}
+
 run_step() {
   case $1 in
     smoke) "$python" -m flashrope info && bench hope --seqlens 2048 --contestants "SDPA flash" flashrope ;;
@@ -161,11 +177,12 @@ run_step() {
     tune-decode) bench tune --direction decode --head-dim 64 128 --seconds 42 --csv "$run/tune-decode.csv" ;;
     rerope | decode | rotation | scaling) bench all --part main --only "$1" --out "$run/results" ;;
     more) bench all --part more --out "$run/results" ;;
+    experiments) experiments ;;
   esac
 }
 test_files=$(printf 'tests/test_%s.py ' "${kernel_tests[@]}")
-export -f run_step bench sanitize tests hope
-export python run skipped test_files PYTHONUNBUFFERED=1
+export -f run_step bench sanitize tests hope experiments
+export folder python run skipped test_files PYTHONUNBUFFERED=1
 
 versions() {
   echo "$device, $(date -u +%FT%TZ)"
@@ -178,7 +195,7 @@ versions >"$run/versions.txt" 2>&1
 
 pack() {
   local step
-  for step in "${order[@]}"; do
+  for step in "${order[@]}" experiments; do
     if [ -e "$run/$step.verdict" ]; then cat "$run/$step.verdict"; fi
   done >"$run/summary.txt"
   tar -C "$folder" --exclude='*.verdict' -czf "$work/packed.tgz" "$name" && mv "$work/packed.tgz" "$folder/$name.tgz"

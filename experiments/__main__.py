@@ -8,34 +8,29 @@ there is not computed again, so an interrupted run resumes where it stopped.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
-from flashrope.backends import BACKENDS, resolve_impl
 from flashrope.cli import INTERRUPTED, guarded, reject_unknown
-from flashrope.demo import data, files, options, report
-from flashrope.demo.options import MAX_THREADS, BadInput, cores, need, positive
+from flashrope.demo import data, files, report
+from flashrope.demo.options import BadInput, need
 from flashrope.demo.workers import Workers
 
-from . import tables
-from .registry import EXPERIMENTS, Experiment
+from . import distributed, training_curves
+from .arguments import DERIVED, TOOLS, add_arguments, cells_of, check_effects, experiments_of, resolve
 from .measuring import COLUMNS, Cell, measure_cells
-from .presets import PRESETS, TEXT, Preset
-from .runs import LONGEST, Run, write_csv
-from .training import train_models
+from .registry import EXPERIMENTS
+from .runs import Run, write_csv
 from .show import show
+from .training import train_models
 from .zoo import scheme
 
 PROGRAM = "python -m experiments"
-DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    if argv and argv[0] in TOOLS:
+        return _guarded(lambda start: TOOLS[argv[0]].run(argv[1:], f"{PROGRAM} {argv[0]}"))
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="The experiments of the HoPE and ReRoPE papers, on small byte-level models.",
@@ -56,49 +53,16 @@ def _run(argv: list[str]) -> int:
     if unknown:
         reject_unknown(parser, unknown)
     args.command_line = shlex.join([*PROGRAM.split(), *argv])
-    return run(args)
+    return _guarded(lambda start: _experiment(args, start))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    known = {**{name: e.summary for name, e in EXPERIMENTS.items()}, "all": "all that the preset can run", **DERIVED}
-    parser.epilog = "experiments:\n" + "\n".join(f"  {name:15} {text}" for name, text in known.items())
-    parser.add_argument("name", metavar="NAME", help="one of the experiments below")
-    path = parser.add_argument_group("text and results")
-    path.add_argument(
-        "--text", metavar="PATH", help="a file or folder to train on instead of Python's standard library"
-    )
-    path.add_argument("--out", metavar="DIR", help="the run directory (default: runs/experiments-PRESET)")
-    run_ = parser.add_argument_group("run")
-    run_.add_argument("--preset", choices=PRESETS, default="tiny", help="sizes of the run (default: tiny)")
-    run_.add_argument("--schemes", metavar="A,B,...", help="schemes to use instead of the experiment's, by name")
-    run_.add_argument("--seed", type=int, default=0, help="the first seed (default: 0)")
-    run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    run_.add_argument(
-        "--threads",
-        type=positive,
-        help=f"CPU threads in total, one per worker process; default: the cores available, at most {MAX_THREADS}",
-    )
-    run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: the one for the device")
-    sizes = parser.add_argument_group("sizes (default: those of the preset)")
-    for field in dataclasses.fields(Preset):
-        if field.name in ("data", "vocab_size"):
-            continue
-        kind, metavar = (positive, "N") if field.type == "int" else (float, "X")
-        sizes.add_argument(
-            "--" + field.name.replace("_", "-"),
-            type=kind,
-            metavar=metavar,
-            default=argparse.SUPPRESS,
-            help=", ".join(f"{name} {getattr(preset, field.name):g}" for name, preset in PRESETS.items()),
-        )
-
-
-def run(args: argparse.Namespace) -> int:
+def _guarded(work: Callable[[float], None]) -> int:
     start = time.perf_counter()
     try:
-        _experiment(args, start)
+        work(start)
     except (BadInput, data.TextError) as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        if distributed.ranks().rank == 0:
+            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(
@@ -110,102 +74,78 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _experiment(args: argparse.Namespace, start: float) -> None:
-    known = [*EXPERIMENTS, "all", *DERIVED]
-    if args.name not in known:
-        raise BadInput(f"unknown experiment {args.name!r}; known are {', '.join(known)}")
     need("matplotlib", "safetensors", "tqdm")
     out = Path(args.out or f"runs/experiments-{args.preset}")
     if args.name in DERIVED:
         return _derive(out)
-    of_preset = [name for name, e in EXPERIMENTS.items() if e.data == PRESETS[args.preset].data]
-    names = of_preset if args.name == "all" else [args.name]
-    if args.name not in (*of_preset, "all"):
-        needed = [name for name, preset in PRESETS.items() if preset.data == EXPERIMENTS[args.name].data]
-        raise BadInput(f"--preset: {args.name} needs one of {', '.join(needed)}, got {args.preset}")
+    names = experiments_of(args)
     run = resolve(args, out)
     chosen = [name.strip() for name in args.schemes.split(",")] if args.schemes else []
-    cells = {name: cells_of(EXPERIMENTS[name], run, chosen) for name in names}
+    cells = {name: cells_of(name, run, chosen) for name in names}
+    check_effects(args, run, cells)
+    if run.ranks.world > 1:
+        return _with_ranks(args, run, cells)
+    _open(args, run)
+    with run.workers() as workers:
+        _run_all(args, run, workers, cells)
+
+
+def _open(args: argparse.Namespace, run: Run) -> None:
     run.open()
     print(
         report.lines(
             {
                 "command": args.command_line,
-                "text": f"{run.corpus.name}; {len(run.corpus.train):,} bytes to train on, "
-                f"{sum(map(len, run.corpus.unseen)):,} unseen"
-                if run.corpus
-                else "none: the models are trained on the task alone",
+                "text": run.text,
                 "preset": f"{run.preset_name}: {run.preset}",
-                "results": str(out),
+                "results": str(run.out),
             }
         ),
         flush=True,
     )
+
+
+def _with_ranks(args: argparse.Namespace, run: Run, cells: dict[str, list[Cell]]) -> None:
+    """All ranks train the models, one after another; then the first one measures them."""
+    first = run.ranks.rank == 0
+    if first:
+        _open(args, run)
     with run.workers() as workers:
-        for name in names:
-            began = time.perf_counter()
-            folder = out / name
-            folder.mkdir(exist_ok=True)
-            if EXPERIMENTS[name].function:
-                EXPERIMENTS[name].function(run, workers, folder)
-            else:
-                _measure(run, workers, name, folder, cells[name])
-            record = {
-                "experiment": name,
-                "command": args.command_line,
-                **run.provenance(),
-                "seconds": round(time.perf_counter() - began, 1),
-                "cpu_seconds": round(sum(os.times()[:4]), 1),
-            }
-            files.write(folder / "results.json", json.dumps(record, indent=1))
-            print(f"{name}: written to {folder}, {record['seconds']:.0f} s", flush=True)
+        with distributed.group(run.device):
+            for name in cells:
+                train_models(run, workers, _models(run, cells[name]))
+        if first:
+            _run_all(args, run, workers, cells)
 
 
-def resolve(args: argparse.Namespace, out: Path) -> Run:
-    """The run for these options. Raises BadInput and TextError."""
-    device = options.device(args.device)
-    asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Preset) if hasattr(args, field.name)}
-    preset = dataclasses.replace(PRESETS[args.preset], **asked)
-    if preset.train_length < 64 or preset.train_length % 8:
-        raise BadInput(f"--train-length: expected a multiple of 8 of at least 64, got {preset.train_length}")
-    for name, value, maximum in (("learning-rate", preset.learning_rate, None), ("warmup", preset.warmup, 1)):
-        if not value > 0 or maximum and value > maximum:
-            limit = f" of at most {maximum}" if maximum else ""
-            raise BadInput(f"--{name}: expected a positive number{limit}, got {value}")
-    if not 0 <= preset.practice < 1:
-        raise BadInput(f"--practice: expected a share from 0 to below 1, got {preset.practice}")
-    try:
-        config = preset.config
-        resolve_impl(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
-    except ValueError as error:
-        raise BadInput(str(error)) from None
-    window = LONGEST * preset.train_length + 1
-    corpus = None
-    if preset.data == TEXT:
-        corpus = data.from_path(args.text, window) if args.text else data.standard_library(window)
-    elif args.text:
-        raise BadInput(f"--text: expected none with the preset {args.preset}, whose models read no text")
-    threads = args.threads or min(cores(), MAX_THREADS)
-    processes, threads = (threads, 1) if device.type == "cpu" and threads > 1 else (0, threads)
-    return Run(out, preset, args.preset, corpus, device, args.impl, processes, threads, args.seed)
+def _run_all(args: argparse.Namespace, run: Run, workers: Workers, cells: dict[str, list[Cell]]) -> None:
+    for name in cells:
+        began = time.perf_counter()
+        folder = run.out / name
+        folder.mkdir(exist_ok=True)
+        if EXPERIMENTS[name].function:
+            EXPERIMENTS[name].function(run, workers, folder)
+        else:
+            _measure(run, workers, name, folder, cells[name])
+        record = {
+            "experiment": name,
+            "command": args.command_line,
+            **run.provenance(),
+            "seconds": round(time.perf_counter() - began, 1),
+            "cpu_seconds": round(sum(os.times()[:4]), 1),
+        }
+        files.write(folder / "results.json", json.dumps(record, indent=1))
+        print(f"{name}: written to {folder}, {record['seconds']:.0f} s", flush=True)
 
 
-def cells_of(experiment: Experiment, run: Run, chosen: Sequence[str] = ()) -> list[Cell]:
-    """What the experiment measures. Raises BadInput for schemes that are unknown or invalid."""
-    if chosen and not experiment.schemes:
-        raise BadInput("--schemes: cannot be changed for this experiment")
-    named = [tables.resolve(template, run.unit) for template in chosen or experiment.schemes]
-    for name, length in named:
-        scheme(name, run.preset.config, length, run.defaults)
-    return [
-        Cell(name, length, seed, experiment.measures) for name, length in dict.fromkeys(named) for seed in run.seeds
-    ]
+def _models(run: Run, cells: Sequence[Cell]) -> list[tuple[str, int]]:
+    """(encoding, training length) of the models that the cells need."""
+    return [(scheme(cell.scheme, run.preset.config, cell.length, run.defaults).trained, cell.length) for cell in cells]
 
 
 def _measure(run: Run, workers: Workers, name: str, folder: Path, cells: Sequence[Cell]) -> None:
-    wanted = [
-        (scheme(cell.scheme, run.preset.config, cell.length, run.defaults).trained, cell.length) for cell in cells
-    ]
-    train_models(run, workers, wanted)
+    train_models(run, workers, _models(run, cells))
+    training_curves.collect(run, folder, _models(run, cells))
     rows = measure_cells(run, workers, folder, cells)
     write_csv(folder / "results.csv", COLUMNS, rows)
     for text in show(folder, name, run.unit):

@@ -6,22 +6,25 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from flashrope import Rotary, attention
 from flashrope.demo import files, report
+from flashrope.demo.data import as_tokens, unseen_windows
 from flashrope.demo.train import TrainConfig
 from flashrope.demo.workers import Workers
 
-from . import figures, picture
-from .patterns import Pattern, kinds, pattern
+from . import curves, figures, picture, tables
+from .patterns import REPEATED, TEXT, Pattern, frequent, kinds, pattern, repeated, ripple, swing
 from .measuring import COLUMNS
 from .runs import Run, write_csv
+from .statistics import LOWER, interval, schemes
 from .training import OBSERVED, load_model, observed, train_models
 from .tables import resolve
 from .zoo import scheme
 
-PATTERN_SAMPLES = 5000  # as in the paper; if the preset has fewer, its own number, but at least 64
+WINDOWS_PER_SAMPLE = 10  # windows of unseen text for a pattern, for each of the preset's samples
 FREQUENCY_PANELS = {
     "trained with": ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3"),
     "changed after training, for 8 times the training length": (
@@ -110,58 +113,74 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
     groups = {}
     for rows_, columns in picture.SHAPES:
         task = f"picture-{rows_}x{columns}"
-        values = {
-            name: [row[6] for row in kept["rows"] if row[0] == name and row[4] == task] for name in picture.ENCODINGS
+        groups[f"{rows_} x {columns}" + (", trained" if rows_ == columns == picture.SIDE else "")] = {
+            name: interval([row[6] for row in kept["rows"] if row[0] == name and row[4] == task])
+            for name in picture.ENCODINGS
         }
-        groups[f"{rows_} x {columns}" + (" (trained)" if rows_ == columns == picture.SIDE else "")] = [
-            figures.Series(name, [0], [sum(v) / len(v)], [min(v)], [max(v)]) for name, v in values.items()
-        ]
-    figures.bars(
-        folder / "picture.png",
-        "Predicting a neighbour's colour in pictures of other shapes",
-        "pixels predicted correctly (%); axial: two-dimensional RoPE; raster: RoPE in row order; nope: no positions",
-        picture.ENCODINGS,
-        groups,
-    )
+    curves.points(folder / "picture.png", groups, "pixels right (%)")
 
 
 # ---- patterns
+SEVERAL = ("rope", "hope", "kerple")  # measured with all seeds; the others with the first
+PATTERN_NAMES = {"learned": "learned", "rope": "RoPE", "kerple": "KERPLE", "hope": "HoPE"}
+# The paper calls HoPE's fluctuation milder, in the training length and beyond it; of the ripple it says nothing.
+PATTERN_COMPARES = tuple(
+    comparison
+    for measure, expected in (("swing", LOWER), ("ripple", 0))
+    for inputs in (REPEATED, TEXT)
+    for comparison in schemes("hope", "rope", f"{measure}-{inputs}", 1, 2, expected=expected)
+)
+Found = dict[tuple[str, int, int, str, int], Pattern]  # by encoding, training length, context, inputs and seed
+
+
 def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
-    """Figures 1, 2, 5, 6 and 7 of the HoPE paper, with the models of the first seed. The training length is the
-    preset's, and twice that for figures 6 and 7."""
+    """Figures 1, 2, 5, 6 and 7 of the HoPE paper. The training length is the preset's, and twice that for figures 6 and
+    7. Curves are drawn for the first seed; table.md compares the seeds' swing and ripple, which are in results.csv."""
     unit, double = run.unit, 2 * run.unit
     wanted = [("learned", unit), ("rope", unit), ("kerple", unit), ("hope", unit), ("rope", double)]
+    train_models(run, workers, [(trained, unit) for trained in SEVERAL])
     train_models(dataclasses.replace(run, preset=dataclasses.replace(run.preset, seeds=1)), workers, wanted)
-    samples = min(PATTERN_SAMPLES, max(run.preset.samples, 64))
-    found = _measure_patterns(run, wanted, samples)
-    columns = ("encoding", "train_length", "context", "layer", "component", "distance", "score")
-    write_csv(folder / "results.csv", columns, _pattern_rows(found))
+    known = frequent(run.corpus.train)
+    write_csv(folder / "inputs.csv", ("byte", "share"), [[byte, share] for byte, share in known.items()])
+    found = _measure_patterns(run, wanted, list(known))
+    pairs = max(len(curves.components[0]) for curves in found.values())
+    columns = ("encoding", "train_length", "context", "inputs", "distance", "score", "first_layer")
+    write_csv(
+        folder / "curves.csv", (*columns, *(f"component_{at}" for at in range(pairs))), _pattern_rows(run, found, pairs)
+    )
+    write_csv(folder / "results.csv", COLUMNS, _swing_rows(run, found))
+    tables.write(folder, folder.name, unit, PATTERN_COMPARES)
 
-    def overall(trained, length, context):
-        return found[trained, length, context].mean_overall.tolist()
+    def panel(title: str, names: Sequence[str], context: int, inputs: str) -> tuple[str, dict[str, list[float]]]:
+        curves = {name: found[name, unit, context, inputs, run.first_seed].mean_overall for name in names}
+        sizes = ", ".join(f"{PATTERN_NAMES[name]} {swing(curve):.2f}" for name, curve in curves.items())
+        return f"{title}; swing {sizes}", {PATTERN_NAMES[name]: curve.tolist() for name, curve in curves.items()}
 
-    note = f"trained on {unit} bytes; scores of the last query, averaged over layers, heads and {samples} samples"
-    names = {"learned": "learned", "rope": "RoPE", "kerple": "KERPLE"}
+    note = f"trained on {unit} bytes; mean of layers, heads and samples; first seed"
+    titles = {REPEATED: "one byte repeated", TEXT: "unseen text"}
     figures.patterns(
         folder / "figure-1.png",
         "Position-related attention patterns",
         note,
-        [(name, {name: overall(trained, unit, unit)}) for trained, name in names.items()],
+        [panel(title, ("learned", "rope", "kerple"), unit, inputs) for inputs, title in titles.items()],
     )
+    places = {unit: "in the training length", double: "beyond it"}
     figures.patterns(
         folder / "figure-5.png",
         "Attention patterns of HoPE and RoPE",
-        note + "; dotted: training length",
+        note + "; dotted: that length",
         [
-            ("in the training length", {"HoPE": overall("hope", unit, unit), "RoPE": overall("rope", unit, unit)}),
-            ("beyond it", {"HoPE": overall("hope", unit, double), "RoPE": overall("rope", unit, double)}),
+            panel(f"{title}, {place}", ("hope", "rope"), context, inputs)
+            for inputs, title in titles.items()
+            for context, place in places.items()
         ],
         [unit],
     )
-    _rope_figures(run, folder, found, unit, ("figure-2a.png", "figure-2b.png", "figure-2c.png"))
-    _rope_figures(run, folder, found, double, ("figure-7.png", "figure-6.png", None))
+    first = {key[:3]: value for key, value in found.items() if key[3:] == (REPEATED, run.first_seed)}
+    _rope_figures(run, folder, first, unit, ("figure-2a.png", "figure-2b.png", "figure-2c.png"))
+    _rope_figures(run, folder, first, double, ("figure-7.png", "figure-6.png", None))
     frequencies = scheme("hope", run.preset.config, unit, run.defaults).rotary.frequencies
-    beyond = found["hope", unit, double]
+    beyond = first["hope", unit, double]
     figures.components(
         folder / "hope-components.png",
         f"HoPE's pairs, in and beyond the training length {unit}",
@@ -184,28 +203,56 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
     )
 
 
-def _measure_patterns(run: Run, wanted: list[tuple[str, int]], samples: int) -> dict[tuple[str, int, int], Pattern]:
-    """{(encoding, training length, context length): pattern}, in and beyond the training length where possible."""
-    found = {}
+def _measure_patterns(run: Run, wanted: list[tuple[str, int]], known: Sequence[int]) -> Found:
+    """Patterns in and beyond the training length where possible, on both kinds of inputs."""
+    found, attend = {}, functools.partial(attention, impl=run.impl)
+    windows = {
+        context: as_tokens(
+            unseen_windows(run.corpus.unseen, context, WINDOWS_PER_SAMPLE * run.preset.samples, run.first_seed)
+        )
+        for context in (run.unit, 2 * run.unit, 4 * run.unit)
+    }
     for trained, length in wanted:
         used = scheme(trained, run.preset.config, length, run.defaults)
-        model = load_model(run.model_path(trained, length, run.first_seed), run.device).eval()
-        attend = functools.partial(attention, impl=run.impl)
-        for context in [length] if used.longest else [length, 2 * length]:
-            found[trained, length, context] = pattern(model, used.rotary, context, samples, run.first_seed, attend)
+        for seed in run.seeds if trained in SEVERAL and length == run.unit else run.seeds[:1]:
+            model = load_model(run.model_path(trained, length, seed), run.device).eval()
+            for context in [length] if used.longest else [length, 2 * length]:
+                key = (trained, length, context)
+                found[*key, REPEATED, seed] = pattern(model, used.rotary, repeated(known, context), attend)
+                found[*key, TEXT, seed] = pattern(model, used.rotary, windows[context], attend, average_first=True)
     return found
 
 
-def _pattern_rows(found: dict[tuple[str, int, int], Pattern]) -> list[list]:
+def _pattern_rows(run: Run, found: Found, pairs: int) -> list[list]:
+    """The curves of the first seed, a row per distance. Contributions of the pairs are those of REPEATED inputs, for
+    the encodings in OBSERVED."""
     rows = []
-    for (trained, length, context), measured in found.items():
-        curves = [("all", "overall", measured.mean_overall), ("0", "overall", measured.overall[0])]
-        if trained in OBSERVED:
-            curves += [("all", str(part), values) for part, values in enumerate(measured.mean_components)]
+    for (trained, length, context, inputs, seed), measured in found.items():
+        if seed != run.first_seed:
+            continue
+        parts = measured.mean_components.T.tolist() if trained in OBSERVED and inputs == REPEATED else None
+        curves = zip(measured.mean_overall.tolist(), measured.overall[0].tolist(), strict=True)
         rows += [
-            [trained, length, context, layer, part, distance, value]
-            for layer, part, values in curves
-            for distance, value in enumerate(values.tolist())
+            [trained, length, context, inputs, distance]
+            + [f"{value:.4g}" for value in (*values, *(parts[distance] if parts else ()))]
+            + [""] * (pairs - len(parts[distance]) if parts else pairs)
+            for distance, values in enumerate(curves)
+        ]
+    return rows
+
+
+def _swing_rows(run: Run, found: Found) -> list[list]:
+    """Swing, ripple and the ripple's period of the patterns of models trained at the preset's length (COLUMNS)."""
+    rows = []
+    for (trained, length, context, inputs, seed), measured in found.items():
+        if length != run.unit:
+            continue
+        curve = measured.mean_overall
+        size, period = ripple(curve)
+        values = {"swing": swing(curve), "ripple": size, "ripple-period": period}
+        rows += [
+            [trained, trained, length, seed, f"{measure}-{inputs}", context, value, 1]
+            for measure, value in values.items()
         ]
     return rows
 

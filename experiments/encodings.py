@@ -1,6 +1,6 @@
-"""Baseline position encodings that are not rotary: biases on the scores, and vectors added to the embedding.
+"""Baseline position encodings: biases on the scores, vectors added to the embedding, and random positions for RoPE.
 
-They use ``scaled_dot_product_attention``, not flashrope's kernels. Positions i and j count from 0; d = i - j.
+Biases use ``scaled_dot_product_attention``, not flashrope's kernels. Positions i and j count from 0; d = i - j.
 """
 
 from __future__ import annotations
@@ -55,6 +55,48 @@ class Fire(nn.Module):
         return self.mlp(x[..., None]).permute(2, 0, 1)
 
 
+class T5(nn.Module):
+    """Raffel et al. 2020, section 2.1: one learned scalar per head and bucket of distances (``t5_buckets``).
+
+    The weights are shared by all layers, as in the paper. Its 32 buckets end at 128, a quarter of its training length;
+    here they end at a quarter of ``train_length``, at least at 32, so that training reaches the last bucket.
+    """
+
+    shared = True
+
+    def __init__(self, heads: int, train_length: int, buckets: int = 32):
+        super().__init__()
+        self.buckets, self.farthest = buckets, max(train_length // 4, 32)
+        self.table = nn.Parameter(torch.empty(buckets, heads).normal_(std=0.02))
+
+    def forward(self, distance: torch.Tensor) -> torch.Tensor:
+        return self.table[t5_buckets(distance, self.buckets, self.farthest)].permute(2, 0, 1)
+
+
+def t5_buckets(distance: torch.Tensor, buckets: int, farthest: int) -> torch.Tensor:
+    """The bucket of every distance >= 0, causal: half of the buckets hold one distance each, the others grow
+    logarithmically up to ``farthest``, and the last one holds all that is beyond."""
+    exact = buckets // 2
+    far = torch.log(distance.double().clamp(min=exact) / exact) / math.log(farthest / exact) * (buckets - exact)
+    return torch.where(distance < exact, distance.double(), exact + far).long().clamp(max=buckets - 1)
+
+
+class Sandwich(nn.Module):
+    """Chi et al. 2023: the inner product of two sinusoidal encodings, sum over m of cos(d / 10000^(2m / 128)), divided
+    by 8 h / heads for h = 1 .. heads. Nothing is learned; 128 is the paper's width."""
+
+    def __init__(self, heads: int, train_length: int, width: int = 128):
+        super().__init__()
+        inv_freq = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+        ratio = 8 * torch.arange(1, heads + 1, dtype=torch.float32) / heads
+        self.register_buffer("ratio", ratio, persistent=False)
+
+    def forward(self, distance: torch.Tensor) -> torch.Tensor:
+        by_distance = torch.arange(distance.shape[-1], device=distance.device)[:, None] * self.inv_freq
+        return by_distance.cos().sum(-1)[distance.long()] / self.ratio[:, None, None]
+
+
 def alibi_slopes(heads: int) -> list[float]:
     """2 ** (-8 h / heads) for h = 1 .. heads if heads is a power of two. Otherwise the slopes of the next lower power,
     then every other slope of the next higher power, as in ALiBi's code."""
@@ -89,6 +131,32 @@ class Formula(nn.Module):
         return self.function(seqlen, self.width).to(self.device_of.device)
 
 
+class RandomPositions(nn.Module):
+    """Ruoss et al. 2023: positions are drawn from 0 .. range - 1 without repetition and sorted, in training and in
+    evaluation, one draw for all sequences of a batch and all layers.
+
+    In training mode every call draws anew; the number of calls is part of the weights, so that a resumed run draws
+    what an uninterrupted one does. In evaluation mode the draw depends on the model and the length alone.
+    """
+
+    def __init__(self, range_: int):
+        super().__init__()
+        self.range = range_
+        self.register_buffer("seed", torch.randint(2**31, ()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, batch: int, seqlen: int) -> torch.Tensor:
+        """int64 (batch, seqlen). Raises ValueError if the range has fewer positions."""
+        if seqlen > self.range:
+            raise ValueError(f"seqlen: random positions are drawn from {self.range}, got {seqlen}")
+        if self.training:
+            self.calls += 1
+        draw = self.calls.item() if self.training else -seqlen
+        generator = torch.Generator().manual_seed(self.seed.item() * 1_000_003 + draw)
+        positions = torch.randperm(self.range, generator=generator)[:seqlen].sort().values
+        return positions.to(self.seed.device).expand(batch, -1)
+
+
 def sinusoidal(seqlen: int, width: int) -> torch.Tensor:
     """Vaswani et al. 2017: channel 2m is sin(p / 10000^(2m / width)), channel 2m + 1 the cosine."""
     inv_freq = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
@@ -107,7 +175,7 @@ def binary(seqlen: int, width: int, bits: int = 16) -> torch.Tensor:
     return (torch.arange(seqlen)[:, None] >> bit & 1).float()
 
 
-BIASES = {"alibi": Alibi, "kerple": Kerple, "fire": Fire}
+BIASES = {"alibi": Alibi, "kerple": Kerple, "fire": Fire, "t5": T5, "sandwich": Sandwich}
 ABSOLUTE = {"sinusoidal": sinusoidal, "integer": integer, "binary": binary}
 
 

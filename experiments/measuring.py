@@ -12,14 +12,20 @@ from flashrope import attention
 from flashrope.demo import files, report
 from flashrope.demo.workers import Workers
 
-from . import copying, tasks
+from . import by_position, copying, few_shot, passkey, tasks
 from .runs import Run
 from .tasks import Result, Subject
 from .training import load_model
 from .zoo import scheme
 
 COLUMNS = ("scheme", "trained_with", "train_length", "seed", "task", "at", "value", "samples")
-MEASURES: dict[str, Callable[..., list[Result]]] = {**tasks.MEASURES, "copying": copying.measure}
+MEASURES: dict[str, Callable[..., list[Result]]] = {
+    **tasks.MEASURES,
+    "copying": copying.measure,
+    "few-shot": few_shot.measure,
+    "passkey": passkey.measure,
+    by_position.TASK: by_position.measure,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +73,7 @@ def measure_job(run: Run, cell: Cell, path: str, progress: Callable) -> None:
         run.device,
         functools.partial(attention, impl=run.impl),
         1 << (18 if run.device.type == "cuda" else 14),
+        run.corpus.train if run.corpus else b"",
     )
     rows = []
     for task, multiples in cell.measures:

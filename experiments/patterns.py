@@ -1,9 +1,16 @@
 """Attention patterns: how the scores depend on positions alone (HoPE paper, section 3).
 
-Every sample is a first byte 0 followed by one random byte at all other positions, so scores differ only by the position
-of the key. Scores are those of the last query before the softmax, split into the contributions of the channel pairs
+Scores are those of the last query before the softmax, split into the contributions of the channel pairs
 
     C_m = (q0 k0 + q1 k1) cos(d theta_m) + (q0 k1 - q1 k0) sin(d theta_m)
+
+They are measured on two kinds of inputs:
+
+    REPEATED    a first byte 0 followed by one byte at all other positions, as in the paper, so that keys differ by
+                position alone; every byte that is at least ``FREQUENT`` of the training text, once. The paper draws
+                from all tokens; most of the 256 bytes hardly occur in text, and training did not know them.
+    TEXT        windows of unseen text. q and k are averaged over the windows before they are multiplied, which is the
+                mean score of a query with the keys of other windows: what the text says cancels, the position stays.
 """
 
 from __future__ import annotations
@@ -22,6 +29,22 @@ from .encodings import distances
 from .zoo import Rotaries, ZooModel
 
 FIRST_BYTE = 0
+FREQUENT = 1e-3  # of the training text
+REPEATED, TEXT = "repeated", "text"
+
+
+def frequent(text: bytes, share: float = FREQUENT) -> dict[int, float]:
+    """The bytes that make up at least this share of a text, with their shares. Without FIRST_BYTE."""
+    counts = torch.bincount(torch.frombuffer(bytearray(text), dtype=torch.uint8), minlength=256)
+    shares = (counts.double() / len(text)).tolist()
+    return {byte: found for byte, found in enumerate(shares) if found >= share and byte != FIRST_BYTE}
+
+
+def repeated(known: Sequence[int], length: int) -> torch.Tensor:
+    """int64 (len(known), length): FIRST_BYTE, then one byte at all other positions."""
+    tokens = torch.tensor(list(known))[:, None].repeat(1, length)
+    tokens[:, 0] = FIRST_BYTE
+    return tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,35 +72,43 @@ class Pattern:
 def pattern(
     model: ZooModel,
     rotary: Rotaries,
-    length: int,
-    samples: int,
-    seed: int = 0,
+    tokens: torch.Tensor,
     attend: Attend = attention,
     batch_tokens: int = 16384,
+    average_first: bool = False,
 ) -> Pattern:
-    """The model's pattern at a context of ``length`` bytes, for schemes with one band."""
+    """The model's pattern on tokens, int64 (samples, length), for schemes with one band. ``average_first``: q and k are
+    averaged over the samples before they are multiplied, as for TEXT."""
     device = model.language.embedding.weight.device
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, model.config.vocab_size, (samples, 1), generator=generator).repeat(1, length)
-    tokens[:, 0] = FIRST_BYTE
-    sums: list[torch.Tensor | None] = [None] * model.config.layers
+    samples, length = tokens.shape
+    attends = model.attends(rotary, attend)
+    schemes = [inner.args[-1] if model.biases is None else Rotary.none(model.config.head_dim) for inner in attends]
+    sums: list[tuple[torch.Tensor, ...] | None] = [None] * model.config.layers
 
     def record(layer: int, inner: Attend, q, k, v, rotary):
-        found = components(q, k, inner.args[-1] if model.biases is None else rotary).sum(0)
-        sums[layer] = found if sums[layer] is None else sums[layer] + found
+        if average_first:
+            found = (q[:, -1:].double().sum(0, keepdim=True), k.double().sum(0, keepdim=True))
+        else:
+            found = (components(q, k, schemes[layer]).sum(0),)
+        before = sums[layer]
+        sums[layer] = found if before is None else tuple(map(torch.add, before, found))
         return inner(q, k, v, rotary)
 
-    attends = model.attends(rotary, attend)
     recording = [functools.partial(record, layer, inner) for layer, inner in enumerate(attends)]
     for part in tokens.to(device).split(max(batch_tokens // length, 1)):
         x = model.language.embedding(part)
         if model.absolute is not None:
             x = x + model.absolute(length)
         model.language.decode(x, rotary if isinstance(rotary, Rotary) else rotary[0], recording)
-    found = torch.stack(sums) / (samples * model.config.heads)
+    if average_first:
+        sums = [
+            (components(q / samples, k / samples, scheme)[0] * samples,)
+            for (q, k), scheme in zip(sums, schemes, strict=True)
+        ]
+    found = torch.stack([total for (total,) in sums]) / (samples * model.config.heads)
     overall = found.sum(1)
     if model.biases is not None:
-        overall += torch.stack([bias(distances(length, device))[:, -1].mean(0) for bias in model.biases])
+        overall += torch.stack([bias(distances(length, device))[:, -1].mean(0) for bias in model.layer_biases])
     return Pattern(found[..., 1:].flip(-1).cpu(), overall[..., 1:].flip(-1).cpu())
 
 
@@ -114,3 +145,20 @@ def kinds(frequencies: Sequence[float], train_length: int) -> list[str]:
         "high" if f >= 2 * math.pi / train_length else "activated" if f > math.pi / train_length else "low"
         for f in frequencies
     ]
+
+
+def swing(curve: torch.Tensor) -> float:
+    """The largest score minus the smallest, over the distances."""
+    return (curve.max() - curve.min()).item()
+
+
+def ripple(curve: torch.Tensor, span: int = 25) -> tuple[float, float]:
+    """How much a curve moves up and down around its running mean over ``span`` distances (odd): the root of the mean
+    squared difference, and the period in bytes that is strongest in it. Distances within half a span of the ends are
+    left out. The default is twice the longest sequence of the old copying practice, 12 bytes, and one more."""
+    inside = slice(span // 2, len(curve) - span // 2)
+    rest = curve[inside] - curve.unfold(0, span, 1).mean(-1)
+    rest = rest - rest.mean()
+    padded = 16 * len(rest)  # zeros, for finer steps of the period
+    strength = torch.fft.rfft(rest * torch.hann_window(len(rest), periodic=False, dtype=rest.dtype), padded).abs()
+    return rest.square().mean().sqrt().item(), padded / (strength[1:].argmax().item() + 1)

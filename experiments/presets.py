@@ -9,7 +9,9 @@ from flashrope.demo.train import TrainConfig
 
 from . import copying
 
-TEXT, COPYING = "text", "copying"  # what models are trained on
+# what models are trained on: text alone, or one task alone
+TEXT, COPYING, FEW_SHOT, PASSKEY = "text", "copying", "few-shot", "passkey"
+WITHOUT_TEXT = (COPYING,)  # all others need files of text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +20,13 @@ class Preset:
 
     Attributes:
         batch: windows of ``train_length`` per step.
-        practice: share of the batch that is practice for the tasks; models this small learn none of them without it.
         samples: number of unseen samples of every measurement.
         seeds: number of models per encoding.
-        data: what the models are trained on: TEXT, or COPYING alone.
+        data: what the models are trained on: TEXT, COPYING, FEW_SHOT or PASSKEY, never a mixture.
         base: of the rotary frequencies.
         vocab_size: 256, bytes, for models that read text.
+        architecture: "llama" or "gau" (gau.py).
+        schemes: those of the experiment perplexity, where they are not the experiment's own.
     """
 
     width: int
@@ -34,7 +37,6 @@ class Preset:
     steps: int
     learning_rate: float
     warmup: float
-    practice: float
     samples: int
     seeds: int
     mlp_width: int = 0
@@ -43,6 +45,12 @@ class Preset:
     data: str = TEXT
     base: float = 10_000.0
     vocab_size: int = 256
+    architecture: str = "llama"
+    schemes: tuple[str, ...] = ()
+
+    @property
+    def reads_text(self) -> bool:
+        return self.data not in WITHOUT_TEXT
 
     @property
     def config(self) -> ModelConfig:
@@ -64,6 +72,7 @@ class Preset:
         )
 
 
+# The base of a task's models: the slowest pair turns once in about 7 training lengths.
 PRESETS = {
     "tiny": Preset(
         width=64,
@@ -74,7 +83,6 @@ PRESETS = {
         steps=500,
         learning_rate=5e-3,
         warmup=0.1,
-        practice=0.5,
         samples=32,
         seeds=1,
     ),
@@ -84,12 +92,25 @@ PRESETS = {
         heads=2,
         train_length=64,
         batch=16,
+        steps=1200,
+        learning_rate=5e-3,
+        warmup=0.1,
+        samples=200,
+        seeds=5,
+    ),
+    # cpu with the architecture of ReRoPE's tables; two gated attention units are about as large as one Llama layer
+    "gau": Preset(
+        width=64,
+        layers=4,
+        heads=2,
+        train_length=64,
+        batch=16,
         steps=1600,
         learning_rate=5e-3,
         warmup=0.1,
-        practice=0.75,
         samples=200,
-        seeds=3,
+        seeds=5,
+        architecture="gau",
     ),
     "copying": Preset(
         width=64,
@@ -100,7 +121,6 @@ PRESETS = {
         steps=1500,
         learning_rate=4e-3,
         warmup=0.05,
-        practice=0.0,
         samples=200,
         seeds=5,
         beta2=0.98,
@@ -108,18 +128,73 @@ PRESETS = {
         base=200.0,
         vocab_size=copying.LETTERS,
     ),
+    "loss": Preset(
+        width=128,
+        layers=2,
+        heads=4,
+        train_length=256,
+        batch=8,
+        steps=800,
+        learning_rate=4e-3,
+        warmup=0.05,
+        samples=16,
+        seeds=8,
+        beta2=0.98,
+    ),
+    "few-shot": Preset(
+        width=64,
+        layers=2,
+        heads=2,
+        train_length=288,
+        batch=14,
+        steps=1000,
+        learning_rate=4e-3,
+        warmup=0.05,
+        samples=100,
+        seeds=5,
+        beta2=0.98,
+        data=FEW_SHOT,
+        base=500.0,
+    ),
+    "passkey": Preset(
+        width=64,
+        layers=2,
+        heads=2,
+        train_length=64,
+        batch=64,
+        steps=800,
+        learning_rate=4e-3,
+        warmup=0.05,
+        samples=200,
+        seeds=5,
+        beta2=0.98,
+        data=PASSKEY,
+        base=100.0,
+    ),
+    # 100 million bytes a model; six encodings are trained: rope, rope+logn, hope, alibi, kerple and nope
     "small": Preset(
-        width=320,
-        layers=8,
-        heads=5,
+        width=256,
+        layers=4,
+        heads=4,
         train_length=512,
         batch=64,
-        steps=20_000,
+        steps=3052,
         learning_rate=1e-3,
         warmup=0.05,
-        practice=0.0,
-        samples=500,
+        samples=200,
         seeds=3,
+        schemes=(
+            "rope",
+            "yarn-s8",
+            "rerope{w256}",
+            "rerope{w256}+dagger",
+            "rerope{w256}+logn",
+            "hope",
+            "hope+yarn-s8",
+            "alibi",
+            "kerple",
+            "nope",
+        ),
     ),
     # HoPE's appendix A; bytes instead of its 32,000 tokens, bfloat16 instead of float16
     "125m": Preset(
@@ -131,7 +206,6 @@ PRESETS = {
         steps=50_000,
         learning_rate=3e-4,
         warmup=0.04,
-        practice=0.0,
         samples=1000,
         seeds=3,
         mlp_width=2688,

@@ -47,7 +47,13 @@ class Published:
 
 
 COUNTS = tuple(Column(str(count), "copying", count, multiple=False) for count in (30, 40, 50, 60, 70, 80))
-INPUTS = tuple(Column(str(length), "few-shot", length / 512) for length in (256, 512, 768, 1024, 1280))
+
+
+def _inputs(task: str) -> tuple[Column, ...]:
+    """The paper's input lengths."""
+    return tuple(Column(str(length), task, length / 512) for length in (256, 512, 768, 1024, 1280))
+
+
 ACCURACIES = (
     Column("512 (train)", "accuracy", 1),
     Column("4096 (repeat)", "accuracy-repeat", 8),
@@ -60,11 +66,6 @@ FACTOR_NOTE = (
     "The paper does not give the factor of PI and YaRN, or whether models were tuned for it; here it is the longest "
     "input divided by the training length, without tuning."
 )
-
-REDONE = {  # experiment: what is at the top of its tables
-    "few-shot": "**This task is being redone.** Its texts are one byte long at this size, and all occur in practice.",
-    "lengths": "**The few-shot task is being redone.** Its texts are one byte long at this size.",
-}
 
 TABLES = {
     "copying": (
@@ -92,7 +93,7 @@ TABLES = {
         Published(
             "Few-shot following",
             "hope, table 3",
-            INPUTS,
+            _inputs("few-shot"),
             (
                 ("ALiBi", "alibi", (99.67, 85.67, 68.67, 6.33, 1.00, 52.27)),
                 ("KERPLE", "kerple", (77.17, 70.17, 22.33, 14.67, 16.33, 40.13)),
@@ -103,6 +104,63 @@ TABLES = {
                 ("HoPE", "hope", (99.67, 98.33, 74.50, 67.83, 55.67, 79.20)),
                 ("HoPE + PI", "hope+pi-s2.5", (99.17, 98.50, 83.67, 78.67, 51.67, 82.33)),
                 ("HoPE + YaRN", "hope+yarn-s2.5", (97.33, 92.17, 91.67, 88.67, 99.00, 93.77)),
+            ),
+            ("Avg.",),
+            average=True,
+            note=FACTOR_NOTE,
+        ),
+        Published(
+            "Few-shot following, SST-2; here a sentence",
+            "hope, table 6",
+            _inputs("few-shot-sentence"),
+            (
+                ("ALiBi", "alibi", (99.00, 58.00, 29.00, 4.00, 0.00, 38.00)),
+                ("KERPLE", "kerple", (50.50, 37.50, 18.00, 9.00, 6.00, 24.20)),
+                ("FIRE", "fire", (99.50, 99.00, 76.50, 31.50, 3.00, 61.90)),
+                ("RoPE", "rope", (99.50, 96.00, 20.00, 0.00, 0.00, 43.10)),
+                ("RoPE + PI", "pi-s2.5", (99.50, 96.50, 33.00, 4.50, 0.00, 46.70)),
+                ("RoPE + YaRN", "yarn-s2.5", (99.50, 57.00, 73.00, 73.00, 0.00, 60.50)),
+                ("HoPE", "hope", (99.00, 95.00, 45.50, 52.50, 32.00, 64.80)),
+                ("HoPE + PI", "hope+pi-s2.5", (97.50, 97.50, 97.00, 37.00, 89.00, 83.60)),
+                ("HoPE + YaRN", "hope+yarn-s2.5", (100.00, 97.50, 76.00, 69.00, 98.00, 88.10)),
+            ),
+            ("Avg.",),
+            average=True,
+            note=FACTOR_NOTE,
+        ),
+        Published(
+            "Few-shot following, QNLI; here a question and an answer",
+            "hope, table 6",
+            _inputs("few-shot-question"),
+            (
+                ("ALiBi", "alibi", (100.00, 99.00, 79.00, 0.00, 0.00, 55.60)),
+                ("KERPLE", "kerple", (100.00, 95.00, 32.00, 7.00, 4.00, 47.60)),
+                ("FIRE", "fire", (99.00, 99.00, 18.00, 19.00, 12.00, 49.40)),
+                ("RoPE", "rope", (95.00, 95.00, 85.00, 22.00, 9.00, 61.20)),
+                ("RoPE + PI", "pi-s2.5", (100.00, 100.00, 94.00, 75.00, 11.00, 76.00)),
+                ("RoPE + YaRN", "yarn-s2.5", (100.00, 100.00, 100.00, 95.00, 9.00, 80.80)),
+                ("HoPE", "hope", (100.00, 100.00, 100.00, 88.00, 37.00, 85.00)),
+                ("HoPE + PI", "hope+pi-s2.5", (100.00, 100.00, 100.00, 100.00, 55.00, 91.00)),
+                ("HoPE + YaRN", "hope+yarn-s2.5", (92.00, 80.00, 99.00, 99.00, 100.00, 94.00)),
+            ),
+            ("Avg.",),
+            average=True,
+            note=FACTOR_NOTE,
+        ),
+        Published(
+            "Few-shot following, RTE; here a pair of sentences",
+            "hope, table 6",
+            _inputs("few-shot-pair"),
+            (
+                ("ALiBi", "alibi", (100.00, 100.00, 98.00, 15.00, 3.00, 63.20)),
+                ("KERPLE", "kerple", (81.00, 78.00, 17.00, 28.00, 39.00, 48.60)),
+                ("FIRE", "fire", (63.00, 61.00, 2.00, 8.00, 43.00, 35.40)),
+                ("RoPE", "rope", (100.00, 100.00, 49.00, 29.00, 12.00, 58.00)),
+                ("RoPE + PI", "pi-s2.5", (95.00, 100.00, 73.00, 36.00, 13.00, 63.40)),
+                ("RoPE + YaRN", "yarn-s2.5", (100.00, 100.00, 100.00, 77.00, 52.00, 85.80)),
+                ("HoPE", "hope", (100.00, 100.00, 78.00, 63.00, 98.00, 87.80)),
+                ("HoPE + PI", "hope+pi-s2.5", (100.00, 98.00, 54.00, 99.00, 11.00, 72.40)),
+                ("HoPE + YaRN", "hope+yarn-s2.5", (100.00, 99.00, 100.00, 98.00, 99.00, 99.20)),
             ),
             ("Avg.",),
             average=True,
@@ -139,6 +197,8 @@ TABLES = {
             ("512", "4096", "16384"),
             LOWER,
         ),
+    ),
+    "few-shot-lengths": (
         Published(
             "HoPE's few-shot following by training length",
             "hope-v1, table 6",

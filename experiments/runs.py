@@ -3,6 +3,9 @@
 settings.json                       the configuration of everything in the directory
 split.json                          which files were trained on and which were not
 models/<encoding>-L<length>-s<seed>.safetensors     and .losses.csv; .state during training
+models/tokenizer.json               of models that read tokens
+tensorboard/<encoding>-L<length>-s<seed>/           with --tensorboard
+<experiment>/training.csv, training.png             the training curves of its models
 <experiment>/cells/*.json           one per scheme, training length and seed
 <experiment>/results.csv, results.json, *.png, table.md
 """
@@ -13,6 +16,7 @@ import csv
 import dataclasses
 import json
 import platform
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,10 +26,12 @@ import torch
 from flashrope import __version__
 from flashrope.demo import data, files
 from flashrope.demo.options import BadInput
+from flashrope.demo.train import Ranks
 from flashrope.demo.workers import Workers
 from flashrope.info import hardware
 
 from .presets import Preset
+from .tokens import TokenCorpus
 from .zoo import Defaults
 
 LONGEST = 32  # longest window in training lengths of the preset; one value, so that all experiments share one split
@@ -38,24 +44,40 @@ class Run:
     out: Path
     preset: Preset
     preset_name: str
-    corpus: data.Corpus | None  # None: the models read no text
+    corpus: data.Corpus | TokenCorpus | None  # None: the models read no text
     device: torch.device
     impl: str | None
     processes: int  # 0: jobs run in this process, one after the other
     threads: int  # of each process
     first_seed: int = 0
+    listed: tuple[int, ...] = ()  # seeds that were named one by one, first_seed among them
+    window: int | None = None  # of schemes that name none; None: half the training length
+    compile: bool = False
+    tensorboard: bool = False
+    devices: tuple[torch.device, ...] = ()  # one for each process; none: all use ``device``
+    ranks: Ranks = Ranks()  # processes that train one model together
 
     @property
     def defaults(self) -> Defaults:
-        return Defaults(base=self.preset.base)
+        return Defaults(window=self.window, base=self.preset.base)
 
     @property
-    def seeds(self) -> range:
-        return range(self.first_seed, self.first_seed + self.preset.seeds)
+    def seeds(self) -> tuple[int, ...]:
+        listed = self.listed or range(self.first_seed, self.first_seed + self.preset.seeds)
+        return tuple(listed[: self.preset.seeds])
 
     @property
     def unit(self) -> int:
         return self.preset.train_length
+
+    @property
+    def text(self) -> str:
+        """What the models read, for the list of settings."""
+        if not self.corpus:
+            return "none: the models are trained on the task alone"
+        what = "tokens" if isinstance(self.corpus, TokenCorpus) else "bytes"
+        unseen = sum(map(len, self.corpus.unseen))
+        return f"{self.corpus.name}; {len(self.corpus.train):,} {what} to train on, {unseen:,} unseen"
 
     def model_path(self, trained: str, length: int, seed: int) -> Path:
         return self.out / "models" / f"{trained}-L{length}-s{seed}.safetensors"
@@ -66,8 +88,19 @@ class Run:
         if self.corpus:
             record = self.corpus.record()
             text = {"name": record["text"], **{part: record[part]["sha256"] for part in ("train", "unseen")}}
-        sizes = {key: value for key, value in dataclasses.asdict(self.preset).items() if key != "seeds"}
-        return {"preset": self.preset_name, **sizes, "text": text, "device": self.device.type}
+            if "vocab_size" in record:
+                text["vocab_size"] = record["vocab_size"]
+        sizes = {
+            key: value for key, value in dataclasses.asdict(self.preset).items() if key not in ("seeds", "schemes")
+        }
+        changed = {"window": self.window, "compile": self.compile or None}
+        return {
+            "preset": self.preset_name,
+            **sizes,
+            **{key: value for key, value in changed.items() if value is not None},
+            "text": text,
+            "device": self.device.type,
+        }
 
     def open(self) -> None:
         """Create the directory, or check that it has this configuration. Raises BadInput."""
@@ -91,6 +124,8 @@ class Run:
             (self.out / "models").mkdir(parents=True, exist_ok=True)
             if self.corpus:
                 files.write(self.out / "split.json", json.dumps(self.corpus.record(), indent=1))
+            if isinstance(self.corpus, TokenCorpus) and self.corpus.tokenizer:
+                shutil.copy(self.corpus.tokenizer, self.out / "models" / "tokenizer.json")
             files.write(path, json.dumps(identity, indent=1))
         except json.JSONDecodeError:
             raise BadInput(f"--out: {path} is not JSON; choose another directory") from None
@@ -105,13 +140,14 @@ class Run:
             "revision": revision(),
             "hardware": hardware(self.device),
             "impl": self.impl,
+            "processes": self.ranks.world if self.ranks.world > 1 else max(self.processes, 1),
             "flashrope": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
 
     def workers(self) -> Workers:
-        return Workers(self.processes, self.threads)
+        return Workers(self.processes, self.threads, self.devices)
 
 
 def revision() -> str:
@@ -126,6 +162,13 @@ def revision() -> str:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def in_units(text: str, folder: Path) -> str:
+    """A text that speaks of bytes, for the results of an experiment in ``folder``: of tokens if its run read those."""
+    settings = folder.parent / "settings.json"
+    read = json.loads(settings.read_text(encoding="utf-8")).get("text") if settings.exists() else None
+    return text.replace("byte", "token") if read and "vocab_size" in read else text
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence]) -> None:

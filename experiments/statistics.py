@@ -16,19 +16,29 @@ T_975 = (
 MIN_SEEDS = 5  # for a claim
 
 
+HIGHER, LOWER = 1, -1
+
+
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """Two measurements whose difference, first minus second, is asked for: (scheme, task) each, at a multiple of the
-    training length. Schemes may contain {w256} as in ``published``."""
+    training length. Schemes may contain {w256} as in ``published``.
+
+    Attributes:
+        expected: the sign of the difference by the papers, HIGHER or LOWER; 0 if they say nothing.
+        second_multiple: of the second measurement, if it is another one.
+    """
 
     first: tuple[str, str]
     second: tuple[str, str]
     multiple: float
+    expected: int = 0
+    second_multiple: float | None = None
 
 
-def schemes(first: str, second: str, task: str, *multiples: float) -> tuple[Comparison, ...]:
+def schemes(first: str, second: str, task: str, *multiples: float, expected: int = 0) -> tuple[Comparison, ...]:
     """Two schemes by one task."""
-    return tuple(Comparison((first, task), (second, task), multiple) for multiple in multiples)
+    return tuple(Comparison((first, task), (second, task), multiple, expected) for multiple in multiples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +54,31 @@ class Interval:
         return self.seeds >= MIN_SEEDS and abs(self.mean) > self.half
 
     def __str__(self) -> str:
+        """A difference, with as many digits as its interval is worth."""
         if self.half is None:
-            return f"{self.mean:+.1f} (one seed)"
-        return f"{self.mean:+.1f} ({self.mean - self.half:+.1f} to {self.mean + self.half:+.1f})"
+            return f"{self.mean:+.3g} (one seed)"
+        digits = decimals(self.half)
+        low, high = self.mean - self.half, self.mean + self.half
+        return f"{self.mean:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+
+    @property
+    def level(self) -> str:
+        """A measurement: the mean, and half the width of the interval."""
+        if self.half is None:
+            return significant(self.mean)
+        if abs(self.mean) >= 1e4:
+            return f"{self.mean:.2e} ± {self.half:.1e}"
+        digits = decimals(self.half)
+        return f"{self.mean:.{digits}f} ± {self.half:.{digits}f}"
+
+
+def decimals(size: float) -> int:
+    """Digits after the point that show two of this size, at most three."""
+    return min(max(1 - math.floor(math.log10(abs(size))), 0), 3) if size else 1
+
+
+def significant(value: float) -> str:
+    return f"{value:.2e}" if abs(value) >= 1e4 else f"{value:.{decimals(value / 10)}f}"
 
 
 def interval(values: Sequence[float]) -> Interval:
@@ -68,16 +100,36 @@ def values_at(rows: Sequence[dict[str, str]], scheme: str, task: str, at: float)
     }
 
 
-def difference(rows: Sequence[dict[str, str]], first: tuple, second: tuple, at: float) -> Interval | None:
+def difference(
+    rows: Sequence[dict[str, str]], first: tuple, second: tuple, at: float, second_at: float | None = None
+) -> Interval | None:
     """First minus second, seed by seed: (scheme, task) each. None if no seed has both."""
-    one, other = values_at(rows, *first, at), values_at(rows, *second, at)
+    return paired(values_at(rows, *first, at), values_at(rows, *second, at if second_at is None else second_at))
+
+
+def paired(one: dict[int, float], other: dict[int, float]) -> Interval | None:
+    """One minus the other, by seed. None if no seed has both."""
     both = sorted(one.keys() & other.keys())
     return interval([one[seed] - other[seed] for seed in both]) if both else None
 
 
-def verdict(found: Interval) -> str:
+SHOWN, AGAINST, UNSHOWN, UNJUDGED = "as expected", "against expectation", "no difference shown", "not judged"
+
+
+def outcome(found: Interval, expected: int) -> str:
+    """SHOWN or AGAINST where the interval of enough seeds excludes zero, otherwise UNSHOWN or UNJUDGED."""
     if found.seeds < MIN_SEEDS:
-        return f"not judged: fewer than {MIN_SEEDS} seeds"
+        return UNJUDGED
     if not found.excludes_zero:
-        return "no difference shown"
-    return "higher" if found.mean > 0 else "lower"
+        return UNSHOWN
+    return SHOWN if found.mean * expected > 0 else AGAINST
+
+
+def verdict(found: Interval, expected: int = 0) -> str:
+    said = outcome(found, expected)
+    if said == UNJUDGED:
+        return f"{UNJUDGED}: fewer than {MIN_SEEDS} seeds"
+    if said == UNSHOWN:
+        return UNSHOWN
+    size = "higher" if found.mean > 0 else "lower"
+    return f"{size}, {said}" if expected else size

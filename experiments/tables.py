@@ -1,4 +1,5 @@
-"""Tables that compare our figures with the papers', made from an experiment's results.csv alone."""
+"""Tables made from an experiment's results.csv alone: the declared differences, ours next to the papers', and all that
+was measured. Every figure is a mean over seeds with its 95% interval."""
 
 from __future__ import annotations
 
@@ -10,42 +11,65 @@ from pathlib import Path
 
 from flashrope.demo import files
 
-from .published import LOWER, REDONE, TABLES, Published
-from .runs import read_csv
-from .statistics import MIN_SEEDS, Comparison, difference, verdict
+from .looks import label
+from .published import LOWER, TABLES, Published
+from .runs import in_units, read_csv
+from .statistics import (
+    AGAINST,
+    MIN_SEEDS,
+    SHOWN,
+    UNJUDGED,
+    UNSHOWN,
+    Comparison,
+    Interval,
+    difference,
+    interval,
+    outcome,
+    paired,
+    values_at,
+    verdict,
+)
 from .tasks import PAPER_LENGTH
 
-
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """Mean and standard deviation over seeds; ``spread`` is None for one seed."""
-
-    mean: float
-    spread: float | None
-
-    def __str__(self) -> str:
-        text = f"{self.mean:.2f}" if self.mean < 1e4 else f"{self.mean:.2e}"
-        return text if self.spread is None else f"{text} ± {self.spread:.2g}"
+Rows = Sequence[dict[str, str]]
+UNITS = {  # what a measurement is, in table headings
+    "perplexity": "Perplexity per byte",
+    "loss": "Loss, nats per byte",
+    "loss-repeat": "Loss of repeated text, nats per byte",
+    "loss-by-position": "Loss of the bytes up to a position, nats per byte",
+    "swing-repeated": "Largest minus smallest score, one byte repeated",
+    "swing-text": "Largest minus smallest score, unseen text",
+    "ripple-repeated": "Ripple (root mean square around the running mean), one byte repeated",
+    "ripple-text": "Ripple (root mean square around the running mean), unseen text",
+    "ripple-period-repeated": "Strongest period of the ripple in bytes, one byte repeated",
+    "ripple-period-text": "Strongest period of the ripple in bytes, unseen text",
+    "copying-by-length": "Letters right, %",
+    "copying-control": "Letters right, %, with random letters before the query",
+    "copying-letters": "Letters right, %, by the paper's number of sequences",
+    "passkey": "Keys right, %",
+    "passkey-digits": "Digits right, %",
+}
+BY_COUNT = ("copying", "copying-letters")  # tasks whose ``at`` is no length
 
 
 @dataclasses.dataclass(frozen=True)
 class Ordering:
-    """How many pairs of rows that the paper orders strictly have the same order here."""
+    """The pairs of rows that the paper orders strictly, by what the paired differences here say of them."""
 
     column: str
-    pairs: int
-    agree: int
-    tie: int
+    counts: dict[str, int]  # by SHOWN, AGAINST, UNSHOWN, UNJUDGED
 
     @property
-    def holds(self) -> bool:
-        return self.agree == self.pairs
+    def pairs(self) -> int:
+        return sum(self.counts.values())
 
     def __str__(self) -> str:
-        verdict = "holds" if self.holds else "does not hold"
-        ties = f", {self.tie} tie" if self.tie else ""
+        if self.counts[UNJUDGED] == self.pairs:
+            return f"The paper's ordering by {self.column} is not judged: fewer than {MIN_SEEDS} seeds."
         return (
-            f"The paper's ordering by {self.column} **{verdict}** here: {self.agree} of {self.pairs} pairs agree{ties}."
+            f"Of the {self.pairs} pairs that the paper orders by {self.column}, {self.counts[SHOWN]} have that order "
+            f"here, {self.counts[AGAINST]} **have the opposite**, and {self.counts[UNSHOWN]} are not told apart "
+            "(paired 95% interval)."
         )
 
 
@@ -58,68 +82,64 @@ def resolve(template: str, train_length: int) -> tuple[str, int]:
     return re.sub(r"\{w(\d+)\}", lambda m: f"-w{max(int(m[1]) * train_length // PAPER_LENGTH, 1)}", name), length
 
 
-def ordering(column: str, published: Sequence[float], ours: Sequence[float]) -> Ordering:
-    """Compares all pairs of rows. Equal figures of ours are a tie and do not agree."""
-    pairs = agree = tie = 0
+def ordering(column: str, published: Sequence[float], ours: Sequence[dict[int, float]]) -> Ordering:
+    """Compares all pairs of rows, each given by its published figure and our values by seed."""
+    counts = dict.fromkeys((SHOWN, AGAINST, UNSHOWN, UNJUDGED), 0)
     for one in range(len(published)):
         for other in range(one):
-            if published[one] != published[other]:
-                pairs += 1
-                tie += ours[one] == ours[other]
-                agree += (ours[one] - ours[other]) * (published[one] - published[other]) > 0
-    return Ordering(column, pairs, agree, tie)
+            found = paired(ours[one], ours[other])
+            if published[one] != published[other] and found is not None:
+                counts[outcome(found, 1 if published[one] > published[other] else -1)] += 1
+    return Ordering(column, counts)
 
 
-def figures(table: Published, rows: list[dict[str, str]], train_length: int) -> list[list[Figure | None]]:
-    """Our figures in the rows and columns of the table; None if not measured. few-shot is the mean over its label
-    sets."""
+def measured(table: Published, rows: Rows, train_length: int) -> list[list[dict[int, float]]]:
+    """Our figures by seed in the rows and columns of the table."""
     seeds = sorted({int(row["seed"]) for row in rows})
     found = []
     for _, template, _ in table.rows:
         name, length = resolve(template, train_length)
         chosen = [row for row in rows if row["scheme"] == name and int(row["train_length"]) == length]
-        per_seed = [[_value(chosen, column, train_length, seed) for column in table.columns] for seed in seeds]
+        per_seed = {seed: [_value(chosen, column, train_length, seed) for column in table.columns] for seed in seeds}
         if table.average:
-            per_seed = [[*values, None if None in values else statistics.fmean(values)] for values in per_seed]
-        found.append([_figure(values) for values in zip(*per_seed, strict=True)])
+            per_seed = {
+                seed: [*values, None if None in values else statistics.fmean(values)]
+                for seed, values in per_seed.items()
+            }
+        columns = len(table.columns) + table.average
+        found.append(
+            [{seed: values[at] for seed, values in per_seed.items() if values[at] is not None} for at in range(columns)]
+        )
     return found
 
 
-def markdown(table: Published, rows: list[dict[str, str]], train_length: int) -> str:
-    """The table in the paper's row order, each figure next to the paper's, and whether the paper's ordering holds."""
-    ours = figures(table, rows, train_length)
+def markdown(table: Published, rows: Rows, train_length: int) -> str:
+    """The table in the paper's row order, each figure next to the paper's, and what holds of the paper's ordering."""
+    ours = measured(table, rows, train_length)
     labels = [column.label for column in table.columns] + (["Avg."] if table.average else [])
     theirs = [values for _, _, values in table.rows]
-    seeds = len({row["seed"] for row in rows})
     better = "Lower" if table.better == LOWER else "Higher"
-    spread = "one seed, so no spread" if seeds == 1 else f"mean ± standard deviation of {seeds} seeds"
     conditions = (
         f"trained on {train_length} bytes instead of the paper's {PAPER_LENGTH} tokens, all lengths in proportion"
     )
     lines = [
         f"## {table.title}",
         "",
-        f"Ours / the paper's ({table.place}). {better} is better. Ours: {conditions}; {spread}. {table.note}".rstrip(),
+        f"Ours / the paper's ({table.place}). {better} is better. Ours: {conditions}; {_spread(rows)}. "
+        f"{table.note}".rstrip(),
         "",
         "| method | scheme here | " + " | ".join(labels) + " |",
         "|---|---|" + "---:|" * len(labels),
     ]
-    for (label, template, _), measured, published in zip(table.rows, ours, theirs, strict=True):
+    for (name_there, template, _), values, published in zip(table.rows, ours, theirs, strict=True):
         name, length = resolve(template, train_length)
         name += f" at {length}" if "{L" in template else ""
-        cells = [
-            f"{figure if figure is not None else '–'} / {value:.2f}"
-            for figure, value in zip(measured, published, strict=True)
-        ]
-        lines.append(f"| {label} | {name} | " + " | ".join(cells) + " |")
+        cells = [f"{_cell(by_seed)} / {value:.2f}" for by_seed, value in zip(values, published, strict=True)]
+        lines.append(f"| {name_there} | {name} | " + " | ".join(cells) + " |")
     lines.append("")
     for column in table.orders:
         at = labels.index(column)
-        pairs = [
-            (published[at], measured[at].mean)
-            for measured, published in zip(ours, theirs, strict=True)
-            if measured[at] is not None
-        ]
+        pairs = [(published[at], values[at]) for values, published in zip(ours, theirs, strict=True) if values[at]]
         found = (
             ordering(column, *zip(*pairs, strict=True))
             if len(pairs) > 1
@@ -129,56 +149,114 @@ def markdown(table: Published, rows: list[dict[str, str]], train_length: int) ->
     return "\n".join(lines)
 
 
-def judged(compares: Sequence[Comparison], rows: list[dict[str, str]], train_length: int) -> str:
-    """The declared differences with their paired intervals, and what they show."""
+def judge(
+    compares: Sequence[Comparison], rows: Rows, train_length: int, name: str = ""
+) -> list[tuple[Comparison, Interval]]:
+    """The declared differences of an experiment that were measured, with what the papers expect of them."""
+    found = []
+    for each in compares:
+        first, second = ((resolve(scheme, train_length)[0], task) for scheme, task in (each.first, each.second))
+        second_multiple = each.multiple if each.second_multiple is None else each.second_multiple
+        interval_ = difference(rows, first, second, each.multiple * train_length, second_multiple * train_length)
+        if interval_ is not None:
+            expected = each.expected or in_the_papers(name, each)
+            found.append((dataclasses.replace(each, expected=expected), interval_))
+    return found
+
+
+def in_the_papers(name: str, asked: Comparison) -> int:
+    """The sign of the difference in the papers' tables of the experiment, 0 if they do not have both figures."""
+    for table in TABLES.get(name, ()):
+        found = [
+            values[at]
+            for (scheme, task) in (asked.first, asked.second)
+            for _, template, values in table.rows
+            for at, column in enumerate(table.columns)
+            if template == scheme and (column.task, column.at, column.multiple) == (task, asked.multiple, True)
+        ]
+        if len(found) == 2 and asked.second_multiple is None:
+            return (found[0] > found[1]) - (found[0] < found[1])
+    return 0
+
+
+def judged(compares: Sequence[Comparison], rows: Rows, train_length: int, name: str = "") -> str:
+    """The declared differences with their paired intervals, and what they show; those against expectation in bold.
+    name: of the experiment, whose tables in the papers say what is expected."""
     lines = [
         "## Differences declared before the runs",
         "",
-        "First minus second, seed by seed, in points, with the 95% interval of the mean (Student's t). A difference "
-        f"counts where the interval of at least {MIN_SEEDS} seeds excludes zero. Each interval stands for itself.",
+        "First minus second, seed by seed, in the unit of what is measured, with the 95% interval of the mean "
+        f"(Student's t). A difference counts where the interval of at least {MIN_SEEDS} seeds excludes zero. Each "
+        "interval stands for itself.",
         "",
-        "| first | second | length / training length | seeds | difference | |",
-        "|---|---|---:|---:|---:|---|",
+        "| first | second | measured | length / training length | seeds | difference | |",
+        "|---|---|---|---:|---:|---:|---|",
     ]
-    for each in compares:
-        pair = [(resolve(name, train_length)[0], task) for name, task in (each.first, each.second)]
-        found = difference(rows, *pair, each.multiple * train_length)
-        if found is None:
-            continue
-        labels = [f"{name}, {task}" if pair[0][1] != pair[1][1] else name for name, task in pair]
-        lines.append(f"| {labels[0]} | {labels[1]} | {each.multiple:g} | {found.seeds} | {found} | {verdict(found)} |")
+    for each, found in judge(compares, rows, train_length, name):
+        (first, task), (second, other) = (
+            (label(resolve(scheme, train_length)[0], numbers=True), task) for scheme, task in (each.first, each.second)
+        )
+        tasks = task if task == other else f"{task}, {other}"
+        at = f"{each.multiple:g}" + ("" if each.second_multiple is None else f", {each.second_multiple:g}")
+        said = verdict(found, each.expected)
+        said = f"**{said}**" if AGAINST in said else said
+        lines.append(f"| {first} | {second} | {tasks} | {at} | {found.seeds} | {found} | {said} |")
     return "\n".join([*lines, ""])
 
 
-def write(folder: Path, name: str, train_length: int, compares: Sequence[Comparison] = ()) -> str | None:
-    """Write table.md of an experiment's folder from its results.csv. Returns its text; None if the papers have no
-    table."""
-    if name not in TABLES:
-        return None
+def listed(rows: Rows, task: str, train_length: int) -> str:
+    """Every measurement of a task: a row per scheme (and training length, if several), a column per length."""
+    chosen = [row for row in rows if row["task"] == task]
+    lengths = {int(row["train_length"]) for row in chosen}
+    places = sorted({float(row["at"]) for row in chosen})
+    by_count = task in BY_COUNT
+    heads = [f"{at:g}" if by_count else f"{at:g} ({at / train_length:g})" for at in places]
+    what = "number of sequences" if by_count else "length in bytes (in training lengths)"
+    lines = [
+        f"## {UNITS.get(task, task)}",
+        "",
+        f"By {what}; {_spread(chosen)}.",
+        "",
+        "| | scheme | " + " | ".join(heads) + " |",
+        "|---|---|" + "---:|" * len(places),
+    ]
+    for name, length in dict.fromkeys((row["scheme"], int(row["train_length"])) for row in chosen):
+        own = [row for row in chosen if int(row["train_length"]) == length]
+        cells = [_cell(values_at(own, name, task, at)) for at in places]
+        trained = f", trained on {length}" if len(lengths) > 1 else ""
+        lines.append(f"| {label(name)}{trained} | {name} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def write(folder: Path, name: str, train_length: int, compares: Sequence[Comparison] = ()) -> str:
+    """Write table.md of an experiment's folder from its results.csv. Returns its text."""
     rows = read_csv(folder / "results.csv")
-    text = "\n".join(markdown(table, rows, train_length) for table in TABLES[name])
-    if compares:
-        text = f"{judged(compares, rows, train_length)}\n{text}"
-    if name in REDONE:
-        text = f"{REDONE[name]}\n\n{text}"
+    published = TABLES.get(name, ())
+    shown = {column.task for table in published for column in table.columns}
+    parts = [judged(compares, rows, train_length, name)] if judge(compares, rows, train_length) else []
+    parts += [markdown(table, rows, train_length) for table in published]
+    parts += [
+        listed(rows, task, train_length) for task in dict.fromkeys(row["task"] for row in rows) if task not in shown
+    ]
+    text = in_units("\n".join(parts), folder)
     files.write(folder / "table.md", text)
     return text
 
 
-def _value(rows: list[dict[str, str]], column, train_length: int, seed: int) -> float | None:
+def _spread(rows: Rows) -> str:
+    seeds = len({row["seed"] for row in rows})
+    return "one seed, so no interval" if seeds == 1 else f"mean ± half of its 95% interval over {seeds} seeds"
+
+
+def _cell(by_seed: dict[int, float]) -> str:
+    return interval(list(by_seed.values())).level if by_seed else "–"
+
+
+def _value(rows: Rows, column, train_length: int, seed: int) -> float | None:
     at = column.at * train_length if column.multiple else column.at
     values = [
         float(row["value"])
         for row in rows
-        if int(row["seed"]) == seed
-        and float(row["at"]) == at
-        and (row["task"] == column.task or column.task == "few-shot" and row["task"].startswith("few-shot-"))
+        if int(row["seed"]) == seed and float(row["at"]) == at and row["task"] == column.task
     ]
     return statistics.fmean(values) if values else None
-
-
-def _figure(values: Sequence[float | None]) -> Figure | None:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    return Figure(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)

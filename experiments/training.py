@@ -10,36 +10,66 @@ from pathlib import Path
 
 import torch
 
-from flashrope import attention
+from flashrope import Rotary, attention
 from flashrope.demo import files, report
 from flashrope.demo.files import replacing
 from flashrope.demo.model import ModelConfig
 from flashrope.demo.train import train
 from flashrope.demo.workers import Workers
 
-from . import copying, tasks
-from .patterns import pattern, vaf
-from .presets import COPYING, TEXT
+from . import copying, few_shot, passkey, tasks
+from .distributed import first_says
+from .patterns import frequent, pattern, repeated, vaf
+from .presets import COPYING, FEW_SHOT, PASSKEY, TEXT
 from .runs import Run, revision, write_csv
-from .zoo import ZooModel, scheme
+from .tokens import TokenCorpus
+from .training_curves import log_of
+from .zoo import LLAMA, Defaults, ZooModel, scheme
 
 STATES = 20  # number of times that a training run saves its state
 CURVE = 100  # points of a training curve
 OBSERVED = ("rope", "hope")  # encodings whose variance accounted for is recorded during training
 
 
+def _task(batches: Callable) -> Callable:
+    """Batches of a task read from text, as in BATCHES."""
+
+    def of_run(run: Run, rows: int, length: int, seed: int) -> Callable:
+        return functools.partial(batches, run.corpus, rows * length, length, seed, run.preset.steps, run.device)
+
+    return of_run
+
+
+# (run, rows, length, seed) to a function (start=step) that returns batches
+BATCHES: dict[str, Callable[[Run, int, int, int], Callable]] = {
+    TEXT: lambda run, rows, length, seed: functools.partial(tasks.batches, run.corpus, rows, length, seed, run.device),
+    COPYING: lambda run, rows, length, seed: functools.partial(
+        copying.batches, rows * length, length, seed, run.preset.steps, run.device
+    ),
+    FEW_SHOT: _task(few_shot.batches),
+    PASSKEY: _task(passkey.batches),
+}
+
+
 def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) -> None:
     """Train those of the models (encoding, training length) that are missing, for every seed."""
-    missing = [
-        (trained, length, seed)
-        for trained, length in dict.fromkeys(wanted)
-        for seed in run.seeds
-        if not run.model_path(trained, length, seed).exists()
-    ]
+    missing = first_says(
+        [
+            (trained, length, seed)
+            for trained, length in dict.fromkeys(wanted)
+            for seed in run.seeds
+            if not run.model_path(trained, length, seed).exists()
+        ]
+    )
     if not missing:
         return
     jobs = [(run, trained, length, seed) for trained, length, seed in missing]
     steps = [0] * len(jobs)
+
+    if run.ranks.rank:
+        for job in jobs:
+            train_job(*job, lambda message: None)
+        return
 
     def progress(job, message):
         steps[job] = message[0]
@@ -50,22 +80,20 @@ def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) 
 
 
 def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable) -> None:
-    """Train one model, with weights and batches from the seed. Resumes if it was interrupted."""
+    """Train one model, with weights and batches from the seed. Resumes if it was interrupted. With several ranks, each
+    calls it, and the first one writes the files."""
     path, preset = run.model_path(trained, length, seed), run.preset
     model, rotary = untrained(run, trained, length, seed), scheme(trained, preset.config, length, run.defaults).training
-    training = preset.training(length, seed)
-    if preset.data == COPYING:
-        size = training.batch_size * length
-        batches = functools.partial(copying.batches, size, length, seed, preset.steps, run.device)
-    else:
-        batches = functools.partial(
-            tasks.batches, run.corpus, training.batch_size, length, seed, preset.practice, run.device
-        )
+    training = dataclasses.replace(preset.training(length, seed), compile=run.compile)
+    batches = BATCHES[preset.data](run, training.batch_size, length, seed)
     state, observe = path.with_suffix(".state"), observer(run, trained, length, seed, model)
+    log = log_of(run, path, training)
 
     def report_and_observe(step, loss):
         progress((step, loss))
         observe(step, loss)
+        if log:
+            log(step, loss)
 
     result = train(
         model,
@@ -76,9 +104,14 @@ def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable
         report_and_observe,
         state,
         max(preset.steps // STATES, 1),
+        *([run.ranks] if run.ranks.world > 1 else []),
     )
+    if log:
+        log.close()
+    if run.ranks.rank:
+        return
     write_csv(path.with_suffix(".losses.csv"), ("step", "loss"), curve(result.losses))
-    save_model(path, model, trained, length)
+    save_model(path, model, trained, length, run.defaults)
     state.unlink(missing_ok=True)
 
 
@@ -91,18 +124,17 @@ def curve(losses: Sequence[float]) -> list[tuple[int, float]]:
 
 def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) -> Callable[[int, float], None]:
     """A function of (step, loss) that saves the variance accounted for next to the model, at about ten steps."""
-    if trained not in OBSERVED or run.preset.data != TEXT:
+    if trained not in OBSERVED or run.preset.data != TEXT or isinstance(run.corpus, TokenCorpus) or run.ranks.rank:
         return lambda step, loss: None
     path = _observed_path(run, trained, length, seed)
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     steps = {max(run.preset.steps * tenth // 10, 1) for tenth in range(11)}
     rotary = scheme(trained, run.preset.config, length, run.defaults).training
+    tokens = repeated(list(frequent(run.corpus.train)), length)
 
     def observe(step: int, loss: float) -> None:
         if step in steps:
-            measured = pattern(
-                model, rotary, length, min(run.preset.samples, 64), seed, functools.partial(attention, impl=run.impl)
-            )
+            measured = pattern(model, rotary, tokens, functools.partial(attention, impl=run.impl))
             found[str(step)] = vaf(measured.mean_components, measured.mean_overall).tolist()
             files.write(path, json.dumps(found))
 
@@ -121,13 +153,14 @@ def _observed_path(run: Run, trained: str, length: int, seed: int) -> Path:
 
 def untrained(run: Run, trained: str, length: int, seed: int) -> ZooModel:
     torch.manual_seed(seed)
-    return ZooModel(run.preset.config, trained, length).to(run.device)
+    return ZooModel(run.preset.config, trained, length, run.preset.architecture).to(run.device)
 
 
-def save_model(path: Path, model: ZooModel, trained: str, length: int) -> None:
+def save_model(path: Path, model: ZooModel, trained: str, length: int, defaults: Defaults) -> None:
     from safetensors.torch import save_file
 
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    rotary = rotary_of(model, trained, length, defaults)
     with replacing(path) as partial:
         save_file(
             weights,
@@ -135,18 +168,34 @@ def save_model(path: Path, model: ZooModel, trained: str, length: int) -> None:
             metadata={
                 "config": json.dumps(dataclasses.asdict(model.config)),
                 "trained": trained,
+                "architecture": model.architecture,
                 "train_length": str(length),
                 "revision": revision(),
+                "base": repr(defaults.base),
+                **({"rotary": rotary.text} if rotary else {}),
             },
         )
+
+
+def rotary_of(model: ZooModel, trained: str, length: int, defaults: Defaults) -> Rotary | None:
+    """The scheme to use the model under. None if positions are not in the rotation alone, if it differs by layer, and
+    for other architectures than Llama's."""
+    rotary = scheme(trained, model.config, length, defaults).rotary
+    only = model.absolute is model.biases is model.positions is None and model.architecture == LLAMA
+    return rotary if only and isinstance(rotary, Rotary) else None
 
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> ZooModel:
     from safetensors import safe_open
 
-    with safe_open(path, framework="pt", device=str(device)) as file:
+    with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is not a mapping
-    model = ZooModel(ModelConfig(**json.loads(metadata["config"])), metadata["trained"], int(metadata["train_length"]))
+    model = ZooModel(
+        ModelConfig(**json.loads(metadata["config"])),
+        metadata["trained"],
+        int(metadata["train_length"]),
+        metadata.get("architecture", LLAMA),
+    )
     model.to(device).load_state_dict(weights)
     return model

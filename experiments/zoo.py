@@ -4,8 +4,9 @@ A name is the encoding the model is trained with, followed by changes for its us
 
     rope   hope+yarn   rerope-w256   leaky-rerope-w128-k16+logn   ntk-mixed-s8+dagger
 
--w is a window, -k the factor of Leaky ReRoPE, -s the factor by which the context grows. ``pi``, ``yarn``, ``rerope``
-etc. are short for ``rope+pi`` and so on. ``+logn`` models are trained with log n; ``+dagger`` adds it, clipped, to a
+-w is a window, -k the factor of Leaky ReRoPE, -s the factor by which the context grows, -p the share of pairs that
+p-RoPE rotates. ``randomized-s16`` draws positions from 16 times the training length. ``pi``, ``yarn``, ``rerope`` etc.
+are short for ``rope+pi`` and so on. ``+logn`` models are trained with log n; ``+dagger`` adds it, clipped, to a
 model trained without.
 """
 
@@ -22,14 +23,18 @@ from flashrope import Rotary, attention
 from flashrope.demo.model import Attend, LanguageModel, ModelConfig
 from flashrope.demo.options import BadInput
 
-from .encodings import ABSOLUTE, BIASES, Formula, Learned, attend_with_bias
+from .encodings import ABSOLUTE, BIASES, Formula, Learned, RandomPositions, attend_with_bias
+from .gau import GAU, GauModel
 
-ROTARY = ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "inv-leaky", "hfwa", "nope")
+LLAMA = "llama"
+ARCHITECTURES = {LLAMA: LanguageModel, GAU: GauModel}
+ROTARY = ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3", "p-rope", "inv-leaky", "hfwa", "randomized", "nope")
+UNCHANGED = ("hfwa", "randomized")  # rotary encodings that cannot be changed
 LOG_N = ("logn", "dagger")
 CHANGES = ("pi", "ntk-old", "ntk-aware", "ntk-fixed", "ntk-mixed", "yarn", "rerope", "leaky-rerope", *LOG_N)
 ENCODINGS = (*ROTARY, *BIASES, *ABSOLUTE, "learned")
 KNOWN = (*ENCODINGS, *CHANGES[: -len(LOG_N)])  # what a name may start with
-FIELDS = {"window": "w", "leak": "k", "growth": "s"}
+FIELDS = {"window": "w", "leak": "k", "growth": "s", "share": "p"}
 TAKES = {
     "pi": "s",
     "ntk-old": "s",
@@ -41,7 +46,11 @@ TAKES = {
     "leaky-rerope": "wk",
     "inv-leaky": "wk",
     "hfwa": "w",
+    "p-rope": "p",
+    "randomized": "s",
 }
+SHARE = 0.75  # of the pairs that p-RoPE rotates; its paper trains 0.25 and 0.75
+RANDOM_RANGE = 16.0  # training lengths; the longest contexts measured have 8
 
 Rotaries = Rotary | tuple[Rotary, ...]
 
@@ -89,7 +98,7 @@ def scheme(name: str, config: ModelConfig, train_length: int, defaults: Defaults
     for change, _ in parsed:
         if change not in CHANGES:
             raise BadInput(f"unknown change {change!r} in {name!r}; known are {', '.join(CHANGES)}")
-    if parsed and (encoding not in ROTARY or encoding == "hfwa"):
+    if parsed and (encoding not in ROTARY or encoding in UNCHANGED):
         raise BadInput(f"{name!r}: {encoding} cannot be changed")
     if encoding == "inv-leaky" and (other := [change for change, _ in parsed if change not in LOG_N]):
         raise BadInput(
@@ -108,7 +117,15 @@ def scheme(name: str, config: ModelConfig, train_length: int, defaults: Defaults
             training = training.rectify(_window(numbers, train_length, defaults), 1 / leak)
     except ValueError as error:
         raise BadInput(f"{name!r}: {error}") from None
-    return Scheme(name, trained, rotary, training, train_length if encoding == "learned" else None)
+    longest = train_length if encoding == "learned" else None
+    if encoding == "randomized":
+        longest = random_range(first, train_length)
+    return Scheme(name, trained, rotary, training, longest)
+
+
+def random_range(trained: str, train_length: int) -> int:
+    """The number of positions that ``randomized`` draws from."""
+    return round(_numbers(trained, trained)[1].get("growth", RANDOM_RANGE) * train_length)
 
 
 def hfwa_window(train_length: int, layers: int) -> int:
@@ -117,36 +134,62 @@ def hfwa_window(train_length: int, layers: int) -> int:
     return max((3 * train_length // 4 - 1) // max(layers - 1, 1) + 1, 1)
 
 
-class ZooModel(nn.Module):
-    """A ``LanguageModel`` plus the parameters of its encoding: none if rotary, otherwise biases per layer or vectors
-    per position."""
+def p_rope(head_dim: int, share: float, base: float = 10_000.0) -> Rotary:
+    """p-RoPE (Barbero et al. 2025): of RoPE's pairs only the share p with the highest frequencies rotates,
+    floor(p * head_dim / 2) of them. p = 0 is NoPE, p = 1 RoPE. Raises ValueError for other shares."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"p: expected a share from 0 to 1, got {share:g}")
+    rope = Rotary.rope(head_dim, base)
+    kept = int(share * head_dim / 2)
+    return Rotary.from_inv_freq([f if m < kept else 0.0 for m, f in enumerate(rope.frequencies)], head_dim)
 
-    def __init__(self, config: ModelConfig, trained: str, train_length: int):
+
+class ZooModel(nn.Module):
+    """A language model of one of ``ARCHITECTURES`` plus the parameters of its encoding: none if rotary, otherwise
+    biases per layer (one for all if the encoding shares it), vectors per position, or the state of random positions."""
+
+    def __init__(self, config: ModelConfig, trained: str, train_length: int, architecture: str = LLAMA):
         super().__init__()
-        self.config = config
-        self.language = LanguageModel(config)
-        name = trained.split("+")[0]
-        self.absolute = self.biases = None
+        self.config, self.architecture = config, architecture
+        self.language = ARCHITECTURES[architecture](config)
+        first = trained.split("+")[0]
+        name, _ = _numbers(first, trained)
+        self.absolute = self.biases = self.positions = None
         if name == "learned":
             self.absolute = Learned(config.width, train_length)
         elif name in ABSOLUTE:
             self.absolute = Formula(ABSOLUTE[name], config.width)
         elif name in BIASES:
-            self.biases = nn.ModuleList(BIASES[name](config.heads, train_length) for _ in range(config.layers))
+            heads = config.heads if architecture == LLAMA else 1
+            count = 1 if getattr(BIASES[name], "shared", False) else config.layers
+            self.biases = nn.ModuleList(BIASES[name](heads, train_length) for _ in range(count))
+        elif name == "randomized":
+            self.positions = RandomPositions(random_range(first, train_length))
 
     def forward(self, tokens: torch.Tensor, rotary: Rotaries, attend: Attend = attention) -> torch.Tensor:
         """tokens (batch, seqlen) int64 to logits (batch, seqlen, vocab_size)."""
         x = self.language.embedding(tokens)
         if self.absolute is not None:
             x = x + self.absolute(tokens.shape[1])
+        if self.positions is not None:
+            attend = functools.partial(_attend_at, attend, self.positions(*tokens.shape))
         return self.language.decode(x, rotary, self.attends(rotary, attend))
 
     def attends(self, rotary: Rotaries, attend: Attend = attention) -> list[Attend]:
         """The attention of each layer."""
         if self.biases is not None:
-            return [functools.partial(attend_with_bias, bias) for bias in self.biases]
+            return [functools.partial(attend_with_bias, bias) for bias in self.layer_biases]
         layers = rotary if isinstance(rotary, tuple) else (rotary,) * self.config.layers
         return [functools.partial(_attend_under, attend, rotary) for rotary in layers]
+
+    @property
+    def layer_biases(self) -> list[nn.Module]:
+        """The bias of each layer."""
+        return [self.biases[layer % len(self.biases)] for layer in range(self.config.layers)]
+
+
+def _attend_at(attend: Attend, positions: torch.Tensor, q, k, v, rotary) -> torch.Tensor:
+    return attend(q, k, v, rotary, positions=positions)
 
 
 def _attend_under(attend: Attend, own: Rotary, q, k, v, rotary) -> torch.Tensor:
@@ -156,7 +199,7 @@ def _attend_under(attend: Attend, own: Rotary, q, k, v, rotary) -> torch.Tensor:
 def _numbers(part: str, name: str) -> tuple[str, dict[str, float]]:
     """("leaky-rerope", {"window": 32, "leak": 16.0}) of "leaky-rerope-w32-k16"."""
     text, numbers = part, {}
-    while match := re.fullmatch(r"(.+)-([wks])(\d+(?:\.\d+)?)", text):
+    while match := re.fullmatch(r"(.+)-([wksp])(\d+(?:\.\d+)?)", text):
         field = next(field for field, letter in FIELDS.items() if letter == match[2])
         text, numbers[field] = match[1], int(float(match[3])) if field == "window" else float(match[3])
     for field in numbers:
@@ -175,10 +218,12 @@ def _rotary(encoding: str, numbers: dict, config: ModelConfig, train_length: int
         return Rotary.hope(head_dim, train_length, base)
     if encoding.startswith("hope-"):
         return Rotary.hope_ablation(head_dim, train_length, encoding.removeprefix("hope-"), base)
+    if encoding == "p-rope":
+        return p_rope(head_dim, numbers.get("share", SHARE), base)
     if encoding == "hfwa":
         local = Rotary.rope(head_dim, base).local(numbers.get("window", hfwa_window(train_length, config.layers)))
         return (local,) * (config.layers - 1) + (Rotary.none(head_dim).log_n(train_length, clip=False),)
-    return Rotary.rope(head_dim, base) if encoding in ("rope", "inv-leaky") else Rotary.none(head_dim)
+    return Rotary.rope(head_dim, base) if encoding in ("rope", "inv-leaky", "randomized") else Rotary.none(head_dim)
 
 
 def _changed(rotary: Rotary, change: str, numbers: dict, train_length: int, defaults: Defaults) -> Rotary:

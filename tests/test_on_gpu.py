@@ -105,6 +105,19 @@ def test_refuses_in_one_line(tmp_path, words, stub, message):
 
 
 @needs_bash
+def test_experiments_run_only_where_they_are_named(tmp_path):
+    stub = STUB.replace(
+        "  *) echo",
+        '  "-m experiments"*) mkdir -p "${{@: -1}}/perplexity"; : > "${{@: -1}}/settings.json" ;;\n  *) echo',
+    )
+    assert run(tmp_path, "-o", "out", "smoke", "experiments", stub=stub).returncode == 0
+    files = packed(tmp_path / "out")
+    assert re.search(r"^experiments +\d+ s +passed", files["summary.txt"], re.MULTILINE)
+    assert "experiments-small/settings.json" in files
+    assert "experiments" not in re.search(r"^order=\(([^)]*)\)", SCRIPT.read_text(), re.MULTILINE)[1]
+
+
+@needs_bash
 def test_help_explains_every_step():
     done = subprocess.run(["bash", SCRIPT, "-h"], capture_output=True, text=True, check=True)
     source = SCRIPT.read_text()

@@ -55,6 +55,53 @@ def test_fire():
     assert bias[0, 3, 1] == bias[0, 15, 13]
 
 
+def test_t5():
+    module, bias = bias_of("t5", heads=1, seqlen=140, train_length=512)
+    assert module.farthest == 128 and module.table.shape == (32, 1)  # as in the paper
+    table = module.table.tolist()
+
+    def bucket(d):
+        """Each distance below 16 has its own; then 16 buckets, in equal steps of the logarithm from 16 to 128."""
+        if d < 16:
+            return d
+        edges = [16 * 8 ** (step / 16) for step in range(17)]
+        return 16 + max(step for step in range(16) if d >= edges[step] - 1e-9)
+
+    assert [bucket(d) for d in (15, 16, 17, 18, 19, 20, 127, 128, 199)] == [15, 16, 16, 16, 17, 17, 31, 31, 31]
+    assert_everywhere(bias, lambda h, i, j: table[bucket(i - j)][h])
+    short, _ = bias_of("t5", train_length=64)
+    reached = encodings.t5_buckets(torch.arange(64), short.buckets, short.farthest)
+    assert set(reached.tolist()) == set(range(32)) - {20}  # training reaches the last bucket
+
+
+def test_sandwich():
+    _, bias = bias_of("sandwich", heads=4, seqlen=40)
+    sinusoidal = encodings.sinusoidal(40, 128).double()
+    assert_everywhere(bias, lambda h, i, j: (sinusoidal[i] @ sinusoidal[j]).item() / (2 * (h + 1)))
+    assert not list(BIASES["sandwich"](4, 16).parameters())
+
+
+def test_random_positions():
+    torch.manual_seed(0)
+    module = encodings.RandomPositions(50)
+    trained = [module(3, 20) for _ in range(3)]
+    for positions in trained:
+        assert positions.shape == (3, 20) and torch.equal(positions[0], positions[2])
+        row = positions[0].tolist()
+        assert row == sorted(set(row)) and 0 <= row[0] and row[-1] < 50
+    assert not torch.equal(trained[0], trained[1]) and not torch.equal(trained[1], trained[2])
+    resumed = encodings.RandomPositions(50)
+    resumed.load_state_dict(module.state_dict())
+    assert torch.equal(module(3, 20), resumed(3, 20))  # a resumed run goes on with the same draws
+    module.eval()
+    assert torch.equal(module(1, 20), module(5, 20)[:1]) and not torch.equal(module(1, 20)[:, :10], module(1, 10))
+    assert module(1, 50).tolist() == [list(range(50))]
+    with pytest.raises(ValueError, match="random positions are drawn from 50, got 51"):
+        module(1, 51)
+    every = torch.stack([module.train()(1, 20)[0] for _ in range(200)])
+    assert 24 < every.double().mean() < 25  # uniform over 0 .. 49
+
+
 def test_sinusoidal():
     table = encodings.sinusoidal(300, 10)
     for p in (0, 1, 7, 299):

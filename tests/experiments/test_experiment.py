@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import measuring, presets, runs, tables, tasks, training
+from experiments import checkpoints, measuring, presets, runs, tables, tasks, training
 from experiments.__main__ import main
 from experiments.published import TABLES
 from experiments.registry import EXPERIMENTS
@@ -73,6 +73,9 @@ def test_writes_every_result(finished):
         "results.csv",
         "results.json",
         "perplexity.png",
+        "table.md",
+        "training.csv",
+        "training.png",
     }
     found = rows(finished / "perplexity/results.csv")
     places = {(row["scheme"], row["seed"], row["at"]) for row in found}
@@ -187,15 +190,17 @@ def test_tables_are_made_from_the_csv_alone(finished, tmp_path, text, capsys):
     )
     assert main(["tables", "--out", str(finished)]) == 0
     table = (folder / "table.md").read_text()
-    assert "| w128-log n† | rerope-w16+dagger | 41.00 ± 1.4 / 49.41 | 41.00 ± 1.4 / 82.28 |" in table
+    assert "| w128-log n† | rerope-w16+dagger | 41 ± 13 / 49.41 | 41 ± 13 / 82.28 |" in table
     assert (
-        table.startswith("## ReRoPE's windows")
+        table.index("Differences declared") < table.index("## ReRoPE's windows")
         and is_picture(folder / "accuracy.png")
         and table.strip() in capsys.readouterr().out
     )
     (folder / "table.md").unlink()
     assert (
-        tables.write(folder, "rerope-windows", 64).strip() == table.strip() == (folder / "table.md").read_text().strip()
+        tables.write(folder, "rerope-windows", 64, EXPERIMENTS["rerope-windows"].compares).strip()
+        == table.strip()
+        == (folder / "table.md").read_text().strip()
     )
     assert main(["tables", "--out", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
@@ -234,15 +239,16 @@ def test_partly_correct_answers_have_their_own_figure(tmp_path):
             "has 150,000 bytes in 30 files, too little for windows of 32,769 bytes: at least 262,152 bytes",
         ),
         ("perplexity", ["--train-length", "60"], "--train-length: expected a multiple of 8 of at least 64, got 60"),
-        ("perplexity", ["--practice", "1.5"], "--practice: expected a share from 0 to below 1, got 1.5"),
         ("perplexity", ["--warmup", "2"], "--warmup: expected a positive number of at most 1, got 2.0"),
         ("perplexity", ["--width", "33"], "width: expected heads = 1 times a multiple of 8, got 33"),
         ("perplexity", ["--text", "nowhere/at/all"], "nowhere/at/all: no such file or folder"),
         ("copying", [], "--preset: copying needs one of copying, got tiny"),
+        ("few-shot", [], "--preset: few-shot needs one of few-shot, got tiny"),
+        ("passkey", ["--preset", "few-shot"], "--preset: passkey needs one of passkey, got few-shot"),
         (
             "perplexity",
             ["--preset", "copying"],
-            "--preset: perplexity needs one of tiny, cpu, small, 125m, got",
+            "--preset: perplexity needs one of tiny, cpu, gau, loss, small, 125m, got",
         ),
         ("copying", ["--preset", "copying"], "--text: expected none with the preset copying"),
         ("perplexity", ["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
@@ -256,10 +262,10 @@ def test_bad_input_is_one_line(tmp_path, text, capsys, name, options, message):
 
 def test_another_configuration_is_not_overwritten(finished, tmp_path, text, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    experiment("passkey", finished, text, "--steps", "21", code=2)
+    experiment("zoo", finished, text, "--steps", "21", code=2)
     assert "has another configuration (steps is 20, not 21)" in capsys.readouterr().err
     (tmp_path / "mine.txt").write_text("")
-    experiment("passkey", tmp_path, text, code=2)
+    experiment("zoo", tmp_path, text, code=2)
     assert "has other files and no settings.json" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before and len(
         list(tmp_path.iterdir())
@@ -303,7 +309,7 @@ def test_presets():
             name: sum(p.numel() for p in LanguageModel(preset.config).parameters())
             for name, preset in presets.PRESETS.items()
         }
-    assert 9e6 < sizes["small"] < 11e6 and 100e6 < sizes["125m"] < 130e6
+    assert 3e6 < sizes["small"] < 4e6 and 100e6 < sizes["125m"] < 130e6
 
 
 def test_the_window_of_the_text_is_the_longest_that_is_read():
@@ -340,7 +346,7 @@ def measured():
     for seed in SEEDS:
         torch.manual_seed(seed)
         model, rope = ZooModel(config, "rope", length), scheme("rope", config, length)
-        train(model, rope.training, tasks.batches(corpus, 16, length, seed, 0.0), TrainConfig(300, 16, length, 5e-3))
+        train(model, rope.training, tasks.batches(corpus, 16, length, seed), TrainConfig(300, 16, length, 5e-3))
         for name in ("rope", "rerope-w64", "rerope-w32+dagger"):
             subject = tasks.Subject(model, scheme(name, config, length), corpus.unseen, length, 32, 0)
             for result in (*tasks.measure_perplexity(subject, (1, 8)), *tasks.measure_accuracy(subject)):
@@ -384,10 +390,12 @@ def tiny(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_tiny(tiny, name):
+    if name == "loss":
+        pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
     seeds = "3" if name == "picture" else "1"
-    reads_text = EXPERIMENTS[name].data == presets.TEXT
-    out = tiny if reads_text else tiny.with_name("copying")
-    preset = ["tiny"] if reads_text else ["copying", "--steps", "60", "--samples", "40"]
+    trained_on = EXPERIMENTS[name].data
+    out = tiny if trained_on == presets.TEXT else tiny.with_name(trained_on)
+    preset = ["tiny"] if trained_on == presets.TEXT else [trained_on, "--steps", "60", "--samples", "40"]
     assert main([name, "--preset", *preset, "--seeds", seeds, *ON_ONE_THREAD, "--out", str(out)]) == 0
     folder = out / name
     pictures = sorted(path.name for path in folder.glob("*.png"))
@@ -395,14 +403,14 @@ def test_tiny(tiny, name):
     found = rows(folder / "results.csv")
     assert json.loads((folder / "results.json").read_text())["experiment"] == name
     value = {(row["scheme"], row["task"], float(row["at"])): float(row["value"]) for row in found if "task" in row}
-    if EXPERIMENTS[name].measures:
-        unit = 64 if reads_text else 128
+    if EXPERIMENTS[name].measures and not EXPERIMENTS[name].function:
+        unit = presets.PRESETS[preset[0]].train_length
         used = [tables.resolve(template, unit)[0] for template in EXPERIMENTS[name].schemes]
         assert list(dict.fromkeys(row["scheme"] for row in found)) == list(dict.fromkeys(used))
     if name in TABLES:
         text = (folder / "table.md").read_text()
         assert all(f"| {label} |" in text for table in TABLES[name] for label, _, _ in table.rows)
-        verdicts = re.findall(r"ordering by .* \*\*(?:holds|does not hold)\*\* here", text)
+        verdicts = re.findall(r"The paper's ordering by .* is not judged: fewer than 5 seeds", text)
         assert len(verdicts) == sum(len(table.orders) for table in TABLES[name])
     if name == "zoo":
         assert ("learned", "perplexity", 64) in value and ("learned", "perplexity", 128) not in value
@@ -411,6 +419,10 @@ def test_tiny(tiny, name):
     if name == "copying":
         assert value["alibi", "copying", 80] == 0 and value["alibi", "copying-letters", 80] < 20  # by chance 1.6
         assert pictures == ["copying.png"] and "Differences declared before the runs" in text
+    if name == "loss":
+        assert {scheme_ for scheme_, _, _ in value} == {tables.resolve(each, 64)[0] for each in checkpoints.MEASURED}
+        assert value["rope", "loss", 64] == pytest.approx(value["rerope-w32", "loss", 64], abs=1e-3)
+        assert value["rope", "loss", 512] > value["rerope-w32+dagger", "loss", 512]
     if name == "picture":
         axial, raster, nope = (
             [float(row["value"]) for row in found if (row["scheme"], row["task"]) == place]

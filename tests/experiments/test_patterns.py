@@ -8,7 +8,7 @@ import torch
 from experiments import picture
 from experiments.drawn import seen_distances
 from experiments.encodings import distances
-from experiments.patterns import components, kinds, pattern, vaf
+from experiments.patterns import components, frequent, kinds, pattern, repeated, ripple, swing, vaf
 from experiments.zoo import ZooModel, scheme
 from flashrope import Rotary, attention
 from flashrope.demo.model import ModelConfig
@@ -74,8 +74,8 @@ def test_components_add_up_to_the_scores(rotary):
 def test_pattern_of_the_first_layer_by_hand():
     """In the first layer, all queries and keys except the first are equal."""
     model, rotary = model_of("rope"), Rotary.rope(32)
-    found = pattern(model, rotary, 40, samples=6, seed=1)
-    bytes_ = torch.randint(1, 256, (6, 1), generator=torch.Generator().manual_seed(1))[:, 0]
+    bytes_ = torch.tensor([10, 32, 97, 101, 116, 255])
+    found = pattern(model, rotary, repeated(bytes_, 40))
     block = model.language.blocks[0]
     q, k, _ = block.qkv(block.attention_norm(model.language.embedding(bytes_))).unflatten(-1, (3, 2, 32)).unbind(1)
 
@@ -93,7 +93,7 @@ def test_pattern_of_the_first_layer_by_hand():
 
 def test_pattern_of_a_bias_contains_the_bias():
     model = model_of("kerple")
-    found = pattern(model, scheme("kerple", CONFIG, 64).rotary, 30, samples=4)
+    found = pattern(model, scheme("kerple", CONFIG, 64).rotary, repeated([1, 2, 3, 4], 30))
     bias = torch.stack([bias(distances(30))[:, -1].mean(0) for bias in model.biases]).detach().flip(-1)[:, :29]
     content = found.components.sum(1)
     assert torch.allclose(found.overall, content + bias, atol=1e-6)
@@ -110,12 +110,48 @@ def test_pattern_is_of_what_the_model_computes():
         calls.append(qkv[0].shape)
         return attention(*qkv)
 
-    one = pattern(model, rotary, 30, samples=5, attend=attend)
-    in_parts = pattern(model, rotary, 30, samples=5, batch_tokens=30)
+    one = pattern(model, rotary, repeated(range(5, 10), 30), attend=attend)
+    in_parts = pattern(model, rotary, repeated(range(5, 10), 30), batch_tokens=30)
     assert calls == [(5, 30, 2, 32)] * 2
     assert torch.allclose(one.overall, in_parts.overall, atol=1e-9)
     learned = model_of("learned")
-    assert pattern(learned, Rotary.none(32), 30, samples=2).overall[0].std() > 1e-5  # positions are in the embedding
+    positions_in_embedding = pattern(learned, Rotary.none(32), repeated([5, 6], 30))
+    assert positions_in_embedding.overall[0].std() > 1e-5
+
+
+def test_inputs_are_bytes_that_training_knew():
+    text = b"a" * 5000 + b"b" * 4994 + b"c" * 4 + b"\0" * 2
+    found = frequent(text, 1e-3)
+    assert found == {97: 0.5, 98: 0.4994}
+    assert frequent(text, 4e-4).keys() == {97, 98, 99}
+    assert repeated(found, 3).tolist() == [[0, 97, 97], [0, 98, 98]]
+
+
+def test_pattern_of_text_is_the_score_between_independent_windows():
+    """Averaging q and k first gives the mean score over all pairs of windows, the query from one, the keys from
+    another."""
+    model, rotary = model_of("rope"), Rotary.rope(32)
+    tokens = torch.randint(256, (4, 20), generator=torch.Generator().manual_seed(5))
+    block = model.language.blocks[0]
+    q, k, _ = block.qkv(block.attention_norm(model.language.embedding(tokens))).unflatten(-1, (3, 2, 32)).unbind(2)
+    scores = [scores_of_last(q[i : i + 1], k[j : j + 1], rotary)[0] / 2 for i in range(4) for j in range(4)]
+    found = pattern(model, rotary, tokens, average_first=True)
+    assert torch.allclose(found.overall[0], torch.stack(scores).mean(0)[1:].flip(0).detach(), atol=1e-5)
+    in_parts = pattern(model, rotary, tokens, average_first=True, batch_tokens=20)
+    assert torch.allclose(found.components, in_parts.components, atol=1e-9)
+    kept = pattern(model, rotary, tokens)
+    assert not torch.allclose(kept.overall[0], found.overall[0], atol=1e-3)
+
+
+def test_swing_and_ripple():
+    d = torch.arange(120, dtype=torch.float64)
+    slope = 3 - 0.01 * d
+    assert swing(slope) == pytest.approx(1.19) and ripple(slope)[0] == pytest.approx(0, abs=1e-9)
+    for period in (6.3, 11.2, 12.0):
+        wave = slope + 0.5 * torch.sin(2 * math.pi * d / period)
+        size, found = ripple(wave)
+        left = 1 - math.sin(25 * math.pi / period) / (25 * math.sin(math.pi / period))  # by the running mean
+        assert found == pytest.approx(period, rel=0.03) and size == pytest.approx(0.5 * left / 2**0.5, rel=0.03)
 
 
 def test_vaf():

@@ -3,9 +3,8 @@
 import pytest
 
 from experiments import tables
-from experiments.curves import LOOKS, MAX_LINES, NAMES, Panel, draw, family
 from experiments.registry import EXPERIMENTS
-from experiments.statistics import Comparison, difference, interval, schemes, verdict
+from experiments.statistics import HIGHER, LOWER, Comparison, difference, interval, outcome, schemes, verdict
 
 
 def row(scheme, seed, value, task="copying-by-length", at=256):
@@ -29,36 +28,61 @@ def test_differences_are_paired_by_seed():
     assert difference(rows, ("hope", "copying-by-length"), ("rope", "copying-by-length"), 512) is None
 
 
+def test_intervals_are_shown_with_the_digits_they_are_worth():
+    assert str(interval([5.0, 6.0, 5.5, 4.0, 5.0])) == "+5.10 (+4.18 to +6.02)"
+    assert interval([50.0, 60.0, 55.0, 40.0, 50.0]).level == "51.0 ± 9.2"
+    assert interval([500.0, 600.0, 550.0, 400.0, 500.0]).level == "510 ± 92"
+    assert interval([0.5, 0.6, 0.55, 0.4, 0.5]).level == "0.510 ± 0.092"
+    assert interval([12345.0]).level == "1.23e+04" and interval([1.2345]).level == "1.23"
+
+
 def test_verdicts():
     assert verdict(interval([1.0, 1.1, 0.9, 1.0])) == "not judged: fewer than 5 seeds"
-    assert verdict(interval([1.0, -1.0, 2.0, -2.0, 0.5])) == "no difference shown"
-    assert verdict(interval([-5.0, -6.0, -5.5, -4.0, -5.0])) == "lower"
+    assert verdict(interval([1.0, -1.0, 2.0, -2.0, 0.5]), HIGHER) == "no difference shown"
+    lower = interval([-5.0, -6.0, -5.5, -4.0, -5.0])
+    assert verdict(lower) == "lower"
+    assert verdict(lower, LOWER) == "lower, as expected" and outcome(lower, LOWER) == "as expected"
+    assert verdict(lower, HIGHER) == "lower, against expectation"
 
 
 def test_table_of_declared_differences():
     rows = [row(name, seed, value + seed) for name, value in (("hope", 50), ("rerope-w64", 20)) for seed in range(5)]
     compares = (
         *schemes("hope", "rerope{w256}", "copying-by-length", 2, 4),
+        *schemes("rerope{w256}", "hope", "copying-by-length", 2, expected=HIGHER),
         Comparison(("hope", "copying-by-length"), ("hope", "absent"), 2),
     )
     text = tables.judged(compares, rows, 128)
-    assert "| hope | rerope-w64 | 2 | 5 | +30.0 (+30.0 to +30.0) | higher |" in text
-    assert text.count("\n|") == 3  # what was not measured has no row
+    assert "| HoPE | ReRoPE w64 | copying-by-length | 2 | 5 | +30.0 (+30.0 to +30.0) | higher |" in text
+    assert "| -30.0 (-30.0 to -30.0) | **lower, against expectation** |" in text
+    assert text.count("\n|") == 4  # what was not measured has no row
+
+
+def test_a_difference_may_be_between_two_lengths():
+    rows = [row("hope", seed, 50 + seed, at=1024) for seed in range(5)]
+    rows += [row("rope", seed, 20 + seed, at=128) for seed in range(5)]
+    across = Comparison(("hope", "copying-by-length"), ("rope", "copying-by-length"), 8, second_multiple=1)
+    text = tables.judged((across,), rows, 128)
+    assert "| HoPE | RoPE | copying-by-length | 8, 1 | 5 | +30.0 (+30.0 to +30.0) | higher |" in text
+
+
+def test_expectations_come_from_the_papers_tables():
+    def expected(first, second, task, multiple):
+        return tables.in_the_papers("rerope-schemes", Comparison((first, task), (second, task), multiple))
+
+    assert expected("rerope{w256}", "rope", "accuracy-repeat", 8) == HIGHER
+    assert expected("rerope{w256}", "hfwa", "accuracy-repeat", 8) == LOWER  # 77.90 and 80.84
+    assert expected("rerope{w256}", "rope", "accuracy", 1) == 0  # 49.41 both
+    assert expected("rerope{w256}", "kerple", "accuracy", 1) == 0
+    inside = Comparison(("rope", "accuracy-repeat"), ("rope", "accuracy-non-repeat"), 8)
+    assert tables.in_the_papers("rerope-schemes", inside) == HIGHER  # 24.17 and 23.16
 
 
 def test_every_declared_scheme_is_measured():
     for experiment in EXPERIMENTS.values():
+        if experiment.function:
+            continue
         measured = {task for task, _ in experiment.measures}
         for each in experiment.compares:
             for scheme, task in (each.first, each.second):
-                assert scheme in experiment.schemes and task.split("-")[0] in measured
-
-
-def test_figures_have_few_lines_with_looks_of_their_own(tmp_path):
-    assert LOOKS.keys() == NAMES.keys() and len(set(LOOKS.values())) >= len(LOOKS) - 3  # the ablations stand alone
-    assert family("hope+yarn-s2") == "hope+yarn" and family("rerope-w64+dagger") == "rerope+dagger"
-    rows = [row("rope", seed, 50 + seed, at=at) for seed in range(3) for at in (64, 128)]
-    draw(tmp_path / "a.png", [Panel("one", [("rope", "copying-by-length")])], rows, 128, "right (%)")
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(ValueError, match="at most 8 lines, got 9"):
-        draw(tmp_path / "b.png", [Panel("two", [("rope", "x")] * (MAX_LINES + 1))], rows, 128, "right (%)")
+                assert scheme in experiment.schemes and any(task.startswith(each) for each in measured)

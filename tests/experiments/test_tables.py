@@ -5,9 +5,9 @@ import re
 import pytest
 
 from experiments import runs, tables
-from experiments.published import LOWER, REDONE, TABLES, Column, Published
+from experiments.published import LOWER, TABLES, Column, Published
 from experiments.registry import EXPERIMENTS
-from experiments.tables import ordering, resolve
+from experiments.tables import resolve
 from experiments.zoo import scheme
 from flashrope.demo.model import ModelConfig
 
@@ -39,28 +39,42 @@ ROWS = [
     for seed in (0, 2)
     for name, length, shift in (("rope", 64, 0), ("rerope-w32", 64, 10), ("hope", 128, 20))
     for task, at, value in (
-        ("few-shot-digits", 64, 1 + shift),
-        ("few-shot-letters", 64, 3 + shift),
+        ("few-shot", 64, 2 + shift),
+        ("few-shot-pair", 64, 900),
         ("copying", 30, 4 + shift),
         ("copying", 40, 900),
-        ("few-shot-digits", 128, 900),
+        ("few-shot", 128, 900),
         ("copying-tokens", 30, 900),
     )
 ]
 
 
-def test_ordering():
-    assert ordering("x", [1, 2, 3], [10, 20, 30]) == tables.Ordering("x", 3, 3, 0)
-    assert ordering("x", [1, 2, 3], [10, 20, 30]).holds
-    assert ordering("x", [3, 2, 1], [10, 20, 30]) == tables.Ordering("x", 3, 0, 0)
-    assert ordering("x", [1, 2, 3], [10, 30, 20]) == tables.Ordering("x", 3, 2, 0)
-    assert ordering("x", [1, 2, 2], [10, 20, 5]) == tables.Ordering(
-        "x", 2, 1, 0
-    )  # pairs that the paper ties are not counted
-    tied = ordering("x", [1, 2, 3], [7, 7, 8])
-    assert tied == tables.Ordering("x", 3, 2, 1) and not tied.holds
-    assert str(tied) == "The paper's ordering by x **does not hold** here: 2 of 3 pairs agree, 1 tie."
-    assert str(ordering("x", [1, 2], [1, 2])) == "The paper's ordering by x **holds** here: 1 of 1 pairs agree."
+def by_seed(value, noise=0.0):
+    return {seed: value + noise * seed for seed in range(5)}
+
+
+def test_orderings_count_what_the_intervals_show():
+    rising = [by_seed(10), by_seed(20), by_seed(30)]
+    assert tables.ordering("x", [1, 2, 3], rising).counts == counts(3)
+    assert tables.ordering("x", [3, 2, 1], rising).counts == counts(against=3)
+    assert tables.ordering("x", [1, 2, 2], rising).counts == counts(2)  # pairs that the paper ties are not counted
+    noisy = [by_seed(10), {0: 0.0, 1: 40.0, 2: 10.0, 3: 5.0, 4: 1.0}, by_seed(90)]
+    found = tables.ordering("x", [1, 2, 3], noisy)
+    assert found.counts == counts(2, unshown=1) and str(found) == (
+        "Of the 3 pairs that the paper orders by x, 2 have that order here, 0 **have the opposite**, and 1 are not "
+        "told apart (paired 95% interval)."
+    )
+    few = tables.ordering("x", [1, 2], [{0: 1.0, 1: 2.0}, {0: 5.0, 1: 6.5}])
+    assert str(few) == "The paper's ordering by x is not judged: fewer than 5 seeds."
+
+
+def counts(shown=0, against=0, unshown=0, unjudged=0):
+    return {
+        "as expected": shown,
+        "against expectation": against,
+        "no difference shown": unshown,
+        "not judged": unjudged,
+    }
 
 
 def test_resolve():
@@ -70,34 +84,40 @@ def test_resolve():
     assert resolve("rope", 64) == ("rope", 64)
 
 
-def test_figures_are_means_over_seeds_in_the_tables_places():
-    found = tables.figures(TABLE, ROWS, 64)
-    means = [[figure.mean for figure in line] for line in found]
-    assert means == [[3, 5, 4], [13, 15, 14], [23, 25, 24]]  # few-shot: 2 and 2; seeds: + 0 and + 2
-    assert all(figure.spread == pytest.approx(2**0.5) for line in found for figure in line)
-    assert str(found[0][0]) == "3.00 ± 1.4"
-    one_seed = tables.figures(TABLE, [r for r in ROWS if r["seed"] == "0"], 64)
-    assert str(one_seed[0][0]) == "2.00" and one_seed[0][0].spread is None
+def test_figures_are_by_seed_in_the_tables_places():
+    found = tables.measured(TABLE, ROWS, 64)
+    assert [[value[0] for value in line] for line in found] == [[2, 4, 3], [12, 14, 13], [22, 24, 23]]
+    assert [[value[2] for value in line] for line in found] == [[4, 6, 5], [14, 16, 15], [24, 26, 25]]
 
 
 def test_markdown_keeps_the_papers_rows_and_figures():
     text = tables.markdown(TABLE, ROWS, 64)
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0] for line in lines] == ["| method", "| A", "| B", "| C"]
-    assert lines[2] == "| B | rerope-w32 | 13.00 ± 1.4 / 30.00 | 15.00 ± 1.4 / 40.00 | 14.00 ± 1.4 / 35.10 |"
+    assert lines[2] == "| B | rerope-w32 | 13 ± 13 / 30.00 | 15 ± 13 / 40.00 | 14 ± 13 / 35.10 |"  # t(1) = 12.7
     assert "hope at 128" in lines[3]
-    assert "The paper's ordering by Avg. **does not hold** here: 1 of 3 pairs agree." in text
-    assert "mean ± standard deviation of 2 seeds" in text and "Higher is better" in text and "nowhere, table 0" in text
+    assert "The paper's ordering by Avg. is not judged: fewer than 5 seeds." in text
+    assert "mean ± half of its 95% interval over 2 seeds" in text and "Higher is better" in text
+    assert "nowhere, table 0" in text
     without = tables.markdown(TABLE, [r for r in ROWS if r["scheme"] != "rerope-w32"], 64)
-    assert "| B | rerope-w32 | – / 30.00 | – / 40.00 | – / 35.10 |" in without and "0 of 1 pairs agree" in without
+    assert "| B | rerope-w32 | – / 30.00 | – / 40.00 | – / 35.10 |" in without
+    one_seed = tables.markdown(TABLE, [r for r in ROWS if r["seed"] == "0"], 64)
+    assert (
+        "| A | rope | 2.00 / 10.00 | 4.00 / 20.00 | 3.00 / 15.00 |" in one_seed
+        and "one seed, so no interval" in one_seed
+    )
 
 
-@pytest.mark.parametrize("name", REDONE)
-def test_tables_of_tasks_being_redone_say_so_at_the_top(name, tmp_path):
+def test_what_no_paper_has_is_listed_with_its_interval(tmp_path):
     columns = list(ROWS[0])
     runs.write_csv(tmp_path / "results.csv", columns, [list(row.values()) for row in ROWS])
-    assert tables.write(tmp_path, name, 64).startswith(REDONE[name] + "\n\n## ")
-    assert (tmp_path / "table.md").read_text().startswith("**") and "is being redone.**" in REDONE[name]
+    text = tables.write(tmp_path, "no-such-paper", 64)
+    assert text == (tmp_path / "table.md").read_text()
+    assert "## few-shot\n" in text and "## Letters" not in text
+    assert (
+        "| RoPE, trained on 64 | rope | 3 ± 13 | 901 ± 13 |" in text
+        and "| HoPE, trained on 128 | hope | 23 ± 13 |" in text
+    )
 
 
 def test_published_tables_are_complete():

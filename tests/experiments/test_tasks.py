@@ -1,4 +1,4 @@
-"""The samples of the tasks byte by byte, that evaluation and practice share none, and what the measures count."""
+"""Training on text alone, and what the measures of text models count."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experiments import tasks
-from experiments.tasks import EVALUATION, PRACTICE, Subject
+from experiments.tasks import Subject
 from experiments.zoo import ZooModel, scheme
 from flashrope.demo import data
 from flashrope.demo.model import ModelConfig
@@ -39,107 +39,29 @@ def subject(rule, unit=64, samples=4, unseen=PIECES[2:], name="rope", batch_toke
     )
 
 
-# ---- samples
-@pytest.mark.parametrize("length", [40, 41, 64, 200])
-def test_few_shot_to_the_byte(length):
-    width = 4
-    texts = tasks.lines_of(PIECES, width)
-    for prompt in tasks.few_shot(texts, b"AB", length, 10, seed=0, width=width):
-        assert len(prompt) == length
-        lines = [prompt[at : at + 7] for at in range(0, 35, 7)]
-        assert all(
-            line[:4] in texts and line[4:5] == b":" and line[5:6] in b"AB" and line[6:] == b"\n" for line in lines
-        )
-        assert {line[5:6] for line in lines} == {b"A", b"B"}
-        assert prompt[-5:-1] in texts and prompt[-1:] == b":"
-        assert len({prompt[-5:-1], *(line[:4] for line in lines)}) == 6
-        padding = prompt[35:-5]
-        assert padding == b"" or padding.endswith(b"\n") and (tasks.FILLER * 9).startswith(padding[:-1])
-    once, again = (tasks.few_shot(texts, b"AB", length, 3, seed, width) for seed in (0, 1))
-    assert once == tasks.few_shot(texts, b"AB", length, 3, 0, width) != again
-
-
-def test_few_shot_says_what_it_needs():
-    texts = tasks.lines_of(PIECES, 4)
-    with pytest.raises(data.TextError, match="5 examples of 4 bytes and a query need 40 bytes, the prompt has 39"):
-        tasks.few_shot(texts, b"AB", 39, 1, 0, 4)
-    with pytest.raises(
-        data.TextError, match="more than 5 different lines of at least 4 bytes are needed, the text has 3"
-    ):
-        tasks.few_shot(texts[:3], b"AB", 99, 1, 0, 4)
-    for shortest in (32, 64, 256, 1024):  # the sizes that the measure uses always fit
-        width = tasks.text_width(shortest)
-        texts = tasks.lines_of([bytes([letter]) * 99 for letter in range(65, 91)], width)
-        tasks.few_shot(texts, b"01", shortest, 1, 0, width)
-
-
-def test_lines_are_cut_and_plain():
-    piece = "  first line\nab\nwith: colon here\nümlaut here\ntab\there now\nfirst lines\nzulu now\n".encode()
-    assert tasks.lines_of((piece, piece), 5) == [b"first", b"zulu "]
-    assert tasks.lines_of((b"abcde:fg\n",), 5) == [b"abcde"]
-
-
-@pytest.mark.parametrize("depth", [0.0, 0.25, 1.0])
-def test_passkey_to_the_byte(depth):
-    prompts, answers = tasks.passkey(PIECES[2:], 200, depth, 12, seed=5)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        needle = b"\nThe key is " + answer + b".\n"
-        assert len(prompt) == 200 and prompt.count(needle) == 1 and prompt.endswith(b"\nThe key is ")
-        assert len(answer) == 5 and answer.isdigit() and int(answer) % 2 == EVALUATION
-        at = prompt.index(needle)
-        text = prompt[:at] + prompt[at + len(needle) : -len(b"\nThe key is ")]
-        assert text in PIECES[2] and at == round(depth * len(text))
-    assert len(set(answers)) > 6
-    assert tasks.passkey(PIECES[2:], 200, depth, 12, seed=5) == (prompts, answers)
-    with pytest.raises(data.TextError, match="a prompt of 90000 bytes needs a file of at least 89969 bytes"):
-        tasks.passkey(PIECES, 90_000, depth, 1, 0)
-    with pytest.raises(data.TextError, match="expected a prompt of at least 31 bytes, got 30"):
-        tasks.passkey(PIECES, 30, depth, 1, 0)
-
-
 def test_repeated():
     assert tasks.repeated([b"abcdef"], 3, 9) == [b"abcabcabca"]
     assert tasks.repeated([b"abcdef"], 4, 6) == [b"abcdabc"]
 
 
-# ---- practice
-def test_practice_is_from_the_training_text_and_odd():
-    size = 129
-    width = tasks.text_width(64)
-    texts = tasks.lines_of(PIECES[:2], width)
-    for sample in range(12):
-        copied, shots, key = (
-            tasks.practice_sample(PIECES[:2], texts, width, size, f"0 {sample}", kind) for kind in range(3)
-        )
-        assert len(copied) == len(shots) == len(key) == size
-        sequences = [copied[at : at + 12] for at in range(0, 120, 12)]
-        assert all(sum(sequence) % 2 == PRACTICE for sequence in sequences)
-        assert len(set(sequences)) <= 5 and copied[120:] in b"".join(s[:9] + b"|" for s in sequences)
-        assert shots[-2:-1] == b":" and shots[-1:] in b"01AByn" and shots[-2 - width : -2] in texts
-        assert key[-17:-5] == tasks.ASKED and int(key[-5:]) % 2 == PRACTICE
-        assert key.count(b"\nThe key is " + key[-5:] + b".\n") == 1
-
-
-def test_few_shot_practice_and_evaluation_use_other_texts():
-    train, unseen = (
-        set(tasks.lines_of(pieces, 12)) for pieces in (PIECES[:1], (b"entirely other lines stand in here\n" * 3,))
-    )
-    assert train and unseen and not train & unseen
-
-
-def test_batches_depend_only_on_seed_and_step():
-    def first(count, seed=0, start=0, practice=0.5):
-        stream = tasks.batches(CORPUS, 8, 64, seed, practice, start=start)
+def test_batches_are_text_and_depend_only_on_seed_and_step():
+    def first(count, seed=0, start=0):
+        stream = tasks.batches(CORPUS, 8, 64, seed, start=start)
         return [next(stream) for _ in range(count)]
 
     batches = first(5)
     assert all(batch.shape == (8, 65) and batch.dtype == torch.int64 for batch in batches)
     assert all(torch.equal(one, other) for one, other in zip(batches[3:], first(2, start=3), strict=True))
     assert not torch.equal(batches[0], batches[1]) and not torch.equal(batches[0], first(1, seed=1)[0])
-    for batch in batches:
-        assert all(bytes(row) in CORPUS.train for row in batch[:4].tolist())
-        assert not any(bytes(row) in CORPUS.train for row in batch[4:].tolist())
-    assert all(bytes(row) in CORPUS.train for row in first(1, practice=0.0)[0].tolist())
+    assert all(bytes(row) in CORPUS.train for batch in batches for row in batch.tolist())
+
+
+def test_what_is_in_training_and_in_evaluation_is_named():
+    tasks.need_disjoint([b"a", b"b"], [b"c"], "keys")
+    with pytest.raises(
+        AssertionError, match="keys: expected none in both training and evaluation, got 2, such as b'b'"
+    ):
+        tasks.need_disjoint([b"a", b"b", b"c"], [b"c", b"b", b"d"], "keys")
 
 
 # ---- measures
@@ -151,37 +73,6 @@ def copier(text):
 
 def by_place(results):
     return {(result.task, result.at): result.value for result in results}
-
-
-def test_passkey_counts_complete_keys_and_digits():
-    def right(text):
-        return copier(text) if text[-7:].startswith(b"key is ") or text[-1:].isdigit() else 0
-
-    found = by_place(tasks.measure_passkey(subject(right, samples=10), (2, 4)))
-    assert found == {
-        ("passkey", 128): 100,
-        ("passkey-digits", 128): 100,
-        ("passkey", 256): 100,
-        ("passkey-digits", 256): 100,
-    }
-    first_only = subject(lambda text: copier(text) if text.endswith(b"is ") else 0, samples=10)
-    assert by_place(tasks.measure_passkey(first_only, (2,))) == {
-        ("passkey", 128): 0,
-        ("passkey-digits", 128): pytest.approx(20),
-    }
-    assert tasks.measure_passkey(subject(right, samples=10), (2,))[0].samples == 10  # five depths
-
-
-def test_few_shot_counts_labels_correct_or_not():
-    found = by_place(tasks.measure_few_shot(subject(lambda text: ord("B")), (0.5, 2)))
-    assert found == {
-        ("few-shot-digits", 32): 0,
-        ("few-shot-letters", 32): 100,
-        ("few-shot-answers", 32): 0,
-        ("few-shot-digits", 128): 0,
-        ("few-shot-letters", 128): 100,
-        ("few-shot-answers", 128): 0,
-    }
 
 
 def test_accuracy_over_all_tokens():

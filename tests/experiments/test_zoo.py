@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from experiments.zoo import CHANGES, ENCODINGS, KNOWN, Defaults, ZooModel, hfwa_window, scheme
-from flashrope import Rotary
+from experiments.zoo import CHANGES, ENCODINGS, KNOWN, Defaults, ZooModel, hfwa_window, p_rope, scheme
+from flashrope import Rotary, attention
 from flashrope.demo.model import ModelConfig
 from flashrope.demo.options import BadInput
 from flashrope.demo.train import TrainConfig, train
@@ -72,6 +72,43 @@ def test_hfwa_is_local_except_in_its_last_layer():
     assert scheme("hfwa-w5", CONFIG, LENGTH).rotary[0] == ROPE.local(5)
 
 
+def test_p_rope_keeps_the_highest_frequencies():
+    base = 10_000.0
+    for share, kept in ((0.75, 6), (0.25, 2), (0.3, 2), (1.0, 8)):
+        expected = [base ** (-2 * m / 16) if m < kept else 0.0 for m in range(8)]
+        assert p_rope(16, share).frequencies == pytest.approx(expected)
+    assert of("p-rope").rotary == p_rope(16, 0.75) and of("p-rope-p0.25").rotary == p_rope(16, 0.25)
+    assert of("p-rope-p0.5").trained == "p-rope-p0.5" and of("p-rope+rerope-w8").rotary == p_rope(16, 0.75).rectify(8)
+    assert p_rope(16, 1.0).frequencies == ROPE.frequencies and not any(p_rope(16, 0.0).frequencies)
+
+
+def test_random_positions_reach_the_attention_calls():
+    found = of("randomized-s4")
+    assert found.rotary == found.training == ROPE and found.longest == 256 and of("randomized").longest == 16 * 64
+    model = ZooModel(CONFIG, "randomized-s4", LENGTH)
+    seen = []
+
+    def attend(q, k, v, rotary, positions):
+        seen.append(positions)
+        return attention(q, k, v, rotary, positions=positions)
+
+    model(torch.randint(256, (3, 40)), ROPE, attend)
+    assert len(seen) == CONFIG.layers and torch.equal(seen[0], seen[1]) and seen[0].shape == (3, 40)
+    assert seen[0].max() > 64  # beyond the training length
+    model.eval()
+    tokens = torch.randint(256, (1, 40))
+    again = model(tokens, ROPE)
+    assert torch.equal(again, model(tokens, ROPE))
+    with pytest.raises(ValueError, match="drawn from 256"):
+        model(torch.randint(256, (1, 257)), ROPE)
+
+
+def test_t5_shares_its_weights():
+    model = ZooModel(CONFIG, "t5", LENGTH)
+    assert len(model.biases) == 1 and model.layer_biases == [model.biases[0]] * 2
+    assert len(ZooModel(CONFIG, "kerple", LENGTH).biases) == 2
+
+
 def test_defaults_for_what_a_name_does_not_specify():
     defaults = Defaults(window=7, leak=3.0, growth=5.0, base=500.0)
     rope = Rotary.rope(16, 500.0)
@@ -90,6 +127,8 @@ def test_defaults_for_what_a_name_does_not_specify():
         ("pi-w3", "pi takes no -w"),
         ("alibi+logn", "alibi cannot be changed"),
         ("hfwa+dagger", "hfwa cannot be changed"),
+        ("randomized+rerope", "randomized cannot be changed"),
+        ("p-rope-p1.5", "expected a share from 0 to 1, got 1.5"),
         (
             "inv-leaky+rerope",
             "inv-leaky is used with plain RoPE and can only be combined with logn or dagger, not rerope",
@@ -120,7 +159,9 @@ def test_every_encoding_trains_and_is_causal(name):
     batches = [torch.randint(256, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0)) for _ in range(2)]
     train(model, used.training, batches, TrainConfig(2, 2, LENGTH, 1e-2))
     unchanged = [key for key, value in model.state_dict().items() if torch.equal(value, before[key])]
+    unchanged = [key for key in unchanged if key != "positions.seed"]
     assert not unchanged, f"not trained: {unchanged}"
+    model.eval()
     tokens = torch.randint(256, (1, 40))
     logits = model(tokens, used.rotary)
     assert logits.shape == (1, 40, 256) and logits.isfinite().all()

@@ -24,7 +24,7 @@ from flashrope.evaluation.model import Tokens, check_causal, last_logits
 from flashrope.integrations.transformers import convert, revert
 
 BYTES = Tokens(lambda text: list(text.encode()), unit="byte")
-SCHEMES = ["stock", "log-n", "ntk", "yarn", "rerope", "leaky", "hope", "cope"]
+SCHEMES = ["stock", "log-n", "ntk", "yarn", "rerope", "rerope-plain", "leaky", "hope", "cope"]
 
 
 # ---- which tokens

@@ -80,6 +80,14 @@ def from_path(path: str | os.PathLike, window: int) -> Corpus:
     return split_one(name, text, window)
 
 
+def from_paths(paths: Sequence[str | os.PathLike], window: int) -> Corpus:
+    """``from_path`` of one path; several files and folders are split by file, as one folder is. Raises TextError."""
+    if len(paths) == 1:
+        return from_path(paths[0], window)
+    texts = {name: text.encode() for name, text in read_texts(paths).items()}
+    return split_by_file(", ".join(Path(path).name or str(path) for path in paths), texts, window)
+
+
 def read_texts(paths: Sequence[str | os.PathLike]) -> dict[str, str]:
     """The texts of these files, and of the files in these folders, by path. Raises TextError."""
     texts: dict[str, str] = {}
@@ -153,7 +161,8 @@ def random_batches(
 
 
 def unseen_windows(pieces: Sequence[bytes], window: int, count: int, seed: int) -> list[bytes]:
-    """Up to ``count`` random windows that do not overlap, each within one piece."""
+    """Up to ``count`` random windows that do not overlap, each within one piece. Pieces are bytes, or anything else
+    with a length and slices."""
     places = [
         (index, start) for index, piece in enumerate(pieces) for start in range(0, len(piece) - window + 1, window)
     ]
@@ -161,8 +170,10 @@ def unseen_windows(pieces: Sequence[bytes], window: int, count: int, seed: int) 
     return [pieces[index][start : start + window] for index, start in (places[o] for o in sorted(order))]
 
 
-def as_tokens(windows: Sequence[bytes], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Windows of equal size as int64 (count, window)."""
+def as_tokens(windows: Sequence[bytes | list[int]], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Windows of equal size, bytes or token ids, as int64 (count, window)."""
+    if windows and not isinstance(windows[0], bytes):
+        return torch.tensor(windows, device=device)
     flat = torch.frombuffer(bytearray(b"".join(windows)), dtype=torch.uint8)
     return flat.view(len(windows), -1).to(device).long()
 

@@ -17,6 +17,7 @@ from .. import KVCache, Rotary, Step, attention
 from .files import replacing
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rotary], torch.Tensor]
+IN_EXPERIMENTS = "language."  # in front of the names of weights in the checkpoints of the experiments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +147,19 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu") -> tuple[LanguageModel, Rotary]:
-    """The model and the scheme it was trained with. Raises ValueError if ``save_checkpoint`` did not write the file."""
+    """The model and the scheme it was trained with. Also reads the rotary models of the experiments. Raises ValueError
+    for other files."""
     with _opened(path, device) as file:
         metadata = file.metadata() or {}
+        if "trained" in metadata and "rotary" not in metadata:
+            raise ValueError(
+                f"{path}: expected a model with one rotary scheme, got one of the experiments trained with "
+                f"{metadata['trained']!r}, which only python -m experiments reads"
+            )
         if not {"config", "rotary"} <= metadata.keys():
             raise ValueError(f"{path}: not a flashrope checkpoint, its metadata has no config and rotary")
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  safe_open is not a mapping
+        names = {name.removeprefix(IN_EXPERIMENTS): name for name in file.keys()}  # noqa: SIM118  not a mapping
+        weights = {name: file.get_tensor(stored) for name, stored in names.items()}
     try:
         model, rotary = (
             LanguageModel(ModelConfig(**json.loads(metadata["config"]))),

@@ -36,6 +36,14 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The processes that train one model together, in the default group of torch.distributed, and which one this is."""
+
+    rank: int = 0
+    world: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Trained:
     """The outcome of one training run."""
 
@@ -54,8 +62,12 @@ def train(
     progress: Callable[[int, float], None] = lambda step, loss: None,
     state: Path | None = None,
     save_every: int = 0,
+    ranks: Ranks = Ranks(),
 ) -> Trained:
     """Train ``model`` in place. On a GPU the forward pass runs under bfloat16 autocast.
+
+    With several ``ranks``, each trains on its rows of every batch (DistributedDataParallel), which gives the result of
+    one process but for rounding. All must be given the same model, batches and state; rank 0 writes the state.
 
     Args:
         batches: yields int64 (batch_size, train_length + 1) on the model's device, or pairs (inputs, targets), each
@@ -66,10 +78,13 @@ def train(
         state: a file to save the run to every ``save_every`` steps. If it exists, training resumes from it, with the
             same result as without the interruption. The caller deletes it.
 
-    Raises RuntimeError if the loss is not finite.
+    Raises RuntimeError if the loss is not finite, ValueError if there are more ranks than rows.
     """
     device = next(model.parameters()).device
-    forward = torch.compile(model) if config.compile else model
+    if config.batch_size < ranks.world:
+        raise ValueError(f"batch_size: expected at least {ranks.world}, a row for each rank, got {config.batch_size}")
+    replica = torch.nn.parallel.DistributedDataParallel(model) if ranks.world > 1 else None
+    forward = torch.compile(replica or model) if config.compile else replica or model
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -85,7 +100,7 @@ def train(
     for step, batch in zip(
         range(done + 1, config.steps + 1), batches(done) if callable(batches) else batches, strict=False
     ):
-        loss = _gradients(forward, rotary, attend, batch, config.micro_batch, device)
+        loss = _gradients(forward, rotary, attend, batch, config.micro_batch, device, ranks, replica)
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -101,7 +116,7 @@ def train(
                     f"training diverged: the loss is {value} at step {step}; a lower learning rate may help"
                 )
             progress(step, value)
-        if state is not None and save_every and step % save_every == 0:
+        if state is not None and save_every and step % save_every == 0 and ranks.rank == 0:
             _save_state(state, parts, losses)
     seconds = time.perf_counter() - start
     timed = max(config.steps - done - 1, 1) * config.batch_size * config.train_length
@@ -110,18 +125,32 @@ def train(
     return Trained(last.mean().item(), seconds, speed, tuple(torch.stack(losses).tolist()))
 
 
-def _gradients(forward, rotary: Rotary, attend: Attend, batch, micro_batch: int, device: torch.device) -> torch.Tensor:
-    """Accumulates the gradients of the mean loss over the batch's targets; returns that loss."""
+def _gradients(
+    forward,
+    rotary: Rotary,
+    attend: Attend,
+    batch,
+    micro_batch: int,
+    device: torch.device,
+    ranks: Ranks = Ranks(),
+    replica: torch.nn.parallel.DistributedDataParallel | None = None,
+) -> torch.Tensor:
+    """Accumulates the gradients of the mean loss over the targets of the whole batch; returns that loss."""
     inputs, targets = batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
-    size = micro_batch or len(inputs)
     counted = (targets >= 0).sum()
+    inputs, targets = (rows.tensor_split(ranks.world)[ranks.rank] for rows in (inputs, targets))
+    parts = list(zip(*(rows.split(micro_batch or len(inputs)) for rows in (inputs, targets)), strict=True))
     total = torch.zeros((), device=device)
-    for part, wanted in zip(inputs.split(size), targets.split(size), strict=True):
-        with autocast(device):
-            logits = forward(part, rotary, attend)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum") / counted
-        loss.backward()
+    for n, (part, wanted) in enumerate(parts):
+        alone = replica.no_sync() if replica and n + 1 < len(parts) else contextlib.nullcontext()
+        with alone:
+            with autocast(device):
+                logits = forward(part, rotary, attend)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum") / counted
+            (ranks.world * loss).backward()  # the replicas average over the ranks
         total += loss.detach()
+    if replica:
+        torch.distributed.all_reduce(total)
     return total
 
 

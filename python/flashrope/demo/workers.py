@@ -29,11 +29,16 @@ class Workers:
     With ``count`` 0 the jobs run one after another in this process, on ``threads`` threads; otherwise this process uses
     one thread until the ``with`` block ends.
 
+    ``devices``: one for each process, such as cuda:0 and cuda:1. In its process, "cuda" means that GPU, and ``device``
+    returns it.
+
     Only this process handles Ctrl-C. The workers ignore it; they end with the ``with`` block, or with their pipe if
     this process dies.
     """
 
-    def __init__(self, count: int, threads: int):
+    def __init__(self, count: int, threads: int, devices: Sequence[torch.device] = ()):
+        if devices and len(devices) != count:
+            raise ValueError(f"devices: expected one for each of {count} processes, got {len(devices)}")
         self.threads = threads
         self._here = count == 0
         self._connections, self._processes = [], []
@@ -43,9 +48,11 @@ class Workers:
             return
         context = multiprocessing.get_context("spawn")
         with _interrupts_held():
-            for _ in range(count):
+            for n in range(count):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, threads), daemon=True)
+                process = context.Process(
+                    target=_serve, args=(theirs, threads, devices[n] if devices else None), daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._connections.append(ours)
@@ -101,9 +108,21 @@ class Workers:
         return results
 
 
-def _serve(connection, threads: int) -> None:
+def device() -> torch.device | None:
+    """The device of this worker process, if it was given one."""
+    return _device
+
+
+_device: torch.device | None = None
+
+
+def _serve(connection, threads: int, own: torch.device | None) -> None:
+    global _device
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # where there are no signal masks
     torch.set_num_threads(threads)
+    _device = own
+    if own is not None and own.type == "cuda":
+        torch.cuda.set_device(own)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the parent has exited
         while True:
             function, job = connection.recv()

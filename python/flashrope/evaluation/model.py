@@ -27,14 +27,24 @@ def load(name: str, device: torch.device):
     """(model, Tokens). The model is in bfloat16 on a GPU and in float32 elsewhere. Without a tokenizer, tokens are
     bytes, if the vocabulary is of that size.
 
-    Raises BadInput.
+    ``name`` is what transformers takes, also a model saved after ``convert``, or the file of a model of ``flashrope
+    demo`` or the experiments. Raises BadInput.
     """
     from transformers import AutoModelForCausalLM
 
+    from . import llama
+    from ..integrations.transformers import convert
+    from ..integrations.transformers.saved import FIELD, choose_stock_attention  # transformers then loads saved options
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
-        )
+        if Path(name).suffix == ".safetensors" and Path(name).is_file():
+            model = llama.read(Path(name)).to(dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+            if getattr(text_config(model), FIELD, None):
+                choose_stock_attention(model)
+                convert(model)
     except (OSError, ValueError) as error:
         raise BadInput(f"--model: {str(error).splitlines()[0]}") from None
     model = model.to(device).eval()
@@ -74,10 +84,14 @@ def check_causal(model, name: str) -> None:
 
 
 def _tokens(name: str, config) -> Tokens:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    beside = Path(name).with_name("tokenizer.json")  # of a model of the experiments
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        if Path(name).suffix == ".safetensors" and beside.exists():
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(beside))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name)
         first, second = (tokenizer.encode(text, add_special_tokens=False) for text in (" 12345", " 67890"))
         reason = "it knows no text" if first == second else ""  # transformers 5.0 makes one without a vocabulary
     except Exception as error:  # without a tokenizer, transformers raises one of half a dozen types

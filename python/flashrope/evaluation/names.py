@@ -6,6 +6,7 @@ NAMES = {
     "ntk": "NTK",
     "yarn": "YaRN",
     "rerope": "ReRoPE",
+    "rerope-plain": "ReRoPE without log n",
     "leaky": "Leaky ReRoPE",
     "hope": "HoPE",
     "cope": "CoPE",

@@ -26,7 +26,7 @@ def applicable(
 ) -> tuple[list[Scheme], dict[str, str]]:
     """(the schemes that this model can run under, {label: why it cannot} for the others).
 
-    The model is left as the library loads it.
+    The model is left as it came. A scheme that ``convert`` gave it stays in force: the others change that one.
 
     Args:
         names: of NAMES.
@@ -39,18 +39,24 @@ def applicable(
     from ..integrations.transformers import convert, revert
 
     found, skipped = [], {}
-    converted = False
+    own = _own(model)
+    converted = bool(own)
 
     def stock():
-        return revert(model) if converted else model  # revert refuses families that convert refuses
+        if not converted:
+            return model  # revert refuses families that convert refuses
+        revert(model)
+        return convert(model, **own) if own else model
 
     for name in names:
         if name == "stock":
-            found.append(Scheme(name, NAMES[name], stock, "the library's own attention"))
+            words = f"as it was saved, {', '.join(own)}" if own else "the library's own attention"
+            found.append(Scheme(name, NAMES[name], stock, words))
             continue
-        for label, make in _changes(model, name, train_length, longest, windows):
+        for label, make in _changes(model, own, name, train_length, longest, windows):
             try:
                 changes, words = make()
+                changes = own | changes
                 convert(model, **changes)
                 converted = True
                 found.append(Scheme(name, label, lambda changes=changes: convert(model, **changes), words))
@@ -70,14 +76,28 @@ def settings(schemes: Sequence[Scheme], skipped: dict[str, str]) -> dict[str, st
     return facts
 
 
-def _changes(model, name: str, train_length: int, longest: int, windows: Sequence[int]) -> Iterator[tuple]:
-    """(label, function that returns the arguments of convert and a description) of every scheme of this name."""
+def _own(model) -> dict:
+    """The options of ``convert`` in the configuration."""
+    own = dict(getattr(text_config(model), "flashrope", None) or {})
+    if isinstance(own.get("rotary"), dict):
+        raise BadInput("--model: expected one scheme for all layers, got a model that was saved with one by layer type")
+    return own | {"rotary": Rotary.from_text(own["rotary"])} if "rotary" in own else own
+
+
+def _changes(
+    model, own: dict, name: str, train_length: int, longest: int, windows: Sequence[int]
+) -> Iterator[tuple[str, Callable]]:
+    """(label, function that returns the arguments of convert and a description) of every scheme of this name. ``own``
+    are the arguments that the model has without it."""
     config, factor = text_config(model), max(longest / train_length, 1.0)
+
+    def trained() -> Rotary:
+        return own.get("rotary") or Rotary.from_hf_config(config)
+
     if name in ("yarn", "ntk"):
 
         def scaled():
-            rotary = Rotary.from_hf_config(config)
-            rotary = rotary.yarn(factor, train_length) if name == "yarn" else rotary.ntk(factor)
+            rotary = trained().yarn(factor, train_length) if name == "yarn" else trained().ntk(factor)
             return {"rotary": rotary}, f"factor {factor:g}"
 
         yield NAMES[name], scaled
@@ -85,7 +105,7 @@ def _changes(model, name: str, train_length: int, longest: int, windows: Sequenc
         yield NAMES[name], lambda: ({"log_n": train_length}, f"by {train_length:,}")
     elif name == "cope":
         words = f"pairs with less than one turn over {train_length:,} tokens rotate less"
-        yield NAMES[name], lambda: ({"rotary": Rotary.from_hf_config(config).cope(train_length)}, words)
+        yield NAMES[name], lambda: ({"rotary": trained().cope(train_length)}, words)
     elif name == "hope":
         words = f"pairs with less than one turn over {train_length:,} tokens do not rotate"
         yield NAMES[name], lambda: ({"hope_train_length": train_length}, words)
@@ -100,6 +120,8 @@ def _rectified(config, name: str, train_length: int, longest: int, window: int) 
     from ..integrations.transformers import suggest
 
     suggest(config, longest)  # raises if the layers of this model do not support it
+    if name == "rerope-plain":
+        return {"window": window}, f"window {window:,}"
     changes, words = {"window": window, "log_n": train_length}, f"window {window:,}, log n by {train_length:,}"
     if name == "leaky":
         # The longest distance maps to halfway between the window and the training length.

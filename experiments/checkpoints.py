@@ -1,0 +1,125 @@
+"""The loss by length of Hugging Face checkpoints: models trained here on text alone, exported, and measured with
+``flashrope loss``.
+
+Windows of unseen text are measured as they are ("loss") and with their last tokens repeated up to the length
+("loss-repeat"). Far context is used where the repetition lowers the loss (ReRoPE, kexue.fm/archives/9708).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from flashrope.demo import files, report
+from flashrope.demo.workers import Workers
+from flashrope.evaluation.names import NAMES
+
+from .measuring import COLUMNS
+from .runs import Run, write_csv
+from .statistics import LOWER, Comparison, schemes
+from .tasks import MULTIPLES
+from .training import train_models
+
+TRAINED = "rope"
+COMMANDS = {  # the command's name of a scheme: its name here, for {growth} times the training length
+    "stock": "rope",
+    "log-n": "rope+dagger",
+    "ntk": "ntk-aware-s{growth}",
+    "yarn": "yarn-s{growth}",
+    "rerope-plain": "rerope{{w256}}",
+    "rerope": "rerope{{w256}}+dagger",
+    "leaky": "leaky-rerope{{w256}}-k30+dagger",  # the factor that the command chooses for 8 times the length
+    "cope": "cope",
+}
+MEASURED = tuple(name.format(growth=MULTIPLES[-1]) for name in COMMANDS.values())
+BEYOND = MULTIPLES[1:]
+TEXT, REPEATED = "loss", "loss-repeat"
+
+
+def compares() -> Iterator[Comparison]:
+    """What is judged: lower losses than RoPE's beyond the training length, a loss at the longest length that is not
+    above RoPE's at the training length, and the use of far context."""
+    rope, ntk, yarn, rerope, rerope_log_n, leaky, cope = (name for name in MEASURED if name != "rope+dagger")
+    for name in (ntk, yarn, rerope, rerope_log_n, leaky, cope):
+        yield from schemes(name, rope, TEXT, *BEYOND, expected=LOWER)
+    yield from schemes(rerope_log_n, rerope, TEXT, *BEYOND, expected=LOWER)
+    yield from schemes(leaky, rerope_log_n, TEXT, *BEYOND)
+    for name in (rerope_log_n, leaky):
+        yield Comparison((name, TEXT), (rope, TEXT), BEYOND[-1], LOWER, second_multiple=1)
+    for name in MEASURED:
+        for multiple in BEYOND:
+            yield Comparison((name, REPEATED), (name, TEXT), multiple, LOWER)
+
+
+def measure_checkpoints(run: Run, workers: Workers, folder: Path) -> None:
+    """Trains the models, and writes results.csv, the table and the figure."""
+    train_models(run, workers, [(TRAINED, run.unit)])
+    unseen = folder / "unseen"
+    unseen.mkdir(exist_ok=True)
+    for n, piece in enumerate(run.corpus.unseen):
+        files.write(unseen / f"{n:03}.txt", piece.decode())
+    missing = [seed for seed in run.seeds if not (folder / f"s{seed}" / "loss.json").exists()]
+    if missing:
+        with report.Bars(["measuring, models"], len(missing)) as bars:
+            done = [0]
+
+            def count(job, message):
+                done[0] += 1
+                bars.update(0, done[0])
+
+            workers.map(measure_job, [(run, seed, str(folder)) for seed in missing], count)
+    rows = [row for seed in run.seeds for row in rows_of(folder / f"s{seed}" / "loss.json", seed)]
+    write_csv(folder / "results.csv", COLUMNS, rows)
+    from .show import show  # it reads the registry, which names this function
+
+    for text in show(folder, "loss", run.unit):
+        print(f"\n{text}")
+
+
+def measure_job(run: Run, seed: int, folder: str, progress: Callable) -> None:
+    """``flashrope loss`` on one model, in a process of its own."""
+    from .export import export
+
+    checkpoint = Path(folder, "checkpoints", f"s{seed}")
+    shutil.rmtree(checkpoint, ignore_errors=True)  # of an interrupted run
+    checkpoint.parent.mkdir(exist_ok=True)
+    export(run.model_path(TRAINED, run.unit, seed), checkpoint)
+    lengths = [str(multiple * run.unit) for multiple in MULTIPLES]
+    arguments = ["--model", str(checkpoint), "--text", f"{folder}/unseen", "--lengths", *lengths, "--repeat"]
+    arguments += ["--schemes", *COMMANDS, "--train-length", str(run.unit), "--windows", str(run.preset.samples)]
+    arguments += ["--seed", str(seed), "--batch", "4", "--threads", "1", "--device", str(run.device)]
+    done = subprocess.run(
+        [sys.executable, "-m", "flashrope", "loss", *arguments, "--out", f"{folder}/s{seed}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"flashrope loss, seed {seed}: {done.stderr.strip()[-2000:]}")
+    progress("done")
+
+
+def rows_of(path: Path, seed: int) -> list[list]:
+    """The rows (COLUMNS) of one loss.json."""
+    from .tables import resolve
+
+    found = json.loads(path.read_text(encoding="utf-8"))
+    length = found["train_length"]
+    names = {
+        NAMES[command]: resolve(name.format(growth=MULTIPLES[-1]), length)[0] for command, name in COMMANDS.items()
+    }
+    rows = []
+    for row in found["rows"]:
+        windows, repeats = row["windows"], row["context"] == "repeated"
+        if repeats and row["length"] == length:
+            continue  # nothing is repeated at the shortest length
+        value = math.fsum(windows) / len(windows)
+        task = REPEATED if repeats else TEXT
+        rows.append([names[row["scheme"]], TRAINED, length, seed, task, row["length"], value, len(windows)])
+    return rows

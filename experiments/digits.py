@@ -1,0 +1,171 @@
+"""RoPE as a base-beta encoding (Su 2023, kexue.fm/archives/9675): what becomes of a model that reads numbers by their
+digits when the numbers grow beyond those it was trained on.
+
+A small network reads two numbers by their decimal digits and says which is larger. It is trained on numbers below 1000;
+the digit for thousands is there but always 0. Numbers below 2000 are then written in four ways:
+
+    trained             in decimal, below 1000, as in training
+    extrapolation       in decimal: the digit for thousands is 1 for the first time (RoPE as it is)
+    interpolation       half the number, in decimal: the last digit has halves (PI)
+    base 16, base 13    in a larger base, three digits still: each may be larger than 9 (NTK). 13 is the smallest base
+                        that suffices.
+
+Trains networks of its own in seconds, no language models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from flashrope.demo import files
+from flashrope.demo.figure import COLOURS
+from flashrope.demo.workers import Workers
+
+from .curves import NORMAL, SMALL, canvas, finish
+from .measuring import COLUMNS
+from .runs import Run, read_csv, write_csv
+from .statistics import HIGHER, LOWER, difference, interval, values_at, verdict
+
+TASK = "digits"
+TRAINED, LIMIT, DIGITS = 1000, 2000, 4
+CONVERSIONS = ("trained", "extrapolation", "interpolation", "base-16", "base-13")
+GAPS = (1, 2, 5, 10, 100)  # differences between the two numbers
+STEPS, BATCH, WIDTH, SAMPLES, SEEDS = 2000, 512, 64, 4000, 5
+EXAMPLE = 1749  # the paper's
+COMPARED = (  # the blog's expectations
+    ("extrapolation", "trained", LOWER),
+    ("base-13", "extrapolation", HIGHER),
+    ("base-16", "extrapolation", HIGHER),
+    ("interpolation", "extrapolation", HIGHER),
+    ("base-13", "base-16", HIGHER),
+    ("interpolation", "base-13", 0),
+)
+
+
+def digits(numbers: torch.Tensor, conversion: str) -> torch.Tensor:
+    """float32 (.., DIGITS): the digits of numbers (..), the highest first, under one of CONVERSIONS."""
+    base = int(conversion.removeprefix("base-")) if conversion.startswith("base-") else 10
+    values = numbers.double() * (TRAINED / LIMIT if conversion == "interpolation" else 1)
+    powers = base ** torch.arange(DIGITS - 1, -1, -1, dtype=torch.float64)
+    found = torch.floor(values[..., None] / powers) % base
+    found[..., -1] = values % base  # the last digit keeps its fraction
+    return found.float()
+
+
+def pairs(count: int, limit: int, gap: int | None, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers int64 (count, 2) below ``limit`` that differ by ``gap`` (None: by anything, uniform in its logarithm),
+    and whether the first is larger, bool (count,). For limits above TRAINED the larger number is at least TRAINED."""
+    larger_at = torch.randint(2, (count,), generator=generator)
+    if gap is None:
+        gaps = torch.floor((limit - 1) ** torch.rand(count, generator=generator, dtype=torch.float64)).long()
+    else:
+        gaps = torch.full((count,), gap)
+    low = gaps.clamp(min=TRAINED) if limit > TRAINED else gaps
+    large = low + (torch.rand(count, generator=generator, dtype=torch.float64) * (limit - low)).long()
+    both = torch.stack((large, large - gaps), -1)
+    return torch.where((larger_at == 0)[:, None], both, both.flip(-1)), larger_at == 0
+
+
+def train_network(seed: int) -> nn.Module:
+    """A network from digits (.., 2 * DIGITS) to a logit (.., 1) that the first number is larger."""
+    torch.manual_seed(seed)
+    network = nn.Sequential(
+        nn.Linear(2 * DIGITS, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)
+    )
+    optimizer = torch.optim.Adam(network.parameters(), 3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(STEPS):
+        numbers, larger = pairs(BATCH, TRAINED, None, generator)
+        loss = F.binary_cross_entropy_with_logits(logit(network, numbers, "trained"), larger.float())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return network
+
+
+def logit(network: nn.Module, numbers: torch.Tensor, conversion: str) -> torch.Tensor:
+    """numbers int64 (count, 2) to logits (count,)."""
+    return network(digits(numbers, conversion).flatten(1) / 10)[:, 0]
+
+
+@torch.no_grad()
+def accuracy(network: nn.Module, conversion: str, gap: int, seed: int) -> float:
+    """Percent of pairs put in the right order. For "trained" the numbers are below TRAINED; for the others the larger
+    one is at least TRAINED."""
+    generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + gap)
+    numbers, larger = pairs(SAMPLES, TRAINED if conversion == "trained" else LIMIT, gap, generator)
+    return 100 * ((logit(network, numbers, conversion) > 0) == larger).double().mean().item()
+
+
+def draw_digits(run: Run, workers: Workers, folder: Path) -> None:
+    """Train SEEDS networks, measure every conversion, write results.csv, table.md and digits.png."""
+    rows = []
+    for seed in range(run.first_seed, run.first_seed + SEEDS):
+        network = train_network(seed)
+        rows += [
+            [name, TASK, TRAINED, seed, TASK, gap, accuracy(network, name, gap, seed), SAMPLES]
+            for name in CONVERSIONS
+            for gap in GAPS
+        ]
+    write_csv(folder / "results.csv", COLUMNS, rows)
+    found = read_csv(folder / "results.csv")
+    example = {name: digits(torch.tensor(EXAMPLE), name).tolist() for name in CONVERSIONS[1:]}
+    files.write(folder / "table.md", table(found, example))
+    _draw(folder / "digits.png", found, example)
+
+
+def table(rows: Sequence[dict[str, str]], example: dict[str, list[float]]) -> str:
+    """Percentages by conversion and difference, and the differences that are judged."""
+    heads = " | ".join(map(str, GAPS))
+    lines = [
+        f"Numbers put in the right order (%) by their difference, mean ± half of its 95% interval over {SEEDS} seeds.",
+        "",
+        f"| conversion | {EXAMPLE} | {heads} |",
+        "|---|---|" + "---:|" * len(GAPS),
+    ]
+    for name in CONVERSIONS:
+        written = " ".join(f"{digit:g}" for digit in example[name]) if name in example else ""
+        cells = [interval(list(values_at(rows, name, TASK, gap).values())).level for gap in GAPS]
+        lines.append(f"| {name} | {written} | " + " | ".join(cells) + " |")
+    lines += ["", "Differences, declared before the run:", "", f"| first | second | {heads} |"]
+    lines.append("|---|---|" + "---|" * len(GAPS))
+    for first, second, expected in COMPARED:
+        cells = []
+        for gap in GAPS:
+            found = difference(rows, (first, TASK), (second, TASK), gap)
+            cells.append(f"{found} {verdict(found, expected)}")
+        lines.append(f"| {first} | {second} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _draw(path: Path, rows: Sequence[dict[str, str]], example: dict[str, list[float]]) -> None:
+    figure, (axes,) = canvas(5.2)
+    for at, name in enumerate(CONVERSIONS):
+        found = [interval(list(values_at(rows, name, TASK, gap).values())) for gap in GAPS]
+        words = " ".join(f"{digit:g}" for digit in example[name]) if name in example else f"numbers below {TRAINED}"
+        axes.errorbar(
+            [place + 0.06 * (at - 2) for place in range(len(GAPS))],
+            [each.mean for each in found],
+            [each.half or 0.0 for each in found],
+            color=COLOURS[at],
+            marker="osD^v"[at],
+            markersize=6,
+            linewidth=1.8,
+            capsize=3,
+            label=f"{name.replace('-', ' ')}: {words}",
+        )
+    axes.axhline(50, color="0.6", linewidth=1, linestyle=":")
+    axes.set_ylim(top=min(axes.get_ylim()[1], 104))
+    axes.set_xticks(range(len(GAPS)), [str(gap) for gap in GAPS])
+    axes.set_xlabel("difference between the two numbers", fontsize=NORMAL)
+    axes.set_ylabel("put in the right order (%)", fontsize=NORMAL)
+    title = f"How {EXAMPLE} is written"
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=SMALL, title=title, title_fontsize=SMALL)
+    finish(figure, path)

@@ -1,0 +1,54 @@
+"""Training one model in several processes, which ``torchrun`` starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import distributed
+
+from flashrope.demo.options import BadInput
+from flashrope.demo.train import Ranks
+
+
+def ranks() -> Ranks:
+    """From the environment; one rank without torchrun."""
+    if "LOCAL_RANK" not in os.environ:
+        return Ranks()
+    return Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def own_device(chosen: torch.device) -> torch.device:
+    """The device of this rank: of several GPUs, the one with its local number. Raises BadInput."""
+    if chosen.type != "cuda":
+        return chosen
+    local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if chosen.index is not None or local >= count:
+        raise BadInput(
+            f"--device: expected cuda and a GPU for each process of torchrun, got {chosen} and {count} GPUs for "
+            f"{os.environ['LOCAL_WORLD_SIZE']} processes"
+        )
+    return torch.device("cuda", local)
+
+
+@contextlib.contextmanager
+def group(device: torch.device) -> Iterator[None]:
+    """The process group of all ranks."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def first_says(value):
+    """The value of rank 0, on all ranks of the group; the value itself outside a group."""
+    if not distributed.is_initialized():
+        return value
+    holder = [value]
+    distributed.broadcast_object_list(holder)
+    return holder[0]

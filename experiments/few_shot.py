@@ -1,0 +1,201 @@
+"""Few-shot following (HoPE, section 4.2.2): examples "text:label", filler, then a text without its label. Answers that
+are one of the two labels of the examples count, correct or not.
+
+Three kinds of examples, like the paper's three tasks: a sentence, a question with an answer, and a pair of sentences.
+Texts are lines of the corpus, cut to 8 to 11 bytes. Labels are two letters, other ones in every prompt, so that only
+the examples tell which; they occur in the texts too. Filler stands before and behind the examples, so that neither a
+position nor a distance leads to a label. The control scores every answer against the labels of another prompt.
+
+No text and no two labels of evaluation occur in training; both are asserted.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from flashrope.demo.data import SEPARATOR, Corpus, TextError, as_tokens
+
+from .tasks import Result, Subject, asked_for, lengths_of, need_disjoint
+
+SEPARATORS = {"sentence": b"", "question": b"?", "pair": b"|"}  # kinds: between the texts of an example, b"" for one
+SHOTS = 5
+NARROWEST, WIDEST = 8, 10  # bytes of a text
+MARK = b":"  # before a label, and nowhere else
+FILLER = b"Nothing is said here, these words only take up room.\n"
+LETTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+MULTIPLES = (0.5, 1, 1.5, 2, 2.5)  # of the training length; 256 to 1280 at 512
+SHORTEST_PRACTICE = 72
+
+LABELS = [bytes(pair) for pair in itertools.combinations(LETTERS, 2)]
+ASKED_LABELS = LABELS[::4]  # evaluation
+PRACTICE_LABELS = sorted(set(LABELS) - set(ASKED_LABELS))
+need_disjoint(PRACTICE_LABELS, ASKED_LABELS, "labels")
+
+
+# ---- texts
+
+
+def texts_of(pieces: Sequence[bytes]) -> list[bytes]:
+    """Distinct lines of printable ASCII without marks and separators, stripped and cut to WIDEST bytes, sorted."""
+    found, forbidden = set(), MARK + b"".join(SEPARATORS.values())
+    for piece in pieces:
+        for line in piece.splitlines():
+            text = line.strip()[:WIDEST]
+            if (
+                len(text) == WIDEST
+                and text.isascii()
+                and text.decode().isprintable()
+                and not set(text) & set(forbidden)
+            ):
+                found.add(text)
+    return sorted(found)
+
+
+def beginnings(texts: Sequence[bytes]) -> set[bytes]:
+    """Their first NARROWEST bytes, which every use of them contains."""
+    return {text[:NARROWEST] for text in texts}
+
+
+@functools.lru_cache(2)
+def practice_texts(train: bytes) -> list[bytes]:
+    return _enough(texts_of(train.split(SEPARATOR)))
+
+
+@functools.lru_cache(2)
+def asked_texts(train: bytes, unseen: tuple[bytes, ...]) -> list[bytes]:
+    """Texts of the unseen files that begin like none in training. Raises TextError and AssertionError."""
+    practised = beginnings(practice_texts(train))
+    texts = [text for text in texts_of(unseen) if text[:NARROWEST] not in practised]
+    need_disjoint(practised, beginnings(texts), "texts")
+    return _enough(texts)
+
+
+def _enough(texts: list[bytes]) -> list[bytes]:
+    if len(texts) < 2 * (SHOTS + 1):
+        raise TextError(
+            f"few-shot: {2 * (SHOTS + 1)} different lines of at least {WIDEST} bytes are needed, the text has "
+            f"{len(texts)}"
+        )
+    return texts
+
+
+# ---- prompts
+
+
+def width(kind: str, shots: int) -> int:
+    """Most bytes of the examples and the query."""
+    query = (2 * WIDEST + 1 if SEPARATORS[kind] else WIDEST) + len(MARK)
+    return shots * (query + 2) + query
+
+
+def filler(size: int) -> bytes:
+    return (FILLER * (size // len(FILLER) + 1))[: size - 1] + b"\n" if size else b""
+
+
+def prompt(
+    kind: str, texts: Sequence[bytes], labels: bytes, length: int, shots: int, most_before: int, rng: random.Random
+) -> bytes:
+    """Exactly ``length`` bytes: filler of at most ``most_before`` bytes, examples, filler, a query up to its mark.
+
+    Both labels occur. Raises TextError if the examples may not fit.
+    """
+    if length < width(kind, shots):
+        raise TextError(
+            f"few-shot: {shots} examples and a query of the kind {kind} need {width(kind, shots)} bytes, the prompt "
+            f"has {length}"
+        )
+    drawn = iter(rng.sample(texts, 2 * (shots + 1)))
+
+    def text() -> bytes:
+        return next(drawn)[: rng.randint(NARROWEST, WIDEST)]
+
+    def asked() -> bytes:
+        return (text() + SEPARATORS[kind] + text() if SEPARATORS[kind] else text()) + MARK
+
+    answers = [labels[shot % 2] for shot in range(shots)]
+    rng.shuffle(answers)
+    examples = b"".join(asked() + bytes([answer]) + b"\n" for answer in answers)
+    query = asked()
+    room = length - len(examples) - len(query)
+    before = rng.randint(0, min(room, most_before))
+    return filler(before) + examples + filler(room - before) + query
+
+
+# ---- practice
+
+
+def practice(texts: Sequence[bytes], length: int, rng: random.Random) -> tuple[bytes, list[int]]:
+    """A sample of ``length`` + 1 bytes that ends with a label, and the places of the labels, without those before
+    which only one of the two had been seen. SHOTS examples or more, as far as they fit."""
+    kind, labels = rng.choice(list(SEPARATORS)), rng.choice(PRACTICE_LABELS)
+    fitting = (length - width(kind, 0)) // (width(kind, 1) - width(kind, 0))
+    shots = rng.randint(min(SHOTS, fitting), fitting)
+    sample = prompt(kind, texts, labels, length, shots, length, rng) + bytes([rng.choice(labels)])
+    places = [at + 1 for at, byte in enumerate(sample) if byte == MARK[0]]
+    return sample, [at for n, at in enumerate(places) if len({sample[place] for place in places[:n]}) == 2]
+
+
+def batches(
+    corpus: Corpus, tokens: int, length: int, seed: int, steps: int, device: torch.device | str = "cpu", start: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches (inputs, targets) of about ``tokens`` bytes, starting with step ``start``; labels are targets.
+
+    Samples grow from SHORTEST_PRACTICE to ``length`` bytes in the first half of the steps. The batch of step n depends
+    only on the seed and n. Raises TextError.
+    """
+    if length * MULTIPLES[0] < (needed := max(width(kind, SHOTS) for kind in SEPARATORS)):
+        raise TextError(
+            f"few-shot: expected a training length of at least {round(needed / MULTIPLES[0])} bytes, since prompts of "
+            f"{MULTIPLES[0]:g} times as many must hold {SHOTS} examples, got {length}"
+        )
+    texts, step = practice_texts(corpus.train), start
+    while True:
+        rng = random.Random(f"few-shot practice {seed} {step}")
+        now = min(SHORTEST_PRACTICE + 2 * (step + 1) * (length - SHORTEST_PRACTICE) // steps, length)
+        inputs, targets = asked_for([practice(texts, now, rng) for _ in range(max(tokens // now, 1))])
+        yield inputs.to(device), targets.to(device)
+        step += 1
+
+
+# ---- evaluation
+
+
+def prompts(texts: Sequence[bytes], kind: str, length: int, samples: int, seed: int) -> tuple[list[bytes], list[bytes]]:
+    """Prompts, and the two labels of each; those of neighbours have no letter in common."""
+    found: list[bytes] = []
+    chosen: list[bytes] = []
+    for sample in range(samples):
+        rng = random.Random(f"few-shot {seed} {kind} {length} {sample}")
+        others = set(b"".join(chosen[-1:] + (chosen[:1] if sample == samples - 1 else [])))
+        chosen.append(rng.choice([labels for labels in ASKED_LABELS if not others & set(labels)]))
+        found.append(prompt(kind, texts, chosen[-1], length, SHOTS, len(FILLER), rng))
+    return found, chosen
+
+
+def measure(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
+    """Percentages of answers that are a label of the prompt, by length: of every kind ("few-shot-sentence" etc.), of
+    all ("few-shot"), and that are a label of another prompt of the kind ("few-shot-control")."""
+    texts, results = asked_texts(subject.train, tuple(subject.unseen)), []
+    for length in lengths_of(subject, multiples):
+        follows, control = [], []
+        for kind in SEPARATORS:
+            asked, labels = prompts(texts, kind, length, subject.samples, subject.seed)
+            answers = subject.last_logits(as_tokens(asked, subject.device), 1).argmax(-1)
+            right = as_tokens(labels, subject.device)
+            follows.append((answers == right).any(1))
+            control.append((answers == right.roll(1, 0)).any(1))
+            results.append(_result(f"few-shot-{kind}", length, follows[-1]))
+        results += [
+            _result("few-shot", length, torch.cat(follows)),
+            _result("few-shot-control", length, torch.cat(control)),
+        ]
+    return results
+
+
+def _result(task: str, length: int, found: torch.Tensor) -> Result:
+    return Result(task, length, 100 * found.float().mean().item(), len(found))

@@ -1,0 +1,420 @@
+"""docs/experiments/README.md: written from a template, page.md, and the results in that folder.
+
+A field {{name argument ...}} of the template is replaced by what the function of that name in ``FIELDS`` returns. Lines
+between <!-- if NAME --> and <!-- end --> stay if experiment NAME has results, those after <!-- else --> if not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from flashrope.demo import files
+from flashrope.demo.model import LanguageModel, ModelConfig
+
+from . import tables
+from .looks import label
+from .registry import EXPERIMENTS
+from .runs import read_csv
+from .show import show
+from .statistics import (
+    AGAINST,
+    HIGHER,
+    LOWER,
+    SHOWN,
+    UNJUDGED,
+    UNSHOWN,
+    Comparison,
+    Interval,
+    interval,
+    outcome,
+    values_at,
+    verdict,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "experiments"
+TEMPLATE = Path(__file__).with_name("page.md")
+FIELD = re.compile(r"\{\{((?:[^{}]|\{[wL]\d+\})+)\}\}")  # arguments may have a {w256}
+LEFT_OUT = ("curves.csv", "training.csv")  # points of figures, megabytes; the commands write them again
+TRAINING = "training.png"
+REBUILD = "python tools/experiments_page.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What a paper says of two measurements; those at ``multiples`` are among the experiment's declared differences."""
+
+    words: str
+    experiment: str
+    first: tuple[str, str]
+    second: tuple[str, str]
+    sign: int
+    multiples: tuple[float, ...]
+    second_multiple: float | None = None
+
+
+def _claim(words: str, experiment: str, first: str, second: str, task: str, sign: int, *multiples: float) -> Claim:
+    return Claim(words, experiment, (first, task), (second, task), sign, multiples)
+
+
+CLAIMS = {
+    "HoPE": (
+        _claim("copies more than RoPE", "copying", "hope", "rope", "copying-by-length", HIGHER, 1, 2, 4, 8),
+        _claim("copies more than KERPLE", "copying", "hope", "kerple", "copying-by-length", HIGHER, 2, 4),
+        _claim(
+            "with YaRN copies more than RoPE with YaRN",
+            "copying",
+            "hope+yarn-s2",
+            "yarn-s2",
+            "copying-by-length",
+            HIGHER,
+            2,
+        ),
+        *(
+            _claim(
+                f"copies more than its ablation {part}",
+                "ablation",
+                "hope",
+                f"hope-ab{part}",
+                "copying-by-length",
+                HIGHER,
+                2,
+                4,
+            )
+            for part in (1, 2, 3)
+        ),
+        _claim("has a lower perplexity than RoPE", "perplexity", "hope", "rope", "perplexity", LOWER, 2, 4, 8),
+        _claim(
+            "answers with a label more often than RoPE", "few-shot", "hope", "rope", "few-shot", HIGHER, 1.5, 2, 2.5
+        ),
+    ),
+    "ReRoPE": (
+        _claim("copies more than RoPE", "copying", "rerope{w256}", "rope", "copying-by-length", HIGHER, 2, 4, 8),
+        _claim(
+            "copies more with log n than without",
+            "copying",
+            "rerope{w256}+dagger",
+            "rerope{w256}",
+            "copying-by-length",
+            HIGHER,
+            2,
+            4,
+            8,
+        ),
+        _claim("has a lower perplexity than RoPE", "perplexity", "rerope{w256}", "rope", "perplexity", LOWER, 2, 4, 8),
+        _claim("has a lower loss than RoPE", "loss", "rerope{w256}", "rope", "loss", LOWER, 2, 4, 8),
+        Claim(
+            "with log n has a lower loss on more text than RoPE at the training length",
+            "loss",
+            ("rerope{w256}+dagger", "loss"),
+            ("rope", "loss"),
+            LOWER,
+            (8,),
+            second_multiple=1,
+        ),
+        Claim(
+            "with log n uses far context: its loss is lower on repeated text",
+            "loss",
+            ("rerope{w256}+dagger", "loss-repeat"),
+            ("rerope{w256}+dagger", "loss"),
+            LOWER,
+            (2, 4, 8),
+        ),
+    ),
+}
+
+
+VERDICTS = (SHOWN, UNSHOWN, AGAINST, UNJUDGED)
+STATUSES = {SHOWN: "supported", UNSHOWN: "not shown", AGAINST: "contradicted", UNJUDGED: "not judged"}
+HEADS = ("supported", "supported in part", "not shown", "contradicted", "not judged", "not measured")
+
+
+# ---- the results
+
+
+@functools.cache
+def results(name: str) -> tuple[list[dict[str, str]], dict]:
+    """(rows, results.json) of an experiment."""
+    return read_csv(FOLDER / name / "results.csv"), json.loads((FOLDER / name / "results.json").read_text())
+
+
+def has(name: str) -> bool:
+    return (FOLDER / name / "results.csv").exists()
+
+
+def unit(name: str) -> int:
+    return results(name)[1]["settings"]["train_length"]
+
+
+def at_multiple(name: str, multiple: float, task: str) -> float:
+    return multiple if task in tables.BY_COUNT else multiple * unit(name)
+
+
+def measured(name: str, scheme: str, task: str, multiple: str) -> Interval:
+    at = at_multiple(name, float(multiple), task)
+    found = values_at(results(name)[0], tables.resolve(scheme, unit(name))[0], task, at)
+    if not found:
+        raise KeyError(f"{name}: no {task} of {scheme} at {at:g}")
+    return interval(list(found.values()))
+
+
+def declared(
+    name: str, first: tuple[str, str], second: tuple[str, str], second_multiple: float | None = None
+) -> list[tuple[Comparison, Interval]]:
+    """The declared differences of two measurements, by length."""
+    asked = (first, second, second_multiple)
+    wanted = [each for each in EXPERIMENTS[name].compares if (each.first, each.second, each.second_multiple) == asked]
+    return sorted(tables.judge(wanted, results(name)[0], unit(name), name), key=lambda found: found[0].multiple)
+
+
+# ---- fields
+
+
+def mean(name: str, scheme: str, task: str, multiple: str) -> str:
+    return measured(name, scheme, task, multiple).level.partition(" ")[0]
+
+
+def level(name: str, scheme: str, task: str, multiple: str) -> str:
+    return measured(name, scheme, task, multiple).level
+
+
+def levels(name: str, task: str, *schemes: str) -> str:
+    """A table: means and intervals of these schemes by length."""
+    rows, length = results(name)[0], unit(name)
+    names = [tables.resolve(scheme, length)[0] for scheme in schemes]
+    places = sorted({float(row["at"]) for row in rows if row["task"] == task and row["scheme"] in names})
+    lines = [_line(["length / L", *(f"{at / length:g}" for at in places)]), "|---|" + "---:|" * len(places)]
+    for scheme in names:
+        values = [list(values_at(rows, scheme, task, at).values()) for at in places]
+        lines.append(_line([label(scheme), *(interval(value).level if value else "–" for value in values)]))
+    return "\n".join(lines)
+
+
+def differences(name: str, *pairs: str) -> str:
+    """A table: declared differences by length, those that count in bold. Each pair is TASK:FIRST-SECOND as
+    task:first/second or task/task:first/second."""
+    found = {}
+    for pair in pairs:
+        task, _, schemes = pair.partition(":")
+        (first, second), (one, _, other) = schemes.split("/"), task.partition("/")
+        by_length = {
+            each.multiple: (each, value) for each, value in declared(name, (first, one), (second, other or one))
+        }
+        if not by_length:
+            raise KeyError(f"{name}: no declared difference {pair}")
+        words = f"{_name(name, first)} − {_name(name, second)}" if first != second else _name(name, first)
+        found[words] = by_length
+    places = sorted({multiple for by_length in found.values() for multiple in by_length})
+    lines = [_line(["length / L", *(f"{at:g}" for at in places)]), "|---|" + "---:|" * len(places)]
+    for words, by_length in found.items():
+        lines.append(_line([words, *(_difference(*by_length[at]) if at in by_length else "" for at in places)]))
+    return "\n".join(lines)
+
+
+def _difference(each: Comparison, found: Interval) -> str:
+    against = ", against expectation" if each.expected and outcome(found, each.expected) == AGAINST else ""
+    return f"**{found}**{against}" if found.excludes_zero else str(found)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _name(name: str, scheme: str) -> str:
+    return label(tables.resolve(scheme, unit(name))[0])
+
+
+def said(name: str, first: str, second: str, task: str, other: str = "") -> str:
+    """The verdicts of the declared differences by length: higher at 2 and 4, no difference shown at 8."""
+    found: dict[str, list[str]] = {}
+    for each, value in declared(name, (first, task), (second, other or task)):
+        found.setdefault(verdict(value), []).append(f"{each.multiple:g}")
+    return "; ".join(f"{words} at {_and(multiples)}" for words, multiples in found.items())
+
+
+def summary(name: str) -> str:
+    """How many of the declared differences came out how, and the list of those against expectation."""
+    found = tables.judge(EXPERIMENTS[name].compares, results(name)[0], unit(name), name)
+    parts = []
+    expected = [(each, outcome(value, each.expected)) for each, value in found if each.expected]
+    if expected:
+        counts = _counts([said for _, said in expected], (SHOWN, UNSHOWN, AGAINST, UNJUDGED))
+        parts.append(f"Of the {len(expected)} declared differences of which the papers say the direction: {counts}.")
+    against: dict[str, list[str]] = {}
+    for each, said in expected:
+        if said == AGAINST:
+            against.setdefault(_pair(name, each), []).append(f"{each.multiple:g}")
+    if against:
+        listed = "; ".join(f"{pair} at {_and(multiples)}" for pair, multiples in against.items())
+        parts.append(f"Against expectation: {listed}.")
+    others = [verdict(value).partition(":")[0] for each, value in found if not each.expected]
+    if others:
+        counts = _counts(others, ("higher", "lower", UNSHOWN, UNJUDGED))
+        parts.append(f"Of the {len(others)} others the first is: {counts}.")
+    return " ".join(parts)
+
+
+def _counts(said: Sequence[str], words: Sequence[str]) -> str:
+    return _and([f"{said.count(each)} {each}" for each in words if each in said])
+
+
+def _pair(name: str, each: Comparison) -> str:
+    (first, task), (second, other) = ((_name(name, scheme), task) for scheme, task in (each.first, each.second))
+    return f"{first}, {task} and {other}" if first == second else f"{first} and {second} ({task})"
+
+
+def made(name: str) -> str:
+    """The line under a figure: the command, and where it ran."""
+    record, preset = results(name)[1], results(name)[1]["settings"]
+    seeds = len(record["seeds"])
+    facts = [
+        f"`{record['command']}`",
+        "one seed" if seeds == 1 else f"{seeds} seeds",
+        f"{preset['layers']} layers of {preset['width']}, {preset['steps']:,} steps, training length "
+        f"{preset['train_length']}",
+        record["hardware"],
+        f"revision {record['revision'][:10]}",
+        f"[results]({name}/results.csv)",
+    ]
+    if (FOLDER / name / TRAINING).exists():
+        facts.append(f"[training curves]({name}/{TRAINING})")
+    return " · ".join(facts)
+
+
+def sizes() -> str:
+    """Of the models of all claims: 110,000 to 450,000 parameters, trained on 64 to 256 bytes or letters."""
+    names = {claim.experiment for every in CLAIMS.values() for claim in every if has(claim.experiment)}
+    counts, lengths = [parameters(name) for name in names], [unit(name) for name in names]
+    return f"{_span(counts)} parameters, trained on samples of {_span(lengths)} bytes or letters"
+
+
+def _span(values: Sequence[int]) -> str:
+    low, high = (min(values), max(values)) if values else (0, 0)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def parameters(name: str) -> int:
+    """Of a RoPE model, to two digits."""
+    settings = results(name)[1]["settings"]
+    config = ModelConfig(*(settings[field] for field in ("width", "layers", "heads", "mlp_width", "vocab_size")))
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in LanguageModel(config).parameters())
+    return int(float(f"{count:.2g}"))
+
+
+def setting(name: str, field: str) -> str:
+    value = results(name)[1]["settings"][field]
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def constant(path: str) -> str:
+    """A number of the code: copying.SHORTEST, or copying.BETWEEN.0."""
+    module, *names = path.split(".")
+    value = importlib.import_module(f"experiments.{module}")
+    for name in names:
+        value = value[int(name)] if name.isdigit() else getattr(value, name)
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def rebuild() -> str:
+    return REBUILD
+
+
+def claims() -> str:
+    """Which claims are supported, in one paragraph per paper's method, and at what size."""
+    return "\n\n".join(_claims_of(method, every) for method, every in CLAIMS.items())
+
+
+def _claims_of(method: str, every: Sequence[Claim]) -> str:
+    found: dict[str, list[str]] = {}
+    for claim in every:
+        status, words = judged_claim(claim)
+        found.setdefault(status, []).append(words)
+    parts = [f"**{head}**: {'; '.join(found[head])}" for head in HEADS if head in found]
+    return f"**{method}**. " + ". ".join(part[0].upper() + part[1:] for part in parts) + "."
+
+
+def judged_claim(claim: Claim) -> tuple[str, str]:
+    """("supported", "copies more than RoPE (copying: as expected at 2 and 4)"), for example."""
+    if not has(claim.experiment):
+        return "not measured", f"{claim.words} ({claim.experiment})"
+    by_outcome: dict[str, list[str]] = {}
+    for each, found in declared(claim.experiment, claim.first, claim.second, claim.second_multiple):
+        if each.multiple in claim.multiples:
+            by_outcome.setdefault(outcome(found, claim.sign), []).append(f"{each.multiple:g}")
+    at = "; ".join(f"{words} at {_and(by_outcome[words])}" for words in VERDICTS if words in by_outcome)
+    words = f"{claim.words} ([{claim.experiment}](#{claim.experiment}): {at})"
+    if UNJUDGED in by_outcome:
+        return "not judged", words
+    if SHOWN in by_outcome and len(by_outcome) > 1:
+        return "supported in part", words
+    return next(STATUSES[each] for each in (AGAINST, UNSHOWN, SHOWN) if each in by_outcome), words
+
+
+def _and(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+FIELDS: dict[str, Callable[..., str]] = {
+    field.__name__: field
+    for field in (mean, level, levels, differences, said, summary, made, sizes, setting, constant, claims, rebuild)
+}
+
+
+# ---- the page
+
+
+def render() -> str:
+    """The page's text."""
+    results.cache_clear()
+    text = re.sub(r"<!-- if (\S+) -->\n(.*?)<!-- end -->\n", _chosen, TEMPLATE.read_text(encoding="utf-8"), flags=re.S)
+    return FIELD.sub(lambda match: _field(match[1]), text)
+
+
+def _chosen(match: re.Match) -> str:
+    present, _, absent = match[2].partition("<!-- else -->\n")
+    return present if has(match[1]) else absent
+
+
+def _field(text: str) -> str:
+    name, *arguments = text.split()
+    return FIELDS[name](*arguments)
+
+
+def publish(run: Path) -> list[str]:
+    """Copy the results of a run directory to the page's folder; returns the names of its experiments."""
+    found = [name for name in EXPERIMENTS if (run / name / "results.json").exists()]
+    for name in found:
+        target = FOLDER / name
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        drawn = (TRAINING,) if EXPERIMENTS[name].measures else ("*.png", "table.md")
+        for pattern in ("*.csv", "results.json", *drawn):
+            for path in (run / name).glob(pattern):
+                if path.name not in LEFT_OUT:
+                    shutil.copy(path, target)
+    if found and (run / "split.json").exists():
+        preset = json.loads((run / "settings.json").read_text())["preset"]
+        shutil.copy(run / "split.json", FOLDER / f"split-{preset}.json")
+    return found
+
+
+def redraw() -> None:
+    """Write the tables and figures of all published results again."""
+    for name in EXPERIMENTS:
+        if has(name) and EXPERIMENTS[name].measures:
+            results.cache_clear()
+            show(FOLDER / name, name, unit(name))
+
+
+def write() -> None:
+    files.write(FOLDER / "README.md", render())

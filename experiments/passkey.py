@@ -1,0 +1,134 @@
+"""Passkey retrieval: text with a key somewhere in it, then the question for the key.
+
+The text is that of the corpus, digits included, with spaces in place of the mark that stands before a key. No digit
+occurs twice in a key. The key stands at a random place in training, so that no distance and no position leads to it.
+The control asks the same questions after text without a key.
+
+No key of evaluation occurs in training, which is asserted; the texts come from different files.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from flashrope.demo.data import Corpus, TextError, as_tokens
+
+from .tasks import MULTIPLES, Result, Subject, asked_for, lengths_of, need_disjoint
+
+MARK = b"#"  # before a key, and nowhere else
+NEEDLE, QUESTION, DIGITS = b"\nkey #%s.\n", b"\nkey #", 5
+NEEDLE_SIZE = len(NEEDLE) - len(b"%s") + DIGITS
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SHORTEST_PRACTICE = 32
+
+KEYS = [bytes(key) for key in itertools.permutations(b"0123456789", DIGITS)]  # no digit twice
+random.Random("keys").shuffle(KEYS)
+ASKED_KEYS, PRACTICE_KEYS = KEYS[: len(KEYS) // 4], KEYS[len(KEYS) // 4 :]
+need_disjoint(PRACTICE_KEYS, ASKED_KEYS, "keys")
+
+
+def room(length: int) -> int:
+    """Bytes of text in a prompt. Raises TextError."""
+    if length < NEEDLE_SIZE + len(QUESTION):
+        raise TextError(f"passkey: expected a prompt of at least {NEEDLE_SIZE + len(QUESTION)} bytes, got {length}")
+    return length - NEEDLE_SIZE - len(QUESTION)
+
+
+def prompt(text: bytes, at: int, key: bytes) -> bytes:
+    """The text with the key ``at`` bytes into it, and the question."""
+    return text[:at] + NEEDLE % key + text[at:] + QUESTION
+
+
+@functools.lru_cache(2)
+def without_marks(pieces: tuple[bytes, ...]) -> list[bytes]:
+    """The pieces with spaces in place of marks."""
+    return [piece.replace(MARK, b" ") for piece in pieces]
+
+
+# ---- practice
+
+
+def practice(train: bytes, length: int, rng: random.Random) -> tuple[bytes, list[int]]:
+    """A sample of ``length`` + 1 bytes that ends with a key, and the places of the digits asked for.
+
+    Text with the needle at random places, twice in half of the samples, otherwise more often; the last one ends with
+    the sample. From the second on, the digits are asked for.
+    """
+    most = (length + 1 + NEEDLE_SIZE - len(QUESTION) - DIGITS) // NEEDLE_SIZE
+    needles, key = rng.choice((2, rng.randint(2, most))), rng.choice(PRACTICE_KEYS)
+    size = length + 1 - (needles - 1) * NEEDLE_SIZE - len(QUESTION) - DIGITS
+    begin = rng.randrange(len(train) - size)
+    text, cuts = train[begin : begin + size], sorted(rng.randint(0, size) for _ in range(needles - 1))
+    parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, size], strict=True)]
+    ends = [sum(map(len, parts[: n + 1])) + n * NEEDLE_SIZE + len(QUESTION) for n in range(needles)]
+    places = [end + digit for end in ends[1:] for digit in range(DIGITS)]
+    return (NEEDLE % key).join(parts) + QUESTION + key, places
+
+
+def batches(
+    corpus: Corpus, tokens: int, length: int, seed: int, steps: int, device: torch.device | str = "cpu", start: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches (inputs, targets) of about ``tokens`` bytes, starting with step ``start``; digits are targets.
+
+    Samples grow from SHORTEST_PRACTICE to ``length`` bytes in the first half of the steps. The batch of step n depends
+    only on the seed and n.
+    """
+    (train,), step = without_marks((corpus.train,)), start
+    while True:
+        rng = random.Random(f"passkey practice {seed} {step}")
+        now = min(SHORTEST_PRACTICE + 2 * (step + 1) * (length - SHORTEST_PRACTICE) // steps, length)
+        inputs, targets = asked_for([practice(train, now, rng) for _ in range(max(tokens // now, 1))])
+        yield inputs.to(device), targets.to(device)
+        step += 1
+
+
+# ---- evaluation
+
+
+def prompts(
+    pieces: Sequence[bytes], length: int, depth: float, samples: int, seed: int, control: bool = False
+) -> tuple[list[bytes], list[bytes]]:
+    """Prompts of exactly ``length`` bytes with a key at ``depth`` of the text, and the keys. Raises TextError."""
+    size = room(length)
+    whole = size + NEEDLE_SIZE * control
+    fitting = [piece for piece in pieces if len(piece) >= whole]
+    if not fitting:
+        raise TextError(f"passkey: a prompt of {length} bytes needs a file of at least {whole} bytes")
+    found, keys = [], []
+    for sample in range(samples):
+        rng = random.Random(f"passkey {seed} {length} {depth} {sample}")
+        piece, key = rng.choice(fitting), rng.choice(ASKED_KEYS)
+        begin = rng.randrange(len(piece) - whole + 1)
+        text = piece[begin : begin + whole]
+        found.append(text + QUESTION if control else prompt(text, round(depth * size), key))
+        keys.append(key)
+    return found, keys
+
+
+def right(subject: Subject, asked: Sequence[bytes], keys: Sequence[bytes]) -> torch.Tensor:
+    """bool (samples, DIGITS): whether each digit is the most likely byte after those before it. If a whole row is true,
+    greedy decoding would have written the key."""
+    tokens = as_tokens([prompt_ + key for prompt_, key in zip(asked, keys, strict=True)], subject.device)
+    return subject.last_logits(tokens[:, :-1], DIGITS).argmax(-1) == tokens[:, -DIGITS:]
+
+
+def measure(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
+    """Percentages by length, over five depths: whole keys ("passkey"), their digits ("passkey-digits"), and digits
+    where no key is in the text ("passkey-control")."""
+    results, pieces, samples = [], without_marks(tuple(subject.unseen)), max(subject.samples // len(DEPTHS), 1)
+
+    def found(length: int, control: bool) -> torch.Tensor:
+        size = length + 1 - DIGITS
+        asked = [prompts(pieces, size, depth, samples, subject.seed, control) for depth in DEPTHS]
+        return torch.cat([right(subject, *each) for each in asked])
+
+    for length in lengths_of(subject, multiples):
+        keys, control = found(length, False), found(length, True)
+        for task, values in (("passkey", keys.all(1)), ("passkey-digits", keys), ("passkey-control", control)):
+            results.append(Result(task, length, 100 * values.float().mean().item(), len(values)))
+    return results

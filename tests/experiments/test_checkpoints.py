@@ -1,0 +1,50 @@
+"""The loss by length of checkpoints: what is read from the files of ``flashrope loss``, and what is judged."""
+
+import json
+
+from experiments import checkpoints
+from experiments.checkpoints import COMMANDS, MEASURED, REPEATED, TEXT
+from experiments.looks import label
+from experiments.registry import EXPERIMENTS
+from experiments.statistics import LOWER
+from flashrope.commands import hf_model
+from flashrope.evaluation.names import NAMES
+
+LENGTH = 64
+
+
+def written(path, value):
+    """A loss.json as ``flashrope loss --repeat`` writes it, ``value`` a function of scheme, context and length."""
+    rows = [
+        {"scheme": NAMES[name], "context": context, "length": length, "windows": value(name, context, length)}
+        for name in COMMANDS
+        for context in ("text", "repeated")
+        for length in (LENGTH, 2 * LENGTH)
+    ]
+    path.write_text(json.dumps({"facts": {}, "train_length": LENGTH, "targets": 32, "rows": rows}))
+    return path
+
+
+def test_rows_are_means_over_windows(tmp_path):
+    path = written(tmp_path / "loss.json", lambda name, context, length: [length, length + (context == "text")])
+    found = checkpoints.rows_of(path, 3)
+    assert len(found) == len(COMMANDS) * 3  # nothing is repeated at the training length
+    by_place = {(row[0], row[4], row[5]): row for row in found}
+    assert by_place["rerope-w32+dagger", TEXT, 128] == ["rerope-w32+dagger", "rope", 64, 3, TEXT, 128, 128.5, 2]
+    assert by_place["leaky-rerope-w32-k30+dagger", REPEATED, 128][6] == 128.0
+    assert ("rope", REPEATED, 64) not in by_place
+
+
+def test_the_commands_schemes_are_all_known():
+    assert set(COMMANDS) <= set(NAMES) and len(set(MEASURED)) == len(COMMANDS)
+    assert label("rerope-w32+dagger") == "ReRoPE, log n†"
+    assert hf_model.NAMES["rerope-plain"] == "ReRoPE without log n"
+
+
+def test_the_use_of_far_context_is_judged_for_every_scheme():
+    compares = EXPERIMENTS["loss"].compares
+    repeats = [each for each in compares if (each.first[1], each.second[1]) == (REPEATED, TEXT)]
+    assert {each.first[0] for each in repeats} == set(MEASURED) and len(repeats) == 3 * len(MEASURED)
+    assert all(each.expected == LOWER and each.first[0] == each.second[0] for each in repeats)
+    for each in compares:
+        assert {each.first[0], each.second[0]} <= set(MEASURED)

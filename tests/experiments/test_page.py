@@ -1,0 +1,180 @@
+"""The page of the experiments: written from results, small, and without numbers of its own."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import page
+from experiments.measuring import COLUMNS
+from experiments.page import Claim
+from experiments.registry import EXPERIMENTS
+from experiments.runs import write_csv
+from experiments.statistics import HIGHER, LOWER
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 2_000_000  # bytes of the folder
+NUMBERS_OF_PAPERS = "|".join(
+    (
+        r"tables? \d(?:(?:, \d)* and \d)?",
+        r"figures? \d(?:(?:, \d)* and \d)?",
+        r"section \d(?:\.\d)*",
+        r"archives/\d+",
+        r"AB\d",
+        "95%",
+        "100 to 125 million",
+        "SST-2",
+        "Llama 2",
+    )
+)
+
+
+def published(folder, **values):
+    """Results of "copying": letters right by length for each scheme, five seeds."""
+    sizes = {"width": 64, "layers": 2, "heads": 2, "mlp_width": 0, "vocab_size": 64, "train_length": 128, "steps": 1500}
+    record = {"command": "python -m experiments copying", "settings": sizes, "seeds": [0, 1, 2, 3, 4]}
+    record |= {"hardware": "a processor", "revision": "0123456789abcdef"}
+    rows = [
+        [scheme, scheme, 128, seed, "copying-by-length", 128 * at, value + seed % 2, 200]
+        for scheme, by_length in values.items()
+        for at, value in by_length.items()
+        for seed in range(5)
+    ]
+    (folder / "copying").mkdir(parents=True)
+    write_csv(folder / "copying" / "results.csv", COLUMNS, rows)
+    (folder / "copying" / "results.json").write_text(json.dumps(record))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "FOLDER", tmp_path)
+    page.results.cache_clear()
+    yield tmp_path
+    page.results.cache_clear()
+
+
+def test_the_page_is_what_the_template_and_the_results_give():
+    assert (page.FOLDER / "README.md").read_text() == page.render(), f"run {page.REBUILD}"
+
+
+def test_the_tables_are_what_the_results_give(tmp_path):
+    """table.md of every experiment whose figures come from its results.csv alone."""
+    for name in EXPERIMENTS:
+        if page.has(name) and EXPERIMENTS[name].measures:
+            shown = tmp_path / name
+            shown.mkdir()
+            (shown / "results.csv").write_bytes((page.FOLDER / name / "results.csv").read_bytes())
+            text = page.tables.write(shown, name, page.unit(name), EXPERIMENTS[name].compares)
+            assert (page.FOLDER / name / "table.md").read_text() == text, f"run {page.REBUILD}"
+
+
+def test_the_template_has_no_numbers_of_measurements():
+    text = page.FIELD.sub("", page.TEMPLATE.read_text())
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->", "", text, flags=re.S)
+    text = re.sub(NUMBERS_OF_PAPERS, "", text)
+    assert not re.findall(r"[^\n]*\d[^\n]*", text)
+
+
+def test_the_folder_is_small_and_not_in_the_source_distribution():
+    assert sum(path.stat().st_size for path in page.FOLDER.rglob("*") if path.is_file()) < LIMIT
+    assert "prune docs/experiments" in (ROOT / "MANIFEST.in").read_text().splitlines()
+
+
+def test_everything_in_the_folder_is_on_the_page():
+    shown = (page.FOLDER / "README.md").read_text()
+    for path in page.FOLDER.rglob("*"):
+        name = path.relative_to(page.FOLDER).as_posix()
+        if path.suffix == ".png" or path.is_dir():
+            assert name in shown, name
+        assert path.suffix in ("", ".png", ".csv", ".json", ".md") and path.name not in page.LEFT_OUT
+
+
+def test_every_experiment_has_its_place_on_the_page():
+    template = page.TEMPLATE.read_text()
+    for name in EXPERIMENTS:
+        assert f"<!-- if {name} -->\n" in template and re.search(rf"^##+ {name}$", template, re.MULTILINE), name
+
+
+def test_every_claim_is_among_the_declared_differences():
+    for claim in (claim for claims in page.CLAIMS.values() for claim in claims):
+        declared = {
+            each.multiple
+            for each in EXPERIMENTS[claim.experiment].compares
+            if (each.first, each.second, each.second_multiple) == (claim.first, claim.second, claim.second_multiple)
+        }
+        assert set(claim.multiples) <= declared, claim.words
+
+
+@pytest.mark.parametrize(
+    "hope, status, words",
+    [
+        ({2: 80, 4: 60}, "supported", "as expected at 2 and 4"),
+        ({2: 80, 4: 20}, "supported in part", "as expected at 2; no difference shown at 4"),
+        ({2: 50, 4: 20}, "not shown", "no difference shown at 2 and 4"),
+        ({2: 50, 4: 10}, "contradicted", "no difference shown at 2; against expectation at 4"),
+    ],
+)
+def test_claims(folder, hope, status, words):
+    claim = Claim("copies", "copying", ("hope", "copying-by-length"), ("rope", "copying-by-length"), HIGHER, (2, 4))
+    assert page.judged_claim(claim) == ("not measured", "copies (copying)")
+    published(folder, hope=hope, rope={2: 50, 4: 20})
+    assert page.judged_claim(claim) == (status, f"copies ([copying](#copying): {words})")
+
+
+def test_fields(folder):
+    published(folder, hope={1: 90, 2: 80}, rope={1: 90, 2: 50})
+    assert page.mean("copying", "hope", "copying-by-length", "2") == "80.40"
+    assert page.levels("copying", "copying-by-length", "rope", "hope").splitlines()[2:] == [
+        "| RoPE | 90.40 ± 0.68 | 50.40 ± 0.68 |",
+        "| HoPE | 90.40 ± 0.68 | 80.40 ± 0.68 |",
+    ]
+    (line,) = page.differences("copying", "copying-by-length:hope/rope").splitlines()[2:]
+    assert line == "| HoPE − RoPE | +0.0 (+0.0 to +0.0) | **+30.0 (+30.0 to +30.0)** |"
+    assert page.said("copying", "hope", "rope", "copying-by-length") == ("no difference shown at 1; higher at 2")
+    assert page.summary("copying") == (
+        "Of the 2 declared differences of which the papers say the direction: 1 as expected and 1 no difference shown."
+    )
+    assert page.constant("copying.BETWEEN.1") == "10" and page.setting("copying", "steps") == "1,500"
+    assert page.sizes() == "99,000 parameters, trained on samples of 128 bytes or letters"
+    with pytest.raises(KeyError, match="no declared difference copying-by-length:rope/hope"):
+        page.differences("copying", "copying-by-length:rope/hope")
+    with pytest.raises(KeyError, match="no copying-by-length of alibi at 256"):
+        page.mean("copying", "alibi", "copying-by-length", "2")
+
+
+def test_against_expectation_is_said(folder):
+    published(folder, hope={2: 40, 4: 10}, rope={2: 50, 4: 20})
+    assert page.summary("copying").endswith("Against expectation: HoPE and RoPE (copying-by-length) at 2 and 4.")
+    (line,) = page.differences("copying", "copying-by-length:hope/rope").splitlines()[2:]
+    assert line.count("**, against expectation") == 2
+    assert page.Claim("", "", ("", ""), ("", ""), LOWER, ()).second_multiple is None
+
+
+def test_sections_without_results_say_so(folder, tmp_path, monkeypatch):
+    template = tmp_path / "page.md"
+    template.write_text(
+        "<!-- if copying -->\nmean {{mean copying hope copying-by-length 2}}\n<!-- else -->\nnone\n<!-- end -->\n"
+    )
+    monkeypatch.setattr(page, "TEMPLATE", template)
+    assert page.render() == "none\n"
+    published(folder, hope={2: 80})
+    assert page.render() == "mean 80.40\n"
+
+
+def test_results_of_a_run_are_published(folder, tmp_path):
+    run = tmp_path / "run"
+    published(run, hope={1: 90, 2: 80}, rope={1: 90, 2: 50})
+    (run / "copying" / "curves.csv").write_text("not copied")
+    (run / "copying" / "copying.png").write_text("drawn again")
+    (run / "settings.json").write_text('{"preset": "copying"}')
+    (folder / "copying").mkdir()
+    (folder / "copying" / "old.png").write_text("of an earlier run")
+    assert page.publish(run) == ["copying"]
+    page.redraw()
+    assert {path.name for path in (folder / "copying").iterdir()} == {
+        "results.csv",
+        "results.json",
+        "table.md",
+        "copying.png",
+    }

@@ -1,0 +1,125 @@
+"""Passkeys byte by byte: what practice asks for, what the prompts hold, what the measure counts."""
+
+import random
+
+import pytest
+import torch
+from test_tasks import CORPUS, PIECES, Oracle
+
+from experiments import passkey
+from experiments.tasks import IGNORED, Subject
+from experiments.zoo import scheme
+from flashrope.demo import data
+from flashrope.demo.model import ModelConfig
+
+ASKED, PRACTISED = set(passkey.ASKED_KEYS), set(passkey.PRACTICE_KEYS)
+
+
+def subject(rule, unit=64, samples=10):
+    used = scheme("rope", ModelConfig(64, 2, 2), unit)
+    return Subject(Oracle(rule), used, PIECES[2:], unit, samples, 0, batch_tokens=9999, train=CORPUS.train)
+
+
+def reader(text):
+    """Predicts what followed the same place of an earlier needle."""
+    at = text.rfind(passkey.QUESTION)
+    so_far = text[at:]
+    earlier = text.find(so_far[: len(passkey.QUESTION)])
+    return text[earlier + len(so_far)] if 0 <= earlier < at else 0
+
+
+def test_keys_are_disjoint_and_all_there():
+    assert not ASKED & PRACTISED and len(ASKED | PRACTISED) == 30_240 and len(ASKED) == 7560
+    for place in range(5):
+        counts = [sum(key[place : place + 1] == b"%d" % digit for key in ASKED) for digit in range(10)]
+        assert 650 < min(counts) and max(counts) < 860  # no digit tells the two apart
+
+
+def test_the_mark_stands_before_keys_only():
+    assert passkey.without_marks((b"a # b", b"#c")) == [b"a   b", b" c"]
+    marked = data.Corpus("marked", b"#" * 300, (b"#" * 300,), ("a",), ("b",))
+    inputs, _ = next(passkey.batches(marked, 512, 128, 0, 1))
+    assert all(row.count(b"#") == row.count(b"\nkey #") for row in map(bytes, inputs.tolist()))
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 1.0])
+def test_prompts_to_the_byte(depth):
+    prompts, keys = passkey.prompts(PIECES[2:], 200, depth, 12, seed=5)
+    for prompt, key in zip(prompts, keys, strict=True):
+        needle = b"\nkey #" + key + b".\n"
+        assert len(prompt) == 200 and prompt.count(needle) == 1 and prompt.endswith(b"\nkey #") and key in ASKED
+        at = prompt.index(needle)
+        text = prompt[:at] + prompt[at + len(needle) : -len(b"\nkey #")]
+        assert text in PIECES[2] and at == round(depth * len(text))
+    assert len(set(keys)) > 6
+    assert passkey.prompts(PIECES[2:], 200, depth, 12, seed=5) == (prompts, keys)
+    assert passkey.prompts(PIECES[2:], 200, depth, 12, seed=6) != (prompts, keys)
+    without, same = passkey.prompts(PIECES[2:], 200, depth, 12, seed=5, control=True)
+    assert same == keys and {len(prompt) for prompt in without} == {200}
+    assert all(prompt[:-6] in PIECES[2] and prompt.endswith(b"\nkey #") for prompt in without)
+    assert not any(key in prompt for key, prompt in zip(same, without, strict=True))
+    with pytest.raises(data.TextError, match="a prompt of 90000 bytes needs a file of at least 89981 bytes"):
+        passkey.prompts(PIECES, 90_000, depth, 1, 0)
+    with pytest.raises(data.TextError, match="expected a prompt of at least 19 bytes, got 18"):
+        passkey.prompts(PIECES, 18, depth, 1, 0)
+
+
+def test_practice_asks_for_a_key_that_stands_before():
+    distances = set()
+    for seed in range(200):
+        sample, places = passkey.practice(CORPUS.train, 128, random.Random(seed))
+        key = sample[-passkey.DIGITS :]
+        needles = sample.count(passkey.NEEDLE % key) + 1
+        assert len(sample) == 129 and key in PRACTISED and needles == sample.count(passkey.QUESTION + key) > 1
+        assert b"".join(sample[at : at + 1] for at in places) == key * (needles - 1) and places[-1] == 128
+        text = sample[: -passkey.DIGITS - len(passkey.QUESTION)].replace(passkey.NEEDLE % key, b"")
+        assert text in CORPUS.train
+        if needles == 2:
+            distances.add(len(sample) - sample.index(passkey.QUESTION))
+    assert max(distances) > 120 and min(distances) < 45 and len(distances) > 40
+
+
+def test_batches_grow_and_depend_only_on_seed_and_step():
+    def first(count, start=0, seed=0):
+        stream = passkey.batches(CORPUS, 1024, 128, seed, 20, start=start)
+        return [next(stream) for _ in range(count)]
+
+    found = first(20)
+    sizes = [inputs.shape[1] for inputs, _ in found]
+    assert sizes == sorted(sizes) and sizes[0] < 60 and set(sizes[10:]) == {128}
+    assert all(1024 - 128 < inputs.numel() <= 1024 for inputs, _ in found)
+    again = first(2, start=5)
+    assert all(torch.equal(a, b) for one, other in zip(found[5:7], again, strict=True) for a, b in zip(one, other))
+    assert not torch.equal(found[0][0], first(1, seed=1)[0][0])
+    for inputs, targets in found:
+        assert (targets[:, -passkey.DIGITS :] != IGNORED).all() and (targets != IGNORED).float().mean() < 0.5
+        asked = targets[targets != IGNORED]
+        assert asked.min() >= ord("0") and asked.max() <= ord("9")
+
+
+def by_place(results):
+    return {(result.task, result.at): result.value for result in results}
+
+
+def test_counts_complete_keys_and_digits():
+    found = by_place(passkey.measure(subject(reader), (2, 4)))
+    for at in (128, 256):
+        assert found["passkey", at] == found["passkey-digits", at] == 100 and found["passkey-control", at] == 0
+    first_only = by_place(passkey.measure(subject(lambda text: reader(text) if text.endswith(b"#") else 0), (2,)))
+    assert first_only["passkey", 128] == 0 and first_only["passkey-digits", 128] == pytest.approx(20)
+    assert passkey.measure(subject(reader), (2,))[0].samples == 10  # five depths
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        lambda text: ord("7"),  # always the same digit
+        lambda text: text[-50] if len(text) > 50 else 0,  # a fixed distance
+        lambda text: text[40] if len(text) > 40 else 0,  # a fixed position
+        lambda text: next((byte for byte in reversed(text[:-6]) if chr(byte).isdigit()), 0),  # the last digit
+    ],
+)
+def test_a_model_that_does_not_read_the_key_does_not_find_it(cheat):
+    found = by_place(passkey.measure(subject(cheat, samples=50), (2, 4)))
+    assert all(value < 5 for (task, _), value in found.items() if task == "passkey")
+    assert all(value < 35 for value in found.values())
