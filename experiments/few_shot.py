@@ -3,8 +3,8 @@ are one of the two labels of the examples count, correct or not.
 
 Three kinds of examples, like the paper's three tasks: a sentence, a question with an answer, and a pair of sentences.
 Texts are lines of the corpus, cut to 8 to 10 bytes. Labels are two capital letters, other ones in every prompt, so that
-only the examples tell which; capitals occur in the texts too. Filler stands before and behind the examples, so that neither a
-position nor a distance leads to a label. The control scores every answer against the labels of another prompt.
+only the examples tell which; capitals occur in the texts too. Filler stands before and behind the examples, so that
+neither a position nor a distance leads to a label. The control scores answers against the labels of another prompt.
 
 No text and no two labels of evaluation occur in training; both are asserted.
 """
