@@ -85,4 +85,4 @@ def test_every_declared_scheme_is_measured():
         measured = {task for task, _ in experiment.measures}
         for each in experiment.compares:
             for scheme, task in (each.first, each.second):
-                assert scheme in experiment.schemes and any(task.startswith(each) for each in measured)
+                assert scheme in experiment.schemes and task.startswith(tuple(measured)), (scheme, task)
