@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .tasks import MULTIPLES, PAPER_LENGTH, Result, Subject
+from .tasks import IGNORED, MULTIPLES, PAPER_LENGTH, Result, Subject
 
 LETTERS = 64  # tokens 0 to 63
 SHORTEST, LONGEST = 9, 15  # letters of a sequence; 12 on average, as in the paper
@@ -25,7 +25,6 @@ BETWEEN = (2, 10)  # random letters before the query, in the control
 LAYOUTS = 20  # of the samples of one measurement; samples with one layout differ by their letters
 PAPER_COUNTS = (30, 40, 50, 60, 70, 80)  # sequences, at the paper's training length
 SHORTEST_PRACTICE = 3 * LONGEST
-IGNORED = -100
 
 
 def paper_count(count: int, train_length: int) -> int:

@@ -146,8 +146,13 @@ def batches(
     """Endless batches (inputs, targets) of about ``tokens`` bytes, starting with step ``start``; labels are targets.
 
     Samples grow from SHORTEST_PRACTICE to ``length`` bytes in the first half of the steps. The batch of step n depends
-    only on the seed and n.
+    only on the seed and n. Raises TextError.
     """
+    if length * MULTIPLES[0] < (needed := max(width(kind, SHOTS) for kind in SEPARATORS)):
+        raise TextError(
+            f"few-shot: expected a training length of at least {round(needed / MULTIPLES[0])} bytes, since prompts of "
+            f"{MULTIPLES[0]:g} times as many must hold {SHOTS} examples, got {length}"
+        )
     texts, step = practice_texts(corpus.train), start
     while True:
         rng = random.Random(f"few-shot practice {seed} {step}")

@@ -1,7 +1,8 @@
 """Passkey retrieval: text with a key somewhere in it, then the question for the key.
 
-The text is that of the corpus, which holds digits too. The key stands at a random place in training, so that no
-distance and no position leads to it. The control asks the same questions after the same text without the key.
+The text is that of the corpus, digits included, with spaces in place of the mark that stands before a key. No digit
+occurs twice in a key. The key stands at a random place in training, so that no distance and no position leads to it.
+The control asks the same questions after text without a key.
 
 No key of evaluation occurs in training, which is asserted; the texts come from different files.
 """
@@ -9,6 +10,7 @@ No key of evaluation occurs in training, which is asserted; the texts come from 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 
@@ -24,7 +26,7 @@ NEEDLE_SIZE = len(NEEDLE) - len(b"%s") + DIGITS
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SHORTEST_PRACTICE = 32
 
-KEYS = [b"%0*d" % (DIGITS, key) for key in range(10**DIGITS)]
+KEYS = [bytes(key) for key in itertools.permutations(b"0123456789", DIGITS)]  # no digit twice
 random.Random("keys").shuffle(KEYS)
 ASKED_KEYS, PRACTICE_KEYS = KEYS[: len(KEYS) // 4], KEYS[len(KEYS) // 4 :]
 need_disjoint(PRACTICE_KEYS, ASKED_KEYS, "keys")

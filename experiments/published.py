@@ -67,8 +67,6 @@ FACTOR_NOTE = (
     "input divided by the training length, without tuning."
 )
 
-REDONE: dict[str, str] = {}  # experiment: what is at the top of its tables
-
 TABLES = {
     "copying": (
         Published(

@@ -233,7 +233,7 @@ def write(folder: Path, name: str, train_length: int, compares: Sequence[Compari
     rows = read_csv(folder / "results.csv")
     published = TABLES.get(name, ())
     shown = {column.task for table in published for column in table.columns}
-    parts = [judged(compares, rows, train_length, name)] if compares else []
+    parts = [judged(compares, rows, train_length, name)] if judge(compares, rows, train_length) else []
     parts += [markdown(table, rows, train_length) for table in published]
     parts += [
         listed(rows, task, train_length) for task in dict.fromkeys(row["task"] for row in rows) if task not in shown

@@ -73,7 +73,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_links_to_is_there(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-        if target.endswith("experiments/README.md") and not (ROOT / "docs" / "experiments").exists():
+        if "experiments/README.md" in target and not (ROOT / "docs" / "experiments").exists():
             continue  # the source distribution leaves them out
         assert target.startswith(("https://", "http://")) or (page.parent / target).exists(), target
 

@@ -15,7 +15,19 @@ from experiments.statistics import HIGHER, LOWER
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 2_000_000  # bytes of the folder
-NUMBERS_OF_PAPERS = r"tables? \d(?:(?:, \d)* and \d)?|figures? \d(?:(?:, \d)* and \d)?|section \d(?:\.\d)*|95%|AB\d|100 to 125 million|SST-2|Llama 2"
+NUMBERS_OF_PAPERS = "|".join(
+    (
+        r"tables? \d(?:(?:, \d)* and \d)?",
+        r"figures? \d(?:(?:, \d)* and \d)?",
+        r"section \d(?:\.\d)*",
+        r"archives/\d+",
+        r"AB\d",
+        "95%",
+        "100 to 125 million",
+        "SST-2",
+        "Llama 2",
+    )
+)
 
 
 def published(folder, **values):
@@ -76,6 +88,12 @@ def test_everything_in_the_folder_is_on_the_page():
         if path.suffix == ".png" or path.is_dir():
             assert name in shown, name
         assert path.suffix in ("", ".png", ".csv", ".json", ".md") and path.name not in page.LEFT_OUT
+
+
+def test_every_experiment_has_its_place_on_the_page():
+    template = page.TEMPLATE.read_text()
+    for name in EXPERIMENTS:
+        assert f"<!-- if {name} -->\n" in template and re.search(rf"^##+ {name}$", template, re.MULTILINE), name
 
 
 def test_every_claim_is_among_the_declared_differences():
