@@ -58,6 +58,8 @@ if support.INTERPRETED:
 
 def pytest_addoption(parser):
     parser.addoption("--threads", type=int, default=1, help="CPU threads of the tests and of the processes they start")
+    parser.addoption("--walk-seconds", type=float, default=0, help="how long each random walk of test_walks.py takes")
+    parser.addoption("--walk-seed", type=int, default=0, help="the seed of the random walks (default: 0)")
     parser.addoption("--perturb-training", type=int, metavar="SEED", help="perturb weights by rounding before training")
 
 

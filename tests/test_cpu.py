@@ -80,3 +80,11 @@ def test_caches_lie_heads_first_on_the_cpu(make):
     assert cache.k.transpose(1, 2).is_contiguous() and cache.v.transpose(1, 2).is_contiguous()
     with torch.device("meta"):  # any other device: rows first
         assert make(dtype=torch.float32).k.is_contiguous()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_scale_of_0_weighs_all_keys_alike(causal):
+    """torch's kernel would multiply masked scores, -inf, by 0."""
+    target = support.Target("cpu", torch.float32, "cpu")
+    for rotary in (Rotary.rope(8).rectify(1), Rotary.rope(8).local(9)):
+        support.check(target, support.problem(target, rotary, 70, 80, causal=causal, softmax_scale=0.0))

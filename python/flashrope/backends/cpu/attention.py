@@ -23,6 +23,7 @@ from .pieces import (
     attn_mask,
     cast_results,
     flash,
+    flash_scale,
     gather_keys,
     gather_rows,
     merge_partials,
@@ -124,7 +125,7 @@ def _attend(
                 v.transpose(1, 2),
                 0.0,
                 single.piece.causal,
-                scale=call.score_scale,
+                scale=flash_scale(call),
             )
             return cast_results(_narrow(out, head_dim_v).transpose(1, 2), lse, q.dtype)
     partials = []
@@ -139,7 +140,7 @@ def _attend(
                 0.0,
                 piece.causal and not piece.width,
                 attn_mask=attn_mask(piece, rotated_q.dtype),
-                scale=call.score_scale,
+                scale=flash_scale(call),
             )
             partials.append((piece, _narrow(out, head_dim_v), lse))
     return merge_partials(partials, q, head_dim_v)
@@ -179,7 +180,7 @@ def _attend_backward(
                 0.0,
                 piece.causal and not piece.width,
                 attn_mask=attn_mask(piece, rotated_q.dtype),
-                scale=call.score_scale,
+                scale=flash_scale(call),
             )
             rows, keys = (piece.row, piece.rows), (piece.key, piece.keys)
             grad_rotated_q = _accumulate(grad_rotated_q, piece_q[..., :head_dim], q.shape, *rows, piece)
@@ -189,6 +190,8 @@ def _attend_backward(
         band_k = rotate(grad_rotated_k, k_rotation, rotary, inverse=True)
         grad_q = band_q if grad_q is None else grad_q.add_(band_q)
         grad_k = band_k if grad_k is None else grad_k.add_(band_k)
+    if not call.score_scale:
+        grad_q = grad_k = None
     return tuple(
         x.new_zeros(x.shape) if grad is None else grad.to(x.dtype).contiguous()
         for x, grad in ((q, grad_q), (k, grad_k), (v, grad_v))

@@ -22,6 +22,7 @@ from .pieces import (
     attn_mask,
     cast_results,
     flash,
+    flash_scale,
     gather_keys,
     gather_rows,
     merge_partials,
@@ -106,7 +107,7 @@ def _attend_single(
     k = rotate(k_cache.narrow(1, first, seqlen), single.k_rotation, rotary).transpose(1, 2)
     v = upcast(v_cache.narrow(1, first, seqlen)).transpose(1, 2)
     rotated_q = rotate(q, single.q_rotation, rotary).transpose(1, 2)
-    out, lse = _flash(rotated_q, k, v, single.piece, call.score_scale)
+    out, lse = _flash(rotated_q, k, v, single.piece, flash_scale(call))
     return cast_results(out.transpose(1, 2), lse, q.dtype)
 
 
@@ -175,7 +176,7 @@ def _attend(
             for piece in pieces:
                 local = piece._replace(key=piece.key - first) if first else piece
                 k_tile, v_tile = gather_keys(band_k, local), gather_keys(band_v, local)
-                partials.append((piece, *_flash(gather_rows(band_q, local), k_tile, v_tile, local, call.score_scale)))
+                partials.append((piece, *_flash(gather_rows(band_q, local), k_tile, v_tile, local, flash_scale(call))))
     return merge_partials(partials, q)
 
 

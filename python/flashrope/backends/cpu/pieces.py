@@ -14,10 +14,11 @@ import torch
 
 from ...bands import AnyBand, MappedBand, PositionMap
 from ...rotary import Rotary
-from ..base import AttentionCall, accumulation_type
+from ..base import AttentionCall, CacheCall, accumulation_type
 from .rotation import Rotation, rotation_of_rows
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu
+MIN_SCALE = 1e-30  # changes no weight unless a product exceeds 1e22
 MIN_CHUNK = 64  # rows; a narrower band is divided into chunks of this many rows, which then need a mask
 
 
@@ -187,6 +188,11 @@ def windows(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tens
     shape = (x.shape[0], piece.repeat, x.shape[2], count, *x.shape[3:])
     stride = (x.stride(0), piece.stride * x.stride(1), x.stride(2), x.stride(1), *x.stride()[3:])
     return x.as_strided(shape, stride)
+
+
+def flash_scale(call: AttentionCall | CacheCall) -> float:
+    """The factor on the scores, as torch's kernel takes it: by 0 a masked score, -inf, would become NaN."""
+    return max(call.score_scale, MIN_SCALE)
 
 
 def gather_tile(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:

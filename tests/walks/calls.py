@@ -1,0 +1,176 @@
+"""Random calls of attention and attention_varlen. A case prints the script that repeats it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import support
+import torch
+from hypothesis import strategies as st
+
+from flashrope import attention_varlen
+
+from .schemes import make, schemes
+
+SCRIPT = """\
+# from the root of a checkout: PYTHONPATH=tests python this_script.py
+import os
+os.environ.setdefault("TRITON_INTERPRET", "1")
+import support
+from walks.{module} import {name}
+{name}({arguments}).check(support.Target{target})
+"""
+
+
+class Case:
+    def script(self, target: support.Target) -> str:
+        shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+        of_target = target.impl, target.dtype, target.device, target.compiled
+        return SCRIPT.format(
+            module=type(self).__module__.rsplit(".", 1)[-1],
+            name=type(self).__name__,
+            arguments=shown,
+            target=repr(of_target).replace("torch.", "__import__('torch')."),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Call(Case):
+    """One call of attention and its backward."""
+
+    scheme: str
+    seqlen_q: int
+    seqlen_k: int
+    batch: int
+    heads_kv: int
+    group: int
+    causal: bool
+    layout: str
+    head_dim_v: int | None
+    softmax_scale: float | None
+    sinks: bool
+    deterministic: bool
+    seed: int
+
+    def check(self, target: support.Target) -> None:
+        heads = self.heads_kv * self.group
+        # In two-byte types a sink rounds out and its gradient once more, which the budget does not have.
+        exact = target.dtype in (torch.float32, torch.float64)
+        sinks = torch.randn(heads, generator=torch.Generator().manual_seed(self.seed), dtype=support.lse_type(target))
+        support.check(
+            target,
+            support.problem(
+                target,
+                make(self.scheme),
+                self.seqlen_q,
+                self.seqlen_k,
+                self.batch,
+                heads,
+                self.group,
+                self.seed,
+                self.layout,
+                self.head_dim_v,
+                causal=self.causal,
+                softmax_scale=self.softmax_scale,
+                sinks=sinks.to(target.device) if self.sinks and exact else None,
+                deterministic=self.deterministic,
+            ),
+        )
+
+
+@st.composite
+def calls(draw, longest: int) -> Call:
+    scheme = draw(schemes())
+    rotary = make(scheme)
+    mapped = "self_extend" in scheme or "dual_chunk" in scheme
+    causal = draw(st.booleans()) or mapped
+    if not causal:
+        try:
+            rotary.bands_for(False)
+        except ValueError:
+            causal = True
+    lengths = st.integers(0, longest) if draw(st.booleans()) else st.integers(1, 24)
+    return Call(
+        scheme,
+        draw(lengths),
+        draw(lengths),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
+        causal,
+        draw(st.sampled_from(("contiguous", "transposed", "poisoned"))),
+        draw(st.sampled_from((None, None, 8, 32, 48))),
+        draw(st.sampled_from((None, None, 0.0, 0.3))),
+        draw(st.booleans()) and draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.integers(0, 2**20)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed(Case):
+    """One call of attention_varlen and its backward: every sequence within the budget of its own."""
+
+    scheme: str
+    lengths: tuple[tuple[int, int], ...]
+    spare: int
+    heads_kv: int
+    group: int
+    causal: bool
+    seed: int
+
+    def check(self, target: support.Target) -> None:
+        rotary, heads = make(self.scheme), self.heads_kv * self.group
+        sums = [list(itertools.accumulate(lengths, initial=0)) for lengths in zip(*self.lengths, strict=True)] or [
+            [0]
+        ] * 2
+        rows, keys = (total[-1] + self.spare for total in sums)
+        shapes = ((rows, heads), (keys, self.heads_kv), (keys, self.heads_kv), (rows, heads))
+        q, k, v, grad_out = (
+            support.random((1, *shape, rotary.head_dim), target, self.seed + n)[0] for n, shape in enumerate(shapes)
+        )
+        grad_lse = support.random((1, heads, rows, 1), target, self.seed + 4)[0, ..., 0].to(support.lse_type(target))
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        cu = [torch.tensor(total, dtype=torch.int32, device=target.device) for total in sums]
+        longest = [max((n for n, _ in self.lengths), default=0), max((m for _, m in self.lengths), default=0)]
+        out, lse = attention_varlen(
+            *leaves, rotary, *cu, *longest, causal=self.causal, return_lse=True, impl=target.impl
+        )
+        grads = torch.autograd.grad((out, lse), leaves, (grad_out, torch.where(lse.isinf(), 0, grad_lse)))
+        for (row, end), (key, key_end) in zip(itertools.pairwise(sums[0]), itertools.pairwise(sums[1]), strict=True):
+            of_q, of_k = slice(row, end), slice(key, key_end)
+            p = support.Problem(
+                *(x[None] for x in (q[of_q], k[of_k], v[of_k])),
+                rotary,
+                self.causal,
+                grad_out=grad_out[None, of_q],
+                grad_lse=grad_lse[None, :, of_q],
+            )
+            got = (out[of_q], lse[:, of_q], grads[0][of_q], grads[1][of_k], grads[2][of_k])
+            got = dict(zip(support.NAMES, (x.detach()[None] for x in got), strict=True))
+            ratios = support.excess(got, *support.exact_and_bound(p), target.dtype)
+            over = {name: ratio for name, ratio in ratios.items() if not ratio <= support.COEFFICIENT[target.dtype]}
+            assert not over, f"rows {row} to {end}: error over u * bound {over}"
+        assert not out[sums[0][-1] :].any() and (lse[:, sums[0][-1] :] == -torch.inf).all()
+
+
+@st.composite
+def packed(draw, longest: int) -> Packed:
+    scheme = draw(schemes())
+    causal = draw(st.booleans()) or "self_extend" in scheme or "dual_chunk" in scheme
+    if not causal:
+        try:
+            make(scheme).bands_for(False)
+        except ValueError:
+            causal = True
+    lengths = st.tuples(st.integers(0, longest), st.integers(0, longest))
+    return Packed(
+        scheme,
+        tuple(draw(st.lists(lengths, max_size=5))),
+        draw(st.integers(0, 5)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
+        causal,
+        draw(st.integers(0, 2**20)),
+    )

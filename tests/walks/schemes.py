@@ -1,0 +1,75 @@
+"""Random schemes, as the Python expression that makes one."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from flashrope import Rotary
+
+HEAD_DIMS = (8, 16, 24, 32, 40, 64)
+
+
+def make(expression: str) -> Rotary:
+    return eval(expression, {"Rotary": Rotary, "inf": float("inf")})
+
+
+def _numbers(*choices: float):
+    return st.sampled_from(choices)
+
+
+@st.composite
+def tables(draw, head_dim: int) -> str:
+    base = draw(_numbers(2.0, 50.0, 10_000.0, 500_000.0))
+    interleaved = draw(st.booleans())
+    kind = draw(st.sampled_from(("rope", "rope", "partial", "hope", "ablation", "none", "given")))
+    if kind == "partial":
+        rotary_dim = 2 * draw(st.integers(0, head_dim // 2))
+        return f"Rotary.rope({head_dim}, {base}, {rotary_dim}, {interleaved})"
+    if kind == "hope":
+        compact = draw(st.booleans()) and not interleaved
+        return f"Rotary.hope({head_dim}, {draw(st.integers(7, 300))}, {base}, {interleaved}, {compact})"
+    if kind == "ablation":
+        which = draw(st.sampled_from(("ab1", "ab2", "ab3")))
+        return f"Rotary.hope_ablation({head_dim}, {draw(st.integers(7, 300))}, {which!r}, {base}, {interleaved})"
+    if kind == "none":
+        return f"Rotary.none({head_dim})"
+    if kind == "given":
+        table = draw(st.lists(_numbers(0.0, 1.0, 0.3, -0.7, 1e-3, 3.0), max_size=head_dim // 2))
+        return f"Rotary.from_inv_freq({table}, {head_dim}, {interleaved})"
+    return f"Rotary.rope({head_dim}, {base}, interleaved={interleaved})"
+
+
+@st.composite
+def changes(draw) -> str:
+    factor, length = draw(_numbers(0.5, 1.0, 1.7, 4.0, 16.0)), draw(st.integers(8, 200))
+    window = draw(st.integers(1, 90))
+    kind = draw(
+        st.sampled_from(
+            ("interpolate", "ntk", "yarn", "cope", "rectify", "leaky", "local", "log_n", "self_extend", "dual_chunk")
+        )
+    )
+    return {
+        "interpolate": f".interpolate({factor})",
+        "ntk": f".ntk({factor}, {draw(st.sampled_from(('old', 'aware', 'fixed', 'mixed')))!r})",
+        "yarn": f".yarn({factor}, {length})",
+        "cope": f".cope({length}, taper={draw(st.booleans())})",
+        "rectify": f".rectify({window})",
+        "leaky": f".rectify({window}, {draw(_numbers(1 / 16, 0.5, 2.0, 8.0, float('inf')))})",
+        "local": f".local({window})",
+        "log_n": f".log_n({length}, {draw(st.booleans())})",
+        "self_extend": f".self_extend({window // 4 * 4 + 4}, {draw(st.sampled_from((1, 2, 4)))})",
+        "dual_chunk": f".dual_chunk({128 + draw(st.integers(1, 127))}, {draw(st.integers(1, 127))})",
+    }[kind]
+
+
+@st.composite
+def schemes(draw) -> str:
+    """The expression of a scheme; chains that the builders refuse are left out, step by step."""
+    expression = draw(tables(draw(st.sampled_from(HEAD_DIMS))))
+    for change in draw(st.lists(changes(), max_size=4)):
+        try:
+            make(expression + change)
+        except ValueError:
+            continue
+        expression += change
+    return expression
