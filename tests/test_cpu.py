@@ -1,6 +1,7 @@
 """The geometry of the CPU backend: bands divided into pieces, caches into blocks."""
 
 import pytest
+import support
 import torch
 
 from flashrope import KVCache, PagedKVCache, Rotary, attention_with_cache
