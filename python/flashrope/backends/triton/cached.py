@@ -204,6 +204,10 @@ class CachePlan:
         usual_rows = group if self.prefills else rows
         wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
         tile = self._tile("decode wide" if wide else "decode")
+        if (
+            self.lowered.maps
+        ):  # cos and sin of mapped rows are loaded in the loop: requested ahead, they fill shared memory
+            tile = tile._replace(num_stages=1)
         programs = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
         usual_programs = cdiv(usual_rows, tile.block_m) * self.heads_kv * self.batch
         vec = vector_size(self.q, self.k_cache, self.v_cache)
