@@ -342,7 +342,7 @@ def test_torchrun_trains_the_same_model(texts, tmp_path):
     """Five rows over two processes, in micro-batches of two."""
     from experiments.training import load_model
 
-    asked = [*SMALL, "--text", str(texts), "--steps", "20", "--schemes", "rope,kerple"]
+    asked = [*SMALL, "--text", str(texts), "--steps", "8", "--schemes", "rope,kerple"]
     asked += ["--batch", "5", "--micro-batch", "2"]
     assert main(["perplexity", *asked, "--out", str(tmp_path / "one")]) == 0
 

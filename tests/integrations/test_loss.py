@@ -154,7 +154,8 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
     words = " ".join(shown.out.split())
     for part in (
         "training length 32 tokens",
-        "NTK: factor 4; YaRN: factor 4; ReRoPE: window 16, log n by 32; Leaky ReRoPE: factor 14, window 16",
+        "NTK: factor 4; YaRN: factor 4; ReRoPE: window 16, log n by 32; ReRoPE without log n: window 16; Leaky ReRoPE: "
+        "factor 14, window 16",
         "HoPE: pairs with less than one turn over 32 tokens do not rotate",
         "the last 8 tokens of 4 windows, the same at every length, in nats per byte",
     ):
