@@ -2,9 +2,9 @@
 are one of the two labels of the examples count, correct or not.
 
 Three kinds of examples, like the paper's three tasks: a sentence, a question with an answer, and a pair of sentences.
-Texts are lines of the corpus, cut to 8 to 11 bytes. Labels are two letters, other ones in every prompt, so that only
-the examples tell which; they occur in the texts too. Filler stands before and behind the examples, so that neither a
-position nor a distance leads to a label. The control scores every answer against the labels of another prompt.
+Texts are lines of the corpus, cut to 8 to 10 bytes. Labels are two capital letters, other ones in every prompt, so that
+only the examples tell which; capitals occur in the texts too. Filler stands before and behind the examples, so that
+neither a position nor a distance leads to a label. The control scores answers against the labels of another prompt.
 
 No text and no two labels of evaluation occur in training; both are asserted.
 """
@@ -133,7 +133,7 @@ def practice(texts: Sequence[bytes], length: int, rng: random.Random) -> tuple[b
     """A sample of ``length`` + 1 bytes that ends with a label, and the places of the labels, without those before
     which only one of the two had been seen. SHOTS examples or more, as far as they fit."""
     kind, labels = rng.choice(list(SEPARATORS)), rng.choice(PRACTICE_LABELS)
-    fitting = (length - width(kind, 0)) // (width(kind, 1) - width(kind, 0))
+    fitting = min((length - width(kind, 0)) // (width(kind, 1) - width(kind, 0)), len(texts) // 2 - 1)
     shots = rng.randint(min(SHOTS, fitting), fitting)
     sample = prompt(kind, texts, labels, length, shots, length, rng) + bytes([rng.choice(labels)])
     places = [at + 1 for at, byte in enumerate(sample) if byte == MARK[0]]
