@@ -119,8 +119,9 @@ def markdown(table: Published, rows: Rows, train_length: int) -> str:
     labels = [column.label for column in table.columns] + (["Avg."] if table.average else [])
     theirs = [values for _, _, values in table.rows]
     better = "Lower" if table.better == LOWER else "Higher"
+    unit = "letters" if table.columns[0].task == "copying" else "bytes"
     conditions = (
-        f"trained on {train_length} bytes instead of the paper's {PAPER_LENGTH} tokens, all lengths in proportion"
+        f"trained on {train_length} {unit} instead of the paper's {PAPER_LENGTH} tokens, all lengths in proportion"
     )
     lines = [
         f"## {table.title}",
@@ -211,7 +212,8 @@ def listed(rows: Rows, task: str, train_length: int) -> str:
     places = sorted({float(row["at"]) for row in chosen})
     by_count = task in BY_COUNT
     heads = [f"{at:g}" if by_count else f"{at:g} ({at / train_length:g})" for at in places]
-    what = "number of sequences" if by_count else "length in bytes (in training lengths)"
+    unit = "letters" if task.startswith("copying") else "bytes"
+    what = "number of sequences" if by_count else f"length in {unit} (in training lengths)"
     lines = [
         f"## {UNITS.get(task, task)}",
         "",
