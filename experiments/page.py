@@ -330,7 +330,7 @@ def rebuild() -> str:
 
 
 def claims() -> str:
-    """Which claims are supported, in one paragraph per paper's method, and at what size."""
+    """Which claims are supported, in one list per paper's method."""
     return "\n\n".join(_claims_of(method, every) for method, every in CLAIMS.items())
 
 
@@ -339,8 +339,8 @@ def _claims_of(method: str, every: Sequence[Claim]) -> str:
     for claim in every:
         status, words = judged_claim(claim)
         found.setdefault(status, []).append(words)
-    parts = [f"**{head}**: {'; '.join(found[head])}" for head in HEADS if head in found]
-    return f"**{method}**. " + ". ".join(part[0].upper() + part[1:] for part in parts) + "."
+    lines = [f"- {method}, {head}: {'; '.join(found[head])}." for head in HEADS if head in found]
+    return "\n".join(lines)
 
 
 def judged_claim(claim: Claim) -> tuple[str, str]:
