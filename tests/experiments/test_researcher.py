@@ -283,6 +283,7 @@ def where(report):
     return str(workers.device())
 
 
+@pytest.mark.slow
 def test_each_worker_has_a_device_of_its_own():
     devices = [torch.device("meta"), torch.device("cpu")]
     with Workers(2, 1, devices) as some:
