@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import time
@@ -132,7 +131,6 @@ def _run_all(args: argparse.Namespace, run: Run, workers: Workers, cells: dict[s
             "command": args.command_line,
             **run.provenance(),
             "seconds": round(time.perf_counter() - began, 1),
-            "cpu_seconds": round(sum(os.times()[:4]), 1),
         }
         files.write(folder / "results.json", json.dumps(record, indent=1))
         print(f"{name}: written to {folder}, {record['seconds']:.0f} s", flush=True)
