@@ -1,6 +1,6 @@
 """``python -m tests.mutants``: breaks the source a line at a time and reports which test notices.
 
-Every mutant gets a copy of the checkout, is applied to it, and runs the tests that its group names (pytest -x), then, if
+First the tests run without a mutant. Then every mutant gets a copy of the checkout, is applied to it, and runs the tests that its group names (pytest -x), then, if
 it survives, the fast loop, then with --all the default tests. A crash of the interpreter counts as noticed.
 
     python -m tests.mutants --list
@@ -62,6 +62,15 @@ def run(mutant: Mutant, everything: bool) -> tuple[bool, str, float]:
         return False, "", time.perf_counter() - started
 
 
+def check_unbroken(mutants: list[Mutant]) -> None:
+    """Raises RuntimeError if tests that the mutants name fail without a mutant, which would count as noticed."""
+    with tempfile.TemporaryDirectory(prefix="unbroken-") as folder:
+        copy_checkout(Path(folder))
+        for tests in (*dict.fromkeys(mutant.tests for mutant in mutants), (LOOP,)):
+            if by := failed_test(Path(folder), tests):
+                raise RuntimeError(f"{' '.join(tests)}: fails without a mutant: {by}")
+
+
 def failed_test(root: Path, tests: tuple[str, ...]) -> str:
     """The first test that fails, or how the run ended otherwise; "" if all pass."""
     environment = {
@@ -70,7 +79,9 @@ def failed_test(root: Path, tests: tuple[str, ...]) -> str:
     }
     # its own Triton cache: the mutant's kernels have other sources anyway, but nothing is left behind
     environment |= {"TRITON_CACHE_DIR": str(root / ".triton"), "XDG_CACHE_HOME": str(root / ".cache")}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
+    # one cache for all: it holds the compiled CPU kernels, by a hash of their sources
+    cache = f"cache_dir={Path(tempfile.gettempdir()) / 'flashrope-mutants'}"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-o", cache, *tests]
     try:
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:
@@ -115,6 +126,8 @@ def main() -> int:
             append(args.csv, row)
         return row
 
+    if todo:
+        check_unbroken(todo)
     with ThreadPoolExecutor(args.jobs) as pool:
         rows = [*done.values(), *pool.map(report, todo)]
     killed = Counter(row["killed"] for row in rows)
