@@ -1,7 +1,8 @@
 """``python -m tests.mutants``: breaks the source a line at a time and reports which test notices.
 
-First the tests run without a mutant. Then every mutant gets a copy of the checkout, is applied to it, and runs the tests that its group names (pytest -x), then, if
-it survives, the fast loop, then with --all the default tests. A crash of the interpreter counts as noticed.
+First the tests run without a mutant. Then every mutant gets a copy of the checkout, is applied to it, and runs the tests
+that its group names (pytest -x), then, if it survives, the fast loop, then with --all the default tests. A crash of the
+interpreter counts as noticed.
 
     python -m tests.mutants --list
     python -m tests.mutants --area decode --jobs 2 --csv mutants.csv     (adds to the file; what is in it is not run again)
