@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .tasks import IGNORED, MULTIPLES, PAPER_LENGTH, Result, Subject
+from .tasks import IGNORED, MULTIPLES, PAPER_LENGTH, Result, Subject, percentage
 
 LETTERS = 64  # tokens 0 to 63
 SHORTEST, LONGEST = 9, 15  # letters of a sequence; 12 on average, as in the paper
@@ -149,17 +149,14 @@ def measure(subject: Subject, multiples: Sequence[float] = (0.5, *MULTIPLES)) ->
     the sequences and the query ("copying-control")."""
     results = []
 
-    def add(task: str, at: float, values: torch.Tensor) -> None:
-        results.append(Result(task, at, 100 * values.float().mean().item(), len(values)))
-
     for count in PAPER_COUNTS:
         found = right(subject, prompts(subject.samples, subject.seed, count=paper_count(count, subject.unit)))
         if found is not None:
-            add("copying", count, found.all(1))
-            add("copying-letters", count, found)
+            results.append(percentage("copying", count, found.all(1)))
+            results.append(percentage("copying-letters", count, found))
     for length in (round(multiple * subject.unit) for multiple in multiples):
         for task, control in (("copying-by-length", False), ("copying-control", True)):
             found = right(subject, prompts(subject.samples, subject.seed, length=length, control=control))
             if found is not None:
-                add(task, length, found)
+                results.append(percentage(task, length, found))
     return results

@@ -20,7 +20,7 @@ import torch
 
 from flashrope.demo.data import SEPARATOR, Corpus, TextError, as_tokens
 
-from .tasks import Result, Subject, asked_for, lengths_of, need_disjoint
+from .tasks import Result, Subject, growing_batches, lengths_of, need_disjoint, percentage
 
 SEPARATORS = {"sentence": b"", "question": b"?", "pair": b"|"}  # kinds: between the texts of an example, b"" for one
 SHOTS = 5
@@ -143,23 +143,14 @@ def practice(texts: Sequence[bytes], length: int, rng: random.Random) -> tuple[b
 def batches(
     corpus: Corpus, tokens: int, length: int, seed: int, steps: int, device: torch.device | str = "cpu", start: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches (inputs, targets) of about ``tokens`` bytes, starting with step ``start``; labels are targets.
-
-    Samples grow from SHORTEST_PRACTICE to ``length`` bytes in the first half of the steps. The batch of step n depends
-    only on the seed and n. Raises TextError.
-    """
+    """``growing_batches`` from SHORTEST_PRACTICE bytes on; labels are targets. Raises TextError."""
     if length * MULTIPLES[0] < (needed := max(width(kind, SHOTS) for kind in SEPARATORS)):
         raise TextError(
             f"few-shot: expected a training length of at least {round(needed / MULTIPLES[0])} bytes, since prompts of "
             f"{MULTIPLES[0]:g} times as many must hold {SHOTS} examples, got {length}"
         )
-    texts, step = practice_texts(corpus.train), start
-    while True:
-        rng = random.Random(f"few-shot practice {seed} {step}")
-        now = min(SHORTEST_PRACTICE + 2 * (step + 1) * (length - SHORTEST_PRACTICE) // steps, length)
-        inputs, targets = asked_for([practice(texts, now, rng) for _ in range(max(tokens // now, 1))])
-        yield inputs.to(device), targets.to(device)
-        step += 1
+    sample = functools.partial(practice, practice_texts(corpus.train))
+    yield from growing_batches("few-shot", sample, tokens, SHORTEST_PRACTICE, length, seed, steps, device, start)
 
 
 # ---- evaluation
@@ -189,13 +180,9 @@ def measure(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Re
             right = as_tokens(labels, subject.device)
             follows.append((answers == right).any(1))
             control.append((answers == right.roll(1, 0)).any(1))
-            results.append(_result(f"few-shot-{kind}", length, follows[-1]))
+            results.append(percentage(f"few-shot-{kind}", length, follows[-1]))
         results += [
-            _result("few-shot", length, torch.cat(follows)),
-            _result("few-shot-control", length, torch.cat(control)),
+            percentage("few-shot", length, torch.cat(follows)),
+            percentage("few-shot-control", length, torch.cat(control)),
         ]
     return results
-
-
-def _result(task: str, length: int, found: torch.Tensor) -> Result:
-    return Result(task, length, 100 * found.float().mean().item(), len(found))

@@ -18,7 +18,7 @@ import torch
 
 from flashrope.demo.data import Corpus, TextError, as_tokens
 
-from .tasks import MULTIPLES, Result, Subject, asked_for, lengths_of, need_disjoint
+from .tasks import MULTIPLES, Result, Subject, growing_batches, lengths_of, need_disjoint, percentage
 
 MARK = b"#"  # before a key, and nowhere else
 NEEDLE, QUESTION, DIGITS = b"\nkey #%s.\n", b"\nkey #", 5
@@ -73,18 +73,9 @@ def practice(train: bytes, length: int, rng: random.Random) -> tuple[bytes, list
 def batches(
     corpus: Corpus, tokens: int, length: int, seed: int, steps: int, device: torch.device | str = "cpu", start: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches (inputs, targets) of about ``tokens`` bytes, starting with step ``start``; digits are targets.
-
-    Samples grow from SHORTEST_PRACTICE to ``length`` bytes in the first half of the steps. The batch of step n depends
-    only on the seed and n.
-    """
-    (train,), step = without_marks((corpus.train,)), start
-    while True:
-        rng = random.Random(f"passkey practice {seed} {step}")
-        now = min(SHORTEST_PRACTICE + 2 * (step + 1) * (length - SHORTEST_PRACTICE) // steps, length)
-        inputs, targets = asked_for([practice(train, now, rng) for _ in range(max(tokens // now, 1))])
-        yield inputs.to(device), targets.to(device)
-        step += 1
+    """``growing_batches`` from SHORTEST_PRACTICE bytes on; digits are targets."""
+    sample = functools.partial(practice, *without_marks((corpus.train,)))
+    yield from growing_batches("passkey", sample, tokens, SHORTEST_PRACTICE, length, seed, steps, device, start)
 
 
 # ---- evaluation
@@ -130,5 +121,5 @@ def measure(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Re
     for length in lengths_of(subject, multiples):
         keys, control = found(length, False), found(length, True)
         for task, values in (("passkey", keys.all(1)), ("passkey-digits", keys), ("passkey-control", control)):
-            results.append(Result(task, length, 100 * values.float().mean().item(), len(values)))
+            results.append(percentage(task, length, values))
     return results

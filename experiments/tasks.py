@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -68,6 +70,34 @@ def need_disjoint(training: Iterable, evaluation: Iterable, what: str) -> None:
         raise AssertionError(
             f"{what}: expected none in both training and evaluation, got {len(shared)}, such as {min(shared)!r}"
         )
+
+
+def percentage(task: str, at: float, found: torch.Tensor) -> Result:
+    """How many of these bool (samples, ...) are true."""
+    return Result(task, at, 100 * found.float().mean().item(), len(found))
+
+
+def growing_batches(
+    name: str,
+    practice: Callable[[int, random.Random], tuple[bytes, Sequence[int]]],
+    tokens: int,
+    shortest: int,
+    length: int,
+    seed: int,
+    steps: int,
+    device: torch.device | str,
+    start: int,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches (inputs, targets) of about ``tokens`` bytes, starting with step ``start``.
+
+    Samples, practice(length, rng) as ``asked_for`` takes them, grow from ``shortest`` to ``length`` bytes in the first
+    half of the steps. The batch of step n depends only on the seed and n.
+    """
+    for step in itertools.count(start):
+        rng = random.Random(f"{name} practice {seed} {step}")
+        now = min(shortest + 2 * (step + 1) * (length - shortest) // steps, length)
+        inputs, targets = asked_for([practice(now, rng) for _ in range(max(tokens // now, 1))])
+        yield inputs.to(device), targets.to(device)
 
 
 def asked_for(samples: Sequence[tuple[bytes, Sequence[int]]]) -> tuple[torch.Tensor, torch.Tensor]:

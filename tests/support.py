@@ -279,7 +279,12 @@ def check(target: Target, p: Problem) -> dict[str, float]:
     for name, like in zip(NAMES, (p.q, None, p.q, p.k, p.v), strict=True):
         assert got[name].dtype == (target.dtype if like is not None else lse_type(target)), name
         assert got[name].is_contiguous() or name.startswith("grad"), f"{name}: stride {got[name].stride()}"
-    ratios = excess(got, *exact_and_bound(p), target.dtype)
-    over = {name: ratio for name, ratio in ratios.items() if not ratio <= COEFFICIENT[target.dtype]}
-    assert not over, f"error over u * bound, allowed {COEFFICIENT[target.dtype]}: {over} in {p.rotary}"
+    return check_budget(got, p, target.dtype)
+
+
+def check_budget(got: dict[str, torch.Tensor], p: Problem, dtype: torch.dtype, where: str = "") -> dict[str, float]:
+    """Holds results of the problem, any of those that ``run`` returns, against the budget."""
+    ratios = excess(got, *exact_and_bound(p), dtype)
+    over = {name: ratio for name, ratio in ratios.items() if not ratio <= COEFFICIENT[dtype]}
+    assert not over, f"{where}error over u * bound, allowed {COEFFICIENT[dtype]}: {over} in {p.rotary}"
     return ratios

@@ -79,17 +79,19 @@ class Call(Case):
         )
 
 
+def maskings(scheme: str) -> st.SearchStrategy[bool]:
+    """Values of causal; position maps take True only."""
+    try:
+        make(scheme).bands_for(False)
+    except ValueError:
+        return st.just(True)
+    return st.booleans()
+
+
 @st.composite
 def calls(draw, longest: int) -> Call:
     scheme = draw(schemes())
-    rotary = make(scheme)
-    mapped = "self_extend" in scheme or "dual_chunk" in scheme
-    causal = draw(st.booleans()) or mapped
-    if not causal:
-        try:
-            rotary.bands_for(False)
-        except ValueError:
-            causal = True
+    causal = draw(maskings(scheme))
     lengths = st.integers(0, longest) if draw(st.booleans()) else st.integers(1, 24)
     return Call(
         scheme,
@@ -149,21 +151,14 @@ class Packed(Case):
             )
             got = (out[of_q], lse[:, of_q], grads[0][of_q], grads[1][of_k], grads[2][of_k])
             got = dict(zip(support.NAMES, (x.detach()[None] for x in got), strict=True))
-            ratios = support.excess(got, *support.exact_and_bound(p), target.dtype)
-            over = {name: ratio for name, ratio in ratios.items() if not ratio <= support.COEFFICIENT[target.dtype]}
-            assert not over, f"rows {row} to {end}: error over u * bound {over}"
+            support.check_budget(got, p, target.dtype, f"rows {row} to {end}: ")
         assert not out[sums[0][-1] :].any() and (lse[:, sums[0][-1] :] == -torch.inf).all()
 
 
 @st.composite
 def packed(draw, longest: int) -> Packed:
     scheme = draw(schemes())
-    causal = draw(st.booleans()) or "self_extend" in scheme or "dual_chunk" in scheme
-    if not causal:
-        try:
-            make(scheme).bands_for(False)
-        except ValueError:
-            causal = True
+    causal = draw(maskings(scheme))
     lengths = st.tuples(st.integers(0, longest), st.integers(0, longest))
     return Packed(
         scheme,
