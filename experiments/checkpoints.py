@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flashrope.demo import files, report
@@ -36,6 +36,10 @@ COMMANDS = {  # the command's name of a scheme: its name here, for {growth} time
     "rerope": "rerope{{w256}}+dagger",
     "leaky": "leaky-rerope{{w256}}-k30+dagger",  # the factor that the command chooses for 8 times the length
     "cope": "cope",
+    "self-extend": "self-extend{{w256}}-g16",  # the group that the command chooses for 8 times the length
+    "self-extend-log-n": "self-extend{{w256}}-g16+dagger",
+    "dual-chunk": "dual-chunk",
+    "dual-chunk-log-n": "dual-chunk+dagger",
 }
 MEASURED = tuple(name.format(growth=MULTIPLES[-1]) for name in COMMANDS.values())
 BEYOND = MULTIPLES[1:]
@@ -45,11 +49,16 @@ TEXT, REPEATED = "loss", "loss-repeat"
 def compares() -> Iterator[Comparison]:
     """What is judged: lower losses than RoPE's beyond the training length, a loss at the longest length that is not
     above RoPE's at the training length, and the use of far context."""
-    rope, ntk, yarn, rerope, rerope_log_n, leaky, cope = (name for name in MEASURED if name != "rope+dagger")
-    for name in (ntk, yarn, rerope, rerope_log_n, leaky, cope):
+    rope, _, ntk, yarn, rerope, rerope_log_n, leaky, cope, *mapped = MEASURED
+    self_extend, self_extend_log_n, dual_chunk, dual_chunk_log_n = mapped
+    for name in (ntk, yarn, rerope, rerope_log_n, leaky, cope, *mapped):
         yield from schemes(name, rope, TEXT, *BEYOND, expected=LOWER)
     yield from schemes(rerope_log_n, rerope, TEXT, *BEYOND, expected=LOWER)
     yield from schemes(leaky, rerope_log_n, TEXT, *BEYOND)
+    for name, without in ((self_extend_log_n, self_extend), (dual_chunk_log_n, dual_chunk)):
+        yield from schemes(name, without, TEXT, *BEYOND)
+    for name in (self_extend, dual_chunk):
+        yield from schemes(name, rerope, TEXT, *BEYOND)
     for name in (rerope_log_n, leaky):
         yield Comparison((name, TEXT), (rope, TEXT), BEYOND[-1], LOWER, second_multiple=1)
     for name in MEASURED:
@@ -64,7 +73,7 @@ def measure_checkpoints(run: Run, workers: Workers, folder: Path) -> None:
     unseen.mkdir(exist_ok=True)
     for n, piece in enumerate(run.corpus.unseen):
         files.write(unseen / f"{n:03}.txt", piece.decode())
-    missing = [seed for seed in run.seeds if not (folder / f"s{seed}" / "loss.json").exists()]
+    missing = [(seed, commands) for seed in run.seeds if (commands := unmeasured(folder, seed))]
     if missing:
         with report.Bars(["measuring, models"], len(missing)) as bars:
             done = [0]
@@ -73,8 +82,8 @@ def measure_checkpoints(run: Run, workers: Workers, folder: Path) -> None:
                 done[0] += 1
                 bars.update(0, done[0])
 
-            workers.map(measure_job, [(run, seed, str(folder)) for seed in missing], count)
-    rows = [row for seed in run.seeds for row in rows_of(folder / f"s{seed}" / "loss.json", seed)]
+            workers.map(measure_job, [(run, seed, str(folder), commands) for seed, commands in missing], count)
+    rows = [row for seed in run.seeds for path in measured(folder, seed) for row in rows_of(path, seed)]
     write_csv(folder / "results.csv", COLUMNS, rows)
     from .show import show  # it reads the registry, which names this function
 
@@ -82,8 +91,24 @@ def measure_checkpoints(run: Run, workers: Workers, folder: Path) -> None:
         print(f"\n{text}")
 
 
-def measure_job(run: Run, seed: int, folder: str, progress: Callable) -> None:
-    """``flashrope loss`` on one model, in a process of its own."""
+def measured(folder: Path, seed: int) -> list[Path]:
+    """The files of ``flashrope loss`` on one model, in the order they were made: one, or more where schemes were added
+    to COMMANDS after it."""
+    folders = [folder / f"s{seed}", *sorted(folder.glob(f"s{seed}-*"), key=lambda path: int(path.name.split("-")[1]))]
+    return [path / "loss.json" for path in folders if (path / "loss.json").exists()]
+
+
+def unmeasured(folder: Path, seed: int) -> list[str]:
+    """The COMMANDS that no file of this model has rows of; those that refused it are not asked for again."""
+    seen: set[str] = set()
+    for path in measured(folder, seed):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        seen |= {row["scheme"] for row in found["rows"]} | set(found.get("left_out", ()))
+    return [command for command in COMMANDS if NAMES[command] not in seen]
+
+
+def measure_job(run: Run, seed: int, folder: str, commands: Sequence[str], progress: Callable) -> None:
+    """``flashrope loss`` with these schemes on one model, in a process of its own."""
     from .export import export
 
     checkpoint = Path(folder, "checkpoints", f"s{seed}")
@@ -92,10 +117,12 @@ def measure_job(run: Run, seed: int, folder: str, progress: Callable) -> None:
     export(run.model_path(TRAINED, run.unit, seed), checkpoint)
     lengths = [str(multiple * run.unit) for multiple in MULTIPLES]
     arguments = ["--model", str(checkpoint), "--text", f"{folder}/unseen", "--lengths", *lengths, "--repeat"]
-    arguments += ["--schemes", *COMMANDS, "--train-length", str(run.unit), "--windows", str(run.preset.samples)]
+    arguments += ["--schemes", *commands, "--train-length", str(run.unit), "--windows", str(run.preset.samples)]
     arguments += ["--seed", str(seed), "--batch", "4", "--threads", "1", "--device", str(run.device)]
+    earlier = len(measured(Path(folder), seed))
+    out = Path(folder, f"s{seed}-{earlier + 1}" if earlier else f"s{seed}")
     done = subprocess.run(
-        [sys.executable, "-m", "flashrope", "loss", *arguments, "--out", f"{folder}/s{seed}"],
+        [sys.executable, "-m", "flashrope", "loss", *arguments, "--out", str(out)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,

@@ -17,6 +17,8 @@ NAMES = {
     "hfwa": "HFWA",
     "p-rope": "p-RoPE",
     "cope": "CoPE",
+    "self-extend": "Self-Extend",
+    "dual-chunk": "DCA",
     "nope": "no positions",
     "pi": "PI",
     "yarn": "YaRN",
@@ -62,6 +64,10 @@ LOOKS = {
     "hfwa": (YELLOW, "h"),
     "p-rope": (YELLOW, "d"),
     "cope": (ORANGE, "d"),
+    "self-extend": (PINK, "h"),
+    "self-extend+dagger": (ORANGE, "h"),
+    "dual-chunk": (GREEN, "h"),
+    "dual-chunk+dagger": (SKY, "h"),
     "nope": (GREY, "x"),
     "pi": (PINK, "X"),
     "yarn": (GREEN, "D"),
@@ -87,14 +93,14 @@ LOOKS = {
 
 def family(scheme: str) -> str:
     """The name without windows and factors: rerope+dagger of rerope-w64+dagger."""
-    return "+".join(re.sub(r"(-[wksp]\d+(\.\d+)?)+$", "", part) for part in scheme.split("+"))
+    return "+".join(re.sub(r"(-[wkspg]\d+(\.\d+)?)+$", "", part) for part in scheme.split("+"))
 
 
 def label(scheme: str, numbers: bool = False) -> str:
     """The name for readers; with its windows and factors, if asked."""
     parts = []
     for part in scheme.split("+"):
-        name, found = family(part), re.findall(r"-([wksp])(\d+(?:\.\d+)?)", part)
+        name, found = family(part), re.findall(r"-([wkspg])(\d+(?:\.\d+)?)", part)
         text = NAMES.get(name, name)
         parts.append(" ".join([text, *(letter + value for letter, value in found)]) if numbers else text)
     changes = "".join(", " + part if part.startswith("log n") else " + " + part for part in parts[1:])

@@ -132,6 +132,7 @@ def _draw_loss(folder: Path, name: str, task: str, rows: Rows, train_length: int
     """The text by scheme; and for some of them the text and its repetition."""
     measured = {family(row["scheme"]): row["scheme"] for row in reversed(rows)}
     text = ("rope", "ntk-aware", "yarn", "rerope", "rerope+dagger", "leaky-rerope+dagger", "cope")
+    mapped = ("rope", "rerope", "self-extend", "self-extend+dagger", "dual-chunk", "dual-chunk+dagger")
     repeated = ("rope", "ntk-aware", "yarn", "rerope+dagger")
 
     def lines(families: Sequence[str], task: str, words: str = "", **style) -> list[Line]:
@@ -148,6 +149,8 @@ def _draw_loss(folder: Path, name: str, task: str, rows: Rows, train_length: int
             level,
         ),
     ]
+    if any(each in measured for each in mapped[2:]):
+        panels.insert(1, Panel("text: grouped positions and chunks", lines(mapped, "loss"), level))
     draw(folder / "loss.png", panels, rows, train_length, "loss (nats per byte)", log=True)
 
 

@@ -18,7 +18,6 @@ import os
 import warnings
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 
@@ -27,7 +26,6 @@ from .bands import (
     AnyBand,
     Band,
     MappedBand,
-    band_text,
     checked_bands,
     chunk_of,
     clipped,
@@ -45,11 +43,12 @@ from .fields import (
     checked_chunk,
     checked_frequencies,
     checked_log_n,
-    is_integer,
     positive,
 )
 from .mrope import section_axes
-from .tables import NTK, cope_table, ntk_table, yarn_table
+from .scheme_bands import beyond_window, chunked, grouped, rectified
+from .scheme_text import describe, fields_of
+from .tables import ablation_table, cope_table, geometric_table, given_table, hope_table, ntk_table, yarn_table
 
 __all__ = ["Band", "MappedBand", "Rotary"]
 
@@ -158,7 +157,7 @@ class Rotary:
         check_even("rotary_dim", rotary_dim, minimum=0)
         if rotary_dim > head_dim:
             raise ValueError(f"rotary_dim: expected at most head_dim = {head_dim}, got {rotary_dim}")
-        return cls(head_dim, _geometric(base, rotary_dim), interleaved, base=float(base), exponent_dim=rotary_dim)
+        return cls(head_dim, geometric_table(base, rotary_dim), interleaved, base=float(base), exponent_dim=rotary_dim)
 
     @classmethod
     def hope(
@@ -189,16 +188,15 @@ class Rotary:
             )
         check_flag("compact", compact)
         rope = cls.rope(head_dim, base, interleaved=interleaved)
-        kept = sum(f >= 2 * math.pi / train_length for f in rope.frequencies)
-        frequencies = rope.frequencies[:kept]
-        if not kept:
+        frequencies = hope_table(rope.frequencies, train_length)
+        if not frequencies:
             warnings.warn(
                 f"train_length: expected at least 7 tokens, in which the first pair makes a full turn, got "
                 f"{train_length!r}; no pair rotates, as in Rotary.none",
                 stacklevel=2,
             )
         if not (interleaved or compact):
-            frequencies += (0.0,) * (head_dim // 2 - kept)
+            frequencies += (0.0,) * (head_dim // 2 - len(frequencies))
         return dataclasses.replace(rope, frequencies=frequencies)
 
     @classmethod
@@ -214,18 +212,8 @@ class Rotary:
         """
         positive("train_length", train_length)
         rope = cls.rope(head_dim, base, interleaved=interleaved)
-        edge = math.pi / train_length
-        if which == "ab1":
-            frequencies = tuple(0.0 if edge < f < 2 * edge else f for f in rope.frequencies)
-        elif which == "ab2":
-            frequencies = tuple(0.0 if f <= edge else f for f in rope.frequencies)
-        elif which == "ab3":
-            last = max(len(rope.frequencies) - 1, 1)
-            frequencies = tuple((2 * edge) ** (m / last) for m in range(len(rope.frequencies)))
-            return dataclasses.replace(rope, frequencies=frequencies, base=None)
-        else:
-            raise ValueError(f'which: expected "ab1", "ab2" or "ab3", got {which!r}')
-        return dataclasses.replace(rope, frequencies=frequencies)
+        frequencies = ablation_table(rope.frequencies, train_length, which)
+        return dataclasses.replace(rope, frequencies=frequencies, base=None if which == "ab3" else rope.base)
 
     @classmethod
     def none(cls, head_dim: int) -> Rotary:
@@ -241,17 +229,8 @@ class Rotary:
             head_dim: channels per head, at least 2 * pairs.
             interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + pairs.
         """
-        try:
-            table = torch.as_tensor(inv_freq)
-            if table.is_complex() or table.dtype == torch.bool:
-                raise TypeError
-        except (TypeError, ValueError, RuntimeError):
-            given = getattr(inv_freq, "dtype", repr(inv_freq))
-            raise TypeError(f"inv_freq: expected a tensor, array or list of real numbers, got {given}") from None
-        table = torch.as_tensor(inv_freq, dtype=torch.float64).detach().cpu()
-        if table.ndim != 1:
-            raise ValueError(f"inv_freq: expected one dimension, got shape {tuple(table.shape)}")
-        return cls(head_dim, tuple(table.tolist()), interleaved, exponent_dim=2 * table.numel())
+        frequencies = given_table("inv_freq", inv_freq)
+        return cls(head_dim, frequencies, interleaved, exponent_dim=2 * len(frequencies))
 
     @classmethod
     def from_hf_config(cls, config, layer_type: str | None = None, seqlen: int | None = None) -> Rotary:
@@ -291,7 +270,7 @@ class Rotary:
         check_positive_int("axes", axes)
         if head_dim % (2 * axes):
             raise ValueError(f"head_dim: expected a multiple of 2 * axes = {2 * axes}, got {head_dim}")
-        frequencies = _geometric(base, head_dim // axes)
+        frequencies = geometric_table(base, head_dim // axes)
         axis = tuple(a for a in range(axes) for _ in frequencies)
         return cls(head_dim, frequencies * axes, interleaved, axis=axis, exponent_dim=head_dim // axes)
 
@@ -316,9 +295,6 @@ class Rotary:
             exponent: b of "mixed"; ReRoPE's author gives 0.625 in the text and 0.75 in the code.
         """
         self._check_unscaled("ntk")
-        factor, exponent = positive("factor", factor), positive("exponent", exponent)
-        if variant not in NTK:
-            raise ValueError(f'variant: expected "old", "aware", "fixed" or "mixed", got {variant!r}')
         return self._with_table("ntk", ntk_table(self.frequencies, self.exponent_dim, factor, variant, exponent))
 
     def yarn(
@@ -343,20 +319,6 @@ class Rotary:
             truncate: whether the ends of the ramp are rounded to whole pairs; some checkpoints need False.
         """
         self._check_unscaled("yarn")
-        factor, train_length = positive("factor", factor), positive("train_length", train_length)
-        beta_fast, beta_slow = positive("beta_fast", beta_fast), positive("beta_slow", beta_slow)
-        check_flag("truncate", truncate)
-        if beta_fast < beta_slow:
-            raise ValueError(f"beta_fast: expected at least beta_slow = {beta_slow!r}, got {beta_fast!r}")
-        if train_length < beta_slow * 2 * math.pi:
-            raise ValueError(
-                f"train_length: no pair turns beta_slow = {beta_slow!r} times over {train_length!r} positions, "
-                "which leaves no ramp; use interpolate"
-            )
-        if self.base is None:
-            raise ValueError(
-                "yarn: needs the base of the table for its ramp; tables of from_inv_freq and ab3 have none"
-            )
         betas = beta_fast, beta_slow
         frequencies = yarn_table(self.frequencies, self.exponent_dim, self.base, factor, train_length, betas, truncate)
         if temperature is None:
@@ -376,13 +338,6 @@ class Rotary:
             pairs: n, instead of as many as are below the cut: the slowest ones that rotate.
             taper: False: none of them rotates, which is HoPE's table.
         """
-        train_length = positive("train_length", train_length)
-        check_flag("taper", taper)
-        rotating = sum(f != 0 for f in self.frequencies)
-        if pairs is not None and not (is_integer(pairs, 0) and pairs <= rotating):
-            raise ValueError(
-                f"pairs: expected None or an integer from 0 to {rotating}, the pairs that rotate, got {pairs!r}"
-            )
         return dataclasses.replace(self, frequencies=cope_table(self.frequencies, train_length, pairs, taper))
 
     def mrope(self, sections: Sequence[int], interleaved: bool = False) -> Rotary:
@@ -419,15 +374,7 @@ class Rotary:
         """
         check_window(window)
         self._check_unbanded("rectify")
-        slope = 0.0
-        if factor is not None:
-            slope = 1.0 / positive("factor", factor, finite=False)
-            if slope == math.inf:
-                raise ValueError(f"factor: too small to divide by, {factor!r}")
-        far = Band(window, math.inf, slope, window - window * slope)
-        return self._with_bands(
-            [b for reach in self.bands for b in (clipped(reach, 0, window), clipped(far, 0, reach.stop))]
-        )
+        return self._with_bands(beyond_window(self.bands, rectified(window, factor)))
 
     def self_extend(self, window: int, group: int) -> Rotary:
         """Self-Extend (Jin et al. 2024, section 3): grouped positions beyond a window, for models that are trained.
@@ -444,10 +391,7 @@ class Rotary:
         self._check_unbanded("self_extend")
         if group == 1 or not any(self.frequencies):
             return self
-        far = MappedBand(window, math.inf, 1.0, float(window - window // group), group)
-        return self._with_bands(
-            [b for reach in self.bands for b in (clipped(reach, 0, window), clipped(far, 0, reach.stop))]
-        )
+        return self._with_bands(beyond_window(self.bands, grouped(window, group)))
 
     def dual_chunk(self, chunk_size: int, local_size: int) -> Rotary:
         """Dual chunk attention (An et al. 2024, arXiv 2402.17463; Qwen2.5-1M), for models that are trained.
@@ -467,14 +411,7 @@ class Rotary:
             raise ValueError("dual_chunk: expected a scheme whose queries see all keys, got one with a sliding window")
         if not any(self.frequencies):
             return self
-        last = min(2 * chunk - 1, chunk_size)
-        return self._with_bands(
-            [
-                MappedBand(0, 1, 1.0, 0.0, 1, chunk),
-                MappedBand(1, 2, 1.0, float(chunk), 1, chunk, last - chunk),
-                MappedBand(2, math.inf, 1.0, float(last), 1, chunk, 0),
-            ]
-        )
+        return self._with_bands(chunked(chunk, min(2 * chunk - 1, chunk_size)))
 
     def local(self, window: int) -> Rotary:
         """Sliding window: queries attend to distances below window only; without causality, on both sides."""
@@ -516,26 +453,7 @@ class Rotary:
         return _from_text(text)
 
     def __repr__(self) -> str:
-        rotating = [f for f in self.frequencies if f]
-        pairs = f"{len(rotating)} of {self.head_dim // 2} pairs rotate"
-        if rotating:
-            pairs += f" (inv_freq {max(rotating, key=abs):.4g} to {min(rotating, key=abs):.4g}"
-            pairs += f", {'interleaved' if self.interleaved else 'half'} pairing"
-            pairs += f" in {self.rotary_dim} channels" if self.rotary_dim != self.head_dim else ""
-            pairs += f", {self.axes} axes" if self.axis else ""
-            pairs += f", {self.scaled_by}" if self.scaled_by else ""
-            pairs += ")"
-        parts = [
-            f"head_dim={self.head_dim}",
-            pairs,
-            "distance: " + ("; ".join(map(band_text, self.bands)) or "no keys"),
-        ]
-        scale = [f"{self.temperature:.6g}"] if self.temperature != 1 else []
-        if self.log_n_scale is not None:
-            length, clip = self.log_n_scale
-            log_n = f"ln(i + 1) / ln({length:g})"
-            scale.append(f"max(1, {log_n})" if clip else log_n)
-        return f"Rotary({', '.join(parts)}, score scale: {' * '.join(scale) or '1'})"
+        return describe(self)
 
     # ---- helpers
     def _check_unscaled(self, name: str) -> None:
@@ -564,24 +482,7 @@ class Rotary:
 
 @lru_cache(maxsize=1024)
 def _from_text(text: str) -> Rotary:
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"text: expected JSON, the text of a Rotary, got {_short(text)} ({error})") from None
-    known = [field.name for field in dataclasses.fields(Rotary)]
-    if not isinstance(fields, dict) or not {"head_dim", "frequencies"} <= fields.keys():
-        raise ValueError(f"text: expected a JSON object with head_dim, frequencies, ..., got {_short(text)}")
-    if unknown := sorted(fields.keys() - set(known)):
-        raise ValueError(
-            f"text: expected the fields {', '.join(known)}, got also {', '.join(unknown)}; a newer flashrope may have "
-            "written it"
-        )
-    given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
-    return Rotary(**given)
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")
+    return Rotary(**fields_of(text, [field.name for field in dataclasses.fields(Rotary)]))
 
 
 def _unpickle(text: str) -> Rotary:
@@ -589,11 +490,3 @@ def _unpickle(text: str) -> Rotary:
 
 
 torch.serialization.add_safe_globals([_unpickle])  # builds from plain text; for torch.load(weights_only=True)
-
-
-def _geometric(base: float, dim: int) -> tuple[float, ...]:
-    """base ** (-2m / dim) for every pair m."""
-    base = positive("base", base)
-    if not base > 1:
-        raise ValueError(f"base: expected more than 1, got {base!r}")
-    return tuple(base ** (-2 * m / dim) for m in range(dim // 2))

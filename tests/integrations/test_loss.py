@@ -25,6 +25,7 @@ from flashrope.integrations.transformers import convert, revert
 
 BYTES = Tokens(lambda text: list(text.encode()), unit="byte")
 SCHEMES = ["stock", "log-n", "ntk", "yarn", "rerope", "rerope-plain", "leaky", "hope", "cope"]
+SCHEMES += ["self-extend", "self-extend-log-n"]
 
 
 # ---- which tokens
@@ -149,7 +150,7 @@ def command(checkpoint, text, out, *options):
 
 def test_the_command(checkpoint, text, tmp_path, capsys):
     sizes = "--lengths 64 16 128 --targets 8 --windows 4 --repeat --schemes".split()
-    assert main(command(checkpoint, text, tmp_path, *sizes, *SCHEMES)) == 0
+    assert main(command(checkpoint, text, tmp_path, *sizes, *SCHEMES, "dual-chunk")) == 0
     shown = capsys.readouterr()
     words = " ".join(shown.out.split())
     for part in (
@@ -157,6 +158,8 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
         "NTK: factor 4; YaRN: factor 4; ReRoPE: window 16, log n by 32; ReRoPE without log n: window 16; Leaky ReRoPE: "
         "factor 14, window 16",
         "HoPE: pairs with less than one turn over 32 tokens do not rotate",
+        "Self-Extend: window 16, groups of 8; Self-Extend with log n: window 16, groups of 8, log n by 32",
+        "left out: DCA: dual_chunk: expected a training length above 128",
         "the last 8 tokens of 4 windows, the same at every length, in nats per byte",
     ):
         assert part in words, part
@@ -173,7 +176,12 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
     assert len({row["loss"] for row in rows if row["context"] == "text" and row["length"] == "128"}) == len(SCHEMES)
     assert found["unchanged", "repeated", 128]["loss"] != found["unchanged", "text", 128]["loss"]
     saved = json.loads((tmp_path / "loss.json").read_text())
-    assert saved["train_length"] == 32 and saved["targets"] == 8 and len(saved["rows"]) == len(rows)
+    assert (
+        list(saved["left_out"]) == ["DCA"]
+        and saved["train_length"] == 32
+        and saved["targets"] == 8
+        and len(saved["rows"]) == len(rows)
+    )
     for row in saved["rows"]:
         assert f"{sum(row['windows']) / 4:.4f} ± {half_interval(row['windows']):.4f}" in shown.out
     assert saved["facts"]["command"].startswith("flashrope loss --model")
@@ -376,3 +384,25 @@ def test_the_stock_model_is_what_the_schemes_leave():
         revert(model)
         schemes[0].apply()
         assert torch.equal(model(ids).logits, stock) and torch.equal(seen[0], stock)
+
+
+def test_the_numbers_of_self_extend_and_dual_chunk_attention():
+    from flashrope.evaluation.schemes import applicable
+
+    model, names = tiny("llama").eval(), ["self-extend", "dual-chunk", "dual-chunk-log-n"]
+    schemes, _ = applicable(model, names, 256, 2048)
+    assert [(scheme.label, scheme.words) for scheme in schemes] == [
+        ("Self-Extend", "window 128, groups of 16"),
+        ("DCA", "chunk size 256, local size 128"),
+        ("DCA with log n", "chunk size 256, local size 128, log n by 256"),
+    ]
+    schemes[1].apply()
+    assert model.config.flashrope == {"dual_chunk": (256, 128)}
+    schemes[2].apply()
+    assert model.config.flashrope == {"dual_chunk": (256, 128), "log_n": 256}
+    _, skipped = applicable(model, ["stock", *names], 16, 2048, [7, 8])
+    assert skipped["Self-Extend, window 7"] == (
+        "self_extend: no group that divides window 7 brings 2048 tokens within the training length 16; the largest, 7, "
+        "leaves a distance of 298"
+    )
+    assert set(skipped) == {"Self-Extend, window 7", "Self-Extend, window 8", "DCA", "DCA with log n"}

@@ -16,33 +16,7 @@ GROUPS = (
         "python/flashrope/rotary.py",
         SCHEMES,
         (
-            (
-                "HoPE keeps one pair too few",
-                "kept = sum(f >= 2 * math.pi / train_length for",
-                "kept = sum(f > 2.1 * math.pi / train_length for",
-            ),
-            (
-                "HoPE cuts at pi / L",
-                "kept = sum(f >= 2 * math.pi / train_length for",
-                "kept = sum(f >= math.pi / train_length for",
-            ),
-            (
-                "ablation 1 keeps the pairs it should drop",
-                "tuple(0.0 if edge < f < 2 * edge else f",
-                "tuple(0.0 if f < 2 * edge else f",
-            ),
-            ("ablation 3 ends at pi / L", "tuple((2 * edge) ** (m / last)", "tuple(edge ** (m / last)"),
             ("PI multiplies", "[f / factor for f in self.frequencies]", "[f * factor for f in self.frequencies]"),
-            (
-                "ReRoPE's constant distance is off by one",
-                "far = Band(window, math.inf, slope, window - window * slope)",
-                "far = Band(window, math.inf, slope, window - window * slope + 1)",
-            ),
-            (
-                "Leaky ReRoPE grows by the factor",
-                '            slope = 1.0 / positive("factor", factor, finite=False)\n',
-                '            slope = 1.0 * positive("factor", factor, finite=False)\n',
-            ),
             (
                 "YaRN's temperature is not squared",
                 "(0.1 * math.log(factor) + 1) ** 2 if",
@@ -65,6 +39,22 @@ GROUPS = (
         "python/flashrope/tables.py",
         SCHEMES,
         (
+            (
+                "HoPE keeps one pair too few",
+                "kept = sum(f >= 2 * math.pi / train_length for",
+                "kept = sum(f > 2.1 * math.pi / train_length for",
+            ),
+            (
+                "HoPE cuts at pi / L",
+                "kept = sum(f >= 2 * math.pi / train_length for",
+                "kept = sum(f >= math.pi / train_length for",
+            ),
+            (
+                "ablation 1 keeps the pairs it should drop",
+                "tuple(0.0 if edge < f < 2 * edge else f",
+                "tuple(0.0 if f < 2 * edge else f",
+            ),
+            ("ablation 3 ends at pi / L", "tuple((2 * edge) ** (m / last)", "tuple(edge ** (m / last)"),
             ("NTK-aware divides by D", "decay = [2 * m / (dim - 2) for m", "decay = [2 * m / dim for m"),
             ("NTK-fixed starts at m = 0", "decay = [2 * (m + 1) / dim for m", "decay = [2 * m / dim for m"),
             (
@@ -74,6 +64,23 @@ GROUPS = (
             ),
             ("YaRN's ramp is not rounded", "low, high = math.floor(low), math.ceil(high)", "low, high = low, high"),
             ("CoPE clips one pair too few", "last = r == len(slow) - 1", "last = r == len(slow)"),
+        ),
+    ),
+    Group(
+        "schemes",
+        "python/flashrope/scheme_bands.py",
+        SCHEMES,
+        (
+            (
+                "ReRoPE's constant distance is off by one",
+                "return Band(window, math.inf, slope, window - window * slope)",
+                "return Band(window, math.inf, slope, window - window * slope + 1)",
+            ),
+            (
+                "Leaky ReRoPE grows by the factor",
+                '        slope = 1.0 / positive("factor", factor, finite=False)\n',
+                '        slope = 1.0 * positive("factor", factor, finite=False)\n',
+            ),
         ),
     ),
     Group(

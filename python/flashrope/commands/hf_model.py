@@ -24,7 +24,8 @@ def add_schemes(parser: argparse.ArgumentParser, default: list[str]) -> None:
         nargs="+",
         choices=NAMES,
         default=default,
-        help="schemes to run the model under; rerope and leaky with log n, rerope-plain without",
+        help="schemes to run the model under; rerope and leaky with log n, rerope-plain without; dual-chunk: DCA, for "
+        "training lengths above 128 tokens",
     )
 
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="W",
         default=[],
-        help="windows of ReRoPE and Leaky ReRoPE, a row for each; default: half the training length",
+        help="windows of ReRoPE, Leaky ReRoPE and Self-Extend, a row for each; default: half the training length",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice of windows")
     hf_model.add_run(parser, "loss")

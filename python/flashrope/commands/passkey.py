@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=positive,
         metavar="W",
-        help="window of ReRoPE and Leaky ReRoPE; default: half the training length",
+        help="window of ReRoPE, Leaky ReRoPE and Self-Extend; default: half the training length",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the numbers")
     hf_model.add_run(parser, "passkey")

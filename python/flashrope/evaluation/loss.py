@@ -109,7 +109,8 @@ def _measure(args: argparse.Namespace) -> int:
     order = _labels(rows)
     rows.sort(key=lambda row: (order.index((row.scheme, row.context)), row.length))
     files.write(out / "loss.csv", csv_text(rows))
-    record = {"facts": facts, "train_length": train_length, "targets": targets, "rows": [row._asdict() for row in rows]}
+    record = {"facts": facts, "left_out": skipped, "train_length": train_length, "targets": targets}
+    record["rows"] = [row._asdict() for row in rows]
     files.write(out / "loss.json", json.dumps(record, indent=1))
     plot(out / "loss.png", rows, train_length, short_name(args.model), tokens.unit)
     print(f"\n{table(rows, targets, tokens.unit)}\n")

@@ -10,4 +10,8 @@ NAMES = {
     "leaky": "Leaky ReRoPE",
     "hope": "HoPE",
     "cope": "CoPE",
+    "self-extend": "Self-Extend",
+    "self-extend-log-n": "Self-Extend with log n",
+    "dual-chunk": "DCA",
+    "dual-chunk-log-n": "DCA with log n",
 }

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .. import Rotary
 from ..demo.options import BadInput
+from ..extending import dual_chunk_for, self_extend_for
 from .names import NAMES
 from .model import text_config
 
@@ -31,7 +32,7 @@ def applicable(
     Args:
         names: of NAMES.
         train_length, longest: the training length and the longest length to measure, in tokens.
-        windows: of ReRoPE and Leaky ReRoPE, a scheme for each; default: half the training length.
+        windows: of ReRoPE, Leaky ReRoPE and Self-Extend, a scheme for each; default: half the training length.
 
     Raises:
         BadInput: no scheme is left.
@@ -109,11 +110,35 @@ def _changes(
     elif name == "hope":
         words = f"pairs with less than one turn over {train_length:,} tokens do not rotate"
         yield NAMES[name], lambda: ({"hope_train_length": train_length}, words)
+    elif name.startswith("dual-chunk"):
+        yield NAMES[name], lambda: _with_log_n(name, train_length, *_dual_chunk(train_length))
     else:
         chosen = windows or [max(train_length // 2, 1)]
         for window in chosen:
             label = f"{NAMES[name]}, window {window:,}" if len(chosen) > 1 else NAMES[name]
-            yield label, lambda window=window: _rectified(config, name, train_length, longest, window)
+            if name.startswith("self-extend"):
+                yield (
+                    label,
+                    lambda window=window: _with_log_n(name, train_length, *_self_extend(train_length, longest, window)),
+                )
+            else:
+                yield label, lambda window=window: _rectified(config, name, train_length, longest, window)
+
+
+def _self_extend(train_length: int, longest: int, window: int) -> tuple[dict, str]:
+    window, group = self_extend_for(train_length, longest, window)
+    return {"self_extend": (window, group)}, f"window {window:,}, groups of {group:,}"
+
+
+def _dual_chunk(train_length: int) -> tuple[dict, str]:
+    chunk_size, local_size = dual_chunk_for(train_length)
+    return {"dual_chunk": (chunk_size, local_size)}, f"chunk size {chunk_size:,}, local size {local_size:,}"
+
+
+def _with_log_n(name: str, train_length: int, changes: dict, words: str) -> tuple[dict, str]:
+    if not name.endswith("log-n"):
+        return changes, words
+    return changes | {"log_n": train_length}, f"{words}, log n by {train_length:,}"
 
 
 def _rectified(config, name: str, train_length: int, longest: int, window: int) -> tuple[dict, str]:

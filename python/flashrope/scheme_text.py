@@ -1,0 +1,53 @@
+"""A Rotary as text: for people, and read back from its JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from .bands import band_text
+
+
+def describe(rotary) -> str:
+    """``repr`` of a Rotary: channels, table, bands and scale."""
+    rotating = [f for f in rotary.frequencies if f]
+    pairs = f"{len(rotating)} of {rotary.head_dim // 2} pairs rotate"
+    if rotating:
+        pairs += f" (inv_freq {max(rotating, key=abs):.4g} to {min(rotating, key=abs):.4g}"
+        pairs += f", {'interleaved' if rotary.interleaved else 'half'} pairing"
+        pairs += f" in {rotary.rotary_dim} channels" if rotary.rotary_dim != rotary.head_dim else ""
+        pairs += f", {rotary.axes} axes" if rotary.axis else ""
+        pairs += f", {rotary.scaled_by}" if rotary.scaled_by else ""
+        pairs += ")"
+    parts = [
+        f"head_dim={rotary.head_dim}",
+        pairs,
+        "distance: " + ("; ".join(map(band_text, rotary.bands)) or "no keys"),
+    ]
+    scale = [f"{rotary.temperature:.6g}"] if rotary.temperature != 1 else []
+    if rotary.log_n_scale is not None:
+        length, clip = rotary.log_n_scale
+        log_n = f"ln(i + 1) / ln({length:g})"
+        scale.append(f"max(1, {log_n})" if clip else log_n)
+    return f"Rotary({', '.join(parts)}, score scale: {' * '.join(scale) or '1'})"
+
+
+def fields_of(text: str, known: Sequence[str]) -> dict[str, Any]:
+    """The arguments of a Rotary from its JSON; known: the names of its fields."""
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"text: expected JSON, the text of a Rotary, got {_short(text)} ({error})") from None
+    if not isinstance(fields, dict) or not {"head_dim", "frequencies"} <= fields.keys():
+        raise ValueError(f"text: expected a JSON object with head_dim, frequencies, ..., got {_short(text)}")
+    if unknown := sorted(fields.keys() - set(known)):
+        raise ValueError(
+            f"text: expected the fields {', '.join(known)}, got also {', '.join(unknown)}; a newer flashrope may have "
+            "written it"
+        )
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
