@@ -249,7 +249,7 @@ def _swing_rows(run: Run, found: Found) -> list[list]:
             continue
         curve = measured.mean_overall
         size, period = ripple(curve)
-        values = {"swing": swing(curve), "ripple": size, "ripple-period": period}
+        values = {"swing": swing(curve), "ripple": size} | ({} if math.isnan(period) else {"ripple-period": period})
         rows += [
             [trained, trained, length, seed, f"{measure}-{inputs}", context, value, 1]
             for measure, value in values.items()

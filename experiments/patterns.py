@@ -154,11 +154,12 @@ def swing(curve: torch.Tensor) -> float:
 
 def ripple(curve: torch.Tensor, span: int = 25) -> tuple[float, float]:
     """How much a curve moves up and down around its running mean over ``span`` distances (odd): the root of the mean
-    squared difference, and the period in bytes that is strongest in it. Distances within half a span of the ends are
-    left out. The default is twice the longest sequence of the old copying practice, 12 bytes, and one more."""
+    squared difference, and the period in bytes that is strongest in it, NaN if that is longer than the span, as such
+    are in the mean. Distances within half a span of the ends are left out."""
     inside = slice(span // 2, len(curve) - span // 2)
     rest = curve[inside] - curve.unfold(0, span, 1).mean(-1)
     rest = rest - rest.mean()
     padded = 16 * len(rest)  # zeros, for finer steps of the period
     strength = torch.fft.rfft(rest * torch.hann_window(len(rest), periodic=False, dtype=rest.dtype), padded).abs()
-    return rest.square().mean().sqrt().item(), padded / (strength[1:].argmax().item() + 1)
+    period = padded / (strength[1:].argmax().item() + 1)
+    return rest.square().mean().sqrt().item(), period if period <= span else math.nan

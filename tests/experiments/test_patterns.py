@@ -152,6 +152,7 @@ def test_swing_and_ripple():
         size, found = ripple(wave)
         left = 1 - math.sin(25 * math.pi / period) / (25 * math.sin(math.pi / period))  # by the running mean
         assert found == pytest.approx(period, rel=0.015) and size == pytest.approx(0.5 * left / 2**0.5, rel=0.03)
+    assert math.isnan(ripple(torch.sin(2 * math.pi * d / 60))[1])  # it moves with the running mean
 
 
 def test_vaf():
