@@ -17,7 +17,7 @@ from .statistics import Interval, interval, values_at
 
 MAX_LINES, MAX_TICKS = 8, 7
 WIDTH, DPI = 8.3, 150  # inches: 830 pixels of a page are 100 to the inch, and the file has half as many again
-COLOURS_OF_A_FILE = 255
+COLOURS_OF_A_FILE = 64
 DASHED, DOTTED = (0, (4, 2)), (0, (1, 1.2))
 SMALL, NORMAL = 11, 12.5  # points
 Rows = Sequence[dict[str, str]]
@@ -64,13 +64,13 @@ def heading(figure, title: str, note: str) -> None:
     figure.text(0.01, 1 - 0.3 / figure.get_figheight(), note, fontsize=SMALL, color="0.35", va="top")
 
 
-def finish(figure, path: Path) -> None:
-    """Write the figure as PNG with a palette, which takes a third of the space."""
+def finish(figure, path: Path, colours: int = COLOURS_OF_A_FILE) -> None:
+    """Write the figure as PNG with a palette, which takes a quarter of the space. Colour scales need more ``colours``."""
     from PIL import Image  # comes with matplotlib
 
     whole = io.BytesIO()
     figure.savefig(whole, format="png")
-    few = Image.open(whole).convert("RGB").quantize(COLOURS_OF_A_FILE, dither=Image.Dither.NONE)
+    few = Image.open(whole).convert("RGB").quantize(colours, dither=Image.Dither.NONE)
     with replacing(path) as partial:
         few.save(partial, format="png", optimize=True)
 

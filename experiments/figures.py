@@ -80,7 +80,7 @@ def matrices(path: Path, seen: dict[str, Sequence[Sequence[float]]], train_lengt
     bar = figure.colorbar(image, ax=panels, extend="max", shrink=0.7)
     bar.set_label(f"distance seen (orange: {train_length} or more, never trained)", fontsize=NORMAL)
     bar.ax.tick_params(labelsize=SMALL)
-    finish(figure, path)
+    finish(figure, path, colours=255)
 
 
 def patterns(

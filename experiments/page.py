@@ -442,9 +442,9 @@ def publish(run: Path) -> list[str]:
             for path in (run / name).glob(pattern):
                 if path.name not in LEFT_OUT:
                     shutil.copy(path, target)
-    if found and (run / "split.json").exists():
-        preset = json.loads((run / "settings.json").read_text())["preset"]
-        shutil.copy(run / "split.json", FOLDER / f"split-{preset}.json")
+    if found and (run / "split.json").exists():  # one file for all runs on the same text
+        text = json.loads((run / "settings.json").read_text())["text"]
+        shutil.copy(run / "split.json", FOLDER / f"split-{text['train'][:10]}.json")
     return found
 
 
