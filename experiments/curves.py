@@ -65,7 +65,7 @@ def heading(figure, title: str, note: str) -> None:
 
 
 def finish(figure, path: Path, colours: int = COLOURS_OF_A_FILE) -> None:
-    """Write the figure as PNG with a palette, which takes a quarter of the space. Colour scales need more ``colours``."""
+    """Write the figure as PNG with a palette, a quarter of the size. Colour scales need more ``colours``."""
     from PIL import Image  # comes with matplotlib
 
     whole = io.BytesIO()
