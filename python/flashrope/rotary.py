@@ -279,8 +279,8 @@ class Rotary:
             rotary_dim: number of leading channels that rotate, as in ``rope``; the pairs add up to half of it.
         """
         pairs = checked_rotary_dim(head_dim, rotary_dim) // 2
-        frequencies, axis = axial_pairs(axes, base, axis, pairs)
-        return cls(head_dim, frequencies, interleaved, axis=axis)
+        frequencies, order = axial_pairs(axes, base, axis, pairs)
+        return cls(head_dim, frequencies, interleaved, axis=order)
 
     # ---- changes to the table
     def interpolate(self, factor: float) -> Rotary:
