@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flashrope import Rotary
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -73,7 +74,9 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_links_to_is_there(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-        if "experiments/README.md" in target and not (ROOT / "docs" / "experiments").exists():
+        if any(
+            f"{folder}/" in target and not (ROOT / "docs" / folder).exists() for folder in ("experiments", "schemes")
+        ):
             continue  # the source distribution leaves them out
         assert target.startswith(("https://", "http://")) or (page.parent / target).exists(), target
 
@@ -96,6 +99,15 @@ def test_the_readme_is_short_and_keeps_the_commands_that_ci_runs():
     assert len(readme.splitlines()) <= 150
     for marker in ("demo", "test"):
         assert re.search(rf"<!-- ci:{marker} -->\n```bash\n.+\n```", readme)
+
+
+def test_the_table_of_schemes_has_every_builder():
+    table = (ROOT / "docs" / "schemes.md").read_text().split("## When to use which")[1].split("\n## ")[0]
+    rows = {name for row in table.splitlines() for name in re.findall(r"`(?:Rotary)?\.(\w+)", row.split(" | ")[0])}
+    public = (name for name in vars(Rotary) if not name.startswith("_"))
+    returned = {name: getattr(getattr(Rotary, name), "__annotations__", {}).get("return") for name in public}
+    builders = {name for name, kind in returned.items() if kind == "Rotary"} - {"from_text"}  # reads any scheme back
+    assert len(builders) > 15 and rows == builders
 
 
 def test_the_fast_tests_exist():

@@ -229,7 +229,7 @@ MISTAKES = {
     "a negative factor": (lambda: ROPE.rectify(8, -2.0), V, "factor", "a positive number", "got -2.0"),
     "Hugging Face's ntk": (lambda: ROPE.ntk(2.0, "dynamic"), V, "variant", '"old", "aware"', "'dynamic'"),
     "log n of 1": (lambda: ROPE.log_n(1), V, "train_length", "more than 1", "got 1.0"),
-    "three axes in 64": (lambda: Rotary.axial(64, axes=3), V, "head_dim", "2 * axes = 6", "got 64"),
+    "three axes in 64": (lambda: Rotary.axial(64, axes=3), V, "axes", "a divisor of the 32 pairs", "got 3"),
     "freqs_cis": (lambda: Rotary.from_inv_freq(torch.ones(8, dtype=torch.complex64), 16), T, "inv_freq",
                   "of real numbers", "torch.complex64"),
     "a name as table": (lambda: Rotary.from_inv_freq("llama", 16), T, "inv_freq", "a tensor, array", "'llama'"),

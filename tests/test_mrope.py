@@ -102,36 +102,10 @@ def test_equal_coordinates_are_plain_rope(exact, form):
 def test_packed(exact, form, deterministic):
     """Every sequence as if it were alone, with its own positions; rows outside every sequence get 0."""
     rotary = {"local": SCHEMES["local"](24), "one coordinate": Rotary.rope(24).log_n(20)}.get(form) or FORMS[form](24)
-    lengths, spare = (36, 0, 1, 29), 4
-    positions = torch.cat((grid(36, 1)[0], grid(30, 1)[0], torch.zeros(spare, 3)))
+    lengths = (36, 0, 1, 29)
+    positions = torch.cat((grid(36, 1)[0], grid(30, 1)[0], torch.zeros(4, 3)))
     positions = (positions if rotary.axis else positions[:, 1] * 1.5 - 2).to(exact.device)
-    cu_seqlens = torch.tensor([0, *lengths], device=exact.device).cumsum(0).to(torch.int32)
-    total = sum(lengths) + spare
-    q, k, v, grad_out = (
-        support.random((1, total, heads, 24), exact, seed)[0].requires_grad_()
-        for seed, heads in enumerate((4, 2, 2, 4))
-    )
-    arguments = (rotary, cu_seqlens, cu_seqlens, 36, 36)
-    options = dict(impl=exact.impl, deterministic=deterministic, positions=positions, return_lse=True)
-    out, lse = attention_varlen(q, k, v, *arguments, **options)
-    grads = torch.autograd.grad(out, (q, k, v), grad_out)
-    first = 0
-    for n in lengths:
-        rows = slice(first, first + n)
-        p = support.Problem(
-            *(x.detach()[None, rows] for x in (q, k, v)),
-            rotary,
-            positions=positions[None, rows],
-            grad_out=grad_out.detach()[None, rows],
-            grad_lse=torch.zeros_like(lse[None, :, rows]),
-        )
-        values = (out.detach(), *grads)
-        got = {name: x[None, rows] for name, x in zip(("out", "grad_q", "grad_k", "grad_v"), values, strict=True)}
-        got["lse"] = lse.detach()[None, :, rows]
-        ratios = support.excess(got, *support.exact_and_bound(p), exact.dtype)
-        assert max(ratios.values()) <= support.COEFFICIENT[exact.dtype], (n, ratios)
-        first += n
-    assert not out[first:].any() and not any(grad[first:].any() for grad in grads)
+    support.check_packed(exact, rotary, lengths, positions, deterministic=deterministic)
 
 
 def test_packed_positions_in_a_compiled_graph():

@@ -36,6 +36,16 @@ def check_even(name: str, value, minimum: int = 2) -> None:
         raise ValueError(f"{name}: expected an even integer of at least {minimum}, got {value!r}")
 
 
+def checked_rotary_dim(head_dim, rotary_dim) -> int:
+    """rotary_dim, head_dim where it is None."""
+    check_even("head_dim", head_dim)
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    check_even("rotary_dim", rotary_dim, minimum=0)
+    if rotary_dim > head_dim:
+        raise ValueError(f"rotary_dim: expected at most head_dim = {head_dim}, got {rotary_dim}")
+    return rotary_dim
+
+
 def check_window(window) -> None:
     if not is_integer(window, 0):
         raise ValueError(f"window: expected a non-negative integer, got {window!r}")

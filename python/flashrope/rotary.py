@@ -16,11 +16,13 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
+from .axes import axial_pairs, section_axes
 from .bands import (
     EVERYWHERE,
     AnyBand,
@@ -34,7 +36,6 @@ from .bands import (
     two_sided,
 )
 from .fields import (
-    check_even,
     check_flag,
     check_positive_int,
     check_window,
@@ -43,9 +44,9 @@ from .fields import (
     checked_chunk,
     checked_frequencies,
     checked_log_n,
+    checked_rotary_dim,
     positive,
 )
-from .mrope import section_axes
 from .scheme_bands import beyond_window, chunked, grouped, rectified
 from .scheme_text import describe, fields_of
 from .tables import ablation_table, cope_table, geometric_table, given_table, hope_table, ntk_table, yarn_table
@@ -152,11 +153,7 @@ class Rotary:
                 is also the denominator of the exponent.
             interleaved: True pairs channels 2m and 2m + 1 (GPT-J); False pairs m and m + rotary_dim / 2 (Llama).
         """
-        check_even("head_dim", head_dim)
-        rotary_dim = head_dim if rotary_dim is None else rotary_dim
-        check_even("rotary_dim", rotary_dim, minimum=0)
-        if rotary_dim > head_dim:
-            raise ValueError(f"rotary_dim: expected at most head_dim = {head_dim}, got {rotary_dim}")
+        rotary_dim = checked_rotary_dim(head_dim, rotary_dim)
         return cls(head_dim, geometric_table(base, rotary_dim), interleaved, base=float(base), exponent_dim=rotary_dim)
 
     @classmethod
@@ -255,24 +252,35 @@ class Rotary:
         return rotary_from_config(config, layer_type, seqlen)
 
     @classmethod
-    def axial(cls, head_dim: int, axes: int = 2, base: float = 100.0, interleaved: bool = False) -> Rotary:
-        """n-dimensional RoPE: every axis has an equal block of the pairs, which rotate with that coordinate.
+    def axial(
+        cls,
+        head_dim: int,
+        axes: int | Iterable[Any] | None = None,
+        base: float = 100.0,
+        interleaved: bool = False,
+        *,
+        axis: Sequence[int] | None = None,
+        rotary_dim: int | None = None,
+    ) -> Rotary:
+        """n-dimensional RoPE for images and video: every axis has pairs of its own, which rotate with that coordinate.
 
-        ``attention`` then needs ``positions`` of shape (batch, seqlen, axes).
+        ``attention`` then needs ``positions`` of shape (batch, seqlen, axes), and ``attention_varlen`` (total, axes). A
+        token whose coordinates are all 0, such as a class or register token, does not rotate.
 
         Args:
-            head_dim: channels per head, a multiple of 2 * axes.
-            axes: coordinates per position.
-            base: of every axis's table, above 1; the denominator of the exponent is head_dim / axes.
+            head_dim: channels per head.
+            axes: a number: as many axes, with equal blocks of the pairs. A list with an entry per axis: its number of
+                pairs (configurations often give channels, twice as many) or its table, inv_freq of its pairs in
+                radians per position. None: 2, or as many as axis has.
+            base: of the tables that axes does not give, above 1: base ** (-m / n) for pair m of an axis's n.
             interleaved: as in ``rope``.
+            axis: the axis of every pair; its pairs take the entries of its table in order. None: the axes one after
+                the other.
+            rotary_dim: number of leading channels that rotate, as in ``rope``; the pairs add up to half of it.
         """
-        check_positive_int("head_dim", head_dim)
-        check_positive_int("axes", axes)
-        if head_dim % (2 * axes):
-            raise ValueError(f"head_dim: expected a multiple of 2 * axes = {2 * axes}, got {head_dim}")
-        frequencies = geometric_table(base, head_dim // axes)
-        axis = tuple(a for a in range(axes) for _ in frequencies)
-        return cls(head_dim, frequencies * axes, interleaved, axis=axis, exponent_dim=head_dim // axes)
+        pairs = checked_rotary_dim(head_dim, rotary_dim) // 2
+        frequencies, order = axial_pairs(axes, base, axis, pairs)
+        return cls(head_dim, frequencies, interleaved, axis=order)
 
     # ---- changes to the table
     def interpolate(self, factor: float) -> Rotary:

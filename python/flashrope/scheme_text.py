@@ -17,7 +17,7 @@ def describe(rotary) -> str:
         pairs += f" (inv_freq {max(rotating, key=abs):.4g} to {min(rotating, key=abs):.4g}"
         pairs += f", {'interleaved' if rotary.interleaved else 'half'} pairing"
         pairs += f" in {rotary.rotary_dim} channels" if rotary.rotary_dim != rotary.head_dim else ""
-        pairs += f", {rotary.axes} axes" if rotary.axis else ""
+        pairs += _axes_text(rotary.axis)
         pairs += f", {rotary.scaled_by}" if rotary.scaled_by else ""
         pairs += ")"
     parts = [
@@ -31,6 +31,13 @@ def describe(rotary) -> str:
         log_n = f"ln(i + 1) / ln({length:g})"
         scale.append(f"max(1, {log_n})" if clip else log_n)
     return f"Rotary({', '.join(parts)}, score scale: {' * '.join(scale) or '1'})"
+
+
+def _axes_text(axis: Sequence[int]) -> str:
+    counts = [axis.count(a) for a in range(max(axis, default=-1) + 1)]
+    if len(set(counts)) < 2:
+        return f", {len(counts)} axes" if counts else ""
+    return f", axes of {' + '.join(map(str, counts))} pairs"
 
 
 def fields_of(text: str, known: Sequence[str]) -> dict[str, Any]:

@@ -27,11 +27,6 @@ GROUPS = (
                 "temperature=self.temperature * temperature)",
                 "temperature=temperature)",
             ),
-            (
-                "axial tables repeat the first axis",
-                "axis = tuple(a for a in range(axes) for _ in frequencies)",
-                "axis = tuple(0 * a for a in range(axes) for _ in frequencies)",
-            ),
         ),
     ),
     Group(
@@ -64,6 +59,34 @@ GROUPS = (
             ),
             ("YaRN's ramp is not rounded", "low, high = math.floor(low), math.ceil(high)", "low, high = low, high"),
             ("CoPE clips one pair too few", "last = r == len(slow) - 1", "last = r == len(slow)"),
+        ),
+    ),
+    Group(
+        "schemes",
+        "python/flashrope/axes.py",
+        ("tests/test_axial.py", "tests/test_mrope.py", "-k", "not triton"),
+        (
+            (
+                "axial tables repeat the first axis",
+                "tuple(a for a, count in enumerate(counts) for _ in range(count))",
+                "tuple(0 * a for a, count in enumerate(counts) for _ in range(count))",
+            ),
+            (
+                "the tables of the axes are in the order of the axes, whatever axis says",
+                "return tuple(next(remaining[a]) for a in order), order",
+                "return tuple(f for table in tables for f in table), order",
+            ),
+            (
+                "an axis has the table of half as many pairs",
+                "geometric_table(base, 2 * entry)",
+                "geometric_table(base**2, 2 * entry)",
+            ),
+            ("axes need not add up", "    if sum(counts) != pairs:\n", "    if sum(counts) > 2 * pairs:\n"),
+            (
+                "interleaved sections take turns to the end",
+                "m % axes if m < axes * sections[m % axes] else 0 for",
+                "m % axes for",
+            ),
         ),
     ),
     Group(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flashrope import attention_varlen
 
-from .schemes import make, schemes
+from .schemes import axial_schemes, make, schemes
 
 SCRIPT = """\
 # from the root of a checkout: PYTHONPATH=tests python this_script.py
@@ -35,6 +35,13 @@ class Case:
         )
 
 
+def random_positions(target: support.Target, axes: int, rows: int, seed: int) -> torch.Tensor:
+    """(rows, axes), whole numbers and fractions on both sides of 0, and one row in four that does not rotate."""
+    positions = torch.randint(-40, 120, (rows, axes), generator=torch.Generator().manual_seed(seed)) / 2
+    positions[::4] = 0
+    return positions.to(target.device)
+
+
 @dataclasses.dataclass(frozen=True)
 class Call(Case):
     """One call of attention and its backward."""
@@ -54,7 +61,11 @@ class Call(Case):
     seed: int
 
     def check(self, target: support.Target) -> None:
-        heads = self.heads_kv * self.group
+        heads, rotary = self.heads_kv * self.group, make(self.scheme)
+        seqlen_k, positions = self.seqlen_k, None
+        if rotary.axis:
+            seqlen_k, shape = self.seqlen_q, (self.batch, self.seqlen_q, rotary.axes)
+            positions = random_positions(target, rotary.axes, self.batch * self.seqlen_q, self.seed).view(shape)
         # In two-byte types a sink rounds out and its gradient once more, which the budget does not have.
         exact = target.dtype in (torch.float32, torch.float64)
         sinks = torch.randn(heads, generator=torch.Generator().manual_seed(self.seed), dtype=support.lse_type(target))
@@ -62,9 +73,9 @@ class Call(Case):
             target,
             support.problem(
                 target,
-                make(self.scheme),
+                rotary,
                 self.seqlen_q,
-                self.seqlen_k,
+                seqlen_k,
                 self.batch,
                 heads,
                 self.group,
@@ -75,6 +86,7 @@ class Call(Case):
                 softmax_scale=self.softmax_scale,
                 sinks=sinks.to(target.device) if self.sinks and exact else None,
                 deterministic=self.deterministic,
+                positions=positions,
             ),
         )
 
@@ -90,7 +102,7 @@ def maskings(scheme: str) -> st.SearchStrategy[bool]:
 
 @st.composite
 def calls(draw, longest: int) -> Call:
-    scheme = draw(schemes())
+    scheme = draw(st.one_of(schemes(), schemes(), schemes(), axial_schemes()))
     causal = draw(maskings(scheme))
     lengths = st.integers(0, longest) if draw(st.booleans()) else st.integers(1, 24)
     return Call(
@@ -124,9 +136,8 @@ class Packed(Case):
 
     def check(self, target: support.Target) -> None:
         rotary, heads = make(self.scheme), self.heads_kv * self.group
-        sums = [list(itertools.accumulate(lengths, initial=0)) for lengths in zip(*self.lengths, strict=True)] or [
-            [0]
-        ] * 2
+        pairs = [(n, n if rotary.axis else m) for n, m in self.lengths]
+        sums = [list(itertools.accumulate(lengths, initial=0)) for lengths in zip(*pairs, strict=True)] or [[0]] * 2
         rows, keys = (total[-1] + self.spare for total in sums)
         shapes = ((rows, heads), (keys, self.heads_kv), (keys, self.heads_kv), (rows, heads))
         q, k, v, grad_out = (
@@ -135,10 +146,10 @@ class Packed(Case):
         grad_lse = support.random((1, heads, rows, 1), target, self.seed + 4)[0, ..., 0].to(support.lse_type(target))
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         cu = [torch.tensor(total, dtype=torch.int32, device=target.device) for total in sums]
-        longest = [max((n for n, _ in self.lengths), default=0), max((m for _, m in self.lengths), default=0)]
-        out, lse = attention_varlen(
-            *leaves, rotary, *cu, *longest, causal=self.causal, return_lse=True, impl=target.impl
-        )
+        longest = [max((n for n, _ in pairs), default=0), max((m for _, m in pairs), default=0)]
+        positions = random_positions(target, rotary.axes, rows, self.seed) if rotary.axis else None
+        options = dict(causal=self.causal, positions=positions, return_lse=True, impl=target.impl)
+        out, lse = attention_varlen(*leaves, rotary, *cu, *longest, **options)
         grads = torch.autograd.grad((out, lse), leaves, (grad_out, torch.where(lse.isinf(), 0, grad_lse)))
         for (row, end), (key, key_end) in zip(itertools.pairwise(sums[0]), itertools.pairwise(sums[1]), strict=True):
             of_q, of_k = slice(row, end), slice(key, key_end)
@@ -146,6 +157,7 @@ class Packed(Case):
                 *(x[None] for x in (q[of_q], k[of_k], v[of_k])),
                 rotary,
                 self.causal,
+                positions=positions if positions is None else positions[None, of_q],
                 grad_out=grad_out[None, of_q],
                 grad_lse=grad_lse[None, :, of_q],
             )
@@ -157,7 +169,7 @@ class Packed(Case):
 
 @st.composite
 def packed(draw, longest: int) -> Packed:
-    scheme = draw(schemes())
+    scheme = draw(st.one_of(schemes(), schemes(), schemes(), axial_schemes()))
     causal = draw(maskings(scheme))
     lengths = st.tuples(st.integers(0, longest), st.integers(0, longest))
     return Packed(

@@ -63,6 +63,26 @@ def changes(draw) -> str:
 
 
 @st.composite
+def axial_schemes(draw) -> str:
+    """The expression of a scheme whose positions have several coordinates: equal and unequal axes, in blocks or in
+    turns, tables of their own, sections of one table."""
+    counts = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    pairs = sum(counts)
+    head_dim = -(-pairs // 4) * 8  # a multiple of 8, as attention takes
+    base, interleaved = draw(_numbers(2.0, 100.0, 10_000.0)), draw(st.booleans())
+    kind = draw(st.sampled_from(("axial", "axial", "mrope", "equal")))
+    if kind == "equal":
+        return f"Rotary.axial({head_dim}, {draw(st.sampled_from((1, 2, 4)))}, {base}, {interleaved})"
+    if kind == "mrope" and len(counts) > 1:
+        return f"Rotary.rope({head_dim}, {base}, {2 * pairs}, {interleaved}).mrope({counts})"
+    own = st.lists(_numbers(0.0, 1.0, 0.3, -0.7, 1e-3, 3.0), min_size=counts[0], max_size=counts[0])
+    axes = [draw(own) if draw(st.booleans()) else counts[0], *counts[1:]]
+    blocks = [a for a, count in enumerate(counts) for _ in range(count)]
+    axis = draw(st.permutations(blocks)) if draw(st.booleans()) else None
+    return f"Rotary.axial({head_dim}, {axes}, {base}, {interleaved}, axis={axis}, rotary_dim={2 * pairs})"
+
+
+@st.composite
 def schemes(draw) -> str:
     """The expression of a scheme; chains that the builders refuse are left out, step by step."""
     expression = draw(tables(draw(st.sampled_from(HEAD_DIMS))))
