@@ -60,6 +60,8 @@ def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
         rotary = given
     if options.get("hope_train_length"):
         rotary = _hope(rotary, options["hope_train_length"])
+    if options.get("clip"):
+        rotary = rotary.cope(**options["clip"])
     if options.get("window") is not None and any(rotary.frequencies):
         rotary = rotary.rectify(options["window"], options.get("factor"))
     if options.get("self_extend"):
