@@ -491,11 +491,6 @@ GROUPS = (
                 "return attention_with_cache(q, k, v, rotary, end, **options)",
             ),
             (
-                "the factor on rotated channels is left out",
-                "query[..., :channels] * scheme.rotated_scale",
-                "query[..., :channels]",
-            ),
-            (
                 "a padded width changes the softmax scale",
                 'options["softmax_scale"] = head_dim**-0.5 if scaling is None else scaling',
                 'options["softmax_scale"] = scaling',

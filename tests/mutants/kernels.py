@@ -371,7 +371,7 @@ GROUPS = (
             ),
             (
                 "dK lacks a rotation between bands",
-                "rotate_tile(grad.k, table, band.dk_step, before, band.k_rotation, rows, SHAPE), grad.v)",
+                "rotate_tile(grad.k, table, band.dk_step, before, rows, SHAPE), grad.v)",
                 "grad.k, grad.v)",
             ),
             (
@@ -381,7 +381,7 @@ GROUPS = (
             ),
             (
                 "dQ lacks a rotation between bands",
-                "            acc = rotate_tile(acc, table, band.dq_step, before, band.q_rotation, rows, SHAPE)\n",
+                "            acc = rotate_tile(acc, table, band.dq_step, before, rows, SHAPE)\n",
                 "            acc = acc\n",
             ),
             (

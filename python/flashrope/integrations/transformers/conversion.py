@@ -286,6 +286,6 @@ def _same(one: LayerScheme | None, other: LayerScheme) -> bool:
     """Whether caches of one are valid under the other."""
     return (
         one is not None
-        and (one.window, one.rotary, one.rotated_scale) == (other.window, other.rotary, other.rotated_scale)
+        and (one.window, one.rotary) == (other.window, other.rotary)
         and one.grows_from == other.grows_from == math.inf
     )
