@@ -40,6 +40,16 @@ def test_steps_are_llama_4s(first):
         torch.testing.assert_close(got[:, i], scaled[:, i])
 
 
+@pytest.mark.parametrize("clip", [True, False])
+def test_log_n(clip):
+    q, k, v = given(None)
+    for i in range(30):
+        factor = math.log(i + 1) / math.log(8)
+        scaled = attention(q * (max(factor, 1) if clip else factor), k, v, Rotary.rope(16), impl="reference")
+        got = attention(q, k, v, Rotary.rope(16).log_n(8, clip), impl="reference")
+        torch.testing.assert_close(got[:, i], scaled[:, i])
+
+
 def test_the_factor_is_hugging_faces_attention_factor():
     """cos and sin of queries and keys times a: the rotated channels add a ** 2 as much."""
     q, k, v = given(None)

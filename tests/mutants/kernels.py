@@ -241,6 +241,12 @@ GROUPS = (
         ),
     ),
     Group(
+        "forward",
+        "triton_kernels/rotation.py",
+        ("tests/test_query_scales.py",),
+        (("steps of log n are not rounded down", "steps = tl.floor(tl.div_rn(", "steps = (tl.div_rn("),),
+    ),
+    Group(
         "rotation",
         "triton_kernels/rotation.py",
         BACKWARD,
