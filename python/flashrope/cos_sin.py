@@ -51,7 +51,7 @@ def two_level_table(rotary: Rotary, causal: bool, coarse: int, device: torch.dev
     """float32 (rotations, FINE_ROWS + coarse, 2, padded pairs), one entry per rotation of ``lower(rotary, causal)``.
 
     The fine rows hold cos and sin of slope * r for r < FINE_ROWS, the coarse rows those of
-    slope * FINE_ROWS * c + offset. Angle addition joins the two. The fine rows of queries have the scheme's factor on
+    slope * FINE_ROWS * c + offset. Angle addition joins the two. The coarse rows of queries have the scheme's factor on
     rotated channels.
     """
     return _two_levels(rotary, causal, coarse).to(device)
@@ -65,7 +65,7 @@ def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
     cos, sin = cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows)
     factors = torch.tensor(lowered.scales, dtype=torch.float64)[:, None, None]
     for each in (cos, sin):
-        each[:, :FINE_ROWS] *= factors
+        each[:, FINE_ROWS:] *= factors  # kernels add several fine rows to one coarse row
     return _padded(rotary, cos, sin)
 
 

@@ -166,7 +166,7 @@ GROUPS = (
                 "torch.arange(coarse, dtype=torch.float64) * FINE_ROWS",
                 "torch.arange(coarse, dtype=torch.float64) * (FINE_ROWS + 1)",
             ),
-            ("the table lacks the factor on rotated channels", "each[:, :FINE_ROWS] *= factors", "each *= 1"),
+            ("the table lacks the factor on rotated channels", "each[:, FINE_ROWS:] *= factors", "each *= 1"),
             ("padded pairs rotate", "pad(cos, missing, value=1.0)", "pad(cos, missing)"),
         ),
     ),
