@@ -206,14 +206,14 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
     j = torch.arange(seqlen_k, device=q.device)
     unseen = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
     seen = sum((holds(band, i[:, None], j[None, :]) for band in call.bands), unseen)
-    factor, floor = call.log_n
     position = i if p.positions is None else p.positions.double()
-    scale = abs(call.score_scale) * (
-        (factor * torch.log(position.clamp(min=0) + 1)).clamp(min=floor) if factor else torch.ones_like(i)
-    )
+    scale = abs(call.score_scale) * (call.log_n.of(position) if call.log_n.factor else torch.ones_like(i))
     scale = scale[:, None] if scale.ndim == 2 else scale  # (batch, 1, seqlen_q) or (seqlen_q,)
 
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    of_channels = torch.ones_like(q[0, 0, 0])
+    of_channels[: p.rotary.rotary_dim] = p.rotary.rotated_scale
+    q, scaled_k = q * of_channels, k * of_channels
     lengths = q.norm(dim=-1).transpose(1, 2)[..., None] * k.norm(dim=-1).transpose(1, 2)[..., None, :]
     kappa = scale * (lengths * seen).amax(-1) if seqlen_k else torch.zeros_like(exact["lse"])
     spread = (1 + kappa)[..., None]
@@ -228,7 +228,7 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
     bound = {
         "out": torch.einsum("bhij,bjhd->bihd", weights * spread, v.abs()),
         "lse": 1 + kappa,
-        "grad_q": torch.einsum("bhij,bjhd->bihd", of_scores, pair_lengths(k, p.rotary)),
+        "grad_q": torch.einsum("bhij,bjhd->bihd", of_scores, pair_lengths(scaled_k, p.rotary)),
         "grad_k": of_keys(torch.einsum("bhij,bihd->bjhd", of_scores, pair_lengths(q, p.rotary))),
         "grad_v": of_keys(torch.einsum("bhij,bihd->bjhd", weights * spread, wide.grad_out.abs())),
     }

@@ -19,6 +19,7 @@ from flashrope.demo import data
 from flashrope.demo.evaluate import loss_by_context
 from flashrope.demo.model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
 from flashrope.demo.train import TrainConfig, learning_rate_fraction, train
+from flashrope.extending import dual_chunk_for
 from flashrope.demo.workers import WorkerError, Workers, _interrupts_held
 
 TINY = ["demo", "--preset", "tiny", "--device", "cpu", "--threads", "1"]
@@ -52,7 +53,7 @@ def rows(out):
 def test_writes_every_result(finished):
     assert {path.name for path in finished.iterdir()} == OUTPUTS
     table = rows(finished)
-    names = ["RoPE", "HoPE", "ReRoPE-w16", "Leaky ReRoPE-w16"]
+    names = ["RoPE", "HoPE", "ReRoPE-w16", "Leaky ReRoPE-w16", "CoPE", "Self-Extend-w16"]
     expected = {
         (name + log_n, str(length)) for name in names for log_n in ("", " + log n") for length in (32, 64, 128, 256)
     }
@@ -63,6 +64,25 @@ def test_writes_every_result(finished):
         assert row["trained_with"] == ("hope" if row["scheme"].startswith("HoPE") else "rope")
     markdown = (finished / "losses.md").read_text()
     assert all(f"{float(row['loss']):.3f}" in markdown for row in table)
+    assert "\n- left out: DCA: dual_chunk: expected a training length above 128" in markdown
+    assert "CoPE; Self-Extend with window 16, groups of 16; log n" in markdown
+
+
+def test_the_schemes_that_are_compared():
+    from flashrope.demo.main import compared
+    from flashrope.demo.presets import PRESETS
+
+    for name in ("cpu", "gpu"):
+        length, rope = PRESETS[name].train_length, Rotary.rope(32)
+        schemes, left_out = compared(32, length, length // 2, 16.0, 10_000.0)
+        found = {scheme.name: scheme for scheme in schemes}
+        assert not left_out and len(found) == 14
+        assert found["CoPE"].rotary == rope.cope(length) and found["CoPE"].trained_with == "rope"
+        assert found[f"Self-Extend-w{length // 2}"].rotary == rope.self_extend(length // 2, 16)
+        assert found["DCA + log n"].rotary == rope.dual_chunk(*dual_chunk_for(length)).log_n(length)
+    schemes, left_out = compared(32, 64, 13, 16.0, 10_000.0)
+    assert set(left_out) == {"DCA"} and "Self-Extend-w13" in [scheme.name for scheme in schemes]
+    assert set(compared(32, 16, 3, 16.0, 10_000.0)[1]) == {"DCA", "Self-Extend-w3"}
 
 
 def test_png_is_an_image_with_something_on_it(finished):
@@ -82,6 +102,8 @@ def test_checkpoints_give_the_losses_of_the_table(finished):
     for name, trained_with, change in (
         ("HoPE", "hope", lambda rotary: rotary),
         ("ReRoPE-w16 + log n", "rope", rectified),
+        ("CoPE", "rope", lambda rotary: rotary.cope(32)),
+        ("Self-Extend-w16", "rope", lambda rotary: rotary.self_extend(16, 16)),
     ):
         model, rotary = load_checkpoint(finished / f"{trained_with}.safetensors")
         shown = [float(row["loss"]) for row in rows(finished) if row["scheme"] == name]

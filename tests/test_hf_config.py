@@ -312,23 +312,11 @@ def test_head_dim_of_the_full_layers():
             "mrope_section gives each pair its own",
         ),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "llama_4_scaling_beta": 0.1}},
-            "llama_4_scaling_beta scales the",
-        ),
-        (
             {
                 "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024},
                 "original_max_position_embeddings": 2048,
             },
             "original_max_position_embeddings is 2048 on the configuration and 1024 among",
-        ),
-        (
-            {
-                "model_type": "phi",
-                "rope_scaling": {"rope_type": "yarn", "factor": 8.0},
-                "partial_rotary_factor": 0.5,
-            },
-            "attention_factor 1.20794 scales only the 64 rotated of 128 channels",
         ),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}},
@@ -366,6 +354,21 @@ def test_sections_of_positions():
     for model_type in ("", "qwen3_vl_text"):
         assert Rotary.from_hf_config(llama(model_type=model_type, rope_scaling=interleaved)) == expected
     assert Rotary.from_hf_config(llama(model_type="qwen2_vl_text")) == Rotary.rope(128)  # text
+
+
+def test_partial_rotary_with_yarn_scales_the_rotated_channels():
+    config = llama(model_type="phi", partial_rotary_factor=0.5, rope_scaling={"rope_type": "yarn", "factor": 8.0})
+    yarn = Rotary.rope(128, rotary_dim=64).yarn(8.0, 4096, temperature=1.0)
+    found = Rotary.from_hf_config(config)
+    assert found == yarn.scale_rotated((0.1 * math.log(8.0) + 1) ** 2) and found.temperature == 1
+
+
+def test_llama_4_scaling():
+    """Ministral 3: 1 + beta ln(1 + floor(i / training length))."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "llama_4_scaling_beta": 0.1}
+    found = Rotary.from_hf_config(llama(rope_scaling=scaling))
+    scaling = {name: value for name, value in scaling.items() if name != "llama_4_scaling_beta"}
+    assert found == Rotary.from_hf_config(llama(rope_scaling=scaling)).log_steps(512, 0.1, first=0)
 
 
 def test_partial_rotary_with_yarn_is_accepted_when_nothing_is_scaled():

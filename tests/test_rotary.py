@@ -205,7 +205,8 @@ def test_ntk_exponent():
 
 
 def test_ntk_by_parts_is_yarn_without_its_temperature():
-    rotary = Rotary.rope(64).yarn(8.0, 512, temperature=1)
+    rotary = Rotary.rope(64).ntk_by_parts(8.0, 512)
+    assert rotary == Rotary.rope(64).yarn(8.0, 512, temperature=1) and rotary.scaled_by == "ntk_by_parts"
     np.testing.assert_allclose(rotary.frequencies, yarn_oracle(64, 1e4, 8.0, 512), rtol=1e-12)
     assert rotary.temperature == 1
 

@@ -42,6 +42,7 @@ class Scheme(NamedTuple):
     maps: int32 (rotations, 4), rows of ``flashrope.lowering.RowMap``, if the scheme maps positions, else None.
     score_scale: softmax_scale * temperature.
     log_n_factor, log_n_floor: the query at position i is scaled by max(log_n_floor, log_n_factor * ln(i + 1)).
+    log_n_every, log_n_first: if given, by 1 + log_n_factor * ln(1 + floor((i + log_n_first) / log_n_every)) instead.
     """
 
     bands: object
@@ -51,6 +52,8 @@ class Scheme(NamedTuple):
     score_scale: object
     log_n_factor: object
     log_n_floor: object
+    log_n_every: object
+    log_n_first: object
 
 
 class CuSeqlens(NamedTuple):

@@ -267,8 +267,8 @@ def attention_grad_kv(
         k_tile = load_rows(view.ptr, tile_offsets(loaded, view), channels_k, SHAPE)  # [BN, D]
         visible = visible_queries(position, band, seq.ahead, scheme.maps)
         if NUM_BANDS > 1:
-            before = load_band(scheme.bands, b - 1 if b > 0 else 0).k_rotation
-            grad = GradKV(rotate_tile(grad.k, table, band.dk_step, before, band.k_rotation, rows, SHAPE), grad.v)
+            before = load_band(scheme.bands, b - 1 if b > 0 else 0).dk_step
+            grad = GradKV(rotate_tile(grad.k, table, band.dk_step, before, rows, SHAPE), grad.v)
 
         tiles = query_tiles(band, first, last, seq.ahead, seq.length_q, SHAPE.block_m, scheme.maps)
         if band_grads_q.ptr is not None:
@@ -401,8 +401,8 @@ def attention_grad_q(
         visible = visible_keys(position, band, seq.length_k, scheme.maps)
         queries = QueryTile(q_tile, g, lse_log2, delta, visible, scale_log2)
         if NUM_BANDS > 1:
-            before = load_band(scheme.bands, b - 1 if b > 0 else 0).q_rotation
-            acc = rotate_tile(acc, table, band.dq_step, before, band.q_rotation, rows, SHAPE)
+            before = load_band(scheme.bands, b - 1 if b > 0 else 0).dq_step
+            acc = rotate_tile(acc, table, band.dq_step, before, rows, SHAPE)
 
         tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n, scheme.maps)
         for step in tl.range(0, edge_count(tiles)):

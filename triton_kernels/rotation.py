@@ -204,7 +204,11 @@ def log_n_scale(scheme, rows, positions):
         position = tl.load(scheme.positions + rows)
     else:
         position = positions.to(tl.float32)
-    return tl.maximum(scheme.log_n_factor * tl.log(tl.maximum(position, 0.0) + 1.0), scheme.log_n_floor)
+    if scheme.log_n_every is not None:
+        steps = tl.floor(tl.div_rn(tl.maximum(position, 0.0) + scheme.log_n_first, scheme.log_n_every))
+        return scheme.log_n_factor * tl.log(steps + 1.0) + 1.0
+    else:
+        return tl.maximum(scheme.log_n_factor * tl.log(tl.maximum(position, 0.0) + 1.0), scheme.log_n_floor)
 
 
 # ---- rotating
@@ -246,27 +250,27 @@ def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, SHAPE
 
 
 @triton.jit
-def load_step(table, step, before, now, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
-    """load_cos_sin of what takes rows from the frame of the rotation `before` to that of `now`: the rotation `step`, or
-    where the scheme maps positions both."""
+def load_step(table, step, before, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+    """load_cos_sin of what takes rows from the frame of the band before to that of a band, whose steps these are: the
+    rotation `step`, or where the scheme maps positions from the rotation `before` to `step`."""
     if table.maps is None:
         return load_cos_sin(table, step, rows, FIRST, COUNT, SHAPE)
     else:
-        cos, sin = load_cos_sin(table, now, rows, FIRST, COUNT, SHAPE)
+        cos, sin = load_cos_sin(table, step, rows, FIRST, COUNT, SHAPE)
         cos_before, sin_before = load_cos_sin(table, before, rows, FIRST, COUNT, SHAPE)
         return add_angles(cos, sin, cos_before, -sin_before)
 
 
 @triton.jit
-def rotate_tile(tile, table, step, before, now, rows, SHAPE: tl.constexpr):
+def rotate_tile(tile, table, step, before, rows, SHAPE: tl.constexpr):
     """A float32 tile [M, D] rotated in registers, as load_step says."""
     CHUNK: tl.constexpr = SHAPE.block_d // 4
     x, y = split_pairs(tile, SHAPE)
     x, next_x = halves(x)
     y, next_y = halves(y)
-    cos, sin = load_step(table, step, before, now, rows, 0, CHUNK, SHAPE)
+    cos, sin = load_step(table, step, before, rows, 0, CHUNK, SHAPE)
     x, y = rotate(x, y, cos, sin)
-    cos, sin = load_step(table, step, before, now, rows, CHUNK, CHUNK, SHAPE)
+    cos, sin = load_step(table, step, before, rows, CHUNK, CHUNK, SHAPE)
     next_x, next_y = rotate(next_x, next_y, cos, sin)
     return join_pairs(concatenate(x, next_x), concatenate(y, next_y), SHAPE)
 

@@ -51,7 +51,8 @@ def two_level_table(rotary: Rotary, causal: bool, coarse: int, device: torch.dev
     """float32 (rotations, FINE_ROWS + coarse, 2, padded pairs), one entry per rotation of ``lower(rotary, causal)``.
 
     The fine rows hold cos and sin of slope * r for r < FINE_ROWS, the coarse rows those of
-    slope * FINE_ROWS * c + offset. Angle addition joins the two.
+    slope * FINE_ROWS * c + offset. Angle addition joins the two. The coarse rows of queries have the scheme's factor on
+    rotated channels.
     """
     return _two_levels(rotary, causal, coarse).to(device)
 
@@ -59,9 +60,13 @@ def two_level_table(rotary: Rotary, causal: bool, coarse: int, device: torch.dev
 def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
     fine = torch.arange(FINE_ROWS, dtype=torch.float64)
     blocks = torch.arange(coarse, dtype=torch.float64) * FINE_ROWS
-    rotations = lower(rotary, causal).rotations
-    rows = torch.stack([torch.cat([slope * fine, slope * blocks + offset]) for slope, offset in rotations])
-    return _padded(rotary, *cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows))
+    lowered = lower(rotary, causal)
+    rows = torch.stack([torch.cat([slope * fine, slope * blocks + offset]) for slope, offset in lowered.rotations])
+    cos, sin = cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows)
+    factors = torch.tensor(lowered.scales, dtype=torch.float64)[:, None, None]
+    for each in (cos, sin):
+        each[:, FINE_ROWS:] *= factors  # kernels add several fine rows to one coarse row
+    return _padded(rotary, cos, sin)
 
 
 @kept_on_device("frequencies")
@@ -70,11 +75,14 @@ def _resident_frequencies(rotary: Rotary, device: torch.device) -> tuple[torch.T
 
 
 def position_table(rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
-    """float32 (2, batch, seqlen, 2, padded pairs): rotation 0 is none, rotation 1 is by the given positions."""
+    """float32 (rotations, batch, seqlen, 2, padded pairs): rotation 0 is none, rotation 1 is by the given positions.
+    Where the scheme has a factor on rotated channels, 1 is that of queries, with it, and 2 that of keys."""
     cos, sin = _cos_sin(
         positions, *_resident_frequencies(rotary, positions.device)
     )  # no copy to the device to wait for
-    return _padded(rotary, torch.stack([torch.ones_like(cos), cos]), torch.stack([torch.zeros_like(sin), sin]))
+    scale = rotary.rotated_scale
+    cos, sin = ([scale * x, x] if scale != 1 else [x] for x in (cos, sin))
+    return _padded(rotary, torch.stack([torch.ones_like(cos[0]), *cos]), torch.stack([torch.zeros_like(sin[0]), *sin]))
 
 
 def _padded(rotary: Rotary, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -106,6 +106,17 @@ def checked_axis(axis, pairs: int) -> tuple[int, ...]:
     return tuple(axis)
 
 
+def checked_log_steps(scale) -> tuple[float, float, int] | None:
+    if scale is None:
+        return None
+    if not isinstance(scale, (tuple, list)) or len(scale) != 3:
+        raise TypeError(f"log_steps_scale: expected None or (floor_scale, attn_scale, first), got {scale!r}")
+    floor_scale, attn_scale, first = positive("floor_scale", scale[0]), positive("attn_scale", scale[1]), scale[2]
+    if first not in (0, 1) or isinstance(first, bool):
+        raise ValueError(f"first: expected 0 or 1, the number of the first position, got {first!r}")
+    return floor_scale, attn_scale, int(first)
+
+
 def checked_log_n(scale) -> tuple[float, bool] | None:
     if scale is None:
         return None

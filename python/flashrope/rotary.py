@@ -5,8 +5,9 @@ key position), and a scale on the query:
 
     score(i, j) = softmax_scale * t * logn(i) * (R(slope*i + offset) q_i) . (R(slope*j) k_j)   in the band that holds d
 
-R(p) rotates pair m by the angle p * inv_freq[m]; a pair with inv_freq[m] = 0 does not rotate. A band may put a map of i
-and j in their place (``bands.MappedBand``). Only this file knows the names of the schemes.
+R(p) rotates pair m by the angle p * inv_freq[m]; a pair with inv_freq[m] = 0 does not rotate. ``log_steps_scale`` is
+another logn(i), ``rotated_scale`` a factor on the channels of the table alone. A band may put a map of i and j in their
+place (``bands.MappedBand``). Only this file knows the names of the schemes.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from .fields import (
     checked_chunk,
     checked_frequencies,
     checked_log_n,
+    checked_log_steps,
     checked_rotary_dim,
     positive,
 )
@@ -68,6 +70,8 @@ class Rotary:
             mirror images.
         temperature: t of the formula.
         log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), with clip at least 1.
+        log_steps_scale: (floor_scale, attn_scale, first) or None, see ``log_steps``; in the place of log n.
+        rotated_scale: factor on what the channels of the table, the first rotary_dim, add to the scores.
         axis: for every pair, the axis of the position that it rotates with; () for one-dimensional positions.
         base, exponent_dim: inv_freq[m] was base ** (-2m / exponent_dim) before any change; base is None for other
             tables. These two and scaled_by say what may still be chained, and do not count for equality.
@@ -81,6 +85,8 @@ class Rotary:
     temperature: float = 1.0
     log_n_scale: tuple[float, bool] | None = None
     axis: tuple[int, ...] = ()
+    log_steps_scale: tuple[float, float, int] | None = None
+    rotated_scale: float = 1.0
     base: float | None = dataclasses.field(default=None, compare=False)
     exponent_dim: int = dataclasses.field(default=0, compare=False)
     scaled_by: str = dataclasses.field(default="", compare=False)
@@ -92,16 +98,21 @@ class Rotary:
             ("bands", checked_bands(self.bands)),
             ("axis", checked_axis(self.axis, len(self.frequencies))),
             ("log_n_scale", checked_log_n(self.log_n_scale)),
+            ("log_steps_scale", checked_log_steps(self.log_steps_scale)),
         ):
             object.__setattr__(self, name, checked)
         check_flag("interleaved", self.interleaved)
         positive("temperature", self.temperature)
+        positive("rotated_scale", self.rotated_scale)
+        if self.log_n_scale and self.log_steps_scale:
+            raise ValueError("log_steps_scale: expected None beside log_n_scale; a query has one scale by its position")
         self.text  # noqa: B018  cached now, because torch.compile cannot trace a cached_property's first call
 
     @cached_property
     def _hash(self) -> int:
         table = self.head_dim, self.frequencies, self.interleaved, self.axis
-        return hash((*table, self.bands, self.temperature, self.log_n_scale))
+        scales = self.temperature, self.log_n_scale, self.log_steps_scale, self.rotated_scale
+        return hash((*table, self.bands, *scales))
 
     def __hash__(self) -> int:
         return self._hash
@@ -119,6 +130,11 @@ class Rotary:
     def inv_freq(self) -> torch.Tensor:
         """The frequency of every pair, float64 (rotary_dim / 2,), in radians per position."""
         return torch.tensor(self.frequencies, dtype=torch.float64)
+
+    @property
+    def changes_channels(self) -> bool:
+        """Whether rotating changes any channel: a pair rotates, or ``rotated_scale`` is not 1."""
+        return any(self.frequencies) or self.rotated_scale != 1
 
     @property
     def axes(self) -> int:
@@ -292,8 +308,6 @@ class Rotary:
     def ntk(self, factor: float, variant: str = "aware", exponent: float = 0.625) -> Rotary:
         """NTK-aware interpolation, with s = factor, a positive number, and D the denominator of the exponent.
 
-        NTK-by-parts is ``yarn`` with temperature=1.
-
         Args:
             factor: by how much the context grows.
             variant: "aware": the base is multiplied by s ** (D / (D - 2)), as in Hugging Face's dynamic NTK.
@@ -334,6 +348,17 @@ class Rotary:
         temperature = positive("temperature", temperature)
         return dataclasses.replace(self._with_table("yarn", frequencies), temperature=self.temperature * temperature)
 
+    def ntk_by_parts(
+        self, factor: float, train_length: float, beta_fast: float = 32.0, beta_slow: float = 1.0, truncate: bool = True
+    ) -> Rotary:
+        """NTK-by-parts (bloc97 2023; Peng et al. 2023, section 3.2): YaRN's table without its temperature.
+
+        Args: as in ``yarn``.
+        """
+        self._check_unscaled("ntk_by_parts")
+        yarn = self.yarn(factor, train_length, beta_fast, beta_slow, temperature=1.0, truncate=truncate)
+        return dataclasses.replace(yarn, scaled_by="ntk_by_parts")
+
     def cope(self, train_length: float, pairs: int | None = None, taper: bool = True) -> Rotary:
         """CoPE, clipped RoPE (arXiv 2602.05258): HoPE's cut for a model that is already trained.
 
@@ -362,7 +387,7 @@ class Rotary:
         check_flag("interleaved", interleaved)
         if self.axis:
             raise ValueError("mrope: this table is axial already")
-        if len(self.bands) != 1 or not is_plain(self.bands[0]) or self.log_n_scale:
+        if len(self.bands) != 1 or not is_plain(self.bands[0]) or self.log_n_scale or self.log_steps_scale:
             raise ValueError(
                 "mrope: expected a scheme without rectify, self_extend, dual_chunk and log_n, which need "
                 "one-dimensional positions; local may come before it and goes by index"
@@ -439,9 +464,36 @@ class Rotary:
         """
         if self.axis:
             raise ValueError("log_n: needs one-dimensional positions, which count the keys; this table is axial")
-        if self.log_n_scale is not None:
-            raise ValueError("log_n: this scheme is scaled by log n already")
+        self._check_not_scaled_by_position("log_n")
         return dataclasses.replace(self, log_n_scale=(train_length, clip))
+
+    def log_steps(self, floor_scale: float, attn_scale: float = 0.1, first: int = 1) -> Rotary:
+        """Llama 4's scale of the query (arXiv 2501.19399 with a floor), which grows with the logarithm in steps.
+
+        The query at position i, counted from 0, is scaled by 1 + attn_scale * ln(1 + floor((i + first) / floor_scale)).
+
+        Args:
+            floor_scale: positions of a step; Llama 4's floor_scale (8192), Ministral 3's training length.
+            attn_scale: Llama 4's attn_scale, Ministral 3's llama_4_scaling_beta, a positive number.
+            first: 1: positions count from 1 (Llama 4). 0: from 0 (Ministral 3).
+        """
+        if self.axis:
+            raise ValueError("log_steps: needs one-dimensional positions, which count the keys; this table is axial")
+        self._check_not_scaled_by_position("log_steps")
+        return dataclasses.replace(self, log_steps_scale=(floor_scale, attn_scale, first))
+
+    def scale_rotated(self, factor: float) -> Rotary:
+        """A factor on what the first rotary_dim channels add to the scores; the other channels keep theirs.
+
+        Hugging Face multiplies cos and sin of q and k by attention_factor: factor is its square. Where all channels are
+        in the table, it is the same as a temperature. Pairs of the table that do not rotate have the factor, too.
+
+        Args:
+            factor: a positive number.
+        """
+        if not self.frequencies:
+            raise ValueError("scale_rotated: this scheme has no channels that rotate")
+        return dataclasses.replace(self, rotated_scale=self.rotated_scale * positive("factor", factor))
 
     # ---- text
     @cached_property
@@ -464,6 +516,11 @@ class Rotary:
         return describe(self)
 
     # ---- helpers
+    def _check_not_scaled_by_position(self, name: str) -> None:
+        if self.log_n_scale is not None or self.log_steps_scale is not None:
+            by = "log n" if self.log_n_scale else "log_steps"
+            raise ValueError(f"{name}: this scheme is scaled by {by} already")
+
     def _check_unscaled(self, name: str) -> None:
         if not any(self.frequencies):
             raise ValueError(f"{name}: no pair of this scheme rotates, there is nothing to interpolate")

@@ -30,6 +30,12 @@ def describe(rotary) -> str:
         length, clip = rotary.log_n_scale
         log_n = f"ln(i + 1) / ln({length:g})"
         scale.append(f"max(1, {log_n})" if clip else log_n)
+    if rotary.log_steps_scale is not None:
+        every, factor, first = rotary.log_steps_scale
+        position = "(i + 1)" if first else "i"
+        scale.append(f"(1 + {factor:g} ln(1 + floor({position} / {every:g})))")
+    if rotary.rotated_scale != 1:
+        scale.append(f"{rotary.rotated_scale:.6g} on the first {rotary.rotary_dim} channels")
     return f"Rotary({', '.join(parts)}, score scale: {' * '.join(scale) or '1'})"
 
 

@@ -1,4 +1,4 @@
-"""convert(model, self_extend=...), convert(model, dual_chunk=...), and Qwen2.5-1M's configuration."""
+"""convert(model, self_extend=...), dual_chunk=..., clip=..., what suggest says of them, and Qwen2.5-1M."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,8 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 from families import CALLS, PADDING, close, logits, padded, schemes, static, tiny, tokens
 
 from flashrope import Rotary
-from flashrope.integrations.transformers import convert, from_pretrained
+from flashrope.extending import dual_chunk_for, self_extend_for
+from flashrope.integrations.transformers import convert, from_pretrained, suggest
 
 ROPE = Rotary.rope(16)
 CHUNKS = {"chunk_size": 160, "local_size": 32, "original_max_position_embeddings": 160}
@@ -50,6 +51,83 @@ def test_the_options_are_saved(tmp_path):
     assert schemes(from_pretrained(tmp_path)) == [ROPE.self_extend(8, 4)] * 3
 
 
+def test_clip():
+    assert schemes(convert(tiny("llama"), clip=48)) == [ROPE.cope(48)] * 3
+    assert schemes(convert(tiny("llama"), clip=True)) == [ROPE.cope(tiny("llama").config.max_position_embeddings)] * 3
+    hard = dict(pairs=3, taper=False)
+    assert schemes(convert(tiny("llama"), clip=hard)) == [ROPE.cope(64, **hard)] * 3
+    for changes, rotary in (
+        (dict(window=6, log_n=12), ROPE.cope(48).rectify(6).log_n(12)),
+        (dict(self_extend=(8, 4)), ROPE.cope(48).self_extend(8, 4)),
+        (dict(dual_chunk=(160, 32)), ROPE.cope(48).dual_chunk(160, 32)),
+        (dict(rotary=ROPE.ntk(4.0)), ROPE.ntk(4.0).cope(48)),
+    ):
+        assert schemes(convert(tiny("llama"), clip=48, **changes)) == [rotary] * 3
+    local, _, whole = schemes(convert(tiny("gemma3_text"), clip=48))
+    own_local, _, own = schemes(convert(tiny("gemma3_text")))
+    assert (local, whole) == (own_local.cope(48), own.cope(48)) and local.bands == own_local.bands != whole.bands
+
+
+def test_a_clipped_model_is_saved_and_changes_its_logits(tmp_path):
+    model = tiny("llama")
+    stock = logits(model, tokens())
+    convert(model, clip={"pairs": 5})
+    full = logits(model, tokens())
+    assert not close(full, stock, 1e-3)
+    assert close(logits(model, tokens(), calls=CALLS), full)
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path)
+    assert schemes(loaded) == schemes(model) and close(logits(loaded, tokens()), full)
+
+
+def test_suggest_by_name():
+    model = tiny("llama", max_position_embeddings=256)
+    expected = {
+        "rerope": dict(window=128, log_n=256),
+        "cope": dict(clip=256),
+        "self-extend": dict(self_extend=(128, 16)),
+        "dual-chunk": dict(dual_chunk=(256, 128)),
+    }
+    assert {name: suggest(model, 2048, name).changes for name in expected} == expected
+    for changes in expected.values():
+        convert(model, **changes)
+    assert suggest(tiny("mistral"), 256, "cope").changes == {"clip": 64}  # sliding windows stay as they are
+    for name, message in (
+        ("self-extend", "model_or_config: expected layers that see all keys, got sliding windows of"),
+        ("xpos", "scheme: expected one of rerope, cope, self-extend, dual-chunk, got 'xpos'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            suggest(tiny("mistral"), 256, name)
+    with pytest.raises(ValueError, match="dual_chunk: expected a training length above 128, .*, got 64"):
+        suggest(tiny("llama"), 256, "dual-chunk")
+
+
+def test_the_group_of_self_extend():
+    """The smallest divisor of the window that keeps the farthest pair below the training length."""
+    for length in (32, 48, 100, 4096):
+        for longest in (length, length + 1, 4 * length, 8 * length):
+            window, group = self_extend_for(length, longest)
+            assert window == length // 2 and window % group == 0
+
+            def farthest(group, window=window, longest=longest):
+                bands = [band for band in Rotary.rope(16).self_extend(window, group).bands]
+                return float(bands[-1].queries.of(torch.tensor(longest - 1.0)))  # the first key is at 0
+
+            assert farthest(group) < length
+            smaller = [other for other in range(1, group) if window % other == 0]
+            assert all(farthest(other) >= length for other in smaller)
+    with pytest.raises(ValueError, match="no group that divides window 7 brings 500 tokens within .* length 14"):
+        self_extend_for(14, 500)
+
+
+def test_the_chunks_of_dual_chunk_attention():
+    for length, chunks in ((129, (129, 1)), (256, (256, 128)), (512, (512, 128)), (4096, (4096, 1024))):
+        assert dual_chunk_for(length) == chunks
+        Rotary.rope(16).dual_chunk(*chunks)
+    with pytest.raises(ValueError, match="dual_chunk: expected a training length above 128, .* got 128"):
+        dual_chunk_for(128)
+
+
 def test_the_configuration_of_qwen():
     model = tiny("llama")
     model.config.dual_chunk_attention_config = CHUNKS
@@ -68,6 +146,14 @@ def test_the_configuration_of_qwen():
         (dict(dual_chunk=(128, 128)), ValueError, "local_size: expected less than chunk_size = 128, got 128"),
         (dict(dual_chunk=(160, 32), window=8), ValueError, "dual_chunk: expected one of window, self_extend, dual_ch"),
         (dict(self_extend=(8, 4), dual_chunk=(160, 32)), ValueError, "expected one of .* got also self_extend"),
+        (
+            dict(clip=48, hope_train_length=48),
+            ValueError,
+            "clip: expected one of hope_train_length, clip, got also hope",
+        ),
+        (dict(clip={"length": 48}), ValueError, "clip: expected True, a length or a dict .* taper, got 'length'"),
+        (dict(clip={"pairs": 9}), ValueError, "pairs: expected None or an integer from 0 to 8, the pairs that rotate"),
+        (dict(clip=-1), ValueError, "train_length: expected a positive finite number, got -1"),
     ],
     ids=str,
 )

@@ -159,23 +159,25 @@ def test_a_factor_on_rotated_channels():
     within, beyond = tokens(seqlen=14), tokens()
     stock = logits(model, within), logits(model, within, calls=[9, 10, 14]), logits(model, beyond)
     convert(model)
-    scale = model.model.layers[0].self_attn.rotary_bands.rotated_scale
-    assert scale == pytest.approx(1 + torch.tensor(4.0).log().item() / torch.tensor(16.0).log().item())
+    assert schemes(model)[0].rotated_scale == pytest.approx(
+        1 + torch.tensor(4.0).log().item() / torch.tensor(16.0).log().item()
+    )
     assert schemes(model)[0].temperature == 1 and schemes(model)[0].rotary_dim == 12
     assert close(logits(model, within), stock[0]) and close(logits(model, within, calls=[9, 10, 14]), stock[1])
     assert close(logits(model, beyond), stock[2])
     convert(model, window=SEQLEN)
     assert close(logits(model, beyond), stock[2])
     convert(model, rotary=Rotary.rope(16, rotary_dim=12))
-    assert model.model.layers[0].self_attn.rotary_bands.rotated_scale == 1
+    assert schemes(model)[0].rotated_scale == 1
 
 
 @pytest.mark.skipif("ministral3" not in families.HERE, reason="this version has no ministral3")
 def test_queries_scaled_by_position():
-    """Ministral 3's attention scales them itself; a scheme that is read from its configuration alone would not."""
+    """Ministral 3's attention scales them itself; a scheme that is read from its configuration alone does."""
     model = tiny("ministral3")
-    with pytest.raises(ValueError, match="llama_4_scaling_beta scales the query by .*, which Rotary does not have"):
-        Rotary.from_hf_config(model.config)
+    assert Rotary.from_hf_config(model.config).log_steps_scale == (8, 0.5, 0)
+    assert schemes(convert(model))[0].log_steps_scale is None
+    revert(model)
     stock = logits(model, tokens(), padded(), calls=CALLS, cache=static(model))
     assert close(logits(convert(model), tokens(), padded(), calls=CALLS, cache=static(model)), stock)
     model.config.rope_parameters["llama_4_scaling_beta"] = 0.0

@@ -2,6 +2,7 @@
 
 from .breaks import Group
 
+SCALES = ("tests/test_query_scales.py",)
 SCHEMES = ("tests/test_rotary.py", "tests/test_bands.py", "tests/test_cos_sin.py", "tests/test_lowering.py")
 CPU = ("tests/test_cpu.py", "tests/test_bands.py", "tests/test_accuracy.py", "tests/test_varlen.py", "-k", "cpu")
 CPU_COMPILED = ("tests/test_cpu_compiled.py",)
@@ -170,7 +171,7 @@ GROUPS = (
     Group(
         "tables",
         "python/flashrope/cos_sin.py",
-        SCHEMES,
+        (*SCHEMES, *SCALES),
         (
             (
                 "tables are built in float32",
@@ -188,13 +189,14 @@ GROUPS = (
                 "torch.arange(coarse, dtype=torch.float64) * FINE_ROWS",
                 "torch.arange(coarse, dtype=torch.float64) * (FINE_ROWS + 1)",
             ),
+            ("the table lacks the factor on rotated channels", "each[:, FINE_ROWS:] *= factors", "each *= 1"),
             ("padded pairs rotate", "pad(cos, missing, value=1.0)", "pad(cos, missing)"),
         ),
     ),
     Group(
         "tables",
         "python/flashrope/lowering.py",
-        SCHEMES,
+        (*SCHEMES, *SCALES),
         (
             (
                 "a step between bands has the wrong sign",
@@ -205,6 +207,11 @@ GROUPS = (
                 "a copy of keys ends with its first band",
                 "            max(stop for (_, stop), row in zip(ranges, rows, strict=True) if row[3] == copy) for copy in k_copies\n",
                 "            min(stop for (_, stop), row in zip(ranges, rows, strict=True) if row[3] == copy) for copy in k_copies\n",
+            ),
+            (
+                "keys have the factor on rotated channels",
+                "number(of_q, True, rotary.rotated_scale), number(of_k, False)",
+                "number(of_q, True, rotary.rotated_scale), number(of_k, False, rotary.rotated_scale)",
             ),
             ("the last rotating pair is left out", "max((m + 1 for m, frequency", "max((m for m, frequency"),
         ),
@@ -323,7 +330,7 @@ GROUPS = (
     Group(
         "cpu",
         "python/flashrope/backends/cpu/rotation.py",
-        CPU,
+        (*CPU, *SCALES),
         (
             (
                 "a growing table starts at the wrong row",
@@ -336,14 +343,31 @@ GROUPS = (
                 "target.addcmul_(swapped, sin)",
             ),
             (
-                "log n of the CPU counts from 0",
-                "torch.log(positions.clamp(min=0) + 1)",
-                "torch.log(positions.clamp(min=1))",
+                "keys are scaled by log n",
+                "factors = QueryFactors.of(call) if is_query else OF_KEYS",
+                "factors = QueryFactors.of(call)",
             ),
             (
-                "keys are scaled by log n",
-                "factor, floor = call.log_n if is_query else (0.0, 1.0)",
-                "factor, floor = call.log_n",
+                "queries of the CPU lack the factor on rotated channels",
+                "return cls(call.log_n, call.rotary.rotated_scale)",
+                "return cls(call.log_n)",
+            ),
+        ),
+    ),
+    Group(
+        "cpu",
+        "python/flashrope/backends/base.py",
+        SCALES,
+        (
+            (
+                "log n of the CPU counts from 0",
+                "(self.factor * torch.log(positions + 1)).clamp(min=self.floor)",
+                "(self.factor * torch.log(positions.clamp(min=1))).clamp(min=self.floor)",
+            ),
+            (
+                "steps of log n begin with the position after",
+                "torch.floor((positions + self.first) / self.every)",
+                "torch.floor(positions / self.every)",
             ),
         ),
     ),
@@ -512,11 +536,6 @@ GROUPS = (
                 "padding on the left is ignored",
                 "return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, **options)",
                 "return attention_with_cache(q, k, v, rotary, end, **options)",
-            ),
-            (
-                "the factor on rotated channels is left out",
-                "query[..., :channels] * scheme.rotated_scale",
-                "query[..., :channels]",
             ),
             (
                 "a padded width changes the softmax scale",

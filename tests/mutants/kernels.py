@@ -241,6 +241,12 @@ GROUPS = (
         ),
     ),
     Group(
+        "forward",
+        "triton_kernels/rotation.py",
+        ("tests/test_query_scales.py",),
+        (("steps of log n are not rounded down", "steps = tl.floor(tl.div_rn(", "steps = (tl.div_rn("),),
+    ),
+    Group(
         "rotation",
         "triton_kernels/rotation.py",
         BACKWARD,
@@ -371,7 +377,7 @@ GROUPS = (
             ),
             (
                 "dK lacks a rotation between bands",
-                "rotate_tile(grad.k, table, band.dk_step, before, band.k_rotation, rows, SHAPE), grad.v)",
+                "rotate_tile(grad.k, table, band.dk_step, before, rows, SHAPE), grad.v)",
                 "grad.k, grad.v)",
             ),
             (
@@ -381,7 +387,7 @@ GROUPS = (
             ),
             (
                 "dQ lacks a rotation between bands",
-                "            acc = rotate_tile(acc, table, band.dq_step, before, band.q_rotation, rows, SHAPE)\n",
+                "            acc = rotate_tile(acc, table, band.dq_step, before, rows, SHAPE)\n",
                 "            acc = acc\n",
             ),
             (

@@ -46,6 +46,7 @@ def changes(draw) -> str:
     kind = draw(
         st.sampled_from(
             ("interpolate", "ntk", "yarn", "cope", "rectify", "leaky", "local", "log_n", "self_extend", "dual_chunk")
+            + ("log_steps", "scale_rotated")
         )
     )
     return {
@@ -57,6 +58,8 @@ def changes(draw) -> str:
         "leaky": f".rectify({window}, {draw(_numbers(1 / 16, 0.5, 2.0, 8.0, float('inf')))})",
         "local": f".local({window})",
         "log_n": f".log_n({length}, {draw(st.booleans())})",
+        "log_steps": f".log_steps({length // 4}, {draw(_numbers(0.1, 0.5))}, {draw(st.integers(0, 1))})",
+        "scale_rotated": f".scale_rotated({draw(_numbers(0.8, 1.5))})",
         "self_extend": f".self_extend({window // 4 * 4 + 4}, {draw(st.sampled_from((1, 2, 4)))})",
         "dual_chunk": f".dual_chunk({128 + draw(st.integers(1, 127))}, {draw(st.integers(1, 127))})",
     }[kind]

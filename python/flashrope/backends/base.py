@@ -100,6 +100,26 @@ class CacheBackend(Protocol):
 # ---- the calls
 
 
+class LogN(NamedTuple):
+    """The query at position i is scaled by max(floor, factor * ln(i + 1)), or where every is given by
+    1 + factor * ln(1 + floor((i + first) / every))."""
+
+    factor: float
+    floor: float
+    every: float | None = None
+    first: float | None = None
+
+    def of(self, positions: torch.Tensor) -> torch.Tensor:
+        """Of a float64 tensor of positions."""
+        positions = positions.clamp(min=0)
+        if self.every is None:
+            return (self.factor * torch.log(positions + 1)).clamp(min=self.floor)
+        return 1 + self.factor * torch.log(1 + torch.floor((positions + self.first) / self.every))
+
+
+NO_LOG_N = LogN(0.0, 1.0)
+
+
 class _Scheme:
     """What follows from rotary, causal and softmax_scale."""
 
@@ -115,12 +135,15 @@ class _Scheme:
         return self.softmax_scale * self.rotary.temperature
 
     @property
-    def log_n(self) -> tuple[float, float]:
-        """(factor, floor): the query at position i is scaled by max(floor, factor * ln(i + 1))."""
+    def log_n(self) -> LogN:
+        """The scale of queries by their position."""
+        if self.rotary.log_steps_scale is not None:
+            every, factor, first = self.rotary.log_steps_scale
+            return LogN(factor, 1.0, every, float(first))
         if self.rotary.log_n_scale is None:
-            return 0.0, 1.0
+            return NO_LOG_N
         train_length, clip = self.rotary.log_n_scale
-        return 1 / math.log(train_length), 1.0 if clip else 0.0
+        return LogN(1 / math.log(train_length), 1.0 if clip else 0.0)
 
 
 @dataclasses.dataclass(slots=True)  # frozen would double the time to make one

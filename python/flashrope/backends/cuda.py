@@ -77,13 +77,15 @@ def attention_with_cache(
     """(out like q and contiguous, lse float32 (batch, heads_q, seqlen_q)), in two launches.
 
     Raises:
-        ValueError: the scheme maps positions.
+        ValueError: the scheme maps positions, or has log_steps.
     """
     if has_maps(call.bands):
         raise ValueError(
             "impl='cuda' cannot serve this call: its kernels have no position maps (self_extend, dual_chunk); use "
             "impl='triton'"
         )
+    if call.log_n.every is not None:
+        raise ValueError("impl='cuda' cannot serve this call: its kernels have no log_steps; use impl='triton'")
     if call.layout.cu_seqlens_q is not None:
         return _attend_packed(q, k_cache, v_cache, call)
     _check_aligned(k_cache=k_cache, v_cache=v_cache)
@@ -112,7 +114,8 @@ def attention_with_cache(
         lower(rotary, call.causal).rotated_pairs,
         rotary.interleaved,
         call.score_scale,
-        *call.log_n,
+        call.log_n.factor,
+        call.log_n.floor,
         splits,
         out,
         lse,

@@ -126,10 +126,10 @@ def dense_attention(
     q_position = i if call.positions is None else call.positions
     k_position = j if call.positions is None else call.positions
 
-    factor, floor = call.log_n
-    if factor:
-        log_n = (factor * torch.log(q_position.to(torch.float64).clamp(min=0) + 1)).clamp(min=floor)
-        q = q * log_n[..., None, None].to(q)
+    if call.log_n.factor:
+        q = q * call.log_n.of(q_position.to(torch.float64))[..., None, None].to(q)
+    if rotary.rotated_scale != 1:
+        q = torch.cat((q[..., : rotary.rotary_dim] * rotary.rotated_scale, q[..., rotary.rotary_dim :]), dim=-1)
 
     visible = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     scores = torch.zeros(q.shape[0], q.shape[2], seqlen_q, seqlen_k, dtype=q.dtype, device=device)

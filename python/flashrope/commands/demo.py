@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=positive,
         metavar="N",
-        help="window of ReRoPE and Leaky ReRoPE; default: half the training "
+        help="window of ReRoPE, Leaky ReRoPE and Self-Extend; default: half the training "
         "length (ReRoPE's author found a quarter to a half of it best)",
     )
     schemes.add_argument(

@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from .. import Rotary, __version__, attention
 from ..backends import resolve_impl
 from ..cli import INTERRUPTED
+from ..extending import dual_chunk_for, self_extend_for
 from ..info import hardware
 from . import data, files, options, report
 from .evaluate import ContextLoss, loss_by_context
@@ -54,6 +56,7 @@ class Settings:
     training: TrainConfig
     windows: int
     schemes: tuple[Scheme, ...]
+    left_out: dict[str, str]  # why a scheme is not among them
     device: torch.device
     impl: str | None  # the value of --impl
     threads: int
@@ -155,7 +158,7 @@ def resolve(args: argparse.Namespace) -> Settings:
     window = args.window or preset.train_length // 2
     try:
         config = ModelConfig(preset.width, preset.layers, preset.heads)
-        schemes = compared(config.head_dim, preset.train_length, window, args.factor, args.base)
+        schemes, left_out = compared(config.head_dim, preset.train_length, window, args.factor, args.base)
         resolve_impl(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
     except ValueError as error:
         raise BadInput(str(error)) from None
@@ -168,6 +171,7 @@ def resolve(args: argparse.Namespace) -> Settings:
         training,
         preset.windows,
         schemes,
+        left_out,
         device,
         args.impl,
         threads,
@@ -188,23 +192,35 @@ def expected_time(args: argparse.Namespace, settings: Settings) -> str:
     return f"preset {name}: {TIMES[name]}"
 
 
-def compared(head_dim: int, train_length: int, window: int, factor: float, base: float) -> tuple[Scheme, ...]:
-    """RoPE, HoPE, ReRoPE and Leaky ReRoPE, each without and with log n (clipped, as the models are trained without)."""
+def compared(
+    head_dim: int, train_length: int, window: int, factor: float, base: float
+) -> tuple[tuple[Scheme, ...], dict[str, str]]:
+    """(the schemes, each without and with log n, clipped, as the models are trained without; {name: why it is left out}
+    of those that these lengths have no room for)."""
     rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
-    plain = (
-        ("RoPE", "rope", rope),
-        ("HoPE", "hope", hope),
-        (f"ReRoPE-w{window}", "rope", rope.rectify(window)),
-        (f"Leaky ReRoPE-w{window}", "rope", rope.rectify(window, factor)),
-    )
-    return tuple(
-        scheme
-        for name, trained_with, rotary in plain
-        for scheme in (
-            Scheme(name, trained_with, False, rotary),
-            Scheme(f"{name} + log n", trained_with, True, rotary.log_n(train_length)),
-        )
-    )
+    longest = MULTIPLES[-1] * train_length
+    asked: dict[str, Callable[[], Rotary]] = {
+        "RoPE": lambda: rope,
+        "HoPE": lambda: hope,
+        f"ReRoPE-w{window}": lambda: rope.rectify(window),
+        f"Leaky ReRoPE-w{window}": lambda: rope.rectify(window, factor),
+        "CoPE": lambda: rope.cope(train_length),
+        f"Self-Extend-w{window}": lambda: rope.self_extend(*self_extend_for(train_length, longest, window)),
+        "DCA": lambda: rope.dual_chunk(*dual_chunk_for(train_length)),
+    }
+    schemes, left_out = [], {}
+    for name, build in asked.items():
+        try:
+            rotary = build()
+        except ValueError as error:
+            if name in ("RoPE", "HoPE") or "ReRoPE" in name:
+                raise
+            left_out[name] = str(error)
+            continue
+        trained_with = "hope" if name == "HoPE" else "rope"
+        schemes.append(Scheme(name, trained_with, False, rotary))
+        schemes.append(Scheme(f"{name} + log n", trained_with, True, rotary.log_n(train_length)))
+    return tuple(schemes), left_out
 
 
 def _train(workers: Workers, settings: Settings, text: bytes, out: Path) -> list[Trained]:
@@ -312,15 +328,30 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
         f"{sum(map(len, corpus.unseen)):,} unseen ({len(corpus.unseen_files)} files)",
         "models": f"{parameters:,} parameters, layers {config.layers}, width {config.width}, heads {config.heads} of "
         f"{config.head_dim} channels; both start from the same weights and see the same batches",
-        "schemes": f"HoPE rotates {rotated} of {config.head_dim // 2} pairs; ReRoPE and Leaky ReRoPE run on the "
-        f"unchanged RoPE model, window {window:,} bytes, Leaky factor {args.factor:g}; "
+        "schemes": f"HoPE rotates {rotated} of {config.head_dim // 2} pairs; the others run on the unchanged RoPE "
+        f"model: ReRoPE and Leaky ReRoPE with window {window:,} bytes, Leaky factor {args.factor:g}; CoPE; "
+        f"{_mapped(settings, window)}"
         f"log n scales the query by max(1, ln(i + 1) / ln({training.train_length})) at evaluation only",
+        **({"left out": "; ".join(map(": ".join, settings.left_out.items()))} if settings.left_out else {}),
         "training": f"{training.steps:,} steps of {training.batch_size * training.train_length:,} bytes, training "
         f"length {training.train_length} bytes, peak learning rate {training.learning_rate:g}, seed {training.seed}",
         "machine": f"{hardware(settings.device)}, {processes}{settings.threads} threads in total",
         "software": f"flashrope {__version__}, backend {impl}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
     }
+
+
+def _mapped(settings: Settings, window: int) -> str:
+    """The numbers of Self-Extend and DCA."""
+    length, names = settings.training.train_length, [scheme.name for scheme in settings.schemes]
+    text = ""
+    if f"Self-Extend-w{window}" in names:
+        group = self_extend_for(length, settings.context_lengths[-1], window)[1]
+        text += f"Self-Extend with window {window:,}, groups of {group:,}; "
+    if "DCA" in names:
+        chunk_size, local_size = dual_chunk_for(length)
+        text += f"dual chunk attention (DCA) with chunks of {chunk_size:,} - {local_size:,} bytes; "
+    return text
 
 
 def _stamps(out: Path) -> dict[str, tuple[int, int] | None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from .figure import COLOURS, new_figure, save
 from .report import Row
 
-MARKERS = ("o", "s", "^", "D")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:

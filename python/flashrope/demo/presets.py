@@ -29,7 +29,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(width=32, layers=1, heads=2, train_length=32, batch=8, steps=20, learning_rate=3e-3, windows=8),
-    "cpu": Preset(width=128, layers=3, heads=4, train_length=128, batch=8, steps=1000, learning_rate=3e-3, windows=64),
+    "cpu": Preset(width=128, layers=3, heads=4, train_length=256, batch=4, steps=850, learning_rate=3e-3, windows=32),
     "gpu": Preset(
         width=512, layers=8, heads=8, train_length=512, batch=64, steps=1500, learning_rate=1e-3, windows=128
     ),

@@ -106,7 +106,7 @@ def _changes(
         yield NAMES[name], lambda: ({"log_n": train_length}, f"by {train_length:,}")
     elif name == "cope":
         words = f"pairs with less than one turn over {train_length:,} tokens rotate less"
-        yield NAMES[name], lambda: ({"rotary": trained().cope(train_length)}, words)
+        yield NAMES[name], lambda: ({"clip": train_length}, words)
     elif name == "hope":
         words = f"pairs with less than one turn over {train_length:,} tokens do not rotate"
         yield NAMES[name], lambda: ({"hope_train_length": train_length}, words)

@@ -48,7 +48,8 @@ def decode(
         c.block_table, c.max_pages = table.data_ptr(), table.shape[1]
         c.pages, c.page_size = k_cache.shape[:2]
     c.batch, c.seqlen_q, c.heads_q, c.heads_kv, c.head_dim = batch, seqlen_q, heads_q, k_cache.shape[2], head_dim
-    c.scale, (c.log_n_factor, c.log_n_floor) = call.score_scale, call.log_n
+    c.scale, c.rotated_scale = call.score_scale, call.rotary.rotated_scale
+    c.log_n_factor, c.log_n_floor, c.log_n_every, c.log_n_first = (x or 0.0 for x in call.log_n)
     c.dtype, c.threads, c.parallel_for = DTYPES[q.dtype], torch.get_num_threads(), library.parallel_for
     if library.decode(ctypes.byref(c)):
         raise MemoryError("attention_with_cache: no memory for the partial results")
@@ -63,7 +64,7 @@ def _template(rotary: Rotary, causal: bool) -> Template:
         tensors.append(x.contiguous())
         return tensors[-1].data_ptr()
 
-    rotates = any(rotary.frequencies)
+    rotates = rotary.changes_channels
     call.pairs, call.interleaved = len(rotary.frequencies) if rotates else 0, rotary.interleaved
     call.inv_freq = address(torch.tensor(rotary.frequencies, dtype=torch.float64))
     bands = rotary.bands_for(causal)

@@ -15,7 +15,7 @@ import torch
 from ...bands import AnyBand, MappedBand, PositionMap
 from ...rotary import Rotary
 from ..base import AttentionCall, CacheCall, accumulation_type
-from .rotation import Rotation, rotation_of_rows
+from .rotation import OF_KEYS, QueryFactors, Rotation, rotation_of_rows
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu
 MIN_SCALE = 1e-30  # changes no weight unless a product exceeds 1e22
@@ -172,8 +172,8 @@ def single_piece(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dty
         return None
     return SinglePiece(
         piece,
-        rotation_of_rows(rotary, queries, *call.log_n, seqlen_k - seqlen_q, seqlen_q, dtype),
-        rotation_of_rows(rotary, keys, 0.0, 1.0, 0, seqlen_k, dtype),
+        rotation_of_rows(rotary, queries, QueryFactors.of(call), seqlen_k - seqlen_q, seqlen_q, dtype),
+        rotation_of_rows(rotary, keys, OF_KEYS, 0, seqlen_k, dtype),
     )
 
 

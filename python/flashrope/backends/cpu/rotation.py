@@ -10,30 +10,44 @@ import torch
 from ...bands import PositionMap
 from ...cos_sin import cos_sin
 from ...rotary import Rotary
-from ..base import AttentionCall, CacheCall, accumulation_type
+from ..base import NO_LOG_N, AttentionCall, CacheCall, LogN, accumulation_type
 
 MIN_TABLE = 256  # positions
+
+
+class QueryFactors(NamedTuple):
+    """What queries are scaled by: by their position, and on the channels of the table."""
+
+    log_n: LogN = NO_LOG_N
+    rotated: float = 1.0
+
+    @classmethod
+    def of(cls, call: AttentionCall | CacheCall) -> QueryFactors:
+        return cls(call.log_n, call.rotary.rotated_scale)
+
+
+OF_KEYS = QueryFactors()
 
 
 class Rotation(NamedTuple):
     """What ``rotate`` multiplies by: cos * x + sin * (x with the two channels of each pair swapped).
 
-    Both are multiplied by the log n scale of a query, so that it is applied before anything is rounded.
+    Both are multiplied by the factors of a query, so that they are applied before anything is rounded.
     """
 
     cos: torch.Tensor  # (..., 1, head_dim)
     sin: torch.Tensor | None  # (..., 1, rotary_dim), negative for the first channel of a pair; None: nothing rotates
 
 
-def _rotation(rotary: Rotary, positions, of_rows: PositionMap, factor, floor, dtype) -> Rotation:
-    cos, sin = cos_sin(rotary, of_rows.of(positions))
+def _rotation(rotary: Rotary, positions, of_rows: PositionMap, factors: QueryFactors, dtype) -> Rotation:
+    cos, sin = (factors.rotated * table for table in cos_sin(rotary, of_rows.of(positions)))
     if rotary.interleaved:
         cos, sin = torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
     else:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     cos = torch.nn.functional.pad(cos, (0, rotary.head_dim - rotary.rotary_dim), value=1.0)
-    if factor:
-        log_n = (factor * torch.log(positions.clamp(min=0) + 1)).clamp(min=floor)[..., None]
+    if factors.log_n.factor:
+        log_n = factors.log_n.of(positions)[..., None]
         cos, sin = cos * log_n, sin * log_n
     rotates = any(rotary.frequencies)
     return Rotation(cos.to(dtype)[..., None, :], sin.to(dtype)[..., None, :] if rotates else None)
@@ -41,27 +55,29 @@ def _rotation(rotary: Rotary, positions, of_rows: PositionMap, factor, floor, dt
 
 @lru_cache(maxsize=16)
 def _table(
-    rotary: Rotary, of_rows: PositionMap, factor: float, floor: float, first: int, stop: int, dtype: torch.dtype
+    rotary: Rotary, of_rows: PositionMap, factors: QueryFactors, first: int, stop: int, dtype: torch.dtype
 ) -> Rotation:
     """The rotation of the positions first to stop - 1."""
     positions = torch.arange(first, stop, dtype=torch.float64)
-    return _rotation(rotary, positions, of_rows, factor, floor, dtype)
+    return _rotation(rotary, positions, of_rows, factors, dtype)
 
 
 @lru_cache(maxsize=64)
 def rotation_of_rows(
-    rotary: Rotary, of_rows: PositionMap, factor: float, floor: float, first: int, rows: int, dtype: torch.dtype
+    rotary: Rotary, of_rows: PositionMap, factors: QueryFactors, first: int, rows: int, dtype: torch.dtype
 ) -> Rotation | None:
     """The rotation of rows at positions first, first + 1, ...; None if it changes nothing.
 
     It is a slice of a table whose length is a power of two, so a growing sequence builds few tables.
     """
-    if not factor and ((of_rows.slope, of_rows.offset) == (0, 0) or not any(rotary.frequencies)):
+    by_position = factors.log_n.factor
+    stays = (of_rows.slope, of_rows.offset) == (0, 0) or not any(rotary.frequencies)
+    if not by_position and factors.rotated == 1 and stays:
         return None
-    if (of_rows.slope == 0 or of_rows.last == 0) and not factor:
-        return _table(rotary, of_rows, factor, floor, 0, 1, dtype)
+    if (of_rows.slope == 0 or of_rows.last == 0) and not by_position:
+        return _table(rotary, of_rows, factors, 0, 1, dtype)
     low, high = min(-_table_length(-first), 0), max(_table_length(first + rows), 1)
-    table = _table(rotary, of_rows, factor, floor, low, high, dtype)
+    table = _table(rotary, of_rows, factors, low, high, dtype)
     return Rotation(*(x if x is None else x[first - low : first - low + rows] for x in table))
 
 
@@ -72,12 +88,12 @@ def _table_length(positions: int) -> int:
 def rotation_for(
     x: torch.Tensor, call: AttentionCall | CacheCall, of_rows: PositionMap, first: int, is_query: bool
 ) -> Rotation | None:
-    """The rotation of x, whose row 0 is at position first, and for queries the log n scale. None: nothing changes."""
-    factor, floor = call.log_n if is_query else (0.0, 1.0)
-    dtype = accumulation_type(x)
-    if call.positions is not None and (factor or (of_rows.slope or of_rows.offset) and any(call.rotary.frequencies)):
-        return _rotation(call.rotary, call.positions.to(torch.float64), of_rows, factor, floor, dtype)
-    return rotation_of_rows(call.rotary, of_rows, factor, floor, first, x.shape[1], dtype)
+    """The rotation of x, whose row 0 is at position first, and for queries their factors. None: nothing changes."""
+    factors = QueryFactors.of(call) if is_query else OF_KEYS
+    dtype, rotates = accumulation_type(x), (of_rows.slope or of_rows.offset) and any(call.rotary.frequencies)
+    if call.positions is not None and (factors.log_n.factor or factors.rotated != 1 or rotates):
+        return _rotation(call.rotary, call.positions.to(torch.float64), of_rows, factors, dtype)
+    return rotation_of_rows(call.rotary, of_rows, factors, first, x.shape[1], dtype)
 
 
 def rotate(x: torch.Tensor, rotation: Rotation | None, rotary: Rotary, inverse: bool = False) -> torch.Tensor:

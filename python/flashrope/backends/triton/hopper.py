@@ -25,7 +25,7 @@ def serves_triton() -> bool:
 def unsupported_reason(plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     """Why this kernel cannot serve the call of an ``AttentionPlan``; "" if it can."""
     rotary = plan.rotary
-    rotates_pairs_apart = any(rotary.frequencies) and not rotary.interleaved
+    rotates_pairs_apart = rotary.changes_channels and not rotary.interleaved
     if launcher.interpreted():
         return "Triton's interpreter has no Gluon"
     if not serves_triton():

@@ -38,9 +38,6 @@ def attention_forward(
     if query.dtype != value.dtype:  # autocast: the rotary embedding returns float32
         query, key = query.to(value.dtype), key.to(value.dtype)
     options = {"softmax_scale": scaling, "sinks": s_aux}
-    if scheme.rotated_scale != 1:
-        channels = scheme.rotary.rotary_dim
-        query = torch.cat((query[..., :channels] * scheme.rotated_scale, query[..., channels:]), -1)
     if paged:
         return attend_paged(module, query, key, value, options, kwargs), None
     head_dim = query.shape[-1]

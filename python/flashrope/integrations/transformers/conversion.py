@@ -29,8 +29,10 @@ from .untested import accept
 
 __all__ = ["convert", "revert"]
 
-CHANGES = ("window", "factor", "log_n", "hope_train_length", "self_extend", "dual_chunk")
+CHANGES = ("window", "factor", "log_n", "hope_train_length", "clip", "self_extend", "dual_chunk")
 BEYOND = ("window", "self_extend", "dual_chunk")  # of which a model takes one
+CLIP = ("train_length", "pairs", "taper")
+CUT = ("hope_train_length", "clip")  # of these, too
 
 
 def convert(
@@ -41,6 +43,7 @@ def convert(
     factor: float | None = None,
     log_n: float | bool | None = None,
     hope_train_length: float | None = None,
+    clip: float | bool | dict[str, Any] | None = None,
     self_extend: tuple[int, int] | None = None,
     dual_chunk: tuple[int, int] | None = None,
     untested: bool = False,
@@ -64,6 +67,8 @@ def convert(
         log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: by the training length. Layers with a sliding
             window see a fixed number of keys and are not scaled.
         hope_train_length: HoPE: pairs that make less than one turn over this number of tokens do not rotate.
+        clip: CoPE (``Rotary.cope``): those pairs rotate less the slower they are, by this training length; True: by the
+            model's. A dict gives the arguments of ``Rotary.cope``, {"pairs": 10, "taper": False}.
         self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window.
         dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``. A configuration's dual_chunk_attention_config
             (Qwen2.5-1M) is honored without this option, and without the sparse attention that may stand beside it.
@@ -84,7 +89,7 @@ def convert(
     accept(model, decoder, untested, convert, revert)
     config = decoder.config
     changes = {"window": window, "factor": factor, "log_n": log_n, "hope_train_length": hope_train_length}
-    changes |= {"self_extend": self_extend, "dual_chunk": dual_chunk}
+    changes |= {"clip": clip, "self_extend": self_extend, "dual_chunk": dual_chunk}
     options = _options(config, rotary, changes)
     modules = attention_modules(decoder)
     schemes: dict[tuple, LayerScheme] = {}
@@ -213,18 +218,29 @@ def _options(config, rotary, changes: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"rotary: expected the layer types {layer_types}, got {sorted(rotary)}")
     if "factor" in options and "window" not in options:
         raise ValueError("factor: expected a window beside it, beyond which distances grow by 1 / factor")
-    beyond = [name for name in BEYOND if name in options]
-    if len(beyond) > 1:
-        raise ValueError(f"{beyond[-1]}: expected one of {', '.join(BEYOND)}, got also {', '.join(beyond[:-1])}")
+    for names in (BEYOND, CUT):
+        found = [name for name in names if name in options]
+        if len(found) > 1:
+            raise ValueError(f"{found[-1]}: expected one of {', '.join(names)}, got also {', '.join(found[:-1])}")
     for name, numbers_of in (("self_extend", "window, group"), ("dual_chunk", "chunk_size, local_size")):
         pair = options.get(name)
         if pair is not None and not (isinstance(pair, (tuple, list)) and len(pair) == 2):
             raise TypeError(f"{name}: expected a pair ({numbers_of}), got {pair!r}")
     if options.get("log_n") is True:
         options["log_n"] = training_length(config)
+    if "clip" in options:
+        options["clip"] = _clip(config, options["clip"])
     _check_length("log_n", options, 1, "True or a length of more than 1")
     _check_length("hope_train_length", options, 0, "a positive length")
     return options
+
+
+def _clip(config, given) -> dict[str, Any]:
+    """The arguments of ``Rotary.cope``, which checks all but their names."""
+    arguments = dict(given) if isinstance(given, dict) else {} if given is True else {"train_length": given}
+    if unknown := sorted(arguments.keys() - set(CLIP)):
+        raise ValueError(f"clip: expected True, a length or a dict with some of {', '.join(CLIP)}, got {unknown[0]!r}")
+    return arguments if "train_length" in arguments else {"train_length": training_length(config), **arguments}
 
 
 def _check_length(name: str, options: dict[str, Any], above: float, expected: str) -> None:
@@ -239,7 +255,7 @@ def _check_length(name: str, options: dict[str, Any], above: float, expected: st
 
 def _to_text(value):
     if isinstance(value, dict):
-        return {name: rotary.text for name, rotary in value.items()}
+        return {name: _to_text(each) for name, each in value.items()}
     return value.text if isinstance(value, Rotary) else value
 
 
@@ -270,6 +286,6 @@ def _same(one: LayerScheme | None, other: LayerScheme) -> bool:
     """Whether caches of one are valid under the other."""
     return (
         one is not None
-        and (one.window, one.rotary, one.rotated_scale) == (other.window, other.rotary, other.rotated_scale)
+        and (one.window, one.rotary) == (other.window, other.rotary)
         and one.grows_from == other.grows_from == math.inf
     )

@@ -200,8 +200,8 @@ def check_tables(decoder: PreTrainedModel, layer_types) -> None:
         if name.endswith("original_inv_freq")  # inv_freq may have grown with the length
     ]
     for layer_type in layer_types:
-        rotary, factor = rotary_of_model(decoder.config, layer_type)
-        if any(rotary.frequencies) and not any(_same_table(rotary, factor, *table) for table in tables):
+        rotary = rotary_of_model(decoder.config, layer_type)
+        if any(rotary.frequencies) and not any(_same_table(rotary, *table) for table in tables):
             raise ValueError(
                 "model: expected a rotary embedding of the frequencies that its configuration gives, "
                 f"{rotary!r}; got other ones in transformers {transformers.__version__}, which reads the rope "
@@ -209,10 +209,10 @@ def check_tables(decoder: PreTrainedModel, layer_types) -> None:
             )
 
 
-def _same_table(rotary: Rotary, factor: float, inv_freq: torch.Tensor, attention_scaling: float) -> bool:
+def _same_table(rotary: Rotary, inv_freq: torch.Tensor, attention_scaling: float) -> bool:
     rounding = 1e-5 if inv_freq.dtype == torch.float32 else 1e-2
     return (
         inv_freq.numel() == len(rotary.frequencies)
         and torch.allclose(inv_freq.detach().double().cpu(), rotary.inv_freq.abs(), rtol=rounding, atol=0)
-        and math.isclose(attention_scaling**2, rotary.temperature * factor**2, rel_tol=1e-5)
+        and math.isclose(attention_scaling**2, rotary.temperature * rotary.rotated_scale, rel_tol=1e-5)
     )

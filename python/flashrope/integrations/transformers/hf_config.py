@@ -168,7 +168,8 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
     ``dual_chunk_attention_config`` (Qwen2.5-1M), which transformers itself does not read, gives ``Rotary.dual_chunk``,
     without Qwen's sparse attention and without its engine's factor on the queries of long sequences.
 
-    Hugging Face multiplies cos and sin by ``attention_factor``; here its square scales the scores. With
+    Hugging Face multiplies cos and sin by ``attention_factor``; here its square scales the scores, or what the rotated
+    channels add to them where not all of them rotate. ``llama_4_scaling_beta`` gives ``Rotary.log_steps``. With
     ``mrope_section`` the scheme needs positions of three coordinates, transformers' position_ids as (batch, seqlen, 3).
     Without it, families whose code implies it are read for text only, where the coordinates are equal.
 
@@ -184,27 +185,18 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
     Raises:
         ValueError: names the field, and why there is no exact counterpart.
     """
-    rotary, factor = rotary_of_model(config, layer_type, seqlen)
-    if model_scales_queries(config, layer_type):
-        raise ValueError(
-            "config: llama_4_scaling_beta scales the query by 1 + beta * ln(1 + floor(i / length)), which Rotary does "
-            "not have"
-        )
-    if factor != 1:
-        raise ValueError(
-            f"config: attention_factor {factor:.6g} scales only the {rotary.rotary_dim} rotated of {rotary.head_dim} "
-            "channels, Rotary can only scale the whole score; set attention_factor to 1 and multiply the query's "
-            f"rotated channels by its square, {factor**2:.6g}"
-        )
+    rotary = rotary_of_model(config, layer_type, seqlen)
+    params = _parameters(config, getattr(config, "model_type", "") or "", layer_type)
+    if params and params.get("llama_4_scaling_beta"):
+        return rotary.log_steps(_training_length(params, config), params["llama_4_scaling_beta"], first=0)
     return rotary
 
 
-def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = None) -> tuple[Rotary, float]:
-    """The scheme that the attention of a transformers model needs, and a factor on the rotated channels of q and k.
+def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = None) -> Rotary:
+    """The scheme that the attention of a transformers model needs.
 
     As ``rotary_from_config``, for callers that run the model's own attention module around it: it scales the query by
-    its position itself (``llama_4_scaling_beta``). The factor is Hugging Face's attention_factor where only a part of
-    the channels rotates, otherwise 1: Rotary's temperature scales whole scores.
+    its position itself (``llama_4_scaling_beta``).
     """
     if seqlen is not None and (not isinstance(seqlen, int) or isinstance(seqlen, bool) or seqlen < 1):
         raise ValueError(f"seqlen: expected None or a positive integer, got {seqlen!r}")
@@ -214,7 +206,7 @@ def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = 
     head_dim = _head_dim(config, layer_type)
     slides = model_type in SLIDING_ONLY and getattr(config, "sliding_window", None) is not None
     if params is None or slides and layer_type == "full_attention":
-        return Rotary.none(head_dim), 1.0
+        return Rotary.none(head_dim)
     for key in params:
         if key in REFUSED_KEYS:
             if params[key]:
@@ -236,24 +228,16 @@ def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = 
     _refuse_ignored(params, model_type, rope_type, rotary_dim, head_dim)
     rope = Rotary.rope(head_dim, params["rope_theta"], rotary_dim, interleaved=model_type in INTERLEAVED)
     rotary, attention_factor = RULES[rope_type](rope, params, config, seqlen)
-    factor = 1.0
-    if rotary.rotary_dim != head_dim:
-        factor = float(attention_factor)
-    elif attention_factor != 1:
-        rotary = dataclasses.replace(rotary, temperature=float(attention_factor) ** 2)
+    if attention_factor != 1:
+        field = "temperature" if rotary.rotary_dim == head_dim else "rotated_scale"
+        rotary = dataclasses.replace(rotary, **{field: float(attention_factor) ** 2})
     if chunks := getattr(config, "dual_chunk_attention_config", None):
         rotary = _dual_chunk(rotary, chunks)
     if params.get("mrope_section"):
         rotary = rotary.mrope(list(params["mrope_section"]), _mrope_is_interleaved(model_type, params))
     if model_type in REVERSED:
         rotary = dataclasses.replace(rotary, frequencies=tuple(-f for f in rotary.frequencies))
-    return rotary, factor
-
-
-def model_scales_queries(config, layer_type: str | None) -> bool:
-    """Whether the model's attention modules scale queries by their position (Ministral 3)."""
-    params = _parameters(config, getattr(config, "model_type", "") or "", layer_type)
-    return bool(params and params.get("llama_4_scaling_beta"))
+    return rotary
 
 
 def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:

@@ -18,7 +18,6 @@ class LayerScheme:
     Attributes:
         window: the sliding window of these layers, or None.
         rotary: the scheme up to the length grows_from.
-        rotated_scale: factor on the rotated channels of the query, beside Rotary's factor on whole scores.
         grows_from: beyond this number of tokens the scheme depends on the length; inf: it never does.
     """
 
@@ -26,8 +25,6 @@ class LayerScheme:
         self.window = window
         self._build: Callable[[int | None], Rotary] = partial(_scheme, config, layer_type, window, rotates, options)
         self.rotary = self._build(None)
-        own = rotates and options.get("rotary") is None
-        self.rotated_scale = rotary_of_model(config, layer_type)[1] ** 2 if own else 1.0
         self.grows_from = math.inf if options.get("rotary") or not rotates else _grows_from(config, layer_type)
         self._latest = (0, self.rotary)
 
@@ -43,7 +40,7 @@ class LayerScheme:
 
 
 def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
-    rotary = rotary_of_model(config, layer_type, seqlen)[0] if rotates else Rotary.none(_head_dim(config))
+    rotary = rotary_of_model(config, layer_type, seqlen) if rotates else Rotary.none(_head_dim(config))
     if rotary.axis:
         raise ValueError(
             "config: mrope_section gives each pair its own coordinate of a position, and caches keep one number for "
@@ -60,6 +57,8 @@ def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
         rotary = given
     if options.get("hope_train_length"):
         rotary = _hope(rotary, options["hope_train_length"])
+    if options.get("clip"):
+        rotary = rotary.cope(**options["clip"])
     if options.get("window") is not None and any(rotary.frequencies):
         rotary = rotary.rectify(options["window"], options.get("factor"))
     if options.get("self_extend"):

@@ -36,6 +36,8 @@ struct DecodeCall {  // cpu/library.py has the same
   DecodeBand bands[MAX_BANDS];
   int64_t num_bands;
   double scale, log_n_factor, log_n_floor;
+  double log_n_every, log_n_first;  // log_n_every 0: log n grows with every position, not in steps
+  double rotated_scale;             // of the first 2 * pairs channels of the queries
   int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16
   ParallelFor parallel_for;
 };
@@ -117,10 +119,14 @@ struct Chunk {
     for (int r = 0; r < rows; ++r) {
       const int64_t row = r % call.seqlen_q, position = first_position + row;
       double scale = call.scale;
-      if (call.log_n_factor)
-        scale *= std::fmax(call.log_n_factor * std::log(double(position > 0 ? position : 0) + 1), call.log_n_floor);
+      const double counted = double(position > 0 ? position : 0);
+      if (call.log_n_every)
+        scale *= 1 + call.log_n_factor * std::log(1 + std::floor((counted + call.log_n_first) / call.log_n_every));
+      else if (call.log_n_factor)
+        scale *= std::fmax(call.log_n_factor * std::log(counted + 1), call.log_n_floor);
+      const float scale_rotated = float(scale * call.rotated_scale), scale_rest = float(scale);
       const T* x = call.q.row<const T>(sequence, row, head_kv * group + r / call.seqlen_q);
-      for (int c = 0; c < head_dim; ++c) q[r][c] = to_float(x[c]) * float(scale);
+      for (int c = 0; c < head_dim; ++c) q[r][c] = to_float(x[c]) * (c < 2 * call.pairs ? scale_rotated : scale_rest);
       for (int c = int(head_dim); c < padded_dim; ++c) rotated_q[r][c] = 0;
     }
   }

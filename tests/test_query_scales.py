@@ -1,0 +1,158 @@
+"""Llama 4's scale of the query in steps, and a factor on rotated channels: their formulas, and every backend."""
+
+import math
+
+import pytest
+import support
+import torch
+from support import check, problem
+
+from flashrope import Rotary, attention, attention_varlen, attention_with_cache
+from flashrope.lowering import lower
+
+REFERENCE = support.Target("reference", torch.float64, "cpu")
+SCHEMES = {
+    "steps": Rotary.rope(16).log_steps(7, 0.5),
+    "steps_nope": Rotary.none(16).log_steps(9, 0.3, first=0),
+    "steps_leaky": Rotary.hope(16, 60).rectify(11, 4.0).log_steps(3),
+    "rotated": Rotary.rope(16, rotary_dim=8).scale_rotated(1.4),
+    "rotated_rerope": Rotary.rope(16, rotary_dim=12, interleaved=True).scale_rotated(0.7).rectify(11).log_n(20),
+    "rotated_maps": Rotary.rope(16, rotary_dim=8).yarn(4.0, 64).scale_rotated(1.3).self_extend(12, 4).log_steps(10),
+    "rotated_zeros": Rotary.hope(16, 40).rectify(0).scale_rotated(1.5),  # no key rotates, and half of the pairs do not
+}
+
+
+def given(rotary, seqlen_q=30, seqlen_k=30, seed=0):
+    shapes = (seqlen_q, seqlen_k, seqlen_k)
+    return [
+        torch.randn(1, n, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for n in shapes
+    ]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_steps_are_llama_4s(first):
+    """1 + attn_scale log(1 + floor((i + first) / floor_scale)), position by position."""
+    q, k, v = given(None)
+    for i in range(30):
+        factor = 1 + 0.5 * math.log(1 + math.floor((i + first) / 7))
+        scaled = attention(q * factor, k, v, Rotary.rope(16), impl="reference")
+        got = attention(q, k, v, Rotary.rope(16).log_steps(7, 0.5, first), impl="reference")
+        torch.testing.assert_close(got[:, i], scaled[:, i])
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_log_n(clip):
+    q, k, v = given(None)
+    for i in range(30):
+        factor = math.log(i + 1) / math.log(8)
+        scaled = attention(q * (max(factor, 1) if clip else factor), k, v, Rotary.rope(16), impl="reference")
+        got = attention(q, k, v, Rotary.rope(16).log_n(8, clip), impl="reference")
+        torch.testing.assert_close(got[:, i], scaled[:, i])
+
+
+def test_the_factor_is_hugging_faces_attention_factor():
+    """cos and sin of queries and keys times a: the rotated channels add a ** 2 as much."""
+    q, k, v = given(None)
+    rotary, a = Rotary.rope(16, rotary_dim=8), 1.2
+
+    def times(x):
+        return torch.cat((x[..., :8] * a, x[..., 8:]), -1)
+
+    expected = attention(times(q), times(k), v, rotary, impl="reference")
+    torch.testing.assert_close(attention(q, k, v, rotary.scale_rotated(a * a), impl="reference"), expected)
+    whole = Rotary.rope(16).yarn(4.0, 64)
+    by_temperature = Rotary.rope(16).yarn(4.0, 64, temperature=1.0).scale_rotated(whole.temperature)
+    torch.testing.assert_close(
+        attention(q, k, v, whole, impl="reference"), attention(q, k, v, by_temperature, impl="reference")
+    )
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("target", support.TARGETS, ids=str)
+def test_every_backend(target, name):
+    check(target, problem(target, SCHEMES[name], 33, 40))
+
+
+@pytest.mark.parametrize("name", ["steps", "rotated", "rotated_rerope"])
+@pytest.mark.parametrize("target", [t for t in support.TARGETS if t.dtype == torch.float32], ids=str)
+def test_given_positions_and_both_sides(target, name):
+    rotary = SCHEMES[name]
+    if name != "rotated_rerope":
+        positions = torch.rand(1, 25, generator=torch.Generator().manual_seed(3)) * 60 - 5
+        check(target, problem(target, rotary, 25).replace(positions=positions.to(target.device)))
+    check(target, problem(target, rotary, 25, 33, causal=False))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("impl", ["reference", "cpu", "triton"])
+def test_decoding_and_packed(impl, name):
+    if impl == "triton" and not (support.INTERPRETED or torch.cuda.is_available()):
+        pytest.skip("needs a GPU or Triton's interpreter")
+    device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
+    rotary = SCHEMES[name]
+    q, k, v = (x.float().to(device) for x in given(rotary, 24, 24))
+    expected = attention(*(x.double() for x in (q, k, v)), rotary, impl="reference").float()
+    caches = torch.zeros(2, 1, 24, 1, 16, device=device)
+    found = []
+    for begin, end in ((0, 17), (17, 18), (18, 21), (21, 24)):
+        new = [x[:, begin:end].contiguous() for x in (k, v)]
+        seqlens = torch.tensor([begin], dtype=torch.int32, device=device)
+        found.append(
+            attention_with_cache(q[:, begin:end].contiguous(), *caches, rotary, seqlens, k=new[0], v=new[1], impl=impl)
+        )
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-5, atol=1e-5)
+    starts = torch.tensor([0, 24], dtype=torch.int32, device=device)
+    packed = attention_varlen(q[0], k[0], v[0], rotary, starts, starts, 24, 24, impl=impl)
+    torch.testing.assert_close(packed[None], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_and_other_schemes_pay_nothing():
+    """Only queries have the factor; without one, the rotations are the same as before."""
+    plain, scaled = Rotary.rope(16).rectify(9), Rotary.rope(16).rectify(9).scale_rotated(1.5)
+    assert set(lower(plain, True).scales) == {1.0}
+    lowered = lower(scaled, True)
+    assert {lowered.scales[band.q_rotation] for band in lowered.bands} == {1.5}
+    assert {lowered.scales[band.k_rotation] for band in lowered.bands} == {1.0}
+    assert {lowered.scales[step] for band in lowered.bands for step in band[-2:]} == {1.0}
+    assert lowered.k_copies and lowered.rotated_key_ranges[0][1] == lower(plain, True).rotated_key_ranges[0][1]
+
+
+def test_text_equality_and_repr():
+    for rotary in SCHEMES.values():
+        assert Rotary.from_text(rotary.text) == rotary and hash(Rotary.from_text(rotary.text)) == hash(rotary)
+    rope = Rotary.rope(16, rotary_dim=8)
+    assert len({rope, rope.log_steps(7), rope.log_steps(7, first=0), rope.log_n(7), rope.scale_rotated(2.0)}) == 5
+    assert rope.scale_rotated(2.0).scale_rotated(0.5) == rope
+    assert "score scale: (1 + 0.1 ln(1 + floor((i + 1) / 8192)))" in repr(rope.log_steps(8192))
+    assert "1.5 on the first 8 channels" in repr(rope.scale_rotated(1.5))
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda r: r.log_steps(0), "floor_scale: expected a positive finite number, got 0"),
+        (lambda r: r.log_steps(8, -0.1), "attn_scale: expected a positive finite number, got -0.1"),
+        (lambda r: r.log_steps(8, 0.1, 2), "first: expected 0 or 1, the number of the first position, got 2"),
+        (lambda r: r.log_n(8).log_steps(8), "log_steps: this scheme is scaled by log n already"),
+        (lambda r: r.log_steps(8).log_n(8), "log_n: this scheme is scaled by log_steps already"),
+        (lambda r: r.scale_rotated(0.0), "factor: expected a positive finite number, got 0.0"),
+        (lambda r: Rotary.none(16).scale_rotated(2.0), "scale_rotated: this scheme has no channels that rotate"),
+        (lambda r: Rotary.axial(16).log_steps(8), "log_steps: needs one-dimensional positions"),
+        (
+            lambda r: Rotary(16, (1.0,), log_n_scale=(8, True), log_steps_scale=(8, 0.1, 1)),
+            "expected None beside log_n",
+        ),
+    ],
+)
+def test_refusals(build, message):
+    with pytest.raises(ValueError, match=message):
+        build(Rotary.rope(16))
+
+
+def test_cuda_refuses_steps():
+    from flashrope.backends import CacheCall, cuda
+
+    call = CacheCall.__new__(CacheCall)
+    call.rotary, call.causal = Rotary.rope(64).log_steps(8), True
+    with pytest.raises(ValueError, match="impl='cuda' cannot serve this call: its kernels have no log_steps"):
+        cuda.attention_with_cache(None, None, None, call)
