@@ -30,6 +30,8 @@ def describe(rotary) -> str:
         length, clip = rotary.log_n_scale
         log_n = f"ln(i + 1) / ln({length:g})"
         scale.append(f"max(1, {log_n})" if clip else log_n)
+    if rotary.length_scale is not None:
+        scale.append(f"max(1, 0.1 * ln(n / {rotary.length_scale:g}) + 1)")
     return f"Rotary({', '.join(parts)}, score scale: {' * '.join(scale) or '1'})"
 
 
