@@ -5,6 +5,7 @@ import support
 import torch
 
 from flashrope import KVCache, Rotary, attention, attention_varlen_with_cache, attention_with_cache
+from flashrope.backends import cuda
 
 ROPE = Rotary.rope(16)
 SCHEMES = {
@@ -81,3 +82,30 @@ def test_a_step_is_the_last_row_of_attention(name):
         out = cache.attend(q[:, step:stop], SCHEMES[name], k[:, step:stop], v[:, step:stop])
         torch.testing.assert_close(out, whole[:, step:stop], rtol=1e-4, atol=1e-5)
         step = stop
+
+
+def test_the_cuda_kernels_refuse_maps(monkeypatch):
+    """By name, one sequence per row or packed; the same call without a map comes as far as their library."""
+
+    class Reached(Exception):
+        pass
+
+    def operators():
+        raise Reached
+
+    monkeypatch.setattr(cuda, "unsupported_reason", lambda q, cached=False: "")
+    monkeypatch.setattr(cuda, "_operators", operators)
+    monkeypatch.setattr(cuda, "multiprocessors", lambda device: 2)
+    pages, table, _ = caches("cpu")
+    seqlens, options = numbers(LENGTHS, "cpu"), {"block_table": table, "impl": "cuda"}
+    starts = numbers([0, 1, 20, 24], "cpu")
+    for rotary in (*SCHEMES.values(), ROPE):
+        for call in (
+            lambda: attention_with_cache(queries_of("cpu", 3, 1), *pages, rotary, seqlens, **options),
+            lambda: attention_varlen_with_cache(queries_of("cpu", 24), *pages, rotary, starts, seqlens, 20, **options),
+        ):
+            if rotary is ROPE:
+                pytest.raises(Reached, call)
+                continue
+            with pytest.raises(ValueError, match=r"impl='cuda' .* no position maps \(self_extend, dual_chunk\); use "):
+                call()

@@ -87,6 +87,7 @@ class Shape(NamedTuple):
     page_size: 0 for a contiguous cache, or none.
     block_m, block_n: query rows and key rows of a tile.
     head_dim_v, block_dv: as head_dim and block_d, of v and out.
+    aligned_maps: the scheme maps positions, and every tile of keys lies in one chunk, and in one group or whole groups.
     """
 
     head_dim: int
@@ -101,6 +102,7 @@ class Shape(NamedTuple):
     block_n: int = 0
     head_dim_v: int = 0
     block_dv: int = 0
+    aligned_maps: bool = False
 
 
 NO_CACHE = CacheLayout(*(None,) * 8)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .arguments import decode_int, decode_stride
 from .kv_cache import clamp, find_page, load_page, row_in_page, valid_page
-from .rotation import CosSinTable, join_pairs, load_cos_sin, load_pairs, log_n_scale, rotate
+from .rotation import CosSinTable, join_pairs, load_cos_sin, load_map, load_pairs, log_n_scale, mapped_tile, rotate
 from .softmax import LN_2, LOG2_E, add_values, finish_softmax, log2_scale, online_softmax, start_softmax
 from .tiles import (
     Rows,
@@ -134,15 +134,21 @@ def load_pages(keys, column, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def attend_block(state, queries, keys, band, column, pages, ROTATE_K: tl.constexpr, SHAPE: tl.constexpr):
-    """One step of the online softmax, over the keys from `column` on, whose `pages` were loaded before."""
+def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.constexpr, SHAPE: tl.constexpr):
+    """One step of the online softmax, over the keys from `column` on, whose `pages` were loaded before.
+
+    k_map: the band's load_map of keys where SHAPE.aligned_maps, else None."""
     columns = tl.arange(0, SHAPE.block_n)
     row = row_in_page(keys.cache, block_slots(keys, column, SHAPE), SHAPE.page_size)
     page = valid_page(keys.cache, pages)
     x, y = load_pairs(keys.k.ptr, page_offsets(page, row, keys.k), 0, SHAPE.block_d // 2, SHAPE)  # [BN, D/2]
     if ROTATE_K:
         rows = Rows(columns, column + keys.shift, column, keys.length)
-        x, y = rotate_pairs(x, y, keys.table, band.k_rotation, rows, 1.0, SHAPE)
+        table = keys.table
+        if SHAPE.aligned_maps:
+            index, start = mapped_tile(k_map, columns, column)
+            table, rows = CosSinTable(table.ptr, table.rows, None), Rows(index, start, None, None)
+        x, y = rotate_pairs(x, y, table, band.k_rotation, rows, 1.0, SHAPE)
     scores = pair_scores(queries, x, y, SHAPE)
     # Masked in every block, edge or not, so that a visit in which a row sees nothing changes no bit of it.
     visible = is_visible(queries.visible, column, SHAPE.block_n)
@@ -216,6 +222,8 @@ def attention_decode(
         x, y = rotate_pairs(x, y, table, band.q_rotation, of_rows, log_n, SHAPE)
         queries = Queries(x, y, visible_keys(position, band, length, scheme.maps), log2_scale(scheme.score_scale))
 
+        # Loaded before the loop, so that the rows of cos and sin which do not depend on the block are, too.
+        k_map = load_map(scheme.maps, band.k_rotation) if SHAPE.aligned_maps else None
         blocks = key_tiles(band, first_q, last_q, length, SHAPE.block_n, scheme.maps)
         begin = blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits  # the split's first block
         pages = load_pages(keys, begin * SHAPE.block_n, SHAPE)
@@ -223,7 +231,7 @@ def attention_decode(
             # A block ahead: K and V can only be requested ahead if their pages are known by then.
             next_pages = load_pages(keys, (block + num_splits) * SHAPE.block_n, SHAPE)
             column, ROTATE_K = block * SHAPE.block_n, (SHAPE.rotated_bands >> b) & 1
-            state = attend_block(state, queries, keys, band, column, pages, ROTATE_K, SHAPE)
+            state = attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K, SHAPE)
             pages = next_pages
 
     result, log_sum = finish_softmax(state)

@@ -138,6 +138,27 @@ def mapped_rows(maps, rotation, rows):
     return tl.minimum(position // group, last)
 
 
+class RowMap(NamedTuple):
+    """chunk and group of a row of Scheme.maps."""
+
+    chunk: object
+    group: object
+
+
+@triton.jit
+def load_map(maps, rotation):
+    row_map = maps + 4 * rotation
+    return RowMap(tl.load(row_map), tl.load(row_map + 1))
+
+
+@triton.jit
+def mapped_tile(row_map, index, start):
+    """Where a tile of keys lies in one chunk, and in one group or in whole groups: the (index, start) by which
+    load_cos_sin without maps finds the mapped positions. `start`: the position of the first key."""
+    start = tl.where(row_map.chunk > 0, start % tl.maximum(row_map.chunk, 1), start)
+    return index // row_map.group, start // row_map.group
+
+
 @triton.jit
 def add_angles(cos_a, sin_a, cos_b, sin_b):
     return cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
@@ -250,28 +271,28 @@ def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, SHAPE
 
 
 @triton.jit
-def load_step(table, step, before, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
-    """load_cos_sin of what takes rows from the frame of the band before to that of a band, whose steps these are: the
-    rotation `step`, or where the scheme maps positions from the rotation `before` to `step`."""
+def rotate_step(x, y, table, step, before, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+    """Pairs [M, COUNT], from pair FIRST on, from the frame of the band before to that of a band, whose steps these are:
+    by the rotation `step`, or where the scheme maps positions back by the rotation `before` and on by `step`."""
     if table.maps is None:
-        return load_cos_sin(table, step, rows, FIRST, COUNT, SHAPE)
-    else:
         cos, sin = load_cos_sin(table, step, rows, FIRST, COUNT, SHAPE)
-        cos_before, sin_before = load_cos_sin(table, before, rows, FIRST, COUNT, SHAPE)
-        return add_angles(cos, sin, cos_before, -sin_before)
+        return rotate(x, y, cos, sin)
+    else:
+        cos, sin = load_cos_sin(table, before, rows, FIRST, COUNT, SHAPE)
+        x, y = rotate(x, y, cos, -sin)
+        cos, sin = load_cos_sin(table, step, rows, FIRST, COUNT, SHAPE)
+        return rotate(x, y, cos, sin)
 
 
 @triton.jit
 def rotate_tile(tile, table, step, before, rows, SHAPE: tl.constexpr):
-    """A float32 tile [M, D] rotated in registers, as load_step says."""
+    """A float32 tile [M, D] rotated in registers, as rotate_step says."""
     CHUNK: tl.constexpr = SHAPE.block_d // 4
     x, y = split_pairs(tile, SHAPE)
     x, next_x = halves(x)
     y, next_y = halves(y)
-    cos, sin = load_step(table, step, before, rows, 0, CHUNK, SHAPE)
-    x, y = rotate(x, y, cos, sin)
-    cos, sin = load_step(table, step, before, rows, CHUNK, CHUNK, SHAPE)
-    next_x, next_y = rotate(next_x, next_y, cos, sin)
+    x, y = rotate_step(x, y, table, step, before, rows, 0, CHUNK, SHAPE)
+    next_x, next_y = rotate_step(next_x, next_y, table, step, before, rows, CHUNK, CHUNK, SHAPE)
     return join_pairs(concatenate(x, next_x), concatenate(y, next_y), SHAPE)
 
 

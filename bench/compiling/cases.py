@@ -67,6 +67,11 @@ PARTIAL = Scheme(
     lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2).rectify(WINDOW),
     cache="contiguous",
 )
+MAPS = (  # position maps per band: two bands, and three over chunks of 1024
+    Scheme("self-extend", lambda head_dim: Rotary.rope(head_dim).self_extend(WINDOW, 8)),
+    Scheme("dual-chunk", lambda head_dim: Rotary.rope(head_dim).dual_chunk(WINDOW + 256, 256)),
+)
+MAPS_DECODE = tuple(Scheme(f"{scheme.name} paged", scheme.rotary, cache="paged") for scheme in MAPS)
 TMA = tuple(Scheme(f"{scheme.name} tma", scheme.rotary, tma=True) for scheme in (ONE_BAND, TWO_BANDS))
 ATOMIC = tuple(Scheme(f"{scheme.name} atomic", scheme.rotary, deterministic=False) for scheme in (ONE_BAND, TWO_BANDS))
 VALUES = tuple(  # multi-head latent attention
@@ -174,4 +179,5 @@ def cases(quick: bool) -> list[Case]:
         + grid((86,), (64, 128), "bf16", DECODE[-1], CHUNKS[-1])
         + grid((80, 90), (256,), "bf16", CHUNKS[-1])
     )
-    return main + wide + padded + types + variants + small_shared + cache
+    maps = grid((80, 90), (64, 128), "bf16", *MAPS, *MAPS_DECODE)
+    return main + wide + padded + types + variants + small_shared + cache + maps

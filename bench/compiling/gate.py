@@ -1,6 +1,6 @@
 """The compile gate: compiles every Triton kernel that configs.py can select and checks the machine code, without a GPU.
 
-    python -m bench gate [--arch 80 90] [--head-dim 64 128] [--quick] [--csv PATH] [--jobs N]
+    python -m bench gate [--arch 80 90] [--head-dim 64 128] [--scheme NAME] [--quick] [--csv PATH] [--jobs N]
 
 For every case the backend runs on meta tensors: forward and backward, or one call with a KV cache. Launches that need
 the same machine code are compiled once. Prints one row per compiled kernel. Exits with 1 if a kernel
@@ -213,6 +213,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m bench gate", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", choices=sorted(MULTIPROCESSORS), help="only these architectures")
     parser.add_argument("--head-dim", type=int, nargs="+", help="only these head_dims")
+    parser.add_argument("--scheme", nargs="+", help="only these schemes, as the table names them")
     parser.add_argument(
         "--quick", action="store_true", help="sm_80 and sm_90, head_dim 64 and 128, bf16, one and two bands"
     )
@@ -224,9 +225,10 @@ def main(argv: list[str]) -> int:
         for case in cases(options.quick)
         if (not options.arch or case.arch in options.arch)
         and (not options.head_dim or case.head_dim in options.head_dim)
+        and (not options.scheme or case.scheme.name in options.scheme)
     ]
     if not chosen:
-        parser.error("no case has this architecture and head_dim")
+        parser.error("no case has this architecture, head_dim and scheme")
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set; interpreted kernels cannot be compiled")
     started = time.monotonic()

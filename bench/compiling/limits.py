@@ -6,7 +6,7 @@ import dataclasses
 
 import triton
 
-from .cases import VALUES, VARIANTS, Case
+from .cases import MAPS, MAPS_DECODE, VALUES, VARIANTS, Case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,25 @@ def listed(**covered) -> SpillLimit:
     return SpillLimit(LISTED, in_loops=LISTED, **covered)
 
 
+# Position maps: every row's own cos and sin, of two rotations between bands, beside the accumulators. By kernel and
+# architecture, for head_dim 64 and 128 of Self-Extend and dual chunk attention. All of it is outside the hot loop, and
+# but for in_loops (edge tiles) outside the tile loops.
+MAP_SPILLS = {
+    ("attention_forward", 80): ((36, 0), (60, 0)),
+    ("attention_forward", 90): ((0, 80), (0, 44)),
+    ("attention_grad_kv", 80): ((4, 36), (68, 92)),
+    ("attention_grad_q", 80): ((60, 116), (80, 256)),
+    ("attention_grad_q", 90): ((0, 84), (0, 220)),
+}
+MAP_LIMITS = tuple(
+    SpillLimit(
+        spill, kernel, arch, 0, head_dim, scheme=scheme.name, in_loops=128 if kernel == "attention_forward" else 0
+    )
+    for (kernel, arch), of_schemes in MAP_SPILLS.items()
+    for scheme, spills in zip(MAPS, of_schemes, strict=True)
+    for head_dim, spill in zip((64, 128), spills, strict=True)
+)
+
 # The first match decides. Limited are one and two bands in half precision, head_dim 64 and 128, on sm_80 and sm_90.
 SPILL_LIMITS = (
     SpillLimit(156, "attention_grad_kv", scheme="v 128 atomic", triton="3.6."),  # outside the tile loops
@@ -52,6 +71,8 @@ SPILL_LIMITS = (
     *(listed(scheme=scheme.name) for scheme in VARIANTS),
     *(listed(arch=arch) for arch in (86, 89)),
     listed(dtype="fp32"),
+    *MAP_LIMITS,
+    SpillLimit(8, "attention_decode", 90, head_dim=64, scheme=MAPS_DECODE[1].name),
     # Three products' accumulators, and with several bands their changes of frame: all of it outside the hot loop.
     SpillLimit(128, "attention_grad_kv", scheme="rope atomic"),
     SpillLimit(120, "attention_grad_kv", head_dim=64, scheme="rerope atomic"),
@@ -99,6 +120,11 @@ INSTRUCTION_LIMITS = {
     ("attention_decode", "rerope contiguous"): _by_size((17.5, 16), (17.5, 16)),
     ("attention_decode", "rerope paged"): _by_size((26, 24.5), (26, 24.5)),
 }
+INSTRUCTION_LIMITS |= {
+    (kernel, scheme.name): INSTRUCTION_LIMITS[kernel, "rerope"]
+    for kernel in ("attention_forward", "attention_grad_kv", "attention_grad_q")
+    for scheme in MAPS
+} | {("attention_decode", scheme.name): _by_size((49, 49), (49, 49)) for scheme in MAPS_DECODE}
 # Newer compilers (seen: 3.9) have their own tiles in configs.py, because those of 3.6 would spill.
 NEWER = {
     ("attention_forward", "rope"): {(80, 64): 6.7},

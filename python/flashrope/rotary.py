@@ -72,6 +72,7 @@ class Rotary:
         log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), with clip at least 1.
         log_steps_scale: (floor_scale, attn_scale, first) or None, see ``log_steps``; in the place of log n.
         rotated_scale: factor on what the channels of the table, the first rotary_dim, add to the scores.
+        length_scale: None, or a length: scores of a sequence of n keys are scaled by max(1, 0.1 ln(n / length) + 1).
         axis: for every pair, the axis of the position that it rotates with; () for one-dimensional positions.
         base, exponent_dim: inv_freq[m] was base ** (-2m / exponent_dim) before any change; base is None for other
             tables. These two and scaled_by say what may still be chained, and do not count for equality.
@@ -90,6 +91,7 @@ class Rotary:
     base: float | None = dataclasses.field(default=None, compare=False)
     exponent_dim: int = dataclasses.field(default=0, compare=False)
     scaled_by: str = dataclasses.field(default="", compare=False)
+    length_scale: float | None = None
 
     def __post_init__(self):
         check_positive_int("head_dim", self.head_dim)
@@ -106,12 +108,14 @@ class Rotary:
         positive("rotated_scale", self.rotated_scale)
         if self.log_n_scale and self.log_steps_scale:
             raise ValueError("log_steps_scale: expected None beside log_n_scale; a query has one scale by its position")
+        if self.length_scale is not None:
+            object.__setattr__(self, "length_scale", positive("length_scale", self.length_scale))
         self.text  # noqa: B018  cached now, because torch.compile cannot trace a cached_property's first call
 
     @cached_property
     def _hash(self) -> int:
         table = self.head_dim, self.frequencies, self.interleaved, self.axis
-        scales = self.temperature, self.log_n_scale, self.log_steps_scale, self.rotated_scale
+        scales = self.temperature, self.log_n_scale, self.log_steps_scale, self.rotated_scale, self.length_scale
         return hash((*table, self.bands, *scales))
 
     def __hash__(self) -> int:
@@ -426,7 +430,7 @@ class Rotary:
             return self
         return self._with_bands(beyond_window(self.bands, grouped(window, group)))
 
-    def dual_chunk(self, chunk_size: int, local_size: int) -> Rotary:
+    def dual_chunk(self, chunk_size: int, local_size: int, length_scale: float | None = None) -> Rotary:
         """Dual chunk attention (An et al. 2024, arXiv 2402.17463; Qwen2.5-1M), for models that are trained.
 
         With s = chunk_size - local_size, the key at j rotates by j mod s. With n = floor(i / s) - floor(j / s), the
@@ -437,6 +441,8 @@ class Rotary:
         Args:
             chunk_size: in positions, usually the training length or less.
             local_size: in positions, less than chunk_size; s must be a multiple of 128, the rows of a tile.
+            length_scale: a length in tokens, usually the training length: scores of a sequence of n keys, counted at
+                each call, are scaled by max(1, 0.1 ln(n / length_scale) + 1), as Qwen2.5-1M's engine does. None: not.
         """
         chunk = checked_chunk(chunk_size, local_size)
         self._check_unbanded("dual_chunk")
@@ -444,7 +450,8 @@ class Rotary:
             raise ValueError("dual_chunk: expected a scheme whose queries see all keys, got one with a sliding window")
         if not any(self.frequencies):
             return self
-        return self._with_bands(chunked(chunk, min(2 * chunk - 1, chunk_size)))
+        scaled = dataclasses.replace(self, length_scale=length_scale)
+        return scaled._with_bands(chunked(chunk, min(2 * chunk - 1, chunk_size)))
 
     def local(self, window: int) -> Rotary:
         """Sliding window: queries attend to distances below window only; without causality, on both sides."""

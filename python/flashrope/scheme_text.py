@@ -36,6 +36,8 @@ def describe(rotary) -> str:
         scale.append(f"(1 + {factor:g} ln(1 + floor({position} / {every:g})))")
     if rotary.rotated_scale != 1:
         scale.append(f"{rotary.rotated_scale:.6g} on the first {rotary.rotary_dim} channels")
+    if rotary.length_scale is not None:
+        scale.append(f"max(1, 0.1 * ln(n / {rotary.length_scale:g}) + 1)")
     return f"Rotary({', '.join(parts)}, score scale: {' * '.join(scale) or '1'})"
 
 

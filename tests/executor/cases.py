@@ -199,15 +199,34 @@ DECODING = {
         (),
     ),
     "prefill-paged-rope-d128-bf16": (dict(target=BF16, scheme="rope", head_dim=128, seqlen_q=70, page_size=PAGES), ()),
+    "self-extend-paged-leftpad-d64-bf16": (
+        dict(target=BF16, scheme="self_extend", head_dim=64, page_size=PAGES, leftpad=(3, 0, 40), lengths=(300, 1, 87)),
+        (),
+    ),
+    "self-extend-odd-d64-bf16": (dict(target=BF16, scheme="self_extend_odd", head_dim=64, lengths=(300, 1, 87)), ()),
+    "dual-chunk-splits-d128-fp16": (
+        dict(target=FP16, scheme="dual_chunk", head_dim=128, page_size=PAGES, num_splits=2, lengths=(420, 1, 200)),
+        (),
+    ),
+    "dual-chunk-wide-d64-bf16": (
+        dict(target=BF16, scheme="dual_chunk", head_dim=64, seqlen_q=20, lengths=(300, 20, 150)),
+        (),
+    ),
     "prefill-paged-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, seqlen_q=70, page_size=PAGES), slow),
 }
 
 
-def decode(target, scheme, head_dim, seqlen_q=1, leftpad=None, page_size=0, num_splits=None):
-    lengths = (145, seqlen_q, 87)
-    cache = test_decode.cached(
-        target, SCHEMES[scheme](head_dim), lengths, seqlen_q, leftpad=leftpad, capacity=192, page_size=page_size
-    )
+MAPS = {
+    "self_extend": lambda head_dim: Rotary.rope(head_dim).self_extend(48, 8),
+    "self_extend_odd": lambda head_dim: Rotary.rope(head_dim).self_extend(45, 9),
+    "dual_chunk": lambda head_dim: Rotary.rope(head_dim).dual_chunk(160, 32),
+}
+
+
+def decode(target, scheme, head_dim, seqlen_q=1, leftpad=None, page_size=0, num_splits=None, lengths=None):
+    lengths, rotary = lengths or (145, seqlen_q, 87), {**SCHEMES, **MAPS}[scheme](head_dim)
+    options = {"leftpad": leftpad, "capacity": -(-max(192, *lengths) // 64) * 64, "page_size": page_size}
+    cache = test_decode.cached(target, rotary, lengths, seqlen_q, **options)
     cache.check(target, num_splits=num_splits)
 
 
@@ -218,6 +237,14 @@ def test_decoding(machine, case):
     assert "append_rows" in kernels
     assert ("attention_forward" if case.get("seqlen_q", 1) > 64 else "attention_decode") in kernels
     assert ("combine_splits" in kernels) == ("num_splits" in case)
+
+
+@pytest.mark.parametrize("scheme", MAPS)
+def test_keys_are_requested_ahead_where_maps_align(machine, scheme):
+    """Tiles of 64 keys hold whole groups of 8, not of 9."""
+    decode(BF16, scheme, 64, page_size=PAGES, lengths=(300, 1, 87))
+    (step,) = (launch for launch in machine.launches if launch.kernel == "attention_decode")
+    assert bool(step.warps("cp.async.cg")) == (scheme != "self_extend_odd")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from support import SCHEMES
 
 from flashrope import Rotary, attention
 from flashrope.backends.triton import device, launcher
+from flashrope.triton_kernels.arguments import Scheme
 
 from . import driver
 from .mutations import MUTATIONS, mutated, sites
@@ -41,8 +42,10 @@ class OfTriton:
 class Dense(OfTriton):
     """attention and its backward: three tiles of keys, the window ends in the first."""
 
+    rotary, lengths = SCHEMES["rerope"](64), (150,)
+
     def __init__(self):
-        self.problem = support.problem(FP16, SCHEMES["rerope"](64), 150, heads=2, seed=1, softmax_scale=0.02)
+        self.problem = support.problem(FP16, self.rotary, *self.lengths, heads=2, seed=1, softmax_scale=0.02)
         self.exact = support.exact_and_bound(self.problem)
 
     def run(self):
@@ -62,13 +65,25 @@ class Forward(Dense):
         return {"out": out, "lse": lse}
 
 
+class SelfExtend(Dense):
+    rotary = Rotary.rope(64).self_extend(48, 8)
+
+
+class DualChunk(Dense):
+    """Rows in three chunks."""
+
+    rotary, lengths = Rotary.rope(64).dual_chunk(160, 32), (60, 290)
+
+
 class Decode(OfTriton):
     """One token for three sequences in pages with left padding, in two splits. Each of the longest's has several
     blocks of keys in both bands, so that pages which were loaded a block ahead are used."""
 
+    rotary = Rotary.rope(64).rectify(250)
+
     def __init__(self):
         options = {"leftpad": (3, 0, 40), "capacity": 512, "page_size": 16, "softmax_scale": 0.02}
-        self.cache = test_decode.cached(FP16, Rotary.rope(64).rectify(250), (500, 1, 87), 1, **options)
+        self.cache = test_decode.cached(FP16, self.rotary, (500, 1, 87), 1, **options)
         self.before = self.cache.k_cache.clone(), self.cache.v_cache.clone()
         self.exact = [support.exact_and_bound(p) for p in self.cache.sequences]
 
@@ -82,6 +97,14 @@ class Decode(OfTriton):
         return all(
             max(support.excess(row, *e, torch.float16).values()) <= 1 for row, e in zip(rows, self.exact, strict=True)
         )
+
+
+class DecodeSelfExtend(Decode):
+    rotary = Rotary.rope(64).self_extend(64, 8)
+
+
+class DecodeDualChunk(Decode):
+    rotary = Rotary.rope(64).dual_chunk(160, 32)
 
 
 @functools.cache
@@ -312,6 +335,64 @@ def shorter_table(name, grid, args):
     if name == "attention_forward":
         args[6] = args[6]._replace(table=args[6].table.flatten()[:100])
     return grid, args
+
+
+CHUNK, GROUP, LAST = range(3)  # columns of the maps
+
+
+def of_maps(kernel, column, by, rows=lambda maps: maps[:, 0] == maps[:, 0]):
+    """A number of the maps that this kernel gets, in the rotations that `rows` selects, changed by so much."""
+
+    def change(name, grid, args):
+        if name == kernel:
+            (place,) = (n for n, x in enumerate(args) if isinstance(x, Scheme))
+            maps = args[place].maps.clone()
+            maps[rows(maps), column] += by
+            args[place] = args[place]._replace(maps=maps)
+        return grid, args
+
+    return change
+
+
+def grouped(maps):
+    return maps[:, GROUP] > 1
+
+
+def of_keys(maps):
+    return (maps[:, 3] == 0) & (torch.arange(len(maps)) > 0)
+
+
+def bands_unit(maps):
+    """The first map, whose chunk the bands count in."""
+    return torch.arange(len(maps)) == 0
+
+
+MAP_CHANGES = {
+    "group off by one": (SelfExtend, of_maps("attention_forward", GROUP, 1, grouped)),
+    "a group in dQ": (SelfExtend, of_maps("attention_grad_q", GROUP, -1, grouped)),
+    "another group in dK": (SelfExtend, of_maps("attention_grad_kv", GROUP, 1, grouped)),
+    "a chunk's edge off by one": (DualChunk, of_maps("attention_forward", CHUNK, -1, bands_unit)),
+    "a chunk's edge off by one in dK": (DualChunk, of_maps("attention_grad_kv", CHUNK, 1, bands_unit)),
+    "true positions in dK": (DualChunk, of_maps("attention_grad_kv", CHUNK, -128, of_keys)),
+    "the last position off by one": (
+        DualChunk,
+        of_maps("attention_forward", LAST, -1, lambda maps: (maps[:, LAST] > 0) & (maps[:, LAST] < 128)),
+    ),
+    "group off by one in decoding": (DecodeSelfExtend, of_maps("attention_decode", GROUP, 1, grouped)),
+    "keys of another chunk in decoding": (DecodeDualChunk, of_maps("attention_decode", CHUNK, 64, of_keys)),
+    "a chunk's edge off by one in decoding": (DecodeDualChunk, of_maps("attention_decode", CHUNK, 1, bands_unit)),
+}
+
+
+@pytest.mark.parametrize("change", MAP_CHANGES)
+def test_changed_maps(machine, monkeypatch, change):
+    machine.reset(strict=False, step_limit=STEP_LIMIT)
+    kind, changed = MAP_CHANGES[change]
+    problem = scenario(kind)
+    results = problem.run()
+    assert problem.within_budget(results)
+    monkeypatch.setattr(launcher, "launch", launch_with(changed))
+    assert verdict(machine, problem.run, problem, results) not in ("same bits", "within budget")
 
 
 CHANGES = {

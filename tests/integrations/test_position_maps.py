@@ -20,6 +20,7 @@ CHUNKS = {"chunk_size": 160, "local_size": 32, "original_max_position_embeddings
 def test_the_schemes():
     assert schemes(convert(tiny("llama"), self_extend=(8, 4), log_n=32)) == [ROPE.self_extend(8, 4).log_n(32)] * 3
     assert schemes(convert(tiny("llama"), dual_chunk=(160, 32))) == [ROPE.dual_chunk(160, 32)] * 3
+    assert schemes(convert(tiny("llama"), dual_chunk=(160, 32, 100))) == [ROPE.dual_chunk(160, 32, 100)] * 3
     rotates = Rotary.rope(16, base=2_000_000.0)  # every third layer of this model does not
     assert schemes(convert(tiny("smollm3"), self_extend=(8, 4))) == [*[rotates.self_extend(8, 4)] * 2, Rotary.none(16)]
 
@@ -43,6 +44,16 @@ def test_dual_chunk_over_a_cache():
     assert close(logits(model, ids, calls=[100, 127, 128, 129, 255, 256, 257, 280]), full)
     plain = logits(convert(tiny("llama")), ids)
     assert close(full[:, :128], plain[:, :128]) and not close(full[:, 128:], plain[:, 128:], 1e-3)
+
+
+def test_the_scale_by_length():
+    """Up to length_scale tokens it changes nothing; a step over a cache of more counts all of its keys."""
+    model, plain = convert(tiny("llama"), dual_chunk=(160, 32, 12)), convert(tiny("llama"), dual_chunk=(160, 32))
+    ids = tokens()[:, :12]
+    assert close(logits(model, ids), logits(plain, ids), 0)
+    full = logits(model, tokens())
+    assert not close(full, logits(plain, tokens()), 1e-3)
+    assert close(logits(model, tokens(), padded())[:1, PADDING:], logits(model, tokens()[:1, PADDING:]))
 
 
 def test_the_options_are_saved(tmp_path):

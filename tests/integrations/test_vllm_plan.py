@@ -60,6 +60,10 @@ def test_the_package_imports_neither_vllm_nor_transformers():
         ({"window": 1024, "log_n": 8192}, lambda rope: rope.rectify(1024).log_n(8192)),
         ({"log_n": 4096, "clip": False}, lambda rope: rope.log_n(4096, clip=False)),
         ({"hope_train_length": 4096}, lambda rope: Rotary.hope(32, 4096)),
+        ({"self_extend": [1024, 8]}, lambda rope: rope.self_extend(1024, 8)),
+        ({"self_extend": [1024, 8], "log_n": True}, lambda rope: rope.self_extend(1024, 8).log_n(4096)),
+        ({"dual_chunk": [4096, 1024], "self_extend": False}, lambda rope: rope.dual_chunk(4096, 1024)),
+        ({"rotary": Rotary.rope(32).dual_chunk(160, 32).text}, lambda rope: rope.dual_chunk(160, 32)),
         ({"window": 1024, "log_n": False, "factor": None}, lambda rope: rope.rectify(1024)),  # as convert saves it
         ({"rotary": Rotary.hope(32, 64).text, "window": 8}, lambda rope: Rotary.hope(32, 64).rectify(8)),
     ],
@@ -100,7 +104,27 @@ REFUSED = {
     "window true": (dict(options={"window": True}), "window: expected a non-negative integer, got True"),
     "window as long": (
         dict(options={"window": 32768}),
-        "window: expected less than max_model_len = 32768, .* got 32768",
+        "window: expected a window of less than max_model_len = 32768, .* got 32768",
+    ),
+    "self_extend as long": (
+        dict(options={"self_extend": [32768, 8]}),
+        "self_extend: expected a window of less than max_model_len = 32768, .* got 32768",
+    ),
+    "group": (dict(options={"self_extend": [20, 8]}), "group: expected a divisor of window = 20, got 8"),
+    "one number": (dict(options={"self_extend": 1024}), r"self_extend: expected a pair \(window, group\), got 1024"),
+    "numbers of text": (dict(options={"self_extend": ["8", 4]}), "window: expected a non-negative integer, got '8'"),
+    "no tiles": (dict(options={"dual_chunk": [300, 100]}), "chunk_size: .* multiple of 128, .* got 300 - 100 = 200"),
+    "no chunk left": (
+        dict(options={"dual_chunk": [128, 128]}),
+        "local_size: expected less than chunk_size = 128, got 128; no chunk is left",
+    ),
+    "two of three": (
+        dict(options={"self_extend": [64, 8], "window": 64}),
+        "self_extend: expected one of window, self_extend, dual_chunk, got also window",
+    ),
+    "maps in sliding layers": (
+        dict(options={"self_extend": [32, 4]}, hf={"sliding_window": 64}),
+        "window: expected a model whose layers see all keys, got layers with a sliding window of 64",
     ),
     "factor alone": (dict(options={"factor": 4}), "factor: expected a window beside it"),
     "factor 0": (dict(options={"window": 8, "factor": 0}), "factor: expected a positive number, got 0"),
@@ -138,7 +162,7 @@ REFUSED = {
     "soft cap": (dict(hf={"attn_logit_softcapping": 50.0}), "attn_logit_softcapping: expected none, .* got 50.0"),
     "dual chunks": (
         dict(hf={"dual_chunk_attention_config": {"chunk_size": 8}}),
-        "dual_chunk_attention_config: expected none",
+        r"dual_chunk_attention_config: expected none, .* got {'chunk_size': 8}; remove it .* give flashrope dual_chunk",
     ),
     "chunked attention": (dict(hf={"attention_chunk_size": 8192}), "attention_chunk_size: expected none, .* got 8192"),
     "alibi": (dict(hf={"alibi": True}), "alibi: expected a model that rotates, got a bias"),
@@ -206,8 +230,15 @@ def test_refused(name):
         make_plan(config(**{"options": {}, **changes}))
 
 
-@pytest.mark.parametrize("impl", ["triton", "cpu"])
-@pytest.mark.parametrize("heads_first", [False, True])
+LAID_OUT = {
+    ("cpu", False): lambda rope: rope.rectify(8).log_n(32),
+    ("cpu", True): lambda rope: rope.self_extend(12, 4),
+    ("triton", False): lambda rope: rope.rectify(8).log_n(32),
+    ("triton", True): lambda rope: rope.self_extend(12, 4),
+}
+
+
+@pytest.mark.parametrize(("impl", "heads_first"), LAID_OUT)
 def test_pages_as_vllm_lays_them_out(impl, heads_first):
     """Keys and values side by side in blocks of (heads_kv, block_size, 2 * head_dim), in either order in memory: the
     call that the backend makes on a GPU and on the CPU."""
@@ -224,7 +255,7 @@ def test_pages_as_vllm_lays_them_out(impl, heads_first):
         int(table[b, i // size]) * size + i % size for b in range(3) for i in range(lengths[b] - new[b], lengths[b])
     ]
     arguments = (torch.tensor([0, 1, 18, 23]).int(), torch.tensor(lengths).int(), max(new), k[:tokens], v[:tokens])
-    rotary = Rotary.rope(head_dim).rectify(8).log_n(32)
+    rotary = LAID_OUT[impl, heads_first](Rotary.rope(head_dim))
     results = []
     for name in (impl, "reference"):
         pages = cache.clone(memory_format=torch.preserve_format).transpose(1, 2).split(head_dim, dim=-1)
@@ -236,7 +267,8 @@ def test_pages_as_vllm_lays_them_out(impl, heads_first):
 
 
 def test_options_are_those_of_convert_and_clip():
-    assert set(read_options({})) == {"window", "factor", "log_n", "clip", "hope_train_length", "rotary"}
+    of_maps = {"self_extend", "dual_chunk"}
+    assert set(read_options({})) == {"window", "factor", "log_n", "clip", "hope_train_length", "rotary"} | of_maps
     assert not any(value is not None for value in read_options({}).values())
 
 

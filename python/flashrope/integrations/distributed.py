@@ -315,6 +315,11 @@ def _check_context_parallel(q, k, v, rotary, group, causal) -> None:
         raise ValueError(
             "rotary: expected one-dimensional positions, which the ranks count automatically; this one is axial"
         )
+    if rotary.length_scale is not None:
+        raise ValueError(
+            f"rotary: expected none with length_scale, which would count the keys of each rank, got "
+            f"{rotary.length_scale:g}"
+        )
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected True or False, got {causal!r}")
 

@@ -20,6 +20,8 @@ OPTIONS = {
     "ReRoPE, log n": REROPE,
     "Leaky ReRoPE": {"window": 64, "factor": 8.0},
     "HoPE": {"hope_train_length": 64},
+    "Self-Extend, log n": {"self_extend": [64, 8], "log_n": 256},
+    "dual chunk": {"dual_chunk": [160, 32]},
     "Rotary's text": {"rotary": Rotary.rope(32, 500.0).text, "window": 32},
 }
 

@@ -204,16 +204,16 @@ class CachePlan:
         usual_rows = group if self.prefills else rows
         wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
         tile = self._tile("decode wide" if wide else "decode")
-        if (
-            self.lowered.maps
-        ):  # cos and sin of mapped rows are loaded in the loop: requested ahead, they fill shared memory
+        aligned_maps = bool(self.lowered.maps) and self._maps_align(tile.block_n)
+        if self.lowered.maps and not aligned_maps:
+            # A row of cos and sin for every key: requested ahead, they would fill shared memory.
             tile = tile._replace(num_stages=1)
         programs = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
         usual_programs = cdiv(usual_rows, tile.block_m) * self.heads_kv * self.batch
         vec = vector_size(self.q, self.k_cache, self.v_cache)
         fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
         options = {
-            "SHAPE": shape_of(self.rotary, vec, *fields),
+            "SHAPE": shape_of(self.rotary, vec, *fields, aligned_maps=aligned_maps),
             **configs.options(tile.num_warps, num_stages=tile.num_stages),
         }
         num_splits = self._num_splits(usual_programs, lse, options)
@@ -249,6 +249,11 @@ class CachePlan:
                 SHAPE=Shape(head_dim, block_d),
                 **configs.options(configs.COMBINE_WARPS),
             )
+
+    def _maps_align(self, block_n: int) -> bool:
+        """Whether every tile of so many keys lies in one chunk, and in one group or in whole groups."""
+        maps = [self.lowered.maps[rotation] for rotation in self.lowered.k_copies]
+        return all(x.chunk % block_n == 0 and 0 in (x.group % block_n, block_n % x.group) for x in maps)
 
     def _decode_arguments(self, partial, partial_lse, num_splits: int) -> tuple:
         return (

@@ -21,7 +21,7 @@ from .attention_function import NAME
 from .caches import check_cache, mark_returned
 from .continuous_batching import SUPPORTED, with_pages
 from .decoder import attention_modules, check_tables, find_decoder, rotates
-from .layer_schemes import LayerScheme, layer_type_of, sliding_window_of, training_length
+from .layer_schemes import LayerScheme, check_beyond, layer_type_of, sliding_window_of, training_length
 from .masks import check_positions
 from .rotary_hook import disable_model_rotary
 from .saved import FIELD, choose_stock_attention, delete_options, given, write_options
@@ -30,9 +30,8 @@ from .untested import accept
 __all__ = ["convert", "revert"]
 
 CHANGES = ("window", "factor", "log_n", "hope_train_length", "clip", "self_extend", "dual_chunk")
-BEYOND = ("window", "self_extend", "dual_chunk")  # of which a model takes one
 CLIP = ("train_length", "pairs", "taper")
-CUT = ("hope_train_length", "clip")  # of these, too
+CUT = ("hope_train_length", "clip")  # of which a model takes one
 
 
 def convert(
@@ -45,7 +44,7 @@ def convert(
     hope_train_length: float | None = None,
     clip: float | bool | dict[str, Any] | None = None,
     self_extend: tuple[int, int] | None = None,
-    dual_chunk: tuple[int, int] | None = None,
+    dual_chunk: tuple[int, int] | tuple[int, int, float] | None = None,
     untested: bool = False,
 ):
     """Runs a causal language model on this package's attention, in place; ``revert`` undoes it.
@@ -70,8 +69,9 @@ def convert(
         clip: CoPE (``Rotary.cope``): those pairs rotate less the slower they are, by this training length; True: by the
             model's. A dict gives the arguments of ``Rotary.cope``, {"pairs": 10, "taper": False}.
         self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window.
-        dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``. A configuration's dual_chunk_attention_config
-            (Qwen2.5-1M) is honored without this option, and without the sparse attention that may stand beside it.
+        dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``, or (chunk_size, local_size, length_scale). A
+            configuration's dual_chunk_attention_config (Qwen2.5-1M) is honored without this option, without the sparse
+            attention that may stand beside it, and without length_scale.
         untested: also take a model type that is not in ``FAMILIES``, if the converted model's outputs are its own: on
             random tokens, with and without a cache and padding on the left. Tests cover more.
 
@@ -218,14 +218,9 @@ def _options(config, rotary, changes: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"rotary: expected the layer types {layer_types}, got {sorted(rotary)}")
     if "factor" in options and "window" not in options:
         raise ValueError("factor: expected a window beside it, beyond which distances grow by 1 / factor")
-    for names in (BEYOND, CUT):
-        found = [name for name in names if name in options]
-        if len(found) > 1:
-            raise ValueError(f"{found[-1]}: expected one of {', '.join(names)}, got also {', '.join(found[:-1])}")
-    for name, numbers_of in (("self_extend", "window, group"), ("dual_chunk", "chunk_size, local_size")):
-        pair = options.get(name)
-        if pair is not None and not (isinstance(pair, (tuple, list)) and len(pair) == 2):
-            raise TypeError(f"{name}: expected a pair ({numbers_of}), got {pair!r}")
+    check_beyond(options)
+    if all(name in options for name in CUT):
+        raise ValueError(f"{CUT[1]}: expected one of {', '.join(CUT)}, got also {CUT[0]}")
     if options.get("log_n") is True:
         options["log_n"] = training_length(config)
     if "clip" in options:

@@ -12,6 +12,28 @@ from ...rotary import Rotary
 from .hf_config import rotary_of_model
 
 
+BEYOND = ("window", "self_extend", "dual_chunk")  # of which a model takes one
+NUMBERS_OF = {"self_extend": ("window", "group"), "dual_chunk": ("chunk_size", "local_size", "length_scale")}
+EXTRA = {"self_extend": "", "dual_chunk": ", or three numbers with length_scale"}
+
+
+def check_beyond(options: dict) -> None:
+    """
+    Args:
+        options: those that were given.
+
+    Raises:
+        TypeError, ValueError: several of BEYOND, or no pair where one is expected.
+    """
+    beyond = [name for name in BEYOND if name in options]
+    if len(beyond) > 1:
+        raise ValueError(f"{beyond[-1]}: expected one of {', '.join(BEYOND)}, got also {', '.join(beyond[:-1])}")
+    for name, numbers_of in NUMBERS_OF.items():
+        given = options.get(name)
+        if given is not None and not (isinstance(given, (tuple, list)) and len(given) in (2, len(numbers_of))):
+            raise TypeError(f"{name}: expected a pair ({', '.join(numbers_of[:2])}){EXTRA[name]}, got {given!r}")
+
+
 class LayerScheme:
     """The scheme of layers with the same layer type and window.
 

@@ -7,9 +7,10 @@ import numbers
 from typing import Any
 
 from ...rotary import Rotary
+from ..transformers.layer_schemes import check_beyond
 
 FIELD = "flashrope"
-KEYS = ("window", "factor", "log_n", "clip", "hope_train_length", "rotary")
+KEYS = ("window", "factor", "log_n", "clip", "hope_train_length", "self_extend", "dual_chunk", "rotary")
 
 
 def read_options(given) -> dict[str, Any]:
@@ -40,6 +41,7 @@ def read_options(given) -> dict[str, Any]:
             raise ValueError(f"{name}: expected a positive number{' or true' * (name == 'log_n')}, got {value!r}")
     if options["factor"] is not None and window is None:
         raise ValueError("factor: expected a window beside it, beyond which distances grow by 1 / factor")
+    check_beyond({name: value for name, value in options.items() if value is not None})
     if options["clip"] is not None:
         if not isinstance(options["clip"], bool):
             raise TypeError(f"clip: expected true or false, got {options['clip']!r}")

@@ -154,9 +154,14 @@ def _check_model(model, hf_config) -> None:
         )
     if model.runner_type != "generate":
         raise ValueError(f"runner: expected 'generate', got {model.runner_type!r}")
+    if getattr(hf_config, "dual_chunk_attention_config", None):
+        raise ValueError(
+            "dual_chunk_attention_config: expected none, with which vLLM's own layers ask for another attention, got "
+            f"{_get(hf_config, 'dual_chunk_attention_config')}; remove it (hf_overrides) and give {FIELD} dual_chunk, "
+            "[chunk_size, local_size]"
+        )
     for name in (
         "attn_logit_softcapping",
-        "dual_chunk_attention_config",
         "attention_chunk_size",
         "layer_rope_theta",
         "llama_4_scaling",
@@ -219,11 +224,15 @@ def check_cache_dtype(cache_dtype: str, dtype) -> None:
 
 
 def _check_lengths(model, hf_config, options: dict) -> None:
-    window, length = options["window"], model.max_model_len
-    if window is not None and window >= length:
-        raise ValueError(
-            f"window: expected less than max_model_len = {length}, since no distance lies beyond it, got {window}"
-        )
+    length = model.max_model_len
+    for name in ("window", "self_extend"):
+        window = options[name]
+        window = window[0] if isinstance(window, (tuple, list)) else window
+        if isinstance(window, int) and window >= length:
+            raise ValueError(
+                f"{name}: expected a window of less than max_model_len = {length}, since no distance lies beyond it, "
+                f"got {window}"
+            )
     overrides = getattr(model, "hf_overrides", None)
     if options["log_n"] is True and isinstance(overrides, dict) and "max_position_embeddings" in overrides:
         raise ValueError(
