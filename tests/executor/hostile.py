@@ -14,11 +14,15 @@ BF16 = support.Target("triton", torch.bfloat16, "cpu")
 TOTAL, STARTS = 200, [0, 70, 110, 200]
 # entry -> value; the sequences on both sides of an entry are wrong
 HOSTILE = {
+    "largest": (3, 2**31 - 1),
+    "within": (2, 150),
+    "the first negative": (0, -(2**31)),
+    "the last negative": (3, -(2**31)),
+}
+OVERLAPPING = {  # two sequences have the same rows then
     "negative": (2, -5),
     "least": (2, -(2**31)),
-    "largest": (3, 2**31 - 1),
     "before its sequence": (2, 69),
-    "the first negative": (0, -(2**31)),
     "the first beyond": (0, 2**31 - 1),
 }
 
@@ -47,6 +51,20 @@ def test_cu_seqlens(machine, entry, which):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("entry", OVERLAPPING.values(), ids=OVERLAPPING.keys())
+def test_cu_seqlens_that_decrease(machine, entry):
+    """Sequences that overlap write to the same rows, and to none outside the tensors."""
+    n, value = entry
+    wrong = list(STARTS)
+    wrong[n] = value
+    machine.reset(strict=False)
+    for starts in ((wrong, STARTS), (STARTS, wrong), (wrong, wrong)):
+        run(*starts)
+    findings = [finding for launch in machine.launches for finding in launch.findings]
+    assert all(finding.startswith("race: ") for finding in findings), findings
+
+
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
 def test_cu_seqlens_of_the_atomic_backward(machine):
     want = run(STARTS, STARTS, False)
@@ -54,7 +72,7 @@ def test_cu_seqlens_of_the_atomic_backward(machine):
         wrong = list(STARTS)
         wrong[n] = value
         got = run(wrong, wrong, False)
-        rows = slice(0, 70) if n > 1 else slice(110, 200)
+        rows = slice(0, 70) if n > 1 else slice(110, 200)  # of a sequence on no side of the entry
         for name, x, y in zip(support.NAMES, got, want, strict=True):
             assert name == "grad_q" or torch.equal(x[rows], y[rows])
 
@@ -63,9 +81,9 @@ def test_cu_seqlens_of_the_atomic_backward(machine):
 
 PAGE, LENGTHS, NEW = 16, (40, 93, 64), (1, 70, 5)  # a step, a chunk, a draft
 TABLES = {
-    "block_table": (-1, 12, 2**31 - 1, -(2**31)),
+    "block_table": (-1, 18, 2**31 - 1, -(2**31)),
     "seqlens": (-1, -(2**31), 2**31 - 1),
-    "slot_mapping": (-2, 12 * PAGE, 2**31, 2**62, -(2**62)),
+    "slot_mapping": (-2, 18 * PAGE, 2**31, 2**62, -(2**62)),
     "cu_seqlens": (-(2**31), 2**31 - 1),
 }
 
