@@ -172,8 +172,9 @@ def test_fork(request, tmp_path, what, compiled):
     assert done.returncode == 0 and "done" in done.stdout, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=slow)], ids=["torch", "compiled"])
-@pytest.mark.parametrize("what", ["end", pytest.param("error", marks=slow)])
+@slow
+@pytest.mark.parametrize("compiled", [False, True], ids=["torch", "compiled"])
+@pytest.mark.parametrize("what", ["end", "error"])
 def test_the_interpreter_ends_during_calls(request, what, compiled):
     """The main thread has ended: others finish their calls, and then what is registered with atexit makes some.
 

@@ -36,7 +36,6 @@ def run(starts_q, starts_k, deterministic=True):
     return out, lse.T, *backend.backward(grad_out, p.grad_lse[0], q, k, v, out, lse, kept, call)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("which", ["q", "k", "both"])
 @pytest.mark.parametrize("entry", HOSTILE.values(), ids=HOSTILE.keys())
 def test_cu_seqlens(machine, entry, which):
@@ -50,7 +49,6 @@ def test_cu_seqlens(machine, entry, which):
             assert all(torch.equal(x[start:stop], y[start:stop]) for x, y in zip(got, want, strict=True)), b
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("entry", OVERLAPPING.values(), ids=OVERLAPPING.keys())
 def test_cu_seqlens_that_decrease(machine, entry):
     """Sequences that overlap write to the same rows, and to none outside the tensors."""
@@ -64,7 +62,6 @@ def test_cu_seqlens_that_decrease(machine, entry):
     assert all(finding.startswith("race: ") for finding in findings), findings
 
 
-@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
 def test_cu_seqlens_of_the_atomic_backward(machine):
     want = run(STARTS, STARTS, False)
@@ -117,7 +114,6 @@ def step(which: str = "", value: int = 0):
     return *backend.attention_with_cache(q, k_cache, v_cache, call), cache, table
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("which", "value"), [(which, value) for which, values in TABLES.items() for value in values])
 def test_an_engines_batch(machine, which, value):
     out, lse, cache, table = step()
