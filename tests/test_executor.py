@@ -20,8 +20,9 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 from executor import build, extension
 
 TESTS = pathlib.Path(__file__).parent
-CASES = [f"tests/executor/{name}.py" for name in ("instructions", "watches", "cases", "mutants", "counts", "tuning")]
-CUDA_CASES = [f"tests/executor/{name}.py" for name in ("cuda_kernels", "cuda_packed", "cuda_mutants")]
+NAMES = ("instructions", "watches", "cases", "mutants", "counts", "tuning", "sizes", "reproducible", "hostile")
+CASES = [f"tests/executor/{name}.py" for name in NAMES]
+CUDA_CASES = [f"tests/executor/{name}.py" for name in ("cuda_kernels", "cuda_packed", "cuda_mutants", "cuda_sizes")]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 
 

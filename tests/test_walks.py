@@ -1,7 +1,7 @@
 """Random walks against float64: chains of all builders, shapes, strides, types, packed sequences, cache operations.
 
 By default a few hundred cases from a fixed seed. ``--walk-seconds N`` walks for N seconds a test, and --walk-seed takes
-another seed. A failure is shrunk and prints a script that repeats it.
+another seed; -rP shows how many cases that were. A failure is shrunk and prints a script that repeats it.
 """
 
 import time
@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, note, seed, settings
 from walks.caches import walks
 from walks.calls import calls, packed
 
-ROUND = 40  # cases
+ROUND = 10  # cases, where a time is given
 TARGETS = [t for t in support.TARGETS if not t.slow]
 INTERPRETED = [t for t in support.TARGETS if t.slow and t.dtype == torch.float32]
 
 
-def walk(request, cases, target, least: int = ROUND) -> None:
+def walk(request, cases, target, least: int = 40) -> None:
     """Cases in rounds, each with a seed of its own, until the time is over; without a time, `least` of them."""
     seconds, first = request.config.getoption("walk_seconds"), request.config.getoption("walk_seed")
     end, number = time.monotonic() + seconds, 0
@@ -38,6 +38,8 @@ def walk(request, cases, target, least: int = ROUND) -> None:
 
         step()
         number += 1
+    if seconds:
+        print(f"{number * ROUND} cases")
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

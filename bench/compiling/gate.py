@@ -23,8 +23,11 @@ import dataclasses
 import os
 import sys
 import time
+from pathlib import Path
 
 import triton
+
+from flashrope.demo.files import replacing
 
 from .. import machine
 from . import utilisation
@@ -195,7 +198,7 @@ def write_csv(path: str, rows: list[Row]) -> None:
     mixes = [row.result.loop or {} if isinstance(row.result, Measured) else {} for row in rows]
     classes = sorted({name for mix in mixes for name in mix})
     columns = ["revision", "triton", *COLUMNS, *(f"loop {name}" for name in classes), "compile s", "schemes"]
-    with open(path, "w", newline="") as file:
+    with replacing(Path(path)) as partial, open(partial, "w", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="")
         writer.writeheader()
         for row, mix in zip(rows, mixes, strict=True):

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from flashrope.demo.files import replacing
+
 from .. import machine
 from . import cases, offline, sass, utilisation
 from .architectures import MULTIPROCESSORS
@@ -230,7 +232,7 @@ def main(argv: list[str]) -> int:
     if options.csv:
         versions = machine.versions()
         options.csv.parent.mkdir(parents=True, exist_ok=True)
-        with open(options.csv, "w", newline="") as file:
+        with replacing(options.csv) as partial, open(partial, "w", newline="") as file:
             writer = csv.DictWriter(file, ["revision", "triton", *COLUMNS], lineterminator="\n")
             writer.writeheader()
             writer.writerows({"revision": versions["revision"], "triton": versions["triton"], **row} for row in rows)

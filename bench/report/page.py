@@ -10,6 +10,8 @@ import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from flashrope.demo.files import write
+
 from . import goals, plots, records
 from .output import RESULTS
 from .records import Record, Run
@@ -304,6 +306,6 @@ def main(argv: list[str]) -> int:
     if options.check:
         print(f"{readme} is out of date; run python -m bench report")
         return 1
-    readme.write_text(text)
+    write(readme, text)
     print(f"written: {readme}")
     return 0

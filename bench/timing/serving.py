@@ -22,6 +22,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from flashrope.demo.files import replacing
+
 from ..progress import steps
 from .options import positive
 
@@ -223,7 +225,7 @@ def main(argv: list[str]) -> int:
     print("\n".join(table(rows)))
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
-        with options.csv.open("w", newline="") as file:
+        with replacing(options.csv) as partial, open(partial, "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["device", "revision", "prompts", "length", "tokens", "rounds", *COLUMNS])
             for row in rows:

@@ -21,6 +21,7 @@ import torch
 
 from flashrope.backends.triton.device import compute_capability
 from flashrope.backends.triton.tiles import default
+from flashrope.demo.files import replacing
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 from flashrope.tuning import measure
@@ -59,7 +60,7 @@ def show(
 
 def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    with open(path, "w", newline="") as file:
+    with replacing(path) as partial, open(partial, "w", newline="") as file:
         writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

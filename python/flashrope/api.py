@@ -30,6 +30,7 @@ from .checks import (
 )
 from .keywords import raise_for
 from .length_scale import length_factor, scale_cached, scale_packed
+from .lowering import UNBOUNDED
 from .rotary import Rotary
 from .sinks import add_sinks
 
@@ -295,6 +296,9 @@ def _attend_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, capacity, sin
     if layout.block_table is not None:
         check_int32("block_table", layout.block_table, q, "q", (batch, "max_pages"))
         capacity *= layout.block_table.shape[1]
+    if capacity > UNBOUNDED:  # distances are 32-bit numbers in the kernels
+        name = "k_cache" if layout.block_table is None else "block_table"
+        raise ValueError(f"{name}: expected room for at most {UNBOUNDED} tokens a sequence, got {capacity}")
     if sinks is not None:
         check_sinks(sinks, q)
         check_no_gradient("sinks", sinks)

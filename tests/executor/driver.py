@@ -32,11 +32,21 @@ class Machine:
     current: Machine | None = None  # kernels outlive a machine
     modules: dict[int, tuple] = {}  # what Triton loaded, by function: (name, PTX, what else it passed)
 
-    def __init__(self, arch: int, threads: int = 1, seed: int = 0, step_limit: int = 50_000_000, strict: bool = True):
-        """seed: the order of warps, 0 for one after the other; strict: a launch with findings raises."""
+    def __init__(
+        self,
+        arch: int,
+        threads: int = 1,
+        seed: int = 0,
+        step_limit: int = 50_000_000,
+        last_blocks: int = 0,
+        strict: bool = True,
+    ):
+        """seed: the order of warps, 0 for one after the other; last_blocks: run only so many, the last of the grid, 0
+        for all; strict: a launch with findings raises."""
         self.arch, self.launches = arch, []
         self.rewrite = None  # (kernel's name, PTX) -> PTX, applied to every launch
-        self.options = {"threads": threads, "seed": seed, "step_limit": step_limit, "strict": strict}
+        numbers = {"threads": threads, "seed": seed, "step_limit": step_limit, "last_blocks": last_blocks}
+        self.options = numbers | {"strict": strict}
         self.library = ctypes.CDLL(str(build.library()))
         self.library.executor_take_launches.restype = ctypes.c_char_p
         self.reset()
@@ -45,7 +55,7 @@ class Machine:
         """The options that the machine was made with, but for these."""
         options = self.options | changes
         seed, step_limit = ctypes.c_uint64(options["seed"]), ctypes.c_uint64(options["step_limit"])
-        self.library.executor_configure(self.arch, options["threads"], seed, step_limit)
+        self.library.executor_configure(self.arch, options["threads"], seed, step_limit, options["last_blocks"])
         self.strict = options["strict"]
 
     def register(self, named_tensors) -> None:

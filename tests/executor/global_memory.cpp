@@ -1,14 +1,31 @@
 // Accesses to the tensors of a launch.
+#include <sys/mman.h>
+
 #include "machine.h"
 
 namespace executor {
+
+template <class T>
+Notes<T>::Notes(uint64_t count) : bytes_((count + 1) * sizeof(std::atomic<T>)) {
+  void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  first_ = static_cast<std::atomic<T>*>(memory);
+}
+
+template <class T>
+Notes<T>::~Notes() {
+  munmap(first_, bytes_);
+}
+
+template class Notes<uint32_t>;
+template class Notes<bool>;
 
 Buffer::Buffer(std::string n, uint64_t b, uint64_t size)
     : name(std::move(n)),
       base(b),
       bytes(size),
-      writer(new std::atomic<uint32_t>[size / 2 + 1]()),
-      was_read(new std::atomic<bool>[size / 2 + 1]()) {}
+      writer(size / 2),
+      was_read(size / 2) {}
 
 std::string hex(uint64_t value) {
   char text[24];

@@ -144,8 +144,8 @@ extern "C" {
 
 // ---- for Python
 
-void executor_configure(int arch, int threads, uint64_t seed, uint64_t step_limit) {
-  state().arch = arch, state().options = {threads, seed, step_limit};
+void executor_configure(int arch, int threads, uint64_t seed, uint64_t step_limit, uint32_t last_blocks) {
+  state().arch = arch, state().options = {threads, seed, step_limit, last_blocks};
 }
 void executor_clear_tensors() { state().buffers.clear(); }
 void executor_add_tensor(const char* name, uint64_t base, uint64_t bytes) {

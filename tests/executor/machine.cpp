@@ -236,8 +236,9 @@ void Block::run(uint32_t n) {
 }
 
 void Launch::run() {
-  std::vector<uint32_t> order(grid[0] * grid[1] * grid[2]);
-  std::iota(order.begin(), order.end(), 0);
+  const uint32_t blocks = grid[0] * grid[1] * grid[2];
+  std::vector<uint32_t> order(options.last_blocks ? std::min(options.last_blocks, blocks) : blocks);
+  std::iota(order.begin(), order.end(), blocks - static_cast<uint32_t>(order.size()));
   if (options.seed) std::shuffle(order.begin(), order.end(), std::mt19937_64(options.seed));
   auto work = [&](std::string* failure) {
     try {

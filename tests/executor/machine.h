@@ -18,14 +18,29 @@ namespace executor {
 constexpr uint32_t ADDED = 1u << 31;
 constexpr uint32_t POISON = 0x7FFFDEAD;  // a NaN; also no plausible address or length
 
+// Notes on every two bytes of a tensor, 0 at first. Untouched pages take no memory, as tensors may be sparse.
+template <class T>
+class Notes {
+ public:
+  explicit Notes(uint64_t count);
+  ~Notes();
+  Notes(const Notes&) = delete;
+  Notes& operator=(const Notes&) = delete;
+  std::atomic<T>& operator[](uint64_t n) { return first_[n]; }
+
+ private:
+  std::atomic<T>* first_;
+  uint64_t bytes_;
+};
+
 // A tensor that a kernel may access.
 struct Buffer {
   std::string name;
   uint64_t base, bytes;
   // For every two bytes: 1 + the block that wrote them, with ADDED if by atomic additions, or ADDED alone if several
   // blocks added to them; and whether they were read.
-  std::unique_ptr<std::atomic<uint32_t>[]> writer;
-  std::unique_ptr<std::atomic<bool>[]> was_read;
+  Notes<uint32_t> writer;
+  Notes<bool> was_read;
   std::atomic<uint64_t> read{0}, written{0};                  // bytes that lanes asked for
   std::atomic<uint64_t> sectors_read{0}, sectors_written{0};  // of 32 bytes, each once per warp instruction
   std::atomic<uint64_t> distinct_read{0};                     // bytes read at least once
@@ -37,6 +52,7 @@ struct Options {
   int threads = 1;
   uint64_t seed = 0;                 // 0: blocks and warps in order, each warp up to its next barrier
   uint64_t step_limit = 50'000'000;  // instructions of a block
+  uint32_t last_blocks = 0;          // run only so many, the last of the grid; 0: all
 };
 
 struct Launch {

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from .. import Rotary, attention
-from .files import replacing
 from .model import Attend, LanguageModel
+from .state import load, save
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,14 +155,11 @@ def _gradients(
 
 
 def _save_state(path: Path, parts: dict, losses: list[torch.Tensor]) -> None:
-    with replacing(path) as partial:
-        torch.save(
-            {"losses": torch.stack(losses).cpu(), **{name: part.state_dict() for name, part in parts.items()}}, partial
-        )
+    save(path, {"losses": torch.stack(losses), **{name: part.state_dict() for name, part in parts.items()}})
 
 
 def _load_state(path: Path, parts: dict, device: torch.device) -> list[torch.Tensor]:
-    saved = torch.load(path, map_location=device, weights_only=True)
+    saved = load(path, device)
     for name, part in parts.items():
         part.load_state_dict(saved[name])
     return list(saved["losses"])

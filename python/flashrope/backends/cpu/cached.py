@@ -117,7 +117,7 @@ def _groups(bounds: list[tuple[int, int]], together: bool) -> list[tuple[int, in
     together: neighbors with the same bounds form one group. Otherwise every sequence is its own group.
     """
     starts = [b for b in range(len(bounds)) if b == 0 or not together or bounds[b] != bounds[b - 1]]
-    return [(b0, b1, *bounds[b0]) for b0, b1 in zip(starts, [*starts[1:], len(bounds)], strict=True)]
+    return [(b0, b1, *bounds[b0]) for b0, b1 in zip(starts, [*starts, len(bounds)][1:], strict=True)]
 
 
 class Block(NamedTuple):

@@ -13,6 +13,8 @@ from ...rotary import Rotary
 from ..base import NO_LOG_N, AttentionCall, CacheCall, LogN, accumulation_type
 
 MIN_TABLE = 256  # positions
+LARGEST_TABLE = 2**20  # positions; at head_dim 128 a GiB. Rows farther away get a table of their surroundings
+MIN_SURROUNDINGS = 4096
 
 
 class QueryFactors(NamedTuple):
@@ -68,7 +70,8 @@ def rotation_of_rows(
 ) -> Rotation | None:
     """The rotation of rows at positions first, first + 1, ...; None if it changes nothing.
 
-    It is a slice of a table whose length is a power of two, so a growing sequence builds few tables.
+    It is a slice of a table whose length is a power of two, so a growing sequence builds few tables. The table starts
+    at position 0 or, beyond LARGEST_TABLE, at a multiple of its length.
     """
     by_position = factors.log_n.factor
     stays = (of_rows.slope, of_rows.offset) == (0, 0) or not any(rotary.frequencies)
@@ -77,6 +80,10 @@ def rotation_of_rows(
     if (of_rows.slope == 0 or of_rows.last == 0) and not by_position:
         return _table(rotary, of_rows, factors, 0, 1, dtype)
     low, high = min(-_table_length(-first), 0), max(_table_length(first + rows), 1)
+    around = max(_table_length(rows), MIN_SURROUNDINGS)
+    if high > max(LARGEST_TABLE, 2 * around) and first > 0:
+        low = first // around * around
+        high = low + around * (1 if first + rows <= low + around else 2)
     table = _table(rotary, of_rows, factors, low, high, dtype)
     return Rotation(*(x if x is None else x[first - low : first - low + rows] for x in table))
 

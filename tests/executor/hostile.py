@@ -1,0 +1,127 @@
+"""Packed calls whose cu_seqlens lie, as on a device, where the host does not read them. Run like ``cases.py``.
+
+The executor watches the bounds of every tensor. Sequences whose entries are right keep their bits.
+"""
+
+import pytest
+import support
+import torch
+
+from flashrope.backends import AttentionCall, CacheCall, CacheLayout
+from flashrope.backends import triton as backend
+
+BF16 = support.Target("triton", torch.bfloat16, "cpu")
+TOTAL, STARTS = 200, [0, 70, 110, 200]
+# entry -> value; the sequences on both sides of an entry are wrong
+HOSTILE = {
+    "largest": (3, 2**31 - 1),
+    "within": (2, 150),
+    "the first negative": (0, -(2**31)),
+    "the last negative": (3, -(2**31)),
+}
+OVERLAPPING = {  # two sequences have the same rows then
+    "negative": (2, -5),
+    "least": (2, -(2**31)),
+    "before its sequence": (2, 69),
+    "the first beyond": (0, 2**31 - 1),
+}
+
+
+def run(starts_q, starts_k, deterministic=True):
+    p = support.problem(BF16, support.SCHEMES["rerope"](16), TOTAL, heads=4, seed=40)
+    q, k, v, grad_out = (getattr(p, name)[0] for name in ("q", "k", "v", "grad_out"))
+    cu = [torch.tensor(starts, dtype=torch.int32) for starts in (starts_q, starts_k)]
+    call = AttentionCall(p.rotary, True, 0.25, None, *cu, 90, 90, deterministic)
+    out, lse, kept = backend.forward(q, k, v, call)
+    return out, lse.T, *backend.backward(grad_out, p.grad_lse[0], q, k, v, out, lse, kept, call)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "both"])
+@pytest.mark.parametrize("entry", HOSTILE.values(), ids=HOSTILE.keys())
+def test_cu_seqlens(machine, entry, which):
+    n, value = entry
+    wrong = list(STARTS)
+    wrong[n] = value
+    want = run(STARTS, STARTS)
+    got = run(wrong if which != "k" else STARTS, wrong if which != "q" else STARTS)
+    for b, (start, stop) in enumerate(zip(STARTS, STARTS[1:], strict=False)):
+        if n not in (b, b + 1):
+            assert all(torch.equal(x[start:stop], y[start:stop]) for x, y in zip(got, want, strict=True)), b
+
+
+@pytest.mark.parametrize("entry", OVERLAPPING.values(), ids=OVERLAPPING.keys())
+def test_cu_seqlens_that_decrease(machine, entry):
+    """Sequences that overlap write to the same rows, and to none outside the tensors."""
+    n, value = entry
+    wrong = list(STARTS)
+    wrong[n] = value
+    machine.reset(strict=False)
+    for starts in ((wrong, STARTS), (STARTS, wrong), (wrong, wrong)):
+        run(*starts)
+    findings = [finding for launch in machine.launches for finding in launch.findings]
+    assert all(finding.startswith("race: ") for finding in findings), findings
+
+
+@pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
+def test_cu_seqlens_of_the_atomic_backward(machine):
+    want = run(STARTS, STARTS, False)
+    for n, value in HOSTILE.values():
+        wrong = list(STARTS)
+        wrong[n] = value
+        got = run(wrong, wrong, False)
+        rows = slice(0, 70) if n > 1 else slice(110, 200)  # of a sequence on no side of the entry
+        for name, x, y in zip(support.NAMES, got, want, strict=True):
+            assert name == "grad_q" or torch.equal(x[rows], y[rows])
+
+
+# ---- an engine's batch: pages of keys and values side by side, slots that the engine chose
+
+PAGE, LENGTHS, NEW = 16, (40, 93, 64), (1, 70, 5)  # a step, a chunk, a draft
+TABLES = {
+    "block_table": (-1, 18, 2**31 - 1, -(2**31)),
+    "seqlens": (-1, -(2**31), 2**31 - 1),
+    "slot_mapping": (-2, 18 * PAGE, 2**31, 2**62, -(2**62)),
+    "cu_seqlens": (-(2**31), 2**31 - 1),
+}
+
+
+def step(which: str = "", value: int = 0):
+    """out, lse and both caches; which: the table whose entries of the second sequence hold the value."""
+    total = sum(NEW)
+    q, k, v = (support.random((1, total, heads, 16), BF16, 50 + heads)[0] for heads in (4, 2, 2))
+    cache = support.random((18, 2, PAGE, 32), BF16, 60).transpose(1, 2)
+    k_cache, v_cache = cache.split(16, -1)
+    table = torch.randperm(18, generator=torch.Generator().manual_seed(1)).view(3, 6).to(torch.int32)
+    cu, lengths = torch.tensor([0, 1, 71, 76], dtype=torch.int32), torch.tensor(LENGTHS, dtype=torch.int32)
+    slots = torch.tensor(
+        [
+            int(table[b, n // PAGE]) * PAGE + n % PAGE
+            for b, (length, new) in enumerate(zip(LENGTHS, NEW, strict=True))
+            for n in range(length - new, length)
+        ]
+    )
+    if which == "block_table":
+        table[1] = value
+    elif which == "seqlens":
+        lengths[1] = value
+    elif which == "slot_mapping":
+        slots[1:71] = value if abs(value) < 2**40 else value + torch.arange(70)
+    elif which == "cu_seqlens":
+        cu[-1] = value
+    layout = CacheLayout(lengths, table, None, 0, cu, slots, 70)
+    backend.append_to_cache(k_cache, v_cache, k, v, layout)
+    call = CacheCall(support.SCHEMES["rerope"](16), True, 0.25, layout, 0)
+    return *backend.attention_with_cache(q, k_cache, v_cache, call), cache, table
+
+
+@pytest.mark.parametrize(("which", "value"), [(which, value) for which, values in TABLES.items() for value in values])
+def test_an_engines_batch(machine, which, value):
+    out, lse, cache, table = step()
+    got_out, got_lse, got_cache, _ = step(which, value)
+    assert {"append_rows", "attention_decode", "attention_forward"} <= {x.kernel for x in machine.launches}
+    others = [0] if which == "cu_seqlens" else [0, 2]
+    for b in others:
+        rows = slice(0, 1) if b == 0 else slice(71, 76)
+        assert torch.equal(got_out[rows], out[rows]) and torch.equal(got_lse[:, rows], lse[:, rows])
+        pages = table[b].long()
+        assert torch.equal(got_cache[pages], cache[pages])

@@ -1,0 +1,194 @@
+"""Threads, fork, the interpreter's exit. soak.py has the serving loop; interrupts: test_demo.py, test_generate.py."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import support
+import torch
+from soak import Serving
+from support import SCHEMES
+
+from flashrope import PagedKVCache, attention_with_cache
+
+on_cpu = pytest.mark.parametrize(
+    "target", [t for t in support.TARGETS if t.impl == "cpu" and t.dtype == torch.float32], ids=str
+)
+ROUNDS = 12
+
+
+def together(*jobs):
+    """Runs the jobs in threads that start at once. Returns what they return, or raises what one of them raises."""
+    start, results = threading.Barrier(len(jobs)), [None] * len(jobs)
+
+    def run(n, job):
+        start.wait()
+        try:
+            results[n] = job()
+        except BaseException as error:
+            results[n] = error
+
+    threads = [threading.Thread(target=run, args=job) for job in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+@on_cpu
+def test_threads_that_train(target, one_thread):
+    """Forward and backward of different schemes, whose tables are made at the same time: bitwise as alone."""
+    schemes = ("rerope", "leaky", "hope_yarn", "log_n_trained")
+    problems = [support.problem(target, SCHEMES[s](16), 60, batch=2, seed=n) for n, s in enumerate(schemes)]
+    jobs = [lambda p=p: [support.run(p, target.impl) for _ in range(ROUNDS)] for p in problems]
+    found = together(*jobs)
+    for p, results in zip(problems, found, strict=True):
+        alone = support.run(p, target.impl)
+        assert all(torch.equal(x[name], alone[name]) for x in results for name in alone)
+
+
+@on_cpu
+def test_threads_that_read_one_cache(target, one_thread):
+    rotary, lengths = SCHEMES["rerope"](16), torch.tensor([90, 30], dtype=torch.int32)
+    caches = [support.random((2, 96, 2, 16), target, n) for n in (1, 2)]
+    queries = [support.random((2, n + 1, 4, 16), target, n) for n in range(4)]
+    jobs = [
+        lambda q=q: [attention_with_cache(q, *caches, rotary, lengths, impl=target.impl) for _ in range(ROUNDS)]
+        for q in queries
+    ]
+    for q, results in zip(queries, together(*jobs), strict=True):
+        alone = attention_with_cache(q, *caches, rotary, lengths, impl=target.impl)
+        assert all(torch.equal(x, alone) for x in results)
+
+
+@on_cpu
+def test_threads_with_a_cache_each(target):
+    """Every answer is compared with float64."""
+    together(*(lambda seed=seed: Serving(target, seed).serve(steps=30) for seed in range(3)))
+
+
+@on_cpu
+def test_threads_with_one_cache_and_a_lock(target, one_thread):
+    """As docs/decoding.md says: calls of one cache take turns."""
+    rotary, lock = SCHEMES["rerope"](16), threading.Lock()
+    cache = PagedKVCache(64, 16, 2, 16, target.dtype)
+
+    def generate(seed):
+        q, k, v = (support.random((1, 100, heads, 16), target, seed + n) for n, heads in enumerate((4, 2, 2)))
+        out = []
+        with lock:
+            sequence = cache.allocate()
+        for n in range(0, 100, 5):
+            at = slice(n, n + 5)
+            with lock:
+                out.append(cache.attend([sequence], q[:, at], rotary, k[:, at], v[:, at], impl=target.impl))
+        p = support.Problem(q, k, v, rotary)
+        p = p.replace(grad_out=torch.zeros_like(q), grad_lse=q.new_zeros(1, 4, 100))
+        support.check_budget({"out": torch.cat(out, 1)}, p, target.dtype)
+
+    together(*(lambda seed=seed: generate(10 * seed) for seed in range(4)))
+    assert len(cache.sequences) == 4 and cache.free_pages == 64 - 4 * 7
+
+
+SCRIPT = """
+import os, sys, threading
+import torch
+import flashrope
+from flashrope import PagedKVCache, Rotary, attention
+torch.set_num_threads(1)
+impl, what = sys.argv[1], sys.argv[2]
+
+def work():
+    q, k, v = torch.randn(3, 1, 100, 2, 16, generator=torch.Generator().manual_seed(1)).unbind()
+    rotary = Rotary.rope(16).rectify(9)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    grads = torch.autograd.grad(attention(*leaves, rotary, impl=impl).sum(), leaves)
+    cache = PagedKVCache(8, 16, 2, 16, torch.float32)
+    with torch.no_grad():
+        return [*grads, cache.attend([cache.allocate()], q, rotary, k, v, impl=impl)]
+"""
+FORKS = """
+if what == "after calls":
+    work()
+children = []
+for _ in range(3):
+    child = os.fork()
+    if not child:
+        try:
+            torch.save(work(), sys.argv[3] + str(os.getpid()))
+            os._exit(0)
+        except BaseException as error:
+            print("child:", repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+    children.append(child)
+assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+want = work()
+for child in children:
+    got = torch.load(sys.argv[3] + str(child), weights_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+print("done")
+"""
+ENDS = """
+import atexit
+
+def rounds():
+    for _ in range(8):
+        work()
+    os.write(1, b"thread done\\n")
+
+for _ in range(2):
+    threading.Thread(target=rounds).start()
+atexit.register(lambda: print("atexit", len(work()), flush=True))
+if what == "error":
+    raise SystemExit("stopped")
+"""
+
+
+def run(body: str, *words: str, cache_folder: str = "/nonexistent"):
+    env = {**os.environ, "XDG_CACHE_HOME": cache_folder}
+    command = [sys.executable, "-c", SCRIPT + body, *words]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+
+
+def folder_of(request, compiled: bool) -> dict:
+    return {"cache_folder": str(request.getfixturevalue("cpu_library").path.parents[1])} if compiled else {}
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=slow), True], ids=["torch", "compiled"])
+@pytest.mark.parametrize("what", [pytest.param("after import", marks=slow), "after calls"])
+def test_fork(request, tmp_path, what, compiled):
+    """Children of a process with one thread, as a data loader makes them."""
+    done = run(FORKS, "cpu", what, str(tmp_path / "result"), **folder_of(request, compiled))
+    assert done.returncode == 0 and "done" in done.stdout, done.stderr[-2000:]
+
+
+@slow
+@pytest.mark.parametrize("compiled", [False, True], ids=["torch", "compiled"])
+@pytest.mark.parametrize("what", ["end", "error"])
+def test_the_interpreter_ends_during_calls(request, what, compiled):
+    """The main thread has ended: others finish their calls, and then what is registered with atexit makes some.
+
+    Daemon threads are not tested. Python ends them wherever they are, and torch, which is then inside noexcept
+    functions, aborts.
+    """
+    done = run(ENDS, "cpu", what, **folder_of(request, compiled))
+    assert done.returncode == (what == "error"), (done.returncode, done.stderr[-2000:])
+    assert done.stdout.splitlines() == ["thread done", "thread done", "atexit 4"] and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@on_cpu
+def test_soak(target):
+    """`python -m tests.soak --minutes 60` is an hour."""
+    report = Serving(target, 1).serve(steps=600)
+    assert report["steps"] > 200 and report["out of pages"] and report["aborted"] and report["pages in use"] == 0

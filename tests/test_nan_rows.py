@@ -1,0 +1,163 @@
+"""NaN and infinity in q, k and v: whom they reach, in every call.
+
+Other sequences and the heads of other key heads keep their bits, forward and backward. In the forward, those in q reach
+their own row alone, those in k and v every row that attends to them; masked rows whose products share a tile with such
+a key may be reached too (docs/numerics.md).
+"""
+
+import pytest
+import support
+import torch
+from support import NAMES, SCHEMES
+
+from flashrope import attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
+
+D, ROWS, WHERE = 16, 70, 40
+VALUES = [torch.nan, torch.inf, -torch.inf]
+INTERPRETED = pytest.mark.interpreted(lambda **_: False)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+poisons = pytest.mark.parametrize("value", VALUES, ids=str)
+whiches = pytest.mark.parametrize("which", ["q", "k", "v"])
+schemes = pytest.mark.parametrize("scheme", ["rope", "rerope", "local"])
+
+
+def poisoned(p: support.Problem, which: str, value: float, channels=slice(0, 1)) -> support.Problem:
+    """The problem with such a number in batch 1, row WHERE, head 0."""
+    x = getattr(p, which).clone()
+    x[1, WHERE, 0, channels] = value
+    return p.replace(**{which: x})
+
+
+def by_row(name: str, x: torch.Tensor) -> torch.Tensor:
+    """(batch, rows, heads, ...)."""
+    return x.transpose(1, 2)[..., None] if name == "lse" else x
+
+
+def changed(got, want) -> dict[str, torch.Tensor]:
+    """Which (batch, row, head) of each result differ."""
+    return {name: (by_row(name, got[name]) != by_row(name, want[name])).any(-1) for name in got}
+
+
+@INTERPRETED
+@schemes
+@whiches
+@poisons
+def test_attention(exact, one_thread, scheme, which, value):
+    """Two key heads of two query heads each."""
+    p = support.problem(exact, SCHEMES[scheme](D), ROWS, batch=2, heads=4, group=2, seed=1)
+    before = support.run(p, exact.impl)
+    after = support.run(poisoned(p, which, value), exact.impl)
+    differ = changed(after, before)
+    for name, x in differ.items():
+        heads = x.shape[2] // 2
+        assert not x[0].any() and not x[1, :, heads:].any(), name
+        if which == "q":
+            assert name in ("grad_k", "grad_v") or not x[1, :, 1].any(), name
+    for name in ("out", "lse"):
+        rows = differ[name][1, :, 0]
+        if which == "q":
+            assert rows.nonzero().flatten().tolist() == [WHERE], name
+        elif which == "k" and exact.impl == "triton":
+            assert not rows[:WHERE].any(), name
+    reached = after["out"][1, :, 0]
+    if value != value:  # a weight for an infinite score may be 0, and so leave nothing to see
+        sees = [WHERE] if which == "q" else range(WHERE, min(ROWS, WHERE + 21 if scheme == "local" else ROWS))
+        assert all(reached[row].isnan().any() for row in sees)
+        grads = {"q": ("grad_q",), "k": ("grad_q", "grad_k"), "v": ("grad_q", "grad_k")}[which]
+        assert all(after[name][1, WHERE, 0].isnan().any() for name in grads)
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_rows_far_before_the_key(exact, which):
+    """A causal row of an earlier tile, at most 256 rows, does not notice."""
+    if exact.slow:
+        pytest.skip("tiles of the interpreter: test_attention")
+    q, k, v = (support.random((1, 600, 2, D), exact, n) for n in range(3))
+    before = attention(q, k, v, SCHEMES["rope"](D), impl=exact.impl)
+    x = {"k": k, "v": v}[which]
+    x[:, 560:] = torch.nan
+    after = attention(q, k, v, SCHEMES["rope"](D), impl=exact.impl)
+    assert torch.equal(after[:, :256], before[:, :256]) and after[:, 560:].isnan().all()
+
+
+@INTERPRETED
+@whiches
+@poisons
+def test_packed_neighbours(exact, one_thread, which, value):
+    """Rows on both sides of a sequence's ends, which share no tile with it, forward and backward."""
+    rotary, lengths = SCHEMES["leaky"](D), [30, 1, 33]
+    cu = torch.tensor([0, 30, 31, 64], dtype=torch.int32, device=exact.device)
+    tensors = [support.random((1, 64, heads, D), exact, n)[0] for n, heads in enumerate((2, 1, 1, 2))]
+
+    def run(values):
+        leaves = [x.detach().requires_grad_() for x in values[:3]]
+        out, lse = attention_varlen(*leaves, rotary, cu, cu, 33, 33, return_lse=True, impl=exact.impl)
+        grads = torch.autograd.grad(out, leaves, values[3])
+        return [out.detach(), lse.detach().T, *grads]
+
+    before = run(tensors)
+    wrong = [x.clone() for x in tensors]
+    wrong["qkv".index(which)][30] = value
+    after = run(wrong)
+    others = torch.tensor([*range(30), *range(31, 64)])
+    assert sum(lengths) == 64 and all(torch.equal(x[others], y[others]) for x, y in zip(after, before, strict=True))
+    if exact.impl != "cpu" or exact.compiled or value != value and which == "v":
+        assert not after[0][30].isfinite().all()  # torch's kernel gives 0 to a row that sees one key, a NaN
+
+
+@INTERPRETED
+@whiches
+@pytest.mark.parametrize("layout", ["contiguous", "paged", "packed"])
+def test_cached_neighbours(exact, one_thread, which, layout):
+    """New tokens, cached keys and neighbouring pages: the other sequences and their slots keep their bits."""
+    rotary, lengths, new, page = SCHEMES["rerope"](D), [37, 20, 45], 3, 16
+    tables = torch.randperm(12, generator=torch.Generator().manual_seed(1)).view(3, 4).to(torch.int32)
+
+    def run(value):
+        q, k, v = (support.random((3, new, heads, D), exact, n) for n, heads in enumerate((4, 2, 2)))
+        caches = [support.random((3, 64, 2, D), exact, n) for n in (4, 5)]
+        if value is not None:
+            {"q": q, "k": k, "v": v}[which][1, 1] = value
+            if which != "q":
+                caches["kv".index(which)][1, 7] = value
+        table = None
+        if layout != "contiguous":
+            pages = [x.new_empty(12, page, 2, D) for x in caches]
+            for to, x in zip(pages, caches, strict=True):
+                to[tables.flatten().long()] = x.view(12, page, 2, D)
+            caches, table = pages, tables.to(exact.device)
+        seqlens = torch.tensor(lengths, dtype=torch.int32, device=exact.device)
+        options = {"block_table": table, "return_lse": True, "impl": exact.impl}
+        if layout == "packed":
+            cu = torch.tensor([0, 3, 6, 9], dtype=torch.int32, device=exact.device)
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+            out, lse = attention_varlen_with_cache(q, *caches, rotary, cu, seqlens, new, k, v, **options)
+            return out.view(3, new, 4, D), lse.view(4, 3, new).transpose(0, 1), caches
+        return *attention_with_cache(q, *caches, rotary, seqlens, k, v, **options), caches
+
+    out, lse, caches = run(None)
+    for value in (torch.nan, torch.inf):
+        got_out, got_lse, got_caches = run(value)
+        for b in (0, 2):
+            assert torch.equal(got_out[b], out[b]) and torch.equal(got_lse[b], lse[b])
+            rows = b if layout == "contiguous" else tables[b].long()
+            assert all(torch.equal(x[rows], y[rows]) for x, y in zip(got_caches, caches, strict=True))
+        if which == "q":
+            assert torch.equal(got_out[1, ::2], out[1, ::2]) and torch.equal(got_lse[1, :, ::2], lse[1, :, ::2])
+        assert not got_out[1, 1].isfinite().all()
+
+
+def test_positions(exact, one_thread):
+    """A position that is no number reaches its own row and the rows that see its key, of its own sequence."""
+    if exact.slow:
+        pytest.skip("the tables are made by the same code")
+    rotary, positions = SCHEMES["rope"](D), torch.arange(30.0).expand(2, 30).clone()
+    p = support.problem(exact, rotary, 30, batch=2, seed=3)
+    before = support.run(p.replace(positions=positions), exact.impl)
+    for value in VALUES:
+        wrong = positions.clone()
+        wrong[1, 20] = value
+        after = support.run(p.replace(positions=wrong), exact.impl)
+        for name in NAMES:
+            assert torch.equal(after[name][0], before[name][0]), name
+        assert torch.equal(after["lse"][1, :, :20], before["lse"][1, :, :20]) and after["out"][1, 20:].isnan().all()

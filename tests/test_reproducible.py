@@ -1,0 +1,122 @@
+"""The same call gives the same bits: again, in another process, and where docs/numerics.md says so with other threads
+and at other addresses."""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+import support
+import torch
+from support import SCHEMES
+
+from flashrope import attention_varlen, attention_with_cache
+
+DTYPES = (torch.float32, torch.bfloat16)
+CPU = [t for t in support.TARGETS if t.impl == "cpu" and t.dtype in DTYPES]
+
+
+def moved(x: torch.Tensor, elements: int) -> torch.Tensor:
+    """The same numbers, so many elements behind the start of their memory."""
+    room = x.new_empty(x.numel() + elements)
+    return room[elements:].view(x.shape).copy_(x)
+
+
+def results(target: support.Target, elements: int = 0) -> list[torch.Tensor]:
+    """Forward, backward, packed sequences and decoding, of inputs at an address that is no more aligned than that."""
+    found = []
+    for n, scheme in enumerate(("rerope", "yarn_leaky_local_log_n")):
+        p = support.problem(target, SCHEMES[scheme](24), 90, batch=2, heads=4, seed=n)
+        p = p.replace(**{name: moved(getattr(p, name), elements) for name in ("q", "k", "v", "grad_out")})
+        found += support.run(p, target.impl).values()
+        cu = torch.tensor([0, 50, 90], dtype=torch.int32)
+        q, k, v = (moved(x[0], elements) for x in (p.q, p.k, p.v))
+        found += attention_varlen(q, k, v, p.rotary, cu, cu, 50, 50, return_lse=True, impl=target.impl)
+        for rows in (1, 5):
+            lengths, q = torch.tensor([90, 33], dtype=torch.int32), moved(p.q[:, :rows], elements)
+            found += attention_with_cache(q, p.k, p.v, p.rotary, lengths, return_lse=True, impl=target.impl)
+    return found
+
+
+def same(got, want) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def digest(tensors) -> str:
+    hashed = hashlib.sha256()
+    for x in tensors:
+        hashed.update(x.contiguous().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+@pytest.mark.parametrize("target", CPU, ids=str)
+def test_again(target):
+    want = results(target)
+    assert all(same(results(target), want) for _ in range(4))
+
+
+COMPILED = pytest.mark.parametrize("target", [t for t in CPU if t.compiled], ids=str)
+
+
+@COMPILED
+def test_at_other_addresses(target):
+    """One to fifteen elements behind a multiple of 64 bytes. Torch's products depend on the address."""
+    want = results(target)
+    assert all(same(results(target, elements), want) for elements in (1, 2, 3, 8, 15))
+
+
+@COMPILED
+def test_with_other_threads(target):
+    """Torch's products depend on how they are divided."""
+    want, before = results(target), torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            assert same(results(target), want)
+    finally:
+        torch.set_num_threads(before)
+
+
+SCRIPT = """
+import sys
+import torch
+import support
+import test_reproducible
+from flashrope.backends.cpu import library
+threads, repeats, compiled = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
+torch.set_num_threads(threads)
+if not compiled:
+    library.load = lambda: None
+assert bool(library.load()) == compiled
+for dtype in test_reproducible.DTYPES:
+    target = support.Target("cpu", dtype, "cpu", compiled)
+    print(*sorted({test_reproducible.digest(test_reproducible.results(target)) for _ in range(repeats)}))
+"""
+
+
+def digests(request, threads: int, repeats: int, compiled: bool) -> list[str]:
+    """What another process computes: the digests found for each type, separated by spaces."""
+    folder = str(request.getfixturevalue("cpu_library").path.parents[1]) if compiled else "/nonexistent"
+    tests = os.path.dirname(__file__)
+    env = {**os.environ, "XDG_CACHE_HOME": folder, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": tests}
+    command = [sys.executable, "-c", SCRIPT, str(threads), str(repeats), str(compiled)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+def test_in_another_process(request, monkeypatch, cpu_library, one_thread):
+    from flashrope.backends.cpu import library
+
+    monkeypatch.setattr(library, "load", lambda: cpu_library)
+    here = [digest(results(support.Target("cpu", dtype, "cpu", True))) for dtype in DTYPES]
+    assert digests(request, 2, 2, True) == here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True], ids=["torch", "compiled"])
+def test_a_thousand_times(request, compiled):
+    """Five processes of 200 repeats; those of the compiled kernels with other numbers of threads."""
+    found = [digests(request, threads if compiled else 1, 200, compiled) for threads in (1, 1, 2, 3, 4)]
+    assert all(x == found[0] for x in found) and not any(" " in line for line in found[0]), found
