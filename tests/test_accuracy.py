@@ -184,7 +184,8 @@ def test_positions(exact, positions):
 
 
 def test_softmax_scale(exact):
-    check(exact, problem(exact, Rotary.rope(16).rectify(21), 40, seed=12, softmax_scale=0.7))
+    for scale in (0.7, 0.0):
+        check(exact, problem(exact, Rotary.rope(16).rectify(21), 40, seed=12, softmax_scale=scale))
 
 
 @pytest.mark.parametrize("missing", ["grad_out", "grad_lse"])
