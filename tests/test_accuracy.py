@@ -154,7 +154,7 @@ def test_packed_projection(exact):
     check(exact, support.Problem(q, k, v, Rotary.hope(16, 100), grad_out=grad_out, grad_lse=grad_lse))
 
 
-@pytest.mark.interpreted(lambda exact, heads, group: heads == group)
+@pytest.mark.interpreted(lambda exact, heads, group: (heads, group) in ((3, 3), (4, 2)))
 @pytest.mark.parametrize(("heads", "group"), [(3, 1), (4, 2), (3, 3), (6, 3)])
 def test_grouped_heads(exact, heads, group):
     for rotary in (Rotary.rope(16), Rotary.rope(16).rectify(21)):

@@ -7,8 +7,11 @@ triton = pytest.importorskip("triton", reason="the tiles are Triton code")
 import triton.language as tl
 
 from flashrope.lowering import UNBOUNDED
+from flashrope.triton_kernels.arguments import NO_CACHE, encode_int
 from flashrope.triton_kernels.tiles import (
     Band,
+    Sequence,
+    copied_keys,
     in_band,
     is_visible,
     key_tiles,
@@ -85,3 +88,23 @@ def test_tiles_of_a_band(ahead):
             tiles = range(5)
             assert [n for n in tiles if seen[n].any() and not begin <= n < end] == [], case
             assert [n for n in tiles if seen[n].all()] == [n for n in tiles if inner_begin <= n < inner_end], case
+
+
+@triton.jit
+def store_first_copies(out, cache, cu_seqlens, rows):
+    batch = tl.program_id(0)
+    start, stop = tl.load(cu_seqlens + batch), tl.load(cu_seqlens + batch + 1)
+    first, _ = copied_keys(cache, cu_seqlens, Sequence(batch, start, stop - start, 0, stop - start, 0), rows)
+    tl.store(out + batch, first)
+
+
+@pytest.mark.parametrize("rows", [0, 10])
+def test_copied_keys_of_packed_queries_have_room(rows, decode_seqlen=64):
+    """Each of the shortest sequences that the forward kernel serves, in the room that the host makes for all."""
+    lengths = torch.full((decode_seqlen + 1,), decode_seqlen + 1)
+    cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).to(DEVICE, torch.int32)
+    cache, first = NO_CACHE._replace(decode_seqlen=encode_int(decode_seqlen)), torch.zeros_like(cu_seqlens)
+    store_first_copies[(len(lengths),)](first, cache, cu_seqlens, rows)
+    total = int(lengths.sum())
+    first[-1] = total + total // (decode_seqlen + 1) * rows
+    assert (first.cpu().diff() >= lengths + rows).all()

@@ -31,6 +31,7 @@ GROUPS = (
                 "the last rows of a tile see the next tile",
                 "    last = tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead\n",
                 "    last = first + SHAPE.block_m - 1 + seq.ahead\n",
+                "rows behind the last query only turn inner tiles into masked ones, and a masked tile changes no bit",
             ),
             (
                 "the last query of a tile loses its tile",

@@ -4,6 +4,7 @@ from ..breaks import Group
 
 FORMULA = ("tests/test_maps.py", "-k", "not cpu and not triton")
 KERNELS = ("tests/test_maps.py", "tests/test_maps_decode.py", "-k", "triton")
+ROWS = ("tests/test_tiles_cos_sin.py", *KERNELS[:2], "-k", "triton or rows_that_a_map_gives")
 CPU = ("tests/test_maps.py", "tests/test_maps_decode.py", "-k", "not triton")
 
 GROUPS = (
@@ -126,7 +127,7 @@ GROUPS = (
     Group(
         "maps",
         "triton_kernels/rotation.py",
-        KERNELS,
+        ROWS,
         (
             (
                 "the map of the next rotation is read",

@@ -10,7 +10,7 @@ FORWARD = (
     "-k",
     "triton or test_tiles",
 )
-VARLEN = ("tests/test_varlen.py", "tests/test_decode_varlen.py", "-k", "triton")
+VARLEN = ("tests/test_varlen.py", "tests/test_tiles.py", "tests/test_decode_varlen.py", "-k", "triton or room")
 
 GROUPS = (
     Group(
