@@ -162,9 +162,9 @@ def main() -> int:
         for row in results(limited, read(RESULTS) | done, args, Path(folder)):
             verdict = "killed  " if row.killed == "yes" else "SURVIVED"
             print(f"{verdict} {float(row.seconds):4.0f} s  {row.mutant}  {row.by} {row.how}", flush=True)
-            rows[row.mutant] = done[row.mutant] = row
+            rows[row.mutant] = row
             if args.csv:
-                write(args.csv, done)
+                write(args.csv, read(args.csv) | {row.mutant: row})
     killed = sum(row.killed == "yes" for row in rows.values())
     print(f"killed {killed} of {len(rows)} in {time.monotonic() - started:.0f} s")
     return int(killed * 100 < args.least * len(rows))
