@@ -1,4 +1,4 @@
-"""Mutants: backward."""
+"""Mutants: Triton: backward."""
 
 from ..breaks import Group
 

@@ -1,4 +1,4 @@
-"""Mutants: decode."""
+"""Mutants: Triton: decoding, pages."""
 
 from ..breaks import Group
 

@@ -1,4 +1,4 @@
-"""Mutants: forward."""
+"""Mutants: Triton: forward."""
 
 from ..breaks import Group
 

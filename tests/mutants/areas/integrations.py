@@ -1,4 +1,4 @@
-"""Mutants: integrations."""
+"""Mutants: Hugging Face, vLLM."""
 
 from ..breaks import Group
 

@@ -1,8 +1,12 @@
-"""Mutants: launches."""
+"""Mutants: launches of the Triton kernels."""
 
 from ..breaks import Group
 
-LAUNCHES = ("tests/test_launches.py", "tests/test_decode_triton.py", "tests/test_backward.py", "tests/test_splits.py")
+LAUNCHES = (
+    *("tests/test_accuracy.py", "tests/test_varlen.py", "tests/test_backward.py", "tests/test_launches.py"),
+    *("-k", "triton or backward or launches"),
+)
+CACHED = ("tests/test_decode_triton.py", "tests/test_decode.py", "tests/test_decode_varlen.py", "-k", "triton")
 
 GROUPS = (
     Group(
@@ -50,7 +54,7 @@ GROUPS = (
     Group(
         "launches",
         "python/flashrope/backends/triton/cached.py",
-        LAUNCHES,
+        CACHED,
         (
             (
                 "the workspace of a window is one key short",

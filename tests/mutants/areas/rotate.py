@@ -1,4 +1,4 @@
-"""Mutants: rotate."""
+"""Mutants: Triton: rotated queries and keys."""
 
 from ..breaks import Group
 

@@ -1,4 +1,4 @@
-"""Mutants: rotation."""
+"""Mutants: Triton: rotation."""
 
 from ..breaks import Group
 

@@ -1,4 +1,4 @@
-"""Mutants: schemes."""
+"""Mutants: schemes, bands, what all backends share."""
 
 from ..breaks import Group
 

@@ -1,4 +1,4 @@
-"""Mutants: softmax."""
+"""Mutants: Triton: online softmax."""
 
 from ..breaks import Group
 

@@ -1,4 +1,4 @@
-"""Mutants: tables."""
+"""Mutants: cos/sin tables, lowering."""
 
 from ..breaks import Group
 

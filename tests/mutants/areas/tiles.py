@@ -1,4 +1,4 @@
-"""Mutants: tiles."""
+"""Mutants: Triton: tiles of a band, rows, addresses."""
 
 from ..breaks import Group
 
