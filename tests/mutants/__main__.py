@@ -104,8 +104,9 @@ def results(mutants: Iterator[Mutant], known: dict[str, Row], args, folder: Path
                     killed = "yes" if by.test else "no"
                     yield Row(mutant.area, mutant.name, killed, by.test, by.how, ran, seconds, today, where)
     finally:
-        for *_, run, _ in under_way:
+        for _, _, steps, run, _ in under_way:
             run.stop()
+            steps.close()
 
 
 def main() -> int:
@@ -171,4 +172,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted; what ran is in the file of --csv")

@@ -21,11 +21,6 @@ GROUPS = (
                 "        exists = token < count\n",
             ),
             (
-                "a negative slot is written to",
-                "        exists = (token < count) & (slot >= 0)\n",
-                "        exists = token < count\n",
-            ),
-            (
                 "pages that do not exist are written to",
                 "    return page, row, exists & (page >= 0) & (page < decode_int(cache.pages))\n",
                 "    return page, row, exists & (page >= 0)\n",
@@ -79,6 +74,18 @@ GROUPS = (
                 "the last split is left out",
                 "        at, mask = (first + splits) * rows + lse_row, first + splits < num_splits\n        log_sum",
                 "        at, mask = (first + splits) * rows + lse_row, first + splits < num_splits - 1\n        log_sum",
+            ),
+        ),
+    ),
+    Group(
+        "decode",
+        "triton_kernels/decode.py",
+        ("tests/test_decode_varlen.py", "-k", "triton and negative_slots"),
+        (
+            (
+                "a negative slot is written to",
+                "        exists = (token < count) & (slot >= 0)\n",
+                "        exists = token < count\n",
             ),
         ),
     ),
