@@ -36,7 +36,7 @@ Tests = tuple[str, ...]
 def examine(mutant: Mutant, copy: Copy, stages: list[Tests], sound: set[str]) -> Generator[Tests, Ended, tuple]:
     """Yields the tests to run in the copy and is sent how they ended. Returns (ended, the last tests that ran).
 
-    sound: tests that pass without a mutant; those found on the way are added.
+    sound: tests that pass without a mutant; those found on the way are added. Raises RuntimeError where the tests do not.
     """
 
     def run(tests: Tests, changes) -> Generator[Tests, Ended, Ended]:
@@ -48,6 +48,8 @@ def examine(mutant: Mutant, copy: Copy, stages: list[Tests], sound: set[str]) ->
 
     for tests in stages:
         ended = yield from run(tests, mutant.changes)
+        if ended.how and not ended.test and tests == mutant.tests:  # a test of the results may be gone
+            raise RuntimeError(f"{' '.join(tests)}: no test ran: {ended.how}")
         if ended.test:
             if ended.test not in sound:
                 alone = (*(EXECUTED if EXECUTOR in tests else ()), ended.test)
@@ -73,6 +75,12 @@ def exists(test: str) -> bool:
     return path.exists() and (not name or f"def {name}(" in path.read_text(encoding="utf-8"))
 
 
+def row_of(mutant: Mutant, ended: Ended, last: Tests, seconds: float, where: str) -> Row:
+    killed, ran = "yes" if ended.test else "no", {(): "default tests", (LOOP,): "fast loop"}.get(last, "its tests")
+    day = date.today().isoformat()
+    return Row(mutant.area, mutant.name, killed, ended.test, ended.how, ran, f"{seconds:.0f}", day, where)
+
+
 def results(mutants: Iterator[Mutant], known: dict[str, Row], args, folder: Path) -> Iterator[Row]:
     """Runs --jobs mutants at a time."""
     free = [Copy(folder / str(n)) for n in range(args.jobs)]
@@ -93,16 +101,15 @@ def results(mutants: Iterator[Mutant], known: dict[str, Row], args, folder: Path
                 if (ended := run.ended()) is None:
                     continue
                 under_way.remove(item)
+                took = time.monotonic() - started
                 try:
                     under_way.append((mutant, copy, steps, Run(copy, steps.send(ended)), started))
                 except StopIteration as stop:
                     free.append(copy)
-                    by, last = stop.value
-                    ran = {(): "default tests", (LOOP,): "fast loop"}.get(last, "its tests")
-                    seconds = f"{time.monotonic() - started:.0f}"
-                    today = date.today().isoformat()
-                    killed = "yes" if by.test else "no"
-                    yield Row(mutant.area, mutant.name, killed, by.test, by.how, ran, seconds, today, where)
+                    yield row_of(mutant, *stop.value, took, where)
+                except RuntimeError as error:
+                    free.append(copy)
+                    yield Row(mutant.area, mutant.name, "error", "", str(error), "", f"{took:.0f}", "", where)
     finally:
         for _, _, steps, run, _ in under_way:
             run.stop()
@@ -161,10 +168,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME", f"{folder}/cache")
         for row in results(limited, read(RESULTS) | done, args, Path(folder)):
-            verdict = "killed  " if row.killed == "yes" else "SURVIVED"
+            verdict = {"yes": "killed  ", "no": "SURVIVED", "error": "ERROR   "}[row.killed]
             print(f"{verdict} {float(row.seconds):4.0f} s  {row.mutant}  {row.by} {row.how}", flush=True)
             rows[row.mutant] = row
-            if args.csv:
+            if args.csv and row.killed != "error":
                 write(args.csv, read(args.csv) | {row.mutant: row})
     killed = sum(row.killed == "yes" for row in rows.values())
     print(f"killed {killed} of {len(rows)} in {time.monotonic() - started:.0f} s")

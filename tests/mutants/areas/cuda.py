@@ -3,7 +3,10 @@
 from ..breaks import Group
 from ..runs import EXECUTED
 
-ATTEND = (*EXECUTED, "tests/executor/cuda_kernels.py", "-k", "float16-64 or padding or not_causal or splits or strides")
+ATTEND = (
+    *(*EXECUTED, "tests/executor/cuda_kernels.py"),
+    *("-k", "float16-64 or padding or not_causal or splits or strides or hostile"),
+)
 APPEND = (*EXECUTED, "tests/executor/cuda_kernels.py", "-k", "append")
 # Only what these tests run is compiled, in a third of the time.
 SMALLER = (
@@ -168,7 +171,7 @@ GROUPS = (
     Group(
         "cuda",
         "csrc/library.cpp",
-        (*EXECUTED, "tests/executor/cuda_kernels.py", "-k", "library_checks or shared_memory"),
+        (*EXECUTED, "tests/executor/cuda_kernels.py", "-k", "library_checks"),
         (
             (
                 "too short a table is accepted",
