@@ -241,7 +241,7 @@ GROUPS = (
     Group(
         "cpu",
         "python/flashrope/backends/cpu/csrc/common.h",
-        ("tests/test_cpu_compiled.py::test_tiles", "tests/test_cpu_compiled.py::test_chunks_of_keys"),
+        ("tests/test_cpu_compiled.py", "-k", "tiles or chunks_of_keys or rounded"),
         (
             (
                 "bfloat16 is cut, not rounded",
