@@ -2,7 +2,7 @@
 
 from ..breaks import Group
 
-CONVERTED = ("tests/integrations",)
+CONVERTED = ("tests/integrations/test_transformers.py", "tests/integrations/test_refusals.py")
 
 GROUPS = (
     Group(
