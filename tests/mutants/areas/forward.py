@@ -3,6 +3,7 @@
 from ..breaks import Group
 
 FORWARD = (
+    "tests/test_accuracy.py::test_grouped_heads",
     "tests/test_accuracy.py",
     "tests/test_needles.py",
     "tests/test_tiles.py",

@@ -3,7 +3,13 @@
 from ..breaks import Group
 
 LAUNCHES = (
-    *("tests/test_accuracy.py", "tests/test_varlen.py", "tests/test_backward.py", "tests/test_launches.py"),
+    *(
+        "tests/test_accuracy.py::test_grouped_heads",
+        "tests/test_accuracy.py",
+        "tests/test_varlen.py",
+        "tests/test_backward.py",
+        "tests/test_launches.py",
+    ),
     *("-k", "triton or backward or launches"),
 )
 CACHED = ("tests/test_decode_triton.py", "tests/test_decode.py", "tests/test_decode_varlen.py", "-k", "triton")
