@@ -137,12 +137,8 @@ def main() -> int:
         write(RESULTS, read(args.publish))
         page.PAGE.write_text(page.text(), encoding="utf-8")
         return 0
-    chosen = [
-        m
-        for m in MUTANTS
-        if (not args.area or m.area in args.area.split(",")) and not args.only or args.only and args.only in m.name
-    ]
-    chosen = [m for m in chosen if m.area not in args.without.split(",")][:: args.every]
+    areas = set(args.area.split(",") if args.area else page.AREAS) - set(args.without.split(","))
+    chosen = [m for m in MUTANTS if m.area in areas and (args.only or "") in m.name][:: args.every]
     if args.list:
         for m in chosen:
             print(f"{m.area:13} {m.name}" + (f"  equivalent: {m.equivalent}" if m.equivalent else ""))
@@ -158,6 +154,7 @@ def main() -> int:
 
     done = read(args.csv) if args.csv else {}
     todo = [m for m in chosen if m.name not in done or args.again and done[m.name].killed == "no"]
+    todo.sort(key=lambda m: m.name not in done)  # survivors first
     started = time.monotonic()
     if args.seconds:
         random.Random(args.seed).shuffle(todo)
