@@ -65,7 +65,8 @@ python -m tests.mutants --quick --csv mutants.csv   # all; the areas cuda and in
 python -m tests.mutants --publish mutants.csv       # this page and mutants/results.csv, a row for each mutant
 ```
 
-The times are those of the first run that finds the test; a later one starts with it, and needs a few seconds a mutant.
+Seconds are the wall time of the run that found the test, on a machine that did other work as well. A later run starts with
+that test, and needs a few seconds a mutant.
 `.ci/run` repeats a sample of them for every commit, and fails where fewer than 95% are killed."""
 HEADER = "| area | mutants | run | killed | seconds | killed by |\n|---|---:|---:|---:|---:|---|"
 
