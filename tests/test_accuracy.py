@@ -154,9 +154,10 @@ def test_packed_projection(exact):
     check(exact, support.Problem(q, k, v, Rotary.hope(16, 100), grad_out=grad_out, grad_lse=grad_lse))
 
 
-@pytest.mark.interpreted(lambda exact, heads, group: heads == group)
-@pytest.mark.parametrize(("heads", "group"), [(3, 1), (4, 2), (3, 3), (6, 3)])
+@pytest.mark.interpreted(lambda exact, heads, group: heads < 6)
+@pytest.mark.parametrize(("heads", "group"), [(5, 1), (4, 2), (3, 3), (6, 3)])
 def test_grouped_heads(exact, heads, group):
+    """One program rotates 4 heads."""
     for rotary in (Rotary.rope(16), Rotary.rope(16).rectify(21)):
         check(exact, problem(exact, rotary, 25 if exact.slow else 45, batch=2, heads=heads, group=group, seed=9))
 
@@ -184,7 +185,8 @@ def test_positions(exact, positions):
 
 
 def test_softmax_scale(exact):
-    check(exact, problem(exact, Rotary.rope(16).rectify(21), 40, seed=12, softmax_scale=0.7))
+    for scale in (0.7, 0.0):
+        check(exact, problem(exact, Rotary.rope(16).rectify(21), 40, seed=12, softmax_scale=scale))
 
 
 @pytest.mark.parametrize("missing", ["grad_out", "grad_lse"])

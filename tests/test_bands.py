@@ -16,6 +16,7 @@ NEAR = Band(0, 5, 1.0, 0.0)
 
 REFUSED = {
     "overlap": ([NEAR, Band(3, INF, 0.0, 5.0)], ValueError, "bands[1].start: expected at least 5, where bands[0]", "3"),
+    "one distance in two": ([NEAR, Band(4, INF, 0.0, 5.0)], ValueError, "bands[1].start: expected at least 5", "got 4"),
     "the same twice": ([NEAR, NEAR], ValueError, "bands[1].start: expected at least 5", "got 0"),
     "out of order": ([Band(5, INF, 0.0, 5.0), NEAR], ValueError, "bands[1].start: expected at least inf", "got 0"),
     "fractional start": ([Band(0.5, 5, 1.0, 0.0)], ValueError, "bands[0].start: expected a whole number", "got 0.5"),

@@ -129,6 +129,14 @@ def test_positions_and_batch_tables(exact):
     support.check(exact, support.problem(exact, Rotary.rope(16), 70, batch=2, positions=positions))
 
 
+def test_bfloat16_is_rounded_to_nearest(cpu_library, monkeypatch):
+    """The mean of two values, which float32 holds exactly."""
+    monkeypatch.setattr(library, "load", lambda: cpu_library)
+    q, v = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16), support.random((1, 2, 1, 64), BRAIN, 4)
+    out = attention(q, q, v, Rotary.rope(64), impl="cpu")
+    assert torch.equal(out[0, 1], v[0].float().mean(0).to(torch.bfloat16))
+
+
 def test_nan_reaches_the_rows_that_see_it(exact):
     q, k, v = (torch.randn(1, 70, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
     k[0, 40, 0, 3] = torch.nan

@@ -138,6 +138,13 @@ def test_several_tokens(exact, page_size, scheme, causal):
     ).check(exact)
 
 
+@pytest.mark.interpreted(lambda exact, scheme: scheme == "leaky")
+@pytest.mark.parametrize("scheme", ["rope", "leaky"])
+def test_rows_before_the_first_key_that_see_keys_ahead(exact, scheme):
+    """The tables have no negative positions."""
+    cached(exact, SCHEMES[scheme](16), (3, 45), 9, seqlen_new=0, heads=2, capacity=80, causal=False).check(exact)
+
+
 @pytest.mark.interpreted(lambda target, scheme, seqlen_q: False)
 @pytest.mark.parametrize("seqlen_q", [1, 5])
 @pytest.mark.parametrize("scheme", ["none", "rope_interleaved", "hope_zeros", "rerope", "local", "log_n_trained"])

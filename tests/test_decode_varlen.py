@@ -273,12 +273,15 @@ def test_bad_calls_are_refused_before_anything_is_written(message, changes):
     assert torch.equal(call["k_cache"], before)
 
 
-def test_negative_slots_are_left_out():
-    call = arguments(slot_mapping=torch.tensor([3, -1, 42]))
-    before = call["k_cache"].clone()
+def test_negative_slots_are_left_out(exact):
+    """Slot -1 would be the last one before the cache, which is the end of a larger tensor."""
+    call = arguments(slot_mapping=torch.tensor([3, -1, 42]), impl=exact.impl)
+    call = {name: x.to(exact.device) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    whole = torch.cat((torch.zeros_like(call["k_cache"]), call["k_cache"]))
+    before, call["k_cache"] = whole.clone(), whole[2:]
     attention_varlen_with_cache(**call)
-    changed = (call["k_cache"] != before).flatten(0, 1).any(-1).any(-1).nonzero().flatten()
-    assert changed.tolist() == [3, 42]
+    changed = (whole != before).flatten(0, 1).any(-1).any(-1).nonzero().flatten()
+    assert changed.tolist() == [64 + 3, 64 + 42]
 
 
 @pytest.mark.parametrize("slot_mapping", [None, SLOTS], ids=["appended", "placed"])

@@ -10,7 +10,7 @@ import torch
 from support import check, problem
 
 from flashrope import Band, Rotary, attention, attention_varlen
-from flashrope.bands import MappedBand, distances, holds
+from flashrope.bands import MappedBand, PositionMap, distances, holds
 from flashrope.cos_sin import cos_sin
 from flashrope.lowering import UNBOUNDED, lower
 
@@ -223,6 +223,11 @@ def test_gradients_of_the_atomic_backward(exact):
 
 
 # ---- the scheme as data
+
+
+def test_groups_are_counted_within_a_chunk():
+    positions = PositionMap(2.0, 3.0, 128, 4, 20).of(torch.arange(300.0))
+    assert positions.tolist() == [2 * min(i % 128 // 4, 20) + 3 for i in range(300)]
 
 
 def test_bands():

@@ -195,6 +195,7 @@ def test_yarn_temperature():
     rope = Rotary.rope(64)
     assert rope.yarn(4.0, 512, temperature=2.5).temperature == 2.5
     assert rope.yarn(1.0, 512).temperature == rope.yarn(0.5, 512).temperature == 1
+    assert dataclasses.replace(rope, temperature=3.0).yarn(4.0, 512, temperature=2.5).temperature == 7.5
 
 
 def test_ntk_exponent():

@@ -8,8 +8,9 @@ import triton.language as tl
 
 from flashrope import Rotary
 from flashrope.cos_sin import FINE_ROWS, coarse_rows, cos_sin, two_level_table
+from flashrope.lowering import lower
 from flashrope.triton_kernels.arguments import Shape
-from flashrope.triton_kernels.rotation import CosSinTable, load_cos_sin, load_cos_sin_by_blocks
+from flashrope.triton_kernels.rotation import CosSinTable, load_cos_sin, load_cos_sin_by_blocks, mapped_rows
 from flashrope.triton_kernels.tiles import Rows
 
 ROTARY = Rotary.rope(32)
@@ -44,3 +45,24 @@ def test_any_position(how, rows):
         cos_and_sin[(1,)](out, table, table.shape[1], start, rows, how == "blocks", SHAPE=Shape(32, 32))
         expected = torch.stack(cos_sin(ROTARY, start + torch.arange(rows)), dim=1)
         assert (out.double() - expected).abs().max() <= BOUND[how]
+
+
+@triton.jit
+def store_mapped_rows(out, maps, rotation, start, first, length, M: tl.constexpr):
+    rows = Rows(tl.arange(0, M), start, first, length)
+    tl.store(out + tl.arange(0, M), mapped_rows(maps, rotation, rows))
+
+
+@pytest.mark.parametrize("rotary", [ROTARY.self_extend(20, 4), ROTARY.dual_chunk(160, 32)], ids=["groups", "chunks"])
+def test_rows_that_a_map_gives(rotary):
+    """Each reads the row of the formula, and before position 0 row 0; queries count from start, keys from first."""
+    maps = lower(rotary, True).maps
+    table = torch.tensor(maps, dtype=torch.int32)
+    for rotation, (chunk, group, last, is_query) in enumerate(maps):
+        for start, first, length in ((-20, 48, 70), (0, 32, 64), (250, 300, 1000)):
+            out = torch.full((32,), -1, dtype=torch.int32)
+            store_mapped_rows[(1,)](out, table, rotation, start, first, length, 32)
+            rows = torch.arange(32).clamp(max=length - first - 1)
+            position = (rows + (start if is_query else first)).clamp(min=0)
+            expected = (position % chunk if chunk else position) // group
+            assert torch.equal(out, expected.clamp(max=last).to(torch.int32)), (rotation, start)

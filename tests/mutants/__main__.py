@@ -1,156 +1,182 @@
 """``python -m tests.mutants``: breaks the source a line at a time and reports which test notices.
 
-First the tests run without a mutant. Then every mutant gets a copy of the checkout, is applied to it, and runs the tests
-that its group names (pytest -x), then, if it survives, the fast loop, then with --all the default tests. A crash of the
-interpreter counts as noticed.
+Every mutant is applied to a copy of the checkout, which runs the test that noticed it last time (docs/mutants), then the
+tests that its group names, then the fast loop, then with --all the default tests, up to the first that fails. That test
+must pass without the mutant. A crash of the interpreter counts as noticed.
 
     python -m tests.mutants --list
-    python -m tests.mutants --area decode --jobs 2 --csv mutants.csv     (adds to the file; what is in it is not run again)
+    python -m tests.mutants --area decode --quick --csv mutants.csv     (adds to the file; what is in it is not run again)
+    python -m tests.mutants --publish mutants.csv                       (into docs/mutants)
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import importlib.util
 import os
-import re
-import subprocess
+import random
+import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterator
+from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 
-from . import host, kernels
-from .breaks import ROOT, Mutant, mutants_of
+from . import page
+from .areas import MUTANTS
+from .breaks import Mutant
+from .results import RESULTS, Row, read, versions, write
+from .runs import EXECUTED, EXECUTOR, Copy, Ended, Run, preload
 
-COLUMNS = ("area", "mutant", "killed", "by", "seconds")
 LOOP = "@tests/fast.txt"
-LIMIT = 900  # seconds for one run of pytest; a mutant that hangs is noticed
-
-MUTANTS = mutants_of((*kernels.GROUPS, *host.GROUPS))
+Tests = tuple[str, ...]
 
 
-def copy_checkout(to: Path) -> None:
-    """The files of the checkout, with the kernels where the package looks for them."""
-    listed = subprocess.run(
-        ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        check=True,
-        capture_output=True,
-    ).stdout
-    archive = subprocess.run(
-        ["tar", "-C", ROOT, "--null", "-T", "-", "--ignore-failed-read", "-cf", "-"],
-        input=listed,
-        check=True,
-        capture_output=True,
-    )
-    subprocess.run(["tar", "-C", to, "-xf", "-"], input=archive.stdout, check=True)
-    (to / "python/flashrope/triton_kernels").symlink_to(to / "triton_kernels")
+def examine(mutant: Mutant, copy: Copy, stages: list[Tests], sound: set[str]) -> Generator[Tests, Ended, tuple]:
+    """Yields the tests to run in the copy and is sent how they ended. Returns (ended, the last tests that ran).
+
+    sound: tests that pass without a mutant; those found on the way are added. Raises RuntimeError where the tests do not.
+    """
+
+    def run(tests: Tests, changes) -> Generator[Tests, Ended, Ended]:
+        copy.apply(changes)
+        try:
+            return (yield tests)
+        finally:
+            copy.restore()
+
+    for tests in stages:
+        ended = yield from run(tests, mutant.changes)
+        if ended.how and not ended.test and tests == mutant.tests:  # a test of the results may be gone
+            raise RuntimeError(f"{' '.join(tests)}: no test ran: {ended.how}")
+        if ended.test:
+            if ended.test not in sound:
+                alone = (*(EXECUTED if EXECUTOR in tests else ()), ended.test)
+                if (yield from run(alone, mutant.cut)).test:
+                    raise RuntimeError(f"{ended.test}: fails without a mutant")
+                sound.add(ended.test)
+            return ended, tests
+    return Ended(), stages[-1]
 
 
-def run(mutant: Mutant, everything: bool) -> tuple[bool, str, float]:
-    """(whether a test noticed, which, seconds)."""
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        root = Path(folder)
-        copy_checkout(root)
-        mutant.apply(root)
-        started = time.perf_counter()
-        for tests in (mutant.tests, (LOOP,), *([()] if everything else [])):
-            if by := failed_test(root, tests):
-                return True, by, time.perf_counter() - started
-        return False, "", time.perf_counter() - started
+def stages_of(mutant: Mutant, last: Row | None, quick: bool, everything: bool) -> list[Tests]:
+    stages = [mutant.tests] + [(LOOP,)] * (not quick) + [()] * everything
+    if last and last.killed == "yes" and exists(last.by):
+        stages.insert(0, (*(EXECUTED if EXECUTOR in mutant.tests else ()), last.by))
+    return stages
 
 
-def check_unbroken(mutants: list[Mutant]) -> None:
-    """Raises RuntimeError if tests that the mutants name fail without a mutant, which would count as noticed."""
-    with tempfile.TemporaryDirectory(prefix="unbroken-") as folder:
-        copy_checkout(Path(folder))
-        for tests in (*dict.fromkeys(mutant.tests for mutant in mutants), (LOOP,)):
-            if by := failed_test(Path(folder), tests):
-                raise RuntimeError(f"{' '.join(tests)}: fails without a mutant: {by}")
+def exists(test: str) -> bool:
+    """Whether the file still has a function of this name."""
+    file, _, rest = test.partition("::")
+    name = rest.split("[")[0].split("::")[-1]
+    path = Path(__file__).resolve().parents[2] / file
+    return path.exists() and (not name or f"def {name}(" in path.read_text(encoding="utf-8"))
 
 
-def failed_test(root: Path, tests: tuple[str, ...]) -> str:
-    """The first test that fails, or how the run ended otherwise; "" if all pass."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(root / "python"), os.environ.get("PYTHONPATH", "")]),
-    }
-    # its own Triton cache: the mutant's kernels have other sources anyway, but nothing is left behind
-    environment |= {"TRITON_CACHE_DIR": str(root / ".triton"), "XDG_CACHE_HOME": str(root / ".cache")}
-    # one cache for all: it holds the compiled CPU kernels, by a hash of their sources
-    cache = f"cache_dir={Path(tempfile.gettempdir()) / 'flashrope-mutants'}"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-o", cache, *tests]
+def row_of(mutant: Mutant, ended: Ended, last: Tests, seconds: float, where: str) -> Row:
+    killed, ran = "yes" if ended.test else "no", {(): "default tests", (LOOP,): "fast loop"}.get(last, "its tests")
+    day = date.today().isoformat()
+    return Row(mutant.area, mutant.name, killed, ended.test, ended.how, ran, f"{seconds:.0f}", day, where)
+
+
+def results(mutants: Iterator[Mutant], known: dict[str, Row], args, folder: Path) -> Iterator[Row]:
+    """Runs --jobs mutants at a time."""
+    free = [Copy(folder / str(n)) for n in range(args.jobs)]
+    sound: set[str] = set()
+    under_way: list[tuple] = []
+    where = versions()
     try:
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        return f"more than {LIMIT} s"
-    if done.returncode == 0:
-        return ""
-    if done.returncode == 5:  # no test was selected
-        raise RuntimeError(f"no test matches {' '.join(tests)}")
-    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    return found[1] if found else f"exit code {done.returncode}"
+        while True:
+            while free and (mutant := next(mutants, None)):
+                copy = free.pop()
+                steps = examine(mutant, copy, stages_of(mutant, known.get(mutant.name), args.quick, args.all), sound)
+                under_way.append((mutant, copy, steps, Run(copy, next(steps)), time.monotonic()))
+            if not under_way:
+                return
+            time.sleep(0.02)
+            for item in list(under_way):
+                mutant, copy, steps, run, started = item
+                if (ended := run.ended()) is None:
+                    continue
+                under_way.remove(item)
+                took = time.monotonic() - started
+                try:
+                    under_way.append((mutant, copy, steps, Run(copy, steps.send(ended)), started))
+                except StopIteration as stop:
+                    free.append(copy)
+                    yield row_of(mutant, *stop.value, took, where)
+                except RuntimeError as error:
+                    free.append(copy)
+                    yield Row(mutant.area, mutant.name, "error", "", str(error), "", f"{took:.0f}", "", where)
+    finally:
+        for _, _, steps, run, _ in under_way:
+            run.stop()
+            steps.close()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.split("\n")[0])
-    parser.add_argument("--list", action="store_true", help="print the mutants and check that each still applies")
+    parser.add_argument("--list", action="store_true", help="print the mutants")
     parser.add_argument("--area", help="only those of these areas, separated by commas")
+    parser.add_argument("--without", default="", help="not those of these areas")
     parser.add_argument("--only", help="only those whose name contains this")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th of them")
+    parser.add_argument("--quick", action="store_true", help="leave out the fast loop for those that survive")
     parser.add_argument("--all", action="store_true", help="run the default tests too for those that survive")
+    parser.add_argument("--again", action="store_true", help="run those again that survived according to --csv")
+    parser.add_argument("--seconds", type=float, help="start none after this long, in an order drawn from --seed")
+    parser.add_argument("--seed", default="0", help="any text, for example a commit's hash (default: 0)")
+    parser.add_argument("--least", type=float, default=100, help="percentage killed below which the run fails")
     parser.add_argument("--jobs", type=int, default=1, help="how many at once (default: 1)")
     parser.add_argument("--csv", type=Path, help="a file to add the results to")
+    parser.add_argument("--publish", type=Path, metavar="CSV", help="copy a file of results into docs/mutants and exit")
     args = parser.parse_args()
-    chosen = [m for m in MUTANTS if not args.area or m.area in args.area.split(",")]
-    chosen = [m for m in chosen if not args.only or args.only in m.name][:: args.every]
+    if args.publish:
+        write(RESULTS, read(args.publish))
+        page.PAGE.write_text(page.text(), encoding="utf-8")
+        return 0
+    areas = set(args.area.split(",") if args.area else page.AREAS) - set(args.without.split(","))
+    chosen = [m for m in MUTANTS if m.area in areas and (args.only or "") in m.name][:: args.every]
     if args.list:
         for m in chosen:
-            print(f"{m.area:13} {m.name}")
-        print(f"{len(chosen)} mutants")
+            print(f"{m.area:13} {m.name}" + (f"  equivalent: {m.equivalent}" if m.equivalent else ""))
+        print(f"{len(chosen)} mutants, {sum(bool(m.equivalent) for m in chosen)} of them equivalent")
         return 0
-    if any(m.area == "integrations" for m in chosen) and importlib.util.find_spec("transformers") is None:
-        parser.error("the area integrations needs transformers, without which its tests are skipped")
-    done = {row["mutant"]: row for row in read(args.csv)}
-    todo = [m for m in chosen if m.name not in done]
+    chosen = [m for m in chosen if not m.equivalent]
+    for area, needed, found in (
+        ("integrations", "transformers", find_spec("transformers")),
+        ("cuda", "nvcc", shutil.which("nvcc")),
+    ):
+        if not found and any(m.area == area for m in chosen):
+            parser.error(f"the area {area} needs {needed}, without which its tests are skipped; see --without")
 
-    def report(mutant: Mutant) -> dict[str, str]:
-        killed, by, seconds = run(mutant, args.all)
-        row = dict(
-            zip(COLUMNS, (mutant.area, mutant.name, "yes" if killed else "no", by, f"{seconds:.0f}"), strict=True)
-        )
-        print(f"{'killed  ' if killed else 'SURVIVED'} {seconds:5.0f} s  {mutant.name}  {by}", flush=True)
-        if args.csv:
-            append(args.csv, row)
-        return row
-
-    if todo:
-        check_unbroken(todo)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        rows = [*done.values(), *pool.map(report, todo)]
-    killed = Counter(row["killed"] for row in rows)
-    print(f"killed {killed['yes']} of {len(rows)}")
-    return int(killed["no"] > 0)
-
-
-def read(path: Path | None) -> list[dict[str, str]]:
-    if path is None or not path.exists():
-        return []
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def append(path: Path, row: dict[str, str]) -> None:
-    new = not path.exists()
-    with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    done = read(args.csv) if args.csv else {}
+    todo = [m for m in chosen if m.name not in done or args.again and done[m.name].killed == "no"]
+    todo.sort(key=lambda m: m.name not in done)  # survivors first
+    started = time.monotonic()
+    if args.seconds:
+        random.Random(args.seed).shuffle(todo)
+        print(f"a sample of {len(todo)} mutants, seed {args.seed}, for {args.seconds:g} s", flush=True)
+    limited = (m for m in todo if not args.seconds or time.monotonic() - started < args.seconds)
+    preload()
+    rows = {m.name: done[m.name] for m in chosen if m.name in done}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME", f"{folder}/cache")
+        for row in results(limited, read(RESULTS) | done, args, Path(folder)):
+            verdict = {"yes": "killed  ", "no": "SURVIVED", "error": "ERROR   "}[row.killed]
+            print(f"{verdict} {float(row.seconds):4.0f} s  {row.mutant}  {row.by} {row.how}", flush=True)
+            rows[row.mutant] = row
+            if args.csv and row.killed != "error":
+                write(args.csv, read(args.csv) | {row.mutant: row})
+    killed = sum(row.killed == "yes" for row in rows.values())
+    print(f"killed {killed} of {len(rows)} in {time.monotonic() - started:.0f} s")
+    return int(killed * 100 < args.least * len(rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted; what ran is in the file of --csv")

@@ -13,38 +13,45 @@ class Group:
     """Mutants of one file.
 
     tests: what pytest runs first, as its arguments; usually enough. breaks: (what is wrong, the text, what takes its
-    place); the text occurs once in the file.
+    place); the text occurs once in the file. A fourth entry says why the change changes no result: such a mutant is
+    equivalent, is not run and does not count. cut: (file, text, what takes its place), changes with which the tests run
+    with and without the mutant, so that less has to be compiled.
     """
 
     area: str
     file: str
     tests: tuple[str, ...]
-    breaks: tuple[tuple[str, str, str], ...]
+    breaks: tuple[tuple[str, ...], ...]
+    cut: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
     area: str
     file: str
+    tests: tuple[str, ...]
     wrong: str
     old: str
     new: str
-    tests: tuple[str, ...]
+    equivalent: str = ""
+    cut: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def name(self) -> str:
         return f"{Path(self.file).name}: {self.wrong}"
 
-    def apply(self, root: Path) -> None:
-        """Changes the file under ``root``. Raises ValueError unless the text occurs once."""
-        path = root / self.file
-        text = path.read_text(encoding="utf-8")
-        if text.count(self.old) != 1:
-            raise ValueError(
-                f"{self.name}: expected {self.old!r} once in {self.file}, got {text.count(self.old)} times"
-            )
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+    @property
+    def changes(self) -> tuple[tuple[str, str, str], ...]:
+        """(file, text, what takes its place)"""
+        return *self.cut, (self.file, self.old, self.new)
+
+
+def replaced(text: str, old: str, new: str, where: str) -> str:
+    """Raises ValueError unless ``old`` occurs once."""
+    if (count := text.count(old)) != 1:
+        raise ValueError(f"{where}: expected {old!r} once, got {count} times")
+    return text.replace(old, new)
 
 
 def mutants_of(groups: tuple[Group, ...]) -> list[Mutant]:
-    return [Mutant(g.area, g.file, *broken, g.tests) for g in groups for broken in g.breaks]
+    return [Mutant(g.area, g.file, g.tests, *broken, cut=g.cut) for g in groups for broken in g.breaks]

@@ -1,0 +1,82 @@
+"""Mutants: launches of the Triton kernels."""
+
+from ..breaks import Group
+
+LAUNCHES = (
+    *(
+        "tests/test_accuracy.py::test_grouped_heads",
+        "tests/test_accuracy.py",
+        "tests/test_varlen.py",
+        "tests/test_backward.py",
+        "tests/test_launches.py",
+    ),
+    *("-k", "triton or backward or launches"),
+)
+CACHED = ("tests/test_decode_triton.py", "tests/test_decode.py", "tests/test_decode_varlen.py", "-k", "triton")
+
+GROUPS = (
+    Group(
+        "launches",
+        "python/flashrope/backends/triton/attention.py",
+        LAUNCHES,
+        (
+            (
+                "log n is applied to the keys",
+                "scheme = self.scheme._replace(log_n_factor=0.0, log_n_floor=1.0)",
+                "scheme = self.scheme",
+            ),
+            (
+                "queries lack a program for the last tile",
+                "(cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),\n            tensor_view(q)",
+                "(self.max_seqlen_q // tile.block_m * self.batch * self.heads_q,),\n            tensor_view(q)",
+            ),
+            (
+                "key heads lack their last program",
+                "cdiv(heads, configs.ROTATE_HEADS),\n            len(copies),",
+                "max(heads // configs.ROTATE_HEADS, 1),\n            len(copies),",
+            ),
+            (
+                "the table is too short for the keys",
+                "coarse_rows(max(self.seqlen_q, self.seqlen_k))",
+                "coarse_rows(self.seqlen_q)",
+            ),
+            (
+                "statistics are too small for packed sequences",
+                "(_rows(out) // configs.STATISTICS_ROWS + self.batch) * configs",
+                "(-(-_rows(out) // configs.STATISTICS_ROWS)) * configs",
+            ),
+            (
+                "rotated queries without log n are not made",
+                "if not any(self.lowered.q_rotations) and not self.scheme.log_n_factor:",
+                "if not any(self.lowered.q_rotations):",
+            ),
+            (
+                "rows outside every sequence are not cleared",
+                "        out.zero_()  # rows outside every sequence\n",
+                "        pass\n",
+            ),
+        ),
+    ),
+    Group(
+        "launches",
+        "python/flashrope/backends/triton/cached.py",
+        CACHED,
+        (
+            (
+                "the workspace of a window is one key short",
+                "beyond = max(self.lowered.k_stops) - 1  #",
+                "beyond = max(self.lowered.k_stops) - 2  #",
+            ),
+            (
+                "the table ends at the queries",
+                "rows = coarse_rows(max(self.max_seqlen_q, self.capacity))",
+                "rows = coarse_rows(self.max_seqlen_q)",
+            ),
+            (
+                "partial results of packed queries are too few",
+                "min(self.seqlen_q, self.batch * self.decode_seqlen)\n",
+                "min(self.seqlen_q, self.decode_seqlen)\n",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,50 @@
+"""Mutants: Triton: rotated queries and keys."""
+
+from ..breaks import Group
+
+FORWARD = (
+    "tests/test_accuracy.py",
+    "tests/test_needles.py",
+    "tests/test_tiles.py",
+    "tests/test_bands.py",
+    "-k",
+    "triton",
+)
+DECODE = ("tests/test_decode_triton.py", "tests/test_decode.py", "tests/test_decode_varlen.py", "-k", "triton")
+
+GROUPS = (
+    Group(
+        "rotate",
+        "triton_kernels/rotate.py",
+        FORWARD,
+        (
+            (
+                "heads of the last program are left out",
+                "    for head in range(begin, tl.minimum(end, heads)):\n        view = head_view(x, batch",
+                "    for head in range(begin, tl.minimum(end, heads - 1)):\n        view = head_view(x, batch",
+            ),
+            (
+                "log n of the rotated queries goes by the row",
+                "first + rows.index + length_other - length)[:, None]",
+                "first + rows.index)[:, None]",
+            ),
+        ),
+    ),
+    Group(
+        "rotate",
+        "triton_kernels/rotate.py",
+        DECODE,
+        (
+            (
+                "a tile of cached keys that a band reads is skipped",
+                "(first + SHAPE.block_m <= seq.ahead - stop + 1)",
+                "(first <= seq.ahead - stop + 1)",
+            ),
+            (
+                "cached keys are rotated one position off",
+                "    rows = Rows(tl.arange(0, SHAPE.block_m), first + shift, first, seq.length_k)\n",
+                "    rows = Rows(tl.arange(0, SHAPE.block_m), first + shift + 1, first, seq.length_k)\n",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,189 @@
+"""Runs of pytest on copies of the checkout. Each is a fork of this process, which has imported what all of them need."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from importlib.util import cache_from_source, find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from .breaks import ROOT, replaced
+
+STALLED = 240  # seconds without a new test: a mutant that hangs is noticed
+EXECUTOR = "executor.plugin"  # must be loaded before Triton is
+EXECUTED = ("-p", EXECUTOR, "--executor", "80")  # first arguments of tests that run compiled kernels on the CPU
+FAILED, RUNNING = "failed ", "running "
+PRELOADED = ("numpy", "torch", "pytest", "triton", "triton.language", "transformers")
+
+
+class Ended(NamedTuple):
+    """test: the first that failed, or that ran when the process died, as `how` says; "" where all passed, or where none
+    ran, and then `how` is pytest's output."""
+
+    test: str = ""
+    how: str = ""
+
+
+class Watch:
+    """Writes down the test that runs, so that a crash has a name, and the first that failed."""
+
+    def __init__(self, path: Path):
+        self.path, self.failed = path, False
+
+    def write(self, nodeid: str, failed: bool) -> None:
+        if not self.failed:
+            self.path.write_text(f"{FAILED if failed else RUNNING}{nodeid}", encoding="utf-8")
+        self.failed |= failed
+
+    def pytest_runtest_logstart(self, nodeid, location) -> None:
+        self.write(nodeid, False)
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.failed:
+            self.write(report.nodeid, True)
+
+    def pytest_collectreport(self, report) -> None:
+        if report.failed:
+            self.write(report.nodeid, True)
+
+
+def preload() -> None:
+    """Imports what does not change. Triton's interpreter is switched on before, as tests/conftest.py does."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    for name in PRELOADED:
+        if find_spec(name.split(".")[0]):
+            importlib.import_module(name)
+
+
+class Copy:
+    """A copy of the checkout, in which one mutant at a time is applied. folder: empty."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.root, self.seen, self.output = folder / "checkout", folder / "test", folder / "output"
+        copy_checkout(self.root)
+        self.before: dict[Path, tuple[str, os.stat_result]] = {}
+
+    def apply(self, changes: tuple[tuple[str, str, str], ...]) -> None:
+        """changes: (file, text that occurs once, what takes its place)"""
+        for file, old, new in changes:
+            path = (self.root / file).resolve()
+            text, stat = path.read_text(encoding="utf-8"), path.stat()
+            self.before.setdefault(path, (text, stat))
+            path.write_text(replaced(text, old, new, file), encoding="utf-8")
+            self._forget_compiled(path)
+
+    def restore(self) -> None:
+        for path, (text, stat) in self.before.items():
+            path.write_text(text, encoding="utf-8")
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+            self._forget_compiled(path)
+        self.before.clear()
+
+    @staticmethod
+    def _forget_compiled(path: Path) -> None:
+        if path.suffix == ".py":
+            Path(cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def copy_checkout(to: Path) -> None:
+    """The files of the checkout, with the kernels where the package looks for them."""
+    if (ROOT / ".git").exists():
+        listed = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(listed, check=True, capture_output=True).stdout
+        archive = ["tar", "-C", ROOT, "--null", "-T", "-", "--ignore-failed-read", "-cf", "-"]
+        files = subprocess.run(archive, input=names, check=True, capture_output=True).stdout
+        to.mkdir(parents=True)
+        subprocess.run(["tar", "-C", to, "-xf", "-"], input=files, check=True)
+    else:  # .ci/run works in such a copy
+        shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(".venv", "__pycache__", "*.egg-info", ".pytest_cache"))
+    (to / "python/flashrope/triton_kernels").symlink_to(to / "triton_kernels")
+
+
+class Run:
+    """pytest with these arguments in a copy, under way."""
+
+    def __init__(self, copy: Copy, tests: tuple[str, ...]):
+        self.copy, self.tests, self.started = copy, tests, time.monotonic()
+        copy.seen.write_text("", encoding="utf-8")
+        self.pid = self._start()
+
+    def _start(self) -> int:
+        root = self.copy.root
+        environment = {
+            "PYTHONPATH": os.pathsep.join(
+                [str(root / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
+                + ([str(root / "tests")] if EXECUTOR in self.tests else [])
+            ),
+            "TRITON_CACHE_DIR": str(self.copy.folder / "triton"),
+        }
+        # one cache for all: it holds the compiled CPU kernels, by a hash of their sources
+        cache = f"cache_dir={self.copy.folder.parent / 'pytest'}"
+        arguments = ["-q", "-x", "--no-header", "--tb=line", "-o", cache, *self.tests]
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            os.setsid()
+            output = os.open(self.copy.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1), os.dup2(output, 2)
+            os.chdir(root)
+            os.environ |= environment
+            if EXECUTOR in self.tests:
+                main = f"import sys; sys.path[:0] = ['', {str(ROOT)!r}]; from tests.mutants.runs import pytest_in; "
+                call = f"pytest_in({str(root)!r}, {str(self.copy.seen)!r}, {arguments!r})"
+                os.environ.pop("TRITON_INTERPRET", None)
+                os.execv(sys.executable, [sys.executable, "-c", main + call])
+            pytest_in(root, self.copy.seen, arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(3)
+
+    def ended(self) -> Ended | None:
+        """None while it runs."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        state, _, test = self.copy.seen.read_text(encoding="utf-8").partition(" ")
+        if not pid:
+            if time.time() - self.copy.seen.stat().st_mtime < STALLED:
+                return None
+            self.stop()
+            return Ended(test or "no test", f"more than {STALLED} s")
+        code = os.waitstatus_to_exitcode(status)
+        if code == 0:
+            return Ended()
+        if state == FAILED.strip():
+            return Ended(test)
+        if state == RUNNING.strip():
+            return Ended(test, signal.Signals(-code).name if code < 0 else f"exit code {code}")
+        return Ended("", self.copy.output.read_text(encoding="utf-8")[-1000:] or f"exit code {code}")
+
+    def stop(self) -> None:
+        os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def pytest_in(root: Path | str, seen: Path | str, arguments: list[str]) -> None:
+    """Ends the process. flashrope, the tests and their helpers are those below root."""
+    import pytest
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+        del sys.modules[name]
+    root = str(root)
+    of_executor = [f"{root}/tests"] if EXECUTOR in arguments else []
+    sys.path[:] = [f"{root}/python", root, *of_executor, *(x for x in sys.path if x not in ("", str(ROOT)))]
+    status = pytest.main(arguments, plugins=[Watch(Path(seen))])
+    sys.stdout.flush()
+    os._exit(int(status))
