@@ -67,8 +67,24 @@ def test_the_factor_is_hugging_faces_attention_factor():
     )
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("target", support.TARGETS, ids=str)
+QUICK = ("steps_leaky", "rotated_rerope", "rotated_maps")  # the others on Triton are slow
+
+
+def case(where, name, slow):
+    return pytest.param(
+        where, name, marks=[pytest.mark.slow] if slow and name not in QUICK else [], id=f"{where}-{name}"
+    )
+
+
+@pytest.mark.parametrize(
+    "target, name",
+    [
+        case(target, name, target.slow or target.dtype == torch.float16)
+        for target in support.TARGETS
+        if not (target.slow and target.dtype == torch.float16)
+        for name in SCHEMES
+    ],
+)
 def test_every_backend(target, name):
     check(target, problem(target, SCHEMES[name], 33, 40))
 
@@ -83,8 +99,9 @@ def test_given_positions_and_both_sides(target, name):
     check(target, problem(target, rotary, 25, 33, causal=False))
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("impl", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize(
+    "impl, name", [case(impl, name, impl == "triton") for impl in ("reference", "cpu", "triton") for name in SCHEMES]
+)
 def test_decoding_and_packed(impl, name):
     if impl == "triton" and not (support.INTERPRETED or torch.cuda.is_available()):
         pytest.skip("needs a GPU or Triton's interpreter")
