@@ -205,9 +205,8 @@ class CachePlan:
         wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
         tile = self._tile("decode wide" if wide else "decode")
         aligned_maps = bool(self.lowered.maps) and self._maps_align(tile.block_n)
-        if self.lowered.maps and (not aligned_maps or configs.family(self.capability) == "sm86"):
-            # Rows of cos and sin for every key: requested ahead, they take as much shared memory as keys and values, or
-            # twice that where maps do not align.
+        if self.lowered.maps and not aligned_maps:
+            # A row of cos and sin for every key: requested ahead, they would fill shared memory.
             tile = tile._replace(num_stages=1)
         programs = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
         usual_programs = cdiv(usual_rows, tile.block_m) * self.heads_kv * self.batch
