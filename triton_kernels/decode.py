@@ -13,7 +13,16 @@ import triton.language as tl
 
 from .arguments import decode_int, decode_stride
 from .kv_cache import clamp, find_page, load_page, row_in_page, valid_page
-from .rotation import CosSinTable, join_pairs, load_cos_sin, load_map, load_pairs, log_n_scale, mapped_tile, rotate
+from .rotation import (
+    CosSinTable,
+    join_pairs,
+    load_cos_sin,
+    load_pairs,
+    load_tile_map,
+    log_n_scale,
+    mapped_start,
+    rotate,
+)
 from .softmax import LN_2, LOG2_E, add_values, finish_softmax, log2_scale, online_softmax, start_softmax
 from .tiles import (
     Rows,
@@ -137,7 +146,7 @@ def load_pages(keys, column, SHAPE: tl.constexpr):
 def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.constexpr, SHAPE: tl.constexpr):
     """One step of the online softmax, over the keys from `column` on, whose `pages` were loaded before.
 
-    k_map: the band's load_map of keys where SHAPE.aligned_maps, else None."""
+    k_map: the band's load_tile_map of keys where SHAPE.aligned_maps, else None."""
     columns = tl.arange(0, SHAPE.block_n)
     row = row_in_page(keys.cache, block_slots(keys, column, SHAPE), SHAPE.page_size)
     page = valid_page(keys.cache, pages)
@@ -146,8 +155,8 @@ def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.
         rows = Rows(columns, column + keys.shift, column, keys.length)
         table = keys.table
         if SHAPE.aligned_maps:
-            index, start = mapped_tile(k_map, columns, column)
-            table, rows = CosSinTable(table.ptr, table.rows, None), Rows(index, start, None, None)
+            table = CosSinTable(table.ptr, table.rows, None)
+            rows = Rows(k_map.index, mapped_start(k_map, column), None, None)
         x, y = rotate_pairs(x, y, table, band.k_rotation, rows, 1.0, SHAPE)
     scores = pair_scores(queries, x, y, SHAPE)
     # Masked in every block, edge or not, so that a visit in which a row sees nothing changes no bit of it.
@@ -222,8 +231,7 @@ def attention_decode(
         x, y = rotate_pairs(x, y, table, band.q_rotation, of_rows, log_n, SHAPE)
         queries = Queries(x, y, visible_keys(position, band, length, scheme.maps), log2_scale(scheme.score_scale))
 
-        # Loaded before the loop, so that the rows of cos and sin which do not depend on the block are, too.
-        k_map = load_map(scheme.maps, band.k_rotation) if SHAPE.aligned_maps else None
+        k_map = load_tile_map(scheme.maps, band.k_rotation, SHAPE.block_n) if SHAPE.aligned_maps else None
         blocks = key_tiles(band, first_q, last_q, length, SHAPE.block_n, scheme.maps)
         begin = blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits  # the split's first block
         pages = load_pages(keys, begin * SHAPE.block_n, SHAPE)

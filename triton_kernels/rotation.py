@@ -138,25 +138,28 @@ def mapped_rows(maps, rotation, rows):
     return tl.minimum(position // group, last)
 
 
-class RowMap(NamedTuple):
-    """chunk and group of a row of Scheme.maps."""
+class TileMap(NamedTuple):
+    """chunk and group of a row of Scheme.maps; index [N]: the rows of a tile, divided by group."""
 
     chunk: object
     group: object
+    index: object
 
 
 @triton.jit
-def load_map(maps, rotation):
-    row_map = maps + 4 * rotation
-    return RowMap(tl.load(row_map), tl.load(row_map + 1))
+def load_tile_map(maps, rotation, N: tl.constexpr):
+    """For a loop over tiles of N keys, each in one chunk, and in one group or in whole groups. Divided in the loop,
+    index would keep the compiler from loading its rows of cos and sin before it."""
+    group = tl.load(maps + 4 * rotation + 1)
+    return TileMap(tl.load(maps + 4 * rotation), group, tl.arange(0, N) // group)
 
 
 @triton.jit
-def mapped_tile(row_map, index, start):
-    """Where a tile of keys lies in one chunk, and in one group or in whole groups: the (index, start) by which
-    load_cos_sin without maps finds the mapped positions. `start`: the position of the first key."""
-    start = tl.where(row_map.chunk > 0, start % tl.maximum(row_map.chunk, 1), start)
-    return index // row_map.group, start // row_map.group
+def mapped_start(tile_map, start):
+    """The start beside tile_map.index, with which load_cos_sin without maps finds the mapped positions of the tile
+    whose first key is at `start`."""
+    start = tl.where(tile_map.chunk > 0, start % tl.maximum(tile_map.chunk, 1), start)
+    return start // tile_map.group
 
 
 @triton.jit
