@@ -211,7 +211,7 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
     scale = scale[:, None] if scale.ndim == 2 else scale  # (batch, 1, seqlen_q) or (seqlen_q,)
 
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    of_channels = torch.ones_like(q[0, 0, 0])
+    of_channels = q.new_ones(q.shape[-1])
     of_channels[: p.rotary.rotary_dim] = p.rotary.rotated_scale
     q, scaled_k = q * of_channels, k * of_channels
     lengths = q.norm(dim=-1).transpose(1, 2)[..., None] * k.norm(dim=-1).transpose(1, 2)[..., None, :]
