@@ -367,6 +367,12 @@ def rebuild() -> str:
     return REBUILD
 
 
+def minutes(cores: str = "1") -> str:
+    """All times of times.csv together; an experiment of which a share was timed counts as a whole."""
+    seconds = sum(float(row["cpu_seconds"]) / float(row["share"]) for row in read_csv(FOLDER / "times.csv"))
+    return f"{seconds / 60 / int(cores):.0f}"
+
+
 def claims() -> str:
     """Which claims are supported, in one list per paper's method."""
     return "\n\n".join(_claims_of(method, every) for method, every in CLAIMS.items())
@@ -406,7 +412,21 @@ def _and(parts: Sequence[str]) -> str:
 
 FIELDS: dict[str, Callable[..., str]] = {
     field.__name__: field
-    for field in (mean, level, levels, differences, said, summary, made, sizes, setting, constant, claims, rebuild)
+    for field in (
+        mean,
+        level,
+        levels,
+        differences,
+        said,
+        summary,
+        made,
+        sizes,
+        setting,
+        constant,
+        claims,
+        minutes,
+        rebuild,
+    )
 }
 
 
