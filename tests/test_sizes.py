@@ -21,6 +21,7 @@ from flashrope import (
     attention_with_cache,
 )
 from flashrope.backends import AttentionCall, load_backend
+from flashrope.backends.base import LogN
 from flashrope.backends.cpu import rotation
 from flashrope.bands import PositionMap
 
@@ -120,7 +121,7 @@ def small_tables(monkeypatch):
     table = rotation._table
 
     def made(*arguments):
-        first, stop = arguments[4:6]
+        first, stop = arguments[3:5]
         assert stop - first <= 2**15, f"a table of {stop - first} positions"
         return table(*arguments)
 
@@ -130,11 +131,11 @@ def small_tables(monkeypatch):
 
 @pytest.mark.parametrize("first", [2**20, FAR - 3, FAR, FAR + 4090, 2**30])
 def test_a_rotation_far_away_is_exact(first, small_tables):
-    rotary = Rotary.rope(64)
+    rotary, factors = Rotary.rope(64), rotation.QueryFactors(LogN(0.5, 1.0))
     for rows, of_rows in itertools.product((1, 7, 5000), (PositionMap(1.0, 0.0), PositionMap(0.25, 12.0))):
-        got = rotation.rotation_of_rows(rotary, of_rows, 0.5, 1.0, first, rows, torch.float32)
+        got = rotation.rotation_of_rows(rotary, of_rows, factors, first, rows, torch.float32)
         positions = torch.arange(first, first + rows, dtype=torch.float64)
-        want = rotation._rotation(rotary, positions, of_rows, 0.5, 1.0, torch.float32)
+        want = rotation._rotation(rotary, positions, of_rows, factors, torch.float32)
         assert got.cos.shape == want.cos.shape
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
