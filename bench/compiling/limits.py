@@ -49,9 +49,9 @@ def listed(**covered) -> SpillLimit:
 MAP_SPILLS = {
     ("attention_forward", 80): ((36, 0), (60, 0)),
     ("attention_forward", 90): ((0, 80), (0, 44)),
-    ("attention_grad_kv", 80): ((4, 36), (68, 92)),
-    ("attention_grad_q", 80): ((60, 116), (80, 256)),
-    ("attention_grad_q", 90): ((0, 84), (0, 220)),
+    ("attention_grad_kv", 80): ((4, 36), (16, 44)),
+    ("attention_grad_q", 80): ((12, 48), (12, 116)),
+    ("attention_grad_q", 90): ((0, 80), (0, 224)),
 }
 MAP_LIMITS = tuple(
     SpillLimit(
