@@ -210,6 +210,17 @@ def test_hostile_lengths_and_pages_touch_nothing_else(seqlen_q):
             assert same.all(), f"length {length}, entry {entry}: pages {sorted(set((~same).nonzero()[:, 0].tolist()))}"
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+def test_keys_beyond_the_first_coarse_row_of_the_table(seqlen_q):
+    """The table of angles must reach as far as the cache, not as far as the queries."""
+    q, k_cache, v_cache = random(1, seqlen_q, 1, 32), *random(2, 1, 2150, 1, 32, seed=1)
+    got = attend(q, k_cache, v_cache, [2100], Rotary.rope(32).local(100))
+    wide = (x.double() for x in (q, k_cache, v_cache))
+    right = attention_with_cache(*wide, Rotary.rope(32).local(100), int32([2100]), return_lse=True, impl="reference")
+    torch.testing.assert_close(got[1].double(), right[1], rtol=0, atol=2e-3)
+    torch.testing.assert_close(got[0].double(), right[0], rtol=0, atol=4e-3)
+
+
 def test_new_keys_beyond_the_capacity_are_dropped():
     q, (k, v) = random(1, 4, HEADS_Q, 32), caches(1)
     new = random(1, 4, HEADS_KV, 32, seed=3)

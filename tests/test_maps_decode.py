@@ -6,6 +6,7 @@ import torch
 
 from flashrope import KVCache, Rotary, attention, attention_varlen_with_cache, attention_with_cache
 from flashrope.backends import cuda
+from flashrope.backends.cpu import cached
 
 ROPE = Rotary.rope(16)
 SCHEMES = {
@@ -54,6 +55,19 @@ def test_decoding_is_the_reference(exact, name, queries, splits, pads):
     if pads is None:
         close(attention_with_cache(q, *contiguous, SCHEMES[name], seqlens, **options), want)
     close(attention_with_cache(q, *pages, SCHEMES[name], seqlens, block_table=table, **options), want)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_blocks_that_begin_within_a_chunk(name, monkeypatch):
+    """The CPU backend reads a cache in blocks, whose first keys lie anywhere in a chunk."""
+    monkeypatch.setattr(cached, "_block_size", lambda row: 48)
+    _, _, (k_cache, v_cache) = caches("cpu")
+    q, seqlens = queries_of("cpu", 3, 5), numbers(LENGTHS, "cpu")
+    call = q, k_cache, v_cache, SCHEMES[name], seqlens
+    close(
+        attention_with_cache(*call, return_lse=True, impl="cpu"),
+        attention_with_cache(*call, return_lse=True, impl="reference"),
+    )
 
 
 @pytest.mark.interpreted(lambda exact, name: False)
