@@ -5,7 +5,7 @@ from ..runs import EXECUTED
 
 ATTEND = (
     *(*EXECUTED, "tests/executor/cuda_kernels.py"),
-    *("-k", "float16-64 or padding or not_causal or splits or strides or hostile"),
+    *("-k", "float16-64 or padding or not_causal or splits or strides or hostile or long_positions"),
 )
 APPEND = (*EXECUTED, "tests/executor/cuda_kernels.py", "-k", "append")
 # Only what these tests run is compiled, in a third of the time.

@@ -2,7 +2,7 @@
 
 from ..breaks import Group
 
-CONVERTED = ("tests/integrations/test_transformers.py", "tests/integrations/test_refusals.py")
+CONVERTED = tuple(f"tests/integrations/test_{name}.py" for name in ("transformers", "refusals", "untested"))
 
 GROUPS = (
     Group(
