@@ -174,6 +174,7 @@ def test_long_positions_keep_their_accuracy(operators):
     """Past the fine table's 1024 rows, with a window that leaves most blocks unread."""
     Cache(Rotary.rope(64).local(200), FP16, [5003], 5120, seqlen_q=2, heads_kv=1, num_splits=5).check()
     Cache(Rotary.rope(64, interleaved=True).rectify(64), FP16, [2211], 2304, heads_kv=1, num_splits=5).check()
+    Cache(Rotary.rope(64), FP16, [1100], 1152, heads_kv=1, num_splits=3).check()  # across the end of the fine table
 
 
 def test_strides_that_do_not_follow_from_the_shape(operators):
