@@ -1,8 +1,8 @@
 """Mutants: Triton: backward."""
 
 from ..breaks import Group
+from ..selections import BACKWARD
 
-BACKWARD = ("tests/test_accuracy.py", "tests/test_backward.py", "tests/test_varlen.py", "-k", "triton or test_backward")
 
 GROUPS = (
     Group(

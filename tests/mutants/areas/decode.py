@@ -1,21 +1,15 @@
 """Mutants: Triton: decoding, pages."""
 
 from ..breaks import Group
+from ..selections import DECODE
 
-DECODE = (
-    "tests/test_decode.py::test_rows_before_the_first_key_that_see_keys_ahead",
-    "tests/test_decode_triton.py",
-    "tests/test_decode.py",
-    "tests/test_decode_varlen.py",
-    "-k",
-    "triton",
-)
+FIRST = ("tests/test_decode.py::test_rows_before_the_first_key_that_see_keys_ahead", *DECODE)
 
 GROUPS = (
     Group(
         "decode",
         "triton_kernels/decode.py",
-        DECODE,
+        FIRST,
         (
             (
                 "the first new key overwrites the last old one",
@@ -99,7 +93,7 @@ GROUPS = (
     Group(
         "decode",
         "triton_kernels/kv_cache.py",
-        DECODE,
+        FIRST,
         (
             (
                 "left padding is ignored",

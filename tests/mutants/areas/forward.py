@@ -1,22 +1,15 @@
 """Mutants: Triton: forward."""
 
 from ..breaks import Group
+from ..selections import FORWARD
 
-FORWARD = (
-    "tests/test_accuracy.py::test_grouped_heads",
-    "tests/test_accuracy.py",
-    "tests/test_needles.py",
-    "tests/test_tiles.py",
-    "tests/test_bands.py",
-    "-k",
-    "triton",
-)
+FIRST = ("tests/test_accuracy.py::test_grouped_heads", *FORWARD)
 
 GROUPS = (
     Group(
         "forward",
         "triton_kernels/forward.py",
-        FORWARD,
+        FIRST,
         (
             (
                 "a query group reads the wrong key head",

@@ -1,6 +1,7 @@
 """Mutants: launches of the Triton kernels."""
 
 from ..breaks import Group
+from ..selections import DECODE
 
 LAUNCHES = (
     *(
@@ -12,7 +13,6 @@ LAUNCHES = (
     ),
     *("-k", "triton or backward or launches"),
 )
-CACHED = ("tests/test_decode_triton.py", "tests/test_decode.py", "tests/test_decode_varlen.py", "-k", "triton")
 
 GROUPS = (
     Group(
@@ -60,7 +60,7 @@ GROUPS = (
     Group(
         "launches",
         "python/flashrope/backends/triton/cached.py",
-        CACHED,
+        DECODE,
         (
             (
                 "the workspace of a window is one key short",

@@ -1,16 +1,8 @@
 """Mutants: Triton: rotated queries and keys."""
 
 from ..breaks import Group
+from ..selections import DECODE, FORWARD
 
-FORWARD = (
-    "tests/test_accuracy.py",
-    "tests/test_needles.py",
-    "tests/test_tiles.py",
-    "tests/test_bands.py",
-    "-k",
-    "triton",
-)
-DECODE = ("tests/test_decode_triton.py", "tests/test_decode.py", "tests/test_decode_varlen.py", "-k", "triton")
 
 GROUPS = (
     Group(

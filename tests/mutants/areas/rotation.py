@@ -1,16 +1,8 @@
 """Mutants: Triton: rotation."""
 
 from ..breaks import Group
+from ..selections import BACKWARD, FORWARD
 
-FORWARD = (
-    "tests/test_accuracy.py",
-    "tests/test_needles.py",
-    "tests/test_tiles.py",
-    "tests/test_bands.py",
-    "-k",
-    "triton",
-)
-BACKWARD = ("tests/test_accuracy.py", "tests/test_backward.py", "tests/test_varlen.py", "-k", "triton or test_backward")
 
 GROUPS = (
     Group(

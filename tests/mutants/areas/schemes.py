@@ -1,8 +1,8 @@
 """Mutants: schemes, bands, what all backends share."""
 
 from ..breaks import Group
+from ..selections import SCHEMES
 
-SCHEMES = ("tests/test_rotary.py", "tests/test_bands.py", "tests/test_cos_sin.py", "tests/test_lowering.py")
 
 GROUPS = (
     Group(

@@ -1,22 +1,15 @@
 """Mutants: Triton: online softmax."""
 
 from ..breaks import Group
+from ..selections import FORWARD
 
-FORWARD = (
-    "tests/test_accuracy.py::test_softmax_scale",
-    "tests/test_accuracy.py",
-    "tests/test_needles.py",
-    "tests/test_tiles.py",
-    "tests/test_bands.py",
-    "-k",
-    "triton",
-)
+FIRST = ("tests/test_accuracy.py::test_softmax_scale", *FORWARD)
 
 GROUPS = (
     Group(
         "softmax",
         "triton_kernels/softmax.py",
-        FORWARD,
+        FIRST,
         (
             (
                 "the accumulator is not rescaled",

@@ -1,8 +1,8 @@
 """Mutants: cos/sin tables, lowering."""
 
 from ..breaks import Group
+from ..selections import SCHEMES
 
-SCHEMES = ("tests/test_rotary.py", "tests/test_bands.py", "tests/test_cos_sin.py", "tests/test_lowering.py")
 TABLES = (*SCHEMES, "tests/test_query_scales.py")
 
 GROUPS = (
