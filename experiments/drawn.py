@@ -9,7 +9,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from flashrope import Rotary, attention
+from flashrope.bands import holds
 from flashrope.demo import files, report
 from flashrope.demo.data import as_tokens, unseen_windows
 from flashrope.demo.train import TrainConfig
@@ -55,24 +58,25 @@ def draw_frequencies(run: Run, workers: Workers, folder: Path) -> None:
     figures.frequencies(folder / "frequencies.png", panels, run.unit, run.defaults.base)
 
 
-def seen_distances(rotary: Rotary, length: int, scale: float = 1.0) -> list[list[float]]:
-    """Row i, column j: the distance at which query i sees key j; NaN for future keys and outside all bands. ``scale``
-    is what the frequencies were divided by."""
-
-    def seen(d: int) -> float:
-        band = next((band for band in rotary.bands if band.start <= d < band.stop), None)
-        return math.nan if band is None else (band.slope * d + band.offset) / scale
-
-    return [[seen(i - j) for j in range(length)] for i in range(length)]
+def seen_distances(rotary: Rotary, queries: torch.Tensor, keys: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """The distance at which each query sees each key, (queries, keys) in float64; NaN for future keys and outside all
+    bands. ``scale`` is what the frequencies were divided by."""
+    i, j = queries.double()[:, None], keys.double()[None]
+    seen = torch.full((len(queries), len(keys)), math.nan, dtype=torch.float64)
+    for band in rotary.bands:
+        inside = holds(band, i, j) & (j <= i)
+        seen = torch.where(inside, (band.queries.of(i) - band.keys.of(j)) / scale, seen)
+    return seen
 
 
 def draw_positions(run: Run, workers: Workers, folder: Path) -> None:
     length, seen = 2 * run.unit, {}
+    positions = torch.arange(length)
     for template in POSITION_SCHEMES:
         name, _ = resolve(template, run.unit)
         rotary = scheme(name, run.preset.config, run.unit, run.defaults).rotary
         plain = Rotary.rope(run.preset.config.head_dim, run.defaults.base)
-        seen[name] = seen_distances(rotary, length, plain.frequencies[0] / rotary.frequencies[0])
+        seen[name] = seen_distances(rotary, positions, positions, plain.frequencies[0] / rotary.frequencies[0]).tolist()
     rows = [[name, i, 0, matrix[i][0]] for name, matrix in seen.items() for i in range(length)]
     write_csv(folder / "results.csv", ("scheme", "query", "key", "distance"), rows)
     figures.matrices(folder / "positions.png", seen, run.unit)

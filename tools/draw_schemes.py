@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from flashrope import Rotary
-from flashrope.bands import holds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # experiments is not part of the installed package
 
 from experiments import figures
 from experiments.curves import finish
+from experiments.drawn import seen_distances
 from flashrope.demo.figure import new_figure
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemes"
@@ -47,17 +47,6 @@ AXES = {
     "FLUX.1: Rotary.axial(128, [8, 28, 28])": Rotary.axial(128, [8, 28, 28], BASE),
     "Qwen3-VL: .mrope([24, 20, 20], True)": Rotary.rope(128, 5e6).mrope([24, 20, 20], interleaved=True),
 }
-
-
-def seen_distances(rotary: Rotary, queries: torch.Tensor, keys: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """The distance at which each query sees each key, (queries, keys); NaN where it does not. ``scale`` is what the
-    frequencies were divided by."""
-    i, j = queries.double()[:, None], keys.double()[None]
-    seen = torch.full((len(queries), len(keys)), math.nan, dtype=torch.float64)
-    for band in rotary.bands:
-        inside = holds(band, i, j) & (j <= i)
-        seen = torch.where(inside, (band.queries.of(i) - band.keys.of(j)) / scale, seen)
-    return seen
 
 
 def panels(columns: int, title: str, **share):

@@ -175,6 +175,9 @@ def test_kinds():
 def test_seen_distances():
     rope, leaky = Rotary.rope(32), Rotary.rope(32).rectify(8, 4)
 
+    def seen(rotary, scale=1.0):
+        return seen_distances(rotary, torch.arange(20), torch.arange(20), scale).tolist()
+
     def holds(matrix, formula):
         return all(
             matrix[i][j] == pytest.approx(formula(i - j)) if j <= i else math.isnan(matrix[i][j])
@@ -182,11 +185,11 @@ def test_seen_distances():
             for j in range(20)
         )
 
-    assert holds(seen_distances(rope, 20), lambda d: d)
-    assert holds(seen_distances(rope, 20, 8.0), lambda d: d / 8)
-    assert holds(seen_distances(rope.rectify(8), 20), lambda d: min(d, 8))
-    assert holds(seen_distances(leaky, 20), lambda d: d if d < 8 else 8 + (d - 8) / 4)
-    assert math.isnan(seen_distances(rope.local(5), 20)[10][5]) and seen_distances(rope.local(5), 20)[10][6] == 4
+    assert holds(seen(rope), lambda d: d)
+    assert holds(seen(rope, 8.0), lambda d: d / 8)
+    assert holds(seen(rope.rectify(8)), lambda d: min(d, 8))
+    assert holds(seen(leaky), lambda d: d if d < 8 else 8 + (d - 8) / 4)
+    assert math.isnan(seen(rope.local(5))[10][5]) and seen(rope.local(5))[10][6] == 4
 
 
 # ---- the picture task
