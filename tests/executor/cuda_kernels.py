@@ -208,15 +208,21 @@ def test_every_kernel_of_the_source_runs(operators, machine):
     assert len(kernels) == 19 and {launch.kernel for launch in machine.launches} == set(kernels)
 
 
-@pytest.mark.parametrize("scheme", ["rope", "rerope", "local_log_n"])
-def test_fixed_splits_are_bitwise_identical_however_tokens_are_divided_into_calls(operators, scheme):
-    rotary = SCHEMES[scheme](64)
-    together = Cache(rotary, BF16, [150, 60], seqlen_q=6, group=4)
+@pytest.mark.parametrize(
+    "rotary",
+    [SCHEMES["rope"](64), SCHEMES["rerope"](64), Rotary.rope(64).local(200).log_n(20)],
+    ids=["rope", "rerope", "local_log_n"],
+)
+def test_fixed_splits_are_bitwise_identical_however_tokens_are_divided_into_calls(operators, rotary):
+    """One tile of queries; five blocks of 64 keys, three splits. The window begins in the first block for the first
+    tokens and in the second for the last."""
+    lengths, capacity, tokens = [60, 268], 320, 16
+    together = Cache(rotary, FP16, lengths, capacity, seqlen_q=tokens, heads_kv=4)
     out, lse = together.run()
-    for t in range(6):
-        alone = Cache(rotary, BF16, [150, 60], seqlen_q=6, group=4)
+    for t in range(0, tokens, 3):
+        alone = Cache(rotary, FP16, lengths, capacity, seqlen_q=tokens, heads_kv=4)
         alone.q = alone.q[1:, t : t + 1]
-        alone.call.layout = CacheLayout(torch.tensor([60 - 5 + t], dtype=torch.int32))
+        alone.call.layout = CacheLayout(torch.tensor([lengths[1] - tokens + 1 + t], dtype=torch.int32))
         alone.k, alone.v = alone.k[1:], alone.v[1:]
         one, one_lse = alone.run()
         assert torch.equal(one[0, 0], out[1, t]) and torch.equal(one_lse[0, :, 0], lse[1, :, t])
@@ -233,6 +239,15 @@ def test_hostile_tables_touch_nothing_outside_and_no_other_sequence(operators, h
     cache = Cache(SCHEMES["rerope"](64), BF16, [100, 77])
     cache.layout.seqlens[0] = hostile
     assert cache.largest_error(*cache.run(), skip=(0,)) <= COEFFICIENT
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("hostile", [-1, -(2**31), 2**31 - 1, 100])
+def test_hostile_left_padding_is_clamped_to_the_sequence(operators, hostile, page_size):
+    cache = Cache(SCHEMES["rerope"](64), BF16, [90, 77], page_size=page_size, leftpad=[0, 3])
+    cache.layout.leftpad[0] = hostile
+    cache.leftpad[0] = min(max(hostile, 0), 90)
+    cache.check()
 
 
 def test_table_entries_beyond_a_sequence_are_not_used(operators):
@@ -255,7 +270,7 @@ def test_nothing_to_attend_to(operators):
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_append_writes_what_the_reference_writes(operators, page_size, head_dim):
-    cache = Cache(Rotary.rope(head_dim), BF16, [31, 95, 0, 96, 5], 96, page_size=page_size, wide=True)
+    cache = Cache(Rotary.rope(head_dim), BF16, [31, 95, 0, 96, 14], 96, page_size=page_size, wide=True)
     cache.layout.seqlens[2] = -7
     if page_size:
         cache.layout.block_table[4] = torch.tensor([2**31 - 1, -1, 0, 0, 0, 0])

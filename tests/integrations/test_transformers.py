@@ -70,6 +70,9 @@ def test_rope_types(kind):
         return (
             logits(model, within),
             logits(model, within, calls=[9, 10, 13, 14]),
+            logits(
+                model, beyond[:, :20]
+            ),  # a table of its own; ascending lengths, as the stock model keeps the longest
             logits(model, beyond),
             logits(model, beyond, padded()),
         )

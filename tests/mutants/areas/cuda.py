@@ -7,7 +7,7 @@ ATTEND = (
     *(*EXECUTED, "tests/executor/cuda_kernels.py"),
     *("-k", "float16-64 or padding or not_causal or splits or strides or hostile or long_positions"),
 )
-APPEND = (*EXECUTED, "tests/executor/cuda_kernels.py", "-k", "append")
+APPEND = (*EXECUTED, "tests/executor/cuda_kernels.py", "-k", "append_writes and 64")
 # Only what these tests run is compiled, in a third of the time.
 SMALLER = (
     (
@@ -126,7 +126,7 @@ GROUPS = (
                 "+ ((slot + 1) >> layout.page_bits)];",
             ),
             (
-                "left padding beyond the end is believed",
+                "left padding outside the sequence is believed",
                 "clamp(p.layout.leftpad[w.b], 0, end) : 0;",
                 "p.layout.leftpad[w.b] : 0;",
             ),
@@ -134,11 +134,18 @@ GROUPS = (
                 "query heads of a group are mixed up",
                 "return head_kv * group + row(m) % group;",
                 "return head_kv * group + (row(m) + 1) % group;",
+                "Queries are read and results written with the same numbers: each head is right in another row.",
             ),
             (
                 "a split begins one block late",
                 "w.block = block0 + (w.split + p.num_splits - block0 % p.num_splits) % p.num_splits;",
                 "w.block = block0 + (w.split + 1 + p.num_splits - block0 % p.num_splits) % p.num_splits;",
+                "The splits only exchange their blocks, and all splits are merged.",
+            ),
+            (
+                "a split's blocks depend on where the window begins",
+                "w.block = block0 + (w.split + p.num_splits - block0 % p.num_splits) % p.num_splits;",
+                "w.block = block0 + w.split;",
             ),
             (
                 "a tile's last keys are left out",
