@@ -55,6 +55,7 @@ def test_within_the_budget(target, scheme):
     p = problem(target, SCHEMES[scheme](16), target.size(70, 400), heads=4, batch=2, seed=1)
     check(target, with_sinks(p))
     check(target, with_sinks(problem(target, SCHEMES[scheme](16), 30, 20, heads=4, seed=2)))
+    check(target, with_sinks(problem(target, SCHEMES[scheme](16), 1, 5, heads=4, seed=3), SINKS - 9))  # small weights
 
 
 def test_varlen(exact):
