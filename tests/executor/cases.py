@@ -26,6 +26,10 @@ from flashrope.backends.triton import launcher
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "executor.md"
+SCALES = {
+    "steps": lambda head_dim: Rotary.hope(head_dim, 60).rectify(21, 4.0).log_steps(7, 0.5),
+    "rotated": lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2).scale_rotated(1.4).rectify(21),
+}
 ROPE, LATENT = Rotary.rope(64), Rotary.rope(192, rotary_dim=64)
 quick, slow = pytest.mark.quick, pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
@@ -85,6 +89,12 @@ ATTENTION = {
     "dual-chunk-d64-bf16": (Dense(BF16, ROPE.dual_chunk(160, 32), 60, 290), ()),
     "dual-chunk-log-n-d128-fp16": (Dense(FP16, Rotary.rope(128).dual_chunk(128, 0).log_n(20), 270), slow),
     "atomic-dual-chunk-d64-bf16": (Dense(BF16, ROPE.dual_chunk(160, 32), 270, None, {"deterministic": False}), slow),
+    "log-steps-leaky-d64-bf16": (Dense(BF16, SCHEMES["leaky"](64).log_steps(7, 0.5), 100, 130), ()),
+    "rotated-factor-partial-rerope-d64-fp16": (Dense(FP16, SCALES["rotated"](64), 130), ()),
+    "log-steps-rotated-factor-two-sided-d40-bf16": (
+        Dense(BF16, SCALES["rotated"](40).log_steps(9, first=0), 90, 70, {"causal": False, "deterministic": False}),
+        slow,
+    ),
     "heads-first-d64-bf16": (Dense(BF16, SCHEMES["leaky"](64), 100, None, {"layout": "transposed"}), slow),
 }
 
@@ -212,6 +222,8 @@ DECODING = {
         dict(target=BF16, scheme="dual_chunk", head_dim=64, seqlen_q=20, lengths=(300, 20, 150)),
         (),
     ),
+    "log-steps-splits-d64-bf16": (dict(target=BF16, scheme="steps", head_dim=64, num_splits=2, leftpad=(3, 0, 5)), ()),
+    "rotated-factor-paged-d64-fp16": (dict(target=FP16, scheme="rotated", head_dim=64, page_size=PAGES), ()),
     "prefill-paged-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, seqlen_q=70, page_size=PAGES), slow),
 }
 
@@ -224,7 +236,7 @@ MAPS = {
 
 
 def decode(target, scheme, head_dim, seqlen_q=1, leftpad=None, page_size=0, num_splits=None, lengths=None):
-    lengths, rotary = lengths or (145, seqlen_q, 87), {**SCHEMES, **MAPS}[scheme](head_dim)
+    lengths, rotary = lengths or (145, seqlen_q, 87), {**SCHEMES, **SCALES, **MAPS}[scheme](head_dim)
     options = {"leftpad": leftpad, "capacity": -(-max(192, *lengths) // 64) * 64, "page_size": page_size}
     cache = test_decode.cached(target, rotary, lengths, seqlen_q, **options)
     cache.check(target, num_splits=num_splits)

@@ -31,6 +31,7 @@ SCHEMES = {
     "hope_compact": lambda d: Rotary.hope(d, 100, compact=True),
     "hope_zeros_rerope": lambda d: Rotary.hope(d, 100).rectify(33),
     "local_log_n": lambda d: Rotary.rope(d).local(40).log_n(20),
+    "rotated_factor_rerope": lambda d: Rotary.rope(d, rotary_dim=d // 2).scale_rotated(1.4).rectify(21),
     "rerope_local_log_n": lambda d: Rotary.rope(d).rectify(11).local(90).log_n(50, clip=False),
 }
 

@@ -144,6 +144,7 @@ void define_conversions() {
   define_lanes<float, uint64_t>("cvt.rn.f32.u64", [](uint64_t a) { return static_cast<float>(a); });
   define_lanes<int32_t, float>("cvt.rzi.s32.f32", [](float a) { return to_s32(a); });
   define_lanes<float, float>("cvt.rmi.f32.f32", [](float a) { return std::floor(a); });
+  define_lanes<float, float>("cvt.rmi.ftz.f32.f32", [](float a) { return std::floor(flush(a)); });
   define_lanes<float, float>("cvt.rni.f32.f32", [](float a) { return std::nearbyint(a); });
   define_lanes<float, uint16_t>("cvt.f32.bf16", [](uint16_t a) { return from_bf16(a); });
   define_lanes<float, uint16_t>("cvt.f32.f16", [](uint16_t a) { return from_f16(a); });
