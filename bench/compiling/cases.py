@@ -179,5 +179,5 @@ def cases(quick: bool) -> list[Case]:
         + grid((86,), (64, 128), "bf16", DECODE[-1], CHUNKS[-1])
         + grid((80, 90), (256,), "bf16", CHUNKS[-1])
     )
-    maps = grid((80, 90), (64, 128), "bf16", *MAPS, *MAPS_DECODE)
+    maps = grid((80, 90), (64, 128), "bf16", *MAPS, *MAPS_DECODE) + grid((86,), (128,), "bf16", *MAPS, MAPS_DECODE[-1])
     return main + wide + padded + types + variants + small_shared + cache + maps
