@@ -255,6 +255,9 @@ MISTAKES = {
                    "batch and seqlen (2, 4) as in q", "(2, 6)"),
     "causal as text": (lambda: parallel(context_parallel_attention, Q, K, K, ROPE, causal="yes"), T, "causal",
                        "True or False", "'yes'"),
+    "a scale by length over ranks": (
+        lambda: parallel(context_parallel_attention, Q, K, K, ROPE.dual_chunk(160, 32, length_scale=100)), V, "rotary",
+        "none with length_scale", "got 100"),
     "an odd sequence": (lambda: parallel(shard_sequence, Q[:, :5]), V, "x", "divides into 2 * 1 = 2", "got 5"),
     "a wrong dimension": (lambda: parallel(shard_sequence, Q, dim=7), V, "dim", "a dimension of x", "got 7"),
     # the command line
