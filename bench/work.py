@@ -80,6 +80,7 @@ def report(arch: int, seqlens: list[int], window: int, decode_only: bool = False
 
     rope = Rotary.rope(HEAD_DIM)
     schemes = {
+        "RoPE": rope,
         "HoPE": Rotary.hope(HEAD_DIM, 4096),
         "ReRoPE": rope.rectify(window),
         "Self-Extend": rope.self_extend(window, 8),
@@ -112,7 +113,7 @@ def report_prefill(arch: int, seqlens: list[int], window: int, schemes: dict) ->
                 f"{forward.lanes('ex2.')} | {read['q']} | {read['scheme.table']} | {keys} | {read['v']} | {passed} |"
             )
         for name in list(schemes)[1:]:
-            print(f"| | {name} over HoPE | | {100 * (flops[name] / flops['HoPE'] - 1):+.1f}% | | | | | | | |")
+            print(f"| | {name} over RoPE | | {100 * (flops[name] / flops['RoPE'] - 1):+.2f}% | | | | | | | |")
 
 
 def report_decode(seqlens: list[int], schemes: dict) -> None:

@@ -199,24 +199,25 @@ def compared(
     of those that these lengths have no room for)."""
     rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
     longest = MULTIPLES[-1] * train_length
-    asked: dict[str, Callable[[], Rotary]] = {
-        "RoPE": lambda: rope,
-        "HoPE": lambda: hope,
-        f"ReRoPE-w{window}": lambda: rope.rectify(window),
-        f"Leaky ReRoPE-w{window}": lambda: rope.rectify(window, factor),
+    rotaries = {
+        "RoPE": rope,
+        "HoPE": hope,
+        f"ReRoPE-w{window}": rope.rectify(window),
+        f"Leaky ReRoPE-w{window}": rope.rectify(window, factor),
+    }
+    need_room: dict[str, Callable[[], Rotary]] = {
         "CoPE": lambda: rope.cope(train_length),
         f"Self-Extend-w{window}": lambda: rope.self_extend(*self_extend_for(train_length, longest, window)),
         "DCA": lambda: rope.dual_chunk(*dual_chunk_for(train_length)),
     }
-    schemes, left_out = [], {}
-    for name, build in asked.items():
+    left_out = {}
+    for name, build in need_room.items():
         try:
-            rotary = build()
+            rotaries[name] = build()
         except ValueError as error:
-            if name in ("RoPE", "HoPE") or "ReRoPE" in name:
-                raise
             left_out[name] = str(error)
-            continue
+    schemes = []
+    for name, rotary in rotaries.items():
         trained_with = "hope" if name == "HoPE" else "rope"
         schemes.append(Scheme(name, trained_with, False, rotary))
         schemes.append(Scheme(f"{name} + log n", trained_with, True, rotary.log_n(train_length)))
