@@ -273,20 +273,22 @@ def excess(
     return ratios
 
 
-def check(target: Target, p: Problem) -> dict[str, float]:
-    """Runs the target and holds out, lse and the three gradients against the budget."""
+def check(target: Target, p: Problem, roundings: int = 1) -> dict[str, float]:
+    """Runs the target and holds out, lse and the three gradients against the budget of so many roundings."""
     got = run(p, target.impl)
     for name, like in zip(NAMES, (p.q, None, p.q, p.k, p.v), strict=True):
         assert got[name].dtype == (target.dtype if like is not None else lse_type(target)), name
         assert got[name].is_contiguous() or name.startswith("grad"), f"{name}: stride {got[name].stride()}"
-    return check_budget(got, p, target.dtype)
+    return check_budget(got, p, target.dtype, roundings=roundings)
 
 
-def check_budget(got: dict[str, torch.Tensor], p: Problem, dtype: torch.dtype, where: str = "") -> dict[str, float]:
-    """Holds results of the problem, any of those that ``run`` returns, against the budget."""
-    ratios = excess(got, *exact_and_bound(p), dtype)
-    over = {name: ratio for name, ratio in ratios.items() if not ratio <= COEFFICIENT[dtype]}
-    assert not over, f"{where}error over u * bound, allowed {COEFFICIENT[dtype]}: {over} in {p.rotary}"
+def check_budget(
+    got: dict[str, torch.Tensor], p: Problem, dtype: torch.dtype, where: str = "", roundings: int = 1
+) -> dict[str, float]:
+    """Holds results of the problem, any of those that ``run`` returns, against the budget of so many roundings."""
+    ratios, allowed = excess(got, *exact_and_bound(p), dtype), roundings * COEFFICIENT[dtype]
+    over = {name: ratio for name, ratio in ratios.items() if not ratio <= allowed}
+    assert not over, f"{where}error over u * bound, allowed {allowed}: {over} in {p.rotary}"
     return ratios
 
 

@@ -198,18 +198,23 @@ def test_a_layer_that_writes_nothing(kind):
 
 
 @both
-def test_a_layer_reads_the_keys_of_another_in_a_step(kind):
+@pytest.mark.parametrize("pads", [None, [0, 2, 5]], ids=["", "padded"])
+def test_a_layer_reads_the_keys_of_another_in_a_step(kind, pads):
     """As in models whose later layers have no keys of their own."""
-    cache = Both(kind)
-    with cache.step(5) as step:
-        write(step, [[1, 2, 3, 4, 5]] * 3)
+    cache, tokens = Both(kind), [1, 2, 3, 4, 5]
+    with cache.step(5, leftpad=pads) as step:
+        write(step, [tokens] * 3)
     q = queries(2, 3)
     with cache.step(2) as step:
         before = step.attend(q, SCHEMES["rope"], layer=0, impl=IMPL)
         write(step, [[6, 7]] * 3)
         after = step.attend(q, SCHEMES["rope"], layer=0, impl=IMPL)
-    torch.testing.assert_close(before, exact("rope", q, [[1, 2, 3, 4, 5]] * 3, 0))
-    torch.testing.assert_close(after, exact("rope", q, [[1, 2, 3, 4, 5, 6, 7]] * 3, 0))
+    for got, all_tokens in ((before, tokens), (after, [*tokens, 6, 7])):
+        for n, pad in enumerate(pads or [0] * 3):
+            if pad < len(all_tokens):
+                torch.testing.assert_close(got[n : n + 1], exact("rope", q[n : n + 1], [all_tokens[pad:]], 0))
+            else:
+                assert not got[n].any()
 
 
 @both

@@ -12,6 +12,7 @@ PAGE = ROOT / "docs/mutants.md"
 AREAS = {
     "schemes": "schemes, bands, what all backends share",
     "tables": "cos/sin tables, lowering",
+    "scales": "sinks, factors by length",
     "launches": "launches of the Triton kernels",
     "tiles": "Triton: tiles of a band, rows, addresses",
     "softmax": "Triton: online softmax",
@@ -24,7 +25,7 @@ AREAS = {
     "cpu": "CPU backend, its C++ kernels",
     "cuda": "CUDA C++ kernels, as PTX in the executor",
     "caches": "caches",
-    "integrations": "Hugging Face, vLLM",
+    "integrations": "Hugging Face, vLLM, torch.distributed",
 }
 
 
@@ -61,7 +62,7 @@ checkout one at a time, and runs the tests that each names up to the first that 
 mutant. The slow tests are not run.
 
 ```bash
-python -m tests.mutants --quick --csv mutants.csv   # all; the areas cuda and integrations need nvcc and transformers
+python -m tests.mutants --quick --csv mutants.csv   # all; the areas cuda and integrations need nvcc, transformers and vLLM
 python -m tests.mutants --publish mutants.csv       # this page and mutants/results.csv, a row for each mutant
 ```
 

@@ -19,10 +19,10 @@ SCALED = {
 FAMILIES = {  # architecture: (model_type, changes, options)
     "Gemma2ForCausalLM": (
         "gemma2",
-        dict(attn_logit_softcapping=None, query_pre_attn_scalar=32, tie_word_embeddings=True, **HYBRID),
+        dict(attn_logit_softcapping=None, query_pre_attn_scalar=20, tie_word_embeddings=True, **HYBRID),
         LOG_N,
     ),
-    "Gemma3ForCausalLM": ("gemma3_text", dict(query_pre_attn_scalar=32, tie_word_embeddings=True, **HYBRID), LOG_N),
+    "Gemma3ForCausalLM": ("gemma3_text", dict(query_pre_attn_scalar=20, tie_word_embeddings=True, **HYBRID), LOG_N),
     "GemmaForCausalLM": ("gemma", dict(tie_word_embeddings=True), REROPE),
     "Glm4ForCausalLM": ("glm4", dict(partial_rotary_factor=0.5), REROPE),
     "GraniteForCausalLM": ("granite", dict(attention_multiplier=0.2), REROPE),

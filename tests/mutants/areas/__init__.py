@@ -13,6 +13,7 @@ from . import (
     maps,
     rotate,
     rotation,
+    scales,
     schemes,
     softmax,
     tables,
@@ -20,7 +21,7 @@ from . import (
 )
 
 AREAS = (
-    *(schemes, tables, launches),
+    *(schemes, tables, scales, launches),
     *(tiles, softmax, rotation, rotate, forward, backward, decode),
     *(maps, cpu, cuda, caches, integrations),
 )

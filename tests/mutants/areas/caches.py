@@ -89,4 +89,65 @@ GROUPS = (
             ),
         ),
     ),
+    Group(
+        "caches",
+        "python/flashrope/cache/step.py",
+        CACHES,
+        (
+            (
+                "a step counts though a layer wrote nothing",
+                "len(self._written) == cache.layers):",
+                "len(self._written) >= 1):",
+            ),
+            ("a step that raised counts", "if kind is None and (not self", "if (not self"),
+            (
+                "a later layer does not see the new keys",
+                "                self._ends = seqlens + self.seqlen_new\n",
+                "                self._ends = seqlens\n",
+            ),
+            (
+                "a layer writes twice",
+                "if (layer or 0) in self._written:\n            raise",
+                "if False:\n            raise",
+            ),
+            (
+                "a step is used after it was left",
+                "        if self._cache._open is not self:\n",
+                "        if False:\n",
+            ),
+            (
+                "reading forgets the padding",
+                "            seqlens = self._ends\n        options = with_leftpad(options, self.leftpad)\n",
+                "            seqlens = self._ends\n        options = with_leftpad(options, None)\n",
+            ),
+            (
+                "append forgets the table",
+                "CacheLayout(self.seqlens, self.block_table, seq",
+                "CacheLayout(self.seqlens, None, seq",
+            ),
+        ),
+    ),
+    Group(
+        "caches",
+        "python/flashrope/cache/shared.py",
+        CACHES,
+        (
+            (
+                "layers share their storage",
+                "zip(self.k.unbind(), self.v.unbind(), strict=True)",
+                "zip(self.k.unbind(), self.v[:1].expand_as(self.v).unbind(), strict=True)",
+            ),
+            ("half of the bytes", "return self.k.nbytes + self.v.nbytes", "return self.k.nbytes"),
+            (
+                "tokens become padding",
+                "old, length + seqlen_new if length == old else old)",
+                "old, length + seqlen_new)",
+            ),
+            (
+                "padding becomes tokens",
+                'check_integer(f"leftpad of entry {b}", new, old, ',
+                'check_integer(f"leftpad of entry {b}", new, 0, ',
+            ),
+        ),
+    ),
 )

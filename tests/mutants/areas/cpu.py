@@ -278,4 +278,27 @@ GROUPS = (
             ),
         ),
     ),
+    Group(
+        "cpu",
+        "python/flashrope/backends/cpu/tiles.py",
+        ("tests/test_cpu_compiled.py", "tests/test_accuracy.py", "-k", "compiled"),
+        (
+            (
+                "queries are aligned with the first key",
+                "band.queries, seqlen_k - seqlen_q, True)",
+                "band.queries, 0, True)",
+            ),
+            (
+                "all bands read the first copy of the keys",
+                "_table(tables[-1]), copies.index(band.keys))",
+                "_table(tables[-1]), 0)",
+            ),
+            ("a batch reads the first one's table", "x.stride(0) if x.ndim == 4 and x.shape[0] > 1 else 0)", "0)"),
+            (
+                "the gradient of lse is left out",
+                "    c.grad_lse = None if grad_lse is None else grad_lse.data_ptr()\n",
+                "",
+            ),
+        ),
+    ),
 )

@@ -134,13 +134,13 @@ GROUPS = (
                 "query heads of a group are mixed up",
                 "return head_kv * group + row(m) % group;",
                 "return head_kv * group + (row(m) + 1) % group;",
-                "Queries are read and results written with the same numbers: each head is right in another row.",
+                "Queries are read and results written with the same numbers: each head is right in another row",
             ),
             (
                 "a split begins one block late",
                 "w.block = block0 + (w.split + p.num_splits - block0 % p.num_splits) % p.num_splits;",
                 "w.block = block0 + (w.split + 1 + p.num_splits - block0 % p.num_splits) % p.num_splits;",
-                "The splits only exchange their blocks, and all splits are merged.",
+                "The splits only exchange their blocks, and all splits are merged",
             ),
             (
                 "a split's blocks depend on where the window begins",

@@ -88,4 +88,113 @@ GROUPS = (
             ),
         ),
     ),
+    Group(
+        "integrations",
+        "python/flashrope/integrations/vllm/backend.py",
+        ("tests/integrations/vllm_engine/test_families.py", "-k", "Gemma3 or sliding_window"),
+        (
+            ("vLLM's scale is ignored", "            softmax_scale=self.scale,\n", ""),
+            ("another window is accepted", "        if self.sliding_window != window:\n", "        if False:\n"),
+            (
+                "keys and values change places",
+                "            k_cache,\n            v_cache,\n",
+                "            v_cache,\n            k_cache,\n",
+            ),
+        ),
+    ),
+    Group(
+        "integrations",
+        "python/flashrope/integrations/transformers/continuous_batching.py",
+        ("tests/integrations/test_continuous_batching.py",),
+        (
+            ("the new token counts as cached", "contiguous(), lengths - new, None)", "contiguous(), lengths, None)"),
+            ("a page begins one slot late", "// size).to(torch.int32)", "// size + 1).to(torch.int32)"),
+            ("the length of another request", "    lengths = starts.diff()\n", "    lengths = starts.diff().roll(1)\n"),
+            (
+                "pages of another scheme are read",
+                "        if conversion is not self.rotary_bands:\n",
+                "        if False:\n",
+            ),
+            ("a table that grows is accepted", 'if getattr(scheme, "grows_from", math.inf) < math.inf:', "if False:"),
+        ),
+    ),
+    Group(
+        "integrations",
+        "python/flashrope/integrations/transformers/caches.py",
+        ("tests/integrations/test_stale_caches.py",),
+        (
+            ("a filled cache is taken for empty", "    elif int(length):\n", "    elif int(length) > 1000:\n"),
+            (
+                "an accepted cache keeps no mark",
+                "    else:\n        setattr(cache, MARK, mark)\n    return cache\n",
+                "    return cache\n",
+            ),
+            ("a returned cache keeps no mark", "        setattr(cache, MARK, _mark_of(decoder))\n", "        pass\n"),
+        ),
+    ),
+    Group(
+        "integrations",
+        "python/flashrope/integrations/transformers/hf_config.py",
+        ("tests/test_hf_config.py", "tests/integrations/test_position_maps.py"),
+        (
+            ("llama3 blends the other way", "(1 - kept) * f / factor + kept * f", "kept * f / factor + (1 - kept) * f"),
+            ("longrope's long table begins one token late", "seqlen > length else", "seqlen > length + 1 else"),
+            ("dynamic grows from the start", "/ length - (factor - 1)", "/ length"),
+            ("the attention factor is not squared", "float(attention_factor) ** 2", "float(attention_factor)"),
+            (
+                "YaRN's mscale_all_dim is left out",
+                "_mscale(factor, mscale) / _mscale(factor, mscale_all_dim)",
+                "_mscale(factor, mscale)",
+            ),
+            ("pairs of the wrong channels", "interleaved=model_type in INTERLEAVED)", "interleaved=False)"),
+            (
+                "angles of the wrong sign",
+                "frequencies=tuple(-f for f in rotary.frequencies)",
+                "frequencies=rotary.frequencies",
+            ),
+            ("chunks are ignored", "        rotary = _dual_chunk(rotary, chunks)\n", "        pass\n"),
+            ("layers that do not rotate do", 'slides and layer_type == "full_attention"', "False"),
+        ),
+    ),
+    Group(
+        "integrations",
+        "python/flashrope/integrations/distributed.py",
+        ("tests/distributed/test_context_parallel.py",),
+        (
+            (
+                "chunks in the order of the ranks",
+                "return torch.cat((*first, *second[::-1]), dim)",
+                "return torch.cat((*first, *second), dim)",
+            ),
+            (
+                "the last key of a chunk is left out",
+                "end = (chunk + 1) * rows.shape[1]",
+                "end = (chunk + 1) * rows.shape[1] - 1",
+            ),
+            (
+                "each rank has two neighbouring chunks",
+                "return rank, 2 * ranks - 1 - rank\n",
+                "return 2 * rank, 2 * rank + 1\n",
+            ),
+            ("the sinks of another rank", ".chunk(group.size())[group.rank()]", ".chunk(group.size())[0]"),
+            ("key heads are repeated in turn", "x.repeat_interleave(repeats, 2) if", "x.repeat(1, 1, repeats, 1) if"),
+            (
+                "the padded heads are returned",
+                "return _sequence_for_heads(out, group)[:, :, :heads_q]",
+                "return _sequence_for_heads(out, group)",
+            ),
+        ),
+    ),
+    Group(
+        "integrations",
+        "python/flashrope/integrations/distributed.py",
+        ("tests/distributed/test_dtensor.py",),
+        (
+            (
+                "heads are separated from their key heads",
+                "    if heads_kv % _shards((spec, dim) for spec, _, dim in specs) == 0:\n",
+                "    if True:\n",
+            ),
+        ),
+    ),
 )
