@@ -1,5 +1,7 @@
 """What vLLM's engine refuses at its start, with the plugin's message; the checks themselves: test_vllm_plan.py."""
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
@@ -46,6 +48,25 @@ def test_a_table_that_vllm_reads_differently(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="rope: expected the table of the model's configuration"):
         with engine(save_model(tmp_path, "llama"), {}):
             pass
+
+
+@pytest.mark.parametrize(
+    "window, head_size, message",
+    [
+        (64, 32, "sliding_window: expected 48 in layer 1, as the model's configuration says, got 64 from vLLM"),
+        (None, 32, "sliding_window: expected 48 in layer 1, .* got None"),
+        (48, 64, "head_size: expected 32 in layer 1, got 64 from vLLM"),
+    ],
+)
+def test_a_layer_that_vllm_builds_differently(window, head_size, message):
+    from flashrope import Rotary
+    from flashrope.integrations.vllm.backend import FlashropeImpl
+
+    plan = SimpleNamespace(layers=[(Rotary.rope(32), None), (Rotary.rope(32).local(48), 48)])
+    layer = FlashropeImpl.__new__(FlashropeImpl)  # without an engine's configuration
+    layer.plan, layer.sliding_window, layer.head_size = plan, window, head_size
+    with pytest.raises(ValueError, match=message):
+        layer._find_rotary("model.layers.1.self_attn.attn")
 
 
 def test_rotation_outside_get_rope(tmp_path, monkeypatch):
