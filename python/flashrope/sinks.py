@@ -18,6 +18,7 @@ def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tupl
         sinks: (heads_q,). -inf is no sink.
     """
     logits = sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)[:, None]  # (heads_q, 1); -inf - -inf is NaN
-    # The keys' share of the softmax. The gradient of torch.sigmoid subtracts it from 1: a small sink would lose digits.
-    share = torch.nn.functional.logsigmoid(lse - logits).exp()
+    above = lse - logits
+    # The keys' share of the softmax. The gradient of a sigmoid subtracts it from 1: near 1 digits would be lost.
+    share = torch.where(above > 0, 1 - torch.sigmoid(-above), torch.sigmoid(above))
     return (out * share.transpose(-1, -2).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, logits)

@@ -81,6 +81,26 @@ def test_heads_and_batch(ranks, count):
     ranks(heads_and_batch, count)
 
 
+def with_sinks() -> None:
+    """Gradients of q, k, v and of the sinks, which are sharded as the heads are."""
+    q, k, v, grad_out, _ = inputs()
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, torch.linspace(-9, 2, q.shape[2]))]
+    rotary = SCHEMES["rerope"](16)
+    want = torch.autograd.grad(attention(*leaves[:3], rotary, sinks=leaves[3]), leaves, grad_out)
+    for placement, of_sinks in ((HEADS, Shard(0)), (BATCH, Replicate())):
+        placements = [placement] * 3 + [of_sinks]
+        spread = [distribute_tensor(x, mesh(2), [p]).requires_grad_() for x, p in zip(leaves, placements, strict=True)]
+        out = attention(*spread[:3], rotary, sinks=spread[3])
+        grads = torch.autograd.grad(out, spread, distribute_tensor(grad_out, mesh(2), [placement]))
+        assert out.placements == (placement,)
+        for got, expected in zip(grads, want, strict=True):
+            torch.testing.assert_close(got.full_tensor(), expected)
+
+
+def test_sinks(ranks):
+    ranks(with_sinks)
+
+
 class _Keeping:
     """The CPU backend, but keys are kept for the backward if the scheme rotates, as in Triton's, and checked there."""
 

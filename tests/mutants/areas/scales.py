@@ -10,11 +10,11 @@ GROUPS = (
         (
             ("a sink in the wrong head", "logits = sinks.to(lse.dtype)", "logits = sinks.roll(1).to(lse.dtype)"),
             ("lse leaves the sink out", "torch.logaddexp(lse, logits)", "lse"),
-            ("all sinks are 0", "logsigmoid(lse - logits).exp()", "logsigmoid(lse).exp()"),
+            ("all sinks are 0", "above = lse - logits", "above = lse"),
             (
                 "a small sink's gradient loses digits",
-                "torch.nn.functional.logsigmoid(lse - logits).exp()",
-                "torch.sigmoid(lse - logits)",
+                "torch.where(above > 0, 1 - torch.sigmoid(-above), torch.sigmoid(above))",
+                "torch.sigmoid(above)",
             ),
             ("-inf minus -inf", ".clamp(min=torch.finfo(lse.dtype).min)", ""),
         ),
