@@ -70,9 +70,8 @@ def test_rope_types(kind):
         return (
             logits(model, within),
             logits(model, within, calls=[9, 10, 13, 14]),
-            logits(
-                model, beyond[:, :20]
-            ),  # a table of its own; ascending lengths, as the stock model keeps the longest
+            # another table; ascending lengths, because the stock model keeps that of the longest
+            logits(model, beyond[:, :20]),
             logits(model, beyond),
             logits(model, beyond, padded()),
         )
