@@ -121,7 +121,10 @@ class Calls(random.Random):
         rotary = self.choice(
             (rotary, rotary.rectify(16), rotary.rectify(21, 4.0), rotary.rectify(16).local(100), Rotary.none(d))
         )
-        return rotary.log_n(20, clip=self.random() < 0.5) if self.random() < 0.3 else rotary
+        if self.random() >= 0.3:
+            return rotary
+        which = self.random()
+        return rotary.log_n(20, clip=which < 0.3) if which < 0.6 else rotary.log_steps(9, first=int(which < 0.8))
 
     def backward(self, out, lse):
         results, grads = [out, lse], [self.tensor(*out.shape), torch.empty_like(lse)]

@@ -113,7 +113,7 @@ POINTER_FIELDS = {
     Scheme: 4,
     CuSeqlens: 2,
     CacheLayout: 4,
-}  # the first fields; the rest are numbers
+}  # the first fields; the rest are numbers, of which only Scheme's log_n_every and log_n_first may be None
 
 
 def encode_int(number: int) -> int:

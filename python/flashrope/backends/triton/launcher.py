@@ -19,7 +19,7 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 
-from ...triton_kernels.arguments import POINTER_FIELDS
+from ...triton_kernels.arguments import POINTER_FIELDS, Scheme
 from ...resident import refuse_capture
 from ..splits import multiprocessor
 
@@ -61,7 +61,8 @@ def resident_blocks(capability: int, kernel, *args, **options) -> int:
 
 
 def _traits(args: tuple) -> list:
-    """What Triton specialises our kernels by: types, alignment of pointers, whether an integer needs 64 bits."""
+    """What Triton specialises our kernels by: types, alignment of pointers, whether an integer needs 64 bits, what is
+    None."""
     traits = []
     for arg in args:
         kind = type(arg)
@@ -70,6 +71,8 @@ def _traits(args: tuple) -> list:
             continue
         if kind in POINTER_FIELDS:
             pointers = arg[: POINTER_FIELDS[kind]]
+            if kind is Scheme:
+                traits.append(arg.log_n_every is None)
         else:
             pointers = (arg if kind is torch.Tensor else getattr(arg, "base", arg),)  # that of a tensor descriptor
         for x in pointers:
