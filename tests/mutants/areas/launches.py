@@ -79,4 +79,20 @@ GROUPS = (
             ),
         ),
     ),
+    Group(
+        "launches",
+        "python/flashrope/backends/triton/launcher.py",
+        ("tests/test_launches.py", "-k", "would_pick"),
+        (
+            (
+                "a scale in steps is not told apart",
+                "                traits.append(arg.log_n_every is None)\n",
+                "                pass\n",
+            ),
+            ("alignment is not told apart", "(x.dtype, x.data_ptr() & 15)", "(x.dtype, 0)"),
+            ("types are not told apart", "(x.dtype, x.data_ptr() & 15)", "(x.data_ptr() & 15,)"),
+            ("None is not told apart", "traits += (None,) if x is None", "traits += () if x is None"),
+            ("options are not told apart", "*_traits(args), *options.items())", "*_traits(args))"),
+        ),
+    ),
 )
