@@ -309,7 +309,7 @@ def _attend_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, capacity, sin
         q = scale_cached(q, call.rotary, layout, capacity)
     out, lse = ops.attention_with_cache(q, k_cache, v_cache, k, v, call, impl)
     if sinks is not None:
-        out, lse = add_sinks(out, lse, sinks)
+        out, lse = add_sinks(out, lse, sinks, gradients=False)
     return (out, lse) if return_lse else out
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def add_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, gradients: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of attention whose softmax also counts the sinks; differentiable in all three.
 
     With the sum of a row's exponentials Z = exp(lse) and a sink s, the weights shrink by Z / (Z + exp(s)) =
@@ -16,9 +18,11 @@ def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tupl
         out: (..., seqlen_q, heads_q, head_dim).
         lse: (..., heads_q, seqlen_q), float32 or float64, natural log. -inf, for a row with no keys, becomes the sink.
         sinks: (heads_q,). -inf is no sink.
+        gradients: whether they may be asked for; without, the host queues fewer operations.
     """
     logits = sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)[:, None]  # (heads_q, 1); -inf - -inf is NaN
     above = lse - logits
-    # The keys' share of the softmax. The gradient of a sigmoid subtracts it from 1: near 1 digits would be lost.
-    share = torch.where(above > 0, 1 - torch.sigmoid(-above), torch.sigmoid(above))
+    share = torch.sigmoid(above)  # of the keys in the softmax
+    if gradients:  # that of a sigmoid subtracts it from 1: near 1 digits would be lost
+        share = torch.where(above > 0, 1 - torch.sigmoid(-above), share)
     return (out * share.transpose(-1, -2).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, logits)

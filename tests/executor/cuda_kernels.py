@@ -210,18 +210,21 @@ def test_every_kernel_of_the_source_runs(operators, machine):
 
 
 @pytest.mark.parametrize(
-    "rotary",
-    [SCHEMES["rope"](64), SCHEMES["rerope"](64), Rotary.rope(64).local(200).log_n(20)],
-    ids=["rope", "rerope", "local_log_n"],
+    "rotary, dtype, lengths, tokens, heads",
+    [
+        *((SCHEMES[name](64), BF16, [150, 60], 6, dict(group=4)) for name in ("rope", "rerope", "local_log_n")),
+        # five blocks of 64 keys; within a tile of queries the window begins in the first block, then in the second
+        (Rotary.rope(64).local(200).log_n(20), FP16, [60, 268], 16, dict(heads_kv=4)),
+    ],
+    ids=["rope", "rerope", "local_log_n", "window_over_blocks"],
 )
-def test_fixed_splits_are_bitwise_identical_however_tokens_are_divided_into_calls(operators, rotary):
-    """One tile of queries; five blocks of 64 keys, three splits. The window begins in the first block for the first
-    tokens and in the second for the last."""
-    lengths, capacity, tokens = [60, 268], 320, 16
-    together = Cache(rotary, FP16, lengths, capacity, seqlen_q=tokens, heads_kv=4)
+def test_fixed_splits_are_bitwise_identical_however_tokens_are_divided_into_calls(
+    operators, rotary, dtype, lengths, tokens, heads
+):
+    together = Cache(rotary, dtype, lengths, 320, seqlen_q=tokens, **heads)
     out, lse = together.run()
-    for t in range(0, tokens, 3):
-        alone = Cache(rotary, FP16, lengths, capacity, seqlen_q=tokens, heads_kv=4)
+    for t in range(tokens):
+        alone = Cache(rotary, dtype, lengths, 320, seqlen_q=tokens, **heads)
         alone.q = alone.q[1:, t : t + 1]
         alone.call.layout = CacheLayout(torch.tensor([lengths[1] - tokens + 1 + t], dtype=torch.int32))
         alone.k, alone.v = alone.k[1:], alone.v[1:]
