@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from flashrope.cli import guarded
+from flashrope.cli.program import guarded
 
 SUBCOMMANDS = {  # name: (module, what it does)
     "hope": (

@@ -11,8 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-
-from flashrope.info import hardware
+from flashrope.commands.info import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 REVISION_FILE = ROOT / "runs" / "REVISION"  # bench/on_gpu.sh -r writes it

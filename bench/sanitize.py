@@ -16,9 +16,8 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-
 from flashrope import Rotary, attention, attention_varlen, attention_with_cache
-from flashrope.backends import load_backend
+from flashrope.backends.registry import load_backend
 from flashrope.backends.triton import launcher
 from flashrope.backends.triton.device import compute_capability
 

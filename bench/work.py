@@ -39,7 +39,6 @@ def tensor_flops(tiles: int, block_m: int, block_n: int, block_d: int, block_dv:
 def prefill(rotary, seqlen: int) -> list:
     """The executor's launches of one causal attention with one head."""
     import torch
-
     from flashrope import attention
 
     q, k, v = (torch.randn(1, seqlen, 1, HEAD_DIM).bfloat16() for _ in range(3))
@@ -49,7 +48,6 @@ def prefill(rotary, seqlen: int) -> list:
 def decode(rotary, seqlen: int, num_splits: int = 2) -> list:
     """The launches of one decoding step whose new token is the seqlen-th key."""
     import torch
-
     from flashrope import attention_with_cache
 
     k_cache, v_cache = torch.randn(2, 1, seqlen + 100, 1, HEAD_DIM).bfloat16()

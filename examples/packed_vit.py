@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from flashrope import Rotary, attention_varlen
+from torch import nn
 
 PATCH = 4  # pixels a side
 CROSS = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0]]) * 2.0

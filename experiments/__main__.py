@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flashrope.cli import INTERRUPTED, guarded, reject_unknown
-from flashrope.demo import data, files, report
-from flashrope.demo.options import BadInput, need
-from flashrope.demo.workers import Workers
+from flashrope.cli import files, report
+from flashrope.cli.options import BadInput, need
+from flashrope.cli.program import INTERRUPTED, guarded, reject_unknown
+from flashrope.small_models import data
+from flashrope.small_models.workers import Workers
 
 from . import distributed, training_curves
 from .arguments import DERIVED, TOOLS, add_arguments, cells_of, check_effects, experiments_of, resolve

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-
-from flashrope.backends import BACKENDS, resolve_impl
-from flashrope.demo import data, options
-from flashrope.demo.options import MAX_THREADS, BadInput, cores, need, positive
-from flashrope.demo.train import Ranks
+from flashrope.backends.names import BACKENDS
+from flashrope.backends.registry import resolve_impl
+from flashrope.cli import options
+from flashrope.cli.options import MAX_THREADS, BadInput, cores, need, positive
+from flashrope.small_models import data
+from flashrope.small_models.train import Ranks
 
 from . import distributed, estimate, export, tables, tasks, tokenizing, tokens
 from .measuring import Cell

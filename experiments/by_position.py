@@ -10,9 +10,8 @@ import dataclasses
 
 import torch
 import torch.nn.functional as F
-
-from flashrope.demo.data import as_tokens
-from flashrope.demo.train import autocast
+from flashrope.small_models.data import as_tokens
+from flashrope.small_models.train import autocast
 
 from .tasks import Result, Subject, windows_of
 

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from flashrope.demo import files, report
-from flashrope.demo.workers import Workers
+from flashrope.cli import files, report
 from flashrope.evaluation.names import NAMES
+from flashrope.small_models.workers import Workers
 
 from .measuring import COLUMNS
 from .runs import Run, write_csv

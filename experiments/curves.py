@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashrope.demo.figure import new_figure
-from flashrope.demo.files import replacing
+from flashrope.cli.figure import new_figure
+from flashrope.cli.files import replacing
 
 from .looks import label, look
 from .statistics import Interval, interval, values_at

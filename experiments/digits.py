@@ -20,11 +20,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from flashrope.cli import files
+from flashrope.cli.figure import COLOURS
+from flashrope.small_models.workers import Workers
 from torch import nn
-
-from flashrope.demo import files
-from flashrope.demo.figure import COLOURS
-from flashrope.demo.workers import Workers
 
 from .curves import NORMAL, SMALL, canvas, finish
 from .measuring import COLUMNS

@@ -7,10 +7,9 @@ import os
 from collections.abc import Iterator
 
 import torch
+from flashrope.cli.options import BadInput
+from flashrope.small_models.train import Ranks
 from torch import distributed
-
-from flashrope.demo.options import BadInput
-from flashrope.demo.train import Ranks
 
 
 def ranks() -> Ranks:

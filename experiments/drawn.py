@@ -10,21 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-
 from flashrope import Rotary, attention
-from flashrope.bands import holds
-from flashrope.demo import files, report
-from flashrope.demo.data import as_tokens, unseen_windows
-from flashrope.demo.train import TrainConfig
-from flashrope.demo.workers import Workers
+from flashrope.cli import files, report
+from flashrope.rotary.bands import holds
+from flashrope.small_models.data import as_tokens, unseen_windows
+from flashrope.small_models.train import TrainConfig
+from flashrope.small_models.workers import Workers
 
 from . import curves, figures, picture, tables
-from .patterns import REPEATED, TEXT, Pattern, frequent, kinds, pattern, repeated, ripple, swing
 from .measuring import COLUMNS
+from .patterns import REPEATED, TEXT, Pattern, frequent, kinds, pattern, repeated, ripple, swing
 from .runs import Run, write_csv
 from .statistics import LOWER, interval, schemes
-from .training import OBSERVED, load_model, observed, train_models
 from .tables import resolve
+from .training import OBSERVED, load_model, observed, train_models
 from .zoo import scheme
 
 WINDOWS_PER_SAMPLE = 10  # windows of unseen text for a pattern, for each of the preset's samples

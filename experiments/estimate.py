@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from flashrope.demo.options import BadInput, positive
+from flashrope.cli.options import BadInput, positive
 
 from .presets import PRESETS, Preset
 from .zoo import LLAMA

@@ -11,7 +11,7 @@ import json
 import shutil
 from pathlib import Path
 
-from flashrope.demo.options import BadInput, need
+from flashrope.cli.options import BadInput, need
 from flashrope.evaluation.llama import to_llama
 
 from .training import load_model, rotary_of

@@ -18,10 +18,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from flashrope import Rotary, attention
-from flashrope.demo.model import Attend, ModelConfig
+from flashrope.small_models.model import Attend, ModelConfig
+from torch import nn
 
 GAU = "gau"
 EXPANSION = 2  # width of u and v in model widths

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flashrope import attention
-from flashrope.demo import files, report
-from flashrope.demo.workers import Workers
+from flashrope.cli import files, report
+from flashrope.small_models.workers import Workers
 
 from . import by_position, copying, few_shot, passkey, tasks
 from .runs import Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashrope.demo.workers import Workers
+from flashrope.small_models.workers import Workers
 
 from . import tables
 from .by_position import TASK

@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-
-from flashrope.demo import files
-from flashrope.demo.model import LanguageModel, ModelConfig
+from flashrope.cli import files
+from flashrope.small_models.model import LanguageModel, ModelConfig
 
 from . import tables
 from .looks import label

@@ -15,8 +15,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 import torch
-
-from flashrope.demo.data import Corpus, TextError, as_tokens
+from flashrope.small_models.data import Corpus, TextError, as_tokens
 
 from .tasks import MULTIPLES, Result, Subject, growing_batches, lengths_of, need_disjoint, percentage
 

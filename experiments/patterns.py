@@ -21,9 +21,8 @@ import math
 from collections.abc import Sequence
 
 import torch
-
 from flashrope import Rotary, attention
-from flashrope.demo.model import Attend
+from flashrope.small_models.model import Attend
 
 from .encodings import distances
 from .zoo import Rotaries, ZooModel

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-
 from flashrope import Rotary, attention
-from flashrope.demo.model import Attend, LanguageModel, ModelConfig
-from flashrope.demo.train import TrainConfig, train
+from flashrope.small_models.model import Attend, LanguageModel, ModelConfig
+from flashrope.small_models.train import TrainConfig, train
 
 from .tasks import Result
 

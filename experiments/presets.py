@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from flashrope.demo.model import ModelConfig
-from flashrope.demo.train import TrainConfig
+from flashrope.small_models.model import ModelConfig
+from flashrope.small_models.train import TrainConfig
 
 from . import copying
 

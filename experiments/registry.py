@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from flashrope.demo.workers import Workers
+from flashrope.small_models.workers import Workers
 
 from . import checkpoints, over_length
 from .digits import draw_digits
 from .drawn import PATTERN_COMPARES, draw_frequencies, draw_patterns, draw_pictures, draw_positions
 from .over_length import draw_over_length
-from .published import TABLES
 from .presets import COPYING, FEW_SHOT, PASSKEY, TEXT, Preset
+from .published import TABLES
 from .runs import Run
 from .statistics import HIGHER, LOWER, Comparison, schemes
 from .zoo import GAU, LLAMA

@@ -22,13 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-
 from flashrope import __version__
-from flashrope.demo import data, files
-from flashrope.demo.options import BadInput
-from flashrope.demo.train import Ranks
-from flashrope.demo.workers import Workers
-from flashrope.info import hardware
+from flashrope.cli import files
+from flashrope.cli.options import BadInput
+from flashrope.commands.info import hardware
+from flashrope.small_models import data
+from flashrope.small_models.train import Ranks
+from flashrope.small_models.workers import Workers
 
 from .presets import Preset
 from .tokens import TokenCorpus

@@ -9,12 +9,11 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-
 from flashrope import attention
-from flashrope.demo.data import Corpus, TextError, as_tokens, unseen_windows
-from flashrope.demo.evaluate import loss_by_context
-from flashrope.demo.model import Attend
-from flashrope.demo.train import autocast
+from flashrope.small_models.data import Corpus, TextError, as_tokens, unseen_windows
+from flashrope.small_models.evaluate import loss_by_context
+from flashrope.small_models.model import Attend
+from flashrope.small_models.train import autocast
 
 from .tokens import TokenCorpus, TokenFile
 from .zoo import Scheme, ZooModel

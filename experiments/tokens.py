@@ -17,9 +17,8 @@ import sys
 from pathlib import Path
 
 import torch
-
-from flashrope.demo.data import MIN_WINDOWS, UNSEEN, TextError
-from flashrope.demo.options import BadInput
+from flashrope.cli.options import BadInput
+from flashrope.small_models.data import MIN_WINDOWS, UNSEEN, TextError
 
 SMALL_VOCABULARY = 1 << 16  # the largest with 16 bits a token
 BLOCKS, BLOCK = 64, 1 << 16  # of the fingerprint: how many, bytes

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-
 from flashrope import Rotary, attention
-from flashrope.demo import files, report
-from flashrope.demo.files import replacing
-from flashrope.demo.model import ModelConfig
-from flashrope.demo.train import train
-from flashrope.demo.workers import Workers
+from flashrope.cli import files, report
+from flashrope.cli.files import replacing
+from flashrope.small_models.model import ModelConfig
+from flashrope.small_models.train import train
+from flashrope.small_models.workers import Workers
 
 from . import copying, few_shot, passkey, tasks
 from .distributed import first_says

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashrope.demo.train import TrainConfig, learning_rate_fraction
+from flashrope.small_models.train import TrainConfig, learning_rate_fraction
 
 from .curves import MAX_LINES, NORMAL, Rows, canvas, finish, heading, name_ends, title_of
 from .looks import label, look

@@ -17,11 +17,10 @@ import functools
 import re
 
 import torch
-from torch import nn
-
 from flashrope import Rotary, attention
-from flashrope.demo.model import Attend, LanguageModel, ModelConfig
-from flashrope.demo.options import BadInput
+from flashrope.cli.options import BadInput
+from flashrope.small_models.model import Attend, LanguageModel, ModelConfig
+from torch import nn
 
 from .encodings import ABSOLUTE, BIASES, Formula, Learned, RandomPositions, attend_with_bias
 from .gau import GAU, GauModel

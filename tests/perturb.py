@@ -3,8 +3,7 @@
 import functools
 
 import torch
-
-from flashrope.demo import workers
+from flashrope.small_models import workers
 
 _serve = workers._serve
 

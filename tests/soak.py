@@ -23,7 +23,6 @@ if __name__ == "__main__":
 
 import support
 import torch
-
 from flashrope import OutOfPages, PagedKVCache, Rotary
 
 PAGES, PAGE, LAYERS, HEADS_KV, GROUP, D = 44, 16, 2, 2, 2, 16

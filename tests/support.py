@@ -19,10 +19,10 @@ import dataclasses
 import os
 
 import torch
-
 from flashrope import Rotary, attention, attention_varlen
-from flashrope.backends import AttentionCall, reference
-from flashrope.bands import holds
+from flashrope.backends import reference
+from flashrope.backends.calls import AttentionCall
+from flashrope.rotary.bands import holds
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}

@@ -6,9 +6,8 @@ import math
 import pytest
 import support
 import torch
-from support import SCHEMES, check, problem
-
 from flashrope import Rotary, attention
+from support import SCHEMES, check, problem
 
 
 def rotated(vector, rotary, position):

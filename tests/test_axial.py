@@ -6,9 +6,8 @@ import math
 import pytest
 import support
 import torch
-from support import check, problem
-
 from flashrope import Rotary, attention, attention_varlen
+from support import check, problem
 
 
 def grid(*sizes: int) -> torch.Tensor:

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from flashrope import Rotary
-from flashrope.backends import BACKENDS, AttentionCall, base, cuda, load_backend, reference
-from flashrope.cos_sin import FINE_ROWS
-from flashrope.lowering import UNBOUNDED
+from flashrope.backends import calls as base
+from flashrope.backends import cuda, reference
+from flashrope.backends.calls import AttentionCall
+from flashrope.backends.names import BACKENDS
+from flashrope.backends.registry import load_backend
+from flashrope.lowering.cos_sin import FINE_ROWS
+from flashrope.lowering.lowered import UNBOUNDED
 
 PROTOCOLS = {
     "triton": (base.AttentionBackend, base.CacheBackend),

@@ -6,11 +6,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from support import SCHEMES
-
 from flashrope import Rotary, attention, attention_varlen
 from flashrope.backends.triton import attention as plans
 from flashrope.backends.triton import launcher
+from support import SCHEMES
 
 
 @pytest.fixture

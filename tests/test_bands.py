@@ -6,9 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from support import INTERPRETED
-
 from flashrope import Band, Rotary, attention, attention_with_cache
+from support import INTERPRETED
 
 INF, NAN = math.inf, math.nan
 ROPE = Rotary.rope(16)

@@ -14,6 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
 import support
+from flashrope.lowering.cos_sin import cos_sin
+from flashrope.tuning.timer import MAX_SLEEP_CYCLES, SLEEP_CYCLES
+
 from bench import __main__ as command_line
 from bench.report import page, records
 from bench.timing import ceilings, check, contestants, options, timer
@@ -21,8 +24,6 @@ from bench.timing.contestants import OWN, Contestant, Unavailable, dense, flex, 
 from bench.timing.options import Table
 from bench.timing.problem import Problem, exponent
 from bench.timing.session import Session
-from flashrope.cos_sin import cos_sin
-from flashrope.tuning.timer import MAX_SLEEP_CYCLES, SLEEP_CYCLES
 
 CPU = torch.device("cpu")
 SMALL = Problem(1, 128, 2, 2, 32, torch.float32, CPU, window=32)

@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-
-from flashrope import KVCache, OutOfPages, PagedKVCache, Rotary, attention, ops
+from flashrope import KVCache, OutOfPages, PagedKVCache, Rotary, attention
+from flashrope.operators import library as ops
 
 HEADS_KV, HEAD_DIM, PAGE = 1, 8, 16
 UNUSED = 2**31 - 1

@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-
-from flashrope import KVCache, OutOfPages, PagedKVCache, Rotary, attention, attention_with_cache, ops
+from flashrope import KVCache, OutOfPages, PagedKVCache, Rotary, attention, attention_with_cache
+from flashrope.operators import library as ops
 
 LAYERS, HEADS_KV, HEAD_DIM, PAGE = 3, 1, 8, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

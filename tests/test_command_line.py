@@ -11,17 +11,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import pytest
-
 import flashrope
-from flashrope.backend_names import BACKENDS
-from flashrope.backends import base
-from flashrope.cli import COMMANDS, guarded, main
+import pytest
+from flashrope.backends import calls as base
+from flashrope.backends.names import BACKENDS
+from flashrope.cli.program import guarded
+from flashrope.cli.progress import Bar, duration, seconds_left
+from flashrope.cli.report import Bars
 from flashrope.commands.demo import TIMES
-from flashrope.demo.presets import PRESETS
-from flashrope.demo.report import Bars
+from flashrope.commands.main import COMMANDS, main
 from flashrope.evaluation.names import NAMES
-from flashrope.progress import Bar, duration, seconds_left
+from flashrope.small_models.presets import PRESETS
 from flashrope.tuning.measure import _cancelled_by_errors
 
 HEAVY = {"torch", "numpy", "triton", "transformers", "matplotlib", "tqdm", "safetensors", "multiprocessing"}
@@ -47,7 +47,9 @@ def loaded(code: str) -> set[str]:
     ids=" ".join,
 )
 def test_help_and_wrong_options_load_no_library(arguments):
-    found = loaded(f"from flashrope.cli import main\ntry:\n    main({arguments})\nexcept SystemExit:\n    pass")
+    found = loaded(
+        f"from flashrope.commands.main import main\ntry:\n    main({arguments})\nexcept SystemExit:\n    pass"
+    )
     assert "flashrope" in found and not found & HEAVY
 
 
@@ -113,7 +115,7 @@ class Terminal(list):
 
 def test_a_bar_shows_the_time_left(monkeypatch):
     now = SimpleNamespace(at=100.0)
-    monkeypatch.setattr("flashrope.progress.time.monotonic", lambda: now.at)
+    monkeypatch.setattr("flashrope.cli.progress.time.monotonic", lambda: now.at)
     live, lines = Terminal(), Terminal()
     lines.isatty = lambda: False
     bars = [Bar(400, live), Bar(400, lines), Bar(400, live, limit=25.0)]
@@ -131,7 +133,7 @@ def test_a_bar_shows_the_time_left(monkeypatch):
 def test_bars_of_the_demo_say_the_time_left_where_there_is_no_terminal(monkeypatch, capsys):
     pytest.importorskip("tqdm", reason="the extra 'demo' is not installed")
     now = SimpleNamespace(at=100.0)
-    monkeypatch.setattr("flashrope.demo.report.time.monotonic", lambda: now.at)
+    monkeypatch.setattr("flashrope.cli.report.time.monotonic", lambda: now.at)
     with Bars(["training"], 101) as bars:
         for step in range(1, 102):
             bars.update(0, step, 2.0)
@@ -145,7 +147,7 @@ def test_bars_of_the_demo_say_the_time_left_where_there_is_no_terminal(monkeypat
 def test_generate_shows_bars_where_the_text_goes_to_a_file(tmp_path, monkeypatch):
     pytest.importorskip("safetensors", reason="the extra 'demo' is not installed")
     from flashrope import Rotary
-    from flashrope.demo.model import LanguageModel, ModelConfig, save_checkpoint
+    from flashrope.small_models.model import LanguageModel, ModelConfig, save_checkpoint
 
     save_checkpoint(
         tmp_path / "m", LanguageModel(ModelConfig(width=32, layers=1, heads=2)), Rotary.rope(16), train_length=32
@@ -280,7 +282,7 @@ def test_the_benchmarks_end_cleanly_too(monkeypatch, capsys):
 
 
 def test_a_file_that_is_interrupted_is_not_there(tmp_path):
-    from flashrope.demo import files
+    from flashrope.cli import files
 
     (tmp_path / "old").write_text("old")
     with pytest.raises(KeyboardInterrupt), files.replacing(tmp_path / "old") as partial:

@@ -8,10 +8,9 @@ import threading
 import pytest
 import support
 import torch
+from flashrope import PagedKVCache, attention_with_cache
 from soak import Serving
 from support import SCHEMES
-
-from flashrope import PagedKVCache, attention_with_cache
 
 on_cpu = pytest.mark.parametrize(
     "target", [t for t in support.TARGETS if t.impl == "cpu" and t.dtype == torch.float32], ids=str

@@ -6,17 +6,9 @@ import math
 
 import pytest
 import torch
-
 from flashrope import Rotary
-from flashrope.cos_sin import (
-    FINE_ROWS,
-    coarse_rows,
-    cos_sin,
-    padded_pairs,
-    position_table,
-    two_level_table,
-)
-from flashrope.lowering import lower
+from flashrope.lowering.cos_sin import FINE_ROWS, coarse_rows, cos_sin, padded_pairs, position_table, two_level_table
+from flashrope.lowering.lowered import lower
 
 mpmath = pytest.importorskip("mpmath", reason="the oracle of the tables needs mpmath, which torch brings through sympy")
 

@@ -3,7 +3,6 @@
 import pytest
 import support
 import torch
-
 from flashrope import KVCache, PagedKVCache, Rotary, attention_with_cache
 from flashrope.backends.cpu import cached
 from flashrope.backends.cpu.pieces import plan

@@ -6,11 +6,10 @@ import stat
 import pytest
 import support
 import torch
-from support import COEFFICIENT, Target
-
 from flashrope import Rotary, attention, attention_with_cache
 from flashrope.backends.cpu import build, library
-from flashrope.cli import main
+from flashrope.commands.main import main
+from support import COEFFICIENT, Target
 
 FLOAT, BRAIN = (Target("cpu", dtype, "cpu", True) for dtype in (torch.float32, torch.bfloat16))
 targets = pytest.mark.parametrize("target", [FLOAT, BRAIN], ids=str)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from flashrope.backends import cuda, resolve_impl
+from flashrope.backends import cuda
+from flashrope.backends.registry import resolve_impl
 
 ROOT = Path(__file__).resolve().parents[1]
 BF16 = torch.bfloat16

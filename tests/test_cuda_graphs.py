@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from flashrope import Rotary, attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

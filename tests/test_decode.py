@@ -8,10 +8,9 @@ import sys
 import pytest
 import support
 import torch
+from flashrope import Rotary, attention_with_cache
 from support import COEFFICIENT, SCHEMES
 from test_needles import needle
-
-from flashrope import Rotary, attention_with_cache
 
 PAGE = 16
 UNUSED = 2147480000  # a table entry beyond a sequence; it may be anything

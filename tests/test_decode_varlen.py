@@ -3,10 +3,9 @@
 import pytest
 import support
 import torch
+from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
 from support import SCHEMES
 from test_decode import PAGE, Cached, layouts
-
-from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
 
 # (new tokens, length with them): a chunk, a step, nothing, a long prompt, a short one, two steps, a chunk
 MIXED = ((66, 112), (1, 45), (0, 7), (70, 70), (5, 5), (1, 1), (1, 90), (65, 100))

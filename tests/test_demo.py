@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from flashrope import Rotary, attention
-from flashrope.cli import main
-from flashrope.demo import data
-from flashrope.demo.evaluate import loss_by_context
-from flashrope.demo.model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
-from flashrope.demo.train import TrainConfig, learning_rate_fraction, train
-from flashrope.extending import dual_chunk_for
-from flashrope.demo.workers import WorkerError, Workers, _interrupts_held
+from flashrope.commands.main import main
+from flashrope.rotary.fitting import dual_chunk_for
+from flashrope.small_models import data
+from flashrope.small_models.evaluate import loss_by_context
+from flashrope.small_models.model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
+from flashrope.small_models.train import TrainConfig, learning_rate_fraction, train
+from flashrope.small_models.workers import WorkerError, Workers, _interrupts_held
 
 TINY = ["demo", "--preset", "tiny", "--device", "cpu", "--threads", "1"]
 OUTPUTS = {"split.json", "rope.safetensors", "hope.safetensors", "losses.csv", "losses.md", "losses.png"}
@@ -69,8 +68,8 @@ def test_writes_every_result(finished):
 
 
 def test_the_schemes_that_are_compared():
-    from flashrope.demo.main import compared
-    from flashrope.demo.presets import PRESETS
+    from flashrope.small_models.demo import compared
+    from flashrope.small_models.presets import PRESETS
 
     for name in ("cpu", "gpu"):
         length, rope = PRESETS[name].train_length, Rotary.rope(32)

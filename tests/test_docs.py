@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 API_MODULES = (
     "flashrope",
     "flashrope.integrations.transformers",
-    "flashrope.integrations.transformers.hf_config",
+    "flashrope.integrations.hf_config",
     "flashrope.integrations.distributed",
 )
 OPTIONAL = ("transformers", "peft")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from flashrope import Rotary, attention, attention_varlen
 
 ROPE = Rotary.rope(16)

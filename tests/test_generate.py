@@ -9,12 +9,11 @@ import sys
 
 import pytest
 import torch
-
 from flashrope import Rotary, attention
-from flashrope.cli import main
-from flashrope.demo import data
-from flashrope.demo.generate import generate, pick
-from flashrope.demo.model import (
+from flashrope.commands.main import main
+from flashrope.small_models import data
+from flashrope.small_models.generate import generate, pick
+from flashrope.small_models.model import (
     Decoder,
     LanguageModel,
     ModelConfig,
@@ -99,7 +98,7 @@ def test_one_cache_for_all_blocks():
     ids=["rope", "hope", "rerope", "leaky, log n"],
 )
 def test_decoding_with_the_cache_is_decoding_by_full_passes(rotary, impl, monkeypatch):
-    monkeypatch.setattr("flashrope.demo.generate.CHUNK", 20)  # three pieces of the prompt
+    monkeypatch.setattr("flashrope.small_models.generate.CHUNK", 20)  # three pieces of the prompt
     model = model_of()
     expected, margin = by_full_passes(model, rotary, PROMPT, 60)
     assert margin > 1e-4 and len(set(expected)) > 5
@@ -329,7 +328,9 @@ def test_every_byte_is_out_before_the_next_is_decoded(run, monkeypatch):
         seen.append(out.getvalue())
 
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, "utf-8", newline=""))
-    monkeypatch.setattr("flashrope.demo.generate.generate", lambda *options: bytes_of("aü\nb".encode() + b"\xff\xc3"))
+    monkeypatch.setattr(
+        "flashrope.small_models.generate.generate", lambda *options: bytes_of("aü\nb".encode() + b"\xff\xc3")
+    )
     run("--prompt", "abc")
     assert [text.decode() for text in seen] == [
         "abc",
@@ -356,7 +357,7 @@ def test_an_interrupt_while_the_prompt_is_read(run, monkeypatch):
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr("flashrope.demo.generate.generate", interrupted)
+    monkeypatch.setattr("flashrope.small_models.generate.generate", interrupted)
     shown = run("--prompt", "abc", code=130)
     assert shown.out == "abc" and "prompt:    interrupted during the prefill\ndevice:    cpu" in shown.err
 

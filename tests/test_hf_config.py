@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from flashrope import Rotary
 from flashrope.backends.reference import rotate as rotate_reference
 

@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 import support
 import torch
-from support import NAMES, excess, exact_and_bound, problem, run
-
 from flashrope import Rotary, attention
+from support import NAMES, exact_and_bound, excess, problem, run
 
 D = 16
 

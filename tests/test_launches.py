@@ -16,9 +16,6 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from triton.compiler import CompiledKernel
-
-from bench.compiling import architectures, offline
 from flashrope import (
     KVCache,
     PagedKVCache,
@@ -30,6 +27,9 @@ from flashrope import (
 )
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
+from triton.compiler import CompiledKernel
+
+from bench.compiling import architectures, offline
 
 ROOT = pathlib.Path(__file__).parent.parent
 LENGTHS = (1, 2, 16, 17, 64, 65, 100, 128, 129, 300, 1024, 1025)

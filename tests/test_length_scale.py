@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from flashrope import KVCache, Rotary, attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
 from flashrope.integrations.transformers.layer_schemes import check_beyond
 

@@ -3,9 +3,8 @@
 import math
 
 import pytest
-
 from flashrope import Rotary
-from flashrope.lowering import UNBOUNDED, lower
+from flashrope.lowering.lowered import UNBOUNDED, lower
 
 SCHEMES = {
     "none": Rotary.none(32),

@@ -7,12 +7,11 @@ import math
 import pytest
 import support
 import torch
-from support import check, problem
-
 from flashrope import Band, Rotary, attention, attention_varlen
-from flashrope.bands import MappedBand, PositionMap, distances, holds
-from flashrope.cos_sin import cos_sin
-from flashrope.lowering import UNBOUNDED, lower
+from flashrope.lowering.cos_sin import cos_sin
+from flashrope.lowering.lowered import UNBOUNDED, lower
+from flashrope.rotary.bands import MappedBand, PositionMap, distances, holds
+from support import check, problem
 
 REFERENCE = support.Target("reference", torch.float64, "cpu")
 ROPE = Rotary.rope(16)

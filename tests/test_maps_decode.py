@@ -3,7 +3,6 @@
 import pytest
 import support
 import torch
-
 from flashrope import KVCache, Rotary, attention, attention_varlen_with_cache, attention_with_cache
 from flashrope.backends import cuda
 from flashrope.backends.cpu import cached

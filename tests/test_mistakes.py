@@ -13,7 +13,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-
 from flashrope import (
     KVCache,
     PagedKVCache,
@@ -23,9 +22,9 @@ from flashrope import (
     attention_varlen_with_cache,
     attention_with_cache,
 )
-from flashrope.cli import main
+from flashrope.commands.main import main
 from flashrope.integrations.distributed import context_parallel_attention, shard_sequence
-from flashrope.keywords import ELSEWHERE, INSTEAD
+from flashrope.operators.foreign_keywords import ELSEWHERE, INSTEAD
 
 ROPE = Rotary.rope(16)
 CALLS = (attention, attention_varlen, attention_with_cache, attention_varlen_with_cache)

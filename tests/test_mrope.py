@@ -3,10 +3,9 @@
 import pytest
 import support
 import torch
-from support import SCHEMES, check, problem
-
 from flashrope import Rotary, attention, attention_varlen
-from flashrope.cos_sin import cos_sin
+from flashrope.lowering.cos_sin import cos_sin
+from support import SCHEMES, check, problem
 
 
 def grid(seqlen: int, batch: int = 2) -> torch.Tensor:

@@ -8,9 +8,8 @@ a key may be reached too (docs/numerics.md).
 import pytest
 import support
 import torch
-from support import NAMES, SCHEMES
-
 from flashrope import attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
+from support import NAMES, SCHEMES
 
 D, ROWS, WHERE = 16, 70, 40
 VALUES = [torch.nan, torch.inf, -torch.inf]

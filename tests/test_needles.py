@@ -3,9 +3,8 @@
 import pytest
 import support
 import torch
-
 from flashrope import Rotary
-from flashrope.cos_sin import cos_sin
+from flashrope.lowering.cos_sin import cos_sin
 
 WINDOW = 21
 

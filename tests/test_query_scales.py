@@ -5,10 +5,9 @@ import math
 import pytest
 import support
 import torch
-from support import check, problem
-
 from flashrope import Rotary, attention, attention_varlen, attention_with_cache
-from flashrope.lowering import lower
+from flashrope.lowering.lowered import lower
+from support import check, problem
 
 REFERENCE = support.Target("reference", torch.float64, "cpu")
 SCHEMES = {
@@ -167,7 +166,8 @@ def test_refusals(build, message):
 
 
 def test_cuda_refuses_steps():
-    from flashrope.backends import CacheCall, cuda
+    from flashrope.backends import cuda
+    from flashrope.backends.calls import CacheCall
 
     call = CacheCall.__new__(CacheCall)
     call.rotary, call.causal = Rotary.rope(64).log_steps(8), True

@@ -9,9 +9,8 @@ import sys
 import pytest
 import support
 import torch
-from support import SCHEMES
-
 from flashrope import attention_varlen, attention_with_cache
+from support import SCHEMES
 
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = [t for t in support.TARGETS if t.impl == "cpu" and t.dtype in DTYPES]

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
+from flashrope import Rotary
+from flashrope.lowering import resident
+from flashrope.lowering.cos_sin import _resident_frequencies, two_level_table
+from flashrope.lowering.resident import kept_on_device
 from test_launches import compiling_environment
-
-from flashrope import Rotary, resident
-from flashrope.cos_sin import _resident_frequencies, two_level_table
-from flashrope.resident import kept_on_device
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 BASES = range(10_000, 10_000 + 300)  # more than any bounded cache held

@@ -11,9 +11,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-
 from flashrope import Rotary
-from flashrope.rotary import Band, _from_text
+from flashrope.rotary.rotary import Band, _from_text
 
 INF = math.inf
 

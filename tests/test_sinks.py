@@ -5,10 +5,10 @@ import math
 import pytest
 import support
 import torch
-from support import SCHEMES, check, problem
-
 from flashrope import KVCache, Rotary, attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
-from flashrope.backends import AttentionCall, reference
+from flashrope.backends import reference
+from flashrope.backends.calls import AttentionCall
+from support import SCHEMES, check, problem
 
 SINKS = torch.tensor([-1.5, 0.0, 0.75, 3.0])
 

@@ -9,8 +9,6 @@ import pytest
 import sparse
 import support
 import torch
-from support import NAMES, SCHEMES
-
 from flashrope import (
     KVCache,
     PagedKVCache,
@@ -20,10 +18,11 @@ from flashrope import (
     attention_varlen_with_cache,
     attention_with_cache,
 )
-from flashrope.backends import AttentionCall, load_backend
-from flashrope.backends.base import LogN
+from flashrope.backends.calls import AttentionCall, LogN
 from flashrope.backends.cpu import rotation
-from flashrope.bands import PositionMap
+from flashrope.backends.registry import load_backend
+from flashrope.rotary.bands import PositionMap
+from support import NAMES, SCHEMES
 
 FAR = 2**24  # positions
 on_cpu = pytest.mark.parametrize("target", [t for t in support.TARGETS if t.impl == "cpu"], ids=str)

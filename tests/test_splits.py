@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-
 from flashrope.backends import cuda
-from flashrope.backends.base import MAX_SPLITS
+from flashrope.backends.calls import MAX_SPLITS
 from flashrope.backends.splits import FULL, MULTIPROCESSORS, busy_share, choose_splits, multiprocessor
 
 DECODE_H = (Path(__file__).parent.parent / "csrc" / "decode.h").read_text()

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from flashrope.small_models import state
 from packaging.requirements import Requirement
 from packaging.version import Version
-
-from flashrope.demo import state
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -102,7 +101,7 @@ def test_what_reads_pickles_is_found(code):
 # Where a file is made at its place: locks, files in a temporary or in a new folder, files of the checkout.
 IN_PLACE = {
     "setup.py",  # in the build folder
-    "python/flashrope/tuning/store.py",  # a lock; the file itself is moved into place
+    "python/flashrope/backends/triton/tuned_tiles.py",  # a lock; the file itself is moved into place
     "bench/compiling/gate_cuda.py",  # in a temporary folder
     "bench/timing/cpu.py",  # /proc
     "experiments/export.py",  # in a new folder

@@ -5,8 +5,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="the tiles are Triton code")
 import triton.language as tl
-
-from flashrope.lowering import UNBOUNDED
+from flashrope.lowering.lowered import UNBOUNDED
 from flashrope.triton_kernels.arguments import NO_CACHE, encode_int
 from flashrope.triton_kernels.tiles import (
     Band,

@@ -5,10 +5,9 @@ import torch
 
 triton = pytest.importorskip("triton", reason="the kernels are Triton code")
 import triton.language as tl
-
 from flashrope import Rotary
-from flashrope.cos_sin import FINE_ROWS, coarse_rows, cos_sin, two_level_table
-from flashrope.lowering import lower
+from flashrope.lowering.cos_sin import FINE_ROWS, coarse_rows, cos_sin, two_level_table
+from flashrope.lowering.lowered import lower
 from flashrope.triton_kernels.arguments import Shape
 from flashrope.triton_kernels.rotation import CosSinTable, load_cos_sin, load_cos_sin_by_blocks, mapped_rows
 from flashrope.triton_kernels.tiles import Rows

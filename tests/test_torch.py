@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from flashrope import Rotary, attention, attention_varlen, attention_with_cache
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
-
-from flashrope import Rotary, attention, attention_varlen, attention_with_cache
 
 ROTARIES = {"hope": Rotary.hope(16, 100), "rerope": Rotary.rope(16).rectify(7).log_n(10)}
 

@@ -5,11 +5,10 @@ impl="reference" is compared with finite differences in float64, the others with
 
 import pytest
 import torch
+from flashrope import Rotary, attention, attention_varlen, attention_with_cache
 from support import INTERPRETED
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
-
-from flashrope import Rotary, attention, attention_varlen, attention_with_cache
 
 SCHEME = Rotary.rope(16).rectify(7).log_n(10)
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1"))

@@ -15,13 +15,15 @@ import torch
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from flashrope.backends.triton import hopper, launcher, tiles
+from flashrope.backends.triton import tuned_tiles as store
 from flashrope.backends.triton.tiles import Choice
-from flashrope.cli import main
+from flashrope.backends.triton.tuned_tiles import Setup, ShapeClass, Winner
+from flashrope.cli.progress import Bar
+from flashrope.commands import tune as command
+from flashrope.commands.main import main
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
-from flashrope.tuning import candidates, command, measure, store, workloads
-from flashrope.progress import Bar
-from flashrope.tuning.store import Setup, ShapeClass, Winner
+from flashrope.tuning import candidates, measure, workloads
 from flashrope.tuning.timer import Spread
 from flashrope.tuning.workloads import Workload
 
@@ -195,7 +197,7 @@ def test_nothing_is_measured_unasked():
         "print(sorted(name for name in sys.modules if name.startswith('flashrope.tuning.')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['flashrope.tuning.store']"
+    assert done.stdout.strip() == "['flashrope.backends.triton.tuned_tiles']"
 
 
 def test_a_forced_choice_is_taken_back():

@@ -3,9 +3,8 @@
 import pytest
 import test_varlen
 import torch
-from support import SCHEMES, check, problem
-
 from flashrope import KVCache, Rotary, attention, attention_varlen, attention_with_cache
+from support import SCHEMES, check, problem
 
 WIDTHS = {(64, 128): "rerope", (128, 64): "rope_interleaved", (192, 128): "rope_partial", (80, 256): "leaky"}
 widths = pytest.mark.parametrize(("head_dim", "head_dim_v"), WIDTHS, ids=lambda n: str(n))

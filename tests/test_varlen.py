@@ -3,9 +3,8 @@
 import pytest
 import support
 import torch
-from support import SCHEMES, lse_type
-
 from flashrope import Rotary, attention, attention_varlen
+from support import SCHEMES, lse_type
 
 LENGTHS = {
     "equal": ([20, 33, 1], [20, 33, 1]),

@@ -54,7 +54,7 @@ def render() -> str:
             body = {name: node for node in _parse(file).body for name in _names(node)}
             parts += [part for name in names for part in _entry(name, body[name])]
     parts.append("## Commands\n\n`flashrope <command> [options]`, also `python -m flashrope <command>`.\n")
-    for name, (module, summary) in import_module("flashrope.cli").COMMANDS.items():
+    for name, (module, summary) in import_module("flashrope.commands.main").COMMANDS.items():
         parts.append(f"### flashrope {name}\n\n{summary[0].upper()}{summary[1:]}.\n{_options(module)}")
     return "\n".join(parts)
 

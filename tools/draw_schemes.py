@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 
 import torch
-
 from flashrope import Rotary
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # experiments is not part of the installed package
 
+from flashrope.cli.figure import new_figure
+
 from experiments import figures
 from experiments.curves import finish
 from experiments.drawn import seen_distances
-from flashrope.demo.figure import new_figure
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemes"
 TRAIN_LENGTH, LENGTH, HEAD_DIM, BASE = 256, 1024, 64, 10_000.0

@@ -3,8 +3,8 @@
     python tools/hub_kernel.py DIR
 
 DIR gets build.toml and, under torch-ext/flashrope, the package with its kernels inside, but without the commands, which
-a kernel loaded under a name of its own cannot run. The builder adds _ops.py, from which flashrope.ops takes its
-namespace.
+a kernel loaded under a name of its own cannot run. The builder adds _ops.py, from which flashrope.operators.library
+takes its namespace.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"": "python/flashrope", "triton_kernels": "triton_kernels"}
-LEFT_OUT = {"commands", "demo", "evaluation"}
-COMMANDS = {"__main__.py", "cli.py", "info.py"}
+LEFT_OUT = {"__main__.py", "cli", "commands", "evaluation", "small_models"}
 
 
 def lay_out(target: Path) -> Path:
@@ -26,7 +25,7 @@ def lay_out(target: Path) -> Path:
     for name, source in SOURCES.items():
         for path in sorted((ROOT / source).rglob("*.py")):
             relative = path.relative_to(ROOT / source)
-            if path.name not in COMMANDS and relative.parts[0] not in LEFT_OUT:
+            if relative.parts[0] not in LEFT_OUT:
                 (package / name / relative).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, package / name / relative)
     for name in ("build.toml", "LICENSE"):

@@ -10,13 +10,12 @@ import argparse
 from pathlib import Path
 
 import torch
+from flashrope.cli.options import cores
+from flashrope.cli.progress import Bar
+from flashrope.small_models import data
+from flashrope.small_models.train import TrainConfig, learning_rate_fraction
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from flashrope.demo import data
-from flashrope.demo.options import cores
-from flashrope.demo.train import TrainConfig, learning_rate_fraction
-from flashrope.progress import Bar
 
 TRAIN_LENGTH, WINDOW = 256, 2049
 CONFIG = dict(

@@ -12,11 +12,10 @@ import argparse
 import random
 
 import torch
+from flashrope.cli.options import cores
+from flashrope.evaluation.passkey import Task
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from flashrope.demo.options import cores
-from flashrope.evaluation.passkey import Task
 
 TRAIN_LENGTH, SHORTEST = 384, 256
 CONFIG = dict(

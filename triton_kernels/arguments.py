@@ -36,10 +36,10 @@ class BandedView(NamedTuple):
 class Scheme(NamedTuple):
     """A lowered rotary scheme.
 
-    bands: int32 (num_bands, 7), rows of ``flashrope.lowering.LoweredBand``.
-    table: float32 cos and sin, as ``flashrope.cos_sin`` builds them.
+    bands: int32 (num_bands, 7), rows of ``flashrope.lowering.lowered.LoweredBand``.
+    table: float32 cos and sin, as ``flashrope.lowering.cos_sin`` builds them.
     positions: float32 (batch, seqlen) if the caller gave positions, else None.
-    maps: int32 (rotations, 4), rows of ``flashrope.lowering.RowMap``, if the scheme maps positions, else None.
+    maps: int32 (rotations, 4), rows of ``flashrope.lowering.lowered.RowMap``, if the scheme maps positions, else None.
     score_scale: softmax_scale * temperature.
     log_n_factor, log_n_floor: the query at position i is scaled by max(log_n_floor, log_n_factor * ln(i + 1)).
     log_n_every, log_n_first: if given, by 1 + log_n_factor * ln(1 + floor((i + log_n_first) / log_n_every)) instead.
@@ -64,7 +64,7 @@ class CuSeqlens(NamedTuple):
 
 
 class CacheLayout(NamedTuple):
-    """``flashrope.backends.base.CacheLayout`` for a kernel. The first four are tensors, all but seqlens may be None.
+    """``flashrope.backends.calls.CacheLayout`` for a kernel. The first four are tensors, all but seqlens may be None.
     Encoded: keys that this call added, or -1 for as many as queries; slots a sequence can have; pages of the cache; of
     packed queries, the longest sequence that the decode kernel serves (the forward kernel serves longer ones)."""
 

@@ -57,7 +57,6 @@ from .tiles import (
     visible_queries,
 )
 
-
 # ---- row statistics
 
 

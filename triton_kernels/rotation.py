@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .. import cos_sin
+from ..lowering import cos_sin
 from .tiles import existing_rows, load_rows, store_rows, tile_offsets
 
 FINE_ROWS = tl.constexpr(cos_sin.FINE_ROWS)
@@ -114,8 +114,8 @@ def store_pairs(view, first, second, rows, FIRST: tl.constexpr, SHAPE: tl.conste
 
 
 class CosSinTable(NamedTuple):
-    """Pointer to cos and sin (rotations, rows, 2, D/2) of ``flashrope.cos_sin``; rows per rotation. positions: None, or
-    the caller's; the rows are then those of the batch's tokens. maps: as in Scheme."""
+    """Pointer to cos and sin (rotations, rows, 2, D/2) of ``flashrope.lowering.cos_sin``; rows per rotation. positions:
+    None, or the caller's; the rows are then those of the batch's tokens. maps: as in Scheme."""
 
     ptr: object
     rows: object

@@ -100,7 +100,7 @@ def query_program(max_seqlen_q, heads_q, SHAPE: tl.constexpr):
 
 
 class Band(NamedTuple):
-    """One row of the band table; ``flashrope.lowering.LoweredBand`` says what the fields mean."""
+    """One row of the band table; ``flashrope.lowering.lowered.LoweredBand`` says what the fields mean."""
 
     start: object
     stop: object

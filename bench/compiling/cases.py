@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
-
 from flashrope import Rotary
-from flashrope.backends import AttentionCall, CacheCall, CacheLayout
 from flashrope.backends import triton as backend
+from flashrope.backends.calls import AttentionCall, CacheCall, CacheLayout
 from flashrope.backends.triton import hopper, launcher, tiles
 from flashrope.triton_kernels import configs
 

@@ -26,8 +26,7 @@ import time
 from pathlib import Path
 
 import triton
-
-from flashrope.demo.files import replacing
+from flashrope.cli.files import replacing
 
 from .. import machine
 from . import utilisation

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from flashrope.demo.files import replacing
+from flashrope.cli.files import replacing
 
 from .. import machine
 from . import cases, offline, sass, utilisation

@@ -10,7 +10,7 @@ import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flashrope.demo.files import write
+from flashrope.cli.files import write
 
 from . import goals, plots, records
 from .output import RESULTS

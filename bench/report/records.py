@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashrope.demo import files
+from flashrope.cli import files
 
 from .output import without_output_options
 

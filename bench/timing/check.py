@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-
 from flashrope import attention
 
 from .contestants import Contestant

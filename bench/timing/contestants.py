@@ -12,11 +12,10 @@ from functools import partial
 from importlib import import_module
 
 import torch
+from flashrope import Rotary, attention
+from flashrope.lowering.cos_sin import cos_sin
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-
-from flashrope import Rotary, attention
-from flashrope.cos_sin import cos_sin
 
 from .problem import Problem
 

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-
 from flashrope import Rotary, attention
 
 from .. import machine

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
 from flashrope import attention_with_cache
 from flashrope.backends.cpu import build, library
 

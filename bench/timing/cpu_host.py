@@ -7,9 +7,8 @@ from collections.abc import Callable
 from statistics import median, quantiles
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-
 from flashrope import Rotary, attention, attention_with_cache
+from torch.nn.functional import scaled_dot_product_attention
 
 FLASH = torch._scaled_dot_product_flash_attention_for_cpu  # as the backend calls it; torch.ops takes longer
 WARM_UP_BLOCKS = 5

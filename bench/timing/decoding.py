@@ -6,7 +6,6 @@ import dataclasses
 from functools import partial
 
 import torch
-
 from flashrope import attention_with_cache
 
 from .contestants import ENCODINGS, KERNELS, SDPA, Contestant, Unavailable, own_impl
@@ -78,7 +77,7 @@ def own_with_cache(scheme, impl: str | None, problem: Problem, paged: bool = Fal
     rotary, impl = scheme(problem), impl or own_impl(problem.device)
     seqlens = torch.full((problem.batch,), problem.seqlen, dtype=torch.int32, device=problem.device)
     if impl == "cuda":
-        from flashrope.backends import load_backend
+        from flashrope.backends.registry import load_backend
 
         if reason := load_backend(impl).unsupported_reason(
             torch.empty(1, 1, 1, problem.head_dim, dtype=problem.dtype, device=problem.device), cached=True

@@ -17,11 +17,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-
 from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_with_cache
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
-from flashrope.info import hardware
+from flashrope.commands.info import hardware
 
 from .. import machine
 from ..compiling import offline

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 
 import torch
-
 from flashrope import Rotary
 
 BACKWARD_FACTOR = 2.5  # five matrix products instead of two

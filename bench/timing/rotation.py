@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-
-from flashrope.backends import AttentionCall, reference
+from flashrope.backends import reference
+from flashrope.backends.calls import AttentionCall
 
 from . import options as bench_options
 from .contestants import ENCODINGS, KERNELS, OWN, Contestant, best_rope, fused, positions
@@ -31,7 +31,7 @@ def hope_call(problem: Problem) -> AttentionCall:
 
 def keys_on_cpu(problem: Problem):
     from flashrope.backends.cpu.rotation import rotate, rotation_for
-    from flashrope.bands import EVERYWHERE
+    from flashrope.rotary.bands import EVERYWHERE
 
     call = hope_call(problem)
     rotation = rotation_for(problem.tensors()[1], call, EVERYWHERE.keys, 0, False)

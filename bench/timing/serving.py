@@ -22,7 +22,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from flashrope.demo.files import replacing
+from flashrope.cli.files import replacing
 
 from ..progress import steps
 from .options import positive
@@ -84,10 +84,9 @@ def rates(seconds: Callable[[int], float], prompts: int, length: int, tokens: in
 def with_transformers(folder: str, options: dict | None, prompts: int, length: int, tokens: int) -> dict[str, float]:
     """One contestant, in this process: continuous batching."""
     import torch
+    from flashrope.integrations.transformers import convert
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    from flashrope.integrations.transformers import convert
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if options is not None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tqdm import tqdm
-
 from flashrope.backends.triton import tiles as backend_tiles
 from flashrope.backends.triton.tiles import Choice
 from flashrope.triton_kernels.configs import Tile
 from flashrope.tuning.candidates import KERNELS, tiles
+from tqdm import tqdm
 
 from ..compiling import cases, utilisation
 from ..compiling.architectures import MULTIPROCESSORS

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Mapping
 
 import torch
-
 from flashrope.tuning import timer
 from flashrope.tuning.timer import WARM_UP, Spread, rounds
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from flashrope import KVCache, Rotary, attention
+from torch import nn
 
 WIDTH, LAYERS, HEADS, HEADS_KV, HEAD_DIM = 64, 2, 4, 2, 16
 SEQLEN, BATCH = 96, 8

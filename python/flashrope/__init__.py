@@ -3,7 +3,7 @@ pass.
 
 The names below are imported on first use, so that the command line can print its help without loading torch. Where
 torch is loaded already, importing this package registers its operators too, as torch.export.load needs them; elsewhere
-``import flashrope.ops`` does.
+``import flashrope.operators.library`` does.
 """
 
 import sys
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .api import attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
     from .cache import KVCache, OutOfPages, PagedKVCache, Step
-    from .rotary import Band, Rotary
+    from .operators.functional import attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
+    from .rotary.bands import Band
+    from .rotary.rotary import Rotary
 
 __all__ = [
     "Band",
@@ -33,9 +34,15 @@ __all__ = [
 
 if not TYPE_CHECKING:  # or a type checker would accept any name
     _NAMES = {
-        "api": ("attention", "attention_varlen", "attention_varlen_with_cache", "attention_with_cache"),
+        "operators.functional": (
+            "attention",
+            "attention_varlen",
+            "attention_varlen_with_cache",
+            "attention_with_cache",
+        ),
         "cache": ("KVCache", "OutOfPages", "PagedKVCache", "Step"),
-        "rotary": ("Band", "Rotary"),
+        "rotary.bands": ("Band",),
+        "rotary.rotary": ("Rotary",),
     }
     _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

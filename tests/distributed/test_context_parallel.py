@@ -7,9 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import mesh
-from support import COEFFICIENT, SCHEMES, Problem, Target, exact_and_bound, excess, problem
-
 from flashrope import Rotary, attention
 from flashrope.integrations.distributed import (
     context_parallel_attention,
@@ -17,6 +14,8 @@ from flashrope.integrations.distributed import (
     shard_sequence,
     unshard_sequence,
 )
+from ranks import mesh
+from support import COEFFICIENT, SCHEMES, Problem, Target, exact_and_bound, excess, problem
 
 CHOSEN = (
     "rope",

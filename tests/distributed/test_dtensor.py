@@ -5,6 +5,12 @@ import sys
 
 import pytest
 import torch
+from flashrope import Rotary, attention, attention_varlen
+from flashrope.backends import cpu
+from flashrope.backends.calls import AttentionCall, Kept, KeptShapes
+from flashrope.integrations import distributed  # noqa: F401  registers the rules
+from flashrope.operators import library as ops
+from flashrope.operators.library import OPERATORS
 from ranks import mesh
 from support import SCHEMES
 from torch import nn
@@ -14,11 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-from flashrope import Rotary, attention, attention_varlen, ops
-from flashrope.backends import AttentionCall, Kept, KeptShapes, cpu
-from flashrope.integrations import distributed  # noqa: F401  registers the rules
-from flashrope.ops import OPERATORS
 
 HEADS, BATCH = Shard(2), Shard(0)
 

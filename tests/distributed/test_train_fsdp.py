@@ -17,9 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
 from flashrope import Rotary
-from flashrope.demo.model import LanguageModel, ModelConfig, load_checkpoint
+from flashrope.small_models.model import LanguageModel, ModelConfig, load_checkpoint
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp.py"
 TINY = "--preset tiny --device cpu --dtype float64 --log-every 1 --width 32 --mlp-width 48".split()

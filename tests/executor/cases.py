@@ -18,11 +18,10 @@ import test_varlen
 import torch
 import triton
 import triton.language as tl
-from support import SCHEMES
-from test_decode_varlen import Packed
-
 from flashrope import Rotary, attention
 from flashrope.backends.triton import launcher
+from support import SCHEMES
+from test_decode_varlen import Packed
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "executor.md"

@@ -3,11 +3,11 @@
 import pytest
 import support
 import torch
-
-from bench import work
 from flashrope import Rotary, attention
 from flashrope.backends.triton import tiles
 from flashrope.triton_kernels.configs import Tile
+
+from bench import work
 
 ROW = work.HEAD_DIM * work.ITEMSIZE
 WINDOW = 200

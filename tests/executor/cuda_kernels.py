@@ -8,9 +8,9 @@ import re
 import pytest
 import support
 import torch
-
 from flashrope import Rotary, attention_with_cache
-from flashrope.backends import CacheCall, CacheLayout, cuda, reference
+from flashrope.backends import cuda, reference
+from flashrope.backends.calls import CacheCall, CacheLayout
 
 from . import extension
 from .driver import Machine

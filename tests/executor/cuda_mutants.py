@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from flashrope.backends import cuda
 
 from . import extension

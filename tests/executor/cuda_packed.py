@@ -3,10 +3,10 @@
 import pytest
 import support
 import torch
-from test_decode_varlen import Packed
-
 from flashrope import Rotary, attention_varlen_with_cache
-from flashrope.backends import CacheCall, CacheLayout, cuda, reference
+from flashrope.backends import cuda, reference
+from flashrope.backends.calls import CacheCall, CacheLayout
+from test_decode_varlen import Packed
 
 from .cuda_kernels import BF16, FP16, SCHEMES, operators, random
 

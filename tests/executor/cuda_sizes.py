@@ -3,9 +3,9 @@
 import pytest
 import sparse
 import torch
-
 from flashrope import Rotary
-from flashrope.backends import CacheCall, CacheLayout, cuda
+from flashrope.backends import cuda
+from flashrope.backends.calls import CacheCall, CacheLayout
 
 from . import sizes
 from .cuda_kernels import BF16, operators, random

@@ -176,7 +176,6 @@ def executed(arch: int, **options) -> Iterator[Machine]:
     """Within, impl="triton" serves CPU tensors. New tensors start as NaN. options: of ``Machine``."""
     import torch
     import triton
-
     from flashrope.backends import triton as backend
 
     outer = Machine.current

@@ -11,11 +11,10 @@ import support
 import test_varlen
 import torch
 import triton
-from support import SCHEMES
-
 from flashrope import attention
 from flashrope.backends.triton import launcher, tiles
 from flashrope.triton_kernels import configs
+from support import SCHEMES
 
 from .mutants import STEP_LIMIT, verdict
 from .mutations import EVERYWHERE, WGMMA, Mutation, mutated, removed, replaced, sites

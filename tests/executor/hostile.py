@@ -6,9 +6,8 @@ The executor watches the bounds of every tensor. Sequences whose entries are rig
 import pytest
 import support
 import torch
-
-from flashrope.backends import AttentionCall, CacheCall, CacheLayout
 from flashrope.backends import triton as backend
+from flashrope.backends.calls import AttentionCall, CacheCall, CacheLayout
 
 BF16 = support.Target("triton", torch.bfloat16, "cpu")
 TOTAL, STARTS = 200, [0, 70, 110, 200]

@@ -11,11 +11,10 @@ import pytest
 import support
 import test_decode
 import torch
-from support import SCHEMES
-
 from flashrope import Rotary, attention
 from flashrope.backends.triton import device, launcher
 from flashrope.triton_kernels.arguments import Scheme
+from support import SCHEMES
 
 from . import driver
 from .mutations import MUTATIONS, mutated, sites

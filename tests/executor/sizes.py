@@ -10,12 +10,11 @@ import pytest
 import sparse
 import support
 import torch
-from support import NAMES, SCHEMES
-
 from flashrope import Rotary, attention_varlen, attention_varlen_with_cache, attention_with_cache
-from flashrope.backends import AttentionCall, CacheCall, CacheLayout
 from flashrope.backends import triton as backend
+from flashrope.backends.calls import AttentionCall, CacheCall, CacheLayout
 from flashrope.backends.triton import attention as launches
+from support import NAMES, SCHEMES
 
 BF16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float32))
 quick, slow = pytest.mark.quick, pytest.mark.slow

@@ -8,11 +8,12 @@ import argparse
 import pytest
 import support
 import torch
-
 from flashrope.backends.triton import tiles
+from flashrope.backends.triton import tuned_tiles as store
 from flashrope.backends.triton.tiles import Choice
+from flashrope.commands import tune as command
 from flashrope.triton_kernels.configs import Tile
-from flashrope.tuning import candidates, command, measure, store
+from flashrope.tuning import candidates, measure
 from flashrope.tuning.timer import Spread
 from flashrope.tuning.workloads import Workload
 

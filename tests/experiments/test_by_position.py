@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
+from flashrope import attention
+from flashrope.small_models.model import ModelConfig
 
 from experiments import by_position
 from experiments.tasks import Subject, windows_of
 from experiments.zoo import ZooModel, scheme
-from flashrope import attention
-from flashrope.demo.model import ModelConfig
 
 CONFIG = ModelConfig(width=32, layers=1, heads=2)
 

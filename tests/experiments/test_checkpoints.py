@@ -2,13 +2,14 @@
 
 import json
 
+from flashrope.commands import hf_model
+from flashrope.evaluation.names import NAMES
+
 from experiments import checkpoints
 from experiments.checkpoints import COMMANDS, MEASURED, REPEATED, TEXT
 from experiments.looks import label
 from experiments.registry import EXPERIMENTS
 from experiments.statistics import LOWER
-from flashrope.commands import hf_model
-from flashrope.evaluation.names import NAMES
 
 LENGTH = 64
 

@@ -1,12 +1,12 @@
 """The copying task letter by letter: what practice asks for, what the prompts hold, what the measure counts."""
 
 import torch
+from flashrope.small_models.model import ModelConfig
 from test_tasks import Oracle
 
 from experiments import copying
 from experiments.tasks import Subject
 from experiments.zoo import ZooModel, scheme
-from flashrope.demo.model import ModelConfig
 
 
 def generator(seed=0):

@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from flashrope import Rotary
+from flashrope.small_models import data
+from flashrope.small_models.model import LanguageModel, ModelConfig
+from flashrope.small_models.state import load
+from flashrope.small_models.train import TrainConfig, train
 
 from experiments import checkpoints, measuring, presets, runs, tables, tasks, training
 from experiments.__main__ import main
@@ -18,11 +23,6 @@ from experiments.published import TABLES
 from experiments.registry import EXPERIMENTS
 from experiments.show import show
 from experiments.zoo import ZooModel, scheme
-from flashrope import Rotary
-from flashrope.demo.state import load
-from flashrope.demo import data
-from flashrope.demo.model import LanguageModel, ModelConfig
-from flashrope.demo.train import TrainConfig, train
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_ONE_THREAD = ["--device", "cpu", "--threads", "1"]

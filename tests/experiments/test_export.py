@@ -7,12 +7,13 @@ import torch
 
 pytest.importorskip("safetensors", reason="the extra 'demo' is not installed")
 
+from flashrope.commands.main import main as flashrope
+from flashrope.small_models.model import ModelConfig, load_checkpoint, trained_length
+
 from experiments import export, runs
 from experiments.__main__ import main
 from experiments.training import load_model, save_model
 from experiments.zoo import Defaults, ZooModel, scheme
-from flashrope.cli import main as flashrope
-from flashrope.demo.model import ModelConfig, load_checkpoint, trained_length
 
 CONFIG = ModelConfig(32, 2, 2, mlp_width=48)
 LENGTH, BASE = 64, 500.0

@@ -4,14 +4,14 @@ import random
 
 import pytest
 import torch
+from flashrope.small_models import data
+from flashrope.small_models.model import ModelConfig
 from test_tasks import Oracle
 
 from experiments import few_shot
 from experiments.few_shot import MARK, SEPARATORS, SHOTS
 from experiments.tasks import IGNORED, Subject
 from experiments.zoo import scheme
-from flashrope.demo import data
-from flashrope.demo.model import ModelConfig
 
 LINES = [bytes(random.Random(n).choices(b"abcdefgABCDEFG (.)_=", k=12)) for n in range(300)]
 TRAIN, UNSEEN = b"\n".join(LINES[:200]), (b"\n".join(LINES[150:]),)  # 50 lines in both

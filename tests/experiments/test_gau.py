@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from flashrope import Rotary
+from flashrope.small_models.model import LanguageModel, ModelConfig
+from flashrope.small_models.train import TrainConfig, train
 
 from experiments.gau import GauModel
 from experiments.presets import PRESETS
 from experiments.zoo import ZooModel, scheme
-from flashrope import Rotary
-from flashrope.demo.model import LanguageModel, ModelConfig
-from flashrope.demo.train import TrainConfig, train
 
 CONFIG = ModelConfig(width=32, layers=3, heads=2)
 

@@ -4,13 +4,13 @@ import random
 
 import pytest
 import torch
+from flashrope.small_models import data
+from flashrope.small_models.model import ModelConfig
 from test_tasks import CORPUS, PIECES, Oracle
 
 from experiments import passkey
 from experiments.tasks import IGNORED, Subject
 from experiments.zoo import scheme
-from flashrope.demo import data
-from flashrope.demo.model import ModelConfig
 
 ASKED, PRACTISED = set(passkey.ASKED_KEYS), set(passkey.PRACTICE_KEYS)
 

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
+from flashrope import Rotary, attention
+from flashrope.small_models.model import ModelConfig
 
 from experiments import picture
 from experiments.drawn import seen_distances
 from experiments.encodings import distances
 from experiments.patterns import components, frequent, kinds, pattern, repeated, ripple, swing, vaf
 from experiments.zoo import ZooModel, scheme
-from flashrope import Rotary, attention
-from flashrope.demo.model import ModelConfig
 
 CONFIG = ModelConfig(width=64, layers=2, heads=2)
 

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from flashrope import Rotary
+from flashrope.cli.options import BadInput
+from flashrope.small_models import data, workers
+from flashrope.small_models.model import LanguageModel, ModelConfig
+from flashrope.small_models.train import Ranks, TrainConfig, learning_rate_fraction, train
+from flashrope.small_models.workers import Workers
 
 from experiments import estimate, presets, runs, tasks, tokenizing, tokens, training_curves
 from experiments.__main__ import main
 from experiments.arguments import seeds
 from experiments.zoo import ZooModel
-from flashrope import Rotary
-from flashrope.demo import data, workers
-from flashrope.demo.model import LanguageModel, ModelConfig
-from flashrope.demo.options import BadInput
-from flashrope.demo.train import Ranks, TrainConfig, learning_rate_fraction, train
-from flashrope.demo.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--device cpu --threads 1 --width 32 --heads 1 --layers 1 --train-length 64 --batch 6 --samples 4".split()

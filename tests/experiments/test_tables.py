@@ -3,13 +3,13 @@
 import re
 
 import pytest
+from flashrope.small_models.model import ModelConfig
 
 from experiments import runs, tables
 from experiments.published import LOWER, TABLES, Column, Published
 from experiments.registry import EXPERIMENTS
 from experiments.tables import resolve
 from experiments.zoo import scheme
-from flashrope.demo.model import ModelConfig
 
 TABLE = Published(
     "Some table",

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from flashrope.small_models import data
+from flashrope.small_models.model import ModelConfig
 
 from experiments import tasks
 from experiments.tasks import Subject
 from experiments.zoo import ZooModel, scheme
-from flashrope.demo import data
-from flashrope.demo.model import ModelConfig
 
 TEXT = b"".join(
     b"line %d of the text, which says nothing: at all\n%d is another one here\n" % (n, n * n) for n in range(400)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from flashrope import Rotary, attention
+from flashrope.cli.options import BadInput
+from flashrope.small_models.model import ModelConfig
+from flashrope.small_models.train import TrainConfig, train
 
 from experiments.zoo import CHANGES, ENCODINGS, KNOWN, Defaults, ZooModel, hfwa_window, p_rope, scheme
-from flashrope import Rotary, attention
-from flashrope.demo.model import ModelConfig
-from flashrope.demo.options import BadInput
-from flashrope.demo.train import TrainConfig, train
 
 CONFIG, LENGTH = ModelConfig(width=32, layers=2, heads=2), 64
 ROPE = Rotary.rope(16)

@@ -10,13 +10,12 @@ import warnings
 
 import torch
 import transformers
-from small_models import CAUSAL_LM, HERE, REFUSED_BY_VERSION, small_config, tiny
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
+from flashrope.integrations.hf_config import rotary_of_model
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.decoder import attention_modules, check_decoder, find_decoder
-from flashrope.integrations.transformers.hf_config import rotary_of_model
 from flashrope.integrations.transformers.layer_schemes import layer_type_of
+from small_models import CAUSAL_LM, HERE, REFUSED_BY_VERSION, small_config, tiny
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 TESTED, PASSED = "tested", "passes the comparison"
 COMPOSITE = "several models in one: converted if the type of its text decoder is"

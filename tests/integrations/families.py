@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from small_models import COMMON, FAMILIES, HERE, REFUSED_BY_VERSION, VERSION, tiny  # noqa: F401  the tests import them from here
-from transformers import StaticCache
-
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.masks import WITHOUT_PACKING
+from small_models import COMMON, FAMILIES, HERE, REFUSED_BY_VERSION, VERSION, tiny  # noqa: F401  the tests import them from here
+from transformers import StaticCache
 
 NOTES = {
     "afmoe": "full layers do not rotate",

@@ -9,11 +9,10 @@ from unittest import mock
 
 import torch
 from families import tiny, tokens
+from flashrope.integrations.transformers import attention_function, conversion, convert, masks, rotary_hook
 from transformers import AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
-
-from flashrope.integrations.transformers import attention_function, conversion, convert, masks, rotary_hook
 
 ROUNDS, CALLS = 2000, 5
 

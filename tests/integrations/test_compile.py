@@ -7,7 +7,6 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 import families
 from families import PACKED, close, logits, padded, static, tiny, tokens
-
 from flashrope.integrations.transformers import convert
 
 LAYERS = dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])

@@ -7,9 +7,8 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 import transformers
 from families import HERE, ROPE_TYPES, VERSION, tiny
-from transformers import GenerationConfig
-
 from flashrope.integrations.transformers import continuous_batching, convert, revert
+from transformers import GenerationConfig
 
 SUPPORTED = continuous_batching.SUPPORTED
 REFUSED = set(continuous_batching.REFUSED) & set(HERE)

@@ -15,9 +15,8 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 
 from families import tiny
-
-from flashrope.cli import main
-from flashrope.demo.options import BadInput
+from flashrope.cli.options import BadInput
+from flashrope.commands.main import main
 from flashrope.evaluation import loss
 from flashrope.evaluation.loss import Row, half_interval, measure, of_length, student_t, text_windows
 from flashrope.evaluation.model import Tokens, check_causal, last_logits

@@ -11,10 +11,9 @@ import torch
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
 from families import CALLS, COMMON, FAMILIES, RUNS, SEQLEN, close, logits, padded, schemes, tiny, tokens
-from transformers import AutoModelForCausalLM
-
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, revert
+from transformers import AutoModelForCausalLM
 
 # ---- revert, copies, saving
 

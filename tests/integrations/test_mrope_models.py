@@ -9,8 +9,8 @@ import torch.nn.functional as F
 pytest.importorskip("transformers", reason="the comparison with transformers needs transformers")
 
 from flashrope import Rotary, attention
-from flashrope.cos_sin import cos_sin
-from flashrope.integrations.transformers.hf_config import MROPE_IN_SECTIONS, MROPE_INTERLEAVED
+from flashrope.integrations.hf_config import MROPE_IN_SECTIONS, MROPE_INTERLEAVED
+from flashrope.lowering.cos_sin import cos_sin
 
 SECTIONS = {"sections": [4, 6, 6], "interleaved": [6, 5, 5]}
 SMALL = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2)

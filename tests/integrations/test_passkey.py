@@ -12,8 +12,7 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 
 from families import tiny
-
-from flashrope.cli import main
+from flashrope.commands.main import main
 from flashrope.evaluation import passkey
 from flashrope.evaluation.passkey import Task, measure
 

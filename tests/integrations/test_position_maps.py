@@ -8,10 +8,9 @@ import torch
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
 from families import CALLS, PADDING, close, logits, padded, schemes, static, tiny, tokens
-
 from flashrope import Rotary
-from flashrope.extending import dual_chunk_for, self_extend_for
 from flashrope.integrations.transformers import convert, from_pretrained, suggest
+from flashrope.rotary.fitting import dual_chunk_for, self_extend_for
 
 ROPE = Rotary.rope(16)
 CHUNKS = {"chunk_size": 160, "local_size": 32, "original_max_position_embeddings": 160}

@@ -7,11 +7,10 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 import families
 from families import ROPE_TYPES, SEQLEN, logits, padded, tiny, tokens
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, DynamicCache
-
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, revert
 from flashrope.integrations.transformers.attention_function import NAME
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, DynamicCache
 
 
 # ---- refusals

@@ -12,12 +12,11 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 import transformers
 from families import VERSION, logits, schemes, tiny, tokens
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
-
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, from_pretrained, register_auto_classes, revert
 from flashrope.integrations.transformers.loading import AUTO_CLASSES
 from flashrope.integrations.transformers.saved import SAVED
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 CHANGES = dict(window=6, factor=4.0, log_n=12, hope_train_length=48)
 

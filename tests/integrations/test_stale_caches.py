@@ -8,10 +8,9 @@ import torch
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
 from families import VERSION, close, logits, static, tiny, tokens
-from transformers import DynamicCache
-
 from flashrope.integrations.transformers import accept_cache, convert, revert
 from flashrope.integrations.transformers.caches import check_cache
+from transformers import DynamicCache
 
 REFUSED = "past_key_values: expected a cache that {} filled, got 9 tokens that were written {}"
 BY_ANOTHER = REFUSED.format("this conversion", "by another model, or before convert")

@@ -24,14 +24,13 @@ from families import (
     tiny,
     tokens,
 )
-from transformers import AutoConfig, DynamicCache
-
 from flashrope import Rotary
-from flashrope.backends import AttentionCall, reference
+from flashrope.backends import reference
+from flashrope.backends.calls import AttentionCall
 from flashrope.integrations import transformers as integration
 from flashrope.integrations.transformers import convert, suggest
 from flashrope.integrations.transformers.masks import WITHOUT_PACKING
-
+from transformers import AutoConfig, DynamicCache
 
 # ---- the model's own scheme: the same logits
 

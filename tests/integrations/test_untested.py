@@ -14,11 +14,10 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 import all_types
 import families
 from families import CALLS, ROPE_TYPES, RUNS, SEQLEN, close, logits, padded, schemes, static, tiny, tokens
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, decoder, from_pretrained, revert, untested
 from flashrope.integrations.transformers.attention_function import attention_forward
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 @pytest.fixture

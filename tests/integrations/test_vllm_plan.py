@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from flashrope import Rotary, attention_varlen_with_cache
 from flashrope.integrations.vllm.options import read_options
 from flashrope.integrations.vllm.plan import ARCHITECTURES, asked, make_plan

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import torch
-
 from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_varlen, attention_with_cache
 
 

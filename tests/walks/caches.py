@@ -6,9 +6,8 @@ import dataclasses
 
 import support
 import torch
-from hypothesis import strategies as st
-
 from flashrope import OutOfPages, PagedKVCache
+from hypothesis import strategies as st
 
 from .calls import ROUNDINGS, Case
 from .schemes import make, schemes

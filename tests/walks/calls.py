@@ -7,9 +7,8 @@ import itertools
 
 import support
 import torch
-from hypothesis import strategies as st
-
 from flashrope import attention_varlen
+from hypothesis import strategies as st
 
 from .schemes import axial_schemes, make, schemes
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import strategies as st
-
 from flashrope import Rotary
+from hypothesis import strategies as st
 
 HEAD_DIMS = (8, 16, 24, 32, 40, 64)
 

@@ -8,20 +8,12 @@ from pathlib import Path
 
 import torch
 
-from ..bands import has_maps
-from ..cos_sin import coarse_rows, two_level_table
-from ..lowering import lower
-from ..resident import kept_on_device
-from ..rotary import Rotary
-from .base import (
-    ONE_PER_QUERY,
-    CacheCall,
-    CacheLayout,
-    accumulation_type,
-    aligned,
-    cached_lse_shape,
-    multiprocessors,
-)
+from ..lowering.cos_sin import coarse_rows, two_level_table
+from ..lowering.lowered import lower
+from ..lowering.resident import kept_on_device
+from ..rotary.bands import has_maps
+from ..rotary.rotary import Rotary
+from .calls import ONE_PER_QUERY, CacheCall, CacheLayout, accumulation_type, aligned, cached_lse_shape, multiprocessors
 from .splits import choose_splits
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.abi3.so"

@@ -7,20 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from ..bands import holds
-from ..cos_sin import cos_sin
-from ..rotary import Rotary
-from .base import (
-    AttentionCall,
-    CacheCall,
-    CacheLayout,
-    Kept,
-    KeptShapes,
-    accumulation_type,
-    append_packed,
-    attend_packed,
-    out_shape,
-)
+from ..lowering.cos_sin import cos_sin
+from ..rotary.bands import holds
+from ..rotary.rotary import Rotary
+from .calls import AttentionCall, CacheCall, CacheLayout, Kept, KeptShapes, accumulation_type, out_shape
+from .packed import append_packed, attend_packed
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import lru_cache
 
-from .base import MAX_SPLITS
+from .calls import MAX_SPLITS
 
 FULL = 0.85  # share of the blocks that the device holds which must be busy, where there are enough keys
 # In the time of a key tile; estimates, not timed: what a block needs to start and to store a partial result, and the

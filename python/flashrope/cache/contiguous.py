@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..api import _autocast, attention_with_cache
-from ..backends import resolve_impl
-from ..rotary import Rotary
-from .shared import Cache, check_integer, check_new, check_padding, check_queries, describe, upload, with_leftpad
+from ..backends.registry import resolve_impl
+from ..operators.functional import _autocast, attention_with_cache
+from ..rotary.rotary import Rotary
 from .step import Step
+from .storage import Cache, check_integer, check_new, check_padding, check_queries, describe, upload, with_leftpad
 
 
 class KVCache(Cache):

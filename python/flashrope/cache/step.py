@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from .. import ops
-from ..api import _autocast, attention_with_cache
-from ..backends import CacheLayout, resolve_impl
-from ..rotary import Rotary
-from .shared import Cache, check_new, check_queries, with_leftpad
+from ..backends.calls import CacheLayout
+from ..backends.registry import resolve_impl
+from ..operators import library as ops
+from ..operators.functional import _autocast, attention_with_cache
+from ..rotary.rotary import Rotary
+from .storage import Cache, check_new, check_queries, with_leftpad
 
 
 class Step:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from ..backend_names import BACKENDS
-from ..demo.options import positive
-from ..demo.presets import PRESETS, TIMES, Preset
+from ..backends.names import BACKENDS
+from ..cli.options import positive
+from ..small_models.presets import PRESETS, TIMES, Preset
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..demo import main
+    from ..small_models import demo as main
 
     return main.run(args)

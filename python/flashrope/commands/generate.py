@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ..backend_names import BACKENDS
-from ..demo.options import MAX_THREADS, positive
-from ..demo.presets import CHECKPOINTS
+from ..backends.names import BACKENDS
+from ..cli.options import MAX_THREADS, positive
+from ..small_models.presets import CHECKPOINTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..demo import generate
+    from ..small_models import generate
 
     return generate.run(args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..demo.options import positive
+from ..cli.options import positive
 from . import hf_model
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from .. import Rotary
-from ..demo.model import LanguageModel, load_checkpoint, trained_length
+from ..small_models.model import LanguageModel, load_checkpoint, trained_length
 
 
 def read(path: Path):

@@ -20,11 +20,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..demo import data, files, options, report
-from ..demo.figure import COLOURS, new_figure, save
-from ..demo.options import BadInput, cores, need, torch_threads
-from ..info import hardware
-from ..progress import Bar
+from ..cli import files, options, report
+from ..cli.figure import COLOURS, new_figure, save
+from ..cli.options import BadInput, cores, need, torch_threads
+from ..cli.progress import Bar
+from ..commands.info import hardware
+from ..small_models import data
 from .model import Tokens, describe, last_logits, load, short_name, text_config, training_length
 from .schemes import applicable, settings
 

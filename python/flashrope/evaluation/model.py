@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..demo.options import BadInput
+from ..cli.options import BadInput
 
 MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; a model with more and no tokenizer lacks its files
 
@@ -32,9 +32,9 @@ def load(name: str, device: torch.device):
     """
     from transformers import AutoModelForCausalLM
 
-    from . import llama
     from ..integrations.transformers import convert
     from ..integrations.transformers.saved import FIELD, choose_stock_attention  # transformers then loads saved options
+    from . import llama
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:

@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..demo import files, options, report
-from ..demo.figure import new_figure, save
-from ..demo.options import BadInput, cores, need, torch_threads
-from ..info import hardware
-from ..progress import Bar
+from ..cli import files, options, report
+from ..cli.figure import new_figure, save
+from ..cli.options import BadInput, cores, need, torch_threads
+from ..cli.progress import Bar
+from ..commands.info import hardware
 from .model import Tokens, describe, last_logits, load, short_name, training_length
 from .names import NAMES
 from .schemes import applicable, settings

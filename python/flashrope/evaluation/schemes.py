@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from .. import Rotary
-from ..demo.options import BadInput
-from ..extending import dual_chunk_for, self_extend_for
-from .names import NAMES
+from ..cli.options import BadInput
+from ..rotary.fitting import dual_chunk_for, self_extend_for
 from .model import text_config
+from .names import NAMES
 
 
 class Scheme(NamedTuple):

@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..api import attention
-from ..backends import Kept, load_backend
-from ..checks import check_outside_context_parallel, check_sinks, check_tensors
-from ..ops import OPERATORS, call_from_arguments
-from ..rotary import Rotary
+from ..backends.calls import Kept
+from ..backends.registry import load_backend
+from ..operators.checks import check_outside_context_parallel, check_sinks, check_tensors
+from ..operators.functional import attention
+from ..operators.library import OPERATORS, call_from_arguments
+from ..rotary.rotary import Rotary
 
 __all__ = ["context_parallel_attention", "sequence_positions", "shard_sequence", "unshard_sequence"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 
+from ..backends.triton import tuned_tiles as store
 from ..backends.triton.tiles import TMA, Choice, default
 from ..triton_kernels import configs
 from ..triton_kernels.configs import Tile
-from . import store
 
 # The kernels that take the tile of a direction.
 KERNELS = {

@@ -23,9 +23,9 @@ from triton.runtime.errors import OutOfResources
 from ..backends.triton import launcher, tiles
 from ..backends.triton.device import compute_capability
 from ..backends.triton.tiles import Choice
+from ..backends.triton.tuned_tiles import Winner
+from ..cli.progress import Bar
 from .candidates import KERNELS, choices_of
-from ..progress import Bar
-from .store import Winner
 from .timer import Spread, Timer, rounds
 from .workloads import CHECK_WINDOW, Results, Workload
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..backends import AttentionCall, CacheCall, CacheLayout, reference
+from ..backends import reference
 from ..backends import triton as backend
-from ..cos_sin import padded_pairs
-from ..rotary import Rotary
-from . import store
+from ..backends.calls import AttentionCall, CacheCall, CacheLayout
+from ..backends.triton import tuned_tiles as store
+from ..lowering.cos_sin import padded_pairs
+from ..rotary.rotary import Rotary
 
 PAGE_SIZE = 256
 WINDOW = 512  # ReRoPE's, when timed

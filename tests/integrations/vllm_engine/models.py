@@ -5,9 +5,8 @@ in nothing.
 """
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from flashrope.integrations.transformers import convert
+from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY = 256
 COMMON = dict(

@@ -6,12 +6,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in a
 
 import torch
 from engine import BOUND, differences, engine, generate
+from flashrope import Rotary
+from flashrope.integrations.transformers import convert
 from models import prompt, reference, save_model
 from transformers import AutoModelForCausalLM
 from vllm.exceptions import VLLMValidationError
-
-from flashrope import Rotary
-from flashrope.integrations.transformers import convert
 
 REROPE = {"window": 64, "log_n": 256}
 LENGTHS = [5, 15, 16, 17, 63, 64, 65, 129, 300, 700]

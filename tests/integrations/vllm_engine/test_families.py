@@ -5,9 +5,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
 
 from engine import BOUND, differences, engine, generate
-from models import prompt, save_model
-
 from flashrope.integrations.vllm.plan import ARCHITECTURES
+from models import prompt, save_model
 
 REROPE, LOG_N = {"window": 24, "log_n": 64}, {"log_n": 64}
 HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])

@@ -102,7 +102,6 @@ def test_another_plugins_backend_in_a_worker(tmp_path, monkeypatch):
     """The worker registers plugins anew, maybe in another order than the process that checked the configuration."""
     from engine import engine
     from vllm.v1.attention.backends import registry
-
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     stock = CPUModelRunner.load_model
@@ -120,10 +119,9 @@ def test_another_plugins_backend_in_a_worker(tmp_path, monkeypatch):
 def test_what_a_gpu_would_be_asked():
     """CudaPlatform validates CUSTOM with these arguments; nothing of this ran on a GPU."""
     import torch
+    from flashrope.integrations.vllm.backend import FlashropeBackend
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.selector import AttentionSelectorConfig
-
-    from flashrope.integrations.vllm.backend import FlashropeBackend
 
     def reasons(capability, **changes):
         layer = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16)

@@ -3,7 +3,6 @@
 from ..breaks import Group
 from ..selections import BACKWARD
 
-
 GROUPS = (
     Group(
         "backward",

@@ -129,7 +129,7 @@ GROUPS = (
     ),
     Group(
         "caches",
-        "python/flashrope/cache/shared.py",
+        "python/flashrope/cache/storage.py",
         CACHES,
         (
             (

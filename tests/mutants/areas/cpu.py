@@ -91,7 +91,7 @@ GROUPS = (
     ),
     Group(
         "cpu",
-        "python/flashrope/backends/base.py",
+        "python/flashrope/backends/calls.py",
         SCALES,
         (
             (

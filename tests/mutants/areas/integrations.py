@@ -137,7 +137,7 @@ GROUPS = (
     ),
     Group(
         "integrations",
-        "python/flashrope/integrations/transformers/hf_config.py",
+        "python/flashrope/integrations/hf_config.py",
         ("tests/test_hf_config.py", "tests/integrations/test_position_maps.py"),
         (
             ("llama3 blends the other way", "(1 - kept) * f / factor + kept * f", "kept * f / factor + (1 - kept) * f"),

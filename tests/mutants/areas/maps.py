@@ -10,7 +10,7 @@ CPU = ("tests/test_maps.py", "tests/test_maps_decode.py", "-k", "not triton")
 GROUPS = (
     Group(
         "maps",
-        "python/flashrope/bands.py",
+        "python/flashrope/rotary/bands.py",
         FORMULA,
         (
             (
@@ -72,7 +72,7 @@ GROUPS = (
     ),
     Group(
         "maps",
-        "python/flashrope/scheme_bands.py",
+        "python/flashrope/rotary/bands.py",
         FORMULA,
         (
             (
@@ -89,7 +89,7 @@ GROUPS = (
     ),
     Group(
         "maps",
-        "python/flashrope/rotary.py",
+        "python/flashrope/rotary/rotary.py",
         FORMULA,
         (
             (
@@ -101,7 +101,7 @@ GROUPS = (
     ),
     Group(
         "maps",
-        "python/flashrope/lowering.py",
+        "python/flashrope/lowering/lowered.py",
         (*KERNELS[:2], "tests/test_lowering.py", "-k", "triton or what_kernels_get"),
         (
             (

@@ -3,7 +3,6 @@
 from ..breaks import Group
 from ..selections import DECODE, FORWARD
 
-
 GROUPS = (
     Group(
         "rotate",

@@ -5,7 +5,7 @@ from ..breaks import Group
 GROUPS = (
     Group(
         "scales",
-        "python/flashrope/sinks.py",
+        "python/flashrope/operators/sinks.py",
         ("tests/test_sinks.py", "-k", "not triton"),
         (
             ("a sink in the wrong head", "logits = sinks.to(lse.dtype)", "logits = sinks.roll(1).to(lse.dtype)"),
@@ -21,7 +21,7 @@ GROUPS = (
     ),
     Group(
         "scales",
-        "python/flashrope/length_scale.py",
+        "python/flashrope/operators/length_scale.py",
         ("tests/test_length_scale.py", "-k", "not triton"),
         (
             (

@@ -3,11 +3,10 @@
 from ..breaks import Group
 from ..selections import SCHEMES
 
-
 GROUPS = (
     Group(
         "schemes",
-        "python/flashrope/rotary.py",
+        "python/flashrope/rotary/rotary.py",
         SCHEMES,
         (
             (
@@ -29,7 +28,7 @@ GROUPS = (
     ),
     Group(
         "schemes",
-        "python/flashrope/tables.py",
+        "python/flashrope/rotary/tables.py",
         SCHEMES,
         (
             (
@@ -81,7 +80,7 @@ GROUPS = (
     ),
     Group(
         "schemes",
-        "python/flashrope/axes.py",
+        "python/flashrope/rotary/axes.py",
         ("tests/test_axial.py", "tests/test_mrope.py", "-k", "not triton"),
         (
             (
@@ -113,7 +112,7 @@ GROUPS = (
     ),
     Group(
         "schemes",
-        "python/flashrope/scheme_bands.py",
+        "python/flashrope/rotary/bands.py",
         SCHEMES,
         (
             (
@@ -130,7 +129,7 @@ GROUPS = (
     ),
     Group(
         "schemes",
-        "python/flashrope/bands.py",
+        "python/flashrope/rotary/bands.py",
         SCHEMES,
         (
             (
@@ -157,7 +156,7 @@ GROUPS = (
     ),
     Group(
         "schemes",
-        "python/flashrope/backends/base.py",
+        "python/flashrope/backends/calls.py",
         ("tests/test_accuracy.py::test_the_reference_is_the_formula", "tests/test_identities.py"),
         (
             (
@@ -179,7 +178,7 @@ GROUPS = (
     ),
     Group(
         "schemes",
-        "python/flashrope/backends/base.py",
+        "python/flashrope/backends/calls.py",
         ("tests/test_decode_varlen.py", "tests/test_decode.py", "-k", "cpu and not compiled"),
         (
             (

@@ -8,7 +8,7 @@ TABLES = (*SCHEMES, "tests/test_query_scales.py")
 GROUPS = (
     Group(
         "tables",
-        "python/flashrope/cos_sin.py",
+        "python/flashrope/lowering/cos_sin.py",
         TABLES,
         (
             (
@@ -45,7 +45,7 @@ GROUPS = (
     ),
     Group(
         "tables",
-        "python/flashrope/lowering.py",
+        "python/flashrope/lowering/lowered.py",
         TABLES,
         (
             (

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from ..base import AttentionCall, Kept, KeptShapes, accumulation_type, out_shape
+from ..calls import AttentionCall, Kept, KeptShapes, accumulation_type, out_shape
 from . import library, tiles
 from .pieces import (
     Piece,

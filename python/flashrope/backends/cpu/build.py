@@ -72,8 +72,9 @@ def check(compiled: library.Library) -> None:
     """A small call of each kernel against the reference. RuntimeError: they differ."""
     import torch
 
-    from ...rotary import Rotary
-    from ..base import AttentionCall, CacheCall, CacheLayout, load_backend
+    from ...rotary.rotary import Rotary
+    from ..calls import AttentionCall, CacheCall, CacheLayout
+    from ..registry import load_backend
     from . import decode, tiles
 
     generator = torch.Generator().manual_seed(0)

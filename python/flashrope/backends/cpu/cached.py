@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from ...bands import PositionMap, chunk_of
-from ..base import CacheCall, CacheLayout, accumulation_type, append_packed, attend_packed
+from ...rotary.bands import PositionMap, chunk_of
+from ..calls import CacheCall, CacheLayout, accumulation_type
+from ..packed import append_packed, attend_packed
 from . import decode, library
 from .pieces import (
     Piece,

@@ -8,10 +8,10 @@ from typing import NamedTuple, cast
 
 import torch
 
-from ...bands import Band, has_maps
-from ...cos_sin import cos_sin
-from ...rotary import Rotary
-from ..base import CacheCall
+from ...lowering.cos_sin import cos_sin
+from ...rotary.bands import Band, has_maps
+from ...rotary.rotary import Rotary
+from ..calls import CacheCall
 from .library import DTYPES, MAX_BANDS, DecodeBand, DecodeCall, Library, TensorView, band_limits
 
 BLOCK = 64  # keys; csrc/decode.cpp has the same two

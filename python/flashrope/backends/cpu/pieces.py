@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from ...bands import AnyBand, MappedBand, PositionMap
-from ...rotary import Rotary
-from ..base import AttentionCall, CacheCall, accumulation_type
+from ...rotary.bands import AnyBand, MappedBand, PositionMap
+from ...rotary.rotary import Rotary
+from ..calls import AttentionCall, CacheCall, accumulation_type
 from .rotation import OF_KEYS, QueryFactors, Rotation, rotation_of_rows
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu

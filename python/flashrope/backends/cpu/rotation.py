@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...bands import PositionMap
-from ...cos_sin import cos_sin
-from ...rotary import Rotary
-from ..base import NO_LOG_N, AttentionCall, CacheCall, LogN, accumulation_type
+from ...lowering.cos_sin import cos_sin
+from ...rotary.bands import PositionMap
+from ...rotary.rotary import Rotary
+from ..calls import NO_LOG_N, AttentionCall, CacheCall, LogN, accumulation_type
 
 MIN_TABLE = 256  # positions
 LARGEST_TABLE = 2**20  # positions; at head_dim 128 a GiB. Rows farther away get a table of their surroundings

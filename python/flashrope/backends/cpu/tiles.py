@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 
-from ...bands import PositionMap, chunk_of
-from ..base import AttentionCall, out_shape
+from ...rotary.bands import PositionMap, chunk_of
+from ..calls import AttentionCall, out_shape
 from .library import DTYPES, MAX_BANDS, BackwardCall, ForwardBand, ForwardCall, Library, Table, TensorView, band_limits
 from .rotation import Rotation, rotation_for
 

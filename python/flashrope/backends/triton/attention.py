@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...cos_sin import coarse_rows, padded_pairs, position_table, two_level_table
-from ...lowering import lower
+from ...lowering.cos_sin import coarse_rows, padded_pairs, position_table, two_level_table
+from ...lowering.lowered import lower
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import NO_BANDS, NO_CACHE, CuSeqlens, Scheme, Shape, banded_view, tensor_view
 from ...triton_kernels.backward import (
@@ -19,17 +19,9 @@ from ...triton_kernels.backward import (
 )
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
-from ..base import AttentionCall, Kept, KeptShapes, out_shape
-from .device import (
-    block_d,
-    compute_capability,
-    current_device,
-    scheme_on,
-    shape_of,
-    vector_size,
-    with_int32_offsets,
-)
+from ..calls import AttentionCall, Kept, KeptShapes, out_shape
 from . import hopper, launcher
+from .device import block_d, compute_capability, current_device, scheme_on, shape_of, vector_size, with_int32_offsets
 from .launcher import cdiv
 from .tiles import TMA, Choice, choose
 

@@ -6,16 +6,17 @@ from typing import NamedTuple
 
 import torch
 
-from ...cos_sin import coarse_rows, two_level_table
-from ...lowering import lower
+from ...lowering.cos_sin import coarse_rows, two_level_table
+from ...lowering.lowered import lower
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
 from ...triton_kernels.arguments import CuSeqlens, Scheme, Shape, encode_int, tensor_view
 from ...triton_kernels.decode import append_rows, attention_decode, combine_splits
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_cached_rows
-from ..base import MAX_SPLITS, CacheCall, CacheLayout, cached_lse_shape, multiprocessors
+from ..calls import MAX_SPLITS, CacheCall, CacheLayout, cached_lse_shape, multiprocessors
 from ..splits import choose_splits
+from . import launcher
 from .device import (
     compute_capability,
     current_device,
@@ -25,7 +26,6 @@ from .device import (
     vector_size,
     with_int32_offsets,
 )
-from . import launcher
 from .launcher import cdiv
 from .tiles import choose
 

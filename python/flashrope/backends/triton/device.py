@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ...cos_sin import padded_pairs
-from ...lowering import lower
-from ...resident import kept_on_device
-from ...rotary import Rotary
+from ...lowering.cos_sin import padded_pairs
+from ...lowering.lowered import lower
+from ...lowering.resident import kept_on_device
+from ...rotary.rotary import Rotary
 from ...triton_kernels.arguments import Shape
-from ..base import aligned
+from ..calls import aligned
 from .launcher import interpreted
 
 

@@ -19,8 +19,8 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 
+from ...lowering.resident import refuse_capture
 from ...triton_kernels.arguments import POINTER_FIELDS, Scheme
-from ...resident import refuse_capture
 from ..splits import multiprocessor
 
 _compiled: dict[tuple, tuple] = {}  # (what Triton compiled, the constants that follow its arguments) of every launch

@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...api import attention, attention_varlen, attention_with_cache
-from ...rotary import Rotary
+from ...operators.functional import attention, attention_varlen, attention_with_cache
+from ...rotary.rotary import Rotary
 from .continuous_batching import NAME, PAGES, attend_paged, prepare_manager
 from .masks import Packed, describe_mask
 

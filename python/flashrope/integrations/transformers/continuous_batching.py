@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from ...api import attention_varlen, attention_varlen_with_cache
+from ...operators.functional import attention_varlen, attention_varlen_with_cache
 
 __all__ = ["Pages", "attend_paged", "prepare_manager", "with_pages"]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.hooks import RemovableHandle
 
-from ...rotary import Rotary
+from ...rotary.rotary import Rotary
 from .attention_function import NAME
 from .caches import check_cache, mark_returned
 from .continuous_batching import SUPPORTED, with_pages

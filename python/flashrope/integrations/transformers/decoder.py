@@ -9,8 +9,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ...rotary import Rotary
-from .hf_config import rotary_of_model
+from ...rotary.rotary import Rotary
+from ..hf_config import rotary_of_model
 from .layer_schemes import attending_layers
 from .rotary_hook import is_rotary_embedding, rotary_embeddings
 

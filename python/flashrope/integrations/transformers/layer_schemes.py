@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from ...bands import is_plain
-from ...rotary import Rotary
-from .hf_config import rotary_of_model
-
+from ...rotary.bands import is_plain
+from ...rotary.rotary import Rotary
+from ..hf_config import rotary_of_model
 
 BEYOND = ("window", "self_extend", "dual_chunk")  # of which a model takes one
 NUMBERS_OF = {"self_extend": ("window", "group"), "dual_chunk": ("chunk_size", "local_size", "length_scale")}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...extending import dual_chunk_for, self_extend_for
-from ...rotary import Rotary
+from ...rotary.fitting import dual_chunk_for, self_extend_for
+from ...rotary.rotary import Rotary
 from .layer_schemes import layer_type_of, sliding_window_of
-
 
 SCHEMES = ("rerope", "cope", "self-extend", "dual-chunk")
 

@@ -16,8 +16,8 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from ...api import attention_varlen_with_cache
-from ...rotary import Rotary
+from ...operators.functional import attention_varlen_with_cache
+from ...rotary.rotary import Rotary
 from .plan import BACKEND, MAX_HEAD_DIM, check_cache_dtype
 from .plugin import active_plan
 

@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import Any
 
-from ...rotary import Rotary
+from ...rotary.rotary import Rotary
 from ..transformers.layer_schemes import check_beyond
 
 FIELD = "flashrope"

@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import NamedTuple
 
-from ...rotary import Rotary
+from ...rotary.rotary import Rotary
 from ..transformers.layer_schemes import LayerScheme, layer_type_of, sliding_window_of, training_length
 from .options import FIELD, read_options
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from vllm.config import get_current_vllm_config_or_none
 
-from ...rotary import Rotary
+from ...rotary.rotary import Rotary
 from .plan import Plan
 from .plugin import active_plan, check_backend
 

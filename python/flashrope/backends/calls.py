@@ -1,0 +1,243 @@
+"""The calls that a backend receives: attention, and attention with a KV cache, without q, k and v."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from ..rotary.bands import AnyBand
+from ..rotary.rotary import Rotary
+
+MAX_SPLITS = 256  # csrc/decode.h has the same number
+ONE_PER_QUERY = -1  # in the place of a number of new keys: packed queries, each of which brings its own key
+
+
+class Kept(NamedTuple):
+    """What the forward keeps for the backward; empty, of shape (0,), where it keeps nothing.
+
+    rotated_k: rotated keys (copies, rows, heads_kv, head_dim), of k's dtype.
+    table: cos and sin of given positions, float32 (rotations, batch, seqlen, 2, pairs).
+    """
+
+    rotated_k: torch.Tensor
+    table: torch.Tensor
+
+
+class KeptShapes(NamedTuple):
+    """The shapes of ``Kept``."""
+
+    rotated_k: tuple[int, ...] = (0,)
+    table: tuple[int, ...] = (0,)
+
+
+class LogN(NamedTuple):
+    """The query at position i is scaled by max(floor, factor * ln(i + 1)), or where every is given by
+    1 + factor * ln(1 + floor((i + first) / every))."""
+
+    factor: float
+    floor: float
+    every: float | None = None
+    first: float | None = None
+
+    def of(self, positions: torch.Tensor) -> torch.Tensor:
+        """Of a float64 tensor of positions."""
+        positions = positions.clamp(min=0)
+        if self.every is None:
+            return (self.factor * torch.log(positions + 1)).clamp(min=self.floor)
+        return 1 + self.factor * torch.log(1 + torch.floor((positions + self.first) / self.every))
+
+
+NO_LOG_N = LogN(0.0, 1.0)
+
+
+class _Scheme:
+    """What follows from rotary, causal and softmax_scale."""
+
+    __slots__ = ()
+
+    @property
+    def bands(self) -> tuple[AnyBand, ...]:
+        return self.rotary.bands_for(self.causal)
+
+    @property
+    def score_scale(self) -> float:
+        """softmax_scale and the scheme's temperature, applied to the float32 scores."""
+        return self.softmax_scale * self.rotary.temperature
+
+    @property
+    def log_n(self) -> LogN:
+        """The scale of queries by their position."""
+        if self.rotary.log_steps_scale is not None:
+            every, factor, first = self.rotary.log_steps_scale
+            return LogN(factor, 1.0, every, float(first))
+        if self.rotary.log_n_scale is None:
+            return NO_LOG_N
+        train_length, clip = self.rotary.log_n_scale
+        return LogN(1 / math.log(train_length), 1.0 if clip else 0.0)
+
+
+@dataclasses.dataclass(slots=True)  # frozen would double the time to make one
+class AttentionCall(_Scheme):
+    """One call of attention or attention_varlen, without q, k and v.
+
+    Packed sequences (cu_seqlens_q is given): q (total_q, heads_q, head_dim), lse (heads_q, total_q).
+    Otherwise: q (batch, seqlen_q, heads_q, head_dim), lse (batch, heads_q, seqlen_q).
+    """
+
+    rotary: Rotary
+    causal: bool
+    softmax_scale: float
+    positions: torch.Tensor | None = None  # (batch, seqlen) or (batch, seqlen, axes); packed: batch is 1
+    cu_seqlens_q: torch.Tensor | None = None  # (sequences + 1,) int32
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    deterministic: bool = True  # False: gradients may differ from run to run by rounding, where that is faster
+
+    def of_sequence(self, rows: slice) -> AttentionCall:
+        """The call of one packed sequence, for its own positions."""
+        return self if self.positions is None else dataclasses.replace(self, positions=self.positions[:, rows])
+
+    def lse_shape(self, q: torch.Tensor) -> tuple[int, ...]:
+        return (q.shape[1], q.shape[0]) if self.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
+
+
+class CacheLayout(NamedTuple):
+    """Where sequences lie in a cache.
+
+    The caches are (batch, capacity, heads_kv, head_dim), or with a block_table (pages, page_size, heads_kv, head_dim).
+    Sequence b holds slots leftpad[b] to seqlens[b] + seqlen_new. Slot s is row s of the cache, or row s % page_size of
+    page block_table[b, s // page_size]. Positions count from leftpad.
+
+    Packed queries (cu_seqlens_q is given): sequence b has the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and
+    seqlen_new is 0 or ONE_PER_QUERY. slot_mapping places new keys in slots of the whole cache, page * page_size + row;
+    seqlens then counts them already.
+
+    The kernels have a tuple (triton_kernels/arguments.py) and a struct (csrc/decode.h) of this name.
+    """
+
+    seqlens: torch.Tensor  # (batch,) int32, without the seqlen_new keys that this call adds
+    block_table: torch.Tensor | None = None  # (batch, max_pages) int32
+    leftpad: torch.Tensor | None = None  # (batch,) int32
+    seqlen_new: int = 0
+    cu_seqlens_q: torch.Tensor | None = None  # (batch + 1,) int32
+    slot_mapping: torch.Tensor | None = None  # (total_q,) int32 or int64
+    max_seqlen_q: int = 0  # of packed queries: upper bound of their lengths
+
+    def capacity(self, k_cache: torch.Tensor) -> int:
+        """Slots that a sequence can have."""
+        slots = k_cache.shape[1]
+        return slots if self.block_table is None else self.block_table.shape[1] * slots
+
+    def bounds(self, k_cache: torch.Tensor) -> list[tuple[int, int]]:
+        """The slots [first, end) of every sequence, read by the host and clamped to the capacity."""
+        new, capacity = self.seqlen_new, self.capacity(k_cache) if k_cache.shape[0] else 0
+        ends = [
+            length + new if 0 <= length <= capacity - new else min(min(max(length, 0), capacity) + new, capacity)
+            for length in self.seqlens.tolist()
+        ]
+        if self.leftpad is None:
+            return [(0, end) for end in ends]
+        return [(min(max(pad, 0), end), end) for pad, end in zip(self.leftpad.tolist(), ends, strict=True)]
+
+    def new_places(self, k_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(page or sequence, row, whether that place exists), int64 and bool (batch, seqlen_new), of the new keys."""
+        batch, device = self.seqlens.shape[0], self.seqlens.device
+        slot = self.first_new_slot(k_cache)[:, None] + torch.arange(self.seqlen_new, device=device)
+        return self.places(k_cache, torch.arange(batch, device=device)[:, None].expand_as(slot), slot)
+
+    def first_new_slot(self, k_cache: torch.Tensor) -> torch.Tensor:
+        """int64 (batch,), within the capacity."""
+        return self.seqlens.to(torch.int64).clamp(0, self.capacity(k_cache))
+
+    def places(self, k_cache: torch.Tensor, sequence: torch.Tensor, slot: torch.Tensor):
+        """As ``new_places``, of slots of sequences, int64 of one shape. A slot is at least 0."""
+        capacity = self.capacity(k_cache)
+        fits = slot < capacity
+        if self.block_table is None:
+            return sequence, slot, fits
+        if not capacity:
+            return slot, slot, fits
+        page_size = k_cache.shape[1]
+        entry = (slot // page_size).clamp(max=self.block_table.shape[1] - 1)
+        page = self.block_table[sequence, entry].to(torch.int64)
+        return page, slot % page_size, fits & (page >= 0) & (page < k_cache.shape[0])
+
+    def mapped_places(self, k_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As ``new_places``, of shape (total_q,), from slot_mapping."""
+        slots = self.slot_mapping.to(torch.int64)
+        fits = (slots >= 0) & (slots < k_cache.shape[0] * k_cache.shape[1])
+        return slots // max(k_cache.shape[1], 1), slots % max(k_cache.shape[1], 1), fits
+
+    def runs(self, total_q: int) -> Iterator[tuple[slice, slice, CacheLayout]]:
+        """Packed queries as batches of equal length: (sequences, query rows, their layout). Read by the host.
+
+        Neighbors with as many queries form one batch. Rows are clamped to the total_q that there are.
+        """
+        starts = self.cu_seqlens_q.tolist()
+        starts = [min(max(start, 0), total_q) for start in starts]
+        lengths = [max(stop - start, 0) for start, stop in zip(starts, starts[1:], strict=False)]
+        begin = 0
+        while begin < len(lengths):
+            end, length = begin + 1, lengths[begin]
+            while end < len(lengths) and lengths[end] == length and starts[end] == starts[end - 1] + length:
+                end += 1
+            if length:
+                rows = slice(starts[begin], starts[begin] + (end - begin) * length)
+                yield slice(begin, end), rows, self._of(slice(begin, end), length)
+            begin = end
+
+    def _of(self, sequences: slice, seqlen_q: int) -> CacheLayout:
+        tensors = (None if x is None else x[sequences] for x in (self.seqlens, self.block_table, self.leftpad))
+        return CacheLayout(*tensors, seqlen_q if self.seqlen_new == ONE_PER_QUERY else 0)
+
+
+@dataclasses.dataclass(slots=True)
+class CacheCall(_Scheme):
+    """One call of attention_with_cache, without q (batch, seqlen_q, heads_q, head_dim) and the caches.
+
+    With packed queries: of attention_varlen_with_cache, q (total_q, heads_q, head_dim), lse (heads_q, total_q).
+    """
+
+    rotary: Rotary
+    causal: bool
+    softmax_scale: float
+    layout: CacheLayout
+    num_splits: int = 0  # 0: the backend chooses by shape
+
+    positions = None  # positions count from layout.leftpad
+
+
+def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    """Like q, as wide as v."""
+    return (*q.shape[:-1], v.shape[-1])
+
+
+def cached_lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+    """(batch, heads_q, seqlen_q), or packed (heads_q, total_q)."""
+    return (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
+
+
+def accumulation_type(x: torch.Tensor) -> torch.dtype:
+    """The type of lse, and the one to compute in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def aligned(x: torch.Tensor) -> bool:
+    """Whether every row, of head_dim elements, starts at a multiple of 16 bytes."""
+    # Also in dimensions of size 1: kernels form the addresses of rows that are not there, and mask them.
+    strides = 0
+    for stride in x.stride()[:-1]:
+        strides |= stride
+    return (strides * x.element_size() | x.data_ptr()) % 16 == 0
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """An A100's 108 where there is no GPU, as when kernels are interpreted or compiled offline."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 108

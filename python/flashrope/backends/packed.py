@@ -1,0 +1,34 @@
+"""Packed queries over a cache, for backends whose functions take batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from .calls import CacheCall, CacheLayout, accumulation_type, cached_lse_shape
+
+
+def append_packed(append: Callable, k_cache, v_cache, k, v, layout: CacheLayout) -> None:
+    """``append_to_cache`` of packed k and v by a backend's function for batches; the host reads the lengths."""
+    if layout.slot_mapping is not None:
+        page, row, fits = layout.mapped_places(k_cache)
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            cache.index_put_((page[fits], row[fits]), new[fits])
+        return
+    for sequences, rows, part in layout.runs(k.shape[0]):
+        caches = (k_cache, v_cache) if part.block_table is not None else (k_cache[sequences], v_cache[sequences])
+        append(*caches, *(x[rows].unflatten(0, (part.seqlens.shape[0], -1)) for x in (k, v)), part)
+
+
+def attend_packed(attend: Callable, q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attention_with_cache`` of packed q by a backend's function for batches; the host reads the lengths."""
+    out = q.new_zeros(q.shape)
+    lse = q.new_full(cached_lse_shape(q), float("-inf"), dtype=accumulation_type(q))
+    for sequences, rows, part in call.layout.runs(q.shape[0]):
+        caches = (k_cache, v_cache) if part.block_table is not None else (k_cache[sequences], v_cache[sequences])
+        batch = q[rows].unflatten(0, (part.seqlens.shape[0], -1))
+        results = attend(batch, *caches, dataclasses.replace(call, layout=part))
+        out[rows], lse[:, rows] = results[0].flatten(0, 1), results[1].transpose(0, 1).flatten(1)
+    return out, lse

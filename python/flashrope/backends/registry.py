@@ -1,0 +1,56 @@
+"""The backends by name, and the one that serves a call. Imports a backend when it is asked for."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from .names import BACKENDS
+
+# The forward is plain torch: autograd differentiates it to any order, and compilers trace it.
+DIFFERENTIABLE = ("reference",)
+
+
+@cache
+def load_backend(impl: str) -> Any:
+    """The module of a backend, by name. Ours are written out, because torch.compile traces import statements only."""
+    if impl == "triton":
+        from . import triton as backend
+    elif impl == "cuda":
+        from . import cuda as backend
+    elif impl == "cpu":
+        from . import cpu as backend
+    elif impl == "reference":
+        from . import reference as backend
+    else:
+        backend = import_module(f".{impl}", __package__)
+    return backend
+
+
+def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str:
+    """The name of the backend that serves tensors like q. None picks by device and dtype.
+
+    cached: for ``attention_with_cache``.
+
+    Raises:
+        ValueError: the name is unknown, or that backend cannot serve the call; the message says why.
+    """
+    if impl is None:
+        if q.is_cuda and q.dtype != torch.float64:
+            return "triton"
+        return "cpu" if q.is_cpu else "reference"
+    if impl not in BACKENDS:
+        raise ValueError(f"impl: expected None or one of {', '.join(BACKENDS)}, got {impl!r}")
+    if not torch.compiler.is_compiling():  # a graph cannot load modules; its operators check when they are traced
+        check_backend(impl, q, cached)
+    return impl
+
+
+def check_backend(impl: str, q: torch.Tensor, cached: bool = False) -> None:
+    """Raises ValueError if the backend cannot serve tensors like q."""
+    reason = load_backend(impl).unsupported_reason(q, cached)
+    if reason:
+        raise ValueError(f"impl={impl!r} cannot serve this call: {reason}")

@@ -1,0 +1,189 @@
+"""What both caches share: storage, argument checks, uploads to the device."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..operators.checks import DTYPES, check_no_gradient
+
+if TYPE_CHECKING:
+    from .step import Step
+
+
+class Cache:
+    """Storage of all layers, and the step that is open.
+
+    A step calls ``_begin``, which returns its (seqlens, block_table, leftpad), then ``_commit`` or ``_undo``.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    layers: int
+    _layers: list[tuple[torch.Tensor, torch.Tensor]]
+    _open: Step | None
+
+    def _allocate(self, shape: tuple[int, int], heads_kv, head_dim, dtype, device, layers) -> None:
+        self.layers, self._open = check_integer("layers", layers, 1), None
+        shape_of_all = shape if self.layers == 1 else (self.layers, *shape)
+        self.k, self.v = allocate_storage(shape_of_all, heads_kv, head_dim, dtype, device)
+        with torch.inference_mode(False):
+            self._layers = [(self.k, self.v)]
+            if self.layers > 1:
+                self._layers = list(zip(self.k.unbind(), self.v.unbind(), strict=True))
+
+    def layer(self, layer: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v of one layer, four-dimensional views. With one layer None means that one."""
+        if layer is None and self.layers == 1:
+            return self._layers[0]
+        return self._layers[check_integer("layer", layer, 0, self.layers - 1)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of k and v, of all layers."""
+        return self.k.nbytes + self.v.nbytes
+
+    def refuse_in_step(self, call: str) -> None:
+        if self._open is not None:
+            raise RuntimeError(f"{call}: expected no open step of this cache; leave its with statement first")
+
+    def refuse_new(self, call: str) -> None:
+        """For the calls that write to one layer."""
+        if self._open is not None:
+            raise RuntimeError(f"{call}: expected k and v through the step that is open")
+        if self.layers > 1:
+            raise ValueError(
+                f"k: expected None, a cache of {self.layers} layers takes k and v in a step: "
+                "with cache.step(...) as step, step.attend(..., layer=...)"
+            )
+
+    def _begin(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        raise NotImplementedError
+
+    def _commit(self, step: Step) -> None:
+        raise NotImplementedError
+
+    def _undo(self, step: Step) -> None:
+        raise NotImplementedError
+
+    def _append_layers(self, step: Step, k, v, impl: str | None) -> None:
+        """k, v (layers, n, seqlen_new, heads_kv, head_dim) in one step."""
+        with step:
+            for layer in range(self.layers):
+                step.append(k[layer], v[layer], layer, impl)
+
+    def _new_of_layers(self, k, v) -> int:
+        """seqlen_new of k and v with a dimension of layers in front."""
+        for name, x in (("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+            if x.ndim != 5 or x.shape[0] != self.layers:
+                raise ValueError(
+                    f"{name}: expected shape ({self.layers}, sequences, seqlen_new, heads_kv, head_dim), got "
+                    f"{tuple(x.shape)}"
+                )
+        return k.shape[2]
+
+
+def allocate_storage(shape: tuple[int, ...], heads_kv, head_dim, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v, (*shape, heads_kv, head_dim), after the checks of the arguments.
+
+    On the CPU the heads come first in memory, so that the keys of a head are contiguous: decoding reads them in half
+    the time. On a GPU the rows come first.
+    """
+    heads_kv, head_dim = check_integer("heads_kv", heads_kv, 1), check_integer("head_dim", head_dim, 8, 256)
+    if head_dim % 8:
+        raise ValueError(f"head_dim: expected a multiple of 8 up to 256, got {head_dim}")
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype}")
+    try:
+        kind = (torch.get_default_device() if device is None else torch.device(device)).type
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: expected a torch.device, its name or None, got {device!r}") from None
+    with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside it
+        if kind == "cpu":
+            *outer, slots = shape
+            k, v = (torch.empty(*outer, heads_kv, slots, head_dim, dtype=dtype, device=device) for _ in range(2))
+            return k.transpose(-3, -2), v.transpose(-3, -2)
+        k, v = (torch.empty(*shape, heads_kv, head_dim, dtype=dtype, device=device) for _ in range(2))
+    return k, v
+
+
+def describe(cache: Cache) -> str:
+    k, layers = cache.k, f", layers={cache.layers}" if cache.layers > 1 else ""
+    return f"heads_kv={k.shape[-2]}, head_dim={k.shape[-1]}, dtype={k.dtype}, device={str(k.device)!r}{layers}"
+
+
+def upload(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The values on the device. From pinned memory, so the host does not wait for the copy."""
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").to(
+        device, non_blocking=True
+    )
+
+
+def check_integer(name: str, value, minimum: int = 0, maximum: int | None = None) -> int:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+    number = int(value)
+    if number < minimum or (maximum is not None and number > maximum):
+        limit = "" if maximum is None else f" and at most {maximum}"
+        raise ValueError(f"{name}: expected at least {minimum}{limit}, got {value}")
+    return number
+
+
+def check_padding(leftpad, padding: list[int], lengths: list[int], seqlen_new: int) -> list[int]:
+    """leftpad as a list: the left padding of every sequence after a step, which before it was ``padding``."""
+    if not isinstance(leftpad, Sequence) or isinstance(leftpad, str) or len(leftpad) != len(padding):
+        raise ValueError(f"leftpad: expected a list of {len(padding)} numbers, one per sequence, got {leftpad!r}")
+    return [  # slots that hold tokens cannot become padding, nor padding tokens
+        check_integer(f"leftpad of entry {b}", new, old, length + seqlen_new if length == old else old)
+        for b, (new, old, length) in enumerate(zip(leftpad, padding, lengths, strict=True))
+    ]
+
+
+def with_leftpad(options: dict, leftpad: torch.Tensor | None) -> dict:
+    if leftpad is None:
+        return options
+    if options.get("cache_leftpad") is not None:
+        raise ValueError("cache_leftpad: expected None, because the cache remembers its left padding, got a tensor")
+    return {**options, "cache_leftpad": leftpad}
+
+
+def check_queries(q, batch: int, cache: torch.Tensor) -> None:
+    if not isinstance(q, torch.Tensor):
+        return
+    if q.ndim != 4 or q.shape[0] != batch:
+        raise ValueError(f"q: expected shape ({batch}, seqlen_q, heads_q, head_dim), got {tuple(q.shape)}")
+    if q.dtype != cache.dtype:
+        raise TypeError(f"q: expected {cache.dtype} as the cache, got {q.dtype}{_of_autocast(q)}")
+
+
+def _of_autocast(x: torch.Tensor) -> str:
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return ""
+    return f"; autocast casts float32 to {torch.get_autocast_dtype(device)}"
+
+
+def check_new(k, v, cache: torch.Tensor, batch: int) -> int:
+    """seqlen_new of the new k, v (batch, seqlen_new, heads_kv, head_dim)."""
+    heads_kv, head_dim = cache.shape[2:]
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (batch, heads_kv, head_dim) or x.shape[1] != k.shape[1]:
+            seqlen_new = "seqlen_new" if x is k else k.shape[1]
+            raise ValueError(
+                f"{name}: expected shape ({batch}, {seqlen_new}, {heads_kv}, {head_dim}), got {tuple(x.shape)}"
+            )
+        if x.dtype != cache.dtype:
+            raise TypeError(f"{name}: expected {cache.dtype} as the cache, got {x.dtype}{_of_autocast(x)}")
+        if x.device != cache.device:
+            raise ValueError(f"{name}: expected device {cache.device} as the cache, got {x.device}")
+        if x.stride(-1) != 1:
+            raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
+        check_no_gradient(name, x)
+    return k.shape[1]

@@ -1,0 +1,92 @@
+"""``flashrope info``: installed versions, devices, the backends that are available on each, and tuned tiles."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options."""
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..backends.cpu import library
+    from ..backends.registry import load_backend
+    from .tune import shown
+
+    print(f"{'flashrope':13}{_installed('flashrope')}")
+    print(f"{'python':13}{platform.python_version()}, {platform.system()} {platform.machine()}")
+    print(f"{'torch':13}{torch.__version__}" + (f", CUDA {torch.version.cuda}" if torch.version.cuda else ""))
+    for package in ("triton", "transformers"):
+        print(f"{package:13}{_installed(package)}")
+    print(f"{'extension':13}{load_backend('cuda').build_info()}")
+    compiled = library.load()
+    print(f"{'CPU kernels':13}{compiled.path if compiled else 'not built; flashrope build-cpu builds them'}")
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    for device in devices:
+        threads = f", threads: {torch.get_num_threads()}" if device == "cpu" else ""
+        print(f"\n{device}: {hardware(device)}{threads}")
+        for name, status in backends(device, torch.bfloat16):
+            print(f"  {name:10}{status}")
+    print("\n" + "\n".join(shown()))
+    return 0
+
+
+def hardware(device) -> str:
+    """The name of the processor, or of the GPU with its compute capability and memory."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cpu":
+        return processor()
+    properties = torch.cuda.get_device_properties(device)
+    return (
+        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+        f"{properties.total_memory / 2**30:.0f} GiB"
+    )
+
+
+def processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def backends(device: str, dtype) -> list[tuple[str, str]]:
+    """(name, status) of every backend for tensors of this device and dtype.
+
+    The status is "default" (what impl=None picks), "available", "available for attention_with_cache", or why the
+    backend is unavailable.
+    """
+    import torch
+
+    from ..backends.names import BACKENDS
+    from ..backends.registry import load_backend, resolve_impl
+
+    q = torch.empty(1, 1, 1, 64, device=device, dtype=dtype)
+    rows = []
+    for name in BACKENDS:
+        try:
+            reason, cached_reason = (load_backend(name).unsupported_reason(q, cached) for cached in (False, True))
+        except ImportError as error:
+            reason = cached_reason = f"cannot be imported ({error})"
+        if not reason:
+            status = "default" if resolve_impl(None, q) == name else "available"
+        else:
+            status = cached_reason or "available for attention_with_cache"
+        rows.append((name, status))
+    return rows
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,1 @@
+"""A scheme as numbers and tables on a device."""

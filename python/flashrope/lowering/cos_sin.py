@@ -1,0 +1,92 @@
+"""Tables of cos and sin, built in float64 and stored in float32.
+
+position * inv_freq in float32 is off by 6e-2 rad at a million positions. One-level tables are off by 3e-8, two-level
+tables by two to three float32 roundings, at any position.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..rotary.rotary import Rotary
+from .lowered import lower
+from .resident import kept_on_device
+
+FINE_ROWS = (
+    1024  # positions per coarse row; both levels of a 128k context stay in L2. csrc/decode.h has the same number
+)
+
+
+def cos_sin(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin in float64 of positions (...,) or, for an axial table, (..., axes): two of shape (..., pairs)."""
+    return _cos_sin(positions, *_frequencies(rotary, positions.device))
+
+
+def _cos_sin(positions, inv_freq, axis):
+    positions = positions.to(torch.float64)
+    angle = (positions[..., None] if axis is None else positions.index_select(-1, axis)) * inv_freq
+    return angle.cos(), angle.sin()
+
+
+def _frequencies(rotary: Rotary, device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """inv_freq float64 (pairs,), and for an axial table the axis of every pair, int64 (pairs,)."""
+    return (
+        torch.tensor(rotary.frequencies, dtype=torch.float64, device=device),
+        torch.tensor(rotary.axis, device=device) if rotary.axis else None,
+    )
+
+
+def padded_pairs(head_dim: int) -> int:
+    """Pairs of a power-of-two tile that holds head_dim. Those beyond the table's do not rotate (cos 1, sin 0)."""
+    return max(8, 1 << (head_dim - 1).bit_length() >> 1)
+
+
+def coarse_rows(positions: int) -> int:
+    """Coarse rows that reach this many positions, rounded up to a power of two so that few tables are ever built."""
+    return 1 << max(-(-positions // FINE_ROWS) - 1, 0).bit_length()
+
+
+@kept_on_device("cos/sin tables")
+def two_level_table(rotary: Rotary, causal: bool, coarse: int, device: torch.device) -> torch.Tensor:
+    """float32 (rotations, FINE_ROWS + coarse, 2, padded pairs), one entry per rotation of ``lower(rotary, causal)``.
+
+    The fine rows hold cos and sin of slope * r for r < FINE_ROWS, the coarse rows those of
+    slope * FINE_ROWS * c + offset. Angle addition joins the two. The coarse rows of queries have the scheme's factor on
+    rotated channels.
+    """
+    return _two_levels(rotary, causal, coarse).to(device)
+
+
+def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
+    fine = torch.arange(FINE_ROWS, dtype=torch.float64)
+    blocks = torch.arange(coarse, dtype=torch.float64) * FINE_ROWS
+    lowered = lower(rotary, causal)
+    rows = torch.stack([torch.cat([slope * fine, slope * blocks + offset]) for slope, offset in lowered.rotations])
+    cos, sin = cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows)
+    factors = torch.tensor(lowered.scales, dtype=torch.float64)[:, None, None]
+    for each in (cos, sin):
+        each[:, FINE_ROWS:] *= factors  # kernels add several fine rows to one coarse row
+    return _padded(rotary, cos, sin)
+
+
+@kept_on_device("frequencies")
+def _resident_frequencies(rotary: Rotary, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    return tuple(x if x is None else x.to(device) for x in _frequencies(rotary, "cpu"))
+
+
+def position_table(rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
+    """float32 (rotations, batch, seqlen, 2, padded pairs): rotation 0 is none, rotation 1 is by the given positions.
+    Where the scheme has a factor on rotated channels, 1 is that of queries, with it, and 2 that of keys."""
+    cos, sin = _cos_sin(
+        positions, *_resident_frequencies(rotary, positions.device)
+    )  # no copy to the device to wait for
+    scale = rotary.rotated_scale
+    cos, sin = ([scale * x, x] if scale != 1 else [x] for x in (cos, sin))
+    return _padded(rotary, torch.stack([torch.ones_like(cos[0]), *cos]), torch.stack([torch.zeros_like(sin[0]), *sin]))
+
+
+def _padded(rotary: Rotary, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """float32 (..., 2, padded pairs)."""
+    missing = (0, padded_pairs(rotary.head_dim) - cos.shape[-1])
+    pad = torch.nn.functional.pad
+    return torch.stack([pad(cos, missing, value=1.0), pad(sin, missing)], dim=-2).to(torch.float32)

@@ -1,0 +1,140 @@
+"""Lowering: a scheme as the rotations and band rows that kernels work with. No devices, no kernels.
+
+Rotations are numbered. Rotation 0 is none; rotation n > 0 rotates position p by the angle
+``(slope * p + offset) * inv_freq``. The cos/sin tables (``cos_sin``) have one entry per rotation. Where a scheme maps
+positions, a map says for every rotation which p a row has in that table.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..rotary.bands import PositionMap, chunk_of, distances, has_maps
+from ..rotary.rotary import Rotary
+
+UNBOUNDED = 1 << 30  # kernels count distances in 32 bits, with room to add a position
+
+
+class LoweredBand(NamedTuple):
+    """Distances start <= d < stop, and what queries and keys of the band rotate by.
+
+    start, stop: in chunks where the bands count those.
+    q_rotation, k_rotation: rotation numbers.
+    k_copy: index into ``Lowered.k_copies``; -1 where the band reads raw keys.
+    dq_step, dk_step: the rotations that take a gradient from the previous band's frame to this band's. In schemes that
+        map positions no single rotation does: there they are the band's own, q_rotation without its factor and
+        k_rotation.
+    """
+
+    start: int
+    stop: int
+    q_rotation: int
+    k_rotation: int
+    k_copy: int
+    dq_step: int
+    dk_step: int
+
+
+class RowMap(NamedTuple):
+    """The p of a row at a position: min(floor(position mod chunk / group), last); chunk 0: without mod.
+
+    chunk, group, last: as in ``bands.PositionMap``.
+    is_query: 1 for rotations of queries, 0 for those of keys.
+    """
+
+    chunk: int
+    group: int
+    last: int
+    is_query: int
+
+
+class Lowered(NamedTuple):
+    """A scheme for one value of ``causal``.
+
+    rotations: (slope, offset) of every rotation; the first is (0, 0), no rotation.
+    scales: of every rotation, the factor on the channels of the table: the scheme's for those of queries, else 1.
+    k_copies: the rotation of each rotated copy of k that the bands read, one per distinct slope.
+    k_stops: for each of k_copies, the distance at which the last band that reads it stops.
+    rotated_bands: bit b is set where band b rotates its keys.
+    rotated_pairs: pairs up to the last one that rotating changes.
+    reach: how many distances, at most, the bands cover.
+    maps: for every rotation, where the scheme maps positions; else empty. The chunk of the first is the one that the
+        bands count in, 0 where they count distances.
+    """
+
+    rotations: tuple[tuple[float, float], ...]
+    scales: tuple[float, ...]
+    bands: tuple[LoweredBand, ...]
+    k_copies: tuple[int, ...]
+    k_stops: tuple[int, ...]
+    rotated_bands: int
+    rotated_pairs: int
+    reach: int
+    maps: tuple[RowMap, ...] = ()
+
+    @property
+    def q_rotations(self) -> tuple[int, ...]:
+        return tuple(band.q_rotation for band in self.bands)
+
+    @property
+    def rotated_key_ranges(self) -> tuple[tuple[int, int], ...]:
+        """(rotation, distance at which it stops) for each rotated copy of k."""
+        return tuple(zip(self.k_copies, self.k_stops, strict=True))
+
+
+@lru_cache(maxsize=1024)
+def lower(rotary: Rotary, causal: bool) -> Lowered:
+    bands = rotary.bands_for(causal)
+    numbers: dict[tuple[float, ...], int] = {(1.0, 0.0, 0.0): 0}
+    mapped, rotates, chunk = has_maps(bands), any(rotary.frequencies), _bound(chunk_of(bands))
+
+    def number(rotation: PositionMap, is_query: bool, scale: float = 1.0) -> int:
+        if scale == 1 and (not rotates or (rotation.slope, rotation.offset) == (0, 0)):
+            return 0
+        of_rows = RowMap(*map(_bound, rotation[2:]), int(is_query)) if mapped else ()
+        return numbers.setdefault((scale, rotation.slope, rotation.offset, *of_rows), len(numbers))
+
+    rows: list[tuple[int, ...]] = []
+    before: tuple[PositionMap, PositionMap] | None = None
+    for band in bands:
+        of_q, of_k = now = band.queries, band.keys
+        numbered = number(of_q, True, rotary.rotated_scale), number(of_k, False)
+        if mapped:
+            steps: tuple[int, ...] = number(of_q, True), numbered[1]
+        else:
+            steps = tuple(number(_step(a, b), False) for a, b in zip(now, before or now, strict=True))
+        rows.append((*(_bound(x, chunk) for x in band[:2]), *numbered, *steps))
+        before = now
+    k_copies = tuple(dict.fromkeys(k_rotation for *_, k_rotation, _, _ in rows if k_rotation))
+    ranges = [(_bound(start), _bound(stop)) for start, stop in map(distances, bands)]
+    return Lowered(
+        rotations=tuple((slope, offset) for _, slope, offset, *_ in numbers),
+        scales=tuple(scale for scale, *_ in numbers),
+        bands=tuple(
+            LoweredBand(start, stop, of_q, of_k, k_copies.index(of_k) if of_k else -1, dq_step, dk_step)
+            for start, stop, of_q, of_k, dq_step, dk_step in rows
+        ),
+        k_copies=k_copies,
+        k_stops=tuple(
+            max(stop for (_, stop), row in zip(ranges, rows, strict=True) if row[3] == copy) for copy in k_copies
+        ),
+        rotated_bands=sum((of_k > 0) << b for b, (_, _, _, of_k, _, _) in enumerate(rows)),
+        rotated_pairs=len(rotary.frequencies)
+        if rotary.rotated_scale != 1
+        else max((m + 1 for m, frequency in enumerate(rotary.frequencies) if frequency), default=0),
+        reach=max((stop for _, stop in ranges), default=0) - min((start for start, _ in ranges), default=0),
+        maps=tuple(RowMap(*of_rows) if of_rows else RowMap(chunk, 1, UNBOUNDED, 0) for _, _, _, *of_rows in numbers)
+        if mapped
+        else (),
+    )
+
+
+def _step(rotation: PositionMap, before: PositionMap) -> PositionMap:
+    return PositionMap(rotation.slope - before.slope, rotation.offset - before.offset)
+
+
+def _bound(distance: float, chunk: int = 0) -> int:
+    """In chunks that are so many positions long."""
+    limit = UNBOUNDED // max(chunk, 1)
+    return int(max(-limit, min(limit, distance)))

@@ -1,0 +1,323 @@
+"""Argument checks of the public calls. Every message reads "name: expected X, got Y"; none waits for a device."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+
+import torch
+import torch.nn.functional as F
+
+from ..backends.calls import MAX_SPLITS, ONE_PER_QUERY, CacheLayout
+from ..rotary.bands import is_plain
+from ..rotary.rotary import Rotary
+
+CACHES = ("k_cache", "v_cache")
+MANY_HEADS = 256  # more than any known model has
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_outside_context_parallel() -> None:
+    """torch's context_parallel shards the sequence and replaces only scaled_dot_product_attention. Any other attention
+    would silently see this rank's keys alone."""
+    module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    if module is not None and F.scaled_dot_product_attention in module._replaced_functions:
+        raise RuntimeError(
+            "flashrope: expected to be called outside torch's context_parallel, which shards the sequence and "
+            "replaces scaled_dot_product_attention alone; use shard_sequence and context_parallel_attention of "
+            "flashrope.integrations.distributed"
+        )
+
+
+def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple[torch.Size, torch.Size]:
+    """The shapes of q and k. rank: that of q and new; names: what to call k and v; new: (name, tensor) of keys and
+    values for a cache, which k and v then are."""
+    dtype = device = None
+    for name, x in (("q", q), (names[0], k), (names[1], v), *new):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        expected = 4 if name in CACHES else rank
+        if x.ndim != expected:
+            layout = "(batch, seqlen, heads, head_dim)" if expected == 4 else "(total, heads, head_dim)"
+            raise ValueError(f"{name}: expected {layout}, got shape {tuple(x.shape)}")
+        if x.dtype is not dtype:
+            if x.dtype not in DTYPES:
+                raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
+            if dtype is not None:
+                raise TypeError(f"{name}: expected {dtype} as in q, got {x.dtype}")
+            dtype, device = x.dtype, x.device
+        if x.device != device:
+            raise ValueError(f"{name}: expected device {device} as in q, got {x.device}")
+        if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
+    shape_q, shape_k = q.shape, k.shape
+    head_dim, heads_q, heads_kv = shape_q[-1], shape_q[-2], shape_k[-2]
+    if shape_k[-1] != head_dim:
+        raise ValueError(f"{names[0]}: expected head_dim {head_dim} as in q, got {shape_k[-1]}")
+    if head_dim % 8 or not 8 <= head_dim <= 256:
+        raise ValueError(f"q: expected head_dim to be a multiple of 8 up to 256, got {head_dim}")
+    if v.shape != shape_k:
+        _check_values(names, v.shape, shape_k)
+    if not heads_kv or heads_q % heads_kv:
+        raise ValueError(f"q: expected heads_q to be a multiple of heads_kv = {heads_kv}, got {heads_q}{_layout(rank)}")
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
+    if rotary.head_dim != head_dim:
+        raise ValueError(f"rotary: expected head_dim {head_dim} as in q, got {rotary.head_dim}")
+    return shape_q, shape_k
+
+
+def _check_values(names, shape_v, shape_k) -> None:
+    """v of another shape than k: its rows may be of another width, in a cache they may not."""
+    expected, hint = tuple(shape_k), ""
+    if names != CACHES:
+        expected = (*shape_k[:-1], shape_v[-1])
+        hint = " but for its width" if expected != shape_k else ""
+    if shape_v != expected:
+        if shape_v[:-1] == shape_k[:-1]:
+            hint = " (a cache holds values as wide as its keys; attention and attention_varlen take other widths)"
+        raise ValueError(f"{names[1]}: expected shape {expected} as {names[0]}{hint}, got {tuple(shape_v)}")
+    if shape_v[-1] % 8 or not 8 <= shape_v[-1] <= 256:
+        raise ValueError(f"{names[1]}: expected head_dim to be a multiple of 8 up to 256, got {shape_v[-1]}")
+
+
+def _layout(rank: int) -> str:
+    return "; shapes are (batch, seqlen, heads, head_dim)" if rank == 4 else ""
+
+
+def warn_of_layout(shape_q, shape_k) -> None:
+    """Warns where the shapes are allowed but look like (batch, heads, seqlen, head_dim), for a causal call with more
+    queries than keys or one with more than ``MANY_HEADS`` heads."""
+    (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = shape_q, shape_k
+    if heads_q > MANY_HEADS:
+        if heads_q <= seqlen_q:
+            return
+        why = f"{heads_q} heads and only {seqlen_q} queries"
+    elif seqlen_k and heads_q == heads_kv and not seqlen_q % seqlen_k:  # as heads_q is a multiple of heads_kv
+        why = f"{seqlen_q} queries and only {seqlen_k} keys, so that the first {seqlen_q - seqlen_k} rows have no key"
+    else:
+        return
+    warnings.warn(
+        f"q: expected (batch, seqlen, heads, head_dim), got shape {tuple(shape_q)} with k {tuple(shape_k)}, which is "
+        f"{why}. If it is (batch, heads, seqlen, head_dim), as scaled_dot_product_attention has it, transpose(1, 2).",
+        stacklevel=3,
+    )
+
+
+def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, cu_seqlens_q=None) -> tuple[int, int]:
+    """(slots of a sequence or page, new keys of a sequence); cu_seqlens_q: of packed q, k and v, checked before."""
+    if (k is None) != (v is None):
+        raise ValueError(
+            f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}"
+        )
+    new = (("k", k), ("v", v)) if k is not None else ()
+    rank = 4 if cu_seqlens_q is None else 3
+    shape_q, shape_cache = check_tensors(q, k_cache, v_cache, rotary, rank, CACHES, new)
+    rows, capacity, heads_kv, head_dim = shape_cache
+    batch = shape_q[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if paged:
+        if capacity < 16 or capacity & (capacity - 1):
+            raise ValueError(f"k_cache: expected pages of 16, 32, 64, ... slots, got page_size {capacity}")
+    elif rows != batch:
+        like = "q" if rank == 4 else "cu_seqlens_q"
+        raise ValueError(f"k_cache: expected batch {batch} as in {like}, got {rows}; pages need a block_table")
+    if rotary.axis:
+        raise ValueError("rotary: an axial scheme needs positions, which a cache does not carry")
+    seqlen_new = 0
+    if new:
+        seqlen_new = k.shape[1] if rank == 4 else ONE_PER_QUERY
+        expected = (batch, seqlen_new, heads_kv, head_dim) if rank == 4 else (shape_q[0], heads_kv, head_dim)
+        for name, x in new:
+            if x.shape != expected:
+                raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
+    new_requires_grad = k is not None and (k.requires_grad or v.requires_grad)
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k_cache.requires_grad or v_cache.requires_grad or new_requires_grad
+    ):
+        raise ValueError("q, k, v: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
+    return capacity, seqlen_new
+
+
+def check_sinks(sinks, q) -> None:
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks: expected a tensor, got {type(sinks).__name__}")
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks: expected a float type, got {sinks.dtype}")
+    if sinks.shape != q.shape[-2:-1]:
+        raise ValueError(f"sinks: expected shape ({q.shape[-2]},), one number per head of q, got {tuple(sinks.shape)}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks: expected device {q.device} as q, got {sinks.device}")
+
+
+def check_no_gradient(name: str, x: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"{name}: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
+
+
+def check_slot_mapping(slot_mapping, q, k) -> None:
+    if not isinstance(slot_mapping, torch.Tensor):
+        raise TypeError(f"slot_mapping: expected a tensor, got {type(slot_mapping).__name__}")
+    if k is None:
+        raise ValueError("slot_mapping: expected k and v to place, got none")
+    if slot_mapping.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"slot_mapping: expected int32 or int64, got {slot_mapping.dtype}")
+    if slot_mapping.shape != q.shape[:1]:
+        raise ValueError(f"slot_mapping: expected shape ({q.shape[0]},), got {tuple(slot_mapping.shape)}")
+    if slot_mapping.device != q.device:
+        raise ValueError(f"slot_mapping: expected device {q.device} as q, got {slot_mapping.device}")
+    if not slot_mapping.is_contiguous():
+        raise ValueError(f"slot_mapping: expected a contiguous tensor, got stride {slot_mapping.stride()}")
+
+
+def check_int32(name, x, like, like_name, shape: tuple) -> None:
+    """shape: a string entry names a dimension of any size."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected an int32 tensor, got {type(x).__name__}")
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name}: expected int32, got {x.dtype}")
+    if x.shape != shape and (
+        x.ndim != len(shape)
+        or any(n != size and not isinstance(n, str) for n, size in zip(shape, x.shape, strict=True))
+    ):
+        raise ValueError(
+            f"{name}: expected shape ({', '.join(map(str, shape))}{',' * (len(shape) == 1)}), got {tuple(x.shape)}"
+        )
+    if x.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device} as {like_name}, got {x.device}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got stride {x.stride()}")
+
+
+def validate_tables(layout: CacheLayout, capacity: int, k_cache) -> None:
+    """Reads the tables on the host. Raises ValueError with the sequence and the entry that is wrong."""
+    if layout.slot_mapping is not None:
+        _validate_slots(layout.slot_mapping.tolist(), k_cache.shape[0] * k_cache.shape[1])
+    starts = layout.cu_seqlens_q.tolist() if layout.seqlen_new == ONE_PER_QUERY else None
+    pads = layout.leftpad.tolist() if layout.leftpad is not None else None
+    tables = layout.block_table.tolist() if layout.block_table is not None else None
+    writable: dict[int, tuple[int, int]] = {}
+    for b, length in enumerate(layout.seqlens.tolist()):
+        seqlen_new = starts[b + 1] - starts[b] if starts else layout.seqlen_new
+        if length < 0:
+            raise ValueError(f"cache_seqlens: sequence {b}: expected at least 0, got {length}")
+        if length + seqlen_new > capacity:
+            new = f", with room for {seqlen_new} new keys in {capacity} slots" if seqlen_new else ""
+            raise ValueError(
+                f"cache_seqlens: sequence {b}: expected at most {capacity - seqlen_new}{new}, got {length}"
+            )
+        if pads is not None and not 0 <= pads[b] <= length + seqlen_new:
+            raise ValueError(
+                f"cache_leftpad: sequence {b}: expected 0 to {length + seqlen_new}, its length, got {pads[b]}"
+            )
+        if tables is None:
+            continue
+        page_size = k_cache.shape[1]
+        for n in range((pads[b] if pads else 0) // page_size, -(-(length + seqlen_new) // page_size)):
+            page = tables[b][n]
+            if not 0 <= page < k_cache.shape[0]:
+                raise ValueError(
+                    f"block_table: sequence {b}, entry {n}: expected a page of the cache, 0 to {k_cache.shape[0] - 1}, "
+                    f"got {page}"
+                )
+            if seqlen_new and n >= length // page_size and writable.setdefault(page, (b, n)) != (b, n):
+                raise ValueError(
+                    f"block_table: sequence {b}, entry {n}: expected a page that no other entry writes to, got {page}, "
+                    f"which sequence {writable[page][0]}, entry {writable[page][1]} writes to"
+                )
+
+
+def _validate_slots(slots: list[int], count: int) -> None:
+    seen: dict[int, int] = {}
+    for token, slot in enumerate(slots):
+        if slot >= count:
+            raise ValueError(f"slot_mapping: token {token}: expected a slot below {count}, got {slot}")
+        if slot >= 0 and seen.setdefault(slot, token) != token:
+            raise ValueError(
+                f"slot_mapping: token {token}: expected a slot of its own, got {slot}, as token {seen[slot]}"
+            )
+
+
+def check_num_splits(num_splits) -> int:
+    """The number, 0 for None."""
+    is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
+    if num_splits is not None and not (is_int and 1 <= num_splits <= MAX_SPLITS):
+        raise ValueError(f"num_splits: expected None or a number from 1 to {MAX_SPLITS}, got {num_splits!r}")
+    return num_splits or 0
+
+
+def check_options(causal, softmax_scale, q, deterministic=True) -> float:
+    """The softmax_scale to use."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected True or False, got {causal!r}")
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic: expected True or False, got {deterministic!r}")
+    if softmax_scale is None:
+        return q.shape[-1] ** -0.5
+    if not isinstance(softmax_scale, (int, float, torch.SymFloat)) or isinstance(softmax_scale, bool):
+        raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
+    if not isinstance(softmax_scale, torch.SymFloat) and not 0 <= softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: expected a finite number of at least 0, got {softmax_scale!r}")
+    return float(softmax_scale)
+
+
+def check_positions(positions, q, k, rotary) -> torch.Tensor:
+    """positions of shape (batch, seqlen) or (batch, seqlen, axes)."""
+    _check_position_values(positions, q, rotary)
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"positions: expected None, or seqlen_q == seqlen_k, got {q.shape[1]} and {k.shape[1]}")
+    shape = tuple(q.shape[:2]) + ((rotary.axes,) if rotary.axis else ())
+    if tuple(positions.shape) not in (shape, shape[1:], (1, *shape[1:])):
+        raise ValueError(f"positions: expected shape {shape} or {shape[1:]}, got {tuple(positions.shape)}")
+    return positions.expand(shape)
+
+
+def check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k) -> torch.Tensor:
+    """positions of packed tokens, of shape (1, total) or (1, total, axes)."""
+    _check_position_values(positions, q, rotary)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"positions: expected as many keys as queries, {q.shape[0]}, got {k.shape[0]}")
+    on_host = cu_seqlens_q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if cu_seqlens_q is not cu_seqlens_k and on_host and not torch.equal(cu_seqlens_q, cu_seqlens_k):
+        raise ValueError(
+            f"positions: expected equal cu_seqlens_q and cu_seqlens_k, got {cu_seqlens_q.tolist()} and "
+            f"{cu_seqlens_k.tolist()}"
+        )
+    shape = (q.shape[0], rotary.axes) if rotary.axis else (q.shape[0],)
+    if tuple(positions.shape) != shape:
+        raise ValueError(f"positions: expected shape {shape}, got {tuple(positions.shape)}")
+    return positions[None]
+
+
+def _check_position_values(positions, q, rotary) -> None:
+    if not isinstance(positions, torch.Tensor):
+        raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
+    if len(rotary.bands) != 1 or not is_plain(rotary.bands[0]):
+        raise ValueError(
+            f"positions: expected None, or a scheme whose distance is d everywhere, got one with bands {rotary.bands}"
+        )
+    if positions.device != q.device:
+        raise ValueError(f"positions: expected device {q.device} as q, got {positions.device}")
+    if positions.dtype == torch.bool or positions.is_complex():
+        raise TypeError(f"positions: expected numbers, got {positions.dtype}")
+
+
+def check_cu_seqlens(name, cu_seqlens, x, x_name, max_seqlen) -> None:
+    check_int32(name, cu_seqlens, x, x_name, ("sequences + 1",))
+    if not cu_seqlens.shape[0]:
+        raise ValueError(f"{name}: expected shape (sequences + 1,), got (0,)")
+    maximum = name.replace("cu_seqlens", "max_seqlen")
+    if not isinstance(max_seqlen, (int, torch.SymInt)) or isinstance(max_seqlen, bool) or max_seqlen < 0:
+        raise ValueError(f"{maximum}: expected a non-negative integer, got {max_seqlen!r}")
+    # Host memory: reading it waits for nothing. A tensor subclass (DTensor) has no list of its own.
+    if cu_seqlens.device.type == "cpu" and type(cu_seqlens) is torch.Tensor and not torch.compiler.is_compiling():
+        values = cu_seqlens.tolist()
+        if values[0] != 0:
+            raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
+        lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+        if any(length < 0 for length in lengths):
+            raise ValueError(f"{name}: expected non-decreasing values, got {values}")
+        if values[-1] > x.shape[0]:
+            raise ValueError(f"{name}: expected to end at {x.shape[0]} at most, the rows of {x_name}, got {values[-1]}")
+        if lengths and max(lengths) > max_seqlen:
+            raise ValueError(f"{maximum}: expected at least the longest sequence, {max(lengths)}, got {max_seqlen}")

@@ -1,0 +1,326 @@
+"""The public calls: argument checks, then the operator."""
+
+from __future__ import annotations
+
+from types import BuiltinFunctionType
+from typing import Never
+
+import torch
+import torch.nn.functional as F
+
+from ..backends.calls import AttentionCall, CacheCall, CacheLayout
+from ..backends.registry import resolve_impl
+from ..lowering.lowered import UNBOUNDED
+from ..rotary.rotary import Rotary
+from . import library as ops
+from .checks import (
+    CACHES,
+    MANY_HEADS,
+    check_cache,
+    check_cu_seqlens,
+    check_int32,
+    check_no_gradient,
+    check_num_splits,
+    check_options,
+    check_outside_context_parallel,
+    check_packed_positions,
+    check_positions,
+    check_sinks,
+    check_slot_mapping,
+    check_tensors,
+    validate_tables,
+    warn_of_layout,
+)
+from .foreign_keywords import raise_for
+from .length_scale import length_factor, scale_cached, scale_packed
+from .sinks import add_sinks
+
+__all__ = ["attention", "attention_varlen", "attention_varlen_with_cache", "attention_with_cache"]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: Rotary,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    positions: torch.Tensor | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+    deterministic: bool = True,
+    sinks: torch.Tensor | None = None,
+    **unknown: Never,
+):
+    """Attention over raw q, k, v with the rotary scheme applied inside. Gradients are those of raw q, k, v.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; float64 where the backend supports it.
+        k, v: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q. heads_q is a multiple of heads_kv. v
+            may be of another width than q and k, as in multi-head latent attention: a multiple of 8 up to 256.
+        rotary: the scheme. Its head_dim must equal q's.
+        causal: query row r attends to keys 0 to r + seqlen_k - seqlen_q (bottom-right alignment). False: to all keys.
+        softmax_scale: default head_dim ** -0.5, of q and k.
+        positions: (batch, seqlen) or (batch, seqlen, axes), used as positions instead of 0, 1, 2, ... Needs a scheme of
+            one band and seqlen_q == seqlen_k. Causality and windows still go by index.
+        sinks: (heads_q,), any float type, attention sinks as in gpt-oss: a learned logit per head that joins every
+            row's softmax and has no value. It is neither scaled nor rotated, and gets a gradient.
+        return_lse: also return the log-sum-exp of the scores.
+        impl: the backend, "triton", "cpu" or "reference". None picks by device.
+        deterministic: gradients are bitwise reproducible. False: the Triton backend's gradient of q may differ from run
+            to run by rounding. Its backward then does five matrix products instead of seven and adds that gradient up
+            by float32 atomics, in a workspace of ``4 * q.numel() * len(rotary.bands_for(causal))`` bytes; it raises
+            under ``torch.use_deterministic_algorithms(True)``. The other backends are always reproducible.
+
+    Returns:
+        out, like q but as wide as v, contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), natural
+        log, float32, or float64 for float64 inputs. A row with no keys gets out 0 and lse -inf. With sinks, lse counts
+        them: such a row's lse is its head's sink.
+
+    Raises:
+        TypeError, ValueError: the argument, what was expected and what came. No check synchronises with the device.
+    """
+    if unknown:
+        raise_for(attention, unknown)
+    q, k, v = _autocast(q, k, v)
+    shape_q, shape_k = check_tensors(q, k, v, rotary, rank=4)
+    if shape_k[0] != shape_q[0]:
+        raise ValueError(f"k: expected batch {shape_q[0]} as in q, got {shape_k[0]}")
+    if not torch.compiler.is_compiling() and (causal and shape_q[1] > shape_k[1] or shape_q[2] > MANY_HEADS):
+        warn_of_layout(shape_q, shape_k)
+    if positions is not None:
+        positions = check_positions(positions, q, k, rotary)
+    elif rotary.axis:
+        raise ValueError(f"positions: expected shape (batch, seqlen, {rotary.axes}) for an axial scheme, got None")
+    softmax_scale = check_options(causal, softmax_scale, q, deterministic) * length_factor(rotary, shape_k[1])
+    call = AttentionCall(rotary, causal, softmax_scale, positions, None, None, shape_q[1], shape_k[1], deterministic)
+    return _attend(q, k, v, call, sinks, return_lse, impl)
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: Rotary,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+    deterministic: bool = True,
+    sinks: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    **unknown: Never,
+):
+    """``attention`` over packed sequences of different lengths.
+
+    Args:
+        q: (total_q, heads_q, head_dim). Sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+        k, v: (total_k, heads_kv, head_dim); v may be of another width, as in ``attention``.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on q's device, non-decreasing from 0. The host does not read
+            values that lie on a GPU; the kernels clamp them to the buffers.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Rows beyond them are not computed.
+        positions: (total_q,) or (total_q, axes), as in ``attention``, of the packed tokens. Needs total_q == total_k
+            and cu_seqlens_q equal to cu_seqlens_k, which is not checked where they lie on a GPU.
+        rotary, causal, softmax_scale, sinks, return_lse, impl, deterministic: as in ``attention``.
+
+    Returns:
+        out like q, as wide as v. With return_lse: (out, lse), lse (heads_q, total_q), of the dtype in ``attention``.
+        Rows outside every sequence get 0 and -inf, or the sink.
+
+    Raises:
+        TypeError, ValueError: as in ``attention``.
+    """
+    if unknown:
+        raise_for(attention_varlen, unknown)
+    q, k, v = _autocast(q, k, v)
+    check_tensors(q, k, v, rotary, rank=3)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k, "k", max_seqlen_k)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)} as cu_seqlens_q, got {tuple(cu_seqlens_k.shape)}"
+        )
+    if positions is not None:
+        positions = check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k)
+    elif rotary.axis:
+        raise ValueError(f"positions: an axial scheme needs them, shape (total, {rotary.axes})")
+    softmax_scale, lengths = check_options(causal, softmax_scale, q, deterministic), (max_seqlen_q, max_seqlen_k)
+    call = AttentionCall(rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, *lengths, deterministic)
+    if rotary.length_scale is not None:
+        q = scale_packed(q, rotary, cu_seqlens_q, cu_seqlens_k.diff())
+    return _attend(q, k, v, call, sinks, return_lse, impl)
+
+
+def _attend(q, k, v, call: AttentionCall, sinks, return_lse: bool, impl: str | None):
+    if sinks is not None:
+        check_sinks(sinks, q)
+    impl = resolve_impl(impl, q)
+    if type(F.scaled_dot_product_attention) is not BuiltinFunctionType:  # replaced, by context_parallel or by a test
+        check_outside_context_parallel()
+    out, lse = ops.attention(q, k, v, call, impl)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return (out, lse) if return_lse else out
+
+
+def attention_with_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rotary: Rotary,
+    cache_seqlens: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+    num_splits: int | None = None,
+    validate: bool = False,
+    sinks: torch.Tensor | None = None,
+    **unknown: Never,
+):
+    """Writes the new raw k, v to the cache, then attends: decoding, speculative verification, chunked prefill.
+
+    The cache holds each raw key once, whatever the scheme. Keys are rotated on the way to the product, and only where
+    the scheme needs it (ReRoPE: the last ``window``). No gradients; in training use ``attention``.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim). With n cached and new keys, row r is at position n - seqlen_q + r.
+        k_cache, v_cache: (batch, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
+            head_dim). Written in place.
+        cache_seqlens: (batch,) int32, the slots in use before this call, left padding included. Not changed.
+        k, v: (batch, seqlen_new, heads_kv, head_dim), or both None if the cache is complete.
+        block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a
+            sequence's length may hold anything. page_size is a power of two, at least 16.
+        cache_leftpad: (batch,) int32, the first valid slot of each sequence. Positions count from it.
+        num_splits: into how many parts the keys are split. A given number also fixes the tiles: results are then
+            bitwise identical whatever else the batch holds and however a sequence's tokens are divided into calls
+            (Triton and CUDA). None picks by shape.
+        validate: check the tables first, which synchronises with the device. Without it, lengths are clamped to the
+            capacity and page numbers to the cache, and new keys without a slot are dropped: nothing outside the
+            buffers is touched and no other sequence changes, but a sequence with a wrong entry has no valid result.
+        impl: as in ``attention``, and "cuda" if the extension was built (float16, bfloat16, seqlen_q up to 64).
+        rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
+
+    Returns:
+        out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), of the dtype in
+        ``attention``.
+
+    Raises:
+        TypeError, ValueError: as in ``attention``; with validate also the sequence and the entry.
+    """
+    if unknown:
+        raise_for(attention_with_cache, unknown)
+    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None)
+    layout = CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new)
+    call = CacheCall(rotary, causal, check_options(causal, softmax_scale, q), layout, check_num_splits(num_splits))
+    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, sinks, return_lse, impl, validate)
+
+
+def attention_varlen_with_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rotary: Rotary,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    max_seqlen_q: int,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+    num_splits: int | None = None,
+    validate: bool = False,
+    sinks: torch.Tensor | None = None,
+    **unknown: Never,
+):
+    """``attention_with_cache`` for packed queries: one-token steps, speculation, chunks and whole prompts in one batch.
+
+    The host reads no length, so a captured CUDA graph serves every batch of the same shapes.
+
+    Args:
+        q: (total_q, heads_q, head_dim). Sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], its last tokens.
+        k_cache, v_cache: (sequences, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
+            head_dim). Written in place.
+        cu_seqlens_q: (sequences + 1,) int32, non-decreasing from 0. A sequence may have no rows.
+        cache_seqlens: (sequences,) int32, slots in use, left padding included. Where this call appends k and v: before
+            it. Without k, and with slot_mapping: the new tokens included.
+        max_seqlen_q: upper bound of the sequences' rows. Rows beyond it are not computed.
+        k, v: (total_q, heads_kv, head_dim), the new raw keys and values of q's tokens, or both None.
+        slot_mapping: (total_q,) int32 or int64, the slot of the whole cache, page * page_size + row, that each new key
+            and value goes to, for engines that place tokens. Negative: nowhere. None: behind cache_seqlens.
+        block_table, cache_leftpad, num_splits, validate: as in ``attention_with_cache``.
+        rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
+        impl: as in ``attention_with_cache``; "cuda" needs max_seqlen_q up to 64, and to append pages or a contiguous
+            cache whose capacity is a multiple of 16.
+
+    Returns:
+        out like q. With return_lse: (out, lse), lse (heads_q, total_q), of the dtype in ``attention``. Rows outside
+        every sequence get 0 and -inf, or the sink.
+
+    Raises:
+        TypeError, ValueError: as in ``attention_with_cache``.
+    """
+    if unknown:
+        raise_for(attention_varlen_with_cache, unknown)
+    check_tensors(q, k_cache, v_cache, rotary, 3, CACHES)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
+    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None, cu_seqlens_q)
+    if slot_mapping is not None:
+        check_slot_mapping(slot_mapping, q, k)
+        seqlen_new = 0
+    tables = (cache_seqlens, block_table, cache_leftpad)
+    layout = CacheLayout(*tables, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q)
+    call = CacheCall(rotary, causal, check_options(causal, softmax_scale, q), layout, check_num_splits(num_splits))
+    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, sinks, return_lse, impl, validate)
+
+
+def _attend_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, capacity, sinks, return_lse, impl, validate: bool):
+    """capacity: slots of a sequence or page."""
+    layout = call.layout
+    batch = q.shape[0] if layout.cu_seqlens_q is None else layout.cu_seqlens_q.shape[0] - 1
+    check_int32("cache_seqlens", layout.seqlens, q, "q", (batch,))
+    if layout.leftpad is not None:
+        check_int32("cache_leftpad", layout.leftpad, q, "q", (batch,))
+    if layout.block_table is not None:
+        check_int32("block_table", layout.block_table, q, "q", (batch, "max_pages"))
+        capacity *= layout.block_table.shape[1]
+    if capacity > UNBOUNDED:  # distances are 32-bit numbers in the kernels
+        name = "k_cache" if layout.block_table is None else "block_table"
+        raise ValueError(f"{name}: expected room for at most {UNBOUNDED} tokens a sequence, got {capacity}")
+    if sinks is not None:
+        check_sinks(sinks, q)
+        check_no_gradient("sinks", sinks)
+    impl = resolve_impl(impl, q, cached=True)
+    if validate:
+        validate_tables(layout, capacity, k_cache)
+    if call.rotary.length_scale is not None:
+        q = scale_cached(q, call.rotary, layout, capacity)
+    out, lse = ops.attention_with_cache(q, k_cache, v_cache, k, v, call, impl)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks, gradients=False)
+    return (out, lse) if return_lse else out
+
+
+def _autocast(*tensors):
+    """Under torch.autocast, float32 inputs become the autocast type, as in scaled_dot_product_attention."""
+    eager_without_autocast = not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled()
+    if eager_without_autocast or not isinstance(tensors[0], torch.Tensor):
+        return tensors
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in tensors)

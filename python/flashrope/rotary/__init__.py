@@ -1,0 +1,1 @@
+"""What a scheme is: frequencies, bands over the distance, scales. No devices, no kernels."""

@@ -1,0 +1,129 @@
+"""Checks of a Rotary's fields and of the numbers that its methods take. Each raises TypeError or ValueError."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+TILE = 128  # rows of the kernels' largest tile; chunks are whole tiles
+
+
+def positive(name: str, value, finite: bool = True) -> float:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    number = float(value)
+    if not number > 0 or finite and number == math.inf:
+        raise ValueError(f"{name}: expected a positive {'finite ' if finite else ''}number, got {value!r}")
+    return number
+
+
+def check_flag(name: str, value) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def is_integer(value, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def check_positive_int(name: str, value) -> None:
+    if not is_integer(value, 1):
+        raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+
+
+def check_even(name: str, value, minimum: int = 2) -> None:
+    if not is_integer(value, minimum) or value % 2:
+        raise ValueError(f"{name}: expected an even integer of at least {minimum}, got {value!r}")
+
+
+def checked_rotary_dim(head_dim, rotary_dim) -> int:
+    """rotary_dim, head_dim where it is None."""
+    check_even("head_dim", head_dim)
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    check_even("rotary_dim", rotary_dim, minimum=0)
+    if rotary_dim > head_dim:
+        raise ValueError(f"rotary_dim: expected at most head_dim = {head_dim}, got {rotary_dim}")
+    return rotary_dim
+
+
+def check_window(window) -> None:
+    if not is_integer(window, 0):
+        raise ValueError(f"window: expected a non-negative integer, got {window!r}")
+
+
+def check_self_extend(window, group) -> None:
+    check_window(window)
+    check_positive_int("group", group)
+    if window % group:
+        raise ValueError(
+            f"group: expected a divisor of window = {window}, got {group}; the grouped positions would not meet the "
+            f"true ones at the window, try window {round(window / group) * group or group}"
+        )
+
+
+def checked_chunk(chunk_size, local_size) -> int:
+    """The length of a chunk."""
+    check_positive_int("chunk_size", chunk_size)
+    if not is_integer(local_size, 0):
+        raise ValueError(f"local_size: expected a non-negative integer, got {local_size!r}")
+    if local_size >= chunk_size:
+        raise ValueError(
+            f"local_size: expected less than chunk_size = {chunk_size}, got {local_size}; no chunk is left"
+        )
+    chunk = chunk_size - local_size
+    if chunk % TILE:
+        fitting = max(chunk // TILE, 1) * TILE
+        hint = f"; try local_size {chunk_size - fitting}" if chunk_size >= fitting else ""
+        raise ValueError(
+            f"chunk_size: expected chunk_size - local_size to be a multiple of {TILE}, the rows of a tile, got "
+            f"{chunk_size} - {local_size} = {chunk}{hint}"
+        )
+    return chunk
+
+
+def checked_frequencies(frequencies, head_dim: int) -> tuple[float, ...]:
+    if not isinstance(frequencies, (tuple, list)):
+        raise TypeError(f"inv_freq: expected a tuple of numbers, got {type(frequencies).__name__}; use from_inv_freq")
+    pairs = len(frequencies)
+    if 2 * pairs > head_dim:
+        raise ValueError(f"inv_freq: {pairs} pairs need {2 * pairs} channels, head_dim has {head_dim}")
+    for m, frequency in enumerate(frequencies):
+        if not isinstance(frequency, numbers.Real) or isinstance(frequency, bool):
+            raise TypeError(f"inv_freq[{m}]: expected a number, got {frequency!r}")
+        if not math.isfinite(frequency):
+            raise ValueError(f"inv_freq[{m}]: expected a finite number, got {frequency!r}")
+    return tuple(map(float, frequencies))
+
+
+def checked_axis(axis, pairs: int) -> tuple[int, ...]:
+    if not isinstance(axis, (tuple, list)):
+        raise TypeError(f"axis: expected a tuple of integers, one per pair, got {axis!r}")
+    if axis and len(axis) != pairs:
+        raise ValueError(f"axis: expected one for each of the {pairs} pairs, got {len(axis)}")
+    for m, each in enumerate(axis):
+        if not is_integer(each, 0):
+            raise ValueError(f"axis[{m}]: expected a non-negative integer, got {each!r}")
+    return tuple(axis)
+
+
+def checked_log_steps(scale) -> tuple[float, float, int] | None:
+    if scale is None:
+        return None
+    if not isinstance(scale, (tuple, list)) or len(scale) != 3:
+        raise TypeError(f"log_steps_scale: expected None or (floor_scale, attn_scale, first), got {scale!r}")
+    floor_scale, attn_scale, first = positive("floor_scale", scale[0]), positive("attn_scale", scale[1]), scale[2]
+    if first not in (0, 1) or isinstance(first, bool):
+        raise ValueError(f"first: expected 0 or 1, the number of the first position, got {first!r}")
+    return floor_scale, attn_scale, int(first)
+
+
+def checked_log_n(scale) -> tuple[float, bool] | None:
+    if scale is None:
+        return None
+    if not isinstance(scale, (tuple, list)) or len(scale) != 2:
+        raise TypeError(f"log_n_scale: expected None or (train_length, clip), got {scale!r}; use log_n")
+    train_length, clip = positive("train_length", scale[0]), scale[1]
+    if not train_length > 1:
+        raise ValueError(f"train_length: expected more than 1, got {train_length!r}")
+    check_flag("clip", clip)
+    return train_length, clip

@@ -1,0 +1,48 @@
+"""Windows, groups and chunks of Self-Extend and dual chunk attention for a model that is trained, from its lengths."""
+
+from __future__ import annotations
+
+from .checks import TILE
+
+
+def self_extend_for(train_length: int, longest: int, window: int | None = None) -> tuple[int, int]:
+    """(window, group) of ``Rotary.self_extend``: the smallest group that keeps all positions below the training length.
+
+    The farthest pair of the longest sequence is seen at the distance floor((longest - 1) / group) + window - window /
+    group, which is then less than train_length.
+
+    Args:
+        train_length, longest: in tokens.
+        window: in positions; None: half the training length.
+
+    Raises:
+        ValueError: no divisor of the window is large enough.
+    """
+    window = max(train_length // 2, 1) if window is None else window
+    for group in range(1, window + 1):
+        if window % group == 0 and _farthest(longest, window, group) < train_length:
+            return window, group
+    raise ValueError(
+        f"self_extend: no group that divides window {window} brings {longest} tokens within the training length "
+        f"{train_length}; the largest, {window}, leaves a distance of {_farthest(longest, window, window)}"
+    )
+
+
+def _farthest(longest: int, window: int, group: int) -> int:
+    return (longest - 1) // group + window - window // group
+
+
+def dual_chunk_for(train_length: int) -> tuple[int, int]:
+    """(chunk_size, local_size) of ``Rotary.dual_chunk``: the training length, and what leaves chunks of about three
+    quarters of it, as in the experiments of the DCA paper, in whole tiles of 128.
+
+    Raises:
+        ValueError: the training length has no room for a chunk and a local part.
+    """
+    chunk = max(3 * train_length // 4 // TILE, 1) * TILE
+    if chunk >= train_length:
+        raise ValueError(
+            f"dual_chunk: expected a training length above {TILE}, the rows of a tile and the shortest chunk, got "
+            f"{train_length}, which leaves no local part beside it"
+        )
+    return train_length, train_length - chunk

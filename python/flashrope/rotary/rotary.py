@@ -1,0 +1,568 @@
+"""``Rotary``: the description of a rotary position scheme.
+
+Every scheme is a frequency per channel pair, a short list of bands over the distance d = i - j (query position minus
+key position), and a scale on the query:
+
+    score(i, j) = softmax_scale * t * logn(i) * (R(slope*i + offset) q_i) . (R(slope*j) k_j)   in the band that holds d
+
+R(p) rotates pair m by the angle p * inv_freq[m]; a pair with inv_freq[m] = 0 does not rotate. ``log_steps_scale`` is
+another logn(i), ``rotated_scale`` a factor on the channels of the table alone. A band may put a map of i and j in their
+place (``bands.MappedBand``). Only this file knows the names of the schemes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from .axes import axial_pairs, section_axes
+from .bands import (
+    EVERYWHERE,
+    AnyBand,
+    Band,
+    MappedBand,
+    beyond_window,
+    checked_bands,
+    chunk_of,
+    chunked,
+    clipped,
+    grouped,
+    is_plain,
+    merged,
+    rectified,
+    two_sided,
+)
+from .checks import (
+    check_flag,
+    check_positive_int,
+    check_self_extend,
+    check_window,
+    checked_axis,
+    checked_chunk,
+    checked_frequencies,
+    checked_log_n,
+    checked_log_steps,
+    checked_rotary_dim,
+    positive,
+)
+from .tables import ablation_table, cope_table, geometric_table, given_table, hope_table, ntk_table, yarn_table
+from .text import describe, fields_of
+
+__all__ = ["Band", "MappedBand", "Rotary"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Rotary:
+    """A rotary position scheme. Build it with a class method, then chain: ``Rotary.hope(128, 8192).rectify(1024)``.
+
+    Two schemes are equal if they compute the same from the same channels, however they were built.
+
+    Attributes:
+        head_dim: channels per head.
+        frequencies: inv_freq as a tuple, radians per position, one per channel pair; 0: the pair does not rotate.
+        interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2.
+        bands: the bands over d >= 0, for causal attention, each a Band or a MappedBand; ``two_sided_bands`` adds their
+            mirror images.
+        temperature: t of the formula.
+        log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), with clip at least 1.
+        log_steps_scale: (floor_scale, attn_scale, first) or None, see ``log_steps``; in the place of log n.
+        rotated_scale: factor on what the channels of the table, the first rotary_dim, add to the scores.
+        length_scale: None, or a length: scores of a sequence of n keys are scaled by max(1, 0.1 ln(n / length) + 1).
+        axis: for every pair, the axis of the position that it rotates with; () for one-dimensional positions.
+        base, exponent_dim: inv_freq[m] was base ** (-2m / exponent_dim) before any change; base is None for other
+            tables. These two and scaled_by say what may still be chained, and do not count for equality.
+        scaled_by: the interpolation that has changed the table, or "".
+    """
+
+    head_dim: int
+    frequencies: tuple[float, ...]
+    interleaved: bool = False
+    bands: tuple[AnyBand, ...] = (EVERYWHERE,)
+    temperature: float = 1.0
+    log_n_scale: tuple[float, bool] | None = None
+    axis: tuple[int, ...] = ()
+    log_steps_scale: tuple[float, float, int] | None = None
+    rotated_scale: float = 1.0
+    base: float | None = dataclasses.field(default=None, compare=False)
+    exponent_dim: int = dataclasses.field(default=0, compare=False)
+    scaled_by: str = dataclasses.field(default="", compare=False)
+    length_scale: float | None = None
+
+    def __post_init__(self):
+        check_positive_int("head_dim", self.head_dim)
+        for name, checked in (
+            ("frequencies", checked_frequencies(self.frequencies, self.head_dim)),
+            ("bands", checked_bands(self.bands)),
+            ("axis", checked_axis(self.axis, len(self.frequencies))),
+            ("log_n_scale", checked_log_n(self.log_n_scale)),
+            ("log_steps_scale", checked_log_steps(self.log_steps_scale)),
+        ):
+            object.__setattr__(self, name, checked)
+        check_flag("interleaved", self.interleaved)
+        positive("temperature", self.temperature)
+        positive("rotated_scale", self.rotated_scale)
+        if self.log_n_scale and self.log_steps_scale:
+            raise ValueError("log_steps_scale: expected None beside log_n_scale; a query has one scale by its position")
+        if self.length_scale is not None:
+            object.__setattr__(self, "length_scale", positive("length_scale", self.length_scale))
+        self.text  # noqa: B018  cached now, because torch.compile cannot trace a cached_property's first call
+
+    @cached_property
+    def _hash(self) -> int:
+        table = self.head_dim, self.frequencies, self.interleaved, self.axis
+        scales = self.temperature, self.log_n_scale, self.log_steps_scale, self.rotated_scale, self.length_scale
+        return hash((*table, self.bands, *scales))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self):
+        return _unpickle, (self.text,)  # not __dict__, whose cached hash is only valid in this process
+
+    # ---- derived values
+    @property
+    def rotary_dim(self) -> int:
+        """Number of leading channels that form pairs. The other channels carry no position."""
+        return 2 * len(self.frequencies)
+
+    @property
+    def inv_freq(self) -> torch.Tensor:
+        """The frequency of every pair, float64 (rotary_dim / 2,), in radians per position."""
+        return torch.tensor(self.frequencies, dtype=torch.float64)
+
+    @property
+    def changes_channels(self) -> bool:
+        """Whether rotating changes any channel: a pair rotates, or ``rotated_scale`` is not 1."""
+        return any(self.frequencies) or self.rotated_scale != 1
+
+    @property
+    def axes(self) -> int:
+        """Coordinates per position: 1, or more for n-dimensional RoPE."""
+        return max(self.axis) + 1 if self.axis else 1
+
+    @cached_property
+    def two_sided_bands(self) -> tuple[Band, ...]:
+        """The bands over all d: each causal band and its mirror image (d -> -d, offset -> -offset), merged at d = 0.
+
+        Raises:
+            ValueError: a band maps positions, or the first band starts at 0 and has an offset, so that d = 0 is in two
+                bands.
+        """
+        return two_sided(self.bands)
+
+    def bands_for(self, causal: bool) -> tuple[AnyBand, ...]:
+        """``bands`` for causal attention, otherwise ``two_sided_bands``."""
+        return self.bands if causal else self.two_sided_bands
+
+    # ---- schemes
+    @classmethod
+    def rope(
+        cls, head_dim: int, base: float = 10_000.0, rotary_dim: int | None = None, interleaved: bool = False
+    ) -> Rotary:
+        """RoPE (Su et al. 2021, eq. 15): inv_freq[m] = base ** (-2m / rotary_dim).
+
+        Args:
+            head_dim: channels per head, even.
+            base: above 1; Hugging Face's rope_theta.
+            rotary_dim: number of leading channels that rotate, even; None: all. As in Hugging Face's partial rotary, it
+                is also the denominator of the exponent.
+            interleaved: True pairs channels 2m and 2m + 1 (GPT-J); False pairs m and m + rotary_dim / 2 (Llama).
+        """
+        rotary_dim = checked_rotary_dim(head_dim, rotary_dim)
+        return cls(head_dim, geometric_table(base, rotary_dim), interleaved, base=float(base), exponent_dim=rotary_dim)
+
+    @classmethod
+    def hope(
+        cls,
+        head_dim: int,
+        train_length: float,
+        base: float = 10_000.0,
+        interleaved: bool = False,
+        compact: bool = False,
+    ) -> Rotary:
+        """HoPE (Chen et al. 2025, section 4): only RoPE's pairs with inv_freq >= 2 pi / train_length rotate.
+
+        The a pairs that make a full turn within the training length rotate; the others carry no position. There are
+        three layouts. In all three the denominator of the exponent is head_dim.
+
+        Args:
+            head_dim: channels per head, even.
+            train_length: in tokens.
+            base: as in ``rope``.
+            interleaved: True pairs channels 2m and 2m + 1 of the first 2a channels (the paper's q[:2a]). False pairs m
+                with m + head_dim / 2, and the pairs from a on do not rotate (for Llama checkpoints).
+            compact: pairs m with m + a within the first 2a channels.
+        """
+        positive("train_length", train_length)
+        if interleaved and compact:
+            raise ValueError(
+                "compact: pairs m with m + a, interleaved=True pairs 2m with 2m + 1; choose one of the two"
+            )
+        check_flag("compact", compact)
+        rope = cls.rope(head_dim, base, interleaved=interleaved)
+        frequencies = hope_table(rope.frequencies, train_length)
+        if not frequencies:
+            warnings.warn(
+                f"train_length: expected at least 7 tokens, in which the first pair makes a full turn, got "
+                f"{train_length!r}; no pair rotates, as in Rotary.none",
+                stacklevel=2,
+            )
+        if not (interleaved or compact):
+            frequencies += (0.0,) * (head_dim // 2 - len(frequencies))
+        return dataclasses.replace(rope, frequencies=frequencies)
+
+    @classmethod
+    def hope_ablation(
+        cls, head_dim: int, train_length: float, which: str, base: float = 10_000.0, interleaved: bool = False
+    ) -> Rotary:
+        """The ablations of the HoPE paper (section 5), with L = train_length in tokens.
+
+        Args:
+            which: "ab1": pairs with pi / L < inv_freq < 2 pi / L do not rotate. "ab2": those with inv_freq <= pi / L do
+                not. "ab3": all pairs rotate, with frequencies in geometric steps from 1 to 2 pi / L.
+            head_dim, train_length, base, interleaved: as in ``rope`` and ``hope``.
+        """
+        positive("train_length", train_length)
+        rope = cls.rope(head_dim, base, interleaved=interleaved)
+        frequencies = ablation_table(rope.frequencies, train_length, which)
+        return dataclasses.replace(rope, frequencies=frequencies, base=None if which == "ab3" else rope.base)
+
+    @classmethod
+    def none(cls, head_dim: int) -> Rotary:
+        """NoPE: no pair rotates."""
+        return cls(head_dim, (), exponent_dim=head_dim)
+
+    @classmethod
+    def from_inv_freq(cls, inv_freq, head_dim: int, interleaved: bool = False) -> Rotary:
+        """A scheme with a given table.
+
+        Args:
+            inv_freq: tensor, array or list (pairs,), in radians per position; 0: the pair does not rotate.
+            head_dim: channels per head, at least 2 * pairs.
+            interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + pairs.
+        """
+        frequencies = given_table("inv_freq", inv_freq)
+        return cls(head_dim, frequencies, interleaved, exponent_dim=2 * len(frequencies))
+
+    @classmethod
+    def from_hf_config(cls, config, layer_type: str | None = None, seqlen: int | None = None) -> Rotary:
+        """The scheme of a Hugging Face model configuration.
+
+        Args:
+            config: a text model's configuration, or any object with its fields.
+            layer_type: one of the configuration's layer_types, if its layers differ.
+            seqlen: tokens of the longest sequence, for rope types that depend on it.
+
+        Raises:
+            ValueError: names the field, and why there is no exact counterpart. All details:
+                ``flashrope.integrations.hf_config.rotary_from_config``.
+        """
+        if config is None or isinstance(config, (str, bytes, dict, os.PathLike)):
+            raise TypeError(
+                "config: expected a model configuration, as transformers.AutoConfig.from_pretrained returns it, got "
+                f"{type(config).__name__}"
+            )
+        # By name and when asked for: this room is below the integrations.
+        reader = import_module("...integrations.hf_config", __package__)
+        return reader.rotary_from_config(config, layer_type, seqlen)
+
+    @classmethod
+    def axial(
+        cls,
+        head_dim: int,
+        axes: int | Iterable[Any] | None = None,
+        base: float = 100.0,
+        interleaved: bool = False,
+        *,
+        axis: Sequence[int] | None = None,
+        rotary_dim: int | None = None,
+    ) -> Rotary:
+        """n-dimensional RoPE for images and video: every axis has pairs of its own, which rotate with that coordinate.
+
+        ``attention`` then needs ``positions`` of shape (batch, seqlen, axes), and ``attention_varlen`` (total, axes). A
+        token whose coordinates are all 0, such as a class or register token, does not rotate.
+
+        Args:
+            head_dim: channels per head.
+            axes: a number: as many axes, with equal blocks of the pairs. A list with an entry per axis: its number of
+                pairs (configurations often give channels, twice as many) or its table, inv_freq of its pairs in
+                radians per position. None: 2, or as many as axis has.
+            base: of the tables that axes does not give, above 1: base ** (-m / n) for pair m of an axis's n.
+            interleaved: as in ``rope``.
+            axis: the axis of every pair; its pairs take the entries of its table in order. None: the axes one after
+                the other.
+            rotary_dim: number of leading channels that rotate, as in ``rope``; the pairs add up to half of it.
+        """
+        pairs = checked_rotary_dim(head_dim, rotary_dim) // 2
+        frequencies, order = axial_pairs(axes, base, axis, pairs)
+        return cls(head_dim, frequencies, interleaved, axis=order)
+
+    # ---- changes to the table
+    def interpolate(self, factor: float) -> Rotary:
+        """Position interpolation (Chen et al. 2023): every frequency is divided by factor, a positive number."""
+        self._check_unscaled("interpolate")
+        factor = positive("factor", factor)
+        return self._with_table("interpolate", [f / factor for f in self.frequencies])
+
+    def ntk(self, factor: float, variant: str = "aware", exponent: float = 0.625) -> Rotary:
+        """NTK-aware interpolation, with s = factor, a positive number, and D the denominator of the exponent.
+
+        Args:
+            factor: by how much the context grows.
+            variant: "aware": the base is multiplied by s ** (D / (D - 2)), as in Hugging Face's dynamic NTK.
+                "old": the base is multiplied by s.
+                "fixed": inv_freq[m] is multiplied by s ** (-2 (m + 1) / D).
+                "mixed": inv_freq[m] is multiplied by exp(-a (m + 1) ** b), a = ln(s) / (D / 2) ** b.
+            exponent: b of "mixed"; ReRoPE's author gives 0.625 in the text and 0.75 in the code.
+        """
+        self._check_unscaled("ntk")
+        return self._with_table("ntk", ntk_table(self.frequencies, self.exponent_dim, factor, variant, exponent))
+
+    def yarn(
+        self,
+        factor: float,
+        train_length: float,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        temperature: float | None = None,
+        truncate: bool = True,
+    ) -> Rotary:
+        """YaRN (Peng et al. 2023, section 3.2).
+
+        Pairs that make more than beta_fast turns over train_length keep their frequency. Those that make fewer than
+        beta_slow turns have it divided by factor. A linear ramp over the pair index connects the two.
+
+        Args:
+            factor: by how much the context grows, a positive number.
+            train_length: in tokens.
+            beta_fast, beta_slow: turns over train_length, where the ramp starts and ends.
+            temperature: factor on the scores; None: (0.1 ln(factor) + 1) ** 2, and 1 for a factor of at most 1.
+            truncate: whether the ends of the ramp are rounded to whole pairs; some checkpoints need False.
+        """
+        self._check_unscaled("yarn")
+        betas = beta_fast, beta_slow
+        frequencies = yarn_table(self.frequencies, self.exponent_dim, self.base, factor, train_length, betas, truncate)
+        if temperature is None:
+            temperature = (0.1 * math.log(factor) + 1) ** 2 if factor > 1 else 1.0
+        temperature = positive("temperature", temperature)
+        return dataclasses.replace(self._with_table("yarn", frequencies), temperature=self.temperature * temperature)
+
+    def ntk_by_parts(
+        self, factor: float, train_length: float, beta_fast: float = 32.0, beta_slow: float = 1.0, truncate: bool = True
+    ) -> Rotary:
+        """NTK-by-parts (bloc97 2023; Peng et al. 2023, section 3.2): YaRN's table without its temperature.
+
+        Args: as in ``yarn``.
+        """
+        self._check_unscaled("ntk_by_parts")
+        yarn = self.yarn(factor, train_length, beta_fast, beta_slow, temperature=1.0, truncate=truncate)
+        return dataclasses.replace(yarn, scaled_by="ntk_by_parts")
+
+    def cope(self, train_length: float, pairs: int | None = None, taper: bool = True) -> Rotary:
+        """CoPE, clipped RoPE (arXiv 2602.05258): HoPE's cut for a model that is already trained.
+
+        The pairs with inv_freq < 2 pi / train_length, which HoPE does not rotate, rotate less the slower they are: in
+        order of falling inv_freq, pair r of n has it multiplied by (1 + cos(pi r / (n - 1))) / 2. The first keeps it,
+        the last does not rotate.
+
+        Args:
+            train_length: in tokens.
+            pairs: n, instead of as many as are below the cut: the slowest ones that rotate.
+            taper: False: none of them rotates, which is HoPE's table.
+        """
+        return dataclasses.replace(self, frequencies=cope_table(self.frequencies, train_length, pairs, taper))
+
+    def mrope(self, sections: Sequence[int], interleaved: bool = False) -> Rotary:
+        """Multi-dimensional positions of vision-language models: each pair rotates with one coordinate of a position.
+
+        ``attention`` then needs ``positions`` of shape (batch, seqlen, axes), in Hugging Face's order: time, height,
+        width. Where all coordinates of every position are equal, as for text, the scheme is the one it came from.
+
+        Args:
+            sections: the pairs of each axis, which add up to the pairs of the table; Hugging Face's mrope_section.
+            interleaved: False: one axis after the other (Qwen2-VL, Qwen2.5-VL, GLM-4V). True: pair m belongs to axis m
+                modulo the number of axes, and to axis 0 where that axis has its pairs already (Qwen3-VL).
+        """
+        check_flag("interleaved", interleaved)
+        if self.axis:
+            raise ValueError("mrope: this table is axial already")
+        if len(self.bands) != 1 or not is_plain(self.bands[0]) or self.log_n_scale or self.log_steps_scale:
+            raise ValueError(
+                "mrope: expected a scheme without rectify, self_extend, dual_chunk and log_n, which need "
+                "one-dimensional positions; local may come before it and goes by index"
+            )
+        return dataclasses.replace(self, axis=section_axes(sections, len(self.frequencies), interleaved))
+
+    # ---- changes to the bands and the scale
+    def rectify(self, window: int, factor: float | None = None) -> Rotary:
+        """ReRoPE, and with a factor Leaky ReRoPE.
+
+        Below window, scores see the true distance. From window on, ReRoPE's scores see the distance window; for Leaky
+        ReRoPE it grows by 1 / factor per position. Without causality the same holds for keys ahead, mirrored.
+
+        Args:
+            window: in positions.
+            factor: None or inf: ReRoPE. A positive number, which may be below 1: Leaky ReRoPE.
+        """
+        check_window(window)
+        self._check_unbanded("rectify")
+        return self._with_bands(beyond_window(self.bands, rectified(window, factor)))
+
+    def self_extend(self, window: int, group: int) -> Rotary:
+        """Self-Extend (Jin et al. 2024, section 3): grouped positions beyond a window, for models that are trained.
+
+        Below window, scores see the true distance. From window on, the query at i rotates by floor(i / group) + window
+        - window / group and the key at j by floor(j / group). For causal attention. A scheme in which no pair rotates
+        stays as it is.
+
+        Args:
+            window: in positions, a multiple of group.
+            group: positions that share one rotation beyond the window.
+        """
+        check_self_extend(window, group)
+        self._check_unbanded("self_extend")
+        if group == 1 or not any(self.frequencies):
+            return self
+        return self._with_bands(beyond_window(self.bands, grouped(window, group)))
+
+    def dual_chunk(self, chunk_size: int, local_size: int, length_scale: float | None = None) -> Rotary:
+        """Dual chunk attention (An et al. 2024, arXiv 2402.17463; Qwen2.5-1M), for models that are trained.
+
+        With s = chunk_size - local_size, the key at j rotates by j mod s. With n = floor(i / s) - floor(j / s), the
+        query at i rotates by i mod s for n = 0, by min(i mod s + s, chunk_size) for n = 1, and by
+        min(2 s - 1, chunk_size) for n >= 2. No rotation exceeds chunk_size. For causal attention. A scheme in which no
+        pair rotates stays as it is.
+
+        Args:
+            chunk_size: in positions, usually the training length or less.
+            local_size: in positions, less than chunk_size; s must be a multiple of 128, the rows of a tile.
+            length_scale: a length in tokens, usually the training length: scores of a sequence of n keys, counted at
+                each call, are scaled by max(1, 0.1 ln(n / length_scale) + 1), as Qwen2.5-1M's engine does. None: not.
+        """
+        chunk = checked_chunk(chunk_size, local_size)
+        self._check_unbanded("dual_chunk")
+        if self.bands != (EVERYWHERE,):
+            raise ValueError("dual_chunk: expected a scheme whose queries see all keys, got one with a sliding window")
+        if not any(self.frequencies):
+            return self
+        scaled = dataclasses.replace(self, length_scale=length_scale)
+        return scaled._with_bands(chunked(chunk, min(2 * chunk - 1, chunk_size)))
+
+    def local(self, window: int) -> Rotary:
+        """Sliding window: queries attend to distances below window only; without causality, on both sides."""
+        check_window(window)
+        if chunk_of(self.bands):
+            raise ValueError("local: expected bands over the distance, got those of dual_chunk, over chunks")
+        if self.axis:
+            raise ValueError("local: a window over the distance needs one-dimensional positions; this table is axial")
+        return self._with_bands([clipped(band, 0, window) for band in self.bands])
+
+    def log_n(self, train_length: float, clip: bool = True) -> Rotary:
+        """Log n scaling: the query at position i is scaled by logn(i) = ln(i + 1) / ln(train_length).
+
+        Args:
+            train_length: in tokens, above 1.
+            clip: True: logn(i) is at least 1, for models trained without it. False: for models trained with it.
+        """
+        if self.axis:
+            raise ValueError("log_n: needs one-dimensional positions, which count the keys; this table is axial")
+        self._check_not_scaled_by_position("log_n")
+        return dataclasses.replace(self, log_n_scale=(train_length, clip))
+
+    def log_steps(self, floor_scale: float, attn_scale: float = 0.1, first: int = 1) -> Rotary:
+        """Llama 4's scale of the query (arXiv 2501.19399 with a floor), which grows with the logarithm in steps.
+
+        The query at position i, counted from 0, is scaled by 1 + attn_scale * ln(1 + floor((i + first) / floor_scale)).
+
+        Args:
+            floor_scale: positions of a step; Llama 4's floor_scale (8192), Ministral 3's training length.
+            attn_scale: Llama 4's attn_scale, Ministral 3's llama_4_scaling_beta, a positive number.
+            first: 1: positions count from 1 (Llama 4). 0: from 0 (Ministral 3).
+        """
+        if self.axis:
+            raise ValueError("log_steps: needs one-dimensional positions, which count the keys; this table is axial")
+        self._check_not_scaled_by_position("log_steps")
+        return dataclasses.replace(self, log_steps_scale=(floor_scale, attn_scale, first))
+
+    def scale_rotated(self, factor: float) -> Rotary:
+        """A factor on what the first rotary_dim channels add to the scores; the other channels keep theirs.
+
+        Hugging Face multiplies cos and sin of q and k by attention_factor: factor is its square. Where all channels are
+        in the table, it is the same as a temperature. Pairs of the table that do not rotate have the factor, too.
+
+        Args:
+            factor: a positive number.
+        """
+        if not self.frequencies:
+            raise ValueError("scale_rotated: this scheme has no channels that rotate")
+        return dataclasses.replace(self, rotated_scale=self.rotated_scale * positive("factor", factor))
+
+    # ---- text
+    @cached_property
+    def text(self) -> str:
+        """This scheme as JSON, without rounding. ``Rotary.from_text`` reads it; operators and checkpoints carry it."""
+        return json.dumps({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+
+    @staticmethod
+    def from_text(text: str) -> Rotary:
+        """The scheme of ``Rotary.text``.
+
+        Raises:
+            TypeError, ValueError: what was expected and what came.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"text: expected a string, the text of a Rotary, got {type(text).__name__}")
+        return _from_text(text)
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+    # ---- helpers
+    def _check_not_scaled_by_position(self, name: str) -> None:
+        if self.log_n_scale is not None or self.log_steps_scale is not None:
+            by = "log n" if self.log_n_scale else "log_steps"
+            raise ValueError(f"{name}: this scheme is scaled by {by} already")
+
+    def _check_unscaled(self, name: str) -> None:
+        if not any(self.frequencies):
+            raise ValueError(f"{name}: no pair of this scheme rotates, there is nothing to interpolate")
+        if self.scaled_by:
+            raise ValueError(f"{name}: the table was changed by {self.scaled_by} already; interpolations do not stack")
+        if self.axis:
+            raise ValueError(f"{name}: expected a one-dimensional table; scale the positions of an axial one instead")
+
+    def _check_unbanded(self, name: str) -> None:
+        if self.axis:
+            raise ValueError(f"{name}: bands over the distance need one-dimensional positions; this table is axial")
+        if not all(map(is_plain, self.bands)):
+            mapped = any(isinstance(band, MappedBand) for band in self.bands)
+            already = "has self_extend or dual_chunk" if mapped else "is rectified"
+            raise ValueError(f"{name}: this scheme {already} already; the formula has one window")
+
+    def _with_table(self, name: str, frequencies) -> Rotary:
+        return dataclasses.replace(self, frequencies=tuple(frequencies), scaled_by=name)
+
+    def _with_bands(self, bands) -> Rotary:
+        """With these bands, without empty ones, and with equal neighbors merged."""
+        return dataclasses.replace(self, bands=merged(bands))
+
+
+@lru_cache(maxsize=1024)
+def _from_text(text: str) -> Rotary:
+    return Rotary(**fields_of(text, [field.name for field in dataclasses.fields(Rotary)]))
+
+
+def _unpickle(text: str) -> Rotary:
+    return Rotary.from_text(text)
+
+
+torch.serialization.add_safe_globals([_unpickle])  # builds from plain text; for torch.load(weights_only=True)

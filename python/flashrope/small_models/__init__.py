@@ -1,0 +1,1 @@
+"""Byte-level language models that ``flashrope demo`` and the experiments train. Needs the extra ``demo``."""

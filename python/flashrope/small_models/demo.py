@@ -1,0 +1,369 @@
+"""``flashrope demo``: train two small language models, one with RoPE and one with HoPE, and measure their loss beyond
+the training length.
+
+Both start from the same weights and see the same batches. For the measurement only the scheme in the call of
+``flashrope.attention`` changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .. import Rotary, __version__, attention
+from ..backends.registry import resolve_impl
+from ..cli import files, options, report
+from ..cli.options import BadInput, cores, need
+from ..cli.program import INTERRUPTED
+from ..commands.info import hardware
+from ..rotary.fitting import dual_chunk_for, self_extend_for
+from . import data
+from .evaluate import ContextLoss, loss_by_context
+from .model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
+from .plot import plot_losses
+from .presets import CHECKPOINTS, PRESETS, TIMES, Preset
+from .train import TrainConfig, Trained, train
+from .workers import Workers
+
+MULTIPLES = (1, 2, 4, 8)  # of the training length
+OUTPUTS = ("split.json", *CHECKPOINTS.values(), "losses.csv", "losses.md", "losses.png")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """One row of the table: a scheme, and which of the two models it runs on."""
+
+    name: str
+    trained_with: str
+    log_n: bool
+    rotary: Rotary
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the options ask for: what to train and measure, and where."""
+
+    config: ModelConfig
+    training: TrainConfig
+    windows: int
+    schemes: tuple[Scheme, ...]
+    left_out: dict[str, str]  # why a scheme is not among them
+    device: torch.device
+    impl: str | None  # the value of --impl
+    threads: int
+    processes: int  # 0: train in this process, one model after the other
+
+    @property
+    def context_lengths(self) -> list[int]:
+        return [multiple * self.training.train_length for multiple in MULTIPLES]
+
+    @property
+    def targets(self) -> int:
+        """Number of bytes at the end of every window whose loss is compared: half the training length, as in the HoPE
+        paper."""
+        return self.training.train_length // 2
+
+
+def run(args: argparse.Namespace) -> int:
+    out, start = Path(args.out), time.perf_counter()
+    before = _stamps(out)
+    try:
+        _demo(args, out, start)
+    except (BadInput, data.TextError) as error:
+        print(f"flashrope demo: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        for name in OUTPUTS:
+            (out / f"{name}.partial").unlink(missing_ok=True)
+        after = _stamps(out)
+        written = [name for name in OUTPUTS if after[name] != before[name]]
+        missing = [
+            name + (" (a file from an earlier run exists)" if after[name] else "")
+            for name in OUTPUTS
+            if name not in written
+        ]
+        print(
+            f"\nflashrope demo: interrupted after {time.perf_counter() - start:.0f} s. Written to {out}: "
+            f"{', '.join(written) or 'nothing'}. Not written: {', '.join(missing) or 'nothing'}.",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    return 0
+
+
+def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
+    settings = resolve(args)
+    window = settings.context_lengths[-1] + 1
+    corpus = data.from_path(args.text, window) if args.text else data.standard_library(window)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        files.write(out / "split.json", json.dumps(corpus.record(), indent=1))
+    except OSError as error:
+        raise BadInput(f"--out: cannot write to {out} ({error.strerror})") from None
+    facts = _facts(args, settings, corpus)
+    print(report.lines(facts | {"time": expected_time(args, settings)}), flush=True)
+
+    windows = data.unseen_windows(corpus.unseen, window, settings.windows, settings.training.seed)
+    with Workers(settings.processes, max(settings.threads // max(settings.processes, 1), 1)) as workers:
+        trained = _train(workers, settings, corpus.train, out)
+        losses = _evaluate(workers, settings, windows, out)
+
+    rows = [
+        report.Row(s.name, s.trained_with, s.log_n, tuple(of)) for s, of in zip(settings.schemes, losses, strict=True)
+    ]
+    facts["trained"] = (
+        "; ".join(
+            f"{name} {t.loss:.3f} nats per byte over the last tenth, {t.tokens_per_second:,.0f} tokens/s"
+            for name, t in zip(("RoPE", "HoPE"), trained, strict=True)
+        )
+        + " (1 token = 1 byte)"
+    )
+    facts["losses"] = (
+        f"mean over {len(windows)} windows of the last {settings.targets} bytes of each, "
+        f"{len(windows) * settings.targets:,} bytes in total, the same at every context length"
+    )
+    print(f"\n{report.table(rows)}\n\n{report.lines(facts, 'trained', 'losses')}")
+    files.write(out / "losses.csv", report.csv_text(rows))
+    plot_losses(out / "losses.png", rows, settings.training.train_length)
+    facts["time"] = (
+        f"{time.perf_counter() - start:.0f} s without loading torch; "
+        f"{sum(os.times()[:4]):.0f} s of CPU time in all processes"
+    )
+    files.write(out / "losses.md", report.markdown(rows, facts))
+    print(f"written to {out}: {', '.join(OUTPUTS)}\n{report.lines(facts, 'time')}")
+
+
+def resolve(args: argparse.Namespace) -> Settings:
+    """The settings for these options. Raises BadInput."""
+    need("matplotlib", "safetensors", "tqdm")
+    device = options.device(args.device)
+    preset = PRESETS[preset_name(args, device)]
+    preset = dataclasses.replace(
+        preset,
+        **{field.name: getattr(args, field.name) for field in dataclasses.fields(Preset) if hasattr(args, field.name)},
+    )
+    if preset.train_length < 16:
+        raise BadInput(f"--train-length: expected at least 16, got {preset.train_length}")
+    if not preset.learning_rate > 0:
+        raise BadInput(f"--learning-rate: expected a positive number, got {preset.learning_rate}")
+    window = args.window or preset.train_length // 2
+    try:
+        config = ModelConfig(preset.width, preset.layers, preset.heads)
+        schemes, left_out = compared(config.head_dim, preset.train_length, window, args.factor, args.base)
+        resolve_impl(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    threads = args.threads or min(cores(), len(CHECKPOINTS))
+    training = TrainConfig(
+        preset.steps, preset.batch, preset.train_length, preset.learning_rate, seed=args.seed, compile=args.compile
+    )
+    return Settings(
+        config,
+        training,
+        preset.windows,
+        schemes,
+        left_out,
+        device,
+        args.impl,
+        threads,
+        processes=len(CHECKPOINTS) if device.type == "cpu" and threads > 1 else 0,
+    )
+
+
+def preset_name(args: argparse.Namespace, device: torch.device) -> str:
+    return args.preset or ("gpu" if device.type == "cuda" else "cpu")
+
+
+def expected_time(args: argparse.Namespace, settings: Settings) -> str:
+    """For how long the run will go on, as far as that is known before it."""
+    name = preset_name(args, settings.device)
+    changed = [field.name for field in dataclasses.fields(Preset) if hasattr(args, field.name)]
+    if changed:
+        return f"preset {name} with other sizes; the time left is shown from the second step on"
+    return f"preset {name}: {TIMES[name]}"
+
+
+def compared(
+    head_dim: int, train_length: int, window: int, factor: float, base: float
+) -> tuple[tuple[Scheme, ...], dict[str, str]]:
+    """(the schemes, each without and with log n, clipped, as the models are trained without; {name: why it is left out}
+    of those that these lengths have no room for)."""
+    rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
+    longest = MULTIPLES[-1] * train_length
+    rotaries = {
+        "RoPE": rope,
+        "HoPE": hope,
+        f"ReRoPE-w{window}": rope.rectify(window),
+        f"Leaky ReRoPE-w{window}": rope.rectify(window, factor),
+    }
+    need_room: dict[str, Callable[[], Rotary]] = {
+        "CoPE": lambda: rope.cope(train_length),
+        f"Self-Extend-w{window}": lambda: rope.self_extend(*self_extend_for(train_length, longest, window)),
+        "DCA": lambda: rope.dual_chunk(*dual_chunk_for(train_length)),
+    }
+    left_out = {}
+    for name, build in need_room.items():
+        try:
+            rotaries[name] = build()
+        except ValueError as error:
+            left_out[name] = str(error)
+    schemes = []
+    for name, rotary in rotaries.items():
+        trained_with = "hope" if name == "HoPE" else "rope"
+        schemes.append(Scheme(name, trained_with, False, rotary))
+        schemes.append(Scheme(f"{name} + log n", trained_with, True, rotary.log_n(train_length)))
+    return tuple(schemes), left_out
+
+
+def _train(workers: Workers, settings: Settings, text: bytes, out: Path) -> list[Trained]:
+    rotaries = {s.trained_with: s.rotary for s in reversed(settings.schemes) if s.name in ("RoPE", "HoPE")}
+    jobs = [
+        (
+            rotaries[name].text,
+            settings.config,
+            settings.training,
+            text,
+            str(out / file),
+            str(settings.device),
+            settings.impl,
+        )
+        for name, file in CHECKPOINTS.items()
+    ]
+    with report.Bars(["training with RoPE", "training with HoPE"], settings.training.steps) as bars:
+        return workers.map(train_job, jobs, lambda job, message: bars.update(job, *message))
+
+
+def _evaluate(workers: Workers, settings: Settings, windows: list[bytes], out: Path) -> list[list[ContextLoss]]:
+    batch_tokens = 1 << (18 if settings.device.type == "cuda" else 14)
+    jobs = [
+        (
+            str(out / CHECKPOINTS[scheme.trained_with]),
+            scheme.rotary.text,
+            windows,
+            settings.context_lengths,
+            settings.targets,
+            batch_tokens,
+            str(settings.device),
+            settings.impl,
+        )
+        for scheme in settings.schemes
+    ]
+    done = 0
+    with report.Bars(["measuring on unseen files"], len(jobs)) as bars:
+
+        def count(job, message):
+            nonlocal done
+            done += 1
+            bars.update(0, done)
+
+        return workers.map(evaluate_job, jobs, count)
+
+
+def train_job(
+    rotary: str,
+    config: ModelConfig,
+    training: TrainConfig,
+    text: bytes,
+    path: str,
+    device: str,
+    impl: str | None,
+    progress,
+) -> Trained:
+    """Train one model, with weights and batches from the seed, and save it to ``path``."""
+    torch.manual_seed(training.seed)
+    model, rotary = LanguageModel(config).to(device), Rotary.from_text(rotary)
+    batches = data.random_batches(text, training.batch_size, training.train_length, training.seed, device)
+    trained = train(
+        model, rotary, batches, training, functools.partial(attention, impl=impl), lambda *message: progress(message)
+    )
+    save_checkpoint(path, model, rotary, training.train_length)
+    return trained
+
+
+def evaluate_job(
+    path: str,
+    rotary: str,
+    windows: list[bytes],
+    context_lengths: list[int],
+    targets: int,
+    batch_tokens: int,
+    device: str,
+    impl: str | None,
+    progress,
+) -> list[ContextLoss]:
+    """Losses of the model saved at ``path`` under the scheme ``rotary``."""
+    model, _ = load_checkpoint(path, device)
+    losses = loss_by_context(
+        model,
+        Rotary.from_text(rotary),
+        data.as_tokens(windows, device),
+        context_lengths,
+        targets,
+        batch_tokens,
+        functools.partial(attention, impl=impl),
+    )
+    progress("done")
+    return losses
+
+
+def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) -> dict[str, str]:
+    config, training = settings.config, settings.training
+    parameters = sum(p.numel() for p in LanguageModel(config).parameters())
+    impl = resolve_impl(settings.impl, torch.empty(1, 1, 1, config.head_dim, device=settings.device))
+    hope = next(scheme.rotary for scheme in settings.schemes if scheme.name == "HoPE")
+    rotated = sum(f > 0 for f in hope.frequencies)
+    window = args.window or training.train_length // 2
+    processes = f"{settings.processes} processes, " if settings.processes else ""
+    return {
+        "command": args.command_line,
+        "text": f"{corpus.name}; {len(corpus.train):,} bytes to train on ({len(corpus.train_files)} files), "
+        f"{sum(map(len, corpus.unseen)):,} unseen ({len(corpus.unseen_files)} files)",
+        "models": f"{parameters:,} parameters, layers {config.layers}, width {config.width}, heads {config.heads} of "
+        f"{config.head_dim} channels; both start from the same weights and see the same batches",
+        "schemes": f"HoPE rotates {rotated} of {config.head_dim // 2} pairs; the others run on the unchanged RoPE "
+        f"model: ReRoPE and Leaky ReRoPE with window {window:,} bytes, Leaky factor {args.factor:g}; CoPE; "
+        f"{_mapped(settings, window)}"
+        f"log n scales the query by max(1, ln(i + 1) / ln({training.train_length})) at evaluation only",
+        **({"left out": "; ".join(map(": ".join, settings.left_out.items()))} if settings.left_out else {}),
+        "training": f"{training.steps:,} steps of {training.batch_size * training.train_length:,} bytes, training "
+        f"length {training.train_length} bytes, peak learning rate {training.learning_rate:g}, seed {training.seed}",
+        "machine": f"{hardware(settings.device)}, {processes}{settings.threads} threads in total",
+        "software": f"flashrope {__version__}, backend {impl}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
+    }
+
+
+def _mapped(settings: Settings, window: int) -> str:
+    """The numbers of Self-Extend and DCA."""
+    length, names = settings.training.train_length, [scheme.name for scheme in settings.schemes]
+    text = ""
+    if f"Self-Extend-w{window}" in names:
+        group = self_extend_for(length, settings.context_lengths[-1], window)[1]
+        text += f"Self-Extend with window {window:,}, groups of {group:,}; "
+    if "DCA" in names:
+        chunk_size, local_size = dual_chunk_for(length)
+        text += f"dual chunk attention (DCA) with chunks of {chunk_size:,} - {local_size:,} bytes; "
+    return text
+
+
+def _stamps(out: Path) -> dict[str, tuple[int, int] | None]:
+    """Modification time and inode of each output file; None if it does not exist."""
+
+    def stamp(path):
+        try:
+            stat = path.stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_ino
+
+    return {name: stamp(out / name) for name in OUTPUTS}
