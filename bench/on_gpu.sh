@@ -55,8 +55,8 @@ declare -A limits=([smoke]=110 [tests]=460 [ceilings]=60 [hope]=400 [decode]=130
   [memcheck]=300 [tune-forward]=190 [host]=60 [tune-decode]=190 [tune-backward]=300 [scaling]=300 [more]=590
   [racecheck]=590) # seconds
 limits[experiments]=2400 # not in order, which has 70 minutes
-kernel_tests=(launches cuda_graphs accuracy identities varlen decode decode_triton cache torch errors
-  cuda_extension bench)
+kernel_tests=(kernels/test_{launches,cuda_graphs,decode_triton,cuda_extension} operators/test_{accuracy,identities,varlen}
+  operators/test_{torch,errors} caches/test_{decode,cache} bench/test_bench)
 grace=15    # seconds between the signal to stop and the one that kills
 skipped=77  # exit code of a step that cannot run here
 
@@ -180,7 +180,7 @@ run_step() {
     experiments) experiments ;;
   esac
 }
-test_files=$(printf 'tests/test_%s.py ' "${kernel_tests[@]}")
+test_files=$(printf 'tests/%s.py ' "${kernel_tests[@]}")
 export -f run_step bench sanitize tests hope experiments
 export folder python run skipped test_files PYTHONUNBUFFERED=1
 

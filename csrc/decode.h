@@ -11,8 +11,8 @@ constexpr int TILE_ROWS = 16;    // query rows of one tile: (row, query head) pa
 constexpr int SLICE = 16;        // keys that one warp multiplies at a time
 constexpr int FINE_ROWS = 1024;  // as in flashrope/cos_sin.py
 constexpr int MAX_SEQLEN_Q = 64;  // as in flashrope/backends/cuda.py, like TILE_ROWS
-constexpr int MAX_SPLITS = 256;  // as in flashrope/backends/base.py
-constexpr int UNBOUNDED = 1 << 30;  // a distance that no band reaches, as in flashrope/lowering.py
+constexpr int MAX_SPLITS = 256;  // as in flashrope/backends/calls.py
+constexpr int UNBOUNDED = 1 << 30;  // a distance that no band reaches, as in flashrope/lowering/lowered.py
 
 // A tensor (batch or pages, tokens or slots, heads, head_dim) of two-byte elements; head_dim is contiguous.
 struct TensorView {
@@ -20,7 +20,7 @@ struct TensorView {
   int64_t stride_batch, stride_row, stride_head;
 };
 
-// Where sequences lie in a cache. flashrope/backends/base.py and triton_kernels/ describe it under the same name.
+// Where sequences lie in a cache. flashrope/backends/calls.py and triton_kernels/ describe it under the same name.
 //
 // Sequence b holds slots leftpad[b] to seqlens[b] + seqlen_new. Slot s is row s of the cache, or row s % page_size of
 // page block_table[b, s / page_size]. Positions count from leftpad.

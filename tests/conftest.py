@@ -140,7 +140,7 @@ def cpu_kernels(request, monkeypatch):
 @pytest.fixture(autouse=True, scope="session")
 def untuned(tmp_path_factory):
     """The tests run with the default tiles, whatever this user has tuned."""
-    from flashrope.backends.triton import tuned_tiles as store
+    from flashrope.backends import tuned_tiles as store
 
     before, missing = store.path, tmp_path_factory.mktemp("cache") / "tiles.json"
     store.path = lambda: missing

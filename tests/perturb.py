@@ -10,7 +10,7 @@ _serve = workers._serve
 
 def perturb(seed: int) -> None:
     """From now on, every new optimizer changes its weights by one unit in the last place, up or down at random. Applies
-    to this process and to workers of flashrope.demo."""
+    to this process and to workers of flashrope.small_models."""
     init = torch.optim.Optimizer.__init__
 
     def perturbed(self, *args, **kwargs):

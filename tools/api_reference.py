@@ -14,8 +14,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "api.md"
 SECTIONS = {  # section: {file below python/flashrope: public names}
-    "Schemes": {"rotary.py": ("Rotary",), "bands.py": ("Band",)},
-    "Attention": {"api.py": ("attention", "attention_varlen", "attention_with_cache", "attention_varlen_with_cache")},
+    "Schemes": {"rotary/rotary.py": ("Rotary",), "rotary/bands.py": ("Band",)},
+    "Attention": {
+        "operators/functional.py": (
+            "attention",
+            "attention_varlen",
+            "attention_with_cache",
+            "attention_varlen_with_cache",
+        )
+    },
     "Caches": {
         "cache/contiguous.py": ("KVCache",),
         "cache/paged.py": ("PagedKVCache", "OutOfPages"),
@@ -27,7 +34,7 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
         "integrations/transformers/caches.py": ("accept_cache",),
         "integrations/transformers/suggestion.py": ("suggest", "Suggestion"),
         "integrations/transformers/decoder.py": ("FAMILIES",),
-        "integrations/transformers/hf_config.py": ("rotary_from_config",),
+        "integrations/hf_config.py": ("rotary_from_config",),
     },
     "Distributed training: `flashrope.integrations.distributed`": {
         "integrations/distributed.py": (

@@ -59,7 +59,7 @@ def make_run(arguments, out):
 
 
 def whole(run, of_gradients: bool = False) -> dict[str, torch.Tensor]:
-    """All parameters, or their gradients, gathered, with q, k and v joined as in flashrope.demo's model."""
+    """All parameters, or their gradients, gathered, with q, k and v joined as in flashrope.small_models's model."""
     tensors = {name: (p.grad if of_gradients else p.detach()).full_tensor() for name, p in run.model.named_parameters()}
     return joined(tensors, run.args.layers)
 
@@ -71,8 +71,8 @@ def joined(tensors: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Ten
 
 
 def on_one_device(text: str, steps: int):
-    """Losses, gradients of the first step and weights after the last one. The model is that of flashrope.demo, not the
-    example's, and none of its parallel code runs."""
+    """Losses, gradients of the first step and weights after the last one. The model is that of flashrope.small_models,
+    not the example's, and none of its parallel code runs."""
     fsdp = example()
     args = fsdp.parse([*TINY, "--text", text, "--steps", str(steps)])
     torch.manual_seed(args.seed)

@@ -1,6 +1,6 @@
 """The compiled kernels on the executor, against the same error budget as every other backend.
 
-Not collected on its own: ``tests/test_executor.py`` runs it in a process where Triton compiles. By hand:
+Not collected on its own: ``tests/executor/test_executor.py`` runs it in a process where Triton compiles. By hand:
 
     PYTHONPATH=tests pytest -p executor.plugin --executor 80 tests/executor/cases.py
 """

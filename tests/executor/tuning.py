@@ -8,8 +8,8 @@ import argparse
 import pytest
 import support
 import torch
+from flashrope.backends import tuned_tiles as store
 from flashrope.backends.triton import tiles
-from flashrope.backends.triton import tuned_tiles as store
 from flashrope.backends.triton.tiles import Choice
 from flashrope.commands import tune as command
 from flashrope.triton_kernels.configs import Tile

@@ -1,13 +1,30 @@
 """Tests that the groups of several areas run."""
 
-SCHEMES = ("tests/test_rotary.py", "tests/test_bands.py", "tests/test_cos_sin.py", "tests/test_lowering.py")
+SCHEMES = (
+    "tests/rotary/test_rotary.py",
+    "tests/rotary/test_bands.py",
+    "tests/rotary/test_cos_sin.py",
+    "tests/rotary/test_lowering.py",
+)
 FORWARD = (
-    "tests/test_accuracy.py",
-    "tests/test_needles.py",
-    "tests/test_tiles.py",
-    "tests/test_bands.py",
+    "tests/operators/test_accuracy.py",
+    "tests/operators/test_needles.py",
+    "tests/kernels/test_tiles.py",
+    "tests/rotary/test_bands.py",
     "-k",
     "triton",
 )
-BACKWARD = ("tests/test_accuracy.py", "tests/test_backward.py", "tests/test_varlen.py", "-k", "triton or test_backward")
-DECODE = ("tests/test_decode_triton.py", "tests/test_decode.py", "tests/test_decode_varlen.py", "-k", "triton")
+BACKWARD = (
+    "tests/operators/test_accuracy.py",
+    "tests/operators/test_backward.py",
+    "tests/operators/test_varlen.py",
+    "-k",
+    "triton or test_backward",
+)
+DECODE = (
+    "tests/kernels/test_decode_triton.py",
+    "tests/caches/test_decode.py",
+    "tests/caches/test_decode_varlen.py",
+    "-k",
+    "triton",
+)

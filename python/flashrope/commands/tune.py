@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..backends.triton import tuned_tiles as store
+from ..backends import tuned_tiles as store
 
 PASSES = ("forward", "backward", "atomic", "decode", "prefill")
 DTYPES = ("bf16", "fp16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from ..backends.triton import tuned_tiles as store
+from ..backends import tuned_tiles as store
 from ..backends.triton.tiles import TMA, Choice, default
 from ..triton_kernels import configs
 from ..triton_kernels.configs import Tile

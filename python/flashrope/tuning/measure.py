@@ -23,7 +23,7 @@ from triton.runtime.errors import OutOfResources
 from ..backends.triton import launcher, tiles
 from ..backends.triton.device import compute_capability
 from ..backends.triton.tiles import Choice
-from ..backends.triton.tuned_tiles import Winner
+from ..backends.tuned_tiles import Winner
 from ..cli.progress import Bar
 from .candidates import KERNELS, choices_of
 from .timer import Spread, Timer, rounds

@@ -10,8 +10,8 @@ import torch
 
 from ..backends import reference
 from ..backends import triton as backend
+from ..backends import tuned_tiles as store
 from ..backends.calls import AttentionCall, CacheCall, CacheLayout
-from ..backends.triton import tuned_tiles as store
 from ..lowering.cos_sin import padded_pairs
 from ..rotary.rotary import Rotary
 

@@ -2,7 +2,7 @@
 
 from ..breaks import Group
 
-CACHES = ("tests/test_cache.py", "tests/test_cache_layers.py")
+CACHES = ("tests/caches/test_cache.py", "tests/caches/test_cache_layers.py")
 
 GROUPS = (
     Group(

@@ -3,16 +3,22 @@
 from ..breaks import Group
 
 CPU = (
-    "tests/test_cpu.py",
-    "tests/test_bands.py",
-    "tests/test_accuracy.py",
-    "tests/test_varlen.py",
+    "tests/kernels/test_cpu.py",
+    "tests/rotary/test_bands.py",
+    "tests/operators/test_accuracy.py",
+    "tests/operators/test_varlen.py",
     "-k",
     "cpu and not compiled",
 )
-CPU_DECODE = ("tests/test_cpu.py", "tests/test_decode.py", "tests/test_cache.py", "-k", "cpu and not compiled")
-SCALES = ("tests/test_query_scales.py",)
-CPU_COMPILED = ("tests/test_cpu_compiled.py::test_tiles",)
+CPU_DECODE = (
+    "tests/kernels/test_cpu.py",
+    "tests/caches/test_decode.py",
+    "tests/caches/test_cache.py",
+    "-k",
+    "cpu and not compiled",
+)
+SCALES = ("tests/rotary/test_query_scales.py",)
+CPU_COMPILED = ("tests/kernels/test_cpu_compiled.py::test_tiles",)
 
 GROUPS = (
     Group(
@@ -185,7 +191,7 @@ GROUPS = (
     Group(
         "cpu",
         "python/flashrope/backends/cpu/csrc/backward.cpp",
-        ("tests/test_cpu_compiled.py::test_tiles",),
+        ("tests/kernels/test_cpu_compiled.py::test_tiles",),
         (
             (
                 "gradients of compiled kernels ignore that of lse",
@@ -217,7 +223,7 @@ GROUPS = (
     Group(
         "cpu",
         "python/flashrope/backends/cpu/csrc/decode.cpp",
-        ("tests/test_cpu_compiled.py", "-k", "chunks_of_keys or layouts or neighbors"),
+        ("tests/kernels/test_cpu_compiled.py", "-k", "chunks_of_keys or layouts or neighbors"),
         (
             (
                 "a block of cached keys is rotated one block off",
@@ -259,7 +265,7 @@ GROUPS = (
     Group(
         "cpu",
         "python/flashrope/backends/cpu/csrc/common.h",
-        ("tests/test_cpu_compiled.py", "-k", "tiles or chunks_of_keys or rounded"),
+        ("tests/kernels/test_cpu_compiled.py", "-k", "tiles or chunks_of_keys or rounded"),
         (
             (
                 "bfloat16 is cut, not rounded",
@@ -281,7 +287,7 @@ GROUPS = (
     Group(
         "cpu",
         "python/flashrope/backends/cpu/tiles.py",
-        ("tests/test_cpu_compiled.py", "tests/test_accuracy.py", "-k", "compiled"),
+        ("tests/kernels/test_cpu_compiled.py", "tests/operators/test_accuracy.py", "-k", "compiled"),
         (
             (
                 "queries are aligned with the first key",

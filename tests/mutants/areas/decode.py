@@ -3,7 +3,7 @@
 from ..breaks import Group
 from ..selections import DECODE
 
-FIRST = ("tests/test_decode.py::test_rows_before_the_first_key_that_see_keys_ahead", *DECODE)
+FIRST = ("tests/caches/test_decode.py::test_rows_before_the_first_key_that_see_keys_ahead", *DECODE)
 
 GROUPS = (
     Group(
@@ -81,7 +81,7 @@ GROUPS = (
     Group(
         "decode",
         "triton_kernels/decode.py",
-        ("tests/test_decode_varlen.py", "-k", "triton and negative_slots"),
+        ("tests/caches/test_decode_varlen.py", "-k", "triton and negative_slots"),
         (
             (
                 "a negative slot is written to",

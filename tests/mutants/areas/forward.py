@@ -3,7 +3,7 @@
 from ..breaks import Group
 from ..selections import FORWARD
 
-FIRST = ("tests/test_accuracy.py::test_grouped_heads", *FORWARD)
+FIRST = ("tests/operators/test_accuracy.py::test_grouped_heads", *FORWARD)
 
 GROUPS = (
     Group(
@@ -62,7 +62,7 @@ GROUPS = (
     Group(
         "forward",
         "triton_kernels/rotation.py",
-        ("tests/test_query_scales.py",),
+        ("tests/rotary/test_query_scales.py",),
         (
             (
                 "steps of log n are not rounded down",

@@ -138,7 +138,7 @@ GROUPS = (
     Group(
         "integrations",
         "python/flashrope/integrations/hf_config.py",
-        ("tests/test_hf_config.py", "tests/integrations/test_position_maps.py"),
+        ("tests/integrations/test_hf_config.py", "tests/integrations/test_position_maps.py"),
         (
             ("llama3 blends the other way", "(1 - kept) * f / factor + kept * f", "kept * f / factor + (1 - kept) * f"),
             ("longrope's long table begins one token late", "seqlen > length else", "seqlen > length + 1 else"),

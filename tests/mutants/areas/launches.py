@@ -5,11 +5,11 @@ from ..selections import DECODE
 
 LAUNCHES = (
     *(
-        "tests/test_accuracy.py::test_grouped_heads",
-        "tests/test_accuracy.py",
-        "tests/test_varlen.py",
-        "tests/test_backward.py",
-        "tests/test_launches.py",
+        "tests/operators/test_accuracy.py::test_grouped_heads",
+        "tests/operators/test_accuracy.py",
+        "tests/operators/test_varlen.py",
+        "tests/operators/test_backward.py",
+        "tests/kernels/test_launches.py",
     ),
     *("-k", "triton or backward or launches"),
 )
@@ -82,7 +82,7 @@ GROUPS = (
     Group(
         "launches",
         "python/flashrope/backends/triton/launcher.py",
-        ("tests/test_launches.py", "-k", "would_pick"),
+        ("tests/kernels/test_launches.py", "-k", "would_pick"),
         (
             (
                 "a scale in steps is not told apart",

@@ -2,10 +2,10 @@
 
 from ..breaks import Group
 
-FORMULA = ("tests/test_maps.py", "-k", "not cpu and not triton")
-KERNELS = ("tests/test_maps.py", "tests/test_maps_decode.py", "-k", "triton")
-ROWS = ("tests/test_tiles_cos_sin.py", *KERNELS[:2], "-k", "triton or rows_that_a_map_gives")
-CPU = ("tests/test_maps.py", "tests/test_maps_decode.py", "-k", "not triton")
+FORMULA = ("tests/rotary/test_maps.py", "-k", "not cpu and not triton")
+KERNELS = ("tests/rotary/test_maps.py", "tests/caches/test_maps_decode.py", "-k", "triton")
+ROWS = ("tests/kernels/test_tiles_cos_sin.py", *KERNELS[:2], "-k", "triton or rows_that_a_map_gives")
+CPU = ("tests/rotary/test_maps.py", "tests/caches/test_maps_decode.py", "-k", "not triton")
 
 GROUPS = (
     Group(
@@ -102,7 +102,7 @@ GROUPS = (
     Group(
         "maps",
         "python/flashrope/lowering/lowered.py",
-        (*KERNELS[:2], "tests/test_lowering.py", "-k", "triton or what_kernels_get"),
+        (*KERNELS[:2], "tests/rotary/test_lowering.py", "-k", "triton or what_kernels_get"),
         (
             (
                 "maps of queries are those of keys",

@@ -6,7 +6,7 @@ GROUPS = (
     Group(
         "scales",
         "python/flashrope/operators/sinks.py",
-        ("tests/test_sinks.py", "-k", "not triton"),
+        ("tests/operators/test_sinks.py", "-k", "not triton"),
         (
             ("a sink in the wrong head", "logits = sinks.to(lse.dtype)", "logits = sinks.roll(1).to(lse.dtype)"),
             ("lse leaves the sink out", "torch.logaddexp(lse, logits)", "lse"),
@@ -22,7 +22,7 @@ GROUPS = (
     Group(
         "scales",
         "python/flashrope/operators/length_scale.py",
-        ("tests/test_length_scale.py", "-k", "not triton"),
+        ("tests/rotary/test_length_scale.py", "-k", "not triton"),
         (
             (
                 "short sequences are scaled down",

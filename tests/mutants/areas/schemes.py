@@ -81,7 +81,7 @@ GROUPS = (
     Group(
         "schemes",
         "python/flashrope/rotary/axes.py",
-        ("tests/test_axial.py", "tests/test_mrope.py", "-k", "not triton"),
+        ("tests/rotary/test_axial.py", "tests/rotary/test_mrope.py", "-k", "not triton"),
         (
             (
                 "axial tables repeat the first axis",
@@ -157,7 +157,7 @@ GROUPS = (
     Group(
         "schemes",
         "python/flashrope/backends/calls.py",
-        ("tests/test_accuracy.py::test_the_reference_is_the_formula", "tests/test_identities.py"),
+        ("tests/operators/test_accuracy.py::test_the_reference_is_the_formula", "tests/operators/test_identities.py"),
         (
             (
                 "log n lacks its floor",
@@ -179,7 +179,7 @@ GROUPS = (
     Group(
         "schemes",
         "python/flashrope/backends/calls.py",
-        ("tests/test_decode_varlen.py", "tests/test_decode.py", "-k", "cpu and not compiled"),
+        ("tests/caches/test_decode_varlen.py", "tests/caches/test_decode.py", "-k", "cpu and not compiled"),
         (
             (
                 "packed queries lose their last row",

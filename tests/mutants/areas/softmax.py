@@ -3,7 +3,7 @@
 from ..breaks import Group
 from ..selections import FORWARD
 
-FIRST = ("tests/test_accuracy.py::test_softmax_scale", *FORWARD)
+FIRST = ("tests/operators/test_accuracy.py::test_softmax_scale", *FORWARD)
 
 GROUPS = (
     Group(

@@ -3,7 +3,7 @@
 from ..breaks import Group
 from ..selections import SCHEMES
 
-TABLES = (*SCHEMES, "tests/test_query_scales.py")
+TABLES = (*SCHEMES, "tests/rotary/test_query_scales.py")
 
 GROUPS = (
     Group(

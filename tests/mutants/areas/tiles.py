@@ -3,17 +3,17 @@
 from ..breaks import Group
 
 FORWARD = (
-    "tests/test_tiles.py",
-    "tests/test_needles.py",
-    "tests/test_accuracy.py",
-    "tests/test_bands.py",
+    "tests/kernels/test_tiles.py",
+    "tests/operators/test_needles.py",
+    "tests/operators/test_accuracy.py",
+    "tests/rotary/test_bands.py",
     "-k",
     "triton or test_tiles",
 )
 VARLEN = (
-    "tests/test_varlen.py",
-    "tests/test_tiles.py::test_copied_keys_of_packed_queries_have_room",
-    "tests/test_decode_varlen.py",
+    "tests/operators/test_varlen.py",
+    "tests/kernels/test_tiles.py::test_copied_keys_of_packed_queries_have_room",
+    "tests/caches/test_decode_varlen.py",
     "-k",
     "triton or room",
 )

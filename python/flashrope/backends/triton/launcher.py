@@ -7,8 +7,8 @@ Triton's key holds: the target device; for a tensor its dtype and whether its ad
 integer its value's traits (1? multiple of 16? 32 or 64 bits?); for a tuple those of its fields; None and constexprs by
 value; the compiler options. Of our integers only the width matters: those outside tuples are ``do_not_specialize``, and
 those inside are encoded so that all have the same traits (``triton_kernels/arguments.py``). So ``_traits`` below, with
-the kernel, the device and the options, tells at least as much apart. tests/test_launches.py makes random calls and
-compares the kernel found here with the one that Triton finds.
+the kernel, the device and the options, tells at least as much apart. tests/kernels/test_launches.py makes random calls
+and compares the kernel found here with the one that Triton finds.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import triton
 from ..._version import __version__
 from ...triton_kernels import configs
 from ...triton_kernels.configs import Tile
-from . import tuned_tiles as store
+from .. import tuned_tiles as store
 
 TMA = "tma"  # the kernel of hopper_forward.py
 

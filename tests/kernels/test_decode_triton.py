@@ -317,7 +317,7 @@ SPECIALISATIONS = """
 import collections, json, torch
 from bench.compiling.offline import caught_launches
 from flashrope import Rotary
-from flashrope.backends import CacheCall, CacheLayout
+from flashrope.backends.calls import CacheCall, CacheLayout
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
 
@@ -352,7 +352,7 @@ def test_lengths_share_kernels():
         capture_output=True,
         text=True,
         env=environment,
-        cwd=pathlib.Path(__file__).parent.parent,
+        cwd=pathlib.Path(__file__).parents[2],
         check=False,
     )
     assert run.returncode == 0, run.stderr

@@ -8,7 +8,7 @@ from flashrope.backends import cuda
 from flashrope.backends.calls import MAX_SPLITS
 from flashrope.backends.splits import FULL, MULTIPROCESSORS, busy_share, choose_splits, multiprocessor
 
-DECODE_H = (Path(__file__).parent.parent / "csrc" / "decode.h").read_text()
+DECODE_H = (Path(__file__).parents[2] / "csrc" / "decode.h").read_text()
 BLOCK_N = 64
 PROGRAMS = sorted({batch * heads_kv for batch in range(1, 65) for heads_kv in range(1, 33)})
 CAPACITIES = [1 << n for n in range(10, 18)] + [1500, 3000, 7777, 100_000]

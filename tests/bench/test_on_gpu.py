@@ -12,7 +12,7 @@ import pytest
 
 from bench import progress
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "on_gpu.sh"
 needs_bash = pytest.mark.skipif(
     not all(map(shutil.which, ("bash", "timeout", "tar", "awk"))), reason="needs bash and coreutils"
@@ -129,8 +129,11 @@ def test_help_explains_every_step():
 
 
 def test_the_kernel_tests_are_there():
-    names = re.search(r"^kernel_tests=\(([^)]*)\)", SCRIPT.read_text(), re.MULTILINE)[1].split()
-    assert names and all((ROOT / "tests" / f"test_{name}.py").exists() for name in names)
+    listed = re.search(r"^kernel_tests=\([^)]*\)", SCRIPT.read_text(), re.MULTILINE)[0]
+    names = subprocess.run(
+        ["bash", "-c", listed + "; echo ${kernel_tests[@]}"], capture_output=True, text=True, check=True
+    )
+    assert names.stdout and all((ROOT / "tests" / f"{name}.py").exists() for name in names.stdout.split())
 
 
 # ---- progress

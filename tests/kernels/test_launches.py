@@ -31,7 +31,7 @@ from triton.compiler import CompiledKernel
 
 from bench.compiling import architectures, offline
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 LENGTHS = (1, 2, 16, 17, 64, 65, 100, 128, 129, 300, 1024, 1025)
 KERNELS = {
     "rotate_rows",

@@ -16,7 +16,7 @@ SCRIPT = """
 import collections, json, sys, torch
 from bench.compiling.offline import caught_launches
 from flashrope import Rotary
-from flashrope.backends import AttentionCall
+from flashrope.backends.calls import AttentionCall
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
 
@@ -56,7 +56,7 @@ def test_lengths_share_kernels(head_dim, layout):
         capture_output=True,
         text=True,
         env=environment,
-        cwd=pathlib.Path(__file__).parent.parent,
+        cwd=pathlib.Path(__file__).parents[2],
         check=False,
     )
     assert run.returncode == 0, run.stderr

@@ -116,7 +116,7 @@ with offline.active(80, offline.AbsentDevice(80, lambda *_: lambda *_: None)):
 """
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_cuda_graphs.py captures real graphs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/kernels/test_cuda_graphs.py captures real graphs")
 def test_a_kernel_that_is_not_compiled_yet_is_refused_inside_a_capture():
     done = subprocess.run(
         [sys.executable, "-c", FIRST_LAUNCH], capture_output=True, text=True, env=compiling_environment(), check=False

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
 from bench import machine

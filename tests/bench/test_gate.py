@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 triton = pytest.importorskip("triton", reason="the gate compiles Triton kernels")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
 from bench.compiling import cases, gate, sass

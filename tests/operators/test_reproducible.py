@@ -97,7 +97,8 @@ for dtype in test_reproducible.DTYPES:
 def digests(request, threads: int, repeats: int, compiled: bool) -> list[str]:
     """What another process computes: the digests found for each type, separated by spaces."""
     folder = str(request.getfixturevalue("cpu_library").path.parents[1]) if compiled else "/nonexistent"
-    tests = os.path.dirname(__file__)
+    here = os.path.dirname(__file__)
+    tests = os.pathsep.join([here, os.path.dirname(here)])
     env = {**os.environ, "XDG_CACHE_HOME": folder, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": tests}
     command = [sys.executable, "-c", SCRIPT, str(threads), str(repeats), str(compiled)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)

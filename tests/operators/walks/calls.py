@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from .schemes import axial_schemes, make, schemes
 
 SCRIPT = """\
-# from the root of a checkout: PYTHONPATH=tests python this_script.py
+# from the root of a checkout: PYTHONPATH=tests:tests/operators python this_script.py
 import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 import support

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from flashrope import Rotary
-from flashrope.backends import calls as base
-from flashrope.backends import cuda, reference
+from flashrope.backends import calls, cuda, protocol, reference, registry
 from flashrope.backends.calls import AttentionCall
 from flashrope.backends.names import BACKENDS
 from flashrope.backends.registry import load_backend
@@ -16,10 +15,10 @@ from flashrope.lowering.cos_sin import FINE_ROWS
 from flashrope.lowering.lowered import UNBOUNDED
 
 PROTOCOLS = {
-    "triton": (base.AttentionBackend, base.CacheBackend),
-    "cuda": (base.CacheBackend,),
-    "cpu": (base.AttentionBackend, base.CacheBackend),
-    "reference": (base.AttentionBackend, base.CacheBackend),
+    "triton": (protocol.AttentionBackend, protocol.CacheBackend),
+    "cuda": (protocol.CacheBackend,),
+    "cpu": (protocol.AttentionBackend, protocol.CacheBackend),
+    "reference": (protocol.AttentionBackend, protocol.CacheBackend),
 }
 
 
@@ -32,18 +31,18 @@ def test_functions_have_the_parameters_of_the_protocol(impl):
     if impl == "triton":
         pytest.importorskip("triton", reason="triton is not installed")
     backend = load_backend(impl)
-    for protocol in PROTOCOLS[impl]:
-        functions = {name: function for name, function in vars(protocol).items() if inspect.isfunction(function)}
+    for each in PROTOCOLS[impl]:
+        functions = {name: function for name, function in vars(each).items() if inspect.isfunction(function)}
         for name in (name for name in functions if not name.startswith("_")):
             parameters = list(inspect.signature(functions[name]).parameters.values())[1:]
             found = inspect.signature(getattr(backend, name)).parameters.values()
             assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in parameters], f"{impl}.{name}"
-        for name, annotation in inspect.get_annotations(protocol, eval_str=True).items():
+        for name, annotation in inspect.get_annotations(each, eval_str=True).items():
             assert isinstance(getattr(backend, name), annotation), f"{impl}.{name}"
 
 
 def test_differentiable_backends():
-    assert base.DIFFERENTIABLE == ("reference",)
+    assert registry.DIFFERENTIABLE == ("reference",)
 
 
 # ---- the reference's backward
@@ -101,13 +100,13 @@ def test_backward_of_the_reference_without_keys():
 
 
 def test_constants_of_the_cuda_kernels():
-    header = Path(__file__).resolve().parents[1] / "csrc/decode.h"
+    header = Path(__file__).resolve().parents[2] / "csrc/decode.h"
     constants = dict(re.findall(r"constexpr int (\w+) = ([\d <]+);", header.read_text()))
     expected = {
         "TILE_ROWS": cuda.TILE_ROWS,
         "FINE_ROWS": FINE_ROWS,
         "MAX_SEQLEN_Q": cuda.MAX_SEQLEN_Q,
-        "MAX_SPLITS": base.MAX_SPLITS,
+        "MAX_SPLITS": calls.MAX_SPLITS,
         "UNBOUNDED": UNBOUNDED,
     }
     assert {name: eval(constants[name]) for name in expected} == expected
@@ -116,10 +115,10 @@ def test_constants_of_the_cuda_kernels():
 def test_alignment_goes_by_every_stride():
     """Also by those of dimensions of size 1, which is_contiguous ignores."""
     room = torch.empty(1, 2, 2, 264, dtype=torch.bfloat16)
-    assert base.aligned(room) and base.aligned(room[..., :256]) and base.aligned(room[:, 1:, 1:, 8:])
-    assert not base.aligned(room[..., 4:260])
+    assert calls.aligned(room) and calls.aligned(room[..., :256]) and calls.aligned(room[:, 1:, 1:, 8:])
+    assert not calls.aligned(room[..., 4:260])
     for stride in range(3):
         strides = [512, 256, 256, 1]
         strides[stride] += 1
-        assert not base.aligned(room.as_strided((1, 1, 1, 256), strides))
-    assert base.aligned(room.as_strided((1, 1, 1, 256), (8, 16, 0, 1)))
+        assert not calls.aligned(room.as_strided((1, 1, 1, 256), strides))
+    assert calls.aligned(room.as_strided((1, 1, 1, 256), (8, 16, 0, 1)))

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from executor import build, extension
 
-TESTS = pathlib.Path(__file__).parent
+TESTS = pathlib.Path(__file__).parents[1]
 NAMES = ("instructions", "watches", "cases", "mutants", "counts", "tuning", "sizes", "reproducible", "hostile")
 CASES = [f"tests/executor/{name}.py" for name in NAMES]
 CUDA_CASES = [f"tests/executor/{name}.py" for name in ("cuda_kernels", "cuda_packed", "cuda_mutants", "cuda_sizes")]
@@ -119,10 +119,12 @@ ELSEWHERE = ("rotated_keys_are_those_of_the_window", "every_key_of_a_chunk", "no
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["accuracy", "decode", "varlen", "decode_triton"])
+@pytest.mark.parametrize(
+    "file", ["operators/test_accuracy", "caches/test_decode", "operators/test_varlen", "kernels/test_decode_triton"]
+)
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_tests_of_every_backend(library, arch, file):
     """About a quarter of those that the interpreter runs, and of those that are too slow for it: all schemes, layouts
     and options appear, not all with one another."""
     deselect = "not " + " and not ".join(ELSEWHERE)
-    executed(arch, "--executor-sample", "4", "-m", "slow or not slow", f"tests/test_{file}.py", "-k", deselect)
+    executed(arch, "--executor-sample", "4", "-m", "slow or not slow", f"tests/{file}.py", "-k", deselect)

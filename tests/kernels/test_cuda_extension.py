@@ -14,7 +14,7 @@ import torch
 from flashrope.backends import cuda
 from flashrope.backends.registry import resolve_impl
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BF16 = torch.bfloat16
 
 

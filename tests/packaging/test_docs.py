@@ -11,7 +11,7 @@ import pytest
 import torch
 from flashrope import Rotary
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 API_MODULES = (
     "flashrope",

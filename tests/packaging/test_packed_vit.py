@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "packed_vit.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "packed_vit.py"
 vit = runpy.run_path(str(EXAMPLE))
 SIZES = ((4, 7), (1, 3), (8, 5))
 

@@ -19,7 +19,7 @@ import time
 
 if __name__ == "__main__":
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import support
 import torch
