@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from flashrope import Rotary, attention
 from flashrope.cli import files, report
-from flashrope.rotary.bands import holds
 from flashrope.small_models.data import as_tokens, unseen_windows
 from flashrope.small_models.train import TrainConfig
 from flashrope.small_models.workers import Workers
@@ -63,7 +62,7 @@ def seen_distances(rotary: Rotary, queries: torch.Tensor, keys: torch.Tensor, sc
     i, j = queries.double()[:, None], keys.double()[None]
     seen = torch.full((len(queries), len(keys)), math.nan, dtype=torch.float64)
     for band in rotary.bands:
-        inside = holds(band, i, j) & (j <= i)
+        inside = band.holds(i, j) & (j <= i)
         seen = torch.where(inside, (band.queries.of(i) - band.keys.of(j)) / scale, seen)
     return seen
 

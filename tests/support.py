@@ -22,7 +22,6 @@ import torch
 from flashrope import Rotary, attention, attention_varlen
 from flashrope.backends import reference
 from flashrope.backends.calls import AttentionCall
-from flashrope.rotary.bands import holds
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -205,7 +204,7 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
     i = torch.arange(seqlen_q, device=q.device, dtype=torch.float64) + seqlen_k - seqlen_q
     j = torch.arange(seqlen_k, device=q.device)
     unseen = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
-    seen = sum((holds(band, i[:, None], j[None, :]) for band in call.bands), unseen)
+    seen = sum((band.holds(i[:, None], j[None, :]) for band in call.bands), unseen)
     position = i if p.positions is None else p.positions.double()
     scale = abs(call.score_scale) * (call.log_n.of(position) if call.log_n.factor else torch.ones_like(i))
     scale = scale[:, None] if scale.ndim == 2 else scale  # (batch, 1, seqlen_q) or (seqlen_q,)

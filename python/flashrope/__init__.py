@@ -3,7 +3,7 @@ pass.
 
 The names below are imported on first use, so that the command line can print its help without loading torch. Where
 torch is loaded already, importing this package registers its operators too, as torch.export.load needs them; elsewhere
-``import flashrope.operators.library`` does.
+``import flashrope.operators.functional`` does.
 """
 
 import sys

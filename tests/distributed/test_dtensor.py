@@ -9,7 +9,7 @@ from flashrope import Rotary, attention, attention_varlen
 from flashrope.backends import cpu
 from flashrope.backends.calls import AttentionCall, Kept, KeptShapes
 from flashrope.integrations import distributed  # noqa: F401  registers the rules
-from flashrope.operators import library as ops
+from flashrope.operators import autograd
 from flashrope.operators.library import OPERATORS
 from ranks import mesh
 from support import SCHEMES
@@ -338,7 +338,7 @@ def gradient_of_a_collective(count: int) -> None:
 
     sys.modules["flashrope.backends.recording"] = Recording
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = ops.attention(*leaves, AttentionCall(Rotary.rope(16), True, 0.25), "recording")[0]
+    out = autograd.attention(*leaves, AttentionCall(Rotary.rope(16), True, 0.25), "recording")[0]
     want = torch.autograd.grad(out, leaves, grad_out * count, retain_graph=True)
     pending = collectives.all_reduce(grad_out, "sum", mesh(count))
     assert type(pending) is collectives.AsyncCollectiveTensor

@@ -10,7 +10,7 @@ import torch
 from flashrope import Band, Rotary, attention, attention_varlen
 from flashrope.lowering.cos_sin import cos_sin
 from flashrope.lowering.lowered import UNBOUNDED, lower
-from flashrope.rotary.bands import MappedBand, PositionMap, distances, holds
+from flashrope.rotary.bands import PositionMap
 from support import check, problem
 
 REFERENCE = support.Target("reference", torch.float64, "cpu")
@@ -158,10 +158,10 @@ def test_pairs_of_every_band_are_counted_once():
     """Bands hold every pair of the causal triangle once, within the distances that they name."""
     i, j = torch.arange(600.0)[:, None], torch.arange(600.0)[None]
     for name in CASES:
-        held = [holds(band, i, j) for band in scheme(name).bands]
+        held = [band.holds(i, j) for band in scheme(name).bands]
         assert torch.equal(sum(x.int() for x in held), (j <= i).int())
         for band, pairs in zip(scheme(name).bands, held, strict=True):
-            start, stop = distances(band)
+            start, stop = band.distances
             assert start <= (i - j)[pairs].min() and (i - j)[pairs].max() < stop
 
 
@@ -231,7 +231,7 @@ def test_groups_are_counted_within_a_chunk():
 
 def test_bands():
     near, far = ROPE.self_extend(20, 4).bands
-    assert near == Band(0, 20, 1, 0) and far == MappedBand(20, math.inf, 1, 15, 4)
+    assert near == Band(0, 20, 1, 0) and far == Band(20, math.inf, 1, 15, 4)
     assert (
         ROPE.self_extend(20, 4).local(50).bands
         == (near, far._replace(stop=50))
@@ -240,9 +240,9 @@ def test_bands():
     assert ROPE.local(10).self_extend(20, 4).bands == (Band(0, 10, 1, 0),)
     bands = ROPE.dual_chunk(160, 32).bands
     assert bands == (
-        MappedBand(0, 1, 1, 0, 1, 128),
-        MappedBand(1, 2, 1, 128, 1, 128, 32),
-        MappedBand(2, math.inf, 1, 160, 1, 128, 0),
+        Band(0, 1, 1, 0, 1, 128),
+        Band(1, 2, 1, 128, 1, 128, 32),
+        Band(2, math.inf, 1, 160, 1, 128, 0),
     )
     assert ROPE.dual_chunk(300, 172).bands[2].offset == 255  # 2 s - 1, which is less than the chunk_size
     assert ROPE.yarn(4.0, 64).dual_chunk(160, 32) == ROPE.dual_chunk(160, 32).yarn(4.0, 64)
@@ -304,15 +304,15 @@ REFUSED = {
         "causal: expected True for a scheme that maps pos",
     ),
     "below 0": (
-        lambda: dataclasses.replace(ROPE, bands=(MappedBand(0, 9, 1, -3, 2),)),
+        lambda: dataclasses.replace(ROPE, bands=(Band(0, 9, 1, -3, 2),)),
         r"bands\[0\].offset: expected at least 0 in a band that maps positions, got -3",
     ),
     "chunks": (
-        lambda: dataclasses.replace(ROPE, bands=(Band(0, 1, 1, 0), MappedBand(1, 9, 1, 0, 1, 128))),
+        lambda: dataclasses.replace(ROPE, bands=(Band(0, 1, 1, 0), Band(1, 9, 1, 0, 1, 128))),
         r"bands\[1\].chunk: expected 0 as in bands\[0\], got 128",
     ),
     "a chunk": (
-        lambda: dataclasses.replace(ROPE, bands=(MappedBand(0, 9, 1, 0, 1, 100),)),
+        lambda: dataclasses.replace(ROPE, bands=(Band(0, 9, 1, 0, 1, 100),)),
         r"bands\[0\].chunk: expected 0 or a multiple of 128, .* got 100",
     ),
 }

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..rotary.bands import AnyBand
+from ..rotary.bands import Band
 from ..rotary.rotary import Rotary
 
 MAX_SPLITS = 256  # csrc/decode.h has the same number
@@ -61,7 +61,7 @@ class _Scheme:
     __slots__ = ()
 
     @property
-    def bands(self) -> tuple[AnyBand, ...]:
+    def bands(self) -> tuple[Band, ...]:
         return self.rotary.bands_for(self.causal)
 
     @property

@@ -11,7 +11,7 @@ import torch
 from ..lowering.cos_sin import coarse_rows, two_level_table
 from ..lowering.lowered import lower
 from ..lowering.resident import kept_on_device
-from ..rotary.bands import has_maps
+from ..rotary.bands import have_maps
 from ..rotary.rotary import Rotary
 from .calls import ONE_PER_QUERY, CacheCall, CacheLayout, accumulation_type, aligned, cached_lse_shape, multiprocessors
 from .splits import choose_splits
@@ -71,7 +71,7 @@ def attention_with_cache(
     Raises:
         ValueError: the scheme maps positions, or has log_steps.
     """
-    if has_maps(call.bands):
+    if have_maps(call.bands):
         raise ValueError(
             "impl='cuda' cannot serve this call: its kernels have no position maps (self_extend, dual_chunk); use "
             "impl='triton'"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from ..lowering.cos_sin import cos_sin
-from ..rotary.bands import holds
 from ..rotary.rotary import Rotary
 from .calls import AttentionCall, CacheCall, CacheLayout, Kept, KeptShapes, accumulation_type, out_shape
 from .packed import append_packed, attend_packed
@@ -125,7 +124,7 @@ def dense_attention(
     visible = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     scores = torch.zeros(q.shape[0], q.shape[2], seqlen_q, seqlen_k, dtype=q.dtype, device=device)
     for band in call.bands:
-        in_band = holds(band, i[:, None], j[None, :])
+        in_band = band.holds(i[:, None], j[None, :])
         rotated_q = rotate(q, rotary, band.queries.of(q_position))
         rotated_k = rotate(k, rotary, band.keys.of(k_position))
         band_scores = call.score_scale * torch.einsum("bihd,bjhd->bhij", rotated_q, rotated_k)

@@ -9,7 +9,7 @@ import torch
 
 from ..backends.calls import CacheLayout
 from ..backends.registry import resolve_impl
-from ..operators import library as ops
+from ..operators import autograd
 from ..operators.functional import _autocast, attention_with_cache
 from ..rotary.rotary import Rotary
 from .storage import Cache, check_new, check_queries, with_leftpad
@@ -70,7 +70,7 @@ class Step:
     def _write(self, k, v, caches, layer: int | None, impl: str) -> None:
         """``append`` of checked arguments."""
         layout = CacheLayout(self.seqlens, self.block_table, seqlen_new=self.seqlen_new)
-        ops.append_to_cache(caches[0], caches[1], k, v, layout, impl)
+        autograd.append_to_cache(caches[0], caches[1], k, v, layout, impl)
         self._written.add(layer or 0)
 
     def attend(

@@ -25,7 +25,7 @@ from ..backends.calls import Kept
 from ..backends.registry import load_backend
 from ..operators.checks import check_outside_context_parallel, check_sinks, check_tensors
 from ..operators.functional import attention
-from ..operators.library import OPERATORS, call_from_arguments
+from ..operators.library import OPERATORS, AttentionArguments
 from ..rotary.rotary import Rotary
 
 __all__ = ["context_parallel_attention", "sequence_positions", "shard_sequence", "unshard_sequence"]
@@ -81,30 +81,28 @@ def _shards(specs) -> int:
 
 
 @register_sharding(OPERATORS.attention.default)
-def _shard_attention(q, k, v, *call_and_impl):
-    *call, impl = call_and_impl
-    positions, cu_seqlens_q, cu_seqlens_k = call[:3]
-    packed = cu_seqlens_q is not None
-    kept = Kept(*(len(shape) > 1 for shape in load_backend(impl).kept_shapes(k, call_from_arguments(*call))))
+def _shard_attention(q, k, v, *arguments):
+    arguments = AttentionArguments(*arguments)
+    packed = arguments.cu_seqlens_q is not None
+    kept = Kept(*(len(shape) > 1 for shape in load_backend(arguments.impl).kept_shapes(k, arguments.call)))
     heads = 1 if packed else 2
-    specs = [(x, 0, heads) for x in (q, k, v)] + [(positions, 0, None)]
+    specs = [(x, 0, heads) for x in (q, k, v)] + [(arguments.positions, 0, None)]
     return [
         (
             [strategy.rows, strategy.lse, strategy.rotated_k, strategy.table],
-            [strategy.rows] * 3 + _call_placements(strategy, call),
+            [*[strategy.rows] * 3, *_placements(strategy, arguments)],
         )
         for strategy in _strategies(packed, kept, q.shape[0], k.shape[heads], specs)
     ]
 
 
 @register_sharding(OPERATORS.attention_backward.default)
-def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, table, *call_and_impl):
-    *call, _ = call_and_impl
-    positions, cu_seqlens_q, cu_seqlens_k = call[:3]
-    packed, kept = cu_seqlens_q is not None, Kept(len(rotated_k.shape) > 1, len(table.shape) > 1)
+def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, table, *arguments):
+    arguments = AttentionArguments(*arguments)
+    packed, kept = arguments.cu_seqlens_q is not None, Kept(len(rotated_k.shape) > 1, len(table.shape) > 1)
     heads = 1 if packed else 2
     specs = [(x, 0, heads) for x in (grad_out, q, k, v, out)] + [(x, 0, heads - 1) for x in (grad_lse, lse)]
-    specs += [(positions, 0, None)] + ([(rotated_k, 1, 2)] if kept.rotated_k else [])
+    specs += [(arguments.positions, 0, None)] + ([(rotated_k, 1, 2)] if kept.rotated_k else [])
     specs += [(table, 1, None)] if kept.table else []
     return [
         (
@@ -116,18 +114,22 @@ def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, 
                 strategy.lse,
                 strategy.rotated_k,
                 strategy.table,
-                *_call_placements(strategy, call),
+                *_placements(strategy, arguments),
             ],
         )
         for strategy in _strategies(packed, kept, q.shape[0], k.shape[heads], specs)
     ]
 
 
-def _call_placements(strategy: _Strategy, call: Sequence) -> list:
-    """The placements of the arguments from positions to impl; None for those that are not tensors."""
-    placements = (strategy.positions, strategy.cu_seqlens, strategy.cu_seqlens)
-    tensors = [None if x is None else placement for x, placement in zip(call[:3], placements, strict=True)]
-    return tensors + [None] * (len(call) - 2)
+def _placements(strategy: _Strategy, arguments: AttentionArguments) -> AttentionArguments:
+    """The placement of each argument; None for those that are not tensors."""
+    of_tensors = {
+        "positions": strategy.positions,
+        "cu_seqlens_q": strategy.cu_seqlens,
+        "cu_seqlens_k": strategy.cu_seqlens,
+    }
+    given = {name: None if getattr(arguments, name) is None else placed for name, placed in of_tensors.items()}
+    return AttentionArguments(*(None,) * len(arguments))._replace(**given)
 
 
 # ---- context parallelism

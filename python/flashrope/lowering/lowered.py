@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..rotary.bands import PositionMap, chunk_of, distances, has_maps
+from ..rotary.bands import PositionMap, chunk_of, have_maps
 from ..rotary.rotary import Rotary
 
 UNBOUNDED = 1 << 30  # kernels count distances in 32 bits, with room to add a position
@@ -87,7 +87,7 @@ class Lowered(NamedTuple):
 def lower(rotary: Rotary, causal: bool) -> Lowered:
     bands = rotary.bands_for(causal)
     numbers: dict[tuple[float, ...], int] = {(1.0, 0.0, 0.0): 0}
-    mapped, rotates, chunk = has_maps(bands), any(rotary.frequencies), _bound(chunk_of(bands))
+    mapped, rotates, chunk = have_maps(bands), any(rotary.frequencies), _bound(chunk_of(bands))
 
     def number(rotation: PositionMap, is_query: bool, scale: float = 1.0) -> int:
         if scale == 1 and (not rotates or (rotation.slope, rotation.offset) == (0, 0)):
@@ -104,10 +104,10 @@ def lower(rotary: Rotary, causal: bool) -> Lowered:
             steps: tuple[int, ...] = number(of_q, True), numbered[1]
         else:
             steps = tuple(number(_step(a, b), False) for a, b in zip(now, before or now, strict=True))
-        rows.append((*(_bound(x, chunk) for x in band[:2]), *numbered, *steps))
+        rows.append((_bound(band.start, chunk), _bound(band.stop, chunk), *numbered, *steps))
         before = now
     k_copies = tuple(dict.fromkeys(k_rotation for *_, k_rotation, _, _ in rows if k_rotation))
-    ranges = [(_bound(start), _bound(stop)) for start, stop in map(distances, bands)]
+    ranges = [tuple(map(_bound, band.distances)) for band in bands]
     return Lowered(
         rotations=tuple((slope, offset) for _, slope, offset, *_ in numbers),
         scales=tuple(scale for scale, *_ in numbers),

@@ -1,7 +1,7 @@
-"""torch.func's transforms and forward-mode differentiation of the attention operators.
+"""Attention as calls make it: straight to the backend, or through the operator, with one set of gradients for both.
 
-grad, vjp, jacrev and vmap work, in any order. A jvp, or a second derivative, raises and names impl="reference", whose
-forward is plain PyTorch.
+grad, vjp, jacrev and vmap of torch.func work, in any order. A jvp, or a second derivative, raises and names
+impl="reference", whose forward is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -9,94 +9,176 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-LAST_TENSOR = 3  # of the arguments behind a call's tensors: positions, cu_seqlens_q, cu_seqlens_k; then constants
+from ..backends.calls import AttentionCall, CacheCall, CacheLayout
+from ..backends.registry import DIFFERENTIABLE, load_backend
+from . import library
+from .library import LIBRARY, OPERATORS, AttentionArguments, CacheArguments, add_op_namespace_prefix
+
+INPUTS, SAVED = 3, 7  # tensors before the AttentionArguments: q, k, v; and out, lse, rotated_k, table
+TENSORS = 3  # the first AttentionArguments
 
 
-def transforming() -> bool:
+# ---- the calls
+
+
+def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of ``flashrope::attention``.
+
+    In plain eager mode the backend is called at once: torch.library's Python layers take longer than a short call.
+    """
+    plain = _is_plain(q, k, v)
+    if impl in DIFFERENTIABLE or (
+        plain and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    ):
+        return load_backend(impl).forward(q, k, v, call)[:2]
+    arguments = AttentionArguments.of(call, impl)
+    if plain:
+        return _apply_plain(q, k, v, *arguments)[:2]
+    if not _transforming():
+        return OPERATORS.attention(q, k, v, *arguments)[:2]
+    if torch.compiler.is_compiling():
+        Attention.jvp(None)
+    return Attention.apply(q, k, v, *arguments)[:2]
+
+
+def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, impl: str) -> None:
+    """``flashrope::append_to_cache``."""
+    if _is_plain(k_cache, v_cache, k, v, layout.seqlens):
+        load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
+        return
+    packed = (layout.cu_seqlens_q, layout.slot_mapping, layout.max_seqlen_q)
+    OPERATORS.append_to_cache(k_cache, v_cache, k, v, layout.seqlens, layout.block_table, *packed, impl)
+
+
+def attention_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """``flashrope::append_to_cache`` if there are new keys, then ``flashrope::attention_with_cache``."""
+    layout = call.layout
+    new = (k, v) if k is not None and k.shape[-3] else ()
+    if _is_plain(q, k_cache, v_cache, layout.seqlens, *new):
+        backend = load_backend(impl)
+        if new:
+            backend.append_to_cache(k_cache, v_cache, k, v, layout)
+        return backend.attention_with_cache(q, k_cache, v_cache, call)
+    if _transforming():
+        _check_no_tangents(q, k_cache, v_cache, *new)
+    if new:
+        append_to_cache(k_cache, v_cache, k, v, layout, impl)
+    return OPERATORS.attention_with_cache(q, k_cache, v_cache, *CacheArguments.of(call, impl))
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def _is_plain(*tensors: torch.Tensor) -> bool:
+    """No compiler, tracer, mode, transform or tensor subclass needs to see the operator."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._is_torch_function_mode_enabled()
+        and forward_ad._current_level < 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def _transforming() -> bool:
     """Forward-mode differentiation, or outside of a compiler any transform of torch.func, sees this call."""
     if forward_ad._current_level >= 0:
         return True
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _no_jvp(ctx, *tangents):
-    raise NotImplementedError(
-        "flashrope: expected no forward-mode derivative (jvp, jacfwd, linearize, dual tensors) of attention, got "
-        "tangents; use impl='reference', which PyTorch differentiates freely"
-    )
-
-
-def no_second_derivative(ctx, *grads):
-    raise RuntimeError(
-        "flashrope: attention has no second derivative; use impl='reference', which autograd differentiates freely"
-    )
-
-
-def attention(*arguments) -> tuple[torch.Tensor, ...]:
-    """The operator ``attention`` where ``transforming()``."""
-    if torch.compiler.is_compiling():
-        _no_jvp(None)
-    return Attention.apply(*arguments)
+# ---- gradients
 
 
 class Attention(torch.autograd.Function):
-    """The operator ``attention``; its arguments, which are listed in ``ops``, and results."""
+    """``flashrope::attention``: q, k, v and AttentionArguments to out, lse, rotated_k and table."""
 
     @staticmethod
     def forward(*arguments):
-        from .library import OPERATORS
-
-        return OPERATORS.attention(*arguments)
+        run = library.attention if _is_plain(*arguments[:INPUTS]) else OPERATORS.attention
+        return run(*arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, positions, cu_seqlens_q, cu_seqlens_k, *ctx.constants = inputs
+        arguments = inputs[INPUTS:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
-        ctx.save_for_backward(q, k, v, *output, positions, cu_seqlens_q, cu_seqlens_k)
+        # Tensors among the arguments, too: autograd then notices if they change before backward runs.
+        ctx.save_for_backward(*inputs[:INPUTS], *output, *arguments[:TENSORS])
+        ctx.constants = arguments[TENSORS:]
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, *_):
+        none = (None,) * (TENSORS + len(ctx.constants))
         if grad_out is None and grad_lse is None:
-            return (None,) * (6 + len(ctx.constants))
-        grads = AttentionBackward.apply(grad_out, grad_lse, *ctx.saved_tensors, *ctx.constants)
-        return *grads, *(None,) * (LAST_TENSOR + len(ctx.constants))
+            return (None,) * INPUTS + none
+        inputs = (grad_out, grad_lse, *ctx.saved_tensors, *ctx.constants)
+        # The result of a collective is a tensor subclass; create_graph=True asks for a second derivative.
+        plain = _is_plain(*(x for x in inputs[: 2 + SAVED] if x is not None)) and not torch.is_grad_enabled()
+        if plain:
+            return *library.attention_backward(*inputs), *none
+        run = AttentionBackward.apply if _transforming() else OPERATORS.attention_backward
+        return *run(*inputs), *none
 
-    jvp = staticmethod(_no_jvp)
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            "flashrope: expected no forward-mode derivative (jvp, jacfwd, linearize, dual tensors) of attention, got "
+            "tangents; use impl='reference', which PyTorch differentiates freely"
+        )
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return _vmap(Attention, info.batch_size, in_dims, arguments, tensors=3, rows=())
+        return _vmap(Attention, info.batch_size, in_dims, arguments, tensors=INPUTS, rows=())
 
 
 class AttentionBackward(torch.autograd.Function):
-    """The operator ``attention_backward``."""
+    """``flashrope::attention_backward``."""
 
     @staticmethod
     def forward(*arguments):
-        from .library import OPERATORS
-
         return OPERATORS.attention_backward(*arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         pass
 
-    backward = staticmethod(no_second_derivative)
-    jvp = staticmethod(_no_jvp)
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            "flashrope: attention has no second derivative; use impl='reference', which autograd differentiates freely"
+        )
+
+    jvp = staticmethod(Attention.jvp)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return _vmap(AttentionBackward, info.batch_size, in_dims, arguments, tensors=9, rows=(7, 8))
+        return _vmap(AttentionBackward, info.batch_size, in_dims, arguments, tensors=2 + SAVED, rows=(7, 8))
+
+
+def _no_gradient(ctx, *grads):
+    raise RuntimeError("flashrope: attention over a cache has no gradient; use attention in training")
+
+
+# Attention.apply without its Python layer, which binds the arguments by name at every call.
+_apply_plain = super(torch.autograd.Function, Attention).apply
+
+torch.library.register_autograd(
+    add_op_namespace_prefix("attention"), Attention.backward, setup_context=Attention.setup_context, lib=LIBRARY
+)
+torch.library.register_autograd(add_op_namespace_prefix("attention_backward"), AttentionBackward.backward, lib=LIBRARY)
+torch.library.register_autograd(add_op_namespace_prefix("attention_with_cache"), _no_gradient, lib=LIBRARY)
 
 
 def _vmap(function, size: int, in_dims, arguments, tensors: int, rows: tuple[int, ...]):
-    """One call for all; packed sequences, and what else shares no batch dimension, one call after another.
+    """Folds the mapped dimension into the batch and calls once. Packed inputs run in a loop.
 
-    tensors: how many arguments come before positions. rows: those of them whose second dimension has the batch
+    tensors: how many arguments come before AttentionArguments. rows: those of them whose second dimension has the batch
     (``Kept``). All others have it first.
     """
-    count = tensors + LAST_TENSOR
+    count = tensors + TENSORS
     moved = [
         x if x is None else x.movedim(dim, 0) if dim is not None else x.expand(size, *x.shape)
         for x, dim in zip(arguments[:count], in_dims, strict=False)
@@ -129,7 +211,7 @@ def _split(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
     return x.expand(size, 0) if x.ndim == 1 else x.unflatten(dim, (size, -1)).movedim(dim, 0)
 
 
-def check_no_tangents(*tensors: torch.Tensor) -> None:
+def _check_no_tangents(*tensors: torch.Tensor) -> None:
     """Raises NotImplementedError if one of the tensors carries a tangent, whichever transform put it there."""
     if torch.compiler.is_compiling():
         _WithoutTangents.jvp(None)

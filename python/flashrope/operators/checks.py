@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from ..backends.calls import MAX_SPLITS, ONE_PER_QUERY, CacheLayout
-from ..rotary.bands import is_plain
 from ..rotary.rotary import Rotary
 
 CACHES = ("k_cache", "v_cache")
@@ -292,7 +291,7 @@ def check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k) 
 def _check_position_values(positions, q, rotary) -> None:
     if not isinstance(positions, torch.Tensor):
         raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
-    if len(rotary.bands) != 1 or not is_plain(rotary.bands[0]):
+    if len(rotary.bands) != 1 or not rotary.bands[0].is_plain:
         raise ValueError(
             f"positions: expected None, or a scheme whose distance is d everywhere, got one with bands {rotary.bands}"
         )

@@ -12,7 +12,7 @@ from ..backends.calls import AttentionCall, CacheCall, CacheLayout
 from ..backends.registry import resolve_impl
 from ..lowering.lowered import UNBOUNDED
 from ..rotary.rotary import Rotary
-from . import library as ops
+from . import autograd
 from .checks import (
     CACHES,
     MANY_HEADS,
@@ -161,7 +161,7 @@ def _attend(q, k, v, call: AttentionCall, sinks, return_lse: bool, impl: str | N
     impl = resolve_impl(impl, q)
     if type(F.scaled_dot_product_attention) is not BuiltinFunctionType:  # replaced, by context_parallel or by a test
         check_outside_context_parallel()
-    out, lse = ops.attention(q, k, v, call, impl)
+    out, lse = autograd.attention(q, k, v, call, impl)
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -308,7 +308,7 @@ def _attend_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, capacity, sin
         validate_tables(layout, capacity, k_cache)
     if call.rotary.length_scale is not None:
         q = scale_cached(q, call.rotary, layout, capacity)
-    out, lse = ops.attention_with_cache(q, k_cache, v_cache, k, v, call, impl)
+    out, lse = autograd.attention_with_cache(q, k_cache, v_cache, k, v, call, impl)
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks, gradients=False)
     return (out, lse) if return_lse else out

@@ -1,11 +1,11 @@
-"""Bands: ranges of the relative distance, each with its own positions. No names of schemes, no tables."""
+"""Bands: ranges of the relative distance, each with its own positions. No tables."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Iterable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from .checks import TILE, positive
 
@@ -37,28 +37,11 @@ class Band(NamedTuple):
     """Distances start <= d < stop, in which q_i rotates by slope * i + offset and k_j by slope * j.
 
     start is an integer of at least 0, stop a larger one or inf. A scheme's bands are in order of distance and do not
-    overlap; keys at distances between them are not attended to.
-    """
+    overlap. Keys at distances between them are not attended to.
 
-    start: float
-    stop: float
-    slope: float
-    offset: float
-
-    @property
-    def queries(self) -> PositionMap:
-        return PositionMap(self.slope, self.offset)
-
-    @property
-    def keys(self) -> PositionMap:
-        return PositionMap(self.slope, 0.0)
-
-
-class MappedBand(NamedTuple):
-    """A band whose rows rotate by a map of their positions; for causal attention.
-
-    q_i rotates by slope * min(floor(i mod chunk / group), last) + offset, k_j by slope * floor(j mod chunk / group).
-    chunk 0: without mod, and start and stop are distances, as in Band. Otherwise they are differences of chunks,
+    The last three fields map positions, for causal attention: q_i rotates by
+    slope * min(floor(i mod chunk / group), last) + offset, and k_j by slope * floor(j mod chunk / group). With a chunk
+    of 0 there is no mod. With another, start and stop are differences of chunks,
     start <= floor(i / chunk) - floor(j / chunk) < stop, with j <= i.
     """
 
@@ -78,51 +61,53 @@ class MappedBand(NamedTuple):
     def keys(self) -> PositionMap:
         return PositionMap(self.slope, 0.0, self.chunk, self.group)
 
+    @property
+    def maps_positions(self) -> bool:
+        return (self.group, self.chunk, self.last) != (1, 0, math.inf)
 
-AnyBand = Band | MappedBand
+    @property
+    def is_plain(self) -> bool:
+        """Whether the band shows scores their true distance."""
+        return self[2:] == EVERYWHERE[2:]
+
+    @property
+    def distances(self) -> tuple[float, float]:
+        """Distances [start, stop) that hold all of the band's."""
+        if not self.chunk:
+            return self.start, self.stop
+        return max((self.start - 1) * self.chunk + 1, 0), self.stop * self.chunk
+
+    def holds(self, position_q, position_k):
+        """Whether pairs of positions, float tensors that broadcast, are in the band."""
+        if not self.chunk:
+            distance = position_q - position_k
+            return (distance >= self.start) & (distance < self.stop)
+        difference = position_q // self.chunk - position_k // self.chunk
+        return (difference >= self.start) & (difference < self.stop) & (position_k <= position_q)
+
 
 EVERYWHERE = Band(0, math.inf, 1.0, 0.0)
 
 
-def has_maps(bands: Iterable[AnyBand]) -> bool:
-    return any(isinstance(band, MappedBand) for band in bands)
+def have_maps(bands: Iterable[Band]) -> bool:
+    """Whether a band of a scheme maps positions."""
+    return any(band.maps_positions for band in bands)
 
 
-def is_plain(band: AnyBand) -> bool:
-    """Whether the band shows scores their true distance."""
-    return isinstance(band, Band) and (band.slope, band.offset) == (1, 0)
+def chunk_of(bands: tuple[Band, ...]) -> int:
+    """The chunk that all bands of a scheme count in, 0 where they count distances."""
+    return bands[0].chunk if bands else 0
 
 
-def chunk_of(bands: Iterable[AnyBand]) -> int:
-    """The chunk that all bands count in, 0 where they count distances."""
-    return next((band.chunk for band in bands if isinstance(band, MappedBand)), 0)
-
-
-def distances(band: AnyBand) -> tuple[float, float]:
-    """Distances [start, stop) that hold all of the band's."""
-    if isinstance(band, Band) or not band.chunk:
-        return band.start, band.stop
-    return max((band.start - 1) * band.chunk + 1, 0), band.stop * band.chunk
-
-
-def holds(band: AnyBand, position_q, position_k):
-    """Whether pairs of positions, float tensors that broadcast, are in the band."""
-    if isinstance(band, Band) or not band.chunk:
-        distance = position_q - position_k
-        return (distance >= band.start) & (distance < band.stop)
-    difference = position_q // band.chunk - position_k // band.chunk
-    return (difference >= band.start) & (difference < band.stop) & (position_k <= position_q)
-
-
-def checked_bands(bands) -> tuple[AnyBand, ...]:
-    """As a tuple of Band, and of MappedBand where a band maps positions.
+def checked_bands(bands) -> tuple[Band, ...]:
+    """As a tuple of Band.
 
     Raises:
         TypeError, ValueError: the band, its field, what was expected and what came.
     """
     if not isinstance(bands, (tuple, list)):
         raise TypeError(f"bands: expected a tuple of flashrope.Band, got {type(bands).__name__}")
-    checked: list[AnyBand] = []
+    checked: list[Band] = []
     for n, band in enumerate(bands):
         checked.append(_checked(f"bands[{n}]", band))
         start, before = checked[-1].start, checked[n - 1].stop if n else 0
@@ -131,22 +116,22 @@ def checked_bands(bands) -> tuple[AnyBand, ...]:
                 f"bands[{n}].start: expected at least {before:g}, where bands[{n - 1}] stops, got {start:g}; bands are "
                 "in order of distance and do not overlap"
             )
-        if (chunk := chunk_of(checked[-1:])) != chunk_of(checked[:1]):
+        if (chunk := checked[-1].chunk) != checked[0].chunk:
             raise ValueError(
-                f"bands[{n}].chunk: expected {chunk_of(checked[:1])} as in bands[0], got {chunk}; all bands of a "
+                f"bands[{n}].chunk: expected {checked[0].chunk} as in bands[0], got {chunk}; all bands of a "
                 "scheme count distances, or differences of the same chunks"
             )
     return tuple(checked)
 
 
-def _checked(name: str, band) -> AnyBand:
-    kinds = {len(kind._fields): kind for kind in (Band, MappedBand)}
-    if not isinstance(band, (tuple, list)) or len(band) not in kinds:
+def _checked(name: str, band) -> Band:
+    if not isinstance(band, (tuple, list)) or not 4 <= len(band) <= len(Band._fields):
         raise TypeError(f"{name}: expected a Band (start, stop, slope, offset), got {band!r}")
-    for field, value in zip(kinds[len(band)]._fields, band, strict=True):
+    band = Band(*band)
+    for field, value in zip(Band._fields, band, strict=True):
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             raise TypeError(f"{name}.{field}: expected a number, got {value!r}")
-    start, stop, slope, offset, *of_map = band
+    start, stop, slope, offset, group, chunk, last = band
     if not (start >= 0 and start != math.inf and start == math.floor(start)):
         raise ValueError(
             f"{name}.start: expected a whole number of at least 0, got {start!r}; bands hold the distances to earlier "
@@ -157,57 +142,50 @@ def _checked(name: str, band) -> AnyBand:
     for field, value in (("slope", slope), ("offset", offset)):
         if not math.isfinite(value):
             raise ValueError(f"{name}.{field}: expected a finite number, got {value!r}")
-    plain = Band(int(start), stop if stop == math.inf else int(stop), float(slope), float(offset))
-    return _with_map(name, plain, *of_map) if of_map else plain
-
-
-def _with_map(name: str, band: Band, group, chunk, last) -> AnyBand:
-    """A MappedBand, or the Band itself where the map changes no position."""
     if not (group >= 1 and group == math.floor(group)):
         raise ValueError(f"{name}.group: expected a positive whole number, got {group!r}")
     if not (chunk >= 0 and chunk % TILE == 0):
         raise ValueError(f"{name}.chunk: expected 0 or a multiple of {TILE}, the rows of a tile, got {chunk!r}")
     if not (last >= 0 and (last == math.inf or last == math.floor(last))):
         raise ValueError(f"{name}.last: expected a whole number of at least 0, or inf, got {last!r}")
-    if (group, chunk, last) == (1, 0, math.inf):
-        return band
-    if band.offset < 0:
+    if band.maps_positions and offset < 0:
         raise ValueError(
-            f"{name}.offset: expected at least 0 in a band that maps positions, got {band.offset:g}; the first rows "
+            f"{name}.offset: expected at least 0 in a band that maps positions, got {offset:g}; the first rows "
             "would stand below position 0"
         )
-    return MappedBand(*band, int(group), int(chunk), last if last == math.inf else int(last))
+    stop, last = (x if x == math.inf else int(x) for x in (stop, last))
+    return Band(int(start), stop, float(slope), float(offset), int(group), int(chunk), last)
 
 
-def two_sided(bands: tuple[AnyBand, ...]) -> tuple[Band, ...]:
+def two_sided(bands: tuple[Band, ...]) -> tuple[Band, ...]:
     """The bands over all d: each band and its mirror image (d -> -d, offset -> -offset), merged at d = 0.
 
     Raises:
         ValueError: a band maps positions, or d = 0 is in a band and in its mirror image, which rotate by different
             positions.
     """
-    if has_maps(bands):
+    if have_maps(bands):
         raise ValueError(
             "causal: expected True for a scheme that maps positions (self_extend, dual_chunk), got False; its maps are "
             "defined for keys at or before the query"
         )
     mirrored = []
-    for n, (start, stop, slope, offset) in enumerate(cast(tuple[Band, ...], bands)):
-        if start > 0:
-            mirrored += [Band(start, stop, slope, offset), Band(1 - stop, 1 - start, slope, -offset)]
-        elif offset == 0:
-            mirrored.append(Band(1 - stop, stop, slope, offset))
+    for n, band in enumerate(bands):
+        if band.start > 0:
+            mirrored += [band, Band(1 - band.stop, 1 - band.start, band.slope, -band.offset)]
+        elif band.offset == 0:
+            mirrored.append(band._replace(start=1 - band.stop))
         else:
             raise ValueError(
                 f"bands[{n}].offset: expected 0 in a band that starts at distance 0, for attention that is not causal, "
-                f"got {offset:g}; distance 0 would be in the band and in its mirror image, with {-offset:g}"
+                f"got {band.offset:g}; distance 0 would be in the band and in its mirror image, with {-band.offset:g}"
             )
     return tuple(mirrored)
 
 
-def merged(bands: Iterable[AnyBand]) -> tuple[AnyBand, ...]:
+def merged(bands: Iterable[Band]) -> tuple[Band, ...]:
     """Without empty bands, and with equal neighbors as one."""
-    kept: list[AnyBand] = []
+    kept: list[Band] = []
     for band in bands:
         if band.start >= band.stop:
             continue
@@ -219,26 +197,27 @@ def merged(bands: Iterable[AnyBand]) -> tuple[AnyBand, ...]:
     return tuple(kept)
 
 
-def clipped(band: AnyBand, start: float, stop: float) -> AnyBand:
+def clipped(band: Band, start: float, stop: float) -> Band:
     return band._replace(start=max(band.start, start), stop=min(band.stop, stop))
 
 
-def band_text(band: AnyBand) -> str:
+def band_text(band: Band) -> str:
     """For people: "d * 0.25 + 6 for d >= 8"."""
-    if isinstance(band, MappedBand):
-        return _mapped_text(band)
-    if band.slope == 0:
+    if band.maps_positions:
+        distance = _mapped_text(band)
+    elif band.slope == 0:
         distance = f"{band.offset:g}"
     else:
         distance = "d" if band.slope == 1 else f"d * {band.slope:.6g}"
         distance += f" + {band.offset:.6g}" if band.offset else ""
+    counted = "n" if band.chunk else "d"  # n is the difference of chunks
     if band.stop == math.inf:
-        return f"{distance} for d >= {band.start:g}"
-    return f"{distance} for {band.start:g} <= d < {band.stop:g}"
+        return f"{distance} for {counted} >= {band.start:g}"
+    return f"{distance} for {band.start:g} <= {counted} < {band.stop:g}"
 
 
-def _mapped_text(band: MappedBand) -> str:
-    """ "floor(i / 8) + 14 - floor(j / 8) for d >= 16"; n is the difference of chunks."""
+def _mapped_text(band: Band) -> str:
+    """ "floor(i / 8) + 14 - floor(j / 8)"."""
     of_q, of_k = (f"{x} mod {band.chunk}" if band.chunk else x for x in "ij")
     if band.group > 1:
         of_q, of_k = (f"floor({f'({x})' if band.chunk else x} / {band.group})" for x in (of_q, of_k))
@@ -246,13 +225,10 @@ def _mapped_text(band: MappedBand) -> str:
         of_q = f"min({of_q}, {band.last:g})"
     slope = "" if band.slope == 1 else f"{band.slope:.6g} * "
     of_queries = [slope + of_q] * (band.last != 0) + [f"{band.offset:.10g}"] * (band.offset != 0 or band.last == 0)
-    text, counted = f"{' + '.join(of_queries)} - {slope}{of_k}", "n" if band.chunk else "d"
-    if band.stop == math.inf:
-        return f"{text} for {counted} >= {band.start:g}"
-    return f"{text} for {band.start:g} <= {counted} < {band.stop:g}"
+    return f"{' + '.join(of_queries)} - {slope}{of_k}"
 
 
-# ---- the bands of ReRoPE, Self-Extend and dual chunk attention, which replace the true distance
+# ---- bands that replace the true distance: ReRoPE, Self-Extend, dual chunk attention
 
 
 def rectified(window: int, factor: float | None) -> Band:
@@ -265,20 +241,20 @@ def rectified(window: int, factor: float | None) -> Band:
     return Band(window, math.inf, slope, window - window * slope)
 
 
-def grouped(window: int, group: int) -> MappedBand:
+def grouped(window: int, group: int) -> Band:
     """``Rotary.self_extend`` beyond its window."""
-    return MappedBand(window, math.inf, 1.0, float(window - window // group), group)
+    return Band(window, math.inf, 1.0, float(window - window // group), group)
 
 
-def chunked(chunk: int, last: int) -> list[AnyBand]:
+def chunked(chunk: int, last: int) -> list[Band]:
     """``Rotary.dual_chunk``; last: the largest position that a query rotates by."""
     return [
-        MappedBand(0, 1, 1.0, 0.0, 1, chunk),
-        MappedBand(1, 2, 1.0, float(chunk), 1, chunk, last - chunk),
-        MappedBand(2, math.inf, 1.0, float(last), 1, chunk, 0),
+        Band(0, 1, 1.0, 0.0, 1, chunk),
+        Band(1, 2, 1.0, float(chunk), 1, chunk, last - chunk),
+        Band(2, math.inf, 1.0, float(last), 1, chunk, 0),
     ]
 
 
-def beyond_window(bands: Iterable[AnyBand], far: AnyBand) -> list[AnyBand]:
+def beyond_window(bands: Iterable[Band], far: Band) -> list[Band]:
     """``bands`` below the start of ``far``, and ``far`` from there on as long as they reach."""
     return [b for reach in bands for b in (clipped(reach, 0, far.start), clipped(far, 0, reach.stop))]

@@ -7,7 +7,7 @@ key position), and a scale on the query:
 
 R(p) rotates pair m by the angle p * inv_freq[m]; a pair with inv_freq[m] = 0 does not rotate. ``log_steps_scale`` is
 another logn(i), ``rotated_scale`` a factor on the channels of the table alone. A band may put a map of i and j in their
-place (``bands.MappedBand``). Only this file knows the names of the schemes.
+place (``bands.Band``). Only this file knows the names of the schemes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ import torch
 from .axes import axial_pairs, section_axes
 from .bands import (
     EVERYWHERE,
-    AnyBand,
     Band,
-    MappedBand,
     beyond_window,
     checked_bands,
     chunk_of,
     chunked,
     clipped,
     grouped,
-    is_plain,
+    have_maps,
     merged,
     rectified,
     two_sided,
@@ -57,7 +55,7 @@ from .checks import (
 from .tables import ablation_table, cope_table, geometric_table, given_table, hope_table, ntk_table, yarn_table
 from .text import describe, fields_of
 
-__all__ = ["Band", "MappedBand", "Rotary"]
+__all__ = ["Rotary"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -70,7 +68,7 @@ class Rotary:
         head_dim: channels per head.
         frequencies: inv_freq as a tuple, radians per position, one per channel pair; 0: the pair does not rotate.
         interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2.
-        bands: the bands over d >= 0, for causal attention, each a Band or a MappedBand; ``two_sided_bands`` adds their
+        bands: the bands over d >= 0, for causal attention; ``two_sided_bands`` adds their
             mirror images.
         temperature: t of the formula.
         log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), with clip at least 1.
@@ -86,7 +84,7 @@ class Rotary:
     head_dim: int
     frequencies: tuple[float, ...]
     interleaved: bool = False
-    bands: tuple[AnyBand, ...] = (EVERYWHERE,)
+    bands: tuple[Band, ...] = (EVERYWHERE,)
     temperature: float = 1.0
     log_n_scale: tuple[float, bool] | None = None
     axis: tuple[int, ...] = ()
@@ -159,7 +157,7 @@ class Rotary:
         """
         return two_sided(self.bands)
 
-    def bands_for(self, causal: bool) -> tuple[AnyBand, ...]:
+    def bands_for(self, causal: bool) -> tuple[Band, ...]:
         """``bands`` for causal attention, otherwise ``two_sided_bands``."""
         return self.bands if causal else self.two_sided_bands
 
@@ -395,7 +393,7 @@ class Rotary:
         check_flag("interleaved", interleaved)
         if self.axis:
             raise ValueError("mrope: this table is axial already")
-        if len(self.bands) != 1 or not is_plain(self.bands[0]) or self.log_n_scale or self.log_steps_scale:
+        if len(self.bands) != 1 or not self.bands[0].is_plain or self.log_n_scale or self.log_steps_scale:
             raise ValueError(
                 "mrope: expected a scheme without rectify, self_extend, dual_chunk and log_n, which need "
                 "one-dimensional positions; local may come before it and goes by index"
@@ -510,7 +508,9 @@ class Rotary:
     @cached_property
     def text(self) -> str:
         """This scheme as JSON, without rounding. ``Rotary.from_text`` reads it; operators and checkpoints carry it."""
-        return json.dumps({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["bands"] = [band if band.maps_positions else band[:4] for band in self.bands]
+        return json.dumps(fields)
 
     @staticmethod
     def from_text(text: str) -> Rotary:
@@ -543,9 +543,8 @@ class Rotary:
     def _check_unbanded(self, name: str) -> None:
         if self.axis:
             raise ValueError(f"{name}: bands over the distance need one-dimensional positions; this table is axial")
-        if not all(map(is_plain, self.bands)):
-            mapped = any(isinstance(band, MappedBand) for band in self.bands)
-            already = "has self_extend or dual_chunk" if mapped else "is rectified"
+        if not all(band.is_plain for band in self.bands):
+            already = "has self_extend or dual_chunk" if have_maps(self.bands) else "is rectified"
             raise ValueError(f"{name}: this scheme {already} already; the formula has one window")
 
     def _with_table(self, name: str, frequencies) -> Rotary:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from ...lowering.cos_sin import cos_sin
-from ...rotary.bands import Band, has_maps
+from ...rotary.bands import have_maps
 from ...rotary.rotary import Rotary
 from ..calls import CacheCall
 from .library import DTYPES, MAX_BANDS, DecodeBand, DecodeCall, Library, TensorView, band_limits
@@ -28,7 +28,7 @@ class Template(NamedTuple):
 def serves(q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> bool:
     _, seqlen_q, heads_q, _ = q.shape
     rows = seqlen_q * (heads_q // max(k_cache.shape[2], 1))
-    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not has_maps(call.bands)
+    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not have_maps(call.bands)
     return served and 0 < rows <= MAX_ROWS and k_cache.numel() > 0
 
 
@@ -69,10 +69,10 @@ def _template(rotary: Rotary, causal: bool) -> Template:
     call.inv_freq = address(torch.tensor(rotary.frequencies, dtype=torch.float64))
     bands = rotary.bands_for(causal)
     call.num_bands = len(bands)
-    for n, (start, stop, slope, offset) in enumerate(cast(tuple[Band, ...], bands)):
-        call.bands[n] = DecodeBand(*band_limits(start, stop), slope, offset)
-        if rotates and slope:
-            positions = slope * torch.arange(BLOCK + 1, dtype=torch.float64)
+    for n, band in enumerate(bands):
+        call.bands[n] = DecodeBand(*band_limits(band.start, band.stop), band.slope, band.offset)
+        if rotates and band.slope:
+            positions = band.slope * torch.arange(BLOCK + 1, dtype=torch.float64)
             tables = torch.stack(cos_sin(rotary, positions))
             call.bands[n].fine = address(tables[:, :BLOCK].to(torch.float32))
             call.bands[n].block = address(tables[:, BLOCK])

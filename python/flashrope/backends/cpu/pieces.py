@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...rotary.bands import AnyBand, MappedBand, PositionMap
+from ...rotary.bands import Band, PositionMap
 from ...rotary.rotary import Rotary
 from ..calls import AttentionCall, CacheCall, accumulation_type
 from .rotation import OF_KEYS, QueryFactors, Rotation, rotation_of_rows
@@ -62,7 +62,7 @@ class RotationPieces(NamedTuple):
 
 @lru_cache(maxsize=256)
 def plan(
-    bands: tuple[AnyBand, ...], seqlen_q: int, seqlen_k: int, shift: int, first: int = 0
+    bands: tuple[Band, ...], seqlen_q: int, seqlen_k: int, shift: int, first: int = 0
 ) -> tuple[RotationPieces, ...]:
     """The pieces of all bands, grouped by rotation. Together they hold every visible (row, key) once.
 
@@ -70,9 +70,9 @@ def plan(
     """
     rotations: dict[tuple[PositionMap, PositionMap], list[Piece]] = {}
     for band in bands:
-        start, stop = band[:2]
+        start, stop = band.start, band.stop
         pieces = rotations.setdefault((band.queries, band.keys), [])
-        if isinstance(band, MappedBand) and band.chunk:
+        if band.chunk:
             pieces += _chunk_pieces(band, seqlen_q, seqlen_k, shift, first)
             continue
         if start <= shift + 1 - seqlen_k and stop >= shift + seqlen_q:
@@ -133,7 +133,7 @@ def _past_pieces(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift:
     return pieces
 
 
-def _chunk_pieces(band: MappedBand, seqlen_q: int, seqlen_k: int, shift: int, first: int) -> list[Piece]:
+def _chunk_pieces(band: Band, seqlen_q: int, seqlen_k: int, shift: int, first: int) -> list[Piece]:
     """The pieces of a band over differences of chunks: for every chunk of rows, the earlier chunks that it sees, and
     its own. Positions here are counted from 0, not from `first`."""
     chunk, row_0, key_end = band.chunk, first + shift, first + seqlen_k

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from ...rotary.bands import is_plain
 from ...rotary.rotary import Rotary
 from ..hf_config import rotary_of_model
 
@@ -87,7 +86,7 @@ def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
     if options.get("dual_chunk"):
         rotary = rotary.dual_chunk(*options["dual_chunk"])
     if window is not None:
-        if not all(map(is_plain, rotary.bands)):
+        if not all(band.is_plain for band in rotary.bands):
             raise ValueError(
                 "window: expected a model whose layers see all keys, got layers with a sliding window of "
                 f"{window}, which see nothing beyond it to rectify"
