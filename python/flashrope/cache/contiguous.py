@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from ..backends.registry import resolve_impl
-from ..operators.functional import _autocast, attention_with_cache
 from ..rotary.rotary import Rotary
 from .step import Step
-from .storage import Cache, check_integer, check_new, check_padding, check_queries, describe, upload, with_leftpad
+from .storage import Cache, check_integer, check_padding, check_queries, count_new, describe, upload
 
 
 class KVCache(Cache):
@@ -106,11 +104,8 @@ class KVCache(Cache):
         if self.layers > 1:
             return self._append_layers(self.step(self._new_of_layers(k, v), leftpad), k, v, impl)
         self.refuse_new("append")
-        k, v = _autocast(k, v)
-        seqlen_new = check_new(k, v, self.k, self.batch)
-        impl = resolve_impl(impl, k[:, :1], cached=True)
-        with self.step(seqlen_new, leftpad) as step:
-            step._write(k, v, self._layers[0], 0, impl)
+        with self.step(count_new(k, v, self.k, self.batch), leftpad) as step:
+            step.append(k, v, 0, impl)
 
     def attend(
         self,
@@ -138,22 +133,13 @@ class KVCache(Cache):
         Raises:
             TypeError, ValueError: names the argument, what was expected and what came, or the sequence without room.
         """
-        q, k, v = _autocast(q, k, v)
-        caches = self.layer(layer)
-        check_queries(q, self.batch, self.k)
-        seqlen_new = 0
-        if k is not None or v is not None or leftpad is not None:
-            self.refuse_new("attend")
-            seqlen_new = check_new(k, v, self.k, self.batch)
-        if leftpad is not None:
-            with self.step(seqlen_new, leftpad) as step:
-                return step._run(q, rotary, k, v, caches, 0, options)
-        self._check_room(seqlen_new)
-        if any(self._padding):
-            options = with_leftpad(options, self.leftpad)
-        result = attention_with_cache(q, *caches, rotary, self.seqlens, k, v, block_table=None, **options)
-        self._count(seqlen_new)
-        return result
+        if k is None and v is None and leftpad is None:
+            check_queries(q, self.batch)
+            tables = (self.seqlens, None, self.leftpad if any(self._padding) else None)
+            return self._attend(q, rotary, (k, v), tables, layer, options)
+        self.refuse_new("attend")
+        with self.step(count_new(k, v, self.k, self.batch), leftpad) as step:
+            return step.attend(q, rotary, k, v, layer, **options)
 
     def advance(self, seqlen_new: int) -> None:
         """Counts seqlen_new tokens that a replayed CUDA graph has written to every sequence. No room: ValueError."""

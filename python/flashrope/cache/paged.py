@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends.registry import resolve_impl
-from ..operators.functional import _autocast, attention_with_cache
 from ..rotary.rotary import Rotary
 from .step import Step
-from .storage import Cache, check_integer, check_new, check_padding, check_queries, describe, upload, with_leftpad
+from .storage import Cache, check_integer, check_padding, check_queries, count_new, describe, upload
 
 UNUSED = 2**31 - 1  # a table entry without a page; no page has this number, so validate=True reports the entry
 INITIAL_ROWS = 16  # of the table on the device
@@ -146,7 +144,7 @@ class PagedKVCache(Cache):
 
         A copy: later calls do not change it. Entries without a page are 2**31 - 1, which validate=True refuses.
         """
-        return self._tables(self._select(sequences), [])[0]
+        return self._tables(self._select(sequences), [])[1]
 
     def allocate(self, length: int = 0) -> int:
         """A new, empty sequence with pages reserved for ``length`` tokens; see ``reserve``.
@@ -231,11 +229,8 @@ class PagedKVCache(Cache):
             return self._append_layers(self.step(sequences, self._new_of_layers(k, v), leftpad), k, v, impl)
         self.refuse_new("append")
         selected = self._select(sequences)
-        k, v = _autocast(k, v)
-        seqlen_new = check_new(k, v, self.k, len(selected))
-        impl = resolve_impl(impl, k[:, :1], cached=True)
-        with self._step(selected, seqlen_new, leftpad) as step:
-            step._write(k, v, self._layers[0], 0, impl)
+        with self._step(selected, count_new(k, v, self.k, len(selected)), leftpad) as step:
+            step.append(k, v, 0, impl)
 
     def attend(
         self,
@@ -267,16 +262,13 @@ class PagedKVCache(Cache):
                 exceed max_seqlen.
         """
         selected = self._select(sequences)
-        q, k, v = _autocast(q, k, v)
-        caches = self.layer(layer)
-        check_queries(q, len(selected), self.k)
         if k is None and v is None and leftpad is None:
-            block_table, seqlens, pads = self._tables(selected, [x.leftpad for x in selected.values()])
-            options = with_leftpad(options, pads)
-            return attention_with_cache(q, *caches, rotary, seqlens, block_table=block_table, **options)
+            check_queries(q, len(selected))
+            tables = self._tables(selected, [x.leftpad for x in selected.values()])
+            return self._attend(q, rotary, (k, v), tables, layer, options)
         self.refuse_new("attend")
-        with self._step(selected, check_new(k, v, self.k, len(selected)), leftpad) as step:
-            return step._run(q, rotary, k, v, caches, 0, options)
+        with self._step(selected, count_new(k, v, self.k, len(selected)), leftpad) as step:
+            return step.attend(q, rotary, k, v, layer, **options)
 
     def advance(self, sequences: Sequence[int], seqlen_new: int) -> None:
         """Counts seqlen_new tokens that a replayed CUDA graph has written to every sequence.
@@ -421,11 +413,10 @@ class PagedKVCache(Cache):
     def _begin(self, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         step.changes = self._reserve(step.selected, step.seqlen_new)
         try:
-            block_table, seqlens, leftpad = self._tables(step.selected, step.padding)
+            return self._tables(step.selected, step.padding)
         except BaseException:
             self._undo(step)
             raise
-        return seqlens, block_table, leftpad
 
     def _commit(self, step: Step) -> None:
         for sequence, leftpad in zip(step.selected.values(), step.padding, strict=True):
@@ -455,7 +446,7 @@ class PagedKVCache(Cache):
     def _tables(
         self, selected: dict[int, _Sequence], padding: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(block_table, seqlens, leftpad) for the kernels. Everything new is copied to the device at once."""
+        """(seqlens, block_table, leftpad) for the kernels. Everything new is copied to the device at once."""
         rows = [sequence.row for sequence in selected.values()]
         lengths = [sequence.length for sequence in selected.values()]
         pads = padding if any(padding) else []
@@ -469,7 +460,7 @@ class PagedKVCache(Cache):
             self._table.view(-1).index_copy_(0, entries, pages.to(torch.int32))
             self._changed.clear()
         block_table = self._table.index_select(0, table_rows)
-        return block_table, seqlens.to(torch.int32), leftpad.to(torch.int32) if pads else None
+        return seqlens.to(torch.int32), block_table, leftpad.to(torch.int32) if pads else None
 
     def __repr__(self) -> str:
         return (

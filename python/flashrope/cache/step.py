@@ -10,9 +10,9 @@ import torch
 from ..backends.calls import CacheLayout
 from ..backends.registry import resolve_impl
 from ..operators import autograd
-from ..operators.functional import _autocast, attention_with_cache
+from ..operators.autocast import autocast
 from ..rotary.rotary import Rotary
-from .storage import Cache, check_new, check_queries, with_leftpad
+from .storage import Cache, check_new, check_queries, count_new
 
 
 class Step:
@@ -62,15 +62,13 @@ class Step:
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer: int | None = None, impl: str | None = None) -> None:
         """Writes k, v (n, seqlen_new, heads_kv, head_dim) of a layer. Raises what ``attend`` raises."""
-        k, v = _autocast(k, v)
-        caches = self._cache.layer(layer)
-        self._check_new(k, v, caches[0], layer)
-        self._write(k, v, caches, layer, resolve_impl(impl, k[:, :1], cached=True))
-
-    def _write(self, k, v, caches, layer: int | None, impl: str) -> None:
-        """``append`` of checked arguments."""
+        k, v = autocast(k, v)
+        k_cache, v_cache = self._cache.layer(layer)
+        self._check_open()
+        self._check_new(check_new(k, v, k_cache, self.batch), layer)
+        impl = resolve_impl(impl, k[:, :1], cached=True)
         layout = CacheLayout(self.seqlens, self.block_table, seqlen_new=self.seqlen_new)
-        autograd.append_to_cache(caches[0], caches[1], k, v, layout, impl)
+        autograd.append_to_cache(k_cache, v_cache, k, v, layout, impl)
         self._written.add(layer or 0)
 
     def attend(
@@ -96,41 +94,26 @@ class Step:
         Raises:
             TypeError, ValueError: names the argument, what was expected and what came.
         """
-        q, k, v = _autocast(q, k, v)
-        caches = self._cache.layer(layer)
-        check_queries(q, self.batch, caches[0])
-        if k is None and v is None:
-            self._check_open()
-            return self._read(q, rotary, caches, layer, options)
-        self._check_new(k, v, caches[0], layer)
-        return self._run(q, rotary, k, v, caches, layer, options)
-
-    def _run(self, q, rotary: Rotary, k, v, caches, layer: int | None, options: dict):
-        """``attend`` of checked arguments that writes."""
-        options = with_leftpad(options, self.leftpad)
-        k_cache, v_cache = caches
-        out = attention_with_cache(q, k_cache, v_cache, rotary, self.seqlens, k, v, self.block_table, **options)
-        self._written.add(layer or 0)
-        return out
-
-    def _read(self, q, rotary: Rotary, caches, layer: int | None, options: dict):
-        """``attend`` of checked arguments that does not write."""
-        seqlens = self.seqlens
-        if (layer or 0) in self._written:
+        self._check_open()
+        check_queries(q, self.batch)
+        writes, seqlens = k is not None or v is not None, self.seqlens
+        if writes:
+            self._check_new(count_new(k, v, self._cache.k, self.batch), layer)
+        elif (layer or 0) in self._written:
             if self._ends is None:
                 self._ends = seqlens + self.seqlen_new
             seqlens = self._ends
-        options = with_leftpad(options, self.leftpad)
-        k_cache, v_cache = caches
-        return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, None, None, self.block_table, **options)
+        tables = (seqlens, self.block_table, self.leftpad)
+        out = self._cache._attend(q, rotary, (k, v), tables, layer, options)
+        if writes:
+            self._written.add(layer or 0)
+        return out
 
     def _check_open(self) -> None:
         if self._cache._open is not self:
             raise RuntimeError("step: expected a call inside the with statement that opened it")
 
-    def _check_new(self, k, v, cache: torch.Tensor, layer: int | None) -> None:
-        self._check_open()
-        seqlen_new = check_new(k, v, cache, self.batch)
+    def _check_new(self, seqlen_new: int, layer: int | None) -> None:
         if seqlen_new != self.seqlen_new:
             raise ValueError(f"k: expected seqlen_new {self.seqlen_new} of this step, got {seqlen_new}")
         if (layer or 0) in self._written:

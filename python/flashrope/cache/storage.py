@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..operators.autocast import autocast, autocast_hint
 from ..operators.checks import DTYPES, check_no_gradient
+from ..operators.functional import attention_with_cache
 
 if TYPE_CHECKING:
     from .step import Step
@@ -68,6 +70,18 @@ class Cache:
 
     def _undo(self, step: Step) -> None:
         raise NotImplementedError
+
+    def _attend(self, q, rotary, new, tables, layer: int | None, options: dict):
+        """The one call of ``attention_with_cache``. new: (k, v); tables: (seqlens, block_table, leftpad)."""
+        seqlens, block_table, leftpad = tables
+        if leftpad is not None:
+            if options.get("cache_leftpad") is not None:
+                raise ValueError(
+                    "cache_leftpad: expected None, because the cache remembers its left padding, got a tensor"
+                )
+            options = {**options, "cache_leftpad": leftpad}
+        q, k, v = autocast(q, *new)
+        return attention_with_cache(q, *self.layer(layer), rotary, seqlens, k, v, block_table, **options)
 
     def _append_layers(self, step: Step, k, v, impl: str | None) -> None:
         """k, v (layers, n, seqlen_new, heads_kv, head_dim) in one step."""
@@ -144,32 +158,24 @@ def check_padding(leftpad, padding: list[int], lengths: list[int], seqlen_new: i
     ]
 
 
-def with_leftpad(options: dict, leftpad: torch.Tensor | None) -> dict:
-    if leftpad is None:
-        return options
-    if options.get("cache_leftpad") is not None:
-        raise ValueError("cache_leftpad: expected None, because the cache remembers its left padding, got a tensor")
-    return {**options, "cache_leftpad": leftpad}
-
-
-def check_queries(q, batch: int, cache: torch.Tensor) -> None:
-    if not isinstance(q, torch.Tensor):
-        return
-    if q.ndim != 4 or q.shape[0] != batch:
+def check_queries(q, batch: int) -> None:
+    if isinstance(q, torch.Tensor) and (q.ndim != 4 or q.shape[0] != batch):
         raise ValueError(f"q: expected shape ({batch}, seqlen_q, heads_q, head_dim), got {tuple(q.shape)}")
-    if q.dtype != cache.dtype:
-        raise TypeError(f"q: expected {cache.dtype} as the cache, got {q.dtype}{_of_autocast(q)}")
 
 
-def _of_autocast(x: torch.Tensor) -> str:
-    device = x.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return ""
-    return f"; autocast casts float32 to {torch.get_autocast_dtype(device)}"
+def count_new(k, v, cache: torch.Tensor, batch: int) -> int:
+    """seqlen_new of the new k, v (batch, seqlen_new, heads_kv, head_dim), for calls that check the rest."""
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if k.ndim != 4 or k.shape[0] != batch:
+        heads_kv, head_dim = cache.shape[-2:]
+        raise ValueError(f"k: expected shape ({batch}, seqlen_new, {heads_kv}, {head_dim}), got {tuple(k.shape)}")
+    return k.shape[1]
 
 
 def check_new(k, v, cache: torch.Tensor, batch: int) -> int:
-    """seqlen_new of the new k, v (batch, seqlen_new, heads_kv, head_dim)."""
+    """seqlen_new of the new k, v (batch, seqlen_new, heads_kv, head_dim), of the cache's type and device."""
     heads_kv, head_dim = cache.shape[2:]
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
@@ -180,7 +186,7 @@ def check_new(k, v, cache: torch.Tensor, batch: int) -> int:
                 f"{name}: expected shape ({batch}, {seqlen_new}, {heads_kv}, {head_dim}), got {tuple(x.shape)}"
             )
         if x.dtype != cache.dtype:
-            raise TypeError(f"{name}: expected {cache.dtype} as the cache, got {x.dtype}{_of_autocast(x)}")
+            raise TypeError(f"{name}: expected {cache.dtype} as the cache, got {x.dtype}{autocast_hint(x)}")
         if x.device != cache.device:
             raise ValueError(f"{name}: expected device {cache.device} as the cache, got {x.device}")
         if x.stride(-1) != 1:

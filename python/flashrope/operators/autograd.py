@@ -66,10 +66,10 @@ def attention_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, impl: str) 
     return OPERATORS.attention_with_cache(q, k_cache, v_cache, *CacheArguments.of(call, impl))
 
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
-def _is_plain(*tensors: torch.Tensor) -> bool:
+def _is_plain(*tensors: torch.Tensor | None) -> bool:
     """No compiler, tracer, mode, transform or tensor subclass needs to see the operator."""
     return (
         not torch.compiler.is_compiling()
@@ -116,8 +116,7 @@ class Attention(torch.autograd.Function):
             return (None,) * INPUTS + none
         inputs = (grad_out, grad_lse, *ctx.saved_tensors, *ctx.constants)
         # The result of a collective is a tensor subclass; create_graph=True asks for a second derivative.
-        plain = _is_plain(*(x for x in inputs[: 2 + SAVED] if x is not None)) and not torch.is_grad_enabled()
-        if plain:
+        if _is_plain(*inputs[: 2 + SAVED]) and not torch.is_grad_enabled():
             return *library.attention_backward(*inputs), *none
         run = AttentionBackward.apply if _transforming() else OPERATORS.attention_backward
         return *run(*inputs), *none

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from ..backends.calls import MAX_SPLITS, ONE_PER_QUERY, CacheLayout
 from ..rotary.rotary import Rotary
+from .autocast import autocast_hint
 
 CACHES = ("k_cache", "v_cache")
 MANY_HEADS = 256  # more than any known model has
@@ -30,10 +31,16 @@ def check_outside_context_parallel() -> None:
 
 
 def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple[torch.Size, torch.Size]:
-    """The shapes of q and k. rank: that of q and new; names: what to call k and v; new: (name, tensor) of keys and
-    values for a cache, which k and v then are."""
+    """The shapes of q and k.
+
+    rank: that of q and new. names: labels k and v in errors; caches have four dimensions. new: (name, tensor) of the
+    keys and values that go to a cache.
+    """
     dtype = device = None
-    for name, x in (("q", q), (names[0], k), (names[1], v), *new):
+    tensors, like = (("q", q), (names[0], k), (names[1], v)), "in q"
+    if names is CACHES:
+        tensors, like = (*tensors[1:], tensors[0], *new), "the cache"
+    for name, x in tensors:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         expected = 4 if name in CACHES else rank
@@ -44,10 +51,10 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple
             if x.dtype not in DTYPES:
                 raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
             if dtype is not None:
-                raise TypeError(f"{name}: expected {dtype} as in q, got {x.dtype}")
+                raise TypeError(f"{name}: expected {dtype} as {like}, got {x.dtype}{autocast_hint(x)}")
             dtype, device = x.dtype, x.device
         if x.device != device:
-            raise ValueError(f"{name}: expected device {device} as in q, got {x.device}")
+            raise ValueError(f"{name}: expected device {device} as {like}, got {x.device}")
         if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
     shape_q, shape_k = q.shape, k.shape
@@ -70,7 +77,7 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple
 def _check_values(names, shape_v, shape_k) -> None:
     """v of another shape than k: its rows may be of another width, in a cache they may not."""
     expected, hint = tuple(shape_k), ""
-    if names != CACHES:
+    if names is not CACHES:
         expected = (*shape_k[:-1], shape_v[-1])
         hint = " but for its width" if expected != shape_k else ""
     if shape_v != expected:

@@ -13,6 +13,7 @@ from ..backends.registry import resolve_impl
 from ..lowering.lowered import UNBOUNDED
 from ..rotary.rotary import Rotary
 from . import autograd
+from .autocast import autocast
 from .checks import (
     CACHES,
     MANY_HEADS,
@@ -82,7 +83,7 @@ def attention(
     """
     if unknown:
         raise_for(attention, unknown)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     shape_q, shape_k = check_tensors(q, k, v, rotary, rank=4)
     if shape_k[0] != shape_q[0]:
         raise ValueError(f"k: expected batch {shape_q[0]} as in q, got {shape_k[0]}")
@@ -136,7 +137,7 @@ def attention_varlen(
     """
     if unknown:
         raise_for(attention_varlen, unknown)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_tensors(q, k, v, rotary, rank=3)
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
     check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k, "k", max_seqlen_k)
@@ -312,15 +313,3 @@ def _attend_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, capacity, sin
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks, gradients=False)
     return (out, lse) if return_lse else out
-
-
-def _autocast(*tensors):
-    """Under torch.autocast, float32 inputs become the autocast type, as in scaled_dot_product_attention."""
-    eager_without_autocast = not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled()
-    if eager_without_autocast or not isinstance(tensors[0], torch.Tensor):
-        return tensors
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in tensors)

@@ -1,0 +1,27 @@
+"""torch.autocast: float32 inputs become its type, as in scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+import torch
+
+
+def autocast(*tensors):
+    """The tensors, of which those in float32 are cast where autocast is on. None and other types stay."""
+    eager_without_autocast = not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled()
+    if eager_without_autocast or not isinstance(tensors[0], torch.Tensor):
+        return tensors
+    if (dtype := _type_on(tensors[0].device.type)) is None:
+        return tensors
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in tensors)
+
+
+def autocast_hint(x: torch.Tensor) -> str:
+    """For an error about the type of x."""
+    dtype = _type_on(x.device.type)
+    return "" if dtype is None else f"; autocast casts float32 to {dtype}"
+
+
+def _type_on(device: str) -> torch.dtype | None:
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
