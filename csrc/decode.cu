@@ -345,6 +345,7 @@ __global__ void __launch_bounds__(32 * warps_for(D), blocks_for(D))
     queries.position[r] = w.keys - p.seqlen_q + w.query(lane / 4 + 8 * r);
     const float log_n = p.log_n_factor * logf(max(queries.position[r], 0) + 1.0f);
     queries.scale[r] = p.score_scale * LOG2_E * fmaxf(p.log_n_floor, log_n);
+    if (p.length_scale) queries.scale[r] *= fmaxf(0.1f * logf(max(w.keys, 1) / p.length_scale) + 1.0f, 1.0f);
   }
   __syncthreads();
 

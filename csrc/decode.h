@@ -54,6 +54,7 @@ struct DecodeParams {
   int num_splits;
   float score_scale;         // softmax_scale * temperature
   float log_n_factor, log_n_floor;  // the query at position i is scaled by max(floor, factor * ln(i + 1))
+  float length_scale;               // and by max(1, 0.1 * ln(n / length_scale) + 1) for n keys; 0: not
   bool bfloat16, interleaved;
 };
 

@@ -93,7 +93,7 @@ CacheLayout check_cache(const Tensor& k_cache, const Tensor& v_cache, const Tens
 void decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_seqlens,
             const MaybeTensor& block_table, const MaybeTensor& cache_leftpad, const Tensor& bands, const Tensor& table,
             int64_t seqlen_new, int64_t rotary_dim, int64_t rotated_pairs, bool interleaved, double score_scale,
-            double log_n_factor, double log_n_floor, int64_t num_splits, Tensor out, Tensor lse, Tensor partial_out,
+            double log_n_factor, double log_n_floor, double length_scale, int64_t num_splits, Tensor out, Tensor lse, Tensor partial_out,
             Tensor partial_lse) {
   DecodeParams p = {};
   p.q = check_rows(q, "q", q);
@@ -131,6 +131,7 @@ void decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const
   STD_TORCH_CHECK(rotated_pairs >= 0 && rotated_pairs <= rotary_dim / 2, "rotated_pairs: got ", rotated_pairs);
   p.rotary_dim = rotary_dim, p.rotated_pairs = rotated_pairs, p.interleaved = interleaved;
   p.score_scale = score_scale, p.log_n_factor = log_n_factor, p.log_n_floor = log_n_floor;
+  p.length_scale = length_scale;
 
   const int64_t rows = q.size(0) * q.size(1) * q.size(2);
   STD_TORCH_CHECK(out.numel() == q.numel() && out.is_contiguous() && out.scalar_type() == q.scalar_type() &&
@@ -174,7 +175,7 @@ STABLE_TORCH_LIBRARY(flashrope_cuda, m) {
   m.def(
       "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
       "Tensor? cache_leftpad, Tensor bands, Tensor table, int seqlen_new, int rotary_dim, int rotated_pairs, "
-      "bool interleaved, float score_scale, float log_n_factor, float log_n_floor, int num_splits, Tensor(a!) out, "
+      "bool interleaved, float score_scale, float log_n_factor, float log_n_floor, float length_scale, int num_splits, Tensor(a!) out, "
       "Tensor(b!) lse, Tensor(c!) partial_out, Tensor(d!) partial_lse) -> ()");
   m.def(
       "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "

@@ -43,6 +43,7 @@ class Scheme(NamedTuple):
     score_scale: softmax_scale * temperature.
     log_n_factor, log_n_floor: the query at position i is scaled by max(log_n_floor, log_n_factor * ln(i + 1)).
     log_n_every, log_n_first: if given, by 1 + log_n_factor * ln(1 + floor((i + log_n_first) / log_n_every)) instead.
+    length_scale: if given, also by max(1, 0.1 * ln(n / length_scale) + 1) in a sequence of n keys.
     """
 
     bands: object
@@ -54,6 +55,7 @@ class Scheme(NamedTuple):
     log_n_floor: object
     log_n_every: object
     log_n_first: object
+    length_scale: object
 
 
 class CuSeqlens(NamedTuple):
@@ -113,7 +115,7 @@ POINTER_FIELDS = {
     Scheme: 4,
     CuSeqlens: 2,
     CacheLayout: 4,
-}  # the first fields; the rest are numbers, of which only Scheme's log_n_every and log_n_first may be None
+}  # the first fields; the rest are numbers, of which only Scheme's last three may be None
 
 
 def encode_int(number: int) -> int:

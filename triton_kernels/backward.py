@@ -19,7 +19,7 @@ from .rotation import (
     CosSinTable,
     load_cos_sin,
     load_pairs,
-    log_n_scale,
+    query_scale,
     rotate,
     rotate_tile,
     store_pairs,
@@ -410,7 +410,7 @@ def attention_grad_q(
             acc = add_grad_q(acc, queries, keys, step * SHAPE.block_n, False, SHAPE)
 
     last_band = load_band(scheme.bands, NUM_BANDS - 1)
-    scale = log_n_scale(scheme, rows.start + loaded, position) * scheme.score_scale
+    scale = query_scale(scheme, rows.start + loaded, position, seq.length_k) * scheme.score_scale
     to_q = HeadView(grad_q + (packed_q * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
     store_rotated_back(to_q, acc, table, last_band.q_rotation, rows, scale[:, None], SHAPE)
 
@@ -441,7 +441,9 @@ def attention_finish_grad_q(
     rows = tile_rows(first, seq.length_q, seq.length_k, of_positions, scheme, SHAPE.block_m)
     loaded = existing_rows(rows)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
-    scale = log_n_scale(scheme, rows.start + loaded, first + rows.index + seq.ahead) * scheme.score_scale  # [BM]
+    scale = (
+        query_scale(scheme, rows.start + loaded, first + rows.index + seq.ahead, seq.length_k) * scheme.score_scale
+    )  # [BM]
     PAIRS: tl.constexpr = SHAPE.block_d // 2
     BLOCK_M: tl.constexpr = SHAPE.block_m
     NUM_BANDS: tl.constexpr = SHAPE.num_bands

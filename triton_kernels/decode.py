@@ -19,8 +19,8 @@ from .rotation import (
     load_cos_sin,
     load_pairs,
     load_tile_map,
-    log_n_scale,
     mapped_start,
+    query_scale,
     rotate,
 )
 from .softmax import LN_2, LOG2_E, add_values, finish_softmax, log2_scale, online_softmax, start_softmax
@@ -217,7 +217,7 @@ def attention_decode(
     first_q = tile * SHAPE.block_m // group + ahead
     last_q = tl.minimum((tile * SHAPE.block_m + SHAPE.block_m - 1) // group, length_q - 1) + ahead
     offsets = token_offsets(q, batch, seq.start_q + token, head, SHAPE)
-    log_n = log_n_scale(scheme, rows, position)[:, None]
+    log_n = query_scale(scheme, rows, position, length)[:, None]
     table = CosSinTable(scheme.table, table_rows, None, scheme.maps)
     of_k, of_v = head_view(k_cache, 0, 0, head_kv, SHAPE), head_view(v_cache, 0, 0, head_kv, SHAPE)
     keys = CachedKeys(of_k, of_v, cache, batch, first, length, table, shift)

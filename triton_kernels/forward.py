@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .arguments import decode_int
 from .kv_cache import load_page, row_in_page, valid_page
-from .rotation import CosSinTable, load_rotated, log_n_scale, tile_channels
+from .rotation import CosSinTable, load_rotated, query_scale, tile_channels
 from .softmax import add_values, finish_softmax, log2_scale, online_softmax, start_softmax
 from .tiles import (
     HeadView,
@@ -179,7 +179,7 @@ def attention_forward(
         keys = Keys(view, values, channels_k, channels_v, first_key, seq.length_k, cache, batch, seq.start_k)
         prefetch_tile(keys, tiles, SHAPE)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
-    log_n = log_n_scale(scheme, rows.start + existing_rows(rows), position)
+    log_n = query_scale(scheme, rows.start + existing_rows(rows), position, seq.length_k)
     scale_log2 = log2_scale(scheme.score_scale)
 
     state = start_softmax(SHAPE.block_m, SHAPE.block_dv)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .arguments import decode_int
 from .kv_cache import find_valid_page
-from .rotation import CosSinTable, load_cos_sin, load_pairs, log_n_scale, rotate, store_pairs
+from .rotation import CosSinTable, load_cos_sin, load_pairs, query_scale, rotate, store_pairs
 from .tiles import (
     Rows,
     copied_keys,
@@ -55,7 +55,7 @@ def rotate_rows(
     copy = tl.program_id(2)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     cos, sin = load_cos_sin(table, tl.load(rotations + copy), rows, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
-    log_n = log_n_scale(scheme, rows.start + loaded, first + rows.index + length_other - length)[:, None]
+    log_n = query_scale(scheme, rows.start + loaded, first + rows.index + length_other - length, length_other)[:, None]
     packed += first
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):

@@ -222,17 +222,22 @@ def load_cos_sin_by_blocks(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl
 
 
 @triton.jit
-def log_n_scale(scheme, rows, positions):
-    """The log n factor of every query row, float32 [M]; 1 where the scheme has none. rows index scheme.positions."""
+def query_scale(scheme, rows, positions, length):
+    """The scheme's factor on every query row of a sequence of `length` keys, float32 [M]. rows index
+    scheme.positions."""
     if scheme.positions is not None:
         position = tl.load(scheme.positions + rows)
     else:
         position = positions.to(tl.float32)
     if scheme.log_n_every is not None:
         steps = tl.floor(tl.div_rn(tl.maximum(position, 0.0) + scheme.log_n_first, scheme.log_n_every))
-        return scheme.log_n_factor * tl.log(steps + 1.0) + 1.0
+        scale = scheme.log_n_factor * tl.log(steps + 1.0) + 1.0
     else:
-        return tl.maximum(scheme.log_n_factor * tl.log(tl.maximum(position, 0.0) + 1.0), scheme.log_n_floor)
+        scale = tl.maximum(scheme.log_n_factor * tl.log(tl.maximum(position, 0.0) + 1.0), scheme.log_n_floor)
+    if scheme.length_scale is not None:
+        growth = tl.log(tl.maximum(length, 1).to(tl.float32) / scheme.length_scale)
+        scale *= tl.maximum(0.1 * growth + 1.0, 1.0)
+    return scale
 
 
 # ---- rotating

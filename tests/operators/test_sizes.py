@@ -18,10 +18,11 @@ from flashrope import (
     attention_varlen_with_cache,
     attention_with_cache,
 )
-from flashrope.backends.calls import AttentionCall, LogN
+from flashrope.backends.calls import AttentionCall
 from flashrope.backends.cpu import rotation
 from flashrope.backends.registry import load_backend
 from flashrope.rotary.bands import PositionMap
+from flashrope.rotary.scales import QueryScale
 from support import NAMES, SCHEMES
 
 FAR = 2**24  # positions
@@ -130,7 +131,7 @@ def small_tables(monkeypatch):
 
 @pytest.mark.parametrize("first", [2**20, FAR - 3, FAR, FAR + 4090, 2**30])
 def test_a_rotation_far_away_is_exact(first, small_tables):
-    rotary, factors = Rotary.rope(64), rotation.QueryFactors(LogN(0.5, 1.0))
+    rotary, factors = Rotary.rope(64), rotation.QueryFactors(QueryScale(0.5))
     for rows, of_rows in itertools.product((1, 7, 5000), (PositionMap(1.0, 0.0), PositionMap(0.25, 12.0))):
         got = rotation.rotation_of_rows(rotary, of_rows, factors, first, rows, torch.float32)
         positions = torch.arange(first, first + rows, dtype=torch.float64)

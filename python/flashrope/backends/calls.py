@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import torch
 
 from ..rotary.bands import Band
 from ..rotary.rotary import Rotary
+from ..rotary.scales import QueryScale
 
 MAX_SPLITS = 256  # csrc/decode.h has the same number
 ONE_PER_QUERY = -1  # in the place of a number of new keys: packed queries, each of which brings its own key
@@ -35,26 +35,6 @@ class KeptShapes(NamedTuple):
     table: tuple[int, ...] = (0,)
 
 
-class LogN(NamedTuple):
-    """The query at position i is scaled by max(floor, factor * ln(i + 1)), or where every is given by
-    1 + factor * ln(1 + floor((i + first) / every))."""
-
-    factor: float
-    floor: float
-    every: float | None = None
-    first: float | None = None
-
-    def of(self, positions: torch.Tensor) -> torch.Tensor:
-        """Of a float64 tensor of positions."""
-        positions = positions.clamp(min=0)
-        if self.every is None:
-            return (self.factor * torch.log(positions + 1)).clamp(min=self.floor)
-        return 1 + self.factor * torch.log(1 + torch.floor((positions + self.first) / self.every))
-
-
-NO_LOG_N = LogN(0.0, 1.0)
-
-
 class _Scheme:
     """What follows from rotary, causal and softmax_scale."""
 
@@ -70,15 +50,8 @@ class _Scheme:
         return self.softmax_scale * self.rotary.temperature
 
     @property
-    def log_n(self) -> LogN:
-        """The scale of queries by their position."""
-        if self.rotary.log_steps_scale is not None:
-            every, factor, first = self.rotary.log_steps_scale
-            return LogN(factor, 1.0, every, float(first))
-        if self.rotary.log_n_scale is None:
-            return NO_LOG_N
-        train_length, clip = self.rotary.log_n_scale
-        return LogN(1 / math.log(train_length), 1.0 if clip else 0.0)
+    def query_scale(self) -> QueryScale:
+        return self.rotary.query_scale
 
 
 @dataclasses.dataclass(slots=True)  # frozen would double the time to make one

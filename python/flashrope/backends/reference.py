@@ -9,6 +9,7 @@ import torch
 
 from ..lowering.cos_sin import cos_sin
 from ..rotary.rotary import Rotary
+from ..rotary.scales import UNSCALED
 from .calls import AttentionCall, CacheCall, CacheLayout, Kept, KeptShapes, accumulation_type, out_shape
 from .packed import append_packed, attend_packed
 
@@ -116,8 +117,8 @@ def dense_attention(
     q_position = i if call.positions is None else call.positions
     k_position = j if call.positions is None else call.positions
 
-    if call.log_n.factor:
-        q = q * call.log_n.of(q_position.to(torch.float64))[..., None, None].to(q)
+    if call.query_scale != UNSCALED:
+        q = q * call.query_scale.of(q_position.to(torch.float64), seqlen_k)[..., None, None].to(q)
     if rotary.rotated_scale != 1:
         q = torch.cat((q[..., : rotary.rotary_dim] * rotary.rotated_scale, q[..., rotary.rotary_dim :]), dim=-1)
 

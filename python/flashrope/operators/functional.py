@@ -33,7 +33,6 @@ from .checks import (
     warn_of_layout,
 )
 from .foreign_keywords import raise_for
-from .length_scale import length_factor, scale_cached, scale_packed
 from .sinks import add_sinks
 
 __all__ = ["attention", "attention_varlen", "attention_varlen_with_cache", "attention_with_cache"]
@@ -93,7 +92,7 @@ def attention(
         positions = check_positions(positions, q, k, rotary)
     elif rotary.axis:
         raise ValueError(f"positions: expected shape (batch, seqlen, {rotary.axes}) for an axial scheme, got None")
-    softmax_scale = check_options(causal, softmax_scale, q, deterministic) * length_factor(rotary, shape_k[1])
+    softmax_scale = check_options(causal, softmax_scale, q, deterministic)
     call = AttentionCall(rotary, causal, softmax_scale, positions, None, None, shape_q[1], shape_k[1], deterministic)
     return _attend(q, k, v, call, sinks, return_lse, impl)
 
@@ -151,8 +150,6 @@ def attention_varlen(
         raise ValueError(f"positions: an axial scheme needs them, shape (total, {rotary.axes})")
     softmax_scale, lengths = check_options(causal, softmax_scale, q, deterministic), (max_seqlen_q, max_seqlen_k)
     call = AttentionCall(rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, *lengths, deterministic)
-    if rotary.length_scale is not None:
-        q = scale_packed(q, rotary, cu_seqlens_q, cu_seqlens_k.diff())
     return _attend(q, k, v, call, sinks, return_lse, impl)
 
 
@@ -307,8 +304,6 @@ def _attend_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, capacity, sin
     impl = resolve_impl(impl, q, cached=True)
     if validate:
         validate_tables(layout, capacity, k_cache)
-    if call.rotary.length_scale is not None:
-        q = scale_cached(q, call.rotary, layout, capacity)
     out, lse = autograd.attention_with_cache(q, k_cache, v_cache, k, v, call, impl)
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks, gradients=False)

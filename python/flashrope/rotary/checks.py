@@ -104,26 +104,3 @@ def checked_axis(axis, pairs: int) -> tuple[int, ...]:
         if not is_integer(each, 0):
             raise ValueError(f"axis[{m}]: expected a non-negative integer, got {each!r}")
     return tuple(axis)
-
-
-def checked_log_steps(scale) -> tuple[float, float, int] | None:
-    if scale is None:
-        return None
-    if not isinstance(scale, (tuple, list)) or len(scale) != 3:
-        raise TypeError(f"log_steps_scale: expected None or (floor_scale, attn_scale, first), got {scale!r}")
-    floor_scale, attn_scale, first = positive("floor_scale", scale[0]), positive("attn_scale", scale[1]), scale[2]
-    if first not in (0, 1) or isinstance(first, bool):
-        raise ValueError(f"first: expected 0 or 1, the number of the first position, got {first!r}")
-    return floor_scale, attn_scale, int(first)
-
-
-def checked_log_n(scale) -> tuple[float, bool] | None:
-    if scale is None:
-        return None
-    if not isinstance(scale, (tuple, list)) or len(scale) != 2:
-        raise TypeError(f"log_n_scale: expected None or (train_length, clip), got {scale!r}; use log_n")
-    train_length, clip = positive("train_length", scale[0]), scale[1]
-    if not train_length > 1:
-        raise ValueError(f"train_length: expected more than 1, got {train_length!r}")
-    check_flag("clip", clip)
-    return train_length, clip

@@ -47,11 +47,10 @@ from .checks import (
     checked_axis,
     checked_chunk,
     checked_frequencies,
-    checked_log_n,
-    checked_log_steps,
     checked_rotary_dim,
     positive,
 )
+from .scales import UNSCALED, QueryScale, checked_log_n, checked_log_steps
 from .tables import ablation_table, cope_table, geometric_table, given_table, hope_table, ntk_table, yarn_table
 from .text import describe, fields_of
 
@@ -156,6 +155,16 @@ class Rotary:
                 bands.
         """
         return two_sided(self.bands)
+
+    @property
+    def query_scale(self) -> QueryScale:
+        """The factor on queries by their position and by the length of their sequence."""
+        scale = UNSCALED
+        if self.log_n_scale is not None:
+            scale = QueryScale.log_n(*self.log_n_scale)
+        elif self.log_steps_scale is not None:
+            scale = QueryScale.log_steps(*self.log_steps_scale)
+        return scale if self.length_scale is None else scale._replace(length_scale=self.length_scale)
 
     def bands_for(self, causal: bool) -> tuple[Band, ...]:
         """``bands`` for causal attention, otherwise ``two_sided_bands``."""

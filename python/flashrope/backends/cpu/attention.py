@@ -125,7 +125,7 @@ def _attend(
                 v.transpose(1, 2),
                 0.0,
                 single.piece.causal,
-                scale=flash_scale(call),
+                scale=flash_scale(call, k.shape[1]),
             )
             return cast_results(_narrow(out, head_dim_v).transpose(1, 2), lse, q.dtype)
     partials = []
@@ -140,7 +140,7 @@ def _attend(
                 0.0,
                 piece.causal and not piece.width,
                 attn_mask=attn_mask(piece, rotated_q.dtype),
-                scale=flash_scale(call),
+                scale=flash_scale(call, k.shape[1]),
             )
             partials.append((piece, _narrow(out, head_dim_v), lse))
     return merge_partials(partials, q, head_dim_v)
@@ -180,7 +180,7 @@ def _attend_backward(
                 0.0,
                 piece.causal and not piece.width,
                 attn_mask=attn_mask(piece, rotated_q.dtype),
-                scale=flash_scale(call),
+                scale=flash_scale(call, k.shape[1]),
             )
             rows, keys = (piece.row, piece.rows), (piece.key, piece.keys)
             grad_rotated_q = _accumulate(grad_rotated_q, piece_q[..., :head_dim], q.shape, *rows, piece)

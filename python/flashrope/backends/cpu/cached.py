@@ -108,7 +108,7 @@ def _attend_single(
     k = rotate(k_cache.narrow(1, first, seqlen), single.k_rotation, rotary).transpose(1, 2)
     v = upcast(v_cache.narrow(1, first, seqlen)).transpose(1, 2)
     rotated_q = rotate(q, single.q_rotation, rotary).transpose(1, 2)
-    out, lse = _flash(rotated_q, k, v, single.piece, flash_scale(call))
+    out, lse = _flash(rotated_q, k, v, single.piece, flash_scale(call, seqlen))
     return cast_results(out.transpose(1, 2), lse, q.dtype)
 
 
@@ -158,7 +158,7 @@ def _attend(
     """out like q, lse (batch, heads_q, seqlen_q); all sequences hold seqlen keys."""
     seqlen_q, rotary = q.shape[1], call.rotary
     rotated_q: dict[PositionMap, torch.Tensor] = {}
-    partials = []
+    partials, scale = [], flash_scale(call, seqlen)
     for position, k, v in blocks if q.numel() else ():
         start = position if chunk_of(call.bands) else 0
         for queries, keys, pieces in plan(call.bands, seqlen_q, k.shape[1], seqlen - seqlen_q - position, start):
@@ -177,7 +177,7 @@ def _attend(
             for piece in pieces:
                 local = piece._replace(key=piece.key - first) if first else piece
                 k_tile, v_tile = gather_keys(band_k, local), gather_keys(band_v, local)
-                partials.append((piece, *_flash(gather_rows(band_q, local), k_tile, v_tile, local, flash_scale(call))))
+                partials.append((piece, *_flash(gather_rows(band_q, local), k_tile, v_tile, local, scale)))
     return merge_partials(partials, q)
 
 

@@ -60,7 +60,7 @@ class DecodeCall(ctypes.Structure):
         ("bands", DecodeBand * MAX_BANDS),
         ("num_bands", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("scale", "log_n_factor", "log_n_floor")),
-        *((name, ctypes.c_double) for name in ("log_n_every", "log_n_first", "rotated_scale")),
+        *((name, ctypes.c_double) for name in ("log_n_every", "log_n_first", "length_scale", "rotated_scale")),
         ("dtype", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("parallel_for", ctypes.c_void_p),

@@ -190,9 +190,9 @@ def windows(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tens
     return x.as_strided(shape, stride)
 
 
-def flash_scale(call: AttentionCall | CacheCall) -> float:
-    """The factor on the scores, as torch's kernel takes it: by 0 a masked score, -inf, would become NaN."""
-    return max(call.score_scale, MIN_SCALE)
+def flash_scale(call: AttentionCall | CacheCall, seqlen_k: int) -> float:
+    """The factor on the scores of a sequence, as torch's kernel takes it: 0 would turn a masked -inf into NaN."""
+    return max(call.score_scale * call.query_scale.of_length(seqlen_k), MIN_SCALE)
 
 
 def gather_tile(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:

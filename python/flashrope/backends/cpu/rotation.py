@@ -10,7 +10,8 @@ import torch
 from ...lowering.cos_sin import cos_sin
 from ...rotary.bands import PositionMap
 from ...rotary.rotary import Rotary
-from ..calls import NO_LOG_N, AttentionCall, CacheCall, LogN, accumulation_type
+from ...rotary.scales import UNSCALED, QueryScale
+from ..calls import AttentionCall, CacheCall, accumulation_type
 
 MIN_TABLE = 256  # positions
 LARGEST_TABLE = 2**20  # positions; at head_dim 128 a GiB. Rows farther away get a table of their surroundings
@@ -18,14 +19,15 @@ MIN_SURROUNDINGS = 4096
 
 
 class QueryFactors(NamedTuple):
-    """What queries are scaled by: by their position, and on the channels of the table."""
+    """What queries are scaled by: by their position, and on the channels of the table. The factor by length goes to
+    the scores (``flash_scale``)."""
 
-    log_n: LogN = NO_LOG_N
+    by_position: QueryScale = UNSCALED
     rotated: float = 1.0
 
     @classmethod
     def of(cls, call: AttentionCall | CacheCall) -> QueryFactors:
-        return cls(call.log_n, call.rotary.rotated_scale)
+        return cls(call.query_scale.by_position, call.rotary.rotated_scale)
 
 
 OF_KEYS = QueryFactors()
@@ -48,9 +50,9 @@ def _rotation(rotary: Rotary, positions, of_rows: PositionMap, factors: QueryFac
     else:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     cos = torch.nn.functional.pad(cos, (0, rotary.head_dim - rotary.rotary_dim), value=1.0)
-    if factors.log_n.factor:
-        log_n = factors.log_n.of(positions)[..., None]
-        cos, sin = cos * log_n, sin * log_n
+    if factors.by_position.log_n_factor:
+        scale = factors.by_position.of(positions, 0)[..., None]
+        cos, sin = cos * scale, sin * scale
     rotates = any(rotary.frequencies)
     return Rotation(cos.to(dtype)[..., None, :], sin.to(dtype)[..., None, :] if rotates else None)
 
@@ -73,7 +75,7 @@ def rotation_of_rows(
     It is a slice of a table whose length is a power of two, so a growing sequence builds few tables. The table starts
     at position 0 or, beyond LARGEST_TABLE, at a multiple of its length.
     """
-    by_position = factors.log_n.factor
+    by_position = factors.by_position.log_n_factor
     stays = (of_rows.slope, of_rows.offset) == (0, 0) or not any(rotary.frequencies)
     if not by_position and factors.rotated == 1 and stays:
         return None
@@ -98,7 +100,7 @@ def rotation_for(
     """The rotation of x, whose row 0 is at position first, and for queries their factors. None: nothing changes."""
     factors = QueryFactors.of(call) if is_query else OF_KEYS
     dtype, rotates = accumulation_type(x), (of_rows.slope or of_rows.offset) and any(call.rotary.frequencies)
-    if call.positions is not None and (factors.log_n.factor or factors.rotated != 1 or rotates):
+    if call.positions is not None and (factors.by_position.log_n_factor or factors.rotated != 1 or rotates):
         return _rotation(call.rotary, call.positions.to(torch.float64), of_rows, factors, dtype)
     return rotation_of_rows(call.rotary, of_rows, factors, first, x.shape[1], dtype)
 

@@ -9,6 +9,7 @@ import torch
 
 from ...lowering.cos_sin import coarse_rows, padded_pairs, position_table, two_level_table
 from ...lowering.lowered import lower
+from ...rotary.scales import UNSCALED
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import NO_BANDS, NO_CACHE, CuSeqlens, Scheme, Shape, banded_view, tensor_view
 from ...triton_kernels.backward import (
@@ -128,20 +129,20 @@ class AttentionPlan:
             positions = _scalar_positions(positions)
             self.table_rows = table.shape[1] * table.shape[2]
         tables = self.tables
-        self.scheme = Scheme(tables.bands, table, positions, tables.maps, call.score_scale, *call.log_n)
+        self.scheme = Scheme(tables.bands, table, positions, tables.maps, call.score_scale, *call.query_scale)
         self.capability, self.itemsize = compute_capability(q.device), q.element_size()
         self.vec = vector_size(q, k, v) if grad_out is None else vector_size(q, k, v, grad_out)
 
     def rotate_keys(self, k, rotated_k) -> None:
         """Fills rotated_k (copy, row, head, head_dim)."""
         lengths = (self.seqlen_k, self.seqlen_q, self.max_seqlen_k)
-        scheme = self.scheme._replace(log_n_factor=0.0, log_n_floor=1.0)
+        scheme = self.scheme._replace(**UNSCALED._asdict())
         cu_seqlens = (self.cu_seqlens.k, self.cu_seqlens.q)
         self._rotate(k, rotated_k, self.lowered.k_copies, self.tables.k_copies, scheme, cu_seqlens, lengths)
 
     def rotated_queries(self, q) -> torch.Tensor:
         """q as every band rotates it, log n included: (band, *shape of q); q itself where that changes nothing."""
-        if not any(self.lowered.q_rotations) and not self.scheme.log_n_factor:
+        if not any(self.lowered.q_rotations) and self.rotary.query_scale == UNSCALED:
             return q.expand(self.num_bands, *q.shape)
         rotated_q = q.new_empty(self.num_bands, *q.shape)
         lengths = (self.seqlen_q, self.seqlen_k, self.max_seqlen_q)

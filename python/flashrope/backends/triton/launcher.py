@@ -72,7 +72,7 @@ def _traits(args: tuple) -> list:
         if kind in POINTER_FIELDS:
             pointers = arg[: POINTER_FIELDS[kind]]
             if kind is Scheme:
-                traits.append(arg.log_n_every is None)
+                traits += (arg.log_n_every is None, arg.length_scale is None)
         else:
             pointers = (arg if kind is torch.Tensor else getattr(arg, "base", arg),)  # that of a tensor descriptor
         for x in pointers:

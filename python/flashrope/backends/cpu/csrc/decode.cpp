@@ -37,6 +37,7 @@ struct DecodeCall {  // cpu/library.py has the same
   int64_t num_bands;
   double scale, log_n_factor, log_n_floor;
   double log_n_every, log_n_first;  // log_n_every 0: log n grows with every position, not in steps
+  double length_scale;              // 0: no factor by the length of the sequence
   double rotated_scale;             // of the first 2 * pairs channels of the queries
   int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16
   ParallelFor parallel_for;
@@ -124,6 +125,7 @@ struct Chunk {
         scale *= 1 + call.log_n_factor * std::log(1 + std::floor((counted + call.log_n_first) / call.log_n_every));
       else if (call.log_n_factor)
         scale *= std::fmax(call.log_n_factor * std::log(counted + 1), call.log_n_floor);
+      if (call.length_scale) scale *= std::fmax(0.1 * std::log(double(seqlen) / call.length_scale) + 1, 1.0);
       const float scale_rotated = float(scale * call.rotated_scale), scale_rest = float(scale);
       const T* x = call.q.row<const T>(sequence, row, head_kv * group + r / call.seqlen_q);
       for (int c = 0; c < head_dim; ++c) q[r][c] = to_float(x[c]) * (c < 2 * call.pairs ? scale_rotated : scale_rest);
