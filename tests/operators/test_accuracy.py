@@ -26,7 +26,7 @@ def by_hand(p):
     q, k, v = (x[0, :, 0].tolist() for x in (p.q, p.k, p.v))
     bands = list(p.rotary.bands)
     if not p.causal:
-        bands += [(1 - stop, 1 - start, slope, -offset) for start, stop, slope, offset in p.rotary.bands]
+        bands += [(1 - stop, 1 - start, slope, -offset) for start, stop, slope, offset, *_ in p.rotary.bands]
     for r, query in enumerate(q):
         i, scores = r + len(k) - len(q), {}
         log_n = 1.0
@@ -35,7 +35,7 @@ def by_hand(p):
             log_n = math.log(max(i, 0) + 1) / math.log(train_length)
             log_n = max(log_n, 1.0) if clip else log_n
         for j, key in enumerate(k):
-            for start, stop, slope, offset in bands:
+            for start, stop, slope, offset, *_ in bands:
                 if start <= i - j < stop:
                     a, b = rotated(query, p.rotary, slope * i + offset), rotated(key, p.rotary, slope * j)
                     scores[j] = (

@@ -17,33 +17,22 @@ def with_sinks(p, sinks=SINKS):
     return p.replace(sinks=sinks.to(p.grad_lse))
 
 
-def by_hand(q, k, v, rotary, sinks, causal=True):
-    """out and lse in float64: the sinks as one more column of the scores, dropped after the softmax."""
+def specified(q, k, v, rotary, sinks, causal=True):
+    """out and lse of the reference's formula in float64."""
     call = AttentionCall(rotary, causal, q.shape[-1] ** -0.5)
-    group = q.shape[2] // k.shape[2]
-    q, k, v, sinks = (x.double() for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), sinks))
-    i = torch.arange(q.shape[1]).double() + k.shape[1] - q.shape[1]
-    j = torch.arange(k.shape[1]).double()
-    scores = q.new_full((q.shape[0], q.shape[2], len(i), len(j)), -math.inf)
-    for start, stop, slope, offset in call.bands:
-        seen = (i[:, None] - j >= start) & (i[:, None] - j < stop)
-        rotated_q, rotated_k = reference.rotate(q, rotary, slope * i + offset), reference.rotate(k, rotary, slope * j)
-        scores = torch.where(seen, call.score_scale * torch.einsum("bihd,bjhd->bhij", rotated_q, rotated_k), scores)
-    column = sinks[:, None, None].expand(*scores.shape[:3], 1)
-    scores = torch.cat((scores, column), -1)
-    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1)[..., :-1], v), scores.logsumexp(-1)
+    return reference.dense_attention(q.double(), k.double(), v.double(), call, sinks.double())
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("scheme", ["none", "rope", "rerope", "local"])
-def test_the_reference_is_the_formula(scheme, causal):
+def test_sinks_added_to_the_results_are_those_of_the_formula(scheme, causal):
     double = support.Target("reference", torch.float64, "cpu")
     for seqlen_q, seqlen_k in ((26, 26), (3, 26), (26, 20)):  # in the last, 6 causal rows see the sink alone
         p = problem(double, SCHEMES[scheme](16), seqlen_q, seqlen_k, heads=4, batch=2, causal=causal)
         leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v, SINKS.double())]
         *tensors, sinks = leaves
         results = attention(*tensors, p.rotary, causal=causal, sinks=sinks, return_lse=True, impl="reference")
-        wanted = by_hand(*tensors, p.rotary, sinks, causal)
+        wanted = specified(*tensors, p.rotary, sinks, causal)
         grads, wanted_grads = (torch.autograd.grad(x, leaves, (p.grad_out, p.grad_lse)) for x in (results, wanted))
         for got, want in zip((*results, *grads), (*wanted, *wanted_grads), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
@@ -93,7 +82,7 @@ def test_with_cache(exact, seqlen_q, num_splits):
     out, lse = attention_with_cache(
         q, k, v, rotary, lengths, sinks=sinks, return_lse=True, impl=exact.impl, num_splits=num_splits
     )
-    want, want_lse = by_hand(*(x.cpu() for x in (q, k, v)), rotary, SINKS)
+    want, want_lse = specified(*(x.cpu() for x in (q, k, v)), rotary, SINKS)
     torch.testing.assert_close(out.cpu().double(), want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-4, atol=1e-5)
 
@@ -107,7 +96,7 @@ def test_packed_with_cache(exact):
         torch.cat((q[0], q[1, -1:])), k, v, rotary, cu_seqlens_q, lengths, 5, sinks=sinks, return_lse=True,
         impl=exact.impl,
     )  # fmt: skip
-    want, want_lse = by_hand(*(x.cpu() for x in (q, k, v)), rotary, SINKS)
+    want, want_lse = specified(*(x.cpu() for x in (q, k, v)), rotary, SINKS)
     torch.testing.assert_close(out.cpu().double(), torch.cat((want[0], want[1, -1:])), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(
         lse.cpu().double(), torch.cat((want_lse[0], want_lse[1, :, -1:]), -1), rtol=1e-4, atol=1e-5
@@ -118,7 +107,7 @@ def test_a_cache_object_takes_them():
     rotary = SCHEMES["rope"](16)
     q, k, v, sinks = cached(support.Target("cpu", torch.float32, "cpu"), 9, 9, rotary)
     cache = KVCache(2, 16, 2, 16, dtype=torch.float32, device="cpu")
-    want = by_hand(q, k, v, rotary, sinks)[0]
+    want = specified(q, k, v, rotary, sinks)[0]
     torch.testing.assert_close(cache.attend(q, rotary, k, v, sinks=sinks).double(), want, rtol=1e-4, atol=1e-5)
 
 

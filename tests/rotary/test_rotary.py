@@ -29,7 +29,7 @@ def relative(rotary, size, causal=True):
     """(size, size) relative positions that a scheme sees: slope * (i - j) + offset in the band of i - j, else nan."""
     i, j = np.arange(size)[:, None], np.arange(size)[None, :]
     seen = np.full((size, size), np.nan)
-    for start, stop, slope, offset in rotary.bands_for(causal):
+    for start, stop, slope, offset, *_ in rotary.bands_for(causal):
         inside = (i - j >= start) & (i - j < stop)
         assert np.isnan(seen[inside]).all(), "bands overlap"
         seen[inside] = (slope * i + offset - slope * j)[inside]

@@ -104,9 +104,12 @@ def attention_with_cache(
 
 
 def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall, sinks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a batch of sequences of equal length; shapes as in ``flashrope.attention``."""
+    """(out, lse) of a batch of sequences of equal length; shapes as in ``flashrope.attention``.
+
+    sinks: (heads_q,), as in ``flashrope.attention``, which adds them to the results of every backend.
+    """
     rotary, dtype, device = call.rotary, q.dtype, q.device
     seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     q, k, v = (x.to(accumulation_type(x)) for x in (q, k, v))
@@ -132,6 +135,11 @@ def dense_attention(
         scores = torch.where(in_band, band_scores, scores)
         visible = visible | in_band
 
+    if sinks is not None:  # one more column of the scores, without a value
+        column = sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores.masked_fill(~visible, float("-inf")), column), dim=-1)
+        out = torch.einsum("bhij,bjhd->bihd", scores.softmax(dim=-1)[..., :-1], v).to(dtype).contiguous()
+        return out, torch.logsumexp(scores, dim=-1)
     empty = ~visible.any(dim=-1)  # rows without keys: out is 0, lse is -inf
     scores = scores.masked_fill(~(visible | empty[:, None]), float("-inf"))
     lse = torch.logsumexp(scores, dim=-1) if seqlen_k else scores.new_zeros(scores.shape[:-1])
