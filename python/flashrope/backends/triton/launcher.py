@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 import triton
 from triton.compiler import CompiledKernel
 
@@ -74,7 +73,7 @@ def _traits(args: tuple) -> list:
             if kind is Scheme:
                 traits.append(arg.log_n_every is None)
         else:
-            pointers = (arg if kind is torch.Tensor else getattr(arg, "base", arg),)  # that of a tensor descriptor
+            pointers = (arg,)
         for x in pointers:
             traits += (None,) if x is None else (x.dtype, x.data_ptr() & 15)
     return traits
