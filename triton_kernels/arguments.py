@@ -3,6 +3,10 @@
 Triton specialises integers inside a tuple by value (multiple of 16? equal to 1? 64 bits?). Strides and sizes depend on
 lengths, so they are encoded: every encoded number answers those questions alike, and no length compiles a kernel anew.
 Integers outside tuples are ``do_not_specialize``.
+
+    A stride of 4096:  (4096 << 4) + 2**40 = 1099511693312, a multiple of 16, not 1, of 64 bits.
+    A stride of 4097:  (4097 << 4) + 2**40 = 1099511693328, the same three answers.
+    In the kernel:     (1099511693328 - 2**40) // 16 = 4097.
 """
 
 from typing import NamedTuple
