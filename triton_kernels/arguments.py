@@ -111,13 +111,14 @@ class Shape(NamedTuple):
 
 NO_CACHE = CacheLayout(*(None,) * 8)
 NO_BANDS = BandedView(*(None,) * 5)
-POINTER_FIELDS = {
-    TensorView: 1,
-    BandedView: 1,
-    Scheme: 4,
-    CuSeqlens: 2,
-    CacheLayout: 4,
-}  # the first fields; the rest are numbers, of which only Scheme's log_n_every and log_n_first may be None
+# Of every kind of argument, how many fields are pointers, which come first, and from which on numbers may be None.
+FIELDS = {
+    TensorView: (1, 4),
+    BandedView: (1, 5),
+    Scheme: (4, Scheme._fields.index("log_n_every")),
+    CuSeqlens: (2, 2),
+    CacheLayout: (4, 8),
+}
 
 
 def encode_int(number: int) -> int:

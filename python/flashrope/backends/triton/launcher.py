@@ -18,7 +18,7 @@ from functools import cache
 import triton
 from triton.compiler import CompiledKernel
 
-from ...triton_kernels.arguments import POINTER_FIELDS, Scheme
+from ...triton_kernels.arguments import FIELDS
 from ...resident import refuse_capture
 from ..splits import multiprocessor
 
@@ -68,10 +68,10 @@ def _traits(args: tuple) -> list:
         if kind is int:
             traits.append(arg >> 31)
             continue
-        if kind in POINTER_FIELDS:
-            pointers = arg[: POINTER_FIELDS[kind]]
-            if kind is Scheme:
-                traits.append(arg.log_n_every is None)
+        if kind in FIELDS:
+            count, optional = FIELDS[kind]
+            pointers = arg[:count]
+            traits += [number is None for number in arg[optional:]]
         else:
             pointers = (arg,)
         for x in pointers:
