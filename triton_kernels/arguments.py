@@ -3,6 +3,10 @@
 Triton specialises integers inside a tuple by value (multiple of 16? equal to 1? 64 bits?). Strides and sizes depend on
 lengths, so they are encoded: every encoded number answers those questions alike, and no length compiles a kernel anew.
 Integers outside tuples are ``do_not_specialize``.
+
+    A stride of 4096:  (4096 << 4) + 2**40 = 1099511693312, a multiple of 16, not 1, of 64 bits.
+    A stride of 4097:  (4097 << 4) + 2**40 = 1099511693328, the same three answers.
+    In the kernel:     (1099511693328 - 2**40) // 16 = 4097.
 """
 
 from typing import NamedTuple
@@ -109,13 +113,14 @@ class Shape(NamedTuple):
 
 NO_CACHE = CacheLayout(*(None,) * 8)
 NO_BANDS = BandedView(*(None,) * 5)
-POINTER_FIELDS = {
-    TensorView: 1,
-    BandedView: 1,
-    Scheme: 4,
-    CuSeqlens: 2,
-    CacheLayout: 4,
-}  # the first fields; the rest are numbers, of which only Scheme's last three may be None
+# Of every kind of argument, how many fields are pointers, which come first, and from which on numbers may be None.
+FIELDS = {
+    TensorView: (1, 4),
+    BandedView: (1, 5),
+    Scheme: (4, Scheme._fields.index("log_n_every")),
+    CuSeqlens: (2, 2),
+    CacheLayout: (4, 8),
+}
 
 
 def encode_int(number: int) -> int:

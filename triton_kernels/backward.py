@@ -109,10 +109,10 @@ def attention_statistics(
     exists = rows < length - first
     loaded = clamp_rows(rows, length - first)
     packed = packed_row(cu_seqlens_q, batch, start, seqlen_q)
-    of_out = HeadView(out + ((packed + first) * heads_q + head) * SHAPE.head_dim_v, heads_q * SHAPE.head_dim_v, None)
-    of_grad = head_view(grad_out, batch, start + first, head, SHAPE)
-    o = load_values(of_out.ptr, tile_offsets(loaded, of_out), channels, SHAPE)  # [BM, DV]
-    g = load_values(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, DV]
+    out_rows = HeadView(out + ((packed + first) * heads_q + head) * SHAPE.head_dim_v, heads_q * SHAPE.head_dim_v, None)
+    grad_rows = head_view(grad_out, batch, start + first, head, SHAPE)
+    o = load_values(out_rows.ptr, tile_offsets(loaded, out_rows), channels, SHAPE)  # [BM, DV]
+    g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), channels, SHAPE)  # [BM, DV]
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BM]
     offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start, seqlen_q) + first + rows
     row_lse = tl.load(lse + offset, mask=exists, other=float("-inf"))
@@ -182,16 +182,16 @@ def only_existing_keys(visible, tiles, rows):
 @triton.jit
 def add_grad_kv(grad, keys, queries, row, EDGE: tl.constexpr, SHAPE: tl.constexpr):
     """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band."""
-    of_q, of_g = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
+    q_rows, grad_rows = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
     rows = tl.arange(0, SHAPE.block_m)
     loaded = clamp_rows(rows, queries.length - row) if EDGE else rows
-    q = load_rows(of_q.ptr, tile_offsets(loaded, of_q), queries.channels_q, SHAPE)  # [BM, D]
+    q = load_rows(q_rows.ptr, tile_offsets(loaded, q_rows), queries.channels_q, SHAPE)  # [BM, D]
     lse_log2, delta = load_statistics(queries.statistics + tl.multiple_of(2 * row, 2 * SHAPE.block_m), SHAPE.block_m)
     scores = tl.dot(keys.k, tl.trans(q), input_precision="ieee")  # [BN, BM]
     if EDGE:
         scores = tl.where(is_visible(keys.visible, row, SHAPE.block_m), scores, float("-inf"))
     weights = tl.exp2(scores * keys.scale_log2 - lse_log2[None, :])
-    g = load_values(of_g.ptr, tile_offsets(loaded, of_g), queries.channels, SHAPE)  # [BM, DV]
+    g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), queries.channels, SHAPE)  # [BM, DV]
     grad_v = tl.dot(weights.to(g.dtype), g, grad.v, input_precision="ieee")
     grad_weights = tl.dot(keys.v, tl.trans(g), input_precision="ieee")  # [BN, BM]
     grad_scores = weights * (grad_weights - delta[None, :])
@@ -240,13 +240,13 @@ def attention_grad_kv(
     if first >= seq.length_k:
         return
 
-    of_positions = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
-    rows = tile_rows(first, seq.length_k, seq.length_q, of_positions, scheme, SHAPE.block_n)
+    packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
+    rows = tile_rows(first, seq.length_k, seq.length_q, packed_k, scheme, SHAPE.block_n)
     position = first + rows.index  # [BN]
     last = tl.minimum(first + SHAPE.block_n, seq.length_k) - 1
     loaded = existing_rows(rows)
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
-    packed_k = of_positions + first
+    packed_k += first
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
     group = heads_q // heads_kv
@@ -273,18 +273,20 @@ def attention_grad_kv(
         if band_grads_q.ptr is not None:
             visible, tiles = only_existing_keys(visible, tiles, rows)
         keys = KeyTile(k_tile, v_tile, visible, scale_log2)
-        of_band = band_view(q, b, SHAPE)
+        band_q = band_view(q, b, SHAPE)
         # Hoisted out of these loops, addresses and masks of the epilogue take the registers that the accumulators need.
         for member in tl.range(0, group, disable_licm=True):
             head = head_kv * group + member
-            of_q = head_view(of_band, batch, seq.start_q, head, SHAPE)
-            of_grad = head_view(grad_out, batch, seq.start_q, head, SHAPE)
+            q_rows = head_view(band_q, batch, seq.start_q, head, SHAPE)
+            grad_rows = head_view(grad_out, batch, seq.start_q, head, SHAPE)
             head_statistics = statistics + statistics_offset(packed_q, batch, head, statistics_rows)
             to_q, stride_to_q = None, None
             if band_grads_q.ptr is not None:
-                of_sum = head_view(band_view(band_grads_q, b, SHAPE), batch, seq.start_q, head, SHAPE)
-                to_q, stride_to_q = of_sum.ptr, of_sum.stride_row
-            queries = QueryRows(of_q, of_grad, channels_k, channels, head_statistics, seq.length_q, to_q, stride_to_q)
+                sum_rows = head_view(band_view(band_grads_q, b, SHAPE), batch, seq.start_q, head, SHAPE)
+                to_q, stride_to_q = sum_rows.ptr, sum_rows.stride_row
+            queries = QueryRows(
+                q_rows, grad_rows, channels_k, channels, head_statistics, seq.length_q, to_q, stride_to_q
+            )
             for step in tl.range(0, edge_count(tiles), disable_licm=True):
                 grad = add_grad_kv(grad, keys, queries, edge_tile(tiles, step) * SHAPE.block_m, True, SHAPE)
             for step in tl.range(tiles.inner_begin, tiles.inner_end, disable_licm=True):
@@ -328,9 +330,9 @@ def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, SHAPE: tl.cons
     """Adds the share of the key tile that starts at `column` to grad_q [BM, D], which lacks the factor of the score."""
     columns = tl.arange(0, SHAPE.block_n)
     loaded = clamp_rows(columns, keys.length - column) if EDGE else columns
-    of_k, of_v = skip_rows(keys.k, column), skip_rows(keys.v, column)
-    k = load_rows(of_k.ptr, tile_offsets(loaded, of_k), keys.channels_k, SHAPE)  # [BN, D]
-    v = load_values(of_v.ptr, tile_offsets(loaded, of_v), keys.channels, SHAPE)  # [BN, DV]
+    k_rows, v_rows = skip_rows(keys.k, column), skip_rows(keys.v, column)
+    k = load_rows(k_rows.ptr, tile_offsets(loaded, k_rows), keys.channels_k, SHAPE)  # [BN, D]
+    v = load_values(v_rows.ptr, tile_offsets(loaded, v_rows), keys.channels, SHAPE)  # [BN, DV]
     scores = tl.dot(queries.q, tl.trans(k), input_precision="ieee")  # [BM, BN]
     if EDGE:
         scores = tl.where(is_visible(queries.visible, column, SHAPE.block_n), scores, float("-inf"))
@@ -368,24 +370,24 @@ def attention_grad_q(
     if first >= seq.length_q:
         return
 
-    of_positions = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
-    rows = tile_rows(first, seq.length_q, seq.length_k, of_positions, scheme, SHAPE.block_m)
+    packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
+    rows = tile_rows(first, seq.length_q, seq.length_k, packed_q, scheme, SHAPE.block_m)
     position = first + rows.index + seq.ahead  # [BM]
     last = tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead
     loaded = existing_rows(rows)
     head_kv = head // (heads_q // heads_kv)
-    packed_q = of_positions + first
+    out_row = packed_q + first
     packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
     raw = head_view(k, batch, seq.start_k, head_kv, SHAPE)
     values = head_view(v, batch, seq.start_k, head_kv, SHAPE)
 
-    of_grad = head_view(grad_out, batch, seq.start_q + first, head, SHAPE)
-    g = load_values(of_grad.ptr, tile_offsets(loaded, of_grad), channels, SHAPE)  # [BM, DV]
-    of_rows = statistics + statistics_offset(of_positions, batch, head, statistics_rows)
-    of_rows += 2 * (first + loaded)
-    lse_log2, delta = tl.load(of_rows), tl.load(of_rows + 1)
+    grad_rows = head_view(grad_out, batch, seq.start_q + first, head, SHAPE)
+    g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), channels, SHAPE)  # [BM, DV]
+    row_statistics = statistics + statistics_offset(packed_q, batch, head, statistics_rows)
+    row_statistics += 2 * (first + loaded)
+    lse_log2, delta = tl.load(row_statistics), tl.load(row_statistics + 1)
     scale_log2 = log2_scale(scheme.score_scale)
     BLOCK_M: tl.constexpr = SHAPE.block_m
     D: tl.constexpr = SHAPE.block_d
@@ -395,8 +397,8 @@ def attention_grad_q(
         band = load_band(scheme.bands, b)
         view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
         keys = KeyRows(view, values, channels_k, channels, seq.length_k)
-        of_q = head_view(band_view(q, b, SHAPE), batch, seq.start_q + first, head, SHAPE)
-        q_tile = load_rows(of_q.ptr, tile_offsets(loaded, of_q), channels_k, SHAPE)  # [BM, D]
+        q_rows = head_view(band_view(q, b, SHAPE), batch, seq.start_q + first, head, SHAPE)
+        q_tile = load_rows(q_rows.ptr, tile_offsets(loaded, q_rows), channels_k, SHAPE)  # [BM, D]
         visible = visible_keys(position, band, seq.length_k, scheme.maps)
         queries = QueryTile(q_tile, g, lse_log2, delta, visible, scale_log2)
         if NUM_BANDS > 1:
@@ -411,7 +413,7 @@ def attention_grad_q(
 
     last_band = load_band(scheme.bands, NUM_BANDS - 1)
     scale = query_scale(scheme, rows.start + loaded, position, seq.length_k) * scheme.score_scale
-    to_q = HeadView(grad_q + (packed_q * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
+    to_q = HeadView(grad_q + (out_row * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
     store_rotated_back(to_q, acc, table, last_band.q_rotation, rows, scale[:, None], SHAPE)
 
 
@@ -437,13 +439,12 @@ def attention_finish_grad_q(
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_q:
         return
-    of_positions = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
-    rows = tile_rows(first, seq.length_q, seq.length_k, of_positions, scheme, SHAPE.block_m)
+    packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
+    rows = tile_rows(first, seq.length_q, seq.length_k, packed_q, scheme, SHAPE.block_m)
     loaded = existing_rows(rows)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
-    scale = (
-        query_scale(scheme, rows.start + loaded, first + rows.index + seq.ahead, seq.length_k) * scheme.score_scale
-    )  # [BM]
+    position = first + rows.index + seq.ahead
+    scale = query_scale(scheme, rows.start + loaded, position, seq.length_k) * scheme.score_scale  # [BM]
     PAIRS: tl.constexpr = SHAPE.block_d // 2
     BLOCK_M: tl.constexpr = SHAPE.block_m
     NUM_BANDS: tl.constexpr = SHAPE.num_bands

@@ -104,13 +104,6 @@ FLOAT = {
     "decode wide": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
 # fmt: on
-# The forward of hopper_forward.py, which serves where this table has a tile. None was timed, so it is empty.
-# num_warps is that of one of its two warp groups. FORWARD_TMA_TILES are those to try, by block_d.
-FORWARD_TMA: dict[str, dict[int, Tile]] = {"forward tma": {}, "forward tma banded": {}}
-FORWARD_TMA_TILES = {
-    64: (Tile(128, 128, 4, 2), Tile(128, 128, 4, 3), Tile(128, 64, 4, 3)),
-    128: (Tile(128, 128, 4, 2), Tile(128, 64, 4, 2), Tile(128, 64, 4, 3)),
-}
 # The elementwise passes, any type: rows per program, warps, heads per program (which share one load of cos and sin).
 ROTATE_ROWS, ROTATE_WARPS, ROTATE_HEADS = 32, 4, 4
 STATISTICS_ROWS, STATISTICS_WARPS = 64, 4  # every grad_kv tile's block_m divides STATISTICS_ROWS
@@ -132,13 +125,6 @@ def family(capability: int) -> str:
     if capability < 80:
         raise ValueError(f"the Triton kernels need compute capability 8.0 or newer, this device has {capability / 10}")
     return "sm80" if capability == 80 else "sm90" if 90 <= capability < 120 else "sm86"
-
-
-def forward_tma_tile(capability: int, block_d: int, num_bands: int) -> Tile | None:
-    """The tile of hopper_forward.py, None where the plain kernel serves."""
-    if not 90 <= capability < 100:
-        return None
-    return FORWARD_TMA["forward tma banded" if num_bands > 1 else "forward tma"].get(block_d)
 
 
 @lru_cache(maxsize=1024)

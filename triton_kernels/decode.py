@@ -17,6 +17,8 @@ from .rotation import (
     CosSinTable,
     join_pairs,
     load_cos_sin,
+    load_cos_sin_at,
+    load_cos_sin_from,
     load_pairs,
     load_tile_map,
     mapped_start,
@@ -25,7 +27,7 @@ from .rotation import (
 )
 from .softmax import LN_2, LOG2_E, add_values, finish_softmax, log2_scale, online_softmax, start_softmax
 from .tiles import (
-    Rows,
+    TileRows,
     clamp_rows,
     find_cached_sequence,
     head_view,
@@ -48,9 +50,9 @@ def token_offsets(x, batch, token, head, SHAPE: tl.constexpr):
 
 @triton.jit
 def find_slots(cache, batch, token, count, token_slots, SHAPE: tl.constexpr):
-    """(page, row, whether there is such a slot) of a sequence's new tokens, of which there are `count`; int64.
+    """(page, row, whether there is such a slot) of a sequence's `count` new tokens; int64.
 
-    token_slots: slots of the whole cache that the caller chose, None for those behind cache.seqlens."""
+    token_slots: slots of the whole cache that the caller chose. None: those behind cache.seqlens."""
     capacity = decode_int(cache.capacity)
     if token_slots is None:
         slot = clamp(tl.load(cache.seqlens + batch), 0, capacity) + token
@@ -86,7 +88,7 @@ def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, h
     tl.store(v_cache.ptr + to_v + channels[None, :], new_v, mask=mask)
 
 
-class Queries(NamedTuple):
+class QueryPairs(NamedTuple):
     """first, second: the members of the rotated pairs [BM, D/2]; visible: the keys that each row sees; scale_log2:
     softmax scale, log2."""
 
@@ -97,8 +99,8 @@ class Queries(NamedTuple):
 
 
 class CachedKeys(NamedTuple):
-    """A sequence's keys: k, v HeadViews of the cache, the first slot, how many. In the table, positions are shifted by
-    `shift`, so that none is negative; those that the scheme maps are not."""
+    """A sequence's keys. k, v: HeadViews of the cache. first_slot, length: where the keys begin, how many there are.
+    shift: added to positions in the table, so that none is negative; 0 where the scheme maps positions."""
 
     k: object
     v: object
@@ -112,7 +114,7 @@ class CachedKeys(NamedTuple):
 
 @triton.jit
 def pair_scores(queries, k_first, k_second, SHAPE: tl.constexpr):
-    """Queries times keys, given as members of pairs [BN, D/2]: float32 [BM, BN]."""
+    """QueryPairs times keys, given as members of pairs [BN, D/2]: float32 [BM, BN]."""
     if SHAPE.block_d < 32:  # a tensor core takes at least 16 channels
         q = join_pairs(queries.first, queries.second, SHAPE)
         return tl.dot(q, tl.trans(join_pairs(k_first, k_second, SHAPE)), input_precision="ieee")
@@ -122,9 +124,8 @@ def pair_scores(queries, k_first, k_second, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def rotate_pairs(x, y, table, rotation, rows, scale, SHAPE: tl.constexpr):
+def rotate_pairs(x, y, cos, sin, scale):
     """Members of pairs [M, D/2], rotated and scaled in float32, rounded once."""
-    cos, sin = load_cos_sin(table, rotation, rows, 0, SHAPE.block_d // 2, SHAPE)
     rotated_x, rotated_y = rotate(x.to(tl.float32), y.to(tl.float32), cos, sin)
     return (rotated_x * scale).to(x.dtype), (rotated_y * scale).to(y.dtype)
 
@@ -137,29 +138,35 @@ def block_slots(keys, column, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def load_pages(keys, column, SHAPE: tl.constexpr):
+def load_block_pages(keys, column, SHAPE: tl.constexpr):
     """The pages of the keys from `column` on, int32 [BN]."""
     return load_page(keys.cache, keys.batch, block_slots(keys, column, SHAPE), SHAPE.page_size)
 
 
 @triton.jit
+def key_cos_sin(keys, rotation, k_map, column, SHAPE: tl.constexpr):
+    """cos and sin [BN, D/2] of the keys from `column` on; k_map: as in attend_block."""
+    PAIRS: tl.constexpr = SHAPE.block_d // 2
+    if SHAPE.aligned_maps:
+        return load_cos_sin_from(keys.table, rotation, mapped_start(k_map, column), k_map.index, 0, PAIRS, SHAPE)
+    else:
+        rows = TileRows(tl.arange(0, SHAPE.block_n), column + keys.shift, column, keys.length)
+        return load_cos_sin(keys.table, rotation, rows, 0, PAIRS, SHAPE)
+
+
+@triton.jit
 def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.constexpr, SHAPE: tl.constexpr):
-    """One step of the online softmax, over the keys from `column` on, whose `pages` were loaded before.
+    """One step of the online softmax, over the keys from `column` on. pages: theirs, loaded before.
 
     k_map: the band's load_tile_map of keys where SHAPE.aligned_maps, else None."""
-    columns = tl.arange(0, SHAPE.block_n)
     row = row_in_page(keys.cache, block_slots(keys, column, SHAPE), SHAPE.page_size)
     page = valid_page(keys.cache, pages)
     x, y = load_pairs(keys.k.ptr, page_offsets(page, row, keys.k), 0, SHAPE.block_d // 2, SHAPE)  # [BN, D/2]
     if ROTATE_K:
-        rows = Rows(columns, column + keys.shift, column, keys.length)
-        table = keys.table
-        if SHAPE.aligned_maps:
-            table = CosSinTable(table.ptr, table.rows, None)
-            rows = Rows(k_map.index, mapped_start(k_map, column), None, None)
-        x, y = rotate_pairs(x, y, table, band.k_rotation, rows, 1.0, SHAPE)
+        cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, SHAPE)
+        x, y = rotate_pairs(x, y, cos, sin, 1.0)
     scores = pair_scores(queries, x, y, SHAPE)
-    # Masked in every block, edge or not, so that a visit in which a row sees nothing changes no bit of it.
+    # Every block is masked, edge or not: a block in which a row sees nothing changes no bit of the row's result.
     visible = is_visible(queries.visible, column, SHAPE.block_n)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     channels = tl.arange(0, SHAPE.block_d)
@@ -169,8 +176,8 @@ def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.
 
 @triton.jit
 def partial_rows(start_q, total_q, batch, batches, max_seqlen_q):
-    """(a sequence's first row, rows of all) in the results of several splits of packed queries. They have room for
-    sequences of up to max_seqlen_q queries only."""
+    """(a sequence's first row, the number of rows) in the results of one of several splits of packed queries. There is
+    room only for sequences of up to max_seqlen_q queries."""
     return tl.minimum(start_q, batch.to(tl.int64) * max_seqlen_q), tl.minimum(total_q, batches * max_seqlen_q)
 
 
@@ -219,25 +226,25 @@ def attention_decode(
     offsets = token_offsets(q, batch, seq.start_q + token, head, SHAPE)
     log_n = query_scale(scheme, rows, position, length)[:, None]
     table = CosSinTable(scheme.table, table_rows, None, scheme.maps)
-    of_k, of_v = head_view(k_cache, 0, 0, head_kv, SHAPE), head_view(v_cache, 0, 0, head_kv, SHAPE)
-    keys = CachedKeys(of_k, of_v, cache, batch, first, length, table, shift)
+    head_k, head_v = head_view(k_cache, 0, 0, head_kv, SHAPE), head_view(v_cache, 0, 0, head_kv, SHAPE)
+    keys = CachedKeys(head_k, head_v, cache, batch, first, length, table, shift)
 
     state = start_softmax(SHAPE.block_m, SHAPE.block_d)
     NUM_BANDS: tl.constexpr = SHAPE.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
         x, y = load_pairs(q.ptr, offsets, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
-        of_rows = Rows(position + shift, None, None, None)
-        x, y = rotate_pairs(x, y, table, band.q_rotation, of_rows, log_n, SHAPE)
-        queries = Queries(x, y, visible_keys(position, band, length, scheme.maps), log2_scale(scheme.score_scale))
+        cos, sin = load_cos_sin_at(table, band.q_rotation, position + shift, 0, SHAPE.block_d // 2, SHAPE)
+        x, y = rotate_pairs(x, y, cos, sin, log_n)
+        queries = QueryPairs(x, y, visible_keys(position, band, length, scheme.maps), log2_scale(scheme.score_scale))
 
         k_map = load_tile_map(scheme.maps, band.k_rotation, SHAPE.block_n) if SHAPE.aligned_maps else None
         blocks = key_tiles(band, first_q, last_q, length, SHAPE.block_n, scheme.maps)
         begin = blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits  # the split's first block
-        pages = load_pages(keys, begin * SHAPE.block_n, SHAPE)
+        pages = load_block_pages(keys, begin * SHAPE.block_n, SHAPE)
         for block in tl.range(begin, blocks.end, num_splits):
-            # A block ahead: K and V can only be requested ahead if their pages are known by then.
-            next_pages = load_pages(keys, (block + num_splits) * SHAPE.block_n, SHAPE)
+            # Pages are loaded a block ahead: K and V can only be requested ahead if their pages are known by then.
+            next_pages = load_block_pages(keys, (block + num_splits) * SHAPE.block_n, SHAPE)
             column, ROTATE_K = block * SHAPE.block_n, (SHAPE.rotated_bands >> b) & 1
             state = attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K, SHAPE)
             pages = next_pages

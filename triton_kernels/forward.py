@@ -2,6 +2,19 @@
 
 All bands share one online softmax. Tiles inside a band need no mask, tiles outside it are not visited. With a KV cache,
 raw keys and values are read in place; only keys that a band rotates were copied, by ``rotate_cached_rows``.
+
+The score matrix of a causal scheme of two bands, tile by tile. Row i, column j: the query at position i, the key at j.
+
+              keys ->
+    queries   a
+      |       A a            A, a   the near band, distances below the window
+      v       m A a          B, b   the far band, the other distances
+              b m A a        m      an edge tile of both bands, visited once for each
+              B b m A a
+              B B b m A a    small  an edge tile: some of its pairs lie outside the band, which needs a mask
+              B B B b m A a  large  an inner tile: no mask. Tiles above the diagonal are not visited
+
+A row of tiles is one program: it visits a, A, m for the near band, then m, b, B for the far one.
 """
 
 from typing import NamedTuple
@@ -43,8 +56,9 @@ from .tiles import (
 )
 
 
-class Queries(NamedTuple):
-    """tile [BM, D], rotated and scaled; visible: the keys that each row sees; scale_log2: softmax scale, log2."""
+class BandQueries(NamedTuple):
+    """tile [BM, D]: rotated for a band and scaled. visible: the keys that each row sees. scale_log2: softmax scale in
+    log2 units."""
 
     tile: object
     visible: object
@@ -52,8 +66,8 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """k, v: HeadViews, and the channels to load from them. first: the first key that k holds, None where k holds all.
-    cache, batch, first_slot: where pages are looked up."""
+    """A sequence's keys, as a band reads them. k, v: HeadViews, and the channels to load from them. first: the first
+    key that k holds, 0 without a cache. batch, first_slot: where pages are looked up."""
 
     k: object
     v: object
@@ -61,50 +75,70 @@ class Keys(NamedTuple):
     channels_v: object
     first: object
     length: object
-    cache: object
     batch: object
     first_slot: object
 
 
+class CopiedKeys(NamedTuple):
+    """The rotated copies of a sequence's keys. view: TensorView (copy, row, head). row: where key 0 lies, or would lie
+    if it was copied. first: the first key that was, 0 without a cache."""
+
+    view: object
+    row: object
+    first: object
+
+
 @triton.jit
-def key_rows(keys, column, EDGE: tl.constexpr, SHAPE: tl.constexpr):
-    """The rows to load for the keys from `column` on, less `column`. EDGE: some may be missing; others stand in."""
+def enter_band(raw, copied, band, head, first, last, maps, SHAPE: tl.constexpr):
+    """(Keys as the band reads them, their tiles) for queries at positions first to last. raw: Keys in place."""
+    tiles = key_tiles(band, first, last, raw.length, SHAPE.block_n, maps)
+    k = band_keys(raw.k, copied.view, band.k_copy, copied.row, head, SHAPE)
+    first_key = tl.where(band.k_copy < 0, 0, copied.first)
+    keys = Keys(k, raw.v, raw.channels_k, raw.channels_v, first_key, raw.length, raw.batch, raw.first_slot)
+    return keys, tiles
+
+
+@triton.jit
+def key_rows(keys, cache, column, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+    """The rows to load for the keys from `column` on, counted from there. EDGE: others stand in for missing ones."""
     rows = tl.arange(0, SHAPE.block_n)
     if EDGE:
         rows = clamp_rows(rows, keys.length - column)
-        if keys.first is not None:
+        if cache.seqlens is not None:
             rows = tl.maximum(rows, keys.first - column)
     return rows
 
 
 @triton.jit
-def load_pages(keys, column, SHAPE: tl.constexpr):
-    """The pages of the keys from `column` on, int32 [BN]; there may be no such tile. 0 where keys have no pages."""
+def load_tile_pages(keys, cache, column, SHAPE: tl.constexpr):
+    """The pages of the keys from `column` on, int32 [BN], also where there is no such tile. Without pages: 0."""
     if SHAPE.page_size == 0:
         return 0
     else:
-        slot = keys.first_slot + column + key_rows(keys, column, True, SHAPE)
-        return load_page(keys.cache, keys.batch, tl.maximum(slot, 0), SHAPE.page_size)
+        slot = keys.first_slot + column + key_rows(keys, cache, column, True, SHAPE)
+        return load_page(cache, keys.batch, tl.maximum(slot, 0), SHAPE.page_size)
 
 
 @triton.jit
-def prefetch_tile(keys, tiles, SHAPE: tl.constexpr):
-    """Requests the first tile of keys and values of a band, if there is one."""
+def prefetch_tile(keys, cache, tiles, SHAPE: tl.constexpr):
+    """Prefetches the band's first tile of keys and values, if there is one."""
     if tiles.end > tiles.begin:
         column = edge_tile(tiles, 0) * SHAPE.block_n
-        rows = key_rows(keys, column, True, SHAPE)
+        rows = key_rows(keys, cache, column, True, SHAPE)
         prefetch_rows(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), SHAPE.head_dim, SHAPE.block_d)
         prefetch_rows(skip_rows(keys.v, column).ptr, tile_offsets(rows, keys.v), SHAPE.head_dim_v, SHAPE.block_dv)
 
 
 @triton.jit
-def attend_tile(state, queries, keys, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, SHAPE: tl.constexpr):
-    """One step of the online softmax, over the keys from `column` on, whose pages were loaded before. ROTATED_K: they
-    are a copy, which has no pages. EDGE: some pairs are not in the band."""
-    rows = key_rows(keys, column, EDGE, SHAPE)
+def attend_tile(
+    state, queries, keys, cache, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, SHAPE: tl.constexpr
+):
+    """One step of the online softmax, over the keys from `column` on. pages: theirs, loaded before. ROTATED_K: the keys
+    are a copy, which has no pages. EDGE: some pairs lie outside the band."""
+    rows = key_rows(keys, cache, column, EDGE, SHAPE)
     if SHAPE.page_size > 0:
-        page = valid_page(keys.cache, pages)
-        row = row_in_page(keys.cache, tl.maximum(keys.first_slot + column + rows, 0), SHAPE.page_size)
+        page = valid_page(cache, pages)
+        row = row_in_page(cache, tl.maximum(keys.first_slot + column + rows, 0), SHAPE.page_size)
     if SHAPE.page_size > 0 and not ROTATED_K:
         k = load_rows(keys.k.ptr, page_offsets(page, row, keys.k), keys.channels_k, SHAPE)  # [BN, D]
     else:
@@ -154,30 +188,29 @@ def attention_forward(
     if skip:
         return
 
-    of_positions = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
-    rows = tile_rows(first, seq.length_q, seq.length_k, of_positions, scheme, SHAPE.block_m)
+    packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
+    rows = tile_rows(first, seq.length_q, seq.length_k, packed_q, scheme, SHAPE.block_m)
     position = first + rows.index + seq.ahead  # [BM]
     last = tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead
     head_kv = head // (heads_q // heads_kv)
     queries = head_view(q, batch, seq.start_q + first, head, SHAPE)
     if SHAPE.page_size > 0:
-        raw, values = head_view(k, 0, 0, head_kv, SHAPE), head_view(v, 0, 0, head_kv, SHAPE)
+        k_rows, v_rows = head_view(k, 0, 0, head_kv, SHAPE), head_view(v, 0, 0, head_kv, SHAPE)
     else:
-        raw, values = head_view(k, batch, seq.start_k, head_kv, SHAPE), head_view(v, batch, seq.start_k, head_kv, SHAPE)
+        k_rows = head_view(k, batch, seq.start_k, head_kv, SHAPE)
+        v_rows = head_view(v, batch, seq.start_k, head_kv, SHAPE)
     if cache.seqlens is None:
-        packed_k, copied_from = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k), None
+        copied = CopiedKeys(rotated_k, packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k), 0)
     else:
-        packed_k, copied_from = copied_keys(cache, cu_seqlens.q, seq, seqlen_k)
-        packed_k -= copied_from
+        row, first_copied = copied_keys(cache, cu_seqlens.q, seq, seqlen_k)
+        copied = CopiedKeys(rotated_k, row - first_copied, first_copied)
     channels_k, channels_v = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
-    # They arrive while the queries are rotated. Pages would be looked up twice; with more bands it would spill.
+    raw = Keys(k_rows, v_rows, channels_k, channels_v, 0, seq.length_k, batch, seq.start_k)
+    # Prefetches the first K and V tile while q is rotated. Not with pages (two lookups) or several bands (spills).
     if SHAPE.page_size == 0 and SHAPE.num_bands == 1:
         band = load_band(scheme.bands, 0)
-        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n, scheme.maps)
-        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
-        first_key = None if cache.seqlens is None else tl.where(band.k_copy < 0, 0, copied_from)
-        keys = Keys(view, values, channels_k, channels_v, first_key, seq.length_k, cache, batch, seq.start_k)
-        prefetch_tile(keys, tiles, SHAPE)
+        keys, tiles = enter_band(raw, copied, band, head_kv, first + seq.ahead, last, scheme.maps, SHAPE)
+        prefetch_tile(keys, cache, tiles, SHAPE)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     log_n = query_scale(scheme, rows.start + existing_rows(rows), position, seq.length_k)
     scale_log2 = log2_scale(scheme.score_scale)
@@ -186,33 +219,34 @@ def attention_forward(
     NUM_BANDS: tl.constexpr = SHAPE.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        # A value from a branch: if it saw the joins, Triton would pick an operand layout that ldmatrix cannot load.
+        # Keep this branch: without it Triton looks through the joins and picks a layout that ldmatrix cannot load.
         if band.q_rotation > 0:
             tile = load_rotated(queries, table, band.q_rotation, rows, log_n, True, SHAPE)  # [BM, D]
         else:
             tile = load_rotated(queries, table, band.q_rotation, rows, log_n, False, SHAPE)
-        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n, scheme.maps)
-        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
-        first_key = None if cache.seqlens is None else tl.where(band.k_copy < 0, 0, copied_from)
-        keys = Keys(view, values, channels_k, channels_v, first_key, seq.length_k, cache, batch, seq.start_k)
-        of_band = Queries(tile, visible_keys(position, band, seq.length_k, scheme.maps), scale_log2)
+        keys, tiles = enter_band(raw, copied, band, head_kv, first + seq.ahead, last, scheme.maps, SHAPE)
+        band_queries = BandQueries(tile, visible_keys(position, band, seq.length_k, scheme.maps), scale_log2)
         # Pages are loaded a tile ahead: K and V can only be requested ahead if their pages are known by then.
-        pages = load_pages(keys, edge_tile(tiles, 0) * SHAPE.block_n, SHAPE)
+        pages = load_tile_pages(keys, cache, edge_tile(tiles, 0) * SHAPE.block_n, SHAPE)
         for step in tl.range(0, edge_count(tiles)):
-            next_pages = load_pages(keys, edge_tile(tiles, step + 1) * SHAPE.block_n, SHAPE)
+            next_pages = load_tile_pages(keys, cache, edge_tile(tiles, step + 1) * SHAPE.block_n, SHAPE)
             column = edge_tile(tiles, step) * SHAPE.block_n
-            state = attend_tile(state, of_band, keys, column, pages, (SHAPE.rotated_bands >> b) & 1, True, SHAPE)
+            state = attend_tile(
+                state, band_queries, keys, cache, column, pages, (SHAPE.rotated_bands >> b) & 1, True, SHAPE
+            )
             pages = next_pages
-        pages = load_pages(keys, tiles.inner_begin * SHAPE.block_n, SHAPE)
+        pages = load_tile_pages(keys, cache, tiles.inner_begin * SHAPE.block_n, SHAPE)
         for step in tl.range(tiles.inner_begin, tiles.inner_end):
-            next_pages = load_pages(keys, (step + 1) * SHAPE.block_n, SHAPE)
+            next_pages = load_tile_pages(keys, cache, (step + 1) * SHAPE.block_n, SHAPE)
             column = step * SHAPE.block_n
-            state = attend_tile(state, of_band, keys, column, pages, (SHAPE.rotated_bands >> b) & 1, False, SHAPE)
+            state = attend_tile(
+                state, band_queries, keys, cache, column, pages, (SHAPE.rotated_bands >> b) & 1, False, SHAPE
+            )
             pages = next_pages
 
     result, log_sum = finish_softmax(state)
-    packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q) + first
-    out_rows = HeadView(out + (packed_q * heads_q + head) * SHAPE.head_dim_v, heads_q * SHAPE.head_dim_v, None)
+    out_row = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q) + first
+    out_rows = HeadView(out + (out_row * heads_q + head) * SHAPE.head_dim_v, heads_q * SHAPE.head_dim_v, None)
     store_values(out_rows, result, rows, channels_v, SHAPE)
     lse += lse_offset(cu_seqlens.q, batch, head, heads_q, seq.start_q, seqlen_q) + first
     tl.store(lse + rows.index, log_sum, mask=row_exists(rows))

@@ -4,6 +4,8 @@ In the inner loop of attention every warp would rotate the whole key tile instea
 on sm_80 at head_dim 64, and spills at 128.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -11,7 +13,7 @@ from .arguments import decode_int
 from .kv_cache import find_valid_page
 from .rotation import CosSinTable, load_cos_sin, load_pairs, query_scale, rotate, store_pairs
 from .tiles import (
-    Rows,
+    TileRows,
     copied_keys,
     existing_rows,
     find_cached_sequence,
@@ -65,6 +67,22 @@ def rotate_rows(
         store_pairs(head_view(out, copy, packed, head, SHAPE), first_x * log_n, second_x * log_n, rows, 0, SHAPE)
 
 
+class KeyRange(NamedTuple):
+    """The rotation of a copy of k, and the distance at which the last band that reads the copy stops."""
+
+    rotation: object
+    stop: object
+
+
+KEY_RANGE_FIELDS = tl.constexpr(len(KeyRange._fields))
+
+
+@triton.jit
+def load_key_range(key_ranges, copy):
+    row = key_ranges + KEY_RANGE_FIELDS * copy
+    return KeyRange(rotation=tl.load(row), stop=tl.load(row + 1))
+
+
 @triton.jit(do_not_specialize=["seqlen_q", "rows_out", "max_rows", "table_rows", "heads"])
 def rotate_cached_rows(
     k_cache,
@@ -85,8 +103,8 @@ def rotate_cached_rows(
     """The last keys of every sequence, as many as ``copied_keys`` says, at most max_rows.
 
     k_cache: TensorView (batch or page, row, head); out: TensorView (copy, row, head).
-    key_ranges int32 (copies, 2): the rotation, and the distance at which the last band that reads the copy stops. Tiles
-    of keys that are farther than that from all queries are skipped. table, maps: as in Scheme."""
+    key_ranges int32 (copies, 2), rows of KeyRange. Tiles of keys that are farther than `stop` from all queries are
+    skipped. table, maps: as in Scheme."""
     tiles = tl.cdiv(max_rows, SHAPE.block_m)
     batch = tl.program_id(0) // tiles
     row_out = tl.program_id(0) % tiles * SHAPE.block_m
@@ -94,17 +112,16 @@ def rotate_cached_rows(
     packed, first = copied_keys(cache, cu_seqlens_q, seq, rows_out)
     first += row_out
     copy = tl.program_id(2)
-    rotation, stop = tl.load(key_ranges + 2 * copy), tl.load(key_ranges + 2 * copy + 1)
-    skip = (first >= seq.length_k) | (first + SHAPE.block_m <= seq.ahead - stop + 1)
+    copied = load_key_range(key_ranges, copy)
+    skip = (first >= seq.length_k) | (first + SHAPE.block_m <= seq.ahead - copied.stop + 1)
     if cu_seqlens_q is not None:
         skip |= seq.length_q <= decode_int(cache.decode_seqlen)
     if skip:
         return
     shift = tl.maximum(-seq.ahead, 0)  # as in tile_rows
-    rows = Rows(tl.arange(0, SHAPE.block_m), first + shift, first, seq.length_k)
-    cos, sin = load_cos_sin(
-        CosSinTable(table, table_rows, None, maps), rotation, rows, 0, SHAPE.block_d // 2, SHAPE
-    )  # [BM, D/2]
+    rows = TileRows(tl.arange(0, SHAPE.block_m), first + shift, first, seq.length_k)
+    cos_sin_table = CosSinTable(table, table_rows, None, maps)
+    cos, sin = load_cos_sin(cos_sin_table, copied.rotation, rows, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
     slot = seq.start_k + first + existing_rows(rows)
     page, row = find_valid_page(cache, batch, slot, SHAPE.page_size)
     packed += row_out

@@ -114,8 +114,8 @@ def store_pairs(view, first, second, rows, FIRST: tl.constexpr, SHAPE: tl.conste
 
 
 class CosSinTable(NamedTuple):
-    """Pointer to cos and sin (rotations, rows, 2, D/2) of ``flashrope.lowering.cos_sin``; rows per rotation. positions:
-    None, or the caller's; the rows are then those of the batch's tokens. maps: as in Scheme."""
+    """ptr: cos and sin (rotations, rows, 2, D/2) of ``flashrope.lowering.cos_sin``. rows: per rotation. positions: None,
+    or the caller's; the table then has a row for each token of the batch. maps: as in Scheme."""
 
     ptr: object
     rows: object
@@ -123,23 +123,43 @@ class CosSinTable(NamedTuple):
     maps: object = None
 
 
+class RowMap(NamedTuple):
+    """One row of Scheme.maps; ``flashrope.lowering.RowMap`` says what the fields mean."""
+
+    chunk: object
+    group: object
+    last: object
+    is_query: object
+
+
+ROW_MAP_FIELDS = tl.constexpr(len(RowMap._fields))
+
+
+@triton.jit
+def load_row_map(maps, rotation):
+    row = maps + ROW_MAP_FIELDS * rotation
+    return RowMap(chunk=tl.load(row), group=tl.load(row + 1), last=tl.load(row + 2), is_query=tl.load(row + 3))
+
+
+@triton.jit
+def mapped_positions(row_map, position):
+    """The positions in the table of rows at these positions [M]. Each is at most the row's own. Rows at negative
+    positions see no key and take position 0."""
+    position = tl.maximum(position, 0)
+    position = tl.where(row_map.chunk > 0, position % tl.maximum(row_map.chunk, 1), position)
+    return tl.minimum(position // row_map.group, row_map.last)
+
+
 @triton.jit
 def mapped_rows(maps, rotation, rows):
-    """The position in the table of every row of a tile, [M]. It is at most the row's own; rows at negative positions,
-    which see no key, take position 0."""
-    row_map = maps + 4 * rotation
-    chunk, group, last = tl.load(row_map), tl.load(row_map + 1), tl.load(row_map + 2)
-    if rows.start is None:
-        position = rows.index
-    else:
-        position = tl.where(tl.load(row_map + 3) != 0, rows.start, rows.first) + existing_rows(rows)
-    position = tl.maximum(position, 0)
-    position = tl.where(chunk > 0, position % tl.maximum(chunk, 1), position)
-    return tl.minimum(position // group, last)
+    """mapped_positions of the rows of a tile. Queries count from rows.start, keys from rows.first."""
+    row_map = load_row_map(maps, rotation)
+    position = tl.where(row_map.is_query != 0, rows.start, rows.first) + existing_rows(rows)
+    return mapped_positions(row_map, position)
 
 
 class TileMap(NamedTuple):
-    """chunk and group of a row of Scheme.maps; index [N]: the rows of a tile, divided by group."""
+    """chunk and group of a RowMap; index [N]: the rows of a tile, divided by group."""
 
     chunk: object
     group: object
@@ -148,16 +168,15 @@ class TileMap(NamedTuple):
 
 @triton.jit
 def load_tile_map(maps, rotation, N: tl.constexpr):
-    """For a loop over tiles of N keys, each in one chunk, and in one group or in whole groups. Divided in the loop,
-    index would keep the compiler from loading its rows of cos and sin before it."""
-    group = tl.load(maps + 4 * rotation + 1)
-    return TileMap(tl.load(maps + 4 * rotation), group, tl.arange(0, N) // group)
+    """For a loop over tiles of N keys. Each tile lies in one chunk, and in one group or in whole groups. The division
+    stands before the loop, so that the compiler can load the rows of cos and sin of `index` there too."""
+    group = tl.load(maps + ROW_MAP_FIELDS * rotation + 1)
+    return TileMap(tl.load(maps + ROW_MAP_FIELDS * rotation), group, tl.arange(0, N) // group)
 
 
 @triton.jit
 def mapped_start(tile_map, start):
-    """The start beside tile_map.index, with which load_cos_sin without maps finds the mapped positions of the tile
-    whose first key is at `start`."""
+    """The mapped position of the tile's first key, which is at `start`; add tile_map.index for the others."""
     start = tl.where(tile_map.chunk > 0, start % tl.maximum(tile_map.chunk, 1), start)
     return start // tile_map.group
 
@@ -167,29 +186,58 @@ def add_angles(cos_a, sin_a, cos_b, sin_b):
     return cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
 
 
+# The functions that load cos and sin return those of pairs FIRST to FIRST + COUNT - 1, two float32 [M, COUNT]. They are
+# 1 and 0 for pairs that do not rotate. A table row holds cos of D/2 pairs, then sin.
+
+
+@triton.jit
+def table_columns(table, rotation, FIRST: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr):
+    """Pointers [COUNT] to cos in a rotation's first table row."""
+    return table.ptr + rotation.to(tl.int64) * table.rows * D + FIRST + tl.arange(0, COUNT)
+
+
 @triton.jit
 def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
-    """cos and sin of pairs FIRST to FIRST + COUNT - 1, two float32 [M, COUNT]; 1 and 0 for pairs that do not rotate.
-
-    Where rows.start is None, rows.index holds positions [M] >= 0. Each is then joined from its own two table rows, so
-    its cos and sin depend on the position alone and not on the tile. So it is where the scheme maps positions.
-    """
-    D: tl.constexpr = SHAPE.block_d  # a table row: cos of D/2 pairs, then sin
-    ptr = table.ptr + rotation.to(tl.int64) * table.rows * D + FIRST + tl.arange(0, COUNT)
+    """Those of a tile's rows (TileRows)."""
+    D: tl.constexpr = SHAPE.block_d
     if table.positions is not None:
+        ptr = table_columns(table, rotation, FIRST, COUNT, D)
         row = rows.start.to(tl.int64) + existing_rows(rows)
         at = ptr[None, :] + row[:, None] * D
         return tl.load(at), tl.load(at + D // 2)
-    elif table.maps is not None or rows.start is None:
-        position = rows.index if table.maps is None else mapped_rows(table.maps, rotation, rows)
-        fine = ptr[None, :] + (position % FINE_ROWS)[:, None] * D
-        coarse = ptr[None, :] + (position // FINE_ROWS + FINE_ROWS)[:, None] * D
-        return add_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
+    elif table.maps is not None:
+        ptr = table_columns(table, rotation, FIRST, COUNT, D)
+        return load_each(ptr, mapped_rows(table.maps, rotation, rows), D)
     else:
-        # Fine rows 0 to M - 1 are the same for every tile.
-        start_cos, start_sin = load_two_levels(ptr, rows.start, D)
-        at = ptr[None, :] + rows.index[:, None] * D
-        return add_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
+        return load_cos_sin_from(table, rotation, rows.start, rows.index, FIRST, COUNT, SHAPE)
+
+
+@triton.jit
+def load_cos_sin_from(table, rotation, start, index, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+    """Those of positions start + index [M]. The fine rows `index` are the same for every tile."""
+    D: tl.constexpr = SHAPE.block_d
+    ptr = table_columns(table, rotation, FIRST, COUNT, D)
+    start_cos, start_sin = load_two_levels(ptr, start, D)
+    at = ptr[None, :] + index[:, None] * D
+    return add_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
+
+
+@triton.jit
+def load_cos_sin_at(table, rotation, position, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+    """Those of positions [M] >= 0, which the scheme may map. They depend on the position alone, not on the tile."""
+    D: tl.constexpr = SHAPE.block_d
+    ptr = table_columns(table, rotation, FIRST, COUNT, D)
+    if table.maps is not None:
+        position = mapped_positions(load_row_map(table.maps, rotation), position)
+    return load_each(ptr, position, D)
+
+
+@triton.jit
+def load_each(ptr, position, D: tl.constexpr):
+    """Those of positions [M], each joined from its own two rows; ptr [COUNT]."""
+    fine = ptr[None, :] + (position % FINE_ROWS)[:, None] * D
+    coarse = ptr[None, :] + (position // FINE_ROWS + FINE_ROWS)[:, None] * D
+    return add_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
 
 
 @triton.jit
@@ -202,15 +250,15 @@ def load_two_levels(ptr, position, D: tl.constexpr):
 
 @triton.jit
 def load_cos_sin_by_blocks(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
-    """load_cos_sin of M rows from BLOCK + M / BLOCK table rows instead of M, which are more bytes than the tile itself.
-    They pass through shared memory: for what comes before a loop, not for what is in it."""
+    """load_cos_sin, but it reads BLOCK + M / BLOCK table rows instead of M. It passes through shared memory: for
+    prologues, not for loops."""
     if table.positions is not None or table.maps is not None:
         return load_cos_sin(table, rotation, rows, FIRST, COUNT, SHAPE)
     else:
         M: tl.constexpr = rows.index.shape[0]
         BLOCK: tl.constexpr = BLOCK_ROWS if M > BLOCK_ROWS else M
         D: tl.constexpr = SHAPE.block_d
-        ptr = table.ptr + rotation.to(tl.int64) * table.rows * D + FIRST + tl.arange(0, COUNT)
+        ptr = table_columns(table, rotation, FIRST, COUNT, D)
         start_cos, start_sin = load_two_levels(ptr, rows.start, D)
         at = ptr[None, :] + (tl.arange(0, M // BLOCK) * BLOCK)[:, None] * D
         first_cos, first_sin = add_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
@@ -241,7 +289,7 @@ def query_scale(scheme, rows, positions, length):
 
 
 # ---- rotating
-# A tile is rotated in two chunks of D/4 pairs: all at once would need the registers of the accumulator beside it.
+# A tile is rotated in two chunks of D/4 pairs. All at once would need registers that the accumulator holds.
 
 
 @triton.jit
@@ -260,7 +308,7 @@ def load_rotated_chunk(
     x, y = load_pairs(view.ptr, offsets, FIRST, COUNT, SHAPE)
     x, y = x.to(tl.float32), y.to(tl.float32)
     if ROTATE:
-        if SHAPE.num_bands > 1:  # the accumulator of the band before is there too: by blocks the inner loop would spill
+        if SHAPE.num_bands > 1:  # the accumulator is live too: by blocks the inner loop would spill
             cos, sin = load_cos_sin(table, rotation, rows, FIRST, COUNT, SHAPE)
         else:
             cos, sin = load_cos_sin_by_blocks(table, rotation, rows, FIRST, COUNT, SHAPE)
@@ -280,8 +328,10 @@ def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, SHAPE
 
 @triton.jit
 def rotate_step(x, y, table, step, before, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
-    """Pairs [M, COUNT], from pair FIRST on, from the frame of the band before to that of a band, whose steps these are:
-    by the rotation `step`, or where the scheme maps positions back by the rotation `before` and on by `step`."""
+    """Takes pairs [M, COUNT], from pair FIRST on, from the frame of the band before to that of the band.
+
+    Without maps the rotation `step` does that. With maps no single rotation does: `before` is the step of the band
+    before. It rotates back, and `step` rotates forth."""
     if table.maps is None:
         cos, sin = load_cos_sin(table, step, rows, FIRST, COUNT, SHAPE)
         return rotate(x, y, cos, sin)

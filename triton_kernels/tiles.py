@@ -111,17 +111,20 @@ class Band(NamedTuple):
     dk_step: object
 
 
+BAND_FIELDS = tl.constexpr(len(Band._fields))
+
+
 @triton.jit
 def load_band(bands, band):
-    row = bands + 7 * band
+    row = bands + BAND_FIELDS * band
     return Band(
-        tl.load(row),
-        tl.load(row + 1),
-        tl.load(row + 2),
-        tl.load(row + 3),
-        tl.load(row + 4),
-        tl.load(row + 5),
-        tl.load(row + 6),
+        start=tl.load(row),
+        stop=tl.load(row + 1),
+        q_rotation=tl.load(row + 2),
+        k_rotation=tl.load(row + 3),
+        k_copy=tl.load(row + 4),
+        dq_step=tl.load(row + 5),
+        dk_step=tl.load(row + 6),
     )
 
 
@@ -187,19 +190,20 @@ class TileRange(NamedTuple):
 def tile_range(first, last, reach_first, reach_last, length, BLOCK: tl.constexpr):
     """The tiles of BLOCK columns that rows first..last see. Row x sees columns x + reach_first to x + reach_last
     within [0, length)."""
-    of_first = VisibleRange(first + reach_first, first + reach_last + 1)
-    return visible_tiles(of_first, VisibleRange(last + reach_first, last + reach_last + 1), length, BLOCK)
+    first_row = VisibleRange(first + reach_first, first + reach_last + 1)
+    return visible_tiles(first_row, VisibleRange(last + reach_first, last + reach_last + 1), length, BLOCK)
 
 
 @triton.jit
-def visible_tiles(of_first, of_last, length, BLOCK: tl.constexpr):
-    """The tiles of BLOCK columns, within [0, length), of rows whose VisibleRanges grow from of_first to of_last."""
-    begin = tl.maximum(of_first.first, 0) // BLOCK
-    end = tl.cdiv(tl.maximum(tl.minimum(of_last.stop, length), 0), BLOCK)
+def visible_tiles(first_row, last_row, length, BLOCK: tl.constexpr):
+    """The tiles of BLOCK columns, within [0, length), that a run of rows sees. first_row, last_row: the VisibleRange of
+    its first and of its last row; those between grow from one to the other."""
+    begin = tl.maximum(first_row.first, 0) // BLOCK
+    end = tl.cdiv(tl.maximum(tl.minimum(last_row.stop, length), 0), BLOCK)
     end = tl.maximum(end, begin)
-    inner_begin = tl.cdiv(tl.maximum(of_last.first, 0), BLOCK)
+    inner_begin = tl.cdiv(tl.maximum(last_row.first, 0), BLOCK)
     inner_begin = tl.minimum(tl.maximum(inner_begin, begin), end)
-    inner_end = tl.maximum(tl.minimum(of_first.stop, length), 0) // BLOCK
+    inner_end = tl.maximum(tl.minimum(first_row.stop, length), 0) // BLOCK
     inner_end = tl.minimum(tl.maximum(inner_end, inner_begin), end)
     return TileRange(begin, inner_begin, inner_end, end)
 
@@ -210,8 +214,8 @@ def key_tiles(band, first_q, last_q, length_k, BLOCK: tl.constexpr, maps=None):
     if maps is None:
         return tile_range(first_q, last_q, 1 - band.stop, -band.start, length_k, BLOCK)
     else:
-        of_first, of_last = visible_keys(first_q, band, length_k, maps), visible_keys(last_q, band, length_k, maps)
-        return visible_tiles(of_first, of_last, length_k, BLOCK)
+        first_row, last_row = visible_keys(first_q, band, length_k, maps), visible_keys(last_q, band, length_k, maps)
+        return visible_tiles(first_row, last_row, length_k, BLOCK)
 
 
 @triton.jit
@@ -220,8 +224,8 @@ def query_tiles(band, first_k, last_k, ahead, length_q, BLOCK: tl.constexpr, map
     if maps is None:
         return tile_range(first_k - ahead, last_k - ahead, band.start, band.stop - 1, length_q, BLOCK)
     else:
-        of_first, of_last = visible_queries(first_k, band, ahead, maps), visible_queries(last_k, band, ahead, maps)
-        return visible_tiles(of_first, of_last, length_q, BLOCK)
+        first_row, last_row = visible_queries(first_k, band, ahead, maps), visible_queries(last_k, band, ahead, maps)
+        return visible_tiles(first_row, last_row, length_q, BLOCK)
 
 
 @triton.jit
@@ -240,9 +244,9 @@ def edge_tile(tiles, step):
 # ---- rows
 
 
-class Rows(NamedTuple):
-    """The rows of a tile. index [M]: 0 to M - 1; start: the first row's row in the cos/sin table; first: the first row,
-    of `length` that exist. (Their difference would be one more register to keep.)"""
+class TileRows(NamedTuple):
+    """The rows of a tile. index [M]: 0 to M - 1. start: the first row's row in the cos/sin table. first: the first row,
+    of `length` that exist; both are kept because length - first would cost a register."""
 
     index: object
     start: object
@@ -252,30 +256,30 @@ class Rows(NamedTuple):
 
 @triton.jit
 def tile_rows(first, length, length_other, packed, scheme, BLOCK: tl.constexpr):
-    """The rows from `first` on of a sequence's queries or keys; length_other: that of the other of the two; packed: the
+    """The rows from `first` on of a sequence's queries or keys. length_other: that of the other of the two. packed: the
     sequence's packed_row, which is also its first row in the table of given positions.
 
-    In other tables both are shifted so that neither has a negative position: queries are ahead by length_k -
-    length_q. Where the scheme maps positions, start is that of queries without a shift (``mapped_rows``)."""
+    Queries are ahead of keys by length_k - length_q. In tables of other positions both are shifted, so that neither has
+    a negative position. Where the scheme maps positions, nothing is shifted and start is that of queries."""
     if scheme.positions is not None:
         start = first + packed.to(tl.int32)
     elif scheme.maps is not None:
         start = first + length_other - length
     else:
         start = first + tl.maximum(length_other - length, 0)
-    return Rows(tl.arange(0, BLOCK), start, first, length)
+    return TileRows(tl.arange(0, BLOCK), start, first, length)
 
 
 @triton.jit
 def clamp_rows(rows, count):
-    """Rows to load where `count` rows of a tile exist: the last row stands in for those beyond. Loads then need no
-    mask; what comes of such rows is not stored, or has weight 0."""
+    """Rows to load where `count` rows of a tile exist. The last row stands in for those beyond, so loads need no mask.
+    Results of such rows are not stored, or have weight 0."""
     return tl.minimum(rows, count - 1)
 
 
 @triton.jit
 def existing_rows(rows):
-    """clamp_rows of Rows."""
+    """clamp_rows of a tile's TileRows."""
     return clamp_rows(rows.index, rows.length - rows.first)
 
 
@@ -315,7 +319,7 @@ def band_keys(raw, rotated_k, k_copy, packed, head, SHAPE: tl.constexpr):
     stride_row = tl.where(k_copy < 0, raw.stride_row, copy.stride_row)
     VEC: tl.constexpr = SHAPE.vec
     BYTES: tl.constexpr = 16 if SHAPE.vec > 1 else 1
-    # The choice hides what both sides are multiples of.
+    # tl.where hides the alignment that both sides have.
     return HeadView(tl.multiple_of(ptr, BYTES), tl.multiple_of(stride_row, VEC), raw.stride_batch)
 
 
@@ -353,7 +357,7 @@ def load_values(ptr, offsets, channels, SHAPE: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(ptr, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Requests rows at offsets [M, 1] for the L2 cache. It waits for nothing and fills no register."""
+    """Requests rows at offsets [M, 1] for the L2 cache. Waits for nothing and fills no register."""
     if not INTERPRETED:
         LINE: tl.constexpr = L2_LINE * 8 // ptr.dtype.element_ty.primitive_bitwidth  # elements
         LINES: tl.constexpr = BLOCK_D // LINE if BLOCK_D > LINE else 1
@@ -364,7 +368,7 @@ def prefetch_rows(ptr, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def store_rows(view, value, rows, channels, SHAPE: tl.constexpr):
-    """Stores value [M, N] where its row (of Rows) and channel exist."""
+    """Stores value [M, N] where its row (TileRows) and channel exist."""
     store_channels(view, value, rows, channels, SHAPE.head_dim)
 
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from flashrope import Rotary
 from flashrope.backends import triton as backend
 from flashrope.backends.calls import AttentionCall, CacheCall, CacheLayout
-from flashrope.backends.triton import hopper, launcher, tiles
-from flashrope.triton_kernels import configs
+from flashrope.backends.triton import launcher
 
 from .offline import Launch, caught_launches
 
 KERNELS = ("rotate_rows", "attention_forward", "attention_statistics", "attention_grad_kv", "attention_grad_q")
 DECODE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
 CHUNK_KERNELS = ("append_rows", "rotate_cached_rows", "attention_forward")
-TMA_KERNELS = ("rotate_rows", "hopper_forward")
 ATOMIC_KERNELS = (*KERNELS[:-1], "attention_finish_grad_q")
-ORDER = ("rotate_rows", "rotate_cached_rows", *KERNELS[1:], ATOMIC_KERNELS[-1], "hopper_forward", *DECODE_KERNELS)
+ORDER = ("rotate_rows", "rotate_cached_rows", *KERNELS[1:], ATOMIC_KERNELS[-1], *DECODE_KERNELS)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # neither head count a multiple of 16
 
@@ -38,7 +35,6 @@ class Scheme:
     grad_lse: bool = False
     cache: str = ""  # "contiguous" or "paged": attention_with_cache
     seqlen_q: int = 1  # with a cache
-    tma: bool = False  # the forward alone, by hopper_forward
     deterministic: bool = True
     head_dim_v: int = 0  # 0: as wide as q and k
 
@@ -71,7 +67,6 @@ MAPS = (  # position maps per band: two bands, and three over chunks of 1024
     Scheme("dual-chunk", lambda head_dim: Rotary.rope(head_dim).dual_chunk(WINDOW + 256, 256)),
 )
 MAPS_DECODE = tuple(Scheme(f"{scheme.name} paged", scheme.rotary, cache="paged") for scheme in MAPS)
-TMA = tuple(Scheme(f"{scheme.name} tma", scheme.rotary, tma=True) for scheme in (ONE_BAND, TWO_BANDS))
 ATOMIC = tuple(Scheme(f"{scheme.name} atomic", scheme.rotary, deterministic=False) for scheme in (ONE_BAND, TWO_BANDS))
 VALUES = tuple(  # multi-head latent attention
     Scheme(name, lambda head_dim: Rotary.rope(head_dim, rotary_dim=64), head_dim_v=128, deterministic=deterministic)
@@ -92,8 +87,6 @@ class Case:
         """The kernels it must launch."""
         if self.scheme.cache:
             return set(CHUNK_KERNELS if self.scheme in CHUNKS else DECODE_KERNELS)
-        if self.scheme.tma:
-            return set(TMA_KERNELS)
         if not self.scheme.deterministic:
             return set(ATOMIC_KERNELS)
         return set(KERNELS) - ({"rotate_rows"} if self.scheme.name == "nope" else set())
@@ -117,10 +110,8 @@ class Case:
         positions = tensor(BATCH, SEQLEN, dtype=torch.float32) if scheme.positions else None
         given = (positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN, scheme.deterministic)
         call = AttentionCall(rotary, scheme.causal, self.head_dim**-0.5, *given)
-        with caught_launches(launcher, self.arch) as launches, tma_tiles(scheme.tma):
+        with caught_launches(launcher, self.arch) as launches:
             out, lse, kept = backend.forward(q, k, v, call)
-            if scheme.tma:
-                return launches
             grad_lse = torch.empty_like(lse) if scheme.grad_lse else None
             backend.backward(torch.empty_like(out), grad_lse, q, k, v, out, lse, kept, call)
         return launches
@@ -139,20 +130,6 @@ class Case:
         return launches
 
 
-@contextlib.contextmanager
-def tma_tiles(chosen: bool) -> Iterator[None]:
-    """In this context, if chosen, hopper_forward serves with the first of its tiles."""
-    before = {name: table.copy() for name, table in configs.FORWARD_TMA.items()}
-    for table in configs.FORWARD_TMA.values() if chosen else ():
-        table.update({block_d: of_size[0] for block_d, of_size in configs.FORWARD_TMA_TILES.items()})
-    tiles.choose.cache_clear()
-    try:
-        yield
-    finally:
-        configs.FORWARD_TMA.update(before)
-        tiles.choose.cache_clear()
-
-
 def cases(quick: bool) -> list[Case]:
     """bf16 with one and two bands on the main architectures, and every other choice once, mostly where registers are
     scarcest. fp16 compiles to the same figures as bf16, and sm_89 to those of sm_86."""
@@ -161,8 +138,6 @@ def cases(quick: bool) -> list[Case]:
         return [Case(arch, head_dim, dtype, scheme) for arch in archs for head_dim in head_dims for scheme in schemes]
 
     main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *ATOMIC, *DECODE, *CHUNKS)
-    if hopper.serves_triton():
-        main += grid((90,), (64, 128), "bf16", *TMA)
     if quick:
         return main
     wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)

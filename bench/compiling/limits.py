@@ -106,8 +106,6 @@ def _by_size(sm80: tuple[float, float], sm90: tuple[float, float]) -> dict[tuple
 INSTRUCTION_LIMITS = {
     ("attention_forward", "rope"): _by_size((5.2, 4.1), (39, 33.5)),
     ("attention_forward", "rerope"): _by_size((5.2, 4.1), (39, 33.5)),
-    ("hopper_forward", "rope tma"): {(90, 64): 36, (90, 128): 30},
-    ("hopper_forward", "rerope tma"): {(90, 64): 36, (90, 128): 31},
     ("attention_grad_kv", "rope"): _by_size((4.6, 4.3), (22.5, 19.3)),
     ("attention_grad_kv", "rerope"): _by_size((4.6, 4.3), (22.5, 12)),
     ("attention_grad_kv", "rope atomic"): _by_size((4.9, 3.8), (18, 7.3)),

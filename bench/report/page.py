@@ -247,7 +247,7 @@ def _compiled(path: Path) -> list[str]:
         f"## Kernels of prefill and training, compiled by Triton {every[0]['triton']}, bf16",
         "",
         f"`python -m bench gate --quick --csv PATH`, revision {every[0]['revision']}. This needs no GPU. The decoding "
-        f"kernels are in [{file}]({file}).",
+        f"kernels are in [{file}]({file}). On sm_90 these kernels load by cp.async and multiply by wgmma, without TMA.",
         "",
         *_table(list(COLUMNS.values()), rows, left=2),
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashrope.backends.triton import tiles as backend_tiles
-from flashrope.backends.triton.tiles import Choice
 from flashrope.triton_kernels.configs import Tile
 from flashrope.tuning.candidates import KERNELS, tiles
 from tqdm import tqdm
@@ -37,7 +36,7 @@ def ranked_by_machine_code(direction: str, arch: int, head_dim: int, bands: int,
     """Compiles all tiles, and judges each by its hot loop."""
     launches = []
     for tile in tiles(direction):
-        with backend_tiles.forced(direction, Choice(tile)):
+        with backend_tiles.forced(direction, tile):
             caught = cases.Case(arch, head_dim, "bf16", scheme_of(direction, bands)).launches()
         launches.append(of_direction(direction, caught))
     return [

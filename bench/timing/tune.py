@@ -82,12 +82,12 @@ def timed(direction: str, head_dim: int, bands: int, seconds: float, jobs: int) 
     bar = Bar(measure.steps(chosen, device))
     for workload, outcomes in measure.examine(chosen, device, seconds, bar, jobs):
         bar.clear()
-        in_use = default(workload.shape_class, compute_capability(device)).tile
+        in_use = default(workload.shape_class, compute_capability(device))
         yield f"{workload.shape_class}, {torch.cuda.get_device_name(device)}", in_use, list(map(candidate, outcomes))
 
 
 def candidate(outcome: measure.Outcome) -> Candidate:
-    tile, spread = outcome.choice.tile, outcome.milliseconds
+    tile, spread = outcome.tile, outcome.milliseconds
     if not spread:
         return Candidate(tile, {"dropped": outcome.dropped})
     figures = {"ms": f"{spread.median:.3f}", "quartiles": f"{spread.low:.3f} - {spread.high:.3f}"}

@@ -27,7 +27,7 @@ from bench import sanitize
 from bench.compiling import cases, gate, offline, sass
 from bench.timing import tiles
 from flashrope.backends.triton import launcher
-from flashrope.backends.triton.tiles import Choice, forced
+from flashrope.backends.triton.tiles import forced
 from flashrope.tuning import candidates
 from flashrope.tuning.workloads import Workload
 
@@ -75,7 +75,7 @@ for direction in candidates.KERNELS:
     tile = candidates.tiles(direction)[0]
     for cache in ("contiguous", "paged") if direction == "decode" else ("",):
         workload = Workload(direction, 1, 1000, 8, 2, 64, torch.bfloat16, 2, cache)
-        with forced(direction, Choice(tile)), offline.caught_launches(launcher, 90) as caught:
+        with forced(direction, tile), offline.caught_launches(launcher, 90) as caught:
             workload.call(torch.device("meta"))()
         used = tiles.of_direction(direction, caught).kwargs
         shape, sizes = used["SHAPE"], (used["num_warps"], used["num_stages"])

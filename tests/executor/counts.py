@@ -124,7 +124,7 @@ def test_what_atomics_add(machine):
     """4 bytes for every channel of dQ and every pair of tiles, to a workspace with a float32 dQ for every band."""
     seqlen, tile = 256, Tile(32, 64, 4, 2)
     p = support.problem(BF16, RECTIFIED, seqlen, heads=1, group=1)
-    with tiles.forced("grad_qkv", tiles.Choice(tile)):
+    with tiles.forced("grad_qkv", tile):
         gradients(p, deterministic=False)
     (step,) = (launch for launch in machine.launches if launch.kernel == "attention_grad_kv")
     visited = sum(work.visited_tiles(p.rotary.bands, seqlen, tile.block_m, tile.block_n))

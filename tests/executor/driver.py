@@ -88,8 +88,6 @@ def named_tensors(name: str, value) -> Iterator[tuple]:
     """(name, tensor) of an argument, a tensor or a tuple with some."""
     if hasattr(value, "data_ptr"):
         yield name, value
-    elif hasattr(value, "base"):  # a tensor descriptor
-        yield name, value.base
     elif isinstance(value, tuple):
         for field, item in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
             yield from named_tensors(name if field == "ptr" else f"{name}.{field}", item)

@@ -132,7 +132,7 @@ void define_integers() {
   define_lanes<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>(
       "bfi.b32", [](uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return insert_bits(a, b, c, d); });
   // one address space but for shared memory
-  for (const char* opcode : {"cvta.to.global.u64", "cvta.global.u64", "cvta.param.u64"})
+  for (const char* opcode : {"cvta.to.global.u64", "cvta.global.u64"})
     define_lanes<uint64_t, uint64_t>(opcode, [](uint64_t a) { return a; });
   define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>(
       "prmt.b32", [](uint32_t a, uint32_t b, uint32_t c) { return permute_bytes(a, b, c); });

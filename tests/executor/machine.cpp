@@ -13,16 +13,10 @@
 namespace executor {
 
 Block::Block(Launch& l)
-    : launch(l),
-      shared(l.shared_bytes, l.program.asynchronous),
-      executed(l.program.code.size()),
-      lanes(l.program.code.size()) {
+    : launch(l), shared(l.shared_bytes), executed(l.program.code.size()), lanes(l.program.code.size()) {
   const size_t warp_count = l.threads / LANES, slots = l.program.slots;
   register_file.resize(warp_count * slots * LANES);
   defined.resize(warp_count * slots);
-  if (!l.program.asynchronous) return;
-  if (warp_count > MAX_WARPS) throw Error("more warps than the executor can tell apart");
-  asynchronous = std::make_unique<Asynchronous>(*this);
 }
 
 void Block::report(const std::string& kind, const Warp& w, const Instruction& i, int lane, const std::string& detail) {
@@ -113,12 +107,6 @@ void Block::end_lanes(Warp& w, const Instruction& i, Lanes m) {
     report("wgmma not waited for at the end", w, i, -1, "still running");
 }
 
-static int jump_target(Warp& w, const Instruction& i) {
-  const uint32_t index = w.at<uint32_t>(i.operands[0])[0];
-  if (index >= i.targets.size()) throw Error("line " + std::to_string(i.line) + " jumps behind its list of targets");
-  return i.targets[index];
-}
-
 // Runs a warp up to a barrier, its end, or for `quantum` instructions.
 void Block::advance(Warp& w, uint64_t quantum) {
   const std::vector<Instruction>& code = launch.program.code;
@@ -154,16 +142,13 @@ void Block::advance(Warp& w, uint64_t quantum) {
     if (m) check_registers(w, i, m);
     if (m && i.control == Control::next) i.run(w, i, m);
     int next = w.pc + 1;
-    if (i.control == Control::wait && m && !asynchronous->try_wait(w, i)) return;
-    if (i.control == Control::jump) next = jump_target(w, i);
-    else if (i.control == Control::branch && m == active) next = i.target;
+    if (i.control == Control::branch && m == active) next = i.target;
     else if (i.control == Control::branch && m) {
       if (!w.diverged) w.diverged = true;
       for (int l = 0; l < LANES; l++)
         if (active >> l & 1) w.lane_pc[l] = m >> l & 1 ? i.target : next;
       continue;
     } else if (i.control == Control::end) end_lanes(w, i, m);
-    else if (i.control == Control::barrier && m && asynchronous) asynchronous->barrier(w, i);
     else if (i.control == Control::barrier && m) w.at_barrier = true, w.barrier_line = i.line;
     w.pc = next;
     if (w.diverged)
@@ -172,7 +157,7 @@ void Block::advance(Warp& w, uint64_t quantum) {
   }
 }
 
-// False when the block has ended.
+// Called when no warp can go on. False when the block has ended.
 bool Block::release_barrier() {
   const Warp* waiting = nullptr;
   const Warp* other = nullptr;
@@ -200,16 +185,6 @@ bool Block::release_barrier() {
   return true;
 }
 
-// Called when no warp can go on. False when the block has ended.
-bool Block::go_on() {
-  if (!asynchronous) return release_barrier();
-  if (asynchronous->ended()) return false;
-  if (asynchronous->land_one()) return true;
-  asynchronous->report_deadlock();
-  launch.stopped = true;
-  return false;
-}
-
 void Block::run(uint32_t n) {
   linear = n;
   index[0] = n % launch.grid[0], index[1] = n / launch.grid[0] % launch.grid[1],
@@ -218,7 +193,6 @@ void Block::run(uint32_t n) {
   shared.clear();
   start_warps();
   std::mt19937_64 random(launch.options.seed * 1000003 + n);
-  if (asynchronous) asynchronous->start(launch.options.seed ? random() | 1 : 0);
   std::vector<Warp*> order;
   for (Warp& w : warps) order.push_back(&w);
   do {
@@ -228,11 +202,10 @@ void Block::run(uint32_t n) {
       for (Warp* w : order) {
         if (!w->alive || w->at_barrier || launch.stopped) continue;
         advance(*w, launch.options.seed ? 1 + random() % 300 : UINT64_MAX);
-        if (asynchronous) asynchronous->land_some();
         any = true;
       }
     }
-  } while (!launch.stopped && go_on());
+  } while (!launch.stopped && release_barrier());
 }
 
 void Launch::run() {

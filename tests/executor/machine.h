@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "asynchronous.h"
 #include "ptx.h"
 
 namespace executor {
@@ -91,7 +90,7 @@ struct Word {
 
 class SharedMemory {
  public:
-  SharedMemory(uint32_t bytes, bool clocked);  // clocked: ordered by the warps' clocks, not by epochs
+  explicit SharedMemory(uint32_t bytes);
   void clear();
   void next_epoch() { epoch_++; }
   uint32_t epoch() const { return epoch_; }
@@ -107,13 +106,8 @@ class SharedMemory {
   void begin_product_read(uint32_t offset, const Warp& w, const Instruction& i);
   void end_product_read(uint32_t offset, const Warp& w);
   void fence(const Warp& w);
-  void begin_bulk(uint32_t offset, uint32_t bytes, const Warp& w, const Instruction& i, int lane);
-  void end_bulk(uint32_t offset, const void* data, uint32_t bytes, int mbarrier, uint32_t phase);
 
  private:
-  // Who wrote, who read the word, as far as nothing orders that before what the warp does now.
-  uint64_t unordered_writers(uint32_t word, const Warp& w) const;
-  uint64_t unordered_readers(uint32_t word, const Warp& w) const;
   void note_read(uint32_t offset, uint32_t bytes, const Warp& w, const Instruction& i, int lane);
   void note_write(uint32_t offset, uint32_t bytes, const Warp& w, const Instruction& i, int lane, const void* data);
   void race(const char* kind, uint32_t word, const Warp& w, const Instruction& i, int lane);
@@ -122,10 +116,6 @@ class SharedMemory {
   std::vector<unsigned char> bytes_;
   std::vector<Word> words_;
   std::vector<uint32_t> unfenced_;  // words with a write that no fence followed
-  struct Times {  // of every warp's last access; of a bulk copy the mbarrier and its phase
-    uint32_t written[MAX_WARPS], read[MAX_WARPS], mbarrier, phase;
-  };
-  std::vector<Times> times_;  // of every word, where clocked
 };
 
 struct Copy {
@@ -154,10 +144,6 @@ struct Warp {
   int lane_pc[LANES] = {};
   bool diverged = false, at_barrier = false;
   int barrier_line = 0;
-  Clock clock;  // this and what follows only in asynchronous kernels
-  Wait waits_for = Wait::none;
-  uint32_t waits_at = 0;  // a barrier, the offset of an mbarrier, registers
-  int held_registers = 0;
   Lanes alive = ALL_LANES;
   // syncs: bar.warp.sync, which orders memory. meetings: also shuffles, after which earlier loads have ended.
   uint32_t syncs = 0, meetings = 0;
@@ -188,7 +174,6 @@ struct Block {
   std::vector<uint64_t> executed, lanes;
   uint64_t steps = 0;
   size_t last_buffer = 0;
-  std::unique_ptr<Asynchronous> asynchronous;  // where the kernel needs it
 
   explicit Block(Launch& launch);
   void run(uint32_t linear);
@@ -206,7 +191,6 @@ struct Block {
   void check_registers(Warp& w, const Instruction& i, Lanes lanes);
   void end_lanes(Warp& w, const Instruction& i, Lanes lanes);
   bool release_barrier();
-  bool go_on();
   Buffer* find_buffer(uint64_t address, uint32_t bytes);
   std::string nearest_buffer(uint64_t address) const;
 };

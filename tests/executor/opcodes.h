@@ -69,7 +69,5 @@ void define_atomics();
 void define_matrices();
 void define_wgmma();
 void define_warp();
-void define_asynchronous();
-void define_tma();
 
 }  // namespace executor

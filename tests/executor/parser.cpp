@@ -183,7 +183,6 @@ class Parser {
   void read_header(const std::string& line) {
     if (starts_with(line, ".param")) read_parameter(line);
     if (starts_with(line, ".reqntid")) program_.threads = atoi(line.c_str() + 9);
-    if (starts_with(line, ".maxnreg")) program_.registers = atoi(line.c_str() + 9);
     if (starts_with(line, ".maxntid")) program_.max_threads = atoi(line.c_str() + 9);
     if (line == "{") place_ = Place::body, scopes_.assign(1, {});
   }
@@ -212,10 +211,10 @@ class Parser {
     for (char c : line + " ") {
       if (!statement_.empty()) {
         if (c == ';') statement(trim(std::exchange(statement_, "")));
-        else if (c == ':' && is_label(statement_)) read_label(trim(std::exchange(statement_, "")));
+        else if (c == ':' && statement_[0] == '$') read_label(trim(std::exchange(statement_, "")));
         else statement_ += c;
       } else if (c == '{') {
-        scopes_.emplace_back(), scopes_.back().line = line_;
+        scopes_.emplace_back();
       } else if (c == '}') {
         scopes_.pop_back();
         if (scopes_.empty()) place_ = Place::done;
@@ -225,17 +224,7 @@ class Parser {
     }
   }
 
-  // $L__BB0_1, or within a scope a plain name
-  static bool is_label(const std::string& text) {
-    const auto plain = [](unsigned char c) { return isalnum(c) || c == '_'; };
-    return text[0] == '$' || std::all_of(text.begin(), text.end(), plain);
-  }
-
-  std::string label(const std::string& name) const {
-    return name[0] == '$' ? name : name + " of line " + std::to_string(scopes_.back().line);
-  }
-
-  void read_label(const std::string& name) { last_label_ = label(name), labels_[last_label_] = program_.code.size(); }
+  void read_label(const std::string& name) { labels_[name] = program_.code.size(); }
 
   // .reg .b32 %r<1591>;   or   .reg .f16 low, high;
   void declare(const std::string& line) {
@@ -334,10 +323,6 @@ class Parser {
     if (starts_with(s, ".reg")) return declare(s);
     if (starts_with(s, ".shared")) return read_shared(s);
     if (starts_with(s, ".pragma")) return;
-    if (starts_with(s, ".branchtargets")) {
-      jumps_[last_label_] = split_operands(s.substr(14)).operands;
-      return;
-    }
     if (s[0] == '.') throw Error("a declaration that the executor does not know");
     Instruction i;
     i.line = statement_line_, i.text = s, i.source = source_;
@@ -357,20 +342,9 @@ class Parser {
     }
     if (narrows(i.opcode, parts)) definition = find_definition(i.opcode + " of 8");
     if (!definition) throw Error("a conversion of a wider register");
-    if (starts_with(i.opcode, "cp.async.bulk.tensor")) split_coordinates(parts.operands);
     fill(i, *definition, parts.operands);
     program_.uses_wgmma |= starts_with(i.opcode, "wgmma.mma");
-    program_.asynchronous |= starts_with(i.opcode, "mbarrier") || starts_with(i.opcode, "setmaxnreg") ||
-                             (definition->control == Control::barrier && i.operands.size() > 1);
     program_.code.push_back(std::move(i));
-  }
-
-  // [map, {x, y}] becomes [map], x, y.
-  static void split_coordinates(std::vector<std::string>& operands) {
-    std::string& map = operands.at(1);
-    std::vector<std::string> parts = split_operands(map.substr(1, map.size() - 2)).operands;
-    map = "[" + parts.at(0) + "]";
-    operands.insert(operands.begin() + 2, parts.begin() + 1, parts.end());
   }
 
   // cvt.s64.s32 %rd1, %rd2 takes the low half of the wider register.
@@ -392,11 +366,7 @@ class Parser {
       throw Error("expected " + std::to_string(most) + " operands, got " + std::to_string(texts.size()));
     for (size_t n = 0; n < texts.size(); n++) {
       if (definition.operands[n] == 'L') {
-        branches_.push_back({program_.code.size(), label(texts[n])});
-        continue;
-      }
-      if (definition.operands[n] == 'T') {
-        lists_.push_back({program_.code.size(), texts[n]});
+        branches_.push_back({program_.code.size(), texts[n]});
         continue;
       }
       Operand operand = parse_operand(definition.operands[n], texts[n]);
@@ -420,22 +390,18 @@ class Parser {
       if (!labels_.count(label)) throw Error("no label " + label);
       program_.code[at].target = labels_[label];
     }
-    for (auto& [at, list] : lists_)
-      for (const std::string& label : jumps_[list])
-        program_.code[at].targets.push_back(static_cast<int>(labels_.at(label)));
   }
 
   enum class Place { module, other, header, body, done };  // other: a kernel that is not wanted
   struct Scope {
     std::map<std::string, int> widths, registers;  // of names, or of families such as %r
-    int line = 0;
   };
 
   int arch_, line_ = 0, statement_line_ = 0, parameter_end_ = 0;
   const std::string wanted_;
   Place place_ = Place::module;
   bool versioned_ = false;
-  std::string statement_, source_, last_label_;
+  std::string statement_, source_;
   Program program_;
   std::map<int, std::string> files_;
   std::vector<Scope> scopes_;
@@ -443,8 +409,7 @@ class Parser {
   std::map<std::string, std::pair<int, uint64_t>> symbols_;  // width and address
   std::map<std::string, size_t> labels_;
   std::map<std::pair<int, uint64_t>, int> constants_;
-  std::vector<std::pair<size_t, std::string>> branches_, lists_;
-  std::map<std::string, std::vector<std::string>> jumps_;  // lists of labels
+  std::vector<std::pair<size_t, std::string>> branches_;
   std::vector<std::string> unknown_;
 };
 

@@ -29,8 +29,7 @@ struct Operand {
   int64_t offset = 0;  // of an address; an integer
 };
 
-// wait: may have to be tried again. jump: to one of several targets.
-enum class Control { next, branch, end, barrier, wait, jump };
+enum class Control { next, branch, end, barrier };
 
 // What an undefined input makes undefined: the result in the same lane; the result, if it is the one selected; or the
 // result in the lanes that a shuffle brings it to.
@@ -42,8 +41,7 @@ struct Instruction {
   bool collective = false;  // all lanes of a warp must run it together
   int guard = -1;           // slot of the predicate, -1 without one
   bool negated = false;
-  int target = -1;           // of a branch
-  std::vector<int> targets;  // of a jump
+  int target = -1;  // of a branch
   int line = 0;     // in the PTX
   std::string opcode, text, source;
   std::vector<Operand> operands;
@@ -66,8 +64,6 @@ struct Program {
   uint32_t static_shared_bytes = 0;  // in front of the dynamic shared memory
   int slots = 0;
   bool uses_wgmma = false;
-  bool asynchronous = false;  // mbarriers, barriers of some warps, setmaxnreg
-  int registers = 0;          // of a thread when it starts, where the kernel says so
   std::vector<Instruction> code;
   std::vector<Parameter> parameters;
   std::vector<Constant> constants;
@@ -86,7 +82,7 @@ Program parse(const std::string& text, int arch, const std::string& kernel = "")
 //   h f      a register of at least 2, at least 4 bytes
 //   w        a register of 4 bytes that the instruction itself checks
 //   s g P    an address in brackets, in shared memory, in global memory or in the parameters
-//   i        an integer;  L a label;  T the name of a list of labels
+//   i        an integer;  L a label
 // The first `outputs` of them are written. Operands after `required` may be left out.
 struct Definition {
   Handler run;

@@ -27,41 +27,13 @@ uint8_t byte_bits(uint64_t touched) {
 
 }  // namespace
 
-SharedMemory::SharedMemory(uint32_t bytes, bool clocked)
-    : size_(bytes), bytes_(bytes + 64), words_(bytes / 4 + 16), times_(clocked ? words_.size() : 0) {}
+SharedMemory::SharedMemory(uint32_t bytes) : size_(bytes), bytes_(bytes + 64), words_(bytes / 4 + 16) {}
 
 void SharedMemory::clear() {
   epoch_ = 1;
   for (size_t at = 0; at + 4 <= bytes_.size(); at += 4) memcpy(&bytes_[at], &POISON, 4);
   std::fill(words_.begin(), words_.end(), Word());
   unfenced_.clear();
-  std::fill(times_.begin(), times_.end(), Times());
-}
-
-// Those of a word's warps (16 bits for each byte) for which `unordered` holds.
-template <class F>
-static uint64_t select_warps(uint64_t warps, F unordered) {
-  uint32_t all = (warps | warps >> 16 | warps >> 32 | warps >> 48) & 0xFFFF;
-  for (; all; all &= all - 1)
-    if (int n = __builtin_ctz(all); !unordered(n)) warps &= ~(EACH_BYTE << n);
-  return warps;
-}
-
-uint64_t SharedMemory::unordered_writers(uint32_t word, const Warp& w) const {
-  const Word& x = words_[word];
-  if (times_.empty()) return x.write_epoch == epoch_ ? x.writers : 0;
-  const Times& t = times_[word];
-  return select_warps(x.writers, [&](int n) {
-    if (n == MAX_WARPS) return t.phase > w.clock.phases[t.mbarrier];
-    return n == w.index || t.written[n] > w.clock.warps[n];
-  });
-}
-
-uint64_t SharedMemory::unordered_readers(uint32_t word, const Warp& w) const {
-  const Word& x = words_[word];
-  if (times_.empty()) return x.read_epoch == epoch_ ? x.readers : 0;
-  const Times& t = times_[word];
-  return select_warps(x.readers, [&](int n) { return n == w.index || t.read[n] > w.clock.warps[n]; });
 }
 
 int64_t SharedMemory::locate(uint32_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane) {
@@ -92,20 +64,18 @@ void SharedMemory::note_read(uint32_t offset, uint32_t bytes, const Warp& w, con
   for (uint32_t n = offset / 4; n < (offset + bytes + 3) / 4; n++) {
     Word& x = words_[n];
     const uint64_t touched = bytes_touched(n, offset, bytes);
-    if (x.copying == MAX_WARPS) race("shared memory read before the mbarrier of its copy completed", n, w, i, lane);
-    else if (x.copying >= 0) race("shared memory read before cp.async was waited for", n, w, i, lane);
+    if (x.copying >= 0) race("shared memory read before cp.async was waited for", n, w, i, lane);
     else if (byte_bits(touched) & ~x.initialised) race("shared memory read before it was written", n, w, i, lane);
-    if (const uint64_t writers = unordered_writers(n, w)) {
+    if (x.write_epoch == epoch_) {
       // Where this warp wrote a byte too, every other writer wrote the same value.
-      uint64_t own = (writers >> w.index & EACH_BYTE) * 0xFFFF;
-      if (writers & touched & ~own) race("race: read of another warp's write", n, w, i, lane);
-      else if ((writers & touched & self) && lane >= 0 && x.write_lane >= 0 && x.write_lane != lane &&
+      uint64_t own = (x.writers >> w.index & EACH_BYTE) * 0xFFFF;
+      if (x.writers & touched & ~own) race("race: read of another warp's write", n, w, i, lane);
+      else if ((x.writers & touched & self) && lane >= 0 && x.write_lane >= 0 && x.write_lane != lane &&
                x.write_sync == w.syncs)
         race("race in a warp: read of another lane's write", n, w, i, lane);
     }
     if (x.read_epoch != epoch_) x.readers = 0, x.read_epoch = epoch_;
     x.readers |= self & touched;
-    if (!times_.empty()) times_[n].read[w.index] = w.clock.warps[w.index];
     if (x.read_warp != w.index || x.read_meeting != w.meetings)
       x.read_lanes = 0, x.read_warp = w.index, x.read_meeting = w.meetings;
     if (lane >= 0) x.read_lanes |= 1u << lane;
@@ -121,42 +91,19 @@ void SharedMemory::note_write(uint32_t offset, uint32_t bytes, const Warp& w, co
     const uint64_t touched = bytes_touched(n, offset, bytes);
     if (x.copying >= 0) race("shared memory written before cp.async was waited for", n, w, i, lane);
     if (x.products) race("shared memory written under an unfinished wgmma", n, w, i, lane);
-    x.writers = unordered_writers(n, w);
+    if (x.write_epoch != epoch_) x.writers = 0;
     if (!same && (x.writers & touched & ~self)) race("race: two warps write", n, w, i, lane);
     else if (!same && (x.writers & touched & self) && x.write_lane != lane && x.write_sync == w.syncs)
       race("race in a warp: two lanes write", n, w, i, lane);
-    if (const uint64_t readers = unordered_readers(n, w)) {
-      if ((readers & touched & ~self) && !(same && (x.writers & touched)))
+    if (x.read_epoch == epoch_) {
+      if ((x.readers & touched & ~self) && !(same && (x.writers & touched)))
         race("race: write of what another warp reads", n, w, i, lane);
-      if (!same && (readers & touched & self) && x.read_warp == w.index && x.read_meeting == w.meetings &&
+      if (!same && (x.readers & touched & self) && x.read_warp == w.index && x.read_meeting == w.meetings &&
           (x.read_lanes & ~(1u << lane)))
         race("race in a warp: write of what another lane reads", n, w, i, lane);
     }
-    if (!times_.empty()) times_[n].written[w.index] = w.clock.warps[w.index];
     x.write_epoch = epoch_, x.writers |= self & touched, x.write_lane = lane, x.write_sync = w.syncs;
     x.initialised |= byte_bits(touched);
-  }
-}
-
-void SharedMemory::begin_bulk(uint32_t offset, uint32_t bytes, const Warp& w, const Instruction& i, int lane) {
-  for (uint32_t n = offset / 4; n < (offset + bytes) / 4; n++) {
-    Word& x = words_[n];
-    if (x.copying >= 0) race("shared memory written before its copy was waited for", n, w, i, lane);
-    if (x.products) race("shared memory written under an unfinished wgmma", n, w, i, lane);
-    if (unordered_writers(n, w) & ~warp_bit(w)) race("race: copy over another warp's write", n, w, i, lane);
-    if (unordered_readers(n, w) & ~warp_bit(w)) race("race: copy over what another warp reads", n, w, i, lane);
-    if (x.unfenced >> w.index & 1) race("no fence.proxy.async between the write and the copy", n, w, i, lane);
-    x.copying = MAX_WARPS, x.writers = x.readers = 0, x.unfenced = x.unfenced_writers = 0;
-    memcpy(&bytes_[4 * n], &POISON, 4);
-  }
-}
-
-void SharedMemory::end_bulk(uint32_t offset, const void* data, uint32_t bytes, int mbarrier, uint32_t phase) {
-  memcpy(&bytes_[offset], data, bytes);
-  for (uint32_t n = offset / 4; n < (offset + bytes) / 4; n++) {
-    Word& x = words_[n];
-    x.copying = -1, x.writers = EACH_BYTE << MAX_WARPS, x.write_lane = -1, x.initialised = 15;
-    times_[n].mbarrier = mbarrier, times_[n].phase = phase;
   }
 }
 
@@ -207,7 +154,6 @@ void SharedMemory::end_product_read(uint32_t offset, const Warp& w) {
   x.products--;
   if (x.read_epoch != epoch_) x.readers = 0, x.read_epoch = epoch_;
   x.readers |= warp_bit(w);
-  if (!times_.empty()) times_[offset / 4].read[w.index] = w.clock.warps[w.index];
 }
 
 // By the writers before the barrier, or by the reader behind it.
@@ -217,7 +163,7 @@ void SharedMemory::fence(const Warp& w) {
     Word& x = words_[n];
     x.unfenced_writers &= ~(1u << w.index);
     if (!x.unfenced_writers) x.unfenced = 0;
-    else if (!(unordered_writers(n, w) & ~warp_bit(w))) x.unfenced &= ~(1u << w.index);
+    else if (x.write_epoch < epoch_) x.unfenced &= ~(1u << w.index);
     if (x.unfenced) unfenced_[kept++] = n;
   }
   unfenced_.resize(kept);

@@ -64,7 +64,7 @@ void define(const std::string& opcode, const Definition& definition) { table()[o
 const Definition* find_definition(const std::string& opcode) {
   static const bool ready = [] {
     define_integers(), define_floats(), define_conversions(), define_memory(), define_atomics(), define_matrices(),
-        define_wgmma(), define_warp(), define_asynchronous(), define_tma();
+        define_wgmma(), define_warp();
     return true;
   }();
   auto it = table().find(opcode);
@@ -75,7 +75,7 @@ void define_warp() {
   define_shuffle<butterfly>("shfl.sync.bfly.b32"), define_shuffle<indexed>("shfl.sync.idx.b32");
   define_shuffle<above>("shfl.sync.up.b32"), define_shuffle<below>("shfl.sync.down.b32");
   define("bar.warp.sync", {synchronise_lanes, "i", 0, Control::next, true});
-  for (const char* opcode : {"bar.sync", "barrier.sync"}) define(opcode, {nullptr, "ii", 0, Control::barrier, true, 1});
+  for (const char* opcode : {"bar.sync", "barrier.sync"}) define(opcode, {nullptr, "i", 0, Control::barrier, true});
   for (const char* opcode : {"bra", "bra.uni"}) define(opcode, {nullptr, "L", 0, Control::branch});
   for (const char* opcode : {"ret", "exit"}) define(opcode, {nullptr, "", 0, Control::end});
 }

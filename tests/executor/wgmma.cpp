@@ -151,10 +151,7 @@ void wait(Warp& w, const Instruction& i, Lanes) {
   for (const Product& p : w.open_products) mark(p);
 }
 
-void fence_proxy(Warp& w, const Instruction&, Lanes) {
-  w.block->shared.fence(w);
-  if (w.block->asynchronous) w.block->asynchronous->fence(w);
-}
+void fence_proxy(Warp& w, const Instruction&, Lanes) { w.block->shared.fence(w); }
 
 void define_product(int n, const std::string& type) {
   const std::string opcode = "wgmma.mma_async.sync.aligned.m64n" + std::to_string(n) + "k16.f32." + type, d(n / 2, 'w');

@@ -239,14 +239,13 @@ def number(x) -> int:
 @pytest.mark.parametrize("length", [30, 64, 65, 120, 192])
 def test_rotated_keys_are_those_of_the_window(length, monkeypatch):
     """ReRoPE rotates at most a window of keys and a block's edge per step and sequence, however long the sequence."""
-    rotated, original = [], decode.rotate_pairs
+    rotated, original = [], decode.key_cos_sin
 
-    def counted(x, y, table, rotation, rows, *rest):
-        if rows.start is not None:  # keys; the positions of queries come one by one
-            rotated.append(min(number(rows.length) - number(rows.first), BLOCK))
-        return original(x, y, table, rotation, rows, *rest)
+    def counted(keys, rotation, k_map, column, *rest):
+        rotated.append(min(number(keys.length) - number(column), BLOCK))
+        return original(keys, rotation, k_map, column, *rest)
 
-    monkeypatch.setattr(decode, "rotate_pairs", counted)
+    monkeypatch.setattr(decode, "key_cos_sin", counted)
     k, v = caches(1)
     attend(random(1, 1, HEADS_Q, 32), k, v, [length])
     per_head = sum(rotated) / HEADS_KV
@@ -260,19 +259,18 @@ def test_rotated_keys_are_those_of_the_window(length, monkeypatch):
 @pytest.mark.parametrize("page_size", [0, PAGE])
 def test_every_key_of_a_chunk_is_rotated_once(page_size, monkeypatch):
     """Those that a band rotates and can reach, not once per tile of queries, and nowhere else."""
-    places, store, plain = [], rotate.store_pairs, decode.rotate_pairs
+    places, store = [], rotate.store_pairs
 
     def counted(view, first, second, rows, FIRST, SHAPE):
         inside = rows.index.handle.data[rows.index.handle.data < number(rows.length) - number(rows.first)]
         places.extend(view.ptr.handle.data.item() + inside.astype("int64") * view.stride_row.handle.data.item() * 2)
         store(view, first, second, rows, FIRST, SHAPE)
 
-    def queries_only(x, y, table, rotation, rows, *rest):
-        assert rows.start is None, "keys rotated in the loop over tiles"
-        return plain(x, y, table, rotation, rows, *rest)
+    def queries_only(*_):
+        pytest.fail("keys rotated in the loop over tiles")
 
     monkeypatch.setattr(rotate, "store_pairs", counted)
-    monkeypatch.setattr(decode, "rotate_pairs", queries_only)
+    monkeypatch.setattr(decode, "key_cos_sin", queries_only)
     lengths, seqlen_q, window = (
         [150, 70],
         configs.tile("forward", 80, 32, 2, 2).block_m + 1,

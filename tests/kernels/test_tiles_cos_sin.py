@@ -10,7 +10,7 @@ from flashrope.lowering.cos_sin import FINE_ROWS, coarse_rows, cos_sin, two_leve
 from flashrope.lowering.lowered import lower
 from flashrope.triton_kernels.arguments import Shape
 from flashrope.triton_kernels.rotation import CosSinTable, load_cos_sin, load_cos_sin_by_blocks, mapped_rows
-from flashrope.triton_kernels.tiles import Rows
+from flashrope.triton_kernels.tiles import TileRows
 
 ROTARY = Rotary.rope(32)
 LIMIT = 1 << 24
@@ -22,7 +22,7 @@ BOUND = {"rows": 10.3 * HALF_ULP, "blocks": 18 * HALF_ULP}
 
 @triton.jit
 def cos_and_sin(out, table, table_rows, start, M: tl.constexpr, BY_BLOCKS: tl.constexpr, SHAPE: tl.constexpr):
-    rows = Rows(tl.arange(0, M), start, None, None)
+    rows = TileRows(tl.arange(0, M), start, None, None)
     COUNT: tl.constexpr = SHAPE.block_d // 2
     rotation = tl.full((), 1, tl.int32)
     levels = CosSinTable(table, table_rows, None, None)
@@ -48,7 +48,7 @@ def test_any_position(how, rows):
 
 @triton.jit
 def store_mapped_rows(out, maps, rotation, start, first, length, M: tl.constexpr):
-    rows = Rows(tl.arange(0, M), start, first, length)
+    rows = TileRows(tl.arange(0, M), start, first, length)
     tl.store(out + tl.arange(0, M), mapped_rows(maps, rotation, rows))
 
 

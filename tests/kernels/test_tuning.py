@@ -15,8 +15,7 @@ import torch
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from flashrope.backends import tuned_tiles as store
-from flashrope.backends.triton import hopper, launcher, tiles
-from flashrope.backends.triton.tiles import Choice
+from flashrope.backends.triton import launcher, tiles
 from flashrope.backends.tuned_tiles import Setup, ShapeClass, Winner
 from flashrope.cli.progress import Bar
 from flashrope.commands import tune as command
@@ -30,7 +29,7 @@ from flashrope.tuning.workloads import Workload
 CPU = torch.device("cpu")
 SETUP = Setup("NVIDIA Test GPU", 90, "3.6.0", "0.1.0")
 FORWARD = ShapeClass("forward", 128, 2, False, "", True, 8192)
-WINNER = Winner((64, 128, 8, 2), "", 1.25, 1.5)
+WINNER = Winner((64, 128, 8, 2), 1.25, 1.5)
 
 
 @pytest.fixture(autouse=True)
@@ -51,14 +50,14 @@ def test_winners_are_kept_for_every_setup(file):
     paged = FORWARD._replace(direction="decode", cache="paged", max_keys=0)
     assert store.tuned() == {}
     store.update(SETUP, {FORWARD: WINNER})
-    store.update(other, {FORWARD: WINNER._replace(kernel="hopper")})
+    store.update(other, {FORWARD: WINNER})
     store.update(SETUP, {paged: WINNER, FORWARD: WINNER._replace(milliseconds=1.0)})
     assert (
         store.tuned()
         == store.read(file)
         == {
             SETUP: {FORWARD: WINNER._replace(milliseconds=1.0), paged: WINNER},
-            other: {FORWARD: WINNER._replace(kernel="hopper")},
+            other: {FORWARD: WINNER},
         }
     )
     assert sorted(path.name for path in file.parent.iterdir()) == ["tiles.json", "tiles.lock"]  # nothing temporary
@@ -82,7 +81,10 @@ UNREADABLE = {
     "no JSON": "{",
     "other JSON": [1, 2],
     "another program's": {"version": 3, "tiles": {}},
-    "another format": {"format": "flashrope tiles 0", "setups": []},
+    "the format before": {
+        "format": "flashrope tiles 1",
+        "setups": [{"setup": list(SETUP), "winners": [[*FORWARD, WINNER.tile, "", *WINNER[1:]]]}],
+    },
     "bytes": "\udcff",
     "nested": "[" * 100_000,
     "setup": {"format": store.FORMAT, "setups": [{"setup": ["GPU", "90", "3.6.0", "0.1.0"], "winners": []}]},
@@ -96,7 +98,7 @@ BAD_ROWS = {
     "no warps": [*ROW[:7], [64, 128, 0, 2], *ROW[8:]],
     "stages": [*ROW[:7], [64, 128, 8, 99], *ROW[8:]],
     "class of length": [*ROW[:6], 4096, *ROW[7:]],
-    "kernel": [*ROW[:8], None, *ROW[9:]],
+    "milliseconds of text": [*ROW[:8], "1.25", *ROW[9:]],
 }
 UNREADABLE |= {
     name: {"format": store.FORMAT, "setups": [{"setup": list(SETUP), "winners": [ROW, row]}]}
@@ -163,13 +165,13 @@ def chosen(direction="forward", keys=4096, grouped=True, cache="", capability=90
 
 
 def test_the_winner_of_a_class_serves_its_calls_and_no_others(file):
-    store.update(tiles.setup_of(CPU, 90), {FORWARD: WINNER._replace(kernel="other")})
-    default = Choice(configs.tile("forward", 90, 128, 2, 1))
-    assert chosen() == chosen(keys=1025) == chosen(keys=8192) == Choice(Tile(64, 128, 8, 2), "other") != default
+    store.update(tiles.setup_of(CPU, 90), {FORWARD: WINNER})
+    default = configs.tile("forward", 90, 128, 2, 1)
+    assert chosen() == chosen(keys=1025) == chosen(keys=8192) == Tile(64, 128, 8, 2) != default
     assert chosen(keys=1024) == chosen(keys=8193) == chosen(grouped=False) == chosen(cache="paged") == default
-    assert chosen(capability=80).tile == configs.tile("forward", 80, 128, 2, 1)
-    assert chosen(num_bands=2).tile == configs.tile("forward", 90, 128, 2, 2)
-    assert chosen(itemsize=4).tile == configs.tile("forward", 90, 128, 4, 1)
+    assert chosen(capability=80) == configs.tile("forward", 80, 128, 2, 1)
+    assert chosen(num_bands=2) == configs.tile("forward", 90, 128, 2, 2)
+    assert chosen(itemsize=4) == configs.tile("forward", 90, 128, 4, 1)
 
 
 @pytest.mark.parametrize("field", ["device", "capability", "triton", "flashrope"])
@@ -177,7 +179,7 @@ def test_a_winner_of_another_setup_does_not_serve(field):
     setup = tiles.setup_of(CPU, 90)
     other = 80 if field == "capability" else "another"
     store.update(setup._replace(**{field: other}), {FORWARD: WINNER})
-    assert chosen().tile == configs.tile("forward", 90, 128, 2, 1)
+    assert chosen() == configs.tile("forward", 90, 128, 2, 1)
 
 
 def test_the_file_is_read_once(file, monkeypatch):
@@ -200,12 +202,12 @@ def test_nothing_is_measured_unasked():
     assert done.stdout.strip() == "[]"
 
 
-def test_a_forced_choice_is_taken_back():
+def test_a_forced_tile_is_taken_back():
     default = chosen()
-    with pytest.raises(RuntimeError), tiles.forced("forward", Choice(Tile(16, 16, 1, 1))):
-        with tiles.forced("grad_q", Choice(Tile(32, 32, 1, 1))):
-            assert chosen() == Choice(Tile(16, 16, 1, 1)) and chosen("grad_q") == Choice(Tile(32, 32, 1, 1))
-        assert chosen() == Choice(Tile(16, 16, 1, 1)) != chosen("grad_q")
+    with pytest.raises(RuntimeError), tiles.forced("forward", Tile(16, 16, 1, 1)):
+        with tiles.forced("grad_q", Tile(32, 32, 1, 1)):
+            assert chosen() == Tile(16, 16, 1, 1) and chosen("grad_q") == Tile(32, 32, 1, 1)
+        assert chosen() == Tile(16, 16, 1, 1) != chosen("grad_q")
         raise RuntimeError
     assert chosen() == default
 
@@ -251,7 +253,7 @@ def test_pages_and_rows_hold_the_same_keys():
 
 def outcome(milliseconds, dropped=""):
     spread = milliseconds and Spread(milliseconds, milliseconds, milliseconds)
-    return measure.Outcome(Choice(Tile(64, 64, 4, round(100 * (milliseconds or 9)))), dropped, spread)
+    return measure.Outcome(Tile(64, 64, 4, round(100 * (milliseconds or 9))), dropped, spread)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +296,7 @@ def right(current):
 
 
 def run_with(function):
-    """A call that knows its choice."""
+    """A call that knows its tile."""
     return lambda: function(chosen_now())
 
 
@@ -305,20 +307,20 @@ def chosen_now():
 def test_what_is_dropped_is_named(monkeypatch, capsys):
     monkeypatch.setitem(candidates.GRIDS, "forward", ((64,), (32, 64), (4,), (2, 3)))
 
-    def call(choice):
-        if choice.tile == (64, 64, 4, 3):
+    def call(tile):
+        if tile == (64, 64, 4, 3):
             raise measure.OutOfResources(200_000, 166_912, "shared memory")
-        if choice.tile == (64, 64, 4, 2):
+        if tile == (64, 64, 4, 2):
             raise RuntimeError("PassManager::run failed\nmore")
-        return (torch.full((1, 2, 1, 4), 3.0 if choice.tile == (64, 32, 4, 2) else 1.0),)
+        return (torch.full((1, 2, 1, 4), 3.0 if tile == (64, 32, 4, 2) else 1.0),)
 
     [found] = examined(monkeypatch, run_with(call))
-    assert [(each.choice.tile, each.dropped) for each in found.outcomes if each.dropped] == [
+    assert [(each.tile, each.dropped) for each in found.outcomes if each.dropped] == [
         ((64, 32, 4, 2), "wrong: error 1 against float64"),
         ((64, 64, 4, 2), "does not run: RuntimeError: PassManager::run failed"),
         ((64, 64, 4, 3), "needs 200000 of shared memory, this device has 166912"),
     ]
-    assert found.winner.choice.tile in ((64, 32, 4, 3), found.default.choice.tile)
+    assert found.winner.tile in ((64, 32, 4, 3), found.default.tile)
     text = "\n".join(command.report(found))
     assert "dropped 64 x 64, 4 warps, 3 stages: needs 200000 of shared memory" in text
 
@@ -326,9 +328,9 @@ def test_what_is_dropped_is_named(monkeypatch, capsys):
 def test_rows_that_a_candidate_leaves_out_do_not_pass(monkeypatch):
     """Memory that an earlier, right candidate used holds right results."""
 
-    def call(choice):
+    def call(tile):
         out = torch.empty(1, 2, 1, 4)
-        return ((out if choice.tile == (64, 32, 4, 2) else out.fill_(1)),)
+        return ((out if tile == (64, 32, 4, 2) else out.fill_(1)),)
 
     monkeypatch.setitem(candidates.GRIDS, "forward", ((64,), (32,), (4,), (2,)))
     [found] = examined(monkeypatch, run_with(call))
@@ -340,9 +342,9 @@ def test_a_candidate_that_is_wrong_now_and_then_is_dropped(monkeypatch):
     monkeypatch.setitem(candidates.GRIDS, "forward", ((64,), (32,), (4,), (2,)))
     seen = []
 
-    def call(choice):
-        seen.append(choice.tile)
-        return (torch.full((1, 2, 1, 4), 1.0 + (choice.tile == (64, 32, 4, 2) and seen.count(choice.tile) == 2)),)
+    def call(tile):
+        seen.append(tile)
+        return (torch.full((1, 2, 1, 4), 1.0 + (tile == (64, 32, 4, 2) and seen.count(tile) == 2)),)
 
     [found] = examined(monkeypatch, run_with(call))
     assert found.outcomes[1].dropped.startswith("wrong")
@@ -376,39 +378,9 @@ def test_one_workload_for_each_class():
 def test_the_default_is_a_candidate(monkeypatch):
     monkeypatch.setattr(configs, "tile", lambda *_: Tile(256, 16, 2, 5))
     for direction in candidates.GRIDS:
-        choices = candidates.choices_of(FORWARD._replace(direction=direction), 128, 80)
-        assert choices[0] == Choice(Tile(256, 16, 2, 5))
-        assert len(choices) == len(set(choices)) == 1 + len(candidates.tiles(direction))
-
-
-def test_the_kernel_with_tma_is_a_candidate_where_it_can_serve():
-    def with_tma(shape, head_dim, capability):
-        return [choice.tile for choice in candidates.choices_of(shape, head_dim, capability) if choice.kernel]
-
-    assert with_tma(FORWARD, 128, 90) == list(configs.FORWARD_TMA_TILES[128])
-    assert not with_tma(FORWARD, 128, 80) and not with_tma(FORWARD, 96, 90)
-    assert not with_tma(FORWARD._replace(cache="paged"), 128, 90)
-    assert not with_tma(FORWARD._replace(direction="grad_q"), 128, 90)
-
-
-@pytest.mark.parametrize("supported", [True, False])
-def test_the_kernel_with_tma_serves_where_it_won_and_can(monkeypatch, supported):
-    meta, launches = torch.device("meta"), []
-    workload = Workload("forward", 1, 300, 4, 2, 64, torch.float16)
-    store.update(tiles.setup_of(meta, 80), {workload.shape_class: WINNER._replace(kernel=tiles.TMA)})
-    monkeypatch.setattr(hopper, "unsupported_reason", lambda *_: "" if supported else "no")
-    monkeypatch.setattr(hopper, "attend", lambda plan, tile, *_: launches.append(("tma", tile)))
-    monkeypatch.setattr(
-        launcher, "launch", lambda kernel, grid, *_, **options: launches.append((kernel.__name__, options["SHAPE"]))
-    )
-    workload.call(meta)()
-    name, shape = launches[-1]
-    if supported:
-        assert (name, shape) == ("tma", Tile(*WINNER.tile))
-    else:
-        assert (
-            name == "attention_forward" and (shape.block_m, shape.block_n) == configs.tile("forward", 80, 64, 2, 1)[:2]
-        )
+        found = candidates.candidates_of(FORWARD._replace(direction=direction), 80)
+        assert found[0] == Tile(256, 16, 2, 5)
+        assert len(found) == len(set(found)) == 1 + len(candidates.tiles(direction))
 
 
 # ---- the command
@@ -449,7 +421,7 @@ def command_args(*words):
 
 def test_winners_are_stored_shown_and_removed(monkeypatch, capsys, file):
     monkeypatch.setitem(candidates.GRIDS, "forward", ((64,), (32,), (4,), (2,)))
-    fast = Choice(Tile(64, 32, 4, 2))
+    fast = Tile(64, 32, 4, 2)
     monkeypatch.setattr(
         measure, "race", lambda w, choices, *_: {c: Spread(1, 0.5 if c == fast else 2.0, 3) for c in choices}
     )

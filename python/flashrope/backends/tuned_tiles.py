@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-FORMAT = "flashrope tiles 1"
+FORMAT = "flashrope tiles 2"
 MAX_KEYS = (1024, 8192)  # the classes of length: up to the first, up to the second, any longer
 CACHES = ("", "contiguous", "paged")
 
@@ -58,12 +58,11 @@ class ShapeClass(NamedTuple):
 class Winner(NamedTuple):
     """The fastest correct candidate of a class.
 
-    tile: block_m, block_n, num_warps, num_stages. kernel: "" for the usual one of this direction. Milliseconds of one
-    call with it, and with the tile that is used without tuning.
+    tile: block_m, block_n, num_warps, num_stages. Milliseconds of one call with it, and with the tile that is used
+    without tuning.
     """
 
     tile: tuple[int, int, int, int]
-    kernel: str
     milliseconds: float
     default_milliseconds: float
 
@@ -183,7 +182,7 @@ def _checked(value, kind: type):
 
 def _winner(row: list) -> tuple[ShapeClass, Winner]:
     shape = ShapeClass(*map(_checked, row[:7], (str, int, int, bool, str, bool, int)))
-    tile, kernel, *milliseconds = row[7:]
+    tile, *milliseconds = row[7:]
     block_m, block_n, num_warps, num_stages = (_checked(number, int) for number in tile)
     # Bounds of what a kernel could be asked for. Whether it is right and fits was found by running it.
     powers_of_two = all(number > 0 and number & (number - 1) == 0 for number in (block_m, block_n, num_warps))
@@ -192,4 +191,4 @@ def _winner(row: list) -> tuple[ShapeClass, Winner]:
     if not 1 <= num_stages <= 8 or shape.cache not in CACHES or shape.max_keys not in (*MAX_KEYS, 0):
         raise ValueError(f"winner {row}")
     times = [_checked(number, float) for number in milliseconds]
-    return shape, Winner((block_m, block_n, num_warps, num_stages), _checked(kernel, str), *times)
+    return shape, Winner((block_m, block_n, num_warps, num_stages), *times)

@@ -117,11 +117,11 @@ def report(examined) -> list[str]:
     if winner is None:
         lines = [f"{shape}: no candidate could be timed, the default tile serves"]
     elif winner is default:
-        lines = [f"{shape}: {describe(winner.choice)}, {winner.milliseconds.median:.3f} ms, is the default"]
+        lines = [f"{shape}: {describe(winner.tile)}, {winner.milliseconds.median:.3f} ms, is the default"]
     else:
         was = f", default {default.milliseconds.median:.3f} ms" if default.milliseconds else ""
-        lines = [f"{shape}: {describe(winner.choice)}, {winner.milliseconds.median:.3f} ms{was}"]
-    return lines + [f"  dropped {describe(each.choice)}: {each.dropped}" for each in examined.outcomes if each.dropped]
+        lines = [f"{shape}: {describe(winner.tile)}, {winner.milliseconds.median:.3f} ms{was}"]
+    return lines + [f"  dropped {describe(each.tile)}: {each.dropped}" for each in examined.outcomes if each.dropped]
 
 
 def shown() -> list[str]:
@@ -135,9 +135,8 @@ def shown() -> list[str]:
         lines.append(f"  {setup.device}, {capability}, triton {setup.triton}, flashrope {setup.flashrope}")
         for shape, winner in winners.items():
             tile = " x ".join(map(str, winner.tile[:2])) + f", {winner.tile[2]} warps, {winner.tile[3]} stages"
-            kernel = f", {winner.kernel} kernel" if winner.kernel else ""
             times = f"{winner.milliseconds:.3f} ms, default {winner.default_milliseconds:.3f} ms"
-            lines.append(f"    {shape}: {tile}{kernel}, {times}")
+            lines.append(f"    {shape}: {tile}, {times}")
     return lines
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 from ..backends import tuned_tiles as store
-from ..backends.triton.tiles import TMA, Choice, default
-from ..triton_kernels import configs
+from ..backends.triton.tiles import default
 from ..triton_kernels.configs import Tile
 
 # The kernels that take the tile of a direction.
@@ -31,9 +30,6 @@ def tiles(direction: str) -> list[Tile]:
     return [Tile(*numbers) for numbers in itertools.product(*GRIDS[direction])]
 
 
-def choices_of(shape: store.ShapeClass, head_dim: int, capability: int) -> list[Choice]:
-    """All candidates, the default first. On sm_90 those of the kernel with TMA are among them."""
-    found = [default(shape, capability), *map(Choice, tiles(shape.direction))]
-    if shape.direction == "forward" and not shape.cache and 90 <= capability < 100:
-        found += [Choice(tile, TMA) for tile in configs.FORWARD_TMA_TILES.get(head_dim, ())]
-    return list(dict.fromkeys(found))
+def candidates_of(shape: store.ShapeClass, capability: int) -> list[Tile]:
+    """All candidates, the default first."""
+    return list(dict.fromkeys([default(shape, capability), *tiles(shape.direction)]))

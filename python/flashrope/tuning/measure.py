@@ -22,10 +22,10 @@ from triton.runtime.errors import OutOfResources
 
 from ..backends.triton import launcher, tiles
 from ..backends.triton.device import compute_capability
-from ..backends.triton.tiles import Choice
 from ..backends.tuned_tiles import Winner
 from ..cli.progress import Bar
-from .candidates import KERNELS, choices_of
+from ..triton_kernels.configs import Tile
+from .candidates import KERNELS, candidates_of
 from .timer import Spread, Timer, rounds
 from .workloads import CHECK_WINDOW, Results, Workload
 
@@ -41,7 +41,7 @@ COMPILING_SHARE = 0.6  # of the time for the workloads that share kernels
 class Outcome(NamedTuple):
     """What became of a candidate: the reason why it was dropped, or its time in the last race that it ran in."""
 
-    choice: Choice
+    tile: Tile
     dropped: str = ""
     milliseconds: Spread | None = None
 
@@ -70,15 +70,13 @@ class Examined(NamedTuple):
         """For the file."""
         if not self.winner:
             return None
-        choice, _, spread = self.winner
+        tile, _, spread = self.winner
         default = self.default.milliseconds or spread
-        return Winner(tuple(choice.tile), choice.kernel, round(spread.median, 4), round(default.median, 4))
+        return Winner(tuple(tile), round(spread.median, 4), round(default.median, 4))
 
 
-def describe(choice: Choice) -> str:
-    block_m, block_n, num_warps, num_stages = choice.tile
-    kernel = f", {choice.kernel} kernel" if choice.kernel else ""
-    return f"{block_m} x {block_n}, {num_warps} warps, {num_stages} stages{kernel}"
+def describe(tile: Tile) -> str:
+    return f"{tile.block_m} x {tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages"
 
 
 def examine(
@@ -100,54 +98,54 @@ def examine(
 def steps(workloads: Sequence[Workload], device: torch.device) -> int:
     """Steps of the bar: one for each compilation, check and race."""
     groups = [list(group) for _, group in itertools.groupby(workloads, lambda workload: workload.kernels)]
-    return sum(len(_choices(group[0], device)) * (2 + len(group)) for group in groups)
+    return sum(len(_candidates(group[0], device)) * (2 + len(group)) for group in groups)
 
 
-def _choices(workload: Workload, device: torch.device) -> list[Choice]:
-    return choices_of(workload.shape_class, workload.head_dim, compute_capability(device))
+def _candidates(workload: Workload, device: torch.device) -> list[Tile]:
+    return candidates_of(workload.shape_class, compute_capability(device))
 
 
 def _examine_group(group, device, end: float, bar: Bar, jobs: int) -> Iterator[Examined]:
     first = group[0]
-    choices = _choices(first, device)
+    candidates = _candidates(first, device)
     bar.start(f"{first.shape_class}: compiling")
     seconds = COMPILING_SHARE * (end - time.monotonic())
-    dropped = compile_ahead(first.check(), choices, device, seconds, jobs, bar)
+    dropped = compile_ahead(first.check(), candidates, device, seconds, jobs, bar)
     bar.start(f"{first.shape_class}: checking")
     exact = first.check().exact(device, CHECK_WINDOW)
     call = first.check().call(device, CHECK_WINDOW)
-    for choice in choices:
-        dropped[choice] = dropped.get(choice) or fault(first, choice, call, exact)
+    for tile in candidates:
+        dropped[tile] = dropped.get(tile) or fault(first, tile, call, exact)
         bar.step()
     for at, workload in enumerate(group):
         bar.start(f"{workload.shape_class}: timing")
-        running = [choice for choice in choices if not dropped[choice]]
+        running = [tile for tile in candidates if not dropped[tile]]
         times = race(workload, running, device, (end - time.monotonic()) / (len(group) - at)) if running else {}
-        bar.step(len(choices))
-        yield Examined(workload, [Outcome(choice, dropped[choice], times.get(choice)) for choice in choices])
+        bar.step(len(candidates))
+        yield Examined(workload, [Outcome(tile, dropped[tile], times.get(tile)) for tile in candidates])
 
 
 # ---- compiling
 
 
 def compile_ahead(
-    workload: Workload, choices: Sequence[Choice], device: torch.device, seconds: float, jobs: int, bar: Bar
-) -> dict[Choice, str]:
-    """Compiles the kernel of this direction for every choice, in threads. Returns those not compiled in time, and why.
+    workload: Workload, candidates: Sequence[Tile], device: torch.device, seconds: float, jobs: int, bar: Bar
+) -> dict[Tile, str]:
+    """Compiles the kernel of this direction for every tile, in threads. Returns those not compiled in time, and why.
 
     A kernel that does not compile is noticed by ``fault``, which launches it.
     """
     if launcher.interpreted():
         return {}
     call, end, name = workload.call(device, CHECK_WINDOW), time.monotonic() + seconds, KERNELS[workload.direction]
-    futures: dict[Future, Choice] = {}
+    futures: dict[Future, Tile] = {}
     threads = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
     with threads, AsyncCompileMode(threads, ignore_errors=True), _cancelled_by_errors(futures):
-        for choice in choices:
-            with tiles.forced(workload.direction, choice), _compiled_only(name) as kernels:
+        for tile in candidates:
+            with tiles.forced(workload.direction, tile), _compiled_only(name) as kernels:
                 call()
-            futures.update((kernel.future, choice) for kernel in kernels if hasattr(kernel, "future"))
-        bar.step(len(choices) - len(futures))
+            futures.update((kernel.future, tile) for kernel in kernels if hasattr(kernel, "future"))
+        bar.step(len(candidates) - len(futures))
         pending = set(futures)
         while pending and time.monotonic() < end:
             done, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
@@ -174,7 +172,7 @@ def _compiled_only(name: str) -> Iterator[list]:
     kernels, before = [], launcher.launch
 
     def launch(kernel, grid, *args, **options):
-        if kernel.__name__ in (name, "hopper_forward"):
+        if kernel.__name__ == name:
             kernels.append(kernel.warmup(*args, grid=grid, **options))
 
     launcher.launch = launch
@@ -187,9 +185,9 @@ def _compiled_only(name: str) -> Iterator[list]:
 # ---- checking
 
 
-def fault(workload: Workload, choice: Choice, call: Callable[[], Results], exact: Results) -> str:
+def fault(workload: Workload, tile: Tile, call: Callable[[], Results], exact: Results) -> str:
     """Why a candidate cannot be used; "" if its results are right, each time that it ran."""
-    with tiles.forced(workload.direction, choice), _new_tensors_are_nan():
+    with tiles.forced(workload.direction, tile), _new_tensors_are_nan():
         try:
             errors = [error(*pair) for _ in range(CHECKS) for pair in zip(call(), exact, strict=True)]
         except OutOfResources as failure:
@@ -233,23 +231,23 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 # ---- timing
 
 
-def race(workload: Workload, choices: Sequence[Choice], device: torch.device, seconds: float) -> dict[Choice, Spread]:
-    """Milliseconds of each choice. A short race picks the finalists, among them the first choice, of a long one."""
+def race(workload: Workload, candidates: Sequence[Tile], device: torch.device, seconds: float) -> dict[Tile, Spread]:
+    """Milliseconds of each tile. A short race picks the finalists, among them the first tile, of a long one."""
     timer = Timer(device)
-    calls = dict(zip(choices, map(partial(_with_choice, workload, workload.call(device)), choices), strict=True))
-    times = {choice: Spread.of(of) for choice, of in rounds(calls, timer, 0.0, FIRST_ROUNDS).items()}
-    ranked = sorted(times, key=lambda choice: times[choice].median)
-    near = [choice for choice in ranked[:FINALISTS] if times[choice].median <= NEAR * times[ranked[0]].median]
-    final = {choice: calls[choice] for choice in dict.fromkeys([choices[0], *near])}
+    calls = dict(zip(candidates, map(partial(_with_tile, workload, workload.call(device)), candidates), strict=True))
+    times = {tile: Spread.of(of) for tile, of in rounds(calls, timer, 0.0, FIRST_ROUNDS).items()}
+    ranked = sorted(times, key=lambda tile: times[tile].median)
+    near = [tile for tile in ranked[:FINALISTS] if times[tile].median <= NEAR * times[ranked[0]].median]
+    final = {tile: calls[tile] for tile in dict.fromkeys([candidates[0], *near])}
     if len(final) > 1:
         found = rounds(final, timer, min(max(seconds, 0.0), MAX_SECONDS))
-        times |= {choice: Spread.of(of) for choice, of in found.items()}
+        times |= {tile: Spread.of(of) for tile, of in found.items()}
     return times
 
 
-def _with_choice(workload: Workload, call: Callable[[], Results], choice: Choice) -> Callable[[], None]:
+def _with_tile(workload: Workload, call: Callable[[], Results], tile: Tile) -> Callable[[], None]:
     def run():
-        with tiles.forced(workload.direction, choice):
+        with tiles.forced(workload.direction, tile):
             call()
 
     return run

@@ -38,8 +38,8 @@ GROUPS = (
             ),
             (
                 "cached keys are rotated one position off",
-                "        rows = Rows(columns, column + keys.shift, column, keys.length)\n",
-                "        rows = Rows(columns, column + keys.shift + 1, column, keys.length)\n",
+                "column + keys.shift, column, keys.length)\n",
+                "column + keys.shift + 1, column, keys.length)\n",
             ),
             (
                 "a split misses its first block",

@@ -39,8 +39,8 @@ GROUPS = (
             ),
             (
                 "edge tiles are not masked",
-                "column, pages, (SHAPE.rotated_bands >> b) & 1, True, SHAPE)",
-                "column, pages, (SHAPE.rotated_bands >> b) & 1, False, SHAPE)",
+                "column, pages, (SHAPE.rotated_bands >> b) & 1, True, SHAPE\n",
+                "column, pages, (SHAPE.rotated_bands >> b) & 1, False, SHAPE\n",
             ),
             (
                 "lse lies one row early",

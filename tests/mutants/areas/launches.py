@@ -86,8 +86,8 @@ GROUPS = (
         (
             (
                 "a scale in steps is not told apart",
-                "                traits.append(arg.log_n_every is None)\n",
-                "                pass\n",
+                "            traits += [number is None for number in arg[optional:]]\n",
+                "",
             ),
             ("alignment is not told apart", "(x.dtype, x.data_ptr() & 15)", "(x.dtype, 0)"),
             ("types are not told apart", "(x.dtype, x.data_ptr() & 15)", "(x.data_ptr() & 15,)"),

@@ -138,38 +138,38 @@ GROUPS = (
         (
             (
                 "the map of the next rotation is read",
-                "    row_map = maps + 4 * rotation\n    chunk, group",
-                "    row_map = maps + 4 * (rotation + 1)\n    chunk, group",
+                "    row = maps + ROW_MAP_FIELDS * rotation\n",
+                "    row = maps + ROW_MAP_FIELDS * (rotation + 1)\n",
             ),
             (
                 "queries take the rows of keys",
-                "        position = tl.where(tl.load(row_map + 3) != 0, rows.start, rows.first) + existing_rows(rows)\n",
-                "        position = rows.first + existing_rows(rows)\n",
+                "    position = tl.where(row_map.is_query != 0, rows.start, rows.first) + existing_rows(rows)\n",
+                "    position = rows.first + existing_rows(rows)\n",
             ),
             (
                 "positions are not taken modulo the chunk",
-                "    position = tl.where(chunk > 0, position % tl.maximum(chunk, 1), position)\n",
-                "    position = position + 0 * chunk\n",
+                "    position = tl.where(row_map.chunk > 0, position % tl.maximum(row_map.chunk, 1), position)\n",
+                "    position = position + 0 * row_map.chunk\n",
             ),
             (
                 "a chunk is one position longer",
-                "position % tl.maximum(chunk, 1), position)",
-                "position % tl.maximum(chunk + 1, 1), position)",
+                "position % tl.maximum(row_map.chunk, 1), position)",
+                "position % tl.maximum(row_map.chunk + 1, 1), position)",
             ),
             (
                 "a group begins one position early",
-                "    return tl.minimum(position // group, last)\n",
-                "    return tl.minimum((position + 1) // group, last)\n",
+                "    return tl.minimum(position // row_map.group, row_map.last)\n",
+                "    return tl.minimum((position + 1) // row_map.group, row_map.last)\n",
             ),
             (
                 "positions of queries have no end",
-                "    return tl.minimum(position // group, last)\n",
-                "    return position // group + 0 * last\n",
+                "    return tl.minimum(position // row_map.group, row_map.last)\n",
+                "    return position // row_map.group + 0 * row_map.last\n",
             ),
             (
                 "negative positions are read before the table",
-                "    position = tl.maximum(position, 0)\n    position = tl.where(chunk",
-                "    position = tl.where(chunk",
+                "    position = tl.maximum(position, 0)\n    position = tl.where(row_map.chunk",
+                "    position = tl.where(row_map.chunk",
             ),
             (
                 "gradients enter the next band by its own angle alone",

@@ -28,13 +28,13 @@ GROUPS = (
         (
             (
                 "a tile of cached keys that a band reads is skipped",
-                "(first + SHAPE.block_m <= seq.ahead - stop + 1)",
-                "(first <= seq.ahead - stop + 1)",
+                "(first + SHAPE.block_m <= seq.ahead - copied.stop + 1)",
+                "(first <= seq.ahead - copied.stop + 1)",
             ),
             (
                 "cached keys are rotated one position off",
-                "    rows = Rows(tl.arange(0, SHAPE.block_m), first + shift, first, seq.length_k)\n",
-                "    rows = Rows(tl.arange(0, SHAPE.block_m), first + shift + 1, first, seq.length_k)\n",
+                "    rows = TileRows(tl.arange(0, SHAPE.block_m), first + shift, first, seq.length_k)\n",
+                "    rows = TileRows(tl.arange(0, SHAPE.block_m), first + shift + 1, first, seq.length_k)\n",
             ),
         ),
     ),

@@ -21,10 +21,10 @@ from ...triton_kernels.backward import (
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
 from ..calls import AttentionCall, Kept, KeptShapes, out_shape
-from . import hopper, launcher
+from . import launcher
 from .device import block_d, compute_capability, current_device, scheme_on, shape_of, vector_size, with_int32_offsets
 from .launcher import cdiv
-from .tiles import TMA, Choice, choose
+from .tiles import choose
 
 
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
@@ -184,11 +184,7 @@ class AttentionPlan:
         )
 
     def attend(self, q, k, rotated_k, v, out, lse) -> None:
-        choice = self._choose("forward")
-        if choice.kernel == TMA and not hopper.unsupported_reason(self, q, k, v):
-            hopper.attend(self, choice.tile, q, k, rotated_k, v, out, lse)
-            return
-        tile, options = self._tile("forward", choice)
+        tile, options = self._tile("forward")
         launcher.launch(
             attention_forward,
             (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
@@ -287,17 +283,11 @@ class AttentionPlan:
             **options,
         )
 
-    def _choose(self, direction: str) -> Choice:
+    def _tile(self, direction: str):
+        """The tile, and the kernel's constexprs and compiler options."""
         table, grouped = self.scheme.table, self.heads_q > self.heads_kv
         fields = (self.capability, 2 * table.shape[-1], self.itemsize, self.num_bands, self.max_seqlen_k, grouped)
-        return choose(direction, table.device, *fields, block_dv=block_d(self.head_dim_v))
-
-    def _tile(self, direction: str, choice: Choice | None = None):
-        """The tile of the usual kernel, and its constexprs and compiler options."""
-        tile, kernel = choice or self._choose(direction)
-        if kernel:  # which cannot serve this call
-            widths = block_d(self.rotary.head_dim), block_d(self.head_dim_v)
-            tile = configs.tile(direction, self.capability, widths[0], self.itemsize, self.num_bands, widths[1])
+        tile = choose(direction, table.device, *fields, block_dv=block_d(self.head_dim_v))
         shape = self._shape(self.num_bands, 0, 0, tile.block_m, tile.block_n)
         return tile, {"SHAPE": shape, **configs.options(tile.num_warps, num_stages=tile.num_stages)}
 

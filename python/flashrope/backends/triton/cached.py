@@ -111,7 +111,7 @@ class CachePlan:
         device, cache = self.q.device, "paged" if self.page_size else "contiguous"
         fields = (2 * self.table.shape[-1], self.q.element_size(), self.num_bands, self.capacity)
         grouped = self.heads_q > self.heads_kv
-        return choose(direction, device, self.capability, *fields, grouped, cache).tile
+        return choose(direction, device, self.capability, *fields, grouped, cache)
 
     # ---- many queries
 

@@ -19,8 +19,8 @@ from .launcher import interpreted
 
 
 class DeviceScheme(NamedTuple):
-    """``lower(rotary, causal)`` as int32 tensors: its bands (num_bands, 7), the rotation of every band's queries, the
-    rotation of every copy of k, its rotated_key_ranges (copies, 2), and its maps (rotations, 4) or None."""
+    """``lower(rotary, causal)`` as int32 tensors. bands: rows of LoweredBand. q_rotations: of every band. k_copies: the
+    rotation of every copy of k. key_ranges (copies, 2): rotated_key_ranges. maps: rows of RowMap, or None."""
 
     bands: torch.Tensor
     q_rotations: torch.Tensor

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 import triton
 from triton.compiler import CompiledKernel
 
 from ...lowering.resident import refuse_capture
-from ...triton_kernels.arguments import POINTER_FIELDS, Scheme
+from ...triton_kernels.arguments import FIELDS
 from ..splits import multiprocessor
 
 _compiled: dict[tuple, tuple] = {}  # (what Triton compiled, the constants that follow its arguments) of every launch
@@ -69,12 +68,12 @@ def _traits(args: tuple) -> list:
         if kind is int:
             traits.append(arg >> 31)
             continue
-        if kind in POINTER_FIELDS:
-            pointers = arg[: POINTER_FIELDS[kind]]
-            if kind is Scheme:
-                traits += (arg.log_n_every is None, arg.length_scale is None)
+        if kind in FIELDS:
+            count, optional = FIELDS[kind]
+            pointers = arg[:count]
+            traits += [number is None for number in arg[optional:]]
         else:
-            pointers = (arg if kind is torch.Tensor else getattr(arg, "base", arg),)  # that of a tensor descriptor
+            pointers = (arg,)
         for x in pointers:
             traits += (None,) if x is None else (x.dtype, x.data_ptr() & 15)
     return traits

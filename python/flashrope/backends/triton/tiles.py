@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import cache, lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -14,15 +13,6 @@ from ..._version import __version__
 from ...triton_kernels import configs
 from ...triton_kernels.configs import Tile
 from .. import tuned_tiles as store
-
-TMA = "tma"  # the kernel of hopper_forward.py
-
-
-class Choice(NamedTuple):
-    """A tile, and the name of the kernel that takes it: "" for the usual one of the direction, or ``TMA``."""
-
-    tile: Tile
-    kernel: str = ""
 
 
 @lru_cache(maxsize=4096)
@@ -37,37 +27,33 @@ def choose(
     grouped: bool,
     cache: str = "",
     block_dv: int = 0,
-) -> Choice:
+) -> Tile:
     """keys: the longest sequence of keys, or the capacity of the cache; cache: as in ``store.ShapeClass``; block_dv 0:
     as block_d; the others as in ``configs.tile``. Values of another width are not tuned."""
     if direction in _forced:
         return _forced[direction]
     if block_dv not in (0, block_d):
-        return Choice(configs.tile(direction, capability, block_d, itemsize, num_bands, block_dv))
+        return configs.tile(direction, capability, block_d, itemsize, num_bands, block_dv)
     setup = setup_of(device, capability)
     shape = store.ShapeClass(direction, block_d, itemsize, num_bands > 1, cache, grouped, store.max_keys(keys))
     if winner := store.tuned().get(setup, {}).get(shape):
-        return Choice(Tile(*winner.tile), winner.kernel)
+        return Tile(*winner.tile)
     return default(shape, capability)
 
 
-def default(shape: store.ShapeClass, capability: int) -> Choice:
+def default(shape: store.ShapeClass, capability: int) -> Tile:
     """What serves without tuning."""
-    num_bands = 2 if shape.banded else 1
-    if shape.direction == "forward" and not shape.cache and shape.itemsize == 2:
-        if tma := configs.forward_tma_tile(capability, shape.block_d, num_bands):
-            return Choice(tma, TMA)
-    return Choice(configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, num_bands))
+    return configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, 2 if shape.banded else 1)
 
 
-_forced: dict[str, Choice] = {}
+_forced: dict[str, Tile] = {}
 
 
 @contextlib.contextmanager
-def forced(direction: str, choice: Choice) -> Iterator[None]:
-    """In this context every launch of this direction takes this choice: how candidates are run."""
+def forced(direction: str, tile: Tile) -> Iterator[None]:
+    """In this context every launch of this direction takes this tile: how candidates are run."""
     before = dict(_forced)
-    _forced[direction] = choice
+    _forced[direction] = tile
     choose.cache_clear()
     try:
         yield
