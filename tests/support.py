@@ -206,7 +206,7 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
     unseen = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
     seen = sum((band.holds(i[:, None], j[None, :]) for band in call.bands), unseen)
     position = i if p.positions is None else p.positions.double()
-    scale = abs(call.score_scale) * call.query_scale.of(position, j.shape[0])
+    scale = abs(call.score_scale) * call.rotary.query_scale.of(position, j.shape[0])
     scale = scale[:, None] if scale.ndim == 2 else scale  # (batch, 1, seqlen_q) or (seqlen_q,)
 
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)

@@ -113,13 +113,13 @@ class Shape(NamedTuple):
 
 NO_CACHE = CacheLayout(*(None,) * 8)
 NO_BANDS = BandedView(*(None,) * 5)
-# Of every kind of argument, how many fields are pointers, which come first, and from which on numbers may be None.
+# Of every kind of argument: how many fields are pointers, which come first, and from which on numbers may be None, or 0.
 FIELDS = {
-    TensorView: (1, 4),
-    BandedView: (1, 5),
+    TensorView: (1, 0),
+    BandedView: (1, 0),
     Scheme: (4, Scheme._fields.index("log_n_every")),
-    CuSeqlens: (2, 2),
-    CacheLayout: (4, 8),
+    CuSeqlens: (2, 0),
+    CacheLayout: (4, 0),
 }
 
 

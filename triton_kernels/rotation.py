@@ -114,8 +114,8 @@ def store_pairs(view, first, second, rows, FIRST: tl.constexpr, SHAPE: tl.conste
 
 
 class CosSinTable(NamedTuple):
-    """ptr: cos and sin (rotations, rows, 2, D/2) of ``flashrope.lowering.cos_sin``. rows: per rotation. positions: None,
-    or the caller's; the table then has a row for each token of the batch. maps: as in Scheme."""
+    """ptr: cos and sin (rotations, rows, 2, D/2) of ``flashrope.lowering.cos_sin``. rows: per rotation. positions:
+    None, or the caller's; the table then has a row for each token of the batch. maps: as in Scheme."""
 
     ptr: object
     rows: object

@@ -11,7 +11,6 @@ import torch
 
 from ..rotary.bands import Band
 from ..rotary.rotary import Rotary
-from ..rotary.scales import QueryScale
 
 MAX_SPLITS = 256  # csrc/decode.h has the same number
 ONE_PER_QUERY = -1  # in the place of a number of new keys: packed queries, each of which brings its own key
@@ -48,10 +47,6 @@ class _Scheme:
     def score_scale(self) -> float:
         """softmax_scale and the scheme's temperature, applied to the float32 scores."""
         return self.softmax_scale * self.rotary.temperature
-
-    @property
-    def query_scale(self) -> QueryScale:
-        return self.rotary.query_scale
 
 
 @dataclasses.dataclass(slots=True)  # frozen would double the time to make one

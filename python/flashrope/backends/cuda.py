@@ -76,7 +76,7 @@ def attention_with_cache(
             "impl='cuda' cannot serve this call: its kernels have no position maps (self_extend, dual_chunk); use "
             "impl='triton'"
         )
-    if call.query_scale.log_n_every is not None:
+    if call.rotary.query_scale.log_n_every is not None:
         raise ValueError("impl='cuda' cannot serve this call: its kernels have no log_steps; use impl='triton'")
     if call.layout.cu_seqlens_q is not None:
         return _attend_packed(q, k_cache, v_cache, call)
@@ -106,9 +106,9 @@ def attention_with_cache(
         lower(rotary, call.causal).rotated_pairs,
         rotary.interleaved,
         call.score_scale,
-        call.query_scale.log_n_factor,
-        call.query_scale.log_n_floor,
-        call.query_scale.length_scale or 0.0,
+        call.rotary.query_scale.log_n_factor,
+        call.rotary.query_scale.log_n_floor,
+        call.rotary.query_scale.length_scale or 0.0,
         splits,
         out,
         lse,

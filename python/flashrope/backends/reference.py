@@ -120,8 +120,8 @@ def dense_attention(
     q_position = i if call.positions is None else call.positions
     k_position = j if call.positions is None else call.positions
 
-    if call.query_scale != UNSCALED:
-        q = q * call.query_scale.of(q_position.to(torch.float64), seqlen_k)[..., None, None].to(q)
+    if call.rotary.query_scale != UNSCALED:
+        q = q * call.rotary.query_scale.of(q_position.to(torch.float64), seqlen_k)[..., None, None].to(q)
     if rotary.rotated_scale != 1:
         q = torch.cat((q[..., : rotary.rotary_dim] * rotary.rotated_scale, q[..., rotary.rotary_dim :]), dim=-1)
 

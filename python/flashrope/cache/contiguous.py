@@ -84,7 +84,9 @@ class KVCache(Cache):
             TypeError, ValueError: names the argument, what was expected and what came, or the sequence without room.
             RuntimeError: a step of this cache is open.
         """
-        seqlen_new = check_integer("seqlen_new", seqlen_new)
+        return self._step(check_integer("seqlen_new", seqlen_new), leftpad)
+
+    def _step(self, seqlen_new: int, leftpad: Sequence[int] | None) -> Step:
         padding = self._padding
         if leftpad is not None:
             padding = check_padding(leftpad, padding, self._lengths, seqlen_new)
@@ -104,7 +106,7 @@ class KVCache(Cache):
         if self.layers > 1:
             return self._append_layers(self.step(self._new_of_layers(k, v), leftpad), k, v, impl)
         self.refuse_new("append")
-        with self.step(count_new(k, v, self.k, self.batch), leftpad) as step:
+        with self._step(count_new(k, v, self.k, self.batch), leftpad) as step:
             step.append(k, v, 0, impl)
 
     def attend(
@@ -138,7 +140,7 @@ class KVCache(Cache):
             tables = (self.seqlens, None, self.leftpad if any(self._padding) else None)
             return self._attend(q, rotary, (k, v), tables, layer, options)
         self.refuse_new("attend")
-        with self.step(count_new(k, v, self.k, self.batch), leftpad) as step:
+        with self._step(count_new(k, v, self.k, self.batch), leftpad) as step:
             return step.attend(q, rotary, k, v, layer, **options)
 
     def advance(self, seqlen_new: int) -> None:

@@ -37,12 +37,12 @@ class Step:
         self._cache, self.selected, self.batch = cache, selected, batch
         self.seqlen_new, self.padding = seqlen_new, padding
         self.changes: Any = None  # what the cache needs to undo the step
-        self._written: set[int] = set()
+        self._written = 0  # bit n is set where layer n has written
         self._ends: torch.Tensor | None = None
 
     def __enter__(self) -> Step:
         self._cache.refuse_in_step("step")
-        self._written.clear()
+        self._written = 0
         self.seqlens, self.block_table, self.leftpad = self._cache._begin(self)
         self._cache._open = self
         return self
@@ -52,12 +52,12 @@ class Step:
     ) -> None:
         cache = self._cache
         cache._open = None
-        if kind is None and (not self.seqlen_new or len(self._written) == cache.layers):
+        if kind is None and (not self.seqlen_new or self._written == (1 << cache.layers) - 1):
             cache._commit(self)
             return
         cache._undo(self)
         if kind is None:
-            layer = next(layer for layer in range(cache.layers) if layer not in self._written)
+            layer = next(layer for layer in range(cache.layers) if not self._written >> layer & 1)
             raise ValueError(f"layer {layer}: expected {self.seqlen_new} new keys and values in this step, got none")
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer: int | None = None, impl: str | None = None) -> None:
@@ -69,7 +69,7 @@ class Step:
         impl = resolve_impl(impl, k[:, :1], cached=True)
         layout = CacheLayout(self.seqlens, self.block_table, seqlen_new=self.seqlen_new)
         autograd.append_to_cache(k_cache, v_cache, k, v, layout, impl)
-        self._written.add(layer or 0)
+        self._written |= 1 << (layer or 0)
 
     def attend(
         self,
@@ -99,14 +99,14 @@ class Step:
         writes, seqlens = k is not None or v is not None, self.seqlens
         if writes:
             self._check_new(count_new(k, v, self._cache.k, self.batch), layer)
-        elif (layer or 0) in self._written:
+        elif self._written >> (layer or 0) & 1:
             if self._ends is None:
                 self._ends = seqlens + self.seqlen_new
             seqlens = self._ends
         tables = (seqlens, self.block_table, self.leftpad)
         out = self._cache._attend(q, rotary, (k, v), tables, layer, options)
         if writes:
-            self._written.add(layer or 0)
+            self._written |= 1 << (layer or 0)
         return out
 
     def _check_open(self) -> None:
@@ -116,5 +116,5 @@ class Step:
     def _check_new(self, seqlen_new: int, layer: int | None) -> None:
         if seqlen_new != self.seqlen_new:
             raise ValueError(f"k: expected seqlen_new {self.seqlen_new} of this step, got {seqlen_new}")
-        if (layer or 0) in self._written:
+        if self._written >> (layer or 0) & 1:
             raise ValueError(f"layer {layer or 0}: expected k and v once in a step, got them again")

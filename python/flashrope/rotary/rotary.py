@@ -111,7 +111,7 @@ class Rotary:
             raise ValueError("log_steps_scale: expected None beside log_n_scale; a query has one scale by its position")
         if self.length_scale is not None:
             object.__setattr__(self, "length_scale", positive("length_scale", self.length_scale))
-        self.text  # noqa: B018  cached now, because torch.compile cannot trace a cached_property's first call
+        self.text, self.query_scale  # noqa: B018  cached now: torch.compile cannot trace a cached_property's first call
 
     @cached_property
     def _hash(self) -> int:
@@ -156,7 +156,7 @@ class Rotary:
         """
         return two_sided(self.bands)
 
-    @property
+    @cached_property
     def query_scale(self) -> QueryScale:
         """The factor on queries by their position and by the length of their sequence."""
         scale = UNSCALED

@@ -49,7 +49,7 @@ def decode(
         c.pages, c.page_size = k_cache.shape[:2]
     c.batch, c.seqlen_q, c.heads_q, c.heads_kv, c.head_dim = batch, seqlen_q, heads_q, k_cache.shape[2], head_dim
     c.scale, c.rotated_scale = call.score_scale, call.rotary.rotated_scale
-    for name, value in call.query_scale._asdict().items():
+    for name, value in call.rotary.query_scale._asdict().items():
         setattr(c, name, value or 0.0)
     c.dtype, c.threads, c.parallel_for = DTYPES[q.dtype], torch.get_num_threads(), library.parallel_for
     if library.decode(ctypes.byref(c)):

@@ -192,7 +192,7 @@ def windows(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tens
 
 def flash_scale(call: AttentionCall | CacheCall, seqlen_k: int) -> float:
     """The factor on the scores of a sequence, as torch's kernel takes it: 0 would turn a masked -inf into NaN."""
-    return max(call.score_scale * call.query_scale.of_length(seqlen_k), MIN_SCALE)
+    return max(call.score_scale * call.rotary.query_scale.of_length(seqlen_k), MIN_SCALE)
 
 
 def gather_tile(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:

@@ -27,7 +27,7 @@ class QueryFactors(NamedTuple):
 
     @classmethod
     def of(cls, call: AttentionCall | CacheCall) -> QueryFactors:
-        return cls(call.query_scale.by_position, call.rotary.rotated_scale)
+        return cls(call.rotary.query_scale.by_position, call.rotary.rotated_scale)
 
 
 OF_KEYS = QueryFactors()

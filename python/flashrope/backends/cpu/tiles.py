@@ -72,7 +72,7 @@ def _describe(library, q, k, v, out, lse, call: AttentionCall) -> tuple[ForwardC
         tables.append(rotation_for(q, call, band.queries, seqlen_k - seqlen_q, True))
         c.bands[n] = ForwardBand(*band_limits(band.start, band.stop), _table(tables[-1]), copies.index(band.keys))
     c.num_bands, c.num_copies = len(call.bands), len(copies)
-    c.scale = call.score_scale * call.query_scale.of_length(seqlen_k)
+    c.scale = call.score_scale * call.rotary.query_scale.of_length(seqlen_k)
     c.dtype, c.threads, c.parallel_for = DTYPES[q.dtype], torch.get_num_threads(), library.parallel_for
     return c, tables
 

@@ -129,7 +129,7 @@ class AttentionPlan:
             positions = _scalar_positions(positions)
             self.table_rows = table.shape[1] * table.shape[2]
         tables = self.tables
-        self.scheme = Scheme(tables.bands, table, positions, tables.maps, call.score_scale, *call.query_scale)
+        self.scheme = Scheme(tables.bands, table, positions, tables.maps, call.score_scale, *call.rotary.query_scale)
         self.capability, self.itemsize = compute_capability(q.device), q.element_size()
         self.vec = vector_size(q, k, v) if grad_out is None else vector_size(q, k, v, grad_out)
 

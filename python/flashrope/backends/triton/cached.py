@@ -100,7 +100,7 @@ class CachePlan:
         rows = coarse_rows(max(self.max_seqlen_q, self.capacity))
         self.table = two_level_table(self.rotary, call.causal, rows, device)
         tables = self.tables
-        self.scheme = Scheme(tables.bands, self.table, None, tables.maps, call.score_scale, *call.query_scale)
+        self.scheme = Scheme(tables.bands, self.table, None, tables.maps, call.score_scale, *call.rotary.query_scale)
 
         self.prefills = self._can_prefill()
         self.decodes = not self.prefills or self.cu_seqlens_q is not None

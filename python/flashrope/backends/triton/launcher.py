@@ -71,7 +71,8 @@ def _traits(args: tuple) -> list:
         if kind in FIELDS:
             count, optional = FIELDS[kind]
             pointers = arg[:count]
-            traits += [number is None for number in arg[optional:]]
+            if optional:
+                traits += [number is None for number in arg[optional:]]
         else:
             pointers = (arg,)
         for x in pointers:
