@@ -113,7 +113,7 @@ class Shape(NamedTuple):
 
 NO_CACHE = CacheLayout(*(None,) * 8)
 NO_BANDS = BandedView(*(None,) * 5)
-# Of every kind of argument: how many fields are pointers, which come first, and from which on numbers may be None, or 0.
+# Of every kind of argument: how many fields are pointers, which come first; from which on numbers may be None, or 0.
 FIELDS = {
     TensorView: (1, 0),
     BandedView: (1, 0),
