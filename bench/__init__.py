@@ -1,6 +1,7 @@
 """Benchmarks and compile checks, run with ``python -m bench`` from a checkout.
 
 compiling/  compiles kernels without a GPU and checks registers, spills and instructions
-timing/     measures speed and memory
-report/     the records of a run, goals, figures, and bench/results/README.md
+report/     the records of a run, goals and figures
+timing/     measures speed and memory; imports compiling/ and report/
+results_page.py writes bench/results/README.md from the records; imports report/ and timing/
 """

@@ -5,6 +5,7 @@ SUBCOMMAND -h shows its options. Results are printed; --out and --publish also w
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 
 from flashrope.cli.program import guarded
@@ -35,19 +36,27 @@ SUBCOMMANDS = {  # name: (module, what it does)
         "work and memory traffic of the compiled kernels, counted by the PTX executor, against what they need",
     ),
     "sanitize": ("sanitize", "run every kernel once on small shapes, for compute-sanitizer"),
-    "report": ("report.page", "regenerate bench/results/README.md from the records in that folder"),
+    "report": ("results_page", "regenerate bench/results/README.md from the records in that folder"),
 }
 
 
 def main(argv: list[str]) -> int:
     if argv and argv[0] in SUBCOMMANDS:
-        return guarded(
-            "python -m bench", lambda: import_module(f".{SUBCOMMANDS[argv[0]][0]}", __package__).main(argv[1:])
-        )
+        return guarded("python -m bench", lambda: run(*argv))
     print(__doc__)
     for name, (_, purpose) in SUBCOMMANDS.items():
         print(f"  {name:<10} {purpose}")
     return 0 if argv in (["-h"], ["--help"]) else 2
+
+
+def run(name: str, *words: str) -> int:
+    """Runs a subcommand; with --publish, then regenerates bench/results/README.md. Returns the exit code."""
+    code = _main_of(name)(list(words))
+    return code or (_main_of("report")([]) if "--publish" in words else 0)
+
+
+def _main_of(name: str) -> Callable[[list[str]], int]:
+    return import_module(f".{SUBCOMMANDS[name][0]}", __package__).main
 
 
 if __name__ == "__main__":

@@ -126,7 +126,9 @@ def _run_all(args: argparse.Namespace, run: Run, workers: Workers, cells: dict[s
         if EXPERIMENTS[name].function:
             EXPERIMENTS[name].function(run, workers, folder)
         else:
-            _measure(run, workers, name, folder, cells[name])
+            _measure(run, workers, folder, cells[name])
+        if EXPERIMENTS[name].measures:
+            _print_shown(folder, name, run.unit)
         record = {
             "experiment": name,
             "command": args.command_line,
@@ -142,13 +144,15 @@ def _models(run: Run, cells: Sequence[Cell]) -> list[tuple[str, int]]:
     return [(scheme(cell.scheme, run.preset.config, cell.length, run.defaults).trained, cell.length) for cell in cells]
 
 
-def _measure(run: Run, workers: Workers, name: str, folder: Path, cells: Sequence[Cell]) -> None:
+def _measure(run: Run, workers: Workers, folder: Path, cells: Sequence[Cell]) -> None:
     train_models(run, workers, _models(run, cells))
     training_curves.collect(run, folder, _models(run, cells))
     rows = measure_cells(run, workers, folder, cells)
     write_csv(folder / "results.csv", COLUMNS, rows)
-    for text in show(folder, name, run.unit):
-        print(f"\n{text}")
+
+
+def _print_shown(folder: Path, name: str, train_length: int) -> None:
+    print(f"\n{show(folder, name, train_length)}")
 
 
 def _derive(out: Path) -> None:
@@ -157,8 +161,7 @@ def _derive(out: Path) -> None:
     train_length = json.loads((out / "settings.json").read_text(encoding="utf-8"))["train_length"]
     done = [name for name, e in EXPERIMENTS.items() if e.measures and (out / name / "results.csv").exists()]
     for name in done:
-        for text in show(out / name, name, train_length):
-            print(f"\n{text}")
+        _print_shown(out / name, name, train_length)
     print(f"written again: {', '.join(done) or 'nothing'}")
 
 

@@ -20,9 +20,11 @@ from flashrope.cli import files, report
 from flashrope.evaluation.names import NAMES
 from flashrope.small_models.workers import Workers
 
+from .export import export
 from .measuring import COLUMNS
 from .runs import Run, write_csv
 from .statistics import LOWER, Comparison, schemes
+from .tables import resolve
 from .tasks import MULTIPLES
 from .training import train_models
 
@@ -67,7 +69,7 @@ def compares() -> Iterator[Comparison]:
 
 
 def measure_checkpoints(run: Run, workers: Workers, folder: Path) -> None:
-    """Trains the models, and writes results.csv, the table and the figure."""
+    """Trains and measures the models, and writes results.csv."""
     train_models(run, workers, [(TRAINED, run.unit)])
     unseen = folder / "unseen"
     unseen.mkdir(exist_ok=True)
@@ -85,10 +87,6 @@ def measure_checkpoints(run: Run, workers: Workers, folder: Path) -> None:
             workers.map(measure_job, [(run, seed, str(folder), commands) for seed, commands in missing], count)
     rows = [row for seed in run.seeds for path in measured(folder, seed) for row in rows_of(path, seed)]
     write_csv(folder / "results.csv", COLUMNS, rows)
-    from .show import show  # it reads the registry, which names this function
-
-    for text in show(folder, "loss", run.unit):
-        print(f"\n{text}")
 
 
 def measured(folder: Path, seed: int) -> list[Path]:
@@ -109,8 +107,6 @@ def unmeasured(folder: Path, seed: int) -> list[str]:
 
 def measure_job(run: Run, seed: int, folder: str, commands: Sequence[str], progress: Callable) -> None:
     """``flashrope loss`` with these schemes on one model, in a process of its own."""
-    from .export import export
-
     checkpoint = Path(folder, "checkpoints", f"s{seed}")
     shutil.rmtree(checkpoint, ignore_errors=True)  # of an interrupted run
     checkpoint.parent.mkdir(exist_ok=True)
@@ -134,8 +130,6 @@ def measure_job(run: Run, seed: int, folder: str, commands: Sequence[str], progr
 
 def rows_of(path: Path, seed: int) -> list[list]:
     """The rows (COLUMNS) of one loss.json."""
-    from .tables import resolve
-
     found = json.loads(path.read_text(encoding="utf-8"))
     length = found["train_length"]
     names = {

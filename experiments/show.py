@@ -29,12 +29,12 @@ ROTARY = ("rope", "hope", "p-rope", "randomized", "hfwa", "inv-leaky", "rerope",
 REST = ("rope", "hope-ab1", "hope-ab2", "hope-ab3", "cope", "gau", "nope", "rope+dagger")
 
 
-def show(folder: Path, name: str, train_length: int) -> list[str]:
+def show(folder: Path, name: str, train_length: int) -> str:
     """Write the figures and the table of one experiment; returns the text of the table."""
     rows = read_csv(folder / "results.csv")
     for task, _ in EXPERIMENTS[name].measures:
         DRAWN.get(task, _draw_by_length)(folder, name, task, rows, train_length)
-    return [tables.write(folder, name, train_length, EXPERIMENTS[name].compares)]
+    return tables.write(folder, name, train_length, EXPERIMENTS[name].compares)
 
 
 def _draw_by_length(folder: Path, name: str, task: str, rows: Rows, train_length: int) -> None:

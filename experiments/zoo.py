@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 
 import torch
@@ -143,6 +144,22 @@ def p_rope(head_dim: int, share: float, base: float = 10_000.0) -> Rotary:
     return Rotary.from_inv_freq([f if m < kept else 0.0 for m, f in enumerate(rope.frequencies)], head_dim)
 
 
+def hope_ablation(head_dim: int, train_length: int, which: str, base: float = 10_000.0) -> Rotary:
+    """The ablations of the HoPE paper (section 5), with L = train_length.
+
+    "ab1": pairs with pi / L < inv_freq < 2 pi / L do not rotate. "ab2": those with inv_freq <= pi / L do not. "ab3":
+    all pairs rotate, with frequencies in geometric steps from 1 to 2 pi / L.
+    """
+    rope, edge = Rotary.rope(head_dim, base), math.pi / train_length
+    last = max(head_dim // 2 - 1, 1)
+    frequencies = {
+        "ab1": [0.0 if edge < f < 2 * edge else f for f in rope.frequencies],
+        "ab2": [0.0 if f <= edge else f for f in rope.frequencies],
+        "ab3": [(2 * edge) ** (m / last) for m in range(head_dim // 2)],
+    }
+    return dataclasses.replace(rope, frequencies=tuple(frequencies[which]), base=None if which == "ab3" else rope.base)
+
+
 class ZooModel(nn.Module):
     """A language model of one of ``ARCHITECTURES`` plus the parameters of its encoding: none if rotary, otherwise
     biases per layer (one for all if the encoding shares it), vectors per position, or the state of random positions."""
@@ -216,7 +233,7 @@ def _rotary(encoding: str, numbers: dict, config: ModelConfig, train_length: int
     if encoding == "hope":
         return Rotary.hope(head_dim, train_length, base)
     if encoding.startswith("hope-"):
-        return Rotary.hope_ablation(head_dim, train_length, encoding.removeprefix("hope-"), base)
+        return hope_ablation(head_dim, train_length, encoding.removeprefix("hope-"), base)
     if encoding == "p-rope":
         return p_rope(head_dim, numbers.get("share", SHARE), base)
     if encoding == "hfwa":

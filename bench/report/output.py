@@ -33,12 +33,3 @@ def without_output_options(words: list[str]) -> list[str]:
         elif word not in FLAGS and not word.startswith(tuple(f"{name}=" for name in VALUE_OPTIONS)):
             kept.append(word)
     return kept
-
-
-def finish_publishing(options: argparse.Namespace) -> int:
-    """With --publish, regenerates bench/results/README.md. Returns the exit code."""
-    if not options.publish:
-        return 0
-    from . import page
-
-    return page.main([])

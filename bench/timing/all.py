@@ -14,7 +14,7 @@ import sys
 
 from .. import machine
 from ..progress import steps
-from ..report.output import add_output_options, finish_publishing, output_folder
+from ..report.output import add_output_options, output_folder
 from .options import add_device_option, positive
 
 MAIN = tuple((command, ()) for command in ("hope", "rerope", "decode", "rotation", "scaling"))
@@ -52,4 +52,4 @@ def main(argv: list[str]) -> int:
         words = [sys.executable, "-m", "bench", command, *arguments, *common]
         codes.append(subprocess.run(words, env=os.environ | {"PYTHONPATH": path}).returncode)
         print(flush=True)
-    return max(map(abs, codes)) or finish_publishing(options)
+    return max(map(abs, codes))

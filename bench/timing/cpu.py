@@ -23,7 +23,7 @@ import torch
 from flashrope import Rotary, attention
 
 from .. import machine
-from ..report.output import add_output_options, finish_publishing, output_folder
+from ..report.output import add_output_options, output_folder
 from ..report.records import Record, Run, command_line
 from . import check
 from .cpu_cases import (
@@ -251,7 +251,10 @@ def compute_forever() -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m bench cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench cpu",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for name, default in (("seqlen", 8192), ("heads", 8), ("head-dim", 64), ("window", 1024), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
@@ -292,4 +295,4 @@ def main(argv: list[str]) -> int:
         stem = f"cpu-d{options.head_dim}-h{options.heads}x{options.heads}-fp32"
         run.write(folder / machine.slug(device["name"]), stem)
         print(f"\nwritten: {folder / machine.slug(device['name']) / stem}.{{json,csv}}")
-    return 1 if options.check and failed else finish_publishing(options)
+    return 1 if options.check and failed else 0

@@ -18,7 +18,8 @@ from flashrope.lowering.cos_sin import cos_sin
 from flashrope.tuning.timer import MAX_SLEEP_CYCLES, SLEEP_CYCLES
 
 from bench import __main__ as command_line
-from bench.report import page, records
+from bench import results_page as page
+from bench.report import records
 from bench.timing import ceilings, check, contestants, options, timer
 from bench.timing.contestants import OWN, Contestant, Unavailable, dense, flex, own, prefill_hope, prefill_rerope
 from bench.timing.options import Table

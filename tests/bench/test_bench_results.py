@@ -14,7 +14,9 @@ sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
 from bench import machine
 from bench.compiling.utilisation import utilisation
-from bench.report import goals, output, page, plots, records
+from bench import __main__ as command_line
+from bench import results_page as page
+from bench.report import goals, output, plots, records
 from bench.report.records import Record, Run
 from bench.timing import decoding
 from bench.timing.contestants import prefill_hope, prefill_rerope
@@ -149,13 +151,23 @@ def test_recorded_command_does_not_name_the_output_folder():
     assert run.shown_command == "python -m bench hope --seqlens 8"
 
 
-def test_publishing_writes_the_page(monkeypatch, tmp_path):
-    regenerated = []
-    monkeypatch.setattr(page, "main", lambda words: regenerated.append(words) or 0)
+def test_publishing_writes_the_page(monkeypatch):
+    ran, codes = [], {"timing.all": 0, "timing.cpu": 1, "results_page": 0}
+
+    def module(name, package):
+        return SimpleNamespace(main=lambda words: ran.append((name[1:], words)) or codes[name[1:]])
+
+    monkeypatch.setattr(command_line, "import_module", module)
     for publish, folder in ((True, output.RESULTS), (False, None)):
-        options = SimpleNamespace(publish=publish, out=None)
-        assert output.output_folder(options) == folder and output.finish_publishing(options) == 0
-    assert regenerated == [[]]
+        assert output.output_folder(SimpleNamespace(publish=publish, out=None)) == folder
+    assert command_line.main(["all", "--publish"]) == 0 and command_line.main(["all"]) == 0
+    assert command_line.main(["cpu", "--publish"]) == 1  # nothing is published after a failure
+    assert ran == [
+        ("timing.all", ["--publish"]),
+        ("results_page", []),
+        ("timing.all", []),
+        ("timing.cpu", ["--publish"]),
+    ]
 
 
 def test_slug():

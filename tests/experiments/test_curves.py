@@ -83,7 +83,7 @@ def test_every_experiment_is_drawn_and_tabled(name, tmp_path):
                 for multiple in (1, 2, 8)
             ]
     (tmp_path / "results.csv").write_text("\n".join(",".join(line) for line in [columns, *rows]))
-    (text,) = show(tmp_path, name, unit)
+    text = show(tmp_path, name, unit)
     assert list(tmp_path.glob("*.png")) and "half of its 95% interval over 2 seeds" in text
 
 

@@ -1,5 +1,8 @@
 """Encodings by name: which scheme a name means, which model it runs on, and that every encoding trains."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from flashrope import Rotary, attention
@@ -7,7 +10,7 @@ from flashrope.cli.options import BadInput
 from flashrope.small_models.model import ModelConfig
 from flashrope.small_models.train import TrainConfig, train
 
-from experiments.zoo import CHANGES, ENCODINGS, KNOWN, Defaults, ZooModel, hfwa_window, p_rope, scheme
+from experiments.zoo import CHANGES, ENCODINGS, KNOWN, Defaults, ZooModel, hfwa_window, hope_ablation, p_rope, scheme
 
 CONFIG, LENGTH = ModelConfig(width=32, layers=2, heads=2), 64
 ROPE = Rotary.rope(16)
@@ -17,14 +20,29 @@ def of(name, **options):
     return scheme(name, CONFIG, LENGTH, **options)
 
 
+def test_hope_ablations():
+    full, edge = Rotary.rope(64).frequencies, math.pi / 512
+    ab1, ab2, ab3 = (hope_ablation(64, 512, which).frequencies for which in ("ab1", "ab2", "ab3"))
+    assert ab1 == tuple(0 if edge < f < 2 * edge else f for f in full)
+    assert ab2 == tuple(0 if f <= edge else f for f in full)
+    assert (ab3[0], len(ab3), ab3[-1]) == (1.0, 32, pytest.approx(2 * edge, rel=1e-14))
+    assert [b / a for a, b in itertools.pairwise(ab3)] == pytest.approx([(2 * edge) ** (1 / 31)] * 31, rel=1e-13)
+    dropped1, dropped2, hope = (
+        {m for m, f in enumerate(t) if f == 0} for t in (ab1, ab2, Rotary.hope(64, 512).frequencies)
+    )
+    assert dropped1 and dropped2 and not dropped1 & dropped2 and dropped1 | dropped2 == hope
+    with pytest.raises(BadInput, match="'hope-ab3[+]yarn': yarn: needs the base of the table for its ramp"):
+        of("hope-ab3+yarn")
+
+
 @pytest.mark.parametrize(
     "name, rotary, trained",
     [
         ("rope", ROPE, "rope"),
         ("hope", Rotary.hope(16, 64), "hope"),
-        ("hope-ab1", Rotary.hope_ablation(16, 64, "ab1"), "hope-ab1"),
-        ("hope-ab2", Rotary.hope_ablation(16, 64, "ab2"), "hope-ab2"),
-        ("hope-ab3", Rotary.hope_ablation(16, 64, "ab3"), "hope-ab3"),
+        ("hope-ab1", hope_ablation(16, 64, "ab1"), "hope-ab1"),
+        ("hope-ab2", hope_ablation(16, 64, "ab2"), "hope-ab2"),
+        ("hope-ab3", hope_ablation(16, 64, "ab3"), "hope-ab3"),
         ("nope", Rotary.none(16), "nope"),
         ("pi", ROPE.interpolate(8), "rope"),
         ("rope+pi-s4", ROPE.interpolate(4), "rope"),

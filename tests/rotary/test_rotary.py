@@ -99,22 +99,6 @@ def test_hope_edges():
     assert Rotary.hope(64, 6, compact=True) == Rotary.none(64)
 
 
-def test_hope_ablations():
-    full, edge = geometric(64), math.pi / 512
-    same_table(Rotary.hope_ablation(64, 512, "ab1"), [0 if edge < f < 2 * edge else f for f in full])
-    same_table(Rotary.hope_ablation(64, 512, "ab2"), [0 if f <= edge else f for f in full])
-    ab3 = np.array(Rotary.hope_ablation(64, 512, "ab3").frequencies)
-    assert (ab3[0], len(ab3)) == (1.0, 32)
-    assert ab3[-1] == pytest.approx(2 * edge, rel=1e-14)
-    np.testing.assert_allclose(ab3[1:] / ab3[:-1], (2 * edge) ** (1 / 31), rtol=1e-13)
-    dropped = [
-        {m for m, f in enumerate(Rotary.hope_ablation(64, 512, which).frequencies) if f == 0}
-        for which in ("ab1", "ab2")
-    ]
-    assert dropped[0] and dropped[1] and not dropped[0] & dropped[1]
-    assert dropped[0] | dropped[1] == {m for m, f in enumerate(Rotary.hope(64, 512).frequencies) if f == 0}
-
-
 def test_axial():
     rotary = Rotary.axial(head_dim=48, axes=3, base=100.0)
     same_table(rotary, [*geometric(16, 100.0)] * 3)
@@ -407,7 +391,6 @@ SCHEMES = [
     Rotary.axial(64),
     Rotary.axial(64, axes=4),
     Rotary.from_inv_freq([0.1, 1 / 3], 64),
-    Rotary.hope_ablation(64, 512, "ab3"),
     Rotary.hope(64, 512).yarn(3.0, 512).rectify(100, 3.0).local(200).log_n(512),
 ]
 
@@ -521,7 +504,6 @@ ROPE = Rotary.rope(64)
         (lambda: ROPE.ntk(2.0).yarn(2.0, 512), "yarn: the table was changed by ntk already"),
         (lambda: Rotary.axial(64).interpolate(2.0), "interpolate: expected a one-dimensional table"),
         (lambda: Rotary.from_inv_freq([1.0], 64).yarn(2.0, 512), "yarn: needs the base of the table for its ramp"),
-        (lambda: Rotary.hope_ablation(64, 512, "ab3").yarn(2.0, 512), "yarn: needs the base of the table for its ramp"),
         (lambda: ROPE.rectify(8).rectify(8), "rectify: this scheme is rectified already"),
         (lambda: ROPE.rectify(0, 4.0).rectify(8), "rectify: this scheme is rectified already"),
         (lambda: Rotary.axial(64).rectify(8), "rectify: bands over the distance need one-dimensional positions"),
@@ -530,7 +512,6 @@ ROPE = Rotary.rope(64)
         (lambda: ROPE.log_n(512).log_n(512), "log_n: this scheme is scaled by log n already"),
         (lambda: ROPE.ntk(2.0, "Aware"), 'variant: expected "old", "aware", "fixed" or "mixed", got \'Aware\''),
         (lambda: Rotary.rope(2).ntk(2.0), 'variant: "aware" needs more than one pair, this table has 1'),
-        (lambda: Rotary.hope_ablation(64, 512, "AB1"), 'which: expected "ab1", "ab2" or "ab3", got \'AB1\''),
         (
             lambda: Rotary.hope(64, 512, interleaved=True, compact=True),
             "compact: pairs m with m [+] a, interleaved=True pairs",
@@ -572,7 +553,6 @@ NUMBERS = {
     "base": lambda x: Rotary.rope(64, x),
     "base of axial": lambda x: Rotary.axial(64, base=x),
     "train_length": lambda x: Rotary.hope(64, x),
-    "train_length of ablation": lambda x: Rotary.hope_ablation(64, x, "ab1"),
     "factor": lambda x: ROPE.interpolate(x),
     "factor of ntk": lambda x: ROPE.ntk(x),
     "factor of yarn": lambda x: ROPE.yarn(x, 512),

@@ -51,7 +51,7 @@ from .checks import (
     positive,
 )
 from .scales import UNSCALED, QueryScale, checked_log_n, checked_log_steps
-from .tables import ablation_table, cope_table, geometric_table, given_table, hope_table, ntk_table, yarn_table
+from .tables import cope_table, geometric_table, given_table, hope_table, ntk_table, yarn_table
 from .text import describe, fields_of
 
 __all__ = ["Rotary"]
@@ -226,22 +226,6 @@ class Rotary:
         if not (interleaved or compact):
             frequencies += (0.0,) * (head_dim // 2 - len(frequencies))
         return dataclasses.replace(rope, frequencies=frequencies)
-
-    @classmethod
-    def hope_ablation(
-        cls, head_dim: int, train_length: float, which: str, base: float = 10_000.0, interleaved: bool = False
-    ) -> Rotary:
-        """The ablations of the HoPE paper (section 5), with L = train_length in tokens.
-
-        Args:
-            which: "ab1": pairs with pi / L < inv_freq < 2 pi / L do not rotate. "ab2": those with inv_freq <= pi / L do
-                not. "ab3": all pairs rotate, with frequencies in geometric steps from 1 to 2 pi / L.
-            head_dim, train_length, base, interleaved: as in ``rope`` and ``hope``.
-        """
-        positive("train_length", train_length)
-        rope = cls.rope(head_dim, base, interleaved=interleaved)
-        frequencies = ablation_table(rope.frequencies, train_length, which)
-        return dataclasses.replace(rope, frequencies=frequencies, base=None if which == "ab3" else rope.base)
 
     @classmethod
     def none(cls, head_dim: int) -> Rotary:

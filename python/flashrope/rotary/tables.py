@@ -41,19 +41,6 @@ def hope_table(frequencies: Sequence[float], train_length: float) -> tuple[float
     return tuple(frequencies[:kept])
 
 
-def ablation_table(frequencies: Sequence[float], train_length: float, which: str) -> tuple[float, ...]:
-    """``Rotary.hope_ablation``."""
-    edge = math.pi / train_length
-    if which == "ab1":
-        return tuple(0.0 if edge < f < 2 * edge else f for f in frequencies)
-    if which == "ab2":
-        return tuple(0.0 if f <= edge else f for f in frequencies)
-    if which == "ab3":
-        last = max(len(frequencies) - 1, 1)
-        return tuple((2 * edge) ** (m / last) for m in range(len(frequencies)))
-    raise ValueError(f'which: expected "ab1", "ab2" or "ab3", got {which!r}')
-
-
 def ntk_table(
     frequencies: Sequence[float], dim: int, factor: float, variant: str, exponent: float
 ) -> tuple[float, ...]:
@@ -95,7 +82,7 @@ def yarn_table(
             "which leaves no ramp; use interpolate"
         )
     if base is None:
-        raise ValueError("yarn: needs the base of the table for its ramp; tables of from_inv_freq and ab3 have none")
+        raise ValueError("yarn: needs the base of the table for its ramp; a table of from_inv_freq has none")
     low, high = (
         dim * math.log(train_length / (beta * 2 * math.pi)) / (2 * math.log(base)) for beta in (beta_fast, beta_slow)
     )

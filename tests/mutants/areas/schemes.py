@@ -42,16 +42,6 @@ GROUPS = (
                 "kept = sum(f >= math.pi / train_length for",
             ),
             (
-                "ablation 1 keeps the pairs it should drop",
-                "tuple(0.0 if edge < f < 2 * edge else f",
-                "tuple(0.0 if f < 2 * edge else f",
-            ),
-            (
-                "ablation 3 ends at pi / L",
-                "tuple((2 * edge) ** (m / last)",
-                "tuple(edge ** (m / last)",
-            ),
-            (
                 "NTK-aware divides by D",
                 "decay = [2 * m / (dim - 2) for m",
                 "decay = [2 * m / dim for m",

@@ -20,16 +20,13 @@ def _numbers(*choices: float):
 def tables(draw, head_dim: int) -> str:
     base = draw(_numbers(2.0, 50.0, 10_000.0, 500_000.0))
     interleaved = draw(st.booleans())
-    kind = draw(st.sampled_from(("rope", "rope", "partial", "hope", "ablation", "none", "given")))
+    kind = draw(st.sampled_from(("rope", "rope", "partial", "hope", "none", "given")))
     if kind == "partial":
         rotary_dim = 2 * draw(st.integers(0, head_dim // 2))
         return f"Rotary.rope({head_dim}, {base}, {rotary_dim}, {interleaved})"
     if kind == "hope":
         compact = draw(st.booleans()) and not interleaved
         return f"Rotary.hope({head_dim}, {draw(st.integers(7, 300))}, {base}, {interleaved}, {compact})"
-    if kind == "ablation":
-        which = draw(st.sampled_from(("ab1", "ab2", "ab3")))
-        return f"Rotary.hope_ablation({head_dim}, {draw(st.integers(7, 300))}, {which!r}, {base}, {interleaved})"
     if kind == "none":
         return f"Rotary.none({head_dim})"
     if kind == "given":

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from flashrope.cli.files import write
 
-from . import goals, plots, records
-from .output import RESULTS
-from .records import Record, Run
+from .report import goals, plots, records
+from .report.output import RESULTS
+from .report.records import Record, Run
+from .timing import scaling
 
 TITLES = {
     "hope": "HoPE and RoPE",
@@ -90,8 +91,6 @@ def draw(runs: Runs) -> None:
     """Draws the figure of every run again, from its file."""
     for path, run in runs:
         if run.command == "scaling":
-            from ..timing import scaling
-
             scaling.redraw(run, path.with_suffix(".png"))
         else:
             plots.draw(run, path.with_suffix(".png"))
