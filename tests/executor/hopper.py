@@ -1,4 +1,4 @@
-"""The forward with TMA (``triton_kernels/hopper_forward.py``) on the executor. Like ``cases.py``, for sm_90.
+"""The forward with TMA (``triton_kernels/hopper_forward.py``) on the executor. Like ``test_cases.py``, for sm_90.
 
 PYTHONPATH=tests pytest -p executor.plugin --executor 90 tests/executor/hopper.py
 """
@@ -16,8 +16,8 @@ from flashrope.backends.triton import launcher, tiles
 from flashrope.triton_kernels import configs
 from support import SCHEMES
 
-from .mutants import STEP_LIMIT, verdict
 from .mutations import EVERYWHERE, WGMMA, Mutation, mutated, removed, replaced, sites
+from .test_executed_mutants import STEP_LIMIT, verdict
 
 BF16, FP16 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16))
 quick, slow = pytest.mark.quick, pytest.mark.slow
