@@ -541,24 +541,6 @@ class TestPagedKVCache:
             call(cache, queries(2, 2, 0), batch([[6, 7, 8, 9]] * 2)[0])
         check(cache, {0: [1, 2, 3, 4, 5], 1: [1, 2, 3, 4, 5]})
 
-    @pytest.mark.parametrize(
-        "arguments, error, message",
-        [
-            ((0, 16, 1, 8), ValueError, "pages: expected at least 1, got 0"),
-            ((4, 8, 1, 8), ValueError, "page_size: expected at least 16 and at most 256, got 8"),
-            ((4, 48, 1, 8), ValueError, "page_size: expected 16, 32, 64, 128 or 256, got 48"),
-            ((4, 16, 1, 12), ValueError, "head_dim: expected a multiple of 8 up to 256, got 12"),
-            (
-                (4, 16, 1, 8, torch.int8),
-                TypeError,
-                "dtype: expected float16, bfloat16, float32 or float64, got torch.int8",
-            ),
-        ],
-    )
-    def test_construction(self, arguments, error, message):
-        with pytest.raises(error, match=re.escape(message)):
-            PagedKVCache(*arguments)
-
     def test_repr(self):
         cache = paged(dtype=torch.float32, max_seqlen=33)
         cache.allocate(20)

@@ -460,7 +460,7 @@ def test_touching_a_guard_page_kills_the_process():
 
 
 # ---- the call
-def arguments(**changes):
+def arguments():
     call = dict(
         q=torch.randn(2, 1, 4, 16),
         k_cache=torch.randn(2, 32, 2, 16),
@@ -470,42 +470,7 @@ def arguments(**changes):
         k=torch.randn(2, 1, 2, 16),
         v=torch.randn(2, 1, 2, 16),
     )
-    return call | changes
-
-
-TABLE = torch.zeros(2, 4, dtype=torch.int32)
-BAD = {
-    "cache_seqlens: expected int32": dict(cache_seqlens=torch.tensor([3, 9])),
-    "cache_seqlens: expected shape": dict(cache_seqlens=torch.tensor([3], dtype=torch.int32)),
-    "cache_seqlens: expected an int32 tensor, got list": dict(cache_seqlens=[3, 9]),
-    "cache_leftpad: expected shape": dict(cache_leftpad=torch.zeros(3, dtype=torch.int32)),
-    "block_table: expected int32": dict(block_table=TABLE.long()),
-    r"block_table: expected shape \(2, max_pages\), got \(4,\)": dict(block_table=TABLE[0]),
-    "block_table: expected shape": dict(block_table=TABLE[:1]),
-    "block_table: expected a contiguous": dict(block_table=TABLE.T.contiguous().T),
-    "k_cache: expected pages of 16": dict(
-        block_table=TABLE, k_cache=torch.randn(5, 24, 2, 16), v_cache=torch.randn(5, 24, 2, 16)
-    ),
-    "k_cache: expected batch 2": dict(k_cache=torch.randn(3, 32, 2, 16), v_cache=torch.randn(3, 32, 2, 16)),
-    "v_cache: expected shape": dict(v_cache=torch.randn(2, 31, 2, 16)),
-    "k_cache: expected torch.float32": dict(k_cache=torch.randn(2, 32, 2, 16).half()),
-    "k: expected shape": dict(k=torch.randn(1, 1, 2, 16), v=torch.randn(1, 1, 2, 16)),
-    "v: expected both": dict(v=None),
-    "expected no gradient": dict(q=torch.randn(2, 1, 4, 16, requires_grad=True)),
-    "rotary: an axial": dict(rotary=Rotary.axial(16)),
-    "num_splits: expected": dict(num_splits=0),
-    "causal: expected": dict(causal=1),
-    "impl='cuda' cannot serve": dict(impl="cuda"),
-}
-
-
-@pytest.mark.parametrize(("message", "changes"), BAD.items(), ids=BAD.keys())
-def test_bad_calls_are_refused_before_anything_is_written(message, changes):
-    call = arguments(**changes)
-    before = call["k_cache"].clone()
-    with pytest.raises((TypeError, ValueError), match=message):
-        attention_with_cache(**call)
-    assert torch.equal(call["k_cache"], before)
+    return call
 
 
 def test_opcheck():

@@ -240,11 +240,24 @@ def test_unknown_options_name_the_known(capsys):
     assert stop.value.code == 2
     errors = capsys.readouterr().err
     assert "unknown option --step (did you mean --steps?); the options are" in errors and "--train-length" in errors
-    with pytest.raises(SystemExit) as stop:
-        main(["dema"])
-    assert stop.value.code == 2
-    assert "demo" in capsys.readouterr().err
     assert main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected", "given"),
+    [
+        (["dema"], "'demo', 'generate'", "'dema'"),
+        (["demo", "--preset", "big"], "'tiny', 'cpu', 'gpu'", "'big'"),
+        (["demo", "--impl", "flash"], "'triton', 'cuda', 'cpu'", "'flash'"),
+        (["demo", "--steps", "-3"], "a positive integer", "got -3"),
+    ],
+)
+def test_wrong_words_name_the_right_ones(capsys, arguments, expected, given):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert (arguments[1] if arguments[1:] else "command") in said and expected in said and given in said
 
 
 def test_info_says_why_a_backend_cannot_serve(capsys, monkeypatch):

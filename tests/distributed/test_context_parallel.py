@@ -188,9 +188,9 @@ def refusals(count: int) -> None:
 
     group, q, k, v = local_inputs(count)
     rope = Rotary.rope(16)
-    with refuses(ValueError, "q: ", f"2 * {count} = {2 * count}", "got 7 positions"):
+    with refuses(ValueError, "q: ", "two chunks of equal length", f"2 * {count} = {2 * count}", "got 7 positions"):
         context_parallel_attention(q[:, :7], k[:, :7], v[:, :7], rope, group)
-    with refuses(ValueError, "k: ", "(1, 8)", "(1, 6)"):
+    with refuses(ValueError, "k: ", "batch and seqlen (1, 8) as in q", "(1, 6)"):
         context_parallel_attention(q, k[:, :6], v[:, :6], rope, group)
     with refuses(ValueError, "v: ", "(1, 8, 2, 16)", "(1, 6, 2, 16)"):
         context_parallel_attention(q, k, v[:, :6], rope, group)
@@ -198,13 +198,15 @@ def refusals(count: int) -> None:
         context_parallel_attention(DTensor.from_local(q, group, [Shard(1)]), k, v, rope, group)
     with refuses(ValueError, "rotary: ", "axial"):
         context_parallel_attention(q, k, v, Rotary.axial(16), group)
-    with refuses(TypeError, "causal: ", "1"):
+    with refuses(TypeError, "causal: ", "expected True or False", "1"):
         context_parallel_attention(q, k, v, rope, group, causal=1)
+    with refuses(ValueError, "rotary: ", "none with length_scale", "got 100"):
+        context_parallel_attention(q, k, v, rope.dual_chunk(160, 32, length_scale=100), group)
     with refuses(ValueError, "impl: ", "'fast'"):
         context_parallel_attention(q, k, v, rope, group, impl="fast")
     with refuses(ValueError, "softmax_scale: ", "nan"):
         context_parallel_attention(q, k, v, rope, group, softmax_scale=float("nan"))
-    with refuses(TypeError, "group: ", "DeviceMesh", "str"):
+    with refuses(TypeError, "group: ", "a ProcessGroup, a DeviceMesh or None", "str"):
         context_parallel_attention(q, k, v, rope, "cp")
     with refuses(ValueError, "group: ", "one dimension", "2"):
         context_parallel_attention(q, k, v, rope, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")))
@@ -218,7 +220,7 @@ def refusals(count: int) -> None:
         shard_sequence(torch.zeros(1, 9), group)
     with refuses(ValueError, "x: ", "got 3"):
         unshard_sequence(torch.zeros(1, 3), group)
-    with refuses(ValueError, "dim: ", "2", "5"):
+    with refuses(ValueError, "dim: ", "a dimension of x", "2", "5"):
         shard_sequence(torch.zeros(1, 8), group, 5)
     with refuses(TypeError, "x: ", "list"):
         shard_sequence([1, 2], group)
@@ -241,5 +243,5 @@ def test_refusals(ranks, count):
 
 def test_without_torch_distributed():
     q = torch.zeros(1, 8, 2, 16)
-    with refuses(RuntimeError, "group: ", "init_process_group"):
+    with refuses(RuntimeError, "group: ", "torch.distributed to be initialised", "init_process_group first"):
         context_parallel_attention(q, q, q, Rotary.rope(16))

@@ -1,6 +1,6 @@
 """A pytest plugin: the tests' "triton" target is the executor.
 
-PYTHONPATH=tests pytest -p executor.plugin --executor 90 tests/executor/cases.py tests/operators/test_accuracy.py
+PYTHONPATH=tests pytest -p executor.plugin --executor 90 tests/executor tests/operators/test_accuracy.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """The CUDA extension: what it refuses, its build, and the gate that compiles its kernels.
 
-The kernels themselves run in ``tests/executor/cuda_kernels.py``.
+The kernels themselves run in ``tests/executor/test_cuda_kernels.py``.
 """
 
 import os

@@ -1,6 +1,6 @@
 """flashrope tune without a GPU: the file of winners, the choice of a tile, what is dropped, the command.
 
-The candidates run in tests/executor/tuning.py.
+The candidates run in tests/executor/test_executed_tuning.py.
 """
 
 import json

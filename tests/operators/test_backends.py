@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from flashrope import Rotary
+from flashrope import (
+    Rotary,
+    attention,
+    attention_varlen,
+    attention_varlen_with_cache,
+    attention_with_cache,
+)
 from flashrope.backends import calls, cuda, protocol, reference, registry
 from flashrope.backends.calls import AttentionCall
 from flashrope.backends.names import BACKENDS
@@ -122,3 +128,33 @@ def test_alignment_goes_by_every_stride():
         strides[stride] += 1
         assert not calls.aligned(room.as_strided((1, 1, 1, 256), strides))
     assert calls.aligned(room.as_strided((1, 1, 1, 256), (8, 16, 0, 1)))
+
+
+# ---- the type of lse
+
+
+@pytest.mark.parametrize("impl", [None, "cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_lse_is_float64_for_float64_and_float32_for_all_others(dtype, impl):
+    def of(*shape):
+        return torch.zeros(*shape, dtype=dtype)
+
+    rope, lengths, options = (
+        Rotary.rope(16),
+        torch.tensor([6, 6], dtype=torch.int32),
+        {"return_lse": True, "impl": impl, "sinks": of(4)},
+    )
+    q, k, packed_q, packed_k = of(2, 6, 4, 16), of(2, 6, 2, 16), of(12, 4, 16), of(12, 2, 16)
+    cu_seqlens = torch.tensor([0, 6, 12], dtype=torch.int32)
+    results = [
+        attention(q, k, k, rope, **options),
+        attention(q[:, :0], k, k, rope, **options),
+        attention(q, k[:, :0], k[:, :0], rope, **options),
+        attention_varlen(packed_q, packed_k, packed_k, rope, cu_seqlens, cu_seqlens, 6, 6, **options),
+        attention_with_cache(q, k, k, rope, lengths, **options),
+        attention_varlen_with_cache(packed_q, k, k, rope, cu_seqlens, lengths, 6, **options),
+    ]
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        results.append(attention(of(2, 6, 4, 16), of(2, 6, 2, 16), of(2, 6, 2, 16), rope, **options))
+    for out, lse in results:
+        assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

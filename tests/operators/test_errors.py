@@ -1,250 +1,231 @@
-"""Bad input raises an error that names the argument, what was expected and what came."""
+"""Wrong arguments of attention and attention_varlen. The message names the argument, what was expected and what came.
+
+Of the calls over caches: test_cache_errors.py; of schemes: test_scheme_errors.py; of sinks: test_sinks.py.
+"""
+
+import inspect
+import math
+import re
+import warnings
 
 import pytest
 import torch
-from flashrope import Rotary, attention, attention_varlen
+from flashrope import (
+    Rotary,
+    attention,
+    attention_varlen,
+    attention_varlen_with_cache,
+    attention_with_cache,
+)
+from flashrope.operators.foreign_keywords import ELSEWHERE, INSTEAD
+from small_calls import ROPE, K, Q, cached, check_refused, dense, int32, paged, varlen, varlen_cached, zeros
 
-ROPE = Rotary.rope(16)
-
-
-def tensors(**changes):
-    return {
-        "q": torch.zeros(2, 6, 4, 16),
-        "k": torch.zeros(2, 6, 2, 16),
-        "v": torch.zeros(2, 6, 2, 16),
-        "rotary": ROPE,
-    } | changes
-
-
-def zeros(*shape, **options):
-    return torch.zeros(*shape, **options)
+CALLS = (attention, attention_varlen, attention_with_cache, attention_varlen_with_cache)
+T, V, M = TypeError, ValueError, "meta"
+FLOATS = "float16, bfloat16, float"
 
 
-BAD_CALLS = {
-    "q is no tensor": ({"q": [1.0]}, TypeError, "q: expected a tensor, got list"),
-    "k is no tensor": ({"k": None}, TypeError, "k: expected a tensor, got NoneType"),
-    "rank of q": (
-        {"q": zeros(6, 4, 16)},
-        ValueError,
-        r"q: expected \(batch, seqlen, heads, head_dim\), got shape \(6, 4, 16\)",
-    ),
-    "rank of v": ({"v": zeros(2, 6, 2, 16, 1)}, ValueError, r"v: expected \(batch.*got shape \(2, 6, 2, 16, 1\)"),
-    "dtype of q": ({"q": zeros(2, 6, 4, 16, dtype=torch.int64)}, TypeError, "q: expected float16.*got torch.int64"),
-    "dtype of k": (
-        {"k": zeros(2, 6, 2, 16, dtype=torch.float16)},
-        TypeError,
-        "k: expected torch.float32 as in q, got torch.float16",
-    ),
-    "complex v": (
-        {"v": zeros(2, 6, 2, 16, dtype=torch.complex64)},
-        TypeError,
-        "v: expected float16.*got torch.complex64",
-    ),
-    "device of k": ({"k": zeros(2, 6, 2, 16, device="meta")}, ValueError, "k: expected device cpu as in q, got meta"),
-    "device of v": ({"v": zeros(2, 6, 2, 16, device="meta")}, ValueError, "v: expected device cpu as in q, got meta"),
-    "batch": ({"k": zeros(3, 6, 2, 16), "v": zeros(3, 6, 2, 16)}, ValueError, "k: expected batch 2 as in q, got 3"),
-    "seqlen of v": (
-        {"v": zeros(2, 5, 2, 16)},
-        ValueError,
-        r"v: expected shape \(2, 6, 2, 16\) as k, got \(2, 5, 2, 16\)",
-    ),
-    "heads of v": (
-        {"v": zeros(2, 6, 4, 16)},
-        ValueError,
-        r"v: expected shape \(2, 6, 2, 16\) as k, got \(2, 6, 4, 16\)",
-    ),
-    "head_dim of k": ({"k": zeros(2, 6, 2, 24)}, ValueError, "k: expected head_dim 16 as in q, got 24"),
-    "head ratio": (
-        {"k": zeros(2, 6, 3, 16), "v": zeros(2, 6, 3, 16)},
-        ValueError,
-        "q: expected heads_q to be a multiple of heads_kv = 3, got 4",
-    ),
-    "no key heads": (
-        {"k": zeros(2, 6, 0, 16), "v": zeros(2, 6, 0, 16)},
-        ValueError,
-        "q: expected heads_q to be a multiple of heads_kv = 0, got 4",
-    ),
-    "head_dim of the scheme": ({"rotary": Rotary.rope(32)}, ValueError, "rotary: expected head_dim 16 as in q, got 32"),
-    "no scheme": ({"rotary": "rope"}, TypeError, "rotary: expected a flashrope.Rotary, got str"),
-    "stride of q": (
-        {"q": zeros(2, 6, 16, 4).transpose(2, 3)},
-        ValueError,
-        "q: expected a contiguous last dimension, got stride 4",
-    ),
-    "stride of v": (
-        {"v": zeros(2, 6, 2, 32)[..., ::2]},
-        ValueError,
-        "v: expected a contiguous last dimension, got stride 2",
-    ),
-    "softmax_scale": ({"softmax_scale": "large"}, TypeError, "softmax_scale: expected a number, got 'large'"),
-    "softmax_scale not finite": (
-        {"softmax_scale": float("nan")},
-        ValueError,
-        "softmax_scale: expected a finite number .* got nan",
-    ),
-    "softmax_scale below 0": ({"softmax_scale": -0.5}, ValueError, "softmax_scale: expected .* at least 0, got -0.5"),
-    "causal": ({"causal": 3}, TypeError, "causal: expected True or False, got 3"),
-    "deterministic": ({"deterministic": 0}, TypeError, "deterministic: expected True or False, got 0"),
-    "impl": ({"impl": "flash"}, ValueError, "impl: expected None or one of triton, cuda, cpu, reference, got 'flash'"),
-    "impl cuda": ({"impl": "cuda"}, ValueError, "impl='cuda' cannot serve this call: "),
-    "axial without positions": (
-        {"rotary": Rotary.axial(16)},
-        ValueError,
-        r"positions: expected shape \(batch, seqlen, 2\) for an axial scheme, got None",
-    ),
-    "positions of bands": (
-        {"rotary": ROPE.rectify(3), "positions": zeros(2, 6)},
-        ValueError,
-        "positions: expected None, or a scheme whose distance is d everywhere, got one with bands",
-    ),
-    "shape of positions": (
-        {"positions": zeros(2, 5)},
-        ValueError,
-        r"positions: expected shape \(2, 6\) or \(6,\), got \(2, 5\)",
-    ),
-    "axes of positions": (
-        {"rotary": Rotary.axial(16), "positions": zeros(2, 6, 3)},
-        ValueError,
-        r"positions: expected shape \(2, 6, 2\).*got \(2, 6, 3\)",
-    ),
-    "positions are no tensor": ({"positions": [0, 1]}, TypeError, "positions: expected a tensor, got list"),
-    "positions are flags": (
-        {"positions": zeros(2, 6, dtype=torch.bool)},
-        TypeError,
-        "positions: expected numbers, got torch.bool",
-    ),
-    "device of positions": (
-        {"positions": zeros(2, 6, device="meta")},
-        ValueError,
-        "positions: expected device cpu as q, got meta",
-    ),
-    "positions of other lengths": (
-        {"k": zeros(2, 7, 2, 16), "v": zeros(2, 7, 2, 16), "positions": zeros(2, 6)},
-        ValueError,
-        "positions: expected None, or seqlen_q == seqlen_k, got 6 and 7",
-    ),
+def keys(*shape, **options):
+    x = zeros(*shape, **options)
+    return {"k": x, "v": x}
+
+
+# what happened: (call, error, the argument, what is expected, what came)
+REFUSED = {
+    # flash-attn's and SDPA's habits
+    "dropout as the fourth": (lambda: attention(Q, K, K, 0.0), T, "rotary", "a flashrope.Rotary", "float"),
+    "cos and sin": (lambda: dense(rotary=(Q, Q)), T, "rotary", "a flashrope.Rotary", "tuple"),
+    "a base": (lambda: dense(rotary=10_000), T, "rotary", "a flashrope.Rotary", "int"),
+    "a name as scheme": (lambda: dense(rotary="rope"), T, "rotary", "a flashrope.Rotary", "str"),
+    "a builder, not called": (lambda: dense(rotary=Rotary.rope), T, "rotary", "a flashrope.Rotary", "method"),
+    "window_size": (lambda: dense(window_size=(128, 0)), T, "window_size", "rotary.local(w + 1)", "(128, 0)"),
+    "no dropout": (lambda: dense(dropout_p=0.0), T, "dropout_p", "no dropout; leave it out", "dropout_p=0.0"),
+    "softcap": (lambda: varlen(softcap=30.0), T, "softcap", "nothing, these kernels have no soft", "30.0"),
+    "alibi": (lambda: varlen(alibi_slopes=Q), T, "alibi_slopes", "no ALiBi", "a tensor of shape (2, 6, 4, 16)"),
+    "is_causal": (lambda: dense(is_causal=True), T, "is_causal", "causal, which is True by", "is_causal=True"),
+    "attn_mask": (lambda: dense(attn_mask=None), T, "attn_mask", "attention_varlen for packed", "attn_mask=None"),
+    "scale": (lambda: cached(scale=0.1), T, "scale", "softmax_scale", "scale=0.1"),
+    "enable_gqa": (lambda: dense(enable_gqa=True), T, "enable_gqa", "from the shapes; leave it out", "True"),
+    "probabilities": (lambda: dense(return_attn_probs=True), T, "return_attn_probs", "return_lse", "True"),
+    "softmax_lse": (lambda: cached(return_softmax_lse=True), T, "return_softmax_lse", "return_lse", "True"),
+    "deterministic of a cache": (lambda: cached(deterministic=True), T, "deterministic", "no backward", "True"),
+    "rotary_cos": (lambda: cached(rotary_cos=Q), T, "rotary_cos", "rotary, a Rotary", "a tensor of shape"),
+    "cache_batch_idx": (lambda: cached(cache_batch_idx=Q), T, "cache_batch_idx", "block_table", "a tensor of"),
+    "block_tables": (lambda: varlen_cached(block_tables=Q), T, "block_tables", "block_table", "a tensor of"),
+    "page_table": (lambda: paged(page_table=3), T, "page_table", "block_table", "page_table=3"),
+    "pages without a cache": (lambda: varlen(block_table=3), T, "block_table", "attention_varlen_with_cac", "3"),
+    "seqused_k": (lambda: varlen(seqused_k=3), T, "seqused_k", "cache_seqlens", "seqused_k=3"),
+    "s_aux": (lambda: dense(s_aux=3), T, "s_aux", "sinks", "s_aux=3"),
+    "position_ids": (lambda: dense(position_ids=3), T, "position_ids", "positions", "position_ids=3"),
+    "a typing error": (lambda: dense(softmax_scal=1.0), T, "softmax_scal", "softmax_scale", "softmax_scal=1.0"),
+    "an unknown word": (lambda: dense(zebra=1.0), T, "zebra", "one of q, k, v, rotary, causal", "zebra=1.0"),
+    # shapes, dtypes, devices
+    "numpy": (lambda: dense(q=Q.numpy()), T, "q", "a tensor", "got ndarray"),
+    "k is no tensor": (lambda: dense(k=None), T, "k", "a tensor", "got NoneType"),
+    "packed in attention": (lambda: dense(q=Q[0]), V, "q", "(batch, seqlen, heads, head_dim)", "shape (6, 4, 16)"),
+    "rank of v": (lambda: dense(v=K[..., None]), V, "v", "(batch, ", "got shape (2, 6, 2, 16, 1)"),
+    "q and k exchanged": (lambda: dense(q=K, k=Q, v=Q), V, "q", "heads_q to be a multiple of heads_kv = 4",
+                          "got 2; shapes"),
+    "one query, transposed": (lambda: dense(q=zeros(2, 4, 1, 16)), V, "q", "heads_kv = 2", "got 1; shapes are (b"),
+    "head ratio": (lambda: dense(**keys(2, 6, 3, 16)), V, "q", "heads_q to be a multiple of heads_kv = 3", "got 4"),
+    "no key heads": (lambda: dense(**keys(2, 6, 0, 16)), V, "q", "heads_q to be a multiple of heads_kv = 0", "got 4"),
+    "batch": (lambda: dense(**keys(3, 6, 2, 16)), V, "k", "batch 2 as in q", "got 3"),
+    "values of another length": (lambda: dense(v=K[:, :5]), V, "v", "shape (2, 6, 2, 16) as k", "got (2, 5, 2, 16)"),
+    "heads of v": (lambda: dense(v=Q), V, "v", "shape (2, 6, 2, 16) as k", "got (2, 6, 4, 16)"),
+    "head_dim of k": (lambda: dense(k=zeros(2, 6, 2, 24)), V, "k", "head_dim 16 as in q", "got 24"),
+    "head_dim 100": (lambda: dense(q=zeros(2, 6, 4, 100), k=zeros(2, 6, 2, 100)), V, "q", "of 8 up to 256", "100"),
+    "head_dim 4": (lambda: dense(q=zeros(2, 6, 4, 4), **keys(2, 6, 2, 4)), V, "q", "a multiple of 8 up", "got 4"),
+    "head_dim 264": (lambda: dense(q=zeros(2, 6, 4, 264), **keys(2, 6, 2, 264)), V, "q",
+                     "head_dim to be a multiple of 8 up to 256", "got 264"),
+    "another model's scheme": (lambda: dense(rotary=Rotary.rope(64)), V, "rotary", "head_dim 16 as in q", "got 64"),
+    "whole numbers": (lambda: dense(q=Q.long()), T, "q", FLOATS, "got torch.int64"),
+    "float8": (lambda: dense(q=Q.to(torch.float8_e4m3fn)), T, "q", FLOATS, "float8_e4m3fn"),
+    "complex v": (lambda: dense(v=K.to(torch.complex64)), T, "v", FLOATS, "got torch.complex64"),
+    "bfloat16 keys": (lambda: dense(k=K.bfloat16()), T, "k", "torch.float32 as in q", "got torch.bfloat16"),
+    "keys on meta": (lambda: dense(k=K.to(M)), V, "k", "device cpu as in q", "got meta"),
+    "values on meta": (lambda: dense(v=K.to(M)), V, "v", "device cpu as in q", "got meta"),
+    "stride of q": (lambda: dense(q=zeros(2, 6, 16, 4).mT), V, "q", "a contiguous last dimension", "got stride 4"),
+    "stride of v": (lambda: dense(v=zeros(2, 6, 2, 32)[..., ::2]), V, "v", "a contiguous last dimension",
+                    "got stride 2"),
+    # numbers, flags, backends
+    "a tensor as scale": (lambda: dense(softmax_scale=torch.tensor(0.5)), T, "softmax_scale", "a number", "tensor"),
+    "a word as scale": (lambda: dense(softmax_scale="large"), T, "softmax_scale", "a number", "got 'large'"),
+    "no scale": (lambda: dense(softmax_scale=math.nan), V, "softmax_scale", "a finite number", "got nan"),
+    "a negative scale": (lambda: dense(softmax_scale=-0.5), V, "softmax_scale", "at least 0", "got -0.5"),
+    "causal=None": (lambda: dense(causal=None), T, "causal", "True or False", "got None"),
+    "causal=3": (lambda: dense(causal=3), T, "causal", "True or False", "got 3"),
+    "deterministic=0": (lambda: dense(deterministic=0), T, "deterministic", "True or False", "got 0"),
+    "Hugging Face's impl": (lambda: dense(impl="sdpa"), V, "impl", "None or one of triton, cuda, cpu, reference",
+                            "got 'sdpa'"),
+    "cuda": (lambda: dense(impl="cuda"), V, "impl='cuda'", "cannot serve this call: ", ""),
+    "cpu on meta": (lambda: dense(q=Q.to(M), k=K.to(M), v=K.to(M), impl="cpu"), V, "impl='cpu'",
+                    "cannot serve this call: its tensors must lie on the CPU", "q is on meta"),
+    "triton in float64": (lambda: dense(q=Q.double(), k=K.double(), v=K.double(), impl="triton"), V, "impl='triton'",
+                          "cannot serve this call: ", "float64"),
+    # positions
+    "axial without": (lambda: dense(rotary=Rotary.axial(16)), V, "positions",
+                      "shape (batch, seqlen, 2) for an axial scheme", "got None"),
+    "positions of ReRoPE": (lambda: dense(rotary=ROPE.rectify(4), positions=zeros(6)), V, "positions",
+                            "None, or a scheme whose distance is d everywhere",
+                            "got one with bands (Band(start=0, stop=4, slope=1.0, offset=0.0), Band(start=4, stop=inf"),
+    "positions by axis first": (lambda: dense(positions=zeros(3, 2, 6)), V, "positions", "shape (2, 6) or (6,)",
+                                "got (3, 2, 6)"),
+    "axes of positions": (lambda: dense(rotary=Rotary.axial(16), positions=zeros(2, 6, 3)), V, "positions",
+                          "shape (2, 6, 2)", "got (2, 6, 3)"),
+    "a list of positions": (lambda: dense(positions=[0, 1]), T, "positions", "a tensor", "got list"),
+    "flags as positions": (lambda: dense(positions=zeros(2, 6).bool()), T, "positions", "numbers", "got torch.bool"),
+    "positions on meta": (lambda: dense(positions=zeros(6, device=M)), V, "positions", "device cpu as q", "got meta"),
+    "positions of other lengths": (lambda: dense(**keys(2, 7, 2, 16), positions=zeros(2, 6)), V, "positions",
+                                   "None, or seqlen_q == seqlen_k", "got 6 and 7"),
+    "positions of unequal sequences": (lambda: varlen(positions=zeros(9), cu_seqlens_k=int32(0, 5, 9)), V, "positions",
+                                       "equal cu_seqlens_q and cu_seqlens_k", "got [0, 4, 9] and [0, 5, 9]"),
+    "packed positions with axes": (lambda: varlen(positions=zeros(9, 2)), V, "positions", "shape (9,)", "got (9, 2)"),
+    # cu_seqlens
+    "dense in varlen": (lambda: varlen(q=Q), V, "q", "(total, heads, head_dim)", "got shape (2, 6, 4, 16)"),
+    "a list of sums": (lambda: varlen(cu_seqlens_k=[0, 4, 9]), T, "cu_seqlens_k", "an int32 tensor", "got list"),
+    "int64": (lambda: varlen(cu_seqlens_q=int32(0, 4, 9).long()), T, "cu_seqlens_q", "int32", "got torch.int64"),
+    "two dimensions": (lambda: varlen(cu_seqlens_q=int32(0, 4, 9)[None]), V, "cu_seqlens_q", "shape (sequences + 1,)",
+                       "got (1, 3)"),
+    "no entry": (lambda: varlen(cu_seqlens_q=int32()), V, "cu_seqlens_q", "shape (sequences + 1,)", "got (0,)"),
+    "sums on meta": (lambda: varlen(cu_seqlens_k=int32(0, 9).to(M)), V, "cu_seqlens_k", "device cpu as k", "got meta"),
+    "stride of sums": (lambda: varlen(cu_seqlens_q=int32(0, 9, 4, 9, 9, 9)[::2]), V, "cu_seqlens_q",
+                       "a contiguous tensor", ""),
+    "other sequences": (lambda: varlen(cu_seqlens_k=int32(0, 4)), V, "cu_seqlens_k", "shape (3,) as cu_seqlens_q",
+                        "got (2,)"),
+    "lengths, not sums": (lambda: varlen(cu_seqlens_q=int32(4, 5)), V, "cu_seqlens_q", "to start at 0", "got 4"),
+    "sums that fall": (lambda: varlen(cu_seqlens_k=int32(0, 6, 4)), V, "cu_seqlens_k", "non-decreasing values",
+                       "got [0, 6, 4]"),
+    "too many rows": (lambda: varlen(cu_seqlens_q=int32(0, 4, 12)), V, "cu_seqlens_q",
+                      "to end at 9 at most, the rows of q", "got 12"),
+    "a small maximum": (lambda: varlen(max_seqlen_q=3), V, "max_seqlen_q", "at least the longest sequence, 5",
+                        "got 3"),
+    "a negative maximum": (lambda: varlen(max_seqlen_k=-1), V, "max_seqlen_k", "a non-negative integer", "got -1"),
+    "a float as maximum": (lambda: varlen(max_seqlen_k=5.0), V, "max_seqlen_k", "a non-negative integer", "got 5.0"),
+    "a tensor as maximum": (lambda: varlen(max_seqlen_k=torch.tensor(5)), V, "max_seqlen_k", "a non-negative integer",
+                            "tensor(5)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "name", "expected", "given"), REFUSED.values(), ids=REFUSED.keys())
+def test_the_message_names_the_argument_what_was_expected_and_what_came(call, error, name, expected, given):
+    check_refused(call, error, name, expected, given)
+
+
+def test_axial_and_packed_without_positions():
+    with pytest.raises(ValueError, match=r"positions: an axial scheme needs them, shape \(total, 2\)"):
+        varlen(rotary=Rotary.axial(16))
+
+
+def test_the_right_calls():
+    """The calls that the wrong ones change in one place."""
+    for call in (dense, varlen, cached, paged, varlen_cached):
+        assert call().shape[-2:] == (4, 16)
+    assert paged(validate=True).shape == varlen_cached(slot_mapping=torch.arange(9), validate=True)[:2, None].shape
+
+
+# ---- keywords
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_every_foreign_keyword_names_ours(call):
+    parameters = inspect.signature(call).parameters
+    needed = [Q] * sum(x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD for x in parameters.values())
+    for name in (INSTEAD.keys() | ELSEWHERE.keys()) - parameters.keys():
+        message = f"^{name}: expected .*, got {name}=3, an unexpected keyword argument of {call.__name__}$"
+        with pytest.raises(TypeError, match=message):
+            call(*needed, **{name: 3})
+
+
+def test_the_names_in_the_hints_are_ours():
+    """A keyword with a one-word hint is an argument of one of the calls; hints name no argument of another house."""
+    own = {name for call in CALLS for name in call.__code__.co_varnames[: call.__code__.co_argcount]}
+    for name, hint in INSTEAD.items():
+        assert re.search(r"\W", hint) or hint in own, (name, hint)
+        assert name not in own - {"deterministic"}, name
+    assert ELSEWHERE.keys() <= own
+
+
+@pytest.mark.parametrize("wrong", [{"window_size": (3, 0)}, {"softmax_scal": 0.5}])
+def test_a_compiled_call_refuses_them_too(wrong):
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="unexpected keyword argument"):
+        torch.compile(dense, fullgraph=True, backend="eager")(**wrong)
+
+
+# ---- layouts
+
+
+def like(batch, *shape):
+    return torch.zeros(batch, *shape, 16)
+
+
+SUSPECT = {
+    "grouped heads": (like(1, 32, 48), like(1, 8, 48), "32 queries and only 8 keys.* the first 24 rows"),
+    "a batch of them": (like(2, 8, 12), like(2, 4, 12), "8 queries and only 4 keys"),
+    "long and equal heads": (like(1, 8, 300), like(1, 8, 300), "300 heads and only 8 queries"),
 }
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), BAD_CALLS.values(), ids=BAD_CALLS.keys())
-def test_attention(changes, error, message):
-    with pytest.raises(error, match=message):
-        attention(**tensors(**changes))
+@pytest.mark.parametrize(("q", "k", "why"), SUSPECT.values(), ids=SUSPECT.keys())
+def test_a_transposed_layout_is_suspected(q, k, why):
+    shapes = rf"\(batch, seqlen, heads, head_dim\), got shape {re.escape(str(tuple(q.shape)))} with k"
+    with pytest.warns(UserWarning, match=f"^q: expected {shapes}.*{why}.*transpose") as caught:
+        attention(q, k, k, ROPE)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
-@pytest.mark.parametrize("head_dim", [4, 12, 264])
-def test_head_dim_out_of_range(head_dim):
-    q = torch.zeros(1, 2, 1, head_dim)
-    with pytest.raises(ValueError, match=f"q: expected head_dim to be a multiple of 8 up to 256, got {head_dim}"):
-        attention(q, q, q, Rotary.rope(head_dim))
-
-
-def test_a_backend_on_the_wrong_device():
-    q, k = torch.zeros(2, 6, 4, 16, device="meta"), torch.zeros(2, 6, 2, 16, device="meta")
-    with pytest.raises(
-        ValueError, match="impl='cpu' cannot serve this call: its tensors must lie on the CPU, q is on meta"
-    ):
-        attention(q, k, k, ROPE, impl="cpu")
-
-
-def test_triton_in_float64():
-    q = torch.zeros(2, 6, 4, 16, dtype=torch.float64)
-    with pytest.raises(ValueError, match="impl='triton' cannot serve this call: .*float64"):
-        attention(q, q, q, ROPE, impl="triton")
-
-
-CU = torch.tensor([0, 4, 9], dtype=torch.int32)
-
-
-def packed(**changes):
-    given = {
-        "q": zeros(9, 4, 16),
-        "k": zeros(9, 2, 16),
-        "v": zeros(9, 2, 16),
-        "rotary": ROPE,
-        "cu_seqlens_q": CU,
-        "cu_seqlens_k": CU,
-        "max_seqlen_q": 5,
-        "max_seqlen_k": 5,
-    }
-    return given | changes
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-BAD_PACKED_CALLS = {
-    "rank": (
-        {"q": zeros(1, 9, 4, 16)},
-        ValueError,
-        r"q: expected \(total, heads, head_dim\), got shape \(1, 9, 4, 16\)",
-    ),
-    "axial": ({"rotary": Rotary.axial(16)}, ValueError, r"positions: an axial scheme needs them, shape \(total, 2\)"),
-    "positions of unequal sequences": (
-        {"positions": zeros(9), "cu_seqlens_k": torch.tensor([0, 5, 9], dtype=torch.int32)},
-        ValueError,
-        r"positions: expected equal cu_seqlens_q and cu_seqlens_k, got \[0, 4, 9\] and \[0, 5, 9\]",
-    ),
-    "positions of another shape": (
-        {"positions": zeros(9, 2)},
-        ValueError,
-        r"positions: expected shape \(9,\), got \(9, 2\)",
-    ),
-    "no tensor": ({"cu_seqlens_q": [0, 4, 9]}, TypeError, "cu_seqlens_q: expected an int32 tensor, got list"),
-    "int64": ({"cu_seqlens_k": CU.long()}, TypeError, "cu_seqlens_k: expected int32, got torch.int64"),
-    "two dimensions": (
-        {"cu_seqlens_q": CU[None]},
-        ValueError,
-        r"cu_seqlens_q: expected shape \(sequences \+ 1,\), got \(1, 3\)",
-    ),
-    "no entry": ({"cu_seqlens_q": CU[:0]}, ValueError, r"cu_seqlens_q: expected shape \(sequences \+ 1,\), got \(0,\)"),
-    "device": ({"cu_seqlens_k": CU.to("meta")}, ValueError, "cu_seqlens_k: expected device cpu as k, got meta"),
-    "stride": (
-        {"cu_seqlens_q": int32(0, 9, 4, 9, 9, 9)[::2]},
-        ValueError,
-        "cu_seqlens_q: expected a contiguous tensor",
-    ),
-    "counts": (
-        {"cu_seqlens_k": int32(0, 9), "max_seqlen_k": 9},
-        ValueError,
-        r"cu_seqlens_k: expected shape \(3,\) as cu_seqlens_q, got \(2,\)",
-    ),
-    "start": ({"cu_seqlens_q": int32(1, 4, 9)}, ValueError, "cu_seqlens_q: expected to start at 0, got 1"),
-    "order": (
-        {"cu_seqlens_k": int32(0, 6, 4)},
-        ValueError,
-        r"cu_seqlens_k: expected non-decreasing values, got \[0, 6, 4\]",
-    ),
-    "end": (
-        {"cu_seqlens_q": int32(0, 5, 10)},
-        ValueError,
-        "cu_seqlens_q: expected to end at 9 at most, the rows of q, got 10",
-    ),
-    "bound": ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q: expected at least the longest sequence, 5, got 4"),
-    "negative bound": ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected a non-negative integer, got -1"),
-    "bound is no integer": (
-        {"max_seqlen_k": 5.0},
-        ValueError,
-        "max_seqlen_k: expected a non-negative integer, got 5.0",
-    ),
-}
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), BAD_PACKED_CALLS.values(), ids=BAD_PACKED_CALLS.keys())
-def test_attention_varlen(changes, error, message):
-    with pytest.raises(error, match=message):
-        attention_varlen(**packed(**changes))
-
-
-def test_the_good_calls_are_good():
-    """The calls that the bad ones above change in one place."""
-    assert attention(**tensors()).shape == (2, 6, 4, 16)
-    assert attention_varlen(**packed()).shape == (9, 4, 16)
-
-
-@pytest.mark.parametrize("window", [-1, 2.0, True, None])
-@pytest.mark.parametrize("method", ["rectify", "local"])
-def test_windows(method, window):
-    with pytest.raises(ValueError, match=f"window: expected a non-negative integer, got {window}"):
-        getattr(ROPE, method)(window)
+@pytest.mark.parametrize(
+    ("q", "k", "options"),
+    [
+        (like(1, 48, 32), like(1, 48, 8), {}),
+        (like(1, 32, 48), like(1, 8, 48), {"causal": False}),
+        (like(1, 9, 4), like(1, 8, 4), {}),  # legal: the first row has no key
+        (like(1, 8, 4), like(1, 4, 2), {}),
+        (like(1, 8, 4), like(1, 0, 4), {}),
+        (like(1, 1, 32), like(1, 64, 8), {}),
+    ],
+)
+def test_a_layout_that_is_not_suspected(q, k, options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(q, k, k, ROPE, **options)

@@ -1,6 +1,6 @@
 """Sizes at both ends: offsets beyond 2^31 elements on the CPU, positions to 16 million, nothing at all.
 
-tests/executor/sizes.py has the compiled kernels.
+tests/executor/test_executed_sizes.py has the compiled kernels.
 """
 
 import itertools

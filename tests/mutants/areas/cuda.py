@@ -4,10 +4,10 @@ from ..breaks import Group
 from ..runs import EXECUTED
 
 ATTEND = (
-    *(*EXECUTED, "tests/executor/cuda_kernels.py"),
+    *(*EXECUTED, "tests/executor/test_cuda_kernels.py"),
     *("-k", "float16-64 or padding or not_causal or splits or strides or hostile or long_positions"),
 )
-APPEND = (*EXECUTED, "tests/executor/cuda_kernels.py", "-k", "append_writes and 64")
+APPEND = (*EXECUTED, "tests/executor/test_cuda_kernels.py", "-k", "append_writes and 64")
 # Only what these tests run is compiled, in a third of the time.
 SMALLER = (
     (
@@ -178,7 +178,7 @@ GROUPS = (
     Group(
         "cuda",
         "csrc/library.cpp",
-        (*EXECUTED, "tests/executor/cuda_kernels.py", "-k", "library_checks"),
+        (*EXECUTED, "tests/executor/test_cuda_kernels.py", "-k", "library_checks"),
         (
             (
                 "too short a table is accepted",

@@ -1,4 +1,4 @@
-"""Packed calls whose cu_seqlens lie, as on a device, where the host does not read them. Run like ``cases.py``.
+"""Packed calls whose cu_seqlens lie, as on a device, where the host does not read them.
 
 The executor watches the bounds of every tensor. Sequences whose entries are right keep their bits.
 """

@@ -1,4 +1,4 @@
-"""Packed queries on the CUDA C++ kernels. Run like ``cuda_kernels.py``."""
+"""Packed queries on the CUDA C++ kernels."""
 
 import pytest
 import support
@@ -8,7 +8,7 @@ from flashrope.backends import cuda, reference
 from flashrope.backends.calls import CacheCall, CacheLayout
 from test_decode_varlen import Packed
 
-from .cuda_kernels import BF16, FP16, SCHEMES, operators, random
+from .test_cuda_kernels import BF16, FP16, SCHEMES, operators, random
 
 __all__ = ["operators"]  # the fixture that every test here uses
 pytestmark = pytest.mark.quick

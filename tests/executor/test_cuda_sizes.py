@@ -1,4 +1,4 @@
-"""Offsets beyond 2^31 elements in the CUDA C++ kernels. Run like ``cases.py``; see ``sizes.py``."""
+"""Offsets beyond 2^31 elements in the CUDA C++ kernels. See ``test_executed_sizes.py``."""
 
 import pytest
 import sparse
@@ -7,8 +7,8 @@ from flashrope import Rotary
 from flashrope.backends import cuda
 from flashrope.backends.calls import CacheCall, CacheLayout
 
-from . import sizes
-from .cuda_kernels import BF16, operators, random
+from . import test_executed_sizes as sizes
+from .test_cuda_kernels import BF16, operators, random
 
 __all__ = ["operators"]  # the fixture that every test here uses
 pytestmark = pytest.mark.quick

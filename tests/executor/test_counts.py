@@ -1,4 +1,4 @@
-"""The work that the kernels do is what the formulas of bench/work.py say. Run like ``cases.py``."""
+"""The work that the kernels do is what the formulas of bench/work.py say."""
 
 import pytest
 import support
@@ -98,7 +98,6 @@ def test_products_of_the_backward(machine, head_dim, head_dim_v):
 
 
 @nondeterministic
-@pytest.mark.quick
 @pytest.mark.parametrize("rotary", [ROPE, ROPE.rectify(70)], ids=["rope", "rerope"])
 def test_reproducible_or_atomic(machine, rotary):
     """In any order of blocks and warps: the same bits, except for dQ where atomics add it up. That is within the error

@@ -1,4 +1,4 @@
-"""Broken kernels: what the executor and the error budget notice. Run like ``cases.py``.
+"""Broken kernels: what the executor and the error budget notice.
 
 A mutant is one changed instruction of a compiled kernel (``mutations.py``), or one changed input of a launch. It is
 noticed when the executor reports it or when a result leaves the budget. float16 and a small softmax_scale make the
@@ -252,7 +252,6 @@ QUICK = {
 }
 
 
-@pytest.mark.quick
 def test_mutants(machine):
     cases = [(KERNELS[kernel], kernel, mutation) for kernel in QUICK for mutation in QUICK[kernel]]
     assert check_middle_ones(machine, cases) >= 30
@@ -404,7 +403,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_inputs(machine, monkeypatch, arch, change):
     machine.reset(strict=False, step_limit=STEP_LIMIT)
@@ -414,7 +412,6 @@ def test_changed_inputs(machine, monkeypatch, arch, change):
     assert verdict(machine, problem.run, problem, results) not in ("same bits", "within budget")
 
 
-@pytest.mark.quick
 def test_false_claim_of_alignment(machine, monkeypatch):
     """The second row lies at an odd address, and the kernel is that for aligned ones."""
     p = scenario(Forward).problem

@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels of csrc/ on the executor, launched by the extension's own host code. Run like ``cases.py``.
+"""The CUDA C++ kernels of csrc/ on the executor, launched by the extension's own host code.
 
 Results are compared with the reference in float64.
 """

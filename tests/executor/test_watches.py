@@ -1,4 +1,4 @@
-"""What the executor notices, each shown by the smallest kernel that does it. Run like ``cases.py``.
+"""What the executor notices, each shown by the smallest kernel that does it.
 
 Every kernel has a right version next to it: the same one with the line that makes it right.
 """

@@ -1,4 +1,4 @@
-"""Offsets beyond 2^31 elements and 2^32 bytes in every tensor of the compiled kernels. Run like ``cases.py``.
+"""Offsets beyond 2^31 elements and 2^32 bytes in every tensor of the compiled kernels.
 
 The memory is sparse, so few programs at huge strides cost little. The results must be bitwise those of the same numbers
 in small tensors, which are held to the error budget.
@@ -17,7 +17,7 @@ from flashrope.backends.triton import attention as launches
 from support import NAMES, SCHEMES
 
 BF16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float32))
-quick, slow = pytest.mark.quick, pytest.mark.slow
+slow = pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
 
 
@@ -139,7 +139,7 @@ def check_far(got, q, k, v, rotary) -> None:
     support.check_budget(dict(zip(("out", "lse"), got, strict=True)), p, torch.bfloat16)
 
 
-@pytest.mark.parametrize("seqlen_q", [pytest.param(3, marks=quick), pytest.param(70, marks=slow)])
+@pytest.mark.parametrize("seqlen_q", [3, pytest.param(70, marks=slow)])
 def test_slots_of_a_contiguous_cache(machine, seqlen_q):
     q, k, v = cached_tokens(seqlen_q)
     caches = [sparse.empty((2, CAPACITY, 2, 64), x.dtype) for x in (k, v)]

@@ -1,12 +1,12 @@
-"""Broken CUDA C++ kernels, as ``mutants.py`` has them of Triton's: nvcc's PTX with one line changed."""
+"""Broken CUDA C++ kernels, as ``test_executed_mutants.py`` has them of Triton's: nvcc's PTX with one line changed."""
 
 import pytest
 import torch
 from flashrope.backends import cuda
 
 from . import extension
-from .cuda_kernels import BF16, COEFFICIENT, FP16, SCHEMES, Cache, operators, random
-from .mutants import OTHER_SHIFT, PADDING, REASONS, REPLICA, check_every_kind, check_middle_ones
+from .test_cuda_kernels import BF16, COEFFICIENT, FP16, SCHEMES, Cache, operators, random
+from .test_executed_mutants import OTHER_SHIFT, PADDING, REASONS, REPLICA, check_every_kind, check_middle_ones
 
 __all__ = ["operators"]  # the fixture that every test here uses
 

@@ -1,6 +1,6 @@
 """flashrope tune with the executor as the device: candidates run, wrong ones are dropped by name, winners serve.
 
-Times mean nothing here. Run like ``cases.py``.
+Times mean nothing here.
 """
 
 import argparse
@@ -47,7 +47,6 @@ def tune(*words) -> int:
     return command.tune(CPU, parser.parse_args([*words, "--jobs", "1"]))
 
 
-@pytest.mark.quick
 def test_the_winner_serves_and_wrong_candidates_are_dropped(machine, arch, monkeypatch, capsys, file):
     """One candidate's kernel leaves the exponential out; of the others SMALL is made the fastest."""
     leave_out = MUTATIONS["exponential left out"]

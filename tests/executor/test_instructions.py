@@ -1,4 +1,4 @@
-"""What single instructions compute, compared with the PTX ISA. Run like ``cases.py``."""
+"""What single instructions compute, compared with the PTX ISA."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from .driver import Machine
 from .kernel import Kernel
 from .launches import ExecutionError
 
-pytestmark = pytest.mark.quick
 FP16, BF16 = torch.float16, torch.bfloat16
 LANE = torch.arange(32)[:, None]
 GROUP, MEMBER = LANE // 4, LANE % 4  # PTX ISA: groupID and threadID_in_group

@@ -1,9 +1,4 @@
-"""The compiled kernels on the executor, against the same error budget as every other backend.
-
-Not collected on its own: ``tests/executor/test_executor.py`` runs it in a process where Triton compiles. By hand:
-
-    PYTHONPATH=tests pytest -p executor.plugin --executor 80 tests/executor/cases.py
-"""
+"""The compiled kernels on the executor, against the same error budget as every other backend."""
 
 import dataclasses
 import pathlib

@@ -1,0 +1,123 @@
+"""Wrong arguments of the calls over caches, which then write nothing, and of the caches.
+
+What needs a cache with tokens in it: test_cache.py; steps and layers: test_cache_layers.py.
+"""
+
+import pytest
+import torch
+from flashrope import KVCache, PagedKVCache, Rotary
+from small_calls import NEW, ONE, ROPE, cached, check_refused, int32, paged, varlen_cached, zeros
+
+T, V, M = TypeError, ValueError, "meta"
+TABLE = int32(0, 1, 2, 3).view(2, 2)
+SLOTS = torch.arange(9)
+
+
+def rows(**options):
+    sizes = {"batch": 2, "capacity": 32, "heads_kv": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
+    return KVCache(**sizes | options)
+
+
+def pages(**options):
+    return PagedKVCache(**{"pages": 8, "page_size": 16, "heads_kv": 2, "head_dim": 16, "device": "cpu"} | options)
+
+
+def caches(*shape):
+    return {"k_cache": zeros(*shape), "v_cache": zeros(*shape)}
+
+
+# what happened: (call, error, the argument, what is expected, what came)
+REFUSED = {
+    "one length for all": (lambda: cached(cache_seqlens=5), T, "cache_seqlens", "an int32 tensor", "got int"),
+    "a list of lengths": (lambda: cached(cache_seqlens=[3, 9]), T, "cache_seqlens", "an int32 tensor", "got list"),
+    "long lengths": (lambda: cached(cache_seqlens=int32(3, 5).long()), T, "cache_seqlens", "int32", "got torch.int64"),
+    "one length of two": (lambda: cached(cache_seqlens=int32(3)), V, "cache_seqlens", "shape (2,)", "got (1,)"),
+    "lengths on meta": (lambda: cached(cache_seqlens=int32(3, 5).to(M)), V, "cache_seqlens", "device cpu", "got meta"),
+    "paddings of three": (lambda: cached(cache_leftpad=int32(0, 0, 0)), V, "cache_leftpad", "shape (2,)", "got (3,)"),
+    "k without v": (lambda: cached(v=None), V, "v", "both or none of k and v", "only k"),
+    "query heads as keys": (lambda: cached(k=ONE), V, "k", "shape (2, 1, 2, 16)", "got (2, 1, 4, 16)"),
+    "keys of one sequence": (lambda: cached(k=NEW[:1], v=NEW[:1]), V, "k", "shape (2, 1, 2, 16)",
+                             "got (1, 1, 2, 16)"),
+    "a KVCache as k_cache": (lambda: cached(k_cache=rows()), T, "k_cache", "a tensor", "got KVCache"),
+    "an int8 cache": (lambda: cached(k_cache=zeros(2, 32, 2, 16).char()), T, "k_cache", "float16, bfloat16", "int8"),
+    "a half-precision cache": (lambda: cached(k_cache=zeros(2, 32, 2, 16).half()), T, "k_cache", "torch.float32",
+                               "got torch.float16"),
+    "a cache of three": (lambda: cached(**caches(3, 32, 2, 16)), V, "k_cache", "batch 2", "got 3"),
+    "a shorter v_cache": (lambda: cached(v_cache=zeros(2, 31, 2, 16)), V, "v_cache", "shape (2, 32, 2, 16)",
+                          "got (2, 31, 2, 16)"),
+    "a gradient": (lambda: cached(q=ONE.clone().requires_grad_()), V, "q, k, v", "no gradient", "torch.no_grad"),
+    "no splits": (lambda: cached(num_splits=0), V, "num_splits", "None or a number from 1 to 256", "got 0"),
+    "causal=1": (lambda: cached(causal=1), T, "causal", "True or False", "got 1"),
+    "cuda": (lambda: cached(impl="cuda"), V, "impl='cuda'", "cannot serve this call: ", ""),
+    # block tables
+    "pages without a table": (lambda: paged(block_table=None), V, "k_cache", "need a block_table", "got 8"),
+    "pages of 24": (lambda: paged(**caches(8, 24, 2, 16)), V, "k_cache", "pages of 16, 32, 64", "page_size 24"),
+    "a long table": (lambda: paged(block_table=TABLE.long()), T, "block_table", "int32", "got torch.int64"),
+    "a list as table": (lambda: paged(block_table=[[0], [1]]), T, "block_table", "an int32 tensor", "got list"),
+    "one row of a table": (lambda: paged(block_table=TABLE[0]), V, "block_table", "shape (2, max_pages)", "got (2,)"),
+    "a table of one": (lambda: paged(block_table=TABLE[:1]), V, "block_table", "shape (2, max_pages)", "got (1, 2)"),
+    "a transposed table": (lambda: paged(block_table=TABLE.T), V, "block_table", "a contiguous", ""),
+    # what lengths and tables hold
+    "a page too far": (lambda: paged(block_table=int32(0, 1, 9, 9).view(2, 2), validate=True), V,
+                       "block_table: sequence 1, entry 0", "a page of the cache, 0 to 7", "got 9"),
+    "a page for two": (lambda: paged(block_table=int32(0, 1, 0, 1).view(2, 2), validate=True), V,
+                       "block_table: sequence 1, entry 0", "no other entry writes to", "got 0"),
+    "a full cache": (lambda: cached(cache_seqlens=int32(3, 32), validate=True), V, "cache_seqlens: sequence 1",
+                     "at most 31, with room for 1 new keys in 32 slots", "got 32"),
+    "a negative length": (lambda: cached(cache_seqlens=int32(-1, 3), validate=True), V, "cache_seqlens: sequence 0",
+                          "at least 0", "got -1"),
+    "padding beyond": (lambda: cached(cache_leftpad=int32(0, 9), validate=True), V, "cache_leftpad: sequence 1",
+                       "0 to 6, its length", "got 9"),
+    # packed
+    "dense queries": (lambda: varlen_cached(q=ONE), V, "q", "(total, heads, head_dim)", "got shape (2, 1, 4, 16)"),
+    "too few queries": (lambda: varlen_cached(q=zeros(7, 4, 16)), V, "cu_seqlens_q",
+                        "to end at 7 at most, the rows of q", "got 9"),
+    "a small maximum": (lambda: varlen_cached(max_seqlen_q=4), V, "max_seqlen_q", "at least the longest sequence, 5",
+                        "got 4"),
+    "too few keys": (lambda: varlen_cached(k=zeros(7, 2, 16)), V, "k", "shape (9, 2, 16)", "got (7, 2, 16)"),
+    "packed k without v": (lambda: varlen_cached(v=None), V, "v", "both or none of k and v", "only k"),
+    "packed and a cache of three": (lambda: varlen_cached(**caches(3, 32, 2, 16)), V, "k_cache",
+                                    "batch 2 as in cu_seqlens_q", "got 3"),
+    "three lengths": (lambda: varlen_cached(cache_seqlens=int32(0, 0, 0)), V, "cache_seqlens", "shape (2,)",
+                      "got (3,)"),
+    "no room": (lambda: varlen_cached(cache_seqlens=int32(3, 28), validate=True), V, "cache_seqlens: sequence 1",
+                "at most 27, with room for 5 new keys in 32 slots", "got 28"),
+    "a gradient of packed queries": (lambda: varlen_cached(q=zeros(9, 4, 16, requires_grad=True)), V, "q, k, v",
+                                     "no gradient", "torch.no_grad"),
+    "packed and cuda": (lambda: varlen_cached(impl="cuda"), V, "impl='cuda'", "cannot serve this call: ", ""),
+    "slots for nothing": (lambda: varlen_cached(k=None, v=None, slot_mapping=SLOTS), V, "slot_mapping",
+                          "k and v to place", "got none"),
+    "a float as slot": (lambda: varlen_cached(slot_mapping=SLOTS.float()), T, "slot_mapping", "int32 or int64",
+                        "got torch.float32"),
+    "too few slots": (lambda: varlen_cached(slot_mapping=SLOTS[:2]), V, "slot_mapping", "shape (9,)", "got (2,)"),
+    "a slot too far": (lambda: varlen_cached(slot_mapping=SLOTS + 60, validate=True), V, "slot_mapping: token 4",
+                       "a slot below 64", "got 64"),
+    "a slot twice": (lambda: varlen_cached(slot_mapping=int32(*[7] * 9), validate=True), V, "slot_mapping: token 1",
+                     "a slot of its own", "got 7, as token 0"),
+    # caches
+    "a dtype by name": (lambda: rows(dtype="bfloat16"), T, "dtype", "float16, bfloat16, float32", "got bfloat16"),
+    "a device called gpu": (lambda: rows(device="gpu"), V, "device", "a torch.device, its name or No", "'gpu'"),
+    "no capacity": (lambda: rows(capacity=0), V, "capacity", "at least 1", "got 0"),
+    "rotary forgotten": (lambda: rows().attend(ONE, NEW, NEW), T, "v", "a tensor", "NoneType"),
+    "window_size": (lambda: rows().attend(ONE, ROPE, NEW, NEW, window_size=3), T, "window_size", "rotary.local",
+                    "window_size=3"),
+    "half-precision q": (lambda: rows().attend(ONE.half(), ROPE, NEW, NEW), T, "q", "torch.float32 as", "float16"),
+    "no such layer": (lambda: rows().layer(2), V, "layer", "at least 0 and at most 0", "got 2"),
+    "no pages": (lambda: pages(pages=0), V, "pages", "at least 1", "got 0"),
+    "page_size 8": (lambda: pages(page_size=8), V, "page_size", "at least 16 and at most 256", "got 8"),
+    "page_size 48": (lambda: pages(page_size=48), V, "page_size", "16, 32, 64, 128 or 256", "got 48"),
+    "head_dim 12": (lambda: pages(head_dim=12), V, "head_dim", "a multiple of 8 up to 256", "got 12"),
+    "int8 pages": (lambda: pages(dtype=torch.int8), T, "dtype", "float16, bfloat16, float32 or float64",
+                   "got torch.int8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "name", "expected", "given"), REFUSED.values(), ids=REFUSED.keys())
+def test_the_message_names_the_argument_what_was_expected_and_what_came(call, error, name, expected, given):
+    check_refused(call, error, name, expected, given)
+
+
+@pytest.mark.parametrize("call", [cached, varlen_cached])
+def test_axial_schemes_are_refused(call):
+    with pytest.raises(ValueError, match="rotary: an axial"):
+        call(rotary=Rotary.axial(16))

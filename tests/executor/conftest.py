@@ -1,0 +1,75 @@
+"""Runs each file of cases in a process of its own, where the executor is the tests' "triton" target. Here Triton
+interprets.
+
+A file's item "quick" runs the cases marked quick, for sm_80. Its slow items run all cases, one item an architecture.
+With ``-p executor.plugin`` the cases are collected as usual.
+"""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from . import build, extension
+
+TESTS = pathlib.Path(__file__).parents[1]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path, parent):
+    here = module_path.name == "test_executor.py" or parent.config.pluginmanager.has_plugin("executor.plugin")
+    return None if here else Cases.from_parent(parent, path=module_path)
+
+
+class Cases(pytest.File):
+    def collect(self):
+        if "mark.quick" in self.path.read_text(encoding="utf-8"):
+            yield Process.from_parent(self, name="quick", arch=80, chosen="quick")
+        for arch in (80, 86, 90):
+            every = Process.from_parent(self, name=f"all-{arch}", arch=arch, chosen="slow or not slow")
+            every.add_marker(pytest.mark.slow)
+            yield every
+
+
+class Process(pytest.Item):
+    """The chosen cases of one file."""
+
+    def __init__(self, *, arch: int, chosen: str, **options):
+        super().__init__(**options)
+        self.arch, self.chosen = arch, chosen
+
+    def runtest(self):
+        skip_where_nothing_runs(cuda=self.path.name.startswith("test_cuda_"))
+        executed(self.arch, "-m", self.chosen, str(self.path))
+
+    def reportinfo(self):
+        return self.path, None, f"{self.path.name}: {self.name}"
+
+
+def skip_where_nothing_runs(cuda: bool) -> None:
+    """cuda: of the CUDA C++ kernels, which need nvcc."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU runs the kernels themselves")
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton has no wheel for this platform")
+    try:
+        build.library()
+        if cuda:
+            extension.nvcc()
+    except (build.NoCompiler, extension.NoNvcc) as error:
+        pytest.skip(str(error))
+
+
+def executed(arch: int, *arguments: str) -> None:
+    """pytest with these arguments, with the executor as the tests' "triton" target."""
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "executor.plugin", "--executor", str(arch), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, check=False)
+    if done.returncode:
+        pytest.fail(done.stdout[-8000:] + done.stderr[-2000:], pytrace=False)
