@@ -120,7 +120,7 @@ def known_options() -> dict[str, Option]:
 
 
 def apply_options(rotary: Rotary, options: Mapping[str, Any], scaled: bool = True) -> Rotary:
-    """The scheme that options, which were read, make of this one. A scheme without rotating pairs is only scaled.
+    """This scheme with options from ``Scheme.options``, or read ones. Without rotating pairs it is only scaled.
 
     Args:
         scaled: False leaves out options of the scale, for layers that see a fixed number of keys.
@@ -174,15 +174,16 @@ def _log_n(name: str, value, length: Callable[[str], int]) -> float:
     return value
 
 
-def _clip(name: str, value, length: Callable[[str], int]) -> dict[str, Any]:
-    """The arguments of ``Rotary.cope``, which checks all but their names."""
-    arguments = dict(value) if isinstance(value, dict) else {} if value is True else {"train_length": value}
+def _clip(name: str, value, length: Callable[[str], int]) -> float | dict[str, Any]:
+    """The training length or the arguments of ``Rotary.cope``, which checks all but their names."""
+    if not isinstance(value, dict):
+        return length(name) if value is True else value
     known = ("train_length", "pairs", "taper")
-    if unknown := sorted(arguments.keys() - set(known)):
+    if unknown := sorted(value.keys() - set(known)):
         raise ValueError(
             f"{name}: expected True, a length or a dict with some of {', '.join(known)}, got {unknown[0]!r}"
         )
-    return arguments if "train_length" in arguments else {"train_length": length(name), **arguments}
+    return dict(value) if "train_length" in value else {"train_length": length(name), **value}
 
 
 def _numbers(first: str, second: str, third: str = ""):
@@ -210,6 +211,10 @@ def _hope(rotary: Rotary, train_length: float) -> Rotary:
         for frequency, before in zip(rotary.frequencies, original, strict=True)
     )
     return dataclasses.replace(rotary, frequencies=frequencies)
+
+
+def _cope(rotary: Rotary, given: float | dict[str, Any]) -> Rotary:
+    return rotary.cope(**given) if isinstance(given, dict) else rotary.cope(given)
 
 
 def _rerope(lengths: Lengths) -> dict[str, Any]:
@@ -301,7 +306,7 @@ SCHEMES: dict[str, Scheme] = {
             "cope",
             "CoPE",
             lambda lengths: {"clip": lengths.train},
-            Option("clip", CUT, _clip, lambda rotary, given: rotary.cope(**given), f"{SLOW_PAIRS} rotate less"),
+            Option("clip", CUT, _clip, _cope, f"{SLOW_PAIRS} rotate less"),
             why="the angles of these pairs beyond the training length are new to the model; distances stay the true "
             "ones",
         ),
