@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flashrope.cli import files, report
-from flashrope.evaluation.names import NAMES
+from flashrope.rotary.catalogue import SCHEMES
 from flashrope.small_models.workers import Workers
 
 from .export import export
@@ -102,7 +102,7 @@ def unmeasured(folder: Path, seed: int) -> list[str]:
     for path in measured(folder, seed):
         found = json.loads(path.read_text(encoding="utf-8"))
         seen |= {row["scheme"] for row in found["rows"]} | set(found.get("left_out", ()))
-    return [command for command in COMMANDS if NAMES[command] not in seen]
+    return [command for command in COMMANDS if SCHEMES[command].label not in seen]
 
 
 def measure_job(run: Run, seed: int, folder: str, commands: Sequence[str], progress: Callable) -> None:
@@ -133,7 +133,8 @@ def rows_of(path: Path, seed: int) -> list[list]:
     found = json.loads(path.read_text(encoding="utf-8"))
     length = found["train_length"]
     names = {
-        NAMES[command]: resolve(name.format(growth=MULTIPLES[-1]), length)[0] for command, name in COMMANDS.items()
+        SCHEMES[command].label: resolve(name.format(growth=MULTIPLES[-1]), length)[0]
+        for command, name in COMMANDS.items()
     }
     rows = []
     for row in found["rows"]:

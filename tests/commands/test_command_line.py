@@ -18,7 +18,7 @@ from flashrope.cli.progress import Bar, duration, seconds_left
 from flashrope.cli.report import Bars
 from flashrope.commands.demo import TIMES
 from flashrope.commands.main import COMMANDS, main
-from flashrope.evaluation.names import NAMES
+from flashrope.rotary.catalogue import SCHEMES
 from flashrope.small_models.presets import PRESETS
 from flashrope.tuning.measure import _cancelled_by_errors
 
@@ -87,7 +87,7 @@ def test_the_light_modules_hold_the_same_names():
     assert list(TIMES) == list(PRESETS)
     shown = python("-m", "flashrope", "demo", "--help").stdout
     assert "Time of a run" in shown and " ".join(TIMES["cpu"].split()) in " ".join(shown.split())
-    assert all(name in python("-m", "flashrope", "loss", "--help").stdout for name in NAMES)
+    assert all(name in python("-m", "flashrope", "loss", "--help").stdout for name in SCHEMES)
 
 
 # ---- time left

@@ -64,7 +64,7 @@ def test_writes_every_result(finished):
     markdown = (finished / "losses.md").read_text()
     assert all(f"{float(row['loss']):.3f}" in markdown for row in table)
     assert "\n- left out: DCA: dual_chunk: expected a training length above 128" in markdown
-    assert "CoPE; Self-Extend with window 16, groups of 16; log n" in markdown
+    assert "rotate less; Self-Extend-w16: window 16, groups of 16; log n" in markdown
 
 
 def test_the_schemes_that_are_compared():
@@ -82,6 +82,9 @@ def test_the_schemes_that_are_compared():
     schemes, left_out = compared(32, 64, 13, 16.0, 10_000.0)
     assert set(left_out) == {"DCA"} and "Self-Extend-w13" in [scheme.name for scheme in schemes]
     assert set(compared(32, 16, 3, 16.0, 10_000.0)[1]) == {"DCA", "Self-Extend-w3"}
+    found = {scheme.name: scheme.rotary for scheme in compared(32, 64, 32, 16.0, 10_000.0, ["yarn", "rerope"])[0]}
+    assert set(found) == {name + log_n for name in ("RoPE", "HoPE", "YaRN", "ReRoPE-w32") for log_n in ("", " + log n")}
+    assert found["YaRN"] == Rotary.rope(32).yarn(8.0, 64) and found["ReRoPE-w32"] == Rotary.rope(32).rectify(32)
 
 
 def test_png_is_an_image_with_something_on_it(finished):

@@ -150,6 +150,10 @@ def test_scheme_options_are_the_schemes(run):
         ("--factor", "2"): ROPE.rectify(16, 2.0),
         ("--log-n",): ROPE.log_n(LENGTH),
         ("--rectify", "--window", "8", "--factor", "2", "--log-n"): ROPE.rectify(8, 2.0).log_n(LENGTH),
+        ("--scheme", "cope"): ROPE.cope(LENGTH),
+        ("--scheme", "yarn"): ROPE.yarn(92 / LENGTH, LENGTH),
+        ("--scheme", "self-extend-log-n", "--window", "8"): ROPE.self_extend(8, 4).log_n(LENGTH),
+        ("--scheme", "leaky", "--factor", "3"): ROPE.rectify(16, 3.0).log_n(LENGTH),
     }.items():
         expected, margin = by_full_passes(model_of(), rotary, PROMPT, 40)
         assert margin > 1e-4
@@ -157,6 +161,20 @@ def test_scheme_options_are_the_schemes(run):
         assert shown.out == (PROMPT + expected).decode(errors="replace")
         ours[options] = shown.out
     assert len(set(ours.values())) == len(ours)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["rerope", "--log-n"], "--scheme: expected no --log-n beside it, got both"),
+        (["cope", "--window", "8"], "--window: expected a scheme with a window, got cope"),
+        (["rerope", "--factor", "2"], "--factor: expected a scheme with a factor, got rerope"),
+        (["dual-chunk"], "--scheme: dual_chunk: expected a training length above 128"),
+    ],
+    ids=str,
+)
+def test_schemes_that_do_not_fit(run, options, message):
+    assert message in run("--scheme", *options, code=2).err
 
 
 def test_messages(run):

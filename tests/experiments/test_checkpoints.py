@@ -2,8 +2,7 @@
 
 import json
 
-from flashrope.commands import hf_model
-from flashrope.evaluation.names import NAMES
+from flashrope.rotary.catalogue import SCHEMES
 
 from experiments import checkpoints
 from experiments.checkpoints import COMMANDS, MEASURED, REPEATED, TEXT
@@ -18,14 +17,14 @@ def written(path, value, commands=COMMANDS, left_out=()):
     """A loss.json as ``flashrope loss --repeat`` writes it, ``value`` a function of scheme, context and length."""
     path.parent.mkdir(exist_ok=True)
     rows = [
-        {"scheme": NAMES[name], "context": context, "length": length, "windows": value(name, context, length)}
+        {"scheme": SCHEMES[name].label, "context": context, "length": length, "windows": value(name, context, length)}
         for name in commands
         for context in ("text", "repeated")
         for length in (LENGTH, 2 * LENGTH)
     ]
     record = {"facts": {}, "train_length": LENGTH, "targets": 32, "rows": rows}
     if left_out:  # older files do not have it
-        record["left_out"] = {NAMES[name]: "refused" for name in left_out}
+        record["left_out"] = {SCHEMES[name].label: "refused" for name in left_out}
     path.write_text(json.dumps(record))
     return path
 
@@ -60,9 +59,9 @@ def test_only_schemes_without_a_measurement_are_measured(tmp_path):
 
 
 def test_the_commands_schemes_are_all_known():
-    assert set(COMMANDS) <= set(NAMES) and len(set(MEASURED)) == len(COMMANDS)
+    assert set(COMMANDS) <= set(SCHEMES) and len(set(MEASURED)) == len(COMMANDS)
     assert label("rerope-w32+dagger") == "ReRoPE, log n†"
-    assert hf_model.NAMES["rerope-plain"] == "ReRoPE without log n"
+    assert SCHEMES["rerope-plain"].label == "ReRoPE without log n"
 
 
 def test_the_use_of_far_context_is_judged_for_every_scheme():

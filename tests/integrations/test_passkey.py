@@ -126,6 +126,6 @@ def test_bad_input(checkpoint, tmp_path, capsys):
     tiny("llama").save_pretrained(tmp_path / "small")
     assert "has no tokenizer, and its vocabulary is too small for bytes" in refused(model=str(tmp_path / "small"))
     tiny("mistral", vocab_size=256).save_pretrained(tmp_path / "slides")
-    assert "--schemes: none of rerope fits this model: model_or_config: expected layers that see all keys" in refused(
+    assert "--schemes: none of rerope fits this model: window: expected a model whose layers see all keys" in refused(
         "--schemes", "rerope", "--lengths", "400", model=str(tmp_path / "slides")
     )

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from flashrope import Rotary, attention_varlen_with_cache
-from flashrope.integrations.vllm.options import read_options
 from flashrope.integrations.vllm.plan import ARCHITECTURES, asked, make_plan
 
 SLIDING = ["sliding_attention", "full_attention"]
@@ -57,7 +56,9 @@ def test_the_package_imports_neither_vllm_nor_transformers():
         ({"window": 1024, "factor": 8}, lambda rope: rope.rectify(1024, 8)),
         ({"window": 1024, "log_n": True}, lambda rope: rope.rectify(1024).log_n(4096)),
         ({"window": 1024, "log_n": 8192}, lambda rope: rope.rectify(1024).log_n(8192)),
-        ({"log_n": 4096, "clip": False}, lambda rope: rope.log_n(4096, clip=False)),
+        ({"log_n": 4096, "log_n_clip": False}, lambda rope: rope.log_n(4096, clip=False)),
+        ({"clip": True, "window": 64}, lambda rope: rope.cope(4096).rectify(64)),
+        ({"clip": {"pairs": 3}, "log_n": 64}, lambda rope: rope.cope(4096, 3).log_n(64)),
         ({"hope_train_length": 4096}, lambda rope: Rotary.hope(32, 4096)),
         ({"self_extend": [1024, 8]}, lambda rope: rope.self_extend(1024, 8)),
         ({"self_extend": [1024, 8], "log_n": True}, lambda rope: rope.self_extend(1024, 8).log_n(4096)),
@@ -95,7 +96,7 @@ def test_the_digest_is_that_of_the_schemes():
 
 
 REFUSED = {
-    "unknown key": (dict(options={"windw": 8}), "expected keys of window, factor, .* got 'windw'"),
+    "unknown key": (dict(options={"windw": 8}), "options: expected some of rotary, .*, factor, .* got 'windw'"),
     "no dict": (dict(options=True), "flashrope: expected a dict with some of .* got True"),
     "text": (dict(options="window"), "flashrope: expected a dict with some of .* got 'window'"),
     "window of text": (dict(options={"window": "8"}), "window: expected a non-negative integer, got '8'"),
@@ -125,18 +126,30 @@ REFUSED = {
         dict(options={"self_extend": [32, 4]}, hf={"sliding_window": 64}),
         "window: expected a model whose layers see all keys, got layers with a sliding window of 64",
     ),
-    "factor alone": (dict(options={"factor": 4}), "factor: expected a window beside it"),
+    "factor alone": (dict(options={"factor": 4}), "factor: expected window beside it, got 4 alone"),
     "factor 0": (dict(options={"window": 8, "factor": 0}), "factor: expected a positive number, got 0"),
-    "log_n of text": (dict(options={"log_n": "4096"}), "log_n: expected a positive number or true, got '4096'"),
-    "log_n 1": (dict(options={"log_n": 1}), "train_length: expected more than 1, got 1"),
+    "log_n of text": (dict(options={"log_n": "4096"}), "log_n: expected True or a length of more than 1, got '4096'"),
+    "log_n 1": (dict(options={"log_n": 1}), "log_n: expected True or a length of more than 1, got 1"),
     "log_n true over an override": (
         dict(options={"log_n": True}, model={"hf_overrides": {"max_position_embeddings": 32768}}),
         "log_n: expected the training length in tokens .* got true",
     ),
-    "clip alone": (dict(options={"clip": False}), "clip: expected log_n beside it"),
-    "clip of text": (dict(options={"log_n": 64, "clip": "no"}), "clip: expected true or false, got 'no'"),
-    "rotary of no text": (dict(options={"rotary": 3}), "rotary: expected Rotary.text, .* got int"),
-    "rotary of other text": (dict(options={"rotary": "rope"}), "rotary: expected Rotary.text, got 'rope'"),
+    "clip true over an override": (
+        dict(options={"clip": {"pairs": 3}}, model={"hf_overrides": {"max_position_embeddings": 32768}}),
+        "clip: expected the training length in tokens .* got true",
+    ),
+    "the former flag of log n": (
+        dict(options={"log_n": 64, "clip": False}),
+        "clip: expected the arguments of CoPE, got False beside log_n; the flag of log n is log_n_clip",
+    ),
+    "the same, true": (dict(options={"log_n": True, "clip": True}), "got True beside log_n; .* is log_n_clip"),
+    "log_n_clip alone": (dict(options={"log_n_clip": False}), "log_n_clip: expected log_n beside it, got False"),
+    "log_n_clip of text": (
+        dict(options={"log_n": 64, "log_n_clip": "no"}),
+        "log_n_clip: expected True or False, got 'no'",
+    ),
+    "rotary of no text": (dict(options={"rotary": 3}), "rotary: expected a Rotary, its text, .* got int"),
+    "rotary of other text": (dict(options={"rotary": "rope"}), "rotary: expected the text of a Rotary, got 'rope'"),
     "rotary of another head_dim": (
         dict(options={"rotary": Rotary.rope(64).text}),
         "rotary: expected head_dim 32 as in the model, got 64",
@@ -263,12 +276,6 @@ def test_pages_as_vllm_lays_them_out(impl, heads_first):
         results.append((attention_varlen_with_cache(q[:tokens], *pages, rotary, *arguments, **options), *pages))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_options_are_those_of_convert_and_clip():
-    of_maps = {"self_extend", "dual_chunk"}
-    assert set(read_options({})) == {"window", "factor", "log_n", "clip", "hope_train_length", "rotary"} | of_maps
-    assert not any(value is not None for value in read_options({}).values())
 
 
 def test_every_architecture_is_in_the_docs():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from flashrope import KVCache, Rotary, attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
-from flashrope.integrations.transformers.layer_schemes import check_beyond
+from flashrope.integrations.options import read_options
 
 PLAIN = Rotary.rope(16).dual_chunk(160, 32)
 SCALED = Rotary.rope(16).dual_chunk(160, 32, length_scale=100)
@@ -115,8 +115,8 @@ def test_the_scheme():
 
 
 def test_as_an_option_of_convert():
-    check_beyond({"dual_chunk": (160, 32, 100)})
+    assert read_options({"dual_chunk": [160, 32, 100]}, None) == {"dual_chunk": (160, 32, 100)}
     with pytest.raises(TypeError, match=r"dual_chunk: expected a pair \(chunk_size, local_size\), or three numb"):
-        check_beyond({"dual_chunk": (160, 32, 100, 1)})
+        read_options({"dual_chunk": (160, 32, 100, 1)}, None)
     with pytest.raises(TypeError, match=r"self_extend: expected a pair \(window, group\), got"):
-        check_beyond({"self_extend": (160, 32, 100)})
+        read_options({"self_extend": (160, 32, 100)}, None)

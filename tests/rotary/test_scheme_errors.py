@@ -53,7 +53,6 @@ def test_the_message_names_the_argument_what_was_expected_and_what_came(call, er
         (lambda: ROPE.ntk(2.0).yarn(2.0, 512), "yarn: the table was changed by ntk already"),
         (lambda: Rotary.axial(64).interpolate(2.0), "interpolate: expected a one-dimensional table"),
         (lambda: Rotary.from_inv_freq([1.0], 64).yarn(2.0, 512), "yarn: needs the base of the table for its ramp"),
-        (lambda: Rotary.hope_ablation(64, 512, "ab3").yarn(2.0, 512), "yarn: needs the base of the table for its ramp"),
         (lambda: ROPE.rectify(8).rectify(8), "rectify: this scheme is rectified already"),
         (lambda: ROPE.rectify(0, 4.0).rectify(8), "rectify: this scheme is rectified already"),
         (lambda: Rotary.axial(64).rectify(8), "rectify: bands over the distance need one-dimensional positions"),
@@ -62,7 +61,6 @@ def test_the_message_names_the_argument_what_was_expected_and_what_came(call, er
         (lambda: ROPE.log_n(512).log_n(512), "log_n: this scheme is scaled by log n already"),
         (lambda: ROPE.ntk(2.0, "Aware"), 'variant: expected "old", "aware", "fixed" or "mixed", got \'Aware\''),
         (lambda: Rotary.rope(2).ntk(2.0), 'variant: "aware" needs more than one pair, this table has 1'),
-        (lambda: Rotary.hope_ablation(64, 512, "AB1"), 'which: expected "ab1", "ab2" or "ab3", got \'AB1\''),
         (
             lambda: Rotary.hope(64, 512, interleaved=True, compact=True),
             "compact: pairs m with m [+] a, interleaved=True pairs",
@@ -104,7 +102,6 @@ NUMBERS = {
     "base": lambda x: Rotary.rope(64, x),
     "base of axial": lambda x: Rotary.axial(64, base=x),
     "train_length": lambda x: Rotary.hope(64, x),
-    "train_length of ablation": lambda x: Rotary.hope_ablation(64, x, "ab1"),
     "factor": lambda x: ROPE.interpolate(x),
     "factor of ntk": lambda x: ROPE.ntk(x),
     "factor of yarn": lambda x: ROPE.yarn(x, 512),

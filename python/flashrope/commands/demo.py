@@ -7,7 +7,8 @@ import dataclasses
 
 from ..backends.names import BACKENDS
 from ..cli.options import positive
-from ..small_models.presets import PRESETS, TIMES, Preset
+from ..rotary.catalogue import SCHEMES
+from ..small_models.presets import COMPARED, PRESETS, TIMES, Preset
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=", ".join(f"{name} {getattr(preset, field.name):g}" for name, preset in PRESETS.items()),
         )
     schemes = parser.add_argument_group("schemes")
+    schemes.add_argument(
+        "--schemes",
+        nargs="+",
+        choices=[name for name in SCHEMES if name not in ("stock", "log-n", "hope")],
+        default=list(COMPARED),
+        help="schemes to compare with RoPE and HoPE, each without and with log n",
+    )
     schemes.add_argument(
         "--window",
         type=positive,

@@ -6,6 +6,7 @@ import argparse
 
 from ..backends.names import BACKENDS
 from ..cli.options import MAX_THREADS, positive
+from ..rotary.catalogue import SCHEMES
 from ..small_models.presets import CHECKPOINTS
 
 
@@ -39,19 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     scheme = parser.add_argument_group("scheme (default: the one the model was trained with)")
     scheme.add_argument(
+        "--scheme",
+        choices=SCHEMES,
+        metavar="NAME",
+        help="a scheme by its name, with the numbers that follow from the training length and the length of the text; "
+        f"one of {', '.join(SCHEMES)}",
+    )
+    scheme.add_argument(
         "--rectify", action="store_true", help="ReRoPE: distances beyond the window are treated as the window"
     )
     scheme.add_argument(
         "--window",
         type=positive,
         metavar="W",
-        help="window of ReRoPE in bytes, default: half the training length; implies --rectify",
+        help="window in bytes, default: half the training length; implies --rectify, unless --scheme is given",
     )
     scheme.add_argument(
         "--factor",
         type=float,
         metavar="K",
-        help="Leaky ReRoPE: distances grow by 1/K beyond the window; implies --rectify",
+        help="Leaky ReRoPE: distances grow by 1/K beyond the window; implies --rectify, unless --scheme is given",
     )
     scheme.add_argument(
         "--log-n", action="store_true", help="scale the query at position i by max(1, ln(i + 1) / ln(training length))"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..cli.options import positive
-from ..evaluation.names import NAMES
+from ..rotary.catalogue import SCHEMES
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_schemes(parser: argparse.ArgumentParser, default: list[str]) -> None:
     parser.add_argument(
         "--schemes",
         nargs="+",
-        choices=NAMES,
+        choices=SCHEMES,
         default=default,
         help="schemes to run the model under; rerope and leaky with log n, rerope-plain without; dual-chunk: DCA, for "
         "training lengths above 128 tokens",

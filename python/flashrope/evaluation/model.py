@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ..cli.options import BadInput
+from ..integrations.options import FIELD
 
 MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; a model with more and no tokenizer lacks its files
 
@@ -33,7 +34,7 @@ def load(name: str, device: torch.device):
     from transformers import AutoModelForCausalLM
 
     from ..integrations.transformers import convert
-    from ..integrations.transformers.saved import FIELD, choose_stock_attention  # transformers then loads saved options
+    from ..integrations.transformers.saved import choose_stock_attention  # transformers then loads saved options
     from . import llama
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

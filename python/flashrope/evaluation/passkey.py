@@ -23,8 +23,8 @@ from ..cli.figure import new_figure, save
 from ..cli.options import BadInput, cores, need, torch_threads
 from ..cli.progress import Bar
 from ..commands.info import hardware
+from ..rotary.catalogue import SCHEMES
 from .model import Tokens, describe, last_logits, load, short_name, training_length
-from .names import NAMES
 from .schemes import applicable, settings
 
 INSTRUCTION = (
@@ -157,7 +157,7 @@ def table(cells: Sequence[Cell]) -> str:
         found = [
             [cell.accuracy for cell in cells if (cell.scheme, cell.length) == (scheme, length)] for length in lengths
         ]
-        rows.append([NAMES[scheme], *(f"{100 * sum(some) / len(some):.0f}%" for some in found)])
+        rows.append([SCHEMES[scheme].label, *(f"{100 * sum(some) / len(some):.0f}%" for some in found)])
     wide = max(len(row[0]) for row in rows)
     text = [row[0].ljust(wide) + "".join(value.rjust(10) for value in row[1:]) for row in rows]
     return "\n".join(["numbers found, all depths", text[0], "-" * len(text[0]), *text[1:]])
@@ -206,7 +206,7 @@ def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> No
         beyond = sum(length <= train_length for length in lengths)
         if 0 < beyond < len(lengths):
             axes.axvline(beyond - 0.5, color="black", linewidth=1.2, linestyle=":")
-        axes.set_title(NAMES[scheme], fontsize=10, loc="left")
+        axes.set_title(SCHEMES[scheme].label, fontsize=10, loc="left")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
     figure.colorbar(image, ax=grid, label="numbers found", format=lambda value, _: f"{100 * value:.0f}%")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from .. import Rotary
 from ..cli.options import BadInput
-from ..rotary.fitting import dual_chunk_for, self_extend_for
+from ..integrations.options import read_field
+from ..rotary.catalogue import SCHEMES, Lengths, describe_options
 from .model import text_config
-from .names import NAMES
 
 
-class Scheme(NamedTuple):
-    """apply: puts the model under this scheme. words: what that means, for the list of settings."""
+class Measured(NamedTuple):
+    """A scheme of the catalogue on one model. apply: puts the model under it. words: for the list of settings."""
 
     name: str
     label: str
@@ -24,15 +23,15 @@ class Scheme(NamedTuple):
 
 def applicable(
     model, names: Sequence[str], train_length: int, longest: int, windows: Sequence[int] = ()
-) -> tuple[list[Scheme], dict[str, str]]:
+) -> tuple[list[Measured], dict[str, str]]:
     """(the schemes that this model can run under, {label: why it cannot} for the others).
 
     The model is left as it came. A scheme that ``convert`` gave it stays in force: the others change that one.
 
     Args:
-        names: of NAMES.
+        names: of SCHEMES.
         train_length, longest: the training length and the longest length to measure, in tokens.
-        windows: of ReRoPE, Leaky ReRoPE and Self-Extend, a scheme for each; default: half the training length.
+        windows: of the schemes that read one, a row for each; default: half the training length.
 
     Raises:
         BadInput: no scheme is left.
@@ -40,7 +39,7 @@ def applicable(
     from ..integrations.transformers import convert, revert
 
     found, skipped = [], {}
-    own = _own(model)
+    own = read_field(text_config(model))
     converted = bool(own)
 
     def stock():
@@ -50,17 +49,21 @@ def applicable(
         return convert(model, **own) if own else model
 
     for name in names:
+        row = SCHEMES[name]
         if name == "stock":
             words = f"as it was saved, {', '.join(own)}" if own else "the library's own attention"
-            found.append(Scheme(name, NAMES[name], stock, words))
+            found.append(Measured(name, row.label, stock, words))
             continue
-        for label, make in _changes(model, own, name, train_length, longest, windows):
+        chosen = windows if row.reads_window and windows else [None]
+        for window in chosen:
+            label = f"{row.label}, window {window:,}" if len(chosen) > 1 else row.label
             try:
-                changes, words = make()
-                changes = own | changes
+                options = row.options(Lengths(train_length, longest, window))
+                changes = own | options
                 convert(model, **changes)
                 converted = True
-                found.append(Scheme(name, label, lambda changes=changes: convert(model, **changes), words))
+                words = describe_options(options).removeprefix(f"{label} ")
+                found.append(Measured(name, label, partial(convert, model, **changes), words))
             except ValueError as error:
                 skipped[label] = str(error)
     stock()
@@ -69,87 +72,9 @@ def applicable(
     return found, skipped
 
 
-def settings(schemes: Sequence[Scheme], skipped: dict[str, str]) -> dict[str, str]:
+def settings(schemes: Sequence[Measured], skipped: dict[str, str]) -> dict[str, str]:
     """The lines about schemes in a list of settings."""
     facts = {"schemes": "; ".join(f"{scheme.label}: {scheme.words}" for scheme in schemes)}
     if skipped:
         facts["left out"] = "; ".join(f"{label}: {reason}" for label, reason in skipped.items())
     return facts
-
-
-def _own(model) -> dict:
-    """The options of ``convert`` in the configuration."""
-    own = dict(getattr(text_config(model), "flashrope", None) or {})
-    if isinstance(own.get("rotary"), dict):
-        raise BadInput("--model: expected one scheme for all layers, got a model that was saved with one by layer type")
-    return own | {"rotary": Rotary.from_text(own["rotary"])} if "rotary" in own else own
-
-
-def _changes(
-    model, own: dict, name: str, train_length: int, longest: int, windows: Sequence[int]
-) -> Iterator[tuple[str, Callable]]:
-    """(label, function that returns the arguments of convert and a description) of every scheme of this name. ``own``
-    are the arguments that the model has without it."""
-    config, factor = text_config(model), max(longest / train_length, 1.0)
-
-    def trained() -> Rotary:
-        return own.get("rotary") or Rotary.from_hf_config(config)
-
-    if name in ("yarn", "ntk"):
-
-        def scaled():
-            rotary = trained().yarn(factor, train_length) if name == "yarn" else trained().ntk(factor)
-            return {"rotary": rotary}, f"factor {factor:g}"
-
-        yield NAMES[name], scaled
-    elif name == "log-n":
-        yield NAMES[name], lambda: ({"log_n": train_length}, f"by {train_length:,}")
-    elif name == "cope":
-        words = f"pairs with less than one turn over {train_length:,} tokens rotate less"
-        yield NAMES[name], lambda: ({"clip": train_length}, words)
-    elif name == "hope":
-        words = f"pairs with less than one turn over {train_length:,} tokens do not rotate"
-        yield NAMES[name], lambda: ({"hope_train_length": train_length}, words)
-    elif name.startswith("dual-chunk"):
-        yield NAMES[name], lambda: _with_log_n(name, train_length, *_dual_chunk(train_length))
-    else:
-        chosen = windows or [max(train_length // 2, 1)]
-        for window in chosen:
-            label = f"{NAMES[name]}, window {window:,}" if len(chosen) > 1 else NAMES[name]
-            if name.startswith("self-extend"):
-                yield (
-                    label,
-                    lambda window=window: _with_log_n(name, train_length, *_self_extend(train_length, longest, window)),
-                )
-            else:
-                yield label, lambda window=window: _rectified(config, name, train_length, longest, window)
-
-
-def _self_extend(train_length: int, longest: int, window: int) -> tuple[dict, str]:
-    window, group = self_extend_for(train_length, longest, window)
-    return {"self_extend": (window, group)}, f"window {window:,}, groups of {group:,}"
-
-
-def _dual_chunk(train_length: int) -> tuple[dict, str]:
-    chunk_size, local_size = dual_chunk_for(train_length)
-    return {"dual_chunk": (chunk_size, local_size)}, f"chunk size {chunk_size:,}, local size {local_size:,}"
-
-
-def _with_log_n(name: str, train_length: int, changes: dict, words: str) -> tuple[dict, str]:
-    if not name.endswith("log-n"):
-        return changes, words
-    return changes | {"log_n": train_length}, f"{words}, log n by {train_length:,}"
-
-
-def _rectified(config, name: str, train_length: int, longest: int, window: int) -> tuple[dict, str]:
-    from ..integrations.transformers import suggest
-
-    suggest(config, longest)  # raises if the layers of this model do not support it
-    if name == "rerope-plain":
-        return {"window": window}, f"window {window:,}"
-    changes, words = {"window": window, "log_n": train_length}, f"window {window:,}, log n by {train_length:,}"
-    if name == "leaky":
-        # The longest distance maps to halfway between the window and the training length.
-        factor = float(max(2 * math.ceil((longest - window) / max(train_length - window, 1)), 2))
-        return changes | {"factor": factor}, f"factor {factor:g}, {words}"
-    return changes, words

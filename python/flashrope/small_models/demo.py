@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,12 +26,12 @@ from ..cli import files, options, report
 from ..cli.options import BadInput, cores, need
 from ..cli.program import INTERRUPTED
 from ..commands.info import hardware
-from ..rotary.fitting import dual_chunk_for, self_extend_for
+from ..rotary.catalogue import SCHEMES, Lengths, apply_options, describe_options
 from . import data
 from .evaluate import ContextLoss, loss_by_context
 from .model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
 from .plot import plot_losses
-from .presets import CHECKPOINTS, PRESETS, TIMES, Preset
+from .presets import CHECKPOINTS, COMPARED, PRESETS, TIMES, Preset
 from .train import TrainConfig, Trained, train
 from .workers import Workers
 
@@ -41,12 +41,13 @@ OUTPUTS = ("split.json", *CHECKPOINTS.values(), "losses.csv", "losses.md", "loss
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """One row of the table: a scheme, and which of the two models it runs on."""
+    """One row of the table: a scheme, which of the two models it runs on, and its numbers in words."""
 
     name: str
     trained_with: str
     log_n: bool
     rotary: Rotary
+    words: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,10 +157,12 @@ def resolve(args: argparse.Namespace) -> Settings:
         raise BadInput(f"--train-length: expected at least 16, got {preset.train_length}")
     if not preset.learning_rate > 0:
         raise BadInput(f"--learning-rate: expected a positive number, got {preset.learning_rate}")
+    if not args.factor > 0:
+        raise BadInput(f"--factor: expected a positive number, got {args.factor}")
     window = args.window or preset.train_length // 2
     try:
         config = ModelConfig(preset.width, preset.layers, preset.heads)
-        schemes, left_out = compared(config.head_dim, preset.train_length, window, args.factor, args.base)
+        schemes, left_out = compared(config.head_dim, preset.train_length, window, args.factor, args.base, args.schemes)
         resolve_impl(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
     except ValueError as error:
         raise BadInput(str(error)) from None
@@ -194,33 +197,24 @@ def expected_time(args: argparse.Namespace, settings: Settings) -> str:
 
 
 def compared(
-    head_dim: int, train_length: int, window: int, factor: float, base: float
+    head_dim: int, train_length: int, window: int, factor: float, base: float, names: Sequence[str] = COMPARED
 ) -> tuple[tuple[Scheme, ...], dict[str, str]]:
-    """(the schemes, each without and with log n, clipped, as the models are trained without; {name: why it is left out}
-    of those that these lengths have no room for)."""
+    """(RoPE, HoPE and the named schemes on RoPE's model, each without and with log n, at least 1; {name: why it is left
+    out} of those that these lengths have no room for)."""
     rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
-    longest = MULTIPLES[-1] * train_length
-    rotaries = {
-        "RoPE": rope,
-        "HoPE": hope,
-        f"ReRoPE-w{window}": rope.rectify(window),
-        f"Leaky ReRoPE-w{window}": rope.rectify(window, factor),
-    }
-    need_room: dict[str, Callable[[], Rotary]] = {
-        "CoPE": lambda: rope.cope(train_length),
-        f"Self-Extend-w{window}": lambda: rope.self_extend(*self_extend_for(train_length, longest, window)),
-        "DCA": lambda: rope.dual_chunk(*dual_chunk_for(train_length)),
-    }
-    left_out = {}
-    for name, build in need_room.items():
+    lengths = Lengths(train_length, MULTIPLES[-1] * train_length, window, factor)
+    rotaries, words, left_out = {"RoPE": rope, "HoPE": hope}, {}, {}
+    for scheme in {SCHEMES[name].method: SCHEMES[name] for name in names}.values():
+        name = f"{scheme.method}-w{window}" if scheme.reads_window else scheme.method
         try:
-            rotaries[name] = build()
+            options = scheme.fit(lengths)
+            rotaries[name], words[name] = apply_options(rope, options), describe_options(options)
         except ValueError as error:
             left_out[name] = str(error)
     schemes = []
     for name, rotary in rotaries.items():
         trained_with = "hope" if name == "HoPE" else "rope"
-        schemes.append(Scheme(name, trained_with, False, rotary))
+        schemes.append(Scheme(name, trained_with, False, rotary, words.get(name, "")))
         schemes.append(Scheme(f"{name} + log n", trained_with, True, rotary.log_n(train_length)))
     return tuple(schemes), left_out
 
@@ -322,7 +316,6 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
     impl = resolve_impl(settings.impl, torch.empty(1, 1, 1, config.head_dim, device=settings.device))
     hope = next(scheme.rotary for scheme in settings.schemes if scheme.name == "HoPE")
     rotated = sum(f > 0 for f in hope.frequencies)
-    window = args.window or training.train_length // 2
     processes = f"{settings.processes} processes, " if settings.processes else ""
     return {
         "command": args.command_line,
@@ -330,10 +323,10 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
         f"{sum(map(len, corpus.unseen)):,} unseen ({len(corpus.unseen_files)} files)",
         "models": f"{parameters:,} parameters, layers {config.layers}, width {config.width}, heads {config.heads} of "
         f"{config.head_dim} channels; both start from the same weights and see the same batches",
-        "schemes": f"HoPE rotates {rotated} of {config.head_dim // 2} pairs; the others run on the unchanged RoPE "
-        f"model: ReRoPE and Leaky ReRoPE with window {window:,} bytes, Leaky factor {args.factor:g}; CoPE; "
-        f"{_mapped(settings, window)}"
-        f"log n scales the query by max(1, ln(i + 1) / ln({training.train_length})) at evaluation only",
+        "schemes": f"HoPE rotates {rotated} of {config.head_dim // 2} pairs; the others run on the model that was "
+        "trained with RoPE: "
+        + "".join(f"{scheme.name}: {scheme.words}; " for scheme in settings.schemes if scheme.words)
+        + f"log n scales the query by max(1, ln(i + 1) / ln({training.train_length})) at evaluation only",
         **({"left out": "; ".join(map(": ".join, settings.left_out.items()))} if settings.left_out else {}),
         "training": f"{training.steps:,} steps of {training.batch_size * training.train_length:,} bytes, training "
         f"length {training.train_length} bytes, peak learning rate {training.learning_rate:g}, seed {training.seed}",
@@ -341,19 +334,6 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
         "software": f"flashrope {__version__}, backend {impl}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
     }
-
-
-def _mapped(settings: Settings, window: int) -> str:
-    """The numbers of Self-Extend and DCA."""
-    length, names = settings.training.train_length, [scheme.name for scheme in settings.schemes]
-    text = ""
-    if f"Self-Extend-w{window}" in names:
-        group = self_extend_for(length, settings.context_lengths[-1], window)[1]
-        text += f"Self-Extend with window {window:,}, groups of {group:,}; "
-    if "DCA" in names:
-        chunk_size, local_size = dual_chunk_for(length)
-        text += f"dual chunk attention (DCA) with chunks of {chunk_size:,} - {local_size:,} bytes; "
-    return text
 
 
 def _stamps(out: Path) -> dict[str, tuple[int, int] | None]:

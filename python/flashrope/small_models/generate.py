@@ -27,6 +27,7 @@ from ..cli.options import MAX_THREADS, BadInput, cores, need, torch_threads
 from ..cli.program import INTERRUPTED
 from ..cli.progress import Bar
 from ..commands.info import hardware
+from ..rotary.catalogue import SCHEMES, Lengths, apply_options, describe_options
 from . import data
 from .model import Decoder, LanguageModel, load_checkpoint, trained_length
 from .train import autocast
@@ -176,12 +177,16 @@ def resolve(args: argparse.Namespace) -> Settings:
         raise BadInput(f"--seed: expected 0 to 2**63 - 1, got {args.seed}")
     device = options.device(args.device)
     model, trained, train_length = _load(args, device)
-    rotary, scheme = _scheme(args, trained, train_length)
+    prompt = _prompt(args, train_length)
+    if args.scheme:
+        rotary, scheme = _named_scheme(args, trained, train_length, len(prompt) + args.tokens)
+    else:
+        rotary, scheme = _scheme(args, trained, train_length)
     try:
         impl = resolve_impl(args.impl, torch.empty(1, 1, 1, model.config.head_dim, device=device), cached=True)
     except ValueError as error:
         raise BadInput(f"--impl: {error}") from None
-    return Settings(model, rotary, scheme, train_length, _prompt(args, train_length), device, impl)
+    return Settings(model, rotary, scheme, train_length, prompt, device, impl)
 
 
 def _load(args: argparse.Namespace, device: torch.device) -> tuple[LanguageModel, Rotary, int | None]:
@@ -201,6 +206,27 @@ def _load(args: argparse.Namespace, device: torch.device) -> tuple[LanguageModel
     if train_length and args.train_length and args.train_length != train_length:
         raise BadInput(f"--train-length: {args.model} records {train_length}, got {args.train_length}")
     return model, trained, train_length or args.train_length
+
+
+def _named_scheme(
+    args: argparse.Namespace, trained: Rotary, train_length: int | None, longest: int
+) -> tuple[Rotary, str]:
+    """The scheme of --scheme, and its description."""
+    scheme = SCHEMES[args.scheme]
+    if args.rectify or args.log_n:
+        raise BadInput(f"--scheme: expected no {'--rectify' if args.rectify else '--log-n'} beside it, got both")
+    if args.window and not scheme.reads_window:
+        raise BadInput(f"--window: expected a scheme with a window, got {scheme.name}")
+    if train_length is None:
+        raise BadInput(f"--scheme: {args.model} does not record its training length; give --train-length")
+    try:
+        options = scheme.options(Lengths(train_length, longest, args.window, args.factor))
+        rotary = apply_options(trained, options)
+    except ValueError as error:
+        raise BadInput(f"--scheme: {error}") from None
+    if args.factor is not None and "factor" not in options:
+        raise BadInput(f"--factor: expected a scheme with a factor, got {scheme.name}")
+    return rotary, f"{scheme.label}: {describe_options(options) or 'as it was trained'}"
 
 
 def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None) -> tuple[Rotary, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+COMPARED = ("rerope", "leaky", "cope", "self-extend", "dual-chunk")  # with RoPE and HoPE
 CHECKPOINTS = {"rope": "rope.safetensors", "hope": "hope.safetensors"}
 
 TIMES = {  # of whole runs

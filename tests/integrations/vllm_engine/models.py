@@ -44,5 +44,5 @@ def reference(folder: str, options: dict | None, token_ids: list[int], dtype=tor
     """(tokens, vocabulary): log probabilities of the token after each, by convert() with the options; None: stock."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     if options is not None:
-        convert(model, **{name: value for name, value in options.items() if name != "clip"})
+        convert(model, **options)
     return model(torch.tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)

@@ -8,7 +8,6 @@ and sin = 0, so raw queries and keys reach the attention function, and the libra
 from __future__ import annotations
 
 import math
-import numbers
 import uuid
 import warnings
 from functools import partial
@@ -17,36 +16,21 @@ from typing import Any, NamedTuple
 from torch.utils.hooks import RemovableHandle
 
 from ...rotary.rotary import Rotary
+from ..options import read_field, read_options, to_json
 from .attention_function import NAME
 from .caches import check_cache, mark_returned
 from .continuous_batching import SUPPORTED, with_pages
 from .decoder import attention_modules, check_tables, find_decoder, rotates
-from .layer_schemes import LayerScheme, check_beyond, layer_type_of, sliding_window_of, training_length
+from .layer_schemes import LayerScheme, layer_type_of, sliding_window_of
 from .masks import check_positions
 from .rotary_hook import disable_model_rotary
-from .saved import FIELD, choose_stock_attention, delete_options, given, write_options
+from .saved import choose_stock_attention, delete_options, write_options
 from .untested import accept
 
 __all__ = ["convert", "revert"]
 
-CHANGES = ("window", "factor", "log_n", "hope_train_length", "clip", "self_extend", "dual_chunk")
-CLIP = ("train_length", "pairs", "taper")
-CUT = ("hope_train_length", "clip")  # of which a model takes one
 
-
-def convert(
-    model,
-    rotary: Rotary | dict[str, Rotary] | None = None,
-    *,
-    window: int | None = None,
-    factor: float | None = None,
-    log_n: float | bool | None = None,
-    hope_train_length: float | None = None,
-    clip: float | bool | dict[str, Any] | None = None,
-    self_extend: tuple[int, int] | None = None,
-    dual_chunk: tuple[int, int] | tuple[int, int, float] | None = None,
-    untested: bool = False,
-):
+def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested: bool = False, **options: Any):
     """Runs a causal language model on this package's attention, in place; ``revert`` undoes it.
 
     Without options the model keeps its own scheme, and its logits are the same. Caches then hold raw keys: a cache that
@@ -60,20 +44,23 @@ def convert(
         model: a transformers model of a type in ``FAMILIES``, or a module that holds one (PEFT, DDP).
         rotary: a scheme to use instead of the model's own in all layers that rotate; a dict by layer type if the layers
             differ.
-        window: ReRoPE with this window, in positions. With factor: Leaky ReRoPE, whose distances grow by 1 / factor
-            beyond the window.
-        factor: see window.
-        log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: by the training length. Layers with a sliding
-            window see a fixed number of keys and are not scaled.
-        hope_train_length: HoPE: pairs that make less than one turn over this number of tokens do not rotate.
-        clip: CoPE (``Rotary.cope``): those pairs rotate less the slower they are, by this training length; True: by the
-            model's. A dict gives the arguments of ``Rotary.cope``, {"pairs": 10, "taper": False}.
-        self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window.
-        dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``, or (chunk_size, local_size, length_scale). A
-            configuration's dual_chunk_attention_config (Qwen2.5-1M) is honored without this option, without the sparse
-            attention that may stand beside it, and without length_scale.
         untested: also take a model type that is not in ``FAMILIES``, if the converted model's outputs are its own: on
             random tokens, with and without a cache and padding on the left. Tests cover more.
+        ntk: the factor of ``Rotary.ntk``.
+        yarn: (factor, train_length) of ``Rotary.yarn``. It excludes ntk.
+        hope_train_length: HoPE: pairs that make less than one turn over this number of tokens do not rotate.
+        clip: CoPE (``Rotary.cope``): those pairs rotate less the slower they are, by this training length; True: by the
+            model's. A dict gives the arguments of ``Rotary.cope``, {"pairs": 10, "taper": False}. It excludes
+            hope_train_length.
+        window: ReRoPE with this window, in positions.
+        factor: beside window, Leaky ReRoPE: distances grow by 1 / factor beyond the window.
+        self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window. It excludes window.
+        dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``, or (chunk_size, local_size, length_scale). It
+            excludes window and self_extend. A configuration's dual_chunk_attention_config (Qwen2.5-1M) is honored
+            without this option, without the sparse attention that may stand beside it, and without length_scale.
+        log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: by the training length. Layers with a sliding
+            window see a fixed number of keys and are not scaled.
+        log_n_clip: beside log_n, for models that were trained with it, False: the factor may be below 1.
 
     ``print(model)`` shows the scheme of every layer. The configuration keeps the options, save_pretrained writes them,
     and ``revert`` deletes them. A model that was saved with options is loaded by ``from_pretrained`` of this package;
@@ -83,14 +70,13 @@ def convert(
         model.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came; the model is unchanged.
+        TypeError, ValueError: names the argument, what was expected and what came; the model keeps its state.
     """
     decoder = find_decoder(model)
     accept(model, decoder, untested, convert, revert)
     config = decoder.config
-    changes = {"window": window, "factor": factor, "log_n": log_n, "hope_train_length": hope_train_length}
-    changes |= {"clip": clip, "self_extend": self_extend, "dual_chunk": dual_chunk}
-    options = _options(config, rotary, changes)
+    given = read_options({"rotary": rotary, **options}, config)
+    options = given or read_field(config)
     modules = attention_modules(decoder)
     schemes: dict[tuple, LayerScheme] = {}
     scheme_of = {}
@@ -112,7 +98,7 @@ def convert(
     earlier = vars(decoder).get("rotary_bands")
     mark = uuid.uuid4().hex
     if earlier is not None:
-        if options and not given({"rotary": rotary, **changes}):
+        if options and not given:
             warnings.warn(
                 f"convert: the model keeps {_text(options)} of its last convert; for its own scheme, call "
                 "revert(model) before",
@@ -134,7 +120,7 @@ def convert(
     decoder.rotary_bands = _Conversion(attn_implementation, handles, mark)
     decoder.extra_repr = partial(_describe_decoder, type(decoder).extra_repr(decoder), _text(options))
     if options:
-        write_options(model, config, {name: _to_text(value) for name, value in options.items()})
+        write_options(model, config, to_json(options))
     return model
 
 
@@ -191,73 +177,6 @@ def _check_forward(module, args, kwargs) -> tuple | None:
 def _check_reverted(module, args, kwargs) -> None:
     """The decoder's hook after ``revert``."""
     check_cache(module, args, kwargs)
-
-
-# ---- options
-
-
-def _options(config, rotary, changes: dict[str, Any]) -> dict[str, Any]:
-    """Those of rotary and changes that were given, after checks; those in the configuration if none were."""
-    options = given({"rotary": rotary, **changes})
-    if not options:
-        saved = getattr(config, FIELD, None) or {}
-        unknown = sorted(set(saved) - {"rotary", *CHANGES})
-        if unknown:
-            raise ValueError(
-                f"{FIELD}: expected a configuration with some of rotary, {', '.join(CHANGES)}, got {unknown[0]!r}"
-            )
-        options = given({name: saved.get(name) for name in ("rotary", *CHANGES)})
-        if "rotary" in options:
-            options["rotary"] = _from_text(options["rotary"])
-    rotary = options.get("rotary")
-    for each in rotary.values() if isinstance(rotary, dict) else [rotary]:
-        if each is not None and not isinstance(each, Rotary):
-            raise TypeError(f"rotary: expected a Rotary or a dict of one per layer type, got {type(each).__name__}")
-    layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
-    if isinstance(rotary, dict) and sorted(rotary) != layer_types:
-        raise ValueError(f"rotary: expected the layer types {layer_types}, got {sorted(rotary)}")
-    if "factor" in options and "window" not in options:
-        raise ValueError("factor: expected a window beside it, beyond which distances grow by 1 / factor")
-    check_beyond(options)
-    if all(name in options for name in CUT):
-        raise ValueError(f"{CUT[1]}: expected one of {', '.join(CUT)}, got also {CUT[0]}")
-    if options.get("log_n") is True:
-        options["log_n"] = training_length(config)
-    if "clip" in options:
-        options["clip"] = _clip(config, options["clip"])
-    _check_length("log_n", options, 1, "True or a length of more than 1")
-    _check_length("hope_train_length", options, 0, "a positive length")
-    return options
-
-
-def _clip(config, given) -> dict[str, Any]:
-    """The arguments of ``Rotary.cope``, which checks all but their names."""
-    arguments = dict(given) if isinstance(given, dict) else {} if given is True else {"train_length": given}
-    if unknown := sorted(arguments.keys() - set(CLIP)):
-        raise ValueError(f"clip: expected True, a length or a dict with some of {', '.join(CLIP)}, got {unknown[0]!r}")
-    return arguments if "train_length" in arguments else {"train_length": training_length(config), **arguments}
-
-
-def _check_length(name: str, options: dict[str, Any], above: float, expected: str) -> None:
-    value = options.get(name)
-    if value is None:
-        return
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    if not above < value < math.inf:
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
-
-
-def _to_text(value):
-    if isinstance(value, dict):
-        return {name: _to_text(each) for name, each in value.items()}
-    return value.text if isinstance(value, Rotary) else value
-
-
-def _from_text(value):
-    if isinstance(value, dict):
-        return {name: Rotary.from_text(text) for name, text in value.items()}
-    return Rotary.from_text(value)
 
 
 # ---- what print(model) shows

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
 
+from ...rotary.catalogue import TABLE, apply_options, known_options
 from ...rotary.rotary import Rotary
 from ..hf_config import rotary_of_model
-
-BEYOND = ("window", "self_extend", "dual_chunk")  # of which a model takes one
-NUMBERS_OF = {"self_extend": ("window", "group"), "dual_chunk": ("chunk_size", "local_size", "length_scale")}
-EXTRA = {"self_extend": "", "dual_chunk": ", or three numbers with length_scale"}
-
-
-def check_beyond(options: dict) -> None:
-    """
-    Args:
-        options: those that were given.
-
-    Raises:
-        TypeError, ValueError: several of BEYOND, or no pair where one is expected.
-    """
-    beyond = [name for name in BEYOND if name in options]
-    if len(beyond) > 1:
-        raise ValueError(f"{beyond[-1]}: expected one of {', '.join(BEYOND)}, got also {', '.join(beyond[:-1])}")
-    for name, numbers_of in NUMBERS_OF.items():
-        given = options.get(name)
-        if given is not None and not (isinstance(given, (tuple, list)) and len(given) in (2, len(numbers_of))):
-            raise TypeError(f"{name}: expected a pair ({', '.join(numbers_of[:2])}){EXTRA[name]}, got {given!r}")
 
 
 class LayerScheme:
@@ -45,7 +24,9 @@ class LayerScheme:
         self.window = window
         self._build: Callable[[int | None], Rotary] = partial(_scheme, config, layer_type, window, rotates, options)
         self.rotary = self._build(None)
-        self.grows_from = math.inf if options.get("rotary") or not rotates else _grows_from(config, layer_type)
+        fixes_table = {"rotary", *(name for name, option in known_options().items() if option.stage == TABLE)}
+        fixed = not rotates or not fixes_table.isdisjoint(options)
+        self.grows_from = math.inf if fixed else _grows_from(config, layer_type)
         self._latest = (0, self.rotary)
 
     def at(self, seqlen: int) -> Rotary:
@@ -75,40 +56,15 @@ def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
                 f"{given.interleaved}"
             )
         rotary = given
-    if options.get("hope_train_length"):
-        rotary = _hope(rotary, options["hope_train_length"])
-    if options.get("clip"):
-        rotary = rotary.cope(**options["clip"])
-    if options.get("window") is not None and any(rotary.frequencies):
-        rotary = rotary.rectify(options["window"], options.get("factor"))
-    if options.get("self_extend"):
-        rotary = rotary.self_extend(*options["self_extend"])
-    if options.get("dual_chunk"):
-        rotary = rotary.dual_chunk(*options["dual_chunk"])
-    if window is not None:
-        if not all(band.is_plain for band in rotary.bands):
-            raise ValueError(
-                "window: expected a model whose layers see all keys, got layers with a sliding window of "
-                f"{window}, which see nothing beyond it to rectify"
-            )
-        return rotary.local(window)
-    if options.get("log_n"):
-        rotary = rotary.log_n(options["log_n"], clip=True)
-    return rotary
-
-
-def _hope(rotary: Rotary, train_length: float) -> Rotary:
-    """HoPE on a model's own table: the frequency before any interpolation decides whether a pair rotates."""
-    if not train_length > 0:
-        raise ValueError(f"hope_train_length: expected a positive length, got {train_length!r}")
-    original = rotary.frequencies
-    if rotary.base is not None:
-        original = [rotary.base ** (-2 * m / rotary.exponent_dim) for m in range(len(rotary.frequencies))]
-    frequencies = tuple(
-        frequency if abs(before) >= 2 * math.pi / train_length else 0.0
-        for frequency, before in zip(rotary.frequencies, original, strict=True)
-    )
-    return dataclasses.replace(rotary, frequencies=frequencies)
+    rotary = apply_options(rotary, options, scaled=window is None)
+    if window is None:
+        return rotary
+    if not all(band.is_plain for band in rotary.bands):
+        raise ValueError(
+            "window: expected a model whose layers see all keys, got layers with a sliding window of "
+            f"{window}, which see nothing beyond it to rectify"
+        )
+    return rotary.local(window)
 
 
 # ---- fields of a configuration
@@ -133,14 +89,6 @@ def sliding_window_of(config, layer: int) -> int | None:
     layer_type = layer_type_of(config, layer)
     slides = getattr(config, "use_sliding_window", True) if layer_type is None else layer_type == "sliding_attention"
     return getattr(config, "sliding_window", None) if slides else None
-
-
-def training_length(config) -> int:
-    """max_position_embeddings, in tokens."""
-    length = getattr(config, "max_position_embeddings", None)
-    if not isinstance(length, int):
-        raise ValueError(f"config: expected max_position_embeddings, the training length, got {length!r}")
-    return length
 
 
 def _head_dim(config) -> int:

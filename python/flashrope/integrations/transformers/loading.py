@@ -5,9 +5,10 @@ from __future__ import annotations
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from ..options import FIELD
 from .conversion import convert
 from .decoder import FAMILIES
-from .saved import FIELD, choose_stock_attention
+from .saved import choose_stock_attention
 
 __all__ = ["from_pretrained", "register_auto_classes"]
 

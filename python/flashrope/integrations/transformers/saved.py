@@ -12,18 +12,14 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-FIELD = "flashrope"
+from ..options import FIELD
+
 KEY = "_attn_implementation"  # 4.57 and 5.0 do not read "attn_implementation"
 # transformers gives names with "flash", "/" or "|" a meaning of its own.
 SAVED = (
     "rotary_bands of a model that Flashrope changed: load it with Flashrope.integrations.transformers.from_pretrained, "
     f'or delete "{KEY}" from its config.json for the unchanged model'
 )
-
-
-def given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that ask for something. window=0 does."""
-    return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
 def write_options(model: torch.nn.Module, config, options: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import torch
 from transformers import PreTrainedModel
 
+from ..options import FIELD
 from .decoder import FAMILIES, check_decoder
 from .saved import SAVED, choose_stock_attention
 
@@ -71,9 +72,9 @@ def _prepare(model, decoder, restore: contextlib.ExitStack) -> None:
     restore.enter_context(torch.no_grad())
     decoder.rotary_bands_check = True
     restore.callback(vars(decoder).pop, "rotary_bands_check")
-    saved = vars(decoder.config).pop("flashrope", None)
+    saved = vars(decoder.config).pop(FIELD, None)
     if saved is not None:
-        restore.callback(setattr, decoder.config, "flashrope", saved)
+        restore.callback(setattr, decoder.config, FIELD, saved)
     if "rotary_bands_reverted" not in vars(decoder):
         restore.callback(_remove_hook, decoder)
     for module in model.modules():

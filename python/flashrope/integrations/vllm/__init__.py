@@ -5,7 +5,6 @@ configuration has no field "flashrope".
 
 Where to look:
 
-    options   the field "flashrope" of a model's configuration
     plan      the scheme of every layer, and what is refused; needs no vLLM
     plugin    register: what is hooked into vLLM
     rope      turns off the model's own rotary embedding

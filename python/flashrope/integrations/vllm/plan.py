@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from functools import partial
 from typing import NamedTuple
 
 from ...rotary.rotary import Rotary
-from ..transformers.layer_schemes import LayerScheme, layer_type_of, sliding_window_of, training_length
-from .options import FIELD, read_options
+from ..hf_config import rotary_from_config
+from ..options import FIELD, read_field, training_length
+from ..transformers.layer_schemes import LayerScheme, layer_type_of, sliding_window_of
 
 # Architectures whose vLLM code rotates through get_rope alone and whose log probabilities the tests compare with
 # convert(). Others may rotate inside a fused kernel, which nothing here could turn off.
@@ -70,7 +72,7 @@ class Plan:
 
 def asked(config) -> bool:
     """config: vLLM's VllmConfig."""
-    return _field(config) is not None
+    return _asking(config) is not None
 
 
 def make_plan(config) -> Plan:
@@ -80,52 +82,54 @@ def make_plan(config) -> Plan:
         TypeError, ValueError: names the argument, what was expected and what came.
     """
     model = config.model_config
-    options = read_options(_field(config))
     hf_config = model.hf_text_config
+    options = read_field(_asking(config), partial(_training_length, model))
     _check_model(model, hf_config)
     _check_engine(config)
-    _check_lengths(model, hf_config, options)
-    clip = options.pop("clip")
-    if options["log_n"] is True:
-        options["log_n"] = training_length(hf_config)
-    plan = Plan(*_layers(hf_config, options, clip, model.max_model_len))
+    _check_windows(model.max_model_len, options)
+    plan = Plan(*_layers(hf_config, options, model.max_model_len))
     head_dim = plan.layers[0].rotary.head_dim
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim: expected a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
     return plan
 
 
-def _field(config):
+def _asking(config):
+    """The configuration with the field, of the text model or of the whole; None if neither has it."""
     model = config.model_config
-    for hf_config in (getattr(model, "hf_text_config", None), getattr(model, "hf_config", None)):
-        if getattr(hf_config, FIELD, None) is not None:
-            return getattr(hf_config, FIELD)
-    return None
+    configs = getattr(model, "hf_text_config", None), getattr(model, "hf_config", None)
+    return next((each for each in configs if getattr(each, FIELD, None) is not None), None)
+
+
+def _training_length(model, config, name: str) -> int:
+    overrides = getattr(model, "hf_overrides", None)
+    if isinstance(overrides, dict) and "max_position_embeddings" in overrides:
+        raise ValueError(
+            f"{name}: expected the training length in tokens where hf_overrides replaces max_position_embeddings, got "
+            "true, which would read the replaced one"
+        )
+    return training_length(config, name)
 
 
 # ---- layers
 
 
-def _layers(hf_config, options: dict, clip: bool | None, max_model_len: int):
+def _layers(hf_config, options: dict, max_model_len: int):
     layers: list[Layer] = []
     schemes: dict[tuple, Layer] = {}
     stock = set()
-    if isinstance(options["rotary"], dict):
-        layer_types = sorted(set(getattr(hf_config, "layer_types", None) or ()))
-        if sorted(options["rotary"]) != layer_types:
-            raise ValueError(f"rotary: expected the layer types {layer_types}, got {sorted(options['rotary'])}")
     for index in range(hf_config.num_hidden_layers):
         key = layer_type_of(hf_config, index), sliding_window_of(hf_config, index)
         if key not in schemes:
-            schemes[key] = _layer(hf_config, key, options, clip, max_model_len)
-            stock.add(Rotary.from_hf_config(hf_config, key[0]))
+            schemes[key] = _layer(hf_config, key, options, max_model_len)
+            stock.add(rotary_from_config(hf_config, key[0]))
         layers.append(schemes[key])
-    if options["log_n"] and all(layer.window for layer in layers):
+    if "log_n" in options and all(layer.window for layer in layers):
         raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
     return tuple(layers), frozenset(stock)
 
 
-def _layer(hf_config, key: tuple, options: dict, clip: bool | None, max_model_len: int) -> Layer:
+def _layer(hf_config, key: tuple, options: dict, max_model_len: int) -> Layer:
     scheme = LayerScheme(hf_config, *key, True, options)
     if scheme.grows_from < max_model_len:
         raise ValueError(
@@ -133,13 +137,11 @@ def _layer(hf_config, key: tuple, options: dict, clip: bool | None, max_model_le
             f"type depend on the length of each sequence, got {max_model_len}"
         )
     rotary = scheme.rotary
-    head_dim = Rotary.from_hf_config(hf_config, key[0]).head_dim
+    head_dim = rotary_from_config(hf_config, key[0]).head_dim
     if rotary.head_dim != head_dim:
         raise ValueError(f"rotary: expected head_dim {head_dim} as in the model, got {rotary.head_dim}")
     if rotary.axis:
         raise ValueError("rotary: expected a scheme of one-dimensional positions, got an axial one")
-    if clip is False and rotary.log_n_scale is not None:
-        rotary = dataclasses.replace(rotary, log_n_scale=(rotary.log_n_scale[0], False))
     return Layer(rotary, scheme.window)
 
 
@@ -223,19 +225,11 @@ def check_cache_dtype(cache_dtype: str, dtype) -> None:
         )
 
 
-def _check_lengths(model, hf_config, options: dict) -> None:
-    length = model.max_model_len
-    for name in ("window", "self_extend"):
-        window = options[name]
-        window = window[0] if isinstance(window, (tuple, list)) else window
-        if isinstance(window, int) and window >= length:
+def _check_windows(max_model_len: int, options: dict) -> None:
+    windows = {"window": options.get("window"), "self_extend": options.get("self_extend", (None,))[0]}
+    for name, window in windows.items():
+        if isinstance(window, int) and window >= max_model_len:
             raise ValueError(
-                f"{name}: expected a window of less than max_model_len = {length}, since no distance lies beyond it, "
-                f"got {window}"
+                f"{name}: expected a window of less than max_model_len = {max_model_len}, since no distance lies "
+                f"beyond it, got {window}"
             )
-    overrides = getattr(model, "hf_overrides", None)
-    if options["log_n"] is True and isinstance(overrides, dict) and "max_position_embeddings" in overrides:
-        raise ValueError(
-            "log_n: expected the training length in tokens where hf_overrides replaces max_position_embeddings, got "
-            "true, which would read the replaced one"
-        )

@@ -8,7 +8,7 @@ the prefix cache's block hashes. Without a model that asks, all of them do what 
 
 from __future__ import annotations
 
-from .options import FIELD
+from ..options import FIELD
 from .plan import BACKEND, Plan, asked, make_plan
 
 TESTED = "0.32.0"  # vLLM

@@ -1,0 +1,132 @@
+"""The options of a converted or served model: keywords of ``convert``, and the field "flashrope" of a configuration.
+
+One reader serves ``convert``, ``from_pretrained``, vLLM's plugin and the commands. rotary/catalogue.py has the options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from ..rotary.catalogue import Option, known_options
+
+FIELD = "flashrope"
+LOG_N_CLIP = "log_n_clip"  # the one option that False switches on
+
+
+def training_length(config, name: str) -> int:
+    """max_position_embeddings, in tokens, which the option of this name asks for."""
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise ValueError(f"{name}: expected a length, as the configuration's max_position_embeddings is {length!r}")
+    return length
+
+
+def read_options(given: Mapping[str, Any], config, length=training_length) -> dict[str, Any]:
+    """The options that ask for something, after checks. window=0 does; None, False and defaults do not.
+
+    Args:
+        given: by name. rotary is a Rotary, its text, or a dict of one per layer type.
+        config: the text model's configuration.
+        length: (config, name of an option) to the training length that the option's value stands for.
+
+    Returns:
+        Values as rotary/catalogue.py applies them, with lengths in the place of True.
+
+    Raises:
+        TypeError, ValueError: names the option, what was expected and what came.
+    """
+    if unknown := sorted(set(given) - set(_names())):
+        raise ValueError(f"options: expected some of {', '.join(_names())}, got {unknown[0]!r}")
+    asked = {
+        name: value for name, value in given.items() if value is not None and (value is not False or name == LOG_N_CLIP)
+    }
+    found: dict[str, Any] = {}
+    if "rotary" in asked:
+        found["rotary"] = _read_rotary(asked["rotary"], config)
+    options = known_options()
+    of_stage: dict[int, str] = {}
+    for name, option in options.items():
+        if name in asked:
+            if option.stage in of_stage:
+                names = [each.name for each in options.values() if each.stage == option.stage]
+                raise ValueError(f"{name}: expected one of {', '.join(names)}, got also {of_stage[option.stage]}")
+            of_stage[option.stage] = name
+            found[name] = option.read(name, asked[name], partial(length, config))
+        if option.beside:
+            _read_beside(option, asked, found)
+    return {name: found[name] for name in asked if name in found}
+
+
+def read_field(config, length=training_length) -> dict[str, Any]:
+    """``read_options`` of a configuration's field; {} where it has none.
+
+    Raises:
+        TypeError, ValueError: as ``read_options``; a boolean clip beside log_n, which was the flag of log n before.
+    """
+    given = getattr(config, FIELD, None)
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise TypeError(f"{FIELD}: expected a dict with some of {', '.join(_names())}, got {given!r}")
+    if isinstance(given.get("clip"), bool) and given.get("log_n"):
+        raise ValueError(
+            f"clip: expected the arguments of CoPE, got {given['clip']} beside log_n; the flag of log n is {LOG_N_CLIP}"
+        )
+    return read_options(given, config, length)
+
+
+def to_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that were read, as a configuration holds them."""
+    rotary = options.get("rotary")
+    if rotary is None:
+        return dict(options)
+    return {
+        **options,
+        "rotary": {key: each.text for key, each in rotary.items()} if isinstance(rotary, dict) else rotary.text,
+    }
+
+
+def _read_beside(option: Option, asked: Mapping[str, Any], found: dict[str, Any]) -> None:
+    name = option.beside.name
+    if name not in asked:
+        return
+    value = option.beside.read(name, asked[name])
+    if option.name not in asked:
+        raise ValueError(f"{name}: expected {option.name} beside it, got {value!r} alone")
+    if value != option.beside.default:
+        found[name] = value
+
+
+def _names() -> list[str]:
+    options = known_options().values()
+    return [
+        "rotary",
+        *(option.name for option in options),
+        *(option.beside.name for option in options if option.beside),
+    ]
+
+
+def _read_rotary(value, config):
+    if not isinstance(value, dict):
+        return _read_one(value)
+    layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
+    if sorted(value) != layer_types:
+        raise ValueError(f"rotary: expected the layer types {layer_types}, got {sorted(value)}")
+    return {layer_type: _read_one(each) for layer_type, each in value.items()}
+
+
+def _read_one(value):
+    from ..rotary.rotary import Rotary
+
+    if isinstance(value, Rotary):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(
+            f"rotary: expected a Rotary, its text, or a dict of one per layer type, got {type(value).__name__}"
+        )
+    try:
+        return Rotary.from_text(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rotary: expected the text of a Rotary, got {value[:60]!r} ({error})") from error

@@ -1,0 +1,345 @@
+"""The schemes by name: their options, and how their numbers follow from a model's lengths.
+
+A new scheme is a method of ``Rotary`` and a row of SCHEMES. The commands, ``convert``, ``suggest`` and vLLM's field
+read the rows. Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .checks import check_flag, check_window, positive
+from .fitting import dual_chunk_for, self_extend_for
+
+if TYPE_CHECKING:
+    from .rotary import Rotary
+
+TABLE, CUT, BANDS, SCALE = range(4)  # in the order in which they are applied; a model takes one option of each
+
+
+class Lengths(NamedTuple):
+    """What the numbers of a scheme are computed from.
+
+    Attributes:
+        train: the training length, in tokens.
+        longest: the longest text, in tokens.
+        window: in positions; None: half the training length.
+        factor: of Leaky ReRoPE; None: the longest distance is seen halfway between the window and the training length.
+    """
+
+    train: int
+    longest: int
+    window: int | None = None
+    factor: float | None = None
+
+    @property
+    def chosen_window(self) -> int:
+        return max(self.train // 2, 1) if self.window is None else self.window
+
+    @property
+    def growth(self) -> float:
+        """By how much the longest text exceeds the training length, at least 1."""
+        return max(self.longest / self.train, 1.0)
+
+
+class Beside(NamedTuple):
+    """An option that only has a meaning beside another one.
+
+    Attributes:
+        read: (name, value) to the value, after checks.
+        default: the value that need not be given.
+    """
+
+    name: str
+    read: Callable[[str, Any], Any]
+    default: Any
+    words: str
+
+
+class Option(NamedTuple):
+    """An option of ``convert`` and of vLLM's field.
+
+    Attributes:
+        stage: TABLE, CUT, BANDS or SCALE.
+        read: (name, value, length) to the value as ``apply`` and JSON take it; raises TypeError or ValueError. length
+            is called with the name for a value that stands for the training length.
+        apply: (rotary, value) to a Rotary, with the value of ``beside`` by its name if it is given.
+        words: a format string of the value, for lists of settings.
+    """
+
+    name: str
+    stage: int
+    read: Callable[[str, Any, Callable[[str], int]], Any]
+    apply: Callable[..., Rotary]
+    words: str
+    beside: Beside | None = None
+
+
+class Scheme(NamedTuple):
+    """One scheme of the commands.
+
+    Attributes:
+        name: on the command line.
+        method: in tables and figures, without what ``note`` says of log n.
+        fit: its options for a trained model.
+        option: the option that it brings.
+        log_n: it also scales queries by log n of the training length.
+        reads_window: ``fit`` depends on the window.
+        why: a sentence of ``suggest``, a format string of train and longest.
+    """
+
+    name: str
+    method: str
+    fit: Callable[[Lengths], dict[str, Any]]
+    option: Option | None = None
+    log_n: bool = False
+    note: str = ""
+    reads_window: bool = False
+    why: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.method + self.note
+
+    def options(self, lengths: Lengths) -> dict[str, Any]:
+        """
+        Raises:
+            ValueError: the lengths leave no room for the scheme.
+        """
+        return self.fit(lengths) | ({"log_n": lengths.train} if self.log_n else {})
+
+
+def known_options() -> dict[str, Option]:
+    """By name, in the order in which they are applied."""
+    found = [scheme.option for scheme in SCHEMES.values() if scheme.option]
+    return {option.name: option for option in sorted(found, key=lambda option: option.stage)}
+
+
+def apply_options(rotary: Rotary, options: Mapping[str, Any], scaled: bool = True) -> Rotary:
+    """This scheme with options from ``Scheme.options``, or read ones. Without rotating pairs it is only scaled.
+
+    Args:
+        scaled: False leaves out options of the scale, for layers that see a fixed number of keys.
+    """
+    for name, option in known_options().items():
+        if name not in options or not (scaled if option.stage == SCALE else any(rotary.frequencies)):
+            continue
+        beside = option.beside.name if option.beside else ""
+        rotary = option.apply(rotary, options[name], **({beside: options[beside]} if beside in options else {}))
+    return rotary
+
+
+def describe_options(options: Mapping[str, Any]) -> str:
+    """Such as "window 16, log n by 32", of what ``Scheme.options`` gives."""
+    words = {option.name: option.words for option in known_options().values()}
+    words |= {option.beside.name: option.beside.words for option in known_options().values() if option.beside}
+    return ", ".join(
+        words[name].format(*(value if isinstance(value, tuple) else [value])) for name, value in options.items()
+    )
+
+
+# ---- how values are read
+
+
+def _number(name: str, value, length) -> float:
+    positive(name, value)
+    return value
+
+
+def _window(name: str, value, length) -> int:
+    check_window(value)
+    return value
+
+
+def _factor(name: str, value) -> float:
+    positive(name, value, finite=False)
+    return value
+
+
+def _flag(name: str, value) -> bool:
+    check_flag(name, value)
+    return value
+
+
+def _log_n(name: str, value, length: Callable[[str], int]) -> float:
+    value = length(name) if value is True else value
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or a length of more than 1, got {value!r}")
+    if not 1 < value < math.inf:
+        raise ValueError(f"{name}: expected True or a length of more than 1, got {value!r}")
+    return value
+
+
+def _clip(name: str, value, length: Callable[[str], int]) -> float | dict[str, Any]:
+    """The training length or the arguments of ``Rotary.cope``, which checks all but their names."""
+    if not isinstance(value, dict):
+        return length(name) if value is True else value
+    known = ("train_length", "pairs", "taper")
+    if unknown := sorted(value.keys() - set(known)):
+        raise ValueError(
+            f"{name}: expected True, a length or a dict with some of {', '.join(known)}, got {unknown[0]!r}"
+        )
+    return dict(value) if "train_length" in value else {"train_length": length(name), **value}
+
+
+def _numbers(first: str, second: str, third: str = ""):
+    """A reader of two numbers with these names, or three."""
+    extra = f", or three numbers with {third}" if third else ""
+
+    def read(name: str, value, length) -> tuple:
+        if not (isinstance(value, (tuple, list)) and len(value) in ((2, 3) if third else (2,))):
+            raise TypeError(f"{name}: expected a pair ({first}, {second}){extra}, got {value!r}")
+        return tuple(value)
+
+    return read
+
+
+# ---- what they do
+
+
+def _hope(rotary: Rotary, train_length: float) -> Rotary:
+    """HoPE on a model's own table: the frequency before any interpolation decides whether a pair rotates."""
+    original = rotary.frequencies
+    if rotary.base is not None:
+        original = [rotary.base ** (-2 * m / rotary.exponent_dim) for m in range(len(rotary.frequencies))]
+    frequencies = tuple(
+        frequency if abs(before) >= 2 * math.pi / train_length else 0.0
+        for frequency, before in zip(rotary.frequencies, original, strict=True)
+    )
+    return dataclasses.replace(rotary, frequencies=frequencies)
+
+
+def _cope(rotary: Rotary, given: float | dict[str, Any]) -> Rotary:
+    return rotary.cope(**given) if isinstance(given, dict) else rotary.cope(given)
+
+
+def _rerope(lengths: Lengths) -> dict[str, Any]:
+    return {"window": lengths.chosen_window}
+
+
+def _leaky(lengths: Lengths) -> dict[str, Any]:
+    window, factor = lengths.chosen_window, lengths.factor
+    if factor is None:
+        factor = float(max(2 * math.ceil((lengths.longest - window) / max(lengths.train - window, 1)), 2))
+    return {"factor": factor, "window": window}
+
+
+def _self_extend(lengths: Lengths) -> dict[str, Any]:
+    return {"self_extend": self_extend_for(lengths.train, lengths.longest, lengths.window)}
+
+
+def _dual_chunk(lengths: Lengths) -> dict[str, Any]:
+    return {"dual_chunk": dual_chunk_for(lengths.train)}
+
+
+# ---- the rows
+
+SLOW_PAIRS = "pairs with less than one turn over {:,} tokens"
+SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("stock", "unchanged", lambda lengths: {}),
+        Scheme(
+            "log-n",
+            "log n",
+            lambda lengths: {},
+            Option(
+                "log_n",
+                SCALE,
+                _log_n,
+                lambda rotary, length, log_n_clip=True: rotary.log_n(length, clip=log_n_clip),
+                "log n by {:,}",
+                Beside("log_n_clip", _flag, True, "also below 1"),
+            ),
+            log_n=True,
+            why="it keeps attention sharp over many keys",
+        ),
+        Scheme(
+            "ntk",
+            "NTK",
+            lambda lengths: {"ntk": lengths.growth},
+            Option("ntk", TABLE, _number, lambda rotary, factor: rotary.ntk(factor), "factor {:g}"),
+        ),
+        Scheme(
+            "yarn",
+            "YaRN",
+            lambda lengths: {"yarn": (lengths.growth, lengths.train)},
+            Option(
+                "yarn",
+                TABLE,
+                _numbers("factor", "train_length"),
+                lambda rotary, given: rotary.yarn(*given),
+                "factor {:g}",
+            ),
+        ),
+        Scheme(
+            "rerope",
+            "ReRoPE",
+            _rerope,
+            Option(
+                "window",
+                BANDS,
+                _window,
+                lambda rotary, window, factor=None: rotary.rectify(window, factor),
+                "window {:,}",
+                Beside("factor", _factor, math.inf, "factor {:g}"),
+            ),
+            log_n=True,
+            reads_window=True,
+            why="the window is half of the training length {train}, and no distance beyond it is ever seen; windows of "
+            "a quarter to a half of the training length are best in ReRoPE's ablation; log n, at least 1, keeps "
+            "attention sharp over {longest} keys and changes nothing within the training length",
+        ),
+        Scheme("rerope-plain", "ReRoPE", _rerope, note=" without log n", reads_window=True),
+        Scheme("leaky", "Leaky ReRoPE", _leaky, log_n=True, reads_window=True),
+        Scheme(
+            "hope",
+            "HoPE",
+            lambda lengths: {"hope_train_length": lengths.train},
+            Option("hope_train_length", CUT, _number, _hope, f"{SLOW_PAIRS} do not rotate"),
+        ),
+        Scheme(
+            "cope",
+            "CoPE",
+            lambda lengths: {"clip": lengths.train},
+            Option("clip", CUT, _clip, _cope, f"{SLOW_PAIRS} rotate less"),
+            why="the angles of these pairs beyond the training length are new to the model; distances stay the true "
+            "ones",
+        ),
+        Scheme(
+            "self-extend",
+            "Self-Extend",
+            _self_extend,
+            Option(
+                "self_extend",
+                BANDS,
+                _numbers("window", "group"),
+                lambda rotary, given: rotary.self_extend(*given),
+                "window {:,}, groups of {:,}",
+            ),
+            reads_window=True,
+            why="the window is half of the training length {train}; the group is the smallest that keeps the distances "
+            "of {longest} tokens below it",
+        ),
+        Scheme("self-extend-log-n", "Self-Extend", _self_extend, log_n=True, note=" with log n", reads_window=True),
+        Scheme(
+            "dual-chunk",
+            "DCA",
+            _dual_chunk,
+            Option(
+                "dual_chunk",
+                BANDS,
+                _numbers("chunk_size", "local_size", "length_scale"),
+                lambda rotary, given: rotary.dual_chunk(*given),
+                "chunk size {:,}, local size {:,}",
+            ),
+            why="no distance exceeds the training length {train}; the local size is left for neighbours across the "
+            "edge of a chunk",
+        ),
+        Scheme("dual-chunk-log-n", "DCA", _dual_chunk, log_n=True, note=" with log n"),
+    )
+}
