@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from flashrope.commands.info import hardware
+from flashrope.cli.hardware import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 REVISION_FILE = ROOT / "runs" / "REVISION"  # bench/on_gpu.sh -r writes it

@@ -22,6 +22,7 @@ import torch
 from flashrope import Rotary, attention, attention_varlen
 from flashrope.backends import reference
 from flashrope.backends.calls import AttentionCall
+from flashrope.rotary.scales import UNSCALED
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -206,7 +207,8 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
     unseen = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
     seen = sum((band.holds(i[:, None], j[None, :]) for band in call.bands), unseen)
     position = i if p.positions is None else p.positions.double()
-    scale = abs(call.score_scale) * call.rotary.query_scale.of(position, j.shape[0])
+    by_query = call.rotary.query_scale
+    scale = abs(call.score_scale) * (by_query.of(position, seqlen_k) if by_query != UNSCALED else torch.ones_like(i))
     scale = scale[:, None] if scale.ndim == 2 else scale  # (batch, 1, seqlen_q) or (seqlen_q,)
 
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)

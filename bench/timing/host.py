@@ -20,7 +20,7 @@ import torch
 from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_with_cache
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
-from flashrope.commands.info import hardware
+from flashrope.cli.hardware import hardware
 
 from .. import machine
 from ..compiling import offline

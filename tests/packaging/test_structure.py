@@ -2,6 +2,8 @@
 
 import ast
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,14 @@ def test_imports_run_downward():
             assert other.startswith("flashrope."), f"{name} imports {other}"
             below = floor(other) is None or floor(other) < floor(name)
             assert below or other.split(".")[1] == room, f"{name} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+def test_every_module_is_imported_by_its_dotted_name(name):
+    outside = next((library for library in ("transformers", "vllm") if f".{library}." in name), None)
+    if outside and not find_spec(outside) or "triton" in name and not find_spec("triton"):
+        pytest.skip(f"{outside or 'triton'} is not installed")
+    assert import_module(name).__name__ == name
 
 
 def test_bench_and_experiments_do_not_use_one_another():

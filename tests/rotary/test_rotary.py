@@ -11,8 +11,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from flashrope import Rotary
-from flashrope.rotary.rotary import Band, _from_text
+from flashrope import Band, Rotary
+from flashrope.rotary.rotary import _from_text
 
 INF = math.inf
 
@@ -51,8 +51,8 @@ def test_rope(dim, base):
     rotary = Rotary.rope(dim, base)
     same_table(rotary, geometric(dim, base))
     assert rotary.inv_freq.dtype == torch.float64 and rotary.inv_freq.tolist() == list(rotary.frequencies)
-    assert (rotary.rotary_dim, rotary.axes, rotary.bands, rotary.temperature) == (dim, 1, ((0, INF, 1, 0),), 1)
-    assert rotary.two_sided_bands == ((-INF, INF, 1, 0),)
+    assert (rotary.rotary_dim, rotary.axes, rotary.bands, rotary.temperature) == (dim, 1, (Band(0, INF, 1, 0),), 1)
+    assert rotary.two_sided_bands == (Band(-INF, INF, 1, 0),)
     assert not rotary.interleaved and Rotary.rope(dim, base, interleaved=True).interleaved
 
 
@@ -103,7 +103,7 @@ def test_axial():
     rotary = Rotary.axial(head_dim=48, axes=3, base=100.0)
     same_table(rotary, [*geometric(16, 100.0)] * 3)
     assert rotary.axis == (0,) * 8 + (1,) * 8 + (2,) * 8
-    assert (rotary.axes, rotary.rotary_dim, rotary.bands) == (3, 48, ((0, INF, 1, 0),))
+    assert (rotary.axes, rotary.rotary_dim, rotary.bands) == (3, 48, (Band(0, INF, 1, 0),))
     assert Rotary.axial(16, axes=1, base=100.0) != Rotary.rope(16, 100.0)  # positions of shape (..., 1)
 
 
@@ -275,8 +275,8 @@ def test_rerope_matrix():
         ]
     )
     rotary = Rotary.rope(64).rectify(3)
-    assert rotary.bands == ((0, 3, 1, 0), (3, INF, 0, 3))
-    assert rotary.two_sided_bands == ((-2, 3, 1, 0), (3, INF, 0, 3), (-INF, -2, 0, -3))
+    assert rotary.bands == (Band(0, 3, 1, 0), Band(3, INF, 0, 3))
+    assert rotary.two_sided_bands == (Band(-2, 3, 1, 0), Band(3, INF, 0, 3), Band(-INF, -2, 0, -3))
     np.testing.assert_array_equal(np.tril(relative(rotary, 6)), expected)
     np.testing.assert_array_equal(relative(rotary, 6, causal=False), mirrored(expected))
 
@@ -317,9 +317,9 @@ def test_bands_cover_each_distance_once(window, factor, local, causal):
 
 
 def test_rectify_without_a_near_band():
-    assert Rotary.rope(64).rectify(0).bands == ((0, INF, 0, 0),)
-    assert Rotary.rope(64).rectify(0).two_sided_bands == ((-INF, INF, 0, 0),)
-    assert Rotary.rope(64).rectify(0, 4.0).two_sided_bands == ((-INF, INF, 0.25, 0),)
+    assert Rotary.rope(64).rectify(0).bands == (Band(0, INF, 0, 0),)
+    assert Rotary.rope(64).rectify(0).two_sided_bands == (Band(-INF, INF, 0, 0),)
+    assert Rotary.rope(64).rectify(0, 4.0).two_sided_bands == (Band(-INF, INF, 0.25, 0),)
 
 
 def test_rectify_by_one_changes_nothing():
@@ -331,8 +331,8 @@ def test_rectify_by_one_changes_nothing():
 
 def test_local():
     rotary = Rotary.rope(64).local(4)
-    assert rotary.bands == ((0, 4, 1, 0),)
-    assert rotary.two_sided_bands == ((-3, 4, 1, 0),)
+    assert rotary.bands == (Band(0, 4, 1, 0),)
+    assert rotary.two_sided_bands == (Band(-3, 4, 1, 0),)
     assert rotary.local(2) == Rotary.rope(64).local(2) == Rotary.rope(64).local(2).local(4)
     assert Rotary.rope(64).local(0).bands == Rotary.rope(64).local(0).two_sided_bands == ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
@@ -12,8 +12,14 @@ from ..operators.autocast import autocast, autocast_hint
 from ..operators.checks import DTYPES, check_no_gradient
 from ..operators.functional import attention_with_cache
 
-if TYPE_CHECKING:
-    from .step import Step
+
+class OpenStep(Protocol):
+    """What a cache needs to know of a ``Step``."""
+
+    selected: Any
+    seqlen_new: int
+    padding: list[int]
+    changes: Any
 
 
 class Cache:
@@ -26,7 +32,7 @@ class Cache:
     v: torch.Tensor
     layers: int
     _layers: list[tuple[torch.Tensor, torch.Tensor]]
-    _open: Step | None
+    _open: OpenStep | None
 
     def _allocate(self, shape: tuple[int, int], heads_kv, head_dim, dtype, device, layers) -> None:
         self.layers, self._open = check_integer("layers", layers, 1), None
@@ -62,13 +68,13 @@ class Cache:
                 "with cache.step(...) as step, step.attend(..., layer=...)"
             )
 
-    def _begin(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def _begin(self, step: OpenStep) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         raise NotImplementedError
 
-    def _commit(self, step: Step) -> None:
+    def _commit(self, step: OpenStep) -> None:
         raise NotImplementedError
 
-    def _undo(self, step: Step) -> None:
+    def _undo(self, step: OpenStep) -> None:
         raise NotImplementedError
 
     def _attend(self, q, rotary, new, tables, layer: int | None, options: dict):
@@ -83,7 +89,7 @@ class Cache:
         q, k, v = autocast(q, *new)
         return attention_with_cache(q, *self.layer(layer), rotary, seqlens, k, v, block_table, **options)
 
-    def _append_layers(self, step: Step, k, v, impl: str | None) -> None:
+    def _append_layers(self, step, k, v, impl: str | None) -> None:
         """k, v (layers, n, seqlen_new, heads_kv, head_dim) in one step."""
         with step:
             for layer in range(self.layers):
