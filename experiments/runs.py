@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from flashrope import __version__
 from flashrope.cli import files
+from flashrope.cli.hardware import hardware
 from flashrope.cli.options import BadInput
-from flashrope.commands.info import hardware
 from flashrope.small_models import data
 from flashrope.small_models.train import Ranks
 from flashrope.small_models.workers import Workers
