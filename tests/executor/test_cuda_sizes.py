@@ -11,7 +11,6 @@ from . import test_executed_sizes as sizes
 from .test_cuda_kernels import BF16, operators, random
 
 __all__ = ["operators"]  # the fixture that every test here uses
-pytestmark = pytest.mark.quick
 LOCAL = Rotary.rope(64).local(21)
 
 
