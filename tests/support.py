@@ -89,6 +89,10 @@ SCHEMES = {
 }
 
 
+def int32(values, device: str | None = None) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
 def random(shape, target: Target, seed: int, layout: str = "contiguous") -> torch.Tensor:
     """Normal numbers (batch, seqlen, heads, head_dim) in float64's exact image of the target's type, laid out as
     asked."""

@@ -1,6 +1,6 @@
 """A serving loop for as long as one likes: random arrivals, prompts in chunks, forks, drafts, cancelled requests.
 
-    python -m tests.soak --minutes 60
+    python -m tests.caches.soak --minutes 60
 
 Every answer is compared with the reference in float64, within the error budget of support.py. Once a minute, and at the
 end, it prints the requests, steps and tokens so far, the pages in use and the memory of the process. It fails if an

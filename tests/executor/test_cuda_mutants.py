@@ -111,7 +111,6 @@ QUICK = {
 }
 
 
-@pytest.mark.quick
 def test_mutants(machine):
     cases = [(*KERNELS[name], mutation) for name in QUICK for mutation in QUICK[name]]
     assert check_middle_ones(machine, cases) >= 30

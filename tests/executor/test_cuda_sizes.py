@@ -6,12 +6,12 @@ import torch
 from flashrope import Rotary
 from flashrope.backends import cuda
 from flashrope.backends.calls import CacheCall, CacheLayout
+from support import int32
 
 from . import test_executed_sizes as sizes
 from .test_cuda_kernels import BF16, operators, random
 
 __all__ = ["operators"]  # the fixture that every test here uses
-pytestmark = pytest.mark.quick
 LOCAL = Rotary.rope(64).local(21)
 
 
@@ -28,7 +28,7 @@ def test_slots_of_a_contiguous_cache():
     for to, x in zip(caches, (k, v), strict=True):
         for b, length in enumerate(lengths):
             to[b, length - sizes.KEYS : length] = x[b, : sizes.KEYS]
-    layout = CacheLayout(sizes.int32(lengths), None, None, 3)
+    layout = CacheLayout(int32(lengths), None, None, 3)
     got = append_and_attend(q, caches, (k[:, sizes.KEYS :], v[:, sizes.KEYS :]), layout)
     for to, x in zip(caches, (k, v), strict=True):
         assert all(torch.equal(to[b, n - sizes.KEYS : n + 3], x[b]) for b, n in enumerate(lengths))
@@ -44,11 +44,11 @@ def test_pages(stride):
     strides = (16 * stride, stride, 8 * stride, 1) if stride else None
     caches = [sparse.empty((pages, 16, 1, 64), BF16, strides) for _ in "kv"]
     places = torch.arange(sizes.KEYS + 3)
-    table = sizes.int32([[pages - 1, pages - 4, 3, pages - 2]])
+    table = int32([[pages - 1, pages - 4, 3, pages - 2]])
     page, row = table[0].long()[places // 16], places % 16
     for to, x in zip(caches, (k, v), strict=True):
         to[page[: sizes.KEYS], row[: sizes.KEYS]] = x[0, : sizes.KEYS]
-    layout = CacheLayout(sizes.int32([sizes.KEYS]), table, None, 3)
+    layout = CacheLayout(int32([sizes.KEYS]), table, None, 3)
     got = append_and_attend(q, caches, (k[:, sizes.KEYS :], v[:, sizes.KEYS :]), layout)
     assert all(torch.equal(to[page, row], x[0]) for to, x in zip(caches, (k, v), strict=True))
     sizes.check_far(got, q, k, v, LOCAL)
@@ -65,7 +65,7 @@ def test_two_million_sequences(machine):
         caches = [sparse.empty((sequences, 64, 1, 128), BF16) for _ in "kv"]
         for to, x in zip(caches, (k, v), strict=True):
             to[-1, :50] = x[0]
-        layout = CacheLayout(sizes.int32([50]).expand(sequences).contiguous())
+        layout = CacheLayout(int32([50]).expand(sequences).contiguous())
         with sparse.Sparse():
             out, lse = cuda.attention_with_cache(queries, *caches, CacheCall(rotary, True, 128**-0.5, layout, 1))
         results.append((out[-1:], lse[-1:]))

@@ -14,15 +14,11 @@ from flashrope import Rotary, attention_varlen, attention_varlen_with_cache, att
 from flashrope.backends import triton as backend
 from flashrope.backends.calls import AttentionCall, CacheCall, CacheLayout
 from flashrope.backends.triton import attention as launches
-from support import NAMES, SCHEMES
+from support import NAMES, SCHEMES, int32
 
 BF16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float32))
 slow = pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
-
-
-def int32(numbers) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def same(got, want) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 from .areas import MUTANTS
 from .breaks import ROOT
@@ -78,7 +79,7 @@ def _row(name: str, counts: Counter[str], killers: str) -> str:
 
 
 def _killers(rows: list[Row]) -> str:
-    files = Counter(row.by.split("::")[0].removeprefix("tests/") for row in rows if row.killed == "yes")
+    files = Counter(Path(row.by.split("::")[0]).name for row in rows if row.killed == "yes")
     return ", ".join(f"{file} {count}" for file, count in files.most_common())
 
 

@@ -188,6 +188,6 @@ def test_the_interpreter_ends_during_calls(request, what, compiled):
 @pytest.mark.slow
 @on_cpu
 def test_soak(target):
-    """`python -m tests.soak --minutes 60` is an hour."""
+    """`python -m tests.caches.soak --minutes 60` is an hour."""
     report = Serving(target, 1).serve(steps=600)
     assert report["steps"] > 200 and report["out of pages"] and report["aborted"] and report["pages in use"] == 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 from flashrope import KVCache, Rotary, attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
 from flashrope.integrations.options import read_options
+from support import int32
 
 PLAIN = Rotary.rope(16).dual_chunk(160, 32)
 SCALED = Rotary.rope(16).dual_chunk(160, 32, length_scale=100)
@@ -18,10 +19,6 @@ def factor(n):
 
 def tensor(*shape, seed=0):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def integers(values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def close(got, want):
@@ -41,7 +38,7 @@ def test_one_length(n):
 
 
 def test_packed_sequences_by_their_own_lengths():
-    starts_q, starts_k = integers([0, 30, 70, 75]), integers([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    starts_q, starts_k = int32([0, 30, 70, 75]), int32([0, *LENGTHS]).cumsum(0).to(torch.int32)
     q, k, v = (tensor(n, 2, 16, seed=seed).requires_grad_() for seed, n in enumerate((75, 398, 398)))
     by = torch.tensor([factor(n) for n in LENGTHS], dtype=torch.float64).repeat_interleave(torch.tensor([30, 40, 5]))
     results = []
@@ -49,7 +46,7 @@ def test_packed_sequences_by_their_own_lengths():
         out, lse = attention_varlen(queries, k, v, rotary, starts_q, starts_k, 40, 208, return_lse=True)
         results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))))
     close(*results)
-    none = attention_varlen(q[:0], k[:0], v[:0], SCALED, integers([0]), integers([0]), 1, 1)
+    none = attention_varlen(q[:0], k[:0], v[:0], SCALED, int32([0]), int32([0]), 1, 1)
     assert none.shape == (0, 2, 16)
 
 
@@ -63,9 +60,9 @@ def test_a_cache_by_the_keys_that_it_holds(pads, new):
     by = torch.tensor([factor(n) for n in keys], dtype=torch.float64)[:, None, None, None]
     results = []
     for rotary, queries in ((SCALED, q), (PLAIN, q * by)):
-        options = {"cache_leftpad": None if pads is None else integers(pads), "return_lse": True}
+        options = {"cache_leftpad": None if pads is None else int32(pads), "return_lse": True}
         copies = [x.clone() for x in caches]
-        results.append(attention_with_cache(queries, *copies, rotary, integers(LENGTHS), *more, **options))
+        results.append(attention_with_cache(queries, *copies, rotary, int32(LENGTHS), *more, **options))
     close(*results)
 
 
@@ -73,14 +70,14 @@ def test_a_cache_by_the_keys_that_it_holds(pads, new):
 def test_packed_queries_over_pages(appends):
     pages = [tensor(45, 16, 2, 16, seed=seed) for seed in range(2)]
     table = torch.arange(42, dtype=torch.int32).view(3, 14)
-    starts, rows = integers([0, 1, 8, 12]), torch.tensor([1, 7, 4])
+    starts, rows = int32([0, 1, 8, 12]), torch.tensor([1, 7, 4])
     q, more = tensor(12, 2, 16, seed=2), [tensor(12, 2, 16, seed=seed) for seed in (3, 4)] if appends else [None] * 2
     keys = torch.tensor(LENGTHS) + (rows if appends else 0)
     by = torch.tensor([factor(n) for n in keys.tolist()], dtype=torch.float64).repeat_interleave(rows)
     results = []
     for rotary, queries in ((SCALED, q), (PLAIN, q * by[:, None, None])):
         copies, options = [x.clone() for x in pages], {"block_table": table, "return_lse": True}
-        call = (queries, *copies, rotary, starts, integers(LENGTHS), 7, *more)
+        call = (queries, *copies, rotary, starts, int32(LENGTHS), 7, *more)
         results.append(attention_varlen_with_cache(*call, **options))
     close(*results)
 
@@ -88,7 +85,7 @@ def test_packed_queries_over_pages(appends):
 def test_tables_of_any_content():
     """Lengths and pads that no cache has; the kernels clamp them, and so does the factor."""
     caches, q = [tensor(3, 220, 2, 16, seed=seed) for seed in range(2)], tensor(3, 1, 2, 16)
-    out = attention_with_cache(q, *caches, SCALED, integers([-5, 1 << 30, 0]), cache_leftpad=integers([3, -7, 1 << 30]))
+    out = attention_with_cache(q, *caches, SCALED, int32([-5, 1 << 30, 0]), cache_leftpad=int32([3, -7, 1 << 30]))
     assert out.isfinite().all()
 
 

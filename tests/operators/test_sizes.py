@@ -23,14 +23,10 @@ from flashrope.backends.cpu import rotation
 from flashrope.backends.registry import load_backend
 from flashrope.rotary.bands import PositionMap
 from flashrope.rotary.scales import QueryScale
-from support import NAMES, SCHEMES
+from support import NAMES, SCHEMES, int32
 
 FAR = 2**24  # positions
 on_cpu = pytest.mark.parametrize("target", [t for t in support.TARGETS if t.impl == "cpu"], ids=str)
-
-
-def int32(numbers, target=None) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=target.device if target else None)
 
 
 # ---- offsets
@@ -179,7 +175,7 @@ def test_sixteen_million_cached_tokens_away_is_as_exact(target, scheme, small_ta
         caches = [make((batch, first + 80, heads, 16), dtype=exact.dtype) for _ in "kv"]
         for to, x in zip(caches, (k, v), strict=True):
             to[:, first:] = x
-        lengths = int32([first + 80] * batch, exact)
+        lengths = int32([first + 80] * batch, exact.device)
         lse = attention_with_cache(q, *caches, rotary, lengths, return_lse=True, impl=exact.impl)[1]
         errors[first] = (lse.double() - right).square().mean().sqrt().item()
     assert errors[FAR - 80] <= 1.2 * errors[0], errors

@@ -22,7 +22,7 @@ GROUPS = (
     Group(
         "scales",
         "python/flashrope/operators/length_scale.py",
-        ("tests/rotary/test_length_scale.py", "-k", "not triton"),
+        ("tests/operators/test_length_scale.py", "-k", "not triton"),
         (
             (
                 "short sequences are scaled down",
