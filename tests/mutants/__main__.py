@@ -1,12 +1,12 @@
 """``python -m tests.mutants``: breaks the source a line at a time and reports which test notices.
 
-Every mutant is applied to a copy of the checkout, which runs the test that noticed it last time (docs/mutants), then the
-tests that its group names, then the fast loop, then with --all the default tests, up to the first that fails. That test
+Every mutant is applied to a copy of the checkout, which runs the test that noticed it last time (docs/mutants), then
+the tests that it names, then the fast loop, then with --all the default tests, up to the first that fails. That test
 must pass without the mutant. A crash of the interpreter counts as noticed.
 
     python -m tests.mutants --list
-    python -m tests.mutants --area decode --quick --csv mutants.csv     (adds to the file; what is in it is not run again)
-    python -m tests.mutants --publish mutants.csv                       (into docs/mutants)
+    python -m tests.mutants --area decode --quick --csv mutants.csv   (adds to the file; skips what is in it)
+    python -m tests.mutants --publish mutants.csv                     (into docs/mutants)
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from . import page
-from .areas import MUTANTS
-from .breaks import Mutant
 from .results import RESULTS, Row, read, versions, write
 from .runs import EXECUTED, EXECUTOR, Copy, Ended, Run, preload
+from .table import AREAS, MUTANTS, ROOT, Mutant
 
 LOOP = "@tests/fast.txt"
 Tests = tuple[str, ...]
@@ -36,7 +35,8 @@ Tests = tuple[str, ...]
 def examine(mutant: Mutant, copy: Copy, stages: list[Tests], sound: set[str]) -> Generator[Tests, Ended, tuple]:
     """Yields the tests to run in the copy and is sent how they ended. Returns (ended, the last tests that ran).
 
-    sound: tests that pass without a mutant; those found on the way are added. Raises RuntimeError where the tests do not.
+    sound: tests that pass without a mutant; those found on the way are added. Raises RuntimeError where the tests do
+    not.
     """
 
     def run(tests: Tests, changes) -> Generator[Tests, Ended, Ended]:
@@ -71,7 +71,7 @@ def exists(test: str) -> bool:
     """Whether the file still has a function of this name."""
     file, _, rest = test.partition("::")
     name = rest.split("[")[0].split("::")[-1]
-    path = Path(__file__).resolve().parents[2] / file
+    path = ROOT / file
     return path.exists() and (not name or f"def {name}(" in path.read_text(encoding="utf-8"))
 
 
@@ -137,7 +137,7 @@ def main() -> int:
         write(RESULTS, read(args.publish))
         page.PAGE.write_text(page.text(), encoding="utf-8")
         return 0
-    areas = set(args.area.split(",") if args.area else page.AREAS) - set(args.without.split(","))
+    areas = set(args.area.split(",") if args.area else AREAS) - set(args.without.split(","))
     chosen = [m for m in MUTANTS if m.area in areas and (args.only or "") in m.name][:: args.every]
     if args.list:
         for m in chosen:

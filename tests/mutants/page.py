@@ -5,29 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from .areas import MUTANTS
-from .breaks import ROOT
 from .results import RESULTS, Row, read
+from .table import AREAS, MUTANTS, ROOT
 
 PAGE = ROOT / "docs/mutants.md"
-AREAS = {
-    "schemes": "schemes, bands, what all backends share",
-    "tables": "cos/sin tables, lowering",
-    "scales": "sinks, factors by length",
-    "launches": "launches of the Triton kernels",
-    "tiles": "Triton: tiles of a band, rows, addresses",
-    "softmax": "Triton: online softmax",
-    "rotation": "Triton: rotation",
-    "rotate": "Triton: rotated queries and keys",
-    "forward": "Triton: forward",
-    "backward": "Triton: backward",
-    "decode": "Triton: decoding, pages",
-    "maps": "position maps, all backends",
-    "cpu": "CPU backend, its C++ kernels",
-    "cuda": "CUDA C++ kernels, as PTX in the executor",
-    "caches": "caches",
-    "integrations": "Hugging Face, vLLM, torch.distributed",
-}
 
 
 def text() -> str:
@@ -57,18 +38,18 @@ def text() -> str:
 
 INTRODUCTION = """# Mutants
 
-A mutant is one changed line of the source: a window off by one, a rotation that is missing in a gradient, a page that is
-not clamped. A test suite that notices few of them says little. `python -m tests.mutants` applies them to a copy of the
-checkout one at a time, and runs the tests that each names up to the first that fails. That test must pass without the
-mutant. The slow tests are not run.
+A mutant is one changed line of the source: a window off by one, a rotation that is missing in a gradient, a page that
+is not clamped. A test suite that notices few of them says little. `python -m tests.mutants` applies them to a copy of
+the checkout one at a time, and runs the tests that each names up to the first that fails. That test must pass without
+the mutant. The slow tests are not run.
 
 ```bash
-python -m tests.mutants --quick --csv mutants.csv   # all; the areas cuda and integrations need nvcc, transformers and vLLM
+python -m tests.mutants --quick --csv mutants.csv   # all; cuda and integrations need nvcc, transformers and vLLM
 python -m tests.mutants --publish mutants.csv       # this page and mutants/results.csv, a row for each mutant
 ```
 
-Seconds are the wall time of the run that found the test, on a machine that did other work as well. A later run starts with
-that test, and needs a few seconds a mutant.
+Seconds are the wall time of the run that found the test, on a machine that did other work as well. A later run starts
+with that test, and needs a few seconds a mutant.
 `.ci/run` repeats a sample of them for every commit, and fails where fewer than 95% are killed."""
 HEADER = "| area | mutants | run | killed | seconds | killed by |\n|---|---:|---:|---:|---:|---|"
 

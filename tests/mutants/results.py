@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from .breaks import ROOT
+from .table import MUTANTS, ROOT
 
 RESULTS = ROOT / "docs/mutants/results.csv"
 
@@ -39,8 +39,6 @@ def read(path: Path) -> dict[str, Row]:
 
 def write(path: Path, rows: dict[str, Row]) -> None:
     """The whole file, those of the list in its order and no others."""
-    from .areas import MUTANTS
-
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}")
     with open(new, "w", newline="", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Runs of pytest on copies of the checkout. Each is a fork of this process, which has imported what all of them need."""
+"""Runs of pytest on copies of the checkout. Each is a fork of this process, which has imported what all need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from .breaks import ROOT, replaced
+from .table import ROOT, Change, replaced
 
 STALLED = 240  # seconds without a new test: a mutant that hangs is noticed
 EXECUTOR = "executor.plugin"  # must be loaded before Triton is
@@ -75,7 +75,7 @@ class Copy:
         copy_checkout(self.root)
         self.before: dict[Path, tuple[str, os.stat_result]] = {}
 
-    def apply(self, changes: tuple[tuple[str, str, str], ...]) -> None:
+    def apply(self, changes: tuple[Change, ...]) -> None:
         """changes: (file, text that occurs once, what takes its place)"""
         for file, old, new in changes:
             path = (self.root / file).resolve()

@@ -1,15 +1,42 @@
 """The mutants of tests/mutants and the page about them. Running them: ``python -m tests.mutants``."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from tests.mutants import page
 from tests.mutants.__main__ import exists
-from tests.mutants.areas import AREAS, MUTANTS
-from tests.mutants.breaks import ROOT
 from tests.mutants.results import RESULTS, read
+from tests.mutants.table import AREAS, HERE, MUTANTS, ROOT, mutants_of
+
+
+def test_the_form_of_the_files():
+    text = """
+# what they are of
+FEW = tests/test_a.py -k "b or c"
+
+cut: csrc/a.cu
+- two
+
+file: a/b.py
+tests: tests/test_d.py FEW
+
+-inf becomes 0
+-     two
+- lines
+-
++     two
+
+tests: FEW
+
+b: one text goes
+- c
+= nobody reads it"""
+    few, cut = ("tests/test_a.py", "-k", "b or c"), (("csrc/a.cu", "two", ""),)
+    assert mutants_of("area", text) == [
+        ("area", "a/b.py", ("tests/test_d.py", *few), "-inf becomes 0", "    two\nlines\n", "    two", "", cut),
+        ("area", "a/b.py", few, "b: one text goes", "c", "", "nobody reads it", cut),
+    ]
 
 
 @pytest.mark.parametrize("file", sorted({file for mutant in MUTANTS for file, *_ in mutant.changes}))
@@ -22,12 +49,11 @@ def test_every_mutant_still_applies(file):
 def test_names_are_unique_and_every_mutant_changes_something():
     assert not [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1]
     assert all(mutant.old != mutant.new for mutant in MUTANTS) and len(MUTANTS) >= 200
-    assert {mutant.area for mutant in MUTANTS} == set(page.AREAS)
+    assert {mutant.area for mutant in MUTANTS} == set(AREAS)
 
 
-def test_every_file_of_mutants_is_listed():
-    files = {path.stem for path in (Path(page.__file__).parent / "areas").glob("*.py")} - {"__init__"}
-    assert files == {area.__name__.split(".")[-1] for area in AREAS}
+def test_every_file_of_mutants_is_read():
+    assert {path.stem for path in (HERE / "areas").glob("*.txt")} == set(AREAS)
 
 
 def test_the_tests_that_mutants_name_exist():
