@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
 from ...operators.functional import attention_varlen_with_cache
 from ...rotary.rotary import Rotary
 from .plan import BACKEND, MAX_HEAD_DIM, check_cache_dtype
-from .plugin import active_plan
+from .state import active_plan
 
 
 class FlashropeBackend(AttentionBackend):
