@@ -38,7 +38,7 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
         TypeError, ValueError: names the option, what was expected and what came.
     """
     if unknown := sorted(set(given) - set(_names())):
-        raise ValueError(f"options: expected some of {', '.join(_names())}, got {unknown[0]!r}")
+        raise TypeError(f"options: expected some of {', '.join(_names())}, got {unknown[0]!r}")
     asked = {
         name: value for name, value in given.items() if value is not None and (value is not False or name == LOG_N_CLIP)
     }

@@ -149,7 +149,7 @@ GROUPS = (
                 "_mscale(factor, mscale) / _mscale(factor, mscale_all_dim)",
                 "_mscale(factor, mscale)",
             ),
-            ("pairs of the wrong channels", "interleaved=model_type in INTERLEAVED)", "interleaved=False)"),
+            ("pairs of the wrong channels", "interleaved=of_family.interleaved)", "interleaved=False)"),
             (
                 "angles of the wrong sign",
                 "frequencies=tuple(-f for f in rotary.frequencies)",

@@ -9,26 +9,12 @@ from functools import partial
 from typing import NamedTuple
 
 from ...rotary.rotary import Rotary
+from ..families import FAMILIES
 from ..hf_config import rotary_from_config
 from ..options import FIELD, read_field, training_length
 from ..transformers.layer_schemes import LayerScheme, layer_type_of, sliding_window_of
 
-# Architectures whose vLLM code rotates through get_rope alone and whose log probabilities the tests compare with
-# convert(). Others may rotate inside a fused kernel, which nothing here could turn off.
-ARCHITECTURES = (
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GemmaForCausalLM",
-    "Glm4ForCausalLM",
-    "GraniteForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "StableLmForCausalLM",
-)
+ARCHITECTURES = tuple(sorted(each.vllm for each in FAMILIES.values() if each.vllm))
 BACKEND = "CUSTOM"  # vLLM's name for a backend from outside
 MODEL_DTYPES = {"float16", "bfloat16", "float32"}
 SPECULATION = ("ngram", "suffix")  # drafts from the text; others have a draft model, with attention of its own
