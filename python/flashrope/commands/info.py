@@ -6,6 +6,8 @@ import argparse
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
+from ..cli.hardware import hardware
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """No options."""
@@ -34,29 +36,6 @@ def run(args: argparse.Namespace) -> int:
             print(f"  {name:10}{status}")
     print("\n" + "\n".join(shown()))
     return 0
-
-
-def hardware(device) -> str:
-    """The name of the processor, or of the GPU with its compute capability and memory."""
-    import torch
-
-    device = torch.device(device)
-    if device.type == "cpu":
-        return processor()
-    properties = torch.cuda.get_device_properties(device)
-    return (
-        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
-        f"{properties.total_memory / 2**30:.0f} GiB"
-    )
-
-
-def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def backends(device: str, dtype) -> list[tuple[str, str]]:

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 
 from ..cli import files, options, report
 from ..cli.figure import COLOURS, new_figure, save
+from ..cli.hardware import hardware
 from ..cli.options import BadInput, cores, need, torch_threads
 from ..cli.progress import Bar
-from ..commands.info import hardware
 from ..small_models import data
 from .model import Tokens, describe, last_logits, load, short_name, text_config, training_length
 from .schemes import applicable, settings

@@ -20,9 +20,9 @@ import torch
 
 from ..cli import files, options, report
 from ..cli.figure import new_figure, save
+from ..cli.hardware import hardware
 from ..cli.options import BadInput, cores, need, torch_threads
 from ..cli.progress import Bar
-from ..commands.info import hardware
 from ..rotary.catalogue import SCHEMES
 from .model import Tokens, describe, last_logits, load, short_name, training_length
 from .schemes import applicable, settings

@@ -23,11 +23,11 @@ import torch
 from .. import Rotary, __version__, attention
 from ..backends.registry import resolve_impl
 from ..cli import files, options, report
+from ..cli.hardware import hardware
 from ..cli.options import BadInput, cores, need
 from ..cli.program import INTERRUPTED
-from ..commands.info import hardware
 from ..rotary.catalogue import SCHEMES, Lengths, apply_options, describe_options
-from . import data
+from . import data, table
 from .evaluate import ContextLoss, loss_by_context
 from .model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
 from .plot import plot_losses
@@ -120,7 +120,7 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
         losses = _evaluate(workers, settings, windows, out)
 
     rows = [
-        report.Row(s.name, s.trained_with, s.log_n, tuple(of)) for s, of in zip(settings.schemes, losses, strict=True)
+        table.Row(s.name, s.trained_with, s.log_n, tuple(of)) for s, of in zip(settings.schemes, losses, strict=True)
     ]
     facts["trained"] = (
         "; ".join(
@@ -133,14 +133,14 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
         f"mean over {len(windows)} windows of the last {settings.targets} bytes of each, "
         f"{len(windows) * settings.targets:,} bytes in total, the same at every context length"
     )
-    print(f"\n{report.table(rows)}\n\n{report.lines(facts, 'trained', 'losses')}")
-    files.write(out / "losses.csv", report.csv_text(rows))
+    print(f"\n{table.aligned(rows)}\n\n{report.lines(facts, 'trained', 'losses')}")
+    files.write(out / "losses.csv", table.csv_text(rows))
     plot_losses(out / "losses.png", rows, settings.training.train_length)
     facts["time"] = (
         f"{time.perf_counter() - start:.0f} s without loading torch; "
         f"{sum(os.times()[:4]):.0f} s of CPU time in all processes"
     )
-    files.write(out / "losses.md", report.markdown(rows, facts))
+    files.write(out / "losses.md", table.markdown(rows, facts))
     print(f"written to {out}: {', '.join(OUTPUTS)}\n{report.lines(facts, 'time')}")
 
 

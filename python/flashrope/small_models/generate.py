@@ -23,10 +23,10 @@ import torch
 from .. import Rotary
 from ..backends.registry import resolve_impl
 from ..cli import options, report
+from ..cli.hardware import hardware
 from ..cli.options import MAX_THREADS, BadInput, cores, need, torch_threads
 from ..cli.program import INTERRUPTED
 from ..cli.progress import Bar
-from ..commands.info import hardware
 from ..rotary.catalogue import SCHEMES, Lengths, apply_options, describe_options
 from . import data
 from .model import Decoder, LanguageModel, load_checkpoint, trained_length

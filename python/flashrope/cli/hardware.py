@@ -1,0 +1,28 @@
+"""The name of a processor or GPU."""
+
+from __future__ import annotations
+
+import platform
+
+
+def hardware(device) -> str:
+    """The name of the processor, or of the GPU with its compute capability and memory."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cpu":
+        return _processor()
+    properties = torch.cuda.get_device_properties(device)
+    return (
+        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+        f"{properties.total_memory / 2**30:.0f} GiB"
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
