@@ -264,7 +264,7 @@ def _evaluate(workers: Workers, settings: Settings, windows: list[bytes], out: P
 
 
 def train_job(
-    rotary: str,
+    scheme: str,
     config: ModelConfig,
     training: TrainConfig,
     text: bytes,
@@ -275,7 +275,7 @@ def train_job(
 ) -> Trained:
     """Train one model, with weights and batches from the seed, and save it to ``path``."""
     torch.manual_seed(training.seed)
-    model, rotary = LanguageModel(config).to(device), Rotary.from_text(rotary)
+    model, rotary = LanguageModel(config).to(device), Rotary.from_text(scheme)
     batches = data.random_batches(text, training.batch_size, training.train_length, training.seed, device)
     trained = train(
         model, rotary, batches, training, functools.partial(attention, impl=impl), lambda *message: progress(message)

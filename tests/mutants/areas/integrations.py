@@ -66,8 +66,8 @@ GROUPS = (
         (
             (
                 "a sliding window is left out",
-                "        return rotary.local(window)\n",
-                "        return rotary\n",
+                "    return rotary.local(window)\n",
+                "    return rotary\n",
             ),
             (
                 "the table of the first length serves all",
