@@ -81,7 +81,10 @@ def _entry(name: str, node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef):
         return [f"### {name}\n\n{_signature(name, node)}\n\n{_markdown(ast.get_docstring(node))}\n"]
     if isinstance(node, ast.Assign):
-        return [f"### {name}\n\n{', '.join(_strings(node.value))}.\n"]
+        values = import_module("flashrope.integrations.families").families_with(
+            "tested"
+        )  # of FAMILIES, the one constant
+        return [f"### {name}\n\n{', '.join(f'`{value}`' for value in values)}.\n"]
     methods = [x for x in node.body if isinstance(x, ast.FunctionDef)]
     fields = [ast.unparse(x) for x in node.body if isinstance(x, ast.AnnAssign)]
     init = [_signature(name, x) for x in methods if x.name == "__init__"]
@@ -100,10 +103,6 @@ def _entry(name: str, node: ast.stmt) -> list[str]:
             heading = _signature(f"{owner}.{method.name}", method)
         parts.append(f"#### {name}.{method.name}\n\n{heading}\n\n{_markdown(ast.get_docstring(method))}\n")
     return parts
-
-
-def _strings(node: ast.expr) -> list[str]:
-    return [f"`{x}`" for x in sorted(x.value for x in ast.walk(node) if isinstance(x, ast.Constant))]
 
 
 def _signature(name: str, node: ast.FunctionDef) -> str:

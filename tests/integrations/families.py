@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import transformers
 from flashrope import Rotary
+from flashrope.integrations.families import family
 from flashrope.integrations.transformers import convert
-from flashrope.integrations.transformers.masks import WITHOUT_PACKING
 from small_models import COMMON, FAMILIES, HERE, REFUSED_BY_VERSION, VERSION, tiny  # noqa: F401  the tests import them from here
 from transformers import StaticCache
 
@@ -141,7 +141,7 @@ def difference(name: str) -> tuple[dict[str, float], dict[str, torch.Tensor], to
     """The largest difference of any logit to the stock model's, by run, where logits are of size 3 at most; the stock
     model's logits; the converted model."""
     model = tiny(name)
-    runs = {run: call for run, call in RUNS.items() if run != "packed" or name not in WITHOUT_PACKING}
+    runs = {run: call for run, call in RUNS.items() if run != "packed" or family(name).packs}
     stock = {run: call(model) for run, call in runs.items()}
     convert(model)
     size = max(1.0, float(stock["uncached"].abs().max()) / 3)

@@ -7,11 +7,12 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 import transformers
 from families import HERE, ROPE_TYPES, VERSION, tiny
+from flashrope.integrations.families import families_with
 from flashrope.integrations.transformers import continuous_batching, convert, revert
 from transformers import GenerationConfig
 
 SUPPORTED = continuous_batching.SUPPORTED
-REFUSED = set(continuous_batching.REFUSED) & set(HERE)
+REFUSED = set(families_with("not_batched")) & set(HERE)
 # transformers' engine has no caches for layers without attention, nor for head dims or numbers of keys' heads that are
 # not those of the configuration.
 NOT_BATCHED = {

@@ -173,7 +173,7 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
             change = float(row["loss"]) - float(found[row["scheme"], row["context"], 16]["loss"])
             assert float(row["change"]) == pytest.approx(change, abs=2e-6)
     assert len({row["loss"] for row in rows if row["context"] == "text" and row["length"] == "128"}) == len(SCHEMES)
-    assert found["unchanged", "repeated", 128]["loss"] != found["unchanged", "text", 128]["loss"]
+    assert found["stock", "repeated", 128]["loss"] != found["stock", "text", 128]["loss"]
     saved = json.loads((tmp_path / "loss.json").read_text())
     assert (
         list(saved["left_out"]) == ["DCA"]
@@ -197,7 +197,7 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
     for length in (16, 128):
         with torch.no_grad():
             expected = by_hand(model, of_length(windows, (), length), 8)
-        row = next(row for row in saved["rows"] if (row["scheme"], row["length"]) == ("unchanged", length))
+        row = next(row for row in saved["rows"] if (row["scheme"], row["length"]) == ("stock", length))
         assert row["windows"] == pytest.approx(expected, abs=2e-5)
 
 
@@ -206,10 +206,10 @@ def test_the_plot_shows_every_row(tmp_path):
     from matplotlib.image import imread
 
     def row(scheme, context, length):
-        level = {"unchanged": 4.0, "ReRoPE": 1.0}[scheme] + (0.5 if context == "repeated" else 0.0)
+        level = {"stock": 4.0, "ReRoPE": 1.0}[scheme] + (0.5 if context == "repeated" else 0.0)
         return Row(scheme, context, length, (level, level + 0.1))
 
-    lengths, schemes = (16, 32, 64), ("unchanged", "ReRoPE")
+    lengths, schemes = (16, 32, 64), ("stock", "ReRoPE")
     texts = [row(scheme, "text", length) for scheme in schemes for length in lengths]
     both = [row(scheme, context, n) for scheme in schemes for context in ("text", "repeated") for n in lengths]
 
@@ -267,8 +267,8 @@ def test_a_family_that_cannot_be_converted_is_measured_as_it_is(text, tmp_path, 
     run = command(tmp_path / "gpt2", text, out, "--windows", "2", "--schemes", "stock", "rerope", "--lengths")
     assert main([*run, "16", "32"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "left out: ReRoPE: model" in shown and "unchanged: the library's own attention" in shown
-    assert [row["scheme"] for row in csv.DictReader((out / "loss.csv").open())] == ["unchanged"] * 2
+    assert "left out: ReRoPE: model" in shown and "stock: the library's own attention" in shown
+    assert [row["scheme"] for row in csv.DictReader((out / "loss.csv").open())] == ["stock"] * 2
     assert main([*run, "16", "33"]) == 2
     assert "--lengths: expected at most 32, as this model has a learned embedding" in capsys.readouterr().err
     run[run.index("stock")] = "yarn"
@@ -354,13 +354,13 @@ def test_an_interrupt_is_one_line_and_leaves_no_file(name, checkpoint, text, tmp
     )
     try:
         for line in process.stderr:
-            if line.startswith("unchanged"):  # the first line of the progress
+            if line.startswith("stock"):  # the first line of the progress
                 break
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    said = [line for line in errors.splitlines() if line and not line.startswith("unchanged")]
+    said = [line for line in errors.splitlines() if line and not line.startswith("stock")]
     assert process.returncode == 130 and said == ["flashrope: interrupted"], errors
     assert not list(out.iterdir())
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 pytest.importorskip("transformers", reason="the comparison with transformers needs transformers")
 
 from flashrope import Rotary, attention
-from flashrope.integrations.hf_config import MROPE_IN_SECTIONS, MROPE_INTERLEAVED
+from flashrope.integrations.families import families_with, family
 from flashrope.lowering.cos_sin import cos_sin
 
 SECTIONS = {"sections": [4, 6, 6], "interleaved": [6, 5, 5]}
@@ -54,10 +54,10 @@ def position_ids(seqlen: int = 40) -> torch.Tensor:
     return torch.randint(0, 50, (3, 1, seqlen), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("model_type", sorted(MROPE_IN_SECTIONS | MROPE_INTERLEAVED))
+@pytest.mark.parametrize("model_type", families_with("mrope"))
 def test_tables_are_those_of_the_family(model_type):
     cls, modeling = family_of(model_type)
-    config = config_of(cls, SECTIONS["interleaved" if model_type in MROPE_INTERLEAVED else "sections"])
+    config = config_of(cls, SECTIONS[family(model_type).mrope])
     layer_types = sorted({*(getattr(config, "layer_types", None) or ())} & {*(config.rope_parameters or ())}) or [None]
     embedding, ids = embedding_of(modeling, config), position_ids()
     for layer_type in layer_types:
@@ -75,7 +75,7 @@ def test_tables_are_those_of_the_family(model_type):
 def test_attention_is_that_of_the_family(model_type):
     """Raw q and k here; q and k that the family's own function has rotated there."""
     cls, modeling = family_of(model_type)
-    config = config_of(cls, SECTIONS["interleaved" if model_type in MROPE_INTERLEAVED else "sections"])
+    config = config_of(cls, SECTIONS[family(model_type).mrope])
     ids = position_ids()
     cos, sin = embedding_of(modeling, config)(torch.zeros(1), ids)
     q, k, v = (torch.randn(1, heads, 40, 32, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 1))

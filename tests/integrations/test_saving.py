@@ -81,7 +81,7 @@ def test_saved_options_that_are_not_known(saved, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"flashrope": {"window": 6, "clipp": False}}))
-    with pytest.raises(ValueError, match="options: expected some of rotary, .* got 'clipp'"):
+    with pytest.raises(TypeError, match="options: expected some of rotary, .* got 'clipp'"):
         from_pretrained(tmp_path)
 
 

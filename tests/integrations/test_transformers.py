@@ -28,8 +28,8 @@ from flashrope import Rotary
 from flashrope.backends import reference
 from flashrope.backends.calls import AttentionCall
 from flashrope.integrations import transformers as integration
+from flashrope.integrations.families import family
 from flashrope.integrations.transformers import convert, suggest
-from flashrope.integrations.transformers.masks import WITHOUT_PACKING
 from transformers import AutoConfig, DynamicCache
 
 # ---- the model's own scheme: the same logits
@@ -45,7 +45,7 @@ def test_logits_are_the_stock_models(name):
     found, stock, model = families.difference(name)
     assert max(found.values()) <= families.BOUND, found
     assert not close(stock["padded"], stock["uncached"] * padded()[..., None], 0.05)
-    assert name in WITHOUT_PACKING or not close(stock["packed"], stock["uncached"], 0.05)
+    assert not family(name).packs or not close(stock["packed"], stock["uncached"], 0.05)
     for module in converted(model):
         none, window = Rotary.none(module.rotary_bands.rotary.head_dim), module.rotary_bands.window
         module.rotary_bands.rotary = none if window is None else none.local(window)
@@ -231,7 +231,7 @@ def gradients(model, mask=None, **kwargs) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "cohere2", "gpt_oss"])
 @pytest.mark.parametrize("case", ["plain", "left", "right", "packed"])
 def test_gradients(name, case):
-    if name in WITHOUT_PACKING and case == "packed":
+    if not family(name).packs and case == "packed":
         return
     model = tiny(name).train()
     mask = {"left": padded(), "right": padded(left=0, right=6)}.get(case)

@@ -1,4 +1,4 @@
-"""The names of processors and GPUs."""
+"""The name of a processor or GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def hardware(device) -> str:
 
     device = torch.device(device)
     if device.type == "cpu":
-        return processor()
+        return _processor()
     properties = torch.cuda.get_device_properties(device)
     return (
         f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
@@ -19,7 +19,7 @@ def hardware(device) -> str:
     )
 
 
-def processor() -> str:
+def _processor() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]

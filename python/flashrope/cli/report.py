@@ -1,4 +1,4 @@
-"""Progress bars, and facts as wrapped lines."""
+"""Lists of settings, and one progress bar per job."""
 
 from __future__ import annotations
 

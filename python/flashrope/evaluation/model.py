@@ -46,7 +46,7 @@ def load(name: str, device: torch.device):
             if getattr(text_config(model), FIELD, None):
                 choose_stock_attention(model)
                 convert(model)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise BadInput(f"--model: {str(error).splitlines()[0]}") from None
     model = model.to(device).eval()
     check_causal(model, name)

@@ -10,90 +10,9 @@ import math
 from typing import Any
 
 from ..rotary.rotary import Rotary
+from .families import families_with, family
 
 __all__ = ["rotary_from_config"]
-
-# model_type of the families whose rotary embedding pairs channels 2m and 2m + 1. No configuration field says so, only
-# the code of each family in transformers (rotate_half, apply_rotary_pos_emb or a complex product; from 4.57.6 and
-# 5.23.0).
-INTERLEAVED = frozenset(
-    {
-        "blt",
-        "blt_global_transformer",
-        "blt_local_decoder",
-        "blt_local_encoder",
-        "blt_patcher",
-        "codegen",
-        "cohere",
-        "cohere2",
-        "cohere2_moe",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "ernie4_5_vl_moe_text",
-        "glm",
-        "glm4",
-        "glm4v_text",
-        "glm_ocr_text",
-        "gptj",
-        "helium",
-        "llama4_text",
-        "moonshine",
-        "moonshine_streaming",
-        "openai_privacy_filter",
-        "pe_audio_encoder",
-        "pe_audio_video_encoder",
-        "pe_video_encoder",
-    }
-)
-REVERSED = frozenset({"nanochat"})  # rotates by the negative angle
-# model_type of the families that rotate in sliding-window layers only, which their attention classes show.
-SLIDING_ONLY = frozenset({"afmoe", "cohere2", "exaone4", "exaone_moe", "flint", "kolibri1"})
-# model_type of the families whose base is not in their configuration.
-FIXED_BASE = {"codegen": 10_000.0, "gptj": 10_000.0}
-# model_type of the families whose code reads partial_rotary_factor. With it, other families rotate whole heads in
-# transformers 5, and fail in 4.57.
-PARTIAL = frozenset(
-    {
-        "bamba",
-        "dots3_note_audio_encoder",
-        "dots3_note_text",
-        "efficientloftr",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "glm4v_moe_text",
-        "glm4v_text",
-        "glm_image_text",
-        "glm_ocr_text",
-        "glmasr_encoder",
-        "gpt_neox",
-        "gpt_neox_japanese",
-        "laguna",
-        "mimo_v2_flash",
-        "minimax_m2",
-        "minimax_m3_vl_text",
-        "moonshine",
-        "moonshine_streaming",
-        "nemotron",
-        "nemotron3_5_transcribe_asr_audio",
-        "nemotron3_diarization_audio",
-        "neomme",
-        "persimmon",
-        "phi",
-        "phi3",
-        "phi4_multimodal",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-        "qwen4_exp_text",
-        "recurrent_gemma",
-        "stablelm",
-        "step3p5",
-        "zaya",
-    }
-)
-# model_type of the families whose code reads alpha under "dynamic".
-ALPHA = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"})
 
 KEYS = frozenset(
     {
@@ -122,34 +41,6 @@ KEYS = frozenset(
         "mrope_section",
         "mrope_interleaved",
         "interleaved",  # of qwen3_omni_moe: as mrope_interleaved, and no code reads it
-    }
-)
-# model_type of the families whose code gives each pair a coordinate of the position: in sections one after the other,
-# or interleaved. Others with mrope_section in their configurations have orders of their own, and that of
-# cohere_compass_text differs between transformers 5.17 and 5.23.
-MROPE_IN_SECTIONS = frozenset(
-    {
-        "glm4v_moe_text",
-        "glm4v_text",
-        "glm_image_text",
-        "glm_ocr_text",
-        "paddleocr_vl_text",
-        "qwen2_5_omni_talker",
-        "qwen2_5_omni_text",
-        "qwen2_5_vl_text",
-        "qwen2_vl_text",
-    }
-)
-MROPE_INTERLEAVED = frozenset(
-    {
-        "cosmos3_edge_text",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_omni_moe_talker_text",
-        "qwen3_omni_moe_text",
-        "qwen3_vl_moe_text",
-        "qwen3_vl_text",
-        "qwen4_exp_text",
     }
 )
 REFUSED_KEYS = {
@@ -201,10 +92,11 @@ def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = 
     if seqlen is not None and (not isinstance(seqlen, int) or isinstance(seqlen, bool) or seqlen < 1):
         raise ValueError(f"seqlen: expected None or a positive integer, got {seqlen!r}")
     model_type = getattr(config, "model_type", "") or ""
+    of_family = family(model_type)
     _refuse_by_field(config)
     params = _parameters(config, model_type, layer_type)
     head_dim = _head_dim(config, layer_type)
-    slides = model_type in SLIDING_ONLY and getattr(config, "sliding_window", None) is not None
+    slides = of_family.sliding_only and getattr(config, "sliding_window", None) is not None
     if params is None or slides and layer_type == "full_attention":
         return Rotary.none(head_dim)
     for key in params:
@@ -220,13 +112,13 @@ def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = 
     if rope_type not in RULES:
         raise ValueError(f"config: rope type {rope_type!r} is not known; the known ones are {', '.join(RULES)}")
     partial = params.get("partial_rotary_factor")
-    rotary_dim = getattr(config, "rotary_dim", None) if model_type in FIXED_BASE else None
+    rotary_dim = getattr(config, "rotary_dim", None) if of_family.base else None
     if rotary_dim is None:
         rotary_dim = int(head_dim * (1.0 if partial is None else partial))
     if rope_type == "proportional":
         rotary_dim = head_dim
     _refuse_ignored(params, model_type, rope_type, rotary_dim, head_dim)
-    rope = Rotary.rope(head_dim, params["rope_theta"], rotary_dim, interleaved=model_type in INTERLEAVED)
+    rope = Rotary.rope(head_dim, params["rope_theta"], rotary_dim, interleaved=of_family.interleaved)
     rotary, attention_factor = RULES[rope_type](rope, params, config, seqlen)
     if attention_factor != 1:
         field = "temperature" if rotary.rotary_dim == head_dim else "rotated_scale"
@@ -235,15 +127,15 @@ def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = 
         rotary = _dual_chunk(rotary, chunks)
     if params.get("mrope_section"):
         rotary = rotary.mrope(list(params["mrope_section"]), _mrope_is_interleaved(model_type, params))
-    if model_type in REVERSED:
+    if of_family.reversed:
         rotary = dataclasses.replace(rotary, frequencies=tuple(-f for f in rotary.frequencies))
     return rotary
 
 
 def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
     """The code of a family decides; without a model_type, what the parameters say."""
-    if model_type in MROPE_INTERLEAVED | MROPE_IN_SECTIONS:
-        return model_type in MROPE_INTERLEAVED
+    if order := family(model_type).mrope:
+        return order == "interleaved"
     if not model_type and len(params["mrope_section"]) == 3:
         return bool(params.get("mrope_interleaved"))
     raise ValueError(
@@ -291,13 +183,13 @@ def _refuse_by_field(config) -> None:
 
 def _refuse_ignored(params, model_type: str, rope_type: str, rotary_dim: int, head_dim: int) -> None:
     """Refuses parameters that the code of the family does not read. Without a model_type they mean what they say."""
-    if rope_type == "dynamic" and params.get("alpha") and model_type and model_type not in ALPHA:
+    if rope_type == "dynamic" and params.get("alpha") and model_type and not family(model_type).alpha:
         raise ValueError(
-            f"config: alpha = {params['alpha']} is read by {', '.join(sorted(ALPHA))} and not by {model_type!r}, whose "
-            "base grows with the length; remove alpha for that, or chain .ntk(alpha) to Rotary.rope"
+            f"config: alpha = {params['alpha']} is read by {', '.join(families_with('alpha'))} and not by "
+            f"{model_type!r}, whose base grows with the length; remove alpha for that, or chain .ntk(alpha) to "
+            "Rotary.rope"
         )
-    reads_partial = not model_type or model_type in PARTIAL or model_type in FIXED_BASE
-    if rotary_dim != head_dim and not reads_partial:
+    if rotary_dim != head_dim and model_type and not family(model_type).partial:
         raise ValueError(
             f"config: partial_rotary_factor = {params.get('partial_rotary_factor')} is not read by the code of "
             f"{model_type!r} in transformers, which rotates whole heads; remove it for that, or build the scheme with "
@@ -325,7 +217,7 @@ def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, An
         )
     params = dict(given)
     if params.get("rope_theta") is None:
-        params["rope_theta"] = getattr(config, "rope_theta", None) or FIXED_BASE.get(model_type)
+        params["rope_theta"] = getattr(config, "rope_theta", None) or family(model_type).base
     if params["rope_theta"] is None:
         raise ValueError(
             "config: neither rope_theta nor rope_parameters with one in it; this model has no rotary embedding, or "

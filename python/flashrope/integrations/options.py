@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ..rotary.catalogue import Option, known_options
+from ..rotary.catalogue import known_options
 
 FIELD = "flashrope"
 LOG_N_CLIP = "log_n_clip"  # the one option that False switches on
@@ -38,7 +38,7 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
         TypeError, ValueError: names the option, what was expected and what came.
     """
     if unknown := sorted(set(given) - set(_names())):
-        raise ValueError(f"options: expected some of {', '.join(_names())}, got {unknown[0]!r}")
+        raise TypeError(f"options: expected some of {', '.join(_names())}, got {unknown[0]!r}")
     asked = {
         name: value for name, value in given.items() if value is not None and (value is not False or name == LOG_N_CLIP)
     }
@@ -54,8 +54,13 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
                 raise ValueError(f"{name}: expected one of {', '.join(names)}, got also {of_stage[option.stage]}")
             of_stage[option.stage] = name
             found[name] = option.read(name, asked[name], partial(length, config))
-        if option.beside:
-            _read_beside(option, asked, found)
+        beside = option.beside
+        if beside and beside.name in asked:
+            value = beside.read(beside.name, asked[beside.name])
+            if name not in asked:
+                raise ValueError(f"{beside.name}: expected {name} beside it, got {value!r} alone")
+            if value != beside.default:
+                found[beside.name] = value
     return {name: found[name] for name in asked if name in found}
 
 
@@ -86,17 +91,6 @@ def to_json(options: Mapping[str, Any]) -> dict[str, Any]:
         **options,
         "rotary": {key: each.text for key, each in rotary.items()} if isinstance(rotary, dict) else rotary.text,
     }
-
-
-def _read_beside(option: Option, asked: Mapping[str, Any], found: dict[str, Any]) -> None:
-    name = option.beside.name
-    if name not in asked:
-        return
-    value = option.beside.read(name, asked[name])
-    if option.name not in asked:
-        raise ValueError(f"{name}: expected {option.name} beside it, got {value!r} alone")
-    if value != option.beside.default:
-        found[name] = value
 
 
 def _names() -> list[str]:

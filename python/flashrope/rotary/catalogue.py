@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -167,7 +166,7 @@ def _flag(name: str, value) -> bool:
 
 def _log_n(name: str, value, length: Callable[[str], int]) -> float:
     value = length(name) if value is True else value
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: expected True or a length of more than 1, got {value!r}")
     if not 1 < value < math.inf:
         raise ValueError(f"{name}: expected True or a length of more than 1, got {value!r}")
@@ -205,7 +204,7 @@ def _hope(rotary: Rotary, train_length: float) -> Rotary:
     """HoPE on a model's own table: the frequency before any interpolation decides whether a pair rotates."""
     original = rotary.frequencies
     if rotary.base is not None:
-        original = [rotary.base ** (-2 * m / rotary.exponent_dim) for m in range(len(rotary.frequencies))]
+        original = tuple(rotary.base ** (-2 * m / rotary.exponent_dim) for m in range(len(rotary.frequencies)))
     frequencies = tuple(
         frequency if abs(before) >= 2 * math.pi / train_length else 0.0
         for frequency, before in zip(rotary.frequencies, original, strict=True)
@@ -242,7 +241,7 @@ SLOW_PAIRS = "pairs with less than one turn over {:,} tokens"
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
-        Scheme("stock", "unchanged", lambda lengths: {}),
+        Scheme("stock", "stock", lambda lengths: {}),
         Scheme(
             "log-n",
             "log n",

@@ -263,7 +263,7 @@ class Rotary:
                 f"{type(config).__name__}"
             )
         # By name and when asked for: this room is below the integrations.
-        reader = import_module("...integrations.hf_config", __package__)
+        reader = import_module("..integrations.hf_config", __package__)
         return reader.rotary_from_config(config, layer_type, seqlen)
 
     @classmethod

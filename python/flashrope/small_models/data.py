@@ -97,9 +97,10 @@ def read_texts(paths: Sequence[str | os.PathLike]) -> dict[str, str]:
             if not found:
                 raise TextError(f"{path}: contains no text files (UTF-8, without NUL bytes)")
         elif path.exists():
-            found = {str(path): _read(path)}
-            if found[str(path)] is None:
+            text = _read(path)
+            if text is None:
                 raise TextError(f"{path}: not text (UTF-8, without NUL bytes)")
+            found = {str(path): text}
         else:
             raise TextError(f"{path}: no such file or folder")
         texts.update((name, text.decode()) for name, text in found.items())

@@ -27,9 +27,8 @@ from ..cli.hardware import hardware
 from ..cli.options import BadInput, cores, need
 from ..cli.program import INTERRUPTED
 from ..rotary.catalogue import SCHEMES, Lengths, apply_options, describe_options
-from . import data
+from . import data, table
 from .evaluate import ContextLoss, loss_by_context
-from .loss_table import Row, csv_text, markdown, table
 from .model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
 from .plot import plot_losses
 from .presets import CHECKPOINTS, COMPARED, PRESETS, TIMES, Preset
@@ -120,7 +119,9 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
         trained = _train(workers, settings, corpus.train, out)
         losses = _evaluate(workers, settings, windows, out)
 
-    rows = [Row(s.name, s.trained_with, s.log_n, tuple(of)) for s, of in zip(settings.schemes, losses, strict=True)]
+    rows = [
+        table.Row(s.name, s.trained_with, s.log_n, tuple(of)) for s, of in zip(settings.schemes, losses, strict=True)
+    ]
     facts["trained"] = (
         "; ".join(
             f"{name} {t.loss:.3f} nats per byte over the last tenth, {t.tokens_per_second:,.0f} tokens/s"
@@ -132,14 +133,14 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
         f"mean over {len(windows)} windows of the last {settings.targets} bytes of each, "
         f"{len(windows) * settings.targets:,} bytes in total, the same at every context length"
     )
-    print(f"\n{table(rows)}\n\n{report.lines(facts, 'trained', 'losses')}")
-    files.write(out / "losses.csv", csv_text(rows))
+    print(f"\n{table.aligned(rows)}\n\n{report.lines(facts, 'trained', 'losses')}")
+    files.write(out / "losses.csv", table.csv_text(rows))
     plot_losses(out / "losses.png", rows, settings.training.train_length)
     facts["time"] = (
         f"{time.perf_counter() - start:.0f} s without loading torch; "
         f"{sum(os.times()[:4]):.0f} s of CPU time in all processes"
     )
-    files.write(out / "losses.md", markdown(rows, facts))
+    files.write(out / "losses.md", table.markdown(rows, facts))
     print(f"written to {out}: {', '.join(OUTPUTS)}\n{report.lines(facts, 'time')}")
 
 
@@ -263,7 +264,7 @@ def _evaluate(workers: Workers, settings: Settings, windows: list[bytes], out: P
 
 
 def train_job(
-    rotary: str,
+    scheme: str,
     config: ModelConfig,
     training: TrainConfig,
     text: bytes,
@@ -274,7 +275,7 @@ def train_job(
 ) -> Trained:
     """Train one model, with weights and batches from the seed, and save it to ``path``."""
     torch.manual_seed(training.seed)
-    model, rotary = LanguageModel(config).to(device), Rotary.from_text(rotary)
+    model, rotary = LanguageModel(config).to(device), Rotary.from_text(scheme)
     batches = data.random_batches(text, training.batch_size, training.train_length, training.seed, device)
     trained = train(
         model, rotary, batches, training, functools.partial(attention, impl=impl), lambda *message: progress(message)

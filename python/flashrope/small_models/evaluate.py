@@ -45,12 +45,12 @@ def loss_by_context(
     for length in context_lengths:
         if not targets <= length < windows.shape[1]:
             raise ValueError(f"context_lengths: expected {targets} to {windows.shape[1] - 1}, got {length}")
-        per_token = []
+        pieces = []
         for tokens in windows[:, -(length + 1) :].split(max(batch_tokens // length, 1)):
             with autocast(windows.device):
                 logits = model(tokens[:, :-1], rotary, attend)
-            per_token.append(F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none"))
-        per_token = torch.cat(per_token).double()
+            pieces.append(F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none"))
+        per_token = torch.cat(pieces).double()
         last = per_token[:, -targets:].mean(dim=1)
         stderr = last.std().item() / len(last) ** 0.5 if len(last) > 1 else float("nan")
         losses.append(ContextLoss(length, last.mean().item(), stderr, per_token.mean().item()))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..cli.figure import COLOURS, new_figure, save
-from .loss_table import Row
+from .table import Row
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 

@@ -17,17 +17,12 @@ import transformers
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ...operators.functional import attention_varlen, attention_varlen_with_cache
+from ..families import family
 
 __all__ = ["Pages", "attend_paged", "prepare_manager", "with_pages"]
 
 NAME = "rotary_bands"  # transformers gives names with "flash", "/" or "|" a meaning of its own
 PAGES = "rotary_bands_pages"  # the argument in which every layer finds dict[layer type, Pages]
-
-REFUSED = {  # by model type
-    "diffllama": "attends twice in a layer",
-    "modernbert-decoder": "does not pass them on",
-    "stablelm": "does not pass them on",
-}
 
 try:
     from transformers.generation.continuous_batching.cache_allocators import CacheAllocator  # since 5.19
@@ -137,10 +132,10 @@ def _check(model, config) -> None:
         )
     for module in model.modules():
         model_type = getattr(getattr(module, "config", None), "model_type", None)
-        if model_type in REFUSED:
+        if reason := family(model_type or "").not_batched:
             raise ValueError(
                 "model: expected one whose layers see the arguments of continuous batching once, got "
-                f"{model_type}, which {REFUSED[model_type]}; use generate"
+                f"{model_type}, which {reason}; use generate"
             )
     page_size = getattr(config, "page_size", 256)
     if page_size < 16 or page_size & (page_size - 1):

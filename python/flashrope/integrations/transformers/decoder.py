@@ -10,93 +10,14 @@ import transformers
 from transformers import PreTrainedModel
 
 from ...rotary.rotary import Rotary
+from ..families import families_with, family
 from ..hf_config import rotary_of_model
 from .layer_schemes import attending_layers
 from .rotary_hook import is_rotary_embedding, rotary_embeddings
 
 # model_type of the decoders that the tests compare with the library's own attention.
-FAMILIES = frozenset(
-    {
-        "afmoe",
-        "apertus",
-        "arcee",
-        "aria_text",
-        "bitnet",
-        "cohere",
-        "cohere2",
-        "cohere2_moe",
-        "cwm",
-        "diffllama",
-        "dots1",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "exaone4",
-        "exaone_moe",
-        "falcon_h1",
-        "flex_olmo",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gemma3n_text",
-        "gemma4_text",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "gpt_neox",
-        "gpt_oss",
-        "granite",
-        "granite_swa",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoeshared",
-        "helium",
-        "hy_v3",
-        "hyperclovax",
-        "jais2",
-        "jetmoe",
-        "laguna",
-        "lfm2",
-        "lfm2_moe",
-        "llama",
-        "mellum",
-        "minimax_m2",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "mixtral",
-        "modernbert-decoder",
-        "nanochat",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "olmo_hybrid",
-        "olmoe",
-        "persimmon",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_moe",
-        "qwen3_next",
-        "seed_oss",
-        "smollm3",
-        "solar_open",
-        "stablelm",
-        "starcoder2",
-        "vaultgemma",
-    }
-)
+FAMILIES = frozenset(families_with("tested"))
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-# model_type of decoders that a comparison with one model could let in by accident, and how they differ.
-REFUSED = {
-    "hunyuan_v1_dense": "scales every channel of queries and keys after their rotation",
-    "hunyuan_v1_moe": "scales every channel of queries and keys after their rotation",
-    "phimoe": "keeps longrope's table for short texts at every length",
-}
 
 
 def find_decoder(model) -> PreTrainedModel:
@@ -128,10 +49,8 @@ def check_decoder(decoder: PreTrainedModel) -> None:
         ValueError: names the class or the model type.
     """
     model_type, version = decoder.config.model_type, transformers.__version__
-    if model_type in REFUSED:
-        raise ValueError(
-            f"model: expected one that rotates as its configuration says, {model_type} {REFUSED[model_type]}"
-        )
+    if reason := family(model_type).refused:
+        raise ValueError(f"model: expected one that rotates as its configuration says, {model_type} {reason}")
     if hasattr(decoder, "_maybe_slice_kv_shared_inputs") and decoder.config.num_kv_shared_layers:
         raise ValueError(
             f"model: expected num_kv_shared_layers = 0, got {decoder.config.num_kv_shared_layers}; such layers get "

@@ -18,12 +18,10 @@ from typing import NamedTuple
 import torch
 from transformers.masking_utils import causal_mask_function
 
+from ..families import family
 from .layer_schemes import attending_layers
 
 __all__ = ["Packed", "check_positions", "describe_mask"]
-
-# Model types whose forward makes its masks without position_ids: stock models of these types mix packed sequences up.
-WITHOUT_PACKING = frozenset({"afmoe", "gpt_oss"})
 
 
 class Packed(NamedTuple):
@@ -211,7 +209,7 @@ def check_positions(module, args, kwargs) -> tuple | None:
     if positions.ndim != 2:
         raise ValueError(f"position_ids: expected (batch, seqlen), got shape {tuple(positions.shape)}")
     mask, past, steps = kwargs.get("attention_mask"), kwargs.get("past_key_values"), kwargs.get("cache_position")
-    masks_see_packing = module.config.model_type not in WITHOUT_PACKING
+    masks_see_packing = family(module.config.model_type).packs
     if mask is None and past is None and masks_see_packing and not _caches(module, kwargs):
         return None  # packed sequences, which the mask function sees
     if isinstance(mask, dict):

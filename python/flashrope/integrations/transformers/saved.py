@@ -18,7 +18,7 @@ KEY = "_attn_implementation"  # 4.57 and 5.0 do not read "attn_implementation"
 # transformers gives names with "flash", "/" or "|" a meaning of its own.
 SAVED = (
     "rotary_bands of a model that Flashrope changed: load it with Flashrope.integrations.transformers.from_pretrained, "
-    f'or delete "{KEY}" from its config.json for the unchanged model'
+    f'or delete "{KEY}" from its config.json for the stock model'
 )
 
 
@@ -61,7 +61,7 @@ def _refuse(*args, **kwargs):
     raise ValueError(
         "model: expected one that was converted as it was when it was saved, got one that was loaded without; call "
         "convert(model), load it with flashrope.integrations.transformers.from_pretrained, or call revert(model) for "
-        "the unchanged model"
+        "the stock model"
     )
 
 

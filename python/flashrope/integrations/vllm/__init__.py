@@ -6,6 +6,7 @@ configuration has no field "flashrope".
 Where to look:
 
     plan      the scheme of every layer, and what is refused; needs no vLLM
+    state     the plans of a process
     plugin    register: what is hooked into vLLM
     rope      turns off the model's own rotary embedding
     backend   vLLM's attention backend, over attention_varlen_with_cache

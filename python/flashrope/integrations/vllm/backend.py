@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
 from ...operators.functional import attention_varlen_with_cache
 from ...rotary.rotary import Rotary
 from .plan import BACKEND, MAX_HEAD_DIM, check_cache_dtype
-from .plugin import active_plan
+from .state import active_plan
 
 
 class FlashropeBackend(AttentionBackend):
@@ -111,9 +111,10 @@ class FlashropeImpl(AttentionImpl):
         **others,
     ) -> None:
         config = get_current_vllm_config()
-        self.plan = active_plan(config)
-        if self.plan is None:
+        plan = active_plan(config)
+        if plan is None:
             raise ValueError('attention_backend: expected a model with a field "flashrope" for CUSTOM, got none')
+        self.plan = plan
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
@@ -127,7 +128,7 @@ class FlashropeImpl(AttentionImpl):
         }
         for name, value in given.items():
             if value is not None:
-                raise ValueError(f"{name}: expected none, which flashrope's attention has not, got {value!r}")
+                raise ValueError(f"{name}: expected none, which flashrope does not support, got {value!r}")
         if attn_type != AttentionType.DECODER:
             raise ValueError(f"attn_type: expected decoder self-attention, got {attn_type}")
 

@@ -9,26 +9,12 @@ from functools import partial
 from typing import NamedTuple
 
 from ...rotary.rotary import Rotary
+from ..families import FAMILIES
 from ..hf_config import rotary_from_config
 from ..options import FIELD, read_field, training_length
 from ..transformers.layer_schemes import LayerScheme, layer_type_of, sliding_window_of
 
-# Architectures whose vLLM code rotates through get_rope alone and whose log probabilities the tests compare with
-# convert(). Others may rotate inside a fused kernel, which nothing here could turn off.
-ARCHITECTURES = (
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GemmaForCausalLM",
-    "Glm4ForCausalLM",
-    "GraniteForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "StableLmForCausalLM",
-)
+ARCHITECTURES = tuple(sorted(each.vllm for each in FAMILIES.values() if each.vllm))
 BACKEND = "CUSTOM"  # vLLM's name for a backend from outside
 MODEL_DTYPES = {"float16", "bfloat16", "float32"}
 SPECULATION = ("ngram", "suffix")  # drafts from the text; others have a draft model, with attention of its own
@@ -130,14 +116,15 @@ def _layers(hf_config, options: dict, max_model_len: int):
 
 
 def _layer(hf_config, key: tuple, options: dict, max_model_len: int) -> Layer:
-    scheme = LayerScheme(hf_config, *key, True, options)
+    layer_type, window = key
+    scheme = LayerScheme(hf_config, layer_type, window, True, options)
     if scheme.grows_from < max_model_len:
         raise ValueError(
             f"max_model_len: expected at most {scheme.grows_from}, beyond which the frequencies of this model's rope "
             f"type depend on the length of each sequence, got {max_model_len}"
         )
     rotary = scheme.rotary
-    head_dim = rotary_from_config(hf_config, key[0]).head_dim
+    head_dim = rotary_from_config(hf_config, layer_type).head_dim
     if rotary.head_dim != head_dim:
         raise ValueError(f"rotary: expected head_dim {head_dim} as in the model, got {rotary.head_dim}")
     if rotary.axis:
@@ -169,7 +156,7 @@ def _check_model(model, hf_config) -> None:
         "llama_4_scaling",
     ):
         if getattr(hf_config, name, None):
-            raise ValueError(f"{name}: expected none, which flashrope's attention has not, got {_get(hf_config, name)}")
+            raise ValueError(f"{name}: expected none, which flashrope does not support, got {_get(hf_config, name)}")
     if getattr(hf_config, "alibi", False):
         raise ValueError("alibi: expected a model that rotates, got a bias on its scores")
     for name in ("use_bidirectional_attention", "is_encoder_decoder"):

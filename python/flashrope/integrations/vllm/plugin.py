@@ -9,12 +9,10 @@ the prefix cache's block hashes. Without a model that asks, all of them do what 
 from __future__ import annotations
 
 from ..options import FIELD
-from .plan import BACKEND, Plan, asked, make_plan
+from .plan import BACKEND, asked, make_plan
+from .state import BACKEND_PATH, check_backend, digest_of, remember
 
 TESTED = "0.32.0"  # vLLM
-BACKEND_PATH = "flashrope.integrations.vllm.backend.FlashropeBackend"
-
-_plans: dict[str, Plan] = {}  # by digest
 _problem: Exception | None = None  # this vLLM has no such hook; an error only for models that ask
 
 
@@ -33,40 +31,6 @@ def register() -> None:
         _hook_block_hashes()
     except (AttributeError, ImportError) as error:
         _problem = error
-
-
-def active_plan(config) -> Plan | None:
-    """The plan of a VllmConfig that was checked, in this process or in the one that sent it; None: stock vLLM."""
-    if config is None or config.model_config is None or not asked(config):
-        return None
-    digest = _digest(config)
-    if digest is None:
-        raise RuntimeError(
-            "flashrope: expected a configuration that was checked when it was made, got one that was not"
-        )
-    if digest not in _plans:
-        plan = make_plan(config)
-        if plan.digest != digest:
-            raise RuntimeError("flashrope: expected the scheme that the configuration was checked for, got another one")
-        _plans[digest] = plan
-    return _plans[digest]
-
-
-def check_backend() -> None:
-    """
-    Raises:
-        RuntimeError: another plugin has taken vLLM's CUSTOM, so keys that are not rotated would go to its attention.
-    """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    path = AttentionBackendEnum[BACKEND].get_path()
-    if path != BACKEND_PATH:
-        raise RuntimeError(f"attention_backend: expected {BACKEND} to be {BACKEND_PATH}, got {path} of another plugin")
-
-
-def _digest(config) -> str | None:
-    additional = getattr(config, "additional_config", None)
-    return additional.get(FIELD) if isinstance(additional, dict) else None
 
 
 # ---- hooks
@@ -100,7 +64,7 @@ def _configure(platform, vllm_config) -> None:
     # compute_hash covers it, so compiled graphs of different schemes are kept apart; workers compare it with their plan
     vllm_config.additional_config = {**vllm_config.additional_config, FIELD: plan.digest}
     vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
-    _plans[plan.digest] = plan
+    remember(plan)
     # vLLM prints the loggers below its own
     init_logger("vllm.plugins.flashrope").info(
         "flashrope: %s, context %d, raw keys in the cache, block hashes of their own (%s): %s",
@@ -134,7 +98,7 @@ def _hook_backend(platform, is_cpu: bool) -> None:
 def _hook_rope() -> None:
     from vllm.model_executor.layers import rotary_embedding
 
-    from .rope import RopeRegistry
+    from .rope import RopeRegistry  # imports vLLM
 
     rotary_embedding._ROPE_DICT = RopeRegistry(rotary_embedding._ROPE_DICT)
 
@@ -150,7 +114,7 @@ def _hook_block_hashes() -> None:
 
     def init_and_note(self, vllm_config, *args, **kwargs):
         nonlocal digest
-        digest = _digest(vllm_config) if vllm_config.model_config is not None and asked(vllm_config) else None
+        digest = digest_of(vllm_config) if vllm_config.model_config is not None and asked(vllm_config) else None
         init(self, vllm_config, *args, **kwargs)
 
     def resolve_none_hash_seed(hash_fn) -> str:  # EngineCore calls it after it has made its scheduler

@@ -10,7 +10,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from ...rotary.rotary import Rotary
 from .plan import Plan
-from .plugin import active_plan, check_backend
+from .state import active_plan, check_backend
 
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a frequency read from a table
 

@@ -1,4 +1,4 @@
-"""The losses that the demo measured: a table for the terminal, Markdown and CSV."""
+"""The demo's table of losses: in the terminal, as Markdown and as CSV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Row:
     losses: tuple[ContextLoss, ...]
 
 
-def table(rows: Sequence[Row]) -> str:
+def aligned(rows: Sequence[Row]) -> str:
     """Aligned text: the loss on the shared target bytes by context length."""
     cells = [["context length, bytes", *(f"{loss.context_length:,}" for loss in rows[0].losses)]]
     cells += [[row.name, *(f"{loss.last:.3f}" for loss in row.losses)] for row in rows]

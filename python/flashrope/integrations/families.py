@@ -1,0 +1,182 @@
+"""What the code of each Hugging Face family does that no field of its configuration says. Imports nothing.
+
+From transformers 4.57.6 to 5.23.0: rotate_half, apply_rotary_pos_emb, complex products and the attention classes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Family(NamedTuple):
+    """What is known of a model_type.
+
+    Attributes:
+        tested: the tests compare converted models with the library's own attention.
+        refused: why ``convert`` refuses it even where a comparison passes, after the model_type.
+        interleaved: pairs channels 2m and 2m + 1.
+        reversed: rotates by the negative angle.
+        sliding_only: rotates in sliding-window layers alone.
+        partial: its code reads partial_rotary_factor, or rotary_dim. With it, other families rotate whole heads in
+            transformers 5, and fail in 4.57.
+        base: of a family whose base is not in its configuration.
+        alpha: its code reads alpha under "dynamic".
+        mrope: "sections" or "interleaved": the order in which pairs get a coordinate of the position. Others with
+            mrope_section have orders of their own; that of cohere_compass_text differs between 5.17 and 5.23.
+        packs: False: its forward makes its masks without position_ids, so the stock model mixes packed sequences up.
+        not_batched: why continuous batching refuses it, after the model_type.
+        vllm: the architecture whose vLLM code rotates through get_rope alone and is compared with ``convert``. Others
+            may rotate inside a fused kernel, which nothing could turn off.
+    """
+
+    tested: bool = False
+    refused: str = ""
+    interleaved: bool = False
+    reversed: bool = False
+    sliding_only: bool = False
+    partial: bool = False
+    base: float | None = None
+    alpha: bool = False
+    mrope: str = ""
+    packs: bool = True
+    not_batched: str = ""
+    vllm: str = ""
+
+
+TESTED = Family(tested=True)
+SCALES_AFTER = "scales every channel of queries and keys after their rotation"
+PASSES_NOTHING = "does not pass them on"
+FAMILIES: dict[str, Family] = {
+    "afmoe": Family(tested=True, sliding_only=True, packs=False),
+    "apertus": TESTED,
+    "arcee": TESTED,
+    "aria_text": TESTED,
+    "bamba": Family(partial=True),
+    "bitnet": TESTED,
+    "blt": Family(interleaved=True),
+    "blt_global_transformer": Family(interleaved=True),
+    "blt_local_decoder": Family(interleaved=True),
+    "blt_local_encoder": Family(interleaved=True),
+    "blt_patcher": Family(interleaved=True),
+    "codegen": Family(interleaved=True, partial=True, base=10_000.0),
+    "cohere": Family(tested=True, interleaved=True),
+    "cohere2": Family(tested=True, interleaved=True, sliding_only=True),
+    "cohere2_moe": Family(tested=True, interleaved=True),
+    "cosmos3_edge_text": Family(mrope="interleaved"),
+    "cwm": TESTED,
+    "diffllama": Family(tested=True, not_batched="attends twice in a layer"),
+    "dots1": TESTED,
+    "dots3_note_audio_encoder": Family(partial=True),
+    "dots3_note_text": Family(partial=True),
+    "efficientloftr": Family(partial=True),
+    "ernie4_5": Family(tested=True, interleaved=True),
+    "ernie4_5_moe": Family(tested=True, interleaved=True),
+    "ernie4_5_vl_moe_text": Family(interleaved=True),
+    "exaone4": Family(tested=True, sliding_only=True),
+    "exaone_moe": Family(tested=True, sliding_only=True),
+    "falcon_h1": TESTED,
+    "flex_olmo": TESTED,
+    "flint": Family(sliding_only=True),
+    "gemma": Family(tested=True, vllm="GemmaForCausalLM"),
+    "gemma2": Family(tested=True, vllm="Gemma2ForCausalLM"),
+    "gemma3_text": Family(tested=True, vllm="Gemma3ForCausalLM"),
+    "gemma3n_text": TESTED,
+    "gemma4_text": TESTED,
+    "glm": Family(tested=True, interleaved=True, partial=True),
+    "glm4": Family(tested=True, interleaved=True, partial=True, vllm="Glm4ForCausalLM"),
+    "glm4_moe": Family(tested=True, partial=True),
+    "glm4v_moe_text": Family(partial=True, mrope="sections"),
+    "glm4v_text": Family(interleaved=True, partial=True, mrope="sections"),
+    "glm_image_text": Family(partial=True, mrope="sections"),
+    "glm_ocr_text": Family(interleaved=True, partial=True, mrope="sections"),
+    "glmasr_encoder": Family(partial=True),
+    "gpt_neox": Family(tested=True, partial=True),
+    "gpt_neox_japanese": Family(partial=True),
+    "gpt_oss": Family(tested=True, packs=False),
+    "gptj": Family(interleaved=True, partial=True, base=10_000.0),
+    "granite": Family(tested=True, vllm="GraniteForCausalLM"),
+    "granite_swa": TESTED,
+    "granitemoe": TESTED,
+    "granitemoe_swa": TESTED,
+    "granitemoeshared": TESTED,
+    "helium": Family(tested=True, interleaved=True),
+    "hunyuan_v1_dense": Family(refused=SCALES_AFTER, alpha=True),
+    "hunyuan_v1_moe": Family(refused=SCALES_AFTER, alpha=True),
+    "hunyuan_vl_text": Family(alpha=True),
+    "hy_v3": TESTED,
+    "hyperclovax": TESTED,
+    "jais2": TESTED,
+    "jetmoe": TESTED,
+    "kolibri1": Family(sliding_only=True),
+    "laguna": Family(tested=True, partial=True),
+    "lfm2": TESTED,
+    "lfm2_moe": TESTED,
+    "llama": Family(tested=True, vllm="LlamaForCausalLM"),
+    "llama4_text": Family(interleaved=True),
+    "mellum": TESTED,
+    "mimo_v2_flash": Family(partial=True),
+    "minimax_m2": Family(tested=True, partial=True),
+    "minimax_m3_vl_text": Family(partial=True),
+    "ministral": TESTED,
+    "ministral3": TESTED,
+    "mistral": Family(tested=True, vllm="MistralForCausalLM"),
+    "mixtral": Family(tested=True, vllm="MixtralForCausalLM"),
+    "modernbert-decoder": Family(tested=True, not_batched=PASSES_NOTHING),
+    "moonshine": Family(interleaved=True, partial=True),
+    "moonshine_streaming": Family(interleaved=True, partial=True),
+    "nanochat": Family(tested=True, reversed=True),
+    "nemotron": Family(tested=True, partial=True),
+    "nemotron3_5_transcribe_asr_audio": Family(partial=True),
+    "nemotron3_diarization_audio": Family(partial=True),
+    "neomme": Family(partial=True),
+    "olmo": TESTED,
+    "olmo2": TESTED,
+    "olmo3": TESTED,
+    "olmo_hybrid": TESTED,
+    "olmoe": TESTED,
+    "openai_privacy_filter": Family(interleaved=True),
+    "paddleocr_vl_text": Family(mrope="sections"),
+    "pe_audio_encoder": Family(interleaved=True),
+    "pe_audio_video_encoder": Family(interleaved=True),
+    "pe_video_encoder": Family(interleaved=True),
+    "persimmon": Family(tested=True, partial=True),
+    "phi": Family(tested=True, partial=True),
+    "phi3": Family(tested=True, partial=True, vllm="Phi3ForCausalLM"),
+    "phi4_multimodal": Family(partial=True),
+    "phimoe": Family(refused="keeps longrope's table for short texts at every length"),
+    "qwen2": Family(tested=True, vllm="Qwen2ForCausalLM"),
+    "qwen2_5_omni_talker": Family(mrope="sections"),
+    "qwen2_5_omni_text": Family(mrope="sections"),
+    "qwen2_5_vl_text": Family(mrope="sections"),
+    "qwen2_moe": TESTED,
+    "qwen2_vl_text": Family(mrope="sections"),
+    "qwen3": Family(tested=True, vllm="Qwen3ForCausalLM"),
+    "qwen3_5_moe_text": Family(tested=True, partial=True, mrope="interleaved"),
+    "qwen3_5_text": Family(tested=True, partial=True, mrope="interleaved"),
+    "qwen3_moe": TESTED,
+    "qwen3_next": Family(tested=True, partial=True),
+    "qwen3_omni_moe_talker_text": Family(mrope="interleaved"),
+    "qwen3_omni_moe_text": Family(mrope="interleaved"),
+    "qwen3_vl_moe_text": Family(mrope="interleaved"),
+    "qwen3_vl_text": Family(mrope="interleaved"),
+    "qwen4_exp_text": Family(partial=True, mrope="interleaved"),
+    "recurrent_gemma": Family(partial=True),
+    "seed_oss": TESTED,
+    "smollm3": TESTED,
+    "solar_open": TESTED,
+    "stablelm": Family(tested=True, partial=True, not_batched=PASSES_NOTHING, vllm="StableLmForCausalLM"),
+    "starcoder2": TESTED,
+    "step3p5": Family(partial=True),
+    "vaultgemma": TESTED,
+    "zaya": Family(partial=True),
+}
+
+
+def family(model_type: str) -> Family:
+    """A type that is not in the table has the defaults."""
+    return FAMILIES.get(model_type, Family())
+
+
+def families_with(field: str) -> list[str]:
+    """The model types with this field, in order."""
+    return sorted(name for name, family in FAMILIES.items() if getattr(family, field))
