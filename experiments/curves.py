@@ -156,10 +156,9 @@ def _panel(axes, panel: Panel, rows: Rows, train_length: int, log: bool, x_label
         axes.axhline(interval(list(of.values())).mean, color="0.6", linewidth=1, linestyle=":", zorder=0)
     axes.set_xscale("log", base=2)
     places = sorted({x for line in panel.lines for x in _places(rows, line)})
+    ticks = places
     if len(places) > MAX_TICKS:
         ticks = [x for x in places if math.log2(x / places[0]) % 1 == 0]
-    else:
-        ticks = places
     axes.set_xticks(ticks, [f"{x / train_length:g}" for x in ticks])
     axes.minorticks_off()
     axes.set_xlim(places[0] * 0.88, places[-1] * (places[-1] / places[0]) ** 0.55)  # room for the names

@@ -12,10 +12,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
-from bench import machine
-from bench.compiling.utilisation import utilisation
 from bench import __main__ as command_line
+from bench import machine
 from bench import results_page as page
+from bench.compiling.utilisation import utilisation
 from bench.report import goals, output, plots, records
 from bench.report.records import Record, Run
 from bench.timing import decoding
