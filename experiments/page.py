@@ -1,7 +1,8 @@
 """docs/experiments/README.md: written from a template, page.md, and the results in that folder.
 
 A field {{name argument ...}} of the template is replaced by what the function of that name in ``FIELDS`` returns. Lines
-between <!-- if NAME OPTIONS --> and <!-- end --> stay if experiment NAME has results. If not, the page says how to run it.
+between <!-- if NAME OPTIONS --> and <!-- end --> stay if experiment NAME has results; otherwise the page says how
+to run it.
 """
 
 from __future__ import annotations
