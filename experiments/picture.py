@@ -146,4 +146,4 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
         groups[f"{rows_} x {columns}" + (", trained" if rows_ == columns == SIDE else "")] = {
             name: interval([row[6] for row in kept["rows"] if row[0] == name and row[4] == task]) for name in ENCODINGS
         }
-    points(folder / "png", groups, "pixels right (%)")
+    points(folder / "picture.png", groups, "pixels right (%)")
