@@ -101,7 +101,7 @@ def measure(model: LanguageModel, name: str, samples: int, seed: int, impl: str 
     return results
 
 
-def job(
+def train_and_measure(
     name: str, config: ModelConfig, training: TrainConfig, samples: int, device: str, impl: str | None, progress
 ) -> list[Result]:
     """Train and measure one model, in a worker."""
@@ -131,7 +131,7 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
     kept = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
     if kept.get("asked") != asked:
         with report.Bars([f"training {len(jobs)} picture models, steps"], len(jobs) * steps) as bars:
-            found = workers.map(job, jobs, progress)
+            found = workers.map(train_and_measure, jobs, progress)
         rows = [
             [job[0], job[0], SIDE**2, job[2].seed, *dataclasses.astuple(result)]
             for job, results in zip(jobs, found, strict=True)
