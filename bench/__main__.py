@@ -10,12 +10,15 @@ from importlib import import_module
 
 from flashrope.cli.program import guarded
 
-SUBCOMMANDS = {  # name: (module, what it does)
+SUBCOMMANDS = {  # name: (module, or module:function for another than main, what it does)
     "hope": (
-        "timing.hope",
+        "timing.prefill:hope",
         "prefill and training with RoPE and HoPE, against rotation and attention as separate steps",
     ),
-    "rerope": ("timing.rerope", "prefill and training with ReRoPE, against two passes and two dense score matrices"),
+    "rerope": (
+        "timing.prefill:rerope",
+        "prefill and training with ReRoPE, against two passes and two dense score matrices",
+    ),
     "decode": ("timing.decode", "one token with a KV cache: time, and bandwidth against a kernel that only reads"),
     "rotation": ("timing.rotation", "cost of rotation, inside flashrope's forward and as a separate pass"),
     "scaling": ("timing.scaling", "growth of time and memory with length, heads, batch, context and window"),
@@ -56,7 +59,8 @@ def run(name: str, *words: str) -> int:
 
 
 def _main_of(name: str) -> Callable[[list[str]], int]:
-    return import_module(f".{SUBCOMMANDS[name][0]}", __package__).main
+    module, _, function = SUBCOMMANDS[name][0].partition(":")
+    return getattr(import_module(f".{module}", __package__), function or "main")
 
 
 if __name__ == "__main__":

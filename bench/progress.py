@@ -1,4 +1,4 @@
-"""Says what a command is about to do, item by item; and reads from a log what a command that was stopped did not reach.
+"""Prints what a command is about to do, item by item. Reads from a log what an interrupted command did not reach.
 
     python -m bench.progress LOG
 

@@ -28,23 +28,12 @@ TITLES = {
 COMPILED = "compiled"  # the folder of tables from python -m bench gate --csv
 PEERS = "flash-attention-2"  # the folder of tables from python -m bench peers --csv, and of notes.md
 MAIN_KERNELS = ("attention_forward", "attention_grad_kv", "attention_grad_q")
-COLUMNS = {
-    "kernel": "kernel",
-    "arch": "architecture",
-    "D": "head_dim",
-    "bands": "bands",
-    "regs": "registers",
-    "spill B": "spilled bytes",
-    "shared KB": "shared KB",
-    "blocks/SM": "blocks per SM",
-    "instr/MMA": "instructions per HMMA or HGMMA",
-    "model": "tensor cores busy (model)",
-}
-PEER_COLUMNS = {
+HEADINGS = {  # of the columns of these tables
     "pass": "pass",
     "kernel": "kernel",
     "arch": "architecture",
     "D": "head_dim",
+    "bands": "bands",
     "tile": "tile",
     "warps": "warps",
     "regs": "registers",
@@ -52,11 +41,15 @@ PEER_COLUMNS = {
     "spills in loop": "spill instructions in the loop",
     "shared KB": "shared KB",
     "blocks/SM": "blocks per SM",
+    "instr/MMA": "instructions per HMMA or HGMMA",
     "instr/product": "instructions per HMMA",
     "ldsm/product": "LDSM per HMMA",
     "mufu+fp32/product": "MUFU and FP32 per HMMA",
     "model": "tensor cores busy (model)",
 }
+PEER_ONLY = ("pass", "tile", "warps", "spills in loop", "instr/product", "ldsm/product", "mufu+fp32/product")
+COLUMNS = [name for name in HEADINGS if name not in PEER_ONLY]
+PEER_COLUMNS = [name for name in HEADINGS if name not in ("bands", "instr/MMA")]
 INTRODUCTION = """\
 # Results
 
@@ -143,8 +136,7 @@ def _section(run: Run) -> list[str]:
         rows = [(name, f"{power:.2f}") for name, power in run.exponents.items()]
         return [*lines, "", *_table(["upper half of each series", "exponent of the best power-law fit"], rows)]
     if run.command == "cpu":
-        rows = [(record.table, record.contestant, _milliseconds(record), _ratios(record)) for record in run.records]
-        return [*lines, "", *_table(["problem", "", "ms (quartiles)", "ratio"], rows), "", *_cpu_goals(run)]
+        return [*lines, "", *_cpu_times(run), "", *_cpu_goals(run)]
     for backward, passes in ((False, "forward"), (True, "forward + backward")):
         chosen = [record for record in run.records if record.backward == backward]
         if chosen:
@@ -152,7 +144,8 @@ def _section(run: Run) -> list[str]:
     for backward, passes in ((False, ""), (True, "forward + backward, ")):
         chosen = [record for record in run.records if record.backward == backward and record.peak_bytes is not None]
         if chosen:
-            lines += ["", *_memory(chosen, f"{passes}MiB beyond the inputs")]
+            heading = f"{passes}MiB beyond the inputs"
+            lines += ["", *_by_length(heading, chosen, lambda record: f"{record.peak_bytes / 2**20:.1f}")]
     return lines
 
 
@@ -193,10 +186,6 @@ def _times(chosen: Sequence[Record], what: str) -> list[str]:
     return _by_length(heading, chosen, cell)
 
 
-def _memory(chosen: Sequence[Record], heading: str) -> list[str]:
-    return _by_length(heading, chosen, lambda record: f"{record.peak_bytes / 2**20:.1f}")
-
-
 def _by_length(heading: str, chosen: Sequence[Record], cell: Callable[[Record], str]) -> list[str]:
     """One row per contestant, one column per length."""
     cells = {(record.contestant, record.seqlen): cell(record) for record in chosen}
@@ -205,12 +194,13 @@ def _by_length(heading: str, chosen: Sequence[Record], cell: Callable[[Record], 
     return _table([heading, *(f"{seqlen:,}" for seqlen in seqlens)], rows)
 
 
-def _milliseconds(record: Record) -> str:
-    return f"{record.milliseconds:.1f} ({record.low:.1f} – {record.high:.1f})"
-
-
-def _ratios(record: Record) -> str:
-    return ", ".join(f"{ratio:.2f} of {name}" for name, ratio in record.ratios.items() if name != record.contestant)
+def _cpu_times(run: Run) -> list[str]:
+    rows = []
+    for record in run.records:
+        times = f"{record.milliseconds:.1f} ({record.low:.1f} – {record.high:.1f})"
+        ratios = [f"{ratio:.2f} of {name}" for name, ratio in record.ratios.items() if name != record.contestant]
+        rows.append((record.table, record.contestant, times, ", ".join(ratios)))
+    return _table(["problem", "", "ms (quartiles)", "ratio"], rows)
 
 
 def _cpu_goals(run: Run) -> list[str]:
@@ -228,18 +218,26 @@ def _cpu_goals(run: Run) -> list[str]:
 # ---- compiled kernels
 
 
+def _rows(path: Path, columns: Sequence[str], command: str) -> list[dict[str, str]]:
+    """The rows of a table. Raises ValueError if it is not one of the command, or of several versions."""
+    with open(path, newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    if {"revision", "triton", *columns} - set(rows[0] if rows else ()):
+        raise ValueError(f"{path}: expected the table that python -m bench {command} --csv writes")
+    if len({(row["triton"], row["revision"]) for row in rows}) > 1:
+        raise ValueError(f"{path}: rows of different versions")
+    return rows
+
+
+def _kernels(rows: Sequence[dict[str, str]], columns: Sequence[str], left: int) -> list[str]:
+    return _table([HEADINGS[name] for name in columns], [[row[name] or "–" for name in columns] for row in rows], left)
+
+
 def _compiled(path: Path) -> list[str]:
     """The kernels of prefill and training in a table of the gate."""
-    with open(path, newline="") as lines:
-        every = list(csv.DictReader(lines))
-    if {"revision", "triton", *COLUMNS} - set(every[0] if every else ()):
-        raise ValueError(f"{path}: expected the table that python -m bench gate --csv writes")
-    if len({(row["triton"], row["revision"]) for row in every}) > 1:
-        raise ValueError(f"{path}: rows of different versions")
-    rows = [
-        [row[name] or "–" for name in COLUMNS]
-        for row in every
-        if row["kernel"] in MAIN_KERNELS and row["scheme"].partition(" +")[0] in ("rope", "rerope")
+    every = _rows(path, COLUMNS, "gate")
+    shown = [
+        row for row in every if row["kernel"] in MAIN_KERNELS and row["scheme"].partition(" +")[0] in ("rope", "rerope")
     ]
     file = f"{COMPILED}/{path.name}"
     return [
@@ -248,16 +246,13 @@ def _compiled(path: Path) -> list[str]:
         f"`python -m bench gate --quick --csv PATH`, revision {every[0]['revision']}. This needs no GPU. The decoding "
         f"kernels are in [{file}]({file}). On sm_90 these kernels load by cp.async and multiply by wgmma, without TMA.",
         "",
-        *_table(list(COLUMNS.values()), rows, left=2),
+        *_kernels(shown, COLUMNS, left=2),
     ]
 
 
 def _peers(path: Path) -> list[str]:
     """A table of ``bench peers``, and what notes.md beside it says about it."""
-    with open(path, newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    if {"revision", "triton", *PEER_COLUMNS} - set(rows[0] if rows else ()):
-        raise ValueError(f"{path}: expected the table that python -m bench peers --csv writes")
+    rows = _rows(path, PEER_COLUMNS, "peers")
     notes = path.with_name("notes.md")
     return [
         "## Machine code beside FlashAttention-2's",
@@ -267,7 +262,7 @@ def _peers(path: Path) -> list[str]:
         "HMMA is a product 16x8x16 of one warp; ours on sm_90 are HGMMA, 64xNx16 counted as N / 8. The loop is the one "
         "over tiles that need no mask.",
         "",
-        *_table(list(PEER_COLUMNS.values()), [[row[name] or "–" for name in PEER_COLUMNS] for row in rows], left=3),
+        *_kernels(rows, PEER_COLUMNS, left=3),
         *(["", notes.read_text().rstrip()] if notes.exists() else []),
     ]
 

@@ -25,7 +25,7 @@ from flashrope.cli.figure import COLOURS
 from flashrope.small_models.workers import Workers
 from torch import nn
 
-from .curves import NORMAL, SMALL, canvas, finish
+from .figures import NORMAL, SMALL, canvas, finish
 from .measuring import COLUMNS
 from .runs import Run, read_csv, write_csv
 from .statistics import HIGHER, LOWER, difference, interval, values_at, verdict

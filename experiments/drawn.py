@@ -1,26 +1,23 @@
-"""The experiments with figures of their own kind: patterns, positions, frequencies, pictures."""
+"""The experiments with figures of their own kind: patterns, positions, frequencies."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from flashrope import Rotary, attention
-from flashrope.cli import files, report
 from flashrope.small_models.data import as_tokens, unseen_windows
-from flashrope.small_models.train import TrainConfig
 from flashrope.small_models.workers import Workers
 
-from . import curves, figures, picture, tables
+from . import figures, tables
 from .measuring import COLUMNS
 from .patterns import REPEATED, TEXT, Pattern, frequent, kinds, pattern, repeated, ripple, swing
 from .runs import Run, write_csv
-from .statistics import LOWER, interval, schemes
+from .statistics import LOWER, schemes
 from .tables import resolve
 from .training import OBSERVED, load_model, observed, train_models
 from .zoo import scheme
@@ -78,48 +75,6 @@ def draw_positions(run: Run, workers: Workers, folder: Path) -> None:
     rows = [[name, i, 0, matrix[i][0]] for name, matrix in seen.items() for i in range(length)]
     write_csv(folder / "results.csv", ("scheme", "query", "key", "distance"), rows)
     figures.matrices(folder / "positions.png", seen, run.unit)
-
-
-def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
-    preset = run.preset
-    steps = min(picture.MAX_STEPS, preset.steps)
-    trainings = [
-        TrainConfig(steps, picture.BATCH, picture.SIDE**2, preset.learning_rate, warmup=preset.warmup, seed=seed)
-        for seed in run.seeds
-    ]
-    jobs = [
-        (name, preset.config, training, picture.SAMPLES, str(run.device), run.impl)
-        for name in picture.ENCODINGS
-        for training in trainings
-    ]
-    done = [0] * len(jobs)
-
-    def progress(job, message):
-        done[job] = message[0]
-        bars.update(0, sum(done), message[1])
-
-    stored = folder / "cells.json"
-    asked = [[job[0], job[2].seed, steps] for job in jobs]
-    kept = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
-    if kept.get("asked") != asked:
-        with report.Bars([f"training {len(jobs)} picture models, steps"], len(jobs) * steps) as bars:
-            found = workers.map(picture.job, jobs, progress)
-        rows = [
-            [job[0], job[0], picture.SIDE**2, job[2].seed, *dataclasses.astuple(result)]
-            for job, results in zip(jobs, found, strict=True)
-            for result in results
-        ]
-        kept = {"asked": asked, "rows": rows}
-        files.write(stored, json.dumps(kept))
-    write_csv(folder / "results.csv", COLUMNS, kept["rows"])
-    groups = {}
-    for rows_, columns in picture.SHAPES:
-        task = f"picture-{rows_}x{columns}"
-        groups[f"{rows_} x {columns}" + (", trained" if rows_ == columns == picture.SIDE else "")] = {
-            name: interval([row[6] for row in kept["rows"] if row[0] == name and row[4] == task])
-            for name in picture.ENCODINGS
-        }
-    curves.points(folder / "picture.png", groups, "pixels right (%)")
 
 
 # ---- patterns

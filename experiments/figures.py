@@ -1,18 +1,267 @@
-"""The figures that are no lines by length: frequency tables, position matrices, attention patterns. In the style of
-``curves``."""
+"""The figures, readable at the width of a page on a phone.
+
+Lines by length, named at their ends, and points by scheme, both with 95% intervals. Frequency tables, position
+matrices and attention patterns.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from .curves import NORMAL, SMALL, canvas, finish, heading, name_ends, title_of
-from .looks import label, look, scheme_of
+from flashrope.cli.figure import new_figure
+from flashrope.cli.files import replacing
 
+from .looks import label, look, scheme_of
+from .statistics import Interval, interval, values_at
+
+MAX_LINES, MAX_TICKS = 8, 7
+WIDTH, DPI = 8.3, 150  # inches: 830 pixels of a page are 100 to the inch, and the file has half as many again
+COLOURS_OF_A_FILE = 64
+DASHED, DOTTED = (0, (4, 2)), (0, (1, 1.2))
+SMALL, NORMAL = 11, 12.5  # points
 KIND_COLOURS = {"high": "0.6", "activated": "#D55E00", "low": "#0072B2"}
 KIND_NAMES = {"high": "θ ≥ 2π/L", "activated": "π/L < θ < 2π/L (activated)", "low": "θ ≤ π/L"}
 ORDER = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of curves without a scheme
+Rows = Sequence[dict[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One measurement by length. ``name``: instead of the scheme's own; ``train_length``: of the model, if the rows
+    have several."""
+
+    scheme: str
+    task: str
+    name: str = ""
+    train_length: int | None = None
+    style: str | tuple = "-"  # of matplotlib; markers are hollow on lines that are not solid
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """A title, and the lines to draw. ``level``: the line whose value at the training length is marked."""
+
+    title: str
+    lines: Sequence[Line]
+    level: Line | None = None
+
+
+def canvas(height: float, rows: int = 1, columns: int = 1, **share):
+    """A figure of the page's width, and its axes, row by row."""
+    figure = new_figure((WIDTH, height), DPI)
+    panels = figure.subplots(rows, columns, squeeze=False, **share)
+    for axes in panels.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=SMALL)
+    return figure, list(panels.flat)
+
+
+def title_of(axes, text: str) -> None:
+    axes.set_title(text, fontsize=NORMAL, loc="left", fontweight="bold")
+
+
+def heading(figure, title: str, note: str) -> None:
+    """Above all panels."""
+    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold", fontsize=NORMAL + 1)
+    figure.text(0.01, 1 - 0.3 / figure.get_figheight(), note, fontsize=SMALL, color="0.35", va="top")
+
+
+def finish(figure, path: Path, colours: int = COLOURS_OF_A_FILE) -> None:
+    """Write the figure as PNG with a palette, a quarter of the size. Colour scales need more ``colours``."""
+    from PIL import Image  # comes with matplotlib
+
+    whole = io.BytesIO()
+    figure.savefig(whole, format="png")
+    few = Image.open(whole).convert("RGB").quantize(colours, dither=Image.Dither.NONE)
+    with replacing(path) as partial:
+        few.save(partial, format="png", optimize=True)
+
+
+def draw(
+    path: Path,
+    panels: Sequence[Panel],
+    rows: Rows,
+    train_length: int,
+    y_label: str,
+    log: bool = False,
+    x_label: str = "length / training length",
+) -> None:
+    """Lines by length in bytes, means over seeds with their 95% intervals, two panels in a row. Percentages from 0 to
+    100; with ``log`` other values, on a logarithmic axis. Dotted: the training length, and ``Panel.level``. Raises
+    ValueError for more than MAX_LINES lines in a panel."""
+    panels = [
+        dataclasses.replace(panel, lines=[line for line in panel.lines if _places(rows, line)]) for panel in panels
+    ]
+    panels = [panel for panel in panels if panel.lines]
+    for panel in panels:
+        if len(panel.lines) > MAX_LINES:
+            raise ValueError(f"{panel.title}: expected at most {MAX_LINES} lines, got {len(panel.lines)}")
+    columns = min(len(panels), 2)
+    stacked = -(-len(panels) // columns)
+    figure, all_axes = canvas(4.4 * stacked + 0.2, stacked, columns, sharey="row")
+    ends_of = []
+    for axes, panel in zip(all_axes, panels, strict=False):
+        ends_of.append(_panel(axes, panel, rows, train_length, log, x_label))
+    for axes in all_axes[len(panels) :]:
+        axes.set_visible(False)
+    for axes in all_axes[: len(panels)]:
+        if log:
+            _log_axis(axes)
+        else:
+            axes.set_ylim(-3, 103)
+    for axes, ends in zip(all_axes, ends_of, strict=False):
+        name_ends(axes, ends, log)
+    for axes in all_axes[::columns]:
+        axes.set_ylabel(y_label, fontsize=NORMAL)
+    finish(figure, path)
+
+
+def _own(rows: Rows, line: Line) -> Rows:
+    return [
+        row
+        for row in rows
+        if (row["scheme"], row["task"]) == (line.scheme, line.task)
+        and line.train_length in (None, int(row["train_length"]))
+    ]
+
+
+def _places(rows: Rows, line: Line) -> list[float]:
+    return sorted({float(row["at"]) for row in _own(rows, line)})
+
+
+def _panel(axes, panel: Panel, rows: Rows, train_length: int, log: bool, x_label: str) -> list[tuple]:
+    """Draws the lines; returns their ends: (value, length, name, colour)."""
+    ends = []
+    for line in panel.lines:
+        own, at = _own(rows, line), _places(rows, line)
+        found = [interval(list(values_at(own, line.scheme, line.task, x).values())) for x in at]
+        colour, marker = look(line.scheme)
+        means = [each.mean for each in found]
+        axes.errorbar(
+            at,
+            means,
+            [each.half or 0.0 for each in found],
+            color=colour,
+            marker=marker,
+            markersize=7,
+            linewidth=1.8,
+            capsize=3,
+            elinewidth=1.2,
+            linestyle=line.style,
+            markerfacecolor=colour if line.style == "-" else "white",
+        )
+        ends.append((means[-1], at[-1], line.name or label(line.scheme), colour))
+    several = len({line.train_length for line in panel.lines}) > 1
+    if not several:
+        axes.axvline(train_length, color="0.6", linewidth=1, linestyle=":", zorder=0)
+    if panel.level and (of := values_at(_own(rows, panel.level), panel.level.scheme, panel.level.task, train_length)):
+        axes.axhline(interval(list(of.values())).mean, color="0.6", linewidth=1, linestyle=":", zorder=0)
+    axes.set_xscale("log", base=2)
+    places = sorted({x for line in panel.lines for x in _places(rows, line)})
+    ticks = places
+    if len(places) > MAX_TICKS:
+        ticks = [x for x in places if math.log2(x / places[0]) % 1 == 0]
+    axes.set_xticks(ticks, [f"{x / train_length:g}" for x in ticks])
+    axes.minorticks_off()
+    axes.set_xlim(places[0] * 0.88, places[-1] * (places[-1] / places[0]) ** 0.55)  # room for the names
+    title_of(axes, panel.title)
+    axes.set_xlabel(x_label, fontsize=NORMAL)
+    return ends
+
+
+def _log_axis(axes) -> None:
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    steps = (1, 1.2, 1.5, 2, 3, 4, 5, 6, 8) if high < 20 * low else (1, 2, 5) if high < 500 * low else (1,)
+    ticks = [tick for power in range(-3, 10) for step in steps if low <= (tick := step * 10**power) <= high]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+
+
+def name_ends(axes, ends: list[tuple[float, float, str, str]], log: bool, offset: float | None = None) -> None:
+    """Names beyond the right ends of the lines, moved apart where they would overlap. ends: (value, x, name, colour).
+    offset: from the longest line's end; by default a part of its length, for a logarithmic axis."""
+    low, high = axes.get_ylim()
+    place, back = (math.log, math.exp) if log else (float, float)
+    low, high = place(low), place(high)
+    points_high = axes.get_figure().get_figheight() * 72 * 0.78 / axes.get_gridspec().nrows
+    gap = (SMALL + 2.5) / points_high * (high - low)
+    ends = sorted(ends)
+    heights = [place(value) for value, *_ in ends]
+    for _ in range(400):
+        for n in range(1, len(heights)):
+            if (short := gap - (heights[n] - heights[n - 1])) > 1e-9:
+                heights[n - 1] -= short / 2
+                heights[n] += short / 2
+        if heights and heights[0] < low + gap / 3:
+            heights[0] = low + gap / 3
+    right = max((x for _, x, *_ in ends), default=1.0)
+    beside = right * 1.13 if offset is None else right + offset
+    for (value, x, name, colour), y in zip(ends, heights, strict=True):
+        axes.annotate(
+            name,
+            (x, value),
+            xytext=(beside, back(y)),
+            textcoords="data",
+            color=colour,
+            fontsize=SMALL,
+            va="center",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 4,
+                "relpos": (0, 0.5),
+            },
+        )
+
+
+def points(
+    path: Path,
+    groups: dict[str, dict[str, Interval]],
+    x_label: str,
+    levels: dict[str, float] | None = None,
+) -> None:
+    """A panel per group, a row per scheme: its mean and 95% interval, with the mean written beside it. ``levels``: a
+    value to mark in a panel, as that at the training length."""
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    columns = min(len(groups), 2)
+    stacked = -(-len(groups) // columns)
+    figure, all_axes = canvas((0.9 + 0.31 * len(names)) * stacked + 0.2, stacked, columns, sharey=True)
+    for axes, (group, values) in zip(all_axes, groups.items(), strict=True):
+        for y, name in enumerate(names):
+            if name not in values:
+                continue
+            found, (colour, marker) = values[name], look(name)
+            axes.errorbar(found.mean, y, xerr=found.half or 0.0, color=colour, marker=marker, markersize=7, capsize=3)
+            axes.annotate(
+                f"{found.mean:.1f}",
+                (found.mean + (found.half or 0.0), y),
+                xytext=(7, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=SMALL,
+                color=colour,
+            )
+        low = min(found.mean - (found.half or 0.0) for found in values.values())
+        high = max(found.mean + (found.half or 0.0) for found in values.values())
+        if levels and group in levels:
+            axes.axvline(levels[group], color="0.6", linewidth=1, linestyle=":", zorder=0)
+            low, high = min(low, levels[group]), max(high, levels[group])
+        axes.set_xlim(low - 0.05 * (high - low) - 0.5, high + 0.28 * (high - low) + 0.5)
+        title_of(axes, group)
+        axes.set_yticks(range(len(names)), [label(name, numbers=True) for name in names], fontsize=SMALL)
+        axes.grid(axis="y", color="0.93")
+        axes.set_axisbelow(True)
+    all_axes[0].invert_yaxis()
+    for axes in all_axes[-columns:]:
+        axes.set_xlabel(x_label, fontsize=NORMAL)
+    finish(figure, path)
 
 
 def frequencies(path: Path, panels: dict[str, dict[str, Sequence[float]]], train_length: int, base: float) -> None:

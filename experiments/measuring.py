@@ -12,7 +12,7 @@ from flashrope import attention
 from flashrope.cli import files, report
 from flashrope.small_models.workers import Workers
 
-from . import by_position, copying, few_shot, passkey, tasks
+from . import copying, few_shot, passkey, tasks
 from .runs import Run
 from .tasks import Result, Subject
 from .training import load_model
@@ -24,7 +24,7 @@ MEASURES: dict[str, Callable[..., list[Result]]] = {
     "copying": copying.measure,
     "few-shot": few_shot.measure,
     "passkey": passkey.measure,
-    by_position.TASK: by_position.measure,
+    tasks.BY_POSITION: tasks.measure_by_position,
 }
 
 

@@ -1,4 +1,4 @@
-"""The experiment positions-over-length: the loss by position (by_position.py) of the main schemes."""
+"""The experiment positions-over-length: the loss by position of the main schemes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from flashrope.small_models.workers import Workers
 
 from . import tables
-from .by_position import TASK
-from .curves import Line, Panel, draw
+from .figures import Line, Panel, draw
 from .measuring import COLUMNS, Cell, measure_cells
 from .runs import Run, read_csv, write_csv
 from .statistics import HIGHER, LOWER, Comparison, schemes
+from .tasks import BY_POSITION as TASK
 from .training import train_models
 from .zoo import scheme
 

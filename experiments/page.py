@@ -1,7 +1,8 @@
 """docs/experiments/README.md: written from a template, page.md, and the results in that folder.
 
 A field {{name argument ...}} of the template is replaced by what the function of that name in ``FIELDS`` returns. Lines
-between <!-- if NAME --> and <!-- end --> stay if experiment NAME has results, those after <!-- else --> if not.
+between <!-- if NAME OPTIONS --> and <!-- end --> stay if experiment NAME has results; otherwise the page says how
+to run it.
 """
 
 from __future__ import annotations
@@ -24,20 +25,7 @@ from .looks import label
 from .registry import EXPERIMENTS
 from .runs import read_csv
 from .show import show
-from .statistics import (
-    AGAINST,
-    HIGHER,
-    LOWER,
-    SHOWN,
-    UNJUDGED,
-    UNSHOWN,
-    Comparison,
-    Interval,
-    interval,
-    outcome,
-    values_at,
-    verdict,
-)
+from .statistics import AGAINST, SHOWN, UNJUDGED, UNSHOWN, Comparison, Interval, interval, outcome, values_at, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "experiments"
@@ -50,111 +38,74 @@ REBUILD = "python tools/experiments_page.py"
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What a paper says of two measurements; those at ``multiples`` are among the experiment's declared differences."""
+    """What a paper says of two measurements.
+
+    Attributes:
+        pair: the measurements, as the function ``measurements`` reads them.
+        multiples: where they are compared. These differences are declared, with the direction that the paper says.
+    """
 
     words: str
     experiment: str
-    first: tuple[str, str]
-    second: tuple[str, str]
-    sign: int
+    pair: str
     multiples: tuple[float, ...]
     second_multiple: float | None = None
 
 
-def _claim(words: str, experiment: str, first: str, second: str, task: str, sign: int, *multiples: float) -> Claim:
-    return Claim(words, experiment, (first, task), (second, task), sign, multiples)
-
-
+PARTS = ("hope-ab1", "hope-ab2", "hope-ab3")
 CLAIMS = {
     "HoPE": (
-        _claim("copies more than RoPE", "copying", "hope", "rope", "copying-by-length", HIGHER, 1, 2, 4, 8),
-        _claim("copies more than KERPLE", "copying", "hope", "kerple", "copying-by-length", HIGHER, 2, 4),
-        _claim(
-            "with YaRN copies more than RoPE with YaRN",
-            "copying",
-            "hope+yarn-s2",
-            "yarn-s2",
-            "copying-by-length",
-            HIGHER,
-            2,
-        ),
+        Claim("copies more than RoPE", "copying", "copying-by-length:hope/rope", (1, 2, 4, 8)),
+        Claim("copies more than KERPLE", "copying", "copying-by-length:hope/kerple", (2, 4)),
+        Claim("with YaRN copies more than RoPE with YaRN", "copying", "copying-by-length:hope+yarn-s2/yarn-s2", (2,)),
         *(
-            _claim(
-                f"copies more than its ablation {part}",
-                "ablation",
-                "hope",
-                f"hope-ab{part}",
-                "copying-by-length",
-                HIGHER,
-                2,
-                4,
-            )
-            for part in (1, 2, 3)
+            Claim(f"copies more than its ablation {part[-1]}", "ablation", f"copying-by-length:hope/{part}", (2, 4))
+            for part in PARTS
         ),
-        _claim("has a lower perplexity than RoPE", "perplexity", "hope", "rope", "perplexity", LOWER, 2, 4, 8),
-        _claim(
-            "answers with a label more often than RoPE", "few-shot", "hope", "rope", "few-shot", HIGHER, 1.5, 2, 2.5
-        ),
+        Claim("has a lower perplexity than RoPE", "perplexity", "perplexity:hope/rope", (2, 4, 8)),
+        Claim("answers with a label more often than RoPE", "few-shot", "few-shot:hope/rope", (1.5, 2, 2.5)),
     ),
     "ReRoPE": (
-        _claim("copies more than RoPE", "copying", "rerope{w256}", "rope", "copying-by-length", HIGHER, 2, 4, 8),
-        _claim(
+        Claim("copies more than RoPE", "copying", "copying-by-length:rerope{w256}/rope", (2, 4, 8)),
+        Claim(
             "copies more with log n than without",
             "copying",
-            "rerope{w256}+dagger",
-            "rerope{w256}",
-            "copying-by-length",
-            HIGHER,
-            2,
-            4,
-            8,
+            "copying-by-length:rerope{w256}+dagger/rerope{w256}",
+            (2, 4, 8),
         ),
-        _claim("has a lower perplexity than RoPE", "perplexity", "rerope{w256}", "rope", "perplexity", LOWER, 2, 4, 8),
-        _claim("has a lower loss than RoPE", "loss", "rerope{w256}", "rope", "loss", LOWER, 2, 4, 8),
+        Claim("has a lower perplexity than RoPE", "perplexity", "perplexity:rerope{w256}/rope", (2, 4, 8)),
+        Claim("has a lower loss than RoPE", "loss", "loss:rerope{w256}/rope", (2, 4, 8)),
         *(
-            _claim(
+            Claim(
                 f"predicts more bytes right than {other}",
                 "rerope-schemes",
-                "rerope{w256}",
-                scheme,
-                "accuracy-non-repeat",
-                HIGHER,
-                8,
+                f"accuracy-non-repeat:rerope{{w256}}/{scheme}",
+                (8,),
             )
             for other, scheme in (("RoPE", "rope"), ("NTK, mixed", "ntk-mixed-s8"))
         ),
         Claim(
             "predicts more bytes right of repeated text than of other text",
             "rerope-schemes",
-            ("rerope{w256}", "accuracy-repeat"),
-            ("rerope{w256}", "accuracy-non-repeat"),
-            HIGHER,
+            "accuracy-repeat/accuracy-non-repeat:rerope{w256}/rerope{w256}",
             (8,),
         ),
         Claim(
             "with log n has a lower loss on more text than RoPE at the training length",
             "loss",
-            ("rerope{w256}+dagger", "loss"),
-            ("rope", "loss"),
-            LOWER,
+            "loss:rerope{w256}+dagger/rope",
             (8,),
             second_multiple=1,
         ),
         Claim(
             "with log n uses far context: its loss is lower on repeated text",
             "loss",
-            ("rerope{w256}+dagger", "loss-repeat"),
-            ("rerope{w256}+dagger", "loss"),
-            LOWER,
+            "loss-repeat/loss:rerope{w256}+dagger/rerope{w256}+dagger",
             (2, 4, 8),
         ),
     ),
-    "Self-Extend": (
-        _claim("has a lower loss than RoPE", "loss", "self-extend{w256}-g16", "rope", "loss", LOWER, 2, 4, 8),
-    ),
-    "Dual chunk attention": (
-        _claim("has a lower loss than RoPE", "loss", "dual-chunk", "rope", "loss", LOWER, 2, 4, 8),
-    ),
+    "Self-Extend": (Claim("has a lower loss than RoPE", "loss", "loss:self-extend{w256}-g16/rope", (2, 4, 8)),),
+    "Dual chunk attention": (Claim("has a lower loss than RoPE", "loss", "loss:dual-chunk/rope", (2, 4, 8)),),
 }
 
 
@@ -192,13 +143,25 @@ def measured(name: str, scheme: str, task: str, multiple: str) -> Interval:
     return interval(list(found.values()))
 
 
-def declared(
-    name: str, first: tuple[str, str], second: tuple[str, str], second_multiple: float | None = None
-) -> list[tuple[Comparison, Interval]]:
-    """The declared differences of two measurements, by length."""
-    asked = (first, second, second_multiple)
-    wanted = [each for each in EXPERIMENTS[name].compares if (each.first, each.second, each.second_multiple) == asked]
-    return sorted(tables.judge(wanted, results(name)[0], unit(name), name), key=lambda found: found[0].multiple)
+def measurements(pair: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Two (scheme, task), of task:first/second or task/task:first/second."""
+    tasks, _, schemes = pair.partition(":")
+    (task, _, other), (first, _, second) = tasks.partition("/"), schemes.partition("/")
+    return (first, task), (second, other or task)
+
+
+def is_of(pair: str, second_multiple: float | None = None) -> Callable[[Comparison], bool]:
+    asked = (*measurements(pair), second_multiple)
+    return lambda each: (each.first, each.second, each.second_multiple) == asked
+
+
+def declared(name: str, pair: str, second_multiple: float | None = None) -> dict[float, tuple[Comparison, Interval]]:
+    """The declared differences of two measurements, by length. Raises KeyError if there are none."""
+    wanted = list(filter(is_of(pair, second_multiple), EXPERIMENTS[name].compares))
+    if not wanted:
+        raise KeyError(f"{name}: no declared difference {pair}")
+    found = tables.judge(wanted, results(name)[0], unit(name), name)
+    return {each.multiple: (each, value) for each, value in sorted(found, key=lambda found: found[0].multiple)}
 
 
 # ---- fields
@@ -217,33 +180,33 @@ def levels(name: str, task: str, *schemes: str) -> str:
     rows, length = results(name)[0], unit(name)
     names = [tables.resolve(scheme, length)[0] for scheme in schemes]
     places = sorted({float(row["at"]) for row in rows if row["task"] == task and row["scheme"] in names})
-    lines = [_line(["length / L", *(f"{at / length:g}" for at in places)]), "|---|" + "---:|" * len(places)]
+    cells = {}
     for scheme in names:
         values = [list(values_at(rows, scheme, task, at).values()) for at in places]
-        lines.append(_line([label(scheme), *(interval(value).level if value else "–" for value in values)]))
-    return "\n".join(lines)
+        cells[label(scheme)] = [interval(value).level if value else "–" for value in values]
+    return _by_length([at / length for at in places], cells)
 
 
 def differences(name: str, *pairs: str) -> str:
-    """A table: declared differences by length, those that count in bold. Each pair is TASK:FIRST-SECOND as
-    task:first/second or task/task:first/second."""
+    """A table: declared differences by length, those that count in bold, "" where nothing was measured."""
     found = {}
     for pair in pairs:
-        task, _, schemes = pair.partition(":")
-        (first, second), (one, _, other) = schemes.split("/"), task.partition("/")
-        asked = (first, one), (second, other or one)
-        by_length = {each.multiple: (each, value) for each, value in declared(name, *asked)}
-        if not by_length:
-            if not any((each.first, each.second) == asked for each in EXPERIMENTS[name].compares):
-                raise KeyError(f"{name}: no declared difference {pair}")
-            continue  # not measured yet
+        (first, _), (second, _) = measurements(pair)
         words = f"{_name(name, first)} − {_name(name, second)}" if first != second else _name(name, first)
-        found[words] = by_length
+        if by_length := declared(name, pair):
+            found[words] = by_length
     places = sorted({multiple for by_length in found.values() for multiple in by_length})
-    lines = [_line(["length / L", *(f"{at:g}" for at in places)]), "|---|" + "---:|" * len(places)]
-    for words, by_length in found.items():
-        lines.append(_line([words, *(_difference(*by_length[at]) if at in by_length else "" for at in places)]))
-    return "\n".join(lines)
+    cells = {
+        words: [_difference(*by_length[at]) if at in by_length else "" for at in places]
+        for words, by_length in found.items()
+    }
+    return _by_length(places, cells)
+
+
+def _by_length(multiples: Sequence[float], cells: dict[str, list[str]]) -> str:
+    heads = ["length / L", *(f"{at:g}" for at in multiples)]
+    lines = [f"| {' | '.join(row)} |" for row in (heads, *([words, *row] for words, row in cells.items()))]
+    return "\n".join([lines[0], "|---|" + "---:|" * len(multiples), *lines[1:]])
 
 
 def _difference(each: Comparison, found: Interval) -> str:
@@ -251,20 +214,8 @@ def _difference(each: Comparison, found: Interval) -> str:
     return f"**{found}**{against}" if found.excludes_zero else str(found)
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _name(name: str, scheme: str, numbers: bool = False) -> str:
     return label(tables.resolve(scheme, unit(name))[0], numbers)
-
-
-def said(name: str, first: str, second: str, task: str, other: str = "") -> str:
-    """The verdicts of the declared differences by length: higher at 2 and 4, no difference shown at 8."""
-    found: dict[str, list[str]] = {}
-    for each, value in declared(name, (first, task), (second, other or task)):
-        found.setdefault(verdict(value), []).append(f"{each.multiple:g}")
-    return "; ".join(f"{words} at {_and(multiples)}" for words, multiples in found.items())
 
 
 def summary(name: str) -> str:
@@ -348,11 +299,6 @@ def parameters(name: str) -> int:
     return int(float(f"{count:.2g}"))
 
 
-def setting(name: str, field: str) -> str:
-    value = results(name)[1]["settings"][field]
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-
-
 def constant(path: str) -> str:
     """A number of the code: copying.SHORTEST, or copying.BETWEEN.0."""
     module, *names = path.split(".")
@@ -360,10 +306,6 @@ def constant(path: str) -> str:
     for name in names:
         value = value[int(name)] if name.isdigit() else getattr(value, name)
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-
-
-def rebuild() -> str:
-    return REBUILD
 
 
 def minutes(cores: str = "1") -> str:
@@ -391,9 +333,9 @@ def judged_claim(claim: Claim) -> tuple[str, str]:
     if not has(claim.experiment):
         return "not measured", f"{claim.words} ({claim.experiment})"
     by_outcome: dict[str, list[str]] = {}
-    for each, found in declared(claim.experiment, claim.first, claim.second, claim.second_multiple):
-        if each.multiple in claim.multiples:
-            by_outcome.setdefault(outcome(found, claim.sign), []).append(f"{each.multiple:g}")
+    for multiple, (each, found) in declared(claim.experiment, claim.pair, claim.second_multiple).items():
+        if multiple in claim.multiples:
+            by_outcome.setdefault(outcome(found, each.expected), []).append(f"{multiple:g}")
     if not by_outcome:
         return "not measured", f"{claim.words} ([{claim.experiment}](#{claim.experiment}))"
     at = "; ".join(f"{words} at {_and(by_outcome[words])}" for words in VERDICTS if words in by_outcome)
@@ -411,21 +353,7 @@ def _and(parts: Sequence[str]) -> str:
 
 FIELDS: dict[str, Callable[..., str]] = {
     field.__name__: field
-    for field in (
-        mean,
-        level,
-        levels,
-        differences,
-        said,
-        summary,
-        made,
-        sizes,
-        setting,
-        constant,
-        claims,
-        minutes,
-        rebuild,
-    )
+    for field in (mean, level, levels, differences, summary, made, sizes, constant, claims, minutes)
 }
 
 
@@ -435,13 +363,15 @@ FIELDS: dict[str, Callable[..., str]] = {
 def render() -> str:
     """The page's text."""
     results.cache_clear()
-    text = re.sub(r"<!-- if (\S+) -->\n(.*?)<!-- end -->\n", _chosen, TEMPLATE.read_text(encoding="utf-8"), flags=re.S)
+    text = re.sub(
+        r"<!-- if (\S+)(.*?) -->\n(.*?)<!-- end -->\n", _chosen, TEMPLATE.read_text(encoding="utf-8"), flags=re.S
+    )
     return FIELD.sub(lambda match: _field(match[1]), text)
 
 
 def _chosen(match: re.Match) -> str:
-    present, _, absent = match[2].partition("<!-- else -->\n")
-    return present if has(match[1]) else absent
+    name, options, section = match.groups()
+    return section if has(name) else f"Not run yet: `python -m experiments {name}{options}`.\n"
 
 
 def _field(text: str) -> str:

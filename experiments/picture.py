@@ -7,13 +7,22 @@ relative position in every picture; with positions in row order, "above" depends
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from flashrope import Rotary, attention
+from flashrope.cli import files, report
 from flashrope.small_models.model import Attend, LanguageModel, ModelConfig
 from flashrope.small_models.train import TrainConfig, train
+from flashrope.small_models.workers import Workers
 
+from .figures import points
+from .measuring import COLUMNS
+from .runs import Run, write_csv
+from .statistics import interval
 from .tasks import Result
 
 COLOURS = 4
@@ -92,9 +101,49 @@ def measure(model: LanguageModel, name: str, samples: int, seed: int, impl: str 
     return results
 
 
-def job(
+def train_and_measure(
     name: str, config: ModelConfig, training: TrainConfig, samples: int, device: str, impl: str | None, progress
 ) -> list[Result]:
     """Train and measure one model, in a worker."""
     model = train_on_pictures(name, config, training, torch.device(device), impl, lambda *message: progress(message))
     return measure(model, name, samples, training.seed, impl)
+
+
+def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
+    preset = run.preset
+    steps = min(MAX_STEPS, preset.steps)
+    trainings = [
+        TrainConfig(steps, BATCH, SIDE**2, preset.learning_rate, warmup=preset.warmup, seed=seed) for seed in run.seeds
+    ]
+    jobs = [
+        (name, preset.config, training, SAMPLES, str(run.device), run.impl)
+        for name in ENCODINGS
+        for training in trainings
+    ]
+    done = [0] * len(jobs)
+
+    def progress(job, message):
+        done[job] = message[0]
+        bars.update(0, sum(done), message[1])
+
+    stored = folder / "cells.json"
+    asked = [[job[0], job[2].seed, steps] for job in jobs]
+    kept = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
+    if kept.get("asked") != asked:
+        with report.Bars([f"training {len(jobs)} picture models, steps"], len(jobs) * steps) as bars:
+            found = workers.map(train_and_measure, jobs, progress)
+        rows = [
+            [job[0], job[0], SIDE**2, job[2].seed, *dataclasses.astuple(result)]
+            for job, results in zip(jobs, found, strict=True)
+            for result in results
+        ]
+        kept = {"asked": asked, "rows": rows}
+        files.write(stored, json.dumps(kept))
+    write_csv(folder / "results.csv", COLUMNS, kept["rows"])
+    groups = {}
+    for rows_, columns in SHAPES:
+        task = f"picture-{rows_}x{columns}"
+        groups[f"{rows_} x {columns}" + (", trained" if rows_ == columns == SIDE else "")] = {
+            name: interval([row[6] for row in kept["rows"] if row[0] == name and row[4] == task]) for name in ENCODINGS
+        }
+    points(folder / "picture.png", groups, "pixels right (%)")

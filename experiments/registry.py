@@ -10,8 +10,9 @@ from flashrope.small_models.workers import Workers
 
 from . import checkpoints, over_length
 from .digits import draw_digits
-from .drawn import PATTERN_COMPARES, draw_frequencies, draw_patterns, draw_pictures, draw_positions
+from .drawn import PATTERN_COMPARES, draw_frequencies, draw_patterns, draw_positions
 from .over_length import draw_over_length
+from .picture import draw_pictures
 from .presets import COPYING, FEW_SHOT, PASSKEY, TEXT, Preset
 from .published import TABLES
 from .runs import Run

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import tables
-from .curves import DASHED, DOTTED, Line, Panel, draw, points
 from .encodings import ABSOLUTE, BIASES
+from .figures import DASHED, DOTTED, Line, Panel, draw, points
 from .looks import family, label
 from .registry import EXPERIMENTS
 from .runs import in_units, read_csv

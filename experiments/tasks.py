@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from flashrope import attention
 from flashrope.small_models.data import Corpus, TextError, as_tokens, unseen_windows
 from flashrope.small_models.evaluate import loss_by_context
@@ -21,6 +22,9 @@ from .zoo import Scheme, ZooModel
 PAPER_LENGTH = 512  # tokens; the training length in both papers
 MULTIPLES = (1, 2, 4, 8)  # of the training length
 IGNORED = -100  # a target that does not count
+BY_POSITION = "loss-by-position"
+PART_ENDS = (0.5, 1, 1.5, 2, 3, 4, 6, 8)  # of the parts of a window in measure_by_position, in training lengths
+WINDOWS_PER_SAMPLE = 5  # the loss of a few positions varies more than that of a window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,3 +201,25 @@ def batches(
         starts = torch.randint(len(corpus.train) - length, (batch_size, 1), generator=generator)
         yield text(starts + offsets).to(device).long()
         step += 1
+
+
+@torch.no_grad()
+def measure_by_position(subject: Subject) -> list[Result]:
+    """The mean loss in nats per byte over the positions of each part of the windows; ``at`` is the part's end.
+
+    A scheme that uses a longer context has a lower loss at later positions (Su 2023, ReRoPE: "longer context, lower
+    loss"), one that only survives has a level one, and one that fails has a rising one.
+    """
+    ends = [round(end * subject.unit) for end in PART_ENDS]
+    windows = windows_of(dataclasses.replace(subject, samples=WINDOWS_PER_SAMPLE * subject.samples), ends[-1])
+    total = torch.zeros(ends[-1], dtype=torch.float64)
+    for tokens in as_tokens(windows, subject.device).split(max(subject.batch_tokens // ends[-1], 1)):
+        with autocast(tokens.device):
+            logits = subject.model(tokens[:, :-1], subject.scheme.rotary, subject.attend)
+        losses = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none")
+        total += losses.double().sum(0).cpu()
+    mean = total / len(windows)
+    return [
+        Result(BY_POSITION, end, mean[start:end].mean().item(), len(windows))
+        for start, end in zip((0, *ends), ends, strict=False)
+    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flashrope.small_models.train import TrainConfig, learning_rate_fraction
 
-from .curves import MAX_LINES, NORMAL, Rows, canvas, finish, heading, name_ends, title_of
+from .figures import MAX_LINES, NORMAL, Rows, canvas, finish, heading, name_ends, title_of
 from .looks import label, look
 from .runs import Run, read_csv, write_csv
 

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # experiments is n
 from flashrope.cli.figure import new_figure
 
 from experiments import figures
-from experiments.curves import finish
 from experiments.drawn import seen_distances
+from experiments.figures import finish
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemes"
 TRAIN_LENGTH, LENGTH, HEAD_DIM, BASE = 256, 1024, 64, 10_000.0

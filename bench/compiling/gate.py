@@ -242,7 +242,8 @@ def main(argv: list[str]) -> int:
             "not counted"
         )
     compiled = compile_all([row.launch for row in rows], options.jobs)
-    for done, (index, rows[index].result, rows[index].seconds) in enumerate(compiled, 1):
+    for done, (index, result, seconds) in enumerate(compiled, 1):
+        rows[index].result, rows[index].seconds = result, seconds
         if sys.stderr.isatty():
             print(f"\r{done}/{len(rows)}", end="", file=sys.stderr, flush=True)
     rows.sort(key=lambda row: row.order)

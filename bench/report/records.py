@@ -1,5 +1,7 @@
-"""The files of a run: a JSON file with everything, and a CSV file of the records. Runs of different versions are never
-combined."""
+"""The files of a run: a JSON file with everything, and a CSV file of the records.
+
+Runs of different versions are never combined.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from flashrope import attention_with_cache
 from flashrope.backends.cpu import build, library
 
 from .contestants import KERNELS, Contestant, dense, own, with_rope
-from .decoding import own_with_cache, rotate_cache
+from .decode import own_with_cache, rotate_cache
 from .problem import Problem
 
 PAGE_SIZES = (256, 64)  # the first that divides the length; the check before the timing has 320 keys

@@ -1,4 +1,4 @@
-"""The options that the subcommands share, and the problems and tables that follow from them."""
+"""The options that the subcommands share, and the problems and tables made from them."""
 
 from __future__ import annotations
 

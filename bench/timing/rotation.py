@@ -14,7 +14,7 @@ from flashrope.backends.calls import AttentionCall
 
 from . import options as bench_options
 from .contestants import ENCODINGS, KERNELS, OWN, Contestant, best_rope, fused, positions
-from .hope import CPU, CUDA
+from .prefill import CPU, CUDA
 from .problem import Problem
 from .session import Session
 

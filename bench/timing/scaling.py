@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..report import plots
 from ..report.records import Record, Run
-from . import decoding
+from . import decode
 from .contestants import KERNELS, OWN, Contestant
 from .options import Table, backwards, parse, parser, problem
 from .problem import Problem, exponent
@@ -85,7 +85,7 @@ def _prefill_sweeps(options) -> list[Sweep]:
 
 def _decoding_sweeps(options) -> list[Sweep]:
     kind = options.device.type
-    by_name = {contestant.name: contestant for contestant in decoding.contestants(options.device)}
+    by_name = {contestant.name: contestant for contestant in decode.contestants(options.device)}
     base = problem(options, AT[kind], batch=1, decoding=True, **DECODE_HEADS[kind])
 
     def table(title: str, names: Sequence[str], **changes) -> Table:

@@ -22,8 +22,7 @@ from ..report.output import output_folder
 from ..report.records import Record, Run, command_line
 from . import ceilings, check
 from .contestants import Contestant, Unavailable
-from .listing import memory_text, text_of
-from .options import Table, parse, parser, prefill_tables, stem
+from .options import Table, stem
 from .timer import Spread, Timer, ratio, rounds
 
 MEMORY_SHARE = 0.8  # of the free memory, which a contestant may be expected to take
@@ -245,15 +244,6 @@ class Session:
         self.bar.update()
 
 
-def prefill(command: str, doc: str, cuda: dict, cpu: dict, contestants: Callable, argv: list[str]) -> int:
-    """A subcommand that times contestants(device) for every pass and length."""
-    options = parse(parser(command, doc, cuda, cpu), argv)
-    session = Session(command, argv, options)
-    session.measure(prefill_tables(options, contestants(options.device)))
-    session.memory()
-    return session.finish()
-
-
 def inputs_of(table: Table) -> tuple[list[torch.Tensor], torch.Tensor]:
     """q, k and v, and a gradient of out."""
     tensors = table.problem.tensors(grad=table.backward)
@@ -273,3 +263,54 @@ def label(contestant: Contestant, backward: bool) -> str:
 def brief(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def text_of(table: Table, records: Sequence[Record]) -> str:
+    """One table."""
+    if not records:
+        return f"{table.title}: nothing to time"
+    ours = [record.contestant for record in records if record.ours]
+    width = max(len(record.contestant) for record in records) + 2
+    lines = [
+        f"{table.title}, {records[0].rounds} rounds",
+        f"{'':<{width}}{'median':>12}{'quartiles':>22}{'speed':>17}{'ceiling':>9}   "
+        + "   ".join(f"time / {name}" for name in ours),
+    ]
+    for record in records:
+        speed = f"{record.gbs:.4g} GB/s   " if record.tflops is None else f"{record.tflops:.3g} TFLOP/s"
+        row = f"{record.contestant:<{width}}{record.milliseconds:>9.3f} ms{record.low:>11.3f} -{record.high:>9.3f}"
+        row += f"{speed:>17}{record.share:>9.1%}   "
+        row += "   ".join(
+            f"{record.ratios[name]:.2f}".rjust(len(name) + 7) if name in record.ratios else " " * (len(name) + 7)
+            for name in ours
+        )
+        lines.append(row.rstrip())
+    return "\n".join(lines)
+
+
+def memory_text(records: Sequence[Record]) -> str:
+    """For every pass, one row per contestant and one column per length."""
+    lines = []
+    for backward in (False, True):
+        peaks = {
+            (record.contestant, record.seqlen): record.peak_bytes
+            for record in records
+            if record.backward == backward and record.peak_bytes is not None
+        }
+        if not peaks:
+            continue
+        names, seqlens = (list(dict.fromkeys(key[at] for key in peaks)) for at in (0, 1))
+        width = max(map(len, names)) + 2
+        lines.append(
+            f"{'forward + backward' if backward else 'forward':<{width}}"
+            + "".join(f"{seqlen:>10}" for seqlen in seqlens)
+        )
+        lines += [
+            f"{name:<{width}}"
+            + "".join(
+                f"{peaks[name, seqlen] / 2**20:>10.1f}" if (name, seqlen) in peaks else f"{'-':>10}"
+                for seqlen in seqlens
+            )
+            for name in names
+        ]
+    return "\n".join(lines)

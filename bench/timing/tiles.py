@@ -51,10 +51,9 @@ def of_direction(direction: str, launches: list[Launch]) -> Launch:
 
 def compiled(launches: list[Launch], jobs: int) -> list[Measured | str]:
     found = [None] * len(launches)
-    for index, found[index], _ in tqdm(
-        compile_all(launches, jobs), total=len(launches), disable=None, leave=False, desc="compiling"
-    ):
-        pass
+    running = compile_all(launches, jobs)
+    for index, result, _ in tqdm(running, total=len(launches), disable=None, leave=False, desc="compiling"):
+        found[index] = result
     return found
 
 

@@ -429,15 +429,15 @@ def test_all_runs_its_parts(monkeypatch, tmp_path, capsys):
 def test_every_subcommand_is_listed(capsys):
     assert command_line.main([]) == 2 and command_line.main(["--help"]) == 0
     listed = capsys.readouterr().out
-    for name, (module, _) in command_line.SUBCOMMANDS.items():
-        assert f"  {name} " in listed and (ROOT / "bench" / f"{module.replace('.', '/')}.py").exists()
+    for name in command_line.SUBCOMMANDS:
+        assert f"  {name} " in listed and callable(command_line._main_of(name))
 
 
 def test_a_subcommand_gets_its_options(monkeypatch):
     seen = []
     module = type("Module", (), {"main": staticmethod(lambda words: seen.append(words) or 0)})
     monkeypatch.setattr(command_line, "import_module", lambda name, package: module)
-    assert command_line.main(["hope", "--seqlens", "128"]) == 0 and seen == [["--seqlens", "128"]]
+    assert command_line.main(["decode", "--seqlens", "128"]) == 0 and seen == [["--seqlens", "128"]]
 
 
 # ---- the structure

@@ -18,7 +18,7 @@ from bench import results_page as page
 from bench.compiling.utilisation import utilisation
 from bench.report import goals, output, plots, records
 from bench.report.records import Record, Run
-from bench.timing import decoding
+from bench.timing import decode
 from bench.timing.contestants import prefill_hope, prefill_rerope
 from bench.timing.problem import Problem
 
@@ -222,7 +222,7 @@ def test_goal_of_a_share():
 
 def test_every_goal_names_contestants_that_there_are():
     gpu = torch.device("cuda")
-    there = {"hope": prefill_hope(gpu), "rerope": prefill_rerope(gpu), "decode": decoding.contestants(gpu)}
+    there = {"hope": prefill_hope(gpu), "rerope": prefill_rerope(gpu), "decode": decode.contestants(gpu)}
     for goal in goals.GOALS:
         names = {contestant.name for contestant in there[goal.command]}
         assert goal.ours in names and (not goal.peer or goal.peer in names), goal.name

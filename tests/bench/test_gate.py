@@ -139,7 +139,10 @@ def test_launches_with_equal_specialisation_share_a_key(compiled):
     assert compiled["sm_90"]["key"] != compiled["sm_80"]["key"]
 
 
-def row(kernel="attention_forward", case=cases.Case(80, 128, "bf16", cases.ONE_BAND), measured=None, **figures):
+CASE = cases.Case(80, 128, "bf16", cases.ONE_BAND)
+
+
+def row(kernel="attention_forward", case=CASE, measured=None, **figures):
     if measured is None:
         defaults = {"registers": 128, "spill_stores": 0, "spill_loads": 0, "shared": 0, "warps": 4, "stages": 2}
         measured = Measured(**(defaults | {"loop": None} | figures))

@@ -72,7 +72,9 @@ def test_batches_grow_and_depend_only_on_seed_and_step():
     assert sizes == sorted(sizes) and sizes[0] < 64 and set(sizes[10:]) == {128}
     assert all(512 <= inputs.numel() <= 1024 for inputs, _ in found)
     again = first(2, start=5)
-    assert all(torch.equal(a, b) for one, other in zip(found[5:7], again, strict=True) for a, b in zip(one, other))
+    assert all(
+        torch.equal(a, b) for one, other in zip(found[5:7], again, strict=True) for a, b in zip(one, other, strict=True)
+    )
     assert not torch.equal(found[0][0], first(1, seed=1)[0][0])
 
 
@@ -90,7 +92,9 @@ def test_prompts_letter_by_letter():
         sizes = {tokens.shape[1] + 4 for tokens, _ in found}
         assert max(sizes) <= 256 and min(sizes) > 256 - 4 * copying.LONGEST and len(sizes) > 5
     again = list(copying.prompts(50, 3, length=256, control=True))
-    assert all(torch.equal(a, b) for one, other in zip(found, again, strict=True) for a, b in zip(one, other))
+    assert all(
+        torch.equal(a, b) for one, other in zip(found, again, strict=True) for a, b in zip(one, other, strict=True)
+    )
     ways_back = {t.shape[1] - a.shape[1] for t, a in copying.prompts(40, 0, count=8)}
     assert len(ways_back) > 5  # not one distance
 

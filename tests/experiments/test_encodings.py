@@ -88,7 +88,7 @@ def test_random_positions():
     for positions in trained:
         assert positions.shape == (3, 20) and torch.equal(positions[0], positions[2])
         row = positions[0].tolist()
-        assert row == sorted(set(row)) and 0 <= row[0] and row[-1] < 50
+        assert row == sorted(set(row)) and row[0] >= 0 and row[-1] < 50
     assert not torch.equal(trained[0], trained[1]) and not torch.equal(trained[1], trained[2])
     resumed = encodings.RandomPositions(50)
     resumed.load_state_dict(module.state_dict())

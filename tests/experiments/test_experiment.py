@@ -1,6 +1,5 @@
 """python -m experiments: outputs, resuming, bad input; slow: every experiment, and effects over several seeds."""
 
-import csv
 import json
 import math
 import re
@@ -21,6 +20,7 @@ from experiments import checkpoints, measuring, presets, runs, tables, tasks, tr
 from experiments.__main__ import main
 from experiments.published import TABLES
 from experiments.registry import EXPERIMENTS
+from experiments.runs import read_csv as rows
 from experiments.show import show
 from experiments.zoo import ZooModel, scheme
 
@@ -43,11 +43,6 @@ def text(tmp_path_factory):
 
 def experiment(name, out, text, *options, code=0):
     assert main([name, *ON_ONE_THREAD, *SMALL, "--text", str(text), "--out", str(out), *options]) == code
-
-
-def rows(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def is_picture(path):

@@ -145,7 +145,9 @@ def test_batches_grow_and_depend_only_on_seed_and_step():
     assert sizes == sorted(sizes) and sizes[0] < 100 and set(sizes[10:]) == {288}
     assert all(2560 - 288 < inputs.numel() <= 2560 for inputs, _ in found)
     again = first(2, start=5)
-    assert all(torch.equal(a, b) for one, other in zip(found[5:7], again, strict=True) for a, b in zip(one, other))
+    assert all(
+        torch.equal(a, b) for one, other in zip(found[5:7], again, strict=True) for a, b in zip(one, other, strict=True)
+    )
     assert found[0][0].shape != first(1, seed=1)[0][0].shape or not torch.equal(found[0][0], first(1, seed=1)[0][0])
     for inputs, targets in found:
         asked = targets != IGNORED

@@ -11,7 +11,6 @@ from experiments.measuring import COLUMNS
 from experiments.page import Claim
 from experiments.registry import EXPERIMENTS
 from experiments.runs import write_csv
-from experiments.statistics import HIGHER, LOWER
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 2_000_000  # bytes of the folder
@@ -93,15 +92,17 @@ def test_everything_in_the_folder_is_on_the_page():
 def test_every_experiment_has_its_place_on_the_page():
     template = page.TEMPLATE.read_text()
     for name in EXPERIMENTS:
-        assert f"<!-- if {name} -->\n" in template and re.search(rf"^##+ {name}$", template, re.MULTILINE), name
+        assert re.search(rf"^<!-- if {name}( --.*)? -->$", template, re.MULTILINE), name
+        assert re.search(rf"^##+ {name}$", template, re.MULTILINE), name
 
 
 def test_every_claim_is_among_the_declared_differences():
     for claim in (claim for claims in page.CLAIMS.values() for claim in claims):
+        is_asked = page.is_of(claim.pair, claim.second_multiple)
         declared = {
             each.multiple
-            for each in EXPERIMENTS[claim.experiment].compares
-            if (each.first, each.second, each.second_multiple) == (claim.first, claim.second, claim.second_multiple)
+            for each in filter(is_asked, EXPERIMENTS[claim.experiment].compares)
+            if each.expected or page.tables.in_the_papers(claim.experiment, each)
         }
         assert set(claim.multiples) <= declared, claim.words
 
@@ -116,7 +117,7 @@ def test_every_claim_is_among_the_declared_differences():
     ],
 )
 def test_claims(folder, hope, status, words):
-    claim = Claim("copies", "copying", ("hope", "copying-by-length"), ("rope", "copying-by-length"), HIGHER, (2, 4))
+    claim = Claim("copies", "copying", "copying-by-length:hope/rope", (2, 4))
     assert page.judged_claim(claim) == ("not measured", "copies (copying)")
     published(folder, hope=hope, rope={2: 50, 4: 20})
     assert page.judged_claim(claim) == (status, f"copies ([copying](#copying): {words})")
@@ -131,11 +132,10 @@ def test_fields(folder):
     ]
     (line,) = page.differences("copying", "copying-by-length:hope/rope").splitlines()[2:]
     assert line == "| HoPE − RoPE | +0.0 (+0.0 to +0.0) | **+30.0 (+30.0 to +30.0)** |"
-    assert page.said("copying", "hope", "rope", "copying-by-length") == ("no difference shown at 1; higher at 2")
     assert page.summary("copying") == (
         "Of the 2 declared differences of which the papers say the direction: 1 as expected and 1 no difference shown."
     )
-    assert page.constant("copying.BETWEEN.1") == "10" and page.setting("copying", "steps") == "1,500"
+    assert page.constant("copying.BETWEEN.1") == "10"
     assert page.sizes() == "99,000 parameters, trained on samples of 128 bytes or letters"
     with pytest.raises(KeyError, match="no declared difference copying-by-length:rope/hope"):
         page.differences("copying", "copying-by-length:rope/hope")
@@ -148,16 +148,15 @@ def test_against_expectation_is_said(folder):
     assert page.summary("copying").endswith("Against expectation: HoPE and RoPE (copying-by-length) at 2 and 4.")
     (line,) = page.differences("copying", "copying-by-length:hope/rope").splitlines()[2:]
     assert line.count("**, against expectation") == 2
-    assert page.Claim("", "", ("", ""), ("", ""), LOWER, ()).second_multiple is None
 
 
 def test_sections_without_results_say_so(folder, tmp_path, monkeypatch):
     template = tmp_path / "page.md"
     template.write_text(
-        "<!-- if copying -->\nmean {{mean copying hope copying-by-length 2}}\n<!-- else -->\nnone\n<!-- end -->\n"
+        "<!-- if copying --preset copying -->\nmean {{mean copying hope copying-by-length 2}}\n<!-- end -->\n"
     )
     monkeypatch.setattr(page, "TEMPLATE", template)
-    assert page.render() == "none\n"
+    assert page.render() == "Not run yet: `python -m experiments copying --preset copying`.\n"
     published(folder, hope={2: 80})
     assert page.render() == "mean 80.40\n"
 

@@ -1,7 +1,6 @@
 """Own text, token files and settings: what python -m experiments offers for models of one's own."""
 
 import array
-import csv
 import json
 import pickle
 import subprocess
@@ -20,6 +19,7 @@ from flashrope.small_models.workers import Workers
 from experiments import estimate, presets, runs, tasks, tokenizing, tokens, training_curves
 from experiments.__main__ import main
 from experiments.arguments import seeds
+from experiments.runs import read_csv as rows
 from experiments.zoo import ZooModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,11 +41,6 @@ def token_file(path, ids, width=2, **description):
     if description:
         path.with_suffix(".json").write_text(json.dumps(description))
     return path
-
-
-def rows(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
 
 
 # ---- text

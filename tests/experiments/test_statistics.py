@@ -1,14 +1,11 @@
 """Intervals against figures worked out by hand, and what a table may say."""
 
 import pytest
+from test_figures import row
 
 from experiments import tables
 from experiments.registry import EXPERIMENTS
 from experiments.statistics import HIGHER, LOWER, Comparison, difference, interval, outcome, schemes, verdict
-
-
-def row(scheme, seed, value, task="copying-by-length", at=256):
-    return {"scheme": scheme, "task": task, "at": str(at), "seed": str(seed), "value": str(value)}
 
 
 def test_interval_by_hand():

@@ -7,7 +7,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from experiments import tables
-from experiments.curves import DPI, MAX_LINES, WIDTH, Line, Panel, canvas, draw, name_ends, points
+from experiments.figures import DPI, MAX_LINES, WIDTH, Line, Panel, canvas, draw, name_ends, points
 from experiments.looks import LOOKS, NAMES, family, label, look, scheme_of
 from experiments.registry import EXPERIMENTS
 from experiments.show import show
