@@ -26,10 +26,7 @@ class Attention(nn.Module):
 
     def forward(self, x, layer, step=None):
         q, k, v = self.qkv(x).unflatten(-1, (-1, HEAD_DIM)).split([HEADS, HEADS_KV, HEADS_KV], -2)
-        if step is None:
-            out = attention(q, k, v, ROTARY, causal=True)
-        else:
-            out = step.attend(q, ROTARY, k, v, layer=layer)
+        out = attention(q, k, v, ROTARY, causal=True) if step is None else step.attend(q, ROTARY, k, v, layer=layer)
         return self.out(out.flatten(-2))
 
 

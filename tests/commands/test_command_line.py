@@ -74,7 +74,7 @@ def test_the_package_is_imported_on_first_use():
     for name in flashrope.__all__:
         assert getattr(flashrope, name).__class__.__name__ != "module"
     with pytest.raises(AttributeError, match="module 'flashrope' has no attribute 'atention'"):
-        flashrope.atention
+        flashrope.atention  # noqa: B018
 
 
 def test_where_torch_is_loaded_the_operators_are_there_after_the_import():

@@ -13,10 +13,19 @@ import time
 from collections.abc import Iterable
 
 SOURCES = pathlib.Path(__file__).parent
-FLAGS = (
-    "-std=c++20 -O2 -ftree-vectorize -march=native -ffp-contract=off -fno-strict-aliasing -fno-math-errno "
-    "-fno-trapping-math -fvisibility=default -fPIC -pthread"
-).split()
+FLAGS = [
+    "-std=c++20",
+    "-O2",
+    "-ftree-vectorize",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=default",
+    "-fPIC",
+    "-pthread",
+]
 MOST_BYTES = 1 << 30  # of the cache
 IN_USE_SECONDS = 3600
 

@@ -26,7 +26,7 @@ from experiments.zoo import ZooModel, scheme
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_ONE_THREAD = ["--device", "cpu", "--threads", "1"]
-SMALL = "--steps 20 --width 32 --heads 1 --train-length 64 --batch 4 --samples 5".split()
+SMALL = ["--steps", "20", "--width", "32", "--heads", "1", "--train-length", "64", "--batch", "4", "--samples", "5"]
 SCHEMES = ["rope", "rerope", "alibi", "learned", "rerope-w8+logn"]
 PERPLEXITY = ["--schemes", ",".join(SCHEMES), "--seeds", "2"]
 

@@ -23,7 +23,24 @@ from experiments.runs import read_csv as rows
 from experiments.zoo import ZooModel
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = "--device cpu --threads 1 --width 32 --heads 1 --layers 1 --train-length 64 --batch 6 --samples 4".split()
+SMALL = [
+    "--device",
+    "cpu",
+    "--threads",
+    "1",
+    "--width",
+    "32",
+    "--heads",
+    "1",
+    "--layers",
+    "1",
+    "--train-length",
+    "64",
+    "--batch",
+    "6",
+    "--samples",
+    "4",
+]
 
 
 @pytest.fixture(scope="module")

@@ -150,7 +150,7 @@ OLDER = {
     "qwen3_next": ((5, 0), "layers without attention"),
     "stablelm": ((5, 0), OWN_MASKS),
 }
-REFUSED_BY_VERSION = {name: reason for name, (last, reason) in OLDER.items() if VERSION <= last and name in CAUSAL_LM}
+REFUSED_BY_VERSION = {name: reason for name, (last, reason) in OLDER.items() if last >= VERSION and name in CAUSAL_LM}
 HERE = [name for name in FAMILIES if name in CAUSAL_LM and name not in REFUSED_BY_VERSION]
 
 

@@ -148,7 +148,7 @@ def command(checkpoint, text, out, *options):
 
 
 def test_the_command(checkpoint, text, tmp_path, capsys):
-    sizes = "--lengths 64 16 128 --targets 8 --windows 4 --repeat --schemes".split()
+    sizes = ["--lengths", "64", "16", "128", "--targets", "8", "--windows", "4", "--repeat", "--schemes"]
     assert main(command(checkpoint, text, tmp_path, *sizes, *SCHEMES, "dual-chunk")) == 0
     shown = capsys.readouterr()
     words = " ".join(shown.out.split())
@@ -227,7 +227,7 @@ def test_the_plot_shows_every_row(tmp_path):
 
 
 def test_several_windows_of_rerope_are_several_rows(checkpoint, text, tmp_path):
-    sizes = "--lengths 16 32 --windows 2 --schemes rerope --window 8 12".split()
+    sizes = ["--lengths", "16", "32", "--windows", "2", "--schemes", "rerope", "--window", "8", "12"]
     assert main(command(checkpoint, text, tmp_path, *sizes)) == 0
     rows = list(csv.DictReader((tmp_path / "loss.csv").open()))
     assert [row["scheme"] for row in rows] == ["ReRoPE, window 8"] * 2 + ["ReRoPE, window 12"] * 2
@@ -251,7 +251,7 @@ def test_a_tokenizer_and_its_start_token(checkpoint, text, tmp_path, monkeypatch
 
     monkeypatch.setattr(loss, "measure", recorded)
     out = tmp_path / "out"
-    assert main(command(path, text, out, *"--lengths 16 32 --windows 3 --schemes stock".split())) == 0
+    assert main(command(path, text, out, *["--lengths", "16", "32", "--windows", "3", "--schemes", "stock"])) == 0
     start = words.token_to_id("<s>")
     assert [len(row) for row in seen] == [17] * 3 + [33] * 3 and {row[0] for row in seen} == {start}
     for short, long in zip(seen[:3], seen[3:], strict=True):
@@ -309,7 +309,10 @@ def test_memory_that_runs_out_costs_one_cell(checkpoint, text, tmp_path, monkeyp
         yield from measure(model, inputs, *options)
 
     monkeypatch.setattr(loss, "measure", limited)
-    assert main(command(checkpoint, text, tmp_path, *"--lengths 16 64 --windows 2 --schemes stock".split())) == 0
+    assert (
+        main(command(checkpoint, text, tmp_path, *["--lengths", "16", "64", "--windows", "2", "--schemes", "stock"]))
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "-: out of memory, in 1 of 2 cells" in shown
     assert [row["loss"] != "" for row in csv.DictReader((tmp_path / "loss.csv").open())] == [True, False]

@@ -91,7 +91,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_the_command(checkpoint, tmp_path, capsys):
-    sizes = "--lengths 380 520 --depths 2 --trials 1 --device cpu --threads 1".split()
+    sizes = ["--lengths", "380", "520", "--depths", "2", "--trials", "1", "--device", "cpu", "--threads", "1"]
     before = torch.get_num_threads()
     assert main(["passkey", "--model", checkpoint, *sizes, "--out", str(tmp_path)]) == 0
     assert torch.get_num_threads() == before

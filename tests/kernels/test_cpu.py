@@ -41,7 +41,7 @@ def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
                 seen = seen.flip(0, 1) if piece.reversed else seen
                 for again in range(piece.repeat):
                     row, key = piece.row + again * piece.stride, piece.key + again * piece.stride
-                    assert 0 <= row and row + piece.rows <= seqlen_q and 0 <= key and key + piece.keys <= seqlen_k, (
+                    assert row >= 0 and row + piece.rows <= seqlen_q and key >= 0 and key + piece.keys <= seqlen_k, (
                         piece
                     )
                     held[queries][row : row + piece.rows, key : key + piece.keys] += seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import platform
@@ -52,10 +53,8 @@ def versions() -> str:
     """ "AMD EPYC 9B14, Python 3.11.9, torch 2.13.0, triton 3.6.0" """
     found = []
     for name in ("torch", "triton", "transformers"):
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            pass
     return ", ".join([_processor(), f"Python {platform.python_version()}", *found])
 
 

@@ -75,7 +75,7 @@ def test_two_builds_load_beside_the_installed_package(lay_out, tmp_path):
         out = kernel.attention(q, k, v, kernel.Rotary.rope(16).rectify(8))
         assert torch.equal(out, expected)
         assert torch.equal(torch.autograd.grad(out.sum(), q)[0], grad)
-        assert kernel.operators.library.NAMESPACE == f"_flashrope_cpu_test{n}"
+        assert f"_flashrope_cpu_test{n}" == kernel.operators.library.NAMESPACE
         assert hasattr(getattr(torch.ops, kernel.operators.library.NAMESPACE), "attention_with_cache")
         compiled = torch.compile(kernel.attention, backend="eager", fullgraph=True)
         assert torch.equal(compiled(q, k, v, kernel.Rotary.rope(16).rectify(8)), expected)
