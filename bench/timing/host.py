@@ -20,6 +20,7 @@ import torch
 from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_with_cache
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
+from flashrope.cli.options import positive
 from flashrope.commands.info import hardware
 
 from .. import machine
@@ -27,7 +28,6 @@ from ..compiling import offline
 from ..compiling.architectures import SHARED
 from ..progress import steps
 from .contestants import KERNELS
-from .options import positive
 from .problem import Problem
 from .timer import Spread
 
