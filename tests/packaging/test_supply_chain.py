@@ -105,7 +105,7 @@ IN_PLACE = {
     "bench/compiling/gate_cuda.py",  # in a temporary folder
     "bench/timing/cpu.py",  # /proc
     "experiments/export.py",  # in a new folder
-    "experiments/curves.py",  # to memory
+    "experiments/figures.py",  # to memory
     "tools/api_reference.py",
     "tools/migration_diff.py",
     "tools/loss_model.py",
