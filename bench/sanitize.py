@@ -20,10 +20,10 @@ from flashrope import Rotary, attention, attention_varlen, attention_with_cache
 from flashrope.backends.registry import load_backend
 from flashrope.backends.triton import launcher
 from flashrope.backends.triton.device import compute_capability
+from flashrope.cli.options import positive
 
 from .compiling.architectures import SHARED
 from .progress import steps
-from .timing.options import positive
 
 HEADS, HEADS_KV, SEQLEN = 4, 2, 197  # not a multiple of any tile
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -12,10 +12,12 @@ import os
 import subprocess
 import sys
 
+from flashrope.cli.options import positive
+
 from .. import machine
 from ..progress import steps
 from ..report.output import add_output_options, output_folder
-from .options import add_device_option, positive
+from .options import add_device_option
 
 MAIN = tuple((command, ()) for command in ("hope", "rerope", "decode", "rotation", "scaling"))
 MORE = (

@@ -21,13 +21,13 @@ from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_with_c
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
 from flashrope.cli.hardware import hardware
+from flashrope.cli.options import positive
 
 from .. import machine
 from ..compiling import offline
 from ..compiling.architectures import SHARED
 from ..progress import steps
 from .contestants import KERNELS
-from .options import positive
 from .problem import Problem
 from .timer import Spread
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+from flashrope.cli.options import positive
 
 from ..report.output import add_output_options
 from .contestants import Contestant
@@ -134,13 +135,6 @@ def stem(command: str, options: argparse.Namespace) -> str:
     dtype = next(name for name, dtype in DTYPES.items() if dtype == options.dtype)
     full = "" if options.causal else "-full"
     return f"{command}-d{options.head_dim}-h{options.heads}x{options.heads_kv}-{dtype}{full}"
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
-    return value
 
 
 def _words(values) -> str:

@@ -23,9 +23,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flashrope.cli.files import replacing
+from flashrope.cli.options import positive
 
 from ..progress import steps
-from .options import positive
 
 VOCABULARY = 4096
 MODEL = dict(

@@ -21,6 +21,7 @@ import torch
 from flashrope.backends.triton.device import compute_capability
 from flashrope.backends.triton.tiles import default
 from flashrope.cli.files import replacing
+from flashrope.cli.options import positive
 from flashrope.cli.progress import Bar
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
@@ -30,7 +31,6 @@ from flashrope.tuning.workloads import PASSES, Workload, sensible_shapes
 
 from ..compiling.architectures import MULTIPROCESSORS
 from ..progress import steps
-from .options import positive
 from .tiles import Candidate, ranked_by_machine_code
 
 
