@@ -86,9 +86,27 @@ def lse_offset(cu_seqlens, batch, head, heads, start, seqlen):
         return head.to(tl.int64) * seqlen + start
 
 
+# ---- what a program works on
+
+
+@triton.jit
+def row_program(max_seqlen, BLOCK: tl.constexpr):
+    """(batch, first row) of a program that serves several heads."""
+    tiles = tl.cdiv(max_seqlen, BLOCK)
+    return tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK
+
+
+@triton.jit
+def head_program(max_seqlen, heads, BLOCK: tl.constexpr):
+    """(batch, head, first row) of a program. The first rows come first: as keys they are seen by most queries."""
+    tiles = tl.cdiv(max_seqlen, BLOCK)
+    first = tl.program_id(0) % tiles * BLOCK
+    return tl.program_id(0) // tiles // heads, tl.program_id(0) // tiles % heads, first
+
+
 @triton.jit
 def query_program(max_seqlen_q, heads_q, SHAPE: tl.constexpr):
-    """(batch, query head, first query row) of this program; under a causal mask the longest tiles start first."""
+    """(batch, query head, first query row) of a program. Under a causal mask the longest tiles start first."""
     tiles = tl.cdiv(max_seqlen_q, SHAPE.block_m)
     tile = tiles - 1 - tl.program_id(0) % tiles
     batch = tl.program_id(0) // tiles // heads_q
@@ -129,10 +147,9 @@ def load_band(bands, band):
 
 
 @triton.jit
-def in_band(position_q, position_k, band):
-    """Whether the distance lies in the band; broadcasts."""
-    distance = position_q - position_k
-    return (distance >= band.start) & (distance < band.stop)
+def previous_band(bands, band: tl.constexpr):
+    """The band before; of the first, itself."""
+    return load_band(bands, band - 1 if band > 0 else 0)
 
 
 class VisibleRange(NamedTuple):
@@ -338,21 +355,22 @@ def page_offsets(page, row, view):
 @triton.jit
 def load_rows(ptr, offsets, channels, SHAPE: tl.constexpr):
     """Rows at offsets [M, 1], channels [N] of each: [M, N]. Channels beyond head_dim are 0."""
-    ptrs = ptr + offsets + channels[None, :]
-    if SHAPE.block_d == SHAPE.head_dim:
-        return tl.load(ptrs)
-    else:
-        return tl.load(ptrs, mask=(channels < SHAPE.head_dim)[None, :], other=0.0)
+    return load_channels(ptr, offsets, channels, SHAPE.head_dim, SHAPE.block_d)
 
 
 @triton.jit
 def load_values(ptr, offsets, channels, SHAPE: tl.constexpr):
-    """load_rows of v, out or a gradient of theirs."""
+    """load_rows of v, of out, or of their gradients."""
+    return load_channels(ptr, offsets, channels, SHAPE.head_dim_v, SHAPE.block_dv)
+
+
+@triton.jit
+def load_channels(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     ptrs = ptr + offsets + channels[None, :]
-    if SHAPE.block_dv == SHAPE.head_dim_v:
+    if BLOCK_D == HEAD_DIM:
         return tl.load(ptrs)
     else:
-        return tl.load(ptrs, mask=(channels < SHAPE.head_dim_v)[None, :], other=0.0)
+        return tl.load(ptrs, mask=(channels < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
