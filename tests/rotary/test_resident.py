@@ -93,8 +93,9 @@ def test_many_schemes_are_reported_once(monkeypatch):
 FIRST_LAUNCH = """
 import torch
 from bench.compiling import offline
-from flashrope import Rotary, attention_with_cache, resident
+from flashrope import Rotary, attention_with_cache
 from flashrope.backends import triton as backend
+from flashrope.lowering import resident
 
 backend.unsupported_reason = lambda q, cached=False: ""
 q, k = torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16), torch.zeros(1, 64, 1, 16, dtype=torch.bfloat16)
