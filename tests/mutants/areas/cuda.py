@@ -193,4 +193,17 @@ GROUPS = (
         ),
         cut=SMALLER,
     ),
+    Group(
+        "cuda",
+        "csrc/decode.cu",
+        (*EXECUTED, "tests/executor/cuda_kernels.py", "-k", "by_length"),
+        (
+            (
+                "the factor by length counts the slots of the padding",
+                "fmaxf(0.1f * logf(max(w.keys, 1) / p.length_scale) + 1.0f, 1.0f);",
+                "fmaxf(0.1f * logf(max(w.first + w.keys, 1) / p.length_scale) + 1.0f, 1.0f);",
+            ),
+        ),
+        cut=SMALLER,
+    ),
 )

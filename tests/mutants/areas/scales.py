@@ -48,4 +48,16 @@ GROUPS = (
             ),
         ),
     ),
+    Group(
+        "scales",
+        "triton_kernels/rotation.py",
+        ("tests/operators/test_length_scale.py", "-k", "triton"),
+        (
+            (
+                "the factor by length counts one key too many",
+                "growth = tl.log(tl.maximum(length, 1).to(tl.float32) / scheme.length_scale)",
+                "growth = tl.log(tl.maximum(length + 1, 1).to(tl.float32) / scheme.length_scale)",
+            ),
+        ),
+    ),
 )

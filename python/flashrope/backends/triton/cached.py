@@ -64,9 +64,9 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
 
 
 class RotatedRows(NamedTuple):
-    """Rows of the workspace for rotated keys; of_each: `rows` of copied_keys in triton_kernels/tiles.py."""
+    """Rows of the workspace for rotated keys; per_sequence: `rows` of copied_keys in triton_kernels/tiles.py."""
 
-    of_each: int
+    per_sequence: int
     longest: int
     total: int
 
@@ -136,7 +136,7 @@ class CachePlan(Plan):
                 self.layout,
                 self.cu_seqlens_q,
                 self.seqlen_q,
-                rows.of_each,
+                rows.per_sequence,
                 rows.longest,
                 self.table_rows,
                 self.heads_kv,
@@ -149,7 +149,7 @@ class CachePlan(Plan):
         shape = shape_of(self.rotary, vec, self.num_bands, rotated_bands, self.page_size, tile.block_m, tile.block_n)
         cu_seqlens = CuSeqlens(self.cu_seqlens_q, None)
         self.launch_forward(
-            q, k_cache, rotated_k, v_cache, out, lse, cu_seqlens, self.layout, rows.of_each, shape, tile
+            q, k_cache, rotated_k, v_cache, out, lse, cu_seqlens, self.layout, rows.per_sequence, shape, tile
         )
 
     # ---- few queries
