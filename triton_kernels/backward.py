@@ -4,8 +4,8 @@ reproducible.
 Both passes read rotated queries and keys. The gradient of rotated rows accumulates in the current band's frame and is
 rotated back at the end. (FlashAttention-2, algorithm 2, in two passes of seven products.)
 
-Where gradients need not be reproducible, the first pass also adds dQ up by atomics, in float32 and apart for every
-band, and ``attention_finish_grad_q`` takes the place of the second. (FlashAttention-2, algorithm 2: five products.)
+If gradients need not be reproducible, the first pass also adds dQ up by atomics, in float32 and separately for every
+band. ``attention_finish_grad_q`` then replaces the second pass. (FlashAttention-2, algorithm 2: five products.)
 """
 
 from typing import NamedTuple
@@ -70,8 +70,8 @@ STATISTICS_ROWS = tl.constexpr(configs.STATISTICS_ROWS)
 def statistics_offset(packed, batch, head, rows):
     """Offset of a sequence's first row in the row statistics, float32 (heads, rows, 2): lse in log2 units and delta.
 
-    Sequences start at multiples of STATISTICS_ROWS, so that their tiles load in whole vectors: that of packed row p
-    and number b at row (p // STATISTICS_ROWS + b) * STATISTICS_ROWS, which is behind the rounded end of number b - 1.
+    Sequences start at multiples of STATISTICS_ROWS, so that their tiles load in whole vectors. Sequence b, whose first
+    packed row is p, starts at row (p // STATISTICS_ROWS + b) * STATISTICS_ROWS. Sequence b - 1 ends before that row.
     """
     row = head.to(tl.int64) * rows + (packed // STATISTICS_ROWS + batch) * STATISTICS_ROWS
     return tl.multiple_of(2 * row, 2 * STATISTICS_ROWS)
@@ -97,8 +97,8 @@ def attention_statistics(
     heads_q,
     SHAPE: tl.constexpr,
 ):
-    """Every row's lse in log2 units and delta = rowsum(out * grad_out) - grad_lse. lse is inf, so that all weights are
-    0, for rows that see no key and for those behind the last in a tile. out is contiguous, grad_out a TensorView."""
+    """Every row's lse in log2 units and delta = rowsum(out * grad_out) - grad_lse. Rows that see no key, and rows of a
+    tile behind the last one, get lse = inf: all their weights are 0. out is contiguous, grad_out a TensorView."""
     tl.static_assert(SHAPE.block_m == STATISTICS_ROWS)
     batch, head, first = head_program(max_seqlen_q, heads_q, SHAPE.block_m)
     start, length = sequence_rows(cu_seqlens_q, batch, seqlen_q)
@@ -128,7 +128,7 @@ def attention_statistics(
 
 
 class GradKV(NamedTuple):
-    """float32, k [BN, D], v [BN, DV]; k lacks the factor of the score and is in the current band's frame."""
+    """float32, k [BN, D], v [BN, DV]. k is in the current band's frame and lacks the factor of the score."""
 
     k: object
     v: object
@@ -191,7 +191,7 @@ def add_to_rows(view, value, exists, channels, SHAPE: tl.constexpr):
 
 @triton.jit
 def only_existing_keys(visible, tiles, rows):
-    """A key tile's visible query rows and their tiles, without the keys behind the last, which are copies of it. Where
+    """A key tile's visible query rows and their tiles, without the keys behind the last one, which are copies of it. If
     the tile has such keys, all its query tiles are edge tiles."""
     full = rows.first + rows.index.shape[0] <= rows.length
     inner_end = tl.where(full, tiles.inner_end, tiles.inner_begin)
@@ -250,9 +250,9 @@ def attention_grad_kv(
     heads_kv,
     SHAPE: tl.constexpr,
 ):
-    """q: BandedView of the queries, rotated for each band; rotated_k: TensorView (copy, row, head); grad_k, grad_v
-    contiguous; band_grads_q: float32 BandedView of zeros, to which dQ of each band is added in the frame of its queries
-    and without the factor of the score, or one of None."""
+    """q: BandedView of the queries, rotated for each band. rotated_k: TensorView (copy, row, head). grad_k and grad_v
+    are contiguous. band_grads_q: float32 BandedView of zeros, or of None. dQ of each band is added to it, in the frame
+    of the band's queries and without the factor of the score."""
     batch, head_kv, first = head_program(max_seqlen_k, heads_kv, SHAPE.block_n)
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_k:
@@ -329,7 +329,7 @@ class QueryTile(NamedTuple):
 
 
 class KeyRows(NamedTuple):
-    """k, v HeadViews with the channels to load, and the number of keys."""
+    """k, v: HeadViews, with the channels to load; length: the number of keys."""
 
     k: object
     v: object

@@ -51,9 +51,9 @@ def token_offsets(x, batch, token, head, SHAPE: tl.constexpr):
 
 @triton.jit
 def find_slots(cache, batch, token, count, token_slots, SHAPE: tl.constexpr):
-    """(page, row, whether there is such a slot) of a sequence's `count` new tokens; int64.
+    """(page, row, whether the slot exists) of a sequence's `count` new tokens; int64.
 
-    token_slots: slots of the whole cache that the caller chose. None: those behind cache.seqlens."""
+    token_slots: the slots of the whole cache that the caller chose, or None for those behind cache.seqlens."""
     capacity = decode_int(cache.capacity)
     if token_slots is None:
         slot = clamp(tl.load(cache.seqlens + batch), 0, capacity) + token
@@ -72,7 +72,7 @@ def find_slots(cache, batch, token, count, token_slots, SHAPE: tl.constexpr):
 @triton.jit(do_not_specialize=["seqlen", "max_seqlen", "heads"])
 def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, heads, SHAPE: tl.constexpr):
     """Writes k, v (batch, seqlen, heads), or packed (total, heads), behind cache.seqlens or where cache.slot_mapping
-    says; drops what has no slot, or no page of the cache. The first four are TensorViews."""
+    says. Drops keys without a slot or a page. k_cache, v_cache, k and v are TensorViews."""
     batch, first = row_program(max_seqlen * heads, SHAPE.block_m)
     start, count = sequence_rows(cu_seqlens, batch, seqlen)
     rows = first + tl.arange(0, SHAPE.block_m)
@@ -132,8 +132,8 @@ class QueryPairs(NamedTuple):
 
 
 class CachedKeys(NamedTuple):
-    """A sequence's keys. k, v: HeadViews of the cache. first_slot, length: where the keys begin, how many there are.
-    shift: added to positions in the table, so that none is negative; 0 where the scheme maps positions."""
+    """A sequence's keys. k, v: HeadViews of the cache. first_slot: of the first key. length: how many keys there are.
+    shift: added to positions before they are looked up, so that none is negative; 0 if the scheme maps positions."""
 
     k: object
     v: object
@@ -193,7 +193,7 @@ def first_block(blocks, split, num_splits):
 def block_slots(keys, column, SHAPE: tl.constexpr):
     """The slots of the keys from `column` on, [BN]; the last key stands in for those beyond."""
     slot = keys.first_slot + column + clamp_rows(tl.arange(0, SHAPE.block_n), keys.length - column)
-    return tl.maximum(slot, 0)  # where there are no keys
+    return tl.maximum(slot, 0)  # negative if there are no keys
 
 
 @triton.jit
@@ -215,9 +215,9 @@ def key_cos_sin(keys, rotation, k_map, column, SHAPE: tl.constexpr):
 
 @triton.jit
 def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.constexpr, SHAPE: tl.constexpr):
-    """One step of the online softmax, over the keys from `column` on. pages: theirs, loaded before.
+    """One step of the online softmax, over the keys from `column` on. pages: their pages, loaded before.
 
-    k_map: the band's load_tile_map of keys where SHAPE.aligned_maps, else None."""
+    k_map: the TileMap of the band's keys if SHAPE.aligned_maps, else None."""
     row = row_in_page(keys.cache, block_slots(keys, column, SHAPE), SHAPE.page_size)
     page = valid_page(keys.cache, pages)
     x, y = load_pairs(keys.k.ptr, page_offsets(page, row, keys.k), 0, SHAPE.block_d // 2, SHAPE)  # [BN, D/2]
@@ -225,7 +225,7 @@ def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.
         cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, SHAPE)
         x, y = rotate_pairs(x, y, cos, sin, 1.0)
     scores = pair_scores(queries, x, y, SHAPE)
-    # Every block is masked, edge or not: a block in which a row sees nothing changes no bit of the row's result.
+    # Every block is masked, edge or not. A block in which a row sees nothing changes no bit of the row's result.
     visible = is_visible(queries.visible, column, SHAPE.block_n)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     channels = tl.arange(0, SHAPE.block_d)
@@ -235,8 +235,8 @@ def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.
 
 @triton.jit
 def partial_rows(start_q, total_q, batch, batches, max_seqlen_q):
-    """(a sequence's first row, the number of rows) in the results of one of several splits of packed queries. There is
-    room only for sequences of up to max_seqlen_q queries."""
+    """(a sequence's first row, the number of rows) in the results of one of several splits. Queries are packed. Only
+    sequences of up to max_seqlen_q queries have room there."""
     return tl.minimum(start_q, batch.to(tl.int64) * max_seqlen_q), tl.minimum(total_q, batches * max_seqlen_q)
 
 
@@ -289,8 +289,8 @@ def attention_decode(
     SHAPE: tl.constexpr,
 ):
     """q, k_cache, v_cache: TensorViews. out (num_splits, batch, seqlen_q, heads_q, head_dim) and lse float32
-    (num_splits, batch, heads_q, seqlen_q) are contiguous; packed as ``partial_rows`` says. With several splits, rows of
-    out whose lse is -inf are not written."""
+    (num_splits, batch, heads_q, seqlen_q) are contiguous. With packed queries they have the rows of ``partial_rows``.
+    With several splits, rows of out whose lse is -inf are not written."""
     group = heads_q // heads_kv
     max_seqlen_q = seqlen_q if cu_seqlens_q is None else decode_int(cache.decode_seqlen)
     program = find_program(tl.cdiv(max_seqlen_q * group, SHAPE.block_m), heads_kv, num_splits)

@@ -1,6 +1,6 @@
 """Rotates keys (before the forward) or queries (before the backward) once per distinct rotation, into a workspace.
 
-In the inner loop of attention every warp would rotate the whole key tile instead: 637 to 941 instructions per iteration
+The inner loop of attention would have to rotate the whole key tile in every warp: 637 to 941 instructions per iteration
 on sm_80 at head_dim 64, and spills at 128.
 """
 
@@ -43,8 +43,8 @@ def rotate_rows(
     HEADS_PER_PROGRAM: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """x: TensorView; out: TensorView (copy, row, head); rotations int32: that of every copy. The "other" lengths are
-    those of the keys for queries, and of the queries for keys."""
+    """x: TensorView; out: TensorView (copy, row, head); rotations int32: the rotation of every copy. If x are queries,
+    the "other" lengths are of keys; if x are keys, of queries."""
     batch, first = row_program(max_seqlen, SHAPE.block_m)
     start, length = sequence_rows(cu_seqlens, batch, seqlen)
     _, length_other = sequence_rows(cu_seqlens_other, batch, seqlen_other)
@@ -99,11 +99,11 @@ def rotate_cached_rows(
     HEADS_PER_PROGRAM: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """The last keys of every sequence, as many as ``copied_keys`` says, at most max_rows.
+    """Rotates the last keys of every sequence. ``copied_keys`` says how many; they are at most max_rows.
 
-    k_cache: TensorView (batch or page, row, head); out: TensorView (copy, row, head).
-    key_ranges int32 (copies, 2), rows of KeyRange. Tiles of keys that are farther than `stop` from all queries are
-    skipped. table, maps: as in Scheme."""
+    k_cache: TensorView (batch or page, row, head); out: TensorView (copy, row, head). key_ranges int32 (copies, 2):
+    rows of KeyRange. Tiles of keys that are farther than `stop` from all queries are skipped. table, maps: as in
+    Scheme."""
     batch, row_out = row_program(max_rows, SHAPE.block_m)
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
     packed, first = copied_keys(cache, cu_seqlens_q, seq, rows_out)
