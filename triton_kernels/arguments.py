@@ -70,9 +70,15 @@ class CuSeqlens(NamedTuple):
 
 
 class CacheLayout(NamedTuple):
-    """``flashrope.backends.calls.CacheLayout`` for a kernel. The first four are tensors, all but seqlens may be None.
-    Encoded: keys that this call added, or -1 for as many as queries; slots a sequence can have; pages of the cache; of
-    packed queries, the longest sequence that the decode kernel serves (the forward kernel serves longer ones)."""
+    """``flashrope.backends.calls.CacheLayout`` for a kernel. Numbers are encoded.
+
+    seqlens, block_table, leftpad, slot_mapping: tensors. All but seqlens may be None.
+    seqlen_new: the keys that this call added to every sequence, or -1 for one per query.
+    capacity: slots that a sequence can have.
+    pages: of the cache.
+    decode_seqlen: with packed queries, the longest sequence that the decode kernel serves. The forward kernel serves
+        longer ones.
+    """
 
     seqlens: object
     block_table: object
@@ -88,12 +94,13 @@ class Shape(NamedTuple):
     """What a kernel is compiled for; a constexpr, called SHAPE. Fields that a kernel does not use stay 0.
 
     block_d: the power of two that holds head_dim.
-    vec: elements that every pointer and stride is a multiple of.
-    rotated_bands: bit b is set where band b rotates its keys.
-    page_size: 0 for a contiguous cache, or none.
+    vec: every pointer and stride is a multiple of so many elements.
+    rotated_bands: bit b is set if band b rotates its keys.
+    page_size: 0 without pages.
     block_m, block_n: query rows and key rows of a tile.
-    head_dim_v, block_dv: as head_dim and block_d, of v and out.
-    aligned_maps: the scheme maps positions, and every tile of keys lies in one chunk, and in one group or whole groups.
+    head_dim_v, block_dv: head_dim and block_d of v and out.
+    aligned_maps: the scheme maps positions, every tile of keys lies in one chunk, and it lies in one group or holds
+        whole groups.
     """
 
     head_dim: int
@@ -113,7 +120,8 @@ class Shape(NamedTuple):
 
 NO_CACHE = CacheLayout(*(None,) * 8)
 NO_BANDS = BandedView(*(None,) * 5)
-# Of every kind of argument: how many fields are pointers, which come first; from which on numbers may be None, or 0.
+# For every kind of argument: how many of its first fields are pointers, and the first of the numbers that may be None
+# (0: there are none).
 FIELDS = {
     TensorView: (1, 0),
     BandedView: (1, 0),

@@ -4,8 +4,8 @@ reproducible.
 Both passes read rotated queries and keys. The gradient of rotated rows accumulates in the current band's frame and is
 rotated back at the end. (FlashAttention-2, algorithm 2, in two passes of seven products.)
 
-Where gradients need not be reproducible, the first pass also adds dQ up by atomics, in float32 and apart for every
-band, and ``attention_finish_grad_q`` takes the place of the second. (FlashAttention-2, algorithm 2: five products.)
+If gradients need not be reproducible, the first pass also adds dQ up by atomics, in float32 and separately for every
+band. ``attention_finish_grad_q`` then replaces the second pass. (FlashAttention-2, algorithm 2: five products.)
 """
 
 from typing import NamedTuple
@@ -37,6 +37,7 @@ from .tiles import (
     edge_tile,
     existing_rows,
     find_sequence,
+    head_program,
     head_view,
     is_visible,
     key_tiles,
@@ -45,9 +46,11 @@ from .tiles import (
     load_values,
     lse_offset,
     packed_row,
+    previous_band,
     query_program,
     query_tiles,
     row_exists,
+    row_program,
     sequence_rows,
     skip_rows,
     store_values,
@@ -67,8 +70,8 @@ STATISTICS_ROWS = tl.constexpr(configs.STATISTICS_ROWS)
 def statistics_offset(packed, batch, head, rows):
     """Offset of a sequence's first row in the row statistics, float32 (heads, rows, 2): lse in log2 units and delta.
 
-    Sequences start at multiples of STATISTICS_ROWS, so that their tiles load in whole vectors: that of packed row p
-    and number b at row (p // STATISTICS_ROWS + b) * STATISTICS_ROWS, which is behind the rounded end of number b - 1.
+    Sequences start at multiples of STATISTICS_ROWS, so that their tiles load in whole vectors. Sequence b, whose first
+    packed row is p, starts at row (p // STATISTICS_ROWS + b) * STATISTICS_ROWS. Sequence b - 1 ends before that row.
     """
     row = head.to(tl.int64) * rows + (packed // STATISTICS_ROWS + batch) * STATISTICS_ROWS
     return tl.multiple_of(2 * row, 2 * STATISTICS_ROWS)
@@ -94,13 +97,10 @@ def attention_statistics(
     heads_q,
     SHAPE: tl.constexpr,
 ):
-    """Every row's lse in log2 units and delta = rowsum(out * grad_out) - grad_lse. lse is inf, so that all weights are
-    0, for rows that see no key and for those behind the last in a tile. out is contiguous, grad_out a TensorView."""
+    """Every row's lse in log2 units and delta = rowsum(out * grad_out) - grad_lse. Rows that see no key, and rows of a
+    tile behind the last one, get lse = inf: all their weights are 0. out is contiguous, grad_out a TensorView."""
     tl.static_assert(SHAPE.block_m == STATISTICS_ROWS)
-    tiles = tl.cdiv(max_seqlen_q, SHAPE.block_m)
-    first = tl.program_id(0) % tiles * SHAPE.block_m
-    batch = tl.program_id(0) // tiles // heads_q
-    head = tl.program_id(0) // tiles % heads_q
+    batch, head, first = head_program(max_seqlen_q, heads_q, SHAPE.block_m)
     start, length = sequence_rows(cu_seqlens_q, batch, seqlen_q)
     if first >= length:
         return
@@ -128,7 +128,7 @@ def attention_statistics(
 
 
 class GradKV(NamedTuple):
-    """float32, k [BN, D], v [BN, DV]; k lacks the factor of the score and is in the current band's frame."""
+    """float32, k [BN, D], v [BN, DV]. k is in the current band's frame and lacks the factor of the score."""
 
     k: object
     v: object
@@ -143,9 +143,21 @@ class KeyTile(NamedTuple):
     scale_log2: object
 
 
+class AllQueries(NamedTuple):
+    """What belongs to the queries of all heads and bands: arguments of attention_grad_kv, the channels to load, and the
+    sequence's packed_row."""
+
+    grad_out: object
+    channels_q: object
+    channels: object
+    statistics: object
+    statistics_rows: object
+    packed: object
+
+
 class QueryRows(NamedTuple):
-    """One head's queries: q, grad_out HeadViews with the channels to load, statistics a pointer, the number of rows;
-    grad_q: pointer and row stride of the sum to add dQ to, or None and None."""
+    """One head's queries in a band: q, grad_out HeadViews with the channels to load, statistics a pointer, the number
+    of rows."""
 
     q: object
     grad_out: object
@@ -153,14 +165,22 @@ class QueryRows(NamedTuple):
     channels: object
     statistics: object
     length: object
-    grad_q: object
-    stride_grad_q: object
 
 
 @triton.jit
-def add_to_rows(ptr, stride, value, exists, channels, SHAPE: tl.constexpr):
+def head_queries(queries, band_q, seq, head, SHAPE: tl.constexpr):
+    """The QueryRows of a head in a band. band_q: TensorView, the queries rotated for the band."""
+    q_rows = head_view(band_q, seq.batch, seq.start_q, head, SHAPE)
+    grad_rows = head_view(queries.grad_out, seq.batch, seq.start_q, head, SHAPE)
+    offset = statistics_offset(queries.packed, seq.batch, head, queries.statistics_rows)
+    statistics = queries.statistics + offset
+    return QueryRows(q_rows, grad_rows, queries.channels_q, queries.channels, statistics, seq.length_q)
+
+
+@triton.jit
+def add_to_rows(view, value, exists, channels, SHAPE: tl.constexpr):
     """Adds value [M, D] to float32 rows by atomics; exists: None, or whether each row [M] does."""
-    ptrs = ptr + (tl.arange(0, value.shape[0]) * stride.to(tl.int32))[:, None] + channels[None, :]
+    ptrs = view.ptr + (tl.arange(0, value.shape[0]) * view.stride_row.to(tl.int32))[:, None] + channels[None, :]
     mask = None
     if SHAPE.block_d != SHAPE.head_dim:
         mask = (channels < SHAPE.head_dim)[None, :]
@@ -171,7 +191,7 @@ def add_to_rows(ptr, stride, value, exists, channels, SHAPE: tl.constexpr):
 
 @triton.jit
 def only_existing_keys(visible, tiles, rows):
-    """A key tile's visible query rows and their tiles, without the keys behind the last, which are copies of it. Where
+    """A key tile's visible query rows and their tiles, without the keys behind the last one, which are copies of it. If
     the tile has such keys, all its query tiles are edge tiles."""
     full = rows.first + rows.index.shape[0] <= rows.length
     inner_end = tl.where(full, tiles.inner_end, tiles.inner_begin)
@@ -180,8 +200,9 @@ def only_existing_keys(visible, tiles, rows):
 
 
 @triton.jit
-def add_grad_kv(grad, keys, queries, row, EDGE: tl.constexpr, SHAPE: tl.constexpr):
-    """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band."""
+def add_grad_kv(grad, keys, queries, grad_q_rows, row, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+    """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band. grad_q_rows:
+    HeadView of the sum to add dQ to, or a view of None."""
     q_rows, grad_rows = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
     rows = tl.arange(0, SHAPE.block_m)
     loaded = clamp_rows(rows, queries.length - row) if EDGE else rows
@@ -197,11 +218,11 @@ def add_grad_kv(grad, keys, queries, row, EDGE: tl.constexpr, SHAPE: tl.constexp
     grad_scores = weights * (grad_weights - delta[None, :])
     grad_scores = grad_scores.to(q.dtype)
     grad_k = tl.dot(grad_scores, q, grad.k, input_precision="ieee")
-    if queries.grad_q is not None:
+    if grad_q_rows.ptr is not None:
         grad_q = tl.dot(tl.trans(grad_scores), keys.k, input_precision="ieee")  # [BM, D]
-        to = queries.grad_q + row * queries.stride_grad_q
+        to_q = skip_rows(grad_q_rows, row)
         exists = rows < queries.length - row if EDGE else None
-        add_to_rows(to, queries.stride_grad_q, grad_q, exists, queries.channels_q, SHAPE)
+        add_to_rows(to_q, grad_q, exists, queries.channels_q, SHAPE)
     return GradKV(grad_k, grad_v)
 
 
@@ -229,13 +250,10 @@ def attention_grad_kv(
     heads_kv,
     SHAPE: tl.constexpr,
 ):
-    """q: BandedView of the queries, rotated for each band; rotated_k: TensorView (copy, row, head); grad_k, grad_v
-    contiguous; band_grads_q: float32 BandedView of zeros, to which dQ of each band is added in the frame of its queries
-    and without the factor of the score, or one of None."""
-    tiles = tl.cdiv(max_seqlen_k, SHAPE.block_n)
-    first = tl.program_id(0) % tiles * SHAPE.block_n  # the first keys are seen by most queries
-    batch = tl.program_id(0) // tiles // heads_kv
-    head_kv = tl.program_id(0) // tiles % heads_kv
+    """q: BandedView of the queries, rotated for each band. rotated_k: TensorView (copy, row, head). grad_k and grad_v
+    are contiguous. band_grads_q: float32 BandedView of zeros, or of None. dQ of each band is added to it, in the frame
+    of the band's queries and without the factor of the score."""
+    batch, head_kv, first = head_program(max_seqlen_k, heads_kv, SHAPE.block_n)
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_k:
         return
@@ -250,6 +268,7 @@ def attention_grad_kv(
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
     group = heads_q // heads_kv
+    all_queries = AllQueries(grad_out, channels_k, channels, statistics, statistics_rows, packed_q)
 
     scale_log2 = log2_scale(scheme.score_scale)
     values = head_view(v, batch, seq.start_k + first, head_kv, SHAPE)
@@ -266,9 +285,8 @@ def attention_grad_kv(
         k_tile = load_rows(view.ptr, tile_offsets(loaded, view), channels_k, SHAPE)  # [BN, D]
         visible = visible_queries(position, band, seq.ahead, scheme.maps)
         if NUM_BANDS > 1:
-            before = load_band(scheme.bands, b - 1 if b > 0 else 0).dk_step
-            grad = GradKV(rotate_tile(grad.k, table, band.dk_step, before, rows, SHAPE), grad.v)
-
+            before = previous_band(scheme.bands, b)
+            grad = GradKV(rotate_tile(grad.k, table, band.dk_step, before.dk_step, rows, SHAPE), grad.v)
         tiles = query_tiles(band, first, last, seq.ahead, seq.length_q, SHAPE.block_m, scheme.maps)
         if band_grads_q.ptr is not None:
             visible, tiles = only_existing_keys(visible, tiles, rows)
@@ -277,20 +295,15 @@ def attention_grad_kv(
         # Hoisted out of these loops, addresses and masks of the epilogue take the registers that the accumulators need.
         for member in tl.range(0, group, disable_licm=True):
             head = head_kv * group + member
-            q_rows = head_view(band_q, batch, seq.start_q, head, SHAPE)
-            grad_rows = head_view(grad_out, batch, seq.start_q, head, SHAPE)
-            head_statistics = statistics + statistics_offset(packed_q, batch, head, statistics_rows)
-            to_q, stride_to_q = None, None
+            queries = head_queries(all_queries, band_q, seq, head, SHAPE)
+            grad_q_rows = band_grads_q
             if band_grads_q.ptr is not None:
-                sum_rows = head_view(band_view(band_grads_q, b, SHAPE), batch, seq.start_q, head, SHAPE)
-                to_q, stride_to_q = sum_rows.ptr, sum_rows.stride_row
-            queries = QueryRows(
-                q_rows, grad_rows, channels_k, channels, head_statistics, seq.length_q, to_q, stride_to_q
-            )
+                grad_q_rows = head_view(band_view(band_grads_q, b, SHAPE), batch, seq.start_q, head, SHAPE)
             for step in tl.range(0, edge_count(tiles), disable_licm=True):
-                grad = add_grad_kv(grad, keys, queries, edge_tile(tiles, step) * SHAPE.block_m, True, SHAPE)
+                row = edge_tile(tiles, step) * SHAPE.block_m
+                grad = add_grad_kv(grad, keys, queries, grad_q_rows, row, True, SHAPE)
             for step in tl.range(tiles.inner_begin, tiles.inner_end, disable_licm=True):
-                grad = add_grad_kv(grad, keys, queries, step * SHAPE.block_m, False, SHAPE)
+                grad = add_grad_kv(grad, keys, queries, grad_q_rows, step * SHAPE.block_m, False, SHAPE)
 
     head_row = packed_k * heads_kv + head_kv
     to_v = HeadView(grad_v + head_row * SHAPE.head_dim_v, heads_kv * SHAPE.head_dim_v, None)
@@ -316,7 +329,7 @@ class QueryTile(NamedTuple):
 
 
 class KeyRows(NamedTuple):
-    """k, v HeadViews with the channels to load, and the number of keys."""
+    """k, v: HeadViews, with the channels to load; length: the number of keys."""
 
     k: object
     v: object
@@ -402,9 +415,8 @@ def attention_grad_q(
         visible = visible_keys(position, band, seq.length_k, scheme.maps)
         queries = QueryTile(q_tile, g, lse_log2, delta, visible, scale_log2)
         if NUM_BANDS > 1:
-            before = load_band(scheme.bands, b - 1 if b > 0 else 0).dq_step
-            acc = rotate_tile(acc, table, band.dq_step, before, rows, SHAPE)
-
+            before = previous_band(scheme.bands, b)
+            acc = rotate_tile(acc, table, band.dq_step, before.dq_step, rows, SHAPE)
         tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n, scheme.maps)
         for step in tl.range(0, edge_count(tiles)):
             acc = add_grad_q(acc, queries, keys, edge_tile(tiles, step) * SHAPE.block_n, True, SHAPE)
@@ -433,9 +445,7 @@ def attention_finish_grad_q(
 ):
     """dQ from the sums of the bands, each rotated back from its frame. band_grads_q: BandedView, as attention_grad_kv
     leaves it; grad_q: TensorView."""
-    tiles = tl.cdiv(max_seqlen_q, SHAPE.block_m)
-    batch = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * SHAPE.block_m
+    batch, first = row_program(max_seqlen_q, SHAPE.block_m)
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_q:
         return

@@ -20,6 +20,11 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
 
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Of Triton's compiler."""
+        return options(self.num_warps, num_stages=self.num_stages)
+
 
 def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
     return {block_d: Tile(*tile) for block_d, tile in zip((16, 32, 64, 128, 256), tiles, strict=True)}

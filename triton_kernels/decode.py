@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_int, decode_stride
-from .kv_cache import clamp, find_page, load_page, row_in_page, valid_page
+from .kv_cache import clamp, load_page, row_in_page, valid_page
 from .rotation import (
     CosSinTable,
     join_pairs,
@@ -36,6 +36,7 @@ from .tiles import (
     load_band,
     load_rows,
     page_offsets,
+    row_program,
     sequence_rows,
     visible_keys,
 )
@@ -50,14 +51,16 @@ def token_offsets(x, batch, token, head, SHAPE: tl.constexpr):
 
 @triton.jit
 def find_slots(cache, batch, token, count, token_slots, SHAPE: tl.constexpr):
-    """(page, row, whether there is such a slot) of a sequence's `count` new tokens; int64.
+    """(page, row, whether the slot exists) of a sequence's `count` new tokens; int64.
 
-    token_slots: slots of the whole cache that the caller chose. None: those behind cache.seqlens."""
+    token_slots: the slots of the whole cache that the caller chose, or None for those behind cache.seqlens."""
     capacity = decode_int(cache.capacity)
     if token_slots is None:
         slot = clamp(tl.load(cache.seqlens + batch), 0, capacity) + token
         exists = (token < count) & (slot < capacity)
-        page, row = find_page(cache, batch, tl.minimum(slot, capacity - 1), SHAPE.page_size)
+        last = tl.minimum(slot, capacity - 1)
+        page = load_page(cache, batch, last, SHAPE.page_size).to(tl.int64)
+        row = row_in_page(cache, last, SHAPE.page_size)
     else:
         slot = tl.load(token_slots + tl.minimum(token, count - 1)).to(tl.int64)
         exists = (token < count) & (slot >= 0)
@@ -69,12 +72,11 @@ def find_slots(cache, batch, token, count, token_slots, SHAPE: tl.constexpr):
 @triton.jit(do_not_specialize=["seqlen", "max_seqlen", "heads"])
 def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, heads, SHAPE: tl.constexpr):
     """Writes k, v (batch, seqlen, heads), or packed (total, heads), behind cache.seqlens or where cache.slot_mapping
-    says; drops what has no slot, or no page of the cache. The first four are TensorViews."""
-    tiles = tl.cdiv(max_seqlen * heads, SHAPE.block_m)
-    batch = tl.program_id(0) // tiles
+    says. Drops keys without a slot or a page. k_cache, v_cache, k and v are TensorViews."""
+    batch, first = row_program(max_seqlen * heads, SHAPE.block_m)
     start, count = sequence_rows(cu_seqlens, batch, seqlen)
-    rows = tl.program_id(0) % tiles * SHAPE.block_m + tl.arange(0, SHAPE.block_m)
-    if tl.program_id(0) % tiles * SHAPE.block_m >= count * heads:
+    rows = first + tl.arange(0, SHAPE.block_m)
+    if first >= count * heads:
         return
     token, head = rows // heads, (rows % heads).to(tl.int64)
     page, row, exists = find_slots(cache, batch, token, count, cache.slot_mapping, SHAPE)
@@ -88,9 +90,40 @@ def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, h
     tl.store(v_cache.ptr + to_v + channels[None, :], new_v, mask=mask)
 
 
+class Program(NamedTuple):
+    """What a program works on: one split of the keys, a tile of query rows, a key head, a sequence of `batches`."""
+
+    split: object
+    tile: object
+    head_kv: object
+    batch: object
+    batches: object
+
+
+@triton.jit
+def find_program(tiles, heads_kv, num_splits):
+    """tiles: tiles of query rows of one sequence and key head."""
+    split = tl.program_id(0) % num_splits
+    tile = tl.program_id(0) // num_splits % tiles
+    head_kv = tl.program_id(0) // num_splits // tiles % heads_kv
+    batch = tl.program_id(0) // num_splits // tiles // heads_kv
+    batches = tl.num_programs(0) // num_splits // tiles // heads_kv
+    return Program(split, tile, head_kv, batch, batches)
+
+
+class QueryRows(NamedTuple):
+    """The query rows of a tile, each with [BM] numbers: whether it exists, its token in the sequence, its head, its
+    position."""
+
+    exists: object
+    token: object
+    head: object
+    position: object
+
+
 class QueryPairs(NamedTuple):
     """first, second: the members of the rotated pairs [BM, D/2]; visible: the keys that each row sees; scale_log2:
-    softmax scale, log2."""
+    softmax scale in log2 units."""
 
     first: object
     second: object
@@ -99,8 +132,8 @@ class QueryPairs(NamedTuple):
 
 
 class CachedKeys(NamedTuple):
-    """A sequence's keys. k, v: HeadViews of the cache. first_slot, length: where the keys begin, how many there are.
-    shift: added to positions in the table, so that none is negative; 0 where the scheme maps positions."""
+    """A sequence's keys. k, v: HeadViews of the cache. first_slot: of the first key. length: how many keys there are.
+    shift: added to positions before they are looked up, so that none is negative; 0 if the scheme maps positions."""
 
     k: object
     v: object
@@ -131,10 +164,36 @@ def rotate_pairs(x, y, cos, sin, scale):
 
 
 @triton.jit
+def find_rows(program, seq, group, SHAPE: tl.constexpr):
+    """The QueryRows of a tile. group: query heads of a key head."""
+    rows = program.tile * SHAPE.block_m + tl.arange(0, SHAPE.block_m)
+    exists = rows < seq.length_q * group
+    rows = clamp_rows(rows, seq.length_q * group)
+    token, head = rows // group, program.head_kv * group + rows % group
+    return QueryRows(exists, token, head, token + seq.ahead)
+
+
+@triton.jit
+def rotate_queries(q, offsets, rows, band, keys, scheme, scale, SHAPE: tl.constexpr):
+    """The QueryPairs of a band. offsets [BM, 1], scale [BM, 1]: of the rows."""
+    x, y = load_pairs(q.ptr, offsets, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
+    cos, sin = load_cos_sin_at(keys.table, band.q_rotation, rows.position + keys.shift, 0, SHAPE.block_d // 2, SHAPE)
+    x, y = rotate_pairs(x, y, cos, sin, scale)
+    visible = visible_keys(rows.position, band, keys.length, scheme.maps)
+    return QueryPairs(x, y, visible, log2_scale(scheme.score_scale))
+
+
+@triton.jit
+def first_block(blocks, split, num_splits):
+    """The first of a split's blocks, which are numbered split, split + num_splits, ..."""
+    return blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits
+
+
+@triton.jit
 def block_slots(keys, column, SHAPE: tl.constexpr):
     """The slots of the keys from `column` on, [BN]; the last key stands in for those beyond."""
     slot = keys.first_slot + column + clamp_rows(tl.arange(0, SHAPE.block_n), keys.length - column)
-    return tl.maximum(slot, 0)  # where there are no keys
+    return tl.maximum(slot, 0)  # negative if there are no keys
 
 
 @triton.jit
@@ -156,9 +215,9 @@ def key_cos_sin(keys, rotation, k_map, column, SHAPE: tl.constexpr):
 
 @triton.jit
 def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.constexpr, SHAPE: tl.constexpr):
-    """One step of the online softmax, over the keys from `column` on. pages: theirs, loaded before.
+    """One step of the online softmax, over the keys from `column` on. pages: their pages, loaded before.
 
-    k_map: the band's load_tile_map of keys where SHAPE.aligned_maps, else None."""
+    k_map: the TileMap of the band's keys if SHAPE.aligned_maps, else None."""
     row = row_in_page(keys.cache, block_slots(keys, column, SHAPE), SHAPE.page_size)
     page = valid_page(keys.cache, pages)
     x, y = load_pairs(keys.k.ptr, page_offsets(page, row, keys.k), 0, SHAPE.block_d // 2, SHAPE)  # [BN, D/2]
@@ -166,7 +225,7 @@ def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.
         cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, SHAPE)
         x, y = rotate_pairs(x, y, cos, sin, 1.0)
     scores = pair_scores(queries, x, y, SHAPE)
-    # Every block is masked, edge or not: a block in which a row sees nothing changes no bit of the row's result.
+    # Every block is masked, edge or not. A block in which a row sees nothing changes no bit of the row's result.
     visible = is_visible(queries.visible, column, SHAPE.block_n)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     channels = tl.arange(0, SHAPE.block_d)
@@ -176,9 +235,40 @@ def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.
 
 @triton.jit
 def partial_rows(start_q, total_q, batch, batches, max_seqlen_q):
-    """(a sequence's first row, the number of rows) in the results of one of several splits of packed queries. There is
-    room only for sequences of up to max_seqlen_q queries."""
+    """(a sequence's first row, the number of rows) in the results of one of several splits. Queries are packed. Only
+    sequences of up to max_seqlen_q queries have room there."""
     return tl.minimum(start_q, batch.to(tl.int64) * max_seqlen_q), tl.minimum(total_q, batches * max_seqlen_q)
+
+
+@triton.jit
+def store_split(
+    out,
+    lse,
+    state,
+    rows,
+    program,
+    seq,
+    cu_seqlens_q,
+    seqlen_q,
+    max_seqlen_q,
+    heads_q,
+    num_splits,
+    SHAPE: tl.constexpr,
+):
+    """Stores a split's results of the rows of a tile."""
+    result, log_sum = finish_softmax(state)
+    channels = tl.arange(0, SHAPE.block_d)
+    split_batch, token = program.split.to(tl.int64) * program.batches + program.batch, rows.token
+    if cu_seqlens_q is not None:
+        split_batch = program.split.to(tl.int64)
+        start, rows_in_all = partial_rows(seq.start_q, seqlen_q, program.batch, program.batches, max_seqlen_q)
+        token += tl.where(num_splits == 1, seq.start_q, start)
+        seqlen_q = tl.where(num_splits == 1, seqlen_q, rows_in_all)
+    tl.store(lse + (split_batch * heads_q + rows.head) * seqlen_q + token, log_sum, mask=rows.exists)
+    to = ((split_batch * seqlen_q + token) * heads_q + rows.head)[:, None] * SHAPE.head_dim + channels[None, :]
+    written = tl.where(num_splits == 1, rows.exists, rows.exists & (state.row_sum != 0))
+    mask = written[:, None] & (channels < SHAPE.head_dim)[None, :]
+    tl.store(out + to, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "table_rows", "num_splits", "heads_q", "heads_kv"])
@@ -199,48 +289,35 @@ def attention_decode(
     SHAPE: tl.constexpr,
 ):
     """q, k_cache, v_cache: TensorViews. out (num_splits, batch, seqlen_q, heads_q, head_dim) and lse float32
-    (num_splits, batch, heads_q, seqlen_q) are contiguous; packed as ``partial_rows`` says. With several splits, rows of
-    out whose lse is -inf are not written."""
+    (num_splits, batch, heads_q, seqlen_q) are contiguous. With packed queries they have the rows of ``partial_rows``.
+    With several splits, rows of out whose lse is -inf are not written."""
     group = heads_q // heads_kv
     max_seqlen_q = seqlen_q if cu_seqlens_q is None else decode_int(cache.decode_seqlen)
-    tiles = tl.cdiv(max_seqlen_q * group, SHAPE.block_m)
-    split = tl.program_id(0) % num_splits
-    tile = tl.program_id(0) // num_splits % tiles
-    head_kv = tl.program_id(0) // num_splits // tiles % heads_kv
-    batch = tl.program_id(0) // num_splits // tiles // heads_kv
-    batches = tl.num_programs(0) // num_splits // tiles // heads_kv
+    program = find_program(tl.cdiv(max_seqlen_q * group, SHAPE.block_m), heads_kv, num_splits)
+    tile, head_kv, batch = program.tile, program.head_kv, program.batch
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
-    first, length, ahead, length_q = seq.start_k, seq.length_k, seq.ahead, seq.length_q
     if cu_seqlens_q is not None:
-        if (tile * SHAPE.block_m >= length_q * group) | (length_q > max_seqlen_q):
+        if (tile * SHAPE.block_m >= seq.length_q * group) | (seq.length_q > max_seqlen_q):
             return
 
-    rows = tile * SHAPE.block_m + tl.arange(0, SHAPE.block_m)
-    exists = rows < length_q * group
-    rows = clamp_rows(rows, length_q * group)
-    token, head = rows // group, head_kv * group + rows % group  # [BM]
-    position = token + ahead
-    shift = tl.maximum(-ahead, 0) if scheme.maps is None else 0
-    first_q = tile * SHAPE.block_m // group + ahead
-    last_q = tl.minimum((tile * SHAPE.block_m + SHAPE.block_m - 1) // group, length_q - 1) + ahead
-    offsets = token_offsets(q, batch, seq.start_q + token, head, SHAPE)
-    log_n = query_scale(scheme, rows, position, length)[:, None]
+    rows = find_rows(program, seq, group, SHAPE)
+    shift = tl.maximum(-seq.ahead, 0) if scheme.maps is None else 0
+    first_q = tile * SHAPE.block_m // group + seq.ahead
+    last_q = tl.minimum((tile * SHAPE.block_m + SHAPE.block_m - 1) // group, seq.length_q - 1) + seq.ahead
+    offsets = token_offsets(q, batch, seq.start_q + rows.token, rows.head, SHAPE)
+    scale = query_scale(scheme, rows.token, rows.position, seq.length_k)[:, None]
     table = CosSinTable(scheme.table, table_rows, None, scheme.maps)
     head_k, head_v = head_view(k_cache, 0, 0, head_kv, SHAPE), head_view(v_cache, 0, 0, head_kv, SHAPE)
-    keys = CachedKeys(head_k, head_v, cache, batch, first, length, table, shift)
+    keys = CachedKeys(head_k, head_v, cache, batch, seq.start_k, seq.length_k, table, shift)
 
     state = start_softmax(SHAPE.block_m, SHAPE.block_d)
     NUM_BANDS: tl.constexpr = SHAPE.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        x, y = load_pairs(q.ptr, offsets, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
-        cos, sin = load_cos_sin_at(table, band.q_rotation, position + shift, 0, SHAPE.block_d // 2, SHAPE)
-        x, y = rotate_pairs(x, y, cos, sin, log_n)
-        queries = QueryPairs(x, y, visible_keys(position, band, length, scheme.maps), log2_scale(scheme.score_scale))
-
+        queries = rotate_queries(q, offsets, rows, band, keys, scheme, scale, SHAPE)
         k_map = load_tile_map(scheme.maps, band.k_rotation, SHAPE.block_n) if SHAPE.aligned_maps else None
-        blocks = key_tiles(band, first_q, last_q, length, SHAPE.block_n, scheme.maps)
-        begin = blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits  # the split's first block
+        blocks = key_tiles(band, first_q, last_q, seq.length_k, SHAPE.block_n, scheme.maps)
+        begin = first_block(blocks, program.split, num_splits)
         pages = load_block_pages(keys, begin * SHAPE.block_n, SHAPE)
         for block in tl.range(begin, blocks.end, num_splits):
             # Pages are loaded a block ahead: K and V can only be requested ahead if their pages are known by then.
@@ -249,19 +326,7 @@ def attention_decode(
             state = attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K, SHAPE)
             pages = next_pages
 
-    result, log_sum = finish_softmax(state)
-    channels = tl.arange(0, SHAPE.block_d)
-    split_batch = split.to(tl.int64) * batches + batch
-    if cu_seqlens_q is not None:
-        split_batch = split.to(tl.int64)
-        start, rows_in_all = partial_rows(seq.start_q, seqlen_q, batch, batches, max_seqlen_q)
-        token += tl.where(num_splits == 1, seq.start_q, start)
-        seqlen_q = tl.where(num_splits == 1, seqlen_q, rows_in_all)
-    tl.store(lse + (split_batch * heads_q + head) * seqlen_q + token, log_sum, mask=exists)
-    to = ((split_batch * seqlen_q + token) * heads_q + head)[:, None] * SHAPE.head_dim + channels[None, :]
-    written = tl.where(num_splits == 1, exists, exists & (state.row_sum != 0))
-    mask = written[:, None] & (channels < SHAPE.head_dim)[None, :]
-    tl.store(out + to, result.to(out.dtype.element_ty), mask=mask)
+    store_split(out, lse, state, rows, program, seq, cu_seqlens_q, seqlen_q, max_seqlen_q, heads_q, num_splits, SHAPE)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "max_seqlen_q", "num_splits", "heads_q"])

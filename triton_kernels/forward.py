@@ -1,20 +1,21 @@
 """Forward: for every tile of queries and every band, rotate the queries once, then visit the band's key tiles.
 
-All bands share one online softmax. Tiles inside a band need no mask, tiles outside it are not visited. With a KV cache,
-raw keys and values are read in place; only keys that a band rotates were copied, by ``rotate_cached_rows``.
+All bands share one online softmax. Tiles inside a band need no mask, and tiles outside it are not visited. With a KV
+cache, raw keys and values are read in place. Only keys that a band rotates are copied first, by ``rotate_cached_rows``.
 
-The score matrix of a causal scheme of two bands, tile by tile. Row i, column j: the query at position i, the key at j.
+The score matrix of a causal scheme of two bands, tile by tile. Rows are queries, columns are keys.
 
               keys ->
     queries   a
       |       A a            A, a   the near band, distances below the window
-      v       m A a          B, b   the far band, the other distances
-              b m A a        m      an edge tile of both bands, visited once for each
-              B b m A a
-              B B b m A a    small  an edge tile: some of its pairs lie outside the band, which needs a mask
-              B B B b m A a  large  an inner tile: no mask. Tiles above the diagonal are not visited
+      v       m A a          B      the far band, the other distances
+              B m A a        m      an edge tile of both bands, visited once for each
+              B B m A a
+              B B B m A a    small  an edge tile: some of its pairs lie outside the band, which needs a mask
+              B B B B m A a  large  an inner tile: no mask. Tiles above the diagonal are not visited
 
-A row of tiles is one program: it visits a, A, m for the near band, then m, b, B for the far one.
+A row of tiles is one program. It visits the edge tiles of a band, then the inner ones: m, a and A for the near band,
+then m and B for the far one.
 """
 
 from typing import NamedTuple
@@ -66,8 +67,8 @@ class BandQueries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """A sequence's keys, as a band reads them. k, v: HeadViews, and the channels to load from them. first: the first
-    key that k holds, 0 without a cache. batch, first_slot: where pages are looked up."""
+    """A sequence's keys, as a band reads them. k, v: HeadViews. channels_k, channels_v: the channels to load. first:
+    the first key that k holds, 0 without a cache. batch, first_slot: where pages are looked up."""
 
     k: object
     v: object
@@ -80,8 +81,8 @@ class Keys(NamedTuple):
 
 
 class CopiedKeys(NamedTuple):
-    """The rotated copies of a sequence's keys. view: TensorView (copy, row, head). row: where key 0 lies, or would lie
-    if it was copied. first: the first key that was, 0 without a cache."""
+    """The rotated copies of a sequence's keys. view: TensorView (copy, row, head). first: the first key that was
+    copied, 0 without a cache. row: where key 0 lies, or would lie if it had been copied."""
 
     view: object
     row: object
@@ -100,7 +101,8 @@ def enter_band(raw, copied, band, head, first, last, maps, SHAPE: tl.constexpr):
 
 @triton.jit
 def key_rows(keys, cache, column, EDGE: tl.constexpr, SHAPE: tl.constexpr):
-    """The rows to load for the keys from `column` on, counted from there. EDGE: others stand in for missing ones."""
+    """The rows to load for the keys from `column` on, counted from there. EDGE: existing keys stand in for missing
+    ones."""
     rows = tl.arange(0, SHAPE.block_n)
     if EDGE:
         rows = clamp_rows(rows, keys.length - column)
@@ -111,7 +113,7 @@ def key_rows(keys, cache, column, EDGE: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_tile_pages(keys, cache, column, SHAPE: tl.constexpr):
-    """The pages of the keys from `column` on, int32 [BN], also where there is no such tile. Without pages: 0."""
+    """The pages of the keys from `column` on, int32 [BN]; 0 without pages. It is safe where there is no such tile."""
     if SHAPE.page_size == 0:
         return 0
     else:
@@ -133,8 +135,8 @@ def prefetch_tile(keys, cache, tiles, SHAPE: tl.constexpr):
 def attend_tile(
     state, queries, keys, cache, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """One step of the online softmax, over the keys from `column` on. pages: theirs, loaded before. ROTATED_K: the keys
-    are a copy, which has no pages. EDGE: some pairs lie outside the band."""
+    """One step of the online softmax, over the keys from `column` on. pages: their pages, loaded before. ROTATED_K: the
+    keys are a copy, which has no pages. EDGE: some pairs lie outside the band."""
     rows = key_rows(keys, cache, column, EDGE, SHAPE)
     if SHAPE.page_size > 0:
         page = valid_page(cache, pages)
@@ -175,8 +177,8 @@ def attention_forward(
     """q, k, v: TensorViews; rotated_k: TensorView (copy, row, head); out (rows, heads_q, head_dim_v) and lse float32
     are contiguous. scheme, cu_seqlens: see arguments.py.
 
-    With a cache (its fields are None without one), k and v are (batch or page, row, heads_kv), and seqlen_k is `rows`
-    of copied_keys."""
+    Without a cache the fields of `cache` are None. With one, k and v are (batch or page, row, heads_kv), and seqlen_k
+    is `rows` of copied_keys."""
     batch, head, first = query_program(max_seqlen_q, heads_q, SHAPE)
     if cache.seqlens is None:
         seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)

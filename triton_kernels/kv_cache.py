@@ -28,7 +28,7 @@ def cache_bounds(cache, batch, length_q):
 
 @triton.jit
 def load_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
-    """The page of a sequence's slots, int32, as the block table says. Contiguous: batch."""
+    """The page of a sequence's slots, int32, as the block table says. In a contiguous cache it is the sequence."""
     if cache.block_table is None:
         return batch + slot * 0
     else:
@@ -38,24 +38,11 @@ def load_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def row_in_page(cache, slot, PAGE_SIZE: tl.constexpr):
+    """The row of a slot in its page, int64. In a contiguous cache it is the slot."""
     return slot.to(tl.int64) if cache.block_table is None else (slot % PAGE_SIZE).to(tl.int64)
 
 
 @triton.jit
-def find_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
-    """int64 (page, row in it) of a sequence's slots, as the block table says. Contiguous: (batch, slot)."""
-    page = load_page(cache, batch, slot, PAGE_SIZE)
-    return page.to(tl.int64), row_in_page(cache, slot, PAGE_SIZE)
-
-
-@triton.jit
 def valid_page(cache, page):
-    """load_page's number, clamped to the pages of the cache, int64."""
+    """A page number of the block table, clamped to the pages of the cache, int64."""
     return clamp(page, 0, decode_int(cache.pages) - 1).to(tl.int64)
-
-
-@triton.jit
-def find_valid_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
-    """``find_page``, with the page clamped to those of the cache."""
-    page = load_page(cache, batch, slot, PAGE_SIZE)
-    return valid_page(cache, page), row_in_page(cache, slot, PAGE_SIZE)

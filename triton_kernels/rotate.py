@@ -1,6 +1,6 @@
 """Rotates keys (before the forward) or queries (before the backward) once per distinct rotation, into a workspace.
 
-In the inner loop of attention every warp would rotate the whole key tile instead: 637 to 941 instructions per iteration
+The inner loop of attention would have to rotate the whole key tile in every warp: 637 to 941 instructions per iteration
 on sm_80 at head_dim 64, and spills at 128.
 """
 
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_int
-from .kv_cache import find_valid_page
+from .kv_cache import load_page, row_in_page, valid_page
 from .rotation import CosSinTable, load_cos_sin, load_pairs, query_scale, rotate, store_pairs
 from .tiles import (
     TileRows,
@@ -20,6 +20,7 @@ from .tiles import (
     head_view,
     packed_row,
     page_offsets,
+    row_program,
     sequence_rows,
     tile_offsets,
     tile_rows,
@@ -42,11 +43,9 @@ def rotate_rows(
     HEADS_PER_PROGRAM: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """x: TensorView; out: TensorView (copy, row, head); rotations int32: that of every copy. The "other" lengths are
-    those of the keys for queries, and of the queries for keys."""
-    tiles = tl.cdiv(max_seqlen, SHAPE.block_m)
-    batch = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * SHAPE.block_m
+    """x: TensorView; out: TensorView (copy, row, head); rotations int32: the rotation of every copy. If x are queries,
+    the "other" lengths are of keys; if x are keys, of queries."""
+    batch, first = row_program(max_seqlen, SHAPE.block_m)
     start, length = sequence_rows(cu_seqlens, batch, seqlen)
     _, length_other = sequence_rows(cu_seqlens_other, batch, seqlen_other)
     if first >= length:
@@ -100,14 +99,12 @@ def rotate_cached_rows(
     HEADS_PER_PROGRAM: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """The last keys of every sequence, as many as ``copied_keys`` says, at most max_rows.
+    """Rotates the last keys of every sequence. ``copied_keys`` says how many; they are at most max_rows.
 
-    k_cache: TensorView (batch or page, row, head); out: TensorView (copy, row, head).
-    key_ranges int32 (copies, 2), rows of KeyRange. Tiles of keys that are farther than `stop` from all queries are
-    skipped. table, maps: as in Scheme."""
-    tiles = tl.cdiv(max_rows, SHAPE.block_m)
-    batch = tl.program_id(0) // tiles
-    row_out = tl.program_id(0) % tiles * SHAPE.block_m
+    k_cache: TensorView (batch or page, row, head); out: TensorView (copy, row, head). key_ranges int32 (copies, 2):
+    rows of KeyRange. Tiles of keys that are farther than `stop` from all queries are skipped. table, maps: as in
+    Scheme."""
+    batch, row_out = row_program(max_rows, SHAPE.block_m)
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
     packed, first = copied_keys(cache, cu_seqlens_q, seq, rows_out)
     first += row_out
@@ -123,7 +120,8 @@ def rotate_cached_rows(
     cos_sin_table = CosSinTable(table, table_rows, None, maps)
     cos, sin = load_cos_sin(cos_sin_table, copied.rotation, rows, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
     slot = seq.start_k + first + existing_rows(rows)
-    page, row = find_valid_page(cache, batch, slot, SHAPE.page_size)
+    page = valid_page(cache, load_page(cache, batch, slot, SHAPE.page_size))
+    row = row_in_page(cache, slot, SHAPE.page_size)
     packed += row_out
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):

@@ -1,7 +1,7 @@
 """Rotation: pairs of channels, cos and sin of positions, rotating tiles.
 
-In a tile the channels of a pair lie D/2 columns apart (half pairing) or side by side (interleaved), so a reshape takes
-pairs apart, whatever rotary_dim and head_dim are. Both sides of a product use the same channel order.
+In a tile the channels of a pair lie D/2 columns apart (half pairing) or side by side (interleaved). So a reshape takes
+pairs apart, for any rotary_dim and head_dim. Both sides of a product use the same channel order.
 """
 
 from typing import NamedTuple
@@ -20,9 +20,10 @@ BLOCK_ROWS = tl.constexpr(16)  # of load_cos_sin_by_blocks
 
 @triton.jit
 def pair_channels(pair, second, SHAPE: tl.constexpr):
-    """Half pairing: the channel of every pair's first (second = 0) or second (1) member; head_dim or more where there
-    is none. second = None: pair counts on from the first members to the second. Channels from rotary_dim on form pairs
-    that do not rotate. Computed in whole vectors of up to 16 bytes, so that the compiler can load those."""
+    """Half pairing: the channel of every pair's first (second = 0) or second (second = 1) member. It is head_dim or
+    more if there is none. With second = None, pair counts all first members, then all second ones. Channels from
+    rotary_dim on form pairs that do not rotate. The result is computed in whole vectors of up to 16 bytes, so that the
+    compiler can load those."""
     HALF: tl.constexpr = SHAPE.rotary_dim // 2
     REST: tl.constexpr = SHAPE.head_dim // 2 - HALF
     COMMON: tl.constexpr = HALF | REST | SHAPE.vec
@@ -124,7 +125,7 @@ class CosSinTable(NamedTuple):
 
 
 class RowMap(NamedTuple):
-    """One row of Scheme.maps; ``flashrope.lowering.RowMap`` says what the fields mean."""
+    """One row of Scheme.maps; ``flashrope.lowering.lowered.RowMap`` says what the fields mean."""
 
     chunk: object
     group: object
@@ -168,8 +169,8 @@ class TileMap(NamedTuple):
 
 @triton.jit
 def load_tile_map(maps, rotation, N: tl.constexpr):
-    """For a loop over tiles of N keys. Each tile lies in one chunk, and in one group or in whole groups. The division
-    stands before the loop, so that the compiler can load the rows of cos and sin of `index` there too."""
+    """For a loop over tiles of N keys. Each tile lies in one chunk; it lies in one group or holds whole groups. The
+    division is outside the loop, so that the compiler can also load the rows of cos and sin of `index` there."""
     group = tl.load(maps + ROW_MAP_FIELDS * rotation + 1)
     return TileMap(tl.load(maps + ROW_MAP_FIELDS * rotation), group, tl.arange(0, N) // group)
 
@@ -186,8 +187,8 @@ def add_angles(cos_a, sin_a, cos_b, sin_b):
     return cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
 
 
-# The functions that load cos and sin return those of pairs FIRST to FIRST + COUNT - 1, two float32 [M, COUNT]. They are
-# 1 and 0 for pairs that do not rotate. A table row holds cos of D/2 pairs, then sin.
+# The functions below return cos and sin of pairs FIRST to FIRST + COUNT - 1, two float32 [M, COUNT]. They are 1 and 0
+# for pairs that do not rotate. A table row holds cos of D/2 pairs, then sin.
 
 
 @triton.jit
@@ -198,7 +199,7 @@ def table_columns(table, rotation, FIRST: tl.constexpr, COUNT: tl.constexpr, D: 
 
 @triton.jit
 def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
-    """Those of a tile's rows (TileRows)."""
+    """cos and sin of a tile's rows (TileRows)."""
     D: tl.constexpr = SHAPE.block_d
     if table.positions is not None:
         ptr = table_columns(table, rotation, FIRST, COUNT, D)
@@ -214,7 +215,7 @@ def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def load_cos_sin_from(table, rotation, start, index, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
-    """Those of positions start + index [M]. The fine rows `index` are the same for every tile."""
+    """cos and sin of positions start + index [M]. The fine rows `index` are the same for every tile."""
     D: tl.constexpr = SHAPE.block_d
     ptr = table_columns(table, rotation, FIRST, COUNT, D)
     start_cos, start_sin = load_two_levels(ptr, start, D)
@@ -224,7 +225,7 @@ def load_cos_sin_from(table, rotation, start, index, FIRST: tl.constexpr, COUNT:
 
 @triton.jit
 def load_cos_sin_at(table, rotation, position, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
-    """Those of positions [M] >= 0, which the scheme may map. They depend on the position alone, not on the tile."""
+    """cos and sin of positions [M] >= 0, which the scheme may map. They depend on the position, not on the tile."""
     D: tl.constexpr = SHAPE.block_d
     ptr = table_columns(table, rotation, FIRST, COUNT, D)
     if table.maps is not None:
@@ -234,7 +235,7 @@ def load_cos_sin_at(table, rotation, position, FIRST: tl.constexpr, COUNT: tl.co
 
 @triton.jit
 def load_each(ptr, position, D: tl.constexpr):
-    """Those of positions [M], each joined from its own two rows; ptr [COUNT]."""
+    """cos and sin of positions [M], each joined from its own two rows; ptr [COUNT]."""
     fine = ptr[None, :] + (position % FINE_ROWS)[:, None] * D
     coarse = ptr[None, :] + (position // FINE_ROWS + FINE_ROWS)[:, None] * D
     return add_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
@@ -250,8 +251,8 @@ def load_two_levels(ptr, position, D: tl.constexpr):
 
 @triton.jit
 def load_cos_sin_by_blocks(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
-    """load_cos_sin, but it reads BLOCK + M / BLOCK table rows instead of M. It passes through shared memory: for
-    prologues, not for loops."""
+    """load_cos_sin. Reads BLOCK + M / BLOCK table rows instead of M. Passes through shared memory: for prologues, not
+    for loops."""
     if table.positions is not None or table.maps is not None:
         return load_cos_sin(table, rotation, rows, FIRST, COUNT, SHAPE)
     else:
@@ -289,7 +290,7 @@ def query_scale(scheme, rows, positions, length):
 
 
 # ---- rotating
-# A tile is rotated in two chunks of D/4 pairs. All at once would need registers that the accumulator holds.
+# A tile is rotated in two chunks of D/4 pairs. One chunk would need registers that the accumulator holds.
 
 
 @triton.jit
@@ -308,7 +309,7 @@ def load_rotated_chunk(
     x, y = load_pairs(view.ptr, offsets, FIRST, COUNT, SHAPE)
     x, y = x.to(tl.float32), y.to(tl.float32)
     if ROTATE:
-        if SHAPE.num_bands > 1:  # the accumulator is live too: by blocks the inner loop would spill
+        if SHAPE.num_bands > 1:  # the accumulator is live: loading by blocks would spill in the inner loop
             cos, sin = load_cos_sin(table, rotation, rows, FIRST, COUNT, SHAPE)
         else:
             cos, sin = load_cos_sin_by_blocks(table, rotation, rows, FIRST, COUNT, SHAPE)
@@ -330,8 +331,8 @@ def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, SHAPE
 def rotate_step(x, y, table, step, before, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
     """Takes pairs [M, COUNT], from pair FIRST on, from the frame of the band before to that of the band.
 
-    Without maps the rotation `step` does that. With maps no single rotation does: `before` is the step of the band
-    before. It rotates back, and `step` rotates forth."""
+    Without maps the rotation `step` does that. With maps no single rotation does. There `before`, the step of the band
+    before, is undone, and `step` is applied."""
     if table.maps is None:
         cos, sin = load_cos_sin(table, step, rows, FIRST, COUNT, SHAPE)
         return rotate(x, y, cos, sin)

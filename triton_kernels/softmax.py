@@ -8,9 +8,8 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-
-# Of the softmax scale in log2 units. With a scale of 0 a masked score, -inf, would become NaN; a product would have to
-# exceed 1e22 for this number to change a weight.
+# Lower bound of the log2 scale: a scale of 0 would turn a masked -inf into NaN. It changes no weight of products up to
+# 1e22.
 MIN_SCALE = tl.constexpr(1e-30)
 
 
@@ -37,10 +36,10 @@ def log2_scale(score_scale):
 
 
 @triton.jit
-def softmax_weights(state, scores, scale_log2, visible):
+def online_softmax(state, scores, scale_log2, visible):
     """One tile's step. scores [BM, BN] are raw products, in log2 units after scale_log2 > 0; visible [BM, BN] or None.
 
-    Returns weights [BM, BN], the factor [BM] that acc needs, and the new row_max and row_sum.
+    Returns weights [BM, BN] and the state. Its acc is rescaled and still lacks weights @ V.
     """
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
@@ -50,13 +49,7 @@ def softmax_weights(state, scores, scale_log2, visible):
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
     weights = tl.exp2(scores * scale_log2 - finite_max[:, None])
     rescale = tl.exp2(state.row_max - finite_max)
-    return weights, rescale, new_max, state.row_sum * rescale + tl.sum(weights, 1)
-
-
-@triton.jit
-def online_softmax(state, scores, scale_log2, visible):
-    """As ``softmax_weights``. Returns weights and the state, whose acc is rescaled and still lacks weights @ V."""
-    weights, rescale, new_max, row_sum = softmax_weights(state, scores, scale_log2, visible)
+    row_sum = state.row_sum * rescale + tl.sum(weights, 1)
     return weights, SoftmaxState(state.acc * rescale[:, None], new_max, row_sum)
 
 

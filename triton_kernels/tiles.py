@@ -1,6 +1,6 @@
 """Tiles: where a program's sequence lies, which tiles a band covers, loading and storing rows.
 
-Shapes stand in tags such as # [BM, D]. BM, BN, D and DV are SHAPE's block_m, block_n, block_d and block_dv.
+Comments such as # [BM, D] give shapes. BM, BN, D and DV are SHAPE's block_m, block_n, block_d and block_dv.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,8 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # the interpre
 
 
 class Sequence(NamedTuple):
-    """One sequence of the batch. start_q, start_k (int64): its first rows in packed tensors, its first slot in a cache,
-    else 0. ahead = length_k - length_q: query row r is at position r + ahead."""
+    """One sequence of the batch. start_q, start_k (int64): its first rows in packed tensors, else 0; with a cache,
+    start_k is its first slot. ahead = length_k - length_q: query row r is at position r + ahead."""
 
     batch: object
     start_q: object
@@ -47,8 +47,10 @@ def find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q):
 
 @triton.jit
 def copied_keys(cache, cu_seqlens_q, seq, rows):
-    """(the sequence's first row in rotated_k, the first key that it holds). rotated_k holds the last `rows` keys of
-    every sequence, or with packed queries the last length_q + rows keys of each that the forward kernel serves."""
+    """(the sequence's first row in rotated_k, the first key that is copied there).
+
+    rotated_k holds the last `rows` keys of every sequence. With packed queries it holds the last length_q + rows keys
+    of every sequence that the forward kernel serves."""
     if cu_seqlens_q is None:
         return seq.batch.to(tl.int64) * rows, tl.maximum(seq.length_k - rows, 0)
     else:
@@ -59,7 +61,7 @@ def copied_keys(cache, cu_seqlens_q, seq, rows):
 
 @triton.jit
 def sequence_rows(cu_seqlens, batch, seqlen):
-    """(first row, length) of a sequence. Packed: seqlen is the total, and both are clamped to it."""
+    """(first row, length) of a sequence. In packed tensors seqlen is the total, and both are clamped to it."""
     if cu_seqlens is None:
         return tl.full((), 0, tl.int64), seqlen
     else:
@@ -79,16 +81,34 @@ def packed_row(cu_seqlens, batch, start, seqlen):
 
 @triton.jit
 def lse_offset(cu_seqlens, batch, head, heads, start, seqlen):
-    """Offset of a sequence's first row in lse, (batch, heads, seqlen), or (heads, total) when packed."""
+    """Offset of a sequence's first row in lse: (batch, heads, seqlen), or packed (heads, total)."""
     if cu_seqlens is None:
         return (batch.to(tl.int64) * heads + head) * seqlen
     else:
         return head.to(tl.int64) * seqlen + start
 
 
+# ---- what a program works on
+
+
+@triton.jit
+def row_program(max_seqlen, BLOCK: tl.constexpr):
+    """(batch, first row) of a program that serves several heads."""
+    tiles = tl.cdiv(max_seqlen, BLOCK)
+    return tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK
+
+
+@triton.jit
+def head_program(max_seqlen, heads, BLOCK: tl.constexpr):
+    """(batch, head, first row) of a program. The first rows come first: as keys they are seen by most queries."""
+    tiles = tl.cdiv(max_seqlen, BLOCK)
+    first = tl.program_id(0) % tiles * BLOCK
+    return tl.program_id(0) // tiles // heads, tl.program_id(0) // tiles % heads, first
+
+
 @triton.jit
 def query_program(max_seqlen_q, heads_q, SHAPE: tl.constexpr):
-    """(batch, query head, first query row) of this program; under a causal mask the longest tiles start first."""
+    """(batch, query head, first query row) of a program. Under a causal mask the longest tiles start first."""
     tiles = tl.cdiv(max_seqlen_q, SHAPE.block_m)
     tile = tiles - 1 - tl.program_id(0) % tiles
     batch = tl.program_id(0) // tiles // heads_q
@@ -129,14 +149,13 @@ def load_band(bands, band):
 
 
 @triton.jit
-def in_band(position_q, position_k, band):
-    """Whether the distance lies in the band; broadcasts."""
-    distance = position_q - position_k
-    return (distance >= band.start) & (distance < band.stop)
+def previous_band(bands, band: tl.constexpr):
+    """The band before; of the first, itself."""
+    return load_band(bands, band - 1 if band > 0 else 0)
 
 
 class VisibleRange(NamedTuple):
-    """For every row of a tile [M], the rows of the other side that it sees in a band: first to stop - 1."""
+    """Every row of a tile [M] sees the rows first to stop - 1 of the other side in a band."""
 
     first: object
     stop: object
@@ -166,7 +185,7 @@ def visible_queries(position_k, band, ahead, maps=None):
 
 @triton.jit
 def band_unit(maps):
-    """What start and stop of bands count, in positions: the length of a chunk, or 1."""
+    """The unit of a band's start and stop, in positions: the length of a chunk, or 1."""
     return tl.maximum(tl.load(maps), 1)
 
 
@@ -197,7 +216,7 @@ def tile_range(first, last, reach_first, reach_last, length, BLOCK: tl.constexpr
 @triton.jit
 def visible_tiles(first_row, last_row, length, BLOCK: tl.constexpr):
     """The tiles of BLOCK columns, within [0, length), that a run of rows sees. first_row, last_row: the VisibleRange of
-    its first and of its last row; those between grow from one to the other."""
+    its first and of its last row. From one to the other both bounds never decrease."""
     begin = tl.maximum(first_row.first, 0) // BLOCK
     end = tl.cdiv(tl.maximum(tl.minimum(last_row.stop, length), 0), BLOCK)
     end = tl.maximum(end, begin)
@@ -245,8 +264,8 @@ def edge_tile(tiles, step):
 
 
 class TileRows(NamedTuple):
-    """The rows of a tile. index [M]: 0 to M - 1. start: the first row's row in the cos/sin table. first: the first row,
-    of `length` that exist; both are kept because length - first would cost a register."""
+    """The rows of a tile. index [M]: 0 to M - 1. start: the row of the first one in the cos/sin table. first: the first
+    one in its sequence, which has `length` rows. Both are kept because length - first would cost a register."""
 
     index: object
     start: object
@@ -256,11 +275,11 @@ class TileRows(NamedTuple):
 
 @triton.jit
 def tile_rows(first, length, length_other, packed, scheme, BLOCK: tl.constexpr):
-    """The rows from `first` on of a sequence's queries or keys. length_other: that of the other of the two. packed: the
-    sequence's packed_row, which is also its first row in the table of given positions.
+    """The rows of a sequence's queries or keys from `first` on. length_other: the length of its keys or queries.
+    packed: the sequence's packed_row, which is also its first row in the table of given positions.
 
-    Queries are ahead of keys by length_k - length_q. In tables of other positions both are shifted, so that neither has
-    a negative position. Where the scheme maps positions, nothing is shifted and start is that of queries."""
+    Queries are ahead of keys by length_k - length_q. If that is negative, both are shifted, so that no position is
+    negative. If the scheme maps positions, nothing is shifted and start is for queries."""
     if scheme.positions is not None:
         start = first + packed.to(tl.int32)
     elif scheme.maps is not None:
@@ -289,7 +308,7 @@ def row_exists(rows):
 
 
 class HeadView(NamedTuple):
-    """Rows of one head: pointer to the first; strides in elements. stride_batch is also that of a cache's pages."""
+    """Rows of one head. ptr: of the first; strides in elements. stride_batch is also the stride of a cache's pages."""
 
     ptr: object
     stride_row: object
@@ -313,7 +332,7 @@ def skip_rows(view, rows):
 
 @triton.jit
 def band_keys(raw, rotated_k, k_copy, packed, head, SHAPE: tl.constexpr):
-    """The keys that a band reads: raw ones, or from row `packed` on its rotated copy in rotated_k (copy, row, head)."""
+    """The keys that a band reads: raw ones, or its copy in rotated_k (copy, row, head) from row `packed` on."""
     copy = head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, SHAPE)
     ptr = tl.where(k_copy < 0, raw.ptr, copy.ptr)
     stride_row = tl.where(k_copy < 0, raw.stride_row, copy.stride_row)
@@ -325,7 +344,7 @@ def band_keys(raw, rotated_k, k_copy, packed, head, SHAPE: tl.constexpr):
 
 @triton.jit
 def tile_offsets(rows, view):
-    """Offsets [M, 1] of a tile's rows from its first row; within a tile 32 bits suffice."""
+    """Offsets [M, 1] of a tile's rows from its first row. Within a tile 32 bits suffice."""
     return rows[:, None] * view.stride_row.to(tl.int32)
 
 
@@ -338,21 +357,22 @@ def page_offsets(page, row, view):
 @triton.jit
 def load_rows(ptr, offsets, channels, SHAPE: tl.constexpr):
     """Rows at offsets [M, 1], channels [N] of each: [M, N]. Channels beyond head_dim are 0."""
-    ptrs = ptr + offsets + channels[None, :]
-    if SHAPE.block_d == SHAPE.head_dim:
-        return tl.load(ptrs)
-    else:
-        return tl.load(ptrs, mask=(channels < SHAPE.head_dim)[None, :], other=0.0)
+    return load_channels(ptr, offsets, channels, SHAPE.head_dim, SHAPE.block_d)
 
 
 @triton.jit
 def load_values(ptr, offsets, channels, SHAPE: tl.constexpr):
-    """load_rows of v, out or a gradient of theirs."""
+    """load_rows of v, of out, or of their gradients."""
+    return load_channels(ptr, offsets, channels, SHAPE.head_dim_v, SHAPE.block_dv)
+
+
+@triton.jit
+def load_channels(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     ptrs = ptr + offsets + channels[None, :]
-    if SHAPE.block_dv == SHAPE.head_dim_v:
+    if BLOCK_D == HEAD_DIM:
         return tl.load(ptrs)
     else:
-        return tl.load(ptrs, mask=(channels < SHAPE.head_dim_v)[None, :], other=0.0)
+        return tl.load(ptrs, mask=(channels < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit

@@ -19,14 +19,13 @@ from pathlib import Path
 
 import torch
 from flashrope.backends.triton.device import compute_capability
-from flashrope.backends.triton.tiles import default
 from flashrope.cli.files import replacing
 from flashrope.cli.options import positive
 from flashrope.cli.progress import Bar
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 from flashrope.tuning import measure
-from flashrope.tuning.candidates import KERNELS
+from flashrope.tuning.candidates import KERNELS, default
 from flashrope.tuning.workloads import PASSES, Workload, sensible_shapes
 
 from ..compiling.architectures import MULTIPROCESSORS

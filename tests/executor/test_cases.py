@@ -22,6 +22,7 @@ BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.b
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "executor.md"
 SCALES = {
     "steps": lambda head_dim: Rotary.hope(head_dim, 60).rectify(21, 4.0).log_steps(7, 0.5),
+    "length": lambda head_dim: dataclasses.replace(SCALES["steps"](head_dim), length_scale=30.0),
     "rotated": lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2).scale_rotated(1.4).rectify(21),
 }
 ROPE, LATENT = Rotary.rope(64), Rotary.rope(192, rotary_dim=64)
@@ -84,6 +85,8 @@ ATTENTION = {
     "dual-chunk-log-n-d128-fp16": (Dense(FP16, Rotary.rope(128).dual_chunk(128, 0).log_n(20), 270), slow),
     "atomic-dual-chunk-d64-bf16": (Dense(BF16, ROPE.dual_chunk(160, 32), 270, None, {"deterministic": False}), slow),
     "log-steps-leaky-d64-bf16": (Dense(BF16, SCHEMES["leaky"](64).log_steps(7, 0.5), 100, 130), ()),
+    "length-scale-log-steps-leaky-d64-bf16": (Dense(BF16, SCALES["length"](64), 90, 130), quick),
+    "atomic-length-scale-d40-fp32": (Dense(FP32, SCALES["length"](40), 60, 90, {"deterministic": False}), ()),
     "rotated-factor-partial-rerope-d64-fp16": (Dense(FP16, SCALES["rotated"](64), 130), ()),
     "log-steps-rotated-factor-two-sided-d40-bf16": (
         Dense(BF16, SCALES["rotated"](40).log_steps(9, first=0), 90, 70, {"causal": False, "deterministic": False}),
@@ -217,6 +220,11 @@ DECODING = {
         (),
     ),
     "log-steps-splits-d64-bf16": (dict(target=BF16, scheme="steps", head_dim=64, num_splits=2, leftpad=(3, 0, 5)), ()),
+    "length-scale-d64-bf16": (dict(target=BF16, scheme="length", head_dim=64), ()),
+    "length-scale-paged-leftpad-splits-d40-fp32": (
+        dict(target=FP32, scheme="length", head_dim=40, page_size=PAGES, leftpad=(3, 0, 40), num_splits=2),
+        (),
+    ),
     "rotated-factor-paged-d64-fp16": (dict(target=FP16, scheme="rotated", head_dim=64, page_size=PAGES), ()),
     "prefill-paged-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, seqlen_q=70, page_size=PAGES), slow),
 }

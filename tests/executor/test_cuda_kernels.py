@@ -3,6 +3,7 @@
 Results are compared with the reference in float64.
 """
 
+import dataclasses
 import re
 
 import pytest
@@ -164,6 +165,15 @@ def test_more_queries_than_one_tile_and_than_keys(operators, causal):
     assert cache.largest_error(out, lse) <= COEFFICIENT
     if causal:
         assert (lse[1, :, :44] == -torch.inf).all() and (out[1, :44] == 0).all()
+
+
+@pytest.mark.parametrize("length_scale", [30.0, 0.5])
+def test_the_factor_by_length_counts_the_keys_of_each_sequence(operators, length_scale):
+    """One key more or less changes the factor of the two short sequences by several percent."""
+    rotary = dataclasses.replace(Rotary.rope(64), length_scale=length_scale)
+    for leftpad in (None, [0, 30, 0, 9]):
+        lengths = [150, 90, 2, 10 if leftpad else 1]
+        Cache(rotary, FP16, lengths, group=4, heads_kv=1, leftpad=leftpad).check()
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 2, 7, 256])

@@ -3,6 +3,7 @@ of their arguments, and every kernel is compiled for the architecture. Only load
 interpreter shows none of this: there a number that Triton makes a constant is as good as one that it does not."""
 
 import collections
+import dataclasses
 import json
 import os
 import pathlib
@@ -124,6 +125,8 @@ class Calls(random.Random):
         if self.random() >= 0.3:
             return rotary
         which = self.random()
+        if int(100 * which) % 2:
+            rotary = dataclasses.replace(rotary, length_scale=30.0)
         return rotary.log_n(20, clip=which < 0.3) if which < 0.6 else rotary.log_steps(9, first=int(which < 0.8))
 
     def backward(self, out, lse):

@@ -11,7 +11,6 @@ from flashrope.triton_kernels.tiles import (
     Band,
     Sequence,
     copied_keys,
-    in_band,
     is_visible,
     key_tiles,
     query_tiles,
@@ -31,10 +30,10 @@ def masks(of_keys, of_queries, expected, start, stop, row, column, length, ahead
     at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
     by_query = is_visible(visible_keys(position_q, band, length), column, N)
     by_key = tl.trans(is_visible(visible_queries(position_k, band, ahead), row, M))
-    in_distance = in_band(position_q[:, None], position_k[None, :], band)
+    distance = position_q[:, None] - position_k[None, :]
     tl.store(of_keys + at, by_query)
     tl.store(of_queries + at, by_key)
-    tl.store(expected + at, in_distance)
+    tl.store(expected + at, (distance >= start) & (distance < stop))
 
 
 @pytest.mark.parametrize("ahead", [-20, 0, 37])

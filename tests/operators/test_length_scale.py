@@ -1,8 +1,10 @@
 """Qwen2.5-1M's factor on the queries, max(1, 0.1 ln(n / length) + 1) of a sequence of n keys, in every call."""
 
+import dataclasses
 import math
 
 import pytest
+import support
 import torch
 from flashrope import KVCache, Rotary, attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
 from flashrope.integrations.options import read_options
@@ -80,6 +82,59 @@ def test_packed_queries_over_pages(appends):
         call = (queries, *copies, rotary, starts, int32(LENGTHS), 7, *more)
         results.append(attention_varlen_with_cache(*call, **options))
     close(*results)
+
+
+interpreted = pytest.mark.skipif(not support.INTERPRETED, reason="needs the interpreter")
+OTHERS = {
+    "dual_chunk": SCALED,
+    "steps": dataclasses.replace(Rotary.hope(16, 60).rectify(21, 4.0).log_steps(7, 0.5), length_scale=30.0),
+}
+
+
+def against_float64(call, *tensors):
+    """call(impl, *tensors) in float32 against the reference in float64."""
+    exact = [x.double() for x in tensors]
+    for got, want in zip(call("triton", *tensors), call("reference", *exact), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def differentiated(q, k, v, results):
+    out, lse = results
+    return out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))
+
+
+def floats(*shape, seed):
+    return tensor(*shape, seed=seed).float().requires_grad_()
+
+
+@interpreted
+@pytest.mark.parametrize("scheme", OTHERS)
+def test_the_kernels_of_triton(scheme):
+    rotary = OTHERS[scheme]
+
+    def dense(impl, q, k, v):
+        return differentiated(q, k, v, attention(q, k, v, rotary, return_lse=True, impl=impl))
+
+    def packed(impl, q, k, v):
+        starts = integers([0, 1, 31, 35]), integers([0, 2, 42, 172])
+        return differentiated(q, k, v, attention_varlen(q, k, v, rotary, *starts, 30, 130, return_lse=True, impl=impl))
+
+    against_float64(dense, *(floats(2, n, 2, 16, seed=seed) for seed, n in enumerate((20, 130, 130))))
+    against_float64(packed, *(floats(n, 2, 16, seed=seed) for seed, n in enumerate((35, 172, 172))))
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 70], ids=["decoded", "prefilled"])
+@pytest.mark.parametrize("scheme", OTHERS)
+def test_the_kernels_of_triton_with_a_cache(scheme, rows):
+    lengths, pads, new = integers([170, 2, 75]), integers([40, 0, 3]), [floats(3, rows, 2, 16, seed=n) for n in (3, 4)]
+
+    def cached(impl, q, k_cache, v_cache, k, v):
+        options = {"cache_leftpad": pads, "return_lse": True, "impl": impl}
+        return attention_with_cache(q, k_cache.clone(), v_cache.clone(), OTHERS[scheme], lengths, k, v, **options)
+
+    with torch.no_grad():
+        against_float64(cached, floats(3, rows, 2, 16, seed=2), *(floats(3, 260, 2, 16, seed=n) for n in (0, 1)), *new)
 
 
 def test_tables_of_any_content():

@@ -67,9 +67,13 @@ class AttentionCall(_Scheme):
     max_seqlen_k: int = 0
     deterministic: bool = True  # False: gradients may differ from run to run by rounding, where that is faster
 
-    def of_sequence(self, rows: slice) -> AttentionCall:
-        """The call of one packed sequence, for its own positions."""
-        return self if self.positions is None else dataclasses.replace(self, positions=self.positions[:, rows])
+    def packed_sequences(self) -> Iterator[tuple[slice, slice, AttentionCall]]:
+        """(query rows, key rows, call with its own positions) of every packed sequence. Read by the host."""
+        starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
+        for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
+            rows, given = slice(q0, q1), self.positions
+            sequence = self if given is None else dataclasses.replace(self, positions=given[:, rows])
+            yield rows, slice(k0, k1), sequence
 
     def lse_shape(self, q: torch.Tensor) -> tuple[int, ...]:
         return (q.shape[1], q.shape[0]) if self.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])

@@ -87,7 +87,8 @@ def attention_with_cache(
     capacity = layout.capacity(k_cache)
     if not (q.numel() and k_cache.numel() and capacity and call.bands):
         return out.zero_(), lse.fill_(float("-inf"))
-    rotary = call.rotary
+    rotary, scale = call.rotary, call.rotary.query_scale
+    bands, rotated_pairs = _bands(rotary, call.causal, q.device)
     groups, rows_per_group = batch * heads_kv, seqlen_q * (heads_q // heads_kv)
     splits = call.num_splits or _default_splits(groups, rows_per_group, capacity, head_dim, multiprocessors(q.device))
     rows = splits * batch * seqlen_q * heads_q
@@ -99,16 +100,16 @@ def attention_with_cache(
         layout.seqlens,
         layout.block_table,
         layout.leftpad,
-        _bands(rotary, call.causal, q.device),
+        bands,
         two_level_table(rotary, call.causal, coarse_rows(max(capacity, seqlen_q)), q.device),
         layout.seqlen_new,
         rotary.rotary_dim,
-        lower(rotary, call.causal).rotated_pairs,
+        rotated_pairs,
         rotary.interleaved,
         call.score_scale,
-        call.rotary.query_scale.log_n_factor,
-        call.rotary.query_scale.log_n_floor,
-        call.rotary.query_scale.length_scale or 0.0,
+        scale.log_n_factor,
+        scale.log_n_floor,
+        scale.length_scale or 0.0,
         splits,
         out,
         lse,
@@ -187,8 +188,8 @@ def _attend_packed(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, 
     if layout.seqlen_new == ONE_PER_QUERY:
         seqlens = (layout.first_new_slot(k_cache) + lengths).to(torch.int32)
     row = cu_seqlens_q[1:, None] - longest + torch.arange(longest, device=q.device)
-    of_batch = dataclasses.replace(call, layout=CacheLayout(seqlens, layout.block_table, layout.leftpad, 0))
-    out, lse = attention_with_cache(q[row.clamp(0, total_q - 1)], k_cache, v_cache, of_batch)
+    batch_call = dataclasses.replace(call, layout=CacheLayout(seqlens, layout.block_table, layout.leftpad, 0))
+    out, lse = attention_with_cache(q[row.clamp(0, total_q - 1)], k_cache, v_cache, batch_call)
 
     sequence, behind = _token_sequences(layout.cu_seqlens_q, total_q)
     exists = (behind > 0) & (lengths[sequence] <= longest)
@@ -229,10 +230,11 @@ def _default_splits(groups: int, rows: int, capacity: int, head_dim: int, multip
 
 
 @kept_on_device("band table")
-def _bands(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tensor:
-    """int32 (bands, 4) on the device: start, stop, q_rotation, k_rotation."""
-    rows = [(band.start, band.stop, band.q_rotation, band.k_rotation) for band in lower(rotary, causal).bands]
-    return torch.tensor(rows, dtype=torch.int32).to(device)
+def _bands(rotary: Rotary, causal: bool, device: torch.device) -> tuple[torch.Tensor, int]:
+    """(int32 (bands, 4) on the device: start, stop, q_rotation, k_rotation; ``Lowered.rotated_pairs``)."""
+    lowered = lower(rotary, causal)
+    rows = [(band.start, band.stop, band.q_rotation, band.k_rotation) for band in lowered.bands]
+    return torch.tensor(rows, dtype=torch.int32).to(device), lowered.rotated_pairs
 
 
 def _to_aligned(x: torch.Tensor) -> torch.Tensor:

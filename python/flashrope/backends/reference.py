@@ -32,11 +32,9 @@ def forward(
         return *dense_attention(q, k, v, call), None
     out = q.new_zeros(out_shape(q, v))
     lse = q.new_full(call.lse_shape(q), float("-inf"), dtype=accumulation_type(q))
-    starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
-    for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
-        sequence = call.of_sequence(slice(q0, q1))
-        sequence_out, sequence_lse = dense_attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], sequence)
-        rows = torch.arange(q0, q1, device=q.device)
+    for rows, keys, sequence in call.packed_sequences():
+        sequence_out, sequence_lse = dense_attention(q[None, rows], k[None, keys], v[None, keys], sequence)
+        rows = torch.arange(rows.start, rows.stop, device=q.device)
         out = out.index_copy(0, rows, sequence_out[0])
         lse = lse.index_copy(1, rows, sequence_lse[0])
     return out, lse, None

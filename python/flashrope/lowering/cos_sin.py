@@ -12,9 +12,8 @@ from ..rotary.rotary import Rotary
 from .lowered import lower
 from .resident import kept_on_device
 
-FINE_ROWS = (
-    1024  # positions per coarse row; both levels of a 128k context stay in L2. csrc/decode.h has the same number
-)
+# Positions per coarse row. Both levels of a 128k context stay in L2. csrc/decode.h has the same number.
+FINE_ROWS = 1024
 
 
 def cos_sin(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,8 +50,8 @@ def two_level_table(rotary: Rotary, causal: bool, coarse: int, device: torch.dev
     """float32 (rotations, FINE_ROWS + coarse, 2, padded pairs), one entry per rotation of ``lower(rotary, causal)``.
 
     The fine rows hold cos and sin of slope * r for r < FINE_ROWS, the coarse rows those of
-    slope * FINE_ROWS * c + offset. Angle addition joins the two. The coarse rows of queries have the scheme's factor on
-    rotated channels.
+    slope * FINE_ROWS * c + offset. Angle addition joins the two. The coarse rows of a rotation are multiplied by its
+    factor in ``Lowered.scales``.
     """
     return _two_levels(rotary, causal, coarse).to(device)
 
@@ -65,21 +64,22 @@ def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
     cos, sin = cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows)
     factors = torch.tensor(lowered.scales, dtype=torch.float64)[:, None, None]
     for each in (cos, sin):
-        each[:, FINE_ROWS:] *= factors  # kernels add several fine rows to one coarse row
+        each[:, FINE_ROWS:] *= factors  # not the fine rows: kernels add several to one coarse row
     return _padded(rotary, cos, sin)
 
 
 @kept_on_device("frequencies")
 def _resident_frequencies(rotary: Rotary, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    """They stay on the device, so that a call waits for no copy."""
     return tuple(x if x is None else x.to(device) for x in _frequencies(rotary, "cpu"))
 
 
 def position_table(rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
     """float32 (rotations, batch, seqlen, 2, padded pairs): rotation 0 is none, rotation 1 is by the given positions.
-    Where the scheme has a factor on rotated channels, 1 is that of queries, with it, and 2 that of keys."""
-    cos, sin = _cos_sin(
-        positions, *_resident_frequencies(rotary, positions.device)
-    )  # no copy to the device to wait for
+
+    With rotated_scale other than 1, rotation 1 serves queries (scaled) and rotation 2 keys.
+    """
+    cos, sin = _cos_sin(positions, *_resident_frequencies(rotary, positions.device))
     scale = rotary.rotated_scale
     cos, sin = ([scale * x, x] if scale != 1 else [x] for x in (cos, sin))
     return _padded(rotary, torch.stack([torch.ones_like(cos[0]), *cos]), torch.stack([torch.zeros_like(sin[0]), *sin]))

@@ -19,12 +19,12 @@ UNBOUNDED = 1 << 30  # kernels count distances in 32 bits, with room to add a po
 class LoweredBand(NamedTuple):
     """Distances start <= d < stop, and what queries and keys of the band rotate by.
 
-    start, stop: in chunks where the bands count those.
+    start, stop: in chunks, if the bands count chunks.
     q_rotation, k_rotation: rotation numbers.
-    k_copy: index into ``Lowered.k_copies``; -1 where the band reads raw keys.
-    dq_step, dk_step: the rotations that take a gradient from the previous band's frame to this band's. In schemes that
-        map positions no single rotation does: there they are the band's own, q_rotation without its factor and
-        k_rotation.
+    k_copy: index into ``Lowered.k_copies``; -1 if the band reads raw keys.
+    dq_step, dk_step: the rotations that take a gradient from the previous band's frame to this band's. No single
+        rotation does that where the scheme maps positions. There the steps are the band's own rotations: q_rotation
+        without its factor, and k_rotation.
     """
 
     start: int
@@ -37,7 +37,7 @@ class LoweredBand(NamedTuple):
 
 
 class RowMap(NamedTuple):
-    """The p of a row at a position: min(floor(position mod chunk / group), last); chunk 0: without mod.
+    """The p of a row at a position: min(floor((position mod chunk) / group), last); chunk 0: without mod.
 
     chunk, group, last: as in ``bands.PositionMap``.
     is_query: 1 for rotations of queries, 0 for those of keys.
@@ -53,14 +53,15 @@ class Lowered(NamedTuple):
     """A scheme for one value of ``causal``.
 
     rotations: (slope, offset) of every rotation; the first is (0, 0), no rotation.
-    scales: of every rotation, the factor on the channels of the table: the scheme's for those of queries, else 1.
+    scales: the factor of every rotation on the channels of the table. Rotations of queries have the scheme's, the
+        others have 1.
     k_copies: the rotation of each rotated copy of k that the bands read, one per distinct slope.
     k_stops: for each of k_copies, the distance at which the last band that reads it stops.
-    rotated_bands: bit b is set where band b rotates its keys.
+    rotated_bands: bit b is set if band b rotates its keys.
     rotated_pairs: pairs up to the last one that rotating changes.
-    reach: how many distances, at most, the bands cover.
-    maps: for every rotation, where the scheme maps positions; else empty. The chunk of the first is the one that the
-        bands count in, 0 where they count distances.
+    reach: an upper bound of the distances that the bands cover.
+    maps: one RowMap for every rotation if the scheme maps positions, else empty. The chunk of the first is the one that
+        the bands count in, 0 if they count distances.
     """
 
     rotations: tuple[tuple[float, float], ...]
@@ -92,16 +93,16 @@ def lower(rotary: Rotary, causal: bool) -> Lowered:
     def number(rotation: PositionMap, is_query: bool, scale: float = 1.0) -> int:
         if scale == 1 and (not rotates or (rotation.slope, rotation.offset) == (0, 0)):
             return 0
-        of_rows = RowMap(*map(_bound, rotation[2:]), int(is_query)) if mapped else ()
-        return numbers.setdefault((scale, rotation.slope, rotation.offset, *of_rows), len(numbers))
+        row_map = RowMap(*map(_bound, rotation[2:]), int(is_query)) if mapped else ()
+        return numbers.setdefault((scale, rotation.slope, rotation.offset, *row_map), len(numbers))
 
     rows: list[tuple[int, ...]] = []
     before: tuple[PositionMap, PositionMap] | None = None
     for band in bands:
-        of_q, of_k = now = band.queries, band.keys
-        numbered = number(of_q, True, rotary.rotated_scale), number(of_k, False)
+        q_map, k_map = now = band.queries, band.keys
+        numbered = number(q_map, True, rotary.rotated_scale), number(k_map, False)
         if mapped:
-            steps: tuple[int, ...] = number(of_q, True), numbered[1]
+            steps: tuple[int, ...] = number(q_map, True), numbered[1]
         else:
             steps = tuple(number(_step(a, b), False) for a, b in zip(now, before or now, strict=True))
         rows.append((_bound(band.start, chunk), _bound(band.stop, chunk), *numbered, *steps))
@@ -112,19 +113,19 @@ def lower(rotary: Rotary, causal: bool) -> Lowered:
         rotations=tuple((slope, offset) for _, slope, offset, *_ in numbers),
         scales=tuple(scale for scale, *_ in numbers),
         bands=tuple(
-            LoweredBand(start, stop, of_q, of_k, k_copies.index(of_k) if of_k else -1, dq_step, dk_step)
-            for start, stop, of_q, of_k, dq_step, dk_step in rows
+            LoweredBand(start, stop, q_number, k_number, k_copies.index(k_number) if k_number else -1, *steps)
+            for start, stop, q_number, k_number, *steps in rows
         ),
         k_copies=k_copies,
         k_stops=tuple(
             max(stop for (_, stop), row in zip(ranges, rows, strict=True) if row[3] == copy) for copy in k_copies
         ),
-        rotated_bands=sum((of_k > 0) << b for b, (_, _, _, of_k, _, _) in enumerate(rows)),
+        rotated_bands=sum((k_number > 0) << b for b, (_, _, _, k_number, _, _) in enumerate(rows)),
         rotated_pairs=len(rotary.frequencies)
         if rotary.rotated_scale != 1
         else max((m + 1 for m, frequency in enumerate(rotary.frequencies) if frequency), default=0),
         reach=max((stop for _, stop in ranges), default=0) - min((start for start, _ in ranges), default=0),
-        maps=tuple(RowMap(*of_rows) if of_rows else RowMap(chunk, 1, UNBOUNDED, 0) for _, _, _, *of_rows in numbers)
+        maps=tuple(RowMap(*row_map) if row_map else RowMap(chunk, 1, UNBOUNDED, 0) for _, _, _, *row_map in numbers)
         if mapped
         else (),
     )
@@ -135,6 +136,6 @@ def _step(rotation: PositionMap, before: PositionMap) -> PositionMap:
 
 
 def _bound(distance: float, chunk: int = 0) -> int:
-    """In chunks that are so many positions long."""
+    """A distance, or a number of chunks of this length, that kernels can count."""
     limit = UNBOUNDED // max(chunk, 1)
     return int(max(-limit, min(limit, distance)))

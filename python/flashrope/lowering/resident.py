@@ -11,16 +11,16 @@ from typing import TypeVar
 
 import torch
 
-MANY = 1000  # entries of one function, from where on a warning tells that they stay
+MANY = 1000  # a function that has built so many entries warns that they stay
 F = TypeVar("F", bound=Callable)
 _building = threading.Lock()
 
 
 def kept_on_device(what: str) -> Callable[[F], F]:
-    """Decorates build(*key), which makes tensors on the device that is the last argument; results are cached by key.
+    """Decorates build(*key), which makes tensors on the device that is the last argument. Results are cached by key.
 
-    On a GPU they live as long as the process. A captured CUDA graph may point to them, and a kernel on another stream
-    may still read them, so their memory must not go to anyone else. On the CPU the 256 used last are kept.
+    On a GPU they live as long as the process: a captured CUDA graph may point to them, and a kernel on another stream
+    may still read them. On the CPU the 256 used last are kept.
 
     what: what is built, for messages.
 
@@ -33,7 +33,7 @@ def kept_on_device(what: str) -> Callable[[F], F]:
         recent = lru_cache(maxsize=256)(build)
 
         def make(*key):
-            with _building:  # two threads must not hold two copies, of which one would be freed
+            with _building:  # two threads must not build two copies: one would be freed
                 if key not in kept:
                     refuse_capture(f"{what} of this scheme")
                     kept[key] = _on_another_thread(build, key)
@@ -62,15 +62,15 @@ def _warn_of_many(what: str, device: torch.device) -> None:
 
 
 def _on_another_thread(build: Callable, key: tuple):
-    """The calling thread may be in inference mode, or may allocate from the pool of a CUDA graph (torch.compile's
-    "reduce-overhead" does), which takes that memory back. Copies from the host are complete when this returns, so every
-    stream may read the tensors."""
+    """build(*key) on a thread of its own. The calling thread may be in inference mode. It may also allocate from the
+    pool of a CUDA graph, which takes that memory back (torch.compile's "reduce-overhead" does). Copies from the host
+    are complete when this returns, so every stream may read the tensors."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(build, *key).result()
 
 
 def refuse_capture(what: str) -> None:
-    """Raises if a CUDA graph is being captured on the current stream; what: what would have to be made now."""
+    """Raises RuntimeError if the current stream is captured into a CUDA graph. what: what would have to be made now."""
     if is_capturing():
         raise RuntimeError(
             f"flashrope cannot make the {what} while a CUDA graph is being captured. Make one call with the same "

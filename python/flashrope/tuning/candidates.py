@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from ..backends import tuned_tiles as store
-from ..backends.triton.tiles import default
+from ..triton_kernels import configs
 from ..triton_kernels.configs import Tile
 
 # The kernels that take the tile of a direction.
@@ -28,6 +28,11 @@ GRIDS = {
 
 def tiles(direction: str) -> list[Tile]:
     return [Tile(*numbers) for numbers in itertools.product(*GRIDS[direction])]
+
+
+def default(shape: store.ShapeClass, capability: int) -> Tile:
+    """What serves without tuning."""
+    return configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, 2 if shape.banded else 1)
 
 
 def candidates_of(shape: store.ShapeClass, capability: int) -> list[Tile]:

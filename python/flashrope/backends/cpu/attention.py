@@ -54,8 +54,7 @@ def forward(
         return *_attend(q, k, v, call), None
     out = q.new_zeros(out_shape(q, v))
     lse = q.new_full(call.lse_shape(q), float("-inf"), dtype=accumulation_type(q))
-    for rows, keys in _packed_sequences(call):
-        sequence = call.of_sequence(rows)
+    for rows, keys, sequence in call.packed_sequences():
         out[rows], lse[:, rows] = (x[0] for x in _attend(q[None, rows], k[None, keys], v[None, keys], sequence))
     return out, lse, None
 
@@ -75,7 +74,7 @@ def backward(
     if call.cu_seqlens_q is None:
         return _attend_backward(grad_out, grad_lse, q, k, v, out, lse, call)
     grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
-    for rows, keys in _packed_sequences(call):
+    for rows, keys, sequence in call.packed_sequences():
         grad_q[rows], grad_k[keys], grad_v[keys] = (
             x[0]
             for x in _attend_backward(
@@ -86,17 +85,10 @@ def backward(
                 v[None, keys],
                 out[None, rows],
                 lse[None, :, rows],
-                call.of_sequence(rows),
+                sequence,
             )
         )
     return grad_q, grad_k, grad_v
-
-
-def _packed_sequences(call: AttentionCall):
-    """(rows, keys) of every packed sequence, as slices."""
-    starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
-    for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
-        yield slice(q0, q1), slice(k0, k1)
 
 
 # ---- a batch of sequences of equal length
@@ -114,7 +106,7 @@ def _attend(
     if (compiled := library.load()) and tiles.serves(q, k, call):
         return tiles.forward(compiled, q, k, v, call)
     rotary, seqlen_q, seqlen_k, head_dim_v = call.rotary, q.size(1), k.size(1), v.size(-1)
-    width = max(rotary.head_dim, head_dim_v)
+    width, scale = max(rotary.head_dim, head_dim_v), flash_scale(call, seqlen_k)
     v = _widen(upcast(v), width)
     if call.positions is None and q.numel():
         single = single_piece(rotary, call.causal, seqlen_q, seqlen_k, v.dtype)
@@ -125,7 +117,7 @@ def _attend(
                 v.transpose(1, 2),
                 0.0,
                 single.piece.causal,
-                scale=flash_scale(call, k.shape[1]),
+                scale=scale,
             )
             return cast_results(_narrow(out, head_dim_v).transpose(1, 2), lse, q.dtype)
     partials = []
@@ -140,7 +132,7 @@ def _attend(
                 0.0,
                 piece.causal and not piece.width,
                 attn_mask=attn_mask(piece, rotated_q.dtype),
-                scale=flash_scale(call, k.shape[1]),
+                scale=scale,
             )
             partials.append((piece, _narrow(out, head_dim_v), lse))
     return merge_partials(partials, q, head_dim_v)
@@ -152,7 +144,7 @@ def _attend_backward(
     if (compiled := library.load()) and tiles.serves(q, k, call):
         return tiles.backward(compiled, grad_out, grad_lse, q, k, v, out, lse, call)
     rotary, seqlen_q, seqlen_k, head_dim, head_dim_v = call.rotary, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
-    width, lse = max(head_dim, head_dim_v), lse.transpose(1, 2)
+    width, lse, scale = max(head_dim, head_dim_v), lse.transpose(1, 2), flash_scale(call, seqlen_k)
     out, upcast_v = _widen(upcast(out), width), _widen(upcast(v), width)
     grad_out = torch.zeros_like(out) if grad_out is None else _widen(upcast(grad_out), width)
     if grad_lse is not None:
@@ -160,9 +152,9 @@ def _attend_backward(
         grad_out = _add_channel(grad_out, grad_lse.transpose(1, 2))
         upcast_v, out = _add_channel(upcast_v, 1.0), _add_channel(out, 0.0)
     grad_q = grad_k = grad_v = None
-    for of_queries, of_keys, pieces in _plan(q, k, call):
-        q_rotation = rotation_for(q, call, of_queries, seqlen_k - seqlen_q, True)
-        k_rotation = rotation_for(k, call, of_keys, 0, False)
+    for q_map, k_map, pieces in _plan(q, k, call):
+        q_rotation = rotation_for(q, call, q_map, seqlen_k - seqlen_q, True)
+        k_rotation = rotation_for(k, call, k_map, 0, False)
         rotated_q, rotated_k = (
             _widen(rotate(x, rotation, rotary), width) for x, rotation in ((q, q_rotation), (k, k_rotation))
         )
@@ -180,7 +172,7 @@ def _attend_backward(
                 0.0,
                 piece.causal and not piece.width,
                 attn_mask=attn_mask(piece, rotated_q.dtype),
-                scale=flash_scale(call, k.shape[1]),
+                scale=scale,
             )
             rows, keys = (piece.row, piece.rows), (piece.key, piece.keys)
             grad_rotated_q = _accumulate(grad_rotated_q, piece_q[..., :head_dim], q.shape, *rows, piece)

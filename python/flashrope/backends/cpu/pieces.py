@@ -15,7 +15,7 @@ import torch
 from ...rotary.bands import Band, PositionMap
 from ...rotary.rotary import Rotary
 from ..calls import AttentionCall, CacheCall, accumulation_type
-from .rotation import OF_KEYS, QueryFactors, Rotation, rotation_of_rows
+from .rotation import KEY_FACTORS, QueryFactors, Rotation, rotation_of_rows
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu
 MIN_SCALE = 1e-30  # changes no weight unless a product exceeds 1e22
@@ -173,7 +173,7 @@ def single_piece(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dty
     return SinglePiece(
         piece,
         rotation_of_rows(rotary, queries, QueryFactors.of(call), seqlen_k - seqlen_q, seqlen_q, dtype),
-        rotation_of_rows(rotary, keys, OF_KEYS, 0, seqlen_k, dtype),
+        rotation_of_rows(rotary, keys, KEY_FACTORS, 0, seqlen_k, dtype),
     )
 
 

@@ -30,7 +30,7 @@ class QueryFactors(NamedTuple):
         return cls(call.rotary.query_scale.by_position, call.rotary.rotated_scale)
 
 
-OF_KEYS = QueryFactors()
+KEY_FACTORS = QueryFactors()
 
 
 class Rotation(NamedTuple):
@@ -43,8 +43,8 @@ class Rotation(NamedTuple):
     sin: torch.Tensor | None  # (..., 1, rotary_dim), negative for the first channel of a pair; None: nothing rotates
 
 
-def _rotation(rotary: Rotary, positions, of_rows: PositionMap, factors: QueryFactors, dtype) -> Rotation:
-    cos, sin = (factors.rotated * table for table in cos_sin(rotary, of_rows.of(positions)))
+def _rotation(rotary: Rotary, positions, position_map: PositionMap, factors: QueryFactors, dtype) -> Rotation:
+    cos, sin = (factors.rotated * table for table in cos_sin(rotary, position_map.of(positions)))
     if rotary.interleaved:
         cos, sin = torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
     else:
@@ -59,16 +59,16 @@ def _rotation(rotary: Rotary, positions, of_rows: PositionMap, factors: QueryFac
 
 @lru_cache(maxsize=16)
 def _table(
-    rotary: Rotary, of_rows: PositionMap, factors: QueryFactors, first: int, stop: int, dtype: torch.dtype
+    rotary: Rotary, position_map: PositionMap, factors: QueryFactors, first: int, stop: int, dtype: torch.dtype
 ) -> Rotation:
     """The rotation of the positions first to stop - 1."""
     positions = torch.arange(first, stop, dtype=torch.float64)
-    return _rotation(rotary, positions, of_rows, factors, dtype)
+    return _rotation(rotary, positions, position_map, factors, dtype)
 
 
 @lru_cache(maxsize=64)
 def rotation_of_rows(
-    rotary: Rotary, of_rows: PositionMap, factors: QueryFactors, first: int, rows: int, dtype: torch.dtype
+    rotary: Rotary, position_map: PositionMap, factors: QueryFactors, first: int, rows: int, dtype: torch.dtype
 ) -> Rotation | None:
     """The rotation of rows at positions first, first + 1, ...; None if it changes nothing.
 
@@ -76,17 +76,17 @@ def rotation_of_rows(
     at position 0 or, beyond LARGEST_TABLE, at a multiple of its length.
     """
     by_position = factors.by_position.log_n_factor
-    stays = (of_rows.slope, of_rows.offset) == (0, 0) or not any(rotary.frequencies)
+    stays = (position_map.slope, position_map.offset) == (0, 0) or not any(rotary.frequencies)
     if not by_position and factors.rotated == 1 and stays:
         return None
-    if (of_rows.slope == 0 or of_rows.last == 0) and not by_position:
-        return _table(rotary, of_rows, factors, 0, 1, dtype)
+    if (position_map.slope == 0 or position_map.last == 0) and not by_position:
+        return _table(rotary, position_map, factors, 0, 1, dtype)
     low, high = min(-_table_length(-first), 0), max(_table_length(first + rows), 1)
     around = max(_table_length(rows), MIN_SURROUNDINGS)
     if high > max(LARGEST_TABLE, 2 * around) and first > 0:
         low = first // around * around
         high = low + around * (1 if first + rows <= low + around else 2)
-    table = _table(rotary, of_rows, factors, low, high, dtype)
+    table = _table(rotary, position_map, factors, low, high, dtype)
     return Rotation(*(x if x is None else x[first - low : first - low + rows] for x in table))
 
 
@@ -95,14 +95,14 @@ def _table_length(positions: int) -> int:
 
 
 def rotation_for(
-    x: torch.Tensor, call: AttentionCall | CacheCall, of_rows: PositionMap, first: int, is_query: bool
+    x: torch.Tensor, call: AttentionCall | CacheCall, position_map: PositionMap, first: int, is_query: bool
 ) -> Rotation | None:
     """The rotation of x, whose row 0 is at position first, and for queries their factors. None: nothing changes."""
-    factors = QueryFactors.of(call) if is_query else OF_KEYS
-    dtype, rotates = accumulation_type(x), (of_rows.slope or of_rows.offset) and any(call.rotary.frequencies)
+    factors = QueryFactors.of(call) if is_query else KEY_FACTORS
+    dtype, rotates = accumulation_type(x), (position_map.slope or position_map.offset) and any(call.rotary.frequencies)
     if call.positions is not None and (factors.by_position.log_n_factor or factors.rotated != 1 or rotates):
-        return _rotation(call.rotary, call.positions.to(torch.float64), of_rows, factors, dtype)
-    return rotation_of_rows(call.rotary, of_rows, factors, first, x.shape[1], dtype)
+        return _rotation(call.rotary, call.positions.to(torch.float64), position_map, factors, dtype)
+    return rotation_of_rows(call.rotary, position_map, factors, first, x.shape[1], dtype)
 
 
 def rotate(x: torch.Tensor, rotation: Rotation | None, rotary: Rotary, inverse: bool = False) -> torch.Tensor:

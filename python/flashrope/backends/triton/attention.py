@@ -1,4 +1,4 @@
-"""attention and attention_varlen: one plan per call, whose methods are its launches."""
+"""attention and attention_varlen: one plan per call."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import NamedTuple
 import torch
 
 from ...lowering.cos_sin import coarse_rows, padded_pairs, position_table, two_level_table
-from ...lowering.lowered import lower
+from ...lowering.lowered import Lowered, lower
 from ...rotary.scales import UNSCALED
 from ...triton_kernels import configs
-from ...triton_kernels.arguments import NO_BANDS, NO_CACHE, CuSeqlens, Scheme, Shape, banded_view, tensor_view
+from ...triton_kernels.arguments import NO_BANDS, NO_CACHE, CuSeqlens, Shape, banded_view, tensor_view
 from ...triton_kernels.backward import (
     attention_finish_grad_q,
     attention_grad_kv,
     attention_grad_q,
     attention_statistics,
 )
-from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
 from ..calls import AttentionCall, Kept, KeptShapes, out_shape
 from . import launcher
-from .device import block_d, compute_capability, current_device, scheme_on, shape_of, vector_size, with_int32_offsets
+from .device import block_d, current_device, shape_of, vector_size, with_int32_offsets
 from .launcher import cdiv
-from .tiles import choose
+from .plan import Plan
 
 
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
     """rotated_k: one copy for every slope that rotates the keys; table: that of given positions."""
-    copies = lower(call.rotary, call.causal).k_copies
-    return KeptShapes(
-        (len(copies), _rows(k), *k.shape[-2:]) if copies else (0,),
-        (0,) if call.positions is None else (2, *call.positions.shape[:2], 2, padded_pairs(k.shape[-1])),
-    )
+    table = (0,) if call.positions is None else (2, *call.positions.shape[:2], 2, padded_pairs(k.shape[-1]))
+    return KeptShapes(_rotated_shape(k, lower(call.rotary, call.causal)), table)
+
+
+def _rotated_shape(k: torch.Tensor, lowered: Lowered) -> tuple[int, ...]:
+    return (len(lowered.k_copies), _rows(k), *k.shape[-2:]) if lowered.k_copies else (0,)
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall):
@@ -41,15 +41,14 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCa
     q, k, v = map(with_int32_offsets, (q, k, v))
     out = q.new_empty(out_shape(q, v))
     lse = torch.empty(call.lse_shape(q), dtype=torch.float32, device=q.device)
-    rotated_k = k.new_empty(kept_shapes(k, call).rotated_k)
     table = position_table(call.rotary, call.positions) if call.positions is not None else lse.new_empty(0)
-    empty = _is_empty(q, k, call)
-    if call.cu_seqlens_q is not None or empty:
-        out.zero_()  # rows outside every sequence
-        lse.fill_(float("-inf"))
-    if not empty:
-        with current_device(q):
-            plan = AttentionPlan(q, k, v, call, table)
+    with current_device(q):
+        plan = AttentionPlan(q, k, v, call, table)
+        rotated_k = k.new_empty(_rotated_shape(k, plan.lowered))
+        if call.cu_seqlens_q is not None or plan.is_empty:
+            out.zero_()  # rows outside every sequence
+            lse.fill_(float("-inf"))
+        if not plan.is_empty:
             plan.rotate_keys(k, rotated_k)
             plan.attend(q, k, rotated_k, v, out, lse)
     return out, lse, Kept(rotated_k, table)
@@ -61,15 +60,14 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, kept: Kept, call: AttentionC
         _alert_not_deterministic()
     q, k, v = map(with_int32_offsets, (q, k, v))
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    empty = _is_empty(q, k, call)
-    if call.cu_seqlens_q is not None or empty:
-        for grad in (grad_q, grad_k, grad_v):
-            grad.zero_()
-    if not empty:
-        grad_out = torch.zeros_like(out) if grad_out is None else with_int32_offsets(grad_out)
-        grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        with current_device(q):
-            plan = AttentionPlan(q, k, v, call, kept.table, grad_out)
+    grad_out = torch.zeros_like(out) if grad_out is None else with_int32_offsets(grad_out)
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    with current_device(q):
+        plan = AttentionPlan(q, k, v, call, kept.table, grad_out)
+        if call.cu_seqlens_q is not None or plan.is_empty:
+            for grad in (grad_q, grad_k, grad_v):
+                grad.zero_()
+        if not plan.is_empty:
             rotated_q = plan.rotated_queries(q)
             statistics = plan.statistics(out, grad_out, lse, grad_lse)
             inputs = GradientInputs(rotated_q, k, kept.rotated_k, v, grad_out, statistics)
@@ -107,31 +105,22 @@ class GradientInputs(NamedTuple):
     statistics: torch.Tensor
 
 
-class AttentionPlan:
-    """What the launches of one call share. table: ``Kept.table``."""
+class AttentionPlan(Plan):
+    """table: ``Kept.table``."""
 
     def __init__(self, q, k, v, call: AttentionCall, table, grad_out=None):
-        rotary, causal, positions = call.rotary, call.causal, call.positions
-        self.heads_q, self.heads_kv, self.head_dim_v = q.shape[-2], k.shape[-2], v.shape[-1]
-        self.batch = q.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
-        self.seqlen_q, self.seqlen_k = q.shape[-3], k.shape[-3]
-        self.max_seqlen_q = min(call.max_seqlen_q, self.seqlen_q)
-        self.max_seqlen_k = min(call.max_seqlen_k, self.seqlen_k)
-        self.cu_seqlens = CuSeqlens(call.cu_seqlens_q, call.cu_seqlens_k)
-
-        self.rotary = rotary
-        self.lowered, self.tables = lower(rotary, causal), scheme_on(rotary, causal, q.device)
-        self.num_bands = len(self.lowered.bands)
+        self.seqlen_k, self.head_dim_v, positions = k.shape[-3], v.shape[-1], call.positions
         if positions is None:
-            table = two_level_table(rotary, causal, coarse_rows(max(self.seqlen_q, self.seqlen_k)), q.device)
-            self.table_rows = table.shape[1]
+            rows = coarse_rows(max(q.shape[-3], self.seqlen_k))
+            table = two_level_table(call.rotary, call.causal, rows, q.device)
         else:
             positions = _scalar_positions(positions)
-            self.table_rows = table.shape[1] * table.shape[2]
-        tables = self.tables
-        self.scheme = Scheme(tables.bands, table, positions, tables.maps, call.score_scale, *call.rotary.query_scale)
-        self.capability, self.itemsize = compute_capability(q.device), q.element_size()
+        self.max_seqlen_k = min(call.max_seqlen_k, self.seqlen_k)
+        lengths = (min(call.max_seqlen_q, q.shape[-3]), k.shape[-2], self.max_seqlen_k)
+        super().__init__(q, call, call.cu_seqlens_q, *lengths, table, positions)
+        self.cu_seqlens = CuSeqlens(call.cu_seqlens_q, call.cu_seqlens_k)
         self.vec = vector_size(q, k, v) if grad_out is None else vector_size(q, k, v, grad_out)
+        self.is_empty = q.numel() == 0 or k.numel() == 0 or not self.num_bands
 
     def rotate_keys(self, k, rotated_k) -> None:
         """Fills rotated_k (copy, row, head, head_dim)."""
@@ -184,27 +173,9 @@ class AttentionPlan:
         )
 
     def attend(self, q, k, rotated_k, v, out, lse) -> None:
-        tile, options = self._tile("forward")
-        launcher.launch(
-            attention_forward,
-            (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
-            tensor_view(q),
-            tensor_view(k),
-            self._rotated(rotated_k, k),
-            tensor_view(v),
-            out,
-            lse,
-            self.scheme,
-            self.cu_seqlens,
-            NO_CACHE,
-            self.seqlen_q,
-            self.seqlen_k,
-            self.max_seqlen_q,
-            self.table_rows,
-            self.heads_q,
-            self.heads_kv,
-            **options,
-        )
+        tile, shape = self._tile("forward")
+        rotated_k = rotated_k if self.lowered.k_copies else k
+        self.launch_forward(q, k, rotated_k, v, out, lse, self.cu_seqlens, NO_CACHE, self.seqlen_k, shape, tile)
 
     def statistics(self, out, grad_out, lse, grad_lse) -> torch.Tensor:
         """float32 (heads, rows, 2): lse in log2 units and delta; sequences start at multiples of STATISTICS_ROWS."""
@@ -230,10 +201,10 @@ class AttentionPlan:
 
     def grad_kv(self, inputs: GradientInputs, grad_k, grad_v, band_grads_q=None) -> None:
         """band_grads_q float32 (band, *shape of q), zeros: the kernel adds dQ of every band to it."""
-        tile, options = self._tile("grad_kv" if band_grads_q is None else "grad_qkv")
+        tile, shape = self._tile("grad_kv" if band_grads_q is None else "grad_qkv")
         programs = cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv
         grads = (grad_k, grad_v, NO_BANDS if band_grads_q is None else banded_view(band_grads_q))
-        self._gradient(attention_grad_kv, programs, inputs, grads, self.max_seqlen_k, options)
+        self._gradient(attention_grad_kv, programs, inputs, grads, self.max_seqlen_k, shape, tile)
 
     def finish_grad_q(self, band_grads_q, grad_q) -> None:
         rows, heads = configs.ROTATE_ROWS, configs.ROTATE_HEADS
@@ -255,18 +226,18 @@ class AttentionPlan:
         )
 
     def grad_q(self, inputs: GradientInputs, grad_q) -> None:
-        tile, options = self._tile("grad_q")
+        tile, shape = self._tile("grad_q")
         programs = cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q
-        self._gradient(attention_grad_q, programs, inputs, (grad_q,), self.max_seqlen_q, options)
+        self._gradient(attention_grad_q, programs, inputs, (grad_q,), self.max_seqlen_q, shape, tile)
 
-    def _gradient(self, kernel, programs, inputs: GradientInputs, grads, max_seqlen, options) -> None:
+    def _gradient(self, kernel, programs, inputs: GradientInputs, grads, max_seqlen, shape, tile) -> None:
         rotated_q, k, rotated_k, v, grad_out, statistics = inputs
         launcher.launch(
             kernel,
             (programs,),
             banded_view(rotated_q),
             tensor_view(k),
-            self._rotated(rotated_k, k),
+            tensor_view(rotated_k if self.lowered.k_copies else k),
             tensor_view(v),
             tensor_view(grad_out),
             statistics,
@@ -280,30 +251,21 @@ class AttentionPlan:
             self.table_rows,
             self.heads_q,
             self.heads_kv,
-            **options,
+            SHAPE=shape,
+            **tile.options,
         )
 
     def _tile(self, direction: str):
-        """The tile, and the kernel's constexprs and compiler options."""
-        table, grouped = self.scheme.table, self.heads_q > self.heads_kv
-        fields = (self.capability, 2 * table.shape[-1], self.itemsize, self.num_bands, self.max_seqlen_k, grouped)
-        tile = choose(direction, table.device, *fields, block_dv=block_d(self.head_dim_v))
-        shape = self._shape(self.num_bands, 0, 0, tile.block_m, tile.block_n)
-        return tile, {"SHAPE": shape, **configs.options(tile.num_warps, num_stages=tile.num_stages)}
+        """The tile and the shape of a kernel."""
+        tile = self.tile(direction, block_dv=block_d(self.head_dim_v))
+        return tile, self._shape(self.num_bands, 0, 0, tile.block_m, tile.block_n)
 
     def _shape(self, *fields: int) -> Shape:
         return shape_of(self.rotary, self.vec, *fields, head_dim_v=self.head_dim_v)
 
-    def _rotated(self, rotated_k, k):
-        return tensor_view(rotated_k if self.lowered.k_copies else k)
-
 
 def _rows(x: torch.Tensor) -> int:
     return x.shape[0] * x.shape[1] if x.ndim == 4 else x.shape[0]
-
-
-def _is_empty(q, k, call: AttentionCall) -> bool:
-    return q.numel() == 0 or k.numel() == 0 or not call.bands
 
 
 def _scalar_positions(positions: torch.Tensor) -> torch.Tensor:

@@ -7,27 +7,17 @@ from typing import NamedTuple
 import torch
 
 from ...lowering.cos_sin import coarse_rows, two_level_table
-from ...lowering.lowered import lower
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
-from ...triton_kernels.arguments import CuSeqlens, Scheme, Shape, encode_int, tensor_view
+from ...triton_kernels.arguments import CuSeqlens, Shape, encode_int, tensor_view
 from ...triton_kernels.decode import append_rows, attention_decode, combine_splits
-from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_cached_rows
 from ..calls import MAX_SPLITS, CacheCall, CacheLayout, cached_lse_shape, multiprocessors
 from ..splits import choose_splits
 from . import launcher
-from .device import (
-    compute_capability,
-    current_device,
-    fits_int32_offsets,
-    scheme_on,
-    shape_of,
-    vector_size,
-    with_int32_offsets,
-)
+from .device import block_d, current_device, fits_int32_offsets, shape_of, vector_size, with_int32_offsets
 from .launcher import cdiv
-from .tiles import choose
+from .plan import Plan
 
 
 def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout) -> None:
@@ -39,9 +29,8 @@ def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout) -> None:
     batch = 1 if placed else layout.cu_seqlens_q.shape[0] - 1 if packed else k.shape[0]
     max_seqlen = min(layout.max_seqlen_q, seqlen) if packed and not placed else seqlen
     kernel_layout, page_size = _kernel_layout(k_cache, layout._replace(leftpad=None))
-    block_d = 1 << (head_dim - 1).bit_length()
     vec = vector_size(k_cache, v_cache, k, v)
-    shape = Shape(head_dim, block_d, vec=vec, page_size=page_size, block_m=configs.APPEND_ROWS)
+    shape = Shape(head_dim, block_d(head_dim), vec=vec, page_size=page_size, block_m=configs.APPEND_ROWS)
     with current_device(k):
         launcher.launch(
             append_rows,
@@ -75,43 +64,28 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
 
 
 class RotatedRows(NamedTuple):
-    """Rows of the workspace for rotated keys; of_each: `rows` of copied_keys in triton_kernels/tiles.py."""
+    """Rows of the workspace for rotated keys; per_sequence: `rows` of copied_keys in triton_kernels/tiles.py."""
 
-    of_each: int
+    per_sequence: int
     longest: int
     total: int
 
 
-class CachePlan:
-    """What the launches of one call share."""
+class CachePlan(Plan):
+    """Queries over a cache, of which the decode kernel serves the short sequences and the forward kernel the others."""
 
     def __init__(self, q, k_cache, v_cache, call: CacheCall):
-        self.q, self.k_cache, self.v_cache, self.call = q, k_cache, v_cache, call
-        layout = call.layout
-        self.cu_seqlens_q = layout.cu_seqlens_q
-        self.seqlen_q, self.heads_q = q.shape[-3:-1]  # packed: the total
-        self.batch = q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
-        self.max_seqlen_q = self.seqlen_q if self.cu_seqlens_q is None else min(layout.max_seqlen_q, self.seqlen_q)
-        self.heads_kv, self.capacity = k_cache.shape[2], call.layout.capacity(k_cache)
-        self.rotary, device = call.rotary, q.device
-        self.capability = compute_capability(device)
-        self.lowered, self.tables = lower(self.rotary, call.causal), scheme_on(self.rotary, call.causal, device)
-        self.num_bands = len(self.lowered.bands)
-        rows = coarse_rows(max(self.max_seqlen_q, self.capacity))
-        self.table = two_level_table(self.rotary, call.causal, rows, device)
-        tables = self.tables
-        self.scheme = Scheme(tables.bands, self.table, None, tables.maps, call.score_scale, *call.rotary.query_scale)
+        self.q, self.k_cache, self.v_cache, self.call, layout = q, k_cache, v_cache, call, call.layout
+        self.cu_seqlens_q, self.capacity = layout.cu_seqlens_q, layout.capacity(k_cache)
+        longest = q.shape[1] if self.cu_seqlens_q is None else min(layout.max_seqlen_q, q.shape[0])
+        table = two_level_table(call.rotary, call.causal, coarse_rows(max(longest, self.capacity)), q.device)
+        super().__init__(q, call, self.cu_seqlens_q, longest, k_cache.shape[2], self.capacity, table)
 
         self.prefills = self._can_prefill()
         self.decodes = not self.prefills or self.cu_seqlens_q is not None
         self.decode_seqlen = configs.DECODE_SEQLEN if self.prefills else self.max_seqlen_q
         self.layout, self.page_size = _kernel_layout(k_cache, layout, self.decode_seqlen)
-
-    def _tile(self, direction: str):
-        device, cache = self.q.device, "paged" if self.page_size else "contiguous"
-        fields = (2 * self.table.shape[-1], self.q.element_size(), self.num_bands, self.capacity)
-        grouped = self.heads_q > self.heads_kv
-        return choose(direction, device, self.capability, *fields, grouped, cache)
+        self.cache = "paged" if self.page_size else "contiguous"
 
     # ---- many queries
 
@@ -142,7 +116,7 @@ class CachePlan:
         """Fills the rows of out and lse that the decode kernel leaves, in two launches."""
         q, k_cache, v_cache = with_int32_offsets(self.q), self.k_cache, self.v_cache
         copies, rows = len(self.lowered.k_copies), self._rotated_rows()
-        table_rows, vec = self.table.shape[1], vector_size(q, k_cache, v_cache)
+        vec = vector_size(q, k_cache, v_cache)
         rotated_k = k_cache
         if rows.total:
             rotated_k = k_cache.new_empty(copies, rows.total, *k_cache.shape[2:])
@@ -162,37 +136,20 @@ class CachePlan:
                 self.layout,
                 self.cu_seqlens_q,
                 self.seqlen_q,
-                rows.of_each,
+                rows.per_sequence,
                 rows.longest,
-                table_rows,
+                self.table_rows,
                 self.heads_kv,
                 HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
                 SHAPE=shape_of(self.rotary, vec, 0, 0, self.page_size, configs.ROTATE_ROWS),
                 **configs.options(configs.ROTATE_WARPS),
             )
-        tile = self._tile("forward")
+        tile = self.tile("forward", self.cache)
         rotated_bands = self.lowered.rotated_bands if self.page_size else 0  # only paged keys are read in another way
         shape = shape_of(self.rotary, vec, self.num_bands, rotated_bands, self.page_size, tile.block_m, tile.block_n)
-        launcher.launch(
-            attention_forward,
-            (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
-            tensor_view(q),
-            tensor_view(k_cache),
-            tensor_view(rotated_k),
-            tensor_view(v_cache),
-            out,
-            lse,
-            self.scheme,
-            CuSeqlens(self.cu_seqlens_q, None),
-            self.layout,
-            self.seqlen_q,
-            rows.of_each,
-            self.max_seqlen_q,
-            table_rows,
-            self.heads_q,
-            self.heads_kv,
-            SHAPE=shape,
-            **configs.options(tile.num_warps, num_stages=tile.num_stages),
+        cu_seqlens = CuSeqlens(self.cu_seqlens_q, None)
+        self.launch_forward(
+            q, k_cache, rotated_k, v_cache, out, lse, cu_seqlens, self.layout, rows.per_sequence, shape, tile
         )
 
     # ---- few queries
@@ -203,7 +160,7 @@ class CachePlan:
         group, rows = self.heads_q // self.heads_kv, self.decode_seqlen * (self.heads_q // self.heads_kv)
         usual_rows = group if self.prefills else rows
         wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
-        tile = self._tile("decode wide" if wide else "decode")
+        tile = self.tile("decode wide" if wide else "decode", self.cache)
         aligned_maps = bool(self.lowered.maps) and self._maps_align(tile.block_n)
         if self.lowered.maps and not aligned_maps:
             # A row of cos and sin for every key: requested ahead, they would fill shared memory.
@@ -212,10 +169,7 @@ class CachePlan:
         usual_programs = cdiv(usual_rows, tile.block_m) * self.heads_kv * self.batch
         vec = vector_size(self.q, self.k_cache, self.v_cache)
         fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
-        options = {
-            "SHAPE": shape_of(self.rotary, vec, *fields, aligned_maps=aligned_maps),
-            **configs.options(tile.num_warps, num_stages=tile.num_stages),
-        }
+        options = {"SHAPE": shape_of(self.rotary, vec, *fields, aligned_maps=aligned_maps), **tile.options}
         num_splits = self._num_splits(usual_programs, lse, options)
         partial, partial_lse = out, lse
         if num_splits > 1:
@@ -232,7 +186,6 @@ class CachePlan:
             **options,
         )
         if num_splits > 1:
-            head_dim, block_d = self.rotary.head_dim, 2 * self.table.shape[-1]
             launcher.launch(
                 combine_splits,
                 (self.batch * self.decode_seqlen * self.heads_q,),
@@ -246,7 +199,7 @@ class CachePlan:
                 self.heads_q,
                 num_splits,
                 BLOCK_S=configs.COMBINE_SPLITS,
-                SHAPE=Shape(head_dim, block_d),
+                SHAPE=Shape(self.rotary.head_dim, 2 * self.table.shape[-1]),
                 **configs.options(configs.COMBINE_WARPS),
             )
 
@@ -266,7 +219,7 @@ class CachePlan:
             self.cu_seqlens_q,
             self.layout,
             self.seqlen_q,
-            self.table.shape[1],
+            self.table_rows,
             self.heads_q,
             self.heads_kv,
             num_splits,

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from ...lowering.cos_sin import padded_pairs
-from ...lowering.lowered import lower
+from ...lowering.lowered import Lowered, lower
 from ...lowering.resident import kept_on_device
 from ...rotary.rotary import Rotary
 from ...triton_kernels.arguments import Shape
@@ -19,9 +19,11 @@ from .launcher import interpreted
 
 
 class DeviceScheme(NamedTuple):
-    """``lower(rotary, causal)`` as int32 tensors. bands: rows of LoweredBand. q_rotations: of every band. k_copies: the
-    rotation of every copy of k. key_ranges (copies, 2): rotated_key_ranges. maps: rows of RowMap, or None."""
+    """``lower(rotary, causal)``, and its rows as int32 tensors. bands: rows of LoweredBand. q_rotations: of every band.
+    k_copies: the rotation of every copy of k. key_ranges (copies, 2): rotated_key_ranges. maps: rows of RowMap, or
+    None."""
 
+    lowered: Lowered
     bands: torch.Tensor
     q_rotations: torch.Tensor
     k_copies: torch.Tensor
@@ -33,7 +35,8 @@ class DeviceScheme(NamedTuple):
 def scheme_on(rotary: Rotary, causal: bool, device: torch.device) -> DeviceScheme:
     lowered = lower(rotary, causal)
     values = (lowered.bands, lowered.q_rotations, lowered.k_copies, lowered.rotated_key_ranges, lowered.maps or None)
-    return DeviceScheme(*(x if x is None else torch.tensor(x, dtype=torch.int32).to(device) for x in values))
+    tensors = (x if x is None else torch.tensor(x, dtype=torch.int32).to(device) for x in values)
+    return DeviceScheme(lowered, *tensors)
 
 
 @lru_cache(maxsize=1024)
@@ -44,6 +47,7 @@ def shape_of(rotary: Rotary, vec: int, *fields: int, head_dim_v: int = 0, aligne
     return shape._replace(head_dim_v=head_dim_v, block_dv=block_d(head_dim_v), aligned_maps=aligned_maps)
 
 
+@cache
 def block_d(head_dim: int) -> int:
     """Channels of a tile that holds head_dim."""
     return 2 * padded_pairs(head_dim)

@@ -28,22 +28,18 @@ def choose(
     cache: str = "",
     block_dv: int = 0,
 ) -> Tile:
-    """keys: the longest sequence of keys, or the capacity of the cache; cache: as in ``store.ShapeClass``; block_dv 0:
-    as block_d; the others as in ``configs.tile``. Values of another width are not tuned."""
+    """The tile of a launch. Every launch that has one takes it from here.
+
+    keys: the longest sequence of keys, or the capacity of the cache; cache: as in ``store.ShapeClass``; block_dv 0: as
+    block_d; the others as in ``configs.tile``. Values of another width are not tuned.
+    """
     if direction in _forced:
         return _forced[direction]
-    if block_dv not in (0, block_d):
-        return configs.tile(direction, capability, block_d, itemsize, num_bands, block_dv)
-    setup = setup_of(device, capability)
-    shape = store.ShapeClass(direction, block_d, itemsize, num_bands > 1, cache, grouped, store.max_keys(keys))
-    if winner := store.tuned().get(setup, {}).get(shape):
-        return Tile(*winner.tile)
-    return default(shape, capability)
-
-
-def default(shape: store.ShapeClass, capability: int) -> Tile:
-    """What serves without tuning."""
-    return configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, 2 if shape.banded else 1)
+    if block_dv in (0, block_d):
+        shape = store.ShapeClass(direction, block_d, itemsize, num_bands > 1, cache, grouped, store.max_keys(keys))
+        if winner := store.tuned().get(setup_of(device, capability), {}).get(shape):
+            return Tile(*winner.tile)
+    return configs.tile(direction, capability, block_d, itemsize, num_bands, block_dv)
 
 
 _forced: dict[str, Tile] = {}

@@ -89,14 +89,14 @@ struct KeyHead {
     for (int64_t row = 0; row < call.seqlen_q; ++row) {
       const T* out = call.out.row<const T>(b, row, head);
       const T* grad = backward.grad_out.row<const T>(b, row, head);
-      const int64_t of_row = (b * call.heads_q + head) * call.seqlen_q + row;
+      const int64_t lse_row = (b * call.heads_q + head) * call.seqlen_q + row;
       float product = 0;
       for (int c = 0; c < head_dim_v; ++c) {
         grad_out[row * width_v + c] = to_float(grad[c]);
         product += to_float(out[c]) * to_float(grad[c]);
       }
-      if (call.lse[of_row] != -INF) lse[row] = call.lse[of_row];
-      delta[row] = product - (backward.grad_lse ? backward.grad_lse[of_row] : 0);
+      if (call.lse[lse_row] != -INF) lse[row] = call.lse[lse_row];
+      delta[row] = product - (backward.grad_lse ? backward.grad_lse[lse_row] : 0);
     }
     transpose(grad_out.get(), width_v, head_dim_v, grad_out_transposed.get());
   }
@@ -130,8 +130,8 @@ struct KeyHead {
   }
 
   void add_tile(const Band& band, int64_t key, int64_t row) {
-    const float *of_k = k.get() + key * width, *of_q = q.get() + row * width;
-    multiply<false>(of_k, width, q_transposed.get() + row * head_dim, BLOCK_M, weights, BLOCK_M, BLOCK_N, BLOCK_M,
+    const float *tile_k = k.get() + key * width, *tile_q = q.get() + row * width;
+    multiply<false>(tile_k, width, q_transposed.get() + row * head_dim, BLOCK_M, weights, BLOCK_M, BLOCK_N, BLOCK_M,
                     head_dim);
     multiply<false>(v.get() + key * width_v, width_v, grad_out_transposed.get() + row * head_dim_v, BLOCK_M,
                     grad_scores, BLOCK_M, BLOCK_N, BLOCK_M, head_dim_v);
@@ -150,9 +150,9 @@ struct KeyHead {
     }
     multiply<true>(weights, BLOCK_M, grad_out.get() + row * width_v, width_v, grad_v.get() + key * width_v, width_v,
                    BLOCK_N, width_v, BLOCK_M);
-    multiply<true>(grad_scores, BLOCK_M, of_q, width, grad_rotated_k.get() + key * width, width, BLOCK_N, width,
+    multiply<true>(grad_scores, BLOCK_M, tile_q, width, grad_rotated_k.get() + key * width, width, BLOCK_N, width,
                    BLOCK_M);
-    multiply<true>(transposed, BLOCK_N, of_k, width, grad_rotated_q.get() + row * width, width, BLOCK_M, width,
+    multiply<true>(transposed, BLOCK_N, tile_k, width, grad_rotated_q.get() + row * width, width, BLOCK_M, width,
                    BLOCK_N);
   }
 };

@@ -288,13 +288,13 @@ int decode(const DecodeCall& call) {
     SoftmaxState state;
     Chunk<T, D> work(call, b, head, key, key + CHUNK < seqlen ? key + CHUNK : seqlen);
     work.run(state);
-    float* of_head = partials.get() + (starts[b] * call.heads_kv + head * chunks) * rows * width;
+    float* head_partials = partials.get() + (starts[b] * call.heads_kv + head * chunks) * rows * width;
     for (int64_t r = 0; r < rows; ++r) {
-      float* partial = of_head + (chunk * rows + r) * width;
+      float* partial = head_partials + (chunk * rows + r) * width;
       std::memcpy(partial, state.acc[r], call.head_dim * sizeof(float));
       partial[call.head_dim] = state.row_max[r], partial[call.head_dim + 1] = state.row_sum[r];
     }
-    if (finished[b * call.heads_kv + head].fetch_add(1) == chunks - 1) combine<T>(call, b, head, of_head, chunks);
+    if (finished[b * call.heads_kv + head].fetch_add(1) == chunks - 1) combine<T>(call, b, head, head_partials, chunks);
   });
   return 0;
 }

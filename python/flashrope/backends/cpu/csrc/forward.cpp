@@ -8,22 +8,22 @@
 namespace flashrope {
 
 struct Workspace {
-  int64_t blocks, padded_dim, block_of_k, block_of_v;  // the last two: elements
+  int64_t blocks, padded_dim, k_block_size, v_block_size;  // the last two: elements
   Floats k, v;  // k: (copy, batch, head, block, head_dim, BLOCK_N); v: (batch, head, block, BLOCK_N, padded_dim)
 
   explicit Workspace(const ForwardCall& call)
       : blocks((call.seqlen_k + BLOCK_N - 1) / BLOCK_N),
         padded_dim((call.head_dim_v + GEMM_COLUMNS - 1) / GEMM_COLUMNS * GEMM_COLUMNS),
-        block_of_k(call.head_dim * BLOCK_N),
-        block_of_v(BLOCK_N * padded_dim),
-        k(floats(call.num_copies * call.batch * call.heads_kv * blocks * block_of_k)),
-        v(floats(call.batch * call.heads_kv * blocks * block_of_v)) {}
+        k_block_size(call.head_dim * BLOCK_N),
+        v_block_size(BLOCK_N * padded_dim),
+        k(floats(call.num_copies * call.batch * call.heads_kv * blocks * k_block_size)),
+        v(floats(call.batch * call.heads_kv * blocks * v_block_size)) {}
 
   // head: batch index * heads_kv + head
   float* k_block(const ForwardCall& call, int64_t copy, int64_t head, int64_t block) const {
-    return k.get() + ((copy * call.batch * call.heads_kv + head) * blocks + block) * block_of_k;
+    return k.get() + ((copy * call.batch * call.heads_kv + head) * blocks + block) * k_block_size;
   }
-  float* v_block(int64_t head, int64_t block) const { return v.get() + (head * blocks + block) * block_of_v; }
+  float* v_block(int64_t head, int64_t block) const { return v.get() + (head * blocks + block) * v_block_size; }
 };
 
 template <typename T>
@@ -34,7 +34,7 @@ void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t hea
   alignas(64) float row[MAX_HEAD_DIM];
   for (int64_t copy = 0; copy < call.num_copies; ++copy) {
     float* k = workspace.k_block(call, copy, head, block);
-    if (keys < BLOCK_N) std::fill_n(k, workspace.block_of_k, 0.0f);
+    if (keys < BLOCK_N) std::fill_n(k, workspace.k_block_size, 0.0f);
     for (int t = 0; t < keys; ++t) {
       const T* x = call.k.row<const T>(b, first + t, head % call.heads_kv);
       rotate_row(x, row, call.k_copies[copy], b, first + t, call);
@@ -42,7 +42,7 @@ void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t hea
     }
   }
   float* v = workspace.v_block(head, block);
-  if (keys < BLOCK_N || workspace.padded_dim > head_dim_v) std::fill_n(v, workspace.block_of_v, 0.0f);
+  if (keys < BLOCK_N || workspace.padded_dim > head_dim_v) std::fill_n(v, workspace.v_block_size, 0.0f);
   for (int t = 0; t < keys; ++t) {
     const T* x = call.v.row<const T>(b, first + t, head % call.heads_kv);
     for (int c = 0; c < head_dim_v; ++c) v[t * workspace.padded_dim + c] = to_float(x[c]);
@@ -126,10 +126,10 @@ struct Tile {
   }
 
   void softmax_row(int r) {
-    float* of_row = scores + r * BLOCK_N;
-    Vec highest = load(of_row);
+    float* row_scores = scores + r * BLOCK_N;
+    Vec highest = load(row_scores);
     for (int t = LANES; t < BLOCK_N; t += LANES) {
-      const Vec x = load(of_row + t);
+      const Vec x = load(row_scores + t);
       highest = x > highest ? x : highest;
     }
     const float high = maximum(highest), old_max = row_max[r];
@@ -142,8 +142,8 @@ struct Tile {
     }
     Vec total{};
     for (int t = 0; t < BLOCK_N; t += LANES) {
-      const Vec weights = exp(load(of_row + t) - row_max[r]);
-      store(of_row + t, weights);
+      const Vec weights = exp(load(row_scores + t) - row_max[r]);
+      store(row_scores + t, weights);
       total += weights;
     }
     row_sum[r] += sum(total);

@@ -1,0 +1,80 @@
+"""What the launches of every call share: the scheme on the device, the choice of a tile, the forward kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
+from ...triton_kernels.arguments import CuSeqlens, Scheme, Shape, tensor_view
+from ...triton_kernels.configs import Tile
+from ...triton_kernels.forward import attention_forward
+from ..calls import AttentionCall, CacheCall
+from . import launcher, tiles
+from .device import compute_capability, scheme_on
+from .launcher import cdiv
+
+
+class Plan:
+    """The launches of one call are its methods.
+
+    keys: the longest sequence of keys, or the capacity of the cache; table, positions: as in Scheme.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        call: AttentionCall | CacheCall,
+        cu_seqlens_q: torch.Tensor | None,
+        max_seqlen_q: int,
+        heads_kv: int,
+        keys: int,
+        table: torch.Tensor,
+        positions: torch.Tensor | None = None,
+    ):
+        self.rotary, self.table, tables = call.rotary, table, scheme_on(call.rotary, call.causal, q.device)
+        self.tables, self.lowered, self.num_bands = tables, tables.lowered, len(tables.lowered.bands)
+        self.scheme = Scheme(tables.bands, table, positions, tables.maps, call.score_scale, *call.rotary.query_scale)
+        self.table_rows = table.shape[1] if positions is None else table.shape[1] * table.shape[2]
+        self.seqlen_q, self.heads_q, _ = q.shape[-3:]  # packed: the total
+        self.batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        self.max_seqlen_q, self.heads_kv, self.keys = max_seqlen_q, heads_kv, keys
+        self.capability, self.itemsize = compute_capability(q.device), q.element_size()
+
+    def tile(self, direction: str, cache: str = "", block_dv: int = 0) -> Tile:
+        """As in ``tiles.choose``."""
+        device, block_d, grouped = self.table.device, 2 * self.table.shape[-1], self.heads_q > self.heads_kv
+        fields = (block_d, self.itemsize, self.num_bands, self.keys, grouped, cache, block_dv)
+        return tiles.choose(direction, device, self.capability, *fields)
+
+    def launch_forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        rotated_k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        cu_seqlens: CuSeqlens,
+        cache: KernelCacheLayout,
+        seqlen_k: int,
+        shape: Shape,
+        tile: Tile,
+    ) -> None:
+        launcher.launch(
+            attention_forward,
+            (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
+            *map(tensor_view, (q, k, rotated_k, v)),
+            out,
+            lse,
+            self.scheme,
+            cu_seqlens,
+            cache,
+            self.seqlen_q,
+            seqlen_k,
+            self.max_seqlen_q,
+            self.table_rows,
+            self.heads_q,
+            self.heads_kv,
+            SHAPE=shape,
+            **tile.options,
+        )
