@@ -116,7 +116,7 @@ def test_the_kernels_of_triton(scheme):
         return differentiated(q, k, v, attention(q, k, v, rotary, return_lse=True, impl=impl))
 
     def packed(impl, q, k, v):
-        starts = integers([0, 1, 31, 35]), integers([0, 2, 42, 172])
+        starts = int32([0, 1, 31, 35]), int32([0, 2, 42, 172])
         return differentiated(q, k, v, attention_varlen(q, k, v, rotary, *starts, 30, 130, return_lse=True, impl=impl))
 
     against_float64(dense, *(floats(2, n, 2, 16, seed=seed) for seed, n in enumerate((20, 130, 130))))
@@ -127,7 +127,7 @@ def test_the_kernels_of_triton(scheme):
 @pytest.mark.parametrize("rows", [1, 70], ids=["decoded", "prefilled"])
 @pytest.mark.parametrize("scheme", OTHERS)
 def test_the_kernels_of_triton_with_a_cache(scheme, rows):
-    lengths, pads, new = integers([170, 2, 75]), integers([40, 0, 3]), [floats(3, rows, 2, 16, seed=n) for n in (3, 4)]
+    lengths, pads, new = int32([170, 2, 75]), int32([40, 0, 3]), [floats(3, rows, 2, 16, seed=n) for n in (3, 4)]
 
     def cached(impl, q, k_cache, v_cache, k, v):
         options = {"cache_leftpad": pads, "return_lse": True, "impl": impl}
