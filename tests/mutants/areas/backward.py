@@ -31,7 +31,7 @@ GROUPS = (
             ),
             (
                 "dK lacks a rotation between bands",
-                "rotate_tile(grad.k, table, band.dk_step, before, rows, SHAPE), grad.v)",
+                "rotate_tile(grad.k, table, band.dk_step, before.dk_step, rows, SHAPE), grad.v)",
                 "grad.k, grad.v)",
             ),
             (
@@ -41,18 +41,18 @@ GROUPS = (
             ),
             (
                 "dQ lacks a rotation between bands",
-                "            acc = rotate_tile(acc, table, band.dq_step, before, rows, SHAPE)\n",
+                "            acc = rotate_tile(acc, table, band.dq_step, before.dq_step, rows, SHAPE)\n",
                 "            acc = acc\n",
             ),
             (
                 "dQ lacks log n",
-                "    scale = log_n_scale(scheme, rows.start + loaded, position) * scheme.score_scale\n",
-                "    scale = log_n_scale(scheme, rows.start + loaded, position) * 0 + scheme.score_scale\n",
+                "    scale = query_scale(scheme, rows.start + loaded, position, seq.length_k) * scheme.score_scale\n    to_q",
+                "    scale = query_scale(scheme, rows.start + loaded, position, seq.length_k) * 0 + scheme.score_scale\n    to_q",
             ),
             (
                 "dQ lacks the softmax scale",
-                "    scale = log_n_scale(scheme, rows.start + loaded, position) * scheme.score_scale\n",
-                "    scale = log_n_scale(scheme, rows.start + loaded, position)\n",
+                "    scale = query_scale(scheme, rows.start + loaded, position, seq.length_k) * scheme.score_scale\n    to_q",
+                "    scale = query_scale(scheme, rows.start + loaded, position, seq.length_k)\n    to_q",
             ),
             (
                 "dK lacks the softmax scale",
@@ -66,8 +66,8 @@ GROUPS = (
             ),
             (
                 "statistics of the next head are read",
-                "            head_statistics = statistics + statistics_offset(packed_q, batch, head, statistics_rows)\n",
-                "            head_statistics = statistics + statistics_offset(packed_q, batch, head_kv, statistics_rows)\n",
+                "    offset = statistics_offset(queries.packed, seq.batch, head, queries.statistics_rows)\n",
+                "    offset = statistics_offset(queries.packed, seq.batch, head // 2, queries.statistics_rows)\n",
             ),
             (
                 "dV uses masked-out weights of edge tiles",

@@ -85,13 +85,13 @@ GROUPS = (
             ),
             (
                 "keys are scaled by log n",
-                "factors = QueryFactors.of(call) if is_query else OF_KEYS",
+                "factors = QueryFactors.of(call) if is_query else KEY_FACTORS",
                 "factors = QueryFactors.of(call)",
             ),
             (
                 "queries of the CPU lack the factor on rotated channels",
-                "return cls(call.log_n, call.rotary.rotated_scale)",
-                "return cls(call.log_n)",
+                "return cls(call.rotary.query_scale.by_position, call.rotary.rotated_scale)",
+                "return cls(call.rotary.query_scale.by_position)",
             ),
         ),
     ),
@@ -195,7 +195,7 @@ GROUPS = (
         (
             (
                 "gradients of compiled kernels ignore that of lse",
-                "delta[row] = product - (backward.grad_lse ? backward.grad_lse[of_row] : 0);",
+                "delta[row] = product - (backward.grad_lse ? backward.grad_lse[lse_row] : 0);",
                 "delta[row] = product;",
             ),
             (

@@ -33,7 +33,7 @@ GROUPS = (
             ),
             (
                 "the positions of a decode step are not shifted",
-                "    shift = tl.maximum(-ahead, 0) if scheme.maps is None else 0\n",
+                "    shift = tl.maximum(-seq.ahead, 0) if scheme.maps is None else 0\n",
                 "    shift = 0\n",
             ),
             (
@@ -43,8 +43,8 @@ GROUPS = (
             ),
             (
                 "a split misses its first block",
-                "    begin = blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits",
-                "    begin = blocks.begin + num_splits + (split - blocks.begin % num_splits + num_splits) % num_splits",
+                "    return blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits",
+                "    return blocks.begin + num_splits + (split - blocks.begin % num_splits + num_splits) % num_splits",
             ),
             (
                 "splits share a block",
@@ -53,13 +53,13 @@ GROUPS = (
             ),
             (
                 "queries of a group are mixed up",
-                "    token, head = rows // group, head_kv * group + rows % group  # [BM]\n",
-                "    token, head = rows // group, head_kv * group + rows // length_q % group  # [BM]\n",
+                "    token, head = rows // group, program.head_kv * group + rows % group\n",
+                "    token, head = rows // group, program.head_kv * group + rows // seq.length_q % group\n",
             ),
             (
                 "log n of decoding goes by the row",
-                "    log_n = log_n_scale(scheme, rows, position)[:, None]\n",
-                "    log_n = log_n_scale(scheme, rows, token)[:, None]\n",
+                "    scale = query_scale(scheme, rows.token, rows.position, seq.length_k)[:, None]\n",
+                "    scale = query_scale(scheme, rows.token, rows.token, seq.length_k)[:, None]\n",
             ),
             (
                 "splits are combined without their weights",

@@ -34,8 +34,8 @@ GROUPS = (
             ),
             (
                 "log n of the first tile serves all",
-                "    log_n = log_n_scale(scheme, rows.start + existing_rows(rows), position)\n",
-                "    log_n = log_n_scale(scheme, rows.start + existing_rows(rows), position - first)\n",
+                "    log_n = query_scale(scheme, rows.start + existing_rows(rows), position, seq.length_k)\n",
+                "    log_n = query_scale(scheme, rows.start + existing_rows(rows), position - first, seq.length_k)\n",
             ),
             (
                 "edge tiles are not masked",

@@ -22,13 +22,8 @@ GROUPS = (
         (
             (
                 "log n is applied to the keys",
-                "scheme = self.scheme._replace(log_n_factor=0.0, log_n_floor=1.0)",
+                "scheme = self.scheme._replace(**UNSCALED._asdict())",
                 "scheme = self.scheme",
-            ),
-            (
-                "queries lack a program for the last tile",
-                "(cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),\n            tensor_view(q)",
-                "(self.max_seqlen_q // tile.block_m * self.batch * self.heads_q,),\n            tensor_view(q)",
             ),
             (
                 "key heads lack their last program",
@@ -37,8 +32,8 @@ GROUPS = (
             ),
             (
                 "the table is too short for the keys",
-                "coarse_rows(max(self.seqlen_q, self.seqlen_k))",
-                "coarse_rows(self.seqlen_q)",
+                "coarse_rows(max(q.shape[-3], self.seqlen_k))",
+                "coarse_rows(q.shape[-3])",
             ),
             (
                 "statistics are too small for packed sequences",
@@ -47,7 +42,7 @@ GROUPS = (
             ),
             (
                 "rotated queries without log n are not made",
-                "if not any(self.lowered.q_rotations) and not self.scheme.log_n_factor:",
+                "if not any(self.lowered.q_rotations) and self.rotary.query_scale == UNSCALED:",
                 "if not any(self.lowered.q_rotations):",
             ),
             (
@@ -69,8 +64,8 @@ GROUPS = (
             ),
             (
                 "the table ends at the queries",
-                "rows = coarse_rows(max(self.max_seqlen_q, self.capacity))",
-                "rows = coarse_rows(self.max_seqlen_q)",
+                "coarse_rows(max(longest, self.capacity))",
+                "coarse_rows(longest)",
             ),
             (
                 "partial results of packed queries are too few",
@@ -93,6 +88,18 @@ GROUPS = (
             ("types are not told apart", "(x.dtype, x.data_ptr() & 15)", "(x.data_ptr() & 15,)"),
             ("None is not told apart", "traits += (None,) if x is None", "traits += () if x is None"),
             ("options are not told apart", "*_traits(args), *options.items())", "*_traits(args))"),
+        ),
+    ),
+    Group(
+        "launches",
+        "python/flashrope/backends/triton/plan.py",
+        LAUNCHES,
+        (
+            (
+                "queries lack a program for the last tile",
+                "(cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,)",
+                "(self.max_seqlen_q // tile.block_m * self.batch * self.heads_q,)",
+            ),
         ),
     ),
 )

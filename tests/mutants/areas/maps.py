@@ -106,18 +106,18 @@ GROUPS = (
         (
             (
                 "maps of queries are those of keys",
-                "        of_rows = RowMap(*map(_bound, rotation[2:]), int(is_query)) if mapped else ()\n",
-                "        of_rows = RowMap(*map(_bound, rotation[2:]), 0) if mapped else ()\n",
+                "        row_map = RowMap(*map(_bound, rotation[2:]), int(is_query)) if mapped else ()\n",
+                "        row_map = RowMap(*map(_bound, rotation[2:]), 0) if mapped else ()\n",
             ),
             (
                 "rotations that differ in the map alone share a number",
-                "numbers.setdefault((scale, rotation.slope, rotation.offset, *of_rows), len(numbers))",
-                "numbers.setdefault((scale, rotation.slope, rotation.offset, *of_rows[:1], 1, UNBOUNDED, *of_rows[3:]), len(numbers))",
+                "numbers.setdefault((scale, rotation.slope, rotation.offset, *row_map), len(numbers))",
+                "numbers.setdefault((scale, rotation.slope, rotation.offset, *row_map[:1], 1, UNBOUNDED, *row_map[3:]), len(numbers))",
             ),
             (
                 "bands over chunks start and stop at distances",
-                "        rows.append((*(_bound(x, chunk) for x in band[:2]), *numbered, *steps))\n",
-                "        rows.append((*map(_bound, distances(band)), *numbered, *steps))\n",
+                "_bound(band.start, chunk), _bound(band.stop, chunk), *numbered",
+                "*map(_bound, band.distances), *numbered",
             ),
             (
                 "an open end overflows in positions",
@@ -249,8 +249,8 @@ GROUPS = (
         (
             (
                 "mapped keys of a cache are shifted",
-                "    shift = tl.maximum(-ahead, 0) if scheme.maps is None else 0\n",
-                "    shift = tl.maximum(-ahead, 0) if scheme.maps is None else 1\n",
+                "    shift = tl.maximum(-seq.ahead, 0) if scheme.maps is None else 0\n",
+                "    shift = tl.maximum(-seq.ahead, 0) if scheme.maps is None else 1\n",
             ),
         ),
     ),

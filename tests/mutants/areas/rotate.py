@@ -16,8 +16,8 @@ GROUPS = (
             ),
             (
                 "log n of the rotated queries goes by the row",
-                "first + rows.index + length_other - length)[:, None]",
-                "first + rows.index)[:, None]",
+                "first + rows.index + length_other - length, length_other)[:, None]",
+                "first + rows.index, length_other)[:, None]",
             ),
         ),
     ),

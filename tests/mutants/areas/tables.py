@@ -60,8 +60,8 @@ GROUPS = (
             ),
             (
                 "keys have the factor on rotated channels",
-                "number(of_q, True, rotary.rotated_scale), number(of_k, False)",
-                "number(of_q, True, rotary.rotated_scale), number(of_k, False, rotary.rotated_scale)",
+                "number(q_map, True, rotary.rotated_scale), number(k_map, False)",
+                "number(q_map, True, rotary.rotated_scale), number(k_map, False, rotary.rotated_scale)",
             ),
             (
                 "the last rotating pair is left out",

@@ -25,11 +25,6 @@ GROUPS = (
         FORWARD,
         (
             (
-                "the window reaches one key too far",
-                "distance < band.stop)\n",
-                "distance <= band.stop)\n",
-            ),
-            (
                 "a query sees one key too many behind the band",
                 "return VisibleRange(position_q - band.stop + 1, tl.minimum(position_q - band.start + 1, length))",
                 "return VisibleRange(position_q - band.stop, tl.minimum(position_q - band.start + 1, length))",
@@ -116,8 +111,8 @@ GROUPS = (
             ),
             (
                 "channels of v beyond head_dim_v are read",
-                "mask=(channels < SHAPE.head_dim_v)[None, :]",
-                "mask=(channels >= 0)[None, :]",
+                "load_channels(ptr, offsets, channels, SHAPE.head_dim_v, SHAPE.block_dv)",
+                "load_channels(ptr, offsets, channels, SHAPE.block_dv, SHAPE.block_dv)",
             ),
             (
                 "a band reads raw keys where it should read rotated ones",
