@@ -184,7 +184,7 @@ struct SoftmaxState {
   float row_sum[2];  // of this lane's keys only
 };
 
-// The scores of the slice that starts at key0, base 2. score stays as it is, -inf, where no band holds the key.
+// The scores of the slice that starts at key0, base 2. score keeps its -inf where no band holds the key.
 template <typename T, int D, bool INTERLEAVED>
 __device__ void score_slice(float (&score)[2][4], const DecodeParams& p, const Work& w, const Queries& queries,
                             int key0, int shift, const uint16_t* rotated_q, const uint16_t* k, float* base) {

@@ -9,8 +9,8 @@ namespace flashrope {
 
 constexpr int TILE_ROWS = 16;    // query rows of one tile: (row, query head) pairs that share a key head
 constexpr int SLICE = 16;        // keys that one warp multiplies at a time
-constexpr int FINE_ROWS = 1024;  // as in flashrope/cos_sin.py
-constexpr int MAX_SEQLEN_Q = 64;  // as in flashrope/backends/cuda.py, like TILE_ROWS
+constexpr int FINE_ROWS = 1024;  // as in flashrope/lowering/cos_sin.py
+constexpr int MAX_SEQLEN_Q = 64;  // as in flashrope/backends/cuda.py, which also has TILE_ROWS
 constexpr int MAX_SPLITS = 256;  // as in flashrope/backends/calls.py
 constexpr int UNBOUNDED = 1 << 30;  // a distance that no band reaches, as in flashrope/lowering/lowered.py
 
@@ -46,7 +46,7 @@ struct DecodeParams {
   float* partial_out;        // (num_splits, batch, seqlen_q, heads_q, head_dim)
   float* partial_lse;        // (num_splits, batch, seqlen_q, heads_q), base 2
   const int* bands;          // (num_bands, 4): start, stop, q_rotation, k_rotation; rotation 0 is none
-  const float* table;        // (rotations, table_rows, 2, table_pairs): two_level_table of flashrope/cos_sin.py
+  const float* table;        // (rotations, table_rows, 2, table_pairs): two_level_table of lowering/cos_sin.py
   int head_dim, seqlen_q, heads_q, heads_kv;
   int num_bands, table_rows, table_pairs;
   int rotary_dim;            // leading channels that are paired
@@ -54,7 +54,7 @@ struct DecodeParams {
   int num_splits;
   float score_scale;         // softmax_scale * temperature
   float log_n_factor, log_n_floor;  // the query at position i is scaled by max(floor, factor * ln(i + 1))
-  float length_scale;               // and by max(1, 0.1 * ln(n / length_scale) + 1) for n keys; 0: not
+  float length_scale;               // and by max(1, 0.1 * ln(n / length_scale) + 1) for n keys; 0: off
   bool bfloat16, interleaved;
 };
 

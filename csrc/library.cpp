@@ -93,8 +93,8 @@ CacheLayout check_cache(const Tensor& k_cache, const Tensor& v_cache, const Tens
 void decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_seqlens,
             const MaybeTensor& block_table, const MaybeTensor& cache_leftpad, const Tensor& bands, const Tensor& table,
             int64_t seqlen_new, int64_t rotary_dim, int64_t rotated_pairs, bool interleaved, double score_scale,
-            double log_n_factor, double log_n_floor, double length_scale, int64_t num_splits, Tensor out, Tensor lse, Tensor partial_out,
-            Tensor partial_lse) {
+            double log_n_factor, double log_n_floor, double length_scale, int64_t num_splits, Tensor out, Tensor lse,
+            Tensor partial_out, Tensor partial_lse) {
   DecodeParams p = {};
   p.q = check_rows(q, "q", q);
   p.k_cache = check_rows(k_cache, "k_cache", q);
@@ -175,8 +175,8 @@ STABLE_TORCH_LIBRARY(flashrope_cuda, m) {
   m.def(
       "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
       "Tensor? cache_leftpad, Tensor bands, Tensor table, int seqlen_new, int rotary_dim, int rotated_pairs, "
-      "bool interleaved, float score_scale, float log_n_factor, float log_n_floor, float length_scale, int num_splits, Tensor(a!) out, "
-      "Tensor(b!) lse, Tensor(c!) partial_out, Tensor(d!) partial_lse) -> ()");
+      "bool interleaved, float score_scale, float log_n_factor, float log_n_floor, float length_scale, "
+      "int num_splits, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial_out, Tensor(d!) partial_lse) -> ()");
   m.def(
       "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
       "Tensor? block_table) -> ()");

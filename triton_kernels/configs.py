@@ -65,7 +65,7 @@ HALF = {
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
 }
-# Where newer compilers (seen: 3.9) spill and 3.6 does not.
+# Tiles for newer compilers (seen: 3.9), which spill with the tile of HALF where 3.6 does not.
 NEWER_HALF = {
     "sm80": {
         "forward": {64: Tile(128, 32, 4, 3)},
@@ -77,9 +77,10 @@ NEWER_HALF = {
         "decode wide": {128: Tile(32, 32, 8, 3)},
     },
 }
-# By (block_d, block_dv), where v is of another width than q and k; a block_dv below 128 counts as 128 where block_d is
-# 256. In multi-head latent attention (192 and 128) the narrower accumulators leave room for larger tiles. By the same
-# rank as HALF; of one band, none spills in its loops. With the tile of 128, (64, 128) would compute products twice.
+# By (block_d, block_dv), for v of another width than q and k. If block_d is 256, a block_dv below 128 counts as 128. In
+# multi-head latent attention (192 and 128) the narrower accumulators leave room for larger tiles. They are ranked as in
+# HALF. With one band, none spills in its loops. (64, 128) has its own because the tile of 128 would compute products
+# twice.
 OTHER_V = {
     "sm80": {
         "forward": {(256, 128): Tile(128, 64, 8, 2)},
@@ -134,9 +135,11 @@ def family(capability: int) -> str:
 
 @lru_cache(maxsize=1024)
 def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands: int, block_dv: int = 0) -> Tile:
-    """direction: "forward", "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV; grad_kv's tile where it has
-    none of its own), "decode" or "decode wide" (many query rows). The most specific entry wins. block_dv: of v, 0 for
-    as block_d; where the two differ and OTHER_V has no tile, the larger decides."""
+    """The tile without tuning. The most specific entry of the tables wins.
+
+    direction: "forward", "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV; without an entry it takes
+    grad_kv's tile), "decode" or "decode wide" (many query rows). block_dv: of v, 0 for the same as block_d. If the two
+    differ and OTHER_V has no tile, the larger decides."""
     block_dv = block_dv or block_d
     widths = (block_d, max(block_dv, 128) if block_d == 256 else block_dv)
     block_d = max(block_d, block_dv)

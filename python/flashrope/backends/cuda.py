@@ -120,7 +120,7 @@ def attention_with_cache(
 
 
 # ---- packed queries
-# Index arithmetic on the device, so that the host reads no length, around the launches that batches have.
+# The index arithmetic is on the device, so that the host reads no length. The launches are those of batches.
 
 
 def _check_packed(layout: CacheLayout) -> None:
@@ -132,8 +132,8 @@ def _check_packed(layout: CacheLayout) -> None:
 
 
 def _token_sequences(cu_seqlens_q: torch.Tensor, total_q: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sequence, rows of it behind and with this one) of every token, int64 (total_q,). Outside every sequence: the
-    last sequence and a number below 1."""
+    """(sequence, how many of its rows follow, this one included) of every token, int64 (total_q,). A token outside
+    every sequence gets the last sequence and a number below 1."""
     ends = cu_seqlens_q[1:].to(torch.int64)
     token = torch.arange(total_q, device=cu_seqlens_q.device)
     sequence = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
@@ -141,7 +141,7 @@ def _token_sequences(cu_seqlens_q: torch.Tensor, total_q: int) -> tuple[torch.Te
 
 
 def _token_pages(k_cache, v_cache, total_q: int, layout: CacheLayout):
-    """(k_cache, v_cache, layout) in which every token is a sequence of its own, one page long: what append takes."""
+    """(k_cache, v_cache, layout) for append: every token is a sequence of its own, one page long."""
     _check_packed(layout)
     if layout.block_table is None:
         rows = TILE_ROWS
@@ -176,8 +176,8 @@ def _as_pages(name: str, x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _attend_packed(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed queries as a batch in which every sequence has max_seqlen_q rows and its own are the last of them, so that
-    they keep their positions. What the rows in front of them give is dropped."""
+    """Packed queries as a batch. Every sequence has max_seqlen_q rows there, and its own rows are the last of them, so
+    they keep their positions. The results of the rows before them are dropped."""
     layout, total_q = call.layout, q.shape[0]
     _check_packed(layout)
     cu_seqlens_q, longest = layout.cu_seqlens_q.to(torch.int64), layout.max_seqlen_q

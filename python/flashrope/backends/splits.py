@@ -7,10 +7,10 @@ from functools import lru_cache
 
 from .calls import MAX_SPLITS
 
-FULL = 0.85  # share of the blocks that the device holds which must be busy, where there are enough keys
-# In the time of a key tile; estimates, not timed: what a block needs to start and to store a partial result, and the
-# launch that combines those.
-SPLIT_COST, COMBINE_COST = 2, 4
+FULL = 0.85  # share of the blocks that the device holds which must be busy, if there are enough keys
+# In units of the time of a key tile. Both are estimates, not timed.
+SPLIT_COST = 2  # of a block: to start and to store a partial result
+COMBINE_COST = 4  # of the launch that combines the partial results
 
 KB = 1024
 

@@ -3,12 +3,12 @@
 Each band is divided into pieces that the kernel computes without a mask: rectangles, and triangles that its is_causal
 describes. The pieces of a row are merged by their lse, as in ring attention.
 
-Torch's kernel takes q, k and v of one width: where v has another, the narrower ones get channels of zeros.
+Torch's kernel takes q, k and v of one width. If v has another, the narrower ones get channels of zeros.
 
 Types below float32 are computed in float32 and only the results are rounded. That is at least as fast here as torch's
 half-precision kernels, whose float16 backward is about twenty times slower.
 
-The compiled kernels, where they are there, serve all types but float64 (tiles.py).
+The compiled kernels, if they are built, serve all types but float64 (tiles.py).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _attend_backward(
     out, upcast_v = _widen(upcast(out), width), _widen(upcast(v), width)
     grad_out = torch.zeros_like(out) if grad_out is None else _widen(upcast(grad_out), width)
     if grad_lse is not None:
-        # dS = P * (dO.V - dO.O + dlse): one more channel holds dlse in dO, 1 in V and 0 in O, q and k.
+        # dS = P * (dO.V - dO.O + dlse). One more channel holds dlse in dO, 1 in V, and 0 in O, q and k.
         grad_out = _add_channel(grad_out, grad_lse.transpose(1, 2))
         upcast_v, out = _add_channel(upcast_v, 1.0), _add_channel(out, 0.0)
     grad_q = grad_k = grad_v = None

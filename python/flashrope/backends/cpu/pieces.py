@@ -1,7 +1,7 @@
 """The geometry of the CPU backend: divides a band into pieces and merges their results.
 
 torch's flash kernel computes a piece without a mask. A piece is a rectangle of rows and keys, or a triangle that the
-kernel's is_causal describes, if need be with rows and keys in reverse order.
+kernel's is_causal describes. Some triangles have their rows and keys in reverse order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..calls import AttentionCall, CacheCall, accumulation_type
 from .rotation import KEY_FACTORS, QueryFactors, Rotation, rotation_of_rows
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu
-MIN_SCALE = 1e-30  # changes no weight unless a product exceeds 1e22
+MIN_SCALE = 1e-30  # lower bound of the scale: 0 would turn a masked -inf into NaN
 MIN_CHUNK = 64  # rows; a narrower band is divided into chunks of this many rows, which then need a mask
 
 
@@ -191,7 +191,7 @@ def windows(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tens
 
 
 def flash_scale(call: AttentionCall | CacheCall, seqlen_k: int) -> float:
-    """The factor on the scores of a sequence, as torch's kernel takes it: 0 would turn a masked -inf into NaN."""
+    """The factor on the scores of a sequence of so many keys."""
     return max(call.score_scale * call.rotary.query_scale.of_length(seqlen_k), MIN_SCALE)
 
 

@@ -64,7 +64,8 @@ def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Te
 
 
 class RotatedRows(NamedTuple):
-    """Rows of the workspace for rotated keys; per_sequence: `rows` of copied_keys in triton_kernels/tiles.py."""
+    """Rows of the workspace for rotated keys. per_sequence: `rows` of copied_keys in triton_kernels/tiles.py; longest:
+    the most rows that one sequence has."""
 
     per_sequence: int
     longest: int
@@ -163,7 +164,7 @@ class CachePlan(Plan):
         tile = self.tile("decode wide" if wide else "decode", self.cache)
         aligned_maps = bool(self.lowered.maps) and self._maps_align(tile.block_n)
         if self.lowered.maps and not aligned_maps:
-            # A row of cos and sin for every key: requested ahead, they would fill shared memory.
+            # Every key has its own row of cos and sin. Requested ahead, they would fill shared memory.
             tile = tile._replace(num_stages=1)
         programs = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
         usual_programs = cdiv(usual_rows, tile.block_m) * self.heads_kv * self.batch
@@ -204,7 +205,7 @@ class CachePlan(Plan):
             )
 
     def _maps_align(self, block_n: int) -> bool:
-        """Whether every tile of so many keys lies in one chunk, and in one group or in whole groups."""
+        """Whether every tile of so many keys lies in one chunk, and in one group or over whole groups."""
         maps = [self.lowered.maps[rotation] for rotation in self.lowered.k_copies]
         return all(x.chunk % block_n == 0 and 0 in (x.group % block_n, block_n % x.group) for x in maps)
 
@@ -226,14 +227,14 @@ class CachePlan(Plan):
         )
 
     def _num_splits(self, programs: int, lse, options) -> int:
-        """As the call asks, or what fills the device; programs: blocks of one split."""
+        """The number that the call asks for, or one that fills the device. programs: blocks of one split."""
         block_n = options["SHAPE"].block_n
         if self.call.num_splits:
             return min(self.call.num_splits, MAX_SPLITS, cdiv(self.capacity, block_n))
         device = self.q.device
         key = (device, self.capability, self.q.dtype, *options.items())
         if key not in _resident:
-            # Several splits store float32; lse stands in for their results, which are not there yet.
+            # Several splits store float32. lse stands in for their results, which are not allocated yet.
             arguments = self._decode_arguments(lse, lse, 2)
             _resident[key] = launcher.resident_blocks(self.capability, attention_decode, *arguments, **options)
         tiles = cdiv(min(self.capacity, self.lowered.reach + self.seqlen_q), block_n)

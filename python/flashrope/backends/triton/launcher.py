@@ -1,14 +1,14 @@
 """Starts kernels, past Triton's own argument inspection where that kernel has run before.
 
 Triton inspects every argument of every launch to find the kernel that it compiled for such arguments. That is several
-times the work of the launch itself, and in decoding, where kernels are short, most of the time.
+times the work of the launch itself. In decoding, where kernels are short, it is most of the time.
 
 Triton's key holds: the target device; for a tensor its dtype and whether its address is a multiple of 16; for an
 integer its value's traits (1? multiple of 16? 32 or 64 bits?); for a tuple those of its fields; None and constexprs by
 value; the compiler options. Of our integers only the width matters: those outside tuples are ``do_not_specialize``, and
 those inside are encoded so that all have the same traits (``triton_kernels/arguments.py``). So ``_traits`` below, with
-the kernel, the device and the options, tells at least as much apart. tests/kernels/test_launches.py makes random calls
-and compares the kernel found here with the one that Triton finds.
+the kernel, the device and the options, distinguishes at least as much. tests/kernels/test_launches.py makes random
+calls and compares the kernel found here with the one that Triton finds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
 
 
 def resident_blocks(capability: int, kernel, *args, **options) -> int:
-    """Blocks that one multiprocessor holds of the kernel that ``launch`` would run; compiles it where need be."""
+    """How many blocks of the kernel that ``launch`` would run fit on one multiprocessor. Compiles it at the first
+    call."""
     if interpreted():
         return 1
     refuse_capture(f"kernel {kernel.__name__} for these arguments")
@@ -60,8 +61,8 @@ def resident_blocks(capability: int, kernel, *args, **options) -> int:
 
 
 def _traits(args: tuple) -> list:
-    """What Triton specialises our kernels by: types, alignment of pointers, whether an integer needs 64 bits, what is
-    None."""
+    """What Triton specialises our kernels by: types, alignment of pointers, whether an integer needs 64 bits, which
+    arguments are None."""
     traits = []
     for arg in args:
         kind = type(arg)

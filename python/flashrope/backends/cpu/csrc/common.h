@@ -1,4 +1,4 @@
-// What the two CPU kernels share: vectors, types, tensors, the rotation of a row, exp, and a parallel loop.
+// What the CPU kernels share: vectors, types, tensors, the rotation of a row, exp, and a parallel loop.
 //
 // Everything is computed in float32. A vector is as wide as the processor's; plain loops over head_dim are vectorised by
 // the compiler. The library depends on nothing but libc: Python passes torch's parallel_for, so that the threads are
@@ -148,8 +148,7 @@ inline void rotate(const T* x, float* y, const float* cos, const float* sin, Pai
 
 using ParallelFor = int32_t (*)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
 
-// Calls work(n) for every n < count, each once. Threads take the next n as they become free, so that one that another
-// process delays does less.
+// Calls work(n) once for every n < count. A thread takes the next n when it is free, so a delayed thread does less.
 template <typename Work>
 void parallel(ParallelFor parallel_for, int64_t threads, int64_t count, const Work& work) {
   struct Shared {

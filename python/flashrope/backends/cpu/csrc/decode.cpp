@@ -1,5 +1,5 @@
-// attention_with_cache for a few queries per sequence: the keys of a sequence are divided into chunks, which the threads
-// share; whoever finishes the last chunk of a head combines their results in order.
+// attention_with_cache for a few queries per sequence. The keys of a sequence are divided into chunks, which the
+// threads share. The thread that finishes the last chunk of a head combines the results of all its chunks in order.
 //
 // Chunks are counted from a sequence's first key and keys are read one row at a time, so the results do not depend on
 // the batch, the layout of the cache or the number of threads. Within a block, key t is rotated by its distance t from

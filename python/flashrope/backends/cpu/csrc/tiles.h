@@ -42,7 +42,7 @@ struct ForwardCall {  // cpu/library.py has the same
   ParallelFor parallel_for;
 };
 
-// c (m, n) = a (m, k) b (k, n), or c + that; m in steps of GEMM_ROWS, n of GEMM_COLUMNS.
+// c (m, n) = a (m, k) b (k, n); with ADD, c += a b. m is a multiple of GEMM_ROWS, n of GEMM_COLUMNS.
 template <bool ADD>
 void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int m, int n, int k) {
   for (int i = 0; i < m; i += GEMM_ROWS)
