@@ -107,7 +107,7 @@ REFUSED = {
                       "shape (batch, seqlen, 2) for an axial scheme", "got None"),
     "positions of ReRoPE": (lambda: dense(rotary=ROPE.rectify(4), positions=zeros(6)), V, "positions",
                             "None, or a scheme whose distance is d everywhere",
-                            "got one with bands (Band(start=0, stop=4, slope=1.0, offset=0.0), Band(start=4, stop=inf"),
+                            "got one whose distance is d for 0 <= d < 4; 4 for d >= 4"),
     "positions by axis first": (lambda: dense(positions=zeros(3, 2, 6)), V, "positions", "shape (2, 6) or (6,)",
                                 "got (3, 2, 6)"),
     "axes of positions": (lambda: dense(rotary=Rotary.axial(16), positions=zeros(2, 6, 3)), V, "positions",

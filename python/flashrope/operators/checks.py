@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..backends.calls import MAX_SPLITS, ONE_PER_QUERY, CacheLayout
+from ..rotary.bands import band_text
 from ..rotary.rotary import Rotary
 from .autocast import autocast_hint
 
@@ -39,7 +40,9 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple
     dtype = device = None
     tensors, like = (("q", q), (names[0], k), (names[1], v)), "in q"
     if names is CACHES:
-        tensors, like = (*tensors[1:], tensors[0], *new), "the cache"
+        tensors += tuple(new)
+        if getattr(k, "dtype", None) == getattr(v, "dtype", None):  # else a cache that differs is named
+            tensors, like = (*tensors[1:3], tensors[0], *new), "the cache"
     for name, x in tensors:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
@@ -300,7 +303,8 @@ def _check_position_values(positions, q, rotary) -> None:
         raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
     if len(rotary.bands) != 1 or not rotary.bands[0].is_plain:
         raise ValueError(
-            f"positions: expected None, or a scheme whose distance is d everywhere, got one with bands {rotary.bands}"
+            "positions: expected None, or a scheme whose distance is d everywhere, got one whose distance is "
+            + "; ".join(map(band_text, rotary.bands))
         )
     if positions.device != q.device:
         raise ValueError(f"positions: expected device {q.device} as q, got {positions.device}")
