@@ -56,15 +56,16 @@ def backward(
     """Gradients of raw q, k and v: runs ``forward`` again and lets autograd differentiate it."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
-        results = zip(forward(*inputs, call), (grad_out, grad_lse), strict=False)
+        results = zip(forward(inputs[0], inputs[1], inputs[2], call), (grad_out, grad_lse), strict=False)
     pairs = [(result, grad) for result, grad in results if grad is not None and result.requires_grad]
-    grads = (None, None, None)
+    grads: tuple[torch.Tensor | None, ...] = (None, None, None)
     if pairs:  # out and lse of a call without keys are constants
         outputs, grad_outputs = zip(*pairs, strict=True)
         grads = torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=True)
-    return tuple(
+    grad_q, grad_k, grad_v = (
         x.new_zeros(x.shape) if grad is None else grad.contiguous() for x, grad in zip((q, k, v), grads, strict=True)
     )
+    return grad_q, grad_k, grad_v
 
 
 def append_to_cache(
@@ -100,7 +101,8 @@ def attention_with_cache(
     if not results:
         lse = q.new_empty(0, q.shape[2], q.shape[1], dtype=accumulation_type(q))
         return torch.empty_like(q, memory_format=torch.contiguous_format), lse
-    return tuple(torch.cat(tensors) for tensors in zip(*results, strict=True))
+    out, lse = (torch.cat(tensors) for tensors in zip(*results, strict=True))
+    return out, lse
 
 
 def dense_attention(

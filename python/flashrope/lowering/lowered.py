@@ -92,7 +92,7 @@ def lower(rotary: Rotary, causal: bool) -> Lowered:
     def number(rotation: PositionMap, is_query: bool, scale: float = 1.0) -> int:
         if scale == 1 and (not rotates or (rotation.slope, rotation.offset) == (0, 0)):
             return 0
-        of_rows = RowMap(*map(_bound, rotation[2:]), int(is_query)) if mapped else ()
+        of_rows = (*map(_bound, rotation[2:]), int(is_query)) if mapped else ()
         return numbers.setdefault((scale, rotation.slope, rotation.offset, *of_rows), len(numbers))
 
     rows: list[tuple[int, ...]] = []
@@ -124,7 +124,7 @@ def lower(rotary: Rotary, causal: bool) -> Lowered:
         if rotary.rotated_scale != 1
         else max((m + 1 for m, frequency in enumerate(rotary.frequencies) if frequency), default=0),
         reach=max((stop for _, stop in ranges), default=0) - min((start for start, _ in ranges), default=0),
-        maps=tuple(RowMap(*of_rows) if of_rows else RowMap(chunk, 1, UNBOUNDED, 0) for _, _, _, *of_rows in numbers)
+        maps=tuple(RowMap._make(row) if row else RowMap(chunk, 1, UNBOUNDED, 0) for _, _, _, *row in numbers)
         if mapped
         else (),
     )
