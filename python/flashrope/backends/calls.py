@@ -38,6 +38,9 @@ class _Scheme:
     """What follows from rotary, causal and softmax_scale."""
 
     __slots__ = ()
+    rotary: Rotary
+    causal: bool
+    softmax_scale: float
 
     @property
     def bands(self) -> tuple[Band, ...]:
@@ -165,8 +168,9 @@ class CacheLayout(NamedTuple):
             begin = end
 
     def _of(self, sequences: slice, seqlen_q: int) -> CacheLayout:
-        tensors = (None if x is None else x[sequences] for x in (self.seqlens, self.block_table, self.leftpad))
-        return CacheLayout(*tensors, seqlen_q if self.seqlen_new == ONE_PER_QUERY else 0)
+        block_table, leftpad = (None if x is None else x[sequences] for x in (self.block_table, self.leftpad))
+        seqlen_new = seqlen_q if self.seqlen_new == ONE_PER_QUERY else 0
+        return CacheLayout(self.seqlens[sequences], block_table, leftpad, seqlen_new)
 
 
 @dataclasses.dataclass(slots=True)

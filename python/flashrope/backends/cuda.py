@@ -131,7 +131,7 @@ def _check_packed(layout: CacheLayout) -> None:
         )
 
 
-def _token_sequences(cu_seqlens_q: torch.Tensor, total_q: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _token_sequences(cu_seqlens_q, total_q: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(sequence, how many of its rows follow, this one included) of every token, int64 (total_q,). A token outside
     every sequence gets the last sequence and a number below 1."""
     ends = cu_seqlens_q[1:].to(torch.int64)
@@ -207,7 +207,7 @@ def build_info() -> str:
     if not LIBRARY.exists():
         return "not built"
     try:
-        from .. import _build_info
+        from .. import _build_info  # type: ignore[attr-defined]  # the build writes it
     except ImportError as error:  # built for another Python version, which the library itself does not depend on
         return f"built, details cannot be read ({error})"
     return f"{_build_info.architectures}, nvcc {_build_info.nvcc}, revision {_build_info.revision}"

@@ -34,9 +34,9 @@ def forward(
     lse = q.new_full(call.lse_shape(q), float("-inf"), dtype=accumulation_type(q))
     for rows, keys, sequence in call.packed_sequences():
         sequence_out, sequence_lse = dense_attention(q[None, rows], k[None, keys], v[None, keys], sequence)
-        rows = torch.arange(rows.start, rows.stop, device=q.device)
-        out = out.index_copy(0, rows, sequence_out[0])
-        lse = lse.index_copy(1, rows, sequence_lse[0])
+        index = torch.arange(rows.start, rows.stop, device=q.device)
+        out = out.index_copy(0, index, sequence_out[0])
+        lse = lse.index_copy(1, index, sequence_lse[0])
     return out, lse, None
 
 
@@ -54,15 +54,16 @@ def backward(
     """Gradients of raw q, k and v: runs ``forward`` again and lets autograd differentiate it."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
-        results = zip(forward(*inputs, call), (grad_out, grad_lse), strict=False)
+        results = zip(forward(inputs[0], inputs[1], inputs[2], call), (grad_out, grad_lse), strict=False)
     pairs = [(result, grad) for result, grad in results if grad is not None and result.requires_grad]
-    grads = (None, None, None)
+    grads: tuple[torch.Tensor | None, ...] = (None, None, None)
     if pairs:  # out and lse of a call without keys are constants
         outputs, grad_outputs = zip(*pairs, strict=True)
         grads = torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=True)
-    return tuple(
+    grad_q, grad_k, grad_v = (
         x.new_zeros(x.shape) if grad is None else grad.contiguous() for x, grad in zip((q, k, v), grads, strict=True)
     )
+    return grad_q, grad_k, grad_v
 
 
 def append_to_cache(
@@ -98,7 +99,8 @@ def attention_with_cache(
     if not results:
         lse = q.new_empty(0, q.shape[2], q.shape[1], dtype=accumulation_type(q))
         return torch.empty_like(q, memory_format=torch.contiguous_format), lse
-    return tuple(torch.cat(tensors) for tensors in zip(*results, strict=True))
+    out, lse = (torch.cat(tensors) for tensors in zip(*results, strict=True))
+    return out, lse
 
 
 def dense_attention(

@@ -10,7 +10,7 @@ import torch
 
 from ..rotary.rotary import Rotary
 from .step import Step
-from .storage import Cache, check_integer, check_padding, check_queries, count_new, describe, upload
+from .storage import Cache, OpenStep, check_integer, check_padding, check_queries, count_new, describe, upload
 
 
 class KVCache(Cache):
@@ -182,7 +182,7 @@ class KVCache(Cache):
         """Empties one sequence, given by its index in the batch, or all."""
         self.truncate(sequence, 0)
 
-    def _begin(self, step: Step) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+    def _begin(self, step: OpenStep) -> tuple[torch.Tensor, None, torch.Tensor | None]:
         self._check_room(step.seqlen_new)
         leftpad = None
         if any(step.padding):
@@ -190,11 +190,11 @@ class KVCache(Cache):
             leftpad = self.leftpad if same else upload(step.padding, torch.int32, self.leftpad.device)
         return self.seqlens, None, leftpad
 
-    def _commit(self, step: Step) -> None:
+    def _commit(self, step: OpenStep) -> None:
         self._count(step.seqlen_new)
         self._pad(step.padding)
 
-    def _undo(self, step: Step) -> None:
+    def _undo(self, step: OpenStep) -> None:
         pass  # what is written lies behind the lengths
 
     def _pad(self, padding: list[int]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ..rotary.rotary import Rotary
 from .step import Step
-from .storage import Cache, check_integer, check_padding, check_queries, count_new, describe, upload
+from .storage import Cache, OpenStep, check_integer, check_padding, check_queries, count_new, describe, upload
 
 UNUSED = 2**31 - 1  # a table entry without a page; no page has this number, so validate=True reports the entry
 INITIAL_ROWS = 16  # of the table on the device
@@ -410,7 +410,7 @@ class PagedKVCache(Cache):
             self._set(sequence, n, page)
         return changes
 
-    def _begin(self, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _begin(self, step: OpenStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         step.changes = self._reserve(step.selected, step.seqlen_new)
         try:
             return self._tables(step.selected, step.padding)
@@ -418,12 +418,12 @@ class PagedKVCache(Cache):
             self._undo(step)
             raise
 
-    def _commit(self, step: Step) -> None:
+    def _commit(self, step: OpenStep) -> None:
         for sequence, leftpad in zip(step.selected.values(), step.padding, strict=True):
             sequence.length += step.seqlen_new
             sequence.leftpad = leftpad
 
-    def _undo(self, step: Step) -> None:
+    def _undo(self, step: OpenStep) -> None:
         for sequence, n, old in reversed(step.changes):
             page = sequence.pages[n]
             self._references[page] = 0

@@ -121,15 +121,14 @@ def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, 
     ]
 
 
-def _placements(strategy: _Strategy, arguments: AttentionArguments) -> AttentionArguments:
+def _placements(strategy: _Strategy, arguments: AttentionArguments) -> list:
     """The placement of each argument; None for those that are not tensors."""
     of_tensors = {
         "positions": strategy.positions,
         "cu_seqlens_q": strategy.cu_seqlens,
         "cu_seqlens_k": strategy.cu_seqlens,
     }
-    given = {name: None if getattr(arguments, name) is None else placed for name, placed in of_tensors.items()}
-    return AttentionArguments(*(None,) * len(arguments))._replace(**given)
+    return [None if value is None else of_tensors.get(name) for name, value in arguments._asdict().items()]
 
 
 # ---- context parallelism
@@ -286,7 +285,7 @@ def _process_group(group: Group) -> dist.ProcessGroup:
             "group: expected torch.distributed to be initialised; call torch.distributed.init_process_group first"
         )
     if group is None:
-        return dist.group.WORLD
+        return dist.group.WORLD  # type: ignore[return-value]  # None only before the initialisation
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(

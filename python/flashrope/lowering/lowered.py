@@ -93,7 +93,7 @@ def lower(rotary: Rotary, causal: bool) -> Lowered:
     def number(rotation: PositionMap, is_query: bool, scale: float = 1.0) -> int:
         if scale == 1 and (not rotates or (rotation.slope, rotation.offset) == (0, 0)):
             return 0
-        row_map = RowMap(*map(_bound, rotation[2:]), int(is_query)) if mapped else ()
+        row_map = (*map(_bound, rotation[2:]), int(is_query)) if mapped else ()
         return numbers.setdefault((scale, rotation.slope, rotation.offset, *row_map), len(numbers))
 
     rows: list[tuple[int, ...]] = []
@@ -125,7 +125,7 @@ def lower(rotary: Rotary, causal: bool) -> Lowered:
         if rotary.rotated_scale != 1
         else max((m + 1 for m, frequency in enumerate(rotary.frequencies) if frequency), default=0),
         reach=max((stop for _, stop in ranges), default=0) - min((start for start, _ in ranges), default=0),
-        maps=tuple(RowMap(*row_map) if row_map else RowMap(chunk, 1, UNBOUNDED, 0) for _, _, _, *row_map in numbers)
+        maps=tuple(RowMap._make(row) if row else RowMap(chunk, 1, UNBOUNDED, 0) for _, _, _, *row in numbers)
         if mapped
         else (),
     )

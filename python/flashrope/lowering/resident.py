@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,7 +28,7 @@ def kept_on_device(what: str) -> Callable[[F], F]:
         RuntimeError: the first use with these arguments is inside a CUDA graph capture.
     """
 
-    def decorate(build):
+    def decorate(build: Any) -> Any:
         kept: dict[tuple, object] = {}
         recent = lru_cache(maxsize=256)(build)
 

@@ -202,7 +202,8 @@ def validate_tables(layout: CacheLayout, capacity: int, k_cache) -> None:
     """Reads the tables on the host. Raises ValueError with the sequence and the entry that is wrong."""
     if layout.slot_mapping is not None:
         _validate_slots(layout.slot_mapping.tolist(), k_cache.shape[0] * k_cache.shape[1])
-    starts = layout.cu_seqlens_q.tolist() if layout.seqlen_new == ONE_PER_QUERY else None
+    cu_seqlens_q = layout.cu_seqlens_q if layout.seqlen_new == ONE_PER_QUERY else None
+    starts = cu_seqlens_q.tolist() if cu_seqlens_q is not None else None
     pads = layout.leftpad.tolist() if layout.leftpad is not None else None
     tables = layout.block_table.tolist() if layout.block_table is not None else None
     writable: dict[int, tuple[int, int]] = {}

@@ -52,15 +52,32 @@ class AttentionArguments(NamedTuple):
 
     @classmethod
     def of(cls, call: AttentionCall, impl: str) -> AttentionArguments:
-        lengths, scheme = (call.max_seqlen_q, call.max_seqlen_k), (call.rotary.text, call.causal, call.softmax_scale)
-        tensors = (call.positions, call.cu_seqlens_q, call.cu_seqlens_k)
-        return cls(*tensors, *lengths, *scheme, call.deterministic, impl)
+        return cls(
+            call.positions,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
+            call.rotary.text,
+            call.causal,
+            call.softmax_scale,
+            call.deterministic,
+            impl,
+        )
 
     @property
     def call(self) -> AttentionCall:
-        *tensors, max_seqlen_q, max_seqlen_k, rotary, causal, softmax_scale, deterministic, _ = self
-        scheme = (Rotary.from_text(rotary), causal, softmax_scale)
-        return AttentionCall(*scheme, *tensors, max_seqlen_q, max_seqlen_k, deterministic)
+        return AttentionCall(
+            Rotary.from_text(self.rotary),
+            self.causal,
+            self.softmax_scale,
+            self.positions,
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.max_seqlen_q,
+            self.max_seqlen_k,
+            self.deterministic,
+        )
 
 
 class CacheArguments(NamedTuple):
@@ -81,14 +98,32 @@ class CacheArguments(NamedTuple):
     @classmethod
     def of(cls, call: CacheCall, impl: str) -> CacheArguments:
         seqlens, block_table, leftpad, seqlen_new, cu_seqlens_q, _, max_seqlen_q = call.layout
-        tables, scheme = (seqlens, block_table, leftpad), (call.rotary.text, call.causal, call.softmax_scale)
-        return cls(*tables, seqlen_new, cu_seqlens_q, max_seqlen_q, call.num_splits, *scheme, impl)
+        return cls(
+            seqlens,
+            block_table,
+            leftpad,
+            seqlen_new,
+            cu_seqlens_q,
+            max_seqlen_q,
+            call.num_splits,
+            call.rotary.text,
+            call.causal,
+            call.softmax_scale,
+            impl,
+        )
 
     @property
     def call(self) -> CacheCall:
-        *tables, cu_seqlens_q, max_seqlen_q, num_splits, rotary, causal, softmax_scale, _ = self
-        layout = CacheLayout(*tables, cu_seqlens_q, None, max_seqlen_q)
-        return CacheCall(Rotary.from_text(rotary), causal, softmax_scale, layout, num_splits)
+        layout = CacheLayout(
+            self.cache_seqlens,
+            self.block_table,
+            self.cache_leftpad,
+            self.seqlen_new,
+            self.cu_seqlens_q,
+            None,
+            self.max_seqlen_q,
+        )
+        return CacheCall(Rotary.from_text(self.rotary), self.causal, self.softmax_scale, layout, self.num_splits)
 
 
 _CALL = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import TypeGuard
 
 TILE = 128  # rows of the kernels' largest tile; chunks are whole tiles
 
@@ -22,7 +23,7 @@ def check_flag(name: str, value) -> None:
         raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
-def is_integer(value, minimum: int) -> bool:
+def is_integer(value, minimum: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 

@@ -21,7 +21,7 @@ class QueryScale(NamedTuple):
     log_n_factor: float = 0.0
     log_n_floor: float = 1.0
     log_n_every: float | None = None
-    log_n_first: float | None = None
+    log_n_first: float | None = None  # beside log_n_every
     length_scale: float | None = None
 
     @classmethod
@@ -42,7 +42,7 @@ class QueryScale(NamedTuple):
     def of(self, positions: torch.Tensor, length: int) -> torch.Tensor:
         """The factors of queries at these positions, float64, in a sequence of ``length`` keys."""
         positions = positions.clamp(min=0)
-        if self.log_n_every is None:
+        if self.log_n_every is None or self.log_n_first is None:
             scale = (self.log_n_factor * torch.log(positions + 1)).clamp(min=self.log_n_floor)
         else:
             steps = torch.floor((positions + self.log_n_first) / self.log_n_every)

@@ -8,6 +8,7 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +19,8 @@ SEPARATOR = b"\0"  # between files of the training part
 
 # Not installed on every machine (tests, packages), or not prose (tables).
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+
+Piece = TypeVar("Piece", bytes, list[int])  # of a text: bytes, or token ids
 
 
 class TextError(ValueError):
@@ -66,17 +69,17 @@ def from_path(path: str | os.PathLike, window: int) -> Corpus:
     path = Path(path)
     if not path.exists():
         raise TextError(f"{path}: no such file or folder")
-    if path.is_dir():
-        files = _read_folder(path, "")
-        if not files:
-            raise TextError(f"{path}: contains no text files (UTF-8, without NUL bytes)")
-        if len(files) > 1:
-            return split_by_file(path.name or str(path), files, window)
-        ((name, text),) = files.items()
-    else:
-        name, text = path.name, _read(path)
+    if not path.is_dir():
+        text = _read(path)
         if text is None:
             raise TextError(f"{path}: not text (UTF-8, without NUL bytes)")
+        return split_one(path.name, text, window)
+    files = _read_folder(path, "")
+    if not files:
+        raise TextError(f"{path}: contains no text files (UTF-8, without NUL bytes)")
+    if len(files) > 1:
+        return split_by_file(path.name or str(path), files, window)
+    ((name, text),) = files.items()
     return split_one(name, text, window)
 
 
@@ -161,9 +164,8 @@ def random_batches(
         yield tokens[starts + offsets].to(device).long()
 
 
-def unseen_windows(pieces: Sequence[bytes], window: int, count: int, seed: int) -> list[bytes]:
-    """Up to ``count`` random windows that do not overlap, each within one piece. Pieces are bytes, or anything else
-    with a length and slices."""
+def unseen_windows(pieces: Sequence[Piece], window: int, count: int, seed: int) -> list[Piece]:
+    """Up to ``count`` random windows that do not overlap, each within one piece, bytes or token ids."""
     places = [
         (index, start) for index, piece in enumerate(pieces) for start in range(0, len(piece) - window + 1, window)
     ]
@@ -171,7 +173,7 @@ def unseen_windows(pieces: Sequence[bytes], window: int, count: int, seed: int) 
     return [pieces[index][start : start + window] for index, start in (places[o] for o in sorted(order))]
 
 
-def as_tokens(windows: Sequence[bytes | list[int]], device: torch.device | str = "cpu") -> torch.Tensor:
+def as_tokens(windows: Sequence[Any], device: torch.device | str = "cpu") -> torch.Tensor:
     """Windows of equal size, bytes or token ids, as int64 (count, window)."""
     if windows and not isinstance(windows[0], bytes):
         return torch.tensor(windows, device=device)

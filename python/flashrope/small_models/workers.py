@@ -83,7 +83,9 @@ class Workers:
                 for number, job in enumerate(jobs)
             ]
         results: list = [None] * len(jobs)
-        free, pending, busy = list(self._connections), deque(enumerate(jobs)), {}
+        free: list[Any] = list(self._connections)
+        busy: dict[Any, int] = {}  # connection to job number
+        pending = deque(enumerate(jobs))
         while pending or busy:
             while pending and free:
                 number, job = pending.popleft()
@@ -93,7 +95,8 @@ class Workers:
                 except (BrokenPipeError, ConnectionResetError):
                     raise WorkerError(DIED) from None
                 busy[connection] = number
-            for connection in wait(list(busy)):
+            ready: list[Any] = wait(list(busy))
+            for connection in ready:
                 try:
                     kind, message = connection.recv()
                 except (EOFError, ConnectionResetError):

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton import AsyncCompileMode
@@ -59,20 +59,20 @@ class Examined(NamedTuple):
     @property
     def winner(self) -> Outcome | None:
         """The fastest, or the default if that is nearly as fast. None where no candidate could be timed."""
-        timed = [outcome for outcome in self.outcomes if outcome.milliseconds]
-        best = min(timed, key=lambda outcome: outcome.milliseconds.median, default=None)
-        if best and self.default.milliseconds:
-            if best.milliseconds.median > (1 - MIN_GAIN) * self.default.milliseconds.median:
-                return self.default
-        return best
+        timed = [(outcome.milliseconds.median, outcome) for outcome in self.outcomes if outcome.milliseconds]
+        if not timed:
+            return None
+        median, best = min(timed, key=lambda entry: entry[0])
+        default = self.default.milliseconds
+        return self.default if default and median > (1 - MIN_GAIN) * default.median else best
 
     def record(self) -> Winner | None:
         """For the file."""
-        if not self.winner:
+        winner = self.winner
+        if not winner or not winner.milliseconds:
             return None
-        tile, _, spread = self.winner
-        default = self.default.milliseconds or spread
-        return Winner(tuple(tile), round(spread.median, 4), round(default.median, 4))
+        default = self.default.milliseconds or winner.milliseconds
+        return Winner(tuple(winner.tile), round(winner.milliseconds.median, 4), round(default.median, 4))
 
 
 def describe(tile: Tile) -> str:
@@ -202,16 +202,17 @@ def fault(workload: Workload, tile: Tile, call: Callable[[], Results], exact: Re
 def _new_tensors_are_nan() -> Iterator[None]:
     """Or a row that a kernel leaves out could hold what another candidate wrote there."""
     enabled, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic
+    fill = deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    deterministic.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "deterministic: expected True")
             yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        deterministic.fill_uninitialized_memory = fill
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:

@@ -75,7 +75,7 @@ def rounds(calls: Mapping[str, Callable], timer: Timer, seconds: float, min_roun
     for call in calls.values():
         for _ in range(WARM_UP[kind]):
             timer(call)
-    times = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     end, min_rounds, count = time.perf_counter() + seconds, min_rounds or MIN_ROUNDS[kind], 0
     while count < min_rounds or (time.perf_counter() < end and count < MAX_ROUNDS):
         for name, call in calls.items():

@@ -131,9 +131,14 @@ class Workload:
         return reference.backward(grad_out, None, q, k, v, out, lse, None, call)
 
     def _attention_call(self, window: int) -> AttentionCall:
-        scale, seqlen = self.head_dim**-0.5, self.seqlen
-        lengths = {"max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
-        return AttentionCall(self.rotary(window), True, scale, **lengths, deterministic=self.direction != "grad_qkv")
+        return AttentionCall(
+            self.rotary(window),
+            causal=True,
+            softmax_scale=self.head_dim**-0.5,
+            max_seqlen_q=self.seqlen,
+            max_seqlen_k=self.seqlen,
+            deterministic=self.direction != "grad_qkv",
+        )
 
     def _cache_call(self, k: torch.Tensor, v: torch.Tensor, window: int):
         """k, v as the caches, and the call. Pages lie in the order of their numbers, except that the first two swap."""
@@ -194,7 +199,7 @@ def chosen(
     found: dict[store.ShapeClass, Workload] = {}
     for run in passes:
         for direction, cache, count in itertools.product(*PASSES[run], bands):
-            for shape in shapes or sensible_shapes(run):
-                workload = Workload(direction, *shape, dtype, count, cache)
+            for batch, seqlen, heads, heads_kv, head_dim in shapes or sensible_shapes(run):
+                workload = Workload(direction, batch, seqlen, heads, heads_kv, head_dim, dtype, count, cache)
                 found.setdefault(workload.shape_class, workload)
     return list(found.values())

@@ -13,6 +13,8 @@ The compiled kernels, if they are built, serve all types but float64 (tiles.py).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..calls import AttentionCall, Kept, KeptShapes, accumulation_type, out_shape
@@ -160,7 +162,8 @@ def _attend_backward(
         )
         if grad_lse is not None:
             rotated_q, rotated_k = _add_channel(rotated_q, 0.0), _add_channel(rotated_k, 0.0)
-        grad_rotated_q = grad_rotated_k = None
+        grad_rotated_q: Any = None
+        grad_rotated_k: Any = None
         for piece in pieces:
             piece_q, piece_k, piece_v = flash_backward(
                 gather_rows(grad_out, piece),
@@ -184,10 +187,11 @@ def _attend_backward(
         grad_k = band_k if grad_k is None else grad_k.add_(band_k)
     if not call.score_scale:
         grad_q = grad_k = None
-    return tuple(
+    grad_q, grad_k, grad_v = (
         x.new_zeros(x.shape) if grad is None else grad.to(x.dtype).contiguous()
         for x, grad in ((q, grad_q), (k, grad_k), (v, grad_v))
     )
+    return grad_q, grad_k, grad_v
 
 
 def _widen(x: torch.Tensor, width: int) -> torch.Tensor:

@@ -39,8 +39,8 @@ def decode(
     batch, seqlen_q, heads_q, head_dim = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
     template, table = _template(call.rotary, call.causal), call.layout.block_table
-    bounds = [slot for pair in call.layout.bounds(k_cache) for slot in pair]
-    bounds = (ctypes.c_int64 * len(bounds))(*bounds)
+    slots = [slot for pair in call.layout.bounds(k_cache) for slot in pair]
+    bounds = (ctypes.c_int64 * len(slots))(*slots)
     c = DecodeCall.from_buffer_copy(template.call)
     c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k_cache, v_cache, out))
     c.lse, c.bounds = lse.data_ptr(), ctypes.addressof(bounds)

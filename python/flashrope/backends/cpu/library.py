@@ -113,7 +113,8 @@ INFINITE = 2**40  # a distance
 
 def band_limits(start: float, stop: float) -> tuple[int, int]:
     """The distances start <= d < stop as integers."""
-    return tuple(math.ceil(min(max(x, -INFINITE), INFINITE)) for x in (start, stop))
+    first, end = (math.ceil(min(max(x, -INFINITE), INFINITE)) for x in (start, stop))
+    return first, end
 
 
 def folder() -> Path:

@@ -87,7 +87,7 @@ def rotation_of_rows(
         low = first // around * around
         high = low + around * (1 if first + rows <= low + around else 2)
     table = _table(rotary, position_map, factors, low, high, dtype)
-    return Rotation(*(x if x is None else x[first - low : first - low + rows] for x in table))
+    return Rotation._make(x if x is None else x[first - low : first - low + rows] for x in table)
 
 
 def _table_length(positions: int) -> int:

@@ -44,7 +44,7 @@ def backward(
     """Gradients of raw q, k and v, like them and contiguous."""
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
-    grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
+    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     c = BackwardCall()
     c.forward, _tables = _describe(library, q, k, v, out, lse, call)
     c.grad_out, c.grad_q, c.grad_k, c.grad_v = (TensorView.of(x) for x in (grad_out, *grads))

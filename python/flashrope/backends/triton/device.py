@@ -36,7 +36,7 @@ def scheme_on(rotary: Rotary, causal: bool, device: torch.device) -> DeviceSchem
     lowered = lower(rotary, causal)
     values = (lowered.bands, lowered.q_rotations, lowered.k_copies, lowered.rotated_key_ranges, lowered.maps or None)
     tensors = (x if x is None else torch.tensor(x, dtype=torch.int32).to(device) for x in values)
-    return DeviceScheme(lowered, *tensors)
+    return DeviceScheme._make((lowered, *tensors))
 
 
 @lru_cache(maxsize=1024)

@@ -100,7 +100,7 @@ def _attend_varlen(q, k, v, rotary, starts_q, starts_k, longest: int, options: d
 def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.Tensor:
     """attention_with_cache has no gradients, so the keys [first, end) of every sequence are packed. Without a cache, a
     sequence of keys without queries holds the padding on the left; otherwise the keys are selected."""
-    batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
+    (batch, seqlen_q), seqlen_k = q.shape[:2], k.shape[1]
     rows = torch.arange(0, batch * seqlen_q + 1, seqlen_q, dtype=torch.int32, device=q.device)
     if seqlen_q == seqlen_k:
         starts_q = rows.repeat_interleave(2)[:-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from typing import Any
 
 import torch
 import transformers
@@ -69,7 +70,7 @@ def check_decoder(decoder: PreTrainedModel) -> None:
         )
 
 
-def attention_modules(decoder: PreTrainedModel) -> list[torch.nn.Module]:
+def attention_modules(decoder: PreTrainedModel) -> list[Any]:
     """The attention module of every layer that attends.
 
     Raises:

@@ -25,7 +25,7 @@ class RopeRegistry(dict):
             may be while another one starts.
     """
 
-    def __init__(self, embeddings=()):
+    def __init__(self, embeddings=()) -> None:
         super().__init__(embeddings)
         self.raw: set[str] = set()
 
