@@ -1,4 +1,4 @@
-"""Own text, token files and settings: what python -m experiments offers for models of one's own."""
+"""Own text, token files and settings: what python -m experiments offers for custom models."""
 
 import array
 import json

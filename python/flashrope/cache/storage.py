@@ -155,7 +155,7 @@ def check_integer(name: str, value, minimum: int = 0, maximum: int | None = None
 
 
 def check_padding(leftpad, padding: list[int], lengths: list[int], seqlen_new: int) -> list[int]:
-    """leftpad as a list: the left padding of every sequence after a step, which before it was ``padding``."""
+    """leftpad as a list, one number per sequence. padding: the left padding before the step."""
     if not isinstance(leftpad, Sequence) or isinstance(leftpad, str) or len(leftpad) != len(padding):
         raise ValueError(f"leftpad: expected a list of {len(padding)} numbers, one per sequence, got {leftpad!r}")
     return [  # slots that hold tokens cannot become padding, nor padding tokens
@@ -170,7 +170,7 @@ def check_queries(q, batch: int) -> None:
 
 
 def count_new(k, v, cache: torch.Tensor, batch: int) -> int:
-    """seqlen_new of the new k, v (batch, seqlen_new, heads_kv, head_dim), for calls that check the rest."""
+    """The seqlen_new of new k, v (batch, seqlen_new, heads_kv, head_dim). ``attention_with_cache`` checks the rest."""
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
@@ -181,7 +181,7 @@ def count_new(k, v, cache: torch.Tensor, batch: int) -> int:
 
 
 def check_new(k, v, cache: torch.Tensor, batch: int) -> int:
-    """seqlen_new of the new k, v (batch, seqlen_new, heads_kv, head_dim), of the cache's type and device."""
+    """Checks new k, v (batch, seqlen_new, heads_kv, head_dim) against the cache. Returns seqlen_new."""
     heads_kv, head_dim = cache.shape[2:]
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):

@@ -96,8 +96,10 @@ def _layout(rank: int) -> str:
 
 
 def warn_of_layout(shape_q, shape_k) -> None:
-    """Warns where the shapes are allowed but look like (batch, heads, seqlen, head_dim), for a causal call with more
-    queries than keys or one with more than ``MANY_HEADS`` heads."""
+    """Warns of shapes that are allowed but look like (batch, heads, seqlen, head_dim).
+
+    For causal calls with more queries than keys, and for calls with more than ``MANY_HEADS`` heads.
+    """
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = shape_q, shape_k
     if heads_q > MANY_HEADS:
         if heads_q <= seqlen_q:
@@ -115,7 +117,10 @@ def warn_of_layout(shape_q, shape_k) -> None:
 
 
 def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, cu_seqlens_q=None) -> tuple[int, int]:
-    """(slots of a sequence or page, new keys of a sequence); cu_seqlens_q: of packed q, k and v, checked before."""
+    """Checks the tensors of a cached call. Returns the slots of a sequence or page, and the new keys of a sequence.
+
+    cu_seqlens_q: of packed q, k and v; it was checked before.
+    """
     if (k is None) != (v is None):
         raise ValueError(
             f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}"

@@ -34,7 +34,7 @@ INSTEAD = {  # keyword: what is expected in its place
     "scale": "softmax_scale",
     "scaling": "softmax_scale",
     "enable_gqa": "nothing, fewer key heads are seen from the shapes; leave it out",
-    "deterministic": "nothing, a call over a cache has no backward; leave it out",
+    "deterministic": "nothing, decoding with a KV cache has no backward; leave it out",
     "s_aux": "sinks",
     "learnable_sink": "sinks",
     "position_ids": "positions",

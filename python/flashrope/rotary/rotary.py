@@ -67,8 +67,7 @@ class Rotary:
         head_dim: channels per head.
         frequencies: inv_freq as a tuple, radians per position, one per channel pair; 0: the pair does not rotate.
         interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2.
-        bands: the bands over d >= 0, for causal attention; ``two_sided_bands`` adds their
-            mirror images.
+        bands: the bands over d >= 0, for causal attention; ``two_sided_bands`` adds their mirror images.
         temperature: t of the formula.
         log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), with clip at least 1.
         log_steps_scale: (floor_scale, attn_scale, first) or None, see ``log_steps``; in the place of log n.

@@ -35,7 +35,7 @@ Results = tuple[torch.Tensor, ...]
 class Workload:
     """A call in one direction: q (batch, seqlen, heads, head_dim), k and v (batch, seqlen, heads_kv, head_dim).
 
-    cache: "contiguous" or "paged" for a call over a cache of seqlen keys, with one query for each sequence in the
+    cache: "contiguous" or "paged" for decoding with a KV cache of seqlen keys, with one query for each sequence in the
     direction "decode", and with a chunk of queries in the direction "forward".
     """
 
