@@ -28,24 +28,26 @@ def close(got, want):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
 @pytest.mark.parametrize("n", [60, 140, 270])
-def test_one_length(n):
+def test_one_length(n, impl):
     q, k, v = (tensor(2, n, 2, 16, seed=seed).requires_grad_() for seed in range(3))
     results = []
     for rotary, by in ((SCALED, 1.0), (PLAIN, factor(n))):
-        out, lse = attention(q * by, k, v, rotary, return_lse=True)
+        out, lse = attention(q * by, k, v, rotary, return_lse=True, impl=impl)
         results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))))
     close(*results)
-    assert (n > 100) == (not torch.equal(results[0][0], attention(q, k, v, PLAIN)))
+    assert (n > 100) == (not torch.equal(results[0][0], attention(q, k, v, PLAIN, impl=impl)))
 
 
-def test_packed_sequences_by_their_own_lengths():
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_packed_sequences_by_their_own_lengths(impl):
     starts_q, starts_k = int32([0, 30, 70, 75]), int32([0, *LENGTHS]).cumsum(0).to(torch.int32)
     q, k, v = (tensor(n, 2, 16, seed=seed).requires_grad_() for seed, n in enumerate((75, 398, 398)))
     by = torch.tensor([factor(n) for n in LENGTHS], dtype=torch.float64).repeat_interleave(torch.tensor([30, 40, 5]))
     results = []
     for rotary, queries in ((SCALED, q), (PLAIN, q * by[:, None, None])):
-        out, lse = attention_varlen(queries, k, v, rotary, starts_q, starts_k, 40, 208, return_lse=True)
+        out, lse = attention_varlen(queries, k, v, rotary, starts_q, starts_k, 40, 208, return_lse=True, impl=impl)
         results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))))
     close(*results)
     none = attention_varlen(q[:0], k[:0], v[:0], SCALED, int32([0]), int32([0]), 1, 1)
@@ -54,7 +56,8 @@ def test_packed_sequences_by_their_own_lengths():
 
 @pytest.mark.parametrize("new", [0, 3])
 @pytest.mark.parametrize("pads", [None, [90, 0, 60]], ids=["", "padded"])
-def test_a_cache_by_the_keys_that_it_holds(pads, new):
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_a_cache_by_the_keys_that_it_holds(impl, pads, new):
     """Keys behind the padding, the new ones included."""
     caches = [tensor(3, 220, 2, 16, seed=seed) for seed in range(2)]
     q, more = tensor(3, 3, 2, 16, seed=2), [tensor(3, new, 2, 16, seed=seed) for seed in (3, 4)] if new else [None] * 2
@@ -62,7 +65,7 @@ def test_a_cache_by_the_keys_that_it_holds(pads, new):
     by = torch.tensor([factor(n) for n in keys], dtype=torch.float64)[:, None, None, None]
     results = []
     for rotary, queries in ((SCALED, q), (PLAIN, q * by)):
-        options = {"cache_leftpad": None if pads is None else int32(pads), "return_lse": True}
+        options = {"cache_leftpad": None if pads is None else int32(pads), "return_lse": True, "impl": impl}
         copies = [x.clone() for x in caches]
         results.append(attention_with_cache(queries, *copies, rotary, int32(LENGTHS), *more, **options))
     close(*results)
