@@ -201,12 +201,6 @@ def test_print_shows_the_scheme():
 # ---- what a second convert does
 
 
-def test_options_replace_those_of_an_earlier_convert():
-    model = convert(tiny("llama"), window=6)
-    assert schemes(convert(model, log_n=12)) == [Rotary.rope(16).log_n(12)] * 3
-    assert model.config.flashrope == {"log_n": 12}
-
-
 def test_a_convert_without_options_keeps_the_last_ones_and_says_so():
     model = convert(tiny("llama"), window=6, log_n=12)
     with pytest.warns(UserWarning, match=r"convert: the model keeps window=6, log_n=12 .* revert\(model\)"):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,10 +22,10 @@ import torch.nn.functional as F
 from ..cli import files, options, report
 from ..cli.figure import COLOURS, MARKERS, new_figure, save
 from ..cli.hardware import hardware
-from ..cli.options import BadInput, cores, need, torch_threads
+from ..cli.options import BadInput
 from ..cli.progress import Bar
 from ..small_models import data
-from .model import Tokens, describe, last_logits, load, measured_lengths, text_config, training_length
+from .model import Tokens, describe, last_logits, load, measured_lengths, run_command, text_config, training_length
 from .schemes import applicable, settings
 
 MAX_TARGETS = 512
@@ -55,14 +54,7 @@ class Row(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        need("transformers", extra="transformers")
-        need("matplotlib")
-        with torch_threads(args.threads or cores()):
-            return _measure(args)
-    except (BadInput, data.TextError) as error:
-        print(f"flashrope loss: error: {error}", file=sys.stderr)
-        return 2
+    return run_command("loss", _measure, args)
 
 
 def _measure(args: argparse.Namespace) -> int:

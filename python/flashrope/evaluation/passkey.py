@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,10 +20,10 @@ import torch
 from ..cli import files, options, report
 from ..cli.figure import new_figure, save
 from ..cli.hardware import hardware
-from ..cli.options import BadInput, cores, need, torch_threads
+from ..cli.options import BadInput
 from ..cli.progress import Bar
 from ..rotary.catalogue import SCHEMES
-from .model import Tokens, describe, last_logits, load, measured_lengths, training_length
+from .model import Tokens, describe, last_logits, load, measured_lengths, run_command, training_length
 from .schemes import applicable, settings
 
 INSTRUCTION = (
@@ -67,14 +66,7 @@ class Task(Tokens):
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        need("transformers", extra="transformers")
-        need("matplotlib")
-        with torch_threads(args.threads or cores()):
-            return _measure(args)
-    except BadInput as error:
-        print(f"flashrope passkey: error: {error}", file=sys.stderr)
-        return 2
+    return run_command("passkey", _measure, args)
 
 
 def _measure(args: argparse.Namespace) -> int:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..cli.options import BadInput
+
 UNSEEN = 0.1  # share of the bytes
 MIN_WINDOWS = 8  # windows of the longest context in each part
 MAX_BYTES = 1 << 29  # the text is held in memory
@@ -23,7 +25,7 @@ SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__py
 Piece = TypeVar("Piece", bytes, list[int])  # of a text: bytes, or token ids
 
 
-class TextError(ValueError):
+class TextError(BadInput):
     """The text cannot be used. The message says why and what is needed."""
 
 

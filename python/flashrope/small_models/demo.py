@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     before = _stamps(out)
     try:
         _demo(args, out, start)
-    except (BadInput, data.TextError) as error:
+    except BadInput as error:
         print(f"flashrope demo: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
