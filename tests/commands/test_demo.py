@@ -172,7 +172,7 @@ def test_interrupt_ends_cleanly(tmp_path, text, moment, wait):
     "options, message",
     [
         (["--text", "nowhere/at/all"], "nowhere/at/all: no such file or folder"),
-        (["--train-length", "4096"], "at least 524,304 are needed"),
+        (["--train-length", "4096"], "expected at least 524,304 bytes for windows of"),
         (["--train-length", "4"], "--train-length: expected at least 16, got 4"),
         (["--width", "33"], "width: expected heads = 2 times a multiple of 8, got 33"),
         (["--device", "cuda:99"], "--device: got cuda:99, but torch"),
@@ -349,7 +349,7 @@ def test_split_is_by_file_and_says_so():
     assert corpus.unseen == tuple(files[name] for name in corpus.unseen_files)
     assert set(corpus.train) - {0} == {int(name.split(".")[0]) for name in corpus.train_files}
     assert 0.1 <= len(b"".join(corpus.unseen)) / (29 * 500) < 0.14
-    with pytest.raises(data.TextError, match=r"has 14,500 bytes in 29 files.*at least 8,000 bytes"):
+    with pytest.raises(data.TextError, match=r"at least 8,000 bytes .* got 14,500 bytes in 29 files"):
         data.split_by_file("text", files, window=1000)
 
 

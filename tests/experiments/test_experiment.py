@@ -216,7 +216,7 @@ def test_partly_correct_answers_have_their_own_figure(tmp_path):
         (
             "perplexity",
             ["--train-length", "1024"],
-            "has 150,000 bytes in 30 files, too little for windows of 32,769 bytes: at least 262,152 bytes",
+            "at least 262,152 bytes to train on, and 8 windows of 32,769 bytes in other files, got 150,000 bytes in 30",
         ),
         ("perplexity", ["--train-length", "60"], "--train-length: expected a multiple of 8 of at least 64, got 60"),
         ("perplexity", ["--warmup", "2"], "--warmup: expected a positive number of at most 1, got 2.0"),

@@ -103,7 +103,7 @@ def test_windows_and_batches_are_of_the_file(tmp_path):
             range(700),
             {"vocab_size": 900},
             None,
-            "has 300 tokens to train on; at least 400 are needed for windows of 50",
+            "expected at least 400 tokens to train on, for windows of 50 tokens, got 300",
         ),
     ],
 )

@@ -154,7 +154,7 @@ def test_learned_positions_are_measured_up_to_the_training_length():
 
 
 def test_text_too_short_for_the_length():
-    with pytest.raises(data.TextError, match="no unseen file has 513 bytes, as a context of 512 needs"):
+    with pytest.raises(data.TextError, match="an unseen file of at least 513 bytes for a context of 512, got none"):
         tasks.measure_perplexity(subject(copier, unseen=(b"short",)))
 
 
