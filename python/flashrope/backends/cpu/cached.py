@@ -17,7 +17,7 @@ import torch
 from ...rotary.bands import PositionMap, chunk_of
 from ..calls import CacheCall, CacheLayout, accumulation_type
 from ..packed import append_packed, attend_packed
-from . import decode, library
+from . import decode, loader
 from .pieces import (
     Piece,
     attn_mask,
@@ -69,7 +69,7 @@ def attention_with_cache(
     """(out like q, lse in float32 or float64)."""
     if call.layout.cu_seqlens_q is not None:
         return attend_packed(attention_with_cache, q, k_cache, v_cache, call)
-    if (compiled := library.load()) and decode.serves(q, k_cache, call):
+    if (compiled := loader.load()) and decode.serves(q, k_cache, call):
         return decode.decode(compiled, q, k_cache, v_cache, call)
     (batch, seqlen_q, heads_q, _), block_table = q.shape, call.layout.block_table
     bounds = call.layout.bounds(k_cache)
