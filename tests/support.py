@@ -38,10 +38,9 @@ class Target:
     impl: str
     dtype: torch.dtype
     device: str
-    compiled: bool = False  # the CPU backend with the kernels of ``flashrope build-cpu``
 
     def __str__(self) -> str:
-        return f"{self.impl}{'_compiled' if self.compiled else ''}-{str(self.dtype).removeprefix('torch.')}"
+        return f"{self.impl}-{str(self.dtype).removeprefix('torch.')}"
 
     @property
     def slow(self) -> bool:
@@ -55,7 +54,6 @@ class Target:
 def _targets() -> list[Target]:
     """bfloat16 in Triton's interpreter acts on bit patterns, so it is tested on a GPU only."""
     targets = [Target("cpu", dtype, "cpu") for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)]
-    targets += [Target("cpu", dtype, "cpu", True) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     gpu = torch.cuda.is_available()
     if gpu or INTERPRETED:
         types = (torch.float32, torch.float16, torch.bfloat16) if gpu else (torch.float32, torch.float16)

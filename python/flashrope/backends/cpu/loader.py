@@ -44,17 +44,21 @@ def instructions() -> frozenset[str]:
     return frozenset(flags.partition(":")[2].split())
 
 
+def runnable() -> list[str]:
+    """The targets whose libraries this processor can run, the best first."""
+    present = instructions()
+    return [target for target, needed in reversed(INSTRUCTIONS.items()) if needed <= present]
+
+
 @cache
 def find() -> Found:
     """The best library that loads."""
     if sys.platform != "linux":
         return Found(None, "", f"the compiled kernels need Linux, this is {sys.platform}")
-    present = instructions()
-    runnable = [target for target, needed in reversed(INSTRUCTIONS.items()) if needed <= present]
-    if not runnable:
+    if not (targets := runnable()):
         return Found(None, "", "the processor has neither AVX2 nor the instructions of ARMv8")
     problems = []
-    for target in runnable:
+    for target in targets:
         path = FOLDER / f"{target}.so"
         if not path.exists():
             problems.append(f"{target}: {_missing(target)}")
