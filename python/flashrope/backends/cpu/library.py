@@ -35,7 +35,7 @@ class DecodeBand(ctypes.Structure):
 
 
 class DecodeCall(ctypes.Structure):
-    """As in csrc/decode.cpp."""
+    """As in csrc/cpu/decode.cpp."""
 
     _fields_ = [
         *((name, TensorView) for name in ("q", "k", "v", "out")),
@@ -70,7 +70,7 @@ class ForwardBand(ctypes.Structure):
 
 
 class ForwardCall(ctypes.Structure):
-    """As in csrc/tiles.h."""
+    """As in csrc/cpu/tiles.h."""
 
     _fields_ = [
         *((name, TensorView) for name in ("q", "k", "v", "out")),
@@ -89,7 +89,7 @@ class ForwardCall(ctypes.Structure):
 
 
 class BackwardCall(ctypes.Structure):
-    """As in csrc/backward.cpp."""
+    """As in csrc/cpu/backward.cpp."""
 
     _fields_ = [
         ("forward", ForwardCall),
