@@ -1,4 +1,4 @@
-"""The geometry of the CPU backend where it is composed of PyTorch's kernels: bands divided into pieces, caches into blocks."""
+"""The geometry of the CPU backend without its compiled kernels: bands divided into pieces, caches into blocks."""
 
 import pytest
 import support
