@@ -1,18 +1,21 @@
 """Maps the source folders to one package: triton_kernels/ is `flashrope.triton_kernels`, python/flashrope is the rest.
 
-The package is pure Python unless FLASHROPE_BUILD_CUDA=1 asks for the CUDA extension of csrc/. The build environment
-(pip install --no-build-isolation) then needs nvcc, a C++ compiler, ninja, pybind11, and the headers of torch: any torch
-from 2.11 on, with or without CUDA. It needs no GPU. TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX") and MAX_JOBS are
-honoured.
+csrc/cpu/build.py compiles the CPU kernels for Linux with the C++ compiler (CXX, default c++). They depend on libc and
+libstdc++ alone, so the wheel serves every Python 3. Without a compiler the installation succeeds without them, and the
+wheel serves every platform.
 
-The build makes two modules. _cuda.abi3.so holds the kernels and works with every Python version and every torch from
-2.11 on. _build_info holds what they were built with and needs one Python version, which the wheel's tag names.
+FLASHROPE_BUILD_CUDA=1 builds the CUDA extension of csrc/ too. The build environment (pip install --no-build-isolation)
+then needs nvcc, a C++ compiler, ninja, pybind11, and the headers of torch: any torch from 2.11 on, with or without
+CUDA. It needs no GPU. TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX") and MAX_JOBS are honoured. That makes two modules.
+_cuda.abi3.so holds the kernels and works with every Python version and every torch from 2.11 on. _build_info holds what
+they were built with and needs one Python version, which the wheel's tag names.
 
-The sdist and the wheel without CUDA are the same bytes wherever they are built with the same setuptools.
+The sdist and the wheel without CUDA are the same bytes wherever they are built with the same setuptools and compiler.
 """
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,6 +26,7 @@ from importlib import import_module
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
@@ -32,6 +36,9 @@ TORCH_TARGET_VERSION = (2, 11)
 DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"
 EPOCH = os.environ.setdefault("SOURCE_DATE_EPOCH", "1577836800")  # of all files in a package; bdist_wheel reads it
 os.umask(0o022)  # of the metadata in a wheel
+CUDA = os.environ.get("FLASHROPE_BUILD_CUDA", "0") not in ("", "0")
+CPU_BUILD = runpy.run_path(str(ROOT / "csrc/cpu/build.py"))
+CPU_KERNELS = Extension("flashrope.backends.cpu.kernels", [])
 
 
 class ReproducibleBuild(build_py):
@@ -61,10 +68,31 @@ class ReproducibleSdist(sdist):
         return path
 
 
-class BuildCuda(build_ext):
-    """Compiles with nvcc and the C++ compiler through ninja."""
+class Build(build_ext):
+    """The CPU kernels, and the CUDA extension where it is asked for."""
+
+    def run(self):
+        self.in_source = self.inplace or self.editable_mode
+        super().run()
 
     def build_extensions(self):
+        if CPU_KERNELS in self.extensions:
+            self.extensions = [ext for ext in self.extensions if ext is not CPU_KERNELS]
+            self.build_cpu(ROOT / "python" if self.in_source else Path(self.build_lib))
+        if self.extensions:
+            self.build_cuda()
+
+    def build_cpu(self, root):
+        """A library that cannot be built is left out, and build.json beside it says why."""
+        try:
+            missing = CPU_BUILD["build"](root / "flashrope/backends/cpu/kernels")
+        except OSError as error:  # a folder that cannot be written to
+            missing = {"all targets": str(error)}
+        for target, problem in missing.items():
+            print(f"compiled CPU kernels, {target}: {problem}", file=sys.stderr)
+
+    def build_cuda(self):
+        """Compiles with nvcc and the C++ compiler through ninja."""
         tools = {name: needed_program(name) for name in ("nvcc", os.environ.get("CXX", "c++"), "ninja")}
         nvcc, cxx, ninja = tools.values()
         torch, pybind11 = (
@@ -108,6 +136,13 @@ class BuildCuda(build_ext):
     def get_ext_filename(self, fullname):
         *package, name = fullname.split(".")
         return os.path.join(*package, "_cuda.abi3.so") if name == "_cuda" else super().get_ext_filename(fullname)
+
+
+class Wheel(bdist_wheel):
+    """The CPU kernels need a platform and no version of Python."""
+
+    def get_tag(self):
+        return super().get_tag() if CUDA or self.root_is_pure else ("py3", "none", super().get_tag()[2])
 
 
 # The library depends on libtorch_cpu and libtorch_cuda, which torch has loaded before it. It is linked with empty
@@ -193,11 +228,9 @@ def revision():
         return "unknown"
 
 
-COMMANDS = {"build_py": ReproducibleBuild, "sdist": ReproducibleSdist}
-EXTENSIONS = []
-if os.environ.get("FLASHROPE_BUILD_CUDA", "0") not in ("", "0"):
-    COMMANDS["build_ext"] = BuildCuda
-    EXTENSIONS = [
+EXTENSIONS = [CPU_KERNELS] if sys.platform == "linux" and CPU_BUILD["has_compiler"]() else []
+if CUDA:
+    EXTENSIONS += [
         Extension("flashrope._cuda", ["csrc/decode.cu", "csrc/library.cpp"]),
         Extension("flashrope._build_info", ["csrc/build_info.cpp"]),
     ]
@@ -226,7 +259,7 @@ setup(
         "flashrope.triton_kernels",
         "flashrope.tuning",
     ],
-    package_data={"flashrope": ["py.typed"], "flashrope.backends.cpu": ["csrc/*"]},
+    package_data={"flashrope": ["py.typed"]},
     ext_modules=EXTENSIONS,
-    cmdclass=COMMANDS,
+    cmdclass={"bdist_wheel": Wheel, "build_ext": Build, "build_py": ReproducibleBuild, "sdist": ReproducibleSdist},
 )

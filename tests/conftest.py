@@ -1,12 +1,14 @@
 """Fixtures and options. Without a GPU, Triton's interpreter is switched on, which must precede the import of triton.
 
+The CPU backend uses its compiled kernels, as users' programs do; --composed-cpu leaves them out.
 --threads N sets the CPU threads of the tests and the processes they start (default 1). --perturb-training SEED changes
 the result of every training by rounding alone; the verdict of a test must not depend on it.
 """
 
 import os
-import shutil
 import signal
+import subprocess
+import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # numpy reads it when it is imported
 
@@ -60,6 +62,7 @@ def pytest_addoption(parser):
     parser.addoption("--threads", type=int, default=1, help="CPU threads of the tests and of the processes they start")
     parser.addoption("--walk-seconds", type=float, default=0, help="how long each random walk of test_walks.py takes")
     parser.addoption("--walk-seed", type=int, default=0, help="the seed of the random walks (default: 0)")
+    parser.addoption("--composed-cpu", action="store_true", help="compose the CPU backend of PyTorch's kernels")
     parser.addoption("--perturb-training", type=int, metavar="SEED", help="perturb weights by rounding before training")
 
 
@@ -70,6 +73,12 @@ def pytest_configure(config):
         from perturb import perturb
 
         perturb(config.getoption("perturb_training"))
+    if config.getoption("composed_cpu"):
+        from flashrope.backends.cpu import loader
+
+        loader.load = lambda: None
+    elif not hasattr(config, "workerinput"):  # once, not in every process of xdist
+        _build_cpu_kernels()
     config.addinivalue_line(
         "markers",
         "interpreted(chosen): the parameters that Triton's interpreter runs too in the fast tests; its others are slow",
@@ -107,34 +116,31 @@ def exact(request):
     return request.param
 
 
-@pytest.fixture(scope="session")
-def cpu_library(request):
-    """The compiled CPU kernels, built once for every processor and every change of their sources."""
-    import fcntl
+def _build_cpu_kernels():
+    """Those for this processor, where the checkout lacks them or has changed their sources."""
+    from flashrope.backends.cpu import loader
 
-    from flashrope.backends.cpu import build, library
-
-    if shutil.which("c++") is None:
-        pytest.skip("the compiled CPU kernels need a C++ compiler")
-    folder = request.config.cache.mkdir("cpu-kernels") / "flashrope"  # as in a user's cache folder
-    folder.mkdir(exist_ok=True)
-    path = folder / library.file_name()
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            build.build(path)
-    return library.Library(path)
+    if loader.find().library is None and (best := loader.runnable()) and (loader.SOURCES / "build.py").exists():
+        subprocess.run([sys.executable, loader.SOURCES / "build.py", loader.FOLDER, best[0]], capture_output=True)
+        loader.find.cache_clear()
 
 
-@pytest.fixture(autouse=True)
-def cpu_kernels(request, monkeypatch):
-    """The tests use the compiled CPU kernels only where their target asks for them, whatever the user has built."""
-    from flashrope.backends.cpu import library
+@pytest.fixture
+def compiled():
+    """A test of the compiled kernels of the CPU backend."""
+    from flashrope.backends.cpu import loader
 
-    values = getattr(request.node, "callspec", None)
-    target = values and (values.params.get("target") or values.params.get("exact"))
-    compiled = request.getfixturevalue("cpu_library") if target and target.compiled else None
-    monkeypatch.setattr(library, "load", lambda: compiled)
+    if loader.load() is None:
+        pytest.skip("needs the compiled CPU kernels")
+    return loader.load()
+
+
+@pytest.fixture
+def composed(monkeypatch):
+    """A test of the CPU backend composed of PyTorch's kernels."""
+    from flashrope.backends.cpu import loader
+
+    monkeypatch.setattr(loader, "load", lambda: None)
 
 
 @pytest.fixture(autouse=True, scope="session")

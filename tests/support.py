@@ -30,6 +30,8 @@ UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16
 # 1.5 (Triton), float64 5.7, bfloat16 0.65, float16 0.67 (CPU) and 0.45 (Triton). In two-byte types the last rounding
 # alone takes 1.
 COEFFICIENT = {torch.float64: 16.0, torch.float32: 16.0, torch.float16: 1.0, torch.bfloat16: 1.0}
+# The first line of a script whose CPU backend is composed of PyTorch's kernels.
+COMPOSED = "from flashrope.backends.cpu import loader; loader.load = lambda: None\n"
 NAMES = ("out", "lse", "grad_q", "grad_k", "grad_v")
 
 
@@ -38,10 +40,9 @@ class Target:
     impl: str
     dtype: torch.dtype
     device: str
-    compiled: bool = False  # the CPU backend with the kernels of ``flashrope build-cpu``
 
     def __str__(self) -> str:
-        return f"{self.impl}{'_compiled' if self.compiled else ''}-{str(self.dtype).removeprefix('torch.')}"
+        return f"{self.impl}-{str(self.dtype).removeprefix('torch.')}"
 
     @property
     def slow(self) -> bool:
@@ -55,7 +56,6 @@ class Target:
 def _targets() -> list[Target]:
     """bfloat16 in Triton's interpreter acts on bit patterns, so it is tested on a GPU only."""
     targets = [Target("cpu", dtype, "cpu") for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)]
-    targets += [Target("cpu", dtype, "cpu", True) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     gpu = torch.cuda.is_available()
     if gpu or INTERPRETED:
         types = (torch.float32, torch.float16, torch.bfloat16) if gpu else (torch.float32, torch.float16)

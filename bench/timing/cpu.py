@@ -4,7 +4,7 @@
                         [--grid] [--busy] [--check] [--out DIR] [--publish] [--note TEXT]
 
 SDPA gets the tensors in its own best layout, heads first in memory. flashrope is timed twice: composed of PyTorch's
-kernels, and with the kernels of ``flashrope build-cpu``, where there is a C++ compiler. A round times every contestant
+kernels, and with the compiled kernels, where the installation has them. A round times every contestant
 once, so that all of them see the same state of the machine. A row shows the median and the quartiles over the rounds,
 and the median of (its time) / (time of its base in the same round). --check exits with 1 if a goal is missed. --grid
 adds every window and length; --busy adds decoding beside another process that computes.

@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from flashrope import attention_with_cache
-from flashrope.backends.cpu import build, library
+from flashrope.backends.cpu import library, loader
 
 from .contestants import KERNELS, Contestant, dense, own, with_rope
 from .decode import own_with_cache, rotate_cache
@@ -22,7 +21,6 @@ from .problem import Problem
 
 PAGE_SIZES = (256, 64)  # the first that divides the length; the check before the timing has 320 keys
 SDPA, COMPOSED, COMPILED = "SDPA", "composed", "compiled"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Entry(NamedTuple):
@@ -33,18 +31,10 @@ class Entry(NamedTuple):
 
 
 def compiled_kernels() -> library.Library | None:
-    """The kernels of ``flashrope build-cpu``, built under build/ of the checkout unless the user has them."""
-    try:
-        if not (loaded := library.load()):
-            path = ROOT / "build" / library.file_name()
-            if not path.exists():
-                print("compiling the CPU kernels ...", flush=True)
-                build.build(path)
-            loaded = library.Library(path)
-        return loaded
-    except RuntimeError as error:
-        print(f"compiled kernels are left out: {error}")
-        return None
+    """The compiled kernels of the installation, if it has them."""
+    found = loader.find()
+    print(f"compiled kernels: {found.target or f'left out: {found.problem}'}")
+    return found.library
 
 
 def rows_first(x: torch.Tensor) -> torch.Tensor:
@@ -61,7 +51,7 @@ def with_kernels(kernels: library.Library | None, prepare: Callable, problem: Pr
     call = prepare(problem)
 
     def run(*tensors):
-        library.load = lambda: kernels
+        loader.load = lambda: kernels
         return call(*tensors)
 
     return run

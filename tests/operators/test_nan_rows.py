@@ -100,7 +100,7 @@ def test_packed_neighbours(exact, one_thread, which, value):
     after = run(wrong)
     others = torch.tensor([*range(30), *range(31, 64)])
     assert sum(lengths) == 64 and all(torch.equal(x[others], y[others]) for x, y in zip(after, before, strict=True))
-    if exact.impl != "cpu" or exact.compiled or value != value and which == "v":
+    if exact.impl != "cpu" or value != value and which == "v":
         assert not after[0][30].isfinite().all()  # torch's kernel gives 0 to a row that sees one key, a NaN
 
 

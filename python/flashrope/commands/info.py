@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from ..backends.cpu import library
+    from ..backends.cpu import loader
     from ..backends.registry import load_backend
     from .tune import shown
 
@@ -26,8 +26,9 @@ def run(args: argparse.Namespace) -> int:
     for package in ("triton", "transformers"):
         print(f"{package:13}{_installed(package)}")
     print(f"{'extension':13}{load_backend('cuda').build_info()}")
-    compiled = library.load()
-    print(f"{'CPU kernels':13}{compiled.path if compiled else 'not built; flashrope build-cpu builds them'}")
+    library, target, problem = loader.find()
+    kernels = f"compiled for {target}: {library.path}" if library else f"composed of PyTorch's: {problem}"
+    print(f"{'CPU kernels':13}{kernels}")
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     for device in devices:
         threads = f", threads: {torch.get_num_threads()}" if device == "cpu" else ""

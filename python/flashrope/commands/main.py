@@ -17,7 +17,6 @@ from .._version import __version__
 from ..cli.program import INTERRUPTED, HelpFormatter, guarded, reject_unknown
 
 COMMANDS = {  # command: (module, what it does)
-    "build-cpu": ("flashrope.commands.build_cpu", "compile faster kernels for this processor; needs a C++ compiler"),
     "demo": ("flashrope.commands.demo", "train two small models and compare the schemes beyond the training length"),
     "generate": (
         "flashrope.commands.generate",

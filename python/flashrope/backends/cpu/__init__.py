@@ -1,7 +1,6 @@
 """The CPU backend. It calls torch's own flash-attention kernel for the CPU on parts of every band.
 
-Where ``flashrope build-cpu`` has compiled the kernels of csrc/, it calls those instead (library.py, tiles.py,
-decode.py).
+It calls the compiled kernels of csrc/cpu instead where the installation has them (loader.py, tiles.py, decode.py).
 """
 
 from .attention import backward, forward, kept_shapes, unsupported_reason

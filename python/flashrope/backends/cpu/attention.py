@@ -8,7 +8,7 @@ Torch's kernel takes q, k and v of one width. If v has another, the narrower one
 Types below float32 are computed in float32 and only the results are rounded. That is at least as fast here as torch's
 half-precision kernels, whose float16 backward is about twenty times slower.
 
-The compiled kernels, if they are built, serve all types but float64 (tiles.py).
+The compiled kernels, where they are loaded, serve all types but float64 (tiles.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..calls import AttentionCall, Kept, KeptShapes, accumulation_type, out_shape
-from . import library, tiles
+from . import loader, tiles
 from .pieces import (
     Piece,
     RotationPieces,
@@ -105,7 +105,7 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out of ``out_shape``, lse (batch, heads_q, seqlen_q)."""
-    if (compiled := library.load()) and tiles.serves(q, k, call):
+    if (compiled := loader.load()) and tiles.serves(q, k, call):
         return tiles.forward(compiled, q, k, v, call)
     rotary, seqlen_q, seqlen_k, head_dim_v = call.rotary, q.size(1), k.size(1), v.size(-1)
     width, scale = max(rotary.head_dim, head_dim_v), flash_scale(call, seqlen_k)
@@ -143,7 +143,7 @@ def _attend(
 def _attend_backward(
     grad_out, grad_lse, q, k, v, out, lse, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if (compiled := library.load()) and tiles.serves(q, k, call):
+    if (compiled := loader.load()) and tiles.serves(q, k, call):
         return tiles.backward(compiled, grad_out, grad_lse, q, k, v, out, lse, call)
     rotary, seqlen_q, seqlen_k, head_dim, head_dim_v = call.rotary, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
     width, lse, scale = max(head_dim, head_dim_v), lse.transpose(1, 2), flash_scale(call, seqlen_k)

@@ -4,7 +4,7 @@ A sequence is read in blocks of slots, counted from its first slot. A block of a
 gathered one block at a time, heads first, unless they follow one another and are rows first in memory. The results of
 a sequence computed on its own are bitwise identical in both layouts.
 
-The compiled kernels, if they are built, serve a few queries per sequence (decode.py).
+The compiled kernels, where they are loaded, serve a few queries per sequence (decode.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from ...rotary.bands import PositionMap, chunk_of
 from ..calls import CacheCall, CacheLayout, accumulation_type
 from ..packed import append_packed, attend_packed
-from . import decode, library
+from . import decode, loader
 from .pieces import (
     Piece,
     attn_mask,
@@ -69,7 +69,7 @@ def attention_with_cache(
     """(out like q, lse in float32 or float64)."""
     if call.layout.cu_seqlens_q is not None:
         return attend_packed(attention_with_cache, q, k_cache, v_cache, call)
-    if (compiled := library.load()) and decode.serves(q, k_cache, call):
+    if (compiled := loader.load()) and decode.serves(q, k_cache, call):
         return decode.decode(compiled, q, k_cache, v_cache, call)
     (batch, seqlen_q, heads_q, _), block_table = q.shape, call.layout.block_table
     bounds = call.layout.bounds(k_cache)

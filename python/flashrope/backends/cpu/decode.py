@@ -1,4 +1,4 @@
-"""``attention_with_cache`` for a few queries, with the compiled kernel of csrc/decode.cpp."""
+"""``attention_with_cache`` for a few queries, with the compiled kernel of csrc/cpu/decode.cpp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...rotary.rotary import Rotary
 from ..calls import CacheCall
 from .library import DTYPES, MAX_BANDS, DecodeBand, DecodeCall, Library, TensorView, band_limits
 
-BLOCK = 64  # keys; csrc/decode.cpp has the same two
+BLOCK = 64  # keys; csrc/cpu/decode.cpp has the same two
 MAX_ROWS = 16  # queries of one key head
 
 

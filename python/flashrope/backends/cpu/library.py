@@ -1,23 +1,13 @@
-"""The compiled kernels of csrc/, where ``flashrope build-cpu`` has built them; and the calls that Python hands to them.
-
-The library is kept in the user's cache folder, under a name that depends on its sources and on the processor. Without
-it the CPU backend composes PyTorch's kernels.
-"""
+"""The calls that Python hands to the compiled kernels of csrc/cpu."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
-import os
-import platform
-from functools import cache
 from pathlib import Path
 
 import torch
 
-SOURCES = Path(__file__).parent / "csrc"
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 MAX_BANDS = 4
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -45,7 +35,7 @@ class DecodeBand(ctypes.Structure):
 
 
 class DecodeCall(ctypes.Structure):
-    """As in csrc/decode.cpp."""
+    """As in csrc/cpu/decode.cpp."""
 
     _fields_ = [
         *((name, TensorView) for name in ("q", "k", "v", "out")),
@@ -80,7 +70,7 @@ class ForwardBand(ctypes.Structure):
 
 
 class ForwardCall(ctypes.Structure):
-    """As in csrc/tiles.h."""
+    """As in csrc/cpu/tiles.h."""
 
     _fields_ = [
         *((name, TensorView) for name in ("q", "k", "v", "out")),
@@ -99,7 +89,7 @@ class ForwardCall(ctypes.Structure):
 
 
 class BackwardCall(ctypes.Structure):
-    """As in csrc/backward.cpp."""
+    """As in csrc/cpu/backward.cpp."""
 
     _fields_ = [
         ("forward", ForwardCall),
@@ -117,30 +107,8 @@ def band_limits(start: float, stop: float) -> tuple[int, int]:
     return first, end
 
 
-def folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashrope"
-
-
-@cache
-def file_name() -> str:
-    """The library's: it depends on the sources, the flags and the processor, for which it is compiled."""
-    digest = hashlib.sha256(" ".join((*FLAGS, platform.machine(), _instructions())).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.read_bytes())
-    return f"cpu-{digest.hexdigest()[:16]}.so"
-
-
-def _instructions() -> str:
-    """The processor's instruction sets, as Linux names them; "" elsewhere."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    except OSError:
-        return ""
-
-
 class Library:
-    """The functions of a compiled library."""
+    """The functions of a compiled library. Raises OSError or AttributeError where the file is not one."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -149,29 +117,3 @@ class Library:
         self.backward = functions.flashrope_backward
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         self.parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)
-
-
-@cache
-def load() -> Library | None:
-    """The library of ``flashrope build-cpu``; None if it was not built for these sources and this processor.
-
-    Raises:
-        RuntimeError: it cannot be loaded, or another user can write to it.
-    """
-    if not SOURCES.is_dir():  # as in the package for Hugging Face's kernel-builder
-        return None
-    path = folder() / file_name()
-    if not path.exists():
-        return None
-    for place in (path, path.parent):
-        found = place.stat()
-        if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o002:
-            raise RuntimeError(
-                f"{place} is not loaded: expected it to belong to you and others not to write to it, got owner "
-                f"{found.st_uid} and mode {found.st_mode & 0o777:o}; delete {path} and run flashrope build-cpu again, "
-                "or set XDG_CACHE_HOME to a folder of your own"
-            )
-    try:
-        return Library(path)
-    except (OSError, AttributeError) as error:
-        raise RuntimeError(f"{path} cannot be loaded ({error}); run flashrope build-cpu again, or delete it") from error

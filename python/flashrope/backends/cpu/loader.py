@@ -1,0 +1,95 @@
+"""Chooses the compiled kernels of csrc/cpu: of the libraries in the installation, the best that this processor can run.
+
+setup.py compiles them (csrc/cpu/build.py). Without one the CPU backend composes PyTorch's kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from .library import Library
+
+FOLDER = Path(__file__).parent / "kernels"
+SOURCES = Path(__file__).parents[4] / "csrc/cpu"  # in a checkout
+# The instructions that a library needs, by Linux's names for them; the best library last.
+X86_64_V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
+INSTRUCTIONS = {
+    "armv8-a": frozenset({"asimd"}),
+    "armv8.2-a": frozenset(["asimd", "asimdhp", "asimdrdm", "atomics", "fphp", "crc32"]),
+    "x86-64-v3": X86_64_V3,
+    "x86-64-v4": X86_64_V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]),
+}
+
+
+class Found(NamedTuple):
+    """The library and its target; or None and, in one line, why there is none."""
+
+    library: Library | None
+    target: str
+    problem: str
+
+
+def instructions() -> frozenset[str]:
+    """The processor's instruction sets by Linux's names; empty elsewhere."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    except OSError:
+        return frozenset()
+    return frozenset(flags.partition(":")[2].split())
+
+
+def runnable() -> list[str]:
+    """The targets whose libraries this processor can run, the best first."""
+    present = instructions()
+    return [target for target, needed in reversed(INSTRUCTIONS.items()) if needed <= present]
+
+
+@cache
+def find() -> Found:
+    """The best library that loads."""
+    if sys.platform != "linux":
+        return Found(None, "", f"the compiled kernels need Linux, this is {sys.platform}")
+    if not (targets := runnable()):
+        return Found(None, "", "the processor has neither AVX2 nor the instructions of ARMv8")
+    problems = []
+    for target in targets:
+        path = FOLDER / f"{target}.so"
+        if not path.exists():
+            problems.append(f"{target}: {_missing(target)}")
+        elif _stale(path):
+            problems.append(f"{target}: older than csrc/cpu, build it again: python csrc/cpu/build.py {FOLDER}")
+        else:
+            try:
+                return Found(Library(path), target, "")
+            except (OSError, AttributeError) as error:
+                problems.append(f"{target}: cannot be loaded ({error}); install flashrope again")
+    return Found(None, "", "; ".join(problems))
+
+
+def _missing(target: str) -> str:
+    try:
+        report = json.loads((FOLDER / "build.json").read_text(encoding="utf-8"))
+        return " ".join(report["missing"][target].split())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "not in this installation, which was built without a C++ compiler"
+
+
+def _stale(path: Path) -> bool:
+    """Whether a source of this checkout is newer than the library."""
+    built = path.stat().st_mtime
+    return any(source.stat().st_mtime > built for pattern in ("*.cpp", "*.h") for source in SOURCES.glob(pattern))
+
+
+@cache
+def load() -> Library | None:
+    """The library for the CPU backend, or None. The first call of a process without one warns and says why."""
+    library, _, problem = find()
+    if library is None and sys.platform == "linux":
+        warnings.warn(f"flashrope: attention on the CPU is slow without its compiled kernels: {problem}", stacklevel=2)
+    return library
