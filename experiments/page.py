@@ -13,6 +13,7 @@ import importlib
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -111,6 +112,12 @@ CLAIMS = {
 
 VERDICTS = (SHOWN, UNSHOWN, AGAINST, UNJUDGED)
 STATUSES = {SHOWN: "supported", UNSHOWN: "not shown", AGAINST: "contradicted", UNJUDGED: "not judged"}
+SAID = {  # of one declared difference, and of several
+    SHOWN: ("is as expected", "are as expected"),
+    UNSHOWN: ("shows no difference", "show no difference"),
+    AGAINST: ("is against expectation", "are against expectation"),
+    UNJUDGED: ("is not judged", "are not judged"),
+}
 HEADS = ("supported", "supported in part", "not shown", "contradicted", "not judged", "not measured")
 
 
@@ -225,21 +232,22 @@ def summary(name: str) -> str:
     parts = []
     expected = [(each, outcome(value, each.expected)) for each, value in found if each.expected]
     if expected:
-        counts = _counts([said for _, said in expected], (SHOWN, UNSHOWN, AGAINST, UNJUDGED))
-        parts.append(f"Of the {len(expected)} declared differences of which the papers say the direction: {counts}.")
+        said = _and(_said(Counter(said for _, said in expected)))
+        parts.append(f"Of the {len(expected)} declared differences whose direction the papers give, {said}.")
     against = [each for each, said in expected if said == AGAINST]
     if against:
         parts.append(f"Against expectation: {_listed(name, against)}.")
-    others = [verdict(value).partition(":")[0] for each, value in found if not each.expected]
+    others = Counter(verdict(value).partition(":")[0] for each, value in found if not each.expected)
     if others:
-        counts = _counts(others, ("higher", "lower", UNSHOWN, UNJUDGED))
-        words = "the other one" if len(others) == 1 else f"the {len(others)} others"
-        parts.append(f"Of {words} the first is: {counts}.")
+        signs = [f"{sign} in {others[sign]}" for sign in ("higher", "lower") if others[sign]]
+        said = [*([f"the first is {_and(signs)}"] if signs else []), *_said(others)]
+        count = f"{others.total()} {'more' if expected else 'declared differences'}"
+        parts.append(f"For {count} the papers give no direction: {'; '.join(said)}.")
     return " ".join(parts)
 
 
-def _counts(said: Sequence[str], words: Sequence[str]) -> str:
-    return _and([f"{said.count(each)} {each}" for each in words if each in said])
+def _said(outcomes: Counter[str]) -> list[str]:
+    return [f"{outcomes[each]} {SAID[each][outcomes[each] > 1]}" for each in VERDICTS if outcomes[each]]
 
 
 def _listed(name: str, compares: Sequence[Comparison]) -> str:

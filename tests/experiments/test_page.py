@@ -133,7 +133,7 @@ def test_fields(folder):
     (line,) = page.differences("copying", "copying-by-length:hope/rope").splitlines()[2:]
     assert line == "| HoPE − RoPE | +0.0 (+0.0 to +0.0) | **+30.0 (+30.0 to +30.0)** |"
     assert page.summary("copying") == (
-        "Of the 2 declared differences of which the papers say the direction: 1 as expected and 1 no difference shown."
+        "Of the 2 declared differences whose direction the papers give, 1 is as expected and 1 shows no difference."
     )
     assert page.constant("copying.BETWEEN.1") == "10"
     assert page.sizes() == "99,000 parameters, trained on samples of 128 bytes or letters"
