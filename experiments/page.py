@@ -138,12 +138,8 @@ def unit(name: str) -> int:
     return results(name)[1]["settings"]["train_length"]
 
 
-def at_multiple(name: str, multiple: float, task: str) -> float:
-    return multiple if task in tables.BY_COUNT else multiple * unit(name)
-
-
 def measured(name: str, scheme: str, task: str, multiple: str) -> Interval:
-    at = at_multiple(name, float(multiple), task)
+    at = float(multiple) * (1 if task in tables.BY_COUNT else unit(name))
     found = values_at(results(name)[0], tables.resolve(scheme, unit(name))[0], task, at)
     if not found:
         raise KeyError(f"{name}: no {task} of {scheme} at {at:g}")
