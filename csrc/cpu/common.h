@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -13,6 +14,11 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <utility>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 namespace flashrope {
 
@@ -34,6 +40,11 @@ inline Vec load(const float* x) {
   return v;
 }
 inline void store(float* x, Vec v) { std::memcpy(x, &v, sizeof v); }
+inline IntVec lane_numbers() {
+  IntVec v;
+  for (int i = 0; i < LANES; ++i) v[i] = i;
+  return v;
+}
 inline Vec broadcast(float x) { return x - Vec{}; }  // unlike x + 0, no instruction for it
 
 inline float sum(Vec v) {
@@ -42,6 +53,24 @@ inline float sum(Vec v) {
   for (int half = LANES / 2; half; half /= 2)
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   return lanes[0];
+}
+
+// With the vectors in blocks of 2 HALF lanes: the sums of the halves of every block, of a in the first HALF lanes, of b
+// in the others.
+template <int HALF, int... LANE>
+inline Vec add_halves(Vec a, Vec b, std::integer_sequence<int, LANE...>) {
+  return __builtin_shufflevector(a, b, (LANE % (2 * HALF) < HALF ? LANE : LANE - HALF + LANES)...) +
+         __builtin_shufflevector(a, b, (LANE % (2 * HALF) < HALF ? LANE + HALF : LANE + LANES)...);
+}
+
+// The sums of HALF * 2 vectors, which it overwrites, one per lane where that is all lanes.
+template <int HALF = LANES / 2>
+inline Vec sums(Vec* v) {
+  for (int i = 0; i < HALF; ++i) v[i] = add_halves<HALF>(v[i], v[i + HALF], std::make_integer_sequence<int, LANES>());
+  if constexpr (HALF > 1)
+    return sums<HALF / 2>(v);
+  else
+    return v[0];
 }
 
 inline float maximum(Vec v) {
@@ -88,6 +117,31 @@ inline float to_float(BFloat16 x) {
   return y;
 }
 
+// GCC 12 makes scalar code of __builtin_convertvector from _Float16, and twice the instructions from uint16_t.
+inline Vec load(const BFloat16* x) {
+#if defined(__AVX512F__)
+  return (Vec)((IntVec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)) << 16);
+#elif defined(__AVX2__)
+  return (Vec)((IntVec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)x)) << 16);
+#else
+  uint16_t __attribute__((vector_size(2 * LANES))) bits;
+  std::memcpy(&bits, x, sizeof bits);
+  return (Vec)(__builtin_convertvector(bits, IntVec) << 16);
+#endif
+}
+
+inline Vec load(const _Float16* x) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x));
+#else
+  _Float16 __attribute__((vector_size(2 * LANES))) v;
+  std::memcpy(&v, x, sizeof v);
+  return __builtin_convertvector(v, Vec);
+#endif
+}
+
 inline void from_float(float x, float* y) { *y = x; }
 inline void from_float(float x, _Float16* y) { *y = _Float16(x); }
 inline void from_float(float x, BFloat16* y) {  // to nearest, ties to even
@@ -110,13 +164,23 @@ struct TensorView {  // strides in elements; channels are contiguous
 
 // Query row r is at position shift + r and sees, in this band, the keys [first_key, end_key).
 struct Band {
-  int64_t start, stop;  // distances; infinite ones are +-2^40
+  int64_t start, stop;  // distances, or with a chunk differences of chunks; infinite ones are +-2^40
+  int64_t chunk;        // 0: distances
 
-  int64_t first_key(int64_t position) const { return position - stop + 1 > 0 ? position - stop + 1 : 0; }
-  int64_t end_key(int64_t position, int64_t keys) const {
-    const int64_t end = position - start + 1;
-    return end < 0 ? 0 : end < keys ? end : keys;
+  int64_t first_key(int64_t position) const {
+    const int64_t first = chunk ? (position / chunk - stop + 1) * chunk : position - stop + 1;
+    return first > 0 ? first : 0;
   }
+  int64_t end_key(int64_t position, int64_t keys) const {
+    int64_t end = position - start + 1;
+    if (chunk && position >= 0) end = std::min((position / chunk - start + 1) * chunk, position + 1);
+    return std::clamp<int64_t>(end, 0, keys);
+  }
+  // The positions [first_position, end_position) of the rows that see a key.
+  int64_t first_position(int64_t key) const {
+    return chunk ? std::max((key / chunk + start) * chunk, key) : key + start;
+  }
+  int64_t end_position(int64_t key) const { return chunk ? (key / chunk + stop) * chunk : key + stop; }
 };
 
 struct Pairs {
