@@ -80,4 +80,4 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     problems = build(Path(sys.argv[1]), sys.argv[2:] or None)
-    sys.exit("\n".join(f"{target}: {problem}" for target, problem in problems.items()))
+    sys.exit("\n".join(f"{target}: {problem}" for target, problem in problems.items()) or 0)

@@ -439,18 +439,15 @@ def test_nothing_outside_the_buffers_is_touched(impl, seqlen_q, layout):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages need mprotect")
-@pytest.mark.parametrize("head_dim", [16, 24])
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
-def test_the_compiled_kernels_touch_nothing_outside_the_buffers(cpu_library, layout, head_dim):
-    run = guarded_run("cpu", layout, 2, head_dim, str(cpu_library.path.parents[1]))
+def test_head_dims_that_are_no_whole_vector(layout):
+    run = guarded_run("cpu", layout, 2, 24)
     assert run.returncode == 0 and "done" in run.stdout, run.stderr[-2000:]
 
 
-def guarded_run(impl: str, layout: str, seqlen_q: int, head_dim: int, cache_folder: str = "", fault: str = ""):
-    """cache_folder: of a user who has compiled the CPU kernels; "" has none."""
+def guarded_run(impl: str, layout: str, seqlen_q: int, head_dim: int, fault: str = ""):
     words = [impl, layout, str(seqlen_q), str(head_dim), fault]
-    env = {**os.environ, "XDG_CACHE_HOME": cache_folder or "/nonexistent"}
-    return subprocess.run([sys.executable, "-c", GUARDED, *words], capture_output=True, text=True, env=env)
+    return subprocess.run([sys.executable, "-c", GUARDED, *words], capture_output=True, text=True)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages need mprotect")
@@ -501,7 +498,7 @@ def test_compile_keeps_the_write():
     assert torch.equal(call["k_cache"], other["k_cache"]) and torch.equal(call["v_cache"], other["v_cache"])
 
 
-def test_decoding_needs_no_rotated_copy_of_the_cache(monkeypatch):
+def test_decoding_needs_no_rotated_copy_of_the_cache(composed, monkeypatch):
     """ReRoPE rotates the last window keys only, for any length; the cache itself is never copied."""
     from flashrope.backends.cpu import cached
 

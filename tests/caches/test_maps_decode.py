@@ -57,7 +57,7 @@ def test_decoding_is_the_reference(exact, name, queries, splits, pads):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_blocks_that_begin_within_a_chunk(name, monkeypatch):
+def test_blocks_that_begin_within_a_chunk(name, composed, monkeypatch):
     """The CPU backend reads a cache in blocks, whose first keys lie anywhere in a chunk."""
     monkeypatch.setattr(cached, "_block_size", lambda row: 48)
     _, _, (k_cache, v_cache) = caches("cpu")

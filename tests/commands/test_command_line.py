@@ -1,7 +1,6 @@
 """The command line starts without torch, and every command ends cleanly at Ctrl-C."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -218,37 +217,6 @@ def test_an_interrupt_while_torch_is_loaded(module):
     code, lines = interrupted_at(command, module)
     said = [line for line in lines if not line.startswith("import time:") and line.strip()]
     assert code == 130 and said == ["flashrope: interrupted\n"]
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()[0] != "Z"  # a zombie that nobody has waited for
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the compiled CPU kernels are for Linux")
-def test_an_interrupt_ends_the_compiler_and_its_processes(tmp_path):
-    compiler, started = tmp_path / "compiler", tmp_path / "started"
-    compiler.write_text(f'#!/bin/sh\nsleep 300 &\necho $$ $! > "{started}.new"; mv "{started}.new" "{started}"\nwait\n')
-    compiler.chmod(0o755)
-    command = [sys.executable, "-m", "flashrope", "build-cpu", "--compiler", str(compiler)]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    )
-    while not started.exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)  # to this process alone, as from another program
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and errors == "\nflashrope: interrupted\n"
-    deadline = time.monotonic() + 10
-    while any(map(alive, map(int, started.read_text().split()))):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert not list((tmp_path / "cache" / "flashrope").iterdir())
 
 
 def test_tuning_cancels_what_is_not_compiled_yet():

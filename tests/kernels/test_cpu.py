@@ -1,4 +1,4 @@
-"""The geometry of the CPU backend: bands divided into pieces, caches into blocks."""
+"""The geometry of the CPU backend without its compiled kernels: bands divided into pieces, caches into blocks."""
 
 import pytest
 import support
@@ -7,6 +7,7 @@ from flashrope import KVCache, PagedKVCache, Rotary, attention_with_cache
 from flashrope.backends.cpu import cached
 from flashrope.backends.cpu.pieces import plan
 
+pytestmark = pytest.mark.usefixtures("composed")
 ROPE = Rotary.rope(8)
 SCHEMES = [ROPE, ROPE.rectify(5, 2.0).local(40), ROPE.rectify(70, 2.0).local(150)]
 SCHEMES += [

@@ -1,17 +1,13 @@
-"""The compiled kernels of the CPU backend. Their accuracy is also tested wherever a target is ``cpu_compiled``."""
-
-import os
-import stat
+"""The compiled kernels of the CPU backend. Their accuracy is also tested wherever a target is ``cpu``."""
 
 import pytest
 import support
 import torch
 from flashrope import Rotary, attention, attention_with_cache
-from flashrope.backends.cpu import build, library
-from flashrope.commands.main import main
 from support import COEFFICIENT, Target
 
-FLOAT, BRAIN = (Target("cpu", dtype, "cpu", True) for dtype in (torch.float32, torch.bfloat16))
+pytestmark = pytest.mark.usefixtures("compiled")
+FLOAT, BRAIN = (Target("cpu", dtype, "cpu") for dtype in (torch.float32, torch.bfloat16))
 targets = pytest.mark.parametrize("target", [FLOAT, BRAIN], ids=str)
 LENGTHS = (1300, 513, 1, 0)  # three chunks, one key in the second, one key, none
 PADS = (3, 0, 0, 40)
@@ -90,11 +86,8 @@ def test_layouts_are_bitwise_identical(target, layout, page_size):
     assert all(torch.equal(a, b) for a, b in zip(decode(sequences, layout, page_size), expected, strict=True))
 
 
-def test_neighbors_and_threads_change_nothing(exact):
-    """exact: a target that asks for the compiled kernels."""
-    if not exact.compiled:
-        pytest.skip("of the compiled kernels")
-    sequences = problems(exact, SCHEMES["leaky"])
+def test_neighbors_and_threads_change_nothing():
+    sequences = problems(FLOAT, SCHEMES["leaky"])
     threads, expected = torch.get_num_threads(), decode(sequences)
     q, k, v = (torch.randn(2, 200, 4, 64, generator=torch.Generator().manual_seed(1)) for _ in range(3))
     full = attention(q, k, v, SCHEMES["rerope"], impl="cpu")
@@ -122,100 +115,30 @@ def test_tiles(target, lengths, causal):
         support.check(target, p)
 
 
-def test_positions_and_batch_tables(exact):
+def test_positions_and_batch_tables():
     """Positions that are given differ between the sequences, and so do the tables of cos and sin."""
     positions = torch.rand(2, 70, generator=torch.Generator().manual_seed(2)) * 100
-    support.check(exact, support.problem(exact, Rotary.rope(16), 70, batch=2, positions=positions))
+    support.check(FLOAT, support.problem(FLOAT, Rotary.rope(16), 70, batch=2, positions=positions))
 
 
-def test_bfloat16_is_rounded_to_nearest(cpu_library, monkeypatch):
+def test_bfloat16_is_rounded_to_nearest():
     """The mean of two values, which float32 holds exactly."""
-    monkeypatch.setattr(library, "load", lambda: cpu_library)
     q, v = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16), support.random((1, 2, 1, 64), BRAIN, 4)
     out = attention(q, q, v, Rotary.rope(64), impl="cpu")
     assert torch.equal(out[0, 1], v[0].float().mean(0).to(torch.bfloat16))
 
 
-def test_nan_reaches_the_rows_that_see_it(exact):
+def test_nan_reaches_the_rows_that_see_it():
     q, k, v = (torch.randn(1, 70, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
     k[0, 40, 0, 3] = torch.nan
-    out = attention(q, k, v, Rotary.rope(16), impl="cpu" if exact.impl == "cpu" else "reference")
+    out = attention(q, k, v, Rotary.rope(16), impl="cpu")
     assert out[0, 40:, 0].isnan().all() and not out[0, :40].isnan().any() and not out[0, :, 1].isnan().any()
 
 
-# ---- building and loading
-
-
-@pytest.fixture
-def user_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(library, "folder", lambda: tmp_path)
-    return tmp_path
-
-
-def test_without_a_compiler(user_folder, capsys):
-    assert main(["build-cpu", "--compiler", "no-such-compiler"]) == 1
-    shown = capsys.readouterr().err
-    assert "needs a C++ compiler" in shown and "'no-such-compiler'" in shown and "--compiler" in shown
-    assert not list(user_folder.iterdir())
-
-
-def test_a_compiler_that_fails(user_folder, tmp_path_factory, capsys):
-    compiler = tmp_path_factory.mktemp("bin") / "broken"
-    compiler.write_text("#!/bin/sh\necho no such standard >&2\nexit 3\n")
-    compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
-    assert main(["build-cpu", "--compiler", str(compiler)]) == 1
-    assert "no such standard" in capsys.readouterr().err and not list(user_folder.iterdir())
-
-
-def test_wrong_kernels_are_not_kept(user_folder, tmp_path_factory, cpu_library, monkeypatch):
-    copies = tmp_path_factory.mktemp("bin") / "copies"  # "compiles" by copying the library of the tests
-    copies.write_text(f'#!/bin/sh\nfor last; do :; done\ncp "{cpu_library.path}" "$last"\n')
-    copies.chmod(copies.stat().st_mode | stat.S_IEXEC)
-    path = user_folder / library.file_name()
-    build.build(path, str(copies))
-    assert library.Library(path) and os.listdir(user_folder) == [path.name]
-    path.unlink()
-    monkeypatch.setitem(library.DTYPES, torch.float32, 2)  # float32 taken for bfloat16
-    with pytest.raises(RuntimeError, match="are wrong by"):
-        build.build(path, str(copies))
-    assert not path.exists() and not os.listdir(user_folder)
-
-
-def test_what_cannot_be_loaded_is_an_error(user_folder, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(library, "folder", lambda: user_folder)
-    library.load.cache_clear()
-    assert library.load() is None
-    library.load.cache_clear()
-    (user_folder / library.file_name()).write_text("not a library")
-    with pytest.raises(RuntimeError, match="run flashrope build-cpu again"):
-        library.load()
-    assert main(["build-cpu", "--remove"]) == 0 and not list(user_folder.iterdir())
-    library.load.cache_clear()
-
-
-@pytest.mark.parametrize("place", ["file", "folder"])
-def test_a_library_that_others_may_write_to_is_refused(monkeypatch, tmp_path, place):
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = library.folder() / library.file_name()
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"")
-    library.load.cache_clear()
-    with pytest.raises(RuntimeError, match="cannot be loaded"):  # it is tried
-        library.load()
-    (path if place == "file" else path.parent).chmod(0o777)
-    library.load.cache_clear()
-    with pytest.raises(RuntimeError, match="mode 777; delete"):
-        library.load()
-    library.load.cache_clear()
-
-
-def test_other_calls_are_composed(cpu_library, monkeypatch):
+def test_other_calls_are_composed(compiled, monkeypatch):
     """float64, and more queries than the decoding kernel takes."""
-    monkeypatch.setattr(library, "load", lambda: cpu_library)
-    monkeypatch.setattr(cpu_library, "decode", None)
-    monkeypatch.setattr(cpu_library, "forward", None)
+    monkeypatch.setattr(compiled, "decode", None)
+    monkeypatch.setattr(compiled, "forward", None)
     q, k, v = torch.randn(3, 1, 20, 2, 16, dtype=torch.float64)
     assert torch.isfinite(attention(q, k, v, Rotary.rope(16))).all()
     seqlens = torch.tensor([20], dtype=torch.int32)

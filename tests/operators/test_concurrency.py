@@ -149,38 +149,33 @@ if what == "error":
 """
 
 
-def run(body: str, *words: str, cache_folder: str = "/nonexistent"):
-    env = {**os.environ, "XDG_CACHE_HOME": cache_folder}
-    command = [sys.executable, "-c", SCRIPT + body, *words]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
-
-
-def folder_of(request, compiled: bool) -> dict:
-    return {"cache_folder": str(request.getfixturevalue("cpu_library").path.parents[1])} if compiled else {}
+def run(first: str, body: str, *words: str):
+    command = [sys.executable, "-c", first + SCRIPT + body, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 slow = pytest.mark.slow
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
-@pytest.mark.parametrize("compiled", [pytest.param(False, marks=slow), True], ids=["torch", "compiled"])
+@pytest.mark.parametrize("first", [pytest.param(support.COMPOSED, marks=slow), ""], ids=["composed", "compiled"])
 @pytest.mark.parametrize("what", [pytest.param("after import", marks=slow), "after calls"])
-def test_fork(request, tmp_path, what, compiled):
+def test_fork(tmp_path, what, first):
     """Children of a process with one thread, as a data loader makes them."""
-    done = run(FORKS, "cpu", what, str(tmp_path / "result"), **folder_of(request, compiled))
+    done = run(first, FORKS, "cpu", what, str(tmp_path / "result"))
     assert done.returncode == 0 and "done" in done.stdout, done.stderr[-2000:]
 
 
 @slow
-@pytest.mark.parametrize("compiled", [False, True], ids=["torch", "compiled"])
+@pytest.mark.parametrize("first", [support.COMPOSED, ""], ids=["composed", "compiled"])
 @pytest.mark.parametrize("what", ["end", "error"])
-def test_the_interpreter_ends_during_calls(request, what, compiled):
+def test_the_interpreter_ends_during_calls(what, first):
     """The main thread has ended: others finish their calls, and then what is registered with atexit makes some.
 
     Daemon threads are not tested. Python ends them wherever they are, and torch, which is then inside noexcept
     functions, aborts.
     """
-    done = run(ENDS, "cpu", what, **folder_of(request, compiled))
+    done = run(first, ENDS, "cpu", what)
     assert done.returncode == (what == "error"), (done.returncode, done.stderr[-2000:])
     assert done.stdout.splitlines() == ["thread done", "thread done", "atexit 4"] and "Traceback" not in done.stderr
 

@@ -55,10 +55,11 @@ def test_again(target):
     assert all(same(results(target), want) for _ in range(4))
 
 
-COMPILED = pytest.mark.parametrize("target", [t for t in CPU if t.compiled], ids=str)
+COMPILED = pytest.mark.parametrize("target", [t for t in CPU if t.dtype != torch.float64], ids=str)
 
 
 @COMPILED
+@pytest.mark.usefixtures("compiled")
 def test_at_other_addresses(target):
     """One to fifteen elements behind a multiple of 64 bytes. Torch's products depend on the address."""
     want = results(target)
@@ -66,6 +67,7 @@ def test_at_other_addresses(target):
 
 
 @COMPILED
+@pytest.mark.usefixtures("compiled")
 def test_with_other_threads(target):
     """Torch's products depend on how they are divided."""
     want, before = results(target), torch.get_num_threads()
@@ -82,41 +84,33 @@ import sys
 import torch
 import support
 import test_reproducible
-from flashrope.backends.cpu import library
-threads, repeats, compiled = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
+threads, repeats = int(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(threads)
-if not compiled:
-    library.load = lambda: None
-assert bool(library.load()) == compiled
 for dtype in test_reproducible.DTYPES:
-    target = support.Target("cpu", dtype, "cpu", compiled)
+    target = support.Target("cpu", dtype, "cpu")
     print(*sorted({test_reproducible.digest(test_reproducible.results(target)) for _ in range(repeats)}))
 """
 
 
-def digests(request, threads: int, repeats: int, compiled: bool) -> list[str]:
+def digests(threads: int, repeats: int, first: str = "") -> list[str]:
     """What another process computes: the digests found for each type, separated by spaces."""
-    folder = str(request.getfixturevalue("cpu_library").path.parents[1]) if compiled else "/nonexistent"
     here = os.path.dirname(__file__)
     tests = os.pathsep.join([here, os.path.dirname(here)])
-    env = {**os.environ, "XDG_CACHE_HOME": folder, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": tests}
-    command = [sys.executable, "-c", SCRIPT, str(threads), str(repeats), str(compiled)]
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": tests}
+    command = [sys.executable, "-c", first + SCRIPT, str(threads), str(repeats)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()
 
 
-def test_in_another_process(request, monkeypatch, cpu_library, one_thread):
-    from flashrope.backends.cpu import library
-
-    monkeypatch.setattr(library, "load", lambda: cpu_library)
-    here = [digest(results(support.Target("cpu", dtype, "cpu", True))) for dtype in DTYPES]
-    assert digests(request, 2, 2, True) == here
+def test_in_another_process(compiled, one_thread):
+    here = [digest(results(support.Target("cpu", dtype, "cpu"))) for dtype in DTYPES]
+    assert digests(2, 2) == here
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True], ids=["torch", "compiled"])
-def test_a_thousand_times(request, compiled):
+@pytest.mark.parametrize("first", [support.COMPOSED, ""], ids=["composed", "compiled"])
+def test_a_thousand_times(first):
     """Five processes of 200 repeats; those of the compiled kernels with other numbers of threads."""
-    found = [digests(request, threads if compiled else 1, 200, compiled) for threads in (1, 1, 2, 3, 4)]
+    found = [digests(1 if first else threads, 200, first) for threads in (1, 1, 2, 3, 4)]
     assert all(x == found[0] for x in found) and not any(" " in line for line in found[0]), found

@@ -27,7 +27,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{package:13}{_installed(package)}")
     print(f"{'extension':13}{load_backend('cuda').build_info()}")
     library, target, problem = loader.find()
-    print(f"{'CPU kernels':13}{f'compiled for {target}: {library.path}' if library else f'composed of PyTorch: {problem}'}")
+    kernels = f"compiled for {target}: {library.path}" if library else f"composed of PyTorch's: {problem}"
+    print(f"{'CPU kernels':13}{kernels}")
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     for device in devices:
         threads = f", threads: {torch.get_num_threads()}" if device == "cpu" else ""

@@ -30,7 +30,7 @@ ROUNDINGS = {torch.float64: 1, torch.float32: 1, torch.float16: 2, torch.bfloat1
 class Case:
     def script(self, target: support.Target) -> str:
         shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
-        of_target = target.impl, target.dtype, target.device, target.compiled
+        of_target = target.impl, target.dtype, target.device
         return SCRIPT.format(
             module=type(self).__module__.rsplit(".", 1)[-1],
             name=type(self).__name__,

@@ -8,7 +8,7 @@ Torch's kernel takes q, k and v of one width. If v has another, the narrower one
 Types below float32 are computed in float32 and only the results are rounded. That is at least as fast here as torch's
 half-precision kernels, whose float16 backward is about twenty times slower.
 
-The compiled kernels, if they are built, serve all types but float64 (tiles.py).
+The compiled kernels, where they are loaded, serve all types but float64 (tiles.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A sequence is read in blocks of slots, counted from its first slot. A block of a
 gathered one block at a time, heads first, unless they follow one another and are rows first in memory. The results of
 a sequence computed on its own are bitwise identical in both layouts.
 
-The compiled kernels, if they are built, serve a few queries per sequence (decode.py).
+The compiled kernels, where they are loaded, serve a few queries per sequence (decode.py).
 """
 
 from __future__ import annotations

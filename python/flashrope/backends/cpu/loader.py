@@ -17,12 +17,12 @@ from .library import Library
 FOLDER = Path(__file__).parent / "kernels"
 SOURCES = Path(__file__).parents[4] / "csrc/cpu"  # in a checkout
 # The instructions that a library needs, by Linux's names for them; the best library last.
-X86_64_V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
+X86_64_V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
 INSTRUCTIONS = {
     "armv8-a": frozenset({"asimd"}),
-    "armv8.2-a": frozenset("asimd asimdhp asimdrdm atomics fphp crc32".split()),
+    "armv8.2-a": frozenset(["asimd", "asimdhp", "asimdrdm", "atomics", "fphp", "crc32"]),
     "x86-64-v3": X86_64_V3,
-    "x86-64-v4": X86_64_V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split()),
+    "x86-64-v4": X86_64_V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]),
 }
 
 
@@ -76,7 +76,7 @@ def _missing(target: str) -> str:
     try:
         report = json.loads((FOLDER / "build.json").read_text(encoding="utf-8"))
         return " ".join(report["missing"][target].split())
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "not in this installation, which was built without a C++ compiler"
 
 
@@ -91,5 +91,5 @@ def load() -> Library | None:
     """The library for the CPU backend, or None. The first call of a process without one warns and says why."""
     library, _, problem = find()
     if library is None and sys.platform == "linux":
-        warnings.warn(f"flashrope: attention on the CPU is slower without its compiled kernels: {problem}", stacklevel=2)
+        warnings.warn(f"flashrope: attention on the CPU is slow without its compiled kernels: {problem}", stacklevel=2)
     return library

@@ -1,4 +1,4 @@
-"""``attention`` and its gradients, with the compiled kernels of csrc/cpu/forward.cpp and backward.cpp."""
+"""``attention`` and its gradients, with the compiled kernels of csrc/cpu/forward.cpp and csrc/cpu/backward.cpp."""
 
 from __future__ import annotations
 

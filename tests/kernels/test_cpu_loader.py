@@ -1,0 +1,171 @@
+"""Building the compiled CPU kernels, and the choice among them: a missing or wrong library is never an error."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from flashrope import Rotary, attention
+from flashrope.backends.cpu import loader
+from flashrope.commands.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "csrc/cpu/build.py"
+V3, V4 = loader.INSTRUCTIONS["x86-64-v3"], loader.INSTRUCTIONS["x86-64-v4"]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the compiled CPU kernels are for Linux")
+
+
+@pytest.fixture
+def installation(tmp_path, monkeypatch):
+    """A folder of libraries that is empty, on a processor with AVX-512."""
+    monkeypatch.setattr(loader, "FOLDER", tmp_path)
+    monkeypatch.setattr(loader, "SOURCES", tmp_path / "no checkout")
+    monkeypatch.setattr(loader, "instructions", lambda: V4)
+    monkeypatch.setattr(loader, "Library", lambda path: path.read_text() and path)  # "" is a damaged library
+    monkeypatch.setattr(loader, "find", loader.find.__wrapped__)
+    return tmp_path
+
+
+def write(folder: Path, **contents: str) -> None:
+    for name, content in contents.items():
+        (folder / f"{name.replace('_', '-')}.so").write_text(content)
+
+
+def damaged(path):
+    raise OSError(f"{path.name}: file too short")
+
+
+def test_the_best_that_the_processor_can_run(installation, monkeypatch):
+    write(installation, x86_64_v3="3", x86_64_v4="4")
+    assert loader.find()[1:] == ("x86-64-v4", "")
+    for missing in sorted(V4 - V3):  # an illegal instruction would end the process
+        monkeypatch.setattr(loader, "instructions", lambda missing=missing: V4 - {missing})
+        assert loader.find()[1:] == ("x86-64-v3", "")
+    for missing in sorted(V3):
+        monkeypatch.setattr(loader, "instructions", lambda missing=missing: V4 - {missing})
+        library, target, problem = loader.find()
+        assert library is None and not target and "neither AVX2 nor" in problem
+
+
+def test_every_target_of_the_build_is_known():
+    targets = runpy.run_path(str(BUILD))["TARGETS"]
+    assert sorted(name for names in targets.values() for name in names) == sorted(loader.INSTRUCTIONS)
+
+
+def test_the_next_library_serves_where_one_is_missing(installation):
+    write(installation, x86_64_v3="3")
+    assert loader.find()[1:] == ("x86-64-v3", "")
+
+
+def test_a_damaged_library(installation, monkeypatch, capsys):
+    write(installation, x86_64_v4="")
+    monkeypatch.setattr(loader, "Library", damaged)
+    library, target, problem = loader.find()
+    assert library is None and "x86-64-v4: cannot be loaded (x86-64-v4.so: file too short); install" in problem
+    assert main(["info"]) == 0
+    assert f"composed of PyTorch's: {problem}\n" in capsys.readouterr().out
+
+
+def test_why_a_library_is_missing(installation):
+    assert loader.find().problem.count("not in this installation, which was built without a C++ compiler") == 2
+    reasons = {"x86-64-v4": "c++ failed:\n unknown -march", "x86-64-v3": "?"}
+    (installation / "build.json").write_text(json.dumps({"missing": reasons}))
+    assert loader.find().problem == "x86-64-v4: c++ failed: unknown -march; x86-64-v3: ?"
+    for broken in ("", "[]", '{"missing": 3}'):
+        (installation / "build.json").write_text(broken)
+        assert "not in this installation" in loader.find().problem
+
+
+def test_a_library_older_than_its_sources(installation, monkeypatch):
+    write(installation, x86_64_v4="4")
+    sources = installation / "csrc"
+    sources.mkdir()
+    (sources / "decode.cpp").write_text("")
+    monkeypatch.setattr(loader, "SOURCES", sources)
+    os.utime(installation / "x86-64-v4.so", (1, 1))
+    assert f"python csrc/cpu/build.py {installation}" in loader.find().problem
+    os.utime(sources / "decode.cpp", (0, 0))
+    assert loader.find().target == "x86-64-v4"
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_one_warning_at_the_first_call(installation, monkeypatch, calls):
+    monkeypatch.undo()  # of --composed-cpu too
+    script = f"""
+import sys, torch
+from flashrope import Rotary, attention
+from flashrope.backends.cpu import loader
+from pathlib import Path
+loader.FOLDER = Path({str(installation)!r})
+q = torch.randn(1, 4, 1, 16)
+for _ in range({calls}):
+    attention(q, q, q, Rotary.rope(16))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr.count("UserWarning: flashrope: attention on the CPU is slow without its compiled kernels") == 1
+    assert "not in this installation" in done.stderr
+
+
+def test_other_systems_do_not_warn(installation, monkeypatch):
+    monkeypatch.setattr(loader.sys, "platform", "darwin")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loader.load.__wrapped__() is None if hasattr(loader.load, "__wrapped__") else True
+    assert "need Linux, this is darwin" in loader.find().problem
+
+
+# ---- the build
+
+
+def build(folder: Path, compiler: str, *targets: str):
+    env = {**os.environ, "CXX": compiler}
+    return subprocess.run([sys.executable, BUILD, folder, *targets], capture_output=True, text=True, env=env)
+
+
+def fake_compiler(folder: Path, body: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_without_a_compiler(installation, tmp_path):
+    write(installation, x86_64_v4="of before")
+    done = build(installation, "no-such-compiler", "x86-64-v4")
+    assert done.returncode == 1 and done.stderr == "x86-64-v4: no C++ compiler: no-such-compiler is not on PATH\n"
+    assert [path.name for path in installation.iterdir()] == ["build.json"]
+    assert "no C++ compiler: no-such-compiler" in loader.find().problem
+
+
+def test_an_old_compiler_leaves_one_target_out(installation, tmp_path_factory):
+    old = fake_compiler(
+        tmp_path_factory.mktemp("bin"),
+        """case "$*" in *v4*) echo "bad value x86-64-v4 for -march" >&2; exit 3;; --version) exit;; esac
+for last; do :; done
+echo library > "$last" """,
+    )
+    done = build(installation, old, "x86-64-v3", "x86-64-v4")
+    assert done.returncode == 1 and "bad value x86-64-v4 for -march" in done.stderr
+    assert sorted(path.name for path in installation.iterdir()) == ["build.json", "x86-64-v3.so"]
+    assert loader.find()[1:] == ("x86-64-v3", "")
+
+
+@pytest.mark.parametrize("target", loader.runnable())
+def test_every_library_of_this_processor_is_right(compiled, monkeypatch, target):
+    path = loader.FOLDER / f"{target}.so"
+    if not path.exists():
+        pytest.skip(f"{target} is not in this installation")
+    library = loader.Library(path)
+    monkeypatch.setattr(loader, "load", lambda: library)
+    q, k, v = torch.randn(3, 2, 150, 2, 40).unbind()
+    q.requires_grad_()
+    rotary = Rotary.rope(40).rectify(70)
+    got, want = (attention(q, k, v, rotary, impl=impl) for impl in ("cpu", "reference"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    grads = [torch.autograd.grad(out.sum(), q)[0] for out in (got, want)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
