@@ -22,8 +22,10 @@ struct DecodeBand {
   Band band;
   int64_t group, last;  // the query at position p rotates by slope * min(p mod chunk / group, last) + offset
   double slope, offset;
-  const float* fine;     // (2, BLOCK, pairs): cos and sin of slope * t; nullptr: keys do not rotate
-  const double* coarse;  // (all blocks, 2, pairs): cos and sin of slope * BLOCK * n
+  // cos and sin of slope * n (2, BLOCK, pairs), of slope * BLOCK * n (BLOCK, 2, pairs), and of slope * BLOCK * BLOCK * n
+  // (up to the longest sequence, 2, pairs); nullptr: keys do not rotate.
+  const float* fine;
+  const double *middle, *coarse;
 
   int64_t mapped(int64_t position) const { return (band.chunk ? position % band.chunk : position) / group; }
 };
@@ -181,15 +183,19 @@ struct Chunk {
   void rotate_queries(int b, int64_t key) {
     const DecodeBand& band = call.bands[b];
     const int64_t count = pairs.count;
-    const double* coarse = band.fine ? band.coarse + key / BLOCK * 2 * count : nullptr;
-    const float* fine = band.fine ? band.fine + key % BLOCK * count : nullptr;
+    const double* coarse = band.fine ? band.coarse + key / (BLOCK * BLOCK) * 2 * count : nullptr;
+    const double* middle = band.fine ? band.middle + key / BLOCK % BLOCK * 2 * count : nullptr;
+    const float* fine = band.fine && key % BLOCK ? band.fine + key % BLOCK * count : nullptr;
     for (int64_t row = 0; row < call.seqlen_q; ++row) {
       const double *query_cos = query_angles.of(sequence, b, row), *query_sin = query_cos + count;
       float cos[MAX_HEAD_DIM / 2], sin[MAX_HEAD_DIM / 2];
       for (int m = 0; m < count; ++m) {
         double c = query_cos[m], s = query_sin[m];
-        if (coarse) subtract_angle(c, s, coarse[m], coarse[count + m]);
-        if (key % BLOCK && fine) subtract_angle(c, s, fine[m], fine[BLOCK * count + m]);
+        if (coarse) {
+          subtract_angle(c, s, coarse[m], coarse[count + m]);
+          subtract_angle(c, s, middle[m], middle[count + m]);
+        }
+        if (fine) subtract_angle(c, s, fine[m], fine[BLOCK * count + m]);
         cos[m] = float(c), sin[m] = float(s);
       }
       for (int64_t r = row; r < rows; r += call.seqlen_q)
@@ -216,6 +222,7 @@ struct Chunk {
     const float* tile[BLOCK];
     for (int begin = first / LANES * LANES; begin < end; begin += LANES) {
       const int from = std::max(begin, first), until = std::min(begin + LANES, end);
+      for (int t = from; t < until; ++t) prefetch(v_rows[t]);
       if (!band.fine && whole_vectors && (rows == 1 || std::is_same_v<T, float>)) {
         add_products(b, k_rows, begin, from, until);
         continue;
@@ -292,6 +299,7 @@ struct Chunk {
     if (!whole_vectors)
       for (int t = 0; t < keys; ++t) convert(v_rows[t], copies + t * padded_dim), tile[t] = copies + t * padded_dim;
     for (int r = 0; r < rows; ++r) softmax_row(state, r);
+    for (int t = 0; t < keys; ++t) prefetch(k_rows[t] + BLOCK * call.k.stride_row);
     // Values of keys that a query does not see are not read: they may be NaN.
     for (int b = 0; b < call.num_bands; ++b)
       for (int r = 0, count; r < rows; r += count) {
@@ -339,6 +347,12 @@ struct Chunk {
   int add_rows(SoftmaxState& state, int r, int count, const U* const* tile, Span span) {
     if (ACCUMULATORS >= 16 && count >= 4) return add_rows<4>(state, r, tile, span);
     return count >= 2 ? add_rows<2>(state, r, tile, span) : add_rows<1>(state, r, tile, span);
+  }
+
+  // Values are fetched while scores are computed, and the next block's keys while values are added.
+  void prefetch(const T* row) const {
+    const char* bytes = reinterpret_cast<const char*>(row);
+    for (size_t n = 0; n < head_dim * sizeof(T); n += 64) __builtin_prefetch(bytes + n);
   }
 
   template <int ROWS, typename U>

@@ -15,7 +15,7 @@ from .library import DTYPES, INFINITE, MAX_BANDS, BandLimits, DecodeBand, Decode
 
 BLOCK = 64  # keys; csrc/cpu/decode.cpp has the same two
 MAX_ROWS = 16  # queries of one key head
-MIN_TABLE = 64  # blocks
+MIN_TABLE = 8  # rows
 
 
 class Template(NamedTuple):
@@ -59,8 +59,8 @@ def decode(
 
 
 def _table_rows(seqlen: int) -> int:
-    """The blocks of keys that tables are for: a power of two, so that a growing sequence builds few."""
-    return max(1 << (max(seqlen - 1, 0) // BLOCK).bit_length(), MIN_TABLE)
+    """Of the coarse table: a power of two, so that a growing sequence builds few."""
+    return max(1 << (max(seqlen - 1, 0) // BLOCK**2).bit_length(), MIN_TABLE)
 
 
 @lru_cache(maxsize=64)
@@ -72,11 +72,15 @@ def _template(rotary: Rotary, causal: bool, rows: int) -> Template:
         return tensors[-1].data_ptr()
 
     @cache
-    def tables(slope: float) -> tuple[int, int]:
-        """Of slope * t, and of slope * BLOCK * n."""
+    def tables(slope: float) -> tuple[int, int, int]:
+        """fine, middle and coarse of DecodeBand."""
         positions = slope * torch.arange(max(BLOCK, rows), dtype=torch.float64)
         fine = torch.stack(cos_sin(rotary, positions[:BLOCK])).to(torch.float32)
-        return address(fine), address(torch.stack(cos_sin(rotary, BLOCK * positions[:rows]), 1))
+        middle, coarse = (
+            torch.stack(cos_sin(rotary, step * positions[:count]), 1)
+            for step, count in ((BLOCK, BLOCK), (BLOCK**2, rows))
+        )
+        return address(fine), address(middle), address(coarse)
 
     rotates = rotary.changes_channels
     call.pairs, call.interleaved = len(rotary.frequencies) if rotates else 0, rotary.interleaved
@@ -88,5 +92,5 @@ def _template(rotary: Rotary, causal: bool, rows: int) -> Template:
         last = int(min(band.last, INFINITE))
         call.bands[n] = DecodeBand(BandLimits.of(band), band.group, last, band.slope, band.offset)
         if rotates and band.slope:
-            call.bands[n].fine, call.bands[n].coarse = tables(band.slope)
+            call.bands[n].fine, call.bands[n].middle, call.bands[n].coarse = tables(band.slope)
     return Template(bytes(call), tensors)

@@ -45,8 +45,7 @@ class DecodeBand(ctypes.Structure):
         ("last", ctypes.c_int64),
         ("slope", ctypes.c_double),
         ("offset", ctypes.c_double),
-        ("fine", ctypes.c_void_p),
-        ("coarse", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("fine", "middle", "coarse")),
     ]
 
 
