@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     if argv and argv[0] in TOOLS:
-        return _guarded(lambda start: TOOLS[argv[0]].run(argv[1:], f"{PROGRAM} {argv[0]}"))
+        return _guarded(lambda: TOOLS[argv[0]].run(argv[1:], f"{PROGRAM} {argv[0]}"))
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="The experiments of the HoPE and ReRoPE papers, on small byte-level models.",
@@ -53,13 +53,13 @@ def _run(argv: list[str]) -> int:
     if unknown:
         reject_unknown(parser, unknown)
     args.command_line = shlex.join([*PROGRAM.split(), *argv])
-    return _guarded(lambda start: _experiment(args, start))
+    return _guarded(lambda: _experiment(args))
 
 
-def _guarded(work: Callable[[float], None]) -> int:
+def _guarded(work: Callable[[], None]) -> int:
     start = time.perf_counter()
     try:
-        work(start)
+        work()
     except (BadInput, data.TextError) as error:
         if distributed.ranks().rank == 0:
             print(f"{PROGRAM}: error: {error}", file=sys.stderr)
@@ -73,7 +73,7 @@ def _guarded(work: Callable[[float], None]) -> int:
     return 0
 
 
-def _experiment(args: argparse.Namespace, start: float) -> None:
+def _experiment(args: argparse.Namespace) -> None:
     need("matplotlib", "safetensors", "tqdm")
     out = Path(args.out or f"runs/experiments-{args.preset}")
     if args.name in DERIVED:
@@ -128,7 +128,7 @@ def _run_all(args: argparse.Namespace, run: Run, workers: Workers, cells: dict[s
         else:
             _measure(run, workers, folder, cells[name])
         if EXPERIMENTS[name].measures:
-            _print_shown(folder, name, run.unit)
+            print(f"\n{show(folder, name, run.unit)}")
         record = {
             "experiment": name,
             "command": args.command_line,
@@ -147,12 +147,7 @@ def _models(run: Run, cells: Sequence[Cell]) -> list[tuple[str, int]]:
 def _measure(run: Run, workers: Workers, folder: Path, cells: Sequence[Cell]) -> None:
     train_models(run, workers, _models(run, cells))
     training_curves.collect(run, folder, _models(run, cells))
-    rows = measure_cells(run, workers, folder, cells)
-    write_csv(folder / "results.csv", COLUMNS, rows)
-
-
-def _print_shown(folder: Path, name: str, train_length: int) -> None:
-    print(f"\n{show(folder, name, train_length)}")
+    write_csv(folder / "results.csv", COLUMNS, measure_cells(run, workers, folder, cells))
 
 
 def _derive(out: Path) -> None:
@@ -161,7 +156,7 @@ def _derive(out: Path) -> None:
     train_length = json.loads((out / "settings.json").read_text(encoding="utf-8"))["train_length"]
     done = [name for name, e in EXPERIMENTS.items() if e.measures and (out / name / "results.csv").exists()]
     for name in done:
-        _print_shown(out / name, name, train_length)
+        print(f"\n{show(out / name, name, train_length)}")
     print(f"written again: {', '.join(done) or 'nothing'}")
 
 

@@ -25,9 +25,9 @@ from .zoo import ARCHITECTURES, Defaults, Scheme, scheme
 
 TOOLS = {"tokenize": tokenizing, "export": export, "estimate": estimate}  # commands with arguments of their own
 DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
-WITHOUT_TEXT = ("positions", "frequencies")  # experiments that train and read nothing
+UNTRAINED = ("positions", "frequencies")  # experiments that train and read nothing
 SIZES = [field.name for field in dataclasses.fields(Preset) if field.name not in ("data", "vocab_size", "schemes")]
-OWN_TRAINING = (*WITHOUT_TEXT, "picture", "digits")  # train_models trains nothing for them
+OWN_TRAINING = (*UNTRAINED, "picture", "digits")  # experiments without language models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +120,7 @@ def experiments_of(args: argparse.Namespace) -> list[str]:
         return names
     if PRESETS[args.preset].data != TEXT:
         raise BadInput(f"--tokens: the task of the preset {args.preset} is written in bytes, and takes no tokens")
-    takes = [name for name in names if name in WITHOUT_TEXT or _reads_tokens(EXPERIMENTS[name])]
+    takes = [name for name in names if name in UNTRAINED or _reads_tokens(EXPERIMENTS[name])]
     if not takes:
         raise BadInput(f"--tokens: {args.name} is written in bytes; perplexity and accuracy take tokens")
     return takes

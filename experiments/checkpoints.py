@@ -29,7 +29,7 @@ from .tasks import MULTIPLES
 from .training import train_models
 
 TRAINED = "rope"
-COMMANDS = {  # the command's name of a scheme: its name here, for {growth} times the training length
+COMMANDS = {  # a scheme of ``flashrope loss``: its name here, for contexts of {growth} training lengths
     "stock": "rope",
     "log-n": "rope+dagger",
     "ntk": "ntk-aware-s{growth}",
@@ -49,8 +49,8 @@ TEXT, REPEATED = "loss", "loss-repeat"
 
 
 def compares() -> Iterator[Comparison]:
-    """What is judged: lower losses than RoPE's beyond the training length, a loss at the longest length that is not
-    above RoPE's at the training length, and the use of far context."""
+    """What is judged: losses below RoPE's beyond the training length, a loss at the longest length below RoPE's at the
+    training length, and the use of far context."""
     rope, _, ntk, yarn, rerope, rerope_log_n, leaky, cope, *mapped = MEASURED
     self_extend, self_extend_log_n, dual_chunk, dual_chunk_log_n = mapped
     for name in (ntk, yarn, rerope, rerope_log_n, leaky, cope, *mapped):
@@ -78,26 +78,21 @@ def measure_checkpoints(run: Run, workers: Workers, folder: Path) -> None:
     missing = [(seed, commands) for seed in run.seeds if (commands := unmeasured(folder, seed))]
     if missing:
         with report.Bars(["measuring, models"], len(missing)) as bars:
-            done = [0]
-
-            def count(job, message):
-                done[0] += 1
-                bars.update(0, done[0])
-
-            workers.map(measure_job, [(run, seed, str(folder), commands) for seed, commands in missing], count)
+            jobs = [(run, seed, str(folder), commands) for seed, commands in missing]
+            workers.map(measure_job, jobs, lambda job, message: bars.step())
     rows = [row for seed in run.seeds for path in measured(folder, seed) for row in rows_of(path, seed)]
     write_csv(folder / "results.csv", COLUMNS, rows)
 
 
 def measured(folder: Path, seed: int) -> list[Path]:
-    """The files of ``flashrope loss`` on one model, in the order they were made: one, or more where schemes were added
-    to COMMANDS after it."""
+    """The results of ``flashrope loss`` on one model, oldest first. There are several if schemes were added to COMMANDS
+    after the first run."""
     folders = [folder / f"s{seed}", *sorted(folder.glob(f"s{seed}-*"), key=lambda path: int(path.name.split("-")[1]))]
     return [path / "loss.json" for path in folders if (path / "loss.json").exists()]
 
 
 def unmeasured(folder: Path, seed: int) -> list[str]:
-    """The COMMANDS that no file of this model has rows of; those that refused it are not asked for again."""
+    """The COMMANDS that are in no result of this model, neither measured nor refused."""
     seen: set[str] = set()
     for path in measured(folder, seed):
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -1,17 +1,18 @@
-"""In-context copying (HoPE, section 4.2.1): several sequences of random letters, then the start of one of them, whose
-last letters are asked for.
+"""In-context copying (HoPE, section 4.2.1): several sequences of random letters, then the start of one of them. The
+model predicts the last letters of that one.
 
 The paper's sequences have 12 letters. Here each has 9 to 15, so that no fixed distance leads from the query to the
 answer: with sequences of one length, a model can answer by looking back a multiple of that length. The control puts 2
-to 10 random letters between the sequences and the query. A model that copies does not mind them.
+to 10 random letters between the sequences and the query. They make no difference to a model that copies.
 
-A sample is random from its seed: 64 letters and at least 9 per sequence make it all but certain that no two samples
-share a sequence.
+Samples are drawn from a seed. With 64 letters and at least 9 per sequence, two samples practically never share a
+sequence.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -59,8 +60,8 @@ def starts_of(lengths: Sequence[int]) -> list[int]:
 def practice(count: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """(inputs, targets), int64 (count, length): sequences, then whole ones of them in random order.
 
-    Only letters that follow from the text are targets: those of a repeated sequence from its second letter on. The
-    sequences fill a quarter of the sample up to all but the room for one more.
+    The targets are the letters that the text determines: those of a repeated sequence from its second letter on. The
+    sequences to repeat take at least a quarter of the sample and leave room for at least one repetition.
     """
     size = length + 1
     lengths = layout(integer(size // 4, size - LONGEST, generator), generator)
@@ -79,13 +80,12 @@ def practice(count: int, length: int, generator: torch.Generator) -> tuple[torch
 def batches(
     tokens: int, length: int, seed: int, steps: int, device: torch.device | str = "cpu", start: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches of about ``tokens`` letters, starting with step ``start``, four layouts each.
+    """Endless batches of about ``tokens`` letters and four layouts each, starting with step ``start``.
 
     Samples grow from SHORTEST_PRACTICE to ``length`` letters in the first half of the steps. The batch of step n
     depends only on the seed and n.
     """
-    step = start
-    while True:
+    for step in itertools.count(start):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         grown = min(2 * (step + 1) / steps, 1.0)
         now = (
@@ -94,7 +94,6 @@ def batches(
         parts = [practice(max(tokens // now // 4, 1), now, generator) for _ in range(4)]
         inputs, targets = (torch.cat(part).to(device) for part in zip(*parts, strict=True))
         yield inputs, targets
-        step += 1
 
 
 # ---- evaluation
@@ -103,8 +102,8 @@ def batches(
 def prompt(
     lengths: Sequence[int], samples: int, generator: torch.Generator, between: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences of these lengths, ``between`` random letters, and the middle sequence again: int64 (samples, seqlen)
-    without its SUFFIX last letters, and those, (samples, SUFFIX)."""
+    """(prompts, answers), int64 (samples, seqlen) and (samples, SUFFIX). A prompt is sequences of these lengths,
+    ``between`` random letters, and the middle sequence again without its last SUFFIX letters, which are the answer."""
     middle = len(lengths) // 2
     start = starts_of(lengths)[middle]
     context = letters((samples, sum(lengths)), generator)
@@ -132,7 +131,7 @@ def prompts(
 
 
 def right(subject: Subject, samples: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
-    """bool (samples, SUFFIX): whether each letter is the most likely one after those before it. None where the model
+    """bool (samples, SUFFIX): whether each letter is the most likely one after those before it. None if the model
     cannot read that far."""
     found = []
     for asked, answer in samples:

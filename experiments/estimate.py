@@ -4,9 +4,9 @@ Estimates from the sizes alone; nothing is run. A training token takes
 
     6 (N + vocab_size * width) + 6 * layers * width * train_length    floating-point operations
 
-where N are the weights of the layers: two a weight forward and four backward, and the causal half of the attention's
-two products. Memory: float32 weights, gradients and the two moments of AdamW; for every token of a micro-batch,
-20 * width + 8 * mlp_width bytes of activations a layer and 12 * vocab_size of logits, in bfloat16 and float32.
+where N is the number of weights in the layers: two operations a weight forward and four backward, plus the causal half
+of attention's two matrix products. Memory holds float32 weights, gradients and AdamW's two moments, and for every token
+of a micro-batch 20 * width + 8 * mlp_width bytes of activations a layer and 12 * vocab_size bytes of logits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUMMARY = "tokens, FLOPs, hours and memory of a preset's training, estimated: es
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Of one model. ``weights``: all of them; ``memory`` in bytes."""
+    """What the training of one model takes. ``weights`` is their number; ``memory`` is in bytes."""
 
     weights: int
     tokens_per_step: int

@@ -1,12 +1,12 @@
-"""Few-shot following (HoPE, section 4.2.2): examples "text:label", filler, then a text without its label. Answers that
-are one of the two labels of the examples count, correct or not.
+"""Few-shot following (HoPE, section 4.2.2): examples "text:label", filler, then a text without its label. An answer
+counts if it is one of the two labels of the examples, right or wrong.
 
-Three kinds of examples, like the paper's three tasks: a sentence, a question with an answer, and a pair of sentences.
-Texts are lines of the corpus, cut to 8 to 10 bytes. Labels are two capital letters, other ones in every prompt, so that
-only the examples tell which; capitals occur in the texts too. Filler stands before and behind the examples, so that
-neither a position nor a distance leads to a label. The control scores answers against the labels of another prompt.
+There are three kinds of examples, like the paper's three tasks: a sentence, a question with an answer, and a pair of
+sentences. Texts are lines of the corpus, cut to 8 to 10 bytes. The two labels are capital letters, which occur in the
+texts too. They change from prompt to prompt, so that only the examples tell them. Filler before and behind the examples
+varies their position and distance. The control scores answers against the labels of another prompt.
 
-No text and no two labels of evaluation occur in training; both are asserted.
+No text and no pair of labels of the evaluation occurs in training; both are asserted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashrope.small_models.data import SEPARATOR, Corpus, TextError, as_tokens
 
 from .tasks import Result, Subject, growing_batches, lengths_of, need_disjoint, percentage
 
-SEPARATORS = {"sentence": b"", "question": b"?", "pair": b"|"}  # kinds: between the texts of an example, b"" for one
+SEPARATORS = {"sentence": b"", "question": b"?", "pair": b"|"}  # by kind: between an example's two texts, if it has two
 SHOTS = 5
 NARROWEST, WIDEST = 8, 10  # bytes of a text
 MARK = b":"  # before a label, and nowhere else
@@ -56,7 +56,7 @@ def texts_of(pieces: Sequence[bytes]) -> list[bytes]:
 
 
 def beginnings(texts: Sequence[bytes]) -> set[bytes]:
-    """Their first NARROWEST bytes, which every use of them contains."""
+    """The first NARROWEST bytes of the texts, which every prompt keeps."""
     return {text[:NARROWEST] for text in texts}
 
 
@@ -129,8 +129,8 @@ def prompt(
 
 
 def practice(texts: Sequence[bytes], length: int, rng: random.Random) -> tuple[bytes, list[int]]:
-    """A sample of ``length`` + 1 bytes that ends with a label, and the places of the labels, without those before
-    which only one of the two had been seen. SHOTS examples or more, as far as they fit."""
+    """A sample of ``length`` + 1 bytes that ends with a label, and the places of the labels that both labels precede.
+    It has at least SHOTS examples, if they fit."""
     kind, labels = rng.choice(list(SEPARATORS)), rng.choice(PRACTICE_LABELS)
     fitting = min((length - width(kind, 0)) // (width(kind, 1) - width(kind, 0)), len(texts) // 2 - 1)
     shots = rng.randint(min(SHOTS, fitting), fitting)
@@ -156,7 +156,7 @@ def batches(
 
 
 def prompts(texts: Sequence[bytes], kind: str, length: int, samples: int, seed: int) -> tuple[list[bytes], list[bytes]]:
-    """Prompts, and the two labels of each; those of neighbours have no letter in common."""
+    """Prompts, and the two labels of each. Neighbouring prompts have no label in common."""
     found: list[bytes] = []
     chosen: list[bytes] = []
     for sample in range(samples):
@@ -168,8 +168,8 @@ def prompts(texts: Sequence[bytes], kind: str, length: int, samples: int, seed: 
 
 
 def measure(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
-    """Percentages of answers that are a label of the prompt, by length: of every kind ("few-shot-sentence" etc.), of
-    all ("few-shot"), and that are a label of another prompt of the kind ("few-shot-control")."""
+    """Percentages by length: answers that are a label of the prompt, for each kind ("few-shot-sentence" etc.) and all
+    kinds ("few-shot"), and answers that are a label of another prompt of the kind ("few-shot-control")."""
     texts, results = asked_texts(subject.train, tuple(subject.unseen)), []
     for length in lengths_of(subject, multiples):
         follows, control = [], []

@@ -1,8 +1,5 @@
-"""The figures, readable at the width of a page on a phone.
-
-Lines by length, named at their ends, and points by scheme, both with 95% intervals. Frequency tables, position
-matrices and attention patterns.
-"""
+"""The figures, readable at the width of a page on a phone: lines by length and points by scheme, both with 95%
+intervals, frequency tables, position matrices and attention patterns."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from .looks import label, look, scheme_of
 from .statistics import Interval, interval, values_at
 
 MAX_LINES, MAX_TICKS = 8, 7
-WIDTH, DPI = 8.3, 150  # inches: 830 pixels of a page are 100 to the inch, and the file has half as many again
+WIDTH, DPI = 8.3, 150  # a page shows 830 pixels, 100 an inch; the file has 150 an inch
 COLOURS_OF_A_FILE = 64
 DASHED, DOTTED = (0, (4, 2)), (0, (1, 1.2))
 SMALL, NORMAL = 11, 12.5  # points
@@ -90,9 +87,11 @@ def draw(
     log: bool = False,
     x_label: str = "length / training length",
 ) -> None:
-    """Lines by length in bytes, means over seeds with their 95% intervals, two panels in a row. Percentages from 0 to
-    100; with ``log`` other values, on a logarithmic axis. Dotted: the training length, and ``Panel.level``. Raises
-    ValueError for more than MAX_LINES lines in a panel."""
+    """Means over seeds by length in bytes, with their 95% intervals, two panels in a row.
+
+    The axis shows percentages from 0 to 100; with ``log`` it is logarithmic. Dotted lines mark the training length and
+    ``Panel.level``. Raises ValueError for more than MAX_LINES lines in a panel.
+    """
     panels = [
         dataclasses.replace(panel, lines=[line for line in panel.lines if _places(rows, line)]) for panel in panels
     ]
@@ -183,8 +182,10 @@ def _log_axis(axes) -> None:
 
 
 def name_ends(axes, ends: list[tuple[float, float, str, str]], log: bool, offset: float | None = None) -> None:
-    """Names beyond the right ends of the lines, moved apart where they would overlap. ends: (value, x, name, colour).
-    offset: from the longest line's end; by default a part of its length, for a logarithmic axis."""
+    """Writes names beyond the right ends of the lines, moved apart where they would overlap.
+
+    ``ends``: (value, x, name, colour). ``offset``: from the longest line's end; by default 13% of its length.
+    """
     low, high = axes.get_ylim()
     place, back = (math.log, math.exp) if log else (float, float)
     low, high = place(low), place(high)
@@ -227,8 +228,8 @@ def points(
     x_label: str,
     levels: dict[str, float] | None = None,
 ) -> None:
-    """A panel per group, a row per scheme: its mean and 95% interval, with the mean written beside it. ``levels``: a
-    value to mark in a panel, as that at the training length."""
+    """A panel per group and a row per scheme: its mean, in numbers too, and its 95% interval. ``levels``: a value to
+    mark in a panel, such as that at the training length."""
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     columns = min(len(groups), 2)
     stacked = -(-len(groups) // columns)
@@ -339,8 +340,8 @@ def patterns(
     panels: Sequence[tuple[str, dict[str, Sequence[float]]]],
     marks: Sequence[float] = (),
 ) -> None:
-    """Panels of curves over the distance between query and key, by name of a scheme or other name, with dotted lines
-    at ``marks``."""
+    """Panels of curves by the distance between query and key. ``panels``: (title, {a scheme or other name: its curve}).
+    Dotted lines stand at ``marks``."""
     figure, all_axes = canvas(2.9 * len(panels) + 0.3, len(panels), sharey=True)
     for axes, (name_of_panel, curves) in zip(all_axes, panels, strict=False):
         ends = []

@@ -45,7 +45,7 @@ NAMES = {
     "logn": "log n",
     "dagger": "log n†",
 }
-# A change of a window or factor keeps the look. What is not here with log n has the look that it has without.
+# Windows and factors do not change the look. A scheme with log n that is not listed looks like the scheme without it.
 LOOKS = {
     "rope": (BLACK, "o"),
     "rope+dagger": (GREY, "o"),

@@ -44,19 +44,14 @@ class Cell:
 
 
 def measure_cells(run: Run, workers: Workers, folder: Path, cells: Sequence[Cell]) -> list[list]:
-    """Measure the cells that are missing. Returns the rows (COLUMNS) of all cells, in their order."""
+    """Measures the missing cells. Returns the rows (COLUMNS) of all cells, in their order."""
     store = folder / "cells"
     store.mkdir(parents=True, exist_ok=True)
     missing = [cell for cell in cells if not (store / cell.name).exists()]
-    done = [0]
-
-    def count(job, message):
-        done[0] += 1
-        bars.update(0, done[0])
-
     if missing:
         with report.Bars(["measuring, schemes"], len(missing)) as bars:
-            workers.map(measure_job, [(run, cell, str(store / cell.name)) for cell in missing], count)
+            jobs = [(run, cell, str(store / cell.name)) for cell in missing]
+            workers.map(measure_job, jobs, lambda job, message: bars.step())
     return [row for cell in cells for row in json.loads((store / cell.name).read_text(encoding="utf-8"))]
 
 

@@ -42,7 +42,7 @@ class Claim:
 
     Attributes:
         pair: the measurements, as the function ``measurements`` reads them.
-        multiples: where they are compared. These differences are declared, with the direction that the paper says.
+        multiples: the lengths to compare them at. The experiment declares these differences with the paper's direction.
     """
 
     words: str
@@ -188,7 +188,8 @@ def levels(name: str, task: str, *schemes: str) -> str:
 
 
 def differences(name: str, *pairs: str) -> str:
-    """A table: declared differences by length, those that count in bold, "" where nothing was measured."""
+    """A table: declared differences by length. Those whose interval excludes zero are bold; empty cells are not
+    declared."""
     found = {}
     for pair in pairs:
         (first, _), (second, _) = measurements(pair)
@@ -219,7 +220,7 @@ def _name(name: str, scheme: str, numbers: bool = False) -> str:
 
 
 def summary(name: str) -> str:
-    """How many of the declared differences came out how, and the list of those against expectation."""
+    """The number of declared differences by outcome, and the list of those against expectation."""
     found = tables.judge(EXPERIMENTS[name].compares, results(name)[0], unit(name), name)
     parts = []
     expected = [(each, outcome(value, each.expected)) for each, value in found if each.expected]
@@ -242,7 +243,8 @@ def _counts(said: Sequence[str], words: Sequence[str]) -> str:
 
 
 def _listed(name: str, compares: Sequence[Comparison]) -> str:
-    """HoPE and RoPE (copying) at 2 and 4; with windows and factors where the names alone do not tell schemes apart."""
+    """For example "HoPE and RoPE (copying) at 2 and 4". Windows and factors are named if schemes differ in them
+    alone."""
     for numbers in (False, True):
         found: dict[str, dict[tuple, str]] = {}
         for each in compares:
@@ -279,7 +281,7 @@ def made(name: str) -> str:
 
 
 def sizes() -> str:
-    """Of the models of all claims: 110,000 to 450,000 parameters, trained on 64 to 256 bytes or letters."""
+    """The models of all claims, such as "110,000 to 450,000 parameters, trained on samples of 64 to 256 bytes"."""
     names = {claim.experiment for every in CLAIMS.values() for claim in every if has(claim.experiment)}
     counts, lengths = [parameters(name) for name in names], [unit(name) for name in names]
     return f"{_span(counts)} parameters, trained on samples of {_span(lengths)} bytes or letters"
@@ -291,7 +293,7 @@ def _span(values: Sequence[int]) -> str:
 
 
 def parameters(name: str) -> int:
-    """Of a RoPE model, to two digits."""
+    """The number of parameters of a RoPE model, to two digits."""
     settings = results(name)[1]["settings"]
     config = ModelConfig(*(settings[field] for field in ("width", "layers", "heads", "mlp_width", "vocab_size")))
     with torch.device("meta"):
@@ -300,7 +302,7 @@ def parameters(name: str) -> int:
 
 
 def constant(path: str) -> str:
-    """A number of the code: copying.SHORTEST, or copying.BETWEEN.0."""
+    """A number in the code, such as copying.SHORTEST or copying.BETWEEN.0."""
     module, *names = path.split(".")
     value = importlib.import_module(f"experiments.{module}")
     for name in names:
@@ -309,7 +311,7 @@ def constant(path: str) -> str:
 
 
 def minutes(cores: str = "1") -> str:
-    """All times of times.csv together; an experiment of which a share was timed counts as a whole."""
+    """The sum of times.csv. The time of a share of an experiment is scaled to the whole."""
     seconds = sum(float(row["cpu_seconds"]) / float(row["share"]) for row in read_csv(FOLDER / "times.csv"))
     return f"{seconds / 60 / int(cores):.0f}"
 

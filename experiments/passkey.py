@@ -1,10 +1,10 @@
 """Passkey retrieval: text with a key somewhere in it, then the question for the key.
 
-The text is that of the corpus, digits included, with spaces in place of the mark that stands before a key. No digit
-occurs twice in a key. The key stands at a random place in training, so that no distance and no position leads to it.
-The control asks the same questions after text without a key.
+The text is that of the corpus, digits included; spaces replace the mark that stands before a key. No digit occurs twice
+in a key. In training the key stands at a random place, so that no distance and no position leads to it. The control
+asks the same questions after text without a key.
 
-No key of evaluation occurs in training, which is asserted; the texts come from different files.
+No key of the evaluation occurs in training, which is asserted. The texts come from different files.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def without_marks(pieces: tuple[bytes, ...]) -> list[bytes]:
 
 
 def practice(train: bytes, length: int, rng: random.Random) -> tuple[bytes, list[int]]:
-    """A sample of ``length`` + 1 bytes that ends with a key, and the places of the digits asked for.
+    """A sample of ``length`` + 1 bytes that ends with a key, and the places of the digits to predict.
 
-    Text with the needle at random places, twice in half of the samples, otherwise more often; the last one ends with
-    the sample. From the second on, the digits are asked for.
+    The key stands at random places of the text, twice in half of the samples and at least twice in the others; its last
+    occurrence ends the sample. Its digits are to be predicted from the second occurrence on.
     """
     most = (length + 1 + NEEDLE_SIZE - len(QUESTION) - DIGITS) // NEEDLE_SIZE
     needles, key = rng.choice((2, rng.randint(2, most))), rng.choice(PRACTICE_KEYS)

@@ -7,10 +7,11 @@ Scores are those of the last query before the softmax, split into the contributi
 They are measured on two kinds of inputs:
 
     REPEATED    a first byte 0 followed by one byte at all other positions, as in the paper, so that keys differ by
-                position alone; every byte that is at least ``FREQUENT`` of the training text, once. The paper draws
-                from all tokens; most of the 256 bytes hardly occur in text, and training did not know them.
-    TEXT        windows of unseen text. q and k are averaged over the windows before they are multiplied, which is the
-                mean score of a query with the keys of other windows: what the text says cancels, the position stays.
+                position alone. There is one sample for every byte that makes up at least ``FREQUENT`` of the training
+                text. The paper draws from all tokens, but most of the 256 bytes hardly occur in the training text.
+    TEXT        windows of unseen text. q and k are averaged over the windows before they are multiplied, which gives
+    the
+                mean score of a query with the keys of other windows: the content averages out, the position stays.
 """
 
 from __future__ import annotations
@@ -53,9 +54,8 @@ class Pattern:
     The first byte is excluded, so a context of n bytes has the distances 0 to n - 2.
     """
 
-    components: (
-        torch.Tensor
-    )  # (layers, pairs, distance); the last component holds the channels without rotation, if any
+    # (layers, pairs, distance); the last component holds the channels without rotation, if any
+    components: torch.Tensor
     overall: torch.Tensor  # (layers, distance), including biases
 
     @property
@@ -152,9 +152,11 @@ def swing(curve: torch.Tensor) -> float:
 
 
 def ripple(curve: torch.Tensor, span: int = 25) -> tuple[float, float]:
-    """How much a curve moves up and down around its running mean over ``span`` distances (odd): the root of the mean
-    squared difference, and the period in bytes that is strongest in it, NaN if that is longer than the span, as such
-    are in the mean. Distances within half a span of the ends are left out."""
+    """(size, period) of a curve's movement around its running mean over ``span`` distances, an odd number.
+
+    The size is the root mean square of the difference. The period is the strongest one in it, in bytes, or NaN if it is
+    longer than the span, as the mean contains such periods. Distances within half a span of the ends are left out.
+    """
     inside = slice(span // 2, len(curve) - span // 2)
     rest = curve[inside] - curve.unfold(0, span, 1).mean(-1)
     rest = rest - rest.mean()

@@ -89,7 +89,7 @@ def train_on_pictures(
 
 @torch.no_grad()
 def measure(model: LanguageModel, name: str, samples: int, seed: int, impl: str | None = None) -> list[Result]:
-    """Share of pixels predicted correctly, by shape (task "picture-8x12"), on pictures not used in training."""
+    """Percentage of pixels predicted correctly, by shape (task "picture-8x12"), on pictures not used in training."""
     device, results = model.embedding.weight.device, []
     for rows, columns in SHAPES:
         colours, targets = pictures(samples, rows, columns, torch.Generator().manual_seed(1_000_000_007 + seed))

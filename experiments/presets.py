@@ -9,7 +9,7 @@ from flashrope.small_models.train import TrainConfig
 
 from . import copying
 
-# what models are trained on: text alone, or one task alone
+# What models are trained on: text alone, or one task alone.
 TEXT, COPYING, FEW_SHOT, PASSKEY = "text", "copying", "few-shot", "passkey"
 WITHOUT_TEXT = (COPYING,)  # all others need files of text
 
@@ -26,7 +26,7 @@ class Preset:
         base: of the rotary frequencies.
         vocab_size: 256, bytes, for models that read text.
         architecture: "llama" or "gau" (gau.py).
-        schemes: those of the experiment perplexity, where they are not the experiment's own.
+        schemes: for the experiment perplexity, instead of its own.
     """
 
     width: int
@@ -72,46 +72,24 @@ class Preset:
         )
 
 
+CPU = Preset(
+    width=64,
+    layers=2,
+    heads=2,
+    train_length=64,
+    batch=16,
+    steps=1200,
+    learning_rate=5e-3,
+    warmup=0.1,
+    samples=200,
+    seeds=5,
+)
 # The base of a task's models: the slowest pair turns once in about 7 training lengths.
 PRESETS = {
-    "tiny": Preset(
-        width=64,
-        layers=2,
-        heads=2,
-        train_length=64,
-        batch=16,
-        steps=500,
-        learning_rate=5e-3,
-        warmup=0.1,
-        samples=32,
-        seeds=1,
-    ),
-    "cpu": Preset(
-        width=64,
-        layers=2,
-        heads=2,
-        train_length=64,
-        batch=16,
-        steps=1200,
-        learning_rate=5e-3,
-        warmup=0.1,
-        samples=200,
-        seeds=5,
-    ),
-    # cpu with the architecture of ReRoPE's tables; two gated attention units are about as large as one Llama layer
-    "gau": Preset(
-        width=64,
-        layers=4,
-        heads=2,
-        train_length=64,
-        batch=16,
-        steps=1600,
-        learning_rate=5e-3,
-        warmup=0.1,
-        samples=200,
-        seeds=5,
-        architecture="gau",
-    ),
+    "tiny": dataclasses.replace(CPU, steps=500, samples=32, seeds=1),
+    "cpu": CPU,
+    # the architecture of ReRoPE's tables; two gated attention units are about as large as one Llama layer
+    "gau": dataclasses.replace(CPU, layers=4, steps=1600, architecture="gau"),
     "copying": Preset(
         width=64,
         layers=2,

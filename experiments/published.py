@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
-LOWER, HIGHER = -1, 1
+from .statistics import HIGHER, LOWER
 
 
 @dataclasses.dataclass(frozen=True)

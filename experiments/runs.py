@@ -72,7 +72,7 @@ class Run:
 
     @property
     def text(self) -> str:
-        """What the models read, for the list of settings."""
+        """What the models read, in words."""
         if not self.corpus:
             return "none: the models are trained on the task alone"
         what = "tokens" if isinstance(self.corpus, TokenCorpus) else "bytes"
@@ -165,7 +165,7 @@ def revision() -> str:
 
 
 def in_units(text: str, folder: Path) -> str:
-    """A text that speaks of bytes, for the results of an experiment in ``folder``: of tokens if its run read those."""
+    """The text, with "token" in place of "byte" if the run of the experiment in ``folder`` read tokens."""
     settings = folder.parent / "settings.json"
     read = json.loads(settings.read_text(encoding="utf-8")).get("text") if settings.exists() else None
     return text.replace("byte", "token") if read and "vocab_size" in read else text

@@ -51,7 +51,7 @@ def _draw_by_length(folder: Path, name: str, task: str, rows: Rows, train_length
 
 
 def _by_training_length(rows: Rows, task: str) -> list[Panel]:
-    """One panel of models of several training lengths, if there are."""
+    """One panel of all models if they have several training lengths, otherwise none."""
     found = sorted({(int(row["train_length"]), row["scheme"]) for row in rows})
     if len({length for length, _ in found}) < 2:
         return []
@@ -129,7 +129,7 @@ def _draw_accuracy(folder: Path, name: str, task: str, rows: Rows, train_length:
 
 
 def _draw_loss(folder: Path, name: str, task: str, rows: Rows, train_length: int) -> None:
-    """The text by scheme; and for some of them the text and its repetition."""
+    """Losses on text by scheme, and for some schemes also on repeated text."""
     measured = {family(row["scheme"]): row["scheme"] for row in reversed(rows)}
     text = ("rope", "ntk-aware", "yarn", "rerope", "rerope+dagger", "leaky-rerope+dagger", "cope")
     mapped = ("rope", "rerope", "self-extend", "self-extend+dagger", "dual-chunk", "dual-chunk+dagger")

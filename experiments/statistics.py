@@ -7,22 +7,16 @@ import math
 import statistics
 from collections.abc import Sequence
 
-# Student's t, 97.5%, by degrees of freedom from 1 on
-T_975 = (
-    (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-    + (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)
-    + (2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
-)
+from flashrope.evaluation.loss import half_interval
+
 MIN_SEEDS = 5  # for a claim
-
-
 HIGHER, LOWER = 1, -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two measurements whose difference, first minus second, is asked for: (scheme, task) each, at a multiple of the
-    training length. Schemes may contain {w256} as in ``published``.
+    """Two measurements, (scheme, task) each, at a multiple of the training length. What is judged is their difference,
+    first minus second. Schemes may contain {w256} as in ``published``.
 
     Attributes:
         expected: the sign of the difference by the papers, HIGHER or LOWER; 0 if they say nothing.
@@ -37,7 +31,7 @@ class Comparison:
 
 
 def schemes(first: str, second: str, task: str, *multiples: float, expected: int = 0) -> tuple[Comparison, ...]:
-    """Two schemes by one task."""
+    """Comparisons of two schemes in one task, one for each multiple."""
     return tuple(Comparison((first, task), (second, task), multiple, expected) for multiple in multiples)
 
 
@@ -82,17 +76,12 @@ def significant(value: float) -> str:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Of the mean of values, one per seed. Raises ValueError beyond the seeds that the table of t covers."""
-    if len(values) < 2:
-        return Interval(values[0], None, 1)
-    if len(values) > len(T_975) + 1:
-        raise ValueError(f"expected at most {len(T_975) + 1} seeds, got {len(values)}")
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(statistics.fmean(values), T_975[len(values) - 2] * error, len(values))
+    """The mean of values, one per seed, with its 95% interval."""
+    return Interval(statistics.fmean(values), half_interval(values) if len(values) > 1 else None, len(values))
 
 
 def values_at(rows: Sequence[dict[str, str]], scheme: str, task: str, at: float) -> dict[int, float]:
-    """A measurement by seed."""
+    """The values of a measurement, by seed."""
     return {
         int(row["seed"]): float(row["value"])
         for row in rows

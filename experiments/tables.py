@@ -1,5 +1,5 @@
-"""Tables made from an experiment's results.csv alone: the declared differences, ours next to the papers', and all that
-was measured. Every figure is a mean over seeds with its 95% interval."""
+"""Tables made from an experiment's results.csv alone: the declared differences, our figures next to the papers', and
+all that was measured. Every figure is a mean over seeds with its 95% interval."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BY_COUNT = ("copying", "copying-letters")  # tasks whose ``at`` is no length
 
 @dataclasses.dataclass(frozen=True)
 class Ordering:
-    """The pairs of rows that the paper orders strictly, by what the paired differences here say of them."""
+    """The pairs of rows that the paper orders strictly, counted by the outcome of their paired difference here."""
 
     column: str
     counts: dict[str, int]  # by SHOWN, AGAINST, UNSHOWN, UNJUDGED

@@ -44,8 +44,7 @@ class Subject:
     model: ZooModel
     scheme: Scheme
     unseen: Sequence[bytes]
-    # the preset's training length, to which task sizes are relative; the model may be trained at a multiple of it
-    unit: int
+    unit: int  # the preset's training length; the model may be trained at a multiple of it
     samples: int
     seed: int
     device: torch.device | str = "cpu"
@@ -93,8 +92,8 @@ def growing_batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless batches (inputs, targets) of about ``tokens`` bytes, starting with step ``start``.
 
-    Samples, practice(length, rng) as ``asked_for`` takes them, grow from ``shortest`` to ``length`` bytes in the first
-    half of the steps. The batch of step n depends only on the seed and n.
+    ``practice(length, rng)`` returns a sample for ``asked_for``. Samples grow from ``shortest`` to ``length`` bytes in
+    the first half of the steps. The batch of step n depends only on the seed and n.
     """
     for step in itertools.count(start):
         rng = random.Random(f"{name} practice {seed} {step}")
@@ -176,7 +175,7 @@ def windows_of(subject: Subject, length: int) -> list[bytes]:
 
 
 def reader(text: bytes | TokenFile) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function of int64 places in the text that returns what is there."""
+    """A function from int64 places in the text to the bytes or tokens there."""
     if isinstance(text, TokenFile):
         return text.at
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).__getitem__
@@ -195,20 +194,18 @@ def batches(
     The batch of step n depends only on the seed and n.
     """
     text, offsets = reader(corpus.train), torch.arange(length + 1)
-    step = start
-    while True:
+    for step in itertools.count(start):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         starts = torch.randint(len(corpus.train) - length, (batch_size, 1), generator=generator)
         yield text(starts + offsets).to(device).long()
-        step += 1
 
 
 @torch.no_grad()
 def measure_by_position(subject: Subject) -> list[Result]:
     """The mean loss in nats per byte over the positions of each part of the windows; ``at`` is the part's end.
 
-    A scheme that uses a longer context has a lower loss at later positions (Su 2023, ReRoPE: "longer context, lower
-    loss"), one that only survives has a level one, and one that fails has a rising one.
+    With position, the loss of a scheme that uses a longer context falls (Su 2023, ReRoPE: "longer context, lower
+    loss"), that of a scheme that merely tolerates it stays level, and that of a scheme that fails rises.
     """
     ends = [round(end * subject.unit) for end in PART_ENDS]
     windows = windows_of(dataclasses.replace(subject, samples=WINDOWS_PER_SAMPLE * subject.samples), ends[-1])

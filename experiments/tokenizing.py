@@ -1,7 +1,7 @@
 """``python -m experiments tokenize``: text files or a dataset as a token file, for ``--tokens``.
 
-Texts are separated by a token of the tokenizer, as in nanoGPT's files. Long texts are tokenized in pieces that end with
-a line, of a million characters.
+Texts are separated by a token of the tokenizer, as in nanoGPT's files. Long texts are tokenized in pieces of up to a
+million characters that end with a line.
 """
 
 from __future__ import annotations

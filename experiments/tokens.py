@@ -3,8 +3,8 @@
 FILE.bin holds token ids and nothing else: no header, one unsigned little-endian integer after the other, of 16 bits if
 the vocabulary has at most 65,536 tokens, otherwise of 32. nanoGPT's train.bin and val.bin are such files.
 
-FILE.json beside it, which ``python -m experiments tokenize`` writes, says what the ids are:
-{"vocab_size": 50257, "tokens": 1234, "tokenizer": "FILE.tokenizer.json", ...}. Without it, --vocab-size says so.
+FILE.json beside it, which ``python -m experiments tokenize`` writes, describes the ids:
+{"vocab_size": 50257, "tokens": 1234, "tokenizer": "FILE.tokenizer.json", ...}. Without it, --vocab-size is needed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ def width(vocab_size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """The tokens ``start`` to ``stop`` of a file. Only what is asked for is read; pickles as its path.
-
-    A slice is a list of ints.
-    """
+    """The tokens ``start`` to ``stop`` of a file, read from disk on access. A slice is a list of ints."""
 
     path: Path
     width: int  # bytes of a token
@@ -63,7 +60,7 @@ def _mapped(path: Path, width: int) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class TokenCorpus:
-    """What ``data.Corpus`` is to bytes."""
+    """The training and unseen parts of token files, as ``data.Corpus`` holds those of texts."""
 
     name: str
     train: TokenFile

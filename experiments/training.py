@@ -79,8 +79,8 @@ def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) 
 
 
 def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable) -> None:
-    """Train one model, with weights and batches from the seed. Resumes if it was interrupted. With several ranks, each
-    calls it, and the first one writes the files."""
+    """Train one model, with weights and batches from the seed. Resumes an interrupted training. With several ranks all
+    call this function, and the first writes the files."""
     path, preset = run.model_path(trained, length, seed), run.preset
     model, rotary = untrained(run, trained, length, seed), scheme(trained, preset.config, length, run.defaults).training
     training = dataclasses.replace(preset.training(length, seed), compile=run.compile)
@@ -177,8 +177,8 @@ def save_model(path: Path, model: ZooModel, trained: str, length: int, defaults:
 
 
 def rotary_of(model: ZooModel, trained: str, length: int, defaults: Defaults) -> Rotary | None:
-    """The scheme to use the model under. None if positions are not in the rotation alone, if it differs by layer, and
-    for other architectures than Llama's."""
+    """The one scheme to use a Llama model under. None for other architectures, for encodings other than rotation, and
+    if layers differ."""
     rotary = scheme(trained, model.config, length, defaults).rotary
     only = model.absolute is model.biases is model.positions is None and model.architecture == LLAMA
     return rotary if only and isinstance(rotary, Rotary) else None

@@ -64,8 +64,8 @@ def draw(path: Path, rows: Rows) -> None:
 
 
 class Log:
-    """Loss, learning rate and speed of one model in training, for tensorboard. Replaces what an interrupted training
-    logged from the first step that is logged here."""
+    """Logs loss, learning rate and speed of one model in training for tensorboard. A resumed training replaces what the
+    interrupted one logged from that step on."""
 
     def __init__(self, folder: Path, training: TrainConfig):
         self._folder, self._training = folder, training
@@ -90,5 +90,5 @@ class Log:
 
 
 def log_of(run: Run, path: Path, training: TrainConfig) -> Log | None:
-    """For the model in ``path``; None without --tensorboard, and on all ranks but the first."""
+    """The log of the model in ``path``; None without --tensorboard, and on all ranks but the first."""
     return Log(run.out / "tensorboard" / path.stem, training) if run.tensorboard and not run.ranks.rank else None

@@ -1,6 +1,6 @@
 """A byte-level language model whose position encoding is chosen by name.
 
-A name is the encoding the model is trained with, followed by changes for its use after plus signs:
+A name is the encoding that the model is trained with, followed after plus signs by changes for its use:
 
     rope   hope+yarn   rerope-w256   leaky-rerope-w128-k16+logn   ntk-mixed-s8+dagger
 

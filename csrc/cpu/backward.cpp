@@ -176,7 +176,7 @@ int backward(const BackwardCall& call) {
 extern "C" int flashrope_backward(const flashrope::BackwardCall* call) {
   switch (call->forward.dtype) {
     case 0: return flashrope::backward<float>(*call);
-    case 1: return flashrope::backward<_Float16>(*call);
+    case 1: return flashrope::backward<flashrope::Float16>(*call);
     default: return flashrope::backward<flashrope::BFloat16>(*call);
   }
 }

@@ -73,7 +73,11 @@ def compile_target(arguments: list[str], library: Path) -> str:
         return ""
     new.unlink(missing_ok=True)
     library.unlink(missing_ok=True)
-    return f"{shlex.join(arguments)} failed: {(done.stderr.strip() or f'exit code {done.returncode}')[-500:]}"
+    lines = done.stderr.splitlines()
+    reason = next(
+        (line for line in lines if "error" in line.lower()), lines[0] if lines else f"exit code {done.returncode}"
+    )
+    return f"{shlex.join(arguments)} failed: {reason[:300]}"
 
 
 if __name__ == "__main__":

@@ -104,12 +104,17 @@ inline float exp(float x) { return exp(broadcast(x))[0]; }
 
 // ---- element types
 
+#ifdef __aarch64__
+using Float16 = __fp16;  // GCC 12 has _Float16 for x86-64 alone
+#else
+using Float16 = _Float16;
+#endif
 struct BFloat16 {
   uint16_t bits;
 };
 
 inline float to_float(float x) { return x; }
-inline float to_float(_Float16 x) { return x; }
+inline float to_float(Float16 x) { return x; }
 inline float to_float(BFloat16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
   float y;
@@ -143,7 +148,7 @@ inline Vec load(const _Float16* x) {
 }
 
 inline void from_float(float x, float* y) { *y = x; }
-inline void from_float(float x, _Float16* y) { *y = _Float16(x); }
+inline void from_float(float x, Float16* y) { *y = Float16(x); }
 inline void from_float(float x, BFloat16* y) {  // to nearest, ties to even
   uint32_t bits;
   std::memcpy(&bits, &x, 4);

@@ -452,7 +452,7 @@ int decode(const DecodeCall& call) {
 extern "C" int flashrope_decode(const flashrope::DecodeCall* call) {
   switch (call->dtype) {
     case 0: return flashrope::decode<float>(*call);
-    case 1: return flashrope::decode<_Float16>(*call);
+    case 1: return flashrope::decode<flashrope::Float16>(*call);
     default: return flashrope::decode<flashrope::BFloat16>(*call);
   }
 }

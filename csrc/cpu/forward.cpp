@@ -170,7 +170,7 @@ int forward(const ForwardCall& call) {
 extern "C" int flashrope_forward(const flashrope::ForwardCall* call) {
   switch (call->dtype) {
     case 0: return flashrope::forward<float>(*call);
-    case 1: return flashrope::forward<_Float16>(*call);
+    case 1: return flashrope::forward<flashrope::Float16>(*call);
     default: return flashrope::forward<flashrope::BFloat16>(*call);
   }
 }

@@ -262,28 +262,14 @@ def test_no_ratio_for_a_wrong_contestant(capsys):
 
 
 def test_flashrope_wrong_or_failing_exits_with_1():
-    s = session()
-    s.measure(
-        [
-            Table(
-                "a table",
-                [dataclasses.replace(OWN["HoPE"], prepare=partial(own, Problem.rope)), OWN["RoPE"]],
-                SMALL.replace(head_dim=64, train_length=256),
-            )
-        ]
-    )
-    assert s.run.wrong.keys() == {"flashrope HoPE"} and s.finish() == 1
-    s = session()
-    s.measure(
-        [
-            Table(
-                "a table",
-                [dataclasses.replace(OWN["HoPE"], prepare=partial(_raise, RuntimeError("x"))), OWN["RoPE"]],
-                SMALL,
-            )
-        ]
-    )
-    assert s.finish() == 1
+    for prepare, wrong in (
+        (partial(own, Problem.rope), {"flashrope HoPE"}),
+        (partial(_raise, RuntimeError("x")), set()),
+    ):
+        s = session()
+        contestants = [dataclasses.replace(OWN["HoPE"], prepare=prepare), OWN["RoPE"]]
+        s.measure([Table("a table", contestants, SMALL.replace(head_dim=64, train_length=256))])
+        assert s.run.wrong.keys() == wrong and s.finish() == 1
 
 
 def test_what_does_not_fit_is_skipped_with_a_line(capsys, monkeypatch):
@@ -305,10 +291,8 @@ def test_memory_is_noted_with_the_call_where_that_is_cheap(monkeypatch, capsys):
     s.measure([Table(title, [OWN["HoPE"]], SMALL) for title in ("one", "two")])
     assert [record.peak_bytes for record in s.run.records] == [None, None]
     s.memory(s.tables[:1])
-    assert [record.peak_bytes for record in s.run.records] == [
-        3 << 20,
-        None,
-    ] and "3.0" in capsys.readouterr().out.splitlines()[-1]
+    assert [record.peak_bytes for record in s.run.records] == [3 << 20, None]
+    assert "3.0" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_memory_that_runs_out_is_skipped():
@@ -441,20 +425,6 @@ def test_a_subcommand_gets_its_options(monkeypatch):
 
 
 # ---- the structure
-def imports(path: Path) -> set[tuple[str, str]]:
-    """(module, name) of every import of a file. Modules of bench are absolute; the name is empty for plain imports."""
-    package = path.relative_to(ROOT).parts[:-1]
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {(alias.name, "") for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            above = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-            module = ".".join(filter(None, (above, node.module)))
-            found |= {(module, alias.name) for alias in node.names}
-    return found
-
-
 def private_uses(path: Path) -> list[str]:
     """Imports of private names of flashrope, and private attributes of modules and names imported from it."""
     tree, known, found = ast.parse(path.read_text()), set(), []
@@ -486,16 +456,6 @@ def test_bench_uses_only_public_names_of_flashrope(tmp_path):
     assert private_uses(example) == ["import of _ops", "b..._Plan"]
     for path in (ROOT / "bench").rglob("*.py"):
         assert not private_uses(path), path
-
-
-def test_timing_and_compiling_are_apart():
-    """Compiling does not need timing. Of timing, only what has no GPU to time on compiles."""
-    for path in (ROOT / "bench").rglob("*.py"):
-        used = {f"{module}.{name}" for module, name in imports(path)}
-        if path.parent.name == "compiling":
-            assert not any(name.startswith("bench.timing") for name in used), path
-        if path.parent.name == "timing" and path.stem not in ("host", "tune", "tiles"):
-            assert not any(name.startswith("bench.compiling") for name in used), path
 
 
 def _raise(error, *_):

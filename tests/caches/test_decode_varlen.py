@@ -101,15 +101,15 @@ def test_every_type(target, placed):
     Packed(target, SCHEMES["hope_rerope_log_n"](40), MIXED, page_size=PAGE, placed=placed).check(target)
 
 
-@pytest.mark.interpreted(lambda exact, heads, head_dim: heads != (4, 4))
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 8), ((6, 3), 72), ((40, 2), 16)])
+@pytest.mark.interpreted(lambda exact, heads, head_dim: heads == (20, 1))
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 8), ((6, 3), 72), ((20, 1), 16)])
 def test_head_dims_and_groups(exact, heads, head_dim):
     rotary = Rotary.hope(head_dim, 100).rectify(21)
     sizes = ((2, 45), (66, 80), (1, 3))
     Packed(exact, rotary, sizes, heads=heads[0], group=heads[0] // heads[1], page_size=PAGE).check(exact)
 
 
-@pytest.mark.interpreted(lambda exact, causal, sizes: True)
+@pytest.mark.interpreted(lambda exact, causal, sizes: causal == (len(sizes) > 1))
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(
     "sizes", [((1, 45), (1, 9)), ((3, 45), (64, 64), (0, 3)), ((70, 70),)], ids=["steps", "short", "long"]
@@ -122,7 +122,8 @@ def test_batches_of_one_kind(exact, causal, sizes):
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_given_splits_are_bitwise_identical_to_each_sequence_alone(exact, num_splits):
     rotary = SCHEMES["hope_rerope_log_n"](16)
-    batch = Packed(exact, rotary, MIXED, page_size=PAGE, leftpad=(10, 3, 0, 0, 2, 0, 1, 0))
+    sizes = ((66, 112), (1, 45), (0, 7), (5, 5), (1, 90))
+    batch = Packed(exact, rotary, sizes, page_size=PAGE, leftpad=(10, 3, 0, 2, 1))
     out, lse = batch.run(exact.impl, num_splits=num_splits)
     for b, size in enumerate(batch.sizes):
         if size:
@@ -193,7 +194,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.interpreted(lambda exact, entry: True)
+@pytest.mark.interpreted(lambda exact, entry: entry[1] in (-5, 2147480000, 2**40))
 @pytest.mark.parametrize("entry", HOSTILE.values(), ids=HOSTILE.keys())
 def test_wrong_entries_affect_only_their_sequence(exact, entry):
     name, value = entry

@@ -141,19 +141,8 @@ def test_trains_on_the_text_given(tmp_path, text, capsys):
 
 @pytest.mark.parametrize("moment, wait", [("software:", 1), ("training with", 0)], ids=["starting", "training"])
 def test_interrupt_ends_cleanly(tmp_path, text, moment, wait):
-    command = [
-        sys.executable,
-        "-m",
-        "flashrope",
-        *TINY[:-1],
-        "2",
-        "--steps",
-        "100000",
-        "--text",
-        str(text),
-        "--out",
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-m", "flashrope", *TINY[:-1], "2", "--steps", "100000"]
+    command += ["--text", str(text), "--out", str(tmp_path)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -109,7 +109,7 @@ def _serve(rank: int, count: int, store: str, connection) -> None:
 
 @functools.cache
 def mesh(ranks: int):
-    """A one-dimensional mesh of 2 ranks or of all. There are several meshes of 2 ranks, which all do the same work."""
+    """A one-dimensional mesh of 2 ranks or of all. Several meshes of 2 ranks all do the same work."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -21,20 +21,8 @@ from flashrope import Rotary
 from flashrope.small_models.model import LanguageModel, ModelConfig, load_checkpoint
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp.py"
-TINY = [
-    "--preset",
-    "tiny",
-    "--device",
-    "cpu",
-    "--dtype",
-    "float64",
-    "--log-every",
-    "1",
-    "--width",
-    "32",
-    "--mlp-width",
-    "48",
-]
+TINY = ["--preset", "tiny", "--device", "cpu", "--dtype", "float64", "--log-every", "1"]
+TINY += ["--width", "32", "--mlp-width", "48"]
 # float64, relative. Only the order of sums over ranks differs; the largest error seen was 2e-14, in a gradient.
 ROUNDING = 1e-12
 

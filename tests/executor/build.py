@@ -42,7 +42,7 @@ def compiler() -> str:
 
 
 def digest(files: Iterable[pathlib.Path], *others) -> str:
-    """Of the contents of files, and of what else decides about a build."""
+    """A digest of the files' names and contents, and of everything else that a build depends on."""
     hashed = hashlib.sha256(repr(others).encode())
     for path in files:
         hashed.update(path.name.encode() + path.read_bytes())
@@ -50,12 +50,12 @@ def digest(files: Iterable[pathlib.Path], *others) -> str:
 
 
 def cache() -> pathlib.Path:
-    """Where versions of the executor, the CUDA extension and what Triton compiles for the executor are kept."""
+    """The folder of the executor's versions, the CUDA extension and what Triton compiles for the executor."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "flashrope"
 
 
 def trim(folder: pathlib.Path, most_bytes: int = MOST_BYTES) -> None:
-    """Removes the oldest entries, except those of the last hour, until the rest is small enough."""
+    """Removes the oldest entries until the rest has at most ``most_bytes``. Entries of the last hour stay."""
     triton = folder / "triton"
     entries = [path for place in (folder, triton) if place.exists() for path in place.iterdir() if path != triton]
     sized = []

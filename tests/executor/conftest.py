@@ -51,7 +51,7 @@ class Process(pytest.Item):
 
 
 def skip_where_nothing_runs(cuda: bool) -> None:
-    """cuda: of the CUDA C++ kernels, which need nvcc."""
+    """Skips without a compiler or with a GPU. ``cuda``: for the CUDA C++ kernels, which also need nvcc."""
     if torch.cuda.is_available():
         pytest.skip("a GPU runs the kernels themselves")
     if importlib.util.find_spec("triton") is None:
@@ -65,7 +65,7 @@ def skip_where_nothing_runs(cuda: bool) -> None:
 
 
 def executed(arch: int, *arguments: str) -> None:
-    """pytest with these arguments, with the executor as the tests' "triton" target."""
+    """Runs pytest with these arguments and the executor as the tests' "triton" target."""
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     environment.pop("PYTEST_XDIST_WORKER", None)

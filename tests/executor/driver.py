@@ -1,7 +1,7 @@
 """Runs the package's Triton kernels on CPU tensors, through Triton's own compiler and launcher.
 
-Triton compiles for the architecture as usual; in the place of ptxas's cubin stands the PTX. Its C launcher passes that
-and the parameters to libcuda, which is the executor (``library.cpp``).
+Triton compiles for the architecture as usual, but stops at PTX. Its C launcher passes the PTX, where the cubin would
+be, and the parameters to libcuda, which is the executor (``library.cpp``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .launches import ExecutionError, Launch
 
 
 def prepare() -> None:
-    """To be called before triton is imported: where it finds the driver, and where it keeps what it compiles."""
+    """Sets where Triton finds the driver and keeps what it compiles. Call this before triton is imported."""
     folder = build.library().parent
     build.trim(build.cache())
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
@@ -41,8 +41,8 @@ class Machine:
         last_blocks: int = 0,
         strict: bool = True,
     ):
-        """seed: the order of warps, 0 for one after the other; last_blocks: run only so many, the last of the grid, 0
-        for all; strict: a launch with findings raises."""
+        """seed: of the order of warps; 0 runs one after another. last_blocks: run only this many blocks, the last of
+        the grid; 0 runs all. strict: a launch with findings raises ExecutionError."""
         self.arch, self.launches = arch, []
         self.rewrite = None  # (kernel's name, PTX) -> PTX, applied to every launch
         numbers = {"threads": threads, "seed": seed, "step_limit": step_limit, "last_blocks": last_blocks}
@@ -52,7 +52,7 @@ class Machine:
         self.reset()
 
     def reset(self, **changes) -> None:
-        """The options that the machine was made with, but for these."""
+        """Restores the options that the machine was made with, except for these changes."""
         options = self.options | changes
         seed, step_limit = ctypes.c_uint64(options["seed"]), ctypes.c_uint64(options["step_limit"])
         self.library.executor_configure(self.arch, options["threads"], seed, step_limit, options["last_blocks"])
@@ -69,7 +69,7 @@ class Machine:
             self.library.executor_add_tensor(name.encode(), ctypes.c_uint64(base), ctypes.c_uint64(size))
 
     def collect(self) -> None:
-        """Takes over what the library ran since the last call."""
+        """Adds the library's launches since the last call to ``launches``."""
         new = [Launch.from_json(data) for data in json.loads(self.library.executor_take_launches())]
         self.launches += new
         findings = [finding for launch in new for finding in launch.findings]
@@ -78,14 +78,14 @@ class Machine:
 
 
 def span(x) -> int:
-    """Bytes from the first element of a tensor to behind the last."""
+    """Bytes from the first element of a tensor to the end of the last."""
     if not x.numel():
         return 0
     return (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
 
 
 def named_tensors(name: str, value) -> Iterator[tuple]:
-    """(name, tensor) of an argument, a tensor or a tuple with some."""
+    """(name, tensor) of each tensor in an argument, which is a tensor or a tuple."""
     if hasattr(value, "data_ptr"):
         yield name, value
     elif isinstance(value, tuple):

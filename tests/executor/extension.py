@@ -1,8 +1,8 @@
 """The CUDA extension of csrc/ on the executor.
 
 nvcc compiles csrc/decode.cu to PTX and to the host code around it; csrc/library.cpp is compiled as setup.py does.
-Linked with ``cuda/runtime.cpp`` in the place of libcudart, the extension's own operators check their arguments, fill
-the parameter block, choose kernel, grid and shared memory, and launch the PTX on the executor.
+``cuda/runtime.cpp`` takes the place of libcudart. The extension's own operators check their arguments, fill the
+parameter block, choose kernel, grid and shared memory, and launch the PTX on the executor.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Operators:
         self.use(self.ptx)
 
     def use(self, ptx: str) -> None:
-        """The text from which the next calls take their kernels."""
+        """Sets the PTX of the kernels of later calls. Raises ValueError if it is refused."""
         if error := self.library.runtime_use_ptx(ptx.encode()):
             raise ValueError(error.decode())
 

@@ -37,7 +37,8 @@ class Kernel:
         self.threads = threads.value
 
     def __call__(self, grid: tuple[int, ...], *arguments, shared_bytes: int = 0) -> None:
-        """arguments: tensors (their address), ints (32 bits; ctypes.c_int64 64 bits), floats (32 bits), ctypes arrays.
+        """arguments: tensors (passed by address), ints (32 bits; ctypes.c_int64 for 64), floats (32 bits), ctypes
+        arrays.
 
         Raises:
             ExecutionError: the findings, unless the machine is not strict.

@@ -1,4 +1,4 @@
-"""What the executor saw of a launch."""
+"""What the executor records of a launch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class ExecutionError(AssertionError):
 class Traffic:
     """Bytes of one tensor in one launch."""
 
-    size: int  # from the first element to behind the last
-    read: int  # that lanes asked for
+    size: int  # from the first element to the end of the last
+    read: int  # requested by lanes
     written: int
     sectors_read: int  # bytes of the 32-byte sectors, each once per warp instruction
     sectors_written: int
@@ -23,7 +23,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    function: int  # what the driver calls a loaded kernel
+    function: int  # the driver's handle of the kernel
     kernel: str
     grid: tuple[int, int, int]
     threads: int  # per block
@@ -49,7 +49,7 @@ class Launch:
 
     @property
     def tensor_flops(self) -> int:
-        """Of mma and wgmma, a multiplication and an addition counted as two; for float32 those of fma."""
+        """Operations of mma and wgmma. A multiplication and an addition count as two."""
         flops = self.warps("mma.") * 2 * 16 * 8 * 16
         for name, (warps, _) in self.opcodes.items():
             if name.startswith("wgmma.mma"):
@@ -65,7 +65,3 @@ class Launch:
     @property
     def bytes_read(self) -> int:
         return sum(t.sectors_read for t in self.tensors.values())
-
-    @property
-    def bytes_written(self) -> int:
-        return sum(t.sectors_written for t in self.tensors.values())

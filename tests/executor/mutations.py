@@ -22,7 +22,7 @@ def replaced(pattern: str, replacement: str) -> Mutation:
 
 
 def offset(opcode: str, by: int) -> Mutation:
-    """An address of the memory instruction, `by` bytes further."""
+    """Moves the address of a memory instruction by this many bytes."""
 
     def mutate(line):
         if not re.search(rf"(^|\s){opcode}", line):
@@ -35,7 +35,7 @@ def offset(opcode: str, by: int) -> Mutation:
 
 
 def second_offset(opcode: str, by: int) -> Mutation:
-    """As offset, of cp.async's global address."""
+    """Like ``offset``, for cp.async's global address."""
 
     def mutate(line):
         if opcode not in line:
@@ -47,7 +47,7 @@ def second_offset(opcode: str, by: int) -> Mutation:
 
 
 def swapped(opcode: str, first: int, second: int) -> Mutation:
-    """Two register operands exchanged; counted over all registers of the line."""
+    """Exchanges two register operands, counted over all registers of the line."""
 
     def mutate(line):
         if not re.search(rf"(^|\s){opcode}", line):
@@ -70,12 +70,12 @@ def dropped_guard(opcode: str) -> Mutation:
 
 
 def weakened(opcode: str) -> Mutation:
-    """A wait_group that lets one more group be under way."""
+    """A wait_group that leaves one more group in flight."""
     return lambda line: re.sub(r"(\d+);", lambda m: f"{int(m[1]) + 1};", line) if opcode in line else None
 
 
 def added(pattern: str, by: int) -> Mutation:
-    """The literal at the end of a matching line, `by` more."""
+    """Adds ``by`` to the literal at the end of a matching line."""
     return lambda line: re.sub(r"(\d+);", lambda m: f"{int(m[1]) + by};", line) if re.search(pattern, line) else None
 
 
@@ -141,7 +141,7 @@ MUTATIONS = EVERYWHERE | COPIES | MATRICES | WGMMA | NVCC
 
 
 def sites(text: str, executed: list[int], mutation: Mutation, most: int) -> list[int]:
-    """Up to `most` executed lines of the PTX (from 1) that the mutation changes, spread over the kernel."""
+    """Up to ``most`` executed lines of the PTX (from 1) that the mutation changes, spread over the kernel."""
     lines = text.splitlines()
     found = [n for n in executed if (changed := mutation(lines[n - 1])) is not None and changed != lines[n - 1]]
     if len(found) <= most:

@@ -17,9 +17,8 @@ import support
 import torch
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-support.TARGETS[:] = [
-    support.Target("triton", dtype, "cpu") for dtype in TYPES
-]  # before conftest makes fixtures of them
+# before conftest makes fixtures of them
+support.TARGETS[:] = [support.Target("triton", dtype, "cpu") for dtype in TYPES]
 
 
 def pytest_addoption(parser):
@@ -29,7 +28,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """The same sample everywhere, another one for each architecture, spread over all parameters."""
+    """Keeps a sample of the tests, spread over all parameters: the same in every run, another for each architecture."""
     arch, of = config.getoption("executor"), config.getoption("executor_sample")
     kept = [item for item in items if zlib.crc32(f"{item.nodeid} {arch}".encode()) % of == 0]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])

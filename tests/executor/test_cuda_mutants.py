@@ -1,4 +1,4 @@
-"""Broken CUDA C++ kernels, as ``test_executed_mutants.py`` has them of Triton's: nvcc's PTX with one line changed."""
+"""Broken CUDA C++ kernels: nvcc's PTX with one line changed. Triton's kernels: ``test_executed_mutants.py``."""
 
 import pytest
 import torch

@@ -31,7 +31,7 @@ class OfTriton:
         return machine.modules[launch.function][1]
 
     def use(self, machine, text: str, changed: str) -> None:
-        """The next runs take `changed` in the place of `text`."""
+        """Later runs take ``changed`` in place of ``text``."""
         machine.rewrite = lambda name, ptx: changed if ptx == text else ptx
 
     def restore(self, machine) -> None:
@@ -75,8 +75,8 @@ class DualChunk(Dense):
 
 
 class Decode(OfTriton):
-    """One token for three sequences in pages with left padding, in two splits. Each of the longest's has several
-    blocks of keys in both bands, so that pages which were loaded a block ahead are used."""
+    """One token for three sequences in pages with left padding, in two splits. Each split of the longest has several
+    blocks of keys in both bands, so that pages loaded a block ahead are used."""
 
     rotary = Rotary.rope(64).rectify(250)
 
@@ -207,8 +207,8 @@ REASONS = {
 }
 # They may change the maximum of a row or where it is kept; softmax is the same for any shift, but for rounding.
 OTHER_SHIFT = ("maximum becomes minimum", "shared store 16 bytes off", "shared load 16 bytes off")
-# Mutants of which none survives at the middle one of their places; of barriers, at the last: one at
-# the start may guard shared memory that nothing has used yet.
+# No mutant of these kinds survives at the middle one of its places. Barriers are removed at the last place: one at the
+# start may guard shared memory that nothing has used yet.
 QUICK = {
     "attention_forward": (
         "global store 16 bytes off",
@@ -258,7 +258,7 @@ def test_mutants(machine):
 
 
 def check_middle_ones(machine, cases) -> int:
-    """Of every (scenario, kernel, mutation) none survives; returns how many mutants there were."""
+    """Asserts that no mutant of these (scenario, kernel, mutation) survives; returns the number of mutants."""
     total, left = 0, []
     for kind, kernel, mutation in cases:
         count, some = survivors(machine, kind, kernel, mutation, 1, last=mutation == "barrier removed")
@@ -291,7 +291,7 @@ def check_every_kind(machine, kind, kernel, reasons, within_budget=OTHER_SHIFT):
 
 
 def launch_with(change):
-    """launcher.launch that calls change(kernel's name, grid, arguments) first."""
+    """A ``launcher.launch`` whose grid and arguments pass through change(kernel's name, grid, arguments)."""
     original = launcher.launch
 
     def launch(kernel, grid, *args, **options):
@@ -339,7 +339,7 @@ CHUNK, GROUP, LAST = range(3)  # columns of the maps
 
 
 def of_maps(kernel, column, by, rows=lambda maps: maps[:, 0] == maps[:, 0]):
-    """A number of the maps that this kernel gets, in the rotations that `rows` selects, changed by so much."""
+    """Adds ``by`` to a column of the maps that this kernel gets, in the rotations that ``rows`` selects."""
 
     def change(name, grid, args):
         if name == kernel:

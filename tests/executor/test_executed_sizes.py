@@ -1,7 +1,7 @@
 """Offsets beyond 2^31 elements and 2^32 bytes in every tensor of the compiled kernels.
 
 The memory is sparse, so few programs at huge strides cost little. The results must be bitwise those of the same numbers
-in small tensors, which are held to the error budget.
+in small tensors, which are checked against the error budget.
 """
 
 import math
@@ -32,7 +32,7 @@ def same(got, want) -> bool:
     ("row", "deterministic"), [(2**24 - 8, True), pytest.param(2**24 - 8, False, marks=slow), (2**25, True)]
 )
 def test_strides(machine, row, deterministic):
-    """Heads 2^31 elements apart, sequences 2^35, rows as far as 32 bits reach within a tile or farther."""
+    """Heads are 2^31 elements apart, sequences 2^35, and rows of a tile as far as 32 bits reach or farther."""
     p = support.problem(BF16, SCHEMES["rerope"](64), 70, 90, batch=2, heads=4, seed=50, deterministic=deterministic)
     far = {
         name: sparse.spread(getattr(p, name), (2**35 + 64, row, 2**32 + 128, 1)) for name in ("q", "k", "v", "grad_out")
@@ -74,7 +74,7 @@ def packed(rotary, positions=None):
 
 
 def run_at_end(total: int, tensors, grad_lse, call: AttentionCall):
-    """What ``packed`` returns as results, of the last rows of tensors with `total` rows."""
+    """The results of ``packed``, computed on the last rows of tensors with ``total`` rows."""
     (q, k, v, grad_out), rows = (sparse.at_end(x, total) for x in tensors), sum(LENGTHS)
     with sparse.Sparse():
         out, lse, kept = backend.forward(q, k, v, call)
@@ -130,7 +130,7 @@ def cached_tokens(seqlen_q: int, heads: int = 4, head_dim: int = 64, batch: int 
 
 
 def check_far(got, q, k, v, rotary) -> None:
-    """Far from the first key, a scheme with a window gives what it gives near it."""
+    """Checks against the budget. A scheme with a window gives the same far from the first key as near it."""
     p = support.Problem(q, k, v, rotary, grad_out=torch.zeros_like(q), grad_lse=torch.zeros_like(got[1]))
     support.check_budget(dict(zip(("out", "lse"), got, strict=True)), p, torch.bfloat16)
 

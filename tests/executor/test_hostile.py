@@ -1,6 +1,6 @@
-"""Packed calls whose cu_seqlens lie, as on a device, where the host does not read them.
+"""Packed calls with wrong entries in tables that, as on a device, the host does not read.
 
-The executor watches the bounds of every tensor. Sequences whose entries are right keep their bits.
+The executor watches the bounds of every tensor. Sequences with correct entries are bitwise unchanged.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from flashrope.backends.calls import AttentionCall, CacheCall, CacheLayout
 
 BF16 = support.Target("triton", torch.bfloat16, "cpu")
 TOTAL, STARTS = 200, [0, 70, 110, 200]
-# entry -> value; the sequences on both sides of an entry are wrong
+# (place, wrong value); the sequences on both sides of the entry are wrong
 HOSTILE = {
     "largest": (3, 2**31 - 1),
     "within": (2, 150),

@@ -1,7 +1,4 @@
-"""What the executor notices, each shown by the smallest kernel that does it.
-
-Every kernel has a right version next to it: the same one with the line that makes it right.
-"""
+"""What the executor reports, each shown by a minimal kernel beside a correct version of it."""
 
 import pytest
 import torch

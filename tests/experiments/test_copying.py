@@ -1,8 +1,8 @@
-"""The copying task letter by letter: what practice asks for, what the prompts hold, what the measure counts."""
+"""The copying task letter by letter: targets in training, contents of the prompts, and what the measure counts."""
 
 import torch
 from flashrope.small_models.model import ModelConfig
-from test_tasks import Oracle
+from test_tasks import Oracle, by_place, check_growth
 
 from experiments import copying
 from experiments.tasks import Subject
@@ -30,10 +30,6 @@ def grid(text):
     return text[-best] if best else 99
 
 
-def by_place(results):
-    return {(result.task, result.at): result.value for result in results}
-
-
 def test_practice_asks_for_the_letters_that_follow():
     for seed in range(30):
         inputs, targets = copying.practice(3, 128, generator(seed))
@@ -51,7 +47,7 @@ def test_practice_asks_for_the_letters_that_follow():
 
 
 def test_practice_covers_what_is_asked_at_its_length():
-    """As many sequences, and no longer a way back, as the prompts have that fit into the training length."""
+    """Practice has as many sequences, and as long a way back, as the prompts of the training length."""
     practised, asked = set(), set()
     for seed in range(200):
         targets = copying.practice(1, 128, generator(seed))[1][0]
@@ -63,19 +59,8 @@ def test_practice_covers_what_is_asked_at_its_length():
 
 
 def test_batches_grow_and_depend_only_on_seed_and_step():
-    def first(count, start=0, seed=0):
-        stream = copying.batches(1024, 128, seed, 20, start=start)
-        return [next(stream) for _ in range(count)]
-
-    found = first(20)
-    sizes = [inputs.shape[1] for inputs, _ in found]
-    assert sizes == sorted(sizes) and sizes[0] < 64 and set(sizes[10:]) == {128}
+    found = check_growth(lambda seed, start: copying.batches(1024, 128, seed, 20, start=start), 128, 64)
     assert all(512 <= inputs.numel() <= 1024 for inputs, _ in found)
-    again = first(2, start=5)
-    assert all(
-        torch.equal(a, b) for one, other in zip(found[5:7], again, strict=True) for a, b in zip(one, other, strict=True)
-    )
-    assert not torch.equal(found[0][0], first(1, seed=1)[0][0])
 
 
 def test_prompts_letter_by_letter():

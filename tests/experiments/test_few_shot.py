@@ -1,4 +1,4 @@
-"""Few-shot following byte by byte: what practice asks for, what the prompts hold, what the measure counts."""
+"""Few-shot following byte by byte: targets in training, contents of the prompts, and what the measure counts."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from flashrope.small_models import data
 from flashrope.small_models.model import ModelConfig
-from test_tasks import Oracle
+from test_tasks import Oracle, by_place, check_growth
 
 from experiments import few_shot
 from experiments.few_shot import MARK, SEPARATORS, SHOTS
@@ -136,27 +136,14 @@ def test_practice_covers_what_is_asked_at_its_length():
 
 
 def test_batches_grow_and_depend_only_on_seed_and_step():
-    def first(count, start=0, seed=0):
-        stream = few_shot.batches(LETTERS_OF_TRAIN, 2560, 288, seed, 20, start=start)
-        return [next(stream) for _ in range(count)]
-
-    found = first(20)
-    sizes = [inputs.shape[1] for inputs, _ in found]
-    assert sizes == sorted(sizes) and sizes[0] < 100 and set(sizes[10:]) == {288}
-    assert all(2560 - 288 < inputs.numel() <= 2560 for inputs, _ in found)
-    again = first(2, start=5)
-    assert all(
-        torch.equal(a, b) for one, other in zip(found[5:7], again, strict=True) for a, b in zip(one, other, strict=True)
+    found = check_growth(
+        lambda seed, start: few_shot.batches(LETTERS_OF_TRAIN, 2560, 288, seed, 20, start=start), 288, 100
     )
-    assert found[0][0].shape != first(1, seed=1)[0][0].shape or not torch.equal(found[0][0], first(1, seed=1)[0][0])
+    assert all(2560 - 288 < inputs.numel() <= 2560 for inputs, _ in found)
     for inputs, targets in found:
         asked = targets != IGNORED
         assert (inputs[asked] == MARK[0]).all() and asked[:, -1].all()
         assert torch.equal(targets[:, :-1][asked[:, :-1]], inputs[:, 1:][asked[:, :-1]])
-
-
-def by_place(results):
-    return {(result.task, result.at): result.value for result in results}
 
 
 def test_an_answer_that_is_a_label_counts_correct_or_not():
@@ -183,9 +170,3 @@ def test_an_answer_that_is_a_label_counts_correct_or_not():
 def test_a_model_that_does_not_read_the_examples_does_not_follow(cheat):
     found = by_place(few_shot.measure(subject(cheat), (1,)))
     assert max(value for (task, _), value in found.items() if task in ("few-shot", "few-shot-control")) < 25
-
-
-def test_a_text_without_enough_lines_is_named():
-    poor = Subject(Oracle(follower), scheme("rope", ModelConfig(64, 2, 2), 64), (b"a\n" * 99,), 64, 4, 0, train=TRAIN)
-    with pytest.raises(data.TextError, match="different lines of at least 10 bytes are needed"):
-        few_shot.measure(poor)

@@ -1,7 +1,5 @@
 """Figures: one look for a scheme, at most eight lines in a panel, names that do not overlap, small files."""
 
-import dataclasses
-
 import pytest
 from matplotlib.image import imread
 from matplotlib.text import Text
@@ -85,10 +83,3 @@ def test_every_experiment_is_drawn_and_tabled(name, tmp_path):
     (tmp_path / "results.csv").write_text("\n".join(",".join(line) for line in [columns, *rows]))
     text = show(tmp_path, name, unit)
     assert list(tmp_path.glob("*.png")) and "half of its 95% interval over 2 seeds" in text
-
-
-def test_a_line_may_be_of_one_training_length_alone(tmp_path):
-    rows = [row("hope", 0, 5, "perplexity", 64 * at, 64 * at) for at in (1, 2)]
-    lines = [Line("hope", "perplexity", f"trained on {length}", length) for length in (64, 128)]
-    draw(tmp_path / "a.png", [Panel("", lines)], rows, 1, "perplexity", log=True)
-    assert dataclasses.replace(lines[0], train_length=None).train_length is None

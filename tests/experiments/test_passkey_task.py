@@ -1,12 +1,11 @@
-"""Passkeys byte by byte: what practice asks for, what the prompts hold, what the measure counts."""
+"""Passkeys byte by byte: targets in training, contents of the prompts, and what the measure counts."""
 
 import random
 
 import pytest
-import torch
 from flashrope.small_models import data
 from flashrope.small_models.model import ModelConfig
-from test_tasks import CORPUS, PIECES, Oracle
+from test_tasks import CORPUS, PIECES, Oracle, by_place, check_growth
 
 from experiments import passkey
 from experiments.tasks import IGNORED, Subject
@@ -80,27 +79,12 @@ def test_practice_asks_for_a_key_that_stands_before():
 
 
 def test_batches_grow_and_depend_only_on_seed_and_step():
-    def first(count, start=0, seed=0):
-        stream = passkey.batches(CORPUS, 1024, 128, seed, 20, start=start)
-        return [next(stream) for _ in range(count)]
-
-    found = first(20)
-    sizes = [inputs.shape[1] for inputs, _ in found]
-    assert sizes == sorted(sizes) and sizes[0] < 60 and set(sizes[10:]) == {128}
+    found = check_growth(lambda seed, start: passkey.batches(CORPUS, 1024, 128, seed, 20, start=start), 128, 60)
     assert all(1024 - 128 < inputs.numel() <= 1024 for inputs, _ in found)
-    again = first(2, start=5)
-    assert all(
-        torch.equal(a, b) for one, other in zip(found[5:7], again, strict=True) for a, b in zip(one, other, strict=True)
-    )
-    assert not torch.equal(found[0][0], first(1, seed=1)[0][0])
     for _, targets in found:
         assert (targets[:, -passkey.DIGITS :] != IGNORED).all() and (targets != IGNORED).float().mean() < 0.5
         asked = targets[targets != IGNORED]
         assert asked.min() >= ord("0") and asked.max() <= ord("9")
-
-
-def by_place(results):
-    return {(result.task, result.at): result.value for result in results}
 
 
 def test_counts_complete_keys_and_digits():

@@ -9,13 +9,11 @@ from experiments.statistics import HIGHER, LOWER, Comparison, difference, interv
 
 
 def test_interval_by_hand():
-    found = interval([1.0, 2.0, 3.0, 4.0, 5.0])  # t(4) = 2.776, standard error sqrt(2.5 / 5)
-    assert found.mean == 3 and found.half == pytest.approx(2.776 * 0.5**0.5) and found.seeds == 5
+    found = interval([1.0, 2.0, 3.0, 4.0, 5.0])  # t(4) = 2.77645, standard error sqrt(2.5 / 5)
+    assert found.mean == 3 and found.half == pytest.approx(2.77645 * 0.5**0.5, rel=1e-5) and found.seeds == 5
     assert str(found) == "+3.0 (+1.0 to +5.0)" and found.excludes_zero
-    assert interval([0.0, 2.0]).half == pytest.approx(12.706)
+    assert interval([0.0, 2.0]).half == pytest.approx(12.7062, rel=1e-5)
     assert interval([7.0]).half is None and not interval([7.0]).excludes_zero
-    with pytest.raises(ValueError, match="at most 31 seeds, got 32"):
-        interval([0.0] * 32)
 
 
 def test_differences_are_paired_by_seed():

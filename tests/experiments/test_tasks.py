@@ -35,6 +35,28 @@ class Oracle(torch.nn.Module):
         return logits
 
 
+def by_place(results):
+    return {(result.task, result.at): result.value for result in results}
+
+
+def check_growth(batches, length, shortest):
+    """The first 20 batches of a task, batches(seed, start) over 20 steps. Samples start below ``shortest`` and have
+    ``length`` from the middle on; a batch depends only on the seed and its step."""
+
+    def first(count, seed=0, start=0):
+        stream = batches(seed, start)
+        return [next(stream) for _ in range(count)]
+
+    found = first(20)
+    sizes = [inputs.shape[1] for inputs, _ in found]
+    assert sizes == sorted(sizes) and sizes[0] < shortest and set(sizes[10:]) == {length}
+    for one, other in zip(found[5:7], first(2, start=5), strict=True):
+        assert all(map(torch.equal, one, other))
+    ((other, _),) = first(1, seed=1)
+    assert not torch.equal(found[0][0], other)
+    return found
+
+
 def subject(rule, unit=64, samples=4, unseen=PIECES[2:], name="rope", batch_tokens=200):
     return Subject(
         Oracle(rule), scheme(name, ModelConfig(64, 2, 2), unit), unseen, unit, samples, 0, batch_tokens=batch_tokens
@@ -71,10 +93,6 @@ def copier(text):
     """Predicts what followed an earlier occurrence of the last seven bytes; "z" if there is none."""
     at = text[:-1].rfind(text[-7:])
     return text[at + 7] if at >= 0 and at + 7 < len(text) else ord("z")
-
-
-def by_place(results):
-    return {(result.task, result.at): result.value for result in results}
 
 
 def test_accuracy_over_all_tokens():

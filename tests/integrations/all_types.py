@@ -1,5 +1,5 @@
-"""Every causal language model type of the installed transformers: is it tested, does it pass the comparison of
-``convert(model, untested=True)``, or why is it refused?
+"""Sorts every causal language model type of the installed transformers: tested, passes the comparison of
+``convert(model, untested=True)``, or refused for a reason.
 
 python tests/integrations/all_types.py [TYPE ...]
 """
@@ -67,9 +67,8 @@ def _small(name: str):
 
 def _smaller(name: str, **changes):
     with torch.device("meta"):
-        parameters = sum(
-            p.numel() for p in AutoModelForCausalLM.from_config(small_config(name, **changes)).parameters()
-        )
+        model = AutoModelForCausalLM.from_config(small_config(name, **changes))
+        parameters = sum(p.numel() for p in model.parameters())
     if parameters > 10e6:
         raise ValueError(f"{name} has {parameters} parameters")
     return tiny(name, **changes)

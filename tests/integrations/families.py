@@ -138,8 +138,8 @@ RUNS = {
 
 
 def difference(name: str) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.nn.Module]:
-    """The largest difference of any logit to the stock model's, by run, where logits are of size 3 at most; the stock
-    model's logits; the converted model."""
+    """(by run, the largest difference of any logit from the stock model's, relative to logits of size 3; the stock
+    model's logits; the converted model)."""
     model = tiny(name)
     runs = {run: call for run, call in RUNS.items() if run != "packed" or family(name).packs}
     stock = {run: call(model) for run, call in runs.items()}

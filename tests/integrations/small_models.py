@@ -19,7 +19,7 @@ COMMON = dict(
     eos_token_id=2,
     initializer_range=0.1,
 )  # such attention is sharp: a wrong rotation moves logits by 0.4 to 3
-# Fields that many configurations have, where theirs do.
+# Given to the configurations that have the field.
 SMALL = dict(
     head_dim=16,
     num_experts=4,
@@ -163,8 +163,8 @@ def small_config(name: str, **changes):
 
 
 def vary(model):
-    """Gives vectors (scales of norms, biases, sinks) values of their own: with their initial ones and zeros, a norm
-    after the rotation would look like one before it. The same in every call."""
+    """Gives vectors (scales of norms, biases, sinks) random values, the same in every call. With their initial ones and
+    zeros a norm after the rotation would look like one before it."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -175,12 +175,8 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
     assert len({row["loss"] for row in rows if row["context"] == "text" and row["length"] == "128"}) == len(SCHEMES)
     assert found["stock", "repeated", 128]["loss"] != found["stock", "text", 128]["loss"]
     saved = json.loads((tmp_path / "loss.json").read_text())
-    assert (
-        list(saved["left_out"]) == ["DCA"]
-        and saved["train_length"] == 32
-        and saved["targets"] == 8
-        and len(saved["rows"]) == len(rows)
-    )
+    assert list(saved["left_out"]) == ["DCA"] and len(saved["rows"]) == len(rows)
+    assert (saved["train_length"], saved["targets"]) == (32, 8)
     for row in saved["rows"]:
         assert f"{sum(row['windows']) / 4:.4f} ± {half_interval(row['windows']):.4f}" in shown.out
     assert saved["facts"]["command"].startswith("flashrope loss --model")
@@ -309,10 +305,8 @@ def test_memory_that_runs_out_costs_one_cell(checkpoint, text, tmp_path, monkeyp
         yield from measure(model, inputs, *options)
 
     monkeypatch.setattr(loss, "measure", limited)
-    assert (
-        main(command(checkpoint, text, tmp_path, *["--lengths", "16", "64", "--windows", "2", "--schemes", "stock"]))
-        == 0
-    )
+    sizes = ["--lengths", "16", "64", "--windows", "2", "--schemes", "stock"]
+    assert main(command(checkpoint, text, tmp_path, *sizes)) == 0
     shown = capsys.readouterr().out
     assert "-: out of memory, in 1 of 2 cells" in shown
     assert [row["loss"] != "" for row in csv.DictReader((tmp_path / "loss.csv").open())] == [True, False]

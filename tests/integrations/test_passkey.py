@@ -64,9 +64,7 @@ def test_a_reader_finds_what_it_reaches(batch):
     near = list(measure(Reader(150), BYTES, "stock", [700, 900], depths, trials=3, batch=batch))
     assert [cell.accuracy for cell in whole] == [1.0] * 6
     assert [cell.accuracy for cell in near] == [0.0, 0.0, 1.0] * 2
-    assert [(cell.length, cell.depth) for cell in near] == [
-        (length, depth) for length in (700, 900) for depth in depths
-    ]
+    assert [(cell.length, cell.depth) for cell in near] == [(n, depth) for n in (700, 900) for depth in depths]
     assert all(a.log_probability > b.log_probability for a, b in zip(whole, near, strict=True) if b.accuracy == 0)
 
 
@@ -114,10 +112,8 @@ def test_the_command(checkpoint, tmp_path, capsys):
 
 def test_bad_input(checkpoint, tmp_path, capsys):
     def refused(*options, model=checkpoint):
-        assert (
-            main(["passkey", "--device", "cpu", "--threads", "1", "--out", str(tmp_path), "--model", model, *options])
-            == 2
-        )
+        fixed = ["--device", "cpu", "--threads", "1", "--out", str(tmp_path)]
+        assert main(["passkey", *fixed, "--model", model, *options]) == 2
         return capsys.readouterr().err
 
     assert "--lengths: expected at least" in refused("--lengths", "100")

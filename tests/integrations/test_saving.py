@@ -1,4 +1,7 @@
-"""Changed models that are saved and loaded: by this package, by transformers alone, and by its AutoModel classes."""
+"""Converted models that are saved and loaded: by this package, by transformers alone, and by its AutoModel classes.
+
+That every option is saved and read again: test_options.py.
+"""
 
 import json
 import subprocess
@@ -49,22 +52,6 @@ def test_from_pretrained_passes_its_arguments_on(saved):
     assert revert(from_pretrained(folder)).config._attn_implementation == "sdpa"
     decoder = from_pretrained(folder, auto_class=AutoModel)
     assert type(decoder).__name__ == "LlamaModel" and schemes(decoder) == schemes(from_pretrained(folder))
-
-
-def test_from_pretrained_of_a_stock_model_keeps_its_scheme(tmp_path):
-    model = tiny("llama")
-    model.save_pretrained(tmp_path)
-    assert schemes(from_pretrained(tmp_path)) == schemes(convert(model))
-
-
-@pytest.mark.parametrize(
-    "changes", [dict(window=0), dict(rotary=Rotary.rope(16).yarn(4.0, 16)), dict(log_n=True)], ids=str
-)
-def test_what_is_saved_comes_back(changes, tmp_path):
-    model = convert(tiny("llama"), **changes)
-    assert schemes(model) != schemes(convert(tiny("llama")))
-    model.save_pretrained(tmp_path)
-    assert schemes(from_pretrained(tmp_path)) == schemes(model)
 
 
 def test_other_attentions_than_sdpa(tmp_path):

@@ -153,20 +153,14 @@ def test_a_row_with_padding_is_the_row_alone(changes):
 def test_changes_build_the_schemes():
     rope = Rotary.rope(16)
     assert schemes(convert(tiny("llama"), window=6)) == [rope.rectify(6)] * 3
-    assert (
-        schemes(convert(tiny("llama"), window=6, factor=4.0, log_n=32))
-        == [rope.rectify(6, 4.0).log_n(32, clip=True)] * 3
-    )
+    leaky = convert(tiny("llama"), window=6, factor=4.0, log_n=32)
+    assert schemes(leaky) == [rope.rectify(6, 4.0).log_n(32, clip=True)] * 3
     assert schemes(convert(tiny("llama"), log_n=True)) == [rope.log_n(64, clip=True)] * 3
     assert schemes(convert(tiny("llama"), hope_train_length=48)) == [Rotary.hope(16, 48)] * 3
-    yarn = dict(ROPE_TYPES["yarn"])
-    assert (
-        schemes(convert(tiny("llama", rope_scaling=yarn), hope_train_length=48))
-        == [Rotary.hope(16, 48).yarn(4.0, 16)] * 3
-    )
-    assert (
-        schemes(convert(tiny("llama"), rotary=rope.interpolate(2.0), log_n=32)) == [rope.interpolate(2.0).log_n(32)] * 3
-    )
+    yarn = tiny("llama", rope_scaling=dict(ROPE_TYPES["yarn"]))
+    assert schemes(convert(yarn, hope_train_length=48)) == [Rotary.hope(16, 48).yarn(4.0, 16)] * 3
+    half = rope.interpolate(2.0)
+    assert schemes(convert(tiny("llama"), rotary=half, log_n=32)) == [half.log_n(32)] * 3
 
 
 def test_layers_that_differ():
@@ -177,13 +171,12 @@ def test_layers_that_differ():
     assert found[0].frequencies != found[2].frequencies and found[0].frequencies[-1] == 0
     rope = Rotary.rope(16, base=2_000_000.0)
     assert schemes(convert(tiny("smollm3"), window=6)) == [rope.rectify(6), rope.rectify(6), Rotary.none(16)]
-    assert schemes(convert(tiny("smollm3"), rotary=rope.interpolate(4.0))) == [rope.interpolate(4.0)] * 2 + [
-        Rotary.none(16)
-    ]
+    quarter = rope.interpolate(4.0)
+    assert schemes(convert(tiny("smollm3"), rotary=quarter)) == [quarter, quarter, Rotary.none(16)]
     pairs = Rotary.rope(16, interleaved=True)
     assert schemes(convert(tiny("cohere2"), rotary=pairs)) == [pairs.local(8), pairs.local(8), Rotary.none(16)]
-    given = {"sliding_attention": rope, "full_attention": rope.interpolate(4.0)}
-    assert schemes(convert(tiny("gemma3_text"), rotary=given)) == [rope.local(8), rope.local(8), rope.interpolate(4.0)]
+    given = {"sliding_attention": rope, "full_attention": quarter}
+    assert schemes(convert(tiny("gemma3_text"), rotary=given)) == [rope.local(8), rope.local(8), quarter]
 
 
 @pytest.mark.parametrize(

@@ -13,19 +13,19 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 # In a process of its own: Triton's interpreter, which the tests run in without a GPU, has no specialisations.
 SCRIPT = """
-import collections, json, sys, torch
+import collections, itertools, json, torch
 from bench.compiling.offline import caught_launches
 from flashrope import Rotary
 from flashrope.backends.calls import AttentionCall
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
 
-head_dim, layout = int(sys.argv[1]), sys.argv[2]
+LAYOUTS = ("sequence first", "heads first", "packed")
 keys = collections.defaultdict(set)
-for batch, seqlen_q, seqlen_k, window, heads_q, heads_kv in [
+for head_dim, layout, (batch, seqlen_q, seqlen_k, window, heads_q, heads_kv) in itertools.product((40, 128), LAYOUTS, [
         (1, 1, 1, 1, 1, 1), (2, 16, 16, 0, 5, 1), (3, 100, 129, 16, 16, 16), (1, 128, 4096, 7, 32, 8),
         (2, 4095, 4095, 64, 6, 3),
-        (2, 1 << 20, 1 << 20, 1024, 48, 1)]:
+        (2, 1 << 20, 1 << 20, 1024, 48, 1)]):
     rotary = Rotary.rope(head_dim).rectify(window) if window else Rotary.rope(head_dim).rectify(1)
 
     def heads(count, seqlen):
@@ -42,17 +42,17 @@ for batch, seqlen_q, seqlen_k, window, heads_q, heads_kv in [
         out, lse, kept = backend.forward(q, k, v, call)
         backend.backward(torch.empty_like(out), None, q, k, v, out, lse, kept, call)
     for launch in launches:
-        keys[launch.kernel.__name__].add(repr(launch.key))
+        keys[f"{head_dim} {layout} {launch.kernel.__name__}"].add(repr(launch.key))
 print(json.dumps({name: len(of) for name, of in keys.items()}))
 """
+LAYOUTS = ("sequence first", "heads first", "packed")
+KERNELS = ("rotate_rows", "attention_forward", "attention_statistics", "attention_grad_kv", "attention_grad_q")
 
 
-@pytest.mark.parametrize("layout", ["sequence first", "heads first", "packed"])
-@pytest.mark.parametrize("head_dim", [40, 128])
-def test_lengths_share_kernels(head_dim, layout):
+def test_lengths_share_kernels():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(head_dim), layout],
+        [sys.executable, "-c", SCRIPT],
         capture_output=True,
         text=True,
         env=environment,
@@ -61,11 +61,5 @@ def test_lengths_share_kernels(head_dim, layout):
     )
     assert run.returncode == 0, run.stderr
     counts = json.loads(run.stdout.splitlines()[-1])
-    assert set(counts) == {
-        "rotate_rows",
-        "attention_forward",
-        "attention_statistics",
-        "attention_grad_kv",
-        "attention_grad_q",
-    }
+    assert set(counts) == {f"{width} {layout} {name}" for width in (40, 128) for layout in LAYOUTS for name in KERNELS}
     assert set(counts.values()) == {1}, counts

@@ -79,6 +79,7 @@ def test_five_products(target, launched, scheme, causal):
     assert FINISH in launched and "attention_grad_q" not in launched
 
 
+@pytest.mark.interpreted(lambda scheme, lengths, **_: scheme == "rerope" or lengths == (70, 33))
 @pytest.mark.parametrize("scheme", ["rope", "rerope"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [(64, 64), (1, 1), (1, 70), (70, 1), (70, 33), (0, 5), (5, 0)], ids=str)
@@ -90,7 +91,7 @@ def test_five_products_of_any_length(target, scheme, causal, lengths):
     ("head_dim", "options"),
     [
         (24, {"layout": "poisoned"}),
-        (40, {"heads": 6, "group": 3, "batch": 2}),
+        (40, {"heads": 3, "group": 3, "batch": 2}),
         (72, {"layout": "transposed", "heads": 4, "group": 1}),
     ],
 )

@@ -79,6 +79,12 @@ def test_no_module_imports_itself_through_others():
         pytest.fail(" <- ".join(error.args[1]))
 
 
+def test_of_the_timing_only_what_has_no_gpu_compiles():
+    for name, others in IMPORTS.items():
+        if name.startswith("bench.timing.") and name.rpartition(".")[2] not in ("host", "tune", "tiles"):
+            assert not any(other.startswith("bench.compiling.") for other in others), name
+
+
 @pytest.mark.parametrize("package", FLOORS)
 def test_imports_run_downward(package):
     for name in (name for name in MODULES if name.startswith(f"{package}.") and floor(name) >= 0):

@@ -182,15 +182,11 @@ def count_new(k, v, cache: torch.Tensor, batch: int) -> int:
 
 def check_new(k, v, cache: torch.Tensor, batch: int) -> int:
     """Checks new k, v (batch, seqlen_new, heads_kv, head_dim) against the cache. Returns seqlen_new."""
-    heads_kv, head_dim = cache.shape[2:]
+    seqlen_new = count_new(k, v, cache, batch)
+    expected = (batch, seqlen_new, *cache.shape[2:])
     for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (batch, heads_kv, head_dim) or x.shape[1] != k.shape[1]:
-            seqlen_new = "seqlen_new" if x is k else k.shape[1]
-            raise ValueError(
-                f"{name}: expected shape ({batch}, {seqlen_new}, {heads_kv}, {head_dim}), got {tuple(x.shape)}"
-            )
+        if x.shape != expected:
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
         if x.dtype != cache.dtype:
             raise TypeError(f"{name}: expected {cache.dtype} as the cache, got {x.dtype}{autocast_hint(x)}")
         if x.device != cache.device:
@@ -198,4 +194,4 @@ def check_new(k, v, cache: torch.Tensor, batch: int) -> int:
         if x.stride(-1) != 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
         check_no_gradient(name, x)
-    return k.shape[1]
+    return seqlen_new

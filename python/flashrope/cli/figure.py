@@ -1,4 +1,4 @@
-"""What all figures share: an off-screen matplotlib figure and a colour palette."""
+"""What all figures share: an off-screen matplotlib figure, colours and markers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from .files import replacing
 
 # Okabe and Ito's palette, which stays distinguishable with colour blindness.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def new_figure(size: tuple[float, float], dpi: int = 200):

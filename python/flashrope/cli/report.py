@@ -1,4 +1,4 @@
-"""Lists of settings, and one progress bar per job."""
+"""Lists of settings, tables, and one progress bar per job."""
 
 from __future__ import annotations
 
@@ -47,10 +47,23 @@ class Bars:
                 flush=True,
             )
 
+    def step(self) -> None:
+        """Advance the first bar by one."""
+        self.update(0, self._steps[0] + 1)
+
     def _left(self, bar: int) -> str:
         done = self._steps[bar] - 1
         left = seconds_left(time.monotonic() - self._began[bar], done, self._total - 1) if done > 0 else None
         return f", about {duration(left)} left" if left else ""
+
+
+def aligned(title: str, rows: Sequence[Sequence[str]], width: int = 0) -> str:
+    """A title and a table: the first row is the heading, the first column is aligned left and the others right, each at
+    least ``width`` wide."""
+    first = max(len(row[0]) for row in rows)
+    widths = [max(width, 3 + max(map(len, column))) for column in list(zip(*rows, strict=True))[1:]]
+    text = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], widths)) for row in rows]
+    return "\n".join([title, text[0], "-" * len(text[0]), *text[1:]])
 
 
 def lines(facts: dict[str, str], *names: str) -> str:

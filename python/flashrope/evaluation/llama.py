@@ -19,8 +19,8 @@ def read(path: Path):
 def to_llama(model: LanguageModel, rotary: Rotary, train_length: int | None):
     """A ``LlamaForCausalLM`` with the same logits, float32, on the CPU.
 
-    Plain RoPE is in the configuration, and the model is stock. Any other scheme is given by ``convert``, which leaves
-    it in the configuration as "flashrope". max_position_embeddings is the training length.
+    Plain RoPE gives a stock model. Any other scheme is applied by ``convert``, which records it in the configuration as
+    "flashrope". max_position_embeddings is the training length.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,10 +1,10 @@
 """``flashrope loss``: the loss of a Hugging Face model on the user's text by length of the context, under its own
 scheme and others.
 
-What is measured: windows of text that do not overlap, each within one file. At length c the model reads c tokens, the
-start token of its tokenizer among them, and predicts the token after each. The loss is the mean over the last N
-predictions. They are the same N tokens of a window at every length and under every scheme: a longer length only adds
-the text before them. With repeated context, copies of the shortest length's tokens take the place of that text.
+The text is cut into windows that do not overlap, each within one file. At length c the model reads c tokens, including
+the start token of its tokenizer, and predicts the token after each. The loss is the mean over the last N predictions.
+Every length and scheme predicts the same N tokens of a window: a longer length only adds text before them. With
+repeated context, copies of the shortest length's tokens take the place of that text.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ import torch
 import torch.nn.functional as F
 
 from ..cli import files, options, report
-from ..cli.figure import COLOURS, new_figure, save
+from ..cli.figure import COLOURS, MARKERS, new_figure, save
 from ..cli.hardware import hardware
 from ..cli.options import BadInput, cores, need, torch_threads
 from ..cli.progress import Bar
 from ..small_models import data
-from .model import Tokens, describe, last_logits, load, short_name, text_config, training_length
+from .model import Tokens, describe, last_logits, load, measured_lengths, text_config, training_length
 from .schemes import applicable, settings
 
 MAX_TARGETS = 512
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 class Row(NamedTuple):
@@ -71,7 +70,7 @@ def _measure(args: argparse.Namespace) -> int:
     texts = data.read_texts(args.text)
     model, tokens = load(args.model, device)
     train_length = training_length(model, args.model, args.train_length)
-    lengths = sorted(set(args.lengths or [train_length // 2, train_length, 2 * train_length, 4 * train_length]))
+    lengths = measured_lengths(args.lengths, train_length)
     check_lengths(model, lengths, tokens)
     targets = args.targets or max(min(lengths[0] // 2, MAX_TARGETS), 1)
     if targets > lengths[0]:
@@ -113,7 +112,7 @@ def _measure(args: argparse.Namespace) -> int:
     record = {"facts": facts, "left_out": skipped, "train_length": train_length, "targets": targets}
     record["rows"] = [row._asdict() for row in rows]
     files.write(out / "loss.json", json.dumps(record, indent=1))
-    plot(out / "loss.png", rows, train_length, short_name(args.model), tokens.unit)
+    plot(out / "loss.png", rows, train_length, Path(args.model).name, tokens.unit)
     print(f"\n{table(rows, targets, tokens.unit)}\n")
     if len(lengths) > 1:
         print(f"{changes_table(rows)}\n")
@@ -158,8 +157,8 @@ def of_length(
 ) -> torch.Tensor:
     """int64 (windows, length + 1): the tokens that the model reads, and the one after them.
 
-    They are the start tokens and the end of every window. repeated: the end of the window of this length fills a longer
-    one, over and over.
+    A row is the start tokens and the end of a window. ``repeated``: the row is filled with copies of what the model
+    reads at this length instead.
     """
     size = length - len(start) + 1
     rows = []
@@ -194,9 +193,10 @@ def half_interval(values: Sequence[float]) -> float:
 
 
 def student_t(freedom: int, level: float = 0.95) -> float:
-    """The t that a variable with this many degrees of freedom stays below, in size, with probability ``level``.
+    """The two-sided quantile of Student's t: |t| with ``freedom`` degrees of freedom is below it with probability
+    ``level``.
 
-    By bisection of the finite sums for whole numbers (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    Bisects the finite sums for whole numbers of degrees (Abramowitz and Stegun, 26.7.3 and 26.7.4).
     """
 
     def within(t: float) -> float:
@@ -223,7 +223,7 @@ def student_t(freedom: int, level: float = 0.95) -> float:
 
 
 def check_lengths(model, lengths: Sequence[int], tokens: Tokens) -> None:
-    """Raises BadInput for lengths that leave nothing to predict from, or that a table of positions does not reach."""
+    """Raises BadInput for lengths too short to predict from, and for those beyond a learned table of positions."""
     if lengths[0] < 2 + len(tokens.start):
         raise BadInput(f"--lengths: expected at least {2 + len(tokens.start)}, got {lengths[0]}")
     limit = getattr(text_config(model), "max_position_embeddings", None)
@@ -254,7 +254,7 @@ def check_chunks(model) -> None:
 
 
 def _labels(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """(scheme, context) in the order of the rows, repeated context behind the scheme's own."""
+    """(scheme, context) of the table's rows: for each scheme the text, then the repeated context."""
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     contexts = [context for context in ("text", "repeated") if any(row.context == context for row in rows)]
     return [(scheme, context) for scheme in schemes for context in contexts]
@@ -265,12 +265,12 @@ def _label(scheme: str, context: str) -> str:
 
 
 def table(rows: Sequence[Row], targets: int, unit: str = "token") -> str:
-    """Aligned text: the loss with its interval, by scheme and length."""
+    """Text columns: the loss with its interval, by scheme and length."""
     return _aligned(rows, f"loss of the last {targets} tokens, nats per {unit}", lambda row: row.windows)
 
 
 def changes_table(rows: Sequence[Row]) -> str:
-    """Aligned text: what the longer context changes, with the interval of the change."""
+    """Text columns: what the longer context changes, with the interval of the change."""
     title = f"change from {min(row.length for row in rows):,} tokens, window by window"
     return _aligned(rows, title, lambda row: row.change_from(_shortest(rows, row)))
 
@@ -285,10 +285,7 @@ def _aligned(rows: Sequence[Row], title: str, values: Callable[[Row], Sequence[f
     for label in _labels(rows):
         found = {row.length: row for row in rows if (row.scheme, row.context) == label}
         lines.append([_label(*label), *(_cell(values(found[length])) for length in lengths)])
-    first = max(len(line[0]) for line in lines)
-    widths = [max(len(line[at]) for line in lines) + 3 for at in range(1, len(lengths) + 1)]
-    text = [line[0].ljust(first) + "".join(map(str.rjust, line[1:], widths)) for line in lines]
-    return "\n".join([title, text[0], "-" * len(text[0]), *text[1:]])
+    return report.aligned(title, lines)
 
 
 def _cell(values: Sequence[float]) -> str:
@@ -299,8 +296,8 @@ def _cell(values: Sequence[float]) -> str:
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """CSV: a line per scheme, context and length. ``change`` is from the shortest length of the same row of the table,
-    window by window; its interval does not hold what the windows have in common."""
+    """CSV: a line per scheme, context and length. ``change`` is the mean difference from the shortest length, window by
+    window, so its interval excludes what is the same at both lengths."""
     columns = ["scheme", "context", "length", "loss", "interval_95", "change", "change_interval_95", "windows"]
     lines = []
     for row in rows:

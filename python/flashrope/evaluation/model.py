@@ -25,11 +25,11 @@ class Tokens:
 
 
 def load(name: str, device: torch.device):
-    """(model, Tokens). The model is in bfloat16 on a GPU and in float32 elsewhere. Without a tokenizer, tokens are
-    bytes, if the vocabulary is of that size.
+    """(model, Tokens). The model is in bfloat16 on a GPU and in float32 elsewhere. A model without a tokenizer reads
+    bytes if its vocabulary has that size.
 
-    ``name`` is what transformers takes, also a model saved after ``convert``, or the file of a model of ``flashrope
-    demo`` or the experiments. Raises BadInput.
+    ``name``: a name or folder for transformers, which may hold a model saved after ``convert``; or a .safetensors file
+    of ``flashrope demo`` or the experiments. Raises BadInput.
     """
     from transformers import AutoModelForCausalLM
 
@@ -65,6 +65,11 @@ def training_length(model, name: str, given: int | None) -> int:
     return length
 
 
+def measured_lengths(asked: list[int] | None, train_length: int) -> list[int]:
+    """The lengths of --lengths, sorted; by default half the training length, once, twice and four times that length."""
+    return sorted(set(asked or [train_length // 2, train_length, 2 * train_length, 4 * train_length]))
+
+
 def describe(model, name: str, train_length: int) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     return f"{name}, {parameters:,} parameters, training length {train_length:,} tokens"
@@ -72,7 +77,7 @@ def describe(model, name: str, train_length: int) -> str:
 
 @torch.no_grad()
 def check_causal(model, name: str) -> None:
-    """Raises BadInput if tokens change the logits of those before them, as in BERT: the model would see what it
+    """Raises BadInput if a token changes the logits of earlier tokens, as in BERT: the model would see what it
     predicts."""
     size, half = text_config(model).vocab_size, 16
     ids = (17 * torch.arange(2 * half, device=model.device)[None] + 5) % size
@@ -111,8 +116,8 @@ def _tokens(name: str, config) -> Tokens:
 def last_logits(model, ids: torch.Tensor, count: int, chunk: int | None = None) -> torch.Tensor:
     """The logits at the last ``count`` of the tokens ids, (batch, count, vocab_size) in float32.
 
-    The model makes no others, where it takes ``logits_to_keep``. chunk: read this many tokens per forward pass, over a
-    cache, which needs less memory for activations.
+    A model that takes ``logits_to_keep`` computes no others. ``chunk``: read this many tokens per forward pass, with a
+    KV cache, to save memory for activations.
     """
     takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -131,7 +136,3 @@ def last_logits(model, ids: torch.Tensor, count: int, chunk: int | None = None) 
         if wanted > 0:
             found.append(logits)
     return torch.cat(found, 1)
-
-
-def short_name(name: str) -> str:
-    return Path(name).name

@@ -2,8 +2,8 @@
 scheme and others.
 
 A prompt is filler text with a five-digit number in it, followed by a question for the number. A trial succeeds if
-greedy decoding would write the number, that is, if each of its tokens is the most likely one. One forward pass shows
-that.
+greedy decoding would write the number, that is, if each of its tokens is the most likely one. One forward pass is
+enough to tell.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..cli.hardware import hardware
 from ..cli.options import BadInput, cores, need, torch_threads
 from ..cli.progress import Bar
 from ..rotary.catalogue import SCHEMES
-from .model import Tokens, describe, last_logits, load, short_name, training_length
+from .model import Tokens, describe, last_logits, load, measured_lengths, training_length
 from .schemes import applicable, settings
 
 INSTRUCTION = (
@@ -82,7 +82,7 @@ def _measure(args: argparse.Namespace) -> int:
     model, tokens = load(args.model, device)
     task = Task(tokens.encode, tokens.start)
     train_length = training_length(model, args.model, args.train_length)
-    lengths = sorted(set(args.lengths or [train_length // 2, train_length, 2 * train_length, 4 * train_length]))
+    lengths = measured_lengths(args.lengths, train_length)
     depths = [at / max(args.depths - 1, 1) for at in range(args.depths)]
     for length in lengths:
         try:
@@ -113,7 +113,7 @@ def _measure(args: argparse.Namespace) -> int:
     files.write(out / "passkey.csv", csv_text(cells))
     record = {"facts": facts, "train_length": train_length, "cells": [cell._asdict() for cell in cells]}
     files.write(out / "passkey.json", json.dumps(record, indent=1))
-    plot(out / "passkey.png", cells, train_length, short_name(args.model))
+    plot(out / "passkey.png", cells, train_length, Path(args.model).name)
     print(f"\n{table(cells)}\n\nwritten to {out}/: passkey.png, passkey.csv, passkey.json")
     return 0
 
@@ -150,7 +150,7 @@ def measure(
 
 # ---- output
 def table(cells: Sequence[Cell]) -> str:
-    """Aligned text: accuracy by scheme and length, over all depths."""
+    """Text columns: accuracy by scheme and length, over all depths."""
     lengths = sorted({cell.length for cell in cells})
     rows = [["length, tokens", *(f"{length:,}" for length in lengths)]]
     for scheme in dict.fromkeys(cell.scheme for cell in cells):
@@ -158,9 +158,7 @@ def table(cells: Sequence[Cell]) -> str:
             [cell.accuracy for cell in cells if (cell.scheme, cell.length) == (scheme, length)] for length in lengths
         ]
         rows.append([SCHEMES[scheme].label, *(f"{100 * sum(some) / len(some):.0f}%" for some in found)])
-    wide = max(len(row[0]) for row in rows)
-    text = [row[0].ljust(wide) + "".join(value.rjust(10) for value in row[1:]) for row in rows]
-    return "\n".join(["numbers found, all depths", text[0], "-" * len(text[0]), *text[1:]])
+    return report.aligned("numbers found, all depths", rows, 10)
 
 
 def csv_text(cells: Sequence[Cell]) -> str:

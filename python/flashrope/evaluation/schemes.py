@@ -13,7 +13,7 @@ from .model import text_config
 
 
 class Measured(NamedTuple):
-    """A scheme of the catalogue on one model. apply: puts the model under it. words: for the list of settings."""
+    """A scheme of the catalogue on one model. ``apply`` converts the model to it; ``words`` describes its options."""
 
     name: str
     label: str
@@ -24,17 +24,17 @@ class Measured(NamedTuple):
 def applicable(
     model, names: Sequence[str], train_length: int, longest: int, windows: Sequence[int] = ()
 ) -> tuple[list[Measured], dict[str, str]]:
-    """(the schemes that this model can run under, {label: why it cannot} for the others).
+    """The schemes that this model can run under, and {label: reason} for the others.
 
-    The model is left as it came. A scheme that ``convert`` gave it stays in force: the others change that one.
+    The model is left as it came. If it was converted before, the schemes are applied on top of that scheme.
 
     Args:
         names: of SCHEMES.
         train_length, longest: the training length and the longest length to measure, in tokens.
-        windows: of the schemes that read one, a row for each; default: half the training length.
+        windows: every scheme with a window is listed once for each of these; default: half the training length.
 
     Raises:
-        BadInput: no scheme is left.
+        BadInput: the model can run under none of the schemes.
     """
     from ..integrations.transformers import convert, revert
 

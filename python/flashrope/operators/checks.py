@@ -116,20 +116,24 @@ def warn_of_layout(shape_q, shape_k) -> None:
     )
 
 
-def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, cu_seqlens_q=None) -> tuple[int, int]:
+def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, packed: tuple = ()) -> tuple[int, int]:
     """Checks the tensors of a cached call. Returns the slots of a sequence or page, and the new keys of a sequence.
 
-    cu_seqlens_q: of packed q, k and v; it was checked before.
+    packed: (cu_seqlens_q, max_seqlen_q) of packed q, k and v.
     """
     if (k is None) != (v is None):
         raise ValueError(
             f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}"
         )
     new = (("k", k), ("v", v)) if k is not None else ()
-    rank = 4 if cu_seqlens_q is None else 3
+    rank = 3 if packed else 4
     shape_q, shape_cache = check_tensors(q, k_cache, v_cache, rotary, rank, CACHES, new)
     rows, capacity, heads_kv, head_dim = shape_cache
-    batch = shape_q[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    batch = shape_q[0]
+    if packed:
+        cu_seqlens_q, max_seqlen_q = packed
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
+        batch = cu_seqlens_q.shape[0] - 1
     if paged:
         if capacity < 16 or capacity & (capacity - 1):
             raise ValueError(f"k_cache: expected pages of 16, 32, 64, ... slots, got page_size {capacity}")

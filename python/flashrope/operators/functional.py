@@ -15,7 +15,6 @@ from ..rotary.rotary import Rotary
 from . import autograd
 from .autocast import autocast
 from .checks import (
-    CACHES,
     MANY_HEADS,
     check_cache,
     check_cu_seqlens,
@@ -273,9 +272,8 @@ def attention_varlen_with_cache(
     """
     if unknown:
         raise_for(attention_varlen_with_cache, unknown)
-    check_tensors(q, k_cache, v_cache, rotary, 3, CACHES)
-    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
-    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None, cu_seqlens_q)
+    packed = cu_seqlens_q, max_seqlen_q
+    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None, packed)
     if slot_mapping is not None:
         check_slot_mapping(slot_mapping, q, k)
         seqlen_new = 0

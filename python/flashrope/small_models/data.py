@@ -67,16 +67,7 @@ def from_path(path: str | os.PathLike, window: int) -> Corpus:
     ``window`` is the longest context + 1, the size of an evaluation window in bytes. Raises TextError.
     """
     path = Path(path)
-    if not path.exists():
-        raise TextError(f"{path}: no such file or folder")
-    if not path.is_dir():
-        text = _read(path)
-        if text is None:
-            raise TextError(f"{path}: not text (UTF-8, without NUL bytes)")
-        return split_one(path.name, text, window)
-    files = _read_folder(path, "")
-    if not files:
-        raise TextError(f"{path}: contains no text files (UTF-8, without NUL bytes)")
+    files = _texts(path)
     if len(files) > 1:
         return split_by_file(path.name or str(path), files, window)
     ((name, text),) = files.items()
@@ -93,25 +84,15 @@ def from_paths(paths: Sequence[str | os.PathLike], window: int) -> Corpus:
 
 def read_texts(paths: Sequence[str | os.PathLike]) -> dict[str, str]:
     """The texts of these files, and of the files in these folders, by path. Raises TextError."""
-    texts: dict[str, str] = {}
-    for path in map(Path, paths):
-        if path.is_dir():
-            found = {str(path / name): text for name, text in _read_folder(path, "").items()}
-            if not found:
-                raise TextError(f"{path}: contains no text files (UTF-8, without NUL bytes)")
-        elif path.exists():
-            text = _read(path)
-            if text is None:
-                raise TextError(f"{path}: not text (UTF-8, without NUL bytes)")
-            found = {str(path): text}
-        else:
-            raise TextError(f"{path}: no such file or folder")
-        texts.update((name, text.decode()) for name, text in found.items())
-    return texts
+    return {
+        str(path / name if path.is_dir() else path): text.decode()
+        for path in map(Path, paths)
+        for name, text in _texts(path).items()
+    }
 
 
 def split_one(name: str, text: bytes, window: int) -> Corpus:
-    """The last tenth of one text is unseen, or as much as MIN_WINDOWS windows take. Raises TextError."""
+    """The unseen part is the last tenth of the text, and at least MIN_WINDOWS windows. Raises TextError."""
     needed = MIN_WINDOWS * window
     if len(text) < 2 * needed:
         raise TextError(
@@ -124,8 +105,9 @@ def split_one(name: str, text: bytes, window: int) -> Corpus:
 
 
 def split_by_file(name: str, files: dict[str, bytes], window: int) -> Corpus:
-    """Split by file, in the order of the SHA-256 of the file names: files go to the unseen part until it has a tenth of
-    the bytes and MIN_WINDOWS windows, except those that would make it larger than half of the text."""
+    """Splits by file. Files go to the unseen part in the order of their names' SHA-256, until it has a tenth of the
+    bytes and MIN_WINDOWS windows. A file that would make it larger than half of the text is skipped. Raises
+    TextError."""
     total = sum(map(len, files.values()))
     unseen, size, windows = set(), 0, 0
     for file in sorted(files, key=lambda file: hashlib.sha256(file.encode()).digest()):
@@ -179,6 +161,21 @@ def as_tokens(windows: Sequence[Any], device: torch.device | str = "cpu") -> tor
         return torch.tensor(windows, device=device)
     flat = torch.frombuffer(bytearray(b"".join(windows)), dtype=torch.uint8)
     return flat.view(len(windows), -1).to(device).long()
+
+
+def _texts(path: Path) -> dict[str, bytes]:
+    """The text of a file, or of every file in a folder, by name. Raises TextError."""
+    if path.is_dir():
+        files = _read_folder(path, "")
+        if not files:
+            raise TextError(f"{path}: contains no text files (UTF-8, without NUL bytes)")
+        return files
+    if not path.exists():
+        raise TextError(f"{path}: no such file or folder")
+    text = _read(path)
+    if text is None:
+        raise TextError(f"{path}: not text (UTF-8, without NUL bytes)")
+    return {path.name: text}
 
 
 def _read_folder(root: Path, suffix: str) -> dict[str, bytes]:

@@ -41,7 +41,7 @@ OUTPUTS = ("split.json", *CHECKPOINTS.values(), "losses.csv", "losses.md", "loss
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """One row of the table: a scheme, which of the two models it runs on, and its numbers in words."""
+    """One row of the table. ``trained_with`` names the model that it runs on; ``words`` describes its options."""
 
     name: str
     trained_with: str
@@ -188,7 +188,7 @@ def preset_name(args: argparse.Namespace, device: torch.device) -> str:
 
 
 def expected_time(args: argparse.Namespace, settings: Settings) -> str:
-    """For how long the run will go on, as far as that is known before it."""
+    """How long the run takes, if that is known in advance."""
     name = preset_name(args, settings.device)
     changed = [field.name for field in dataclasses.fields(Preset) if hasattr(args, field.name)]
     if changed:
@@ -199,8 +199,10 @@ def expected_time(args: argparse.Namespace, settings: Settings) -> str:
 def compared(
     head_dim: int, train_length: int, window: int, factor: float, base: float, names: Sequence[str] = COMPARED
 ) -> tuple[tuple[Scheme, ...], dict[str, str]]:
-    """(RoPE, HoPE and the named schemes on RoPE's model, each without and with log n, at least 1; {name: why it is left
-    out} of those that these lengths have no room for)."""
+    """The rows of the table, and {name: reason} for the schemes that these lengths have no room for.
+
+    The rows are RoPE, HoPE and the named schemes on RoPE's model, each without and with log n (at least 1).
+    """
     rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
     lengths = Lengths(train_length, MULTIPLES[-1] * train_length, window, factor)
     rotaries, words, left_out = {"RoPE": rope, "HoPE": hope}, {}, {}
@@ -220,91 +222,41 @@ def compared(
 
 
 def _train(workers: Workers, settings: Settings, text: bytes, out: Path) -> list[Trained]:
-    rotaries = {s.trained_with: s.rotary for s in reversed(settings.schemes) if s.name in ("RoPE", "HoPE")}
-    jobs = [
-        (
-            rotaries[name].text,
-            settings.config,
-            settings.training,
-            text,
-            str(out / file),
-            str(settings.device),
-            settings.impl,
-        )
-        for name, file in CHECKPOINTS.items()
-    ]
+    own = [scheme for scheme in settings.schemes if scheme.name in ("RoPE", "HoPE")]
+    jobs = [(settings, scheme.rotary, text, out / CHECKPOINTS[scheme.trained_with]) for scheme in own]
     with report.Bars(["training with RoPE", "training with HoPE"], settings.training.steps) as bars:
         return workers.map(train_job, jobs, lambda job, message: bars.update(job, *message))
 
 
 def _evaluate(workers: Workers, settings: Settings, windows: list[bytes], out: Path) -> list[list[ContextLoss]]:
-    batch_tokens = 1 << (18 if settings.device.type == "cuda" else 14)
-    jobs = [
-        (
-            str(out / CHECKPOINTS[scheme.trained_with]),
-            scheme.rotary.text,
-            windows,
-            settings.context_lengths,
-            settings.targets,
-            batch_tokens,
-            str(settings.device),
-            settings.impl,
-        )
-        for scheme in settings.schemes
-    ]
-    done = 0
+    jobs = [(settings, scheme.rotary, windows, out / CHECKPOINTS[scheme.trained_with]) for scheme in settings.schemes]
     with report.Bars(["measuring on unseen files"], len(jobs)) as bars:
-
-        def count(job, message):
-            nonlocal done
-            done += 1
-            bars.update(0, done)
-
-        return workers.map(evaluate_job, jobs, count)
+        return workers.map(evaluate_job, jobs, lambda job, message: bars.step())
 
 
-def train_job(
-    scheme: str,
-    config: ModelConfig,
-    training: TrainConfig,
-    text: bytes,
-    path: str,
-    device: str,
-    impl: str | None,
-    progress,
-) -> Trained:
+def train_job(settings: Settings, rotary: Rotary, text: bytes, path: Path, progress) -> Trained:
     """Train one model, with weights and batches from the seed, and save it to ``path``."""
+    training = settings.training
     torch.manual_seed(training.seed)
-    model, rotary = LanguageModel(config).to(device), Rotary.from_text(scheme)
-    batches = data.random_batches(text, training.batch_size, training.train_length, training.seed, device)
-    trained = train(
-        model, rotary, batches, training, functools.partial(attention, impl=impl), lambda *message: progress(message)
-    )
+    model = LanguageModel(settings.config).to(settings.device)
+    batches = data.random_batches(text, training.batch_size, training.train_length, training.seed, settings.device)
+    attend = functools.partial(attention, impl=settings.impl)
+    trained = train(model, rotary, batches, training, attend, lambda *message: progress(message))
     save_checkpoint(path, model, rotary, training.train_length)
     return trained
 
 
-def evaluate_job(
-    path: str,
-    rotary: str,
-    windows: list[bytes],
-    context_lengths: list[int],
-    targets: int,
-    batch_tokens: int,
-    device: str,
-    impl: str | None,
-    progress,
-) -> list[ContextLoss]:
+def evaluate_job(settings: Settings, rotary: Rotary, windows: list[bytes], path: Path, progress) -> list[ContextLoss]:
     """Losses of the model saved at ``path`` under the scheme ``rotary``."""
-    model, _ = load_checkpoint(path, device)
+    model, _ = load_checkpoint(path, settings.device)
     losses = loss_by_context(
         model,
-        Rotary.from_text(rotary),
-        data.as_tokens(windows, device),
-        context_lengths,
-        targets,
-        batch_tokens,
-        functools.partial(attention, impl=impl),
+        rotary,
+        data.as_tokens(windows, settings.device),
+        settings.context_lengths,
+        settings.targets,
+        1 << (18 if settings.device.type == "cuda" else 14),
+        functools.partial(attention, impl=settings.impl),
     )
     progress("done")
     return losses

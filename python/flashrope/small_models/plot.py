@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..cli.figure import COLOURS, new_figure, save
+from ..cli.figure import COLOURS, MARKERS, new_figure, save
 from .table import Row
-
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:

@@ -10,7 +10,7 @@ CHECKPOINTS = {"rope": "rope.safetensors", "hope": "hope.safetensors"}
 TIMES = {  # of whole runs
     "tiny": "about 4 s on two cores of an AMD EPYC",
     "cpu": "about 115 s on two cores of an AMD EPYC",
-    "gpu": "not timed, as no GPU was there",
+    "gpu": "not timed, for lack of a GPU",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ..cli import files
+from ..cli import files, report
 from .evaluate import ContextLoss
 
 
@@ -20,12 +20,10 @@ class Row:
 
 
 def aligned(rows: Sequence[Row]) -> str:
-    """Aligned text: the loss on the shared target bytes by context length."""
+    """Text columns: the loss on the shared target bytes by context length."""
     cells = [["context length, bytes", *(f"{loss.context_length:,}" for loss in rows[0].losses)]]
     cells += [[row.name, *(f"{loss.last:.3f}" for loss in row.losses)] for row in rows]
-    wide = max(len(line[0]) for line in cells)
-    text = [line[0].ljust(wide) + "".join(cell.rjust(9) for cell in line[1:]) for line in cells]
-    return "\n".join(["loss on unseen files, nats per byte", text[0], "-" * len(text[0]), *text[1:]])
+    return report.aligned("loss on unseen files, nats per byte", cells, 9)
 
 
 def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,8 +67,8 @@ def train(
 ) -> Trained:
     """Train ``model`` in place. On a GPU the forward pass runs under bfloat16 autocast.
 
-    With several ``ranks``, each trains on its rows of every batch (DistributedDataParallel), which gives the result of
-    one process but for rounding. All must be given the same model, batches and state; rank 0 writes the state.
+    Several ``ranks`` each train on their rows of every batch (DistributedDataParallel). The result equals that of one
+    process up to rounding. All must be given the same model, batches and state; rank 0 writes the state.
 
     Args:
         batches: yields int64 (batch_size, train_length + 1) on the model's device, or pairs (inputs, targets), each
@@ -91,10 +92,13 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_fraction(step, config))
     report_every = max(config.steps // 50, 1) if device.type == "cuda" else 1  # reading the loss synchronizes
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     losses, done, first_step = [], 0, 0.0
     if state is not None and state.exists():
-        losses = _load_state(state, parts, device)
+        saved = load(state, device)
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        losses = list(saved["losses"])
         done = len(losses)
     start = time.perf_counter()
     for step, batch in zip(
@@ -117,7 +121,7 @@ def train(
                 )
             progress(step, value)
         if state is not None and save_every and step % save_every == 0 and ranks.rank == 0:
-            _save_state(state, parts, losses)
+            save(state, {"losses": torch.stack(losses), **{name: part.state_dict() for name, part in parts.items()}})
     seconds = time.perf_counter() - start
     timed = max(config.steps - done - 1, 1) * config.batch_size * config.train_length
     last = torch.stack(losses[-max(config.steps // 10, 1) :])
@@ -152,17 +156,6 @@ def _gradients(
     if replica:
         torch.distributed.all_reduce(total)
     return total
-
-
-def _save_state(path: Path, parts: dict, losses: list[torch.Tensor]) -> None:
-    save(path, {"losses": torch.stack(losses), **{name: part.state_dict() for name, part in parts.items()}})
-
-
-def _load_state(path: Path, parts: dict, device: torch.device) -> list[torch.Tensor]:
-    saved = load(path, device)
-    for name, part in parts.items():
-        part.load_state_dict(saved[name])
-    return list(saved["losses"])
 
 
 def learning_rate_fraction(step: int, config: TrainConfig) -> float:

@@ -57,19 +57,20 @@ def find() -> Found:
         return Found(None, "", f"the compiled kernels need Linux, this is {sys.platform}")
     if not (targets := runnable()):
         return Found(None, "", "the processor has neither AVX2 nor the instructions of ARMv8")
-    problems = []
+    problems: dict[str, list[str]] = {}  # the targets of each
     for target in targets:
         path = FOLDER / f"{target}.so"
         if not path.exists():
-            problems.append(f"{target}: {_missing(target)}")
+            problem = _missing(target)
         elif _stale(path):
-            problems.append(f"{target}: older than csrc/cpu, build it again: python csrc/cpu/build.py {FOLDER}")
+            problem = f"older than csrc/cpu, build it again: python csrc/cpu/build.py {FOLDER}"
         else:
             try:
                 return Found(Library(path), target, "")
             except (OSError, AttributeError) as error:
-                problems.append(f"{target}: cannot be loaded ({error}); install flashrope again")
-    return Found(None, "", "; ".join(problems))
+                problem = f"cannot be loaded ({error}); install flashrope again"
+        problems.setdefault(problem, []).append(target)
+    return Found(None, "", "; ".join(f"{', '.join(named)}: {problem}" for problem, named in problems.items()))
 
 
 def _missing(target: str) -> str:
