@@ -8,6 +8,8 @@
 
 namespace flashrope {
 
+constexpr int BLOCK_M = 64;  // query rows of a tile
+
 struct BackwardCall {  // cpu/library.py has the same
   ForwardCall forward;  // with the out and lse that it computed
   TensorView grad_out, grad_q, grad_k, grad_v;

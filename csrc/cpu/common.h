@@ -22,13 +22,14 @@
 
 namespace flashrope {
 
-#ifdef __AVX512F__
-constexpr int LANES = 16;
-#else
-constexpr int LANES = 8;
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, REGISTERS = 16;
+#else  // NEON
+constexpr int LANES = 4, REGISTERS = 32;
 #endif
 constexpr int MAX_HEAD_DIM = 256;
-constexpr int MAX_VECTORS = MAX_HEAD_DIM / LANES;
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 using Vec = float __attribute__((vector_size(4 * LANES)));
@@ -46,14 +47,6 @@ inline IntVec lane_numbers() {
   return v;
 }
 inline Vec broadcast(float x) { return x - Vec{}; }  // unlike x + 0, no instruction for it
-
-inline float sum(Vec v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
-}
 
 // With the vectors in blocks of 2 HALF lanes: the sums of the halves of every block, of a in the first HALF lanes, of b
 // in the others.
@@ -73,12 +66,25 @@ inline Vec sums(Vec* v) {
     return v[0];
 }
 
+// v with the halves of every block of 2 HALF lanes swapped.
+template <int HALF, int... LANE>
+inline Vec swap_halves(Vec v, std::integer_sequence<int, LANE...>) {
+  return __builtin_shufflevector(v, v, (LANE ^ HALF)...);
+}
+
+template <int HALF = LANES / 2>
+inline float sum(Vec v) {
+  v += swap_halves<HALF>(v, std::make_integer_sequence<int, LANES>());
+  if constexpr (HALF > 1) return sum<HALF / 2>(v);
+  return v[0];
+}
+
+template <int HALF = LANES / 2>
 inline float maximum(Vec v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-  return lanes[0];
+  const Vec swapped = swap_halves<HALF>(v, std::make_integer_sequence<int, LANES>());
+  v = v > swapped ? v : swapped;
+  if constexpr (HALF > 1) return maximum<HALF / 2>(v);
+  return v[0];
 }
 
 // exp(x) for x <= 0, within 2 units in the last place; 0 below the smallest normal number. NaN stays NaN.
@@ -122,7 +128,7 @@ inline float to_float(BFloat16 x) {
   return y;
 }
 
-// GCC 12 makes scalar code of __builtin_convertvector from _Float16, and twice the instructions from uint16_t.
+// GCC 12 makes scalar code of __builtin_convertvector from half precision, and twice the instructions from uint16_t.
 inline Vec load(const BFloat16* x) {
 #if defined(__AVX512F__)
   return (Vec)((IntVec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)) << 16);
@@ -135,15 +141,15 @@ inline Vec load(const BFloat16* x) {
 #endif
 }
 
-inline Vec load(const _Float16* x) {
+inline Vec load(const Float16* x) {
 #if defined(__AVX512F__)
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x));
 #elif defined(__F16C__)
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x));
 #else
-  _Float16 __attribute__((vector_size(2 * LANES))) v;
-  std::memcpy(&v, x, sizeof v);
-  return __builtin_convertvector(v, Vec);
+  Vec v;
+  for (int i = 0; i < LANES; ++i) v[i] = to_float(x[i]);
+  return v;
 #endif
 }
 

@@ -16,7 +16,7 @@ constexpr int BLOCK = 64;   // keys
 constexpr int CHUNK = 512;  // keys
 constexpr int MAX_ROWS = 16;
 constexpr int MAX_BANDS = 4;
-constexpr int ACCUMULATORS = LANES;  // vectors: half of AVX-512's registers, half of AVX2's
+constexpr int ACCUMULATORS = REGISTERS / 2;
 
 struct DecodeBand {
   Band band;
