@@ -375,7 +375,7 @@ def test_without_options_nothing_is_written(tmp_path, monkeypatch, capsys, small
         "tune": ["--direction", "forward", "--bands", "1"],
     }
     monkeypatch.setattr(cpu, "CACHE_SEQLENS", (128, 64))
-    monkeypatch.setattr(cpu, "compiled_kernels", lambda: None)
+    monkeypatch.setattr(cpu, "compiled_kernels", lambda target: None)
     monkeypatch.setattr(cpu, "host_times", lambda heads, head_dim: (1.0, 1.0))
     monkeypatch.setattr(tune, "ranked_by_machine_code", lambda *_: [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -68,6 +68,7 @@ SCHEMES = {
     "dual_chunk": Rotary.rope(64).dual_chunk(448, 64),  # chunks of keys end anywhere in one of positions
     "gap": dataclasses.replace(Rotary.rope(64), bands=(Band(0, 30, 1.0, 0.0), Band(540, 700, 0.5, 200.0))),
 }
+PARTIAL = Rotary.rope(96, rotary_dim=32).rectify(40)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 3])
@@ -166,8 +167,14 @@ def test_neighbors_and_threads_change_nothing():
 @pytest.mark.parametrize("lengths", [(130, 130), (65, 200), (200, 65), (64, 64), (1, 129)], ids=str)
 @targets
 def test_tiles(target, lengths, causal):
-    """More than a tile of queries and a block of keys, both also incomplete; windows below and above a block."""
-    for rotary in (SCHEMES["leaky"], Rotary.rope(64).rectify(20), Rotary.rope(64, interleaved=True).local(100)):
+    """More than a tile of queries and a block of keys, both also incomplete; windows below and above a block; channels
+    behind those that rotate."""
+    for rotary in (
+        SCHEMES["leaky"],
+        Rotary.rope(64).rectify(20),
+        Rotary.rope(64, interleaved=True).local(100),
+        PARTIAL,
+    ):
         p = support.problem(target, rotary, *lengths, heads=4, causal=causal, layout="poisoned")
         support.check(target, p)
 
