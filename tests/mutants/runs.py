@@ -92,17 +92,17 @@ class Copy:
             path.write_text(text, encoding="utf-8")
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
             self._forget_compiled(path)
+            if path.suffix in (".cpp", ".h"):
+                # The library of the mutant is newer than the source, which has its old time again.
+                shutil.rmtree(self.kernels, ignore_errors=True)
+                if self.sound_kernels.exists():
+                    self.sound_kernels.rename(self.kernels)
         self.before.clear()
 
-    def _forget_compiled(self, path: Path) -> None:
+    @staticmethod
+    def _forget_compiled(path: Path) -> None:
         if path.suffix == ".py":
             Path(cache_from_source(str(path))).unlink(missing_ok=True)
-        elif path.suffix in (
-            ".cpp",
-            ".h",
-        ):  # a library that is newer than a source with its old time is not built again
-            for library in (self.root / "python/flashrope/backends/cpu/kernels").glob("*.so"):
-                library.unlink()
 
 
 def copy_checkout(to: Path) -> None:
