@@ -85,10 +85,32 @@ def test_chunks_of_keys(target, scheme, seqlen_q):
         assert max(ratios.values()) <= COEFFICIENT[target.dtype], (b, ratios)
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("scheme", ["self_extend", "self_extend_far", "dual_chunk"])
+def test_needles_at_the_edges_of_maps(scheme, seqlen_q):
+    """One key that differs from zero: beside an edge of a block, a group, a chunk of positions or of keys, a window."""
+    rotary, keys, page_size = SCHEMES[scheme], 896, 16
+    edges = {0, 7, 63, 64, 70, 301, 308, 384, 512, 518, 768, keys - 588, keys - 3, keys}
+    needles = sorted({edge + d for edge in edges for d in (-1, 0)} & set(range(keys)))
+    p = support.problem(FLOAT, rotary, seqlen_q, keys, batch=len(needles), heads=1, group=1)
+    for b, j in enumerate(needles):
+        needle = 3 * p.k[b, j]
+        p.k[b] = 0
+        p.k[b, j] = needle
+    options = dict(cache_seqlens=support.int32([keys] * len(needles)), return_lse=True, impl="cpu")
+    out, lse = attention_with_cache(p.q, p.k, p.v, rotary, **options)
+    ratios = support.excess({"out": out, "lse": lse}, *support.exact_and_bound(p), torch.float32)
+    assert max(ratios.values()) <= COEFFICIENT[torch.float32], ratios
+    pages = (x.view(-1, page_size, *x.shape[2:]) for x in (p.k, p.v))
+    table = torch.arange(len(needles) * keys // page_size, dtype=torch.int32).view(len(needles), -1)
+    got = attention_with_cache(p.q, *pages, rotary, block_table=table, **options)
+    assert torch.equal(got[0], out) and torch.equal(got[1], lse)
+
+
 def test_more_keys_than_a_table_has_rows():
     """The rotation of a block is composed of those of 64 * 64 keys, of 64 and of one."""
-    rotary, p = SCHEMES["hope"], support.problem(FLOAT, SCHEMES["hope"], 2, 9000)
-    out, lse = attention_with_cache(p.q, p.k, p.v, rotary, support.int32([9000]), return_lse=True, impl="cpu")
+    rotary, p = SCHEMES["hope"], support.problem(FLOAT, SCHEMES["hope"], 2, 4200, heads=1, group=1)
+    out, lse = attention_with_cache(p.q, p.k, p.v, rotary, support.int32([4200]), return_lse=True, impl="cpu")
     ratios = support.excess({"out": out, "lse": lse}, *support.exact_and_bound(p), torch.float32)
     assert max(ratios.values()) <= COEFFICIENT[torch.float32], ratios
 
