@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..backends.calls import MAX_SPLITS, ONE_PER_QUERY, CacheLayout
-from ..rotary.bands import band_text
+from ..rotary.bands import bands_text
 from ..rotary.rotary import Rotary
 from .autocast import autocast_hint
 
@@ -314,7 +314,7 @@ def _check_position_values(positions, q, rotary) -> None:
     if len(rotary.bands) != 1 or not rotary.bands[0].is_plain:
         raise ValueError(
             "positions: expected None, or a scheme whose distance is d everywhere, got one whose distance is "
-            + "; ".join(map(band_text, rotary.bands))
+            + bands_text(rotary.bands)
         )
     if positions.device != q.device:
         raise ValueError(f"positions: expected device {q.device} as q, got {positions.device}")
