@@ -67,7 +67,7 @@ class Both:
 
     @property
     def lengths(self):
-        return self.cache.lengths if self.contiguous else self.cache.lengths(self.names)
+        return self.cache.lengths if self.contiguous else [self.cache.lengths[name] for name in self.names]
 
     @property
     def padding(self):
@@ -298,7 +298,11 @@ class Walk:
 
     def check(self):
         names = list(self.model)
-        assert self.cache.lengths(names) == self.cache.seqlens(names).tolist() == list(map(len, self.model.values()))
+        assert (
+            list(self.cache.lengths.values())
+            == self.cache.seqlens(names).tolist()
+            == list(map(len, self.model.values()))
+        )
         assert (
             [self.cache.padding[name] for name in names]
             == self.cache.leftpad(names).tolist()
