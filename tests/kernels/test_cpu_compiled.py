@@ -1,9 +1,11 @@
 """The compiled kernels of the CPU backend. Their accuracy is also tested wherever a target is ``cpu``."""
 
+import dataclasses
+
 import pytest
 import support
 import torch
-from flashrope import Rotary, attention, attention_with_cache
+from flashrope import Band, Rotary, attention, attention_with_cache
 from support import COEFFICIENT, Target
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -60,6 +62,11 @@ SCHEMES = {
     "hope_interleaved": Rotary.hope(128, 512, interleaved=True),
     "partial_local": Rotary.rope(24, rotary_dim=8).local(600),
     "none": Rotary.none(72),
+    "hope": Rotary.hope(64, 512),  # half of the pairs rotate
+    "self_extend": Rotary.rope(64).self_extend(588, 7),  # blocks begin anywhere in a group
+    "self_extend_far": Rotary.rope(64, rotary_dim=32).self_extend(3, 3).log_n(100),
+    "dual_chunk": Rotary.rope(64).dual_chunk(448, 64),  # chunks of keys end anywhere in one of positions
+    "gap": dataclasses.replace(Rotary.rope(64), bands=(Band(0, 30, 1.0, 0.0), Band(540, 700, 0.5, 200.0))),
 }
 
 
@@ -75,6 +82,56 @@ def test_chunks_of_keys(target, scheme, seqlen_q):
             {"out": out[b : b + 1], "lse": lse[b : b + 1]}, *support.exact_and_bound(p), target.dtype
         )
         assert max(ratios.values()) <= COEFFICIENT[target.dtype], (b, ratios)
+
+
+def test_more_keys_than_a_table_has_rows():
+    """The rotation of a block is composed of those of 64 * 64 keys, of 64 and of one."""
+    rotary, p = SCHEMES["hope"], support.problem(FLOAT, SCHEMES["hope"], 2, 9000)
+    out, lse = attention_with_cache(p.q, p.k, p.v, rotary, support.int32([9000]), return_lse=True, impl="cpu")
+    ratios = support.excess({"out": out, "lse": lse}, *support.exact_and_bound(p), torch.float32)
+    assert max(ratios.values()) <= COEFFICIENT[torch.float32], ratios
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+@pytest.mark.parametrize("scheme", ["partial_local", "gap"])
+@targets
+def test_unseen_keys_are_not_read(target, scheme, seqlen_q, page_size):
+    """A query's result is the same bits whatever keys and values it does not see hold, in its own block too."""
+    rotary, keys = SCHEMES[scheme], LENGTHS[0]
+    sequences = problems(target, rotary, seqlen_q)
+    expected = decode(sequences, page_size=page_size)
+    distances = (keys - seqlen_q + torch.arange(seqlen_q))[:, None] - torch.arange(keys)
+    seen = torch.stack([(distances >= band.start) & (distances < band.stop) for band in rotary.bands]).any(0)
+    for row in range(seqlen_q):
+        sequences = problems(target, rotary, seqlen_q)
+        for x in (sequences[0].k, sequences[0].v):
+            x[0, ~seen[row]] = torch.nan
+        out, lse = decode(sequences, page_size=page_size)
+        assert torch.equal(out[0, row], expected[0][0, row]) and torch.equal(lse[0, :, row], expected[1][0, :, row])
+
+
+@pytest.mark.parametrize("width", [64, 72])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_is_read_and_rounded(dtype, width):
+    """The value of a single key is the result, for all numbers of the type; NaN stays NaN."""
+    v = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 1, 1, 64)
+    v = torch.nn.functional.pad(v, (0, width - 64))
+    zeros, seqlens = torch.zeros_like(v), torch.ones(len(v), dtype=torch.int32)
+    for out in (
+        attention_with_cache(zeros, zeros, v, Rotary.rope(width), seqlens, impl="cpu"),
+        attention(zeros, zeros, v, Rotary.rope(width), impl="cpu"),
+    ):
+        assert torch.equal(out.isnan(), v.isnan()) and torch.equal(out[~v.isnan()], v[~v.isnan()])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_decoding_is_rounded_to_nearest(dtype):
+    """The mean of two values, which float32 holds exactly."""
+    v = torch.randn(1, 2, 8, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
+    zeros, seqlens = torch.zeros_like(v), torch.tensor([2], dtype=torch.int32)
+    out = attention_with_cache(zeros[:, :1], zeros, v, Rotary.rope(64), seqlens, impl="cpu")
+    assert torch.equal(out[0, 0], v[0].float().mean(0).to(dtype))
 
 
 @pytest.mark.parametrize("page_size", [0, 16, 256])
