@@ -94,7 +94,10 @@ class Copy:
     def _forget_compiled(self, path: Path) -> None:
         if path.suffix == ".py":
             Path(cache_from_source(str(path))).unlink(missing_ok=True)
-        elif path.suffix in (".cpp", ".h"):  # a library that is newer than a source with its old time is not built again
+        elif path.suffix in (
+            ".cpp",
+            ".h",
+        ):  # a library that is newer than a source with its old time is not built again
             for library in (self.root / "python/flashrope/backends/cpu/kernels").glob("*.so"):
                 library.unlink()
 
