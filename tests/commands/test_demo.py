@@ -65,6 +65,19 @@ def test_writes_every_result(finished):
     assert all(f"{float(row['loss']):.3f}" in markdown for row in table)
     assert "\n- left out: DCA: dual_chunk: expected a training length above 128" in markdown
     assert "rotate less; Self-Extend-w16: window 16, groups of 16; log n" in markdown
+    assert "trained: RoPE" in markdown and "tokens/s" not in markdown
+
+
+def test_a_short_training_names_no_speed():
+    """A first second of start-up and noise would read as one model's being slower."""
+    from flashrope.small_models.demo import trained_text
+    from flashrope.small_models.train import Trained
+
+    def text(*seconds):
+        return trained_text([Trained(1.5, each, 1000.0) for each in seconds])
+
+    assert "tokens/s" not in text(3.0, 50.0) and "RoPE 1.500 nats per byte" in text(3.0, 50.0)
+    assert text(30.0, 50.0).count("1,000 tokens/s") == 2
 
 
 def test_the_schemes_that_are_compared():
@@ -93,6 +106,22 @@ def test_png_is_an_image_with_something_on_it(finished):
     image = imread(finished / "losses.png")
     assert image.shape[:2] == (1000, 1600)
     assert len({tuple(pixel) for pixel in image[::4, ::4, :3].reshape(-1, 3).round(2).tolist()}) > 20
+
+
+def test_the_figure_has_at_most_six_curves(finished):
+    from flashrope.small_models.evaluate import ContextLoss
+    from flashrope.small_models.plot import losses_figure
+    from flashrope.small_models.table import Row
+
+    of: dict[str, list] = {}
+    for row in rows(finished):
+        of.setdefault(row["scheme"], []).append(ContextLoss(int(row["context_length"]), float(row["loss"]), 0.0, 0.0))
+    made = [Row(name, "rope", "log n" in name, tuple(losses)) for name, losses in of.items()]
+    (axes,) = losses_figure(made, 32).axes
+    drawn = [text.get_text() for text in axes.texts]
+    assert len(made) > 6 and len(axes.lines) == 6 + 1  # and the training length
+    assert [name for name in of if any(text.startswith(f"{name}  ") for text in drawn)] == list(of)[:6]
+    assert f"all {len(made)} rows: losses.md" in " ".join(drawn)
 
 
 def test_checkpoints_give_the_losses_of_the_table(finished):

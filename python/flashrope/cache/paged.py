@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -42,6 +43,27 @@ class _Change(NamedTuple):
     sequence: _Sequence
     n: int
     shared: int | None
+
+
+class _OfSequences(dict[int, int]):
+    """A number by sequence. ``cache.lengths(sequences)``, a method before, still works."""
+
+    def __init__(self, cache: PagedKVCache, name: str, values: dict[int, int]):
+        super().__init__(values)
+        self._cache, self._name = cache, name
+
+    def __missing__(self, sequence):
+        self._cache._get(sequence)  # says why
+        raise KeyError(sequence)
+
+    def __call__(self, sequences: Sequence[int]) -> list[int]:
+        warnings.warn(
+            f"{self._name}: expected {self._name}[sequence], as in KVCache, got a call; PagedKVCache.{self._name} is a "
+            "property now, and a later version refuses the call",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return [self[sequence] for sequence in self._cache._select(sequences)]
 
 
 class PagedKVCache(Cache):
@@ -123,21 +145,23 @@ class PagedKVCache(Cache):
         """The number of pages that no sequence holds."""
         return len(self._free)
 
-    def lengths(self, sequences: Sequence[int]) -> list[int]:
+    @property
+    def lengths(self) -> dict[int, int]:
         """The number of tokens of every sequence, left padding included, known to the host."""
-        return [sequence.length for sequence in self._select(sequences).values()]
+        return _OfSequences(self, "lengths", {name: sequence.length for name, sequence in self._sequences.items()})
 
-    def padding(self, sequences: Sequence[int]) -> list[int]:
+    @property
+    def padding(self) -> dict[int, int]:
         """The left padding of every sequence, known to the host."""
-        return [sequence.leftpad for sequence in self._select(sequences).values()]
+        return _OfSequences(self, "padding", {name: sequence.leftpad for name, sequence in self._sequences.items()})
 
     def seqlens(self, sequences: Sequence[int]) -> torch.Tensor:
         """The number of tokens of every sequence, (n,) int32 on the device."""
-        return upload(self.lengths(sequences), torch.int32, self.k.device)
+        return upload([each.length for each in self._select(sequences).values()], torch.int32, self.k.device)
 
     def leftpad(self, sequences: Sequence[int]) -> torch.Tensor:
         """The left padding of every sequence, (n,) int32 on the device."""
-        return upload(self.padding(sequences), torch.int32, self.k.device)
+        return upload([each.leftpad for each in self._select(sequences).values()], torch.int32, self.k.device)
 
     def block_table(self, sequences: Sequence[int]) -> torch.Tensor:
         """The pages of every sequence, (n, ceil(max_seqlen / page_size)) int32 on the device.

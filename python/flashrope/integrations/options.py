@@ -5,6 +5,7 @@ One reader serves ``convert``, ``from_pretrained``, vLLM's plugin and the comman
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -38,7 +39,11 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
         TypeError, ValueError: names the option, what was expected and what came.
     """
     if unknown := sorted(set(given) - set(_names())):
-        raise TypeError(f"options: expected some of {', '.join(_names())}, got {unknown[0]!r}")
+        close = difflib.get_close_matches(unknown[0], _names(), n=1)
+        raise TypeError(
+            f"options: expected some of {', '.join(_names())}, got {unknown[0]!r}"
+            + (f"; did you mean {close[0]}?" if close else "")
+        )
     asked = {
         name: value for name, value in given.items() if value is not None and (value is not False or name == LOG_N_CLIP)
     }
@@ -106,6 +111,10 @@ def _read_rotary(value, config):
     if not isinstance(value, dict):
         return _read_one(value)
     layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
+    if len(layer_types) < 2 and (not value or sorted(value) != layer_types):
+        raise ValueError(
+            f"rotary: expected one Rotary, as all layers of this model are of one type, got a dict with {sorted(value)}"
+        )
     if sorted(value) != layer_types:
         raise ValueError(f"rotary: expected the layer types {layer_types}, got {sorted(value)}")
     return {layer_type: _read_one(each) for layer_type, each in value.items()}

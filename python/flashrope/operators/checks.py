@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from ..backends.calls import MAX_SPLITS, ONE_PER_QUERY, CacheLayout
-from ..rotary.bands import band_text
+from ..rotary.bands import bands_text
 from ..rotary.rotary import Rotary
 from .autocast import autocast_hint
 
 CACHES = ("k_cache", "v_cache")
-MANY_HEADS = 256  # more than any known model has
+MANY_HEADS = 128  # more than any known model has beside as many key heads; 256: beside fewer
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -98,11 +98,13 @@ def _layout(rank: int) -> str:
 def warn_of_layout(shape_q, shape_k) -> None:
     """Warns of shapes that are allowed but look like (batch, heads, seqlen, head_dim).
 
-    For causal calls with more queries than keys, and for calls with more than ``MANY_HEADS`` heads.
+    For calls with more queries than keys, and for calls with more than ``MANY_HEADS`` heads. A sequence of
+    at most that many tokens, with as many key heads as query heads, cannot be told from (batch, seqlen, heads,
+    head_dim).
     """
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = shape_q, shape_k
     if heads_q > MANY_HEADS:
-        if heads_q <= seqlen_q:
+        if heads_q <= seqlen_q or heads_q != heads_kv and heads_q <= 2 * MANY_HEADS:
             return
         why = f"{heads_q} heads and only {seqlen_q} queries"
     elif seqlen_k and heads_q == heads_kv and not seqlen_q % seqlen_k:  # as heads_q is a multiple of heads_kv
@@ -314,7 +316,7 @@ def _check_position_values(positions, q, rotary) -> None:
     if len(rotary.bands) != 1 or not rotary.bands[0].is_plain:
         raise ValueError(
             "positions: expected None, or a scheme whose distance is d everywhere, got one whose distance is "
-            + "; ".join(map(band_text, rotary.bands))
+            + bands_text(rotary.bands)
         )
     if positions.device != q.device:
         raise ValueError(f"positions: expected device {q.device} as q, got {positions.device}")

@@ -55,6 +55,8 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; float64 where the backend supports it.
+            Shapes that can only be (batch, heads, seqlen, head_dim) warn. With as many key heads and at most 128 tokens
+            they cannot be told from a model's, and pass.
         k, v: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q. heads_q is a multiple of heads_kv. v
             may be of another width than q and k, as in multi-head latent attention: a multiple of 8 up to 256.
         rotary: the scheme. Its head_dim must equal q's.

@@ -216,6 +216,17 @@ def band_text(band: Band) -> str:
     return f"{distance} for {band.start:g} <= {counted} < {band.stop:g}"
 
 
+def bands_text(bands: Iterable[Band]) -> str:
+    """For people: the bands, and the gaps before and between them."""
+    parts, seen = [], 0.0
+    for band in bands:
+        if band.start > seen:
+            parts.append(f"unseen for {seen:g} <= {'n' if band.chunk else 'd'} < {band.start:g}")
+        parts.append(band_text(band))
+        seen = band.stop
+    return "; ".join(parts) or "no keys"
+
+
 def _mapped_text(band: Band) -> str:
     """ "floor(i / 8) + 14 - floor(j / 8)"."""
     of_q, of_k = (f"{x} mod {band.chunk}" if band.chunk else x for x in "ij")
