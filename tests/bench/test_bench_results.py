@@ -123,6 +123,8 @@ def test_page_holds_what_the_files_hold(tmp_path, capsys):
     assert page.main([*words, "--check"]) == 1 and not (folder / "README.md").exists()
     assert page.main([*words, "--figures"]) == 0 and page.main([*words, "--check"]) == 0
     text = (folder / "README.md").read_text()
+    assert "| forward, ms (ratio to flashrope HoPE) | 2,048 x batch 1 |" in text
+    assert text.index("Tensor cores busy (model): ") > text.index("## Kernels of prefill")
     assert "| fused RoPE + SDPA flash | 2 (1.23) |" in text and "| flashrope HoPE | 1.62 |" in text
     assert (
         "H200: flashrope HoPE against fused RoPE + SDPA flash, forward | 1.15 | 1.6 | 1.23 on NVIDIA H200: floor met |"
@@ -137,6 +139,40 @@ def test_page_holds_what_the_files_hold(tmp_path, capsys):
     assert page.main([*words, "--check"]) == 1 and (folder / "README.md").read_text() == "old"
     (folder / page.COMPILED / "gate.csv").write_text("no,such\n1,2\n")
     assert page.main(words) == 1 and "was not regenerated" in capsys.readouterr().out
+
+
+def on_cpu(command="hope", revision="abc", name="A CPU", **device) -> Run:
+    found = record_of("flashrope HoPE", ratios={"flashrope RoPE": 1.5}), record_of("flashrope RoPE"), record_of()
+    run = run_of(found, command=command, device={"name": name, "threads": 2, "vector": "AVX2"} | device)
+    return dataclasses.replace(run, versions=run.versions | {"revision": revision})
+
+
+@pytest.mark.parametrize("command", ["hope", "cpu"])
+def test_rows_of_a_cpu_say_which_kernels(tmp_path, command):
+    for folder, device in (("old", {}), ("new", {"kernels": "compiled"})):
+        on_cpu(command, **device).write(tmp_path / folder / "cpu", f"{command}-a")
+        text = page.page(tmp_path / folder, page.devices(tmp_path / folder))
+        kind = device.get("kernels", "composed")
+        assert f"| flashrope HoPE, {kind} |" in text and f"| flashrope RoPE, {kind} |" in text
+        assert "| SDPA flash |" in text and "batch 1" in text and "| flashrope HoPE |" not in text
+
+
+def test_machine_code_stands_before_cpus_and_after_gpus(tmp_path):
+    folder = h200_folder(tmp_path)
+    on_cpu().write(folder / "a-cpu", "hope-a")
+    text = page.page(folder, page.devices(folder))
+    places = [text.index(f"## {title}") for title in ("NVIDIA H200", "Kernels of prefill", "A CPU")]
+    assert places == sorted(places)
+
+
+def test_results_of_a_changed_tree_are_left_out(tmp_path, monkeypatch, capsys):
+    on_cpu().write(tmp_path / "clean", "hope-a")
+    on_cpu(revision="abc-dirty", name="Another").write(tmp_path / "changed", "hope-a")
+    assert [folder.name for folder, _ in page.devices(tmp_path)] == ["clean"]
+    monkeypatch.setattr(machine, "revision", lambda: "abc-dirty")
+    monkeypatch.setattr(command_line, "import_module", lambda *names: pytest.fail("it ran"))
+    assert command_line.main(["hope", "--publish"]) == 2
+    assert "--publish: expected a tree without changes, got abc-dirty" in capsys.readouterr().err
 
 
 def test_the_published_page_holds_the_results():
@@ -158,6 +194,7 @@ def test_publishing_writes_the_page(monkeypatch):
         return SimpleNamespace(main=lambda words: ran.append((name[1:], words)) or codes[name[1:]])
 
     monkeypatch.setattr(command_line, "import_module", module)
+    monkeypatch.setattr(machine, "revision", lambda: "abc")
     for publish, folder in ((True, output.RESULTS), (False, None)):
         assert output.output_folder(SimpleNamespace(publish=publish, out=None)) == folder
     assert command_line.main(["all", "--publish"]) == 0 and command_line.main(["all"]) == 0
