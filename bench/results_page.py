@@ -110,6 +110,8 @@ def draw(runs: Runs) -> None:
     for path, run in runs:
         if run.command == "scaling":
             scaling.redraw(run, path.with_suffix(".png"))
+        elif run.command == "cpu":
+            plots.draw_cpu(run, path.with_suffix(".png"))
         else:
             plots.draw(run, path.with_suffix(".png"))
 

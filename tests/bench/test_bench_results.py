@@ -157,6 +157,45 @@ def test_rows_of_a_cpu_say_which_kernels(tmp_path, command):
         assert "| SDPA flash |" in text and "batch 1" in text and "| flashrope HoPE |" not in text
 
 
+def test_the_chart_of_the_cpu(tmp_path, monkeypatch):
+    """One point per length and series: of several windows the usual one, in float32, beside no other process."""
+
+    def of(table, contestant, seqlen, window, milliseconds, **sizes):
+        record = record_of(
+            contestant, seqlen, milliseconds=milliseconds, sizes={"window": window, "dtype": "float32"} | sizes
+        )
+        return dataclasses.replace(record, table=table)
+
+    run = on_cpu("cpu")
+    run.records = [
+        of("forward, seqlen 2048, window 128", "ReRoPE, compiled", 2048, 128, 3.0),
+        of("forward, seqlen 2048, window 512", "ReRoPE, compiled", 2048, 512, 4.0),
+        of("forward, seqlen 2048, window 512, bfloat16", "ReRoPE, compiled", 2048, 512, 9.0, dtype="bfloat16"),
+        of("forward, seqlen 8192, window 1024", "ReRoPE, compiled", 8192, 1024, 50.0),
+        of("forward, seqlen 8192, window 1024", "ReRoPE, two dense matrices", 8192, 1024, 900.0),
+        of("forward + backward, seqlen 4096, window 1024", "HoPE, compiled", 4096, 1024, 80.0),
+        of("decoding, 2048 keys", "SDPA", 2048, 512, 0.5),
+        of("decoding, 2048 keys, beside a busy process", "SDPA", 2048, 512, 7.0),
+    ]
+    drawn = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
+    assert plots.draw_cpu(run, tmp_path / "cpu.png")
+    lines = {
+        axes.get_title(loc="left"): {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in axes.lines}
+        for axes in drawn[0].axes
+    }
+    assert lines == {
+        "forward: ms": {
+            "flashrope ReRoPE": {2048: 4.0, 8192: 50.0},
+            "ReRoPE, two score matrices": {8192: 900.0},
+        },
+        "forward + backward: ms": {"flashrope HoPE": {4096: 80.0}},
+        "decoding one token: ms": {"SDPA, no rotation": {2048: 0.5}},
+    }
+    run.records = []
+    assert not plots.draw_cpu(run, tmp_path / "cpu.png")
+
+
 def test_machine_code_stands_before_cpus_and_after_gpus(tmp_path):
     folder = h200_folder(tmp_path)
     on_cpu().write(folder / "a-cpu", "hope-a")
