@@ -377,6 +377,15 @@ def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
+def test_goals_of_the_cpu_depend_on_the_instruction_set():
+    from bench.timing.cpu import GOALS, Goal
+
+    goal = Goal("a / b", 1.0, 1.2)
+    assert [goal.limit_of(target) for target in ("x86-64-v4", "x86-64-v3", "armv8-a", "")] == [1.0, 1.2, 1.2, 1.2]
+    assert Goal("a / b", 0.7).limit_of("x86-64-v3") == 0.7
+    assert len({goal.figure for goal in GOALS}) == len(GOALS)
+
+
 @pytest.mark.parametrize("command", ["decode", "scaling", "cpu", "ceilings", "tune"])
 def test_without_options_nothing_is_written(tmp_path, monkeypatch, capsys, small_sizes, command):
     from bench.timing import cpu, tune
@@ -387,7 +396,7 @@ def test_without_options_nothing_is_written(tmp_path, monkeypatch, capsys, small
         "tune": ["--direction", "forward", "--bands", "1"],
     }
     monkeypatch.setattr(cpu, "CACHE_SEQLENS", (128, 64))
-    monkeypatch.setattr(cpu, "compiled_kernels", lambda: None)
+    monkeypatch.setattr(cpu, "compiled_kernels", lambda target: None)
     monkeypatch.setattr(cpu, "host_times", lambda heads, head_dim: (1.0, 1.0))
     monkeypatch.setattr(tune, "ranked_by_machine_code", lambda *_: [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

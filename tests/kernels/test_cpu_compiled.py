@@ -68,6 +68,7 @@ SCHEMES = {
     "dual_chunk": Rotary.rope(64).dual_chunk(448, 64),  # chunks of keys end anywhere in one of positions
     "gap": dataclasses.replace(Rotary.rope(64), bands=(Band(0, 30, 1.0, 0.0), Band(540, 700, 0.5, 200.0))),
 }
+PARTIAL = Rotary.rope(96, rotary_dim=32).rectify(40)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 3])
@@ -84,10 +85,32 @@ def test_chunks_of_keys(target, scheme, seqlen_q):
         assert max(ratios.values()) <= COEFFICIENT[target.dtype], (b, ratios)
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("scheme", ["self_extend", "self_extend_far", "dual_chunk"])
+def test_needles_at_the_edges_of_maps(scheme, seqlen_q):
+    """One key that differs from zero: beside an edge of a block, a group, a chunk of positions or of keys, a window."""
+    rotary, keys, page_size = SCHEMES[scheme], 896, 16
+    edges = {0, 7, 63, 64, 70, 301, 308, 384, 512, 518, 768, keys - 588, keys - 3, keys}
+    needles = sorted({edge + d for edge in edges for d in (-1, 0)} & set(range(keys)))
+    p = support.problem(FLOAT, rotary, seqlen_q, keys, batch=len(needles), heads=1, group=1)
+    for b, j in enumerate(needles):
+        needle = 3 * p.k[b, j]
+        p.k[b] = 0
+        p.k[b, j] = needle
+    options = dict(cache_seqlens=support.int32([keys] * len(needles)), return_lse=True, impl="cpu")
+    out, lse = attention_with_cache(p.q, p.k, p.v, rotary, **options)
+    ratios = support.excess({"out": out, "lse": lse}, *support.exact_and_bound(p), torch.float32)
+    assert max(ratios.values()) <= COEFFICIENT[torch.float32], ratios
+    pages = (x.view(-1, page_size, *x.shape[2:]) for x in (p.k, p.v))
+    table = torch.arange(len(needles) * keys // page_size, dtype=torch.int32).view(len(needles), -1)
+    got = attention_with_cache(p.q, *pages, rotary, block_table=table, **options)
+    assert torch.equal(got[0], out) and torch.equal(got[1], lse)
+
+
 def test_more_keys_than_a_table_has_rows():
     """The rotation of a block is composed of those of 64 * 64 keys, of 64 and of one."""
-    rotary, p = SCHEMES["hope"], support.problem(FLOAT, SCHEMES["hope"], 2, 9000)
-    out, lse = attention_with_cache(p.q, p.k, p.v, rotary, support.int32([9000]), return_lse=True, impl="cpu")
+    rotary, p = SCHEMES["hope"], support.problem(FLOAT, SCHEMES["hope"], 2, 4200, heads=1, group=1)
+    out, lse = attention_with_cache(p.q, p.k, p.v, rotary, support.int32([4200]), return_lse=True, impl="cpu")
     ratios = support.excess({"out": out, "lse": lse}, *support.exact_and_bound(p), torch.float32)
     assert max(ratios.values()) <= COEFFICIENT[torch.float32], ratios
 
@@ -166,8 +189,14 @@ def test_neighbors_and_threads_change_nothing():
 @pytest.mark.parametrize("lengths", [(130, 130), (65, 200), (200, 65), (64, 64), (1, 129)], ids=str)
 @targets
 def test_tiles(target, lengths, causal):
-    """More than a tile of queries and a block of keys, both also incomplete; windows below and above a block."""
-    for rotary in (SCHEMES["leaky"], Rotary.rope(64).rectify(20), Rotary.rope(64, interleaved=True).local(100)):
+    """More than a tile of queries and a block of keys, both also incomplete; windows below and above a block; channels
+    behind those that rotate."""
+    for rotary in (
+        SCHEMES["leaky"],
+        Rotary.rope(64).rectify(20),
+        Rotary.rope(64, interleaved=True).local(100),
+        PARTIAL,
+    ):
         p = support.problem(target, rotary, *lengths, heads=4, causal=causal, layout="poisoned")
         support.check(target, p)
 

@@ -39,7 +39,7 @@ def decode(
     batch, seqlen_q, heads_q, head_dim = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
     pairs, table = call.layout.bounds(k_cache), call.layout.block_table
-    template = _template(call.rotary, call.causal, _table_rows(max(end - first for first, end in pairs)))
+    template = _template(call.rotary, call.causal, _table_rows(max((end - first for first, end in pairs), default=0)))
     slots = [slot for pair in pairs for slot in pair]
     bounds = (ctypes.c_int64 * len(slots))(*slots)
     c = DecodeCall.from_buffer_copy(template.call)
