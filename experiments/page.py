@@ -21,7 +21,7 @@ import torch
 from flashrope.cli import files
 from flashrope.small_models.model import LanguageModel, ModelConfig
 
-from . import tables
+from . import claims_figure, tables
 from .looks import label
 from .registry import EXPERIMENTS
 from .runs import read_csv
@@ -34,6 +34,7 @@ TEMPLATE = Path(__file__).with_name("page.md")
 FIELD = re.compile(r"\{\{((?:[^{}]|\{[wL]\d+\})+)\}\}")  # arguments may have a {w256}
 LEFT_OUT = ("curves.csv", "training.csv")  # points of figures, megabytes; the commands write them again
 TRAINING = "training.png"
+CLAIMS_FIGURE = "claims.png"
 REBUILD = "python tools/experiments_page.py"
 
 
@@ -113,9 +114,9 @@ CLAIMS = {
 VERDICTS = (SHOWN, UNSHOWN, AGAINST, UNJUDGED)
 STATUSES = {SHOWN: "supported", UNSHOWN: "not shown", AGAINST: "contradicted", UNJUDGED: "not judged"}
 SAID = {  # of one declared difference, and of several
-    SHOWN: ("is as expected", "are as expected"),
+    SHOWN: ("came out so", "came out so"),
     UNSHOWN: ("shows no difference", "show no difference"),
-    AGAINST: ("is against expectation", "are against expectation"),
+    AGAINST: ("came out the other way", "came out the other way"),
     UNJUDGED: ("is not judged", "are not judged"),
 }
 HEADS = ("supported", "supported in part", "not shown", "contradicted", "not judged", "not measured")
@@ -229,16 +230,17 @@ def summary(name: str) -> str:
     expected = [(each, outcome(value, each.expected)) for each, value in found if each.expected]
     if expected:
         said = _and(_said(Counter(said for _, said in expected)))
-        parts.append(f"Of the {len(expected)} declared differences whose direction the papers give, {said}.")
+        parts.append(f"The papers say of {len(expected)} declared differences which side is higher: {said}.")
     against = [each for each, said in expected if said == AGAINST]
     if against:
-        parts.append(f"Against expectation: {_listed(name, against)}.")
+        parts.append(f"The other way: {_listed(name, against)}.")
     others = Counter(verdict(value).partition(":")[0] for each, value in found if not each.expected)
     if others:
         signs = [f"{sign} in {others[sign]}" for sign in ("higher", "lower") if others[sign]]
         said = [*([f"the first is {_and(signs)}"] if signs else []), *_said(others)]
         count = f"{others.total()} {'more' if expected else 'declared differences'}"
-        parts.append(f"For {count} the papers give no direction: {'; '.join(said)}.")
+        subject = "they" if expected else "the papers"
+        parts.append(f"Of {count} {subject} do not say which side is higher: {'; '.join(said)}.")
     return " ".join(parts)
 
 
@@ -325,6 +327,22 @@ def claims() -> str:
     return "\n\n".join(_claims_of(method, every) for method, every in CLAIMS.items())
 
 
+def claims_rows() -> dict[str, list[claims_figure.Row]]:
+    """The measured differences of every method's claims."""
+    groups = {}
+    for method, every in CLAIMS.items():
+        groups[method] = [
+            claims_figure.Row(
+                f"{claim.words} ({claim.experiment})", multiple, found, each.expected, outcome(found, each.expected)
+            )
+            for claim in every
+            if has(claim.experiment)
+            for multiple, (each, found) in declared(claim.experiment, claim.pair, claim.second_multiple).items()
+            if multiple in claim.multiples
+        ]
+    return {method: rows for method, rows in groups.items() if rows}
+
+
 def _claims_of(method: str, every: Sequence[Claim]) -> str:
     found: dict[str, list[str]] = {}
     for claim in every:
@@ -409,6 +427,8 @@ def redraw() -> None:
         if has(name) and EXPERIMENTS[name].measures:
             results.cache_clear()
             show(FOLDER / name, name, unit(name))
+    if groups := claims_rows():
+        claims_figure.draw(FOLDER / CLAIMS_FIGURE, groups)
 
 
 def write() -> None:

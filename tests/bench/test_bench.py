@@ -24,7 +24,7 @@ from bench.timing import ceilings, check, contestants, options, timer
 from bench.timing.contestants import OWN, Contestant, Unavailable, dense, flex, own, prefill_hope, prefill_rerope
 from bench.timing.options import Table
 from bench.timing.problem import Problem, exponent
-from bench.timing.session import Session
+from bench.timing.session import Session, expected_time
 
 CPU = torch.device("cpu")
 SMALL = Problem(1, 128, 2, 2, 32, torch.float32, CPU, window=32)
@@ -322,6 +322,18 @@ def test_options(capsys):
         with pytest.raises(SystemExit):
             options.parse(p, ["--device", "cpu", *words])
         assert message in capsys.readouterr().err
+
+
+def test_the_expected_time_comes_first():
+    assert expected_time(8, 5.0).startswith("expected time: 40 s for 8 tables of 5 s each (--seconds)")
+    assert expected_time(30, 20.0).startswith("expected time: 10 min 00 s for 30 tables of 20 s each")
+
+
+def test_measuring_memory_prints_nothing(tmp_path):
+    code = "import bench, torch; from bench.timing.timer import Timer; "
+    code += "Timer(torch.device('cpu')).peak_bytes(lambda: torch.randn(100, 100))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not ran.stdout and "USDT" not in ran.stderr
 
 
 COMMANDS = ("hope", "rerope", "decode", "rotation", "scaling")
