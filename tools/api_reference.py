@@ -21,6 +21,7 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
             "attention_varlen",
             "attention_with_cache",
             "attention_varlen_with_cache",
+            "rotate",
         )
     },
     "Caches": {

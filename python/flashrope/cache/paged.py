@@ -67,7 +67,7 @@ class _OfSequences(dict[int, int]):
 
 
 class PagedKVCache(Cache):
-    """The raw keys and values of sequences that are allocated, forked and freed, for all layers of a model or one.
+    """The keys and values of sequences that are allocated, forked and freed, for all layers of a model or one.
 
     Args:
         pages: number of pages.
@@ -77,11 +77,13 @@ class PagedKVCache(Cache):
         device: None is torch's default.
         max_seqlen: largest number of tokens of a sequence; it sets the width of the block table. None: the whole pool.
         layers: number of layers. They share the sequences, their pages and lengths: a page has a part in every layer.
+        rotated_keys: as in ``KVCache``. Forks share rotated keys as they share raw ones: positions do not move.
 
     Attributes:
         k, v: (pages, page_size, heads_kv, head_dim), with several layers (layers, pages, page_size, heads_kv,
             head_dim), uninitialized where there is no token. On the CPU a view of heads-first storage, which is faster
             to read there. ``layer(i)`` returns k and v of one layer.
+        rotated_keys: the Rotary of every layer, or None.
         nbytes: bytes of k and v.
 
     With several layers new tokens come in steps: ``with cache.step(sequences, seqlen_new) as step`` takes pages once,
@@ -115,6 +117,7 @@ class PagedKVCache(Cache):
         device: torch.device | str | None = None,
         max_seqlen: int | None = None,
         layers: int = 1,
+        rotated_keys: Rotary | Sequence[Rotary] | None = None,
     ):
         self.pages, self.page_size = check_integer("pages", pages, 1), check_integer("page_size", page_size, 16, 256)
         if page_size & (page_size - 1):
@@ -122,7 +125,7 @@ class PagedKVCache(Cache):
         self.max_seqlen = pages * page_size if max_seqlen is None else check_integer("max_seqlen", max_seqlen, 1)
         self._limited = max_seqlen is not None
         self.max_pages = -(-self.max_seqlen // page_size)
-        self._allocate((self.pages, self.page_size), heads_kv, head_dim, dtype, device, layers)
+        self._allocate((self.pages, self.page_size), heads_kv, head_dim, dtype, device, layers, rotated_keys)
         self._next = 0
         self._sequences: dict[int, _Sequence] = {}
         self._references = [0] * self.pages

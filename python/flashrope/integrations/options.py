@@ -14,6 +14,7 @@ from ..rotary.catalogue import known_options
 
 FIELD = "flashrope"
 LOG_N_CLIP = "log_n_clip"  # the one option that False switches on
+RAW_KEYS = "raw_keys"  # in the field alone, for engines: their cache holds raw keys under every scheme
 
 
 def training_length(config, name: str) -> int:
@@ -70,21 +71,36 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
 
 
 def read_field(config, length=training_length) -> dict[str, Any]:
-    """``read_options`` of a configuration's field; {} where it has none.
+    """``read_options`` of a configuration's field, without raw_keys; {} where it has none.
 
     Raises:
         TypeError, ValueError: as ``read_options``; a boolean clip beside log_n, which was the flag of log n before.
     """
-    given = getattr(config, FIELD, None)
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        raise TypeError(f"{FIELD}: expected a dict with some of {', '.join(_names())}, got {given!r}")
+    given = {name: value for name, value in _field(config).items() if name != RAW_KEYS}
     if isinstance(given.get("clip"), bool) and given.get("log_n"):
         raise ValueError(
             f"clip: expected the arguments of CoPE, got {given['clip']} beside log_n; the flag of log n is {LOG_N_CLIP}"
         )
     return read_options(given, config, length)
+
+
+def keeps_raw_keys(config) -> bool:
+    """Whether a configuration's field asks for raw keys in an engine's cache.
+
+    Raises:
+        TypeError: as ``read_field``; raw_keys is no boolean.
+    """
+    value = _field(config).get(RAW_KEYS, False)
+    if not isinstance(value, bool):
+        raise TypeError(f"{RAW_KEYS}: expected true or false, got {value!r}")
+    return value
+
+
+def _field(config) -> dict[str, Any]:
+    given = getattr(config, FIELD, None)
+    if given is not None and not isinstance(given, dict):
+        raise TypeError(f"{FIELD}: expected a dict with some of {', '.join([*_names(), RAW_KEYS])}, got {given!r}")
+    return given or {}
 
 
 def to_json(options: Mapping[str, Any]) -> dict[str, Any]:

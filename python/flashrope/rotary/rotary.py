@@ -503,7 +503,7 @@ class Rotary:
     def text(self) -> str:
         """This scheme as JSON, without rounding. ``Rotary.from_text`` reads it; operators and checkpoints carry it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["bands"] = [band if band.maps_positions else band[:4] for band in self.bands]
+        fields["bands"] = [band if band.maps_positions or band.keys_rotated else band[:4] for band in self.bands]
         return json.dumps(fields)
 
     @staticmethod

@@ -91,6 +91,6 @@ def _template(rotary: Rotary, causal: bool, rows: int) -> Template:
     for n, band in enumerate(bands):
         last = int(min(band.last, INFINITE))
         call.bands[n] = DecodeBand(BandLimits.of(band), band.group, last, band.slope, band.offset)
-        if rotates and band.slope:
+        if rotates and band.keys.slope:
             call.bands[n].fine, call.bands[n].middle, call.bands[n].coarse = tables(band.slope)
     return Template(bytes(call), tensors)

@@ -112,6 +112,26 @@ class BackwardCall(ctypes.Structure):
     ]
 
 
+class Run(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "row", "rows", "position", "sequence", "slot")]
+
+
+class RotateCall(ctypes.Structure):
+    """As in csrc/rotate.cpp."""
+
+    _fields_ = [
+        ("x", TensorView),
+        ("out", TensorView),
+        ("table", Table),
+        ("runs", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_runs", "heads", "head_dim", "pairs", "interleaved", "to_cache")),
+        ("slots", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("max_pages", "pages", "page_size", "dtype", "threads")),
+        ("parallel_for", ctypes.c_void_p),
+    ]
+
+
 class Library:
     """The functions of a compiled library. Raises OSError or AttributeError where the file is not one."""
 
@@ -119,6 +139,6 @@ class Library:
         self.path = path
         functions = ctypes.CDLL(str(path))
         self.decode, self.forward = functions.flashrope_decode, functions.flashrope_forward
-        self.backward = functions.flashrope_backward
+        self.backward, self.rotate = functions.flashrope_backward, functions.flashrope_rotate
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         self.parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.utils.hooks import RemovableHandle
 
 from ...rotary.rotary import Rotary
-from ..options import read_field, read_options, to_json
+from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_json
 from .attention_function import NAME
 from .caches import check_cache, mark_returned
 from .continuous_batching import SUPPORTED, with_pages
@@ -77,7 +77,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
     accept(model, decoder, untested, convert, revert)
     config = decoder.config
     given = read_options({"rotary": rotary, **options}, config)
-    options = given or read_field(config)
+    options, raw_keys = given or read_field(config), keeps_raw_keys(config)
     modules = attention_modules(decoder)
     schemes: dict[tuple, LayerScheme] = {}
     scheme_of = {}
@@ -121,8 +121,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
     handles.append(decoder.register_forward_hook(mark_returned))
     decoder.rotary_bands = _Conversion(attn_implementation, handles, mark)
     decoder.extra_repr = partial(_describe_decoder, type(decoder).extra_repr(decoder), _text(options))
-    if options:
-        write_options(model, config, to_json(options))
+    if options or raw_keys:
+        write_options(model, config, to_json(options) | ({RAW_KEYS: True} if raw_keys else {}))
     return model
 
 
