@@ -222,6 +222,9 @@ def test_the_figure_shows_paired_changes():
         assert (high - low) / 2 == pytest.approx(half) and half < 0.1  # the interval of the loss is 12
         apart = [container.lines[0].get_xdata() for container in axes.containers]
         assert all(abs(a / b - 1) > 0.01 for a, b in zip(*apart, strict=True))  # bars do not hide one another
+    other = loss.loss_figure(figure_rows(["NTK", "stock"]), 32, "a model", base="stock").axes[2]
+    (ntk,) = other.containers
+    assert other.get_ylabel().startswith("change against stock") and ntk.lines[0].get_ydata()[0] < 0
     (legend,) = figure.legends
     figure.canvas.draw()
     right = max(axes.get_window_extent().x1 for axes in figure.axes)

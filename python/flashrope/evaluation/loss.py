@@ -107,7 +107,8 @@ def _measure(args: argparse.Namespace) -> int:
     record = {"facts": facts, "left_out": skipped, "train_length": train_length, "targets": targets}
     record["rows"] = [row._asdict() for row in rows]
     files.write(out / "loss.json", json.dumps(record, indent=1))
-    figure = loss_figure(rows, train_length, Path(args.model).name, tokens.unit)
+    base = next((scheme.label for scheme in schemes if scheme.name == "stock"), None)
+    figure = loss_figure(rows, train_length, Path(args.model).name, tokens.unit, base)
     for name in RESULTS[:3]:
         save(figure, out / name)
     print(f"\n{table(rows, targets, tokens.unit)}\n")
@@ -305,14 +306,14 @@ def csv_text(rows: Sequence[Row]) -> str:
     return files.csv_text(columns, lines)
 
 
-def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = "token"):
-    """The loss by length, and its change against the first scheme, the model as it came, window by window.
+def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = "token", base: str | None = None):
+    """The loss by length, and its change against the scheme of this name, by default the first, window by window.
 
     A column for the text, and one for repeated context. Intervals are those of the changes: they are narrower, because
     what makes a window hard is in both losses. At most as many schemes as there are colours.
     """
     schemes = list(dict.fromkeys(row.scheme for row in rows))
-    shown, first = schemes[: len(COLOURS)], schemes[0]
+    shown, first = schemes[: len(COLOURS)], base or schemes[0]
     contexts = [context for context in ("text", "repeated") if any(row.context == context for row in rows)]
     lengths = sorted({row.length for row in rows})
     figure = new_figure((5.2 + 3.6 * len(contexts), 6.4))
@@ -338,7 +339,7 @@ def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = 
                 elinewidth=1,
                 **look,
             )
-        below.axhline(0, color=COLOURS[0], linewidth=1.5)
+        below.axhline(0, color=COLOURS[schemes.index(first) % len(COLOURS)], linewidth=1.5)
         for axes in (above, below):
             _length_axis(axes, lengths, train_length)
         above.set_title("text" if context == "text" else "repeated context", loc="left", fontsize=9)
