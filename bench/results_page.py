@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flashrope.cli.files import write
 
-from .report import goals, plots, records
+from .report import goals, plots, predicted, records
 from .report.output import RESULTS
 from .report.records import Record, Run
 from .timing import scaling
@@ -98,6 +98,8 @@ def page(folder: Path, found: Sequence[tuple[Path, Runs]]) -> str:
             lines += ["", f"### {TITLES[run.command]}", "", *_section(run)]
             if path.with_suffix(".png").exists():
                 lines += ["", f"![{TITLES[run.command]}]({device.name}/{path.stem}.png)"]
+    if (folder / predicted.FOLDER / predicted.DEVICE).exists():
+        lines += ["", *predicted.section(folder, _table)]
     for path in sorted((folder / COMPILED).glob("*.csv")):
         lines += ["", *_compiled(path)]
     for path in sorted((folder / PEERS).glob("*.csv")):

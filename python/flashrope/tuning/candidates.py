@@ -24,6 +24,11 @@ GRIDS = {
     "grad_qkv": ((32, 64), (64, 128), (4, 8), (2, 3)),
     "decode": ((16,), (32, 64, 128), (4, 8), (2, 3, 4)),
 }
+# What is tried first, by the table of configs.py, direction, block_d and whether the scheme has several bands. Written
+# by python -m bench model --candidates: predicted from the machine code, the best first.
+ORDER: dict[tuple[str, str, int, bool], str] = {
+    ("sm80", "forward", 64, False): "128 64 4 3",
+}
 
 
 def tiles(direction: str) -> list[Tile]:
@@ -36,5 +41,8 @@ def default(shape: store.ShapeClass, capability: int) -> Tile:
 
 
 def candidates_of(shape: store.ShapeClass, capability: int) -> list[Tile]:
-    """All candidates, the default first."""
-    return list(dict.fromkeys([default(shape, capability), *tiles(shape.direction)]))
+    """All candidates: the default, those of ``ORDER``, and the others in the order of the grid."""
+    every = tiles(shape.direction)
+    order = ORDER.get((configs.family(capability), shape.direction, shape.block_d, shape.banded), "")
+    first = [Tile(*map(int, numbers.split())) for numbers in order.split(",") if numbers]
+    return list(dict.fromkeys([default(shape, capability), *(tile for tile in first if tile in every), *every]))
