@@ -31,7 +31,7 @@ SUBCOMMANDS = {  # name: (module, or module:function for another than main, what
     "gate": ("compiling.gate", "compile every Triton kernel without a GPU; check spills, shared memory, instructions"),
     "gate-cuda": ("compiling.gate_cuda", "the same for the CUDA C++ kernels, where nvcc is installed"),
     "model": (
-        "compiling.model",
+        "model",
         "predict from the machine code what the inner loops wait for, and speeds on an A100; no GPU is needed",
     ),
     "peers": (

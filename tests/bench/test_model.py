@@ -12,7 +12,10 @@ pytest.importorskip("triton", reason="the commands of bench.compiling import it"
 from flashrope.triton_kernels.configs import Tile
 from flashrope.tuning import candidates as tuning
 
-from bench.compiling import candidates, issue, model, predict, sass, waves
+from bench import model
+from bench import results_page as page
+from bench.compiling import candidates, issue, predict, sass, waves
+from bench.report import predicted
 
 RATES = issue.RATES[80]
 RESULTS = Path(__file__).resolve().parents[2] / "bench/results/model"
@@ -224,6 +227,18 @@ def test_flash_attention_2_is_predicted_within_15_percent():
             assert kept["FlashAttention-2", "both", str(head_dim)][str(seqlen)] == predicted
             assert kept["published", "both", str(head_dim)][str(seqlen)] == str(speed)
             assert abs(float(predicted) / speed - 1) < 0.15
+
+
+def test_the_page_marks_every_figure_as_predicted(tmp_path):
+    rows = predicted.read(RESULTS / predicted.DEVICE)
+    lines = predicted.section(RESULTS.parent, page._table)
+    assert predicted.MARK in lines[0] and any(predicted.MARK in line for line in lines if line.startswith("!["))
+    row = next(row for row in rows if row["who"] == "rope" and row["pass"] == "backward")
+    [shown, _] = [line for line in lines if line.startswith("| flashrope, RoPE | backward")]
+    assert shown.endswith(f"| {row['131072']} |")
+    assert sum("error of the model" in line for line in lines) == len(model.PUBLISHED)
+    predicted.draw(tmp_path / "chart.png", rows)
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
 
 
 def test_candidates_have_the_order_that_the_model_wrote():

@@ -24,15 +24,15 @@ from pathlib import Path
 from flashrope.backends import splits
 from flashrope.cli.files import replacing, write
 
-from .. import machine
-from ..report import predicted
-from ..report.output import RESULTS
-from ..report.predicted import DECODING, DEVICE, FOLDER, LOOPS
-from . import candidates, cases, issue, offline, peers, predict, sass, waves
-from .table import print_table
+from . import machine
+from .compiling import candidates, cases, issue, offline, peers, predict, sass, waves
+from .compiling.table import print_table
+from .report import predicted
+from .report.output import RESULTS
+from .report.predicted import DECODING, DEVICE, FOLDER, LOOPS
 
 ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256)
-SCHEMES = (cases.ONE_BAND, cases.TWO_BANDS, *cases.ATOMIC, *cases.MAPS, *cases.DECODE)
+SCHEMES = (cases.ONE_BAND, cases.TWO_BANDS, *cases.ATOMIC, *cases.DECODE, *cases.MAPS)
 NAMES = {
     "attention_forward": "forward",
     "attention_grad_kv": "dK and dV",
@@ -187,7 +187,7 @@ def our_seconds(
         return waves.seconds(device, sorted(lengths, reverse=longest_first), kernel.block.resident, rounds)
 
     bands = len(scheme.rotary(problem.head_dim).bands_for(True))
-    forward = cases.ONE_BAND if bands == 1 else cases.TWO_BANDS
+    forward = SCHEMES[bands - 1]  # of the same kernel
     times = [seconds(forward, "attention_forward", waves.query_tile_lengths, True)]
     times[0] += waves.copy_seconds(device, 2 * problem.tensor_bytes)
     copies = 1 + bands + 2  # q rotated for every band; out and its gradient for the row statistics
@@ -208,14 +208,9 @@ def problem(seqlen: int, head_dim: int, scheme: cases.Scheme | None = None) -> w
 def device_rows(found: dict[tuple, Kernel], theirs: list[dict[str, str]]) -> Iterator[dict[str, str]]:
     """TFLOP/s by length: of FlashAttention-2 as predicted and as published, and of our schemes."""
     passes = (("forward", 1.0, slice(0, 1)), ("backward", 2.5, slice(1, 2)), ("both", 3.5, slice(0, 2)))
-    ours = [
-        scheme
-        for scheme in (cases.ONE_BAND, cases.TWO_BANDS, *cases.ATOMIC)
-        for head_dim in PUBLISHED
-        if (80, head_dim, scheme.name, "attention_grad_kv") in found
-    ]
     for head_dim in PUBLISHED:
-        for scheme in ([None] if theirs else []) + list(dict.fromkeys(ours)):
+        ours = [scheme for scheme in SCHEMES[:4] if (80, head_dim, scheme.name, "attention_grad_kv") in found]
+        for scheme in ([None] if theirs else []) + ours:
             times = {}
             for seqlen in SEQLENS:
                 sizes = problem(seqlen, head_dim, scheme)
@@ -289,7 +284,7 @@ def order_candidates(folder: Path, jobs: int, publish: bool) -> None:
     print_table(candidates.COLUMNS, rows, left=5)
     if publish:
         candidates.write_table(folder / ORDER, rows)
-        source = Path(__file__).resolve().parents[2] / "python/flashrope/tuning/candidates.py"
+        source = Path(__file__).resolve().parents[1] / "python/flashrope/tuning/candidates.py"
         write(source, candidates.with_order(source.read_text(), rows))
 
 
@@ -314,7 +309,7 @@ def main(argv: list[str]) -> int:
     compiled = kernels(options.arch, options.head_dim, chosen, options.jobs)
     found = {kernel.key: kernel for kernel in compiled}
     loops = [kernel.row() for kernel in compiled]
-    whole = [] if options.scheme else list(device_rows(found, theirs))
+    whole = list(device_rows(found, theirs))
     cached = list(cache_rows(found))
     for columns, rows, left in ((THEIR_COLUMNS, theirs, 1), (LOOP_COLUMNS, loops, 2), (DEVICE_COLUMNS, whole, 2)):
         print_table(columns, rows, left)
