@@ -30,6 +30,10 @@ SUBCOMMANDS = {  # name: (module, or module:function for another than main, what
     "tune": ("timing.tune", "tiles for configs.py: timed on a GPU, or ranked by their machine code without one"),
     "gate": ("compiling.gate", "compile every Triton kernel without a GPU; check spills, shared memory, instructions"),
     "gate-cuda": ("compiling.gate_cuda", "the same for the CUDA C++ kernels, where nvcc is installed"),
+    "model": (
+        "model",
+        "predict from the machine code what the inner loops wait for, and speeds on an A100; no GPU is needed",
+    ),
     "peers": (
         "compiling.peers",
         "machine code of PyTorch's FlashAttention-2 kernels beside that of ours, without a GPU",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flashrope.cli.files import write
 
-from .report import goals, plots, records
+from .report import goals, plots, predicted, records
 from .report.output import RESULTS
 from .report.records import Record, Run
 from .timing import scaling
@@ -71,10 +71,8 @@ Runs = list[tuple[Path, Run]]  # (JSON file, its run)
 
 
 MODEL_NOTE = (
-    "Tensor cores busy (model): of the clocks of the tile loop, the share in which a tensor core works if nothing "
-    "waits for memory, computed from the instructions of the loop by the rules of "
-    "[utilisation.py](../compiling/utilisation.py). It ranks tiles on sm_80, where FlashAttention-2 has 67% at "
-    "head_dim 128 and 54% at 64. It predicts no time and covers no other architecture."
+    "Tensor cores busy (model): the share of the time that they work on products which are needed, in the inner loop, "
+    "as the issue model predicts it ([issue.py](../compiling/issue.py), `python -m bench model`). sm_90 has none."
 )
 
 
@@ -119,7 +117,8 @@ def draw(runs: Runs) -> None:
 def page(folder: Path, found: Sequence[tuple[Path, Runs]]) -> str:
     """The text of README.md: goals, tables and figures, with links relative to the folder of the results."""
     lines = [INTRODUCTION, *_goals_table([run for _, runs in found for _, run in runs])]
-    code = [["", *_compiled(path)] for path in sorted((folder / COMPILED).glob("*.csv"))]
+    code = [["", *predicted.section(folder, _table)]] if (folder / predicted.FOLDER / predicted.DEVICE).exists() else []
+    code += [["", *_compiled(path)] for path in sorted((folder / COMPILED).glob("*.csv"))]
     code += [["", *_peers(path)] for path in sorted((folder / PEERS).glob("*.csv"))]
     machine_code = [line for part in code for line in part]
     for device, runs in found:

@@ -31,35 +31,34 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 
 
 # Tiles by block_d, the power of two that holds head_dim. A "banded" entry replaces its direction's where a scheme has
-# several bands, whose rotation of the accumulator takes registers. No tile below was timed yet: they are the largest
-# whose inner loops hardly spill (python -m bench gate), ranked by ldmatrix and instructions per tensor-core
-# instruction. On sm_80, (128, 32, 4, 3) would give forward two blocks per multiprocessor at 128 channels, and spills in
-# the inner loop. In other "grad_qkv" tiles of so many warps, some warps compute the same part of dQ.
+# several bands, whose rotation of the accumulator takes registers. No tile below was timed yet. Those of "sm80" and
+# "sm86" for 64 and 128 channels are the best of their neighbours whose inner loop does not spill, by the issue model
+# (python -m bench model); those of "sm90" by instructions per needed product. In other "grad_qkv" tiles of so many
+# warps, some warps compute the same part of dQ.
 # fmt: off
 HALF = {
     "sm80": {
         "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3)),
-        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (32, 128, 8, 2), (32, 128, 8, 3), (32, 64, 8, 1)),
-        "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
-        "grad_kv banded": {128: Tile(32, 64, 8, 2)},
-        "grad_qkv": {64: Tile(32, 64, 4, 2), 128: Tile(64, 64, 8, 2)},
-        "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 8, 3), (16, 32, 8, 3)),
+        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 64, 4, 3), (32, 128, 8, 3), (32, 64, 8, 1)),
+        "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 1)),
+        "grad_q banded": {128: Tile(128, 64, 8, 2)},
+        "grad_qkv": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 8, 2)},
+        "grad_qkv banded": {64: Tile(32, 64, 4, 2)},
+        "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 8, 3)),
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
     "sm86": {
         "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 1)),
-        "grad_kv": by_block_d((32, 128, 4, 2), (32, 128, 4, 2), (32, 128, 8, 2), (32, 128, 8, 2), (32, 32, 8, 1)),
-        "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
-        "grad_kv banded": {128: Tile(32, 64, 8, 2)},
+        "grad_kv": by_block_d((32, 128, 4, 2), (32, 128, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (32, 32, 8, 1)),
+        "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (32, 32, 8, 1)),
         "grad_qkv": {64: Tile(32, 64, 4, 2), 128: Tile(64, 64, 8, 2)},
-        "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 8, 3), (16, 32, 8, 3)),
+        "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 8, 3)),
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
     "sm90": {
         "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
-        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (32, 128, 8, 3), (32, 128, 8, 3), (32, 64, 8, 1)),
+        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 128, 8, 2), (32, 128, 8, 3), (32, 64, 8, 1)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 1)),
-        "grad_kv banded": {128: Tile(32, 64, 8, 2)},
         "grad_qkv": {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 8, 3), (16, 32, 8, 3)),
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),

@@ -199,8 +199,12 @@ def block_slots(keys, column, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_block_pages(keys, column, SHAPE: tl.constexpr):
-    """The pages of the keys from `column` on, int32 [BN]."""
-    return load_page(keys.cache, keys.batch, block_slots(keys, column, SHAPE), SHAPE.page_size)
+    """The pages of the keys from `column` on, int32 [BN], or the one page of a block that never lies in two."""
+    if keys.cache.leftpad is None and SHAPE.page_size > 0 and SHAPE.page_size % SHAPE.block_n == 0:
+        slots = tl.maximum(tl.minimum(column, keys.length - 1), 0)
+    else:
+        slots = block_slots(keys, column, SHAPE)
+    return load_page(keys.cache, keys.batch, slots, SHAPE.page_size)
 
 
 @triton.jit

@@ -12,7 +12,8 @@ the same machine code are compiled once. Prints one row per compiled kernel. Exi
 - reads keys and values in pieces of less than 16 bytes, or
 - reads keys and values of a paged cache into less than two slots: it would not request them ahead.
 
-The column "model" is the estimated utilisation of the tensor cores on sm_80 (``utilisation``).
+The column "model" is the share of the time that the tensor cores work on products which are needed, in the inner loop
+on sm_80, sm_86 and sm_89, as the issue model predicts it (``issue``, ``python -m bench model``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import triton
 from flashrope.cli.files import replacing
 
 from .. import machine
-from . import utilisation
+from . import predict
 from .architectures import MULTIPROCESSORS
 from .cases import DTYPES, ORDER, Case, cases
 from .limits import LISTED, max_instructions, spill_limit
@@ -90,8 +91,10 @@ class Row:
         }
         if m.loop:
             figures |= {"MMA": m.loop["mma"], "instr/MMA": f"{m.loop['total'] / m.loop['mma']:.2f}"}
-        if m.loop and self.launch.arch == utilisation.ARCH:
-            figures["model"] = f"{utilisation.utilisation(m.loop):.0%}"
+        atomic = not self.cases[0].scheme.deterministic
+        products = predict.useful_products(self.kernel, self.launch.kwargs["SHAPE"], atomic) if m.model else None
+        if products:
+            figures["model"] = f"{m.model.tensor_share(products):.0%}"
         if m.slots is not None:
             figures["slots"] = m.slots
         if m.loop and self.rotates_no_keys:

@@ -49,8 +49,8 @@ def listed(**covered) -> SpillLimit:
 MAP_SPILLS = {
     ("attention_forward", 80): ((36, 0), (60, 0)),
     ("attention_forward", 90): ((0, 80), (0, 44)),
-    ("attention_grad_kv", 80): ((4, 36), (16, 44)),
-    ("attention_grad_q", 80): ((12, 48), (12, 116)),
+    ("attention_grad_kv", 80): ((176, 36), (332, 44)),
+    ("attention_grad_q", 80): ((12, 48), (20, 116)),
     ("attention_grad_q", 90): ((0, 80), (0, 224)),
 }
 MAP_LIMITS = tuple(
@@ -76,7 +76,10 @@ SPILL_LIMITS = (
     SpillLimit(128, "attention_grad_kv", scheme="rope atomic"),
     SpillLimit(120, "attention_grad_kv", head_dim=64, scheme="rerope atomic"),
     SpillLimit(328, "attention_grad_kv", head_dim=128, scheme="rerope atomic", in_loops=88),
-    SpillLimit(64, "attention_grad_kv", arch=80, above=64),
+    SpillLimit(68, "attention_grad_kv", arch=80, above=64),
+    SpillLimit(8, "attention_grad_q", arch=80, head_dim=128, scheme="rerope"),
+    SpillLimit(16, "attention_grad_kv", arch=90, head_dim=128, scheme="rerope"),
+    SpillLimit(16, "attention_decode", arch=80, head_dim=128, scheme="rerope contiguous"),
     # Outside the tile loops: page numbers and the queries' rotation beside an accumulator.
     SpillLimit(8, "attention_forward", arch=80, head_dim=64, scheme="rope paged chunk"),
     SpillLimit(112, "attention_forward", arch=80, head_dim=64, scheme="rerope paged chunk"),
@@ -106,16 +109,16 @@ def _by_size(sm80: tuple[float, float], sm90: tuple[float, float]) -> dict[tuple
 INSTRUCTION_LIMITS = {
     ("attention_forward", "rope"): _by_size((5.2, 4.1), (39, 33.5)),
     ("attention_forward", "rerope"): _by_size((5.2, 4.1), (39, 33.5)),
-    ("attention_grad_kv", "rope"): _by_size((4.6, 4.3), (22.5, 19.3)),
-    ("attention_grad_kv", "rerope"): _by_size((4.6, 4.3), (22.5, 12)),
+    ("attention_grad_kv", "rope"): _by_size((4, 3.4), (19.5, 19.3)),
+    ("attention_grad_kv", "rerope"): _by_size((4, 3.4), (19.5, 19.3)),
     ("attention_grad_kv", "rope atomic"): _by_size((4.9, 3.8), (18, 7.3)),
     ("attention_grad_kv", "rerope atomic"): _by_size((4.9, 3.8), (18, 7.3)),
-    ("attention_grad_q", "rope"): _by_size((3.8, 3.1), (24.5, 18.2)),
-    ("attention_grad_q", "rerope"): _by_size((3.8, 3.1), (24.5, 18.2)),
-    ("attention_decode", "rope contiguous"): _by_size((35.5, 33.5), (35.5, 33.5)),
-    ("attention_decode", "rope paged"): _by_size((43.5, 41.5), (43.5, 41.5)),
-    ("attention_decode", "rerope contiguous"): _by_size((17.5, 16), (17.5, 16)),
-    ("attention_decode", "rerope paged"): _by_size((26, 24.5), (26, 24.5)),
+    ("attention_grad_q", "rope"): _by_size((4, 2.9), (24.5, 18.2)),
+    ("attention_grad_q", "rerope"): _by_size((4, 2.9), (24.5, 18.2)),
+    ("attention_decode", "rope contiguous"): _by_size((35.5, 28.5), (35.5, 28.5)),
+    ("attention_decode", "rope paged"): _by_size((39, 31), (39, 31)),
+    ("attention_decode", "rerope contiguous"): _by_size((17.5, 12.5), (17.5, 12.5)),
+    ("attention_decode", "rerope paged"): _by_size((21, 14.5), (21, 14.5)),
 }
 INSTRUCTION_LIMITS |= {
     (kernel, scheme.name): INSTRUCTION_LIMITS[kernel, "rerope"]

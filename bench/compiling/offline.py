@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 
-from . import sass
+from . import predict, sass
 from .architectures import SHARED
 
 
@@ -131,7 +131,8 @@ def caught_launches(launcher, arch: int) -> Iterator[list[Launch]]:
 class Measured:
     """A compiled kernel. loop: the instruction mix of its hot loop, empty if it has none. loop_spills: bytes of local
     memory that a thread touches in the tile loops. Both are None without nvdisasm. slots: tiles that the smallest
-    cp.async buffer of the loops holds, None if there is no such buffer."""
+    cp.async buffer of the loops holds, None if there is no such buffer. model: of the hot loop, None where the issue
+    model does not apply."""
 
     registers: int
     spill_stores: int  # bytes per thread
@@ -142,6 +143,7 @@ class Measured:
     loop: dict[str, int] | None
     loop_spills: int | None = None
     slots: int | None = None
+    model: predict.Loop | None = None
 
 
 def tool(name: str) -> str | None:
@@ -162,7 +164,7 @@ def measure(compiled) -> Measured:
     Registers come from cuobjdump. Spills come from the disassembly: the sum of its local-memory widths is the number
     that ``ptxas -v`` prints. If one of the two programs is missing, both come from ptxas.
     """
-    metadata, loop, loop_spills = compiled.metadata, None, None
+    metadata, loop, loop_spills, model = compiled.metadata, None, None, None
     if missing_tools():
         registers, stores, loads = ptxas_usage(compiled)
     else:
@@ -172,6 +174,7 @@ def measure(compiled) -> Measured:
             listing = sass.disassemble(compiled.asm["cubin"], tool("nvdisasm"))
             stores, loads = sass.local_bytes(listing)
             loop, loop_spills = dict(sass.hot_loop(listing) or {}), sass.local_bytes_in_loops(listing)
+            model = predict.inner_loop(listing, metadata.target.arch, registers, metadata.shared, metadata.num_warps)
     return Measured(
         registers,
         stores,
@@ -182,6 +185,7 @@ def measure(compiled) -> Measured:
         loop,
         loop_spills,
         slots(compiled.asm["ttgir"]),
+        model,
     )
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from flashrope.cli.files import replacing
 
 from .. import machine
-from . import cases, offline, sass, utilisation
+from . import cases, offline, predict, sass
 from .architectures import MULTIPROCESSORS
 from .table import print_table
 
@@ -52,6 +52,12 @@ class Peer(NamedTuple):
     warps: int
     symbol: str
     shared: int
+
+    @property
+    def products(self) -> float:
+        """HMMA 16x8x16 that a tile of scores needs."""
+        count = 2 if self.step == "forward" else 5
+        return count * self.block_m * self.block_n * self.head_dim / predict.MULTIPLY_ADDS
 
 
 def peers() -> list[Peer]:
@@ -124,7 +130,7 @@ def functions(cubin: bytes) -> dict[str, tuple[int, sass.Listing]]:
             return subprocess.run([*words, file.name], check=True, capture_output=True, text=True).stdout
 
         registers = dict(re.findall(r"Function (\S+):\s+REG:(\d+)", output(offline.tool("cuobjdump"), "-res-usage")))
-        listings = sections(output(offline.tool("nvdisasm"), "-c"))
+        listings = sections(output(offline.tool("nvdisasm"), "-c", "-hex"))
     return {name: (int(registers[name]), sass.parse(part)) for name, part in listings.items() if name in registers}
 
 
@@ -139,10 +145,14 @@ def attention_loop(listing: sass.Listing) -> Counter:
     return min(whole, key=lambda counts: counts["total"] / counts["products"])
 
 
-def figures(arch: int, registers: int, warps: int, shared: int, listing: sass.Listing) -> dict[str, str]:
+def figures(
+    arch: int, registers: int, warps: int, shared: int, listing: sass.Listing, useful: float | None
+) -> dict[str, str]:
+    """useful: products that a tile needs, as in ``predict.Loop.tensor_share``."""
     loop = attention_loop(listing)
     products, local = loop["products"], loop.get("local", 0)
     arithmetic = loop.get("mufu", 0) + loop.get("fp32", 0)
+    model = predict.inner_loop(listing, arch, registers, shared, warps, whole_tiles=True)
     return {
         "warps": str(warps),
         "regs": str(registers),
@@ -153,12 +163,13 @@ def figures(arch: int, registers: int, warps: int, shared: int, listing: sass.Li
         "instr/product": f"{loop['total'] / products:.2f}",
         "ldsm/product": f"{loop.get('ldsm', 0) / products:.3f}",
         "mufu+fp32/product": f"{arithmetic / products:.2f}",
-        "model": f"{utilisation.utilisation(loop):.0%}" if arch == utilisation.ARCH else "",
+        "model": f"{model.tensor_share(useful):.0%}" if model and useful else "",
     }
 
 
-def theirs(path: Path, arch: int, label: str) -> list[dict[str, str]]:
-    wanted, rows = peers(), []
+def found_in(path: Path, arch: int) -> Iterator[tuple[Peer, int, sass.Listing]]:
+    """(kernel, registers, listing) of FlashAttention-2's kernels in a library. Exits where one is absent."""
+    wanted, seen = peers(), 0
     with tempfile.TemporaryDirectory() as folder:
         for cubin in cubins(path, arch, Path(folder)):
             symbols = {name.decode() for name in re.findall(rb"_ZN\w{50,}", cubin)}
@@ -166,19 +177,24 @@ def theirs(path: Path, arch: int, label: str) -> list[dict[str, str]]:
             known = functions(cubin) if here else {}
             for peer in here:
                 [(registers, listing)] = [known[name] for name in known if re.fullmatch(rf"{peer.symbol}\w*", name)]
-                rows.append(
-                    {
-                        "pass": "forward" if peer.step == "forward" else "backward, dQ, dK and dV",
-                        "kernel": f"FlashAttention-2, {label}",
-                        "arch": f"sm_{arch}",
-                        "D": str(peer.head_dim),
-                        "tile": f"{peer.block_m} x {peer.block_n}",
-                        **figures(arch, registers, peer.warps, peer.shared, listing),
-                    }
-                )
-    if len(rows) != len(wanted):
-        raise SystemExit(f"{path}: found {len(rows)} of {len(wanted)} kernels of FlashAttention-2 for sm_{arch}")
-    return rows
+                seen += 1
+                yield peer, registers, listing
+    if seen != len(wanted):
+        raise SystemExit(f"{path}: found {seen} of {len(wanted)} kernels of FlashAttention-2 for sm_{arch}")
+
+
+def theirs(path: Path, arch: int, label: str) -> list[dict[str, str]]:
+    return [
+        {
+            "pass": "forward" if peer.step == "forward" else "backward, dQ, dK and dV",
+            "kernel": f"FlashAttention-2, {label}",
+            "arch": f"sm_{arch}",
+            "D": str(peer.head_dim),
+            "tile": f"{peer.block_m} x {peer.block_n}",
+            **figures(arch, registers, peer.warps, peer.shared, listing, peer.products),
+        }
+        for peer, registers, listing in found_in(path, arch)
+    ]
 
 
 def _inspect(compiled) -> tuple[int, int, int, sass.Listing]:
@@ -208,7 +224,7 @@ def ours(archs: list[int], jobs: int) -> list[dict[str, str]]:
             "arch": f"sm_{arch}",
             "D": str(head_dim),
             "tile": f"{shape.block_m} x {shape.block_n}",
-            **figures(arch, registers, warps, shared, listing),
+            **figures(arch, registers, warps, shared, listing, predict.useful_products(launch.kernel.__name__, shape)),
         }
     return rows
 

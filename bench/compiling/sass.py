@@ -26,16 +26,21 @@ CLASSES = {
 }
 _CLASS = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in CLASSES.items()))
 _LABEL = re.compile(r"^(\.L_\w+):")
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)(.*)")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)([^;]*)")
+_UPPER_HALF = re.compile(r"^\s*/\* 0x([0-9a-f]{16}) \*/\s*$")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """opcodes: in address order. loops: (first, last) indices into them; last is the branch back to first."""
+    """opcodes: in address order. loops: (first, last) indices into them; last is the branch back to first. operands: of
+    each instruction, as text. controls: the upper half of each instruction's encoding, which holds its control bits;
+    empty in a listing without encodings."""
 
     opcodes: tuple[str, ...]
     loops: tuple[tuple[int, int], ...]
+    operands: tuple[str, ...] = ()
+    controls: tuple[int, ...] = ()
 
 
 def disassemble(cubin: bytes, nvdisasm: str) -> Listing:
@@ -43,12 +48,14 @@ def disassemble(cubin: bytes, nvdisasm: str) -> Listing:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return parse(subprocess.run([nvdisasm, "-c", file.name], check=True, capture_output=True, text=True).stdout)
+        return parse(
+            subprocess.run([nvdisasm, "-c", "-hex", file.name], check=True, capture_output=True, text=True).stdout
+        )
 
 
 def parse(text: str) -> Listing:
-    """The listing in an output of ``nvdisasm -c``."""
-    opcodes, branches, labels = [], [], {}
+    """The listing in an output of ``nvdisasm -c``, with or without ``-hex``."""
+    opcodes, operands, controls, branches, labels = [], [], [], [], {}
     for line in text.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(opcodes)
@@ -56,8 +63,11 @@ def parse(text: str) -> Listing:
             if instruction[1].startswith("BRA") and (target := _TARGET.search(instruction[2])):
                 branches.append((target[1], len(opcodes)))
             opcodes.append(instruction[1])
+            operands.append(instruction[2].strip())
+        elif upper := _UPPER_HALF.match(line):
+            controls.append(int(upper[1], 16))
     loops = {(labels[target], at) for target, at in branches if labels.get(target, at + 1) <= at}
-    return Listing(tuple(opcodes), tuple(sorted(loops)))
+    return Listing(tuple(opcodes), tuple(sorted(loops)), tuple(operands), tuple(controls))
 
 
 def classify(opcode: str) -> str:
@@ -75,7 +85,7 @@ def mix(opcodes: Sequence[str]) -> Counter:
     return counts
 
 
-def _tile_loops(listing: Listing) -> list[tuple[int, int]]:
+def tile_bounds(listing: Listing) -> list[tuple[int, int]]:
     """(first, last) of every tile loop, in address order."""
     with_mma = [
         (first, last)
@@ -91,7 +101,7 @@ def _tile_loops(listing: Listing) -> list[tuple[int, int]]:
 
 def tile_loops(listing: Listing) -> list[Counter]:
     """The mix of every tile loop, in address order."""
-    return [mix(listing.opcodes[first : last + 1]) for first, last in _tile_loops(listing)]
+    return [mix(listing.opcodes[first : last + 1]) for first, last in tile_bounds(listing)]
 
 
 def hot_loop(listing: Listing) -> Counter | None:
@@ -110,7 +120,7 @@ def local_bytes(listing: Listing) -> tuple[int, int]:
 def local_bytes_in_loops(listing: Listing) -> int:
     """Bytes of local memory that a thread stores and loads in the tile loops, once through each of them. Only these are
     paid for again and again."""
-    return sum(_local_bytes(listing.opcodes[first : last + 1], "STL", "LDL") for first, last in _tile_loops(listing))
+    return sum(_local_bytes(listing.opcodes[first : last + 1], "STL", "LDL") for first, last in tile_bounds(listing))
 
 
 def _local_bytes(opcodes: Sequence[str], *names: str) -> int:

@@ -4,8 +4,8 @@
 
 On a GPU this is ``flashrope tune`` with other output: the same candidates, checks and races, one table for each
 workload, and nothing is kept. Without a GPU, or with --arch, the candidates are compiled. Those that spill or need too
-much shared memory are dropped. The rest are ranked by the model of ``compiling.utilisation`` on sm_80, and elsewhere by
-instructions per multiply-add. The best one is printed as an entry of configs.py.
+much shared memory are dropped. The rest are ranked by the issue model (``python -m bench model``) on sm_80, sm_86 and
+sm_89, and elsewhere by instructions per multiply-add. The best one is printed as an entry of configs.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from flashrope.tuning.candidates import KERNELS, default
 from flashrope.tuning.workloads import PASSES, Workload, sensible_shapes
 
 from ..compiling.architectures import MULTIPROCESSORS
+from ..compiling.candidates import Candidate, ranked_by_machine_code
 from ..progress import steps
-from .tiles import Candidate, ranked_by_machine_code
 
 
 def show(

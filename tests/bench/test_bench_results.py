@@ -1,4 +1,4 @@
-"""Records of the benchmark and what is drawn from them: files, figures, the page, goals; the model of tile loops."""
+"""Records of the benchmark and what is drawn from them: files, figures, the page, goals."""
 
 import dataclasses
 import json
@@ -15,7 +15,6 @@ sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 from bench import __main__ as command_line
 from bench import machine
 from bench import results_page as page
-from bench.compiling.utilisation import utilisation
 from bench.report import goals, output, plots, records
 from bench.report.records import Record, Run
 from bench.timing import decode
@@ -305,16 +304,6 @@ def test_every_goal_names_contestants_that_there_are():
 
 
 # ---- without a GPU
-def test_model_of_tile_loops():
-    """FlashAttention-2's shape of a loop, and what bounds it: products, shared memory, or the number of
-    instructions."""
-    assert utilisation({"mma": 100, "total": 100}) == 1.0
-    assert utilisation({"mma": 100, "ldsm": 100, "total": 100}) == 0.5
-    assert utilisation({"mma": 100, "mufu": 50, "total": 100}) == pytest.approx(800 / 1200)
-    assert utilisation({"mma": 100, "fp32": 200, "total": 100}) == pytest.approx(0.8)
-    assert utilisation({"mma": 100, "total": 1600}) == 0.5
-
-
 def test_figure_of_nothing_is_not_drawn(tmp_path):
     assert not plots.draw(run_of(), tmp_path / "a.png") and not plots.draw_scaling(
         run_of(), tmp_path / "a.png", [("t", "x", "y", {})]

@@ -62,7 +62,7 @@ def test_the_loop_over_tiles_is_the_one_with_exponentials():
     loop = peers.attention_loop(listing)
     assert (loop["total"], loop["products"], loop["ldsm"]) == (6, 1.5, 1)
     assert sass.hot_loop(listing)["products"] == 2  # the loop of a product alone
-    row = peers.figures(80, 255, 4, 64 * 1024, listing)
+    row = peers.figures(80, 255, 4, 64 * 1024, listing, 1.5)
     assert row == {
         "warps": "4",
         "regs": "255",
@@ -73,7 +73,7 @@ def test_the_loop_over_tiles_is_the_one_with_exponentials():
         "instr/product": "4.00",
         "ldsm/product": "0.667",
         "mufu+fp32/product": "0.67",
-        "model": row["model"],
+        "model": "",  # the listing has no control bits
     }
 
 

@@ -235,6 +235,13 @@ def test_lengths_from_nothing_to_full(exact, page_size):
     cached(exact, rotary, (0, 0), 1, seqlen_new=0, page_size=page_size).check(exact)
 
 
+@pytest.mark.parametrize("leftpad", [None, (0, 0, 70, 1)], ids=["", "leftpad"])
+def test_pages_of_whole_blocks(exact, leftpad):
+    """The keys of a block then lie in one page, unless left padding moves them."""
+    rotary, lengths = Rotary.rope(16).rectify(7), (0, 64, 100, 190)
+    cached(exact, rotary, lengths, 1, seqlen_new=0, capacity=192, page_size=64, leftpad=leftpad).check(exact)
+
+
 @pytest.mark.interpreted(lambda exact, distance, kind: distance == 21)
 @pytest.mark.parametrize("distance", [0, 20, 21, 22])
 @pytest.mark.parametrize("kind", ["rectify", "local"])

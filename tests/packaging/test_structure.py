@@ -21,7 +21,7 @@ FLOORS = {  # from the ground up; a room, a file or a folder, imports from itsel
         "evaluation",
         "commands",
     ),
-    "bench": ("machine progress work", "compiling report", "timing", "results_page sanitize", "__main__"),
+    "bench": ("machine progress work", "compiling report", "timing", "results_page sanitize model", "__main__"),
     "experiments": (
         "tokens gau encodings statistics published distributed looks zoo tokenizing figures patterns tasks passkey "
         "copying few_shot presets",

@@ -24,6 +24,25 @@ GRIDS = {
     "grad_qkv": ((32, 64), (64, 128), (4, 8), (2, 3)),
     "decode": ((16,), (32, 64, 128), (4, 8), (2, 3, 4)),
 }
+# What is tried first, by the table of configs.py, direction, block_d and whether the scheme has several bands. Written
+# by python -m bench model --candidates: predicted from the machine code, the best first.
+ORDER: dict[tuple[str, str, int, bool], str] = {
+    ("sm80", "forward", 64, False): "128 64 4 3, 128 128 8 3, 128 64 4 2, 64 64 4 3",
+    ("sm80", "forward", 128, False): "128 64 8 3, 128 64 8 2, 64 64 4 3",
+    ("sm80", "grad_kv", 64, False): "64 64 4 3, 64 128 8 3, 64 64 4 2, 32 128 8 3, 32 64 4 3, 64 128 8 2",
+    ("sm80", "grad_kv", 64, True): "64 64 4 3, 64 128 8 3, 64 64 4 2, 32 64 4 3, 64 128 8 2, 32 128 8 3",
+    ("sm80", "grad_kv", 128, False): "32 128 8 3, 32 64 4 3, 32 128 8 2, 32 64 4 2, 64 64 8 3, 64 64 8 2",
+    ("sm80", "grad_kv", 128, True): "32 128 8 3, 32 128 8 2, 32 64 4 3, 32 64 4 2, 64 64 8 3, 64 64 8 2",
+    ("sm80", "grad_q", 64, False): "64 64 4 3, 128 64 8 3",
+    ("sm80", "grad_q", 64, True): "64 64 4 3, 128 64 8 3, 64 64 4 2",
+    ("sm80", "grad_q", 128, False): "128 64 8 3, 64 64 4 3",
+    ("sm80", "grad_q", 128, True): "128 64 8 2, 64 64 4 2, 64 64 4 3",
+    ("sm80", "grad_qkv", 64, False): "64 64 4 3, 64 64 4 2, 32 64 4 2",
+    ("sm80", "grad_qkv", 128, False): "64 64 8 2, 32 128 8 3, 32 128 8 2",
+    ("sm80", "decode", 64, False): "16 128 4 3, 16 64 4 3, 16 32 4 3",
+    ("sm80", "decode", 128, False): "16 64 4 3, 16 64 4 2, 16 32 4 3, 16 32 4 4, 16 64 8 3",
+    ("sm80", "decode", 128, True): "16 64 4 3, 16 32 4 3, 16 64 8 3",
+}
 
 
 def tiles(direction: str) -> list[Tile]:
@@ -36,5 +55,8 @@ def default(shape: store.ShapeClass, capability: int) -> Tile:
 
 
 def candidates_of(shape: store.ShapeClass, capability: int) -> list[Tile]:
-    """All candidates, the default first."""
-    return list(dict.fromkeys([default(shape, capability), *tiles(shape.direction)]))
+    """All candidates: the default, those of ``ORDER``, and the others in the order of the grid."""
+    every = tiles(shape.direction)
+    order = ORDER.get((configs.family(capability), shape.direction, shape.block_d, shape.banded), "")
+    first = [Tile(*map(int, numbers.split())) for numbers in order.split(",") if numbers]
+    return list(dict.fromkeys([default(shape, capability), *(tile for tile in first if tile in every), *every]))

@@ -1,0 +1,172 @@
+"""The candidates of ``flashrope tune``, ranked by their machine code: no GPU is needed.
+
+``bench model --candidates`` writes the order into flashrope/tuning/candidates.py and its figures beside the results.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashrope.backends.triton import tiles as backend_tiles
+from flashrope.cli.files import replacing
+from flashrope.triton_kernels.configs import Tile
+from flashrope.tuning.candidates import KERNELS, tiles
+from tqdm import tqdm
+
+from . import cases, predict
+from .architectures import MULTIPROCESSORS
+from .offline import Launch, Measured, compile_all
+
+
+@dataclass
+class Candidate:
+    """A tile, the figures to print, and its rank: the smallest is the best, None means dropped."""
+
+    tile: Tile
+    figures: dict[str, str]
+    rank: float | None = None
+
+
+def scheme_of(direction: str, bands: int) -> cases.Scheme:
+    if direction == "decode":
+        return next(
+            scheme for scheme in cases.DECODE if scheme.cache == "contiguous" and len(scheme.rotary(64).bands) == bands
+        )
+    one, several = cases.ATOMIC if direction == "grad_qkv" else (cases.ONE_BAND, cases.TWO_BANDS)
+    return one if bands == 1 else several
+
+
+def ranked_by_machine_code(direction: str, arch: int, head_dim: int, bands: int, jobs: int) -> list[Candidate]:
+    """Compiles all tiles, and judges each by its hot loop."""
+    [found] = ranked([(direction, arch, head_dim, bands)], jobs)
+    return found
+
+
+def ranked(choices: list[tuple[str, int, int, int]], jobs: int) -> list[list[Candidate]]:
+    """The candidates of every (direction, architecture, head_dim, bands). All launches are caught before the first
+    kernel is compiled."""
+    caught = [(at, direction, tile) for at, (direction, *_) in enumerate(choices) for tile in tiles(direction)]
+    launches = []
+    for at, direction, tile in caught:
+        _, arch, head_dim, bands = choices[at]
+        with backend_tiles.forced(direction, tile):
+            of_case = cases.Case(arch, head_dim, "bf16", scheme_of(direction, bands)).launches()
+        launches.append(of_direction(direction, of_case))
+    found: list[list[Candidate]] = [[] for _ in choices]
+    for (at, direction, tile), launch, result in zip(caught, launches, compiled(launches, jobs), strict=True):
+        found[at].append(judged(direction, tile, launch, result))
+    return found
+
+
+def of_direction(direction: str, launches: list[Launch]) -> Launch:
+    return next(launch for launch in launches if launch.kernel.__name__ == KERNELS[direction])
+
+
+def compiled(launches: list[Launch], jobs: int) -> list[Measured | str]:
+    found = [None] * len(launches)
+    running = compile_all(launches, jobs)
+    for index, result, _ in tqdm(running, total=len(launches), disable=None, leave=False, desc="compiling"):
+        found[index] = result
+    return found
+
+
+def judged(direction: str, tile: Tile, launch: Launch, result: Measured | str) -> Candidate:
+    if isinstance(result, str):
+        return Candidate(tile, {"dropped": f"does not compile: {result.splitlines()[0][:60]}"})
+    limits, shape = MULTIPROCESSORS[launch.arch], launch.kwargs["SHAPE"]
+    figures = {
+        "regs": str(result.registers),
+        "spill B": str(result.spill_stores),
+        "shared KB": f"{result.shared / 1024:g}",
+    }
+    if result.loop and result.loop.get("local"):
+        return Candidate(tile, figures | {"dropped": "spills in the hot loop"})
+    if result.shared > limits.shared_per_block:
+        return Candidate(tile, figures | {"dropped": "shared memory"})
+    if not result.loop:
+        return Candidate(tile, figures | {"dropped": "no tile loop was found"})
+    blocks = limits.resident_blocks(result.registers, result.shared, result.warps)
+    work = tile.block_m * tile.block_n * shape.head_dim
+    instructions = 1e3 * result.loop["total"] * result.warps * 32 / work
+    figures |= {
+        "blocks/SM": str(blocks),
+        "warps/scheduler": f"{blocks * result.warps / 4:g}",
+        "instr/MMA": f"{result.loop['total'] / result.loop['mma']:.2f}",
+        "instr/1000 MAC": f"{instructions:.1f}",
+    }
+    if not result.model:
+        return Candidate(tile, figures, instructions)
+    if direction == "decode":
+        speed = result.model.bytes_per_clock(predict.cache_bytes(shape))
+        return Candidate(tile, figures | {"bytes/clock": f"{speed:.1f}"}, -speed)
+    products = predict.useful_products(KERNELS[direction], shape, direction == "grad_qkv")
+    share = result.model.tensor_share(products)
+    return Candidate(tile, figures | {"model": f"{share:.1%}"}, -share)
+
+
+# ---- the order in flashrope/tuning/candidates.py
+
+FAMILIES = {"sm80": 80, "sm86": 86}  # of configs.py, with the architecture that stands for it
+HEAD_DIMS, BANDS = (64, 128), (1, 2)
+KEPT = 6  # of an order; the other candidates follow in the order of the grid
+COLUMNS = ("family", "direction", "D", "bands", "tile", "figure", "value", "dropped")
+_ORDER = re.compile(r"^(ORDER\b.*?= )\{\n.*?^\}\n", re.MULTILINE | re.DOTALL)
+
+
+def ranking_rows(choices: list[tuple[str, str, int, int]], jobs: int) -> list[dict[str, str]]:
+    """The candidates of every (family, direction, head_dim, bands) as rows of a table, the best first, those that were
+    dropped last."""
+    every = ranked([(direction, FAMILIES[family], *sizes) for family, direction, *sizes in choices], jobs)
+    return [
+        {
+            "family": family,
+            "direction": direction,
+            "D": str(head_dim),
+            "bands": str(bands),
+            "tile": " ".join(map(str, each.tile)),
+            "figure": figure_of(direction),
+            "value": each.figures.get(figure_of(direction), ""),
+            "dropped": each.figures.get("dropped", ""),
+        }
+        for (family, direction, head_dim, bands), found in zip(choices, every, strict=True)
+        for each in sorted(found, key=lambda each: (each.rank is None, each.rank or 0))
+    ]
+
+
+def figure_of(direction: str) -> str:
+    return "bytes/clock" if direction == "decode" else "model"
+
+
+def order_text(rows: Iterable[Mapping[str, str]]) -> str:
+    """``ORDER`` of flashrope/tuning/candidates.py, as its source has it."""
+    lines = ["{"]
+    for key, group in itertools.groupby(rows, lambda row: tuple(row[name] for name in COLUMNS[:4])):
+        family, direction, head_dim, bands = key
+        best = [row["tile"] for row in group if not row["dropped"]][:KEPT]
+        lines.append(f'    ("{family}", "{direction}", {head_dim}, {bands != "1"}): "{", ".join(best)}",')
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def with_order(source: str, rows: Iterable[Mapping[str, str]]) -> str:
+    """The source of flashrope/tuning/candidates.py with this order."""
+    text, count = _ORDER.subn(lambda found: found[1] + order_text(rows), source)
+    if count != 1:
+        raise ValueError(f"expected one table ORDER in candidates.py, got {count}")
+    return text
+
+
+def write_table(path: Path, rows: list[dict[str, str]]) -> None:
+    with replacing(path) as partial, open(partial, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as lines:
+        return list(csv.DictReader(lines))

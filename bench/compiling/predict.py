@@ -1,0 +1,120 @@
+"""What the issue model says about a compiled kernel: its inner loop, and one whole block. Nothing runs on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from . import issue, sass
+from .architectures import MULTIPROCESSORS
+
+# Matrix products over a tile of scores that a kernel needs: how many with the width of q and k, and with that of v.
+PRODUCTS = {"attention_forward": (1, 1), "attention_grad_kv": (2, 2), "attention_grad_q": (2, 1)}
+ATOMIC_PRODUCTS = (3, 2)
+MULTIPLY_ADDS = 16 * 8 * 16  # of one HMMA
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The inner loop over tiles of one multiprocessor. clocks: of one pass of all resident blocks. waits: as in
+    ``issue.Steady``."""
+
+    arch: int
+    clocks: float
+    blocks: int
+    warps: int
+    waits: dict[str, float]
+
+    def tensor_share(self, products: float) -> float:
+        """Share of the time that the tensor cores work on what is asked for, 0 to 1. products: HMMA 16x8x16 of a block
+        and pass that are needed; padding, and products that several warps compute, do not count."""
+        return products * self.blocks * issue.RATES[self.arch].hmma / issue.SCHEDULERS / self.clocks
+
+    def bytes_per_clock(self, tile_bytes: float) -> float:
+        """Of one multiprocessor. tile_bytes: that a block reads in a pass."""
+        return tile_bytes * self.blocks / self.clocks
+
+
+@dataclass(frozen=True)
+class Block:
+    """Clocks of a block among as many others as a multiprocessor holds. fixed: everything outside of tile loops, once.
+    inner, edge: a pass through the inner loop, and through the slowest other tile loop."""
+
+    fixed: float
+    inner: float
+    edge: float
+    resident: int
+
+    def clocks(self, inner: float, edge: float) -> float:
+        return self.fixed + inner * self.inner + edge * self.edge
+
+
+def code_of(listing: sass.Listing, arch: int, parts: Sequence[tuple[int, int]]) -> list[issue.Instruction]:
+    """The instructions of the given parts (first, last) of a listing."""
+    chosen = [at for first, last in parts for at in range(first, last + 1)]
+    columns = ([column[at] for at in chosen] for column in (listing.opcodes, listing.operands, listing.controls))
+    return issue.decoded(*columns, issue.RATES[arch])
+
+
+def bounds_of_loops(listing: sass.Listing, whole_tiles: bool = False) -> list[tuple[int, int]]:
+    """(first, last) of the tile loops, that with the fewest instructions per product first. whole_tiles: a loop over
+    tiles may hold others, and has exponentials, which tells it from loops across one product."""
+
+    def cost(bounds: tuple[int, int]) -> float:
+        counts = mix(bounds)
+        return counts["total"] / counts["mma"]
+
+    def mix(bounds: tuple[int, int]):
+        return sass.mix(listing.opcodes[bounds[0] : bounds[1] + 1])
+
+    if whole_tiles:
+        return sorted((each for each in listing.loops if mix(each)["mma"] and mix(each)["mufu"]), key=cost)
+    return sorted(sass.tile_bounds(listing), key=cost)
+
+
+def resident(arch: int, registers: int, shared: int, warps: int) -> int:
+    return MULTIPROCESSORS[arch].resident_blocks(registers, shared, warps)
+
+
+def inner_loop(
+    listing: sass.Listing, arch: int, registers: int, shared: int, warps: int, whole_tiles: bool = False
+) -> Loop | None:
+    """None where the model does not apply: no loop with tensor-core instructions, an architecture that is not
+    simulated, or a block that does not fit."""
+    found, blocks = bounds_of_loops(listing, whole_tiles), resident(arch, registers, shared, warps)
+    if arch not in issue.RATES or not found or not blocks or not listing.controls:
+        return None
+    steady = issue.steady(code_of(listing, arch, found[:1]), warps, blocks, issue.RATES[arch])
+    return Loop(arch, steady.clocks, blocks, warps, steady.waits)
+
+
+def block(listing: sass.Listing, loop: Loop, whole_tiles: bool = False) -> Block:
+    """The whole block around an inner loop."""
+    found, rates = bounds_of_loops(listing, whole_tiles), issue.RATES[loop.arch]
+    if whole_tiles:  # the others hold this one
+        found = found[:1]
+    edges = [
+        issue.Multiprocessor(code_of(listing, loop.arch, [each]), loop.warps, loop.blocks, rates).run(1, 2).clocks
+        for each in found[1:]
+    ]
+    within = {at for first, last in found for at in range(first, last + 1)}
+    outside = [(at, at) for at in range(len(listing.opcodes)) if at not in within]
+    fixed = issue.once(code_of(listing, loop.arch, outside), loop.warps, loop.blocks, rates)
+    return Block(fixed, loop.clocks, max(edges, default=loop.clocks), loop.blocks)
+
+
+def useful_products(kernel: str, shape, atomic: bool = False) -> float | None:
+    """HMMA 16x8x16 of a block that a tile of scores needs; None for kernels whose speed is not that of products.
+
+    shape: a ``Shape`` of the kernels. atomic: dQ is computed with dK and dV.
+    """
+    if kernel not in PRODUCTS:
+        return None
+    of_q, of_v = ATOMIC_PRODUCTS if atomic else PRODUCTS[kernel]
+    widths = of_q * shape.head_dim + of_v * (shape.head_dim_v or shape.head_dim)
+    return shape.block_m * shape.block_n * widths / MULTIPLY_ADDS
+
+
+def cache_bytes(shape) -> int:
+    """Keys and values of a tile in 16-bit types."""
+    return 2 * shape.block_n * (shape.head_dim + (shape.head_dim_v or shape.head_dim))

@@ -1,0 +1,88 @@
+"""From the clocks of a block to the time of a call: blocks are handed to the multiprocessors in the order of launch."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .predict import Block
+
+
+@dataclass(frozen=True)
+class Device:
+    """Of the data sheet. clock: boost clock in Hz. bandwidth: bytes per second."""
+
+    name: str
+    multiprocessors: int
+    clock: float
+    bandwidth: float
+
+
+A100 = Device("A100-SXM4-80GB", 108, 1.41e9, 2.039e12)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Causal self-attention. window: beyond it ReRoPE changes the rotation, 0 for one band."""
+
+    batch: int
+    heads: int
+    seqlen: int
+    head_dim: int
+    window: int = 0
+
+    @property
+    def flops(self) -> float:
+        """Of the forward, as FlashAttention's authors count; the backward has 2.5 times as many."""
+        return 2 * self.batch * self.heads * self.seqlen**2 * self.head_dim
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of one tensor such as q, in 16 bits."""
+        return 2 * self.batch * self.heads * self.seqlen * self.head_dim
+
+
+def seconds(device: Device, lengths: Sequence[float], resident: int, rounds: int) -> float:
+    """Time of `rounds` times the blocks of these lengths, in clocks, in this order."""
+    slots = [0.0] * (device.multiprocessors * resident)
+    for _ in range(rounds):
+        for length in lengths:
+            heapq.heapreplace(slots, slots[0] + length)
+    return max(slots) / device.clock
+
+
+def copy_seconds(device: Device, nbytes: float) -> float:
+    """Of a pass that does nothing but read and write."""
+    return nbytes / device.bandwidth
+
+
+def _edges(block_m: int, block_n: int, window: int) -> int:
+    """Tiles on the diagonal of a row of tiles, and on that of the window."""
+    diagonal = max(1, -(-block_m // block_n))
+    return diagonal + (diagonal + 1 if window else 0)
+
+
+def query_tile_lengths(block: Block, problem: Problem, block_m: int, block_n: int) -> list[float]:
+    """Clocks of the blocks that have a tile of queries each, the shortest first: they visit all keys before them."""
+    lengths = []
+    for first in range(0, problem.seqlen, block_m):
+        tiles = -(-min(first + block_m, problem.seqlen) // block_n)
+        edges = min(tiles, _edges(block_m, block_n, problem.window))
+        lengths.append(block.clocks(tiles - edges, edges))
+    return lengths
+
+
+def key_tile_lengths(block: Block, problem: Problem, block_m: int, block_n: int) -> list[float]:
+    """Clocks of the blocks that have a tile of keys each, the longest first: they visit all queries behind them."""
+    lengths = []
+    for first in range(0, problem.seqlen, block_n):
+        tiles = -(-problem.seqlen // block_m) - first // block_m
+        edges = min(tiles, _edges(block_n, block_m, problem.window))
+        lengths.append(block.clocks(tiles - edges, edges))
+    return lengths
+
+
+def tflops(problem: Problem, factor: float, times: Iterable[float]) -> float:
+    """factor: 1 for the forward, 2.5 for the backward, 3.5 for both."""
+    return factor * problem.flops / sum(times) / 1e12

@@ -1,0 +1,325 @@
+"""What the machine code of the kernels predicts: clocks of their inner loops, and speeds on an A100. Needs no GPU.
+
+    python -m bench model [--arch 80 86 89] [--head-dim 64 128] [--publish]
+    python -m bench model --peers torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl --publish   # with validation
+    python -m bench model --candidates --publish       # the order in which flashrope tune tries tiles
+
+The first table has the inner loop over tiles of every kernel: clocks of a pass, the share of the time that the tensor
+cores work on products which are needed, and what the clocks of the schedulers go to. The second has TFLOP/s of causal
+attention on an A100: blocks run in the order of launch, each for the clocks of its loops and of everything outside of
+them; kernels that only move data take the time of the bandwidth. FlashAttention-2's kernels run through the same model,
+beside what their authors published. Their machine code is read with --peers; only figures of it are kept. HGMMA, the
+products of sm_90, are not simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from flashrope.backends import splits
+from flashrope.cli.files import replacing, write
+
+from . import machine
+from .compiling import candidates, cases, issue, offline, peers, predict, sass, waves
+from .compiling.table import print_table
+from .report import predicted
+from .report.output import RESULTS
+from .report.predicted import DECODING, DEVICE, FOLDER, LOOPS
+
+ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256)
+SCHEMES = (cases.ONE_BAND, cases.TWO_BANDS, *cases.ATOMIC, *cases.DECODE, *cases.MAPS)
+NAMES = {
+    "attention_forward": "forward",
+    "attention_grad_kv": "dK and dV",
+    "attention_grad_q": "dQ",
+    "attention_decode": "decoding",
+}
+THEIRS, ORDER = "flash-attention-2.csv", "candidates.csv"
+LOOP_COLUMNS = (
+    *("kernel", "scheme", "arch", "D", "tile", "warps", "stages", "regs", "local", "blocks/SM", "clocks"),
+    *("tensor", "B/clk", *(f"% {name}" for name in issue.WAITS)),
+)
+THEIR_COLUMNS = ("step", "D", "block_m", "block_n", "regs", "blocks/SM", "fixed", "inner", *LOOP_COLUMNS[10:])
+SEQLENS = (512, 2048, 8192, 16384, 32768, 131072)
+TOKENS, WIDTH = 16384, 2048  # of a batch, and heads x head_dim, as FlashAttention-2's authors measure
+DEVICE_COLUMNS = ("who", "pass", "D", *map(str, SEQLENS))
+# TFLOP/s of FlashAttention-2, forward and backward, causal, A100 80 GB SXM4, bf16 or fp16, 16k tokens, 2048 channels:
+# Dao 2023 (arXiv 2307.08691, July 2023), figure 4, the two panels with a causal mask.
+PUBLISHED = {
+    64: {512: 88, 2048: 140, 8192: 165, 16384: 171},
+    128: {512: 99, 2048: 155, 8192: 182, 16384: 189},
+}
+CACHES = (4096, 16384, 65536, 131072)  # keys, for 8 key heads of batch 1
+CACHE_COLUMNS = ("scheme", "D", *map(str, CACHES))
+HEADS_KV = 8
+
+
+# ---- inner loops
+
+
+def launches(arch: int, head_dim: int, scheme: cases.Scheme) -> list[offline.Launch]:
+    """Those of a case that the model has a table for. The forward is listed with the default backward only."""
+    found = cases.Case(arch, head_dim, "bf16", scheme).launches()
+    names = [name for name in NAMES if scheme.deterministic or name == "attention_grad_kv"]
+    return [launch for launch in found if launch.kernel.__name__ in names]
+
+
+def inspected(compiled) -> tuple[offline.Measured, predict.Block | None]:
+    measured = offline.measure(compiled)
+    if not measured.model:
+        return measured, None
+    listing = sass.disassemble(compiled.asm["cubin"], offline.tool("nvdisasm"))
+    return measured, predict.block(listing, measured.model)
+
+
+def loop_figures(loop: predict.Loop, products: float | None, tile_bytes: float = 0) -> dict[str, str]:
+    figures = {"clocks": f"{loop.clocks:.0f}"}
+    if products:
+        figures["tensor"] = f"{loop.tensor_share(products):.1%}"
+    if tile_bytes:
+        figures["B/clk"] = f"{loop.bytes_per_clock(tile_bytes):.1f}"
+    return figures | {f"% {name}": f"{100 * share:.0f}" for name, share in loop.waits.items()}
+
+
+class Kernel:
+    """A compiled kernel of a scheme, with its block."""
+
+    def __init__(self, scheme: cases.Scheme, launch: offline.Launch, measured: offline.Measured, block: predict.Block):
+        self.scheme, self.launch, self.measured, self.block = scheme, launch, measured, block
+        self.name, self.shape = launch.kernel.__name__, launch.kwargs["SHAPE"]
+
+    @property
+    def key(self) -> tuple[int, int, str, str]:
+        return self.launch.arch, self.shape.head_dim, self.scheme.name, self.name
+
+    def row(self) -> dict[str, str]:
+        m, decoding = self.measured, self.name == "attention_decode"
+        products = predict.useful_products(self.name, self.shape, not self.scheme.deterministic)
+        return {
+            "kernel": NAMES[self.name],
+            "scheme": self.scheme.name,
+            "arch": f"sm_{self.launch.arch}",
+            "D": str(self.shape.head_dim),
+            "tile": f"{self.shape.block_m} x {self.shape.block_n}",
+            "warps": str(m.warps),
+            "stages": str(m.stages),
+            "regs": str(m.registers),
+            "local": str(m.loop.get("local", 0)),
+            "blocks/SM": str(m.model.blocks),
+            **loop_figures(m.model, products, predict.cache_bytes(self.shape) if decoding else 0),
+        }
+
+
+def kernels(archs, head_dims, schemes, jobs: int) -> list[Kernel]:
+    """Compiles and simulates. Kernels that the model does not apply to are left out."""
+    chosen = [
+        (scheme, launch)
+        for arch in archs
+        for head_dim in head_dims
+        for scheme in schemes
+        for launch in launches(arch, head_dim, scheme)
+    ]
+    found: list[Kernel | None] = [None] * len(chosen)
+    for at, result, _ in offline.compile_all([launch for _, launch in chosen], jobs, inspected):
+        if isinstance(result, str):
+            raise SystemExit(f"{chosen[at][1].kernel.__name__}: {result}")
+        measured, block = result
+        found[at] = Kernel(*chosen[at], measured, block) if block else None
+    return [kernel for kernel in found if kernel]
+
+
+# ---- FlashAttention-2
+
+
+def their_rows(path: Path) -> Iterator[dict[str, str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        library, _ = peers.library(path, Path(folder))
+        for peer, registers, listing in peers.found_in(library, 80):
+            loop = predict.inner_loop(listing, 80, registers, peer.shared, peer.warps, whole_tiles=True)
+            block = predict.block(listing, loop, whole_tiles=True)
+            yield {
+                "step": peer.step,
+                "D": str(peer.head_dim),
+                "block_m": str(peer.block_m),
+                "block_n": str(peer.block_n),
+                "regs": str(registers),
+                "blocks/SM": str(loop.blocks),
+                "fixed": f"{block.fixed:.0f}",
+                "inner": f"{block.inner:.0f}",
+                **loop_figures(loop, peer.products),
+            }
+
+
+def their_seconds(rows: list[dict[str, str]], problem: waves.Problem, device: waves.Device) -> tuple[float, float]:
+    """(forward, backward). The masked tiles of their forward are unrolled, so they are part of the fixed clocks. The
+    shortest rows of tiles come first. Their backward also reads out and its gradient, zeroes a float32 sum and converts
+    it."""
+    of_step = {row["step"]: row for row in rows if int(row["D"]) == problem.head_dim}
+    times = {}
+    for step, lengths_of in (("forward", waves.query_tile_lengths), ("backward", waves.key_tile_lengths)):
+        row = of_step[step]
+        block_m, block_n, resident = (int(row[name]) for name in ("block_m", "block_n", "blocks/SM"))
+        inner = float(row["inner"])
+        block = predict.Block(float(row["fixed"]), inner, 0 if step == "forward" else inner, resident)
+        lengths = lengths_of(block, problem, block_m, block_n)
+        times[step] = waves.seconds(device, lengths, resident, problem.batch * problem.heads)
+    return times["forward"], times["backward"] + waves.copy_seconds(device, 7 * problem.tensor_bytes)
+
+
+# ---- whole calls
+
+
+def our_seconds(
+    found: dict[tuple, Kernel], scheme: cases.Scheme, problem: waves.Problem, device: waves.Device
+) -> tuple[float, float]:
+    """(forward, backward), with the rotation of keys before the one and of queries before the other."""
+
+    def seconds(scheme: cases.Scheme, name: str, lengths_of, longest_first: bool) -> float:
+        kernel = found[80, problem.head_dim, scheme.name, name]
+        shape = kernel.shape
+        lengths = lengths_of(kernel.block, problem, shape.block_m, shape.block_n)
+        rounds = problem.batch * problem.heads
+        return waves.seconds(device, sorted(lengths, reverse=longest_first), kernel.block.resident, rounds)
+
+    bands = len(scheme.rotary(problem.head_dim).bands_for(True))
+    forward = SCHEMES[bands - 1]  # of the same kernel
+    times = [seconds(forward, "attention_forward", waves.query_tile_lengths, True)]
+    times[0] += waves.copy_seconds(device, 2 * problem.tensor_bytes)
+    copies = 1 + bands + 2  # q rotated for every band; out and its gradient for the row statistics
+    times.append(seconds(scheme, "attention_grad_kv", waves.key_tile_lengths, True))
+    if scheme.deterministic:
+        times[1] += seconds(scheme, "attention_grad_q", waves.query_tile_lengths, True)
+    else:
+        copies += 4 * bands + 1  # a float32 sum of every band is zeroed and read
+    times[1] += waves.copy_seconds(device, copies * problem.tensor_bytes)
+    return times[0], times[1]
+
+
+def problem(seqlen: int, head_dim: int, scheme: cases.Scheme | None = None) -> waves.Problem:
+    window = cases.WINDOW if scheme and "rerope" in scheme.name else 0
+    return waves.Problem(max(1, TOKENS // seqlen), WIDTH // head_dim, seqlen, head_dim, window)
+
+
+def device_rows(found: dict[tuple, Kernel], theirs: list[dict[str, str]]) -> Iterator[dict[str, str]]:
+    """TFLOP/s by length: of FlashAttention-2 as predicted and as published, and of our schemes."""
+    passes = (("forward", 1.0, slice(0, 1)), ("backward", 2.5, slice(1, 2)), ("both", 3.5, slice(0, 2)))
+    for head_dim in PUBLISHED:
+        ours = [scheme for scheme in SCHEMES[:4] if (80, head_dim, scheme.name, "attention_grad_kv") in found]
+        for scheme in ([None] if theirs else []) + ours:
+            times = {}
+            for seqlen in SEQLENS:
+                sizes = problem(seqlen, head_dim, scheme)
+                if scheme:
+                    times[seqlen] = our_seconds(found, scheme, sizes, waves.A100)
+                else:
+                    times[seqlen] = their_seconds(theirs, sizes, waves.A100)
+            for name, factor, part in passes:
+                speeds = {
+                    seqlen: waves.tflops(problem(seqlen, head_dim), factor, each[part])
+                    for seqlen, each in times.items()
+                }
+                label = {"who": scheme.name if scheme else "FlashAttention-2", "pass": name, "D": str(head_dim)}
+                yield label | {str(seqlen): f"{speed:.0f}" for seqlen, speed in speeds.items()}
+                if not scheme and name == "both":
+                    published = PUBLISHED[head_dim]
+                    yield label | {"who": "published"} | {str(at): str(speed) for at, speed in published.items()}
+                    errors = {str(at): f"{speeds[at] / speed - 1:+.0%}" for at, speed in published.items()}
+                    yield label | {"who": "error of the model"} | errors
+
+
+def decode_seconds(kernel: Kernel, keys: int, device: waves.Device) -> float:
+    """One token, batch 1, HEADS_KV key heads: the slower of the blocks and the memory."""
+    block, tiles = kernel.block, -(-keys // kernel.shape.block_n)
+    count = splits.choose_splits(HEADS_KV, tiles, device.multiprocessors * block.resident)
+    length = block.clocks(-(-tiles // count), 0)
+    nbytes = HEADS_KV * keys * predict.cache_bytes(kernel.shape) / kernel.shape.block_n
+    blocks = waves.seconds(device, [length] * count, block.resident, HEADS_KV)
+    return max(blocks, waves.copy_seconds(device, nbytes))
+
+
+def cache_rows(found: dict[tuple, Kernel]) -> Iterator[dict[str, str]]:
+    """GB/s of decoding by cache length."""
+    for kernel in found.values():
+        if kernel.name == "attention_decode" and kernel.launch.arch == 80 and kernel.shape.head_dim in PUBLISHED:
+            per_key = HEADS_KV * predict.cache_bytes(kernel.shape) / kernel.shape.block_n
+            speeds = {keys: keys * per_key / decode_seconds(kernel, keys, waves.A100) / 1e9 for keys in CACHES}
+            yield {"scheme": kernel.scheme.name, "D": str(kernel.shape.head_dim)} | {
+                str(keys): f"{speed:.0f}" for keys, speed in speeds.items()
+            }
+
+
+# ---- the command
+
+
+def write_csv(path: Path, columns, rows: list[dict[str, str]]) -> None:
+    versions = machine.versions()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial, open(partial, "w", newline="") as file:
+        writer = csv.DictWriter(file, ["revision", "triton", *columns], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({"revision": versions["revision"], "triton": versions["triton"], **row} for row in rows)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with open(path, newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def order_candidates(folder: Path, jobs: int, publish: bool) -> None:
+    chosen = [
+        (family, direction, head_dim, bands)
+        for family in candidates.FAMILIES
+        for direction in candidates.KERNELS
+        for head_dim in candidates.HEAD_DIMS
+        for bands in candidates.BANDS
+    ]
+    rows = candidates.ranking_rows(chosen, jobs)
+    print_table(candidates.COLUMNS, rows, left=5)
+    if publish:
+        candidates.write_table(folder / ORDER, rows)
+        source = Path(__file__).resolve().parents[1] / "python/flashrope/tuning/candidates.py"
+        write(source, candidates.with_order(source.read_text(), rows))
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser("python -m bench model", description=__doc__.split("\n")[0], allow_abbrev=False)
+    p.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=[80, 86], help="default: 80 86")
+    p.add_argument("--head-dim", type=int, nargs="+", choices=HEAD_DIMS, default=[64, 128], help="default: 64 128")
+    p.add_argument("--scheme", nargs="+", choices=[each.name for each in SCHEMES], help="only these schemes")
+    p.add_argument("--peers", type=Path, metavar="PATH", help="also read FlashAttention-2, as bench peers does")
+    p.add_argument("--candidates", action="store_true", help="instead rank the candidates of flashrope tune")
+    p.add_argument("--publish", action="store_true", help=f"write the tables to bench/results/{FOLDER}")
+    p.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes (default: all cores)")
+    options = p.parse_args(argv)
+    if offline.missing_tools():
+        p.error(f"missing: {' '.join(offline.missing_tools())}, which are part of Triton's package")
+    folder = RESULTS / FOLDER
+    if options.candidates:
+        order_candidates(folder, options.jobs, options.publish)
+        return 0
+    theirs = list(their_rows(options.peers)) if options.peers else read_csv(folder / THEIRS)
+    chosen = [scheme for scheme in SCHEMES if not options.scheme or scheme.name in options.scheme]
+    compiled = kernels(options.arch, options.head_dim, chosen, options.jobs)
+    found = {kernel.key: kernel for kernel in compiled}
+    loops = [kernel.row() for kernel in compiled]
+    whole = list(device_rows(found, theirs))
+    cached = list(cache_rows(found))
+    for columns, rows, left in ((THEIR_COLUMNS, theirs, 1), (LOOP_COLUMNS, loops, 2), (DEVICE_COLUMNS, whole, 2)):
+        print_table(columns, rows, left)
+        print()
+    print_table(CACHE_COLUMNS, cached, 1)
+    if options.publish:
+        write_csv(folder / LOOPS, LOOP_COLUMNS, loops)
+        write_csv(folder / DEVICE, DEVICE_COLUMNS, whole)
+        write_csv(folder / DECODING, CACHE_COLUMNS, cached)
+        predicted.draw(folder / predicted.CHART, whole)
+        if options.peers:
+            write_csv(folder / THEIRS, THEIR_COLUMNS, theirs)
+    return 0

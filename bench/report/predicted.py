@@ -1,0 +1,116 @@
+"""The section of the page on what ``python -m bench model`` predicts, and its chart. Reads its tables only."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from flashrope.cli.figure import COLOURS, MARKERS, new_figure, save
+
+FOLDER, DEVICE, DECODING, LOOPS, CHART = "model", "a100.csv", "a100-decoding.csv", "loops.csv", "a100.png"
+MARK = "predicted, nothing was run on a GPU"
+WHO = {
+    "rope": "flashrope, RoPE",
+    "rerope": "flashrope, ReRoPE",
+    "rope atomic": "flashrope, RoPE, deterministic=False",
+    "rerope atomic": "flashrope, ReRoPE, deterministic=False",
+    "FlashAttention-2": "FlashAttention-2, by the same model",
+    "published": "FlashAttention-2, published",
+}
+TEXT = """\
+No GPU was at hand for the figures of this section. The model decodes the control bits of the machine code and simulates
+how one multiprocessor issues it (`bench/compiling/issue.py`): stall counts, scoreboards, pipes, shared memory, copies
+in the background, barriers. Nothing was fitted. Blocks then run in the order of launch on 108 multiprocessors at 1.41
+GHz. Passes that only move data take the time of 2.04 TB/s. Left out are launch times, contention in L2, conflicts of
+banks and instruction fetch, so the model is too fast, most at short lengths. HGMMA is not simulated: there is no
+prediction for sm_90.
+
+How far to trust it: FlashAttention-2's own kernels (PyTorch 2.13.0's wheel) run through the same model, beside what
+their authors measured (Dao 2023, arXiv 2307.08691, figure 4, July 2023: A100 80 GB SXM4, 16k tokens, 2048 channels,
+causal). The row "error of the model" is the difference. Where two tiles are nearer than 5% of each other, their order
+means nothing. `bench/on_gpu.sh hope rerope decode` measures what is predicted here."""
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def _seqlens(row: dict[str, str]) -> list[str]:
+    return [name for name in row if name.isdigit()]
+
+
+def draw(path: Path, rows: list[dict[str, str]]) -> None:
+    """Forward and backward by length, a panel for each head_dim."""
+    head_dims = sorted({row["D"] for row in rows}, key=int)
+    figure, highest = new_figure((9.5, 3.6)), []
+    all_axes = figure.subplots(1, len(head_dims), sharey=True, squeeze=False)[0]
+    for axes, head_dim in zip(all_axes, head_dims, strict=True):
+        shown = [row for row in rows if row["D"] == head_dim and row["pass"] == "both" and row["who"] in WHO]
+        for row, colour, marker in zip(shown, COLOURS, MARKERS, strict=False):
+            points = [(int(name), float(row[name])) for name in _seqlens(row) if row[name]]
+            highest.append(max(speed for _, speed in points))
+            style = "-" if row["who"] == "published" else "--"
+            axes.plot(*zip(*points, strict=True), style, color=colour, marker=marker, ms=4, label=WHO[row["who"]])
+        axes.set_xscale("log", base=2)
+        ticks = [int(name) for name in _seqlens(rows[0])]
+        axes.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
+        axes.set_title(f"head_dim {head_dim}", loc="left", fontsize=10)
+        axes.set_xlabel("seqlen, 16k tokens or one sequence")
+        axes.grid(alpha=0.3)
+    all_axes[0].set_ylim(0, 1.05 * max(highest))
+    all_axes[0].set_ylabel("TFLOP/s, forward + backward")
+    all_axes[-1].legend(fontsize=7)
+    figure.suptitle(f"A100, causal, bf16: dashed lines are {MARK}", fontsize=10)
+    save(figure, path)
+
+
+def section(folder: Path, table) -> list[str]:
+    """Lines of Markdown. table: makes those of a table from a heading, rows and the number of left columns."""
+    rows, loops = read(folder / FOLDER / DEVICE), read(folder / FOLDER / LOOPS)
+    cached = read(folder / FOLDER / DECODING)
+    versions = f"revision {rows[0]['revision']}, Triton {rows[0]['triton']}"
+    lines = [
+        f"## A100: {MARK}",
+        "",
+        f"`python -m bench model --publish`, {versions}.",
+        "",
+        TEXT,
+        "",
+        f"![TFLOP/s on an A100, {MARK}]({FOLDER}/{CHART})",
+        "",
+    ]
+    seqlens = _seqlens(rows[0])
+    shown = [row for row in rows if row["who"] in WHO or row["pass"] == "both"]
+    cells = [
+        [WHO.get(row["who"], row["who"]), row["pass"].replace("both", "forward + backward"), row["D"]]
+        + [row[name] or "–" for name in seqlens]
+        for row in shown
+    ]
+    heading = ["TFLOP/s, causal, bf16", "pass", "head_dim", *(f"{int(name):,}" for name in seqlens)]
+    lines += [*table(heading, cells, 2), ""]
+    keys = _seqlens(cached[0])
+    heading = [
+        "decoding, GB/s of keys and values, at most the 2039 of the data sheet",
+        "head_dim",
+        *(f"{int(name):,} keys" for name in keys),
+    ]
+    cells = [[row["scheme"], row["D"], *(row[name] for name in keys)] for row in cached]
+    lines += [*table(heading, cells, 1), ""]
+    shares = [name for name in loops[0] if name.startswith("% ")]
+    heading = ["inner loop", "scheme", "architecture", "head_dim", "tile, warps, stages", "blocks per SM", "clocks"]
+    heading += ["tensor cores on needed products", "bytes per clock", *(name[2:] + " %" for name in shares)]
+    cells = [
+        [
+            *(row[name] for name in ("kernel", "scheme", "arch", "D")),
+            f"{row['tile']}, {row['warps']}, {row['stages']}",
+            row["blocks/SM"],
+            row["clocks"],
+            row["tensor"] or "–",
+            row["B/clk"] or "–",
+            *(row[name] for name in shares),
+        ]
+        for row in loops
+    ]
+    what = "What the clocks of the schedulers go to: an instruction is issued, or the next one to issue waits for this."
+    return [*lines, f"Inner loops over tiles of one multiprocessor. {what}", "", *table(heading, cells, 3)]

@@ -1,0 +1,272 @@
+"""The issue model: small loops whose clocks follow by counting, blocks and waves whose times do, and the tables that it
+writes."""
+
+import csv
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton", reason="the commands of bench.compiling import it")
+
+from flashrope.triton_kernels.configs import Tile
+from flashrope.tuning import candidates as tuning
+
+from bench import model
+from bench import results_page as page
+from bench.compiling import candidates, issue, predict, sass, waves
+from bench.report import predicted
+
+RATES = issue.RATES[80]
+RESULTS = Path(__file__).resolve().parents[2] / "bench/results/model"
+
+
+def code(*texts):
+    """Each text: an opcode, then s and a stall count, w or r and a scoreboard to hold, W and one to wait for."""
+    found = []
+    for text in texts:
+        opcode, *words = text.split()
+        fields = {word[0]: int(word[1:]) for word in words if word[0] in "swrW"}
+        control = fields.get("s", 1) << 41 | fields.get("w", 7) << 46 | fields.get("r", 7) << 49
+        if "W" in fields:
+            control |= 1 << 52 + fields["W"]
+        found.append(issue.instruction(opcode, " ".join(word for word in words if word[0] == "S"), control))
+    return found
+
+
+def clocks(*texts, warps=1, blocks=1):
+    return issue.steady(code(*texts), warps, blocks, RATES).clocks
+
+
+# ---- issue
+
+
+def test_one_instruction_a_clock():
+    assert clocks(*["S2R"] * 10) == 10  # an instruction without a pipe
+    assert clocks(*["S2R"] * 10, warps=4) == 10  # a scheduler each
+    assert clocks(*["S2R"] * 10, warps=8) == 20
+
+
+def test_stall_counts_of_one_warp_are_filled_by_another():
+    assert clocks("S2R s8", "S2R s2") == 10
+    assert clocks("S2R s8", "S2R s2", warps=8) == 10
+    assert clocks(*["S2R s2"] * 5, warps=16) == 20  # four warps a scheduler
+
+
+@pytest.mark.parametrize(
+    ("opcode", "busy"),
+    [
+        ("HMMA.16816.F32.BF16", 8),
+        ("HMMA.1688.F32.BF16", 4),
+        ("FFMA.FTZ", 2),
+        ("IMAD.WIDE", 2),
+        ("IADD3", 2),
+        ("MUFU.EX2", 8),
+    ],
+)
+def test_a_pipe_takes_an_instruction_every_few_clocks(opcode, busy):
+    assert clocks(*[opcode] * 6) == 6 * busy
+    assert clocks(*[opcode] * 6, warps=8) == 12 * busy  # two warps share it
+
+
+def test_pipes_overlap():
+    """Four products and their additions: the tensor cores never wait for the other pipe."""
+    assert clocks(*["HMMA.16816.F32", "FADD", "FADD", "FADD"] * 4) == 4 * 8
+    assert clocks(*["HMMA.16816.F32", *["FADD"] * 5] * 4) == 4 * 10
+
+
+def test_shared_memory_is_of_all_schedulers():
+    """An LDSM.x4 moves 512 bytes, 4 clocks; each of four warps loads 8 of them. The queue never empties."""
+    assert clocks(*["LDSM.16.M88.4"] * 8, warps=4) == pytest.approx(4 * 8 * 4, abs=1)
+    assert clocks(*["LDSM.16.M88.4"] * 8, warps=8) == pytest.approx(8 * 8 * 4, abs=2)
+    assert clocks(*["LDS.128"] * 8, warps=4) == pytest.approx(4 * 8 * 4, abs=1)
+    assert clocks(*["LDS"] * 8, warps=4) == pytest.approx(4 * 8, abs=1)  # 128 bytes, a clock
+
+
+def test_a_scoreboard_holds_the_next_instruction_back():
+    """A load leaves after 4 clocks, moves 4 and takes its latency: then the addition issues, and the load again."""
+    wait = 4 + 4 + RATES.shared_latency
+    assert clocks("LDSM.16.M88.4 w0", "FADD W0 s1") == wait + 1
+    assert clocks("LDSM.16.M88.4 w0", "FADD W1 s1") < wait  # another scoreboard
+    assert clocks("MUFU.EX2 w2", "FADD W2") == RATES.mufu_latency + 1
+    # operands of a store are read when it leaves; only then may their registers be written
+    assert clocks("STS.128 r3", "FADD W3") == 4 + 4 + 1
+
+
+def test_copies_in_the_background():
+    """Groups of cp.async: a wait that allows none to be outstanding takes the whole latency, a later one less."""
+    arrival = 4 + 4 + RATES.memory_latency
+    copy = ["LDGSTS.E.BYPASS.128", "LDGDEPBAR"]
+    assert clocks(*copy, "DEPBAR.LE SB0,0x0") == pytest.approx(arrival + 1, abs=1)
+    assert clocks(*copy, "DEPBAR.LE SB0,0x1") == pytest.approx((arrival + 1) / 2, rel=0.1)  # two in flight
+    assert clocks(*copy, *["S2R s15"] * 60, "DEPBAR.LE SB0,0x1") == pytest.approx(60 * 15 + 3, abs=1)
+
+
+def test_a_barrier_waits_for_the_warps_of_its_block():
+    """Two warps on one scheduler: 20 instructions each before the barrier, whose clocks both wait for."""
+    body = [*["S2R"] * 20, "BAR.SYNC"]
+    assert clocks(*body, warps=1) == 20 + RATES.barrier
+    assert clocks(*body, warps=8) == 2 * 20 + 1 + RATES.barrier
+    # another block does its work meanwhile: both together take what the scheduler issues
+    both = issue.Multiprocessor(code(*body), 4, 2, RATES, 21).run(2, 6)
+    assert both.clocks == pytest.approx(2 * 21, abs=1)
+
+
+def test_the_waits_add_up():
+    steady = issue.steady(code("MUFU.EX2 w2", "FADD W2"), 4, 1, RATES)
+    assert sum(steady.waits.values()) == pytest.approx(1)
+    assert steady.waits["issue"] == pytest.approx(2 / (RATES.mufu_latency + 1))
+    assert steady.waits["mufu"] == pytest.approx(1 - steady.waits["issue"])
+    steady = issue.steady(code(*["HMMA.16816.F32"] * 4), 4, 1, RATES)
+    assert steady.waits["tensor"] == pytest.approx(7 / 8) and steady.waits["issue"] == pytest.approx(1 / 8)
+    steady = issue.steady(code(*["S2R"] * 20, "BAR.SYNC"), 4, 1, RATES)
+    assert steady.waits["barrier"] == pytest.approx((RATES.barrier - 1) / (20 + RATES.barrier))
+
+
+def test_smaller_devices_take_longer_for_products():
+    body = [issue.instruction("HMMA.16816.F32.BF16", rates=issue.RATES[86])] * 4
+    assert issue.steady(body, 4, 1, issue.RATES[86]).clocks == 4 * 16
+
+
+# ---- listings and blocks
+
+LISTING = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;                /* 0x00000a0000017a02 */
+                                                                         /* 0x000fe20000000f00 */
+.L_x_1:
+        /*0010*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ; /* 0x0000000c0804723c */
+                                                                         /* 0x000ff00000041804 */
+        /*0020*/              @!P0 LDGSTS.E.BYPASS.128 [R2], [R4.64] ;   /* 0x0000000004027fae */
+                                                                         /* 0x0003e2000b901c44 */
+        /*0030*/                   DEPBAR.LE SB0, 0x1 ;                  /* 0x000080400000791a */
+                                                                         /* 0x004fca0000000000 */
+        /*0040*/               @P0 BRA `(.L_x_1) ;                       /* 0xffffff8000007947 */
+                                                                         /* 0x000fea000383ffff */
+        /*0050*/                   EXIT ;                                /* 0x000000000000794d */
+                                                                         /* 0x000fea0003800000 */
+"""
+
+
+def test_control_bits():
+    """Stall in bits 41 to 44 of the upper half, scoreboards to set in 46 to 51, to wait for in 52 to 57."""
+    listing = sass.parse(LISTING)
+    assert len(listing.controls) == len(listing.opcodes) == 6 and listing.loops == ((1, 4),)
+    found = predict.code_of(listing, 80, [(0, 5)])
+    assert [each.stall for each in found] == [1, 8, 1, 5, 5, 5]
+    assert found[1].write is found[1].read is None and found[1].pipe == "tensor"
+    assert found[2].read == 1 or found[2].write == 1 and found[2].copies
+    assert found[3].waits == (2,) and found[3].groups == 1
+    assert sass.parse(LISTING.replace("/* 0x", "/* x")).controls == ()
+
+
+def test_inner_loop_and_the_block_around_it():
+    listing = sass.parse(LISTING)
+    loop = predict.inner_loop(listing, 80, 128, 40_000, 4)
+    assert (loop.blocks, loop.warps) == (4, 4)
+    # every block has one HMMA a pass on each scheduler: 8 clocks of 4 blocks at least
+    assert loop.clocks >= 32 and loop.tensor_share(4) == pytest.approx(32 / loop.clocks)
+    assert loop.bytes_per_clock(1000) == pytest.approx(4000 / loop.clocks)
+    block = predict.block(listing, loop)
+    assert block.inner == block.edge == loop.clocks  # there is no other loop
+    assert 0 < block.fixed < 40
+    assert block.clocks(10, 2) == pytest.approx(block.fixed + 12 * loop.clocks)
+    assert predict.inner_loop(listing, 90, 128, 40_000, 4) is None  # HGMMA is not simulated
+    assert predict.inner_loop(listing, 80, 128, 200_000, 4) is None  # does not fit
+
+
+def test_products_that_are_needed():
+    """A tile of 64 x 32 scores with 96 channels of 128: 2 x 64 x 32 x 96 multiply-adds, of 2048 each."""
+    shape = SimpleNamespace(block_m=64, block_n=32, head_dim=96, head_dim_v=0)
+    assert predict.useful_products("attention_forward", shape) == 2 * 96
+    assert predict.useful_products("attention_grad_q", shape) == 3 * 96
+    assert predict.useful_products("attention_grad_kv", shape) == 4 * 96
+    assert predict.useful_products("attention_grad_kv", shape, atomic=True) == 5 * 96
+    narrow = SimpleNamespace(block_m=64, block_n=32, head_dim=192, head_dim_v=128)
+    assert predict.useful_products("attention_grad_q", narrow) == 2 * 192 + 128
+    assert predict.useful_products("attention_decode", shape) is None
+    assert predict.cache_bytes(shape) == 32 * 96 * 2 * 2
+
+
+# ---- waves
+
+DEVICE = waves.Device("two multiprocessors", 2, 1e6, 1e9)
+
+
+def test_blocks_go_where_there_is_room():
+    assert waves.seconds(DEVICE, [4, 3, 2, 1], 1, 1) == 5e-6  # 4 + 1 and 3 + 2
+    assert waves.seconds(DEVICE, [1, 2, 3, 4], 1, 1) == 6e-6  # 1 + 3 and 2 + 4
+    assert waves.seconds(DEVICE, [4, 3, 2, 1], 2, 1) == 4e-6
+    assert waves.seconds(DEVICE, [1], 2, 9) == 3e-6
+    assert waves.copy_seconds(DEVICE, 5e8) == 0.5
+
+
+def test_causal_lengths():
+    block, sizes = predict.Block(100, 10, 1000, 1), waves.Problem(1, 1, 256, 64)
+    # tiles of 128 queries and 64 keys: the first sees 2 tiles, both on the diagonal, the second 4
+    assert waves.query_tile_lengths(block, sizes, 128, 64) == [2100, 2120]
+    assert waves.key_tile_lengths(block, sizes, 64, 128) == [2120, 2100]
+    windowed = waves.Problem(1, 1, 1024, 64, window=128)
+    assert waves.query_tile_lengths(block, windowed, 128, 64)[-1] == 100 + 5000 + 11 * 10
+    assert sizes.flops == 2 * 256**2 * 64 and sizes.tensor_bytes == 2 * 256 * 64
+    assert waves.tflops(sizes, 2.5, [1e-6, 1e-6]) == pytest.approx(2.5 * sizes.flops / 2e-6 / 1e12)
+
+
+# ---- what is published
+
+
+def test_flash_attention_2_is_predicted_within_15_percent():
+    """The figures of its kernels that are kept give the table of the page, and it is near what was measured."""
+    rows = {
+        (row["who"], row["pass"], row["D"]): row
+        for row in model.device_rows({}, model.read_csv(RESULTS / model.THEIRS))
+    }
+    kept = {(row["who"], row["pass"], row["D"]): row for row in model.read_csv(RESULTS / model.DEVICE)}
+    for head_dim, published in model.PUBLISHED.items():
+        for seqlen, speed in published.items():
+            predicted = rows["FlashAttention-2", "both", str(head_dim)][str(seqlen)]
+            assert kept["FlashAttention-2", "both", str(head_dim)][str(seqlen)] == predicted
+            assert kept["published", "both", str(head_dim)][str(seqlen)] == str(speed)
+            assert abs(float(predicted) / speed - 1) < 0.15
+
+
+def test_the_page_marks_every_figure_as_predicted(tmp_path):
+    rows = predicted.read(RESULTS / predicted.DEVICE)
+    lines = predicted.section(RESULTS.parent, page._table)
+    assert predicted.MARK in lines[0] and any(predicted.MARK in line for line in lines if line.startswith("!["))
+    row = next(row for row in rows if row["who"] == "rope" and row["pass"] == "backward")
+    [shown, _] = [line for line in lines if line.startswith("| flashrope, RoPE | backward")]
+    assert shown.endswith(f"| {row['131072']} |")
+    assert sum("error of the model" in line for line in lines) == len(model.PUBLISHED)
+    predicted.draw(tmp_path / "chart.png", rows)
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
+
+
+def test_candidates_have_the_order_that_the_model_wrote():
+    rows = candidates.read_table(RESULTS / model.ORDER)
+    source = Path(tuning.__file__).read_text()
+    assert candidates.with_order(source, rows) == source
+    changed = [dict(rows[0], tile="16 16 16 16"), *rows[1:]]
+    assert candidates.with_order(source, changed) != source
+    for (family, direction, head_dim, banded), text in tuning.ORDER.items():
+        values = [
+            float(row["value"].rstrip("%"))
+            for row in rows
+            if (row["family"], row["direction"], row["D"], row["bands"] != "1")
+            == (family, direction, str(head_dim), banded)
+            and not row["dropped"]
+        ]
+        assert values == sorted(values, reverse=True)
+        shape = SimpleNamespace(direction=direction, block_d=head_dim, banded=banded, itemsize=2)
+        found = tuning.candidates_of(shape, candidates.FAMILIES[family])
+        wanted = [Tile(*map(int, numbers.split())) for numbers in text.split(",")]
+        assert [tile for tile in found[1:] if tile in wanted] == [tile for tile in wanted if tile != found[0]]
+        assert found[0] == tuning.default(shape, candidates.FAMILIES[family])
+        assert set(found) == {found[0], *tuning.tiles(direction)}
+
+
+def test_files_without_rows(tmp_path):
+    assert model.read_csv(tmp_path / "absent.csv") == []
+    model.write_csv(tmp_path / "new" / "table.csv", ("a", "b"), [{"a": "1", "b": "2"}])
+    with open(tmp_path / "new" / "table.csv") as lines:
+        [row] = csv.DictReader(lines)
+    assert (row["a"], row["b"]) == ("1", "2") and set(row) == {"revision", "triton", "a", "b"}
