@@ -51,7 +51,7 @@ MAP_SPILLS = {
     ("attention_forward", 90): ((0, 80), (0, 44)),
     ("attention_grad_kv", 80): ((176, 352), (332, 568)),
     ("attention_grad_kv", 90): ((12, 176), (32, 384)),
-    ("attention_grad_q", 80): ((12, 288), (20, 396)),
+    ("attention_grad_q", 80): ((12, 288), (20, 448)),
     ("attention_grad_q", 90): ((0, 80), (0, 224)),
 }
 MAP_SPILLS_IN_LOOPS = {"attention_forward": 128, "attention_grad_kv": 12, "attention_grad_q": 24}
