@@ -58,8 +58,19 @@ def main(argv: list[str]) -> int:
 
 def run(name: str, *words: str) -> int:
     """Runs a subcommand; with --publish, then regenerates bench/results/README.md. Returns the exit code."""
+    if "--publish" in words and (revision := _revision()).endswith("-dirty"):
+        print(
+            f"--publish: expected a tree without changes, got {revision}; commit first, or use --out", file=sys.stderr
+        )
+        return 2
     code = _main_of(name)(list(words))
     return code or (_main_of("report")([]) if "--publish" in words else 0)
+
+
+def _revision() -> str:
+    from .machine import revision
+
+    return revision()
 
 
 def _main_of(name: str) -> Callable[[list[str]], int]:

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from flashrope.backends.cpu import loader
 from flashrope.cli.hardware import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,7 @@ def describe(device: torch.device) -> dict:
         "threads": torch.get_num_threads(),
         "vector": torch.backends.cpu.get_cpu_capability(),
         "cache_bytes": _last_cache_cpu(),
+        "kernels": "compiled" if loader.find().library else "composed",
     }
 
 

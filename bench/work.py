@@ -45,7 +45,7 @@ def prefill(rotary, seqlen: int) -> list:
     return _launches(lambda: attention(q, k, v, rotary, impl="triton"))
 
 
-def decode(rotary, seqlen: int, num_splits: int = 2) -> list:
+def decode(rotary, seqlen: int, num_splits: int = 2, rotated_keys: bool = False) -> list:
     """The launches of one decoding step whose new token is the seqlen-th key."""
     import torch
     from flashrope import attention_with_cache
@@ -53,7 +53,7 @@ def decode(rotary, seqlen: int, num_splits: int = 2) -> list:
     k_cache, v_cache = torch.randn(2, 1, seqlen + 100, 1, HEAD_DIM).bfloat16()
     q, k, v = (torch.randn(1, 1, heads, HEAD_DIM).bfloat16() for heads in (HEADS_Q, 1, 1))
     seqlens = torch.tensor([seqlen - 1], dtype=torch.int32)
-    options = {"impl": "triton", "num_splits": num_splits}
+    options = {"impl": "triton", "num_splits": num_splits, "rotated_keys": rotated_keys}
     return _launches(lambda: attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, **options))
 
 
@@ -118,9 +118,12 @@ def report_decode(seqlens: list[int], schemes: dict) -> None:
     row_bytes = HEAD_DIM * ITEMSIZE
     print(f"\ndecoding, one token, {HEADS_Q} query heads to one key head, 2 splits")
     print("| keys | scheme | K read | V read | bytes of K | warp instr. |\n|---|---|---|---|---|---|")
+    cases = [(name, rotary, False) for name, rotary in schemes.items()]
+    cases += [(f"{name}, rotated keys", schemes[name], True) for name in ("RoPE", "HoPE")]
     for seqlen in seqlens:
-        for name, rotary in schemes.items():
-            step = next(launch for launch in decode(rotary, seqlen) if launch.kernel == "attention_decode")
+        for name, rotary, rotated_keys in cases:
+            launches = decode(rotary, seqlen, rotated_keys=rotated_keys)
+            step = next(launch for launch in launches if launch.kernel == "attention_decode")
             read = [step.tensors[x].sectors_read for x in ("k_cache", "v_cache")]
             print(f"| {seqlen} | {name} | {read[0]} | {read[1]} | {seqlen * row_bytes} | {step.warps()} |")
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from flashrope.cli import files, report
 from flashrope.cli.options import BadInput, need
 from flashrope.cli.program import INTERRUPTED, guarded, reject_unknown
-from flashrope.small_models import data
 from flashrope.small_models.workers import Workers
 
 from . import distributed, training_curves
@@ -60,7 +59,7 @@ def _guarded(work: Callable[[], None]) -> int:
     start = time.perf_counter()
     try:
         work()
-    except (BadInput, data.TextError) as error:
+    except BadInput as error:
         if distributed.ranks().rank == 0:
             print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2

@@ -131,7 +131,7 @@ def _reads_tokens(experiment: Experiment) -> bool:
 
 
 def resolve(args: argparse.Namespace, out: Path) -> Run:
-    """The run for these options. Raises BadInput and TextError."""
+    """The run for these options. Raises BadInput."""
     device, ranks = options.device(args.device), distributed.ranks()
     if ranks.world > 1:
         device = distributed.own_device(device)

@@ -61,7 +61,7 @@ def practice(count: int, length: int, generator: torch.Generator) -> tuple[torch
     """(inputs, targets), int64 (count, length): sequences, then whole ones of them in random order.
 
     The targets are the letters that the text determines: those of a repeated sequence from its second letter on. The
-    sequences to repeat take at least a quarter of the sample and leave room for at least one repetition.
+    sequences to repeat fill from about a quarter of the sample to all but the room for one repetition.
     """
     size = length + 1
     lengths = layout(integer(size // 4, size - LONGEST, generator), generator)

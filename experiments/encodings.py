@@ -115,7 +115,7 @@ class Learned(nn.Module):
 
     def forward(self, seqlen: int) -> torch.Tensor:
         if seqlen > len(self.table):
-            raise ValueError(f"seqlen: learned positions end at the training length {len(self.table)}, got {seqlen}")
+            raise ValueError(f"seqlen: expected at most {len(self.table)} learned positions, got {seqlen}")
         return self.table[:seqlen]
 
 
@@ -148,7 +148,9 @@ class RandomPositions(nn.Module):
     def forward(self, batch: int, seqlen: int) -> torch.Tensor:
         """int64 (batch, seqlen). Raises ValueError if the range has fewer positions."""
         if seqlen > self.range:
-            raise ValueError(f"seqlen: random positions are drawn from {self.range}, got {seqlen}")
+            raise ValueError(
+                f"seqlen: expected at most {self.range}, which random positions are drawn from, got {seqlen}"
+            )
         if self.training:
             self.calls += 1
         draw = self.calls.item() if self.training else -seqlen

@@ -77,8 +77,7 @@ def asked_texts(train: bytes, unseen: tuple[bytes, ...]) -> list[bytes]:
 def _enough(texts: list[bytes]) -> list[bytes]:
     if len(texts) < 2 * (SHOTS + 1):
         raise TextError(
-            f"few-shot: {2 * (SHOTS + 1)} different lines of at least {WIDEST} bytes are needed, the text has "
-            f"{len(texts)}"
+            f"few-shot: expected at least {2 * (SHOTS + 1)} different lines of {WIDEST} bytes or more, got {len(texts)}"
         )
     return texts
 
@@ -105,8 +104,8 @@ def prompt(
     """
     if length < width(kind, shots):
         raise TextError(
-            f"few-shot: {shots} examples and a query of the kind {kind} need {width(kind, shots)} bytes, the prompt "
-            f"has {length}"
+            f"few-shot: expected a prompt of at least {width(kind, shots)} bytes for {shots} examples and a query of "
+            f"the kind {kind}, got {length}"
         )
     drawn = iter(rng.sample(texts, 2 * (shots + 1)))
 
@@ -129,8 +128,8 @@ def prompt(
 
 
 def practice(texts: Sequence[bytes], length: int, rng: random.Random) -> tuple[bytes, list[int]]:
-    """A sample of ``length`` + 1 bytes that ends with a label, and the places of the labels that both labels precede.
-    It has at least SHOTS examples, if they fit."""
+    """A sample of ``length`` + 1 bytes that ends with a label, and the places of the labels to predict: those with both
+    labels before them. The sample has at least SHOTS examples, if they fit."""
     kind, labels = rng.choice(list(SEPARATORS)), rng.choice(PRACTICE_LABELS)
     fitting = min((length - width(kind, 0)) // (width(kind, 1) - width(kind, 0)), len(texts) // 2 - 1)
     shots = rng.randint(min(SHOTS, fitting), fitting)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -99,15 +100,26 @@ def draw(
     for panel in panels:
         if len(panel.lines) > MAX_LINES:
             raise ValueError(f"{panel.title}: expected at most {MAX_LINES} lines, got {len(panel.lines)}")
+        looks = {scheme: look(scheme)[0] for scheme in dict.fromkeys(line.scheme for line in panel.lines)}
+        for colour, times in Counter(looks.values()).items():
+            if times > 1:
+                same = [scheme for scheme, each in looks.items() if each == colour]
+                raise ValueError(
+                    f"{panel.title}: expected a colour for each scheme, got {colour} for {', '.join(same)}"
+                )
     columns = min(len(panels), 2)
     stacked = -(-len(panels) // columns)
     figure, all_axes = canvas(4.4 * stacked + 0.2, stacked, columns, sharey="row")
+    if len(panels) < len(all_axes):  # the last one takes its whole row
+        wide = all_axes[len(panels) - 1]
+        wide.set_subplotspec(wide.get_gridspec()[stacked - 1, :])
+        for empty in all_axes[len(panels) :]:
+            empty.remove()
+        all_axes = all_axes[: len(panels)]
     ends_of = []
     for axes, panel in zip(all_axes, panels, strict=False):
         ends_of.append(_panel(axes, panel, rows, train_length, log, x_label))
-    for axes in all_axes[len(panels) :]:
-        axes.set_visible(False)
-    for axes in all_axes[: len(panels)]:
+    for axes in all_axes:
         if log:
             _log_axis(axes)
         else:
@@ -158,7 +170,8 @@ def _panel(axes, panel: Panel, rows: Rows, train_length: int, log: bool, x_label
     if not several:
         axes.axvline(train_length, color="0.6", linewidth=1, linestyle=":", zorder=0)
     if panel.level and (of := values_at(_own(rows, panel.level), panel.level.scheme, panel.level.task, train_length)):
-        axes.axhline(interval(list(of.values())).mean, color="0.6", linewidth=1, linestyle=":", zorder=0)
+        until = max(x for line in panel.lines for x in _places(rows, line))  # not through the names
+        axes.hlines(interval(list(of.values())).mean, 0, until, color="0.6", linewidth=1, linestyle=":", zorder=0)
     axes.set_xscale("log", base=2)
     places = sorted({x for line in panel.lines for x in _places(rows, line)})
     ticks = places

@@ -13,6 +13,7 @@ import importlib
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch
 from flashrope.cli import files
 from flashrope.small_models.model import LanguageModel, ModelConfig
 
-from . import tables
+from . import claims_figure, tables
 from .looks import label
 from .registry import EXPERIMENTS
 from .runs import read_csv
@@ -33,6 +34,7 @@ TEMPLATE = Path(__file__).with_name("page.md")
 FIELD = re.compile(r"\{\{((?:[^{}]|\{[wL]\d+\})+)\}\}")  # arguments may have a {w256}
 LEFT_OUT = ("curves.csv", "training.csv")  # points of figures, megabytes; the commands write them again
 TRAINING = "training.png"
+CLAIMS_FIGURE = "claims.png"
 REBUILD = "python tools/experiments_page.py"
 
 
@@ -111,6 +113,12 @@ CLAIMS = {
 
 VERDICTS = (SHOWN, UNSHOWN, AGAINST, UNJUDGED)
 STATUSES = {SHOWN: "supported", UNSHOWN: "not shown", AGAINST: "contradicted", UNJUDGED: "not judged"}
+SAID = {  # of one declared difference, and of several
+    SHOWN: ("came out so", "came out so"),
+    UNSHOWN: ("shows no difference", "show no difference"),
+    AGAINST: ("came out the other way", "came out the other way"),
+    UNJUDGED: ("is not judged", "are not judged"),
+}
 HEADS = ("supported", "supported in part", "not shown", "contradicted", "not judged", "not measured")
 
 
@@ -131,12 +139,8 @@ def unit(name: str) -> int:
     return results(name)[1]["settings"]["train_length"]
 
 
-def at_multiple(name: str, multiple: float, task: str) -> float:
-    return multiple if task in tables.BY_COUNT else multiple * unit(name)
-
-
 def measured(name: str, scheme: str, task: str, multiple: str) -> Interval:
-    at = at_multiple(name, float(multiple), task)
+    at = float(multiple) * (1 if task in tables.BY_COUNT else unit(name))
     found = values_at(results(name)[0], tables.resolve(scheme, unit(name))[0], task, at)
     if not found:
         raise KeyError(f"{name}: no {task} of {scheme} at {at:g}")
@@ -225,21 +229,23 @@ def summary(name: str) -> str:
     parts = []
     expected = [(each, outcome(value, each.expected)) for each, value in found if each.expected]
     if expected:
-        counts = _counts([said for _, said in expected], (SHOWN, UNSHOWN, AGAINST, UNJUDGED))
-        parts.append(f"Of the {len(expected)} declared differences of which the papers say the direction: {counts}.")
+        said = _and(_said(Counter(said for _, said in expected)))
+        parts.append(f"The papers say of {len(expected)} declared differences which side is higher: {said}.")
     against = [each for each, said in expected if said == AGAINST]
     if against:
-        parts.append(f"Against expectation: {_listed(name, against)}.")
-    others = [verdict(value).partition(":")[0] for each, value in found if not each.expected]
+        parts.append(f"The other way: {_listed(name, against)}.")
+    others = Counter(verdict(value).partition(":")[0] for each, value in found if not each.expected)
     if others:
-        counts = _counts(others, ("higher", "lower", UNSHOWN, UNJUDGED))
-        words = "the other one" if len(others) == 1 else f"the {len(others)} others"
-        parts.append(f"Of {words} the first is: {counts}.")
+        signs = [f"{sign} in {others[sign]}" for sign in ("higher", "lower") if others[sign]]
+        said = [*([f"the first is {_and(signs)}"] if signs else []), *_said(others)]
+        count = f"{others.total()} {'more' if expected else 'declared differences'}"
+        subject = "they" if expected else "the papers"
+        parts.append(f"Of {count} {subject} do not say which side is higher: {'; '.join(said)}.")
     return " ".join(parts)
 
 
-def _counts(said: Sequence[str], words: Sequence[str]) -> str:
-    return _and([f"{said.count(each)} {each}" for each in words if each in said])
+def _said(outcomes: Counter[str]) -> list[str]:
+    return [f"{outcomes[each]} {SAID[each][outcomes[each] > 1]}" for each in VERDICTS if outcomes[each]]
 
 
 def _listed(name: str, compares: Sequence[Comparison]) -> str:
@@ -319,6 +325,22 @@ def minutes(cores: str = "1") -> str:
 def claims() -> str:
     """Which claims are supported, in one list per paper's method."""
     return "\n\n".join(_claims_of(method, every) for method, every in CLAIMS.items())
+
+
+def claims_rows() -> dict[str, list[claims_figure.Row]]:
+    """The measured differences of every method's claims."""
+    groups = {}
+    for method, every in CLAIMS.items():
+        groups[method] = [
+            claims_figure.Row(
+                f"{claim.words} ({claim.experiment})", multiple, found, each.expected, outcome(found, each.expected)
+            )
+            for claim in every
+            if has(claim.experiment)
+            for multiple, (each, found) in declared(claim.experiment, claim.pair, claim.second_multiple).items()
+            if multiple in claim.multiples
+        ]
+    return {method: rows for method, rows in groups.items() if rows}
 
 
 def _claims_of(method: str, every: Sequence[Claim]) -> str:
@@ -405,6 +427,8 @@ def redraw() -> None:
         if has(name) and EXPERIMENTS[name].measures:
             results.cache_clear()
             show(FOLDER / name, name, unit(name))
+    if groups := claims_rows():
+        claims_figure.draw(FOLDER / CLAIMS_FIGURE, groups)
 
 
 def write() -> None:

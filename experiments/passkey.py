@@ -88,7 +88,7 @@ def prompts(
     whole = size + NEEDLE_SIZE * control
     fitting = [piece for piece in pieces if len(piece) >= whole]
     if not fitting:
-        raise TextError(f"passkey: a prompt of {length} bytes needs a file of at least {whole} bytes")
+        raise TextError(f"passkey: expected a file of at least {whole} bytes for a prompt of {length} bytes, got none")
     found, keys = [], []
     for sample in range(samples):
         rng = random.Random(f"passkey {seed} {length} {depth} {sample}")

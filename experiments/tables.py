@@ -186,9 +186,9 @@ def judged(compares: Sequence[Comparison], rows: Rows, train_length: int, name: 
     lines = [
         "## Differences declared before the runs",
         "",
-        "First minus second, seed by seed, in the unit of what is measured, with the 95% interval of the mean "
-        f"(Student's t). A difference counts where the interval of at least {MIN_SEEDS} seeds excludes zero. Each "
-        "interval stands for itself.",
+        "The first minus the second, seed by seed, in the unit of the measurement, with the 95% interval of the mean "
+        f"(Student's t). A difference counts if the interval over at least {MIN_SEEDS} seeds excludes zero. The "
+        "intervals are not corrected for multiple comparisons.",
         "",
         "| first | second | measured | length / training length | seeds | difference | |",
         "|---|---|---|---:|---:|---:|---|",

@@ -169,7 +169,7 @@ def windows_of(subject: Subject, length: int) -> list[bytes]:
     windows = unseen_windows(subject.unseen, length + 1, subject.samples, subject.seed)
     if not windows:
         raise TextError(
-            f"no unseen file has {length + 1:,} bytes, as a context of {length:,} needs; give a longer text"
+            f"text: expected an unseen file of at least {length + 1:,} bytes for a context of {length:,}, got none"
         )
     return windows
 

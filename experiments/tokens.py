@@ -113,8 +113,8 @@ def from_files(paths: list[str], vocab_size: int | None, window: int) -> TokenCo
     for part, words in ((train, "to train on"), (unseen, "unseen")):
         if len(part) < MIN_WINDOWS * window:
             raise TextError(
-                f"{part.path}: has {max(len(part), 0):,} tokens {words}; at least {MIN_WINDOWS * window:,} are needed "
-                f"for windows of {window:,} tokens"
+                f"{part.path}: expected at least {MIN_WINDOWS * window:,} tokens {words}, for windows of {window:,} "
+                f"tokens, got {max(len(part), 0):,}"
             )
     for part in (train, unseen):
         if (largest := max(part[: BLOCK * 4])) >= size:

@@ -30,24 +30,15 @@ CURVE = 100  # points of a training curve
 OBSERVED = ("rope", "hope")  # encodings whose variance accounted for is recorded during training
 
 
-def _task(batches: Callable) -> Callable:
-    """Batches of a task read from text, as in BATCHES."""
-
-    def of_run(run: Run, rows: int, length: int, seed: int) -> Callable:
-        return functools.partial(batches, run.corpus, rows * length, length, seed, run.preset.steps, run.device)
-
-    return of_run
-
-
-# (run, rows, length, seed) to a function (start=step) that returns batches
-BATCHES: dict[str, Callable[[Run, int, int, int], Callable]] = {
-    TEXT: lambda run, rows, length, seed: functools.partial(tasks.batches, run.corpus, rows, length, seed, run.device),
-    COPYING: lambda run, rows, length, seed: functools.partial(
-        copying.batches, rows * length, length, seed, run.preset.steps, run.device
-    ),
-    FEW_SHOT: _task(few_shot.batches),
-    PASSKEY: _task(passkey.batches),
-}
+def batches_of(run: Run, rows: int, length: int, seed: int) -> Callable:
+    """A function (start=step) that returns the batches of the preset's text or task."""
+    if run.preset.data == TEXT:
+        return functools.partial(tasks.batches, run.corpus, rows, length, seed, run.device)
+    sizes = rows * length, length, seed, run.preset.steps, run.device
+    if run.preset.data == COPYING:
+        return functools.partial(copying.batches, *sizes)
+    task = {FEW_SHOT: few_shot, PASSKEY: passkey}[run.preset.data]
+    return functools.partial(task.batches, run.corpus, *sizes)
 
 
 def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) -> None:
@@ -84,7 +75,7 @@ def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable
     path, preset = run.model_path(trained, length, seed), run.preset
     model, rotary = untrained(run, trained, length, seed), scheme(trained, preset.config, length, run.defaults).training
     training = dataclasses.replace(preset.training(length, seed), compile=run.compile)
-    batches = BATCHES[preset.data](run, training.batch_size, length, seed)
+    batches = batches_of(run, training.batch_size, length, seed)
     state, observe = path.with_suffix(".state"), observer(run, trained, length, seed, model)
     log = log_of(run, path, training)
 

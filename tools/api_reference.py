@@ -21,6 +21,7 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
             "attention_varlen",
             "attention_with_cache",
             "attention_varlen_with_cache",
+            "rotate",
         )
     },
     "Caches": {
@@ -123,14 +124,15 @@ def _signature(name: str, node: ast.FunctionDef) -> str:
 
 
 def _markdown(doc: str | None) -> str:
-    """A docstring with Args, Attributes, Returns and Raises as lists."""
-    lines = []
+    """A docstring with Args, Attributes and Raises as lists."""
+    lines, heading = [], ""
     for line in (doc or "").replace("``", "`").splitlines():
         section = re.fullmatch(r"(Args|Attributes|Returns|Raises):", line)
         item = re.fullmatch(r"    (\w+(?:, \w+)*): (.+)", line)
         if section:
-            lines += [f"**{section[1]}**", ""]
-        elif item:
+            heading = section[1]
+            lines += [f"**{heading}**", ""]
+        elif item and heading != "Returns":  # prose
             lines.append("- " + ", ".join(f"`{x}`" for x in item[1].split(", ")) + f": {item[2]}")
         else:
             lines.append("  " * line.startswith("        ") + line.strip())

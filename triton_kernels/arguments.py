@@ -101,6 +101,7 @@ class Shape(NamedTuple):
     head_dim_v, block_dv: head_dim and block_d of v and out.
     aligned_maps: the scheme maps positions, every tile of keys lies in one chunk, and it lies in one group or holds
         whole groups.
+    rotated_keys: the keys come rotated by their own positions. So queries rotate by theirs, which may be negative.
     """
 
     head_dim: int
@@ -116,6 +117,7 @@ class Shape(NamedTuple):
     head_dim_v: int = 0
     block_dv: int = 0
     aligned_maps: bool = False
+    rotated_keys: bool = False
 
 
 NO_CACHE = CacheLayout(*(None,) * 8)

@@ -133,7 +133,8 @@ class QueryPairs(NamedTuple):
 
 class CachedKeys(NamedTuple):
     """A sequence's keys. k, v: HeadViews of the cache. first_slot: of the first key. length: how many keys there are.
-    shift: added to positions before they are looked up, so that none is negative; 0 if the scheme maps positions."""
+    shift: added to positions before they are looked up, so that none is negative; 0 if the scheme maps positions or the
+    keys come rotated."""
 
     k: object
     v: object
@@ -305,7 +306,7 @@ def attention_decode(
             return
 
     rows = find_rows(program, seq, group, SHAPE)
-    shift = tl.maximum(-seq.ahead, 0) if scheme.maps is None else 0
+    shift = tl.maximum(-seq.ahead, 0) if scheme.maps is None and not SHAPE.rotated_keys else 0
     first_q = tile * SHAPE.block_m // group + seq.ahead
     last_q = tl.minimum((tile * SHAPE.block_m + SHAPE.block_m - 1) // group, seq.length_q - 1) + seq.ahead
     offsets = token_offsets(q, batch, seq.start_q + rows.token, rows.head, SHAPE)

@@ -191,7 +191,7 @@ def attention_forward(
         return
 
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
-    rows = tile_rows(first, seq.length_q, seq.length_k, packed_q, scheme, SHAPE.block_m)
+    rows = tile_rows(first, seq.length_q, seq.length_k, packed_q, scheme, SHAPE.block_m, SHAPE.rotated_keys)
     position = first + rows.index + seq.ahead  # [BM]
     last = tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead
     head_kv = head // (heads_q // heads_kv)

@@ -40,18 +40,25 @@ def rotate_rows(
     max_seqlen,
     table_rows,
     heads,
+    cache,
     HEADS_PER_PROGRAM: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
     """x: TensorView; out: TensorView (copy, row, head); rotations int32: the rotation of every copy. If x are queries,
-    the "other" lengths are of keys; if x are keys, of queries."""
+    the "other" lengths are of keys; if x are keys, of queries.
+
+    cache: its fields are None, or the cache that x are new keys for. They are then the last rows of its sequences."""
     batch, first = row_program(max_seqlen, SHAPE.block_m)
-    start, length = sequence_rows(cu_seqlens, batch, seqlen)
-    _, length_other = sequence_rows(cu_seqlens_other, batch, seqlen_other)
+    if cache.seqlens is None:
+        start, length = sequence_rows(cu_seqlens, batch, seqlen)
+        _, length_other = sequence_rows(cu_seqlens_other, batch, seqlen_other)
+    else:
+        seq = find_cached_sequence(cache, cu_seqlens, batch, seqlen)
+        start, length, length_other = seq.start_q, seq.length_q, seq.length_k
     if first >= length:
         return
     packed = packed_row(cu_seqlens, batch, start, seqlen)
-    rows = tile_rows(first, length, length_other, packed, scheme, SHAPE.block_m)
+    rows = tile_rows(first, length, length_other, packed, scheme, SHAPE.block_m, SHAPE.rotated_keys)
     loaded = existing_rows(rows)
     copy = tl.program_id(2)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)

@@ -218,19 +218,24 @@ def load_cos_sin_from(table, rotation, start, index, FIRST: tl.constexpr, COUNT:
     """cos and sin of positions start + index [M]. The fine rows `index` are the same for every tile."""
     D: tl.constexpr = SHAPE.block_d
     ptr = table_columns(table, rotation, FIRST, COUNT, D)
-    start_cos, start_sin = load_two_levels(ptr, start, D)
+    start_cos, start_sin = load_start(ptr, start, SHAPE)
     at = ptr[None, :] + index[:, None] * D
     return add_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
 
 
 @triton.jit
 def load_cos_sin_at(table, rotation, position, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
-    """cos and sin of positions [M] >= 0, which the scheme may map. They depend on the position, not on the tile."""
+    """cos and sin of positions [M], which the scheme may map. They depend on the position, not on the tile. Positions
+    are below 0 only where keys come rotated."""
     D: tl.constexpr = SHAPE.block_d
     ptr = table_columns(table, rotation, FIRST, COUNT, D)
     if table.maps is not None:
         position = mapped_positions(load_row_map(table.maps, rotation), position)
-    return load_each(ptr, position, D)
+    if SHAPE.rotated_keys:
+        cos, sin = load_each(ptr, tl.abs(position), D)
+        return cos, tl.where((position < 0)[:, None], -sin, sin)
+    else:
+        return load_each(ptr, position, D)
 
 
 @triton.jit
@@ -250,6 +255,16 @@ def load_two_levels(ptr, position, D: tl.constexpr):
 
 
 @triton.jit
+def load_start(ptr, position, SHAPE: tl.constexpr):
+    """load_two_levels of a tile's first row. Where keys come rotated its position may be negative."""
+    if SHAPE.rotated_keys:
+        cos, sin = load_two_levels(ptr, tl.abs(position), SHAPE.block_d)
+        return cos, tl.where(position < 0, -sin, sin)
+    else:
+        return load_two_levels(ptr, position, SHAPE.block_d)
+
+
+@triton.jit
 def load_cos_sin_by_blocks(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
     """load_cos_sin. Reads BLOCK + M / BLOCK table rows instead of M. Passes through shared memory: for prologues, not
     for loops."""
@@ -260,7 +275,7 @@ def load_cos_sin_by_blocks(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl
         BLOCK: tl.constexpr = BLOCK_ROWS if M > BLOCK_ROWS else M
         D: tl.constexpr = SHAPE.block_d
         ptr = table_columns(table, rotation, FIRST, COUNT, D)
-        start_cos, start_sin = load_two_levels(ptr, rows.start, D)
+        start_cos, start_sin = load_start(ptr, rows.start, SHAPE)
         at = ptr[None, :] + (tl.arange(0, M // BLOCK) * BLOCK)[:, None] * D
         first_cos, first_sin = add_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
         at = ptr[None, :] + tl.arange(0, BLOCK)[:, None] * D

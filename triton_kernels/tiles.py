@@ -274,15 +274,15 @@ class TileRows(NamedTuple):
 
 
 @triton.jit
-def tile_rows(first, length, length_other, packed, scheme, BLOCK: tl.constexpr):
+def tile_rows(first, length, length_other, packed, scheme, BLOCK: tl.constexpr, ROTATED_KEYS: tl.constexpr = False):
     """The rows of a sequence's queries or keys from `first` on. length_other: the length of its keys or queries.
     packed: the sequence's packed_row, which is also its first row in the table of given positions.
 
     Queries are ahead of keys by length_k - length_q. If that is negative, both are shifted, so that no position is
-    negative. If the scheme maps positions, nothing is shifted and start is for queries."""
+    negative. If the scheme maps positions, or keys come rotated, nothing is shifted and start is for queries."""
     if scheme.positions is not None:
         start = first + packed.to(tl.int32)
-    elif scheme.maps is not None:
+    elif scheme.maps is not None or ROTATED_KEYS:
         start = first + length_other - length
     else:
         start = first + tl.maximum(length_other - length, 0)

@@ -61,6 +61,68 @@ def draw(run: Run, path: Path) -> bool:
     return True
 
 
+CPU_SERIES = {  # of ``draw_cpu``: contestant: (words, look); which of them were run depends on the panel
+    "HoPE, compiled": ("flashrope HoPE", {"color": "#0072B2", "marker": "s", "linewidth": 2.4}),
+    "ReRoPE, compiled": ("flashrope ReRoPE", {"color": "#009E73", "marker": "^", "linewidth": 2.4}),
+    "compiled RoPE + SDPA": ("compiled RoPE + SDPA", {"color": "#000000", "marker": "o", "linewidth": 1.3}),
+    "eager RoPE + SDPA": ("eager RoPE + SDPA", {"color": "#D55E00", "marker": "o", "linestyle": (0, (4, 2))}),
+    "SDPA": ("SDPA, no rotation", {"color": "#888888", "marker": ".", "linestyle": (0, (1, 1.2))}),
+    "ReRoPE, two dense matrices": ("ReRoPE, two score matrices", {"color": "#CC79A7", "marker": "D"}),
+    "rotate the cache, then SDPA": ("ReRoPE, rotated cache + SDPA", {"color": "#CC79A7", "marker": "D"}),
+}
+CPU_PANELS = {"forward, ": "forward", "forward + backward, ": "forward + backward", "decoding, ": "decoding one token"}
+
+
+def draw_cpu(run: Run, path: Path) -> bool:
+    """Writes a PNG of ``python -m bench cpu``: time by length for prefill, training and decoding, in float32.
+
+    Of several windows at a length, the one nearest to 1,024 and to a quarter of the length is shown. Returns False if
+    there is nothing to draw.
+    """
+    panels = {
+        title: [record for record in run.records if _of_panel(record, start)] for start, title in CPU_PANELS.items()
+    }
+    panels = {title: records for title, records in panels.items() if records}
+    if not panels:
+        return False
+    figure = new_figure((3.8 * len(panels) + 0.4, 4.3), dpi=150)
+    handles: dict[str, object] = {}
+    for axes, (title, records) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for name, (words, look) in CPU_SERIES.items():
+            points = _by_window([record for record in records if record.contestant == name])
+            if points:
+                (handles[words],) = axes.plot(list(points), list(points.values()), markersize=5, label=words, **look)
+        _decades(axes)
+        _length_axis(axes, sorted({record.seqlen for record in records}), "keys" if "decoding" in title else "seqlen")
+        axes.set_title(f"{title}: ms", loc="left", fontsize=10)
+    sizes = run.records[0].sizes
+    figure.suptitle(
+        f"CPU, float32, batch {sizes['batch']}, {sizes['heads']} heads of {sizes['head_dim']} channels\n{_origin(run)}",
+        fontsize=8,
+        x=0.01,
+        ha="left",
+    )
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    save(figure, path)
+    return True
+
+
+def _of_panel(record: Record, start: str) -> bool:
+    quiet = "busy" not in record.table and record.sizes["dtype"] == "float32"
+    return quiet and record.table.startswith(start) and record.contestant in CPU_SERIES
+
+
+def _by_window(records: Sequence[Record]) -> dict[int, float]:
+    """{length: milliseconds} in order of length, for the chosen window of each."""
+    chosen: dict[int, Record] = {}
+    for record in records:
+        wanted = min(1024, record.seqlen // 4)
+        before = chosen.get(record.seqlen)
+        if before is None or abs(record.sizes["window"] - wanted) <= abs(before.sizes["window"] - wanted):
+            chosen[record.seqlen] = record
+    return {length: chosen[length].milliseconds for length in sorted(chosen)}
+
+
 def draw_scaling(run: Run, path: Path, panels: Sequence[tuple[str, str, str, dict[str, dict[float, float]]]]) -> bool:
     """Writes a PNG of panels (title, x label, y label, {series: {x: y}}), two per row, with logarithmic axes."""
     panels = [panel for panel in panels if any(panel[3].values())]

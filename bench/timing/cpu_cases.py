@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from flashrope import attention_with_cache
+from flashrope import Rotary, attention_with_cache
 from flashrope.backends.cpu import library, loader
 
 from .contestants import KERNELS, Contestant, dense, own, with_rope
@@ -28,10 +28,13 @@ class Entry(NamedTuple):
     base: str  # the entry that its ratio refers to
     contestant: Contestant
     arrange: Callable[[torch.Tensor], torch.Tensor]  # from rows first in memory to the layout that it reads
+    dtype: torch.dtype | None = None  # of its tensors, where it is not that of the table
 
 
-def compiled_kernels() -> library.Library | None:
-    """The compiled kernels of the installation, if it has them."""
+def compiled_kernels(target: str | None = None) -> library.Library | None:
+    """The compiled kernels of the installation, if it has them: for this processor, or of a target by name."""
+    if target:
+        return library.Library(loader.FOLDER / f"{target}.so")
     found = loader.find()
     print(f"compiled kernels: {found.target or f'left out: {found.problem}'}")
     return found.library
@@ -74,21 +77,59 @@ def paged(scheme: Callable, problem: Problem) -> Callable:
     return lambda q, k, v: attention_with_cache(q, pool(k), pool(v), rotary, seqlens, block_table=table, impl="cpu")
 
 
+def self_extend(problem: Problem) -> Rotary:
+    return problem.rope().self_extend(max(problem.window // 8, 1) * 8, 8)
+
+
+def dual_chunk(problem: Problem) -> Rotary:
+    """Chunks of about a window, in whole tiles."""
+    chunk = max(problem.window // 128, 1) * 128
+    return problem.rope().dual_chunk(chunk + 64, 64)
+
+
+SCHEMES = {
+    "RoPE": Problem.rope,
+    "HoPE": Problem.hope,
+    "ReRoPE": Problem.rerope,
+    "Self-Extend": self_extend,
+    "dual chunk": dual_chunk,
+}
+MAPS = ("Self-Extend", "dual chunk")
+
+
 def of_kernels(kernels) -> dict[str, library.Library | None]:
     return {COMPOSED: None, COMPILED: kernels} if kernels else {COMPOSED: None}
 
 
-def entry(name: str, base: str, scheme: Callable, prepare: Callable, kernels=None, arrange=rows_first, ours=False):
-    return Entry(name, base, Contestant(name, scheme, partial(with_kernels, kernels, prepare), ours), arrange)
+def entry(
+    name: str, base: str, scheme: Callable, prepare: Callable, kernels=None, arrange=rows_first, ours=False, dtype=None
+):
+    contestant = Contestant(name, scheme, partial(with_kernels, kernels, prepare), ours)
+    return Entry(name, base, contestant, arrange, dtype)
 
 
-def forward_entries(kernels, schemes: tuple[str, ...] = ("ReRoPE",)) -> list[Entry]:
-    """SDPA and the schemes, "HoPE" or "ReRoPE"."""
+def forward_entries(kernels, schemes: tuple[str, ...] = ("ReRoPE",), half: bool = False) -> list[Entry]:
+    """SDPA and the schemes. half: in a type below float32, and compiled in float32 too."""
     found = [entry(SDPA, SDPA, Problem.none, KERNELS["SDPA flash"], arrange=heads_first)]
     for scheme in schemes:
-        of_problem = getattr(Problem, scheme.lower())
+        prepare = partial(own, SCHEMES[scheme])
         for kind, library_ in of_kernels(kernels).items():
-            found.append(entry(f"{scheme}, {kind}", SDPA, of_problem, partial(own, of_problem), library_, ours=True))
+            found.append(entry(f"{scheme}, {kind}", SDPA, SCHEMES[scheme], prepare, library_, ours=True))
+        if half and kernels:
+            name = f"{scheme}, {COMPILED}, float32"
+            found.append(entry(name, SDPA, SCHEMES[scheme], prepare, kernels, ours=True, dtype=torch.float32))
+    return found
+
+
+def map_entries(kernels, decoding: bool) -> list[Entry]:
+    """Schemes that map positions, and RoPE."""
+    found = []
+    for kind, library_ in of_kernels(kernels).items():
+        for scheme in ("RoPE", *MAPS):
+            of_problem = SCHEMES[scheme]
+            prepare = partial(own_with_cache, of_problem, "cpu") if decoding else partial(own, of_problem)
+            arrange = heads_first if decoding else rows_first
+            found.append(entry(f"{scheme}, {kind}", f"RoPE, {kind}", of_problem, prepare, library_, arrange, True))
     return found
 
 
@@ -101,18 +142,24 @@ def peer_entries() -> list[Entry]:
     ]
 
 
-def decoding_entries(kernels) -> list[Entry]:
-    """One token over a cache of raw keys, or as in ReRoPE's author's code, which rotates the cache at every step."""
+def decoding_entries(kernels, half: bool = False) -> list[Entry]:
+    """One token over a cache of raw keys, or as in ReRoPE's author's code, which rotates the cache at every step.
+
+    half: as in ``forward_entries``.
+    """
     found = [entry(SDPA, SDPA, Problem.none, KERNELS["SDPA flash"], arrange=heads_first)]
     for kind, library_ in of_kernels(kernels).items():
         for scheme in ("ReRoPE", "HoPE"):
-            of_problem = getattr(Problem, scheme.lower())
+            of_problem = SCHEMES[scheme]
             cached = partial(own_with_cache, of_problem, "cpu")
             found.append(entry(f"{scheme}, {kind}", SDPA, of_problem, cached, library_, heads_first, True))
         pages = partial(paged, Problem.rerope)
         found.append(entry(f"ReRoPE, {kind}, paged", f"ReRoPE, {kind}", Problem.rerope, pages, library_, ours=True))
         rows = partial(own_with_cache, Problem.rerope, "cpu")
         found.append(entry(f"ReRoPE, {kind}, rows first", SDPA, Problem.rerope, rows, library_, ours=True))
+    if half and kernels:
+        name, cached = f"ReRoPE, {COMPILED}, float32", partial(own_with_cache, Problem.rerope, "cpu")
+        found.append(entry(name, SDPA, Problem.rerope, cached, kernels, heads_first, True, torch.float32))
     rotates = partial(rotate_cache, "eager RoPE")
     return [*found, entry("rotate the cache, then SDPA", SDPA, Problem.rerope, rotates)]
 

@@ -57,7 +57,9 @@ def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentPa
         help="forward only, forward and backward (default: one after the other)",
     )
     p.add_argument("--contestants", nargs="+", metavar="NAME", help="only those whose name contains one of these")
-    seconds = f"time for the rounds of a table (default: GPU {SECONDS['cuda']}, CPU {SECONDS['cpu']})"
+    seconds = (
+        f"time for the rounds of each table, not of the run (default: GPU {SECONDS['cuda']}, CPU {SECONDS['cpu']})"
+    )
     p.add_argument("--seconds", type=float, help=seconds)
     p.add_argument("--threads", type=positive, help="CPU threads (default: PyTorch's)")
     add_output_options(p)

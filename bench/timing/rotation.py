@@ -61,7 +61,7 @@ def separate(encoding: Callable, problem: Problem):
 
 
 def exact_keys(scheme, problem: Problem):
-    return lambda q, k, v: reference.rotate(k, scheme(problem), positions(problem))
+    return lambda q, k, v: reference.rotate_by(k, scheme(problem), positions(problem))
 
 
 def moved(with_queries: bool, problem: Problem) -> int:

@@ -44,6 +44,7 @@ PAGE_SIZE = 128  # of transformers' cache, as vLLM's default on the CPU
 SCHEMES = {
     ", stock": None,
     " + flashrope, RoPE": {},
+    f" + flashrope, HoPE {TRAIN_LENGTH}": {"hope_train_length": TRAIN_LENGTH},
     f" + flashrope, ReRoPE {WINDOW}, log n": {"window": WINDOW, "log_n": TRAIN_LENGTH},
 }
 ENVIRONMENT = {

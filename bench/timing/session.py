@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
+from flashrope.cli.progress import duration
 from tqdm import tqdm
 
 from .. import machine
@@ -66,6 +67,7 @@ class Session:
         if self.options.contestants:
             tables = [dataclasses.replace(table, contestants=self.chosen(table.contestants)) for table in tables]
         self.bar.reset(total=sum(len(table.contestants) for table in tables) * 2)
+        self.say(expected_time(len(tables), self.options.seconds))
         self.say(f"checking the contestants of {len(tables)} tables")
         for table in tables:
             self.check(table)
@@ -242,6 +244,14 @@ class Session:
     def step(self, what: str) -> None:
         self.bar.set_description_str(what[:60], refresh=False)
         self.bar.update()
+
+
+def expected_time(tables: int, seconds: float) -> str:
+    """What a run takes at least: its rounds. Compiling, checks and the measurement of memory are not known before."""
+    each = f"{tables} table{'s' if tables != 1 else ''} of {seconds:g} s each (--seconds)"
+    return (
+        f"expected time: {duration(tables * seconds)} for {each}; checks, compiling and memory take about as long again"
+    )
 
 
 def inputs_of(table: Table) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -8,6 +8,8 @@
 
 namespace flashrope {
 
+constexpr int BLOCK_M = 64;  // query rows of a tile
+
 struct BackwardCall {  // cpu/library.py has the same
   ForwardCall forward;  // with the out and lse that it computed
   TensorView grad_out, grad_q, grad_k, grad_v;
@@ -114,8 +116,8 @@ struct KeyHead {
     std::fill_n(grad_rotated_k.get(), keys * width, 0.0f);
     for (int64_t key = 0; key < call.seqlen_k; key += BLOCK_N) {
       const int64_t last_key = std::min<int64_t>(key + BLOCK_N, call.seqlen_k) - 1;
-      const int64_t first_row = std::max<int64_t>(key + band.band.start - shift, 0);
-      const int64_t end_row = std::min<int64_t>(last_key + band.band.stop - shift, call.seqlen_q);
+      const int64_t first_row = std::max<int64_t>(band.band.first_position(key) - shift, 0);
+      const int64_t end_row = std::min<int64_t>(band.band.end_position(last_key) - shift, call.seqlen_q);
       for (int64_t row = first_row / BLOCK_M * BLOCK_M; row < end_row; row += BLOCK_M) add_tile(band.band, key, row);
     }
     add_unrotated(grad_rotated_q.get(), grad_q.get(), call.seqlen_q, band.q);
@@ -139,9 +141,9 @@ struct KeyHead {
       float *w = weights + t * BLOCK_M, *g = grad_scores + t * BLOCK_M;
       for (int r = 0; r < BLOCK_M; r += LANES) store(w + r, exp(load(w + r) - load(lse.get() + row + r)));
       // rows [first, end) of the tile see the key
-      const int64_t nearest = key + t - shift - row;
-      const int first = int(std::clamp<int64_t>(nearest + band.start, 0, BLOCK_M));
-      const int end = int(std::clamp<int64_t>(nearest + band.stop, first, BLOCK_M));
+      const int64_t position = shift + row;
+      const int first = int(std::clamp<int64_t>(band.first_position(key + t) - position, 0, BLOCK_M));
+      const int end = int(std::clamp<int64_t>(band.end_position(key + t) - position, first, BLOCK_M));
       std::fill_n(w, first, 0.0f);
       std::fill(w + end, w + BLOCK_M, 0.0f);
       for (int r = 0; r < BLOCK_M; r += LANES)

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -13,16 +14,22 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <utility>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 namespace flashrope {
 
-#ifdef __AVX512F__
-constexpr int LANES = 16;
-#else
-constexpr int LANES = 8;
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, REGISTERS = 16;
+#else  // NEON
+constexpr int LANES = 4, REGISTERS = 32;
 #endif
 constexpr int MAX_HEAD_DIM = 256;
-constexpr int MAX_VECTORS = MAX_HEAD_DIM / LANES;
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 using Vec = float __attribute__((vector_size(4 * LANES)));
@@ -34,22 +41,50 @@ inline Vec load(const float* x) {
   return v;
 }
 inline void store(float* x, Vec v) { std::memcpy(x, &v, sizeof v); }
+inline IntVec lane_numbers() {
+  IntVec v;
+  for (int i = 0; i < LANES; ++i) v[i] = i;
+  return v;
+}
 inline Vec broadcast(float x) { return x - Vec{}; }  // unlike x + 0, no instruction for it
 
-inline float sum(Vec v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
+// With the vectors in blocks of 2 HALF lanes: the sums of the halves of every block, of a in the first HALF lanes, of b
+// in the others.
+template <int HALF, int... LANE>
+inline Vec add_halves(Vec a, Vec b, std::integer_sequence<int, LANE...>) {
+  return __builtin_shufflevector(a, b, (LANE % (2 * HALF) < HALF ? LANE : LANE - HALF + LANES)...) +
+         __builtin_shufflevector(a, b, (LANE % (2 * HALF) < HALF ? LANE + HALF : LANE + LANES)...);
 }
 
+// The sums of HALF * 2 vectors, which it overwrites, one per lane where that is all lanes.
+template <int HALF = LANES / 2>
+inline Vec sums(Vec* v) {
+  for (int i = 0; i < HALF; ++i) v[i] = add_halves<HALF>(v[i], v[i + HALF], std::make_integer_sequence<int, LANES>());
+  if constexpr (HALF > 1)
+    return sums<HALF / 2>(v);
+  else
+    return v[0];
+}
+
+// v with the halves of every block of 2 HALF lanes swapped.
+template <int HALF, int... LANE>
+inline Vec swap_halves(Vec v, std::integer_sequence<int, LANE...>) {
+  return __builtin_shufflevector(v, v, (LANE ^ HALF)...);
+}
+
+template <int HALF = LANES / 2>
+inline float sum(Vec v) {
+  v += swap_halves<HALF>(v, std::make_integer_sequence<int, LANES>());
+  if constexpr (HALF > 1) return sum<HALF / 2>(v);
+  return v[0];
+}
+
+template <int HALF = LANES / 2>
 inline float maximum(Vec v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-  return lanes[0];
+  const Vec swapped = swap_halves<HALF>(v, std::make_integer_sequence<int, LANES>());
+  v = v > swapped ? v : swapped;
+  if constexpr (HALF > 1) return maximum<HALF / 2>(v);
+  return v[0];
 }
 
 // exp(x) for x <= 0, within 2 units in the last place; 0 below the smallest normal number. NaN stays NaN.
@@ -93,6 +128,31 @@ inline float to_float(BFloat16 x) {
   return y;
 }
 
+// GCC 12 makes scalar code of __builtin_convertvector from half precision, and twice the instructions from uint16_t.
+inline Vec load(const BFloat16* x) {
+#if defined(__AVX512F__)
+  return (Vec)((IntVec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)) << 16);
+#elif defined(__AVX2__)
+  return (Vec)((IntVec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)x)) << 16);
+#else
+  uint16_t __attribute__((vector_size(2 * LANES))) bits;
+  std::memcpy(&bits, x, sizeof bits);
+  return (Vec)(__builtin_convertvector(bits, IntVec) << 16);
+#endif
+}
+
+inline Vec load(const Float16* x) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x));
+#else
+  Vec v;
+  for (int i = 0; i < LANES; ++i) v[i] = to_float(x[i]);
+  return v;
+#endif
+}
+
 inline void from_float(float x, float* y) { *y = x; }
 inline void from_float(float x, Float16* y) { *y = Float16(x); }
 inline void from_float(float x, BFloat16* y) {  // to nearest, ties to even
@@ -115,13 +175,23 @@ struct TensorView {  // strides in elements; channels are contiguous
 
 // Query row r is at position shift + r and sees, in this band, the keys [first_key, end_key).
 struct Band {
-  int64_t start, stop;  // distances; infinite ones are +-2^40
+  int64_t start, stop;  // distances, or with a chunk differences of chunks; infinite ones are +-2^40
+  int64_t chunk;        // 0: distances
 
-  int64_t first_key(int64_t position) const { return position - stop + 1 > 0 ? position - stop + 1 : 0; }
-  int64_t end_key(int64_t position, int64_t keys) const {
-    const int64_t end = position - start + 1;
-    return end < 0 ? 0 : end < keys ? end : keys;
+  int64_t first_key(int64_t position) const {
+    const int64_t first = chunk ? (position / chunk - stop + 1) * chunk : position - stop + 1;
+    return first > 0 ? first : 0;
   }
+  int64_t end_key(int64_t position, int64_t keys) const {
+    int64_t end = position - start + 1;
+    if (chunk && position >= 0) end = std::min((position / chunk - start + 1) * chunk, position + 1);
+    return std::clamp<int64_t>(end, 0, keys);
+  }
+  // The positions [first_position, end_position) of the rows that see a key.
+  int64_t first_position(int64_t key) const {
+    return chunk ? std::max((key / chunk + start) * chunk, key) : key + start;
+  }
+  int64_t end_position(int64_t key) const { return chunk ? (key / chunk + stop) * chunk : key + stop; }
 };
 
 struct Pairs {

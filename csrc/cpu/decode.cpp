@@ -1,13 +1,13 @@
 // attention_with_cache for a few queries per sequence. The keys of a sequence are divided into chunks, which the
 // threads share. The thread that finishes the last chunk of a head combines the results of all its chunks in order.
 //
-// Chunks are counted from a sequence's first key and keys are read one row at a time, so the results do not depend on
-// the batch, the layout of the cache or the number of threads. Within a block, key t is rotated by its distance t from
-// the block's first key, and the query by its position relative to that key: only one small table is needed.
+// Chunks are counted from a sequence's first key and every row of the cache is read where it lies, so the results do
+// not depend on the batch, the layout of the cache or the number of threads. Chunks and blocks that no query sees are
+// not read. Within a block, key t is rotated by its distance t from the block's first key, and the query by its
+// position relative to that key, in float64: only a table of that many rows is needed per key.
 
 #include "common.h"
 
-#include <algorithm>
 #include <type_traits>
 
 namespace flashrope {
@@ -16,12 +16,18 @@ constexpr int BLOCK = 64;   // keys
 constexpr int CHUNK = 512;  // keys
 constexpr int MAX_ROWS = 16;
 constexpr int MAX_BANDS = 4;
+constexpr int ACCUMULATORS = REGISTERS / 2;
 
 struct DecodeBand {
   Band band;
+  int64_t group, last;  // the query at position p rotates by slope * min(p mod chunk / group, last) + offset
   double slope, offset;
-  const float* fine;    // (2, BLOCK, pairs): cos and sin of slope * t; nullptr: keys do not rotate
-  const double* block;  // (2, pairs): cos and sin of slope * BLOCK
+  // cos and sin of slope * n (2, BLOCK, pairs), of slope * BLOCK * n (BLOCK, 2, pairs), and of slope * BLOCK * BLOCK * n
+  // (up to the longest sequence, 2, pairs); nullptr: keys do not rotate.
+  const float* fine;
+  const double *middle, *coarse;
+
+  int64_t mapped(int64_t position) const { return (band.chunk ? position % band.chunk : position) / group; }
 };
 
 struct DecodeCall {  // cpu/library.py has the same
@@ -32,7 +38,7 @@ struct DecodeCall {  // cpu/library.py has the same
   int64_t max_pages, pages, page_size;
   int64_t batch, seqlen_q, heads_q, heads_kv, head_dim;
   const double* inv_freq;  // (pairs,)
-  int64_t pairs, interleaved;
+  int64_t pairs, rotating_pairs, interleaved;  // the pairs from rotating_pairs on have a frequency of 0
   DecodeBand bands[MAX_BANDS];
   int64_t num_bands;
   double scale, log_n_factor, log_n_floor;
@@ -41,33 +47,38 @@ struct DecodeCall {  // cpu/library.py has the same
   double rotated_scale;             // of the first 2 * pairs channels of the queries
   int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16
   ParallelFor parallel_for;
+
+  int64_t seqlen(int64_t sequence) const { return bounds[2 * sequence + 1] - bounds[2 * sequence]; }
 };
 
 struct SoftmaxState {  // of the rows of one key head
   float acc[MAX_ROWS][MAX_HEAD_DIM], row_max[MAX_ROWS], row_sum[MAX_ROWS];  // row_sum 0: no key seen
 };
 
-// cos and sin (rows, pairs) of the queries' positions relative to a block, advanced from block to block.
-struct RelativeAngles {
-  double cos[MAX_ROWS][MAX_HEAD_DIM / 2], sin[MAX_ROWS][MAX_HEAD_DIM / 2];
+struct Span {  // keys of a block
+  int first, end;
+};
 
-  void start(const DecodeCall& call, const DecodeBand& band, int64_t first_position, int64_t key) {
-    for (int r = 0; r < call.seqlen_q; ++r) {
-      const double position = band.slope * double(first_position + r - key) + band.offset;
-      for (int m = 0; m < call.pairs; ++m) {
-        cos[r][m] = std::cos(position * call.inv_freq[m]);
-        sin[r][m] = std::sin(position * call.inv_freq[m]);
-      }
-    }
+// cos and sin (batch, bands, seqlen_q, 2, pairs) of the angles of the queries.
+struct QueryAngles {
+  const DecodeCall& call;
+  std::unique_ptr<double[]> angles{new double[call.batch * call.num_bands * call.seqlen_q * 2 * call.pairs + 1]};
+
+  double* of(int64_t sequence, int64_t b, int64_t row) const {
+    return angles.get() + ((sequence * call.num_bands + b) * call.seqlen_q + row) * 2 * call.pairs;
   }
 
-  void next_block(const DecodeCall& call, const DecodeBand& band) {
-    const double *block_cos = band.block, *block_sin = band.block + call.pairs;
-    for (int r = 0; r < call.seqlen_q; ++r)
-      for (int m = 0; m < call.pairs; ++m) {
-        const double c = cos[r][m], s = sin[r][m];
-        cos[r][m] = c * block_cos[m] + s * block_sin[m];
-        sin[r][m] = s * block_cos[m] - c * block_sin[m];
+  void fill(int64_t sequence) {
+    for (int64_t b = 0; b < call.num_bands; ++b)
+      for (int64_t row = 0; row < call.seqlen_q; ++row) {
+        const DecodeBand& band = call.bands[b];
+        const int64_t mapped = band.mapped(call.seqlen(sequence) - call.seqlen_q + row);
+        const double position = band.slope * double(std::min(mapped, band.last)) + band.offset;
+        double* cos = of(sequence, b, row);
+        for (int m = 0; m < call.pairs; ++m) {
+          const double angle = m < call.rotating_pairs ? position * call.inv_freq[m] : 0;
+          cos[m] = std::cos(angle), cos[call.pairs + m] = std::sin(angle);
+        }
       }
   }
 };
@@ -76,43 +87,49 @@ struct RelativeAngles {
 template <typename T, int D>
 struct Chunk {
   const DecodeCall& call;
+  const QueryAngles& query_angles;
   int64_t sequence, head_kv, first_key, end_key;  // keys count from the sequence's first
   const int64_t head_dim = D ? D : call.head_dim;
-  const int64_t padded_dim = (head_dim + LANES - 1) / LANES * LANES;
+  const int vectors = int((head_dim + LANES - 1) / LANES), padded_dim = vectors * LANES;
   const int64_t group = call.heads_q / call.heads_kv;
   const int rows = int(group * call.seqlen_q);  // row r: query r % seqlen_q of query head head_kv * group + r / seqlen_q
-  const int64_t first_slot = call.bounds[2 * sequence], seqlen = call.bounds[2 * sequence + 1] - first_slot;
+  const int64_t first_slot = call.bounds[2 * sequence], seqlen = call.seqlen(sequence);
   const int64_t first_position = seqlen - call.seqlen_q;
   const Pairs pairs{int(call.pairs), call.interleaved != 0};
+  const bool whole_vectors = head_dim == padded_dim;  // rows of the cache can be read as vectors
+  // Pairs that rotate as whole vectors.
+  const int rotating_vectors = int((call.rotating_pairs + LANES - 1) / LANES);
+  const bool vector_pairs = whole_vectors && !pairs.interleaved && pairs.count % LANES == 0;
 
-  alignas(64) float q[MAX_ROWS][MAX_HEAD_DIM];  // times the scale
-  alignas(64) float rotated_q[MAX_ROWS][MAX_HEAD_DIM];
-  alignas(64) float copies[BLOCK][MAX_HEAD_DIM];  // of k, rotated or converted, then of v
+  alignas(64) float q[MAX_ROWS * MAX_HEAD_DIM];  // times the scale; the next ones per band
+  alignas(64) float rotated_q[MAX_BANDS][MAX_ROWS * MAX_HEAD_DIM];
+  alignas(64) float copies[BLOCK * MAX_HEAD_DIM];  // of LANES keys, rotated or converted, or of a block's values
   alignas(64) float scores[MAX_ROWS][BLOCK];
-  RelativeAngles angles[MAX_BANDS];
+  Span spans[MAX_BANDS][MAX_ROWS];  // per query
   const T *k_rows[BLOCK], *v_rows[BLOCK];
-  const float* tile[BLOCK];
 
-  Chunk(const DecodeCall& call, int64_t sequence, int64_t head_kv, int64_t first_key, int64_t end_key)
-      : call(call), sequence(sequence), head_kv(head_kv), first_key(first_key), end_key(end_key) {}
+  Chunk(const DecodeCall& call, const QueryAngles& query_angles, int64_t sequence, int64_t head_kv, int64_t first_key)
+      : call(call), query_angles(query_angles), sequence(sequence), head_kv(head_kv), first_key(first_key),
+        end_key(std::min(first_key + CHUNK, call.seqlen(sequence))) {}
 
   void run(SoftmaxState& state) {
-    load_queries();
     for (int r = 0; r < rows; ++r) {
-      std::memset(state.acc[r], 0, padded_dim * sizeof(float));
+      std::fill_n(state.acc[r], padded_dim, 0.0f);
       state.row_max[r] = -INF, state.row_sum[r] = 0;
     }
-    for (int b = 0; b < call.num_bands; ++b) angles[b].start(call, call.bands[b], first_position, first_key);
+    load_queries();
+    for (int b = 0; b < call.num_bands; ++b)
+      if (!call.bands[b].fine) rotate_queries(b, 0);
     for (int64_t key = first_key; key < end_key; key += BLOCK) {
-      const int keys = int(end_key - key < BLOCK ? end_key - key : BLOCK);
+      const int keys = int(std::min<int64_t>(end_key - key, BLOCK));
+      bool seen[MAX_BANDS], any = false;
+      for (int b = 0; b < call.num_bands; ++b) any |= seen[b] = find_spans(b, key, keys);
+      if (!any) continue;
       find_rows(key, keys);
       std::fill_n(&scores[0][0], rows * BLOCK, -INF);
-      bool seen = false;
-      for (int b = 0; b < call.num_bands; ++b) {
-        seen |= add_scores(b, key, keys);
-        if (call.bands[b].fine && key + BLOCK < end_key) angles[b].next_block(call, call.bands[b]);
-      }
-      if (seen) add_values(state, keys);
+      for (int b = 0; b < call.num_bands; ++b)
+        if (seen[b]) add_scores(b, key);
+      add_values(state, keys);
     }
   }
 
@@ -128,115 +145,232 @@ struct Chunk {
       if (call.length_scale) scale *= std::fmax(0.1 * std::log(double(seqlen) / call.length_scale) + 1, 1.0);
       const float scale_rotated = float(scale * call.rotated_scale), scale_rest = float(scale);
       const T* x = call.q.row<const T>(sequence, row, head_kv * group + r / call.seqlen_q);
-      for (int c = 0; c < head_dim; ++c) q[r][c] = to_float(x[c]) * (c < 2 * call.pairs ? scale_rotated : scale_rest);
-      for (int c = int(head_dim); c < padded_dim; ++c) rotated_q[r][c] = 0;
+      float* y = q + r * padded_dim;
+      for (int c = 0; c < head_dim; ++c) y[c] = to_float(x[c]) * (c < 2 * call.pairs ? scale_rotated : scale_rest);
+      for (int b = 0; b < call.num_bands; ++b)
+        std::fill(rotated_q[b] + r * padded_dim + head_dim, rotated_q[b] + (r + 1) * padded_dim, 0.0f);
     }
+  }
+
+  // The keys of the block that each query sees. Returns whether there are any.
+  bool find_spans(int b, int64_t key, int keys) {
+    const Band& band = call.bands[b].band;
+    bool any = false;
+    for (int row = 0; row < call.seqlen_q; ++row) {
+      const int64_t first = band.first_key(first_position + row), end = band.end_key(first_position + row, seqlen);
+      spans[b][row] = {int(std::clamp<int64_t>(first - key, 0, keys)), int(std::clamp<int64_t>(end - key, 0, keys))};
+      any |= spans[b][row].first < spans[b][row].end;
+    }
+    return any;
   }
 
   // Page numbers outside the cache are clamped.
   void find_rows(int64_t key, int keys) {
-    for (int t = 0; t < keys; ++t) {
-      int64_t page = sequence, slot = first_slot + key + t;
+    for (int t = 0; t < keys;) {
+      int64_t page = sequence, slot = first_slot + key + t, last = keys;
       if (call.block_table) {
         page = call.block_table[sequence * call.max_pages + slot / call.page_size];
-        page = page < 0 ? 0 : page < call.pages ? page : call.pages - 1;
+        page = std::clamp<int64_t>(page, 0, call.pages - 1);
         slot %= call.page_size;
+        last = std::min<int64_t>(last, t + call.page_size - slot);
       }
-      k_rows[t] = call.k.row<const T>(page, slot, head_kv);
-      v_rows[t] = call.v.row<const T>(page, slot, head_kv);
+      const T *k = call.k.row<const T>(page, slot, head_kv), *v = call.v.row<const T>(page, slot, head_kv);
+      for (; t < last; ++t, k += call.k.stride_row, v += call.v.stride_row) k_rows[t] = k, v_rows[t] = v;
     }
   }
 
-  // The tile of rows as float32, in place where possible.
-  void convert(const T* const* from, int begin, int end) {
-    if constexpr (std::is_same_v<T, float>) {
-      if (padded_dim == head_dim) {
-        for (int t = begin; t < end; ++t) tile[t] = from[t];
-        return;
-      }
-    }
-    for (int t = begin; t < end; ++t) {
-      for (int c = 0; c < head_dim; ++c) copies[t][c] = to_float(from[t][c]);
-      for (int c = int(head_dim); c < padded_dim; ++c) copies[t][c] = 0;
-      tile[t] = copies[t];
-    }
-  }
-
-  // The scores of one band. Returns whether any row sees a key in it.
-  bool add_scores(int b, int64_t key, int keys) {
+  // The queries relative to the mapped position of a block's first key.
+  void rotate_queries(int b, int64_t key) {
     const DecodeBand& band = call.bands[b];
-    int first[MAX_ROWS], end[MAX_ROWS], begin_any = BLOCK, end_any = 0;
-    for (int r = 0; r < rows; ++r) {
-      const int64_t position = first_position + r % call.seqlen_q;
-      const int64_t low = band.band.first_key(position) - key, high = band.band.end_key(position, seqlen) - key;
-      first[r] = int(low < 0 ? 0 : low < keys ? low : keys), end[r] = int(high < 0 ? 0 : high < keys ? high : keys);
-      if (first[r] < end[r]) {
-        begin_any = first[r] < begin_any ? first[r] : begin_any;
-        end_any = end[r] > end_any ? end[r] : end_any;
+    const int64_t count = pairs.count;
+    const double* coarse = band.fine ? band.coarse + key / (BLOCK * BLOCK) * 2 * count : nullptr;
+    const double* middle = band.fine ? band.middle + key / BLOCK % BLOCK * 2 * count : nullptr;
+    const float* fine = band.fine && key % BLOCK ? band.fine + key % BLOCK * count : nullptr;
+    for (int64_t row = 0; row < call.seqlen_q; ++row) {
+      const double *query_cos = query_angles.of(sequence, b, row), *query_sin = query_cos + count;
+      float cos[MAX_HEAD_DIM / 2], sin[MAX_HEAD_DIM / 2];
+      for (int m = 0; m < count; ++m) {
+        double c = query_cos[m], s = query_sin[m];
+        if (coarse) {
+          subtract_angle(c, s, coarse[m], coarse[count + m]);
+          subtract_angle(c, s, middle[m], middle[count + m]);
+        }
+        if (fine) subtract_angle(c, s, fine[m], fine[BLOCK * count + m]);
+        cos[m] = float(c), sin[m] = float(s);
       }
+      for (int64_t r = row; r < rows; r += call.seqlen_q)
+        rotate(q + r * padded_dim, rotated_q[b] + r * padded_dim, cos, sin, pairs, int(head_dim));
     }
-    if (begin_any >= end_any) return false;
-    if (band.fine) {
-      const float *cos = band.fine, *sin = band.fine + BLOCK * call.pairs;
-      for (int t = begin_any; t < end_any; ++t) {
-        rotate(k_rows[t], copies[t], cos + t * call.pairs, sin + t * call.pairs, pairs, int(head_dim));
-        for (int c = int(head_dim); c < padded_dim; ++c) copies[t][c] = 0;
-        tile[t] = copies[t];
-      }
-    } else {
-      convert(k_rows, begin_any, end_any);
-    }
-    for (int r = 0; r < rows; ++r) {
-      rotate_query(b, r);
-      Vec row[MAX_VECTORS];
-      for (int c = 0; c < padded_dim / LANES; ++c) row[c] = load(rotated_q[r] + c * LANES);
-      for (int t = first[r]; t < end[r]; ++t) {
-        Vec products = row[0] * load(tile[t]);
-        for (int c = 1; c < padded_dim / LANES; ++c) products += row[c] * load(tile[t] + c * LANES);
-        scores[r][t] = sum(products);
-      }
-    }
-    return true;
   }
 
-  void rotate_query(int b, int r) {
-    const RelativeAngles& at = angles[b];
-    const int64_t row = r % call.seqlen_q;
-    float cos[MAX_HEAD_DIM / 2], sin[MAX_HEAD_DIM / 2];
-    for (int m = 0; m < pairs.count; ++m) cos[m] = float(at.cos[row][m]), sin[m] = float(at.sin[row][m]);
-    rotate(q[r], rotated_q[r], cos, sin, pairs, int(head_dim));
+  static void subtract_angle(double& cos, double& sin, double other_cos, double other_sin) {
+    const double c = cos, s = sin;
+    cos = c * other_cos + s * other_sin;
+    sin = s * other_cos - c * other_sin;
+  }
+
+  void add_scores(int b, int64_t key) {
+    const DecodeBand& band = call.bands[b];
+    int first = BLOCK, end = 0;
+    for (int row = 0; row < call.seqlen_q; ++row) {
+      if (spans[b][row].first >= spans[b][row].end) continue;
+      first = std::min(first, spans[b][row].first), end = std::max(end, spans[b][row].end);
+    }
+    // Key t is at the mapped position mapped + (skipped + t) / group.
+    const int64_t mapped = band.mapped(key), skipped = (band.band.chunk ? key % band.band.chunk : key) % band.group;
+    if (band.fine) rotate_queries(b, mapped);
+    const float* tile[BLOCK];
+    for (int begin = first / LANES * LANES; begin < end; begin += LANES) {
+      const int from = std::max(begin, first), until = std::min(begin + LANES, end);
+      for (int t = from; t < until; ++t) prefetch(v_rows[t]);
+      if (!band.fine && whole_vectors && (rows == 1 || std::is_same_v<T, float>)) {
+        add_products(b, k_rows, begin, from, until);
+        continue;
+      }
+      for (int t = from; t < until; ++t) {
+        float* y = copies + (t - begin) * padded_dim;
+        tile[t] = y;
+        if (band.fine)
+          rotate_key(k_rows[t], y, band.fine + (band.group == 1 ? t : (skipped + t) / band.group) * pairs.count);
+        else
+          convert(k_rows[t], y);
+      }
+      add_products(b, tile, begin, from, until);
+    }
+  }
+
+  void convert(const T* x, float* y) const {
+    if (whole_vectors) {
+      for (int c = 0; c < padded_dim; c += LANES) store(y + c, load(x + c));
+    } else {
+      for (int c = 0; c < head_dim; ++c) y[c] = to_float(x[c]);
+      std::fill(y + head_dim, y + padded_dim, 0.0f);
+    }
+  }
+
+  void rotate_key(const T* x, float* y, const float* cos) const {
+    const float* sin = cos + BLOCK * pairs.count;
+    if (vector_pairs) {
+      const int half = pairs.count;
+      for (int c = 0; c < rotating_vectors * LANES; c += LANES) {
+        const Vec first = load(x + c), second = load(x + c + half);
+        store(y + c, first * load(cos + c) - second * load(sin + c));
+        store(y + c + half, second * load(cos + c) + first * load(sin + c));
+      }
+      for (int c = rotating_vectors * LANES; c < half; c += LANES)
+        store(y + c, load(x + c)), store(y + c + half, load(x + c + half));
+      for (int c = 2 * half; c < padded_dim; c += LANES) store(y + c, load(x + c));
+    } else {
+      rotate(x, y, cos, sin, pairs, int(head_dim));
+      std::fill(y + head_dim, y + padded_dim, 0.0f);
+    }
+  }
+
+  // The scores of the keys [from, until), which lie in [begin, begin + LANES).
+  template <typename U>
+  void add_products(int b, const U* const* tile, int begin, int from, int until) {
+    for (int r = 0; r < rows; ++r) {
+      const Span span = spans[b][r % call.seqlen_q];
+      const float* x = rotated_q[b] + r * padded_dim;
+      Vec products[LANES];
+      if (until - from == LANES) {
+#pragma GCC unroll 16
+        for (int t = 0; t < LANES; ++t) products[t] = product(x, tile[begin + t]);
+      } else {
+        for (int t = 0; t < LANES; ++t) products[t] = Vec{};
+        for (int t = from; t < until; ++t) products[t - begin] = product(x, tile[t]);
+      }
+      const IntVec t = lane_numbers() + begin;
+      float* to = scores[r] + begin;
+      store(to, (t >= span.first) & (t < span.end) ? sums(products) : load(to));
+    }
+  }
+
+  template <typename U>
+  Vec product(const float* x, const U* y) const {
+    Vec total = load(x) * load(y);
+    for (int c = 1; c < vectors; ++c) total += load(x + c * LANES) * load(y + c * LANES);
+    return total;
   }
 
   // Online softmax over the block's scores, and its values.
   void add_values(SoftmaxState& state, int keys) {
-    convert(v_rows, 0, keys);
-    for (int r = 0; r < rows; ++r) {
-      Vec block_max = load(scores[r]);
-      bool seen = false;
-      for (int t = 0; t < keys; ++t) seen |= scores[r][t] != -INF;
-      if (!seen) continue;
-      for (int t = LANES; t < BLOCK; t += LANES) {
-        const Vec x = load(scores[r] + t);
-        block_max = x > block_max ? x : block_max;
+    const float* tile[BLOCK];
+    if (!whole_vectors)
+      for (int t = 0; t < keys; ++t) convert(v_rows[t], copies + t * padded_dim), tile[t] = copies + t * padded_dim;
+    for (int r = 0; r < rows; ++r) softmax_row(state, r);
+    for (int t = 0; t < keys; ++t) prefetch(k_rows[t] + BLOCK * call.k.stride_row);
+    // Values of keys that a query does not see are not read: they may be NaN.
+    for (int b = 0; b < call.num_bands; ++b)
+      for (int r = 0, count; r < rows; r += count) {
+        const Span span = spans[b][r % call.seqlen_q];
+        count = 1;
+        while (r + count < rows && count < 4 && same(span, spans[b][(r + count) % call.seqlen_q])) ++count;
+        if (span.first >= span.end) continue;
+        if (whole_vectors)
+          count = add_rows(state, r, count, v_rows, span);
+        else
+          count = add_rows(state, r, count, tile, span);
       }
-      const float old_max = state.row_max[r], high = maximum(block_max), row_max = high > old_max ? high : old_max;
-      const float decay = row_max == old_max ? 1 : exp(old_max - row_max);
-      Vec total{};
-      for (int t = 0; t < BLOCK; t += LANES) {
-        const Vec weights = exp(load(scores[r] + t) - row_max);
-        store(scores[r] + t, weights);
-        total += weights;
-      }
-      state.row_max[r] = row_max;
-      state.row_sum[r] = state.row_sum[r] * decay + sum(total);
-      Vec acc[MAX_VECTORS];
-      for (int c = 0; c < padded_dim / LANES; ++c) acc[c] = load(state.acc[r] + c * LANES) * decay;
-      for (int t = 0; t < keys; ++t) {
-        const Vec weight = broadcast(scores[r][t]);
-        for (int c = 0; c < padded_dim / LANES; ++c) acc[c] += weight * load(tile[t] + c * LANES);
-      }
-      for (int c = 0; c < padded_dim / LANES; ++c) store(state.acc[r] + c * LANES, acc[c]);
+  }
+
+  static bool same(Span a, Span b) { return a.first == b.first && a.end == b.end; }
+
+  void softmax_row(SoftmaxState& state, int r) {
+    bool seen = false;
+    for (int b = 0; b < call.num_bands; ++b) {
+      const Span span = spans[b][r % call.seqlen_q];
+      seen |= span.first < span.end;
     }
+    if (!seen) return;
+    Vec block_max = load(scores[r]);
+    for (int t = LANES; t < BLOCK; t += LANES) {
+      const Vec x = load(scores[r] + t);
+      block_max = x > block_max ? x : block_max;
+    }
+    const float old_max = state.row_max[r], high = maximum(block_max), row_max = high > old_max ? high : old_max;
+    const float decay = row_max == old_max ? 1 : exp(old_max - row_max);
+    Vec total{};
+    for (int t = 0; t < BLOCK; t += LANES) {
+      const Vec weights = exp(load(scores[r] + t) - row_max);
+      store(scores[r] + t, weights);
+      total += weights;
+    }
+    state.row_max[r] = row_max;
+    state.row_sum[r] = state.row_sum[r] * decay + sum(total);
+    if (decay != 1)
+      for (int c = 0; c < padded_dim; c += LANES) store(state.acc[r] + c, load(state.acc[r] + c) * decay);
+  }
+
+  // Rows from r on, at most count, that see the same keys. Returns how many.
+  template <typename U>
+  int add_rows(SoftmaxState& state, int r, int count, const U* const* tile, Span span) {
+    if (ACCUMULATORS >= 16 && count >= 4) return add_rows<4>(state, r, tile, span);
+    return count >= 2 ? add_rows<2>(state, r, tile, span) : add_rows<1>(state, r, tile, span);
+  }
+
+  // Values are fetched while scores are computed, and the next block's keys while values are added.
+  void prefetch(const T* row) const {
+    const char* bytes = reinterpret_cast<const char*>(row);
+    for (size_t n = 0; n < head_dim * sizeof(T); n += 64) __builtin_prefetch(bytes + n);
+  }
+
+  template <int ROWS, typename U>
+  int add_rows(SoftmaxState& state, int r, const U* const* tile, Span span) {
+    constexpr int COLUMNS = D ? std::min(D / LANES, ACCUMULATORS / ROWS) : 1;  // vectors
+    for (int c = 0; c < padded_dim; c += COLUMNS * LANES) {
+      Vec acc[ROWS][COLUMNS];
+      for (int n = 0; n < ROWS; ++n)
+        for (int i = 0; i < COLUMNS; ++i) acc[n][i] = load(state.acc[r + n] + c + i * LANES);
+      for (int t = span.first; t < span.end; ++t)
+        for (int i = 0; i < COLUMNS; ++i) {
+          const Vec x = load(tile[t] + c + i * LANES);
+          for (int n = 0; n < ROWS; ++n) acc[n][i] += scores[r + n][t] * x;
+        }
+      for (int n = 0; n < ROWS; ++n)
+        for (int i = 0; i < COLUMNS; ++i) store(state.acc[r + n] + c + i * LANES, acc[n][i]);
+    }
+    return ROWS;
   }
 };
 
@@ -269,25 +403,30 @@ void combine(const DecodeCall& call, int64_t sequence, int64_t head_kv, const fl
 template <typename T, int D>
 int decode(const DecodeCall& call) {
   const int64_t rows = call.heads_q / call.heads_kv * call.seqlen_q, width = call.head_dim + 2;
-  // Task n is chunk n / heads_kv - begin of the sequence that holds it, and key head n % heads_kv.
-  auto starts = std::make_unique<int64_t[]>(call.batch + 1);
+  // Task n is, of the sequence b that holds it, chunk first_chunks[b] + n / heads_kv - starts[b] and key head
+  // n % heads_kv.
+  auto starts = std::make_unique<int64_t[]>(call.batch + 1), first_chunks = std::make_unique<int64_t[]>(call.batch);
   for (int64_t b = 0; b < call.batch; ++b) {
-    const int64_t chunks = (call.bounds[2 * b + 1] - call.bounds[2 * b] + CHUNK - 1) / CHUNK;
-    starts[b + 1] = starts[b] + (chunks > 0 ? chunks : 1);
+    const int64_t seqlen = call.seqlen(b);
+    int64_t first_key = seqlen;
+    for (int64_t n = 0; n < call.num_bands; ++n)
+      first_key = std::min(first_key, call.bands[n].band.first_key(seqlen - call.seqlen_q));
+    first_chunks[b] = first_key / CHUNK;
+    starts[b + 1] = starts[b] + std::max<int64_t>((seqlen + CHUNK - 1) / CHUNK - first_chunks[b], 1);
   }
   const Floats partials = floats(starts[call.batch] * call.heads_kv * rows * width);
   const auto finished = std::make_unique<std::atomic<int64_t>[]>(call.batch * call.heads_kv);
   if (!partials) return 1;
 
+  QueryAngles angles{call};
+  parallel(call.parallel_for, call.threads, call.batch, [&](int64_t b) { angles.fill(b); });
   parallel(call.parallel_for, call.threads, starts[call.batch] * call.heads_kv, [&](int64_t n) {
     const int64_t head = n % call.heads_kv;
     int64_t b = 0;
     while (starts[b + 1] <= n / call.heads_kv) ++b;
     const int64_t chunks = starts[b + 1] - starts[b], chunk = n / call.heads_kv - starts[b];
-    const int64_t seqlen = call.bounds[2 * b + 1] - call.bounds[2 * b], key = chunk * CHUNK;
     SoftmaxState state;
-    Chunk<T, D> work(call, b, head, key, key + CHUNK < seqlen ? key + CHUNK : seqlen);
-    work.run(state);
+    Chunk<T, D>(call, angles, b, head, (first_chunks[b] + chunk) * CHUNK).run(state);
     float* head_partials = partials.get() + (starts[b] * call.heads_kv + head * chunks) * rows * width;
     for (int64_t r = 0; r < rows; ++r) {
       float* partial = head_partials + (chunk * rows + r) * width;

@@ -1,11 +1,14 @@
 // attention: tiles of query rows against blocks of keys, with one online softmax over all bands.
 //
 // First all keys are rotated and transposed into blocks, once per slope, and the values are padded to whole vectors.
-// Then every tile of queries visits the blocks of each band. Only blocks that straddle an edge of the band are masked.
+// Then every tile of queries visits the blocks of each band. Only blocks that straddle an edge of the band are masked,
+// and of those only the rows that see a key are computed.
 
 #include "tiles.h"
 
 namespace flashrope {
+
+constexpr int BLOCK_M = 128;  // query rows of a tile: the more, the fewer times keys are read from memory
 
 struct Workspace {
   int64_t blocks, padded_dim, k_block_size, v_block_size;  // the last two: elements
@@ -56,10 +59,11 @@ struct Tile {
   const Workspace& workspace;
   const int64_t b, head_q, first_row;
   const int rows, head_dim, head_dim_v, padded_dim;
-  const int padded_rows = (rows + GEMM_ROWS - 1) / GEMM_ROWS * GEMM_ROWS;
+  const int padded_rows = int(padded(rows, GEMM_ROWS));
   const int64_t shift, head_kv;  // head_kv: as Workspace counts them
   alignas(64) float q[BLOCK_M * MAX_HEAD_DIM], scores[BLOCK_M * BLOCK_N], acc[BLOCK_M * MAX_HEAD_DIM];
-  float row_max[BLOCK_M], row_sum[BLOCK_M];  // row_sum 0: no key seen
+  alignas(64) float row_sums[BLOCK_M * LANES];  // to be added over the lanes; 0: no key seen
+  float row_max[BLOCK_M];
 
   Tile(const ForwardCall& call, const Workspace& workspace, int64_t b, int64_t head_q, int64_t first_row)
       : call(call), workspace(workspace), b(b), head_q(head_q), first_row(first_row),
@@ -70,14 +74,14 @@ struct Tile {
   void run() {
     std::fill_n(acc, padded_rows * padded_dim, 0.0f);
     std::fill_n(row_max, BLOCK_M, -INF);
-    std::fill_n(row_sum, BLOCK_M, 0.0f);
+    std::fill_n(row_sums, BLOCK_M * LANES, 0.0f);
     for (int n = 0; n < call.num_bands; ++n) visit(call.bands[n]);
     for (int r = 0; r < rows; ++r) {
       T* out = call.out.row<T>(b, first_row + r, head_q);
-      const float factor = row_sum[r] == 0 ? 0 : 1 / row_sum[r];
+      const float row_sum = sum(load(row_sums + r * LANES)), factor = row_sum == 0 ? 0 : 1 / row_sum;
       for (int c = 0; c < head_dim_v; ++c) from_float(acc[r * padded_dim + c] * factor, out + c);
       call.lse[(b * call.heads_q + head_q) * call.seqlen_q + first_row + r] =
-          row_sum[r] == 0 ? -INF : float(row_max[r] + std::log(double(row_sum[r])));
+          row_sum == 0 ? -INF : float(row_max[r] + std::log(double(row_sum)));
     }
   }
 
@@ -89,18 +93,22 @@ struct Tile {
     // blocks in [full_from, full_until) are seen by every row in full
     const int64_t full_from = band.band.first_key(last), full_until = band.band.end_key(position, call.seqlen_k);
     for (int64_t block = first_key / BLOCK_N; block * BLOCK_N < end_key; ++block) {
-      const int64_t key = block * BLOCK_N;
-      multiply<false>(q, head_dim, workspace.k_block(call, band.k_copy, head_kv, block), BLOCK_N, scores, BLOCK_N,
-                      padded_rows, BLOCK_N, head_dim);
+      const int64_t key = block * BLOCK_N, last_key = std::min<int64_t>(key + BLOCK_N, call.seqlen_k) - 1;
+      // rows [first, end) see a key
+      const int64_t first_row = std::clamp<int64_t>(band.band.first_position(key) - position, 0, rows);
+      const int64_t end_row = std::clamp<int64_t>(band.band.end_position(last_key) - position, first_row, rows);
+      const int first = int(first_row / GEMM_ROWS * GEMM_ROWS), count = int(padded(end_row, GEMM_ROWS)) - first;
+      multiply<false>(q + first * head_dim, head_dim, workspace.k_block(call, band.k_copy, head_kv, block), BLOCK_N,
+                      scores + first * BLOCK_N, BLOCK_N, count, BLOCK_N, head_dim);
       const bool masked = key < full_from || key + BLOCK_N > full_until;
-      for (int r = 0; r < rows; ++r) {
-        if (masked && !mask_row(band.band, r, key))
-          std::fill_n(scores + r * BLOCK_N, BLOCK_N, 0.0f);
+      for (int r = first; r < std::min(first + count, rows); ++r) {
+        if (masked)
+          masked_softmax_row(band.band, r, key);
         else
-          softmax_row(r);
+          softmax_row<false>(r, 0, BLOCK_N);
       }
-      multiply<true>(scores, BLOCK_N, workspace.v_block(head_kv, block), padded_dim, acc, padded_dim, padded_rows,
-                     padded_dim, BLOCK_N);
+      multiply<true>(scores + first * BLOCK_N, BLOCK_N, workspace.v_block(head_kv, block), padded_dim,
+                     acc + first * padded_dim, padded_dim, count, padded_dim, BLOCK_N);
     }
   }
 
@@ -114,39 +122,42 @@ struct Tile {
     std::fill(q + rows * head_dim, q + padded_rows * head_dim, 0.0f);
   }
 
-  // Whether the row sees any key of the block.
-  bool mask_row(const Band& band, int r, int64_t key) {
+  void masked_softmax_row(const Band& band, int r, int64_t key) {
     const int64_t position = shift + first_row + r;
     const int64_t first = std::max<int64_t>(band.first_key(position) - key, 0);
     const int64_t end = std::min<int64_t>(band.end_key(position, call.seqlen_k) - key, BLOCK_N);
-    if (first >= end) return false;
-    std::fill_n(scores + r * BLOCK_N, first, -INF);
-    std::fill(scores + r * BLOCK_N + end, scores + (r + 1) * BLOCK_N, -INF);
-    return true;
+    if (first < end)
+      softmax_row<true>(r, int(first), int(end));
+    else
+      std::fill_n(scores + r * BLOCK_N, BLOCK_N, 0.0f);
   }
 
-  void softmax_row(int r) {
+  // MASKED: the row sees only the keys [first, end) of the block.
+  template <bool MASKED>
+  void softmax_row(int r, int first, int end) {
     float* row_scores = scores + r * BLOCK_N;
-    Vec highest = load(row_scores);
-    for (int t = LANES; t < BLOCK_N; t += LANES) {
-      const Vec x = load(row_scores + t);
-      highest = x > highest ? x : highest;
+    Vec x[BLOCK_N / LANES], highest = broadcast(-INF);
+    for (int n = 0; n < BLOCK_N / LANES; ++n) {
+      x[n] = load(row_scores + n * LANES);
+      const IntVec t = lane_numbers() + n * LANES;
+      if (MASKED) x[n] = (t >= first) & (t < end) ? x[n] : broadcast(-INF);
+      highest = x[n] > highest ? x[n] : highest;
     }
     const float high = maximum(highest), old_max = row_max[r];
+    Vec total = load(row_sums + r * LANES);
     if (high > old_max) {
       row_max[r] = high;
       const float decay = exp(old_max - high);
-      row_sum[r] *= decay;
+      total *= decay;
       for (int c = 0; c < padded_dim; c += LANES)
         store(acc + r * padded_dim + c, load(acc + r * padded_dim + c) * decay);
     }
-    Vec total{};
-    for (int t = 0; t < BLOCK_N; t += LANES) {
-      const Vec weights = exp(load(row_scores + t) - row_max[r]);
-      store(row_scores + t, weights);
+    for (int n = 0; n < BLOCK_N / LANES; ++n) {
+      const Vec weights = exp(x[n] - row_max[r]);
+      store(row_scores + n * LANES, weights);
       total += weights;
     }
-    row_sum[r] += sum(total);
+    store(row_sums + r * LANES, total);
   }
 };
 

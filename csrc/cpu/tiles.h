@@ -8,13 +8,10 @@
 
 namespace flashrope {
 
-constexpr int BLOCK_M = 64;  // query rows of a tile
 constexpr int BLOCK_N = 64;  // keys of a block
-#ifdef __AVX512F__
-constexpr int GEMM_ROWS = 8;  // of a product that is held in registers, two vectors wide
-#else
-constexpr int GEMM_ROWS = 4;
-#endif
+// A product is held in registers, rows by two vectors. Rows come in multiples of GEMM_ROWS; the last few may be fewer
+// than BEST_ROWS.
+constexpr int BEST_ROWS = REGISTERS == 32 ? 8 : 6, GEMM_ROWS = REGISTERS == 32 ? 8 : 2;
 constexpr int GEMM_COLUMNS = 2 * LANES;
 constexpr int MAX_BANDS = 4;
 
@@ -43,29 +40,43 @@ struct ForwardCall {  // cpu/library.py has the same
 };
 
 // c (m, n) = a (m, k) b (k, n); with ADD, c += a b. m is a multiple of GEMM_ROWS, n of GEMM_COLUMNS.
-template <bool ADD>
+template <bool ADD, int ROWS = BEST_ROWS>
 void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int m, int n, int k) {
-  for (int i = 0; i < m; i += GEMM_ROWS)
+  int i = 0;
+  for (; i + ROWS <= m; i += ROWS)
     for (int j = 0; j < n; j += GEMM_COLUMNS) {
-      Vec acc[GEMM_ROWS][2];
-      for (int r = 0; r < GEMM_ROWS; ++r)
+      Vec acc[ROWS][2];
+      for (int r = 0; r < ROWS; ++r)
         for (int h = 0; h < 2; ++h) acc[r][h] = ADD ? load(c + (i + r) * ldc + j + h * LANES) : Vec{};
       for (int p = 0; p < k; ++p) {
         const Vec low = load(b + p * ldb + j), high = load(b + p * ldb + j + LANES);
-        for (int r = 0; r < GEMM_ROWS; ++r) {
+        for (int r = 0; r < ROWS; ++r) {
           const Vec x = broadcast(a[(i + r) * lda + p]);
           acc[r][0] += x * low;
           acc[r][1] += x * high;
         }
       }
-      for (int r = 0; r < GEMM_ROWS; ++r)
+      for (int r = 0; r < ROWS; ++r)
         for (int h = 0; h < 2; ++h) store(c + (i + r) * ldc + j + h * LANES, acc[r][h]);
     }
+  if constexpr (ROWS > GEMM_ROWS)
+    if (i < m) multiply<ADD, GEMM_ROWS>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, m - i, n, k);
 }
 
 template <typename T>
 void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row, const ForwardCall& call) {
   const int head_dim = int(call.head_dim), pairs = int(call.pairs);
+  if (table.sin && !call.interleaved && pairs % LANES == 0 && head_dim % LANES == 0) {
+    const float* cos = table.cos + b * table.cos_batch + row * table.cos_row;
+    const float* sin = table.sin + b * table.sin_batch + row * table.sin_row;
+    for (int m = 0; m < pairs; m += LANES) {
+      const Vec first = load(x + m), second = load(x + m + pairs);
+      store(y + m, first * load(cos + m) + second * load(sin + m));
+      store(y + m + pairs, second * load(cos + m + pairs) + first * load(sin + m + pairs));
+    }
+    for (int c = 2 * pairs; c < head_dim; c += LANES) store(y + c, load(x + c) * load(cos + c));
+    return;
+  }
   for (int c = 0; c < head_dim; ++c) y[c] = to_float(x[c]);
   if (!table.cos) return;
   const float* cos = table.cos + b * table.cos_batch + row * table.cos_row;

@@ -14,7 +14,13 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .cache import KVCache, OutOfPages, PagedKVCache, Step
-    from .operators.functional import attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
+    from .operators.functional import (
+        attention,
+        attention_varlen,
+        attention_varlen_with_cache,
+        attention_with_cache,
+        rotate,
+    )
     from .rotary.bands import Band
     from .rotary.rotary import Rotary
 
@@ -30,6 +36,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_with_cache",
     "attention_with_cache",
+    "rotate",
 ]
 
 if not TYPE_CHECKING:  # or a type checker would accept any name
@@ -39,6 +46,7 @@ if not TYPE_CHECKING:  # or a type checker would accept any name
             "attention_varlen",
             "attention_varlen_with_cache",
             "attention_with_cache",
+            "rotate",
         ),
         "cache": ("KVCache", "OutOfPages", "PagedKVCache", "Step"),
         "rotary.bands": ("Band",),

@@ -24,7 +24,7 @@ from bench.timing import ceilings, check, contestants, options, timer
 from bench.timing.contestants import OWN, Contestant, Unavailable, dense, flex, own, prefill_hope, prefill_rerope
 from bench.timing.options import Table
 from bench.timing.problem import Problem, exponent
-from bench.timing.session import Session
+from bench.timing.session import Session, expected_time
 
 CPU = torch.device("cpu")
 SMALL = Problem(1, 128, 2, 2, 32, torch.float32, CPU, window=32)
@@ -324,6 +324,18 @@ def test_options(capsys):
         assert message in capsys.readouterr().err
 
 
+def test_the_expected_time_comes_first():
+    assert expected_time(8, 5.0).startswith("expected time: 40 s for 8 tables of 5 s each (--seconds)")
+    assert expected_time(30, 20.0).startswith("expected time: 10 min 00 s for 30 tables of 20 s each")
+
+
+def test_measuring_memory_prints_nothing(tmp_path):
+    code = "import bench, torch; from bench.timing.timer import Timer; "
+    code += "Timer(torch.device('cpu')).peak_bytes(lambda: torch.randn(100, 100))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not ran.stdout and "USDT" not in ran.stderr
+
+
 COMMANDS = ("hope", "rerope", "decode", "rotation", "scaling")
 
 
@@ -365,6 +377,15 @@ def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
+def test_goals_of_the_cpu_depend_on_the_instruction_set():
+    from bench.timing.cpu import GOALS, Goal
+
+    goal = Goal("a / b", 1.0, 1.2)
+    assert [goal.limit_of(target) for target in ("x86-64-v4", "x86-64-v3", "armv8-a", "")] == [1.0, 1.2, 1.2, 1.2]
+    assert Goal("a / b", 0.7).limit_of("x86-64-v3") == 0.7
+    assert len({goal.figure for goal in GOALS}) == len(GOALS)
+
+
 @pytest.mark.parametrize("command", ["decode", "scaling", "cpu", "ceilings", "tune"])
 def test_without_options_nothing_is_written(tmp_path, monkeypatch, capsys, small_sizes, command):
     from bench.timing import cpu, tune
@@ -375,7 +396,7 @@ def test_without_options_nothing_is_written(tmp_path, monkeypatch, capsys, small
         "tune": ["--direction", "forward", "--bands", "1"],
     }
     monkeypatch.setattr(cpu, "CACHE_SEQLENS", (128, 64))
-    monkeypatch.setattr(cpu, "compiled_kernels", lambda: None)
+    monkeypatch.setattr(cpu, "compiled_kernels", lambda target: None)
     monkeypatch.setattr(cpu, "host_times", lambda heads, head_dim: (1.0, 1.0))
     monkeypatch.setattr(tune, "ranked_by_machine_code", lambda *_: [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -122,6 +122,8 @@ def test_page_holds_what_the_files_hold(tmp_path, capsys):
     assert page.main([*words, "--check"]) == 1 and not (folder / "README.md").exists()
     assert page.main([*words, "--figures"]) == 0 and page.main([*words, "--check"]) == 0
     text = (folder / "README.md").read_text()
+    assert "| forward, ms (ratio to flashrope HoPE) | 2,048 x batch 1 |" in text
+    assert text.index("Tensor cores busy (model): ") > text.index("## Kernels of prefill")
     assert "| fused RoPE + SDPA flash | 2 (1.23) |" in text and "| flashrope HoPE | 1.62 |" in text
     assert (
         "H200: flashrope HoPE against fused RoPE + SDPA flash, forward | 1.15 | 1.6 | 1.23 on NVIDIA H200: floor met |"
@@ -136,6 +138,79 @@ def test_page_holds_what_the_files_hold(tmp_path, capsys):
     assert page.main([*words, "--check"]) == 1 and (folder / "README.md").read_text() == "old"
     (folder / page.COMPILED / "gate.csv").write_text("no,such\n1,2\n")
     assert page.main(words) == 1 and "was not regenerated" in capsys.readouterr().out
+
+
+def on_cpu(command="hope", revision="abc", name="A CPU", **device) -> Run:
+    found = record_of("flashrope HoPE", ratios={"flashrope RoPE": 1.5}), record_of("flashrope RoPE"), record_of()
+    run = run_of(found, command=command, device={"name": name, "threads": 2, "vector": "AVX2"} | device)
+    return dataclasses.replace(run, versions=run.versions | {"revision": revision})
+
+
+@pytest.mark.parametrize("command", ["hope", "cpu"])
+def test_rows_of_a_cpu_say_which_kernels(tmp_path, command):
+    for folder, device in (("old", {}), ("new", {"kernels": "compiled"})):
+        on_cpu(command, **device).write(tmp_path / folder / "cpu", f"{command}-a")
+        text = page.page(tmp_path / folder, page.devices(tmp_path / folder))
+        kind = device.get("kernels", "composed")
+        assert f"| flashrope HoPE, {kind} |" in text and f"| flashrope RoPE, {kind} |" in text
+        assert "| SDPA flash |" in text and "batch 1" in text and "| flashrope HoPE |" not in text
+
+
+def test_the_chart_of_the_cpu(tmp_path, monkeypatch):
+    """One point per length and series: of several windows the usual one, in float32, beside no other process."""
+
+    def of(table, contestant, seqlen, window, milliseconds, **sizes):
+        record = record_of(
+            contestant, seqlen, milliseconds=milliseconds, sizes={"window": window, "dtype": "float32"} | sizes
+        )
+        return dataclasses.replace(record, table=table)
+
+    run = on_cpu("cpu")
+    run.records = [
+        of("forward, seqlen 2048, window 128", "ReRoPE, compiled", 2048, 128, 3.0),
+        of("forward, seqlen 2048, window 512", "ReRoPE, compiled", 2048, 512, 4.0),
+        of("forward, seqlen 2048, window 512, bfloat16", "ReRoPE, compiled", 2048, 512, 9.0, dtype="bfloat16"),
+        of("forward, seqlen 8192, window 1024", "ReRoPE, compiled", 8192, 1024, 50.0),
+        of("forward, seqlen 8192, window 1024", "ReRoPE, two dense matrices", 8192, 1024, 900.0),
+        of("forward + backward, seqlen 4096, window 1024", "HoPE, compiled", 4096, 1024, 80.0),
+        of("decoding, 2048 keys", "SDPA", 2048, 512, 0.5),
+        of("decoding, 2048 keys, beside a busy process", "SDPA", 2048, 512, 7.0),
+    ]
+    drawn = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
+    assert plots.draw_cpu(run, tmp_path / "cpu.png")
+    lines = {
+        axes.get_title(loc="left"): {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in axes.lines}
+        for axes in drawn[0].axes
+    }
+    assert lines == {
+        "forward: ms": {
+            "flashrope ReRoPE": {2048: 4.0, 8192: 50.0},
+            "ReRoPE, two score matrices": {8192: 900.0},
+        },
+        "forward + backward: ms": {"flashrope HoPE": {4096: 80.0}},
+        "decoding one token: ms": {"SDPA, no rotation": {2048: 0.5}},
+    }
+    run.records = []
+    assert not plots.draw_cpu(run, tmp_path / "cpu.png")
+
+
+def test_machine_code_stands_before_cpus_and_after_gpus(tmp_path):
+    folder = h200_folder(tmp_path)
+    on_cpu().write(folder / "a-cpu", "hope-a")
+    text = page.page(folder, page.devices(folder))
+    places = [text.index(f"## {title}") for title in ("NVIDIA H200", "Kernels of prefill", "A CPU")]
+    assert places == sorted(places)
+
+
+def test_results_of_a_changed_tree_are_left_out(tmp_path, monkeypatch, capsys):
+    on_cpu().write(tmp_path / "clean", "hope-a")
+    on_cpu(revision="abc-dirty", name="Another").write(tmp_path / "changed", "hope-a")
+    assert [folder.name for folder, _ in page.devices(tmp_path)] == ["clean"]
+    monkeypatch.setattr(machine, "revision", lambda: "abc-dirty")
+    monkeypatch.setattr(command_line, "import_module", lambda *names: pytest.fail("it ran"))
+    assert command_line.main(["hope", "--publish"]) == 2
+    assert "--publish: expected a tree without changes, got abc-dirty" in capsys.readouterr().err
 
 
 def test_the_published_page_holds_the_results():
@@ -157,6 +232,7 @@ def test_publishing_writes_the_page(monkeypatch):
         return SimpleNamespace(main=lambda words: ran.append((name[1:], words)) or codes[name[1:]])
 
     monkeypatch.setattr(command_line, "import_module", module)
+    monkeypatch.setattr(machine, "revision", lambda: "abc")
     for publish, folder in ((True, output.RESULTS), (False, None)):
         assert output.output_folder(SimpleNamespace(publish=publish, out=None)) == folder
     assert command_line.main(["all", "--publish"]) == 0 and command_line.main(["all"]) == 0

@@ -79,7 +79,7 @@ class Serving:
 
     def advance(self, requests: list[Request], rows: int, abort: bool) -> None:
         """Gives every request that many tokens, in all layers, and checks the answers; abort: raises instead."""
-        free, lengths = self.cache.free_pages, self.cache.lengths([x.sequence for x in requests])
+        free, lengths = self.cache.free_pages, self.cache.lengths
         k, v = (self.new(len(requests), LAYERS, rows, HEADS_KV, D) for _ in "kv")
         queries = self.new(LAYERS, len(requests), rows, HEADS_KV * GROUP, D)
         try:
@@ -92,7 +92,7 @@ class Serving:
                     raise KeyboardInterrupt
         except (KeyboardInterrupt, OutOfPages) as error:
             assert self.cache.free_pages == free
-            assert self.cache.lengths([x.sequence for x in requests]) == lengths
+            assert self.cache.lengths == lengths
             if isinstance(error, OutOfPages):
                 raise
             self.counts["aborted"] += 1

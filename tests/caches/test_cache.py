@@ -46,7 +46,7 @@ def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None
     """Lengths, tables, contents and the count of free pages."""
     assert cache.sequences == sorted(model)
     names = list(model)
-    assert cache.lengths(names) == cache.seqlens(names).tolist() == [len(model[name]) for name in names]
+    assert list(cache.lengths.values()) == cache.seqlens(names).tolist() == [len(model[name]) for name in names]
     tables = cache.block_table(names).tolist()
     used = set()
     for name, table in zip(names, tables, strict=True):
@@ -205,7 +205,26 @@ def test_random_walk(seed, impl):
     walk.cache.reset()
     check(walk.cache, {})
     with pytest.raises(ValueError, match="sequence 0 was freed"):
-        walk.cache.lengths([0])
+        walk.cache.lengths[0]
+
+
+def test_lengths_and_padding_are_properties_of_both_caches():
+    paged = PagedKVCache(8, 16, 1, 8, dtype=torch.float32, device="cpu")
+    first, second = paged.allocate(), paged.allocate()
+    k = torch.randn(2, 5, 1, 8)
+    paged.append([second, first], k, k, leftpad=[0, 3])
+    contiguous = KVCache(2, 8, 1, 8, dtype=torch.float32, device="cpu")
+    contiguous.append(k, k, leftpad=[3, 0])
+    for name in (first, second):
+        assert paged.lengths[name] == contiguous.lengths[name] == 5
+        assert paged.padding[name] == contiguous.padding[name] == {first: 3, second: 0}[name]
+    assert paged.lengths == {first: 5, second: 5}
+    with pytest.raises(ValueError, match="sequence 7 was never allocated"):
+        paged.lengths[7]
+    with pytest.warns(FutureWarning, match=r"lengths: expected lengths\[sequence\], as in KVCache, got a call"):
+        assert paged.lengths([second, first]) == [5, 5]
+    with pytest.warns(FutureWarning, match=r"padding: expected padding\[sequence\]"):
+        assert paged.padding([second, first]) == [0, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -449,7 +468,7 @@ class TestPagedKVCache:
         """As around a CUDA graph, which writes with tables that were made before."""
         cache = paged(4)
         name = cache.allocate(20)
-        assert cache.free_pages == 2 and cache.lengths([name]) == [0]
+        assert cache.free_pages == 2 and cache.lengths[name] == 0
         pages = pages_of(cache, name)
         cache.k[pages], cache.v[pages] = rows(list(range(32))).view(2, 2, PAGE, HEADS_KV, HEAD_DIM)
         cache.advance([name], 18)

@@ -67,11 +67,11 @@ class Both:
 
     @property
     def lengths(self):
-        return self.cache.lengths if self.contiguous else self.cache.lengths(self.names)
+        return self.cache.lengths if self.contiguous else [self.cache.lengths[name] for name in self.names]
 
     @property
     def padding(self):
-        return self.cache.padding if self.contiguous else self.cache.padding(self.names)
+        return self.cache.padding if self.contiguous else [self.cache.padding[name] for name in self.names]
 
     def on_device(self):
         if self.contiguous:
@@ -180,7 +180,7 @@ def test_a_kernel_that_fails_in_the_last_layer(monkeypatch):
         for layer in range(LAYERS):
             step.attend(queries(1, 2), SCHEMES["rope"], *rows([[7] * 9] * 2, layer), layer=layer, impl=IMPL)
     monkeypatch.undo()
-    assert cache.free_pages == 3 and cache.lengths([parent, child]) == [10, 10]
+    assert cache.free_pages == 3 and cache.lengths == {parent: 10, child: 10}
     for layer in range(LAYERS):
         out = cache.attend([parent, child], queries(1, 2), SCHEMES["rope"], layer=layer, impl=IMPL, validate=True)
         torch.testing.assert_close(out, exact("rope", queries(1, 2), [[1] * 10] * 2, layer))
@@ -298,8 +298,16 @@ class Walk:
 
     def check(self):
         names = list(self.model)
-        assert self.cache.lengths(names) == self.cache.seqlens(names).tolist() == list(map(len, self.model.values()))
-        assert self.cache.padding(names) == self.cache.leftpad(names).tolist() == list(self.pads.values())
+        assert (
+            list(self.cache.lengths.values())
+            == self.cache.seqlens(names).tolist()
+            == list(map(len, self.model.values()))
+        )
+        assert (
+            [self.cache.padding[name] for name in names]
+            == self.cache.leftpad(names).tolist()
+            == list(self.pads.values())
+        )
         used = set()
         for name, table in zip(names, self.cache.block_table(names).tolist(), strict=True):
             pages = table[: -(-len(self.model[name]) // PAGE)]
@@ -370,7 +378,7 @@ def test_forks_inherit_the_padding():
         write(step, [list(range(20))])
     child = cache.fork(parent)
     cache.free(parent)
-    assert cache.padding([child]) == cache.leftpad([child]).tolist() == [6]
+    assert [cache.padding[child]] == cache.leftpad([child]).tolist() == [6]
     q = queries(2, 1)
     with cache.step([child], 2) as step:
         for layer in range(LAYERS):
@@ -630,4 +638,4 @@ def test_made_in_inference_mode():
             write(step, [[1, 2]])
     with torch.inference_mode(), caches[0].step(1) as step:
         write(step, [[3]])
-    assert caches[0].lengths == [3] and caches[0].leftpad.tolist() == [1] and caches[1].lengths([name]) == [2]
+    assert caches[0].lengths == [3] and caches[0].leftpad.tolist() == [1] and caches[1].lengths[name] == 2

@@ -478,16 +478,20 @@ def arguments():
 
 
 def test_opcheck():
-    rotary = Rotary.rope(16).rectify(5)
+    rotary, rope = Rotary.rope(16).rectify(5), Rotary.rope(16).text
     call = arguments()
     cache = call["k_cache"], call["v_cache"]
     torch.library.opcheck(
         torch.ops.flashrope.append_to_cache,
-        (*cache, call["k"], call["v"], call["cache_seqlens"], None, None, None, 0, "cpu"),
+        (*cache, call["k"], call["v"], call["cache_seqlens"], *(None,) * 4, 0, None, "cpu"),
+    )
+    torch.library.opcheck(
+        torch.ops.flashrope.append_to_cache,
+        (*cache, call["k"], call["v"], call["cache_seqlens"], *(None,) * 4, 0, rope, "cpu"),
     )
     torch.library.opcheck(
         torch.ops.flashrope.attention_with_cache,
-        (call["q"], *cache, call["cache_seqlens"], None, None, 1, None, 0, 0, rotary.text, True, 0.25, "cpu"),
+        (call["q"], *cache, call["cache_seqlens"], None, None, 1, None, 0, 0, rotary.text, False, True, 0.25, "cpu"),
     )
 
 

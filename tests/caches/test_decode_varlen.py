@@ -269,10 +269,12 @@ def test_opcheck():
     cache, lengths, starts = (call["k_cache"], call["v_cache"]), call["cache_seqlens"], call["cu_seqlens_q"]
     new, text = (call["k"], call["v"]), Rotary.rope(16).rectify(5).text
     for slots in (None, SLOTS):
-        torch.library.opcheck(
-            torch.ops.flashrope.append_to_cache, (*cache, *new, lengths, None, starts, slots, 2, "cpu")
-        )
+        for rotary in (None, Rotary.rope(16).text):
+            torch.library.opcheck(
+                torch.ops.flashrope.append_to_cache,
+                (*cache, *new, lengths, None, None, starts, slots, 2, rotary, "cpu"),
+            )
     torch.library.opcheck(
         torch.ops.flashrope.attention_with_cache,
-        (call["q"], *cache, lengths, None, None, -1, starts, 2, 0, text, True, 0.25, "cpu"),
+        (call["q"], *cache, lengths, None, None, -1, starts, 2, 0, text, False, True, 0.25, "cpu"),
     )

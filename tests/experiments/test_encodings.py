@@ -96,7 +96,7 @@ def test_random_positions():
     module.eval()
     assert torch.equal(module(1, 20), module(5, 20)[:1]) and not torch.equal(module(1, 20)[:, :10], module(1, 10))
     assert module(1, 50).tolist() == [list(range(50))]
-    with pytest.raises(ValueError, match="random positions are drawn from 50, got 51"):
+    with pytest.raises(ValueError, match="at most 50, which random positions are drawn from, got 51"):
         module(1, 51)
     every = torch.stack([module.train()(1, 20)[0] for _ in range(200)])
     assert 24 < every.double().mean() < 25  # uniform over 0 .. 49
@@ -123,7 +123,7 @@ def test_learned_ends_at_the_training_length():
     module = encodings.Learned(8, 16)
     assert torch.equal(module(5), module.table[:5]) and module.table.requires_grad
     assert len(module(16)) == 16
-    with pytest.raises(ValueError, match="learned positions end at the training length 16, got 17"):
+    with pytest.raises(ValueError, match="expected at most 16 learned positions, got 17"):
         module(17)
 
 

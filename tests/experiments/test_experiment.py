@@ -216,7 +216,7 @@ def test_partly_correct_answers_have_their_own_figure(tmp_path):
         (
             "perplexity",
             ["--train-length", "1024"],
-            "has 150,000 bytes in 30 files, too little for windows of 32,769 bytes: at least 262,152 bytes",
+            "at least 262,152 bytes to train on, and 8 windows of 32,769 bytes in other files, got 150,000 bytes in 30",
         ),
         ("perplexity", ["--train-length", "60"], "--train-length: expected a multiple of 8 of at least 64, got 60"),
         ("perplexity", ["--warmup", "2"], "--warmup: expected a positive number of at most 1, got 2.0"),
@@ -270,7 +270,7 @@ def test_help_names_the_experiments(capsys):
     assert all(name in shown for name in (*EXPERIMENTS, "all", "tables", "--schemes", "125m"))
 
 
-def test_presets():
+def test_the_preset_of_the_hope_paper():
     paper = presets.PRESETS["125m"]
     training = paper.training(512, 0)
     assert (paper.layers, paper.heads, paper.width, paper.mlp_width, paper.batch) == (12, 12, 768, 2688, 64 * 8)
@@ -279,12 +279,6 @@ def test_presets():
     assert round(training.warmup * training.steps) == 2000
     half = paper.training(1024, 0)
     assert (half.batch_size, half.micro_batch, half.train_length) == (256, 32, 1024)
-    with torch.device("meta"):
-        sizes = {
-            name: sum(p.numel() for p in LanguageModel(preset.config).parameters())
-            for name, preset in presets.PRESETS.items()
-        }
-    assert 3e6 < sizes["small"] < 4e6 and 100e6 < sizes["125m"] < 130e6
 
 
 def test_the_window_of_the_text_is_the_longest_that_is_read():

@@ -44,6 +44,30 @@ def test_a_panel_has_at_most_eight_lines(tmp_path):
         draw(tmp_path / "b.png", [Panel("two", [line] * (MAX_LINES + 1))], rows, 128, "right (%)")
 
 
+def test_no_panel_is_empty_and_no_line_crosses_a_name(tmp_path, monkeypatch):
+    from experiments import figures
+
+    drawn = []
+    monkeypatch.setattr(figures, "finish", lambda figure, path: drawn.append(figure))
+    rows = [row(scheme, 0, value, at=at) for scheme, value in (("rope", 50), ("hope", 60)) for at in (64, 128, 256)]
+    lines = [Line(scheme, "copying-by-length") for scheme in ("rope", "hope")]
+    draw(tmp_path / "a.png", [Panel(title, lines, lines[0]) for title in ("one", "two", "three")], rows, 128, "y")
+    axes = drawn[0].axes
+    assert len(axes) == 3 and all(each.get_visible() and each.lines for each in axes)
+    drawn[0].canvas.draw()
+    assert axes[2].get_window_extent().width > 1.8 * axes[0].get_window_extent().width
+    for each in axes:
+        (level,) = [lines for lines in each.collections if len(lines.get_linestyle()) and lines.get_zorder() == 0]
+        assert max(point[0] for path in level.get_paths() for point in path.vertices) <= 256
+
+
+def test_no_colour_twice_in_a_panel(tmp_path):
+    rows = [row(scheme, 0, 50, at=at) for scheme in ("yarn-s8", "dual-chunk") for at in (64, 128)]
+    lines = [Line(scheme, "copying-by-length") for scheme in ("yarn-s8", "dual-chunk")]
+    with pytest.raises(ValueError, match="one: expected a colour for each scheme, got #009E73 for yarn-s8, dual-chunk"):
+        draw(tmp_path / "a.png", [Panel("one", lines)], rows, 128, "right (%)")
+
+
 def test_names_at_the_ends_do_not_overlap():
     figure, (axes,) = canvas(4)
     axes.set_ylim(0, 100)

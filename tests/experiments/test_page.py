@@ -123,6 +123,41 @@ def test_claims(folder, hope, status, words):
     assert page.judged_claim(claim) == (status, f"copies ([copying](#copying): {words})")
 
 
+def test_the_figure_of_the_claims(tmp_path, monkeypatch):
+    """A row for each difference: towards the paper's direction, in halves of its interval, named and in numbers."""
+    from experiments import claims_figure
+    from experiments.statistics import Interval
+
+    drawn = []
+    monkeypatch.setattr(claims_figure, "finish", lambda figure, path, colours: drawn.append(figure))
+    rows = [
+        claims_figure.Row("has a lower loss", 2, Interval(-0.3, 0.1, 8), -1, "as expected"),
+        claims_figure.Row("has a lower loss", 8, Interval(0.2, 0.1, 8), -1, "against expectation"),
+        claims_figure.Row("copies more", 2, Interval(90.0, 1.0, 8), 1, "as expected"),
+        claims_figure.Row("copies more", 4, Interval(0.0, 1.0, 8), 1, "no difference shown"),
+    ]
+    claims_figure.draw(tmp_path / "claims.png", {"HoPE": rows})
+    (axes,) = drawn[0].axes
+    means = [float(line.get_xdata()[0]) for line in axes.lines if line.get_marker() not in ("", "None", None)]
+    assert means == pytest.approx([3, -2, claims_figure.FURTHEST, 0])
+    words = [text.get_text() for text in axes.texts]
+    assert words[0] == "HoPE" and "has a lower loss, 2 L" in words and "8 L" in words
+    assert "-0.30 (-0.40 to -0.20)" in words
+    looks = [
+        (line.get_color(), line.get_marker()) for line in axes.lines if line.get_marker() not in ("", "None", None)
+    ]
+    assert len({looks[0], looks[1], looks[3]}) == 3
+
+
+def test_the_rows_of_the_figure_are_the_claims_differences(folder):
+    published(folder, hope={2: 80, 4: 60}, rope={2: 50, 4: 20})
+    rows = page.claims_rows()["HoPE"]
+    assert [(row.multiple, round(row.found.mean), row.expected, row.outcome) for row in rows[:2]] == [
+        (2, 30, 1, "as expected"),
+        (4, 40, 1, "as expected"),
+    ]
+
+
 def test_fields(folder):
     published(folder, hope={1: 90, 2: 80}, rope={1: 90, 2: 50})
     assert page.mean("copying", "hope", "copying-by-length", "2") == "80.40"
@@ -133,7 +168,7 @@ def test_fields(folder):
     (line,) = page.differences("copying", "copying-by-length:hope/rope").splitlines()[2:]
     assert line == "| HoPE − RoPE | +0.0 (+0.0 to +0.0) | **+30.0 (+30.0 to +30.0)** |"
     assert page.summary("copying") == (
-        "Of the 2 declared differences of which the papers say the direction: 1 as expected and 1 no difference shown."
+        "The papers say of 2 declared differences which side is higher: 1 came out so and 1 shows no difference."
     )
     assert page.constant("copying.BETWEEN.1") == "10"
     assert page.sizes() == "99,000 parameters, trained on samples of 128 bytes or letters"
@@ -145,7 +180,7 @@ def test_fields(folder):
 
 def test_against_expectation_is_said(folder):
     published(folder, hope={2: 40, 4: 10}, rope={2: 50, 4: 20})
-    assert page.summary("copying").endswith("Against expectation: HoPE and RoPE (copying-by-length) at 2 and 4.")
+    assert page.summary("copying").endswith("The other way: HoPE and RoPE (copying-by-length) at 2 and 4.")
     (line,) = page.differences("copying", "copying-by-length:hope/rope").splitlines()[2:]
     assert line.count("**, against expectation") == 2
 

@@ -57,7 +57,7 @@ def test_prompts_to_the_byte(depth):
     assert same == keys and {len(prompt) for prompt in without} == {200}
     assert all(prompt[:-6] in PIECES[2] and prompt.endswith(b"\nkey #") for prompt in without)
     assert not any(key in prompt for key, prompt in zip(same, without, strict=True))
-    with pytest.raises(data.TextError, match="a prompt of 90000 bytes needs a file of at least 89981 bytes"):
+    with pytest.raises(data.TextError, match="a file of at least 89981 bytes for a prompt of 90000 bytes"):
         passkey.prompts(PIECES, 90_000, depth, 1, 0)
     with pytest.raises(data.TextError, match="expected a prompt of at least 19 bytes, got 18"):
         passkey.prompts(PIECES, 18, depth, 1, 0)

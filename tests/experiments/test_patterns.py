@@ -6,6 +6,7 @@ import pytest
 import torch
 from flashrope import Rotary, attention
 from flashrope.small_models.model import ModelConfig
+from test_tasks import sharpen
 
 from experiments import picture
 from experiments.drawn import seen_distances
@@ -19,10 +20,7 @@ CONFIG = ModelConfig(width=64, layers=2, heads=2)
 def model_of(name, length=64):
     torch.manual_seed(0)
     model = ZooModel(CONFIG, name, length)
-    with torch.no_grad():
-        for parameter in model.language.blocks.parameters():
-            if parameter.ndim == 2:
-                parameter *= 10
+    sharpen(model.language.blocks)
     return model
 
 

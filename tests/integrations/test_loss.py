@@ -14,7 +14,8 @@ import torch
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 
-from families import tiny
+from families import schemes, tiny
+from flashrope import Rotary
 from flashrope.cli.options import BadInput
 from flashrope.commands.main import main
 from flashrope.evaluation import loss
@@ -197,29 +198,46 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
         assert row["windows"] == pytest.approx(expected, abs=2e-5)
 
 
-def test_the_plot_shows_every_row(tmp_path):
-    from matplotlib.colors import to_rgb
-    from matplotlib.image import imread
+def figure_rows(schemes, contexts=("text", "repeated"), lengths=(16, 32, 64)):
+    """Windows that differ by 5, and schemes that differ by a tenth of their number in every window."""
+    return [
+        Row(scheme, context, length, tuple(window + 0.1 * at + 0.01 * at * (window % 2) for window in (1.0, 6.0, 11.0)))
+        for at, scheme in enumerate(schemes)
+        for context in contexts
+        for length in lengths
+    ]
 
-    def row(scheme, context, length):
-        level = {"stock": 4.0, "ReRoPE": 1.0}[scheme] + (0.5 if context == "repeated" else 0.0)
-        return Row(scheme, context, length, (level, level + 0.1))
 
-    lengths, schemes = (16, 32, 64), ("stock", "ReRoPE")
-    texts = [row(scheme, "text", length) for scheme in schemes for length in lengths]
-    both = [row(scheme, context, n) for scheme in schemes for context in ("text", "repeated") for n in lengths]
+def test_the_figure_shows_paired_changes():
+    figure = loss.loss_figure(figure_rows(["stock", "NTK", "ReRoPE"]), 32, "a model")
+    above, above_repeated, below, below_repeated = figure.axes
+    assert [line.get_label() for line in above.lines[:3]] == ["stock", "NTK", "ReRoPE"]
+    for axes in (below, below_repeated):
+        ntk, rerope = axes.containers
+        assert list(ntk.lines[0].get_ydata()) == pytest.approx([0.1 + 0.01 * 2 / 3] * 3)
+        assert list(rerope.lines[0].get_ydata()) == pytest.approx([0.2 + 0.02 * 2 / 3] * 3)
+        (bars,) = rerope.lines[2]
+        low, high = bars.get_segments()[0][:, 1]
+        half = half_interval([0.2 + 0.02 * (window % 2) for window in (1, 6, 11)])
+        assert (high - low) / 2 == pytest.approx(half) and half < 0.1  # the interval of the loss is 12
+        apart = [container.lines[0].get_xdata() for container in axes.containers]
+        assert all(abs(a / b - 1) > 0.01 for a, b in zip(*apart, strict=True))  # bars do not hide one another
+    other = loss.loss_figure(figure_rows(["NTK", "stock"]), 32, "a model", base="stock").axes[2]
+    (ntk,) = other.containers
+    assert other.get_ylabel().startswith("change against stock") and ntk.lines[0].get_ydata()[0] < 0
+    (legend,) = figure.legends
+    figure.canvas.draw()
+    right = max(axes.get_window_extent().x1 for axes in figure.axes)
+    assert legend.get_window_extent().x0 > right  # outside
+    assert above.get_title(loc="left") == "text" and above_repeated.get_title(loc="left") == "repeated context"
 
-    def pixels(rows):
-        """How much of the plot has the colour of each scheme."""
-        loss.plot(tmp_path / "loss.png", rows, 32, "a model")
-        image = torch.from_numpy(imread(tmp_path / "loss.png")[:, :, :3].copy())
-        assert image.shape == (1000, 1600, 3)
-        near = [(image - torch.tensor(to_rgb(colour))).abs().amax(-1) < 0.05 for colour in loss.COLOURS[:3]]
-        return [int(found.sum()) for found in near]
 
-    one, two = pixels(texts), pixels(both)
-    assert min(one[:2]) > 1000 and one[2] == two[2] == 0  # a colour for each scheme
-    assert all(b > 1.4 * a for a, b in zip(one[:2], two[:2], strict=True))  # and a line for repeated context
+def test_the_figure_has_at_most_eight_series():
+    figure = loss.loss_figure(figure_rows([f"scheme {n}" for n in range(12)], ["text"]), 32, "a model")
+    shown = len(figure.axes[0].lines) - 1  # and the training length
+    assert shown <= 8 and f"; {12 - shown} more schemes in loss.csv" in figure.get_supxlabel()
+    colours = {line.get_color() for line in figure.axes[0].lines[:shown]}
+    assert len(colours) == shown
 
 
 def test_several_windows_of_rerope_are_several_rows(checkpoint, text, tmp_path):
@@ -265,6 +283,7 @@ def test_a_family_that_cannot_be_converted_is_measured_as_it_is(text, tmp_path, 
     shown = " ".join(capsys.readouterr().out.split())
     assert "left out: ReRoPE: model" in shown and "stock: the library's own attention" in shown
     assert [row["scheme"] for row in csv.DictReader((out / "loss.csv").open())] == ["stock"] * 2
+    run.insert(1, "--overwrite")
     assert main([*run, "16", "33"]) == 2
     assert "--lengths: expected at most 32, as this model has a learned embedding" in capsys.readouterr().err
     run[run.index("stock")] = "yarn"
@@ -324,10 +343,88 @@ def test_memory_that_runs_out_costs_one_cell(checkpoint, text, tmp_path, monkeyp
     ],
 )
 def test_bad_input_is_one_line(checkpoint, text, tmp_path, capsys, options, message):
-    assert main(command(checkpoint, text, tmp_path, *options)) == 2
+    assert main(command(checkpoint, text, tmp_path / "out", *options)) == 2
     errors = capsys.readouterr().err
     assert message in errors and errors.splitlines()[-1].startswith("flashrope loss: error: ")
     assert not list(tmp_path.iterdir())
+
+
+def test_results_are_not_overwritten_in_silence(checkpoint, text, tmp_path, capsys):
+    run = command(checkpoint, text, tmp_path, "--lengths", "16", "32", "--windows", "2", "--schemes", "stock")
+    assert main(run) == 0
+    assert {each.name for each in tmp_path.iterdir()} == {
+        f"loss.{kind}" for kind in ("png", "svg", "pdf", "csv", "json")
+    }
+    (tmp_path / "loss.csv").write_text("the first run's")
+    assert main(run) == 2
+    assert "--out: expected a folder without results, got" in capsys.readouterr().err
+    assert (tmp_path / "loss.csv").read_text() == "the first run's"
+    assert main([*run, "--overwrite"]) == 0
+    assert (tmp_path / "loss.csv").read_text().startswith("scheme,")
+
+
+# ---- rows of saved models, and of schemes of one's own
+
+
+def labels(model, names, *args, **options):
+    from flashrope.evaluation.schemes import applicable
+
+    found, skipped = applicable(model, names, 32, 128, *args, **options)
+    return {scheme.label: scheme for scheme in found}, skipped
+
+
+def test_rows_of_a_saved_model_are_named_in_full():
+    model = convert(tiny("llama", max_position_embeddings=32), window=16, log_n=32)
+    found, skipped = labels(model, ["stock", "rerope", "rerope-plain", "log-n", "ntk", "leaky"], [8])
+    assert list(found) == [
+        "ReRoPE w 16, log n",
+        "ReRoPE w 8, log n",
+        "ReRoPE w 16, log n; + NTK",
+        "Leaky ReRoPE w 8, log n",
+    ]
+    assert skipped == {
+        "ReRoPE without log n": "the same scheme as ReRoPE w 8, log n",  # on top of the model's log n
+        "log n": "the same scheme as ReRoPE w 16, log n",
+    }
+
+
+def test_rows_that_are_the_same_are_dropped():
+    found, skipped = labels(tiny("llama", max_position_embeddings=128), ["stock", "ntk", "yarn", "rerope"])
+    assert "NTK" in found
+    from flashrope.evaluation.schemes import applicable
+
+    found, skipped = applicable(tiny("llama"), ["stock", "ntk", "rerope"], 64, 64)  # a factor of 1
+    assert [scheme.label for scheme in found] == ["stock", "ReRoPE"]
+    assert skipped == {"NTK": "the same scheme as stock"}
+
+
+def test_schemes_of_ones_own(tmp_path):
+    rotary = Rotary.rope(16).interpolate(4.0)
+    (tmp_path / "halved.json").write_text(Rotary.rope(16).interpolate(2.0).text + "\n")
+    convert(tiny("llama"), window=6, log_n=12).save_pretrained(tmp_path / "saved")
+    model = tiny("llama")
+    given = [rotary.text, str(tmp_path / "halved.json"), str(tmp_path / "saved"), Rotary.rope(16).ntk(2.0).text]
+    found, skipped = labels(model, ["stock"], given=given)
+    assert list(found) == ["stock", "own Rotary", "halved", "saved: ReRoPE w 6, log n", "own Rotary (2)"]
+    expected = [None, rotary, Rotary.rope(16).interpolate(2.0), Rotary.rope(16).rectify(6).log_n(12)]
+    for scheme, each in zip(found.values(), expected, strict=False):
+        scheme.apply()
+        assert not skipped and schemes(model) == ([each] * 3 if each else [])
+    for wrong, message in (
+        ("nowhere", "--rotary: expected the text of a Rotary, a file with it, or the folder .* got 'nowhere'"),
+        ("{}", "--rotary: text: expected a JSON object with head_dim"),
+        (Rotary.rope(64).text, "--rotary: own Rotary: rotary: expected head_dim 16 of layer 0, got 64"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            labels(tiny("llama"), ["stock"], given=[wrong])
+
+
+def test_the_command_with_a_scheme_of_ones_own(checkpoint, text, tmp_path, capsys):
+    sizes = ["--lengths", "16", "32", "--windows", "2", "--schemes", "stock", "--rotary"]
+    assert main(command(checkpoint, text, tmp_path, *sizes, Rotary.rope(16).rectify(8).text)) == 0
+    rows = list(csv.DictReader((tmp_path / "loss.csv").open()))
+    assert [row["scheme"] for row in rows] == ["stock"] * 2 + ["own Rotary"] * 2
+    assert rows[1]["loss"] != rows[3]["loss"] and "own Rotary: a scheme of your own" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["loss", "passkey"])

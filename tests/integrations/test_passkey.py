@@ -97,7 +97,7 @@ def test_the_command(checkpoint, tmp_path, capsys):
     for scheme in ("ReRoPE: window 200, log n by 400", "Leaky ReRoPE: factor 4, window 200", "YaRN: factor 1.3"):
         assert scheme in shown
     rows = list(csv.DictReader((tmp_path / "passkey.csv").open()))
-    assert len(rows) == 4 * 2 * 2 and {row["scheme"] for row in rows} == {"stock", "rerope", "leaky", "yarn"}
+    assert len(rows) == 4 * 2 * 2 and {row["scheme"] for row in rows} == {"stock", "ReRoPE", "Leaky ReRoPE", "YaRN"}
     saved = json.loads((tmp_path / "passkey.json").read_text())
     assert saved["train_length"] == 400 and len(saved["cells"]) == len(rows)
     assert saved["facts"]["command"].startswith("flashrope passkey --model")
@@ -105,14 +105,23 @@ def test_the_command(checkpoint, tmp_path, capsys):
     # The results of all schemes differ: each was applied, and to the stock model.
     by_scheme = {
         scheme: [row["log_probability"] for row in rows if row["scheme"] == scheme]
-        for scheme in ("stock", "rerope", "leaky", "yarn")
+        for scheme in ("stock", "ReRoPE", "Leaky ReRoPE", "YaRN")
     }
     assert len({tuple(found) for found in by_scheme.values()}) == 4
 
 
+def test_the_lengths_that_are_chosen_hold_the_question(tmp_path):
+    model = tmp_path / "model"
+    tiny("llama", vocab_size=256, max_position_embeddings=128).save_pretrained(model)
+    sizes = ["--depths", "1", "--trials", "1", "--schemes", "stock", "--device", "cpu", "--threads", "1"]
+    assert main(["passkey", "--model", str(model), *sizes, "--out", str(tmp_path / "out")]) == 0
+    rows = list(csv.DictReader((tmp_path / "out" / "passkey.csv").open()))
+    assert SHORTEST > 128 and [int(row["length"]) for row in rows] == sorted({SHORTEST, max(256, SHORTEST), 512})
+
+
 def test_bad_input(checkpoint, tmp_path, capsys):
     def refused(*options, model=checkpoint):
-        fixed = ["--device", "cpu", "--threads", "1", "--out", str(tmp_path)]
+        fixed = ["--device", "cpu", "--threads", "1", "--out", str(tmp_path / "out")]
         assert main(["passkey", *fixed, "--model", model, *options]) == 2
         return capsys.readouterr().err
 

@@ -1,5 +1,7 @@
 """What convert and converted models refuse: errors name the argument, what was expected and what came."""
 
+import re
+
 import pytest
 import torch
 
@@ -68,7 +70,9 @@ def test_a_table_that_is_not_the_configurations():
 @pytest.mark.parametrize(
     "name, asked, error, message",
     [
-        ("llama", dict(windw=6), TypeError, "options: expected some of rotary, .* got 'windw'"),
+        ("llama", dict(windw=6), TypeError, "options: expected some of rotary, .* got 'windw'; did you mean window"),
+        ("llama", dict(logn=True), TypeError, "got 'logn'; did you mean log_n"),
+        ("llama", dict(temperature=2), TypeError, "got 'temperature'$"),
         ("llama", dict(factor=4.0), ValueError, "factor: expected window beside it, got 4.0"),
         ("llama", dict(window=-1), ValueError, "window: expected a non-negative integer, got -1"),
         (
@@ -96,7 +100,19 @@ def test_a_table_that_is_not_the_configurations():
             "llama",
             dict(rotary={"full": Rotary.rope(16)}),
             ValueError,
-            r"rotary: expected the layer types \[\], got \['full'\]",
+            r"rotary: expected one Rotary, as all layers of this model are of one type, got a dict with \['full'\]",
+        ),
+        (
+            "llama",
+            dict(rotary={}),
+            ValueError,
+            r"rotary: expected one Rotary, as all layers of this model are of one type, got a dict with \[\]",
+        ),
+        (
+            "gemma3_text",
+            dict(rotary={}),
+            ValueError,
+            r"rotary: expected the layer types \['full_attention', 'sliding_attention'\], got \[\]",
         ),
         (
             "glm4",
@@ -125,6 +141,25 @@ def test_bad_arguments(name, asked, error, message):
     with pytest.raises(error, match=message):
         convert(model, **asked)
     assert torch.equal(logits(model, tokens()), stock) and model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        (dict(window=0), "window: expected more than 0, got 0; every distance is seen as 0, as in Rotary.none"),
+        (
+            dict(window=64, factor=4.0),
+            "window: expected less than the training length 64, got 64; .* 7.1% .* where half of it has 82.4%",
+        ),
+        (dict(window=100, log_n=True), "window: expected less than the training length 64, got 100"),
+        (dict(window=63), None),
+        (dict(window=0, factor=4.0), None),  # position interpolation
+    ],
+)
+def test_windows_that_do_not_help_warn(asked, message, recwarn):
+    convert(tiny("llama"), **asked)
+    found = [str(each.message) for each in recwarn if "window:" in str(each.message)]
+    assert len(found) == (message is not None) and all(re.match(message, each) for each in found), found
 
 
 def prefix_lm(batch_idx, head_idx, q_idx, kv_idx):
@@ -228,7 +263,7 @@ def test_what_a_layer_may_not_ask_for(keyword, value, message):
 def test_a_layer_that_was_not_converted():
     model = tiny("llama")
     model.set_attn_implementation(NAME)
-    with pytest.raises(ValueError, match=r"model: layer 0 \(LlamaAttention\) was not converted; call convert\(model\)"):
+    with pytest.raises(ValueError, match=r"model: expected a converted model, got one .* layer 0 \(LlamaAttention\)"):
         model(tokens())
 
 

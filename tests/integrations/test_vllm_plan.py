@@ -89,8 +89,37 @@ def test_layers_of_two_kinds():
     hf = dict(model_type="qwen2", layer_types=SLIDING, sliding_window=64)
     plan = make_plan(config({"log_n": 4096}, hf=hf, model={"architecture": "Qwen2ForCausalLM"}))
     rope = Rotary.rope(32)
-    assert [tuple(layer) for layer in plan.layers] == [(rope.local(64), 64), (rope.log_n(4096), None)]
+    assert [layer[:2] for layer in plan.layers] == [(rope.local(64), 64), (rope.log_n(4096), None)]
     assert "layers 0 " in str(plan) and "layers 1 " in str(plan)
+
+
+@pytest.mark.parametrize(
+    "options, rotated",
+    [
+        ({}, True),
+        ({"hope_train_length": 64, "log_n": True}, True),
+        ({"yarn": [4.0, 4096]}, True),
+        ({"raw_keys": False}, True),
+        ({"raw_keys": True}, False),
+        ({"window": 1024}, False),
+        ({"window": 1024, "factor": 8}, False),
+        ({"self_extend": [1024, 8]}, False),
+        ({"dual_chunk": [4096, 1024]}, False),
+    ],
+)
+def test_keys_are_stored_rotated_where_the_scheme_has_one_rotation(options, rotated):
+    plan = make_plan(config(options))
+    assert [layer.rotated_keys for layer in plan.layers] == [rotated] * 2
+    assert f", {'rotated' if rotated else 'raw'} keys in the cache" in str(plan)
+    assert [layer.rotary for layer in plan.layers] == [
+        layer.rotary for layer in make_plan(config({**options, "raw_keys": True})).layers
+    ]
+
+
+def test_rotated_and_raw_blocks_are_not_interchangeable():
+    assert make_plan(config({})).digest != make_plan(config({"raw_keys": True})).digest
+    same = ({"window": 64}, {"window": 64, "raw_keys": True})  # raw both times
+    assert len({make_plan(config(options)).digest for options in same}) == 1
 
 
 def test_the_digest_is_that_of_the_schemes():
@@ -102,6 +131,7 @@ def test_the_digest_is_that_of_the_schemes():
 REFUSED = {
     "unknown key": (dict(options={"windw": 8}), "options: expected some of rotary, .*, factor, .* got 'windw'"),
     "no dict": (dict(options=True), "flashrope: expected a dict with some of .* got True"),
+    "raw_keys of text": (dict(options={"raw_keys": "yes"}), "raw_keys: expected true or false, got 'yes'"),
     "text": (dict(options="window"), "flashrope: expected a dict with some of .* got 'window'"),
     "window true": (dict(options={"window": True}), "window: expected a non-negative integer, got True"),
     "window as long": (

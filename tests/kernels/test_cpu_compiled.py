@@ -1,16 +1,18 @@
 """The compiled kernels of the CPU backend. Their accuracy is also tested wherever a target is ``cpu``."""
 
+import dataclasses
+
 import pytest
 import support
 import torch
-from flashrope import Rotary, attention, attention_with_cache
+from flashrope import Band, Rotary, attention, attention_with_cache
 from support import COEFFICIENT, Target
 
 pytestmark = pytest.mark.usefixtures("compiled")
 FLOAT, BRAIN = (Target("cpu", dtype, "cpu") for dtype in (torch.float32, torch.bfloat16))
 targets = pytest.mark.parametrize("target", [FLOAT, BRAIN], ids=str)
 LENGTHS = (1300, 513, 1, 0)  # three chunks, one key in the second, one key, none
-PADS = (3, 0, 0, 40)
+PADS = (15, 0, 0, 40)  # the first slot of a sequence is the last of its page
 
 
 def problems(target, rotary, seqlen_q=1, heads=4, group=2):
@@ -60,7 +62,13 @@ SCHEMES = {
     "hope_interleaved": Rotary.hope(128, 512, interleaved=True),
     "partial_local": Rotary.rope(24, rotary_dim=8).local(600),
     "none": Rotary.none(72),
+    "hope": Rotary.hope(64, 512),  # half of the pairs rotate
+    "self_extend": Rotary.rope(64).self_extend(588, 7),  # blocks begin anywhere in a group
+    "self_extend_far": Rotary.rope(64, rotary_dim=32).self_extend(3, 3).log_n(100),
+    "dual_chunk": Rotary.rope(64).dual_chunk(448, 64),  # chunks of keys end anywhere in one of positions
+    "gap": dataclasses.replace(Rotary.rope(64), bands=(Band(0, 30, 1.0, 0.0), Band(540, 700, 0.5, 200.0))),
 }
+PARTIAL = Rotary.rope(96, rotary_dim=32).rectify(40)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 3])
@@ -75,6 +83,78 @@ def test_chunks_of_keys(target, scheme, seqlen_q):
             {"out": out[b : b + 1], "lse": lse[b : b + 1]}, *support.exact_and_bound(p), target.dtype
         )
         assert max(ratios.values()) <= COEFFICIENT[target.dtype], (b, ratios)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("scheme", ["self_extend", "self_extend_far", "dual_chunk"])
+def test_needles_at_the_edges_of_maps(scheme, seqlen_q):
+    """One key that differs from zero: beside an edge of a block, a group, a chunk of positions or of keys, a window."""
+    rotary, keys, page_size = SCHEMES[scheme], 896, 16
+    edges = {0, 7, 63, 64, 70, 301, 308, 384, 512, 518, 768, keys - 588, keys - 3, keys}
+    needles = sorted({edge + d for edge in edges for d in (-1, 0)} & set(range(keys)))
+    p = support.problem(FLOAT, rotary, seqlen_q, keys, batch=len(needles), heads=1, group=1)
+    for b, j in enumerate(needles):
+        needle = 3 * p.k[b, j]
+        p.k[b] = 0
+        p.k[b, j] = needle
+    options = dict(cache_seqlens=support.int32([keys] * len(needles)), return_lse=True, impl="cpu")
+    out, lse = attention_with_cache(p.q, p.k, p.v, rotary, **options)
+    ratios = support.excess({"out": out, "lse": lse}, *support.exact_and_bound(p), torch.float32)
+    assert max(ratios.values()) <= COEFFICIENT[torch.float32], ratios
+    pages = (x.view(-1, page_size, *x.shape[2:]) for x in (p.k, p.v))
+    table = torch.arange(len(needles) * keys // page_size, dtype=torch.int32).view(len(needles), -1)
+    got = attention_with_cache(p.q, *pages, rotary, block_table=table, **options)
+    assert torch.equal(got[0], out) and torch.equal(got[1], lse)
+
+
+def test_more_keys_than_a_table_has_rows():
+    """The rotation of a block is composed of those of 64 * 64 keys, of 64 and of one."""
+    rotary, p = SCHEMES["hope"], support.problem(FLOAT, SCHEMES["hope"], 2, 4200, heads=1, group=1)
+    out, lse = attention_with_cache(p.q, p.k, p.v, rotary, support.int32([4200]), return_lse=True, impl="cpu")
+    ratios = support.excess({"out": out, "lse": lse}, *support.exact_and_bound(p), torch.float32)
+    assert max(ratios.values()) <= COEFFICIENT[torch.float32], ratios
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+@pytest.mark.parametrize("scheme", ["partial_local", "gap"])
+@targets
+def test_unseen_keys_are_not_read(target, scheme, seqlen_q, page_size):
+    """A query's result is the same bits whatever keys and values it does not see hold, in its own block too."""
+    rotary, keys = SCHEMES[scheme], LENGTHS[0]
+    sequences = problems(target, rotary, seqlen_q)
+    expected = decode(sequences, page_size=page_size)
+    distances = (keys - seqlen_q + torch.arange(seqlen_q))[:, None] - torch.arange(keys)
+    seen = torch.stack([(distances >= band.start) & (distances < band.stop) for band in rotary.bands]).any(0)
+    for row in range(seqlen_q):
+        sequences = problems(target, rotary, seqlen_q)
+        for x in (sequences[0].k, sequences[0].v):
+            x[0, ~seen[row]] = torch.nan
+        out, lse = decode(sequences, page_size=page_size)
+        assert torch.equal(out[0, row], expected[0][0, row]) and torch.equal(lse[0, :, row], expected[1][0, :, row])
+
+
+@pytest.mark.parametrize("width", [64, 72])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_is_read_and_rounded(dtype, width):
+    """The value of a single key is the result, for all numbers of the type; NaN stays NaN."""
+    v = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 1, 1, 64)
+    v = torch.nn.functional.pad(v, (0, width - 64))
+    zeros, seqlens = torch.zeros_like(v), torch.ones(len(v), dtype=torch.int32)
+    for out in (
+        attention_with_cache(zeros, zeros, v, Rotary.rope(width), seqlens, impl="cpu"),
+        attention(zeros, zeros, v, Rotary.rope(width), impl="cpu"),
+    ):
+        assert torch.equal(out.isnan(), v.isnan()) and torch.equal(out[~v.isnan()], v[~v.isnan()])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_decoding_is_rounded_to_nearest(dtype):
+    """The mean of two values, which float32 holds exactly."""
+    v = torch.randn(1, 2, 8, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
+    zeros, seqlens = torch.zeros_like(v), torch.tensor([2], dtype=torch.int32)
+    out = attention_with_cache(zeros[:, :1], zeros, v, Rotary.rope(64), seqlens, impl="cpu")
+    assert torch.equal(out[0, 0], v[0].float().mean(0).to(dtype))
 
 
 @pytest.mark.parametrize("page_size", [0, 16, 256])
@@ -109,8 +189,14 @@ def test_neighbors_and_threads_change_nothing():
 @pytest.mark.parametrize("lengths", [(130, 130), (65, 200), (200, 65), (64, 64), (1, 129)], ids=str)
 @targets
 def test_tiles(target, lengths, causal):
-    """More than a tile of queries and a block of keys, both also incomplete; windows below and above a block."""
-    for rotary in (SCHEMES["leaky"], Rotary.rope(64).rectify(20), Rotary.rope(64, interleaved=True).local(100)):
+    """More than a tile of queries and a block of keys, both also incomplete; windows below and above a block; channels
+    behind those that rotate."""
+    for rotary in (
+        SCHEMES["leaky"],
+        Rotary.rope(64).rectify(20),
+        Rotary.rope(64, interleaved=True).local(100),
+        PARTIAL,
+    ):
         p = support.problem(target, rotary, *lengths, heads=4, causal=causal, layout="poisoned")
         support.check(target, p)
 

@@ -25,9 +25,11 @@ from flashrope import (
     attention_varlen,
     attention_varlen_with_cache,
     attention_with_cache,
+    rotate,
 )
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
+from flashrope.rotary.bands import shared_map
 from triton.compiler import CompiledKernel
 
 from bench.compiling import architectures, offline
@@ -199,6 +201,16 @@ class Calls(random.Random):
             cache.attend([cache.allocate() for _ in range(self.batch)], q.contiguous(), rotary, k, v, **self.options)
         else:
             KVCache(self.batch, 512, *k.shape[2:], self.dtype).attend(q.contiguous(), rotary, k, v, **self.options)
+        if shared_map(rotary.bands):
+            rotated = {**self.options, "rotated_keys": True}
+            attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, **rotated)
+            packed = (x.flatten(0, 1) for x in (k, v))
+            lengths = (starts, seqlens, q.shape[1])
+            attention_varlen_with_cache(
+                q.flatten(0, 1), k_cache, v_cache, rotary, *lengths, *packed, table, cache_leftpad=seqlens, **rotated
+            )
+            for positions in (None, torch.rand(q.shape[:2])):
+                rotate(q, rotary, positions, impl="triton")
 
 
 def compiling_environment() -> dict[str, str]:

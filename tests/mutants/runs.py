@@ -74,6 +74,7 @@ class Copy:
         self.root, self.seen, self.output = folder / "checkout", folder / "test", folder / "output"
         copy_checkout(self.root)
         self.before: dict[Path, tuple[str, os.stat_result]] = {}
+        self.kernels, self.sound_kernels = self.root / "python/flashrope/backends/cpu/kernels", folder / "kernels"
 
     def apply(self, changes: tuple[Change, ...]) -> None:
         """changes: (file, text that occurs once, what takes its place)"""
@@ -83,12 +84,19 @@ class Copy:
             self.before.setdefault(path, (text, stat))
             path.write_text(replaced(text, old, new, file), encoding="utf-8")
             self._forget_compiled(path)
+            if path.suffix in (".cpp", ".h") and self.kernels.exists() and not self.sound_kernels.exists():
+                self.kernels.rename(self.sound_kernels)
 
     def restore(self) -> None:
         for path, (text, stat) in self.before.items():
             path.write_text(text, encoding="utf-8")
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
             self._forget_compiled(path)
+            if path.suffix in (".cpp", ".h"):
+                # The library of the mutant is newer than the source, which has its old time again.
+                shutil.rmtree(self.kernels, ignore_errors=True)
+                if self.sound_kernels.exists():
+                    self.sound_kernels.rename(self.kernels)
         self.before.clear()
 
     @staticmethod

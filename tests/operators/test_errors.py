@@ -202,6 +202,7 @@ def like(batch, *shape):
 SUSPECT = {
     "grouped heads": (like(1, 32, 48), like(1, 8, 48), "32 queries and only 8 keys.* the first 24 rows"),
     "a batch of them": (like(2, 8, 12), like(2, 4, 12), "8 queries and only 4 keys"),
+    "short and equal heads": (like(2, 4, 200), like(2, 4, 200), "200 heads and only 4 queries"),
     "long and equal heads": (like(1, 8, 300), like(1, 8, 300), "300 heads and only 8 queries"),
 }
 
@@ -223,6 +224,8 @@ def test_a_transposed_layout_is_suspected(q, k, why):
         (like(1, 8, 4), like(1, 4, 2), {}),
         (like(1, 8, 4), like(1, 0, 4), {}),
         (like(1, 1, 32), like(1, 64, 8), {}),
+        (like(1, 4, 128), like(1, 4, 128), {}),  # DeepSeek-V3 has as many; (batch, heads, seqlen) cannot be told
+        (like(1, 4, 232), like(1, 4, 8), {}),  # Falcon 180B
     ],
 )
 def test_a_layout_that_is_not_suspected(q, k, options):

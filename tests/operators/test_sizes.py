@@ -114,14 +114,14 @@ def test_a_cache_of_more_slots_than_positions_is_refused():
 @pytest.fixture
 def small_tables(monkeypatch):
     """Ends the test where the CPU backend would make a table of all positions up to those that it needs."""
-    table = rotation._table
+    table = rotation.rotations_between
 
     def made(*arguments):
         first, stop = arguments[3:5]
         assert stop - first <= 2**15, f"a table of {stop - first} positions"
         return table(*arguments)
 
-    monkeypatch.setattr(rotation, "_table", made)
+    monkeypatch.setattr(rotation, "rotations_between", made)
     rotation.rotation_of_rows.cache_clear()
 
 
@@ -131,7 +131,7 @@ def test_a_rotation_far_away_is_exact(first, small_tables):
     for rows, of_rows in itertools.product((1, 7, 5000), (PositionMap(1.0, 0.0), PositionMap(0.25, 12.0))):
         got = rotation.rotation_of_rows(rotary, of_rows, factors, first, rows, torch.float32)
         positions = torch.arange(first, first + rows, dtype=torch.float64)
-        want = rotation._rotation(rotary, positions, of_rows, factors, torch.float32)
+        want = rotation.rotation_at(rotary, positions, of_rows, factors, torch.float32)
         assert got.cos.shape == want.cos.shape
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 

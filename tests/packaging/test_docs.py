@@ -1,15 +1,19 @@
 """The pages match the tree: their Python blocks run as they are, those of a page one after another in one namespace;
 links and paths exist; the API reference is that of the docstrings."""
 
+import builtins
+import inspect
 import re
 import runpy
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import flashrope
 import pytest
 import torch
 from flashrope import Rotary
+from flashrope.rotary.catalogue import known_options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -87,6 +91,32 @@ def api_reference():
 
 def test_the_api_reference_is_that_of_the_docstrings():
     assert (ROOT / "docs" / "api.md").read_text() == api_reference()["render"](), "run python tools/api_reference.py"
+
+
+def test_every_argument_of_the_api_reference_is_one():
+    """A word before a colon in a docstring's prose is none."""
+    options = known_options().values()
+    of_convert = {option.name for option in options} | {option.beside.name for option in options if option.beside}
+    page = (ROOT / "docs" / "api.md").read_text().split("\n## Commands")[0]
+    entries = re.split(r"^#{3,4} ", page, flags=re.MULTILINE)[1:]
+    checked = 0
+    for entry in entries:
+        name = entry.split()[0]
+        signature = re.search(r"```text\n(.*?)```", entry, re.DOTALL)
+        known = set(re.findall(r"\w+", signature[1] if signature else ""))
+        known |= of_convert if name == "convert" else set()
+        if isinstance(described := getattr(flashrope, name, None), type):
+            sources = (inspect.getsource(each) for each in described.__mro__ if each.__module__.startswith("flashrope"))
+            known |= set(re.findall(r"(?:self\.|def |^    )(\w+)", "".join(sources), re.MULTILINE))
+        for section, text in re.findall(r"\*\*(\w+)\*\*\n\n(.*?)(?=\n\n|\Z)", entry, re.DOTALL):
+            names = {
+                word for item in re.findall(r"^- (`.+?`):", text, re.MULTILINE) for word in re.findall(r"\w+", item)
+            }
+            if section == "Raises":
+                known = {*vars(builtins), *flashrope.__all__}
+            assert names <= known and not (names and section == "Returns"), (name, section, names - known)
+            checked += len(names)
+    assert checked > 150
 
 
 def test_the_api_reference_has_every_public_name():

@@ -28,7 +28,7 @@ FLOORS = {  # from the ground up; a room, a file or a folder, imports from itsel
         "estimate runs training_curves tables training export measuring",
         "digits picture over_length drawn checkpoints",
         "registry",
-        "show arguments page __main__",
+        "show arguments claims_figure page __main__",
     ),
 }
 FOLDERS = {"flashrope": "python/flashrope", "flashrope.triton_kernels": "triton_kernels"}

@@ -71,7 +71,7 @@ def test_none():
 
 def test_from_inv_freq():
     table = [0.5, 0.0, -0.25]
-    for given in (table, tuple(table), np.array(table), torch.tensor(table, requires_grad=True)):
+    for given in (table, tuple(table), np.array(table), torch.tensor(table)):
         assert Rotary.from_inv_freq(given, head_dim=8).frequencies == (0.5, 0.0, -0.25)
     assert Rotary.from_inv_freq(Rotary.rope(64).inv_freq, 64) == Rotary.rope(64)
     assert Rotary.from_inv_freq(table, 8, interleaved=True).interleaved
@@ -476,6 +476,12 @@ def test_a_table_from_numpy_scalars_keeps_its_precision():
             Rotary.axial(64, axes=2),
             "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.01334, half pairing, 2 axes), "
             "distance: d for d >= 0, "
+            "score scale: 1)",
+        ),
+        (
+            Rotary(8, (1.0,), bands=(Band(2, 4, 1.0, 0.0), Band(9, math.inf, 0.0, 4.0))),
+            "Rotary(head_dim=8, 1 of 4 pairs rotate (inv_freq 1 to 1, half pairing in 2 channels), "
+            "distance: unseen for 0 <= d < 2; d for 2 <= d < 4; unseen for 4 <= d < 9; 4 for d >= 9, "
             "score scale: 1)",
         ),
         (

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..rotary.bands import Band
+from ..rotary.bands import EVERYWHERE, Band, PositionMap
 from ..rotary.rotary import Rotary
+from ..rotary.rotated import over_rotated_keys
 
 MAX_SPLITS = 256  # csrc/decode.h has the same number
 ONE_PER_QUERY = -1  # in the place of a number of new keys: packed queries, each of which brings its own key
@@ -82,6 +83,22 @@ class AttentionCall(_Scheme):
         return (q.shape[1], q.shape[0]) if self.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
 
 
+class NewRows(NamedTuple):
+    """New keys of one sequence that follow one another.
+
+    batch, row, rows: which rows of k; packed: batch is 0.
+    position: of the first. Below 0: of padding.
+    slot: of the first, behind the keys that the sequence has.
+    """
+
+    batch: int
+    row: int
+    rows: int
+    position: int
+    sequence: int
+    slot: int
+
+
 class CacheLayout(NamedTuple):
     """Where sequences lie in a cache.
 
@@ -119,6 +136,34 @@ class CacheLayout(NamedTuple):
         if self.leftpad is None:
             return [(0, end) for end in ends]
         return [(min(max(pad, 0), end), end) for pad, end in zip(self.leftpad.tolist(), ends, strict=True)]
+
+    def new_rows(self, capacity: int, rows: int) -> list[NewRows]:
+        """The new keys of every sequence, whose sequences have `capacity` slots. Read by the host.
+
+        rows: of a sequence's new keys, or packed the rows of all.
+        """
+        sequences = len(lengths := self.seqlens.tolist())
+        pads = [0] * sequences if self.leftpad is None else self.leftpad.tolist()
+        starts, found = None, []
+        if self.cu_seqlens_q is not None:
+            starts = [min(max(start, 0), rows) for start in self.cu_seqlens_q.tolist()]
+        for n, (length, pad) in enumerate(zip(lengths, pads, strict=True)):
+            count = rows if starts is None else max(starts[n + 1] - starts[n], 0)
+            slot = min(max(length, 0), capacity)
+            end = min(slot + (count if self.seqlen_new == ONE_PER_QUERY else self.seqlen_new), capacity)
+            first = min(max(pad, 0), end)
+            batch, row = (n, 0) if starts is None else (0, starts[n])
+            if count:
+                found.append(NewRows(batch, row, count, end - count - first, n, slot))
+        return found
+
+    def new_positions(self, capacity: int, batch: int, rows: int) -> torch.Tensor:
+        """The positions in ``new_rows``, int64 (batch, rows); packed: batch is 1. Other rows are at 0."""
+        positions = torch.zeros(batch, rows, dtype=torch.int64, device=self.seqlens.device)
+        for each in self.new_rows(capacity, rows):
+            place = positions[each.batch, each.row : each.row + each.rows]
+            torch.arange(each.position, each.position + each.rows, out=place)
+        return positions
 
     def new_places(self, k_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(page or sequence, row, whether that place exists), int64 and bool (batch, seqlen_new), of the new keys."""
@@ -185,8 +230,31 @@ class CacheCall(_Scheme):
     softmax_scale: float
     layout: CacheLayout
     num_splits: int = 0  # 0: the backend chooses by shape
+    rotated_keys: bool = False  # the cache holds keys as rotate gives them
 
     positions = None  # positions count from layout.leftpad
+
+    def for_backend(self) -> CacheCall:
+        """A call over rotated keys as backends take it: its bands rotate queries alone."""
+        return dataclasses.replace(self, rotary=over_rotated_keys(self.rotary))
+
+
+@dataclasses.dataclass(slots=True)
+class RotateCall:
+    """One call of rotate, without x (batch, seqlen, heads, head_dim).
+
+    Row r stands at position r, or at positions[..., r]. With a layout x are new keys for a cache, the last rows of
+    every sequence; x may then be packed, (total, heads, head_dim).
+    """
+
+    rotary: Rotary  # of over_rotated_keys: all its bands rotate queries alike
+    positions: torch.Tensor | None = None  # (batch, seqlen) or (batch, seqlen, axes)
+    layout: CacheLayout | None = None
+    capacity: int = 0  # slots of a sequence in that cache
+
+    @property
+    def position_map(self) -> PositionMap:
+        return self.rotary.bands[0].queries if self.rotary.bands else EVERYWHERE.queries
 
 
 def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:

@@ -52,9 +52,20 @@ def _unsupported_device(device: torch.device) -> str:
 
 
 def append_to_cache(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: CacheLayout
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: CacheLayout,
+    rotary: Rotary | None = None,
 ) -> None:
-    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) behind layout.seqlens, or packed k and v, in one launch."""
+    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) behind layout.seqlens, or packed k and v, in one launch.
+
+    Raises:
+        ValueError: rotary is given. The caller rotates k.
+    """
+    if rotary is not None:
+        raise ValueError("rotary: expected None, the CUDA kernels write keys as they come")
     _check_aligned(k_cache=k_cache, v_cache=v_cache)
     if layout.cu_seqlens_q is not None:
         k_cache, v_cache, layout = _token_pages(k_cache, v_cache, k.shape[0], layout)
@@ -69,7 +80,8 @@ def attention_with_cache(
     """(out like q and contiguous, lse float32 (batch, heads_q, seqlen_q)), in two launches.
 
     Raises:
-        ValueError: the scheme maps positions, or has log_steps.
+        ValueError: the scheme maps positions, has log_steps, or several queries that see keys ahead are over rotated
+            keys: rows before the first key would have negative positions.
     """
     if have_maps(call.bands):
         raise ValueError(
@@ -78,6 +90,12 @@ def attention_with_cache(
         )
     if call.rotary.query_scale.log_n_every is not None:
         raise ValueError("impl='cuda' cannot serve this call: its kernels have no log_steps; use impl='triton'")
+    rows = q.shape[1] if q.ndim == 4 else call.layout.max_seqlen_q
+    if not call.causal and rows > 1 and any(band.keys_rotated for band in call.bands):
+        raise ValueError(
+            "impl='cuda' cannot serve this call: over rotated keys its kernels have causal=True, or one query token; "
+            "use impl='triton'"
+        )
     if call.layout.cu_seqlens_q is not None:
         return _attend_packed(q, k_cache, v_cache, call)
     _check_aligned(k_cache=k_cache, v_cache=v_cache)

@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from .calls import AttentionCall, CacheCall, CacheLayout, Kept, KeptShapes
+from ..rotary.rotary import Rotary
+from .calls import AttentionCall, CacheCall, CacheLayout, Kept, KeptShapes, RotateCall
 
 
 class AttentionBackend(Protocol):
@@ -41,6 +42,14 @@ class AttentionBackend(Protocol):
         """Gradients of raw q, k and v, like them and contiguous. At most one of grad_out and grad_lse is None."""
 
 
+class RotateBackend(Protocol):
+    """Serves ``rotate``, and new keys for caches of rotated keys."""
+
+    def rotate(self, x: torch.Tensor, call: RotateCall) -> torch.Tensor:
+        """Like x and contiguous. x is not empty, and the scheme changes some of its channels. New keys outside every
+        sequence become anything."""
+
+
 class CacheBackend(Protocol):
     """Serves ``attention_with_cache``."""
 
@@ -54,9 +63,11 @@ class CacheBackend(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         layout: CacheLayout,
+        rotary: Rotary | None = None,
     ) -> None:
         """Writes k, v (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim), behind
-        layout.seqlens or where layout.slot_mapping says; drops what has no slot or page."""
+        layout.seqlens or where layout.slot_mapping says; drops what has no slot or page. rotary: of
+        ``over_rotated_keys``; rotates k by its positions first. The CUDA backend leaves that to the caller."""
 
     def attention_with_cache(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall

@@ -10,7 +10,16 @@ import torch
 from ..lowering.cos_sin import cos_sin
 from ..rotary.rotary import Rotary
 from ..rotary.scales import UNSCALED
-from .calls import AttentionCall, CacheCall, CacheLayout, Kept, KeptShapes, accumulation_type, out_shape
+from .calls import (
+    AttentionCall,
+    CacheCall,
+    CacheLayout,
+    Kept,
+    KeptShapes,
+    RotateCall,
+    accumulation_type,
+    out_shape,
+)
 from .packed import append_packed, attend_packed
 
 
@@ -67,9 +76,16 @@ def backward(
 
 
 def append_to_cache(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: CacheLayout
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: CacheLayout,
+    rotary: Rotary | None = None,
 ) -> None:
     """As in ``CacheBackend``."""
+    if rotary is not None:
+        k = rotate(k, RotateCall(rotary, None, layout, layout.capacity(k_cache)))
     if layout.cu_seqlens_q is not None:
         return append_packed(append_to_cache, k_cache, v_cache, k, v, layout)
     page, row, fits = layout.new_places(k_cache)
@@ -103,6 +119,19 @@ def attention_with_cache(
     return out, lse
 
 
+def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
+    """As in ``RotateBackend``."""
+    rotary, positions = call.rotary, call.positions
+    if call.layout is not None:
+        positions = call.layout.new_positions(call.capacity, x.shape[0] if x.ndim == 4 else 1, x.shape[-3])
+        positions = positions if x.ndim == 4 else positions[0]
+    elif positions is None:
+        positions = torch.arange(x.shape[1], device=x.device)
+    wide = x.to(accumulation_type(x))
+    wide = torch.cat((wide[..., : rotary.rotary_dim] * rotary.rotated_scale, wide[..., rotary.rotary_dim :]), dim=-1)
+    return rotate_by(wide, rotary, call.position_map.of(positions.to(torch.float64))).to(x.dtype).contiguous()
+
+
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall, sinks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,8 +158,8 @@ def dense_attention(
     scores = torch.zeros(q.shape[0], q.shape[2], seqlen_q, seqlen_k, dtype=q.dtype, device=device)
     for band in call.bands:
         in_band = band.holds(i[:, None], j[None, :])
-        rotated_q = rotate(q, rotary, band.queries.of(q_position))
-        rotated_k = rotate(k, rotary, band.keys.of(k_position))
+        rotated_q = rotate_by(q, rotary, band.queries.of(q_position))
+        rotated_k = rotate_by(k, rotary, band.keys.of(k_position))
         band_scores = call.score_scale * torch.einsum("bihd,bjhd->bhij", rotated_q, rotated_k)
         scores = torch.where(in_band, band_scores, scores)
         visible = visible | in_band
@@ -148,7 +177,7 @@ def dense_attention(
     return out, lse.masked_fill(empty, float("-inf"))
 
 
-def rotate(x: torch.Tensor, rotary: Rotary, position: torch.Tensor) -> torch.Tensor:
+def rotate_by(x: torch.Tensor, rotary: Rotary, position: torch.Tensor) -> torch.Tensor:
     """x (batch, seqlen, heads, head_dim) with its first rotary_dim channels rotated.
 
     position: (seqlen,) or (batch, seqlen), with one more dimension, axes, for an axial scheme.

@@ -14,7 +14,7 @@ from .storage import Cache, OpenStep, check_integer, check_padding, check_querie
 
 
 class KVCache(Cache):
-    """The raw keys and values of a batch of sequences, with ``capacity`` slots each, for all layers of a model or one.
+    """The keys and values of a batch of sequences, with ``capacity`` slots each, for all layers of a model or one.
 
     Args:
         batch: number of sequences.
@@ -23,6 +23,10 @@ class KVCache(Cache):
         dtype: float16, bfloat16, float32 or float64.
         device: None is torch's default.
         layers: number of layers. They share the lengths and the left padding.
+        rotated_keys: None: keys are stored raw, and every call may have another scheme. A Rotary, or a list of one per
+            layer: keys are rotated by it once, when they are written, as ``rotate`` does, and steps rotate queries
+            only. The cache remembers it: calls with another scheme raise, and so does ``cache_leftpad``, which would
+            move positions. For schemes that ``rotate`` takes.
 
     Attributes:
         k, v: (batch, capacity, heads_kv, head_dim), with several layers (layers, batch, capacity, heads_kv, head_dim),
@@ -30,6 +34,7 @@ class KVCache(Cache):
             ``layer(i)`` returns k and v of one layer.
         seqlens: (batch,) int32 on the device, the slots in use, left padding included. It is always the same tensor.
         leftpad: (batch,) int32 on the device, the padding on the left. It is always the same tensor.
+        rotated_keys: the Rotary of every layer, or None.
         nbytes: bytes of k and v.
 
     With several layers new tokens come in steps: ``with cache.step(seqlen_new) as step`` makes room once, every layer
@@ -55,9 +60,10 @@ class KVCache(Cache):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         layers: int = 1,
+        rotated_keys: Rotary | Sequence[Rotary] | None = None,
     ):
         self.batch, self.capacity = check_integer("batch", batch, 1), check_integer("capacity", capacity, 1)
-        self._allocate((self.batch, self.capacity), heads_kv, head_dim, dtype, device, layers)
+        self._allocate((self.batch, self.capacity), heads_kv, head_dim, dtype, device, layers, rotated_keys)
         with torch.inference_mode(False):
             self.seqlens, self.leftpad = torch.zeros(2, batch, dtype=torch.int32, device=self.k.device).unbind()
         self._lengths, self._padding = [0] * batch, [0] * batch

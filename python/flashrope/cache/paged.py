@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -44,8 +45,29 @@ class _Change(NamedTuple):
     shared: int | None
 
 
+class _OfSequences(dict[int, int]):
+    """A number by sequence. ``cache.lengths(sequences)``, a method before, still works."""
+
+    def __init__(self, cache: PagedKVCache, name: str, values: dict[int, int]):
+        super().__init__(values)
+        self._cache, self._name = cache, name
+
+    def __missing__(self, sequence):
+        self._cache._get(sequence)  # says why
+        raise KeyError(sequence)
+
+    def __call__(self, sequences: Sequence[int]) -> list[int]:
+        warnings.warn(
+            f"{self._name}: expected {self._name}[sequence], as in KVCache, got a call; PagedKVCache.{self._name} is a "
+            "property now, and a later version refuses the call",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return [self[sequence] for sequence in self._cache._select(sequences)]
+
+
 class PagedKVCache(Cache):
-    """The raw keys and values of sequences that are allocated, forked and freed, for all layers of a model or one.
+    """The keys and values of sequences that are allocated, forked and freed, for all layers of a model or one.
 
     Args:
         pages: number of pages.
@@ -55,11 +77,13 @@ class PagedKVCache(Cache):
         device: None is torch's default.
         max_seqlen: largest number of tokens of a sequence; it sets the width of the block table. None: the whole pool.
         layers: number of layers. They share the sequences, their pages and lengths: a page has a part in every layer.
+        rotated_keys: as in ``KVCache``. Forks share rotated keys as they share raw ones: positions do not move.
 
     Attributes:
         k, v: (pages, page_size, heads_kv, head_dim), with several layers (layers, pages, page_size, heads_kv,
             head_dim), uninitialized where there is no token. On the CPU a view of heads-first storage, which is faster
             to read there. ``layer(i)`` returns k and v of one layer.
+        rotated_keys: the Rotary of every layer, or None.
         nbytes: bytes of k and v.
 
     With several layers new tokens come in steps: ``with cache.step(sequences, seqlen_new) as step`` takes pages once,
@@ -93,6 +117,7 @@ class PagedKVCache(Cache):
         device: torch.device | str | None = None,
         max_seqlen: int | None = None,
         layers: int = 1,
+        rotated_keys: Rotary | Sequence[Rotary] | None = None,
     ):
         self.pages, self.page_size = check_integer("pages", pages, 1), check_integer("page_size", page_size, 16, 256)
         if page_size & (page_size - 1):
@@ -100,7 +125,7 @@ class PagedKVCache(Cache):
         self.max_seqlen = pages * page_size if max_seqlen is None else check_integer("max_seqlen", max_seqlen, 1)
         self._limited = max_seqlen is not None
         self.max_pages = -(-self.max_seqlen // page_size)
-        self._allocate((self.pages, self.page_size), heads_kv, head_dim, dtype, device, layers)
+        self._allocate((self.pages, self.page_size), heads_kv, head_dim, dtype, device, layers, rotated_keys)
         self._next = 0
         self._sequences: dict[int, _Sequence] = {}
         self._references = [0] * self.pages
@@ -123,21 +148,23 @@ class PagedKVCache(Cache):
         """The number of pages that no sequence holds."""
         return len(self._free)
 
-    def lengths(self, sequences: Sequence[int]) -> list[int]:
+    @property
+    def lengths(self) -> dict[int, int]:
         """The number of tokens of every sequence, left padding included, known to the host."""
-        return [sequence.length for sequence in self._select(sequences).values()]
+        return _OfSequences(self, "lengths", {name: sequence.length for name, sequence in self._sequences.items()})
 
-    def padding(self, sequences: Sequence[int]) -> list[int]:
+    @property
+    def padding(self) -> dict[int, int]:
         """The left padding of every sequence, known to the host."""
-        return [sequence.leftpad for sequence in self._select(sequences).values()]
+        return _OfSequences(self, "padding", {name: sequence.leftpad for name, sequence in self._sequences.items()})
 
     def seqlens(self, sequences: Sequence[int]) -> torch.Tensor:
         """The number of tokens of every sequence, (n,) int32 on the device."""
-        return upload(self.lengths(sequences), torch.int32, self.k.device)
+        return upload([each.length for each in self._select(sequences).values()], torch.int32, self.k.device)
 
     def leftpad(self, sequences: Sequence[int]) -> torch.Tensor:
         """The left padding of every sequence, (n,) int32 on the device."""
-        return upload(self.padding(sequences), torch.int32, self.k.device)
+        return upload([each.leftpad for each in self._select(sequences).values()], torch.int32, self.k.device)
 
     def block_table(self, sequences: Sequence[int]) -> torch.Tensor:
         """The pages of every sequence, (n, ceil(max_seqlen / page_size)) int32 on the device.

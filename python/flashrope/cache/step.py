@@ -67,8 +67,8 @@ class Step:
         self._check_open()
         self._check_new(check_new(k, v, k_cache, self.batch), layer)
         impl = resolve_impl(impl, k[:, :1], cached=True)
-        layout = CacheLayout(self.seqlens, self.block_table, seqlen_new=self.seqlen_new)
-        autograd.append_to_cache(k_cache, v_cache, k, v, layout, impl)
+        layout = CacheLayout(self.seqlens, self.block_table, self.leftpad, self.seqlen_new)
+        autograd.append_to_cache(k_cache, v_cache, k, v, layout, self._cache.rotary_of(layer), impl)
         self._written |= 1 << (layer or 0)
 
     def attend(

@@ -11,6 +11,8 @@ import torch
 from ..operators.autocast import autocast, autocast_hint
 from ..operators.checks import DTYPES, check_no_gradient
 from ..operators.functional import attention_with_cache
+from ..rotary.rotary import Rotary
+from ..rotary.rotated import one_rotation
 
 
 class OpenStep(Protocol):
@@ -31,11 +33,13 @@ class Cache:
     k: torch.Tensor
     v: torch.Tensor
     layers: int
+    rotated_keys: tuple[Rotary, ...] | None  # of every layer
     _layers: list[tuple[torch.Tensor, torch.Tensor]]
     _open: OpenStep | None
 
-    def _allocate(self, shape: tuple[int, int], heads_kv, head_dim, dtype, device, layers) -> None:
+    def _allocate(self, shape: tuple[int, int], heads_kv, head_dim, dtype, device, layers, rotated_keys) -> None:
         self.layers, self._open = check_integer("layers", layers, 1), None
+        self.rotated_keys = check_schemes(rotated_keys, head_dim, self.layers)
         shape_of_all = shape if self.layers == 1 else (self.layers, *shape)
         self.k, self.v = allocate_storage(shape_of_all, heads_kv, head_dim, dtype, device)
         with torch.inference_mode(False):
@@ -48,6 +52,10 @@ class Cache:
         if layer is None and self.layers == 1:
             return self._layers[0]
         return self._layers[check_integer("layer", layer, 0, self.layers - 1)]
+
+    def rotary_of(self, layer: int | None) -> Rotary | None:
+        """What keys of the layer are rotated by when they are written; None: they stay raw."""
+        return None if self.rotated_keys is None else self.rotated_keys[layer or 0]
 
     @property
     def nbytes(self) -> int:
@@ -86,8 +94,22 @@ class Cache:
                     "cache_leftpad: expected None, because the cache remembers its left padding, got a tensor"
                 )
             options = {**options, "cache_leftpad": leftpad}
+        if "rotated_keys" in options:
+            raise TypeError(
+                f"rotated_keys: expected it when the cache is made, which remembers its scheme, got "
+                f"{options['rotated_keys']!r} in attend"
+            )
+        caches = self.layer(layer)
+        if self.rotated_keys is not None:
+            check_scheme(rotary, self.rotated_keys[layer or 0], layer)
+            if leftpad is None and options.get("cache_leftpad") is not None:
+                raise ValueError(
+                    "cache_leftpad: expected None, because it moves positions and the keys in this cache are rotated "
+                    "by theirs, got a tensor; leftpad= of the first step is remembered"
+                )
+            options = {**options, "rotated_keys": True}
         q, k, v = autocast(q, *new)
-        return attention_with_cache(q, *self.layer(layer), rotary, seqlens, k, v, block_table, **options)
+        return attention_with_cache(q, *caches, rotary, seqlens, k, v, block_table, **options)
 
     def _append_layers(self, step, k, v, impl: str | None) -> None:
         """k, v (layers, n, seqlen_new, heads_kv, head_dim) in one step."""
@@ -132,9 +154,46 @@ def allocate_storage(shape: tuple[int, ...], heads_kv, head_dim, dtype, device) 
     return k, v
 
 
+def check_schemes(rotated_keys, head_dim: int, layers: int) -> tuple[Rotary, ...] | None:
+    """The scheme of every layer from the argument rotated_keys.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+    """
+    if rotated_keys is None:
+        return None
+    schemes = (rotated_keys,) * layers if isinstance(rotated_keys, Rotary) else rotated_keys
+    if not isinstance(schemes, Sequence) or isinstance(schemes, str) or len(schemes) != layers:
+        expected = "a Rotary" + (f", or a list of {layers}, one per layer" if layers > 1 else "")
+        raise TypeError(f"rotated_keys: expected {expected}, or None for raw keys, got {rotated_keys!r}")
+    for layer, rotary in enumerate(schemes):
+        if not isinstance(rotary, Rotary):
+            raise TypeError(f"rotated_keys: expected a Rotary for layer {layer}, got {type(rotary).__name__}")
+        if rotary.head_dim != head_dim:
+            raise ValueError(f"rotated_keys: expected head_dim {head_dim} as the cache, got {rotary.head_dim}")
+        if rotary.axis:
+            raise ValueError("rotated_keys: an axial scheme needs positions, which a cache does not carry")
+        one_rotation(rotary, "so that its keys can be stored rotated")
+    return tuple(schemes)
+
+
+def check_scheme(rotary, own: Rotary, layer: int | None) -> None:
+    """Raises ValueError if rotary is not the scheme by which the layer's keys were rotated."""
+    if rotary == own:
+        return
+    hint = ""
+    if isinstance(rotary, Rotary) and rotary.frequencies != own.frequencies:
+        hint = ", and tables that depend on the length, as those of dynamic NTK and longrope"
+    raise ValueError(
+        f"rotary: expected {own!r}, by which the keys of layer {layer or 0} are rotated, got {rotary!r}; a cache of "
+        f"raw keys (rotated_keys=None) takes other schemes{hint}"
+    )
+
+
 def describe(cache: Cache) -> str:
     k, layers = cache.k, f", layers={cache.layers}" if cache.layers > 1 else ""
-    return f"heads_kv={k.shape[-2]}, head_dim={k.shape[-1]}, dtype={k.dtype}, device={str(k.device)!r}{layers}"
+    keys = ", rotated keys" if cache.rotated_keys else ""
+    return f"heads_kv={k.shape[-2]}, head_dim={k.shape[-1]}, dtype={k.dtype}, device={str(k.device)!r}{layers}{keys}"
 
 
 def upload(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -22,6 +22,8 @@ def new_figure(size: tuple[float, float], dpi: int = 200):
 
 
 def save(figure, path: Path) -> None:
-    """Write the figure as PNG, completely or not at all."""
+    """Write the figure in the format of the path's ending, completely or not at all."""
+    kind = path.suffix[1:]
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same figure is the same file
     with replacing(path) as partial:
-        figure.savefig(partial, format="png")
+        figure.savefig(partial, format=kind, metadata=undated.get(kind))

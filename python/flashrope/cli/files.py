@@ -37,6 +37,24 @@ def folder(name: str) -> Path:
     return out
 
 
+def check_folder(name: str, results: Sequence[str], overwrite: bool) -> None:
+    """That ``folder`` will succeed, and that no file of results is there unless overwrite says so. Makes nothing.
+
+    Raises:
+        BadInput: names --out, and what is in the way.
+    """
+    out = Path(name)
+    there = next(each for each in (out, *out.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise BadInput(f"--out: cannot write to {out} ({'not writable' if there.is_dir() else 'Not a directory'})")
+    found = [each for each in results if (out / each).exists()]
+    if found and not overwrite:
+        raise BadInput(
+            f"--out: expected a folder without results, got {out} with {', '.join(found)}; name another one, or add "
+            "--overwrite"
+        )
+
+
 def write(path: Path, text: str) -> None:
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")

@@ -27,6 +27,14 @@ def add_schemes(parser: argparse.ArgumentParser, default: list[str]) -> None:
         help="schemes to run the model under; rerope and leaky with log n, rerope-plain without; dual-chunk: DCA, for "
         "training lengths above 128 tokens",
     )
+    parser.add_argument(
+        "--rotary",
+        nargs="+",
+        metavar="TEXT_OR_PATH",
+        default=[],
+        help="also schemes of your own, each as the text of a Rotary, a file with that text, or the folder of a model "
+        "that was saved with a scheme; they replace the model's scheme as a whole",
+    )
 
 
 def add_training_length(parser: argparse.ArgumentParser) -> None:
@@ -42,5 +50,9 @@ def add_run(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=positive, help="CPU threads; default: the cores available")
     parser.add_argument(
-        "--out", metavar="DIR", default=f"runs/{name}", help=f"directory for {name}.png, .csv and .json"
+        "--out",
+        metavar="DIR",
+        default=f"runs/{name}",
+        help=f"directory for {name}.png, .svg, .pdf, .csv and .json",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace the results of an earlier run in --out")

@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=positive,
         metavar="N",
-        help="prompt lengths in tokens, including the answer; default: 1/2, 1, 2 and 4 times the training length",
+        help="prompt lengths in tokens, including the answer; default: 1/2, 1, 2 and 4 times the training length, "
+        "at least as many as hold the question",
     )
     parser.add_argument(
         "--depths", type=positive, metavar="N", default=5, help="number of depths, evenly spaced from start to end"

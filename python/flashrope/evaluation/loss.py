@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,13 +22,14 @@ import torch.nn.functional as F
 from ..cli import files, options, report
 from ..cli.figure import COLOURS, MARKERS, new_figure, save
 from ..cli.hardware import hardware
-from ..cli.options import BadInput, cores, need, torch_threads
+from ..cli.options import BadInput
 from ..cli.progress import Bar
 from ..small_models import data
-from .model import Tokens, describe, last_logits, load, measured_lengths, text_config, training_length
+from .model import Tokens, describe, last_logits, load, measured_lengths, run_command, text_config, training_length
 from .schemes import applicable, settings
 
 MAX_TARGETS = 512
+RESULTS = ("loss.png", "loss.svg", "loss.pdf", "loss.csv", "loss.json")
 
 
 class Row(NamedTuple):
@@ -55,18 +55,12 @@ class Row(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        need("transformers", extra="transformers")
-        need("matplotlib")
-        with torch_threads(args.threads or cores()):
-            return _measure(args)
-    except (BadInput, data.TextError) as error:
-        print(f"flashrope loss: error: {error}", file=sys.stderr)
-        return 2
+    return run_command("loss", _measure, args)
 
 
 def _measure(args: argparse.Namespace) -> int:
-    out, device = files.folder(args.out), options.device(args.device)
+    files.check_folder(args.out, RESULTS, args.overwrite)
+    device = options.device(args.device)
     texts = data.read_texts(args.text)
     model, tokens = load(args.model, device)
     train_length = training_length(model, args.model, args.train_length)
@@ -78,7 +72,8 @@ def _measure(args: argparse.Namespace) -> int:
     if args.chunk and args.chunk < lengths[-1]:
         check_chunks(model)
     windows = text_windows(texts, tokens, lengths[-1], args.windows, args.seed)
-    schemes, skipped = applicable(model, args.schemes, train_length, lengths[-1], args.window)
+    schemes, skipped = applicable(model, args.schemes, train_length, lengths[-1], args.window, args.rotary)
+    out = files.folder(args.out)
     facts = {
         "model": describe(model, args.model, train_length),
         **settings(schemes, skipped),
@@ -112,13 +107,16 @@ def _measure(args: argparse.Namespace) -> int:
     record = {"facts": facts, "left_out": skipped, "train_length": train_length, "targets": targets}
     record["rows"] = [row._asdict() for row in rows]
     files.write(out / "loss.json", json.dumps(record, indent=1))
-    plot(out / "loss.png", rows, train_length, Path(args.model).name, tokens.unit)
+    base = next((scheme.label for scheme in schemes if scheme.name == "stock"), None)
+    figure = loss_figure(rows, train_length, Path(args.model).name, tokens.unit, base)
+    for name in RESULTS[:3]:
+        save(figure, out / name)
     print(f"\n{table(rows, targets, tokens.unit)}\n")
     if len(lengths) > 1:
         print(f"{changes_table(rows)}\n")
     if missing := [row for row in rows if not row.windows]:
         print(f"-: out of memory, in {len(missing)} of {len(rows)} cells; --chunk or a smaller --batch takes less\n")
-    print(f"written to {out}/: loss.png, loss.csv, loss.json")
+    print(f"written to {out}/: {', '.join(RESULTS)}")
     return 0
 
 
@@ -308,41 +306,60 @@ def csv_text(rows: Sequence[Row]) -> str:
     return files.csv_text(columns, lines)
 
 
-def plot(path: Path, rows: Sequence[Row], train_length: int, model: str, unit: str = "token") -> None:
-    """Loss against length, a line per scheme with its intervals; dashed: repeated context."""
+def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = "token", base: str | None = None):
+    """The loss by length, and its change against the scheme of this name, by default the first, window by window.
+
+    A column for the text, and one for repeated context. Intervals are those of the changes: they are narrower, because
+    what makes a window hard is in both losses. At most as many schemes as there are colours.
+    """
+    schemes = list(dict.fromkeys(row.scheme for row in rows))
+    shown, first = schemes[: len(COLOURS)], base or schemes[0]
+    contexts = [context for context in ("text", "repeated") if any(row.context == context for row in rows)]
+    lengths = sorted({row.length for row in rows})
+    figure = new_figure((5.2 + 3.6 * len(contexts), 6.4))
+    grid = figure.subplots(2, len(contexts), squeeze=False, sharex=True, sharey="row", height_ratios=(1, 1))
+    of = {(row.scheme, row.context, row.length): row for row in rows if row.windows}
+    for column, context in enumerate(contexts):
+        above, below = grid[0, column], grid[1, column]
+        for at, scheme in enumerate(shown):
+            look = dict(color=COLOURS[at], marker=MARKERS[at], markersize=4.5, linewidth=1.5)
+            found = [of[scheme, context, n] for n in lengths if (scheme, context, n) in of]
+            above.plot([row.length for row in found], [row.loss for row in found], label=scheme, **look)
+            pairs = [(row, of.get((first, context, row.length))) for row in found]
+            changes = [(row.length, row.change_from(base)) for row, base in pairs if base is not None]
+            if scheme == first or not changes:
+                continue
+            apart = 1.022 ** (at - len(shown) / 2)  # of neighbours, on the log scale: bars do not hide one another
+            widths = [half_interval(change) for _, change in changes]
+            below.errorbar(
+                [length * apart for length, _ in changes],
+                [sum(change) / len(change) for _, change in changes],
+                yerr=[0.0 if math.isnan(width) else width for width in widths],
+                capsize=2.5,
+                elinewidth=1,
+                **look,
+            )
+        below.axhline(0, color=COLOURS[schemes.index(first) % len(COLOURS)], linewidth=1.5)
+        for axes in (above, below):
+            _length_axis(axes, lengths, train_length)
+        above.set_title("text" if context == "text" else "repeated context", loc="left", fontsize=9)
+    grid[0, 0].set_ylabel(f"loss (nats per {unit})")
+    grid[1, 0].set_ylabel(f"change against {first}\n(nats per {unit}, 95% interval)", fontsize=9)
+    marked = "; dotted: the training length" if lengths[0] <= train_length <= lengths[-1] else ""
+    more = f"; {len(schemes) - len(shown)} more schemes in loss.csv" if len(schemes) > len(shown) else ""
+    figure.supxlabel(f"length (tokens, log scale){marked}{more}", fontsize=9)
+    figure.suptitle(f"Loss by length of the context: {model}", fontsize=11, x=0.01, ha="left")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
+    return figure
+
+
+def _length_axis(axes, lengths: Sequence[int], train_length: int) -> None:
     from matplotlib.ticker import NullLocator
 
-    figure = new_figure((8, 5))
-    axes = figure.add_subplot()
-    lengths = sorted({row.length for row in rows})
-    schemes = list(dict.fromkeys(row.scheme for row in rows))
-    for scheme, context in _labels(rows):
-        at = schemes.index(scheme)
-        colour, marker = COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]
-        found = [row for row in rows if (row.scheme, row.context) == (scheme, context) and row.windows]
-        axes.errorbar(
-            [row.length for row in found],
-            [row.loss for row in found],
-            yerr=[0.0 if math.isnan(row.interval) else row.interval for row in found],
-            color=colour,
-            marker=marker,
-            markersize=5,
-            linewidth=1.6,
-            capsize=3,
-            linestyle=(0, (4, 2)) if context == "repeated" else "-",
-            markerfacecolor="white" if context == "repeated" else colour,
-            label=_label(scheme, context),
-        )
     if lengths[0] <= train_length <= lengths[-1]:
         axes.axvline(train_length, color="0.6", linewidth=1, linestyle=":", zorder=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.xaxis.set_minor_locator(NullLocator())
-    marked = "; dotted: the training length" if lengths[0] <= train_length <= lengths[-1] else ""
-    axes.set_xlabel(f"length (tokens, log scale){marked}")
-    axes.set_ylabel(f"loss (nats per {unit})")
-    axes.set_title(f"Loss by length of the context: {model}", loc="left", fontsize=11)
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
-    save(figure, path)

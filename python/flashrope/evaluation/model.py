@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from ..cli.options import BadInput
+from ..cli.options import BadInput, cores, need, torch_threads
 from ..integrations.options import FIELD
 
 MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; a model with more and no tokenizer lacks its files
@@ -51,6 +53,18 @@ def load(name: str, device: torch.device):
     model = model.to(device).eval()
     check_causal(model, name)
     return model, _tokens(name, text_config(model))
+
+
+def run_command(name: str, measure: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """The exit code of a command that measures a model: 2 after BadInput, which is one line on stderr."""
+    try:
+        need("transformers", extra="transformers")
+        need("matplotlib")
+        with torch_threads(args.threads or cores()):
+            return measure(args)
+    except BadInput as error:
+        print(f"flashrope {name}: error: {error}", file=sys.stderr)
+        return 2
 
 
 def text_config(model):

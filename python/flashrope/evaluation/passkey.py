@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,12 +20,12 @@ import torch
 from ..cli import files, options, report
 from ..cli.figure import new_figure, save
 from ..cli.hardware import hardware
-from ..cli.options import BadInput, cores, need, torch_threads
+from ..cli.options import BadInput
 from ..cli.progress import Bar
-from ..rotary.catalogue import SCHEMES
-from .model import Tokens, describe, last_logits, load, measured_lengths, training_length
+from .model import Tokens, describe, last_logits, load, measured_lengths, run_command, training_length
 from .schemes import applicable, settings
 
+RESULTS = ("passkey.png", "passkey.svg", "passkey.pdf", "passkey.csv", "passkey.json")
 INSTRUCTION = (
     "Somewhere in this text a number is hidden. Find it and keep it in mind; you will be asked for it at the end.\n"
 )
@@ -51,6 +50,11 @@ class Cell(NamedTuple):
 class Task(Tokens):
     """Builds prompts. The parts of a prompt are tokenized separately, so the depth changes only where the number is."""
 
+    def shortest(self) -> int:
+        """The number of tokens of a prompt without filler."""
+        parts = (INSTRUCTION, NEEDLE.format(answer=" 10000"), QUESTION, " 10000")
+        return len(self.start) + sum(len(self.encode(part)) for part in parts)
+
     def prompt(self, length: int, depth: float, number: int) -> tuple[list[int], int]:
         """(exactly ``length`` tokens that end with the answer, number of tokens of the answer). Raises ValueError if
         ``length`` is too short."""
@@ -67,30 +71,25 @@ class Task(Tokens):
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        need("transformers", extra="transformers")
-        need("matplotlib")
-        with torch_threads(args.threads or cores()):
-            return _measure(args)
-    except BadInput as error:
-        print(f"flashrope passkey: error: {error}", file=sys.stderr)
-        return 2
+    return run_command("passkey", _measure, args)
 
 
 def _measure(args: argparse.Namespace) -> int:
-    out, device = files.folder(args.out), options.device(args.device)
+    files.check_folder(args.out, RESULTS, args.overwrite)
+    device = options.device(args.device)
     model, tokens = load(args.model, device)
     task = Task(tokens.encode, tokens.start)
     train_length = training_length(model, args.model, args.train_length)
+    needed = task.shortest()
     lengths = measured_lengths(args.lengths, train_length)
+    if args.lengths is None:
+        lengths = sorted({max(length, needed) for length in lengths})
     depths = [at / max(args.depths - 1, 1) for at in range(args.depths)]
-    for length in lengths:
-        try:
-            task.prompt(length, 0.0, 10_000)
-        except ValueError as error:
-            raise BadInput(f"--lengths: {error}") from None
+    if lengths[0] < needed:
+        raise BadInput(f"--lengths: expected at least {needed} tokens, for the question alone, got {lengths[0]}")
     windows = [args.window] if args.window else []
-    schemes, skipped = applicable(model, args.schemes, train_length, max(lengths), windows)
+    schemes, skipped = applicable(model, args.schemes, train_length, max(lengths), windows, args.rotary)
+    out = files.folder(args.out)
     facts = {
         "model": describe(model, args.model, train_length),
         **settings(schemes, skipped),
@@ -106,15 +105,17 @@ def _measure(args: argparse.Namespace) -> int:
     for scheme in schemes:
         scheme.apply()
         bar.start(scheme.label)
-        for cell in measure(model, task, scheme.name, lengths, depths, args.trials, args.batch, args.seed):
+        for cell in measure(model, task, scheme.label, lengths, depths, args.trials, args.batch, args.seed):
             cells.append(cell)
             bar.step(args.trials * cell.length)
     bar.clear()
     files.write(out / "passkey.csv", csv_text(cells))
     record = {"facts": facts, "train_length": train_length, "cells": [cell._asdict() for cell in cells]}
     files.write(out / "passkey.json", json.dumps(record, indent=1))
-    plot(out / "passkey.png", cells, train_length, Path(args.model).name)
-    print(f"\n{table(cells)}\n\nwritten to {out}/: passkey.png, passkey.csv, passkey.json")
+    figure = passkey_figure(cells, train_length, Path(args.model).name)
+    for name in RESULTS[:3]:
+        save(figure, out / name)
+    print(f"\n{table(cells)}\n\nwritten to {out}/: {', '.join(RESULTS)}")
     return 0
 
 
@@ -157,7 +158,7 @@ def table(cells: Sequence[Cell]) -> str:
         found = [
             [cell.accuracy for cell in cells if (cell.scheme, cell.length) == (scheme, length)] for length in lengths
         ]
-        rows.append([SCHEMES[scheme].label, *(f"{100 * sum(some) / len(some):.0f}%" for some in found)])
+        rows.append([scheme, *(f"{100 * sum(some) / len(some):.0f}%" for some in found)])
     return report.aligned("numbers found, all depths", rows, 10)
 
 
@@ -171,7 +172,7 @@ def csv_text(cells: Sequence[Cell]) -> str:
     )
 
 
-def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> None:
+def passkey_figure(cells: Sequence[Cell], train_length: int, model: str):
     """One heat map per scheme, depth by length, with the training length marked."""
     schemes = list(dict.fromkeys(cell.scheme for cell in cells))
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
@@ -204,7 +205,7 @@ def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> No
         beyond = sum(length <= train_length for length in lengths)
         if 0 < beyond < len(lengths):
             axes.axvline(beyond - 0.5, color="black", linewidth=1.2, linestyle=":")
-        axes.set_title(SCHEMES[scheme].label, fontsize=10, loc="left")
+        axes.set_title(scheme, fontsize=10, loc="left")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
     figure.colorbar(image, ax=grid, label="numbers found", format=lambda value, _: f"{100 * value:.0f}%")
@@ -212,4 +213,4 @@ def plot(path: Path, cells: Sequence[Cell], train_length: int, model: str) -> No
     figure.supxlabel(f"length (tokens){marked}", fontsize=9)
     figure.supylabel("depth of the number", fontsize=9)
     figure.suptitle(f"Finding a hidden number: {model}", fontsize=11, x=0.01, ha="left")
-    save(figure, path)
+    return figure

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..cli.options import BadInput
-from ..integrations.options import read_field
-from ..rotary.catalogue import SCHEMES, Lengths, describe_options
+from ..integrations.options import FIELD, read_field, read_options
+from ..rotary.catalogue import SCHEMES, Lengths, describe_options, name_options
+from ..rotary.rotary import Rotary
 from .model import text_config
 
 
@@ -22,19 +25,26 @@ class Measured(NamedTuple):
 
 
 def applicable(
-    model, names: Sequence[str], train_length: int, longest: int, windows: Sequence[int] = ()
+    model,
+    names: Sequence[str],
+    train_length: int,
+    longest: int,
+    windows: Sequence[int] = (),
+    given: Sequence[str] = (),
 ) -> tuple[list[Measured], dict[str, str]]:
     """The schemes that this model can run under, and {label: reason} for the others.
 
-    The model is left as it came. If it was converted before, the schemes are applied on top of that scheme.
+    The model is left as it came. If it was converted before, "stock" is that scheme, the others are applied on top of
+    it, and all are named in full. Of schemes that are the same, the first is listed.
 
     Args:
         names: of SCHEMES.
         train_length, longest: the training length and the longest length to measure, in tokens.
         windows: every scheme with a window is listed once for each of these; default: half the training length.
+        given: schemes in the place of the model's: the text of a Rotary, a file with it, or a saved model's folder.
 
     Raises:
-        BadInput: the model can run under none of the schemes.
+        BadInput: the model can run under none of the schemes, or not under one of ``given``.
     """
     from ..integrations.transformers import convert, revert
 
@@ -48,24 +58,57 @@ def applicable(
         revert(model)
         return convert(model, **own) if own else model
 
+    seen: dict[tuple, str] = {}
+
+    def add(name: str, asked: str, label: str, apply: Callable[[], object], words: str) -> None:
+        apply()
+        key = _layers(model) or (name,)  # stock without own options is not converted
+        if key in seen:
+            skipped[asked] = f"the same scheme as {seen[key]}"
+            return
+        seen[key] = label
+        found.append(Measured(name, label, apply, words))
+
     for name in names:
         row = SCHEMES[name]
         if name == "stock":
-            words = f"as it was saved, {', '.join(own)}" if own else "the library's own attention"
-            found.append(Measured(name, row.label, stock, words))
+            label = name_options(own) or row.label
+            add(name, row.label, label, stock, "as it was saved" if own else "the library's own attention")
+            if not own:
+                seen |= _stock_layers(model, label)
             continue
         chosen = windows if row.reads_window and windows else [None]
         for window in chosen:
-            label = f"{row.label}, window {window:,}" if len(chosen) > 1 else row.label
+            label = asked = f"{row.label}, window {window:,}" if len(chosen) > 1 else row.label
             try:
                 options = row.options(Lengths(train_length, longest, window))
                 changes = own | options
+                words = describe_options(options).removeprefix(f"{label} ")
+                if own:
+                    new = {option: value for option, value in options.items() if own.get(option) != value}
+                    on_top = not own.keys() & new.keys()
+                    label = f"{name_options(own)}; + {name_options(new)}" if on_top and new else name_options(changes)
                 convert(model, **changes)
                 converted = True
-                words = describe_options(options).removeprefix(f"{label} ")
-                found.append(Measured(name, label, partial(convert, model, **changes), words))
+                add(name, asked, label, partial(convert, model, **changes), words)
             except ValueError as error:
-                skipped[label] = str(error)
+                skipped[asked] = str(error)
+    for each in given:
+        label, changes = _read_given(each, model)
+        if repeated := sum(label == name or name.startswith(f"{label} (") for name in (*seen.values(), *skipped)):
+            label = f"{label} ({repeated + 1})"
+        try:
+            convert(model, **changes)
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"--rotary: {label}: {error}") from None
+        converted = True
+        add(
+            "rotary",
+            label,
+            label,
+            partial(convert, model, **changes),
+            "a scheme of your own" if "rotary" in changes else each,
+        )
     stock()
     if not found:
         raise BadInput(f"--schemes: none of {', '.join(names)} fits this model: {'; '.join(skipped.values())}")
@@ -78,3 +121,55 @@ def settings(schemes: Sequence[Measured], skipped: dict[str, str]) -> dict[str, 
     if skipped:
         facts["left out"] = "; ".join(f"{label}: {reason}" for label, reason in skipped.items())
     return facts
+
+
+def _layers(model) -> tuple:
+    """What tells the schemes of a converted model apart: those of its layers; () for one that is not converted."""
+    layers = [module.rotary_bands for module in model.modules() if hasattr(module, "rotary_bands")]
+    return tuple((each.rotary, each.grows_from) for each in layers if hasattr(each, "rotary"))
+
+
+def _stock_layers(model, label: str) -> dict[tuple, str]:
+    """The stock model's scheme, if it can be converted."""
+    from ..integrations.transformers import convert, revert
+
+    try:
+        layers = _layers(convert(model))
+    except ValueError:
+        return {}
+    revert(model)
+    return {layers: label}
+
+
+def _read_given(given: str, model) -> tuple[str, dict[str, Any]]:
+    """(label, options of ``convert``) of a value of --rotary.
+
+    Raises:
+        BadInput: it is neither a text, nor a file or folder with one.
+    """
+    path = Path(given)
+    if given.lstrip().startswith("{"):
+        return "own Rotary", {"rotary": _rotary(given)}
+    if path.is_file():
+        return path.stem, {"rotary": _rotary(path.read_text(encoding="utf-8"))}
+    try:
+        saved = json.loads((path / "config.json").read_text(encoding="utf-8")).get(FIELD)
+    except (OSError, ValueError):
+        saved = None
+    if not saved:
+        raise BadInput(
+            "--rotary: expected the text of a Rotary, a file with it, or the folder of a model that was saved with a "
+            f"scheme, got {given[:60]!r}"
+        )
+    try:
+        options = read_options(saved, text_config(model))
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"--rotary: {given}: {error}") from None
+    return f"{path.name}: {name_options(options)}", options
+
+
+def _rotary(text: str) -> Rotary:
+    try:
+        return Rotary.from_text(text.strip())
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"--rotary: {error}") from None

@@ -5,6 +5,7 @@ One reader serves ``convert``, ``from_pretrained``, vLLM's plugin and the comman
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from ..rotary.catalogue import known_options
 
 FIELD = "flashrope"
 LOG_N_CLIP = "log_n_clip"  # the one option that False switches on
+RAW_KEYS = "raw_keys"  # in the field alone, for engines: their cache holds raw keys under every scheme
 
 
 def training_length(config, name: str) -> int:
@@ -38,7 +40,11 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
         TypeError, ValueError: names the option, what was expected and what came.
     """
     if unknown := sorted(set(given) - set(_names())):
-        raise TypeError(f"options: expected some of {', '.join(_names())}, got {unknown[0]!r}")
+        close = difflib.get_close_matches(unknown[0], _names(), n=1)
+        raise TypeError(
+            f"options: expected some of {', '.join(_names())}, got {unknown[0]!r}"
+            + (f"; did you mean {close[0]}?" if close else "")
+        )
     asked = {
         name: value for name, value in given.items() if value is not None and (value is not False or name == LOG_N_CLIP)
     }
@@ -65,21 +71,36 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
 
 
 def read_field(config, length=training_length) -> dict[str, Any]:
-    """``read_options`` of a configuration's field; {} where it has none.
+    """``read_options`` of a configuration's field, without raw_keys; {} where it has none.
 
     Raises:
         TypeError, ValueError: as ``read_options``; a boolean clip beside log_n, which was the flag of log n before.
     """
-    given = getattr(config, FIELD, None)
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        raise TypeError(f"{FIELD}: expected a dict with some of {', '.join(_names())}, got {given!r}")
+    given = {name: value for name, value in _field(config).items() if name != RAW_KEYS}
     if isinstance(given.get("clip"), bool) and given.get("log_n"):
         raise ValueError(
             f"clip: expected the arguments of CoPE, got {given['clip']} beside log_n; the flag of log n is {LOG_N_CLIP}"
         )
     return read_options(given, config, length)
+
+
+def keeps_raw_keys(config) -> bool:
+    """Whether a configuration's field asks for raw keys in an engine's cache.
+
+    Raises:
+        TypeError: as ``read_field``; raw_keys is no boolean.
+    """
+    value = _field(config).get(RAW_KEYS, False)
+    if not isinstance(value, bool):
+        raise TypeError(f"{RAW_KEYS}: expected true or false, got {value!r}")
+    return value
+
+
+def _field(config) -> dict[str, Any]:
+    given = getattr(config, FIELD, None)
+    if given is not None and not isinstance(given, dict):
+        raise TypeError(f"{FIELD}: expected a dict with some of {', '.join([*_names(), RAW_KEYS])}, got {given!r}")
+    return given or {}
 
 
 def to_json(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,6 +127,10 @@ def _read_rotary(value, config):
     if not isinstance(value, dict):
         return _read_one(value)
     layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
+    if len(layer_types) < 2 and (not value or sorted(value) != layer_types):
+        raise ValueError(
+            f"rotary: expected one Rotary, as all layers of this model are of one type, got a dict with {sorted(value)}"
+        )
     if sorted(value) != layer_types:
         raise ValueError(f"rotary: expected the layer types {layer_types}, got {sorted(value)}")
     return {layer_type: _read_one(each) for layer_type, each in value.items()}

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from ..backends.calls import AttentionCall, CacheCall, CacheLayout
 from ..backends.registry import DIFFERENTIABLE, load_backend
+from ..rotary.rotary import Rotary
 from . import library
 from .library import LIBRARY, OPERATORS, AttentionArguments, CacheArguments, add_op_namespace_prefix
 
@@ -41,29 +42,41 @@ def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, to
     return Attention.apply(q, k, v, *arguments)[:2]
 
 
-def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, impl: str) -> None:
-    """``flashrope::append_to_cache``."""
+def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, rotary: Rotary | None, impl: str) -> None:
+    """``flashrope::append_to_cache``. rotary: None, or the scheme that rotates k first."""
     if _is_plain(k_cache, v_cache, k, v, layout.seqlens):
-        load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
+        library.append_to_cache(k_cache, v_cache, k, v, layout, rotary, impl)
         return
-    packed = (layout.cu_seqlens_q, layout.slot_mapping, layout.max_seqlen_q)
-    OPERATORS.append_to_cache(k_cache, v_cache, k, v, layout.seqlens, layout.block_table, *packed, impl)
+    tables = (layout.seqlens, layout.block_table, layout.leftpad, layout.cu_seqlens_q, layout.slot_mapping)
+    text = None if rotary is None else rotary.text
+    OPERATORS.append_to_cache(k_cache, v_cache, k, v, *tables, layout.max_seqlen_q, text, impl)
 
 
 def attention_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     """``flashrope::append_to_cache`` if there are new keys, then ``flashrope::attention_with_cache``."""
-    layout = call.layout
+    layout, rotary = call.layout, call.rotary if call.rotated_keys else None
     new = (k, v) if k is not None and k.shape[-3] else ()
     if _is_plain(q, k_cache, v_cache, layout.seqlens, *new):
-        backend = load_backend(impl)
         if new:
-            backend.append_to_cache(k_cache, v_cache, k, v, layout)
-        return backend.attention_with_cache(q, k_cache, v_cache, call)
+            library.append_to_cache(k_cache, v_cache, k, v, layout, rotary, impl)
+        return load_backend(impl).attention_with_cache(
+            q, k_cache, v_cache, call.for_backend() if call.rotated_keys else call
+        )
     if _transforming():
         _check_no_tangents(q, k_cache, v_cache, *new)
     if new:
-        append_to_cache(k_cache, v_cache, k, v, layout, impl)
+        append_to_cache(k_cache, v_cache, k, v, layout, rotary, impl)
     return OPERATORS.attention_with_cache(q, k_cache, v_cache, *CacheArguments.of(call, impl))
+
+
+def rotate(x, positions, rotary: Rotary, impl: str) -> torch.Tensor:
+    """``flashrope::rotate``, forwards."""
+    plain = _is_plain(x)
+    if impl in DIFFERENTIABLE or (plain and not (torch.is_grad_enabled() and x.requires_grad)):
+        return library.rotate(x, positions, rotary, False, impl)
+    if plain or _transforming():
+        return Rotate.apply(x, positions, rotary.text, False, impl)
+    return OPERATORS.rotate(x, positions, rotary.text, False, impl)
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
@@ -157,6 +170,38 @@ class AttentionBackward(torch.autograd.Function):
         return _vmap(AttentionBackward, info.batch_size, in_dims, arguments, tensors=2 + SAVED, rows=(7, 8))
 
 
+class Rotate(torch.autograd.Function):
+    """``flashrope::rotate``. It is linear in x, so its derivatives are rotations too."""
+
+    @staticmethod
+    def forward(x, positions, rotary, inverse, impl):
+        return OPERATORS.rotate(x, positions, rotary, inverse, impl)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, positions, ctx.rotary, ctx.inverse, ctx.impl = inputs
+        ctx.save_for_backward(positions)
+        ctx.save_for_forward(positions)
+
+    @staticmethod
+    def backward(ctx, grad):
+        run = Rotate.apply if _transforming() or torch.is_grad_enabled() else OPERATORS.rotate
+        return run(grad, *ctx.saved_tensors, ctx.rotary, not ctx.inverse, ctx.impl), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return Rotate.apply(tangent, *ctx.saved_tensors, ctx.rotary, ctx.inverse, ctx.impl)
+
+    @staticmethod
+    def vmap(info, in_dims, x, positions, *constants):
+        size, (dim_x, dim_positions, *_) = info.batch_size, in_dims
+        x = x.movedim(dim_x, 0) if dim_x is not None else x.expand(size, *x.shape)
+        if positions is not None:
+            moved = positions.movedim(dim_positions, 0) if dim_positions is not None else positions[None]
+            positions = moved.expand(size, *moved.shape[1:]).flatten(0, 1)
+        return Rotate.apply(x.flatten(0, 1), positions, *constants).unflatten(0, (size, -1)), 0
+
+
 def _no_gradient(ctx, *grads):
     raise RuntimeError("flashrope: attention over a cache has no gradient; use attention in training")
 
@@ -169,6 +214,9 @@ torch.library.register_autograd(
 )
 torch.library.register_autograd(add_op_namespace_prefix("attention_backward"), AttentionBackward.backward, lib=LIBRARY)
 torch.library.register_autograd(add_op_namespace_prefix("attention_with_cache"), _no_gradient, lib=LIBRARY)
+torch.library.register_autograd(
+    add_op_namespace_prefix("rotate"), Rotate.backward, setup_context=Rotate.setup_context, lib=LIBRARY
+)
 
 
 def _vmap(function, size: int, in_dims, arguments, tensors: int, rows: tuple[int, ...]):

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from ..backends.calls import MAX_SPLITS, ONE_PER_QUERY, CacheLayout
-from ..rotary.bands import band_text
+from ..rotary.bands import bands_text
 from ..rotary.rotary import Rotary
+from ..rotary.rotated import one_rotation
 from .autocast import autocast_hint
 
 CACHES = ("k_cache", "v_cache")
-MANY_HEADS = 256  # more than any known model has
+MANY_HEADS = 128  # more than any known model has beside as many key heads; 256: beside fewer
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -98,11 +99,13 @@ def _layout(rank: int) -> str:
 def warn_of_layout(shape_q, shape_k) -> None:
     """Warns of shapes that are allowed but look like (batch, heads, seqlen, head_dim).
 
-    For causal calls with more queries than keys, and for calls with more than ``MANY_HEADS`` heads.
+    For calls with more queries than keys, and for calls with more than ``MANY_HEADS`` heads. A sequence of
+    at most that many tokens, with as many key heads as query heads, cannot be told from (batch, seqlen, heads,
+    head_dim).
     """
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = shape_q, shape_k
     if heads_q > MANY_HEADS:
-        if heads_q <= seqlen_q:
+        if heads_q <= seqlen_q or heads_q != heads_kv and heads_q <= 2 * MANY_HEADS:
             return
         why = f"{heads_q} heads and only {seqlen_q} queries"
     elif seqlen_k and heads_q == heads_kv and not seqlen_q % seqlen_k:  # as heads_q is a multiple of heads_kv
@@ -314,12 +317,57 @@ def _check_position_values(positions, q, rotary) -> None:
     if len(rotary.bands) != 1 or not rotary.bands[0].is_plain:
         raise ValueError(
             "positions: expected None, or a scheme whose distance is d everywhere, got one whose distance is "
-            + "; ".join(map(band_text, rotary.bands))
+            + bands_text(rotary.bands)
         )
-    if positions.device != q.device:
-        raise ValueError(f"positions: expected device {q.device} as q, got {positions.device}")
+    _check_numbers(positions, q, "q")
+
+
+def _check_numbers(positions, like, like_name: str) -> None:
+    if not isinstance(positions, torch.Tensor):
+        raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
+    if positions.device != like.device:
+        raise ValueError(f"positions: expected device {like.device} as {like_name}, got {positions.device}")
     if positions.dtype == torch.bool or positions.is_complex():
         raise TypeError(f"positions: expected numbers, got {positions.dtype}")
+
+
+def check_rotated(x, rotary, positions) -> torch.Tensor | None:
+    """Checks the arguments of rotate. Returns positions of shape (batch, seqlen) or (batch, seqlen, axes)."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x: expected float16, bfloat16, float32 or float64, got {x.dtype}")
+    if x.ndim not in (3, 4):
+        expected = "(batch, seqlen, heads, head_dim) or (total, heads, head_dim)"
+        raise ValueError(f"x: expected {expected}, got shape {tuple(x.shape)}")
+    if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(f"x: expected a contiguous last dimension, got stride {x.stride(-1)}")
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
+    head_dim = x.shape[-1]
+    if head_dim % 8 or not 8 <= head_dim <= 256:
+        raise ValueError(f"x: expected head_dim to be a multiple of 8 up to 256, got {head_dim}")
+    if rotary.head_dim != head_dim:
+        raise ValueError(f"rotary: expected head_dim {head_dim} as in x, got {rotary.head_dim}")
+    rows = tuple(x.shape[:-2])
+    shape = rows + ((rotary.axes,) if rotary.axis else ())
+    if positions is None:
+        if rotary.axis or x.ndim == 3:
+            why = "an axial scheme" if rotary.axis else "packed x"
+            raise ValueError(f"positions: expected shape {shape} for {why}, got None")
+        return None
+    _check_numbers(positions, x, "x")
+    shapes = (shape,) if x.ndim == 3 else (shape, shape[1:], (1, *shape[1:]))
+    if tuple(positions.shape) not in shapes:
+        expected = " or ".join(map(str, shapes[:2]))
+        raise ValueError(f"positions: expected shape {expected}, got {tuple(positions.shape)}")
+    return positions[None] if x.ndim == 3 else positions.expand(shape)
+
+
+def check_rotated_keys(rotated_keys, rotary: Rotary) -> None:
+    if not isinstance(rotated_keys, bool):
+        raise TypeError(f"rotated_keys: expected True or False, got {rotated_keys!r}")
+    one_rotation(rotary, "so that its keys can be stored rotated")
 
 
 def check_cu_seqlens(name, cu_seqlens, x, x_name, max_seqlen) -> None:

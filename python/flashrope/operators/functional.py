@@ -12,6 +12,7 @@ from ..backends.calls import AttentionCall, CacheCall, CacheLayout
 from ..backends.registry import resolve_impl
 from ..lowering.lowered import UNBOUNDED
 from ..rotary.rotary import Rotary
+from ..rotary.rotated import one_rotation
 from . import autograd
 from .autocast import autocast
 from .checks import (
@@ -25,6 +26,8 @@ from .checks import (
     check_outside_context_parallel,
     check_packed_positions,
     check_positions,
+    check_rotated,
+    check_rotated_keys,
     check_sinks,
     check_slot_mapping,
     check_tensors,
@@ -34,7 +37,7 @@ from .checks import (
 from .foreign_keywords import raise_for
 from .sinks import add_sinks
 
-__all__ = ["attention", "attention_varlen", "attention_varlen_with_cache", "attention_with_cache"]
+__all__ = ["attention", "attention_varlen", "attention_varlen_with_cache", "attention_with_cache", "rotate"]
 
 
 def attention(
@@ -55,6 +58,8 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; float64 where the backend supports it.
+            Shapes that can only be (batch, heads, seqlen, head_dim) warn. With as many key heads and at most 128 tokens
+            they cannot be told from a model's, and pass.
         k, v: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q. heads_q is a multiple of heads_kv. v
             may be of another width than q and k, as in multi-head latent attention: a multiple of 8 up to 256.
         rotary: the scheme. Its head_dim must equal q's.
@@ -152,6 +157,49 @@ def attention_varlen(
     return _attend(q, k, v, call, sinks, return_lse, impl)
 
 
+def rotate(
+    x: torch.Tensor,
+    rotary: Rotary,
+    positions: torch.Tensor | None = None,
+    impl: str | None = None,
+    **unknown: Never,
+) -> torch.Tensor:
+    """Queries or keys, rotated by their positions: what the attention does to them inside. Differentiable in x.
+
+    Products of rotated queries and rotated keys are the scheme's scores, but for what belongs to scores: softmax_scale,
+    the temperature, log n and the other scales of queries, and which keys a query sees. Of ``rotated_scale``, the
+    square root is on x, so that the product of a query and a key has all of it; Hugging Face's attention_factor is
+    that root. Computed in float32 (float64 for float64 inputs) and rounded once.
+
+    For keys of a cache with ``rotated_keys=True``, and for kernels that take rotated q and k.
+
+    Args:
+        x: (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim), of a type in ``attention``.
+        rotary: a scheme in which queries and keys have one rotation each, which RoPE, HoPE, NoPE, PI, NTK, YaRN, CoPE,
+            axial schemes and mrope have, with or without a sliding window.
+        positions: (batch, seqlen), (seqlen,) or, packed, (total,), of any real type; one more dimension, axes, for
+            axial schemes, which need them. None: rows of a sequence are at 0, 1, 2, ...; packed rows need positions.
+            New keys of a cache: ``cache_seqlens[:, None] - cache_leftpad[:, None] + torch.arange(seqlen_new)``.
+        impl: as in ``attention``.
+
+    Returns:
+        Like x, contiguous, a tensor of its own.
+
+    Raises:
+        TypeError, ValueError: the argument, what was expected and what came. ReRoPE, Leaky ReRoPE, Self-Extend and dual
+            chunk attention, which rotate a query or a key in several ways, are refused by name.
+    """
+    if unknown:
+        raise_for(rotate, unknown)
+    (x,) = autocast(x)
+    positions = check_rotated(x, rotary, positions)
+    one_rotation(rotary, "which rotate applies")
+    impl = resolve_impl(impl, x)
+    if x.ndim == 3:
+        return autograd.rotate(x[None], positions, rotary, impl)[0]
+    return autograd.rotate(x, positions, rotary, impl)
+
+
 def _attend(q, k, v, call: AttentionCall, sinks, return_lse: bool, impl: str | None):
     if sinks is not None:
         check_sinks(sinks, q)
@@ -181,6 +229,7 @@ def attention_with_cache(
     num_splits: int | None = None,
     validate: bool = False,
     sinks: torch.Tensor | None = None,
+    rotated_keys: bool = False,
     **unknown: Never,
 ):
     """Writes the new raw k, v to the cache, then attends: decoding, speculative verification, chunked prefill.
@@ -204,6 +253,10 @@ def attention_with_cache(
             capacity and page numbers to the cache, and new keys without a slot are dropped: nothing outside the
             buffers is touched and no other sequence changes, but a sequence with a wrong entry has no valid result.
         impl: as in ``attention``, and "cuda" if the extension was built (float16, bfloat16, seqlen_q up to 64).
+        rotated_keys: the cache holds keys as ``rotate`` gives them: k is rotated once, when it is written, and a step
+            rotates queries only. For schemes that ``rotate`` takes. All calls over a cache need the same scheme and the
+            same cache_leftpad, which the call cannot check; ``KVCache`` and ``PagedKVCache`` do. On CUDA C++ only
+            causal calls, or one query token; there the Triton kernel rotates k.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
 
     Returns:
@@ -217,7 +270,10 @@ def attention_with_cache(
         raise_for(attention_with_cache, unknown)
     capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None)
     layout = CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new)
-    call = CacheCall(rotary, causal, check_options(causal, softmax_scale, q), layout, check_num_splits(num_splits))
+    if rotated_keys is not False:
+        check_rotated_keys(rotated_keys, rotary)
+    scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)
+    call = CacheCall(rotary, causal, scale, layout, num_splits, rotated_keys)
     return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, sinks, return_lse, impl, validate)
 
 
@@ -241,6 +297,7 @@ def attention_varlen_with_cache(
     num_splits: int | None = None,
     validate: bool = False,
     sinks: torch.Tensor | None = None,
+    rotated_keys: bool = False,
     **unknown: Never,
 ):
     """``attention_with_cache`` for packed queries: one-token steps, speculation, chunks and whole prompts in one batch.
@@ -260,6 +317,8 @@ def attention_varlen_with_cache(
             and value goes to, for engines that place tokens. Negative: nowhere. None: behind cache_seqlens.
         block_table, cache_leftpad, num_splits, validate: as in ``attention_with_cache``.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
+        rotated_keys: as in ``attention_with_cache``. Rows outside every sequence have no position, so slot_mapping
+            should send them nowhere.
         impl: as in ``attention_with_cache``; "cuda" needs max_seqlen_q up to 64, and to append pages or a contiguous
             cache whose capacity is a multiple of 16.
 
@@ -279,7 +338,10 @@ def attention_varlen_with_cache(
         seqlen_new = 0
     tables = (cache_seqlens, block_table, cache_leftpad)
     layout = CacheLayout(*tables, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q)
-    call = CacheCall(rotary, causal, check_options(causal, softmax_scale, q), layout, check_num_splits(num_splits))
+    if rotated_keys is not False:
+        check_rotated_keys(rotated_keys, rotary)
+    scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)
+    call = CacheCall(rotary, causal, scale, layout, num_splits, rotated_keys)
     return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, sinks, return_lse, impl, validate)
 
 

@@ -16,12 +16,14 @@ from ..backends.calls import (
     CacheCall,
     CacheLayout,
     Kept,
+    RotateCall,
     accumulation_type,
     cached_lse_shape,
     out_shape,
 )
 from ..backends.registry import check_backend, load_backend
 from ..rotary.rotary import Rotary
+from ..rotary.rotated import inverted, over_rotated_keys
 
 try:  # Hugging Face's kernel-builder gives every build a namespace of its own, so that several load side by side
     from .._ops import add_op_namespace_prefix
@@ -91,6 +93,7 @@ class CacheArguments(NamedTuple):
     max_seqlen_q: int
     num_splits: int
     rotary: str
+    rotated_keys: bool
     causal: bool
     softmax_scale: float
     impl: str
@@ -107,6 +110,7 @@ class CacheArguments(NamedTuple):
             max_seqlen_q,
             call.num_splits,
             call.rotary.text,
+            call.rotated_keys,
             call.causal,
             call.softmax_scale,
             impl,
@@ -123,7 +127,8 @@ class CacheArguments(NamedTuple):
             None,
             self.max_seqlen_q,
         )
-        return CacheCall(Rotary.from_text(self.rotary), self.causal, self.softmax_scale, layout, self.num_splits)
+        scheme = Rotary.from_text(self.rotary), self.causal, self.softmax_scale
+        return CacheCall(*scheme, layout, self.num_splits, self.rotated_keys)
 
 
 _CALL = (
@@ -144,13 +149,15 @@ LIBRARY.define(
 # Two operators: the first writes to the caches, the second only reads them.
 LIBRARY.define(
     "append_to_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
-    "Tensor? block_table, Tensor? cu_seqlens_q, Tensor? slot_mapping, SymInt max_seqlen_q, str impl) -> ()"
+    "Tensor? block_table, Tensor? cache_leftpad, Tensor? cu_seqlens_q, Tensor? slot_mapping, SymInt max_seqlen_q, "
+    "str? rotary, str impl) -> ()"
 )
 LIBRARY.define(
     "attention_with_cache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
     "Tensor? cache_leftpad, SymInt seqlen_new, Tensor? cu_seqlens_q, SymInt max_seqlen_q, int num_splits, str rotary, "
-    "bool causal, float softmax_scale, str impl) -> (Tensor out, Tensor lse)"
+    "bool rotated_keys, bool causal, float softmax_scale, str impl) -> (Tensor out, Tensor lse)"
 )
+LIBRARY.define("rotate(Tensor x, Tensor? positions, str rotary, bool inverse, str impl) -> Tensor")
 
 
 # ---- what the operators do
@@ -169,19 +176,63 @@ def attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, table, 
     return load_backend(arguments.impl).backward(grad_out, grad_lse, q, k, v, out, lse, kept, arguments.call)
 
 
+def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, rotary: Rotary | None, impl: str) -> None:
+    """rotary: None, or the scheme that rotates k first."""
+    if rotary is None:
+        load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
+        return
+    rotary = over_rotated_keys(rotary)
+    if impl == "cuda":  # its kernels append raw keys
+        if rotary.changes_channels and k.numel() and k_cache.numel():
+            k = load_backend("triton").rotate(k, RotateCall(rotary, None, layout, layout.capacity(k_cache)))
+        load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
+    else:
+        load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout, rotary)
+
+
 def _append_to_cache(
-    k_cache, v_cache, k, v, cache_seqlens, block_table, cu_seqlens_q, slot_mapping, max_seqlen_q, impl
+    k_cache,
+    v_cache,
+    k,
+    v,
+    cache_seqlens,
+    block_table,
+    cache_leftpad,
+    cu_seqlens_q,
+    slot_mapping,
+    max_seqlen_q,
+    rotary,
+    impl,
 ):
-    seqlen_new = k.shape[1] if cu_seqlens_q is None else ONE_PER_QUERY
-    layout = CacheLayout(cache_seqlens, block_table, None, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q)
-    load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
+    seqlen_new = k.shape[1] if cu_seqlens_q is None else ONE_PER_QUERY if slot_mapping is None else 0
+    tables = (cache_seqlens, block_table, cache_leftpad)
+    layout = CacheLayout(*tables, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q)
+    append_to_cache(k_cache, v_cache, k, v, layout, None if rotary is None else Rotary.from_text(rotary), impl)
 
 
 def _attention_with_cache(q, k_cache, v_cache, *arguments):
     arguments = CacheArguments(*arguments)
-    return load_backend(arguments.impl).attention_with_cache(q, k_cache, v_cache, arguments.call)
+    call = arguments.call.for_backend() if arguments.rotated_keys else arguments.call
+    return load_backend(arguments.impl).attention_with_cache(q, k_cache, v_cache, call)
 
 
+def rotate(x, positions, rotary: Rotary, inverse: bool, impl: str):
+    """inverse: by the negative angles, which is the gradient's way."""
+    rotary = over_rotated_keys(rotary)
+    if inverse:
+        rotary = inverted(rotary)
+    if not rotary.changes_channels or not x.numel():
+        return x.clone(memory_format=torch.contiguous_format)
+    if x.stride(-1) != 1:  # a gradient, of a sum
+        x = x.contiguous()
+    return load_backend(impl).rotate(x, RotateCall(rotary, positions))
+
+
+def _rotate(x, positions, rotary, inverse, impl):
+    return rotate(x, positions, Rotary.from_text(rotary), inverse, impl)
+
+
+LIBRARY.impl("rotate", _rotate, "CompositeExplicitAutograd")
 LIBRARY.impl("append_to_cache", _append_to_cache, "CompositeExplicitAutograd")
 LIBRARY.impl("attention_with_cache", _attention_with_cache, "CompositeExplicitAutograd")
 LIBRARY.impl("attention", attention, "CompositeExplicitAutograd")
@@ -217,3 +268,9 @@ def _(q, k_cache, v_cache, *arguments):
     check_backend(CacheArguments(*arguments).impl, q, cached=True)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(cached_lse_shape(q), dtype=accumulation_type(q))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("rotate"), lib=LIBRARY)
+def _(x, positions, rotary, inverse, impl):
+    check_backend(impl, x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

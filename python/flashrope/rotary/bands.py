@@ -33,16 +33,21 @@ class PositionMap(NamedTuple):
         return self.slope * positions + self.offset
 
 
+STILL = PositionMap(0.0, 0.0)
+
+
 class Band(NamedTuple):
     """Distances start <= d < stop, in which q_i rotates by slope * i + offset and k_j by slope * j.
 
     start is an integer of at least 0, stop a larger one or inf. A scheme's bands are in order of distance and do not
     overlap. Keys at distances between them are not attended to.
 
-    The last three fields map positions, for causal attention: q_i rotates by
+    group, chunk and last map positions, for causal attention: q_i rotates by
     slope * min(floor(i mod chunk / group), last) + offset, and k_j by slope * floor(j mod chunk / group). With a chunk
     of 0 there is no mod. With another, start and stop are differences of chunks,
     start <= floor(i / chunk) - floor(j / chunk) < stop, with j <= i.
+
+    keys_rotated: the keys come rotated, so only queries rotate.
     """
 
     start: float
@@ -52,6 +57,7 @@ class Band(NamedTuple):
     group: int = 1
     chunk: int = 0
     last: float = math.inf
+    keys_rotated: bool = False
 
     @property
     def queries(self) -> PositionMap:
@@ -59,7 +65,7 @@ class Band(NamedTuple):
 
     @property
     def keys(self) -> PositionMap:
-        return PositionMap(self.slope, 0.0, self.chunk, self.group)
+        return STILL if self.keys_rotated else PositionMap(self.slope, 0.0, self.chunk, self.group)
 
     @property
     def maps_positions(self) -> bool:
@@ -99,6 +105,13 @@ def chunk_of(bands: tuple[Band, ...]) -> int:
     return bands[0].chunk if bands else 0
 
 
+def shared_map(bands: Iterable[Band]) -> PositionMap | None:
+    """The map that all queries and all keys of the bands rotate by, at their own positions; None if there are several
+    maps."""
+    maps = {each for band in bands for each in (band.queries, band.keys)} or {EVERYWHERE.queries}
+    return maps.pop() if len(maps) == 1 else None
+
+
 def checked_bands(bands) -> tuple[Band, ...]:
     """As a tuple of Band.
 
@@ -128,10 +141,10 @@ def _checked(name: str, band) -> Band:
     if not isinstance(band, (tuple, list)) or not 4 <= len(band) <= len(Band._fields):
         raise TypeError(f"{name}: expected a Band (start, stop, slope, offset), got {band!r}")
     band = Band(*band)
-    for field, value in zip(Band._fields, band, strict=True):
+    for field, value in zip(Band._fields[:-1], band[:-1], strict=True):
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             raise TypeError(f"{name}.{field}: expected a number, got {value!r}")
-    start, stop, slope, offset, group, chunk, last = band
+    start, stop, slope, offset, group, chunk, last, keys_rotated = band
     if not (start >= 0 and start != math.inf and start == math.floor(start)):
         raise ValueError(
             f"{name}.start: expected a whole number of at least 0, got {start!r}; bands hold the distances to earlier "
@@ -154,7 +167,9 @@ def _checked(name: str, band) -> Band:
             "would stand below position 0"
         )
     stop, last = (x if x == math.inf else int(x) for x in (stop, last))
-    return Band(int(start), stop, float(slope), float(offset), int(group), int(chunk), last)
+    if not isinstance(keys_rotated, bool):
+        raise TypeError(f"{name}.keys_rotated: expected True or False, got {keys_rotated!r}")
+    return Band(int(start), stop, float(slope), float(offset), int(group), int(chunk), last, keys_rotated)
 
 
 def two_sided(bands: tuple[Band, ...]) -> tuple[Band, ...]:
@@ -172,7 +187,7 @@ def two_sided(bands: tuple[Band, ...]) -> tuple[Band, ...]:
     mirrored = []
     for n, band in enumerate(bands):
         if band.start > 0:
-            mirrored += [band, Band(1 - band.stop, 1 - band.start, band.slope, -band.offset)]
+            mirrored += [band, band._replace(start=1 - band.stop, stop=1 - band.start, offset=-band.offset)]
         elif band.offset == 0:
             mirrored.append(band._replace(start=1 - band.stop))
         else:
@@ -214,6 +229,17 @@ def band_text(band: Band) -> str:
     if band.stop == math.inf:
         return f"{distance} for {counted} >= {band.start:g}"
     return f"{distance} for {band.start:g} <= {counted} < {band.stop:g}"
+
+
+def bands_text(bands: Iterable[Band]) -> str:
+    """For people: the bands, and the gaps before and between them."""
+    parts, seen = [], 0.0
+    for band in bands:
+        if band.start > seen:
+            parts.append(f"unseen for {seen:g} <= {'n' if band.chunk else 'd'} < {band.start:g}")
+        parts.append(band_text(band))
+        seen = band.stop
+    return "; ".join(parts) or "no keys"
 
 
 def _mapped_text(band: Band) -> str:

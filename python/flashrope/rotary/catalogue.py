@@ -141,6 +141,18 @@ def describe_options(options: Mapping[str, Any]) -> str:
     )
 
 
+def name_options(options: Mapping[str, Any]) -> str:
+    """The scheme of options in short, such as "ReRoPE w 16, log n"; lengths and factors are in ``describe_options``."""
+    methods = {scheme.option.name: scheme.method for scheme in SCHEMES.values() if scheme.option}
+    parts = ["own Rotary"] if "rotary" in options else []
+    for name in known_options():
+        if name in options:
+            leaky = name == "window" and "factor" in options
+            method = SCHEMES["leaky"].method if leaky else methods[name]
+            parts.append(f"{method} w {options[name]:,}" if name == "window" else method)
+    return ", ".join(parts)
+
+
 # ---- how values are read
 
 

@@ -67,7 +67,8 @@ class Rotary:
         head_dim: channels per head.
         frequencies: inv_freq as a tuple, radians per position, one per channel pair; 0: the pair does not rotate.
         interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2.
-        bands: the bands over d >= 0, for causal attention; ``two_sided_bands`` adds their mirror images.
+        bands: the bands over d >= 0, for causal attention; ``two_sided_bands`` adds their mirror images. Keys at
+            distances between two bands are not attended to.
         temperature: t of the formula.
         log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), with clip at least 1.
         log_steps_scale: (floor_scale, attn_scale, first) or None, see ``log_steps``; in the place of log n.
@@ -236,7 +237,8 @@ class Rotary:
         """A scheme with a given table.
 
         Args:
-            inv_freq: tensor, array or list (pairs,), in radians per position; 0: the pair does not rotate.
+            inv_freq: tensor, array or list (pairs,), in radians per position; 0: the pair does not rotate. None
+                that requires gradients, which none would reach.
             head_dim: channels per head, at least 2 * pairs.
             interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + pairs.
         """
@@ -501,7 +503,7 @@ class Rotary:
     def text(self) -> str:
         """This scheme as JSON, without rounding. ``Rotary.from_text`` reads it; operators and checkpoints carry it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["bands"] = [band if band.maps_positions else band[:4] for band in self.bands]
+        fields["bands"] = [band if band.maps_positions or band.keys_rotated else band[:4] for band in self.bands]
         return json.dumps(fields)
 
     @staticmethod

@@ -29,7 +29,12 @@ def given_table(name: str, inv_freq) -> tuple[float, ...]:
     except (TypeError, ValueError, RuntimeError):
         given = getattr(inv_freq, "dtype", repr(inv_freq))
         raise TypeError(f"{name}: expected a tensor, array or list of real numbers, got {given}") from None
-    table = torch.as_tensor(inv_freq, dtype=torch.float64).detach().cpu()
+    if table.requires_grad:
+        raise ValueError(
+            f"{name}: expected a table without gradients, got one that requires them; a Rotary holds numbers, and no "
+            f"gradient reaches the table; pass {name}.detach() for its values as they are now"
+        )
+    table = torch.as_tensor(inv_freq, dtype=torch.float64).cpu()
     if table.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got shape {tuple(table.shape)}")
     return tuple(table.tolist())

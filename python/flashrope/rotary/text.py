@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from .bands import band_text
+from .bands import bands_text
 
 
 def describe(rotary) -> str:
@@ -23,7 +23,7 @@ def describe(rotary) -> str:
     parts = [
         f"head_dim={rotary.head_dim}",
         pairs,
-        "distance: " + ("; ".join(map(band_text, rotary.bands)) or "no keys"),
+        f"distance: {bands_text(rotary.bands)}",
     ]
     scale = [f"{rotary.temperature:.6g}"] if rotary.temperature != 1 else []
     if rotary.log_n_scale is not None:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..cli.options import BadInput
+
 UNSEEN = 0.1  # share of the bytes
 MIN_WINDOWS = 8  # windows of the longest context in each part
 MAX_BYTES = 1 << 29  # the text is held in memory
@@ -23,7 +25,7 @@ SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__py
 Piece = TypeVar("Piece", bytes, list[int])  # of a text: bytes, or token ids
 
 
-class TextError(ValueError):
+class TextError(BadInput):
     """The text cannot be used. The message says why and what is needed."""
 
 
@@ -96,7 +98,7 @@ def split_one(name: str, text: bytes, window: int) -> Corpus:
     needed = MIN_WINDOWS * window
     if len(text) < 2 * needed:
         raise TextError(
-            f"{name}: has {len(text):,} bytes; at least {2 * needed:,} are needed for windows of {window:,} bytes"
+            f"{name}: expected at least {2 * needed:,} bytes for windows of {window:,} bytes, got {len(text):,}"
         )
     cut = len(text) - max(int(UNSEEN * len(text)), needed)
     return Corpus(
@@ -122,8 +124,8 @@ def split_by_file(name: str, files: dict[str, bytes], window: int) -> Corpus:
     needed = MIN_WINDOWS * window
     if windows < MIN_WINDOWS or len(train) < needed:
         raise TextError(
-            f"{name}: has {total:,} bytes in {len(files)} files, too little for windows of {window:,} bytes: "
-            f"at least {needed:,} bytes to train on are needed, and {MIN_WINDOWS} windows in other files"
+            f"{name}: expected at least {needed:,} bytes to train on, and {MIN_WINDOWS} windows of {window:,} bytes in "
+            f"other files, got {total:,} bytes in {len(files)} files"
         )
     return Corpus(
         name,

@@ -204,7 +204,7 @@ def _load(args: argparse.Namespace, device: torch.device) -> tuple[LanguageModel
             f"--model: expected a model over {VOCABULARY} bytes, {args.model} has {model.config.vocab_size} tokens"
         )
     if train_length and args.train_length and args.train_length != train_length:
-        raise BadInput(f"--train-length: {args.model} records {train_length}, got {args.train_length}")
+        raise BadInput(f"--train-length: expected {train_length}, which {args.model} records, got {args.train_length}")
     return model, trained, train_length or args.train_length
 
 
@@ -243,8 +243,8 @@ def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None)
         window = args.window or max(train_length // 2, 1)
         if window > train_length:
             raise BadInput(
-                f"--window: {window:,} is larger than the training length of {train_length:,} bytes, so the model "
-                "would see distances it was not trained on"
+                f"--window: expected at most the training length of {train_length:,} bytes, beyond which distances are "
+                f"not trained, got {window:,}"
             )
         try:
             rotary = rotary.rectify(window, args.factor)

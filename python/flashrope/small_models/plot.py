@@ -8,11 +8,23 @@ from pathlib import Path
 from ..cli.figure import COLOURS, MARKERS, new_figure, save
 from .table import Row
 
+CURVES = 6  # more cannot be told apart, above all in grey
+
 
 def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
-    """A PNG of 1600 x 1000 pixels. One colour per scheme, dashed with log n; each line is labelled at its end."""
+    """A PNG of 1600 x 1000 pixels."""
+    save(losses_figure(rows, train_length), path)
+
+
+def losses_figure(rows: Sequence[Row], train_length: int):
+    """The first ``CURVES`` rows. One colour and marker per scheme, dashed with log n; each line is labelled at its
+    end."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
+    note = "the same target bytes at every context length; dashed: with log n at evaluation"
+    if len(rows) > CURVES:
+        note += f"; all {len(rows)} rows: losses.md"
+        rows = rows[:CURVES]
     figure = new_figure((8, 5))
     axes = figure.add_subplot()
     lengths = [loss.context_length for loss in rows[0].losses]
@@ -45,7 +57,7 @@ def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
     axes.set_ylabel("loss on unseen files (nats per byte)")
     axes.set_title("Reading beyond the training length", loc="left", fontweight="bold", pad=24)
     axes.annotate(
-        "the same target bytes at every context length; dashed: with log n at evaluation",
+        note,
         xy=(0, 1),
         xytext=(0, 9),
         xycoords="axes fraction",
@@ -56,8 +68,7 @@ def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     _label_ends(axes, rows, lengths[-1])
-
-    save(figure, path)
+    return figure
 
 
 def _label_ends(axes, rows: Sequence[Row], last: float) -> None:

@@ -17,6 +17,7 @@ LENGTHS = [5, 15, 16, 17, 63, 64, 65, 129, 300, 700]
 OPTIONS = {
     "cope": {"clip": {"pairs": 6}, "log_n": 64, "log_n_clip": False},
     "RoPE": {},
+    "RoPE, raw keys": {"raw_keys": True},
     "ReRoPE, log n": REROPE,
     "Leaky ReRoPE": {"window": 64, "factor": 8.0},
     "HoPE": {"hope_train_length": 64},
@@ -33,6 +34,7 @@ def llama(tmp_path_factory):
 
 def converted(options):
     """The options as convert() takes them."""
+    options = {name: value for name, value in options.items() if name != "raw_keys"}
     return {**options, "rotary": Rotary.from_text(options["rotary"])} if "rotary" in options else options
 
 

@@ -82,7 +82,7 @@ class Walk(Case):
                         self.compare(target, rotary, q, after, out, lse)
             except OutOfPages:
                 assert cache.free_pages == free
-            assert cache.lengths(list(held)) == [len(sequence.k) for sequence in held.values()]
+            assert cache.lengths == {name: len(sequence.k) for name, sequence in held.items()}
         for name, sequence in held.items():
             if len(sequence.k):
                 q = new(1, self.heads_kv * self.group)

@@ -4,7 +4,7 @@ A sequence is read in blocks of slots, counted from its first slot. A block of a
 gathered one block at a time, heads first, unless they follow one another and are rows first in memory. The results of
 a sequence computed on its own are bitwise identical in both layouts.
 
-The compiled kernels, where they are loaded, serve a few queries per sequence (decode.py).
+The compiled kernels, where they are loaded, serve a few queries per sequence (decode.py) and long chunks (tiles.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 
 from ...rotary.bands import PositionMap, chunk_of
-from ..calls import CacheCall, CacheLayout, accumulation_type
+from ...rotary.rotary import Rotary
+from ..calls import AttentionCall, CacheCall, CacheLayout, RotateCall, accumulation_type
 from ..packed import append_packed, attend_packed
-from . import decode, loader
+from . import decode, loader, rotated, tiles
+from .library import DTYPES, Library
 from .pieces import (
     Piece,
     attn_mask,
@@ -36,6 +38,7 @@ MIN_BLOCK, MAX_BLOCK = 256, 16384  # slots
 # Elements of a block of k. A copy of it, gathered or rotated, stays in the processor's caches; for larger ones the
 # system allocates new pages of memory in every call.
 BLOCK_ELEMENTS = 2**20
+COMPILED_ROWS = 64  # queries of a chunk, from which on packing all its keys for the compiled kernel pays
 
 
 def _block_size(row: int) -> int:
@@ -44,9 +47,18 @@ def _block_size(row: int) -> int:
 
 
 def append_to_cache(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: CacheLayout
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: CacheLayout,
+    rotary: Rotary | None = None,
 ) -> None:
     """As in ``CacheBackend``."""
+    if (compiled := loader.load()) and k.dtype in DTYPES and k.numel() and k_cache.numel():
+        return rotated.append(compiled, (k_cache, v_cache), (k, v), layout, rotary)
+    if rotary is not None and rotary.changes_channels and k.numel():
+        k = rotated.rotate(k, RotateCall(rotary, None, layout, layout.capacity(k_cache)))
     if layout.cu_seqlens_q is not None:
         return append_packed(append_to_cache, k_cache, v_cache, k, v, layout)
     batch, seqlen_new, _, _ = k.shape
@@ -74,23 +86,27 @@ def attention_with_cache(
     (batch, seqlen_q, heads_q, _), block_table = q.shape, call.layout.block_table
     bounds = call.layout.bounds(k_cache)
     row = k_cache.shape[-2] * k_cache.shape[-1]
+    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, call)):
+        compiled = None
     same_bounds = block_table is None and bounds and bounds == bounds[:1] * batch
     if same_bounds:
         first, end = bounds[0]
-        size = _block_size(batch * row)
-        if 0 < end - first <= size and (result := _attend_single(q, k_cache, v_cache, first, end, call)):
+        size = max(end - first, 1) if compiled else _block_size(batch * row)
+        single = 0 < end - first <= size and not compiled
+        if single and (result := _attend_single(q, k_cache, v_cache, first, end, call)):
             return result
-        return _attend(q, _contiguous_blocks(k_cache, v_cache, 0, batch, first, end, size), end - first, call)
+        blocks = _contiguous_blocks(k_cache, v_cache, 0, batch, first, end, size)
+        return _attend(q, blocks, end - first, call, compiled)
     out = q.new_zeros(q.shape)
     lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
     for b0, b1, first, end in _groups(bounds, together=block_table is None):
-        size = _block_size((b1 - b0) * row)
+        size = max(end - first, 1) if compiled else _block_size((b1 - b0) * row)
         blocks = (
             _paged_blocks(k_cache, v_cache, block_table[b0], first, end, size)
             if block_table is not None
             else _contiguous_blocks(k_cache, v_cache, b0, b1, first, end, size)
         )
-        out[b0:b1], lse[b0:b1] = _attend(q[b0:b1], blocks, end - first, call)
+        out[b0:b1], lse[b0:b1] = _attend(q[b0:b1], blocks, end - first, call, compiled)
     return out, lse
 
 
@@ -153,9 +169,12 @@ def _paged_blocks(k_cache, v_cache, table: torch.Tensor, first: int, end: int, s
 
 
 def _attend(
-    q: torch.Tensor, blocks: Iterator[Block], seqlen: int, call: CacheCall
+    q: torch.Tensor, blocks: Iterator[Block], seqlen: int, call: CacheCall, compiled: Library | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out like q, lse (batch, heads_q, seqlen_q); all sequences hold seqlen keys."""
+    """out like q, lse (batch, heads_q, seqlen_q); all sequences hold seqlen keys, in one block if compiled."""
+    if compiled is not None and seqlen:
+        ((_, k, v),) = blocks
+        return tiles.forward(compiled, q, k, v, AttentionCall(call.rotary, call.causal, call.softmax_scale))
     seqlen_q, rotary = q.shape[1], call.rotary
     rotated_q: dict[PositionMap, torch.Tensor] = {}
     partials, scale = [], flash_scale(call, seqlen)

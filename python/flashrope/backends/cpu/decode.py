@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 
 from ...lowering.cos_sin import cos_sin
-from ...rotary.bands import have_maps
 from ...rotary.rotary import Rotary
 from ..calls import CacheCall
-from .library import DTYPES, MAX_BANDS, DecodeBand, DecodeCall, Library, TensorView, band_limits
+from .library import DTYPES, INFINITE, MAX_BANDS, BandLimits, DecodeBand, DecodeCall, Library, TensorView
 
 BLOCK = 64  # keys; csrc/cpu/decode.cpp has the same two
 MAX_ROWS = 16  # queries of one key head
+MIN_TABLE = 8  # rows
 
 
 class Template(NamedTuple):
@@ -28,7 +28,7 @@ class Template(NamedTuple):
 def serves(q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> bool:
     _, seqlen_q, heads_q, _ = q.shape
     rows = seqlen_q * (heads_q // max(k_cache.shape[2], 1))
-    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not have_maps(call.bands)
+    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS
     return served and 0 < rows <= MAX_ROWS and k_cache.numel() > 0
 
 
@@ -38,8 +38,9 @@ def decode(
     """(out like q, lse in float32)."""
     batch, seqlen_q, heads_q, head_dim = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
-    template, table = _template(call.rotary, call.causal), call.layout.block_table
-    slots = [slot for pair in call.layout.bounds(k_cache) for slot in pair]
+    pairs, table = call.layout.bounds(k_cache), call.layout.block_table
+    template = _template(call.rotary, call.causal, _table_rows(max((end - first for first, end in pairs), default=0)))
+    slots = [slot for pair in pairs for slot in pair]
     bounds = (ctypes.c_int64 * len(slots))(*slots)
     c = DecodeCall.from_buffer_copy(template.call)
     c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k_cache, v_cache, out))
@@ -57,24 +58,39 @@ def decode(
     return out, lse
 
 
+def _table_rows(seqlen: int) -> int:
+    """Of the coarse table: a power of two, so that a growing sequence builds few."""
+    return max(1 << (max(seqlen - 1, 0) // BLOCK**2).bit_length(), MIN_TABLE)
+
+
 @lru_cache(maxsize=64)
-def _template(rotary: Rotary, causal: bool) -> Template:
+def _template(rotary: Rotary, causal: bool, rows: int) -> Template:
     call, tensors = DecodeCall(), []
 
     def address(x: torch.Tensor) -> int:
         tensors.append(x.contiguous())
         return tensors[-1].data_ptr()
 
+    @cache
+    def tables(slope: float) -> tuple[int, int, int]:
+        """fine, middle and coarse of DecodeBand."""
+        positions = slope * torch.arange(max(BLOCK, rows), dtype=torch.float64)
+        fine = torch.stack(cos_sin(rotary, positions[:BLOCK])).to(torch.float32)
+        middle, coarse = (
+            torch.stack(cos_sin(rotary, step * positions[:count]), 1)
+            for step, count in ((BLOCK, BLOCK), (BLOCK**2, rows))
+        )
+        return address(fine), address(middle), address(coarse)
+
     rotates = rotary.changes_channels
     call.pairs, call.interleaved = len(rotary.frequencies) if rotates else 0, rotary.interleaved
+    call.rotating_pairs = 1 + max((m for m, x in enumerate(rotary.frequencies) if x), default=-1) if rotates else 0
     call.inv_freq = address(torch.tensor(rotary.frequencies, dtype=torch.float64))
     bands = rotary.bands_for(causal)
     call.num_bands = len(bands)
     for n, band in enumerate(bands):
-        call.bands[n] = DecodeBand(*band_limits(band.start, band.stop), band.slope, band.offset)
-        if rotates and band.slope:
-            positions = band.slope * torch.arange(BLOCK + 1, dtype=torch.float64)
-            tables = torch.stack(cos_sin(rotary, positions))
-            call.bands[n].fine = address(tables[:, :BLOCK].to(torch.float32))
-            call.bands[n].block = address(tables[:, BLOCK])
+        last = int(min(band.last, INFINITE))
+        call.bands[n] = DecodeBand(BandLimits.of(band), band.group, last, band.slope, band.offset)
+        if rotates and band.keys.slope:
+            call.bands[n].fine, call.bands[n].middle, call.bands[n].coarse = tables(band.slope)
     return Template(bytes(call), tensors)

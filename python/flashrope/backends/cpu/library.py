@@ -8,7 +8,10 @@ from pathlib import Path
 
 import torch
 
+from ...rotary.bands import Band
+
 MAX_BANDS = 4
+INFINITE = 2**40  # a distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -23,14 +26,26 @@ class TensorView(ctypes.Structure):
         return cls(x.data_ptr(), *x.stride()[:3])
 
 
+class BandLimits(ctypes.Structure):
+    """Band of csrc/cpu/common.h."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("start", "stop", "chunk")]
+
+    @classmethod
+    def of(cls, band: Band) -> BandLimits:
+        infinite = INFINITE // max(band.chunk, 1)
+        start, stop = (math.ceil(min(max(x, -infinite), infinite)) for x in (band.start, band.stop))
+        return cls(start, stop, band.chunk)
+
+
 class DecodeBand(ctypes.Structure):
     _fields_ = [
-        ("start", ctypes.c_int64),
-        ("stop", ctypes.c_int64),
+        ("band", BandLimits),
+        ("group", ctypes.c_int64),
+        ("last", ctypes.c_int64),
         ("slope", ctypes.c_double),
         ("offset", ctypes.c_double),
-        ("fine", ctypes.c_void_p),
-        ("block", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("fine", "middle", "coarse")),
     ]
 
 
@@ -45,8 +60,7 @@ class DecodeCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("max_pages", "pages", "page_size")),
         *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "heads_q", "heads_kv", "head_dim")),
         ("inv_freq", ctypes.c_void_p),
-        ("pairs", ctypes.c_int64),
-        ("interleaved", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("pairs", "rotating_pairs", "interleaved")),
         ("bands", DecodeBand * MAX_BANDS),
         ("num_bands", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("scale", "log_n_factor", "log_n_floor")),
@@ -66,7 +80,7 @@ class Table(ctypes.Structure):
 
 
 class ForwardBand(ctypes.Structure):
-    _fields_ = [("start", ctypes.c_int64), ("stop", ctypes.c_int64), ("q", Table), ("k_copy", ctypes.c_int64)]
+    _fields_ = [("band", BandLimits), ("q", Table), ("k_copy", ctypes.c_int64)]
 
 
 class ForwardCall(ctypes.Structure):
@@ -98,13 +112,24 @@ class BackwardCall(ctypes.Structure):
     ]
 
 
-INFINITE = 2**40  # a distance
+class Run(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "row", "rows", "position", "sequence", "slot")]
 
 
-def band_limits(start: float, stop: float) -> tuple[int, int]:
-    """The distances start <= d < stop as integers."""
-    first, end = (math.ceil(min(max(x, -INFINITE), INFINITE)) for x in (start, stop))
-    return first, end
+class RotateCall(ctypes.Structure):
+    """As in csrc/rotate.cpp."""
+
+    _fields_ = [
+        ("x", TensorView),
+        ("out", TensorView),
+        ("table", Table),
+        ("runs", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_runs", "heads", "head_dim", "pairs", "interleaved", "to_cache")),
+        ("slots", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("max_pages", "pages", "page_size", "dtype", "threads")),
+        ("parallel_for", ctypes.c_void_p),
+    ]
 
 
 class Library:
@@ -114,6 +139,6 @@ class Library:
         self.path = path
         functions = ctypes.CDLL(str(path))
         self.decode, self.forward = functions.flashrope_decode, functions.flashrope_forward
-        self.backward = functions.flashrope_backward
+        self.backward, self.rotate = functions.flashrope_backward, functions.flashrope_rotate
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         self.parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)

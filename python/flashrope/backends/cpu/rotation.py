@@ -43,7 +43,7 @@ class Rotation(NamedTuple):
     sin: torch.Tensor | None  # (..., 1, rotary_dim), negative for the first channel of a pair; None: nothing rotates
 
 
-def _rotation(rotary: Rotary, positions, position_map: PositionMap, factors: QueryFactors, dtype) -> Rotation:
+def rotation_at(rotary: Rotary, positions, position_map: PositionMap, factors: QueryFactors, dtype) -> Rotation:
     cos, sin = (factors.rotated * table for table in cos_sin(rotary, position_map.of(positions)))
     if rotary.interleaved:
         cos, sin = torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
@@ -58,12 +58,12 @@ def _rotation(rotary: Rotary, positions, position_map: PositionMap, factors: Que
 
 
 @lru_cache(maxsize=16)
-def _table(
+def rotations_between(
     rotary: Rotary, position_map: PositionMap, factors: QueryFactors, first: int, stop: int, dtype: torch.dtype
 ) -> Rotation:
     """The rotation of the positions first to stop - 1."""
     positions = torch.arange(first, stop, dtype=torch.float64)
-    return _rotation(rotary, positions, position_map, factors, dtype)
+    return rotation_at(rotary, positions, position_map, factors, dtype)
 
 
 @lru_cache(maxsize=64)
@@ -80,14 +80,21 @@ def rotation_of_rows(
     if not by_position and factors.rotated == 1 and stays:
         return None
     if (position_map.slope == 0 or position_map.last == 0) and not by_position:
-        return _table(rotary, position_map, factors, 0, 1, dtype)
+        return rotations_between(rotary, position_map, factors, 0, 1, dtype)
     low, high = min(-_table_length(-first), 0), max(_table_length(first + rows), 1)
     around = max(_table_length(rows), MIN_SURROUNDINGS)
     if high > max(LARGEST_TABLE, 2 * around) and first > 0:
         low = first // around * around
         high = low + around * (1 if first + rows <= low + around else 2)
-    table = _table(rotary, position_map, factors, low, high, dtype)
+    table = rotations_between(rotary, position_map, factors, low, high, dtype)
     return Rotation._make(x if x is None else x[first - low : first - low + rows] for x in table)
+
+
+def rotation_of_first(
+    rotary: Rotary, position_map: PositionMap, factors: QueryFactors, rows: int, dtype: torch.dtype
+) -> Rotation:
+    """The rotation of at least the rows at positions 0 to rows - 1, of a table whose length is a power of two."""
+    return rotations_between(rotary, position_map, factors, 0, max(_table_length(rows), MIN_TABLE), dtype)
 
 
 def _table_length(positions: int) -> int:
@@ -101,7 +108,7 @@ def rotation_for(
     factors = QueryFactors.of(call) if is_query else KEY_FACTORS
     dtype, rotates = accumulation_type(x), (position_map.slope or position_map.offset) and any(call.rotary.frequencies)
     if call.positions is not None and (factors.by_position.log_n_factor or factors.rotated != 1 or rotates):
-        return _rotation(call.rotary, call.positions.to(torch.float64), position_map, factors, dtype)
+        return rotation_at(call.rotary, call.positions.to(torch.float64), position_map, factors, dtype)
     return rotation_of_rows(call.rotary, position_map, factors, first, x.shape[1], dtype)
 
 

@@ -6,16 +6,14 @@ import ctypes
 
 import torch
 
-from ...rotary.bands import PositionMap, chunk_of
-from ..calls import AttentionCall, out_shape
-from .library import DTYPES, MAX_BANDS, BackwardCall, ForwardBand, ForwardCall, Library, Table, TensorView, band_limits
+from ...rotary.bands import PositionMap
+from ..calls import AttentionCall, CacheCall, out_shape
+from .library import DTYPES, MAX_BANDS, BackwardCall, BandLimits, ForwardBand, ForwardCall, Library, Table, TensorView
 from .rotation import Rotation, rotation_for
 
 
-def serves(q: torch.Tensor, k: torch.Tensor, call: AttentionCall) -> bool:
-    """Bands over chunks are not served."""
-    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not chunk_of(call.bands)
-    return served and q.numel() > 0 and k.numel() > 0
+def serves(q: torch.Tensor, k: torch.Tensor, call: AttentionCall | CacheCall) -> bool:
+    return q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and q.numel() > 0 and k.numel() > 0
 
 
 def forward(
@@ -67,17 +65,17 @@ def _describe(library, q, k, v, out, lse, call: AttentionCall) -> tuple[ForwardC
     for n, band in enumerate(call.bands):
         if band.keys not in copies:
             tables.append(rotation_for(k, call, band.keys, 0, False))
-            c.k_copies[len(copies)] = _table(tables[-1])
+            c.k_copies[len(copies)] = table_of(tables[-1])
             copies.append(band.keys)
         tables.append(rotation_for(q, call, band.queries, seqlen_k - seqlen_q, True))
-        c.bands[n] = ForwardBand(*band_limits(band.start, band.stop), _table(tables[-1]), copies.index(band.keys))
+        c.bands[n] = ForwardBand(BandLimits.of(band), table_of(tables[-1]), copies.index(band.keys))
     c.num_bands, c.num_copies = len(call.bands), len(copies)
     c.scale = call.score_scale * call.rotary.query_scale.of_length(seqlen_k)
     c.dtype, c.threads, c.parallel_for = DTYPES[q.dtype], torch.get_num_threads(), library.parallel_for
     return c, tables
 
 
-def _table(rotation: Rotation | None) -> Table:
+def table_of(rotation: Rotation | None) -> Table:
     """The addresses of (batch or nothing, rows, 1, channels); a dimension of one row serves all."""
     table = Table()
     for name, x in zip(("cos", "sin"), rotation or (), strict=False):

@@ -10,6 +10,7 @@ try:
     from .attention import backward, forward, kept_shapes
     from .cached import append_to_cache, attention_with_cache
     from .launcher import interpreted
+    from .rotated import rotate
 
     IMPORT_ERROR = ""
 except ImportError as error:  # no wheel for this platform
@@ -21,6 +22,7 @@ __all__ = [
     "backward",
     "forward",
     "kept_shapes",
+    "rotate",
     "unsupported_reason",
 ]
 

@@ -114,7 +114,7 @@ class AttentionPlan(Plan):
             rows = coarse_rows(max(q.shape[-3], self.seqlen_k))
             table = two_level_table(call.rotary, call.causal, rows, q.device)
         else:
-            positions = _scalar_positions(positions)
+            positions = scalar_positions(positions)
         self.max_seqlen_k = min(call.max_seqlen_k, self.seqlen_k)
         lengths = (min(call.max_seqlen_q, q.shape[-3]), k.shape[-2], self.max_seqlen_k)
         super().__init__(q, call, call.cu_seqlens_q, *lengths, table, positions)
@@ -167,6 +167,7 @@ class AttentionPlan(Plan):
             *lengths,
             self.table_rows,
             heads,
+            NO_CACHE,
             HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
             SHAPE=shape,
             **configs.options(configs.ROTATE_WARPS),
@@ -268,6 +269,6 @@ def _rows(x: torch.Tensor) -> int:
     return x.shape[0] * x.shape[1] if x.ndim == 4 else x.shape[0]
 
 
-def _scalar_positions(positions: torch.Tensor) -> torch.Tensor:
+def scalar_positions(positions: torch.Tensor) -> torch.Tensor:
     """float32 (batch, seqlen) for log n. An axial scheme has no log n and passes its first axis, which is not read."""
     return (positions if positions.ndim == 2 else positions[..., 0]).to(torch.float32).contiguous()

@@ -7,24 +7,28 @@ from typing import NamedTuple
 import torch
 
 from ...lowering.cos_sin import coarse_rows, two_level_table
+from ...rotary.rotary import Rotary
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
 from ...triton_kernels.arguments import CuSeqlens, Shape, encode_int, tensor_view
 from ...triton_kernels.decode import append_rows, attention_decode, combine_splits
 from ...triton_kernels.rotate import rotate_cached_rows
-from ..calls import MAX_SPLITS, CacheCall, CacheLayout, cached_lse_shape, multiprocessors
+from ..calls import MAX_SPLITS, CacheCall, CacheLayout, RotateCall, cached_lse_shape, multiprocessors
 from ..splits import choose_splits
 from . import launcher
 from .device import block_d, current_device, fits_int32_offsets, shape_of, vector_size, with_int32_offsets
 from .launcher import cdiv
 from .plan import Plan
+from .rotated import rotate
 
 
-def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout) -> None:
-    """As in ``CacheBackend``, in one launch."""
+def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, rotary: Rotary | None = None) -> None:
+    """As in ``CacheBackend``, in one launch, or two if k is rotated."""
     seqlen, heads_kv, head_dim = k.shape[-3:]
     if not k.numel() or not k_cache.numel() or (layout.block_table is not None and not layout.block_table.numel()):
         return
+    if rotary is not None and rotary.changes_channels:
+        k = rotate(k, RotateCall(rotary, None, layout, layout.capacity(k_cache)))
     packed, placed = layout.cu_seqlens_q is not None, layout.slot_mapping is not None
     batch = 1 if placed else layout.cu_seqlens_q.shape[0] - 1 if packed else k.shape[0]
     max_seqlen = min(layout.max_seqlen_q, seqlen) if packed and not placed else seqlen

@@ -44,7 +44,10 @@ def shape_of(rotary: Rotary, vec: int, *fields: int, head_dim_v: int = 0, aligne
     """The SHAPE of a kernel; fields: those of Shape from num_bands to block_n; head_dim_v 0: as head_dim."""
     rotary_dim, head_dim_v = rotary.rotary_dim if rotary.changes_channels else 0, head_dim_v or rotary.head_dim
     shape = Shape(rotary.head_dim, block_d(rotary.head_dim), rotary_dim, rotary.interleaved, vec, *fields)
-    return shape._replace(head_dim_v=head_dim_v, block_dv=block_d(head_dim_v), aligned_maps=aligned_maps)
+    rotated_keys = any(band.keys_rotated for band in rotary.bands)
+    return shape._replace(
+        head_dim_v=head_dim_v, block_dv=block_d(head_dim_v), aligned_maps=aligned_maps, rotated_keys=rotated_keys
+    )
 
 
 @cache

@@ -13,6 +13,7 @@ from ...operators.functional import attention, attention_varlen, attention_with_
 from ...rotary.rotary import Rotary
 from .continuous_batching import NAME, PAGES, attend_paged, prepare_manager
 from .masks import Packed, describe_mask
+from .saved import NOT_CONVERTED
 
 # Arguments of an attention function that this one cannot serve.
 UNSUPPORTED = {
@@ -116,8 +117,7 @@ def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.
 def _check_call(module, scheme, dropout, sliding_window, kwargs) -> None:
     if scheme is None:
         raise ValueError(
-            f"model: layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__}) was not converted; call "
-            "convert(model)"
+            f"{NOT_CONVERTED}; layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__}) has no scheme"
         )
     if dropout:
         raise ValueError(f"attention_dropout: expected 0, got {dropout}; the kernels have no dropout")

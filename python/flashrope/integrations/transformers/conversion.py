@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.utils.hooks import RemovableHandle
 
 from ...rotary.rotary import Rotary
-from ..options import read_field, read_options, to_json
+from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_json
 from .attention_function import NAME
 from .caches import check_cache, mark_returned
 from .continuous_batching import SUPPORTED, with_pages
@@ -24,7 +24,7 @@ from .decoder import attention_modules, check_tables, find_decoder, rotates
 from .layer_schemes import LayerScheme, layer_type_of, sliding_window_of
 from .masks import check_positions
 from .rotary_hook import disable_model_rotary
-from .saved import choose_stock_attention, delete_options, write_options
+from .saved import SAVED, choose_stock_attention, delete_options, write_options
 from .untested import accept
 
 __all__ = ["convert", "revert"]
@@ -52,7 +52,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         clip: CoPE (``Rotary.cope``): those pairs rotate less the slower they are, by this training length; True: by the
             model's. A dict gives the arguments of ``Rotary.cope``, {"pairs": 10, "taper": False}. It excludes
             hope_train_length.
-        window: ReRoPE with this window, in positions.
+        window: ReRoPE with this window, in positions. A quarter to a half of the training length was best in its
+            author's ablation; 0 and the training length or more warn.
         factor: beside window, Leaky ReRoPE: distances grow by 1 / factor beyond the window.
         self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window. It excludes window.
         dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``, or (chunk_size, local_size, length_scale). It
@@ -76,7 +77,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
     accept(model, decoder, untested, convert, revert)
     config = decoder.config
     given = read_options({"rotary": rotary, **options}, config)
-    options = given or read_field(config)
+    options, raw_keys = given or read_field(config), keeps_raw_keys(config)
     modules = attention_modules(decoder)
     schemes: dict[tuple, LayerScheme] = {}
     scheme_of = {}
@@ -109,6 +110,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
     _undo(model, decoder)
     if "rotary_bands_reverted" in vars(decoder):
         vars(decoder).pop("rotary_bands_reverted").remove()
+    _warn_of_window(options, config)
     attn_implementation = config._attn_implementation
     decoder.set_attn_implementation(NAME)
     for module, scheme in scheme_of.items():
@@ -119,8 +121,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
     handles.append(decoder.register_forward_hook(mark_returned))
     decoder.rotary_bands = _Conversion(attn_implementation, handles, mark)
     decoder.extra_repr = partial(_describe_decoder, type(decoder).extra_repr(decoder), _text(options))
-    if options:
-        write_options(model, config, to_json(options))
+    if options or raw_keys:
+        write_options(model, config, to_json(options) | ({RAW_KEYS: True} if raw_keys else {}))
     return model
 
 
@@ -138,8 +140,8 @@ def revert(model):
 
 def _undo(model, decoder) -> bool:
     """Whether there was something to undo beside the configuration."""
-    choose_stock_attention(model)
     conversion = vars(decoder).pop("rotary_bands", None)
+    choose_stock_attention(model, names=(SAVED,) if conversion else (SAVED, NAME))
     delete_options(model, decoder.config)
     if conversion is None:
         return False
@@ -177,6 +179,22 @@ def _check_forward(module, args, kwargs) -> tuple | None:
 def _check_reverted(module, args, kwargs) -> None:
     """The decoder's hook after ``revert``."""
     check_cache(module, args, kwargs)
+
+
+def _warn_of_window(options: dict[str, Any], config) -> None:
+    """Warns where ReRoPE's window leaves no position, or distances that the model was not trained with."""
+    window, length = options.get("window"), getattr(config, "max_position_embeddings", None)
+    if window == 0 and "factor" not in options:
+        warnings.warn(
+            "window: expected more than 0, got 0; every distance is seen as 0, as in Rotary.none", stacklevel=3
+        )
+    elif window is not None and isinstance(length, int) and window >= length:
+        warnings.warn(
+            f"window: expected less than the training length {length}, got {window}; the model would see distances "
+            "that it was not trained with. In the ablation of ReRoPE's author a window of the training length has "
+            "7.1% accuracy at eight times that length, where half of it has 82.4%",
+            stacklevel=3,
+        )
 
 
 # ---- what print(model) shows

@@ -17,8 +17,15 @@ from ..options import FIELD
 KEY = "_attn_implementation"  # 4.57 and 5.0 do not read "attn_implementation"
 # transformers gives names with "flash", "/" or "|" a meaning of its own.
 SAVED = (
-    "rotary_bands of a model that Flashrope changed: load it with Flashrope.integrations.transformers.from_pretrained, "
+    "rotary_bands of a model that Flashrope changed: load it with "
+    "__import__('importlib').import_module('Flashrope.integrations.transformers'.lower()).from_pretrained(folder), "
     f'or delete "{KEY}" from its config.json for the stock model'
+)
+
+NOT_CONVERTED = (
+    "model: expected a converted model, got one that was loaded or built from the configuration of a converted one; "
+    "call convert(model), load it with flashrope.integrations.transformers.from_pretrained, or call revert(model) for "
+    "the stock model"
 )
 
 
@@ -35,14 +42,14 @@ def delete_options(model: torch.nn.Module, config) -> None:
         vars(each).pop(KEY, None)
 
 
-def choose_stock_attention(model: torch.nn.Module, asked: str | None = None) -> None:
-    """Gives modules whose configuration names SAVED the attention asked for; None: the one that transformers prefers.
+def choose_stock_attention(model: torch.nn.Module, asked: str | None = None, names=(SAVED,)) -> None:
+    """Gives modules whose configuration has one of names the attention asked for; None: what transformers prefers.
 
     Raises:
         ValueError, ImportError: from transformers, if the model or this machine does not have it.
     """
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.config._attn_implementation == SAVED:
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation in names:
             module.config._attn_implementation_internal = module.get_correct_attn_implementation(asked)
 
 
@@ -58,11 +65,7 @@ def _configurations(model: torch.nn.Module, config) -> list:
 
 
 def _refuse(*args, **kwargs):
-    raise ValueError(
-        "model: expected one that was converted as it was when it was saved, got one that was loaded without; call "
-        "convert(model), load it with flashrope.integrations.transformers.from_pretrained, or call revert(model) for "
-        "the stock model"
-    )
+    raise ValueError(NOT_CONVERTED)
 
 
 AttentionInterface.register(SAVED, _refuse)

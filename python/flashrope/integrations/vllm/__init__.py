@@ -1,4 +1,6 @@
-"""vLLM: serves a model with a scheme of this package. Raw keys stay in the engine's own paged cache.
+"""vLLM: serves a model with a scheme of this package. Keys stay in the engine's own paged cache.
+
+They are rotated where the scheme has one rotation, else raw.
 
 vLLM loads ``register`` through the entry point group ``vllm.general_plugins``. It changes nothing for a model whose
 configuration has no field "flashrope".

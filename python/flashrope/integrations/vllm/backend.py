@@ -1,4 +1,4 @@
-"""vLLM's attention backend: ragged batches over its pages, with raw keys, by ``attention_varlen_with_cache``."""
+"""vLLM's attention backend: ragged batches over its pages, by ``attention_varlen_with_cache``."""
 
 from __future__ import annotations
 
@@ -119,6 +119,7 @@ class FlashropeImpl(AttentionImpl):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
         self.rotary: Rotary | None = None
+        self.rotated_keys = False
         check_cache_dtype(kv_cache_dtype, config.model_config.dtype)
         given = {
             "alibi_slopes": alibi_slopes,
@@ -151,7 +152,7 @@ class FlashropeImpl(AttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self.rotary is None:
-            self.rotary = self._find_rotary(layer.layer_name)
+            self.rotary, self.rotated_keys = self._find_rotary(layer.layer_name)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: expected none, got a quantised output")
         if attn_metadata is None:  # a profiling run
@@ -171,13 +172,14 @@ class FlashropeImpl(AttentionImpl):
             block_table=attn_metadata.block_table,
             slot_mapping=attn_metadata.slot_mapping,
             softmax_scale=self.scale,
+            rotated_keys=self.rotated_keys,
         )
         output[:n].copy_(out.view_as(output[:n]))
         return output
 
-    def _find_rotary(self, layer_name: str) -> Rotary:
+    def _find_rotary(self, layer_name: str) -> tuple[Rotary, bool]:
         index = extract_layer_index(layer_name)
-        rotary, window = self.plan.layers[index]
+        rotary, window, rotated_keys = self.plan.layers[index]
         if self.sliding_window != window:
             raise ValueError(
                 f"sliding_window: expected {window} in layer {index}, as the model's configuration says, got "
@@ -185,4 +187,4 @@ class FlashropeImpl(AttentionImpl):
             )
         if rotary.head_dim != self.head_size:
             raise ValueError(f"head_size: expected {rotary.head_dim} in layer {index}, got {self.head_size} from vLLM")
-        return rotary
+        return rotary, rotated_keys

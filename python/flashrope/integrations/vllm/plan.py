@@ -8,10 +8,11 @@ import json
 from functools import partial
 from typing import NamedTuple
 
+from ...rotary.bands import shared_map
 from ...rotary.rotary import Rotary
 from ..families import FAMILIES
 from ..hf_config import rotary_from_config
-from ..options import FIELD, read_field, training_length
+from ..options import FIELD, keeps_raw_keys, read_field, training_length
 from ..transformers.layer_schemes import LayerScheme, layer_type_of, sliding_window_of
 
 ARCHITECTURES = tuple(sorted(each.vllm for each in FAMILIES.values() if each.vllm))
@@ -26,6 +27,7 @@ class Layer(NamedTuple):
 
     rotary: Rotary
     window: int | None  # the model's own sliding window, in keys
+    rotated_keys: bool = False  # in the cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """32 hexadecimal digits. Different ones: keys and values of deeper layers are not interchangeable."""
-        layers = [[layer.rotary.text, layer.window] for layer in self.layers]
+        layers = [[layer.rotary.text, layer.window, layer.rotated_keys] for layer in self.layers]
         return hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:32]
 
     def __str__(self) -> str:
@@ -52,8 +54,12 @@ class Plan:
         for index, layer in enumerate(self.layers):
             layers_of.setdefault(layer, []).append(index)
         if len(layers_of) == 1:
-            return f"all {len(self.layers)} layers {self.layers[0].rotary!r}"
-        return "; ".join(f"layers {', '.join(map(str, n))} {layer.rotary!r}" for layer, n in layers_of.items())
+            return f"all {len(self.layers)} layers {_describe(self.layers[0])}"
+        return "; ".join(f"layers {', '.join(map(str, n))} {_describe(layer)}" for layer, n in layers_of.items())
+
+
+def _describe(layer: Layer) -> str:
+    return f"{layer.rotary!r}, {'rotated' if layer.rotated_keys else 'raw'} keys in the cache"
 
 
 def asked(config) -> bool:
@@ -69,11 +75,12 @@ def make_plan(config) -> Plan:
     """
     model = config.model_config
     hf_config = model.hf_text_config
-    options = read_field(_asking(config), partial(_training_length, model))
+    field = _asking(config)
+    options, raw_keys = read_field(field, partial(_training_length, model)), keeps_raw_keys(field)
     _check_model(model, hf_config)
     _check_engine(config)
     _check_windows(model.max_model_len, options)
-    plan = Plan(*_layers(hf_config, options, model.max_model_len))
+    plan = Plan(*_layers(hf_config, options, model.max_model_len, raw_keys))
     head_dim = plan.layers[0].rotary.head_dim
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim: expected a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
@@ -100,14 +107,14 @@ def _training_length(model, config, name: str) -> int:
 # ---- layers
 
 
-def _layers(hf_config, options: dict, max_model_len: int):
+def _layers(hf_config, options: dict, max_model_len: int, raw_keys: bool):
     layers: list[Layer] = []
     schemes: dict[tuple, Layer] = {}
     stock = set()
     for index in range(hf_config.num_hidden_layers):
         key = layer_type_of(hf_config, index), sliding_window_of(hf_config, index)
         if key not in schemes:
-            schemes[key] = _layer(hf_config, key, options, max_model_len)
+            schemes[key] = _layer(hf_config, key, options, max_model_len, raw_keys)
             stock.add(rotary_from_config(hf_config, key[0]))
         layers.append(schemes[key])
     if "log_n" in options and all(layer.window for layer in layers):
@@ -115,7 +122,7 @@ def _layers(hf_config, options: dict, max_model_len: int):
     return tuple(layers), frozenset(stock)
 
 
-def _layer(hf_config, key: tuple, options: dict, max_model_len: int) -> Layer:
+def _layer(hf_config, key: tuple, options: dict, max_model_len: int, raw_keys: bool) -> Layer:
     layer_type, window = key
     scheme = LayerScheme(hf_config, layer_type, window, True, options)
     if scheme.grows_from < max_model_len:
@@ -129,7 +136,7 @@ def _layer(hf_config, key: tuple, options: dict, max_model_len: int) -> Layer:
         raise ValueError(f"rotary: expected head_dim {head_dim} as in the model, got {rotary.head_dim}")
     if rotary.axis:
         raise ValueError("rotary: expected a scheme of one-dimensional positions, got an axial one")
-    return Layer(rotary, scheme.window)
+    return Layer(rotary, scheme.window, not raw_keys and shared_map(rotary.bands) is not None)
 
 
 # ---- refusals
@@ -207,8 +214,8 @@ def check_cache_dtype(cache_dtype: str, dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     if cache_dtype not in ("auto", name):
         raise ValueError(
-            f"kv_cache_dtype: expected auto or {name}, the model's dtype, got {cache_dtype}; the cache holds raw "
-            "keys that are not quantised"
+            f"kv_cache_dtype: expected auto or {name}, the model's dtype, got {cache_dtype}; keys and values "
+            "are not quantised"
         )
 
 

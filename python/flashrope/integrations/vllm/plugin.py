@@ -67,7 +67,7 @@ def _configure(platform, vllm_config) -> None:
     remember(plan)
     # vLLM prints the loggers below its own
     init_logger("vllm.plugins.flashrope").info(
-        "flashrope: %s, context %d, raw keys in the cache, block hashes of their own (%s): %s",
+        "flashrope: %s, context %d, block hashes of their own (%s): %s",
         vllm_config.model_config.architecture,
         vllm_config.model_config.max_model_len,
         plan.digest[:8],

@@ -1,0 +1,87 @@
+// rotate: rows of queries or keys, rotated once by tables of cos and sin. Also appends to a cache: there the rows go to
+// slots, and rows without a slot or a page are dropped.
+
+#include "tiles.h"
+
+namespace flashrope {
+
+constexpr int64_t RUN_BLOCK = 32;  // rows that a thread takes at a time
+
+// Rows of x that follow one another: of one sequence, at positions that follow one another.
+struct Run {
+  int64_t batch, row, rows;  // of x
+  int64_t position;          // of the first row: its row in the table. Negative ones, of padding, read row 0
+  int64_t sequence, slot;    // of the first row, in the cache
+};
+
+struct RotateCall {  // cpu/library.py has the same
+  TensorView x, out;
+  Table table;
+  const Run* runs;
+  int64_t num_runs, heads, head_dim, pairs, interleaved;
+  int64_t to_cache;            // 0: row r of x goes to row r of out, which has x's shape
+  const int64_t* slots;        // (rows of x,) of the whole cache, or nullptr: those behind the first of each run
+  const int32_t* block_table;  // (sequences, max_pages), or nullptr
+  int64_t max_pages, pages, page_size;  // without a block_table: 1, the sequences and their slots
+  int64_t dtype, threads;               // dtype: 0 float32, 1 float16, 2 bfloat16
+  ParallelFor parallel_for;
+};
+
+struct Place {
+  int64_t page, row;  // page -1: there is none
+};
+
+// Where row `row` of a run, counted from its first, goes.
+inline Place find_place(const RotateCall& call, const Run& run, int64_t row) {
+  if (!call.to_cache) return {run.batch, run.row + row};
+  const int64_t slot = call.slots ? call.slots[run.row + row] : run.slot + row;
+  if (slot < 0) return {-1, 0};
+  const int64_t entry = slot / call.page_size;
+  Place place{entry, slot % call.page_size};
+  if (!call.slots) {
+    if (entry >= call.max_pages) return {-1, 0};
+    place.page = call.block_table ? call.block_table[run.sequence * call.max_pages + entry] : run.sequence;
+  }
+  return place.page < call.pages ? place : Place{-1, 0};
+}
+
+template <typename T>
+void rotate(const RotateCall& call) {
+  ForwardCall shape{};  // what rotate_row reads of it
+  shape.head_dim = call.head_dim, shape.pairs = call.pairs, shape.interleaved = call.interleaved;
+  auto starts = std::make_unique<int64_t[]>(call.num_runs + 1);
+  for (int64_t n = 0; n < call.num_runs; ++n)
+    starts[n + 1] = starts[n] + (call.runs[n].rows + RUN_BLOCK - 1) / RUN_BLOCK;
+  parallel(call.parallel_for, call.threads, starts[call.num_runs], [&](int64_t n) {
+    int64_t r = 0;
+    while (starts[r + 1] <= n) ++r;
+    const Run& run = call.runs[r];
+    const int64_t first = (n - starts[r]) * RUN_BLOCK, end = std::min(first + RUN_BLOCK, run.rows);
+    float y[MAX_HEAD_DIM];
+    for (int64_t row = first; row < end; ++row) {
+      const Place place = find_place(call, run, row);
+      if (place.page < 0) continue;
+      const int64_t position = std::max<int64_t>(run.position + row, 0);
+      for (int64_t head = 0; head < call.heads; ++head) {
+        const T* x = call.x.row<const T>(run.batch, run.row + row, head);
+        T* out = call.out.row<T>(place.page, place.row, head);
+        if (!call.table.cos) {
+          std::memcpy(out, x, call.head_dim * sizeof(T));
+          continue;
+        }
+        rotate_row(x, y, call.table, run.batch, position, shape);
+        for (int64_t c = 0; c < call.head_dim; ++c) from_float(y[c], out + c);
+      }
+    }
+  });
+}
+
+}  // namespace flashrope
+
+extern "C" void flashrope_rotate(const flashrope::RotateCall* call) {
+  switch (call->dtype) {
+    case 0: return flashrope::rotate<float>(*call);
+    case 1: return flashrope::rotate<_Float16>(*call);
+    default: return flashrope::rotate<flashrope::BFloat16>(*call);
+  }
+}

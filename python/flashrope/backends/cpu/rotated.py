@@ -1,0 +1,105 @@
+"""``rotate``, and new keys and values on their way to a cache, with the compiled kernel of csrc/cpu/rotate.cpp.
+
+Without it ``rotate`` is composed of PyTorch's kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+from ...rotary.rotary import Rotary
+from ..calls import CacheLayout, NewRows, RotateCall, accumulation_type
+from . import loader, rotation
+from .library import DTYPES, Library, Run, TensorView
+from .library import RotateCall as CompiledCall
+from .rotation import LARGEST_TABLE, QueryFactors, Rotation
+from .tiles import table_of
+
+SMALL = 2**15  # elements; waking the threads takes longer
+
+
+def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
+    """As in ``RotateBackend``."""
+    batch = x if x.ndim == 4 else x[None]
+    table, runs = _plan(batch, call)
+    if (compiled := loader.load()) and x.dtype in DTYPES:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        c, _used = _describe(compiled, batch, out if x.ndim == 4 else out[None], call.rotary, table, runs)
+        compiled.rotate(ctypes.byref(c))
+        return out
+    if call.layout is not None and table is not None:
+        index = call.layout.new_positions(call.capacity, *batch.shape[:2]).clamp_(min=0)
+        if table.cos.ndim == 3:
+            table = Rotation._make(x if x is None else x[index] for x in table)
+    return rotation.rotate(batch, table, call.rotary).to(x.dtype).reshape(x.shape).contiguous()
+
+
+def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewRows]]:
+    """The rotations by row of a table, and which rows of x (batch, seqlen, heads, head_dim) use which."""
+    factors, dtype = QueryFactors(rotated=call.rotary.rotated_scale), accumulation_type(x)
+    if call.layout is None:
+        runs = [NewRows(b, 0, x.shape[1], 0, b, 0) for b in range(x.shape[0])]
+        if call.positions is None:
+            return rotation.rotation_of_rows(call.rotary, call.position_map, factors, 0, x.shape[1], dtype), runs
+        return rotation.rotation_at(call.rotary, call.positions.double(), call.position_map, factors, dtype), runs
+    runs = call.layout.new_rows(call.capacity, x.shape[1])
+    last = max((run.position + run.rows for run in runs), default=0)
+    if last <= LARGEST_TABLE:
+        return rotation.rotation_of_first(call.rotary, call.position_map, factors, last, dtype), runs
+    positions = call.layout.new_positions(call.capacity, *x.shape[:2]).double()
+    table = rotation.rotation_at(call.rotary, positions, call.position_map, factors, dtype)
+    return table, [run._replace(position=run.row) for run in runs]
+
+
+class Kept(NamedTuple):
+    """What a compiled call points to."""
+
+    table: Rotation | None
+    runs: ctypes.Array
+
+
+def _describe(
+    compiled: Library, x: torch.Tensor, out: torch.Tensor, rotary: Rotary | None, table: Rotation | None, runs
+) -> tuple[CompiledCall, Kept]:
+    """The call, and what must live until it has run. x, out: (batch, seqlen, heads, head_dim)."""
+    array = (Run * len(runs))(*runs)
+    c = CompiledCall(
+        x=TensorView.of(x), out=TensorView.of(out), table=table_of(table), runs=ctypes.addressof(array), page_size=1
+    )
+    c.num_runs, c.heads, c.head_dim = len(runs), x.shape[2], x.shape[3]
+    if rotary is not None:
+        c.pairs, c.interleaved = len(rotary.frequencies), rotary.interleaved
+    c.dtype, c.threads = DTYPES[x.dtype], torch.get_num_threads() if x.numel() > SMALL else 1
+    c.parallel_for = compiled.parallel_for
+    return c, Kept(table, array)
+
+
+def append(
+    compiled: Library,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    new: tuple[torch.Tensor, torch.Tensor],
+    layout: CacheLayout,
+    rotary: Rotary | None,
+) -> None:
+    """Writes new k and v, of a type in DTYPES, to the caches. rotary: of ``over_rotated_keys``; rotates k."""
+    k, v = (x if x.ndim == 4 else x[None] for x in new)
+    capacity, block_table = layout.capacity(caches[0]), layout.block_table
+    if rotary is not None and rotary.changes_channels:
+        table, runs = _plan(k, RotateCall(rotary, None, layout, capacity))
+    else:
+        table, runs = None, layout.new_rows(capacity, k.shape[1])
+    slots = layout.slot_mapping
+    if slots is not None:
+        runs = [NewRows(0, 0, k.shape[1], 0, 0, 0)] if table is None else runs
+        slots = slots.to(torch.int64)
+    for cache, x, rows in ((caches[0], k, table), (caches[1], v, None)):
+        c, _used = _describe(compiled, x, cache, rotary, rows, runs)
+        c.to_cache, c.pages, c.page_size, c.max_pages = 1, cache.shape[0], cache.shape[1], 1
+        if slots is not None:
+            c.slots = slots.data_ptr()
+        if block_table is not None:
+            c.block_table, c.max_pages = block_table.data_ptr(), block_table.shape[1]
+        compiled.rotate(ctypes.byref(c))

@@ -1,0 +1,57 @@
+"""rotate: queries or keys, rotated once, by the kernel that rotates keys before the forward."""
+
+from __future__ import annotations
+
+import torch
+
+from ...lowering.cos_sin import coarse_rows, position_table, two_level_table
+from ...rotary.scales import UNSCALED
+from ...triton_kernels import configs
+from ...triton_kernels.arguments import NO_CACHE, CacheLayout, Scheme, encode_int, tensor_view
+from ...triton_kernels.rotate import rotate_rows
+from ..calls import RotateCall
+from . import launcher
+from .attention import scalar_positions
+from .device import current_device, scheme_on, shape_of, vector_size, with_int32_offsets
+from .launcher import cdiv
+
+
+def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
+    """As in ``RotateBackend``, in one launch."""
+    x, layout, rotary, positions = with_int32_offsets(x), call.layout, call.rotary, call.positions
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    seqlen, heads, _ = x.shape[-3:]
+    batch, max_seqlen, cu_seqlens, cache = x.shape[0], seqlen, None, NO_CACHE
+    if layout is not None:
+        numbers = map(encode_int, (layout.seqlen_new, call.capacity, 0, 0))
+        cache, cu_seqlens = CacheLayout(layout.seqlens, None, layout.leftpad, None, *numbers), layout.cu_seqlens_q
+    if cu_seqlens is not None:
+        batch, max_seqlen = cu_seqlens.shape[0] - 1, min(layout.max_seqlen_q, seqlen)
+    if positions is None:
+        table = two_level_table(rotary, True, coarse_rows(max(call.capacity, seqlen)), x.device)
+        table_rows = table.shape[1]
+    else:
+        table = position_table(rotary, call.position_map.of(positions.to(torch.float64)))
+        positions, table_rows = scalar_positions(positions), table.shape[1] * table.shape[2]
+    with current_device(x):
+        tables = scheme_on(rotary, True, x.device)
+        launcher.launch(
+            rotate_rows,
+            (cdiv(max_seqlen, configs.ROTATE_ROWS) * batch, cdiv(heads, configs.ROTATE_HEADS), 1),
+            tensor_view(x),
+            tensor_view(out),
+            tables.q_rotations,
+            Scheme(tables.bands, table, positions, None, 0.0, *UNSCALED),
+            cu_seqlens,
+            None,
+            seqlen,
+            seqlen,
+            max_seqlen,
+            table_rows,
+            heads,
+            cache,
+            HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
+            SHAPE=shape_of(rotary, vector_size(x, out), 0, 0, 0, configs.ROTATE_ROWS),
+            **configs.options(configs.ROTATE_WARPS),
+        )
+    return out

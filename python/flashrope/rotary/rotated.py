@@ -1,0 +1,68 @@
+"""Rotation of queries or keys on their own: which schemes have one, and a scheme over keys that are rotated already."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import lru_cache
+
+from .bands import PositionMap, band_text, shared_map
+from .rotary import Rotary
+
+
+def one_rotation(rotary: Rotary, why: str) -> PositionMap:
+    """What every query and every key of the scheme rotates by.
+
+    why: the purpose, for the message.
+
+    Raises:
+        ValueError: queries or keys rotate in several ways; names the scheme.
+    """
+    found = shared_map(rotary.bands)
+    if found is None:
+        raise ValueError(
+            f"rotary: expected a scheme in which a query and a key each have one rotation, {why}; got {_name(rotary)}, "
+            f"whose distance is {'; '.join(map(band_text, rotary.bands))}"
+        )
+    return found
+
+
+def _name(rotary: Rotary) -> str:
+    """The scheme that such bands belong to."""
+    if any(band.keys_rotated for band in rotary.bands):
+        return "a scheme over rotated keys"
+    if any(band.chunk for band in rotary.bands):
+        return "dual chunk attention"
+    if any(band.group > 1 for band in rotary.bands):
+        return "Self-Extend"
+    if any(band.slope == 0 for band in rotary.bands):
+        return "ReRoPE"
+    near, far = rotary.bands[0], rotary.bands[-1]
+    if near.is_plain and far.offset == far.start * (1 - far.slope):
+        return "Leaky ReRoPE"
+    return "bands of several rotations"
+
+
+def rotation_scale(rotary: Rotary) -> float:
+    """The factor on the channels of the table that a query and a key each have. Their product has rotated_scale."""
+    return math.sqrt(rotary.rotated_scale)
+
+
+@lru_cache(maxsize=1024)
+def over_rotated_keys(rotary: Rotary) -> Rotary:
+    """The scheme for keys that ``flashrope.rotate`` has rotated: its bands rotate queries alone.
+
+    The keys carry their half of ``rotated_scale``; the queries get the other.
+
+    Raises:
+        ValueError: as ``one_rotation``.
+    """
+    one_rotation(rotary, "so that its keys can be stored rotated")
+    bands = tuple(band._replace(keys_rotated=True) for band in rotary.bands)
+    return dataclasses.replace(rotary, bands=bands, rotated_scale=rotation_scale(rotary))
+
+
+@lru_cache(maxsize=1024)
+def inverted(rotary: Rotary) -> Rotary:
+    """The scheme that rotates by the negative angles."""
+    return dataclasses.replace(rotary, frequencies=tuple(-f for f in rotary.frequencies))

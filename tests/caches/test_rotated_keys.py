@@ -1,0 +1,360 @@
+"""Caches of rotated keys: every sequence gives the last rows of one full call over raw keys."""
+
+import pytest
+import support
+import torch
+from flashrope import (
+    KVCache,
+    PagedKVCache,
+    Rotary,
+    attention,
+    attention_varlen_with_cache,
+    attention_with_cache,
+    rotate,
+)
+from support import SCHEMES
+from test_decode import PAGE, cached, layouts
+from test_decode_varlen import MIXED, Packed
+from test_needles import needle
+from test_rotate import ROTATIONS, SEVERAL, by_complex_numbers
+
+OVER_KEYS = [name for name in ROTATIONS if name != "slope"]
+
+
+def rotated(p: support.Problem) -> support.Problem:
+    return p.replace(k=by_complex_numbers(p.k, p.rotary).to(p.k))
+
+
+def fill_rotated(cache):
+    """The keys that a Cached holds, but not those that its call appends, replaced by rotated ones."""
+    raw, before = cache.k_cache.clone(), cache.sequences
+    cache.sequences = [rotated(p) for p in before]
+    cache.__post_init__()
+    assert not torch.equal(raw.nan_to_num(), cache.k_cache.nan_to_num()) or not any(before[0].rotary.frequencies)
+    cache.sequences = before
+    return cache
+
+
+@pytest.mark.interpreted(
+    lambda target, page_size, scheme: target.dtype == torch.float32 and bool(page_size) == (len(scheme) % 2 == 0)
+)
+@layouts
+@pytest.mark.parametrize("scheme", OVER_KEYS)
+def test_one_token(target, page_size, scheme):
+    """The new key is rotated at its own position, behind the left padding, and not twice."""
+    c = cached(
+        target, ROTATIONS[scheme](16), (45, 1, 64, 22), 1, leftpad=(3, 0, 0, 40), capacity=80, page_size=page_size
+    )
+    fill_rotated(c).check(target, rotated_keys=True)
+
+
+@pytest.mark.interpreted(lambda exact, page_size, scheme, causal: (scheme == "local") == bool(page_size))
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@layouts
+@pytest.mark.parametrize("scheme", ["rope_interleaved", "hope_yarn", "local", "rotated_scale"])
+def test_several_tokens(exact, page_size, scheme, causal):
+    c = cached(
+        exact, ROTATIONS[scheme](16), (45, 5, 64), 5, leftpad=(3, 0, 7), capacity=80, page_size=page_size, causal=causal
+    )
+    fill_rotated(c).check(exact, rotated_keys=True)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("seqlen_q", [9, 70])
+def test_more_queries_than_keys(exact, seqlen_q, causal):
+    """Rows before the first key are at negative positions; without causality they see keys."""
+    c = cached(exact, Rotary.rope(16), (5, 64, 2), seqlen_q, seqlen_new=2, capacity=80, causal=causal)
+    fill_rotated(c).check(exact, rotated_keys=True)
+
+
+@layouts
+@pytest.mark.parametrize("scheme", ["rope_partial", "local"])
+def test_chunks(exact, page_size, scheme):
+    """Enough queries for the prefill kernel."""
+    c = cached(exact, SCHEMES[scheme](16), (80, 130), 70, leftpad=(5, 0), capacity=144, page_size=page_size, batch=1)
+    fill_rotated(c).check(exact, rotated_keys=True)
+
+
+@pytest.mark.interpreted(lambda exact, distance: distance == 21)
+@pytest.mark.parametrize("distance", [0, 1, 20, 21])
+def test_a_needle(exact, distance):
+    """Half of the keys are rotated before the call, half by it; one key takes nearly all probability of a row."""
+    p = needle(exact, Rotary.rope(16), distance)
+    room = p.k.new_full((2, 1, 80, *p.k.shape[2:]), torch.nan)
+    room[0, :, 2:37], room[1, :, 2:37] = rotate(p.k[:, :35], p.rotary, impl=exact.impl), p.v[:, :35]
+    seqlens, leftpad = support.int32([37], exact.device), support.int32([2], exact.device)
+    out, lse = attention_with_cache(
+        p.q, *room, p.rotary, seqlens, p.k[:, 35:], p.v[:, 35:], cache_leftpad=leftpad, return_lse=True,
+        impl=exact.impl, rotated_keys=True,
+    )  # fmt: skip
+    support.check_budget({"out": out, "lse": lse}, p, exact.dtype)
+
+
+@pytest.mark.interpreted(lambda exact, page_size, placed, leftpad: bool(page_size) == placed)
+@layouts
+@pytest.mark.parametrize("leftpad", [None, (3, 0, 5, 11, 0, 0, 2, 1)], ids=["", "leftpad"])
+@pytest.mark.parametrize("placed", [False, True], ids=["behind", "placed"])
+def test_packed(exact, page_size, placed, leftpad):
+    rotary = Rotary.rope(16, rotary_dim=8).log_n(40)
+    c = Packed(exact, rotary, MIXED, leftpad=leftpad, page_size=page_size, placed=placed)
+    raw, c.k_cache = c.k_cache, torch.full_like(c.k_cache, torch.nan)
+    pads = leftpad or (0,) * len(MIXED)
+    for b, (p, pad) in enumerate(zip(c.sequences, pads, strict=True)):
+        old = p.k.shape[1] - c.sizes[b]
+        for slot in range(pad, pad + old):
+            page, row = (int(c.block_table[b, slot // PAGE]), slot % PAGE) if page_size else (b, slot)
+            c.k_cache[page, row] = rotated(p).k[0, slot - pad]
+    assert torch.equal(raw.isnan(), c.k_cache.isnan())
+    out, lse = c.run(exact.impl, rotated_keys=True)
+    for b, p in enumerate(c.sequences):
+        rows = slice(int(c.cu_seqlens_q[b]), int(c.cu_seqlens_q[b + 1]))
+        if c.sizes[b]:
+            got = {"out": out[None, rows], "lse": lse[None, :, rows]}
+            support.check_budget(got, p, exact.dtype, f"sequence {b}: ")
+
+
+def test_sinks_and_length_scale(exact):
+    """What belongs to scores applies as over raw keys."""
+    rotary = Rotary(**{f: getattr(Rotary.rope(16), f) for f in ("head_dim", "frequencies")}, length_scale=8.0)
+    c, sinks = cached(exact, rotary, (45, 9), 3), torch.tensor([0.5, -1.0, 2.0, 0.0], device=exact.device)
+    want = cached(exact, rotary, (45, 9), 3).run(exact.impl, sinks=sinks)
+    got = fill_rotated(c).run(exact.impl, sinks=sinks, rotated_keys=True)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_composed(composed):
+    """Without the compiled kernels, one token and a chunk, contiguous and packed."""
+    target = support.Target("cpu", torch.float32, "cpu")
+    for seqlen_q in (1, 40):
+        c = cached(target, Rotary.rope(16).local(21), (45, 64), seqlen_q, leftpad=(3, 0), capacity=80, page_size=PAGE)
+        fill_rotated(c).check(target, rotated_keys=True)
+
+
+def test_compiled_whole():
+    torch._dynamo.reset()
+    q, k, v = torch.randn(3, 2, 3, 2, 16)
+    rotary, seqlens = Rotary.rope(16), support.int32([4, 9])
+
+    def run(k_cache, v_cache):
+        return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, rotated_keys=True)
+
+    caches = torch.randn(2, 2, 20, 2, 16)
+    results = []
+    for f in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        copies = caches.clone()
+        results.append((f(*copies), copies))
+    torch.testing.assert_close(*results)
+    assert not torch.equal(results[0][1][0, 0, 4:7], k[0])
+
+
+def test_a_prompt_with_padding(exact):
+    """The padding is part of the new keys: their first positions are below 0."""
+    q, k, v = (x.to(exact.device) for x in tokens(30))
+    k_cache, v_cache = torch.full((2, 2, 40, 2, 16), torch.nan, device=exact.device)
+    seqlens, pads = support.int32([0, 0], exact.device), [11, 0]
+    out = attention_with_cache(
+        q, k_cache, v_cache, ROPE, seqlens, k, v, cache_leftpad=support.int32(pads, exact.device), rotated_keys=True,
+        impl=exact.impl,
+    )  # fmt: skip
+    for b, pad in enumerate(pads):
+        want = attention(*(x[b : b + 1, pad:].double() for x in (q, k, v)), ROPE, impl="reference")
+        torch.testing.assert_close(out[b : b + 1, pad:].double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_far_from_the_first_key(exact):
+    """Beyond the first coarse row of the table, where a new key is alone."""
+    cache = KVCache(1, 3000, 2, 16, torch.float32, exact.device, rotated_keys=ROPE)
+    cache.advance(2500)
+    k, v = torch.randn(2, 1, 1, 2, 16).to(exact.device)
+    cache.append(k, v, impl=exact.impl)
+    want = by_complex_numbers(k, ROPE, torch.tensor([2500]))
+    torch.testing.assert_close(cache.k[:, 2500:2501].double().cpu(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["rotated", "raw"])
+def test_nothing_outside_the_pages_is_written(exact, raw):
+    """Slots below 0 and beyond the cache, pages that it has not: a token each, of which the last has a place."""
+    room = torch.zeros(2, 6, 16, 2, 16, device=exact.device)
+    k_cache, v_cache = room[:, 1:5]
+    q, k, v = (torch.randn(4, heads, 16).to(exact.device) for heads in (4, 2, 2))
+    starts = torch.arange(5, dtype=torch.int32, device=exact.device)
+    slots = torch.tensor([-1, -17, 64, 35], device=exact.device)
+    table = support.int32([[-1], [4], [2**30], [2]], exact.device)
+    options = {"block_table": table, "impl": exact.impl, "rotated_keys": not raw}
+    seqlens = support.int32([1, 1, 1, 4], exact.device)
+    attention_varlen_with_cache(q, k_cache, v_cache, ROPE, starts, seqlens, 1, k, v, slot_mapping=slots, **options)
+    assert room.abs().sum((-1, -2)).nonzero().tolist() == [[0, 3, 3], [1, 3, 3]]
+    room.zero_()
+    attention_varlen_with_cache(q, k_cache, v_cache, ROPE, starts, seqlens, 1, k, v, **options)
+    assert room.abs().sum((-1, -2)).nonzero().tolist() == [[0, 3, 4], [1, 3, 4]]
+    assert torch.equal(room[1, 3, 4], v[3])
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 5])
+def test_reference(seqlen_q):
+    target = support.Target("reference", torch.float64, "cpu")
+    rotary = Rotary.rope(16, rotary_dim=8).scale_rotated(2.0)
+    c = cached(target, rotary, (45, 5, 64), seqlen_q, leftpad=(3, 0, 7), capacity=80, page_size=PAGE)
+    fill_rotated(c).check(target, rotated_keys=True)
+
+
+def test_padding_reads_no_table(compiled):
+    """Its positions are below 0; it is written as if at 0."""
+    cache, _, append = contiguous(rotated_keys=ROPE)
+    _, k, v = tokens(20)
+    append(k, v, leftpad=[7, 0])
+    assert torch.equal(cache.k[0, :8], k[0, :8]) and not torch.equal(cache.k[0, 8], k[0, 8])
+
+
+def test_wrong_tables_touch_nothing_else(exact):
+    """Lengths beyond the capacity, padding beyond the length: new keys without a slot are dropped."""
+    k, v = torch.randn(2, 3, 2, 2, 16).to(exact.device)
+    q = torch.randn(3, 2, 2, 16).to(exact.device)
+    k_cache, v_cache = torch.zeros(2, 3, 32, 2, 16).to(exact.device)
+    seqlens, pads = (support.int32(x, exact.device) for x in ([-5, 31, 2**31 - 1], [-7, 2**31 - 1, 4]))
+    out = attention_with_cache(
+        q, k_cache, v_cache, Rotary.rope(16), seqlens, k, v, cache_leftpad=pads, rotated_keys=True, impl=exact.impl
+    )
+    assert out.shape == q.shape
+    written = k_cache.abs().sum((-1, -2)) > 0
+    assert written.nonzero().tolist() == [[0, 0], [0, 1], [1, 31]]
+    assert torch.equal(v_cache[0, :2], v[0]) and torch.equal(v_cache[1, 31], v[1, 0])
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_schemes_of_several_rotations_are_refused_by_name(name):
+    x = torch.zeros(1, 16, 2, 16)
+    match = f"^rotary: expected a scheme .* so that its keys can be stored rotated; got {name}, whose"
+    with pytest.raises(ValueError, match=match):
+        attention_with_cache(x, x, x, SEVERAL[name], support.int32([3]), rotated_keys=True)
+    with pytest.raises(ValueError, match=match):
+        KVCache(1, 16, 2, 16, device="cpu", rotated_keys=SEVERAL[name])
+    with pytest.raises(TypeError, match="rotated_keys: expected True or False, got 1"):
+        attention_with_cache(x, x, x, Rotary.rope(16), support.int32([3]), rotated_keys=1)
+
+
+# ---- our caches
+
+ROPE, HOPE = Rotary.rope(16), Rotary.hope(16, 100)
+F32 = {"dtype": torch.float32, "device": "cpu"}
+
+
+def tokens(seqlen, batch=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, seqlen, heads, 16, generator=generator) for heads in (4, 2, 2)]
+
+
+def contiguous(**options):
+    cache = KVCache(2, 96, 2, 16, **F32, **options)
+    return cache, cache.attend, cache.append
+
+
+def paged(**options):
+    cache = PagedKVCache(20, 16, 2, 16, **F32, **options)
+    names = [cache.allocate(), cache.allocate()]
+    return cache, lambda *a, **o: cache.attend(names, *a, **o), lambda *a, **o: cache.append(names, *a, **o)
+
+
+caches = pytest.mark.parametrize("make", [contiguous, paged], ids=["KVCache", "PagedKVCache"])
+
+
+@caches
+@pytest.mark.parametrize(
+    "rotary", [ROPE, HOPE.log_n(20), ROPE.scale_rotated(2.0).local(30)], ids=["rope", "hope", "scaled"]
+)
+def test_append_then_steps(make, rotary):
+    """Keys are rotated once, by append or by attend, whichever brings them."""
+    cache, attend, append = make(rotated_keys=rotary)
+    (q, k, v), parts = tokens(60), [(0, 40), (40, 41), (41, 46), (46, 60)]
+    append(k[:, :40], v[:, :40], leftpad=[7, 0])
+    out = [attend(q[:, a:b], rotary, k[:, a:b], v[:, a:b]) for a, b in parts[1:]]
+    for b, pad in enumerate((7, 0)):
+        want = attention(*(x[b : b + 1, pad:].double() for x in (q, k, v)), rotary, impl="reference")[:, 40 - pad :]
+        torch.testing.assert_close(torch.cat(out, 1)[b : b + 1].double(), want, rtol=1e-4, atol=1e-5)
+    assert "rotated keys" in repr(cache) and cache.rotated_keys == (rotary,)
+
+
+@caches
+def test_truncate_and_fork(make):
+    cache, attend, append = make(rotated_keys=ROPE)
+    q, k, v = tokens(50)
+    append(k[:, :40], v[:, :40])
+    append(torch.randn(2, 5, 2, 16), torch.randn(2, 5, 2, 16))  # rejected drafts
+    if make is contiguous:
+        cache.truncate(None, 40)
+    else:
+        for name in cache.sequences:
+            cache.truncate(name, 40)
+        child = cache.fork(cache.sequences[0])
+        out = cache.attend([child], q[:1, 40:], ROPE, k[:1, 40:], v[:1, 40:])
+        torch.testing.assert_close(out, attention(q, k, v, ROPE)[:1, 40:], rtol=1e-4, atol=1e-5)
+    out = attend(q[:, 40:], ROPE, k[:, 40:], v[:, 40:])
+    torch.testing.assert_close(out, attention(q, k, v, ROPE)[:, 40:], rtol=1e-4, atol=1e-5)
+
+
+@caches
+def test_layers_of_different_schemes(make):
+    """As of models whose layers with a sliding window have a table of their own."""
+    schemes = [ROPE.local(20), Rotary.rope(16, base=500.0)]
+    cache, _, append = make(rotated_keys=schemes, layers=2)
+    q, k, v = tokens(40)
+    append(torch.stack([k, k])[:, :, :30], torch.stack([v, v])[:, :, :30])
+    selected = [] if make is contiguous else [cache.sequences]
+    with cache.step(*selected, 10) as step:
+        for layer, rotary in enumerate(schemes):
+            out = step.attend(q[:, 30:], rotary, k[:, 30:], v[:, 30:], layer=layer)
+            torch.testing.assert_close(out, attention(q, k, v, rotary)[:, 30:], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="^rotary: expected .* by which the keys of layer 1 are rotated, got"):
+        with cache.step(*selected, 1) as step:
+            step.attend(q[:, :1], schemes[0], k[:, :1], v[:, :1], layer=1)
+
+
+@caches
+def test_what_a_cache_of_rotated_keys_refuses(make):
+    cache, attend, append = make(rotated_keys=ROPE)
+    q, k, v = tokens(10)
+    append(k, v)
+    for other in (HOPE, Rotary.rope(16, interleaved=True), ROPE.rectify(5), ROPE.log_n(20)):
+        with pytest.raises(
+            ValueError, match="^rotary: expected .* by which the keys of layer 0 are rotated, got .* raw"
+        ):
+            attend(q, other, k, v)
+    with pytest.raises(ValueError, match="tables that depend on the length, as those of dynamic NTK and longrope"):
+        attend(q, ROPE.ntk(2.0), k, v)
+    with pytest.raises(ValueError, match="^cache_leftpad: expected None, because it moves positions"):
+        attend(q[:, :1], ROPE, cache_leftpad=support.int32([1, 0]))
+    with pytest.raises(TypeError, match="^rotated_keys: expected it when the cache is made"):
+        attend(q[:, :1], ROPE, rotated_keys=True)
+    lengths = cache.lengths if make is contiguous else list(cache.lengths.values())
+    assert lengths == [10, 10]
+    raw, attend, _ = make()
+    attend(q, ROPE, k, v)
+    attend(q[:, :1], HOPE.rectify(5))  # raw keys take any scheme
+    assert raw.rotated_keys is None and "rotated" not in repr(raw)
+    with pytest.raises(TypeError, match="^rotated_keys: expected it when the cache is made"):
+        attend(q[:, :1], ROPE, rotated_keys=True)
+
+
+@pytest.mark.parametrize(
+    "error, match, given, layers",
+    [
+        (TypeError, "^rotated_keys: expected a Rotary, or None for raw keys, got True", True, 1),
+        (TypeError, "expected a Rotary, or a list of 2, one per layer, or None .* got", [ROPE], 2),
+        (TypeError, "expected a Rotary for layer 1, got NoneType", [ROPE, None], 2),
+        (ValueError, "^rotated_keys: expected head_dim 16 as the cache, got 32", Rotary.rope(32), 1),
+        (ValueError, "^rotated_keys: an axial scheme needs positions", Rotary.axial(16, 2), 1),
+    ],
+)
+def test_arguments(error, match, given, layers):
+    for make in (contiguous, paged):
+        with pytest.raises(error, match=match):
+            make(rotated_keys=given, layers=layers)
+
+
+def test_appended_keys_are_what_rotate_gives():
+    """A cache that rotate and the caller fill is one that append fills."""
+    cache, _, append = contiguous(rotated_keys=ROPE.scale_rotated(3.0))
+    _, k, v = tokens(20)
+    append(k, v)
+    torch.testing.assert_close(cache.k[:, :20], rotate(k, ROPE.scale_rotated(3.0)), rtol=1e-6, atol=1e-6)
+    assert torch.equal(cache.v[:, :20], v)

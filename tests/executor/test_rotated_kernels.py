@@ -1,0 +1,56 @@
+"""The compiled kernels of rotate and of caches of rotated keys, on the executor."""
+
+import pytest
+import support
+import torch
+from test_decode import PAGE, cached
+from test_rotate import ROTATIONS, check
+from test_rotated_keys import fill_rotated
+
+BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
+
+
+@pytest.mark.parametrize(
+    "target, scheme, head_dim",
+    [
+        pytest.param(BF16, "rope", 64, marks=pytest.mark.quick),
+        (FP16, "rope_interleaved", 40),
+        (FP32, "rotated_scale", 128),
+    ],
+    ids=["bf16", "fp16", "fp32"],
+)
+@pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
+def test_queries_and_keys(machine, target, scheme, head_dim, given):
+    positions = 5000 * torch.rand(2, 70, generator=torch.Generator().manual_seed(1)) - 9 if given else None
+    check(target, support.random((2, 70, 3, head_dim), target, 0), ROTATIONS[scheme](head_dim), positions)
+    assert [launch.kernel for launch in machine.launches] == ["rotate_rows"]
+
+
+CASES = {
+    "one-token-d64-bf16": dict(target=BF16, scheme="rope", head_dim=64, page_size=PAGE, leftpad=(3, 0, 40)),
+    "hope-d128-fp16": dict(target=FP16, scheme="hope_yarn", head_dim=128, num_splits=2),
+    "several-full-d40-bf16": dict(target=BF16, scheme="rope_partial", head_dim=40, seqlen_q=9, causal=False),
+    "before-the-first-key-d16-fp32": dict(
+        target=FP32, scheme="rope", head_dim=16, seqlen_q=9, lengths=(145, 4, 87), seqlen_new=4, causal=False
+    ),
+    "prefill-paged-d64-bf16": dict(target=BF16, scheme="rope", head_dim=64, seqlen_q=70, page_size=PAGE),
+    "prefill-before-the-first-key-d64-fp16": dict(
+        target=FP16, scheme="local", head_dim=64, seqlen_q=70, lengths=(145, 4, 87), seqlen_new=4
+    ),
+}
+
+
+QUICK = ("one-token-d64-bf16", "prefill-paged-d64-bf16")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if x in QUICK else ()) for x in CASES])
+def test_cached(machine, name):
+    options = dict(CASES[name])
+    rotary = ROTATIONS[options.pop("scheme")](options.pop("head_dim"))
+    seqlen_q, num_splits = options.pop("seqlen_q", 1), options.pop("num_splits", None)
+    lengths = options.pop("lengths", (145, max(seqlen_q, 41), 87))
+    target = options.pop("target")
+    c = cached(target, rotary, lengths, seqlen_q, capacity=192, **options)
+    fill_rotated(c).check(target, rotated_keys=True, num_splits=num_splits)
+    kernels = [launch.kernel for launch in machine.launches]
+    assert kernels[:2] == ["rotate_rows", "append_rows"] and "rotate_cached_rows" not in kernels
