@@ -45,18 +45,18 @@ def listed(**covered) -> SpillLimit:
 
 # Position maps: every row's own cos and sin, of two rotations between bands, beside the accumulators. By kernel and
 # architecture, for head_dim 64 and 128 of Self-Extend and dual chunk attention. All of it is outside the hot loop, and
-# but for in_loops (edge tiles) outside the tile loops.
+# but for MAP_SPILLS_IN_LOOPS (edge tiles) outside the tile loops.
 MAP_SPILLS = {
     ("attention_forward", 80): ((36, 0), (60, 0)),
     ("attention_forward", 90): ((0, 80), (0, 44)),
-    ("attention_grad_kv", 80): ((176, 36), (332, 44)),
-    ("attention_grad_q", 80): ((12, 48), (20, 116)),
+    ("attention_grad_kv", 80): ((176, 352), (332, 568)),
+    ("attention_grad_kv", 90): ((12, 176), (32, 384)),
+    ("attention_grad_q", 80): ((12, 288), (20, 448)),
     ("attention_grad_q", 90): ((0, 80), (0, 224)),
 }
+MAP_SPILLS_IN_LOOPS = {"attention_forward": 128, "attention_grad_kv": 12, "attention_grad_q": 24}
 MAP_LIMITS = tuple(
-    SpillLimit(
-        spill, kernel, arch, 0, head_dim, scheme=scheme.name, in_loops=128 if kernel == "attention_forward" else 0
-    )
+    SpillLimit(spill, kernel, arch, 0, head_dim, scheme=scheme.name, in_loops=MAP_SPILLS_IN_LOOPS[kernel])
     for (kernel, arch), of_schemes in MAP_SPILLS.items()
     for scheme, spills in zip(MAPS, of_schemes, strict=True)
     for head_dim, spill in zip((64, 128), spills, strict=True)
@@ -79,7 +79,10 @@ SPILL_LIMITS = (
     SpillLimit(68, "attention_grad_kv", arch=80, above=64),
     SpillLimit(8, "attention_grad_q", arch=80, head_dim=128, scheme="rerope"),
     SpillLimit(16, "attention_grad_kv", arch=90, head_dim=128, scheme="rerope"),
-    SpillLimit(16, "attention_decode", arch=80, head_dim=128, scheme="rerope contiguous"),
+    *(
+        SpillLimit(16, "attention_decode", arch=80, head_dim=128, scheme=scheme)
+        for scheme in ("rerope contiguous", "dual-chunk paged")
+    ),
     # Outside the tile loops: page numbers and the queries' rotation beside an accumulator.
     SpillLimit(8, "attention_forward", arch=80, head_dim=64, scheme="rope paged chunk"),
     SpillLimit(112, "attention_forward", arch=80, head_dim=64, scheme="rerope paged chunk"),
