@@ -77,6 +77,7 @@ SPILL_LIMITS = (
     SpillLimit(120, "attention_grad_kv", head_dim=64, scheme="rerope atomic"),
     SpillLimit(328, "attention_grad_kv", head_dim=128, scheme="rerope atomic", in_loops=88),
     SpillLimit(68, "attention_grad_kv", arch=80, above=64),
+    SpillLimit(44, "attention_grad_kv", arch=80, head_dim=64, scheme="rerope"),
     SpillLimit(8, "attention_grad_q", arch=80, head_dim=128, scheme="rerope"),
     SpillLimit(16, "attention_grad_kv", arch=90, head_dim=128, scheme="rerope"),
     *(
