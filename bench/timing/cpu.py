@@ -53,7 +53,7 @@ GRID_SEQLENS, GRID_WINDOWS = (2048, 4096, 8192, 16384), (128, 256, 512, 1024, 20
 CACHE_SEQLENS = (32768, 2048)
 BACKWARD_SEQLEN = 4096  # at most
 BUSY = ", beside a busy process"
-SLACK = 1.1  # of --check: the same commit gave ratios of 1.10 and 1.19 on two machines; a regression exceeds that
+SLACK = 1.5  # of --check: the same commit took 0.59 of SDPA on one EPYC with AVX-512 and 0.90 on another
 ATTEMPTS = 3  # of --check: another process can slow a run down, but cannot make it look good
 
 FLASH = torch._scaled_dot_product_flash_attention_for_cpu  # as the backend calls it; torch.ops takes longer
@@ -63,7 +63,8 @@ WARM_UP_BLOCKS = 5
 class Goal(NamedTuple):
     """The largest allowed value of a figure.
 
-    Not checked: microseconds, which depend on the machine, and resident memory, of which malloc keeps some.
+    Not checked: microseconds, which depend on the machine; resident memory, of which malloc keeps some; and SDPA in
+    bfloat16, which multiplies with AMX where the processor has it.
     """
 
     figure: str
@@ -81,14 +82,14 @@ GOALS = (
     Goal("decoding, 32768 keys: ReRoPE, compiled, paged / ReRoPE, compiled", 1.15),
     Goal("decoding, 32768 keys: HoPE, compiled / SDPA", 1.2),
     Goal("decoding, 2048 keys: ReRoPE, compiled / SDPA", 1.5),
-    Goal("decoding, 32768 keys, bfloat16: ReRoPE, compiled / SDPA", 1.0, 1.2),
+    Goal("decoding, 32768 keys, bfloat16: ReRoPE, compiled / SDPA", 1.0, 1.2, checked=False),
     Goal("decoding, 32768 keys, bfloat16: ReRoPE, compiled / ReRoPE, compiled, float32", 0.7),
     Goal("decoding, 32768 keys, maps: Self-Extend, compiled / RoPE, compiled", 1.3),
     Goal("decoding, 32768 keys, maps: dual chunk, compiled / RoPE, compiled", 1.3),
     Goal("forward, seqlen 512, window 64: ReRoPE, compiled / SDPA", 0.8, 1.0),
     Goal("forward, seqlen 2048, window 128: ReRoPE, compiled / SDPA", 1.0, 1.2),
     Goal("forward, seqlen 2048, window 512: ReRoPE, compiled / SDPA", 1.0, 1.2),
-    Goal("forward, seqlen 2048, window 512, bfloat16: ReRoPE, compiled / SDPA", 1.0, 1.2),
+    Goal("forward, seqlen 2048, window 512, bfloat16: ReRoPE, compiled / SDPA", 1.0, 1.2, checked=False),
     Goal("forward, seqlen 2048, window 512, bfloat16: ReRoPE, compiled / ReRoPE, compiled, float32", 1.1),
     Goal("forward, seqlen 4096, window 1024, maps: Self-Extend, compiled / RoPE, compiled", 1.3),
     Goal("forward, seqlen 4096, window 1024, maps: dual chunk, compiled / RoPE, compiled", 1.3),
