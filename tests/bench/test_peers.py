@@ -98,8 +98,8 @@ def test_the_page_has_the_table_and_its_notes(tmp_path):
         writer.writerow(dict.fromkeys(names, "7") | {"model": ""})
     (tmp_path / "notes.md").write_text("Why.\n")
     lines = page._peers(path)
-    [row] = [line for line in lines if line.startswith("| 7 | 7 |")]
-    assert lines[-1] == "Why." and row.endswith("| – |")
+    row, _, meaning, _, notes = lines[-5:]
+    assert row.startswith("| 7 | 7 |") and row.endswith("| – |") and "(model)" in meaning and notes == "Why."
     path.write_text("pass\nforward\n")
     with pytest.raises(ValueError, match="python -m bench peers --csv"):
         page._peers(path)

@@ -278,3 +278,14 @@ def test_opcheck():
         torch.ops.flashrope.attention_with_cache,
         (call["q"], *cache, lengths, None, None, -1, starts, 2, 0, text, False, True, 0.25, "cpu"),
     )
+
+
+def test_rows_behind_sequences_of_equal_length(exact):
+    q, k, v = (support.random((1, 3, heads, 16), exact, heads)[0] for heads in (4, 2, 2))
+    k_cache, v_cache = torch.zeros(2, 2, 16, 2, 16, device=exact.device)
+    starts, seqlens = (support.int32(x, exact.device) for x in ([0, 1, 2], [3, 5]))
+    out, lse = attention_varlen_with_cache(
+        q, k_cache, v_cache, Rotary.rope(16), starts, seqlens, 1, k, v, return_lse=True, impl=exact.impl
+    )
+    assert out.shape == q.shape and lse.shape == (4, 3)
+    assert out[:2].all() and not out[2].any() and lse[:, 2].isneginf().all() and lse[:, :2].isfinite().all()

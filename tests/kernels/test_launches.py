@@ -290,9 +290,9 @@ device, asked, choose_splits = Device(80, lambda *_: lambda *_: None), [], cache
 backend.unsupported_reason = lambda q, cached=False: ""
 cached.choose_splits = lambda *args: asked.append(args) or choose_splits(*args)
 with offline.active(80, device):
-    for dtype, device.registers in ((torch.bfloat16, 255), (torch.float16, 64)):  # a kernel for each
-        q, k = torch.zeros(4, 1, 8, 128, dtype=dtype), torch.zeros(4, 65536, 8, 128, dtype=dtype)
-        for rotary in (Rotary.rope(128), Rotary.rope(128).local(1000)):
+    for head_dim, device.registers in ((256, 255), (128, 64)):  # limited by registers, by shared memory
+        q, k = (torch.zeros(4, n, 8, head_dim, dtype=torch.bfloat16) for n in (1, 65536))
+        for rotary in (Rotary.rope(head_dim), Rotary.rope(head_dim).local(1000)):
             attention_with_cache(q, k, k, rotary, torch.ones(4, dtype=torch.int32), impl="triton")
 print(json.dumps(asked))
 """
@@ -304,9 +304,11 @@ def test_splits_follow_what_the_compiled_kernel_occupies():
         [sys.executable, "-c", RESIDENT], capture_output=True, text=True, env=compiling_environment(), check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    programs, tiles, tiles_of_window = 32, 1024, 16
+    programs, keys, keys_of_window = 32, 65536, 1024
     assert json.loads(done.stdout) == [
-        [programs, count, blocks * 108] for blocks in (1, 2) for count in (tiles, tiles_of_window)
+        [programs, count // block_n, blocks * 108]
+        for block_n, blocks in ((32, 1), (64, 2))
+        for count in (keys, keys_of_window)
     ]
 
 
