@@ -30,7 +30,9 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
         c, _used = _describe(compiled, batch, out if x.ndim == 4 else out[None], call.rotary, table, runs)
         compiled.rotate(ctypes.byref(c))
         return out
-    if call.layout is not None and table is not None:
+    if table is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    if call.layout is not None:
         index = call.layout.new_positions(call.capacity, *batch.shape[:2]).clamp_(min=0)
         if table.cos.ndim == 3:
             table = Rotation._make(x if x is None else x[index] for x in table)
