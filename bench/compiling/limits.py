@@ -83,7 +83,7 @@ SPILL_LIMITS = (
     SpillLimit(16, "attention_grad_kv", arch=90, head_dim=128, scheme="rerope"),
     *(
         SpillLimit(16, "attention_decode", arch=80, head_dim=128, scheme=scheme)
-        for scheme in ("rerope contiguous", "dual-chunk paged")
+        for scheme in ("rerope contiguous", "rerope partial", "dual-chunk paged")
     ),
     # Outside the tile loops: page numbers and the queries' rotation beside an accumulator.
     SpillLimit(8, "attention_forward", arch=80, head_dim=64, scheme="rope paged chunk"),
