@@ -50,7 +50,7 @@ HEADINGS = {  # of the columns of these tables
 }
 PEER_ONLY = ("pass", "tile", "warps", "spills in loop", "instr/product", "ldsm/product", "mufu+fp32/product")
 COLUMNS = [name for name in HEADINGS if name not in PEER_ONLY]
-PEER_COLUMNS = [name for name in HEADINGS if name not in ("bands", "instr/MMA")]
+PEER_COLUMNS = [name for name in HEADINGS if name not in ("bands", "instr/MMA", "model")]
 INTRODUCTION = """\
 # Results
 
@@ -310,8 +310,6 @@ def _peers(path: Path) -> list[str]:
         "over tiles that need no mask.",
         "",
         *_kernels(rows, PEER_COLUMNS, left=3),
-        "",
-        MODEL_NOTE,
         *(["", notes.read_text().rstrip()] if notes.exists() else []),
     ]
 

@@ -98,8 +98,7 @@ def test_the_page_has_the_table_and_its_notes(tmp_path):
         writer.writerow(dict.fromkeys(names, "7") | {"model": ""})
     (tmp_path / "notes.md").write_text("Why.\n")
     lines = page._peers(path)
-    row, _, meaning, _, notes = lines[-5:]
-    assert row.startswith("| 7 | 7 |") and row.endswith("| – |") and "(model)" in meaning and notes == "Why."
+    assert lines[-1] == "Why." and lines[-3].startswith("| 7 | 7 |")
     path.write_text("pass\nforward\n")
     with pytest.raises(ValueError, match="python -m bench peers --csv"):
         page._peers(path)
