@@ -62,8 +62,9 @@ def test_a_table_that_vllm_reads_differently(tmp_path, monkeypatch):
 def test_a_layer_that_vllm_builds_differently(window, head_size, message):
     from flashrope import Rotary
     from flashrope.integrations.vllm.backend import FlashropeImpl
+    from flashrope.integrations.vllm.plan import Layer
 
-    plan = SimpleNamespace(layers=[(Rotary.rope(32), None), (Rotary.rope(32).local(48), 48)])
+    plan = SimpleNamespace(layers=[Layer(Rotary.rope(32), None, False), Layer(Rotary.rope(32).local(48), 48, True)])
     layer = FlashropeImpl.__new__(FlashropeImpl)  # without an engine's configuration
     layer.plan, layer.sliding_window, layer.head_size = plan, window, head_size
     with pytest.raises(ValueError, match=message):
