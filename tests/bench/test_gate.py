@@ -197,6 +197,14 @@ SPILLED = {
 if triton.__version__.startswith("3.9"):
     SPILLED[("attention_forward", 90, 64, "rerope paged chunk")] = (28, 0)
     SPILLED[("attention_grad_q", 90, 128, "rerope")] = (64, 0)
+    SPILLED |= {
+        ("attention_grad_kv", 80, 64, "rope"): (24, 0),
+        ("attention_grad_kv", 80, 64, "rerope"): (84, 0),
+        ("attention_grad_kv", 80, 64, "rope atomic"): (128, 16),
+        ("attention_grad_kv", 80, 128, "rerope"): (100, 0),
+        ("attention_grad_kv", 90, 128, "rerope"): (40, 0),
+        ("attention_grad_q", 80, 128, "rerope"): (16, 0),
+    }
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from flashrope import Rotary
-from flashrope.backends.reference import rotate as rotate_reference
+from flashrope.backends.reference import rotate_by as rotate_reference
 
 transformers = pytest.importorskip("transformers", reason="the comparison with transformers needs transformers")
 
