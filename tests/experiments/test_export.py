@@ -127,9 +127,11 @@ def test_other_schemes_change_the_one_that_a_model_was_trained_with(tmp_path, tr
 
     path = saved(tmp_path, "hope")
     model, _ = load(str(path), torch.device("cpu"))
-    schemes, skipped = applicable(model, ["stock", "rerope", "yarn", "stock"], LENGTH, 2 * LENGTH)
+    schemes, skipped = applicable(model, ["stock", "rerope", "yarn"], LENGTH, 2 * LENGTH)
     assert not skipped
-    for used, name in zip(schemes, ("hope", "hope+rerope-w32+dagger", "hope+yarn-s2", "hope"), strict=True):
+    for used, name in zip(
+        [*schemes, schemes[0]], ("hope", "hope+rerope-w32+dagger", "hope+yarn-s2", "hope"), strict=True
+    ):
         used.apply()
         expected = scheme(name, CONFIG, LENGTH, Defaults(base=BASE)).rotary
         with torch.no_grad():
