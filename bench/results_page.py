@@ -46,11 +46,10 @@ HEADINGS = {  # of the columns of these tables
     "instr/product": "instructions per HMMA",
     "ldsm/product": "LDSM per HMMA",
     "mufu+fp32/product": "MUFU and FP32 per HMMA",
-    "model": "tensor cores busy (model)",
 }
 PEER_ONLY = ("pass", "tile", "warps", "spills in loop", "instr/product", "ldsm/product", "mufu+fp32/product")
 COLUMNS = [name for name in HEADINGS if name not in PEER_ONLY]
-PEER_COLUMNS = [name for name in HEADINGS if name not in ("bands", "instr/MMA", "model")]
+PEER_COLUMNS = [name for name in HEADINGS if name not in ("bands", "instr/MMA")]
 INTRODUCTION = """\
 # Results
 
@@ -68,12 +67,6 @@ head_dim 128, causal, seqlen 2048 and above unless the goal says otherwise; the 
 """
 
 Runs = list[tuple[Path, Run]]  # (JSON file, its run)
-
-
-MODEL_NOTE = (
-    "Tensor cores busy (model): the share of the time that they work on products which are needed, in the inner loop, "
-    "as the issue model predicts it ([issue.py](../compiling/issue.py), `python -m bench model`). sm_90 has none."
-)
 
 
 def dirty(run: Run) -> bool:
@@ -292,8 +285,6 @@ def _compiled(path: Path) -> list[str]:
         f"kernels are in [{file}]({file}). On sm_90 these kernels load by cp.async and multiply by wgmma, without TMA.",
         "",
         *_kernels(shown, COLUMNS, left=2),
-        "",
-        MODEL_NOTE,
     ]
 
 
