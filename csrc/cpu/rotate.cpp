@@ -81,7 +81,7 @@ void rotate(const RotateCall& call) {
 extern "C" void flashrope_rotate(const flashrope::RotateCall* call) {
   switch (call->dtype) {
     case 0: return flashrope::rotate<float>(*call);
-    case 1: return flashrope::rotate<_Float16>(*call);
+    case 1: return flashrope::rotate<flashrope::Float16>(*call);
     default: return flashrope::rotate<flashrope::BFloat16>(*call);
   }
 }
