@@ -1,15 +1,15 @@
 """Speed and memory of the CPU backend, against PyTorch's attention in the same run.
 
     python -m bench cpu [--seqlen 8192] [--heads 8] [--head-dim 64] [--window 1024] [--threads 2] [--seconds 30]
-                        [--target TARGET] [--grid] [--busy] [--check] [--out DIR] [--publish] [--note TEXT]
+                        [--target TARGET] [--grid] [--lengths] [--busy] [--check] [--out DIR] [--publish] [--note TEXT]
 
 SDPA gets the tensors in its own best layout, heads first in memory. flashrope is timed twice: composed of PyTorch's
-kernels, and with the compiled kernels, where the installation has them. A round times every contestant
-once, so that all of them see the same state of the machine. A row shows the median and the quartiles over the rounds,
-and the median of (its time) / (time of its base in the same round). --check exits with 1 if a goal is missed. --grid
-adds every window and length; --busy adds decoding beside another process that computes. --target takes the compiled
-kernels of another target; for x86-64-v3, SDPA is held to AVX2 by ATEN_CPU_CAPABILITY=avx2 and
-MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment.
+kernels, and with the compiled kernels, where the installation has them. A round times every contestant once, so that
+all of them see the same state of the machine. A row shows the median and the quartiles over the rounds, and the median
+of (its time) / (time of its base in the same round). --check exits with 1 if a goal is missed. --grid adds every window
+and length; --lengths the tables that the chart by length needs; --busy adds decoding beside another process that
+computes. --target takes the compiled kernels of another target; for x86-64-v3, SDPA is held to AVX2 by
+ATEN_CPU_CAPABILITY=avx2 and MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ SHORT = ((512, 64), (2048, 128), (2048, 512))  # (seqlen, window) of ReRoPE's fo
 GRID_SEQLENS, GRID_WINDOWS = (2048, 4096, 8192, 16384), (128, 256, 512, 1024, 2048, 4096)
 CACHE_SEQLENS = (32768, 2048)
 BACKWARD_SEQLEN = 4096  # at most
+LENGTHS, DENSE_SEQLEN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 2048  # two dense matrices up to this one
 BUSY = ", beside a busy process"
 SLACK = 1.5  # of --check: the same commit took 0.59 of SDPA on one EPYC with AVX-512 and 0.90 on another
 ATTEMPTS = 3  # of --check: another process can slow a run down, but cannot make it look good
@@ -121,7 +122,9 @@ class Bench:
         return Problem(*sizes, window=window, train_length=512).replace(**changes)
 
     def measure(self, title: str, chosen: list[Entry], p: Problem, share: float, backward: bool = False) -> None:
-        """share: of the time that the user gives to all tables."""
+        """share: of the time that the user gives to all tables. A table that was measured is left out."""
+        if any(record.table == title for record in self.run.records):
+            return
         problems = [p.replace(dtype=each.dtype or p.dtype) for each in chosen]
         for each, mine in zip(chosen, problems, strict=True):
             if not (error := check.error(for_check(each), mine, backward)) <= check.TOLERANCE[mine.dtype]:
@@ -157,9 +160,10 @@ class Bench:
         chosen = forward_entries(self.kernels, schemes, dtype is torch.bfloat16) + peer_entries()[:peers]
         self.measure(title, chosen, self.problem(seqlen, window, dtype=dtype), share)
 
-    def backward(self, seqlen: int, window: int, share: float) -> None:
+    def backward(self, seqlen: int, window: int, share: float, schemes=("ReRoPE",), peers=0) -> None:
         title = f"forward + backward, seqlen {seqlen}, window {window}"
-        self.measure(title, forward_entries(self.kernels), self.problem(seqlen, window), share, True)
+        chosen = forward_entries(self.kernels, schemes) + peer_entries()[:peers]
+        self.measure(title, chosen, self.problem(seqlen, window), share, True)
 
     def decode(self, keys: int, share: float, dtype: torch.dtype = torch.float32, busy: bool = False) -> None:
         title = f"decoding, {keys} keys" + (", bfloat16" if dtype is torch.bfloat16 else "")
@@ -214,20 +218,34 @@ class Bench:
                 quiet, loud = (self.figures[f"decoding, {keys} keys{how}{name}"] for how in ("", BUSY))
                 print(f"{keys} keys, {kind:<10}{loud:>8.2f} / {quiet:.2f} = {loud / quiet:.2f}")
 
+    def lengths(self) -> None:
+        """The same contestants at every length, for the chart."""
+        schemes = "HoPE", "ReRoPE"
+        for seqlen in LENGTHS:
+            window, peers = min(seqlen // 4, 1024), 3 if seqlen <= DENSE_SEQLEN else 2
+            if seqlen < LENGTHS[-1]:
+                self.forward(seqlen, window, 0.05, schemes, peers)
+            if seqlen <= 2 * BACKWARD_SEQLEN:
+                self.backward(seqlen, window, 0.05, schemes, peers)
+            self.decode(seqlen, 0.02)
+
     def all(self) -> None:
         o = self.options
         for seqlen, window in SHORT:
-            peers = 2 if (seqlen, window) == SHORT[-1] else 0
-            self.forward(min(seqlen, o.seqlen), min(window, o.seqlen // 4), 0.05, peers=peers)
+            last = (seqlen, window) == SHORT[-1]
+            schemes, peers = ("HoPE", "ReRoPE") if last else ("ReRoPE",), 3 if last else 0
+            self.forward(min(seqlen, o.seqlen), min(window, o.seqlen // 4), 0.05, schemes, peers)
         seqlen, window = SHORT[-1]
         self.forward(min(seqlen, o.seqlen), min(window, o.seqlen // 4), 0.05, dtype=torch.bfloat16)
-        self.forward(o.seqlen, min(o.window, o.seqlen // 4), 0.3, ("HoPE", "ReRoPE"), peers=1)
+        self.forward(o.seqlen, min(o.window, o.seqlen // 4), 0.3, ("HoPE", "ReRoPE"), peers=2)
         seqlen = min(o.seqlen, BACKWARD_SEQLEN)
-        self.backward(seqlen, min(o.window, seqlen // 4), 0.15)
+        self.backward(seqlen, min(o.window, seqlen // 4), 0.15, ("HoPE", "ReRoPE"), peers=2)
         for keys in CACHE_SEQLENS:
             self.decode(keys, 0.1)
         self.decode(CACHE_SEQLENS[0], 0.1, torch.bfloat16)
         self.maps(seqlen, min(o.window, seqlen // 4), CACHE_SEQLENS[0], 0.05)
+        if o.lengths:
+            self.lengths()
         if o.grid:
             for seqlen in GRID_SEQLENS:
                 for window in (w for w in GRID_WINDOWS if w < seqlen):
@@ -355,6 +373,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--target", help="the compiled kernels of this target, for example x86-64-v3")
     parser.add_argument("--grid", action="store_true", help="ReRoPE's forward for every window and length too")
+    parser.add_argument("--lengths", action="store_true", help="the tables that the chart by length needs too")
     parser.add_argument("--busy", action="store_true", help="decoding beside another process that computes too")
     parser.add_argument(
         "--check",

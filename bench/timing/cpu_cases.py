@@ -135,11 +135,11 @@ def map_entries(kernels, decoding: bool) -> list[Entry]:
 
 def peer_entries() -> list[Entry]:
     """What users have without flashrope."""
-    rope = partial(with_rope, "eager RoPE", KERNELS["SDPA flash"])
-    return [
-        entry("eager RoPE + SDPA", SDPA, Problem.rope, rope),
-        entry("ReRoPE, two dense matrices", SDPA, Problem.rerope, dense),
+    rope = [
+        entry(f"{encoding} + SDPA", SDPA, Problem.rope, partial(with_rope, encoding, KERNELS["SDPA flash"]))
+        for encoding in ("eager RoPE", "compiled RoPE")
     ]
+    return [*rope, entry("ReRoPE, two dense matrices", SDPA, Problem.rerope, dense)]
 
 
 def decoding_entries(kernels, half: bool = False) -> list[Entry]:
