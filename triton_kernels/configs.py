@@ -38,7 +38,8 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 # fmt: off
 HALF = {
     "sm80": {
-        "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3)),
+        "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3)),
+        "forward banded": {128: Tile(128, 64, 8, 3)},
         "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 64, 4, 3), (32, 128, 8, 3), (32, 64, 8, 1)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 1)),
         "grad_q banded": {128: Tile(128, 64, 8, 2)},
@@ -73,6 +74,7 @@ NEWER_HALF = {
     "sm90": {
         "forward": {128: Tile(128, 64, 8, 3)},
         "grad_q banded": {128: Tile(128, 64, 8, 3)},
+        "grad_qkv": {128: Tile(32, 128, 8, 2)},
         "decode wide": {128: Tile(32, 32, 8, 3)},
     },
 }
@@ -156,6 +158,12 @@ def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands
     directions = [direction, "grad_kv"] if direction == "grad_qkv" else [direction]
     names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]
     return next(table[name][block_d] for table in tables for name in names if block_d in table.get(name, {}))
+
+
+def forward_parts(tile: Tile, block_d: int, block_dv: int, itemsize: int) -> int:
+    """``parts`` of ``arguments.Shape``. With 32 rows of 128 channels a warp would keep registers in local memory in the
+    inner loop."""
+    return 2 if itemsize == 2 and block_d == block_dv == 128 and tile.block_m // tile.num_warps >= 32 else 1
 
 
 def atomics_are_faster(capability: int, itemsize: int, block_d: int, block_dv: int) -> bool:
