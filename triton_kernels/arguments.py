@@ -102,8 +102,8 @@ class Shape(NamedTuple):
     aligned_maps: the scheme maps positions, every tile of keys lies in one chunk, and it lies in one group or holds
         whole groups.
     rotated_keys: the keys come rotated by their own positions. So queries rotate by theirs, which may be negative.
-    parts: in how many parts the forward takes the channels of a tile of queries, keys, values and of the result, 1 or 2.
-        Two leave the accumulators more registers.
+    parts: in how many parts, 1 or 2, the forward takes the channels of queries, keys, values and the result. Two leave
+        the accumulators more registers.
     red_floats: dQ is added up by tl.atomic_add (0), or by red of 1 or 4 floats, which every thread adds where it has
         them. No two threads may then have the same element.
     """

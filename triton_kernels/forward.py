@@ -57,8 +57,8 @@ from .tiles import (
 
 
 class BandQueries(NamedTuple):
-    """tile [BM, D], in parts: rotated for a band and scaled. visible: the keys that each row sees. scale_log2: softmax scale in
-    log2 units."""
+    """tile [BM, D], in parts: rotated for a band and scaled. visible: the keys that each row sees. scale_log2: softmax
+    scale in log2 units."""
 
     tile: object
     visible: object

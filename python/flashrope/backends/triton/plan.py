@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
 from ...triton_kernels.arguments import CuSeqlens, Scheme, Shape, tensor_view
-from ...triton_kernels import configs
 from ...triton_kernels.configs import Tile
 from ...triton_kernels.forward import attention_forward
 from ..calls import AttentionCall, CacheCall
