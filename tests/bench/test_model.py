@@ -264,6 +264,18 @@ def test_candidates_have_the_order_that_the_model_wrote():
         assert set(found) == {found[0], *tuning.tiles(direction)}
 
 
+def test_a_part_of_the_candidates_replaces_its_rows():
+    def row(direction, bands, tile):
+        return dict(zip(candidates.COLUMNS, ("sm80", direction, "64", bands, tile, "model", "", ""), strict=True))
+
+    before = [row("forward", "1", "a"), row("grad_q", "1", "b"), row("grad_q", "2", "c")]
+    after = [row("grad_q", "1", "d"), row("grad_q", "1", "e"), row("grad_kv", "2", "f")]
+    tiles = [row["tile"] for row in candidates.merged(before, after)]
+    assert tiles == ["a", "f", "d", "e", "c"]
+    spills = [dict(before[0], dropped="spills"), *before[1:]]
+    assert '"forward"' in candidates.order_text(before) and '"forward"' not in candidates.order_text(spills)
+
+
 def test_files_without_rows(tmp_path):
     assert model.read_csv(tmp_path / "absent.csv") == []
     model.write_csv(tmp_path / "new" / "table.csv", ("a", "b"), [{"a": "1", "b": "2"}])
