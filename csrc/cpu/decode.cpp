@@ -89,14 +89,12 @@ struct Chunk {
   const DecodeCall& call;
   const QueryAngles& query_angles;
   int64_t sequence, head_kv, first_key, end_key;  // keys count from the sequence's first
-  const int64_t head_dim = D ? D : call.head_dim;
-  const int vectors = int((head_dim + LANES - 1) / LANES), padded_dim = vectors * LANES;
   const int64_t group = call.heads_q / call.heads_kv;
   const int rows = int(group * call.seqlen_q);  // row r: query r % seqlen_q of query head head_kv * group + r / seqlen_q
   const int64_t first_slot = call.bounds[2 * sequence], seqlen = call.seqlen(sequence);
   const int64_t first_position = seqlen - call.seqlen_q;
   const Pairs pairs{int(call.pairs), call.interleaved != 0};
-  const bool whole_vectors = head_dim == padded_dim;  // rows of the cache can be read as vectors
+  const bool whole_vectors = head_dim() == padded_dim();  // rows of the cache can be read as vectors
   // Pairs that rotate as whole vectors.
   const int rotating_vectors = int((call.rotating_pairs + LANES - 1) / LANES);
   const bool vector_pairs = whole_vectors && !pairs.interleaved && pairs.count % LANES == 0;
@@ -105,27 +103,35 @@ struct Chunk {
   alignas(64) float rotated_q[MAX_BANDS][MAX_ROWS * MAX_HEAD_DIM];
   alignas(64) float copies[BLOCK * MAX_HEAD_DIM];  // of LANES keys, rotated or converted, or of a block's values
   alignas(64) float scores[MAX_ROWS][BLOCK];
-  Span spans[MAX_BANDS][MAX_ROWS];  // per query
-  const T *k_rows[BLOCK], *v_rows[BLOCK];
+  Span spans[MAX_BANDS][MAX_ROWS];  // per row
+  struct Rows {  // of the cache
+    const T *k[BLOCK], *v[BLOCK];
+  } blocks[2], *block = &blocks[0], *next = &blocks[1];
 
   Chunk(const DecodeCall& call, const QueryAngles& query_angles, int64_t sequence, int64_t head_kv, int64_t first_key)
       : call(call), query_angles(query_angles), sequence(sequence), head_kv(head_kv), first_key(first_key),
         end_key(std::min(first_key + CHUNK, call.seqlen(sequence))) {}
 
+  // Functions, so that loops over them are unrolled where D is known.
+  int head_dim() const { return D ? D : int(call.head_dim); }
+  int vectors() const { return (head_dim() + LANES - 1) / LANES; }
+  int padded_dim() const { return vectors() * LANES; }
+
   void run(SoftmaxState& state) {
     for (int r = 0; r < rows; ++r) {
-      std::fill_n(state.acc[r], padded_dim, 0.0f);
+      std::fill_n(state.acc[r], padded_dim(), 0.0f);
       state.row_max[r] = -INF, state.row_sum[r] = 0;
     }
     load_queries();
     for (int b = 0; b < call.num_bands; ++b)
       if (!call.bands[b].fine) rotate_queries(b, 0);
-    for (int64_t key = first_key; key < end_key; key += BLOCK) {
+    find_rows(first_key, *block);
+    for (int64_t key = first_key; key < end_key; key += BLOCK, std::swap(block, next)) {
+      find_rows(key + BLOCK, *next);
       const int keys = int(std::min<int64_t>(end_key - key, BLOCK));
       bool seen[MAX_BANDS], any = false;
       for (int b = 0; b < call.num_bands; ++b) any |= seen[b] = find_spans(b, key, keys);
       if (!any) continue;
-      find_rows(key, keys);
       std::fill_n(&scores[0][0], rows * BLOCK, -INF);
       for (int b = 0; b < call.num_bands; ++b)
         if (seen[b]) add_scores(b, key);
@@ -145,10 +151,10 @@ struct Chunk {
       if (call.length_scale) scale *= std::fmax(0.1 * std::log(double(seqlen) / call.length_scale) + 1, 1.0);
       const float scale_rotated = float(scale * call.rotated_scale), scale_rest = float(scale);
       const T* x = call.q.row<const T>(sequence, row, head_kv * group + r / call.seqlen_q);
-      float* y = q + r * padded_dim;
-      for (int c = 0; c < head_dim; ++c) y[c] = to_float(x[c]) * (c < 2 * call.pairs ? scale_rotated : scale_rest);
+      float* y = q + r * padded_dim();
+      for (int c = 0; c < head_dim(); ++c) y[c] = to_float(x[c]) * (c < 2 * call.pairs ? scale_rotated : scale_rest);
       for (int b = 0; b < call.num_bands; ++b)
-        std::fill(rotated_q[b] + r * padded_dim + head_dim, rotated_q[b] + (r + 1) * padded_dim, 0.0f);
+        std::fill(rotated_q[b] + r * padded_dim() + head_dim(), rotated_q[b] + (r + 1) * padded_dim(), 0.0f);
     }
   }
 
@@ -156,16 +162,23 @@ struct Chunk {
   bool find_spans(int b, int64_t key, int keys) {
     const Band& band = call.bands[b].band;
     bool any = false;
-    for (int row = 0; row < call.seqlen_q; ++row) {
-      const int64_t first = band.first_key(first_position + row), end = band.end_key(first_position + row, seqlen);
-      spans[b][row] = {int(std::clamp<int64_t>(first - key, 0, keys)), int(std::clamp<int64_t>(end - key, 0, keys))};
-      any |= spans[b][row].first < spans[b][row].end;
+    for (int r = 0; r < rows; ++r) {
+      if (r >= call.seqlen_q) {
+        spans[b][r] = spans[b][r - call.seqlen_q];
+        continue;
+      }
+      const int64_t first = band.first_key(first_position + r), end = band.end_key(first_position + r, seqlen);
+      spans[b][r] = {int(std::clamp<int64_t>(first - key, 0, keys)), int(std::clamp<int64_t>(end - key, 0, keys))};
+      any |= spans[b][r].first < spans[b][r].end;
     }
     return any;
   }
 
-  // Page numbers outside the cache are clamped.
-  void find_rows(int64_t key, int keys) {
+  // Where the keys from key on lie, and what may be fetched instead of those behind the chunk's last. Page numbers
+  // outside the cache are clamped.
+  void find_rows(int64_t key, Rows& found) const {
+    const int keys = int(std::clamp<int64_t>(end_key - key, 0, BLOCK));
+    for (int t = keys; t < BLOCK; ++t) found.k[t] = block->k[0], found.v[t] = block->v[0];
     for (int t = 0; t < keys;) {
       int64_t page = sequence, slot = first_slot + key + t, last = keys;
       if (call.block_table) {
@@ -175,7 +188,7 @@ struct Chunk {
         last = std::min<int64_t>(last, t + call.page_size - slot);
       }
       const T *k = call.k.row<const T>(page, slot, head_kv), *v = call.v.row<const T>(page, slot, head_kv);
-      for (; t < last; ++t, k += call.k.stride_row, v += call.v.stride_row) k_rows[t] = k, v_rows[t] = v;
+      for (; t < last; ++t, k += call.k.stride_row, v += call.v.stride_row) found.k[t] = k, found.v[t] = v;
     }
   }
 
@@ -199,7 +212,7 @@ struct Chunk {
         cos[m] = float(c), sin[m] = float(s);
       }
       for (int64_t r = row; r < rows; r += call.seqlen_q)
-        rotate(q + r * padded_dim, rotated_q[b] + r * padded_dim, cos, sin, pairs, int(head_dim));
+        rotate(q + r * padded_dim(), rotated_q[b] + r * padded_dim(), cos, sin, pairs, head_dim());
     }
   }
 
@@ -222,18 +235,17 @@ struct Chunk {
     const float* tile[BLOCK];
     for (int begin = first / LANES * LANES; begin < end; begin += LANES) {
       const int from = std::max(begin, first), until = std::min(begin + LANES, end);
-      for (int t = from; t < until; ++t) prefetch(v_rows[t]);
       if (!band.fine && whole_vectors && (rows == 1 || std::is_same_v<T, float>)) {
-        add_products(b, k_rows, begin, from, until);
+        add_products(b, block->k, begin, from, until);
         continue;
       }
       for (int t = from; t < until; ++t) {
-        float* y = copies + (t - begin) * padded_dim;
+        float* y = copies + (t - begin) * padded_dim();
         tile[t] = y;
         if (band.fine)
-          rotate_key(k_rows[t], y, band.fine + (band.group == 1 ? t : (skipped + t) / band.group) * pairs.count);
+          rotate_key(block->k[t], y, band.fine + (band.group == 1 ? t : (skipped + t) / band.group) * pairs.count);
         else
-          convert(k_rows[t], y);
+          convert(block->k[t], y);
       }
       add_products(b, tile, begin, from, until);
     }
@@ -241,10 +253,10 @@ struct Chunk {
 
   void convert(const T* x, float* y) const {
     if (whole_vectors) {
-      for (int c = 0; c < padded_dim; c += LANES) store(y + c, load(x + c));
+      for (int c = 0; c < padded_dim(); c += LANES) store(y + c, load(x + c));
     } else {
-      for (int c = 0; c < head_dim; ++c) y[c] = to_float(x[c]);
-      std::fill(y + head_dim, y + padded_dim, 0.0f);
+      for (int c = 0; c < head_dim(); ++c) y[c] = to_float(x[c]);
+      std::fill(y + head_dim(), y + padded_dim(), 0.0f);
     }
   }
 
@@ -259,37 +271,46 @@ struct Chunk {
       }
       for (int c = rotating_vectors * LANES; c < half; c += LANES)
         store(y + c, load(x + c)), store(y + c + half, load(x + c + half));
-      for (int c = 2 * half; c < padded_dim; c += LANES) store(y + c, load(x + c));
+      for (int c = 2 * half; c < padded_dim(); c += LANES) store(y + c, load(x + c));
     } else {
-      rotate(x, y, cos, sin, pairs, int(head_dim));
-      std::fill(y + head_dim, y + padded_dim, 0.0f);
+      rotate(x, y, cos, sin, pairs, head_dim());
+      std::fill(y + head_dim(), y + padded_dim(), 0.0f);
     }
   }
 
   // The scores of the keys [from, until), which lie in [begin, begin + LANES).
   template <typename U>
   void add_products(int b, const U* const* tile, int begin, int from, int until) {
-    for (int r = 0; r < rows; ++r) {
-      const Span span = spans[b][r % call.seqlen_q];
-      const float* x = rotated_q[b] + r * padded_dim;
-      Vec products[LANES];
-      if (until - from == LANES) {
+    add_products<true>(b, 0, tile, begin, from, until);
+    for (int r = 1; r < rows; ++r) add_products<false>(b, r, tile, begin, from, until);
+  }
+
+  // FETCH: also fetches the next block's keys.
+  template <bool FETCH, typename U>
+  void add_products(int b, int r, const U* const* tile, int begin, int from, int until) {
+    const Span span = spans[b][r];
+    const float* x = rotated_q[b] + r * padded_dim();
+    Vec query[(D ? D : MAX_HEAD_DIM) / LANES], products[LANES];
+    for (int c = 0; c < vectors(); ++c) query[c] = load(x + c * LANES);
+    if (until - from == LANES) {
 #pragma GCC unroll 16
-        for (int t = 0; t < LANES; ++t) products[t] = product(x, tile[begin + t]);
-      } else {
-        for (int t = 0; t < LANES; ++t) products[t] = Vec{};
-        for (int t = from; t < until; ++t) products[t - begin] = product(x, tile[t]);
+      for (int t = 0; t < LANES; ++t) {
+        if (FETCH) prefetch(next->k[begin + t]);
+        products[t] = product(query, tile[begin + t]);
       }
-      const IntVec t = lane_numbers() + begin;
-      float* to = scores[r] + begin;
-      store(to, (t >= span.first) & (t < span.end) ? sums(products) : load(to));
+    } else {
+      for (int t = 0; t < LANES; ++t) products[t] = Vec{};
+      for (int t = from; t < until; ++t) products[t - begin] = product(query, tile[t]);
     }
+    const IntVec t = lane_numbers() + begin;
+    float* to = scores[r] + begin;
+    store(to, (t >= span.first) & (t < span.end) ? sums(products) : load(to));
   }
 
   template <typename U>
-  Vec product(const float* x, const U* y) const {
-    Vec total = load(x) * load(y);
-    for (int c = 1; c < vectors; ++c) total += load(x + c * LANES) * load(y + c * LANES);
+  Vec product(const Vec* query, const U* y) const {
+    Vec total = query[0] * load(y);
+    for (int c = 1; c < vectors(); ++c) total += query[c] * load(y + c * LANES);
     return total;
   }
 
@@ -297,18 +318,17 @@ struct Chunk {
   void add_values(SoftmaxState& state, int keys) {
     const float* tile[BLOCK];
     if (!whole_vectors)
-      for (int t = 0; t < keys; ++t) convert(v_rows[t], copies + t * padded_dim), tile[t] = copies + t * padded_dim;
+      for (int t = 0; t < keys; ++t) convert(block->v[t], copies + t * padded_dim()), tile[t] = copies + t * padded_dim();
     for (int r = 0; r < rows; ++r) softmax_row(state, r);
-    for (int t = 0; t < keys; ++t) prefetch(k_rows[t] + BLOCK * call.k.stride_row);
     // Values of keys that a query does not see are not read: they may be NaN.
     for (int b = 0; b < call.num_bands; ++b)
       for (int r = 0, count; r < rows; r += count) {
-        const Span span = spans[b][r % call.seqlen_q];
+        const Span span = spans[b][r];
         count = 1;
-        while (r + count < rows && count < 4 && same(span, spans[b][(r + count) % call.seqlen_q])) ++count;
+        while (r + count < rows && count < 4 && same(span, spans[b][r + count])) ++count;
         if (span.first >= span.end) continue;
         if (whole_vectors)
-          count = add_rows(state, r, count, v_rows, span);
+          count = add_rows(state, r, count, block->v, span);
         else
           count = add_rows(state, r, count, tile, span);
       }
@@ -319,7 +339,7 @@ struct Chunk {
   void softmax_row(SoftmaxState& state, int r) {
     bool seen = false;
     for (int b = 0; b < call.num_bands; ++b) {
-      const Span span = spans[b][r % call.seqlen_q];
+      const Span span = spans[b][r];
       seen |= span.first < span.end;
     }
     if (!seen) return;
@@ -339,34 +359,43 @@ struct Chunk {
     state.row_max[r] = row_max;
     state.row_sum[r] = state.row_sum[r] * decay + sum(total);
     if (decay != 1)
-      for (int c = 0; c < padded_dim; c += LANES) store(state.acc[r] + c, load(state.acc[r] + c) * decay);
+      for (int c = 0; c < padded_dim(); c += LANES) store(state.acc[r] + c, load(state.acc[r] + c) * decay);
   }
 
   // Rows from r on, at most count, that see the same keys. Returns how many.
   template <typename U>
   int add_rows(SoftmaxState& state, int r, int count, const U* const* tile, Span span) {
-    if (ACCUMULATORS >= 16 && count >= 4) return add_rows<4>(state, r, tile, span);
-    return count >= 2 ? add_rows<2>(state, r, tile, span) : add_rows<1>(state, r, tile, span);
+    return r == 0 ? add_rows<true>(state, r, count, tile, span) : add_rows<false>(state, r, count, tile, span);
   }
 
-  // Values are fetched while scores are computed, and the next block's keys while values are added.
+  // FETCH: also fetches the next block's values.
+  template <bool FETCH, typename U>
+  int add_rows(SoftmaxState& state, int r, int count, const U* const* tile, Span span) {
+    if (ACCUMULATORS >= 16 && count >= 4) return add_rows<FETCH, 4>(state, r, tile, span);
+    return count >= 2 ? add_rows<FETCH, 2>(state, r, tile, span) : add_rows<FETCH, 1>(state, r, tile, span);
+  }
+
+  // Into the second-level cache. The row of each key is fetched while another is computed, a block ahead: rows fetched
+  // all at once wait for one another, and the computation for them.
   void prefetch(const T* row) const {
     const char* bytes = reinterpret_cast<const char*>(row);
-    for (size_t n = 0; n < head_dim * sizeof(T); n += 64) __builtin_prefetch(bytes + n);
+    for (size_t n = 0; n < head_dim() * sizeof(T); n += 64) __builtin_prefetch(bytes + n, 0, 2);
   }
 
-  template <int ROWS, typename U>
+  template <bool FETCH, int ROWS, typename U>
   int add_rows(SoftmaxState& state, int r, const U* const* tile, Span span) {
     constexpr int COLUMNS = D ? std::min(D / LANES, ACCUMULATORS / ROWS) : 1;  // vectors
-    for (int c = 0; c < padded_dim; c += COLUMNS * LANES) {
+    for (int c = 0; c < padded_dim(); c += COLUMNS * LANES) {
       Vec acc[ROWS][COLUMNS];
       for (int n = 0; n < ROWS; ++n)
         for (int i = 0; i < COLUMNS; ++i) acc[n][i] = load(state.acc[r + n] + c + i * LANES);
-      for (int t = span.first; t < span.end; ++t)
+      for (int t = span.first; t < span.end; ++t) {
+        if (FETCH && c == 0) prefetch(next->v[t]);
         for (int i = 0; i < COLUMNS; ++i) {
           const Vec x = load(tile[t] + c + i * LANES);
           for (int n = 0; n < ROWS; ++n) acc[n][i] += scores[r + n][t] * x;
         }
+      }
       for (int n = 0; n < ROWS; ++n)
         for (int i = 0; i < COLUMNS; ++i) store(state.acc[r + n] + c + i * LANES, acc[n][i]);
     }

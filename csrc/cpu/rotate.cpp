@@ -16,6 +16,7 @@ struct Run {
 
 struct RotateCall {  // cpu/library.py has the same
   TensorView x, out;
+  TensorView v, v_cache;  // values, which are copied as x is; v.data is nullptr: none
   Table table;
   const Run* runs;
   int64_t num_runs, heads, head_dim, pairs, interleaved;
@@ -65,6 +66,10 @@ void rotate(const RotateCall& call) {
       for (int64_t head = 0; head < call.heads; ++head) {
         const T* x = call.x.row<const T>(run.batch, run.row + row, head);
         T* out = call.out.row<T>(place.page, place.row, head);
+        if (call.v.data) {
+          const T* v = call.v.row<const T>(run.batch, run.row + row, head);
+          std::memcpy(call.v_cache.row<T>(place.page, place.row, head), v, call.head_dim * sizeof(T));
+        }
         if (!call.table.cos) {
           std::memcpy(out, x, call.head_dim * sizeof(T));
           continue;

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -122,6 +122,15 @@ class CacheLayout(NamedTuple):
     cu_seqlens_q: torch.Tensor | None = None  # (batch + 1,) int32
     slot_mapping: torch.Tensor | None = None  # (total_q,) int32 or int64
     max_seqlen_q: int = 0  # of packed queries: upper bound of their lengths
+    kept: dict | None = None  # by ``once``, for calls whose tensors hold the same: those of a step's layers
+
+    def once(self, key: Hashable, read: Callable[[], Any]):
+        """read(), what the host reads from these tensors; the same again where the layout keeps it."""
+        if self.kept is None:
+            return read()
+        if key not in self.kept:
+            self.kept[key] = read()
+        return self.kept[key]
 
     def capacity(self, k_cache: torch.Tensor) -> int:
         """Slots that a sequence can have."""
@@ -217,7 +226,8 @@ class CacheLayout(NamedTuple):
     def _of(self, sequences: slice, seqlen_q: int) -> CacheLayout:
         block_table, leftpad = (None if x is None else x[sequences] for x in (self.block_table, self.leftpad))
         seqlen_new = seqlen_q if self.seqlen_new == ONE_PER_QUERY else 0
-        return CacheLayout(self.seqlens[sequences], block_table, leftpad, seqlen_new)
+        kept = None if self.kept is None else {}
+        return CacheLayout(self.seqlens[sequences], block_table, leftpad, seqlen_new, kept=kept)
 
 
 @dataclasses.dataclass(slots=True)
@@ -238,7 +248,12 @@ class CacheCall(_Scheme):
 
     def for_backend(self) -> CacheCall:
         """A call over rotated keys as backends take it: its bands rotate queries alone."""
-        return dataclasses.replace(self, rotary=over_rotated_keys(self.rotary))
+        scheme = over_rotated_keys(self.rotary), self.causal, self.softmax_scale
+        return CacheCall(*scheme, self.layout, self.num_splits, self.rotated_keys)
+
+    def with_layout(self, layout: CacheLayout) -> CacheCall:
+        scheme = self.rotary, self.causal, self.softmax_scale
+        return CacheCall(*scheme, layout, self.num_splits, self.rotated_keys)
 
 
 @dataclasses.dataclass(slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -24,7 +23,7 @@ def append_packed(append: Callable, k_cache, v_cache, k, v, layout: CacheLayout)
 
 def attend_packed(attend: Callable, q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """``attention_with_cache`` of packed q by a backend's function for batches; the host reads the lengths."""
-    runs = list(call.layout.runs(q.shape[0]))
+    runs = call.layout.once("runs", lambda: list(call.layout.runs(q.shape[0])))
     if len(runs) == 1 and runs[0][1] == slice(0, q.shape[0]):  # as in decoding: nothing to gather
         return _attend_run(attend, q, k_cache, v_cache, call, *runs[0])
     out = q.new_zeros(q.shape)
@@ -37,6 +36,6 @@ def attend_packed(attend: Callable, q, k_cache, v_cache, call: CacheCall) -> tup
 def _attend_run(attend: Callable, q, k_cache, v_cache, call: CacheCall, sequences: slice, rows: slice, part):
     """(out, lse) of the rows of one of ``CacheLayout.runs``."""
     caches = (k_cache, v_cache) if part.block_table is not None else (k_cache[sequences], v_cache[sequences])
-    batch = q[rows].unflatten(0, (part.seqlens.shape[0], -1))
-    out, lse = attend(batch, *caches, dataclasses.replace(call, layout=part))
+    batch = q[rows].view(part.seqlens.shape[0], -1, *q.shape[1:])
+    out, lse = attend(batch, *caches, call.with_layout(part))
     return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)

@@ -100,7 +100,7 @@ class CacheArguments(NamedTuple):
 
     @classmethod
     def of(cls, call: CacheCall, impl: str) -> CacheArguments:
-        seqlens, block_table, leftpad, seqlen_new, cu_seqlens_q, _, max_seqlen_q = call.layout
+        seqlens, block_table, leftpad, seqlen_new, cu_seqlens_q, _, max_seqlen_q, _ = call.layout
         return cls(
             seqlens,
             block_table,

@@ -10,7 +10,7 @@ import torch
 
 from ...lowering.cos_sin import cos_sin
 from ...rotary.rotary import Rotary
-from ..calls import CacheCall
+from ..calls import CacheCall, CacheLayout
 from .library import DTYPES, INFINITE, MAX_BANDS, BandLimits, DecodeBand, DecodeCall, Library, TensorView
 
 BLOCK = 64  # keys; csrc/cpu/decode.cpp has the same two
@@ -36,31 +36,43 @@ def decode(
     library: Library, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse in float32)."""
-    batch, seqlen_q, heads_q, head_dim = q.shape
+    batch, seqlen_q, heads_q, _ = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
-    pairs, table = call.layout.bounds(k_cache), call.layout.block_table
-    template = _template(call.rotary, call.causal, _table_rows(max((end - first for first, end in pairs), default=0)))
-    slots = [slot for pair in pairs for slot in pair]
-    bounds = (ctypes.c_int64 * len(slots))(*slots)
-    c = DecodeCall.from_buffer_copy(template.call)
-    c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k_cache, v_cache, out))
-    c.lse, c.bounds = lse.data_ptr(), ctypes.addressof(bounds)
-    if table is not None:
-        c.block_table, c.max_pages = table.data_ptr(), table.shape[1]
-        c.pages, c.page_size = k_cache.shape[:2]
-    c.batch, c.seqlen_q, c.heads_q, c.heads_kv, c.head_dim = batch, seqlen_q, heads_q, k_cache.shape[2], head_dim
-    c.scale, c.rotated_scale = call.score_scale, call.rotary.rotated_scale
-    for name, value in call.rotary.query_scale._asdict().items():
-        setattr(c, name, value or 0.0)
-    c.dtype, c.threads, c.parallel_for = DTYPES[q.dtype], torch.get_num_threads(), library.parallel_for
+    key = (call.rotary, call.causal, call.softmax_scale, q.shape, k_cache.shape, q.dtype)
+    described, _used = call.layout.once(key, lambda: _describe(library, q, k_cache, call))
+    c = DecodeCall.from_buffer_copy(described)
+    c.q, c.k, c.v, c.out = TensorView.of(q), TensorView.of(k_cache), TensorView.of(v_cache), TensorView.of(out)
+    c.lse = lse.data_ptr()
     if library.decode(ctypes.byref(c)):
         raise MemoryError("attention_with_cache: no memory for the partial results")
     return out, lse
 
 
-def _table_rows(seqlen: int) -> int:
-    """Of the coarse table: a power of two, so that a growing sequence builds few."""
-    return max(1 << (max(seqlen - 1, 0) // BLOCK**2).bit_length(), MIN_TABLE)
+def _describe(library: Library, q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> tuple[bytes, tuple]:
+    """A DecodeCall without the tensors of a layer, and what it points to."""
+    bounds, rows = _bounds(k_cache, call.layout)
+    template, table = _template(call.rotary, call.causal, rows), call.layout.block_table
+    c = DecodeCall.from_buffer_copy(template.call)
+    c.bounds = ctypes.addressof(bounds)
+    if table is not None:
+        c.block_table, c.max_pages = table.data_ptr(), table.shape[1]
+        c.pages, c.page_size = k_cache.shape[:2]
+    c.batch, c.seqlen_q, c.heads_q, c.head_dim = q.shape
+    c.heads_kv = k_cache.shape[2]
+    c.scale, c.rotated_scale = call.score_scale, call.rotary.rotated_scale
+    for name, value in call.rotary.query_scale._asdict().items():
+        setattr(c, name, value or 0.0)
+    c.dtype, c.threads, c.parallel_for = DTYPES[q.dtype], torch.get_num_threads(), library.parallel_for
+    return bytes(c), (bounds, template, table)
+
+
+def _bounds(k_cache: torch.Tensor, layout: CacheLayout) -> tuple[ctypes.Array, int]:
+    """DecodeCall.bounds; and the rows of the coarse table: a power of two, so that a growing sequence builds few."""
+    pairs = layout.bounds(k_cache)
+    slots = [slot for pair in pairs for slot in pair]
+    longest = max((end - first for first, end in pairs), default=0)
+    rows = max(1 << (max(longest - 1, 0) // BLOCK**2).bit_length(), MIN_TABLE)
+    return (ctypes.c_int64 * len(slots))(*slots), rows
 
 
 @lru_cache(maxsize=64)

@@ -120,8 +120,7 @@ class RotateCall(ctypes.Structure):
     """As in csrc/rotate.cpp."""
 
     _fields_ = [
-        ("x", TensorView),
-        ("out", TensorView),
+        *((name, TensorView) for name in ("x", "out", "v", "v_cache")),
         ("table", Table),
         ("runs", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_runs", "heads", "head_dim", "pairs", "interleaved", "to_cache")),

@@ -87,21 +87,26 @@ def append(
     rotary: Rotary | None,
 ) -> None:
     """Writes new k and v, of a type in DTYPES, to the caches. rotary: of ``over_rotated_keys``; rotates k."""
-    k, v = (x if x.ndim == 4 else x[None] for x in new)
-    capacity, block_table = layout.capacity(caches[0]), layout.block_table
-    if rotary is not None and rotary.changes_channels:
-        table, runs = _plan(k, RotateCall(rotary, None, layout, capacity))
-    else:
-        table, runs = None, layout.new_rows(capacity, k.shape[1])
-    slots = layout.slot_mapping
+    (k_cache, v_cache), (k, v) = caches, (x if x.ndim == 4 else x[None] for x in new)
+    capacity, block_table, slots = layout.capacity(k_cache), layout.block_table, layout.slot_mapping
+
+    def describe() -> tuple[bytes, Kept]:
+        if rotary is not None and rotary.changes_channels:
+            table, runs = _plan(k, RotateCall(rotary, None, layout, capacity))
+        elif slots is None:
+            table, runs = None, layout.new_rows(capacity, k.shape[1])
+        else:
+            table, runs = None, [NewRows(0, 0, k.shape[1], 0, 0, 0)]
+        c, kept = _describe(compiled, k, k_cache, rotary, table, runs)
+        return bytes(c), kept
+
+    template, _used = layout.once((rotary, capacity, k.dtype, k.shape), describe)
+    c = CompiledCall.from_buffer_copy(template)
+    c.x, c.out, c.v, c.v_cache = (TensorView.of(x) for x in (k, k_cache, v, v_cache))
+    c.to_cache, c.pages, c.page_size, c.max_pages = 1, k_cache.shape[0], k_cache.shape[1], 1
     if slots is not None:
-        runs = [NewRows(0, 0, k.shape[1], 0, 0, 0)] if table is None else runs
         slots = slots.to(torch.int64)
-    for cache, x, rows in ((caches[0], k, table), (caches[1], v, None)):
-        c, _used = _describe(compiled, x, cache, rotary, rows, runs)
-        c.to_cache, c.pages, c.page_size, c.max_pages = 1, cache.shape[0], cache.shape[1], 1
-        if slots is not None:
-            c.slots = slots.data_ptr()
-        if block_table is not None:
-            c.block_table, c.max_pages = block_table.data_ptr(), block_table.shape[1]
-        compiled.rotate(ctypes.byref(c))
+        c.slots = slots.data_ptr()
+    if block_table is not None:
+        c.block_table, c.max_pages = block_table.data_ptr(), block_table.shape[1]
+    compiled.rotate(ctypes.byref(c))

@@ -251,7 +251,7 @@ _resident: dict[tuple, int] = {}  # blocks of attention_decode that one multipro
 def _kernel_layout(k_cache, layout: CacheLayout, decode_seqlen: int = 0) -> tuple[KernelCacheLayout, int]:
     """The layout as kernels take it, and the page size, 0 for a contiguous cache."""
     pages, page_size, _, _ = k_cache.shape
-    seqlens, block_table, leftpad, seqlen_new, _, slot_mapping, _ = layout
+    seqlens, block_table, leftpad, seqlen_new, _, slot_mapping, *_ = layout
     numbers = map(encode_int, (seqlen_new, layout.capacity(k_cache), pages, decode_seqlen))
     kernel_layout = KernelCacheLayout(seqlens, block_table, leftpad, slot_mapping, *numbers)
     return kernel_layout, 0 if block_table is None else page_size

@@ -16,7 +16,10 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from ...operators.functional import attention_varlen_with_cache
+from ...backends.calls import CacheCall, CacheLayout
+from ...backends.registry import resolve_impl
+from ...operators import autograd
+from ...operators.checks import check_cache
 from ...rotary.rotary import Rotary
 from .plan import BACKEND, MAX_HEAD_DIM, check_cache_dtype
 from .state import active_plan
@@ -65,11 +68,7 @@ class FlashropeMetadata(AttentionMetadata):
     """One step's batch; all tensors on the device."""
 
     tokens: int  # of q, without padding
-    max_seqlen_q: int
-    cu_seqlens_q: torch.Tensor  # (requests + 1,) int32
-    seqlens: torch.Tensor  # (requests,) int32, the new tokens included
-    block_table: torch.Tensor  # (requests, max_blocks) int32
-    slot_mapping: torch.Tensor  # (tokens,) int64
+    layout: CacheLayout  # of the requests and their new tokens; the layers share what the host reads of it
 
 
 class FlashropeMetadataBuilder(AttentionMetadataBuilder[FlashropeMetadata]):
@@ -83,14 +82,15 @@ class FlashropeMetadataBuilder(AttentionMetadataBuilder[FlashropeMetadata]):
         if common.causal is not True:
             raise ValueError("causal: expected causal attention for every request, got a request that sees keys ahead")
         requests, tokens = common.num_reqs, common.num_actual_tokens
-        return FlashropeMetadata(
-            tokens,
-            common.max_query_len,
-            common.query_start_loc[: requests + 1],
-            common.seq_lens[:requests],
+        layout = CacheLayout(
+            common.seq_lens[:requests],  # the new tokens included
             common.block_table_tensor[:requests].contiguous(),
-            common.slot_mapping[:tokens],
+            cu_seqlens_q=common.query_start_loc[: requests + 1],
+            slot_mapping=common.slot_mapping[:tokens],
+            max_seqlen_q=common.max_query_len,
+            kept={},
         )
+        return FlashropeMetadata(tokens, layout)
 
 
 class FlashropeImpl(AttentionImpl):
@@ -120,6 +120,9 @@ class FlashropeImpl(AttentionImpl):
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
         self.rotary: Rotary | None = None
         self.rotated_keys = False
+        self.impl = ""
+        # kv_cache, and k_cache and v_cache, which are views of it.
+        self.caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         check_cache_dtype(kv_cache_dtype, config.model_config.dtype)
         given = {
             "alibi_slopes": alibi_slopes,
@@ -153,28 +156,23 @@ class FlashropeImpl(AttentionImpl):
     ) -> torch.Tensor:
         if self.rotary is None:
             self.rotary, self.rotated_keys = self._find_rotary(layer.layer_name)
+            self.impl = resolve_impl(None, query, cached=True)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: expected none, got a quantised output")
         if attn_metadata is None:  # a profiling run
             return output.zero_()
-        n = attn_metadata.tokens
-        k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        out = attention_varlen_with_cache(
-            query[:n],
-            k_cache,
-            v_cache,
-            self.rotary,
-            attn_metadata.cu_seqlens_q,
-            attn_metadata.seqlens,
-            attn_metadata.max_seqlen_q,
-            key[:n],
-            value[:n],
-            block_table=attn_metadata.block_table,
-            slot_mapping=attn_metadata.slot_mapping,
-            softmax_scale=self.scale,
-            rotated_keys=self.rotated_keys,
-        )
-        output[:n].copy_(out.view_as(output[:n]))
+        n, layout = attn_metadata.tokens, attn_metadata.layout
+        if n < query.shape[0]:
+            query, key, value = query[:n], key[:n], value[:n]
+        if self.caches is None or self.caches[0] is not kv_cache:
+            k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+            packed = layout.cu_seqlens_q, layout.max_seqlen_q
+            check_cache(query, k_cache, v_cache, key, value, self.rotary, True, packed)
+            self.caches = kv_cache, k_cache, v_cache
+        _, k_cache, v_cache = self.caches
+        call = CacheCall(self.rotary, True, self.scale, layout, 0, self.rotated_keys)
+        out, _ = autograd.attention_with_cache(query, k_cache, v_cache, key, value, call, self.impl)
+        output[:n].copy_(out.view(n, *output.shape[1:]))
         return output
 
     def _find_rotary(self, layer_name: str) -> tuple[Rotary, bool]:
