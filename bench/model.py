@@ -272,17 +272,21 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-def order_candidates(folder: Path, jobs: int, publish: bool) -> None:
+def order_candidates(folder: Path, options: argparse.Namespace) -> None:
+    """Ranks what the options name, and publishes it beside the rest of the table."""
     chosen = [
         (family, direction, head_dim, bands)
-        for family in candidates.FAMILIES
-        for direction in candidates.KERNELS
+        for family, arch in candidates.FAMILIES.items()
+        for direction in options.direction or candidates.KERNELS
         for head_dim in candidates.HEAD_DIMS
         for bands in candidates.BANDS
+        if arch in options.arch and head_dim in options.head_dim
     ]
-    rows = candidates.ranking_rows(chosen, jobs)
+    rows = candidates.ranking_rows(chosen, options.jobs)
     print_table(candidates.COLUMNS, rows, left=5)
-    if publish:
+    if options.publish:
+        table = folder / ORDER
+        rows = candidates.merged(candidates.read_table(table) if table.exists() else [], rows)
         candidates.write_table(folder / ORDER, rows)
         source = Path(__file__).resolve().parents[1] / "python/flashrope/tuning/candidates.py"
         write(source, candidates.with_order(source.read_text(), rows))
@@ -295,6 +299,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--scheme", nargs="+", choices=[each.name for each in SCHEMES], help="only these schemes")
     p.add_argument("--peers", type=Path, metavar="PATH", help="also read FlashAttention-2, as bench peers does")
     p.add_argument("--candidates", action="store_true", help="instead rank the candidates of flashrope tune")
+    p.add_argument("--direction", nargs="+", choices=candidates.KERNELS, help="only these candidates")
     p.add_argument("--publish", action="store_true", help=f"write the tables to bench/results/{FOLDER}")
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes (default: all cores)")
     options = p.parse_args(argv)
@@ -302,7 +307,7 @@ def main(argv: list[str]) -> int:
         p.error(f"missing: {' '.join(offline.missing_tools())}, which are part of Triton's package")
     folder = RESULTS / FOLDER
     if options.candidates:
-        order_candidates(folder, options.jobs, options.publish)
+        order_candidates(folder, options)
         return 0
     theirs = list(their_rows(options.peers)) if options.peers else read_csv(folder / THEIRS)
     chosen = [scheme for scheme in SCHEMES if not options.scheme or scheme.name in options.scheme]

@@ -13,6 +13,7 @@ import pathlib
 import sys
 
 HEAD_DIM, HEADS_Q, ITEMSIZE = 64, 4, 2
+PAGE_SIZE = 256
 
 
 def visited_tiles(bands, seqlen: int, block_m: int, block_n: int) -> list[int]:
@@ -45,16 +46,30 @@ def prefill(rotary, seqlen: int) -> list:
     return _launches(lambda: attention(q, k, v, rotary, impl="triton"))
 
 
-def decode(rotary, seqlen: int, num_splits: int = 2, rotated_keys: bool = False) -> list:
+def decode(rotary, seqlen: int, num_splits: int = 2, rotated_keys: bool = False, paged: bool = False) -> list:
     """The launches of one decoding step whose new token is the seqlen-th key."""
     import torch
     from flashrope import attention_with_cache
 
-    k_cache, v_cache = torch.randn(2, 1, seqlen + 100, 1, HEAD_DIM).bfloat16()
-    q, k, v = (torch.randn(1, 1, heads, HEAD_DIM).bfloat16() for heads in (HEADS_Q, 1, 1))
+    pages, page_size = (-(-seqlen // PAGE_SIZE), PAGE_SIZE) if paged else (1, seqlen + 100)
+    k_cache, v_cache = torch.randn(2, pages, page_size, 1, rotary.head_dim).bfloat16()
+    q, k, v = (torch.randn(1, 1, heads, rotary.head_dim).bfloat16() for heads in (HEADS_Q, 1, 1))
     seqlens = torch.tensor([seqlen - 1], dtype=torch.int32)
     options = {"impl": "triton", "num_splits": num_splits, "rotated_keys": rotated_keys}
+    if paged:
+        options["block_table"] = torch.arange(pages, dtype=torch.int32)[None]
     return _launches(lambda: attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, **options))
+
+
+def instructions_a_byte(rotary, paged: bool, seqlen: int = 2048) -> float:
+    """Warp instructions of the decode kernel for each byte of keys and values, in a cache that has `seqlen` keys
+    more."""
+
+    def executed(keys: int) -> int:
+        launches = decode(rotary, keys, num_splits=1, paged=paged)
+        return next(launch for launch in launches if launch.kernel == "attention_decode").warps()
+
+    return (executed(2 * seqlen) - executed(seqlen)) / (2 * seqlen * rotary.head_dim * ITEMSIZE)
 
 
 def _launches(call) -> list:
@@ -87,6 +102,7 @@ def report(arch: int, seqlens: list[int], window: int, decode_only: bool = False
     if not decode_only:
         report_prefill(arch, seqlens, window, schemes)
     report_decode(seqlens, schemes)
+    report_bytes(window)
 
 
 def report_prefill(arch: int, seqlens: list[int], window: int, schemes: dict) -> None:
@@ -126,6 +142,18 @@ def report_decode(seqlens: list[int], schemes: dict) -> None:
             step = next(launch for launch in launches if launch.kernel == "attention_decode")
             read = [step.tensors[x].sectors_read for x in ("k_cache", "v_cache")]
             print(f"| {seqlen} | {name} | {read[0]} | {read[1]} | {seqlen * row_bytes} | {step.warps()} |")
+
+
+def report_bytes(window: int) -> None:
+    from flashrope import Rotary
+
+    print(f"\ndecoding, warp instructions a byte of keys and values, {HEADS_Q} query heads to one key head")
+    print("| head_dim | scheme | contiguous | paged |\n|---|---|---|---|")
+    for head_dim in (64, 128):
+        rope = Rotary.rope(head_dim)
+        for name, rotary in (("RoPE", rope), ("ReRoPE", rope.rectify(window))):
+            figures = [instructions_a_byte(rotary, paged) for paged in (False, True)]
+            print(f"| {head_dim} | {name} | {figures[0]:.3f} | {figures[1]:.3f} |")
 
 
 def main(argv: list[str]) -> int:

@@ -102,6 +102,10 @@ class Shape(NamedTuple):
     aligned_maps: the scheme maps positions, every tile of keys lies in one chunk, and it lies in one group or holds
         whole groups.
     rotated_keys: the keys come rotated by their own positions. So queries rotate by theirs, which may be negative.
+    parts: in how many parts, 1 or 2, the forward takes the channels of queries, keys, values and the result. Two leave
+        the accumulators more registers.
+    red_floats: dQ is added up by tl.atomic_add (0), or by red of 1 or 4 floats, which every thread adds where it has
+        them. No two threads may then have the same element.
     """
 
     head_dim: int
@@ -118,10 +122,11 @@ class Shape(NamedTuple):
     block_dv: int = 0
     aligned_maps: bool = False
     rotated_keys: bool = False
+    red_floats: int = 0
+    parts: int = 1
 
 
 NO_CACHE = CacheLayout(*(None,) * 8)
-NO_BANDS = BandedView(*(None,) * 5)
 # For every kind of argument: how many of its first fields are pointers, and the first of the numbers that may be None
 # (0: there are none).
 FIELDS = {

@@ -5,7 +5,8 @@ Both passes read rotated queries and keys. The gradient of rotated rows accumula
 rotated back at the end. (FlashAttention-2, algorithm 2, in two passes of seven products.)
 
 If gradients need not be reproducible, the first pass also adds dQ up by atomics, in float32 and separately for every
-band. ``attention_finish_grad_q`` then replaces the second pass. (FlashAttention-2, algorithm 2: five products.)
+band. ``attention_finish_grad_q`` then replaces the second pass. (FlashAttention-2, algorithm 2: five products.) The
+sums lie in the order of the tensor cores' accumulators, so that no layout has to change before they are added.
 """
 
 from typing import NamedTuple
@@ -18,10 +19,10 @@ from .arguments import band_view
 from .rotation import (
     CosSinTable,
     load_cos_sin,
-    load_pairs,
     query_scale,
     rotate,
     rotate_tile,
+    split_pairs,
     store_pairs,
     store_rotated_back,
     tile_channels,
@@ -73,8 +74,13 @@ def statistics_offset(packed, batch, head, rows):
     Sequences start at multiples of STATISTICS_ROWS, so that their tiles load in whole vectors. Sequence b, whose first
     packed row is p, starts at row (p // STATISTICS_ROWS + b) * STATISTICS_ROWS. Sequence b - 1 ends before that row.
     """
-    row = head.to(tl.int64) * rows + (packed // STATISTICS_ROWS + batch) * STATISTICS_ROWS
-    return tl.multiple_of(2 * row, 2 * STATISTICS_ROWS)
+    return tl.multiple_of(2 * statistics_row(packed, batch, head, rows), 2 * STATISTICS_ROWS)
+
+
+@triton.jit
+def statistics_row(packed, batch, head, rows):
+    """``statistics_offset`` in rows, int64."""
+    return head.to(tl.int64) * rows + (packed // STATISTICS_ROWS + batch) * STATISTICS_ROWS
 
 
 @triton.jit
@@ -177,16 +183,51 @@ def head_queries(queries, band_q, seq, head, SHAPE: tl.constexpr):
     return QueryRows(q_rows, grad_rows, queries.channels_q, queries.channels, statistics, seq.length_q)
 
 
+# ---- sums in accumulator order
+# dQ is added up in float32 blocks of 16 rows and 8 columns, of which every lane of a warp holds four: what it holds of
+# an accumulator of mma.sync or wgmma. RED.FLOATS are added by one instruction, from one lane after the other.
+#
+#     lane = row % 8 * 4 + column // 2 % 4                 which of its four: row // 8 % 2, column % 2
+#     one at a time, by half and parity, then lane:        32 lanes add 128 bytes in a row
+#     four at a time, by lane, then half and parity:       a lane adds 16 bytes in a row (sm_90)
+
+RED = tl.constexpr("red.relaxed.gpu.global.add.f32 [$1], $2; mov.b32 $0, 0;")
+RED_4 = tl.constexpr(
+    "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
+    "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+)
+RED_4_OPERANDS = tl.constexpr("=r,=r,=r,=r,l,l,l,l,f,f,f,f")
+
+
 @triton.jit
-def add_to_rows(view, value, exists, channels, SHAPE: tl.constexpr):
-    """Adds value [M, D] to float32 rows by atomics; exists: None, or whether each row [M] does."""
-    ptrs = view.ptr + (tl.arange(0, value.shape[0]) * view.stride_row.to(tl.int32))[:, None] + channels[None, :]
-    mask = None
-    if SHAPE.block_d != SHAPE.head_dim:
-        mask = (channels < SHAPE.head_dim)[None, :]
-    if exists is not None:
-        mask = exists[:, None] if mask is None else exists[:, None] & mask
-    tl.atomic_add(ptrs, value, mask=mask, sem="relaxed")
+def add_to_sum(ptr, value, SHAPE: tl.constexpr):
+    """Adds value [M, D] to a sum in global memory."""
+    D: tl.constexpr = value.shape[1]
+    row, column = tl.arange(0, value.shape[0])[None, :], tl.arange(0, D)[:, None]
+    block = row // 16 * (D // 8) + column // 8
+    lane = row % 8 * 4 + column // 2 % 4
+    which = row // 8 % 2 * 2 + column % 2
+    # Behind a transpose, Triton does not see that these addresses and the operands of other products depend on the same
+    # row. It would give this product of mma.sync their layout, in which several warps compute the same.
+    ptrs = tl.trans(ptr + block * 128 + (lane * 4 + which if SHAPE.red_floats == 4 else which * 32 + lane))
+    if SHAPE.red_floats == 0:
+        tl.atomic_add(ptrs, value, sem="relaxed")
+    elif SHAPE.red_floats == 1:
+        tl.inline_asm_elementwise(RED, "=r,l,f", [ptrs.to(tl.int64), value], tl.int32, False, 1)
+    else:
+        tl.inline_asm_elementwise(RED_4, RED_4_OPERANDS, [ptrs.to(tl.int64), value], tl.int32, False, 4)
+
+
+@triton.jit
+def load_sum(ptr, M: tl.constexpr, SHAPE: tl.constexpr):
+    """A sum [M, D]."""
+    D: tl.constexpr = SHAPE.block_d
+    flat = tl.load(ptr + tl.arange(0, M * D))
+    if SHAPE.red_floats == 4:  # blocks, row % 8, column // 2 % 4, half, parity
+        blocks = tl.permute(tl.reshape(flat, (M // 16, D // 8, 8, 4, 2, 2)), (0, 4, 2, 1, 3, 5))
+    else:
+        blocks = tl.permute(tl.reshape(flat, (M // 16, D // 8, 2, 2, 8, 4)), (0, 2, 4, 1, 5, 3))
+    return tl.reshape(blocks, (M, D))
 
 
 @triton.jit
@@ -200,9 +241,9 @@ def only_existing_keys(visible, tiles, rows):
 
 
 @triton.jit
-def add_grad_kv(grad, keys, queries, grad_q_rows, row, EDGE: tl.constexpr, SHAPE: tl.constexpr):
-    """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band. grad_q_rows:
-    HeadView of the sum to add dQ to, or a view of None."""
+def add_grad_kv(grad, keys, queries, grad_sum, row, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+    """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band. grad_sum: pointer to
+    the head's sum of dQ, or None."""
     q_rows, grad_rows = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
     rows = tl.arange(0, SHAPE.block_m)
     loaded = clamp_rows(rows, queries.length - row) if EDGE else rows
@@ -218,11 +259,10 @@ def add_grad_kv(grad, keys, queries, grad_q_rows, row, EDGE: tl.constexpr, SHAPE
     grad_scores = weights * (grad_weights - delta[None, :])
     grad_scores = grad_scores.to(q.dtype)
     grad_k = tl.dot(grad_scores, q, grad.k, input_precision="ieee")
-    if grad_q_rows.ptr is not None:
+    if grad_sum is not None:  # rows behind the last have room in the sum
         grad_q = tl.dot(tl.trans(grad_scores), keys.k, input_precision="ieee")  # [BM, D]
-        to_q = skip_rows(grad_q_rows, row)
-        exists = rows < queries.length - row if EDGE else None
-        add_to_rows(to_q, grad_q, exists, queries.channels_q, SHAPE)
+        first = tl.full((), 0, tl.int64) + row  # an int in the interpreter
+        add_to_sum(grad_sum + first * SHAPE.block_d, grad_q, SHAPE)
     return GradKV(grad_k, grad_v)
 
 
@@ -239,7 +279,7 @@ def attention_grad_kv(
     statistics_rows,
     grad_k,
     grad_v,
-    band_grads_q,
+    grad_sums,
     scheme,
     cu_seqlens,
     seqlen_q,
@@ -251,8 +291,8 @@ def attention_grad_kv(
     SHAPE: tl.constexpr,
 ):
     """q: BandedView of the queries, rotated for each band. rotated_k: TensorView (copy, row, head). grad_k and grad_v
-    are contiguous. band_grads_q: float32 BandedView of zeros, or of None. dQ of each band is added to it, in the frame
-    of the band's queries and without the factor of the score."""
+    are contiguous. grad_sums: None, or float32 zeros (band, head, statistics_rows, D). dQ of each band is added to
+    them, in the frame of the band's queries, without the factor of the score, and in accumulator order."""
     batch, head_kv, first = head_program(max_seqlen_k, heads_kv, SHAPE.block_n)
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_k:
@@ -288,7 +328,7 @@ def attention_grad_kv(
             before = previous_band(scheme.bands, b)
             grad = GradKV(rotate_tile(grad.k, table, band.dk_step, before.dk_step, rows, SHAPE), grad.v)
         tiles = query_tiles(band, first, last, seq.ahead, seq.length_q, SHAPE.block_m, scheme.maps)
-        if band_grads_q.ptr is not None:
+        if grad_sums is not None:
             visible, tiles = only_existing_keys(visible, tiles, rows)
         keys = KeyTile(k_tile, v_tile, visible, scale_log2)
         band_q = band_view(q, b, SHAPE)
@@ -296,14 +336,14 @@ def attention_grad_kv(
         for member in tl.range(0, group, disable_licm=True):
             head = head_kv * group + member
             queries = head_queries(all_queries, band_q, seq, head, SHAPE)
-            grad_q_rows = band_grads_q
-            if band_grads_q.ptr is not None:
-                grad_q_rows = head_view(band_view(band_grads_q, b, SHAPE), batch, seq.start_q, head, SHAPE)
+            grad_sum = grad_sums
+            if grad_sums is not None:
+                grad_sum += statistics_row(packed_q, batch, b * heads_q + head, statistics_rows) * SHAPE.block_d
             for step in tl.range(0, edge_count(tiles), disable_licm=True):
                 row = edge_tile(tiles, step) * SHAPE.block_m
-                grad = add_grad_kv(grad, keys, queries, grad_q_rows, row, True, SHAPE)
+                grad = add_grad_kv(grad, keys, queries, grad_sum, row, True, SHAPE)
             for step in tl.range(tiles.inner_begin, tiles.inner_end, disable_licm=True):
-                grad = add_grad_kv(grad, keys, queries, grad_q_rows, step * SHAPE.block_m, False, SHAPE)
+                grad = add_grad_kv(grad, keys, queries, grad_sum, step * SHAPE.block_m, False, SHAPE)
 
     head_row = packed_k * heads_kv + head_kv
     to_v = HeadView(grad_v + head_row * SHAPE.head_dim_v, heads_kv * SHAPE.head_dim_v, None)
@@ -429,9 +469,10 @@ def attention_grad_q(
     store_rotated_back(to_q, acc, table, last_band.q_rotation, rows, scale[:, None], SHAPE)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads"])
+@triton.jit(do_not_specialize=["statistics_rows", "seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads"])
 def attention_finish_grad_q(
-    band_grads_q,
+    grad_sums,
+    statistics_rows,
     grad_q,
     scheme,
     cu_seqlens,
@@ -443,8 +484,8 @@ def attention_finish_grad_q(
     HEADS_PER_PROGRAM: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """dQ from the sums of the bands, each rotated back from its frame. band_grads_q: BandedView, as attention_grad_kv
-    leaves it; grad_q: TensorView."""
+    """dQ from the sums of the bands, each rotated back from its frame. grad_sums: as attention_grad_kv leaves them;
+    grad_q: TensorView."""
     batch, first = row_program(max_seqlen_q, SHAPE.block_m)
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_q:
@@ -462,8 +503,8 @@ def attention_finish_grad_q(
     for head in range(begin, tl.minimum(end, heads)):
         x, y = tl.zeros((BLOCK_M, PAIRS), tl.float32), tl.zeros((BLOCK_M, PAIRS), tl.float32)
         for b in tl.static_range(NUM_BANDS):
-            view = head_view(band_view(band_grads_q, b, SHAPE), batch, seq.start_q + first, head, SHAPE)
-            band_x, band_y = load_pairs(view.ptr, tile_offsets(loaded, view), 0, PAIRS, SHAPE)  # [BM, D/2]
+            row = statistics_row(packed_q, batch, b * heads + head, statistics_rows) + first
+            band_x, band_y = split_pairs(load_sum(grad_sums + row * SHAPE.block_d, BLOCK_M, SHAPE), SHAPE)  # [BM, D/2]
             if SHAPE.rotary_dim:
                 rotation = load_band(scheme.bands, b).q_rotation
                 cos, sin = load_cos_sin(table, rotation, rows, 0, PAIRS, SHAPE)

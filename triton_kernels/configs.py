@@ -34,16 +34,16 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 # several bands, whose rotation of the accumulator takes registers. No tile below was timed yet. Those of "sm80" and
 # "sm86" for 64 and 128 channels are the best of their neighbours whose inner loop does not spill, by the issue model
 # (python -m bench model); those of "sm90" by instructions per needed product. In other "grad_qkv" tiles of so many
-# warps, some warps compute the same part of dQ.
+# warps, some warps may compute the same part of dQ, which then cannot be added in accumulator order.
 # fmt: off
 HALF = {
     "sm80": {
-        "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3)),
-        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 64, 4, 3), (32, 128, 8, 3), (32, 64, 8, 1)),
-        "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 1)),
+        "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3)),
+        "forward banded": {128: Tile(128, 64, 8, 3)},
+        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 64, 4, 3), (32, 128, 8, 3), (64, 32, 8, 2)),
+        "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
         "grad_q banded": {128: Tile(128, 64, 8, 2)},
-        "grad_qkv": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 8, 2)},
-        "grad_qkv banded": {64: Tile(32, 64, 4, 2)},
+        "grad_qkv": {64: Tile(64, 64, 4, 3), 128: Tile(32, 128, 8, 3)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 8, 3)),
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
@@ -51,7 +51,7 @@ HALF = {
         "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 1)),
         "grad_kv": by_block_d((32, 128, 4, 2), (32, 128, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (32, 32, 8, 1)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (32, 32, 8, 1)),
-        "grad_qkv": {64: Tile(32, 64, 4, 2), 128: Tile(64, 64, 8, 2)},
+        "grad_qkv": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 8, 3)),
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
@@ -59,7 +59,8 @@ HALF = {
         "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
         "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 128, 8, 2), (32, 128, 8, 3), (32, 64, 8, 1)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 1)),
-        "grad_qkv": {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2)},
+        "grad_qkv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2)},
+        "grad_qkv banded": {128: Tile(32, 128, 8, 2)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 8, 3)),
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
@@ -73,6 +74,7 @@ NEWER_HALF = {
     "sm90": {
         "forward": {128: Tile(128, 64, 8, 3)},
         "grad_q banded": {128: Tile(128, 64, 8, 3)},
+        "grad_qkv": {128: Tile(32, 128, 8, 2)},
         "decode wide": {128: Tile(32, 32, 8, 3)},
     },
 }
@@ -100,6 +102,10 @@ OTHER_V = {
         "grad_qkv": {(256, 128): Tile(64, 32, 8, 1)},
     },
 }
+# deterministic=None takes the backward of five products, whose dQ is added up by atomics, for these block_d in 16 bits,
+# v as wide as q: the issue model predicts it faster than seven products at 512 to 128k tokens, with one and two bands.
+# "sm90": it takes fewer instructions. Not timed on a GPU yet, so deterministic=True is the default.
+ATOMIC_WIDTHS = {"sm80": (64, 128), "sm86": (64, 128), "sm90": (64, 128)}
 # float32 products run without tensor cores ("ieee"); these serve correctness, not speed.
 FLOAT = {
     "forward": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
@@ -152,3 +158,19 @@ def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands
     directions = [direction, "grad_kv"] if direction == "grad_qkv" else [direction]
     names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]
     return next(table[name][block_d] for table in tables for name in names if block_d in table.get(name, {}))
+
+
+def forward_parts(tile: Tile, block_d: int, block_dv: int, itemsize: int) -> int:
+    """``parts`` of ``arguments.Shape``. With 32 rows of 128 channels a warp would keep registers in local memory in the
+    inner loop."""
+    return 2 if itemsize == 2 and block_d == block_dv == 128 and tile.block_m // tile.num_warps >= 32 else 1
+
+
+def atomics_are_faster(capability: int, itemsize: int, block_d: int, block_dv: int) -> bool:
+    """Whether deterministic=None adds dQ up by atomics."""
+    return itemsize == 2 and block_d == block_dv and block_d in ATOMIC_WIDTHS[family(capability)]
+
+
+def red_floats(capability: int, itemsize: int) -> int:
+    """As in ``arguments.Shape``. float32 products run without tensor cores. ``red`` of four floats needs sm_90."""
+    return 0 if itemsize != 2 else 4 if capability >= 90 else 1

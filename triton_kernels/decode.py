@@ -235,7 +235,7 @@ def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     channels = tl.arange(0, SHAPE.block_d)
     v = load_rows(keys.v.ptr, page_offsets(page, row, keys.v), channels, SHAPE)  # [BN, D]
-    return add_values(state, weights, v)
+    return add_values(state, weights, (v,))
 
 
 @triton.jit
@@ -273,7 +273,7 @@ def store_split(
     to = ((split_batch * seqlen_q + token) * heads_q + rows.head)[:, None] * SHAPE.head_dim + channels[None, :]
     written = tl.where(num_splits == 1, rows.exists, rows.exists & (state.row_sum != 0))
     mask = written[:, None] & (channels < SHAPE.head_dim)[None, :]
-    tl.store(out + to, result.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + to, result[0].to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "table_rows", "num_splits", "heads_q", "heads_kv"])

@@ -41,8 +41,7 @@ from .tiles import (
     is_visible,
     key_tiles,
     load_band,
-    load_rows,
-    load_values,
+    load_parts,
     lse_offset,
     packed_row,
     page_offsets,
@@ -58,8 +57,8 @@ from .tiles import (
 
 
 class BandQueries(NamedTuple):
-    """tile [BM, D]: rotated for a band and scaled. visible: the keys that each row sees. scale_log2: softmax scale in
-    log2 units."""
+    """tile [BM, D], in parts: rotated for a band and scaled. visible: the keys that each row sees. scale_log2: softmax
+    scale in log2 units."""
 
     tile: object
     visible: object
@@ -67,7 +66,8 @@ class BandQueries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """A sequence's keys, as a band reads them. k, v: HeadViews. channels_k, channels_v: the channels to load. first:
+    """A sequence's keys, as a band reads them. k, v: HeadViews. channels_k, channels_v: the channels to load, in
+    parts. first:
     the first key that k holds, 0 without a cache. batch, first_slot: where pages are looked up."""
 
     k: object
@@ -132,6 +132,11 @@ def prefetch_tile(keys, cache, tiles, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def load_keys(ptr, offsets, channels, SHAPE: tl.constexpr):
+    return load_parts(ptr, offsets, channels, SHAPE.head_dim, SHAPE.block_d)
+
+
+@triton.jit
 def attend_tile(
     state, queries, keys, cache, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, SHAPE: tl.constexpr
 ):
@@ -142,16 +147,21 @@ def attend_tile(
         page = valid_page(cache, pages)
         row = row_in_page(cache, tl.maximum(keys.first_slot + column + rows, 0), SHAPE.page_size)
     if SHAPE.page_size > 0 and not ROTATED_K:
-        k = load_rows(keys.k.ptr, page_offsets(page, row, keys.k), keys.channels_k, SHAPE)  # [BN, D]
+        k = load_keys(keys.k.ptr, page_offsets(page, row, keys.k), keys.channels_k, SHAPE)  # [BN, D]
     else:
-        k = load_rows(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), keys.channels_k, SHAPE)
-    scores = tl.dot(queries.tile, tl.trans(k), input_precision="ieee")  # [BM, BN]
+        k = load_keys(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), keys.channels_k, SHAPE)
+    scores = tl.dot(queries.tile[0], tl.trans(k[0]), input_precision="ieee")  # [BM, BN]
+    if SHAPE.parts == 2:
+        scores = tl.dot(queries.tile[1], tl.trans(k[1]), scores, input_precision="ieee")
     visible = is_visible(queries.visible, column, SHAPE.block_n) if EDGE else None
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     if SHAPE.page_size > 0:
-        v = load_values(keys.v.ptr, page_offsets(page, row, keys.v), keys.channels_v, SHAPE)  # [BN, DV]
+        v = load_parts(
+            keys.v.ptr, page_offsets(page, row, keys.v), keys.channels_v, SHAPE.head_dim_v, SHAPE.block_dv
+        )  # [BN, DV]
     else:
-        v = load_values(skip_rows(keys.v, column).ptr, tile_offsets(rows, keys.v), keys.channels_v, SHAPE)
+        ptr = skip_rows(keys.v, column).ptr
+        v = load_parts(ptr, tile_offsets(rows, keys.v), keys.channels_v, SHAPE.head_dim_v, SHAPE.block_dv)
     return add_values(state, weights, v)
 
 
@@ -206,7 +216,12 @@ def attention_forward(
     else:
         row, first_copied = copied_keys(cache, cu_seqlens.q, seq, seqlen_k)
         copied = CopiedKeys(rotated_k, row - first_copied, first_copied)
-    channels_k, channels_v = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
+    if SHAPE.parts == 1:
+        channels_k, channels_v = (tile_channels(SHAPE),), (tl.arange(0, SHAPE.block_dv),)
+    else:
+        HALF: tl.constexpr = SHAPE.block_dv // 2
+        channels_k = tile_channels(SHAPE, 2, 0), tile_channels(SHAPE, 2, 1)
+        channels_v = tl.arange(0, HALF), tl.arange(0, HALF) + HALF
     raw = Keys(k_rows, v_rows, channels_k, channels_v, 0, seq.length_k, batch, seq.start_k)
     # Prefetches the first K and V tile while q is rotated. Not with pages (two lookups) or several bands (spills).
     if SHAPE.page_size == 0 and SHAPE.num_bands == 1:
@@ -217,7 +232,7 @@ def attention_forward(
     log_n = query_scale(scheme, rows.start + existing_rows(rows), position, seq.length_k)
     scale_log2 = log2_scale(scheme.score_scale)
 
-    state = start_softmax(SHAPE.block_m, SHAPE.block_dv)
+    state = start_softmax(SHAPE.block_m, SHAPE.block_dv, SHAPE.parts)
     NUM_BANDS: tl.constexpr = SHAPE.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
@@ -249,6 +264,8 @@ def attention_forward(
     result, log_sum = finish_softmax(state)
     out_row = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q) + first
     out_rows = HeadView(out + (out_row * heads_q + head) * SHAPE.head_dim_v, heads_q * SHAPE.head_dim_v, None)
-    store_values(out_rows, result, rows, channels_v, SHAPE)
+    store_values(out_rows, result[0], rows, channels_v[0], SHAPE)
+    if SHAPE.parts == 2:
+        store_values(out_rows, result[1], rows, channels_v[1], SHAPE)
     lse += lse_offset(cu_seqlens.q, batch, head, heads_q, seq.start_q, seqlen_q) + first
     tl.store(lse + rows.index, log_sum, mask=row_exists(rows))

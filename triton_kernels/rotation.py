@@ -44,9 +44,10 @@ def pair_channels(pair, second, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def tile_channels(SHAPE: tl.constexpr):
-    """The channel of every column of a tile of queries or keys, [D]."""
-    columns = tl.arange(0, SHAPE.block_d)
+def tile_channels(SHAPE: tl.constexpr, PARTS: tl.constexpr = 1, PART: tl.constexpr = 0):
+    """The channel of every column of a tile of queries or keys, [D], or of one of its parts."""
+    WIDTH: tl.constexpr = SHAPE.block_d // PARTS
+    columns = tl.arange(0, WIDTH) + PART * WIDTH
     FULL: tl.constexpr = SHAPE.rotary_dim == SHAPE.block_d
     UNROTATED: tl.constexpr = SHAPE.rotary_dim == 0 and SHAPE.head_dim == SHAPE.block_d
     if SHAPE.interleaved or FULL or UNROTATED:
@@ -335,11 +336,16 @@ def load_rotated_chunk(
 
 @triton.jit
 def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, SHAPE: tl.constexpr):
-    """A tile [M, D], rotated if ROTATE, times scale [M]."""
+    """A tile [M, D], rotated if ROTATE, times scale [M], in SHAPE.parts parts of the channels."""
     NEXT: tl.constexpr = SHAPE.block_d // 4
     x, y = load_rotated_chunk(view, table, rotation, rows, scale, 0, ROTATE, SHAPE)
     next_x, next_y = load_rotated_chunk(view, table, rotation, rows, scale, NEXT, ROTATE, SHAPE)
-    return join_pairs(concatenate(x, next_x), concatenate(y, next_y), SHAPE)
+    if SHAPE.parts == 1:
+        return (join_pairs(concatenate(x, next_x), concatenate(y, next_y), SHAPE),)
+    elif SHAPE.interleaved:
+        return join_pairs(x, y, SHAPE), join_pairs(next_x, next_y, SHAPE)
+    else:
+        return concatenate(x, next_x), concatenate(y, next_y)
 
 
 @triton.jit

@@ -14,7 +14,8 @@ MIN_SCALE = tl.constexpr(1e-30)
 
 
 class SoftmaxState(NamedTuple):
-    """acc float32 [BM, DV]; row_max [BM], in log2 units; row_sum [BM]."""
+    """acc: one or two parts of the channels, float32 [BM, DV] or twice [BM, DV / 2]; row_max [BM], in log2 units;
+    row_sum [BM]."""
 
     acc: object
     row_max: object
@@ -22,8 +23,9 @@ class SoftmaxState(NamedTuple):
 
 
 @triton.jit
-def start_softmax(BLOCK_M: tl.constexpr, DV: tl.constexpr):
-    acc = tl.zeros((BLOCK_M, DV), tl.float32)
+def start_softmax(BLOCK_M: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr = 1):
+    part = tl.zeros((BLOCK_M, DV // PARTS), tl.float32)
+    acc = (part,) if PARTS == 1 else (part, part)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     return SoftmaxState(acc, row_max, row_sum)
@@ -33,6 +35,15 @@ def start_softmax(BLOCK_M: tl.constexpr, DV: tl.constexpr):
 def log2_scale(score_scale):
     """scale_log2 of online_softmax: the softmax scale (>= 0) for weights that are powers of 2."""
     return tl.maximum(score_scale * LOG2_E, MIN_SCALE)
+
+
+@triton.jit
+def scale_rows(parts, factor):
+    """Parts of the channels times factor [BM]."""
+    if len(parts) == 1:
+        return (parts[0] * factor[:, None],)
+    else:
+        return parts[0] * factor[:, None], parts[1] * factor[:, None]
 
 
 @triton.jit
@@ -50,20 +61,25 @@ def online_softmax(state, scores, scale_log2, visible):
     weights = tl.exp2(scores * scale_log2 - finite_max[:, None])
     rescale = tl.exp2(state.row_max - finite_max)
     row_sum = state.row_sum * rescale + tl.sum(weights, 1)
-    return weights, SoftmaxState(state.acc * rescale[:, None], new_max, row_sum)
+    return weights, SoftmaxState(scale_rows(state.acc, rescale), new_max, row_sum)
 
 
 @triton.jit
 def add_values(state, weights, v):
-    """The state with weights [BM, BN] @ v [BN, DV] added."""
-    acc = tl.dot(weights.to(v.dtype), v, state.acc, input_precision="ieee")
-    return SoftmaxState(acc, state.row_max, state.row_sum)
+    """The state with weights [BM, BN] @ v [BN, DV] added; v in as many parts as acc."""
+    weights = weights.to(v[0].dtype)
+    first = tl.dot(weights, v[0], state.acc[0], input_precision="ieee")
+    if len(v) == 1:
+        return SoftmaxState((first,), state.row_max, state.row_sum)
+    else:
+        second = tl.dot(weights, v[1], state.acc[1], input_precision="ieee")
+        return SoftmaxState((first, second), state.row_max, state.row_sum)
 
 
 @triton.jit
 def finish_softmax(state):
-    """out float32 [BM, DV] and lse [BM], natural log. Rows without keys: 0 and -inf."""
+    """out float32, in the parts of acc, and lse [BM], natural log. Rows without keys: 0 and -inf."""
     empty = state.row_sum == 0
     row_sum = tl.where(empty, 1.0, state.row_sum)
-    out = state.acc * (1.0 / row_sum)[:, None]
+    out = scale_rows(state.acc, 1.0 / row_sum)
     return out, tl.where(empty, float("-inf"), state.row_max * LN_2 + tl.log(row_sum))

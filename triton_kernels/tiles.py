@@ -376,6 +376,16 @@ def load_channels(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.co
 
 
 @triton.jit
+def load_parts(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """load_channels of one or two parts of the channels."""
+    if len(channels) == 1:
+        return (load_channels(ptr, offsets, channels[0], HEAD_DIM, BLOCK_D),)
+    else:
+        first = load_channels(ptr, offsets, channels[0], HEAD_DIM, BLOCK_D)
+        return first, load_channels(ptr, offsets, channels[1], HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
 def prefetch_rows(ptr, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Requests rows at offsets [M, 1] for the L2 cache. Waits for nothing and fills no register."""
     if not INTERPRETED:

@@ -138,6 +138,20 @@ def ranking_rows(choices: list[tuple[str, str, int, int]], jobs: int) -> list[di
     ]
 
 
+def merged(before: list[dict[str, str]], after: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows of an older table, and newer ones in place of those with the same key, in the order of a whole table."""
+
+    def key(row: dict[str, str]) -> tuple[str, ...]:
+        return tuple(row[name] for name in COLUMNS[:4])
+
+    def place(row: dict[str, str]) -> tuple[int, ...]:
+        families, directions = tuple(FAMILIES), tuple(KERNELS)
+        return families.index(row["family"]), directions.index(row["direction"]), int(row["D"]), int(row["bands"])
+
+    newer = {key(row) for row in after}
+    return sorted([row for row in before if key(row) not in newer] + after, key=place)
+
+
 def figure_of(direction: str) -> str:
     return "bytes/clock" if direction == "decode" else "model"
 
@@ -148,7 +162,8 @@ def order_text(rows: Iterable[Mapping[str, str]]) -> str:
     for key, group in itertools.groupby(rows, lambda row: tuple(row[name] for name in COLUMNS[:4])):
         family, direction, head_dim, bands = key
         best = [row["tile"] for row in group if not row["dropped"]][:KEPT]
-        lines.append(f'    ("{family}", "{direction}", {head_dim}, {bands != "1"}): "{", ".join(best)}",')
+        if best:
+            lines.append(f'    ("{family}", "{direction}", {head_dim}, {bands != "1"}): "{", ".join(best)}",')
     return "\n".join([*lines, "}"]) + "\n"
 
 

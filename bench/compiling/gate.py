@@ -9,7 +9,8 @@ the same machine code are compiled once. Prints one row per compiled kernel. Exi
 - spills more than ``limits.SPILL_LIMITS`` allows, in its tile loops or altogether,
 - needs more shared memory than a block of its architecture can have,
 - takes more instructions per tensor-core instruction than ``limits.INSTRUCTION_LIMITS`` allows,
-- reads keys and values in pieces of less than 16 bytes, or
+- reads keys and values in pieces of less than 16 bytes,
+- adds dQ up by red where several threads have the same element, or
 - reads keys and values of a paged cache into less than two slots: it would not request them ahead.
 
 The column "model" is the share of the time that the tensor cores work on products which are needed, in the inner loop
@@ -145,6 +146,8 @@ class Row:
 
     def _loop_violations(self) -> list[str]:
         first, loop, found = self.cases[0], self.result.loop, []
+        if self.result.held_once is False:
+            found.append("adds dQ up by red where several threads have the same element, or in an unknown layout")
         if not loop:
             return found
         if self.prefetches_pages and (self.result.slots or 0) < 2:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from flashrope.backends.triton.accumulators import held_once
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -117,14 +118,15 @@ def catch(arch: int, kernel: triton.JITFunction, *args, **kwargs) -> Launch:
 def caught_launches(launcher, arch: int) -> Iterator[list[Launch]]:
     """Replaces ``launcher.launch``: launches are appended to the list, and no kernel is compiled or runs."""
     launches = []
-    before = launcher.launch, launcher.resident_blocks
+    before = launcher.launch, launcher.resident_blocks, launcher.ir_allows
     launcher.resident_blocks = lambda *args, **kwargs: 1
+    launcher.ir_allows = lambda *args, **kwargs: True
     launcher.launch = lambda kernel, grid, *args, **kwargs: launches.append(catch(arch, kernel, *args, **kwargs))
     try:
         with active(arch):
             yield launches
     finally:
-        launcher.launch, launcher.resident_blocks = before
+        launcher.launch, launcher.resident_blocks, launcher.ir_allows = before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Measured:
     """A compiled kernel. loop: the instruction mix of its hot loop, empty if it has none. loop_spills: bytes of local
     memory that a thread touches in the tile loops. Both are None without nvdisasm. slots: tiles that the smallest
     cp.async buffer of the loops holds, None if there is no such buffer. model: of the hot loop, None where the issue
-    model does not apply."""
+    model does not apply. held_once: whether dQ may be added by red, None without red."""
 
     registers: int
     spill_stores: int  # bytes per thread
@@ -144,6 +146,7 @@ class Measured:
     loop_spills: int | None = None
     slots: int | None = None
     model: predict.Loop | None = None
+    held_once: bool | None = None
 
 
 def tool(name: str) -> str | None:
@@ -186,6 +189,7 @@ def measure(compiled) -> Measured:
         loop_spills,
         slots(compiled.asm["ttgir"]),
         model,
+        held_once(compiled.asm["ttgir"]) if "red.relaxed" in compiled.asm["ptx"] else None,
     )
 
 

@@ -110,7 +110,7 @@ def useful_products(kernel: str, shape, atomic: bool = False) -> float | None:
     """
     if kernel not in PRODUCTS:
         return None
-    of_q, of_v = ATOMIC_PRODUCTS if atomic else PRODUCTS[kernel]
+    of_q, of_v = ATOMIC_PRODUCTS if atomic and kernel == "attention_grad_kv" else PRODUCTS[kernel]
     widths = of_q * shape.head_dim + of_v * (shape.head_dim_v or shape.head_dim)
     return shape.block_m * shape.block_n * widths / MULTIPLY_ADDS
 

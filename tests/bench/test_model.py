@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the commands of bench.compiling import it")
 
+from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 from flashrope.tuning import candidates as tuning
 
@@ -262,6 +263,26 @@ def test_candidates_have_the_order_that_the_model_wrote():
         assert [tile for tile in found[1:] if tile in wanted] == [tile for tile in wanted if tile != found[0]]
         assert found[0] == tuning.default(shape, candidates.FAMILIES[family])
         assert set(found) == {found[0], *tuning.tiles(direction)}
+
+
+def test_atomics_are_chosen_where_they_are_predicted_to_be_faster():
+    rows = {(row["who"], row["D"]): row for row in model.read_csv(RESULTS / model.DEVICE) if row["pass"] == "backward"}
+    for width in configs.ATOMIC_WIDTHS["sm80"]:
+        for scheme in ("rope", "rerope"):
+            seven, five = rows[scheme, str(width)], rows[f"{scheme} atomic", str(width)]
+            assert all(float(five[str(n)]) > float(seven[str(n)]) for n in model.SEQLENS)
+
+
+def test_a_part_of_the_candidates_replaces_its_rows():
+    def row(direction, bands, tile):
+        return dict(zip(candidates.COLUMNS, ("sm80", direction, "64", bands, tile, "model", "", ""), strict=True))
+
+    before = [row("forward", "1", "a"), row("grad_q", "1", "b"), row("grad_q", "2", "c")]
+    after = [row("grad_q", "1", "d"), row("grad_q", "1", "e"), row("grad_kv", "2", "f")]
+    tiles = [row["tile"] for row in candidates.merged(before, after)]
+    assert tiles == ["a", "f", "d", "e", "c"]
+    spills = [dict(before[0], dropped="spills"), *before[1:]]
+    assert '"forward"' in candidates.order_text(before) and '"forward"' not in candidates.order_text(spills)
 
 
 def test_files_without_rows(tmp_path):

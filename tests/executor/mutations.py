@@ -97,6 +97,9 @@ EVERYWHERE = {
     "shift by one more": added(r"shl\.b32", 1),
     "address 17 bytes off": added(r"add\.s32\s+%r\d+, %r\d+, \d{4,};", 17),  # wgmma descriptors drop the low four bits
     "maximum becomes minimum": replaced(r"\bmax\.f32", "min.f32"),
+    "red 4 bytes off": offset("red", 4),
+    "red of another's": swapped(r"red\S*\.v4", 1, 2),
+    "red of parity and half swapped": swapped(r"red\S*\.v4", 2, 3),
     "exponential left out": replaced(r"ex2\.approx\.ftz\.f32", "mov.f32"),
 }
 COPIES = {

@@ -5,6 +5,7 @@ import support
 import torch
 from flashrope import Rotary, attention
 from flashrope.backends.triton import tiles
+from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 
 from bench import work
@@ -68,6 +69,13 @@ def test_decode(machine, arch, rotary, seqlen):
         assert seqlen % 64 or traffic.sectors_read == seqlen * ROW + twice
 
 
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_instructions_a_byte_of_the_cache(machine, paged):
+    """Where every key is rotated, issue bounds decoding rather than the memory. A block of 8 warps, or a page looked up
+    for every key, takes 0.126 and 0.158."""
+    assert work.instructions_a_byte(Rotary.rope(128), paged, 512) <= (0.12 if paged else 0.117)
+
+
 BF16 = support.Target("triton", torch.bfloat16, "cpu")
 nondeterministic = pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
 
@@ -119,14 +127,28 @@ def test_reproducible_or_atomic(machine, rotary):
 
 
 @nondeterministic
+@pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 64, 4, 3)), (16, (32, 64, 8, 2))], ids=["once", "copied"])
+def test_dq_is_added_where_it_is_if_it_is_there_once(machine, arch, head_dim, tile):
+    """In the second tile several warps hold the same part of dQ: it goes through tl.atomic_add, which drops copies."""
+    p = support.problem(BF16, Rotary.rope(head_dim).rectify(70), 200, 230, seed=2, deterministic=False)
+    with tiles.forced("grad_qkv", Tile(*tile)):
+        support.check(BF16, p)
+    (step,) = (launch for launch in machine.launches if launch.kernel == "attention_grad_kv")
+    adds = "red" if head_dim == 64 else "atom"
+    vector = ".v4" if arch == 90 and head_dim == 64 else ""
+    assert step.warps(f"{adds}.global.add{vector}.f32") and not step.warps("atom" if adds == "red" else "red")
+
+
+@nondeterministic
 def test_what_atomics_add(machine):
-    """4 bytes for every channel of dQ and every pair of tiles, to a workspace with a float32 dQ for every band."""
+    """4 bytes for every channel of dQ and every pair of tiles, to a workspace with a float32 dQ for every band, which
+    has room for whole tiles of rows."""
     seqlen, tile = 256, Tile(32, 64, 4, 2)
     p = support.problem(BF16, RECTIFIED, seqlen, heads=1, group=1)
     with tiles.forced("grad_qkv", tile):
         gradients(p, deterministic=False)
     (step,) = (launch for launch in machine.launches if launch.kernel == "attention_grad_kv")
     visited = sum(work.visited_tiles(p.rotary.bands, seqlen, tile.block_m, tile.block_n))
-    workspace = step.tensors["band_grads_q"]
-    assert workspace.size == 4 * p.q.numel() * len(p.rotary.bands)
+    workspace = step.tensors["grad_sums"]
+    assert workspace.size == 4 * (seqlen + configs.STATISTICS_ROWS) * work.HEAD_DIM * len(p.rotary.bands)
     assert workspace.written == 4 * visited * tile.block_m * work.HEAD_DIM

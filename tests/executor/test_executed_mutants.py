@@ -54,6 +54,14 @@ class Dense(OfTriton):
         return max(support.excess(results, *self.exact, torch.float16).values()) <= 1
 
 
+class Atomic(Dense):
+    """The gradient of q is added up by atomics."""
+
+    def __init__(self):
+        super().__init__()
+        self.problem.deterministic = False
+
+
 class Forward(Dense):
     """Without the backward."""
 
@@ -115,6 +123,7 @@ KERNELS = {
     "attention_forward": Forward,
     "attention_decode": Decode,
     "attention_grad_kv": Dense,
+    "attention_finish_grad_q": Atomic,
     "attention_grad_q": Dense,
     "rotate_rows": Forward,
     "append_rows": Decode,
@@ -250,6 +259,14 @@ QUICK = {
     "combine_splits": ("barrier removed", "global load 16 bytes off", "shared load 16 bytes off"),
     "append_rows": ("global load 16 bytes off", "global store 16 bytes off", "guard of a global store dropped"),
 }
+
+
+@pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
+def test_mutants_of_sums_in_accumulator_order(machine, arch):
+    found = [mutation for mutation in MUTATIONS if mutation.startswith("red ")]
+    assert check_middle_ones(machine, [(Atomic, "attention_grad_kv", mutation) for mutation in found]) == (
+        3 if arch == 90 else 1
+    )
 
 
 def test_mutants(machine):

@@ -4,6 +4,9 @@ import pytest
 import support
 import test_reproducible
 import torch
+from flashrope import Rotary, attention
+from flashrope.backends.triton import tiles
+from flashrope.triton_kernels.configs import Tile
 
 BF16 = support.Target("triton", torch.bfloat16, "cpu")
 
@@ -23,3 +26,28 @@ def test_orders_of_blocks_and_warps(machine, seed):
     want = test_reproducible.results(BF16)
     machine.reset(seed=100 + seed, threads=1 + seed % 3)
     assert test_reproducible.same(test_reproducible.results(BF16), want)
+
+
+PARTS = {
+    "half": lambda: Rotary.rope(128),
+    "interleaved": lambda: Rotary.hope(128, 64, interleaved=True).local(70),
+    "partial": lambda: Rotary.rope(128, rotary_dim=32).log_n(50),
+    "padded": lambda: Rotary.rope(96),
+    "bands": lambda: Rotary.rope(128).rectify(60),
+}
+
+
+@pytest.mark.parametrize("scheme", PARTS)
+def test_forward_in_two_parts_of_the_channels(machine, scheme):
+    """32 rows of 128 channels a warp: within the budget, with the same bits in every order."""
+    p = support.problem(BF16, PARTS[scheme](), 150, 170, heads=2, seed=3)
+    exact, results = support.exact_and_bound(p), []
+    for seed, threads in ((0, 1), (1, 1), (2, 2)):
+        machine.reset(seed=seed, threads=threads)
+        machine.launches.clear()
+        with torch.no_grad(), tiles.forced("forward", Tile(128, 32, 4, 2)):
+            out, lse = attention(p.q, p.k, p.v, p.rotary, return_lse=True, impl="triton")
+        results.append({"out": out, "lse": lse})
+        assert not any(launch.findings for launch in machine.launches)
+    assert max(support.excess(results[0], *exact, BF16.dtype).values()) <= 1
+    assert all(torch.equal(other[name], x) for other in results[1:] for name, x in results[0].items())

@@ -138,6 +138,13 @@ def test_head_dims(target, head_dim):
         check(target, problem(target, rotary, 40, seed=6))
 
 
+def test_forward_in_two_parts_of_the_channels(target):
+    """The Triton kernel takes 128 channels in 16 bits so, where a warp has many rows; in half pairing a part has one
+    member of every pair, interleaved it has whole pairs."""
+    for rotary in (Rotary.rope(128, rotary_dim=32), Rotary.hope(128, 100, interleaved=True)):
+        check(target, problem(target, rotary, 40, seed=16, heads=2))
+
+
 @pytest.mark.interpreted(lambda target, layout: target.dtype == torch.float32)
 @pytest.mark.parametrize("layout", ["transposed", "poisoned"])
 def test_layouts(target, layout):

@@ -1,5 +1,7 @@
 """What the Triton backward does besides its numbers, which test_accuracy.py holds against the reference."""
 
+from functools import partial
+
 import pytest
 import support
 import torch
@@ -178,6 +180,34 @@ def test_torch_is_asked_for_deterministic_algorithms(target):
             step(False)
         torch.use_deterministic_algorithms(False)
         step(False)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_none_follows_torch(launched, target, compiled):
+    """Read when the backward runs: the setting, and whether atomics are predicted to be faster for the shape."""
+    half = torch.float16
+    call = compiled_operator(Rotary.rope(64), None) if compiled else None
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        for head_dim, dtype, enabled, atomics in (
+            (64, half, False, True),
+            (64, half, True, False),
+            (64, torch.float32, False, False),
+            (16, half, False, False),
+        ):
+            if compiled and head_dim != 64:
+                continue
+            shape = (1, 20, 1, head_dim)
+            q, k, v = (torch.randn(shape, dtype=dtype, device=target.device, requires_grad=True) for _ in range(3))
+            run = call or partial(attention, rotary=Rotary.rope(head_dim), impl="triton", deterministic=None)
+            torch.use_deterministic_algorithms(enabled and compiled)  # torch.compile wants no change in between
+            out = run(q, k, v)
+            torch.use_deterministic_algorithms(enabled)
+            launched.clear()
+            out.sum().backward()
+            assert (FINISH in launched, "attention_grad_q" in launched) == (atomics, not atomics)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 

@@ -94,7 +94,7 @@ REFUSED = {
     "a negative scale": (lambda: dense(softmax_scale=-0.5), V, "softmax_scale", "at least 0", "got -0.5"),
     "causal=None": (lambda: dense(causal=None), T, "causal", "True or False", "got None"),
     "causal=3": (lambda: dense(causal=3), T, "causal", "True or False", "got 3"),
-    "deterministic=0": (lambda: dense(deterministic=0), T, "deterministic", "True or False", "got 0"),
+    "deterministic=0": (lambda: dense(deterministic=0), T, "deterministic", "True, False or None", "got 0"),
     "Hugging Face's impl": (lambda: dense(impl="sdpa"), V, "impl", "None or one of triton, cuda, cpu, reference",
                             "got 'sdpa'"),
     "cuda": (lambda: dense(impl="cuda"), V, "impl='cuda'", "cannot serve this call: ", ""),

@@ -156,7 +156,7 @@ def test_export(rotary, strict):
     assert any("flashrope.attention" in str(node.target) for node in program.graph.nodes)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", [True, False, None])
 def test_a_graph_holds_whether_the_backward_is_deterministic(rotary, deterministic):
     class Call(torch.nn.Module):
         def forward(self, q, k, v):

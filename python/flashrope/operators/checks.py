@@ -272,8 +272,8 @@ def check_options(causal, softmax_scale, q, deterministic=True) -> float:
     """The softmax_scale to use."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected True or False, got {causal!r}")
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic: expected True or False, got {deterministic!r}")
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic: expected True, False or None, got {deterministic!r}")
     if softmax_scale is None:
         return q.shape[-1] ** -0.5
     if not isinstance(softmax_scale, (int, float, torch.SymFloat)) or isinstance(softmax_scale, bool):

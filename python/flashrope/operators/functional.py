@@ -50,7 +50,7 @@ def attention(
     positions: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
-    deterministic: bool = True,
+    deterministic: bool | None = True,
     sinks: torch.Tensor | None = None,
     **unknown: Never,
 ):
@@ -73,8 +73,10 @@ def attention(
         impl: the backend, "triton", "cpu" or "reference". None picks by device.
         deterministic: gradients are bitwise reproducible. False: the Triton backend's gradient of q may differ from run
             to run by rounding. Its backward then does five matrix products instead of seven and adds that gradient up
-            by float32 atomics, in a workspace of ``4 * q.numel() * len(rotary.bands_for(causal))`` bytes; it raises
-            under ``torch.use_deterministic_algorithms(True)``. The other backends are always reproducible.
+            by float32 atomics, in a workspace of q's size (head_dim rounded up to a power of two) for every band; it
+            raises under ``torch.use_deterministic_algorithms(True)``. None follows PyTorch: reproducible under that
+            setting, read when the backward runs, otherwise what is predicted to be faster for the shape (atomics for
+            head_dim 33 to 128 in 16 bits). The other backends are always reproducible.
 
     Returns:
         out, like q but as wide as v, contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), natural
@@ -114,7 +116,7 @@ def attention_varlen(
     softmax_scale: float | None = None,
     return_lse: bool = False,
     impl: str | None = None,
-    deterministic: bool = True,
+    deterministic: bool | None = True,
     sinks: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     **unknown: Never,

@@ -49,7 +49,7 @@ class AttentionArguments(NamedTuple):
     rotary: str
     causal: bool
     softmax_scale: float
-    deterministic: bool
+    deterministic: bool | None
     impl: str
 
     @classmethod
@@ -133,7 +133,7 @@ class CacheArguments(NamedTuple):
 
 _CALL = (
     "Tensor? positions, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "str rotary, bool causal, float softmax_scale, bool deterministic, str impl"
+    "str rotary, bool causal, float softmax_scale, bool? deterministic, str impl"
 )
 
 # rotated_k, table: what the backward needs again (calls.Kept); empty where a backend keeps none.

@@ -11,16 +11,18 @@ from ...lowering.cos_sin import coarse_rows, padded_pairs, position_table, two_l
 from ...lowering.lowered import Lowered, lower
 from ...rotary.scales import UNSCALED
 from ...triton_kernels import configs
-from ...triton_kernels.arguments import NO_BANDS, NO_CACHE, CuSeqlens, Shape, banded_view, tensor_view
+from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Shape, banded_view, tensor_view
 from ...triton_kernels.backward import (
     attention_finish_grad_q,
     attention_grad_kv,
     attention_grad_q,
     attention_statistics,
 )
+from ...triton_kernels.configs import Tile
 from ...triton_kernels.rotate import rotate_rows
 from ..calls import AttentionCall, Kept, KeptShapes, out_shape
 from . import launcher
+from .accumulators import held_once
 from .device import block_d, current_device, shape_of, vector_size, with_int32_offsets
 from .launcher import cdiv
 from .plan import Plan
@@ -56,7 +58,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCa
 
 def backward(grad_out, grad_lse, q, k, v, out, lse, kept: Kept, call: AttentionCall):
     """As in ``AttentionBackend``."""
-    if not call.deterministic:
+    if call.deterministic is False:
         _alert_not_deterministic()
     q, k, v = map(with_int32_offsets, (q, k, v))
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -71,13 +73,11 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, kept: Kept, call: AttentionC
             rotated_q = plan.rotated_queries(q)
             statistics = plan.statistics(out, grad_out, lse, grad_lse)
             inputs = GradientInputs(rotated_q, k, kept.rotated_k, v, grad_out, statistics)
-            if call.deterministic:
+            if plan.is_reproducible(call.deterministic):
                 plan.grad_kv(inputs, grad_k, grad_v)
                 plan.grad_q(inputs, grad_q)
             else:
-                band_grads_q = torch.zeros_like(rotated_q, dtype=torch.float32, memory_format=torch.contiguous_format)
-                plan.grad_kv(inputs, grad_k, grad_v, band_grads_q)
-                plan.finish_grad_q(band_grads_q, grad_q)
+                plan.finish_grad_q(*plan.grad_kv_and_sums(inputs, grad_k, grad_v), grad_q)
     return grad_q, grad_k, grad_v
 
 
@@ -200,19 +200,43 @@ class AttentionPlan(Plan):
         )
         return statistics
 
-    def grad_kv(self, inputs: GradientInputs, grad_k, grad_v, band_grads_q=None) -> None:
-        """band_grads_q float32 (band, *shape of q), zeros: the kernel adds dQ of every band to it."""
-        tile, shape = self._tile("grad_kv" if band_grads_q is None else "grad_qkv")
+    def is_reproducible(self, deterministic: bool | None) -> bool:
+        """deterministic: as in ``AttentionCall``."""
+        if deterministic is not None or torch.are_deterministic_algorithms_enabled():
+            return deterministic is not False
+        widths = 2 * self.table.shape[-1], block_d(self.head_dim_v)
+        return not configs.atomics_are_faster(self.capability, self.itemsize, *widths)
+
+    def grad_kv(self, inputs: GradientInputs, grad_k, grad_v) -> None:
+        tile, shape = self._tile("grad_kv")
+        self._grad_kv(inputs, (grad_k, grad_v, None), tile, shape)
+
+    def grad_kv_and_sums(self, inputs: GradientInputs, grad_k, grad_v) -> tuple[torch.Tensor, int]:
+        """(dQ of every band, float32 (band, head, row of the statistics, channel) in accumulator order, red_floats as
+        in ``Shape``)."""
+        tile, shape = self._tile("grad_qkv")
+        rows = inputs.statistics.shape[1]
+        sums = inputs.statistics.new_zeros(self.num_bands, self.heads_q, rows, shape.block_d)
+        grads = (grad_k, grad_v, sums)
+        if floats := configs.red_floats(self.capability, self.itemsize):
+            with_red, arguments = shape._replace(red_floats=floats), self._arguments(inputs, grads, self.max_seqlen_k)
+            if launcher.ir_allows(held_once, attention_grad_kv, *arguments, SHAPE=with_red, **tile.options):
+                shape = with_red
+        self._grad_kv(inputs, grads, tile, shape)
+        return sums, shape.red_floats
+
+    def _grad_kv(self, inputs: GradientInputs, grads, tile: Tile, shape: Shape) -> None:
         programs = cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv
-        grads = (grad_k, grad_v, NO_BANDS if band_grads_q is None else banded_view(band_grads_q))
         self._gradient(attention_grad_kv, programs, inputs, grads, self.max_seqlen_k, shape, tile)
 
-    def finish_grad_q(self, band_grads_q, grad_q) -> None:
+    def finish_grad_q(self, sums: torch.Tensor, red_floats: int, grad_q) -> None:
         rows, heads = configs.ROTATE_ROWS, configs.ROTATE_HEADS
+        shape = shape_of(self.rotary, self.vec, self.num_bands, 0, 0, rows)
         launcher.launch(
             attention_finish_grad_q,
             (cdiv(self.max_seqlen_q, rows) * self.batch, cdiv(self.heads_q, heads)),
-            banded_view(band_grads_q),
+            sums,
+            sums.shape[2],
             tensor_view(grad_q),
             self.scheme,
             self.cu_seqlens,
@@ -222,7 +246,7 @@ class AttentionPlan(Plan):
             self.table_rows,
             self.heads_q,
             HEADS_PER_PROGRAM=heads,
-            SHAPE=shape_of(self.rotary, self.vec, self.num_bands, 0, 0, rows),
+            SHAPE=shape._replace(red_floats=red_floats),
             **configs.options(configs.ROTATE_WARPS),
         )
 
@@ -232,10 +256,13 @@ class AttentionPlan(Plan):
         self._gradient(attention_grad_q, programs, inputs, (grad_q,), self.max_seqlen_q, shape, tile)
 
     def _gradient(self, kernel, programs, inputs: GradientInputs, grads, max_seqlen, shape, tile) -> None:
+        arguments = self._arguments(inputs, grads, max_seqlen)
+        launcher.launch(kernel, (programs,), *arguments, SHAPE=shape, **tile.options)
+
+    def _arguments(self, inputs: GradientInputs, grads, max_seqlen: int) -> tuple:
+        """Those of both gradient kernels."""
         rotated_q, k, rotated_k, v, grad_out, statistics = inputs
-        launcher.launch(
-            kernel,
-            (programs,),
+        return (
             banded_view(rotated_q),
             tensor_view(k),
             tensor_view(rotated_k if self.lowered.k_copies else k),
@@ -252,8 +279,6 @@ class AttentionPlan(Plan):
             self.table_rows,
             self.heads_q,
             self.heads_kv,
-            SHAPE=shape,
-            **tile.options,
         )
 
     def _tile(self, direction: str):

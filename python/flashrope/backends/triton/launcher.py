@@ -13,6 +13,7 @@ calls and compares the kernel found here with the one that Triton finds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import triton
@@ -23,6 +24,7 @@ from ...triton_kernels.arguments import FIELDS
 from ..splits import multiprocessor
 
 _compiled: dict[tuple, tuple] = {}  # (what Triton compiled, the constants that follow its arguments) of every launch
+_allowed: dict[tuple, bool] = {}  # of ir_allows
 
 
 @cache  # Triton decides when the kernels are imported
@@ -35,7 +37,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     if interpreted():
         kernel[grid](*args, **options)
         return
-    key = (kernel.__name__, triton.runtime.driver.active.get_current_device(), *_traits(args), *options.items())
+    key = _key(kernel, args, options)
     if known := _compiled.get(key):
         compiled, constants = known
         compiled[(*grid, 1, 1)[:3]](*args, *constants)
@@ -58,6 +60,25 @@ def resident_blocks(capability: int, kernel, *args, **options) -> int:
     compiled.run  # noqa: B018  loads it, which tells the registers
     shared, num_warps = compiled.metadata.shared, compiled.metadata.num_warps
     return multiprocessor(capability).resident_blocks(compiled.n_regs, shared, num_warps)
+
+
+def ir_allows(allows: Callable[[str], bool], kernel, *args, **options) -> bool:
+    """allows(Triton's GPU IR of the kernel that ``launch`` would run), remembered. Compiles it at the first call. False
+    in the interpreter."""
+    if interpreted():
+        return False
+    key = (allows, *_key(kernel, args, options))
+    if key not in _allowed:
+        refuse_capture(f"kernel {kernel.__name__} for these arguments")
+        compiled = kernel.warmup(*args, grid=(1,), **options)
+        if not isinstance(compiled, CompiledKernel):  # as in launch
+            return False
+        _allowed[key] = allows(compiled.asm.get("ttgir", ""))
+    return _allowed[key]
+
+
+def _key(kernel, args: tuple, options: dict) -> tuple:
+    return (kernel.__name__, triton.runtime.driver.active.get_current_device(), *_traits(args), *options.items())
 
 
 def _traits(args: tuple) -> list:

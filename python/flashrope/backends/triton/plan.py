@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
 from ...triton_kernels.arguments import CuSeqlens, Scheme, Shape, tensor_view
 from ...triton_kernels.configs import Tile
@@ -60,6 +61,7 @@ class Plan:
         shape: Shape,
         tile: Tile,
     ) -> None:
+        shape = shape._replace(parts=configs.forward_parts(tile, shape.block_d, shape.block_dv, self.itemsize))
         launcher.launch(
             attention_forward,
             (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
