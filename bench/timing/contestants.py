@@ -86,6 +86,7 @@ def _rotated(cos, sin, *tensors):
 
 def compiled(problem: Problem, at: torch.Tensor | None = None):
     """The same as one compiled function of all tensors."""
+    torch.compiler.reset()  # torch refuses to compile a function for more than a few shapes
     cos, sin = full_table(problem.rope(), positions(problem) if at is None else at, problem.dtype)
     return partial(torch.compile(_rotated, dynamic=False, fullgraph=True), cos, sin)
 
