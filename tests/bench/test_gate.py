@@ -180,14 +180,14 @@ SPILLED = {
     ("attention_grad_kv", 80, 128, "rerope"): (68, 0),
     ("attention_grad_kv", 90, 128, "rerope"): (16, 0),
     ("attention_grad_q", 80, 128, "rerope"): (8, 0),
-    ("attention_grad_kv", 80, 64, "rope atomic"): (128, 0),
-    ("attention_grad_kv", 80, 64, "rerope atomic"): (120, 0),
-    ("attention_grad_kv", 80, 128, "rope atomic"): (128, 0),
-    ("attention_grad_kv", 80, 128, "rerope atomic"): (328, 88),
-    ("attention_grad_kv", 90, 64, "rope atomic"): (128, 0),
-    ("attention_grad_kv", 90, 64, "rerope atomic"): (120, 0),
-    ("attention_grad_kv", 90, 128, "rope atomic"): (128, 0),
-    ("attention_grad_kv", 90, 128, "rerope atomic"): (328, 88),
+    ("attention_grad_kv", 80, 64, "rope atomic"): (12, 0),
+    ("attention_grad_kv", 80, 64, "rerope atomic"): (76, 0),
+    ("attention_grad_kv", 80, 128, "rope atomic"): (12, 0),
+    ("attention_grad_kv", 80, 128, "rerope atomic"): (132, 0),
+    ("attention_grad_kv", 90, 64, "rope atomic"): (12, 0),
+    ("attention_grad_kv", 90, 64, "rerope atomic"): (76, 0),
+    ("attention_grad_kv", 90, 128, "rope atomic"): (136, 16),
+    ("attention_grad_kv", 90, 128, "rerope atomic"): (132, 0),
     ("attention_forward", 80, 64, "rope paged chunk"): (8, 0),
     ("attention_forward", 80, 64, "rerope paged chunk"): (112, 0),
     ("attention_forward", 80, 128, "rerope paged chunk"): (56, 0),
@@ -201,6 +201,11 @@ if triton.__version__.startswith("3.9"):
         ("attention_grad_kv", 80, 64, "rope"): (24, 0),
         ("attention_grad_kv", 80, 64, "rerope"): (84, 0),
         ("attention_grad_kv", 80, 64, "rope atomic"): (128, 16),
+        ("attention_grad_kv", 80, 128, "rope atomic"): (52, 4),
+        ("attention_grad_kv", 90, 64, "rope atomic"): (128, 0),
+        ("attention_grad_kv", 90, 128, "rope atomic"): (128, 0),
+        **{("attention_grad_kv", arch, 64, "rerope atomic"): (120, 0) for arch in (80, 90)},
+        **{("attention_grad_kv", arch, 128, "rerope atomic"): (328, 88) for arch in (80, 90)},
         ("attention_grad_kv", 80, 128, "rerope"): (100, 0),
         ("attention_grad_kv", 90, 128, "rerope"): (40, 0),
         ("attention_grad_q", 80, 128, "rerope"): (16, 0),
@@ -228,7 +233,7 @@ def test_almost_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, sch
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the tiles were chosen for Triton 3.6")
 @pytest.mark.parametrize("arch", [80, 86, 90])
 @pytest.mark.parametrize(
-    ("scheme", "allowed"), list(zip(cases.VALUES, (0, 156), strict=True)), ids=lambda x: getattr(x, "name", "")
+    ("scheme", "allowed"), list(zip(cases.VALUES, (0, 24), strict=True)), ids=lambda x: getattr(x, "name", "")
 )
 def test_narrower_values_spill_nothing_in_the_tile_loops(arch, scheme, allowed):
     case = cases.Case(arch, 192, "bf16", scheme)

@@ -80,7 +80,7 @@ class Uncompiled(CompiledKernel):
 
     def __init__(self, source, target, options):
         self.src, self.metadata, self.packed_metadata = source, SimpleNamespace(shared=0, num_warps=4), None
-        self.n_regs = 255
+        self.n_regs, self.asm = 255, {}
         self.module = self.function = self.name = source.name
         self._run = lambda *_: self.ran.append(self)
 

@@ -226,7 +226,7 @@ class CacheLayout(NamedTuple):
     def _of(self, sequences: slice, seqlen_q: int) -> CacheLayout:
         block_table, leftpad = (None if x is None else x[sequences] for x in (self.block_table, self.leftpad))
         seqlen_new = seqlen_q if self.seqlen_new == ONE_PER_QUERY else 0
-        kept = None if self.kept is None else {}
+        kept: dict | None = None if self.kept is None else {}
         return CacheLayout(self.seqlens[sequences], block_table, leftpad, seqlen_new, kept=kept)
 
 

@@ -37,7 +37,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     if interpreted():
         kernel[grid](*args, **options)
         return
-    key = _key(kernel, args, options)
+    key = (kernel.__name__, triton.runtime.driver.active.get_current_device(), *_traits(args), *options.items())
     if known := _compiled.get(key):
         compiled, constants = known
         compiled[(*grid, 1, 1)[:3]](*args, *constants)
@@ -67,7 +67,8 @@ def ir_allows(allows: Callable[[str], bool], kernel, *args, **options) -> bool:
     in the interpreter."""
     if interpreted():
         return False
-    key = (allows, *_key(kernel, args, options))
+    device = triton.runtime.driver.active.get_current_device()
+    key = (allows, kernel.__name__, device, *_traits(args), *options.items())
     if key not in _allowed:
         refuse_capture(f"kernel {kernel.__name__} for these arguments")
         compiled = kernel.warmup(*args, grid=(1,), **options)
@@ -75,10 +76,6 @@ def ir_allows(allows: Callable[[str], bool], kernel, *args, **options) -> bool:
             return False
         _allowed[key] = allows(compiled.asm.get("ttgir", ""))
     return _allowed[key]
-
-
-def _key(kernel, args: tuple, options: dict) -> tuple:
-    return (kernel.__name__, triton.runtime.driver.active.get_current_device(), *_traits(args), *options.items())
 
 
 def _traits(args: tuple) -> list:
