@@ -73,21 +73,31 @@ class CacheLayout(NamedTuple):
     """``flashrope.backends.calls.CacheLayout`` for a kernel. Numbers are encoded.
 
     seqlens, block_table, leftpad, slot_mapping: tensors. All but seqlens may be None.
+    k_scale, v_scale: scales of a quantized cache, float32, or None.
     seqlen_new: the keys that this call added to every sequence, or -1 for one per query.
     capacity: slots that a sequence can have.
     pages: of the cache.
     decode_seqlen: with packed queries, the longest sequence that the decode kernel serves. The forward kernel serves
         longer ones.
+    k_batch, k_row, k_head, v_batch, v_row, v_head: strides of k_scale and v_scale (batch or page, row, head), or None.
     """
 
     seqlens: object
     block_table: object
     leftpad: object
     slot_mapping: object
+    k_scale: object
+    v_scale: object
     seqlen_new: object
     capacity: object
     pages: object
     decode_seqlen: object
+    k_batch: object = None
+    k_row: object = None
+    k_head: object = None
+    v_batch: object = None
+    v_row: object = None
+    v_head: object = None
 
 
 class Shape(NamedTuple):
@@ -102,8 +112,9 @@ class Shape(NamedTuple):
     aligned_maps: the scheme maps positions, every tile of keys lies in one chunk, and it lies in one group or holds
         whole groups.
     rotated_keys: the keys come rotated by their own positions. So queries rotate by theirs, which may be negative.
+    code_vec: vec of a quantized cache, in bytes.
     parts: in how many parts, 1 or 2, the forward takes the channels of queries, keys, values and the result. Two leave
-        the accumulators more registers.
+        the accumulators more registers. Codes are taken in one.
     red_floats: dQ is added up by tl.atomic_add (0), or by red of 1 or 4 floats, which every thread adds where it has
         them. No two threads may then have the same element.
     """
@@ -122,11 +133,12 @@ class Shape(NamedTuple):
     block_dv: int = 0
     aligned_maps: bool = False
     rotated_keys: bool = False
+    code_vec: int = 0
     red_floats: int = 0
     parts: int = 1
 
 
-NO_CACHE = CacheLayout(*(None,) * 8)
+NO_CACHE = CacheLayout(*(None,) * 10)
 # For every kind of argument: how many of its first fields are pointers, and the first of the numbers that may be None
 # (0: there are none).
 FIELDS = {
@@ -134,13 +146,18 @@ FIELDS = {
     BandedView: (1, 0),
     Scheme: (4, Scheme._fields.index("log_n_every")),
     CuSeqlens: (2, 0),
-    CacheLayout: (4, 0),
+    CacheLayout: (6, 0),  # its strides are None where k_scale is
 }
 
 
 def encode_int(number: int) -> int:
     """An integer for a field of a tuple."""
     return (number << 4) + _TAG
+
+
+def encode_ints(*numbers: int) -> list[int]:
+    """encode_int of each, in fewer calls."""
+    return [(number << 4) + _TAG for number in numbers]
 
 
 def tensor_view(x) -> TensorView:
@@ -159,6 +176,18 @@ def banded_view(x) -> BandedView:
 @triton.jit
 def decode_int(number):
     return ((number - TAG) // 16).to(tl.int32)
+
+
+@triton.jit
+def decode_int64(number):
+    return (number - TAG) // 16
+
+
+@triton.jit
+def decode_code_stride(encoded, SHAPE: tl.constexpr):
+    """decode_stride of a quantized cache."""
+    VEC: tl.constexpr = SHAPE.code_vec
+    return tl.multiple_of((encoded - TAG) // 16, VEC)
 
 
 @triton.jit

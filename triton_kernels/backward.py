@@ -321,7 +321,7 @@ def attention_grad_kv(
     NUM_BANDS: tl.constexpr = SHAPE.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
+        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, False, SHAPE)
         k_tile = load_rows(view.ptr, tile_offsets(loaded, view), channels_k, SHAPE)  # [BN, D]
         visible = visible_queries(position, band, seq.ahead, scheme.maps)
         if NUM_BANDS > 1:
@@ -448,7 +448,7 @@ def attention_grad_q(
     NUM_BANDS: tl.constexpr = SHAPE.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, SHAPE)
+        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, False, SHAPE)
         keys = KeyRows(view, values, channels_k, channels, seq.length_k)
         q_rows = head_view(band_view(q, b, SHAPE), batch, seq.start_q + first, head, SHAPE)
         q_tile = load_rows(q_rows.ptr, tile_offsets(loaded, q_rows), channels_k, SHAPE)  # [BM, D]

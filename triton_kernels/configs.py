@@ -43,6 +43,7 @@ HALF = {
         "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 64, 4, 3), (32, 128, 8, 3), (64, 32, 8, 2)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
         "grad_q banded": {128: Tile(128, 64, 8, 2)},
+        "forward codes": {128: Tile(128, 32, 8, 3)},
         "grad_qkv": {64: Tile(64, 64, 4, 3), 128: Tile(32, 128, 8, 3)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 8, 3)),
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
@@ -57,6 +58,7 @@ HALF = {
     },
     "sm90": {
         "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
+        "forward codes banded": {128: Tile(128, 64, 8, 3)},
         "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 128, 8, 2), (32, 128, 8, 3), (32, 64, 8, 1)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 1)),
         "grad_qkv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2)},
@@ -142,9 +144,10 @@ def family(capability: int) -> str:
 def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands: int, block_dv: int = 0) -> Tile:
     """The tile without tuning. The most specific entry of the tables wins.
 
-    direction: "forward", "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV; without an entry it takes
-    grad_kv's tile), "decode" or "decode wide" (many query rows). block_dv: of v, 0 for the same as block_d. If the two
-    differ and OTHER_V has no tile, the larger decides."""
+    direction: "forward", "forward codes" (over a quantized cache; without an entry it takes forward's), "grad_kv",
+    "grad_q", "grad_qkv" (dQ in the pass of dK and dV; without an entry it takes grad_kv's tile), "decode" or "decode
+    wide" (many query rows). block_dv: of v, 0 for the same as block_d. If the two differ and OTHER_V has no tile, the
+    larger decides."""
     block_dv = block_dv or block_d
     widths = (block_d, max(block_dv, 128) if block_d == 256 else block_dv)
     block_d = max(block_d, block_dv)
@@ -155,7 +158,8 @@ def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands
             tables.insert(0, NEWER_HALF.get(family(capability), {}))
         if found := OTHER_V[family(capability)].get(direction, {}).get(widths):
             return found
-    directions = [direction, "grad_kv"] if direction == "grad_qkv" else [direction]
+    others = {"grad_qkv": ["grad_kv"], "forward codes": ["forward"]}
+    directions = [direction, *others.get(direction, [])]
     names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]
     return next(table[name][block_d] for table in tables for name in names if block_d in table.get(name, {}))
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import decode_int, decode_stride
+from .arguments import decode_int, decode_int64, decode_stride
+from .codes import load_scales, scale_values, scale_view, store_codes
 from .kv_cache import clamp, load_page, row_in_page, valid_page
 from .rotation import (
     CosSinTable,
@@ -19,6 +20,7 @@ from .rotation import (
     load_cos_sin,
     load_cos_sin_at,
     load_cos_sin_from,
+    load_key_pairs,
     load_pairs,
     load_tile_map,
     mapped_start,
@@ -34,6 +36,7 @@ from .tiles import (
     is_visible,
     key_tiles,
     load_band,
+    load_cached_values,
     load_rows,
     page_offsets,
     row_program,
@@ -72,7 +75,7 @@ def find_slots(cache, batch, token, count, token_slots, SHAPE: tl.constexpr):
 @triton.jit(do_not_specialize=["seqlen", "max_seqlen", "heads"])
 def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, heads, SHAPE: tl.constexpr):
     """Writes k, v (batch, seqlen, heads), or packed (total, heads), behind cache.seqlens or where cache.slot_mapping
-    says. Drops keys without a slot or a page. k_cache, v_cache, k and v are TensorViews."""
+    says, quantized if the cache is. Drops keys without a slot or a page. k_cache, v_cache, k and v are TensorViews."""
     batch, first = row_program(max_seqlen * heads, SHAPE.block_m)
     start, count = sequence_rows(cu_seqlens, batch, seqlen)
     rows = first + tl.arange(0, SHAPE.block_m)
@@ -86,8 +89,16 @@ def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, h
     new_k = load_rows(k.ptr, token_offsets(k, batch, token, head, SHAPE), channels, SHAPE)
     new_v = load_rows(v.ptr, token_offsets(v, batch, token, head, SHAPE), channels, SHAPE)
     to_k, to_v = token_offsets(k_cache, page, row, head, SHAPE), token_offsets(v_cache, page, row, head, SHAPE)
-    tl.store(k_cache.ptr + to_k + channels[None, :], new_k, mask=mask)
-    tl.store(v_cache.ptr + to_v + channels[None, :], new_v, mask=mask)
+    if cache.k_scale is None:
+        tl.store(k_cache.ptr + to_k + channels[None, :], new_k, mask=mask)
+        tl.store(v_cache.ptr + to_v + channels[None, :], new_v, mask=mask)
+    else:
+        k_scale = store_codes(k_cache.ptr, to_k, new_k, exists, SHAPE.head_dim)
+        v_scale = store_codes(v_cache.ptr, to_v, new_v, exists, SHAPE.head_dim)
+        to_k = page * decode_int64(cache.k_batch) + row * decode_int64(cache.k_row) + head * decode_int64(cache.k_head)
+        to_v = page * decode_int64(cache.v_batch) + row * decode_int64(cache.v_row) + head * decode_int64(cache.v_head)
+        tl.store(cache.k_scale + to_k, k_scale, mask=exists)
+        tl.store(cache.v_scale + to_v, v_scale, mask=exists)
 
 
 class Program(NamedTuple):
@@ -134,10 +145,12 @@ class QueryPairs(NamedTuple):
 class CachedKeys(NamedTuple):
     """A sequence's keys. k, v: HeadViews of the cache. first_slot: of the first key. length: how many keys there are.
     shift: added to positions before they are looked up, so that none is negative; 0 if the scheme maps positions or the
-    keys come rotated."""
+    keys come rotated. k_scale, v_scale: ScaleViews of a quantized cache, else None."""
 
     k: object
     v: object
+    k_scale: object
+    v_scale: object
     cache: object
     batch: object
     first_slot: object
@@ -158,10 +171,10 @@ def pair_scores(queries, k_first, k_second, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def rotate_pairs(x, y, cos, sin, scale):
+def rotate_pairs(x, y, cos, sin, scale, dtype: tl.constexpr):
     """Members of pairs [M, D/2], rotated and scaled in float32, rounded once."""
     rotated_x, rotated_y = rotate(x.to(tl.float32), y.to(tl.float32), cos, sin)
-    return (rotated_x * scale).to(x.dtype), (rotated_y * scale).to(y.dtype)
+    return (rotated_x * scale).to(dtype), (rotated_y * scale).to(dtype)
 
 
 @triton.jit
@@ -179,7 +192,7 @@ def rotate_queries(q, offsets, rows, band, keys, scheme, scale, SHAPE: tl.conste
     """The QueryPairs of a band. offsets [BM, 1], scale [BM, 1]: of the rows."""
     x, y = load_pairs(q.ptr, offsets, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
     cos, sin = load_cos_sin_at(keys.table, band.q_rotation, rows.position + keys.shift, 0, SHAPE.block_d // 2, SHAPE)
-    x, y = rotate_pairs(x, y, cos, sin, scale)
+    x, y = rotate_pairs(x, y, cos, sin, scale, q.ptr.dtype.element_ty)
     visible = visible_keys(rows.position, band, keys.length, scheme.maps)
     return QueryPairs(x, y, visible, log2_scale(scheme.score_scale))
 
@@ -225,17 +238,22 @@ def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.
     k_map: the TileMap of the band's keys if SHAPE.aligned_maps, else None."""
     row = row_in_page(keys.cache, block_slots(keys, column, SHAPE), SHAPE.page_size)
     page = valid_page(keys.cache, pages)
-    x, y = load_pairs(keys.k.ptr, page_offsets(page, row, keys.k), 0, SHAPE.block_d // 2, SHAPE)  # [BN, D/2]
+    x, y = load_key_pairs(keys.k.ptr, page_offsets(page, row, keys.k), SHAPE, queries.first.dtype)  # [BN, D/2]
     if ROTATE_K:
         cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, SHAPE)
-        x, y = rotate_pairs(x, y, cos, sin, 1.0)
+        x, y = rotate_pairs(x, y, cos, sin, 1.0, queries.first.dtype)
     scores = pair_scores(queries, x, y, SHAPE)
+    if keys.k_scale is not None:
+        scores *= load_scales(keys.k_scale, page, row)[None, :]
     # Every block is masked, edge or not. A block in which a row sees nothing changes no bit of the row's result.
     visible = is_visible(queries.visible, column, SHAPE.block_n)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     channels = tl.arange(0, SHAPE.block_d)
-    v = load_rows(keys.v.ptr, page_offsets(page, row, keys.v), channels, SHAPE)  # [BN, D]
-    return add_values(state, weights, (v,))
+    dtype: tl.constexpr = queries.first.dtype
+    v = load_cached_values(keys.v.ptr, page_offsets(page, row, keys.v), (channels,), SHAPE, dtype)  # [BN, D]
+    if keys.v_scale is not None:
+        weights, v = scale_values(weights, v, load_scales(keys.v_scale, page, row))
+    return add_values(state, weights, v)
 
 
 @triton.jit
@@ -313,7 +331,11 @@ def attention_decode(
     scale = query_scale(scheme, rows.token, rows.position, seq.length_k)[:, None]
     table = CosSinTable(scheme.table, table_rows, None, scheme.maps)
     head_k, head_v = head_view(k_cache, 0, 0, head_kv, SHAPE), head_view(v_cache, 0, 0, head_kv, SHAPE)
-    keys = CachedKeys(head_k, head_v, cache, batch, seq.start_k, seq.length_k, table, shift)
+    k_scale, v_scale = None, None
+    if cache.k_scale is not None:
+        k_scale = scale_view(cache.k_scale, cache.k_batch, cache.k_row, cache.k_head, head_kv)
+        v_scale = scale_view(cache.v_scale, cache.v_batch, cache.v_row, cache.v_head, head_kv)
+    keys = CachedKeys(head_k, head_v, k_scale, v_scale, cache, batch, seq.start_k, seq.length_k, table, shift)
 
     state = start_softmax(SHAPE.block_m, SHAPE.block_d)
     NUM_BANDS: tl.constexpr = SHAPE.num_bands

@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_int
+from .codes import load_scales, scale_values, scale_view
 from .kv_cache import load_page, row_in_page, valid_page
-from .rotation import CosSinTable, load_rotated, query_scale, tile_channels
+from .rotation import CosSinTable, load_keys, load_rotated, query_scale, tile_channels
 from .softmax import add_values, finish_softmax, log2_scale, online_softmax, start_softmax
 from .tiles import (
     HeadView,
@@ -41,7 +42,7 @@ from .tiles import (
     is_visible,
     key_tiles,
     load_band,
-    load_parts,
+    load_cached_values,
     lse_offset,
     packed_row,
     page_offsets,
@@ -89,11 +90,18 @@ class CopiedKeys(NamedTuple):
     first: object
 
 
+class KeyScales(NamedTuple):
+    """ScaleViews of a quantized cache."""
+
+    k: object
+    v: object
+
+
 @triton.jit
-def enter_band(raw, copied, band, head, first, last, maps, SHAPE: tl.constexpr):
+def enter_band(raw, copied, band, head, first, last, maps, ROTATED_K: tl.constexpr, SHAPE: tl.constexpr):
     """(Keys as the band reads them, their tiles) for queries at positions first to last. raw: Keys in place."""
     tiles = key_tiles(band, first, last, raw.length, SHAPE.block_n, maps)
-    k = band_keys(raw.k, copied.view, band.k_copy, copied.row, head, SHAPE)
+    k = band_keys(raw.k, copied.view, band.k_copy, copied.row, head, ROTATED_K, SHAPE)
     first_key = tl.where(band.k_copy < 0, 0, copied.first)
     keys = Keys(k, raw.v, raw.channels_k, raw.channels_v, first_key, raw.length, raw.batch, raw.first_slot)
     return keys, tiles
@@ -132,36 +140,36 @@ def prefetch_tile(keys, cache, tiles, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def load_keys(ptr, offsets, channels, SHAPE: tl.constexpr):
-    return load_parts(ptr, offsets, channels, SHAPE.head_dim, SHAPE.block_d)
-
-
-@triton.jit
 def attend_tile(
-    state, queries, keys, cache, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, SHAPE: tl.constexpr
+    state, queries, keys, scales, cache, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """One step of the online softmax, over the keys from `column` on. pages: their pages, loaded before. ROTATED_K: the
-    keys are a copy, which has no pages. EDGE: some pairs lie outside the band."""
+    """One step of the online softmax, over the keys from `column` on. scales: KeyScales, or None. pages: their pages,
+    loaded before. ROTATED_K: the keys are a copy, which has no pages. EDGE: some pairs lie outside the band."""
+    dtype: tl.constexpr = queries.tile[0].dtype
     rows = key_rows(keys, cache, column, EDGE, SHAPE)
     if SHAPE.page_size > 0:
         page = valid_page(cache, pages)
         row = row_in_page(cache, tl.maximum(keys.first_slot + column + rows, 0), SHAPE.page_size)
+    elif scales is not None:
+        page, row = keys.batch, tl.maximum(keys.first_slot + column + rows, 0)
     if SHAPE.page_size > 0 and not ROTATED_K:
-        k = load_keys(keys.k.ptr, page_offsets(page, row, keys.k), keys.channels_k, SHAPE)  # [BN, D]
+        k = load_keys(keys.k.ptr, page_offsets(page, row, keys.k), keys.channels_k, SHAPE, dtype)  # [BN, D]
     else:
-        k = load_keys(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), keys.channels_k, SHAPE)
+        k = load_keys(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), keys.channels_k, SHAPE, dtype)
     scores = tl.dot(queries.tile[0], tl.trans(k[0]), input_precision="ieee")  # [BM, BN]
     if SHAPE.parts == 2:
         scores = tl.dot(queries.tile[1], tl.trans(k[1]), scores, input_precision="ieee")
+    if scales is not None:
+        scores *= load_scales(scales.k, page, row)[None, :]
     visible = is_visible(queries.visible, column, SHAPE.block_n) if EDGE else None
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     if SHAPE.page_size > 0:
-        v = load_parts(
-            keys.v.ptr, page_offsets(page, row, keys.v), keys.channels_v, SHAPE.head_dim_v, SHAPE.block_dv
-        )  # [BN, DV]
+        v = load_cached_values(keys.v.ptr, page_offsets(page, row, keys.v), keys.channels_v, SHAPE, dtype)  # [BN, DV]
     else:
         ptr = skip_rows(keys.v, column).ptr
-        v = load_parts(ptr, tile_offsets(rows, keys.v), keys.channels_v, SHAPE.head_dim_v, SHAPE.block_dv)
+        v = load_cached_values(ptr, tile_offsets(rows, keys.v), keys.channels_v, SHAPE, dtype)
+    if scales is not None:
+        weights, v = scale_values(weights, v, load_scales(scales.v, page, row))
     return add_values(state, weights, v)
 
 
@@ -223,10 +231,16 @@ def attention_forward(
         channels_k = tile_channels(SHAPE, 2, 0), tile_channels(SHAPE, 2, 1)
         channels_v = tl.arange(0, HALF), tl.arange(0, HALF) + HALF
     raw = Keys(k_rows, v_rows, channels_k, channels_v, 0, seq.length_k, batch, seq.start_k)
+    scales = None
+    if cache.k_scale is not None:
+        k_scale = scale_view(cache.k_scale, cache.k_batch, cache.k_row, cache.k_head, head_kv)
+        v_scale = scale_view(cache.v_scale, cache.v_batch, cache.v_row, cache.v_head, head_kv)
+        scales = KeyScales(k_scale, v_scale)
     # Prefetches the first K and V tile while q is rotated. Not with pages (two lookups) or several bands (spills).
     if SHAPE.page_size == 0 and SHAPE.num_bands == 1:
         band = load_band(scheme.bands, 0)
-        keys, tiles = enter_band(raw, copied, band, head_kv, first + seq.ahead, last, scheme.maps, SHAPE)
+        ROTATED_K: tl.constexpr = SHAPE.rotated_bands & 1
+        keys, tiles = enter_band(raw, copied, band, head_kv, first + seq.ahead, last, scheme.maps, ROTATED_K, SHAPE)
         prefetch_tile(keys, cache, tiles, SHAPE)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     log_n = query_scale(scheme, rows.start + existing_rows(rows), position, seq.length_k)
@@ -241,7 +255,9 @@ def attention_forward(
             tile = load_rotated(queries, table, band.q_rotation, rows, log_n, True, SHAPE)  # [BM, D]
         else:
             tile = load_rotated(queries, table, band.q_rotation, rows, log_n, False, SHAPE)
-        keys, tiles = enter_band(raw, copied, band, head_kv, first + seq.ahead, last, scheme.maps, SHAPE)
+        keys, tiles = enter_band(
+            raw, copied, band, head_kv, first + seq.ahead, last, scheme.maps, (SHAPE.rotated_bands >> b) & 1, SHAPE
+        )
         band_queries = BandQueries(tile, visible_keys(position, band, seq.length_k, scheme.maps), scale_log2)
         # Pages are loaded a tile ahead: K and V can only be requested ahead if their pages are known by then.
         pages = load_tile_pages(keys, cache, edge_tile(tiles, 0) * SHAPE.block_n, SHAPE)
@@ -249,7 +265,7 @@ def attention_forward(
             next_pages = load_tile_pages(keys, cache, edge_tile(tiles, step + 1) * SHAPE.block_n, SHAPE)
             column = edge_tile(tiles, step) * SHAPE.block_n
             state = attend_tile(
-                state, band_queries, keys, cache, column, pages, (SHAPE.rotated_bands >> b) & 1, True, SHAPE
+                state, band_queries, keys, scales, cache, column, pages, (SHAPE.rotated_bands >> b) & 1, True, SHAPE
             )
             pages = next_pages
         pages = load_tile_pages(keys, cache, tiles.inner_begin * SHAPE.block_n, SHAPE)
@@ -257,7 +273,7 @@ def attention_forward(
             next_pages = load_tile_pages(keys, cache, (step + 1) * SHAPE.block_n, SHAPE)
             column = step * SHAPE.block_n
             state = attend_tile(
-                state, band_queries, keys, cache, column, pages, (SHAPE.rotated_bands >> b) & 1, False, SHAPE
+                state, band_queries, keys, scales, cache, column, pages, (SHAPE.rotated_bands >> b) & 1, False, SHAPE
             )
             pages = next_pages
 

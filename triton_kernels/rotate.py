@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .arguments import decode_int
 from .kv_cache import load_page, row_in_page, valid_page
-from .rotation import CosSinTable, load_cos_sin, load_pairs, query_scale, rotate, store_pairs
+from .rotation import CosSinTable, load_cos_sin, load_key_pairs, load_pairs, query_scale, rotate, store_pairs
 from .tiles import (
     TileRows,
     copied_keys,
@@ -133,6 +133,6 @@ def rotate_cached_rows(
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):
         view = head_view(k_cache, 0, 0, head, SHAPE)
-        x, y = load_pairs(view.ptr, page_offsets(page, row, view), 0, SHAPE.block_d // 2, SHAPE)
+        x, y = load_key_pairs(view.ptr, page_offsets(page, row, view), SHAPE, tl.float32)
         x, y = rotate(x.to(tl.float32), y.to(tl.float32), cos, sin)
         store_pairs(head_view(out, copy, packed, head, SHAPE), x, y, rows, 0, SHAPE)

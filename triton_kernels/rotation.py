@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from ..lowering import cos_sin
-from .tiles import existing_rows, load_rows, store_rows, tile_offsets
+from .codes import as_type, interleave, load_packed, load_packed_channels
+from .tiles import existing_rows, load_parts, load_rows, store_rows, tile_offsets
 
 FINE_ROWS = tl.constexpr(cos_sin.FINE_ROWS)
 BLOCK_ROWS = tl.constexpr(16)  # of load_cos_sin_by_blocks
@@ -24,20 +25,34 @@ def pair_channels(pair, second, SHAPE: tl.constexpr):
     more if there is none. With second = None, pair counts all first members, then all second ones. Channels from
     rotary_dim on form pairs that do not rotate. The result is computed in whole vectors of up to 16 bytes, so that the
     compiler can load those."""
-    HALF: tl.constexpr = SHAPE.rotary_dim // 2
-    REST: tl.constexpr = SHAPE.head_dim // 2 - HALF
-    COMMON: tl.constexpr = HALF | REST | SHAPE.vec
+    return pair_places(pair, second, SHAPE.rotary_dim, SHAPE.head_dim, SHAPE.block_d, SHAPE.vec)
+
+
+@triton.jit
+def pair_bytes(pair, second, SHAPE: tl.constexpr):
+    """pair_channels of 4-bit codes: the bytes of two pairs each. They must hold neighbours."""
+    VEC: tl.constexpr = SHAPE.vec if SHAPE.vec < SHAPE.code_vec else SHAPE.code_vec
+    return pair_places(pair, second, SHAPE.rotary_dim // 2, SHAPE.head_dim // 2, SHAPE.block_d // 2, VEC)
+
+
+@triton.jit
+def pair_places(
+    pair, second, ROTARY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr
+):
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    REST: tl.constexpr = HEAD_DIM // 2 - HALF
+    COMMON: tl.constexpr = HALF | REST | ALIGNED
     VEC: tl.constexpr = COMMON & -COMMON  # the largest power of two that divides all three
-    if SHAPE.rotary_dim == SHAPE.block_d and second is not None:
+    if ROTARY_DIM == BLOCK_D and second is not None:
         return pair + second * HALF
     else:
         vector = pair // VEC
         if second is None:
-            second = vector // (SHAPE.block_d // 2 // VEC)
-            vector = vector % (SHAPE.block_d // 2 // VEC)
+            second = vector // (BLOCK_D // 2 // VEC)
+            vector = vector % (BLOCK_D // 2 // VEC)
         rotated = vector + second * (HALF // VEC)
         unrotated = vector + HALF // VEC + second * (REST // VEC)
-        padding = SHAPE.head_dim // VEC
+        padding = HEAD_DIM // VEC
         rest = tl.where(vector < (HALF + REST) // VEC, unrotated, padding)
         vector = tl.where(vector < HALF // VEC, rotated, rest)
         return vector * VEC + pair % VEC
@@ -84,6 +99,51 @@ def split_pairs(x, SHAPE: tl.constexpr):
         return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     else:
         return halves(x)
+
+
+@triton.jit
+def load_keys(ptr, offsets, channels, SHAPE: tl.constexpr, dtype: tl.constexpr):
+    """Rows of keys at offsets [M, 1], [M, D] in parts, in the order of tile_channels, whose parts are `channels`. Codes
+    become this type, in one part."""
+    FULL: tl.constexpr = SHAPE.rotary_dim == SHAPE.block_d
+    UNROTATED: tl.constexpr = SHAPE.rotary_dim == 0 and SHAPE.head_dim == SHAPE.block_d
+    NEIGHBOURS: tl.constexpr = SHAPE.rotary_dim % 4 == 0 and SHAPE.head_dim % 4 == 0  # they share a byte of 4-bit codes
+    if ptr.dtype.element_ty == tl.int8:
+        return (as_type(load_rows(ptr, offsets, channels[0], SHAPE), dtype),)
+    elif ptr.dtype.element_ty != tl.uint8:
+        return load_parts(ptr, offsets, channels, SHAPE.head_dim, SHAPE.block_d)
+    elif SHAPE.interleaved or FULL or UNROTATED:
+        low, high = load_packed(ptr, offsets, tl.arange(0, SHAPE.block_d // 2), SHAPE.head_dim, SHAPE.block_d, dtype)
+        return (interleave(low, high),)
+    elif NEIGHBOURS:
+        at = pair_bytes(tl.arange(0, SHAPE.block_d // 2), None, SHAPE)
+        low, high = load_packed(ptr, offsets, at, SHAPE.head_dim, SHAPE.block_d, dtype)
+        return (interleave(low, high),)
+    else:
+        return (load_packed_channels(ptr, offsets, channels[0], SHAPE.head_dim, SHAPE.block_d, dtype),)
+
+
+@triton.jit
+def load_key_pairs(ptr, offsets, SHAPE: tl.constexpr, dtype: tl.constexpr):
+    """load_pairs of all pairs of keys, two [M, D/2]. Codes become this type."""
+    PAIRS: tl.constexpr = SHAPE.block_d // 2
+    NEIGHBOURS: tl.constexpr = SHAPE.rotary_dim % 4 == 0 and SHAPE.head_dim % 4 == 0
+    if ptr.dtype.element_ty != tl.uint8:
+        x, y = load_pairs(ptr, offsets, 0, PAIRS, SHAPE)
+        return as_type(x, dtype), as_type(y, dtype)
+    elif SHAPE.interleaved:
+        return load_packed(ptr, offsets, tl.arange(0, PAIRS), SHAPE.head_dim, SHAPE.block_d, dtype)
+    elif NEIGHBOURS:
+        pair = tl.arange(0, PAIRS // 2)
+        low_x, high_x = load_packed(ptr, offsets, pair_bytes(pair, 0, SHAPE), SHAPE.head_dim, SHAPE.block_d, dtype)
+        low_y, high_y = load_packed(ptr, offsets, pair_bytes(pair, 1, SHAPE), SHAPE.head_dim, SHAPE.block_d, dtype)
+        return interleave(low_x, high_x), interleave(low_y, high_y)
+    else:
+        pair = tl.arange(0, PAIRS)
+        at_x, at_y = pair_channels(pair, 0, SHAPE), pair_channels(pair, 1, SHAPE)
+        x = load_packed_channels(ptr, offsets, at_x, SHAPE.head_dim, SHAPE.block_d, dtype)
+        y = load_packed_channels(ptr, offsets, at_y, SHAPE.head_dim, SHAPE.block_d, dtype)
+        return x, y
 
 
 @triton.jit

@@ -8,12 +8,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import decode_int, decode_stride
+from .arguments import decode_code_stride, decode_int, decode_stride
+from .codes import as_type, interleave, load_packed
 from .kv_cache import cache_bounds
 
 L2_LINE = tl.constexpr(128)  # bytes
-PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # the interpreter has no inline PTX
+PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 # ---- sequences
 
@@ -318,10 +319,22 @@ class HeadView(NamedTuple):
 @triton.jit
 def head_view(x, batch, start, head, SHAPE: tl.constexpr):
     """One head of a TensorView, from row `start` on."""
-    VEC: tl.constexpr = SHAPE.vec
-    stride_batch, stride_row = decode_stride(x.stride_batch, SHAPE), decode_stride(x.stride_row, SHAPE)
-    offset = batch * stride_batch + start * stride_row + head * decode_stride(x.stride_head, SHAPE)
-    return HeadView(x.ptr + tl.multiple_of(offset, VEC), stride_row, stride_batch)
+    if x.ptr.dtype.element_ty.primitive_bitwidth == 8:
+        return code_view(x, batch, start, head, SHAPE)
+    else:
+        VEC: tl.constexpr = SHAPE.vec
+        stride_batch, stride_row = decode_stride(x.stride_batch, SHAPE), decode_stride(x.stride_row, SHAPE)
+        offset = batch * stride_batch + start * stride_row + head * decode_stride(x.stride_head, SHAPE)
+        return HeadView(x.ptr + tl.multiple_of(offset, VEC), stride_row, stride_batch)
+
+
+@triton.jit
+def code_view(x, batch, start, head, SHAPE: tl.constexpr):
+    """head_view of codes, which may lie at multiples of fewer bytes than 16."""
+    VEC: tl.constexpr = SHAPE.code_vec
+    stride_batch, stride_row = decode_code_stride(x.stride_batch, SHAPE), decode_code_stride(x.stride_row, SHAPE)
+    offset = batch * stride_batch + start * stride_row + head * decode_code_stride(x.stride_head, SHAPE)
+    return HeadView(tl.multiple_of(x.ptr + tl.multiple_of(offset, VEC), VEC), stride_row, stride_batch)
 
 
 @triton.jit
@@ -331,15 +344,19 @@ def skip_rows(view, rows):
 
 
 @triton.jit
-def band_keys(raw, rotated_k, k_copy, packed, head, SHAPE: tl.constexpr):
-    """The keys that a band reads: raw ones, or its copy in rotated_k (copy, row, head) from row `packed` on."""
+def band_keys(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, SHAPE: tl.constexpr):
+    """The keys that a band reads: raw ones, or its copy in rotated_k (copy, row, head) from row `packed` on.
+    ROTATED_K says which if raw keys are codes."""
     copy = head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, SHAPE)
-    ptr = tl.where(k_copy < 0, raw.ptr, copy.ptr)
-    stride_row = tl.where(k_copy < 0, raw.stride_row, copy.stride_row)
-    VEC: tl.constexpr = SHAPE.vec
-    BYTES: tl.constexpr = 16 if SHAPE.vec > 1 else 1
-    # tl.where hides the alignment that both sides have.
-    return HeadView(tl.multiple_of(ptr, BYTES), tl.multiple_of(stride_row, VEC), raw.stride_batch)
+    if raw.ptr.dtype == copy.ptr.dtype:
+        ptr = tl.where(k_copy < 0, raw.ptr, copy.ptr)
+        stride_row = tl.where(k_copy < 0, raw.stride_row, copy.stride_row)
+        VEC: tl.constexpr = SHAPE.vec
+        BYTES: tl.constexpr = 16 if SHAPE.vec > 1 else 1
+        # tl.where hides the alignment that both sides have.
+        return HeadView(tl.multiple_of(ptr, BYTES), tl.multiple_of(stride_row, VEC), raw.stride_batch)
+    else:
+        return copy if ROTATED_K else raw
 
 
 @triton.jit
@@ -386,12 +403,27 @@ def load_parts(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 
 @triton.jit
+def load_cached_values(ptr, offsets, channels, SHAPE: tl.constexpr, dtype: tl.constexpr):
+    """load_parts of values that may lie in a cache: rows at offsets [M, 1]. Codes become this type, in one part."""
+    if ptr.dtype.element_ty == tl.uint8:
+        low, high = load_packed(
+            ptr, offsets, tl.arange(0, SHAPE.block_dv // 2), SHAPE.head_dim_v, SHAPE.block_dv, dtype
+        )
+        return (interleave(low, high),)
+    elif ptr.dtype.element_ty == tl.int8:
+        return (as_type(load_values(ptr, offsets, channels[0], SHAPE), dtype),)
+    else:
+        return load_parts(ptr, offsets, channels, SHAPE.head_dim_v, SHAPE.block_dv)
+
+
+@triton.jit
 def prefetch_rows(ptr, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Requests rows at offsets [M, 1] for the L2 cache. Waits for nothing and fills no register."""
     if not INTERPRETED:
+        ROW: tl.constexpr = HEAD_DIM // 2 if ptr.dtype.element_ty == tl.uint8 else HEAD_DIM
         LINE: tl.constexpr = L2_LINE * 8 // ptr.dtype.element_ty.primitive_bitwidth  # elements
         LINES: tl.constexpr = BLOCK_D // LINE if BLOCK_D > LINE else 1
-        channels = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_DIM - 1)
+        channels = tl.minimum(tl.arange(0, LINES) * LINE, ROW - 1)
         ptrs = ptr + offsets + channels[None, :]
         tl.inline_asm_elementwise(PREFETCH, "=r,l", [ptrs.to(tl.int64)], tl.int32, False, 1)
 

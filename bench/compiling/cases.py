@@ -18,6 +18,7 @@ DECODE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
 CHUNK_KERNELS = ("append_rows", "rotate_cached_rows", "attention_forward")
 ATOMIC_KERNELS = (*KERNELS[:-1], "attention_finish_grad_q")
 ORDER = ("rotate_rows", "rotate_cached_rows", *KERNELS[1:], ATOMIC_KERNELS[-1], *DECODE_KERNELS)
+CODES = {"int8": (1, torch.int8), "int4": (2, torch.uint8)}  # codes in a byte, its type
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # neither head count a multiple of 16
 
@@ -37,6 +38,7 @@ class Scheme:
     seqlen_q: int = 1  # with a cache
     deterministic: bool = True
     head_dim_v: int = 0  # 0: as wide as q and k
+    codes: str = ""  # "int8" or "int4": a quantized cache
 
 
 ONE_BAND = Scheme("rope", Rotary.rope)
@@ -72,6 +74,13 @@ VALUES = tuple(  # multi-head latent attention
     Scheme(name, lambda head_dim: Rotary.rope(head_dim, rotary_dim=64), head_dim_v=128, deterministic=deterministic)
     for name, deterministic in (("v 128", True), ("v 128 atomic", False))
 )
+QUANTIZED = tuple(
+    dataclasses.replace(scheme, name=f"{scheme.name} {codes}", codes=codes) for codes in CODES for scheme in DECODE
+)
+QUANTIZED_CHUNKS = tuple(
+    dataclasses.replace(scheme, name=f"{scheme.name} {codes}", codes=codes)
+    for codes, scheme in (("int8", CHUNKS[0]), ("int8", CHUNKS[3]), ("int4", CHUNKS[3]))
+)
 VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
 
@@ -86,7 +95,7 @@ class Case:
     def kernels(self) -> set[str]:
         """The kernels it must launch."""
         if self.scheme.cache:
-            return set(CHUNK_KERNELS if self.scheme in CHUNKS else DECODE_KERNELS)
+            return set(CHUNK_KERNELS if self.scheme in CHUNKS + QUANTIZED_CHUNKS else DECODE_KERNELS)
         if not self.scheme.deterministic:
             return set(ATOMIC_KERNELS)
         return set(KERNELS) - ({"rotate_rows"} if self.scheme.name == "nope" else set())
@@ -121,8 +130,13 @@ class Case:
         rows = (BATCH, SEQLEN) if scheme.cache == "contiguous" else (BATCH * pages, PAGE_SIZE)
         q, new = (tensor(BATCH, scheme.seqlen_q, heads, self.head_dim) for heads in (HEADS_Q, HEADS_KV))
         cache, seqlens = tensor(*rows, HEADS_KV, self.head_dim), tensor(BATCH, dtype=torch.int32)
+        scales = (None, None)
+        if scheme.codes:
+            per_byte, dtype = CODES[scheme.codes]
+            cache = tensor(*rows, HEADS_KV, self.head_dim // per_byte, dtype=dtype)
+            scales = (tensor(rows[0], HEADS_KV, rows[1], dtype=torch.float32).transpose(1, 2),) * 2  # as KVCache's
         table = tensor(BATCH, pages, dtype=torch.int32) if scheme.cache == "paged" else None
-        layout = CacheLayout(seqlens, table, None, scheme.seqlen_q)
+        layout = CacheLayout(seqlens, table, None, scheme.seqlen_q, None, None, 0, *scales)
         call = CacheCall(scheme.rotary(self.head_dim), scheme.causal, self.head_dim**-0.5, layout)
         with caught_launches(launcher, self.arch) as launches:
             backend.append_to_cache(cache, cache, new, new, layout)
@@ -153,5 +167,7 @@ def cases(quick: bool) -> list[Case]:
         + grid((86,), (64, 128), "bf16", DECODE[-1], CHUNKS[-1])
         + grid((80, 90), (256,), "bf16", CHUNKS[-1])
     )
+    codes = grid((80, 90), (128,), "bf16", *QUANTIZED, *QUANTIZED_CHUNKS) + grid((80,), (64,), "bf16", QUANTIZED[-1])
+    codes += grid((80,), (128,), "fp16", QUANTIZED[1])
     maps = grid((80, 90), (64, 128), "bf16", *MAPS, *MAPS_DECODE) + grid((86,), (128,), "bf16", *MAPS, MAPS_DECODE[-1])
-    return main + wide + padded + types + variants + small_shared + cache + maps
+    return main + wide + padded + types + variants + small_shared + cache + codes + maps

@@ -108,7 +108,7 @@ class Row:
         first = self.cases[0]
         forward = self.kernel == "attention_forward" and first.scheme.aligned
         decode = self.kernel == "attention_decode" and "rerope" in first.scheme.name
-        return (forward or decode) and first.head_dim in (64, 128)
+        return (forward or decode) and first.head_dim in (64, 128) and not first.scheme.codes
 
     @property
     def prefetches_pages(self) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 
 import triton
 
-from .cases import MAPS, MAPS_DECODE, VALUES, VARIANTS, Case
+from .cases import MAPS, MAPS_DECODE, QUANTIZED, QUANTIZED_CHUNKS, VALUES, VARIANTS, Case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +78,26 @@ NEWEST = (
     SpillLimit(20, "attention_decode", 90, head_dim=128, scheme="rerope paged", triton="3.9"),
 )
 
+# Codes of a cache, under the one release that they were compiled with. What spills lies outside the tile loops.
+CODE_SPILLS = {
+    "rope paged int8": 8,
+    "rerope contiguous int8": 8,
+    "rerope paged int8": 24,
+    "rerope contiguous int4": 20,
+    "rerope paged int4": 28,
+}
+CODES = (
+    *(SpillLimit(spill, "attention_decode", scheme=name, triton="3.6.") for name, spill in CODE_SPILLS.items()),
+    SpillLimit(8, "attention_forward", 90, scheme="rope contiguous chunk int8", triton="3.6."),
+    SpillLimit(28, "attention_forward", 90, scheme="rerope paged chunk int8", triton="3.6."),
+    SpillLimit(16, "attention_forward", 90, scheme="rerope paged chunk int4", triton="3.6."),
+    *(SpillLimit(0, scheme=scheme.name, triton="3.6.") for scheme in QUANTIZED + QUANTIZED_CHUNKS),
+    *(listed(scheme=scheme.name) for scheme in QUANTIZED + QUANTIZED_CHUNKS),
+)
+
 # The first match decides. Limited are one and two bands in half precision, head_dim 64 and 128, on sm_80 and sm_90.
 SPILL_LIMITS = (
+    *CODES,
     SpillLimit(24, "attention_grad_kv", scheme="v 128 atomic", triton="3.6."),  # outside the tile loops
     *(SpillLimit(0, scheme=scheme.name, triton="3.6.") for scheme in VALUES),
     listed(above=128),  # no tile of 256 channels holds its accumulators in 255 registers
@@ -148,6 +166,20 @@ INSTRUCTION_LIMITS |= {
     for kernel in ("attention_forward", "attention_grad_kv", "attention_grad_q")
     for scheme in MAPS
 } | {("attention_decode", scheme.name): _by_size((46, 44.5), (46, 44.5)) for scheme in MAPS_DECODE}
+# Of codes, in 3.6.
+CODE_INSTRUCTIONS = {
+    ("attention_forward", "rope contiguous chunk int8"): {(80, 128): 16.6, (90, 128): 83},
+    ("attention_forward", "rerope paged chunk int8"): {(80, 128): 21, (90, 128): 100},
+    ("attention_forward", "rerope paged chunk int4"): {(80, 128): 13, (90, 128): 100},
+    ("attention_decode", "rope contiguous int8"): {(80, 128): 51.5, (90, 128): 50.5},
+    ("attention_decode", "rope paged int8"): {(80, 128): 52.5, (90, 128): 50.5},
+    ("attention_decode", "rope contiguous int4"): {(80, 128): 42.5, (90, 128): 42.5},
+    ("attention_decode", "rope paged int4"): {(80, 128): 44.5, (90, 128): 44},
+    ("attention_decode", "rerope contiguous int8"): {(80, 128): 30.5, (90, 128): 30.5},
+    ("attention_decode", "rerope paged int8"): {(80, 128): 32.5, (90, 128): 32.5},
+    ("attention_decode", "rerope contiguous int4"): {(80, 128): 24, (90, 128): 24},
+    ("attention_decode", "rerope paged int4"): {(80, 64): 36, (80, 128): 25.5, (90, 128): 25.5},
+}
 # Newer compilers (seen: 3.9) have their own tiles in configs.py, because those of 3.6 would spill.
 NEWER = {
     ("attention_forward", "rope"): {(80, 64): 6.7},
@@ -162,7 +194,7 @@ def max_instructions(kernel: str, case: Case) -> float | None:
     if case.dtype != "bf16":
         return None
     newer = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)
-    for table in (NEWER, INSTRUCTION_LIMITS) if newer else (INSTRUCTION_LIMITS,):
+    for table in (NEWER, INSTRUCTION_LIMITS) if newer else (INSTRUCTION_LIMITS, CODE_INSTRUCTIONS):
         limits = table.get((kernel, case.scheme.name), {})
         if (case.arch, case.head_dim) in limits:
             return limits[case.arch, case.head_dim]

@@ -153,6 +153,69 @@ inline Vec load(const Float16* x) {
 #endif
 }
 
+// Codes of quantized caches; python/flashrope/backends/quantized.py says what they are. Their rows are in memory as bytes.
+struct Int8 {
+  int8_t code;
+};
+struct Int4 {  // channels 2 n and 2 n + 1
+  uint8_t codes;
+};
+template <typename T>
+constexpr int PER_ELEMENT = 1;
+template <>
+constexpr int PER_ELEMENT<Int4> = 2;
+template <typename T>
+constexpr bool IS_CODE = false;
+template <>
+constexpr bool IS_CODE<Int8> = true;
+template <>
+constexpr bool IS_CODE<Int4> = true;
+
+inline float to_float(Int8 x) { return x.code; }
+
+// The element that holds channel c of a row.
+template <typename T>
+inline const T* channel(const T* x, int c) {
+  return x + c / PER_ELEMENT<T>;
+}
+template <typename T>
+inline float value(const T* x, int c) {
+  return to_float(x[c]);
+}
+inline float value(const Int4* x, int c) { return float(int(x[c / 2].codes >> 4 * (c % 2) & 15) - 8); }
+
+inline Vec load(const Int8* x) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x)));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)));
+#else
+  int8_t __attribute__((vector_size(LANES))) codes;
+  std::memcpy(&codes, x, sizeof codes);
+  return __builtin_convertvector(codes, Vec);
+#endif
+}
+
+// LANES codes, of an even channel and those behind it.
+inline Vec load(const Int4* x) {
+#ifdef __AVX2__
+  int64_t bytes = 0;
+  std::memcpy(&bytes, x, LANES / 2);
+  const __m128i wide = _mm_cvtepu8_epi16(_mm_cvtsi64_si128(bytes));  // a byte in the low half of 16 bits
+  const __m128i halves = _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)), _mm_set1_epi8(15));
+  const __m128i codes = _mm_sub_epi8(halves, _mm_set1_epi8(8));
+#ifdef __AVX512F__
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+#else
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+#endif
+#else
+  Vec v;
+  for (int i = 0; i < LANES; ++i) v[i] = value(x, i);
+  return v;
+#endif
+}
+
 inline void from_float(float x, float* y) { *y = x; }
 inline void from_float(float x, Float16* y) { *y = Float16(x); }
 inline void from_float(float x, BFloat16* y) {  // to nearest, ties to even

@@ -32,6 +32,7 @@ struct DecodeBand {
 
 struct DecodeCall {  // cpu/library.py has the same
   TensorView q, k, v, out;
+  TensorView k_scale, v_scale;  // float32 (batch or pages, rows, heads), of a quantized cache
   float* lse;                  // (batch, heads_q, seqlen_q)
   const int64_t* bounds;       // (batch, 2): slots
   const int32_t* block_table;  // (batch, max_pages), or nullptr
@@ -45,7 +46,7 @@ struct DecodeCall {  // cpu/library.py has the same
   double log_n_every, log_n_first;  // log_n_every 0: log n grows with every position, not in steps
   double length_scale;              // 0: no factor by the length of the sequence
   double rotated_scale;             // of the first 2 * pairs channels of the queries
-  int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16
+  int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; 3 and 4: codes, Int8 and Int4, beside float32
   ParallelFor parallel_for;
 
   int64_t seqlen(int64_t sequence) const { return bounds[2 * sequence + 1] - bounds[2 * sequence]; }
@@ -84,7 +85,8 @@ struct QueryAngles {
 };
 
 // One chunk of keys against the queries of one key head. D: head_dim, or 0 where it is known at run time only.
-template <typename T, int D>
+// T: of the cache; Q: of queries and results.
+template <typename T, typename Q, int D>
 struct Chunk {
   const DecodeCall& call;
   const QueryAngles& query_angles;
@@ -106,6 +108,7 @@ struct Chunk {
   Span spans[MAX_BANDS][MAX_ROWS];  // per row
   struct Rows {  // of the cache
     const T *k[BLOCK], *v[BLOCK];
+    float k_scale[BLOCK], v_scale[BLOCK];  // of codes
   } blocks[2], *block = &blocks[0], *next = &blocks[1];
 
   Chunk(const DecodeCall& call, const QueryAngles& query_angles, int64_t sequence, int64_t head_kv, int64_t first_key)
@@ -150,7 +153,7 @@ struct Chunk {
         scale *= std::fmax(call.log_n_factor * std::log(counted + 1), call.log_n_floor);
       if (call.length_scale) scale *= std::fmax(0.1 * std::log(double(seqlen) / call.length_scale) + 1, 1.0);
       const float scale_rotated = float(scale * call.rotated_scale), scale_rest = float(scale);
-      const T* x = call.q.row<const T>(sequence, row, head_kv * group + r / call.seqlen_q);
+      const Q* x = call.q.row<const Q>(sequence, row, head_kv * group + r / call.seqlen_q);
       float* y = q + r * padded_dim();
       for (int c = 0; c < head_dim(); ++c) y[c] = to_float(x[c]) * (c < 2 * call.pairs ? scale_rotated : scale_rest);
       for (int b = 0; b < call.num_bands; ++b)
@@ -178,7 +181,10 @@ struct Chunk {
   // outside the cache are clamped.
   void find_rows(int64_t key, Rows& found) const {
     const int keys = int(std::clamp<int64_t>(end_key - key, 0, BLOCK));
-    for (int t = keys; t < BLOCK; ++t) found.k[t] = block->k[0], found.v[t] = block->v[0];
+    for (int t = keys; t < BLOCK; ++t) {
+      found.k[t] = block->k[0], found.v[t] = block->v[0];
+      if (IS_CODE<T>) found.k_scale[t] = found.v_scale[t] = 0;
+    }
     for (int t = 0; t < keys;) {
       int64_t page = sequence, slot = first_slot + key + t, last = keys;
       if (call.block_table) {
@@ -188,7 +194,13 @@ struct Chunk {
         last = std::min<int64_t>(last, t + call.page_size - slot);
       }
       const T *k = call.k.row<const T>(page, slot, head_kv), *v = call.v.row<const T>(page, slot, head_kv);
-      for (; t < last; ++t, k += call.k.stride_row, v += call.v.stride_row) found.k[t] = k, found.v[t] = v;
+      for (; t < last; ++t, ++slot, k += call.k.stride_row, v += call.v.stride_row) {
+        found.k[t] = k, found.v[t] = v;
+        if (IS_CODE<T>) {
+          found.k_scale[t] = *call.k_scale.row<const float>(page, slot, head_kv);
+          found.v_scale[t] = *call.v_scale.row<const float>(page, slot, head_kv);
+        }
+      }
     }
   }
 
@@ -253,9 +265,9 @@ struct Chunk {
 
   void convert(const T* x, float* y) const {
     if (whole_vectors) {
-      for (int c = 0; c < padded_dim(); c += LANES) store(y + c, load(x + c));
+      for (int c = 0; c < padded_dim(); c += LANES) store(y + c, load(channel(x, c)));
     } else {
-      for (int c = 0; c < head_dim(); ++c) y[c] = to_float(x[c]);
+      for (int c = 0; c < head_dim(); ++c) y[c] = value(x, c);
       std::fill(y + head_dim(), y + padded_dim(), 0.0f);
     }
   }
@@ -265,13 +277,18 @@ struct Chunk {
     if (vector_pairs) {
       const int half = pairs.count;
       for (int c = 0; c < rotating_vectors * LANES; c += LANES) {
-        const Vec first = load(x + c), second = load(x + c + half);
+        const Vec first = load(channel(x, c)), second = load(channel(x, c + half));
         store(y + c, first * load(cos + c) - second * load(sin + c));
         store(y + c + half, second * load(cos + c) + first * load(sin + c));
       }
       for (int c = rotating_vectors * LANES; c < half; c += LANES)
-        store(y + c, load(x + c)), store(y + c + half, load(x + c + half));
-      for (int c = 2 * half; c < padded_dim(); c += LANES) store(y + c, load(x + c));
+        store(y + c, load(channel(x, c))), store(y + c + half, load(channel(x, c + half)));
+      for (int c = 2 * half; c < padded_dim(); c += LANES) store(y + c, load(channel(x, c)));
+    } else if constexpr (IS_CODE<T>) {
+      float codes[MAX_HEAD_DIM];
+      for (int c = 0; c < head_dim(); ++c) codes[c] = value(x, c);
+      rotate(codes, y, cos, sin, pairs, head_dim());
+      std::fill(y + head_dim(), y + padded_dim(), 0.0f);
     } else {
       rotate(x, y, cos, sin, pairs, head_dim());
       std::fill(y + head_dim(), y + padded_dim(), 0.0f);
@@ -304,13 +321,15 @@ struct Chunk {
     }
     const IntVec t = lane_numbers() + begin;
     float* to = scores[r] + begin;
-    store(to, (t >= span.first) & (t < span.end) ? sums(products) : load(to));
+    Vec sum_of_each = sums(products);
+    if (IS_CODE<T>) sum_of_each *= load(block->k_scale + begin);
+    store(to, (t >= span.first) & (t < span.end) ? sum_of_each : load(to));
   }
 
   template <typename U>
   Vec product(const Vec* query, const U* y) const {
     Vec total = query[0] * load(y);
-    for (int c = 1; c < vectors(); ++c) total += query[c] * load(y + c * LANES);
+    for (int c = 1; c < vectors(); ++c) total += query[c] * load(channel(y, c * LANES));
     return total;
   }
 
@@ -353,7 +372,7 @@ struct Chunk {
     Vec total{};
     for (int t = 0; t < BLOCK; t += LANES) {
       const Vec weights = exp(load(scores[r] + t) - row_max);
-      store(scores[r] + t, weights);
+      store(scores[r] + t, IS_CODE<T> ? weights * load(block->v_scale + t) : weights);
       total += weights;
     }
     state.row_max[r] = row_max;
@@ -379,7 +398,7 @@ struct Chunk {
   // all at once wait for one another, and the computation for them.
   void prefetch(const T* row) const {
     const char* bytes = reinterpret_cast<const char*>(row);
-    for (size_t n = 0; n < head_dim() * sizeof(T); n += 64) __builtin_prefetch(bytes + n, 0, 2);
+    for (size_t n = 0; n < head_dim() * sizeof(T) / PER_ELEMENT<T>; n += 64) __builtin_prefetch(bytes + n, 0, 2);
   }
 
   template <bool FETCH, int ROWS, typename U>
@@ -392,7 +411,7 @@ struct Chunk {
       for (int t = span.first; t < span.end; ++t) {
         if (FETCH && c == 0) prefetch(next->v[t]);
         for (int i = 0; i < COLUMNS; ++i) {
-          const Vec x = load(tile[t] + c + i * LANES);
+          const Vec x = load(channel(tile[t], c + i * LANES));
           for (int n = 0; n < ROWS; ++n) acc[n][i] += scores[r + n][t] * x;
         }
       }
@@ -429,7 +448,7 @@ void combine(const DecodeCall& call, int64_t sequence, int64_t head_kv, const fl
   }
 }
 
-template <typename T, int D>
+template <typename T, typename Q, int D>
 int decode(const DecodeCall& call) {
   const int64_t rows = call.heads_q / call.heads_kv * call.seqlen_q, width = call.head_dim + 2;
   // Task n is, of the sequence b that holds it, chunk first_chunks[b] + n / heads_kv - starts[b] and key head
@@ -455,24 +474,24 @@ int decode(const DecodeCall& call) {
     while (starts[b + 1] <= n / call.heads_kv) ++b;
     const int64_t chunks = starts[b + 1] - starts[b], chunk = n / call.heads_kv - starts[b];
     SoftmaxState state;
-    Chunk<T, D>(call, angles, b, head, (first_chunks[b] + chunk) * CHUNK).run(state);
+    Chunk<T, Q, D>(call, angles, b, head, (first_chunks[b] + chunk) * CHUNK).run(state);
     float* head_partials = partials.get() + (starts[b] * call.heads_kv + head * chunks) * rows * width;
     for (int64_t r = 0; r < rows; ++r) {
       float* partial = head_partials + (chunk * rows + r) * width;
       std::memcpy(partial, state.acc[r], call.head_dim * sizeof(float));
       partial[call.head_dim] = state.row_max[r], partial[call.head_dim + 1] = state.row_sum[r];
     }
-    if (finished[b * call.heads_kv + head].fetch_add(1) == chunks - 1) combine<T>(call, b, head, head_partials, chunks);
+    if (finished[b * call.heads_kv + head].fetch_add(1) == chunks - 1) combine<Q>(call, b, head, head_partials, chunks);
   });
   return 0;
 }
 
-template <typename T>
+template <typename T, typename Q = T>
 int decode(const DecodeCall& call) {
   switch (call.head_dim) {
-    case 64: return decode<T, 64>(call);
-    case 128: return decode<T, 128>(call);
-    default: return decode<T, 0>(call);
+    case 64: return decode<T, Q, 64>(call);
+    case 128: return decode<T, Q, 128>(call);
+    default: return decode<T, Q, 0>(call);
   }
 }
 
@@ -482,6 +501,8 @@ extern "C" int flashrope_decode(const flashrope::DecodeCall* call) {
   switch (call->dtype) {
     case 0: return flashrope::decode<float>(*call);
     case 1: return flashrope::decode<flashrope::Float16>(*call);
-    default: return flashrope::decode<flashrope::BFloat16>(*call);
+    case 2: return flashrope::decode<flashrope::BFloat16>(*call);
+    case 3: return flashrope::decode<flashrope::Int8, float>(*call);
+    default: return flashrope::decode<flashrope::Int4, float>(*call);
   }
 }

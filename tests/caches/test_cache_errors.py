@@ -26,6 +26,15 @@ def caches(*shape):
     return {"k_cache": zeros(*shape), "v_cache": zeros(*shape)}
 
 
+SCALE = zeros(2, 32, 2)
+
+
+def codes(dtype=torch.int8, width=16, shape=(2, 32, 2), **changes):
+    """The arguments of a cache of zeros, quantized."""
+    caches = {"k_cache": zeros(*shape, width).to(dtype), "v_cache": zeros(*shape, width).to(dtype)}
+    return caches | {"k_scale": zeros(*shape), "v_scale": zeros(*shape)} | changes
+
+
 # what happened: (call, error, the argument, what is expected, what came)
 REFUSED = {
     "one length for all": (lambda: cached(cache_seqlens=5), T, "cache_seqlens", "an int32 tensor", "got int"),
@@ -39,7 +48,36 @@ REFUSED = {
     "keys of one sequence": (lambda: cached(k=NEW[:1], v=NEW[:1]), V, "k", "shape (2, 1, 2, 16)",
                              "got (1, 1, 2, 16)"),
     "a KVCache as k_cache": (lambda: cached(k_cache=rows()), T, "k_cache", "a tensor", "got KVCache"),
-    "an int8 cache": (lambda: cached(k_cache=zeros(2, 32, 2, 16).char()), T, "k_cache", "float16, bfloat16", "int8"),
+    "an int8 cache without scales": (lambda: cached(**codes(k_scale=None, v_scale=None)), V, "k_scale",
+                                     "a float32 tensor of shape (2, 32, 2) beside a cache of torch.int8", "got None"),
+    "one scale of two": (lambda: cached(**codes(v_scale=None)), V, "v_scale", "a float32 tensor", "got None"),
+    "scales beside floats": (lambda: cached(k_scale=SCALE, v_scale=SCALE), V, "k_cache", "int8, or uint8 with two",
+                             "got torch.float32"),
+    "scales of a channel": (lambda: cached(**codes(k_scale=zeros(2, 32, 2, 16))), V, "k_scale", "shape (2, 32, 2)",
+                            "got shape (2, 32, 2, 16)"),
+    "half-precision scales": (lambda: cached(**codes(v_scale=SCALE.half())), V, "v_scale", "a float32 tensor",
+                              "got torch.float16"),
+    "a number as scale": (lambda: cached(**codes(k_scale=0.5)), V, "k_scale", "a float32 tensor", "got float"),
+    "scales on meta": (lambda: cached(**codes(k_scale=SCALE.to(M))), V, "k_scale", "device cpu", "got meta"),
+    "a gradient of scales": (lambda: cached(**codes(k_scale=SCALE.clone().requires_grad_())), V, "k_scale",
+                             "no gradient", "torch.no_grad"),
+    "int4 of whole bytes": (lambda: cached(**codes(torch.uint8)), V, "k_cache", "8 bytes a row, two 4-bit codes each",
+                            "got 16"),
+    "int8 of half rows": (lambda: cached(**codes(width=8)), V, "k_cache", "16 bytes a row, one 8-bit code each",
+                          "got 8"),
+    "int8 and int4": (lambda: cached(**codes(v_cache=zeros(2, 32, 2, 8).byte())), V, "v_cache",
+                      "torch.int8 as k_cache", "got torch.uint8"),
+    "codes of three": (lambda: cached(**codes(v_cache=zeros(3, 32, 2, 16).char())), V, "v_cache",
+                       "shape (2, 32, 2, 16) as k_cache", "got (3, 32, 2, 16)"),
+    "a quantized k_cache": (lambda: cached(k_cache=zeros(2, 32, 2, 16).char()), V, "v_cache", "int8, or uint8",
+                            "got torch.float32"),
+    "a quantized v_cache": (lambda: cached(v_cache=zeros(2, 32, 2, 16).char()), V, "v_cache", "float16, bfloat16",
+                            "k_scale and v_scale"),
+    "int8 queries": (lambda: cached(**codes(q=ONE.char())), V, "q", "float16, bfloat16", "got torch.int8"),
+    "quantized pages on cuda": (lambda: paged(**codes(shape=(8, 16, 2)), impl="cuda"), V, "impl='cuda'",
+                                "cannot serve this call: ", ""),
+    "scales of packed queries": (lambda: varlen_cached(**codes(k_scale=SCALE[:1])), V, "k_scale", "shape (2, 32, 2)",
+                                 "got shape (1, 32, 2)"),
     "a half-precision cache": (lambda: cached(k_cache=zeros(2, 32, 2, 16).half()), T, "k_cache", "torch.float32",
                                "got torch.float16"),
     "a cache of three": (lambda: cached(**caches(3, 32, 2, 16)), V, "k_cache", "batch 2", "got 3"),
@@ -107,6 +145,12 @@ REFUSED = {
     "page_size 8": (lambda: pages(page_size=8), V, "page_size", "at least 16 and at most 256", "got 8"),
     "page_size 48": (lambda: pages(page_size=48), V, "page_size", "16, 32, 64, 128 or 256", "got 48"),
     "head_dim 12": (lambda: pages(head_dim=12), V, "head_dim", "a multiple of 8 up to 256", "got 12"),
+    "cache_dtype fp8": (lambda: pages(cache_dtype="fp8"), V, "cache_dtype", "None, 'int8' or 'int4'", "got 'fp8'"),
+    "a torch cache_dtype": (lambda: rows(cache_dtype=torch.int8), V, "cache_dtype", "None, 'int8'", "got torch.int8"),
+    "scales to attend": (lambda: rows(cache_dtype="int8").attend(ONE, ROPE, NEW, NEW, k_scale=SCALE), T, "k_scale",
+                         "none in attend", "got one"),
+    "half-precision k": (lambda: rows(cache_dtype="int4").append(NEW.half(), NEW.half()), T, "k", "torch.float32 as",
+                         "float16"),
     "int8 pages": (lambda: pages(dtype=torch.int8), T, "dtype", "float16, bfloat16, float32 or float64",
                    "got torch.int8"),
 }  # fmt: skip

@@ -56,6 +56,12 @@ void binary(const std::string& opcode, F) {
   define_lanes<float, float, float>(opcode, F{});
 }
 
+// An operation on pairs of numbers of 16 bits.
+template <class Operation>
+uint32_t of_halves(uint32_t a, uint32_t b, uint32_t c, Operation operation) {
+  return uint32_t(operation(a >> 16, b >> 16, c >> 16)) << 16 | uint16_t(operation(a, b, c));
+}
+
 void define_arithmetic() {
   for (const char* rounding : {".f32", ".rn.f32"}) {
     binary("add" + std::string(rounding), [](float a, float b) { return a + b; });
@@ -69,6 +75,17 @@ void define_arithmetic() {
                                            [](float a, float b, float c) { return __builtin_fmaf(a, b, c); });
   define_lanes<float, float, float, float>(
       "fma.rn.ftz.f32", [](float a, float b, float c) { return flush(__builtin_fmaf(flush(a), flush(b), flush(c))); });
+  define_lanes<uint32_t, uint32_t, uint32_t>("add.s16x2", [](uint32_t a, uint32_t b) {
+    return of_halves(a, b, 0, [](uint16_t a, uint16_t b, uint16_t) { return uint16_t(a + b); });
+  });
+  define_lanes<uint32_t, uint32_t, uint32_t>("sub.rn.f16x2", [](uint32_t a, uint32_t b) {
+    return of_halves(a, b, 0, [](uint16_t a, uint16_t b, uint16_t) { return to_f16(from_f16(a) - from_f16(b)); });
+  });
+  define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>("fma.rn.bf16x2", [](uint32_t a, uint32_t b, uint32_t c) {
+    return of_halves(a, b, c, [](uint16_t a, uint16_t b, uint16_t c) {  // the sum is exact in float32
+      return to_bf16(__builtin_fmaf(from_bf16(a), from_bf16(b), from_bf16(c)));
+    });
+  });
   unary("neg.f32", [](float a) { return as_float(as_bits(a) ^ 0x80000000); });
   unary("abs.f32", [](float a) { return std::fabs(a); });
   unary("neg.ftz.f32", [](float a) { return -flush(a); });
@@ -107,6 +124,14 @@ void define_comparisons() {
   define_comparison<float>("setp.leu.f32", [](float a, float b) { return !(a > b); });
   define_comparison<float>("setp.gtu.f32", [](float a, float b) { return !(a <= b); });
   define_comparison<float>("setp.geu.f32", [](float a, float b) { return !(a < b); });
+  define_comparison<uint16_t>("setp.nan.f16", [](uint16_t a, uint16_t b) {
+    const float x = from_f16(a), y = from_f16(b);
+    return x != x || y != y;
+  });
+  define_comparison<uint16_t>("setp.nan.bf16", [](uint16_t a, uint16_t b) {
+    const float x = from_bf16(a), y = from_bf16(b);
+    return x != x || y != y;
+  });
   define_comparison<float>("setp.nan.f32", [](float a, float b) { return a != a || b != b; });
   define_comparison<float>("setp.num.f32", [](float a, float b) { return a == a && b == b; });
 }
@@ -137,7 +162,9 @@ void define_conversions() {
   define_lanes<uint16_t, uint64_t>("cvt.u16.u64", [](uint64_t a) { return a; });
   define_lanes<int32_t, uint16_t>("cvt.s32.s8", [](uint16_t a) { return static_cast<int8_t>(a); });
   define_lanes<int16_t, uint16_t>("cvt.s16.s8", [](uint16_t a) { return static_cast<int8_t>(a); });
+  define_lanes<int16_t, int32_t>("cvt.s8.s32", [](int32_t a) { return static_cast<int8_t>(a); });
   define_lanes<uint16_t, uint16_t>("cvt.u16.u8", [](uint16_t a) { return a & 255; });
+  define_lanes<float, int16_t>("cvt.rn.f32.s16", [](int16_t a) { return static_cast<float>(a); });
   define_lanes<float, int32_t>("cvt.rn.f32.s32", [](int32_t a) { return static_cast<float>(a); });
   define_lanes<float, uint32_t>("cvt.rn.f32.u32", [](uint32_t a) { return static_cast<float>(a); });
   define_lanes<float, int64_t>("cvt.rn.f32.s64", [](int64_t a) { return static_cast<float>(a); });

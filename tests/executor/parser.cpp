@@ -353,6 +353,15 @@ class Parser {
            opcode.find("64", opcode.rfind('.')) == std::string::npos && register_named(parts.operands[1]).bytes == 8;
   }
 
+  // Whether prmt takes a byte of its first (0) or second (1) source. LLVM passes an undefined one where it takes none.
+  static bool selects_from(const std::string& selector, size_t source) {
+    const auto digits = literal(selector);
+    if (!digits) return true;
+    bool any = false;
+    for (int n = 0; n < 4; n++) any |= (*digits >> (4 * n + 2) & 1) == source;
+    return any;
+  }
+
   void fill(Instruction& i, const Definition& definition, const std::vector<std::string>& texts) {
     i.run = definition.run, i.control = definition.control, i.collective = definition.collective;
     i.spread = starts_with(i.opcode, "selp")   ? Spread::select
@@ -374,6 +383,7 @@ class Parser {
       const char kind = definition.operands[n];
       if (operand.slot < 0 || kind == 'w') continue;
       if (n < static_cast<size_t>(definition.outputs)) i.writes.push_back(operand.slot);
+      else if (i.opcode == "prmt.b32" && n < 3 && !selects_from(texts[3], n - 1)) continue;
       else (uses || kind == 's' || kind == 'g' || kind == 'P' ? i.checked : i.reads).push_back(operand.slot);
     }
   }

@@ -99,6 +99,11 @@ WRONG_AND_RIGHT = {
         "selp.b32 %r12, %r11, %r10, %p1;\nst.global.b32 [%rd3], %r12;",
         "@%p2 mov.b32 %r11, 1;\nselp.b32 %r12, %r11, %r10, %p2;\nst.global.b32 [%rd3], %r12;",
     ),
+    "unwritten but not permuted": (
+        "register used before it was written",
+        "prmt.b32 %r12, %r10, %r11, 0x3124U;\nst.global.b32 [%rd3], %r12;",
+        "prmt.b32 %r12, %r10, %r11, 0xb120U;\nst.global.b32 [%rd3], %r12;",
+    ),
     "copy not waited for": (
         "shared memory read before cp.async was waited for",
         COPY.format(wait="", late="cp.async.wait_group 0;"),

@@ -48,6 +48,7 @@ AREAS = {
     "cuda": "CUDA C++ kernels, as PTX in the executor",
     "caches": "caches",
     "rotated_keys": "rotate, caches of rotated keys, all backends",
+    "quantized": "quantized caches, all backends",
     "integrations": "Hugging Face, vLLM, torch.distributed",
 }
 Change = tuple[str, str, str]  # (file, text that occurs once, what takes its place)

@@ -108,6 +108,8 @@ class CacheLayout(NamedTuple):
     Sequence b holds slots leftpad[b] to seqlens[b] + seqlen_new. Slot s is row s of the cache, or row s % page_size of
     page block_table[b, s // page_size]. Positions count from leftpad.
 
+    With k_scale and v_scale the caches hold codes, int8 or uint8, as quantized.py describes them.
+
     Packed queries (cu_seqlens_q is given): sequence b has the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and
     seqlen_new is 0 or ONE_PER_QUERY. slot_mapping places new keys in slots of the whole cache, page * page_size + row;
     seqlens then counts them already.
@@ -122,10 +124,12 @@ class CacheLayout(NamedTuple):
     cu_seqlens_q: torch.Tensor | None = None  # (batch + 1,) int32
     slot_mapping: torch.Tensor | None = None  # (total_q,) int32 or int64
     max_seqlen_q: int = 0  # of packed queries: upper bound of their lengths
-    kept: dict | None = None  # by ``once``, for calls whose tensors hold the same: those of a step's layers
+    k_scale: torch.Tensor | None = None  # float32, the caches' shape without its last dimension; a layer's own
+    v_scale: torch.Tensor | None = None
+    kept: dict | None = None  # by ``once``, for calls whose tensors hold the same but for scales: a step's layers
 
     def once(self, key: Hashable, read: Callable[[], Any]):
-        """read(), what the host reads from these tensors; the same again where the layout keeps it."""
+        """read(), what the host reads from these tensors, scales aside; the same again where the layout keeps it."""
         if self.kept is None:
             return read()
         if key not in self.kept:
@@ -206,7 +210,8 @@ class CacheLayout(NamedTuple):
         return slots // max(k_cache.shape[1], 1), slots % max(k_cache.shape[1], 1), fits
 
     def runs(self, total_q: int) -> Iterator[tuple[slice, slice, CacheLayout]]:
-        """Packed queries as batches of equal length: (sequences, query rows, their layout). Read by the host.
+        """Packed queries as batches of equal length: (sequences, query rows, their layout without scales). Read by the
+        host.
 
         Neighbors with as many queries form one batch. Rows are clamped to the total_q that there are.
         """
@@ -228,6 +233,13 @@ class CacheLayout(NamedTuple):
         seqlen_new = seqlen_q if self.seqlen_new == ONE_PER_QUERY else 0
         kept: dict | None = None if self.kept is None else {}
         return CacheLayout(self.seqlens[sequences], block_table, leftpad, seqlen_new, kept=kept)
+
+    def scale_run(self, sequences: slice, run: CacheLayout) -> CacheLayout:
+        """The layout of one of ``runs``, with its scales."""
+        scales: tuple = (self.k_scale, self.v_scale)
+        if self.k_scale is not None and self.block_table is None:
+            scales = tuple(x[sequences] for x in scales)
+        return run._replace(k_scale=scales[0], v_scale=scales[1])
 
 
 @dataclasses.dataclass(slots=True)

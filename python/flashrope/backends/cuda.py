@@ -64,6 +64,7 @@ def append_to_cache(
     Raises:
         ValueError: rotary is given. The caller rotates k.
     """
+    _refuse_codes(k_cache, layout)
     if rotary is not None:
         raise ValueError("rotary: expected None, the CUDA kernels write keys as they come")
     _check_aligned(k_cache=k_cache, v_cache=v_cache)
@@ -80,9 +81,10 @@ def attention_with_cache(
     """(out like q and contiguous, lse float32 (batch, heads_q, seqlen_q)), in two launches.
 
     Raises:
-        ValueError: the scheme maps positions, has log_steps, or several queries that see keys ahead are over rotated
-            keys: rows before the first key would have negative positions.
+        ValueError: the cache is quantized, the scheme maps positions, has log_steps, or several queries that see keys
+            ahead are over rotated keys: rows before the first key would have negative positions.
     """
+    _refuse_codes(k_cache, call.layout)
     if have_maps(call.bands):
         raise ValueError(
             "impl='cuda' cannot serve this call: its kernels have no position maps (self_extend, dual_chunk); use "
@@ -135,6 +137,14 @@ def attention_with_cache(
         partial[rows * head_dim :],
     )
     return out, lse
+
+
+def _refuse_codes(k_cache: torch.Tensor, layout: CacheLayout) -> None:
+    if layout.k_scale is not None:
+        raise ValueError(
+            f"impl='cuda' cannot serve this call: its kernels read caches of q's type, k_cache holds codes of "
+            f"{k_cache.dtype}; use impl='triton'"
+        )
 
 
 # ---- packed queries

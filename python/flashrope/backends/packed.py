@@ -7,18 +7,20 @@ from collections.abc import Callable
 import torch
 
 from .calls import CacheCall, CacheLayout, accumulation_type, cached_lse_shape
+from .quantized import stores
 
 
 def append_packed(append: Callable, k_cache, v_cache, k, v, layout: CacheLayout) -> None:
     """``append_to_cache`` of packed k and v by a backend's function for batches; the host reads the lengths."""
     if layout.slot_mapping is not None:
         page, row, fits = layout.mapped_places(k_cache)
-        for cache, new in ((k_cache, k), (v_cache, v)):
+        for cache, new in stores(k_cache, v_cache, k, v, layout):
             cache.index_put_((page[fits], row[fits]), new[fits])
         return
     for sequences, rows, part in layout.runs(k.shape[0]):
         caches = (k_cache, v_cache) if part.block_table is not None else (k_cache[sequences], v_cache[sequences])
-        append(*caches, *(x[rows].unflatten(0, (part.seqlens.shape[0], -1)) for x in (k, v)), part)
+        batch = (x[rows].unflatten(0, (part.seqlens.shape[0], -1)) for x in (k, v))
+        append(*caches, *batch, layout.scale_run(sequences, part))
 
 
 def attend_packed(attend: Callable, q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,5 +39,5 @@ def _attend_run(attend: Callable, q, k_cache, v_cache, call: CacheCall, sequence
     """(out, lse) of the rows of one of ``CacheLayout.runs``."""
     caches = (k_cache, v_cache) if part.block_table is not None else (k_cache[sequences], v_cache[sequences])
     batch = q[rows].view(part.seqlens.shape[0], -1, *q.shape[1:])
-    out, lse = attend(batch, *caches, call.with_layout(part))
+    out, lse = attend(batch, *caches, call.with_layout(call.layout.scale_run(sequences, part)))
     return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)

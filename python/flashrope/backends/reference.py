@@ -21,6 +21,7 @@ from .calls import (
     out_shape,
 )
 from .packed import append_packed, attend_packed
+from .quantized import dequantize, stores
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
@@ -89,7 +90,7 @@ def append_to_cache(
     if layout.cu_seqlens_q is not None:
         return append_packed(append_to_cache, k_cache, v_cache, k, v, layout)
     page, row, fits = layout.new_places(k_cache)
-    for cache, new in ((k_cache, k), (v_cache, v)):
+    for cache, new in stores(k_cache, v_cache, k, v, layout):
         cache[page[fits], row[fits]] = new[fits]
 
 
@@ -102,14 +103,18 @@ def attention_with_cache(
     """
     if call.layout.cu_seqlens_q is not None:
         return attend_packed(attention_with_cache, q, k_cache, v_cache, call)
-    block_table, results = call.layout.block_table, []
-    for b, (first, end) in enumerate(call.layout.bounds(k_cache)):
+    layout, block_table, results = call.layout, call.layout.block_table, []
+    tensors = [x for x in (k_cache, v_cache, layout.k_scale, layout.v_scale) if x is not None]
+    for b, (first, end) in enumerate(layout.bounds(k_cache)):
         if block_table is None:
-            k, v = k_cache[b, first:end], v_cache[b, first:end]
+            rows = [x[b, first:end] for x in tensors]
         else:
             slot = torch.arange(first, end, device=q.device)
             page = block_table[b, slot // k_cache.shape[1]].to(torch.int64).clamp(0, k_cache.shape[0] - 1)
-            k, v = (cache[page, slot % k_cache.shape[1]] for cache in (k_cache, v_cache))
+            rows = [x[page, slot % k_cache.shape[1]] for x in tensors]
+        k, v, *scales = rows
+        if scales:
+            k, v = (dequantize(x, scale, accumulation_type(q)) for x, scale in zip((k, v), scales, strict=True))
         sequence = AttentionCall(call.rotary, call.causal, call.softmax_scale)
         results.append(dense_attention(q[b : b + 1], k[None], v[None], sequence))
     if not results:

@@ -27,6 +27,9 @@ class KVCache(Cache):
             layer: keys are rotated by it once, when they are written, as ``rotate`` does, and steps rotate queries
             only. The cache remembers it: calls with another scheme raise, and so does ``cache_leftpad``, which would
             move positions. For schemes that ``rotate`` takes.
+        cache_dtype: None: the cache has the type dtype. "int8" or "int4": it holds codes of 8 or 4 bits with a scale
+            per token and key head, a half or a quarter of bfloat16's bytes; q, k, v and out keep dtype. ``attend`` and
+            ``append`` quantize what they write. See k_scale in ``attention_with_cache``.
 
     Attributes:
         k, v: (batch, capacity, heads_kv, head_dim), with several layers (layers, batch, capacity, heads_kv, head_dim),
@@ -34,8 +37,10 @@ class KVCache(Cache):
             ``layer(i)`` returns k and v of one layer.
         seqlens: (batch,) int32 on the device, the slots in use, left padding included. It is always the same tensor.
         leftpad: (batch,) int32 on the device, the padding on the left. It is always the same tensor.
+        k_scale, v_scale: the scales of a quantized cache, float32, k's shape without its last dimension, else None;
+            ``scales(i)`` returns those of one layer.
         rotated_keys: the Rotary of every layer, or None.
-        nbytes: bytes of k and v.
+        nbytes: bytes of k and v, and of their scales.
 
     With several layers new tokens come in steps: ``with cache.step(seqlen_new) as step`` makes room once, every layer
     calls ``step.attend(q, rotary, k, v, layer=i)``, and the end of the block counts the tokens, in all layers or none.
@@ -61,9 +66,12 @@ class KVCache(Cache):
         device: torch.device | str | None = None,
         layers: int = 1,
         rotated_keys: Rotary | Sequence[Rotary] | None = None,
+        cache_dtype: str | None = None,
     ):
         self.batch, self.capacity = check_integer("batch", batch, 1), check_integer("capacity", capacity, 1)
-        self._allocate((self.batch, self.capacity), heads_kv, head_dim, dtype, device, layers, rotated_keys)
+        self._allocate(
+            (self.batch, self.capacity), heads_kv, head_dim, dtype, device, layers, rotated_keys, cache_dtype
+        )
         with torch.inference_mode(False):
             self.seqlens, self.leftpad = torch.zeros(2, batch, dtype=torch.int32, device=self.k.device).unbind()
         self._lengths, self._padding = [0] * batch, [0] * batch
@@ -112,7 +120,7 @@ class KVCache(Cache):
         if self.layers > 1:
             return self._append_layers(self.step(self._new_of_layers(k, v), leftpad), k, v, impl)
         self.refuse_new("append")
-        with self._step(count_new(k, v, self.k, self.batch), leftpad) as step:
+        with self._step(count_new(k, v, self, self.batch), leftpad) as step:
             step.append(k, v, 0, impl)
 
     def attend(
@@ -146,7 +154,7 @@ class KVCache(Cache):
             tables = (self.seqlens, None, self.leftpad if any(self._padding) else None)
             return self._attend(q, rotary, (k, v), tables, layer, options)
         self.refuse_new("attend")
-        with self._step(count_new(k, v, self.k, self.batch), leftpad) as step:
+        with self._step(count_new(k, v, self, self.batch), leftpad) as step:
             return step.attend(q, rotary, k, v, layer, **options)
 
     def advance(self, seqlen_new: int) -> None:

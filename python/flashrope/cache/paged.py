@@ -78,13 +78,15 @@ class PagedKVCache(Cache):
         max_seqlen: largest number of tokens of a sequence; it sets the width of the block table. None: the whole pool.
         layers: number of layers. They share the sequences, their pages and lengths: a page has a part in every layer.
         rotated_keys: as in ``KVCache``. Forks share rotated keys as they share raw ones: positions do not move.
+        cache_dtype: as in ``KVCache``: None, "int8" or "int4".
 
     Attributes:
         k, v: (pages, page_size, heads_kv, head_dim), with several layers (layers, pages, page_size, heads_kv,
             head_dim), uninitialized where there is no token. On the CPU a view of heads-first storage, which is faster
             to read there. ``layer(i)`` returns k and v of one layer.
+        k_scale, v_scale: as in ``KVCache``.
         rotated_keys: the Rotary of every layer, or None.
-        nbytes: bytes of k and v.
+        nbytes: bytes of k and v, and of their scales.
 
     With several layers new tokens come in steps: ``with cache.step(sequences, seqlen_new) as step`` takes pages once,
     every layer calls ``step.attend(q, rotary, k, v, layer=i)``, and the end of the block counts the tokens, in all
@@ -118,6 +120,7 @@ class PagedKVCache(Cache):
         max_seqlen: int | None = None,
         layers: int = 1,
         rotated_keys: Rotary | Sequence[Rotary] | None = None,
+        cache_dtype: str | None = None,
     ):
         self.pages, self.page_size = check_integer("pages", pages, 1), check_integer("page_size", page_size, 16, 256)
         if page_size & (page_size - 1):
@@ -125,7 +128,9 @@ class PagedKVCache(Cache):
         self.max_seqlen = pages * page_size if max_seqlen is None else check_integer("max_seqlen", max_seqlen, 1)
         self._limited = max_seqlen is not None
         self.max_pages = -(-self.max_seqlen // page_size)
-        self._allocate((self.pages, self.page_size), heads_kv, head_dim, dtype, device, layers, rotated_keys)
+        self._allocate(
+            (self.pages, self.page_size), heads_kv, head_dim, dtype, device, layers, rotated_keys, cache_dtype
+        )
         self._next = 0
         self._sequences: dict[int, _Sequence] = {}
         self._references = [0] * self.pages
@@ -256,7 +261,7 @@ class PagedKVCache(Cache):
             return self._append_layers(self.step(sequences, self._new_of_layers(k, v), leftpad), k, v, impl)
         self.refuse_new("append")
         selected = self._select(sequences)
-        with self._step(selected, count_new(k, v, self.k, len(selected)), leftpad) as step:
+        with self._step(selected, count_new(k, v, self, len(selected)), leftpad) as step:
             step.append(k, v, 0, impl)
 
     def attend(
@@ -294,7 +299,7 @@ class PagedKVCache(Cache):
             tables = self._tables(selected, [x.leftpad for x in selected.values()])
             return self._attend(q, rotary, (k, v), tables, layer, options)
         self.refuse_new("attend")
-        with self._step(selected, count_new(k, v, self.k, len(selected)), leftpad) as step:
+        with self._step(selected, count_new(k, v, self, len(selected)), leftpad) as step:
             return step.attend(q, rotary, k, v, layer, **options)
 
     def advance(self, sequences: Sequence[int], seqlen_new: int) -> None:
@@ -425,7 +430,7 @@ class PagedKVCache(Cache):
         if copies:
             source, target = upload(tuple(zip(*copies, strict=True)), torch.int64, self.k.device)
             dimension = self.k.ndim - 4  # of pages
-            for pool in (self.k, self.v):
+            for pool in (self.k, self.v, *(x for x in (self.k_scale, self.v_scale) if x is not None)):
                 pool.index_copy_(dimension, target, pool.index_select(dimension, source))
         for (sequence, n, old), page in zip(changes, taken, strict=True):
             self._references[self._free.pop()] = 1

@@ -65,9 +65,10 @@ class Step:
         k, v = autocast(k, v)
         k_cache, v_cache = self._cache.layer(layer)
         self._check_open()
-        self._check_new(check_new(k, v, k_cache, self.batch), layer)
+        self._check_new(check_new(k, v, self._cache, self.batch), layer)
         impl = resolve_impl(impl, k[:, :1], cached=True)
-        layout = CacheLayout(self.seqlens, self.block_table, self.leftpad, self.seqlen_new)
+        tables, scales = (self.seqlens, self.block_table, self.leftpad), self._cache.scales(layer)
+        layout = CacheLayout(*tables, self.seqlen_new, None, None, 0, *scales)
         autograd.append_to_cache(k_cache, v_cache, k, v, layout, self._cache.rotary_of(layer), impl)
         self._written |= 1 << (layer or 0)
 
@@ -98,7 +99,7 @@ class Step:
         check_queries(q, self.batch)
         writes, seqlens = k is not None or v is not None, self.seqlens
         if writes:
-            self._check_new(count_new(k, v, self._cache.k, self.batch), layer)
+            self._check_new(count_new(k, v, self._cache, self.batch), layer)
         elif self._written >> (layer or 0) & 1:
             if self._ends is None:
                 self._ends = seqlens + self.seqlen_new

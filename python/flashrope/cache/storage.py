@@ -8,11 +8,15 @@ from typing import Any, Protocol
 
 import torch
 
+from ..backends.quantized import PER_BYTE
 from ..operators.autocast import autocast, autocast_hint
 from ..operators.checks import DTYPES, check_no_gradient
 from ..operators.functional import attention_with_cache
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import one_rotation
+
+# The types of codes; backends/quantized.py says what they are.
+CACHE_DTYPES: dict[str | None, torch.dtype] = {"int8": torch.int8, "int4": torch.uint8}
 
 
 class OpenStep(Protocol):
@@ -33,19 +37,30 @@ class Cache:
     k: torch.Tensor
     v: torch.Tensor
     layers: int
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
     rotated_keys: tuple[Rotary, ...] | None  # of every layer
+    dtype: torch.dtype
+    cache_dtype: str | None
+    heads_kv: int
+    head_dim: int
     _layers: list[tuple[torch.Tensor, torch.Tensor]]
+    _scales: list[tuple[torch.Tensor, torch.Tensor]] | None
     _open: OpenStep | None
 
-    def _allocate(self, shape: tuple[int, int], heads_kv, head_dim, dtype, device, layers, rotated_keys) -> None:
+    def _allocate(self, shape: tuple[int, int], heads_kv, head_dim, dtype, device, layers, rotated_keys, cache_dtype):
         self.layers, self._open = check_integer("layers", layers, 1), None
         self.rotated_keys = check_schemes(rotated_keys, head_dim, self.layers)
+        self.dtype, self.cache_dtype = dtype, check_cache_dtype(cache_dtype)
         shape_of_all = shape if self.layers == 1 else (self.layers, *shape)
-        self.k, self.v = allocate_storage(shape_of_all, heads_kv, head_dim, dtype, device)
+        self.k, self.v, *scales = allocate_storage(shape_of_all, heads_kv, head_dim, dtype, device, cache_dtype)
+        self.heads_kv, self.head_dim = int(heads_kv), int(head_dim)
+        self.k_scale, self.v_scale = scales or (None, None)
+        self._layers, self._scales = self._by_layer(self.k, self.v), self._by_layer(*scales) if scales else None
+
+    def _by_layer(self, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         with torch.inference_mode(False):
-            self._layers = [(self.k, self.v)]
-            if self.layers > 1:
-                self._layers = list(zip(self.k.unbind(), self.v.unbind(), strict=True))
+            return [(k, v)] if self.layers == 1 else list(zip(k.unbind(), v.unbind(), strict=True))
 
     def layer(self, layer: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of one layer, four-dimensional views. With one layer None means that one."""
@@ -53,14 +68,22 @@ class Cache:
             return self._layers[0]
         return self._layers[check_integer("layer", layer, 0, self.layers - 1)]
 
+    def scales(self, layer: int | None = None) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """k_scale and v_scale of one layer, as in ``layer``; (None, None) if the cache is not quantized."""
+        if self._scales is None:
+            return None, None
+        return self._scales[
+            0 if layer is None and self.layers == 1 else check_integer("layer", layer, 0, self.layers - 1)
+        ]
+
     def rotary_of(self, layer: int | None) -> Rotary | None:
         """What keys of the layer are rotated by when they are written; None: they stay raw."""
         return None if self.rotated_keys is None else self.rotated_keys[layer or 0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of k and v, of all layers."""
-        return self.k.nbytes + self.v.nbytes
+        """Bytes of k and v, and of their scales, of all layers."""
+        return sum(x.nbytes for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None)
 
     def refuse_in_step(self, call: str) -> None:
         if self._open is not None:
@@ -99,7 +122,13 @@ class Cache:
                 f"rotated_keys: expected it when the cache is made, which remembers its scheme, got "
                 f"{options['rotated_keys']!r} in attend"
             )
+        for name in ("k_scale", "v_scale"):
+            if name in options:
+                raise TypeError(f"{name}: expected none in attend, because the cache holds its own scales, got one")
         caches = self.layer(layer)
+        if self._scales is not None:
+            k_scale, v_scale = self.scales(layer)
+            options = {**options, "k_scale": k_scale, "v_scale": v_scale}
         if self.rotated_keys is not None:
             check_scheme(rotary, self.rotated_keys[layer or 0], layer)
             if leftpad is None and options.get("cache_leftpad") is not None:
@@ -130,11 +159,12 @@ class Cache:
         return k.shape[2]
 
 
-def allocate_storage(shape: tuple[int, ...], heads_kv, head_dim, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v, (*shape, heads_kv, head_dim), after the checks of the arguments.
+def allocate_storage(shape: tuple[int, ...], heads_kv, head_dim, dtype, device, cache_dtype=None) -> list[torch.Tensor]:
+    """k and v, (*shape, heads_kv, head_dim), after the checks of the arguments; then, for a cache_dtype, k_scale and
+    v_scale (*shape, heads_kv).
 
     On the CPU the heads come first in memory, so that the keys of a head are contiguous: decoding reads them in half
-    the time. On a GPU the rows come first.
+    the time. On a GPU the rows come first, but for scales.
     """
     heads_kv, head_dim = check_integer("heads_kv", heads_kv, 1), check_integer("head_dim", head_dim, 8, 256)
     if head_dim % 8:
@@ -145,13 +175,24 @@ def allocate_storage(shape: tuple[int, ...], heads_kv, head_dim, dtype, device) 
         kind = (torch.get_default_device() if device is None else torch.device(device)).type
     except (RuntimeError, TypeError):
         raise ValueError(f"device: expected a torch.device, its name or None, got {device!r}") from None
+    codes = CACHE_DTYPES.get(cache_dtype, dtype)
+    rows: list[tuple[tuple[int, ...], torch.dtype]] = [((head_dim // PER_BYTE.get(codes, 1),), codes)] * 2
+    if cache_dtype is not None:
+        rows += [((), torch.float32)] * 2
+    *outer, slots = shape
     with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside it
-        if kind == "cpu":
-            *outer, slots = shape
-            k, v = (torch.empty(*outer, heads_kv, slots, head_dim, dtype=dtype, device=device) for _ in range(2))
-            return k.transpose(-3, -2), v.transpose(-3, -2)
-        k, v = (torch.empty(*shape, heads_kv, head_dim, dtype=dtype, device=device) for _ in range(2))
-    return k, v
+        return [
+            torch.empty(*outer, heads_kv, slots, *row, dtype=x, device=device).transpose(len(outer), len(outer) + 1)
+            if kind == "cpu" or not row
+            else torch.empty(*shape, heads_kv, *row, dtype=x, device=device)
+            for row, x in rows
+        ]
+
+
+def check_cache_dtype(cache_dtype: str | None) -> str | None:
+    if cache_dtype is not None and not (isinstance(cache_dtype, str) and cache_dtype in CACHE_DTYPES):
+        raise ValueError(f"cache_dtype: expected None, 'int8' or 'int4', got {cache_dtype!r}")
+    return cache_dtype
 
 
 def check_schemes(rotated_keys, head_dim: int, layers: int) -> tuple[Rotary, ...] | None:
@@ -191,9 +232,13 @@ def check_scheme(rotary, own: Rotary, layer: int | None) -> None:
 
 
 def describe(cache: Cache) -> str:
-    k, layers = cache.k, f", layers={cache.layers}" if cache.layers > 1 else ""
+    layers = f", layers={cache.layers}" if cache.layers > 1 else ""
     keys = ", rotated keys" if cache.rotated_keys else ""
-    return f"heads_kv={k.shape[-2]}, head_dim={k.shape[-1]}, dtype={k.dtype}, device={str(k.device)!r}{layers}{keys}"
+    codes = f", cache_dtype={cache.cache_dtype!r}" if cache.cache_dtype else ""
+    return (
+        f"heads_kv={cache.heads_kv}, head_dim={cache.head_dim}, dtype={cache.dtype}, "
+        f"device={str(cache.k.device)!r}{layers}{codes}{keys}"
+    )
 
 
 def upload(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -228,28 +273,28 @@ def check_queries(q, batch: int) -> None:
         raise ValueError(f"q: expected shape ({batch}, seqlen_q, heads_q, head_dim), got {tuple(q.shape)}")
 
 
-def count_new(k, v, cache: torch.Tensor, batch: int) -> int:
+def count_new(k, v, cache: Cache, batch: int) -> int:
     """The seqlen_new of new k, v (batch, seqlen_new, heads_kv, head_dim). ``attention_with_cache`` checks the rest."""
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if k.ndim != 4 or k.shape[0] != batch:
-        heads_kv, head_dim = cache.shape[-2:]
-        raise ValueError(f"k: expected shape ({batch}, seqlen_new, {heads_kv}, {head_dim}), got {tuple(k.shape)}")
+        row = f"{cache.heads_kv}, {cache.head_dim}"
+        raise ValueError(f"k: expected shape ({batch}, seqlen_new, {row}), got {tuple(k.shape)}")
     return k.shape[1]
 
 
-def check_new(k, v, cache: torch.Tensor, batch: int) -> int:
+def check_new(k, v, cache: Cache, batch: int) -> int:
     """Checks new k, v (batch, seqlen_new, heads_kv, head_dim) against the cache. Returns seqlen_new."""
     seqlen_new = count_new(k, v, cache, batch)
-    expected = (batch, seqlen_new, *cache.shape[2:])
+    expected = (batch, seqlen_new, cache.heads_kv, cache.head_dim)
     for name, x in (("k", k), ("v", v)):
         if x.shape != expected:
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
         if x.dtype != cache.dtype:
             raise TypeError(f"{name}: expected {cache.dtype} as the cache, got {x.dtype}{autocast_hint(x)}")
-        if x.device != cache.device:
-            raise ValueError(f"{name}: expected device {cache.device} as the cache, got {x.device}")
+        if x.device != cache.k.device:
+            raise ValueError(f"{name}: expected device {cache.k.device} as the cache, got {x.device}")
         if x.stride(-1) != 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
         check_no_gradient(name, x)

@@ -49,7 +49,8 @@ def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, rotary: Rotary 
         return
     tables = (layout.seqlens, layout.block_table, layout.leftpad, layout.cu_seqlens_q, layout.slot_mapping)
     text = None if rotary is None else rotary.text
-    OPERATORS.append_to_cache(k_cache, v_cache, k, v, *tables, layout.max_seqlen_q, text, impl)
+    scales = (layout.k_scale, layout.v_scale)
+    OPERATORS.append_to_cache(k_cache, v_cache, k, v, *tables, layout.max_seqlen_q, text, impl, *scales)
 
 
 def attention_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, impl: str) -> tuple[torch.Tensor, torch.Tensor]:

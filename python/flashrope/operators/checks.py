@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
 
 from ..backends.calls import MAX_SPLITS, ONE_PER_QUERY, CacheLayout
+from ..backends.quantized import PER_BYTE
 from ..rotary.bands import bands_text
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import one_rotation
@@ -32,17 +34,21 @@ def check_outside_context_parallel() -> None:
         )
 
 
-def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple[torch.Size, torch.Size]:
+def check_tensors(
+    q, k, v, rotary, rank: int, names=("k", "v"), new=(), scales=None
+) -> tuple[torch.Size | tuple[int, ...], torch.Size | tuple[int, ...]]:
     """The shapes of q and k.
 
     rank: that of q and new. names: labels k and v in errors; caches have four dimensions. new: (name, tensor) of the
-    keys and values that go to a cache.
+    keys and values that go to a cache. scales: (k_scale, v_scale) if that cache is quantized, else None.
     """
     dtype = device = None
     tensors, like = (("q", q), (names[0], k), (names[1], v)), "in q"
     if names is CACHES:
         tensors += tuple(new)
-        if getattr(k, "dtype", None) == getattr(v, "dtype", None):  # else a cache that differs is named
+        if scales is not None:
+            tensors = (tensors[0], *new)
+        elif getattr(k, "dtype", None) == getattr(v, "dtype", None):  # else a cache that differs is named
             tensors, like = (*tensors[1:3], tensors[0], *new), "the cache"
     for name, x in tensors:
         if not isinstance(x, torch.Tensor):
@@ -53,7 +59,7 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple
             raise ValueError(f"{name}: expected {layout}, got shape {tuple(x.shape)}")
         if x.dtype is not dtype:
             if x.dtype not in DTYPES:
-                raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
+                _refuse_dtype(name, x.dtype)
             if dtype is not None:
                 raise TypeError(f"{name}: expected {dtype} as {like}, got {x.dtype}{autocast_hint(x)}")
             dtype, device = x.dtype, x.device
@@ -61,13 +67,13 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple
             raise ValueError(f"{name}: expected device {device} as {like}, got {x.device}")
         if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
-    shape_q, shape_k = q.shape, k.shape
+    shape_q, shape_k = q.shape, (k.shape if scales is None else _check_codes(q, k, v, *scales))
     head_dim, heads_q, heads_kv = shape_q[-1], shape_q[-2], shape_k[-2]
     if shape_k[-1] != head_dim:
         raise ValueError(f"{names[0]}: expected head_dim {head_dim} as in q, got {shape_k[-1]}")
     if head_dim % 8 or not 8 <= head_dim <= 256:
         raise ValueError(f"q: expected head_dim to be a multiple of 8 up to 256, got {head_dim}")
-    if v.shape != shape_k:
+    if v.shape != shape_k and scales is None:
         _check_values(names, v.shape, shape_k)
     if not heads_kv or heads_q % heads_kv:
         raise ValueError(f"q: expected heads_q to be a multiple of heads_kv = {heads_kv}, got {heads_q}{_layout(rank)}")
@@ -76,6 +82,53 @@ def check_tensors(q, k, v, rotary, rank: int, names=("k", "v"), new=()) -> tuple
     if rotary.head_dim != head_dim:
         raise ValueError(f"rotary: expected head_dim {head_dim} as in q, got {rotary.head_dim}")
     return shape_q, shape_k
+
+
+def _refuse_dtype(name: str, dtype: torch.dtype) -> NoReturn:
+    message = f"{name}: expected float16, bfloat16, float32 or float64, got {dtype}"
+    if dtype in PER_BYTE:
+        raise ValueError(f"{message}; quantized keys and values are read from a cache, with k_scale and v_scale")
+    raise TypeError(message)
+
+
+def _check_codes(q, k_cache, v_cache, k_scale, v_scale) -> tuple[int, ...]:
+    """Checks a quantized cache. Returns (batch or pages, slots, heads_kv, head_dim)."""
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.dtype not in PER_BYTE:
+            codes = "int8, or uint8 with two 4-bit codes a byte, beside k_scale and v_scale"
+            raise ValueError(f"{name}: expected {codes}, got {x.dtype}")
+        if x.dtype != k_cache.dtype:
+            raise ValueError(f"{name}: expected {k_cache.dtype} as k_cache, got {x.dtype}")
+        if x.ndim != 4:
+            raise ValueError(f"{name}: expected (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}")
+        columns = q.shape[-1] // PER_BYTE[x.dtype]
+        if x.shape[-1] != columns:
+            codes = "one 8-bit code" if x.dtype == torch.int8 else "two 4-bit codes"
+            raise ValueError(
+                f"{name}: expected {columns} bytes a row, {codes} each, as head_dim of q is "
+                f"{q.shape[-1]}, got {x.shape[-1]}"
+            )
+        if x.shape != k_cache.shape:
+            raise ValueError(f"{name}: expected shape {tuple(k_cache.shape)} as k_cache, got {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as in q, got {x.device}")
+        if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
+    shape = tuple(k_cache.shape[:-1])
+    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+        expected = f"{name}: expected a float32 tensor of shape {shape} beside a cache of {k_cache.dtype}"
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"{expected}, got {x if x is None else type(x).__name__}")
+        if x.dtype != torch.float32:
+            raise ValueError(f"{expected}, got {x.dtype}")
+        if x.shape != shape:
+            raise ValueError(f"{expected}, got shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as q, got {x.device}")
+        check_no_gradient(name, x)
+    return *shape, q.shape[-1]
 
 
 def _check_values(names, shape_v, shape_k) -> None:
@@ -119,10 +172,12 @@ def warn_of_layout(shape_q, shape_k) -> None:
     )
 
 
-def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, packed: tuple = ()) -> tuple[int, int]:
+def check_cache(
+    q, k_cache, v_cache, k, v, rotary, paged: bool, packed: tuple = (), scales: tuple = (None, None)
+) -> tuple[int, int]:
     """Checks the tensors of a cached call. Returns the slots of a sequence or page, and the new keys of a sequence.
 
-    packed: (cu_seqlens_q, max_seqlen_q) of packed q, k and v.
+    packed: (cu_seqlens_q, max_seqlen_q) of packed q, k and v. scales: (k_scale, v_scale).
     """
     if (k is None) != (v is None):
         raise ValueError(
@@ -130,7 +185,10 @@ def check_cache(q, k_cache, v_cache, k, v, rotary, paged: bool, packed: tuple = 
         )
     new = (("k", k), ("v", v)) if k is not None else ()
     rank = 3 if packed else 4
-    shape_q, shape_cache = check_tensors(q, k_cache, v_cache, rotary, rank, CACHES, new)
+    quantized = (
+        scales[0] is not None or scales[1] is not None or (type(k_cache) is torch.Tensor and k_cache.dtype in PER_BYTE)
+    )
+    shape_q, shape_cache = check_tensors(q, k_cache, v_cache, rotary, rank, CACHES, new, scales if quantized else None)
     rows, capacity, heads_kv, head_dim = shape_cache
     batch = shape_q[0]
     if packed:

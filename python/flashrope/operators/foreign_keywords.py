@@ -16,6 +16,7 @@ import torch
 _NONE = "nothing, these kernels have no {}; leave it out"
 _VARLEN = "attention_varlen for packed sequences"
 _CACHE = "attention_with_cache or attention_varlen_with_cache"
+_SCALES = "{}, a scale per token and key head of an int8 or int4 cache; these kernels have no float8"
 _ROTARY = "rotary, a Rotary; q and k go in raw and are rotated inside the call"
 
 INSTEAD = {  # keyword: what is expected in its place
@@ -61,8 +62,8 @@ INSTEAD = {  # keyword: what is expected in its place
     "rotary_interleaved": "interleaved, of the Rotary",
     "rotary_seqlens": "cache_seqlens; positions follow from it",
     "q_descale": _NONE.format("float8"),
-    "k_descale": _NONE.format("float8"),
-    "v_descale": _NONE.format("float8"),
+    "k_descale": _SCALES.format("k_scale"),
+    "v_descale": _SCALES.format("v_scale"),
     "qv": _NONE.format("second query"),
     "pack_gqa": "nothing, the kernels choose; leave it out",
     "sm_margin": "nothing, the kernels choose; leave it out",
@@ -88,7 +89,8 @@ ELSEWHERE = {  # arguments of ours that only some calls have
     "slot_mapping": "an argument of attention_varlen_with_cache",
 }
 ELSEWHERE |= dict.fromkeys(
-    ("k_cache", "v_cache", "cache_seqlens", "block_table", "cache_leftpad", "validate"), f"an argument of {_CACHE}"
+    ("k_cache", "v_cache", "cache_seqlens", "block_table", "cache_leftpad", "validate", "k_scale", "v_scale"),
+    f"an argument of {_CACHE}",
 )
 
 

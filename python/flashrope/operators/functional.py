@@ -232,6 +232,8 @@ def attention_with_cache(
     validate: bool = False,
     sinks: torch.Tensor | None = None,
     rotated_keys: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     **unknown: Never,
 ):
     """Writes the new raw k, v to the cache, then attends: decoding, speculative verification, chunked prefill.
@@ -259,6 +261,13 @@ def attention_with_cache(
             rotates queries only. For schemes that ``rotate`` takes. All calls over a cache need the same scheme and the
             same cache_leftpad, which the call cannot check; ``KVCache`` and ``PagedKVCache`` do. On CUDA C++ only
             causal calls, or one query token; there the Triton kernel rotates k.
+        k_scale, v_scale: float32, the caches' shape without its last dimension, any strides; written in place. The
+            caches then hold codes: int8, or uint8 (..., head_dim / 2) with two 4-bit codes a byte. q, k, v and out keep
+            their float type. A new row x of K or V, which are quantized when they are written, becomes codes
+            ``c = round(x / s)`` and the scale ``s = max(abs(x)) / 127`` (4 bits: 7), ties to even; with channel 2 i in
+            the low half of byte i, channel 2 i + 1 in the high half, both plus 8. Attention is that over ``s * c``. A
+            row of zeros has s = 0; a NaN makes s NaN; infinities count as the largest finite number of k's dtype. With
+            rotated_keys, keys are rotated before. Not on CUDA C++.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
 
     Returns:
@@ -270,8 +279,9 @@ def attention_with_cache(
     """
     if unknown:
         raise_for(attention_with_cache, unknown)
-    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None)
-    layout = CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new)
+    scales = (k_scale, v_scale)
+    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None, (), scales)
+    layout = CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new, None, None, 0, *scales)
     if rotated_keys is not False:
         check_rotated_keys(rotated_keys, rotary)
     scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)
@@ -300,6 +310,8 @@ def attention_varlen_with_cache(
     validate: bool = False,
     sinks: torch.Tensor | None = None,
     rotated_keys: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     **unknown: Never,
 ):
     """``attention_with_cache`` for packed queries: one-token steps, speculation, chunks and whole prompts in one batch.
@@ -319,6 +331,7 @@ def attention_varlen_with_cache(
             and value goes to, for engines that place tokens. Negative: nowhere. None: behind cache_seqlens.
         block_table, cache_leftpad, num_splits, validate: as in ``attention_with_cache``.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
+        k_scale, v_scale: as in ``attention_with_cache``.
         rotated_keys: as in ``attention_with_cache``. Rows outside every sequence have no position, so slot_mapping
             should send them nowhere.
         impl: as in ``attention_with_cache``; "cuda" needs max_seqlen_q up to 64, and to append pages or a contiguous
@@ -333,13 +346,13 @@ def attention_varlen_with_cache(
     """
     if unknown:
         raise_for(attention_varlen_with_cache, unknown)
-    packed = cu_seqlens_q, max_seqlen_q
-    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None, packed)
+    packed, scales = (cu_seqlens_q, max_seqlen_q), (k_scale, v_scale)
+    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None, packed, scales)
     if slot_mapping is not None:
         check_slot_mapping(slot_mapping, q, k)
         seqlen_new = 0
     tables = (cache_seqlens, block_table, cache_leftpad)
-    layout = CacheLayout(*tables, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q)
+    layout = CacheLayout(*tables, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q, *scales)
     if rotated_keys is not False:
         check_rotated_keys(rotated_keys, rotary)
     scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)

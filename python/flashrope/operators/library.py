@@ -97,10 +97,12 @@ class CacheArguments(NamedTuple):
     causal: bool
     softmax_scale: float
     impl: str
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @classmethod
     def of(cls, call: CacheCall, impl: str) -> CacheArguments:
-        seqlens, block_table, leftpad, seqlen_new, cu_seqlens_q, _, max_seqlen_q, _ = call.layout
+        seqlens, block_table, leftpad, seqlen_new, cu_seqlens_q, _, max_seqlen_q, k_scale, v_scale, _ = call.layout
         return cls(
             seqlens,
             block_table,
@@ -114,6 +116,8 @@ class CacheArguments(NamedTuple):
             call.causal,
             call.softmax_scale,
             impl,
+            k_scale,
+            v_scale,
         )
 
     @property
@@ -126,6 +130,8 @@ class CacheArguments(NamedTuple):
             self.cu_seqlens_q,
             None,
             self.max_seqlen_q,
+            self.k_scale,
+            self.v_scale,
         )
         scheme = Rotary.from_text(self.rotary), self.causal, self.softmax_scale
         return CacheCall(*scheme, layout, self.num_splits, self.rotated_keys)
@@ -150,12 +156,13 @@ LIBRARY.define(
 LIBRARY.define(
     "append_to_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
     "Tensor? block_table, Tensor? cache_leftpad, Tensor? cu_seqlens_q, Tensor? slot_mapping, SymInt max_seqlen_q, "
-    "str? rotary, str impl) -> ()"
+    "str? rotary, str impl, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()"
 )
 LIBRARY.define(
     "attention_with_cache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
     "Tensor? cache_leftpad, SymInt seqlen_new, Tensor? cu_seqlens_q, SymInt max_seqlen_q, int num_splits, str rotary, "
-    "bool rotated_keys, bool causal, float softmax_scale, str impl) -> (Tensor out, Tensor lse)"
+    "bool rotated_keys, bool causal, float softmax_scale, str impl, Tensor? k_scale=None, Tensor? v_scale=None) -> "
+    "(Tensor out, Tensor lse)"
 )
 LIBRARY.define("rotate(Tensor x, Tensor? positions, str rotary, bool inverse, str impl) -> Tensor")
 
@@ -203,10 +210,12 @@ def _append_to_cache(
     max_seqlen_q,
     rotary,
     impl,
+    k_scale=None,
+    v_scale=None,
 ):
     seqlen_new = k.shape[1] if cu_seqlens_q is None else ONE_PER_QUERY if slot_mapping is None else 0
     tables = (cache_seqlens, block_table, cache_leftpad)
-    layout = CacheLayout(*tables, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q)
+    layout = CacheLayout(*tables, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q, k_scale, v_scale)
     append_to_cache(k_cache, v_cache, k, v, layout, None if rotary is None else Rotary.from_text(rotary), impl)
 
 

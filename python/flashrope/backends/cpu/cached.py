@@ -18,6 +18,7 @@ from ...rotary.bands import PositionMap, chunk_of
 from ...rotary.rotary import Rotary
 from ..calls import AttentionCall, CacheCall, CacheLayout, RotateCall, accumulation_type
 from ..packed import append_packed, attend_packed
+from ..quantized import dequantize, stores
 from . import decode, loader, rotated, tiles
 from .library import DTYPES, Library
 from .pieces import (
@@ -55,24 +56,26 @@ def append_to_cache(
     rotary: Rotary | None = None,
 ) -> None:
     """As in ``CacheBackend``."""
-    if (compiled := loader.load()) and k.dtype in DTYPES and k.numel() and k_cache.numel():
+    quantized = layout.k_scale is not None
+    if (compiled := loader.load()) and k.dtype in DTYPES and k.numel() and k_cache.numel() and not quantized:
         return rotated.append(compiled, (k_cache, v_cache), (k, v), layout, rotary)
     if rotary is not None and rotary.changes_channels and k.numel():
         k = rotated.rotate(k, RotateCall(rotary, None, layout, layout.capacity(k_cache)))
     if layout.cu_seqlens_q is not None:
         return append_packed(append_to_cache, k_cache, v_cache, k, v, layout)
     batch, seqlen_new, _, _ = k.shape
+    new = stores(k_cache, v_cache, k, v, layout)
     if layout.block_table is None:
         lengths = layout.seqlens.tolist()
         length = max(lengths[0], 0) if batch else 0
         if lengths == lengths[:1] * batch and length + seqlen_new <= k_cache.shape[1]:
-            k_cache.narrow(1, length, seqlen_new).copy_(k)  # half the time of a slice
-            v_cache.narrow(1, length, seqlen_new).copy_(v)
+            for cache, x in new:
+                cache.narrow(1, length, seqlen_new).copy_(x)  # half the time of a slice
             return
     page, row, fits = layout.new_places(k_cache)
     places = page[fits], row[fits]
-    k_cache.index_put_(places, k[fits])
-    v_cache.index_put_(places, v[fits])
+    for cache, x in new:
+        cache.index_put_(places, x[fits])
 
 
 def attention_with_cache(
@@ -85,26 +88,27 @@ def attention_with_cache(
         return decode.decode(compiled, q, k_cache, v_cache, call)
     (batch, seqlen_q, heads_q, _), block_table = q.shape, call.layout.block_table
     bounds = call.layout.bounds(k_cache)
-    row = k_cache.shape[-2] * k_cache.shape[-1]
+    row = k_cache.shape[-2] * q.shape[-1]
+    caches = _caches(k_cache, v_cache, call.layout)
     if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, call)):
         compiled = None
     same_bounds = block_table is None and bounds and bounds == bounds[:1] * batch
     if same_bounds:
         first, end = bounds[0]
         size = max(end - first, 1) if compiled else _block_size(batch * row)
-        single = 0 < end - first <= size and not compiled
+        single = 0 < end - first <= size and not compiled and len(caches) == 2
         if single and (result := _attend_single(q, k_cache, v_cache, first, end, call)):
             return result
-        blocks = _contiguous_blocks(k_cache, v_cache, 0, batch, first, end, size)
+        blocks = _contiguous_blocks(caches, 0, batch, first, end, size)
         return _attend(q, blocks, end - first, call, compiled)
     out = q.new_zeros(q.shape)
     lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
     for b0, b1, first, end in _groups(bounds, together=block_table is None):
         size = max(end - first, 1) if compiled else _block_size((b1 - b0) * row)
         blocks = (
-            _paged_blocks(k_cache, v_cache, block_table[b0], first, end, size)
+            _paged_blocks(caches, block_table[b0], first, end, size)
             if block_table is not None
-            else _contiguous_blocks(k_cache, v_cache, b0, b1, first, end, size)
+            else _contiguous_blocks(caches, b0, b1, first, end, size)
         )
         out[b0:b1], lse[b0:b1] = _attend(q[b0:b1], blocks, end - first, call, compiled)
     return out, lse
@@ -141,31 +145,46 @@ class Block(NamedTuple):
     position: int  # of the first key
     k: torch.Tensor  # (batch, slots, heads_kv, head_dim)
     v: torch.Tensor
+    k_scale: torch.Tensor | None = None  # (batch, slots, heads_kv, 1)
+    v_scale: torch.Tensor | None = None
+
+    def keys_and_values(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v, of this type if they are quantized."""
+        if self.k_scale is None or self.v_scale is None:
+            return self.k, self.v
+        return dequantize(self.k, self.k_scale[..., 0], dtype), dequantize(self.v, self.v_scale[..., 0], dtype)
 
 
-def _contiguous_blocks(k_cache, v_cache, b0: int, b1: int, first: int, end: int, size: int) -> Iterator[Block]:
+def _caches(k_cache: torch.Tensor, v_cache: torch.Tensor, layout: CacheLayout) -> tuple[torch.Tensor, ...]:
+    """The tensors of a Block, of four dimensions each."""
+    if layout.k_scale is None or layout.v_scale is None:
+        return k_cache, v_cache
+    return k_cache, v_cache, layout.k_scale[..., None], layout.v_scale[..., None]
+
+
+def _contiguous_blocks(caches, b0: int, b1: int, first: int, end: int, size: int) -> Iterator[Block]:
     for slot in range(first, end, size):
         stop = min(slot + size, end)
-        yield Block(slot - first, k_cache[b0:b1, slot:stop], v_cache[b0:b1, slot:stop])
+        yield Block(slot - first, *(x[b0:b1, slot:stop] for x in caches))
 
 
-def _paged_blocks(k_cache, v_cache, table: torch.Tensor, first: int, end: int, size: int) -> Iterator[Block]:
+def _paged_blocks(caches, table: torch.Tensor, first: int, end: int, size: int) -> Iterator[Block]:
     """table: (max_pages,), the pages of one sequence. Page numbers outside the cache are clamped."""
-    page_size = k_cache.shape[1]
+    pages_in_cache, page_size = caches[0].shape[:2]
     for slot in range(first, end, size):
         stop = min(slot + size, end)
         low, high = slot // page_size, -(-stop // page_size)
-        pages = table[low:high].to(torch.int64).clamp_(0, k_cache.shape[0] - 1)
+        pages = table[low:high].to(torch.int64).clamp_(0, pages_in_cache - 1)
         skip, count = slot - low * page_size, stop - slot
         page = int(pages[0])
         follow = torch.equal(pages, torch.arange(page, page + high - low))
-        k, v = (
+        rows = (
             cache[page : page + high - low].flatten(0, 1)
             if follow and cache.stride(0) == page_size * cache.stride(1)
             else cache.permute(2, 0, 1, 3)[:, pages].flatten(1, 2).transpose(0, 1)
-            for cache in (k_cache, v_cache)
+            for cache in caches
         )
-        yield Block(slot - first, *(x[skip : skip + count][None] for x in (k, v)))
+        yield Block(slot - first, *(x[skip : skip + count][None] for x in rows))
 
 
 def _attend(
@@ -173,12 +192,17 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, lse (batch, heads_q, seqlen_q); all sequences hold seqlen keys, in one block if compiled."""
     if compiled is not None and seqlen:
-        ((_, k, v),) = blocks
-        return tiles.forward(compiled, q, k, v, AttentionCall(call.rotary, call.causal, call.softmax_scale))
+        (block,) = blocks
+        attention, dtype = AttentionCall(call.rotary, call.causal, call.softmax_scale), q.dtype
+        if block.k_scale is None:
+            return tiles.forward(compiled, q, block.k, block.v, attention)
+        out, lse = tiles.forward(compiled, q.float(), *block.keys_and_values(torch.float32), attention)
+        return out.to(dtype), lse
     seqlen_q, rotary = q.shape[1], call.rotary
     rotated_q: dict[PositionMap, torch.Tensor] = {}
     partials, scale = [], flash_scale(call, seqlen)
-    for position, k, v in blocks if q.numel() else ():
+    for block in blocks if q.numel() else ():
+        position, (k, v) = block.position, block.keys_and_values(accumulation_type(q))
         start = position if chunk_of(call.bands) else 0
         for queries, keys, pieces in plan(call.bands, seqlen_q, k.shape[1], seqlen - seqlen_q - position, start):
             if queries not in rotated_q:

@@ -11,7 +11,7 @@ import torch
 from ...lowering.cos_sin import cos_sin
 from ...rotary.rotary import Rotary
 from ..calls import CacheCall, CacheLayout
-from .library import DTYPES, INFINITE, MAX_BANDS, BandLimits, DecodeBand, DecodeCall, Library, TensorView
+from .library import CODES, DTYPES, INFINITE, MAX_BANDS, BandLimits, DecodeBand, DecodeCall, Library, TensorView
 
 BLOCK = 64  # keys; csrc/cpu/decode.cpp has the same two
 MAX_ROWS = 16  # queries of one key head
@@ -36,16 +36,20 @@ def decode(
     library: Library, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse in float32)."""
-    batch, seqlen_q, heads_q, _ = q.shape
+    (batch, seqlen_q, heads_q, _), layout, dtype = q.shape, call.layout, q.dtype
+    if layout.k_scale is not None:
+        q = q.to(torch.float32)
     out, lse = q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
-    key = (call.rotary, call.causal, call.softmax_scale, q.shape, k_cache.shape, q.dtype)
-    described, _used = call.layout.once(key, lambda: _describe(library, q, k_cache, call))
+    key = (call.rotary, call.causal, call.softmax_scale, q.shape, k_cache.shape, q.dtype, k_cache.dtype)
+    described, _used = layout.once(key, lambda: _describe(library, q, k_cache, call))
     c = DecodeCall.from_buffer_copy(described)
     c.q, c.k, c.v, c.out = TensorView.of(q), TensorView.of(k_cache), TensorView.of(v_cache), TensorView.of(out)
     c.lse = lse.data_ptr()
+    if layout.k_scale is not None and layout.v_scale is not None:
+        c.k_scale, c.v_scale = TensorView.of(layout.k_scale), TensorView.of(layout.v_scale)
     if library.decode(ctypes.byref(c)):
         raise MemoryError("attention_with_cache: no memory for the partial results")
-    return out, lse
+    return out.to(dtype), lse
 
 
 def _describe(library: Library, q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> tuple[bytes, tuple]:
@@ -62,7 +66,8 @@ def _describe(library: Library, q: torch.Tensor, k_cache: torch.Tensor, call: Ca
     c.scale, c.rotated_scale = call.score_scale, call.rotary.rotated_scale
     for name, value in call.rotary.query_scale._asdict().items():
         setattr(c, name, value or 0.0)
-    c.dtype, c.threads, c.parallel_for = DTYPES[q.dtype], torch.get_num_threads(), library.parallel_for
+    c.dtype = DTYPES[q.dtype] if call.layout.k_scale is None else CODES[k_cache.dtype]
+    c.threads, c.parallel_for = torch.get_num_threads(), library.parallel_for
     return bytes(c), (bounds, template, table)
 
 

@@ -13,6 +13,7 @@ from ...rotary.bands import Band
 MAX_BANDS = 4
 INFINITE = 2**40  # a distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+CODES = {torch.int8: 3, torch.uint8: 4}  # of quantized caches, which the decoding kernel reads beside float32 queries
 
 
 class TensorView(ctypes.Structure):
@@ -53,7 +54,7 @@ class DecodeCall(ctypes.Structure):
     """As in csrc/cpu/decode.cpp."""
 
     _fields_ = [
-        *((name, TensorView) for name in ("q", "k", "v", "out")),
+        *((name, TensorView) for name in ("q", "k", "v", "out", "k_scale", "v_scale")),
         ("lse", ctypes.c_void_p),
         ("bounds", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),

@@ -10,13 +10,21 @@ from ...lowering.cos_sin import coarse_rows, two_level_table
 from ...rotary.rotary import Rotary
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
-from ...triton_kernels.arguments import CuSeqlens, Shape, encode_int, tensor_view
+from ...triton_kernels.arguments import CuSeqlens, Shape, encode_ints, tensor_view
 from ...triton_kernels.decode import append_rows, attention_decode, combine_splits
 from ...triton_kernels.rotate import rotate_cached_rows
 from ..calls import MAX_SPLITS, CacheCall, CacheLayout, RotateCall, cached_lse_shape, multiprocessors
 from ..splits import choose_splits
 from . import launcher
-from .device import block_d, current_device, fits_int32_offsets, shape_of, vector_size, with_int32_offsets
+from .device import (
+    block_d,
+    cached_vector_sizes,
+    current_device,
+    fits_int32_offsets,
+    shape_of,
+    vector_size,
+    with_int32_offsets,
+)
 from .launcher import cdiv
 from .plan import Plan
 from .rotated import rotate
@@ -33,7 +41,10 @@ def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, rotary: Rotary 
     batch = 1 if placed else layout.cu_seqlens_q.shape[0] - 1 if packed else k.shape[0]
     max_seqlen = min(layout.max_seqlen_q, seqlen) if packed and not placed else seqlen
     kernel_layout, page_size = _kernel_layout(k_cache, layout._replace(leftpad=None))
-    vec = vector_size(k_cache, v_cache, k, v)
+    if layout.k_scale is None:
+        vec = vector_size(k_cache, v_cache, k, v)
+    else:
+        vec = min(cached_vector_sizes(k_cache, v_cache, k, v))
     shape = Shape(head_dim, block_d(head_dim), vec=vec, page_size=page_size, block_m=configs.APPEND_ROWS)
     with current_device(k):
         launcher.launch(
@@ -121,10 +132,10 @@ class CachePlan(Plan):
         """Fills the rows of out and lse that the decode kernel leaves, in two launches."""
         q, k_cache, v_cache = with_int32_offsets(self.q), self.k_cache, self.v_cache
         copies, rows = len(self.lowered.k_copies), self._rotated_rows()
-        vec = vector_size(q, k_cache, v_cache)
+        vec, code_vec = cached_vector_sizes(k_cache, v_cache, q)
         rotated_k = k_cache
         if rows.total:
-            rotated_k = k_cache.new_empty(copies, rows.total, *k_cache.shape[2:])
+            rotated_k = q.new_empty(copies, rows.total, k_cache.shape[2], q.shape[-1])
             grid = (
                 cdiv(rows.longest, configs.ROTATE_ROWS) * self.batch,
                 cdiv(self.heads_kv, configs.ROTATE_HEADS),
@@ -146,12 +157,23 @@ class CachePlan(Plan):
                 self.table_rows,
                 self.heads_kv,
                 HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
-                SHAPE=shape_of(self.rotary, vec, 0, 0, self.page_size, configs.ROTATE_ROWS),
+                SHAPE=shape_of(self.rotary, vec, 0, 0, self.page_size, configs.ROTATE_ROWS, code_vec=code_vec),
                 **configs.options(configs.ROTATE_WARPS),
             )
-        tile = self.tile("forward", self.cache)
-        rotated_bands = self.lowered.rotated_bands if self.page_size else 0  # only paged keys are read in another way
-        shape = shape_of(self.rotary, vec, self.num_bands, rotated_bands, self.page_size, tile.block_m, tile.block_n)
+        codes = self.call.layout.k_scale is not None
+        tile = self.tile("forward codes" if codes else "forward", self.cache)
+        # Only paged keys and codes are read in another way than copies.
+        rotated_bands = self.lowered.rotated_bands if self.page_size or codes else 0
+        shape = shape_of(
+            self.rotary,
+            vec,
+            self.num_bands,
+            rotated_bands,
+            self.page_size,
+            tile.block_m,
+            tile.block_n,
+            code_vec=code_vec,
+        )
         cu_seqlens = CuSeqlens(self.cu_seqlens_q, None)
         self.launch_forward(
             q, k_cache, rotated_k, v_cache, out, lse, cu_seqlens, self.layout, rows.per_sequence, shape, tile
@@ -172,9 +194,15 @@ class CachePlan(Plan):
             tile = tile._replace(num_stages=1)
         programs = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
         usual_programs = cdiv(usual_rows, tile.block_m) * self.heads_kv * self.batch
-        vec = vector_size(self.q, self.k_cache, self.v_cache)
+        if self.call.layout.k_scale is None:
+            vec, code_vec = vector_size(self.q, self.k_cache, self.v_cache), 0
+        else:
+            vec, code_vec = cached_vector_sizes(self.k_cache, self.v_cache, self.q)
         fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
-        options = {"SHAPE": shape_of(self.rotary, vec, *fields, aligned_maps=aligned_maps), **tile.options}
+        options = {
+            "SHAPE": shape_of(self.rotary, vec, *fields, aligned_maps=aligned_maps, code_vec=code_vec),
+            **tile.options,
+        }
         num_splits = self._num_splits(usual_programs, lse, options)
         partial, partial_lse = out, lse
         if num_splits > 1:
@@ -251,7 +279,9 @@ _resident: dict[tuple, int] = {}  # blocks of attention_decode that one multipro
 def _kernel_layout(k_cache, layout: CacheLayout, decode_seqlen: int = 0) -> tuple[KernelCacheLayout, int]:
     """The layout as kernels take it, and the page size, 0 for a contiguous cache."""
     pages, page_size, _, _ = k_cache.shape
-    seqlens, block_table, leftpad, seqlen_new, _, slot_mapping, *_ = layout
-    numbers = map(encode_int, (seqlen_new, layout.capacity(k_cache), pages, decode_seqlen))
-    kernel_layout = KernelCacheLayout(seqlens, block_table, leftpad, slot_mapping, *numbers)
+    seqlens, block_table, leftpad, seqlen_new, _, slot_mapping, _, k_scale, v_scale, _ = layout
+    numbers = encode_ints(seqlen_new, layout.capacity(k_cache), pages, decode_seqlen)
+    scales = (k_scale, v_scale)
+    strides = () if k_scale is None or v_scale is None else encode_ints(*k_scale.stride(), *v_scale.stride())
+    kernel_layout = KernelCacheLayout(seqlens, block_table, leftpad, slot_mapping, *scales, *numbers, *strides)
     return kernel_layout, 0 if block_table is None else page_size

@@ -40,13 +40,19 @@ def scheme_on(rotary: Rotary, causal: bool, device: torch.device) -> DeviceSchem
 
 
 @lru_cache(maxsize=1024)
-def shape_of(rotary: Rotary, vec: int, *fields: int, head_dim_v: int = 0, aligned_maps: bool = False) -> Shape:
+def shape_of(
+    rotary: Rotary, vec: int, *fields: int, head_dim_v: int = 0, aligned_maps: bool = False, code_vec: int = 0
+) -> Shape:
     """The SHAPE of a kernel; fields: those of Shape from num_bands to block_n; head_dim_v 0: as head_dim."""
     rotary_dim, head_dim_v = rotary.rotary_dim if rotary.changes_channels else 0, head_dim_v or rotary.head_dim
     shape = Shape(rotary.head_dim, block_d(rotary.head_dim), rotary_dim, rotary.interleaved, vec, *fields)
     rotated_keys = any(band.keys_rotated for band in rotary.bands)
     return shape._replace(
-        head_dim_v=head_dim_v, block_dv=block_d(head_dim_v), aligned_maps=aligned_maps, rotated_keys=rotated_keys
+        head_dim_v=head_dim_v,
+        block_dv=block_d(head_dim_v),
+        aligned_maps=aligned_maps,
+        rotated_keys=rotated_keys,
+        code_vec=code_vec,
     )
 
 
@@ -59,6 +65,17 @@ def block_d(head_dim: int) -> int:
 def vector_size(*tensors: torch.Tensor) -> int:
     """Elements that all addresses and strides are a multiple of: those of 16 bytes, or 1."""
     return 16 // tensors[0].element_size() if all(map(aligned, tensors)) else 1
+
+
+def cached_vector_sizes(k_cache: torch.Tensor, v_cache: torch.Tensor, *others: torch.Tensor) -> tuple[int, int]:
+    """(vec, code_vec) of Shape, for a cache and tensors of q's type."""
+    if k_cache.dtype == others[0].dtype:
+        return vector_size(*others, k_cache, v_cache), 0
+    steps = 16
+    for x in (k_cache, v_cache):
+        for number in (x.data_ptr(), *x.stride()[:-1]):
+            steps |= number
+    return vector_size(*others), steps & -steps
 
 
 def fits_int32_offsets(x: torch.Tensor) -> bool:

@@ -61,7 +61,8 @@ class Plan:
         shape: Shape,
         tile: Tile,
     ) -> None:
-        shape = shape._replace(parts=configs.forward_parts(tile, shape.block_d, shape.block_dv, self.itemsize))
+        parts = configs.forward_parts(tile, shape.block_d, shape.block_dv, self.itemsize)
+        shape = shape._replace(parts=1 if shape.code_vec else parts)
         launcher.launch(
             attention_forward,
             (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),

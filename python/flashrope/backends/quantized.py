@@ -1,0 +1,55 @@
+"""Quantized caches: codes of 8 or 4 bits, and a float32 scale per token and key head, for K and for V.
+
+Of a row x of K or V, with m the largest code:
+
+    s = max |x_c| / m        c = round(x / s), ties to even, in [-m, m]        x' = s * c
+
+A row of zeros has s = 0 and codes 0. If x holds a NaN, s is NaN and the codes are 0. Infinities count as the largest
+finite number of x's dtype (float64: of float32). All is computed in float32; divisions round to nearest.
+
+    int8:   m = 127, one code a byte.
+    uint8:  m = 7, two codes a byte: channel 2 c in the low half, channel 2 c + 1 in the high half, each plus 8.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .calls import CacheLayout
+
+LARGEST_CODE = {torch.int8: 127, torch.uint8: 7}
+PER_BYTE = {torch.int8: 1, torch.uint8: 2}
+
+
+def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (..., head_dim) as codes of int8 (..., head_dim) or uint8 (..., head_dim / 2), and scales float32 (...)."""
+    limit = torch.finfo(torch.float32 if x.dtype == torch.float64 else x.dtype).max
+    x, largest = x.to(torch.float32).clamp(-limit, limit), LARGEST_CODE[dtype]
+    scale = x.abs().amax(-1) / largest
+    steps = torch.where(scale > 0, scale, torch.inf)[..., None]  # of zeros, and of NaN, every code is 0
+    codes = (x / steps).round().nan_to_num(0.0).clamp(-largest, largest)
+    if dtype == torch.int8:
+        return codes.to(dtype), scale
+    codes = (codes + 8).to(dtype)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, scale
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x' (..., head_dim) of this float type."""
+    return unpack(codes, dtype) * scale.to(dtype)[..., None]
+
+
+def unpack(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Codes as numbers (..., head_dim) of this float type."""
+    if codes.dtype == torch.uint8:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
+    return codes.to(dtype)
+
+
+def stores(k_cache, v_cache, k, v, layout: CacheLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(cache, what its rows become) of new k and v: of the caches and, if they are quantized, of their scales."""
+    if layout.k_scale is None:
+        return [(k_cache, k), (v_cache, v)]
+    codes_k, scale_k = quantize(k, k_cache.dtype)
+    codes_v, scale_v = quantize(v, v_cache.dtype)
+    return [(k_cache, codes_k), (v_cache, codes_v), (layout.k_scale, scale_k), (layout.v_scale, scale_v)]

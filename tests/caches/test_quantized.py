@@ -1,0 +1,407 @@
+"""Quantized caches: attention over the dequantized keys and values, whatever writes and reads the codes."""
+
+import pytest
+import support
+import torch
+from flashrope import (
+    KVCache,
+    PagedKVCache,
+    Rotary,
+    attention,
+    attention_varlen_with_cache,
+    attention_with_cache,
+    rotate,
+)
+from flashrope.backends.calls import CacheCall, CacheLayout
+from flashrope.backends.registry import load_backend
+from support import SCHEMES
+from test_decode import PAGE, cached, layouts
+from test_decode_varlen import MIXED, Packed
+from test_rotate import by_complex_numbers
+from test_rotated_keys import fill_rotated, rotated
+
+BITS = {"int8": 8, "int4": 4}
+bits = pytest.mark.parametrize("cache_dtype", BITS)
+
+
+def by_formula(x, cache_dtype):
+    """(codes as numbers, scale) of rows x (..., head_dim), float64; the scale is a float32 number."""
+    largest = 2 ** (BITS[cache_dtype] - 1) - 1
+    limit = min(torch.finfo(x.dtype).max, torch.finfo(torch.float32).max)
+    x = x.double().clamp(-limit, limit)
+    scale = (x.abs().amax(-1) / largest).float().double()
+    codes = (x / scale[..., None]).nan_to_num(0.0).clamp(-largest, largest)
+    # The kernels divide float32 numbers; a quotient that float64 puts beside a half, they may put on it.
+    return codes.float().round().double(), scale
+
+
+def dequantized(x, cache_dtype):
+    codes, scale = by_formula(x, cache_dtype)
+    return codes * scale[..., None]
+
+
+def pack(codes, cache_dtype):
+    if cache_dtype == "int8":
+        return codes.to(torch.int8)
+    nibbles = (codes + 8).to(torch.uint8)
+    return nibbles[..., 0::2] + 16 * nibbles[..., 1::2]
+
+
+def unpacked(codes, cache_dtype):
+    if cache_dtype == "int8":
+        return codes.double()
+    return torch.stack((codes % 16, codes // 16), -1).flatten(-2).double() - 8
+
+
+def vllm_layout(codes, scale):
+    """k and v with their scales in one buffer: a head of a slot is K | scale of K | V | scale of V."""
+    (k, v), rows, width = codes, codes[0].shape[:-1], codes[0].shape[-1]
+    half = width + 4
+    buffer = torch.full((*rows, 2 * half), 113, dtype=torch.uint8, device=k.device)
+    caches = [buffer[..., i * half : i * half + width].view(k.dtype) for i in range(2)]
+    floats = buffer.view(torch.float32)
+    scales = [floats[..., (i * half + width) // 4] for i in range(2)]
+    for to, x in zip((*caches, *scales), (k, v, *scale), strict=True):
+        to.copy_(x)
+    return (*caches, *scales)
+
+
+def quantize_cache(c, cache_dtype, vllm=False) -> dict:
+    """The caches of a Cached become codes; returns its scales. Slots without a token: any code, a scale of NaN."""
+    codes, scales = [], []
+    for x in (c.k_cache, c.v_cache):
+        numbers, scale = by_formula(x, cache_dtype)
+        packed = pack(numbers, cache_dtype)
+        garbage = torch.randint(-128, 128, packed.shape, generator=torch.Generator().manual_seed(5)).to(packed)
+        codes.append(torch.where(x.isnan().all(-1, keepdim=True), garbage, packed))
+        scales.append(scale.float())
+    if vllm:
+        c.k_cache, c.v_cache, *scales = vllm_layout(codes, scales)
+    else:
+        c.k_cache, c.v_cache = codes
+    return {"k_scale": scales[0], "v_scale": scales[1]}
+
+
+def check(c, target, cache_dtype, vllm=False, **options):
+    scales = quantize_cache(c, cache_dtype, vllm)
+    out, lse = c.run(target.impl, **scales, **options)
+    assert out.dtype == target.dtype and lse.dtype == support.lse_type(target)
+    starts = c.cu_seqlens_q.tolist() if isinstance(c, Packed) else None
+    for b, p in enumerate(c.sequences):
+        exact = p.replace(k=dequantized(p.k, cache_dtype), v=dequantized(p.v, cache_dtype))
+        if starts is None:
+            got = {"out": out[b : b + 1], "lse": lse[b : b + 1]}
+        else:
+            rows = slice(starts[b], starts[b + 1])
+            got = {"out": out[None, rows], "lse": lse[None, :, rows]}
+        if got["out"].shape[1]:
+            support.check_budget(got, exact, target.dtype, f"sequence {b}: ")
+    check_contents(c, cache_dtype, **scales)
+
+
+def check_contents(c, cache_dtype, k_scale, v_scale):
+    """Codes and scales of all tokens, the new ones included, are those of the formula."""
+    pads = c.leftpad or (0,) * len(c.sequences)
+    for b, (p, pad) in enumerate(zip(c.sequences, pads, strict=True)):
+        slots = torch.arange(pad, pad + p.k.shape[1], device=c.k_cache.device)
+        page, row = (c.block_table[b, slots // PAGE].long(), slots % PAGE) if c.page_size else (b, slots)
+        for cache, scales, x in ((c.k_cache, k_scale, p.k), (c.v_cache, v_scale, p.v)):
+            codes, scale = by_formula(x[0], cache_dtype)
+            assert torch.equal(scales[page, row], scale.float()), f"scales of sequence {b}"
+            assert torch.equal(cache[page, row], pack(codes, cache_dtype)), f"codes of sequence {b}"
+
+
+@pytest.mark.interpreted(
+    lambda target, page_size, scheme, cache_dtype: (
+        target.dtype == torch.float32
+        and bool(page_size) == (scheme in ("rope_partial", "hope_compact", "hope_rerope_log_n"))
+        and (cache_dtype == "int8") == (scheme in ("rope", "rerope", "rope_interleaved", "hope_rerope_log_n"))
+    )
+)
+@bits
+@layouts
+@pytest.mark.parametrize(
+    "scheme",
+    ["none", "rope", "rope_interleaved", "rope_partial", "hope_compact", "rerope", "leaky", "hope_rerope_log_n"],
+)
+def test_one_token(target, page_size, scheme, cache_dtype):
+    c = cached(target, SCHEMES[scheme](16), (45, 1, 64, 22), 1, leftpad=(3, 0, 0, 40), capacity=80, page_size=page_size)
+    check(c, target, cache_dtype)
+
+
+@pytest.mark.interpreted(lambda exact, page_size, cache_dtype, causal: bool(page_size) == causal)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@bits
+@layouts
+def test_several_tokens(exact, page_size, cache_dtype, causal):
+    c = cached(
+        exact, SCHEMES["leaky"](16), (45, 5, 64), 5, leftpad=(3, 0, 0), capacity=80, page_size=page_size, causal=causal
+    )
+    check(c, exact, cache_dtype)
+
+
+@pytest.mark.interpreted(
+    lambda exact, page_size, scheme, cache_dtype: (
+        bool(page_size) == (scheme in ("rope_interleaved", "rerope"))
+        and (cache_dtype == "int8") == (scheme in ("rerope", "rope_partial"))
+    )
+)
+@bits
+@layouts
+@pytest.mark.parametrize("scheme", ["none", "rope_partial", "rope_interleaved", "rerope", "yarn_leaky_local_log_n"])
+def test_chunks(exact, page_size, scheme, cache_dtype):
+    """More than 64 queries, which another kernel may serve: one sequence fills the cache, one starts after padding."""
+    c = cached(exact, SCHEMES[scheme](16), (112, 66), 66, heads=2, leftpad=(0, 30), capacity=112, page_size=page_size)
+    check(c, exact, cache_dtype)
+
+
+@pytest.mark.interpreted(lambda exact, page_size, placed, cache_dtype: bool(page_size) == placed)
+@bits
+@layouts
+@pytest.mark.parametrize("placed", [False, True], ids=["behind", "placed"])
+def test_packed(exact, page_size, placed, cache_dtype):
+    pads = (10, 3, 0, 0, 2, 0, 1, 0)
+    rotary = SCHEMES["hope_rerope_log_n"](16)
+    check(Packed(exact, rotary, MIXED, leftpad=pads, page_size=page_size, placed=placed), exact, cache_dtype)
+
+
+@pytest.mark.interpreted(lambda exact, seqlen_q, head_dim, cache_dtype: (head_dim == 24) == (cache_dtype == "int4"))
+@bits
+@pytest.mark.parametrize("head_dim", [24, 64])
+@pytest.mark.parametrize("seqlen_q", [1, 70])
+def test_the_layout_of_vllm(exact, seqlen_q, head_dim, cache_dtype):
+    """Codes and scales of K and V in one buffer, whose rows are multiples of 4 bytes only."""
+    rotary = Rotary.rope(head_dim, rotary_dim=12).rectify(21)
+    c = cached(exact, rotary, (110, 80), seqlen_q, heads=2, capacity=112, page_size=PAGE)
+    check(c, exact, cache_dtype, vllm=True)
+
+
+@pytest.mark.interpreted(lambda exact, seqlen_q, cache_dtype: (seqlen_q == 1) == (cache_dtype == "int8"))
+@bits
+@pytest.mark.parametrize("seqlen_q", [1, 70])
+def test_rotated_keys(exact, seqlen_q, cache_dtype):
+    """Keys are rotated, rounded, then quantized; queries alone rotate."""
+    rotary = Rotary.rope(16, rotary_dim=12)
+    c = cached(exact, rotary, (90, 70), seqlen_q, heads=2, leftpad=(3, 0), capacity=96, page_size=PAGE)
+    fill_rotated(c)
+    scales = quantize_cache(c, cache_dtype)
+    out, lse = c.run(exact.impl, rotated_keys=True, **scales)
+    for b, (p, pad) in enumerate(zip(c.sequences, c.leftpad, strict=True)):
+        slots = torch.arange(pad, pad + p.k.shape[1], device=out.device)
+        page, row = c.block_table[b, slots // PAGE].long(), slots % PAGE
+        codes = unpacked(c.k_cache[page, row], cache_dtype)
+        stored = codes * scales["k_scale"][page, row].double()[..., None]
+        numbers, scale = by_formula(rotated(p).k[0], cache_dtype)
+        torch.testing.assert_close(scales["k_scale"][page, row].double(), scale, rtol=1e-6, atol=0)
+        assert (codes - numbers).abs().max() <= 1  # rounding may move a number over the middle between two codes
+        assert ((codes - numbers) != 0).double().mean() < 1e-2
+        raw = by_complex_numbers(stored[None], rotary, -torch.arange(stored.shape[0])).to(out.device)
+        exact_p = p.replace(k=raw, v=dequantized(p.v, cache_dtype))
+        support.check_budget({"out": out[b : b + 1], "lse": lse[b : b + 1]}, exact_p, exact.dtype, f"sequence {b}: ")
+
+
+@bits
+@pytest.mark.parametrize("seqlen_q", [1, 70])
+def test_reference(seqlen_q, cache_dtype):
+    target = support.Target("reference", torch.float64, "cpu")
+    c = cached(
+        target, SCHEMES["hope_rerope_log_n"](16), (90, 70), seqlen_q, leftpad=(3, 0), capacity=96, page_size=PAGE
+    )
+    check(c, target, cache_dtype)
+
+
+@bits
+def test_composed(composed, cache_dtype):
+    """Without the compiled kernels: one token, a chunk, packed queries."""
+    target = support.Target("cpu", torch.float32, "cpu")
+    for seqlen_q, scheme in ((1, "rope"), (70, "rerope")):
+        check(cached(target, SCHEMES[scheme](16), (90, 70), seqlen_q, capacity=96, page_size=PAGE), target, cache_dtype)
+    check(Packed(target, SCHEMES["leaky"](16), MIXED, placed=True), target, cache_dtype)
+
+
+@bits
+def test_wide_heads(exact, cache_dtype):
+    c = cached(exact, Rotary.hope(128, 100, compact=True), (60, 33), 1, heads=2, capacity=64)
+    check(c, exact, cache_dtype)
+
+
+@bits
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 0.0, 1e-44, 3e38])
+def test_rows_of_one_value(exact, cache_dtype, value):
+    """NaN, infinities, zeros, the smallest and the largest numbers change the scale and codes of their row only."""
+    seqlens, largest = support.int32([3, 5], exact.device), 2 ** (BITS[cache_dtype] - 1) - 1
+    q, k, v = (support.random((2, 1, heads, 16), exact, n) for n, heads in enumerate((4, 2, 2)))
+    k[1, 0, 1, 3] = value
+    if value in (0.0, 1e-44):
+        k[1, 0, 1] = value
+    results = []
+    for new in (k, k.nan_to_num(1.0, 1.0, 1.0).clamp(-4, 4)):
+        zeros = torch.zeros(2, 2, 32, 2, 16, device=exact.device)
+        codes, scales = pack(zeros, cache_dtype), torch.ones_like(zeros[..., 0])
+        out = attention_with_cache(
+            q, *codes, Rotary.rope(16), seqlens, new, v, impl=exact.impl, k_scale=scales[0], v_scale=scales[1]
+        )
+        results.append((out, codes, scales))
+    (out, codes, scales), (other_out, other_codes, other_scales) = results
+    written, scale = unpacked(codes[0, 1, 5, 1], cache_dtype), scales[0, 1, 5, 1]
+    if value != value:
+        assert scale.isnan() and not written.any() and out[1, 0, 2:].isnan().all()
+    elif value in (0.0, 1e-44):
+        assert scale <= 1e-44 and written.abs().max() <= largest and (value or not (scale or written.any()))
+    else:
+        limit = min(abs(value), torch.finfo(torch.float32).max)
+        torch.testing.assert_close(scale.item(), limit / largest, rtol=1e-6, atol=0.0)
+        assert written[3] == (largest if value > 0 else -largest)
+    assert torch.equal(out[0], other_out[0]) and torch.equal(out[1, 0, :2], other_out[1, 0, :2])
+    codes[0, 1, 5, 1], scales[0, 1, 5, 1] = other_codes[0, 1, 5, 1], other_scales[0, 1, 5, 1]
+    assert torch.equal(codes, other_codes) and torch.equal(scales, other_scales)
+
+
+def test_what_quantization_costs(exact):
+    """Of normal keys and values: 8 bits change the result by less than a hundredth of its size, 4 bits by a sixth."""
+    if exact.slow:
+        pytest.skip("the other backends do the same")
+    q, k, v = (support.random((4, 200, heads, 64), exact, n) for n, heads in enumerate((4, 2, 2)))
+    want = attention(q, k, v, Rotary.rope(64), impl=exact.impl)
+    for cache_dtype, bound in (("int8", 0.01), ("int4", 0.17)):
+        cache = KVCache(4, 200, 2, 64, torch.float32, exact.device, cache_dtype=cache_dtype)
+        out = cache.attend(q, Rotary.rope(64), k, v, impl=exact.impl)
+        error = ((out - want).square().mean() / want.square().mean()).sqrt().item()
+        assert bound / 4 < error < bound
+
+
+# ---- our caches
+
+ROPE = Rotary.rope(16).rectify(21)
+F32 = {"dtype": torch.float32, "device": "cpu"}
+
+
+def contiguous(**options):
+    cache = KVCache(2, 96, 2, 16, **F32, **options)
+    return cache, cache.attend, cache.append
+
+
+def paged(**options):
+    cache = PagedKVCache(20, PAGE, 2, 16, **F32, **options)
+    names = [cache.allocate(), cache.allocate()]
+    return cache, lambda *a, **o: cache.attend(names, *a, **o), lambda *a, **o: cache.append(names, *a, **o)
+
+
+makes = pytest.mark.parametrize("make", [contiguous, paged], ids=["KVCache", "PagedKVCache"])
+
+
+def tokens(seqlen):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, seqlen, heads, 16, generator=generator) for heads in (4, 2, 2)]
+
+
+def over_quantized(q, k, v, rotary, cache_dtype):
+    exact = q.double(), dequantized(k, cache_dtype), dequantized(v, cache_dtype)
+    return attention(*exact, rotary, impl="reference").float()
+
+
+@makes
+@bits
+def test_a_prompt_then_steps(make, cache_dtype):
+    cache, attend, append = make(cache_dtype=cache_dtype)
+    q, k, v = tokens(60)
+    append(k[:, :40], v[:, :40])
+    append(torch.randn(2, 5, 2, 16), torch.randn(2, 5, 2, 16))  # rejected drafts
+    for name in [None] if make is contiguous else cache.sequences:
+        cache.truncate(name, 40)
+    out = [attend(q[:, a:b], ROPE, k[:, a:b], v[:, a:b]) for a, b in ((40, 41), (41, 46), (46, 60))]
+    want = over_quantized(q, k, v, ROPE, cache_dtype)
+    torch.testing.assert_close(torch.cat(out, 1), want[:, 40:], rtol=1e-4, atol=1e-5)
+    assert f"dtype=torch.float32, device='cpu', cache_dtype='{cache_dtype}'" in repr(cache) and "head_dim=16" in repr(
+        cache
+    )
+    slots = 2 * 96 if make is contiguous else 20 * PAGE
+    assert cache.nbytes == slots * 2 * 2 * (16 * BITS[cache_dtype] // 8 + 4)
+    plain, _, _ = make()
+    assert plain.cache_dtype is None and plain.k_scale is None and plain.scales() == (None, None)
+
+
+@bits
+def test_a_fork_copies_codes_and_scales(cache_dtype):
+    cache, _, append = paged(cache_dtype=cache_dtype, layers=2)
+    q, k, v = tokens(50)
+    append(torch.stack([k, v])[:, :, :40], torch.stack([v, k])[:, :, :40])
+    child, other = cache.fork(cache.sequences[0]), torch.randn(1, 10, 2, 16)
+    for name, new in (([child], (other, other)), ([cache.sequences[0]], (k[:1, 40:], v[:1, 40:]))):
+        with cache.step(name, 10) as step:
+            outs = [step.attend(q[:1, 40:], ROPE, *pair, layer=n) for n, pair in enumerate((new, new[::-1]))]
+        full_k, full_v = (torch.cat((x[:, :40], y.expand(2, -1, -1, -1)), 1) for x, y in zip((k, v), new, strict=True))
+        for out, pair in zip(outs, ((full_k, full_v), (full_v, full_k)), strict=True):
+            expected = over_quantized(q, *pair, ROPE, cache_dtype)[:1, 40:]
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@makes
+def test_rotated_keys_of_a_cache(make):
+    rotary = Rotary.rope(16)
+    cache, attend, append = make(cache_dtype="int8", rotated_keys=rotary)
+    q, k, v = tokens(50)
+    append(k[:, :40], v[:, :40])
+    out = attend(q[:, 40:], rotary, k[:, 40:], v[:, 40:])
+    stored = dequantized(rotate(k, rotary), "int8")
+    unrotated = by_complex_numbers(stored, rotary, -torch.arange(50))
+    want = attention(q.double(), unrotated, dequantized(v, "int8"), rotary, impl="reference").float()
+    torch.testing.assert_close(out, want[:, 40:], rtol=1e-3, atol=1e-3)
+    if make is contiguous:
+        torch.testing.assert_close(cache.k_scale[:, :50], by_formula(rotate(k, rotary), "int8")[1].float())
+
+
+def test_compiled_whole():
+    torch._dynamo.reset()
+    (q, k, v), seqlens, rotary = tokens(3), support.int32([4, 9]), Rotary.rope(16)
+
+    def run(k_cache, v_cache, k_scale, v_scale):
+        return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, k_scale=k_scale, v_scale=v_scale)
+
+    caches, results = [*torch.randint(-127, 128, (2, 2, 20, 2, 16)).char(), *torch.rand(2, 2, 20, 2)], []
+    for f in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        copies = [x.clone() for x in caches]
+        results.append((f(*copies), copies))
+    torch.testing.assert_close(*results)
+    assert not torch.equal(results[0][1][0], caches[0]) and not torch.equal(results[0][1][3], caches[3])
+
+
+def test_nothing_outside_the_cache_is_written(exact):
+    """Hostile lengths, pages and slots: a token each, of which one has a place."""
+    room = torch.zeros(2, 6, PAGE, 2, 16, dtype=torch.int8, device=exact.device)
+    scales = torch.zeros(2, 6, PAGE, 2, device=exact.device)
+    q, k, v = (torch.randn(4, heads, 16).to(exact.device) for heads in (4, 2, 2))
+    starts, table = support.int32(range(5), exact.device), support.int32([[-1], [4], [2**30], [2]], exact.device)
+    options = {"block_table": table, "impl": exact.impl, "k_scale": scales[0, 1:5], "v_scale": scales[1, 1:5]}
+    seqlens, slots = support.int32([1, 1, 1, 4], exact.device), torch.tensor([-1, -17, 64, 35], device=exact.device)
+    for placed, row in (({"slot_mapping": slots}, 3), ({}, 4)):
+        room.zero_(), scales.zero_()
+        attention_varlen_with_cache(q, *room[:, 1:5], ROPE, starts, seqlens, 1, k, v, **options, **placed)
+        assert room.abs().amax((-1, -2)).nonzero().tolist() == [[0, 3, row], [1, 3, row]]
+        assert scales.sum(-1).nonzero().tolist() == [[0, 3, row], [1, 3, row]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_that_share_what_the_host_reads(packed):
+    """Layers of one step have scales of their own, and caches of other types."""
+    generator, lengths, layers = torch.Generator().manual_seed(3), torch.tensor([20, 13], dtype=torch.int32), []
+    for codes in (None, torch.int8, torch.int8):
+        k_cache, v_cache, q = (torch.randn(2, 32, 2, 64, generator=generator) for _ in range(3))
+        scales = (None, None)
+        if codes is not None:
+            k_cache, v_cache = (x.mul(40).clamp(-127, 127).to(codes) for x in (k_cache, v_cache))
+            scales = tuple(torch.rand(2, 32, 2, generator=generator) for _ in range(2))
+        layers.append((q[:, 0] if packed else q[:, :1], k_cache, v_cache, scales))
+    fields = {"seqlens": lengths}
+    if packed:
+        fields |= {"cu_seqlens_q": torch.arange(3, dtype=torch.int32), "max_seqlen_q": 1}
+    kept: dict = {}
+    backend, rotary = load_backend("cpu"), Rotary.rope(64).rectify(8)
+    for q, k_cache, v_cache, (k_scale, v_scale) in layers:
+        results = []
+        for each in (kept, None):
+            layout = CacheLayout(**fields, k_scale=k_scale, v_scale=v_scale, kept=each)
+            results.append(backend.attention_with_cache(q, k_cache, v_cache, CacheCall(rotary, True, 0.125, layout)))
+        (out, lse), (expected, expected_lse) = results
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert kept

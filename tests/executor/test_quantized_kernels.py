@@ -1,0 +1,71 @@
+"""The compiled kernels of quantized caches, on the executor."""
+
+import pytest
+import support
+import torch
+from support import SCHEMES
+from test_decode import PAGE, cached
+from test_decode_varlen import Packed
+from test_quantized import check
+
+BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
+
+CASES = {
+    "rerope-int8-d64-bf16": dict(target=BF16, scheme="rerope", head_dim=64, cache_dtype="int8", leftpad=(3, 0, 40)),
+    "rope-int4-paged-d64-bf16": dict(target=BF16, scheme="rope", head_dim=64, cache_dtype="int4", page_size=PAGE),
+    "interleaved-int4-d64-fp16": dict(
+        target=FP16, scheme="rope_interleaved", head_dim=64, cache_dtype="int4", num_splits=2
+    ),
+    "leaky-int8-paged-d128-fp16": dict(
+        target=FP16, scheme="leaky", head_dim=128, cache_dtype="int8", page_size=PAGE, seqlen_q=5
+    ),
+    "partial-int8-d40-fp32": dict(target=FP32, scheme="rope_partial", head_dim=40, cache_dtype="int8"),
+    "partial-int4-d40-bf16": dict(target=BF16, scheme="rope_partial", head_dim=40, cache_dtype="int4"),
+    # rotary_dim 14: the two members of a pair lie in different halves of their bytes
+    "compact-int4-paged-d40-fp16": dict(
+        target=FP16, scheme="hope_compact", head_dim=40, cache_dtype="int4", page_size=PAGE
+    ),
+    "prefill-compact-int4-d40-bf16": dict(
+        target=BF16, scheme="hope_compact", head_dim=40, cache_dtype="int4", seqlen_q=70
+    ),
+    "none-int8-vllm-d64-bf16": dict(
+        target=BF16, scheme="none", head_dim=64, cache_dtype="int8", page_size=PAGE, vllm=True
+    ),
+    "prefill-rerope-int8-d64-bf16": dict(
+        target=BF16, scheme="rerope", head_dim=64, cache_dtype="int8", seqlen_q=70, leftpad=(3, 0, 7)
+    ),
+    "prefill-partial-int4-paged-d64-bf16": dict(
+        target=BF16, scheme="rope_partial", head_dim=64, cache_dtype="int4", seqlen_q=70, page_size=PAGE
+    ),
+    "prefill-leaky-int8-vllm-d128-fp16": dict(
+        target=FP16, scheme="leaky", head_dim=128, cache_dtype="int8", seqlen_q=70, page_size=PAGE, vllm=True
+    ),
+    "prefill-rerope-int4-vllm-d64-fp16": dict(
+        target=FP16, scheme="rerope", head_dim=64, cache_dtype="int4", seqlen_q=70, page_size=PAGE, vllm=True
+    ),
+}
+QUICK = ("rerope-int8-d64-bf16", "rope-int4-paged-d64-bf16", "prefill-rerope-int8-d64-bf16")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if x in QUICK else ()) for x in CASES])
+def test_cached(machine, name):
+    options = dict(CASES[name])
+    target, cache_dtype = options.pop("target"), options.pop("cache_dtype")
+    rotary = SCHEMES[options.pop("scheme")](options.pop("head_dim"))
+    seqlen_q, num_splits = options.pop("seqlen_q", 1), options.pop("num_splits", None)
+    vllm = options.pop("vllm", False)
+    c = cached(target, rotary, (145, max(seqlen_q, 41), 87), seqlen_q, capacity=192, **options)
+    check(c, target, cache_dtype, vllm, num_splits=num_splits)
+    kernels = [launch.kernel for launch in machine.launches]
+    assert kernels[0] == "append_rows"
+    assert ("attention_forward" if seqlen_q > 64 else "attention_decode") in kernels
+
+
+@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
+def test_mixed_batch(machine, cache_dtype):
+    """Steps, drafts, chunks and prompts in one call."""
+    rotary, sizes = SCHEMES["hope_rerope_log_n"](64), ((1, 45), (70, 70), (5, 5), (0, 9), (66, 112))
+    pads = (3, 0, 0, 2, 0)
+    batch = Packed(BF16, rotary, sizes, heads=2, group=2, leftpad=pads, page_size=PAGE, placed=cache_dtype == "int8")
+    check(batch, BF16, cache_dtype)
+    assert {"append_rows", "attention_decode", "attention_forward"} <= {x.kernel for x in machine.launches}
