@@ -91,6 +91,10 @@ void define_arithmetic() {
   unary("neg.ftz.f32", [](float a) { return -flush(a); });
   unary("abs.ftz.f32", [](float a) { return std::fabs(flush(a)); });
   binary("max.f32", [](float a, float b) { return larger(a, b); });
+  define_lanes<uint16_t, uint16_t, uint16_t>(
+      "max.f16", [](uint16_t a, uint16_t b) { return to_f16(larger(from_f16(a), from_f16(b))); });
+  define_lanes<uint16_t, uint16_t, uint16_t>(
+      "max.bf16", [](uint16_t a, uint16_t b) { return to_bf16(larger(from_bf16(a), from_bf16(b))); });
   binary("min.f32", [](float a, float b) { return smaller(a, b); });
   binary("max.NaN.f32", [](float a, float b) { return a != a || b != b ? NAN : larger(a, b); });
   binary("min.NaN.f32", [](float a, float b) { return a != a || b != b ? NAN : smaller(a, b); });

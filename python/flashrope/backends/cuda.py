@@ -84,7 +84,6 @@ def attention_with_cache(
         ValueError: the cache is quantized, the scheme maps positions, has log_steps, or several queries that see keys
             ahead are over rotated keys: rows before the first key would have negative positions.
     """
-    _refuse_codes(k_cache, call.layout)
     if have_maps(call.bands):
         raise ValueError(
             "impl='cuda' cannot serve this call: its kernels have no position maps (self_extend, dual_chunk); use "
@@ -92,6 +91,7 @@ def attention_with_cache(
         )
     if call.rotary.query_scale.log_n_every is not None:
         raise ValueError("impl='cuda' cannot serve this call: its kernels have no log_steps; use impl='triton'")
+    _refuse_codes(k_cache, call.layout)
     rows = q.shape[1] if q.ndim == 4 else call.layout.max_seqlen_q
     if not call.causal and rows > 1 and any(band.keys_rotated for band in call.bands):
         raise ValueError(
