@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -74,16 +73,8 @@ def prompt_ids(prompts: int, length: int) -> list[list[int]]:
     return torch.randint(3, VOCABULARY, (prompts, length), generator=generator).tolist()
 
 
-def rates(seconds: Callable[[int], float], prompts: int, length: int, tokens: int, cache: Callable[[], float]):
-    """The columns but the first. seconds: of a batch with so many new tokens each; cache: bytes per token."""
-    seconds(2)  # the first call builds tables and pools of memory
-    first, all_tokens = seconds(1), seconds(tokens)
-    figures = (prompts * length / first, prompts * (tokens - 1) / max(all_tokens - first, 1e-9), cache())
-    return dict(zip(COLUMNS[1:], figures, strict=True))
-
-
-def with_transformers(folder: str, options: dict | None, prompts: int, length: int, tokens: int) -> dict[str, float]:
-    """One contestant, in this process: continuous batching."""
+def with_transformers(folder: str, options: dict | None, prompts: int, length: int, tokens: int) -> tuple[float, ...]:
+    """The columns but the first, measured in this process: continuous batching."""
     import torch
     from flashrope.integrations.transformers import convert
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -113,11 +104,13 @@ def with_transformers(folder: str, options: dict | None, prompts: int, length: i
         model.destroy_cached_continuous_batching_manager()
         return taken
 
-    return rates(seconds, prompts, length, tokens, lambda: held)
+    seconds(2)  # the first call builds tables and pools of memory
+    first, all_tokens = seconds(1), seconds(tokens)
+    return prompts * length / first, prompts * (tokens - 1) / max(all_tokens - first, 1e-9), held
 
 
-def with_vllm(folder: str, options: dict | None, prompts: int, length: int, tokens: int) -> dict[str, float]:
-    """One contestant, in this process."""
+def with_vllm(folder: str, options: dict | None, prompts: int, length: int, tokens: int) -> tuple[float, ...]:
+    """As ``with_transformers``, in vLLM."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -153,8 +146,7 @@ def with_vllm(folder: str, options: dict | None, prompts: int, length: int, toke
     runner = engine.model_executor.driver_worker.worker.model_runner
     blocks, _, block_size, _ = runner.kv_caches[0].shape  # (blocks, heads_kv, block_size, 2 * head_dim)
     held = sum(cache.numel() * cache.element_size() for cache in runner.kv_caches) / (blocks * block_size)
-    figures = (prompts * length / prefill, prompts / statistics.median(steps), held)
-    return dict(zip(COLUMNS[1:], figures, strict=True))
+    return prompts * length / prefill, prompts / statistics.median(steps), held
 
 
 ENGINES = {"vLLM": with_vllm, "transformers": with_transformers}
@@ -215,7 +207,7 @@ def main(argv: list[str]) -> int:
         return 2
     if options.task:
         engine, *task = json.loads(options.task)
-        print(json.dumps(ENGINES[engine](*task)))
+        print(json.dumps(dict(zip(COLUMNS[1:], ENGINES[engine](*task), strict=True))))
         return 0
 
     from importlib.metadata import version

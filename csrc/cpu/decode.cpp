@@ -284,13 +284,14 @@ struct Chunk {
       for (int c = rotating_vectors * LANES; c < half; c += LANES)
         store(y + c, load(channel(x, c))), store(y + c + half, load(channel(x, c + half)));
       for (int c = 2 * half; c < padded_dim(); c += LANES) store(y + c, load(channel(x, c)));
-    } else if constexpr (IS_CODE<T>) {
-      float codes[MAX_HEAD_DIM];
-      for (int c = 0; c < head_dim(); ++c) codes[c] = value(x, c);
-      rotate(codes, y, cos, sin, pairs, head_dim());
-      std::fill(y + head_dim(), y + padded_dim(), 0.0f);
     } else {
-      rotate(x, y, cos, sin, pairs, head_dim());
+      if constexpr (IS_CODE<T>) {
+        float codes[MAX_HEAD_DIM];
+        for (int c = 0; c < head_dim(); ++c) codes[c] = value(x, c);
+        rotate(codes, y, cos, sin, pairs, head_dim());
+      } else {
+        rotate(x, y, cos, sin, pairs, head_dim());
+      }
       std::fill(y + head_dim(), y + padded_dim(), 0.0f);
     }
   }

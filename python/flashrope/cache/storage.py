@@ -64,17 +64,16 @@ class Cache:
 
     def layer(self, layer: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of one layer, four-dimensional views. With one layer None means that one."""
-        if layer is None and self.layers == 1:
-            return self._layers[0]
-        return self._layers[check_integer("layer", layer, 0, self.layers - 1)]
+        return self._layers[self._index(layer)]
 
     def scales(self, layer: int | None = None) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         """k_scale and v_scale of one layer, as in ``layer``; (None, None) if the cache is not quantized."""
         if self._scales is None:
             return None, None
-        return self._scales[
-            0 if layer is None and self.layers == 1 else check_integer("layer", layer, 0, self.layers - 1)
-        ]
+        return self._scales[self._index(layer)]
+
+    def _index(self, layer: int | None) -> int:
+        return 0 if layer is None and self.layers == 1 else check_integer("layer", layer, 0, self.layers - 1)
 
     def rotary_of(self, layer: int | None) -> Rotary | None:
         """What keys of the layer are rotated by when they are written; None: they stay raw."""
