@@ -13,6 +13,7 @@ from flashrope import (
     rotate,
 )
 from flashrope.backends.calls import CacheCall, CacheLayout
+from flashrope.backends.cpu import loader
 from flashrope.backends.registry import load_backend
 from support import SCHEMES
 from test_decode import PAGE, cached, layouts
@@ -404,4 +405,4 @@ def test_layers_that_share_what_the_host_reads(packed):
             results.append(backend.attention_with_cache(q, k_cache, v_cache, CacheCall(rotary, True, 0.125, layout)))
         (out, lse), (expected, expected_lse) = results
         assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
-    assert kept
+    assert bool(kept) == (packed or loader.load() is not None)  # composed of PyTorch's kernels only packed calls share
