@@ -41,6 +41,7 @@ from .cpu_cases import (
     map_entries,
     of_kernels,
     peer_entries,
+    quantized_entries,
     with_kernels,
 )
 from .problem import Problem
@@ -51,6 +52,7 @@ CPU = torch.device("cpu")
 SHORT = ((512, 64), (2048, 128), (2048, 512))  # (seqlen, window) of ReRoPE's forward; the last beside dense matrices
 GRID_SEQLENS, GRID_WINDOWS = (2048, 4096, 8192, 16384), (128, 256, 512, 1024, 2048, 4096)
 CACHE_SEQLENS = (32768, 2048)
+CHUNK = 512  # queries of a chunk of prefill over a quantized cache
 BACKWARD_SEQLEN = 4096  # at most
 LENGTHS, DENSE_SEQLEN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 2048  # two dense matrices up to this one
 BUSY = ", beside a busy process"
@@ -98,6 +100,17 @@ GOALS = (
     Goal("forward, seqlen 8192, window 1024: HoPE, compiled / SDPA", 1.0, 1.2),
     Goal("forward + backward, seqlen 4096, window 1024: ReRoPE, compiled / SDPA", 0.85, 1.0),
     Goal("memory when seqlen doubles, forward + backward: ReRoPE, compiled", 2.2, checked=False),
+    # the compiled kernels over a quantized cache
+    *(
+        Goal(f"decoding, 32768 keys, cache types: {cache}, int8 / {cache}, {other}", *limits)
+        for cache in ("ReRoPE", "ReRoPE, paged", "HoPE", "HoPE, paged", "HoPE, rotated")
+        for other, limits in (("float32", (0.5, 0.65)), ("bfloat16", (0.8, 0.9)))
+    ),
+    *(
+        Goal(f"chunk of 512 over 8192 keys, cache types: {cache}, {kind} / {cache}, bfloat16", 1.1)
+        for cache in ("ReRoPE", "ReRoPE, paged", "HoPE", "HoPE, paged", "HoPE, rotated")
+        for kind in ("int8", "int4")
+    ),
     # composed of PyTorch's kernels
     Goal("decoding, 32768 keys: ReRoPE, composed / SDPA", 1.35),
     Goal("decoding, 32768 keys: ReRoPE, composed / rotate the cache, then SDPA", 0.2),
@@ -178,6 +191,17 @@ class Bench:
         self.measure(title, map_entries(self.kernels, False), prefill, share)
         self.measure(f"decoding, {keys} keys, maps", map_entries(self.kernels, True), decoding, share)
 
+    def cache_types(self, keys: int, seqlen: int, share: float) -> None:
+        """Quantized caches beside others: decoding, and a chunk of prefill. The compiled kernels alone."""
+        if self.kernels is None:
+            return
+        window = min(self.options.window, keys // 4)
+        title = f"decoding, {keys} keys, cache types"
+        self.measure(title, quantized_entries(self.kernels), self.problem(keys, window, decoding=True), share)
+        title = f"chunk of {CHUNK} over {seqlen} keys, cache types"
+        prefill = self.problem(seqlen, min(self.options.window, seqlen // 4))
+        self.measure(title, quantized_entries(self.kernels, CHUNK), prefill, share)
+
     def memory(self) -> None:
         """The largest growth factor of the peak when the length doubles, over three lengths.
 
@@ -244,6 +268,7 @@ class Bench:
             self.decode(keys, 0.1)
         self.decode(CACHE_SEQLENS[0], 0.1, torch.bfloat16)
         self.maps(seqlen, min(o.window, seqlen // 4), CACHE_SEQLENS[0], 0.05)
+        self.cache_types(CACHE_SEQLENS[0], o.seqlen, 0.05)
         if o.lengths:
             self.lengths()
         if o.grid:

@@ -12,8 +12,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from flashrope import Rotary, attention_with_cache
+from flashrope import Rotary, attention_with_cache, rotate
 from flashrope.backends.cpu import library, loader
+from flashrope.backends.quantized import dequantize, quantize
+from flashrope.cache.storage import CACHE_DTYPES
 
 from .contestants import KERNELS, Contestant, dense, own, with_rope
 from .decode import own_with_cache, rotate_cache
@@ -60,21 +62,65 @@ def with_kernels(kernels: library.Library | None, prepare: Callable, problem: Pr
     return run
 
 
-def paged(scheme: Callable, problem: Problem) -> Callable:
-    """attention_with_cache over pages in random order, whose heads come first in memory."""
-    size = next(size for size in PAGE_SIZES if problem.seqlen % size == 0)
-    pages = problem.batch * problem.seqlen // size
-    order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
-    table = order.argsort().to(torch.int32).view(problem.batch, -1)
+class Stored(NamedTuple):
+    """How a cache keeps keys and values: heads first in memory, contiguous or over pages in random order."""
+
+    scheme: Callable[[Problem], Rotary]
+    paged: bool = False
+    cache_dtype: str | None = None
+    rotated_keys: bool = False
+    queries: int = 1  # the last ones of a problem that has more
+
+    def rows(self, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> list[torch.Tensor]:
+        """What is stored of k and v, rows first: themselves, or codes of both and scales of both."""
+        k = rotate(k, rotary) if self.rotated_keys else k
+        if self.cache_dtype is None:
+            return [k, v]
+        (k, k_scale), (v, v_scale) = (quantize(x, CACHE_DTYPES[self.cache_dtype]) for x in (k, v))
+        return [k, v, k_scale, v_scale]
+
+    def queries_of(self, q: torch.Tensor) -> torch.Tensor:
+        return q[:, -min(self.queries, -(-q.shape[1] // 2)) :]
+
+
+def over_cache(stored: Stored, problem: Problem) -> Callable:
+    """attention_with_cache over a cache that the first, untimed call fills."""
+    rotary, filled = stored.scheme(problem), {}
+    options = {"rotated_keys": stored.rotated_keys, "impl": "cpu"}
+    place = heads_first
+    if stored.paged:
+        size = next(size for size in PAGE_SIZES if problem.seqlen % size == 0)
+        pages = problem.batch * problem.seqlen // size
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
+        options["block_table"] = order.argsort().to(torch.int32).view(problem.batch, -1)
+        place = lambda x: heads_first(x.reshape(pages, size, *x.shape[2:])[order])  # noqa: E731
     seqlens = torch.full((problem.batch,), problem.seqlen, dtype=torch.int32)
-    rotary, pools = scheme(problem), {}
 
-    def pool(x):
-        if x.data_ptr() not in pools:  # made in the first, untimed call
-            pools[x.data_ptr()] = x, heads_first(x.reshape(pages, size, *x.shape[2:])[order])
-        return pools[x.data_ptr()][1]
+    def attend(q, k, v):
+        if k.data_ptr() not in filled:
+            k_cache, v_cache, *scales = map(place, stored.rows(k, v, rotary))
+            names = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+            filled[k.data_ptr()] = k, k_cache, v_cache, names
+        _, k_cache, v_cache, scales = filled[k.data_ptr()]
+        return attention_with_cache(stored.queries_of(q), k_cache, v_cache, rotary, seqlens, **scales, **options)
 
-    return lambda q, k, v: attention_with_cache(q, pool(k), pool(v), rotary, seqlens, block_table=table, impl="cpu")
+    return attend
+
+
+def over_stored_rows(stored: Stored, problem: Problem) -> Callable:
+    """The float64 reference over what the cache holds."""
+    rotary = stored.scheme(problem)
+    seqlens = torch.full((problem.batch,), problem.seqlen, dtype=torch.int32)
+
+    def attend(q, k, v):
+        rows = stored.rows(k.to(problem.dtype), v.to(problem.dtype), rotary)
+        if len(rows) > 2:
+            rows = [dequantize(codes, scale, torch.float64) for codes, scale in zip(rows[:2], rows[2:], strict=True)]
+        k, v = (x.double() for x in rows)
+        options = {"rotated_keys": stored.rotated_keys, "impl": "reference"}
+        return attention_with_cache(stored.queries_of(q), k, v, rotary, seqlens, **options)
+
+    return attend
 
 
 def self_extend(problem: Problem) -> Rotary:
@@ -102,9 +148,17 @@ def of_kernels(kernels) -> dict[str, library.Library | None]:
 
 
 def entry(
-    name: str, base: str, scheme: Callable, prepare: Callable, kernels=None, arrange=rows_first, ours=False, dtype=None
+    name: str,
+    base: str,
+    scheme: Callable,
+    prepare: Callable,
+    kernels=None,
+    arrange=rows_first,
+    ours=False,
+    dtype=None,
+    exact=None,
 ):
-    contestant = Contestant(name, scheme, partial(with_kernels, kernels, prepare), ours)
+    contestant = Contestant(name, scheme, partial(with_kernels, kernels, prepare), ours, exact=exact)
     return Entry(name, base, contestant, arrange, dtype)
 
 
@@ -153,7 +207,7 @@ def decoding_entries(kernels, half: bool = False) -> list[Entry]:
             of_problem = SCHEMES[scheme]
             cached = partial(own_with_cache, of_problem, "cpu")
             found.append(entry(f"{scheme}, {kind}", SDPA, of_problem, cached, library_, heads_first, True))
-        pages = partial(paged, Problem.rerope)
+        pages = partial(over_cache, Stored(Problem.rerope, paged=True))
         found.append(entry(f"ReRoPE, {kind}, paged", f"ReRoPE, {kind}", Problem.rerope, pages, library_, ours=True))
         rows = partial(own_with_cache, Problem.rerope, "cpu")
         found.append(entry(f"ReRoPE, {kind}, rows first", SDPA, Problem.rerope, rows, library_, ours=True))
@@ -162,6 +216,33 @@ def decoding_entries(kernels, half: bool = False) -> list[Entry]:
         found.append(entry(name, SDPA, Problem.rerope, cached, kernels, heads_first, True, torch.float32))
     rotates = partial(rotate_cache, "eager RoPE")
     return [*found, entry("rotate the cache, then SDPA", SDPA, Problem.rerope, rotates)]
+
+
+def quantized_entries(kernels, queries: int = 1) -> list[Entry]:
+    """The compiled kernels over caches of every type, contiguous, paged, and with rotated keys."""
+    found = []
+    for name, stored in (
+        ("ReRoPE", Stored(Problem.rerope)),
+        ("ReRoPE, paged", Stored(Problem.rerope, paged=True)),
+        ("HoPE", Stored(Problem.hope)),
+        ("HoPE, paged", Stored(Problem.hope, paged=True)),
+        ("HoPE, rotated", Stored(Problem.hope, rotated_keys=True)),
+    ):
+        for kind in ("float32", "bfloat16", *CACHE_DTYPES):
+            dtype = torch.float32 if kind == "float32" else torch.bfloat16
+            of_kind = stored._replace(cache_dtype=kind if kind in CACHE_DTYPES else None, queries=queries)
+            each = entry(
+                f"{name}, {kind}",
+                f"{name}, bfloat16",
+                stored.scheme,
+                partial(over_cache, of_kind),
+                kernels,
+                ours=True,
+                dtype=dtype,
+                exact=partial(over_stored_rows, of_kind),
+            )
+            found.append(each)
+    return found
 
 
 def for_check(each: Entry) -> Contestant:

@@ -196,24 +196,80 @@ inline Vec load(const Int8* x) {
 #endif
 }
 
-// LANES codes, of an even channel and those behind it.
+// LANES codes, of an even channel and those behind it: every lane moves its own code to the lowest bits.
 inline Vec load(const Int4* x) {
 #ifdef __AVX2__
-  int64_t bytes = 0;
-  std::memcpy(&bytes, x, LANES / 2);
-  const __m128i wide = _mm_cvtepu8_epi16(_mm_cvtsi64_si128(bytes));  // a byte in the low half of 16 bits
-  const __m128i halves = _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)), _mm_set1_epi8(15));
-  const __m128i codes = _mm_sub_epi8(halves, _mm_set1_epi8(8));
+  int32_t words[LANES / 8];
+  std::memcpy(words, x, sizeof words);
 #ifdef __AVX512F__
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+  const Vec numbers{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  const __m512i both = _mm512_mask_set1_epi32(_mm512_set1_epi32(words[0]), 0xff00, words[1]);
+  const __m512i shifts = (__m512i)(lane_numbers() % 8 * 4);
+  return _mm512_permutexvar_ps(_mm512_srlv_epi32(both, shifts), numbers);  // the table's index has 4 bits
 #else
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+  const IntVec shifts = 28 - lane_numbers() * 4;
+  const IntVec high = (IntVec)_mm256_sllv_epi32(_mm256_set1_epi32(words[0] ^ int32_t(0x88888888)), (__m256i)shifts);
+  return _mm256_cvtepi32_ps((__m256i)(high >> 28));
 #endif
 #else
   Vec v;
   for (int i = 0; i < LANES; ++i) v[i] = value(x, i);
   return v;
 #endif
+}
+
+// The first `count` channels of a row in float32.
+template <typename T>
+inline void convert(const T* x, float* y, int count) {
+  int c = 0;
+  for (; c + LANES <= count; c += LANES) store(y + c, load(channel(x, c)));
+  for (; c < count; ++c) y[c] = value(x, c);
+}
+
+template <typename T>
+constexpr float LARGEST = std::numeric_limits<float>::max();  // finite number
+template <>
+constexpr float LARGEST<Float16> = 65504.0f;
+template <>
+constexpr float LARGEST<BFloat16> = 0x1.fep127f;
+
+inline void store_codes(const int32_t* codes, int count, Int8* out) {
+  for (int c = 0; c < count; ++c) out[c].code = int8_t(codes[c]);
+}
+inline void store_codes(const int32_t* codes, int count, Int4* out) {
+  for (int n = 0; n < count / 2; ++n) out[n].codes = uint8_t((codes[2 * n] + 8) | (codes[2 * n + 1] + 8) << 4);
+}
+
+// A row as codes of type C. Returns its scale.
+template <typename C, typename T>
+float quantize(const T* x, int head_dim, C* out) {
+  constexpr float largest_code = PER_ELEMENT<C> == 1 ? 127 : 7, magic = 12582912;  // as in exp
+  alignas(64) float numbers[MAX_HEAD_DIM];
+  alignas(64) int32_t codes[MAX_HEAD_DIM];
+  const int padded_dim = (head_dim + LANES - 1) / LANES * LANES;
+  convert(x, numbers, head_dim);
+  std::fill(numbers + head_dim, numbers + padded_dim, 0.0f);
+  const Vec limit = broadcast(LARGEST<T>);
+  Vec highest{}, nan{};
+  for (int c = 0; c < padded_dim; c += LANES) {
+    Vec v = load(numbers + c);
+    nan = v != v ? broadcast(1) : nan;
+    v = v > limit ? limit : v < -limit ? -limit : v;
+    store(numbers + c, v);
+    const Vec size = v < Vec{} ? -v : v;
+    highest = size > highest ? size : highest;
+  }
+  const float scale = sum(nan) != 0 ? std::numeric_limits<float>::quiet_NaN() : maximum(highest) / largest_code;
+  for (int c = 0; c < padded_dim; c += LANES) {
+    const Vec v = load(numbers + c) / scale;
+    const IntVec code = (IntVec)(v + magic) - (IntVec)broadcast(magic);
+    const IntVec low = IntVec{} - int32_t(largest_code), high = -low;
+    const IntVec clamped = code > high ? high : code < low ? low : code;
+    const IntVec written = scale > 0 ? clamped : IntVec{};
+    std::memcpy(codes + c, &written, sizeof written);
+  }
+  store_codes(codes, head_dim, out);
+  return scale;
 }
 
 inline void from_float(float x, float* y) { *y = x; }

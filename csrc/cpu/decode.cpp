@@ -6,51 +6,13 @@
 // not read. Within a block, key t is rotated by its distance t from the block's first key, and the query by its
 // position relative to that key, in float64: only a table of that many rows is needed per key.
 
-#include "common.h"
+#include "decode.h"
 
 #include <type_traits>
 
 namespace flashrope {
 
-constexpr int BLOCK = 64;   // keys
-constexpr int CHUNK = 512;  // keys
-constexpr int MAX_ROWS = 16;
-constexpr int MAX_BANDS = 4;
 constexpr int ACCUMULATORS = REGISTERS / 2;
-
-struct DecodeBand {
-  Band band;
-  int64_t group, last;  // the query at position p rotates by slope * min(p mod chunk / group, last) + offset
-  double slope, offset;
-  // cos and sin of slope * n (2, BLOCK, pairs), of slope * BLOCK * n (BLOCK, 2, pairs), and of slope * BLOCK * BLOCK * n
-  // (up to the longest sequence, 2, pairs); nullptr: keys do not rotate.
-  const float* fine;
-  const double *middle, *coarse;
-
-  int64_t mapped(int64_t position) const { return (band.chunk ? position % band.chunk : position) / group; }
-};
-
-struct DecodeCall {  // cpu/library.py has the same
-  TensorView q, k, v, out;
-  TensorView k_scale, v_scale;  // float32 (batch or pages, rows, heads), of a quantized cache
-  float* lse;                  // (batch, heads_q, seqlen_q)
-  const int64_t* bounds;       // (batch, 2): slots
-  const int32_t* block_table;  // (batch, max_pages), or nullptr
-  int64_t max_pages, pages, page_size;
-  int64_t batch, seqlen_q, heads_q, heads_kv, head_dim;
-  const double* inv_freq;  // (pairs,)
-  int64_t pairs, rotating_pairs, interleaved;  // the pairs from rotating_pairs on have a frequency of 0
-  DecodeBand bands[MAX_BANDS];
-  int64_t num_bands;
-  double scale, log_n_factor, log_n_floor;
-  double log_n_every, log_n_first;  // log_n_every 0: log n grows with every position, not in steps
-  double length_scale;              // 0: no factor by the length of the sequence
-  double rotated_scale;             // of the first 2 * pairs channels of the queries
-  int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; 3 and 4: codes, Int8 and Int4, beside float32
-  ParallelFor parallel_for;
-
-  int64_t seqlen(int64_t sequence) const { return bounds[2 * sequence + 1] - bounds[2 * sequence]; }
-};
 
 struct SoftmaxState {  // of the rows of one key head
   float acc[MAX_ROWS][MAX_HEAD_DIM], row_max[MAX_ROWS], row_sum[MAX_ROWS];  // row_sum 0: no key seen
@@ -58,30 +20,6 @@ struct SoftmaxState {  // of the rows of one key head
 
 struct Span {  // keys of a block
   int first, end;
-};
-
-// cos and sin (batch, bands, seqlen_q, 2, pairs) of the angles of the queries.
-struct QueryAngles {
-  const DecodeCall& call;
-  std::unique_ptr<double[]> angles{new double[call.batch * call.num_bands * call.seqlen_q * 2 * call.pairs + 1]};
-
-  double* of(int64_t sequence, int64_t b, int64_t row) const {
-    return angles.get() + ((sequence * call.num_bands + b) * call.seqlen_q + row) * 2 * call.pairs;
-  }
-
-  void fill(int64_t sequence) {
-    for (int64_t b = 0; b < call.num_bands; ++b)
-      for (int64_t row = 0; row < call.seqlen_q; ++row) {
-        const DecodeBand& band = call.bands[b];
-        const int64_t mapped = band.mapped(call.seqlen(sequence) - call.seqlen_q + row);
-        const double position = band.slope * double(std::min(mapped, band.last)) + band.offset;
-        double* cos = of(sequence, b, row);
-        for (int m = 0; m < call.pairs; ++m) {
-          const double angle = m < call.rotating_pairs ? position * call.inv_freq[m] : 0;
-          cos[m] = std::cos(angle), cos[call.pairs + m] = std::sin(angle);
-        }
-      }
-  }
 };
 
 // One chunk of keys against the queries of one key head. D: head_dim, or 0 where it is known at run time only.
@@ -103,13 +41,13 @@ struct Chunk {
 
   alignas(64) float q[MAX_ROWS * MAX_HEAD_DIM];  // times the scale; the next ones per band
   alignas(64) float rotated_q[MAX_BANDS][MAX_ROWS * MAX_HEAD_DIM];
-  alignas(64) float copies[BLOCK * MAX_HEAD_DIM];  // of LANES keys, rotated or converted, or of a block's values
+  struct Block {
+    Rows<T> k, v;
+  } blocks[2], *block = &blocks[0], *next = &blocks[1];
+  alignas(64) float k_scale[BLOCK], v_scale[BLOCK];  // of the block's codes
+  alignas(64) float copies[BLOCK * MAX_HEAD_DIM];    // of LANES keys, rotated or converted, or of a block's values
   alignas(64) float scores[MAX_ROWS][BLOCK];
   Span spans[MAX_BANDS][MAX_ROWS];  // per row
-  struct Rows {  // of the cache
-    const T *k[BLOCK], *v[BLOCK];
-    float k_scale[BLOCK], v_scale[BLOCK];  // of codes
-  } blocks[2], *block = &blocks[0], *next = &blocks[1];
 
   Chunk(const DecodeCall& call, const QueryAngles& query_angles, int64_t sequence, int64_t head_kv, int64_t first_key)
       : call(call), query_angles(query_angles), sequence(sequence), head_kv(head_kv), first_key(first_key),
@@ -119,22 +57,25 @@ struct Chunk {
   int head_dim() const { return D ? D : int(call.head_dim); }
   int vectors() const { return (head_dim() + LANES - 1) / LANES; }
   int padded_dim() const { return vectors() * LANES; }
+  size_t row_bytes() const { return head_dim() * sizeof(T) / PER_ELEMENT<T>; }
 
   void run(SoftmaxState& state) {
     for (int r = 0; r < rows; ++r) {
       std::fill_n(state.acc[r], padded_dim(), 0.0f);
       state.row_max[r] = -INF, state.row_sum[r] = 0;
     }
+    find_rows(first_key, *block);
+    for (int t = 0; t < BLOCK; ++t) block->k.prefetch(t, row_bytes()), block->v.prefetch(t, row_bytes());
     load_queries();
     for (int b = 0; b < call.num_bands; ++b)
       if (!call.bands[b].fine) rotate_queries(b, 0);
-    find_rows(first_key, *block);
     for (int64_t key = first_key; key < end_key; key += BLOCK, std::swap(block, next)) {
       find_rows(key + BLOCK, *next);
       const int keys = int(std::min<int64_t>(end_key - key, BLOCK));
       bool seen[MAX_BANDS], any = false;
       for (int b = 0; b < call.num_bands; ++b) any |= seen[b] = find_spans(b, key, keys);
       if (!any) continue;
+      if (IS_CODE<T>) block->k.read_scales(k_scale), block->v.read_scales(v_scale);
       std::fill_n(&scores[0][0], rows * BLOCK, -INF);
       for (int b = 0; b < call.num_bands; ++b)
         if (seen[b]) add_scores(b, key);
@@ -179,29 +120,29 @@ struct Chunk {
 
   // Where the keys from key on lie, and what may be fetched instead of those behind the chunk's last. Page numbers
   // outside the cache are clamped.
-  void find_rows(int64_t key, Rows& found) const {
+  void find_rows(int64_t key, Block& found) const {
     const int keys = int(std::clamp<int64_t>(end_key - key, 0, BLOCK));
-    for (int t = keys; t < BLOCK; ++t) {
-      found.k[t] = block->k[0], found.v[t] = block->v[0];
-      if (IS_CODE<T>) found.k_scale[t] = found.v_scale[t] = 0;
-    }
-    for (int t = 0; t < keys;) {
-      int64_t page = sequence, slot = first_slot + key + t, last = keys;
+    for (int t = 0, end; t < keys; t = end) {
+      int64_t page = sequence, slot = first_slot + key + t;
+      end = keys;
       if (call.block_table) {
         page = call.block_table[sequence * call.max_pages + slot / call.page_size];
         page = std::clamp<int64_t>(page, 0, call.pages - 1);
         slot %= call.page_size;
-        last = std::min<int64_t>(last, t + call.page_size - slot);
+        end = int(std::min<int64_t>(keys, t + call.page_size - slot));
       }
-      const T *k = call.k.row<const T>(page, slot, head_kv), *v = call.v.row<const T>(page, slot, head_kv);
-      for (; t < last; ++t, ++slot, k += call.k.stride_row, v += call.v.stride_row) {
-        found.k[t] = k, found.v[t] = v;
-        if (IS_CODE<T>) {
-          found.k_scale[t] = *call.k_scale.row<const float>(page, slot, head_kv);
-          found.v_scale[t] = *call.v_scale.row<const float>(page, slot, head_kv);
-        }
-      }
+      set_rows(found.k, t, end, call.k, call.k_scale, page, slot);
+      set_rows(found.v, t, end, call.v, call.v_scale, page, slot);
     }
+    if (keys == BLOCK) return;
+    found.k.set(keys, BLOCK, block->k.row[0], 0, block->k.scale[0], 0);
+    found.v.set(keys, BLOCK, block->v.row[0], 0, block->v.scale[0], 0);
+  }
+
+  void set_rows(Rows<T>& rows, int first, int end, const TensorView& x, const TensorView& scale, int64_t page,
+                int64_t slot) const {
+    const float* scales = IS_CODE<T> ? scale.row<const float>(page, slot, head_kv) : nullptr;
+    rows.set(first, end, x.row<const T>(page, slot, head_kv), x.stride_row, scales, scale.stride_row);
   }
 
   // The queries relative to the mapped position of a block's first key.
@@ -213,25 +154,24 @@ struct Chunk {
     const float* fine = band.fine && key % BLOCK ? band.fine + key % BLOCK * count : nullptr;
     for (int64_t row = 0; row < call.seqlen_q; ++row) {
       const double *query_cos = query_angles.of(sequence, b, row), *query_sin = query_cos + count;
-      float cos[MAX_HEAD_DIM / 2], sin[MAX_HEAD_DIM / 2];
-      for (int m = 0; m < count; ++m) {
-        double c = query_cos[m], s = query_sin[m];
-        if (coarse) {
-          subtract_angle(c, s, coarse[m], coarse[count + m]);
-          subtract_angle(c, s, middle[m], middle[count + m]);
-        }
-        if (fine) subtract_angle(c, s, fine[m], fine[BLOCK * count + m]);
-        cos[m] = float(c), sin[m] = float(s);
-      }
+      double cos[MAX_HEAD_DIM / 2], sin[MAX_HEAD_DIM / 2];
+      std::copy_n(query_cos, count, cos), std::copy_n(query_sin, count, sin);
+      if (coarse) subtract_angles(cos, sin, coarse, coarse + count), subtract_angles(cos, sin, middle, middle + count);
+      if (fine) subtract_angles(cos, sin, fine, fine + BLOCK * count);
+      float rounded_cos[MAX_HEAD_DIM / 2], rounded_sin[MAX_HEAD_DIM / 2];
+      for (int m = 0; m < count; ++m) rounded_cos[m] = float(cos[m]), rounded_sin[m] = float(sin[m]);
       for (int64_t r = row; r < rows; r += call.seqlen_q)
-        rotate(q + r * padded_dim(), rotated_q[b] + r * padded_dim(), cos, sin, pairs, head_dim());
+        rotate(q + r * padded_dim(), rotated_q[b] + r * padded_dim(), rounded_cos, rounded_sin, pairs, head_dim());
     }
   }
 
-  static void subtract_angle(double& cos, double& sin, double other_cos, double other_sin) {
-    const double c = cos, s = sin;
-    cos = c * other_cos + s * other_sin;
-    sin = s * other_cos - c * other_sin;
+  template <typename Angle>
+  void subtract_angles(double* cos, double* sin, const Angle* other_cos, const Angle* other_sin) const {
+    for (int m = 0; m < pairs.count; ++m) {
+      const double c = cos[m], s = sin[m];
+      cos[m] = c * other_cos[m] + s * other_sin[m];
+      sin[m] = s * other_cos[m] - c * other_sin[m];
+    }
   }
 
   void add_scores(int b, int64_t key) {
@@ -244,32 +184,38 @@ struct Chunk {
     // Key t is at the mapped position mapped + (skipped + t) / group.
     const int64_t mapped = band.mapped(key), skipped = (band.band.chunk ? key % band.band.chunk : key) % band.group;
     if (band.fine) rotate_queries(b, mapped);
-    const float* tile[BLOCK];
+    // The row of the table by which key t rotates.
+    auto angles = [&](int t) { return band.fine + (band.group == 1 ? t : (skipped + t) / band.group) * pairs.count; };
+    const bool in_place = rows == 1 || std::is_same_v<T, float>;  // otherwise one copy serves all rows
     for (int begin = first / LANES * LANES; begin < end; begin += LANES) {
       const int from = std::max(begin, first), until = std::min(begin + LANES, end);
-      if (!band.fine && whole_vectors && (rows == 1 || std::is_same_v<T, float>)) {
-        add_products(b, block->k, begin, from, until);
-        continue;
-      }
-      for (int t = from; t < until; ++t) {
-        float* y = copies + (t - begin) * padded_dim();
-        tile[t] = y;
-        if (band.fine)
-          rotate_key(block->k[t], y, band.fine + (band.group == 1 ? t : (skipped + t) / band.group) * pairs.count);
+      if (!band.fine && whole_vectors && in_place) {
+        add_products(b, begin, from, until, [&](const Vec* query, int t) { return product(query, block->k.row[t]); });
+      } else if (band.fine && vector_pairs && rows == 1) {
+        if (D && 2 * pairs.count == D)
+          add_products(b, begin, from, until, [&](const Vec* query, int t) {
+            return rotated_product<D / 2 / LANES>(query, block->k.row[t], angles(t));
+          });
         else
-          convert(block->k[t], y);
+          add_products(b, begin, from, until,
+                       [&](const Vec* query, int t) { return rotated_product(query, block->k.row[t], angles(t)); });
+      } else {
+        for (int t = from; t < until; ++t) {
+          float* y = copies + (t - begin) * padded_dim();
+          if (band.fine)
+            rotate_key(block->k.row[t], y, angles(t));
+          else
+            convert_padded(block->k.row[t], y);
+        }
+        add_products(b, begin, from, until,
+                     [&](const Vec* query, int t) { return product(query, copies + (t - begin) * padded_dim()); });
       }
-      add_products(b, tile, begin, from, until);
     }
   }
 
-  void convert(const T* x, float* y) const {
-    if (whole_vectors) {
-      for (int c = 0; c < padded_dim(); c += LANES) store(y + c, load(channel(x, c)));
-    } else {
-      for (int c = 0; c < head_dim(); ++c) y[c] = value(x, c);
-      std::fill(y + head_dim(), y + padded_dim(), 0.0f);
-    }
+  void convert_padded(const T* x, float* y) const {
+    convert(x, y, head_dim());
+    std::fill(y + head_dim(), y + padded_dim(), 0.0f);
   }
 
   void rotate_key(const T* x, float* y, const float* cos) const {
@@ -287,7 +233,7 @@ struct Chunk {
     } else {
       if constexpr (IS_CODE<T>) {
         float codes[MAX_HEAD_DIM];
-        for (int c = 0; c < head_dim(); ++c) codes[c] = value(x, c);
+        convert(x, codes, head_dim());
         rotate(codes, y, cos, sin, pairs, head_dim());
       } else {
         rotate(x, y, cos, sin, pairs, head_dim());
@@ -296,16 +242,17 @@ struct Chunk {
     }
   }
 
-  // The scores of the keys [from, until), which lie in [begin, begin + LANES).
-  template <typename U>
-  void add_products(int b, const U* const* tile, int begin, int from, int until) {
-    add_products<true>(b, 0, tile, begin, from, until);
-    for (int r = 1; r < rows; ++r) add_products<false>(b, r, tile, begin, from, until);
+  // The scores of the keys [from, until), which lie in [begin, begin + LANES). product_of(query, t): of key t.
+  template <typename Product>
+  void add_products(int b, int begin, int from, int until, const Product& product_of) {
+    add_products<true>(b, 0, begin, from, until, product_of);
+    for (int r = 1; r < rows; ++r) add_products<false>(b, r, begin, from, until, product_of);
   }
 
-  // FETCH: also fetches the next block's keys.
-  template <bool FETCH, typename U>
-  void add_products(int b, int r, const U* const* tile, int begin, int from, int until) {
+  // FETCH: also fetches the next block's keys, one between two products: rows fetched all at once wait for one
+  // another, and the computation for them.
+  template <bool FETCH, typename Product>
+  void add_products(int b, int r, int begin, int from, int until, const Product& product_of) {
     const Span span = spans[b][r];
     const float* x = rotated_q[b] + r * padded_dim();
     Vec query[(D ? D : MAX_HEAD_DIM) / LANES], products[LANES];
@@ -313,17 +260,17 @@ struct Chunk {
     if (until - from == LANES) {
 #pragma GCC unroll 16
       for (int t = 0; t < LANES; ++t) {
-        if (FETCH) prefetch(next->k[begin + t]);
-        products[t] = product(query, tile[begin + t]);
+        if (FETCH) next->k.prefetch(begin + t, row_bytes());
+        products[t] = product_of(query, begin + t);
       }
     } else {
       for (int t = 0; t < LANES; ++t) products[t] = Vec{};
-      for (int t = from; t < until; ++t) products[t - begin] = product(query, tile[t]);
+      for (int t = from; t < until; ++t) products[t - begin] = product_of(query, t);
     }
     const IntVec t = lane_numbers() + begin;
     float* to = scores[r] + begin;
     Vec sum_of_each = sums(products);
-    if (IS_CODE<T>) sum_of_each *= load(block->k_scale + begin);
+    if (IS_CODE<T>) sum_of_each *= load(k_scale + begin);
     store(to, (t >= span.first) & (t < span.end) ? sum_of_each : load(to));
   }
 
@@ -334,11 +281,35 @@ struct Chunk {
     return total;
   }
 
+  // Of a key that is rotated in registers. HALF: vectors of half the pairs, or 0 where they are known at run time only.
+  template <int HALF = 0>
+  Vec rotated_product(const Vec* query, const T* x, const float* cos) const {
+    const int half = HALF ? HALF : pairs.count / LANES;
+    const float* sin = cos + BLOCK * pairs.count;
+    Vec total{};
+    for (int c = 0; c < half; ++c) {
+      const Vec first = load(channel(x, c * LANES)), second = load(channel(x, (c + half) * LANES));
+      if (c < rotating_vectors) {
+        const Vec c_cos = load(cos + c * LANES), c_sin = load(sin + c * LANES);
+        total += query[c] * (first * c_cos - second * c_sin);
+        total += query[c + half] * (second * c_cos + first * c_sin);
+      } else {
+        total += query[c] * first;
+        total += query[c + half] * second;
+      }
+    }
+    for (int c = 2 * half; c < vectors(); ++c) total += query[c] * load(channel(x, c * LANES));
+    return total;
+  }
+
   // Online softmax over the block's scores, and its values.
   void add_values(SoftmaxState& state, int keys) {
     const float* tile[BLOCK];
     if (!whole_vectors)
-      for (int t = 0; t < keys; ++t) convert(block->v[t], copies + t * padded_dim()), tile[t] = copies + t * padded_dim();
+      for (int t = 0; t < keys; ++t) {
+        tile[t] = copies + t * padded_dim();
+        convert_padded(block->v.row[t], copies + t * padded_dim());
+      }
     for (int r = 0; r < rows; ++r) softmax_row(state, r);
     // Values of keys that a query does not see are not read: they may be NaN.
     for (int b = 0; b < call.num_bands; ++b)
@@ -348,7 +319,7 @@ struct Chunk {
         while (r + count < rows && count < 4 && same(span, spans[b][r + count])) ++count;
         if (span.first >= span.end) continue;
         if (whole_vectors)
-          count = add_rows(state, r, count, block->v, span);
+          count = add_rows(state, r, count, block->v.row, span);
         else
           count = add_rows(state, r, count, tile, span);
       }
@@ -373,7 +344,7 @@ struct Chunk {
     Vec total{};
     for (int t = 0; t < BLOCK; t += LANES) {
       const Vec weights = exp(load(scores[r] + t) - row_max);
-      store(scores[r] + t, IS_CODE<T> ? weights * load(block->v_scale + t) : weights);
+      store(scores[r] + t, IS_CODE<T> ? weights * load(v_scale + t) : weights);
       total += weights;
     }
     state.row_max[r] = row_max;
@@ -395,13 +366,6 @@ struct Chunk {
     return count >= 2 ? add_rows<FETCH, 2>(state, r, tile, span) : add_rows<FETCH, 1>(state, r, tile, span);
   }
 
-  // Into the second-level cache. The row of each key is fetched while another is computed, a block ahead: rows fetched
-  // all at once wait for one another, and the computation for them.
-  void prefetch(const T* row) const {
-    const char* bytes = reinterpret_cast<const char*>(row);
-    for (size_t n = 0; n < head_dim() * sizeof(T) / PER_ELEMENT<T>; n += 64) __builtin_prefetch(bytes + n, 0, 2);
-  }
-
   template <bool FETCH, int ROWS, typename U>
   int add_rows(SoftmaxState& state, int r, const U* const* tile, Span span) {
     constexpr int COLUMNS = D ? std::min(D / LANES, ACCUMULATORS / ROWS) : 1;  // vectors
@@ -410,7 +374,7 @@ struct Chunk {
       for (int n = 0; n < ROWS; ++n)
         for (int i = 0; i < COLUMNS; ++i) acc[n][i] = load(state.acc[r + n] + c + i * LANES);
       for (int t = span.first; t < span.end; ++t) {
-        if (FETCH && c == 0) prefetch(next->v[t]);
+        if (FETCH && c == 0) next->v.prefetch(t, row_bytes());
         for (int i = 0; i < COLUMNS; ++i) {
           const Vec x = load(channel(tile[t], c + i * LANES));
           for (int n = 0; n < ROWS; ++n) acc[n][i] += scores[r + n][t] * x;

@@ -29,6 +29,7 @@ struct Workspace {
   float* v_block(int64_t head, int64_t block) const { return v.get() + (head * blocks + block) * v_block_size; }
 };
 
+// Codes are multiplied by their scales here, keys after their rotation.
 template <typename T>
 void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t head, int64_t block) {
   const int64_t b = head / call.heads_kv, first = block * BLOCK_N;
@@ -41,14 +42,20 @@ void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t hea
     for (int t = 0; t < keys; ++t) {
       const T* x = call.k.row<const T>(b, first + t, head % call.heads_kv);
       rotate_row(x, row, call.k_copies[copy], b, first + t, call);
-      for (int c = 0; c < head_dim; ++c) k[c * BLOCK_N + t] = row[c];
+      const float scale = IS_CODE<T> ? *call.k_scale.row<const float>(b, first + t, head % call.heads_kv) : 1;
+      for (int c = 0; c < head_dim; ++c) k[c * BLOCK_N + t] = row[c] * scale;
     }
   }
   float* v = workspace.v_block(head, block);
   if (keys < BLOCK_N || workspace.padded_dim > head_dim_v) std::fill_n(v, workspace.v_block_size, 0.0f);
   for (int t = 0; t < keys; ++t) {
     const T* x = call.v.row<const T>(b, first + t, head % call.heads_kv);
-    for (int c = 0; c < head_dim_v; ++c) v[t * workspace.padded_dim + c] = to_float(x[c]);
+    float* y = v + t * workspace.padded_dim;
+    convert(x, y, head_dim_v);
+    if (IS_CODE<T>) {
+      const float scale = *call.v_scale.row<const float>(b, first + t, head % call.heads_kv);
+      for (int c = 0; c < head_dim_v; ++c) y[c] *= scale;
+    }
   }
 }
 
@@ -161,7 +168,8 @@ struct Tile {
   }
 };
 
-template <typename T>
+// T: of the keys and values; Q: of queries and results.
+template <typename T, typename Q = T>
 int forward(const ForwardCall& call) {
   const Workspace workspace(call);
   if (!workspace.k || !workspace.v) return 1;
@@ -171,7 +179,7 @@ int forward(const ForwardCall& call) {
   const int64_t tiles = (call.seqlen_q + BLOCK_M - 1) / BLOCK_M;
   parallel(call.parallel_for, call.threads, heads_q * tiles, [&](int64_t n) {
     const int64_t head = n % heads_q, tile = tiles - 1 - n / heads_q;  // the longest first
-    Tile<T>(call, workspace, head / call.heads_q, head % call.heads_q, tile * BLOCK_M).run();
+    Tile<Q>(call, workspace, head / call.heads_q, head % call.heads_q, tile * BLOCK_M).run();
   });
   return 0;
 }
@@ -182,6 +190,8 @@ extern "C" int flashrope_forward(const flashrope::ForwardCall* call) {
   switch (call->dtype) {
     case 0: return flashrope::forward<float>(*call);
     case 1: return flashrope::forward<flashrope::Float16>(*call);
-    default: return flashrope::forward<flashrope::BFloat16>(*call);
+    case 2: return flashrope::forward<flashrope::BFloat16>(*call);
+    case 3: return flashrope::forward<flashrope::Int8, float>(*call);
+    default: return flashrope::forward<flashrope::Int4, float>(*call);
   }
 }

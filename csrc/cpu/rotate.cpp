@@ -1,5 +1,5 @@
 // rotate: rows of queries or keys, rotated once by tables of cos and sin. Also appends to a cache: there the rows go to
-// slots, and rows without a slot or a page are dropped.
+// slots, as they are or as codes, and rows without a slot or a page are dropped.
 
 #include "tiles.h"
 
@@ -16,7 +16,8 @@ struct Run {
 
 struct RotateCall {  // cpu/library.py has the same
   TensorView x, out;
-  TensorView v, v_cache;  // values, which are copied as x is; v.data is nullptr: none
+  TensorView v, v_cache;  // values, which are written as x is; v.data is nullptr: none
+  TensorView k_scale, v_scale;  // float32 (pages, rows, heads), of a quantized cache
   Table table;
   const Run* runs;
   int64_t num_runs, heads, head_dim, pairs, interleaved;
@@ -24,7 +25,7 @@ struct RotateCall {  // cpu/library.py has the same
   const int64_t* slots;        // (rows of x,) of the whole cache, or nullptr: those behind the first of each run
   const int32_t* block_table;  // (sequences, max_pages), or nullptr
   int64_t max_pages, pages, page_size;  // without a block_table: 1, the sequences and their slots
-  int64_t dtype, threads;               // dtype: 0 float32, 1 float16, 2 bfloat16
+  int64_t dtype, codes, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; codes: 0, or 3 and 4: Int8 and Int4
   ParallelFor parallel_for;
 };
 
@@ -46,7 +47,18 @@ inline Place find_place(const RotateCall& call, const Run& run, int64_t row) {
   return place.page < call.pages ? place : Place{-1, 0};
 }
 
-template <typename T>
+// A row on its way to a cache of C.
+template <typename T, typename C>
+void write(const T* x, const TensorView& cache, const TensorView& scales, Place place, int64_t head, int head_dim) {
+  C* out = cache.row<C>(place.page, place.row, head);
+  if constexpr (IS_CODE<C>)
+    *scales.row<float>(place.page, place.row, head) = quantize(x, head_dim, out);
+  else
+    std::memcpy(out, x, head_dim * sizeof(T));
+}
+
+// T: of new rows; C: of where they go.
+template <typename T, typename C = T>
 void rotate(const RotateCall& call) {
   ForwardCall shape{};  // what rotate_row reads of it
   shape.head_dim = call.head_dim, shape.pairs = call.pairs, shape.interleaved = call.interleaved;
@@ -58,35 +70,45 @@ void rotate(const RotateCall& call) {
     while (starts[r + 1] <= n) ++r;
     const Run& run = call.runs[r];
     const int64_t first = (n - starts[r]) * RUN_BLOCK, end = std::min(first + RUN_BLOCK, run.rows);
+    const int head_dim = int(call.head_dim);
     float y[MAX_HEAD_DIM];
+    T rounded[MAX_HEAD_DIM];
     for (int64_t row = first; row < end; ++row) {
       const Place place = find_place(call, run, row);
       if (place.page < 0) continue;
       const int64_t position = std::max<int64_t>(run.position + row, 0);
       for (int64_t head = 0; head < call.heads; ++head) {
         const T* x = call.x.row<const T>(run.batch, run.row + row, head);
-        T* out = call.out.row<T>(place.page, place.row, head);
         if (call.v.data) {
           const T* v = call.v.row<const T>(run.batch, run.row + row, head);
-          std::memcpy(call.v_cache.row<T>(place.page, place.row, head), v, call.head_dim * sizeof(T));
+          write<T, C>(v, call.v_cache, call.v_scale, place, head, head_dim);
         }
-        if (!call.table.cos) {
-          std::memcpy(out, x, call.head_dim * sizeof(T));
-          continue;
+        if (call.table.cos) {
+          rotate_row(x, y, call.table, run.batch, position, shape);
+          for (int c = 0; c < head_dim; ++c) from_float(y[c], rounded + c);
+          x = rounded;
         }
-        rotate_row(x, y, call.table, run.batch, position, shape);
-        for (int64_t c = 0; c < call.head_dim; ++c) from_float(y[c], out + c);
+        write<T, C>(x, call.out, call.k_scale, place, head, head_dim);
       }
     }
   });
+}
+
+template <typename T>
+void rotate_to(const RotateCall& call) {
+  switch (call.codes) {
+    case 0: return rotate<T>(call);
+    case 3: return rotate<T, Int8>(call);
+    default: return rotate<T, Int4>(call);
+  }
 }
 
 }  // namespace flashrope
 
 extern "C" void flashrope_rotate(const flashrope::RotateCall* call) {
   switch (call->dtype) {
-    case 0: return flashrope::rotate<float>(*call);
-    case 1: return flashrope::rotate<flashrope::Float16>(*call);
-    default: return flashrope::rotate<flashrope::BFloat16>(*call);
+    case 0: return flashrope::rotate_to<float>(*call);
+    case 1: return flashrope::rotate_to<flashrope::Float16>(*call);
+    default: return flashrope::rotate_to<flashrope::BFloat16>(*call);
   }
 }

@@ -29,13 +29,14 @@ struct ForwardBand {
 
 struct ForwardCall {  // cpu/library.py has the same
   TensorView q, k, v, out;
-  float* lse;  // (batch, heads_q, seqlen_q)
+  TensorView k_scale, v_scale;  // float32 (batch, rows, heads), of a quantized cache
+  float* lse;                   // (batch, heads_q, seqlen_q)
   int64_t batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, pairs, interleaved;
   ForwardBand bands[MAX_BANDS];
   Table k_copies[MAX_BANDS];
   int64_t num_bands, num_copies;
   double scale;
-  int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16
+  int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; 3 and 4: codes, Int8 and Int4, beside float32
   ParallelFor parallel_for;
 };
 
@@ -70,14 +71,14 @@ void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row
     const float* cos = table.cos + b * table.cos_batch + row * table.cos_row;
     const float* sin = table.sin + b * table.sin_batch + row * table.sin_row;
     for (int m = 0; m < pairs; m += LANES) {
-      const Vec first = load(x + m), second = load(x + m + pairs);
+      const Vec first = load(channel(x, m)), second = load(channel(x, m + pairs));
       store(y + m, first * load(cos + m) + second * load(sin + m));
       store(y + m + pairs, second * load(cos + m + pairs) + first * load(sin + m + pairs));
     }
-    for (int c = 2 * pairs; c < head_dim; c += LANES) store(y + c, load(x + c) * load(cos + c));
+    for (int c = 2 * pairs; c < head_dim; c += LANES) store(y + c, load(channel(x, c)) * load(cos + c));
     return;
   }
-  for (int c = 0; c < head_dim; ++c) y[c] = to_float(x[c]);
+  convert(x, y, head_dim);
   if (!table.cos) return;
   const float* cos = table.cos + b * table.cos_batch + row * table.cos_row;
   if (!table.sin) {

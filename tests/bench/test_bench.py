@@ -1,5 +1,6 @@
 """The logic of the benchmarks: what they reject, count, fit, print and write. Speed is not tested."""
 
+import argparse
 import ast
 import dataclasses
 import subprocess
@@ -384,6 +385,24 @@ def test_goals_of_the_cpu_depend_on_the_instruction_set():
     assert [goal.limit_of(target) for target in ("x86-64-v4", "x86-64-v3", "armv8-a", "")] == [1.0, 1.2, 1.2, 1.2]
     assert Goal("a / b", 0.7).limit_of("x86-64-v3") == 0.7
     assert len({goal.figure for goal in GOALS}) == len(GOALS)
+
+
+def test_quantized_caches_are_checked_and_timed(capsys):
+    """Every contestant's result is right, and wrong if its scales are."""
+    from bench.timing import cpu, cpu_cases
+
+    if (kernels := cpu_cases.compiled_kernels()) is None:
+        pytest.skip("no compiled kernels")
+    options = argparse.Namespace(heads=2, head_dim=16, window=64, seconds=0.0)
+    measured = cpu.Bench(options, records.Run("cpu", "", {}, {}, {}), kernels)
+    measured.cache_types(512, 512, 0.1)
+    goals = {goal.figure.replace("32768", "512").replace("8192", "512") for goal in cpu.GOALS if "types" in goal.figure}
+    assert len(goals) == 20 and goals <= measured.figures.keys()
+    each = next(each for each in cpu_cases.quantized_entries(kernels) if each.name == "HoPE, paged, int8")
+    p = measured.problem(512, 64, decoding=True, dtype=each.dtype)
+    other = cpu_cases.Stored(cpu.Problem.hope, cache_dtype="int4")
+    wrong = dataclasses.replace(each.contestant, exact=partial(cpu_cases.over_stored_rows, other))
+    assert check.error(each.contestant, p, False) < check.TOLERANCE[p.dtype] < check.error(wrong, p, False)
 
 
 @pytest.mark.parametrize("command", ["decode", "scaling", "cpu", "ceilings", "tune"])

@@ -258,6 +258,43 @@ def test_rows_of_one_value(exact, cache_dtype, value):
     assert torch.equal(codes, other_codes) and torch.equal(scales, other_scales)
 
 
+def rows_to_quantize(dtype, head_dim):
+    """(rows, head_dim): normal numbers, ties of 8 and of 4 bits, zeros, subnormal and large numbers, NaN, infinities."""
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randn(head_dim, generator=generator) * 10.0**power for power in (-30, -3, 0, 0, 0, 0, 4, 30)]
+    for largest in (127, 7):  # a scale of 1: halves are ties
+        ties = (torch.arange(head_dim) * 37 % (4 * largest) - 2 * largest) / 2
+        ties[-1] = largest
+        rows += [ties, -ties, ties * 2.0**-20]
+    rows += [torch.zeros(head_dim), -torch.zeros(head_dim), torch.full((head_dim,), 1e-44), torch.full((head_dim,), 3e38)]
+    for channel, value in ((0, torch.nan), (head_dim - 1, torch.nan), (3, torch.inf), (head_dim - 1, -torch.inf)):
+        rows.append(torch.randn(head_dim, generator=generator))
+        rows[-1][channel] = value
+    rows.append(rows[-1].clone())
+    rows[-1][1] = torch.nan  # beside an infinity
+    return torch.stack(rows).to(dtype)
+
+
+@pytest.mark.skipif(loader.load() is None, reason="no compiled kernels")
+@bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 200, 256])
+def test_the_compiled_append_writes_what_the_composed_one_does(monkeypatch, head_dim, dtype, cache_dtype):
+    rows = rows_to_quantize(dtype, head_dim)
+    k = torch.stack((rows, rows.roll(5, 0)), 1)[None]  # two heads
+    v, layout, results = k.roll(3, 1), CacheLayout(torch.zeros(1, dtype=torch.int32), seqlen_new=len(rows)), []
+    for find in (loader.load, lambda: None):
+        monkeypatch.setattr(loader, "load", find)
+        caches = [pack(torch.full((1, 40, 2, head_dim), 5.0), cache_dtype) for _ in range(2)]
+        scales = [torch.full((1, 40, 2), 3.0) for _ in range(2)]
+        of_both = layout._replace(k_scale=scales[0], v_scale=scales[1])
+        load_backend("cpu").append_to_cache(*caches, k, v, of_both)
+        results.append((*caches, *scales))
+    for compiled, composed in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, composed, rtol=0, atol=0, equal_nan=True)
+    assert results[0][2].isnan().sum() == 2 * 3 and (results[0][2][0, len(rows) :] == 3).all()
+
+
 def test_what_quantization_costs(exact):
     """Of normal keys and values: 8 bits change the result by less than a hundredth of its size, 4 bits by a sixth."""
     if exact.slow:

@@ -56,8 +56,7 @@ def append_to_cache(
     rotary: Rotary | None = None,
 ) -> None:
     """As in ``CacheBackend``."""
-    quantized = layout.k_scale is not None
-    if (compiled := loader.load()) and k.dtype in DTYPES and k.numel() and k_cache.numel() and not quantized:
+    if (compiled := loader.load()) and k.dtype in DTYPES and k.numel() and k_cache.numel():
         return rotated.append(compiled, (k_cache, v_cache), (k, v), layout, rotary)
     if rotary is not None and rotary.changes_channels and k.numel():
         k = rotated.rotate(k, RotateCall(rotary, None, layout, layout.capacity(k_cache)))
@@ -181,7 +180,7 @@ def _paged_blocks(caches, table: torch.Tensor, first: int, end: int, size: int) 
         rows = (
             cache[page : page + high - low].flatten(0, 1)
             if follow and cache.stride(0) == page_size * cache.stride(1)
-            else cache.permute(2, 0, 1, 3)[:, pages].flatten(1, 2).transpose(0, 1)
+            else cache.permute(2, 0, 1, 3).index_select(1, pages).flatten(1, 2).transpose(0, 1)
             for cache in caches
         )
         yield Block(slot - first, *(x[skip : skip + count][None] for x in rows))
@@ -193,11 +192,9 @@ def _attend(
     """out like q, lse (batch, heads_q, seqlen_q); all sequences hold seqlen keys, in one block if compiled."""
     if compiled is not None and seqlen:
         (block,) = blocks
-        attention, dtype = AttentionCall(call.rotary, call.causal, call.softmax_scale), q.dtype
-        if block.k_scale is None:
-            return tiles.forward(compiled, q, block.k, block.v, attention)
-        out, lse = tiles.forward(compiled, q.float(), *block.keys_and_values(torch.float32), attention)
-        return out.to(dtype), lse
+        attention = AttentionCall(call.rotary, call.causal, call.softmax_scale)
+        scales = None if block.k_scale is None or block.v_scale is None else (block.k_scale, block.v_scale)
+        return tiles.forward(compiled, q, block.k, block.v, attention, scales)
     seqlen_q, rotary = q.shape[1], call.rotary
     rotated_q: dict[PositionMap, torch.Tensor] = {}
     partials, scale = [], flash_scale(call, seqlen)

@@ -13,7 +13,7 @@ from ...rotary.rotary import Rotary
 from ..calls import CacheCall, CacheLayout
 from .library import CODES, DTYPES, INFINITE, MAX_BANDS, BandLimits, DecodeBand, DecodeCall, Library, TensorView
 
-BLOCK = 64  # keys; csrc/cpu/decode.cpp has the same two
+BLOCK = 64  # keys; csrc/cpu/decode.h has the same two
 MAX_ROWS = 16  # queries of one key head
 MIN_TABLE = 8  # rows
 

@@ -13,7 +13,7 @@ from ...rotary.bands import Band
 MAX_BANDS = 4
 INFINITE = 2**40  # a distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-CODES = {torch.int8: 3, torch.uint8: 4}  # of quantized caches, which the decoding kernel reads beside float32 queries
+CODES = {torch.int8: 3, torch.uint8: 4}  # of quantized caches, which the kernels read beside float32 queries
 
 
 class TensorView(ctypes.Structure):
@@ -51,7 +51,7 @@ class DecodeBand(ctypes.Structure):
 
 
 class DecodeCall(ctypes.Structure):
-    """As in csrc/cpu/decode.cpp."""
+    """As in csrc/cpu/decode.h."""
 
     _fields_ = [
         *((name, TensorView) for name in ("q", "k", "v", "out", "k_scale", "v_scale")),
@@ -88,7 +88,7 @@ class ForwardCall(ctypes.Structure):
     """As in csrc/cpu/tiles.h."""
 
     _fields_ = [
-        *((name, TensorView) for name in ("q", "k", "v", "out")),
+        *((name, TensorView) for name in ("q", "k", "v", "out", "k_scale", "v_scale")),
         ("lse", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv")),
         *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v", "pairs", "interleaved")),
@@ -118,16 +118,16 @@ class Run(ctypes.Structure):
 
 
 class RotateCall(ctypes.Structure):
-    """As in csrc/rotate.cpp."""
+    """As in csrc/cpu/rotate.cpp."""
 
     _fields_ = [
-        *((name, TensorView) for name in ("x", "out", "v", "v_cache")),
+        *((name, TensorView) for name in ("x", "out", "v", "v_cache", "k_scale", "v_scale")),
         ("table", Table),
         ("runs", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_runs", "heads", "head_dim", "pairs", "interleaved", "to_cache")),
         ("slots", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("max_pages", "pages", "page_size", "dtype", "threads")),
+        *((name, ctypes.c_int64) for name in ("max_pages", "pages", "page_size", "dtype", "codes", "threads")),
         ("parallel_for", ctypes.c_void_p),
     ]
 

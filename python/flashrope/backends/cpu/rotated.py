@@ -13,7 +13,7 @@ import torch
 from ...rotary.rotary import Rotary
 from ..calls import CacheLayout, NewRows, RotateCall, accumulation_type
 from . import loader, rotation
-from .library import DTYPES, Library, Run, TensorView
+from .library import CODES, DTYPES, Library, Run, TensorView
 from .library import RotateCall as CompiledCall
 from .rotation import LARGEST_TABLE, QueryFactors, Rotation
 from .tiles import table_of
@@ -86,7 +86,7 @@ def append(
     layout: CacheLayout,
     rotary: Rotary | None,
 ) -> None:
-    """Writes new k and v, of a type in DTYPES, to the caches. rotary: of ``over_rotated_keys``; rotates k."""
+    """Writes new k and v, of a type in DTYPES, to the caches, quantized if those have scales. rotary: of ``over_rotated_keys``; rotates k."""
     (k_cache, v_cache), (k, v) = caches, (x if x.ndim == 4 else x[None] for x in new)
     capacity, block_table, slots = layout.capacity(k_cache), layout.block_table, layout.slot_mapping
 
@@ -103,6 +103,9 @@ def append(
     template, _used = layout.once((rotary, capacity, k.dtype, k.shape), describe)
     c = CompiledCall.from_buffer_copy(template)
     c.x, c.out, c.v, c.v_cache = (TensorView.of(x) for x in (k, k_cache, v, v_cache))
+    if layout.k_scale is not None and layout.v_scale is not None:
+        c.codes = CODES[k_cache.dtype]
+        c.k_scale, c.v_scale = TensorView.of(layout.k_scale), TensorView.of(layout.v_scale)
     c.to_cache, c.pages, c.page_size, c.max_pages = 1, k_cache.shape[0], k_cache.shape[1], 1
     if slots is not None:
         slots = slots.to(torch.int64)

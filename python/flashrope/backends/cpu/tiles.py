@@ -8,7 +8,18 @@ import torch
 
 from ...rotary.bands import PositionMap
 from ..calls import AttentionCall, CacheCall, out_shape
-from .library import DTYPES, MAX_BANDS, BackwardCall, BandLimits, ForwardBand, ForwardCall, Library, Table, TensorView
+from .library import (
+    CODES,
+    DTYPES,
+    MAX_BANDS,
+    BackwardCall,
+    BandLimits,
+    ForwardBand,
+    ForwardCall,
+    Library,
+    Table,
+    TensorView,
+)
 from .rotation import Rotation, rotation_for
 
 
@@ -17,15 +28,26 @@ def serves(q: torch.Tensor, k: torch.Tensor, call: AttentionCall | CacheCall) ->
 
 
 def forward(
-    library: Library, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
+    library: Library,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: AttentionCall,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out of ``out_shape``, lse in float32)."""
-    batch, seqlen_q, heads_q, _ = q.shape
-    out, lse = q.new_empty(out_shape(q, v)), q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
+    """(out of ``out_shape``, lse in float32). With scales, of (batch, seqlen_k, heads_kv, 1), k and v hold codes."""
+    (batch, seqlen_q, heads_q, _), dtype = q.shape, q.dtype
+    if scales is not None:
+        q = q.to(torch.float32)
+    out = q.new_empty(out_shape(q, v) if scales is None else q.shape)
+    lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
     c, _tables = _describe(library, q, k, v, out, lse, call)
+    if scales is not None:
+        c.dtype = CODES[k.dtype]
+        c.k_scale, c.v_scale = (TensorView.of(x) for x in scales)
     if library.forward(ctypes.byref(c)):
         raise MemoryError("attention: no memory for the rotated keys")
-    return out, lse
+    return out.to(dtype), lse
 
 
 def backward(
@@ -59,7 +81,7 @@ def _describe(library, q, k, v, out, lse, call: AttentionCall) -> tuple[ForwardC
     c = ForwardCall(lse=lse.data_ptr(), pairs=len(rotary.frequencies), interleaved=rotary.interleaved)
     c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k, v, out))
     c.batch, c.seqlen_q, c.seqlen_k = batch, seqlen_q, seqlen_k
-    c.heads_q, c.heads_kv, c.head_dim, c.head_dim_v = heads_q, heads_kv, head_dim, v.shape[-1]
+    c.heads_q, c.heads_kv, c.head_dim, c.head_dim_v = heads_q, heads_kv, head_dim, out.shape[-1]
     copies: list[PositionMap] = []  # of k
     tables = []
     for n, band in enumerate(call.bands):

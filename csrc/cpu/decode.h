@@ -1,0 +1,102 @@
+// What a decoding call is, the angles of its queries, and where the keys of a block lie in the cache.
+
+#pragma once
+
+#include "common.h"
+
+namespace flashrope {
+
+constexpr int BLOCK = 64;   // keys
+constexpr int CHUNK = 512;  // keys
+constexpr int MAX_ROWS = 16;
+constexpr int MAX_BANDS = 4;
+
+struct DecodeBand {
+  Band band;
+  int64_t group, last;  // the query at position p rotates by slope * min(p mod chunk / group, last) + offset
+  double slope, offset;
+  // cos and sin of slope * n (2, BLOCK, pairs), of slope * BLOCK * n (BLOCK, 2, pairs), and of slope * BLOCK * BLOCK * n
+  // (up to the longest sequence, 2, pairs); nullptr: keys do not rotate.
+  const float* fine;
+  const double *middle, *coarse;
+
+  int64_t mapped(int64_t position) const { return (band.chunk ? position % band.chunk : position) / group; }
+};
+
+struct DecodeCall {  // cpu/library.py has the same
+  TensorView q, k, v, out;
+  TensorView k_scale, v_scale;  // float32 (batch or pages, rows, heads), of a quantized cache
+  float* lse;                  // (batch, heads_q, seqlen_q)
+  const int64_t* bounds;       // (batch, 2): slots
+  const int32_t* block_table;  // (batch, max_pages), or nullptr
+  int64_t max_pages, pages, page_size;
+  int64_t batch, seqlen_q, heads_q, heads_kv, head_dim;
+  const double* inv_freq;  // (pairs,)
+  int64_t pairs, rotating_pairs, interleaved;  // the pairs from rotating_pairs on have a frequency of 0
+  DecodeBand bands[MAX_BANDS];
+  int64_t num_bands;
+  double scale, log_n_factor, log_n_floor;
+  double log_n_every, log_n_first;  // log_n_every 0: log n grows with every position, not in steps
+  double length_scale;              // 0: no factor by the length of the sequence
+  double rotated_scale;             // of the first 2 * pairs channels of the queries
+  int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; 3 and 4: codes, Int8 and Int4, beside float32
+  ParallelFor parallel_for;
+
+  int64_t seqlen(int64_t sequence) const { return bounds[2 * sequence + 1] - bounds[2 * sequence]; }
+};
+
+// cos and sin (batch, bands, seqlen_q, 2, pairs) of the angles of the queries.
+struct QueryAngles {
+  const DecodeCall& call;
+  std::unique_ptr<double[]> angles{new double[call.batch * call.num_bands * call.seqlen_q * 2 * call.pairs + 1]};
+
+  double* of(int64_t sequence, int64_t b, int64_t row) const {
+    return angles.get() + ((sequence * call.num_bands + b) * call.seqlen_q + row) * 2 * call.pairs;
+  }
+
+  void fill(int64_t sequence) {
+    for (int64_t b = 0; b < call.num_bands; ++b)
+      for (int64_t row = 0; row < call.seqlen_q; ++row) {
+        const DecodeBand& band = call.bands[b];
+        const int64_t mapped = band.mapped(call.seqlen(sequence) - call.seqlen_q + row);
+        const double position = band.slope * double(std::min(mapped, band.last)) + band.offset;
+        double* cos = of(sequence, b, row);
+        for (int m = 0; m < call.pairs; ++m) {
+          const double angle = m < call.rotating_pairs ? position * call.inv_freq[m] : 0;
+          cos[m] = std::cos(angle), cos[call.pairs + m] = std::sin(angle);
+        }
+      }
+  }
+};
+
+// Where the rows of a block lie, of K or of V.
+template <typename T>
+struct Rows {
+  const T* row[BLOCK];
+  const float* scale[BLOCK];  // of codes
+  bool adjacent;              // all scales are
+
+  // The rows [first, end) lie in the cache one behind another.
+  void set(int first, int end, const T* x, int64_t stride, const float* s, int64_t scale_stride) {
+    for (int t = first; t < end; ++t) row[t] = x + (t - first) * stride;
+    if (!IS_CODE<T>) return;
+    for (int t = first; t < end; ++t) scale[t] = s + (t - first) * scale_stride;
+    adjacent = end - first == BLOCK && scale_stride == 1;
+  }
+
+  void read_scales(float* to) const {
+    if (adjacent)
+      std::memcpy(to, scale[0], BLOCK * sizeof(float));
+    else
+      for (int t = 0; t < BLOCK; ++t) to[t] = *scale[t];
+  }
+
+  // Scales that are adjacent share lines, which are fetched with the first of LANES.
+  void prefetch(int t, size_t bytes) const {
+    const char* first = reinterpret_cast<const char*>(row[t]);
+    for (size_t n = 0; n < bytes; n += 64) __builtin_prefetch(first + n);
+    if (IS_CODE<T> && (t % LANES == 0 || !adjacent)) __builtin_prefetch(scale[t]);
+  }
+};
+
+}  // namespace flashrope
