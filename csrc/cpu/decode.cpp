@@ -65,7 +65,6 @@ struct Chunk {
       state.row_max[r] = -INF, state.row_sum[r] = 0;
     }
     find_rows(first_key, *block);
-    for (int t = 0; t < BLOCK; ++t) block->k.prefetch(t, row_bytes()), block->v.prefetch(t, row_bytes());
     load_queries();
     for (int b = 0; b < call.num_bands; ++b)
       if (!call.bands[b].fine) rotate_queries(b, 0);
@@ -245,13 +244,15 @@ struct Chunk {
   // The scores of the keys [from, until), which lie in [begin, begin + LANES). product_of(query, t): of key t.
   template <typename Product>
   void add_products(int b, int begin, int from, int until, const Product& product_of) {
-    add_products<true>(b, 0, begin, from, until, product_of);
-    for (int r = 1; r < rows; ++r) add_products<false>(b, r, begin, from, until, product_of);
+    if (rows == 1) return add_products<0, 1>(b, 0, begin, from, until, product_of);
+    add_products<0, 2>(b, 0, begin, from, until, product_of);
+    add_products<1, 2>(b, 1, begin, from, until, product_of);
+    for (int r = 2; r < rows; ++r) add_products<0, 0>(b, r, begin, from, until, product_of);
   }
 
-  // FETCH: also fetches the next block's keys, one between two products: rows fetched all at once wait for one
-  // another, and the computation for them.
-  template <bool FETCH, typename Product>
+  // Also fetches the lines FIRST, FIRST + STEP, ... of the next block's keys, those of a key between two products: lines
+  // fetched all at once wait for one another, and the computation for them. STEP 0: none.
+  template <int FIRST, int STEP, typename Product>
   void add_products(int b, int r, int begin, int from, int until, const Product& product_of) {
     const Span span = spans[b][r];
     const float* x = rotated_q[b] + r * padded_dim();
@@ -260,7 +261,7 @@ struct Chunk {
     if (until - from == LANES) {
 #pragma GCC unroll 16
       for (int t = 0; t < LANES; ++t) {
-        if (FETCH) next->k.prefetch(begin + t, row_bytes());
+        if (STEP) next->k.template prefetch<FIRST, STEP>(begin + t, row_bytes());
         products[t] = product_of(query, begin + t);
       }
     } else {

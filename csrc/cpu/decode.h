@@ -91,11 +91,13 @@ struct Rows {
       for (int t = 0; t < BLOCK; ++t) to[t] = *scale[t];
   }
 
-  // Scales that are adjacent share lines, which are fetched with the first of LANES.
+  // The lines FIRST, FIRST + STEP, ... of row t. Scales that are adjacent share lines, which are fetched with the first
+  // of LANES.
+  template <int FIRST = 0, int STEP = 1>
   void prefetch(int t, size_t bytes) const {
     const char* first = reinterpret_cast<const char*>(row[t]);
-    for (size_t n = 0; n < bytes; n += 64) __builtin_prefetch(first + n);
-    if (IS_CODE<T> && (t % LANES == 0 || !adjacent)) __builtin_prefetch(scale[t]);
+    for (size_t n = FIRST * 64; n < bytes; n += STEP * 64) __builtin_prefetch(first + n);
+    if (IS_CODE<T> && FIRST == 0 && (t % LANES == 0 || !adjacent)) __builtin_prefetch(scale[t]);
   }
 };
 
