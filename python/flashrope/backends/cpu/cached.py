@@ -173,14 +173,14 @@ def _paged_blocks(caches, table: torch.Tensor, first: int, end: int, size: int) 
     for slot in range(first, end, size):
         stop = min(slot + size, end)
         low, high = slot // page_size, -(-stop // page_size)
-        pages = table[low:high].to(torch.int64).clamp_(0, pages_in_cache - 1)
+        pages = table[low:high].clamp(0, pages_in_cache - 1).tolist()
         skip, count = slot - low * page_size, stop - slot
-        page = int(pages[0])
-        follow = torch.equal(pages, torch.arange(page, page + high - low))
+        follow = pages == list(range(pages[0], pages[0] + len(pages)))
         rows = (
-            cache[page : page + high - low].flatten(0, 1)
+            cache[pages[0] : pages[-1] + 1].flatten(0, 1)
             if follow and cache.stride(0) == page_size * cache.stride(1)
-            else cache.permute(2, 0, 1, 3).index_select(1, pages).flatten(1, 2).transpose(0, 1)
+            # An index copies single elements, or the whole cache first.
+            else torch.cat([cache[page].transpose(0, 1) for page in pages], 1).transpose(0, 1)
             for cache in caches
         )
         yield Block(slot - first, *(x[skip : skip + count][None] for x in rows))
