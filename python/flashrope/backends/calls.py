@@ -236,8 +236,10 @@ class CacheLayout(NamedTuple):
 
     def scale_run(self, sequences: slice, run: CacheLayout) -> CacheLayout:
         """The layout of one of ``runs``, with its scales."""
+        if self.k_scale is None:
+            return run
         scales: tuple = (self.k_scale, self.v_scale)
-        if self.k_scale is not None and self.block_table is None:
+        if self.block_table is None:
             scales = tuple(x[sequences] for x in scales)
         return run._replace(k_scale=scales[0], v_scale=scales[1])
 

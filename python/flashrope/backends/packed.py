@@ -26,18 +26,18 @@ def append_packed(append: Callable, k_cache, v_cache, k, v, layout: CacheLayout)
 def attend_packed(attend: Callable, q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """``attention_with_cache`` of packed q by a backend's function for batches; the host reads the lengths."""
     runs = call.layout.once("runs", lambda: list(call.layout.runs(q.shape[0])))
-    if len(runs) == 1 and runs[0][1] == slice(0, q.shape[0]):  # as in decoding: nothing to gather
+    if len(runs) == 1 and runs[0][1].stop - runs[0][1].start == q.shape[0]:  # as in decoding: nothing to gather
         return _attend_run(attend, q, k_cache, v_cache, call, *runs[0])
     out = q.new_zeros(q.shape)
     lse = q.new_full(cached_lse_shape(q), float("-inf"), dtype=accumulation_type(q))
     for run in runs:
-        out[run[1]], lse[:, run[1]] = _attend_run(attend, q, k_cache, v_cache, call, *run)
+        out[run[1]], lse[:, run[1]] = _attend_run(attend, q[run[1]], k_cache, v_cache, call, *run)
     return out, lse
 
 
-def _attend_run(attend: Callable, q, k_cache, v_cache, call: CacheCall, sequences: slice, rows: slice, part):
-    """(out, lse) of the rows of one of ``CacheLayout.runs``."""
+def _attend_run(attend: Callable, q, k_cache, v_cache, call: CacheCall, sequences: slice, _rows: slice, part):
+    """(out, lse) of the rows q of one of ``CacheLayout.runs``."""
     caches = (k_cache, v_cache) if part.block_table is not None else (k_cache[sequences], v_cache[sequences])
-    batch = q[rows].view(part.seqlens.shape[0], -1, *q.shape[1:])
+    batch = q.view(part.seqlens.shape[0], -1, *q.shape[1:])
     out, lse = attend(batch, *caches, call.with_layout(call.layout.scale_run(sequences, part)))
     return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)

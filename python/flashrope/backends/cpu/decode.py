@@ -49,7 +49,7 @@ def decode(
         c.k_scale, c.v_scale = TensorView.of(layout.k_scale), TensorView.of(layout.v_scale)
     if library.decode(ctypes.byref(c)):
         raise MemoryError("attention_with_cache: no memory for the partial results")
-    return out.to(dtype), lse
+    return (out if out.dtype == dtype else out.to(dtype)), lse
 
 
 def _describe(library: Library, q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> tuple[bytes, tuple]:

@@ -23,8 +23,13 @@ class TensorView(ctypes.Structure):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> TensorView:
-        """x: (batch, rows, heads, head_dim)."""
+        """x: (batch, rows, heads, head_dim), or scales (batch, rows, heads)."""
         return cls(x.data_ptr(), *x.stride()[:3])
+
+    @classmethod
+    def of_packed(cls, x: torch.Tensor) -> TensorView:
+        """x: (rows, heads, head_dim)."""
+        return cls(x.data_ptr(), 0, *x.stride()[:2])
 
 
 class BandLimits(ctypes.Structure):

@@ -86,29 +86,34 @@ def append(
     layout: CacheLayout,
     rotary: Rotary | None,
 ) -> None:
-    """Writes new k and v, of a type in DTYPES, to the caches, quantized if those have scales. rotary: of ``over_rotated_keys``; rotates k."""
-    (k_cache, v_cache), (k, v) = caches, (x if x.ndim == 4 else x[None] for x in new)
+    """Writes new k and v, of a type in DTYPES, to the caches, quantized if those have scales.
+
+    rotary: of ``over_rotated_keys``; rotates k.
+    """
+    (k_cache, v_cache), (k, v) = caches, new
     capacity, block_table, slots = layout.capacity(k_cache), layout.block_table, layout.slot_mapping
 
     def describe() -> tuple[bytes, Kept]:
+        x = k if k.ndim == 4 else k[None]
         if rotary is not None and rotary.changes_channels:
-            table, runs = _plan(k, RotateCall(rotary, None, layout, capacity))
+            table, runs = _plan(x, RotateCall(rotary, None, layout, capacity))
         elif slots is None:
-            table, runs = None, layout.new_rows(capacity, k.shape[1])
+            table, runs = None, layout.new_rows(capacity, x.shape[1])
         else:
-            table, runs = None, [NewRows(0, 0, k.shape[1], 0, 0, 0)]
-        c, kept = _describe(compiled, k, k_cache, rotary, table, runs)
+            table, runs = None, [NewRows(0, 0, x.shape[1], 0, 0, 0)]
+        c, kept = _describe(compiled, x, k_cache, rotary, table, runs)
         return bytes(c), kept
 
     template, _used = layout.once((rotary, capacity, k.dtype, k.shape), describe)
     c = CompiledCall.from_buffer_copy(template)
-    c.x, c.out, c.v, c.v_cache = (TensorView.of(x) for x in (k, k_cache, v, v_cache))
+    view = TensorView.of if k.ndim == 4 else TensorView.of_packed
+    c.x, c.v, c.out, c.v_cache = view(k), view(v), TensorView.of(k_cache), TensorView.of(v_cache)
     if layout.k_scale is not None and layout.v_scale is not None:
         c.codes = CODES[k_cache.dtype]
         c.k_scale, c.v_scale = TensorView.of(layout.k_scale), TensorView.of(layout.v_scale)
     c.to_cache, c.pages, c.page_size, c.max_pages = 1, k_cache.shape[0], k_cache.shape[1], 1
     if slots is not None:
-        slots = slots.to(torch.int64)
+        slots = slots if slots.dtype == torch.int64 else slots.to(torch.int64)
         c.slots = slots.data_ptr()
     if block_table is not None:
         c.block_table, c.max_pages = block_table.data_ptr(), block_table.shape[1]

@@ -172,7 +172,7 @@ class FlashropeImpl(AttentionImpl):
         _, k_cache, v_cache = self.caches
         call = CacheCall(self.rotary, True, self.scale, layout, 0, self.rotated_keys)
         out, _ = autograd.attention_with_cache(query, k_cache, v_cache, key, value, call, self.impl)
-        output[:n].copy_(out.view(n, *output.shape[1:]))
+        (output if n == output.shape[0] else output[:n]).copy_(out.view(n, *output.shape[1:]))
         return output
 
     def _find_rotary(self, layer_name: str) -> tuple[Rotary, bool]:
