@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,7 +126,11 @@ def kernels(archs, head_dims, schemes, jobs: int) -> list[Kernel]:
         for launch in launches(arch, head_dim, scheme)
     ]
     found: list[Kernel | None] = [None] * len(chosen)
-    for at, result, _ in offline.compile_all([launch for _, launch in chosen], jobs, inspected):
+    print(f"compiling and simulating {len(chosen)} kernels, some seconds each (--jobs {jobs})", flush=True)
+    compiled = offline.compile_all([launch for _, launch in chosen], jobs, inspected)
+    for done, (at, result, _) in enumerate(compiled, 1):
+        if sys.stderr.isatty():
+            print(f"\r{done}/{len(chosen)}", end="" if done < len(chosen) else "\n", file=sys.stderr, flush=True)
         if isinstance(result, str):
             raise SystemExit(f"{chosen[at][1].kernel.__name__}: {result}")
         measured, block = result
@@ -316,10 +321,15 @@ def main(argv: list[str]) -> int:
     loops = [kernel.row() for kernel in compiled]
     whole = list(device_rows(found, theirs))
     cached = list(cache_rows(found))
-    for columns, rows, left in ((THEIR_COLUMNS, theirs, 1), (LOOP_COLUMNS, loops, 2), (DEVICE_COLUMNS, whole, 2)):
-        print_table(columns, rows, left)
-        print()
-    print_table(CACHE_COLUMNS, cached, 1)
+    for title, columns, rows, left in (
+        ("inner loops of FlashAttention-2's kernels: clocks of a pass, and what they go to", THEIR_COLUMNS, theirs, 1),
+        ("inner loops of ours", LOOP_COLUMNS, loops, 2),
+        ("TFLOP/s on an A100 by seqlen, causal, predicted but for the rows published", DEVICE_COLUMNS, whole, 2),
+        ("GB/s of decoding on an A100 by keys in the cache, predicted", CACHE_COLUMNS, cached, 1),
+    ):
+        if rows:
+            print(f"\n{title}")
+            print_table(columns, rows, left)
     if options.publish:
         write_csv(folder / LOOPS, LOOP_COLUMNS, loops)
         write_csv(folder / DEVICE, DEVICE_COLUMNS, whole)

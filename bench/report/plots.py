@@ -69,6 +69,10 @@ CPU_SERIES = {  # of ``draw_cpu``: contestant: (words, look); which of them were
     "SDPA": ("SDPA, no rotation", {"color": "#888888", "marker": ".", "linestyle": (0, (1, 1.2))}),
     "ReRoPE, two dense matrices": ("ReRoPE, two score matrices", {"color": "#CC79A7", "marker": "D"}),
     "rotate the cache, then SDPA": ("ReRoPE, rotated cache + SDPA", {"color": "#CC79A7", "marker": "D"}),
+    "compiled rotation, then SDPA": (
+        "the same, rotation compiled",
+        {"color": "#CC79A7", "marker": "P", "linestyle": "--"},
+    ),
 }
 CPU_PANELS = {"forward, ": "forward", "forward + backward, ": "forward + backward", "decoding, ": "decoding one token"}
 

@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 import torch
 from flashrope import Rotary, attention, attention_with_cache
+from flashrope.cli.progress import duration
+from flashrope.tuning.timer import MIN_ROUNDS
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import machine
@@ -54,6 +56,9 @@ GRID_SEQLENS, GRID_WINDOWS = (2048, 4096, 8192, 16384), (128, 256, 512, 1024, 20
 CACHE_SEQLENS = (32768, 2048)
 CHUNK = 512  # queries of a chunk of prefill over a quantized cache
 BACKWARD_SEQLEN = 4096  # at most
+# of the expected time: what a product takes beside one in a forward pass of SDPA
+BACKWARD_COST = 3.6  # forward and backward together
+DECODING_COST = 40  # a step reads the whole cache for one query
 LENGTHS, DENSE_SEQLEN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 2048  # two dense matrices up to this one
 BUSY = ", beside a busy process"
 SLACK = 1.5  # of --check: the same commit took 0.59 of SDPA on one EPYC with AVX-512 and 0.90 on another
@@ -253,7 +258,7 @@ class Bench:
                 self.backward(seqlen, window, 0.05, schemes, peers)
             self.decode(seqlen, 0.02)
 
-    def all(self) -> None:
+    def tables(self) -> None:
         o = self.options
         for seqlen, window in SHORT:
             last = (seqlen, window) == SHORT[-1]
@@ -275,6 +280,10 @@ class Bench:
             for seqlen in GRID_SEQLENS:
                 for window in (w for w in GRID_WINDOWS if w < seqlen):
                     self.forward(seqlen, window, 0.05)
+
+    def all(self) -> None:
+        self.tables()
+        o = self.options
         if o.busy:
             self.busy()
         beyond = host_times(o.heads, o.head_dim)
@@ -296,6 +305,44 @@ class Bench:
             if checked and got > limit * SLACK:
                 failed.append(figure)
         return failed
+
+
+class Plan(Bench):
+    """Collects the tables that a Bench with the same options measures, and measures nothing."""
+
+    def __init__(self, options, kernels):
+        super().__init__(options, Run("cpu", "", {}, {}, {}), kernels)
+        self.planned: dict[str, tuple[float, float]] = {}  # title: (share of --seconds, products in a round)
+        self.tables()
+        for keys in CACHE_SEQLENS if options.busy else ():
+            self.decode(keys, 0.1, busy=True)
+
+    def measure(self, title: str, chosen: list[Entry], p: Problem, share: float, backward: bool = False) -> None:
+        chunk = CHUNK if title.startswith("chunk") else p.seqlen / 2
+        rows = DECODING_COST if p.decoding else chunk
+        products = 2 * p.seqlen * rows * p.heads * p.head_dim * (BACKWARD_COST if backward else 1)
+        self.planned.setdefault(title, (share, products * len(chosen)))
+
+    def seconds(self, rate: float) -> float:
+        """Of all rounds and of the call before each table's first; rate: SDPA's products per second."""
+        rounds_of = ((self.options.seconds * share, products / rate) for share, products in self.planned.values())
+        return sum(max(time, MIN_ROUNDS["cpu"] * each) + each for time, each in rounds_of)
+
+
+def sdpa_rate(heads: int, head_dim: int, seqlen: int) -> float:
+    """SDPA's products per second in a forward pass of this length."""
+    q, k, v = torch.randn(3, 1, heads, seqlen, head_dim)
+    timer, call = Timer(CPU), lambda: scaled_dot_product_attention(q, k, v, is_causal=True)
+    timer(call)
+    return seqlen**2 * heads * head_dim / (1e-3 * min(timer(call) for _ in range(3)))
+
+
+def expected_time(plan: Plan, rate: float) -> str:
+    """What a run takes at least: its rounds. Compiling, checks and the measurement of memory are not known before."""
+    return (
+        f"expected time: {duration(plan.seconds(rate))} for {len(plan.planned)} tables; "
+        "checks, compiling and memory take about as long again"
+    )
 
 
 def peak_resident_bytes(call: Callable) -> int:
@@ -384,7 +431,7 @@ def host_times(heads: int, head_dim: int, blocks: int = 60, repeats: int = 50) -
     return tuple(median(a - b for a, b in zip(times[call], times[operators], strict=True)) for call, operators in pairs)
 
 
-def main(argv: list[str]) -> int:
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench cpu",
         description=__doc__,
@@ -394,7 +441,11 @@ def main(argv: list[str]) -> int:
     for name, default in (("seqlen", 8192), ("heads", 8), ("head-dim", 64), ("window", 1024), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument(
-        "--seconds", type=float, default=30.0, help="time for all rounds; each table has at least three (default 30)"
+        "--seconds",
+        type=float,
+        default=30.0,
+        help="time for the rounds of the tables that are always measured, together; each table of --grid, --lengths "
+        "and --busy adds 2%% to 10%% of it; every table has at least three rounds (default 30)",
     )
     parser.add_argument("--target", help="the compiled kernels of this target, for example x86-64-v3")
     parser.add_argument("--grid", action="store_true", help="ReRoPE's forward for every window and length too")
@@ -406,13 +457,22 @@ def main(argv: list[str]) -> int:
         help=f"exit with 1 if a ratio is over its goal by more than {SLACK - 1:.0%}% in each of {ATTEMPTS} attempts",
     )
     add_output_options(parser)
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     device, versions, kernels = machine.describe(CPU), machine.versions(), compiled_kernels(options.target)
     print(
         f"{command_line('cpu', argv)}\n{device['name']}, torch {versions['torch']}, {device['threads']} threads, "
         f"{device['vector']}"
+    )
+    plan = Plan(options, kernels)
+    print(
+        expected_time(plan, sdpa_rate(options.heads, options.head_dim, min(options.seqlen, BACKWARD_SEQLEN))),
+        flush=True,
     )
     for attempt in range(ATTEMPTS if options.check else 1):
         load = {"start": machine.load_average()}

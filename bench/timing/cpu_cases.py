@@ -197,7 +197,8 @@ def peer_entries() -> list[Entry]:
 
 
 def decoding_entries(kernels, half: bool = False) -> list[Entry]:
-    """One token over a cache of raw keys, or as in ReRoPE's author's code, which rotates the cache at every step.
+    """One token over a cache of raw keys, or as in ReRoPE's author's code, which rotates the cache at every step: in
+    eager PyTorch, or compiled.
 
     half: as in ``forward_entries``.
     """
@@ -214,8 +215,9 @@ def decoding_entries(kernels, half: bool = False) -> list[Entry]:
     if half and kernels:
         name, cached = f"ReRoPE, {COMPILED}, float32", partial(own_with_cache, Problem.rerope, "cpu")
         found.append(entry(name, SDPA, Problem.rerope, cached, kernels, heads_first, True, torch.float32))
-    rotates = partial(rotate_cache, "eager RoPE")
-    return [*found, entry("rotate the cache, then SDPA", SDPA, Problem.rerope, rotates)]
+    for name, encoding in (("rotate the cache", "eager RoPE"), ("compiled rotation", "compiled RoPE")):
+        found.append(entry(f"{name}, then SDPA", SDPA, Problem.rerope, partial(rotate_cache, encoding)))
+    return found
 
 
 def quantized_entries(kernels, queries: int = 1) -> list[Entry]:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
 import support
+from flashrope.cli.progress import duration
 from flashrope.lowering.cos_sin import cos_sin
 from flashrope.tuning.timer import MAX_SLEEP_CYCLES, SLEEP_CYCLES
 
@@ -387,6 +388,27 @@ def test_goals_of_the_cpu_depend_on_the_instruction_set():
     assert len({goal.figure for goal in GOALS}) == len(GOALS)
 
 
+def test_the_expected_time_of_the_cpu_counts_the_chosen_tables(monkeypatch):
+    from bench.timing import cpu, cpu_cases
+
+    def planned(*words):
+        return cpu.Plan(cpu.parse(list(words)), None)
+
+    monkeypatch.setattr(cpu.Bench, "report", None)  # a plan measures nothing
+    rate = 65e9  # of the machine in bench/results/amd-epyc, where the rounds of 42 tables took 264 s
+    few, many = planned("--seconds", "20"), planned("--seconds", "20", "--grid", "--lengths", "--busy")
+    assert (len(few.planned), len(many.planned)) == (11, 42)
+    assert 30 < few.seconds(rate) < 60 and 200 < many.seconds(rate) < 400
+    for words in (["--grid"], ["--lengths"], ["--busy"]):
+        assert planned("--seconds", "20", *words).seconds(rate) > few.seconds(rate) + 4
+    assert planned("--seconds", "600").seconds(rate) > 600 > planned("--seqlen", "1024").seconds(rate)
+    assert few.seconds(rate / 10) > 4 * few.seconds(rate)  # three rounds, on a slower machine
+    expected = cpu.expected_time(few, rate)
+    assert expected.startswith(f"expected time: {duration(few.seconds(rate))} for 11 tables")
+    cache_types = cpu.Plan(cpu.parse(["--seconds", "20"]), cpu_cases.compiled_kernels()).planned.keys() - few.planned
+    assert all("cache types" in title for title in cache_types)
+
+
 def test_quantized_caches_are_checked_and_timed(capsys):
     """Every contestant's result is right, and wrong if its scales are."""
     from bench.timing import cpu, cpu_cases
@@ -422,7 +444,9 @@ def test_without_options_nothing_is_written(tmp_path, monkeypatch, capsys, small
     monkeypatch.chdir(tmp_path)
     before = snapshot(ROOT / "bench")
     assert command_line.main([command, *words.get(command, small_sizes)]) == 0
-    assert capsys.readouterr().out and not list(tmp_path.iterdir()) and snapshot(ROOT / "bench") == before
+    printed = capsys.readouterr().out
+    assert "expected time: " in printed if command == "cpu" else printed
+    assert not list(tmp_path.iterdir()) and snapshot(ROOT / "bench") == before
 
 
 def test_all_runs_its_parts(monkeypatch, tmp_path, capsys):

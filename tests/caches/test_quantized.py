@@ -259,14 +259,15 @@ def test_rows_of_one_value(exact, cache_dtype, value):
 
 
 def rows_to_quantize(dtype, head_dim):
-    """(rows, head_dim): normal numbers, ties of 8 and of 4 bits, zeros, subnormal and large numbers, NaN, infinities."""
+    """(rows, head_dim): normal numbers, ties of 8 and 4 bits, zeros, subnormal and large numbers, NaN, infinities."""
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randn(head_dim, generator=generator) * 10.0**power for power in (-30, -3, 0, 0, 0, 0, 4, 30)]
     for largest in (127, 7):  # a scale of 1: halves are ties
         ties = (torch.arange(head_dim) * 37 % (4 * largest) - 2 * largest) / 2
         ties[-1] = largest
         rows += [ties, -ties, ties * 2.0**-20]
-    rows += [torch.zeros(head_dim), -torch.zeros(head_dim), torch.full((head_dim,), 1e-44), torch.full((head_dim,), 3e38)]
+    rows += [torch.zeros(head_dim), -torch.zeros(head_dim)]
+    rows += [torch.full((head_dim,), value) for value in (1e-44, 3e38)]
     for channel, value in ((0, torch.nan), (head_dim - 1, torch.nan), (3, torch.inf), (head_dim - 1, -torch.inf)):
         rows.append(torch.randn(head_dim, generator=generator))
         rows[-1][channel] = value

@@ -238,6 +238,9 @@ def test_the_figure_has_at_most_eight_series():
     assert shown <= 8 and f"; {12 - shown} more schemes in loss.csv" in figure.get_supxlabel()
     colours = {line.get_color() for line in figure.axes[0].lines[:shown]}
     assert len(colours) == shown
+    looks = [(line.get_linestyle(), line.get_markerfacecolor()) for line in figure.axes[0].lines[:shown]]
+    assert all(a[0] != b[0] for a, b in zip(looks, looks[1:], strict=False))  # equal curves are both seen
+    assert [face == "none" for _, face in looks] == [at % 2 == 1 for at in range(shown)]
 
 
 def test_several_windows_of_rerope_are_several_rows(checkpoint, text, tmp_path):

@@ -485,6 +485,11 @@ def test_a_table_from_numpy_scalars_keeps_its_precision():
             "score scale: 1)",
         ),
         (
+            Rotary(8, (1.0,), bands=(Band(0, 4, 1.0, 0.0), Band(8, 16, 1.0, -4.0))),
+            "Rotary(head_dim=8, 1 of 4 pairs rotate (inv_freq 1 to 1, half pairing in 2 channels), "
+            "distance: d for 0 <= d < 4; unseen for 4 <= d < 8; d - 4 for 8 <= d < 16, score scale: 1)",
+        ),
+        (
             Rotary.from_inv_freq([-1.0, -0.5], 8).local(0),
             "Rotary(head_dim=8, 2 of 4 pairs rotate (inv_freq -1 to -0.5, half pairing in 4 channels), "
             "distance: no keys, "

@@ -316,13 +316,15 @@ def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = 
     shown, first = schemes[: len(COLOURS)], base or schemes[0]
     contexts = [context for context in ("text", "repeated") if any(row.context == context for row in rows)]
     lengths = sorted({row.length for row in rows})
-    figure = new_figure((5.2 + 3.6 * len(contexts), 6.4))
+    figure = new_figure((3.4 + 3.3 * len(contexts), 5.6))
     grid = figure.subplots(2, len(contexts), squeeze=False, sharex=True, sharey="row", height_ratios=(1, 1))
     of = {(row.scheme, row.context, row.length): row for row in rows if row.windows}
     for column, context in enumerate(contexts):
         above, below = grid[0, column], grid[1, column]
         for at, scheme in enumerate(shown):
-            look = dict(color=COLOURS[at], marker=MARKERS[at], markersize=4.5, linewidth=1.5)
+            look = dict(color=COLOURS[at], marker=MARKERS[at], markersize=5.5, linewidth=1.8)
+            if at % 2:  # dashed and hollow: the scheme before it is seen through it
+                look |= dict(linestyle=(0, (3, 2)), markerfacecolor="none")
             found = [of[scheme, context, n] for n in lengths if (scheme, context, n) in of]
             above.plot([row.length for row in found], [row.loss for row in found], label=scheme, **look)
             pairs = [(row, of.get((first, context, row.length))) for row in found]

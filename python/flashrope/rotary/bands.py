@@ -224,7 +224,7 @@ def band_text(band: Band) -> str:
         distance = f"{band.offset:g}"
     else:
         distance = "d" if band.slope == 1 else f"d * {band.slope:.6g}"
-        distance += f" + {band.offset:.6g}" if band.offset else ""
+        distance += f" {'-' if band.offset < 0 else '+'} {abs(band.offset):.6g}" if band.offset else ""
     counted = "n" if band.chunk else "d"  # n is the difference of chunks
     if band.stop == math.inf:
         return f"{distance} for {counted} >= {band.start:g}"

@@ -123,7 +123,7 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
     rows = [
         table.Row(s.name, s.trained_with, s.log_n, tuple(of)) for s, of in zip(settings.schemes, losses, strict=True)
     ]
-    facts["trained"] = trained_text(trained)
+    facts["trained"] = trained_text(trained, comparable=settings.device.type == "cuda" or settings.processes > 0)
     facts["losses"] = (
         f"mean over {len(windows)} windows of the last {settings.targets} bytes of each, "
         f"{len(windows) * settings.targets:,} bytes in total, the same at every context length"
@@ -139,9 +139,12 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
     print(f"written to {out}: {', '.join(OUTPUTS)}\n{report.lines(facts, 'time')}")
 
 
-def trained_text(trained: Sequence[Trained]) -> str:
-    """The loss at the end of each training, and its speed if both took long enough for a comparison."""
-    timed = min(each.seconds for each in trained) >= TIMED
+def trained_text(trained: Sequence[Trained], comparable: bool) -> str:
+    """The loss at the end of each training, and its speed if both took long enough for a comparison.
+
+    comparable: whether other processes slow down both alike. On a CPU that needs both to train at the same time.
+    """
+    timed = comparable and min(each.seconds for each in trained) >= TIMED
     return "; ".join(
         f"{name} {each.loss:.3f} nats per byte over the last tenth"
         + (f", {each.tokens_per_second:,.0f} tokens/s" if timed else "")
@@ -287,7 +290,8 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
         **({"left out": "; ".join(map(": ".join, settings.left_out.items()))} if settings.left_out else {}),
         "training": f"{training.steps:,} steps of {training.batch_size * training.train_length:,} bytes, training "
         f"length {training.train_length} bytes, peak learning rate {training.learning_rate:g}, seed {training.seed}",
-        "machine": f"{hardware(settings.device)}, {processes}{settings.threads} threads in total",
+        "machine": f"{hardware(settings.device)}, {processes}{settings.threads} thread"
+        f"{'s' if settings.threads != 1 else ''} in total",
         "software": f"flashrope {__version__}, backend {impl}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
     }
