@@ -21,41 +21,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import interpreting
 import support
 
-
-def _patch_language_once_per_launch():
-    """The interpreter searches and patches its language modules anew at each call of a nested function, a third of its
-    time. Within one launch the first time is enough."""
-    try:
-        import triton.language as tl
-        from triton.runtime import interpreter
-
-        patch_lang, launch, scope = (
-            interpreter._patch_lang,
-            interpreter.GridExecutor.__call__,
-            interpreter._LangPatchScope,
-        )
-    except (ImportError, AttributeError):  # no triton, or one whose interpreter is built differently: only slower
-        return
-    patched = set()
-
-    def once(fn):
-        languages = frozenset(name for name, x in fn.__globals__.items() if x is tl or x is tl.core)
-        if languages in patched:
-            return scope()
-        patched.add(languages)
-        return patch_lang(fn)
-
-    def call(self, *args, **kwargs):
-        patched.clear()
-        return launch(self, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = once, call
-
-
 if support.INTERPRETED:
-    _patch_language_once_per_launch()
+    interpreting.make_faster()
 
 
 def pytest_addoption(parser):

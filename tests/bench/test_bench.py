@@ -331,6 +331,7 @@ def test_the_expected_time_comes_first():
     assert expected_time(30, 20.0).startswith("expected time: 10 min 00 s for 30 tables of 20 s each")
 
 
+@pytest.mark.slow
 def test_measuring_memory_prints_nothing(tmp_path):
     code = "import bench, torch; from bench.timing.timer import Timer; "
     code += "Timer(torch.device('cpu')).peak_bytes(lambda: torch.randn(100, 100))"

@@ -12,6 +12,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="the gate compiles Triton kernels")
 ROOT = Path(__file__).resolve().parents[2]
+slow = pytest.mark.slow  # compiles
 sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
 from bench.compiling import cases, gate, sass
@@ -98,6 +99,7 @@ def compiled(tmp_path_factory):
     return json.loads(run.stdout)
 
 
+@slow
 @pytest.mark.parametrize(("arch", "products"), [("sm_80", 16), ("sm_90", 2)])
 def test_products_of_the_hot_loop(compiled, arch, products):
     loop = compiled[arch]["loop"]
@@ -105,6 +107,7 @@ def test_products_of_the_hot_loop(compiled, arch, products):
     assert loop["total"] > products and "local" not in loop
 
 
+@slow
 @pytest.mark.parametrize("name", ["sm_80", "sm_90", "spilling", "large"])
 def test_registers_and_spills_are_what_ptxas_reports(compiled, name):
     kernel = compiled[name]
@@ -115,6 +118,7 @@ def test_registers_and_spills_are_what_ptxas_reports(compiled, name):
     assert (kernel["spill_stores"] > 0) == (kernel["spill_loads"] > 0) == (name == "spilling")
 
 
+@slow
 def test_spills_in_the_hot_loop(compiled):
     kernel = compiled["spilling"]
     assert kernel["loop"]["local"] > 0
@@ -122,17 +126,20 @@ def test_spills_in_the_hot_loop(compiled):
     assert compiled["sm_80"]["loop_spills"] == 0
 
 
+@slow
 def test_the_first_keys_and_values_are_requested_before_the_queries_are_read(compiled):
     for opcodes in compiled["first tiles"]:
         assert opcodes[:3] == ["CCTL.E.PF2", "CCTL.E.PF2", "LDG.E.128"]
         assert any(opcode.startswith("LDGSTS") for opcode in opcodes)
 
 
+@slow
 def test_slots(compiled):
     """mma.sync reads a tile from registers: of two stages one is in shared memory. wgmma reads it there."""
     assert [compiled[name]["slots"] for name in ("sm_80", "three stages", "large", "sm_90")] == [1, 2, 3, 2]
 
 
+@slow
 def test_launches_with_equal_specialisation_share_a_key(compiled):
     assert compiled["other length"]["key"] == compiled["sm_80"]["key"]
     assert compiled["odd length"]["key"] != compiled["sm_80"]["key"]  # 4097 is no multiple of 16: no vector loads
@@ -152,6 +159,7 @@ def row(kernel="attention_forward", case=CASE, measured=None, **figures):
     return gate.Row(launch, [case], measured)
 
 
+@slow
 def test_violations_name_the_kernel_and_the_limit(compiled):
     fields = [field.name for field in dataclasses.fields(Measured)]
 
@@ -394,6 +402,7 @@ def test_classes(opcode, expected):
     assert sass.classify(opcode) == expected
 
 
+@slow
 def test_every_pass_of_a_case_is_caught(compiled):
     """One and two bands share the kernels that do not depend on bands: rotation (of queries and keys) and delta."""
     alone = [(kernel, 1) for kernel in ("attention_forward", "attention_grad_kv", "attention_grad_q")] * 2
@@ -401,10 +410,12 @@ def test_every_pass_of_a_case_is_caught(compiled):
     assert sorted(map(tuple, compiled["planned"])) == sorted(alone + shared)
 
 
+@slow
 def test_sanitize_launches_every_kernel(compiled):
     assert compiled["sanitized"] == sorted({*cases.KERNELS, *cases.DECODE_KERNELS, *cases.CHUNK_KERNELS})
 
 
+@slow
 def test_tiles_are_passed_on_and_judged(compiled):
     assert all(used == asked for used, asked in compiled["tuned"]) and len(compiled["tuned"]) == 6
     [[figures, rank]] = compiled["judged"]

@@ -156,7 +156,9 @@ def test_chunks(exact, page_size, scheme, cache_dtype):
     check(c, exact, cache_dtype)
 
 
-@pytest.mark.interpreted(lambda exact, page_size, placed, cache_dtype: bool(page_size) == placed)
+@pytest.mark.interpreted(
+    lambda exact, page_size, placed, cache_dtype: bool(page_size) == placed == (cache_dtype == "int4")
+)
 @bits
 @layouts
 @pytest.mark.parametrize("placed", [False, True], ids=["behind", "placed"])

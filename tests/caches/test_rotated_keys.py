@@ -90,7 +90,7 @@ def test_a_needle(exact, distance):
     support.check_budget({"out": out, "lse": lse}, p, exact.dtype)
 
 
-@pytest.mark.interpreted(lambda exact, page_size, placed, leftpad: bool(page_size) == placed)
+@pytest.mark.interpreted(lambda exact, page_size, placed, leftpad: bool(page_size) == placed == bool(leftpad))
 @layouts
 @pytest.mark.parametrize("leftpad", [None, (3, 0, 5, 11, 0, 0, 2, 1)], ids=["", "leftpad"])
 @pytest.mark.parametrize("placed", [False, True], ids=["behind", "placed"])

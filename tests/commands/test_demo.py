@@ -169,7 +169,13 @@ def test_trains_on_the_text_given(tmp_path, text, capsys):
     assert json.loads((tmp_path / "split.json").read_text())["unseen"]["files"] == ["numbers.txt, bytes 17944 to 20000"]
 
 
-@pytest.mark.parametrize("moment, wait", [("software:", 1), ("training with", 0)], ids=["starting", "training"])
+@pytest.mark.parametrize(
+    "moment, wait",
+    [
+        pytest.param("software:", 1, id="starting"),
+        pytest.param("training with", 0, id="training", marks=pytest.mark.slow),
+    ],
+)
 def test_interrupt_ends_cleanly(tmp_path, text, moment, wait):
     command = [sys.executable, "-m", "flashrope", *TINY[:-1], "2", "--steps", "100000"]
     command += ["--text", str(text), "--out", str(tmp_path)]

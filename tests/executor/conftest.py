@@ -1,7 +1,8 @@
 """Runs each file of cases in a process of its own, where the executor is the tests' "triton" target. Here Triton
 interprets.
 
-A file's item "quick" runs the cases marked quick, for sm_80. Its slow items run all cases, one item an architecture.
+The item "quick" of test_cases.py runs the cases of all files that are marked quick, for sm_80. The slow items of a file
+run all of its cases, one item an architecture.
 With ``-p executor.plugin`` the cases are collected as usual.
 """
 
@@ -27,8 +28,9 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 class Cases(pytest.File):
     def collect(self):
-        if "mark.quick" in self.path.read_text(encoding="utf-8"):
-            yield Process.from_parent(self, name="quick", arch=80, chosen="quick")
+        if self.path.name == "test_cases.py":
+            files = [x for x in self.path.parent.glob("test_*.py") if "mark.quick" in x.read_text(encoding="utf-8")]
+            yield Process.from_parent(self, name="quick", arch=80, chosen="quick", files=sorted(files))
         for arch in (80, 86, 90):
             every = Process.from_parent(self, name=f"all-{arch}", arch=arch, chosen="slow or not slow")
             every.add_marker(pytest.mark.slow)
@@ -36,15 +38,15 @@ class Cases(pytest.File):
 
 
 class Process(pytest.Item):
-    """The chosen cases of one file."""
+    """The chosen cases of its own file or of several."""
 
-    def __init__(self, *, arch: int, chosen: str, **options):
+    def __init__(self, *, arch: int, chosen: str, files: list[pathlib.Path] | None = None, **options):
         super().__init__(**options)
-        self.arch, self.chosen = arch, chosen
+        self.arch, self.chosen, self.files = arch, chosen, files or [self.path]
 
     def runtest(self):
         skip_where_nothing_runs(cuda=self.path.name.startswith("test_cuda_"))
-        executed(self.arch, "-m", self.chosen, str(self.path))
+        executed(self.arch, "-m", self.chosen, *map(str, self.files))
 
     def reportinfo(self):
         return self.path, None, f"{self.path.name}: {self.name}"

@@ -187,7 +187,7 @@ DECODING = {
     "contiguous-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64), quick),
     "paged-leftpad-d64-bf16": (
         dict(target=BF16, scheme="rerope", head_dim=64, page_size=PAGES, leftpad=(3, 0, 40)),
-        quick,
+        (),
     ),
     "splits-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, num_splits=3, leftpad=(3, 0, 0)), ()),
     "paged-splits-d128-bf16": (
@@ -263,7 +263,7 @@ def test_keys_are_requested_ahead_where_maps_align(machine, scheme):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(dict(target=BF16, head_dim=64, placed=False), id="d64-bf16", marks=quick),
+        pytest.param(dict(target=BF16, head_dim=64, placed=False), id="d64-bf16"),
         pytest.param(dict(target=FP16, head_dim=128, placed=True), id="placed-d128-fp16"),
     ],
 )

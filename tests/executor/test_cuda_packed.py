@@ -11,7 +11,6 @@ from test_decode_varlen import Packed
 from .test_cuda_kernels import BF16, FP16, SCHEMES, operators, random
 
 __all__ = ["operators"]  # the fixture that every test here uses
-pytestmark = pytest.mark.quick
 
 # (new tokens, length with them): a chunk, a step, nothing, a prompt, one token, two steps, the longest chunk
 SIZES = ((17, 60), (1, 45), (0, 7), (5, 5), (1, 1), (2, 90), (64, 100))

@@ -44,7 +44,7 @@ CASES = {
         target=FP16, scheme="rerope", head_dim=64, cache_dtype="int4", seqlen_q=70, page_size=PAGE, vllm=True
     ),
 }
-QUICK = ("rerope-int8-d64-bf16", "rope-int4-paged-d64-bf16", "prefill-rerope-int8-d64-bf16")
+QUICK = ("rope-int4-paged-d64-bf16",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if x in QUICK else ()) for x in CASES])

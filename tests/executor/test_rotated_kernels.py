@@ -13,7 +13,7 @@ BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.b
 @pytest.mark.parametrize(
     "target, scheme, head_dim",
     [
-        pytest.param(BF16, "rope", 64, marks=pytest.mark.quick),
+        (BF16, "rope", 64),
         (FP16, "rope_interleaved", 40),
         (FP32, "rotated_scale", 128),
     ],
@@ -40,10 +40,7 @@ CASES = {
 }
 
 
-QUICK = ("one-token-d64-bf16", "prefill-paged-d64-bf16")
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if x in QUICK else ()) for x in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_cached(machine, name):
     options = dict(CASES[name])
     rotary = ROTATIONS[options.pop("scheme")](options.pop("head_dim"))

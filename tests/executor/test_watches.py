@@ -7,8 +7,6 @@ from .driver import Machine
 from .kernel import InvalidPtx, Kernel
 from .launches import ExecutionError
 
-pytestmark = pytest.mark.quick
-
 HEADER = """
 .version 8.7
 .target sm_{arch}

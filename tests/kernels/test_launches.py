@@ -251,6 +251,7 @@ def test_launches_reach_the_kernel_that_triton_would_pick():
     assert again.keys() == KERNELS and min(again.values()) > 10, again
 
 
+@pytest.mark.slow
 @without_gpu
 def test_host_work_of_a_call():
     """Functions that Python calls until the kernels are queued, about a tenth more than today."""
@@ -298,6 +299,7 @@ print(json.dumps(asked))
 """
 
 
+@pytest.mark.slow
 @without_gpu
 def test_splits_follow_what_the_compiled_kernel_occupies():
     done = subprocess.run(

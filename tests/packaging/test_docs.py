@@ -140,9 +140,10 @@ def test_the_table_of_schemes_has_every_builder():
     assert len(builders) > 15 and rows == builders
 
 
-def test_the_fast_tests_exist():
-    assert "@tests/fast.txt" in (ROOT / "CONTRIBUTING.md").read_text()
-    for line in (ROOT / "tests" / "fast.txt").read_text().splitlines():
+@pytest.mark.parametrize("name", ["fast.txt", "slower.txt"])
+def test_the_tests_of_a_list_exist(name):
+    assert f"@tests/{name}" in (ROOT / "CONTRIBUTING.md").read_text()
+    for line in (ROOT / "tests" / name).read_text().splitlines():
         file, _, name = line.partition("::")
         assert f"def {name}" in (ROOT / file).read_text(), line
 

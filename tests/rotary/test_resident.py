@@ -117,6 +117,7 @@ with offline.active(80, offline.AbsentDevice(80, lambda *_: lambda *_: None)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/kernels/test_cuda_graphs.py captures real graphs")
 def test_a_kernel_that_is_not_compiled_yet_is_refused_inside_a_capture():
     done = subprocess.run(
