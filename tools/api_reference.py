@@ -33,6 +33,7 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
         "integrations/transformers/conversion.py": ("convert", "revert"),
         "integrations/transformers/loading.py": ("from_pretrained", "register_auto_classes"),
         "integrations/transformers/caches.py": ("accept_cache",),
+        "integrations/transformers/codes_cache.py": ("CodesCache",),
         "integrations/transformers/suggestion.py": ("suggest", "Suggestion"),
         "integrations/transformers/decoder.py": ("FAMILIES",),
         "integrations/hf_config.py": ("rotary_from_config",),

@@ -105,6 +105,19 @@ def test_logits_with_the_cache():
         assert (torch.cat(pieces, dim=1) - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
+@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
+def test_logits_with_a_quantized_cache(cache_dtype):
+    model, rotary, tokens = model_of(), ROPE.rectify(16, 4.0).log_n(LENGTH), torch.randint(256, (1, 100))
+    with torch.inference_mode():
+        expected, found = model(tokens, rotary), []
+        for sizes in ([100], [50, 1, 1, 30, 18]):
+            decoder = Decoder(model, rotary, 100, cache_dtype=cache_dtype)
+            assert decoder.cache.cache_dtype == cache_dtype
+            found.append(torch.cat([decoder.read(piece) for piece in tokens.split(sizes, dim=1)], dim=1))
+    error, difference = ((x - found[0]).square().mean().sqrt() for x in (expected, found[1]))
+    assert 1e-5 < error < 0.2 * expected.square().mean().sqrt() and difference < error / 5
+
+
 def test_one_attend_for_each_block():
     model, tokens = model_of(), torch.randint(256, (1, 8))
     expected = model(tokens, ROPE)
@@ -195,6 +208,15 @@ def test_messages(run):
     assert "distances unchanged" in shown and "within the training length" in shown
     shown = " ".join(run("--prompt", "abc", "--tokens", "1").err.split())
     assert "generated: 1 tokens (1 token = 1 byte)" in shown
+
+
+def test_a_quantized_cache(run):
+    plain = run("--temperature", "0")
+    for cache_dtype in ("int8", "int4"):
+        shown = run("--temperature", "0", "--cache-dtype", cache_dtype)
+        assert f"cache: {cache_dtype}, a scale for each token and key head" in " ".join(shown.err.split())
+        assert "cache:" not in plain.err and shown.out.startswith(PROMPT.decode())
+    assert "--cache-dtype" in run("--cache-dtype", "int8", "--impl", "cuda", code=2).err
 
 
 def test_seeds(run):

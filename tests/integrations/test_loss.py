@@ -95,6 +95,56 @@ def test_the_loss_is_that_of_a_computation_by_hand(family, changes):
         assert list(measure(model, inputs, 6, **options)) == pytest.approx(expected, abs=2e-5), options
 
 
+@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("changes", [{}, {"window": 8, "log_n": 16}], ids=["rope", "rerope"])
+def test_the_loss_over_a_quantized_cache(changes, cache_dtype):
+    """The same however a window is divided, but for numbers that lie between two codes."""
+    torch.manual_seed(0)
+    model = convert(tiny("llama").eval(), **changes)
+    inputs = of_length(torch.randint(64, (3, 41)).tolist(), (), 40)
+    plain = torch.tensor(list(measure(model, inputs, 6)))
+    at_once = torch.tensor(list(measure(model, inputs, 6, cache_dtype=cache_dtype)))
+    cost = (at_once - plain).abs().max()
+    assert 1e-5 < cost < (0.02 if cache_dtype == "int8" else 0.3)
+    for options in ({"batch": 2}, {"chunk": 7}, {"chunk": 1, "batch": 3}):
+        other = torch.tensor(list(measure(model, inputs, 6, cache_dtype=cache_dtype, **options)))
+        assert (other - at_once).abs().max() < cost / 3, options
+
+
+@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
+def test_the_command_with_a_quantized_cache(checkpoint, text, tmp_path, capsys, cache_dtype):
+    sizes = ["--lengths", "16", "64", "--targets", "8", "--windows", "3", "--schemes", *SCHEMES, "--chunk", "10"]
+    found = []
+    for name, options in (("plain", []), ("codes", ["--cache-dtype", cache_dtype])):
+        assert main(command(checkpoint, text, tmp_path / name, *sizes, *options)) == 0
+        found.append(json.loads((tmp_path / name / "loss.json").read_text()))
+    plain, codes = found
+    assert codes["facts"]["cache"].startswith(cache_dtype) and "cache" not in plain["facts"]
+    assert "stock: its own scheme, converted" in codes["facts"]["schemes"]
+    assert len(codes["rows"]) == len(SCHEMES) * 2
+    for one, other in zip(plain["rows"], codes["rows"], strict=True):
+        assert (one["scheme"], one["length"]) == (other["scheme"], other["length"])
+        changes = [abs(a - b) for a, b in zip(one["windows"], other["windows"], strict=True)]
+        assert 1e-6 < max(changes) < (0.005 if cache_dtype == "int8" else 0.1)
+
+
+def test_models_that_a_quantized_cache_does_not_fit(text, tmp_path, capsys):
+    for sizes, message in (
+        (dict(hidden_size=48, num_attention_heads=4, head_dim=12), "head_dim is a multiple of 8 for int4, got 12"),
+        (None, "expected a model that convert takes"),
+    ):
+        path, config = tmp_path / "odd", dict(vocab_size=256, max_position_embeddings=32)
+        model = (
+            tiny("llama", **config, **sizes)
+            if sizes
+            else transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=256))
+        )
+        model.save_pretrained(path)
+        sizes = ["--lengths", "16", "--schemes", "stock", "--cache-dtype", "int4"]
+        assert main(command(path, text, tmp_path / "out", *sizes)) == 2
+        assert "--cache-dtype: expected" in (shown := capsys.readouterr().err) and message in shown
+
+
 def test_only_the_measured_logits_are_made():
     model = tiny("llama").eval()
     made = []

@@ -88,6 +88,36 @@ def checkpoint(tmp_path_factory):
     return str(path)
 
 
+def test_a_quantized_cache(checkpoint, tmp_path):
+    """All that the model reads goes through it, and its answers change."""
+    sizes = [
+        "--lengths",
+        "380",
+        "--schemes",
+        "stock",
+        "rerope",
+        "--depths",
+        "2",
+        "--trials",
+        "2",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+    ]
+    cells = {}
+    for name in ("plain", "int8", "int4"):
+        options = [] if name == "plain" else ["--cache-dtype", name]
+        out = str(tmp_path / name)
+        assert main(["passkey", "--model", checkpoint, *sizes, "--out", out, *options]) == 0
+        saved = json.loads((tmp_path / name / "passkey.json").read_text())
+        assert saved["facts"].get("cache", "plain").startswith(name)
+        cells[name] = torch.tensor([cell["log_probability"] for cell in saved["cells"]], dtype=torch.float64)
+    assert len(cells["plain"]) == 2 * 2
+    changes = {name: (cells[name] - cells["plain"]).abs() for name in ("int8", "int4")}
+    assert (changes["int8"] > 0).all() and changes["int8"].max() < changes["int4"].max() < 1
+
+
 def test_the_command(checkpoint, tmp_path, capsys):
     sizes = ["--lengths", "380", "520", "--depths", "2", "--trials", "1", "--device", "cpu", "--threads", "1"]
     before = torch.get_num_threads()

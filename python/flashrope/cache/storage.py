@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..backends import names
 from ..backends.quantized import PER_BYTE
 from ..operators.autocast import autocast, autocast_hint
 from ..operators.checks import DTYPES, check_no_gradient
@@ -16,7 +17,7 @@ from ..rotary.rotary import Rotary
 from ..rotary.rotated import one_rotation
 
 # The types of codes; backends/quantized.py says what they are.
-CACHE_DTYPES: dict[str | None, torch.dtype] = {"int8": torch.int8, "int4": torch.uint8}
+CACHE_DTYPES: dict[str | None, torch.dtype] = dict(zip(names.CACHE_DTYPES, (torch.int8, torch.uint8), strict=True))
 
 
 class OpenStep(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..backends.names import BACKENDS
+from ..backends.names import BACKENDS, CACHE_DTYPES
 from ..cli.options import MAX_THREADS, positive
 from ..rotary.catalogue import SCHEMES
 from ..small_models.presets import CHECKPOINTS
@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--seed", type=int, default=0, help="seed of the sampling and of the default prompt")
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: the one for the device")
+    run_.add_argument(
+        "--cache-dtype",
+        choices=CACHE_DTYPES,
+        help="keep keys and values in this type, with a scale for each token and key head; default: in the type of the "
+        "computation",
+    )
     run_.add_argument(
         "--threads",
         type=positive,

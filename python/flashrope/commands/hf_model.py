@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ..backends.names import CACHE_DTYPES
 from ..cli.options import positive
 from ..rotary.catalogue import SCHEMES
 
@@ -34,6 +35,15 @@ def add_schemes(parser: argparse.ArgumentParser, default: list[str]) -> None:
         default=[],
         help="also schemes of your own, each as the text of a Rotary, a file with that text, or the folder of a model "
         "that was saved with a scheme; they replace the model's scheme as a whole",
+    )
+
+
+def add_cache_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cache-dtype",
+        choices=CACHE_DTYPES,
+        help="read everything through a cache that holds keys and values in this type, with a scale for each token and "
+        "key head; the stock scheme then runs on flashrope's kernels too",
     )
 
 

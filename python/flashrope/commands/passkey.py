@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--trials", type=positive, metavar="N", default=4, help="hidden numbers per length and depth")
     parser.add_argument("--batch", type=positive, metavar="N", default=1, help="prompts per forward pass")
+    hf_model.add_cache_dtype(parser)
     hf_model.add_training_length(parser)
     parser.add_argument(
         "--window",

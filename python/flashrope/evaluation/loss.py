@@ -25,7 +25,18 @@ from ..cli.hardware import hardware
 from ..cli.options import BadInput
 from ..cli.progress import Bar
 from ..small_models import data
-from .model import Tokens, describe, last_logits, load, measured_lengths, run_command, text_config, training_length
+from .model import (
+    Tokens,
+    cache_facts,
+    describe,
+    last_logits,
+    load,
+    measured_lengths,
+    new_cache,
+    run_command,
+    text_config,
+    training_length,
+)
 from .schemes import applicable, settings
 
 MAX_TARGETS = 512
@@ -71,8 +82,11 @@ def _measure(args: argparse.Namespace) -> int:
         raise BadInput(f"--targets: expected at most {lengths[0]}, the shortest length, got {targets}")
     if args.chunk and args.chunk < lengths[-1]:
         check_chunks(model)
+    new_cache(model, args.cache_dtype)
     windows = text_windows(texts, tokens, lengths[-1], args.windows, args.seed)
-    schemes, skipped = applicable(model, args.schemes, train_length, lengths[-1], args.window, args.rotary)
+    schemes, skipped = applicable(
+        model, args.schemes, train_length, lengths[-1], args.window, args.rotary, bool(args.cache_dtype)
+    )
     out = files.folder(args.out)
     facts = {
         "model": describe(model, args.model, train_length),
@@ -81,6 +95,7 @@ def _measure(args: argparse.Namespace) -> int:
         "measured": f"the loss of the last {targets} tokens of {len(windows)} windows, the same at every length, in "
         f"nats per {tokens.unit}; ± is the 95% interval over the windows"
         + (f"; asked for {args.windows} windows, the text has no more" if len(windows) < args.windows else ""),
+        **cache_facts(args.cache_dtype),
         "machine": f"{hardware(device)}, torch {torch.__version__}",
         "command": args.command_line,
     }
@@ -96,7 +111,7 @@ def _measure(args: argparse.Namespace) -> int:
             for length in work[context]:
                 bar.start(f"{scheme.label}, {context}, {length:,} tokens")
                 inputs = of_length(windows, tokens.start, length, lengths[0] if context == "repeated" else None)
-                losses = measure(model, inputs, targets, args.batch, args.chunk)
+                losses = measure(model, inputs, targets, args.batch, args.chunk, args.cache_dtype)
                 rows.append(Row(scheme.label, context, length, tuple(_counted(losses, bar, length))))
             if context == "repeated":
                 rows.append(next(row for row in rows if row.scheme == scheme.label)._replace(context=context))
@@ -173,11 +188,18 @@ def of_length(
 
 
 @torch.no_grad()
-def measure(model, inputs: torch.Tensor, targets: int, batch: int = 1, chunk: int | None = None) -> Iterator[float]:
+def measure(
+    model,
+    inputs: torch.Tensor,
+    targets: int,
+    batch: int = 1,
+    chunk: int | None = None,
+    cache_dtype: str | None = None,
+) -> Iterator[float]:
     """Yields the mean loss of the last ``targets`` tokens of every row of inputs, int64 (windows, length + 1), in nats
     per token."""
     for ids in inputs.to(model.device).split(batch):
-        logits = last_logits(model, ids[:, :-1], targets, chunk)
+        logits = last_logits(model, ids[:, :-1], targets, chunk, cache_dtype)
         losses = F.cross_entropy(logits.transpose(1, 2), ids[:, -targets:], reduction="none")
         yield from losses.double().mean(1).tolist()
 

@@ -126,12 +126,32 @@ def _tokens(name: str, config) -> Tokens:
     return Tokens(lambda text: list(text.encode()), unit="byte")
 
 
+def new_cache(model, cache_dtype: str | None):
+    """An empty cache of this type, or None for transformers' own. Raises BadInput."""
+    if cache_dtype is None:
+        return None
+    from ..integrations.transformers import CodesCache
+
+    try:
+        return CodesCache(model.config, cache_dtype)
+    except ValueError as error:
+        raise BadInput(f"--cache-dtype: {str(error).removeprefix('cache_dtype: ')}") from None
+
+
+def cache_facts(cache_dtype: str | None) -> dict[str, str]:
+    """The line about the cache in a list of settings."""
+    return {"cache": f"{cache_dtype}, a scale for each token and key head"} if cache_dtype else {}
+
+
 @torch.no_grad()
-def last_logits(model, ids: torch.Tensor, count: int, chunk: int | None = None) -> torch.Tensor:
+def last_logits(
+    model, ids: torch.Tensor, count: int, chunk: int | None = None, cache_dtype: str | None = None
+) -> torch.Tensor:
     """The logits at the last ``count`` of the tokens ids, (batch, count, vocab_size) in float32.
 
     A model that takes ``logits_to_keep`` computes no others. ``chunk``: read this many tokens per forward pass, with a
-    KV cache, to save memory for activations.
+    KV cache, to save memory for activations. ``cache_dtype``: all keys and values go through a cache of this type; the
+    model must be converted.
     """
     takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -140,9 +160,9 @@ def last_logits(model, ids: torch.Tensor, count: int, chunk: int | None = None) 
         return out.logits[:, -keep:].float(), getattr(out, "past_key_values", None)
 
     length = ids.shape[1]
-    if not chunk or chunk >= length:
+    if (not chunk or chunk >= length) and cache_dtype is None:
         return read(ids, count, use_cache=False)[0]
-    found, cache = [], None
+    found, cache, chunk = [], new_cache(model, cache_dtype), chunk or length
     for begin in range(0, length, chunk):
         piece = ids[:, begin : begin + chunk]
         wanted = begin + piece.shape[1] - max(begin, length - count)

@@ -22,7 +22,17 @@ from ..cli.figure import new_figure, save
 from ..cli.hardware import hardware
 from ..cli.options import BadInput
 from ..cli.progress import Bar
-from .model import Tokens, describe, last_logits, load, measured_lengths, run_command, training_length
+from .model import (
+    Tokens,
+    cache_facts,
+    describe,
+    last_logits,
+    load,
+    measured_lengths,
+    new_cache,
+    run_command,
+    training_length,
+)
 from .schemes import applicable, settings
 
 RESULTS = ("passkey.png", "passkey.svg", "passkey.pdf", "passkey.csv", "passkey.json")
@@ -88,13 +98,17 @@ def _measure(args: argparse.Namespace) -> int:
     if lengths[0] < needed:
         raise BadInput(f"--lengths: expected at least {needed} tokens, for the question alone, got {lengths[0]}")
     windows = [args.window] if args.window else []
-    schemes, skipped = applicable(model, args.schemes, train_length, max(lengths), windows, args.rotary)
+    new_cache(model, args.cache_dtype)
+    schemes, skipped = applicable(
+        model, args.schemes, train_length, max(lengths), windows, args.rotary, bool(args.cache_dtype)
+    )
     out = files.folder(args.out)
     facts = {
         "model": describe(model, args.model, train_length),
         **settings(schemes, skipped),
         "prompts": f"{args.trials} numbers at each of {len(depths)} depths and {len(lengths)} lengths, "
         f"seed {args.seed}",
+        **cache_facts(args.cache_dtype),
         "machine": f"{hardware(device)}, torch {torch.__version__}",
         "command": args.command_line,
     }
@@ -105,7 +119,8 @@ def _measure(args: argparse.Namespace) -> int:
     for scheme in schemes:
         scheme.apply()
         bar.start(scheme.label)
-        for cell in measure(model, task, scheme.label, lengths, depths, args.trials, args.batch, args.seed):
+        sizes = lengths, depths, args.trials, args.batch, args.seed, args.cache_dtype
+        for cell in measure(model, task, scheme.label, *sizes):
             cells.append(cell)
             bar.step(args.trials * cell.length)
     bar.clear()
@@ -129,6 +144,7 @@ def measure(
     trials: int,
     batch: int = 1,
     seed: int = 0,
+    cache_dtype: str | None = None,
 ) -> Iterator[Cell]:
     """Yields one cell after the other. The hidden numbers are the same for every scheme."""
     device = next(model.parameters()).device
@@ -141,7 +157,7 @@ def measure(
                 some = prompts[first : first + batch]
                 kept = max(answer for _, answer in some)
                 ids = torch.tensor([ids for ids, _ in some], device=device)
-                logits = last_logits(model, ids, kept + 1)[:, :-1]
+                logits = last_logits(model, ids, kept + 1, cache_dtype=cache_dtype)[:, :-1]
                 for row, (tokens, answer) in enumerate(some):
                     expected = torch.tensor(tokens[-answer:], device=device)
                     right += bool((logits[row, -answer:].argmax(-1) == expected).all())

@@ -31,6 +31,7 @@ def applicable(
     longest: int,
     windows: Sequence[int] = (),
     given: Sequence[str] = (),
+    all_converted: bool = False,
 ) -> tuple[list[Measured], dict[str, str]]:
     """The schemes that this model can run under, and {label: reason} for the others.
 
@@ -42,6 +43,7 @@ def applicable(
         train_length, longest: the training length and the longest length to measure, in tokens.
         windows: every scheme with a window is listed once for each of these; default: half the training length.
         given: schemes in the place of the model's: the text of a Rotary, a file with it, or a saved model's folder.
+        all_converted: the stock model runs on this package's attention, under its own scheme.
 
     Raises:
         BadInput: the model can run under none of the schemes, or not under one of ``given``.
@@ -53,10 +55,9 @@ def applicable(
     converted = bool(own)
 
     def stock():
-        if not converted:
-            return model  # revert refuses families that convert refuses
-        revert(model)
-        return convert(model, **own) if own else model
+        if converted:  # revert refuses families that convert refuses
+            revert(model)
+        return convert(model, **own) if own or all_converted else model
 
     seen: dict[tuple, str] = {}
 
@@ -73,7 +74,11 @@ def applicable(
         row = SCHEMES[name]
         if name == "stock":
             label = name_options(own) or row.label
-            add(name, row.label, label, stock, "as it was saved" if own else "the library's own attention")
+            words = "its own scheme, converted" if all_converted else "the library's own attention"
+            try:
+                add(name, row.label, label, stock, "as it was saved" if own else words)
+            except ValueError as error:
+                raise BadInput(f"--cache-dtype: expected a model that convert takes; {error}") from None
             if not own:
                 seen |= _stock_layers(model, label)
             continue

@@ -68,7 +68,9 @@ def _generate(settings: Settings, args: argparse.Namespace) -> int:
     capacity = len(settings.prompt) + args.tokens
     dtype = torch.bfloat16 if settings.device.type == "cuda" else torch.float32  # what autocast passes to attention
     try:
-        decoder = Decoder(settings.model, settings.rotary, capacity, dtype, settings.impl)
+        decoder = Decoder(settings.model, settings.rotary, capacity, dtype, settings.impl, args.cache_dtype)
+    except ValueError as error:
+        raise BadInput(f"--model: {error}") from None
     except (RuntimeError, MemoryError):
         raise BadInput(
             f"--tokens: {settings.device} has not enough memory for a cache of {capacity:,} tokens"
@@ -182,6 +184,8 @@ def resolve(args: argparse.Namespace) -> Settings:
         rotary, scheme = _named_scheme(args, trained, train_length, len(prompt) + args.tokens)
     else:
         rotary, scheme = _scheme(args, trained, train_length)
+    if args.cache_dtype and args.impl == "cuda":
+        raise BadInput(f"--cache-dtype: expected a backend that reads {args.cache_dtype}, got --impl cuda; give triton")
     try:
         impl = resolve_impl(args.impl, torch.empty(1, 1, 1, model.config.head_dim, device=device), cached=True)
     except ValueError as error:
@@ -317,6 +321,7 @@ def _facts(settings: Settings, args: argparse.Namespace) -> dict[str, str]:
         f"heads {config.heads} of {config.head_dim} channels, training length {length}",
         "scheme": settings.scheme,
         "context": f"prompt of {prompt:,} bytes, up to {args.tokens:,} bytes generated{passed}",
+        **({"cache": f"{args.cache_dtype}, a scale for each token and key head"} if args.cache_dtype else {}),
         "sampling": f"temperature {args.temperature:g}{top_k}, seed {args.seed}"
         if args.temperature
         else "always the most likely byte (greedy)",

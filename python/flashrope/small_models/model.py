@@ -102,8 +102,8 @@ class LanguageModel(nn.Module):
 class Decoder:
     """Decodes one sequence in chunks, with one cache of raw keys and values for all blocks.
 
-    ``capacity`` is the largest number of tokens; ``dtype`` is that of q and of the cache. Call ``read`` under
-    torch.inference_mode.
+    ``capacity`` is the largest number of tokens; ``dtype`` is that of q and of the cache, unless ``cache_dtype`` names
+    another for the cache. Call ``read`` under torch.inference_mode.
     """
 
     def __init__(
@@ -113,10 +113,12 @@ class Decoder:
         capacity: int,
         dtype: torch.dtype = torch.float32,
         impl: str | None = None,
+        cache_dtype: str | None = None,
     ):
         config, device = model.config, model.embedding.weight.device
         self.model, self.rotary = model, rotary
-        self.cache = KVCache(1, capacity, config.heads, config.head_dim, dtype, device, layers=config.layers)
+        sizes = 1, capacity, config.heads, config.head_dim
+        self.cache = KVCache(*sizes, dtype, device, layers=config.layers, cache_dtype=cache_dtype)
         self.impl = impl
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ Where to look:
     masks               the mask function that transformers calls
     continuous_batching pages and requests of transformers' generate_batch
     caches              which conversion filled a cache
+    codes_cache         CodesCache, in 8 or 4 bits
     saved               what a saved configuration says of the conversion
     loading             from_pretrained, register_auto_classes
     suggestion          suggest
@@ -21,6 +22,7 @@ The names below are imported on first use, so ``hf_config`` works where transfor
 from importlib import import_module
 
 _MODULES = {
+    "CodesCache": "codes_cache",
     "FAMILIES": "decoder",
     "Suggestion": "suggestion",
     "accept_cache": "caches",
@@ -32,6 +34,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "CodesCache",
     "FAMILIES",
     "Suggestion",
     "accept_cache",

@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...operators.functional import attention, attention_varlen, attention_with_cache
 from ...rotary.rotary import Rotary
+from .codes_cache import holds_codes, split_rows
 from .continuous_batching import NAME, PAGES, attend_paged, prepare_manager
 from .masks import Packed, describe_mask
 from .saved import NOT_CONVERTED
@@ -31,12 +32,13 @@ def attention_forward(
     """Attention of one layer, in the signature of transformers' attention functions.
 
     query: raw, (batch, heads_q, seqlen_q, head_dim). key, value: raw, (batch, heads_kv, seqlen_k, head_dim), which the
-    library's cache returns. attention_mask: what ``describe_mask`` returned. s_aux: attention sinks, (heads_q,).
+    library's cache returns; rows of bytes from a ``CodesCache``. attention_mask: what ``describe_mask`` returned.
+    s_aux: attention sinks, (heads_q,).
     """
     scheme = getattr(module, "rotary_bands", None)
     paged = PAGES in kwargs
     _check_call(module, scheme, dropout, sliding_window, kwargs | {"cache": None} if paged else kwargs)
-    if query.dtype != value.dtype:  # autocast: the rotary embedding returns float32
+    if query.dtype != value.dtype and not holds_codes(value):  # autocast: the rotary embedding returns float32
         query, key = query.to(value.dtype), key.to(value.dtype)
     options = {"softmax_scale": scaling, "sinks": s_aux}
     if paged:
@@ -58,7 +60,14 @@ def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) ->
             "cu_seq_lens_q: expected position_ids beside it, which start anew in every sequence, got "
             f"{cu_seqlens_q.shape[0] - 1} sequences and none"
         )
-    if attention_mask is None or not isinstance(attention_mask, Packed) and attention_mask.shape[0] == 0:
+    whole = attention_mask is None or not isinstance(attention_mask, Packed) and attention_mask.shape[0] == 0
+    if holds_codes(v):
+        (k, k_scale), (v, v_scale) = split_rows(k), split_rows(v)
+        options = options | {"k_scale": k_scale, "v_scale": v_scale}
+        if whole:
+            end = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
+            return attention_with_cache(q, k, v, _sized(scheme.at(k.shape[1]), q), end, **options)
+    elif whole:
         return attention(q, k[:, :seqlen], v[:, :seqlen], _sized(scheme.at(seqlen), q), **options)
     if isinstance(attention_mask, Packed):
         return _attend_packed(q, k, v, _sized(scheme.at(attention_mask.max_seqlen), q), attention_mask, options)

@@ -1,0 +1,90 @@
+"""CodesCache: converted models attend to quantized keys and values, and what transformers does with a cache keeps
+scales beside their codes."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+
+from families import CALLS, SEQLEN, tiny
+from flashrope.backends.quantized import dequantize, quantize
+from flashrope.cache.storage import CACHE_DTYPES
+from flashrope.integrations.transformers import CodesCache, convert
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+bits = pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+
+
+class RoundedLayer(DynamicLayer):
+    """Keys and values as float32 numbers, what codes and scales stand for."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.code_dtype = dtype
+
+    def update(self, *states, **kwargs):
+        return super().update(*(dequantize(*quantize(x, self.code_dtype), torch.float32) for x in states[:2]))
+
+
+def rounded_cache(config, cache_dtype):
+    return Cache(layers=[RoundedLayer(CACHE_DTYPES[cache_dtype]) for _ in range(config.num_hidden_layers)])
+
+
+def converted(family, **options):
+    torch.manual_seed(0)
+    model = tiny(family).eval()
+    return convert(model, **options)
+
+
+@bits
+@pytest.mark.parametrize(
+    "family, options",
+    [("llama", {}), ("llama", {"window": 8, "log_n": 16}), ("mistral", {}), ("qwen3", {"yarn": (4.0, 16)})],
+    ids=["rope", "rerope", "sliding window", "yarn"],
+)
+@torch.no_grad()
+def test_calls_over_codes_are_those_over_what_they_stand_for(family, options, cache_dtype):
+    model, ids = converted(family, **options), torch.randint(64, (2, SEQLEN))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    for padding in (None, mask):
+        caches = CodesCache(model.config, cache_dtype), rounded_cache(model.config, cache_dtype)
+        begin, pieces = 0, []
+        for end in CALLS:
+            seen = None if padding is None else padding[:, :end]
+            pieces.append([model(ids[:, begin:end], attention_mask=seen, past_key_values=x).logits for x in caches])
+            begin = end
+        real = mask.bool() if padding is not None else torch.ones_like(mask).bool()
+        codes, rounded = (torch.cat(x, 1)[real] for x in zip(*pieces, strict=True))
+        cost = (rounded - model(ids, attention_mask=padding).logits[real]).square().mean().sqrt()
+        # A number that lies between two codes may be rounded either way.
+        assert cost > 1e-3 and (codes - rounded).square().mean().sqrt() < cost / 20
+    assert caches[0].get_seq_length() == SEQLEN and caches[0].layers[0].keys.dtype == CACHE_DTYPES[cache_dtype]
+
+
+@bits
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@torch.no_grad()
+def test_generate(cache_dtype, search):
+    """Beams select rows of the cache, and a row's scale goes with it."""
+    model, ids = converted("llama"), torch.randint(64, (2, 7))
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **search}
+    texts = [
+        model.generate(ids, past_key_values=make(model.config, cache_dtype), **options)
+        for make in (CodesCache, rounded_cache)
+    ]
+    assert torch.equal(*texts) and texts[0].shape[1] > 8
+
+
+def test_what_is_refused():
+    model = converted("llama")
+    for cache_dtype in (None, "fp8"):
+        with pytest.raises(ValueError, match="cache_dtype: expected .*'int8' or 'int4', got "):
+            CodesCache(model.config, cache_dtype)
+    odd = tiny("llama", hidden_size=48, num_attention_heads=4, head_dim=12)
+    with pytest.raises(ValueError, match="cache_dtype: expected .* head_dim is a multiple of 8 for int4, got 12"):
+        CodesCache(odd.config, "int4")
+    model.config.layer_types = ["full_attention", "linear_attention", *["full_attention"] * 9]
+    with pytest.raises(ValueError, match="cache_dtype: expected a model with attention in every layer"):
+        CodesCache(model.config, "int8")
