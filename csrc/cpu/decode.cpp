@@ -192,12 +192,13 @@ struct Chunk {
         add_products(b, begin, from, until, [&](const Vec* query, int t) { return product(query, block->k.row[t]); });
       } else if (band.fine && vector_pairs && rows == 1) {
         if (D && 2 * pairs.count == D)
-          add_products(b, begin, from, until, [&](const Vec* query, int t) {
+          add_products<0, 1>(b, 0, begin, from, until, [&](const Vec* query, int t) {
             return rotated_product<D / 2 / LANES>(query, block->k.row[t], angles(t));
           });
         else
-          add_products(b, begin, from, until,
-                       [&](const Vec* query, int t) { return rotated_product(query, block->k.row[t], angles(t)); });
+          add_products<0, 1>(b, 0, begin, from, until, [&](const Vec* query, int t) {
+            return rotated_product(query, block->k.row[t], angles(t));
+          });
       } else {
         for (int t = from; t < until; ++t) {
           float* y = copies + (t - begin) * padded_dim();
