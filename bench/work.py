@@ -14,6 +14,7 @@ import sys
 
 HEAD_DIM, HEADS_Q, ITEMSIZE = 64, 4, 2
 PAGE_SIZE = 256
+SCALES = "cache.k_scale", "cache.v_scale"
 
 
 def visited_tiles(bands, seqlen: int, block_m: int, block_n: int) -> list[int]:
@@ -46,19 +47,33 @@ def prefill(rotary, seqlen: int) -> list:
     return _launches(lambda: attention(q, k, v, rotary, impl="triton"))
 
 
-def decode(rotary, seqlen: int, num_splits: int = 2, rotated_keys: bool = False, paged: bool = False) -> list:
-    """The launches of one decoding step whose new token is the seqlen-th key."""
+def decode(
+    rotary,
+    seqlen: int,
+    num_splits: int = 2,
+    rotated_keys: bool = False,
+    paged: bool = False,
+    cache_dtype: str | None = None,
+) -> list:
+    """The launches of one decoding step whose new token is the seqlen-th key. cache_dtype: None is bfloat16."""
     import torch
     from flashrope import attention_with_cache
+    from flashrope.backends.quantized import quantize
+    from flashrope.cache.storage import CACHE_DTYPES
 
     pages, page_size = (-(-seqlen // PAGE_SIZE), PAGE_SIZE) if paged else (1, seqlen + 100)
     k_cache, v_cache = torch.randn(2, pages, page_size, 1, rotary.head_dim).bfloat16()
+    scales = {}
+    if cache_dtype:
+        (k_cache, scales["k_scale"]), (v_cache, scales["v_scale"]) = (
+            quantize(x, CACHE_DTYPES[cache_dtype]) for x in (k_cache, v_cache)
+        )
     q, k, v = (torch.randn(1, 1, heads, rotary.head_dim).bfloat16() for heads in (HEADS_Q, 1, 1))
     seqlens = torch.tensor([seqlen - 1], dtype=torch.int32)
     options = {"impl": "triton", "num_splits": num_splits, "rotated_keys": rotated_keys}
     if paged:
         options["block_table"] = torch.arange(pages, dtype=torch.int32)[None]
-    return _launches(lambda: attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, **options))
+    return _launches(lambda: attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, **scales, **options))
 
 
 def instructions_a_byte(rotary, paged: bool, seqlen: int = 2048) -> float:
@@ -131,17 +146,25 @@ def report_prefill(arch: int, seqlens: list[int], window: int, schemes: dict) ->
 
 
 def report_decode(seqlens: list[int], schemes: dict) -> None:
-    row_bytes = HEAD_DIM * ITEMSIZE
-    print(f"\ndecoding, one token, {HEADS_Q} query heads to one key head, 2 splits")
-    print("| keys | scheme | K read | V read | bytes of K | warp instr. |\n|---|---|---|---|---|---|")
-    cases = [(name, rotary, False) for name, rotary in schemes.items()]
-    cases += [(f"{name}, rotated keys", schemes[name], True) for name in ("RoPE", "HoPE")]
+    print(f"\ndecoding, one token, {HEADS_Q} query heads to one key head, 2 splits, bytes read")
+    print("| keys | scheme, cache | K | V | scales | bytes of K | warp instr. |\n|---|---|---|---|---|---|---|")
+    cases = [(name, rotary, False, None) for name, rotary in schemes.items()]
+    cases += [(name, schemes[name], True, None) for name in ("RoPE", "HoPE")]
+    cases += [
+        (name, schemes[name], rotated_keys, cache_dtype)
+        for cache_dtype in ("int8", "int4")
+        for name, rotated_keys in (("ReRoPE", False), ("RoPE", True), ("RoPE", False))
+    ]
     for seqlen in seqlens:
-        for name, rotary, rotated_keys in cases:
-            launches = decode(rotary, seqlen, rotated_keys=rotated_keys)
+        for name, rotary, rotated_keys, cache_dtype in cases:
+            launches = decode(rotary, seqlen, rotated_keys=rotated_keys, cache_dtype=cache_dtype)
             step = next(launch for launch in launches if launch.kernel == "attention_decode")
-            read = [step.tensors[x].sectors_read for x in ("k_cache", "v_cache")]
-            print(f"| {seqlen} | {name} | {read[0]} | {read[1]} | {seqlen * row_bytes} | {step.warps()} |")
+            read = {name: traffic.sectors_read for name, traffic in step.tensors.items()}
+            scales = sum(read.get(name, 0) for name in SCALES)
+            row_bytes = HEAD_DIM * ITEMSIZE // {None: 1, "int8": 2, "int4": 4}[cache_dtype]
+            label = ", ".join([name, *["rotated keys"] * rotated_keys, *[cache_dtype] * bool(cache_dtype)])
+            figures = read["k_cache"], read["v_cache"], scales, seqlen * row_bytes, step.warps()
+            print(f"| {seqlen} | {label} | {' | '.join(map(str, figures))} |")
 
 
 def report_bytes(window: int) -> None:

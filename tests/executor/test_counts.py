@@ -69,6 +69,17 @@ def test_decode(machine, arch, rotary, seqlen):
         assert seqlen % 64 or traffic.sectors_read == seqlen * ROW + twice
 
 
+@pytest.mark.parametrize("cache_dtype, share", [("int8", 2), ("int4", 4)])
+def test_decode_of_quantized_caches(machine, arch, cache_dtype, share):
+    """The codes and the scale of every key and value, and nothing else of the caches."""
+    launches = work.decode(RECTIFIED, 512, cache_dtype=cache_dtype)
+    tensors = next(launch for launch in launches if launch.kernel == "attention_decode").tensors
+    for name in ("k_cache", "v_cache"):
+        assert tensors[name].distinct_read == 512 * ROW // share
+    for name in work.SCALES:
+        assert tensors[name].distinct_read == 512 * 4
+
+
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_instructions_a_byte_of_the_cache(machine, paged):
     """Where every key is rotated, issue bounds decoding rather than the memory. A block of 8 warps, or a page looked up
