@@ -11,7 +11,7 @@ from flashrope.backends.quantized import dequantize, quantize
 from flashrope.cache.storage import CACHE_DTYPES
 from flashrope.integrations.transformers import CodesCache, convert
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
 bits = pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 
@@ -75,6 +75,27 @@ def test_generate(cache_dtype, search):
         for make in (CodesCache, rounded_cache)
     ]
     assert torch.equal(*texts) and texts[0].shape[1] > 8
+
+
+class LosslessLayer(QuantizedLayer):
+    """A layer of transformers' QuantizedCache, with quantization that changes nothing."""
+
+    def _quantize(self, tensor, axis):
+        return tensor.clone()
+
+    def _dequantize(self, tensor):
+        return tensor
+
+
+@torch.no_grad()
+def test_quantized_cache_of_transformers():
+    """It hands out all keys and values, dequantized: raw keys, from which attention starts."""
+    model, ids = converted("llama", window=8), torch.randint(64, (2, 7))
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    layers = [LosslessLayer(residual_length=4) for _ in range(model.config.num_hidden_layers)]
+    done = model.generate(ids, past_key_values=Cache(layers=layers), **options)
+    assert torch.equal(done.sequences, model.generate(ids, **options).sequences)
+    assert layers[0]._quantized_keys.shape[2] > ids.shape[1]
 
 
 def test_what_is_refused():
