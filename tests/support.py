@@ -22,6 +22,8 @@ import torch
 from flashrope import Rotary, attention, attention_varlen
 from flashrope.backends import reference
 from flashrope.backends.calls import AttentionCall
+from flashrope.backends.quantized import dequantize, quantize
+from flashrope.cache.storage import CACHE_DTYPES
 from flashrope.rotary.scales import UNSCALED
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -295,6 +297,11 @@ def check_budget(
     over = {name: ratio for name, ratio in ratios.items() if not ratio <= allowed}
     assert not over, f"{where}error over u * bound, allowed {allowed}: {over} in {p.rotary}"
     return ratios
+
+
+def kept(x: torch.Tensor, cache_dtype: str | None) -> torch.Tensor:
+    """What a cache of that type keeps of x: x itself, or in float64 what its codes and scales stand for."""
+    return x if cache_dtype is None else dequantize(*quantize(x, CACHE_DTYPES[cache_dtype]), torch.float64)
 
 
 def check_packed(target: Target, rotary: Rotary, lengths, positions: torch.Tensor, causal=True, **options) -> None:

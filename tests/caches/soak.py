@@ -48,12 +48,14 @@ class Request:
 class Serving:
     """One paged cache and its requests."""
 
-    def __init__(self, target: support.Target, seed: int):
+    def __init__(self, target: support.Target, seed: int, cache_dtype: str | None = None):
         self.target, self.choose = target, random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.schemes = SCHEMES[seed % len(SCHEMES)]
-        self.cache = PagedKVCache(PAGES, PAGE, HEADS_KV, D, target.dtype, target.device, layers=LAYERS)
-        self.cache.k.fill_(torch.nan), self.cache.v.fill_(torch.nan)
+        self.cache_dtype, options = cache_dtype, {"layers": LAYERS, "cache_dtype": cache_dtype}
+        self.cache = PagedKVCache(PAGES, PAGE, HEADS_KV, D, target.dtype, target.device, **options)
+        for x in (self.cache.k, self.cache.v) if cache_dtype is None else (self.cache.k_scale, self.cache.v_scale):
+            x.fill_(torch.nan)
         self.running: list[Request] = []
         self.counts = dict.fromkeys(("requests", "steps", "tokens", "forks", "cancelled", "aborted", "out of pages"), 0)
         self.worst = 0.0
@@ -100,7 +102,8 @@ class Serving:
         self.counts["steps"] += 1
         self.counts["tokens"] += rows * len(requests)
         for b, request in enumerate(requests):
-            request.k, request.v = torch.cat((request.k, k[b]), 1), torch.cat((request.v, v[b]), 1)
+            rows = [support.kept(x[b], self.cache_dtype) for x in (k, v)]
+            request.k, request.v = torch.cat((request.k, rows[0]), 1), torch.cat((request.v, rows[1]), 1)
             for n, (out, lse) in enumerate(results):
                 self.check(self.schemes[n], queries[n, b], request.k[n], request.v[n], out[b], lse[b])
 
@@ -195,10 +198,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--impl", default="cpu", choices=("cpu", "triton"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--cache-dtype", choices=("int8", "int4"))
     options = parser.parse_args()
     device = "cuda" if options.impl == "triton" and torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
-    serving = Serving(support.Target(options.impl, getattr(torch, options.dtype), device), options.seed)
+    serving = Serving(
+        support.Target(options.impl, getattr(torch, options.dtype), device), options.seed, options.cache_dtype
+    )
     report = serving.serve(minutes=options.minutes, every=60, show=lambda line: print(line, flush=True))
     print(serving.line(60 * options.minutes, report["most pages"]))
     allowed = support.COEFFICIENT[serving.target.dtype]

@@ -69,7 +69,8 @@ def test_threads_that_read_one_cache(target, one_thread):
 @on_cpu
 def test_threads_with_a_cache_each(target):
     """Every answer is compared with float64."""
-    together(*(lambda seed=seed: Serving(target, seed).serve(steps=30) for seed in range(3)))
+    types = None, "int8", "int4"
+    together(*(lambda n=n, each=each: Serving(target, n, each).serve(steps=30) for n, each in enumerate(types)))
 
 
 @on_cpu
@@ -181,8 +182,9 @@ def test_the_interpreter_ends_during_calls(what, first):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cache_dtype", [None, "int8", "int4"])
 @on_cpu
-def test_soak(target):
+def test_soak(target, cache_dtype):
     """`python -m tests.caches.soak --minutes 60` is an hour."""
-    report = Serving(target, 1).serve(steps=600)
+    report = Serving(target, 1, cache_dtype).serve(steps=600)
     assert report["steps"] > 200 and report["out of pages"] and report["aborted"] and report["pages in use"] == 0

@@ -1,4 +1,4 @@
-"""Random operations on a cache, against a model that keeps every sequence's raw keys and values in a list."""
+"""Random operations on a cache, against a model that keeps in a list what every sequence's keys and values are there."""
 
 from __future__ import annotations
 
@@ -31,13 +31,17 @@ class Walk(Case):
     page_size: int
     heads_kv: int
     group: int
+    cache_dtype: str | None
     operations: tuple[tuple[str, int, int], ...]
     seed: int
 
     def check(self, target: support.Target) -> None:
         rotary = make(self.scheme)
-        cache = PagedKVCache(PAGES, self.page_size, self.heads_kv, rotary.head_dim, target.dtype, target.device)
-        cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
+        shape = PAGES, self.page_size, self.heads_kv, rotary.head_dim
+        cache_dtype = None if target.dtype == torch.float64 else self.cache_dtype
+        cache = PagedKVCache(*shape, target.dtype, target.device, cache_dtype=cache_dtype)
+        for x in (cache.k, cache.v) if cache_dtype is None else (cache.k_scale, cache.v_scale):
+            x.fill_(torch.nan)
         held: dict[int, Sequence] = {}
         generator = torch.Generator().manual_seed(self.seed)
 
@@ -76,7 +80,8 @@ class Walk(Case):
                         except KeyboardInterrupt:
                             pass
                     else:
-                        after = Sequence(torch.cat((held[name].k, k[0])), torch.cat((held[name].v, v[0])))
+                        now, rows = held[name], [support.kept(x[0], cache_dtype) for x in (k, v)]
+                        after = Sequence(torch.cat((now.k, rows[0])), torch.cat((now.v, rows[1])))
                         out, lse = cache.attend([name], q, rotary, k, v, return_lse=True, impl=target.impl)
                         held[name] = after
                         self.compare(target, rotary, q, after, out, lse)
@@ -109,6 +114,7 @@ def walks(draw, longest: int) -> Walk:
         draw(st.sampled_from((16, 32))),
         draw(st.integers(1, 2)),
         draw(st.integers(1, 3)),
+        draw(st.sampled_from((None, None, "int8", "int4"))),
         tuple(draw(st.lists(operation, min_size=3, max_size=25))),
         draw(st.integers(0, 2**20)),
     )
