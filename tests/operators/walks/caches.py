@@ -1,4 +1,4 @@
-"""Random operations on a cache, against a model that keeps in a list what every sequence's keys and values are there."""
+"""Random operations on a cache, against a list of what every sequence's keys and values are there."""
 
 from __future__ import annotations
 
