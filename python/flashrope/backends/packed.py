@@ -27,15 +27,16 @@ def attend_packed(attend: Callable, q, k_cache, v_cache, call: CacheCall) -> tup
     """``attention_with_cache`` of packed q by a backend's function for batches; the host reads the lengths."""
     runs = call.layout.once("runs", lambda: list(call.layout.runs(q.shape[0])))
     if len(runs) == 1 and runs[0][1].stop - runs[0][1].start == q.shape[0]:  # as in decoding: nothing to gather
-        return _attend_run(attend, q, k_cache, v_cache, call, *runs[0])
+        ((sequences, _, part),) = runs
+        return _attend_run(attend, q, k_cache, v_cache, call, sequences, part)
     out = q.new_zeros(q.shape)
     lse = q.new_full(cached_lse_shape(q), float("-inf"), dtype=accumulation_type(q))
-    for run in runs:
-        out[run[1]], lse[:, run[1]] = _attend_run(attend, q[run[1]], k_cache, v_cache, call, *run)
+    for sequences, rows, part in runs:
+        out[rows], lse[:, rows] = _attend_run(attend, q[rows], k_cache, v_cache, call, sequences, part)
     return out, lse
 
 
-def _attend_run(attend: Callable, q, k_cache, v_cache, call: CacheCall, sequences: slice, _rows: slice, part):
+def _attend_run(attend: Callable, q, k_cache, v_cache, call: CacheCall, sequences: slice, part: CacheLayout):
     """(out, lse) of the rows q of one of ``CacheLayout.runs``."""
     caches = (k_cache, v_cache) if part.block_table is not None else (k_cache[sequences], v_cache[sequences])
     batch = q.view(part.seqlens.shape[0], -1, *q.shape[1:])
