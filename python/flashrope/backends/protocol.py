@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -74,3 +75,21 @@ class CacheBackend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out like q and contiguous, lse (batch, heads_q, seqlen_q) as in ``AttentionBackend.forward``, or packed
         (heads_q, total_q). Packed rows outside every sequence get 0 and -inf."""
+
+
+class PreparingBackend(Protocol):
+    """What a ``CacheBackend`` may have besides."""
+
+    def prepare(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        call: CacheCall,
+    ) -> Callable[..., None] | None:
+        """Runs nothing. Gives a function of these six tensors that appends k and v, attends and writes out, for this
+        layer and all others of the call whose tensors differ in their addresses alone; None: not for such a call. All
+        are packed, over pages. call: as from the caller, not ``for_backend``."""

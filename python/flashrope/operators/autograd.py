@@ -6,6 +6,8 @@ impl="reference", whose forward is plain PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.autograd import forward_ad
 
@@ -68,6 +70,14 @@ def attention_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, impl: str) 
     if new:
         append_to_cache(k_cache, v_cache, k, v, layout, rotary, impl)
     return OPERATORS.attention_with_cache(q, k_cache, v_cache, *CacheArguments.of(call, impl))
+
+
+def prepare(q, k_cache, v_cache, k, v, out, call: CacheCall, impl: str) -> Callable[..., None] | None:
+    """``attention_with_cache`` for the layers of a step, as in ``PreparingBackend``; None: call it for each."""
+    backend = load_backend(impl)
+    if not hasattr(backend, "prepare") or not _is_plain(q, k_cache, v_cache, k, v, out, call.layout.seqlens):
+        return None
+    return backend.prepare(q, k_cache, v_cache, k, v, out, call)
 
 
 def rotate(x, positions, rotary: Rotary, impl: str) -> torch.Tensor:

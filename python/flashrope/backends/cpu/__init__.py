@@ -5,6 +5,7 @@ It calls the compiled kernels of csrc/cpu instead where the installation has the
 
 from .attention import backward, forward, kept_shapes, unsupported_reason
 from .cached import append_to_cache, attention_with_cache
+from .prepared import prepare
 from .rotated import rotate
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "backward",
     "forward",
     "kept_shapes",
+    "prepare",
     "rotate",
     "unsupported_reason",
 ]

@@ -36,20 +36,31 @@ def decode(
     library: Library, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse in float32)."""
-    (batch, seqlen_q, heads_q, _), layout, dtype = q.shape, call.layout, q.dtype
-    if layout.k_scale is not None:
+    (batch, seqlen_q, heads_q, _), dtype = q.shape, q.dtype
+    if call.layout.k_scale is not None:
         q = q.to(torch.float32)
     out, lse = q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
+    c, _used = describe(library, q, k_cache, v_cache, out, lse, call)
+    run(library, c)
+    return (out if out.dtype == dtype else out.to(dtype)), lse
+
+
+def run(library: Library, c: DecodeCall) -> None:
+    if library.decode(ctypes.byref(c)):
+        raise MemoryError("attention_with_cache: no memory for the partial results")
+
+
+def describe(library: Library, q, k_cache, v_cache, out, lse, call: CacheCall) -> tuple[DecodeCall, tuple]:
+    """The compiled call, and what it points to beside these tensors."""
+    layout = call.layout
     key = (call.rotary, call.causal, call.softmax_scale, q.shape, k_cache.shape, q.dtype, k_cache.dtype)
-    described, _used = layout.once(key, lambda: _describe(library, q, k_cache, call))
+    described, used = layout.once(key, lambda: _describe(library, q, k_cache, call))
     c = DecodeCall.from_buffer_copy(described)
     c.q, c.k, c.v, c.out = TensorView.of(q), TensorView.of(k_cache), TensorView.of(v_cache), TensorView.of(out)
     c.lse = lse.data_ptr()
     if layout.k_scale is not None and layout.v_scale is not None:
         c.k_scale, c.v_scale = TensorView.of(layout.k_scale), TensorView.of(layout.v_scale)
-    if library.decode(ctypes.byref(c)):
-        raise MemoryError("attention_with_cache: no memory for the partial results")
-    return (out if out.dtype == dtype else out.to(dtype)), lse
+    return c, used
 
 
 def _describe(library: Library, q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> tuple[bytes, tuple]:

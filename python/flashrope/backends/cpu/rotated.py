@@ -90,6 +90,18 @@ def append(
 
     rotary: of ``over_rotated_keys``; rotates k.
     """
+    c, _used = describe_append(compiled, caches, new, layout, rotary)
+    compiled.rotate(ctypes.byref(c))
+
+
+def describe_append(
+    compiled: Library,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    new: tuple[torch.Tensor, torch.Tensor],
+    layout: CacheLayout,
+    rotary: Rotary | None,
+) -> tuple[CompiledCall, tuple]:
+    """The compiled call of ``append``, and what it points to beside these tensors."""
     (k_cache, v_cache), (k, v) = caches, new
     capacity, block_table, slots = layout.capacity(k_cache), layout.block_table, layout.slot_mapping
 
@@ -104,7 +116,7 @@ def append(
         c, kept = _describe(compiled, x, k_cache, rotary, table, runs)
         return bytes(c), kept
 
-    template, _used = layout.once((rotary, capacity, k.dtype, k.shape), describe)
+    template, kept = layout.once((rotary, capacity, k.dtype, k.shape), describe)
     c = CompiledCall.from_buffer_copy(template)
     view = TensorView.of if k.ndim == 4 else TensorView.of_packed
     c.x, c.v, c.out, c.v_cache = view(k), view(v), TensorView.of(k_cache), TensorView.of(v_cache)
@@ -117,4 +129,4 @@ def append(
         c.slots = slots.data_ptr()
     if block_table is not None:
         c.block_table, c.max_pages = block_table.data_ptr(), block_table.shape[1]
-    compiled.rotate(ctypes.byref(c))
+    return c, (kept, slots)

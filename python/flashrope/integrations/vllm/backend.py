@@ -127,8 +127,7 @@ class FlashropeImpl(AttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
-        self.rotary: Rotary | None = None
-        self.rotated_keys = False
+        self.scheme: tuple[Rotary, bool] | None = None  # and whether the cache holds rotated keys
         self.impl = ""
         # kv_cache, and k_cache and v_cache, which are views of it.
         self.caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -163,28 +162,34 @@ class FlashropeImpl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if self.rotary is None:
-            self.rotary, self.rotated_keys = self._find_rotary(layer.layer_name)
+        if self.scheme is None:
+            self.scheme = self._find_scheme(layer.layer_name)
             self.impl = resolve_impl(None, query, cached=True)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: expected none, got a quantised output")
         if attn_metadata is None:  # a profiling run
             return output.zero_()
         n, layout = attn_metadata.tokens, attn_metadata.layout
+        padded = output
         if n < query.shape[0]:
-            query, key, value = query[:n], key[:n], value[:n]
+            query, key, value, output = query[:n], key[:n], value[:n], output[:n]
         if self.caches is None or self.caches[0] is not kv_cache:
             k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
             packed = layout.cu_seqlens_q, layout.max_seqlen_q
-            check_cache(query, k_cache, v_cache, key, value, self.rotary, True, packed)
+            check_cache(query, k_cache, v_cache, key, value, self.scheme[0], True, packed)
             self.caches = kv_cache, k_cache, v_cache
         _, k_cache, v_cache = self.caches
-        call = CacheCall(self.rotary, True, self.scale, layout, 0, self.rotated_keys)
-        out, _ = autograd.attention_with_cache(query, k_cache, v_cache, key, value, call, self.impl)
-        (output if n == output.shape[0] else output[:n]).copy_(out.view(n, *output.shape[1:]))
-        return output
+        tensors = query, k_cache, v_cache, key, value
+        alike = self.scheme, self.scale, query.shape, k_cache.shape, output.stride(), *(x.stride() for x in tensors)
+        call = CacheCall(self.scheme[0], True, self.scale, layout, 0, self.scheme[1])
+        if attend := layout.once(alike, lambda: autograd.prepare(*tensors, output, call, self.impl)):
+            attend(*tensors, output)
+        else:
+            out, _ = autograd.attention_with_cache(*tensors, call, self.impl)
+            output.copy_(out.view(output.shape))
+        return padded
 
-    def _find_rotary(self, layer_name: str) -> tuple[Rotary, bool]:
+    def _find_scheme(self, layer_name: str) -> tuple[Rotary, bool]:
         index = extract_layer_index(layer_name)
         rotary, window, rotated_keys = self.plan.layers[index]
         if self.sliding_window != window:
