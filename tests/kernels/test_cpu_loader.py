@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flashrope import Rotary, attention
+from flashrope import Rotary, attention, attention_with_cache
 from flashrope.backends.cpu import loader
 from flashrope.commands.main import main
 
@@ -159,10 +159,11 @@ echo library > "$last" """,
 
 
 @pytest.mark.parametrize("target", loader.runnable())
-def test_every_library_of_this_processor_is_right(compiled, monkeypatch, target):
+def test_every_library_of_this_processor_is_right(compiled, monkeypatch, tmp_path, target):
     path = loader.FOLDER / f"{target}.so"
     if not path.exists():
-        pytest.skip(f"{target} is not in this installation")
+        subprocess.run([sys.executable, loader.SOURCES / "build.py", tmp_path, target], check=True)
+        path = tmp_path / path.name
     library = loader.Library(path)
     monkeypatch.setattr(loader, "load", lambda: library)
     q, k, v = torch.randn(3, 2, 150, 2, 40).unbind()
@@ -172,3 +173,25 @@ def test_every_library_of_this_processor_is_right(compiled, monkeypatch, target)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     grads = [torch.autograd.grad(out.sum(), q)[0] for out in (got, want)]
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    new = [torch.randn(2, 90, 2, 40) for _ in range(2)]
+    for cache_dtype, width in ((torch.float32, 40), (torch.int8, 40), (torch.uint8, 20)):
+        results = []
+        for impl in ("cpu", "reference"):
+            caches = [torch.zeros(2, 96, 2, width, dtype=cache_dtype) for _ in range(2)]
+            scales = {} if cache_dtype == torch.float32 else _scales()
+            results.append(_append_and_decode(q[:, -1:].detach(), caches, new, rotary, scales, impl))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def _scales() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(2, 96, 2) for name in ("k_scale", "v_scale")}
+
+
+def _append_and_decode(q, caches, new, rotary, scales, impl: str) -> list[torch.Tensor]:
+    """out and the caches after 90 new keys, of which the last is that of q."""
+    options = dict(rotary=rotary, cache_seqlens=torch.zeros(2, dtype=torch.int32), impl=impl, **scales)
+    queries = torch.cat((torch.zeros_like(q).expand(-1, 89, -1, -1), q), 1)
+    attention_with_cache(queries, *caches, k=new[0], v=new[1], **options)
+    options["cache_seqlens"] = torch.full((2,), 90, dtype=torch.int32)
+    return [attention_with_cache(q, *caches, **options), *caches, *scales.values()]
