@@ -127,6 +127,7 @@ class Problem:
     grad_lse: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     deterministic: bool = True
+    places: tuple[torch.Tensor, torch.Tensor] | None = None  # of queries and keys, which distances go by
 
     def replace(self, **changes) -> Problem:
         return dataclasses.replace(self, **changes)
@@ -195,13 +196,16 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
             if f.name in ("q", "k", "v", "grad_out", "grad_lse", "sinks") and getattr(p, f.name) is not None
         }
     )
-    exact = run(wide, "reference")
     q, k, v = wide.q, wide.k, wide.v
     group, seqlen_q, seqlen_k = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
     softmax_scale = p.rotary.head_dim**-0.5 if p.softmax_scale is None else p.softmax_scale
     call = AttentionCall(p.rotary, p.causal, softmax_scale, p.positions)
+    if p.places is None:
+        exact = run(wide, "reference")
+    else:
+        exact = dict(zip(NAMES, reference.dense_attention(q, k, v, call, places=p.places), strict=False))
     identity = torch.eye(seqlen_k, dtype=q.dtype, device=q.device)[None, :, None].expand(k.shape[0], -1, k.shape[2], -1)
-    weights = reference.dense_attention(q, k, identity, call)[0].transpose(1, 2)  # (batch, heads, seqlen_q, seqlen_k)
+    weights = reference.dense_attention(q, k, identity, call, places=p.places)[0].transpose(1, 2)  # (batch, heads, ...)
 
     sink_weights = torch.zeros_like(exact["lse"])
     if p.sinks is not None:
@@ -211,8 +215,12 @@ def exact_and_bound(p: Problem) -> tuple[dict[str, torch.Tensor], dict[str, torc
     i = torch.arange(seqlen_q, device=q.device, dtype=torch.float64) + seqlen_k - seqlen_q
     j = torch.arange(seqlen_k, device=q.device)
     unseen = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
-    seen = sum((band.holds(i[:, None], j[None, :]) for band in call.bands), unseen)
+    where_q, where_k = (i, j) if p.places is None or p.rotary.axis else p.places
+    seen = sum((band.holds(where_q[:, None], where_k[None, :]) for band in call.bands), unseen)
+    if p.places is not None and p.causal:
+        seen = seen & (j <= i[:, None])
     position = i if p.positions is None else p.positions.double()
+    position = position if p.places is None else p.places[0]
     by_query = call.rotary.query_scale
     scale = abs(call.score_scale) * (by_query.of(position, seqlen_k) if by_query != UNSCALED else torch.ones_like(i))
     scale = scale[:, None] if scale.ndim == 2 else scale  # (batch, 1, seqlen_q) or (seqlen_q,)

@@ -12,6 +12,7 @@ import torch
 from ..rotary.bands import EVERYWHERE, Band, PositionMap
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import over_rotated_keys
+from .shown import Positions
 
 MAX_SPLITS = 256  # csrc/decode.h has the same number
 ONE_PER_QUERY = -1  # in the place of a number of new keys: packed queries, each of which brings its own key
@@ -108,7 +109,8 @@ class CacheLayout(NamedTuple):
     Sequence b holds slots leftpad[b] to seqlens[b] + seqlen_new. Slot s is row s of the cache, or row s % page_size of
     page block_table[b, s // page_size]. Positions count from leftpad.
 
-    With k_scale and v_scale the caches hold codes, int8 or uint8, as quantized.py describes them.
+    With k_scale and v_scale the caches hold codes, int8 or uint8, as quantized.py describes them. With positions,
+    tokens stand where shown.py says.
 
     Packed queries (cu_seqlens_q is given): sequence b has the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and
     seqlen_new is 0 or ONE_PER_QUERY. slot_mapping places new keys in slots of the whole cache, page * page_size + row;
@@ -126,6 +128,7 @@ class CacheLayout(NamedTuple):
     max_seqlen_q: int = 0  # of packed queries: upper bound of their lengths
     k_scale: torch.Tensor | None = None  # float32, the caches' shape without its last dimension; a layer's own
     v_scale: torch.Tensor | None = None
+    positions: Positions | None = None  # None: those of their slots
     kept: dict | None = None  # by ``once``, for calls whose tensors hold the same but for scales: a step's layers
 
     def once(self, key: Hashable, read: Callable[[], Any]):
@@ -225,14 +228,17 @@ class CacheLayout(NamedTuple):
                 end += 1
             if length:
                 rows = slice(starts[begin], starts[begin] + (end - begin) * length)
-                yield slice(begin, end), rows, self._of(slice(begin, end), length)
+                yield slice(begin, end), rows, self._of(slice(begin, end), rows, length)
             begin = end
 
-    def _of(self, sequences: slice, seqlen_q: int) -> CacheLayout:
+    def _of(self, sequences: slice, rows: slice, seqlen_q: int) -> CacheLayout:
+        positions = self.positions
+        if positions is not None:
+            positions = positions.of_sequences(sequences, rows, self.block_table is not None)
         block_table, leftpad = (None if x is None else x[sequences] for x in (self.block_table, self.leftpad))
         seqlen_new = seqlen_q if self.seqlen_new == ONE_PER_QUERY else 0
         kept: dict | None = None if self.kept is None else {}
-        return CacheLayout(self.seqlens[sequences], block_table, leftpad, seqlen_new, kept=kept)
+        return CacheLayout(self.seqlens[sequences], block_table, leftpad, seqlen_new, positions=positions, kept=kept)
 
     def scale_run(self, sequences: slice, run: CacheLayout) -> CacheLayout:
         """The layout of one of ``runs``, with its scales."""

@@ -22,6 +22,7 @@ from .calls import (
 )
 from .packed import append_packed, attend_packed
 from .quantized import dequantize, stores
+from .shown import Positions, of_queries, shown
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
@@ -105,18 +106,16 @@ def attention_with_cache(
         return attend_packed(attention_with_cache, q, k_cache, v_cache, call)
     layout, block_table, results = call.layout, call.layout.block_table, []
     tensors = [x for x in (k_cache, v_cache, layout.k_scale, layout.v_scale) if x is not None]
+    positions = layout.positions or Positions()
     for b, (first, end) in enumerate(layout.bounds(k_cache)):
-        if block_table is None:
-            rows = [x[b, first:end] for x in tensors]
-        else:
-            slot = torch.arange(first, end, device=q.device)
-            page = block_table[b, slot // k_cache.shape[1]].to(torch.int64).clamp(0, k_cache.shape[0] - 1)
-            rows = [x[page, slot % k_cache.shape[1]] for x in tensors]
-        k, v, *scales = rows
+        keys = shown(positions, b, first, end, block_table, k_cache)
+        k, v, *scales = (x[keys.page, keys.row] for x in tensors)
         if scales:
             k, v = (dequantize(x, scale, accumulation_type(q)) for x, scale in zip((k, v), scales, strict=True))
-        sequence = AttentionCall(call.rotary, call.causal, call.softmax_scale)
-        results.append(dense_attention(q[b : b + 1], k[None], v[None], sequence))
+        sequence, places = AttentionCall(call.rotary, call.causal, call.softmax_scale), None
+        if layout.positions is not None:
+            places = of_queries(positions, b, q.shape[1], keys.position), keys.position
+        results.append(dense_attention(q[b : b + 1], k[None], v[None], sequence, places=places))
     if not results:
         lse = q.new_empty(0, q.shape[2], q.shape[1], dtype=accumulation_type(q))
         return torch.empty_like(q, memory_format=torch.contiguous_format), lse
@@ -138,11 +137,18 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
 
 
 def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall, sinks: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: AttentionCall,
+    sinks: torch.Tensor | None = None,
+    places: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a batch of sequences of equal length; shapes as in ``flashrope.attention``.
 
     sinks: (heads_q,), as in ``flashrope.attention``, which adds them to the results of every backend.
+    places: float64 positions of queries and of keys, (seqlen,) or (seqlen, axes), by which distances go; causality goes
+        by index. Not with call.positions, where bands go by index too.
     """
     rotary, dtype, device = call.rotary, q.dtype, q.device
     seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
@@ -153,6 +159,13 @@ def dense_attention(
     j = torch.arange(seqlen_k, dtype=torch.float64, device=device)
     q_position = i if call.positions is None else call.positions
     k_position = j if call.positions is None else call.positions
+    allowed = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if places is not None:
+        q_position, k_position = places
+        if call.causal:
+            allowed = j <= i[:, None]
+        if not rotary.axis:
+            i, j = places
 
     if call.rotary.query_scale != UNSCALED:
         q = q * call.rotary.query_scale.of(q_position.to(torch.float64), seqlen_k)[..., None, None].to(q)
@@ -162,7 +175,7 @@ def dense_attention(
     visible = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     scores = torch.zeros(q.shape[0], q.shape[2], seqlen_q, seqlen_k, dtype=q.dtype, device=device)
     for band in call.bands:
-        in_band = band.holds(i[:, None], j[None, :])
+        in_band = band.holds(i[:, None], j[None, :]) & allowed
         rotated_q = rotate_by(q, rotary, band.queries.of(q_position))
         rotated_k = rotate_by(k, rotary, band.keys.of(k_position))
         band_scores = call.score_scale * torch.einsum("bihd,bjhd->bhij", rotated_q, rotated_k)

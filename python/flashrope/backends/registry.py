@@ -12,6 +12,7 @@ from .names import BACKENDS
 
 # The forward is plain torch: autograd differentiates it to any order, and compilers trace it.
 DIFFERENTIABLE = ("reference",)
+POSITIONS = ("reference",)  # takes page_positions and the like (shown.py)
 
 
 @cache
@@ -49,8 +50,11 @@ def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str
     return impl
 
 
-def check_backend(impl: str, q: torch.Tensor, cached: bool = False) -> None:
-    """Raises ValueError if the backend cannot serve tensors like q."""
-    reason = load_backend(impl).unsupported_reason(q, cached)
+def check_backend(impl: str, q: torch.Tensor, cached: bool = False, positions: bool = False) -> None:
+    """Raises ValueError if the backend cannot serve tensors like q, or cached positions as data."""
+    backend = load_backend(impl)
+    reason = backend.unsupported_reason(q, cached)
+    if positions and not reason and impl not in POSITIONS:
+        reason = "cached tokens stand at their slots there; impl='reference' takes positions"
     if reason:
         raise ValueError(f"impl={impl!r} cannot serve this call: {reason}")

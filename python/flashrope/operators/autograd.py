@@ -51,7 +51,7 @@ def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, rotary: Rotary 
         return
     tables = (layout.seqlens, layout.block_table, layout.leftpad, layout.cu_seqlens_q, layout.slot_mapping)
     text = None if rotary is None else rotary.text
-    scales = (layout.k_scale, layout.v_scale)
+    scales = (layout.k_scale, layout.v_scale, *(layout.positions or ()))
     OPERATORS.append_to_cache(k_cache, v_cache, k, v, *tables, layout.max_seqlen_q, text, impl, *scales)
 
 

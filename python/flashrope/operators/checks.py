@@ -173,11 +173,21 @@ def warn_of_layout(shape_q, shape_k) -> None:
 
 
 def check_cache(
-    q, k_cache, v_cache, k, v, rotary, paged: bool, packed: tuple = (), scales: tuple = (None, None)
+    q,
+    k_cache,
+    v_cache,
+    k,
+    v,
+    rotary,
+    paged: bool,
+    packed: tuple = (),
+    scales: tuple = (None, None),
+    positions: bool = False,
 ) -> tuple[int, int]:
     """Checks the tensors of a cached call. Returns the slots of a sequence or page, and the new keys of a sequence.
 
-    packed: (cu_seqlens_q, max_seqlen_q) of packed q, k and v. scales: (k_scale, v_scale).
+    packed: (cu_seqlens_q, max_seqlen_q) of packed q, k and v. scales: (k_scale, v_scale). positions: the cache has
+    those of its slots.
     """
     if (k is None) != (v is None):
         raise ValueError(
@@ -201,8 +211,8 @@ def check_cache(
     elif rows != batch:
         like = "q" if rank == 4 else "cu_seqlens_q"
         raise ValueError(f"k_cache: expected batch {batch} as in {like}, got {rows}; pages need a block_table")
-    if rotary.axis:
-        raise ValueError("rotary: an axial scheme needs positions, which a cache does not carry")
+    if rotary.axis and not positions:
+        raise ValueError("rotary: an axial scheme needs slot_positions, got none")
     seqlen_new = 0
     if new:
         seqlen_new = k.shape[1] if rank == 4 else ONE_PER_QUERY

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from ..backends.calls import AttentionCall, CacheCall, CacheLayout
 from ..backends.registry import resolve_impl
+from ..backends.shown import Positions
 from ..lowering.lowered import UNBOUNDED
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import one_rotation
@@ -35,6 +36,7 @@ from .checks import (
     warn_of_layout,
 )
 from .foreign_keywords import raise_for
+from .position_checks import check_cached_positions, check_positions_served, validate_positions
 from .sinks import add_sinks
 
 __all__ = ["attention", "attention_varlen", "attention_varlen_with_cache", "attention_with_cache", "rotate"]
@@ -234,6 +236,11 @@ def attention_with_cache(
     rotated_keys: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    page_positions: torch.Tensor | None = None,
+    page_first: torch.Tensor | None = None,
+    page_lengths: torch.Tensor | None = None,
+    slot_positions: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     **unknown: Never,
 ):
     """Writes the new raw k, v to the cache, then attends: decoding, speculative verification, chunked prefill.
@@ -268,7 +275,19 @@ def attention_with_cache(
             the low half of byte i, channel 2 i + 1 in the high half, both plus 8. Attention is that over ``s * c``. A
             row of zeros has s = 0; a NaN makes s NaN; infinities count as the largest finite number of k's dtype. With
             rotated_keys, keys are rotated before. Not on CUDA C++.
-        rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
+        page_positions, page_first, page_lengths: (batch, max_pages) int32. The page in entry n of a sequence shows its
+            rows page_first to page_first + page_lengths - 1, row r at position page_positions + r: a page of raw keys
+            is valid at any position, and tokens can be hidden at both of its ends. They describe the pages with the
+            new keys; cache_seqlens still counts slots, hidden ones too. None: 0, all rows, and the position of a slot
+            is its number less cache_leftpad. Positions must not fall along a sequence; equal ones are allowed.
+            Queries see keys up to their own in the order of the slots; distances, windows and log n go by position.
+        slot_positions: float32 (pages, page_size) or (batch, capacity); for axial schemes, which need it, one more
+            dimension, axes. The position of every slot, to which page_positions is added. Written in place for new
+            keys. A contiguous cache takes only this.
+        positions: (batch, seqlen_q), int32, int64 or float32; for axial schemes (batch, seqlen_q, axes). Those of the
+            queries and of the new keys. None: behind the last key.
+        rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``. With one of the five before: no
+            rotated_keys, no Self-Extend and no dual chunk attention, and impl "reference".
 
     Returns:
         out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), of the dtype in
@@ -279,14 +298,15 @@ def attention_with_cache(
     """
     if unknown:
         raise_for(attention_with_cache, unknown)
-    scales = (k_scale, v_scale)
-    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None, (), scales)
+    scales, paged = (k_scale, v_scale), block_table is not None
+    given = Positions.of(page_positions, page_first, page_lengths, slot_positions, positions)
+    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, paged, (), scales, given is not None)
     layout = CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new, None, None, 0, *scales)
     if rotated_keys is not False:
         check_rotated_keys(rotated_keys, rotary)
     scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)
     call = CacheCall(rotary, causal, scale, layout, num_splits, rotated_keys)
-    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, sinks, return_lse, impl, validate)
+    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, sinks, return_lse, impl, validate, given)
 
 
 def attention_varlen_with_cache(
@@ -312,6 +332,11 @@ def attention_varlen_with_cache(
     rotated_keys: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    page_positions: torch.Tensor | None = None,
+    page_first: torch.Tensor | None = None,
+    page_lengths: torch.Tensor | None = None,
+    slot_positions: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     **unknown: Never,
 ):
     """``attention_with_cache`` for packed queries: one-token steps, speculation, chunks and whole prompts in one batch.
@@ -331,7 +356,8 @@ def attention_varlen_with_cache(
             and value goes to, for engines that place tokens. Negative: nowhere. None: behind cache_seqlens.
         block_table, cache_leftpad, num_splits, validate: as in ``attention_with_cache``.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
-        k_scale, v_scale: as in ``attention_with_cache``.
+        k_scale, v_scale, page_positions, page_first, page_lengths, slot_positions: as in ``attention_with_cache``.
+        positions: (total_q,) or (total_q, axes); else as there. With slot_mapping and slot_positions, new keys need it.
         rotated_keys: as in ``attention_with_cache``. Rows outside every sequence have no position, so slot_mapping
             should send them nowhere.
         impl: as in ``attention_with_cache``; "cuda" needs max_seqlen_q up to 64, and to append pages or a contiguous
@@ -346,8 +372,9 @@ def attention_varlen_with_cache(
     """
     if unknown:
         raise_for(attention_varlen_with_cache, unknown)
-    packed, scales = (cu_seqlens_q, max_seqlen_q), (k_scale, v_scale)
-    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, block_table is not None, packed, scales)
+    packed, scales, paged = (cu_seqlens_q, max_seqlen_q), (k_scale, v_scale), block_table is not None
+    given = Positions.of(page_positions, page_first, page_lengths, slot_positions, positions)
+    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, paged, packed, scales, given is not None)
     if slot_mapping is not None:
         check_slot_mapping(slot_mapping, q, k)
         seqlen_new = 0
@@ -357,11 +384,13 @@ def attention_varlen_with_cache(
         check_rotated_keys(rotated_keys, rotary)
     scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)
     call = CacheCall(rotary, causal, scale, layout, num_splits, rotated_keys)
-    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, sinks, return_lse, impl, validate)
+    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, sinks, return_lse, impl, validate, given)
 
 
-def _attend_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, capacity, sinks, return_lse, impl, validate: bool):
-    """capacity: slots of a sequence or page."""
+def _attend_with_cache(
+    q, k_cache, v_cache, k, v, call: CacheCall, capacity, sinks, return_lse, impl, validate: bool, given
+):
+    """capacity: slots of a sequence or page. given: Positions, or None."""
     layout = call.layout
     batch = q.shape[0] if layout.cu_seqlens_q is None else layout.cu_seqlens_q.shape[0] - 1
     check_int32("cache_seqlens", layout.seqlens, q, "q", (batch,))
@@ -377,8 +406,14 @@ def _attend_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, capacity, sin
         check_sinks(sinks, q)
         check_no_gradient("sinks", sinks)
     impl = resolve_impl(impl, q, cached=True)
+    if given is not None:
+        given = check_cached_positions(given, q, k, k_cache, call.rotary, layout, call.rotated_keys)
+        check_positions_served(impl, q)
+        layout = call.layout = layout._replace(positions=given)
     if validate:
         validate_tables(layout, capacity, k_cache)
+        if given is not None:
+            validate_positions(layout, k_cache, k_cache.shape[1])
     out, lse = autograd.attention_with_cache(q, k_cache, v_cache, k, v, call, impl)
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks, gradients=False)

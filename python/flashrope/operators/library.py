@@ -22,6 +22,7 @@ from ..backends.calls import (
     out_shape,
 )
 from ..backends.registry import check_backend, load_backend
+from ..backends.shown import Positions, store_positions
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import inverted, over_rotated_keys
 
@@ -99,29 +100,38 @@ class CacheArguments(NamedTuple):
     impl: str
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    page_positions: torch.Tensor | None = None
+    page_first: torch.Tensor | None = None
+    page_lengths: torch.Tensor | None = None
+    slot_positions: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    with_positions: bool = False
 
     @classmethod
     def of(cls, call: CacheCall, impl: str) -> CacheArguments:
-        seqlens, block_table, leftpad, seqlen_new, cu_seqlens_q, _, max_seqlen_q, k_scale, v_scale, _ = call.layout
+        layout = call.layout
         return cls(
-            seqlens,
-            block_table,
-            leftpad,
-            seqlen_new,
-            cu_seqlens_q,
-            max_seqlen_q,
+            layout.seqlens,
+            layout.block_table,
+            layout.leftpad,
+            layout.seqlen_new,
+            layout.cu_seqlens_q,
+            layout.max_seqlen_q,
             call.num_splits,
             call.rotary.text,
             call.rotated_keys,
             call.causal,
             call.softmax_scale,
             impl,
-            k_scale,
-            v_scale,
+            layout.k_scale,
+            layout.v_scale,
+            *(layout.positions or Positions()),
+            layout.positions is not None,
         )
 
     @property
     def call(self) -> CacheCall:
+        tables = (self.page_positions, self.page_first, self.page_lengths, self.slot_positions, self.positions)
         layout = CacheLayout(
             self.cache_seqlens,
             self.block_table,
@@ -132,6 +142,7 @@ class CacheArguments(NamedTuple):
             self.max_seqlen_q,
             self.k_scale,
             self.v_scale,
+            Positions(*tables) if self.with_positions else None,
         )
         scheme = Rotary.from_text(self.rotary), self.causal, self.softmax_scale
         return CacheCall(*scheme, layout, self.num_splits, self.rotated_keys)
@@ -156,13 +167,15 @@ LIBRARY.define(
 LIBRARY.define(
     "append_to_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
     "Tensor? block_table, Tensor? cache_leftpad, Tensor? cu_seqlens_q, Tensor? slot_mapping, SymInt max_seqlen_q, "
-    "str? rotary, str impl, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()"
+    "str? rotary, str impl, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, Tensor? page_positions=None, "
+    "Tensor? page_first=None, Tensor? page_lengths=None, Tensor(e!)? slot_positions=None, Tensor? positions=None) -> ()"
 )
 LIBRARY.define(
     "attention_with_cache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
     "Tensor? cache_leftpad, SymInt seqlen_new, Tensor? cu_seqlens_q, SymInt max_seqlen_q, int num_splits, str rotary, "
-    "bool rotated_keys, bool causal, float softmax_scale, str impl, Tensor? k_scale=None, Tensor? v_scale=None) -> "
-    "(Tensor out, Tensor lse)"
+    "bool rotated_keys, bool causal, float softmax_scale, str impl, Tensor? k_scale=None, Tensor? v_scale=None, "
+    "Tensor? page_positions=None, Tensor? page_first=None, Tensor? page_lengths=None, Tensor? slot_positions=None, "
+    "Tensor? positions=None, bool with_positions=False) -> (Tensor out, Tensor lse)"
 )
 LIBRARY.define("rotate(Tensor x, Tensor? positions, str rotary, bool inverse, str impl) -> Tensor")
 
@@ -185,6 +198,8 @@ def attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, table, 
 
 def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, rotary: Rotary | None, impl: str) -> None:
     """rotary: None, or the scheme that rotates k first."""
+    if layout.positions is not None and layout.positions.slot_positions is not None:
+        store_positions(k_cache, layout, k.shape[-3])
     if rotary is None:
         load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
         return
@@ -212,10 +227,12 @@ def _append_to_cache(
     impl,
     k_scale=None,
     v_scale=None,
+    *positions,
 ):
     seqlen_new = k.shape[1] if cu_seqlens_q is None else ONE_PER_QUERY if slot_mapping is None else 0
     tables = (cache_seqlens, block_table, cache_leftpad)
-    layout = CacheLayout(*tables, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q, k_scale, v_scale)
+    scales, stored = (k_scale, v_scale), Positions(*positions) if positions else None
+    layout = CacheLayout(*tables, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q, *scales, stored)
     append_to_cache(k_cache, v_cache, k, v, layout, None if rotary is None else Rotary.from_text(rotary), impl)
 
 

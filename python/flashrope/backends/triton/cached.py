@@ -279,7 +279,7 @@ _resident: dict[tuple, int] = {}  # blocks of attention_decode that one multipro
 def _kernel_layout(k_cache, layout: CacheLayout, decode_seqlen: int = 0) -> tuple[KernelCacheLayout, int]:
     """The layout as kernels take it, and the page size, 0 for a contiguous cache."""
     pages, page_size, _, _ = k_cache.shape
-    seqlens, block_table, leftpad, seqlen_new, _, slot_mapping, _, k_scale, v_scale, _ = layout
+    seqlens, block_table, leftpad, seqlen_new, _, slot_mapping, _, k_scale, v_scale, _, _ = layout
     numbers = encode_ints(seqlen_new, layout.capacity(k_cache), pages, decode_seqlen)
     scales = (k_scale, v_scale)
     strides = () if k_scale is None or v_scale is None else encode_ints(*k_scale.stride(), *v_scale.stride())

@@ -1,0 +1,136 @@
+"""Positions of cached tokens as data: which slots of a sequence a call shows, and where they stand.
+
+A raw key has no position, so a page of them is valid anywhere. Sequence b shows, of the page in entry n of its block
+table, the rows
+
+    page_first[b, n] <= row < page_first[b, n] + page_lengths[b, n]
+
+as far as they lie behind the left padding and before the sequence's end, at the positions
+
+    page_positions[b, n] + (slot_positions[page, row] if the cache stores positions, else row).
+
+Tables that are not given: page_first is 0, page_lengths the page size. Without page_positions, a slot stands at its
+stored position, or at slot - leftpad. The shown tokens are in the order of entries, then rows. A query sees those up to
+its own; the queries are the last ones. Distances, bands and the scale of a query go by position.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Positions(NamedTuple):
+    """The tables of a call; they describe the pages with the new keys of that call."""
+
+    page_positions: torch.Tensor | None = None  # (batch, max_pages) int32
+    page_first: torch.Tensor | None = None  # (batch, max_pages) int32
+    page_lengths: torch.Tensor | None = None  # (batch, max_pages) int32
+    slot_positions: torch.Tensor | None = None  # float32 (pages, page_size) or (batch, capacity), with axes one more
+    queries: torch.Tensor | None = None  # (batch, seqlen_q), packed (total_q,), with axes one more; None: their keys'
+
+    @classmethod
+    def of(cls, *tables: torch.Tensor | None) -> Positions | None:
+        """None if no table is given."""
+        return cls(*tables) if any(x is not None for x in tables) else None
+
+    def of_sequences(self, sequences: slice, rows: slice, paged: bool) -> Positions:
+        """Those of a run of packed sequences, as a batch; rows: of its queries."""
+        *tables, slot_positions, queries = self
+        if slot_positions is not None and not paged:
+            slot_positions = slot_positions[sequences]
+        if queries is not None:
+            queries = queries[rows].unflatten(0, (sequences.stop - sequences.start, -1))
+        page_positions, page_first, page_lengths = (x if x is None else x[sequences] for x in tables)
+        return Positions(page_positions, page_first, page_lengths, slot_positions, queries)
+
+
+class Shown(NamedTuple):
+    """The shown tokens of one sequence, in order."""
+
+    page: torch.Tensor  # (tokens,) int64; the sequence, where the cache is contiguous
+    row: torch.Tensor
+    position: torch.Tensor  # float64 (tokens,) or (tokens, axes)
+
+
+def shown(positions: Positions, sequence: int, first: int, end: int, block_table, k_cache) -> Shown:
+    """first, end: the slots of the sequence, from its left padding to its length, clamped to the capacity."""
+    device = k_cache.device
+    slot = torch.arange(first, end, device=device)
+    if block_table is None:
+        page, row, entry = torch.full_like(slot, sequence), slot, None
+    else:
+        entry, row = slot // k_cache.shape[1], slot % k_cache.shape[1]
+        page = block_table[sequence, entry].to(torch.int64).clamp(0, k_cache.shape[0] - 1)
+    position = (slot - first).to(torch.float64)
+    if entry is not None:
+        seen = torch.ones_like(slot, dtype=torch.bool)
+        begin = torch.zeros_like(row)
+        if positions.page_first is not None:
+            begin = positions.page_first[sequence, entry].to(torch.int64)
+            seen &= row >= begin
+        if positions.page_lengths is not None:
+            seen &= row < begin + positions.page_lengths[sequence, entry]
+        if positions.page_positions is not None:
+            position = positions.page_positions[sequence, entry].to(torch.float64) + row
+        page, row, entry, position = page[seen], row[seen], entry[seen], position[seen]
+    if positions.slot_positions is not None:
+        position = positions.slot_positions[page, row].to(torch.float64)
+        if positions.page_positions is not None and entry is not None:
+            base = positions.page_positions[sequence, entry].to(torch.float64)
+            position = position + (base if position.ndim == 1 else base[:, None])
+    return Shown(page, row, position)
+
+
+def of_queries(positions: Positions, sequence: int, seqlen_q: int, keys: torch.Tensor) -> torch.Tensor:
+    """float64 (seqlen_q,) or (seqlen_q, axes). keys: positions of the shown keys. Rows before the first key are at the
+    first key's, and see none."""
+    if positions.queries is not None:
+        return positions.queries[sequence].to(torch.float64)
+    if not keys.shape[0]:
+        return keys.new_zeros(seqlen_q, *keys.shape[1:])
+    index = torch.arange(keys.shape[0] - seqlen_q, keys.shape[0], device=keys.device).clamp(min=0)
+    return keys[index]
+
+
+def store_positions(k_cache, layout, rows: int) -> None:
+    """Writes the positions of new keys to slot_positions; the host reads the tables.
+
+    layout: a CacheLayout with stored positions, before the new keys count. rows: of k, of a sequence or packed.
+    """
+    positions = layout.positions
+    if layout.slot_mapping is not None:
+        page, row, fits = layout.mapped_places(k_cache)
+        _put(positions.slot_positions, page, row, fits, positions.queries)
+        return
+    if layout.cu_seqlens_q is not None:
+        for _, _, part in layout.runs(rows):
+            store_positions(k_cache, part, part.seqlen_new)
+        return
+    new = positions.queries
+    if new is None:
+        new = torch.stack(
+            [
+                _behind(shown(positions, b, first, end, layout.block_table, k_cache).position, rows)
+                for b, (first, end) in enumerate(layout._replace(seqlen_new=0).bounds(k_cache))
+            ]
+        )
+    page, row, fits = layout.new_places(k_cache)
+    if positions.page_positions is not None and layout.block_table is not None:
+        slot = layout.first_new_slot(k_cache)[:, None] + torch.arange(rows, device=row.device)
+        entry = (slot // k_cache.shape[1]).clamp(max=layout.block_table.shape[1] - 1)
+        base = positions.page_positions.gather(1, entry)
+        new = new - (base if new.ndim == 2 else base[..., None])
+    _put(positions.slot_positions, page, row, fits, new)
+
+
+def _behind(keys: torch.Tensor, rows: int) -> torch.Tensor:
+    """Positions of new tokens behind the last key, on every axis behind its largest."""
+    first = keys[-1].max() + 1 if keys.shape[0] else keys.new_zeros(())
+    new = first + torch.arange(rows, device=keys.device)
+    return new if keys.ndim == 1 else new[:, None].expand(-1, keys.shape[1])
+
+
+def _put(slot_positions, page, row, fits, values) -> None:
+    slot_positions.index_put_((page[fits], row[fits]), values[fits].to(slot_positions))

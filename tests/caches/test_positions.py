@@ -1,0 +1,238 @@
+"""Cached tokens whose positions are data: every sequence gives what its shown keys at their positions give."""
+
+import dataclasses
+import math
+
+import pytest
+import support
+import torch
+from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
+from flashrope.backends.registry import POSITIONS
+from support import SCHEMES, int32
+
+PAGE, HEADS, HEADS_KV = 16, 4, 2
+TARGETS = [t for t in (*support.TARGETS, support.Target("reference", torch.float64, "cpu")) if t.impl in POSITIONS]
+
+
+@pytest.fixture(params=TARGETS, ids=str)
+def placed_target(request):
+    return request.param
+
+
+@dataclasses.dataclass
+class Entry:
+    """A page: its rows from first on, so many, from this position."""
+
+    position: int
+    length: int = PAGE
+    first: int = 0
+
+
+# Sequences as documents, prompts and answers leave them: pages that follow one another, gaps, equal positions at a
+# border, pages that show rows from their middle, or none.
+SEQUENCES = (
+    [Entry(0), Entry(16), Entry(32, 9)],
+    [Entry(5, 4, 3), Entry(12), Entry(60, 0), Entry(60, 7, 9), Entry(75, 12)],
+    [Entry(-40, 16), Entry(100, 11), Entry(108, 3, 2)],
+    [Entry(1000, 2)],
+)
+
+
+class Placed:
+    """q over pages in any order; hidden rows and unused pages are NaN. keys: those that a call finds in the cache."""
+
+    def __init__(self, target, rotary, seqlen_q, new: bool, causal=True, sequences=SEQUENCES):
+        self.target, self.rotary, self.causal, self.seqlen_q = target, rotary, causal, seqlen_q
+        batch, most = len(sequences), max(map(len, sequences))
+        generator = torch.Generator().manual_seed(1)
+        table = torch.randperm(batch * most + 2, generator=generator)[: batch * most].view(batch, most)
+        shape = batch * most + 2, PAGE, HEADS_KV, rotary.head_dim
+        k, v = (support.random(shape, target, seed) for seed in (1, 2))
+        self.q = support.random((batch, seqlen_q, HEADS, rotary.head_dim), target, 3)
+        hidden = torch.ones(shape[:2], dtype=torch.bool)
+        self.places, self.keys, self.lengths = [], [], []
+        for b, entries in enumerate(sequences):
+            rows = [(n, e.first + r) for n, e in enumerate(entries) for r in range(e.length)]
+            self.places.append([float(entries[n].position + row) for n, row in rows])
+            slots = [(int(table[b, n]), row) for n, row in rows]
+            for slot in slots:
+                hidden[slot] = False
+            self.keys.append(slots)
+            last = entries[-1]
+            self.lengths.append((len(entries) - 1) * PAGE + last.first + last.length)
+        self.full = k, v
+        self.k, self.v = (x.masked_fill(hidden[..., None, None].to(x.device), torch.nan) for x in (k, v))
+        self.new = None
+        if new:  # the last seqlen_q tokens of every sequence, which lie in its last page
+            picked = [
+                torch.stack([torch.stack([x[slot] for slot in s[-seqlen_q:]]) for s in self.keys]) for x in (k, v)
+            ]
+            self.new = picked
+            for s in self.keys:
+                for slot in s[-seqlen_q:]:
+                    self.k[slot], self.v[slot] = torch.nan, torch.nan
+
+        def padded(name, fill):
+            values = [[getattr(e, name) for e in row] + [fill] * (most - len(row)) for row in sequences]
+            return int32(values, target.device)
+
+        self.block_table = table.int().to(target.device)
+        self.tables = {
+            "page_positions": padded("position", -7),
+            "page_first": padded("first", 99),
+            "page_lengths": padded("length", 10**9),
+        }
+        used = [n - seqlen_q * new for n in self.lengths]
+        self.cache_seqlens = int32(used, target.device)
+
+    def call(self, **options):
+        k, v = self.new or (None, None)
+        options = {**self.tables, **options}
+        return attention_with_cache(
+            self.q, self.k, self.v, self.rotary, self.cache_seqlens, k, v, self.block_table, causal=self.causal,
+            return_lse=True, impl=self.target.impl, validate=True, **options,
+        )  # fmt: skip
+
+    def check(self, out, lse, positions=None) -> None:
+        for b, slots in enumerate(self.keys):
+            k, v = (torch.stack([x[slot] for slot in slots])[None] for x in self.full)
+            keys = torch.tensor(self.places[b], dtype=torch.float64, device=k.device)
+            queries = keys[len(slots) - self.seqlen_q :] if positions is None else positions[b].double()
+            p = support.Problem(self.q[b : b + 1], k, v, self.rotary, self.causal, places=(queries, keys))
+            p = p.replace(grad_out=torch.zeros_like(p.q), grad_lse=torch.zeros_like(lse[b : b + 1]))
+            got = {"out": out[b : b + 1], "lse": lse[b : b + 1]}
+            support.check_budget(got, p, self.target.dtype, f"sequence {b}: ")
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["append", "read"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_one_token(placed_target, scheme, new):
+    placed = Placed(placed_target, SCHEMES[scheme](16), 1, new)
+    placed.check(*placed.call())
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("scheme", ["rope_partial", "rerope", "hope_rerope_log_n", "local", "inverse_leaky"])
+def test_two_tokens(placed_target, scheme, causal):
+    placed = Placed(placed_target, SCHEMES[scheme](16), 2, True, causal)
+    placed.check(*placed.call())
+
+
+@pytest.mark.parametrize("scheme", ["rope", "rerope", "local"])
+def test_queries_at_positions_of_their_own(placed_target, scheme):
+    placed = Placed(placed_target, SCHEMES[scheme](16), 2, True)
+    positions = int32([[90, 93], [80, 200], [113, 113], [1000, 1001]], placed_target.device)
+    placed.check(*placed.call(positions=positions), positions=positions)
+
+
+def test_the_formula():
+    """The reference against the formula by complex numbers, pair by pair and key by key."""
+    target = support.Target("reference", torch.float64, "cpu")
+    rotary = Rotary.rope(8).rectify(21, 4.0).log_n(20)
+    placed = Placed(target, rotary, 2, False)
+    out, lse = placed.call()
+    for b, slots in enumerate(placed.keys):
+        for r in range(2):
+            i = placed.places[b][len(slots) - 2 + r]
+            for head in range(HEADS):
+                scores = []
+                for slot, j in list(zip(slots, placed.places[b], strict=True))[: len(slots) - 1 + r]:
+                    d = i - j
+                    d = d if d < 21 else 21 + (d - 21) / 4
+                    x, y = placed.q[b, r, head], placed.full[0][slot][head // 2]
+                    turned = torch.complex(y[:4], y[4:]) * torch.exp(-1j * d * rotary.inv_freq)
+                    score = (torch.complex(x[:4], x[4:]) * turned.conj()).real.sum() / math.sqrt(8)
+                    scores.append(score * max(1.0, math.log(max(i, 0) + 1) / math.log(20)))
+                scores = torch.stack(scores)
+                torch.testing.assert_close(lse[b, head, r], scores.logsumexp(0))
+                values = torch.stack([placed.full[1][slot][head // 2] for slot in slots[: len(scores)]])
+                torch.testing.assert_close(out[b, r, head], scores.softmax(0) @ values)
+
+
+def test_tables_that_say_what_slots_say(placed_target):
+    """Bitwise the call without tables."""
+    entries = [[Entry(16 * n) for n in range(3)] + [Entry(48, 5)], [Entry(0), Entry(16, 9)]]
+    placed = Placed(placed_target, SCHEMES["rerope"](16), 1, False, sequences=entries)
+    bare = placed.call(**dict.fromkeys(placed.tables))
+    for given in ({}, {"page_first": None}, {"page_lengths": None}, {"page_positions": None}):
+        if "page_first" in given or "page_lengths" in given:
+            placed.check(*placed.call(**given))
+        for x, y in zip(placed.call(**given), bare, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])
+def test_stored_positions(placed_target, paged):
+    """New keys leave their positions, behind the last key or those given; the next call reads them."""
+    rotary, device = SCHEMES["rerope"](16), placed_target.device
+    shape = (2, 32, HEADS_KV, 16)
+    k, v = (support.random((2, 12, *shape[2:]), placed_target, seed) for seed in (1, 2))
+    q = support.random((2, 12, HEADS, 16), placed_target, 3)
+    slots = torch.full((4, PAGE) if paged else shape[:2], torch.nan, device=device)
+    caches = [torch.full((4, PAGE, HEADS_KV, 16) if paged else shape, torch.nan).to(q) for _ in range(2)]
+    options = dict(slot_positions=slots, impl=placed_target.impl, return_lse=True, validate=True)
+    if paged:
+        options["block_table"] = int32([[2, 1], [3, 0]], device)
+    given = torch.tensor([[0, 1, 2, 7, 7.5], [3, 4, 5, 6, 9]], device=device)
+    lengths = int32([0, 0], device)
+    first, second, third = slice(0, 5), slice(5, 8), slice(8, 12)
+    places = []
+    for rows, positions in ((first, given), (second, None), (third, given[:, :4] + 40)):
+        new = [x[:, rows].contiguous() for x in (q, k, v)]
+        out, lse = attention_with_cache(
+            new[0], *caches, rotary, lengths, *new[1:], **options, positions=None if positions is None else positions
+        )
+        if positions is None:
+            positions = places[-1][:, -1:].floor() + 0.5 * (places[-1][:, -1:] % 1 > 0) + torch.arange(1, 4)
+        places.append(positions.double())
+        keys = torch.cat(places, 1)
+        for b in range(2):
+            p = support.Problem(
+                new[0][b : b + 1], k[b : b + 1, : keys.shape[1]], v[b : b + 1, : keys.shape[1]], rotary,
+                places=(positions[b].double(), keys[b]), grad_out=torch.zeros_like(new[0][b : b + 1]),
+                grad_lse=torch.zeros_like(lse[b : b + 1]),
+            )  # fmt: skip
+            support.check_budget({"out": out[b : b + 1], "lse": lse[b : b + 1]}, p, placed_target.dtype)
+        lengths = lengths + (rows.stop - rows.start)
+
+
+def test_packed(placed_target):
+    """Sequences with 2, 0, 1 and 2 rows, as the calls of each alone."""
+    rotary = SCHEMES["hope_rerope_log_n"](16)
+    placed = Placed(placed_target, rotary, 2, False)
+    out, lse = placed.call()
+    rows = [(0, 0), (0, 1), (2, 1), (3, 0), (3, 1)]
+    q = torch.stack([placed.q[row] for row in rows])
+    packed_out, packed_lse = attention_varlen_with_cache(
+        q, placed.k, placed.v, rotary, int32([0, 2, 2, 3, 5], q.device), placed.cache_seqlens, 2,
+        block_table=placed.block_table, return_lse=True, impl=placed_target.impl, validate=True, **placed.tables,
+    )  # fmt: skip
+    for n, (b, r) in enumerate(rows):
+        torch.testing.assert_close(packed_out[n], out[b, r], rtol=0, atol=1e-6)
+        torch.testing.assert_close(packed_lse[:, n], lse[b, :, r], rtol=0, atol=1e-6)
+
+
+def test_axial(placed_target):
+    """Three coordinates a slot, as a vision-language model's cache has; causality goes by order."""
+    rotary = Rotary.axial(24, axes=3)
+    target, tokens = placed_target, 20
+    q, k, v = (support.random((1, tokens, n, 24), target, seed) for seed, n in enumerate((HEADS, HEADS_KV, HEADS_KV)))
+    grid = torch.tensor([[3, n // 4, n % 4] for n in range(12)], device=q.device)
+    text = torch.arange(3)[:, None].expand(3, 3), torch.arange(6, 11)[:, None].expand(5, 3)
+    positions = torch.cat((text[0], grid, text[1])).to(torch.int32)[None]
+    slots = torch.zeros(2, PAGE, 3, device=q.device)
+    caches = [torch.full((2, PAGE, HEADS_KV, 24), torch.nan).to(q) for _ in range(2)]
+    options = dict(block_table=int32([[1, 0]], q.device), slot_positions=slots, impl=target.impl, return_lse=True)
+    results, n = [], 0
+    for rows, given in ((15, positions[:, :15]), (4, positions[:, 15:19]), (1, None)):
+        new = [x[:, n : n + rows].contiguous() for x in (q, k, v)]
+        results.append(
+            attention_with_cache(new[0], *caches, rotary, int32([n], q.device), *new[1:], positions=given, **options)
+        )
+        n += rows
+    places = positions[0].double()
+    out, lse = torch.cat([out for out, _ in results], 1), torch.cat([lse for _, lse in results], 2)
+    p = support.Problem(
+        q, k, v, rotary, places=(places, places), grad_out=torch.zeros_like(q), grad_lse=torch.zeros_like(lse)
+    )
+    support.check_budget({"out": out, "lse": lse}, p, target.dtype)
