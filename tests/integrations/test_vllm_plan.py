@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from flashrope import Rotary, attention_varlen_with_cache
+from flashrope.backends.quantized import quantize
+from flashrope.integrations.vllm.pages import CODES, row_bytes, split_pages
 from flashrope.integrations.vllm.plan import ARCHITECTURES, asked, make_plan
 
 SLIDING = ["sliding_attention", "full_attention"]
@@ -116,6 +118,11 @@ def test_keys_are_stored_rotated_where_the_scheme_has_one_rotation(options, rota
     ]
 
 
+@pytest.mark.parametrize("cache_dtype", ["auto", "float32", *CODES])
+def test_cache_dtypes(cache_dtype):
+    make_plan(config({}, cache_config=SimpleNamespace(cache_dtype=cache_dtype, block_size=16)))
+
+
 def test_rotated_and_raw_blocks_are_not_interchangeable():
     assert make_plan(config({})).digest != make_plan(config({"raw_keys": True})).digest
     same = ({"window": 64}, {"window": 64, "raw_keys": True})  # raw both times
@@ -191,7 +198,20 @@ REFUSED = {
     "float64": (dict(model={"dtype": "torch.float64"}), "dtype: expected bfloat16, float16, float32, got float64"),
     "fp8 cache": (
         dict(cache_config=SimpleNamespace(cache_dtype="fp8", block_size=16)),
-        "kv_cache_dtype: expected auto or float32, the model's dtype, got fp8",
+        "kv_cache_dtype: expected auto or float32, the model's dtype, int8_per_token_head or int4_per_token_head, got "
+        "fp8, whose numbers GPUs below sm_89 convert in software$",
+    ),
+    "fp8 cache with scales": (
+        dict(cache_config=SimpleNamespace(cache_dtype="fp8_per_token_head", block_size=16)),
+        "got fp8_per_token_head, whose numbers GPUs below sm_89 convert in software$",
+    ),
+    "a cache in another float type": (
+        dict(cache_config=SimpleNamespace(cache_dtype="bfloat16", block_size=16)),
+        "kv_cache_dtype: expected auto or float32, .* got bfloat16$",
+    ),
+    "a cache in a code of vLLM": (
+        dict(cache_config=SimpleNamespace(cache_dtype="turboquant_4bit_nc", block_size=16)),
+        "kv_cache_dtype: expected auto or float32, .* got turboquant_4bit_nc$",
     ),
     "small pages": (
         dict(cache_config=SimpleNamespace(cache_dtype="auto", block_size=8)),
@@ -257,15 +277,32 @@ LAID_OUT = {
 }
 
 
+def pages_of_codes(k, v, codes, heads_first):
+    """Keys and values, (blocks, block_size, heads_kv, head_dim), as the bytes of vLLM's tensor; and their codes and
+    scales."""
+    parts = [x for numbers in (k, v) for x in quantize(numbers, codes)]
+    columns = [parts[0], parts[1][..., None].view(codes), parts[2], parts[3][..., None].view(codes)]
+    cache = torch.cat(columns, dim=-1).transpose(1, 2)
+    return (cache.contiguous() if heads_first else cache), parts
+
+
+@pytest.mark.parametrize("codes", [None, *CODES.values()], ids=["numbers", *CODES])
 @pytest.mark.parametrize(("impl", "heads_first"), LAID_OUT)
-def test_pages_as_vllm_lays_them_out(impl, heads_first):
-    """Keys and values side by side in blocks of (heads_kv, block_size, 2 * head_dim), in either order in memory: the
-    call that the backend makes on a GPU and on the CPU."""
+def test_pages_as_vllm_lays_them_out(impl, heads_first, codes):
+    """Keys and values side by side in blocks of (heads_kv, block_size, columns), in either order in memory: the call
+    that the backend makes on a GPU and on the CPU."""
     torch.manual_seed(0)
     blocks, heads_kv, size, head_dim, lengths, new = 12, 2, 16, 32, [40, 17, 64], [1, 17, 5]
-    cache = torch.randn(blocks, heads_kv, size, 2 * head_dim)
-    if not heads_first:
-        cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+    rows = torch.randn(2, blocks, size, heads_kv, head_dim)
+    if codes is None:
+        cache = torch.cat((*rows,), dim=-1).transpose(1, 2)
+        cache, expected_pages = (cache.contiguous() if heads_first else cache), [*rows]
+    else:
+        cache, (k_codes, k_scale, v_codes, v_scale) = pages_of_codes(*rows, codes, heads_first)
+        expected_pages = [k_codes, v_codes, k_scale, v_scale]
+        assert cache.shape[-1] == 2 * row_bytes(head_dim, codes)
+    pages = split_pages(cache, head_dim)
+    assert all(torch.equal(*each) for each in zip(pages[1:], expected_pages, strict=codes is not None))
     tokens = sum(new)
     q = torch.randn(tokens + 3, 2 * heads_kv, head_dim)  # three rows of padding
     k, v = torch.randn(2, tokens + 3, heads_kv, head_dim)
@@ -276,11 +313,12 @@ def test_pages_as_vllm_lays_them_out(impl, heads_first):
     arguments = (torch.tensor([0, 1, 18, 23]).int(), torch.tensor(lengths).int(), max(new), k[:tokens], v[:tokens])
     rotary = LAID_OUT[impl, heads_first](Rotary.rope(head_dim))
     results = []
-    for name in (impl, "reference"):
-        pages = cache.clone(memory_format=torch.preserve_format).transpose(1, 2).split(head_dim, dim=-1)
-        mapping = torch.tensor(slots)
-        options = dict(block_table=table, slot_mapping=mapping, softmax_scale=0.3, impl=name)
-        results.append((attention_varlen_with_cache(q[:tokens], *pages, rotary, *arguments, **options), *pages))
+    for name, (k_cache, v_cache, *scales) in ((impl, pages[1:]), ("reference", expected_pages)):
+        options = dict(block_table=table, slot_mapping=torch.tensor(slots), softmax_scale=0.3, impl=name)
+        if codes is not None:
+            options |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
+        out = attention_varlen_with_cache(q[:tokens], k_cache, v_cache, rotary, *arguments, **options)
+        results.append((out, k_cache, v_cache, *(scales if codes is not None else ())))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 

@@ -4,7 +4,7 @@ import gc
 from contextlib import contextmanager
 
 import torch
-from models import VOCABULARY, reference
+from models import VOCABULARY, Rounded, reference
 from vllm import LLM, SamplingParams
 
 BOUND = 1e-4  # of a log probability, float32
@@ -44,20 +44,37 @@ def generate(llm, prompts: list[list[int]], tokens: int = 4, all_prompt: bool = 
     return llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
 
 
-def differences(folder: str, options: dict | None, outputs) -> list[float]:
+def differences(folder: str, options: dict | None, outputs, rounded: Rounded | None = None) -> list[float]:
     """Per completion, the largest difference of any log probability from that of convert()."""
+    return [float(x.abs().max()) for x in compared(folder, options, outputs, rounded)]
+
+
+def compared(folder: str, options: dict | None, outputs, rounded: Rounded | None = None) -> list[torch.Tensor]:
+    """Per completion, the differences of all log probabilities from those of convert()."""
     found = []
     for output in outputs:
         ids = output.prompt_token_ids
         for completion in output.outputs:
             whole = [*ids, *completion.token_ids]
-            expected = reference(folder, options, whole)
-            worst = 0.0
-            for row, entry in enumerate((output.prompt_logprobs or [None])[1:]):
-                worst = max(worst, abs(entry[whole[row + 1]].logprob - float(expected[row, whole[row + 1]])))
+            expected = reference(folder, options, whole, rounded=rounded)
+            prompt = (output.prompt_logprobs or [None])[1:]
+            rows = [torch.tensor([entry[whole[n + 1]].logprob for n, entry in enumerate(prompt)])]
+            rows[0] -= expected[torch.arange(len(prompt)), whole[1 : len(prompt) + 1]]
             for step, entry in enumerate(completion.logprobs):
                 assert len(entry) >= VOCABULARY
                 row = torch.tensor([entry[token].logprob for token in range(VOCABULARY)])
-                worst = max(worst, float((row - expected[len(ids) - 1 + step]).abs().max()))
-            found.append(worst)
+                rows.append(row - expected[len(ids) - 1 + step])
+            found.append(torch.cat(rows))
     return found
+
+
+def check_rounded(folder: str, options: dict | None, outputs, rounded: Rounded) -> None:
+    """Far nearer to convert() over the rounded numbers than these are to the numbers themselves. A number that lies
+    between two codes may be rounded either way, which a long prompt has some of; without one, the bound is BOUND."""
+    from_rounded = compared(folder, options, outputs, rounded)
+    costs = compared(folder, options, outputs)
+    ratios = [
+        float(x.square().mean() / cost.square().mean()) ** 0.5 for x, cost in zip(from_rounded, costs, strict=True)
+    ]
+    assert max(ratios) < 1 / 10 and min(float(cost.square().mean()) for cost in costs) > 1e-5, ratios
+    assert min(float(x.abs().max()) for x in from_rounded) <= BOUND

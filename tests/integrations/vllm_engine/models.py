@@ -4,9 +4,15 @@ Weights with initializer_range 0.12: at the library's default such a model repea
 in nothing.
 """
 
+from typing import NamedTuple
+
 import torch
+from flashrope import Rotary, rotate
+from flashrope.backends.quantized import dequantize, quantize
 from flashrope.integrations.transformers import convert
-from transformers import AutoConfig, AutoModelForCausalLM
+from flashrope.integrations.vllm.pages import CODES
+from transformers import AutoConfig, AutoModelForCausalLM, Cache
+from transformers.cache_utils import DynamicLayer
 
 VOCABULARY = 256
 COMMON = dict(
@@ -39,10 +45,43 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
 
 
+class Rounded(NamedTuple):
+    """A quantized cache as vLLM names it."""
+
+    cache_dtype: str
+    stored_as: Rotary | None = None  # the scheme that rotates keys before they are rounded
+    layers: tuple[int, ...] = (0, 1, 2)  # the others keep their numbers
+
+
+class RoundedLayer(DynamicLayer):
+    """Keys and values as the numbers that codes and scales stand for, the keys turned back."""
+
+    def __init__(self, rounded: Rounded):
+        super().__init__()
+        self.codes, self.stored_as = CODES[rounded.cache_dtype], rounded.stored_as
+
+    def update(self, k, v, *args, **kwargs):
+        if self.stored_as is None:
+            return super().update(self._round(k), self._round(v))
+        k, positions = k.float().transpose(1, 2), torch.arange(k.shape[2])
+        turned = self._round(rotate(k, self.stored_as, positions))
+        return super().update(rotate(turned, self.stored_as, -positions).transpose(1, 2).to(v.dtype), self._round(v))
+
+    def _round(self, x):
+        return dequantize(*quantize(x, self.codes), torch.float32).to(x.dtype)
+
+
 @torch.no_grad()
-def reference(folder: str, options: dict | None, token_ids: list[int], dtype=torch.float32) -> torch.Tensor:
+def reference(
+    folder: str, options: dict | None, token_ids: list[int], dtype=torch.float32, rounded: Rounded | None = None
+) -> torch.Tensor:
     """(tokens, vocabulary): log probabilities of the token after each, by convert() with the options; None: stock."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     if options is not None:
         convert(model, **options)
-    return model(torch.tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
+    cache = {"use_cache": False}
+    if rounded is not None:
+        layers = range(model.config.num_hidden_layers)
+        kinds = [RoundedLayer(rounded) if n in rounded.layers else DynamicLayer() for n in layers]
+        cache = {"past_key_values": Cache(layers=kinds)}
+    return model(torch.tensor([token_ids]), **cache).logits[0].float().log_softmax(-1)

@@ -5,10 +5,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
 
 import torch
-from engine import BOUND, differences, engine, generate
+from engine import BOUND, check_rounded, differences, engine, generate
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert
-from models import prompt, reference, save_model
+from models import Rounded, prompt, reference, save_model
 from transformers import AutoModelForCausalLM
 from vllm.exceptions import VLLMValidationError
 
@@ -105,6 +105,38 @@ def test_preemption(llama):
     assert max(differences(llama, REROPE, outputs)) <= BOUND
 
 
+INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
+QUANTIZED = {
+    "RoPE, int8": ({}, {}, Rounded(INT8, Rotary.rope(32))),
+    "HoPE, int4": ({"hope_train_length": 64}, {}, Rounded(INT4, Rotary.hope(32, 64))),
+    "ReRoPE, int8, layer 0 in float32": (REROPE, {"kv_cache_dtype_skip_layers": ["0"]}, Rounded(INT8, layers=(1, 2))),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_cache(llama, name):
+    options, settings, rounded = QUANTIZED[name]
+    with engine(llama, options, kv_cache_dtype=rounded.cache_dtype, **settings) as llm:
+        outputs = generate(llm, [prompt(n) for n in (5, 6, 7, 15, 16, 65, 300)])
+    check_rounded(llama, converted(options), outputs, rounded)
+
+
+@pytest.mark.parametrize("cache_dtype, options", [(INT8, REROPE), (INT4, {"raw_keys": True})])
+def test_requests_over_a_quantized_cache(llama, cache_dtype, options):
+    """Chunks of prompts beside decoding, a prefix hit, forks, and six sequences of 9 pages each on 40 pages."""
+    settings = dict(max_num_batched_tokens=64, max_num_seqs=8, block_size=16, max_model_len=600)
+    settings |= dict(num_gpu_blocks_override=40, disable_log_stats=False, kv_cache_dtype=cache_dtype)
+    with engine(llama, options, **settings) as llm:
+        chunks = generate(llm, [prompt(n) for n in (5, 300, 6, 129)], tokens=8)
+        hits = generate(llm, [prompt(300)[:200] + prompt(30, seed=1)], all_prompt=False)
+        forks = generate(llm, [prompt(70)], tokens=24, n=3, temperature=1.0, all_prompt=False)
+        crowded = generate(llm, [prompt(64, seed=n) for n in range(6)], tokens=70, all_prompt=False)
+        preempted = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+    assert hits[0].num_cached_tokens == 192 and preempted > 0
+    assert len({tuple(c.token_ids) for c in forks[0].outputs}) == 3
+    check_rounded(llama, converted(options), chunks + hits + forks + crowded, Rounded(cache_dtype))
+
+
 def test_a_request_that_is_too_long_harms_no_other(llama):
     with engine(llama, REROPE, max_model_len=128) as llm:
         before = generate(llm, [prompt(64)])
@@ -133,14 +165,14 @@ def test_compiled(llama):
     assert max(differences(llama, REROPE, outputs)) <= BOUND
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(llama, dtype):
+@pytest.mark.parametrize("dtype, cache_dtype", [("bfloat16", None), ("float16", None), ("bfloat16", INT8)])
+def test_half_precision(llama, dtype, cache_dtype):
     """As far from float32 as convert() in the same type is: rounding of weights and activations, not of a scheme."""
-    ids = prompt(300)
-    with engine(llama, REROPE, dtype=dtype) as llm:
+    ids, codes = prompt(300), None if cache_dtype is None else Rounded(cache_dtype)
+    with engine(llama, REROPE, dtype=dtype, kv_cache_dtype=cache_dtype or "auto") as llm:
         (output,) = generate(llm, [ids], tokens=1)
-    exact = reference(llama, REROPE, ids)
-    rounded = float((reference(llama, REROPE, ids, getattr(torch, dtype)) - exact).abs().max())
+    exact = reference(llama, REROPE, ids, rounded=codes)
+    rounded = float((reference(llama, REROPE, ids, getattr(torch, dtype), codes) - exact).abs().max())
     served = max(
         abs(entry[ids[n + 1]].logprob - float(exact[n, ids[n + 1]]))
         for n, entry in enumerate(output.prompt_logprobs[1:])

@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
 
-from engine import BOUND, differences, engine, generate
+from engine import BOUND, check_rounded, differences, engine, generate
 from flashrope.integrations.vllm.plan import ARCHITECTURES
-from models import prompt, save_model
+from models import Rounded, prompt, save_model
 
 REROPE, LOG_N = {"window": 24, "log_n": 64}, {"log_n": 64}
 HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
@@ -62,3 +62,12 @@ def test_rope_scaling(rope_type, tmp_path):
 
 def test_sliding_window(tmp_path):
     compare(save_model(tmp_path, "mistral", sliding_window=48), {})
+
+
+def test_sliding_windows_over_a_quantized_cache(tmp_path):
+    """Layers of two kinds, in groups of pages of their own."""
+    model_type, changes, options = FAMILIES["Gemma3ForCausalLM"]
+    folder = save_model(tmp_path, model_type, **changes)
+    with engine(folder, {**options, "raw_keys": True}, kv_cache_dtype="int8_per_token_head", max_model_len=512) as llm:
+        outputs = generate(llm, [prompt(n) for n in (5, 6, 7, 200)])
+    check_rounded(folder, options, outputs, Rounded("int8_per_token_head"))

@@ -10,13 +10,21 @@ from models import save_model
 from vllm.engine.arg_utils import EngineArgs
 
 COMMON = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=1024)
+INT4 = "int4_per_token_head"
 HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
 REFUSED = {  # model, its changes, options, settings, message
     "key": ("llama", {}, {"windw": 64}, {}, "options: expected some of rotary, .* got 'windw'"),
     "former flag": ("llama", {}, {"log_n": 64, "clip": False}, {}, "the flag of log n is log_n_clip"),
     "window": ("llama", {}, {"window": 1024}, {}, "window: expected a window of less than max_model_len = 1024"),
     "block_size": ("llama", {}, {}, {"block_size": 48}, "block_size: expected 16, 32, 64, 128, ..., got 48"),
-    "cache dtype": ("llama", {}, {}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected auto or float32"),
+    "cache dtype": ("llama", {}, {}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: .* got fp8, .* convert in software"),
+    "scaled fp8": (
+        "llama",
+        {},
+        {},
+        {"kv_cache_dtype": "fp8_per_token_head"},
+        "kv_cache_dtype: expected auto or float32",
+    ),
     "backend": ("llama", {}, {}, {"attention_backend": "CPU_ATTN"}, "attention_backend: expected none or CUSTOM"),
     "soft cap": ("gemma2", HYBRID, {}, {}, "attn_logit_softcapping: expected none, .* got 50.0"),
     "alibi": ("bloom", {}, {}, {}, "architecture: expected one of .* got BloomForCausalLM"),
@@ -68,7 +76,7 @@ def test_a_layer_that_vllm_builds_differently(window, head_size, message):
     layer = FlashropeImpl.__new__(FlashropeImpl)  # without an engine's configuration
     layer.plan, layer.sliding_window, layer.head_size = plan, window, head_size
     with pytest.raises(ValueError, match=message):
-        layer._find_rotary("model.layers.1.self_attn.attn")
+        layer._find_scheme("model.layers.1.self_attn.attn")
 
 
 def test_rotation_outside_get_rope(tmp_path, monkeypatch):
@@ -132,8 +140,32 @@ def test_what_a_gpu_would_be_asked():
 
     ampere = DeviceCapability(8, 0)
     assert reasons(ampere) == [] == reasons(ampere, has_sliding_window=True)
+    assert reasons(ampere, kv_cache_dtype="int8_per_token_head") == [] == reasons(ampere, kv_cache_dtype=INT4)
     assert reasons(DeviceCapability(7, 5)) == ["compute capability not supported"]
     assert reasons(ampere, kv_cache_dtype="fp8") == ["kv_cache_dtype not supported"]
     assert reasons(ampere, has_sink=True) == ["attention sinks not supported"]
     assert reasons(ampere, head_size=100) == ["head_size not supported"]
     assert reasons(ampere, attn_type="encoder_only") == ["attention type encoder_only not supported"]
+
+
+@pytest.mark.parametrize("cache_dtype, rows, head_size", [("int8_per_token_head", 36, 32), (INT4, 132, 256)])
+def test_pages_are_those_of_vllms_own_kernels(cache_dtype, rows, head_size):
+    """As many bytes as TRITON_ATTN asks for, with keys, values and scales in the same places. The codes differ."""
+    import torch
+    from flashrope.integrations.vllm.backend import FlashropeBackend
+    from flashrope.integrations.vllm.pages import split_pages
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+
+    dtype, mode = STR_DTYPE_TO_TORCH_DTYPE[cache_dtype], get_kv_quant_mode(cache_dtype)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=head_size, dtype=dtype, kv_quant_mode=mode)
+    ours, theirs = (backend.customize_spec(spec) for backend in (FlashropeBackend, TritonAttentionBackend))
+    assert ours == theirs and ours.page_size_bytes == 16 * 2 * 2 * rows
+    cache = torch.zeros(3, 16, 2, 2 * rows, dtype=dtype).transpose(1, 2)
+    impl = TritonAttentionImpl.__new__(TritonAttentionImpl)  # without an engine's configuration
+    impl._kv_quant_mode, impl._k_scale_cache, impl._v_scale_cache = mode, None, None
+    expected = (*impl._pth_key_value_caches(cache), impl._k_scale_cache, impl._v_scale_cache)
+    for view, place in zip(split_pages(cache, head_size)[1:], expected, strict=True):
+        assert (view.data_ptr(), view.stride(), view.dtype) == (place.data_ptr(), place.stride(), place.dtype)
+        assert view.shape[:3] == place.shape[:3]  # their rows of codes count the scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     AttentionType,
 )
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ...backends.calls import CacheCall, CacheLayout
@@ -23,13 +24,14 @@ from ...backends.registry import resolve_impl
 from ...operators import autograd
 from ...operators.checks import check_cache
 from ...rotary.rotary import Rotary
+from .pages import CODES, Pages, row_bytes, split_pages
 from .plan import BACKEND, MAX_HEAD_DIM, check_cache_dtype
 from .state import active_plan
 
 
 class FlashropeBackend(AttentionBackend):
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32"]
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32", *CODES]
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -47,6 +49,13 @@ class FlashropeBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int]:
         return [16, 32, 64, 128, 256, 512, 1024]
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Room for the scales of codes, in the layout that vLLM's own kernels have."""
+        if not spec.kv_quant_mode.is_per_token_head or spec.state_content_bytes is not None:
+            return spec
+        return replace(spec, state_content_bytes=2 * row_bytes(spec.head_size, spec.dtype))
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -129,8 +138,7 @@ class FlashropeImpl(AttentionImpl):
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
         self.scheme: tuple[Rotary, bool] | None = None  # and whether the cache holds rotated keys
         self.impl = ""
-        # kv_cache, and k_cache and v_cache, which are views of it.
-        self.caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.pages: Pages | None = None
         check_cache_dtype(kv_cache_dtype, config.model_config.dtype)
         given = {
             "alibi_slopes": alibi_slopes,
@@ -156,7 +164,7 @@ class FlashropeImpl(AttentionImpl):
         query: torch.Tensor,  # (tokens, heads_q, head_dim), raw, maybe padded
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,  # (blocks, heads_kv, block_size, 2 * head_dim), any strides
+        kv_cache: torch.Tensor,  # as split_pages takes it
         attn_metadata: FlashropeMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
@@ -173,12 +181,13 @@ class FlashropeImpl(AttentionImpl):
         padded = output
         if n < query.shape[0]:
             query, key, value, output = query[:n], key[:n], value[:n], output[:n]
-        if self.caches is None or self.caches[0] is not kv_cache:
-            k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-            packed = layout.cu_seqlens_q, layout.max_seqlen_q
-            check_cache(query, k_cache, v_cache, key, value, self.scheme[0], True, packed)
-            self.caches = kv_cache, k_cache, v_cache
-        _, k_cache, v_cache = self.caches
+        if self.pages is None or self.pages.kv_cache is not kv_cache:
+            pages, packed = split_pages(kv_cache, self.head_size), (layout.cu_seqlens_q, layout.max_seqlen_q)
+            check_cache(query, pages.k, pages.v, key, value, self.scheme[0], True, packed, pages[3:])
+            self.pages = pages
+        _, k_cache, v_cache, k_scale, v_scale = self.pages
+        if k_scale is not None:
+            layout = layout._replace(k_scale=k_scale, v_scale=v_scale)
         tensors = query, k_cache, v_cache, key, value
         alike = self.scheme, self.scale, query.shape, k_cache.shape, output.stride(), *(x.stride() for x in tensors)
         call = CacheCall(self.scheme[0], True, self.scale, layout, 0, self.scheme[1])

@@ -14,6 +14,7 @@ from ..families import FAMILIES
 from ..hf_config import rotary_from_config
 from ..options import FIELD, keeps_raw_keys, read_field, training_length
 from ..transformers.layer_schemes import LayerScheme, layer_type_of, sliding_window_of
+from .pages import CODES
 
 ARCHITECTURES = tuple(sorted(each.vllm for each in FAMILIES.values() if each.vllm))
 BACKEND = "CUSTOM"  # vLLM's name for a backend from outside
@@ -212,11 +213,14 @@ def _check_engine(config) -> None:
 def check_cache_dtype(cache_dtype: str, dtype) -> None:
     """cache_dtype: vLLM's name; dtype: the model's."""
     name = str(dtype).removeprefix("torch.")
-    if cache_dtype not in ("auto", name):
-        raise ValueError(
-            f"kv_cache_dtype: expected auto or {name}, the model's dtype, got {cache_dtype}; keys and values "
-            "are not quantised"
-        )
+    if cache_dtype in ("auto", name, *CODES):
+        return
+    why = ""
+    if cache_dtype.startswith("fp8"):
+        why = ", whose numbers GPUs below sm_89 convert in software"
+    raise ValueError(
+        f"kv_cache_dtype: expected auto or {name}, the model's dtype, {' or '.join(CODES)}, got {cache_dtype}{why}"
+    )
 
 
 def _check_windows(max_model_len: int, options: dict) -> None:
