@@ -5,6 +5,7 @@ import torch
 from flashrope import Rotary
 from flashrope.backends.calls import CacheCall, CacheLayout
 from flashrope.backends.cpu import loader
+from flashrope.backends.quantized import PER_BYTE
 from flashrope.operators import autograd
 
 HEADS_Q, HEADS_KV, HEAD_DIM, PAGE = 4, 2, 32, 16
@@ -62,6 +63,33 @@ def test_further_layers(scheme, dtype, queries):
 
 
 @pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("codes", [torch.int8, torch.uint8], ids=str)
+def test_layers_of_codes(codes):
+    """Rows of codes with their scale behind them, as vLLM lays them out."""
+    torch.manual_seed(0)
+    step, layers = layout([1] * 3, {}), []
+    for _ in range(2):
+        q, *_, k, v, out = layer(1, torch.float32)
+        half = HEAD_DIM // PER_BYTE[codes] + 4
+        rows = torch.zeros(len(LENGTHS) * MAX_PAGES, PAGE, HEADS_KV, 2 * half, dtype=codes)
+        caches = rows[..., : half - 4], rows[..., half : 2 * half - 4]
+        scales = (rows.view(torch.float32)[..., n * half // 4 - 1] for n in (1, 2))
+        layers.append((q, *caches, k, v, out, *scales))
+    for x in layers:
+        step_of_layer = step._replace(k_scale=x[6], v_scale=x[7])
+        call = CacheCall(ROPE, True, 0.3, step_of_layer, 0, True)
+        if x is layers[0]:
+            attend = autograd.prepare(*x[:6], call, "cpu")
+        before = [each.clone() for each in (x[1], x[2], x[6], x[7])]
+        attend(*x)
+        copied = call.with_layout(step_of_layer._replace(k_scale=before[2], v_scale=before[3]))
+        expected, _ = autograd.attention_with_cache(x[0], *before[:2], *x[3:5], copied, "cpu")
+        assert torch.equal(x[5], expected) and expected.any()
+        for got, wanted in zip((x[1], x[2], x[6], x[7]), before, strict=True):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.usefixtures("compiled")
 def test_what_the_first_layer_held_lives_on():
     """The compiled calls keep pointers: to what they were made of, not to the first layer's tensors."""
     import gc
@@ -83,7 +111,8 @@ def refused(monkeypatch, name: str):
     tensors, step = layer(1, torch.float32), layout([1] * 3, {})
     if name == "mixed lengths":
         step, tensors = layout([1, 2, 1], {}), [x[:4] if x.ndim == 3 else x for x in layer(2, torch.float32)]
-    elif name == "scales":
+    elif name == "codes beside bfloat16":
+        tensors = [x.bfloat16() for x in tensors]
         step = step._replace(k_scale=torch.ones(15, PAGE, HEADS_KV), v_scale=torch.ones(15, PAGE, HEADS_KV))
     elif name == "float64":
         tensors = [x.double() for x in tensors]
@@ -98,7 +127,8 @@ def refused(monkeypatch, name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["mixed lengths", "scales", "float64", "composed", "many queries", "rows outside every sequence"]
+    "name",
+    ["mixed lengths", "codes beside bfloat16", "float64", "composed", "many queries", "rows outside every sequence"],
 )
 def test_no_such_call(monkeypatch, name):
     tensors, step = refused(monkeypatch, name)

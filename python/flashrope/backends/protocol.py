@@ -90,6 +90,7 @@ class PreparingBackend(Protocol):
         out: torch.Tensor,
         call: CacheCall,
     ) -> Callable[..., None] | None:
-        """Runs nothing. Gives a function of these six tensors that appends k and v, attends and writes out, for this
-        layer and all others of the call whose tensors differ in their addresses alone; None: not for such a call. All
-        are packed, over pages. call: as from the caller, not ``for_backend``."""
+        """Runs nothing. Gives a function of these six tensors, and of k_scale and v_scale if the layout has them, that
+        appends k and v, attends and writes out, for this layer and all others of the call whose tensors differ in
+        their addresses alone; None: not for such a call. All are packed, over pages. call: as from the caller, not
+        ``for_backend``."""

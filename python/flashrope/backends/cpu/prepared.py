@@ -26,7 +26,10 @@ def prepare(
 ) -> Callable[..., None] | None:
     """As in ``PreparingBackend``."""
     library, layout, total = loader.load(), call.layout, q.shape[0]
-    if not library or q.dtype not in DTYPES or layout.block_table is None or layout.k_scale is not None:
+    if not library or q.dtype not in DTYPES or layout.block_table is None:
+        return None
+    quantized = layout.k_scale is not None
+    if quantized and q.dtype != torch.float32:  # q and out are converted
         return None
     runs = layout.once("runs", lambda: list(layout.runs(total)))
     if len(runs) != 1 or runs[0][1] != slice(0, total):
@@ -35,7 +38,7 @@ def prepare(
     if call.rotated_keys:
         call = call.for_backend()
         rotary = call.rotary
-    call, sequences = call.with_layout(part), part.seqlens.shape[0]
+    call, sequences = call.with_layout(layout.scale_run(runs[0][0], part)), part.seqlens.shape[0]
     batch = q.view(sequences, -1, *q.shape[1:])
     if not decode.serves(batch, k_cache, call) or not k.numel():
         return None
@@ -45,11 +48,14 @@ def prepare(
     rotate, append_address = library.rotate, ctypes.byref(append)
     used = appended, attended, lse
 
-    def run(q, k_cache, v_cache, k, v, out, _used=used) -> None:
+    def run(q, k_cache, v_cache, k, v, out, k_scale=None, v_scale=None, _used=used) -> None:
         append.x.data, append.v.data = k.data_ptr(), v.data_ptr()
         append.out.data = attend.k.data = k_cache.data_ptr()
         append.v_cache.data = attend.v.data = v_cache.data_ptr()
         attend.q.data, attend.out.data = q.data_ptr(), out.data_ptr()
+        if quantized:
+            append.k_scale.data = attend.k_scale.data = k_scale.data_ptr()
+            append.v_scale.data = attend.v_scale.data = v_scale.data_ptr()
         rotate(append_address)
         decode.run(library, attend)
 

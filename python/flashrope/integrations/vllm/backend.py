@@ -185,14 +185,14 @@ class FlashropeImpl(AttentionImpl):
             pages, packed = split_pages(kv_cache, self.head_size), (layout.cu_seqlens_q, layout.max_seqlen_q)
             check_cache(query, pages.k, pages.v, key, value, self.scheme[0], True, packed, pages[3:])
             self.pages = pages
-        _, k_cache, v_cache, k_scale, v_scale = self.pages
-        if k_scale is not None:
-            layout = layout._replace(k_scale=k_scale, v_scale=v_scale)
+        _, k_cache, v_cache, *scales = self.pages
+        if scales[0] is not None:
+            layout = layout._replace(k_scale=scales[0], v_scale=scales[1])
         tensors = query, k_cache, v_cache, key, value
         alike = self.scheme, self.scale, query.shape, k_cache.shape, output.stride(), *(x.stride() for x in tensors)
         call = CacheCall(self.scheme[0], True, self.scale, layout, 0, self.scheme[1])
         if attend := layout.once(alike, lambda: autograd.prepare(*tensors, output, call, self.impl)):
-            attend(*tensors, output)
+            attend(*tensors, output, *scales)
         else:
             out, _ = autograd.attention_with_cache(*tensors, call, self.impl)
             output.copy_(out.view(output.shape))
