@@ -1,16 +1,19 @@
 """What quantized caches cost in loss: the table and the figure of docs/decoding.md.
 
-    flashrope demo
-    python tools/quantized_loss.py runs/demo/rope.safetensors runs/demo/hope.safetensors --out docs/quantized
+    python -m experiments loss --preset loss --device cpu --threads 1
+    python tools/quantized_loss.py runs/experiments-loss/models/rope-*.safetensors --out docs/quantized
 
-First the change of the loss that int8 and int4 caches make, as ``flashrope loss --cache-dtype`` measures it, by model,
-scheme and length: every window of unseen text is read through the cache. Then keys alone are rounded to 8, 4 and 3 bits
-with a scale for each token and key head, before and after their rotation, at the training length. Both are taken
-window by window; intervals are Student's 95% intervals of the mean over the windows.
+First the change of the loss that int8 and int4 caches make, as ``flashrope loss --cache-dtype`` measures it, by scheme
+and length: every model reads every window of unseen text through the cache, in chunks. Then keys alone are rounded to
+8, 4 and 3 bits with a scale for each token and key head, before and after their rotation, at the training length. Every
+change is the difference of two losses of one model on one window. Intervals are Student's 95% intervals of the mean
+over the models; the tables have those over the windows, too.
 """
 
 import argparse
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from flashrope import Rotary, attention, rotate
@@ -21,32 +24,48 @@ from flashrope.cli.options import cores
 from flashrope.evaluation import llama
 from flashrope.evaluation.loss import half_interval, measure, of_length
 from flashrope.evaluation.schemes import applicable
+from flashrope.rotary.catalogue import SCHEMES
 from flashrope.small_models import data
 from flashrope.small_models.model import load_checkpoint, trained_length
 from torch.nn.functional import cross_entropy
 
 BITS = (8, 4, 3)
+CHUNK = 512  # tokens that the model reads at once
+
+Table = list[list[float]]  # losses [model][window]
 
 
-def change(values: list[float], base: list[float]) -> tuple[float, float]:
-    """The mean of the differences and half of its interval."""
-    differences = [a - b for a, b in zip(values, base, strict=True)]
-    return sum(differences) / len(differences), half_interval(differences)
+class Change(NamedTuple):
+    """The change of the loss in nats per byte: its mean, half of its intervals over models and over windows, and the
+    largest mean of one model."""
+
+    mean: float
+    over_models: float
+    over_windows: float
+    largest: float
+
+
+def change(values: Table, base: Table) -> Change:
+    """Of the losses [model][window]."""
+    differences = [[a - b for a, b in zip(*rows, strict=True)] for rows in zip(values, base, strict=True)]
+    of_models, of_windows = (
+        [fmean(row) for row in differences],
+        [fmean(column) for column in zip(*differences, strict=True)],
+    )
+    return Change(fmean(of_models), half_interval(of_models), half_interval(of_windows), max(of_models, key=abs))
 
 
 def by_length(path: Path, windows: list[bytes], lengths: list[int], names: list[str], targets: int, batch: int):
-    """Yields (scheme, length, mean loss, half of its interval, {cache_dtype: change})."""
+    """Yields (scheme, length, cache_dtype or None, losses of the windows)."""
     model = llama.read(path).eval()
     schemes, _ = applicable(model, names, trained_length(path), lengths[-1], all_converted=True)
     for scheme in schemes:
         scheme.apply()
         for length in lengths:
             inputs = of_length(windows, (), length)
-            plain, *quantized = (
-                list(measure(model, inputs, targets, batch, 512, cache_dtype)) for cache_dtype in (None, *CACHE_DTYPES)
-            )
-            changes = {name: change(x, plain) for name, x in zip(CACHE_DTYPES, quantized, strict=True)}
-            yield scheme.label, length, sum(plain) / len(plain), half_interval(plain), changes
+            for cache_dtype in (None, *CACHE_DTYPES):
+                losses = list(measure(model, inputs, targets, batch, CHUNK, cache_dtype))
+                yield scheme.label, length, cache_dtype, losses
 
 
 def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -76,75 +95,81 @@ def by_bits(path: Path, windows: list[bytes], targets: int):
         yield bits, {"raw": raw, "rotated": rotated}
 
 
-def draw(rows: list[list], models: list[str], out: Path) -> None:
-    figure = new_figure((3.4 * len(models), 2.8))
-    grid = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
-    for axes, model in zip(grid, models, strict=True):
-        for n, keys in enumerate(("raw", "rotated")):
-            points = [row for row in rows if row[0] == model and row[2] == keys]
-            axes.errorbar(
-                [BITS.index(row[1]) + 0.16 * n - 0.08 for row in points],
-                [float(row[3]) for row in points],
-                [float(row[4]) for row in points],
-                fmt=MARKERS[n],
-                color=COLOURS[n],
-                capsize=3,
-                label=f"{keys} keys",
-            )
+def draw(rows: list[list], out: Path) -> None:
+    figure = new_figure((6.6, 2.5))
+    for axes, bits in zip(figure.subplots(1, len(BITS)), BITS, strict=True):
+        found = [row for row in rows if row[0] == bits]
+        for n, row in enumerate(found):
+            mean, half = (1000 * float(number) for number in row[2:4])
+            axes.errorbar(n, mean, half, fmt=MARKERS[n], color=COLOURS[n], capsize=3)
         axes.axhline(0, color="black", linewidth=0.6)
-        axes.set_xticks(range(len(BITS)), [f"{bits} bits" for bits in BITS])
-        axes.set_title(model, fontsize=10, loc="left")
-        axes.set_yscale("symlog", linthresh=1e-3)
-    grid[0].set_ylabel("change of the loss, nats per byte")
-    grid[-1].legend(frameon=False, fontsize=8)
+        axes.set_xticks(range(len(found)), [row[1].replace(" - ", "\n− ") for row in found], fontsize=8)
+        axes.set_xlim(-0.5, len(found) - 0.5)
+        axes.set_title(f"keys of {bits} bits", fontsize=10, loc="left")
+        axes.tick_params(axis="y", labelsize=8)
+    figure.axes[0].set_ylabel("change of the loss,\n0.001 nats per byte", fontsize=9)
     save(figure, out / "bits.png")
+
+
+def texts(change: Change) -> list[str]:
+    return [f"{number:.6f}" for number in change]
+
+
+def measure_lengths(args: argparse.Namespace, unseen: tuple[bytes, ...]) -> None:
+    """Writes lengths.csv."""
+    windows = data.unseen_windows(unseen, max(args.lengths) + 1, args.windows, args.seed)
+    losses: dict[tuple, Table] = {}
+    for path in args.models:
+        for *key, found in by_length(path, windows, args.lengths, args.schemes, args.targets, args.batch):
+            losses.setdefault(tuple(key), []).append(found)
+            print(path.stem, *key, f"{fmean(found):.6f}", flush=True)
+    header = ["scheme", "length", "loss", "over models"]
+    header += [f"{name}{what}" for name in CACHE_DTYPES for what in ("", " over models", " over windows", " largest")]
+    rows = []
+    for (scheme, length, cache_dtype), plain in losses.items():
+        if cache_dtype is None:
+            means = [fmean(row) for row in plain]
+            changes = (texts(change(losses[scheme, length, name], plain)) for name in CACHE_DTYPES)
+            rows.append([scheme, length, f"{fmean(means):.6f}", f"{half_interval(means):.6f}", *sum(changes, [])])
+    files.write(args.out / "lengths.csv", files.csv_text(header, rows))
+
+
+def measure_bits(args: argparse.Namespace, unseen: tuple[bytes, ...]) -> None:
+    """Writes bits.csv and draws it."""
+    losses: dict[tuple, Table] = {}
+    for path in args.models:
+        windows = data.unseen_windows(unseen, trained_length(path) + 1, 8 * args.windows, args.seed)
+        for bits, of_keys in by_bits(path, windows, args.targets):
+            for keys, found in of_keys.items():
+                losses.setdefault((bits, keys), []).append(found)
+    plain, rows = losses[None, "raw"], []
+    for bits in BITS:
+        raw, rotated = losses[bits, "raw"], losses[bits, "rotated"]
+        pairs = {"raw": (raw, plain), "rotated": (rotated, plain), "rotated - raw": (rotated, raw)}
+        rows += [[bits, keys, *texts(change(*pair))] for keys, pair in pairs.items()]
+    header = ["bits", "keys", "change", "over models", "over windows", "largest"]
+    files.write(args.out / "bits.csv", files.csv_text(header, rows))
+    draw(rows, args.out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, nargs="+", help="checkpoints of flashrope demo or of the experiments")
+    parser.add_argument("models", type=Path, nargs="+", help="checkpoints of the experiments or of flashrope demo")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048])
-    parser.add_argument("--schemes", nargs="+", default=["stock", "rerope", "yarn"])
-    parser.add_argument("--windows", type=int, default=32, help="of the first table; the second has four times as many")
+    parser.add_argument("--schemes", nargs="+", default=[name for name in SCHEMES if name != "hope"])
+    parser.add_argument(
+        "--windows", type=int, default=16, help="of the first table; the second has eight times as many"
+    )
     parser.add_argument("--targets", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(cores())
-    corpus = data.standard_library(max(args.lengths) + 1)
+    unseen = data.standard_library(max(args.lengths) + 1).unseen
     args.out.mkdir(parents=True, exist_ok=True)
-
-    windows = data.unseen_windows(corpus.unseen, max(args.lengths) + 1, args.windows, args.seed)
-    header = ["model", "scheme", "length", "loss", "interval"]
-    header += [f"{name}{what}" for name in CACHE_DTYPES for what in ("", " interval")]
-    rows = []
-    for path in args.models:
-        for scheme, length, *loss, changes in by_length(
-            path, windows, args.lengths, args.schemes, args.targets, args.batch
-        ):
-            numbers = [*loss, *(number for pair in changes.values() for number in pair)]
-            rows.append([path.stem, scheme, length, *(f"{number:.6f}" for number in numbers)])
-            print(*rows[-1], flush=True)
-    files.write(args.out / "lengths.csv", files.csv_text(header, rows))
-
-    rows = []
-    for path in args.models:
-        size = trained_length(path) + 1
-        windows = data.unseen_windows(corpus.unseen, size, 4 * args.windows, args.seed)
-        plain: list[float] = []
-        for bits, losses in by_bits(path, windows, args.targets):
-            plain = plain or losses["raw"]
-            if bits is None:
-                continue
-            for keys, values in losses.items():
-                rows.append([path.stem, bits, keys, *(f"{number:.6f}" for number in change(values, plain))])
-            rows.append(
-                [path.stem, bits, "rotated - raw", *(f"{x:.6f}" for x in change(losses["rotated"], losses["raw"]))]
-            )
-            print(*rows[-3:], sep="\n", flush=True)
-    files.write(args.out / "bits.csv", files.csv_text(["model", "bits", "keys", "change", "interval"], rows))
-    draw(rows, [path.stem for path in args.models], args.out)
+    measure_bits(args, unseen)
+    measure_lengths(args, unseen)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,20 @@ INT8_TO_FP16 = tl.constexpr("""
     sub.rn.f16x2 $1, pair, zero;
 }
 """)
+INT8_TO_FP32 = tl.constexpr("""
+{
+    .reg .b32 shifted, n0, n1, n2, n3;
+    xor.b32 shifted, $4, 0x80808080;
+    prmt.b32 n0, shifted, 0x4b000000, 0x7440;
+    prmt.b32 n1, shifted, 0x4b000000, 0x7441;
+    prmt.b32 n2, shifted, 0x4b000000, 0x7442;
+    prmt.b32 n3, shifted, 0x4b000000, 0x7443;
+    add.rn.f32 $0, n0, 0fcb000080;
+    add.rn.f32 $1, n1, 0fcb000080;
+    add.rn.f32 $2, n2, 0fcb000080;
+    add.rn.f32 $3, n3, 0fcb000080;
+}
+""")
 INT4_TO_BF16 = tl.constexpr("""
 {
     .reg .b32 low, high, pair, one, zero;
@@ -89,8 +103,10 @@ def as_type(x, dtype: tl.constexpr):
     """Codes of 8 bits as numbers of this type; other tiles as they are."""
     if x.dtype != tl.int8:
         return x
-    elif INTERPRETED or dtype == tl.float32:
+    elif INTERPRETED:
         return x.to(dtype)
+    elif dtype == tl.float32:
+        return tl.inline_asm_elementwise(INT8_TO_FP32, "=f,=f,=f,=f,r", [x], tl.float32, True, 4)
     elif dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,r", [x], tl.bfloat16, True, 4)
     else:
@@ -106,6 +122,164 @@ def unpack(packed, dtype: tl.constexpr):
         return tl.inline_asm_elementwise(INT4_TO_BF16, OF_INT4, [packed], (tl.bfloat16, tl.bfloat16), True, 4)
     else:
         return tl.inline_asm_elementwise(INT4_TO_FP16, OF_INT4, [packed], (tl.float16, tl.float16), True, 4)
+
+
+# ---- words
+# A word is 16 bits of a row: two codes of 8 bits, or four of 4. ldmatrix moves words, but not bytes, from shared memory
+# to where a tensor core takes them, transposed or not. Code p of every word goes to part p of a tile.
+# lop3 with 0xea is (a & b) | c, with 0x6a (a & b) ^ c. No output is written before the last read of the input.
+
+WORDS8_TO_BF16 = tl.constexpr("""
+{
+    .reg .b32 odd, low, high, minus, base;
+    mov.b32 minus, 0xbf80bf80;
+    mov.b32 base, 0x43004300;
+    shr.u32 odd, $2, 8;
+    lop3.b32 low, $2, 0x007f007f, base, 0xea;
+    lop3.b32 high, $2, 0x00800080, base, 0xea;
+    fma.rn.bf16x2 $0, high, minus, low;
+    lop3.b32 low, odd, 0x007f007f, base, 0xea;
+    lop3.b32 high, odd, 0x00800080, base, 0xea;
+    fma.rn.bf16x2 $1, high, minus, low;
+}
+""")
+WORDS8_TO_FP16 = tl.constexpr("""
+{
+    .reg .b32 even, odd, zero;
+    mov.b32 zero, 0x64806480;
+    shr.u32 odd, $2, 8;
+    lop3.b32 even, $2, 0x00ff00ff, zero, 0x6a;
+    lop3.b32 odd, odd, 0x00ff00ff, zero, 0x6a;
+    sub.rn.f16x2 $0, even, zero;
+    sub.rn.f16x2 $1, odd, zero;
+}
+""")
+WORDS4_TO_BF16 = tl.constexpr("""
+{
+    .reg .b32 first, second, third, fourth, one, zero, base;
+    mov.b32 one, 0x3f803f80;
+    mov.b32 zero, 0xc308c308;
+    mov.b32 base, 0x43004300;
+    shr.u32 second, $4, 4;
+    shr.u32 third, $4, 8;
+    shr.u32 fourth, $4, 12;
+    lop3.b32 first, $4, 0x000f000f, base, 0xea;
+    lop3.b32 second, second, 0x000f000f, base, 0xea;
+    lop3.b32 third, third, 0x000f000f, base, 0xea;
+    lop3.b32 fourth, fourth, 0x000f000f, base, 0xea;
+    fma.rn.bf16x2 $0, first, one, zero;
+    fma.rn.bf16x2 $1, second, one, zero;
+    fma.rn.bf16x2 $2, third, one, zero;
+    fma.rn.bf16x2 $3, fourth, one, zero;
+}
+""")
+WORDS4_TO_FP16 = tl.constexpr("""
+{
+    .reg .b32 first, second, third, fourth, base, zero, sixteenth, zero_high;
+    mov.b32 base, 0x64006400;
+    mov.b32 zero, 0x64086408;
+    mov.b32 sixteenth, 0x2c002c00;
+    mov.b32 zero_high, 0xd480d480;
+    shr.u32 third, $4, 8;
+    lop3.b32 first, $4, 0x000f000f, base, 0xea;
+    lop3.b32 second, $4, 0x00f000f0, base, 0xea;
+    lop3.b32 fourth, third, 0x00f000f0, base, 0xea;
+    lop3.b32 third, third, 0x000f000f, base, 0xea;
+    sub.rn.f16x2 $0, first, zero;
+    fma.rn.f16x2 $1, second, sixteenth, zero_high;
+    sub.rn.f16x2 $2, third, zero;
+    fma.rn.f16x2 $3, fourth, sixteenth, zero_high;
+}
+""")
+
+
+@triton.constexpr_function
+def word_parts(dtype, code_vec, block_d, least):
+    """In how many parts of at least `least` columns codes of this type are read as words; 1 if not as words, or if they
+    are no codes."""
+    parts = 2 if dtype == tl.int8 else 4 if dtype == tl.uint8 else 1
+    return parts if code_vec >= 2 and block_d >= least * parts else 1
+
+
+@triton.constexpr_function
+def key_parts(dtype, code_vec, block_d, head_dim, rotary_dim):
+    """word_parts of keys that do not rotate. A tensor core takes at least 16 columns. First and second members of pairs
+    are whole words."""
+    parts = word_parts(dtype, code_vec, block_d, 16)
+    return parts if head_dim % (2 * parts) == rotary_dim % (2 * parts) == 0 else 1
+
+
+@triton.constexpr_function
+def value_parts(dtype, code_vec, block_d, head_dim):
+    """word_parts of values. Below 32 columns, several of 4 warps would compute the same."""
+    parts = word_parts(dtype, code_vec, block_d, 32)
+    return parts if head_dim % parts == 0 else 1
+
+
+@triton.jit
+def unpack_words(words, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """Words [M, N] to their codes in this type: PARTS tiles [M, N]."""
+    if INTERPRETED or dtype == tl.float32:
+        if PARTS == 2:
+            return ((words << 8) >> 8).to(dtype), (words >> 8).to(dtype)
+        else:
+            codes = ()
+            for part in tl.static_range(PARTS):
+                codes += ((((words >> (4 * part)) & 15) - 8).to(dtype),)
+            return codes
+    elif dtype == tl.bfloat16:
+        if PARTS == 2:
+            return tl.inline_asm_elementwise(WORDS8_TO_BF16, "=r,=r,r", [words], (tl.bfloat16,) * 2, True, 2)
+        else:
+            return tl.inline_asm_elementwise(WORDS4_TO_BF16, OF_INT4, [words], (tl.bfloat16,) * 4, True, 2)
+    else:
+        if PARTS == 2:
+            return tl.inline_asm_elementwise(WORDS8_TO_FP16, "=r,=r,r", [words], (tl.float16,) * 2, True, 2)
+        else:
+            return tl.inline_asm_elementwise(WORDS4_TO_FP16, OF_INT4, [words], (tl.float16,) * 4, True, 2)
+
+
+@triton.jit
+def load_words(
+    view, page, row, at, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, SHAPE: tl.constexpr, dtype: tl.constexpr
+):
+    """The codes of words `at` [N] of the rows [M] of a HeadView of codes: PARTS tiles [M, N]. Codes of 4 bits are -8
+    beyond head_dim, where queries are 0 and results are not stored."""
+    BYTES: tl.constexpr = SHAPE.code_vec
+    VEC: tl.constexpr = SHAPE.code_vec // 2
+    ptr = tl.multiple_of(view.ptr.to(tl.pointer_type(tl.int16)), BYTES)
+    stride_row, stride_batch = tl.multiple_of(view.stride_row // 2, VEC), tl.multiple_of(view.stride_batch // 2, VEC)
+    ptrs = ptr + (page * stride_batch + row * stride_row)[:, None] + at[None, :]
+    if HEAD_DIM == at.shape[0] * PARTS:
+        return unpack_words(tl.load(ptrs), PARTS, dtype)
+    else:
+        return unpack_words(tl.load(ptrs, mask=(at < HEAD_DIM // PARTS)[None, :], other=0), PARTS, dtype)
+
+
+@triton.jit
+def split_columns(x, PARTS: tl.constexpr):
+    """[M, N] to PARTS (1, 2 or 4) tiles [M, N / PARTS]: column c to tile c % PARTS."""
+    if PARTS == 1:
+        return (x,)
+    else:
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        if PARTS == 2:
+            return even, odd
+        else:
+            first, third = split_columns(even, 2)
+            second, fourth = split_columns(odd, 2)
+            return first, second, third, fourth
+
+
+@triton.jit
+def join_columns(parts):
+    """The inverse of split_columns."""
+    if len(parts) == 1:
+        return parts[0]
+    elif len(parts) == 2:
+        return interleave(parts[0], parts[1])
+    else:
+        return interleave(interleave(parts[0], parts[2]), interleave(parts[1], parts[3]))
 
 
 @triton.jit
@@ -155,11 +329,14 @@ def load_scales(view, page, row):
 
 @triton.jit
 def scale_values(weights, v, scales):
-    """weights [M, N] and codes v [N, DV], in one part, so that their product has the scales [N].
+    """weights [M, N] and codes v [N, DV], in parts, so that their product has the scales [N].
 
     Scaled weights would leave the range of float16: there the values are scaled, and rounded once."""
     if v[0].dtype == tl.float16:
-        return weights, ((v[0].to(tl.float32) * scales[:, None]).to(v[0].dtype),)
+        scaled = ()
+        for part in tl.static_range(len(v)):
+            scaled += ((v[part].to(tl.float32) * scales[:, None]).to(v[part].dtype),)
+        return weights, scaled
     else:
         return weights * scales[None, :], v
 

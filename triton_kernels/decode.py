@@ -12,7 +12,17 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_int, decode_int64, decode_stride
-from .codes import load_scales, scale_values, scale_view, store_codes
+from .codes import (
+    join_columns,
+    key_parts,
+    load_scales,
+    load_words,
+    scale_values,
+    scale_view,
+    split_columns,
+    store_codes,
+    value_parts,
+)
 from .kv_cache import clamp, load_page, row_in_page, valid_page
 from .rotation import (
     CosSinTable,
@@ -21,6 +31,7 @@ from .rotation import (
     load_cos_sin_at,
     load_cos_sin_from,
     load_key_pairs,
+    load_key_words,
     load_pairs,
     load_tile_map,
     mapped_start,
@@ -132,12 +143,11 @@ class QueryRows(NamedTuple):
     position: object
 
 
-class QueryPairs(NamedTuple):
-    """first, second: the members of the rotated pairs [BM, D/2]; visible: the keys that each row sees; scale_log2:
-    softmax scale in log2 units."""
+class BandQueries(NamedTuple):
+    """parts: the rotated channels as the band reads its keys, the members of the pairs [BM, D/2] or the parts of
+    load_key_words; visible: the keys that each row sees; scale_log2: softmax scale in log2 units."""
 
-    first: object
-    second: object
+    parts: object
     visible: object
     scale_log2: object
 
@@ -160,14 +170,16 @@ class CachedKeys(NamedTuple):
 
 
 @triton.jit
-def pair_scores(queries, k_first, k_second, SHAPE: tl.constexpr):
-    """QueryPairs times keys, given as members of pairs [BN, D/2]: float32 [BM, BN]."""
+def part_scores(queries, keys, SHAPE: tl.constexpr):
+    """Queries times keys, both in the same parts of the channels: float32 [BM, BN]."""
     if SHAPE.block_d < 32:  # a tensor core takes at least 16 channels
-        q = join_pairs(queries.first, queries.second, SHAPE)
-        return tl.dot(q, tl.trans(join_pairs(k_first, k_second, SHAPE)), input_precision="ieee")
+        q = join_pairs(queries[0], queries[1], SHAPE)
+        return tl.dot(q, tl.trans(join_pairs(keys[0], keys[1], SHAPE)), input_precision="ieee")
     else:
-        scores = tl.dot(queries.first, tl.trans(k_first), input_precision="ieee")
-        return tl.dot(queries.second, tl.trans(k_second), scores, input_precision="ieee")
+        scores = tl.dot(queries[0], tl.trans(keys[0]), input_precision="ieee")
+        for part in tl.static_range(1, len(keys)):
+            scores = tl.dot(queries[part], tl.trans(keys[part]), scores, input_precision="ieee")
+        return scores
 
 
 @triton.jit
@@ -188,13 +200,21 @@ def find_rows(program, seq, group, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def rotate_queries(q, offsets, rows, band, keys, scheme, scale, SHAPE: tl.constexpr):
-    """The QueryPairs of a band. offsets [BM, 1], scale [BM, 1]: of the rows."""
+def rotate_queries(q, offsets, rows, band, keys, scheme, scale, PARTS: tl.constexpr, SHAPE: tl.constexpr):
+    """The BandQueries of a band. offsets [BM, 1], scale [BM, 1]: of the rows. PARTS: those of load_key_words, or 1 if
+    keys are read as pairs."""
     x, y = load_pairs(q.ptr, offsets, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
     cos, sin = load_cos_sin_at(keys.table, band.q_rotation, rows.position + keys.shift, 0, SHAPE.block_d // 2, SHAPE)
     x, y = rotate_pairs(x, y, cos, sin, scale, q.ptr.dtype.element_ty)
     visible = visible_keys(rows.position, band, keys.length, scheme.maps)
-    return QueryPairs(x, y, visible, log2_scale(scheme.score_scale))
+    if PARTS > 1:
+        # Keep this branch: without it Triton looks through the join and picks a layout that ldmatrix cannot load.
+        tile = tl.zeros((x.shape[0], 2 * x.shape[1]), x.dtype)
+        if keys.length > 0:
+            tile = join_pairs(x, y, SHAPE)
+        return BandQueries(split_columns(tile, PARTS), visible, log2_scale(scheme.score_scale))
+    else:
+        return BandQueries((x, y), visible, log2_scale(scheme.score_scale))
 
 
 @triton.jit
@@ -232,25 +252,46 @@ def key_cos_sin(keys, rotation, k_map, column, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K: tl.constexpr, SHAPE: tl.constexpr):
+def attend_block(
+    state,
+    queries,
+    keys,
+    band,
+    k_map,
+    column,
+    pages,
+    ROTATE_K: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
     """One step of the online softmax, over the keys from `column` on. pages: their pages, loaded before.
 
-    k_map: the TileMap of the band's keys if SHAPE.aligned_maps, else None."""
+    k_map: the TileMap of the band's keys if SHAPE.aligned_maps, else None. K_PARTS: as in rotate_queries."""
     row = row_in_page(keys.cache, block_slots(keys, column, SHAPE), SHAPE.page_size)
     page = valid_page(keys.cache, pages)
-    x, y = load_key_pairs(keys.k.ptr, page_offsets(page, row, keys.k), SHAPE, queries.first.dtype)  # [BN, D/2]
-    if ROTATE_K:
-        cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, SHAPE)
-        x, y = rotate_pairs(x, y, cos, sin, 1.0, queries.first.dtype)
-    scores = pair_scores(queries, x, y, SHAPE)
+    dtype: tl.constexpr = queries.parts[0].dtype
+    if K_PARTS > 1:
+        k = load_key_words(keys.k, page, row, K_PARTS, SHAPE, dtype)
+    else:
+        # Keys that rotate become float32 anyway.
+        k_dtype: tl.constexpr = tl.float32 if ROTATE_K and keys.k.ptr.dtype.element_ty == tl.int8 else dtype
+        k = load_key_pairs(keys.k.ptr, page_offsets(page, row, keys.k), SHAPE, k_dtype)  # [BN, D/2]
+        if ROTATE_K:
+            cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, SHAPE)
+            k = rotate_pairs(k[0], k[1], cos, sin, 1.0, dtype)
+    scores = part_scores(queries.parts, k, SHAPE)
     if keys.k_scale is not None:
         scores *= load_scales(keys.k_scale, page, row)[None, :]
     # Every block is masked, edge or not. A block in which a row sees nothing changes no bit of the row's result.
     visible = is_visible(queries.visible, column, SHAPE.block_n)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
-    channels = tl.arange(0, SHAPE.block_d)
-    dtype: tl.constexpr = queries.first.dtype
-    v = load_cached_values(keys.v.ptr, page_offsets(page, row, keys.v), (channels,), SHAPE, dtype)  # [BN, D]
+    PARTS: tl.constexpr = len(state.acc)
+    if PARTS > 1:
+        at = tl.arange(0, SHAPE.block_d // PARTS)
+        v = load_words(keys.v, page, row, at, SHAPE.head_dim, PARTS, SHAPE, dtype)
+    else:
+        channels = tl.arange(0, SHAPE.block_d)
+        v = load_cached_values(keys.v.ptr, page_offsets(page, row, keys.v), (channels,), SHAPE, dtype)  # [BN, D]
     if keys.v_scale is not None:
         weights, v = scale_values(weights, v, load_scales(keys.v_scale, page, row))
     return add_values(state, weights, v)
@@ -291,7 +332,7 @@ def store_split(
     to = ((split_batch * seqlen_q + token) * heads_q + rows.head)[:, None] * SHAPE.head_dim + channels[None, :]
     written = tl.where(num_splits == 1, rows.exists, rows.exists & (state.row_sum != 0))
     mask = written[:, None] & (channels < SHAPE.head_dim)[None, :]
-    tl.store(out + to, result[0].to(out.dtype.element_ty), mask=mask)
+    tl.store(out + to, join_columns(result).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "table_rows", "num_splits", "heads_q", "heads_kv"])
@@ -337,11 +378,17 @@ def attention_decode(
         v_scale = scale_view(cache.v_scale, cache.v_batch, cache.v_row, cache.v_head, head_kv)
     keys = CachedKeys(head_k, head_v, k_scale, v_scale, cache, batch, seq.start_k, seq.length_k, table, shift)
 
-    state = start_softmax(SHAPE.block_m, SHAPE.block_d)
+    CODES: tl.constexpr = k_cache.ptr.dtype.element_ty
+    V_PARTS: tl.constexpr = value_parts(CODES, SHAPE.code_vec, SHAPE.block_d, SHAPE.head_dim)
+    K_PARTS: tl.constexpr = key_parts(CODES, SHAPE.code_vec, SHAPE.block_d, SHAPE.head_dim, SHAPE.rotary_dim)
+    state = start_softmax(SHAPE.block_m, SHAPE.block_d, V_PARTS)
     NUM_BANDS: tl.constexpr = SHAPE.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        queries = rotate_queries(q, offsets, rows, band, keys, scheme, scale, SHAPE)
+        # Not in variables: assignments would make numbers of the kernel of them.
+        queries = rotate_queries(
+            q, offsets, rows, band, keys, scheme, scale, 1 if (SHAPE.rotated_bands >> b) & 1 else K_PARTS, SHAPE
+        )
         k_map = load_tile_map(scheme.maps, band.k_rotation, SHAPE.block_n) if SHAPE.aligned_maps else None
         blocks = key_tiles(band, first_q, last_q, seq.length_k, SHAPE.block_n, scheme.maps)
         begin = first_block(blocks, program.split, num_splits)
@@ -349,8 +396,18 @@ def attention_decode(
         for block in tl.range(begin, blocks.end, num_splits):
             # Pages are loaded a block ahead: K and V can only be requested ahead if their pages are known by then.
             next_pages = load_block_pages(keys, (block + num_splits) * SHAPE.block_n, SHAPE)
-            column, ROTATE_K = block * SHAPE.block_n, (SHAPE.rotated_bands >> b) & 1
-            state = attend_block(state, queries, keys, band, k_map, column, pages, ROTATE_K, SHAPE)
+            state = attend_block(
+                state,
+                queries,
+                keys,
+                band,
+                k_map,
+                block * SHAPE.block_n,
+                pages,
+                (SHAPE.rotated_bands >> b) & 1,
+                1 if (SHAPE.rotated_bands >> b) & 1 else K_PARTS,
+                SHAPE,
+            )
             pages = next_pages
 
     store_split(out, lse, state, rows, program, seq, cu_seqlens_q, seqlen_q, max_seqlen_q, heads_q, num_splits, SHAPE)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..lowering import cos_sin
-from .codes import as_type, interleave, load_packed, load_packed_channels
+from .codes import as_type, interleave, load_packed, load_packed_channels, load_words
 from .tiles import existing_rows, load_parts, load_rows, store_rows, tile_offsets
 
 FINE_ROWS = tl.constexpr(cos_sin.FINE_ROWS)
@@ -144,6 +144,19 @@ def load_key_pairs(ptr, offsets, SHAPE: tl.constexpr, dtype: tl.constexpr):
         x = load_packed_channels(ptr, offsets, at_x, SHAPE.head_dim, SHAPE.block_d, dtype)
         y = load_packed_channels(ptr, offsets, at_y, SHAPE.head_dim, SHAPE.block_d, dtype)
         return x, y
+
+
+@triton.jit
+def load_key_words(view, page, row, PARTS: tl.constexpr, SHAPE: tl.constexpr, dtype: tl.constexpr):
+    """Keys that do not rotate, at the rows [M] of a HeadView of codes, in the parts that split_columns makes of a tile
+    in the order of tile_channels."""
+    FULL: tl.constexpr = SHAPE.rotary_dim == SHAPE.block_d
+    UNROTATED: tl.constexpr = SHAPE.rotary_dim == 0 and SHAPE.head_dim == SHAPE.block_d
+    at = tl.arange(0, SHAPE.block_d // PARTS)
+    if not (SHAPE.interleaved or FULL or UNROTATED):
+        WIDTH: tl.constexpr = SHAPE.block_d // PARTS
+        at = pair_places(at, None, SHAPE.rotary_dim // PARTS, SHAPE.head_dim // PARTS, WIDTH, SHAPE.code_vec // 2)
+    return load_words(view, page, row, at, SHAPE.head_dim, PARTS, SHAPE, dtype)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ MIN_SCALE = tl.constexpr(1e-30)
 
 
 class SoftmaxState(NamedTuple):
-    """acc: one or two parts of the channels, float32 [BM, DV] or twice [BM, DV / 2]; row_max [BM], in log2 units;
+    """acc: the channels in one, two or four parts, float32 [BM, DV / parts] each; row_max [BM], in log2 units;
     row_sum [BM]."""
 
     acc: object
@@ -25,7 +25,7 @@ class SoftmaxState(NamedTuple):
 @triton.jit
 def start_softmax(BLOCK_M: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr = 1):
     part = tl.zeros((BLOCK_M, DV // PARTS), tl.float32)
-    acc = (part,) if PARTS == 1 else (part, part)
+    acc = (part,) * PARTS
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     return SoftmaxState(acc, row_max, row_sum)
@@ -40,10 +40,10 @@ def log2_scale(score_scale):
 @triton.jit
 def scale_rows(parts, factor):
     """Parts of the channels times factor [BM]."""
-    if len(parts) == 1:
-        return (parts[0] * factor[:, None],)
-    else:
-        return parts[0] * factor[:, None], parts[1] * factor[:, None]
+    scaled = ()
+    for part in tl.static_range(len(parts)):
+        scaled += (parts[part] * factor[:, None],)
+    return scaled
 
 
 @triton.jit
@@ -68,12 +68,10 @@ def online_softmax(state, scores, scale_log2, visible):
 def add_values(state, weights, v):
     """The state with weights [BM, BN] @ v [BN, DV] added; v in as many parts as acc."""
     weights = weights.to(v[0].dtype)
-    first = tl.dot(weights, v[0], state.acc[0], input_precision="ieee")
-    if len(v) == 1:
-        return SoftmaxState((first,), state.row_max, state.row_sum)
-    else:
-        second = tl.dot(weights, v[1], state.acc[1], input_precision="ieee")
-        return SoftmaxState((first, second), state.row_max, state.row_sum)
+    acc = ()
+    for part in tl.static_range(len(v)):
+        acc += (tl.dot(weights, v[part], state.acc[part], input_precision="ieee"),)
+    return SoftmaxState(acc, state.row_max, state.row_sum)
 
 
 @triton.jit

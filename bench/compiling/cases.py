@@ -153,7 +153,7 @@ def cases(quick: bool) -> list[Case]:
 
     main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *ATOMIC, *DECODE, *CHUNKS)
     if quick:
-        return main
+        return main + grid((80, 90), (128,), "bf16", *QUANTIZED)
     wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)
     wide += grid((80, 90), (192,), "bf16", *VALUES) + grid((86,), (192,), "bf16", VALUES[0])
     padded = grid((80, 90), (96,), "bf16", ONE_BAND) + grid((80,), (32,), "bf16", ONE_BAND)

@@ -223,7 +223,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--head-dim", type=int, nargs="+", help="only these head_dims")
     parser.add_argument("--scheme", nargs="+", help="only these schemes, as the table names them")
     parser.add_argument(
-        "--quick", action="store_true", help="sm_80 and sm_90, head_dim 64 and 128, bf16, one and two bands"
+        "--quick",
+        action="store_true",
+        help="sm_80 and sm_90, head_dim 64 and 128, bf16, one and two bands; decoding over quantized caches",
     )
     parser.add_argument("--csv", metavar="PATH", help="also write the table and the instruction mix of the hot loops")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes (default: all cores)")

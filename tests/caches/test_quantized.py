@@ -179,12 +179,47 @@ def test_the_layout_of_vllm(exact, seqlen_q, head_dim, cache_dtype):
     check(c, exact, cache_dtype, vllm=True)
 
 
-@pytest.mark.interpreted(lambda exact, seqlen_q, cache_dtype: (seqlen_q == 1) == (cache_dtype == "int8"))
+@pytest.mark.interpreted(lambda target, scheme, head_dim, cache_dtype: (head_dim == 96) == (cache_dtype == "int8"))
 @bits
+@pytest.mark.parametrize("head_dim", [96, 128])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Rotary.none,
+        lambda d: Rotary.rope(d, rotary_dim=d // 2).rectify(11),
+        lambda d: Rotary.rope(d, rotary_dim=d // 2 + 2).rectify(11),  # the members of a pair share words
+        SCHEMES["hope_rerope_log_n"],
+    ],
+    ids=["none", "partial", "sharing", "interleaved"],
+)
+def test_keys_that_do_not_rotate(target, scheme, head_dim, cache_dtype):
+    """Heads wide enough for words of 16 bits."""
+    check(cached(target, scheme(head_dim), (60, 33), 1, heads=2, leftpad=(3, 0), capacity=64), target, cache_dtype)
+
+
+@bits
+def test_rows_at_odd_bytes(exact, cache_dtype):
+    c = cached(exact, SCHEMES["rerope"](128), (60, 33), 1, heads=2, capacity=64)
+    scales = quantize_cache(c, cache_dtype)
+    want = c.run(exact.impl, **scales)
+    for name in ("k_cache", "v_cache"):
+        codes = getattr(c, name)
+        room = torch.zeros(*codes.shape[:-1], codes.shape[-1] + 1, dtype=codes.dtype, device=codes.device)
+        room[..., :-1] = codes
+        setattr(c, name, room[..., :-1])
+    for got, expected in zip(c.run(exact.impl, **scales), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.interpreted(
+    lambda exact, seqlen_q, head_dim, cache_dtype: (head_dim == 64) == (seqlen_q == 1) == (cache_dtype == "int8")
+)
+@bits
+@pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("seqlen_q", [1, 70])
-def test_rotated_keys(exact, seqlen_q, cache_dtype):
+def test_rotated_keys(exact, seqlen_q, head_dim, cache_dtype):
     """Keys are rotated, rounded, then quantized; queries alone rotate."""
-    rotary = Rotary.rope(16, rotary_dim=12)
+    rotary = Rotary.rope(head_dim, rotary_dim=12)
     c = cached(exact, rotary, (90, 70), seqlen_q, heads=2, leftpad=(3, 0), capacity=96, page_size=PAGE)
     fill_rotated(c)
     scales = quantize_cache(c, cache_dtype)

@@ -81,6 +81,11 @@ void define_arithmetic() {
   define_lanes<uint32_t, uint32_t, uint32_t>("sub.rn.f16x2", [](uint32_t a, uint32_t b) {
     return of_halves(a, b, 0, [](uint16_t a, uint16_t b, uint16_t) { return to_f16(from_f16(a) - from_f16(b)); });
   });
+  define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>("fma.rn.f16x2", [](uint32_t a, uint32_t b, uint32_t c) {
+    return of_halves(a, b, c, [](uint16_t a, uint16_t b, uint16_t c) {  // the sum is exact in float32
+      return to_f16(__builtin_fmaf(from_f16(a), from_f16(b), from_f16(c)));
+    });
+  });
   define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>("fma.rn.bf16x2", [](uint32_t a, uint32_t b, uint32_t c) {
     return of_halves(a, b, c, [](uint16_t a, uint16_t b, uint16_t c) {  // the sum is exact in float32
       return to_bf16(__builtin_fmaf(from_bf16(a), from_bf16(b), from_bf16(c)));

@@ -75,6 +75,14 @@ uint32_t insert_bits(uint32_t a, uint32_t into, uint32_t at, uint32_t length) {
   const uint32_t mask = at > 31 ? 0 : (length > 31 ? ~0u : (1u << length) - 1) << at;
   return (into & ~mask) | ((at > 31 ? 0 : a << at) & mask);
 }
+// Bit n of the result is bit 4 a_n + 2 b_n + c_n of the table.
+uint32_t look_up_bits(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
+  uint32_t result = 0;
+  for (uint32_t n = 0; n < 8; n++)
+    if (table >> n & 1) result |= (n & 4 ? a : ~a) & (n & 2 ? b : ~b) & (n & 1 ? c : ~c);
+  return result;
+}
+
 uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   uint64_t both = uint64_t(b) << 32 | a;
   uint32_t result = 0;
@@ -136,6 +144,9 @@ void define_integers() {
     define_lanes<uint64_t, uint64_t>(opcode, [](uint64_t a) { return a; });
   define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>(
       "prmt.b32", [](uint32_t a, uint32_t b, uint32_t c) { return permute_bytes(a, b, c); });
+  define_lanes<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>(
+      "lop3.b32",
+      [](uint32_t a, uint32_t b, uint32_t c, uint32_t table) { return look_up_bits(a, b, c, table); });
   define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>(
       "shf.l.wrap.b32", [](uint32_t a, uint32_t b, uint32_t c) { return ((uint64_t(b) << 32 | a) << (c & 31)) >> 32; });
   define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>(

@@ -80,6 +80,14 @@ def test_decode_of_quantized_caches(machine, arch, cache_dtype, share):
         assert tensors[name].distinct_read == 512 * 4
 
 
+@pytest.mark.parametrize("cache_dtype, share", [("int8", 2), ("int4", 4)])
+def test_quantized_keys_that_do_not_rotate_are_read_once(machine, cache_dtype, share):
+    """Both halves of a key, which lie in one sector in 4 bits, come with one load."""
+    launches = work.decode(Rotary.rope(64), 512, rotated_keys=True, cache_dtype=cache_dtype)
+    tensors = next(launch for launch in launches if launch.kernel == "attention_decode").tensors
+    assert tensors["k_cache"].sectors_read == 512 * ROW // share
+
+
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_instructions_a_byte_of_the_cache(machine, paged):
     """Where every key is rotated, issue bounds decoding rather than the memory. A block of 8 warps, or a page looked up

@@ -161,6 +161,25 @@ def test_integers():
     assert [n & 0xFFFFFFFF for n in row] == [0xFFFFF8FF, 0x8FFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF]
 
 
+def test_lop3():
+    """Every bit of the table, and the two tables that the kernels use."""
+    a, b, c = 0xF0F0CC12, 0xCCCC3455, 0xAAAAF00F
+    x = torch.tensor([[a, b, c]] * 32).to(torch.int32)
+    body = "".join(f"lop3.b32 %y{n}, %x0, %x1, %x2, {1 << n};\n" for n in range(8))
+    body += "lop3.b32 %y8, %x0, %x1, %x2, 0xea; lop3.b32 %y9, %x0, %x1, %x2, 0x6a;"
+    row = [n & 0xFFFFFFFF for n in run(body, x, 10)[0].tolist()]
+    for n, got in enumerate(row[:8]):
+        terms = [x if n & bit else ~x for x, bit in ((a, 4), (b, 2), (c, 1))]
+        assert got == terms[0] & terms[1] & terms[2] & 0xFFFFFFFF
+    assert row[8:] == [(a & b) | c, (a & b) ^ c]
+
+
+def test_fma_of_two_halves():
+    x = torch.tensor([[1024 + 16 * 5, 1024 + 16 * 15, 0.0625, 0.0625, -72, -72]] * 32).half().view(torch.int32)
+    got = run("fma.rn.f16x2 %y0, %x0, %x1, %x2;", x, 1).view(torch.float16)
+    assert torch.equal(got, torch.tensor([[-3.0, 7.0]] * 32).half())
+
+
 def test_static_and_dynamic_shared_memory():
     body = """
         mov.u32 %r3, static_bytes; mov.u32 %r4, dynamic_bytes;

@@ -3,12 +3,15 @@
 import pytest
 import support
 import torch
+from flashrope import Rotary
 from support import SCHEMES
 from test_decode import PAGE, cached
 from test_decode_varlen import Packed
 from test_quantized import check
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
+
+OWN_SCHEMES = SCHEMES | {"rerope_partial": lambda d: Rotary.rope(d, rotary_dim=d // 2).rectify(21)}
 
 CASES = {
     "rerope-int8-d64-bf16": dict(target=BF16, scheme="rerope", head_dim=64, cache_dtype="int8", leftpad=(3, 0, 40)),
@@ -31,6 +34,23 @@ CASES = {
     "none-int8-vllm-d64-bf16": dict(
         target=BF16, scheme="none", head_dim=64, cache_dtype="int8", page_size=PAGE, vllm=True
     ),
+    "rerope-int8-d128-bf16": dict(target=BF16, scheme="rerope", head_dim=128, cache_dtype="int8", num_splits=2),
+    "rerope-int4-paged-d128-bf16": dict(
+        target=BF16, scheme="rerope", head_dim=128, cache_dtype="int4", page_size=PAGE, leftpad=(3, 0, 40)
+    ),
+    "rerope-int4-d128-fp16": dict(target=FP16, scheme="rerope", head_dim=128, cache_dtype="int4"),
+    "none-int8-vllm-d128-fp16": dict(
+        target=FP16, scheme="none", head_dim=128, cache_dtype="int8", page_size=PAGE, vllm=True
+    ),
+    "rope-int8-paged-d128-bf16": dict(target=BF16, scheme="rope", head_dim=128, cache_dtype="int8", page_size=PAGE),
+    "rope-int4-d128-bf16": dict(target=BF16, scheme="rope", head_dim=128, cache_dtype="int4", seqlen_q=5),
+    # padded to 128 channels, half of head_dim rotates, and the last key ends the tensor
+    "partial-rerope-int8-d96-bf16": dict(
+        target=BF16, scheme="rerope_partial", head_dim=96, cache_dtype="int8", lengths=(41, 87, 145), capacity=145
+    ),
+    "partial-rerope-int4-d96-fp16": dict(
+        target=FP16, scheme="rerope_partial", head_dim=96, cache_dtype="int4", page_size=PAGE, vllm=True
+    ),
     "prefill-rerope-int8-d64-bf16": dict(
         target=BF16, scheme="rerope", head_dim=64, cache_dtype="int8", seqlen_q=70, leftpad=(3, 0, 7)
     ),
@@ -51,10 +71,11 @@ QUICK = ("rope-int4-paged-d64-bf16",)
 def test_cached(machine, name):
     options = dict(CASES[name])
     target, cache_dtype = options.pop("target"), options.pop("cache_dtype")
-    rotary = SCHEMES[options.pop("scheme")](options.pop("head_dim"))
+    rotary = OWN_SCHEMES[options.pop("scheme")](options.pop("head_dim"))
     seqlen_q, num_splits = options.pop("seqlen_q", 1), options.pop("num_splits", None)
     vllm = options.pop("vllm", False)
-    c = cached(target, rotary, (145, max(seqlen_q, 41), 87), seqlen_q, capacity=192, **options)
+    lengths = options.pop("lengths", (145, max(seqlen_q, 41), 87))
+    c = cached(target, rotary, lengths, seqlen_q, **{"capacity": 192} | options)
     check(c, target, cache_dtype, vllm, num_splits=num_splits)
     kernels = [launch.kernel for launch in machine.launches]
     assert kernels[0] == "append_rows"
