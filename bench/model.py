@@ -1,7 +1,7 @@
 """What the machine code of the kernels predicts: clocks of their inner loops, and speeds on an A100. Needs no GPU.
 
     python -m bench model [--arch 80 86 89] [--head-dim 64 128] [--publish]
-    python -m bench model --peers torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl --publish   # with validation
+    python -m bench model --peers torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl --publish   # with validation
     python -m bench model --candidates --publish       # the order in which flashrope tune tries tiles
 
 The first table has the inner loop over tiles of every kernel: clocks of a pass, the share of the time that the tensor

@@ -295,10 +295,10 @@ def _peers(path: Path) -> list[str]:
     return [
         "## Machine code beside FlashAttention-2's",
         "",
-        f"`pip download --no-deps torch==2.13.0`, then `python -m bench peers torch-2.13.0-*.whl --csv PATH`, revision "
-        f"{rows[0]['revision']}, Triton {rows[0]['triton']}. bf16, causal, ours with RoPE; nothing was timed. An "
-        "HMMA is a product 16x8x16 of one warp; ours on sm_90 are HGMMA, 64xNx16 counted as N / 8. The loop is the one "
-        "over tiles that need no mask.",
+        f"`pip download --no-deps {path.stem.replace('-', '==', 1)}`, then `python -m bench peers {path.stem}-*.whl "
+        f"--csv PATH`, revision {rows[0]['revision']}, Triton {rows[0]['triton']}. bf16, causal, ours with RoPE; "
+        "nothing was timed. An HMMA is a product 16x8x16 of one warp; ours on sm_90 are HGMMA, 64xNx16 counted as "
+        "N / 8. The loop is the one over tiles that need no mask.",
         "",
         *_kernels(rows, PEER_COLUMNS, left=3),
         *(["", notes.read_text().rstrip()] if notes.exists() else []),

@@ -32,26 +32,34 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 
 # Tiles by block_d, the power of two that holds head_dim. A "banded" entry replaces its direction's where a scheme has
 # several bands, whose rotation of the accumulator takes registers. No tile below was timed yet. Those of "sm80" and
-# "sm86" for 64 and 128 channels are the best of their neighbours whose inner loop does not spill, by the issue model
-# (python -m bench model); those of "sm90" by instructions per needed product. In other "grad_qkv" tiles of so many
-# warps, some warps may compute the same part of dQ, which then cannot be added in accumulator order.
+# "sm86" for 64 and more channels are the best of their neighbours whose inner loop does not spill, by the issue model
+# (python -m bench model); those of "sm90" by instructions per needed product. Some for 256 channels do spill there:
+# sm80's forwards, up to a seventh of the accumulator (64% of the tensor cores with one band, 48% without spills), and
+# sm86's dQ, two registers.
+# In other "grad_qkv" tiles of so many warps, some warps may compute the same part of dQ, which then cannot be added in
+# accumulator order.
 # fmt: off
 HALF = {
     "sm80": {
-        "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3)),
+        "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3), (128, 64, 8, 2)),
         "forward banded": {128: Tile(128, 64, 8, 3)},
-        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 64, 4, 3), (32, 128, 8, 3), (64, 32, 8, 2)),
+        "forward unaligned": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)},
+        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 64, 4, 3), (32, 128, 8, 3), (32, 32, 4, 2)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
         "grad_q banded": {128: Tile(128, 64, 8, 2)},
-        "forward codes": {128: Tile(128, 32, 8, 3)},
+        "forward codes": {128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 4, 3)},
+        "forward paged": {256: Tile(128, 32, 8, 3)},
         "grad_qkv": {64: Tile(64, 64, 4, 3), 128: Tile(32, 128, 8, 3)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 8, 3)),
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
     "sm86": {
-        "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 1)),
-        "grad_kv": by_block_d((32, 128, 4, 2), (32, 128, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (32, 32, 8, 1)),
-        "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (32, 32, 8, 1)),
+        "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 16, 8, 3)),
+        "forward codes": {256: Tile(64, 32, 4, 1)},
+        "forward unaligned": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)},
+        "grad_kv": by_block_d((32, 128, 4, 2), (32, 128, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (32, 32, 4, 2)),
+        "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 1)),
+        "grad_q banded": {256: Tile(32, 32, 4, 2)},
         "grad_qkv": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 8, 3)),
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
@@ -59,8 +67,8 @@ HALF = {
     "sm90": {
         "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
         "forward codes banded": {128: Tile(128, 64, 8, 3)},
-        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 128, 8, 2), (32, 128, 8, 3), (32, 64, 8, 1)),
-        "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 1)),
+        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 128, 8, 2), (32, 128, 8, 3), (64, 32, 8, 2)),
+        "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
         "grad_qkv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2)},
         "grad_qkv banded": {128: Tile(32, 128, 8, 2)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 8, 3)),
@@ -86,7 +94,6 @@ NEWER_HALF = {
 # twice.
 OTHER_V = {
     "sm80": {
-        "forward": {(256, 128): Tile(128, 64, 8, 2)},
         "grad_kv": {(256, 128): Tile(64, 64, 8, 1)},
         "grad_q": {(256, 128): Tile(64, 64, 8, 1)},
         "grad_qkv": {(256, 128): Tile(32, 64, 8, 1), (64, 128): Tile(32, 64, 4, 2)},
@@ -141,13 +148,16 @@ def family(capability: int) -> str:
 
 
 @lru_cache(maxsize=1024)
-def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands: int, block_dv: int = 0) -> Tile:
+def tile(
+    direction: str, capability: int, block_d: int, itemsize: int, num_bands: int, block_dv: int = 0, cache: str = ""
+) -> Tile:
     """The tile without tuning. The most specific entry of the tables wins.
 
-    direction: "forward", "forward codes" (over a quantized cache; without an entry it takes forward's), "grad_kv",
+    direction: "forward", "forward codes" (over a quantized cache), "forward unaligned" (some address or stride is not a
+    multiple of 16 bytes; without an entry, both take forward's), "grad_kv",
     "grad_q", "grad_qkv" (dQ in the pass of dK and dV; without an entry it takes grad_kv's tile), "decode" or "decode
     wide" (many query rows). block_dv: of v, 0 for the same as block_d. If the two differ and OTHER_V has no tile, the
-    larger decides."""
+    larger decides. cache: "paged", whose entries need two slots for keys and values, or anything else."""
     block_dv = block_dv or block_d
     widths = (block_d, max(block_dv, 128) if block_d == 256 else block_dv)
     block_d = max(block_d, block_dv)
@@ -158,16 +168,19 @@ def tile(direction: str, capability: int, block_d: int, itemsize: int, num_bands
             tables.insert(0, NEWER_HALF.get(family(capability), {}))
         if found := OTHER_V[family(capability)].get(direction, {}).get(widths):
             return found
-    others = {"grad_qkv": ["grad_kv"], "forward codes": ["forward"]}
+    others = {"grad_qkv": ["grad_kv"], "forward codes": ["forward"], "forward unaligned": ["forward"]}
     directions = [direction, *others.get(direction, [])]
+    if cache == "paged":
+        directions.insert(0, f"{direction} paged")
     names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]
     return next(table[name][block_d] for table in tables for name in names if block_d in table.get(name, {}))
 
 
 def forward_parts(tile: Tile, block_d: int, block_dv: int, itemsize: int) -> int:
-    """``parts`` of ``arguments.Shape``. With 32 rows of 128 channels a warp would keep registers in local memory in the
-    inner loop."""
-    return 2 if itemsize == 2 and block_d == block_dv == 128 and tile.block_m // tile.num_warps >= 32 else 1
+    """``parts`` of ``arguments.Shape``. Beside an accumulator of 32 rows of 128 channels a warp, or 16 rows of 256, one
+    part would keep more registers in local memory in the inner loop. A tensor core takes at least 16 channels."""
+    rows = tile.block_m // tile.num_warps
+    return 2 if itemsize == 2 and block_d >= 32 and rows * block_dv >= 32 * 128 else 1
 
 
 def atomics_are_faster(capability: int, itemsize: int, block_d: int, block_dv: int) -> bool:

@@ -1,7 +1,7 @@
 """Machine code of FlashAttention-2 beside that of our kernels. Needs no GPU, and nothing of theirs is kept but figures.
 
-    pip download --no-deps torch==2.13.0      # a wheel with CUDA
-    python -m bench peers torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl [--csv PATH]
+    pip download --no-deps torch==2.14.1      # a wheel with CUDA
+    python -m bench peers torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl [--csv PATH]
 
 Also reads a libtorch_cuda.so, or the .so of the flash-attn package. Their kernels are those that their launch templates
 take for bf16, causal, no dropout, lengths that are multiples of the tile; shared memory, which the host asks for, is

@@ -257,7 +257,7 @@ def test_candidates_have_the_order_that_the_model_wrote():
             and not row["dropped"]
         ]
         assert values == sorted(values, reverse=True)
-        shape = SimpleNamespace(direction=direction, block_d=head_dim, banded=banded, itemsize=2)
+        shape = SimpleNamespace(direction=direction, block_d=head_dim, banded=banded, itemsize=2, cache="")
         found = tuning.candidates_of(shape, candidates.FAMILIES[family])
         wanted = [Tile(*map(int, numbers.split())) for numbers in text.split(",")]
         assert [tile for tile in found[1:] if tile in wanted] == [tile for tile in wanted if tile != found[0]]

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from flashrope import Rotary, attention
 from flashrope.backends.triton import launcher
+from flashrope.triton_kernels import configs
 from support import SCHEMES
 from test_decode_varlen import Packed
 
@@ -110,7 +111,10 @@ def test_attention(machine, case):
 def test_unaligned(machine, target):
     p = support.problem(target, SCHEMES["leaky"](40), 100, seed=2)
     support.check(target, p.replace(**{name: odd(getattr(p, name)) for name in ("q", "k", "v", "grad_out")}))
-    assert not machine.launches[1].warps("cp.async.cg")
+    forward = machine.launches[1]
+    assert not forward.warps("cp.async.cg")
+    tile = configs.tile("forward unaligned", machine.arch, 64, 2, 1)
+    assert forward.grid == (-(-100 // tile.block_m) * p.q.shape[0] * p.q.shape[2], 1, 1)
 
 
 @quick
@@ -226,6 +230,7 @@ DECODING = {
     ),
     "rotated-factor-paged-d64-fp16": (dict(target=FP16, scheme="rotated", head_dim=64, page_size=PAGES), ()),
     "prefill-paged-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, seqlen_q=70, page_size=PAGES), slow),
+    "prefill-paged-d256-bf16": (dict(target=BF16, scheme="leaky", head_dim=256, seqlen_q=70, page_size=PAGES), slow),
 }
 
 

@@ -34,18 +34,21 @@ PARTS = {
     "partial": lambda: Rotary.rope(128, rotary_dim=32).log_n(50),
     "padded": lambda: Rotary.rope(96),
     "bands": lambda: Rotary.rope(128).rectify(60),
+    "wide": lambda: Rotary.rope(256),
+    "wide interleaved": lambda: Rotary.hope(256, 64, interleaved=True),
 }
 
 
 @pytest.mark.parametrize("scheme", PARTS)
 def test_forward_in_two_parts_of_the_channels(machine, scheme):
-    """32 rows of 128 channels a warp: within the budget, with the same bits in every order."""
+    """32 rows of 128 channels a warp, or 16 of 256: within the budget, with the same bits in every order."""
     p = support.problem(BF16, PARTS[scheme](), 150, 170, heads=2, seed=3)
+    tile = Tile(128, 32, 4, 2) if p.rotary.head_dim <= 128 else Tile(128, 64, 8, 2)
     exact, results = support.exact_and_bound(p), []
     for seed, threads in ((0, 1), (1, 1), (2, 2)):
         machine.reset(seed=seed, threads=threads)
         machine.launches.clear()
-        with torch.no_grad(), tiles.forced("forward", Tile(128, 32, 4, 2)):
+        with torch.no_grad(), tiles.forced("forward", tile):
             out, lse = attention(p.q, p.k, p.v, p.rotary, return_lse=True, impl="triton")
         results.append({"out": out, "lse": lse})
         assert not any(launch.findings for launch in machine.launches)

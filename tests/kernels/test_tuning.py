@@ -174,6 +174,13 @@ def test_the_winner_of_a_class_serves_its_calls_and_no_others(file):
     assert chosen(itemsize=4) == configs.tile("forward", 90, 128, 4, 1)
 
 
+def test_pages_may_have_a_tile_of_their_own():
+    shape = FORWARD._replace(block_d=256, cache="paged")
+    expected = configs.tile("forward", 80, 256, 2, 1, cache="paged")
+    assert tiles.choose("forward", CPU, 80, 256, 2, 1, 4096, True, "paged") == expected
+    assert candidates.default(shape, 80) == expected != candidates.default(shape._replace(cache=""), 80)
+
+
 @pytest.mark.parametrize("field", ["device", "capability", "triton", "flashrope"])
 def test_a_winner_of_another_setup_does_not_serve(field):
     setup = tiles.setup_of(CPU, 90)
@@ -376,7 +383,7 @@ def test_one_workload_for_each_class():
 
 
 def test_the_default_is_a_candidate(monkeypatch):
-    monkeypatch.setattr(configs, "tile", lambda *_: Tile(256, 16, 2, 5))
+    monkeypatch.setattr(configs, "tile", lambda *_, **__: Tile(256, 16, 2, 5))
     for direction in candidates.GRIDS:
         found = candidates.candidates_of(FORWARD._replace(direction=direction), 80)
         assert found[0] == Tile(256, 16, 2, 5)

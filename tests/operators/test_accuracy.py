@@ -139,9 +139,13 @@ def test_head_dims(target, head_dim):
 
 
 def test_forward_in_two_parts_of_the_channels(target):
-    """The Triton kernel takes 128 channels in 16 bits so, where a warp has many rows; in half pairing a part has one
-    member of every pair, interleaved it has whole pairs."""
-    for rotary in (Rotary.rope(128, rotary_dim=32), Rotary.hope(128, 100, interleaved=True)):
+    """The Triton kernel takes 128 and 256 channels in 16 bits so, where a warp has many rows. In half pairing a part
+    has one member of every pair, interleaved it has whole pairs."""
+    for rotary in (
+        Rotary.rope(128, rotary_dim=32),
+        Rotary.hope(128, 100, interleaved=True),
+        Rotary.rope(256, rotary_dim=64),
+    ):
         check(target, problem(target, rotary, 40, seed=16, heads=2))
 
 

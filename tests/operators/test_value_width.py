@@ -133,5 +133,5 @@ def test_equal_widths_keep_their_tiles(capability, direction):
         assert given[0] == expected or not triton.__version__.startswith("3.6.")  # newer ones have some of their own
     if direction != "decode":
         assert configs.tile(direction, capability, 256, 2, 1, 64) == configs.tile(direction, capability, 256, 2, 1, 128)
-    if direction == "forward":
+    if direction == "forward" and capability != 80:
         assert configs.tile(direction, capability, 256, 2, 1, 128) != configs.tile(direction, capability, 256, 2, 1)

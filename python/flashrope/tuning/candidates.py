@@ -27,8 +27,10 @@ GRIDS = {
 # What is tried first, by the table of configs.py, direction, block_d and whether the scheme has several bands. Written
 # by python -m bench model --candidates: predicted from the machine code, the best first.
 ORDER: dict[tuple[str, str, int, bool], str] = {
-    ("sm80", "forward", 64, False): "128 64 4 3, 128 128 8 3, 128 64 4 2, 64 64 4 3",
-    ("sm80", "forward", 128, False): "128 64 8 3, 128 64 8 2, 64 64 4 3",
+    ("sm80", "forward", 64, False): "128 64 4 3, 64 128 4 3, 128 32 4 3, 128 128 8 3, 128 64 4 2, 64 64 4 3",
+    ("sm80", "forward", 64, True): "128 64 4 3, 128 128 8 3, 128 64 4 2, 128 32 4 3, 64 128 4 3, 128 128 8 2",
+    ("sm80", "forward", 128, False): "128 32 4 3, 128 32 4 2, 128 64 8 3, 128 64 8 2, 128 32 8 3, 64 64 4 2",
+    ("sm80", "forward", 128, True): "128 64 8 3, 128 32 4 2, 128 64 8 2, 128 32 8 3, 128 32 8 2, 64 128 8 3",
     ("sm80", "grad_kv", 64, False): "64 64 4 3, 64 128 8 3, 64 64 4 2, 32 128 8 3, 32 64 4 3, 64 128 8 2",
     ("sm80", "grad_kv", 64, True): "64 64 4 3, 64 128 8 3, 64 64 4 2, 32 64 4 3, 64 128 8 2, 32 128 8 3",
     ("sm80", "grad_kv", 128, False): "32 128 8 3, 32 64 4 3, 32 128 8 2, 32 64 4 2, 64 64 8 3, 64 64 8 2",
@@ -37,11 +39,16 @@ ORDER: dict[tuple[str, str, int, bool], str] = {
     ("sm80", "grad_q", 64, True): "64 64 4 3, 128 64 8 3, 64 64 4 2",
     ("sm80", "grad_q", 128, False): "128 64 8 3, 64 64 4 3",
     ("sm80", "grad_q", 128, True): "128 64 8 2, 64 64 4 2, 64 64 4 3",
-    ("sm80", "grad_qkv", 64, False): "64 64 4 3, 64 64 4 2, 32 64 4 2",
-    ("sm80", "grad_qkv", 128, False): "64 64 8 2, 32 128 8 3, 32 128 8 2",
-    ("sm80", "decode", 64, False): "16 128 4 3, 16 64 4 3, 16 32 4 3",
-    ("sm80", "decode", 128, False): "16 64 4 3, 16 64 4 2, 16 32 4 3, 16 32 4 4, 16 64 8 3",
-    ("sm80", "decode", 128, True): "16 64 4 3, 16 32 4 3, 16 64 8 3",
+    ("sm80", "grad_qkv", 64, False): "64 64 4 3, 64 64 4 2, 64 128 8 3, 64 128 8 2, 32 64 4 3, 32 64 4 2",
+    ("sm80", "grad_qkv", 64, True): "64 64 4 3, 64 64 4 2, 64 128 8 3, 32 64 4 3, 64 128 8 2, 32 128 8 3",
+    ("sm80", "grad_qkv", 128, False): "32 128 8 3, 32 128 8 2, 32 64 4 3, 32 64 4 2, 64 64 8 3, 64 64 8 2",
+    ("sm80", "grad_qkv", 128, True): "32 128 8 3, 32 128 8 2, 32 64 4 3, 64 64 8 3, 64 64 8 2, 32 64 8 3",
+    ("sm80", "decode", 64, False): "16 128 4 3, 16 128 4 2, 16 64 4 3, 16 64 4 2, 16 128 4 4, 16 64 4 4",
+    ("sm80", "decode", 64, True): "16 128 4 3, 16 128 4 2, 16 64 4 3, 16 64 4 4, 16 128 4 4, 16 32 4 3",
+    ("sm80", "decode", 128, False): "16 64 4 3, 16 64 4 2, 16 128 8 3, 16 32 4 3, 16 32 4 2, 16 128 8 2",
+    ("sm80", "decode", 128, True): "16 64 4 3, 16 64 4 2, 16 128 8 3, 16 128 8 2, 16 32 4 4, 16 32 4 3",
+    ("sm86", "forward", 128, False): "128 32 4 2, 128 64 8 3, 128 64 8 2, 128 32 4 3, 128 32 8 3, 128 32 8 2",
+    ("sm86", "forward", 128, True): "128 64 8 3, 128 64 8 2, 128 32 8 3, 128 32 4 3, 128 32 8 2, 64 128 8 2",
 }
 
 
@@ -51,7 +58,8 @@ def tiles(direction: str) -> list[Tile]:
 
 def default(shape: store.ShapeClass, capability: int) -> Tile:
     """What serves without tuning."""
-    return configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, 2 if shape.banded else 1)
+    bands = 2 if shape.banded else 1
+    return configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, bands, cache=shape.cache)
 
 
 def candidates_of(shape: store.ShapeClass, capability: int) -> list[Tile]:

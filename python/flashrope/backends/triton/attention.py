@@ -174,7 +174,7 @@ class AttentionPlan(Plan):
         )
 
     def attend(self, q, k, rotated_k, v, out, lse) -> None:
-        tile, shape = self._tile("forward")
+        tile, shape = self._tile("forward" if self.vec > 1 else "forward unaligned")
         rotated_k = rotated_k if self.lowered.k_copies else k
         self.launch_forward(q, k, rotated_k, v, out, lse, self.cu_seqlens, NO_CACHE, self.seqlen_k, shape, tile)
 

@@ -161,7 +161,7 @@ class CachePlan(Plan):
                 **configs.options(configs.ROTATE_WARPS),
             )
         codes = self.call.layout.k_scale is not None
-        tile = self.tile("forward codes" if codes else "forward", self.cache)
+        tile = self.tile("forward codes" if codes else "forward" if vec > 1 else "forward unaligned", self.cache)
         # Only paged keys and codes are read in another way than copies.
         rotated_bands = self.lowered.rotated_bands if self.page_size or codes else 0
         shape = shape_of(

@@ -39,7 +39,7 @@ def choose(
         shape = store.ShapeClass(direction, block_d, itemsize, num_bands > 1, cache, grouped, store.max_keys(keys))
         if winner := store.tuned().get(setup_of(device, capability), {}).get(shape):
             return Tile(*winner.tile)
-    return configs.tile(direction, capability, block_d, itemsize, num_bands, block_dv)
+    return configs.tile(direction, capability, block_d, itemsize, num_bands, block_dv, cache)
 
 
 _forced: dict[str, Tile] = {}
