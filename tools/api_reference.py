@@ -26,7 +26,8 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
     },
     "Caches": {
         "cache/contiguous.py": ("KVCache",),
-        "cache/paged.py": ("PagedKVCache", "OutOfPages"),
+        "cache/paged.py": ("PagedKVCache",),
+        "cache/pool.py": ("OutOfPages",),
         "cache/step.py": ("Step",),
     },
     "Hugging Face: `flashrope.integrations.transformers`": {

@@ -31,7 +31,7 @@ struct KeyHead {
 
   KeyHead(const BackwardCall& backward, int64_t head)
       : backward(backward), call(backward.forward), b(head / call.heads_kv), head_kv(head % call.heads_kv),
-        group(call.heads_q / call.heads_kv), shift(call.seqlen_k - call.seqlen_q), head_dim(int(call.head_dim)),
+        group(call.heads_q / call.heads_kv), shift(call.shift), head_dim(int(call.head_dim)),
         head_dim_v(int(call.head_dim_v)), width(int(padded(head_dim, GEMM_COLUMNS))),
         width_v(int(padded(head_dim_v, GEMM_COLUMNS))), rows(padded(call.seqlen_q, BLOCK_M)),
         keys(padded(call.seqlen_k, BLOCK_N)) {

@@ -28,11 +28,11 @@ template <typename T, typename Q, int D>
 struct Chunk {
   const DecodeCall& call;
   const QueryAngles& query_angles;
-  int64_t sequence, head_kv, first_key, end_key;  // keys count from the sequence's first
+  int64_t run_number;
+  Run run;
+  int64_t sequence, head_kv, first_key, end_key;  // keys count from the run's first
   const int64_t group = call.heads_q / call.heads_kv;
   const int rows = int(group * call.seqlen_q);  // row r: query r % seqlen_q of query head head_kv * group + r / seqlen_q
-  const int64_t first_slot = call.bounds[2 * sequence], seqlen = call.seqlen(sequence);
-  const int64_t first_position = seqlen - call.seqlen_q;
   const Pairs pairs{int(call.pairs), call.interleaved != 0};
   const bool whole_vectors = head_dim() == padded_dim();  // rows of the cache can be read as vectors
   // Pairs that rotate as whole vectors.
@@ -49,9 +49,10 @@ struct Chunk {
   alignas(64) float scores[MAX_ROWS][BLOCK];
   Span spans[MAX_BANDS][MAX_ROWS];  // per row
 
-  Chunk(const DecodeCall& call, const QueryAngles& query_angles, int64_t sequence, int64_t head_kv, int64_t first_key)
-      : call(call), query_angles(query_angles), sequence(sequence), head_kv(head_kv), first_key(first_key),
-        end_key(std::min(first_key + CHUNK, call.seqlen(sequence))) {}
+  Chunk(const DecodeCall& call, const QueryAngles& query_angles, int64_t run_number, int64_t head_kv, int64_t first_key)
+      : call(call), query_angles(query_angles), run_number(run_number), run(call.run(run_number)),
+        sequence(run.sequence), head_kv(head_kv), first_key(first_key),
+        end_key(std::min(first_key + CHUNK, run.keys)) {}
 
   // Functions, so that loops over them are unrolled where D is known.
   int head_dim() const { return D ? D : int(call.head_dim); }
@@ -59,7 +60,7 @@ struct Chunk {
   int padded_dim() const { return vectors() * LANES; }
   size_t row_bytes() const { return head_dim() * sizeof(T) / PER_ELEMENT<T>; }
 
-  void run(SoftmaxState& state) {
+  void attend(SoftmaxState& state) {
     for (int r = 0; r < rows; ++r) {
       std::fill_n(state.acc[r], padded_dim(), 0.0f);
       state.row_max[r] = -INF, state.row_sum[r] = 0;
@@ -84,14 +85,14 @@ struct Chunk {
 
   void load_queries() {
     for (int r = 0; r < rows; ++r) {
-      const int64_t row = r % call.seqlen_q, position = first_position + row;
+      const int64_t row = r % call.seqlen_q;
       double scale = call.scale;
-      const double counted = double(position > 0 ? position : 0);
+      const double counted = std::fmax(call.position(run, row), 0.0);
       if (call.log_n_every)
         scale *= 1 + call.log_n_factor * std::log(1 + std::floor((counted + call.log_n_first) / call.log_n_every));
       else if (call.log_n_factor)
         scale *= std::fmax(call.log_n_factor * std::log(counted + 1), call.log_n_floor);
-      if (call.length_scale) scale *= std::fmax(0.1 * std::log(double(seqlen) / call.length_scale) + 1, 1.0);
+      if (call.length_scale) scale *= std::fmax(0.1 * std::log(double(run.seqlen) / call.length_scale) + 1, 1.0);
       const float scale_rotated = float(scale * call.rotated_scale), scale_rest = float(scale);
       const Q* x = call.q.row<const Q>(sequence, row, head_kv * group + r / call.seqlen_q);
       float* y = q + r * padded_dim();
@@ -110,7 +111,8 @@ struct Chunk {
         spans[b][r] = spans[b][r - call.seqlen_q];
         continue;
       }
-      const int64_t first = band.first_key(first_position + r), end = band.end_key(first_position + r, seqlen);
+      const int64_t position = call.distance(run, r);
+      const int64_t first = band.first_key(position), end = std::min(band.end_key(position, run.keys), run.order + r + 1);
       spans[b][r] = {int(std::clamp<int64_t>(first - key, 0, keys)), int(std::clamp<int64_t>(end - key, 0, keys))};
       any |= spans[b][r].first < spans[b][r].end;
     }
@@ -122,7 +124,7 @@ struct Chunk {
   void find_rows(int64_t key, Block& found) const {
     const int keys = int(std::clamp<int64_t>(end_key - key, 0, BLOCK));
     for (int t = 0, end; t < keys; t = end) {
-      int64_t page = sequence, slot = first_slot + key + t;
+      int64_t page = sequence, slot = run.first_slot + key + t;
       end = keys;
       if (call.block_table) {
         page = call.block_table[sequence * call.max_pages + slot / call.page_size];
@@ -152,7 +154,7 @@ struct Chunk {
     const double* middle = band.fine ? band.middle + key / BLOCK % BLOCK * 2 * count : nullptr;
     const float* fine = band.fine && key % BLOCK ? band.fine + key % BLOCK * count : nullptr;
     for (int64_t row = 0; row < call.seqlen_q; ++row) {
-      const double *query_cos = query_angles.of(sequence, b, row), *query_sin = query_cos + count;
+      const double *query_cos = query_angles.of(run_number, b, row), *query_sin = query_cos + count;
       double cos[MAX_HEAD_DIM / 2], sin[MAX_HEAD_DIM / 2];
       std::copy_n(query_cos, count, cos), std::copy_n(query_sin, count, sin);
       if (coarse) subtract_angles(cos, sin, coarse, coarse + count), subtract_angles(cos, sin, middle, middle + count);
@@ -418,31 +420,40 @@ void combine(const DecodeCall& call, int64_t sequence, int64_t head_kv, const fl
 template <typename T, typename Q, int D>
 int decode(const DecodeCall& call) {
   const int64_t rows = call.heads_q / call.heads_kv * call.seqlen_q, width = call.head_dim + 2;
-  // Task n is, of the sequence b that holds it, chunk first_chunks[b] + n / heads_kv - starts[b] and key head
-  // n % heads_kv.
-  auto starts = std::make_unique<int64_t[]>(call.batch + 1), first_chunks = std::make_unique<int64_t[]>(call.batch);
-  for (int64_t b = 0; b < call.batch; ++b) {
-    const int64_t seqlen = call.seqlen(b);
-    int64_t first_key = seqlen;
-    for (int64_t n = 0; n < call.num_bands; ++n)
-      first_key = std::min(first_key, call.bands[n].band.first_key(seqlen - call.seqlen_q));
-    first_chunks[b] = first_key / CHUNK;
-    starts[b + 1] = starts[b] + std::max<int64_t>((seqlen + CHUNK - 1) / CHUNK - first_chunks[b], 1);
+  // Task n is, of the run that holds it, chunk first_chunks[run] + n / heads_kv - starts[run] and key head n % heads_kv.
+  // A sequence has the chunks from sequence_starts on.
+  auto starts = std::make_unique<int64_t[]>(call.num_runs + 1), first_chunks = std::make_unique<int64_t[]>(call.num_runs);
+  auto sequence_starts = std::make_unique<int64_t[]>(call.batch + 1);
+  for (int64_t n = 0; n < call.num_runs; ++n) {
+    const Run run = call.run(n);
+    int64_t first_key = run.keys;
+    for (int64_t b = 0; b < call.num_bands; ++b)
+      for (int64_t row = 0; row < call.seqlen_q; ++row)
+        first_key = std::min(first_key, call.bands[b].band.first_key(call.distance(run, row)));
+    first_chunks[n] = first_key / CHUNK;
+    const int64_t chunks = first_key < run.keys ? (run.keys + CHUNK - 1) / CHUNK - first_chunks[n] : 0;
+    const bool alone = n + 1 == call.num_runs || call.run(n + 1).sequence != run.sequence;  // or the sequence's last
+    starts[n + 1] = starts[n] + chunks;
+    if (alone && starts[n + 1] == sequence_starts[run.sequence]) ++starts[n + 1];  // writes the results of no key
+    if (alone) sequence_starts[run.sequence + 1] = starts[n + 1];
   }
-  const Floats partials = floats(starts[call.batch] * call.heads_kv * rows * width);
+  const int64_t chunks = starts[call.num_runs];
+  const Floats partials = floats(chunks * call.heads_kv * rows * width);
   const auto finished = std::make_unique<std::atomic<int64_t>[]>(call.batch * call.heads_kv);
   if (!partials) return 1;
 
   QueryAngles angles{call};
-  parallel(call.parallel_for, call.threads, call.batch, [&](int64_t b) { angles.fill(b); });
-  parallel(call.parallel_for, call.threads, starts[call.batch] * call.heads_kv, [&](int64_t n) {
+  parallel(call.parallel_for, call.threads, call.num_runs, [&](int64_t n) { angles.fill(n); });
+  parallel(call.parallel_for, call.threads, chunks * call.heads_kv, [&](int64_t n) {
     const int64_t head = n % call.heads_kv;
-    int64_t b = 0;
-    while (starts[b + 1] <= n / call.heads_kv) ++b;
-    const int64_t chunks = starts[b + 1] - starts[b], chunk = n / call.heads_kv - starts[b];
+    int64_t run = 0;
+    while (starts[run + 1] <= n / call.heads_kv) ++run;
+    const int64_t b = call.run(run).sequence, chunks = sequence_starts[b + 1] - sequence_starts[b];
+    const int64_t chunk = n / call.heads_kv - sequence_starts[b];
+    const int64_t first_key = (first_chunks[run] + n / call.heads_kv - starts[run]) * CHUNK;
     SoftmaxState state;
-    Chunk<T, Q, D>(call, angles, b, head, (first_chunks[b] + chunk) * CHUNK).run(state);
-    float* head_partials = partials.get() + (starts[b] * call.heads_kv + head * chunks) * rows * width;
+    Chunk<T, Q, D>(call, angles, run, head, first_key).attend(state);
+    float* head_partials = partials.get() + (sequence_starts[b] * call.heads_kv + head * chunks) * rows * width;
     for (int64_t r = 0; r < rows; ++r) {
       float* partial = head_partials + (chunk * rows + r) * width;
       std::memcpy(partial, state.acc[r], call.head_dim * sizeof(float));

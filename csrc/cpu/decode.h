@@ -23,11 +23,19 @@ struct DecodeBand {
   int64_t mapped(int64_t position) const { return (band.chunk ? position % band.chunk : position) / group; }
 };
 
+// Keys of a sequence whose slots and positions follow one another. cpu/library.py has the same.
+struct Run {
+  int64_t sequence, first_slot, keys;
+  int64_t order;    // the query row r sees at most the first order + r + 1 keys of the run
+  int64_t seqlen;   // keys of all runs of the sequence
+  double position;  // of the first key
+};
+
 struct DecodeCall {  // cpu/library.py has the same
   TensorView q, k, v, out;
   TensorView k_scale, v_scale;  // float32 (batch or pages, rows, heads), of a quantized cache
   float* lse;                  // (batch, heads_q, seqlen_q)
-  const int64_t* bounds;       // (batch, 2): slots
+  const int64_t* bounds;       // (batch, 2): slots; nullptr where runs are given
   const int32_t* block_table;  // (batch, max_pages), or nullptr
   int64_t max_pages, pages, page_size;
   int64_t batch, seqlen_q, heads_q, heads_kv, head_dim;
@@ -35,6 +43,9 @@ struct DecodeCall {  // cpu/library.py has the same
   int64_t pairs, rotating_pairs, interleaved;  // the pairs from rotating_pairs on have a frequency of 0
   DecodeBand bands[MAX_BANDS];
   int64_t num_bands;
+  const Run* runs;          // (num_runs,), at least one of every sequence, in order; nullptr: a sequence is a run
+  const double* positions;  // of the queries (batch, seqlen_q), beside runs
+  int64_t num_runs;         // the batch where runs is nullptr
   double scale, log_n_factor, log_n_floor;
   double log_n_every, log_n_first;  // log_n_every 0: log n grows with every position, not in steps
   double length_scale;              // 0: no factor by the length of the sequence
@@ -42,25 +53,36 @@ struct DecodeCall {  // cpu/library.py has the same
   int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; 3 and 4: codes, Int8 and Int4, beside float32
   ParallelFor parallel_for;
 
-  int64_t seqlen(int64_t sequence) const { return bounds[2 * sequence + 1] - bounds[2 * sequence]; }
+  Run run(int64_t n) const {
+    if (runs) return runs[n];
+    const int64_t first = bounds[2 * n], keys = bounds[2 * n + 1] - first;
+    return {n, first, keys, keys, keys, 0};
+  }
+  double position(const Run& run, int64_t row) const {  // of a query
+    return positions ? positions[run.sequence * seqlen_q + row] : double(run.seqlen - seqlen_q + row);
+  }
+  // Of a query, from the run's first key on, without its fraction.
+  int64_t distance(const Run& run, int64_t row) const { return int64_t(std::floor(position(run, row) - run.position)); }
 };
 
-// cos and sin (batch, bands, seqlen_q, 2, pairs) of the angles of the queries.
+// cos and sin (runs, bands, seqlen_q, 2, pairs) of the angles of the queries, from the first key of each run on.
 struct QueryAngles {
   const DecodeCall& call;
-  std::unique_ptr<double[]> angles{new double[call.batch * call.num_bands * call.seqlen_q * 2 * call.pairs + 1]};
+  std::unique_ptr<double[]> angles{new double[call.num_runs * call.num_bands * call.seqlen_q * 2 * call.pairs + 1]};
 
-  double* of(int64_t sequence, int64_t b, int64_t row) const {
-    return angles.get() + ((sequence * call.num_bands + b) * call.seqlen_q + row) * 2 * call.pairs;
+  double* of(int64_t run, int64_t b, int64_t row) const {
+    return angles.get() + ((run * call.num_bands + b) * call.seqlen_q + row) * 2 * call.pairs;
   }
 
-  void fill(int64_t sequence) {
+  void fill(int64_t n) {
+    const Run run = call.run(n);
     for (int64_t b = 0; b < call.num_bands; ++b)
       for (int64_t row = 0; row < call.seqlen_q; ++row) {
         const DecodeBand& band = call.bands[b];
-        const int64_t mapped = band.mapped(call.seqlen(sequence) - call.seqlen_q + row);
-        const double position = band.slope * double(std::min(mapped, band.last)) + band.offset;
-        double* cos = of(sequence, b, row);
+        const int64_t distance = call.distance(run, row), mapped = std::min(band.mapped(distance), band.last);
+        const double fraction = call.position(run, row) - run.position - double(distance);
+        const double position = band.slope * (double(mapped) + fraction) + band.offset;
+        double* cos = of(n, b, row);
         for (int m = 0; m < call.pairs; ++m) {
           const double angle = m < call.rotating_pairs ? position * call.inv_freq[m] : 0;
           cos[m] = std::cos(angle), cos[call.pairs + m] = std::sin(angle);

@@ -75,7 +75,7 @@ struct Tile {
   Tile(const ForwardCall& call, const Workspace& workspace, int64_t b, int64_t head_q, int64_t first_row)
       : call(call), workspace(workspace), b(b), head_q(head_q), first_row(first_row),
         rows(int(std::min<int64_t>(BLOCK_M, call.seqlen_q - first_row))), head_dim(int(call.head_dim)),
-        head_dim_v(int(call.head_dim_v)), padded_dim(int(workspace.padded_dim)), shift(call.seqlen_k - call.seqlen_q),
+        head_dim_v(int(call.head_dim_v)), padded_dim(int(workspace.padded_dim)), shift(call.shift),
         head_kv(b * call.heads_kv + head_q / (call.heads_q / call.heads_kv)) {}
 
   void run() {

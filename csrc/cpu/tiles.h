@@ -35,6 +35,7 @@ struct ForwardCall {  // cpu/library.py has the same
   ForwardBand bands[MAX_BANDS];
   Table k_copies[MAX_BANDS];
   int64_t num_bands, num_copies;
+  int64_t shift;  // the query row r is at position shift + r, counted from the first key
   double scale;
   int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; 3 and 4: codes, Int8 and Int4, beside float32
   ParallelFor parallel_for;

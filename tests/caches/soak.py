@@ -156,7 +156,7 @@ class Serving:
     def pages_in_use(self) -> int:
         used = self.cache.pages - self.cache.free_pages
         held = {page for x in self.cache._sequences.values() for page in x.pages}
-        assert used == len(held) and sorted({*held, *self.cache._free}) == list(range(PAGES)), "a page is lost"
+        assert used == len(held) and sorted({*held, *self.cache._pool.free}) == list(range(PAGES)), "a page is lost"
         return used
 
     def serve(self, steps: int = 0, minutes: float = 0.0, every: float = 0.0, show=lambda line: None) -> dict:

@@ -462,7 +462,7 @@ class TestPagedKVCache:
             assert cache.allocate() == name
             model[name] = []
         check(cache, model)
-        assert len(cache._table) == 128 and not cache._changed  # rows are reused, changes are sent once
+        assert len(cache._pool.table) == 128 and not cache._pool.changed  # rows are reused, changes are sent once
 
     def test_reserve_and_advance(self):
         """As around a CUDA graph, which writes with tables that were made before."""

@@ -7,16 +7,28 @@ import pytest
 import support
 import torch
 from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
-from flashrope.backends.registry import POSITIONS
+from flashrope.backends.registry import load_backend, unsupported_positions
+from flashrope.backends.shown import Positions
 from support import SCHEMES, int32
 
 PAGE, HEADS, HEADS_KV = 16, 4, 2
-TARGETS = [t for t in (*support.TARGETS, support.Target("reference", torch.float64, "cpu")) if t.impl in POSITIONS]
+ALL = (*support.TARGETS, support.Target("reference", torch.float64, "cpu"))
+TARGETS = [t for t in ALL if hasattr(load_backend(t.impl), "unsupported_positions")]
 
 
 @pytest.fixture(params=TARGETS, ids=str)
 def placed_target(request):
     return request.param
+
+
+def stored_or_refused(target, call):
+    """call(), or None where the backend refuses stored positions, which it must do by name."""
+    slots = torch.zeros(1, 1)
+    if not unsupported_positions(target.impl, Positions(slot_positions=slots)):
+        return call()
+    with pytest.raises(ValueError, match="slot_positions: "):
+        call()
+    pytest.skip("stored positions are refused")
 
 
 @dataclasses.dataclass
@@ -94,14 +106,19 @@ class Placed:
         )  # fmt: skip
 
     def check(self, out, lse, positions=None) -> None:
-        for b, slots in enumerate(self.keys):
-            k, v = (torch.stack([x[slot] for slot in slots])[None] for x in self.full)
-            keys = torch.tensor(self.places[b], dtype=torch.float64, device=k.device)
-            queries = keys[len(slots) - self.seqlen_q :] if positions is None else positions[b].double()
-            p = support.Problem(self.q[b : b + 1], k, v, self.rotary, self.causal, places=(queries, keys))
-            p = p.replace(grad_out=torch.zeros_like(p.q), grad_lse=torch.zeros_like(lse[b : b + 1]))
-            got = {"out": out[b : b + 1], "lse": lse[b : b + 1]}
-            support.check_budget(got, p, self.target.dtype, f"sequence {b}: ")
+        for b in range(len(self.keys)):
+            self.check_sequence(b, out[b : b + 1], lse[b : b + 1], None if positions is None else positions[b])
+
+    def check_sequence(self, b: int, out, lse, positions=None) -> None:
+        """out and lse: of the last rows of the sequence's queries."""
+        slots, rows = self.keys[b], out.shape[1]
+        k, v = (torch.stack([x[slot] for slot in slots])[None] for x in self.full)
+        keys = torch.tensor(self.places[b], dtype=torch.float64, device=k.device)
+        queries = keys[len(slots) - self.seqlen_q :] if positions is None else positions.double()
+        q, places = self.q[b : b + 1, -rows:], (queries[-rows:], keys)
+        p = support.Problem(q, k, v, self.rotary, self.causal, places=places)
+        p = p.replace(grad_out=torch.zeros_like(p.q), grad_lse=torch.zeros_like(lse))
+        support.check_budget({"out": out, "lse": lse}, p, self.target.dtype, f"sequence {b}: ")
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["append", "read"])
@@ -171,16 +188,18 @@ def test_stored_positions(placed_target, paged):
     slots = torch.full((4, PAGE) if paged else shape[:2], torch.nan, device=device)
     caches = [torch.full((4, PAGE, HEADS_KV, 16) if paged else shape, torch.nan).to(q) for _ in range(2)]
     options = dict(slot_positions=slots, impl=placed_target.impl, return_lse=True, validate=True)
-    if paged:
+    if paged:  # slots store what is left of their page's position
         options["block_table"] = int32([[2, 1], [3, 0]], device)
+        options["page_positions"] = int32([[3, 20], [-5, 11]], device)
     given = torch.tensor([[0, 1, 2, 7, 7.5], [3, 4, 5, 6, 9]], device=device)
     lengths = int32([0, 0], device)
     first, second, third = slice(0, 5), slice(5, 8), slice(8, 12)
     places = []
     for rows, positions in ((first, given), (second, None), (third, given[:, :4] + 40)):
         new = [x[:, rows].contiguous() for x in (q, k, v)]
-        out, lse = attention_with_cache(
-            new[0], *caches, rotary, lengths, *new[1:], **options, positions=None if positions is None else positions
+        options["positions"] = positions
+        out, lse = stored_or_refused(
+            placed_target, lambda: attention_with_cache(new[0], *caches, rotary, lengths, *new[1:], **options)
         )
         if positions is None:
             positions = places[-1][:, -1:].floor() + 0.5 * (places[-1][:, -1:] % 1 > 0) + torch.arange(1, 4)
@@ -197,19 +216,17 @@ def test_stored_positions(placed_target, paged):
 
 
 def test_packed(placed_target):
-    """Sequences with 2, 0, 1 and 2 rows, as the calls of each alone."""
+    """Sequences with 2, 0, 1 and 2 rows."""
     rotary = SCHEMES["hope_rerope_log_n"](16)
     placed = Placed(placed_target, rotary, 2, False)
-    out, lse = placed.call()
     rows = [(0, 0), (0, 1), (2, 1), (3, 0), (3, 1)]
     q = torch.stack([placed.q[row] for row in rows])
     packed_out, packed_lse = attention_varlen_with_cache(
         q, placed.k, placed.v, rotary, int32([0, 2, 2, 3, 5], q.device), placed.cache_seqlens, 2,
         block_table=placed.block_table, return_lse=True, impl=placed_target.impl, validate=True, **placed.tables,
     )  # fmt: skip
-    for n, (b, r) in enumerate(rows):
-        torch.testing.assert_close(packed_out[n], out[b, r], rtol=0, atol=1e-6)
-        torch.testing.assert_close(packed_lse[:, n], lse[b, :, r], rtol=0, atol=1e-6)
+    for b, first, end in ((0, 0, 2), (2, 2, 3), (3, 3, 5)):
+        placed.check_sequence(b, packed_out[None, first:end], packed_lse[None, :, first:end])
 
 
 def test_axial(placed_target):
@@ -226,8 +243,11 @@ def test_axial(placed_target):
     results, n = [], 0
     for rows, given in ((15, positions[:, :15]), (4, positions[:, 15:19]), (1, None)):
         new = [x[:, n : n + rows].contiguous() for x in (q, k, v)]
+        options["positions"], lengths = given, int32([n], q.device)
         results.append(
-            attention_with_cache(new[0], *caches, rotary, int32([n], q.device), *new[1:], positions=given, **options)
+            stored_or_refused(
+                target, lambda: attention_with_cache(new[0], *caches, rotary, lengths, *new[1:], **options)
+            )
         )
         n += rows
     places = positions[0].double()
@@ -236,3 +256,14 @@ def test_axial(placed_target):
         q, k, v, rotary, places=(places, places), grad_out=torch.zeros_like(q), grad_lse=torch.zeros_like(lse)
     )
     support.check_budget({"out": out, "lse": lse}, p, target.dtype)
+
+
+def test_backends_that_place_no_tokens_refuse():
+    q = torch.zeros(1, 1, HEADS, 16)
+    cache = torch.zeros(2, PAGE, HEADS_KV, 16)
+    for impl in sorted({t.impl for t in ALL} - {t.impl for t in TARGETS}):
+        with pytest.raises(ValueError, match=f"impl='{impl}' .*impl='reference' takes positions"):
+            attention_with_cache(
+                q, cache, cache, Rotary.rope(16), int32([1], "cpu"), block_table=int32([[0]], "cpu"),
+                page_positions=int32([[5]], "cpu"), impl=impl,
+            )  # fmt: skip

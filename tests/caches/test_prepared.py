@@ -6,6 +6,7 @@ from flashrope import Rotary
 from flashrope.backends.calls import CacheCall, CacheLayout
 from flashrope.backends.cpu import loader
 from flashrope.backends.quantized import PER_BYTE
+from flashrope.backends.shown import Positions
 from flashrope.operators import autograd
 
 HEADS_Q, HEADS_KV, HEAD_DIM, PAGE = 4, 2, 32, 16
@@ -114,6 +115,8 @@ def refused(monkeypatch, name: str):
     elif name == "codes beside bfloat16":
         tensors = [x.bfloat16() for x in tensors]
         step = step._replace(k_scale=torch.ones(15, PAGE, HEADS_KV), v_scale=torch.ones(15, PAGE, HEADS_KV))
+    elif name == "positions":
+        step = step._replace(positions=Positions(page_first=torch.zeros(3, MAX_PAGES, dtype=torch.int32)))
     elif name == "float64":
         tensors = [x.double() for x in tensors]
     elif name == "composed":
@@ -128,7 +131,15 @@ def refused(monkeypatch, name: str):
 
 @pytest.mark.parametrize(
     "name",
-    ["mixed lengths", "codes beside bfloat16", "float64", "composed", "many queries", "rows outside every sequence"],
+    [
+        "mixed lengths",
+        "codes beside bfloat16",
+        "positions",
+        "float64",
+        "composed",
+        "many queries",
+        "rows outside every sequence",
+    ],
 )
 def test_no_such_call(monkeypatch, name):
     tensors, step = refused(monkeypatch, name)

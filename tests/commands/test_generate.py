@@ -1,5 +1,6 @@
 """flashrope generate, with models of random weights: which bytes come out, not how well they read."""
 
+import dataclasses
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from flashrope.small_models.model import (
     Decoder,
     LanguageModel,
     ModelConfig,
+    RollingDecoder,
     load_checkpoint,
     save_checkpoint,
     trained_length,
@@ -116,6 +118,23 @@ def test_logits_with_a_quantized_cache(cache_dtype):
             found.append(torch.cat([decoder.read(piece) for piece in tokens.split(sizes, dim=1)], dim=1))
     error, difference = ((x - found[0]).square().mean().sqrt() for x in (expected, found[1]))
     assert 1e-5 < error < 0.2 * expected.square().mean().sqrt() and difference < error / 5
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_a_cache_of_fixed_size(cache_dtype):
+    """A model of one block, whose keys depend on their own byte alone: a byte sees the kept ones and those of its
+    chunk, at 0, 1, 2, ..."""
+    torch.manual_seed(1)
+    model = LanguageModel(dataclasses.replace(model_of().config, layers=1)).eval()
+    rotary, tokens = ROPE.rectify(16, 4.0).log_n(LENGTH), torch.randint(256, (1, 200))
+    decoder = RollingDecoder(model, rotary, (3, 20), 9, cache_dtype=cache_dtype)
+    with torch.inference_mode():
+        for start in range(0, 200, 9):
+            chunk = tokens[:, start : start + 9]
+            seen = torch.cat((tokens[:, : min(3, start)], tokens[:, max(start - 20, 3) : start], chunk), 1)
+            found, expected = decoder.read(chunk), model(seen, rotary)[:, -chunk.shape[1] :]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if cache_dtype is None else 0.05)
+    assert decoder.cache.lengths == {0: 23} and decoder.cache.pages == 5
 
 
 def test_one_attend_for_each_block():
@@ -219,6 +238,11 @@ def test_a_quantized_cache(run):
     assert "--cache-dtype" in run("--cache-dtype", "int8", "--impl", "cuda", code=2).err
 
 
+def test_keep(run):
+    said = " ".join(run("--temperature", "0", "--tokens", "90", "--keep", "4,20").err.split())
+    assert "kept: the first 4 and the last 20 bytes" in said and "a byte sees 88 at most" in said
+
+
 def test_seeds(run):
     first = run("--seed", "1").out
     assert first == run("--seed", "1").out != run("--seed", "2").out
@@ -288,7 +312,16 @@ def test_bad_input_is_one_line(run, monkeypatch, options, message):
 
 
 @pytest.mark.parametrize(
-    "options", [["--tokens", "0"], ["--tokens", "x"], ["--top-k", "0"], ["--window", "0"], ["--temperature", "x"]]
+    "options",
+    [
+        ["--tokens", "0"],
+        ["--tokens", "x"],
+        ["--top-k", "0"],
+        ["--window", "0"],
+        ["--temperature", "x"],
+        ["--keep", "4"],
+        ["--keep", "4,0"],
+    ],
 )
 def test_bad_numbers_name_the_option(run, capsys, options):
     with pytest.raises(SystemExit) as stop:

@@ -204,7 +204,7 @@ def test_a_thousand_sequences(exact):
             support.check_budget({"out": x}, p, target.dtype, name + " ")
     assert cache.free_pages == 100_000 - 750
     cache.reset()
-    assert cache.free_pages == 100_000 and sorted(cache._free) == list(range(100_000))
+    assert cache.free_pages == 100_000 and sorted(cache._pool.free) == list(range(100_000))
 
 
 # ---- nothing

@@ -11,6 +11,7 @@ import torch
 
 from ..rotary.rotary import Rotary
 from .calls import AttentionCall, CacheCall, CacheLayout, Kept, KeptShapes, RotateCall
+from .shown import Positions
 
 
 class AttentionBackend(Protocol):
@@ -75,6 +76,13 @@ class CacheBackend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out like q and contiguous, lse (batch, heads_q, seqlen_q) as in ``AttentionBackend.forward``, or packed
         (heads_q, total_q). Packed rows outside every sequence get 0 and -inf."""
+
+
+class PlacingBackend(Protocol):
+    """What a ``CacheBackend`` has besides that serves calls whose layout has positions."""
+
+    def unsupported_positions(self, positions: Positions) -> str:
+        """Why this backend cannot serve these tables, which argument it is ("" if it can). Reads no values."""
 
 
 class PreparingBackend(Protocol):

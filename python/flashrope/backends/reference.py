@@ -30,6 +30,11 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
     return ""
 
 
+def unsupported_positions(positions: Positions) -> str:
+    """Always "", as above."""
+    return ""
+
+
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
     """Nothing is kept for ``backward``."""
     return KeptShapes()

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from .names import BACKENDS
+from .shown import Positions
 
 # The forward is plain torch: autograd differentiates it to any order, and compilers trace it.
 DIFFERENTIABLE = ("reference",)
-POSITIONS = ("reference",)  # takes page_positions and the like (shown.py)
 
 
 @cache
@@ -50,11 +50,18 @@ def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str
     return impl
 
 
-def check_backend(impl: str, q: torch.Tensor, cached: bool = False, positions: bool = False) -> None:
-    """Raises ValueError if the backend cannot serve tensors like q, or cached positions as data."""
-    backend = load_backend(impl)
-    reason = backend.unsupported_reason(q, cached)
-    if positions and not reason and impl not in POSITIONS:
-        reason = "cached tokens stand at their slots there; impl='reference' takes positions"
+def check_backend(impl: str, q: torch.Tensor, cached: bool = False, positions: Positions | None = None) -> None:
+    """Raises ValueError if the backend cannot serve tensors like q, or these positions of cached tokens."""
+    reason = load_backend(impl).unsupported_reason(q, cached)
+    if positions is not None and not reason:
+        reason = unsupported_positions(impl, positions)
     if reason:
         raise ValueError(f"impl={impl!r} cannot serve this call: {reason}")
+
+
+def unsupported_positions(impl: str, positions: Positions) -> str:
+    """As in ``PlacingBackend``, of every backend."""
+    backend = load_backend(impl)
+    if not hasattr(backend, "unsupported_positions"):
+        return "cached tokens stand at their slots there; impl='reference' takes positions"
+    return backend.unsupported_positions(positions)

@@ -52,6 +52,7 @@ class Shown(NamedTuple):
     page: torch.Tensor  # (tokens,) int64; the sequence, where the cache is contiguous
     row: torch.Tensor
     position: torch.Tensor  # float64 (tokens,) or (tokens, axes)
+    slot: torch.Tensor  # of the sequence
 
 
 def shown(positions: Positions, sequence: int, first: int, end: int, block_table, k_cache) -> Shown:
@@ -74,13 +75,13 @@ def shown(positions: Positions, sequence: int, first: int, end: int, block_table
             seen &= row < begin + positions.page_lengths[sequence, entry]
         if positions.page_positions is not None:
             position = positions.page_positions[sequence, entry].to(torch.float64) + row
-        page, row, entry, position = page[seen], row[seen], entry[seen], position[seen]
+        page, row, entry, position, slot = page[seen], row[seen], entry[seen], position[seen], slot[seen]
     if positions.slot_positions is not None:
         position = positions.slot_positions[page, row].to(torch.float64)
         if positions.page_positions is not None and entry is not None:
             base = positions.page_positions[sequence, entry].to(torch.float64)
             position = position + (base if position.ndim == 1 else base[:, None])
-    return Shown(page, row, position)
+    return Shown(page, row, position, slot)
 
 
 def of_queries(positions: Positions, sequence: int, seqlen_q: int, keys: torch.Tensor) -> torch.Tensor:

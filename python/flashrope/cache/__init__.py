@@ -6,7 +6,8 @@ layer or all layers of a model, which a ``Step`` writes to at once.
 """
 
 from .contiguous import KVCache
-from .paged import OutOfPages, PagedKVCache
+from .paged import PagedKVCache
+from .pool import OutOfPages
 from .step import Step
 
 __all__ = ["KVCache", "OutOfPages", "PagedKVCache", "Step"]

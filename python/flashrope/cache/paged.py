@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
 from ..rotary.rotary import Rotary
+from . import entries, pool
+from .pool import PagePool
 from .step import Step
-from .storage import Cache, OpenStep, check_integer, check_padding, check_queries, count_new, describe, upload
-
-UNUSED = 2**31 - 1  # a table entry without a page; no page has this number, so validate=True reports the entry
-INITIAL_ROWS = 16  # of the table on the device
-
-
-class OutOfPages(RuntimeError):
-    """A call needs more pages than are free. It has changed nothing: free or truncate sequences and call again.
-
-    Attributes:
-        never: True if the whole pool is too small for the sequences of the call: waiting for free pages is in vain.
-    """
-
-    never: bool = False
-
-
-@dataclasses.dataclass(slots=True)
-class _Sequence:
-    row: int  # of the table on the device
-    pages: list[int]
-    length: int = 0
-    leftpad: int = 0
-
-
-class _Change(NamedTuple):
-    """Entry n of a sequence got a new page, as a copy of the shared page `shared`, or as one page more (None)."""
-
-    sequence: _Sequence
-    n: int
-    shared: int | None
+from .storage import Cache, OpenStep, Tables, check_integer, check_padding, check_queries, count_new, describe, upload
 
 
 class _OfSequences(dict[int, int]):
@@ -132,16 +103,13 @@ class PagedKVCache(Cache):
             (self.pages, self.page_size), heads_kv, head_dim, dtype, device, layers, rotated_keys, cache_dtype
         )
         self._next = 0
-        self._sequences: dict[int, _Sequence] = {}
-        self._references = [0] * self.pages
-        self._free = list(range(self.pages - 1, -1, -1))  # taken from the end
-        self._rows = list(range(INITIAL_ROWS - 1, -1, -1))
-        self._table = self._new_table(INITIAL_ROWS)
-        self._changed: dict[int, int] = {}  # new entries of the flattened table, not on the device yet
+        self._sequences: dict[int, pool.Sequence] = {}
+        self._pool = PagePool(self.pages, self.page_size, self.max_pages, self.k.device, self._copy_pages)
 
-    def _new_table(self, rows: int) -> torch.Tensor:
-        with torch.inference_mode(False):
-            return torch.full((rows, self.max_pages), UNUSED, dtype=torch.int32, device=self.k.device)
+    def _copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        dimension = self.k.ndim - 4  # of pages
+        for pages in (self.k, self.v, *(x for x in (self.k_scale, self.v_scale) if x is not None)):
+            pages.index_copy_(dimension, target, pages.index_select(dimension, source))
 
     @property
     def sequences(self) -> list[int]:
@@ -151,12 +119,15 @@ class PagedKVCache(Cache):
     @property
     def free_pages(self) -> int:
         """The number of pages that no sequence holds."""
-        return len(self._free)
+        return len(self._pool.free)
 
     @property
     def lengths(self) -> dict[int, int]:
-        """The number of tokens of every sequence, left padding included, known to the host."""
-        return _OfSequences(self, "lengths", {name: sequence.length for name, sequence in self._sequences.items()})
+        """The number of tokens of every sequence, left padding included, known to the host.
+
+        Sequences that were extended, or of which tokens were removed, have no padding any more.
+        """
+        return _OfSequences(self, "lengths", {name: sequence.tokens for name, sequence in self._sequences.items()})
 
     @property
     def padding(self) -> dict[int, int]:
@@ -164,7 +135,7 @@ class PagedKVCache(Cache):
         return _OfSequences(self, "padding", {name: sequence.leftpad for name, sequence in self._sequences.items()})
 
     def seqlens(self, sequences: Sequence[int]) -> torch.Tensor:
-        """The number of tokens of every sequence, (n,) int32 on the device."""
+        """The slots in use of every sequence, (n,) int32 on the device."""
         return upload([each.length for each in self._select(sequences).values()], torch.int32, self.k.device)
 
     def leftpad(self, sequences: Sequence[int]) -> torch.Tensor:
@@ -176,7 +147,7 @@ class PagedKVCache(Cache):
 
         A copy: later calls do not change it. Entries without a page are 2**31 - 1, which validate=True refuses.
         """
-        return self._tables(self._select(sequences), [])[1]
+        return self._pool.tables([*self._select(sequences).values()], []).block_table
 
     def allocate(self, length: int = 0) -> int:
         """A new, empty sequence with pages reserved for ``length`` tokens; see ``reserve``.
@@ -188,8 +159,8 @@ class PagedKVCache(Cache):
         self.refuse_in_step("allocate")
         length = check_integer("length", length, 0, self.max_seqlen if self._limited else None)
         needed = -(-length // self.page_size)
-        self._check_pages(needed, never=needed > self.pages)
-        name = self._add(_Sequence(self._take_row(), []))
+        self._pool.check(needed, never=needed > self.pages)
+        name = self._add(self._pool.new_sequence())
         self._reserve({name: self._sequences[name]}, length)
         return name
 
@@ -199,13 +170,7 @@ class PagedKVCache(Cache):
         It shares their pages until one of the two sequences is appended to.
         """
         self.refuse_in_step("fork")
-        parent = self._get(sequence)
-        shared = parent.pages[: -(-parent.length // self.page_size)]  # without the parent's reserved pages
-        child = _Sequence(self._take_row(), shared, parent.length, parent.leftpad)
-        for n, page in enumerate(shared):
-            self._references[page] += 1
-            self._set(child, n, page)
-        return self._add(child)
+        return self._add(self._pool.fork(self._get(sequence)))
 
     def reserve(self, sequences: Sequence[int], seqlen_new: int) -> None:
         """Reserves pages for seqlen_new more tokens of every sequence, so that appending them cannot fail.
@@ -237,7 +202,7 @@ class PagedKVCache(Cache):
         """
         return self._step(self._select(sequences), check_integer("seqlen_new", seqlen_new), leftpad)
 
-    def _step(self, selected: dict[int, _Sequence], seqlen_new: int, leftpad) -> Step:
+    def _step(self, selected: dict[int, pool.Sequence], seqlen_new: int, leftpad) -> Step:
         padding = [sequence.leftpad for sequence in selected.values()]
         if leftpad is not None:
             lengths = [sequence.length for sequence in selected.values()]
@@ -296,7 +261,7 @@ class PagedKVCache(Cache):
         selected = self._select(sequences)
         if k is None and v is None and leftpad is None:
             check_queries(q, len(selected))
-            tables = self._tables(selected, [x.leftpad for x in selected.values()])
+            tables = self._pool.tables([*selected.values()], [x.leftpad for x in selected.values()])
             return self._attend(q, rotary, (k, v), tables, layer, options)
         self.refuse_new("attend")
         with self._step(selected, count_new(k, v, self, len(selected)), leftpad) as step:
@@ -312,12 +277,12 @@ class PagedKVCache(Cache):
         selected, seqlen_new = self._select(sequences), check_integer("seqlen_new", seqlen_new)
         for name, sequence in selected.items():
             room = min(len(sequence.pages) * self.page_size, self.max_seqlen) - sequence.length
-            if self._shared_page(sequence) is not None:
+            if self._pool.shared_page(sequence) is not None:
                 room = 0
             if seqlen_new > room:
                 raise ValueError(f"seqlen_new: expected at most {room}, reserved for sequence {name}, got {seqlen_new}")
         for sequence in selected.values():
-            sequence.length += seqlen_new
+            self._pool.grow(sequence, seqlen_new)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Drops the tokens from ``length`` on, in all layers, such as those that speculative decoding rejects.
@@ -327,16 +292,84 @@ class PagedKVCache(Cache):
         """
         self.refuse_in_step("truncate")
         shortened = self._get(sequence)
-        shortened.length = check_integer(f"length of sequence {sequence}", length, 0, shortened.length)
+        length = check_integer(f"length of sequence {sequence}", length, 0, shortened.tokens)
+        if shortened.entries is not None:
+            return self._show(shortened, entries.without(shortened.entries, length, shortened.tokens, False))
+        shortened.length = length
         shortened.leftpad = min(shortened.leftpad, shortened.length)
-        self._give_back(shortened, -(-length // self.page_size))
+        self._pool.give_back(shortened, -(-length // self.page_size))
+
+    def extend(self, sequence: int, other: int) -> None:
+        """Appends the tokens of another sequence, in all layers, by reference: no key is copied or computed again.
+
+        They stand at the positions behind the last token of ``sequence`` and keep their distances among themselves.
+        ``other`` stays as it is; its padding is left out. A page that is not full is shared too, and copied when one of
+        its sequences is appended to. Pages reserved for ``sequence`` are given back.
+
+        Keys and values of ``other`` were computed without the tokens that now come before them. In all layers but the
+        first this is an approximation of one prefill of both; docs/decoding.md measures it.
+
+        Raises:
+            ValueError: the pages of both do not fit in max_seqlen, or the cache holds rotated keys.
+        """
+        self.refuse_in_step("extend")
+        self._refuse_rotated("extend")
+        target, source = self._get(sequence), self._get(other)
+        own, added = self._pool.entries_of(target), self._pool.entries_of(source)
+        pages = [target.pages[n] for n, _ in own] + [source.pages[n] for n, _ in added]
+        if len(pages) > self.max_pages:
+            raise ValueError(
+                f"other: expected at most {self.max_pages} pages in both sequences, for max_seqlen {self.max_seqlen}, "
+                f"got {len(own)} and {len(added)}"
+            )
+        self._pool.show(target, pages, entries.joined([x for _, x in own], [x for _, x in added]))
+
+    def remove(self, sequence: int, start: int, stop: int, close: bool = True) -> None:
+        """Forgets the tokens start to stop - 1, in all layers. Pages that lose all their tokens are given back.
+
+        Args:
+            start, stop: counted from the first token behind the padding, which goes too; start is at most stop.
+            close: the tokens behind them move down by stop - start positions. False: they keep their positions, and
+                distances across the gap stay what they were.
+
+        Raises:
+            TypeError, ValueError: the argument, what was expected and what came; the cache holds rotated keys; a page
+                that now has two entries would be one more than fit in max_seqlen.
+        """
+        self.refuse_in_step("remove")
+        self._refuse_rotated("remove")
+        shortened = self._get(sequence)
+        own = self._pool.entries_of(shortened)
+        held = entries.tokens([entry for _, entry in own])
+        stop = check_integer("stop", stop, 0, held)
+        start = check_integer("start", start, 0, stop)
+        if not isinstance(close, bool):
+            raise TypeError(f"close: expected True or False, got {close!r}")
+        if start == stop:
+            return
+        kept = entries.without([entry for _, entry in own], start, stop, close)
+        if len(kept) > self.max_pages:
+            raise ValueError(
+                f"start, stop: expected at most {self.max_pages} entries for max_seqlen {self.max_seqlen}, got "
+                f"{len(kept)}, two of them in one page"
+            )
+        self._show(shortened, [(own[n][0], entry) for n, entry in kept])
+
+    def keep(self, sequence: int, first: int, last: int) -> None:
+        """Forgets all but the first and the last tokens and closes the gap: attention sinks and a rolling window
+        (StreamingLLM, section 3.2). Does nothing if no more than first + last are there. Raises what ``remove`` raises.
+        """
+        self.refuse_in_step("keep")
+        first, last = check_integer("first", first), check_integer("last", last)
+        shortened = self._get(sequence)
+        held = shortened.tokens - (shortened.leftpad if shortened.entries is None else 0)
+        if held > first + last:
+            self.remove(sequence, first, held - last)
 
     def free(self, sequence: int) -> None:
         """Removes a sequence. Its pages become free unless other sequences share them."""
         self.refuse_in_step("free")
-        ended = self._get(sequence)
-        self._give_back(ended, 0)
-        self._rows.append(ended.row)
+        self._pool.end(self._get(sequence))
         del self._sequences[sequence]
 
     def reset(self) -> None:
@@ -344,7 +377,15 @@ class PagedKVCache(Cache):
         for sequence in self.sequences:
             self.free(sequence)
 
-    def _get(self, sequence: int) -> _Sequence:
+    def _refuse_rotated(self, call: str) -> None:
+        if self.rotated_keys is not None:
+            raise ValueError(f"{call}: expected a cache of raw keys, got rotated_keys, which have their positions")
+
+    def _show(self, sequence: pool.Sequence, kept: entries.Kept) -> None:
+        """Some of its tokens alone."""
+        self._pool.show(sequence, [sequence.pages[n] for n, _ in kept], [entry for _, entry in kept])
+
+    def _get(self, sequence: int) -> pool.Sequence:
         if not isinstance(sequence, numbers.Integral) or isinstance(sequence, bool):
             raise TypeError(f"sequence: expected a number that allocate or fork returned, got {sequence!r}")
         found = self._sequences.get(sequence)
@@ -354,7 +395,7 @@ class PagedKVCache(Cache):
             )
         return found
 
-    def _select(self, sequences: Sequence[int]) -> dict[int, _Sequence]:
+    def _select(self, sequences: Sequence[int]) -> dict[int, pool.Sequence]:
         if not isinstance(sequences, Sequence) or isinstance(sequences, str):
             raise TypeError(f"sequences: expected a list of numbers that allocate or fork returned, got {sequences!r}")
         selected = {sequence: self._get(sequence) for sequence in sequences}
@@ -363,136 +404,34 @@ class PagedKVCache(Cache):
             raise ValueError(f"sequences: expected each once, got sequence {repeated} {times} times")
         return selected
 
-    def _add(self, sequence: _Sequence) -> int:
+    def _add(self, sequence: pool.Sequence) -> int:
         name, self._next = self._next, self._next + 1
         self._sequences[name] = sequence
         return name
 
-    def _take_row(self) -> int:
-        if not self._rows:
-            rows = len(self._table)
-            table = self._new_table(2 * rows)
-            table[:rows] = self._table
-            self._table, self._rows = table, list(range(2 * rows - 1, rows - 1, -1))
-        return self._rows.pop()
-
-    def _shared_page(self, sequence: _Sequence) -> int | None:
-        """The page of the next token, if the sequence has it already and shares it. Later pages are never shared."""
-        pages = sequence.pages[sequence.length // self.page_size :]
-        return pages[0] if pages and self._references[pages[0]] > 1 else None
-
-    def _set(self, sequence: _Sequence, n: int, page: int) -> None:
-        self._changed[sequence.row * self.max_pages + n] = page
-
-    def _check_pages(self, needed: int, never: bool) -> None:
-        missing = needed - len(self._free)
-        if missing > 0:
-            pages = "page" if needed == 1 else "pages"
-            error = OutOfPages(
-                f"needs {needed} more {pages}, {len(self._free)} are free of {self.pages}: {missing} missing"
-                + ("; the whole pool is too small for this call" if never else "")
-            )
-            error.never = never
-            raise error
-
-    def _changes(self, selected: Iterable[_Sequence], seqlen_new: int, references) -> list[_Change]:
-        """The pages to take for seqlen_new more tokens of every sequence, where every page has so many references."""
-        changes: list[_Change] = []
-        copied: Counter[int] = Counter()
-        for sequence in selected:
-            shared = self._shared_page(sequence)
-            if shared is not None and references[shared] - copied[shared] > 1:
-                copied[shared] += 1
-                changes.append(_Change(sequence, sequence.length // self.page_size, shared))
-            end = -(-(sequence.length + seqlen_new) // self.page_size)
-            changes.extend(_Change(sequence, n, None) for n in range(len(sequence.pages), end))
-        return changes
-
-    def _reserve(self, selected: dict[int, _Sequence], seqlen_new: int) -> list[_Change]:
-        """Gives every sequence the pages for seqlen_new more tokens, and a copy of the page that it shares."""
-        if not seqlen_new:
-            return []
-        for name, sequence in selected.items() if self._limited else ():
+    def _reserve(self, selected: dict[int, pool.Sequence], seqlen_new: int) -> list[pool.Change]:
+        for name, sequence in selected.items() if self._limited and seqlen_new else ():
             if sequence.length + seqlen_new > self.max_seqlen:
                 raise ValueError(
                     f"sequence {name} has {sequence.length} of {self.max_seqlen} tokens: no room for {seqlen_new}"
                 )
-        # Longest last: if all holders of a page are in this call, the longest keeps the page, and writes behind the
-        # tokens that the others have there. So a call that fails after writing can still be undone.
-        order = sorted(selected.values(), key=lambda sequence: sequence.length)
-        changes = self._changes(order, seqlen_new, self._references)
-        if len(changes) > len(self._free):
-            alone = Counter(page for sequence in order for page in sequence.pages)  # if no other sequence existed
-            never = len(alone) + len(self._changes(order, seqlen_new, alone)) > self.pages
-            self._check_pages(len(changes), never)
-        taken = self._free[: -len(changes) - 1 : -1]
-        copies = [(old, page) for (_, _, old), page in zip(changes, taken, strict=True) if old is not None]
-        if copies:
-            source, target = upload(tuple(zip(*copies, strict=True)), torch.int64, self.k.device)
-            dimension = self.k.ndim - 4  # of pages
-            for pool in (self.k, self.v, *(x for x in (self.k_scale, self.v_scale) if x is not None)):
-                pool.index_copy_(dimension, target, pool.index_select(dimension, source))
-        for (sequence, n, old), page in zip(changes, taken, strict=True):
-            self._references[self._free.pop()] = 1
-            if old is None:
-                sequence.pages.append(page)
-            else:
-                self._references[old] -= 1
-                sequence.pages[n] = page
-            self._set(sequence, n, page)
-        return changes
+        return self._pool.reserve(selected.values(), seqlen_new)
 
-    def _begin(self, step: OpenStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _begin(self, step: OpenStep) -> Tables:
         step.changes = self._reserve(step.selected, step.seqlen_new)
         try:
-            return self._tables(step.selected, step.padding)
+            return self._pool.tables([*step.selected.values()], step.padding, step.seqlen_new)
         except BaseException:
             self._undo(step)
             raise
 
     def _commit(self, step: OpenStep) -> None:
         for sequence, leftpad in zip(step.selected.values(), step.padding, strict=True):
-            sequence.length += step.seqlen_new
+            self._pool.grow(sequence, step.seqlen_new)
             sequence.leftpad = leftpad
 
     def _undo(self, step: OpenStep) -> None:
-        for sequence, n, old in reversed(step.changes):
-            page = sequence.pages[n]
-            self._references[page] = 0
-            self._free.append(page)
-            if old is None:
-                sequence.pages.pop()
-            else:
-                self._references[old] += 1
-                sequence.pages[n] = old
-            self._set(sequence, n, UNUSED if old is None else old)
-
-    def _give_back(self, sequence: _Sequence, kept: int) -> None:
-        while len(sequence.pages) > kept:
-            page = sequence.pages.pop()
-            self._references[page] -= 1
-            if not self._references[page]:
-                self._free.append(page)
-            self._set(sequence, len(sequence.pages), UNUSED)
-
-    def _tables(
-        self, selected: dict[int, _Sequence], padding: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(seqlens, block_table, leftpad) for the kernels. Everything new is copied to the device at once."""
-        rows = [sequence.row for sequence in selected.values()]
-        lengths = [sequence.length for sequence in selected.values()]
-        pads = padding if any(padding) else []
-        values = [*rows, *lengths, *pads, *self._changed, *self._changed.values()]
-        n, m = len(selected), len(self._changed)
-        sizes = [n, n, len(pads), m, m]
-        table_rows, seqlens, leftpad, entries, pages = upload(values, torch.int64, self.k.device).split_with_sizes(
-            sizes
-        )
-        if m:
-            self._table.view(-1).index_copy_(0, entries, pages.to(torch.int32))
-            self._changed.clear()
-        block_table = self._table.index_select(0, table_rows)
-        return seqlens.to(torch.int32), block_table, leftpad.to(torch.int32) if pads else None
+        self._pool.undo(step.changes)
 
     def __repr__(self) -> str:
         return (

@@ -12,7 +12,7 @@ from ..backends.registry import resolve_impl
 from ..operators import autograd
 from ..operators.autocast import autocast
 from ..rotary.rotary import Rotary
-from .storage import Cache, check_new, check_queries, count_new
+from .storage import Cache, Tables, check_new, check_queries, count_new
 
 
 class Step:
@@ -31,6 +31,7 @@ class Step:
     seqlens: torch.Tensor
     block_table: torch.Tensor | None
     leftpad: torch.Tensor | None
+    _positions: dict[str, torch.Tensor] | None
 
     def __init__(self, cache: Cache, selected: Any, batch: int, seqlen_new: int, padding: list[int]):
         """selected: what ``cache`` knows the sequences by; padding: their left padding after the step."""
@@ -43,7 +44,7 @@ class Step:
     def __enter__(self) -> Step:
         self._cache.refuse_in_step("step")
         self._written = 0
-        self.seqlens, self.block_table, self.leftpad = self._cache._begin(self)
+        self.seqlens, self.block_table, self.leftpad, self._positions = self._cache._begin(self)
         self._cache._open = self
         return self
 
@@ -104,7 +105,7 @@ class Step:
             if self._ends is None:
                 self._ends = seqlens + self.seqlen_new
             seqlens = self._ends
-        tables = (seqlens, self.block_table, self.leftpad)
+        tables = Tables(seqlens, self.block_table, self.leftpad, self._positions)
         out = self._cache._attend(q, rotary, (k, v), tables, layer, options)
         if writes:
             self._written |= 1 << (layer or 0)

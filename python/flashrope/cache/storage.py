@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,6 +20,15 @@ from ..rotary.rotated import one_rotation
 CACHE_DTYPES: dict[str | None, torch.dtype] = dict(zip(names.CACHE_DTYPES, (torch.int8, torch.uint8), strict=True))
 
 
+class Tables(NamedTuple):
+    """Where sequences lie, for ``attention_with_cache``, on the device."""
+
+    seqlens: torch.Tensor  # (n,) int32, slots in use
+    block_table: Any = None  # (n, max_pages) int32 of a PagedKVCache, else None
+    leftpad: torch.Tensor | None = None
+    positions: dict[str, torch.Tensor] | None = None  # page_positions and the like, where slots are not positions
+
+
 class OpenStep(Protocol):
     """What a cache needs to know of a ``Step``."""
 
@@ -32,7 +41,7 @@ class OpenStep(Protocol):
 class Cache:
     """Storage of all layers, and the step that is open.
 
-    A step calls ``_begin``, which returns its (seqlens, block_table, leftpad), then ``_commit`` or ``_undo``.
+    A step calls ``_begin``, which returns its tables, then ``_commit`` or ``_undo``.
     """
 
     k: torch.Tensor
@@ -99,7 +108,7 @@ class Cache:
                 "with cache.step(...) as step, step.attend(..., layer=...)"
             )
 
-    def _begin(self, step: OpenStep) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def _begin(self, step: OpenStep) -> Tables:
         raise NotImplementedError
 
     def _commit(self, step: OpenStep) -> None:
@@ -108,9 +117,13 @@ class Cache:
     def _undo(self, step: OpenStep) -> None:
         raise NotImplementedError
 
-    def _attend(self, q, rotary, new, tables, layer: int | None, options: dict):
-        """The one call of ``attention_with_cache``. new: (k, v); tables: (seqlens, block_table, leftpad)."""
-        seqlens, block_table, leftpad = tables
+    def _attend(self, q, rotary, new, tables: Tables, layer: int | None, options: dict):
+        """The one call of ``attention_with_cache``. new: (k, v)."""
+        seqlens, block_table, leftpad, positions = tables
+        for name in positions or ():
+            if name in options:
+                raise TypeError(f"{name}: expected none in attend, because the cache knows its own, got one")
+        options = {**options, **(positions or {})}
         if leftpad is not None:
             if options.get("cache_leftpad") is not None:
                 raise ValueError(

@@ -10,6 +10,14 @@ from ..rotary.catalogue import SCHEMES
 from ..small_models.presets import CHECKPOINTS
 
 
+def first_and_last(text: str) -> tuple[int, int]:
+    """FIRST,LAST of --keep."""
+    first, comma, last = text.partition(",")
+    if not (comma and first.strip().isdecimal() and last.strip().isdecimal() and int(last)):
+        raise argparse.ArgumentTypeError(f"expected FIRST,LAST, two numbers of bytes, LAST at least 1, got {text!r}")
+    return int(first), int(last)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model and prompt")
     model.add_argument(
@@ -38,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=CACHE_DTYPES,
         help="keep keys and values in this type, with a scale for each token and key head; default: in the type of the "
         "computation",
+    )
+    run_.add_argument(
+        "--keep",
+        type=first_and_last,
+        metavar="FIRST,LAST",
+        help="keep the first and the last bytes alone, in a cache of fixed size: attention sinks and a rolling window. "
+        "They stand at the positions 0, 1, 2, ..., so the text may be of any length",
     )
     run_.add_argument(
         "--threads",

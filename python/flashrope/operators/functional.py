@@ -408,7 +408,7 @@ def _attend_with_cache(
     impl = resolve_impl(impl, q, cached=True)
     if given is not None:
         given = check_cached_positions(given, q, k, k_cache, call.rotary, layout, call.rotated_keys)
-        check_positions_served(impl, q)
+        check_positions_served(impl, q, given)
         layout = call.layout = layout._replace(positions=given)
     if validate:
         validate_tables(layout, capacity, k_cache)

@@ -291,7 +291,8 @@ def _(*_):
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_with_cache"), lib=LIBRARY)
 def _(q, k_cache, v_cache, *arguments):
-    check_backend(CacheArguments(*arguments).impl, q, cached=True)
+    arguments = CacheArguments(*arguments)
+    check_backend(arguments.impl, q, True, arguments.call.layout.positions)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(cached_lse_shape(q), dtype=accumulation_type(q))
 

@@ -48,9 +48,10 @@ def check_cached_positions(given: Positions, q, k, k_cache, rotary, layout: Cach
     return given
 
 
-def check_positions_served(impl: str, q) -> None:
-    """Raises ValueError if the backend has no kernels for positions as data."""
-    check_backend(impl, q, cached=True, positions=True)
+def check_positions_served(impl: str, q, given: Positions) -> None:
+    """Raises ValueError if the backend has no kernels for these tables."""
+    if not torch.compiler.is_compiling():  # as in resolve_impl
+        check_backend(impl, q, cached=True, positions=given)
 
 
 def _check_numbers(name: str, x, dtypes: tuple[torch.dtype, ...], like, shape: tuple[int, ...]) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .. import KVCache, Rotary, Step, attention
+from .. import KVCache, PagedKVCache, Rotary, Step, attention
 from ..cli.files import replacing
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rotary], torch.Tensor]
@@ -127,11 +127,49 @@ class Decoder:
         Raises ValueError if the cache is full. If it raises, no block has kept any of the tokens.
         """
         with self.cache.step(tokens.shape[1]) as step:
-            attends = [functools.partial(self._attend, step, layer) for layer in range(self.cache.layers)]
-            return self.model(tokens, self.rotary, attends)
+            return _read(self.model, self.rotary, step, tokens, self.impl)
 
-    def _attend(self, step: Step, layer: int, q, k, v, rotary: Rotary) -> torch.Tensor:
-        return step.attend(q, rotary, k, v, layer=layer, impl=self.impl)
+
+class RollingDecoder:
+    """A ``Decoder`` in a cache of fixed size: after every read the first and the last tokens stay, and close up.
+
+    keep: (first, last), how many; longest: tokens of a read.
+    """
+
+    PAGE_SIZE = 16
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        rotary: Rotary,
+        keep: tuple[int, int],
+        longest: int,
+        dtype: torch.dtype = torch.float32,
+        impl: str | None = None,
+        cache_dtype: str | None = None,
+    ):
+        config, device = model.config, model.embedding.weight.device
+        self.model, self.rotary, self.keep, self.impl = model, rotary, keep, impl
+        pages = -(-(sum(keep) + longest) // self.PAGE_SIZE) + 3  # the pages around the gap are not full
+        sizes = pages, self.PAGE_SIZE, config.heads, config.head_dim
+        self.cache = PagedKVCache(*sizes, dtype, device, layers=config.layers, cache_dtype=cache_dtype)
+        self.sequence = self.cache.allocate()
+
+    def read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """As ``Decoder.read``. The tokens see one another and those that were kept."""
+        with self.cache.step([self.sequence], tokens.shape[1]) as step:
+            logits = _read(self.model, self.rotary, step, tokens, self.impl)
+        self.cache.keep(self.sequence, *self.keep)
+        return logits
+
+
+def _read(model: LanguageModel, rotary: Rotary, step: Step, tokens: torch.Tensor, impl: str | None) -> torch.Tensor:
+    """logits; every block writes its keys and values in the step."""
+
+    def attend(layer: int, q, k, v, rotary: Rotary) -> torch.Tensor:
+        return step.attend(q, rotary, k, v, layer=layer, impl=impl)
+
+    return model(tokens, rotary, [functools.partial(attend, layer) for layer in range(len(model.blocks))])
 
 
 def save_checkpoint(

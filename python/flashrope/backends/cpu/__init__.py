@@ -7,6 +7,7 @@ from .attention import backward, forward, kept_shapes, unsupported_reason
 from .cached import append_to_cache, attention_with_cache
 from .prepared import prepare
 from .rotated import rotate
+from .runs import unsupported_positions
 
 __all__ = [
     "append_to_cache",
@@ -16,5 +17,6 @@ __all__ = [
     "kept_shapes",
     "prepare",
     "rotate",
+    "unsupported_positions",
     "unsupported_reason",
 ]

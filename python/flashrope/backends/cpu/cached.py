@@ -5,6 +5,9 @@ gathered one block at a time, heads first, unless they follow one another and ar
 a sequence computed on its own are bitwise identical in both layouts.
 
 The compiled kernels, where they are loaded, serve a few queries per sequence (decode.py) and long chunks (tiles.py).
+
+With positions as data, a sequence is the runs of runs.py, each of which is read as a sequence is. Positions that hardly
+follow one another, and axial ones, take masks (masked.py).
 """
 
 from __future__ import annotations
@@ -19,13 +22,11 @@ from ...rotary.rotary import Rotary
 from ..calls import AttentionCall, CacheCall, CacheLayout, RotateCall, accumulation_type
 from ..packed import append_packed, attend_packed
 from ..quantized import dequantize, stores
-from . import decode, loader, rotated, tiles
+from . import decode, loader, masked, rotated, runs, tiles
 from .library import DTYPES, Library
 from .pieces import (
-    Piece,
-    attn_mask,
     cast_results,
-    flash,
+    flash_piece,
     flash_scale,
     gather_keys,
     gather_rows,
@@ -83,6 +84,8 @@ def attention_with_cache(
     """(out like q, lse in float32 or float64)."""
     if call.layout.cu_seqlens_q is not None:
         return attend_packed(attention_with_cache, q, k_cache, v_cache, call)
+    if call.layout.positions is not None:
+        return _attend_placed(q, k_cache, v_cache, call)
     if (compiled := loader.load()) and decode.serves(q, k_cache, call):
         return decode.decode(compiled, q, k_cache, v_cache, call)
     (batch, seqlen_q, heads_q, _), block_table = q.shape, call.layout.block_table
@@ -127,8 +130,46 @@ def _attend_single(
     k = rotate(k_cache.narrow(1, first, seqlen), single.k_rotation, rotary).transpose(1, 2)
     v = upcast(v_cache.narrow(1, first, seqlen)).transpose(1, 2)
     rotated_q = rotate(q, single.q_rotation, rotary).transpose(1, 2)
-    out, lse = _flash(rotated_q, k, v, single.piece, flash_scale(call, seqlen))
+    out, lse = flash_piece(rotated_q, k, v, single.piece, flash_scale(call, seqlen))
     return cast_results(out.transpose(1, 2), lse, q.dtype)
+
+
+def _attend_placed(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attention_with_cache`` of a layout with positions."""
+    (batch, seqlen_q, heads_q, _), layout, placed = q.shape, call.layout, []
+    if not call.rotary.axis:
+        placed = layout.once(("runs", k_cache.shape, seqlen_q), lambda: runs.find(layout, k_cache, seqlen_q))
+    long_runs = bool(placed) and all(each.long_runs for each in placed)
+    if (compiled := loader.load()) and long_runs and decode.serves(q, k_cache, call):
+        return decode.decode(compiled, q, k_cache, v_cache, call, placed)
+    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, call)):
+        compiled = None
+    caches = _caches(k_cache, v_cache, layout)
+    out = q.new_zeros(q.shape)
+    lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
+    for b in range(batch if k_cache.numel() else 0):
+        if long_runs:
+            blocks, seqlen = _blocks_of_runs(caches, layout, b, placed[b].keys, q, compiled), placed[b].seqlen
+            results = _attend(q[b : b + 1], blocks, seqlen, call, compiled, placed[b].rows())
+        else:
+            results = masked.attend(q[b : b + 1], caches, b, call, _block_size(k_cache.shape[-2] * q.shape[-1]))
+        out[b : b + 1], lse[b : b + 1] = results
+    return out, lse
+
+
+def _blocks_of_runs(caches, layout: CacheLayout, b: int, keys: list[runs.Run], q, compiled) -> Iterator[Block]:
+    size = _block_size(caches[0].shape[-2] * q.shape[-1])
+    for run in keys:
+        most, end = run.keys if compiled else size, run.slot + run.keys
+        if layout.block_table is not None:
+            blocks = _paged_blocks(caches, layout.block_table[b], run.slot, end, most)
+        else:
+            blocks = _contiguous_blocks(caches, b, b + 1, run.slot, end, most)
+        for block in blocks:
+            order = run.order + int(block.position)
+            yield block._replace(position=run.position + block.position, order=order)
 
 
 def _groups(bounds: list[tuple[int, int]], together: bool) -> list[tuple[int, int, int, int]]:
@@ -141,7 +182,8 @@ def _groups(bounds: list[tuple[int, int]], together: bool) -> list[tuple[int, in
 
 
 class Block(NamedTuple):
-    position: int  # of the first key
+    position: float  # of the first key
+    order: int  # of the first key, among those of the sequence
     k: torch.Tensor  # (batch, slots, heads_kv, head_dim)
     v: torch.Tensor
     k_scale: torch.Tensor | None = None  # (batch, slots, heads_kv, 1)
@@ -164,7 +206,7 @@ def _caches(k_cache: torch.Tensor, v_cache: torch.Tensor, layout: CacheLayout) -
 def _contiguous_blocks(caches, b0: int, b1: int, first: int, end: int, size: int) -> Iterator[Block]:
     for slot in range(first, end, size):
         stop = min(slot + size, end)
-        yield Block(slot - first, *(x[b0:b1, slot:stop] for x in caches))
+        yield Block(slot - first, slot - first, *(x[b0:b1, slot:stop] for x in caches))
 
 
 def _paged_blocks(caches, table: torch.Tensor, first: int, end: int, size: int) -> Iterator[Block]:
@@ -183,57 +225,78 @@ def _paged_blocks(caches, table: torch.Tensor, first: int, end: int, size: int) 
             else torch.cat([cache[page].transpose(0, 1) for page in pages], 1).transpose(0, 1)
             for cache in caches
         )
-        yield Block(slot - first, *(x[skip : skip + count][None] for x in rows))
+        yield Block(slot - first, slot - first, *(x[skip : skip + count][None] for x in rows))
 
 
 def _attend(
-    q: torch.Tensor, blocks: Iterator[Block], seqlen: int, call: CacheCall, compiled: Library | None
+    q: torch.Tensor,
+    blocks: Iterator[Block],
+    seqlen: int,
+    call: CacheCall,
+    compiled: Library | None,
+    queries: list[runs.Rows] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out like q, lse (batch, heads_q, seqlen_q); all sequences hold seqlen keys, in one block if compiled."""
-    if compiled is not None and seqlen:
-        (block,) = blocks
-        attention = AttentionCall(call.rotary, call.causal, call.softmax_scale)
-        scales = None if block.k_scale is None or block.v_scale is None else (block.k_scale, block.v_scale)
-        return tiles.forward(compiled, q, block.k, block.v, attention, scales)
+    """out like q, lse (batch, heads_q, seqlen_q); all sequences hold seqlen keys.
+
+    queries: where the rows stand, None for the last positions. Compiled, a block is then a run; otherwise it is all.
+    """
     seqlen_q, rotary = q.shape[1], call.rotary
-    rotated_q: dict[PositionMap, torch.Tensor] = {}
+    queries = queries or [runs.Rows(0, seqlen_q, seqlen - seqlen_q, seqlen - seqlen_q)]
+    if compiled is not None and seqlen:
+        return _attend_tiles(compiled, q, blocks, seqlen, call, queries)
+    rotated_q: dict[tuple[PositionMap, int], torch.Tensor] = {}
     partials, scale = [], flash_scale(call, seqlen)
     for block in blocks if q.numel() else ():
         position, (k, v) = block.position, block.keys_and_values(accumulation_type(q))
-        start = position if chunk_of(call.bands) else 0
-        for queries, keys, pieces in plan(call.bands, seqlen_q, k.shape[1], seqlen - seqlen_q - position, start):
-            if queries not in rotated_q:
-                q_rotation = rotation_for(q, call, queries, seqlen - seqlen_q, True)
-                rotated_q[queries] = rotate(q, q_rotation, rotary)
-            first = min(piece.key for piece in pieces)
-            stop = max(piece.key + (piece.repeat - 1) * piece.stride + piece.keys for piece in pieces)
-            covers_block = stop - first == k.shape[1]
-            band_k, band_v = (k, v) if covers_block else (k[:, first:stop], v[:, first:stop])
-            k_rotation = rotation_for(band_k, call, keys, position + first, False)
-            if k_rotation is not None:  # rotated keys are float32 or float64
-                band_k, band_v = rotate(band_k, k_rotation, rotary), upcast(band_v)
-            band_q = rotated_q[queries]
-            band_q = band_q if band_q.dtype == band_k.dtype else band_q.to(band_k.dtype)
-            for piece in pieces:
-                local = piece._replace(key=piece.key - first) if first else piece
-                k_tile, v_tile = gather_keys(band_k, local), gather_keys(band_v, local)
-                partials.append((piece, *_flash(gather_rows(band_q, local), k_tile, v_tile, local, scale)))
+        start = int(position) if chunk_of(call.bands) else 0
+        for rows in queries:
+            own_q = q if rows.rows == seqlen_q else q[:, rows.row : rows.row + rows.rows]
+            bands, shift = runs.bands_between(call.bands, call.causal, rows, position, block.order)
+            for q_map, k_map, pieces in plan(bands, rows.rows, k.shape[1], shift, start):
+                if (q_map, rows.row) not in rotated_q:
+                    q_rotation = rotation_for(own_q, call, q_map, rows.position, True)
+                    rotated_q[q_map, rows.row] = rotate(own_q, q_rotation, rotary)
+                first = min(piece.key for piece in pieces)
+                stop = max(piece.key + (piece.repeat - 1) * piece.stride + piece.keys for piece in pieces)
+                covers_block = stop - first == k.shape[1]
+                band_k, band_v = (k, v) if covers_block else (k[:, first:stop], v[:, first:stop])
+                k_rotation = rotation_for(band_k, call, k_map, position + first, False)
+                if k_rotation is not None:  # rotated keys are float32 or float64
+                    band_k, band_v = rotate(band_k, k_rotation, rotary), upcast(band_v)
+                band_q = rotated_q[q_map, rows.row]
+                band_q = band_q if band_q.dtype == band_k.dtype else band_q.to(band_k.dtype)
+                for piece in pieces:
+                    local = piece._replace(key=piece.key - first) if first else piece
+                    k_tile, v_tile = gather_keys(band_k, local), gather_keys(band_v, local)
+                    results = flash_piece(gather_rows(band_q, local), k_tile, v_tile, local, scale)
+                    partials.append((piece._replace(row=piece.row + rows.row) if rows.row else piece, *results))
     return merge_partials(partials, q)
 
 
-def _flash(q, k, v, piece: Piece, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch * repeat, heads_q, rows, head_dim) and lse of one piece; q, k, v come from ``gather_tile``."""
-    if piece.causal:
-        return flash(q, k, v, 0.0, not piece.width, attn_mask=attn_mask(piece, q.dtype), scale=scale)
-    # Every row sees every key, so the query heads of a key head are folded into rows and its keys are read once.
-    # torch's half-precision kernels are three times slower with a single row.
-    batch, heads_q, rows, head_dim = q.shape
-    heads_kv, half = k.shape[1], q.dtype in (torch.float16, torch.bfloat16)
-    if heads_q == heads_kv and not (half and rows == 1):
-        return flash(q, k, v, 0.0, False, scale=scale)
-    folded = q.reshape(batch, heads_kv, heads_q // heads_kv * rows, head_dim)
-    one_row = half and folded.shape[2] == 1
-    out, lse = flash(folded.expand(-1, -1, 2, -1) if one_row else folded, k, v, 0.0, False, scale=scale)
-    if one_row:
-        out, lse = out[:, :, :1], lse[:, :, :1]
-    return out.reshape(q.shape), lse.reshape(batch, heads_q, rows)
+def _attend_tiles(
+    compiled: Library, q: torch.Tensor, blocks: Iterator[Block], seqlen: int, call: CacheCall, queries: list[runs.Rows]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``_attend``, with the kernel of tiles.py: every run of queries against every run of keys that it sees."""
+    attention, whole = AttentionCall(call.rotary, call.causal, call.softmax_scale), (q.shape[1], seqlen)
+    out = q.new_zeros(q.shape, dtype=torch.float32)
+    lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
+    for block in blocks:
+        k, v = block.k, block.v
+        scales = None if block.k_scale is None or block.v_scale is None else (block.k_scale, block.v_scale)
+        for rows in queries:
+            bands, shift = runs.bands_between(call.bands, call.causal, rows, block.position, block.order)
+            place = tiles.Place(bands, shift, rows.position, block.position, seqlen)
+            if (rows.rows, k.shape[1]) == whole:
+                return tiles.forward(compiled, q, k, v, attention, scales, place)
+            if not any(band.start < shift + rows.rows and band.stop > shift - k.shape[1] + 1 for band in bands):
+                continue
+            own = slice(rows.row, rows.row + rows.rows)
+            if scales is None:
+                k, v = k.to(torch.float32), v.to(torch.float32)
+            run_out, run_lse = tiles.forward(compiled, q[:, own].to(torch.float32), k, v, attention, scales, place)
+            total = torch.logaddexp(lse[..., own], run_lse)
+            base = total.masked_fill(total == -torch.inf, 0)
+            kept, added = ((x - base).exp().transpose(1, 2)[..., None] for x in (lse[..., own], run_lse))
+            out[:, own].mul_(kept).addcmul_(run_out, added)
+            lse[..., own] = total
+    return out.to(q.dtype), lse

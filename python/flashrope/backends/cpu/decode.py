@@ -11,7 +11,19 @@ import torch
 from ...lowering.cos_sin import cos_sin
 from ...rotary.rotary import Rotary
 from ..calls import CacheCall, CacheLayout
-from .library import CODES, DTYPES, INFINITE, MAX_BANDS, BandLimits, DecodeBand, DecodeCall, Library, TensorView
+from .library import (
+    CODES,
+    DTYPES,
+    INFINITE,
+    MAX_BANDS,
+    BandLimits,
+    DecodeBand,
+    DecodeCall,
+    DecodeRun,
+    Library,
+    TensorView,
+)
+from .runs import Placed
 
 BLOCK = 64  # keys; csrc/cpu/decode.h has the same two
 MAX_ROWS = 16  # queries of one key head
@@ -33,14 +45,19 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> bool:
 
 
 def decode(
-    library: Library, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
+    library: Library,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    call: CacheCall,
+    placed: list[Placed] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse in float32)."""
+    """(out like q, lse in float32). placed: of a layout with positions."""
     (batch, seqlen_q, heads_q, _), dtype = q.shape, q.dtype
     if call.layout.k_scale is not None:
         q = q.to(torch.float32)
     out, lse = q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
-    c, _used = describe(library, q, k_cache, v_cache, out, lse, call)
+    c, _used = describe(library, q, k_cache, v_cache, out, lse, call, placed)
     run(library, c)
     return (out if out.dtype == dtype else out.to(dtype)), lse
 
@@ -50,11 +67,13 @@ def run(library: Library, c: DecodeCall) -> None:
         raise MemoryError("attention_with_cache: no memory for the partial results")
 
 
-def describe(library: Library, q, k_cache, v_cache, out, lse, call: CacheCall) -> tuple[DecodeCall, tuple]:
+def describe(
+    library: Library, q, k_cache, v_cache, out, lse, call: CacheCall, placed: list[Placed] | None = None
+) -> tuple[DecodeCall, tuple]:
     """The compiled call, and what it points to beside these tensors."""
     layout = call.layout
     key = (call.rotary, call.causal, call.softmax_scale, q.shape, k_cache.shape, q.dtype, k_cache.dtype)
-    described, used = layout.once(key, lambda: _describe(library, q, k_cache, call))
+    described, used = layout.once(key, lambda: _describe(library, q, k_cache, call, placed))
     c = DecodeCall.from_buffer_copy(described)
     c.q, c.k, c.v, c.out = TensorView.of(q), TensorView.of(k_cache), TensorView.of(v_cache), TensorView.of(out)
     c.lse = lse.data_ptr()
@@ -63,12 +82,21 @@ def describe(library: Library, q, k_cache, v_cache, out, lse, call: CacheCall) -
     return c, used
 
 
-def _describe(library: Library, q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> tuple[bytes, tuple]:
+def _describe(
+    library: Library, q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall, placed: list[Placed] | None
+) -> tuple[bytes, tuple]:
     """A DecodeCall without the tensors of a layer, and what it points to."""
-    bounds, rows = _bounds(k_cache, call.layout)
+    positions = None
+    if placed is None:
+        runs, rows = _bounds(k_cache, call.layout)
+    else:
+        runs, positions, rows = _runs(placed, call.causal, q.shape[1])
     template, table = _template(call.rotary, call.causal, rows), call.layout.block_table
     c = DecodeCall.from_buffer_copy(template.call)
-    c.bounds = ctypes.addressof(bounds)
+    if positions is None:
+        c.bounds, c.num_runs = ctypes.addressof(runs), q.shape[0]
+    else:
+        c.runs, c.positions, c.num_runs = ctypes.addressof(runs), ctypes.addressof(positions), len(runs)
     if table is not None:
         c.block_table, c.max_pages = table.data_ptr(), table.shape[1]
         c.pages, c.page_size = k_cache.shape[:2]
@@ -79,16 +107,34 @@ def _describe(library: Library, q: torch.Tensor, k_cache: torch.Tensor, call: Ca
         setattr(c, name, value or 0.0)
     c.dtype = DTYPES[q.dtype] if call.layout.k_scale is None else CODES[k_cache.dtype]
     c.threads, c.parallel_for = torch.get_num_threads(), library.parallel_for
-    return bytes(c), (bounds, template, table)
+    return bytes(c), (runs, positions, template, table)
 
 
 def _bounds(k_cache: torch.Tensor, layout: CacheLayout) -> tuple[ctypes.Array, int]:
-    """DecodeCall.bounds; and the rows of the coarse table: a power of two, so that a growing sequence builds few."""
+    """DecodeCall.bounds, and ``_coarse_rows``."""
     pairs = layout.bounds(k_cache)
     slots = [slot for pair in pairs for slot in pair]
     longest = max((end - first for first, end in pairs), default=0)
-    rows = max(1 << (max(longest - 1, 0) // BLOCK**2).bit_length(), MIN_TABLE)
-    return (ctypes.c_int64 * len(slots))(*slots), rows
+    return (ctypes.c_int64 * len(slots))(*slots), _coarse_rows(longest)
+
+
+def _runs(placed: list[Placed], causal: bool, seqlen_q: int) -> tuple[ctypes.Array, ctypes.Array, int]:
+    """DecodeCall.runs and DecodeCall.positions, and ``_coarse_rows``."""
+    found, longest = [], 0
+    for b, (keys, _, seqlen) in enumerate(placed):
+        for run in keys:
+            order = seqlen - seqlen_q - run.order if causal else run.keys
+            found.append(DecodeRun(b, run.slot, run.keys, order, seqlen, run.position))
+            longest = max(longest, run.keys)
+        if not keys:
+            found.append(DecodeRun(b))
+    positions = [position for each in placed for position in each.queries]
+    return (DecodeRun * len(found))(*found), (ctypes.c_double * len(positions))(*positions), _coarse_rows(longest)
+
+
+def _coarse_rows(keys: int) -> int:
+    """Rows of the coarse table for so many keys: a power of two, so that a growing sequence builds few."""
+    return max(1 << (max(keys - 1, 0) // BLOCK**2).bit_length(), MIN_TABLE)
 
 
 @lru_cache(maxsize=64)

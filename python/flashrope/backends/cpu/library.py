@@ -55,6 +55,15 @@ class DecodeBand(ctypes.Structure):
     ]
 
 
+class DecodeRun(ctypes.Structure):
+    """Run of csrc/cpu/decode.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("sequence", "first_slot", "keys", "order", "seqlen")),
+        ("position", ctypes.c_double),
+    ]
+
+
 class DecodeCall(ctypes.Structure):
     """As in csrc/cpu/decode.h."""
 
@@ -69,6 +78,8 @@ class DecodeCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("pairs", "rotating_pairs", "interleaved")),
         ("bands", DecodeBand * MAX_BANDS),
         ("num_bands", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("runs", "positions")),
+        ("num_runs", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("scale", "log_n_factor", "log_n_floor")),
         *((name, ctypes.c_double) for name in ("log_n_every", "log_n_first", "length_scale", "rotated_scale")),
         ("dtype", ctypes.c_int64),
@@ -101,6 +112,7 @@ class ForwardCall(ctypes.Structure):
         ("k_copies", Table * MAX_BANDS),
         ("num_bands", ctypes.c_int64),
         ("num_copies", ctypes.c_int64),
+        ("shift", ctypes.c_int64),
         ("scale", ctypes.c_double),
         ("dtype", ctypes.c_int64),
         ("threads", ctypes.c_int64),

@@ -229,6 +229,28 @@ def attn_mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
     return torch.zeros(piece.rows, piece.keys, dtype=dtype).masked_fill_(unseen, float("-inf"))
 
 
+def flash_piece(q, k, v, piece: Piece, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (batch * repeat, heads_q, rows, head_dim) and lse of one piece; q, k, v come from ``gather_tile``."""
+    if piece.causal:
+        return flash(q, k, v, 0.0, not piece.width, attn_mask=attn_mask(piece, q.dtype), scale=scale)
+    return flash_folded(q, k, v, scale)
+
+
+def flash_folded(q, k, v, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every row sees every key, so the query heads of a key head are folded into rows and its keys are read once."""
+    # torch's half-precision kernels are three times slower with a single row.
+    batch, heads_q, rows, head_dim = q.shape
+    heads_kv, half = k.shape[1], q.dtype in (torch.float16, torch.bfloat16)
+    if heads_q == heads_kv and not (half and rows == 1):
+        return flash(q, k, v, 0.0, False, scale=scale)
+    folded = q.reshape(batch, heads_kv, heads_q // heads_kv * rows, head_dim)
+    one_row = half and folded.shape[2] == 1
+    out, lse = flash(folded.expand(-1, -1, 2, -1) if one_row else folded, k, v, 0.0, False, scale=scale)
+    if one_row:
+        out, lse = out[:, :, :1], lse[:, :, :1]
+    return out.reshape(q.shape), lse.reshape(batch, heads_q, rows)
+
+
 # ---- merging
 
 Partial = tuple[Piece, torch.Tensor, torch.Tensor]  # a piece, its out and its lse, as the kernel gives them

@@ -31,6 +31,8 @@ def prepare(
     quantized = layout.k_scale is not None
     if quantized and q.dtype != torch.float32:  # q and out are converted
         return None
+    if layout.positions is not None:
+        return None
     runs = layout.once("runs", lambda: list(layout.runs(total)))
     if len(runs) != 1 or runs[0][1] != slice(0, total):
         return None

@@ -102,14 +102,17 @@ def _table_length(positions: int) -> int:
 
 
 def rotation_for(
-    x: torch.Tensor, call: AttentionCall | CacheCall, position_map: PositionMap, first: int, is_query: bool
+    x: torch.Tensor, call: AttentionCall | CacheCall, position_map: PositionMap, first: float, is_query: bool
 ) -> Rotation | None:
     """The rotation of x, whose row 0 is at position first, and for queries their factors. None: nothing changes."""
     factors = QueryFactors.of(call) if is_query else KEY_FACTORS
     dtype, rotates = accumulation_type(x), (position_map.slope or position_map.offset) and any(call.rotary.frequencies)
     if call.positions is not None and (factors.by_position.log_n_factor or factors.rotated != 1 or rotates):
         return rotation_at(call.rotary, call.positions.to(torch.float64), position_map, factors, dtype)
-    return rotation_of_rows(call.rotary, position_map, factors, first, x.shape[1], dtype)
+    if first != int(first) or first < -LARGEST_TABLE:  # no table holds these rows
+        positions = first + torch.arange(x.shape[1], dtype=torch.float64)
+        return rotation_at(call.rotary, positions, position_map, factors, dtype)
+    return rotation_of_rows(call.rotary, position_map, factors, int(first), x.shape[1], dtype)
 
 
 def rotate(x: torch.Tensor, rotation: Rotation | None, rotary: Rotary, inverse: bool = False) -> torch.Tensor:

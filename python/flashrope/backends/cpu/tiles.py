@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 
-from ...rotary.bands import PositionMap
+from ...rotary.bands import Band, PositionMap
 from ..calls import AttentionCall, CacheCall, out_shape
 from .library import (
     CODES,
@@ -23,6 +24,16 @@ from .library import (
 from .rotation import Rotation, rotation_for
 
 
+class Place(NamedTuple):
+    """Where queries and keys stand that are not all of a sequence."""
+
+    bands: tuple[Band, ...]
+    shift: int  # the query row r is at distance shift + r from the first key
+    position_q: float  # of the first row
+    position_k: float
+    seqlen: int  # keys of the sequence
+
+
 def serves(q: torch.Tensor, k: torch.Tensor, call: AttentionCall | CacheCall) -> bool:
     return q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and q.numel() > 0 and k.numel() > 0
 
@@ -34,6 +45,7 @@ def forward(
     v: torch.Tensor,
     call: AttentionCall,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    place: Place | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out of ``out_shape``, lse in float32). With scales, of (batch, seqlen_k, heads_kv, 1), k and v hold codes."""
     (batch, seqlen_q, heads_q, _), dtype = q.shape, q.dtype
@@ -41,7 +53,7 @@ def forward(
         q = q.to(torch.float32)
     out = q.new_empty(out_shape(q, v) if scales is None else q.shape)
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
-    c, _tables = _describe(library, q, k, v, out, lse, call)
+    c, _tables = _describe(library, q, k, v, out, lse, call, place)
     if scales is not None:
         c.dtype = CODES[k.dtype]
         c.k_scale, c.v_scale = (TensorView.of(x) for x in scales)
@@ -74,25 +86,27 @@ def backward(
     return grads
 
 
-def _describe(library, q, k, v, out, lse, call: AttentionCall) -> tuple[ForwardCall, list]:
+def _describe(library, q, k, v, out, lse, call, place: Place | None = None) -> tuple[ForwardCall, list]:
     """The call, and the tables that it points to, which must live until the kernel has run."""
     (batch, seqlen_q, heads_q, head_dim), rotary = q.shape, call.rotary
     seqlen_k, heads_kv = k.shape[1:3]
+    if place is None:
+        place = Place(call.bands, seqlen_k - seqlen_q, seqlen_k - seqlen_q, 0, seqlen_k)
     c = ForwardCall(lse=lse.data_ptr(), pairs=len(rotary.frequencies), interleaved=rotary.interleaved)
     c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k, v, out))
-    c.batch, c.seqlen_q, c.seqlen_k = batch, seqlen_q, seqlen_k
+    c.batch, c.seqlen_q, c.seqlen_k, c.shift = batch, seqlen_q, seqlen_k, place.shift
     c.heads_q, c.heads_kv, c.head_dim, c.head_dim_v = heads_q, heads_kv, head_dim, out.shape[-1]
     copies: list[PositionMap] = []  # of k
     tables = []
-    for n, band in enumerate(call.bands):
+    for n, band in enumerate(place.bands):
         if band.keys not in copies:
-            tables.append(rotation_for(k, call, band.keys, 0, False))
+            tables.append(rotation_for(k, call, band.keys, place.position_k, False))
             c.k_copies[len(copies)] = table_of(tables[-1])
             copies.append(band.keys)
-        tables.append(rotation_for(q, call, band.queries, seqlen_k - seqlen_q, True))
+        tables.append(rotation_for(q, call, band.queries, place.position_q, True))
         c.bands[n] = ForwardBand(BandLimits.of(band), table_of(tables[-1]), copies.index(band.keys))
-    c.num_bands, c.num_copies = len(call.bands), len(copies)
-    c.scale = call.score_scale * call.rotary.query_scale.of_length(seqlen_k)
+    c.num_bands, c.num_copies = len(place.bands), len(copies)
+    c.scale = call.score_scale * call.rotary.query_scale.of_length(place.seqlen)
     c.dtype, c.threads, c.parallel_for = DTYPES[q.dtype], torch.get_num_threads(), library.parallel_for
     return c, tables
 

@@ -1,0 +1,74 @@
+"""``attention_with_cache`` over keys at any positions, with torch's flash kernel and masks.
+
+It serves what runs.py has no long runs for: stored positions that do not count by ones, and axial ones. Every block of
+shown keys is gathered, rotated by the positions of its keys, and cut for each band to the keys that some query sees.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..calls import CacheCall, accumulation_type
+from ..quantized import dequantize
+from .pieces import cast_results, flash, flash_folded, flash_scale
+from .rotation import KEY_FACTORS, QueryFactors, rotate, rotation_at, upcast
+from .runs import places
+
+
+def attend(
+    q: torch.Tensor, caches: tuple[torch.Tensor, ...], sequence: int, call: CacheCall, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out like q, lse) of q (1, seqlen_q, heads_q, head_dim), one sequence. size: keys of a block."""
+    seqlen_q, rotary, dtype = q.shape[1], call.rotary, accumulation_type(q)
+    keys, queries = places(call.layout, caches[0], sequence, seqlen_q)
+    seqlen = keys.slot.numel()
+    order_q, order_k = torch.arange(seqlen - seqlen_q, seqlen), torch.arange(seqlen)
+    # Bands of an axial scheme, which has one, go by order.
+    by_q, by_k = (order_q, order_k) if rotary.axis else (queries, keys.position)
+    rotated_q = {
+        band.queries: rotate(q, rotation_at(rotary, queries, band.queries, QueryFactors.of(call), dtype), rotary)
+        for band in call.bands
+    }
+    scale, partials = flash_scale(call, seqlen), []
+    for first in range(0, seqlen, size):
+        block = slice(first, first + size)
+        k, v = _rows(caches, keys.page[block], keys.row[block], dtype)
+        for band in call.bands:
+            seen = band.holds(by_q[:, None], by_k[block])
+            if call.causal:
+                seen = seen & (order_k[block] <= order_q[:, None])
+            columns, rows = (seen.any(axis).nonzero().flatten().tolist() for axis in (0, 1))
+            if not columns:
+                continue
+            of_k, of_q = slice(columns[0], columns[-1] + 1), slice(rows[0], rows[-1] + 1)
+            rotation = rotation_at(rotary, keys.position[block][of_k], band.keys, KEY_FACTORS, dtype)
+            rows_q, rows_k = rotated_q[band.queries][:, of_q], rotate(k[:, of_k], rotation, rotary)
+            partials.append((of_q, *_flash(rows_q, rows_k, upcast(v[:, of_k]), seen[of_q, of_k], scale)))
+    out = q.new_zeros((1, q.shape[2], seqlen_q, q.shape[3]), dtype=dtype)
+    lse = out.new_full((1, q.shape[2], seqlen_q), -torch.inf)
+    for rows, piece_out, piece_lse in partials:
+        total = torch.logaddexp(lse[..., rows], piece_lse)
+        base = total.masked_fill(total == -torch.inf, 0)
+        out[:, :, rows] *= (lse[..., rows] - base).exp()[..., None]
+        out[:, :, rows] += piece_out * (piece_lse - base).exp()[..., None]
+        lse[..., rows] = total
+    return cast_results(out.transpose(1, 2), lse, q.dtype)
+
+
+def _rows(caches, page: torch.Tensor, row: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v (1, rows, heads_kv, head_dim), in the type to compute in."""
+    k, v, *scales = (x[page, row][None] for x in caches)
+    if scales:
+        return dequantize(k, scales[0][..., 0], dtype), dequantize(v, scales[1][..., 0], dtype)
+    return k, v
+
+
+def _flash(q, k, v, seen: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, heads first, of rows against keys (1, rows, heads, head_dim); rows without a key get 0 and -inf."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if seen.all():
+        return flash_folded(q, k, v, scale)
+    mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+    out, lse = flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    unseen = ~seen.any(1)
+    return out.masked_fill(unseen[:, None], 0), lse.masked_fill(unseen, -torch.inf)

@@ -1,0 +1,156 @@
+"""Positions of cached tokens as data (backends/shown.py), as runs: slots that follow one another, at positions that do.
+
+A run of queries against a run of keys is attention between two sequences that begin at different positions. Keys that
+a query must not see by the order of tokens are those at the shortest distances, so order only cuts the bands' start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ...rotary.bands import Band, clipped
+from ..calls import CacheLayout
+from ..shown import Positions, Shown, of_queries, shown
+
+FARTHEST = 2.0**38  # positions are clamped to it; the kernels take distances of 2^40 as infinite
+LONG_ENOUGH = 8  # keys of a run on average; below it, masks over all keys are faster than so many runs
+
+
+def unsupported_positions(positions: Positions) -> str:
+    """Always "": this backend takes all tables."""
+    return ""
+
+
+class Run(NamedTuple):
+    """Shown keys of a sequence: slots [slot, slot + keys), at position, position + 1, ..."""
+
+    slot: int
+    keys: int
+    position: float
+    order: int  # of the first, among the sequence's shown keys
+
+
+class Rows(NamedTuple):
+    """Query rows of a sequence: [row, row + rows), at position, position + 1, ..."""
+
+    row: int
+    rows: int
+    position: float
+    order: int  # the first sees the shown keys up to this one, itself included
+
+
+class Placed(NamedTuple):
+    """The shown keys and the queries of one sequence."""
+
+    keys: list[Run]
+    queries: list[float]  # their positions
+    seqlen: int  # shown keys
+
+    @property
+    def long_runs(self) -> bool:
+        return len(self.keys) <= LONG_ENOUGH + self.seqlen // LONG_ENOUGH
+
+    def rows(self) -> list[Rows]:
+        """The runs of the queries."""
+        found: list[Rows] = []
+        for row, position in enumerate(self.queries):
+            if found and position == found[-1].position + found[-1].rows:
+                found[-1] = found[-1]._replace(rows=found[-1].rows + 1)
+            else:
+                found.append(Rows(row, 1, position, self.seqlen - len(self.queries) + row))
+        return found
+
+
+def bands_between(bands: tuple[Band, ...], causal: bool, rows: Rows, position: float, order: int):
+    """(bands, shift) between a run of queries and one of keys, whose first is at this position and of this order: row r
+    is at distance shift + r from the first key."""
+    shift = math.floor(rows.position - position)
+    nearest = shift - (rows.order - order)  # distance of the last key that the first row sees by order
+    if not causal or nearest <= 0:
+        return bands, shift
+    return tuple(clipped(band, nearest, math.inf) for band in bands if band.stop > nearest), shift
+
+
+def find(layout: CacheLayout, k_cache: torch.Tensor, seqlen_q: int) -> list[Placed]:
+    """Every sequence of a layout with positions, which are not those of an axial scheme. Read by the host."""
+    bounds, positions = layout.bounds(k_cache), layout.positions or Positions()
+    tables = [None if x is None or layout.block_table is None else x.tolist() for x in positions[:3]]
+    found = []
+    for b, (first, end) in enumerate(bounds):
+        if positions.slot_positions is not None:
+            keys = _stored(_shown(layout, k_cache, b, first, end))
+        else:
+            rows = [None if table is None else table[b] for table in tables]
+            keys = _joined(_pages(rows, first, end, k_cache.shape[1] if layout.block_table is not None else end))
+        seqlen = keys[-1].order + keys[-1].keys if keys else 0
+        if positions.queries is not None:
+            queries = clamped(positions.queries[b]).tolist()
+        else:
+            queries = _of_keys(keys, range(seqlen - seqlen_q, seqlen))
+        found.append(Placed(keys, queries, seqlen))
+    return found
+
+
+def clamped(positions: torch.Tensor) -> torch.Tensor:
+    """In float64, finite."""
+    return positions.to(torch.float64).nan_to_num(-FARTHEST).clamp(-FARTHEST, FARTHEST)
+
+
+def places(layout: CacheLayout, k_cache: torch.Tensor, sequence: int, seqlen_q: int):
+    """The shown keys of a sequence, positions clamped, and the positions of its queries: (seqlen_q,), or with axes."""
+    keys = _shown(layout, k_cache, sequence, *layout.bounds(k_cache)[sequence])
+    return keys, clamped(of_queries(layout.positions or Positions(), sequence, seqlen_q, keys.position))
+
+
+def _shown(layout: CacheLayout, k_cache: torch.Tensor, sequence: int, first: int, end: int) -> Shown:
+    keys = shown(layout.positions or Positions(), sequence, first, end, layout.block_table, k_cache)
+    return keys._replace(position=clamped(keys.position))
+
+
+def _pages(tables, first: int, end: int, page_size: int) -> Iterator[tuple[int, int, int]]:
+    """(slot, stop, position of the first) of what each page shows of the slots [first, end)."""
+    page_positions, page_first, page_lengths = tables
+    for n in range(first // max(page_size, 1), -(-end // max(page_size, 1))):
+        start = 0 if page_first is None else page_first[n]
+        stop = page_size if page_lengths is None else start + page_lengths[n]
+        slot = max(n * page_size + max(start, 0), first)
+        stop = min(n * page_size + min(stop, page_size), end)
+        if slot < stop:
+            yield slot, stop, slot - first if page_positions is None else page_positions[n] + slot - n * page_size
+
+
+def _joined(spans) -> list[Run]:
+    """Spans of slots as runs, where those that follow one another are one."""
+    runs: list[Run] = []
+    order = 0
+    for slot, stop, position in spans:
+        last = runs[-1] if runs else None
+        if last and slot == last.slot + last.keys and position == last.position + last.keys:
+            runs[-1] = last._replace(keys=stop - last.slot)
+        else:
+            runs.append(Run(slot, stop - slot, position, order))
+        order += stop - slot
+    return runs
+
+
+def _stored(keys: Shown) -> list[Run]:
+    """The runs of keys whose positions the cache stores."""
+    breaks = (keys.position.diff() != 1) | (keys.slot.diff() != 1)
+    starts = [0, *(breaks.nonzero().flatten() + 1).tolist()] if keys.slot.numel() else []
+    slots, positions = keys.slot[starts].tolist(), keys.position[starts].tolist()
+    counts = [stop - start for start, stop in zip(starts, [*starts[1:], keys.slot.numel()], strict=True)]
+    return [Run(*run) for run in zip(slots, counts, positions, starts, strict=True)]
+
+
+def _of_keys(keys: list[Run], order: range) -> list[float]:
+    """The positions of the shown keys of this order; below 0: of the first."""
+    found, run = [], len(keys) - 1
+    for n in reversed(order):
+        while run > 0 and keys[run].order > n:
+            run -= 1
+        found.append(keys[run].position + max(n, 0) - keys[run].order if keys else 0.0)
+    return found[::-1]

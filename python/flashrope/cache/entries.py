@@ -1,0 +1,89 @@
+"""Which rows of its pages a sequence shows, and where they stand: plain numbers, no tensors.
+
+A sequence that only grows and shrinks at its end needs none of this: its tokens stand at their slots. ``extend``,
+``remove`` and ``keep`` of a ``PagedKVCache`` give a sequence an entry for each of its pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """Rows first to first + length - 1 of a page; row r stands at position + r."""
+
+    position: int
+    first: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.length
+
+    def part(self, start: int, stop: int) -> Entry:
+        """Its tokens start to stop - 1."""
+        return self._replace(first=self.first + start, length=stop - start)
+
+    def moved(self, by: int) -> Entry:
+        return self._replace(position=self.position + by)
+
+
+Kept = list[tuple[int, Entry]]  # an entry, and which of the sequence's pages before it is of
+
+
+def of_slots(page_size: int, length: int, leftpad: int) -> Kept:
+    """The entries of a sequence whose tokens stand at their slots, without its padding."""
+    kept = []
+    for n in range(leftpad // page_size, -(-length // page_size)):
+        start = n * page_size
+        first, end = max(leftpad - start, 0), min(length - start, page_size)
+        if first < end:
+            kept.append((n, Entry(start - leftpad, first, end - first)))
+    return kept
+
+
+def tokens(entries: Sequence[Entry]) -> int:
+    return sum(entry.length for entry in entries)
+
+
+def slots(entries: Sequence[Entry], page_size: int) -> int:
+    """The slots up to the last token, those that are not shown included."""
+    return (len(entries) - 1) * page_size + entries[-1].end if entries else 0
+
+
+def joined(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
+    """entries, then others, which begin behind the last token and keep their distances among themselves."""
+    if not entries or not others:
+        return [*entries, *others]
+    by = entries[-1].position + entries[-1].end - (others[0].position + others[0].first)
+    return [*entries, *(other.moved(by) for other in others)]
+
+
+def without(entries: Sequence[Entry], start: int, stop: int, close: bool) -> Kept:
+    """Without the tokens start to stop - 1. close: the tokens behind them move down by as many positions.
+
+    A page of which tokens before and behind them stay gets two entries.
+    """
+    kept, begin, down = [], 0, stop - start if close else 0
+    for n, entry in enumerate(entries):
+        low, high = (min(max(token - begin, 0), entry.length) for token in (start, stop))
+        begin += entry.length
+        if low:
+            kept.append((n, entry.part(0, low)))
+        if high < entry.length:
+            kept.append((n, entry.part(high, entry.length).moved(-down)))
+    return kept
+
+
+def grown(entries: Sequence[Entry], new: int, page_size: int) -> list[Entry]:
+    """With so many tokens more, which follow in the last page and in further ones."""
+    entries, position = list(entries), 0
+    if entries:
+        last = entries[-1]
+        room = min(page_size - last.end, new)
+        entries[-1] = last._replace(length=last.length + room)
+        new, position = new - room, last.position + page_size
+    for start in range(0, new, page_size):
+        entries.append(Entry(position + start, 0, min(page_size, new - start)))
+    return entries

@@ -1,0 +1,230 @@
+"""The pages of a ``PagedKVCache``: which sequences hold which, and the block table on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from . import entries
+from .entries import Entry
+from .storage import Tables, upload
+
+UNUSED = 2**31 - 1  # a table entry without a page; no page has this number, so validate=True reports the entry
+INITIAL_ROWS = 16  # of the table on the device
+POSITION_TABLES = ("page_positions", "page_first", "page_lengths")  # in the order of an Entry
+
+
+class OutOfPages(RuntimeError):
+    """A call needs more pages than are free. It has changed nothing: free or truncate sequences and call again.
+
+    Attributes:
+        never: True if the whole pool is too small for the sequences of the call: waiting for free pages is in vain.
+    """
+
+    never: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class Sequence:
+    row: int  # of the table on the device
+    pages: list[int]
+    length: int = 0  # slots in use
+    leftpad: int = 0
+    entries: list[Entry] | None = None  # of its pages up to the last token; None: all slots behind leftpad are shown
+
+    @property
+    def tokens(self) -> int:
+        """What ``lengths`` counts: padding too."""
+        return self.length if self.entries is None else entries.tokens(self.entries)
+
+
+class Change(NamedTuple):
+    """Entry n of a sequence got a new page, as a copy of the shared page `shared`, or as one page more (None)."""
+
+    sequence: Sequence
+    n: int
+    shared: int | None
+
+
+class PagePool:
+    """copy_pages: copies the contents of pages to others, (source, target) of int64 on the device, in all layers."""
+
+    def __init__(
+        self, pages: int, page_size: int, max_pages: int, device: torch.device, copy_pages: Callable[..., None]
+    ):
+        self.pages, self.page_size, self.max_pages = pages, page_size, max_pages
+        self.device, self.copy_pages = device, copy_pages
+        self.references = [0] * pages
+        self.free = list(range(pages - 1, -1, -1))  # taken from the end
+        self.rows = list(range(INITIAL_ROWS - 1, -1, -1))
+        self.table = self._new_table(INITIAL_ROWS)
+        self.changed: dict[int, int] = {}  # new entries of the flattened table, not on the device yet
+
+    def _new_table(self, rows: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.full((rows, self.max_pages), UNUSED, dtype=torch.int32, device=self.device)
+
+    # ---- sequences
+
+    def new_sequence(self) -> Sequence:
+        if not self.rows:
+            rows = len(self.table)
+            table = self._new_table(2 * rows)
+            table[:rows] = self.table
+            self.table, self.rows = table, list(range(2 * rows - 1, rows - 1, -1))
+        return Sequence(self.rows.pop(), [])
+
+    def fork(self, parent: Sequence) -> Sequence:
+        child = self.new_sequence()
+        shared = parent.pages[: -(-parent.length // self.page_size)]  # without the parent's reserved pages
+        self.hold(child, shared)
+        child.length, child.leftpad = parent.length, parent.leftpad
+        child.entries = None if parent.entries is None else list(parent.entries)
+        return child
+
+    def end(self, sequence: Sequence) -> None:
+        self.give_back(sequence, 0)
+        self.rows.append(sequence.row)
+
+    def hold(self, sequence: Sequence, pages: list[int]) -> None:
+        """These pages in the place of those that it has."""
+        for page in pages:
+            self.references[page] += 1
+        self.give_back(sequence, 0)
+        for n, page in enumerate(pages):
+            self._set(sequence, n, page)
+        sequence.pages = list(pages)
+
+    def give_back(self, sequence: Sequence, kept: int) -> None:
+        while len(sequence.pages) > kept:
+            page = sequence.pages.pop()
+            self.references[page] -= 1
+            if not self.references[page]:
+                self.free.append(page)
+            self._set(sequence, len(sequence.pages), UNUSED)
+
+    def show(self, sequence: Sequence, pages: list[int], shown: list[Entry]) -> None:
+        """These pages and their entries in the place of those that it has."""
+        self.hold(sequence, pages)
+        sequence.entries, sequence.leftpad = shown or None, 0
+        sequence.length = entries.slots(shown, self.page_size)
+
+    def entries_of(self, sequence: Sequence) -> entries.Kept:
+        if sequence.entries is None:
+            return entries.of_slots(self.page_size, sequence.length, sequence.leftpad)
+        return list(enumerate(sequence.entries))
+
+    def grow(self, sequence: Sequence, seqlen_new: int) -> None:
+        """Counts tokens that were written."""
+        sequence.length += seqlen_new
+        if sequence.entries is not None:
+            sequence.entries = entries.grown(sequence.entries, seqlen_new, self.page_size)
+
+    def _set(self, sequence: Sequence, n: int, page: int) -> None:
+        self.changed[sequence.row * self.max_pages + n] = page
+
+    # ---- room for new tokens
+
+    def check(self, needed: int, never: bool) -> None:
+        """Raises OutOfPages if fewer pages are free."""
+        missing = needed - len(self.free)
+        if missing > 0:
+            pages = "page" if needed == 1 else "pages"
+            error = OutOfPages(
+                f"needs {needed} more {pages}, {len(self.free)} are free of {self.pages}: {missing} missing"
+                + ("; the whole pool is too small for this call" if never else "")
+            )
+            error.never = never
+            raise error
+
+    def shared_page(self, sequence: Sequence) -> int | None:
+        """The page of the next token, if the sequence has it already and shares it. Later pages are never shared."""
+        pages = sequence.pages[sequence.length // self.page_size :]
+        return pages[0] if pages and self.references[pages[0]] > 1 else None
+
+    def _changes(self, selected: Iterable[Sequence], seqlen_new: int, references) -> list[Change]:
+        """The pages to take for seqlen_new more tokens of every sequence, where every page has so many references."""
+        changes: list[Change] = []
+        copied: Counter[int] = Counter()
+        for sequence in selected:
+            shared = self.shared_page(sequence)
+            if shared is not None and references[shared] - copied[shared] > 1:
+                copied[shared] += 1
+                changes.append(Change(sequence, sequence.length // self.page_size, shared))
+            end = -(-(sequence.length + seqlen_new) // self.page_size)
+            changes.extend(Change(sequence, n, None) for n in range(len(sequence.pages), end))
+        return changes
+
+    def reserve(self, selected: Iterable[Sequence], seqlen_new: int) -> list[Change]:
+        """Gives every sequence the pages for seqlen_new more tokens, and a copy of the page that it shares."""
+        if not seqlen_new:
+            return []
+        # Most rows last: if all holders of a page are in this call, the one with the most rows in it keeps it, and
+        # writes behind the tokens that the others have there. So a call that fails after writing can still be undone.
+        order = sorted(selected, key=lambda sequence: sequence.length % self.page_size)
+        changes = self._changes(order, seqlen_new, self.references)
+        if len(changes) > len(self.free):
+            alone = Counter(page for sequence in order for page in sequence.pages)  # if no other sequence existed
+            never = len(alone) + len(self._changes(order, seqlen_new, alone)) > self.pages
+            self.check(len(changes), never)
+        taken = self.free[: -len(changes) - 1 : -1]
+        copies = [(old, page) for (_, _, old), page in zip(changes, taken, strict=True) if old is not None]
+        if copies:
+            self.copy_pages(*upload(tuple(zip(*copies, strict=True)), torch.int64, self.device))
+        for (sequence, n, old), page in zip(changes, taken, strict=True):
+            self.references[self.free.pop()] = 1
+            if old is None:
+                sequence.pages.append(page)
+            else:
+                self.references[old] -= 1
+                sequence.pages[n] = page
+            self._set(sequence, n, page)
+        return changes
+
+    def undo(self, changes: list[Change]) -> None:
+        for sequence, n, old in reversed(changes):
+            page = sequence.pages[n]
+            self.references[page] = 0
+            self.free.append(page)
+            if old is None:
+                sequence.pages.pop()
+            else:
+                self.references[old] += 1
+                sequence.pages[n] = old
+            self._set(sequence, n, UNUSED if old is None else old)
+
+    # ---- what the kernels read
+
+    def tables(self, selected: list[Sequence], padding: list[int], seqlen_new: int = 0) -> Tables:
+        """For a call that adds seqlen_new tokens. Everything new is copied to the device at once."""
+        rows, lengths = [sequence.row for sequence in selected], [sequence.length for sequence in selected]
+        pads = padding if any(padding) else []
+        values = [*rows, *lengths, *pads, *self.changed, *self.changed.values()]
+        n, m = len(selected), len(self.changed)
+        sizes = [n, n, len(pads), m, m]
+        table_rows, seqlens, leftpad, taken, pages = upload(values, torch.int64, self.device).split_with_sizes(sizes)
+        if m:
+            self.table.view(-1).index_copy_(0, taken, pages.to(torch.int32))
+            self.changed.clear()
+        block_table = self.table.index_select(0, table_rows)
+        positions = None
+        if any(sequence.entries is not None for sequence in selected):
+            positions = self._positions(selected, pads or [0] * n, seqlen_new)
+        return Tables(seqlens.to(torch.int32), block_table, leftpad.to(torch.int32) if pads else None, positions)
+
+    def _positions(self, selected: list[Sequence], padding: list[int], seqlen_new: int) -> dict[str, torch.Tensor]:
+        """page_positions, page_first and page_lengths."""
+        tables = torch.zeros(3, len(selected), self.max_pages, dtype=torch.int32)
+        for b, (sequence, pad) in enumerate(zip(selected, padding, strict=True)):
+            if sequence.entries is None:  # its slots are its positions
+                tables[0, b] = torch.arange(self.max_pages) * self.page_size - pad
+                tables[2, b] = self.page_size
+            elif shown := entries.grown(sequence.entries, seqlen_new, self.page_size):
+                tables[:, b, : len(shown)] = torch.tensor(shown, dtype=torch.int32).T
+        if self.device.type == "cuda":
+            tables = tables.pin_memory()
+        return dict(zip(POSITION_TABLES, tables.to(self.device, non_blocking=True).unbind(), strict=True))
