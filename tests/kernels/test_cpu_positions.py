@@ -185,6 +185,34 @@ def test_stored(target, seqlen_q, paged, kind, monkeypatch):
             case.check(SCHEMES[scheme](32), causal, slot_positions=slots, **tables)
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 3, 70])
+def test_stored_positions_across_hidden_rows(seqlen_q):
+    """Tokens are removed from the middle of a page, and the stored positions behind them close up."""
+    case = Case(FLOAT32, (1, 6, 16, 32), seqlen_q, table=torch.arange(6)[None])
+    lengths = int32([[16, 9, 16, 16, 3, 16]])
+    shown_rows = torch.arange(16) < lengths[0, :, None]
+    slots = torch.where(shown_rows, shown_rows.flatten().cumsum(0).view(6, 16) - 1, 0).to(torch.float32)
+    case.check(SCHEMES["rerope"](32), slot_positions=slots, page_lengths=lengths)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 70])
+def test_sequences_beside_one_with_masks(seqlen_q):
+    """Their results are those without it, to the bit."""
+    case = Case(FLOAT32, (3, 6, 16, 32), seqlen_q).contiguous()
+    slots = torch.arange(96.0).repeat(3, 1)
+    slots[1] *= 1.5
+    case.check(SCHEMES["rerope"](32), slot_positions=slots)
+    call = dict(return_lse=True, impl="cpu")
+    together = attention_with_cache(
+        case.q, case.k, case.v, SCHEMES["rerope"](32), case.seqlens, slot_positions=slots, **call
+    )
+    for b in range(3):
+        q, k, v, seqlens, positions = (x[b : b + 1] for x in (case.q, case.k, case.v, case.seqlens, slots))
+        alone = attention_with_cache(q, k, v, SCHEMES["rerope"](32), seqlens, slot_positions=positions, **call)
+        for x, y in zip(together, alone, strict=True):
+            assert torch.equal(x[b : b + 1], y)
+
+
 def test_runs():
     """Spans that follow one another are one run, in slots and in positions."""
     spans = [(4, 16, 10), (16, 20, 22), (20, 24, 27), (25, 26, 31), (26, 27, 32), (27, 28, 32)]
@@ -192,6 +220,19 @@ def test_runs():
     assert found == [runs.Run(4, 16, 10, 0), runs.Run(20, 4, 27, 16), runs.Run(25, 2, 31, 20), runs.Run(27, 1, 32, 22)]
     assert runs._of_keys(found, range(-1, 2)) == [10, 10, 11]
     assert runs._of_keys(found, range(18, 23)) == [29, 30, 31, 32, 32]
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3, 70])
+@pytest.mark.parametrize("target", [FLOAT32, FLOAT64], ids=str)
+def test_left_padding(target, seqlen_q):
+    """Slots of padding are not shown, and positions count behind it where no table gives them."""
+    case = Case(target, (2, 6, 16, 32), seqlen_q, lengths=[93, 96], leftpad=[5, 20])
+    lengths = torch.full((2, 6), 16, dtype=torch.int32)
+    lengths[:, 3] = 9
+    positions = batch_of(documents(6, 16, {3: 100}), documents(6, 16, {1: 16}))
+    for scheme in ("hope_rerope_log_n", "log_n_trained"):
+        case.check(SCHEMES[scheme](32), page_lengths=lengths)
+        case.check(SCHEMES[scheme](32), page_positions=positions)
 
 
 @pytest.mark.parametrize("slot", [torch.nan, torch.inf, -torch.inf, 3e38])

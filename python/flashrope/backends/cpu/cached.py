@@ -141,16 +141,20 @@ def _attend_placed(
     (batch, seqlen_q, heads_q, _), layout, placed = q.shape, call.layout, []
     if not call.rotary.axis:
         placed = layout.once(("runs", k_cache.shape, seqlen_q), lambda: runs.find(layout, k_cache, seqlen_q))
-    long_runs = bool(placed) and all(each.long_runs for each in placed)
-    if (compiled := loader.load()) and long_runs and decode.serves(q, k_cache, call):
-        return decode.decode(compiled, q, k_cache, v_cache, call, placed)
+    in_runs = [each.long_runs for each in placed] if placed else [False] * batch
+    if (compiled := loader.load()) and any(in_runs) and decode.serves(q, k_cache, call):
+        served = [x if x.long_runs else x._replace(keys=[]) for x in placed]
+        out, lse = decode.decode(compiled, q, k_cache, v_cache, call, served)
+        left = [b for b in range(batch) if not in_runs[b]]
+    else:
+        out = q.new_zeros(q.shape)
+        lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
+        left = list(range(batch if k_cache.numel() else 0))
     if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, call)):
         compiled = None
     caches = _caches(k_cache, v_cache, layout)
-    out = q.new_zeros(q.shape)
-    lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
-    for b in range(batch if k_cache.numel() else 0):
-        if long_runs:
+    for b in left:
+        if in_runs[b]:
             blocks, seqlen = _blocks_of_runs(caches, layout, b, placed[b].keys, q, compiled), placed[b].seqlen
             results = _attend(q[b : b + 1], blocks, seqlen, call, compiled, placed[b].rows())
         else:
