@@ -152,6 +152,7 @@ def test_queries_of_their_own(target, seqlen_q):
         torch.arange(seqlen_q) + torch.tensor([[40], [200]]),
         torch.randint(-20, 160, (2, seqlen_q), generator=generator),
         torch.randint(0, 99, (2, seqlen_q), generator=generator).to(torch.float32) + 0.25,
+        torch.tensor([[99.25], [15.25]]).expand(-1, seqlen_q).contiguous(),  # just before a run, which is unseen
     ):
         for scheme in ("rope", "hope_rerope_log_n", "local"):
             case.check(SCHEMES[scheme](32), queries=queries, page_positions=positions)
@@ -160,7 +161,7 @@ def test_queries_of_their_own(target, seqlen_q):
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])
 @pytest.mark.parametrize("seqlen_q", [1, 3, 70])
 @pytest.mark.parametrize("target", [FLOAT32, FLOAT64], ids=str)
-@pytest.mark.parametrize("kind", ["runs", "runs at halves", "scattered", "fractions"])
+@pytest.mark.parametrize("kind", ["runs", "runs at halves", "scattered", "fractions", "pairs"])
 def test_stored(target, seqlen_q, paged, kind, monkeypatch):
     """Positions in the cache: a few runs, or one to every key, which take masks."""
     monkeypatch.setattr(cached, "MAX_BLOCK", 40)
@@ -175,6 +176,7 @@ def test_stored(target, seqlen_q, paged, kind, monkeypatch):
         "runs at halves": at + 7 * (at // 24) + 0.5,
         "scattered": at * 3 - at % 3,
         "fractions": at * 1.5,
+        "pairs": at // 2,
     }
     slots = steps[kind]
     tables = {}
