@@ -69,7 +69,9 @@ def pytest_xdist_auto_num_workers(config):
 def pytest_collection_modifyitems(items):
     for item in items:
         marker, values = item.get_closest_marker("interpreted"), getattr(item, "callspec", None)
-        target = values and (values.params.get("target") or values.params.get("exact"))
+        target = values and next(
+            (values.params[x] for x in ("target", "exact", "placed_target") if x in values.params), None
+        )
         if marker and target and target.slow and not marker.args[0](**values.params):
             item.add_marker(pytest.mark.slow)
 

@@ -74,6 +74,7 @@ class CacheLayout(NamedTuple):
 
     seqlens, block_table, leftpad, slot_mapping: tensors. All but seqlens may be None.
     k_scale, v_scale: scales of a quantized cache, float32, or None.
+    entries, tokens, shown: int32, filled by ``placed.place_tokens`` where positions of cached tokens are data, or None.
     seqlen_new: the keys that this call added to every sequence, or -1 for one per query.
     capacity: slots that a sequence can have.
     pages: of the cache.
@@ -88,6 +89,9 @@ class CacheLayout(NamedTuple):
     slot_mapping: object
     k_scale: object
     v_scale: object
+    entries: object
+    tokens: object
+    shown: object
     seqlen_new: object
     capacity: object
     pages: object
@@ -98,6 +102,16 @@ class CacheLayout(NamedTuple):
     v_batch: object = None
     v_row: object = None
     v_head: object = None
+
+
+class PositionTables(NamedTuple):
+    """Positions of cached tokens as the caller gave them, each a tensor or None: page_positions, page_first and
+    page_lengths int32 (batch, max_pages), queries int32 or int64, of every query."""
+
+    page_positions: object
+    page_first: object
+    page_lengths: object
+    queries: object
 
 
 class Shape(NamedTuple):
@@ -117,6 +131,7 @@ class Shape(NamedTuple):
         the accumulators more registers. Codes are taken in one.
     red_floats: dQ is added up by tl.atomic_add (0), or by red of 1 or 4 floats, which every thread adds where it has
         them. No two threads may then have the same element.
+    one_run: where positions of cached tokens are data, every tile of keys lies in one page.
     """
 
     head_dim: int
@@ -136,9 +151,10 @@ class Shape(NamedTuple):
     code_vec: int = 0
     red_floats: int = 0
     parts: int = 1
+    one_run: bool = False
 
 
-NO_CACHE = CacheLayout(*(None,) * 10)
+NO_CACHE = CacheLayout(*(None,) * 13)
 # For every kind of argument: how many of its first fields are pointers, and the first of the numbers that may be None
 # (0: there are none).
 FIELDS = {
@@ -146,7 +162,8 @@ FIELDS = {
     BandedView: (1, 0),
     Scheme: (4, Scheme._fields.index("log_n_every")),
     CuSeqlens: (2, 0),
-    CacheLayout: (6, 0),  # its strides are None where k_scale is
+    PositionTables: (4, 0),
+    CacheLayout: (9, 0),  # its strides are None where k_scale is
 }
 
 

@@ -129,6 +129,8 @@ ROTATE_ROWS, ROTATE_WARPS, ROTATE_HEADS = 32, 4, 4
 STATISTICS_ROWS, STATISTICS_WARPS = 64, 4  # every grad_kv tile's block_m divides STATISTICS_ROWS
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
+SMALLEST_TILE = 16  # keys that a product takes at least, and the rows of the smallest page
+PLACED_ROWS, PLACED_ENTRIES, PLACED_WARPS = 16, 64, 4  # queries and entries of a block table that a step compares
 
 # With a KV cache.
 DECODE_SEQLEN = 64  # query tokens that the decode kernel takes at most; the forward kernel serves longer chunks

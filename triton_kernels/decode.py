@@ -24,6 +24,17 @@ from .codes import (
     value_parts,
 )
 from .kv_cache import clamp, load_page, row_in_page, valid_page
+from .placed import (
+    band_columns,
+    last_shown,
+    load_tile_entries,
+    load_token,
+    placed_cos_sin,
+    placed_key_cos_sin,
+    placed_keys,
+    sees,
+    tile_places,
+)
 from .rotation import (
     CosSinTable,
     join_pairs,
@@ -155,7 +166,8 @@ class BandQueries(NamedTuple):
 class CachedKeys(NamedTuple):
     """A sequence's keys. k, v: HeadViews of the cache. first_slot: of the first key. length: how many keys there are.
     shift: added to positions before they are looked up, so that none is negative; 0 if the scheme maps positions or the
-    keys come rotated. k_scale, v_scale: ScaleViews of a quantized cache, else None."""
+    keys come rotated. k_scale, v_scale: ScaleViews of a quantized cache, else None. last: LastShown where positions are
+    data, else None."""
 
     k: object
     v: object
@@ -167,6 +179,7 @@ class CachedKeys(NamedTuple):
     length: object
     table: object
     shift: object
+    last: object
 
 
 @triton.jit
@@ -200,13 +213,20 @@ def find_rows(program, seq, group, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def rotate_queries(q, offsets, rows, band, keys, scheme, scale, PARTS: tl.constexpr, SHAPE: tl.constexpr):
-    """The BandQueries of a band. offsets [BM, 1], scale [BM, 1]: of the rows. PARTS: those of load_key_words, or 1 if
-    keys are read as pairs."""
+def rotate_queries(q, offsets, rows, column, band, keys, scheme, scale, PARTS: tl.constexpr, SHAPE: tl.constexpr):
+    """The BandQueries of a band. offsets [BM, 1], scale [BM, 1]: of the rows. column: the last column that each sees
+    [BM] where positions are data, else None. PARTS: those of load_key_words, or 1 if keys are read as pairs."""
     x, y = load_pairs(q.ptr, offsets, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
-    cos, sin = load_cos_sin_at(keys.table, band.q_rotation, rows.position + keys.shift, 0, SHAPE.block_d // 2, SHAPE)
+    if column is None:
+        position = rows.position + keys.shift
+        cos, sin = load_cos_sin_at(keys.table, band.q_rotation, position, 0, SHAPE.block_d // 2, SHAPE)
+    else:
+        cos, sin = placed_cos_sin(keys.table, band.q_rotation, rows.position, SHAPE)
     x, y = rotate_pairs(x, y, cos, sin, scale, q.ptr.dtype.element_ty)
-    visible = visible_keys(rows.position, band, keys.length, scheme.maps)
+    if column is None:
+        visible = visible_keys(rows.position, band, keys.length, scheme.maps)
+    else:
+        visible = placed_keys(rows.position, column, band)
     if PARTS > 1:
         # Keep this branch: without it Triton looks through the join and picks a layout that ldmatrix cannot load.
         tile = tl.zeros((x.shape[0], 2 * x.shape[1]), x.dtype)
@@ -241,6 +261,13 @@ def load_block_pages(keys, column, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def load_block_entries(keys, column, SHAPE: tl.constexpr):
+    """The TileEntries of the keys from `column` on."""
+    slots = block_slots(keys, column, SHAPE)
+    return load_tile_entries(keys.cache, keys.batch, keys.first_slot + column, slots, SHAPE)
+
+
+@triton.jit
 def key_cos_sin(keys, rotation, k_map, column, SHAPE: tl.constexpr):
     """cos and sin [BN, D/2] of the keys from `column` on; k_map: as in attend_block."""
     PAIRS: tl.constexpr = SHAPE.block_d // 2
@@ -260,15 +287,21 @@ def attend_block(
     k_map,
     column,
     pages,
+    entries,
     ROTATE_K: tl.constexpr,
     K_PARTS: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """One step of the online softmax, over the keys from `column` on. pages: their pages, loaded before.
+    """One step of the online softmax, over the keys from `column` on. pages, entries: theirs, loaded before.
 
     k_map: the TileMap of the band's keys if SHAPE.aligned_maps, else None. K_PARTS: as in rotate_queries."""
-    row = row_in_page(keys.cache, block_slots(keys, column, SHAPE), SHAPE.page_size)
+    slots = block_slots(keys, column, SHAPE)
+    row = row_in_page(keys.cache, slots, SHAPE.page_size)
     page = valid_page(keys.cache, pages)
+    places = None
+    if entries is not None:
+        places = tile_places(keys.cache, entries, page, keys.last, keys.first_slot + column, slots, SHAPE)
+        page, row = places.page, places.row
     dtype: tl.constexpr = queries.parts[0].dtype
     if K_PARTS > 1:
         k = load_key_words(keys.k, page, row, K_PARTS, SHAPE, dtype)
@@ -277,13 +310,19 @@ def attend_block(
         k_dtype: tl.constexpr = tl.float32 if ROTATE_K and keys.k.ptr.dtype.element_ty == tl.int8 else dtype
         k = load_key_pairs(keys.k.ptr, page_offsets(page, row, keys.k), SHAPE, k_dtype)  # [BN, D/2]
         if ROTATE_K:
-            cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, SHAPE)
+            if places is None:
+                cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, SHAPE)
+            else:
+                cos, sin = placed_key_cos_sin(keys.table, band.k_rotation, places, SHAPE)
             k = rotate_pairs(k[0], k[1], cos, sin, 1.0, dtype)
     scores = part_scores(queries.parts, k, SHAPE)
     if keys.k_scale is not None:
         scores *= load_scales(keys.k_scale, page, row)[None, :]
     # Every block is masked, edge or not. A block in which a row sees nothing changes no bit of the row's result.
-    visible = is_visible(queries.visible, column, SHAPE.block_n)
+    if places is None:
+        visible = is_visible(queries.visible, column, SHAPE.block_n)
+    else:
+        visible = sees(queries.visible, places, column, SHAPE.block_n)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     PARTS: tl.constexpr = len(state.acc)
     if PARTS > 1:
@@ -369,14 +408,20 @@ def attention_decode(
     first_q = tile * SHAPE.block_m // group + seq.ahead
     last_q = tl.minimum((tile * SHAPE.block_m + SHAPE.block_m - 1) // group, seq.length_q - 1) + seq.ahead
     offsets = token_offsets(q, batch, seq.start_q + rows.token, rows.head, SHAPE)
-    scale = query_scale(scheme, rows.token, rows.position, seq.length_k)[:, None]
+    length, token, last_column, last = seq.length_k, None, None, None
+    if cache.tokens is not None:
+        token = rows.token + (batch.to(tl.int64) * seqlen_q if cu_seqlens_q is None else seq.start_q)
+        position, last_column = load_token(cache, token, 0, SHAPE), load_token(cache, token, 1, SHAPE)
+        rows, length = QueryRows(rows.exists, rows.token, rows.head, position), tl.load(cache.shown + 2 * batch)
+        last = last_shown(cache, batch, SHAPE)
+    scale = query_scale(scheme, rows.token, rows.position, length)[:, None]
     table = CosSinTable(scheme.table, table_rows, None, scheme.maps)
     head_k, head_v = head_view(k_cache, 0, 0, head_kv, SHAPE), head_view(v_cache, 0, 0, head_kv, SHAPE)
     k_scale, v_scale = None, None
     if cache.k_scale is not None:
         k_scale = scale_view(cache.k_scale, cache.k_batch, cache.k_row, cache.k_head, head_kv)
         v_scale = scale_view(cache.v_scale, cache.v_batch, cache.v_row, cache.v_head, head_kv)
-    keys = CachedKeys(head_k, head_v, k_scale, v_scale, cache, batch, seq.start_k, seq.length_k, table, shift)
+    keys = CachedKeys(head_k, head_v, k_scale, v_scale, cache, batch, seq.start_k, seq.length_k, table, shift, last)
 
     CODES: tl.constexpr = k_cache.ptr.dtype.element_ty
     V_PARTS: tl.constexpr = value_parts(CODES, SHAPE.code_vec, SHAPE.block_d, SHAPE.head_dim)
@@ -387,15 +432,32 @@ def attention_decode(
         band = load_band(scheme.bands, b)
         # Not in variables: assignments would make numbers of the kernel of them.
         queries = rotate_queries(
-            q, offsets, rows, band, keys, scheme, scale, 1 if (SHAPE.rotated_bands >> b) & 1 else K_PARTS, SHAPE
+            q,
+            offsets,
+            rows,
+            last_column,
+            band,
+            keys,
+            scheme,
+            scale,
+            1 if (SHAPE.rotated_bands >> b) & 1 else K_PARTS,
+            SHAPE,
         )
         k_map = load_tile_map(scheme.maps, band.k_rotation, SHAPE.block_n) if SHAPE.aligned_maps else None
-        blocks = key_tiles(band, first_q, last_q, seq.length_k, SHAPE.block_n, scheme.maps)
+        if token is None:
+            blocks = key_tiles(band, first_q, last_q, seq.length_k, SHAPE.block_n, scheme.maps)
+        else:
+            blocks = band_columns(cache, token, b, SHAPE)
         begin = first_block(blocks, program.split, num_splits)
         pages = load_block_pages(keys, begin * SHAPE.block_n, SHAPE)
+        entries = None
+        if token is not None:
+            entries = load_block_entries(keys, begin * SHAPE.block_n, SHAPE)
         for block in tl.range(begin, blocks.end, num_splits):
             # Pages are loaded a block ahead: K and V can only be requested ahead if their pages are known by then.
             next_pages = load_block_pages(keys, (block + num_splits) * SHAPE.block_n, SHAPE)
+            if token is not None:
+                next_entries = load_block_entries(keys, (block + num_splits) * SHAPE.block_n, SHAPE)
             state = attend_block(
                 state,
                 queries,
@@ -404,11 +466,14 @@ def attention_decode(
                 k_map,
                 block * SHAPE.block_n,
                 pages,
+                entries,
                 (SHAPE.rotated_bands >> b) & 1,
                 1 if (SHAPE.rotated_bands >> b) & 1 else K_PARTS,
                 SHAPE,
             )
             pages = next_pages
+            if token is not None:
+                entries = next_entries
 
     store_split(out, lse, state, rows, program, seq, cu_seqlens_q, seqlen_q, max_seqlen_q, heads_q, num_splits, SHAPE)
 

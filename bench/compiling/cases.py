@@ -9,6 +9,7 @@ import torch
 from flashrope import Rotary
 from flashrope.backends import triton as backend
 from flashrope.backends.calls import AttentionCall, CacheCall, CacheLayout
+from flashrope.backends.shown import Positions
 from flashrope.backends.triton import launcher
 
 from .offline import Launch, caught_launches
@@ -17,7 +18,7 @@ KERNELS = ("rotate_rows", "attention_forward", "attention_statistics", "attentio
 DECODE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
 CHUNK_KERNELS = ("append_rows", "rotate_cached_rows", "attention_forward")
 ATOMIC_KERNELS = (*KERNELS[:-1], "attention_finish_grad_q")
-ORDER = ("rotate_rows", "rotate_cached_rows", *KERNELS[1:], ATOMIC_KERNELS[-1], *DECODE_KERNELS)
+ORDER = ("rotate_rows", "rotate_cached_rows", *KERNELS[1:], ATOMIC_KERNELS[-1], "place_tokens", *DECODE_KERNELS)
 CODES = {"int8": (1, torch.int8), "int4": (2, torch.uint8)}  # codes in a byte, its type
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # neither head count a multiple of 16
@@ -39,6 +40,7 @@ class Scheme:
     deterministic: bool = True
     head_dim_v: int = 0  # 0: as wide as q and k
     codes: str = ""  # "int8" or "int4": a quantized cache
+    placed: int = 0  # positions of cached tokens as data, in pages of so many rows
 
 
 ONE_BAND = Scheme("rope", Rotary.rope)
@@ -81,6 +83,11 @@ QUANTIZED_CHUNKS = tuple(
     dataclasses.replace(scheme, name=f"{scheme.name} {codes}", codes=codes)
     for codes, scheme in (("int8", CHUNKS[0]), ("int8", CHUNKS[3]), ("int4", CHUNKS[3]))
 )
+PLACED = tuple(
+    dataclasses.replace(DECODE[n], name=f"{DECODE[n].name} placed {rows}", placed=rows)
+    for n in (2, 3)
+    for rows in (256, 16)
+)
 VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
 
@@ -94,6 +101,8 @@ class Case:
     @property
     def kernels(self) -> set[str]:
         """The kernels it must launch."""
+        if self.scheme.placed:
+            return {*DECODE_KERNELS, "place_tokens"}
         if self.scheme.cache:
             return set(CHUNK_KERNELS if self.scheme in CHUNKS + QUANTIZED_CHUNKS else DECODE_KERNELS)
         if not self.scheme.deterministic:
@@ -126,8 +135,9 @@ class Case:
         return launches
 
     def _cache_launches(self, tensor) -> list[Launch]:
-        scheme, pages = self.scheme, SEQLEN // PAGE_SIZE
-        rows = (BATCH, SEQLEN) if scheme.cache == "contiguous" else (BATCH * pages, PAGE_SIZE)
+        scheme, page_size = self.scheme, self.scheme.placed or PAGE_SIZE
+        pages = SEQLEN // page_size
+        rows = (BATCH, SEQLEN) if scheme.cache == "contiguous" else (BATCH * pages, page_size)
         q, new = (tensor(BATCH, scheme.seqlen_q, heads, self.head_dim) for heads in (HEADS_Q, HEADS_KV))
         cache, seqlens = tensor(*rows, HEADS_KV, self.head_dim), tensor(BATCH, dtype=torch.int32)
         scales = (None, None)
@@ -136,7 +146,8 @@ class Case:
             cache = tensor(*rows, HEADS_KV, self.head_dim // per_byte, dtype=dtype)
             scales = (tensor(rows[0], HEADS_KV, rows[1], dtype=torch.float32).transpose(1, 2),) * 2  # as KVCache's
         table = tensor(BATCH, pages, dtype=torch.int32) if scheme.cache == "paged" else None
-        layout = CacheLayout(seqlens, table, None, scheme.seqlen_q, None, None, 0, *scales)
+        positions = Positions(table, table, table) if scheme.placed else None
+        layout = CacheLayout(seqlens, table, None, scheme.seqlen_q, None, None, 0, *scales, positions)
         call = CacheCall(scheme.rotary(self.head_dim), scheme.causal, self.head_dim**-0.5, layout)
         with caught_launches(launcher, self.arch) as launches:
             backend.append_to_cache(cache, cache, new, new, layout)
@@ -171,4 +182,5 @@ def cases(quick: bool) -> list[Case]:
     codes = grid((80, 90), (128,), "bf16", *QUANTIZED, *QUANTIZED_CHUNKS) + grid((80,), (64,), "bf16", QUANTIZED[-1])
     codes += grid((80,), (128,), "fp16", QUANTIZED[1])
     maps = grid((80, 90), (64, 128), "bf16", *MAPS, *MAPS_DECODE) + grid((86,), (128,), "bf16", *MAPS, MAPS_DECODE[-1])
-    return main + wide + padded + types + variants + small_shared + cache + codes + maps
+    placed = grid((80, 90), (64, 128), "bf16", *PLACED)
+    return main + wide + padded + types + variants + small_shared + cache + codes + maps + placed

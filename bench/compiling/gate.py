@@ -104,11 +104,12 @@ class Row:
 
     @property
     def rotates_no_keys(self) -> bool:
-        """Whether its hot loop reads only keys, values and page numbers, and no cos and sin."""
+        """Whether its hot loop reads only keys, values and page numbers, and neither cos and sin nor positions."""
         first = self.cases[0]
         forward = self.kernel == "attention_forward" and first.scheme.aligned
         decode = self.kernel == "attention_decode" and "rerope" in first.scheme.name
-        return (forward or decode) and first.head_dim in (64, 128) and not first.scheme.codes
+        plain = not first.scheme.codes and not first.scheme.placed
+        return (forward or decode) and first.head_dim in (64, 128) and plain
 
     @property
     def prefetches_pages(self) -> bool:

@@ -132,6 +132,7 @@ SPILL_LIMITS = (
     SpillLimit(112, "attention_forward", arch=80, head_dim=64, scheme="rerope paged chunk"),
     SpillLimit(56, "attention_forward", arch=80, head_dim=128, scheme="rerope paged chunk"),
     SpillLimit(4, "attention_decode", arch=80, head_dim=64, scheme="rerope wide"),
+    SpillLimit(8, "attention_decode", arch=90, head_dim=128, scheme="rerope paged placed 256"),
     SpillLimit(28, "attention_forward", arch=90, head_dim=64, scheme="rerope paged chunk", triton="3.9"),
     SpillLimit(64, "attention_grad_q", arch=90, head_dim=128, scheme="rerope", triton="3.9"),
     # In the loops over edge tiles, which run once or twice for a band; a quarter fewer instructions in the inner loop.
@@ -166,6 +167,10 @@ INSTRUCTION_LIMITS = {
     ("attention_decode", "rope paged"): _by_size((39, 31), (39, 31)),
     ("attention_decode", "rerope contiguous"): _by_size((17.5, 12.5), (17.5, 12.5)),
     ("attention_decode", "rerope paged"): _by_size((21, 14.5), (21, 14.5)),
+    ("attention_decode", "rope paged placed 256"): _by_size((48, 35), (48, 35)),
+    ("attention_decode", "rerope paged placed 256"): _by_size((26.5, 17.5), (26.5, 17.5)),
+    ("attention_decode", "rope paged placed 16"): _by_size((63, 44), (63, 44)),
+    ("attention_decode", "rerope paged placed 16"): _by_size((41.5, 24.5), (41.5, 24.5)),
 }
 INSTRUCTION_LIMITS |= {
     (kernel, scheme.name): INSTRUCTION_LIMITS[kernel, "rerope"]

@@ -364,9 +364,8 @@ class Parser {
 
   void fill(Instruction& i, const Definition& definition, const std::vector<std::string>& texts) {
     i.run = definition.run, i.control = definition.control, i.collective = definition.collective;
-    i.spread = starts_with(i.opcode, "selp")   ? Spread::select
-               : starts_with(i.opcode, "shfl") ? Spread::shuffle
-                                               : Spread::lane;
+    const bool meets = starts_with(i.opcode, "shfl") || starts_with(i.opcode, "redux");
+    i.spread = starts_with(i.opcode, "selp") ? Spread::select : meets ? Spread::shuffle : Spread::lane;
     // Undefined values may be computed with, as long as they reach no memory, address, predicate of a branch or matrix.
     const bool uses = starts_with(i.opcode, "st") || starts_with(i.opcode, "mma") || starts_with(i.opcode, "cp.") ||
                       starts_with(i.opcode, "wgmma");

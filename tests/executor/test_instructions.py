@@ -147,6 +147,16 @@ def test_shuffles(opcode, b, c, source, inside):
     assert torch.equal(values, x[source(lane), 0]) and torch.equal(predicates, inside(lane).int())
 
 
+def test_reductions():
+    x = torch.randint(-(1 << 26), 1 << 26, (64, 1), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    body = "mov.u32 %r7, -1;" + "".join(
+        f"redux.sync.{name}.s32 %y{n}, %x0, %r7;" for n, name in enumerate(("add", "min", "max"))
+    )
+    got, blocks = run(body, x, 3).view(2, 32, 3), x.view(2, 32)
+    for n, want in enumerate((blocks.sum(1), blocks.amin(1), blocks.amax(1))):
+        assert torch.equal(got[..., n], want.int()[:, None].expand(2, 32))
+
+
 def test_integers():
     x = torch.tensor([[0x12345678, -1]] * 32, dtype=torch.int32)
     body = """

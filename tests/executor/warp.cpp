@@ -1,4 +1,5 @@
 // Instructions by which lanes and warps meet: shuffles, barriers, branches. And the table of all opcodes.
+#include <algorithm>
 #include <unordered_map>
 
 #include "opcodes.h"
@@ -50,6 +51,27 @@ void define_shuffle(const std::string& opcode) {
   define(opcode + " pair", {shuffle<F>, "4p4444", 2, Control::next, true});
 }
 
+// PTX ISA, "redux.sync". Each lane gets the result of all.
+template <class F>
+void reduce(Warp& w, const Instruction& i, Lanes) {
+  const Operand &to = i.operands[0], &from = i.operands[1], &members = i.operands[2];
+  w.meetings++;
+  const int32_t* values = w.at<int32_t>(from);
+  int32_t result = values[0];
+  for (int l = 1; l < LANES; l++) result = F{}(result, values[l]);
+  for (int l = 0; l < LANES; l++) {
+    if (w.at<uint32_t>(members)[l] != ALL_LANES)
+      w.block->report("lanes apart", w, i, l, "a reduction of " + hex(w.at<uint32_t>(members)[l]));
+  }
+  w.defined[to.slot] = from.slot < 0 || w.defined[from.slot] == ALL_LANES ? ALL_LANES : 0;
+  std::fill_n(w.at<int32_t>(to), LANES, result);
+}
+
+template <class F>
+void define_reduction(const std::string& name, F) {
+  define("redux.sync." + name + ".s32", {reduce<F>, "444", 1, Control::next, true});
+}
+
 void synchronise_lanes(Warp& w, const Instruction&, Lanes) { w.syncs++, w.meetings++; }
 
 std::unordered_map<std::string, Definition>& table() {
@@ -74,6 +96,9 @@ const Definition* find_definition(const std::string& opcode) {
 void define_warp() {
   define_shuffle<butterfly>("shfl.sync.bfly.b32"), define_shuffle<indexed>("shfl.sync.idx.b32");
   define_shuffle<above>("shfl.sync.up.b32"), define_shuffle<below>("shfl.sync.down.b32");
+  define_reduction("add", [](int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); });
+  define_reduction("min", [](int32_t a, int32_t b) { return std::min(a, b); });
+  define_reduction("max", [](int32_t a, int32_t b) { return std::max(a, b); });
   define("bar.warp.sync", {synchronise_lanes, "i", 0, Control::next, true});
   for (const char* opcode : {"bar.sync", "barrier.sync"}) define(opcode, {nullptr, "i", 0, Control::barrier, true});
   for (const char* opcode : {"bra", "bra.uni"}) define(opcode, {nullptr, "L", 0, Control::branch});

@@ -43,6 +43,7 @@ AREAS = {
     "forward": "Triton: forward",
     "backward": "Triton: backward",
     "decode": "Triton: decoding, pages",
+    "placed": "Triton: positions of cached tokens",
     "maps": "position maps, all backends",
     "cpu": "CPU backend, its C++ kernels",
     "cuda": "CUDA C++ kernels, as PTX in the executor",

@@ -14,6 +14,9 @@ from .resident import kept_on_device
 
 # Positions per coarse row. Both levels of a 128k context stay in L2. csrc/decode.h has the same number.
 FINE_ROWS = 1024
+# Of three_level_table, which serves positions that the host does not know.
+TOP_ROWS = 2048  # the highest digit, half of them negative
+MAX_POSITION = (1 << 29) - 1  # the difference of two stays below the distance that bands count to
 
 
 def cos_sin(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,15 +59,32 @@ def two_level_table(rotary: Rotary, causal: bool, coarse: int, device: torch.dev
     return _two_levels(rotary, causal, coarse).to(device)
 
 
+@kept_on_device("cos/sin tables of any position")
+def three_level_table(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tensor:
+    """float32 (rotations, 2 * FINE_ROWS + TOP_ROWS, 2, padded pairs), for positions up to MAX_POSITION either side of
+    0. Rows are those of three digits to the base FINE_ROWS; the highest has a sign, and the scheme's offsets and
+    factors."""
+    middle = torch.arange(FINE_ROWS, dtype=torch.float64) * FINE_ROWS
+    top = torch.arange(-TOP_ROWS // 2, TOP_ROWS // 2, dtype=torch.float64) * FINE_ROWS**2
+    return _levels(rotary, causal, middle, top).to(device)
+
+
 def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
-    fine = torch.arange(FINE_ROWS, dtype=torch.float64)
-    blocks = torch.arange(coarse, dtype=torch.float64) * FINE_ROWS
+    return _levels(rotary, causal, torch.arange(coarse, dtype=torch.float64) * FINE_ROWS)
+
+
+def _levels(rotary: Rotary, causal: bool, *coarser: torch.Tensor) -> torch.Tensor:
+    """Rows of the fine positions, then of each coarser level. Offsets and factors are in the last one alone, because
+    kernels add several rows of the others to one of it."""
+    *levels, last = torch.arange(FINE_ROWS, dtype=torch.float64), *coarser
     lowered = lower(rotary, causal)
-    rows = torch.stack([torch.cat([slope * fine, slope * blocks + offset]) for slope, offset in lowered.rotations])
+    rows = torch.stack(
+        [torch.cat([*(slope * x for x in levels), slope * last + offset]) for slope, offset in lowered.rotations]
+    )
     cos, sin = cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows)
     factors = torch.tensor(lowered.scales, dtype=torch.float64)[:, None, None]
     for each in (cos, sin):
-        each[:, FINE_ROWS:] *= factors  # not the fine rows: kernels add several to one coarse row
+        each[:, -len(last) :] *= factors
     return _padded(rotary, cos, sin)
 
 

@@ -8,7 +8,7 @@ import torch
 
 try:
     from .attention import backward, forward, kept_shapes
-    from .cached import append_to_cache, attention_with_cache
+    from .cached import append_to_cache, attention_with_cache, unsupported_positions
     from .launcher import interpreted
     from .rotated import rotate
 
@@ -23,6 +23,7 @@ __all__ = [
     "forward",
     "kept_shapes",
     "rotate",
+    "unsupported_positions",
     "unsupported_reason",
 ]
 

@@ -6,14 +6,17 @@ from typing import NamedTuple
 
 import torch
 
-from ...lowering.cos_sin import coarse_rows, two_level_table
+from ...lowering.cos_sin import coarse_rows, three_level_table, two_level_table
 from ...rotary.rotary import Rotary
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
-from ...triton_kernels.arguments import CuSeqlens, Shape, encode_ints, tensor_view
+from ...triton_kernels.arguments import CuSeqlens, PositionTables, Shape, encode_ints, tensor_view
+from ...triton_kernels.configs import Tile
 from ...triton_kernels.decode import append_rows, attention_decode, combine_splits
+from ...triton_kernels.placed import ENTRY_FIELDS, TOKEN_FIELDS, place_tokens
 from ...triton_kernels.rotate import rotate_cached_rows
 from ..calls import MAX_SPLITS, CacheCall, CacheLayout, RotateCall, cached_lse_shape, multiprocessors
+from ..shown import Positions
 from ..splits import choose_splits
 from . import launcher
 from .device import (
@@ -28,6 +31,15 @@ from .device import (
 from .launcher import cdiv
 from .plan import Plan
 from .rotated import rotate
+
+
+def unsupported_positions(positions: Positions) -> str:
+    """As in ``PlacingBackend``."""
+    if positions.slot_positions is not None:
+        return "slot_positions: the Triton kernels take page_positions; impl='reference' takes them"
+    if positions.queries is not None and positions.queries.is_floating_point():
+        return f"positions: expected int32 or int64 there, got {positions.queries.dtype}; impl='reference' takes them"
+    return ""
 
 
 def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, rotary: Rotary | None = None) -> None:
@@ -94,7 +106,10 @@ class CachePlan(Plan):
         self.q, self.k_cache, self.v_cache, self.call, layout = q, k_cache, v_cache, call, call.layout
         self.cu_seqlens_q, self.capacity = layout.cu_seqlens_q, layout.capacity(k_cache)
         longest = q.shape[1] if self.cu_seqlens_q is None else min(layout.max_seqlen_q, q.shape[0])
-        table = two_level_table(call.rotary, call.causal, coarse_rows(max(longest, self.capacity)), q.device)
+        if layout.positions is None:
+            table = two_level_table(call.rotary, call.causal, coarse_rows(max(longest, self.capacity)), q.device)
+        else:
+            table = three_level_table(call.rotary, call.causal, q.device)
         super().__init__(q, call, self.cu_seqlens_q, longest, k_cache.shape[2], self.capacity, table)
 
         self.prefills = self._can_prefill()
@@ -102,6 +117,34 @@ class CachePlan(Plan):
         self.decode_seqlen = configs.DECODE_SEQLEN if self.prefills else self.max_seqlen_q
         self.layout, self.page_size = _kernel_layout(k_cache, layout, self.decode_seqlen)
         self.cache = "paged" if self.page_size else "contiguous"
+        if layout.positions is not None:
+            self.layout = self._place_tokens(layout.positions)
+
+    def _place_tokens(self, positions: Positions) -> KernelCacheLayout:
+        """The layout with what ``place_tokens`` finds, in one launch."""
+        entries = self.call.layout.block_table.shape[1] if self.page_size else 1
+        queries = None if positions.queries is None else positions.queries.contiguous()
+        tokens = self.batch * self.seqlen_q if self.cu_seqlens_q is None else self.seqlen_q
+        layout = self.layout._replace(
+            entries=self.q.new_empty(self.batch, entries, ENTRY_FIELDS, dtype=torch.int32),
+            tokens=self.q.new_empty(tokens, TOKEN_FIELDS + 2 * self.num_bands, dtype=torch.int32),
+            shown=self.q.new_empty(self.batch, 2, dtype=torch.int32),
+        )
+        rows, block_n = configs.PLACED_ROWS, configs.PLACED_ENTRIES
+        launcher.launch(
+            place_tokens,
+            (cdiv(self.max_seqlen_q, rows) * self.batch,),
+            PositionTables(positions.page_positions, positions.page_first, positions.page_lengths, queries),
+            layout,
+            self.cu_seqlens_q,
+            self.tables.bands,
+            self.seqlen_q,
+            self.max_seqlen_q,
+            CAUSAL=self.call.causal,
+            SHAPE=Shape(0, 0, num_bands=self.num_bands, page_size=self.page_size, block_m=rows, block_n=block_n),
+            **configs.options(configs.PLACED_WARPS),
+        )
+        return layout
 
     # ---- many queries
 
@@ -111,7 +154,7 @@ class CachePlan(Plan):
         Its workspace, one copy for each slope that rotates keys, must not exceed the cache. num_splits asks for the
         decode kernel, whose results do not depend on how tokens are divided into calls.
         """
-        if self.call.num_splits or self.max_seqlen_q <= configs.DECODE_SEQLEN:
+        if self.call.num_splits or self.max_seqlen_q <= configs.DECODE_SEQLEN or self.call.layout.positions is not None:
             return False
         slots = self.k_cache.shape[0] * self.k_cache.shape[1]
         offsets_fit = fits_int32_offsets(self.k_cache) and fits_int32_offsets(self.v_cache)
@@ -192,6 +235,9 @@ class CachePlan(Plan):
         if self.lowered.maps and not aligned_maps:
             # Every key has its own row of cos and sin. Requested ahead, they would fill shared memory.
             tile = tile._replace(num_stages=1)
+        one_run = False
+        if self.layout.entries is not None:
+            tile, one_run = self._placed_tile(tile)
         programs = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
         usual_programs = cdiv(usual_rows, tile.block_m) * self.heads_kv * self.batch
         if self.call.layout.k_scale is None:
@@ -200,7 +246,7 @@ class CachePlan(Plan):
             vec, code_vec = cached_vector_sizes(self.k_cache, self.v_cache, self.q)
         fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
         options = {
-            "SHAPE": shape_of(self.rotary, vec, *fields, aligned_maps=aligned_maps, code_vec=code_vec),
+            "SHAPE": shape_of(self.rotary, vec, *fields, aligned_maps=aligned_maps, code_vec=code_vec, one_run=one_run),
             **tile.options,
         }
         num_splits = self._num_splits(usual_programs, lse, options)
@@ -240,6 +286,16 @@ class CachePlan(Plan):
         """Whether every tile of so many keys lies in one chunk, and in one group or over whole groups."""
         maps = [self.lowered.maps[rotation] for rotation in self.lowered.k_copies]
         return all(x.chunk % block_n == 0 and 0 in (x.group % block_n, block_n % x.group) for x in maps)
+
+    def _placed_tile(self, tile: Tile) -> tuple[Tile, bool]:
+        """(The tile where positions are data, whether each lies in one page.) Its keys then follow one another.
+        Otherwise every key has its own rows of cos and sin, as with maps that do not align."""
+        if not self.page_size:
+            return tile, True
+        tile = tile._replace(block_n=min(tile.block_n, self.page_size))
+        if self.call.layout.leftpad is None and self.page_size % tile.block_n == 0:
+            return tile, True
+        return tile._replace(block_n=configs.SMALLEST_TILE, num_stages=1), False
 
     def _decode_arguments(self, partial, partial_lse, num_splits: int) -> tuple:
         return (
@@ -283,5 +339,6 @@ def _kernel_layout(k_cache, layout: CacheLayout, decode_seqlen: int = 0) -> tupl
     numbers = encode_ints(seqlen_new, layout.capacity(k_cache), pages, decode_seqlen)
     scales = (k_scale, v_scale)
     strides = () if k_scale is None or v_scale is None else encode_ints(*k_scale.stride(), *v_scale.stride())
-    kernel_layout = KernelCacheLayout(seqlens, block_table, leftpad, slot_mapping, *scales, *numbers, *strides)
+    tensors = (seqlens, block_table, leftpad, slot_mapping, *scales, None, None, None)
+    kernel_layout = KernelCacheLayout(*tensors, *numbers, *strides)
     return kernel_layout, 0 if block_table is None else page_size

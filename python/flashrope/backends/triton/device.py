@@ -41,7 +41,13 @@ def scheme_on(rotary: Rotary, causal: bool, device: torch.device) -> DeviceSchem
 
 @lru_cache(maxsize=1024)
 def shape_of(
-    rotary: Rotary, vec: int, *fields: int, head_dim_v: int = 0, aligned_maps: bool = False, code_vec: int = 0
+    rotary: Rotary,
+    vec: int,
+    *fields: int,
+    head_dim_v: int = 0,
+    aligned_maps: bool = False,
+    code_vec: int = 0,
+    one_run: bool = False,
 ) -> Shape:
     """The SHAPE of a kernel; fields: those of Shape from num_bands to block_n; head_dim_v 0: as head_dim."""
     rotary_dim, head_dim_v = rotary.rotary_dim if rotary.changes_channels else 0, head_dim_v or rotary.head_dim
@@ -53,6 +59,7 @@ def shape_of(
         aligned_maps=aligned_maps,
         rotated_keys=rotated_keys,
         code_vec=code_vec,
+        one_run=one_run,
     )
 
 

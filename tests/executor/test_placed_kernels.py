@@ -1,0 +1,72 @@
+"""The compiled kernels of cached tokens whose positions are data, on the executor."""
+
+import pytest
+import support
+import torch
+from flashrope import attention_varlen_with_cache
+from support import SCHEMES, int32
+from test_positions import HOSTILE, SEQUENCES, Entry, Placed
+
+BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
+PAGES = [  # of 64 rows: a tile of keys lies in one
+    [Entry(-70, 50, 7), Entry(0, 64), Entry(64, 0), Entry(90, 30, 30), Entry((1 << 22) + 3, 20)],
+    [Entry(5, 9)],
+]
+CASES = {
+    "rerope-d64-bf16": dict(target=BF16, scheme="rerope", head_dim=64, seqlen_q=1),
+    "rerope-one-run-d64-bf16": dict(target=BF16, scheme="rerope", head_dim=64, seqlen_q=2, sequences=PAGES, page=64),
+    "leaky-one-run-d128-fp16": dict(
+        target=FP16, scheme="leaky", head_dim=128, seqlen_q=1, sequences=PAGES, page=64, num_splits=3
+    ),
+    "local-full-d40-bf16": dict(target=BF16, scheme="local", head_dim=40, seqlen_q=2, causal=False),
+    "log-n-padded-d16-fp32": dict(
+        target=FP32,
+        scheme="hope_rerope_log_n",
+        head_dim=16,
+        seqlen_q=1,
+        sequences=[[Entry(3), Entry(20, 9), Entry(40)]] * 2,
+        lengths=[40, 48],
+        pads=[5, 18],
+    ),
+    "chunk-d64-bf16": dict(
+        target=BF16, scheme="rerope", head_dim=64, seqlen_q=70, sequences=[[Entry(30 * n, 14, 1) for n in range(9)]]
+    ),
+}
+QUICK = ("rerope-d64-bf16", "rerope-one-run-d64-bf16")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if x in QUICK else ()) for x in CASES])
+def test_cached(machine, name):
+    options = {"new": name in QUICK, "sequences": SEQUENCES, **CASES[name]}
+    num_splits, rotary = options.pop("num_splits", None), SCHEMES[options.pop("scheme")](options.pop("head_dim"))
+    placed = Placed(options.pop("target"), rotary, **options)
+    placed.check(*placed.call(num_splits=num_splits))
+    kernels = [launch.kernel for launch in machine.launches]
+    assert "place_tokens" in kernels and "attention_decode" in kernels
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 20])
+def test_hostile_tables(machine, seqlen_q):
+    """The executor watches the bounds of every tensor. A sequence whose tables are right is bitwise unchanged."""
+    results = []
+    for sequences, lengths in ((SEQUENCES, (41, 71, 28, 2)), (HOSTILE, (71, 64, 28, 20))):
+        sequences = [*sequences[:2], [Entry(0), Entry(30, 12)], sequences[3]]
+        placed = Placed(BF16, SCHEMES["rerope"](16), seqlen_q, False, sequences=sequences, lengths=lengths)
+        results.append(placed.call(validate=False))
+    (out, lse), (got_out, got_lse) = results
+    assert torch.equal(out[2], got_out[2]) and torch.equal(lse[2], got_lse[2])
+
+
+def test_packed(machine):
+    """A step, no rows and a chunk, as the calls of each alone."""
+    placed = Placed(BF16, SCHEMES["rerope"](64), 2, False)
+    out, lse = placed.call(num_splits=1)
+    rows = [(0, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+    q = torch.stack([placed.q[row] for row in rows])
+    packed_out, packed_lse = attention_varlen_with_cache(
+        q, placed.k, placed.v, placed.rotary, int32([0, 1, 1, 3, 5], "cpu"), placed.cache_seqlens, 2,
+        block_table=placed.block_table, return_lse=True, impl="triton", num_splits=1, **placed.tables,
+    )  # fmt: skip
+    for n, (b, r) in enumerate(rows):
+        torch.testing.assert_close(packed_out[n], out[b, r], rtol=2**-8, atol=0)
+        torch.testing.assert_close(packed_lse[:, n], lse[b, :, r], rtol=0, atol=1e-6)
