@@ -1,5 +1,7 @@
 """Positions of cached tokens on the CPU: runs of several blocks and chunks, in any tables, against the formula."""
 
+import dataclasses
+
 import pytest
 import support
 import torch
@@ -185,6 +187,26 @@ def test_stored(target, seqlen_q, paged, kind, monkeypatch):
     for scheme in ("rope", "rerope", "hope_rerope_log_n"):
         for causal in (True, False):
             case.check(SCHEMES[scheme](32), causal, slot_positions=slots, **tables)
+
+
+@pytest.mark.parametrize("seqlen_q", [3, 70])
+def test_masks_with_queries_that_see_no_key(seqlen_q):
+    """Queries in any order: some between two others are before all keys of a block."""
+    case = Case(FLOAT32, (2, 6, 16, 32), seqlen_q).contiguous()
+    queries = torch.randint(-20, 190, (2, seqlen_q), generator=torch.Generator().manual_seed(5))
+    queries[:, 1] = -5
+    slots = (torch.arange(96.0) * 1.5 + 3).repeat(2, 1)
+    for scheme in ("rope", "local"):
+        case.check(SCHEMES[scheme](32), queries=queries, slot_positions=slots)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3, 70])
+def test_factor_by_length(seqlen_q):
+    """It counts the keys that are shown, in all runs."""
+    case = Case(FLOAT32, (2, 6, 16, 32), seqlen_q, lengths=[96, 90])
+    lengths = torch.full((2, 6), 16, dtype=torch.int32)
+    lengths[:, 2] = 5
+    case.check(dataclasses.replace(Rotary.rope(32), length_scale=10.0), page_lengths=lengths)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 3, 70])
