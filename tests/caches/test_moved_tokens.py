@@ -17,8 +17,9 @@ TARGETS = [t for t in TARGETS if t.dtype == torch.float32 or t.impl == "referenc
 Token = tuple[int, int]  # its number, of which its key and value follow; its position
 
 
-@pytest.fixture(params=TARGETS, ids=str)
+@pytest.fixture(params=[pytest.param(t, marks=pytest.mark.slow) if t.slow else t for t in TARGETS], ids=str)
 def moved(request):
+    """Every backend; the interpreter's runs of all that only asks the cache are slow tests."""
     return request.param
 
 
@@ -187,8 +188,9 @@ def test_sinks_and_a_rolling_window(moved):
     held.read()
 
 
-def test_left_padding_goes(moved):
-    held = Held(moved)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_left_padding_goes(target):
+    held = Held(target)
     names = [held.allocate() for _ in range(3)]
     held.write(names, 75, leftpad=[3, 17, 0])  # beyond 40, from where log n depends on the position
     held.extend(names[2], names[1])
