@@ -307,7 +307,7 @@ class PagedKVCache(Cache):
         its sequences is appended to. Pages reserved for ``sequence`` are given back.
 
         Keys and values of ``other`` were computed without the tokens that now come before them. In all layers but the
-        first this is an approximation of one prefill of both; docs/decoding.md measures it.
+        first this is an approximation of one prefill of both, of which the loss was not measured yet.
 
         Raises:
             ValueError: the pages of both do not fit in max_seqlen, or the cache holds rotated keys.
