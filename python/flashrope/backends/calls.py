@@ -309,13 +309,15 @@ def accumulation_type(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def aligned(x: torch.Tensor) -> bool:
-    """Whether every row, of head_dim elements, starts at a multiple of 16 bytes."""
+def aligned(*tensors: torch.Tensor) -> bool:
+    """Whether every row, of head_dim elements, of these tensors of one type starts at a multiple of 16 bytes."""
     # Also in dimensions of size 1: kernels form the addresses of rows that are not there, and mask them.
-    strides = 0
-    for stride in x.stride()[:-1]:
-        strides |= stride
-    return (strides * x.element_size() | x.data_ptr()) % 16 == 0
+    addresses, strides = 0, 0
+    for x in tensors:
+        addresses |= x.data_ptr()
+        for stride in x.stride()[:-1]:
+            strides |= stride
+    return (strides * tensors[0].element_size() | addresses) % 16 == 0
 
 
 @cache

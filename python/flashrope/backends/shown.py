@@ -33,7 +33,10 @@ class Positions(NamedTuple):
     @classmethod
     def of(cls, *tables: torch.Tensor | None) -> Positions | None:
         """None if no table is given."""
-        return cls(*tables) if any(x is not None for x in tables) else None
+        for x in tables:
+            if x is not None:
+                return cls(*tables)
+        return None
 
     def of_sequences(self, sequences: slice, rows: slice, paged: bool) -> Positions:
         """Those of a run of packed sequences, as a batch; rows: of its queries."""

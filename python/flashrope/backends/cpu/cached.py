@@ -25,6 +25,7 @@ from ..quantized import dequantize, stores
 from . import decode, loader, masked, rotated, runs, tiles
 from .library import DTYPES, Library
 from .pieces import (
+    add_partial,
     cast_results,
     flash_piece,
     flash_scale,
@@ -298,9 +299,5 @@ def _attend_tiles(
             if scales is None:
                 k, v = k.to(torch.float32), v.to(torch.float32)
             run_out, run_lse = tiles.forward(compiled, q[:, own].to(torch.float32), k, v, attention, scales, place)
-            total = torch.logaddexp(lse[..., own], run_lse)
-            base = total.masked_fill(total == -torch.inf, 0)
-            kept, added = ((x - base).exp().transpose(1, 2)[..., None] for x in (lse[..., own], run_lse))
-            out[:, own].mul_(kept).addcmul_(run_out, added)
-            lse[..., own] = total
+            add_partial(out[:, own].transpose(1, 2), lse[..., own], run_out.transpose(1, 2), run_lse)
     return out.to(q.dtype), lse

@@ -10,7 +10,7 @@ import torch
 
 from ..calls import CacheCall, accumulation_type
 from ..quantized import dequantize
-from .pieces import cast_results, flash, flash_folded, flash_scale
+from .pieces import add_partial, cast_results, flash, flash_folded, flash_scale
 from .rotation import KEY_FACTORS, QueryFactors, rotate, rotation_at, upcast
 from .runs import places
 
@@ -47,11 +47,7 @@ def attend(
     out = q.new_zeros((1, q.shape[2], seqlen_q, q.shape[3]), dtype=dtype)
     lse = out.new_full((1, q.shape[2], seqlen_q), -torch.inf)
     for rows, piece_out, piece_lse in partials:
-        total = torch.logaddexp(lse[..., rows], piece_lse)
-        base = total.masked_fill(total == -torch.inf, 0)
-        out[:, :, rows] *= (lse[..., rows] - base).exp()[..., None]
-        out[:, :, rows] += piece_out * (piece_lse - base).exp()[..., None]
-        lse[..., rows] = total
+        add_partial(out[:, :, rows], lse[..., rows], piece_out, piece_lse)
     return cast_results(out.transpose(1, 2), lse, q.dtype)
 
 

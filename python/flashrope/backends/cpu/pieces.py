@@ -289,3 +289,12 @@ def _merge_rows(partials: list[Partial], q: torch.Tensor, head_dim_v: int) -> tu
         weight = (scatter_tile(piece_lse, piece) - total).exp_()[..., None]
         windows(out, piece.row, piece.rows, piece).addcmul_(scatter_tile(piece_out, piece), weight)
     return out, lse
+
+
+def add_partial(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
+    """Adds to out (..., rows, head_dim) and lse (..., rows), in place, what the same rows are over more keys. A row
+    that has seen no key has lse -inf."""
+    total = torch.logaddexp(lse, more_lse)
+    base = total.masked_fill(total == -torch.inf, 0)
+    out.mul_((lse - base).exp()[..., None]).addcmul_(more, (more_lse - base).exp()[..., None])
+    lse.copy_(total)

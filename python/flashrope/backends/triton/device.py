@@ -71,7 +71,7 @@ def block_d(head_dim: int) -> int:
 
 def vector_size(*tensors: torch.Tensor) -> int:
     """Elements that all addresses and strides are a multiple of: those of 16 bytes, or 1."""
-    return 16 // tensors[0].element_size() if all(map(aligned, tensors)) else 1
+    return 16 // tensors[0].element_size() if aligned(*tensors) else 1
 
 
 def cached_vector_sizes(k_cache: torch.Tensor, v_cache: torch.Tensor, *others: torch.Tensor) -> tuple[int, int]:
