@@ -12,6 +12,7 @@ import pytest
 import torch
 from flashrope import Rotary, attention_varlen_with_cache
 from flashrope.backends.quantized import quantize
+from flashrope.integrations.vllm.chunks import adopt_chunks
 from flashrope.integrations.vllm.pages import CODES, row_bytes, split_pages
 from flashrope.integrations.vllm.plan import ARCHITECTURES, asked, make_plan
 
@@ -118,6 +119,73 @@ def test_keys_are_stored_rotated_where_the_scheme_has_one_rotation(options, rota
     ]
 
 
+QWEN = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+SIZES = {"chunk_size": 160, "local_size": 32}
+SPARSE = {"sparse_attention_config": [{"0": ["vertical_and_slash", 1000, 6096, 1]}]}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "options", "expected", "sparse"),
+    [
+        (QWEN, None, lambda rope: rope.dual_chunk(262144, 8192, 262144), False),
+        (SIZES, None, lambda rope: rope.dual_chunk(160, 32), False),
+        ({**SIZES, "original_max_position_embeddings": 0}, {}, lambda rope: rope.dual_chunk(160, 32), False),
+        ({**QWEN, **SPARSE}, {}, lambda rope: rope.dual_chunk(262144, 8192, 262144), True),
+        ({**SIZES, **SPARSE, "sparse_attention_enabled": False}, {}, lambda rope: rope.dual_chunk(160, 32), False),
+        ({**SIZES, "sparse_attention_enabled": True}, {}, lambda rope: rope.dual_chunk(160, 32), True),
+        (SIZES, {"log_n": 64, "dual_chunk": None}, lambda rope: rope.dual_chunk(160, 32).log_n(64), False),
+        (QWEN, {"dual_chunk": [160, 32]}, lambda rope: rope.dual_chunk(160, 32), False),
+        (QWEN, {"dual_chunk": False, "window": 64}, lambda rope: rope.rectify(64), False),
+        (QWEN, {"rotary": Rotary.hope(32, 64).text}, lambda rope: Rotary.hope(32, 64), False),
+    ],
+)
+@pytest.mark.parametrize("of_text", [True, False])
+def test_a_configuration_with_dual_chunks(chunks, options, expected, sparse, of_text):
+    asking = config(options)
+    model, given = asking.model_config, dict(chunks)
+    model.hf_config = SimpleNamespace()  # of a model of several parts
+    (model.hf_text_config if of_text else model.hf_config).dual_chunk_attention_config = given
+    assert adopt_chunks(model) is sparse
+    assert not adopt_chunks(model)  # a copy of the configuration is checked again
+    assert not any(hasattr(each, "dual_chunk_attention_config") for each in (model.hf_text_config, model.hf_config))
+    plan = make_plan(asking)
+    assert [layer.rotary for layer in plan.layers] == [expected(Rotary.rope(32))] * 2
+    assert plan.stock == {Rotary.rope(32)} and given == chunks
+
+
+@pytest.mark.parametrize("chunks", [None, {}])
+def test_no_dual_chunks(chunks):
+    stock = config(hf={"dual_chunk_attention_config": chunks})
+    assert not adopt_chunks(stock.model_config) and not asked(stock)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "options", "message"),
+    [
+        (160, None, "dual_chunk_attention_config: expected a dict with chunk_size, local_size, got 160"),
+        (
+            {"chunk_size": 160},
+            None,
+            "dual_chunk_attention_config: expected chunk_size and local_size, got none of local_",
+        ),
+        ({**SIZES, "chunks": 3}, None, "dual_chunk_attention_config: expected some of chunk_size, .*, got 'chunks'"),
+        ({**SIZES, "chunk_size": 200}, None, "chunk_size: expected .* multiple of 128, .* got 200 - 32 = 168"),
+        ({**SIZES, "original_max_position_embeddings": -1}, None, "length_scale: expected a positive finite number"),
+        (
+            SIZES,
+            {"window": 64},
+            "dual_chunk: expected one of .*window.*, got also window|window: .* got also dual_chunk",
+        ),
+        (SIZES, True, "flashrope: expected a dict with some of .* got True"),
+    ],
+)
+def test_dual_chunks_that_are_refused(chunks, options, message):
+    asking = config(options, hf={"dual_chunk_attention_config": chunks})
+    with pytest.raises((TypeError, ValueError), match=message):
+        adopt_chunks(asking.model_config)
+        make_plan(asking)
+
+
 @pytest.mark.parametrize("cache_dtype", ["auto", "float32", *CODES])
 def test_cache_dtypes(cache_dtype):
     make_plan(config({}, cache_config=SimpleNamespace(cache_dtype=cache_dtype, block_size=16)))
@@ -186,10 +254,6 @@ REFUSED = {
     ),
     "pooling": (dict(model={"runner_type": "pooling"}), "runner: expected 'generate', got 'pooling'"),
     "soft cap": (dict(hf={"attn_logit_softcapping": 50.0}), "attn_logit_softcapping: expected none, .* got 50.0"),
-    "dual chunks": (
-        dict(hf={"dual_chunk_attention_config": {"chunk_size": 8}}),
-        r"dual_chunk_attention_config: expected none, .* got {'chunk_size': 8}; remove it .* give flashrope dual_chunk",
-    ),
     "chunked attention": (dict(hf={"attention_chunk_size": 8192}), "attention_chunk_size: expected none, .* got 8192"),
     "alibi": (dict(hf={"alibi": True}), "alibi: expected a model that rotates, got a bias"),
     "both ways": (dict(hf={"use_bidirectional_attention": True}), "use_bidirectional_attention: expected causal"),

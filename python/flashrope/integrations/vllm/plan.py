@@ -151,12 +151,6 @@ def _check_model(model, hf_config) -> None:
         )
     if model.runner_type != "generate":
         raise ValueError(f"runner: expected 'generate', got {model.runner_type!r}")
-    if getattr(hf_config, "dual_chunk_attention_config", None):
-        raise ValueError(
-            "dual_chunk_attention_config: expected none, with which vLLM's own layers ask for another attention, got "
-            f"{_get(hf_config, 'dual_chunk_attention_config')}; remove it (hf_overrides) and give {FIELD} dual_chunk, "
-            "[chunk_size, local_size]"
-        )
     for name in (
         "attn_logit_softcapping",
         "attention_chunk_size",

@@ -9,6 +9,7 @@ the prefix cache's block hashes. Without a model that asks, all of them do what 
 from __future__ import annotations
 
 from ..options import FIELD
+from .chunks import adopt_chunks
 from .plan import BACKEND, asked, make_plan
 from .state import BACKEND_PATH, check_backend, digest_of, remember
 
@@ -41,15 +42,22 @@ def _hook_configuration(platform) -> None:
 
     def check_and_update_config(cls, vllm_config) -> None:
         stock(cls, vllm_config)
-        if vllm_config.model_config is not None and asked(vllm_config):
+        if vllm_config.model_config is None:
+            return
+        sparse = _problem is None and adopt_chunks(vllm_config.model_config)
+        if asked(vllm_config):
             _configure(cls, vllm_config)
+        if sparse:
+            _logger().warning(
+                "flashrope: dual_chunk_attention_config asks for sparse attention (sparse_attention_config), which is "
+                "not supported: every query sees all keys before it, which the sparse attention approximates for speed"
+            )
 
     platform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def _configure(platform, vllm_config) -> None:
     import vllm
-    from vllm.logger import init_logger
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if _problem is not None:
@@ -65,14 +73,19 @@ def _configure(platform, vllm_config) -> None:
     vllm_config.additional_config = {**vllm_config.additional_config, FIELD: plan.digest}
     vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
     remember(plan)
-    # vLLM prints the loggers below its own
-    init_logger("vllm.plugins.flashrope").info(
+    _logger().info(
         "flashrope: %s, context %d, block hashes of their own (%s): %s",
         vllm_config.model_config.architecture,
         vllm_config.model_config.max_model_len,
         plan.digest[:8],
         plan,
     )
+
+
+def _logger():
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.plugins.flashrope")  # vLLM prints the loggers below its own
 
 
 def _hook_backend(platform, is_cpu: bool) -> None:
