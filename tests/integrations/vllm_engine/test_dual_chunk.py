@@ -2,21 +2,18 @@
 ``attention(impl="reference")``, and the chunks against the rotary embedding that vLLM has kept."""
 
 import logging
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
 
 import torch
-import torch.nn.functional as F
 from engine import BOUND, engine, generate
 from flashrope import Rotary, attention
-from models import VOCABULARY, prompt, save_model
-from safetensors.torch import load_file
+from float64_model import HEAD_DIM, LAYERS, Float64Model, differences_by_step
+from models import prompt, save_model
 from vllm.v1.core import kv_cache_utils
 
-HEADS, HEADS_KV, HEAD_DIM, LAYERS = 4, 2, 32, 3
 LENGTH = 100  # of the factor
 QWEN = {"chunk_size": 160, "local_size": 32, "original_max_position_embeddings": LENGTH}  # chunks of 128
 ROPE = Rotary.rope(HEAD_DIM)
@@ -28,50 +25,11 @@ def qwen2(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
 
 
-class Float64Model:
-    """Qwen2 in float64 with keys and values of the steps so far. A step's factor by length is of the keys it has."""
-
-    def __init__(self, folder: str, scheme: Rotary):
-        self.weights = {name: x.double() for name, x in load_file(Path(folder) / "model.safetensors").items()}
-        self.scheme = scheme
-        self.cache = [torch.empty(2, 0, HEADS_KV, HEAD_DIM, dtype=torch.float64) for _ in range(LAYERS)]
-
-    def step(self, tokens: list[int]) -> torch.Tensor:
-        """(tokens, vocabulary): log probabilities of the token after each."""
-        x = self.weights["model.embed_tokens.weight"][tokens]
-        for n in range(LAYERS):
-            layer = f"model.layers.{n}"
-            h = self._norm(x, f"{layer}.input_layernorm")
-            q, k, v = (self._linear(h, f"{layer}.self_attn.{p}_proj").unflatten(-1, (-1, HEAD_DIM)) for p in "qkv")
-            self.cache[n] = torch.cat((self.cache[n], torch.stack((k, v))), dim=1)
-            out = attention(q[None], *self.cache[n][:, None], self.scheme, impl="reference")[0].flatten(-2)
-            x = x + self._linear(out, f"{layer}.self_attn.o_proj")
-            h, mlp = self._norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp"
-            gated = F.silu(self._linear(h, f"{mlp}.gate_proj")) * self._linear(h, f"{mlp}.up_proj")
-            x = x + self._linear(gated, f"{mlp}.down_proj")
-        return self._linear(self._norm(x, "model.norm"), "lm_head").log_softmax(-1)
-
-    def _norm(self, x, name):
-        return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], eps=1e-6)
-
-    def _linear(self, x, name):
-        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
-
-
 def largest_difference(folder: str, output, chunk: int = 10**6, scheme: Rotary = SCHEME) -> float:
-    """Of any log probability of one output, its prompt's included; chunk: tokens of the prompt in one step."""
-    model, prompt_ids, (completion,) = Float64Model(folder, scheme), output.prompt_token_ids, output.outputs
-    steps = [prompt_ids[n : n + chunk] for n in range(0, len(prompt_ids), chunk)]
-    expected = torch.cat([model.step(ids) for ids in [*steps, *([t] for t in completion.token_ids[:-1])]])
-    entries = (output.prompt_logprobs or [])[1:]
-    found = [
-        abs(entry[t].logprob - expected[n, t])
-        for n, (entry, t) in enumerate(zip(entries, prompt_ids[1:], strict=bool(entries)))
-    ]
-    for n, entry in enumerate(completion.logprobs):
-        row = torch.tensor([entry[token].logprob for token in range(VOCABULARY)])
-        found.append((row - expected[len(prompt_ids) - 1 + n]).abs().max())
-    return float(max(found))
+    """chunk: tokens of the prompt in one step."""
+    ids = output.prompt_token_ids
+    steps = [ids[n : n + chunk] for n in range(0, len(ids), chunk)]
+    return differences_by_step(Float64Model(folder, scheme), output, steps)
 
 
 @pytest.fixture(scope="module")

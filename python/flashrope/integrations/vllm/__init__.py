@@ -3,11 +3,12 @@
 They are rotated where the scheme has one rotation, else raw.
 
 vLLM loads ``register`` through the entry point group ``vllm.general_plugins``. It changes nothing for a model whose
-configuration has no field "flashrope".
+configuration has neither a field "flashrope" nor ``dual_chunk_attention_config``.
 
 Where to look:
 
     plan      the scheme of every layer, and what is refused; needs no vLLM
+    chunks    dual_chunk_attention_config as an option of the field; needs no vLLM
     state     the plans of a process
     plugin    register: what is hooked into vLLM
     rope      turns off the model's own rotary embedding

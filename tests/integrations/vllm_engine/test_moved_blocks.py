@@ -1,0 +1,141 @@
+"""Blocks of raw keys at other positions: a scheduler class of vLLM's that finds documents wherever they are.
+
+docs/serving.md says what such a class can do, and what it cannot.
+"""
+
+import time
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
+
+import torch
+from engine import BOUND, engine
+from flashrope import Rotary
+from float64_model import HEAD_DIM, LAYERS, Float64Model, differences_by_step
+from models import VOCABULARY, prompt, save_model
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
+
+PAGE = 16
+REROPE = Rotary.rope(HEAD_DIM).rectify(64)
+
+
+class DocumentScheduler(Scheduler):
+    """A request names its documents, (start, stop) in tokens. Those that begin with a block are found at any block.
+
+    A step computes tokens up to the next document. The request is then preempted, which vLLM looks up anew.
+    """
+
+    steps: list[list[int]] = []  # tokens by request
+
+    def add_request(self, request):
+        request._block_hasher = self._hashes
+        request.block_hashes = []
+        request.update_block_hashes()
+        super().add_request(request)
+
+    def schedule(self, *args, **kwargs):
+        all_tokens = self.max_num_scheduled_tokens
+        for request in list(self.running):
+            if self._found(request, request.num_computed_tokens // PAGE) and not request.num_computed_tokens % PAGE:
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic())
+        for request in (*self.waiting, *self.running):
+            if tokens := self._before_a_document(request):
+                self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, tokens)
+        output = super().schedule(*args, **kwargs)
+        self.max_num_scheduled_tokens = all_tokens
+        self.steps.append(list(output.num_scheduled_tokens.values()))
+        return output
+
+    def _hashes(self, request) -> list[bytes]:
+        return [self._hash(request, n) for n in range(len(request.block_hashes), request.num_tokens // PAGE)]
+
+    def _hash(self, request, block: int) -> bytes:
+        """Of a document, its tokens so far; else of all tokens so far and of which documents are among them."""
+        start, stop = block * PAGE, (block + 1) * PAGE
+        documents = (request.sampling_params.extra_args or {}).get("documents", ())
+        for first, last in documents:
+            if not first % PAGE and first <= start and stop <= last:
+                return sha256((kv_cache_utils.NONE_HASH, "document", tuple(request.all_token_ids[first:stop])))
+        before = tuple(document for document in documents if document[0] < stop)
+        return sha256((kv_cache_utils.NONE_HASH, before, tuple(request.all_token_ids[:stop])))
+
+    def _found(self, request, block: int) -> bool:
+        hashes, pool = request.block_hashes, self.kv_cache_manager.block_pool
+        below_the_last_token = block < (request.num_tokens - 1) // PAGE
+        return below_the_last_token and pool.get_cached_block(hashes[block], [0]) is not None
+
+    def _before_a_document(self, request) -> int:
+        """Tokens that are not in the cache, before some that are; 0: none are behind them."""
+        block, last = request.num_computed_tokens // PAGE, (request.num_tokens - 1) // PAGE
+        while not request.num_computed_tokens and self._found(request, block):
+            block += 1
+        found = next((n for n in range(block, last) if self._found(request, n)), block)
+        return (found - block) * PAGE
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
+
+
+def ask(llm, *requests):
+    """Outputs of (tokens, documents); DocumentScheduler.steps are theirs."""
+    DocumentScheduler.steps.clear()
+    common = dict(max_tokens=6, temperature=0.0, logprobs=VOCABULARY, detokenize=False, ignore_eos=True)
+    params = [SamplingParams(**common, extra_args={"documents": documents}) for _, documents in requests]
+    return llm.generate([{"prompt_token_ids": ids} for ids, _ in requests], params, use_tqdm=False)
+
+
+def placed(folder, scheme, parts) -> Float64Model:
+    """Parts that were computed alone, one behind the other."""
+    caches = []
+    for part in parts:
+        model = Float64Model(folder, scheme)
+        model.step(part)
+        caches.append(model.cache)
+    model.cache = [torch.cat([cache[n] for cache in caches], dim=1) for n in range(LAYERS)]
+    return model
+
+
+X, Y, QUESTION = prompt(64, seed=1), prompt(96, seed=2), prompt(20, seed=5)
+SETTINGS = dict(block_size=PAGE, scheduler_cls=DocumentScheduler, max_num_seqs=4)
+
+
+def test_documents_at_other_positions(qwen2):
+    """In another order, behind tokens that are not in the cache, and beside a request without documents."""
+    system, other = prompt(32, seed=4), prompt(45, seed=6)
+    with engine(qwen2, {"window": 64}, **SETTINGS) as llm:
+        ask(llm, (X + QUESTION, [(0, 64)]), (Y + QUESTION, [(0, 96)]))
+        (swapped,) = ask(llm, (Y + X + QUESTION, [(0, 96), (96, 160)]))
+        assert DocumentScheduler.steps[0] == [20] and swapped.num_cached_tokens == 160
+        behind, beside = ask(llm, (system + X + Y + QUESTION, [(32, 96), (96, 192)]), (other, []))
+        assert DocumentScheduler.steps[:2] == [[32], [20, 45]]
+    assert differences_by_step(placed(qwen2, REROPE, [Y, X]), swapped, [QUESTION]) <= BOUND
+    assert differences_by_step(placed(qwen2, REROPE, [system, X, Y]), behind, [QUESTION]) <= BOUND
+    assert differences_by_step(Float64Model(qwen2, REROPE), beside, [other]) <= BOUND
+    everything = Float64Model(qwen2, REROPE)
+    assert differences_by_step(everything, swapped, [Y + X + QUESTION]) > 0.1  # X has not seen Y
+
+
+def test_what_ends_within_a_block_is_found_by_no_other(qwen2):
+    """The second document begins within a block; without a document, the same tokens find none of its blocks."""
+    short = X[:50]
+    with engine(qwen2, {"window": 64}, **SETTINGS) as llm:
+        ask(llm, (short + QUESTION, [(0, 50)]), (Y + QUESTION, [(0, 96)]))
+        (output,) = ask(llm, (short + Y + QUESTION, [(0, 50), (50, 146)]))
+        (plain,) = ask(llm, (Y + X + QUESTION, []))
+    assert output.num_cached_tokens == 48 and plain.num_cached_tokens == 0
+
+
+def test_rotated_keys_stay_where_they_were(qwen2):
+    """Without raw_keys, RoPE's keys in the cache have the positions of the request that computed them."""
+    with engine(qwen2, {}, **SETTINGS) as llm:
+        ask(llm, (X + QUESTION, [(0, 64)]), (Y + QUESTION, [(0, 96)]))
+        (output,) = ask(llm, (Y + X + QUESTION, [(0, 96), (96, 160)]))
+    assert output.num_cached_tokens == 160
+    assert differences_by_step(placed(qwen2, Rotary.rope(HEAD_DIM), [Y, X]), output, [QUESTION]) > 0.1
