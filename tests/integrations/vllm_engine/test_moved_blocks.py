@@ -107,29 +107,23 @@ SETTINGS = dict(block_size=PAGE, scheduler_cls=DocumentScheduler, max_num_seqs=4
 
 
 def test_documents_at_other_positions(qwen2):
-    """In another order, behind tokens that are not in the cache, and beside a request without documents."""
-    system, other = prompt(32, seed=4), prompt(45, seed=6)
+    """In another order, behind tokens that are not in the cache, and beside a request without documents. A document
+    that begins within a block is not found, and the same tokens without documents find none of its blocks."""
+    system, other, short = prompt(32, seed=4), prompt(45, seed=6), X[:50]
     with engine(qwen2, {"window": 64}, **SETTINGS) as llm:
         ask(llm, (X + QUESTION, [(0, 64)]), (Y + QUESTION, [(0, 96)]))
         (swapped,) = ask(llm, (Y + X + QUESTION, [(0, 96), (96, 160)]))
         assert DocumentScheduler.steps[0] == [20] and swapped.num_cached_tokens == 160
         behind, beside = ask(llm, (system + X + Y + QUESTION, [(32, 96), (96, 192)]), (other, []))
         assert DocumentScheduler.steps[:2] == [[32], [20, 45]]
+        (within,) = ask(llm, (short + Y + QUESTION, [(0, 50), (50, 146)]))
+        (plain,) = ask(llm, (Y + X + QUESTION, []))
+    assert within.num_cached_tokens == 48 and plain.num_cached_tokens == 0
     assert differences_by_step(placed(qwen2, REROPE, [Y, X]), swapped, [QUESTION]) <= BOUND
     assert differences_by_step(placed(qwen2, REROPE, [system, X, Y]), behind, [QUESTION]) <= BOUND
     assert differences_by_step(Float64Model(qwen2, REROPE), beside, [other]) <= BOUND
     everything = Float64Model(qwen2, REROPE)
     assert differences_by_step(everything, swapped, [Y + X + QUESTION]) > 0.1  # X has not seen Y
-
-
-def test_what_ends_within_a_block_is_found_by_no_other(qwen2):
-    """The second document begins within a block; without a document, the same tokens find none of its blocks."""
-    short = X[:50]
-    with engine(qwen2, {"window": 64}, **SETTINGS) as llm:
-        ask(llm, (short + QUESTION, [(0, 50)]), (Y + QUESTION, [(0, 96)]))
-        (output,) = ask(llm, (short + Y + QUESTION, [(0, 50), (50, 146)]))
-        (plain,) = ask(llm, (Y + X + QUESTION, []))
-    assert output.num_cached_tokens == 48 and plain.num_cached_tokens == 0
 
 
 def test_rotated_keys_stay_where_they_were(qwen2):

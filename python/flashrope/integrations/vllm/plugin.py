@@ -1,9 +1,9 @@
 """What is hooked into vLLM, once per process.
 
 The platform's ``check_and_update_config`` sees every VllmConfig before anything is built from it. For a model that asks
-for a scheme, or for dual chunks, it makes the plan, or refuses, and selects this package's attention backend. Three more hooks look at the
-configuration that is then in use: the registry of ``get_rope``, the CPU platform's choice of a backend, and the seed of
-the prefix cache's block hashes. Without a model that asks, all of them do what vLLM does.
+for a scheme, or for dual chunk attention, it makes the plan, or refuses, and selects this package's attention backend.
+Three more hooks look at the configuration that is then in use: the registry of ``get_rope``, the CPU platform's choice
+of a backend, and the seed of the prefix cache's block hashes. Without a model that asks, all of them do what vLLM does.
 """
 
 from __future__ import annotations
