@@ -1,0 +1,126 @@
+"""Megatron core: a layer specification whose self-attention calls flashrope.
+
+    spec = with_scheme(get_gpt_layer_local_spec(), Rotary.hope(head_dim, train_length=8192))
+    model = GPTModel(config, spec, ..., position_embedding_type="none")
+
+Megatron then passes raw q and k to the attention. Tested with megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from .. import Rotary, attention, attention_varlen
+
+CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
+
+
+def with_scheme(spec: ModuleSpec, rotary: Rotary) -> ModuleSpec:
+    """A copy of a transformer layer's specification, with attention under this scheme.
+
+    Args:
+        spec: of a TransformerLayer, as ``get_gpt_layer_local_spec`` or ``get_gpt_layer_with_transformer_engine_spec``
+            returns it.
+        rotary: its head_dim is the configuration's kv_channels. Stock models rotate as ``Rotary.rope(head_dim)`` does,
+            with rotary_interleaved as ``Rotary.rope(head_dim, interleaved=True)``.
+
+    Raises:
+        ValueError: the specification's attention is not Megatron's SelfAttention, such as multi-latent attention.
+            Building the model raises it for a configuration that asks for what the call cannot do, and its first step
+            if the model rotates q and k itself.
+    """
+    spec = copy.deepcopy(spec)
+    layer = getattr(spec.submodules, "self_attention", None)
+    if getattr(layer, "module", None) is not SelfAttention:
+        raise ValueError(
+            f"spec: expected a layer with Megatron's SelfAttention, got {getattr(layer, 'module', type(spec).__name__)}"
+        )
+    layer.module = RawSelfAttention
+    layer.submodules.core_attention = functools.partial(FusedAttention, rotary=rotary)
+    return spec
+
+
+class RawSelfAttention(SelfAttention):
+    """Megatron's, which refuses to rotate: the scheme is applied inside the attention."""
+
+    def forward(self, *args, rotary_pos_emb=None, rotary_pos_cos=None, rotary_pos_cos_sin=None, **others):
+        if any(x is not None for x in (rotary_pos_emb, rotary_pos_cos, rotary_pos_cos_sin)):
+            raise ValueError(
+                "position_embedding_type: expected 'none', because the attention applies the scheme itself"
+            )
+        return super().forward(*args, **others)
+
+
+class FusedAttention(DotProductAttention):
+    """``flashrope.attention`` in the place of Megatron's scores, softmax and product. Megatron's learnable softmax
+    offset is the call's ``sinks``."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, *args, rotary: Rotary, **others):
+        dropout = others.get("attention_dropout")
+        dropout = config.attention_dropout if dropout is None else dropout
+        # what the call cannot do, or would do in silence
+        for name, came, expected in (
+            ("attention_dropout", dropout, 0),
+            ("window_size", config.window_size, None),
+            ("context_parallel_size", config.context_parallel_size, 1),
+        ):
+            if came != expected:
+                hint = "; Rotary.local(window) is a window" if name == "window_size" else ""
+                raise ValueError(f"{name}: expected {expected}, got {came}{hint}")
+        if attn_mask_type not in CAUSAL:
+            raise ValueError(f"attn_mask_type: expected causal or no_mask, got {attn_mask_type.name}")
+        if rotary.head_dim != config.kv_channels:
+            raise ValueError(f"rotary: expected head_dim {config.kv_channels}, as kv_channels, got {rotary.head_dim}")
+        super().__init__(config, layer_number, attn_mask_type, attention_type, *args, **others)
+        self.rotary = rotary
+        # Megatron divides the scale by the layer's number and multiplies the scores by it again.
+        self.softmax_scale *= self.layer_number if config.apply_query_key_layer_scaling else 1
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            query, key, value: (seqlen, batch, heads, head_dim), or packed (total, heads, head_dim), not rotated.
+            attention_mask: not read. What a query sees goes by attn_mask_type, of the call or of the layer.
+            packed_seq_params: of the format "thd", without padded offsets.
+
+        Returns:
+            (seqlen, batch, heads * head_dim), or packed (total, heads, head_dim).
+        """
+        if attention_bias is not None:
+            raise ValueError("attention_bias: expected None, got a tensor")
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        packed_causal = packed_seq_params is not None and mask_type is AttnMaskType.padding_causal
+        if mask_type not in CAUSAL and not packed_causal:
+            raise ValueError(f"attn_mask_type: expected causal or no_mask, got {mask_type.name}")
+        options = {
+            "causal": packed_causal or CAUSAL[mask_type],
+            "softmax_scale": self.softmax_scale,
+            "sinks": self.softmax_offset,
+        }
+        if packed_seq_params is None:
+            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+            return attention(q, k, v, self.rotary, **options).transpose(0, 1).flatten(2)
+        packed = packed_seq_params
+        if packed.qkv_format != "thd":
+            raise ValueError(f"packed_seq_params: expected the format thd, got {packed.qkv_format}")
+        if packed.cu_seqlens_q_padded is not None or packed.cu_seqlens_kv_padded is not None:
+            raise ValueError("packed_seq_params: expected no padded offsets")
+        lengths = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
+        return attention_varlen(query, key, value, self.rotary, *lengths, **options).flatten(1)
