@@ -127,13 +127,13 @@ class Decoder:
         Raises ValueError if the cache is full. If it raises, no block has kept any of the tokens.
         """
         with self.cache.step(tokens.shape[1]) as step:
-            return _read(self.model, self.rotary, step, tokens, self.impl)
+            return read_in_step(self.model, self.rotary, step, tokens, self.impl)
 
 
 class RollingDecoder:
     """A ``Decoder`` in a cache of fixed size: after every read the first and the last tokens stay, and close up.
 
-    keep: (first, last), how many; longest: tokens of a read.
+    keep: (first, last), how many; longest: tokens of a read; batch: sequences, read side by side.
     """
 
     PAGE_SIZE = 16
@@ -147,24 +147,32 @@ class RollingDecoder:
         dtype: torch.dtype = torch.float32,
         impl: str | None = None,
         cache_dtype: str | None = None,
+        batch: int = 1,
     ):
         config, device = model.config, model.embedding.weight.device
         self.model, self.rotary, self.keep, self.impl = model, rotary, keep, impl
         pages = -(-(sum(keep) + longest) // self.PAGE_SIZE) + 3  # the pages around the gap are not full
-        sizes = pages, self.PAGE_SIZE, config.heads, config.head_dim
-        self.cache = PagedKVCache(*sizes, dtype, device, layers=config.layers, cache_dtype=cache_dtype)
-        self.sequence = self.cache.allocate()
+        sizes = batch * pages, self.PAGE_SIZE, config.heads, config.head_dim
+        limit = pages * self.PAGE_SIZE
+        self.cache = PagedKVCache(*sizes, dtype, device, limit, layers=config.layers, cache_dtype=cache_dtype)
+        self.sequences = [self.cache.allocate() for _ in range(batch)]
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """As ``Decoder.read``. The tokens see one another and those that were kept."""
-        with self.cache.step([self.sequence], tokens.shape[1]) as step:
-            logits = _read(self.model, self.rotary, step, tokens, self.impl)
-        self.cache.keep(self.sequence, *self.keep)
+        """As ``Decoder.read``, of tokens (batch, seqlen). They see one another and those that were kept."""
+        with self.cache.step(self.sequences, tokens.shape[1]) as step:
+            logits = read_in_step(self.model, self.rotary, step, tokens, self.impl)
+        for sequence in self.sequences:
+            self.cache.keep(sequence, *self.keep)
         return logits
 
 
-def _read(model: LanguageModel, rotary: Rotary, step: Step, tokens: torch.Tensor, impl: str | None) -> torch.Tensor:
-    """logits; every block writes its keys and values in the step."""
+def read_in_step(
+    model: LanguageModel, rotary: Rotary, step: Step, tokens: torch.Tensor, impl: str | None = None
+) -> torch.Tensor:
+    """The tokens of a step, int64 (sequences, seqlen), to logits (sequences, seqlen, vocab_size).
+
+    Every block writes its keys and values.
+    """
 
     def attend(layer: int, q, k, v, rotary: Rotary) -> torch.Tensor:
         return step.attend(q, rotary, k, v, layer=layer, impl=impl)

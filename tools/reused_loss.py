@@ -1,0 +1,230 @@
+"""What reused chunks and forgotten tokens cost in loss: the table and the figure of docs/decoding.md.
+
+    python -m experiments loss --preset loss --device cpu --threads 1
+    python tools/reused_loss.py runs/experiments-loss/models/rope-L256-s[0-4].safetensors --out docs/reused \\
+        --threads 1
+
+First a text is read in chunks, each alone, which ``PagedKVCache.extend`` puts one behind another; the bytes after
+them are predicted. The loss is compared with that of one prefill of the whole text, without and with the first bytes of
+every chunk computed again behind what precedes them.
+
+Then the loss by position over 32 training lengths: ``flashrope generate --keep``, which keeps the first and the last
+bytes; plain truncation, which reads the last bytes anew for every byte; and ReRoPE with log n, which keeps all bytes.
+The window of ReRoPE is half the training length.
+
+Every change is the difference of two losses of one model on one window. Intervals are Student's 95% intervals of the
+mean over the models.
+"""
+
+import argparse
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from flashrope import PagedKVCache, Rotary
+from flashrope.cli import files
+from flashrope.cli.figure import COLOURS, MARKERS, new_figure, save
+from flashrope.cli.options import cores
+from flashrope.evaluation.loss import half_interval
+from flashrope.small_models import data
+from flashrope.small_models.model import LanguageModel, RollingDecoder, load_checkpoint, read_in_step, trained_length
+from torch.nn.functional import cross_entropy
+
+PAGE_SIZE = 16
+FULL, NOTHING, LAST = "full prefill", "nothing before", "last chunk alone"
+EVERY = 16  # of so many positions one is measured
+TRUNCATED, REROPE = "truncation", "ReRoPE, log n"
+
+Losses = dict[tuple, list[float]]  # of every model
+
+
+def in_bytes(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The loss of every byte, float64 (windows, seqlen)."""
+    return cross_entropy(logits.transpose(1, 2), tokens, reduction="none").double()
+
+
+# ---- chunks
+
+
+def reused(
+    model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, chunk: int, targets: int, again: int | None
+) -> float:
+    """The loss of the last bytes, where those before them are chunks that were read alone.
+
+    again: how many of the first bytes of every chunk but the first are computed again, behind what precedes them. None:
+    one prefill.
+    """
+    count, before, sizes = len(tokens), tokens.shape[1] - 1 - targets, model.config
+    if again is None:
+        return in_bytes(model(tokens[:, :-1], rotary)[:, -targets:], tokens[:, -targets:]).mean().item()
+    pages = count * 3 * (-(-before // chunk) * (-(-chunk // PAGE_SIZE) + 1) + -(-targets // PAGE_SIZE))
+    cache = PagedKVCache(pages, PAGE_SIZE, sizes.heads, sizes.head_dim, torch.float32, "cpu", layers=sizes.layers)
+    prompts = [cache.allocate() for _ in range(count)]
+
+    def read(sequences: list[int], part: torch.Tensor) -> torch.Tensor:
+        with cache.step(sequences, part.shape[1]) as step:
+            return read_in_step(model, rotary, step, part)
+
+    for start, stop in pairwise([*range(0, before, chunk), before]):
+        alone, anew = [cache.allocate() for _ in range(count)], min(again, stop - start) if start else 0
+        read(alone, tokens[:, start:stop])
+        if anew:
+            read(prompts, tokens[:, start : start + anew])
+        for prompt, passage in zip(prompts, alone, strict=True):
+            cache.remove(passage, 0, anew)
+            cache.extend(prompt, passage)
+            cache.free(passage)
+    return in_bytes(read(prompts, tokens[:, before:-1]), tokens[:, -targets:]).mean().item()
+
+
+def measure_chunks(args: argparse.Namespace, unseen: tuple[bytes, ...]) -> None:
+    """Writes chunks.csv."""
+    losses: Losses = {}
+    for path in args.models:
+        model, rotary, length = *load_checkpoint(path), trained_length(path)
+        rotary = rotary.rectify(length // 2).log_n(length)
+        windows = data.as_tokens(data.unseen_windows(unseen, max(args.lengths) + 1, 4 * args.windows, args.seed))
+        for total in args.lengths:
+            tokens = windows[:, -total - 1 :]
+
+            def keep(chunk: int | str, way: int | str, loss: float, total: int = total) -> None:
+                losses.setdefault((total, chunk, way), []).append(loss)
+
+            keep("", FULL, reused(model, rotary, tokens, 0, args.targets, None))
+            keep("", NOTHING, reused(model, rotary, tokens[:, -args.targets - 1 :], 0, args.targets, None))
+            for chunk in args.chunks:
+                last = tokens[:, -args.targets - chunk - 1 :]
+                keep(chunk, LAST, reused(model, rotary, last, chunk, args.targets, None))
+                for again in args.again:
+                    keep(chunk, again, reused(model, rotary, tokens, chunk, args.targets, again))
+        print(path.stem, flush=True)
+    header = ["length", "chunk", "computed again", "loss", "change", "over models"]
+    rows = []
+    for (total, chunk, way), found in losses.items():
+        changes = [a - b for a, b in zip(found, losses[total, "", FULL], strict=True)]
+        numbers = fmean(found), fmean(changes), half_interval(changes)
+        rows.append([total, chunk, way, *(f"{number:.6f}" for number in numbers)])
+    files.write(args.out / "chunks.csv", files.csv_text(header, rows))
+
+
+# ---- positions
+
+
+def rolling(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, keep: tuple[int, int]) -> torch.Tensor:
+    """The losses of every EVERY-th byte, read one by one in a cache of fixed size: (windows, measured)."""
+    decoder, found = RollingDecoder(model, rotary, keep, 1, batch=len(tokens)), []
+    for at in range(tokens.shape[1] - 1):
+        logits = decoder.read(tokens[:, at : at + 1])
+        if at % EVERY == EVERY - 1:
+            found.append(in_bytes(logits, tokens[:, at + 1 : at + 2]))
+    return torch.cat(found, 1)
+
+
+def truncated(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, length: int) -> torch.Tensor:
+    """As ``rolling``; the last ``length`` bytes are read anew for every byte."""
+    found = []
+    for at in range(EVERY - 1, tokens.shape[1] - 1, EVERY):
+        logits = model(tokens[:, max(at + 1 - length, 0) : at + 1], rotary)[:, -1:]
+        found.append(in_bytes(logits, tokens[:, at + 1 : at + 2]))
+    return torch.cat(found, 1)
+
+
+def whole(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor) -> torch.Tensor:
+    """As ``rolling``; all bytes stay."""
+    rows = (in_bytes(model(row[:, :-1], rotary), row[:, 1:]) for row in tokens.split(1))
+    return torch.cat([row[:, EVERY - 1 :: EVERY] for row in rows])
+
+
+def ways(args: argparse.Namespace, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, losses (windows, measured)) of one model."""
+    model, rotary, length = *load_checkpoint(path), trained_length(path)
+    model.eval()
+    longest = args.multiple * length
+    unseen = data.standard_library(longest + 1).unseen
+    tokens = data.as_tokens(data.unseen_windows(unseen, longest + 1, args.windows, args.seed))
+    for first in args.first:
+        yield f"--keep {first},{length - 1 - first}", rolling(model, rotary, tokens, (first, length - 1 - first))
+    yield TRUNCATED, truncated(model, rotary, tokens, length)
+    yield REROPE, whole(model, rotary.rectify(length // 2).log_n(length), tokens)
+
+
+def measure_positions(args: argparse.Namespace) -> None:
+    """Writes positions.csv and draws it."""
+    losses: Losses = {}
+    length = trained_length(args.models[0])
+    edges = [0, *(length * 2**n // 2 for n in range((args.multiple).bit_length() + 1))]
+    for path in args.models:
+        for name, found in ways(args, path):
+            for start, stop in pairwise(edges):
+                part = found[:, start // EVERY : stop // EVERY].mean().item()
+                losses.setdefault((name, start, stop), []).append(part)
+            print(path.stem, name, f"{found.mean().item():.4f}", flush=True)
+        write_positions(losses, length, args.out)
+
+
+def write_positions(losses: Losses, length: int, out: Path) -> None:
+    rows = []
+    for (name, start, stop), found in losses.items():
+        changes = [a - b for a, b in zip(found, losses[TRUNCATED, start, stop], strict=True)]
+        numbers = fmean(found), half_interval(found), fmean(changes), half_interval(changes)
+        rows.append([name, start, stop, len(found), *(f"{number:.6f}" for number in numbers)])
+    header = ["cache", "from position", "to position", "models", "loss", "over models", "change", "change over models"]
+    files.write(out / "positions.csv", files.csv_text(header, rows))
+    draw(rows, length, out)
+
+
+def draw(rows: list[list], length: int, out: Path) -> None:
+    """The loss by position, and the change against truncation."""
+    figure = new_figure((7.2, 3.0))
+    for axes, column, title in zip(
+        figure.subplots(1, 2), (4, 6), ("loss, nats per byte", f"change against {TRUNCATED}"), strict=True
+    ):
+        for n, name in enumerate(dict.fromkeys(row[0] for row in rows)):
+            found = [row for row in rows if row[0] == name and (column == 4 or name != TRUNCATED)]
+            if not found:
+                continue
+            x = [(row[1] + row[2]) / 2 / length * 1.02**n for row in found]
+            y, half = ([float(row[at]) for row in found] for at in (column, column + 1))
+            line = dict(color=COLOURS[n], marker=MARKERS[n], markersize=4, linewidth=1.2, label=name)
+            if column == 4:
+                axes.plot(x, y, **line)
+            else:
+                axes.errorbar(x, y, half, capsize=2, **line)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("position / training length", fontsize=9)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.tick_params(labelsize=8)
+        axes.axvline(1, color="black", linewidth=0.6, linestyle=":")
+    figure.axes[1].axhline(0, color="black", linewidth=0.6)
+    figure.axes[0].legend(fontsize=8)
+    save(figure, out / "positions.png")
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, nargs="+", help="RoPE models of the experiments or of flashrope demo")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024], help="of the first table")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[16, 64], help="bytes of a chunk")
+    parser.add_argument("--again", type=int, nargs="+", default=[0, 1, 4, 8], help="first bytes computed again")
+    parser.add_argument("--targets", type=int, default=128)
+    parser.add_argument("--multiple", type=int, default=32, help="training lengths of the figure, a power of two")
+    parser.add_argument("--first", type=int, nargs="+", default=[4], help="first bytes that --keep keeps")
+    parser.add_argument("--windows", type=int, default=16, help="of the figure; the first table has four times as many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=cores())
+    parser.add_argument("--parts", nargs="+", choices=("chunks", "positions"), default=["chunks", "positions"])
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if "chunks" in args.parts:
+        measure_chunks(args, data.standard_library(max(args.lengths) + 1).unseen)
+    if "positions" in args.parts:
+        measure_positions(args)
+
+
+if __name__ == "__main__":
+    main()
