@@ -9,8 +9,8 @@ them are predicted. The loss is compared with that of one prefill of the whole t
 every chunk computed again behind what precedes them.
 
 Then the loss by position over 32 training lengths: ``flashrope generate --keep``, which keeps the first and the last
-bytes; plain truncation, which reads the last bytes anew for every byte; and ReRoPE with log n, which keeps all bytes.
-The window of ReRoPE is half the training length.
+bytes; plain truncation, which reads the last bytes anew for every byte; and ReRoPE with log n, and RoPE, which keep all
+bytes. The window of ReRoPE is half the training length.
 
 Every change is the difference of two losses of one model on one window. Intervals are Student's 95% intervals of the
 mean over the models.
@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 PAGE_SIZE = 16
 FULL, NOTHING, LAST = "full prefill", "nothing before", "last chunk alone"
 EVERY = 16  # of so many positions one is measured
-TRUNCATED, REROPE = "truncation", "ReRoPE, log n"
+TRUNCATED, REROPE, ROPE = "truncation", "ReRoPE, log n", "RoPE"
 
 Losses = dict[tuple, list[float]]  # of every model
 
@@ -148,6 +148,7 @@ def ways(args: argparse.Namespace, path: Path) -> Iterator[tuple[str, torch.Tens
         yield f"--keep {first},{length - 1 - first}", rolling(model, rotary, tokens, (first, length - 1 - first))
     yield TRUNCATED, truncated(model, rotary, tokens, length)
     yield REROPE, whole(model, rotary.rectify(length // 2).log_n(length), tokens)
+    yield ROPE, whole(model, rotary, tokens)
 
 
 def measure_positions(args: argparse.Namespace) -> None:
@@ -182,7 +183,7 @@ def draw(rows: list[list], length: int, out: Path) -> None:
         figure.subplots(1, 2), (4, 6), ("loss, nats per byte", f"change against {TRUNCATED}"), strict=True
     ):
         for n, name in enumerate(dict.fromkeys(row[0] for row in rows)):
-            found = [row for row in rows if row[0] == name and (column == 4 or name != TRUNCATED)]
+            found = [row for row in rows if row[0] == name and (column == 4 or name not in (TRUNCATED, ROPE))]
             if not found:
                 continue
             x = [(row[1] + row[2]) / 2 / length * 1.02**n for row in found]
@@ -193,6 +194,7 @@ def draw(rows: list[list], length: int, out: Path) -> None:
             else:
                 axes.errorbar(x, y, half, capsize=2, **line)
         axes.set_xscale("log", base=2)
+        axes.set_xticks([0.25, 1, 4, 16], ["1/4", "1", "4", "16"])
         axes.set_xlabel("position / training length", fontsize=9)
         axes.set_title(title, fontsize=10, loc="left")
         axes.tick_params(labelsize=8)

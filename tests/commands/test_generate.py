@@ -126,15 +126,15 @@ def test_a_cache_of_fixed_size(cache_dtype):
     chunk, at 0, 1, 2, ..."""
     torch.manual_seed(1)
     model = LanguageModel(dataclasses.replace(model_of().config, layers=1)).eval()
-    rotary, tokens = ROPE.rectify(16, 4.0).log_n(LENGTH), torch.randint(256, (1, 200))
-    decoder = RollingDecoder(model, rotary, (3, 20), 9, cache_dtype=cache_dtype)
+    rotary, tokens = ROPE.rectify(16, 4.0).log_n(LENGTH), torch.randint(256, (2, 200))
+    decoder = RollingDecoder(model, rotary, (3, 20), 9, cache_dtype=cache_dtype, batch=2)
     with torch.inference_mode():
         for start in range(0, 200, 9):
             chunk = tokens[:, start : start + 9]
             seen = torch.cat((tokens[:, : min(3, start)], tokens[:, max(start - 20, 3) : start], chunk), 1)
             found, expected = decoder.read(chunk), model(seen, rotary)[:, -chunk.shape[1] :]
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if cache_dtype is None else 0.05)
-    assert decoder.cache.lengths == {0: 23} and decoder.cache.pages == 5
+    assert decoder.cache.lengths == {0: 23, 1: 23} and decoder.cache.pages == 10
 
 
 def test_one_attend_for_each_block():

@@ -307,7 +307,8 @@ class PagedKVCache(Cache):
         its sequences is appended to. Pages reserved for ``sequence`` are given back.
 
         Keys and values of ``other`` were computed without the tokens that now come before them. In all layers but the
-        first this is an approximation of one prefill of both, of which the loss was not measured yet.
+        first this is an approximation of one prefill of both, unless ``sequence`` was empty. docs/decoding.md has what
+        it changes in the loss of small models, and how the first tokens of ``other`` are computed again.
 
         Raises:
             ValueError: the pages of both do not fit in max_seqlen, or the cache holds rotated keys.
