@@ -45,6 +45,10 @@ def in_bytes(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.transpose(1, 2), tokens, reduction="none").double()
 
 
+def text(number: float) -> str:
+    return f"{round(number, 6) + 0.0:.6f}"  # no -0.000000
+
+
 # ---- chunks
 
 
@@ -105,7 +109,7 @@ def measure_chunks(args: argparse.Namespace, unseen: tuple[bytes, ...]) -> None:
     for (total, chunk, way), found in losses.items():
         changes = [a - b for a, b in zip(found, losses[total, "", FULL], strict=True)]
         numbers = fmean(found), fmean(changes), half_interval(changes)
-        rows.append([total, chunk, way, *(f"{number:.6f}" for number in numbers)])
+        rows.append([total, chunk, way, *map(text, numbers)])
     files.write(args.out / "chunks.csv", files.csv_text(header, rows))
 
 
@@ -170,7 +174,7 @@ def write_positions(losses: Losses, length: int, out: Path) -> None:
     for (name, start, stop), found in losses.items():
         changes = [a - b for a, b in zip(found, losses[TRUNCATED, start, stop], strict=True)]
         numbers = fmean(found), half_interval(found), fmean(changes), half_interval(changes)
-        rows.append([name, start, stop, len(found), *(f"{number:.6f}" for number in numbers)])
+        rows.append([name, start, stop, len(found), *map(text, numbers)])
     header = ["cache", "from position", "to position", "models", "loss", "over models", "change", "change over models"]
     files.write(out / "positions.csv", files.csv_text(header, rows))
     draw(rows, length, out)
