@@ -41,7 +41,7 @@ class Scheme(NamedTuple):
     """A lowered rotary scheme.
 
     bands: int32 (num_bands, 7), rows of ``flashrope.lowering.lowered.LoweredBand``.
-    table: float32 cos and sin, as ``flashrope.lowering.cos_sin`` builds them.
+    table: float32 cos and sin, or int64 turns, as ``flashrope.lowering.cos_sin`` builds them.
     positions: float32 (batch, seqlen) if the caller gave positions, else None.
     maps: int32 (rotations, 4), rows of ``flashrope.lowering.lowered.RowMap``, if the scheme maps positions, else None.
     score_scale: softmax_scale * temperature.
@@ -75,6 +75,8 @@ class CacheLayout(NamedTuple):
     seqlens, block_table, leftpad, slot_mapping: tensors. All but seqlens may be None.
     k_scale, v_scale: scales of a quantized cache, float32, or None.
     entries, tokens, shown: int32, filled by ``placed.place_tokens`` where positions of cached tokens are data, or None.
+    slot_positions: float32, the position of every slot of the cache, with axes if the scheme has some; contiguous. Or
+        None.
     seqlen_new: the keys that this call added to every sequence, or -1 for one per query.
     capacity: slots that a sequence can have.
     pages: of the cache.
@@ -92,6 +94,7 @@ class CacheLayout(NamedTuple):
     entries: object
     tokens: object
     shown: object
+    slot_positions: object
     seqlen_new: object
     capacity: object
     pages: object
@@ -106,12 +109,14 @@ class CacheLayout(NamedTuple):
 
 class PositionTables(NamedTuple):
     """Positions of cached tokens as the caller gave them, each a tensor or None: page_positions, page_first and
-    page_lengths int32 (batch, max_pages), queries int32 or int64, of every query."""
+    page_lengths int32 (batch, max_pages), queries int32 or int64, or where slots store positions also float32, of every
+    query. groups: int32, filled by ``placed.place_slots``."""
 
     page_positions: object
     page_first: object
     page_lengths: object
     queries: object
+    groups: object = None
 
 
 class Shape(NamedTuple):
@@ -132,6 +137,7 @@ class Shape(NamedTuple):
     red_floats: dQ is added up by tl.atomic_add (0), or by red of 1 or 4 floats, which every thread adds where it has
         them. No two threads may then have the same element.
     one_run: where positions of cached tokens are data, every tile of keys lies in one page.
+    stored: the cache stores positions. axes: their coordinates if the scheme is axial, else 0.
     """
 
     head_dim: int
@@ -152,9 +158,11 @@ class Shape(NamedTuple):
     red_floats: int = 0
     parts: int = 1
     one_run: bool = False
+    stored: bool = False
+    axes: int = 0
 
 
-NO_CACHE = CacheLayout(*(None,) * 13)
+NO_CACHE = CacheLayout(*(None,) * 14)
 # For every kind of argument: how many of its first fields are pointers, and the first of the numbers that may be None
 # (0: there are none).
 FIELDS = {
@@ -162,8 +170,8 @@ FIELDS = {
     BandedView: (1, 0),
     Scheme: (4, Scheme._fields.index("log_n_every")),
     CuSeqlens: (2, 0),
-    PositionTables: (4, 0),
-    CacheLayout: (9, 0),  # its strides are None where k_scale is
+    PositionTables: (5, 0),
+    CacheLayout: (10, 0),  # its strides are None where k_scale is
 }
 
 

@@ -27,11 +27,12 @@ from .kv_cache import clamp, load_page, row_in_page, valid_page
 from .placed import (
     band_columns,
     last_shown,
+    load_query_position,
     load_tile_entries,
     load_token,
-    placed_cos_sin,
     placed_key_cos_sin,
     placed_keys,
+    placed_query_cos_sin,
     sees,
     tile_places,
 )
@@ -50,6 +51,7 @@ from .rotation import (
     rotate,
 )
 from .softmax import LN_2, LOG2_E, add_values, finish_softmax, log2_scale, online_softmax, start_softmax
+from .stored import as_float
 from .tiles import (
     TileRows,
     clamp_rows,
@@ -213,20 +215,23 @@ def find_rows(program, seq, group, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def rotate_queries(q, offsets, rows, column, band, keys, scheme, scale, PARTS: tl.constexpr, SHAPE: tl.constexpr):
-    """The BandQueries of a band. offsets [BM, 1], scale [BM, 1]: of the rows. column: the last column that each sees
-    [BM] where positions are data, else None. PARTS: those of load_key_words, or 1 if keys are read as pairs."""
+def rotate_queries(
+    q, offsets, rows, token, column, band, keys, scheme, scale, PARTS: tl.constexpr, SHAPE: tl.constexpr
+):
+    """The BandQueries of a band. offsets [BM, 1], scale [BM, 1]: of the rows. token, column: the rows' number through
+    all sequences and the last column that each sees [BM] where positions are data, else None. PARTS: those of
+    load_key_words, or 1 if keys are read as pairs."""
     x, y = load_pairs(q.ptr, offsets, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
     if column is None:
         position = rows.position + keys.shift
         cos, sin = load_cos_sin_at(keys.table, band.q_rotation, position, 0, SHAPE.block_d // 2, SHAPE)
     else:
-        cos, sin = placed_cos_sin(keys.table, band.q_rotation, rows.position, SHAPE)
+        cos, sin = placed_query_cos_sin(keys.table, band.q_rotation, keys.cache, token, rows.position, SHAPE)
     x, y = rotate_pairs(x, y, cos, sin, scale, q.ptr.dtype.element_ty)
     if column is None:
         visible = visible_keys(rows.position, band, keys.length, scheme.maps)
     else:
-        visible = placed_keys(rows.position, column, band)
+        visible = placed_keys(rows.position, column, band, keys.cache, token, SHAPE)
     if PARTS > 1:
         # Keep this branch: without it Triton looks through the join and picks a layout that ldmatrix cannot load.
         tile = tl.zeros((x.shape[0], 2 * x.shape[1]), x.dtype)
@@ -313,7 +318,7 @@ def attend_block(
             if places is None:
                 cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, SHAPE)
             else:
-                cos, sin = placed_key_cos_sin(keys.table, band.k_rotation, places, SHAPE)
+                cos, sin = placed_key_cos_sin(keys.table, band.k_rotation, keys.cache, places, SHAPE)
             k = rotate_pairs(k[0], k[1], cos, sin, 1.0, dtype)
     scores = part_scores(queries.parts, k, SHAPE)
     if keys.k_scale is not None:
@@ -322,7 +327,7 @@ def attend_block(
     if places is None:
         visible = is_visible(queries.visible, column, SHAPE.block_n)
     else:
-        visible = sees(queries.visible, places, column, SHAPE.block_n)
+        visible = sees(queries.visible, places, column, SHAPE)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     PARTS: tl.constexpr = len(state.acc)
     if PARTS > 1:
@@ -414,7 +419,10 @@ def attention_decode(
         position, last_column = load_token(cache, token, 0, SHAPE), load_token(cache, token, 1, SHAPE)
         rows, length = QueryRows(rows.exists, rows.token, rows.head, position), tl.load(cache.shown + 2 * batch)
         last = last_shown(cache, batch, SHAPE)
-    scale = query_scale(scheme, rows.token, rows.position, length)[:, None]
+    position = rows.position
+    if SHAPE.stored and SHAPE.axes == 0:
+        position = as_float(load_query_position(cache, token, 0, SHAPE))
+    scale = query_scale(scheme, rows.token, position, length)[:, None]
     table = CosSinTable(scheme.table, table_rows, None, scheme.maps)
     head_k, head_v = head_view(k_cache, 0, 0, head_kv, SHAPE), head_view(v_cache, 0, 0, head_kv, SHAPE)
     k_scale, v_scale = None, None
@@ -435,6 +443,7 @@ def attention_decode(
             q,
             offsets,
             rows,
+            token,
             last_column,
             band,
             keys,

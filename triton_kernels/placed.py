@@ -14,20 +14,33 @@ from ..lowering import cos_sin
 from .arguments import decode_int
 from .kv_cache import clamp, load_page, row_in_page, valid_page
 from .rotation import add_angles, table_columns
+from .stored import (
+    LIMIT,
+    NOWHERE,
+    Position,
+    cos_sin_of,
+    load_stored,
+    load_turns,
+    of_pairs,
+    split_position,
+    turned,
+)
 from .tiles import clamp_rows, find_cached_sequence, load_band, row_program
 
 DIGIT = tl.constexpr(cos_sin.FINE_ROWS)
 DIGIT_BITS = tl.constexpr(cos_sin.FINE_ROWS.bit_length() - 1)
 SIGNED_DIGITS = tl.constexpr(cos_sin.TOP_ROWS // 2)
-LIMIT = tl.constexpr(cos_sin.MAX_POSITION)
 ENTRY_FIELDS = tl.constexpr(3)  # position of row 0, first shown row, row behind the last shown one
 TOKEN_FIELDS = tl.constexpr(2)  # position, last column that it sees; then two columns for every band
+# Where slots store positions, an entry has one field more: the number that row 0 has among the shown keys. A token has
+# a Position for every axis behind its other fields.
 
 # ---- the pass before
 
 
 class Entries(NamedTuple):
-    """Entries of a block table, each with [E] numbers: slot and position of row 0, the shown rows first to stop - 1."""
+    """Entries of a block table, each with [E] numbers: slot and position of row 0, the shown rows first to stop - 1. If
+    slots store positions, `position` is added to them."""
 
     slot: object
     position: object
@@ -42,14 +55,13 @@ def page_rows(cache, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def read_entries(tables, cache, seq, first_entry, SHAPE: tl.constexpr):
-    """SHAPE.block_n Entries of a sequence from `first_entry` on. Those beyond the table show no row."""
+def read_entries(tables, cache, seq, entry, SHAPE: tl.constexpr):
+    """The Entries of these numbers [E] of a sequence. Those beyond the table show no row."""
     rows = page_rows(cache, SHAPE.page_size)
     entries = decode_int(cache.capacity) // rows
-    entry = first_entry + tl.arange(0, SHAPE.block_n)
     exists, entry = entry < entries, tl.minimum(entry, entries - 1)
     at, slot = seq.batch.to(tl.int64) * entries + entry, entry * rows
-    position = slot - seq.start_k
+    position = tl.zeros_like(slot) if SHAPE.stored else slot - seq.start_k
     if tables.page_positions is not None:
         position = tl.load(tables.page_positions + at)
     begin = tl.zeros_like(at)  # int64: the sum of both tables may exceed 32 bits
@@ -67,13 +79,43 @@ def read_entries(tables, cache, seq, first_entry, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def store_entries(cache, seq, entries, first_entry, SHAPE: tl.constexpr):
+def next_entries(tables, cache, seq, first_entry, SHAPE: tl.constexpr):
+    """SHAPE.block_n Entries of a sequence from `first_entry` on."""
+    return read_entries(tables, cache, seq, first_entry + tl.arange(0, SHAPE.block_n), SHAPE)
+
+
+@triton.jit
+def store_entries(cache, seq, entries, first_entry, before, SHAPE: tl.constexpr):
+    """before: the keys that the entries before `first_entry` show."""
     count = decode_int(cache.capacity) // page_rows(cache, SHAPE.page_size)
     entry = first_entry + tl.arange(0, SHAPE.block_n)
-    to = cache.entries + (seq.batch.to(tl.int64) * count + entry) * ENTRY_FIELDS
+    to = cache.entries + (seq.batch.to(tl.int64) * count + entry) * (ENTRY_FIELDS + SHAPE.stored)
     tl.store(to, entries.position, mask=entry < count)
     tl.store(to + 1, entries.first, mask=entry < count)
     tl.store(to + 2, entries.stop, mask=entry < count)
+    if SHAPE.stored:
+        tl.store(to + 3, first_number(entries, before, SHAPE), mask=entry < count)
+
+
+@triton.jit
+def first_number(entries, before, SHAPE: tl.constexpr):
+    """The number of row 0 of Entries among the shown keys, of which `before` come before the first entry."""
+    return before + count_before(entries.stop - entries.first, SHAPE.block_n) - entries.first
+
+
+@triton.jit
+def token_fields(SHAPE: tl.constexpr):
+    COORDINATES: tl.constexpr = 0 if not SHAPE.stored else SHAPE.axes if SHAPE.axes > 0 else 1
+    return TOKEN_FIELDS + 2 * SHAPE.num_bands + 2 * COORDINATES
+
+
+@triton.jit
+def read_position(x):
+    """The Position of given numbers."""
+    if x.dtype.is_floating():
+        return split_position(x, 0)
+    else:
+        return Position(clamp(x, -LIMIT, LIMIT).to(tl.int32), tl.zeros_like(x).to(tl.int32))
 
 
 @triton.jit
@@ -83,21 +125,108 @@ def count_before(counts, N: tl.constexpr):
     return tl.sum(tl.where(index[None, :] < index[:, None], counts[None, :], 0), 1)
 
 
+class Columns(NamedTuple):
+    """Columns [begin, end), or tiles of them."""
+
+    begin: object
+    end: object
+
+
+@triton.jit
+def columns_by_entries(tables, cache, seq, lowest, highest, SHAPE: tl.constexpr):
+    """The Columns, each [BM], of the keys at positions lowest to highest [BM]. For axial schemes, whose bands go by
+    order, those that have these numbers among the shown keys."""
+    entries_in_all = decode_int(cache.capacity) // page_rows(cache, SHAPE.page_size)
+    begin = tl.zeros_like(lowest) + seq.length_k
+    end = tl.zeros_like(lowest)
+    before = 0
+    for n in tl.range(0, entries_in_all, SHAPE.block_n):
+        entries = next_entries(tables, cache, seq, n, SHAPE)
+        position = entries.position
+        if SHAPE.axes > 0:
+            position = first_number(entries, before, SHAPE)
+            before += tl.sum(entries.stop - entries.first)
+        low = tl.maximum(entries.first[None, :], lowest[:, None] - position[None, :])
+        high = tl.minimum(entries.stop[None, :], highest[:, None] - position[None, :] + 1)
+        start = entries.slot[None, :] - seq.start_k
+        begin = tl.minimum(begin, tl.min(tl.where(low < high, start + low, seq.length_k), 1))
+        end = tl.maximum(end, tl.max(tl.where(low < high, start + high, 0), 1))
+    return Columns(begin, end)
+
+
+@triton.jit
+def columns_by_groups(groups, cache, seq, lowest, highest, SHAPE: tl.constexpr):
+    """The Columns, each [BM], of the groups of slots that have keys at whole positions lowest to highest [BM]."""
+    groups_in_all = tl.cdiv(decode_int(cache.capacity), SHAPE.block_n)
+    begin = tl.zeros_like(lowest) + seq.length_k
+    end = tl.zeros_like(lowest)
+    for n in tl.range(0, groups_in_all, SHAPE.block_n):
+        group = n + tl.arange(0, SHAPE.block_n)
+        exists, group = group < groups_in_all, tl.minimum(group, groups_in_all - 1)
+        at = groups + (seq.batch.to(tl.int64) * groups_in_all + group) * 2
+        nearest, farthest = tl.load(at)[None, :], tl.load(at + 1)[None, :]
+        some = exists[None, :] & (nearest <= highest[:, None]) & (farthest >= lowest[:, None])
+        start = (group * SHAPE.block_n - seq.start_k)[None, :]
+        begin = tl.minimum(begin, tl.min(tl.where(some, tl.maximum(start, 0), seq.length_k), 1))
+        end = tl.maximum(end, tl.max(tl.where(some, tl.minimum(start + SHAPE.block_n, seq.length_k), 0), 1))
+    return Columns(begin, end)
+
+
+@triton.jit(do_not_specialize=["seqlen_q"])
+def place_slots(tables, cache, cu_seqlens_q, seqlen_q, SHAPE: tl.constexpr):
+    """Fills tables.groups (batch, groups, 2), the lowest and the highest whole position of the keys that each group of
+    SHAPE.block_n slots shows. Where a cache stores positions of one axis, bands are found by them."""
+    groups_in_all = tl.cdiv(decode_int(cache.capacity), SHAPE.block_n)
+    batch, group = tl.program_id(0) // groups_in_all, tl.program_id(0) % groups_in_all
+    seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
+    slot = group * SHAPE.block_n + tl.arange(0, SHAPE.block_n)
+    rows = page_rows(cache, SHAPE.page_size)
+    entries = read_entries(tables, cache, seq, slot // rows, SHAPE)
+    shown = (slot - entries.slot >= entries.first) & (slot - entries.slot < entries.stop)
+    slot = tl.minimum(slot, decode_int(cache.capacity) - 1)
+    page = valid_page(cache, load_page(cache, batch, slot, SHAPE.page_size))
+    row = row_in_page(cache, slot, SHAPE.page_size)
+    whole = load_stored(cache, page, row, entries.position, 0, SHAPE).whole
+    to = tables.groups + tl.program_id(0).to(tl.int64) * 2
+    tl.store(to, tl.min(tl.where(shown, whole, NOWHERE), 0))
+    tl.store(to + 1, tl.max(tl.where(shown, whole, -NOWHERE), 0))
+
+
+@triton.jit
+def place_queries(tables, cache, batch, row, slot, base, exists, SHAPE: tl.constexpr):
+    """Stores the Positions of queries [BM], those given or those of their own keys, and returns the first axis's. row:
+    through all sequences; slot: of their own keys; base: of those keys' pages."""
+    COORDINATES: tl.constexpr = SHAPE.axes if SHAPE.axes > 0 else 1
+    to = cache.tokens + row * token_fields(SHAPE) + (TOKEN_FIELDS + 2 * SHAPE.num_bands)
+    page = valid_page(cache, load_page(cache, batch, slot, SHAPE.page_size))
+    slot_row, first = row_in_page(cache, slot, SHAPE.page_size), base
+    for axis in tl.static_range(COORDINATES):
+        if tables.queries is None:
+            place = load_stored(cache, page, slot_row, base, axis, SHAPE)
+        else:
+            place = read_position(tl.load(tables.queries + row * COORDINATES + axis))
+        tl.store(to + 2 * axis, place.whole, mask=exists)
+        tl.store(to + 2 * axis + 1, place.part, mask=exists)
+        if axis == 0:
+            first = place.whole
+    return first
+
+
 @triton.jit(do_not_specialize=["seqlen_q", "max_seqlen_q"])
 def place_tokens(tables, cache, cu_seqlens_q, bands, seqlen_q, max_seqlen_q, CAUSAL: tl.constexpr, SHAPE: tl.constexpr):
-    """Fills cache.entries (batch, max_pages, ENTRY_FIELDS), cache.tokens (queries, TOKEN_FIELDS + 2 * num_bands) and
-    cache.shown (batch, 2), the number and the last slot of the shown keys. All are int32. A program has SHAPE.block_m
-    queries, and takes SHAPE.block_n entries at a time."""
+    """Fills cache.entries (batch, max_pages, ENTRY_FIELDS), cache.tokens (queries, token_fields) and cache.shown
+    (batch, 2), the number and the last slot of the shown keys. All are int32. A program has SHAPE.block_m queries, and
+    takes SHAPE.block_n entries at a time."""
     batch, first = row_program(max_seqlen_q, SHAPE.block_m)
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
     entries_in_all = decode_int(cache.capacity) // page_rows(cache, SHAPE.page_size)
     total, last = 0, 0
     for n in tl.range(0, entries_in_all, SHAPE.block_n):
-        entries = read_entries(tables, cache, seq, n, SHAPE)
+        entries = next_entries(tables, cache, seq, n, SHAPE)
+        if first == 0:
+            store_entries(cache, seq, entries, n, total, SHAPE)
         total += tl.sum(entries.stop - entries.first)
         last = tl.maximum(last, tl.max(tl.where(entries.stop > entries.first, entries.slot + entries.stop - 1, 0)))
-        if first == 0:
-            store_entries(cache, seq, entries, n, SHAPE)
     if first == 0:
         tl.store(cache.shown + 2 * batch, total)
         tl.store(cache.shown + 2 * batch + 1, last)
@@ -113,57 +242,52 @@ def place_tokens(tables, cache, cu_seqlens_q, bands, seqlen_q, max_seqlen_q, CAU
     position = tl.full((SHAPE.block_m,), 0, tl.int32)
     before = 0
     for n in tl.range(0, entries_in_all, SHAPE.block_n):
-        entries = read_entries(tables, cache, seq, n, SHAPE)
+        entries = next_entries(tables, cache, seq, n, SHAPE)
         counts = entries.stop - entries.first
         begin = before + count_before(counts, SHAPE.block_n)
         index = tl.maximum(own, 0)[:, None] - begin[None, :]
         holds = (index >= 0) & (index < counts[None, :])  # [BM, E], true once at most in a row
         at_row = index + entries.first[None, :]
         column += tl.sum(tl.where(holds, entries.slot[None, :] - seq.start_k + at_row + 1, 0), 1)
-        position += tl.sum(tl.where(holds, entries.position[None, :] + at_row, 0), 1)
+        position += tl.sum(tl.where(holds, entries.position[None, :] + (0 if SHAPE.stored else at_row), 0), 1)
         before += tl.sum(counts)
+    if SHAPE.stored:
+        slot = tl.maximum(seq.start_k + column, 0)
+        position = place_queries(tables, cache, batch, row, slot, position, exists, SHAPE)
+        if SHAPE.axes > 0:
+            position = own
+    elif tables.queries is not None:
+        position = read_position(tl.load(tables.queries + row)).whole
     column = tl.where(own >= 0, column, -1)
     if not CAUSAL:
         column = tl.zeros_like(column) + seq.length_k - 1
-    if tables.queries is not None:
-        position = clamp(tl.load(tables.queries + row), -LIMIT, LIMIT).to(tl.int32)
-    to = cache.tokens + row * (TOKEN_FIELDS + 2 * SHAPE.num_bands)
+    to = cache.tokens + row * token_fields(SHAPE)
     tl.store(to, position, mask=exists)
     tl.store(to + 1, column, mask=exists)
 
     NUM_BANDS: tl.constexpr = SHAPE.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(bands, b)
-        lowest, highest = (position - band.stop + 1)[:, None], (position - band.start)[:, None]
-        begin = tl.zeros_like(column) + seq.length_k
-        stop = tl.zeros_like(column)
-        for n in tl.range(0, entries_in_all, SHAPE.block_n):
-            entries = read_entries(tables, cache, seq, n, SHAPE)
-            low = tl.maximum(entries.first[None, :], lowest - entries.position[None, :])
-            high = tl.minimum(entries.stop[None, :], highest - entries.position[None, :] + 1)
-            start = entries.slot[None, :] - seq.start_k
-            begin = tl.minimum(begin, tl.min(tl.where(low < high, start + low, seq.length_k), 1))
-            stop = tl.maximum(stop, tl.max(tl.where(low < high, start + high, 0), 1))
-        tl.store(to + TOKEN_FIELDS + 2 * b, begin, mask=exists)
-        tl.store(to + TOKEN_FIELDS + 2 * b + 1, tl.minimum(stop, column + 1), mask=exists)
+        lowest, highest = position - band.stop + 1, position - band.start
+        if SHAPE.stored and SHAPE.axes == 0:  # parts of positions may add a distance of 1
+            found = columns_by_groups(tables.groups, cache, seq, lowest - 1, highest, SHAPE)
+        else:
+            found = columns_by_entries(tables, cache, seq, lowest, highest, SHAPE)
+        tl.store(to + TOKEN_FIELDS + 2 * b, found.begin, mask=exists)
+        tl.store(to + TOKEN_FIELDS + 2 * b + 1, tl.minimum(found.end, column + 1), mask=exists)
 
 
 # ---- in the attention
 
 
 class PlacedKeys(NamedTuple):
-    """The keys that each row of a tile of queries [M] sees: at positions first to stop - 1, up to a column."""
+    """The keys that each row of a tile of queries [M] sees: at positions first to stop - 1, up to a column. part: of
+    the row's own position, if slots store positions of one axis."""
 
     first: object
     stop: object
     column: object
-
-
-class Columns(NamedTuple):
-    """Tiles [begin, end) of columns."""
-
-    begin: object
-    end: object
+    part: object
 
 
 class TileEntries(NamedTuple):
@@ -174,15 +298,27 @@ class TileEntries(NamedTuple):
     stop: object
 
 
+class NumberedEntries(NamedTuple):
+    """TileEntries of an axial scheme: also the number that row 0 has among the shown keys."""
+
+    position: object
+    first: object
+    stop: object
+    number: object
+
+
 class Places(NamedTuple):
     """The keys of a tile [N]. page, row: where to read; another key of the sequence stands in for those that are not
-    shown. position. shown. start: the first position if SHAPE.one_run."""
+    shown. position, by which bands go: where slots store positions, its whole, or for axial schemes the number among
+    the shown keys. shown. start: the first position if SHAPE.one_run; where slots store positions, what is added to
+    them. part: of the position, if slots store positions of one axis."""
 
     page: object
     row: object
     position: object
     shown: object
     start: object
+    part: object
 
 
 class LastShown(NamedTuple):
@@ -195,7 +331,7 @@ class LastShown(NamedTuple):
 @triton.jit
 def load_token(cache, token, field, SHAPE: tl.constexpr):
     """A field of these queries [M], which are numbered through all sequences."""
-    return tl.load(cache.tokens + token * (TOKEN_FIELDS + 2 * SHAPE.num_bands) + field)
+    return tl.load(cache.tokens + token * token_fields(SHAPE) + field)
 
 
 @triton.jit
@@ -207,9 +343,19 @@ def band_columns(cache, token, b, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def placed_keys(position, column, band):
-    """The PlacedKeys of queries [M] in a band. column: the last one that each sees."""
-    return PlacedKeys(position - band.stop + 1, position - band.start + 1, column)
+def load_query_position(cache, token, axis: tl.constexpr, SHAPE: tl.constexpr):
+    """The Position of these queries [M] on an axis, where slots store positions."""
+    FIELD: tl.constexpr = TOKEN_FIELDS + 2 * SHAPE.num_bands + 2 * axis
+    return Position(load_token(cache, token, FIELD, SHAPE), load_token(cache, token, FIELD + 1, SHAPE))
+
+
+@triton.jit
+def placed_keys(position, column, band, cache, token, SHAPE: tl.constexpr):
+    """The PlacedKeys of queries [M] in a band. column: the last one that each sees. token: as in load_token."""
+    part = position
+    if SHAPE.stored and SHAPE.axes == 0:
+        part = load_query_position(cache, token, 0, SHAPE).part
+    return PlacedKeys(position - band.stop + 1, position - band.start + 1, column, part)
 
 
 @triton.jit
@@ -229,8 +375,11 @@ def load_tile_entries(cache, batch, first_slot, slots, SHAPE: tl.constexpr):
         entry = tl.minimum(first_slot // rows, entries - 1)
     else:
         entry = slots // rows
-    at = cache.entries + (batch.to(tl.int64) * entries + entry) * ENTRY_FIELDS
-    return TileEntries(tl.load(at), tl.load(at + 1), tl.load(at + 2))
+    at = cache.entries + (batch.to(tl.int64) * entries + entry) * (ENTRY_FIELDS + SHAPE.stored)
+    if SHAPE.axes > 0:
+        return NumberedEntries(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
+    else:
+        return TileEntries(tl.load(at), tl.load(at + 1), tl.load(at + 2))
 
 
 @triton.jit
@@ -248,13 +397,21 @@ def tile_places(cache, entries, page, last, first_slot, slots, SHAPE: tl.constex
     read = clamp(row, entries.first, entries.stop - 1).to(tl.int64)
     page, read = tl.where(some, page, last.page), tl.where(some, read, last.row)
     shown = (row >= entries.first) & (row < entries.stop)
-    return Places(page, read, entries.position + row, shown, start)
+    if not SHAPE.stored:
+        return Places(page, read, entries.position + row, shown, start, row)
+    elif SHAPE.axes > 0:
+        return Places(page, read, entries.number + row, shown, entries.position, row)
+    else:
+        stored = load_stored(cache, page, read, entries.position, 0, SHAPE)
+        return Places(page, read, stored.whole, shown, entries.position, stored.part)
 
 
 @triton.jit
-def sees(keys, places, column, BLOCK: tl.constexpr):
-    """Whether rows with these PlacedKeys see the keys from `column` on, which are at `places`: [M, BLOCK]."""
-    position, columns = places.position[None, :], column + tl.arange(0, BLOCK)[None, :]
+def sees(keys, places, column, SHAPE: tl.constexpr):
+    """Whether rows with these PlacedKeys see the keys from `column` on, which are at `places`: [M, BN]."""
+    position, columns = places.position[None, :], column + tl.arange(0, SHAPE.block_n)[None, :]
+    if SHAPE.stored and SHAPE.axes == 0:  # the distance is a whole one less
+        position += (places.part[None, :] > keys.part[:, None]).to(tl.int32)
     in_band = (position >= keys.first[:, None]) & (position < keys.stop[:, None])
     return in_band & (columns <= keys.column[:, None]) & places.shown[None, :]
 
@@ -280,10 +437,35 @@ def placed_cos_sin(table, rotation, position, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def placed_key_cos_sin(table, rotation, places, SHAPE: tl.constexpr):
+def placed_query_cos_sin(table, rotation, cache, token, position, SHAPE: tl.constexpr):
+    """cos and sin [M, D/2] of queries at positions [M]. token: as in load_token."""
+    if SHAPE.stored:
+        COORDINATES: tl.constexpr = SHAPE.axes if SHAPE.axes > 0 else 1
+        turns, found = load_turns(table, rotation, SHAPE), None
+        for axis in tl.static_range(COORDINATES):
+            found = of_pairs(found, load_query_position(cache, token, axis, SHAPE), turns, axis)
+        cos, sin = cos_sin_of(turned(found, turns) + turns.start[None, :])
+        return cos * turns.factor[None, :], sin * turns.factor[None, :]
+    else:
+        return placed_cos_sin(table, rotation, position, SHAPE)
+
+
+@triton.jit
+def placed_key_cos_sin(table, rotation, cache, places, SHAPE: tl.constexpr):
     """cos and sin [N, D/2] of the keys of a tile. If SHAPE.one_run, the rows added to the first key's are the same for
     every tile."""
-    if SHAPE.one_run:
+    if SHAPE.stored:  # rotations of keys have no offset and no factor
+        turns = load_turns(table, rotation, SHAPE)
+        if SHAPE.axes == 0:
+            found = of_pairs(None, Position(places.position, places.part), turns, 0)
+        else:
+            found = None
+            AXES: tl.constexpr = SHAPE.axes
+            for axis in tl.static_range(AXES):
+                at = load_stored(cache, places.page, places.row, places.start, axis, SHAPE)
+                found = of_pairs(found, at, turns, axis)
+        return cos_sin_of(turned(found, turns))
+    elif SHAPE.one_run:
         D: tl.constexpr = SHAPE.block_d
         ptr = table_columns(table, rotation, 0, D // 2, D)
         start_cos, start_sin = load_digits(ptr, places.start, D)

@@ -18,7 +18,15 @@ KERNELS = ("rotate_rows", "attention_forward", "attention_statistics", "attentio
 DECODE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
 CHUNK_KERNELS = ("append_rows", "rotate_cached_rows", "attention_forward")
 ATOMIC_KERNELS = (*KERNELS[:-1], "attention_finish_grad_q")
-ORDER = ("rotate_rows", "rotate_cached_rows", *KERNELS[1:], ATOMIC_KERNELS[-1], "place_tokens", *DECODE_KERNELS)
+ORDER = (
+    "rotate_rows",
+    "rotate_cached_rows",
+    *KERNELS[1:],
+    ATOMIC_KERNELS[-1],
+    "place_slots",
+    "place_tokens",
+    *DECODE_KERNELS,
+)
 CODES = {"int8": (1, torch.int8), "int4": (2, torch.uint8)}  # codes in a byte, its type
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # neither head count a multiple of 16
@@ -41,6 +49,7 @@ class Scheme:
     head_dim_v: int = 0  # 0: as wide as q and k
     codes: str = ""  # "int8" or "int4": a quantized cache
     placed: int = 0  # positions of cached tokens as data, in pages of so many rows
+    stored: bool = False  # the cache stores positions
 
 
 ONE_BAND = Scheme("rope", Rotary.rope)
@@ -88,6 +97,17 @@ PLACED = tuple(
     for n in (2, 3)
     for rows in (256, 16)
 )
+STORED = tuple(
+    dataclasses.replace(scheme, name=f"{scheme.name} stored", stored=True)
+    for scheme in (
+        PLACED[2],
+        dataclasses.replace(
+            PLACED[0],
+            name="mrope paged placed 256",
+            rotary=lambda head_dim: Rotary.rope(head_dim).mrope((head_dim // 4, head_dim // 8, head_dim // 8)),
+        ),
+    )
+)
 VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
 
@@ -102,7 +122,8 @@ class Case:
     def kernels(self) -> set[str]:
         """The kernels it must launch."""
         if self.scheme.placed:
-            return {*DECODE_KERNELS, "place_tokens"}
+            by_position = self.scheme.stored and not self.scheme.rotary(self.head_dim).axis
+            return {*DECODE_KERNELS, "place_tokens", *(["place_slots"] if by_position else [])}
         if self.scheme.cache:
             return set(CHUNK_KERNELS if self.scheme in CHUNKS + QUANTIZED_CHUNKS else DECODE_KERNELS)
         if not self.scheme.deterministic:
@@ -146,9 +167,13 @@ class Case:
             cache = tensor(*rows, HEADS_KV, self.head_dim // per_byte, dtype=dtype)
             scales = (tensor(rows[0], HEADS_KV, rows[1], dtype=torch.float32).transpose(1, 2),) * 2  # as KVCache's
         table = tensor(BATCH, pages, dtype=torch.int32) if scheme.cache == "paged" else None
-        positions = Positions(table, table, table) if scheme.placed else None
+        rotary, positions = scheme.rotary(self.head_dim), None
+        if scheme.placed:
+            axes = (rotary.axes,) if rotary.axis else ()
+            stored = tensor(*rows, *axes, dtype=torch.float32) if scheme.stored else None
+            positions = Positions(table, table, table, stored)
         layout = CacheLayout(seqlens, table, None, scheme.seqlen_q, None, None, 0, *scales, positions)
-        call = CacheCall(scheme.rotary(self.head_dim), scheme.causal, self.head_dim**-0.5, layout)
+        call = CacheCall(rotary, scheme.causal, self.head_dim**-0.5, layout)
         with caught_launches(launcher, self.arch) as launches:
             backend.append_to_cache(cache, cache, new, new, layout)
             backend.attention_with_cache(q, cache, cache, call)
@@ -182,5 +207,5 @@ def cases(quick: bool) -> list[Case]:
     codes = grid((80, 90), (128,), "bf16", *QUANTIZED, *QUANTIZED_CHUNKS) + grid((80,), (64,), "bf16", QUANTIZED[-1])
     codes += grid((80,), (128,), "fp16", QUANTIZED[1])
     maps = grid((80, 90), (64, 128), "bf16", *MAPS, *MAPS_DECODE) + grid((86,), (128,), "bf16", *MAPS, MAPS_DECODE[-1])
-    placed = grid((80, 90), (64, 128), "bf16", *PLACED)
+    placed = grid((80, 90), (64, 128), "bf16", *PLACED, *STORED)
     return main + wide + padded + types + variants + small_shared + cache + codes + maps + placed

@@ -171,6 +171,8 @@ INSTRUCTION_LIMITS = {
     ("attention_decode", "rerope paged placed 256"): _by_size((26.5, 17.5), (26.5, 17.5)),
     ("attention_decode", "rope paged placed 16"): _by_size((63, 44), (63, 44)),
     ("attention_decode", "rerope paged placed 16"): _by_size((41.5, 24.5), (41.5, 24.5)),
+    ("attention_decode", "rerope paged placed 256 stored"): _by_size((34, 27), (34, 27)),
+    ("attention_decode", "mrope paged placed 256 stored"): _by_size((135, 138), (136, 140)),
 }
 INSTRUCTION_LIMITS |= {
     (kernel, scheme.name): INSTRUCTION_LIMITS[kernel, "rerope"]

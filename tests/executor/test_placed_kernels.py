@@ -3,9 +3,11 @@
 import pytest
 import support
 import torch
-from flashrope import attention_varlen_with_cache
+from flashrope import attention_varlen_with_cache, attention_with_cache
+from placing import Case
 from support import SCHEMES, int32
 from test_positions import HOSTILE, SEQUENCES, Entry, Placed
+from test_stored_positions import AXIAL, coordinates, holes
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 PAGES = [  # of 64 rows: a tile of keys lies in one
@@ -70,3 +72,46 @@ def test_packed(machine):
     for n, (b, r) in enumerate(rows):
         torch.testing.assert_close(packed_out[n], out[b, r], rtol=2**-8, atol=0)
         torch.testing.assert_close(packed_lse[:, n], lse[b, :, r], rtol=0, atol=1e-6)
+
+
+STORED = {  # (target, scheme, pages of so many rows, head_dim)
+    "mrope-d64-bf16": (BF16, AXIAL["mrope"], 16, 64),
+    "mrope-one-run-d128-bf16": (BF16, AXIAL["mrope_interleaved"], 64, 128),
+    "rerope-d64-fp16": (FP16, SCHEMES["rerope"], 16, 64),
+    "leaky-one-run-d64-bf16": (BF16, SCHEMES["leaky"], 64, 64),
+    "local-d40-fp32": (FP32, SCHEMES["local"], 16, 40),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if "d64" in x else ()) for x in STORED])
+def test_stored_positions(machine, name):
+    """Positions with parts, whole ones and far ones; bands find their keys by them."""
+    target, scheme, page, head_dim = STORED[name]
+    case, rotary = Case(target, (2, 3, page, head_dim), 2, lengths=[3 * page - 5, 2 * page + 1]), scheme(head_dim)
+    slots = coordinates(case, 3, high=40) * 1.375 if rotary.axis else coordinates(case, 1, high=40)[..., 0] * 1.375
+    case.check(rotary, slot_positions=slots, **holes(2, 3, page))
+    kernels = [launch.kernel for launch in machine.launches]
+    assert ("place_slots" in kernels) == (not rotary.axis) and "attention_decode" in kernels
+
+
+@pytest.mark.parametrize("scheme", ["mrope", "rerope"])
+def test_stored_positions_that_are_no_numbers(machine, scheme):
+    """In the sequence beside, with tables that lead outside the cache."""
+    case = Case(BF16, (2, 3, 16, 32), 2, lengths=[10**9, 37], table=torch.arange(6).view(2, 3))
+    axial, slots, results = scheme == "mrope", coordinates(case, 3), []
+    rotary, slots = (AXIAL if axial else SCHEMES)[scheme](32), slots if axial else slots[..., 0].contiguous()
+    tables = {"page_first": int32([[0] * 3] * 2), "page_lengths": int32([[16] * 3] * 2)}
+    for wrong in (False, True):
+        if wrong:
+            slots[:3] = torch.nan
+            slots[1], slots[2] = 3e38, -torch.inf
+            case.block_table[0] = int32([2**31 - 1, -7, 1])
+            tables["page_first"][0], tables["page_lengths"][0] = int32([-9, 2**31 - 1, 3]), 2**31 - 1
+        results.append(
+            attention_with_cache(
+                case.q, case.k, case.v, rotary, case.seqlens, block_table=case.block_table, slot_positions=slots,
+                return_lse=True, impl="triton", num_splits=1, **tables,
+            )
+        )  # fmt: skip
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a[1], b[1])

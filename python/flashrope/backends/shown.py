@@ -99,7 +99,8 @@ def of_queries(positions: Positions, sequence: int, seqlen_q: int, keys: torch.T
 
 
 def store_positions(k_cache, layout, rows: int) -> None:
-    """Writes the positions of new keys to slot_positions; the host reads the tables.
+    """Writes the positions of new keys to slot_positions. The host reads the tables if the keys stand behind the last
+    one, or if they are packed without a slot_mapping.
 
     layout: a CacheLayout with stored positions, before the new keys count. rows: of k, of a sequence or packed.
     """
@@ -137,4 +138,18 @@ def _behind(keys: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _put(slot_positions, page, row, fits, values) -> None:
-    slot_positions.index_put_((page[fits], row[fits]), values[fits].to(slot_positions))
+    """Writes values to the places that fit. The host reads nothing: the first that fits stands in for the others."""
+    if not fits.numel() or not slot_positions.numel():
+        return
+    first = fits.flatten().to(torch.int8).argmax()[None]
+    any_fits = fits.any()
+
+    def place(x, size: int):
+        x = x.flatten()
+        return torch.where(fits.flatten(), x, x.index_select(0, first)).clamp(0, size - 1)
+
+    at = place(page, slot_positions.shape[0]), place(row, slot_positions.shape[1])
+    values = values.to(slot_positions).flatten(0, fits.ndim - 1)
+    axes = (1,) * (values.ndim - 1)
+    values = torch.where(fits.view(-1, *axes), values, values.index_select(0, first))
+    slot_positions.index_put_(at, torch.where(any_fits, values, slot_positions[at]))

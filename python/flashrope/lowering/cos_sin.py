@@ -6,6 +6,9 @@ tables by two to three float32 roundings, at any position.
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 
 from ..rotary.rotary import Rotary
@@ -67,6 +70,49 @@ def three_level_table(rotary: Rotary, causal: bool, device: torch.device) -> tor
     middle = torch.arange(FINE_ROWS, dtype=torch.float64) * FINE_ROWS
     top = torch.arange(-TOP_ROWS // 2, TOP_ROWS // 2, dtype=torch.float64) * FINE_ROWS**2
     return _levels(rotary, causal, middle, top).to(device)
+
+
+class TurnRow(NamedTuple):
+    """Rows of ``turn_table``: what the angle of every pair is made of. Turns are fractions of 2^64, int64.
+
+    step: turns of a whole position, modulo one.
+    part: turns of a whole position, fractions of 2^33, so that times a part of 2^-31 they are fractions of 2^64.
+    start: turns of the rotation's offset.
+    factor: the bits of the float32 that cos and sin are multiplied by.
+    axis: the axis whose coordinate the pair rotates with.
+    """
+
+    step: torch.Tensor
+    part: torch.Tensor
+    start: torch.Tensor
+    factor: torch.Tensor
+    axis: torch.Tensor
+
+
+@kept_on_device("turns of any position")
+def turn_table(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tensor:
+    """int64 (rotations, rows of TurnRow, padded pairs), one entry per rotation of ``lower(rotary, causal)``."""
+    lowered, (frequencies, axis) = lower(rotary, causal), _frequencies(rotary, "cpu")
+    slopes, offsets = torch.tensor(lowered.rotations, dtype=torch.float64).T[..., None]
+    step, start = (x * frequencies / math.tau for x in (slopes, offsets))
+    factor = torch.tensor(lowered.scales, dtype=torch.float32)[:, None].expand(step.shape).contiguous()
+    axis = torch.zeros(step.shape[-1], dtype=torch.int64) if axis is None else axis
+    row = TurnRow(
+        step=_fractions(step),
+        part=(step * 2.0**33).round().to(torch.int64),
+        start=_fractions(start),
+        factor=factor.view(torch.int32).to(torch.int64),
+        axis=axis.expand(step.shape),
+    )
+    missing = (0, padded_pairs(rotary.head_dim) - step.shape[-1])
+    one = int(torch.ones(1).view(torch.int32))
+    padded = [torch.nn.functional.pad(x, missing, value=one if x is row.factor else 0) for x in row]
+    return torch.stack(padded, dim=1).to(device)
+
+
+def _fractions(turns: torch.Tensor) -> torch.Tensor:
+    """Turns modulo one, in fractions of 2^64, int64."""
+    return ((turns - (turns + 0.5).floor()) * 2.0**64).to(torch.int64)
 
 
 def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:

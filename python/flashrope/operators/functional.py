@@ -288,7 +288,7 @@ def attention_with_cache(
             queries and of the new keys. None: behind the last key.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``. With one of the five before: no
             rotated_keys, no Self-Extend and no dual chunk attention, and impl "cpu", "triton" or "reference". "triton"
-            takes no slot_positions and no float positions, and positions from -(2**29 - 1) to 2**29 - 1.
+            takes float positions only beside slot_positions, and positions from -(2**29 - 1) to 2**29 - 1, to 2**-31.
 
     Returns:
         out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), of the dtype in

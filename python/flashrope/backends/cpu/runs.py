@@ -139,8 +139,10 @@ def _joined(spans) -> list[Run]:
 
 def _stored(keys: Shown) -> list[Run]:
     """The runs of keys whose positions the cache stores."""
+    if not keys.slot.numel():
+        return []
     breaks = (keys.position.diff() != 1) | (keys.slot.diff() != 1)
-    starts = [0, *(breaks.nonzero().flatten() + 1).tolist()] if keys.slot.numel() else []
+    starts = [0, *(breaks.nonzero().flatten() + 1).tolist()]
     slots, positions = keys.slot[starts].tolist(), keys.position[starts].tolist()
     counts = [stop - start for start, stop in zip(starts, [*starts[1:], keys.slot.numel()], strict=True)]
     return [Run(*run) for run in zip(slots, counts, positions, starts, strict=True)]

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from ...lowering.cos_sin import coarse_rows, three_level_table, two_level_table
+from ...lowering.cos_sin import coarse_rows, three_level_table, turn_table, two_level_table
 from ...rotary.rotary import Rotary
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
 from ...triton_kernels.arguments import CuSeqlens, PositionTables, Shape, encode_ints, tensor_view
 from ...triton_kernels.configs import Tile
 from ...triton_kernels.decode import append_rows, attention_decode, combine_splits
-from ...triton_kernels.placed import ENTRY_FIELDS, TOKEN_FIELDS, place_tokens
+from ...triton_kernels.placed import ENTRY_FIELDS, TOKEN_FIELDS, place_slots, place_tokens
 from ...triton_kernels.rotate import rotate_cached_rows
 from ..calls import MAX_SPLITS, CacheCall, CacheLayout, RotateCall, cached_lse_shape, multiprocessors
 from ..shown import Positions
@@ -35,10 +35,11 @@ from .rotated import rotate
 
 def unsupported_positions(positions: Positions) -> str:
     """As in ``PlacingBackend``."""
-    if positions.slot_positions is not None:
-        return "slot_positions: the Triton kernels take page_positions; impl='reference' takes them"
-    if positions.queries is not None and positions.queries.is_floating_point():
-        return f"positions: expected int32 or int64 there, got {positions.queries.dtype}; impl='reference' takes them"
+    if positions.slot_positions is None and positions.queries is not None and positions.queries.is_floating_point():
+        return (
+            f"positions: expected int32 or int64 there without slot_positions, got {positions.queries.dtype}; "
+            "impl='reference' takes them"
+        )
     return ""
 
 
@@ -106,8 +107,11 @@ class CachePlan(Plan):
         self.q, self.k_cache, self.v_cache, self.call, layout = q, k_cache, v_cache, call, call.layout
         self.cu_seqlens_q, self.capacity = layout.cu_seqlens_q, layout.capacity(k_cache)
         longest = q.shape[1] if self.cu_seqlens_q is None else min(layout.max_seqlen_q, q.shape[0])
+        self.stored = layout.positions is not None and layout.positions.slot_positions is not None
         if layout.positions is None:
             table = two_level_table(call.rotary, call.causal, coarse_rows(max(longest, self.capacity)), q.device)
+        elif self.stored:
+            table = turn_table(call.rotary, call.causal, q.device)
         else:
             table = three_level_table(call.rotary, call.causal, q.device)
         super().__init__(q, call, self.cu_seqlens_q, longest, k_cache.shape[2], self.capacity, table)
@@ -117,32 +121,53 @@ class CachePlan(Plan):
         self.decode_seqlen = configs.DECODE_SEQLEN if self.prefills else self.max_seqlen_q
         self.layout, self.page_size = _kernel_layout(k_cache, layout, self.decode_seqlen)
         self.cache = "paged" if self.page_size else "contiguous"
+        self.axes = self.rotary.axes if self.stored and self.rotary.axis else 0
         if layout.positions is not None:
             self.layout = self._place_tokens(layout.positions)
 
     def _place_tokens(self, positions: Positions) -> KernelCacheLayout:
-        """The layout with what ``place_tokens`` finds, in one launch."""
+        """The layout with what ``place_tokens`` finds, in one launch, or two where bands go by stored positions."""
         entries = self.call.layout.block_table.shape[1] if self.page_size else 1
         queries = None if positions.queries is None else positions.queries.contiguous()
         tokens = self.batch * self.seqlen_q if self.cu_seqlens_q is None else self.seqlen_q
+        rows, block_n, axes = configs.PLACED_ROWS, configs.PLACED_ENTRIES, self.axes
+        fields = ENTRY_FIELDS + self.stored, TOKEN_FIELDS + 2 * self.num_bands + 2 * (axes or 1) * self.stored
         layout = self.layout._replace(
-            entries=self.q.new_empty(self.batch, entries, ENTRY_FIELDS, dtype=torch.int32),
-            tokens=self.q.new_empty(tokens, TOKEN_FIELDS + 2 * self.num_bands, dtype=torch.int32),
+            entries=self.q.new_empty(self.batch, entries, fields[0], dtype=torch.int32),
+            tokens=self.q.new_empty(tokens, fields[1], dtype=torch.int32),
             shown=self.q.new_empty(self.batch, 2, dtype=torch.int32),
         )
-        rows, block_n = configs.PLACED_ROWS, configs.PLACED_ENTRIES
+        shape = Shape(
+            0,
+            0,
+            num_bands=self.num_bands,
+            page_size=self.page_size,
+            block_m=rows,
+            block_n=block_n,
+            stored=self.stored,
+            axes=axes,
+        )
+        tables = PositionTables(positions.page_positions, positions.page_first, positions.page_lengths, queries)
+        options = configs.options(configs.PLACED_WARPS)
+        if positions.slot_positions is not None:
+            layout = layout._replace(slot_positions=positions.slot_positions.contiguous())
+        if self.stored and not axes:
+            groups = self.q.new_empty(self.batch, cdiv(self.capacity, block_n), 2, dtype=torch.int32)
+            tables = tables._replace(groups=groups)
+            arguments = (tables, layout, self.cu_seqlens_q, self.seqlen_q)
+            launcher.launch(place_slots, (self.batch * groups.shape[1],), *arguments, SHAPE=shape, **options)
         launcher.launch(
             place_tokens,
             (cdiv(self.max_seqlen_q, rows) * self.batch,),
-            PositionTables(positions.page_positions, positions.page_first, positions.page_lengths, queries),
+            tables,
             layout,
             self.cu_seqlens_q,
             self.tables.bands,
             self.seqlen_q,
             self.max_seqlen_q,
             CAUSAL=self.call.causal,
-            SHAPE=Shape(0, 0, num_bands=self.num_bands, page_size=self.page_size, block_m=rows, block_n=block_n),
-            **configs.options(configs.PLACED_WARPS),
+            SHAPE=shape,
+            **options,
         )
         return layout
 
@@ -246,7 +271,16 @@ class CachePlan(Plan):
             vec, code_vec = cached_vector_sizes(self.k_cache, self.v_cache, self.q)
         fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
         options = {
-            "SHAPE": shape_of(self.rotary, vec, *fields, aligned_maps=aligned_maps, code_vec=code_vec, one_run=one_run),
+            "SHAPE": shape_of(
+                self.rotary,
+                vec,
+                *fields,
+                aligned_maps=aligned_maps,
+                code_vec=code_vec,
+                one_run=one_run,
+                stored=self.stored,
+                axes=self.axes,
+            ),
             **tile.options,
         }
         num_splits = self._num_splits(usual_programs, lse, options)
@@ -290,6 +324,8 @@ class CachePlan(Plan):
     def _placed_tile(self, tile: Tile) -> tuple[Tile, bool]:
         """(The tile where positions are data, whether each lies in one page.) Its keys then follow one another.
         Otherwise every key has its own rows of cos and sin, as with maps that do not align."""
+        if self.stored and self.table.shape[-1] >= configs.STORED_PAIRS:
+            tile = tile._replace(block_n=min(tile.block_n, configs.STORED_KEYS))
         if not self.page_size:
             return tile, True
         tile = tile._replace(block_n=min(tile.block_n, self.page_size))
@@ -339,6 +375,6 @@ def _kernel_layout(k_cache, layout: CacheLayout, decode_seqlen: int = 0) -> tupl
     numbers = encode_ints(seqlen_new, layout.capacity(k_cache), pages, decode_seqlen)
     scales = (k_scale, v_scale)
     strides = () if k_scale is None or v_scale is None else encode_ints(*k_scale.stride(), *v_scale.stride())
-    tensors = (seqlens, block_table, leftpad, slot_mapping, *scales, None, None, None)
+    tensors = (seqlens, block_table, leftpad, slot_mapping, *scales, None, None, None, None)
     kernel_layout = KernelCacheLayout(*tensors, *numbers, *strides)
     return kernel_layout, 0 if block_table is None else page_size

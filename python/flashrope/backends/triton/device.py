@@ -48,6 +48,8 @@ def shape_of(
     aligned_maps: bool = False,
     code_vec: int = 0,
     one_run: bool = False,
+    stored: bool = False,
+    axes: int = 0,
 ) -> Shape:
     """The SHAPE of a kernel; fields: those of Shape from num_bands to block_n; head_dim_v 0: as head_dim."""
     rotary_dim, head_dim_v = rotary.rotary_dim if rotary.changes_channels else 0, head_dim_v or rotary.head_dim
@@ -60,6 +62,8 @@ def shape_of(
         rotated_keys=rotated_keys,
         code_vec=code_vec,
         one_run=one_run,
+        stored=stored,
+        axes=axes,
     )
 
 

@@ -24,7 +24,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     batch, max_seqlen, cu_seqlens, cache = x.shape[0], seqlen, None, NO_CACHE
     if layout is not None:
         numbers = map(encode_int, (layout.seqlen_new, call.capacity, 0, 0))
-        tensors = (layout.seqlens, None, layout.leftpad, *(None,) * 6)
+        tensors = (layout.seqlens, None, layout.leftpad, *(None,) * 7)
         cache, cu_seqlens = CacheLayout(*tensors, *numbers), layout.cu_seqlens_q
     if cu_seqlens is not None:
         batch, max_seqlen = cu_seqlens.shape[0] - 1, min(layout.max_seqlen_q, seqlen)

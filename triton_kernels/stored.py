@@ -1,0 +1,109 @@
+"""Positions that a cache stores: of every slot a float32 number, or one for each axis of an axial scheme.
+
+The host does not know them, they have fractions, and neighbours need not follow one another. So no table serves them.
+An angle is a product of integers, modulo a turn of 2^64, which is exact at every position; see
+``flashrope.lowering.cos_sin.TurnRow``.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..lowering import cos_sin
+from .arguments import decode_int
+
+LIMIT = tl.constexpr(cos_sin.MAX_POSITION)
+NOWHERE = tl.constexpr(2**31 - 1)
+TURN_FIELDS = tl.constexpr(len(cos_sin.TurnRow._fields))
+PART = tl.constexpr(2.0**31)
+LAST_PART = tl.constexpr(2**31 - 1)
+RADIANS = tl.constexpr(6.283185307179586 / 2**32)  # of turns in fractions of 2^32
+# sin(x) = x + x^3 P(x^2), cos(x) = 1 - x^2 / 2 + x^4 Q(x^2) to 3e-9, x up to an eighth of a turn: least maximum error.
+SIN_0, SIN_1, SIN_2 = tl.constexpr(-0.16666651), tl.constexpr(0.00833197869), tl.constexpr(-0.000194956359)
+COS_0, COS_1, COS_2 = tl.constexpr(0.0416666456), tl.constexpr(-0.00138873677), tl.constexpr(2.44384519e-05)
+
+
+class Position(NamedTuple):
+    """whole: the integer below a position. part: the rest, in fractions of 2^31. Both int32."""
+
+    whole: object
+    part: object
+
+
+class Turns(NamedTuple):
+    """``flashrope.lowering.cos_sin.TurnRow`` of a rotation, each [D/2]."""
+
+    step: object
+    part: object
+    start: object
+    factor: object
+    axis: object
+
+
+@triton.jit
+def split_position(x, base):
+    """The Position of float32 numbers plus integers `base`, at most LIMIT on both sides of 0. NaN is below all."""
+    x = tl.where(x > -LIMIT, tl.minimum(x, LIMIT), -LIMIT)
+    whole = x.to(tl.int32)  # towards 0: a difference of floats of one sign is exact
+    part = ((x - whole.to(tl.float32)) * PART).to(tl.int32)
+    whole = whole + base - (part < 0).to(tl.int32)
+    return Position(tl.minimum(tl.maximum(whole, -LIMIT), LIMIT), part & LAST_PART)
+
+
+@triton.jit
+def as_float(position):
+    return position.whole.to(tl.float32) + position.part.to(tl.float32) / PART
+
+
+@triton.jit
+def load_stored(cache, page, row, base, axis: tl.constexpr, SHAPE: tl.constexpr):
+    """The Position of slots on one axis. page, row: of the slots; base: added to what they store."""
+    rows = SHAPE.page_size if SHAPE.page_size > 0 else decode_int(cache.capacity)
+    AXES: tl.constexpr = SHAPE.axes if SHAPE.axes > 0 else 1
+    at = (page.to(tl.int64) * rows + row) * AXES + axis
+    return split_position(tl.load(cache.slot_positions + at), base)
+
+
+@triton.jit
+def load_turns(table, rotation, SHAPE: tl.constexpr):
+    PAIRS: tl.constexpr = SHAPE.block_d // 2
+    ptr = table.ptr + rotation.to(tl.int64) * (TURN_FIELDS * PAIRS) + tl.arange(0, PAIRS)
+    return Turns(
+        step=tl.load(ptr),
+        part=tl.load(ptr + PAIRS),
+        start=tl.load(ptr + 2 * PAIRS),
+        factor=tl.load(ptr + 3 * PAIRS).to(tl.int32).to(tl.float32, bitcast=True),
+        axis=tl.load(ptr + 4 * PAIRS).to(tl.int32),
+    )
+
+
+@triton.jit
+def of_pairs(found, position, turns, axis: tl.constexpr):
+    """The Position [M, 1] or [M, D/2] of every pair: `found`, of the axes before, or this one [M] on its own axis."""
+    whole, part = position.whole[:, None], position.part[:, None]
+    if axis == 0:
+        return Position(whole, part)
+    else:
+        own = (turns.axis == axis)[None, :]
+        return Position(tl.where(own, whole, found.whole), tl.where(own, part, found.part))
+
+
+@triton.jit
+def turned(position, turns):
+    """The angles [M, D/2] of a Position of every pair, in fractions of 2^64 of a turn."""
+    return position.whole.to(tl.int64) * turns.step[None, :] + position.part.to(tl.int64) * turns.part[None, :]
+
+
+@triton.jit
+def cos_sin_of(angle):
+    """cos and sin, float32, of int64 turns in fractions of 2^64."""
+    turns = (angle >> 32).to(tl.int32)
+    quarter = (turns + (1 << 29)) >> 30
+    x = (turns - (quarter << 30)).to(tl.float32) * RADIANS
+    square = x * x
+    sin = x + x * square * (SIN_0 + square * (SIN_1 + square * SIN_2))
+    cos = 1.0 - 0.5 * square + square * square * (COS_0 + square * (COS_1 + square * COS_2))
+    odd = (quarter & 1) != 0
+    first, second = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
+    return tl.where(((quarter + 1) & 2) != 0, -first, first), tl.where((quarter & 2) != 0, -second, second)
