@@ -114,3 +114,12 @@ def mesh(ranks: int):
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks), mesh_dim_names=("others", "ranks"))["ranks"]
+
+
+@functools.cache
+def first(ranks: int):
+    """A group of the first ranks, any number of them; None on the others."""
+    import torch.distributed as dist
+
+    group = dist.new_group(range(ranks))
+    return group if dist.get_rank() < ranks else None

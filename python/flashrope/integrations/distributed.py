@@ -6,12 +6,16 @@ rules.
 
 Context parallelism shards the sequence. The work of a causal query grows with its position, so the sequence is divided
 into 2n chunks for n ranks, and rank r holds chunk r followed by chunk 2n - 1 - r. All ranks then do the same work.
+Packed sequences are divided as one row of tokens, so chunks begin and end inside sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +27,14 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from ..backends.calls import Kept
 from ..backends.registry import load_backend
-from ..operators.checks import check_outside_context_parallel, check_sinks, check_tensors
-from ..operators.functional import attention
+from ..operators.checks import (
+    check_int32,
+    check_options,
+    check_outside_context_parallel,
+    check_sinks,
+    check_tensors,
+)
+from ..operators.functional import attention, attention_varlen
 from ..operators.library import OPERATORS, AttentionArguments
 from ..rotary.rotary import Rotary
 
@@ -144,8 +154,12 @@ def context_parallel_attention(
     softmax_scale: float | None = None,
     impl: str | None = None,
     sinks: torch.Tensor | None = None,
+    deterministic: bool | None = True,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``flashrope.attention`` with sequences sharded over the ranks of a group. Exact, with gradients.
+    """``attention``, or with cu_seqlens ``attention_varlen``, with sequences sharded over the ranks of a group. Exact,
+    with gradients.
 
     Every query keeps its position in the full sequence, so bands and log n are those of the full sequence.
 
@@ -153,46 +167,150 @@ def context_parallel_attention(
     chunks of queries attends to the keys up to its own end. Not causal: two all-to-all exchanges, so that every rank
     computes full sequences for its share of the heads.
 
+    Packed and causal: both chunks are one call of ``attention_varlen``. A sequence in a chunk has the chunk's rows of
+    it and its keys up to the last of those rows. The rank computes on no other keys.
+
     Args:
         q: (batch, seqlen / n, heads_q, head_dim), this rank's part in the order of ``shard_sequence``; the same shape
-            on all n ranks.
-        k, v: (batch, seqlen / n, heads_kv, head_dim), likewise.
+            on all n ranks. Packed: (total_q / n, heads_q, head_dim).
+        k, v: (batch, seqlen / n, heads_kv, head_dim), likewise. Packed: (total_k / n, heads_kv, head_dim). v may be of
+            another width, as in ``attention``.
         rotary: any scheme that is not axial.
         group: the ranks that share a sequence: a process group, a one-dimensional DeviceMesh, or None for all ranks.
-        causal, softmax_scale, impl, sinks: as in ``flashrope.attention``; the same on all ranks.
+        causal, softmax_scale, impl, sinks, deterministic: as in ``attention``; the same on all ranks.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on q's device or on the CPU, of the packed tokens of all
+            ranks; the same on all ranks. They begin at 0 and end at total_q and total_k, n times this rank's rows.
+            Tokens of padding are a sequence of their own at the end. The host reads the values. That is free on the
+            CPU; if they lie on a GPU, every call waits for it. Inside ``torch.compile`` a packed call breaks the graph.
 
     Returns:
-        out like q, this rank's part. The gradients of k and v are summed over the ranks, in the dtype of k and v. That
-        of sinks is this rank's share, as a replicated parameter's is.
+        out like q and as wide as v, this rank's part. The gradients of k and v are summed over the ranks, in the dtype
+        of k and v. That of sinks is this rank's share, as a replicated parameter's is.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came. The shapes on other ranks are not
-            checked.
+        TypeError, ValueError: names the argument, what was expected and what came. The shapes and cu_seqlens on other
+            ranks are not checked.
         RuntimeError: inside ``torch.distributed.tensor.experimental.context_parallel``.
     """
     group = _process_group(group)
-    _check_context_parallel(q, k, v, rotary, group, causal)
-    if group.size() == 1:
-        return attention(q, k, v, rotary, causal, softmax_scale, sinks=sinks, impl=impl)
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    _check_context_parallel(q, k, v, rotary, group, packed)
+    softmax_scale = check_options(causal, softmax_scale, q, deterministic)
     if sinks is not None:
         check_sinks(sinks, q)
+    options: dict[str, Any] = dict(
+        rotary=rotary,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        impl=impl,
+        sinks=sinks,
+        deterministic=deterministic,
+    )
+    if packed:
+        return _packed(q, k, v, options, group, cu_seqlens_q, cu_seqlens_k)
+    if group.size() == 1:
+        return attention(q, k, v, **options)
     if not causal:
-        heads_q = q.shape[2]
-        q, k, v = _even_heads(q, k, v, group.size())
-        if sinks is not None:
-            sinks = F.pad(sinks, (0, q.shape[2] - heads_q)).chunk(group.size())[group.rank()]
-        q, k, v = (_heads_for_sequence(x, group) for x in (q, k, v))
-        out = attention(q, k, v, rotary, causal, softmax_scale, sinks=sinks, impl=impl)
-        return _sequence_for_heads(out, group)[:, :, :heads_q]
-    if v.shape[-1] == k.shape[-1]:
-        k, v = _gather_sequence((k, v), 1, group)
-    else:
-        (k,), (v,) = (_gather_sequence((x,), 1, group) for x in (k, v))
+        return _over_heads(q, k, v, options, group)
+    k, v = (torch.cat(chunks, 1) for chunks in _gather_keys(k, v, group))
     outs = []
     for rows, chunk in zip(q.chunk(2, 1), _chunks_of(group), strict=True):
         end = (chunk + 1) * rows.shape[1]  # the last query is aligned with the last key: positions are global
-        outs.append(attention(rows, k[:, :end], v[:, :end], rotary, causal, softmax_scale, sinks=sinks, impl=impl))
+        outs.append(attention(rows, k[:, :end], v[:, :end], **options))
     return torch.cat(outs, 1)
+
+
+class _Lengths(NamedTuple):
+    """cu_seqlens of packed queries and keys, as numbers."""
+
+    q: Sequence[int]
+    k: Sequence[int]
+
+
+@torch.compiler.disable  # shapes depend on the values of cu_seqlens
+def _packed(q, k, v, options: dict, group: dist.ProcessGroup, cu_seqlens_q, cu_seqlens_k) -> torch.Tensor:
+    lengths = _check_lengths(q, k, group, cu_seqlens_q, cu_seqlens_k)
+    q, k, v = q[None], k[None], v[None]
+    if group.size() == 1:
+        return _attend_packed(q, k, v, lengths, **options)[0]
+    if not options["causal"]:
+        return _over_heads(q, k, v, options, group, lengths)[0]
+    size = q.shape[1] // 2
+    own, ranges = _rows_and_keys(lengths, [(chunk * size, (chunk + 1) * size) for chunk in _chunks_of(group)])
+    k, v = (_join(chunks, ranges) for chunks in _gather_keys(k, v, group))
+    return _attend_packed(q, k, v, own, **options)[0]
+
+
+def _attend_packed(q, k, v, lengths: _Lengths, **options) -> torch.Tensor:
+    """``attention_varlen``, whose packed tokens are a batch of one."""
+    cu_seqlens = (_on_device(values, q) for values in lengths)
+    longest = (max((stop - start for start, stop in pairwise(values)), default=0) for values in lengths)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    call: dict[str, Any] = dict(zip(names, (*cu_seqlens, *longest), strict=True))
+    return attention_varlen(q[0], k[0], v[0], **call, **options)[None]
+
+
+def _on_device(values: Sequence[int], q: torch.Tensor) -> torch.Tensor:
+    """int32 on q's device. From pinned memory the host does not wait for the copy."""
+    return torch.tensor(values, dtype=torch.int32, pin_memory=q.is_cuda).to(q.device, non_blocking=True)
+
+
+def _over_heads(q, k, v, options: dict, group: dist.ProcessGroup, lengths: _Lengths | None = None) -> torch.Tensor:
+    """Attention over full sequences on every rank, for its share of the heads. lengths: of packed sequences, which are
+    a batch of one."""
+    heads_q, sinks = q.shape[2], options["sinks"]
+    q, k, v = _even_heads(q, k, v, group.size())
+    if sinks is not None:
+        sinks = F.pad(sinks, (0, q.shape[2] - heads_q)).chunk(group.size())[group.rank()]
+        options = options | {"sinks": sinks}
+    q, k, v = (_heads_for_sequence(x, group) for x in (q, k, v))
+    attend = attention if lengths is None else functools.partial(_attend_packed, lengths=lengths)
+    return _sequence_for_heads(attend(q, k, v, **options), group)[:, :, :heads_q]
+
+
+def _rows_and_keys(lengths: _Lengths, chunks: Iterable[tuple[int, int]]) -> tuple[_Lengths, list[tuple[int, int]]]:
+    """The packed call of the query rows in chunks, each from a first row up to another.
+
+    Returns cu_seqlens of the call, and the ranges of packed keys that form its keys. A chunk's part of a sequence has
+    the keys that its last row sees, so rows stay aligned with keys on the right.
+    """
+    count_q, count_k, ranges = [], [], []
+    for first, last in chunks:
+        sequence = bisect_right(lengths.q, first) - 1
+        while sequence < len(lengths.q) - 1 and lengths.q[sequence] < last:
+            stop = min(lengths.q[sequence + 1], last)
+            rows = stop - max(lengths.q[sequence], first)
+            if rows:
+                start_k, stop_k = lengths.k[sequence : sequence + 2]
+                end = max(stop_k - (lengths.q[sequence + 1] - stop), start_k)  # rows before the first key see none
+                count_q.append(rows)
+                count_k.append(end - start_k)
+                ranges.append((start_k, end))
+            sequence += 1
+    return _Lengths(*([*accumulate(counts, initial=0)] for counts in (count_q, count_k))), ranges
+
+
+def _join(chunks: Sequence[torch.Tensor], ranges: Iterable[tuple[int, int]]) -> torch.Tensor:
+    """The rows in ranges of a tensor that is held in chunks of equal size, one after another in a copy."""
+    size = chunks[0].shape[1]
+    parts = []
+    for start, stop in _joined(ranges):
+        for n in range(start // size, -(-stop // size)):
+            parts.append(chunks[n][:, max(start - n * size, 0) : stop - n * size])
+    return torch.cat(parts or [chunks[0][:, :0]], 1)  # gathered rows, whose gradient every rank must ask for
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges that are not empty, those that follow one another as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if start == stop:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 def shard_sequence(x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.Tensor:
@@ -230,15 +348,24 @@ def sequence_positions(seqlen: int, group: Group = None, device: torch.device | 
 
 def _gather_sequence(parts: Sequence[torch.Tensor], dim: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Gathers tensors of equal shape in one collective; each is then the full sequence, in order."""
+    return [torch.cat(chunks, dim) for chunks in _gather_chunks(parts, dim, group)]
+
+
+def _gather_keys(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> list[tuple[torch.Tensor, ...]]:
+    """The chunks of the full k and of the full v, in order."""
+    alike = [(k, v)] if v.shape[-1] == k.shape[-1] else [(k,), (v,)]
+    return [chunks for parts in alike for chunks in _gather_chunks(parts, 1, group)]
+
+
+def _gather_chunks(parts: Sequence[torch.Tensor], dim: int, group: dist.ProcessGroup) -> list[tuple[torch.Tensor, ...]]:
+    """Gathers tensors of equal shape in one collective: the 2n chunks of each, in order."""
     pieces = _all_gather(torch.stack([half for x in parts for half in x.chunk(2, dim)]), 0, group).unbind(0)
-    return [
-        _in_order(pieces[2 * i :: 2 * len(parts)], pieces[2 * i + 1 :: 2 * len(parts)], dim) for i in range(len(parts))
-    ]
+    return [_in_order(pieces[2 * i :: 2 * len(parts)], pieces[2 * i + 1 :: 2 * len(parts)]) for i in range(len(parts))]
 
 
-def _in_order(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Concatenates the first and the second chunk of every rank in the order of the sequence."""
-    return torch.cat((*first, *second[::-1]), dim)
+def _in_order(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The first and the second chunk of every rank in the order of the sequence."""
+    return (*first, *second[::-1])
 
 
 def _chunks_of(group: dist.ProcessGroup) -> tuple[int, int]:
@@ -266,7 +393,7 @@ def _heads_for_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     """(batch, seqlen / n, heads, head_dim) to (batch, seqlen, heads / n, head_dim)."""
     sent = torch.stack([part for heads in x.chunk(group.size(), 2) for part in heads.chunk(2, 1)])
     received = collectives.all_to_all_single_autograd(sent, None, None, group).unbind(0)
-    return _in_order(received[0::2], received[1::2], 1)
+    return torch.cat(_in_order(received[0::2], received[1::2]), 1)
 
 
 def _sequence_for_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -299,20 +426,21 @@ def _process_group(group: Group) -> dist.ProcessGroup:
     return group
 
 
-def _check_context_parallel(q, k, v, rotary, group, causal) -> None:
+def _check_context_parallel(q, k, v, rotary, group, packed: bool) -> None:
     check_outside_context_parallel()
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, DTensor):
             raise TypeError(f"{name}: expected this rank's part as a plain tensor, got a DTensor; pass its to_local()")
-    shape_q, shape_k = check_tensors(q, k, v, rotary, rank=4)
-    if shape_k[:2] != shape_q[:2]:
+    shape_q, shape_k = check_tensors(q, k, v, rotary, rank=3 if packed else 4)
+    if not packed and shape_k[:2] != shape_q[:2]:
         raise ValueError(f"k: expected batch and seqlen {tuple(shape_q[:2])} as in q, got {tuple(shape_k[:2])}")
-    if shape_q[1] % 2:
-        ranks = group.size()
-        raise ValueError(
-            f"q: expected two chunks of equal length, of a sequence that divides into 2 * {ranks} = {2 * ranks}, "
-            f"got {shape_q[1]} positions"
-        )
+    for name, rows in (("q", shape_q[-3]), ("k", shape_k[-3])):
+        if rows % 2:
+            ranks = group.size()
+            raise ValueError(
+                f"{name}: expected two chunks of equal length, of a sequence that divides into 2 * {ranks} = "
+                f"{2 * ranks}, got {rows} positions"
+            )
     if rotary.axis:
         raise ValueError(
             "rotary: expected one-dimensional positions, which the ranks count automatically; this one is axial"
@@ -322,8 +450,32 @@ def _check_context_parallel(q, k, v, rotary, group, causal) -> None:
             f"rotary: expected none with length_scale, which would count the keys of each rank, got "
             f"{rotary.length_scale:g}"
         )
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal: expected True or False, got {causal!r}")
+
+
+def _check_lengths(q, k, group: dist.ProcessGroup, cu_seqlens_q, cu_seqlens_k) -> _Lengths:
+    named = {"cu_seqlens_q": (cu_seqlens_q, q), "cu_seqlens_k": (cu_seqlens_k, k)}
+    lengths = []
+    for name, (cu_seqlens, x) in named.items():
+        if cu_seqlens is None:
+            raise ValueError(f"{name}: expected a tensor, as the other cu_seqlens is one, got None")
+        on_host = isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device.type == "cpu"
+        check_int32(name, cu_seqlens, cu_seqlens if on_host else q, "q", ("sequences + 1",))
+        values, rows, ranks = cu_seqlens.tolist(), x.shape[0], group.size()
+        if not values or values[0] != 0:
+            raise ValueError(f"{name}: expected to begin at 0, got {values[0] if values else 'no value'}")
+        if any(stop < start for start, stop in pairwise(values)):
+            raise ValueError(f"{name}: expected non-decreasing values, got {values}")
+        if values[-1] != rows * ranks:
+            raise ValueError(
+                f"{name}: expected to end at {rows * ranks}, the packed tokens of all ranks, which is {ranks} times "
+                f"the {rows} rows of {name[-1]} on this one, got {values[-1]}"
+            )
+        lengths.append(values)
+    if len(lengths[0]) != len(lengths[1]):
+        raise ValueError(
+            f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)} as cu_seqlens_q, got {tuple(cu_seqlens_k.shape)}"
+        )
+    return _Lengths(*lengths)
 
 
 def _check_sequence(name, x, dim) -> None:
