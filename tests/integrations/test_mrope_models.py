@@ -89,12 +89,12 @@ def test_attention_is_that_of_the_family(model_type):
     assert (other - stock).abs().max() > 0.01
 
 
-def test_a_model_with_sections_is_not_converted():
-    """A cache keeps one number for each key; text alone needs no sections."""
+def test_what_counts_distances_is_refused():
     from flashrope.integrations.transformers.layer_schemes import LayerScheme
 
     config = config_of(family_of("qwen3_vl_text")[0], SECTIONS["interleaved"])
+    assert LayerScheme(config, None, None, True, {}).rotary.axes == 3
     with pytest.raises(
-        ValueError, match="^config: mrope_section gives each pair its own coordinate of a position, and"
+        ValueError, match="^window: expected none in a model with mrope_section, whose tokens stand at 3"
     ):
-        LayerScheme(config, None, None, True, {})
+        LayerScheme(config, None, None, True, {"window": 8})

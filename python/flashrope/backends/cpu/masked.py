@@ -2,9 +2,12 @@
 
 It serves what runs.py has no long runs for: stored positions that do not count by ones, and axial ones. Every block of
 shown keys is gathered, rotated by the positions of its keys, and cut for each band to the keys that some query sees.
+Cos and sin of the keys are the same for all layers of a step that share a layout (``CacheLayout.once``).
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
@@ -20,7 +23,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse) of q (1, seqlen_q, heads_q, head_dim), one sequence. size: keys of a block."""
     seqlen_q, rotary, dtype = q.shape[1], call.rotary, accumulation_type(q)
-    keys, queries = places(call.layout, caches[0], sequence, seqlen_q)
+    layout, of_sequence = call.layout, ("masked", sequence, seqlen_q, caches[0].shape)
+    keys, queries = layout.once(of_sequence, lambda: places(layout, caches[0], sequence, seqlen_q))
     seqlen = keys.slot.numel()
     order_q, order_k = torch.arange(seqlen - seqlen_q, seqlen), torch.arange(seqlen)
     # Bands of an axial scheme, which has one, go by order.
@@ -41,7 +45,11 @@ def attend(
             if not columns:
                 continue
             of_k, of_q = slice(columns[0], columns[-1] + 1), slice(rows[0], rows[-1] + 1)
-            rotation = rotation_at(rotary, keys.position[block][of_k], band.keys, KEY_FACTORS, dtype)
+            positions = keys.position[block][of_k]
+            rotation = layout.once(
+                (*of_sequence, first, of_k.start, of_k.stop, rotary, band.keys, dtype),
+                partial(rotation_at, rotary, positions, band.keys, KEY_FACTORS, dtype),
+            )
             rows_q, rows_k = rotated_q[band.queries][:, of_q], rotate(k[:, of_k], rotation, rotary)
             partials.append((of_q, *_flash(rows_q, rows_k, upcast(v[:, of_k]), seen[of_q, of_k], scale)))
     out = q.new_zeros((1, q.shape[2], seqlen_q, q.shape[3]), dtype=dtype)

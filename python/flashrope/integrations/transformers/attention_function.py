@@ -9,10 +9,11 @@ from functools import lru_cache
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...operators.functional import attention, attention_varlen, attention_with_cache
+from ...operators.functional import attention, attention_varlen, attention_with_cache, rotate
 from ...rotary.rotary import Rotary
 from .codes_cache import holds_codes, split_rows
 from .continuous_batching import NAME, PAGES, attend_paged, prepare_manager
+from .coordinates import COORDINATES, Coordinates, attend_at, follow_caches
 from .masks import Packed, describe_mask
 from .saved import NOT_CONVERTED
 
@@ -33,7 +34,7 @@ def attention_forward(
 
     query: raw, (batch, heads_q, seqlen_q, head_dim). key, value: raw, (batch, heads_kv, seqlen_k, head_dim), which the
     library's cache returns; rows of bytes from a ``CodesCache``. attention_mask: what ``describe_mask`` returned.
-    s_aux: attention sinks, (heads_q,).
+    s_aux: attention sinks, (heads_q,). kwargs: with ``Coordinates``, where positions have several numbers.
     """
     scheme = getattr(module, "rotary_bands", None)
     paged = PAGES in kwargs
@@ -53,7 +54,7 @@ def attention_forward(
 
 def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) -> torch.Tensor:
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    seqlen = q.shape[1]
+    seqlen, places = q.shape[1], _places(scheme.rotary, kwargs)
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
     if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, Packed):
         raise ValueError(
@@ -66,10 +67,13 @@ def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) ->
         options = options | {"k_scale": k_scale, "v_scale": v_scale}
         if whole:
             end = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
-            return attention_with_cache(q, k, v, _sized(scheme.at(k.shape[1]), q), end, **options)
+            return _attend_cached(q, k, v, _sized(scheme.at(k.shape[1]), q), end, None, options, places)
     elif whole:
-        return attention(q, k[:, :seqlen], v[:, :seqlen], _sized(scheme.at(seqlen), q), **options)
+        positions = None if places is None else places.queries
+        return attention(q, k[:, :seqlen], v[:, :seqlen], _sized(scheme.at(seqlen), q), positions=positions, **options)
     if isinstance(attention_mask, Packed):
+        if places is not None:
+            options = options | {"positions": places.queries.flatten(0, 1)}
         return _attend_packed(q, k, v, _sized(scheme.at(attention_mask.max_seqlen), q), attention_mask, options)
     if attention_mask.dtype is not torch.int32 or attention_mask.shape != (3, 1, 1, q.shape[0]):
         raise ValueError(
@@ -82,8 +86,23 @@ def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) ->
         rotary = scheme.at(int(position.max()) + seqlen)
     rotary = _sized(rotary, q)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"])):
+        if places is not None:
+            q, k, rotary, options = _rotated(q, k, rotary, places, options)
         return _attend_with_gradients(q, k, v, rotary, first, end, options)
-    return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, **options)
+    return _attend_cached(q, k, v, rotary, end, first, options, places)
+
+
+def _attend_cached(q, k, v, rotary, end, first, options: dict, places: Coordinates | None) -> torch.Tensor:
+    if places is None:
+        return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, **options)
+    return attend_at(q, k, v, rotary, end, first, places, **options)
+
+
+def _rotated(q, k, rotary: Rotary, places: Coordinates, options: dict):
+    """q and k rotated by their coordinates, a scheme that does not rotate, and its options."""
+    scale = q.shape[-1] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"]
+    q, k = rotate(q, rotary, places.queries), rotate(k, rotary, places.slots(k.shape[1]))
+    return q, k, Rotary.none(rotary.head_dim), options | {"softmax_scale": scale * rotary.temperature}
 
 
 def _sized(rotary: Rotary, q: torch.Tensor) -> Rotary:
@@ -123,6 +142,18 @@ def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.
     return out.view(q.shape)
 
 
+def _places(rotary: Rotary, kwargs) -> Coordinates | None:
+    """The coordinates of the tokens, for a layer that rotates by them."""
+    if not rotary.axis:
+        return None
+    if kwargs.get(COORDINATES) is None:
+        raise ValueError(
+            "kwargs: expected a decoder whose layers hand them to the attention function, got none, and with them no "
+            "coordinates of the tokens"
+        )
+    return kwargs[COORDINATES]
+
+
 def _check_call(module, scheme, dropout, sliding_window, kwargs) -> None:
     if scheme is None:
         raise ValueError(
@@ -146,4 +177,5 @@ def _check_call(module, scheme, dropout, sliding_window, kwargs) -> None:
 
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, describe_mask)
+follow_caches()
 prepare_manager()

@@ -10,6 +10,7 @@ import inspect
 import torch
 from transformers import Cache
 
+from .coordinates import COORDINATES, store_coordinates
 from .decoder import find_decoder
 
 __all__ = ["accept_cache", "check_cache", "mark_returned"]
@@ -58,13 +59,16 @@ def check_cache(decoder, args, kwargs) -> None:
         setattr(cache, MARK, mark)
 
 
-def mark_returned(decoder, args, output) -> None:
-    """The decoder's forward hook: marks the cache that a call without one has made."""
+def mark_returned(decoder, args, kwargs, output) -> None:
+    """The decoder's forward hook: marks the cache that a call without one has made, and leaves the coordinates of the
+    tokens with it."""
     cache = getattr(output, "past_key_values", None)
     if cache is None and isinstance(output, tuple):
         cache = next((each for each in output if isinstance(each, Cache)), None)
     if isinstance(cache, Cache) and getattr(cache, MARK, None) is None and not torch.compiler.is_exporting():
         setattr(cache, MARK, _mark_of(decoder))
+    if isinstance(cache, Cache) and COORDINATES in kwargs:
+        store_coordinates(cache, kwargs[COORDINATES])
 
 
 def _mark_of(decoder) -> str | None:

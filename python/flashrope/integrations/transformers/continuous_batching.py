@@ -142,6 +142,11 @@ def _check(model, config) -> None:
         raise ValueError(f"page_size: expected 16, 32, 64, ... for continuous batching, got {page_size}")
     for module in model.modules():
         scheme = vars(module).get("rotary_bands")
+        if getattr(scheme, "axes", 1) > 1:
+            raise ValueError(
+                "model: expected one number for a position in continuous batching, whose pages keep no coordinates of "
+                f"their keys, got a model with {scheme.axes}; use generate"
+            )
         if getattr(scheme, "grows_from", math.inf) < math.inf:
             raise ValueError(
                 "model: expected a rotary table that does not depend on the length, because continuous batching has "

@@ -20,6 +20,7 @@ from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_jso
 from .attention_function import NAME
 from .caches import check_cache, mark_returned
 from .continuous_batching import SUPPORTED, with_pages
+from .coordinates import axes_of, axes_of_schemes, with_coordinates
 from .decoder import attention_modules, check_tables, find_decoder, rotates
 from .layer_schemes import LayerScheme, layer_type_of, sliding_window_of
 from .masks import check_positions
@@ -118,8 +119,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         module.extra_repr = partial(_describe_layer, type(module).extra_repr(module), scheme)
     handles = disable_model_rotary(decoder)
     handles.append(decoder.register_forward_pre_hook(_check_forward, with_kwargs=True))
-    handles.append(decoder.register_forward_hook(mark_returned))
-    decoder.rotary_bands = _Conversion(attn_implementation, handles, mark)
+    handles.append(decoder.register_forward_hook(mark_returned, with_kwargs=True))
+    decoder.rotary_bands = _Conversion(attn_implementation, handles, mark, axes_of_schemes(schemes.values()))
     decoder.extra_repr = partial(_describe_decoder, type(decoder).extra_repr(decoder), _text(options))
     if options or raw_keys:
         write_options(model, config, to_json(options) | ({RAW_KEYS: True} if raw_keys else {}))
@@ -161,6 +162,7 @@ class _Conversion(NamedTuple):
     attn_implementation: str
     handles: list[RemovableHandle]
     mark: str  # of the caches that it fills
+    axes: int  # coordinates of a position
 
 
 def _check_forward(module, args, kwargs) -> tuple | None:
@@ -173,6 +175,8 @@ def _check_forward(module, args, kwargs) -> tuple | None:
     if SUPPORTED and isinstance(kwargs.get("cu_seq_lens_k"), dict):
         return args, with_pages(kwargs)
     check_cache(module, args, kwargs)
+    if axes_of(module) > 1:
+        return with_coordinates(module, args, kwargs)
     return check_positions(module, args, kwargs)
 
 

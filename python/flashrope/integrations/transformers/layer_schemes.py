@@ -42,12 +42,9 @@ class LayerScheme:
 
 def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
     rotary = rotary_of_model(config, layer_type, seqlen) if rotates else Rotary.none(_head_dim(config))
-    if rotary.axis:
-        raise ValueError(
-            "config: mrope_section gives each pair its own coordinate of a position, and caches keep one number for "
-            "each key; for text only, where the coordinates are equal, remove the key"
-        )
     given = options.get("rotary")
+    if rotary.axis:
+        _check_axial(rotary, options, window)
     if given is not None and rotates and (isinstance(given, dict) or any(rotary.frequencies)):
         given = given[layer_type] if isinstance(given, dict) else given
         if any(given.frequencies) and any(rotary.frequencies) and given.interleaved != rotary.interleaved:
@@ -65,6 +62,22 @@ def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
             f"{window}, which see nothing beyond it to rectify"
         )
     return rotary.local(window)
+
+
+def _check_axial(rotary: Rotary, options: dict, window: int | None) -> None:
+    """Refuses what counts distances, where a token stands at several coordinates."""
+    given, asked = options.get("rotary"), [name for name in options if name != "rotary"]
+    if window is not None:
+        asked = ["sliding_window", *asked]
+    if asked:
+        raise ValueError(
+            f"{asked[0]}: expected none in a model with mrope_section, whose tokens stand at {rotary.axes} coordinates "
+            f"and have {rotary.axes} distances from one another, not the one that it changes"
+        )
+    if given is not None and (isinstance(given, dict) or given.axes != rotary.axes):
+        raise ValueError(
+            f"rotary: expected a scheme of {rotary.axes} axes, as the positions of this model, got {given!r}"
+        )
 
 
 # ---- fields of a configuration

@@ -16,7 +16,9 @@ def rotary_embeddings(decoder: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def is_rotary_embedding(module: torch.nn.Module) -> bool:
-    return type(module).__name__.endswith("RotaryEmbedding")
+    """Of text; those of a vision tower, which keeps its own attention, have names of their own."""
+    name = type(module).__name__
+    return name.endswith("RotaryEmbedding") and "Vision" not in name
 
 
 def _no_rotation(module, args, output):

@@ -1,0 +1,199 @@
+"""Coordinates of cached tokens, for models whose tokens stand at a time, a row and a column (M-RoPE).
+
+A cache of transformers holds keys and values, and raw keys have no position. So the decoder's hook takes the
+coordinates of the new tokens from ``position_ids``, adds them to those that the cache bears, and passes both to the
+layers. Behind the forward the cache bears them all.
+
+They follow the cache: a crop leaves fewer keys, and the next call reads the coordinates of those alone; a reorder, a
+repeat or a selection of sequences moves them with the rows of the cache (``follow_caches``); a copy has them, too.
+
+The layers of a step share one table of their cos and sin, 8 bytes per key and channel, which is freed after the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from ...backends.calls import CacheCall, CacheLayout
+from ...backends.registry import resolve_impl
+from ...backends.shown import Positions
+from ...operators import autograd
+from ...operators.position_checks import check_positions_served
+from ...rotary.rotary import Rotary
+
+__all__ = [
+    "COORDINATES",
+    "Coordinates",
+    "attend_at",
+    "axes_of",
+    "axes_of_schemes",
+    "follow_caches",
+    "store_coordinates",
+    "with_coordinates",
+]
+
+COORDINATES = "rotary_bands_coordinates"  # the argument of every layer, and the attribute of a cache
+
+
+class Coordinates:
+    """Where the tokens of a call stand.
+
+    Attributes:
+        queries: (batch, seqlen_q, axes) float32, of the new tokens.
+        keys: (batch, slots, axes) float32, of cached and new tokens. Slots without a token hold anything.
+        kept: what the layers of this call share (``CacheLayout.once``).
+    """
+
+    def __init__(self, queries: torch.Tensor, keys: torch.Tensor):
+        self.queries, self.keys = queries, keys
+        self.kept: dict[Hashable, Any] = {}
+
+    def slots(self, count: int) -> torch.Tensor:
+        """(batch, count, axes), of all slots of a cache. Raises ValueError if it has another number of them."""
+        if count != self.keys.shape[1]:
+            raise ValueError(
+                f"past_key_values: expected a cache that returns the keys of its {self.keys.shape[1]} tokens or slots, "
+                f"got {count} keys"
+            )
+        return self.keys
+
+
+def axes_of(decoder) -> int:
+    """The coordinates of a position in a converted decoder; 1: it is one number."""
+    return getattr(vars(decoder).get("rotary_bands"), "axes", 1)
+
+
+def with_coordinates(decoder, args, kwargs) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a decoder's forward, with ``Coordinates`` for its layers.
+
+    Raises:
+        ValueError: position_ids or past_key_values.
+    """
+    given = kwargs
+    if args:
+        given = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | kwargs
+    cache, steps = given.get("past_key_values"), given.get("cache_position")
+    x = next(x for x in (given.get("inputs_embeds"), given.get("input_ids")) if x is not None)
+    length = 0 if cache is None else cache.get_seq_length()
+    start = length if steps is None else steps[0]
+    queries = _read(given.get("position_ids"), x, start, axes_of(decoder))
+    keys = queries if cache is None else _with_cached(cache, queries, length)
+    return args, kwargs | {COORDINATES: Coordinates(queries, keys)}
+
+
+def store_coordinates(cache, coordinates: Coordinates) -> None:
+    """Leaves the coordinates of all its tokens with a cache."""
+    setattr(cache, COORDINATES, coordinates.keys)
+
+
+def attend_at(
+    q, k, v, rotary: Rotary, end, first, coordinates: Coordinates, softmax_scale=None, k_scale=None, v_scale=None, **_
+) -> torch.Tensor:
+    """``attention_with_cache`` of one layer, with what its layers share.
+
+    q, k, v: as there; k and v hold the new tokens already. end, first: (batch,) int32, the slots of every sequence;
+    first may be None.
+
+    Raises:
+        ValueError: the backend takes no stored positions.
+    """
+    impl, slots = resolve_impl(None, q, cached=True), coordinates.slots(k.shape[1])
+    positions = Positions(slot_positions=slots, queries=coordinates.queries)
+    check_positions_served(impl, q, positions)
+    layout = CacheLayout(end, None, first, k_scale=k_scale, v_scale=v_scale, positions=positions, kept=coordinates.kept)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return autograd.attention_with_cache(q, k, v, None, None, CacheCall(rotary, True, scale, layout), impl)[0]
+
+
+def _read(position_ids, x, start, axes: int) -> torch.Tensor:
+    """(batch, seqlen, axes) of position_ids as the decoder reads them, which has tokens like x (batch, seqlen, ...)."""
+    batch, seqlen = x.shape[:2]
+    if position_ids is None:
+        position_ids = (torch.arange(seqlen, device=x.device) + start)[None]
+    if position_ids.ndim == 2:
+        position_ids = position_ids[None]
+    if position_ids.ndim == 3 and position_ids.shape[0] == 1:
+        position_ids = position_ids.expand(axes, -1, -1)
+    if position_ids.ndim == 3 and position_ids.shape[0] == axes + 1:  # behind those that the mask is made of
+        position_ids = position_ids[1:]
+    if position_ids.ndim != 3 or position_ids.shape[0] != axes or position_ids.shape[1] not in (1, batch):
+        raise ValueError(
+            f"position_ids: expected (batch, seqlen), ({axes}, batch, seqlen) or ({axes + 1}, batch, seqlen) with "
+            f"batch {batch}, got shape {tuple(position_ids.shape)}"
+        )
+    return position_ids.expand(-1, batch, -1).permute(1, 2, 0).to(torch.float32)
+
+
+def _with_cached(cache: Cache, queries: torch.Tensor, length) -> torch.Tensor:
+    """The coordinates of a cache's tokens, length in number, and behind them those of the new ones."""
+    cached, seqlen = getattr(cache, COORDINATES, None), queries.shape[1]
+    layer = next((each for each in getattr(cache, "layers", ()) if hasattr(each, "max_cache_len")), None)
+    if layer is not None:  # a static cache: its length is known to the device alone
+        if cached is None:
+            _check_empty(cache, 0, queries)
+            cached = queries.new_zeros(queries.shape[0], layer.max_cache_len, queries.shape[2])
+        _check_batch(cached, queries)
+        return cached.index_copy(1, length + torch.arange(seqlen, device=queries.device), queries)
+    if not length:
+        return queries
+    if cached is None or cached.shape[1] < length:
+        _check_empty(cache, 0 if cached is None else cached.shape[1], queries)
+    assert cached is not None
+    _check_batch(cached, queries)
+    return torch.cat((cached[:, :length].to(queries.device), queries), 1)
+
+
+def _check_empty(cache: Cache, known: int, queries: torch.Tensor) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if length := int(cache.get_seq_length()):
+        raise ValueError(
+            f"past_key_values: expected the {queries.shape[2]} coordinates of each of its {length} tokens, which "
+            f"a converted model leaves with the cache that it fills, got those of {known} tokens"
+        )
+
+
+def _check_batch(cached: torch.Tensor, queries: torch.Tensor) -> None:
+    if cached.shape[0] != queries.shape[0]:
+        raise ValueError(
+            f"past_key_values: expected a cache of {queries.shape[0]} sequences, as the new tokens, got the "
+            f"coordinates of {cached.shape[0]}"
+        )
+
+
+# ---- transformers' caches
+
+
+def follow_caches() -> None:
+    """Makes coordinates follow the methods of ``Cache`` that move sequences. Caches without any are not affected."""
+    _follow("reorder_cache", lambda x, beam_idx: x.index_select(0, beam_idx.to(x.device)))
+    _follow("batch_repeat_interleave", lambda x, repeats: x.repeat_interleave(repeats, dim=0))
+    _follow("batch_select_indices", lambda x, indices: x[indices.to(x.device)])
+
+
+def _follow(name: str, move) -> None:
+    stock = getattr(Cache, name)
+    if hasattr(stock, "rotary_bands"):
+        return
+
+    @functools.wraps(stock)
+    def method(self, argument, *args, **kwargs):
+        result = stock(self, argument, *args, **kwargs)
+        coordinates = getattr(self, COORDINATES, None)
+        if coordinates is not None:
+            setattr(self, COORDINATES, move(coordinates, argument))
+        return result
+
+    method.rotary_bands = True  # type: ignore[attr-defined]
+    setattr(Cache, name, method)
+
+
+def axes_of_schemes(schemes) -> int:
+    """The largest number of coordinates that a layer of these schemes (``LayerScheme``) rotates by."""
+    return max((scheme.rotary.axes for scheme in schemes), default=1)
