@@ -250,6 +250,7 @@ setup(
         "flashrope.commands",
         "flashrope.evaluation",
         "flashrope.integrations",
+        "flashrope.integrations.torchtitan",
         "flashrope.integrations.transformers",
         "flashrope.integrations.vllm",
         "flashrope.lowering",

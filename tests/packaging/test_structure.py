@@ -98,7 +98,10 @@ def test_imports_run_downward(package):
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
 def test_every_module_is_imported_by_its_dotted_name(name):
-    outside = next((library for library in ("transformers", "vllm") if f".{library}." in name), None)
+    outside = next(
+        (library for library in ("megatron", "torchtitan", "transformers", "vllm") if f".{library}." in f"{name}."),
+        None,
+    )
     if outside and not find_spec(outside) or "triton" in name and not find_spec("triton"):
         pytest.skip(f"{outside or 'triton'} is not installed")
     assert import_module(name).__name__ == name

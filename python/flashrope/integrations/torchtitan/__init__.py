@@ -1,0 +1,49 @@
+"""torchtitan models on this package's attention: overrides for ``--override.imports``. Written for torchtitan 0.3.0.
+
+``attention`` replaces the rotation and the inner attention of every ``GQAttention`` (llama3, qwen3)::
+
+    --override.imports flashrope.integrations.torchtitan.attention
+    --override.imports 'flashrope.integrations.torchtitan.attention={"scheme": "rerope"}'
+
+``save_attention`` makes selective activation checkpointing keep the attention's output, as it does for torchtitan's
+own. ``save_config`` writes the config.json of an export to Hugging Face.
+"""
+
+from torchtitan.config import derive, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.attention import GQAttention
+
+from .checkpointing import SavesAttention
+from .hugging_face import save_config
+from .inner_attention import InnerAttention
+from .rope import NoRotation
+from .scheme import read_scheme
+from .targets import AnyAttention, check_attention
+
+__all__ = ["attention", "save_attention", "save_config"]
+
+
+@override(target=AnyAttention, description="flashrope's attention, which rotates inside")
+def attention(config, **given) -> GQAttention.Config:
+    """Runs an attention layer on ``flashrope.attention``, or on ``flashrope.attention_varlen`` for packed documents.
+
+    Args:
+        config: of a ``GQAttention`` whose masks are those of packed documents (backends flex, flex_flash and varlen).
+        scheme: a scheme of ``flashrope suggest`` by name, with the sequence length as its training length. "stock" is
+            the model's own RoPE. None: "hope" without other options, otherwise "stock".
+        given: options as those of ``flashrope.integrations.transformers.convert``, over those of the scheme.
+
+    Raises:
+        TypeError, ValueError: names the option or the part of the model, what was expected and what came.
+    """
+    check_attention(config)
+    rotary, options = read_scheme(given, config)
+    inner = derive(config.inner_attention, InnerAttention.Config, rotary=rotary.text, options=options)
+    rope = derive(config.rope, NoRotation.Config, original=config.rope, sharding_config=None)
+    return derive(config, GQAttention.Config, rope=rope, inner_attention=inner)
+
+
+@override(target=SelectiveAC.Config, description="selective checkpointing keeps what flashrope's attention returns")
+def save_attention(config) -> SavesAttention.Config:
+    """Selective activation checkpointing that does not compute this package's attention again."""
+    return derive(config, SavesAttention.Config)
