@@ -39,10 +39,9 @@ def with_scheme(spec: ModuleSpec, rotary: Rotary) -> ModuleSpec:
     """
     spec = copy.deepcopy(spec)
     layer = getattr(spec.submodules, "self_attention", None)
-    if getattr(layer, "module", None) is not SelfAttention:
-        raise ValueError(
-            f"spec: expected a layer with Megatron's SelfAttention, got {getattr(layer, 'module', type(spec).__name__)}"
-        )
+    module = None if layer is None else layer.module
+    if layer is None or module is not SelfAttention:
+        raise ValueError(f"spec: expected a layer with Megatron's SelfAttention, got {module or type(spec).__name__}")
     layer.module = RawSelfAttention
     layer.submodules.core_attention = functools.partial(FusedAttention, rotary=rotary)
     return spec
