@@ -53,7 +53,7 @@ def split_position(x, base):
 
 @triton.jit
 def as_float(position):
-    return position.whole.to(tl.float32) + position.part.to(tl.float32) / PART
+    return position.whole.to(tl.float32) + position.part.to(tl.float32) * (1.0 / PART)
 
 
 @triton.jit
