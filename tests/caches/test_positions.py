@@ -8,8 +8,7 @@ import support
 import torch
 from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
 from flashrope.backends.quantized import dequantize, quantize
-from flashrope.backends.registry import load_backend, unsupported_positions
-from flashrope.backends.shown import Positions
+from flashrope.backends.registry import load_backend
 from support import SCHEMES, int32
 
 PAGE, HEADS, HEADS_KV = 16, 4, 2
@@ -20,16 +19,6 @@ TARGETS = [t for t in ALL if hasattr(load_backend(t.impl), "unsupported_position
 @pytest.fixture(params=TARGETS, ids=str)
 def placed_target(request):
     return request.param
-
-
-def stored_or_refused(target, call):
-    """call(), or None where the backend refuses stored positions, which it must do by name."""
-    slots = torch.zeros(1, 1)
-    if not unsupported_positions(target.impl, Positions(slot_positions=slots)):
-        return call()
-    with pytest.raises(ValueError, match="slot_positions: "):
-        call()
-    pytest.skip("stored positions are refused")
 
 
 @dataclasses.dataclass
@@ -221,9 +210,7 @@ def test_stored_positions(placed_target, paged):
     for rows, positions in ((first, given), (second, None), (third, given[:, :4] + 40)):
         new = [x[:, rows].contiguous() for x in (q, k, v)]
         options["positions"] = positions
-        out, lse = stored_or_refused(
-            placed_target, lambda: attention_with_cache(new[0], *caches, rotary, lengths, *new[1:], **options)
-        )
+        out, lse = attention_with_cache(new[0], *caches, rotary, lengths, *new[1:], **options)
         if positions is None:
             positions = places[-1][:, -1:].floor() + 0.5 * (places[-1][:, -1:] % 1 > 0) + torch.arange(1, 4)
         places.append(positions.double())
@@ -402,11 +389,7 @@ def test_axial(placed_target):
     for rows, given in ((15, positions[:, :15]), (4, positions[:, 15:19]), (1, None)):
         new = [x[:, n : n + rows].contiguous() for x in (q, k, v)]
         options["positions"], lengths = given, int32([n], q.device)
-        results.append(
-            stored_or_refused(
-                target, lambda: attention_with_cache(new[0], *caches, rotary, lengths, *new[1:], **options)
-            )
-        )
+        results.append(attention_with_cache(new[0], *caches, rotary, lengths, *new[1:], **options))
         n += rows
     places = positions[0].double()
     out, lse = torch.cat([out for out, _ in results], 1), torch.cat([lse for _, lse in results], 2)

@@ -27,6 +27,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from ..backends.calls import Kept
 from ..backends.registry import load_backend
+from ..cache.storage import upload
 from ..operators.checks import (
     check_int32,
     check_options,
@@ -243,16 +244,11 @@ def _packed(q, k, v, options: dict, group: dist.ProcessGroup, cu_seqlens_q, cu_s
 
 def _attend_packed(q, k, v, lengths: _Lengths, **options) -> torch.Tensor:
     """``attention_varlen``, whose packed tokens are a batch of one."""
-    cu_seqlens = (_on_device(values, q) for values in lengths)
+    cu_seqlens = (upload(values, torch.int32, q.device) for values in lengths)
     longest = (max((stop - start for start, stop in pairwise(values)), default=0) for values in lengths)
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     call: dict[str, Any] = dict(zip(names, (*cu_seqlens, *longest), strict=True))
     return attention_varlen(q[0], k[0], v[0], **call, **options)[None]
-
-
-def _on_device(values: Sequence[int], q: torch.Tensor) -> torch.Tensor:
-    """int32 on q's device. From pinned memory the host does not wait for the copy."""
-    return torch.tensor(values, dtype=torch.int32, pin_memory=q.is_cuda).to(q.device, non_blocking=True)
 
 
 def _over_heads(q, k, v, options: dict, group: dist.ProcessGroup, lengths: _Lengths | None = None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from ...rotary.rotary import Rotary
 from ..options import FIELD
 from .inner_attention import InnerAttention
 from .rope import NoRotation, hf_fields
+from .targets import head_dim_of
 
 FAMILIES = {
     Llama3Model.Config: ("llama", "LlamaForCausalLM"),
@@ -58,7 +59,7 @@ def config_of(model) -> dict[str, Any]:
     schemes = {layer.attention.inner_attention.rotary for layer in model.layers}
     if len(schemes) > 1:
         raise ValueError(f"model: expected one scheme in all layers, got {len(schemes)}")
-    head_dim = attention.dim // attention.n_heads if attention.head_dim is None else attention.head_dim
+    head_dim = head_dim_of(attention)
     qkv = attention.qkv_linear
     own = dataclasses.replace(rope.original, max_seq_len=rope.max_seq_len)
     return {

@@ -11,6 +11,7 @@ from ...rotary.catalogue import SCHEMES, Lengths, apply_options
 from ...rotary.rotary import Rotary
 from ..options import read_options, to_json
 from .rope import rotary_of
+from .targets import head_dim_of
 
 LENGTHS = ("hope_train_length", "clip", "log_n")  # options that hold a training length
 
@@ -21,7 +22,7 @@ def read_scheme(given: Mapping[str, Any], attention) -> tuple[Rotary, dict[str, 
     Raises:
         TypeError, ValueError: names the option, what was expected and what came.
     """
-    head_dim = attention.dim // attention.n_heads if attention.head_dim is None else attention.head_dim
+    head_dim = head_dim_of(attention)
     seqlen = attention.rope.max_seq_len  # torchtitan has set it to training.seq_len
     own = rotary_of(attention.rope, head_dim)
     options = _read(given, seqlen)

@@ -20,6 +20,11 @@ class AnyAttention(Configurable.Config, metaclass=ABCMeta):
         return issubclass(other, Configurable.Config) and other.__qualname__.endswith("Attention.Config")
 
 
+def head_dim_of(attention) -> int:
+    """Of a GQAttention's configuration, which may leave it to the width and the heads."""
+    return attention.dim // attention.n_heads if attention.head_dim is None else attention.head_dim
+
+
 def check_attention(config) -> None:
     """
     Raises:
