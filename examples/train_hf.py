@@ -217,7 +217,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="a checkpoint, by folder or name; default: a tiny random model over bytes")
     parser.add_argument("--text", metavar="PATH", help="a file, or a folder with one document per file")
     parser.add_argument("--out", metavar="DIR", default="runs/hf", help="checkpoints, and the model in DIR/model")
-    parser.add_argument("--scheme", choices=("hope", "cope-hope", "cope"), default="cope-hope")
+    parser.add_argument("--scheme", choices=("hope", "cope-hope", "cope"), default="hope")
     parser.add_argument("--cope-steps", type=positive, help="steps under CoPE before HoPE; default: half of --steps")
     parser.add_argument(
         "--length", type=positive, help="longest sample, and the schemes' train length, in tokens; default: the model's"

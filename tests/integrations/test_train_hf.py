@@ -34,8 +34,9 @@ def example():
 
 def options(out: Path, *more: str) -> list[str]:
     text = ["--text", str(ROOT / "docs" / "schemes.md"), "--out", str(out), "--device", "cpu"]
-    sizes = ["--steps", str(STEPS), "--cope-steps", str(COPE_STEPS), "--save-every", str(SAVE_EVERY)]
-    return [*text, *sizes, "--learning-rate", "3e-3", "--log-every", "1", *more]
+    sizes = ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
+    scheme = ["--scheme", "cope-hope", "--cope-steps", str(COPE_STEPS)]
+    return [*text, *sizes, *scheme, "--learning-rate", "3e-3", "--log-every", "1", *more]
 
 
 @pytest.fixture(scope="module")
