@@ -109,8 +109,8 @@ class CacheLayout(NamedTuple):
 
 class PositionTables(NamedTuple):
     """Positions of cached tokens as the caller gave them, each a tensor or None: page_positions, page_first and
-    page_lengths int32 (batch, max_pages), queries int32 or int64, or where slots store positions also float32, of every
-    query. groups: int32, filled by ``placed.place_slots``."""
+    page_lengths int32 (batch, max_pages), queries int32, int64 or float32, of every query. groups:
+    int32, filled by ``placed.place_slots``."""
 
     page_positions: object
     page_first: object

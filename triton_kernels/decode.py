@@ -231,7 +231,7 @@ def rotate_queries(
     if column is None:
         visible = visible_keys(rows.position, band, keys.length, scheme.maps)
     else:
-        visible = placed_keys(rows.position, column, band, keys.cache, token, SHAPE)
+        visible = placed_keys(rows.position, column, band, keys.cache, token, scheme.maps, SHAPE)
     if PARTS > 1:
         # Keep this branch: without it Triton looks through the join and picks a layout that ldmatrix cannot load.
         tile = tl.zeros((x.shape[0], 2 * x.shape[1]), x.dtype)
@@ -327,7 +327,7 @@ def attend_block(
     if places is None:
         visible = is_visible(queries.visible, column, SHAPE.block_n)
     else:
-        visible = sees(queries.visible, places, column, SHAPE)
+        visible = sees(queries.visible, places, column, keys.table.maps, SHAPE)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     PARTS: tl.constexpr = len(state.acc)
     if PARTS > 1:

@@ -13,7 +13,7 @@ import triton.language as tl
 from ..lowering import cos_sin
 from .arguments import decode_int
 from .kv_cache import clamp, load_page, row_in_page, valid_page
-from .rotation import add_angles, table_columns
+from .rotation import add_angles, load_row_map, table_columns
 from .stored import (
     LIMIT,
     NOWHERE,
@@ -25,7 +25,7 @@ from .stored import (
     split_position,
     turned,
 )
-from .tiles import clamp_rows, find_cached_sequence, load_band, row_program
+from .tiles import VisibleRange, band_unit, clamp_rows, find_cached_sequence, load_band, row_program
 
 DIGIT = tl.constexpr(cos_sin.FINE_ROWS)
 DIGIT_BITS = tl.constexpr(cos_sin.FINE_ROWS.bit_length() - 1)
@@ -34,6 +34,36 @@ ENTRY_FIELDS = tl.constexpr(3)  # position of row 0, first shown row, row behind
 TOKEN_FIELDS = tl.constexpr(2)  # position, last column that it sees; then two columns for every band
 # Where slots store positions, an entry has one field more: the number that row 0 has among the shown keys. A token has
 # a Position for every axis behind its other fields.
+
+# ---- maps
+
+
+@triton.jit
+def floor_div(x, n):
+    """x / n, rounded down on both sides of 0."""
+    quotient = tl.where(x < 0, -1 - x, x) // n
+    return tl.where(x < 0, -1 - quotient, quotient)
+
+
+@triton.jit
+def mapped_position(maps, rotation, position):
+    """A Position as the rotation's row of Scheme.maps maps it: ``flashrope.rotary.bands.PositionMap``."""
+    row_map = load_row_map(maps, rotation)
+    chunk, whole = tl.maximum(row_map.chunk, 1), position.whole
+    whole = tl.where(row_map.chunk > 0, whole - floor_div(whole, chunk) * chunk, whole)
+    whole = floor_div(whole, row_map.group)
+    part = tl.where((row_map.group > 1) | (whole >= row_map.last), 0, position.part)
+    return Position(tl.minimum(whole, row_map.last), part)
+
+
+@triton.jit
+def mapped_keys(position, band, maps):
+    """The whole positions of the keys that queries at these [M] see in a band of a scheme with maps."""
+    unit = band_unit(maps)
+    own = floor_div(position, unit)
+    stop = tl.minimum((own - band.start + 1) * unit, position + 1)
+    return VisibleRange((own - band.stop + 1) * unit, stop)
+
 
 # ---- the pass before
 
@@ -61,7 +91,7 @@ def read_entries(tables, cache, seq, entry, SHAPE: tl.constexpr):
     entries = decode_int(cache.capacity) // rows
     exists, entry = entry < entries, tl.minimum(entry, entries - 1)
     at, slot = seq.batch.to(tl.int64) * entries + entry, entry * rows
-    position = tl.zeros_like(slot) if SHAPE.stored else slot - seq.start_k
+    position = slot - seq.start_k if cache.slot_positions is None else tl.zeros_like(slot)
     if tables.page_positions is not None:
         position = tl.load(tables.page_positions + at)
     begin = tl.zeros_like(at)  # int64: the sum of both tables may exceed 32 bits
@@ -213,7 +243,9 @@ def place_queries(tables, cache, batch, row, slot, base, exists, SHAPE: tl.const
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "max_seqlen_q"])
-def place_tokens(tables, cache, cu_seqlens_q, bands, seqlen_q, max_seqlen_q, CAUSAL: tl.constexpr, SHAPE: tl.constexpr):
+def place_tokens(
+    tables, cache, cu_seqlens_q, bands, maps, seqlen_q, max_seqlen_q, CAUSAL: tl.constexpr, SHAPE: tl.constexpr
+):
     """Fills cache.entries (batch, max_pages, ENTRY_FIELDS), cache.tokens (queries, token_fields) and cache.shown
     (batch, 2), the number and the last slot of the shown keys. All are int32. A program has SHAPE.block_m queries, and
     takes SHAPE.block_n entries at a time."""
@@ -269,6 +301,9 @@ def place_tokens(tables, cache, cu_seqlens_q, bands, seqlen_q, max_seqlen_q, CAU
     for b in tl.static_range(NUM_BANDS):
         band = load_band(bands, b)
         lowest, highest = position - band.stop + 1, position - band.start
+        if maps is not None:
+            seen = mapped_keys(position, band, maps)
+            lowest, highest = seen.first, seen.stop - 1
         if SHAPE.stored and SHAPE.axes == 0:  # parts of positions may add a distance of 1
             found = columns_by_groups(tables.groups, cache, seq, lowest - 1, highest, SHAPE)
         else:
@@ -288,6 +323,18 @@ class PlacedKeys(NamedTuple):
     stop: object
     column: object
     part: object
+
+
+class MappedKeys(NamedTuple):
+    """PlacedKeys of a scheme with maps. position: the row's own. by_chunk: whether first and stop are those of chunks,
+    which go by whole positions."""
+
+    first: object
+    stop: object
+    column: object
+    part: object
+    position: object
+    by_chunk: object
 
 
 class TileEntries(NamedTuple):
@@ -350,12 +397,16 @@ def load_query_position(cache, token, axis: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def placed_keys(position, column, band, cache, token, SHAPE: tl.constexpr):
+def placed_keys(position, column, band, cache, token, maps, SHAPE: tl.constexpr):
     """The PlacedKeys of queries [M] in a band. column: the last one that each sees. token: as in load_token."""
     part = position
     if SHAPE.stored and SHAPE.axes == 0:
         part = load_query_position(cache, token, 0, SHAPE).part
-    return PlacedKeys(position - band.stop + 1, position - band.start + 1, column, part)
+    if maps is None:
+        return PlacedKeys(position - band.stop + 1, position - band.start + 1, column, part)
+    else:
+        seen = mapped_keys(position, band, maps)
+        return MappedKeys(seen.first, seen.stop, column, part, position, tl.load(maps) > 0)
 
 
 @triton.jit
@@ -407,13 +458,18 @@ def tile_places(cache, entries, page, last, first_slot, slots, SHAPE: tl.constex
 
 
 @triton.jit
-def sees(keys, places, column, SHAPE: tl.constexpr):
+def sees(keys, places, column, maps, SHAPE: tl.constexpr):
     """Whether rows with these PlacedKeys see the keys from `column` on, which are at `places`: [M, BN]."""
     position, columns = places.position[None, :], column + tl.arange(0, SHAPE.block_n)[None, :]
+    exists = places.shown[None, :]
     if SHAPE.stored and SHAPE.axes == 0:  # the distance is a whole one less
-        position += (places.part[None, :] > keys.part[:, None]).to(tl.int32)
+        beyond = (places.part[None, :] > keys.part[:, None]).to(tl.int32)
+        if maps is not None:
+            exists = exists & (position + beyond <= keys.position[:, None])
+            beyond = tl.where(keys.by_chunk, 0, beyond)
+        position += beyond
     in_band = (position >= keys.first[:, None]) & (position < keys.stop[:, None])
-    return in_band & (columns <= keys.column[:, None]) & places.shown[None, :]
+    return in_band & (columns <= keys.column[:, None]) & exists
 
 
 @triton.jit
@@ -430,8 +486,10 @@ def load_digits(ptr, position, D: tl.constexpr):
 
 @triton.jit
 def placed_cos_sin(table, rotation, position, SHAPE: tl.constexpr):
-    """cos and sin [M, D/2] of positions [M]."""
+    """cos and sin [M, D/2] of positions [M], which the scheme may map."""
     D: tl.constexpr = SHAPE.block_d
+    if table.maps is not None:
+        position = mapped_position(table.maps, rotation, Position(position, position)).whole
     ptr = table_columns(table, rotation, 0, D // 2, D)
     return load_digits(ptr[None, :], position[:, None], D)
 
@@ -443,7 +501,10 @@ def placed_query_cos_sin(table, rotation, cache, token, position, SHAPE: tl.cons
         COORDINATES: tl.constexpr = SHAPE.axes if SHAPE.axes > 0 else 1
         turns, found = load_turns(table, rotation, SHAPE), None
         for axis in tl.static_range(COORDINATES):
-            found = of_pairs(found, load_query_position(cache, token, axis, SHAPE), turns, axis)
+            place = load_query_position(cache, token, axis, SHAPE)
+            if table.maps is not None:
+                place = mapped_position(table.maps, rotation, place)
+            found = of_pairs(found, place, turns, axis)
         cos, sin = cos_sin_of(turned(found, turns) + turns.start[None, :])
         return cos * turns.factor[None, :], sin * turns.factor[None, :]
     else:
@@ -457,7 +518,10 @@ def placed_key_cos_sin(table, rotation, cache, places, SHAPE: tl.constexpr):
     if SHAPE.stored:  # rotations of keys have no offset and no factor
         turns = load_turns(table, rotation, SHAPE)
         if SHAPE.axes == 0:
-            found = of_pairs(None, Position(places.position, places.part), turns, 0)
+            place = Position(places.position, places.part)
+            if table.maps is not None:
+                place = mapped_position(table.maps, rotation, place)
+            found = of_pairs(None, place, turns, 0)
         else:
             found = None
             AXES: tl.constexpr = SHAPE.axes
@@ -465,7 +529,7 @@ def placed_key_cos_sin(table, rotation, cache, places, SHAPE: tl.constexpr):
                 at = load_stored(cache, places.page, places.row, places.start, axis, SHAPE)
                 found = of_pairs(found, at, turns, axis)
         return cos_sin_of(turned(found, turns))
-    elif SHAPE.one_run:
+    elif SHAPE.one_run and table.maps is None:
         D: tl.constexpr = SHAPE.block_d
         ptr = table_columns(table, rotation, 0, D // 2, D)
         start_cos, start_sin = load_digits(ptr, places.start, D)

@@ -243,14 +243,16 @@ def test_packed(target, scheme):
         assert torch.equal(stored[pages], alone[pages])
 
 
-@pytest.mark.parametrize("target", TRITON, ids=str)
-def test_float_positions_need_stored_ones(target):
-    case = Case(target, (1, 2, 16, 32), 1)
-    with pytest.raises(ValueError, match="positions: expected int32 or int64 there without slot_positions, got .*32"):
-        attention_with_cache(
-            case.q, case.k, case.v, Rotary.rope(32), case.seqlens, block_table=case.block_table,
-            positions=torch.zeros(1, 1, device=case.q.device), impl="triton",
-        )  # fmt: skip
+@pytest.mark.interpreted(lambda target, **given: target.dtype == torch.float32)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])
+@pytest.mark.parametrize("scheme", ["rope", "rerope", "hope_rerope_log_n"])
+def test_float_positions_without_stored_ones(target, scheme, paged):
+    case = Case(target, (2, 5, 16, 32), 2, lengths=[75, 80], leftpad=[3, 0])
+    tables = holes(2, 5, 16)
+    if not paged:
+        case, tables = case.contiguous(), {}
+    case.check(SCHEMES[scheme](32), queries=torch.tensor([[40.25, 71.5], [-3.75, 60.625]]), **tables)
 
 
 @pytest.mark.parametrize("axes", [(), (3,)], ids=["one", "axes"])

@@ -5,10 +5,12 @@ import support
 import torch
 from flashrope import attention_varlen_with_cache, attention_with_cache
 from placing import Case
-from support import SCHEMES, int32
+from support import int32
+from test_mapped_positions import MAPPED
 from test_positions import HOSTILE, SEQUENCES, Entry, Placed
 from test_stored_positions import AXIAL, coordinates, holes
 
+SCHEMES = support.SCHEMES | MAPPED
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 PAGES = [  # of 64 rows: a tile of keys lies in one
     [Entry(-70, 50, 7), Entry(0, 64), Entry(64, 0), Entry(90, 30, 30), Entry((1 << 22) + 3, 20)],
@@ -32,6 +34,10 @@ CASES = {
     ),
     "chunk-d64-bf16": dict(
         target=BF16, scheme="rerope", head_dim=64, seqlen_q=70, sequences=[[Entry(30 * n, 14, 1) for n in range(9)]]
+    ),
+    "self-extend-d64-bf16": dict(target=BF16, scheme="self_extend", head_dim=64, seqlen_q=2),
+    "dual-chunk-one-run-d64-bf16": dict(
+        target=BF16, scheme="dual_chunk", head_dim=64, seqlen_q=2, sequences=PAGES, page=64, num_splits=2
     ),
 }
 QUICK = ("rerope-d64-bf16", "rerope-one-run-d64-bf16")
@@ -80,6 +86,8 @@ STORED = {  # (target, scheme, pages of so many rows, head_dim)
     "rerope-d64-fp16": (FP16, SCHEMES["rerope"], 16, 64),
     "leaky-one-run-d64-bf16": (BF16, SCHEMES["leaky"], 64, 64),
     "local-d40-fp32": (FP32, SCHEMES["local"], 16, 40),
+    "dual-chunk-d64-bf16": (BF16, SCHEMES["dual_chunk"], 64, 64),
+    "self-extend-fp32": (FP32, SCHEMES["self_extend"], 16, 32),
 }
 
 
@@ -92,6 +100,13 @@ def test_stored_positions(machine, name):
     case.check(rotary, slot_positions=slots, **holes(2, 3, page))
     kernels = [launch.kernel for launch in machine.launches]
     assert ("place_slots" in kernels) == (not rotary.axis) and "attention_decode" in kernels
+
+
+@pytest.mark.parametrize("scheme", ["rerope", "self_extend"])
+def test_queries_at_fractions(machine, scheme):
+    """Beside keys at whole positions, which the cache does not store."""
+    case = Case(BF16, (2, 3, 16, 64), 2, lengths=[43, 33])
+    case.check(SCHEMES[scheme](64), queries=torch.tensor([[40.25, 71.5], [-3.75, 90.625]]), **holes(2, 3, 16))
 
 
 @pytest.mark.parametrize("scheme", ["mrope", "rerope"])

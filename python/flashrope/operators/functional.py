@@ -287,8 +287,8 @@ def attention_with_cache(
         positions: (batch, seqlen_q), int32, int64 or float32; for axial schemes (batch, seqlen_q, axes). Those of the
             queries and of the new keys. None: behind the last key.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``. With one of the five before: no
-            rotated_keys, no Self-Extend and no dual chunk attention, and impl "cpu", "triton" or "reference". "triton"
-            takes float positions only beside slot_positions, and positions from -(2**29 - 1) to 2**29 - 1, to 2**-31.
+            rotated_keys, and impl "cpu", "triton" or "reference". "triton" takes positions from -(2**29 - 1) to
+            2**29 - 1, to 2**-31. Self-Extend and dual chunk attention map the positions that the tables give.
 
     Returns:
         out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), of the dtype in

@@ -7,7 +7,6 @@ import torch
 from ..backends.calls import CacheLayout
 from ..backends.registry import check_backend
 from ..backends.shown import Positions, shown
-from ..rotary.bands import have_maps
 from .checks import check_int32
 
 TABLES = ("page_positions", "page_first", "page_lengths")
@@ -28,10 +27,6 @@ def check_cached_positions(given: Positions, q, k, k_cache, rotary, layout: Cach
         check_int32(name, table, q, "q", (batch, layout.block_table.shape[1]))
     if rotated_keys:
         raise ValueError("rotated_keys: expected False, as rotated keys have a position, got True with positions")
-    if have_maps(rotary.bands):
-        raise ValueError(
-            "rotary: expected a scheme over distances, got one that maps positions, which needs those of the slots"
-        )
     axes = (rotary.axes,) if rotary.axis else ()
     slots, queries = given.slot_positions, given.queries
     if slots is not None:

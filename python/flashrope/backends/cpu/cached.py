@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...rotary.bands import PositionMap, chunk_of
+from ...rotary.bands import PositionMap, chunk_of, have_maps
 from ...rotary.rotary import Rotary
 from ..calls import AttentionCall, CacheCall, CacheLayout, RotateCall, accumulation_type
 from ..packed import append_packed, attend_packed
@@ -140,7 +140,7 @@ def _attend_placed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``attention_with_cache`` of a layout with positions."""
     (batch, seqlen_q, heads_q, _), layout, placed = q.shape, call.layout, []
-    if not call.rotary.axis:
+    if not call.rotary.axis and not have_maps(call.bands):  # maps count positions, runs count from their first key
         placed = layout.once(("runs", k_cache.shape, seqlen_q), lambda: runs.find(layout, k_cache, seqlen_q))
     in_runs = [each.long_runs for each in placed] if placed else [False] * batch
     if (compiled := loader.load()) and any(in_runs) and decode.serves(q, k_cache, call):

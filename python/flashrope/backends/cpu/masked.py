@@ -1,6 +1,7 @@
 """``attention_with_cache`` over keys at any positions, with torch's flash kernel and masks.
 
-It serves what runs.py has no long runs for: stored positions that do not count by ones, and axial ones. Every block of
+It serves what runs.py has no long runs for: stored positions that do not count by ones, axial ones, and schemes that
+map positions. Every block of
 shown keys is gathered, rotated by the positions of its keys, and cut for each band to the keys that some query sees.
 Cos and sin of the keys are the same for all layers of a step that share a layout (``CacheLayout.once``).
 """

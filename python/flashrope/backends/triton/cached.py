@@ -34,12 +34,7 @@ from .rotated import rotate
 
 
 def unsupported_positions(positions: Positions) -> str:
-    """As in ``PlacingBackend``."""
-    if positions.slot_positions is None and positions.queries is not None and positions.queries.is_floating_point():
-        return (
-            f"positions: expected int32 or int64 there without slot_positions, got {positions.queries.dtype}; "
-            "impl='reference' takes them"
-        )
+    """Always "": these kernels take all tables."""
     return ""
 
 
@@ -107,7 +102,7 @@ class CachePlan(Plan):
         self.q, self.k_cache, self.v_cache, self.call, layout = q, k_cache, v_cache, call, call.layout
         self.cu_seqlens_q, self.capacity = layout.cu_seqlens_q, layout.capacity(k_cache)
         longest = q.shape[1] if self.cu_seqlens_q is None else min(layout.max_seqlen_q, q.shape[0])
-        self.stored = layout.positions is not None and layout.positions.slot_positions is not None
+        self.stored = layout.positions is not None and _have_parts(layout.positions)
         if layout.positions is None:
             table = two_level_table(call.rotary, call.causal, coarse_rows(max(longest, self.capacity)), q.device)
         elif self.stored:
@@ -163,6 +158,7 @@ class CachePlan(Plan):
             layout,
             self.cu_seqlens_q,
             self.tables.bands,
+            self.tables.maps,
             self.seqlen_q,
             self.max_seqlen_q,
             CAUSAL=self.call.causal,
@@ -256,7 +252,7 @@ class CachePlan(Plan):
         usual_rows = group if self.prefills else rows
         wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
         tile = self.tile("decode wide" if wide else "decode", self.cache)
-        aligned_maps = bool(self.lowered.maps) and self._maps_align(tile.block_n)
+        aligned_maps = bool(self.lowered.maps) and self.layout.entries is None and self._maps_align(tile.block_n)
         if self.lowered.maps and not aligned_maps:
             # Every key has its own row of cos and sin. Requested ahead, they would fill shared memory.
             tile = tile._replace(num_stages=1)
@@ -366,6 +362,12 @@ class CachePlan(Plan):
 
 
 _resident: dict[tuple, int] = {}  # blocks of attention_decode that one multiprocessor holds
+
+
+def _have_parts(positions: Positions) -> bool:
+    """Whether positions may have fractions."""
+    given = positions.queries is not None and positions.queries.is_floating_point()
+    return given or positions.slot_positions is not None
 
 
 def _kernel_layout(k_cache, layout: CacheLayout, decode_seqlen: int = 0) -> tuple[KernelCacheLayout, int]:
