@@ -13,47 +13,22 @@ from flashrope.integrations.transformers import CodesCache, convert, from_pretra
 from flashrope.integrations.transformers.coordinates import COORDINATES
 from small_models import VERSION
 from transformers import DynamicCache, StaticCache
-from vision_models import HERE, IMAGE, batch, positions, prompt, tiny_vision
+from vision_models import (
+    HERE,
+    IMAGE,
+    batch,
+    cached,
+    close,
+    generated,
+    joined,
+    positions,
+    prompt,
+    tiny_vision,
+    towers,
+    uncached,
+)
 
-BOUND = 1e-5  # of logits of size 3, float32, as for text
-CALLS = (26, 27, 30, 31)  # where calls with a cache end, behind the images; then one token at a time
 DETAILED = [name for name in ("qwen2_vl", "qwen3_vl") if name in HERE]
-
-
-def close(a, b, bound=BOUND) -> bool:
-    return float((a - b).abs().max()) <= bound
-
-
-@torch.no_grad()
-def uncached(model, name, given=None) -> torch.Tensor:
-    given = given or prompt(name)
-    return model(**given, use_cache=False).logits * given["attention_mask"][..., None]
-
-
-@torch.no_grad()
-def cached(model, name, cache=None, given=None, where=None, calls=CALLS) -> torch.Tensor:
-    """Logits of a prompt, in calls that continue a cache: images first, then text."""
-    given = given or prompt(name)
-    ids, mask, where = given["input_ids"], given["attention_mask"], positions(model, name, given)
-    parts, start, images = [], 0, {key: x for key, x in given.items() if key not in ("input_ids", "attention_mask")}
-    for end in (*calls, *range(calls[-1] + 1, ids.shape[1] + 1)):
-        call = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end], "position_ids": where[..., start:end]}
-        if "mm_token_type_ids" in images:
-            images["mm_token_type_ids"] = given["mm_token_type_ids"][:, start:end]
-        out = model(**call, **images, past_key_values=cache, use_cache=True)
-        cache, start, images = out.past_key_values, end, {}
-        parts.append(out.logits)
-    return torch.cat(parts, 1) * mask[..., None]
-
-
-@torch.no_grad()
-def generated(model, name, given=None, **options):
-    """(tokens, logits of every new one)."""
-    given = given or prompt(name)
-    made = model.generate(
-        **given, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True, **options
-    )
-    return made.sequences, torch.stack(made.logits, 1)
 
 
 def text(name):
@@ -75,11 +50,10 @@ RUNS = {
 @pytest.mark.parametrize("name", HERE)
 def test_logits_are_those_of_the_stock_model(name):
     model = tiny_vision(name)
-    vision = model.model.visual
     stock = {run: call(model, name) for run, call in RUNS.items()}
-    before = vision.config._attn_implementation
     convert(model)
-    assert vision.config._attn_implementation == before != model.config.get_text_config()._attn_implementation
+    assert {tower.config._attn_implementation for tower in towers(model)} == {"sdpa"}
+    assert model.config.get_text_config()._attn_implementation != "sdpa"
     for run, call in RUNS.items():
         assert close(call(model, name), stock[run]), run
     revert(model)
@@ -196,6 +170,17 @@ def test_a_static_cache(name):
     stock = cached(model, name, static(), given)
     convert(model)
     assert close(cached(model, name, static(), given), stock)
+
+
+def test_sequences_of_one_length_with_other_images():
+    """Without padding, so that only the images tell the positions of the two sequences apart."""
+    name = DETAILED[0]
+    one, two = prompt(name, seed=1), prompt(name, seed=2, grids=[(1, 4, 6), (1, 8, 4)])
+    model, given = tiny_vision(name), joined(one, two)
+    where = positions(model, name, given)
+    assert given["attention_mask"].all() and not torch.equal(where[:, 0], where[:, 1])
+    stock = cached(model, name, given=given)
+    assert close(cached(convert(model), name, given=given), stock)
 
 
 @pytest.mark.parametrize("name", DETAILED)

@@ -1,4 +1,4 @@
-"""Small random vision-language models, and prompts with images for them."""
+"""Small random vision-language models, and prompts with images, videos and sounds for them."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ TEXT = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-IMAGE, VIDEO, START, END = 60, 61, 62, 63
+SOUND_START, SOUND_END, SOUND, IMAGE, VIDEO, START, END = range(57, 64)
 TOKENS = dict(
     image_start_token_id=START,
     image_end_token_id=END,
@@ -40,6 +40,7 @@ class Kind(NamedTuple):
     vision: dict[str, Any]
     sections: list[int]  # pairs of the three coordinates
     partial: float = 1.0  # of the channels rotate
+    sound: dict[str, Any] | None = None  # the tower for sounds
 
 
 SAME = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, **PATCHES)
@@ -59,6 +60,25 @@ LINEAR = dict(
     linear_value_head_dim=16,
 )
 QWEN3_5 = SAME | dict(num_position_embeddings=64)
+SOUNDS = dict(
+    d_model=32,
+    encoder_layers=1,
+    encoder_attention_heads=2,
+    encoder_ffn_dim=48,
+    num_mel_bins=16,
+    n_window=50,
+    output_dim=64,
+    max_source_positions=100,
+)
+OMNI = dict(
+    audio_token_id=SOUND,
+    audio_token_index=SOUND,  # the names of qwen2_5_omni
+    image_token_index=IMAGE,
+    video_token_index=VIDEO,
+    audio_start_token_id=SOUND_START,
+    audio_end_token_id=SOUND_END,
+    position_id_per_seconds=5,
+)
 KINDS = {
     "glm4v": Kind("Glm4vForConditionalGeneration", "Glm4vConfig", {}, GLM, [2, 1, 1], 0.5),
     "glm4v_moe": Kind("Glm4vMoeForConditionalGeneration", "Glm4vMoeConfig", GLM_EXPERTS, GLM, [2, 1, 1], 0.5),
@@ -78,6 +98,9 @@ KINDS = {
         ),
         [2, 3, 3],
     ),
+    "qwen2_5_omni": Kind(
+        "Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2_5OmniThinkerConfig", {}, QWEN2_5, [2, 3, 3], sound=SOUNDS
+    ),
     "qwen2_5_vl": Kind("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig", {}, QWEN2_5, [2, 3, 3]),
     "qwen2_vl": Kind(
         "Qwen2VLForConditionalGeneration",
@@ -89,6 +112,14 @@ KINDS = {
     "qwen3_5": Kind("Qwen3_5ForConditionalGeneration", "Qwen3_5Config", LINEAR, QWEN3_5, [2, 1, 1], 0.25),
     "qwen3_5_moe": Kind(
         "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", EXPERTS | LINEAR, QWEN3_5, [2, 1, 1], 0.25
+    ),
+    "qwen3_omni_moe": Kind(
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        "Qwen3OmniMoeThinkerConfig",
+        EXPERTS,
+        QWEN3,
+        [4, 2, 2],
+        sound=SOUNDS | dict(n_window_infer=100, downsample_hidden_size=16),
     ),
     "qwen3_vl": Kind("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", dict(head_dim=16), QWEN3, [4, 2, 2]),
     "qwen3_vl_moe": Kind("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeConfig", EXPERTS, QWEN3, [4, 2, 2]),
@@ -103,52 +134,130 @@ def tiny_vision(name: str, **changes):
     rope = {"rope_type": "default", "mrope_section": kind.sections}
     base = {"rope_theta": 100.0} | ({"partial_rotary_factor": kind.partial} if kind.partial < 1 else {})
     text = TEXT | kind.text | changes | ({"rope_scaling": rope, **base} if OLD else {"rope_parameters": rope | base})
-    config = getattr(transformers, kind.config)(text_config=text, vision_config=kind.vision, **TOKENS)
+    sound = {} if kind.sound is None else OMNI | {"audio_config": kind.sound}
+    config = getattr(transformers, kind.config)(text_config=text, vision_config=kind.vision, **TOKENS, **sound)
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     return vary(getattr(transformers, kind.model)(config).float().eval())
 
 
 GRIDS = [(1, 6, 4), (1, 4, 8)]  # patches of an image in time, rows and columns; four are one token
+FRAMES = {"qwen2_5_omni": 8, "qwen3_omni_moe": 4}  # tokens of a sound of 32 frames
+SECONDS = {"qwen2_5_vl": "second_per_grid_ts", "qwen2_5_omni": "video_second_per_grid"}
+SECONDS["qwen3_omni_moe"] = SECONDS["qwen2_5_omni"]  # the argument with the seconds between two frames of a video
+FRAME_BY_FRAME = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")  # a timestamp before each frame of a video
 
 
 def prompt(
-    name: str, seed: int = 0, left: int = 5, between: int = 4, right: int = 6, grids=GRIDS
+    name: str, seed: int = 0, left: int = 5, between: int = 4, right: int = 6, grids=GRIDS, videos=(), sounds: int = 0
 ) -> dict[str, torch.Tensor]:
-    """The arguments of a forward with images of these sizes, batch 1."""
+    """The arguments of a forward with images of these sizes, then videos, then sounds, batch 1."""
     generator = torch.Generator().manual_seed(seed)
 
     def words(count):
-        return torch.randint(3, 60, (count,), generator=generator).tolist()
+        return torch.randint(3, SOUND_START, (count,), generator=generator).tolist()
 
+    parts = [[START, *[IMAGE] * (t * h * w // 4), END] for t, h, w in grids]
+    for t, h, w in videos:
+        split, size = name in FRAME_BY_FRAME, h * w // 4
+        parts.append(
+            [token for _ in range(t) for token in (*words(2), START, *[VIDEO] * size, END)]
+            if split
+            else [START, *[VIDEO] * (t * size), END]
+        )
+    parts += [[SOUND_START, *[SOUND] * FRAMES.get(name, 0), SOUND_END]] * sounds
     ids = words(left)
-    for n, (t, h, w) in enumerate(grids):
-        ids += [START, *[IMAGE] * (t * h * w // 4), END] + words(right if n == len(grids) - 1 else between)
+    for n, part in enumerate(parts):
+        ids += part + words(right if n == len(parts) - 1 else between)
     ids = torch.tensor([ids])
-    patches = sum(t * h * w for t, h, w in grids)
-    given = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "pixel_values": torch.randn(patches, *((3, 2, 2) if name == "paddleocr_vl" else (12,)), generator=generator),
-        "image_grid_thw": torch.tensor(grids),
-    }
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for sizes, pixels, grid in (
+        (grids, "pixel_values", "image_grid_thw"),
+        (videos, "pixel_values_videos", "video_grid_thw"),
+    ):
+        if sizes:
+            patches = sum(t * h * w for t, h, w in sizes)
+            channels = (3, 2, 2) if name == "paddleocr_vl" else (12,)
+            given |= {pixels: torch.randn(patches, *channels, generator=generator), grid: torch.tensor(sizes)}
+    if videos and name in SECONDS:
+        given[SECONDS[name]] = torch.tensor([1.6] * len(videos))
+    if sounds:
+        given["input_features"] = torch.randn(sounds, 16, 32, generator=generator)
+        given["feature_attention_mask"] = torch.ones(sounds, 32, dtype=torch.long)
     if "mm_token_type_ids" in inspect.signature(getattr(transformers, KINDS[name].model).forward).parameters:
-        given["mm_token_type_ids"] = (ids == IMAGE).int()
+        given["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     return given
+
+
+TOKENWISE = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 
 def batch(name: str) -> dict[str, torch.Tensor]:
     """Two prompts with different images, the shorter one padded on the left."""
-    one, two = prompt(name, seed=1), prompt(name, seed=2, left=3, right=8, grids=[(1, 4, 4)])
+    return joined(prompt(name, seed=1), prompt(name, seed=2, left=3, right=8, grids=[(1, 4, 4)]))
+
+
+def joined(one, two) -> dict[str, torch.Tensor]:
+    """A batch of two prompts, the second one padded on the left to the length of the first."""
     missing = one["input_ids"].shape[1] - two["input_ids"].shape[1]
     padded = {
-        key: torch.nn.functional.pad(x, (missing, 0)) if key not in ("pixel_values", "image_grid_thw") else x
-        for key, x in two.items()
+        key: torch.nn.functional.pad(x, (missing, 0)) if key in TOKENWISE and missing else x for key, x in two.items()
     }
     return {key: torch.cat((x, padded[key])) for key, x in one.items()}
 
 
 def positions(model, name: str, given) -> torch.Tensor:
-    """(3, batch, seqlen), as the stock model computes them for its images."""
-    asked = inspect.signature(model.model.get_rope_index).parameters
-    return model.model.get_rope_index(**{key: x for key, x in given.items() if key in asked})[0]
+    """(3, batch, seqlen), as the stock model computes them for its images, videos and sounds."""
+    owner = model.model if hasattr(model.model, "get_rope_index") else model
+    asked = inspect.signature(owner.get_rope_index).parameters
+    given = given | {"second_per_grids": given.get("video_second_per_grid")}
+    if "feature_attention_mask" in given:
+        given["audio_seqlens"] = given["feature_attention_mask"].sum(-1)
+    return owner.get_rope_index(**{key: x for key, x in given.items() if key in asked})[0]
+
+
+def towers(model) -> list[torch.nn.Module]:
+    """For images, videos and sounds: they keep their attention."""
+    return [module for path, module in model.named_modules() if path.split(".")[-1] in ("visual", "audio_tower")]
+
+
+# ---- what a model gives
+
+BOUND = 1e-5  # of logits of size 3, float32, as for text
+CALLS = (26, 27, 30, 31)  # where calls with a cache end, behind the images; then one token at a time
+
+
+def close(a, b, bound=BOUND) -> bool:
+    return float((a - b).abs().max()) <= bound
+
+
+@torch.no_grad()
+def uncached(model, name, given=None) -> torch.Tensor:
+    given = given or prompt(name)
+    return model(**given, use_cache=False).logits * given["attention_mask"][..., None]
+
+
+@torch.no_grad()
+def cached(model, name, cache=None, given=None, where=None, calls=CALLS) -> torch.Tensor:
+    """Logits of a prompt, in calls that continue a cache: images, videos and sounds first, then text."""
+    given = given or prompt(name)
+    ids, mask, where = given["input_ids"], given["attention_mask"], positions(model, name, given)
+    parts, start, images = [], 0, {key: x for key, x in given.items() if key not in TOKENWISE[:2]}
+    for end in (*calls, *range(calls[-1] + 1, ids.shape[1] + 1)):
+        call = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end], "position_ids": where[..., start:end]}
+        if "mm_token_type_ids" in images:
+            images["mm_token_type_ids"] = given["mm_token_type_ids"][:, start:end]
+        out = model(**call, **images, past_key_values=cache, use_cache=True)
+        cache, start, images = out.past_key_values, end, {}
+        parts.append(out.logits)
+    return torch.cat(parts, 1) * mask[..., None]
+
+
+@torch.no_grad()
+def generated(model, name, given=None, **options):
+    """(tokens, logits of every new one)."""
+    given = given or prompt(name)
+    made = model.generate(
+        **given, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True, **options
+    )
+    return made.sequences, torch.stack(made.logits, 1)
