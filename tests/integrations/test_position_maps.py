@@ -1,6 +1,4 @@
-"""convert(model, self_extend=...), dual_chunk=..., clip=..., what suggest says of them, and Qwen2.5-1M."""
-
-from types import SimpleNamespace
+"""convert(model, self_extend=...), dual_chunk=..., clip=..., and what suggest says of them."""
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from flashrope.integrations.transformers import convert, from_pretrained, sugges
 from flashrope.rotary.fitting import dual_chunk_for, self_extend_for
 
 ROPE = Rotary.rope(16)
-CHUNKS = {"chunk_size": 160, "local_size": 32, "original_max_position_embeddings": 160}
 
 
 def test_the_schemes():
@@ -130,15 +127,6 @@ def test_the_chunks_of_dual_chunk_attention():
         Rotary.rope(16).dual_chunk(*chunks)
     with pytest.raises(ValueError, match="dual_chunk: expected a training length above 128, .* got 128"):
         dual_chunk_for(128)
-
-
-def test_the_configuration_of_qwen():
-    model = tiny("llama")
-    model.config.dual_chunk_attention_config = CHUNKS
-    assert schemes(convert(model)) == [ROPE.dual_chunk(160, 32)] * 3
-    fields = dict(head_dim=16, rope_theta=1e4, max_position_embeddings=160, num_attention_heads=4)
-    with pytest.raises(ValueError, match="dual_chunk_attention_config with chunk_size and local_size, got {'chunk_si"):
-        Rotary.from_hf_config(SimpleNamespace(**fields, dual_chunk_attention_config={"chunk_size": 160}))
 
 
 @pytest.mark.parametrize(

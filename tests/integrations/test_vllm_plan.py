@@ -153,6 +153,20 @@ def test_a_configuration_with_dual_chunks(chunks, options, expected, sparse, of_
     assert plan.stock == {Rotary.rope(32)} and given == chunks
 
 
+def test_dual_chunks_of_a_model_of_several_parts():
+    """Chunks and the field may stand in the configuration of the text model or of the whole."""
+    asking = config()
+    text, whole = asking.model_config.hf_text_config, SimpleNamespace(flashrope={"log_n": 64})
+    asking.model_config.hf_config = whole
+    text.dual_chunk_attention_config, whole.dual_chunk_attention_config = None, dict(SIZES)
+    adopt_chunks(asking.model_config)
+    assert text.flashrope is None and whole.flashrope == {"log_n": 64, "dual_chunk": [160, 32]}
+    assert {layer.rotary for layer in make_plan(asking).layers} == {Rotary.rope(32).dual_chunk(160, 32).log_n(64)}
+    whole.flashrope, text.dual_chunk_attention_config = None, dict(QWEN)
+    adopt_chunks(asking.model_config)
+    assert whole.flashrope is None and text.flashrope == {"dual_chunk": [262144, 8192, 262144]}
+
+
 @pytest.mark.parametrize("chunks", [None, {}])
 def test_no_dual_chunks(chunks):
     stock = config(hf={"dual_chunk_attention_config": chunks})

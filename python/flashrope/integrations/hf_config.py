@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from ..rotary.rotary import Rotary
+from .dual_chunk import CHUNKS, read_chunks
 from .families import families_with, family
 
 __all__ = ["rotary_from_config"]
@@ -57,7 +58,7 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
 
     Parameters that the family's code does not read (alpha, partial_rotary_factor) are refused.
     ``dual_chunk_attention_config`` (Qwen2.5-1M), which transformers itself does not read, gives ``Rotary.dual_chunk``,
-    without Qwen's sparse attention and without its engine's factor on the queries of long sequences.
+    with ``original_max_position_embeddings`` as its length_scale, and without Qwen's sparse attention.
 
     Hugging Face multiplies cos and sin by ``attention_factor``; here its square scales the scores, or what the rotated
     channels add to them where not all of them rotate. ``llama_4_scaling_beta`` gives ``Rotary.log_steps``. With
@@ -83,11 +84,11 @@ def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None
     return rotary
 
 
-def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = None) -> Rotary:
+def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = None, chunked: bool = True) -> Rotary:
     """The scheme that the attention of a transformers model needs.
 
     As ``rotary_from_config``, for callers that run the model's own attention module around it: it scales the query by
-    its position itself (``llama_4_scaling_beta``).
+    its position itself (``llama_4_scaling_beta``). chunked: False leaves ``dual_chunk_attention_config`` out.
     """
     if seqlen is not None and (not isinstance(seqlen, int) or isinstance(seqlen, bool) or seqlen < 1):
         raise ValueError(f"seqlen: expected None or a positive integer, got {seqlen!r}")
@@ -123,8 +124,8 @@ def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = 
     if attention_factor != 1:
         field = "temperature" if rotary.rotary_dim == head_dim else "rotated_scale"
         rotary = dataclasses.replace(rotary, **{field: float(attention_factor) ** 2})
-    if chunks := getattr(config, "dual_chunk_attention_config", None):
-        rotary = _dual_chunk(rotary, chunks)
+    if chunked and (chunks := getattr(config, CHUNKS, None)):
+        rotary = rotary.dual_chunk(*read_chunks(chunks))
     if params.get("mrope_section"):
         rotary = rotary.mrope(list(params["mrope_section"]), _mrope_is_interleaved(model_type, params))
     if of_family.reversed:
@@ -142,18 +143,6 @@ def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
         f"config: mrope_section gives each pair its own coordinate of a position, in an order that is not known for "
         f"model_type {model_type!r}; for text only, where the coordinates are equal, remove the key"
     )
-
-
-def _dual_chunk(rotary: Rotary, chunks) -> Rotary:
-    """Qwen2.5-1M. Its sparse attention, an approximation for speed, is left out, and so is the factor that Qwen's
-    engine puts on the queries of sequences beyond original_max_position_embeddings."""
-    sizes: list[Any] = [chunks.get(name) if isinstance(chunks, dict) else None for name in ("chunk_size", "local_size")]
-    if None in sizes:
-        raise ValueError(
-            f"config: expected dual_chunk_attention_config with chunk_size and local_size, got {chunks!r}; remove the "
-            "field for attention without chunks"
-        )
-    return rotary.dual_chunk(*sizes)
 
 
 # ---- which parameters

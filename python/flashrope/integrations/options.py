@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any
 
 from ..rotary.catalogue import known_options
+from .dual_chunk import CHUNKS
 
 FIELD = "flashrope"
+DUAL_CHUNK = "dual_chunk"
 LOG_N_CLIP = "log_n_clip"  # the one option that False switches on
 RAW_KEYS = "raw_keys"  # in the field alone, for engines: their cache holds raw keys under every scheme
 
@@ -26,7 +28,8 @@ def training_length(config, name: str) -> int:
 
 
 def read_options(given: Mapping[str, Any], config, length=training_length) -> dict[str, Any]:
-    """The options that ask for something, after checks. window=0 does; None, False and defaults do not.
+    """The options that ask for something, after checks. window=0 does; None, False and defaults do not, except
+    dual_chunk=False for a configuration with dual_chunk_attention_config, which it switches off.
 
     Args:
         given: by name. rotary is a Rotary, its text, or a dict of one per layer type.
@@ -67,7 +70,10 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
                 raise ValueError(f"{beside.name}: expected {name} beside it, got {value!r} alone")
             if value != beside.default:
                 found[beside.name] = value
-    return {name: found[name] for name in asked if name in found}
+    found = {name: found[name] for name in asked if name in found}
+    if given.get(DUAL_CHUNK) is False and getattr(config, CHUNKS, None):
+        found[DUAL_CHUNK] = False
+    return found
 
 
 def read_field(config, length=training_length) -> dict[str, Any]:

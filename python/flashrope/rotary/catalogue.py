@@ -146,7 +146,7 @@ def name_options(options: Mapping[str, Any]) -> str:
     methods = {scheme.option.name: scheme.method for scheme in SCHEMES.values() if scheme.option}
     parts = ["own Rotary"] if "rotary" in options else []
     for name in known_options():
-        if name in options:
+        if options.get(name, False) is not False:
             leaky = name == "window" and "factor" in options
             method = SCHEMES["leaky"].method if leaky else methods[name]
             parts.append(f"{method} w {options[name]:,}" if name == "window" else method)

@@ -59,7 +59,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window. It excludes window.
         dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``, or (chunk_size, local_size, length_scale). It
             excludes window and self_extend. A configuration's dual_chunk_attention_config (Qwen2.5-1M) is honored
-            without this option, without the sparse attention that may stand beside it, and without length_scale.
+            without this option, with the length of its factor and without the sparse attention that may stand beside
+            it. The option takes its place; False switches it off.
         log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: by the training length. Layers with a sliding
             window see a fixed number of keys and are not scaled.
         log_n_clip: beside log_n, for models that were trained with it, False: the factor may be below 1.

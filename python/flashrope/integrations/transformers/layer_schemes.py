@@ -9,6 +9,7 @@ from functools import partial
 from ...rotary.catalogue import TABLE, apply_options, known_options
 from ...rotary.rotary import Rotary
 from ..hf_config import rotary_of_model
+from ..options import DUAL_CHUNK
 
 
 class LayerScheme:
@@ -41,7 +42,9 @@ class LayerScheme:
 
 
 def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
-    rotary = rotary_of_model(config, layer_type, seqlen) if rotates else Rotary.none(_head_dim(config))
+    chunked = DUAL_CHUNK not in options  # which otherwise takes the place of the configuration's
+    options = {name: value for name, value in options.items() if name != DUAL_CHUNK or value}
+    rotary = rotary_of_model(config, layer_type, seqlen, chunked) if rotates else Rotary.none(_head_dim(config))
     given = options.get("rotary")
     if rotary.axis:
         _check_axial(rotary, options, window)

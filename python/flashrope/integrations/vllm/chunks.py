@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from ..dual_chunk import CHUNKS, read_chunks
 from ..options import FIELD
-
-CHUNKS = "dual_chunk_attention_config"
-SIZES = ("chunk_size", "local_size")
-LENGTH = "original_max_position_embeddings"
-SPARSE = (
-    "sparse_attention_config",
-    "sparse_attention_enabled",
-    "sparse_attention_threshold",
-    "sparse_attention_last_q",
-)
 
 
 def adopt_chunks(model) -> bool:
@@ -37,7 +26,7 @@ def adopt_chunks(model) -> bool:
     chunks = next((each for each in found if each), None)
     if chunks is None:
         return False
-    sizes = _read(chunks)
+    sizes = read_chunks(chunks)
     holder = next((config for config in configs if getattr(config, FIELD, None) is not None), configs[0])
     field = getattr(holder, FIELD, None)
     if field is None:
@@ -49,20 +38,6 @@ def adopt_chunks(model) -> bool:
 
 
 def _configs(model) -> list:
-    """The text model's configuration, and that of the whole if it is another one."""
-    configs = [getattr(model, name, None) for name in ("hf_text_config", "hf_config")]
-    return [
-        config for n, config in enumerate(configs) if config is not None and all(config is not c for c in configs[:n])
-    ]
-
-
-def _read(chunks) -> list[Any]:
-    """[chunk_size, local_size], and the length of the factor where the configuration has one."""
-    if not isinstance(chunks, dict):
-        raise TypeError(f"{CHUNKS}: expected a dict with {', '.join(SIZES)}, got {chunks!r}")
-    if missing := [name for name in SIZES if chunks.get(name) is None]:
-        raise ValueError(f"{CHUNKS}: expected {' and '.join(SIZES)}, got none of {missing[0]} in {chunks!r}")
-    if unknown := sorted(set(chunks) - {*SIZES, LENGTH, *SPARSE}):
-        raise ValueError(f"{CHUNKS}: expected some of {', '.join((*SIZES, LENGTH, *SPARSE))}, got {unknown[0]!r}")
-    length = chunks.get(LENGTH)
-    return [*(chunks[name] for name in SIZES), *([length] if length else [])]
+    """The text model's configuration, and that of the whole, which may be the same."""
+    configs = (getattr(model, name, None) for name in ("hf_text_config", "hf_config"))
+    return [config for config in configs if config is not None]
