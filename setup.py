@@ -1,8 +1,9 @@
 """Maps the source folders to one package: triton_kernels/ is `flashrope.triton_kernels`, python/flashrope is the rest.
 
 csrc/cpu/build.py compiles the CPU kernels for Linux with the C++ compiler (CXX, default c++). They depend on libc and
-libstdc++ alone, so the wheel serves every Python 3. Without a compiler the installation succeeds without them, and the
-wheel serves every platform.
+libstdc++ alone, so the wheel serves every Python 3, and is tagged manylinux_2_28 where they ask for no newer versions of
+these. A cross compiler in CXX makes the wheel of another machine (docs/releasing.md). Without a compiler the
+installation succeeds without them, and the wheel serves every platform.
 
 FLASHROPE_BUILD_CUDA=1 builds the CUDA extension of csrc/ too. The build environment (pip install --no-build-isolation)
 then needs nvcc, a C++ compiler, ninja, pybind11, and the headers of torch: any torch from 2.11 on, with or without
@@ -78,14 +79,18 @@ class Build(build_ext):
     def build_extensions(self):
         if CPU_KERNELS in self.extensions:
             self.extensions = [ext for ext in self.extensions if ext is not CPU_KERNELS]
-            self.build_cpu(ROOT / "python" if self.in_source else Path(self.build_lib))
+            folder = (ROOT / "python" if self.in_source else Path(self.build_lib)) / "flashrope/backends/cpu/kernels"
+            if not self.in_source:
+                shutil.rmtree(folder, ignore_errors=True)  # an earlier build may have been for another machine
+                self.distribution.cpu_kernels = folder
+            self.build_cpu(folder)
         if self.extensions:
             self.build_cuda()
 
-    def build_cpu(self, root):
+    def build_cpu(self, folder):
         """A library that cannot be built is left out, and build.json beside it says why."""
         try:
-            missing = CPU_BUILD["build"](root / "flashrope/backends/cpu/kernels")
+            missing = CPU_BUILD["build"](folder)
         except OSError as error:  # a folder that cannot be written to
             missing = {"all targets": str(error)}
         for target, problem in missing.items():
@@ -142,7 +147,11 @@ class Wheel(bdist_wheel):
     """The CPU kernels need a platform and no version of Python."""
 
     def get_tag(self):
-        return super().get_tag() if CUDA or self.root_is_pure else ("py3", "none", super().get_tag()[2])
+        python, abi, platform = super().get_tag()
+        if CUDA or self.root_is_pure:
+            return python, abi, platform
+        folder = getattr(self.distribution, "cpu_kernels", None)  # none in an editable installation
+        return "py3", "none", folder and CPU_BUILD["platform_tag"](folder) or platform
 
 
 # The library depends on libtorch_cpu and libtorch_cuda, which torch has loaded before it. It is linked with empty

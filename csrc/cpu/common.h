@@ -20,6 +20,13 @@
 #include <immintrin.h>
 #endif
 
+// glibc 2.29 has a second version of log, for errno. The first keeps a wheel fit for manylinux_2_28.
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver log, log@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver log, log@GLIBC_2.17");
+#endif
+
 namespace flashrope {
 
 #if defined(__AVX512F__)
@@ -163,7 +170,7 @@ struct Int4 {  // channels 2 n and 2 n + 1
 template <typename T>
 constexpr int PER_ELEMENT = 1;
 template <>
-constexpr int PER_ELEMENT<Int4> = 2;
+inline constexpr int PER_ELEMENT<Int4> = 2;
 template <typename T>
 constexpr bool IS_CODE = false;
 template <>
