@@ -2,19 +2,24 @@
 
     python tools/hub_kernel.py DIR
 
-DIR gets build.toml and, under torch-ext/flashrope, the package with its kernels inside, but without the commands, which
-a kernel loaded under a name of its own cannot run. The builder adds _ops.py, from which flashrope.operators.library
-takes its namespace.
+DIR gets build.toml, what hub/ holds (flake.nix, CARD.md, tests, benchmarks) and, under torch-ext/flashrope, the package
+with its kernels inside, but without the commands, which a kernel loaded under a name of its own cannot run. The builder
+adds _ops.py, from which flashrope.operators.library takes its namespace. The copy has no other namespace to fall back on:
+the builder's documentation forbids one.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"": "python/flashrope", "triton_kernels": "triton_kernels"}
+NAMESPACE = re.compile(
+    r"^try:  # Hugging Face.*?\n    (from \.\._ops import \w+\n).*?\n\n\n(?=NAMESPACE = )", re.DOTALL | re.MULTILINE
+)
 LEFT_OUT = {"__main__.py", "cli", "commands", "evaluation", "small_models"}
 
 
@@ -28,6 +33,12 @@ def lay_out(target: Path) -> Path:
             if relative.parts[0] not in LEFT_OUT:
                 (package / name / relative).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, package / name / relative)
+    library = package / "operators" / "library.py"
+    text, replaced = NAMESPACE.subn(r"\1\n", library.read_text())
+    if replaced != 1:
+        raise RuntimeError(f"{library.name}: expected one namespace of the builder, got {replaced}")
+    library.write_text(text)
+    shutil.copytree(ROOT / "hub", target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("build.toml", "LICENSE"):
         shutil.copyfile(ROOT / name, target / name)
     return package

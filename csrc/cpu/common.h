@@ -174,9 +174,9 @@ inline constexpr int PER_ELEMENT<Int4> = 2;
 template <typename T>
 constexpr bool IS_CODE = false;
 template <>
-constexpr bool IS_CODE<Int8> = true;
+inline constexpr bool IS_CODE<Int8> = true;
 template <>
-constexpr bool IS_CODE<Int4> = true;
+inline constexpr bool IS_CODE<Int4> = true;
 
 inline float to_float(Int8 x) { return x.code; }
 
@@ -236,9 +236,9 @@ inline void convert(const T* x, float* y, int count) {
 template <typename T>
 constexpr float LARGEST = std::numeric_limits<float>::max();  // finite number
 template <>
-constexpr float LARGEST<Float16> = 65504.0f;
+inline constexpr float LARGEST<Float16> = 65504.0f;
 template <>
-constexpr float LARGEST<BFloat16> = 0x1.fep127f;
+inline constexpr float LARGEST<BFloat16> = 0x1.fep127f;
 
 inline void store_codes(const int32_t* codes, int count, Int8* out) {
   for (int c = 0; c < count; ++c) out[c].code = int8_t(codes[c]);

@@ -1,6 +1,8 @@
 """The project as a Hugging Face kernel, and the settings of the hosted CI. (.ci/run builds the wheel and the sdist.)"""
 
+import ast
 import importlib.util
+import os
 import re
 import runpy
 import subprocess
@@ -80,6 +82,60 @@ def test_two_builds_load_beside_the_installed_package(lay_out, composed, tmp_pat
         assert hasattr(getattr(torch.ops, kernel.operators.library.NAMESPACE), "attention_with_cache")
         compiled = torch.compile(kernel.attention, backend="eager", fullgraph=True)
         assert torch.equal(compiled(q, k, v, kernel.Rotary.rope(16).rectify(8)), expected)
+
+
+# torch-ops-check-hook.py and kernel-layout-check-hook.sh of huggingface/kernels, nix-builder/pkgs, at 8ac69fc5.
+REGISTRATIONS = {
+    "custom_op",
+    "triton_op",
+    "register_kernel",
+    "register_fake",
+    "register_vmap",
+    "register_torch_dispatch",
+}
+
+
+def called(node: ast.AST) -> str | None:
+    """The name of the function that a call calls."""
+    function = getattr(node, "func", None)
+    return getattr(function, "attr", getattr(function, "id", None))
+
+
+def fixed_namespaces(package: Path) -> list[str]:
+    """Registrations of operators whose name has not the builder's namespace."""
+    return [
+        f"{path.name}:{call.lineno}"
+        for path in package.rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and called(call) in REGISTRATIONS and called(call.args[0]) != NAMESPACED
+    ]
+
+
+NAMESPACED = "add_op_namespace_prefix"
+
+
+def test_the_copy_passes_the_checks_of_the_builder(lay_out, tmp_path):
+    package = lay_out(tmp_path / "kernel")
+    root = package.parents[1]
+    assert (package / "__init__.py").exists() and not (package / "flashrope").exists()
+    assert {"CARD.md", "build.toml", "flake.nix", "tests", "benchmarks", "torch-ext", "LICENSE"} == set(
+        os.listdir(root)
+    )
+    assert not fixed_namespaces(package)
+    (package / "wrong.py").write_text('@torch.library.custom_op("flashrope::wrong")\ndef wrong(): ...\n')
+    assert fixed_namespaces(package) == ["wrong.py:1"]
+    outside = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                outside.add(node.module.split(".")[0])
+            elif isinstance(node, ast.Import):
+                outside.update(alias.name.split(".")[0] for alias in node.names)
+    libraries = outside - sys.stdlib_module_names
+    # the first two as in the hub's own examples; the others inside the integration of each
+    assert libraries == {"torch", "triton", "transformers", "vllm", "torchtitan", "megatron"}
+    repository = tomllib.loads((root / "build.toml").read_text())["general"]["hub"]["repo-id"]
+    assert f'get_kernel("{repository}", version=0)' in (root / "tests/test_flashrope.py").read_text()
 
 
 def test_a_folder_that_is_there_is_not_overwritten(lay_out, tmp_path):

@@ -107,6 +107,7 @@ IN_PLACE = {
     "experiments/export.py",  # in a new folder
     "experiments/figures.py",  # to memory
     "tools/api_reference.py",
+    "tools/hub_kernel.py",  # in a new folder
     "tools/migration_diff.py",
     "tools/loss_model.py",
     "examples/train_fsdp.py",  # a log, line by line

@@ -25,9 +25,13 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'torch':13}{torch.__version__}" + (f", CUDA {torch.version.cuda}" if torch.version.cuda else ""))
     for package in ("triton", "transformers"):
         print(f"{package:13}{_installed(package)}")
-    print(f"{'extension':13}{load_backend('cuda').build_info()}")
+    print(f"{'CUDA kernels':13}{load_backend('cuda').build_info()}")
     library, target, problem = loader.find()
-    kernels = f"compiled for {target}: {library.path}" if library else f"composed of PyTorch's: {problem}"
+    kernels = (
+        f"compiled for {target} by {loader.compiler()}: {library.path}"
+        if library
+        else f"composed of PyTorch's: {problem}"
+    )
     print(f"{'CPU kernels':13}{kernels}")
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     for device in devices:

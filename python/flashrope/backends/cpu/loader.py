@@ -81,6 +81,14 @@ def _missing(target: str) -> str:
         return "not in this installation, which was built without a C++ compiler"
 
 
+def compiler() -> str:
+    """What compiled the libraries."""
+    try:
+        return json.loads((FOLDER / "build.json").read_text(encoding="utf-8"))["compiler"] or "an unknown compiler"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "an unknown compiler"
+
+
 def _stale(path: Path) -> bool:
     """Whether a source of this checkout is newer than the library."""
     built = path.stat().st_mtime

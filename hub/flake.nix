@@ -1,0 +1,10 @@
+{
+  description = "flashrope, fused attention for rotary position schemes";
+  inputs.kernel-builder.url = "github:huggingface/kernels";
+  outputs =
+    { self, kernel-builder }:
+    kernel-builder.lib.genKernelFlakeOutputs {
+      inherit self;
+      path = ./.;
+    };
+}
