@@ -1,8 +1,8 @@
 """Maps the source folders to one package: triton_kernels/ is `flashrope.triton_kernels`, python/flashrope is the rest.
 
 csrc/cpu/build.py compiles the CPU kernels for Linux with the C++ compiler (CXX, default c++). They depend on libc and
-libstdc++ alone, so the wheel serves every Python 3, and is tagged manylinux_2_28 where they ask for no newer versions of
-these. A cross compiler in CXX makes the wheel of another machine (docs/releasing.md). Without a compiler the
+libstdc++ alone, so the wheel serves every Python 3, and is tagged manylinux_2_28 where they ask for no newer versions
+of these. A cross compiler in CXX makes the wheel of another machine (docs/releasing.md). Without a compiler the
 installation succeeds without them, and the wheel serves every platform.
 
 FLASHROPE_BUILD_CUDA=1 builds the CUDA extension of csrc/ too. The build environment (pip install --no-build-isolation)

@@ -4,8 +4,8 @@
 
 DIR gets build.toml, what hub/ holds (flake.nix, CARD.md, tests, benchmarks) and, under torch-ext/flashrope, the package
 with its kernels inside, but without the commands, which a kernel loaded under a name of its own cannot run. The builder
-adds _ops.py, from which flashrope.operators.library takes its namespace. The copy has no other namespace to fall back on:
-the builder's documentation forbids one.
+adds _ops.py, from which flashrope.operators.library takes its namespace. The copy has no other namespace to fall back
+on: the builder's documentation forbids one.
 """
 
 from __future__ import annotations

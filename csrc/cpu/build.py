@@ -103,7 +103,7 @@ def platform_tag(folder: Path) -> str | None:
 
 
 def _suits_manylinux(library: bytes) -> bool:
-    """Reads every string of the file that looks like a version or a library, so a string too many only asks for more."""
+    """Reads every string that looks like a version or a library, so a string too many only asks for more."""
     versions = re.findall(rb"\0(GLIBC|GLIBCXX|CXXABI|GCC)_(\d[\d.]*)(?=\0)", library)
     needed = re.findall(rb"\0((?:lib|ld-)[\w+-]+\.so[.\d]*)(?=\0)", library)
     return all(tuple(map(int, version.split(b"."))) <= NEWEST[name] for name, version in versions) and (
