@@ -412,9 +412,9 @@ class Rotary:
     def self_extend(self, window: int, group: int) -> Rotary:
         """Self-Extend (Jin et al. 2024, section 3): grouped positions beyond a window, for models that are trained.
 
-        Below window, scores see the true distance. From window on, the query at i rotates by floor(i / group) + window
-        - window / group and the key at j by floor(j / group). For causal attention. A scheme in which no pair rotates
-        stays as it is.
+        Below window, scores see the true distance. From window on, the query at i rotates by
+        floor(i / group) + window - window / group and the key at j by floor(j / group). For causal attention. A scheme
+        in which no pair rotates stays as it is.
 
         Args:
             window: in positions, a multiple of group.

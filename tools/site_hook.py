@@ -1,0 +1,83 @@
+"""What mkdocs.yml builds the site from: the repository's own pages, each at its own path, so that a relative link holds on
+GitHub and on the site. README.md is the front page. A source file or a folder that a page links to becomes a page too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+FOLDERS = ("docs", "bench/results")
+KINDS = (".md", ".png", ".csv", ".css")
+SHOWN = {".py": "python", ".md": "markdown", ".cu": "cpp", ".sh": "bash"}
+LINK = re.compile(r"(\]\()([^)#\s]+)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """In the place of docs_dir's files: those of the repository, and the pages that show sources."""
+    for file in [file for file in files if file.src_dir == config.docs_dir]:
+        files.remove(file)
+    paths = [ROOT / page for page in PAGES]
+    paths += [x for folder in FOLDERS for x in sorted((ROOT / folder).rglob("*")) if x.suffix in KINDS]
+    for path in paths:
+        files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
+    waiting = [source for path in paths if path.suffix == ".md" for source in linked_sources(path)]
+    while waiting:
+        source = waiting.pop()
+        if files.get_file_from_path(shown_at(source)) is None:
+            files.append(File.generated(config, shown_at(source), content=shown(source)))
+            waiting += listed(source) if source.is_dir() else []
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links to sources lead to the pages that show them."""
+    folder = (ROOT / page.file.src_uri).parent
+
+    def changed(match: re.Match) -> str:
+        source = linked_source(folder, match[2])
+        return match[0] if source is None else match[1] + os.path.relpath(ROOT / shown_at(source), folder)
+
+    return LINK.sub(changed, markdown)
+
+
+def linked_sources(page: Path) -> list[Path]:
+    """The source files and folders that a page links to."""
+    targets = (linked_source(page.parent, target) for _, target in LINK.findall(page.read_text()))
+    return [target for target in targets if target is not None]
+
+
+def linked_source(folder: Path, target: str) -> Path | None:
+    """The file or folder of the repository that a link names, where it is not itself part of the site."""
+    path = Path(os.path.normpath(folder / target))
+    if "://" in target or not path.exists() or not path.is_relative_to(ROOT):
+        return None
+    name = path.relative_to(ROOT).as_posix()
+    part = name in PAGES or (path.suffix in KINDS and name.startswith(tuple(f"{x}/" for x in FOLDERS)))
+    return None if part else path
+
+
+def listed(folder: Path) -> list[Path]:
+    """What the page of a folder lists."""
+    return [path for path in sorted(folder.iterdir()) if path.suffix in SHOWN]
+
+
+def shown_at(source: Path) -> str:
+    path = PurePosixPath(source.relative_to(ROOT).as_posix())
+    return str(path / "index.md") if source.is_dir() else f"{path}.md"
+
+
+def shown(source: Path) -> str:
+    """The page of a source file, or of a folder."""
+    name = source.relative_to(ROOT).as_posix()
+    title = f"---\ntitle: {name}\nhide: [navigation, toc]\nsearch: {{exclude: true}}\n---\n\n# {name}\n\n"
+    if source.is_dir():
+        return title + "".join(f"- [{path.name}]({path.name})\n" for path in sorted(source.iterdir()) if path.is_file())
+    return f"{title}````{SHOWN.get(source.suffix, 'text')}\n{source.read_text()}````\n"
