@@ -1,5 +1,5 @@
-"""Reads the built site: every local link of every page leads to a file of it and to an anchor there, and a page loads nothing
-from elsewhere. What is wrong is a warning, which `mkdocs build --strict` makes an error.
+"""Reads the built site: every local link of every page leads to a file of it and to an anchor there, and a page loads
+nothing from elsewhere. What is wrong is a warning, which `mkdocs build --strict` makes an error.
 """
 
 from __future__ import annotations

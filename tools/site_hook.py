@@ -1,5 +1,6 @@
-"""What mkdocs.yml builds the site from: the repository's own pages, each at its own path, so that a relative link holds on
-GitHub and on the site. README.md is the front page. A source file or a folder that a page links to becomes a page too.
+"""What mkdocs.yml builds the site from: the repository's own pages, each at its own path, so that a relative link holds
+on GitHub and on the site. README.md is the front page. A source file or a folder that a page links to becomes a page
+too.
 """
 
 from __future__ import annotations
