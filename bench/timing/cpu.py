@@ -1,15 +1,16 @@
 """Speed and memory of the CPU backend, against PyTorch's attention in the same run.
 
     python -m bench cpu [--seqlen 8192] [--heads 8] [--head-dim 64] [--window 1024] [--threads 2] [--seconds 30]
-                        [--target TARGET] [--grid] [--lengths] [--busy] [--check] [--out DIR] [--publish] [--note TEXT]
+                        [--target TARGET] [--grid] [--lengths] [--busy] [--training] [--check]
+                        [--out DIR] [--publish] [--note TEXT]
 
 SDPA gets the tensors in its own best layout, heads first in memory. flashrope is timed twice: composed of PyTorch's
 kernels, and with the compiled kernels, where the installation has them. A round times every contestant once, so that
 all of them see the same state of the machine. A row shows the median and the quartiles over the rounds, and the median
 of (its time) / (time of its base in the same round). --check exits with 1 if a goal is missed. --grid adds every window
 and length; --lengths the tables that the chart by length needs; --busy adds decoding beside another process that
-computes. --target takes the compiled kernels of another target; for x86-64-v3, SDPA is held to AVX2 by
-ATEN_CPU_CAPABILITY=avx2 and MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment.
+computes; --training adds training steps of a small model. --target takes the compiled kernels of another target; for
+x86-64-v3, SDPA is held to AVX2 by ATEN_CPU_CAPABILITY=avx2 and MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ import argparse
 import ctypes
 import gc
 import multiprocessing
-import time
 from collections.abc import Callable
-from statistics import median, quantiles
 from typing import NamedTuple
 
 import torch
-from flashrope import Rotary, attention, attention_with_cache
+from flashrope import Rotary, attention
 from flashrope.cli.progress import duration
 from flashrope.tuning.timer import MIN_ROUNDS
 from torch.nn.functional import scaled_dot_product_attention
@@ -44,11 +43,14 @@ from .cpu_cases import (
     of_kernels,
     peer_entries,
     quantized_entries,
+    training_entries,
     with_kernels,
 )
+from .cpu_host import host_times
 from .problem import Problem
 from .session import bound
 from .timer import Spread, Timer, ratio, rounds
+from .training import SIZES, tokens_per_second, training_problem, training_steps
 
 CPU = torch.device("cpu")
 SHORT = ((512, 64), (2048, 128), (2048, 512))  # (seqlen, window) of ReRoPE's forward; the last beside dense matrices
@@ -63,9 +65,6 @@ LENGTHS, DENSE_SEQLEN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 2048  # two
 BUSY = ", beside a busy process"
 SLACK = 1.5  # of --check: the same commit took 0.59 of SDPA on one EPYC with AVX-512 and 0.90 on another
 ATTEMPTS = 3  # of --check: another process can slow a run down, but cannot make it look good
-
-FLASH = torch._scaled_dot_product_flash_attention_for_cpu  # as the backend calls it; torch.ops takes longer
-WARM_UP_BLOCKS = 5
 
 
 class Goal(NamedTuple):
@@ -144,10 +143,7 @@ class Bench:
         if any(record.table == title for record in self.run.records):
             return
         problems = [p.replace(dtype=each.dtype or p.dtype) for each in chosen]
-        for each, mine in zip(chosen, problems, strict=True):
-            if not (error := check.error(for_check(each), mine, backward)) <= check.TOLERANCE[mine.dtype]:
-                raise RuntimeError(f"{each.name} is wrong, nothing is timed: error {error:.2g} against float64")
-            self.run.errors[f"{title}: {each.name}"] = error
+        self.check(title, chosen, problems, backward)
         tensors = {mine.dtype: mine.tensors() for mine in problems}
         calls = {}
         for each, mine in zip(chosen, problems, strict=True):
@@ -156,6 +152,12 @@ class Bench:
             calls[each.name] = bound(each.contestant.prepare(mine), arranged, each.arrange(grad_out), backward)
         times = rounds(calls, Timer(CPU), self.options.seconds * share)
         self.report(title, chosen, p, times, backward)
+
+    def check(self, title: str, chosen: list[Entry], problems: list[Problem], backward: bool) -> None:
+        for each, mine in zip(chosen, problems, strict=True):
+            if not (error := check.error(for_check(each), mine, backward)) <= check.TOLERANCE[mine.dtype]:
+                raise RuntimeError(f"{each.name} is wrong, nothing is timed: error {error:.2g} against float64")
+            self.run.errors[f"{title}: {each.name}"] = error
 
     def report(self, title: str, chosen: list[Entry], p: Problem, times: dict[str, list[float]], backward: bool):
         count = len(times[chosen[0].name])
@@ -247,6 +249,16 @@ class Bench:
                 quiet, loud = (self.figures[f"decoding, {keys} keys{how}{name}"] for how in ("", BUSY))
                 print(f"{keys} keys, {kind:<10}{loud:>8.2f} / {quiet:.2f} = {loud / quiet:.2f}")
 
+    def training(self) -> None:
+        """Steps of the model of ``flashrope demo``, with and without this package."""
+        for batch, seqlen in SIZES:
+            p = training_problem(batch, seqlen)
+            chosen, title = training_entries(self.kernels), f"training steps, batch {batch}, seqlen {seqlen}"
+            self.check(title, chosen, [p] * len(chosen), True)
+            times = rounds(training_steps(chosen, p), Timer(CPU), self.options.seconds * 0.5)
+            self.report(title, chosen, p, times, True)
+            print(f"tokens per second: {tokens_per_second(times, p)}")
+
     def lengths(self) -> None:
         """The same contestants at every length, for the chart."""
         schemes = "HoPE", "ReRoPE"
@@ -286,6 +298,8 @@ class Bench:
         o = self.options
         if o.busy:
             self.busy()
+        if o.training:
+            self.training()
         beyond = host_times(o.heads, o.head_dim)
         self.figures |= {goal.figure: us for goal, us in zip(GOALS[-2:], beyond, strict=True)}
         self.memory()  # last: the profiler slows down every later operator of the process
@@ -368,69 +382,6 @@ def compute_forever() -> None:
         x @ x
 
 
-# ---- host time of short calls
-
-
-def host_calls(heads: int, head_dim: int) -> dict[str, Callable]:
-    """One query at seqlen 1, and one with 16 keys in a cache: PyTorch's operators, SDPA and flashrope."""
-    q, k, v = (torch.randn(1, 1, heads, head_dim) for _ in range(3))
-    leaf = q.clone().requires_grad_()
-    hope = Rotary.hope(head_dim, 512)
-    one, all16 = (torch.rand(2, seqlen, 1, head_dim).unbind(0) for seqlen in (1, 16))
-    cache = tuple(torch.randn(1, 64, heads, head_dim) for _ in range(2))
-    seqlens = torch.tensor([15], dtype=torch.int32)
-
-    def rotated(x, cos, sin):
-        return (x * cos).addcmul_(x.roll(head_dim // 2, -1), sin).transpose(1, 2)
-
-    def operators():
-        return FLASH(rotated(q, *one), rotated(k, *one), v.transpose(1, 2), 0.0, True)[0].transpose(1, 2)
-
-    def cache_operators():
-        for x, new in zip(cache, (k, v), strict=True):
-            x.narrow(1, 15, 1).copy_(new)
-        keys, values = (x.narrow(1, 0, 16) for x in cache)
-        return FLASH(rotated(q, *one), rotated(keys, *all16), values.transpose(1, 2), 0.0, False)[0].transpose(1, 2)
-
-    def sdpa():
-        return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
-
-    return {
-        "the operators of HoPE": operators,
-        "SDPA": sdpa,
-        "HoPE": lambda: attention(q, k, v, hope),
-        "HoPE, recorded for autograd": lambda: attention(leaf, k, v, hope),
-        "the operators of the next": cache_operators,
-        "HoPE, 16 keys in a cache": lambda: attention_with_cache(q, *cache, hope, seqlens, k, v),
-    }
-
-
-def host_times(heads: int, head_dim: int, blocks: int = 60, repeats: int = 50) -> tuple[float, float]:
-    """Prints the time of each call on one thread.
-
-    Returns:
-        Microseconds beyond PyTorch's operators, the median over the blocks: at seqlen 1, and with 16 cached keys.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # waking other threads would dominate
-    chosen = host_calls(heads, head_dim)
-    times = {name: [] for name in chosen}
-    for _ in range(blocks + WARM_UP_BLOCKS):
-        for name, call in chosen.items():
-            begin = time.perf_counter()
-            for _ in range(repeats):
-                call()
-            times[name].append((time.perf_counter() - begin) / repeats * 1e6)
-    times = {name: of[WARM_UP_BLOCKS:] for name, of in times.items()}
-    torch.set_num_threads(threads)
-    print(f"\nhost time at seqlen 1, one thread, {blocks} blocks of {repeats} calls")
-    for name, of in times.items():
-        low, middle, high = quantiles(of, n=4)
-        print(f"{name:<28}{middle:>8.1f} us{low:>10.1f} - {high:>8.1f}")
-    pairs = (("HoPE", "the operators of HoPE"), ("HoPE, 16 keys in a cache", "the operators of the next"))
-    return tuple(median(a - b for a, b in zip(times[call], times[operators], strict=True)) for call, operators in pairs)
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench cpu",
@@ -445,12 +396,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=float,
         default=30.0,
         help="time for the rounds of the tables that are always measured, together; each table of --grid, --lengths "
-        "and --busy adds 2%% to 10%% of it; every table has at least three rounds (default 30)",
+        "and --busy adds 2%% to 10%% of it, of --training 50%%; every table has at least three rounds (default 30)",
     )
     parser.add_argument("--target", help="the compiled kernels of this target, for example x86-64-v3")
     parser.add_argument("--grid", action="store_true", help="ReRoPE's forward for every window and length too")
     parser.add_argument("--lengths", action="store_true", help="the tables that the chart by length needs too")
     parser.add_argument("--busy", action="store_true", help="decoding beside another process that computes too")
+    parser.add_argument("--training", action="store_true", help="training steps of the demo's model too")
     parser.add_argument(
         "--check",
         action="store_true",

@@ -196,6 +196,15 @@ def peer_entries() -> list[Entry]:
     return [*rope, entry("ReRoPE, two dense matrices", SDPA, Problem.rerope, dense)]
 
 
+def training_entries(kernels) -> list[Entry]:
+    """The schemes, and RoPE as PyTorch alone computes it."""
+    without = f"eager RoPE + {SDPA}"
+    found = [entry(without, without, Problem.rope, partial(with_rope, "eager RoPE", KERNELS["SDPA flash"]))]
+    for scheme in ("RoPE", "HoPE", "ReRoPE"):
+        found.append(entry(scheme, without, SCHEMES[scheme], partial(own, SCHEMES[scheme]), kernels, ours=True))
+    return found
+
+
 def decoding_entries(kernels, half: bool = False) -> list[Entry]:
     """One token over a cache of raw keys, or as in ReRoPE's author's code, which rotates the cache at every step: in
     eager PyTorch, or compiled.

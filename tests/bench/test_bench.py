@@ -428,6 +428,20 @@ def test_quantized_caches_are_checked_and_timed(capsys):
     assert check.error(each.contestant, p, False) < check.TOLERANCE[p.dtype] < check.error(wrong, p, False)
 
 
+def test_training_steps_compute_what_their_names_say():
+    from bench.timing import cpu_cases, training
+
+    p = training.training_problem(2, 64)
+    chosen = cpu_cases.training_entries(cpu_cases.compiled_kernels())
+    steps = training.training_steps(chosen, p)
+    losses = {name: [step(), step(), step()] for name, step in steps.items()}
+    assert list(losses) == ["eager RoPE + SDPA", "RoPE", "HoPE", "ReRoPE"]
+    assert losses["eager RoPE + SDPA"] == pytest.approx(losses["RoPE"], rel=1e-5)
+    assert all(third < second < first for first, second, third in losses.values())
+    assert all(check.error(each.contestant, p, True) < check.TOLERANCE[p.dtype] for each in chosen)
+    assert training.tokens_per_second({"a": [2.0, 1.0, 4.0]}, p) == "a 64,000"
+
+
 @pytest.mark.parametrize("command", ["decode", "scaling", "cpu", "ceilings", "tune"])
 def test_without_options_nothing_is_written(tmp_path, monkeypatch, capsys, small_sizes, command):
     from bench.timing import cpu, tune
