@@ -120,10 +120,11 @@ class Cache:
     def _attend(self, q, rotary, new, tables: Tables, layer: int | None, options: dict):
         """The one call of ``attention_with_cache``. new: (k, v)."""
         seqlens, block_table, leftpad, positions = tables
-        for name in positions or ():
-            if name in options:
-                raise TypeError(f"{name}: expected none in attend, because the cache knows its own, got one")
-        options = {**options, **(positions or {})}
+        if positions:
+            for name in positions:
+                if name in options:
+                    raise TypeError(f"{name}: expected none in attend, because the cache knows its own, got one")
+            options = {**options, **positions}
         if leftpad is not None:
             if options.get("cache_leftpad") is not None:
                 raise ValueError(
