@@ -132,9 +132,9 @@ APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
 SMALLEST_TILE = 16  # keys that a product takes at least, and the rows of the smallest page
 PLACED_ROWS, PLACED_ENTRIES, PLACED_WARPS = 16, 64, 4  # queries and entries of a block table that a step compares
-# Where a cache stores positions and keys have so many pairs, tiles have at most so many keys: their cos and sin are
-# computed in registers, which would spill.
-STORED_PAIRS, STORED_KEYS = 64, 32
+# Where a cache stores positions, or a scheme maps those of pages, and keys have so many pairs, tiles have at most so
+# many keys: every key has cos and sin of its own in registers, which would spill.
+PLACED_PAIRS, PLACED_KEYS = 64, 32
 
 # With a KV cache.
 DECODE_SEQLEN = 64  # query tokens that the decode kernel takes at most; the forward kernel serves longer chunks

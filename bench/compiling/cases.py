@@ -108,6 +108,7 @@ STORED = tuple(
         ),
     )
 )
+PLACED_MAPS = tuple(dataclasses.replace(each, name=f"{each.name} placed 256", placed=256) for each in MAPS_DECODE)
 VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
 
@@ -207,5 +208,5 @@ def cases(quick: bool) -> list[Case]:
     codes = grid((80, 90), (128,), "bf16", *QUANTIZED, *QUANTIZED_CHUNKS) + grid((80,), (64,), "bf16", QUANTIZED[-1])
     codes += grid((80,), (128,), "fp16", QUANTIZED[1])
     maps = grid((80, 90), (64, 128), "bf16", *MAPS, *MAPS_DECODE) + grid((86,), (128,), "bf16", *MAPS, MAPS_DECODE[-1])
-    placed = grid((80, 90), (64, 128), "bf16", *PLACED, *STORED)
+    placed = grid((80, 90), (64, 128), "bf16", *PLACED, *STORED, *PLACED_MAPS)
     return main + wide + padded + types + variants + small_shared + cache + codes + maps + placed

@@ -33,7 +33,7 @@ from flashrope.cli.files import replacing
 from .. import machine
 from . import predict
 from .architectures import MULTIPROCESSORS
-from .cases import DTYPES, ORDER, Case, cases
+from .cases import DTYPES, ORDER, PLACED_MAPS, Case, cases
 from .limits import LISTED, max_instructions, spill_limit
 from .offline import Launch, Measured, compile_all, missing_tools
 from .table import print_table
@@ -119,6 +119,7 @@ class Row:
             self.kernel in ("attention_forward", "attention_decode")
             and first.scheme.cache == "paged"
             and first.dtype != "fp32"
+            and first.scheme not in PLACED_MAPS  # cos and sin of every key leave shared memory for one slot
         )
 
     def violations(self) -> list[str]:

@@ -39,6 +39,9 @@ CASES = {
     "dual-chunk-one-run-d64-bf16": dict(
         target=BF16, scheme="dual_chunk", head_dim=64, seqlen_q=2, sequences=PAGES, page=64, num_splits=2
     ),
+    "self-extend-one-run-d128-bf16": dict(
+        target=BF16, scheme="self_extend", head_dim=128, seqlen_q=1, sequences=PAGES, page=64
+    ),
 }
 QUICK = ("rerope-d64-bf16", "rerope-one-run-d64-bf16")
 

@@ -320,8 +320,10 @@ class CachePlan(Plan):
     def _placed_tile(self, tile: Tile) -> tuple[Tile, bool]:
         """(The tile where positions are data, whether each lies in one page.) Its keys then follow one another.
         Otherwise every key has its own rows of cos and sin, as with maps that do not align."""
-        if self.stored and self.table.shape[-1] >= configs.STORED_PAIRS:
-            tile = tile._replace(block_n=min(tile.block_n, configs.STORED_KEYS))
+        if self.lowered.maps and not self.stored:
+            tile = tile._replace(num_stages=2)  # see decode; tiles are smaller here
+        if (self.stored or self.lowered.maps) and self.table.shape[-1] >= configs.PLACED_PAIRS:
+            tile = tile._replace(block_n=min(tile.block_n, configs.PLACED_KEYS))
         if not self.page_size:
             return tile, True
         tile = tile._replace(block_n=min(tile.block_n, self.page_size))
