@@ -9,13 +9,22 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 from .arguments import decode_int64
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it to a small float32 number rounds to an integer, ties to even
 
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # the interpreter has no inline PTX
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@triton.constexpr_function
+def has_ptx():
+    """Whether kernels may use inline PTX: neither the interpreter nor an AMD GPU takes it. Elsewhere the same values
+    come from operations of Triton's language."""
+    return not INTERPRETED and is_cuda()
+
 
 # ---- reading
 # Four bytes at a time, without conversion instructions, which run at a quarter of the rate. A byte c below the exponent
@@ -103,7 +112,7 @@ def as_type(x, dtype: tl.constexpr):
     """Codes of 8 bits as numbers of this type; other tiles as they are."""
     if x.dtype != tl.int8:
         return x
-    elif INTERPRETED:
+    elif not has_ptx():
         return x.to(dtype)
     elif dtype == tl.float32:
         return tl.inline_asm_elementwise(INT8_TO_FP32, "=f,=f,=f,=f,r", [x], tl.float32, True, 4)
@@ -116,7 +125,7 @@ def as_type(x, dtype: tl.constexpr):
 @triton.jit
 def unpack(packed, dtype: tl.constexpr):
     """Bytes [M, N] to the codes in their low and in their high halves, two [M, N] of this type."""
-    if INTERPRETED or dtype == tl.float32:
+    if not has_ptx() or dtype == tl.float32:
         return ((packed & 15).to(tl.int8) - 8).to(dtype), ((packed >> 4).to(tl.int8) - 8).to(dtype)
     elif dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(INT4_TO_BF16, OF_INT4, [packed], (tl.bfloat16, tl.bfloat16), True, 4)
@@ -219,7 +228,7 @@ def value_parts(dtype, code_vec, block_d, head_dim):
 @triton.jit
 def unpack_words(words, PARTS: tl.constexpr, dtype: tl.constexpr):
     """Words [M, N] to their codes in this type: PARTS tiles [M, N]."""
-    if INTERPRETED or dtype == tl.float32:
+    if not has_ptx() or dtype == tl.float32:
         if PARTS == 2:
             return ((words << 8) >> 8).to(dtype), (words >> 8).to(dtype)
         else:

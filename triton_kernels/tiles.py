@@ -9,11 +9,10 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_code_stride, decode_int, decode_stride
-from .codes import as_type, interleave, load_packed
+from .codes import as_type, has_ptx, interleave, load_packed
 from .kv_cache import cache_bounds
 
 L2_LINE = tl.constexpr(128)  # bytes
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # the interpreter has no inline PTX
 PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 # ---- sequences
@@ -419,7 +418,7 @@ def load_cached_values(ptr, offsets, channels, SHAPE: tl.constexpr, dtype: tl.co
 @triton.jit
 def prefetch_rows(ptr, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Requests rows at offsets [M, 1] for the L2 cache. Waits for nothing and fills no register."""
-    if not INTERPRETED:
+    if has_ptx():
         ROW: tl.constexpr = HEAD_DIM // 2 if ptr.dtype.element_ty == tl.uint8 else HEAD_DIM
         LINE: tl.constexpr = L2_LINE * 8 // ptr.dtype.element_ty.primitive_bitwidth  # elements
         LINES: tl.constexpr = BLOCK_D // LINE if BLOCK_D > LINE else 1

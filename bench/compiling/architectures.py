@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
-from flashrope.backends import splits
+from flashrope.backends.splits import MULTIPROCESSORS
+from triton.backends.compiler import GPUTarget
 
-MULTIPROCESSORS = {arch: splits.MULTIPROCESSORS[arch] for arch in (80, 86, 89, 90)}
-# Bytes of shared memory per block, also for architectures that the gate does not compile for.
-SHARED = {arch: splits.MULTIPROCESSORS[arch].shared_per_block for arch in (*MULTIPROCESSORS, 120)}
+MAIN = (80, 86, 90)  # their machine code is analysed in full
+NEWER = (89, 100, 120)
+AMD = ("gfx942", "gfx950")
+NVIDIA = tuple(sorted(MAIN + NEWER))
+ALL = NVIDIA + AMD
+# Bytes of shared memory per block.
+SHARED = {arch: MULTIPROCESSORS[arch].shared_per_block for arch in ALL}
+
+
+def target(arch: int | str) -> GPUTarget:
+    """Of Triton. arch: such as 80, or AMD's "gfx942"."""
+    return GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
+
+
+def name_of(arch: int | str) -> str:
+    return arch if isinstance(arch, str) else f"sm_{arch}"
+
+
+def parse(name: str) -> int | str:
+    """Of the command line: 120, sm_120 or gfx942. Raises ValueError for any other."""
+    for arch in ALL:
+        if name in (str(arch), name_of(arch)):
+            return arch
+    raise ValueError(name)

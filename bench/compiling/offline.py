@@ -20,25 +20,26 @@ from typing import Any
 import torch
 import triton
 from flashrope.backends.triton.accumulators import held_once
+from flashrope.backends.triton.launcher import compiling
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 
 from . import predict, sass
-from .architectures import SHARED
+from .architectures import SHARED, target
 
 
 class OfflineDriver:
     """What triton.runtime asks of a driver until it loads a kernel onto a device."""
 
-    def __init__(self, arch: int):
-        self.target = GPUTarget("cuda", arch, 32)
+    def __init__(self, arch: int | str):
+        self.target = target(arch)
 
     def get_current_target(self) -> GPUTarget:
         return self.target
 
-    def get_current_device(self) -> int:
+    def get_current_device(self) -> int | str:
         return self.target.arch  # Triton remembers the target of a device: one device per architecture
 
     def get_current_stream(self, device=None) -> int:
@@ -52,7 +53,7 @@ class AbsentDevice(OfflineDriver):
     """The driver, and its utils, of a device that is not present: Triton checks its limits, and launches go to
     launcher_cls(source, metadata)."""
 
-    def __init__(self, arch: int, launcher_cls: Callable):
+    def __init__(self, arch: int | str, launcher_cls: Callable):
         super().__init__(arch)
         self.utils, self.launcher_cls = self, launcher_cls
 
@@ -67,7 +68,7 @@ class AbsentDevice(OfflineDriver):
 
 
 @contextlib.contextmanager
-def active(arch: int, device: OfflineDriver | None = None) -> Iterator[None]:
+def active(arch: int | str, device: OfflineDriver | None = None) -> Iterator[None]:
     """In this context Triton compiles for this architecture."""
     try:
         before = driver.active
@@ -84,18 +85,18 @@ def active(arch: int, device: OfflineDriver | None = None) -> Iterator[None]:
 class Launch:
     """A caught launch. Launches with equal ``key`` run the same compiled kernel."""
 
-    arch: int
+    arch: int | str
     kernel: triton.JITFunction
     args: tuple
     kwargs: dict
     key: tuple
 
     def compile(self):
-        with active(self.arch):
+        with active(self.arch), compiling():
             return self.kernel.warmup(*self.args, grid=(1,), **self.kwargs)
 
 
-def catch(arch: int, kernel: triton.JITFunction, *args, **kwargs) -> Launch:
+def catch(arch: int | str, kernel: triton.JITFunction, *args, **kwargs) -> Launch:
     """The launch of a kernel for an architecture. Compiles nothing."""
     seen = []
 
@@ -105,7 +106,7 @@ def catch(arch: int, kernel: triton.JITFunction, *args, **kwargs) -> Launch:
 
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, skip_compilation
     try:
-        with active(arch):
+        with active(arch), compiling():
             kernel.warmup(*args, grid=(1,), **kwargs)
     finally:
         knobs.runtime.jit_cache_hook = before
@@ -115,7 +116,7 @@ def catch(arch: int, kernel: triton.JITFunction, *args, **kwargs) -> Launch:
 
 
 @contextlib.contextmanager
-def caught_launches(launcher, arch: int) -> Iterator[list[Launch]]:
+def caught_launches(launcher, arch: int | str) -> Iterator[list[Launch]]:
     """Replaces ``launcher.launch``: launches are appended to the list, and no kernel is compiled or runs."""
     launches = []
     before = launcher.launch, launcher.resident_blocks, launcher.ir_allows

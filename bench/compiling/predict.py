@@ -81,8 +81,10 @@ def inner_loop(
 ) -> Loop | None:
     """None where the model does not apply: no loop with tensor-core instructions, an architecture that is not
     simulated, or a block that does not fit."""
+    if arch not in issue.RATES or not listing.controls:
+        return None
     found, blocks = bounds_of_loops(listing, whole_tiles), resident(arch, registers, shared, warps)
-    if arch not in issue.RATES or not found or not blocks or not listing.controls:
+    if not found or not blocks:
         return None
     steady = issue.steady(code_of(listing, arch, found[:1]), warps, blocks, issue.RATES[arch])
     return Loop(arch, steady.clocks, blocks, warps, steady.waits)

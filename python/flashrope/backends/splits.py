@@ -36,19 +36,43 @@ class Multiprocessor:
         )
 
 
-MULTIPROCESSORS = {
+@dataclasses.dataclass(frozen=True)
+class ComputeUnit:
+    """Limits of one AMD compute unit of CDNA 3 or 4 (LLVM, "User Guide for AMDGPU Backend", and getMaxWorkGroupsPerCU).
+    shared_per_block, shared: bytes of local data share (LDS). It has four SIMDs, each with 512 vector registers a lane
+    for at most 8 waves."""
+
+    shared_per_block: int
+    shared: int
+
+    def waves(self, registers: int) -> int:
+        """Of a SIMD. registers: per lane, accumulation registers included."""
+        return min(512 // (-(-max(registers, 1) // 8) * 8), 8)  # allocated in units of 8
+
+    def resident_blocks(self, registers: int, shared: int, warps: int) -> int:
+        """As ``Multiprocessor.resident_blocks``. A warp is a wave of 64 lanes."""
+        return min(4 * self.waves(registers) // warps, self.shared // max(shared, 1), 16)
+
+
+MULTIPROCESSORS: dict[int | str, Multiprocessor | ComputeUnit] = {
     80: Multiprocessor(163 * KB, 164 * KB, 2048, 32),
     86: Multiprocessor(99 * KB, 100 * KB, 1536, 16),
     89: Multiprocessor(99 * KB, 100 * KB, 1536, 24),
     90: Multiprocessor(227 * KB, 228 * KB, 2048, 32),
     100: Multiprocessor(227 * KB, 228 * KB, 2048, 32),
     120: Multiprocessor(99 * KB, 100 * KB, 1536, 24),
+    "gfx942": ComputeUnit(64 * KB, 64 * KB),
+    "gfx950": ComputeUnit(160 * KB, 160 * KB),
 }
 
 
-def multiprocessor(capability: int) -> Multiprocessor:
-    """The limits for a compute capability such as 80. One that is not listed has those of the next older one."""
-    return MULTIPROCESSORS[max((known for known in MULTIPROCESSORS if known <= capability), default=80)]
+def multiprocessor(capability: int | str) -> Multiprocessor | ComputeUnit:
+    """The limits for a compute capability such as 80, or for AMD's "gfx942" or "gfx950". A compute capability that is
+    not listed has those of the next older one."""
+    if isinstance(capability, str):
+        return MULTIPROCESSORS[capability]
+    older = (known for known in MULTIPROCESSORS if isinstance(known, int) and known <= capability)
+    return MULTIPROCESSORS[max(older, default=80)]
 
 
 def busy_share(programs: int, splits: int, resident: int) -> float:

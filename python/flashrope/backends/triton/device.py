@@ -104,14 +104,17 @@ def current_device(x: torch.Tensor):
     return nullcontext() if here else torch.cuda.device(x.device)
 
 
-def compute_capability(device: torch.device) -> int:
-    """Such as 80 or 90. Without a GPU: that of the target compiled for, or 80 in the interpreter."""
+def compute_capability(device: torch.device) -> int | str:
+    """Such as 80 or 90; under ROCm the architecture, such as "gfx942". Without a GPU: that of the target compiled for,
+    or 80 in the interpreter."""
     if device.type == "cuda":
         return _compute_capability(device)
     return 80 if interpreted() else triton.runtime.driver.active.get_current_target().arch
 
 
 @cache
-def _compute_capability(device: torch.device) -> int:
+def _compute_capability(device: torch.device) -> int | str:
+    if torch.version.hip and not interpreted():
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]  # gfx942:sramecc+:xnack-
     major, minor = (8, 0) if interpreted() else torch.cuda.get_device_capability(device)
     return 10 * major + minor

@@ -13,7 +13,9 @@ calls and compares the kernel found here with the one that Triton finds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import triton
@@ -32,6 +34,21 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+_on_amd = threading.RLock()  # Triton's settings are those of the process
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Where Triton compiles a kernel. For AMD's GPUs it does so without buffer operations: the pass that introduces them
+    fails on these kernels (docs/kernels.md)."""
+    if triton.runtime.driver.active.get_current_target().backend != "hip":
+        yield
+        return
+    with _on_amd, triton.knobs.amd.scope():
+        triton.knobs.amd.use_buffer_ops = False
+        yield
+
+
 def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     """Runs the kernel. options: constexprs by name, and the compiler's. All launches of the package come here."""
     if interpreted():
@@ -43,18 +60,20 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
         compiled[(*grid, 1, 1)[:3]](*args, *constants)
         return
     refuse_capture(f"kernel {kernel.__name__} for these arguments")
-    compiled = kernel[grid](*args, **options)
+    with compiling():
+        compiled = kernel[grid](*args, **options)
     if isinstance(compiled, CompiledKernel):  # not if a hook took over, or a thread is still compiling
         _compiled[key] = compiled, [options[name] for name in kernel.arg_names[len(args) :]]
 
 
-def resident_blocks(capability: int, kernel, *args, **options) -> int:
+def resident_blocks(capability: int | str, kernel, *args, **options) -> int:
     """How many blocks of the kernel that ``launch`` would run fit on one multiprocessor. Compiles it at the first
     call."""
     if interpreted():
         return 1
     refuse_capture(f"kernel {kernel.__name__} for these arguments")
-    compiled = kernel.warmup(*args, grid=(1,), **options)
+    with compiling():
+        compiled = kernel.warmup(*args, grid=(1,), **options)
     if not isinstance(compiled, CompiledKernel):  # as in launch
         return 1
     compiled.run  # noqa: B018  loads it, which tells the registers
@@ -71,7 +90,8 @@ def ir_allows(allows: Callable[[str], bool], kernel, *args, **options) -> bool:
     key = (allows, kernel.__name__, device, *_traits(args), *options.items())
     if key not in _allowed:
         refuse_capture(f"kernel {kernel.__name__} for these arguments")
-        compiled = kernel.warmup(*args, grid=(1,), **options)
+        with compiling():
+            compiled = kernel.warmup(*args, grid=(1,), **options)
         if not isinstance(compiled, CompiledKernel):  # as in launch
             return False
         _allowed[key] = allows(compiled.asm.get("ttgir", ""))
