@@ -13,16 +13,17 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 
-# The first match decides. HMMA is a 16x8x16 product of one warp, HGMMA a 64xNx16 product of one warp group.
+# The first match decides. HMMA is a 16x8x16 product of one warp, HGMMA a 64xNx16 product of one warp group, UTCHMMA
+# (sm_100) a product of a whole block. In lower case: AMD's, as ``amdgcn`` reads them.
 CLASSES = {
-    "mma": r"HMMA|HGMMA",
-    "mufu": r"MUFU",
-    "fp32": r"(?:FFMA|FMUL|FADD)\b",
+    "mma": r"HMMA|HGMMA|UTCHMMA|v_mfma",
+    "mufu": r"MUFU|v_(?:exp|log|rcp|rsq|sqrt|sin|cos)_",
+    "fp32": r"(?:FFMA|FMUL|FADD)\b|v_(?:pk_)?(?:fma|fmac|mul|add|sub|subrev)_f32",
     "ldsm": r"LDSM",
-    "shared": r"LDS|STS",
-    "global": r"LDG(?!DEPBAR)|STG|UTMALDG|UTMASTG|UBLKCP|RED|ATOM",
-    "local": r"LDL|STL",
-    "barrier": r"BAR\b|SYNCS",
+    "shared": r"LDS|STS|ds_(?:read|write)",
+    "global": r"LDG(?!DEPBAR)|STG|UTMALDG|UTMASTG|UBLKCP|RED|ATOM|global_|flat_|buffer_(?!inv|wb)",
+    "local": r"LDL|STL|scratch_",
+    "barrier": r"BAR\b|SYNCS|s_barrier",
 }
 _CLASS = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in CLASSES.items()))
 _LABEL = re.compile(r"^(\.L_\w+):")
@@ -81,7 +82,7 @@ def mix(opcodes: Sequence[str]) -> Counter:
     counts = Counter(classify(opcode) for opcode in opcodes)
     counts += Counter("global 16 B" for opcode in opcodes if classify(opcode) == "global" and _width(opcode) == 16)
     counts["products"] = sum(map(_products, opcodes))
-    counts["total"] = sum(opcode != "NOP" for opcode in opcodes)
+    counts["total"] = sum(opcode not in ("NOP", "s_nop") for opcode in opcodes)
     return counts
 
 
@@ -120,7 +121,7 @@ def local_bytes(listing: Listing) -> tuple[int, int]:
 def local_bytes_in_loops(listing: Listing) -> int:
     """Bytes of local memory that a thread stores and loads in the tile loops, once through each of them. Only these are
     paid for again and again."""
-    return sum(_local_bytes(listing.opcodes[first : last + 1], "STL", "LDL") for first, last in tile_bounds(listing))
+    return sum(_local_bytes(listing.opcodes[first : last + 1], "STL", "LDL", "scratch_") for first, last in tile_bounds(listing))
 
 
 def _local_bytes(opcodes: Sequence[str], *names: str) -> int:
@@ -135,6 +136,8 @@ def _products(opcode: str) -> float:
 
 
 def _width(opcode: str) -> int:
-    """Bytes that one thread moves: STL is 4, STL.64 is 8, LDL.LU.128 is 16, STL.U8 is 1."""
+    """Bytes that one thread moves: STL is 4, STL.64 is 8, LDL.LU.128 is 16, STL.U8 is 1; global_load_dwordx4 is 16."""
+    if amd := re.search(r"_(dword|short|byte|ushort|ubyte|sbyte)(?:x(\d))?(?:_d16\w*)?$", opcode):
+        return {"dword": 4, "short": 2, "ushort": 2}.get(amd[1], 1) * int(amd[2] or 1)
     size = re.search(r"\.[US]?(8|16|64|128)\b", opcode)
     return int(size[1]) // 8 if size else 4
