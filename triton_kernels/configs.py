@@ -1,7 +1,8 @@
 """The only tuning numbers: tile sizes, warps and pipeline stages by architecture, head_dim and direction.
 
-The compute capability picks a table: "sm80" (A100), "sm86" (sm_86, sm_89, and sm_120 and newer: 99 KB of shared
-memory), "sm90" (H100, H200, and up to sm_119 until one of those is measured).
+The compute capability picks a table: "sm80" (A100), "sm86" (sm_86, sm_89: 99 KB of shared memory), "sm90" (H100,
+H200), "sm100" (B200, and up to sm_119), "sm120" (RTX 50 and newer: 99 KB); AMD's gfx942 (MI300: 64 KB) and gfx950
+(MI350) have "cdna".
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import triton
+
+
+AMD = ("gfx942", "gfx950")  # AMD's GPUs that the kernels are compiled for
 
 
 class Tile(NamedTuple):
@@ -76,6 +80,20 @@ HALF = {
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
 }
+# Where they differ, sm_100 and sm_120 would spill in their tile loops.
+HALF["sm100"] = HALF["sm90"] | {"grad_kv banded": {128: Tile(64, 64, 8, 3)}}
+HALF["sm120"] = HALF["sm86"] | {"grad_kv banded": {128: Tile(64, 64, 8, 2)}}
+# By instructions per needed product, of those that spill no vector register and fit in 64 KB. A wave of at most four on a
+# compute unit may use 512 registers.
+HALF["cdna"] = {
+    "forward": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 4, 2), (128, 16, 8, 2)),
+    "forward codes": by_block_d((128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (64, 16, 8, 1)),
+    "grad_kv": by_block_d((64, 128, 4, 1), (64, 128, 4, 1), (64, 128, 4, 1), (32, 128, 4, 1), (16, 64, 4, 1)),
+    "grad_q": by_block_d((128, 64, 4, 1), (128, 64, 4, 1), (128, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1)),
+    "grad_qkv": {128: Tile(32, 64, 4, 1)},
+    "decode": by_block_d((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2), (16, 32, 4, 1)),
+    "decode wide": by_block_d((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (16, 32, 4, 1)),
+}
 # Tiles for newer compilers (seen: 3.9), which spill with the tile of HALF where 3.6 does not.
 NEWER_HALF = {
     "sm80": {
@@ -112,10 +130,11 @@ OTHER_V = {
         "grad_qkv": {(256, 128): Tile(64, 32, 8, 1)},
     },
 }
+OTHER_V |= {"sm100": OTHER_V["sm90"], "sm120": OTHER_V["sm86"], "cdna": {}}
 # deterministic=None takes the backward of five products, whose dQ is added up by atomics, for these block_d in 16 bits,
 # v as wide as q: the issue model predicts it faster than seven products at 512 to 128k tokens, with one and two bands.
 # "sm90": it takes fewer instructions. Not timed on a GPU yet, so deterministic=True is the default.
-ATOMIC_WIDTHS = {"sm80": (64, 128), "sm86": (64, 128), "sm90": (64, 128)}
+ATOMIC_WIDTHS = {"sm80": (64, 128), "sm86": (64, 128), "sm90": (64, 128), "sm100": (64, 128), "sm120": (64, 128)}
 # float32 products run without tensor cores ("ieee"); these serve correctness, not speed.
 FLOAT = {
     "forward": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
@@ -146,16 +165,21 @@ def options(num_warps: int, **others: int) -> dict[str, int | bool]:
     return {"num_warps": num_warps, "enable_fp_fusion": True, **others}
 
 
-def family(capability: int) -> str:
-    """The table for a compute capability such as 80 or 90."""
+def family(capability: int | str) -> str:
+    """The table for a compute capability such as 80 or 90, or for one of ``AMD``."""
+    if isinstance(capability, str):
+        if capability not in AMD:
+            raise ValueError(f"the Triton kernels serve {' and '.join(AMD)} of AMD's GPUs, this device is {capability}")
+        return "cdna"
     if capability < 80:
         raise ValueError(f"the Triton kernels need compute capability 8.0 or newer, this device has {capability / 10}")
-    return "sm80" if capability == 80 else "sm90" if 90 <= capability < 120 else "sm86"
+    newest_first = ((120, "sm120"), (100, "sm100"), (90, "sm90"), (81, "sm86"), (80, "sm80"))
+    return next(name for first, name in newest_first if capability >= first)
 
 
 @lru_cache(maxsize=1024)
 def tile(
-    direction: str, capability: int, block_d: int, itemsize: int, num_bands: int, block_dv: int = 0, cache: str = ""
+    direction: str, capability: int | str, block_d: int, itemsize: int, num_bands: int, block_dv: int = 0, cache: str = ""
 ) -> Tile:
     """The tile without tuning. The most specific entry of the tables wins.
 
@@ -189,11 +213,12 @@ def forward_parts(tile: Tile, block_d: int, block_dv: int, itemsize: int) -> int
     return 2 if itemsize == 2 and block_d >= 32 and rows * block_dv >= 32 * 128 else 1
 
 
-def atomics_are_faster(capability: int, itemsize: int, block_d: int, block_dv: int) -> bool:
+def atomics_are_faster(capability: int | str, itemsize: int, block_d: int, block_dv: int) -> bool:
     """Whether deterministic=None adds dQ up by atomics."""
-    return itemsize == 2 and block_d == block_dv and block_d in ATOMIC_WIDTHS[family(capability)]
+    return itemsize == 2 and block_d == block_dv and block_d in ATOMIC_WIDTHS.get(family(capability), ())
 
 
-def red_floats(capability: int, itemsize: int) -> int:
-    """As in ``arguments.Shape``. float32 products run without tensor cores. ``red`` of four floats needs sm_90."""
-    return 0 if itemsize != 2 else 4 if capability >= 90 else 1
+def red_floats(capability: int | str, itemsize: int) -> int:
+    """As in ``arguments.Shape``. float32 products run without tensor cores. ``red`` of four floats needs sm_90. AMD's
+    GPUs have another instruction, which ``tl.atomic_add`` becomes."""
+    return 0 if itemsize != 2 or isinstance(capability, str) else 4 if capability >= 90 else 1

@@ -17,6 +17,9 @@ _INSTRUCTION = re.compile(r"^\t([a-z][a-z0-9_]*)(?:\s+([^;]*))?")
 _LABEL = re.compile(r"^(\.LBB\w+):")
 
 
+COLUMNS = ("warps", "stages", "VGPRs", "AGPRs", "spills", "in loops", "LDS KB", "waves/SIMD", "MMA", "instr/MMA")
+
+
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """registers: vector registers of a lane, accumulation registers included; agprs: those among them. spilled: vector
@@ -28,11 +31,39 @@ class Measured:
     spilled: int
     spilled_scalars: int  # to lanes of vector registers, not to memory
     shared: int
-    waves: int
+    waves: float
     warps: int
     stages: int
     loop: dict[str, int]
     loop_spills: int
+
+    def figures(self) -> dict[str, str]:
+        """By the names of ``COLUMNS``. spills: vector registers; in loops: bytes that a lane touches there."""
+        found = {
+            "warps": self.warps,
+            "stages": self.stages,
+            "VGPRs": self.registers,
+            "AGPRs": self.agprs,
+            "spills": self.spilled,
+            "in loops": self.loop_spills,
+            "LDS KB": f"{self.shared / 1024:g}",
+            "waves/SIMD": f"{self.waves:g}",
+        }
+        if self.loop:
+            found |= {"MMA": self.loop["mma"], "instr/MMA": f"{self.loop['total'] / self.loop['mma']:.2f}"}
+        return {name: str(value) for name, value in found.items()}
+
+    def violations(self, spill: float, in_loops: float, shared_limit: int) -> list[str]:
+        found = []
+        if 4 * self.spilled > spill:
+            found.append(f"spills {self.spilled} vector registers, the limit is {spill / 4:g}")
+        if self.loop_spills > in_loops:
+            found.append(
+                f"touches {self.loop_spills} spilled bytes per lane in its tile loops, the limit is {in_loops}"
+            )
+        if self.shared > shared_limit:
+            found.append(f"needs {self.shared} bytes of LDS, a workgroup has {shared_limit}")
+        return found
 
 
 def measure(compiled) -> Measured:
@@ -49,7 +80,7 @@ def measure(compiled) -> Measured:
         figure("vgpr_spill_count"),
         figure("sgpr_spill_count"),
         metadata.shared,
-        blocks * metadata.num_warps // 4,
+        blocks * metadata.num_warps / 4,
         metadata.num_warps,
         metadata.num_stages,
         dict(sass.hot_loop(code) or {}),

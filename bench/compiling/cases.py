@@ -12,6 +12,7 @@ from flashrope.backends.calls import AttentionCall, CacheCall, CacheLayout
 from flashrope.backends.shown import Positions
 from flashrope.backends.triton import launcher
 
+from .architectures import AMD, NEWER
 from .offline import Launch, caught_launches
 
 KERNELS = ("rotate_rows", "attention_forward", "attention_statistics", "attention_grad_kv", "attention_grad_q")
@@ -114,7 +115,7 @@ VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    arch: int
+    arch: int | str
     head_dim: int
     dtype: str
     scheme: Scheme
@@ -181,9 +182,18 @@ class Case:
         return launches
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool, every_target: bool = False) -> list[Case]:
     """bf16 with one and two bands on the main architectures, and every other choice once, mostly where registers are
-    scarcest. fp16 compiles to the same figures as bf16, and sm_89 to those of sm_86."""
+    scarcest. fp16 compiles to the same figures as bf16. The other targets have forward, backward and decoding at
+    head_dim 128, or with every_target whatever sm_80, sm_86 or sm_90 has."""
+    others, main = (*NEWER, *AMD), _main_cases(quick)
+    if every_target:
+        return main + list(dict.fromkeys(dataclasses.replace(case, arch=arch) for arch in others for case in main))
+    short = (ONE_BAND, DECODE[3]) if quick else (ONE_BAND, TWO_BANDS, *DECODE[2:], CHUNKS[3], QUANTIZED[2])
+    return main + [Case(arch, 128, "bf16", scheme) for arch in others for scheme in short]
+
+
+def _main_cases(quick: bool) -> list[Case]:
 
     def grid(archs, head_dims, dtype, *schemes):
         return [Case(arch, head_dim, dtype, scheme) for arch in archs for head_dim in head_dims for scheme in schemes]

@@ -1,6 +1,7 @@
 """The compile gate: compiles every Triton kernel that configs.py can select and checks the machine code, without a GPU.
 
-    python -m bench gate [--arch 80 90] [--head-dim 64 128] [--scheme NAME] [--quick] [--csv PATH] [--jobs N]
+    python -m bench gate [--target sm_80 gfx942] [--targets all] [--head-dim 64 128] [--scheme NAME] [--quick]
+                         [--csv PATH] [--jobs N]
 
 For every case the backend runs on meta tensors: forward and backward, or one call with a KV cache. Launches that need
 the same machine code are compiled once. Prints one row per compiled kernel. Exits with 1 if a kernel
@@ -12,6 +13,8 @@ the same machine code are compiled once. Prints one row per compiled kernel. Exi
 - reads keys and values in pieces of less than 16 bytes,
 - adds dQ up by red where several threads have the same element, or
 - reads keys and values of a paged cache into less than two slots: it would not request them ahead.
+
+The first two and the fourth hold for AMD's GPUs as well, whose kernels are in a table of their own.
 
 The column "model" is the share of the time that the tensor cores work on products which are needed, in the inner loop
 on sm_80, sm_86 and sm_89, as the issue model predicts it (``issue``, ``python -m bench model``).
@@ -31,8 +34,8 @@ import triton
 from flashrope.cli.files import replacing
 
 from .. import machine
-from . import predict
-from .architectures import MULTIPROCESSORS
+from . import amdgcn, predict
+from .architectures import ALL, AMD, MULTIPROCESSORS, SHARED, name_of, parse
 from .cases import DTYPES, ORDER, PLACED_MAPS, Case, cases
 from .limits import LISTED, max_instructions, spill_limit
 from .offline import Launch, Measured, compile_all, missing_tools
@@ -45,7 +48,7 @@ class Row:
 
     launch: Launch
     cases: list[Case]
-    result: Measured | str | None = None
+    result: Measured | amdgcn.Measured | str | None = None
     seconds: float = 0  # of processor time
 
     @property
@@ -59,7 +62,7 @@ class Row:
         schemes = dict.fromkeys(case.scheme.name for case in self.cases)
         return {
             "kernel": self.kernel,
-            "arch": f"sm_{first.arch}",
+            "arch": name_of(first.arch),
             "D": str(first.head_dim),
             "dtype": first.dtype,
             "bands": "/".join(map(str, bands)),
@@ -71,7 +74,7 @@ class Row:
         first = self.cases[0]
         return (
             ORDER.index(self.kernel),
-            first.arch,
+            ALL.index(first.arch),
             tuple(DTYPES).index(first.dtype),
             first.head_dim,
             self.label["bands"],
@@ -80,6 +83,8 @@ class Row:
     def figures(self) -> dict[str, str]:
         if isinstance(self.result, str):
             return {"warps": "fails"}
+        if isinstance(self.result, amdgcn.Measured):
+            return self.result.figures()
         m, limits = self.result, MULTIPROCESSORS[self.launch.arch]
         figures = {
             "warps": m.warps,
@@ -125,6 +130,9 @@ class Row:
     def violations(self) -> list[str]:
         if isinstance(self.result, str):
             found = [f"does not compile: {self.result}"]
+        elif isinstance(self.result, amdgcn.Measured):
+            allowed = spill_limit(self.kernel, self.cases[0])
+            found = self.result.violations(allowed.spill, allowed.in_loops, SHARED[self.launch.arch])
         else:
             found = self._memory_violations() + self._loop_violations()
         return [f"{' '.join(self.label.values())}: {line}" for line in found]
@@ -143,7 +151,7 @@ class Row:
             found.append(f"touches spilled registers {self.result.loop['local']} times in its hot loop")
         limit = MULTIPROCESSORS[first.arch].shared_per_block
         if self.result.shared > limit:
-            found.append(f"needs {self.result.shared} bytes of shared memory, a block of sm_{first.arch} has {limit}")
+            found.append(f"needs {self.result.shared} bytes of shared memory, a block of {name_of(first.arch)} has {limit}")
         return found
 
     def _loop_violations(self) -> list[str]:
@@ -202,9 +210,10 @@ COLUMNS = LABELS + FIGURES
 
 def write_csv(path: str, rows: list[Row]) -> None:
     """The table, the instruction mix of the hot loops, and the schemes that run each kernel."""
-    mixes = [row.result.loop or {} if isinstance(row.result, Measured) else {} for row in rows]
+    mixes = [getattr(row.result, "loop", None) or {} for row in rows]
     classes = sorted({name for mix in mixes for name in mix})
-    columns = ["revision", "triton", *COLUMNS, *(f"loop {name}" for name in classes), "compile s", "schemes"]
+    figures = dict.fromkeys((*COLUMNS, *(name for row in rows for name in row.figures())))
+    columns = ["revision", "triton", *figures, *(f"loop {name}" for name in classes), "compile s", "schemes"]
     with replacing(Path(path)) as partial, open(partial, "w", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="")
         writer.writeheader()
@@ -221,20 +230,36 @@ def write_csv(path: str, rows: list[Row]) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m bench gate", description=__doc__.split("\n")[0])
-    parser.add_argument("--arch", type=int, nargs="+", choices=sorted(MULTIPROCESSORS), help="only these architectures")
+    parser.add_argument(
+        "--target",
+        "--arch",
+        dest="arch",
+        type=parse,
+        nargs="+",
+        metavar="TARGET",
+        help=f"only these: {' '.join(map(name_of, ALL))}, or 80 for sm_80",
+    )
+    parser.add_argument(
+        "--targets",
+        choices=("short", "all"),
+        default="short",
+        help="the cases of sm_89, sm_100, sm_120, gfx942 and gfx950: head_dim 128 with the main schemes (default), or all "
+        "cases of the other targets",
+    )
     parser.add_argument("--head-dim", type=int, nargs="+", help="only these head_dims")
     parser.add_argument("--scheme", nargs="+", help="only these schemes, as the table names them")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="sm_80 and sm_90, head_dim 64 and 128, bf16, one and two bands; decoding over quantized caches",
+        help="sm_80 and sm_90, head_dim 64 and 128, bf16, one and two bands; decoding over quantized caches; of the other "
+        "targets head_dim 128, forward, backward and decoding",
     )
     parser.add_argument("--csv", metavar="PATH", help="also write the table and the instruction mix of the hot loops")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes (default: all cores)")
     options = parser.parse_args(argv)
     chosen = [
         case
-        for case in cases(options.quick)
+        for case in cases(options.quick, options.targets == "all")
         if (not options.arch or case.arch in options.arch)
         and (not options.head_dim or case.head_dim in options.head_dim)
         and (not options.scheme or case.scheme.name in options.scheme)
@@ -246,7 +271,7 @@ def main(argv: list[str]) -> int:
     started = time.monotonic()
     rows = plan(chosen)
     print(f"Triton {triton.__version__}: {len(rows)} kernels for {len(chosen)} cases", flush=True)
-    if missing := missing_tools():
+    if any(row.launch.arch not in AMD for row in rows) and (missing := missing_tools()):
         print(
             f"{' and '.join(missing)} not in this Triton package: registers and spills come from ptxas -v, loops are "
             "not counted"
@@ -257,7 +282,9 @@ def main(argv: list[str]) -> int:
         if sys.stderr.isatty():
             print(f"\r{done}/{len(rows)}", end="", file=sys.stderr, flush=True)
     rows.sort(key=lambda row: row.order)
-    print_table(COLUMNS, [row.label | row.figures() for row in rows], left=len(LABELS))
+    for columns, of_amd in (COLUMNS, False), (LABELS + amdgcn.COLUMNS, True):
+        if of_vendor := [row for row in rows if (row.launch.arch in AMD) is of_amd]:
+            print_table(columns, [row.label | row.figures() for row in of_vendor], left=len(LABELS))
     if options.csv:
         write_csv(options.csv, rows)
     violations = [line for row in rows for line in row.violations()]

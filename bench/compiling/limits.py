@@ -16,7 +16,7 @@ class SpillLimit:
 
     spill: float
     kernel: str = ""
-    arch: int = 0
+    arch: int | str = 0
     above: int = 0  # head_dims larger than this
     head_dim: int = 0
     dtype: str = ""

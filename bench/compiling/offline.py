@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 
-from . import predict, sass
+from . import amdgcn, predict, sass
 from .architectures import SHARED, target
 
 
@@ -162,12 +162,14 @@ def missing_tools() -> list[str]:
     return [name for name in ("cuobjdump", "nvdisasm") if tool(name) is None]
 
 
-def measure(compiled) -> Measured:
+def measure(compiled) -> Measured | amdgcn.Measured:
     """Registers, spills and the hot loop of what Triton's ``warmup`` returned.
 
     Registers come from cuobjdump. Spills come from the disassembly: the sum of its local-memory widths is the number
     that ``ptxas -v`` prints. If one of the two programs is missing, both come from ptxas.
     """
+    if "amdgcn" in compiled.asm:
+        return amdgcn.measure(compiled)
     metadata, loop, loop_spills, model = compiled.metadata, None, None, None
     if missing_tools():
         registers, stores, loads = ptxas_usage(compiled)

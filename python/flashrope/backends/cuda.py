@@ -45,6 +45,8 @@ def unsupported_queries(q: torch.Tensor) -> str:
 
 
 def _unsupported_device(device: torch.device) -> str:
+    if torch.version.hip:
+        return f"the CUDA kernels need an NVIDIA GPU, {device} is AMD's"
     capability = torch.cuda.get_device_capability(device)
     if capability >= (8, 0):
         return ""

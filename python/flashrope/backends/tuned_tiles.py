@@ -22,10 +22,10 @@ CACHES = ("", "contiguous", "paged")
 
 
 class Setup(NamedTuple):
-    """What a measurement holds for. capability: such as 90."""
+    """What a measurement holds for. capability: such as 90, or "gfx942"."""
 
     device: str
-    capability: int
+    capability: int | str
     triton: str
     flashrope: str
 
@@ -110,7 +110,7 @@ def read(file: Path) -> dict[Setup, Winners]:
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}")
         return {
-            Setup(*map(_checked, entry["setup"], (str, int, str, str))): dict(map(_winner, entry["winners"]))
+            Setup(*map(_checked, entry["setup"], (str, (int, str), str, str))): dict(map(_winner, entry["winners"]))
             for entry in content["setups"]
         }
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -174,9 +174,10 @@ def _text(known: Mapping[Setup, Winners]) -> str:
     return f'{{"format": {json.dumps(FORMAT)}, "setups": [\n' + ",\n".join(entries) + "\n]}\n"
 
 
-def _checked(value, kind: type):
-    if type(value) is not kind:
-        raise ValueError(f"expected {kind.__name__}, got {value!r}")
+def _checked(value, kind: type | tuple[type, ...]):
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if type(value) not in kinds:
+        raise ValueError(f"expected {' or '.join(each.__name__ for each in kinds)}, got {value!r}")
     return value
 
 

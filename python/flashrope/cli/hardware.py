@@ -6,15 +6,18 @@ import platform
 
 
 def hardware(device) -> str:
-    """The name of the processor, or of the GPU with its compute capability and memory."""
+    """The name of the processor, or of the GPU with its compute capability (under ROCm: its architecture) and memory."""
     import torch
 
     device = torch.device(device)
     if device.type == "cpu":
         return _processor()
     properties = torch.cuda.get_device_properties(device)
+    kind = f"compute capability {properties.major}.{properties.minor}"
+    if torch.version.hip:
+        kind = properties.gcnArchName.split(":")[0]
     return (
-        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+        f"{properties.name}, {kind}, "
         f"{properties.total_memory / 2**30:.0f} GiB"
     )
 

@@ -131,7 +131,8 @@ def shown() -> list[str]:
         return [f"no tuned tiles ({store.path()})"]
     lines = [f"tuned tiles ({store.path()})"]
     for setup, winners in tuned.items():
-        capability = f"{setup.capability // 10}.{setup.capability % 10}"
+        number = setup.capability
+        capability = number if isinstance(number, str) else f"{number // 10}.{number % 10}"
         lines.append(f"  {setup.device}, {capability}, triton {setup.triton}, flashrope {setup.flashrope}")
         for shape, winner in winners.items():
             tile = " x ".join(map(str, winner.tile[:2])) + f", {winner.tile[2]} warps, {winner.tile[3]} stages"

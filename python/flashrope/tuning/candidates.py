@@ -70,19 +70,23 @@ ORDER: dict[tuple[str, str, int, bool], str] = {
 }
 
 
+LIKE = {"sm120": "sm86"}  # tables without an order of their own
+
+
 def tiles(direction: str) -> list[Tile]:
     return [Tile(*numbers) for numbers in itertools.product(*GRIDS[direction])]
 
 
-def default(shape: store.ShapeClass, capability: int) -> Tile:
+def default(shape: store.ShapeClass, capability: int | str) -> Tile:
     """What serves without tuning."""
     bands = 2 if shape.banded else 1
     return configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, bands, cache=shape.cache)
 
 
-def candidates_of(shape: store.ShapeClass, capability: int) -> list[Tile]:
+def candidates_of(shape: store.ShapeClass, capability: int | str) -> list[Tile]:
     """All candidates: the default, those of ``ORDER``, and the others in the order of the grid."""
     every = tiles(shape.direction)
-    order = ORDER.get((configs.family(capability), shape.direction, shape.block_d, shape.banded), "")
+    family = configs.family(capability)
+    order = ORDER.get((LIKE.get(family, family), shape.direction, shape.block_d, shape.banded), "")
     first = [Tile(*map(int, numbers.split())) for numbers in order.split(",") if numbers]
     return list(dict.fromkeys([default(shape, capability), *(tile for tile in first if tile in every), *every]))

@@ -8,7 +8,9 @@ import torch
 
 try:
     from .attention import backward, forward, kept_shapes
+    from ...triton_kernels.configs import family
     from .cached import append_to_cache, attention_with_cache, unsupported_positions
+    from .device import compute_capability
     from .launcher import interpreted
     from .rotated import rotate
 
@@ -41,7 +43,8 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
             f"the Triton kernels need a CUDA device, q is on {q.device} (on the CPU set TRITON_INTERPRET=1 before the "
             "start)"
         )
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
-        capability = torch.cuda.get_device_capability(q.device)
-        return f"the Triton kernels need compute capability 8.0 or newer, {q.device} has {capability}"
+    try:
+        family(compute_capability(q.device))
+    except ValueError as error:
+        return f"{error} ({q.device})"
     return ""

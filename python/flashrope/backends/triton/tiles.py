@@ -19,7 +19,7 @@ from .. import tuned_tiles as store
 def choose(
     direction: str,
     device: torch.device,
-    capability: int,
+    capability: int | str,
     block_d: int,
     itemsize: int,
     num_bands: int,
@@ -60,7 +60,7 @@ def forced(direction: str, tile: Tile) -> Iterator[None]:
 
 
 @cache
-def setup_of(device: torch.device, capability: int) -> store.Setup:
+def setup_of(device: torch.device, capability: int | str) -> store.Setup:
     """What tuned tiles must have been measured with to serve on this device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return store.Setup(name, capability, triton.__version__, __version__)
