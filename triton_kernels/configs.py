@@ -82,7 +82,11 @@ HALF = {
 }
 # Where they differ, sm_100 and sm_120 would spill in their tile loops.
 HALF["sm100"] = HALF["sm90"] | {"grad_kv banded": {128: Tile(64, 64, 8, 3)}}
-HALF["sm120"] = HALF["sm86"] | {"grad_kv banded": {128: Tile(64, 64, 8, 2)}}
+HALF["sm120"] = HALF["sm86"] | {
+    "grad_kv": HALF["sm86"]["grad_kv"] | {128: Tile(64, 64, 8, 2)},
+    "grad_kv banded": {},
+    "grad_q banded": HALF["sm86"]["grad_q banded"] | {128: Tile(128, 32, 8, 2)},
+}
 # By instructions per needed product, of those that spill no vector register and fit in 64 KB. A wave of at most four on a
 # compute unit may use 512 registers.
 HALF["cdna"] = {
@@ -106,6 +110,7 @@ NEWER_HALF = {
         "grad_qkv": {128: Tile(32, 128, 8, 2)},
         "decode wide": {128: Tile(32, 32, 8, 3)},
     },
+    "sm100": {"forward": {128: Tile(128, 64, 8, 3)}},
 }
 # By (block_d, block_dv), for v of another width than q and k. If block_d is 256, a block_dv below 128 counts as 128. In
 # multi-head latent attention (192 and 128) the narrower accumulators leave room for larger tiles. They are ranked as in
@@ -179,7 +184,13 @@ def family(capability: int | str) -> str:
 
 @lru_cache(maxsize=1024)
 def tile(
-    direction: str, capability: int | str, block_d: int, itemsize: int, num_bands: int, block_dv: int = 0, cache: str = ""
+    direction: str,
+    capability: int | str,
+    block_d: int,
+    itemsize: int,
+    num_bands: int,
+    block_dv: int = 0,
+    cache: str = "",
 ) -> Tile:
     """The tile without tuning. The most specific entry of the tables wins.
 

@@ -110,6 +110,7 @@ STORED = tuple(
     )
 )
 PLACED_MAPS = tuple(dataclasses.replace(each, name=f"{each.name} placed 256", placed=256) for each in MAPS_DECODE)
+SHORT = (ONE_BAND, DECODE[3], TWO_BANDS, DECODE[2], CHUNKS[3], QUANTIZED[2])
 VARIANTS = (TWO_SIDED, NOPE, PACKED, POSITIONS, UNALIGNED)
 
 
@@ -189,8 +190,7 @@ def cases(quick: bool, every_target: bool = False) -> list[Case]:
     others, main = (*NEWER, *AMD), _main_cases(quick)
     if every_target:
         return main + list(dict.fromkeys(dataclasses.replace(case, arch=arch) for arch in others for case in main))
-    short = (ONE_BAND, DECODE[3]) if quick else (ONE_BAND, TWO_BANDS, *DECODE[2:], CHUNKS[3], QUANTIZED[2])
-    return main + [Case(arch, 128, "bf16", scheme) for arch in others for scheme in short]
+    return main + [Case(arch, 128, "bf16", scheme) for arch in others for scheme in (SHORT[:2] if quick else SHORT)]
 
 
 def _main_cases(quick: bool) -> list[Case]:

@@ -151,7 +151,9 @@ class Row:
             found.append(f"touches spilled registers {self.result.loop['local']} times in its hot loop")
         limit = MULTIPROCESSORS[first.arch].shared_per_block
         if self.result.shared > limit:
-            found.append(f"needs {self.result.shared} bytes of shared memory, a block of {name_of(first.arch)} has {limit}")
+            found.append(
+                f"needs {self.result.shared} bytes of shared memory, a block of {name_of(first.arch)} has {limit}"
+            )
         return found
 
     def _loop_violations(self) -> list[str]:

@@ -121,7 +121,10 @@ def local_bytes(listing: Listing) -> tuple[int, int]:
 def local_bytes_in_loops(listing: Listing) -> int:
     """Bytes of local memory that a thread stores and loads in the tile loops, once through each of them. Only these are
     paid for again and again."""
-    return sum(_local_bytes(listing.opcodes[first : last + 1], "STL", "LDL", "scratch_") for first, last in tile_bounds(listing))
+    return sum(
+        _local_bytes(listing.opcodes[first : last + 1], "STL", "LDL", "scratch_")
+        for first, last in tile_bounds(listing)
+    )
 
 
 def _local_bytes(opcodes: Sequence[str], *names: str) -> int:

@@ -16,10 +16,7 @@ def hardware(device) -> str:
     kind = f"compute capability {properties.major}.{properties.minor}"
     if torch.version.hip:
         kind = properties.gcnArchName.split(":")[0]
-    return (
-        f"{properties.name}, {kind}, "
-        f"{properties.total_memory / 2**30:.0f} GiB"
-    )
+    return f"{properties.name}, {kind}, {properties.total_memory / 2**30:.0f} GiB"
 
 
 def _processor() -> str:
