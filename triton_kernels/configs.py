@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import triton
 
-
 AMD = ("gfx942", "gfx950")  # AMD's GPUs that the kernels are compiled for
 
 
@@ -87,8 +86,8 @@ HALF["sm120"] = HALF["sm86"] | {
     "grad_kv banded": {},
     "grad_q banded": HALF["sm86"]["grad_q banded"] | {128: Tile(128, 32, 8, 2)},
 }
-# By instructions per needed product, of those that spill no vector register and fit in 64 KB. A wave of at most four on a
-# compute unit may use 512 registers.
+# By instructions per needed product, of those that spill no vector register and fit in 64 KB. A wave of at most four on
+# a compute unit may use 512 registers.
 HALF["cdna"] = {
     "forward": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 4, 2), (128, 16, 8, 2)),
     "forward codes": by_block_d((128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (64, 16, 8, 1)),

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import sass
-from .architectures import MULTIPROCESSORS
+from .architectures import MULTIPROCESSORS, NVIDIA
 from .offline import tool
 from .table import print_table
 
@@ -172,9 +172,7 @@ def compile_kernels(arch: int, nvcc: str, nvdisasm: str, by_head_dim: dict[int, 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m bench gate-cuda", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--arch", type=int, nargs="+", choices=sorted(MULTIPROCESSORS), default=[80, 90], help="default: 80 90"
-    )
+    parser.add_argument("--arch", type=int, nargs="+", choices=NVIDIA, default=[80, 90], help="default: 80 90")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes")
     options = parser.parse_args(argv)
     nvcc = shutil.which("nvcc")

@@ -112,8 +112,8 @@ CODES = (
     *(listed(scheme=scheme.name) for scheme in QUANTIZED + QUANTIZED_CHUNKS),
 )
 
-# The targets beside sm_80, sm_86 and sm_90: what the gate compiles for them by default spills nothing on sm_120, gfx942 and
-# gfx950 under 3.6. The other cases are listed. AMD's registers count as four bytes.
+# The targets beside sm_80, sm_86 and sm_90: what the gate compiles for them by default spills nothing on sm_120, gfx942
+# and gfx950 under 3.6. The other cases are listed. AMD's registers count as four bytes.
 OTHERS = (
     SpillLimit(20, "attention_forward", 100, head_dim=128, scheme="rerope", triton="3.6.", in_loops=8),
     SpillLimit(12, "attention_forward", 100, head_dim=128, scheme="rerope paged chunk", triton="3.6."),

@@ -28,7 +28,7 @@ from flashrope.tuning import measure
 from flashrope.tuning.candidates import KERNELS, default
 from flashrope.tuning.workloads import PASSES, Workload, sensible_shapes
 
-from ..compiling.architectures import MULTIPROCESSORS
+from ..compiling.architectures import NVIDIA
 from ..compiling.candidates import Candidate, ranked_by_machine_code
 from ..progress import steps
 
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
         "--arch",
         type=int,
         nargs="+",
-        choices=sorted(MULTIPROCESSORS),
+        choices=NVIDIA,
         help="compile for these instead of timing (default without a GPU: 80)",
     )
     p.add_argument(

@@ -226,7 +226,7 @@ def compiling_environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
 
 
-def launched(arch: int, seeds, *head_dims, compiling=True) -> dict[str, int]:
+def launched(arch: int | str, seeds, *head_dims, compiling=True) -> dict[str, int]:
     """The kernels that a process of its own, where Triton compiles, launches for these calls; without compiling the
     number of launches of every kernel that went past Triton's look at the arguments, each the same that it would have
     found."""
@@ -250,6 +250,12 @@ without_gpu = pytest.mark.skipif(
 @without_gpu
 def test_launches():
     assert launched(90, (58, 8, 3), 16).keys() - PLACED == KERNELS  # 58 has one head, 3 no deterministic backward
+
+
+@pytest.mark.slow
+@without_gpu
+def test_launches_on_amd():
+    assert launched("gfx942", (58, 8, 3), 16).keys() - PLACED == KERNELS
 
 
 @without_gpu
@@ -323,7 +329,7 @@ def test_splits_follow_what_the_compiled_kernel_occupies():
 
 @pytest.mark.slow
 @without_gpu
-@pytest.mark.parametrize("arch", sorted(architectures.SHARED))
+@pytest.mark.parametrize("arch", architectures.ALL)
 def test_many_launches(arch):
     assert launched(arch, (*range(100, 112), 131), 8, 16, 24, 40, 64, 72, 96, 128, 160, 192, 256).keys() == KERNELS
 

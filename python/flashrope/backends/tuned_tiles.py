@@ -109,10 +109,7 @@ def read(file: Path) -> dict[Setup, Winners]:
         content = json.loads(text)
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}")
-        return {
-            Setup(*map(_checked, entry["setup"], (str, (int, str), str, str))): dict(map(_winner, entry["winners"]))
-            for entry in content["setups"]
-        }
+        return {_setup(*entry["setup"]): dict(map(_winner, entry["winners"])) for entry in content["setups"]}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not a file of {FORMAT}: {type(error).__name__}: {str(error)[:80]}") from None
 
@@ -174,11 +171,16 @@ def _text(known: Mapping[Setup, Winners]) -> str:
     return f'{{"format": {json.dumps(FORMAT)}, "setups": [\n' + ",\n".join(entries) + "\n]}\n"
 
 
-def _checked(value, kind: type | tuple[type, ...]):
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    if type(value) not in kinds:
-        raise ValueError(f"expected {' or '.join(each.__name__ for each in kinds)}, got {value!r}")
+def _checked(value, kind: type):
+    if type(value) is not kind:
+        raise ValueError(f"expected {kind.__name__}, got {value!r}")
     return value
+
+
+def _setup(device, capability, triton, flashrope) -> Setup:
+    if not (isinstance(capability, str) and capability.startswith("gfx")):
+        _checked(capability, int)
+    return Setup(_checked(device, str), capability, _checked(triton, str), _checked(flashrope, str))
 
 
 def _winner(row: list) -> tuple[ShapeClass, Winner]:

@@ -6,7 +6,7 @@ import platform
 
 
 def hardware(device) -> str:
-    """The name of the processor, or of the GPU with its compute capability (under ROCm: its architecture) and memory."""
+    """The name of the processor, or of the GPU with its compute capability, under ROCm its architecture, and memory."""
     import torch
 
     device = torch.device(device)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 
 try:
-    from .attention import backward, forward, kept_shapes
     from ...triton_kernels.configs import family
+    from .attention import backward, forward, kept_shapes
     from .cached import append_to_cache, attention_with_cache, unsupported_positions
     from .device import compute_capability
     from .launcher import interpreted

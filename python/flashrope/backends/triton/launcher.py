@@ -39,8 +39,8 @@ _on_amd = threading.RLock()  # Triton's settings are those of the process
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Where Triton compiles a kernel. For AMD's GPUs it does so without buffer operations: the pass that introduces them
-    fails on these kernels (docs/kernels.md)."""
+    """Where Triton compiles a kernel. For AMD's GPUs it does so without buffer operations: the pass that introduces
+    them fails on these kernels (docs/kernels.md)."""
     if triton.runtime.driver.active.get_current_target().backend != "hip":
         yield
         return
