@@ -62,6 +62,32 @@ uint32_t of_halves(uint32_t a, uint32_t b, uint32_t c, Operation operation) {
   return uint32_t(operation(a >> 16, b >> 16, c >> 16)) << 16 | uint16_t(operation(a, b, c));
 }
 
+// An operation on pairs of float32 numbers, as sm_100 and newer have them.
+template <class Operation>
+uint64_t of_pairs(uint64_t a, uint64_t b, uint64_t c, Operation operation) {
+  auto bits = [&](int shift) {
+    return uint64_t(as_bits(operation(as_float(a >> shift), as_float(b >> shift), as_float(c >> shift)))) << shift;
+  };
+  return bits(32) | bits(0);
+}
+
+void define_pairs() {
+  for (const char* rounding : {".f32x2", ".rn.f32x2"}) {
+    define_lanes<uint64_t, uint64_t, uint64_t>("add" + std::string(rounding), [](uint64_t a, uint64_t b) {
+      return of_pairs(a, b, 0, [](float a, float b, float) { return a + b; });
+    });
+    define_lanes<uint64_t, uint64_t, uint64_t>("sub" + std::string(rounding), [](uint64_t a, uint64_t b) {
+      return of_pairs(a, b, 0, [](float a, float b, float) { return a - b; });
+    });
+    define_lanes<uint64_t, uint64_t, uint64_t>("mul" + std::string(rounding), [](uint64_t a, uint64_t b) {
+      return of_pairs(a, b, 0, [](float a, float b, float) { return a * b; });
+    });
+  }
+  define_lanes<uint64_t, uint64_t, uint64_t, uint64_t>("fma.rn.f32x2", [](uint64_t a, uint64_t b, uint64_t c) {
+    return of_pairs(a, b, c, [](float a, float b, float c) { return __builtin_fmaf(a, b, c); });
+  });
+}
+
 void define_arithmetic() {
   for (const char* rounding : {".f32", ".rn.f32"}) {
     binary("add" + std::string(rounding), [](float a, float b) { return a + b; });
@@ -162,7 +188,7 @@ int32_t to_s32(float a) {
 
 }  // namespace
 
-void define_floats() { define_arithmetic(), define_functions(), define_comparisons(); }
+void define_floats() { define_arithmetic(), define_pairs(), define_functions(), define_comparisons(); }
 
 void define_conversions() {
   define_integer_conversion<int64_t, int32_t>("s64.s32"), define_integer_conversion<uint64_t, uint32_t>("u64.u32");

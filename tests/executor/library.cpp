@@ -46,7 +46,10 @@ struct Module {
   }
 };
 
-uint32_t shared_limit() { return (state().arch >= 90 ? 227 : state().arch == 80 ? 163 : 99) << 10; }
+uint32_t shared_limit() {
+  const int arch = state().arch;
+  return (arch >= 90 && arch < 120 ? 227 : arch == 80 ? 163 : 99) << 10;
+}
 
 std::string quoted(const std::string& s) {
   std::string text = "\"";

@@ -52,6 +52,7 @@ void Block::start_warps() {
     if (p.uses_wgmma) w.busy.assign(p.slots, FREE), w.unfenced.assign(p.slots, 0);
     for (const Constant& c : p.constants) {
       w.defined[c.slot] = ALL_LANES;
+      if (c.bytes == 8) w.defined[c.slot + 1] = ALL_LANES;
       for (int l = 0; l < LANES; l++) {
         unsigned char* to =
             reinterpret_cast<unsigned char*>(w.registers + LANES * c.slot) + (c.bytes == 1 ? 4 : c.bytes) * l;
@@ -65,14 +66,17 @@ void Block::start_warps() {
   }
 }
 
-// Which lanes of the results are defined, given those of the inputs.
-static Lanes defined_lanes(const Warp& w, const Instruction& i) {
+// Which lanes of the result, or of its half, are defined, given those of the inputs.
+static Lanes defined_lanes(const Warp& w, const Instruction& i, size_t half) {
+  const std::vector<int>& reads = i.reads;
   if (i.spread == Spread::select) {
-    const Lanes first = w.predicate(i.reads[2]);
-    return w.defined[i.reads[2]] & ((first & w.defined[i.reads[0]]) | (~first & w.defined[i.reads[1]]));
+    const int by = reads.back();
+    const Lanes first = w.predicate(by);
+    return w.defined[by] & ((first & w.defined[reads[half]]) | (~first & w.defined[reads[half + reads.size() / 2]]));
   }
+  const size_t step = i.spread == Spread::halves ? 2 : 1;
   Lanes all = ALL_LANES;
-  for (int slot : i.reads) all &= w.defined[slot];
+  for (size_t n = half % step; n < reads.size(); n += step) all &= w.defined[reads[n]];
   return all;
 }
 
@@ -83,8 +87,13 @@ void Block::check_registers(Warp& w, const Instruction& i, Lanes m) {
       w.defined[slot] |= m;
     }
   if (i.spread != Spread::shuffle && !i.writes.empty()) {
-    const Lanes good = defined_lanes(w, i);
-    for (int slot : i.writes) w.defined[slot] = (w.defined[slot] & ~m) | (good & m);
+    Lanes good[2] = {defined_lanes(w, i, 0), 0};
+    const bool apart = i.spread == Spread::halves || (i.spread == Spread::select && i.writes.size() == 2);
+    good[1] = apart ? defined_lanes(w, i, 1) : good[0];
+    for (size_t n = 0; n < i.writes.size(); n++) {
+      Lanes& defined = w.defined[i.writes[n]];
+      defined = (defined & ~m) | (good[n % 2] & m);
+    }
   }
   if (w.busy.empty()) return;
   for (int slot : i.writes) w.unfenced[slot] = 1;

@@ -138,7 +138,7 @@ struct Warp {
   Block* block = nullptr;
   int index = 0;
   uint32_t* registers = nullptr;
-  Lanes* defined = nullptr;             // of every slot: the lanes that were written
+  Lanes* defined = nullptr;             // of every slot: the lanes that were written; a register of 64 bits has two
   std::vector<uint8_t> busy, unfenced;  // of every slot, where a kernel uses wgmma
   int pc = 0;
   int lane_pc[LANES] = {};

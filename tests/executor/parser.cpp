@@ -147,9 +147,12 @@ class Parser {
       if (version < 7 || version >= 10) throw Error("PTX version outside 7.0 to 9.x");
       versioned_ = true;
     } else if (starts_with(line, ".target")) {
-      int target = atoi(line.c_str() + line.find("sm_") + 3);
-      if (target < 80 || target > 90) throw Error("compiled for another target than sm_80 to sm_90");
+      const size_t name = line.find("sm_");
+      const int target = atoi(line.c_str() + name + 3);
+      if (target < 80 || target > 121) throw Error("compiled for another target than sm_80 to sm_121");
       if (target > arch_) throw Error("compiled for a newer device than sm_" + std::to_string(arch_));
+      if (target != arch_ && line.find_first_of("af", name) != std::string::npos)
+        throw Error("compiled for sm_" + std::to_string(target) + " alone, this is sm_" + std::to_string(arch_));
     } else if (size_t entry = line.find(".entry "); entry != std::string::npos) {
       const std::string name = trim(line.substr(entry + 7, line.find('(') - entry - 7));
       place_ = wanted_.empty() || name == wanted_ ? Place::header : Place::other;
@@ -340,9 +343,10 @@ class Parser {
       unknown_.push_back(i.opcode + " (line " + std::to_string(i.line) + ")");
       return;
     }
-    if (narrows(i.opcode, parts)) definition = find_definition(i.opcode + " of 8");
+    const bool narrow = narrows(i.opcode, parts);
+    if (narrow) definition = find_definition(i.opcode + " of 8");
     if (!definition) throw Error("a conversion of a wider register");
-    fill(i, *definition, parts.operands);
+    fill(i, *definition, parts.operands, narrow || starts_with(i.opcode, "cvt.u32.u64"));
     program_.uses_wgmma |= starts_with(i.opcode, "wgmma.mma");
     program_.code.push_back(std::move(i));
   }
@@ -362,10 +366,15 @@ class Parser {
     return any;
   }
 
-  void fill(Instruction& i, const Definition& definition, const std::vector<std::string>& texts) {
+  // low: the second operand counts with its low half alone.
+  void fill(Instruction& i, const Definition& definition, const std::vector<std::string>& texts, bool low) {
     i.run = definition.run, i.control = definition.control, i.collective = definition.collective;
     const bool meets = starts_with(i.opcode, "shfl") || starts_with(i.opcode, "redux");
-    i.spread = starts_with(i.opcode, "selp") ? Spread::select : meets ? Spread::shuffle : Spread::lane;
+    const bool halves = i.opcode == "mov.b64 pack" || i.opcode == "mov.b64 unpack" || i.opcode.ends_with(".f32x2");
+    i.spread = starts_with(i.opcode, "selp") ? Spread::select
+               : meets                       ? Spread::shuffle
+               : halves                      ? Spread::halves
+                                             : Spread::lane;
     // Undefined values may be computed with, as long as they reach no memory, address, predicate of a branch or matrix.
     const bool uses = starts_with(i.opcode, "st") || starts_with(i.opcode, "mma") || starts_with(i.opcode, "cp.") ||
                       starts_with(i.opcode, "wgmma");
@@ -381,15 +390,20 @@ class Parser {
       i.operands.push_back(operand);
       const char kind = definition.operands[n];
       if (operand.slot < 0 || kind == 'w') continue;
-      if (n < static_cast<size_t>(definition.outputs)) i.writes.push_back(operand.slot);
-      else if (i.opcode == "prmt.b32" && n < 3 && !selects_from(texts[3], n - 1)) continue;
-      else (uses || kind == 's' || kind == 'g' || kind == 'P' ? i.checked : i.reads).push_back(operand.slot);
+      if (i.opcode == "prmt.b32" && (n == 1 || n == 2) && !selects_from(texts[3], n - 1)) continue;
+      auto& slots = n < static_cast<size_t>(definition.outputs)       ? i.writes
+                    : uses || kind == 's' || kind == 'g' || kind == 'P' ? i.checked
+                                                                        : i.reads;
+      slots.push_back(operand.slot);
+      if (operand.bytes == 8 && !(low && n == 1)) slots.push_back(operand.slot + 1);
     }
   }
 
   void resolve() {
     if (!unknown_.empty()) {
       std::sort(unknown_.begin(), unknown_.end());
+      for (const std::string& name : unknown_)
+        if (starts_with(name, "tcgen05")) throw Error("tensor memory of sm_100 is not modelled: " + name);
       std::string names;
       for (size_t n = 0; n < unknown_.size() && n < 8; n++) names += (n ? ", " : "") + unknown_[n];
       throw Error("unknown instruction: " + names);

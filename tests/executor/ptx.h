@@ -31,9 +31,9 @@ struct Operand {
 
 enum class Control { next, branch, end, barrier };
 
-// What an undefined input makes undefined: the result in the same lane; the result, if it is the one selected; or the
-// result in the lanes that a shuffle brings it to.
-enum class Spread { lane, select, shuffle };
+// What an undefined input makes undefined: the result in the same lane; the result, if it is the one selected; the
+// result in the lanes that a shuffle brings it to; or its half of the result.
+enum class Spread { lane, select, shuffle, halves };
 
 struct Instruction {
   Handler run = nullptr;
@@ -46,7 +46,8 @@ struct Instruction {
   std::string opcode, text, source;
   std::vector<Operand> operands;
   Spread spread = Spread::lane;
-  std::vector<int> checked, reads, writes;  // slots: must be defined; make the result defined; results
+  // Slots: must be defined; make the result defined; results. Both halves of a register of 64 bits are listed.
+  std::vector<int> checked, reads, writes;
 };
 
 struct Parameter {

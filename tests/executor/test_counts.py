@@ -154,7 +154,7 @@ def test_dq_is_added_where_it_is_if_it_is_there_once(machine, arch, head_dim, ti
         support.check(BF16, p)
     (step,) = (launch for launch in machine.launches if launch.kernel == "attention_grad_kv")
     adds = "red" if head_dim == 64 else "atom"
-    vector = ".v4" if arch == 90 and head_dim == 64 else ""
+    vector = ".v4" if arch >= 90 and head_dim == 64 else ""
     assert step.warps(f"{adds}.global.add{vector}.f32") and not step.warps("atom" if adds == "red" else "red")
 
 

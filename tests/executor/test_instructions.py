@@ -125,6 +125,33 @@ def test_two_byte_types_round_as_torch_does(dtype):
 
 
 @pytest.mark.parametrize(
+    ("opcode", "expected"),
+    [
+        ("add.f32x2 %rd6, %rd3, %rd4;", lambda a, b, c: a + b),
+        ("sub.rn.f32x2 %rd6, %rd3, %rd4;", lambda a, b, c: a - b),
+        ("mul.f32x2 %rd6, %rd3, %rd4;", lambda a, b, c: a * b),
+        ("fma.rn.f32x2 %rd6, %rd3, %rd4, %rd5;", lambda a, b, c: (a.double() * b.double() + c.double()).float()),
+    ],
+)
+def test_pairs_of_float32(opcode, expected):
+    a, b, c = (random(64, 2, dtype=torch.float32, seed=seed) for seed in range(3))
+    pack = "".join(f"mov.b64 %rd{3 + n}, {{%x{2 * n}, %x{2 * n + 1}}};\n" for n in range(3))
+    body = f"{pack}{opcode}\nmov.b64 {{%y0, %y1}}, %rd6;"
+    out = run(body, torch.cat((a, b, c), 1).view(torch.int32), 2).view(torch.float32)
+    torch.testing.assert_close(out, expected(a, b, c), rtol=1e-7, atol=0)
+
+
+def test_the_low_half_of_a_pair_is_its_own():
+    x = torch.arange(32, dtype=torch.int32)[:, None]
+    pair = "mov.b64 %rd3, {%x0, %r8};\n"  # %r8 has no value
+    assert torch.equal(run(pair + "cvt.u32.u64 %y0, %rd3;", x, 1), x)
+    with pytest.raises(ExecutionError, match="register used before it was written"):
+        run(pair + "mov.b64 {%r3, %y0}, %rd3;", x, 1)
+    with pytest.raises(ExecutionError, match="register used before it was written"):
+        run(pair + "mov.b64 %rd3, {%r8, %x0};\ncvt.u32.u64 %y0, %rd3;", x, 1)
+
+
+@pytest.mark.parametrize(
     ("opcode", "b", "c", "source", "inside"),
     [
         ("bfly", 5, 31, lambda lane: lane ^ 5, lambda lane: lane >= 0),

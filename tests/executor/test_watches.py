@@ -205,7 +205,7 @@ RIGHT = {
     ],
 )
 def test_wgmma(machine, arch, changes, finding):
-    if arch < 90:
+    if arch != 90:
         pytest.skip("sm_90")
     run(WGMMA.format(**RIGHT), 90, 128)
     with pytest.raises(ExecutionError) as raised:
@@ -216,10 +216,15 @@ def test_wgmma(machine, arch, changes, finding):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("sm_80", "sm_100", "line 3: compiled for another target than sm_80 to sm_90"),
+        ("sm_80", "sm_130", "line 3: compiled for another target than sm_80 to sm_121"),
         ("sm_80", "sm_75", "another target"),
         (".version 8.7", ".version 6.5", "line 2: PTX version outside 7.0 to 9.x"),
         ("\tret;", "\tfoo.bar %r1;\n\tret;", r"unknown instruction: foo.bar \(line 28\)"),
+        (
+            "\tret;",
+            "\tfoo.bar %r1;\n\ttcgen05.wait::st.sync.aligned;\n\tret;",
+            "tensor memory of sm_100 is not modelled: tcgen05.wait::st.sync.aligned",
+        ),
         ("\tret;", "\tadd.s32 %r1, %rd1, 1;", "operand %rd1 has 8 bytes, expected 4"),
         ("\tret;", "\tbra $nowhere;", "no label"),
         (".visible .entry", ".visible .func", "no .entry"),
@@ -231,11 +236,13 @@ def test_ptx_that_it_refuses(machine, old, new, message):
         Kernel(machine, text.replace(old, new))
 
 
-def test_ptx_for_a_newer_device(machine, arch):
-    if arch >= 90:
-        pytest.skip("there is none")
-    with pytest.raises(InvalidPtx, match=f"newer device than sm_{arch}"):
-        Kernel(machine, HEADER.format(arch="90a", threads=64, body=""))
+def test_ptx_for_another_device(machine, arch):
+    if arch != 121:
+        with pytest.raises(InvalidPtx, match=f"newer device than sm_{arch}"):
+            Kernel(machine, HEADER.format(arch="121", threads=64, body=""))
+    if arch > 90:
+        with pytest.raises(InvalidPtx, match=f"compiled for sm_90 alone, this is sm_{arch}"):
+            Kernel(machine, HEADER.format(arch="90a", threads=64, body=""))
 
 
 def test_order_of_warps_follows_the_seed(machine):
