@@ -55,6 +55,8 @@ def versions() -> dict[str, str]:
         "triton": _installed("triton"),
         "cuda": torch.version.cuda or "none",
     }
+    if torch.version.hip:
+        found["rocm"] = torch.version.hip
     if torch.version.cuda and torch.backends.cudnn.is_available():
         found["cudnn"] = str(torch.backends.cudnn.version())
     return found | {name: _installed(name) for name in PEERS if _installed(name) != MISSING}

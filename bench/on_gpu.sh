@@ -40,7 +40,8 @@ Options:
   -r REVISION  the git revision, where this folder is not a git checkout
   -h           this text
 
-Use a Python environment in which PyTorch finds the GPU. The tests need pytest (pytest-xdist makes them faster). Nothing
+Use a Python environment in which PyTorch finds the GPU, NVIDIA's or, under ROCm, AMD's (gfx942, gfx950), where memcheck
+and racecheck are left out. The tests need pytest (pytest-xdist makes them faster). Nothing
 is installed, and no network is needed. If flashrope is not installed from this folder, its files are used as they are.
 Steps that are run one by one on the same day are packed together:
 
@@ -126,7 +127,7 @@ bench() { "$python" -m bench "$@"; }
 # Compiles in parallel first: compilation under compute-sanitizer takes many times as long.
 sanitize() {
   if ! command -v compute-sanitizer; then
-    echo "compute-sanitizer is not on PATH; it is part of the CUDA toolkit"
+    echo "compute-sanitizer is not on PATH; it is part of the CUDA toolkit and knows NVIDIA's GPUs alone"
     return "$skipped"
   fi
   bench sanitize --compile || return
@@ -188,8 +189,12 @@ versions() {
   echo "$device, $(date -u +%FT%TZ)"
   "$python" -c 'from bench.machine import versions; [print(name, version) for name, version in versions().items()]'
   uname -srm
-  nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm --format=csv
-  nvcc --version | tail -n 1
+  if command -v rocm-smi; then
+    rocm-smi --showproductname --showdriverversion --showmaxpower
+  else
+    nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm --format=csv
+    nvcc --version | tail -n 1
+  fi
 }
 versions >"$run/versions.txt" 2>&1
 
