@@ -23,7 +23,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'flashrope':13}{_installed('flashrope')}")
     print(f"{'python':13}{platform.python_version()}, {platform.system()} {platform.machine()}")
     built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
-    print(f"{'torch':13}{torch.__version__}" + "".join(f", {name} {number}" for name, number in built.items() if number))
+    print(
+        f"{'torch':13}{torch.__version__}" + "".join(f", {name} {number}" for name, number in built.items() if number)
+    )
     for package in ("triton", "transformers"):
         print(f"{package:13}{_installed(package)}")
     print(f"{'CUDA kernels':13}{load_backend('cuda').build_info()}")
