@@ -76,6 +76,16 @@ def decode(
     return _launches(lambda: attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, **scales, **options))
 
 
+def rotate(rotary, seqlen: int, heads: int = 8):
+    """The launch of one ``flashrope.rotate``."""
+    import torch
+    from flashrope import rotate
+
+    x = torch.randn(1, seqlen, heads, rotary.head_dim).bfloat16()
+    (launch,) = _launches(lambda: rotate(x, rotary, impl="triton"))
+    return launch
+
+
 def instructions_a_byte(rotary, paged: bool, seqlen: int = 2048) -> float:
     """Warp instructions of the decode kernel for each byte of keys and values, in a cache that has `seqlen` keys
     more."""
@@ -118,6 +128,7 @@ def report(arch: int, seqlens: list[int], window: int, decode_only: bool = False
         report_prefill(arch, seqlens, window, schemes)
     report_decode(seqlens, schemes)
     report_bytes(window)
+    report_rotate(seqlens[-1])
 
 
 def report_prefill(arch: int, seqlens: list[int], window: int, schemes: dict) -> None:
@@ -179,9 +190,28 @@ def report_bytes(window: int) -> None:
             print(f"| {head_dim} | {name} | {figures[0]:.3f} | {figures[1]:.3f} |")
 
 
+def report_rotate(seqlen: int) -> None:
+    """Each element needs two bytes read and two written."""
+    from flashrope import Rotary
+
+    print(f"\nflashrope.rotate, 8 heads of 128, {seqlen} tokens, bytes and warp instructions an element")
+    print("| scheme | read | written | cos and sin read | warp instr. |\n|---|---|---|---|---|")
+    rotaries = {
+        "RoPE": Rotary.rope(128),
+        "RoPE of 32 channels": Rotary.rope(128, rotary_dim=32),
+        "HoPE": Rotary.hope(128, 8192),
+    }
+    for name, rotary in rotaries.items():
+        launch = rotate(rotary, seqlen)
+        x, out = launch.tensors["x"], launch.tensors["out"]
+        table = next(traffic.sectors_read for key, traffic in launch.tensors.items() if key.endswith("table"))
+        counts = x.sectors_read, out.sectors_written, table, launch.warps()
+        print(f"| {name} | {' | '.join(f'{count / (seqlen * 8 * 128):.3f}' for count in counts)} |")
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench work", description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", type=int, default=90, choices=(80, 86, 89, 90))
+    parser.add_argument("--arch", type=int, default=90, choices=(80, 86, 89, 90, 120))
     parser.add_argument("--seqlens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--decode-only", action="store_true", help="without prefill, which takes long at long contexts")

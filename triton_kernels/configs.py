@@ -58,7 +58,7 @@ HALF = {
     },
     "sm86": {
         "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 16, 8, 3)),
-        "forward codes": {256: Tile(64, 32, 4, 1)},
+        "forward codes": {128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 4, 1)},
         "forward unaligned": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)},
         "grad_kv": by_block_d((32, 128, 4, 2), (32, 128, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (32, 32, 4, 2)),
         "grad_kv banded": {128: Tile(32, 128, 8, 3)},
@@ -230,6 +230,9 @@ def atomics_are_faster(capability: int | str, itemsize: int, block_d: int, block
 
 
 def red_floats(capability: int | str, itemsize: int) -> int:
-    """As in ``arguments.Shape``. float32 products run without tensor cores. ``red`` of four floats needs sm_90. AMD's
-    GPUs have another instruction, which ``tl.atomic_add`` becomes."""
-    return 0 if itemsize != 2 or isinstance(capability, str) else 4 if capability >= 90 else 1
+    """As in ``arguments.Shape``. float32 products run without tensor cores. ``red`` of four floats needs sm_90. What
+    ``tl.atomic_add`` becomes serves AMD's GPUs, which have another instruction, and sm_100, whose accumulators come
+    from tensor memory in layouts of their own."""
+    if itemsize != 2 or isinstance(capability, str) or 100 <= capability < 120:
+        return 0
+    return 4 if capability >= 90 else 1

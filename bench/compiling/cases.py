@@ -217,6 +217,7 @@ def _main_cases(quick: bool) -> list[Case]:
     )
     codes = grid((80, 90), (128,), "bf16", *QUANTIZED, *QUANTIZED_CHUNKS) + grid((80,), (64,), "bf16", QUANTIZED[-1])
     codes += grid((80,), (128,), "fp16", QUANTIZED[1])
+    codes += grid((86,), (128,), "bf16", *QUANTIZED_CHUNKS)
     maps = grid((80, 90), (64, 128), "bf16", *MAPS, *MAPS_DECODE) + grid((86,), (128,), "bf16", *MAPS, MAPS_DECODE[-1])
     placed = grid((80, 90), (64, 128), "bf16", *PLACED, *STORED, *PLACED_MAPS)
     return main + wide + padded + types + variants + small_shared + cache + codes + maps + placed

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from flashrope import rotate
 from flashrope.backends import reference
 from flashrope.backends.calls import AttentionCall
 
@@ -30,12 +31,13 @@ def hope_call(problem: Problem) -> AttentionCall:
 
 
 def keys_on_cpu(problem: Problem):
-    from flashrope.backends.cpu.rotation import rotate, rotation_for
+    from flashrope.backends.cpu.rotation import rotate as rotate_keys
+    from flashrope.backends.cpu.rotation import rotation_for
     from flashrope.rotary.bands import EVERYWHERE
 
     call = hope_call(problem)
     rotation = rotation_for(problem.tensors()[1], call, EVERYWHERE.keys, 0, False)
-    return lambda q, k, v: rotate(k, rotation, call.rotary)
+    return lambda q, k, v: rotate_keys(k, rotation, call.rotary)
 
 
 def keys_by_triton(problem: Problem):
@@ -56,8 +58,14 @@ def keys_by_triton(problem: Problem):
 
 def separate(encoding: Callable, problem: Problem):
     """The rotation of q and k, and nothing else."""
-    rotate = encoding(problem)
-    return lambda q, k, v: rotate(q, k)[1]
+    both = encoding(problem)
+    return lambda q, k, v: both(q, k)[1]
+
+
+def own_rotation(problem: Problem):
+    """``flashrope.rotate`` of q and k."""
+    rotary = problem.rope()
+    return lambda q, k, v: (rotate(q, rotary), rotate(k, rotary))[1]
 
 
 def exact_keys(scheme, problem: Problem):
@@ -89,6 +97,7 @@ def contestants(device: torch.device) -> list[Contestant]:
             rotation(f"{name} of q and k", Problem.rope, partial(separate, ENCODINGS[name]))
             for name in (best_rope(device), "eager RoPE")
         ),
+        rotation("flashrope.rotate of q and k", Problem.rope, own_rotation, ours=True),
         rotation("fused RoPE of q and k, in place", Problem.rope, in_place),
         rotation("flashrope, keys only", Problem.hope, keys_only, with_queries=False, ours=True),
         Contestant("SDPA flash", Problem.none, KERNELS["SDPA flash"]),

@@ -40,6 +40,18 @@ def test_prefill(machine, arch, rotary, seqlen):
         assert forward.tensors["scheme.table"].sectors_read <= copies * forward.tensors["q"].sectors_read
 
 
+@pytest.mark.parametrize("rotary_dim", [128, 32])
+def test_rotate(machine, rotary_dim):
+    """Every element is read once and written once. Four heads share a load of cos and sin from two levels of the table,
+    which caches hold."""
+    launch = work.rotate(Rotary.rope(128, rotary_dim=rotary_dim), 96)
+    elements = 96 * 8 * 128
+    assert launch.tensors["x"].sectors_read == launch.tensors["out"].sectors_written == 2 * elements
+    (table,) = (traffic for name, traffic in launch.tensors.items() if name.endswith("table"))
+    assert table.sectors_read <= 2.5 * elements and table.distinct_read < elements / 5
+    assert launch.warps() <= 0.33 * elements
+
+
 @pytest.mark.parametrize("seqlen", [640, pytest.param(2048, marks=pytest.mark.slow)])
 def test_prefill_with_maps(machine, arch, seqlen):
     """One copy of the keys serves the bands of dual chunk attention, and chunks end where tiles do: no tile more than
