@@ -12,7 +12,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "training.md").read_text().split("## Memory")[1]
+PAGE = (
+    (Path(__file__).resolve().parents[2] / "docs" / "training.md")
+    .read_text()
+    .split("## Memory")[1]
+    .split("## Speed")[0]
+)
 HEADS, HEADS_KV, HEAD_DIM, WIDTH, SEQLEN = 32, 8, 64, 2048, 32
 ROPE = Rotary.rope(HEAD_DIM)
 SCHEMES = {
