@@ -126,6 +126,8 @@ void define_integers() {
   define_wide<int64_t, int32_t>("s32"), define_wide<uint64_t, uint32_t>("u32");
   define_predicates();
   define_pairs<uint32_t, uint16_t>("mov.b32"), define_pairs<uint64_t, uint32_t>("mov.b64");
+  define_lanes<uint16_t, uint16_t, uint16_t>("mul.hi.u16",
+                                             [](uint16_t a, uint16_t b) { return uint32_t(a) * b >> 16; });
   define_lanes<int32_t, int32_t, int32_t>("mul.hi.s32", [](int32_t a, int32_t b) { return int64_t(a) * b >> 32; });
   define_lanes<uint32_t, uint32_t, uint32_t>("mul.hi.u32",
                                              [](uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; });
