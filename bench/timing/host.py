@@ -25,7 +25,7 @@ from flashrope.cli.options import positive
 
 from .. import machine
 from ..compiling import offline
-from ..compiling.architectures import SHARED
+from ..compiling.architectures import NVIDIA
 from ..progress import steps
 from .contestants import KERNELS
 from .problem import Problem
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
         "--calls", type=positive, default=20, help="calls per block (default 20, which fit into a GPU's queue)"
     )
     p.add_argument(
-        "--arch", type=int, choices=sorted(SHARED), default=80, help="architecture without a GPU (default 80)"
+        "--arch", type=int, choices=NVIDIA, default=80, help="architecture without a GPU (default 80)"
     )
     options = p.parse_args(argv)
     versions, device = machine.versions(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
