@@ -442,6 +442,14 @@ def test_training_steps_compute_what_their_names_say():
     assert training.tokens_per_second({"a": [2.0, 1.0, 4.0]}, p) == "a 64,000"
 
 
+@triton_runs
+@pytest.mark.parametrize("command", command_line.SUBCOMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command_line.main([command, "-h"])
+    assert stopped.value.code == 0 and f"python -m bench {command}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["decode", "scaling", "cpu", "ceilings", "tune"])
 def test_without_options_nothing_is_written(tmp_path, monkeypatch, capsys, small_sizes, command):
     from bench.timing import cpu, tune
