@@ -3,9 +3,9 @@
 import support
 import torch
 from flashrope import attention_with_cache
-from flashrope.backends.calls import CacheLayout
+from flashrope.backends.cache_tables import CachePositions, CacheTables
 from flashrope.backends.quantized import dequantize, quantize
-from flashrope.backends.shown import Positions, of_queries, shown
+from flashrope.backends.shown import of_queries, shown
 from support import int32
 
 
@@ -37,9 +37,9 @@ class Case:
         device = self.target.device
         tables = {name: x.to(device) for name, x in tables.items()}
         queries = queries if queries is None else queries.to(device)
-        given = Positions(**tables, queries=queries)
-        layout = CacheLayout(self.seqlens, self.block_table, self.leftpad, positions=given)
-        bounds = enumerate(layout.bounds(self.k))
+        given = CachePositions(**tables, queries=queries)
+        own = CacheTables(self.seqlens, self.block_table, self.leftpad, positions=given)
+        bounds = enumerate(own.bounds(self.k))
         found = [shown(given, b, first, end, self.block_table, self.k) for b, (first, end) in bounds]
         hidden = torch.ones(self.k.shape[:2], dtype=torch.bool, device=device)
         for keys in found:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from flashrope import Rotary
 from flashrope.backends import triton as backend
-from flashrope.backends.calls import AttentionCall, CacheCall, CacheLayout
-from flashrope.backends.shown import Positions
+from flashrope.backends.cache_tables import CacheLayer, CachePositions, CacheTables
+from flashrope.backends.calls import AttentionCall, CacheCall
 from flashrope.backends.triton import launcher
 
 from .architectures import AMD, NEWER
@@ -174,12 +174,12 @@ class Case:
         if scheme.placed:
             axes = (rotary.axes,) if rotary.axis else ()
             stored = tensor(*rows, *axes, dtype=torch.float32) if scheme.stored else None
-            positions = Positions(table, table, table, stored)
-        layout = CacheLayout(seqlens, table, None, scheme.seqlen_q, None, None, 0, *scales, positions)
-        call = CacheCall(rotary, scheme.causal, self.head_dim**-0.5, layout)
+            positions = CachePositions(table, table, table, stored)
+        tables, layer = CacheTables(seqlens, table, None, scheme.seqlen_q, positions), CacheLayer(cache, cache, *scales)
+        call = CacheCall(rotary, scheme.causal, self.head_dim**-0.5, tables)
         with caught_launches(launcher, self.arch) as launches:
-            backend.append_to_cache(cache, cache, new, new, layout)
-            backend.attention_with_cache(q, cache, cache, call)
+            backend.append_to_cache(layer, new, new, tables)
+            backend.attention_with_cache(q, layer, call)
         return launches
 
 

@@ -5,11 +5,13 @@
 Without a GPU the tensors are on the CPU, and the kernels, compiled for --arch, are not launched: everything is timed
 except the CUDA driver. On a GPU, attention without position encoding is timed too. Calls alternate, block by block. The
 column "functions" counts the Python and C functions that a call runs in this thread; it does not depend on the machine.
+A step has 32 layers; its figures are divided by them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +34,7 @@ from .problem import Problem
 from .timer import Spread
 
 HEADS, HEADS_KV, HEAD_DIM, SEQLEN = 32, 8, 128, 512
+LAYERS, STEPS = 32, ("KVCache.step, one layer", "PagedKVCache.step, one layer")
 MIN_CAPACITY = 8192  # slots of the cache: enough for several splits
 HOPE, REROPE = Rotary.hope(HEAD_DIM, 8192), Rotary.rope(HEAD_DIM).rectify(512)
 COLUMNS = f"{'':<42}{'launches':>9}{'functions':>11}{'median':>12}{'quartiles':>21}"
@@ -54,6 +57,8 @@ def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
     inputs = [tensor(SEQLEN, heads, grad=True) for heads in (HEADS, HEADS_KV, HEADS_KV)]
     raw, grad_out = [x.detach() for x in inputs], tensor(SEQLEN, HEADS)
     rows = KVCache(1, capacity, HEADS_KV, HEAD_DIM, device=device)
+    sizes = HEADS_KV, HEAD_DIM, torch.bfloat16, device
+    paged = PagedKVCache(MIN_CAPACITY // 16, 16, *sizes, layers=LAYERS)
     pages = PagedKVCache(-(-capacity // 16), 16, HEADS_KV, HEAD_DIM, device=device)
     sequences, seqlens = [pages.allocate()], torch.full((1,), capacity - 1, dtype=torch.int32, device=device)
     calls = {
@@ -64,6 +69,8 @@ def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
         ),
         "KVCache.attend": partial(rows.attend, q, REROPE, k, v, impl=impl),
         "PagedKVCache.attend": partial(pages.attend, sequences, q, REROPE, k, v, impl=impl),
+        STEPS[0]: steps_of(KVCache(1, MIN_CAPACITY, *sizes, layers=LAYERS), q, k, v, impl),
+        STEPS[1]: steps_of(paged, q, k, v, impl, [paged.allocate()]),
     }
     if device.type == "cuda":
         problem = Problem(1, SEQLEN, HEADS, HEADS_KV, HEAD_DIM, torch.bfloat16, device)
@@ -75,20 +82,38 @@ def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
     return calls
 
 
+def steps_of(cache, q, k, v, impl: str | None, *sequences) -> Callable:
+    """A step of one token through all layers, taken back at its end so that the cache never fills."""
+
+    def run() -> None:
+        with contextlib.suppress(Undo), cache.step(*sequences, 1) as step:
+            for layer in range(LAYERS):
+                step.attend(q, REROPE, k, v, layer=layer, impl=impl)
+            raise Undo
+
+    return run
+
+
+class Undo(Exception):
+    """Takes a step back."""
+
+
 def functions_of(call: Callable) -> tuple[int, int]:
     """(Triton launches, all functions that are called) by one call."""
     seen = []
+    launch, planned = launcher.launch.__code__, launcher.Launch.__call__.__code__
 
     def notice(frame, event, function):
         if event in ("call", "c_call"):
-            seen.append(frame.f_code if event == "call" else None)
+            again = event == "call" and frame.f_code is launch and frame.f_back.f_code is planned
+            seen.append(frame.f_code if event == "call" and not again else None)
 
     sys.setprofile(notice)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return seen.count(launcher.launch.__code__), len(seen) - 1  # without setprofile
+    return seen.count(launch) + seen.count(planned), len(seen) - 1  # without setprofile
 
 
 def measure(device: torch.device, blocks: int, calls: int) -> dict[str, Measured]:
@@ -96,15 +121,18 @@ def measure(device: torch.device, blocks: int, calls: int) -> dict[str, Measured
     for name in steps("host", list(chosen), say=partial(print, file=sys.stderr, flush=True)):
         chosen[name]()  # compiles
         counted[name], times[name] = functions_of(chosen[name]), []
+    layers = {name: LAYERS if name in STEPS else 1 for name in chosen}
     for _ in range(blocks):
         for name, call in chosen.items():
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(calls):
+            begin, count = time.perf_counter(), max(calls // layers[name], 1)
+            for _ in range(count):
                 call()
-            times[name].append(1e6 * (time.perf_counter() - begin) / calls)
-    return {name: Measured(*counted[name], Spread.of(of)) for name, of in times.items()}
+            times[name].append(1e6 * (time.perf_counter() - begin) / count / layers[name])
+    return {
+        name: Measured(*(round(x / layers[name]) for x in counted[name]), Spread.of(of)) for name, of in times.items()
+    }
 
 
 def main(argv: list[str]) -> int:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .backends.cache_tables import CacheLayer, CachePositions, CacheTables, Packed
     from .cache import KVCache, OutOfPages, PagedKVCache, Step
+    from .operators.cache_plan import CachePlan, plan_cache
     from .operators.functional import (
         attention,
         attention_varlen,
@@ -26,8 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Band",
+    "CacheLayer",
+    "CachePlan",
+    "CachePositions",
+    "CacheTables",
     "KVCache",
     "OutOfPages",
+    "Packed",
     "PagedKVCache",
     "Rotary",
     "Step",
@@ -36,6 +43,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_with_cache",
     "attention_with_cache",
+    "plan_cache",
     "rotate",
 ]
 
@@ -48,6 +56,8 @@ if not TYPE_CHECKING:  # or a type checker would accept any name
             "attention_with_cache",
             "rotate",
         ),
+        "operators.cache_plan": ("CachePlan", "plan_cache"),
+        "backends.cache_tables": ("CacheLayer", "CachePositions", "CacheTables", "Packed"),
         "cache": ("KVCache", "OutOfPages", "PagedKVCache", "Step"),
         "rotary.bands": ("Band",),
         "rotary.rotary": ("Rotary",),

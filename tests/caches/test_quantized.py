@@ -12,7 +12,7 @@ from flashrope import (
     attention_with_cache,
     rotate,
 )
-from flashrope.backends.calls import CacheCall, CacheLayout
+from flashrope.backends.cache_tables import CacheLayer, CacheTables
 from flashrope.backends.cpu import loader
 from flashrope.backends.registry import load_backend
 from support import SCHEMES
@@ -320,13 +320,12 @@ def rows_to_quantize(dtype, head_dim):
 def test_the_compiled_append_writes_what_the_composed_one_does(monkeypatch, head_dim, dtype, cache_dtype):
     rows = rows_to_quantize(dtype, head_dim)
     k = torch.stack((rows, rows.roll(5, 0)), 1)[None]  # two heads
-    v, layout, results = k.roll(3, 1), CacheLayout(torch.zeros(1, dtype=torch.int32), seqlen_new=len(rows)), []
+    v, tables, results = k.roll(3, 1), CacheTables(torch.zeros(1, dtype=torch.int32), new=len(rows)), []
     for find in (loader.load, lambda: None):
         monkeypatch.setattr(loader, "load", find)
         caches = [pack(torch.full((1, 40, 2, head_dim), 5.0), cache_dtype) for _ in range(2)]
         scales = [torch.full((1, 40, 2), 3.0) for _ in range(2)]
-        of_both = layout._replace(k_scale=scales[0], v_scale=scales[1])
-        load_backend("cpu").append_to_cache(*caches, k, v, of_both)
+        load_backend("cpu").append_to_cache(CacheLayer(*caches, *scales), k, v, tables)
         results.append((*caches, *scales))
     for compiled, composed in zip(*results, strict=True):
         torch.testing.assert_close(compiled, composed, rtol=0, atol=0, equal_nan=True)
@@ -455,29 +454,3 @@ def test_nothing_outside_the_cache_is_written(exact):
         attention_varlen_with_cache(q, *room[:, 1:5], ROPE, starts, seqlens, 1, k, v, **options, **placed)
         assert room.abs().amax((-1, -2)).nonzero().tolist() == [[0, 3, row], [1, 3, row]]
         assert scales.sum(-1).nonzero().tolist() == [[0, 3, row], [1, 3, row]]
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_layers_that_share_what_the_host_reads(packed):
-    """Layers of one step have scales of their own, and caches of other types."""
-    generator, lengths, layers = torch.Generator().manual_seed(3), torch.tensor([20, 13], dtype=torch.int32), []
-    for codes in (None, torch.int8, torch.int8):
-        k_cache, v_cache, q = (torch.randn(2, 32, 2, 64, generator=generator) for _ in range(3))
-        scales = (None, None)
-        if codes is not None:
-            k_cache, v_cache = (x.mul(40).clamp(-127, 127).to(codes) for x in (k_cache, v_cache))
-            scales = tuple(torch.rand(2, 32, 2, generator=generator) for _ in range(2))
-        layers.append((q[:, 0] if packed else q[:, :1], k_cache, v_cache, scales))
-    fields = {"seqlens": lengths}
-    if packed:
-        fields |= {"cu_seqlens_q": torch.arange(3, dtype=torch.int32), "max_seqlen_q": 1}
-    kept: dict = {}
-    backend, rotary = load_backend("cpu"), Rotary.rope(64).rectify(8)
-    for q, k_cache, v_cache, (k_scale, v_scale) in layers:
-        results = []
-        for each in (kept, None):
-            layout = CacheLayout(**fields, k_scale=k_scale, v_scale=v_scale, kept=each)
-            results.append(backend.attention_with_cache(q, k_cache, v_cache, CacheCall(rotary, True, 0.125, layout)))
-        (out, lse), (expected, expected_lse) = results
-        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
-    assert bool(kept) == (packed or loader.load() is not None)  # composed of PyTorch's kernels only packed calls share

@@ -4,8 +4,8 @@ import pytest
 import support
 import torch
 from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
-from flashrope.backends.calls import CacheLayout
-from flashrope.backends.shown import Positions, store_positions
+from flashrope.backends.cache_tables import CachePositions, CacheTables, Packed
+from flashrope.backends.shown import store_positions
 from placing import Case
 from support import SCHEMES, int32
 from test_positions import TARGETS
@@ -263,21 +263,24 @@ def test_new_keys_without_a_place_leave_no_position(placed, axes):
     given = (torch.arange(15.0).view(3, 5) + 100)[(..., *(None,) * len(axes))].expand(3, 5, *axes).contiguous()
     slots = torch.full((4, 16, *axes), -1.0)
     if placed == "behind":
-        layout = CacheLayout(int32([30, 3, 14]), table, seqlen_new=5)
-        store_positions(cache, layout._replace(positions=Positions(slot_positions=slots, queries=given)), 5)
+        tables = CacheTables(int32([30, 3, 14]), table, new=5)
+        store_positions(cache, tables._replace(positions=CachePositions(slot_positions=slots, queries=given)), 5)
         want = {(0, 14): 100, (0, 15): 101, (2, 14): 110, (2, 15): 111, (1, 0): 112, (1, 1): 113, (1, 2): 114}
     else:
         mapping = int32([-1, 64, 17, -5, 3] + [-1] * 5 + [63, 0, -1, 10**6, 5])
-        layout = CacheLayout(int32([5, 5, 5]), table, None, 0, int32([0, 5, 10, 15]), mapping, 5)
-        positions = Positions(slot_positions=slots, queries=given.flatten(0, 1))
-        store_positions(cache, layout._replace(positions=positions), 15)
+        packed = Packed(int32([0, 5, 10, 15]), 5, mapping)
+        tables = CacheTables(int32([5, 5, 5]), table, new=packed)
+        positions = CachePositions(slot_positions=slots, queries=given.flatten(0, 1))
+        store_positions(cache, tables._replace(positions=positions), 15)
         want = {(1, 1): 102, (0, 3): 104, (3, 15): 110, (0, 0): 111, (0, 5): 114}
     expected = torch.full_like(slots, -1)
     for place, value in want.items():
         expected[place] = value
     assert torch.equal(slots, expected)
-    before, nowhere = slots.clone(), layout._replace(slot_mapping=None if placed == "behind" else mapping * 0 - 1)
-    nowhere = nowhere._replace(block_table=table * 0 - 1, positions=Positions(slot_positions=slots, queries=given))
+    before, nowhere = slots.clone(), tables
+    if placed == "mapped":
+        nowhere = tables._replace(new=packed._replace(slot_mapping=mapping * 0 - 1))
+    nowhere = nowhere._replace(block_table=table * 0 - 1, positions=CachePositions(slot_positions=slots, queries=given))
     if placed == "mapped":
         nowhere = nowhere._replace(positions=positions)
     store_positions(cache, nowhere, given.shape[1] if placed == "behind" else 15)
@@ -289,5 +292,5 @@ def test_the_host_reads_no_position_of_new_keys():
     with torch._subclasses.FakeTensorMode():
         cache, slots, given = torch.zeros(4, 16, 2, 8), torch.zeros(4, 16, 3), torch.zeros(2, 1, 3)
         table, seqlens = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-        positions = Positions(slot_positions=slots, queries=given, page_positions=table)
-        store_positions(cache, CacheLayout(seqlens, table, seqlen_new=1, positions=positions), 1)
+        positions = CachePositions(slot_positions=slots, queries=given, page_positions=table)
+        store_positions(cache, CacheTables(seqlens, table, new=1, positions=positions), 1)

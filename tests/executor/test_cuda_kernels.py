@@ -11,7 +11,8 @@ import support
 import torch
 from flashrope import Rotary, attention_with_cache
 from flashrope.backends import cuda, reference
-from flashrope.backends.calls import CacheCall, CacheLayout
+from flashrope.backends.cache_tables import CacheLayer, CacheTables
+from flashrope.backends.calls import CacheCall
 
 from . import extension
 from .driver import Machine
@@ -98,11 +99,11 @@ class Cache:
             ]
         self.k, self.v = caches
         pads = torch.tensor(self.leftpad, dtype=torch.int32) if leftpad else None
-        self.layout = CacheLayout(torch.tensor(lengths, dtype=torch.int32), table, pads)
-        self.call = CacheCall(rotary, causal, softmax_scale or head_dim**-0.5, self.layout, num_splits)
+        self.tables = CacheTables(torch.tensor(lengths, dtype=torch.int32), table, pads)
+        self.call = CacheCall(rotary, causal, softmax_scale or head_dim**-0.5, self.tables, num_splits)
 
     def run(self):
-        return cuda.attention_with_cache(self.q, self.k, self.v, self.call)
+        return cuda.attention_with_cache(self.q, CacheLayer(self.k, self.v), self.call)
 
     def largest_error(self, out, lse, skip=()):
         """The largest error, divided by the budget."""
@@ -213,7 +214,7 @@ def test_every_kernel_of_the_source_runs(operators, machine):
                 Cache(Rotary.rope(head_dim, interleaved=interleaved), dtype, [37], 48, heads_kv=1).check()
     cache = Cache(Rotary.rope(64), BF16, [31], 48)
     cuda.append_to_cache(
-        cache.k, cache.v, cache.k[:, :1].clone(), cache.v[:, :1].clone(), cache.layout._replace(seqlen_new=1)
+        CacheLayer(cache.k, cache.v), cache.k[:, :1].clone(), cache.v[:, :1].clone(), cache.tables._replace(new=1)
     )
     kernels = re.findall(r"^\.entry (\w+)\(", operators.ptx, re.MULTILINE)
     assert len(kernels) == 19 and {launch.kernel for launch in machine.launches} == set(kernels)
@@ -236,7 +237,7 @@ def test_fixed_splits_are_bitwise_identical_however_tokens_are_divided_into_call
     for t in range(tokens):
         alone = Cache(rotary, dtype, lengths, 320, seqlen_q=tokens, **heads)
         alone.q = alone.q[1:, t : t + 1]
-        alone.call.layout = CacheLayout(torch.tensor([lengths[1] - tokens + 1 + t], dtype=torch.int32))
+        alone.call.tables = CacheTables(torch.tensor([lengths[1] - tokens + 1 + t], dtype=torch.int32))
         alone.k, alone.v = alone.k[1:], alone.v[1:]
         one, one_lse = alone.run()
         assert torch.equal(one[0, 0], out[1, t]) and torch.equal(one_lse[0, :, 0], lse[1, :, t])
@@ -245,13 +246,13 @@ def test_fixed_splits_are_bitwise_identical_however_tokens_are_divided_into_call
 @pytest.mark.parametrize("hostile", [-1, -(2**31), 2**31 - 1, 1000])
 def test_hostile_tables_touch_nothing_outside_and_no_other_sequence(operators, hostile):
     cache = Cache(SCHEMES["rerope"](64), BF16, [100, 77, 90, 60], page_size=16, leftpad=[0, 3, 0, 0])
-    cache.layout.block_table[0] = hostile
-    cache.layout.seqlens[2] = hostile
-    cache.layout.leftpad[3] = hostile
+    cache.tables.block_table[0] = hostile
+    cache.tables.seqlens[2] = hostile
+    cache.tables.leftpad[3] = hostile
     out, lse = cache.run()
     assert cache.largest_error(out, lse, skip=(0, 2, 3)) <= COEFFICIENT
     cache = Cache(SCHEMES["rerope"](64), BF16, [100, 77])
-    cache.layout.seqlens[0] = hostile
+    cache.tables.seqlens[0] = hostile
     assert cache.largest_error(*cache.run(), skip=(0,)) <= COEFFICIENT
 
 
@@ -259,14 +260,14 @@ def test_hostile_tables_touch_nothing_outside_and_no_other_sequence(operators, h
 @pytest.mark.parametrize("hostile", [-1, -(2**31), 2**31 - 1, 100])
 def test_hostile_left_padding_is_clamped_to_the_sequence(operators, hostile, page_size):
     cache = Cache(SCHEMES["rerope"](64), BF16, [90, 77], page_size=page_size, leftpad=[0, 3])
-    cache.layout.leftpad[0] = hostile
+    cache.tables.leftpad[0] = hostile
     cache.leftpad[0] = min(max(hostile, 0), 90)
     cache.check()
 
 
 def test_table_entries_beyond_a_sequence_are_not_used(operators):
     cache = Cache(SCHEMES["rope"](64), BF16, [33, 70], page_size=16)
-    cache.layout.block_table[0, 3:] = -5
+    cache.tables.block_table[0, 3:] = -5
     cache.check()
 
 
@@ -285,14 +286,14 @@ def test_nothing_to_attend_to(operators):
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_append_writes_what_the_reference_writes(operators, page_size, head_dim):
     cache = Cache(Rotary.rope(head_dim), BF16, [31, 95, 0, 96, 14], 96, page_size=page_size, wide=True)
-    cache.layout.seqlens[2] = -7
+    cache.tables.seqlens[2] = -7
     if page_size:
-        cache.layout.block_table[4] = torch.tensor([2**31 - 1, -1, 0, 0, 0, 0])
+        cache.tables.block_table[4] = torch.tensor([2**31 - 1, -1, 0, 0, 0, 0])
     new = [random(5, 4, 2, head_dim, dtype=BF16, seed=i) for i in (7, 8)]
     got, expected = ([x.clone() for x in (cache.k, cache.v)] for _ in range(2))
-    layout = cache.layout._replace(seqlen_new=4)
-    cuda.append_to_cache(*got, *new, layout)
-    reference.append_to_cache(*expected, *new, layout)
+    tables = cache.tables._replace(new=4)
+    cuda.append_to_cache(CacheLayer(*got), *new, tables)
+    reference.append_to_cache(CacheLayer(*expected), *new, tables)
     for x, y in zip(got, expected, strict=True):
         assert torch.equal(x.nan_to_num(nan=-77.0), y.nan_to_num(nan=-77.0))
 
@@ -313,11 +314,11 @@ def test_the_public_call_appends_and_attends(operators, monkeypatch, page_size):
             k_cache,
             v_cache,
             cache.call.rotary,
-            cache.layout.seqlens,
+            cache.tables.seqlens,
             k,
             v,
-            cache.layout.block_table,
-            cache.layout.leftpad,
+            cache.tables.block_table,
+            cache.tables.leftpad,
             return_lse=True,
             impl=impl,
         )

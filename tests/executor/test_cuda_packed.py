@@ -5,7 +5,9 @@ import support
 import torch
 from flashrope import Rotary, attention_varlen_with_cache
 from flashrope.backends import cuda, reference
-from flashrope.backends.calls import CacheCall, CacheLayout
+from flashrope.backends.cache_tables import CacheLayer, CacheTables
+from flashrope.backends.cache_tables import Packed as PackedQueries
+from flashrope.backends.calls import CacheCall
 from test_decode_varlen import Packed
 
 from .test_cuda_kernels import BF16, FP16, SCHEMES, operators, random
@@ -71,13 +73,11 @@ def test_hostile_tables(entry, hostile):
     right, wrong = make(), make()
     getattr(wrong, entry)[-1] = hostile
     if entry == "cu_seqlens_q":  # the check of host memory would refuse it
-        layout = CacheLayout(
-            wrong.lengths_before, wrong.block_table, wrong.cache_leftpad, -1, wrong.cu_seqlens_q, None, 3
-        )
-        cuda.append_to_cache(wrong.k_cache, wrong.v_cache, wrong.packed("k"), wrong.packed("v"), layout)
-        cuda._attend_packed(
-            wrong.packed("q"), wrong.k_cache, wrong.v_cache, CacheCall(right.sequences[0].rotary, True, 0.1, layout, 2)
-        )
+        packed = PackedQueries(wrong.cu_seqlens_q, 3, appends=True)
+        tables = CacheTables(wrong.lengths_before, wrong.block_table, wrong.cache_leftpad, packed)
+        layer = CacheLayer(wrong.k_cache, wrong.v_cache)
+        cuda.append_to_cache(layer, wrong.packed("k"), wrong.packed("v"), tables)
+        cuda._attend_packed(wrong.packed("q"), layer, CacheCall(right.sequences[0].rotary, True, 0.1, tables, 2))
     else:
         out, lse = wrong.run("cuda", validate=False)
         want_out, want_lse = right.run("cuda", validate=False)
@@ -93,19 +93,21 @@ def test_a_full_cache_drops_what_has_no_slot(page_size):
     batch.lengths_before[0] = 46  # two of three fit
     new = [random(7, 2, 64, dtype=BF16, seed=i) for i in (7, 8)]
     got, expected = ([x.clone() for x in (batch.k_cache, batch.v_cache)] for _ in range(2))
-    layout = CacheLayout(batch.lengths_before, batch.block_table, None, -1, batch.cu_seqlens_q, None, 4)
-    cuda.append_to_cache(*got, *(x[:, : batch.k_cache.shape[2]] for x in new), layout)
-    reference.append_to_cache(*expected, *(x[:, : batch.k_cache.shape[2]] for x in new), layout)
+    packed = PackedQueries(batch.cu_seqlens_q, 4, appends=True)
+    tables = CacheTables(batch.lengths_before, batch.block_table, new=packed)
+    cuda.append_to_cache(CacheLayer(*got), *(x[:, : batch.k_cache.shape[2]] for x in new), tables)
+    reference.append_to_cache(CacheLayer(*expected), *(x[:, : batch.k_cache.shape[2]] for x in new), tables)
     for x, y in zip(got, expected, strict=True):
         assert torch.equal(x.nan_to_num(7), y.nan_to_num(7))
 
 
 def test_no_host_reads_a_length(monkeypatch):
     batch = Packed(target(BF16), SCHEMES["rope"](64), ((1, 30), (6, 66)), page_size=16)
-    layout = CacheLayout(batch.lengths_before, batch.block_table, None, -1, batch.cu_seqlens_q, None, 6)
+    packed = PackedQueries(batch.cu_seqlens_q, 6, appends=True)
+    tables = CacheTables(batch.lengths_before, batch.block_table, new=packed)
     for name in ("item", "tolist", "__bool__", "__int__", "nonzero"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a length was read"))
-    cuda._token_pages(batch.k_cache, batch.v_cache, 7, layout)
+    cuda._token_pages(batch.k_cache, batch.v_cache, 7, tables)
     cuda._token_sequences(batch.cu_seqlens_q, 7)
 
 

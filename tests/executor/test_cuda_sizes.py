@@ -5,7 +5,8 @@ import sparse
 import torch
 from flashrope import Rotary
 from flashrope.backends import cuda
-from flashrope.backends.calls import CacheCall, CacheLayout
+from flashrope.backends.cache_tables import CacheLayer, CacheTables
+from flashrope.backends.calls import CacheCall
 from support import int32
 
 from . import test_executed_sizes as sizes
@@ -15,9 +16,10 @@ __all__ = ["operators"]  # the fixture that every test here uses
 LOCAL = Rotary.rope(64).local(21)
 
 
-def append_and_attend(q, caches, new, layout, num_splits=2):
-    cuda.append_to_cache(*caches, *new, layout)
-    return cuda.attention_with_cache(q, *caches, CacheCall(LOCAL, True, 0.125, layout, num_splits))
+def append_and_attend(q, caches, new, tables, num_splits=2):
+    layer = CacheLayer(*caches)
+    cuda.append_to_cache(layer, *new, tables)
+    return cuda.attention_with_cache(q, layer, CacheCall(LOCAL, True, 0.125, tables, num_splits))
 
 
 def test_slots_of_a_contiguous_cache():
@@ -28,8 +30,8 @@ def test_slots_of_a_contiguous_cache():
     for to, x in zip(caches, (k, v), strict=True):
         for b, length in enumerate(lengths):
             to[b, length - sizes.KEYS : length] = x[b, : sizes.KEYS]
-    layout = CacheLayout(int32(lengths), None, None, 3)
-    got = append_and_attend(q, caches, (k[:, sizes.KEYS :], v[:, sizes.KEYS :]), layout)
+    tables = CacheTables(int32(lengths), None, None, 3)
+    got = append_and_attend(q, caches, (k[:, sizes.KEYS :], v[:, sizes.KEYS :]), tables)
     for to, x in zip(caches, (k, v), strict=True):
         assert all(torch.equal(to[b, n - sizes.KEYS : n + 3], x[b]) for b, n in enumerate(lengths))
     sizes.check_far(got, q, k, v, LOCAL)
@@ -48,8 +50,8 @@ def test_pages(stride):
     page, row = table[0].long()[places // 16], places % 16
     for to, x in zip(caches, (k, v), strict=True):
         to[page[: sizes.KEYS], row[: sizes.KEYS]] = x[0, : sizes.KEYS]
-    layout = CacheLayout(int32([sizes.KEYS]), table, None, 3)
-    got = append_and_attend(q, caches, (k[:, sizes.KEYS :], v[:, sizes.KEYS :]), layout)
+    tables = CacheTables(int32([sizes.KEYS]), table, None, 3)
+    got = append_and_attend(q, caches, (k[:, sizes.KEYS :], v[:, sizes.KEYS :]), tables)
     assert all(torch.equal(to[page, row], x[0]) for to, x in zip(caches, (k, v), strict=True))
     sizes.check_far(got, q, k, v, LOCAL)
 
@@ -65,9 +67,11 @@ def test_two_million_sequences(machine):
         caches = [sparse.empty((sequences, 64, 1, 128), BF16) for _ in "kv"]
         for to, x in zip(caches, (k, v), strict=True):
             to[-1, :50] = x[0]
-        layout = CacheLayout(int32([50]).expand(sequences).contiguous())
+        tables = CacheTables(int32([50]).expand(sequences).contiguous())
         with sparse.Sparse():
-            out, lse = cuda.attention_with_cache(queries, *caches, CacheCall(rotary, True, 128**-0.5, layout, 1))
+            out, lse = cuda.attention_with_cache(
+                queries, CacheLayer(*caches), CacheCall(rotary, True, 128**-0.5, tables, 1)
+            )
         results.append((out[-1:], lse[-1:]))
     assert machine.launches[-1].tensors["partial_out"].size == 2**34
     # a block combines four rows

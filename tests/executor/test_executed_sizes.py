@@ -12,7 +12,8 @@ import support
 import torch
 from flashrope import Rotary, attention_varlen, attention_varlen_with_cache, attention_with_cache
 from flashrope.backends import triton as backend
-from flashrope.backends.calls import AttentionCall, CacheCall, CacheLayout
+from flashrope.backends.cache_tables import CacheLayer, CacheTables
+from flashrope.backends.calls import AttentionCall, CacheCall
 from flashrope.backends.triton import attention as launches
 from support import NAMES, SCHEMES, int32
 
@@ -229,9 +230,11 @@ def test_the_buffers_of_256_splits(machine):
     results = []
     for (q, k, v), last in ((small, 0), (large, 256)):
         machine.reset(last_blocks=last)
-        layout = CacheLayout(int32([length] * q.shape[0]), None, None, 0)
+        tables = CacheTables(int32([length] * q.shape[0]))
         with sparse.Sparse():
-            out, lse = backend.attention_with_cache(q, k, v, CacheCall(rotary, True, 128**-0.5, layout, 256))
+            out, lse = backend.attention_with_cache(
+                q, CacheLayer(k, v), CacheCall(rotary, True, 128**-0.5, tables, 256)
+            )
         results.append((out[-1:, :, -2:], lse[-1:, -2:]))
         traffic = machine.launches[-2].tensors
     assert traffic["out"].size == 2**34 and same(*results)

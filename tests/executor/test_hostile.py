@@ -7,7 +7,8 @@ import pytest
 import support
 import torch
 from flashrope.backends import triton as backend
-from flashrope.backends.calls import AttentionCall, CacheCall, CacheLayout
+from flashrope.backends.cache_tables import CacheLayer, CacheTables, Packed
+from flashrope.backends.calls import AttentionCall, CacheCall
 
 BF16 = support.Target("triton", torch.bfloat16, "cpu")
 TOTAL, STARTS = 200, [0, 70, 110, 200]
@@ -107,10 +108,10 @@ def step(which: str = "", value: int = 0):
         slots[1:71] = value if abs(value) < 2**40 else value + torch.arange(70)
     elif which == "cu_seqlens":
         cu[-1] = value
-    layout = CacheLayout(lengths, table, None, 0, cu, slots, 70)
-    backend.append_to_cache(k_cache, v_cache, k, v, layout)
-    call = CacheCall(support.SCHEMES["rerope"](16), True, 0.25, layout, 0)
-    return *backend.attention_with_cache(q, k_cache, v_cache, call), cache, table
+    tables, layer = CacheTables(lengths, table, new=Packed(cu, 70, slots)), CacheLayer(k_cache, v_cache)
+    backend.append_to_cache(layer, k, v, tables)
+    call = CacheCall(support.SCHEMES["rerope"](16), True, 0.25, tables)
+    return *backend.attention_with_cache(q, layer, call), cache, table
 
 
 @pytest.mark.parametrize(("which", "value"), [(which, value) for which, values in TABLES.items() for value in values])

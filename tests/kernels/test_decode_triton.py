@@ -315,7 +315,8 @@ SPECIALISATIONS = """
 import collections, json, torch
 from bench.compiling.offline import caught_launches
 from flashrope import Rotary
-from flashrope.backends.calls import CacheCall, CacheLayout
+from flashrope.backends.cache_tables import CacheLayer, CacheTables
+from flashrope.backends.calls import CacheCall
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
 
@@ -332,11 +333,11 @@ for head_dim in (40, 128):
             cache = tensor(batch * slots // 16 + 1, 16, 1, head_dim) if paged else tensor(batch, slots, 1, head_dim)
             table = tensor(batch, slots // 16, dtype=torch.int32) if paged else None
             seqlens, new = tensor(batch, dtype=torch.int32), tensor(batch, seqlen_q, 1, head_dim)
-            layout = CacheLayout(seqlens, table, None, seqlen_q)
-            call = CacheCall(Rotary.rope(head_dim).rectify(window), True, 1.0, layout, num_splits)
+            tables, layer = CacheTables(seqlens, table, None, seqlen_q), CacheLayer(cache, cache)
+            call = CacheCall(Rotary.rope(head_dim).rectify(window), True, 1.0, tables, num_splits)
             with caught_launches(launcher, 90) as launches:
-                backend.append_to_cache(cache, cache, new, new, layout)
-                backend.attention_with_cache(tensor(batch, seqlen_q, 5, head_dim), cache, cache, call)
+                backend.append_to_cache(layer, new, new, tables)
+                backend.attention_with_cache(tensor(batch, seqlen_q, 5, head_dim), layer, call)
             for launch in launches:
                 keys[f"{launch.kernel.__name__} {head_dim} {paged}"].add(repr(launch.key))
 print(json.dumps({name: len(of) for name, of in keys.items()}))

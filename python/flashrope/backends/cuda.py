@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,7 +12,9 @@ from ..lowering.lowered import lower
 from ..lowering.resident import kept_on_device
 from ..rotary.bands import have_maps
 from ..rotary.rotary import Rotary
-from .calls import ONE_PER_QUERY, CacheCall, CacheLayout, accumulation_type, aligned, cached_lse_shape, multiprocessors
+from .cache_tables import ONE_PER_QUERY, CacheLayer, CacheTables
+from .calls import CacheCall, accumulation_type, aligned, cached_lse_shape, multiprocessors
+from .plans import EachLayer, Queries
 from .splits import choose_splits
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.abi3.so"
@@ -53,33 +54,32 @@ def _unsupported_device(device: torch.device) -> str:
     return f"the CUDA kernels need compute capability 8.0 or newer, {device} has {capability}"
 
 
+def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> EachLayer:
+    """As in ``CacheBackend``."""
+    return EachLayer(append_to_cache, attention_with_cache, call)
+
+
 def append_to_cache(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: CacheLayout,
-    rotary: Rotary | None = None,
+    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
-    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) behind layout.seqlens, or packed k and v, in one launch.
+    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) behind tables.seqlens, or packed k and v, in one launch.
 
     Raises:
         ValueError: rotary is given. The caller rotates k.
     """
-    _refuse_codes(k_cache, layout)
+    _refuse_codes(layer)
+    k_cache, v_cache = layer.k, layer.v
     if rotary is not None:
         raise ValueError("rotary: expected None, the CUDA kernels write keys as they come")
     _check_aligned(k_cache=k_cache, v_cache=v_cache)
-    if layout.cu_seqlens_q is not None:
-        k_cache, v_cache, layout = _token_pages(k_cache, v_cache, k.shape[0], layout)
+    if tables.cu_seqlens_q is not None:
+        k_cache, v_cache, tables = _token_pages(k_cache, v_cache, k.shape[0], tables)
         k, v = k[:, None], v[:, None]
-    if k.numel() and k_cache.numel() and layout.capacity(k_cache):
-        _operators().append(k_cache, v_cache, _to_aligned(k), _to_aligned(v), layout.seqlens, layout.block_table)
+    if k.numel() and k_cache.numel() and tables.capacity(k_cache):
+        _operators().append(k_cache, v_cache, _to_aligned(k), _to_aligned(v), tables.seqlens, tables.block_table)
 
 
-def attention_with_cache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q and contiguous, lse float32 (batch, heads_q, seqlen_q)), in two launches.
 
     Raises:
@@ -93,20 +93,21 @@ def attention_with_cache(
         )
     if call.rotary.query_scale.log_n_every is not None:
         raise ValueError("impl='cuda' cannot serve this call: its kernels have no log_steps; use impl='triton'")
-    _refuse_codes(k_cache, call.layout)
-    rows = q.shape[1] if q.ndim == 4 else call.layout.max_seqlen_q
+    _refuse_codes(layer)
+    rows = q.shape[1] if q.ndim == 4 else call.tables.max_seqlen_q
     if not call.causal and rows > 1 and any(band.keys_rotated for band in call.bands):
         raise ValueError(
             "impl='cuda' cannot serve this call: over rotated keys its kernels have causal=True, or one query token; "
             "use impl='triton'"
         )
-    if call.layout.cu_seqlens_q is not None:
-        return _attend_packed(q, k_cache, v_cache, call)
+    if call.tables.cu_seqlens_q is not None:
+        return _attend_packed(q, layer, call)
+    k_cache, v_cache = layer.k, layer.v
     _check_aligned(k_cache=k_cache, v_cache=v_cache)
-    (batch, seqlen_q, heads_q, head_dim), heads_kv, layout = q.shape, k_cache.shape[2], call.layout
+    (batch, seqlen_q, heads_q, head_dim), heads_kv, tables = q.shape, k_cache.shape[2], call.tables
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, heads_q, seqlen_q, dtype=accumulation_type(q), device=q.device)
-    capacity = layout.capacity(k_cache)
+    capacity = tables.capacity(k_cache)
     if not (q.numel() and k_cache.numel() and capacity and call.bands):
         return out.zero_(), lse.fill_(float("-inf"))
     rotary, scale = call.rotary, call.rotary.query_scale
@@ -119,12 +120,12 @@ def attention_with_cache(
         _to_aligned(q),
         k_cache,
         v_cache,
-        layout.seqlens,
-        layout.block_table,
-        layout.leftpad,
+        tables.seqlens,
+        tables.block_table,
+        tables.leftpad,
         bands,
         two_level_table(rotary, call.causal, coarse_rows(max(capacity, seqlen_q)), q.device),
-        layout.seqlen_new,
+        tables.seqlen_new,
         rotary.rotary_dim,
         rotated_pairs,
         rotary.interleaved,
@@ -141,11 +142,11 @@ def attention_with_cache(
     return out, lse
 
 
-def _refuse_codes(k_cache: torch.Tensor, layout: CacheLayout) -> None:
-    if layout.k_scale is not None:
+def _refuse_codes(layer: CacheLayer) -> None:
+    if layer.k_scale is not None:
         raise ValueError(
             f"impl='cuda' cannot serve this call: its kernels read caches of q's type, k_cache holds codes of "
-            f"{k_cache.dtype}; use impl='triton'"
+            f"{layer.k.dtype}; use impl='triton'"
         )
 
 
@@ -153,11 +154,11 @@ def _refuse_codes(k_cache: torch.Tensor, layout: CacheLayout) -> None:
 # The index arithmetic is on the device, so that the host reads no length. The launches are those of batches.
 
 
-def _check_packed(layout: CacheLayout) -> None:
-    if layout.max_seqlen_q > MAX_SEQLEN_Q:
+def _check_packed(tables: CacheTables) -> None:
+    if tables.max_seqlen_q > MAX_SEQLEN_Q:
         raise ValueError(
             f"max_seqlen_q: the CUDA kernels take up to {MAX_SEQLEN_Q} query tokens of a sequence, got "
-            f"{layout.max_seqlen_q}; use impl='triton' for prefill"
+            f"{tables.max_seqlen_q}; use impl='triton' for prefill"
         )
 
 
@@ -170,28 +171,28 @@ def _token_sequences(cu_seqlens_q, total_q: int) -> tuple[torch.Tensor, torch.Te
     return sequence, ends[sequence] - token
 
 
-def _token_pages(k_cache, v_cache, total_q: int, layout: CacheLayout):
-    """(k_cache, v_cache, layout) for append: every token is a sequence of its own, one page long."""
-    _check_packed(layout)
-    if layout.block_table is None:
+def _token_pages(k_cache, v_cache, total_q: int, tables: CacheTables):
+    """(k_cache, v_cache, tables) for append: every token is a sequence of its own, one page long."""
+    _check_packed(tables)
+    if tables.block_table is None:
         rows = TILE_ROWS
         k_pages, v_pages = (_as_pages(name, x, rows) for name, x in (("k_cache", k_cache), ("v_cache", v_cache)))
     else:
         rows, k_pages, v_pages = k_cache.shape[1], k_cache, v_cache
-    if layout.slot_mapping is not None:
-        page, row, fits = layout.mapped_places(k_cache)
+    if tables.slot_mapping is not None:
+        page, row, fits = tables.mapped_places(k_cache)
     else:
-        sequence, behind = _token_sequences(layout.cu_seqlens_q, total_q)
-        starts = layout.cu_seqlens_q.to(torch.int64)
+        sequence, behind = _token_sequences(tables.cu_seqlens_q, total_q)
+        starts = tables.cu_seqlens_q.to(torch.int64)
         before = (starts[1:] - starts[:-1])[sequence] - behind
-        slot = layout.first_new_slot(k_cache)[sequence] + before.clamp(min=0)
-        page, row, fits = layout.places(k_cache, sequence, slot)
+        slot = tables.first_new_slot(k_cache)[sequence] + before.clamp(min=0)
+        page, row, fits = tables.places(k_cache, sequence, slot)
         fits &= (behind > 0) & (before >= 0)
-    if layout.block_table is None:  # the page of the cache is a sequence so far, the row one of its slots
+    if tables.block_table is None:  # the page of the cache is a sequence so far, the row one of its slots
         slot = page * k_cache.shape[1] + row
         page, row = slot // rows, slot % rows
     table = torch.where(fits, page, -1).to(torch.int32)[:, None]
-    return k_pages, v_pages, CacheLayout(torch.where(fits, row, 0).to(torch.int32), table, None, 1)
+    return k_pages, v_pages, CacheTables(torch.where(fits, row, 0).to(torch.int32), table, None, 1)
 
 
 def _as_pages(name: str, x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -205,23 +206,23 @@ def _as_pages(name: str, x: torch.Tensor, rows: int) -> torch.Tensor:
     )
 
 
-def _attend_packed(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_packed(q, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed queries as a batch. Every sequence has max_seqlen_q rows there, and its own rows are the last of them, so
     they keep their positions. The results of the rows before them are dropped."""
-    layout, total_q = call.layout, q.shape[0]
-    _check_packed(layout)
-    cu_seqlens_q, longest = layout.cu_seqlens_q.to(torch.int64), layout.max_seqlen_q
+    tables, total_q = call.tables, q.shape[0]
+    _check_packed(tables)
+    cu_seqlens_q, longest = tables.cu_seqlens_q.to(torch.int64), tables.max_seqlen_q
     if not (total_q and longest and cu_seqlens_q.shape[0] > 1):
         return q.new_zeros(q.shape), q.new_full(cached_lse_shape(q), float("-inf"), dtype=accumulation_type(q))
     lengths = cu_seqlens_q.diff()
-    seqlens = layout.seqlens
-    if layout.seqlen_new == ONE_PER_QUERY:
-        seqlens = (layout.first_new_slot(k_cache) + lengths).to(torch.int32)
+    seqlens = tables.seqlens
+    if tables.seqlen_new == ONE_PER_QUERY:
+        seqlens = (tables.first_new_slot(layer.k) + lengths).to(torch.int32)
     row = cu_seqlens_q[1:, None] - longest + torch.arange(longest, device=q.device)
-    batch_call = dataclasses.replace(call, layout=CacheLayout(seqlens, layout.block_table, layout.leftpad, 0))
-    out, lse = attention_with_cache(q[row.clamp(0, total_q - 1)], k_cache, v_cache, batch_call)
+    batch_call = call.with_tables(CacheTables(seqlens, tables.block_table, tables.leftpad))
+    out, lse = attention_with_cache(q[row.clamp(0, total_q - 1)], layer, batch_call)
 
-    sequence, behind = _token_sequences(layout.cu_seqlens_q, total_q)
+    sequence, behind = _token_sequences(tables.cu_seqlens_q, total_q)
     exists = (behind > 0) & (lengths[sequence] <= longest)
     row = longest - behind.clamp(1, longest)
     out = torch.where(exists[:, None, None], out[sequence, row], 0)

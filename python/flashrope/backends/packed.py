@@ -6,39 +6,45 @@ from collections.abc import Callable
 
 import torch
 
-from .calls import CacheCall, CacheLayout, accumulation_type, cached_lse_shape
+from .cache_tables import CacheLayer, CacheTables
+from .calls import accumulation_type, cached_lse_shape
 from .quantized import stores
 
 
-def append_packed(append: Callable, k_cache, v_cache, k, v, layout: CacheLayout) -> None:
-    """``append_to_cache`` of packed k and v by a backend's function for batches; the host reads the lengths."""
-    if layout.slot_mapping is not None:
-        page, row, fits = layout.mapped_places(k_cache)
-        for cache, new in stores(k_cache, v_cache, k, v, layout):
+def append_packed(append: Callable, layer: CacheLayer, k, v, tables: CacheTables) -> None:
+    """``append_to_cache`` of packed k and v by a backend's function for batches. The host reads the lengths."""
+    if tables.slot_mapping is not None:
+        page, row, fits = tables.mapped_places(layer.k)
+        for cache, new in stores(layer, k, v):
             cache.index_put_((page[fits], row[fits]), new[fits])
         return
-    for sequences, rows, part in layout.runs(k.shape[0]):
-        caches = (k_cache, v_cache) if part.block_table is not None else (k_cache[sequences], v_cache[sequences])
+    for sequences, rows, part in tables.runs(k.shape[0]):
+        own = layer if part.block_table is not None else layer.of_sequences(sequences)
         batch = (x[rows].unflatten(0, (part.seqlens.shape[0], -1)) for x in (k, v))
-        append(*caches, *batch, layout.scale_run(sequences, part))
+        append(own, *batch, part)
 
 
-def attend_packed(attend: Callable, q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attention_with_cache`` of packed q by a backend's function for batches; the host reads the lengths."""
-    runs = call.layout.once("runs", lambda: list(call.layout.runs(q.shape[0])))
-    if len(runs) == 1 and runs[0][1].stop - runs[0][1].start == q.shape[0]:  # as in decoding: nothing to gather
-        ((sequences, _, part),) = runs
-        return _attend_run(attend, q, k_cache, v_cache, call, sequences, part)
+def attend_packed(
+    attend: Callable, q, layer: CacheLayer, runs: list, total_q: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends to packed q (total_q, heads_q, head_dim) in batches of sequences of equal length.
+
+    attend: (q of a batch, layer, run) to (out, lse). runs: tuples that begin with what ``CacheTables.runs`` yields.
+    """
+    if len(runs) == 1 and runs[0][1] == slice(0, total_q):  # as in decoding: nothing to gather
+        return _attend_run(attend, q, layer, runs[0])
     out = q.new_zeros(q.shape)
     lse = q.new_full(cached_lse_shape(q), float("-inf"), dtype=accumulation_type(q))
-    for sequences, rows, part in runs:
-        out[rows], lse[:, rows] = _attend_run(attend, q[rows], k_cache, v_cache, call, sequences, part)
+    for run in runs:
+        rows = run[1]
+        out[rows], lse[:, rows] = _attend_run(attend, q[rows], layer, run)
     return out, lse
 
 
-def _attend_run(attend: Callable, q, k_cache, v_cache, call: CacheCall, sequences: slice, part: CacheLayout):
-    """(out, lse) of the rows q of one of ``CacheLayout.runs``."""
-    caches = (k_cache, v_cache) if part.block_table is not None else (k_cache[sequences], v_cache[sequences])
-    batch = q.view(part.seqlens.shape[0], -1, *q.shape[1:])
-    out, lse = attend(batch, *caches, call.with_layout(call.layout.scale_run(sequences, part)))
+def _attend_run(attend: Callable, q, layer: CacheLayer, run):
+    """(out, lse) of the rows q of one run."""
+    sequences, _, tables, *_ = run
+    if tables.block_table is None:
+        layer = layer.of_sequences(sequences)
+    out, lse = attend(q.view(tables.seqlens.shape[0], -1, *q.shape[1:]), layer, run)
     return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)

@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from ..rotary.rotary import Rotary
-from .calls import AttentionCall, CacheCall, CacheLayout, Kept, KeptShapes, RotateCall
-from .shown import Positions
+from .cache_tables import CacheLayer, CachePositions, CacheTables
+from .calls import AttentionCall, CacheCall, Kept, KeptShapes, RotateCall
+from .plans import Queries
 
 
 class AttentionBackend(Protocol):
@@ -52,53 +52,45 @@ class RotateBackend(Protocol):
         sequence become anything."""
 
 
+class CachePlan(Protocol):
+    """``attention_with_cache`` for the layers of a step, whose tensors differ in their addresses and strides alone."""
+
+    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes new k and v as ``CacheBackend.append_to_cache`` does, rotated first if the cache holds rotated
+        keys."""
+
+    def attend(
+        self, q: torch.Tensor, layer: CacheLayer, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what ``CacheBackend.attention_with_cache`` does. out: where to write out, contiguous and like q."""
+
+
 class CacheBackend(Protocol):
     """Serves ``attention_with_cache``."""
 
     def unsupported_reason(self, q: torch.Tensor, cached: bool = False) -> str:
-        """As in ``AttentionBackend``."""
+        """Why this backend cannot serve tensors like q ("" if it can)."""
 
     def append_to_cache(
-        self,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: CacheLayout,
-        rotary: Rotary | None = None,
+        self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
     ) -> None:
         """Writes k, v (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim), behind
-        layout.seqlens or where layout.slot_mapping says; drops what has no slot or page. rotary: of
+        tables.seqlens or where tables.slot_mapping says; drops what has no slot or page. rotary: of
         ``over_rotated_keys``; rotates k by its positions first. The CUDA backend leaves that to the caller."""
 
     def attention_with_cache(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
+        self, q: torch.Tensor, layer: CacheLayer, call: CacheCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out like q and contiguous, lse (batch, heads_q, seqlen_q) as in ``AttentionBackend.forward``, or packed
-        (heads_q, total_q). Packed rows outside every sequence get 0 and -inf."""
+        (heads_q, total_q). Packed rows outside every sequence get 0 and -inf. call: of ``for_backend``."""
+
+    def plan_cache(self, call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
+        """Plans the layers of a step. Reads tables on the host at the earliest in ``append`` and ``attend``. call: as
+        the caller made it, not ``for_backend``. layer: one of the layers; all others have its shapes and types."""
 
 
 class PlacingBackend(Protocol):
-    """What a ``CacheBackend`` has besides that serves calls whose layout has positions."""
+    """What a ``CacheBackend`` has besides that serves calls whose tables have explicit positions."""
 
-    def unsupported_positions(self, positions: Positions) -> str:
+    def unsupported_positions(self, positions: CachePositions) -> str:
         """Why this backend cannot serve these tables, which argument it is ("" if it can). Reads no values."""
-
-
-class PreparingBackend(Protocol):
-    """What a ``CacheBackend`` may have besides."""
-
-    def prepare(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        call: CacheCall,
-    ) -> Callable[..., None] | None:
-        """Runs nothing. Gives a function of these six tensors, and of k_scale and v_scale if the layout has them, that
-        appends k and v, attends and writes out, for this layer and all others of the call whose tensors differ in
-        their addresses alone; None: not for such a call. All are packed, over pages. call: as from the caller, not
-        ``for_backend``."""

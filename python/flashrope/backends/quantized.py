@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from .calls import CacheLayout
+from .cache_tables import CacheLayer
 
 LARGEST_CODE = {torch.int8: 127, torch.uint8: 7}
 PER_BYTE = {torch.int8: 1, torch.uint8: 2}
@@ -46,10 +46,10 @@ def unpack(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return codes.to(dtype)
 
 
-def stores(k_cache, v_cache, k, v, layout: CacheLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(cache, what its rows become) of new k and v: of the caches and, if they are quantized, of their scales."""
-    if layout.k_scale is None:
-        return [(k_cache, k), (v_cache, v)]
-    codes_k, scale_k = quantize(k, k_cache.dtype)
-    codes_v, scale_v = quantize(v, v_cache.dtype)
-    return [(k_cache, codes_k), (v_cache, codes_v), (layout.k_scale, scale_k), (layout.v_scale, scale_v)]
+def stores(layer: CacheLayer, k, v) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs (cache tensor, the rows that new k and v become in it), with the scales of a quantized cache."""
+    if layer.k_scale is None or layer.v_scale is None:
+        return [(layer.k, k), (layer.v, v)]
+    codes_k, scale_k = quantize(k, layer.k.dtype)
+    codes_v, scale_v = quantize(v, layer.v.dtype)
+    return [(layer.k, codes_k), (layer.v, codes_v), (layer.k_scale, scale_k), (layer.v_scale, scale_v)]

@@ -10,10 +10,10 @@ import torch
 from ..lowering.cos_sin import cos_sin
 from ..rotary.rotary import Rotary
 from ..rotary.scales import UNSCALED
+from .cache_tables import CacheLayer, CachePositions, CacheTables
 from .calls import (
     AttentionCall,
     CacheCall,
-    CacheLayout,
     Kept,
     KeptShapes,
     RotateCall,
@@ -21,8 +21,9 @@ from .calls import (
     out_shape,
 )
 from .packed import append_packed, attend_packed
+from .plans import EachLayer, Queries
 from .quantized import dequantize, stores
-from .shown import Positions, of_queries, shown
+from .shown import of_queries, shown
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
@@ -30,7 +31,7 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
     return ""
 
 
-def unsupported_positions(positions: Positions) -> str:
+def unsupported_positions(positions: CachePositions) -> str:
     """Always "", as above."""
     return ""
 
@@ -83,42 +84,46 @@ def backward(
 
 
 def append_to_cache(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: CacheLayout,
-    rotary: Rotary | None = None,
+    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
     """As in ``CacheBackend``."""
     if rotary is not None:
-        k = rotate(k, RotateCall(rotary, None, layout, layout.capacity(k_cache)))
-    if layout.cu_seqlens_q is not None:
-        return append_packed(append_to_cache, k_cache, v_cache, k, v, layout)
-    page, row, fits = layout.new_places(k_cache)
-    for cache, new in stores(k_cache, v_cache, k, v, layout):
+        k = rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))
+    if tables.packed is not None:
+        return append_packed(append_to_cache, layer, k, v, tables)
+    page, row, fits = tables.new_places(layer.k)
+    for cache, new in stores(layer, k, v):
         cache[page[fits], row[fits]] = new[fits]
 
 
-def attention_with_cache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
-) -> tuple[torch.Tensor, torch.Tensor]:
+def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> EachLayer:
+    """As in ``CacheBackend``."""
+    return EachLayer(append_to_cache, attention_with_cache, call)
+
+
+def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse): gathers the keys of every sequence, then applies the plain formula.
 
     Lengths are clamped to the capacity and page numbers to the cache, so no table leads outside the buffers.
     """
-    if call.layout.cu_seqlens_q is not None:
-        return attend_packed(attention_with_cache, q, k_cache, v_cache, call)
-    layout, block_table, results = call.layout, call.layout.block_table, []
-    tensors = [x for x in (k_cache, v_cache, layout.k_scale, layout.v_scale) if x is not None]
-    positions = layout.positions or Positions()
-    for b, (first, end) in enumerate(layout.bounds(k_cache)):
-        keys = shown(positions, b, first, end, block_table, k_cache)
+    tables, results = call.tables, []
+    if tables.packed is not None:
+
+        def attend(q, layer, run):
+            return attention_with_cache(q, layer, call.with_tables(run[2]))
+
+        return attend_packed(attend, q, layer, list(tables.runs(q.shape[0])), q.shape[0])
+    tensors = [x for x in layer[:4] if x is not None]
+    positions = tables.positions or CachePositions()
+    for b, (first, end) in enumerate(tables.bounds(layer.k)):
+        keys = shown(positions, b, first, end, tables.block_table, layer.k)
         k, v, *scales = (x[keys.page, keys.row] for x in tensors)
         if scales:
             k, v = (dequantize(x, scale, accumulation_type(q)) for x, scale in zip((k, v), scales, strict=True))
+        if layer.key_weight is not None:
+            k = k.to(accumulation_type(q)) * layer.key_weight
         sequence, places = AttentionCall(call.rotary, call.causal, call.softmax_scale), None
-        if layout.positions is not None:
+        if tables.positions is not None:
             places = of_queries(positions, b, q.shape[1], keys.position), keys.position
         results.append(dense_attention(q[b : b + 1], k[None], v[None], sequence, places=places))
     if not results:
@@ -131,8 +136,8 @@ def attention_with_cache(
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     """As in ``RotateBackend``."""
     rotary, positions = call.rotary, call.positions
-    if call.layout is not None:
-        positions = call.layout.new_positions(call.capacity, x.shape[0] if x.ndim == 4 else 1, x.shape[-3])
+    if call.tables is not None:
+        positions = call.tables.new_positions(call.capacity, x.shape[0] if x.ndim == 4 else 1, x.shape[-3])
         positions = positions if x.ndim == 4 else positions[0]
     elif positions is None:
         positions = torch.arange(x.shape[1], device=x.device)

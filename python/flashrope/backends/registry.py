@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from .cache_tables import CachePositions
 from .names import BACKENDS
-from .shown import Positions
 
 # The forward is plain torch: autograd differentiates it to any order, and compilers trace it.
 DIFFERENTIABLE = ("reference",)
@@ -50,16 +50,25 @@ def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str
     return impl
 
 
-def check_backend(impl: str, q: torch.Tensor, cached: bool = False, positions: Positions | None = None) -> None:
-    """Raises ValueError if the backend cannot serve tensors like q, or these positions of cached tokens."""
+def check_backend(
+    impl: str,
+    q: torch.Tensor,
+    cached: bool = False,
+    positions: CachePositions | None = None,
+    key_weight: torch.Tensor | None = None,
+) -> None:
+    """Raises ValueError if the backend cannot serve tensors like q, explicit positions of cached tokens, or key
+    weights."""
     reason = load_backend(impl).unsupported_reason(q, cached)
     if positions is not None and not reason:
         reason = unsupported_positions(impl, positions)
+    if key_weight is not None and not reason and impl != "reference":
+        reason = "key_weight is not supported by its kernels yet; use impl='reference'"
     if reason:
         raise ValueError(f"impl={impl!r} cannot serve this call: {reason}")
 
 
-def unsupported_positions(impl: str, positions: Positions) -> str:
+def unsupported_positions(impl: str, positions: CachePositions) -> str:
     """As in ``PlacingBackend``, of every backend."""
     backend = load_backend(impl)
     if not hasattr(backend, "unsupported_positions"):

@@ -1,4 +1,4 @@
-"""Positions of cached tokens as data: which slots of a sequence a call shows, and where they stand.
+"""Explicit positions of cached tokens: which slots of a sequence a call shows, and where they stand.
 
 A raw key has no position, so a page of them is valid anywhere. Sequence b shows, of the page in entry n of its block
 table, the rows
@@ -20,33 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-
-class Positions(NamedTuple):
-    """The tables of a call; they describe the pages with the new keys of that call."""
-
-    page_positions: torch.Tensor | None = None  # (batch, max_pages) int32
-    page_first: torch.Tensor | None = None  # (batch, max_pages) int32
-    page_lengths: torch.Tensor | None = None  # (batch, max_pages) int32
-    slot_positions: torch.Tensor | None = None  # float32 (pages, page_size) or (batch, capacity), with axes one more
-    queries: torch.Tensor | None = None  # (batch, seqlen_q), packed (total_q,), with axes one more; None: their keys'
-
-    @classmethod
-    def of(cls, *tables: torch.Tensor | None) -> Positions | None:
-        """None if no table is given."""
-        for x in tables:
-            if x is not None:
-                return cls(*tables)
-        return None
-
-    def of_sequences(self, sequences: slice, rows: slice, paged: bool) -> Positions:
-        """Those of a run of packed sequences, as a batch; rows: of its queries."""
-        *tables, slot_positions, queries = self
-        if slot_positions is not None and not paged:
-            slot_positions = slot_positions[sequences]
-        if queries is not None:
-            queries = queries[rows].unflatten(0, (sequences.stop - sequences.start, -1))
-        page_positions, page_first, page_lengths = (x if x is None else x[sequences] for x in tables)
-        return Positions(page_positions, page_first, page_lengths, slot_positions, queries)
+from .cache_tables import CachePositions, CacheTables
 
 
 class Shown(NamedTuple):
@@ -58,7 +32,7 @@ class Shown(NamedTuple):
     slot: torch.Tensor  # of the sequence
 
 
-def shown(positions: Positions, sequence: int, first: int, end: int, block_table, k_cache) -> Shown:
+def shown(positions: CachePositions, sequence: int, first: int, end: int, block_table, k_cache) -> Shown:
     """first, end: the slots of the sequence, from its left padding to its length, clamped to the capacity."""
     device = k_cache.device
     slot = torch.arange(first, end, device=device)
@@ -87,7 +61,7 @@ def shown(positions: Positions, sequence: int, first: int, end: int, block_table
     return Shown(page, row, position, slot)
 
 
-def of_queries(positions: Positions, sequence: int, seqlen_q: int, keys: torch.Tensor) -> torch.Tensor:
+def of_queries(positions: CachePositions, sequence: int, seqlen_q: int, keys: torch.Tensor) -> torch.Tensor:
     """float64 (seqlen_q,) or (seqlen_q, axes). keys: positions of the shown keys. Rows before the first key are at the
     first key's, and see none."""
     if positions.queries is not None:
@@ -98,33 +72,33 @@ def of_queries(positions: Positions, sequence: int, seqlen_q: int, keys: torch.T
     return keys[index]
 
 
-def store_positions(k_cache, layout, rows: int) -> None:
+def store_positions(k_cache, tables: CacheTables, rows: int) -> None:
     """Writes the positions of new keys to slot_positions. The host reads the tables if the keys stand behind the last
     one, or if they are packed without a slot_mapping.
 
-    layout: a CacheLayout with stored positions, before the new keys count. rows: of k, of a sequence or packed.
+    tables: with slot_positions, before the new keys count. rows: rows of k, per sequence or packed.
     """
-    positions = layout.positions
-    if layout.slot_mapping is not None:
-        page, row, fits = layout.mapped_places(k_cache)
+    positions = tables.positions
+    if tables.slot_mapping is not None:
+        page, row, fits = tables.mapped_places(k_cache)
         _put(positions.slot_positions, page, row, fits, positions.queries)
         return
-    if layout.cu_seqlens_q is not None:
-        for _, _, part in layout.runs(rows):
+    if tables.cu_seqlens_q is not None:
+        for _, _, part in tables.runs(rows):
             store_positions(k_cache, part, part.seqlen_new)
         return
     new = positions.queries
     if new is None:
         new = torch.stack(
             [
-                _behind(shown(positions, b, first, end, layout.block_table, k_cache).position, rows)
-                for b, (first, end) in enumerate(layout._replace(seqlen_new=0).bounds(k_cache))
+                _behind(shown(positions, b, first, end, tables.block_table, k_cache).position, rows)
+                for b, (first, end) in enumerate(tables._replace(new=0).bounds(k_cache))
             ]
         )
-    page, row, fits = layout.new_places(k_cache)
-    if positions.page_positions is not None and layout.block_table is not None:
-        slot = layout.first_new_slot(k_cache)[:, None] + torch.arange(rows, device=row.device)
-        entry = (slot // k_cache.shape[1]).clamp(max=layout.block_table.shape[1] - 1)
+    page, row, fits = tables.new_places(k_cache)
+    if positions.page_positions is not None and tables.block_table is not None:
+        slot = tables.first_new_slot(k_cache)[:, None] + torch.arange(rows, device=row.device)
+        entry = (slot // k_cache.shape[1]).clamp(max=tables.block_table.shape[1] - 1)
         base = positions.page_positions.gather(1, entry)
         new = new - (base if new.ndim == 2 else base[..., None])
     _put(positions.slot_positions, page, row, fits, new)

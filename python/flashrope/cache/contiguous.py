@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ..backends.cache_tables import CacheTables
 from ..rotary.rotary import Rotary
 from .step import Step
-from .storage import Cache, OpenStep, Tables, check_integer, check_padding, check_queries, count_new, describe, upload
+from .storage import Cache, OpenStep, check_integer, check_padding, check_queries, count_new, describe, upload
 
 
 class KVCache(Cache):
@@ -151,8 +152,8 @@ class KVCache(Cache):
         """
         if k is None and v is None and leftpad is None:
             check_queries(q, self.batch)
-            tables = Tables(self.seqlens, None, self.leftpad if any(self._padding) else None)
-            return self._attend(q, rotary, (k, v), tables, layer, options)
+            tables = CacheTables(self.seqlens, None, self.leftpad if any(self._padding) else None)
+            return self.attend_planned({}, tables, q, rotary, k, v, layer, options)
         self.refuse_new("attend")
         with self._step(count_new(k, v, self, self.batch), leftpad) as step:
             return step.attend(q, rotary, k, v, layer, **options)
@@ -196,13 +197,13 @@ class KVCache(Cache):
         """Empties one sequence, given by its index in the batch, or all."""
         self.truncate(sequence, 0)
 
-    def _begin(self, step: OpenStep) -> Tables:
+    def _begin(self, step: OpenStep) -> CacheTables:
         self._check_room(step.seqlen_new)
         leftpad = None
         if any(step.padding):
             same = step.padding == self._padding
             leftpad = self.leftpad if same else upload(step.padding, torch.int32, self.leftpad.device)
-        return Tables(self.seqlens, None, leftpad)
+        return CacheTables(self.seqlens, None, leftpad, step.seqlen_new)
 
     def _commit(self, step: OpenStep) -> None:
         self._count(step.seqlen_new)

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ..backends.cache_tables import CacheTables
 from ..rotary.rotary import Rotary
 from . import entries, pool
 from .pool import PagePool
 from .step import Step
-from .storage import Cache, OpenStep, Tables, check_integer, check_padding, check_queries, count_new, describe, upload
+from .storage import Cache, OpenStep, check_integer, check_padding, check_queries, count_new, describe, upload
 
 
 class _OfSequences(dict[int, int]):
@@ -262,7 +263,7 @@ class PagedKVCache(Cache):
         if k is None and v is None and leftpad is None:
             check_queries(q, len(selected))
             tables = self._pool.tables([*selected.values()], [x.leftpad for x in selected.values()])
-            return self._attend(q, rotary, (k, v), tables, layer, options)
+            return self.attend_planned({}, tables, q, rotary, k, v, layer, options)
         self.refuse_new("attend")
         with self._step(selected, count_new(k, v, self, len(selected)), leftpad) as step:
             return step.attend(q, rotary, k, v, layer, **options)
@@ -418,7 +419,7 @@ class PagedKVCache(Cache):
                 )
         return self._pool.reserve(selected.values(), seqlen_new)
 
-    def _begin(self, step: OpenStep) -> Tables:
+    def _begin(self, step: OpenStep) -> CacheTables:
         step.changes = self._reserve(step.selected, step.seqlen_new)
         try:
             return self._pool.tables([*step.selected.values()], step.padding, step.seqlen_new)

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
+from ..backends.cache_tables import CachePositions, CacheTables
 from . import entries
 from .entries import Entry
-from .storage import Tables, upload
+from .storage import upload
 
 UNUSED = 2**31 - 1  # a table entry without a page; no page has this number, so validate=True reports the entry
 INITIAL_ROWS = 16  # of the table on the device
-POSITION_TABLES = ("page_positions", "page_first", "page_lengths")  # in the order of an Entry
 
 
 class OutOfPages(RuntimeError):
@@ -199,7 +199,7 @@ class PagePool:
 
     # ---- what the kernels read
 
-    def tables(self, selected: list[Sequence], padding: list[int], seqlen_new: int = 0) -> Tables:
+    def tables(self, selected: list[Sequence], padding: list[int], seqlen_new: int = 0) -> CacheTables:
         """For a call that adds seqlen_new tokens. Everything new is copied to the device at once."""
         rows, lengths = [sequence.row for sequence in selected], [sequence.length for sequence in selected]
         pads = padding if any(padding) else []
@@ -214,9 +214,10 @@ class PagePool:
         positions = None
         if any(sequence.entries is not None for sequence in selected):
             positions = self._positions(selected, pads or [0] * n, seqlen_new)
-        return Tables(seqlens.to(torch.int32), block_table, leftpad.to(torch.int32) if pads else None, positions)
+        leftpad = leftpad.to(torch.int32) if pads else None
+        return CacheTables(seqlens.to(torch.int32), block_table, leftpad, seqlen_new, positions)
 
-    def _positions(self, selected: list[Sequence], padding: list[int], seqlen_new: int) -> dict[str, torch.Tensor]:
+    def _positions(self, selected: list[Sequence], padding: list[int], seqlen_new: int) -> CachePositions:
         """page_positions, page_first and page_lengths."""
         tables = torch.zeros(3, len(selected), self.max_pages, dtype=torch.int32)
         for b, (sequence, pad) in enumerate(zip(selected, padding, strict=True)):
@@ -227,4 +228,4 @@ class PagePool:
                 tables[:, b, : len(shown)] = torch.tensor(shown, dtype=torch.int32).T
         if self.device.type == "cuda":
             tables = tables.pin_memory()
-        return dict(zip(POSITION_TABLES, tables.to(self.device, non_blocking=True).unbind(), strict=True))
+        return CachePositions(*tables.to(self.device, non_blocking=True).unbind())

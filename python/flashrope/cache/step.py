@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from ..backends.calls import CacheLayout
-from ..backends.registry import resolve_impl
-from ..operators import autograd
-from ..operators.autocast import autocast
+from ..backends.cache_tables import CacheTables
+from ..operators.cache_plan import CachePlan
 from ..rotary.rotary import Rotary
-from .storage import Cache, Tables, check_new, check_queries, count_new
+from .storage import Cache, check_new, check_queries, count_new
 
 
 class Step:
@@ -31,7 +29,7 @@ class Step:
     seqlens: torch.Tensor
     block_table: torch.Tensor | None
     leftpad: torch.Tensor | None
-    _positions: dict[str, torch.Tensor] | None
+    tables: CacheTables
 
     def __init__(self, cache: Cache, selected: Any, batch: int, seqlen_new: int, padding: list[int]):
         """selected: what ``cache`` knows the sequences by; padding: their left padding after the step."""
@@ -39,12 +37,15 @@ class Step:
         self.seqlen_new, self.padding = seqlen_new, padding
         self.changes: Any = None  # what the cache needs to undo the step
         self._written = 0  # bit n is set where layer n has written
-        self._ends: torch.Tensor | None = None
+        self._plans: dict[tuple, CachePlan] = {}  # by what layers may differ in
+        self._reads: CacheTables | None = None  # the tables for layers that were not written to in this step
 
     def __enter__(self) -> Step:
         self._cache.refuse_in_step("step")
         self._written = 0
-        self.seqlens, self.block_table, self.leftpad, self._positions = self._cache._begin(self)
+        self.tables = self._cache._begin(self)
+        self.seqlens, self.block_table, self.leftpad, _, _ = self.tables
+        self._plans, self._reads = {}, None
         self._cache._open = self
         return self
 
@@ -63,14 +64,10 @@ class Step:
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer: int | None = None, impl: str | None = None) -> None:
         """Writes k, v (n, seqlen_new, heads_kv, head_dim) of a layer. Raises what ``attend`` raises."""
-        k, v = autocast(k, v)
-        k_cache, v_cache = self._cache.layer(layer)
         self._check_open()
         self._check_new(check_new(k, v, self._cache, self.batch), layer)
-        impl = resolve_impl(impl, k[:, :1], cached=True)
-        tables, scales = (self.seqlens, self.block_table, self.leftpad), self._cache.scales(layer)
-        layout = CacheLayout(*tables, self.seqlen_new, None, None, 0, *scales)
-        autograd.append_to_cache(k_cache, v_cache, k, v, layout, self._cache.rotary_of(layer), impl)
+        plan = self._cache.append_plan(self._plans, self.tables, k, layer, impl)
+        plan.append(self._cache.cache_layer(layer), k, v)
         self._written |= 1 << (layer or 0)
 
     def attend(
@@ -98,17 +95,16 @@ class Step:
         """
         self._check_open()
         check_queries(q, self.batch)
-        writes, seqlens = k is not None or v is not None, self.seqlens
-        if writes:
-            self._check_new(count_new(k, v, self._cache, self.batch), layer)
-        elif self._written >> (layer or 0) & 1:
-            if self._ends is None:
-                self._ends = seqlens + self.seqlen_new
-            seqlens = self._ends
-        tables = Tables(seqlens, self.block_table, self.leftpad, self._positions)
-        out = self._cache._attend(q, rotary, (k, v), tables, layer, options)
-        if writes:
-            self._written |= 1 << (layer or 0)
+        cache, tables, bit = self._cache, self.tables, 1 << (layer or 0)
+        if k is not None or v is not None:
+            self._check_new(count_new(k, v, cache, self.batch), layer)
+        elif not self._written & bit:  # the keys before the step
+            if self._reads is None:
+                self._reads = tables._replace(new=0)
+            tables = self._reads
+        out = cache.attend_planned(self._plans, tables, q, rotary, k, v, layer, options)
+        if k is not None:
+            self._written |= bit
         return out
 
     def _check_open(self) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..backends import names
+from ..backends.cache_tables import CacheLayer, CacheTables
 from ..backends.quantized import PER_BYTE
 from ..operators.autocast import autocast, autocast_hint
+from ..operators.cache_plan import CachePlan, plan_cache, plan_checked
 from ..operators.checks import DTYPES, check_no_gradient
+from ..operators.foreign_keywords import raise_for
 from ..operators.functional import attention_with_cache
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import one_rotation
@@ -20,13 +23,18 @@ from ..rotary.rotated import one_rotation
 CACHE_DTYPES: dict[str | None, torch.dtype] = dict(zip(names.CACHE_DTYPES, (torch.int8, torch.uint8), strict=True))
 
 
-class Tables(NamedTuple):
-    """Where sequences lie, for ``attention_with_cache``, on the device."""
-
-    seqlens: torch.Tensor  # (n,) int32, slots in use
-    block_table: Any = None  # (n, max_pages) int32 of a PagedKVCache, else None
-    leftpad: torch.Tensor | None = None
-    positions: dict[str, torch.Tensor] | None = None  # page_positions and the like, where slots are not positions
+# What attend passes on to a plan, and what belongs to a cache.
+OPTIONS = ("causal", "softmax_scale", "num_splits", "impl", "validate")
+TRACKED = (
+    "rotated_keys",
+    "k_scale",
+    "v_scale",
+    "page_positions",
+    "page_first",
+    "page_lengths",
+    "slot_positions",
+    "positions",
+)
 
 
 class OpenStep(Protocol):
@@ -56,6 +64,7 @@ class Cache:
     head_dim: int
     _layers: list[tuple[torch.Tensor, torch.Tensor]]
     _scales: list[tuple[torch.Tensor, torch.Tensor]] | None
+    _cache_layers: list[CacheLayer]
     _open: OpenStep | None
 
     def _allocate(self, shape: tuple[int, int], heads_kv, head_dim, dtype, device, layers, rotated_keys, cache_dtype):
@@ -67,6 +76,8 @@ class Cache:
         self.heads_kv, self.head_dim = int(heads_kv), int(head_dim)
         self.k_scale, self.v_scale = scales or (None, None)
         self._layers, self._scales = self._by_layer(self.k, self.v), self._by_layer(*scales) if scales else None
+        of_layers = self._scales or [()] * self.layers
+        self._cache_layers = [CacheLayer(*own, *scale) for own, scale in zip(self._layers, of_layers, strict=True)]
 
     def _by_layer(self, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         with torch.inference_mode(False):
@@ -81,6 +92,10 @@ class Cache:
         if self._scales is None:
             return None, None
         return self._scales[self._index(layer)]
+
+    def cache_layer(self, layer: int | None = None) -> CacheLayer:
+        """One layer as ``plan_cache`` takes it: k, v and the scales of a quantized cache."""
+        return self._cache_layers[self._index(layer)]
 
     def _index(self, layer: int | None) -> int:
         return 0 if layer is None and self.layers == 1 else check_integer("layer", layer, 0, self.layers - 1)
@@ -108,7 +123,7 @@ class Cache:
                 "with cache.step(...) as step, step.attend(..., layer=...)"
             )
 
-    def _begin(self, step: OpenStep) -> Tables:
+    def _begin(self, step: OpenStep) -> CacheTables:
         raise NotImplementedError
 
     def _commit(self, step: OpenStep) -> None:
@@ -117,42 +132,67 @@ class Cache:
     def _undo(self, step: OpenStep) -> None:
         raise NotImplementedError
 
-    def _attend(self, q, rotary, new, tables: Tables, layer: int | None, options: dict):
-        """The one call of ``attention_with_cache``. new: (k, v)."""
-        seqlens, block_table, leftpad, positions = tables
-        if positions:
-            for name in positions:
-                if name in options:
-                    raise TypeError(f"{name}: expected none in attend, because the cache knows its own, got one")
-            options = {**options, **positions}
-        if leftpad is not None:
-            if options.get("cache_leftpad") is not None:
-                raise ValueError(
-                    "cache_leftpad: expected None, because the cache remembers its left padding, got a tensor"
-                )
-            options = {**options, "cache_leftpad": leftpad}
-        if "rotated_keys" in options:
-            raise TypeError(
-                f"rotated_keys: expected it when the cache is made, which remembers its scheme, got "
-                f"{options['rotated_keys']!r} in attend"
-            )
-        for name in ("k_scale", "v_scale"):
-            if name in options:
-                raise TypeError(f"{name}: expected none in attend, because the cache holds its own scales, got one")
-        caches = self.layer(layer)
-        if self._scales is not None:
-            k_scale, v_scale = self.scales(layer)
-            options = {**options, "k_scale": k_scale, "v_scale": v_scale}
-        if self.rotated_keys is not None:
+    def attend_planned(
+        self, plans: dict[tuple, CachePlan], tables: CacheTables, q, rotary, k, v, layer: int | None, options: dict
+    ):
+        """Attention over one layer, by a plan that layers with equal options share.
+
+        plans: the plans of a step. options: keyword arguments of ``attend``.
+        """
+        own = self.cache_layer(layer)
+        sinks, return_lse = options.pop("sinks", None), options.pop("return_lse", False)
+        q, k, v = autocast(q, k, v)
+        if not isinstance(q, torch.Tensor):
+            raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
+        key = (rotary, tables.new, q.shape, q.dtype, *options.items())
+        if (plan := plans.get(key)) is None:
+            if options:
+                tables = self._with_options(tables, options)
+            rotated = self.rotated_keys is not None
+            if rotated:
+                check_scheme(rotary, self.rotated_keys[layer or 0], layer)
+            plan = plan_checked(q, own, k, v, tables, rotary, *map(options.get, OPTIONS), rotated_keys=rotated)
+            plans[key] = plan
+        elif self.rotated_keys is not None:
             check_scheme(rotary, self.rotated_keys[layer or 0], layer)
-            if leftpad is None and options.get("cache_leftpad") is not None:
-                raise ValueError(
-                    "cache_leftpad: expected None, because it moves positions and the keys in this cache are rotated "
-                    "by theirs, got a tensor; leftpad= of the first step is remembered"
-                )
-            options = {**options, "rotated_keys": True}
-        q, k, v = autocast(q, *new)
-        return attention_with_cache(q, *caches, rotary, seqlens, k, v, block_table, **options)
+        return plan.attend_layer(q, own, k, v, sinks, return_lse)
+
+    def _with_options(self, tables: CacheTables, options: dict) -> CacheTables:
+        """The tables with the cache_leftpad of the options. Raises for options that attend does not take."""
+        for name in TRACKED:
+            if name in options:
+                raise TypeError(f"{name}: not accepted by attend(), because the cache tracks it")
+        leftpad = options.get("cache_leftpad")
+        if leftpad is not None:
+            why = "the cache remembers its left padding" if tables.leftpad is not None else ""
+            if self.rotated_keys is not None and not why:
+                why = "it moves positions and the keys in this cache are rotated by theirs (use leftpad= of a step)"
+            if why:
+                raise ValueError(f"cache_leftpad: expected None, because {why}, got a tensor")
+            tables = tables._replace(leftpad=leftpad)
+        unknown = {name: x for name, x in options.items() if name not in (*OPTIONS, "cache_leftpad")}
+        if unknown:
+            raise_for(attention_with_cache, unknown)
+        return tables
+
+    def append_plan(
+        self, plans: dict[tuple, CachePlan], tables: CacheTables, k, layer: int | None, impl: str | None
+    ) -> CachePlan:
+        """The plan by which a layer gets new keys without queries."""
+        rotary = self.rotary_of(layer)
+        key = ("append", rotary, k.dtype, impl)
+        if key not in plans:
+            plans[key] = plan_cache(
+                tables,
+                like=self.cache_layer(layer),
+                rotary=rotary or Rotary.none(self.head_dim),
+                seqlen_q=1,
+                heads_q=self.heads_kv,
+                dtype=k.dtype,
+                rotated_keys=rotary is not None,
+                impl=impl,
+            )
+        return plans[key]
 
     def _append_layers(self, step, k, v, impl: str | None) -> None:
         """k, v (layers, n, seqlen_new, heads_kv, head_dim) in one step."""
@@ -263,7 +303,7 @@ def upload(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def check_integer(name: str, value, minimum: int = 0, maximum: int | None = None) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+    if type(value) is not int and (not isinstance(value, numbers.Integral) or isinstance(value, bool)):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     number = int(value)
     if number < minimum or (maximum is not None and number > maximum):

@@ -6,16 +6,14 @@ impl="reference", whose forward is plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch.autograd import forward_ad
 
-from ..backends.calls import AttentionCall, CacheCall, CacheLayout
+from ..backends.calls import AttentionCall
 from ..backends.registry import DIFFERENTIABLE, load_backend
 from ..rotary.rotary import Rotary
 from . import library
-from .library import LIBRARY, OPERATORS, AttentionArguments, CacheArguments, add_op_namespace_prefix
+from .library import LIBRARY, OPERATORS, AttentionArguments, add_op_namespace_prefix
 
 INPUTS, SAVED = 3, 7  # tensors before the AttentionArguments: q, k, v; and out, lse, rotated_k, table
 TENSORS = 3  # the first AttentionArguments
@@ -29,7 +27,7 @@ def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, to
 
     In plain eager mode the backend is called at once: torch.library's Python layers take longer than a short call.
     """
-    plain = _is_plain(q, k, v)
+    plain = is_plain(q, k, v)
     if impl in DIFFERENTIABLE or (
         plain and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     ):
@@ -37,55 +35,19 @@ def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, to
     arguments = AttentionArguments.of(call, impl)
     if plain:
         return _apply_plain(q, k, v, *arguments)[:2]
-    if not _transforming():
+    if not transforming():
         return OPERATORS.attention(q, k, v, *arguments)[:2]
     if torch.compiler.is_compiling():
         Attention.jvp(None)
     return Attention.apply(q, k, v, *arguments)[:2]
 
 
-def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, rotary: Rotary | None, impl: str) -> None:
-    """``flashrope::append_to_cache``. rotary: None, or the scheme that rotates k first."""
-    if _is_plain(k_cache, v_cache, k, v, layout.seqlens):
-        library.append_to_cache(k_cache, v_cache, k, v, layout, rotary, impl)
-        return
-    tables = (layout.seqlens, layout.block_table, layout.leftpad, layout.cu_seqlens_q, layout.slot_mapping)
-    text = None if rotary is None else rotary.text
-    scales = (layout.k_scale, layout.v_scale, *(layout.positions or ()))
-    OPERATORS.append_to_cache(k_cache, v_cache, k, v, *tables, layout.max_seqlen_q, text, impl, *scales)
-
-
-def attention_with_cache(q, k_cache, v_cache, k, v, call: CacheCall, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flashrope::append_to_cache`` if there are new keys, then ``flashrope::attention_with_cache``."""
-    layout, rotary = call.layout, call.rotary if call.rotated_keys else None
-    new = (k, v) if k is not None and k.shape[-3] else ()
-    if _is_plain(q, k_cache, v_cache, layout.seqlens, *new):
-        if new:
-            library.append_to_cache(k_cache, v_cache, k, v, layout, rotary, impl)
-        return load_backend(impl).attention_with_cache(
-            q, k_cache, v_cache, call.for_backend() if call.rotated_keys else call
-        )
-    if _transforming():
-        _check_no_tangents(q, k_cache, v_cache, *new)
-    if new:
-        append_to_cache(k_cache, v_cache, k, v, layout, rotary, impl)
-    return OPERATORS.attention_with_cache(q, k_cache, v_cache, *CacheArguments.of(call, impl))
-
-
-def prepare(q, k_cache, v_cache, k, v, out, call: CacheCall, impl: str) -> Callable[..., None] | None:
-    """``attention_with_cache`` for the layers of a step, as in ``PreparingBackend``; None: call it for each."""
-    backend = load_backend(impl)
-    if not hasattr(backend, "prepare") or not _is_plain(q, k_cache, v_cache, k, v, out, call.layout.seqlens):
-        return None
-    return backend.prepare(q, k_cache, v_cache, k, v, out, call)
-
-
 def rotate(x, positions, rotary: Rotary, impl: str) -> torch.Tensor:
     """``flashrope::rotate``, forwards."""
-    plain = _is_plain(x)
+    plain = is_plain(x)
     if impl in DIFFERENTIABLE or (plain and not (torch.is_grad_enabled() and x.requires_grad)):
         return library.rotate(x, positions, rotary, False, impl)
-    if plain or _transforming():
+    if plain or transforming():
         return Rotate.apply(x, positions, rotary.text, False, impl)
     return OPERATORS.rotate(x, positions, rotary.text, False, impl)
 
@@ -93,7 +55,7 @@ def rotate(x, positions, rotary: Rotary, impl: str) -> torch.Tensor:
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
-def _is_plain(*tensors: torch.Tensor | None) -> bool:
+def is_plain(*tensors: torch.Tensor | None) -> bool:
     """No compiler, tracer, mode, transform or tensor subclass needs to see the operator."""
     return (
         not torch.compiler.is_compiling()
@@ -106,7 +68,7 @@ def _is_plain(*tensors: torch.Tensor | None) -> bool:
     )
 
 
-def _transforming() -> bool:
+def transforming() -> bool:
     """Forward-mode differentiation, or outside of a compiler any transform of torch.func, sees this call."""
     if forward_ad._current_level >= 0:
         return True
@@ -121,7 +83,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):
-        run = library.attention if _is_plain(*arguments[:INPUTS]) else OPERATORS.attention
+        run = library.attention if is_plain(*arguments[:INPUTS]) else OPERATORS.attention
         return run(*arguments)
 
     @staticmethod
@@ -140,9 +102,9 @@ class Attention(torch.autograd.Function):
             return (None,) * INPUTS + none
         inputs = (grad_out, grad_lse, *ctx.saved_tensors, *ctx.constants)
         # The result of a collective is a tensor subclass; create_graph=True asks for a second derivative.
-        if _is_plain(*inputs[: 2 + SAVED]) and not torch.is_grad_enabled():
+        if is_plain(*inputs[: 2 + SAVED]) and not torch.is_grad_enabled():
             return *library.attention_backward(*inputs), *none
-        run = AttentionBackward.apply if _transforming() else OPERATORS.attention_backward
+        run = AttentionBackward.apply if transforming() else OPERATORS.attention_backward
         return *run(*inputs), *none
 
     @staticmethod
@@ -196,7 +158,7 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        run = Rotate.apply if _transforming() or torch.is_grad_enabled() else OPERATORS.rotate
+        run = Rotate.apply if transforming() or torch.is_grad_enabled() else OPERATORS.rotate
         return run(grad, *ctx.saved_tensors, ctx.rotary, not ctx.inverse, ctx.impl), None, None, None, None
 
     @staticmethod
@@ -269,7 +231,7 @@ def _split(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
     return x.expand(size, 0) if x.ndim == 1 else x.unflatten(dim, (size, -1)).movedim(dim, 0)
 
 
-def _check_no_tangents(*tensors: torch.Tensor) -> None:
+def check_no_tangents(*tensors: torch.Tensor) -> None:
     """Raises NotImplementedError if one of the tensors carries a tangent, whichever transform put it there."""
     if torch.compiler.is_compiling():
         _WithoutTangents.jvp(None)

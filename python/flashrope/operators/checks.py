@@ -10,7 +10,8 @@ from typing import NoReturn
 import torch
 import torch.nn.functional as F
 
-from ..backends.calls import MAX_SPLITS, ONE_PER_QUERY, CacheLayout
+from ..backends.cache_tables import ONE_PER_QUERY, CacheTables
+from ..backends.calls import MAX_SPLITS
 from ..backends.quantized import PER_BYTE
 from ..rotary.bands import bands_text
 from ..rotary.rotary import Rotary
@@ -244,11 +245,9 @@ def check_no_gradient(name: str, x: torch.Tensor) -> None:
         raise ValueError(f"{name}: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
 
 
-def check_slot_mapping(slot_mapping, q, k) -> None:
+def check_slot_mapping(slot_mapping, q) -> None:
     if not isinstance(slot_mapping, torch.Tensor):
         raise TypeError(f"slot_mapping: expected a tensor, got {type(slot_mapping).__name__}")
-    if k is None:
-        raise ValueError("slot_mapping: expected k and v to place, got none")
     if slot_mapping.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"slot_mapping: expected int32 or int64, got {slot_mapping.dtype}")
     if slot_mapping.shape != q.shape[:1]:
@@ -278,17 +277,17 @@ def check_int32(name, x, like, like_name, shape: tuple) -> None:
         raise ValueError(f"{name}: expected a contiguous tensor, got stride {x.stride()}")
 
 
-def validate_tables(layout: CacheLayout, capacity: int, k_cache) -> None:
+def validate_tables(tables: CacheTables, capacity: int, k_cache) -> None:
     """Reads the tables on the host. Raises ValueError with the sequence and the entry that is wrong."""
-    if layout.slot_mapping is not None:
-        _validate_slots(layout.slot_mapping.tolist(), k_cache.shape[0] * k_cache.shape[1])
-    cu_seqlens_q = layout.cu_seqlens_q if layout.seqlen_new == ONE_PER_QUERY else None
+    if tables.slot_mapping is not None:
+        _validate_slots(tables.slot_mapping.tolist(), k_cache.shape[0] * k_cache.shape[1])
+    cu_seqlens_q = tables.cu_seqlens_q if tables.seqlen_new == ONE_PER_QUERY else None
     starts = cu_seqlens_q.tolist() if cu_seqlens_q is not None else None
-    pads = layout.leftpad.tolist() if layout.leftpad is not None else None
-    tables = layout.block_table.tolist() if layout.block_table is not None else None
+    pads = tables.leftpad.tolist() if tables.leftpad is not None else None
+    pages = tables.block_table.tolist() if tables.block_table is not None else None
     writable: dict[int, tuple[int, int]] = {}
-    for b, length in enumerate(layout.seqlens.tolist()):
-        seqlen_new = starts[b + 1] - starts[b] if starts else layout.seqlen_new
+    for b, length in enumerate(tables.seqlens.tolist()):
+        seqlen_new = starts[b + 1] - starts[b] if starts else tables.seqlen_new
         if length < 0:
             raise ValueError(f"cache_seqlens: sequence {b}: expected at least 0, got {length}")
         if length + seqlen_new > capacity:
@@ -300,11 +299,11 @@ def validate_tables(layout: CacheLayout, capacity: int, k_cache) -> None:
             raise ValueError(
                 f"cache_leftpad: sequence {b}: expected 0 to {length + seqlen_new}, its length, got {pads[b]}"
             )
-        if tables is None:
+        if pages is None:
             continue
         page_size = k_cache.shape[1]
         for n in range((pads[b] if pads else 0) // page_size, -(-(length + seqlen_new) // page_size)):
-            page = tables[b][n]
+            page = pages[b][n]
             if not 0 <= page < k_cache.shape[0]:
                 raise ValueError(
                     f"block_table: sequence {b}, entry {n}: expected a page of the cache, 0 to {k_cache.shape[0] - 1}, "

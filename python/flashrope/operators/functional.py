@@ -8,35 +8,28 @@ from typing import Never
 import torch
 import torch.nn.functional as F
 
-from ..backends.calls import AttentionCall, CacheCall, CacheLayout
+from ..backends.cache_tables import CacheLayer, CachePositions, CacheTables, Packed
+from ..backends.calls import AttentionCall
 from ..backends.registry import resolve_impl
-from ..backends.shown import Positions
-from ..lowering.lowered import UNBOUNDED
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import one_rotation
 from . import autograd
 from .autocast import autocast
+from .cache_plan import plan_checked
 from .checks import (
     MANY_HEADS,
-    check_cache,
     check_cu_seqlens,
-    check_int32,
     check_no_gradient,
-    check_num_splits,
     check_options,
     check_outside_context_parallel,
     check_packed_positions,
     check_positions,
     check_rotated,
-    check_rotated_keys,
     check_sinks,
-    check_slot_mapping,
     check_tensors,
-    validate_tables,
     warn_of_layout,
 )
 from .foreign_keywords import raise_for
-from .position_checks import check_cached_positions, check_positions_served, validate_positions
 from .sinks import add_sinks
 
 __all__ = ["attention", "attention_varlen", "attention_varlen_with_cache", "attention_with_cache", "rotate"]
@@ -299,15 +292,12 @@ def attention_with_cache(
     """
     if unknown:
         raise_for(attention_with_cache, unknown)
-    scales, paged = (k_scale, v_scale), block_table is not None
-    given = Positions.of(page_positions, page_first, page_lengths, slot_positions, positions)
-    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, paged, (), scales, given is not None)
-    layout = CacheLayout(cache_seqlens, block_table, cache_leftpad, seqlen_new, None, None, 0, *scales)
-    if rotated_keys is not False:
-        check_rotated_keys(rotated_keys, rotary)
-    scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)
-    call = CacheCall(rotary, causal, scale, layout, num_splits, rotated_keys)
-    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, sinks, return_lse, impl, validate, given)
+    layer = CacheLayer(k_cache, v_cache, k_scale, v_scale)
+    positions = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
+    new = k.shape[1] if isinstance(k, torch.Tensor) and k.ndim == 4 else 0
+    tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new, positions)
+    options = causal, softmax_scale, num_splits, impl, validate, rotated_keys
+    return _attend_with_cache(q, layer, k, v, tables, rotary, options, sinks, return_lse)
 
 
 def attention_varlen_with_cache(
@@ -373,49 +363,20 @@ def attention_varlen_with_cache(
     """
     if unknown:
         raise_for(attention_varlen_with_cache, unknown)
-    packed, scales, paged = (cu_seqlens_q, max_seqlen_q), (k_scale, v_scale), block_table is not None
-    given = Positions.of(page_positions, page_first, page_lengths, slot_positions, positions)
-    capacity, seqlen_new = check_cache(q, k_cache, v_cache, k, v, rotary, paged, packed, scales, given is not None)
-    if slot_mapping is not None:
-        check_slot_mapping(slot_mapping, q, k)
-        seqlen_new = 0
-    tables = (cache_seqlens, block_table, cache_leftpad)
-    layout = CacheLayout(*tables, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q, *scales)
-    if rotated_keys is not False:
-        check_rotated_keys(rotated_keys, rotary)
-    scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)
-    call = CacheCall(rotary, causal, scale, layout, num_splits, rotated_keys)
-    return _attend_with_cache(q, k_cache, v_cache, k, v, call, capacity, sinks, return_lse, impl, validate, given)
+    layer = CacheLayer(k_cache, v_cache, k_scale, v_scale)
+    positions = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
+    new = Packed(cu_seqlens_q, max_seqlen_q, slot_mapping, k is not None and slot_mapping is None)
+    tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new, positions)
+    options = causal, softmax_scale, num_splits, impl, validate, rotated_keys
+    return _attend_with_cache(q, layer, k, v, tables, rotary, options, sinks, return_lse)
 
 
-def _attend_with_cache(
-    q, k_cache, v_cache, k, v, call: CacheCall, capacity, sinks, return_lse, impl, validate: bool, given
-):
-    """capacity: slots of a sequence or page. given: Positions, or None."""
-    layout = call.layout
-    batch = q.shape[0] if layout.cu_seqlens_q is None else layout.cu_seqlens_q.shape[0] - 1
-    check_int32("cache_seqlens", layout.seqlens, q, "q", (batch,))
-    if layout.leftpad is not None:
-        check_int32("cache_leftpad", layout.leftpad, q, "q", (batch,))
-    if layout.block_table is not None:
-        check_int32("block_table", layout.block_table, q, "q", (batch, "max_pages"))
-        capacity *= layout.block_table.shape[1]
-    if capacity > UNBOUNDED:  # distances are 32-bit numbers in the kernels
-        name = "k_cache" if layout.block_table is None else "block_table"
-        raise ValueError(f"{name}: expected room for at most {UNBOUNDED} tokens a sequence, got {capacity}")
+def _attend_with_cache(q, layer: CacheLayer, k, v, tables: CacheTables, rotary, options, sinks, return_lse: bool):
+    """options: those of ``plan_checked`` behind rotary."""
+    plan = plan_checked(q, layer, k, v, tables, rotary, *options)
+    if k is None and tables.slot_mapping is not None:
+        raise ValueError("slot_mapping: expected k and v to place, got none")
     if sinks is not None:
         check_sinks(sinks, q)
         check_no_gradient("sinks", sinks)
-    impl = resolve_impl(impl, q, cached=True)
-    if given is not None:
-        given = check_cached_positions(given, q, k, k_cache, call.rotary, layout, call.rotated_keys)
-        check_positions_served(impl, q, given)
-        layout = call.layout = layout._replace(positions=given)
-    if validate:
-        validate_tables(layout, capacity, k_cache)
-        if given is not None:
-            validate_positions(layout, k_cache, k_cache.shape[1])
-    out, lse = autograd.attention_with_cache(q, k_cache, v_cache, k, v, call, impl)
-    if sinks is not None:
-        out, lse = add_sinks(out, lse, sinks, gradients=False)
-    return (out, lse) if return_lse else out
+    return plan.run(q, layer, k, v, sinks, return_lse)

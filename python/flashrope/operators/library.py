@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..backends.cache_tables import CacheLayer, CacheTables
 from ..backends.calls import (
-    ONE_PER_QUERY,
     AttentionCall,
     CacheCall,
-    CacheLayout,
     Kept,
     RotateCall,
     accumulation_type,
@@ -22,9 +21,10 @@ from ..backends.calls import (
     out_shape,
 )
 from ..backends.registry import check_backend, load_backend
-from ..backends.shown import Positions, store_positions
+from ..backends.shown import store_positions
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import inverted, over_rotated_keys
+from .fields import schema_of, unflatten
 
 try:  # Hugging Face's kernel-builder gives every build a namespace of its own, so that several load side by side
     from .._ops import add_op_namespace_prefix
@@ -84,68 +84,23 @@ class AttentionArguments(NamedTuple):
 
 
 class CacheArguments(NamedTuple):
-    """What follows the tensors in ``attention_with_cache``: a CacheCall, and who serves it."""
+    """What follows the layer and the tables in ``attention_with_cache``: the rest of a CacheCall, and who serves it."""
 
-    cache_seqlens: torch.Tensor
-    block_table: torch.Tensor | None
-    cache_leftpad: torch.Tensor | None
-    seqlen_new: int
-    cu_seqlens_q: torch.Tensor | None
-    max_seqlen_q: int
     num_splits: int
     rotary: str
     rotated_keys: bool
     causal: bool
     softmax_scale: float
     impl: str
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-    page_positions: torch.Tensor | None = None
-    page_first: torch.Tensor | None = None
-    page_lengths: torch.Tensor | None = None
-    slot_positions: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    with_positions: bool = False
 
     @classmethod
     def of(cls, call: CacheCall, impl: str) -> CacheArguments:
-        layout = call.layout
-        return cls(
-            layout.seqlens,
-            layout.block_table,
-            layout.leftpad,
-            layout.seqlen_new,
-            layout.cu_seqlens_q,
-            layout.max_seqlen_q,
-            call.num_splits,
-            call.rotary.text,
-            call.rotated_keys,
-            call.causal,
-            call.softmax_scale,
-            impl,
-            layout.k_scale,
-            layout.v_scale,
-            *(layout.positions or Positions()),
-            layout.positions is not None,
-        )
+        scheme = call.rotary.text, call.rotated_keys, call.causal, call.softmax_scale
+        return cls(call.num_splits, *scheme, impl)
 
-    @property
-    def call(self) -> CacheCall:
-        tables = (self.page_positions, self.page_first, self.page_lengths, self.slot_positions, self.positions)
-        layout = CacheLayout(
-            self.cache_seqlens,
-            self.block_table,
-            self.cache_leftpad,
-            self.seqlen_new,
-            self.cu_seqlens_q,
-            None,
-            self.max_seqlen_q,
-            self.k_scale,
-            self.v_scale,
-            Positions(*tables) if self.with_positions else None,
-        )
+    def call(self, tables: CacheTables) -> CacheCall:
         scheme = Rotary.from_text(self.rotary), self.causal, self.softmax_scale
-        return CacheCall(*scheme, layout, self.num_splits, self.rotated_keys)
+        return CacheCall(*scheme, tables, self.num_splits, self.rotated_keys)
 
 
 _CALL = (
@@ -165,17 +120,12 @@ LIBRARY.define(
 
 # Two operators: the first writes to the caches, the second only reads them.
 LIBRARY.define(
-    "append_to_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
-    "Tensor? block_table, Tensor? cache_leftpad, Tensor? cu_seqlens_q, Tensor? slot_mapping, SymInt max_seqlen_q, "
-    "str? rotary, str impl, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, Tensor? page_positions=None, "
-    "Tensor? page_first=None, Tensor? page_lengths=None, Tensor(e!)? slot_positions=None, Tensor? positions=None) -> ()"
+    f"append_to_cache({schema_of(CacheLayer, written=('k', 'v', 'k_scale', 'v_scale'))}, Tensor new_k, Tensor new_v, "
+    f"{schema_of(CacheTables, written=('slot_positions',))}, str? rotary, str impl) -> ()"
 )
 LIBRARY.define(
-    "attention_with_cache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
-    "Tensor? cache_leftpad, SymInt seqlen_new, Tensor? cu_seqlens_q, SymInt max_seqlen_q, int num_splits, str rotary, "
-    "bool rotated_keys, bool causal, float softmax_scale, str impl, Tensor? k_scale=None, Tensor? v_scale=None, "
-    "Tensor? page_positions=None, Tensor? page_first=None, Tensor? page_lengths=None, Tensor? slot_positions=None, "
-    "Tensor? positions=None, bool with_positions=False) -> (Tensor out, Tensor lse)"
+    f"attention_with_cache(Tensor q, {schema_of(CacheLayer)}, {schema_of(CacheTables)}, int num_splits, str rotary, "
+    "bool rotated_keys, bool causal, float softmax_scale, str impl) -> (Tensor out, Tensor lse)"
 )
 LIBRARY.define("rotate(Tensor x, Tensor? positions, str rotary, bool inverse, str impl) -> Tensor")
 
@@ -196,50 +146,46 @@ def attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, table, 
     return load_backend(arguments.impl).backward(grad_out, grad_lse, q, k, v, out, lse, kept, arguments.call)
 
 
-def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, rotary: Rotary | None, impl: str) -> None:
+def append_to_cache(layer: CacheLayer, k, v, tables: CacheTables, rotary: Rotary | None, impl: str) -> None:
     """rotary: None, or the scheme that rotates k first."""
-    if layout.positions is not None and layout.positions.slot_positions is not None:
-        store_positions(k_cache, layout, k.shape[-3])
+    if tables.positions is not None and tables.positions.slot_positions is not None:
+        store_positions(layer.k, tables, k.shape[-3])
     if rotary is None:
-        load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
+        load_backend(impl).append_to_cache(layer, k, v, tables)
         return
     rotary = over_rotated_keys(rotary)
     if impl == "cuda":  # its kernels append raw keys
-        if rotary.changes_channels and k.numel() and k_cache.numel():
-            k = load_backend("triton").rotate(k, RotateCall(rotary, None, layout, layout.capacity(k_cache)))
-        load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout)
+        k = rotated_by_triton(layer, k, tables, rotary)
+        load_backend(impl).append_to_cache(layer, k, v, tables)
     else:
-        load_backend(impl).append_to_cache(k_cache, v_cache, k, v, layout, rotary)
+        load_backend(impl).append_to_cache(layer, k, v, tables, rotary)
 
 
-def _append_to_cache(
-    k_cache,
-    v_cache,
-    k,
-    v,
-    cache_seqlens,
-    block_table,
-    cache_leftpad,
-    cu_seqlens_q,
-    slot_mapping,
-    max_seqlen_q,
-    rotary,
-    impl,
-    k_scale=None,
-    v_scale=None,
-    *positions,
-):
-    seqlen_new = k.shape[1] if cu_seqlens_q is None else ONE_PER_QUERY if slot_mapping is None else 0
-    tables = (cache_seqlens, block_table, cache_leftpad)
-    scales, stored = (k_scale, v_scale), Positions(*positions) if positions else None
-    layout = CacheLayout(*tables, seqlen_new, cu_seqlens_q, slot_mapping, max_seqlen_q, *scales, stored)
-    append_to_cache(k_cache, v_cache, k, v, layout, None if rotary is None else Rotary.from_text(rotary), impl)
+def rotated_by_triton(layer: CacheLayer, k, tables: CacheTables, rotary: Rotary):
+    """New keys rotated by the Triton kernel, for the CUDA backend. rotary: of ``over_rotated_keys``."""
+    if not (rotary.changes_channels and k.numel() and layer.k.numel()):
+        return k
+    return load_backend("triton").rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))
 
 
-def _attention_with_cache(q, k_cache, v_cache, *arguments):
-    arguments = CacheArguments(*arguments)
-    call = arguments.call.for_backend() if arguments.rotated_keys else arguments.call
-    return load_backend(arguments.impl).attention_with_cache(q, k_cache, v_cache, call)
+def _append_to_cache(*arguments):
+    layer, (k, v, *rest) = unflatten(CacheLayer, arguments)
+    tables, (rotary, impl) = unflatten(CacheTables, rest)
+    append_to_cache(layer, k, v, tables, None if rotary is None else Rotary.from_text(rotary), impl)
+
+
+def _cached(arguments) -> tuple[CacheLayer, CacheArguments, CacheCall]:
+    """What follows q in ``attention_with_cache``."""
+    layer, rest = unflatten(CacheLayer, arguments)
+    tables, rest = unflatten(CacheTables, rest)
+    options = CacheArguments(*rest)
+    return layer, options, options.call(tables)
+
+
+def _attention_with_cache(q, *arguments):
+    layer, options, call = _cached(arguments)
+    call = call.for_backend() if call.rotated_keys else call
+    return load_backend(options.impl).attention_with_cache(q, layer, call)
 
 
 def rotate(x, positions, rotary: Rotary, inverse: bool, impl: str):
@@ -290,9 +236,9 @@ def _(*_):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_with_cache"), lib=LIBRARY)
-def _(q, k_cache, v_cache, *arguments):
-    arguments = CacheArguments(*arguments)
-    check_backend(arguments.impl, q, True, arguments.call.layout.positions)
+def _(q, *arguments):
+    _, options, call = _cached(arguments)
+    check_backend(options.impl, q, True, call.tables.positions)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(cached_lse_shape(q), dtype=accumulation_type(q))
 

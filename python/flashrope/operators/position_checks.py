@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from ..backends.calls import CacheLayout
+from ..backends.cache_tables import CachePositions, CacheTables
 from ..backends.registry import check_backend
-from ..backends.shown import Positions, shown
+from ..backends.shown import shown
 from .checks import check_int32
 
 TABLES = ("page_positions", "page_first", "page_lengths")
 
 
-def check_cached_positions(given: Positions, q, k, k_cache, rotary, layout: CacheLayout, rotated_keys) -> Positions:
-    """The tables as a backend takes them.
+def check_cached_positions(given: CachePositions, q, k, k_cache, rotary, tables: CacheTables, rotated_keys) -> None:
+    """Checks the tables of explicit positions.
 
     Raises:
         TypeError, ValueError: the argument, what was expected and what came.
     """
-    packed, batch = layout.cu_seqlens_q is not None, layout.seqlens.shape[0]
+    packed, batch = tables.cu_seqlens_q is not None, tables.seqlens.shape[0]
     for name, table in zip(TABLES, given, strict=False):
         if table is None:
             continue
-        if layout.block_table is None:
+        if tables.block_table is None:
             raise ValueError(f"{name}: expected None without a block_table, got a table; use slot_positions")
-        check_int32(name, table, q, "q", (batch, layout.block_table.shape[1]))
+        check_int32(name, table, q, "q", (batch, tables.block_table.shape[1]))
     if rotated_keys:
         raise ValueError("rotated_keys: expected False, as rotated keys have a position, got True with positions")
     axes = (rotary.axes,) if rotary.axis else ()
@@ -36,14 +36,13 @@ def check_cached_positions(given: Positions, q, k, k_cache, rotary, layout: Cach
     if queries is not None:
         _check_numbers("positions", queries, (torch.int32, torch.int64, torch.float32), q, (*q.shape[:-2], *axes))
     if slots is not None and k is not None:
-        if layout.slot_mapping is not None and queries is None:
+        if tables.slot_mapping is not None and queries is None:
             raise ValueError("positions: expected those of the new keys beside slot_mapping, got None")
         if queries is not None and not packed and q.shape[1] != k.shape[1]:
             raise ValueError(f"positions: expected as many queries as new keys, {k.shape[1]}, got {q.shape[1]}")
-    return given
 
 
-def check_positions_served(impl: str, q, given: Positions) -> None:
+def check_positions_served(impl: str, q, given: CachePositions) -> None:
     """Raises ValueError if the backend has no kernels for these tables."""
     if not torch.compiler.is_compiling():  # as in resolve_impl
         check_backend(impl, q, cached=True, positions=given)
@@ -61,13 +60,13 @@ def _check_numbers(name: str, x, dtypes: tuple[torch.dtype, ...], like, shape: t
         raise ValueError(f"{name}: expected device {like.device} as q, got {x.device}")
 
 
-def validate_positions(layout: CacheLayout, k_cache, page_size: int) -> None:
+def validate_positions(tables: CacheTables, k_cache, page_size: int) -> None:
     """Reads the tables on the host. Raises ValueError with the sequence and the entry that is wrong, or the sequence
     whose positions fall."""
-    positions = layout.positions
+    positions = tables.positions
     assert positions is not None
-    ends = [end for _, end in layout.bounds(k_cache)]
-    for b, end in enumerate(ends if layout.block_table is not None else ()):
+    ends = [end for _, end in tables.bounds(k_cache)]
+    for b, end in enumerate(ends if tables.block_table is not None else ()):
         for n in range(-(-end // page_size)):
             first = 0 if positions.page_first is None else int(positions.page_first[b, n])
             length = page_size - first if positions.page_lengths is None else int(positions.page_lengths[b, n])
@@ -77,8 +76,8 @@ def validate_positions(layout: CacheLayout, k_cache, page_size: int) -> None:
                 raise ValueError(
                     f"page_lengths: sequence {b}, entry {n}: expected 0 to {page_size - first}, got {length}"
                 )
-    for b, (first, end) in enumerate(layout.bounds(k_cache)):
-        position = shown(positions, b, first, end, layout.block_table, k_cache).position
+    for b, (first, end) in enumerate(tables.bounds(k_cache)):
+        position = shown(positions, b, first, end, tables.block_table, k_cache).position
         falls = (position.diff() < 0).nonzero() if position.ndim == 1 else position.new_empty(0)
         if falls.numel():
             n = int(falls[0]) + 1

@@ -11,7 +11,8 @@ import torch
 from ..backends import reference
 from ..backends import triton as backend
 from ..backends import tuned_tiles as store
-from ..backends.calls import AttentionCall, CacheCall, CacheLayout
+from ..backends.cache_tables import CacheLayer, CacheTables
+from ..backends.calls import AttentionCall, CacheCall
 from ..lowering.cos_sin import padded_pairs
 from ..rotary.rotary import Rotary
 
@@ -108,7 +109,7 @@ class Workload:
         q, k, v = self.tensors(device)
         if self.cache:
             k, v, call = self._cache_call(k, v, window)
-            return lambda: backend.attention_with_cache(q, k, v, call)
+            return lambda: backend.attention_with_cache(q, CacheLayer(k, v), call)
         call = self._attention_call(window)
         if self.direction == "forward":
             return lambda: backend.forward(q, k, v, call)[:2]
@@ -122,7 +123,7 @@ class Workload:
         q, k, v = (x.double() for x in tensors)
         if self.cache:
             k, v, call = self._cache_call(k, v, window)
-            return reference.attention_with_cache(q, k, v, call)
+            return reference.attention_with_cache(q, CacheLayer(k, v), call)
         call = self._attention_call(window)
         out, lse, _ = reference.forward(q, k, v, call)
         if self.direction == "forward":
@@ -156,7 +157,7 @@ class Workload:
                 order[:2] = order[:2].flip(0)
                 k, v = (torch.cat((x[1:2], x[:1], x[2:])) for x in (k, v))
             table = order.view(self.batch, pages)
-        call = CacheCall(self.rotary(window), True, self.head_dim**-0.5, CacheLayout(seqlens, table), self.num_splits)
+        call = CacheCall(self.rotary(window), True, self.head_dim**-0.5, CacheTables(seqlens, table), self.num_splits)
         return k, v, call
 
 

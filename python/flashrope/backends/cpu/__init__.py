@@ -4,8 +4,7 @@ It calls the compiled kernels of csrc/cpu instead where the installation has the
 """
 
 from .attention import backward, forward, kept_shapes, unsupported_reason
-from .cached import append_to_cache, attention_with_cache
-from .prepared import prepare
+from .plan import append_to_cache, attention_with_cache, plan_cache
 from .rotated import rotate
 from .runs import unsupported_positions
 
@@ -15,7 +14,7 @@ __all__ = [
     "backward",
     "forward",
     "kept_shapes",
-    "prepare",
+    "plan_cache",
     "rotate",
     "unsupported_positions",
     "unsupported_reason",

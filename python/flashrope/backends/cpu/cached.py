@@ -6,8 +6,8 @@ a sequence computed on its own are bitwise identical in both layouts.
 
 The compiled kernels, where they are loaded, serve a few queries per sequence (decode.py) and long chunks (tiles.py).
 
-With positions as data, a sequence is the runs of runs.py, each of which is read as a sequence is. Positions that hardly
-follow one another, and axial ones, take masks (masked.py).
+With explicit positions, a sequence is the runs of runs.py, each of which is read as a sequence is. Positions that
+hardly follow one another, and axial ones, take masks (masked.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 
 from ...rotary.bands import PositionMap, chunk_of, have_maps
-from ...rotary.rotary import Rotary
-from ..calls import AttentionCall, CacheCall, CacheLayout, RotateCall, accumulation_type
-from ..packed import append_packed, attend_packed
-from ..quantized import dequantize, stores
-from . import decode, loader, masked, rotated, runs, tiles
-from .library import DTYPES, Library
+from ..cache_tables import CacheLayer
+from ..calls import AttentionCall, CacheCall, accumulation_type
+from ..quantized import dequantize
+from . import decode, loader, masked, runs, tiles
+from .library import Library
+from .part import Part
 from .pieces import (
     add_partial,
     cast_results,
@@ -49,50 +49,20 @@ def _block_size(row: int) -> int:
     return min(max(BLOCK_ELEMENTS // max(row, 1), MIN_BLOCK), MAX_BLOCK)
 
 
-def append_to_cache(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: CacheLayout,
-    rotary: Rotary | None = None,
-) -> None:
-    """As in ``CacheBackend``."""
-    if (compiled := loader.load()) and k.dtype in DTYPES and k.numel() and k_cache.numel():
-        return rotated.append(compiled, (k_cache, v_cache), (k, v), layout, rotary)
-    if rotary is not None and rotary.changes_channels and k.numel():
-        k = rotated.rotate(k, RotateCall(rotary, None, layout, layout.capacity(k_cache)))
-    if layout.cu_seqlens_q is not None:
-        return append_packed(append_to_cache, k_cache, v_cache, k, v, layout)
-    batch, seqlen_new, _, _ = k.shape
-    new = stores(k_cache, v_cache, k, v, layout)
-    if layout.block_table is None:
-        lengths = layout.seqlens.tolist()
-        length = max(lengths[0], 0) if batch else 0
-        if lengths == lengths[:1] * batch and length + seqlen_new <= k_cache.shape[1]:
-            for cache, x in new:
-                cache.narrow(1, length, seqlen_new).copy_(x)  # half the time of a slice
-            return
-    page, row, fits = layout.new_places(k_cache)
-    places = page[fits], row[fits]
-    for cache, x in new:
-        cache.index_put_(places, x[fits])
-
-
-def attention_with_cache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
+def attend(
+    q: torch.Tensor, layer: CacheLayer, part: Part, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse in float32 or float64)."""
-    if call.layout.cu_seqlens_q is not None:
-        return attend_packed(attention_with_cache, q, k_cache, v_cache, call)
-    if call.layout.positions is not None:
-        return _attend_placed(q, k_cache, v_cache, call)
+    """(out like q, lse in float32 or float64) of a batch of sequences. out: where the compiled kernels may write out,
+    contiguous and like q."""
+    call, tables, k_cache = part.call, part.call.tables, layer.k
+    if tables.positions is not None:
+        return _attend_placed(q, layer, part)
     if (compiled := loader.load()) and decode.serves(q, k_cache, call):
-        return decode.decode(compiled, q, k_cache, v_cache, call)
-    (batch, seqlen_q, heads_q, _), block_table = q.shape, call.layout.block_table
-    bounds = call.layout.bounds(k_cache)
+        return decode.decode(compiled, q, layer, part, out=out)
+    (batch, seqlen_q, heads_q, _), block_table = q.shape, tables.block_table
+    bounds = part.bounds(k_cache)
     row = k_cache.shape[-2] * q.shape[-1]
-    caches = _caches(k_cache, v_cache, call.layout)
+    caches = _caches(layer)
     if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, call)):
         compiled = None
     same_bounds = block_table is None and bounds and bounds == bounds[:1] * batch
@@ -100,7 +70,7 @@ def attention_with_cache(
         first, end = bounds[0]
         size = max(end - first, 1) if compiled else _block_size(batch * row)
         single = 0 < end - first <= size and not compiled and len(caches) == 2
-        if single and (result := _attend_single(q, k_cache, v_cache, first, end, call)):
+        if single and (result := _attend_single(q, layer, first, end, call)):
             return result
         blocks = _contiguous_blocks(caches, 0, batch, first, end, size)
         return _attend(q, blocks, end - first, call, compiled)
@@ -118,7 +88,7 @@ def attention_with_cache(
 
 
 def _attend_single(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, first: int, end: int, call: CacheCall
+    q: torch.Tensor, layer: CacheLayer, first: int, end: int, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What ``_attend`` returns for one block, without its bookkeeping, where one piece covers all rows and keys.
 
@@ -128,24 +98,23 @@ def _attend_single(
     single = single_piece(rotary, call.causal, q.shape[1], seqlen, accumulation_type(q)) if q.numel() else None
     if single is None or single.k_rotation is None:
         return None
-    k = rotate(k_cache.narrow(1, first, seqlen), single.k_rotation, rotary).transpose(1, 2)
-    v = upcast(v_cache.narrow(1, first, seqlen)).transpose(1, 2)
+    k = rotate(layer.k.narrow(1, first, seqlen), single.k_rotation, rotary).transpose(1, 2)
+    v = upcast(layer.v.narrow(1, first, seqlen)).transpose(1, 2)
     rotated_q = rotate(q, single.q_rotation, rotary).transpose(1, 2)
     out, lse = flash_piece(rotated_q, k, v, single.piece, flash_scale(call, seqlen))
     return cast_results(out.transpose(1, 2), lse, q.dtype)
 
 
-def _attend_placed(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, call: CacheCall
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attention_with_cache`` of a layout with positions."""
-    (batch, seqlen_q, heads_q, _), layout, placed = q.shape, call.layout, []
+def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attend`` where the tables have explicit positions."""
+    (batch, seqlen_q, heads_q, _), call, k_cache = q.shape, part.call, layer.k
+    placed: list[runs.Placed] = []
     if not call.rotary.axis and not have_maps(call.bands):  # maps count positions, runs count from their first key
-        placed = layout.once(("runs", k_cache.shape, seqlen_q), lambda: runs.find(layout, k_cache, seqlen_q))
+        placed = part.placed(k_cache, seqlen_q)
     in_runs = [each.long_runs for each in placed] if placed else [False] * batch
     if (compiled := loader.load()) and any(in_runs) and decode.serves(q, k_cache, call):
         served = [x if x.long_runs else x._replace(keys=[]) for x in placed]
-        out, lse = decode.decode(compiled, q, k_cache, v_cache, call, served)
+        out, lse = decode.decode(compiled, q, layer, part, served)
         left = [b for b in range(batch) if not in_runs[b]]
     else:
         out = q.new_zeros(q.shape)
@@ -153,23 +122,23 @@ def _attend_placed(
         left = list(range(batch if k_cache.numel() else 0))
     if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, call)):
         compiled = None
-    caches = _caches(k_cache, v_cache, layout)
+    caches, block_table = _caches(layer), call.tables.block_table
     for b in left:
         if in_runs[b]:
-            blocks, seqlen = _blocks_of_runs(caches, layout, b, placed[b].keys, q, compiled), placed[b].seqlen
+            blocks, seqlen = _blocks_of_runs(caches, block_table, b, placed[b].keys, q, compiled), placed[b].seqlen
             results = _attend(q[b : b + 1], blocks, seqlen, call, compiled, placed[b].rows())
         else:
-            results = masked.attend(q[b : b + 1], caches, b, call, _block_size(k_cache.shape[-2] * q.shape[-1]))
+            results = masked.attend(q[b : b + 1], layer, b, part, _block_size(k_cache.shape[-2] * q.shape[-1]))
         out[b : b + 1], lse[b : b + 1] = results
     return out, lse
 
 
-def _blocks_of_runs(caches, layout: CacheLayout, b: int, keys: list[runs.Run], q, compiled) -> Iterator[Block]:
+def _blocks_of_runs(caches, block_table, b: int, keys: list[runs.Run], q, compiled) -> Iterator[Block]:
     size = _block_size(caches[0].shape[-2] * q.shape[-1])
     for run in keys:
         most, end = run.keys if compiled else size, run.slot + run.keys
-        if layout.block_table is not None:
-            blocks = _paged_blocks(caches, layout.block_table[b], run.slot, end, most)
+        if block_table is not None:
+            blocks = _paged_blocks(caches, block_table[b], run.slot, end, most)
         else:
             blocks = _contiguous_blocks(caches, b, b + 1, run.slot, end, most)
         for block in blocks:
@@ -201,11 +170,11 @@ class Block(NamedTuple):
         return dequantize(self.k, self.k_scale[..., 0], dtype), dequantize(self.v, self.v_scale[..., 0], dtype)
 
 
-def _caches(k_cache: torch.Tensor, v_cache: torch.Tensor, layout: CacheLayout) -> tuple[torch.Tensor, ...]:
+def _caches(layer: CacheLayer) -> tuple[torch.Tensor, ...]:
     """The tensors of a Block, of four dimensions each."""
-    if layout.k_scale is None or layout.v_scale is None:
-        return k_cache, v_cache
-    return k_cache, v_cache, layout.k_scale[..., None], layout.v_scale[..., None]
+    if layer.k_scale is None or layer.v_scale is None:
+        return layer.k, layer.v
+    return layer.k, layer.v, layer.k_scale[..., None], layer.v_scale[..., None]
 
 
 def _contiguous_blocks(caches, b0: int, b1: int, first: int, end: int, size: int) -> Iterator[Block]:

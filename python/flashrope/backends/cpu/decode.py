@@ -10,7 +10,8 @@ import torch
 
 from ...lowering.cos_sin import cos_sin
 from ...rotary.rotary import Rotary
-from ..calls import CacheCall, CacheLayout
+from ..cache_tables import CacheLayer
+from ..calls import CacheCall
 from .library import (
     CODES,
     DTYPES,
@@ -23,6 +24,7 @@ from .library import (
     Library,
     TensorView,
 )
+from .part import Part
 from .runs import Placed
 
 BLOCK = 64  # keys; csrc/cpu/decode.h has the same two
@@ -47,51 +49,59 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> bool:
 def decode(
     library: Library,
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    call: CacheCall,
+    layer: CacheLayer,
+    part: Part,
     placed: list[Placed] | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse in float32). placed: of a layout with positions."""
-    (batch, seqlen_q, heads_q, _), dtype = q.shape, q.dtype
-    if call.layout.k_scale is not None:
-        q = q.to(torch.float32)
-    out, lse = q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
-    c, _used = describe(library, q, k_cache, v_cache, out, lse, call, placed)
-    run(library, c)
-    return (out if out.dtype == dtype else out.to(dtype)), lse
-
-
-def run(library: Library, c: DecodeCall) -> None:
+    """(out like q, lse in float32). placed: the sequences, where positions are explicit. out: where to write out,
+    contiguous and like q."""
+    (batch, seqlen_q, heads_q, _), given = q.shape, out
+    if layer.k_scale is not None and q.dtype != torch.float32:
+        q, out = q.to(torch.float32), None
+    if out is None:
+        out = q.new_empty(q.shape)
+    lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
+    c = _fill(library, q, layer, out, lse, part, placed)
     if library.decode(ctypes.byref(c)):
         raise MemoryError("attention_with_cache: no memory for the partial results")
+    return out if given is None or out is given else given.copy_(out), lse
 
 
-def describe(
-    library: Library, q, k_cache, v_cache, out, lse, call: CacheCall, placed: list[Placed] | None = None
-) -> tuple[DecodeCall, tuple]:
-    """The compiled call, and what it points to beside these tensors."""
-    layout = call.layout
-    key = (call.rotary, call.causal, call.softmax_scale, q.shape, k_cache.shape, q.dtype, k_cache.dtype)
-    described, used = layout.once(key, lambda: _describe(library, q, k_cache, call, placed))
-    c = DecodeCall.from_buffer_copy(described)
-    c.q, c.k, c.v, c.out = TensorView.of(q), TensorView.of(k_cache), TensorView.of(v_cache), TensorView.of(out)
+def _fill(library: Library, q, layer: CacheLayer, out, lse, part: Part, placed: list[Placed] | None) -> DecodeCall:
+    """The compiled call. Layers of a step with equal strides change its addresses alone."""
+    k, v, k_scale, v_scale, _ = layer
+    quantized = k_scale is not None and v_scale is not None
+    strides = q.stride(), k.stride(), v.stride(), out.stride()
+    if quantized:
+        strides += (k_scale.stride(), v_scale.stride())
+    if part.filled is not None and part.filled[0] == strides:
+        c = part.filled[1]
+        c.q.data, c.k.data, c.v.data, c.out.data = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        if quantized:
+            c.k_scale.data, c.v_scale.data = k_scale.data_ptr(), v_scale.data_ptr()
+    else:
+        if part.described is None:
+            part.described = _describe(library, q, layer, part, placed)
+        c = DecodeCall.from_buffer_copy(part.described[0])
+        c.q, c.k, c.v, c.out = TensorView.of(q), TensorView.of(k), TensorView.of(v), TensorView.of(out)
+        if quantized:
+            c.k_scale, c.v_scale = TensorView.of(k_scale), TensorView.of(v_scale)
+        part.filled = strides, c
     c.lse = lse.data_ptr()
-    if layout.k_scale is not None and layout.v_scale is not None:
-        c.k_scale, c.v_scale = TensorView.of(layout.k_scale), TensorView.of(layout.v_scale)
-    return c, used
+    return c
 
 
 def _describe(
-    library: Library, q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall, placed: list[Placed] | None
+    library: Library, q: torch.Tensor, layer: CacheLayer, part: Part, placed: list[Placed] | None
 ) -> tuple[bytes, tuple]:
     """A DecodeCall without the tensors of a layer, and what it points to."""
-    positions = None
+    positions, call, k_cache = None, part.call, layer.k
     if placed is None:
-        runs, rows = _bounds(k_cache, call.layout)
+        runs, rows = _bounds(part.bounds(k_cache))
     else:
         runs, positions, rows = _runs(placed, call.causal, q.shape[1])
-    template, table = _template(call.rotary, call.causal, rows), call.layout.block_table
+    template, table = _template(call.rotary, call.causal, rows), call.tables.block_table
     c = DecodeCall.from_buffer_copy(template.call)
     if positions is None:
         c.bounds, c.num_runs = ctypes.addressof(runs), q.shape[0]
@@ -105,14 +115,13 @@ def _describe(
     c.scale, c.rotated_scale = call.score_scale, call.rotary.rotated_scale
     for name, value in call.rotary.query_scale._asdict().items():
         setattr(c, name, value or 0.0)
-    c.dtype = DTYPES[q.dtype] if call.layout.k_scale is None else CODES[k_cache.dtype]
+    c.dtype = DTYPES[q.dtype] if layer.k_scale is None else CODES[k_cache.dtype]
     c.threads, c.parallel_for = torch.get_num_threads(), library.parallel_for
     return bytes(c), (runs, positions, template, table)
 
 
-def _bounds(k_cache: torch.Tensor, layout: CacheLayout) -> tuple[ctypes.Array, int]:
+def _bounds(pairs: list[tuple[int, int]]) -> tuple[ctypes.Array, int]:
     """DecodeCall.bounds, and ``_coarse_rows``."""
-    pairs = layout.bounds(k_cache)
     slots = [slot for pair in pairs for slot in pair]
     longest = max((end - first for first, end in pairs), default=0)
     return (ctypes.c_int64 * len(slots))(*slots), _coarse_rows(longest)

@@ -3,29 +3,28 @@
 It serves what runs.py has no long runs for: stored positions that do not count by ones, axial ones, and schemes that
 map positions. Every block of
 shown keys is gathered, rotated by the positions of its keys, and cut for each band to the keys that some query sees.
-Cos and sin of the keys are the same for all layers of a step that share a layout (``CacheLayout.once``).
+A ``Part`` keeps the cos and sin of the keys for the layers of a step.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
-from ..calls import CacheCall, accumulation_type
+from ..cache_tables import CacheLayer
+from ..calls import accumulation_type
 from ..quantized import dequantize
+from .part import Part
 from .pieces import add_partial, cast_results, flash, flash_folded, flash_scale
 from .rotation import KEY_FACTORS, QueryFactors, rotate, rotation_at, upcast
-from .runs import places
 
 
 def attend(
-    q: torch.Tensor, caches: tuple[torch.Tensor, ...], sequence: int, call: CacheCall, size: int
+    q: torch.Tensor, layer: CacheLayer, sequence: int, part: Part, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse) of q (1, seqlen_q, heads_q, head_dim), one sequence. size: keys of a block."""
+    call = part.call
     seqlen_q, rotary, dtype = q.shape[1], call.rotary, accumulation_type(q)
-    layout, of_sequence = call.layout, ("masked", sequence, seqlen_q, caches[0].shape)
-    keys, queries = layout.once(of_sequence, lambda: places(layout, caches[0], sequence, seqlen_q))
+    keys, queries = part.places(layer.k, sequence, seqlen_q)
     seqlen = keys.slot.numel()
     order_q, order_k = torch.arange(seqlen - seqlen_q, seqlen), torch.arange(seqlen)
     # Bands of an axial scheme, which has one, go by order.
@@ -37,7 +36,7 @@ def attend(
     scale, partials = flash_scale(call, seqlen), []
     for first in range(0, seqlen, size):
         block = slice(first, first + size)
-        k, v = _rows(caches, keys.page[block], keys.row[block], dtype)
+        k, v = _rows(layer, keys.page[block], keys.row[block], dtype)
         for band in call.bands:
             seen = band.holds(by_q[:, None], by_k[block])
             if call.causal:
@@ -47,10 +46,10 @@ def attend(
                 continue
             of_k, of_q = slice(columns[0], columns[-1] + 1), slice(rows[0], rows[-1] + 1)
             positions = keys.position[block][of_k]
-            rotation = layout.once(
-                (*of_sequence, first, of_k.start, of_k.stop, rotary, band.keys, dtype),
-                partial(rotation_at, rotary, positions, band.keys, KEY_FACTORS, dtype),
-            )
+            of_band = sequence, first, of_k.start, of_k.stop, band.keys, dtype
+            if (rotation := part.key_rotations.get(of_band)) is None:
+                rotation = rotation_at(rotary, positions, band.keys, KEY_FACTORS, dtype)
+                part.key_rotations[of_band] = rotation
             rows_q, rows_k = rotated_q[band.queries][:, of_q], rotate(k[:, of_k], rotation, rotary)
             partials.append((of_q, *_flash(rows_q, rows_k, upcast(v[:, of_k]), seen[of_q, of_k], scale)))
     out = q.new_zeros((1, q.shape[2], seqlen_q, q.shape[3]), dtype=dtype)
@@ -60,11 +59,13 @@ def attend(
     return cast_results(out.transpose(1, 2), lse, q.dtype)
 
 
-def _rows(caches, page: torch.Tensor, row: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(
+    layer: CacheLayer, page: torch.Tensor, row: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """k and v (1, rows, heads_kv, head_dim), in the type to compute in."""
-    k, v, *scales = (x[page, row][None] for x in caches)
+    k, v, *scales = (x[page, row][None] for x in layer[:4] if x is not None)
     if scales:
-        return dequantize(k, scales[0][..., 0], dtype), dequantize(v, scales[1][..., 0], dtype)
+        return dequantize(k, scales[0], dtype), dequantize(v, scales[1], dtype)
     return k, v
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from ...rotary.rotary import Rotary
-from ..calls import CacheLayout, NewRows, RotateCall, accumulation_type
+from ..cache_tables import CacheLayer, CacheTables, NewRows
+from ..calls import RotateCall, accumulation_type
 from . import loader, rotation
 from .library import CODES, DTYPES, Library, Run, TensorView
 from .library import RotateCall as CompiledCall
@@ -32,8 +33,8 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
         return out
     if table is None:
         return x.clone(memory_format=torch.contiguous_format)
-    if call.layout is not None:
-        index = call.layout.new_positions(call.capacity, *batch.shape[:2]).clamp_(min=0)
+    if call.tables is not None:
+        index = call.tables.new_positions(call.capacity, *batch.shape[:2]).clamp_(min=0)
         if table.cos.ndim == 3:
             table = Rotation._make(x if x is None else x[index] for x in table)
     return rotation.rotate(batch, table, call.rotary).to(x.dtype).reshape(x.shape).contiguous()
@@ -42,16 +43,16 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
 def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewRows]]:
     """The rotations by row of a table, and which rows of x (batch, seqlen, heads, head_dim) use which."""
     factors, dtype = QueryFactors(rotated=call.rotary.rotated_scale), accumulation_type(x)
-    if call.layout is None:
+    if call.tables is None:
         runs = [NewRows(b, 0, x.shape[1], 0, b, 0) for b in range(x.shape[0])]
         if call.positions is None:
             return rotation.rotation_of_rows(call.rotary, call.position_map, factors, 0, x.shape[1], dtype), runs
         return rotation.rotation_at(call.rotary, call.positions.double(), call.position_map, factors, dtype), runs
-    runs = call.layout.new_rows(call.capacity, x.shape[1])
+    runs = call.tables.new_rows(call.capacity, x.shape[1])
     last = max((run.position + run.rows for run in runs), default=0)
     if last <= LARGEST_TABLE:
         return rotation.rotation_of_first(call.rotary, call.position_map, factors, last, dtype), runs
-    positions = call.layout.new_positions(call.capacity, *x.shape[:2]).double()
+    positions = call.tables.new_positions(call.capacity, *x.shape[:2]).double()
     table = rotation.rotation_at(call.rotary, positions, call.position_map, factors, dtype)
     return table, [run._replace(position=run.row) for run in runs]
 
@@ -79,54 +80,57 @@ def _describe(
     return c, Kept(table, array)
 
 
-def append(
-    compiled: Library,
-    caches: tuple[torch.Tensor, torch.Tensor],
-    new: tuple[torch.Tensor, torch.Tensor],
-    layout: CacheLayout,
-    rotary: Rotary | None,
-) -> None:
-    """Writes new k and v, of a type in DTYPES, to the caches, quantized if those have scales.
+class Append:
+    """New keys and values of the layers of a step: the tables are read once, layers change addresses alone.
 
-    rotary: of ``over_rotated_keys``; rotates k.
+    rotary: of ``over_rotated_keys``; rotates k. None: keys are written as they come.
     """
-    c, _used = describe_append(compiled, caches, new, layout, rotary)
-    compiled.rotate(ctypes.byref(c))
 
+    def __init__(self, compiled: Library, tables: CacheTables, rotary: Rotary | None):
+        self._compiled, self._tables, self._rotary = compiled, tables, rotary
+        self._filled: tuple[tuple, CompiledCall, tuple] | None = None  # strides, the call, what it points to
 
-def describe_append(
-    compiled: Library,
-    caches: tuple[torch.Tensor, torch.Tensor],
-    new: tuple[torch.Tensor, torch.Tensor],
-    layout: CacheLayout,
-    rotary: Rotary | None,
-) -> tuple[CompiledCall, tuple]:
-    """The compiled call of ``append``, and what it points to beside these tensors."""
-    (k_cache, v_cache), (k, v) = caches, new
-    capacity, block_table, slots = layout.capacity(k_cache), layout.block_table, layout.slot_mapping
+    def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes k and v, of a type in DTYPES, to the layer, quantized if it has scales."""
+        k_cache, v_cache, k_scale, v_scale, _ = layer
+        quantized = k_scale is not None and v_scale is not None
+        strides = k.stride(), v.stride(), k_cache.stride(), v_cache.stride()
+        if quantized:
+            strides += (k_scale.stride(), v_scale.stride())
+        if self._filled is None or self._filled[0] != strides:
+            self._filled = strides, *self._fill(layer, k, v)
+        c = self._filled[1]
+        c.x.data, c.v.data, c.out.data, c.v_cache.data = (
+            k.data_ptr(),
+            v.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+        )
+        if quantized:
+            c.k_scale.data, c.v_scale.data = k_scale.data_ptr(), v_scale.data_ptr()
+        self._compiled.rotate(ctypes.byref(c))
 
-    def describe() -> tuple[bytes, Kept]:
+    def _fill(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> tuple[CompiledCall, tuple]:
+        """The compiled call, and what it points to beside the tensors of the layer."""
+        tables, rotary, k_cache = self._tables, self._rotary, layer.k
+        capacity, block_table, slots = tables.capacity(k_cache), tables.block_table, tables.slot_mapping
         x = k if k.ndim == 4 else k[None]
         if rotary is not None and rotary.changes_channels:
-            table, runs = _plan(x, RotateCall(rotary, None, layout, capacity))
+            table, runs = _plan(x, RotateCall(rotary, None, tables, capacity))
         elif slots is None:
-            table, runs = None, layout.new_rows(capacity, x.shape[1])
+            table, runs = None, tables.new_rows(capacity, x.shape[1])
         else:
             table, runs = None, [NewRows(0, 0, x.shape[1], 0, 0, 0)]
-        c, kept = _describe(compiled, x, k_cache, rotary, table, runs)
-        return bytes(c), kept
-
-    template, kept = layout.once((rotary, capacity, k.dtype, k.shape), describe)
-    c = CompiledCall.from_buffer_copy(template)
-    view = TensorView.of if k.ndim == 4 else TensorView.of_packed
-    c.x, c.v, c.out, c.v_cache = view(k), view(v), TensorView.of(k_cache), TensorView.of(v_cache)
-    if layout.k_scale is not None and layout.v_scale is not None:
-        c.codes = CODES[k_cache.dtype]
-        c.k_scale, c.v_scale = TensorView.of(layout.k_scale), TensorView.of(layout.v_scale)
-    c.to_cache, c.pages, c.page_size, c.max_pages = 1, k_cache.shape[0], k_cache.shape[1], 1
-    if slots is not None:
-        slots = slots if slots.dtype == torch.int64 else slots.to(torch.int64)
-        c.slots = slots.data_ptr()
-    if block_table is not None:
-        c.block_table, c.max_pages = block_table.data_ptr(), block_table.shape[1]
-    return c, (kept, slots)
+        c, kept = _describe(self._compiled, x, k_cache, rotary, table, runs)
+        view = TensorView.of if k.ndim == 4 else TensorView.of_packed
+        c.x, c.v, c.out, c.v_cache = view(k), view(v), TensorView.of(k_cache), TensorView.of(layer.v)
+        if layer.k_scale is not None and layer.v_scale is not None:
+            c.codes = CODES[k_cache.dtype]
+            c.k_scale, c.v_scale = TensorView.of(layer.k_scale), TensorView.of(layer.v_scale)
+        c.to_cache, c.pages, c.page_size, c.max_pages = 1, k_cache.shape[0], k_cache.shape[1], 1
+        if slots is not None:
+            slots = slots if slots.dtype == torch.int64 else slots.to(torch.int64)
+            c.slots = slots.data_ptr()
+        if block_table is not None:
+            c.block_table, c.max_pages = block_table.data_ptr(), block_table.shape[1]
+        return c, (kept, slots, block_table)

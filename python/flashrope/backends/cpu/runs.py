@@ -1,4 +1,4 @@
-"""Positions of cached tokens as data (backends/shown.py), as runs: slots that follow one another, at positions that do.
+"""Explicit positions of cached tokens (backends/shown.py) as runs: slots that follow one another, at positions that do.
 
 A run of queries against a run of keys is attention between two sequences that begin at different positions. Keys that
 a query must not see by the order of tokens are those at the shortest distances, so order only cuts the bands' start.
@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 
 from ...rotary.bands import Band, clipped
-from ..calls import CacheLayout
-from ..shown import Positions, Shown, of_queries, shown
+from ..cache_tables import CachePositions, CacheTables
+from ..shown import Shown, of_queries, shown
 
 FARTHEST = 2.0**38  # positions are clamped to it; the kernels take distances of 2^40 as infinite
 LONG_ENOUGH = 8  # keys of a run on average; below it, masks over all keys are faster than so many runs
 
 
-def unsupported_positions(positions: Positions) -> str:
+def unsupported_positions(positions: CachePositions) -> str:
     """Always "": this backend takes all tables."""
     return ""
 
@@ -75,17 +75,17 @@ def bands_between(bands: tuple[Band, ...], causal: bool, rows: Rows, position: f
     return tuple(clipped(band, nearest, math.inf) for band in bands if band.stop > nearest), shift
 
 
-def find(layout: CacheLayout, k_cache: torch.Tensor, seqlen_q: int) -> list[Placed]:
-    """Every sequence of a layout with positions, which are not those of an axial scheme. Read by the host."""
-    bounds, positions = layout.bounds(k_cache), layout.positions or Positions()
-    tables = [None if x is None or layout.block_table is None else x.tolist() for x in positions[:3]]
+def find(tables: CacheTables, k_cache: torch.Tensor, seqlen_q: int) -> list[Placed]:
+    """Returns every sequence of tables with explicit positions, not of an axial scheme. Read by the host."""
+    bounds, positions = tables.bounds(k_cache), tables.positions or CachePositions()
+    pages = [None if x is None or tables.block_table is None else x.tolist() for x in positions[:3]]
     found = []
     for b, (first, end) in enumerate(bounds):
         if positions.slot_positions is not None:
-            keys = _stored(_shown(layout, k_cache, b, first, end))
+            keys = _stored(_shown(tables, k_cache, b, first, end))
         else:
-            rows = [None if table is None else table[b] for table in tables]
-            keys = _joined(_pages(rows, first, end, k_cache.shape[1] if layout.block_table is not None else end))
+            rows = [None if page is None else page[b] for page in pages]
+            keys = _joined(_pages(rows, first, end, k_cache.shape[1] if tables.block_table is not None else end))
         seqlen = keys[-1].order + keys[-1].keys if keys else 0
         if positions.queries is not None:
             queries = clamped(positions.queries[b]).tolist()
@@ -100,14 +100,14 @@ def clamped(positions: torch.Tensor) -> torch.Tensor:
     return positions.to(torch.float64).nan_to_num(-FARTHEST).clamp(-FARTHEST, FARTHEST)
 
 
-def places(layout: CacheLayout, k_cache: torch.Tensor, sequence: int, seqlen_q: int):
+def places(tables: CacheTables, k_cache: torch.Tensor, sequence: int, seqlen_q: int):
     """The shown keys of a sequence, positions clamped, and the positions of its queries: (seqlen_q,), or with axes."""
-    keys = _shown(layout, k_cache, sequence, *layout.bounds(k_cache)[sequence])
-    return keys, clamped(of_queries(layout.positions or Positions(), sequence, seqlen_q, keys.position))
+    keys = _shown(tables, k_cache, sequence, *tables.bounds(k_cache)[sequence])
+    return keys, clamped(of_queries(tables.positions or CachePositions(), sequence, seqlen_q, keys.position))
 
 
-def _shown(layout: CacheLayout, k_cache: torch.Tensor, sequence: int, first: int, end: int) -> Shown:
-    keys = shown(layout.positions or Positions(), sequence, first, end, layout.block_table, k_cache)
+def _shown(tables: CacheTables, k_cache: torch.Tensor, sequence: int, first: int, end: int) -> Shown:
+    keys = shown(tables.positions or CachePositions(), sequence, first, end, tables.block_table, k_cache)
     return keys._replace(position=clamped(keys.position))
 
 

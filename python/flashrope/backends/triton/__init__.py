@@ -8,8 +8,9 @@ import torch
 
 try:
     from ...triton_kernels.configs import family
+    from .append import append_to_cache
     from .attention import backward, forward, kept_shapes
-    from .cached import append_to_cache, attention_with_cache, unsupported_positions
+    from .cached import attention_with_cache, plan_cache, unsupported_positions
     from .device import compute_capability
     from .launcher import interpreted
     from .rotated import rotate
@@ -24,6 +25,7 @@ __all__ = [
     "backward",
     "forward",
     "kept_shapes",
+    "plan_cache",
     "rotate",
     "unsupported_positions",
     "unsupported_reason",

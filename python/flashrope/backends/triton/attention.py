@@ -127,7 +127,7 @@ class AttentionPlan(Plan):
         lengths = (self.seqlen_k, self.seqlen_q, self.max_seqlen_k)
         scheme = self.scheme._replace(**UNSCALED._asdict())
         cu_seqlens = (self.cu_seqlens.k, self.cu_seqlens.q)
-        self._rotate(k, rotated_k, self.lowered.k_copies, self.tables.k_copies, scheme, cu_seqlens, lengths)
+        self._rotate(k, rotated_k, self.lowered.k_copies, self.device_scheme.k_copies, scheme, cu_seqlens, lengths)
 
     def rotated_queries(self, q) -> torch.Tensor:
         """q as every band rotates it, log n included: (band, *shape of q); q itself where that changes nothing."""
@@ -139,7 +139,7 @@ class AttentionPlan(Plan):
             q,
             rotated_q.view(self.num_bands, _rows(q), *q.shape[-2:]),
             self.lowered.q_rotations,
-            self.tables.q_rotations,
+            self.device_scheme.q_rotations,
             self.scheme,
             self.cu_seqlens,
             lengths,

@@ -1,4 +1,5 @@
-"""attention_with_cache: one plan per call. Few queries take the decode kernel, long chunks the forward kernel."""
+"""Attention over a cache: one plan for the layers of a step. Few queries take the decode kernel, long chunks the
+forward kernel."""
 
 from __future__ import annotations
 
@@ -7,20 +8,20 @@ from typing import NamedTuple
 import torch
 
 from ...lowering.cos_sin import coarse_rows, three_level_table, turn_table, two_level_table
-from ...rotary.rotary import Rotary
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
-from ...triton_kernels.arguments import CuSeqlens, PositionTables, Shape, encode_ints, tensor_view
+from ...triton_kernels.arguments import CuSeqlens, PositionTables, Shape, TensorView, tensor_view
 from ...triton_kernels.configs import Tile
-from ...triton_kernels.decode import append_rows, attention_decode, combine_splits
+from ...triton_kernels.decode import attention_decode, combine_splits
 from ...triton_kernels.placed import ENTRY_FIELDS, TOKEN_FIELDS, place_slots, place_tokens
 from ...triton_kernels.rotate import rotate_cached_rows
-from ..calls import MAX_SPLITS, CacheCall, CacheLayout, RotateCall, cached_lse_shape, multiprocessors
-from ..shown import Positions
+from ..cache_tables import CacheLayer, CachePositions
+from ..calls import MAX_SPLITS, CacheCall, RotateCall, cached_lse_shape, multiprocessors
+from ..plans import Queries, append_rotary
 from ..splits import choose_splits
 from . import launcher
+from .append import AppendLaunch, alignment_key, kernel_layout, scale_fields, stride_fields, view
 from .device import (
-    block_d,
     cached_vector_sizes,
     current_device,
     fits_int32_offsets,
@@ -33,57 +34,30 @@ from .plan import Plan
 from .rotated import rotate
 
 
-def unsupported_positions(positions: Positions) -> str:
+def unsupported_positions(positions: CachePositions) -> str:
     """Always "": these kernels take all tables."""
     return ""
 
 
-def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, rotary: Rotary | None = None) -> None:
-    """As in ``CacheBackend``, in one launch, or two if k is rotated."""
-    seqlen, heads_kv, head_dim = k.shape[-3:]
-    if not k.numel() or not k_cache.numel() or (layout.block_table is not None and not layout.block_table.numel()):
-        return
-    if rotary is not None and rotary.changes_channels:
-        k = rotate(k, RotateCall(rotary, None, layout, layout.capacity(k_cache)))
-    packed, placed = layout.cu_seqlens_q is not None, layout.slot_mapping is not None
-    batch = 1 if placed else layout.cu_seqlens_q.shape[0] - 1 if packed else k.shape[0]
-    max_seqlen = min(layout.max_seqlen_q, seqlen) if packed and not placed else seqlen
-    kernel_layout, page_size = _kernel_layout(k_cache, layout._replace(leftpad=None))
-    if layout.k_scale is None:
-        vec = vector_size(k_cache, v_cache, k, v)
-    else:
-        vec = min(cached_vector_sizes(k_cache, v_cache, k, v))
-    shape = Shape(head_dim, block_d(head_dim), vec=vec, page_size=page_size, block_m=configs.APPEND_ROWS)
-    with current_device(k):
-        launcher.launch(
-            append_rows,
-            (cdiv(max_seqlen * heads_kv, configs.APPEND_ROWS) * batch,),
-            *map(tensor_view, (k_cache, v_cache, k, v)),
-            kernel_layout,
-            None if placed else layout.cu_seqlens_q,
-            seqlen,
-            max_seqlen,
-            heads_kv,
-            SHAPE=shape,
-            **configs.options(configs.APPEND_WARPS),
-        )
-
-
-def attention_with_cache(q, k_cache, v_cache, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
+def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
     """As in ``CacheBackend``."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(cached_lse_shape(q), dtype=torch.float32, device=q.device)
-    if call.layout.cu_seqlens_q is not None:  # rows outside every sequence
-        out.zero_(), lse.fill_(float("-inf"))
-    if not q.numel() or not k_cache.numel() or not call.layout.capacity(k_cache) or not call.bands:
-        return out.zero_(), lse.fill_(float("-inf"))
-    with current_device(q):
-        plan = CachePlan(q, k_cache, v_cache, call)
-        if plan.decodes:
-            plan.decode(out, lse)
-        if plan.prefills:
-            plan.prefill(out, lse)
-    return out, lse
+    return CachePlan(call, layer, queries)
+
+
+def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """As in ``CacheBackend``."""
+    return CachePlan(call, layer, Queries.of(q)).attend(q, layer)
+
+
+class Decode(NamedTuple):
+    """The launches of ``attention_decode`` and, with several splits, of ``combine_splits``, and their workspace."""
+
+    decode: launcher.Launch
+    q_strides: tuple[int, int, int]
+    num_splits: int = 1
+    partial: torch.Tensor | None = None
+    partial_lse: torch.Tensor | None = None
+    combine: launcher.Launch | None = None
 
 
 class RotatedRows(NamedTuple):
@@ -96,41 +70,97 @@ class RotatedRows(NamedTuple):
 
 
 class CachePlan(Plan):
-    """Queries over a cache, of which the decode kernel serves the short sequences and the forward kernel the others."""
+    """As in ``protocol.CachePlan``: the decode kernel serves short sequences of queries, the forward kernel the others.
 
-    def __init__(self, q, k_cache, v_cache, call: CacheCall):
-        self.q, self.k_cache, self.v_cache, self.call, layout = q, k_cache, v_cache, call, call.layout
-        self.cu_seqlens_q, self.capacity = layout.cu_seqlens_q, layout.capacity(k_cache)
-        longest = q.shape[1] if self.cu_seqlens_q is None else min(layout.max_seqlen_q, q.shape[0])
-        self.stored = layout.positions is not None and _have_parts(layout.positions)
-        if layout.positions is None:
-            table = two_level_table(call.rotary, call.causal, coarse_rows(max(longest, self.capacity)), q.device)
+    What depends on the values of the tables is launched for the first layer. The layers share one workspace, so they
+    run on one stream.
+    """
+
+    def __init__(self, call: CacheCall, layer: CacheLayer, queries: Queries):
+        self.append_rotary, self.call = append_rotary(call), call.for_backend() if call.rotated_keys else call
+        self.queries, tables = queries, call.tables
+        self.cu_seqlens_q, self.capacity = tables.cu_seqlens_q, tables.capacity(layer.k)
+        seqlen_q, device = queries.shape[-3], queries.device
+        longest = seqlen_q if self.cu_seqlens_q is None else min(tables.max_seqlen_q, seqlen_q)
+        self.stored = tables.positions is not None and _have_parts(tables.positions)
+        scheme = self.call.rotary, call.causal
+        if tables.positions is None:
+            table = two_level_table(*scheme, coarse_rows(max(longest, self.capacity)), device)
         elif self.stored:
-            table = turn_table(call.rotary, call.causal, q.device)
+            table = turn_table(*scheme, device)
         else:
-            table = three_level_table(call.rotary, call.causal, q.device)
-        super().__init__(q, call, self.cu_seqlens_q, longest, k_cache.shape[2], self.capacity, table)
+            table = three_level_table(*scheme, device)
+        super().__init__(queries, self.call, self.cu_seqlens_q, longest, layer.k.shape[2], self.capacity, table)
 
-        self.prefills = self._can_prefill()
+        self.quantized = layer.k_scale is not None
+        self.empty = not (0 not in queries.shape and layer.k.numel() and self.capacity and self.call.bands)
+        self.prefills = not self.empty and self._can_prefill(layer)
         self.decodes = not self.prefills or self.cu_seqlens_q is not None
         self.decode_seqlen = configs.DECODE_SEQLEN if self.prefills else self.max_seqlen_q
-        self.layout, self.page_size = _kernel_layout(k_cache, layout, self.decode_seqlen)
+        self.layout = self.new_layout = kernel_layout(layer, tables, self.decode_seqlen)
+        self.page_size = 0 if tables.block_table is None else layer.k.shape[1]
         self.cache = "paged" if self.page_size else "contiguous"
         self.axes = self.rotary.axes if self.stored and self.rotary.axis else 0
-        if layout.positions is not None:
-            self.layout = self._place_tokens(layout.positions)
+        self.strides = stride_fields(layer.k), stride_fields(layer.v)
+        self.placed = tables.positions is None
+        self._decode_key: tuple | None = None
+        self._append_key: tuple | None = None
 
-    def _place_tokens(self, positions: Positions) -> KernelCacheLayout:
-        """The layout with what ``place_tokens`` finds, in one launch, or two where bands go by stored positions."""
-        entries = self.call.layout.block_table.shape[1] if self.page_size else 1
+    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        if 0 in k.shape or 0 in layer.k.shape or not self.capacity:
+            return
+        tables = self.call.tables
+        if self.append_rotary is not None and self.append_rotary.changes_channels:
+            k = rotate(k, RotateCall(self.append_rotary, None, tables, self.capacity))
+        key = (k.stride(), v.stride(), alignment_key(*layer[:4], k, v))
+        if key != self._append_key:
+            self._append_key, self._append = key, AppendLaunch(layer, k, v, tables, self.new_layout)
+        with current_device(k):
+            self._append.run(layer, k, v)
+
+    def attend(
+        self, q: torch.Tensor, layer: CacheLayer, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(cached_lse_shape(q), dtype=torch.float32, device=q.device)
+        if self.empty or self.cu_seqlens_q is not None:  # rows outside every sequence
+            out.zero_(), lse.fill_(float("-inf"))
+        if self.empty:
+            return out, lse
+        with current_device(q):
+            if not self.placed:
+                self._place_tokens(self.call.tables.positions)
+            layout = self._layout_of(layer)
+            if self.decodes:
+                self.decode(q, layer, layout, out, lse)
+            if self.prefills:
+                self.prefill(q, layer, layout, out, lse)
+        return out, lse
+
+    def _layout_of(self, layer: CacheLayer) -> KernelCacheLayout:
+        """The layout with the scales of the layer."""
+        if layer.k_scale is None or layer.v_scale is None:
+            return self.layout
+        return self.layout._replace(**scale_fields(layer))
+
+    def _place_tokens(self, positions: CachePositions | None) -> None:
+        """Adds to the layout what ``place_tokens`` finds, in one launch, or two where bands go by stored positions."""
+        assert positions is not None
+        device, tables = self.queries.device, self.call.tables
+        entries = tables.block_table.shape[1] if tables.block_table is not None else 1
         queries = None if positions.queries is None else positions.queries.contiguous()
         tokens = self.batch * self.seqlen_q if self.cu_seqlens_q is None else self.seqlen_q
         rows, block_n, axes = configs.PLACED_ROWS, configs.PLACED_ENTRIES, self.axes
         fields = ENTRY_FIELDS + self.stored, TOKEN_FIELDS + 2 * self.num_bands + 2 * (axes or 1) * self.stored
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
         layout = self.layout._replace(
-            entries=self.q.new_empty(self.batch, entries, fields[0], dtype=torch.int32),
-            tokens=self.q.new_empty(tokens, fields[1], dtype=torch.int32),
-            shown=self.q.new_empty(self.batch, 2, dtype=torch.int32),
+            entries=numbers(self.batch, entries, fields[0]),
+            tokens=numbers(tokens, fields[1]),
+            shown=numbers(self.batch, 2),
         )
         shape = Shape(
             0,
@@ -142,43 +172,43 @@ class CachePlan(Plan):
             stored=self.stored,
             axes=axes,
         )
-        tables = PositionTables(positions.page_positions, positions.page_first, positions.page_lengths, queries)
+        given = PositionTables(positions.page_positions, positions.page_first, positions.page_lengths, queries)
         options = configs.options(configs.PLACED_WARPS)
         if positions.slot_positions is not None:
             layout = layout._replace(slot_positions=positions.slot_positions.contiguous())
         if self.stored and not axes:
-            groups = self.q.new_empty(self.batch, cdiv(self.capacity, block_n), 2, dtype=torch.int32)
-            tables = tables._replace(groups=groups)
-            arguments = (tables, layout, self.cu_seqlens_q, self.seqlen_q)
+            groups = numbers(self.batch, cdiv(self.capacity, block_n), 2)
+            given = given._replace(groups=groups)
+            arguments = (given, layout, self.cu_seqlens_q, self.seqlen_q)
             launcher.launch(place_slots, (self.batch * groups.shape[1],), *arguments, SHAPE=shape, **options)
         launcher.launch(
             place_tokens,
             (cdiv(self.max_seqlen_q, rows) * self.batch,),
-            tables,
+            given,
             layout,
             self.cu_seqlens_q,
-            self.tables.bands,
-            self.tables.maps,
+            self.device_scheme.bands,
+            self.device_scheme.maps,
             self.seqlen_q,
             self.max_seqlen_q,
             CAUSAL=self.call.causal,
             SHAPE=shape,
             **options,
         )
-        return layout
+        self.layout, self.placed = layout, True
 
     # ---- many queries
 
-    def _can_prefill(self) -> bool:
+    def _can_prefill(self, layer: CacheLayer) -> bool:
         """Whether the forward kernel serves long queries: it rotates keys once, decoding once per query tile.
 
         Its workspace, one copy for each slope that rotates keys, must not exceed the cache. num_splits asks for the
         decode kernel, whose results do not depend on how tokens are divided into calls.
         """
-        if self.call.num_splits or self.max_seqlen_q <= configs.DECODE_SEQLEN or self.call.layout.positions is not None:
+        if self.call.num_splits or self.max_seqlen_q <= configs.DECODE_SEQLEN or self.call.tables.positions is not None:
             return False
-        slots = self.k_cache.shape[0] * self.k_cache.shape[1]
-        offsets_fit = fits_int32_offsets(self.k_cache) and fits_int32_offsets(self.v_cache)
+        slots = layer.k.shape[0] * layer.k.shape[1]
+        offsets_fit = fits_int32_offsets(layer.k) and fits_int32_offsets(layer.v)
         return self._rotated_rows().total <= slots and offsets_fit
 
     def _rotated_rows(self) -> RotatedRows:
@@ -192,9 +222,9 @@ class CachePlan(Plan):
         beyond = max(min(self.capacity, beyond), 0)
         return RotatedRows(beyond, longest, self.seqlen_q + self.seqlen_q // (configs.DECODE_SEQLEN + 1) * beyond)
 
-    def prefill(self, out, lse) -> None:
+    def prefill(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse) -> None:
         """Fills the rows of out and lse that the decode kernel leaves, in two launches."""
-        q, k_cache, v_cache = with_int32_offsets(self.q), self.k_cache, self.v_cache
+        q, k_cache, v_cache = with_int32_offsets(q), layer.k, layer.v
         copies, rows = len(self.lowered.k_copies), self._rotated_rows()
         vec, code_vec = cached_vector_sizes(k_cache, v_cache, q)
         rotated_k = k_cache
@@ -210,10 +240,10 @@ class CachePlan(Plan):
                 grid,
                 tensor_view(k_cache),
                 tensor_view(rotated_k),
-                self.tables.key_ranges,
+                self.device_scheme.key_ranges,
                 self.table,
-                self.tables.maps,
-                self.layout,
+                self.device_scheme.maps,
+                layout,
                 self.cu_seqlens_q,
                 self.seqlen_q,
                 rows.per_sequence,
@@ -224,10 +254,11 @@ class CachePlan(Plan):
                 SHAPE=shape_of(self.rotary, vec, 0, 0, self.page_size, configs.ROTATE_ROWS, code_vec=code_vec),
                 **configs.options(configs.ROTATE_WARPS),
             )
-        codes = self.call.layout.k_scale is not None
-        tile = self.tile("forward codes" if codes else "forward" if vec > 1 else "forward unaligned", self.cache)
+        tile = self.tile(
+            "forward codes" if self.quantized else "forward" if vec > 1 else "forward unaligned", self.cache
+        )
         # Only paged keys and codes are read in another way than copies.
-        rotated_bands = self.lowered.rotated_bands if self.page_size or codes else 0
+        rotated_bands = self.lowered.rotated_bands if self.page_size or self.quantized else 0
         shape = shape_of(
             self.rotary,
             vec,
@@ -240,31 +271,51 @@ class CachePlan(Plan):
         )
         cu_seqlens = CuSeqlens(self.cu_seqlens_q, None)
         self.launch_forward(
-            q, k_cache, rotated_k, v_cache, out, lse, cu_seqlens, self.layout, rows.per_sequence, shape, tile
+            q, k_cache, rotated_k, v_cache, out, lse, cu_seqlens, layout, rows.per_sequence, shape, tile
         )
 
     # ---- few queries
 
-    def decode(self, out, lse) -> None:
+    def decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse) -> None:
         """Fills out and lse, in one launch or, with several splits, two. Packed queries that the forward kernel serves
         are left to it; most of the others are then a single token each."""
+        key = (q.stride(), alignment_key(q, *layer[:4], out))
+        if key != self._decode_key:
+            self._decode_key, self._decode = key, self._plan_decode(q, layer, layout, lse)
+        plan = self._decode
+        partial, partial_lse = (out, lse) if plan.partial is None else (plan.partial, plan.partial_lse)
+        plan.decode(*self._decode_arguments(q, layer, plan.q_strides, layout, partial, partial_lse, plan.num_splits))
+        if plan.combine is not None:
+            plan.combine(
+                partial,
+                partial_lse,
+                out,
+                lse,
+                self.cu_seqlens_q,
+                self.seqlen_q,
+                self.decode_seqlen,
+                self.heads_q,
+                plan.num_splits,
+            )
+
+    def _plan_decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, lse) -> Decode:
         group, rows = self.heads_q // self.heads_kv, self.decode_seqlen * (self.heads_q // self.heads_kv)
         usual_rows = group if self.prefills else rows
         wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
         tile = self.tile("decode wide" if wide else "decode", self.cache)
-        aligned_maps = bool(self.lowered.maps) and self.layout.entries is None and self._maps_align(tile.block_n)
+        aligned_maps = bool(self.lowered.maps) and layout.entries is None and self._maps_align(tile.block_n)
         if self.lowered.maps and not aligned_maps:
             # Every key has its own row of cos and sin. Requested ahead, they would fill shared memory.
             tile = tile._replace(num_stages=1)
         one_run = False
-        if self.layout.entries is not None:
+        if layout.entries is not None:
             tile, one_run = self._placed_tile(tile)
         programs = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
         usual_programs = cdiv(usual_rows, tile.block_m) * self.heads_kv * self.batch
-        if self.call.layout.k_scale is None:
-            vec, code_vec = vector_size(self.q, self.k_cache, self.v_cache), 0
+        if self.quantized:
+            vec, code_vec = cached_vector_sizes(layer.k, layer.v, q)
         else:
-            vec, code_vec = cached_vector_sizes(self.k_cache, self.v_cache, self.q)
+            vec, code_vec = vector_size(q, layer.k, layer.v), 0
         fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
         options = {
             "SHAPE": shape_of(
@@ -279,41 +330,34 @@ class CachePlan(Plan):
             ),
             **tile.options,
         }
-        num_splits = self._num_splits(usual_programs, lse, options)
-        partial, partial_lse = out, lse
-        if num_splits > 1:
-            shape, lse_shape = out.shape, lse.shape
-            if self.cu_seqlens_q is not None:
-                partial_rows = min(self.seqlen_q, self.batch * self.decode_seqlen)
-                shape, lse_shape = (partial_rows, *shape[1:]), (self.heads_q, partial_rows)
-            partial = torch.empty(num_splits, *shape, dtype=torch.float32, device=out.device)
-            partial_lse = torch.empty(num_splits, *lse_shape, dtype=torch.float32, device=out.device)
-        launcher.launch(
-            attention_decode,
-            (programs * num_splits,),
-            *self._decode_arguments(partial, partial_lse, num_splits),
-            **options,
-        )
-        if num_splits > 1:
-            launcher.launch(
-                combine_splits,
-                (self.batch * self.decode_seqlen * self.heads_q,),
-                partial,
-                partial_lse,
-                out,
-                lse,
-                self.cu_seqlens_q,
-                self.seqlen_q,
-                self.decode_seqlen,
-                self.heads_q,
-                num_splits,
-                BLOCK_S=configs.COMBINE_SPLITS,
-                SHAPE=Shape(self.rotary.head_dim, 2 * self.table.shape[-1]),
+        num_splits = self._num_splits(usual_programs, q, layer, layout, lse, options)
+        decode = launcher.Launch(attention_decode, (programs * num_splits,), options)
+        if num_splits == 1:
+            return Decode(decode, stride_fields(q))
+        partial_rows = q.shape[:-1]
+        if self.cu_seqlens_q is not None:
+            partial_rows = (min(self.seqlen_q, self.batch * self.decode_seqlen), self.heads_q)
+        lse_rows = lse.shape if self.cu_seqlens_q is None else partial_rows[::-1]
+        combine = launcher.Launch(
+            combine_splits,
+            (self.batch * self.decode_seqlen * self.heads_q,),
+            {
+                "BLOCK_S": configs.COMBINE_SPLITS,
+                "SHAPE": Shape(self.rotary.head_dim, 2 * self.table.shape[-1]),
                 **configs.options(configs.COMBINE_WARPS),
-            )
+            },
+        )
+        return Decode(
+            decode,
+            stride_fields(q),
+            num_splits,
+            torch.empty(num_splits, *partial_rows, q.shape[-1], dtype=torch.float32, device=q.device),
+            torch.empty(num_splits, *lse_rows, dtype=torch.float32, device=q.device),
+            combine,
+        )
 
     def _maps_align(self, block_n: int) -> bool:
-        """Whether every tile of so many keys lies in one chunk, and in one group or over whole groups."""
+        """Whether every tile of block_n keys lies in one chunk, and in one group or over whole groups."""
         maps = [self.lowered.maps[rotation] for rotation in self.lowered.k_copies]
         return all(x.chunk % block_n == 0 and 0 in (x.group % block_n, block_n % x.group) for x in maps)
 
@@ -327,20 +371,21 @@ class CachePlan(Plan):
         if not self.page_size:
             return tile, True
         tile = tile._replace(block_n=min(tile.block_n, self.page_size))
-        if self.call.layout.leftpad is None and self.page_size % tile.block_n == 0:
+        if self.call.tables.leftpad is None and self.page_size % tile.block_n == 0:
             return tile, True
         return tile._replace(block_n=configs.SMALLEST_TILE, num_stages=1), False
 
-    def _decode_arguments(self, partial, partial_lse, num_splits: int) -> tuple:
+    def _decode_arguments(self, q, layer: CacheLayer, q_strides, layout, partial, partial_lse, num_splits) -> tuple:
+        k_strides, v_strides = self.strides
         return (
-            tensor_view(self.q),
-            tensor_view(self.k_cache),
-            tensor_view(self.v_cache),
+            view(TensorView, (q, *q_strides)),
+            view(TensorView, (layer.k, *k_strides)),
+            view(TensorView, (layer.v, *v_strides)),
             partial,
             partial_lse,
             self.scheme,
             self.cu_seqlens_q,
-            self.layout,
+            layout,
             self.seqlen_q,
             self.table_rows,
             self.heads_q,
@@ -348,16 +393,16 @@ class CachePlan(Plan):
             num_splits,
         )
 
-    def _num_splits(self, programs: int, lse, options) -> int:
+    def _num_splits(self, programs: int, q, layer: CacheLayer, layout: KernelCacheLayout, lse, options) -> int:
         """The number that the call asks for, or one that fills the device. programs: blocks of one split."""
         block_n = options["SHAPE"].block_n
         if self.call.num_splits:
             return min(self.call.num_splits, MAX_SPLITS, cdiv(self.capacity, block_n))
-        device = self.q.device
-        key = (device, self.capability, self.q.dtype, *options.items())
+        device = q.device
+        key = (device, self.capability, q.dtype, *options.items())
         if key not in _resident:
             # Several splits store float32. lse stands in for their results, which are not allocated yet.
-            arguments = self._decode_arguments(lse, lse, 2)
+            arguments = self._decode_arguments(q, layer, stride_fields(q), layout, lse, lse, 2)
             _resident[key] = launcher.resident_blocks(self.capability, attention_decode, *arguments, **options)
         tiles = cdiv(min(self.capacity, self.lowered.reach + self.seqlen_q), block_n)
         return choose_splits(programs, tiles, _resident[key] * multiprocessors(device))
@@ -366,19 +411,7 @@ class CachePlan(Plan):
 _resident: dict[tuple, int] = {}  # blocks of attention_decode that one multiprocessor holds
 
 
-def _have_parts(positions: Positions) -> bool:
+def _have_parts(positions: CachePositions) -> bool:
     """Whether positions may have fractions."""
     given = positions.queries is not None and positions.queries.is_floating_point()
     return given or positions.slot_positions is not None
-
-
-def _kernel_layout(k_cache, layout: CacheLayout, decode_seqlen: int = 0) -> tuple[KernelCacheLayout, int]:
-    """The layout as kernels take it, and the page size, 0 for a contiguous cache."""
-    pages, page_size, _, _ = k_cache.shape
-    seqlens, block_table, leftpad, seqlen_new, _, slot_mapping, _, k_scale, v_scale, _, _ = layout
-    numbers = encode_ints(seqlen_new, layout.capacity(k_cache), pages, decode_seqlen)
-    scales = (k_scale, v_scale)
-    strides = () if k_scale is None or v_scale is None else encode_ints(*k_scale.stride(), *v_scale.stride())
-    tensors = (seqlens, block_table, leftpad, slot_mapping, *scales, None, None, None, None)
-    kernel_layout = KernelCacheLayout(*tensors, *numbers, *strides)
-    return kernel_layout, 0 if block_table is None else page_size

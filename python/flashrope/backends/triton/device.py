@@ -98,10 +98,13 @@ def with_int32_offsets(x: torch.Tensor) -> torch.Tensor:
     return x if fits_int32_offsets(x) else x.contiguous()
 
 
+_HERE = nullcontext()
+
+
 def current_device(x: torch.Tensor):
     """A context in which x's device is the current one."""
     here = not x.is_cuda or torch.cuda.current_device() == x.get_device()
-    return nullcontext() if here else torch.cuda.device(x.device)
+    return _HERE if here else torch.cuda.device(x.device)
 
 
 def compute_capability(device: torch.device) -> int | str:

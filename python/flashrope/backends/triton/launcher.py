@@ -54,7 +54,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     if interpreted():
         kernel[grid](*args, **options)
         return
-    key = (kernel.__name__, triton.runtime.driver.active.get_current_device(), *_traits(args), *options.items())
+    key = _key(kernel, args, options)
     if known := _compiled.get(key):
         compiled, constants = known
         compiled[(*grid, 1, 1)[:3]](*args, *constants)
@@ -64,6 +64,33 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
         compiled = kernel[grid](*args, **options)
     if isinstance(compiled, CompiledKernel):  # not if a hook took over, or a thread is still compiling
         _compiled[key] = compiled, [options[name] for name in kernel.arg_names[len(args) :]]
+
+
+class Launch:
+    """A kernel that runs again and again with arguments of equal traits (``_traits``): all but the first run skip the
+    search for what Triton compiled."""
+
+    def __init__(self, kernel, grid: tuple[int, ...], options: dict):
+        self._kernel, self._grid, self._options = kernel, grid, options
+        self._run: Callable[..., None] | None = None
+        self._constants: list = []
+        self._launches = 0
+
+    def __call__(self, *args) -> None:
+        if self._run is not None:
+            self._run(*args, *self._constants)
+            return
+        launch(self._kernel, self._grid, *args, **self._options)
+        self._launches += 1
+        if self._launches == 2 and not interpreted():  # a plan that serves one layer never looks for it
+            if known := _compiled.get(_key(self._kernel, args, self._options)):
+                compiled, self._constants = known
+                self._run = compiled[(*self._grid, 1, 1)[:3]]
+
+
+def _key(kernel, args: tuple, options: dict) -> tuple:
+    """What identifies a compiled kernel: name, device, traits of the arguments, options."""
+    return kernel.__name__, triton.runtime.driver.active.get_current_device(), *_traits(args), *options.items()
 
 
 def resident_blocks(capability: int | str, kernel, *args, **options) -> int:
@@ -86,8 +113,7 @@ def ir_allows(allows: Callable[[str], bool], kernel, *args, **options) -> bool:
     in the interpreter."""
     if interpreted():
         return False
-    device = triton.runtime.driver.active.get_current_device()
-    key = (allows, kernel.__name__, device, *_traits(args), *options.items())
+    key = (allows, *_key(kernel, args, options))
     if key not in _allowed:
         refuse_capture(f"kernel {kernel.__name__} for these arguments")
         with compiling():

@@ -10,6 +10,7 @@ from ...triton_kernels.arguments import CuSeqlens, Scheme, Shape, tensor_view
 from ...triton_kernels.configs import Tile
 from ...triton_kernels.forward import attention_forward
 from ..calls import AttentionCall, CacheCall
+from ..plans import Queries
 from . import launcher, tiles
 from .device import compute_capability, scheme_on
 from .launcher import cdiv
@@ -18,12 +19,14 @@ from .launcher import cdiv
 class Plan:
     """The launches of one call are its methods.
 
-    keys: the longest sequence of keys, or the capacity of the cache; table, positions: as in Scheme.
+    q: the queries, or ``Queries``. The plan keeps neither.
+    keys: the longest sequence of keys, or the capacity of the cache.
+    table, positions: as in Scheme.
     """
 
     def __init__(
         self,
-        q: torch.Tensor,
+        q: torch.Tensor | Queries,
         call: AttentionCall | CacheCall,
         cu_seqlens_q: torch.Tensor | None,
         max_seqlen_q: int,
@@ -32,14 +35,14 @@ class Plan:
         table: torch.Tensor,
         positions: torch.Tensor | None = None,
     ):
-        self.rotary, self.table, tables = call.rotary, table, scheme_on(call.rotary, call.causal, q.device)
-        self.tables, self.lowered, self.num_bands = tables, tables.lowered, len(tables.lowered.bands)
-        self.scheme = Scheme(tables.bands, table, positions, tables.maps, call.score_scale, *call.rotary.query_scale)
+        self.rotary, self.table, scheme = call.rotary, table, scheme_on(call.rotary, call.causal, q.device)
+        self.device_scheme, self.lowered, self.num_bands = scheme, scheme.lowered, len(scheme.lowered.bands)
+        self.scheme = Scheme(scheme.bands, table, positions, scheme.maps, call.score_scale, *call.rotary.query_scale)
         self.table_rows = table.shape[1] if positions is None else table.shape[1] * table.shape[2]
         self.seqlen_q, self.heads_q, _ = q.shape[-3:]  # packed: the total
         self.batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         self.max_seqlen_q, self.heads_kv, self.keys = max_seqlen_q, heads_kv, keys
-        self.capability, self.itemsize = compute_capability(q.device), q.element_size()
+        self.capability, self.itemsize = compute_capability(q.device), q.dtype.itemsize
 
     def tile(self, direction: str, cache: str = "", block_dv: int = 0) -> Tile:
         """As in ``tiles.choose``."""

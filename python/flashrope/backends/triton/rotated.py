@@ -18,16 +18,16 @@ from .launcher import cdiv
 
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     """As in ``RotateBackend``, in one launch."""
-    x, layout, rotary, positions = with_int32_offsets(x), call.layout, call.rotary, call.positions
+    x, tables, rotary, positions = with_int32_offsets(x), call.tables, call.rotary, call.positions
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     seqlen, heads, _ = x.shape[-3:]
     batch, max_seqlen, cu_seqlens, cache = x.shape[0], seqlen, None, NO_CACHE
-    if layout is not None:
-        numbers = map(encode_int, (layout.seqlen_new, call.capacity, 0, 0))
-        tensors = (layout.seqlens, None, layout.leftpad, *(None,) * 7)
-        cache, cu_seqlens = CacheLayout(*tensors, *numbers), layout.cu_seqlens_q
+    if tables is not None:
+        numbers = map(encode_int, (tables.seqlen_new, call.capacity, 0, 0))
+        tensors = (tables.seqlens, None, tables.leftpad, *(None,) * 7)
+        cache, cu_seqlens = CacheLayout(*tensors, *numbers), tables.cu_seqlens_q
     if cu_seqlens is not None:
-        batch, max_seqlen = cu_seqlens.shape[0] - 1, min(layout.max_seqlen_q, seqlen)
+        batch, max_seqlen = cu_seqlens.shape[0] - 1, min(tables.max_seqlen_q, seqlen)
     if positions is None:
         table = two_level_table(rotary, True, coarse_rows(max(call.capacity, seqlen)), x.device)
         table_rows = table.shape[1]
@@ -35,14 +35,14 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
         table = position_table(rotary, call.position_map.of(positions.to(torch.float64)))
         positions, table_rows = scalar_positions(positions), table.shape[1] * table.shape[2]
     with current_device(x):
-        tables = scheme_on(rotary, True, x.device)
+        scheme = scheme_on(rotary, True, x.device)
         launcher.launch(
             rotate_rows,
             (cdiv(max_seqlen, configs.ROTATE_ROWS) * batch, cdiv(heads, configs.ROTATE_HEADS), 1),
             tensor_view(x),
             tensor_view(out),
-            tables.q_rotations,
-            Scheme(tables.bands, table, positions, None, 0.0, *UNSCALED),
+            scheme.q_rotations,
+            Scheme(scheme.bands, table, positions, None, 0.0, *UNSCALED),
             cu_seqlens,
             None,
             seqlen,

@@ -9,11 +9,12 @@ from functools import lru_cache
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ...backends.cache_tables import CacheLayer
 from ...operators.functional import attention, attention_varlen, attention_with_cache, rotate
 from ...rotary.rotary import Rotary
 from .codes_cache import holds_codes, split_rows
 from .continuous_batching import NAME, PAGES, attend_paged, prepare_manager
-from .coordinates import COORDINATES, Coordinates, attend_at, follow_caches
+from .coordinates import COORDINATES, Coordinates, follow_caches
 from .masks import Packed, describe_mask
 from .saved import NOT_CONVERTED
 
@@ -95,7 +96,8 @@ def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) ->
 def _attend_cached(q, k, v, rotary, end, first, options: dict, places: Coordinates | None) -> torch.Tensor:
     if places is None:
         return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, **options)
-    return attend_at(q, k, v, rotary, end, first, places, **options)
+    layer = CacheLayer(k, v, options.get("k_scale"), options.get("v_scale"))
+    return places.attend(q, layer, rotary, end, first, options["softmax_scale"], options["sinks"])
 
 
 def _rotated(q, k, rotary: Rotary, places: Coordinates, options: dict):

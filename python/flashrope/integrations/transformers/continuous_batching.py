@@ -16,7 +16,9 @@ import torch
 import transformers
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from ...operators.functional import attention_varlen, attention_varlen_with_cache
+from ...backends.cache_tables import CacheLayer, CacheTables, Packed
+from ...operators.cache_plan import CachePlan, plan_cache
+from ...operators.functional import attention_varlen
 from ..families import family
 
 __all__ = ["Pages", "attend_paged", "prepare_manager", "with_pages"]
@@ -40,6 +42,7 @@ class Pages(NamedTuple):
     block_table: torch.Tensor  # (n, pages) int32
     seqlens: torch.Tensor  # (n,) int32: with slots the new tokens included, otherwise before them
     slots: torch.Tensor | None  # (tokens,) int64, where the new keys go; None: behind seqlens
+    plans: dict[tuple, CachePlan]  # of the layers, by what they may differ in
 
 
 def with_pages(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -62,14 +65,14 @@ def _pages(allocator, kwargs) -> Pages:
     lengths = starts.diff()
     if kwargs.get("block_table") is not None:  # one token of every request
         new = kwargs["cu_seq_lens_q"].to(torch.int32).diff()
-        return Pages(kwargs["block_table"][allocator.index].contiguous(), lengths - new, None)
+        return Pages(kwargs["block_table"][allocator.index].contiguous(), lengths - new, None, {})
     slots, read = kwargs["write_index"][allocator.index], kwargs["read_index"][allocator.index]
     index = read if read.numel() else slots  # the slots of all keys; without cached keys the new ones are all
     size = allocator.tokens_per_page
     longest = kwargs["max_length_k"][allocator.layer_type]
     first = starts[:-1, None] + torch.arange(0, max(longest, 1), size, device=index.device)  # of every page
     block_table = (index[first.clamp(max=index.numel() - 1)] // size).to(torch.int32)
-    return Pages(block_table, lengths, slots)
+    return Pages(block_table, lengths, slots, {})
 
 
 def attend_paged(module, query, key, value, options, kwargs) -> torch.Tensor:
@@ -90,21 +93,16 @@ def attend_paged(module, query, key, value, options, kwargs) -> torch.Tensor:
         return attention_varlen(q, k, v, rotary, starts, starts_k, longest, longest_k, **options)[None]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     k_pages, v_pages = allocator.get_cache_for_block_table(layer)
-    out = attention_varlen_with_cache(
-        q,
-        k_pages,
-        v_pages,
-        rotary,
-        starts,
-        pages.seqlens,
-        longest,
-        k,
-        v,
-        block_table=pages.block_table,
-        slot_mapping=pages.slots,
-        **options,
-    )
-    return out[None]
+    packed = Packed(starts, longest, pages.slots, appends=pages.slots is None)
+    tables = CacheTables(pages.seqlens, pages.block_table, new=packed)
+    own, scale = CacheLayer(k_pages, v_pages), options["softmax_scale"]
+    alike = rotary, scale, q.shape, k_pages.shape, k_pages.stride(), v_pages.stride()
+    if (plan := pages.plans.get(alike)) is None:
+        rows, heads = q.shape[:2]
+        plan = plan_cache(tables, like=own, rotary=rotary, seqlen_q=rows, heads_q=heads, softmax_scale=scale)
+        if not torch.compiler.is_compiling():
+            pages.plans[alike] = plan
+    return plan.attend(q, own, k, v, sinks=options["sinks"])[None]
 
 
 # ---- transformers' manager

@@ -14,23 +14,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from transformers import Cache
 
-from ...backends.calls import CacheCall, CacheLayout
-from ...backends.registry import resolve_impl
-from ...backends.shown import Positions
-from ...operators import autograd
-from ...operators.position_checks import check_positions_served
+from ...backends.cache_tables import CacheLayer, CachePositions, CacheTables
+from ...operators.cache_plan import CachePlan, plan_cache
 from ...rotary.rotary import Rotary
 
 __all__ = [
     "COORDINATES",
     "Coordinates",
-    "attend_at",
     "axes_of",
     "axes_of_schemes",
     "follow_caches",
@@ -47,12 +42,12 @@ class Coordinates:
     Attributes:
         queries: (batch, seqlen_q, axes) float32, of the new tokens.
         keys: (batch, slots, axes) float32, of cached and new tokens. Slots without a token hold anything.
-        kept: what the layers of this call share (``CacheLayout.once``).
+        plans: the plans that the layers of this call share, by what layers may differ in.
     """
 
     def __init__(self, queries: torch.Tensor, keys: torch.Tensor):
         self.queries, self.keys = queries, keys
-        self.kept: dict[Hashable, Any] = {}
+        self.plans: dict[tuple, CachePlan] = {}
 
     def slots(self, count: int) -> torch.Tensor:
         """(batch, count, axes), of all slots of a cache. Raises ValueError if it has another number of them."""
@@ -62,6 +57,28 @@ class Coordinates:
                 f"got {count} keys"
             )
         return self.keys
+
+    def attend(self, q, layer: CacheLayer, rotary: Rotary, end, first, softmax_scale=None, sinks=None) -> torch.Tensor:
+        """Attention of one layer over its cache, which holds the new tokens already.
+
+        Args:
+            q: (batch, seqlen_q, heads_q, head_dim).
+            layer: k and v (batch, slots, heads_kv, head_dim), with scales if they are quantized.
+            end, first: (batch,) int32, the slots of every sequence. first may be None.
+            softmax_scale, sinks: as in ``attention_with_cache``.
+
+        Raises:
+            ValueError: the backend takes no explicit positions.
+        """
+        positions = CachePositions(slot_positions=self.slots(layer.k.shape[1]), queries=self.queries)
+        tables = CacheTables(end, None, first, 0, positions)
+        options = {"like": layer, "rotary": rotary, "seqlen_q": q.shape[1], "heads_q": q.shape[2], "dtype": q.dtype}
+        if torch.compiler.is_compiling():  # the operator of each layer gets the tables
+            return plan_cache(tables, softmax_scale=softmax_scale, **options).attend(q, layer, sinks=sinks)
+        alike = rotary, softmax_scale, q.shape, q.dtype, *((x.shape, x.stride()) for x in layer if x is not None)
+        if alike not in self.plans:
+            self.plans[alike] = plan_cache(tables, softmax_scale=softmax_scale, **options)
+        return self.plans[alike].attend(q, layer, sinks=sinks)
 
 
 def axes_of(decoder) -> int:
@@ -90,25 +107,6 @@ def with_coordinates(decoder, args, kwargs) -> tuple[tuple, dict[str, Any]]:
 def store_coordinates(cache, coordinates: Coordinates) -> None:
     """Leaves the coordinates of all its tokens with a cache."""
     setattr(cache, COORDINATES, coordinates.keys)
-
-
-def attend_at(
-    q, k, v, rotary: Rotary, end, first, coordinates: Coordinates, softmax_scale=None, k_scale=None, v_scale=None, **_
-) -> torch.Tensor:
-    """``attention_with_cache`` of one layer, with what its layers share.
-
-    q, k, v: as there; k and v hold the new tokens already. end, first: (batch,) int32, the slots of every sequence;
-    first may be None.
-
-    Raises:
-        ValueError: the backend takes no stored positions.
-    """
-    impl, slots = resolve_impl(None, q, cached=True), coordinates.slots(k.shape[1])
-    positions = Positions(slot_positions=slots, queries=coordinates.queries)
-    check_positions_served(impl, q, positions)
-    layout = CacheLayout(end, None, first, k_scale=k_scale, v_scale=v_scale, positions=positions, kept=coordinates.kept)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return autograd.attention_with_cache(q, k, v, None, None, CacheCall(rotary, True, scale, layout), impl)[0]
 
 
 def _read(position_ids, x, start, axes: int) -> torch.Tensor:

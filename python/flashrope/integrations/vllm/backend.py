@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -11,6 +11,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -19,10 +20,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from ...backends.calls import CacheCall, CacheLayout
-from ...backends.registry import resolve_impl
-from ...operators import autograd
-from ...operators.checks import check_cache
+from ...backends.cache_tables import CacheLayer, CacheTables, Packed
+from ...operators.cache_plan import CachePlan, plan_cache
 from ...rotary.rotary import Rotary
 from .pages import CODES, Pages, row_bytes, split_pages
 from .plan import BACKEND, MAX_HEAD_DIM, check_cache_dtype
@@ -83,14 +82,18 @@ class FlashropeBackend(AttentionBackend):
 
 @dataclass
 class FlashropeMetadata(AttentionMetadata):
-    """One step's batch; all tensors on the device."""
+    """One step's batch. All tensors are on the device."""
 
     tokens: int  # of q, without padding
-    layout: CacheLayout  # of the requests and their new tokens; the layers share what the host reads of it
+    tables: CacheTables  # of the requests and their new tokens
+    plans: dict[tuple, CachePlan] = field(default_factory=dict)  # by what layers may differ in
 
 
 class FlashropeMetadataBuilder(AttentionMetadataBuilder[FlashropeMetadata]):
-    """CUDA graphs hold what lies between the attention layers (piecewise), not the attention."""
+    """Grids follow from the shapes of the tables, not from lengths, so a CUDA graph may hold the attention of batches
+    whose requests have equally many new tokens."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -100,15 +103,12 @@ class FlashropeMetadataBuilder(AttentionMetadataBuilder[FlashropeMetadata]):
         if common.causal is not True:
             raise ValueError("causal: expected causal attention for every request, got a request that sees keys ahead")
         requests, tokens = common.num_reqs, common.num_actual_tokens
-        layout = CacheLayout(
-            common.seq_lens[:requests],  # the new tokens included
-            common.block_table_tensor[:requests].contiguous(),
-            cu_seqlens_q=common.query_start_loc[: requests + 1],
-            slot_mapping=common.slot_mapping[:tokens],
-            max_seqlen_q=common.max_query_len,
-            kept={},
+        packed = Packed(
+            common.query_start_loc[: requests + 1], common.max_query_len, slot_mapping=common.slot_mapping[:tokens]
         )
-        return FlashropeMetadata(tokens, layout)
+        # seq_lens counts the new tokens already
+        tables = CacheTables(common.seq_lens[:requests], common.block_table_tensor[:requests].contiguous(), new=packed)
+        return FlashropeMetadata(tokens, tables)
 
 
 class FlashropeImpl(AttentionImpl):
@@ -137,8 +137,8 @@ class FlashropeImpl(AttentionImpl):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
         self.scheme: tuple[Rotary, bool] | None = None  # and whether the cache holds rotated keys
-        self.impl = ""
         self.pages: Pages | None = None
+        self.layer: CacheLayer | None = None
         check_cache_dtype(kv_cache_dtype, config.model_config.dtype)
         given = {
             "alibi_slopes": alibi_slopes,
@@ -172,30 +172,35 @@ class FlashropeImpl(AttentionImpl):
     ) -> torch.Tensor:
         if self.scheme is None:
             self.scheme = self._find_scheme(layer.layer_name)
-            self.impl = resolve_impl(None, query, cached=True)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: expected none, got a quantised output")
         if attn_metadata is None:  # a profiling run
             return output.zero_()
-        n, layout = attn_metadata.tokens, attn_metadata.layout
-        padded = output
+        n, padded = attn_metadata.tokens, output
         if n < query.shape[0]:
             query, key, value, output = query[:n], key[:n], value[:n], output[:n]
         if self.pages is None or self.pages.kv_cache is not kv_cache:
-            pages, packed = split_pages(kv_cache, self.head_size), (layout.cu_seqlens_q, layout.max_seqlen_q)
-            check_cache(query, pages.k, pages.v, key, value, self.scheme[0], True, packed, pages[3:])
-            self.pages = pages
-        _, k_cache, v_cache, *scales = self.pages
-        if scales[0] is not None:
-            layout = layout._replace(k_scale=scales[0], v_scale=scales[1])
-        tensors = query, k_cache, v_cache, key, value
-        alike = self.scheme, self.scale, query.shape, k_cache.shape, output.stride(), *(x.stride() for x in tensors)
-        call = CacheCall(self.scheme[0], True, self.scale, layout, 0, self.scheme[1])
-        if attend := layout.once(alike, lambda: autograd.prepare(*tensors, output, call, self.impl)):
-            attend(*tensors, output, *scales)
+            self.pages = split_pages(kv_cache, self.head_size)
+            self.layer = CacheLayer(*self.pages[1:])
+            self.strides = tuple(x.stride() for x in self.pages[1:] if x is not None)
+        k_pages = self.layer.k
+        alike = self.scheme, self.scale, query.shape, k_pages.shape, k_pages.dtype, self.strides
+        if (plan := attn_metadata.plans.get(alike)) is None:
+            rotary, rotated_keys = self.scheme
+            plan = attn_metadata.plans[alike] = plan_cache(
+                attn_metadata.tables,
+                like=self.layer,
+                rotary=rotary,
+                seqlen_q=n,
+                heads_q=self.num_heads,
+                dtype=query.dtype,
+                softmax_scale=self.scale,
+                rotated_keys=rotated_keys,
+            )
+        if output.is_contiguous():
+            plan.attend(query, self.layer, key, value, out=output.view(query.shape))
         else:
-            out, _ = autograd.attention_with_cache(*tensors, call, self.impl)
-            output.copy_(out.view(output.shape))
+            output.copy_(plan.attend(query, self.layer, key, value).view(output.shape))
         return padded
 
     def _find_scheme(self, layer_name: str) -> tuple[Rotary, bool]:

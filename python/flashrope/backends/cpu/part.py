@@ -1,0 +1,50 @@
+"""``Part``: a batch of sequences over a cache, and what the host has read of their tables for the layers of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..calls import CacheCall
+from . import runs
+from .rotation import Rotation
+from .runs import Placed
+
+
+class Part:
+    """Sequences with equally many queries. Layers differ in their tensors alone, so the tables are read once.
+
+    Attributes:
+        call: what a backend computes, of ``for_backend``. Its tables are not packed.
+        key_rotations: cos and sin of blocks of keys at explicit positions.
+        described: the C structure of the decode kernel without the tensors of a layer, and what it points to.
+        filled: the same with the tensors of the layer before, and the strides for which it holds.
+    """
+
+    def __init__(self, call: CacheCall):
+        self.call = call
+        self.key_rotations: dict[tuple, Rotation | None] = {}
+        self.described: tuple[bytes, Any] | None = None
+        self.filled: tuple[tuple, Any] | None = None
+        self._bounds: list[tuple[int, int]] | None = None
+        self._placed: list[Placed] | None = None
+        self._places: dict[int, tuple] = {}
+
+    def bounds(self, k_cache: torch.Tensor) -> list[tuple[int, int]]:
+        """As ``CacheTables.bounds``."""
+        if self._bounds is None:
+            self._bounds = self.call.tables.bounds(k_cache)
+        return self._bounds
+
+    def placed(self, k_cache: torch.Tensor, seqlen_q: int) -> list[Placed]:
+        """As ``runs.find``."""
+        if self._placed is None:
+            self._placed = runs.find(self.call.tables, k_cache, seqlen_q)
+        return self._placed
+
+    def places(self, k_cache: torch.Tensor, sequence: int, seqlen_q: int) -> tuple:
+        """As ``runs.places``."""
+        if sequence not in self._places:
+            self._places[sequence] = runs.places(self.call.tables, k_cache, sequence, seqlen_q)
+        return self._places[sequence]

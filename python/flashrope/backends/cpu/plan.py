@@ -1,0 +1,113 @@
+"""``CachePlan``: attention over a cache on the CPU, for the layers of a step. The host reads the tables once."""
+
+from __future__ import annotations
+
+import torch
+
+from ...rotary.rotary import Rotary
+from ..cache_tables import CacheLayer, CacheTables
+from ..calls import CacheCall, RotateCall
+from ..packed import append_packed, attend_packed
+from ..plans import Queries, append_rotary
+from ..quantized import stores
+from . import loader, rotated
+from .cached import attend
+from .library import DTYPES
+from .part import Part
+
+
+def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
+    """As in ``CacheBackend``."""
+    return CachePlan(call)
+
+
+def append_to_cache(
+    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
+) -> None:
+    """As in ``CacheBackend``."""
+    if (compiled := loader.load()) and k.dtype in DTYPES:
+        if k.numel() and layer.k.numel():
+            rotated.Append(compiled, tables, rotary).run(layer, k, v)
+        return
+    _append(layer, k, v, tables, rotary)
+
+
+def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """As in ``CacheBackend``."""
+    return _attend(q, layer, call, None, None)
+
+
+class CachePlan:
+    """As in ``protocol.CachePlan``."""
+
+    def __init__(self, call: CacheCall):
+        self._tables, self._rotary = call.tables, append_rotary(call)
+        self._call = call.for_backend() if call.rotated_keys else call
+        self._append: rotated.Append | None = None
+        self._parts: list[tuple] = []
+
+    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        if (compiled := loader.load()) and k.dtype in DTYPES:
+            if self._append is None:
+                self._append = rotated.Append(compiled, self._tables, self._rotary)
+            if k.numel() and layer.k.numel():
+                self._append.run(layer, k, v)
+        else:
+            _append(layer, k, v, self._tables, self._rotary)
+
+    def attend(
+        self, q: torch.Tensor, layer: CacheLayer, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _attend(q, layer, self._call, self._parts, out)
+
+
+def _append(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None) -> None:
+    """``append_to_cache`` composed of PyTorch's kernels."""
+    if rotary is not None and rotary.changes_channels and k.numel():
+        k = rotated.rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))
+    if tables.packed is not None:
+        return append_packed(append_to_cache, layer, k, v, tables)
+    batch, seqlen_new, _, _ = k.shape
+    new = stores(layer, k, v)
+    if tables.block_table is None:
+        lengths = tables.seqlens.tolist()
+        length = max(lengths[0], 0) if batch else 0
+        if lengths == lengths[:1] * batch and length + seqlen_new <= layer.k.shape[1]:
+            for cache, x in new:
+                cache.narrow(1, length, seqlen_new).copy_(x)  # half the time of a slice
+            return
+    page, row, fits = tables.new_places(layer.k)
+    places = page[fits], row[fits]
+    for cache, x in new:
+        cache.index_put_(places, x[fits])
+
+
+def _attend(q: torch.Tensor, layer: CacheLayer, call: CacheCall, parts: list | None, out: torch.Tensor | None):
+    """parts: of the layers of a plan, filled by the first one. A part is a run of ``CacheTables.runs`` whose tables are
+    a ``Part``."""
+    parts = [] if parts is None else parts
+    if call.tables.packed is None:
+        if not parts:
+            parts.append(Part(call))
+        result, lse = attend(q, layer, parts[0], out)
+        return _into(out, result), lse
+    total_q = q.shape[0]
+    if not parts:
+        runs = call.tables.runs(total_q)
+        parts += [(sequences, rows, tables, Part(call.with_tables(tables))) for sequences, rows, tables in runs]
+    result, lse = attend_packed(
+        lambda batch, own, run: attend(batch, own, run[3], _rows_of(out, run, batch)), q, layer, parts, total_q
+    )
+    return _into(out, result), lse
+
+
+def _rows_of(out: torch.Tensor | None, run: tuple, batch: torch.Tensor) -> torch.Tensor | None:
+    """The rows of out that a run of packed queries fills, in the shape of its batch."""
+    return None if out is None else out[run[1]].view(batch.shape)
+
+
+def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    """result, in out if it is given."""
+    if out is None or out.data_ptr() == result.data_ptr():
+        return result if out is None else out
+    return out.copy_(result)

@@ -1,0 +1,47 @@
+"""Attention over a cache planned once for all layers of a step: what backends share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..rotary.rotary import Rotary
+from ..rotary.rotated import over_rotated_keys
+from .cache_tables import CacheLayer
+from .calls import CacheCall
+
+
+class Queries(NamedTuple):
+    """What a plan knows of q: (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim)."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, q: torch.Tensor) -> Queries:
+        return cls(q.shape, q.dtype, q.device)
+
+
+def append_rotary(call: CacheCall) -> Rotary | None:
+    """The scheme that rotates new keys before they are written, or None where the cache holds raw keys."""
+    return over_rotated_keys(call.rotary) if call.rotated_keys else None
+
+
+class EachLayer:
+    """Plans nothing: calls a backend's ``append_to_cache`` and ``attention_with_cache`` for every layer."""
+
+    def __init__(self, append: Callable, attend: Callable, call: CacheCall):
+        self._append, self._attend, self._rotary, self._tables = append, attend, append_rotary(call), call.tables
+        self._call = call.for_backend() if call.rotated_keys else call
+
+    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._append(layer, k, v, self._tables, self._rotary)
+
+    def attend(
+        self, q: torch.Tensor, layer: CacheLayer, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        result, lse = self._attend(q, layer, self._call)
+        return (result, lse) if out is None else (out.copy_(result), lse)

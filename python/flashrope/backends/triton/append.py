@@ -1,0 +1,103 @@
+"""Writing new keys and values to a cache, and the cache as kernels take it."""
+
+from __future__ import annotations
+
+import torch
+
+from ...rotary.rotary import Rotary
+from ...triton_kernels import configs
+from ...triton_kernels.arguments import _TAG as TAG
+from ...triton_kernels.arguments import CacheLayout, Shape, TensorView, encode_ints
+from ...triton_kernels.decode import append_rows
+from ..cache_tables import CacheLayer, CacheTables
+from ..calls import RotateCall
+from .device import block_d, cached_vector_sizes, current_device, vector_size
+from .launcher import Launch, cdiv
+from .rotated import rotate
+
+
+def append_to_cache(
+    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
+) -> None:
+    """As in ``CacheBackend``, in one launch, or two if k is rotated."""
+    if not k.numel() or not layer.k.numel() or not tables.capacity(layer.k):
+        return
+    if rotary is not None and rotary.changes_channels:
+        k = rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))
+    layout = kernel_layout(layer, tables)
+    with current_device(k):
+        AppendLaunch(layer, k, v, tables, layout).run(layer, k, v)
+
+
+view = tuple.__new__  # view(TensorView, fields) is one call, TensorView(*fields) two
+
+
+class AppendLaunch:
+    """The launch of ``append_rows`` for layers and new rows of equal shapes, strides and alignment."""
+
+    def __init__(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, layout: CacheLayout):
+        seqlen, heads_kv, head_dim = k.shape[-3:]
+        packed, batch, max_seqlen, cu_seqlens = tables.packed, k.shape[0], seqlen, None
+        if packed is not None and packed.slot_mapping is not None:
+            batch = 1
+        elif packed is not None:
+            cu_seqlens = packed.cu_seqlens_q
+            batch, max_seqlen = cu_seqlens.shape[0] - 1, min(packed.max_seqlen_q, seqlen)
+        if layer.k_scale is None:
+            vec = vector_size(layer.k, layer.v, k, v)
+        else:
+            vec = min(cached_vector_sizes(layer.k, layer.v, k, v))
+        page_size = 0 if tables.block_table is None else layer.k.shape[1]
+        shape = Shape(head_dim, block_d(head_dim), vec=vec, page_size=page_size, block_m=configs.APPEND_ROWS)
+        # Rows go by slots, and Triton would compile a kernel more for the padding.
+        self._layout = layout if tables.leftpad is None else layout._replace(leftpad=None)
+        self._strides = stride_fields(layer.k), stride_fields(layer.v), stride_fields(k), stride_fields(v)
+        self._sizes = (cu_seqlens, seqlen, max_seqlen, heads_kv)
+        grid = (cdiv(max_seqlen * heads_kv, configs.APPEND_ROWS) * batch,)
+        self._launch = Launch(append_rows, grid, {"SHAPE": shape, **configs.options(configs.APPEND_WARPS)})
+
+    def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        layout = self._layout
+        if layer.k_scale is not None and layer.v_scale is not None:
+            layout = layout._replace(**scale_fields(layer))
+        to_k, to_v, of_k, of_v = self._strides
+        self._launch(
+            view(TensorView, (layer.k, *to_k)),
+            view(TensorView, (layer.v, *to_v)),
+            view(TensorView, (k, *of_k)),
+            view(TensorView, (v, *of_v)),
+            layout,
+            *self._sizes,
+        )
+
+
+def alignment_key(*tensors: torch.Tensor | None):
+    """0 where all addresses are multiples of 16, otherwise what Triton specialises by of each."""
+    addresses = [x.data_ptr() & 15 for x in tensors if x is not None]
+    return addresses if any(addresses) else 0
+
+
+def stride_fields(x: torch.Tensor) -> tuple[int, int, int]:
+    """The fields of ``TensorView`` behind ptr, for x (batch, seqlen, heads, head_dim) or packed (total, heads,
+    head_dim)."""
+    stride = x.stride()
+    batch = stride[0] if x.ndim == 4 else 0
+    return (batch << 4) + TAG, (stride[-3] << 4) + TAG, (stride[-2] << 4) + TAG  # encode_int, inlined
+
+
+def kernel_layout(layer: CacheLayer, tables: CacheTables, decode_seqlen: int = 0) -> CacheLayout:
+    """The tables as kernels take them, with the scales of the layer."""
+    seqlens, block_table, leftpad, _, _ = tables
+    numbers = encode_ints(tables.seqlen_new, tables.capacity(layer.k), layer.k.shape[0], decode_seqlen)
+    tensors = (seqlens, block_table, leftpad, tables.slot_mapping, *(None,) * 6)
+    layout = CacheLayout(*tensors, *numbers)
+    return layout if layer.k_scale is None else layout._replace(**scale_fields(layer))
+
+
+def scale_fields(layer: CacheLayer) -> dict[str, object]:
+    """The fields of ``CacheLayout`` that belong to a layer."""
+    k_scale, v_scale = layer.k_scale, layer.v_scale
+    assert k_scale is not None and v_scale is not None
+    strides = encode_ints(*k_scale.stride(), *v_scale.stride())
+    names = ("k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head")
+    return {"k_scale": k_scale, "v_scale": v_scale, **dict(zip(names, strides, strict=True))}

@@ -1,0 +1,394 @@
+"""``plan_cache``: attention over a cache, planned once for a step and run for every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..backends.cache_tables import CacheLayer, CacheTables, Packed
+from ..backends.calls import CacheCall
+from ..backends.plans import Queries
+from ..backends.registry import check_backend, load_backend, resolve_impl
+from ..backends.shown import store_positions
+from ..lowering.lowered import UNBOUNDED
+from ..rotary.rotary import Rotary
+from ..rotary.rotated import over_rotated_keys
+from . import library
+from .autocast import autocast
+from .autograd import check_no_tangents, is_plain, transforming
+from .checks import (
+    DTYPES,
+    check_cache,
+    check_int32,
+    check_no_gradient,
+    check_num_splits,
+    check_options,
+    check_rotated_keys,
+    check_sinks,
+    check_slot_mapping,
+    validate_tables,
+)
+from .fields import flatten
+from .library import OPERATORS, CacheArguments
+from .position_checks import check_cached_positions, check_positions_served, validate_positions
+from .sinks import add_sinks
+
+__all__ = ["CachePlan", "plan_cache"]
+
+
+def plan_cache(
+    tables: CacheTables,
+    *,
+    like: CacheLayer,
+    rotary: Rotary,
+    seqlen_q: int,
+    heads_q: int,
+    dtype: torch.dtype | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    rotated_keys: bool = False,
+    impl: str | None = None,
+    validate: bool = False,
+) -> CachePlan:
+    """Plans attention over a cache once for all layers of a step.
+
+    Use it where several layers share lengths, block table and scheme: a plan checks the tables, chooses tiles and
+    builds cos and sin once, and ``attend`` does what differs by layer. For one layer, ``attention_with_cache`` does the
+    same in one call. ``KVCache.step`` and ``PagedKVCache.step`` make plans themselves.
+
+        tables = CacheTables(seqlens, block_table, new=1)
+        plan = plan_cache(tables, like=CacheLayer(*caches[0]), rotary=rotary, seqlen_q=1, heads_q=32)
+        for layer, (q, k, v) in enumerate(projections):
+            out = plan.attend(q, CacheLayer(*caches[layer]), k, v)
+
+    Args:
+        tables: where the sequences lie, the same in all layers.
+        like: any layer. All layers have its shapes, strides, dtype and device.
+        rotary: the scheme. Layers of other schemes need plans of their own.
+        seqlen_q: rows of q per sequence. With ``Packed`` queries the rows of all sequences.
+        heads_q: heads of q, a multiple of heads_kv.
+        dtype: the type of q, k, v and out. Default: the cache's, which must be given for a quantized cache.
+        causal, softmax_scale, num_splits, rotated_keys, impl, validate: as in ``attention_with_cache``.
+
+    Returns:
+        CachePlan: it may be made before a CUDA graph is captured, and waits for no device unless validate is True.
+
+    Raises:
+        TypeError, ValueError: the argument, what was expected and what came.
+    """
+    if not isinstance(tables, CacheTables):
+        raise TypeError(f"tables: expected CacheTables, got {type(tables).__name__}")
+    if not isinstance(like, CacheLayer):
+        raise TypeError(f"like: expected a CacheLayer, got {type(like).__name__}")
+    dtype = dtype or (like.k.dtype if isinstance(like.k, torch.Tensor) else None)
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64 beside a cache of {dtype}, got None")
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
+    batch = () if tables.packed else (tables.seqlens.shape[0],)
+    # One row stands in for q: it has q's shape, dtype and device.
+    row = torch.zeros(rotary.head_dim, dtype=dtype, device=like.k.device)
+    q = row.expand(*batch, seqlen_q, heads_q, rotary.head_dim)
+    return plan_checked(
+        q, like, None, None, tables, rotary, causal, softmax_scale, num_splits, impl, validate, rotated_keys
+    )
+
+
+def plan_checked(
+    q,
+    layer: CacheLayer,
+    k,
+    v,
+    tables: CacheTables,
+    rotary: Rotary,
+    causal: bool | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    impl: str | None = None,
+    validate: bool | None = None,
+    rotated_keys: bool = False,
+) -> CachePlan:
+    """The plan of a call with these tensors, after all checks. k, v: None where they are not known yet."""
+    packed, positions, causal = tables.packed, tables.positions, True if causal is None else causal
+    lengths = () if packed is None else (packed.cu_seqlens_q, packed.max_seqlen_q)
+    paged, scales = tables.block_table is not None, (layer.k_scale, layer.v_scale)
+    capacity, _ = check_cache(q, layer.k, layer.v, k, v, rotary, paged, lengths, scales, positions is not None)
+    if tables.slot_mapping is not None:
+        check_slot_mapping(tables.slot_mapping, q)
+    if rotated_keys is not False:
+        check_rotated_keys(rotated_keys, rotary)
+    scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)
+    batch = q.shape[0] if packed is None else packed.cu_seqlens_q.shape[0] - 1
+    check_int32("cache_seqlens", tables.seqlens, q, "q", (batch,))
+    if tables.leftpad is not None:
+        check_int32("cache_leftpad", tables.leftpad, q, "q", (batch,))
+    if tables.block_table is not None:
+        check_int32("block_table", tables.block_table, q, "q", (batch, "max_pages"))
+        capacity *= tables.block_table.shape[1]
+    if capacity > UNBOUNDED:  # distances are 32-bit numbers in the kernels
+        name = "k_cache" if tables.block_table is None else "block_table"
+        raise ValueError(f"{name}: expected room for at most {UNBOUNDED} tokens a sequence, got {capacity}")
+    impl = resolve_impl(impl, q, cached=True)
+    if positions is not None:
+        check_cached_positions(positions, q, k, layer.k, rotary, tables, rotated_keys)
+        check_positions_served(impl, q, positions)
+    if layer.key_weight is not None:
+        check_key_weight(layer.key_weight, q, impl)
+    if validate:
+        validate_tables(tables, capacity, layer.k)
+        if positions is not None:
+            validate_positions(tables, layer.k, layer.k.shape[1])
+    call = CacheCall(rotary, causal, scale, tables, num_splits, rotated_keys)
+    return CachePlan(call, impl, Queries.of(q), layer)
+
+
+class CachePlan:
+    """Attention over a cache for the layers of a step, from ``plan_cache``.
+
+    A plan is valid until one of its tables is written. ``refresh`` makes it valid again. It holds a workspace that all
+    layers share, so its calls belong to one thread and one stream, and it must live as long as a CUDA graph that
+    captured them. In a CUDA graph, call ``refresh`` first inside the capture, then ``attend`` for every layer. A replay
+    then reads what the tables hold at that time.
+    """
+
+    __slots__ = (
+        "_call",
+        "_impl",
+        "_queries",
+        "_layer",
+        "_tables",
+        "_backend",
+        "_written",
+        "_stored",
+        "_watched",
+        "_versions",
+    )
+
+    def __init__(self, call: CacheCall, impl: str, queries: Queries, like: CacheLayer):
+        self._call, self._impl, self._queries, self._tables = call, impl, queries, call.tables
+        self._layer = like
+        self._backend: Any = None  # the backend's plan, made by the first plain call
+        self._written: set[int] = set()  # addresses of the keys of layers that hold the new tokens
+        self._stored = False  # slot_positions holds those of the new tokens
+        self._watched: list[torch.Tensor] = []
+        self._versions: list[int] = []
+
+    @property
+    def tables(self) -> CacheTables:
+        return self._tables
+
+    def refresh(self) -> None:
+        """Makes the plan valid after its tables were written: what follows from their values is computed again by the
+        next layer, and every layer may bring new keys again."""
+        self._backend, self._stored = None, False
+        self._written.clear()
+
+    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes the new keys and values of a layer, which ``attend`` without k and v then sees.
+
+        Args:
+            layer, k, v: as in ``attend``.
+
+        Raises:
+            TypeError, ValueError: as in ``attend``.
+        """
+        k, v = autocast(k, v)
+        self._check_layer(layer)
+        self._check_new(k, v)
+        if not k.shape[-3]:
+            return
+        if is_plain(layer.k, layer.v, k, v, self._tables.seqlens):
+            self._write(self._planned(), layer, k, v)
+            return
+        if transforming():
+            check_no_tangents(layer.k, layer.v, k, v)
+        self._write_by_operator(layer, k, v)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer: CacheLayer,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+        return_lse: bool = False,
+        out: torch.Tensor | None = None,
+    ):
+        """Writes the new keys and values of a layer, if given, then attends to all its keys.
+
+        Args:
+            q: (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim), of the plan's shape.
+            layer: the caches of the layer.
+            k, v: (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim). None: the layer
+                holds the new tokens already, from ``append`` or an earlier ``attend``.
+            sinks, return_lse: as in ``attention_with_cache``.
+            out: where to write the result, contiguous and like q. None: a new tensor.
+
+        Returns:
+            out; with return_lse (out, lse), as in ``attention_with_cache``.
+
+        Raises:
+            TypeError, ValueError: the argument, what the plan expects and what came.
+        """
+        q, k, v = autocast(q, k, v)
+        return self.attend_layer(q, layer, k, v, sinks, return_lse, out)
+
+    def attend_layer(self, q, layer: CacheLayer, k, v, sinks, return_lse: bool, out=None):
+        """``attend`` where autocast has been applied."""
+        expected, new = self._queries, k is not None or v is not None
+        if not isinstance(q, torch.Tensor):
+            raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
+        if q.shape != expected.shape or q.dtype != expected.dtype or q.device != expected.device:
+            _refuse("q", q, expected.shape, expected.dtype, expected.device)
+        if q.stride(-1) != 1:
+            raise ValueError(f"q: expected a contiguous last dimension, got stride {q.stride(-1)}")
+        self._check_layer(layer)
+        if new:
+            self._check_new(k, v)
+        if torch.is_grad_enabled() and q.requires_grad:
+            check_no_gradient("q", q)
+        if sinks is not None:
+            check_sinks(sinks, q)
+            check_no_gradient("sinks", sinks)
+        if out is not None and (out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()):
+            raise ValueError(f"out: expected a contiguous tensor like q, got shape {tuple(out.shape)}, {out.dtype}")
+        return self.run(q, layer, k, v, sinks, return_lse, out)
+
+    # ---- without checks
+
+    def run(self, q, layer: CacheLayer, k, v, sinks, return_lse: bool, out=None):
+        """``attend`` after the checks of its arguments."""
+        new = (k, v) if k is not None and k.shape[-3] else ()
+        if is_plain(q, layer.k, layer.v, self._tables.seqlens, *new):
+            plan = self._planned()
+            if new:
+                self._write(plan, layer, k, v)
+            out, lse = plan.attend(q, layer, out)
+        else:
+            if transforming():
+                check_no_tangents(q, layer.k, layer.v, *new)
+            if new:
+                self._write_by_operator(layer, k, v)
+            leaves = *flatten(CacheLayer, layer), *flatten(CacheTables, self._tables)
+            result, lse = OPERATORS.attention_with_cache(q, *leaves, *CacheArguments.of(self._call, self._impl))
+            out = result if out is None else out.copy_(result)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks, gradients=False)
+        return (out, lse) if return_lse else out
+
+    def _write_by_operator(self, layer: CacheLayer, k, v) -> None:
+        rotary = self._call.rotary.text if self._call.rotated_keys else None
+        leaves = *flatten(CacheLayer, layer), k, v, *flatten(CacheTables, self._tables)
+        OPERATORS.append_to_cache(*leaves, rotary, self._impl)
+
+    def _write(self, plan, layer: CacheLayer, k, v) -> None:
+        """Writes new keys and values by the backend's plan."""
+        tables, call = self._tables, self._call
+        address = layer.k.data_ptr()
+        if address in self._written and 0 not in layer.k.shape:
+            raise ValueError(
+                "k: expected new keys once for every layer, got them again; pass None, or make another plan or refresh "
+                "this one for the next tokens"
+            )
+        if tables.positions is not None and tables.positions.slot_positions is not None and not self._stored:
+            store_positions(layer.k, tables, k.shape[-3])
+            self._stored = True
+        if self._impl == "cuda" and call.rotated_keys:  # its kernels append raw keys
+            k = library.rotated_by_triton(layer, k, tables, over_rotated_keys(call.rotary))
+        plan.append(layer, k, v)
+        self._written.add(address)
+
+    def _planned(self):
+        """The backend's plan, while the tables hold what they held when it was made."""
+        if self._backend is None:
+            self._backend = load_backend(self._impl).plan_cache(self._call, self._layer, self._queries)
+            self._watched = _watched(self._tables)
+            self._versions = [x._version for x in self._watched]
+        elif self._versions != [x._version for x in self._watched]:
+            raise ValueError(
+                "tables: expected unchanged since the plan was made, got a table that was written; call refresh()"
+            )
+        return self._backend
+
+    def _check_layer(self, layer: CacheLayer) -> None:
+        """Raises if the layer differs from the plan's in more than its addresses."""
+        if layer is self._layer:
+            return
+        if not isinstance(layer, CacheLayer):
+            raise TypeError(f"layer: expected a CacheLayer, got {type(layer).__name__}")
+        for name, x, own in zip(CacheLayer._fields, layer, self._layer, strict=True):
+            if x is None and own is None:
+                continue
+            if not isinstance(x, torch.Tensor) or own is None:
+                expected = "None" if own is None else "a tensor"
+                raise TypeError(f"layer.{name}: expected {expected} as in the plan, got {type(x).__name__}")
+            if x.shape != own.shape or x.dtype != own.dtype or x.device != own.device:
+                _refuse(f"layer.{name}", x, own.shape, own.dtype, own.device)
+            if x.stride() != own.stride():
+                raise ValueError(f"layer.{name}: expected strides {own.stride()} as in the plan, got {x.stride()}")
+            if x.requires_grad:
+                check_no_gradient(f"layer.{name}", x)
+
+    def _check_new(self, k, v) -> None:
+        queries, tables, own = self._queries, self._tables, self._layer.k
+        packed = tables.packed
+        if packed is None:
+            rows: tuple = (queries.shape[0], tables.new)
+        else:
+            rows = (queries.shape[0],)
+            if not packed.appends and packed.slot_mapping is None:
+                raise ValueError(
+                    "k: expected None, since tables.new neither appends nor has a slot_mapping, got a tensor"
+                )
+        shape = (*rows, own.shape[2], queries.shape[-1])
+        for name, x in (("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+            if x.shape != shape or x.dtype != queries.dtype or x.device != queries.device:
+                _refuse(name, x, shape, queries.dtype, queries.device)
+            if x.stride(-1) != 1:
+                raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
+            if x.requires_grad:
+                check_no_gradient(name, x)
+
+    def __repr__(self) -> str:
+        call, queries = self._call, self._queries
+        return f"CachePlan({call.rotary!r}, q {tuple(queries.shape)} {queries.dtype}, impl={self._impl!r})"
+
+
+def _watched(tables: CacheTables) -> list[torch.Tensor]:
+    """The tables whose writes autograd counts. slot_positions is written by the plan itself."""
+    new, positions = tables.new, tables.positions
+    found: list[Any] = [tables.seqlens, tables.block_table, tables.leftpad]
+    if isinstance(new, Packed):
+        found += (new.cu_seqlens_q, new.slot_mapping)
+    if positions is not None:
+        found += (*positions[:3], positions.queries)
+    return [x for x in found if x is not None and not x.is_inference()]
+
+
+def _refuse(name: str, x: torch.Tensor, shape, dtype, device) -> None:
+    """Raises for a tensor that is not like the plan's."""
+    if x.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype} as in the plan, got {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{name}: expected device {device} as in the plan, got {x.device}")
+    raise ValueError(f"{name}: expected shape {tuple(shape)} as in the plan, got {tuple(x.shape)}")
+
+
+def check_key_weight(key_weight, q, impl: str) -> None:
+    """Checks the key_weight of a layer, and that the backend computes it."""
+    shape = (q.shape[-1],)
+    if not isinstance(key_weight, torch.Tensor) or key_weight.dtype != torch.float32:
+        got = key_weight.dtype if isinstance(key_weight, torch.Tensor) else type(key_weight).__name__
+        raise TypeError(f"key_weight: expected a float32 tensor, got {got}")
+    if tuple(key_weight.shape) != shape or key_weight.device != q.device:
+        raise ValueError(
+            f"key_weight: expected shape {shape} on {q.device}, got {tuple(key_weight.shape)} on {key_weight.device}"
+        )
+    check_no_gradient("key_weight", key_weight)
+    if not torch.compiler.is_compiling():
+        check_backend(impl, q, cached=True, key_weight=key_weight)

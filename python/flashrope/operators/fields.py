@@ -1,0 +1,82 @@
+"""Nested NamedTuples as arguments of torch operators: their schema, their leaves, and back.
+
+A field is a tensor, an int, a bool or another NamedTuple, each of them maybe None. A field that is an int or a
+NamedTuple has a leaf for the int, 0 beside the NamedTuple. A NamedTuple that is None has None for every tensor, 0 and
+False.
+"""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import torch
+
+from ..backends.cache_tables import CacheLayer, CachePositions, CacheTables, Packed
+
+
+class Field(NamedTuple):
+    """What a field may be."""
+
+    name: str
+    kinds: tuple[type, ...]  # of torch.Tensor, int, bool
+    nested: Any = None  # a NamedTuple
+    optional: bool = False
+
+
+def _fields_of(cls) -> tuple[Field, ...]:
+    found = []
+    for name, hint in get_type_hints(cls).items():
+        options = get_args(hint) or (hint,)
+        kinds = tuple(each for each in options if each in (torch.Tensor, int, bool))
+        nested = [each for each in options if hasattr(each, "_fields")]
+        found.append(Field(name, kinds, nested[0] if nested else None, NoneType in options))
+    return tuple(found)
+
+
+# Filled when this file is imported, because torch.compile does not trace type hints.
+FIELDS = {cls: _fields_of(cls) for cls in (CacheLayer, CacheTables, CachePositions, Packed)}
+
+
+def schema_of(cls, written: tuple[str, ...] = (), optional: bool = False) -> str:
+    """The arguments of an operator for this NamedTuple. written: names of tensors that the operator writes to.
+    optional: all may be None."""
+    parts = []
+    for field in FIELDS[cls]:
+        mark = "?" if optional or field.optional else ""
+        for kind in field.kinds:
+            if kind is torch.Tensor:
+                alias = f"({field.name}!)" if field.name in written else ""
+                parts.append(f"Tensor{alias}{mark} {field.name}")
+            else:
+                parts.append(f"{'bool' if kind is bool else 'SymInt'} {field.name}")
+        if field.nested is not None:
+            parts.append(schema_of(field.nested, written, True))
+    return ", ".join(parts)
+
+
+def flatten(cls, value) -> list:
+    """The leaves of a NamedTuple of this class, or of None."""
+    leaves: list = []
+    for field in FIELDS[cls]:
+        own = None if value is None else getattr(value, field.name)
+        for kind in field.kinds:
+            leaves.append(own if kind is torch.Tensor else kind(0) if own is None or hasattr(own, "_fields") else own)
+        if field.nested is not None:
+            leaves += flatten(field.nested, own if hasattr(own, "_fields") else None)
+    return leaves
+
+
+def unflatten(cls, leaves) -> tuple[Any, list]:
+    """(The NamedTuple of which ``flatten`` gives the first leaves, the others)."""
+    rest, values = list(leaves), []
+    for field in FIELDS[cls]:
+        own = rest.pop(0) if field.kinds else None
+        if field.nested is not None:
+            count = len(flatten(field.nested, None))
+            nested = rest[:count]
+            rest = rest[count:]
+            if any(isinstance(x, torch.Tensor) for x in nested):
+                own = unflatten(field.nested, nested)[0]
+        values.append(own)
+    return cls(*values), rest
