@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from flashrope import KVCache, OutOfPages, PagedKVCache, Rotary, attention
-from flashrope.operators import autograd
+from flashrope.operators.cache_plan import CachePlan
 
 HEADS_KV, HEAD_DIM, PAGE = 1, 8, 16
 UNUSED = 2**31 - 1
@@ -414,13 +414,13 @@ class TestPagedKVCache:
         short = cache.fork(long)
         cache.truncate(short, 4)
 
-        def fails(*arguments, call=autograd.attention_with_cache):
+        def fails(*arguments, call=CachePlan.run):
             call(*arguments)
             raise MemoryError
 
         for names in ([long, short], [short, long]):
             with monkeypatch.context() as patch:
-                patch.setattr(autograd, "attention_with_cache", fails)
+                patch.setattr(CachePlan, "run", fails)
                 with pytest.raises(MemoryError):
                     cache.attend(names, queries(1, 2, 0), SCHEMES["rope"], *batch([[7] * 9] * 2))
             assert cache.free_pages == 2

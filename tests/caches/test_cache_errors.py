@@ -148,7 +148,7 @@ REFUSED = {
     "cache_dtype fp8": (lambda: pages(cache_dtype="fp8"), V, "cache_dtype", "None, 'int8' or 'int4'", "got 'fp8'"),
     "a torch cache_dtype": (lambda: rows(cache_dtype=torch.int8), V, "cache_dtype", "None, 'int8'", "got torch.int8"),
     "scales to attend": (lambda: rows(cache_dtype="int8").attend(ONE, ROPE, NEW, NEW, k_scale=SCALE), T, "k_scale",
-                         "none in attend", "got one"),
+                         "not accepted by attend()", "the cache tracks it"),
     "half-precision k": (lambda: rows(cache_dtype="int4").append(NEW.half(), NEW.half()), T, "k", "torch.float32 as",
                          "float16"),
     "int8 pages": (lambda: pages(dtype=torch.int8), T, "dtype", "float16, bfloat16, float32 or float64",

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from flashrope import KVCache, OutOfPages, PagedKVCache, Rotary, attention, attention_with_cache
-from flashrope.operators import autograd
+from flashrope.operators.cache_plan import CachePlan
 
 LAYERS, HEADS_KV, HEAD_DIM, PAGE = 3, 1, 8, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -169,13 +169,13 @@ def test_a_kernel_that_fails_in_the_last_layer(monkeypatch):
     child = cache.fork(parent)
     calls = []
 
-    def fails(*arguments, call=autograd.attention_with_cache):
+    def fails(*arguments, call=CachePlan.run):
         calls.append(call(*arguments))
         if len(calls) == LAYERS:
             raise MemoryError
         return calls[-1]
 
-    monkeypatch.setattr(autograd, "attention_with_cache", fails)
+    monkeypatch.setattr(CachePlan, "run", fails)
     with pytest.raises(MemoryError), cache.step([parent, child], 9) as step:
         for layer in range(LAYERS):
             step.attend(queries(1, 2), SCHEMES["rope"], *rows([[7] * 9] * 2, layer), layer=layer, impl=IMPL)

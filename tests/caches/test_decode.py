@@ -8,7 +8,8 @@ import sys
 import pytest
 import support
 import torch
-from flashrope import Rotary, attention_with_cache
+from flashrope import CacheLayer, CacheTables, Rotary, attention_with_cache
+from flashrope.operators.fields import flatten
 from support import COEFFICIENT, SCHEMES
 from test_needles import needle
 
@@ -486,17 +487,15 @@ def test_opcheck():
     rotary, rope = Rotary.rope(16).rectify(5), Rotary.rope(16).text
     call = arguments()
     cache = call["k_cache"], call["v_cache"]
-    torch.library.opcheck(
-        torch.ops.flashrope.append_to_cache,
-        (*cache, call["k"], call["v"], call["cache_seqlens"], *(None,) * 4, 0, None, "cpu"),
-    )
-    torch.library.opcheck(
-        torch.ops.flashrope.append_to_cache,
-        (*cache, call["k"], call["v"], call["cache_seqlens"], *(None,) * 4, 0, rope, "cpu"),
-    )
+    layer = flatten(CacheLayer, CacheLayer(*cache))
+    tables = flatten(CacheTables, CacheTables(call["cache_seqlens"], new=1))
+    for rotated_by in (None, rope):
+        torch.library.opcheck(
+            torch.ops.flashrope.append_to_cache, (*layer, call["k"], call["v"], *tables, rotated_by, "cpu")
+        )
     torch.library.opcheck(
         torch.ops.flashrope.attention_with_cache,
-        (call["q"], *cache, call["cache_seqlens"], None, None, 1, None, 0, 0, rotary.text, False, True, 0.25, "cpu"),
+        (call["q"], *layer, *tables, 0, rotary.text, False, True, 0.25, "cpu"),
     )
 
 

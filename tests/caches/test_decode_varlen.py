@@ -3,7 +3,9 @@
 import pytest
 import support
 import torch
-from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
+from flashrope import CacheLayer, CacheTables, Rotary, attention_varlen_with_cache, attention_with_cache
+from flashrope.backends import cache_tables
+from flashrope.operators.fields import flatten
 from support import SCHEMES
 from test_decode import PAGE, Cached, layouts
 
@@ -268,15 +270,14 @@ def test_opcheck():
     call = arguments()
     cache, lengths, starts = (call["k_cache"], call["v_cache"]), call["cache_seqlens"], call["cu_seqlens_q"]
     new, text = (call["k"], call["v"]), Rotary.rope(16).rectify(5).text
-    for slots in (None, SLOTS):
+    layer = flatten(CacheLayer, CacheLayer(*cache))
+    for slots in (SLOTS, None):
+        tables = flatten(CacheTables, CacheTables(lengths, new=cache_tables.Packed(starts, 2, slots, slots is None)))
         for rotary in (None, Rotary.rope(16).text):
-            torch.library.opcheck(
-                torch.ops.flashrope.append_to_cache,
-                (*cache, *new, lengths, None, None, starts, slots, 2, rotary, "cpu"),
-            )
+            torch.library.opcheck(torch.ops.flashrope.append_to_cache, (*layer, *new, *tables, rotary, "cpu"))
     torch.library.opcheck(
         torch.ops.flashrope.attention_with_cache,
-        (call["q"], *cache, lengths, None, None, -1, starts, 2, 0, text, False, True, 0.25, "cpu"),
+        (call["q"], *layer, *tables, 0, text, False, True, 0.25, "cpu"),
     )
 
 

@@ -323,7 +323,7 @@ def test_what_a_cache_of_rotated_keys_refuses(make):
         attend(q, ROPE.ntk(2.0), k, v)
     with pytest.raises(ValueError, match="^cache_leftpad: expected None, because it moves positions"):
         attend(q[:, :1], ROPE, cache_leftpad=support.int32([1, 0]))
-    with pytest.raises(TypeError, match="^rotated_keys: expected it when the cache is made"):
+    with pytest.raises(TypeError, match=r"^rotated_keys: not accepted by attend\(\); the cache tracks it"):
         attend(q[:, :1], ROPE, rotated_keys=True)
     lengths = cache.lengths if make is contiguous else list(cache.lengths.values())
     assert lengths == [10, 10]
@@ -331,7 +331,7 @@ def test_what_a_cache_of_rotated_keys_refuses(make):
     attend(q, ROPE, k, v)
     attend(q[:, :1], HOPE.rectify(5))  # raw keys take any scheme
     assert raw.rotated_keys is None and "rotated" not in repr(raw)
-    with pytest.raises(TypeError, match="^rotated_keys: expected it when the cache is made"):
+    with pytest.raises(TypeError, match=r"^rotated_keys: not accepted by attend\(\); the cache tracks it"):
         attend(q[:, :1], ROPE, rotated_keys=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..backends.cache_tables import CacheTables
+from ..operators.autocast import autocast
 from ..operators.cache_plan import CachePlan
 from ..rotary.rotary import Rotary
 from .storage import Cache, check_new, check_queries, count_new
@@ -64,10 +65,11 @@ class Step:
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer: int | None = None, impl: str | None = None) -> None:
         """Writes k, v (n, seqlen_new, heads_kv, head_dim) of a layer. Raises what ``attend`` raises."""
+        k, v = autocast(k, v)
+        own = self._cache.cache_layer(layer)
         self._check_open()
         self._check_new(check_new(k, v, self._cache, self.batch), layer)
-        plan = self._cache.append_plan(self._plans, self.tables, k, layer, impl)
-        plan.append(self._cache.cache_layer(layer), k, v)
+        self._cache.append_plan(self._plans, self.tables, k, layer, impl).append(own, k, v)
         self._written |= 1 << (layer or 0)
 
     def attend(

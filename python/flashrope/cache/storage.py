@@ -161,7 +161,7 @@ class Cache:
         """The tables with the cache_leftpad of the options. Raises for options that attend does not take."""
         for name in TRACKED:
             if name in options:
-                raise TypeError(f"{name}: not accepted by attend(), because the cache tracks it")
+                raise TypeError(f"{name}: not accepted by attend(); the cache tracks it")
         leftpad = options.get("cache_leftpad")
         if leftpad is not None:
             why = "the cache remembers its left padding" if tables.leftpad is not None else ""

@@ -15,7 +15,7 @@ from ..lowering.lowered import UNBOUNDED
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import over_rotated_keys
 from . import library
-from .autocast import autocast
+from .autocast import autocast, autocast_hint
 from .autograd import check_no_tangents, is_plain, transforming
 from .checks import (
     DTYPES,
@@ -373,7 +373,7 @@ def _watched(tables: CacheTables) -> list[torch.Tensor]:
 def _refuse(name: str, x: torch.Tensor, shape, dtype, device) -> None:
     """Raises for a tensor that is not like the plan's."""
     if x.dtype != dtype:
-        raise TypeError(f"{name}: expected {dtype} as in the plan, got {x.dtype}")
+        raise TypeError(f"{name}: expected {dtype} as in the plan, got {x.dtype}{autocast_hint(x)}")
     if x.device != device:
         raise ValueError(f"{name}: expected device {device} as in the plan, got {x.device}")
     raise ValueError(f"{name}: expected shape {tuple(shape)} as in the plan, got {tuple(x.shape)}")
