@@ -56,7 +56,7 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse in float32). placed: the sequences, where positions are explicit. out: where to write out,
     contiguous and like q."""
-    (batch, seqlen_q, heads_q, _), given = q.shape, out
+    (batch, seqlen_q, heads_q, _), dtype, given = q.shape, q.dtype, out
     if layer.k_scale is not None and q.dtype != torch.float32:
         q, out = q.to(torch.float32), None
     if out is None:
@@ -65,7 +65,9 @@ def decode(
     c = _fill(library, q, layer, out, lse, part, placed)
     if library.decode(ctypes.byref(c)):
         raise MemoryError("attention_with_cache: no memory for the partial results")
-    return out if given is None or out is given else given.copy_(out), lse
+    if out is not given and given is not None:
+        return given.copy_(out), lse
+    return out if out.dtype == dtype else out.to(dtype), lse
 
 
 def _fill(library: Library, q, layer: CacheLayer, out, lse, part: Part, placed: list[Placed] | None) -> DecodeCall:
