@@ -27,7 +27,7 @@ class Reader(HTMLParser):
         self.links: set[str] = set()
         self.loads: set[str] = set()
         self.labels: set[str] = set()
-        self._navs: list[bool] = []  # of every open <nav>: whether it belongs to the sidebar, not to the page's headings
+        self._navs: list[bool] = []  # of every open <nav>: whether it lists pages, not headings
         self._link = False  # whether a link of the sidebar was opened last
         self._label: str | None = None  # the text so far of the label that is being read
 
