@@ -4,9 +4,34 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import TypeGuard
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeGuard, TypeVar
 
 TILE = 128  # rows of the kernels' largest tile; chunks are whole tiles
+
+Arguments, Self, Result = ParamSpec("Arguments"), TypeVar("Self"), TypeVar("Result")
+
+
+def says_instead(**names: str):
+    """Decorates a method: a keyword among names raises a TypeError with the name that the method has for it."""
+
+    def decorate(
+        method: Callable[Concatenate[Self, Arguments], Result],
+    ) -> Callable[Concatenate[Self, Arguments], Result]:
+        @wraps(method)
+        def checked(self: Self, *args: Arguments.args, **given: Arguments.kwargs) -> Result:
+            for name, ours in names.items():
+                if name in given:
+                    raise TypeError(
+                        f"{name}: expected {ours}, got {name}={given[name]!r}, an unexpected keyword argument of "
+                        f"{method.__name__}"
+                    )
+            return method(self, *args, **given)
+
+        return checked
+
+    return decorate
 
 
 def positive(name: str, value, finite: bool = True) -> float:
