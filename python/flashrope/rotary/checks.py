@@ -6,30 +6,28 @@ import math
 import numbers
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeGuard, TypeVar
+from typing import TypeGuard, TypeVar, cast
 
 TILE = 128  # rows of the kernels' largest tile; chunks are whole tiles
 
-Arguments, Self, Result = ParamSpec("Arguments"), TypeVar("Self"), TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., object])
 
 
-def says_instead(**names: str):
+def says_instead(**names: str) -> Callable[[Method], Method]:
     """Decorates a method: a keyword among names raises a TypeError with the name that the method has for it."""
 
-    def decorate(
-        method: Callable[Concatenate[Self, Arguments], Result],
-    ) -> Callable[Concatenate[Self, Arguments], Result]:
+    def decorate(method: Method) -> Method:
         @wraps(method)
-        def checked(self: Self, *args: Arguments.args, **given: Arguments.kwargs) -> Result:
+        def checked(*args, **given):
             for name, ours in names.items():
                 if name in given:
+                    value = f"{name}={given[name]!r}"
                     raise TypeError(
-                        f"{name}: expected {ours}, got {name}={given[name]!r}, an unexpected keyword argument of "
-                        f"{method.__name__}"
+                        f"{name}: expected {ours}, got {value}, an unexpected keyword argument of {method.__name__}"
                     )
-            return method(self, *args, **given)
+            return method(*args, **given)
 
-        return checked
+        return cast(Method, checked)
 
     return decorate
 
