@@ -23,6 +23,10 @@ def rules() -> dict[str, dict[str, str]]:
     [
         (".md-typeset :is(th, td) code", {"overflow-wrap": "normal", "word-break": "normal"}),  # no break inside a name
         (".md-typeset pre > code", {"white-space": "pre-wrap", "overflow-wrap": "anywhere"}),  # no line is cut
+        (
+            ".md-typeset .language-text pre > code",
+            {"white-space": "pre", "overflow-wrap": "normal"},
+        ),  # a drawing scrolls
     ],
 )
 def test_code_on_the_site_is_readable(selector, wanted):
