@@ -24,7 +24,7 @@ def rules() -> dict[str, dict[str, str]]:
         (".md-typeset :is(th, td) code", {"overflow-wrap": "normal", "word-break": "normal"}),  # no break inside a name
         (".md-typeset pre > code", {"white-space": "pre-wrap", "overflow-wrap": "anywhere"}),  # no line is cut
         (
-            ".md-typeset .language-text pre > code",
+            ".md-typeset .drawing pre > code",
             {"white-space": "pre", "overflow-wrap": "normal"},
         ),  # a drawing scrolls
     ],
