@@ -4,7 +4,8 @@ set -uo pipefail
 
 usage() {
   cat <<'TEXT'
-Tests and measures flashrope on a GPU, in steps, and leaves one file to attach to an issue.
+Tests and measures flashrope on a GPU, in steps, and leaves one file to attach to an issue
+(the address is under [project.urls] in pyproject.toml).
 
   bench/on_gpu.sh [-t MINUTES] [-o FOLDER] [-r REVISION] [STEP ...]
 
@@ -239,5 +240,6 @@ pack
 echo
 cat "$run/summary.txt"
 echo
-echo "Attach this file to an issue: $folder/$name.tgz"
+issues=$(sed -n 's/^Issues = "\(.*\)"$/\1/p' pyproject.toml)
+echo "Attach this file to an issue at $issues: $folder/$name.tgz"
 exit "$failed"

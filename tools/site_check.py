@@ -1,5 +1,6 @@
-"""Reads the built site: every local link of every page leads to a file of it and to an anchor there, and a page loads
-nothing from elsewhere. What is wrong is a warning, which `mkdocs build --strict` makes an error.
+"""Reads the built site: every local link of every page leads to a file of it and to an anchor there, a page loads
+nothing from elsewhere, and the sidebar of a page in `nav` names it. What is wrong is a warning, which
+`mkdocs build --strict` makes an error.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ NAVIGATIONS = {"canonical", "prev", "next", "alternate"}  # of <link rel>: they 
 
 
 class Reader(HTMLParser):
-    """The anchors of a page, what it links to and what it loads."""
+    """Collects the anchors of a page, what it links to, what it loads and the labels of its sidebar."""
 
     def __init__(self) -> None:
         super().__init__()
         self.anchors: set[str] = set()
         self.links: set[str] = set()
         self.loads: set[str] = set()
+        self.labels: set[str] = set()
+        self._navs: list[bool] = []  # of every open <nav>: whether it lists pages, not headings
+        self._link = False  # whether a link of the sidebar was opened last
+        self._label: str | None = None  # the text so far of the label that is being read
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         values = dict(attributes)
@@ -34,6 +39,24 @@ class Reader(HTMLParser):
             (self.loads if loads else self.links).add(target)
         if (target := values.get("src")) is not None:
             self.loads.add(target)
+        classes = (values.get("class") or "").split()
+        if tag == "nav":
+            self._navs.append("md-nav" in classes and "md-nav--secondary" not in classes)
+        if tag == "a":
+            self._link = "md-nav__link" in classes and bool(self._navs) and all(self._navs)
+        if tag == "span" and "md-ellipsis" in classes and self._link:
+            self._label = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._label is not None:
+            self._label += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "nav":
+            self._navs.pop()
+        if tag == "span" and self._label is not None:
+            self.labels.add(self._label.strip())
+            self._label = None
 
 
 @functools.cache
@@ -49,6 +72,20 @@ def on_post_build(config: MkDocsConfig) -> None:
     for page in sorted(site.rglob("*.html")):
         for problem in problems(site, page):
             log.warning("%s: %s", page.relative_to(site), problem)
+    for title, source in titles(config.nav or []):
+        name = source.removesuffix(".md").removesuffix("README")
+        page = site / name / "index.html"
+        if title not in read(page).labels:
+            log.warning('%s: the sidebar does not name "%s"', page.relative_to(site), title)
+
+
+def titles(nav: list) -> list[tuple[str, str]]:
+    """Returns (title, source file) of every page in the `nav` of mkdocs.yml, whatever its section."""
+    found = []
+    for entry in nav:
+        for title, target in entry.items():
+            found += titles(target) if isinstance(target, list) else [(title, target)]
+    return found
 
 
 def problems(site: Path, page: Path) -> list[str]:

@@ -65,13 +65,13 @@ CPU_SERIES = {  # of ``draw_cpu``: contestant: (words, look); which of them were
     "HoPE, compiled": ("flashrope HoPE", {"color": "#0072B2", "marker": "s", "linewidth": 2.4}),
     "ReRoPE, compiled": ("flashrope ReRoPE", {"color": "#009E73", "marker": "^", "linewidth": 2.4}),
     "compiled RoPE + SDPA": ("compiled RoPE + SDPA", {"color": "#000000", "marker": "o", "linewidth": 1.3}),
-    "eager RoPE + SDPA": ("eager RoPE + SDPA", {"color": "#D55E00", "marker": "o", "linestyle": (0, (4, 2))}),
+    "eager RoPE + SDPA": ("eager RoPE + SDPA", {"color": "#D55E00", "marker": "X", "linestyle": (0, (4, 2))}),
     "SDPA": ("SDPA, no rotation", {"color": "#888888", "marker": ".", "linestyle": (0, (1, 1.2))}),
     "ReRoPE, two dense matrices": ("ReRoPE, two score matrices", {"color": "#CC79A7", "marker": "D"}),
-    "rotate the cache, then SDPA": ("ReRoPE, rotated cache + SDPA", {"color": "#CC79A7", "marker": "D"}),
+    "rotate the cache, then SDPA": ("ReRoPE, rotated cache + SDPA", {"color": "#E69F00", "marker": "v"}),
     "compiled rotation, then SDPA": (
-        "the same, rotation compiled",
-        {"color": "#CC79A7", "marker": "P", "linestyle": "--"},
+        "ReRoPE, rotated cache + SDPA, rotation compiled",
+        {"color": "#56B4E9", "marker": "P", "linestyle": "--"},
     ),
 }
 CPU_PANELS = {"forward, ": "forward", "forward + backward, ": "forward + backward", "decoding, ": "decoding one token"}
@@ -84,7 +84,7 @@ def draw_cpu(run: Run, path: Path) -> bool:
     there is nothing to draw.
     """
     panels = {
-        title: [record for record in run.records if _of_panel(record, start)] for start, title in CPU_PANELS.items()
+        title: [record for record in run.records if of_panel(record, start)] for start, title in CPU_PANELS.items()
     }
     panels = {title: records for title, records in panels.items() if records}
     if not panels:
@@ -111,7 +111,8 @@ def draw_cpu(run: Run, path: Path) -> bool:
     return True
 
 
-def _of_panel(record: Record, start: str) -> bool:
+def of_panel(record: Record, start: str) -> bool:
+    """Whether ``draw_cpu`` draws the record in the panel of the tables whose titles start so."""
     quiet = "busy" not in record.table and record.sizes["dtype"] == "float32"
     return quiet and record.table.startswith(start) and record.contestant in CPU_SERIES
 

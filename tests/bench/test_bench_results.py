@@ -194,6 +194,24 @@ def test_the_chart_of_the_cpu(tmp_path, monkeypatch):
     assert not plots.draw_cpu(run, tmp_path / "cpu.png")
 
 
+def test_every_series_of_the_cpu_chart_has_a_colour_and_a_marker_of_its_own():
+    looks = [look for _, look in plots.CPU_SERIES.values()]
+    for key in ("color", "marker"):
+        assert len({look[key] for look in looks}) == len(looks), key
+
+
+@pytest.mark.parametrize(("contestant", "lengths", "explained"), [
+    (page.ROTATED_CACHE, (512, 4096, 8192), True), (page.ROTATED_CACHE, (512, 4096), False), ("SDPA", (1, 2, 3), False),
+])  # fmt: skip
+def test_the_page_explains_the_line_of_the_rotated_cache_where_the_chart_has_it(contestant, lengths, explained):
+    run = on_cpu("cpu")
+    run.records = [
+        dataclasses.replace(record_of(contestant, length, sizes={"dtype": "float32"}), table=f"decoding, {length} keys")
+        for length in lengths
+    ]
+    assert (page.WHY_IT_JUMPS in page._section(run)) == explained
+
+
 def test_machine_code_stands_before_cpus_and_after_gpus(tmp_path):
     folder = h200_folder(tmp_path)
     on_cpu().write(folder / "a-cpu", "hope-a")

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,8 @@ def test_one_file_with_logs_results_and_what_was_not_reached(tmp_path):
     done = run(tmp_path, "-t", "0.05", "-o", "out", "smoke", "decode", "hope", "tests", "rotation")
     files = packed(tmp_path / "out")
     assert done.returncode == 1 and done.stdout.rstrip().endswith(".tgz"), done.stderr
-    assert "Attach this file to an issue: " in done.stdout.splitlines()[-1]
+    issues = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Issues"]
+    assert f"Attach this file to an issue at {issues}: " in done.stdout.splitlines()[-1]
     summary = re.sub(r" +", " ", files["summary.txt"]).splitlines()
     assert [re.sub(r"\d+ s ", "", line) for line in summary] == [
         "smoke passed",

@@ -17,7 +17,8 @@ from flashrope import (
     attention_varlen_with_cache,
     attention_with_cache,
 )
-from flashrope.operators.foreign_keywords import ELSEWHERE, INSTEAD
+from flashrope.operators import checks
+from flashrope.operators.foreign_keywords import ELSEWHERE, INSTEAD, NO_OPS
 from small_calls import ROPE, K, Q, cached, check_refused, dense, int32, paged, varlen, varlen_cached, zeros
 
 CALLS = (attention, attention_varlen, attention_with_cache, attention_varlen_with_cache)
@@ -39,11 +40,15 @@ REFUSED = {
     "a name as scheme": (lambda: dense(rotary="rope"), T, "rotary", "a flashrope.Rotary", "str"),
     "a builder, not called": (lambda: dense(rotary=Rotary.rope), T, "rotary", "a flashrope.Rotary", "method"),
     "window_size": (lambda: dense(window_size=(128, 0)), T, "window_size", "rotary.local(w + 1)", "(128, 0)"),
-    "no dropout": (lambda: dense(dropout_p=0.0), T, "dropout_p", "no dropout; leave it out", "dropout_p=0.0"),
-    "softcap": (lambda: varlen(softcap=30.0), T, "softcap", "nothing, these kernels have no soft", "30.0"),
-    "alibi": (lambda: varlen(alibi_slopes=Q), T, "alibi_slopes", "no ALiBi", "a tensor of shape (2, 6, 4, 16)"),
+    "dropout_p": (lambda: dense(dropout_p=0.1), T, "dropout_p", "0.0, these kernels have no dropout", "dropout_p=0.1"),
+    "softcap": (lambda: varlen(softcap=30.0), T, "softcap", "see docs/extending.md", "30.0"),
+    "alibi": (lambda: varlen(alibi_slopes=Q), T, "alibi_slopes", "without it; see docs/extending.md, 'A scheme",
+              "a tensor of shape (2, 6, 4, 16)"),
+    "a bias": (lambda: dense(attn_bias=Q), T, "attn_bias", "see docs/extending.md", "a tensor of shape"),
+    "one default and one value": (lambda: dense(dropout_p=0.0, softcap=30.0), T, "softcap", "no soft cap", "30.0"),
+    "False as dropout": (lambda: dense(dropout_p=False), T, "dropout_p", "0.0", "dropout_p=False"),
     "is_causal": (lambda: dense(is_causal=True), T, "is_causal", "causal, which is True by", "is_causal=True"),
-    "attn_mask": (lambda: dense(attn_mask=None), T, "attn_mask", "attention_varlen for packed", "attn_mask=None"),
+    "attn_mask": (lambda: dense(attn_mask=Q), T, "attn_mask", "attention_varlen for packed", "a tensor of shape"),
     "scale": (lambda: cached(scale=0.1), T, "scale", "softmax_scale", "scale=0.1"),
     "enable_gqa": (lambda: dense(enable_gqa=True), T, "enable_gqa", "from the shapes; leave it out", "True"),
     "probabilities": (lambda: dense(return_attn_probs=True), T, "return_attn_probs", "return_lse", "True"),
@@ -180,6 +185,28 @@ def test_every_foreign_keyword_names_ours(call):
             call(*needed, **{name: 3})
 
 
+@pytest.mark.parametrize("call", [dense, varlen, cached, paged, varlen_cached])
+def test_defaults_of_other_libraries_change_nothing(call):
+    """flash-attn's, SDPA's and Hugging Face's calls with all defaults written out."""
+    own = {name for each in CALLS for name in inspect.signature(each).parameters}
+    given = {name: value for name, values in NO_OPS.items() if name not in own for value in values[:1]}
+    assert {"dropout_p", "softcap", "window_size", "attn_mask"} <= given.keys()
+    assert torch.equal(call(**given), call())
+    for name, values in NO_OPS.items():
+        for value in values if name not in own else ():
+            call(**{name: value})
+
+
+def test_every_default_has_a_keyword_with_a_hint():
+    assert NO_OPS.keys() <= INSTEAD.keys() | ELSEWHERE.keys()
+
+
+def test_a_compiled_call_accepts_the_defaults_too():
+    torch.compiler.reset()
+    compiled = torch.compile(dense, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(dropout_p=0.0, window_size=(-1, -1)), dense())
+
+
 def test_the_names_in_the_hints_are_ours():
     """A keyword with a one-word hint is an argument of one of the calls; hints name no argument of another house."""
     own = {name for call in CALLS for name in call.__code__.co_varnames[: call.__code__.co_argcount]}
@@ -235,4 +262,50 @@ def test_a_transposed_layout_is_suspected(q, k, why):
 def test_a_layout_that_is_not_suspected(q, k, options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="attention: .* no key")
         attention(q, k, k, ROPE, **options)
+
+
+# ---- rows without keys
+
+
+@pytest.fixture
+def nothing_warned(monkeypatch):
+    monkeypatch.setattr(checks, "_warned_calls", set())
+
+
+def test_fewer_keys_than_queries_warn_once(nothing_warned):
+    q, k = torch.randn(1, 64, 4, 16), torch.randn(1, 30, 2, 16)
+    with pytest.warns(
+        UserWarning, match=r"^attention: 34 rows see no key, .*bottom-right.* 64 queries and 30 keys"
+    ) as caught:
+        out = attention(q, k, k, ROPE)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert int((out == 0).all(-1).all(-1).sum()) == 34  # as the warning says
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(q, k, k, ROPE)  # once
+    checks._warned_calls.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(q, k, k, ROPE, causal=False)
+        attention(q[:, :30], k, k, ROPE)
+        torch.compiler.reset()
+        torch.compile(attention, fullgraph=True, backend="eager")(q, k, k, ROPE)
+
+
+def test_a_cache_with_fewer_keys_than_queries_warns_once(nothing_warned):
+    """Two sequences: 5 keys for 6 queries and, left out as padding of the batch, none."""
+    q, k_cache, v_cache = torch.randn(2, 6, 4, 16), *torch.randn(2, 2, 16, 2, 16)
+    call = lambda *lengths: attention_with_cache(q, k_cache, v_cache, ROPE, int32(*lengths))  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(6, 9)
+        call(0, 6)
+    message = "^attention_with_cache: 3 rows see no key, .*bottom-right.* 6 queries and 4 keys"
+    with pytest.warns(UserWarning, match=message) as caught:
+        call(5, 4)
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(5, 4)

@@ -172,11 +172,24 @@ def test_autocast(rotary, dtype):
     q, k, v = inputs()
     with torch.autocast("cpu", dtype):
         out = attention(q, k, v, rotary)
-    assert out.dtype == dtype
-    assert torch.equal(out, attention(*(x.to(dtype) for x in (q, k, v)), rotary))
-    assert all(
-        g.dtype == torch.float32 and g.isfinite().all() for g in torch.autograd.grad(out.float().sum(), (q, k, v))
-    )
+        _, lse = attention(q, k, v, rotary, return_lse=True)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    low = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    same = attention(*low, rotary)
+    assert torch.equal(out, same)
+    grads = torch.autograd.grad(out.float().sum(), (q, k, v))
+    for grad, grad_of_low in zip(grads, torch.autograd.grad(same.float().sum(), low), strict=True):
+        assert grad.dtype == torch.float32 and grad_of_low.dtype == dtype
+        assert torch.equal(grad, grad_of_low.float())
+
+
+def test_autocast_leaves_other_types(rotary):
+    """A float16 or float64 tensor is not cast, so that it no longer has the type of the others."""
+    q, k, v = inputs(requires_grad=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(*(x.half() for x in (q, k, v)), rotary).dtype == torch.float16
+        with pytest.raises(TypeError, match="k: expected torch.float16 as in q, got torch.bfloat16"):
+            attention(q.half(), k, v, rotary)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -1,10 +1,14 @@
-"""The pages match the tree: their Python blocks run as they are, those of a page one after another in one namespace;
-links and paths exist; the API reference is that of the docstrings."""
+"""The pages match the tree: their Python blocks run as they are, those of a page one after another in one namespace,
+and print what their comments show; links and paths exist; the API reference is that of the docstrings."""
 
+import ast
 import builtins
+import contextlib
 import inspect
+import io
 import re
 import runpy
+import tomllib
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,6 +64,74 @@ def stand_in_for_checkpoints(block: str) -> None:
         AutoModelForCausalLM.from_config(config).save_pretrained(name)
 
 
+def shown_outputs(block: str) -> list[tuple[ast.stmt, str | None]]:
+    """Returns the statements of a block, each with the output that its comments show, or None.
+
+    A comment "# -> text" shows a line of output. It stands behind a statement, below it or inside it.
+    """
+    statements = ast.parse(block).body
+    lines = block.splitlines()
+    ends = [statement.lineno - 1 for statement in statements[1:]] + [len(lines)]
+    found = []
+    for statement, end in zip(statements, ends, strict=True):
+        arrows = (re.search(r"# -> ?(.*)", line) for line in lines[statement.lineno - 1 : end])
+        shown = [arrow[1].rstrip() for arrow in arrows if arrow]
+        found.append((statement, "\n".join(shown) if shown else None))
+    return found
+
+
+def run_block(block: str, page: str, namespace: dict) -> None:
+    """Runs a block and compares what each statement prints, or the value of an expression, with the comments.
+
+    "..." in a comment stands for any text. What is printed has to be shown.
+    """
+    for statement, shown in shown_outputs(block):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            if isinstance(statement, ast.Expr):
+                value = eval(compile(ast.Expression(statement.value), page, "eval"), namespace)  # noqa: S307
+            else:
+                value = exec(compile(ast.Module([statement], []), page, "exec"), namespace)  # noqa: S102
+        output = printed.getvalue().strip()
+        if shown is not None and not output and value is not None:
+            output = repr(value)
+        pattern = ".*".join(re.escape(part) for part in (shown or "").split("..."))
+        where = f"{page}, line {statement.lineno} of the block: {ast.unparse(statement)[:80]}"
+        assert re.fullmatch(pattern, output, re.DOTALL), f"{where}\nshows   {shown!r}\nprints  {output!r}"
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "print(1 + 1)  # -> 3",
+        "1 + 1  # -> 3",
+        "print(2)",
+        "x = 2  # -> 2",
+        "print('a b')\n# -> a ... c",
+        "print(1, 2, sep='\\n')\n# -> 1",
+        "try:\n    int('x')\nexcept ValueError as error:\n    print(error)  # -> invalid literal for float...",
+    ],
+)
+def test_an_output_that_a_page_shows_wrongly_is_noticed(block):
+    with pytest.raises(AssertionError, match="line 1 of the block"):
+        run_block(block, "a page", {})
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "print(1 + 1)  # -> 2",
+        "1 + 1  # -> 2",
+        "print('a b c')\n# -> a ... c",
+        "print(1, 2, sep='\\n')\n# -> 1\n# -> 2",
+        "try:\n    int('x')\nexcept ValueError as error:\n    print(error)  # -> invalid literal for int...",
+        "x = 1  # one",
+    ],
+)
+def test_an_output_that_a_page_shows_passes(block):
+    run_block(block, "a page", {})
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     """Blocks that need a package that is not there are left out; a page of nothing else is skipped."""
@@ -72,7 +144,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     namespace = {}
     for block in served:
         stand_in_for_checkpoints(block)
-        exec(compile(block, str(page), "exec"), namespace)  # noqa: S102
+        run_block(block, str(page), namespace)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -129,6 +201,17 @@ def test_the_readme_is_short_and_keeps_the_commands_that_ci_runs():
     assert len(readme.splitlines()) <= 150
     for marker in ("demo", "test"):
         assert re.search(rf"<!-- ci:{marker} -->\n```bash\n.+\n```", readme)
+
+
+def test_one_file_says_where_the_repository_is():
+    """It is a placeholder: whoever publishes the repository changes pyproject.toml alone."""
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    address = tomllib.loads(pyproject)["project"]["urls"]["Repository"]
+    assert pyproject.count(address) == 2  # itself, and its issues
+    searched = [*PAGES, ROOT / "SECURITY.md", *(ROOT / "bench").rglob("*.sh"), *(ROOT / "python").rglob("*.py")]
+    assert not [path for path in searched if address in path.read_text()]
+    for name in ("CONTRIBUTING.md", "SECURITY.md", "docs/kernels.md"):
+        assert "[project.urls]" in (ROOT / name).read_text(), name
 
 
 def test_the_table_of_schemes_has_every_builder():

@@ -14,7 +14,7 @@ from ..backends.quantized import PER_BYTE
 from ..operators.autocast import autocast, autocast_hint
 from ..operators.cache_plan import CachePlan, plan_cache, plan_checked
 from ..operators.checks import DTYPES, check_no_gradient
-from ..operators.foreign_keywords import raise_for
+from ..operators.foreign_keywords import refuse_unknown
 from ..operators.functional import attention_with_cache
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import one_rotation
@@ -172,7 +172,7 @@ class Cache:
             tables = tables._replace(leftpad=leftpad)
         unknown = {name: x for name, x in options.items() if name not in (*OPTIONS, "cache_leftpad")}
         if unknown:
-            raise_for(attention_with_cache, unknown)
+            refuse_unknown(attention_with_cache, unknown)
         return tables
 
     def append_plan(

@@ -150,8 +150,46 @@ def _layout(rank: int) -> str:
     return "; shapes are (batch, seqlen, heads, head_dim)" if rank == 4 else ""
 
 
-def warn_of_layout(shape_q, shape_k) -> None:
-    """Warns of shapes that are allowed but look like (batch, heads, seqlen, head_dim).
+_warned_calls: set[str] = set()  # that warned of rows without keys in this process
+
+
+def warn_of_rows_without_keys(call: str, rows: int, queries: int, keys: int, stacklevel: int = 3) -> None:
+    """Warns that queries of a causal call see no key. Each call warns once per process.
+
+    Args:
+        call: the name of the public call.
+        rows: how many rows of q see no key, over all sequences where the call has lengths per sequence.
+        queries, keys: lengths of the sequence with the fewest keys.
+        stacklevel: of ``warnings.warn``, so that the warning shows the caller's line.
+    """
+    if call in _warned_calls:
+        return
+    _warned_calls.add(call)
+    warnings.warn(
+        f"{call}: {rows} {'row sees' if rows == 1 else 'rows see'} no key, because causal queries align bottom-right "
+        f"(the last query sees all keys), got {queries} queries and {keys} keys. Such rows get out 0, and lse -inf or "
+        "the sink. Expected as many keys as queries at least, or causal=False. Later calls do not warn.",
+        stacklevel=stacklevel,
+    )
+
+
+def warn_of_short_caches(call: str, tables: CacheTables, seqlen_q: int, stacklevel: int) -> None:
+    """Warns of sequences with fewer keys than queries where the host can read the lengths without waiting.
+
+    Sequences without any key are padding of the batch and are left out.
+    """
+    seqlens = tables.seqlens
+    if type(seqlens) is not torch.Tensor or seqlens.device.type != "cpu":
+        return
+    keys = [length + tables.seqlen_new for length in seqlens.tolist()]
+    short = [length for length in keys if 0 < length < seqlen_q]
+    if short:
+        rows = sum(seqlen_q - length for length in short)
+        warn_of_rows_without_keys(call, rows, seqlen_q, min(short), stacklevel + 1)
+
+
+def warn_of_layout(shape_q, shape_k) -> bool:
+    """Warns of shapes that are allowed but look like (batch, heads, seqlen, head_dim), and says whether it did.
 
     For calls with more queries than keys, and for calls with more than ``MANY_HEADS`` heads. A sequence of
     at most that many tokens, with as many key heads as query heads, cannot be told from (batch, seqlen, heads,
@@ -160,17 +198,18 @@ def warn_of_layout(shape_q, shape_k) -> None:
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = shape_q, shape_k
     if heads_q > MANY_HEADS:
         if heads_q <= seqlen_q or heads_q != heads_kv and heads_q <= 2 * MANY_HEADS:
-            return
+            return False
         why = f"{heads_q} heads and only {seqlen_q} queries"
     elif seqlen_k and heads_q == heads_kv and not seqlen_q % seqlen_k:  # as heads_q is a multiple of heads_kv
         why = f"{seqlen_q} queries and only {seqlen_k} keys, so that the first {seqlen_q - seqlen_k} rows have no key"
     else:
-        return
+        return False
     warnings.warn(
         f"q: expected (batch, seqlen, heads, head_dim), got shape {tuple(shape_q)} with k {tuple(shape_k)}, which is "
         f"{why}. If it is (batch, heads, seqlen, head_dim), as scaled_dot_product_attention has it, transpose(1, 2).",
         stacklevel=3,
     )
+    return True
 
 
 def check_cache(

@@ -1,7 +1,8 @@
 """Keyword arguments of flash-attn, scaled_dot_product_attention and Hugging Face that the public calls do not have.
 
-``raise_for(call, given)`` names ours. The calls collect unknown keywords in ``**unknown``, which costs nothing where
-there are none and which a type checker sees as an error, because its type is Never.
+``refuse_unknown(call, given)`` names ours. It accepts a keyword whose value is the other library's default and asks for
+nothing, as ``dropout_p=0.0``. The calls collect unknown keywords in ``**unknown``, which costs nothing where there are
+none and which a type checker sees as an error, because its type is Never.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, NoReturn
 import torch
 
 _NONE = "nothing, these kernels have no {}; leave it out"
+_NOT_THE_SAME = "nothing, these kernels have no {}, and the model is another one without it; see {}"
+_OTHER_SCORES = "docs/extending.md, 'A scheme outside the formula', for what computes it"
 _VARLEN = "attention_varlen for packed sequences"
 _CACHE = "attention_with_cache or attention_varlen_with_cache"
 _SCALES = "{}, a scale per token and key head of an int8 or int4 cache; these kernels have no float8"
@@ -22,14 +25,14 @@ _ROTARY = "rotary, a Rotary; q and k go in raw and are rotated inside the call"
 INSTEAD = {  # keyword: what is expected in its place
     "window_size": "rotary.local(w + 1) for flash-attn's (w, 0) or, with causal=False, (w, w); no window for (-1, -1)",
     "sliding_window": "rotary.local(window)",
-    "attention_chunk": _NONE.format("chunked attention"),
-    "dropout_p": _NONE.format("dropout"),
-    "dropout": _NONE.format("dropout"),
-    "softcap": _NONE.format("soft cap"),
-    "alibi_slopes": _NONE.format("ALiBi"),
+    "attention_chunk": _NOT_THE_SAME.format("chunked attention", "rotary.local for windows"),
+    "dropout_p": "0.0, these kernels have no dropout",
+    "dropout": "0.0, these kernels have no dropout",
+    "softcap": _NOT_THE_SAME.format("soft cap", _OTHER_SCORES),
+    "alibi_slopes": _NOT_THE_SAME.format("ALiBi", _OTHER_SCORES),
     "is_causal": "causal, which is True by default",
     "attn_mask": f"causal, rotary.local for windows, {_VARLEN} or cache_leftpad in a cache; there are no other masks",
-    "attn_bias": _NONE.format("bias"),
+    "attn_bias": _NOT_THE_SAME.format("bias", _OTHER_SCORES),
     "return_attn_probs": "return_lse, for (out, lse); probabilities are never formed",
     "return_softmax_lse": "return_lse",
     "scale": "softmax_scale",
@@ -92,15 +95,46 @@ ELSEWHERE |= dict.fromkeys(
     ("k_cache", "v_cache", "cache_seqlens", "block_table", "cache_leftpad", "validate", "k_scale", "v_scale"),
     f"an argument of {_CACHE}",
 )
+NO_OPS: dict[str, tuple[Any, ...]] = {  # keyword: the values that other libraries have as default and that do nothing
+    "window_size": ((-1, -1), [-1, -1], None),
+    "attention_chunk": (0, None),
+    "dropout_p": (0.0, 0),
+    "dropout": (0.0, 0),
+    "softcap": (0.0, 0, None),
+    "logits_soft_cap": (0.0, 0, None),
+    "enable_gqa": (False,),
+    "return_attn_probs": (False,),
+    "return_softmax_lse": (False,),
+    "return_softmax": (False,),
+    "sm_margin": (0,),
+}
+NO_OPS |= dict.fromkeys(  # None: the caller has none
+    (
+        *("sliding_window", "alibi_slopes", "attn_mask", "attention_mask", "mask", "attn_bias", "scale", "scaling"),
+        *("s_aux", "learnable_sink", "position_ids", "cu_seqlens_k_new", "seqused_k", "block_tables", "page_table"),
+        *("cache_batch_idx", "rotary_cos", "rotary_sin", "rotary_seqlens", "q_descale", "k_descale", "v_descale"),
+        *("qv", "pack_gqa", "block_table", "cache_leftpad"),
+    ),
+    (None,),
+)
 
 
-def raise_for(call: Callable, given: dict[str, Any]) -> NoReturn:
-    """given: keywords that call does not have.
+def refuse_unknown(call: Callable, given: dict[str, Any]) -> None:
+    """Raises for the first of the keywords that call does not have, unless all of them do nothing (``NO_OPS``).
+
+    Args:
+        call: one of the public calls.
+        given: the keywords that call does not have, and their values.
 
     Raises:
-        TypeError: the first keyword, what is expected instead, and its value.
+        TypeError: the keyword, what is expected instead, and its value.
     """
-    name, value = next(iter(given.items()))
+    for name, value in given.items():
+        if not any(type(value) is type(default) and value == default for default in NO_OPS.get(name, ())):
+            _refuse(call, name, value)
+
+
+def _refuse(call: Callable, name: str, value: Any) -> NoReturn:
     own = [parameter for parameter in inspect.signature(call).parameters if parameter != "unknown"]
     expected = INSTEAD.get(name) or ELSEWHERE.get(name)
     if expected is None:

@@ -28,8 +28,10 @@ from .checks import (
     check_sinks,
     check_tensors,
     warn_of_layout,
+    warn_of_rows_without_keys,
+    warn_of_short_caches,
 )
-from .foreign_keywords import raise_for
+from .foreign_keywords import refuse_unknown
 from .sinks import add_sinks
 
 __all__ = ["attention", "attention_varlen", "attention_varlen_with_cache", "attention_with_cache", "rotate"]
@@ -58,7 +60,8 @@ def attention(
         k, v: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q. heads_q is a multiple of heads_kv. v
             may be of another width than q and k, as in multi-head latent attention: a multiple of 8 up to 256.
         rotary: the scheme. Its head_dim must equal q's.
-        causal: query row r attends to keys 0 to r + seqlen_k - seqlen_q (bottom-right alignment). False: to all keys.
+        causal: query row r attends to keys 0 to r + seqlen_k - seqlen_q (bottom-right alignment). With fewer keys than
+            queries the first rows see no key, of which the first such call warns. False: to all keys.
         softmax_scale: default head_dim ** -0.5, of q and k.
         positions: (batch, seqlen) or (batch, seqlen, axes), used as positions instead of 0, 1, 2, ... Needs a scheme of
             one band and seqlen_q == seqlen_k. Causality and windows still go by index.
@@ -82,13 +85,15 @@ def attention(
         TypeError, ValueError: the argument, what was expected and what came. No check synchronises with the device.
     """
     if unknown:
-        raise_for(attention, unknown)
+        refuse_unknown(attention, unknown)
     q, k, v = autocast(q, k, v)
     shape_q, shape_k = check_tensors(q, k, v, rotary, rank=4)
     if shape_k[0] != shape_q[0]:
         raise ValueError(f"k: expected batch {shape_q[0]} as in q, got {shape_k[0]}")
     if not torch.compiler.is_compiling() and (causal and shape_q[1] > shape_k[1] or shape_q[2] > MANY_HEADS):
-        warn_of_layout(shape_q, shape_k)
+        if not warn_of_layout(shape_q, shape_k) and causal and shape_q[1] > shape_k[1]:
+            seqlen_q, seqlen_k = shape_q[1], shape_k[1]
+            warn_of_rows_without_keys("attention", seqlen_q - seqlen_k, seqlen_q, seqlen_k)
     if positions is not None:
         positions = check_positions(positions, q, k, rotary)
     elif rotary.axis:
@@ -136,7 +141,7 @@ def attention_varlen(
         TypeError, ValueError: as in ``attention``.
     """
     if unknown:
-        raise_for(attention_varlen, unknown)
+        refuse_unknown(attention_varlen, unknown)
     q, k, v = autocast(q, k, v)
     check_tensors(q, k, v, rotary, rank=3)
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", max_seqlen_q)
@@ -187,7 +192,7 @@ def rotate(
             chunk attention, which rotate a query or a key in several ways, are refused by name.
     """
     if unknown:
-        raise_for(rotate, unknown)
+        refuse_unknown(rotate, unknown)
     (x,) = autocast(x)
     positions = check_rotated(x, rotary, positions)
     one_rotation(rotary, "which rotate applies")
@@ -291,7 +296,7 @@ def attention_with_cache(
         TypeError, ValueError: as in ``attention``; with validate also the sequence and the entry.
     """
     if unknown:
-        raise_for(attention_with_cache, unknown)
+        refuse_unknown(attention_with_cache, unknown)
     layer = CacheLayer(k_cache, v_cache, k_scale, v_scale)
     positions = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
     new = k.shape[1] if isinstance(k, torch.Tensor) and k.ndim == 4 else 0
@@ -362,7 +367,7 @@ def attention_varlen_with_cache(
         TypeError, ValueError: as in ``attention_with_cache``.
     """
     if unknown:
-        raise_for(attention_varlen_with_cache, unknown)
+        refuse_unknown(attention_varlen_with_cache, unknown)
     layer = CacheLayer(k_cache, v_cache, k_scale, v_scale)
     positions = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
     new = Packed(cu_seqlens_q, max_seqlen_q, slot_mapping, k is not None and slot_mapping is None)
@@ -376,6 +381,9 @@ def _attend_with_cache(q, layer: CacheLayer, k, v, tables: CacheTables, rotary, 
     plan = plan_checked(q, layer, k, v, tables, rotary, *options)
     if k is None and tables.slot_mapping is not None:
         raise ValueError("slot_mapping: expected k and v to place, got none")
+    causal = options[0]
+    if causal and tables.packed is None and q.shape[1] > max(tables.new, 1) and not torch.compiler.is_compiling():
+        warn_of_short_caches("attention_with_cache", tables, q.shape[1], stacklevel=4)
     if sinks is not None:
         check_sinks(sinks, q)
         check_no_gradient("sinks", sinks)

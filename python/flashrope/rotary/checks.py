@@ -4,9 +4,32 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import TypeGuard
+from collections.abc import Callable
+from functools import wraps
+from typing import TypeGuard, TypeVar, cast
 
 TILE = 128  # rows of the kernels' largest tile; chunks are whole tiles
+
+Method = TypeVar("Method", bound=Callable[..., object])
+
+
+def says_instead(**names: str) -> Callable[[Method], Method]:
+    """Decorates a method: a keyword among names raises a TypeError with the name that the method has for it."""
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def checked(*args, **given):
+            for name, ours in names.items():
+                if name in given:
+                    value = f"{name}={given[name]!r}"
+                    raise TypeError(
+                        f"{name}: expected {ours}, got {value}, an unexpected keyword argument of {method.__name__}"
+                    )
+            return method(*args, **given)
+
+        return cast(Method, checked)
+
+    return decorate
 
 
 def positive(name: str, value, finite: bool = True) -> float:

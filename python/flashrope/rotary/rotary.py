@@ -49,6 +49,7 @@ from .checks import (
     checked_frequencies,
     checked_rotary_dim,
     positive,
+    says_instead,
 )
 from .scales import UNSCALED, QueryScale, checked_log_n, checked_log_steps
 from .tables import cope_table, geometric_table, given_table, hope_table, ntk_table, yarn_table
@@ -395,6 +396,7 @@ class Rotary:
         return dataclasses.replace(self, axis=section_axes(sections, len(self.frequencies), interleaved))
 
     # ---- changes to the bands and the scale
+    @says_instead(k="factor", w="window", group="factor, or self_extend(window, group)")
     def rectify(self, window: int, factor: float | None = None) -> Rotary:
         """ReRoPE, and with a factor Leaky ReRoPE.
 

@@ -32,7 +32,8 @@ def given_table(name: str, inv_freq) -> tuple[float, ...]:
     if table.requires_grad:
         raise ValueError(
             f"{name}: expected a table without gradients, got one that requires them; a Rotary holds numbers, and no "
-            f"gradient reaches the table; pass {name}.detach() for its values as they are now"
+            f"gradient reaches the table; pass {name}.detach() for its values as they are now. docs/extending.md, 'A "
+            "scheme outside the formula', trains a table"
         )
     table = torch.as_tensor(inv_freq, dtype=torch.float64).cpu()
     if table.ndim != 1:
