@@ -73,4 +73,4 @@ def check_refused(call, error, name, expected, given):
     assert re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message[: len(name) + 2]), message
     rest = message.replace(name, "", 1)
     assert expected in rest and given in rest.replace(expected, "", 1), message
-    assert re.search("expected|cannot serve", message), message
+    assert re.search("expected|cannot serve|not accepted|not supported", message), message

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from .. import Rotary
+from ..backends.cache_tables import CachePositions
 from ..backends.registry import resolve_impl, unsupported_positions
-from ..backends.shown import Positions
 from ..cli import options, report
 from ..cli.hardware import hardware
 from ..cli.options import MAX_THREADS, BadInput, cores, need, torch_threads
@@ -204,7 +204,9 @@ def resolve(args: argparse.Namespace) -> Settings:
         impl = resolve_impl(args.impl, torch.empty(1, 1, 1, model.config.head_dim, device=device), cached=True)
     except ValueError as error:
         raise BadInput(f"--impl: {error}") from None
-    tables = Positions(*(torch.zeros(1, 1, dtype=torch.int32) for _ in range(3)))  # as the cache of --keep gives them
+    tables = CachePositions(
+        *(torch.zeros(1, 1, dtype=torch.int32) for _ in range(3))
+    )  # as the cache of --keep gives them
     if args.keep and (reason := unsupported_positions(impl, tables)):
         raise BadInput(f"--keep: {impl} cannot serve it: {reason}")
     return Settings(model, rotary, scheme, train_length, prompt, device, impl)
