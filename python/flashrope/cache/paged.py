@@ -46,7 +46,9 @@ class PagedKVCache(Cache):
         heads_kv, head_dim: of k and v; head_dim is a multiple of 8 up to 256.
         dtype: float16, bfloat16, float32 or float64.
         device: None is torch's default.
-        max_seqlen: largest number of tokens of a sequence; it sets the width of the block table. None: the whole pool.
+        max_seqlen: largest number of tokens of a sequence. The block table has ceil(max_seqlen / page_size) entries for
+            each. ``extend``, ``remove`` and ``keep`` leave pages that are not full, which take an entry each, so
+            sequences that use them need a larger max_seqlen. None: as many tokens and entries as the pool has.
         layers: number of layers. They share the sequences, their pages and lengths: a page has a part in every layer.
         rotated_keys: as in ``KVCache``. Forks share rotated keys as they share raw ones: positions do not move.
         cache_dtype: as in ``KVCache``: None, "int8" or "int4".
@@ -104,7 +106,14 @@ class PagedKVCache(Cache):
         )
         self._next = 0
         self._sequences: dict[int, pool.Sequence] = {}
-        self._pool = PagePool(self.pages, self.page_size, self.max_pages, self.k.device, self._copy_pages)
+        self._pool = PagePool(
+            self.pages,
+            self.page_size,
+            self.max_pages,
+            self.k.device,
+            self._copy_pages,
+            self.max_seqlen if self._limited else None,
+        )
 
     def _copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         dimension = self.k.ndim - 4  # of pages
@@ -180,7 +189,7 @@ class PagedKVCache(Cache):
 
         Raises:
             OutOfPages: how many pages are missing.
-            ValueError: a sequence would exceed max_seqlen.
+            ValueError: a sequence would exceed max_seqlen or its block-table entries.
         """
         self.refuse_in_step("reserve")
         self._reserve(self._select(sequences), check_integer("seqlen_new", seqlen_new))
@@ -276,7 +285,7 @@ class PagedKVCache(Cache):
         self.refuse_in_step("advance")
         selected, seqlen_new = self._select(sequences), check_integer("seqlen_new", seqlen_new)
         for name, sequence in selected.items():
-            room = min(len(sequence.pages) * self.page_size, self.max_seqlen) - sequence.length
+            room = min(len(sequence.pages) * self.page_size - sequence.length, self.max_seqlen - sequence.tokens)
             if self._pool.shared_page(sequence) is not None:
                 room = 0
             if seqlen_new > room:
@@ -311,19 +320,18 @@ class PagedKVCache(Cache):
         it changes in the loss of small models, and how the first tokens of ``other`` are computed again.
 
         Raises:
-            ValueError: the pages of both do not fit in max_seqlen, or the cache holds rotated keys.
+            ValueError: both together exceed max_seqlen or the width of the block table, or the cache holds rotated
+                keys.
         """
         self.refuse_in_step("extend")
         self._refuse_rotated("extend")
         target, source = self._get(sequence), self._get(other)
         own, added = self._pool.entries_of(target), self._pool.entries_of(source)
+        kept, more = [entry for _, entry in own], [entry for _, entry in added]
+        tokens = entries.tokens(kept), entries.tokens(more)
+        self._pool.check_fits(f"other: sequence {sequence}", tokens, (len(own), len(added)))
         pages = [target.pages[n] for n, _ in own] + [source.pages[n] for n, _ in added]
-        if len(pages) > self.max_pages:
-            raise ValueError(
-                f"other: expected at most {self.max_pages} pages in both sequences, for max_seqlen {self.max_seqlen}, "
-                f"got {len(own)} and {len(added)}"
-            )
-        self._pool.show(target, pages, entries.joined([x for _, x in own], [x for _, x in added]))
+        self._pool.show(target, pages, entries.joined(kept, more))
 
     def remove(self, sequence: int, start: int, stop: int, close: bool = True) -> None:
         """Forgets the tokens start to stop - 1, in all layers. Pages that lose all their tokens are given back.
@@ -335,7 +343,7 @@ class PagedKVCache(Cache):
 
         Raises:
             TypeError, ValueError: the argument, what was expected and what came; the cache holds rotated keys; a page
-                that now has two entries would be one more than fit in max_seqlen.
+                that is split takes two block-table entries, one more than the sequence can have.
         """
         self.refuse_in_step("remove")
         self._refuse_rotated("remove")
@@ -349,11 +357,7 @@ class PagedKVCache(Cache):
         if start == stop:
             return
         kept = entries.without([entry for _, entry in own], start, stop, close)
-        if len(kept) > self.max_pages:
-            raise ValueError(
-                f"start, stop: expected at most {self.max_pages} entries for max_seqlen {self.max_seqlen}, got "
-                f"{len(kept)}, two of them in one page"
-            )
+        self._pool.check_fits(f"start, stop: sequence {sequence}", (held, 0), (len(own), len(kept) - len(own)))
         self._show(shortened, [(own[n][0], entry) for n, entry in kept])
 
     def keep(self, sequence: int, first: int, last: int) -> None:
@@ -411,11 +415,8 @@ class PagedKVCache(Cache):
         return name
 
     def _reserve(self, selected: dict[int, pool.Sequence], seqlen_new: int) -> list[pool.Change]:
-        for name, sequence in selected.items() if self._limited and seqlen_new else ():
-            if sequence.length + seqlen_new > self.max_seqlen:
-                raise ValueError(
-                    f"sequence {name} has {sequence.length} of {self.max_seqlen} tokens: no room for {seqlen_new}"
-                )
+        for name, sequence in selected.items():
+            self._pool.check_room(name, sequence, seqlen_new)
         return self._pool.reserve(selected.values(), seqlen_new)
 
     def _begin(self, step: OpenStep) -> Tables:
