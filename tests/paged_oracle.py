@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 from flashrope import PagedKVCache
@@ -13,12 +13,39 @@ from flashrope.backends.quantized import dequantize
 UNUSED = 2**31 - 1
 
 
-class Tokens(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tokens:
     """What a sequence should hold, without its left padding."""
 
     positions: list[int]
     k: torch.Tensor  # (tokens, heads_kv, head_dim), with several layers (layers, tokens, heads_kv, head_dim)
     v: torch.Tensor
+    moved: bool = False  # by extend, remove or keep
+
+    def parts(self, *parts: slice) -> Tokens:
+        k, v = (torch.cat([x[..., part, :, :] for part in parts], -3) for x in (self.k, self.v))
+        return Tokens([place for part in parts for place in self.positions[part]], k, v, self.moved)
+
+    def followed_by(self, k: torch.Tensor, v: torch.Tensor, positions: Sequence[int], moved: bool = False) -> Tokens:
+        """positions: of the new tokens, which move to stand behind the last one, and keep their distances."""
+        by = self.positions[-1] + 1 - positions[0] if self.positions and positions else 0
+        k, v = torch.cat((self.k, k), -3), torch.cat((self.v, v), -3)
+        return Tokens(self.positions + [x + by for x in positions], k, v, self.moved or moved)
+
+    def without(self, start: int, stop: int, close: bool) -> Tokens:
+        """What ``remove`` leaves."""
+        if start == stop:
+            return self
+        left, down = self.parts(slice(0, start), slice(stop, None)), (stop - start) * close
+        positions = [x - down * (n >= start) for n, x in enumerate(left.positions)]
+        return Tokens(positions, left.k, left.v, True)
+
+    def places(self, rows: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """``Problem.places`` of the last tokens as queries; None if tokens stand at their slots."""
+        if not self.moved:
+            return None
+        keys = torch.tensor(self.positions, dtype=torch.float64, device=self.k.device)
+        return keys[len(keys) - rows :], keys
 
 
 def look(cache: PagedKVCache, held: Mapping[int, Tokens]) -> None:

@@ -15,34 +15,6 @@ from .calls import ROUNDINGS, Case
 from .schemes import make, schemes
 
 
-@dataclasses.dataclass
-class Sequence:
-    """What a sequence should hold: raw keys and values (length, heads_kv, head_dim), and their positions."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    places: list[int]
-    moved: bool = False  # by extend, remove or keep
-
-    def rows(self, *parts: slice) -> Sequence:
-        k, v = (torch.cat([x[part] for part in parts]) for x in (self.k, self.v))
-        return Sequence(k, v, [place for part in parts for place in self.places[part]], self.moved)
-
-    def followed_by(self, k: torch.Tensor, v: torch.Tensor, places: list[int]) -> Sequence:
-        """places: of the new tokens, which move to stand behind the last one."""
-        by = self.places[-1] + 1 - places[0] if self.places and places else 0
-        return Sequence(
-            torch.cat((self.k, k)), torch.cat((self.v, v)), self.places + [x + by for x in places], self.moved
-        )
-
-    def without(self, start: int, stop: int, close: bool) -> Sequence:
-        if start == stop:
-            return self
-        left = self.rows(slice(0, start), slice(stop, None))
-        places = [x - (stop - start) * close * (n >= start) for n, x in enumerate(left.places)]
-        return dataclasses.replace(left, places=places, moved=True)
-
-
 @dataclasses.dataclass(frozen=True)
 class Walk(Case):
     """Operations on one paged cache: (kind, which sequence, a number, another number).
@@ -77,8 +49,8 @@ class Walk(Case):
             return torch.randn(shape, generator=generator).to(target.device, target.dtype)
 
         nothing = support.kept(new(0, self.heads_kv)[0], cache.cache_dtype)
-        empty = {cache.allocate(): Sequence(nothing, nothing, []) for _ in range(self.empty)}
-        held: dict[int, Sequence] = {}
+        empty = {cache.allocate(): Tokens([], nothing, nothing) for _ in range(self.empty)}
+        held: dict[int, Tokens] = {}
         for n, operation in enumerate(self.operations):
             free = cache.free_pages
             try:
@@ -86,17 +58,17 @@ class Walk(Case):
             except (OutOfPages, ValueError) as error:
                 assert isinstance(error, OutOfPages) or "no room for" in str(error), error
                 assert cache.free_pages == free
-            look(cache, {name: Tokens(x.places, x.k, x.v) for name, x in {**empty, **held}.items()})
+            look(cache, {**empty, **held})
             if n % 4 == 3:
                 self.read(cache, held, new, rotary, target)
         self.read(cache, held, new, rotary, target)
         cache.reset()
         assert cache.free_pages == self.pages
 
-    def operate(self, cache: PagedKVCache, held: dict[int, Sequence], nothing, new, rotary, target, operation) -> None:
+    def operate(self, cache: PagedKVCache, held: dict[int, Tokens], nothing, new, rotary, target, operation) -> None:
         kind, which, number, another = operation
         if kind == "allocate" or not held:
-            held[cache.allocate(number)] = Sequence(nothing, nothing, [])
+            held[cache.allocate(number)] = Tokens([], nothing, nothing)
             return
         names = sorted(held)
         name, other = (names[n % len(names)] for n in (which, another))
@@ -107,22 +79,22 @@ class Walk(Case):
             cache.free(name)
             del held[name]
         elif kind == "truncate":
-            length = number % (len(now.places) + 1)
+            length = number % (len(now.positions) + 1)
             cache.truncate(name, length)
-            held[name] = now.rows(slice(0, length))
+            held[name] = now.parts(slice(0, length))
         elif kind == "reserve":
             cache.reserve([name], number)
         elif kind in ("extend", "twice"):
             added = held[other if kind == "extend" else name]
             cache.extend(name, other if kind == "extend" else name)
-            held[name] = dataclasses.replace(now.followed_by(added.k, added.v, added.places), moved=True)
+            held[name] = now.followed_by(added.k, added.v, added.positions, moved=True)
         elif kind == "remove":
-            start, stop = sorted(n % (len(now.places) + 1) for n in (number, another))
+            start, stop = sorted(n % (len(now.positions) + 1) for n in (number, another))
             cache.remove(name, start, stop, close=which % 2 == 0)
             held[name] = now.without(start, stop, which % 2 == 0)
         elif kind == "keep":
             cache.keep(name, which, number)
-            gap = max(len(now.places) - which - number, 0)
+            gap = max(len(now.positions) - which - number, 0)
             held[name] = now.without(which, which + gap, True) if gap else now
         else:
             self.write(cache, held, sorted({name, other}), number, new, rotary, target, kind == "abort")
@@ -139,12 +111,12 @@ class Walk(Case):
         for n, name in enumerate(names):
             rows = [support.kept(x[n], cache.cache_dtype) for x in (k, v)]
             held[name] = held[name].followed_by(*rows, list(range(number)))
-            if not held[name].moved or len(held[name].places) >= q.shape[1]:
+            if not held[name].moved or len(held[name].positions) >= q.shape[1]:
                 self.compare(target, rotary, q[n : n + 1], held[name], out[n : n + 1], lse[n : n + 1])
 
-    def read(self, cache: PagedKVCache, held: dict[int, Sequence], new, rotary, target) -> None:
+    def read(self, cache: PagedKVCache, held: dict[int, Tokens], new, rotary, target) -> None:
         """All sequences with tokens, in one call."""
-        names = [name for name, sequence in held.items() if sequence.places]
+        names = [name for name, sequence in held.items() if sequence.positions]
         if not names:
             return
         q = new(1, self.heads_kv * self.group, len(names))
@@ -152,17 +124,13 @@ class Walk(Case):
         for n, name in enumerate(names):
             self.compare(target, rotary, q[n : n + 1], held[name], out[n : n + 1], lse[n : n + 1])
 
-    def compare(self, target, rotary, q, sequence: Sequence, out, lse) -> None:
+    def compare(self, target, rotary, q, sequence: Tokens, out, lse) -> None:
         zeros = (
             torch.zeros_like(q),
             torch.zeros(1, q.shape[2], q.shape[1], dtype=support.lse_type(target), device=q.device),
         )
-        places = None
-        if sequence.moved:
-            keys = torch.tensor(sequence.places, dtype=torch.float64, device=q.device)
-            places = (keys[len(keys) - q.shape[1] :], keys)
         tensors = q, sequence.k[None], sequence.v[None]
-        p = support.Problem(*tensors, rotary, grad_out=zeros[0], grad_lse=zeros[1], places=places)
+        p = support.Problem(*tensors, rotary, grad_out=zeros[0], grad_lse=zeros[1], places=sequence.places(q.shape[1]))
         support.check_budget({"out": out, "lse": lse}, p, target.dtype, roundings=ROUNDINGS[target.dtype])
 
 
