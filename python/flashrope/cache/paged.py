@@ -79,7 +79,11 @@ class PagedKVCache(Cache):
     A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, *cache.layer(i), rotary,
     seqlens, k, v, block_table)`` of every layer with your own seqlens and block_table. Before every replay call
     ``cache.reserve(sequences, k.shape[1])`` and copy ``cache.seqlens(sequences)`` and ``cache.block_table(sequences)``
-    into them. After it call ``cache.advance(sequences, k.shape[1])``.
+    into them. After it call ``cache.advance(sequences, k.shape[1])``. Pass ``cache_leftpad`` as well for sequences with
+    left padding, and copy ``cache.leftpad(sequences)`` into it. A quantized cache needs ``k_scale`` and ``v_scale``,
+    which ``cache.scales(i)`` returns, and a cache of rotated keys ``rotated_keys=True``. Sequences that ``extend``,
+    ``remove`` or ``keep`` changed cannot be captured: ``seqlens`` and ``block_table`` refuse them, because their tokens
+    do not stand at their slots.
     """
 
     def __init__(
@@ -144,19 +148,27 @@ class PagedKVCache(Cache):
         return _OfSequences(self, "padding", {name: sequence.leftpad for name, sequence in self._sequences.items()})
 
     def seqlens(self, sequences: Sequence[int]) -> torch.Tensor:
-        """The slots in use of every sequence, (n,) int32 on the device."""
-        return upload([each.length for each in self._select(sequences).values()], torch.int32, self.k.device)
+        """Returns the slots in use of every sequence, (n,) int32 on the device.
+
+        Raises:
+            ValueError: ``extend``, ``remove`` or ``keep`` changed a sequence.
+        """
+        selected = self._select_unmoved("seqlens", sequences)
+        return upload([each.length for each in selected], torch.int32, self.k.device)
 
     def leftpad(self, sequences: Sequence[int]) -> torch.Tensor:
         """The left padding of every sequence, (n,) int32 on the device."""
         return upload([each.leftpad for each in self._select(sequences).values()], torch.int32, self.k.device)
 
     def block_table(self, sequences: Sequence[int]) -> torch.Tensor:
-        """The pages of every sequence, (n, ceil(max_seqlen / page_size)) int32 on the device.
+        """Returns the pages of every sequence, (n, ceil(max_seqlen / page_size)) int32 on the device.
 
         A copy: later calls do not change it. Entries without a page are 2**31 - 1, which validate=True refuses.
+
+        Raises:
+            ValueError: ``extend``, ``remove`` or ``keep`` changed a sequence.
         """
-        return self._pool.tables([*self._select(sequences).values()], []).block_table
+        return self._pool.tables(self._select_unmoved("block_table", sequences), []).block_table
 
     def allocate(self, length: int = 0) -> int:
         """A new, empty sequence with pages reserved for ``length`` tokens; see ``reserve``.
@@ -408,6 +420,17 @@ class PagedKVCache(Cache):
             repeated, times = Counter(sequences).most_common(1)[0]
             raise ValueError(f"sequences: expected each once, got sequence {repeated} {times} times")
         return selected
+
+    def _select_unmoved(self, call: str, sequences: Sequence[int]) -> list[pool.Sequence]:
+        """Returns the sequences, after a check that the tokens of each stand at its slots."""
+        selected = self._select(sequences)
+        for name, sequence in selected.items():
+            if sequence.entries is not None:
+                raise ValueError(
+                    f"{call}: not supported for sequences that extend, remove or keep changed (their tokens do not "
+                    f"stand at their slots), got sequence {name}; attend and step know where they stand"
+                )
+        return list(selected.values())
 
     def _add(self, sequence: pool.Sequence) -> int:
         name, self._next = self._next, self._next + 1
