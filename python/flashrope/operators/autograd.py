@@ -16,6 +16,7 @@ from ..backends.registry import DIFFERENTIABLE, load_backend
 from ..rotary.rotary import Rotary
 from . import library
 from .library import LIBRARY, OPERATORS, AttentionArguments, CacheArguments, add_op_namespace_prefix
+from .memory import check_append
 
 INPUTS, SAVED = 3, 7  # tensors before the AttentionArguments: q, k, v; and out, lse, rotated_k, table
 TENSORS = 3  # the first AttentionArguments
@@ -77,6 +78,7 @@ def prepare(q, k_cache, v_cache, k, v, out, call: CacheCall, impl: str) -> Calla
     backend = load_backend(impl)
     if not hasattr(backend, "prepare") or not _is_plain(q, k_cache, v_cache, k, v, out, call.layout.seqlens):
         return None
+    check_append(k_cache, v_cache, k, v, call.layout)
     return backend.prepare(q, k_cache, v_cache, k, v, out, call)
 
 

@@ -25,6 +25,7 @@ from ..backends.registry import check_backend, load_backend
 from ..backends.shown import Positions, store_positions
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import inverted, over_rotated_keys
+from .memory import check_append
 
 try:  # Hugging Face's kernel-builder gives every build a namespace of its own, so that several load side by side
     from .._ops import add_op_namespace_prefix
@@ -198,6 +199,7 @@ def attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, table, 
 
 def append_to_cache(k_cache, v_cache, k, v, layout: CacheLayout, rotary: Rotary | None, impl: str) -> None:
     """rotary: None, or the scheme that rotates k first."""
+    check_append(k_cache, v_cache, k, v, layout)
     if layout.positions is not None and layout.positions.slot_positions is not None:
         store_positions(k_cache, layout, k.shape[-3])
     if rotary is None:
