@@ -27,7 +27,9 @@ struct KeyHead {
   Floats v, grad_v, grad_k, k, grad_rotated_k;
   Floats q, q_transposed, grad_out, grad_out_transposed, grad_q, grad_rotated_q;
   Floats lse, delta;  // (rows,)
+  Floats poisoned;    // (rows,), 1 where q, grad_out, lse or delta is not finite
   alignas(64) float weights[BLOCK_N * BLOCK_M], grad_scores[BLOCK_N * BLOCK_M], transposed[BLOCK_M * BLOCK_N];
+  Floats finite_q, finite_grad_out;  // (BLOCK_M, width) and width_v: a tile without its poisoned rows
 
   KeyHead(const BackwardCall& backward, int64_t head)
       : backward(backward), call(backward.forward), b(head / call.heads_kv), head_kv(head % call.heads_kv),
@@ -41,7 +43,9 @@ struct KeyHead {
     grad_out = zeros(rows * width_v);
     q_transposed = zeros(rows * head_dim);
     grad_out_transposed = zeros(rows * head_dim_v);
-    for (Floats* x : {&lse, &delta}) *x = zeros(rows);
+    for (Floats* x : {&lse, &delta, &poisoned}) *x = zeros(rows);
+    finite_q = zeros(BLOCK_M * width);
+    finite_grad_out = zeros(BLOCK_M * width_v);
   }
 
   static Floats zeros(int64_t count) {
@@ -52,7 +56,7 @@ struct KeyHead {
 
   bool allocated() const {
     for (const Floats* x : {&v, &grad_v, &grad_k, &k, &grad_rotated_k, &q, &grad_out, &grad_q, &grad_rotated_q,
-                            &q_transposed, &grad_out_transposed, &lse, &delta})
+                            &q_transposed, &grad_out_transposed, &lse, &delta, &poisoned, &finite_q, &finite_grad_out})
       if (!*x) return false;
     return true;
   }
@@ -78,6 +82,13 @@ struct KeyHead {
     for (int c = 0; c < channels; ++c) from_float(from[c] * factor, to + c);
   }
 
+  template <typename X>
+  static bool finite(const X* x, int channels) {
+    bool all = true;
+    for (int c = 0; c < channels; ++c) all &= std::isfinite(to_float(x[c]));
+    return all;
+  }
+
   // x (rows, stride) transposed per tile.
   void transpose(const float* x, int stride, int channels, float* to) const {
     for (int64_t tile = 0; tile < rows; tile += BLOCK_M)
@@ -99,6 +110,8 @@ struct KeyHead {
       }
       if (call.lse[lse_row] != -INF) lse[row] = call.lse[lse_row];
       delta[row] = product - (backward.grad_lse ? backward.grad_lse[lse_row] : 0);
+      poisoned[row] = !(finite(call.q.row<const T>(b, row, head), head_dim) && finite(grad, head_dim_v) &&
+                        finite(&delta[row], 1) && call.lse[lse_row] == call.lse[lse_row] && call.lse[lse_row] != INF);
     }
     transpose(grad_out.get(), width_v, head_dim_v, grad_out_transposed.get());
   }
@@ -148,14 +161,43 @@ struct KeyHead {
       std::fill(w + end, w + BLOCK_M, 0.0f);
       for (int r = 0; r < BLOCK_M; r += LANES)
         store(g + r, load(w + r) * (load(g + r) - load(delta.get() + row + r)));
+      std::fill_n(g, first, 0.0f);  // where grad_scores or delta is NaN
+      std::fill(g + end, g + BLOCK_M, 0.0f);
       for (int r = 0; r < BLOCK_M; ++r) transposed[r * BLOCK_N + t] = g[r];
     }
-    multiply<true>(weights, BLOCK_M, grad_out.get() + row * width_v, width_v, grad_v.get() + key * width_v, width_v,
+    const float* tile_grad_out = grad_out.get() + row * width_v;
+    if (std::any_of(poisoned.get() + row, poisoned.get() + row + BLOCK_M, [](float x) { return x != 0; })) {
+      add_poisoned(band, key, row);
+      tile_q = finite_q.get();
+      tile_grad_out = finite_grad_out.get();
+    }
+    multiply<true>(weights, BLOCK_M, tile_grad_out, width_v, grad_v.get() + key * width_v, width_v,
                    BLOCK_N, width_v, BLOCK_M);
     multiply<true>(grad_scores, BLOCK_M, tile_q, width, grad_rotated_k.get() + key * width, width, BLOCK_N, width,
                    BLOCK_M);
     multiply<true>(transposed, BLOCK_N, tile_k, width, grad_rotated_q.get() + row * width, width, BLOCK_M, width,
                    BLOCK_N);
+  }
+
+  // Adds what the poisoned rows of a tile give to the keys that they see, and takes them out of the products, in which
+  // a weight of 0 times NaN would reach the other keys of the tile.
+  void add_poisoned(const Band& band, int64_t key, int64_t row) {
+    std::copy_n(q.get() + row * width, BLOCK_M * width, finite_q.get());
+    std::copy_n(grad_out.get() + row * width_v, BLOCK_M * width_v, finite_grad_out.get());
+    for (int r = 0; r < BLOCK_M; ++r) {
+      if (!poisoned[row + r]) continue;
+      std::fill_n(finite_q.get() + r * width, width, 0.0f);
+      std::fill_n(finite_grad_out.get() + r * width_v, width_v, 0.0f);
+      for (int t = 0; t < BLOCK_N; ++t) {
+        float &w = weights[t * BLOCK_M + r], &g = grad_scores[t * BLOCK_M + r];
+        if (key + t < call.seqlen_k && shift + row + r >= band.first_position(key + t) &&
+            shift + row + r < band.end_position(key + t)) {
+          for (int c = 0; c < width; ++c) grad_rotated_k[(key + t) * width + c] += g * q[(row + r) * width + c];
+          for (int c = 0; c < width_v; ++c) grad_v[(key + t) * width_v + c] += w * grad_out[(row + r) * width_v + c];
+        }
+        w = g = 0;
+      }
+    }
   }
 };
 

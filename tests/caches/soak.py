@@ -1,10 +1,12 @@
-"""A serving loop for as long as one likes: random arrivals, prompts in chunks, forks, drafts, cancelled requests.
+"""A serving loop for as long as one likes: random arrivals, prompts in chunks, forks, drafts, cancelled requests,
+removed tokens, prompts that are composed of others and of themselves.
 
     python -m tests.caches.soak --minutes 60
 
-Every answer is compared with the reference in float64, within the error budget of support.py. Once a minute, and at the
-end, it prints the requests, steps and tokens so far, the pages in use and the memory of the process. It fails if an
-answer is wrong, if a page is lost, or if memory grows after the first fifth.
+Every answer is compared with the reference in float64, within the error budget of support.py. After every step, refused
+ones included, the tables and pages of all sequences are compared bit by bit with what they should hold. Once a minute,
+and at the end, it prints the requests, steps and tokens so far, the pages in use and the memory of the process. It
+fails if an answer is wrong, if a page is lost, or if memory grows after the first fifth.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ if __name__ == "__main__":
 import support
 import torch
 from flashrope import OutOfPages, PagedKVCache, Rotary
+from paged_oracle import Tokens, look
 
 PAGES, PAGE, LAYERS, HEADS_KV, GROUP, D = 44, 16, 2, 2, 2, 16
 SCHEMES = (  # of layer 0 and of layer 1
@@ -31,16 +34,17 @@ SCHEMES = (  # of layer 0 and of layer 1
     (Rotary.hope(D, 100).rectify(30, 4.0), Rotary.none(D)),
     (Rotary.rope(D).yarn(4.0, 64), Rotary.rope(D).rectify(9)),
 )
+KINDS = ("requests", "steps", "tokens", "forks", "cancelled", "aborted", "out of pages", "removed", "composed", "full")
+MAX_SEQLEN = 176  # more than a prompt and its answer, less than composed ones
 MOST_GROWTH = 48 << 20  # bytes of memory, after the first fifth
 
 
 @dataclasses.dataclass
 class Request:
-    """A sequence of the cache, what it should hold, (layers, length, heads_kv, D), and what is left to do."""
+    """A sequence of the cache, what it should hold, and what is left to do."""
 
     sequence: int
-    k: torch.Tensor
-    v: torch.Tensor
+    tokens: Tokens
     prompt: int
     to_generate: int
 
@@ -52,12 +56,17 @@ class Serving:
         self.target, self.choose = target, random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.schemes = SCHEMES[seed % len(SCHEMES)]
-        self.cache_dtype, options = cache_dtype, {"layers": LAYERS, "cache_dtype": cache_dtype}
+        self.cache_dtype, options = (
+            cache_dtype,
+            {"layers": LAYERS, "cache_dtype": cache_dtype, "max_seqlen": MAX_SEQLEN},
+        )
         self.cache = PagedKVCache(PAGES, PAGE, HEADS_KV, D, target.dtype, target.device, **options)
         for x in (self.cache.k, self.cache.v) if cache_dtype is None else (self.cache.k_scale, self.cache.v_scale):
             x.fill_(torch.nan)
         self.running: list[Request] = []
-        self.counts = dict.fromkeys(("requests", "steps", "tokens", "forks", "cancelled", "aborted", "out of pages"), 0)
+        self.counts = dict.fromkeys(KINDS, 0)
+        self.idle = [self.cache.allocate() for _ in range(10)]  # the others have the last rows of the block table
+        self.nothing = Tokens([], *(support.kept(self.new(LAYERS, 0, HEADS_KV, D), cache_dtype) for _ in "kv"))
         self.worst = 0.0
 
     def new(self, *shape: int) -> torch.Tensor:
@@ -66,9 +75,8 @@ class Serving:
     # ---- what happens in a step
 
     def arrive(self) -> None:
-        nothing = self.new(LAYERS, 0, HEADS_KV, D)
         prompt, tokens = self.choose.randrange(1, 120), self.choose.randrange(1, 40)
-        self.running.append(Request(self.cache.allocate(), nothing, nothing, prompt, tokens))
+        self.running.append(Request(self.cache.allocate(), self.nothing, prompt, tokens))
         self.counts["requests"] += 1
 
     def fork(self, request: Request) -> None:
@@ -103,15 +111,41 @@ class Serving:
         self.counts["tokens"] += rows * len(requests)
         for b, request in enumerate(requests):
             rows = [support.kept(x[b], self.cache_dtype) for x in (k, v)]
-            request.k, request.v = torch.cat((request.k, rows[0]), 1), torch.cat((request.v, rows[1]), 1)
+            now = request.tokens = request.tokens.followed_by(*rows, range(queries.shape[2]))
+            places = now.places(queries.shape[2])
             for n, (out, lse) in enumerate(results):
-                self.check(self.schemes[n], queries[n, b], request.k[n], request.v[n], out[b], lse[b])
+                self.check(self.schemes[n], queries[n, b], now.k[n], now.v[n], out[b], lse[b], places)
 
-    def check(self, rotary, q, k, v, out, lse) -> None:
-        zeros = torch.zeros_like(lse)[None]
-        p = support.Problem(q[None], k[None], v[None], rotary, grad_out=torch.zeros_like(q)[None], grad_lse=zeros)
+    def check(self, rotary, q, k, v, out, lse, places) -> None:
+        zeros = torch.zeros_like(q)[None], torch.zeros_like(lse)[None]
+        p = support.Problem(q[None], k[None], v[None], rotary, grad_out=zeros[0], grad_lse=zeros[1], places=places)
         ratios = support.check_budget({"out": out[None], "lse": lse[None]}, p, self.target.dtype)
         self.worst = max(self.worst, *ratios.values())
+
+    def edit(self, request: Request) -> None:
+        """Removes tokens, or appends those of a request, itself perhaps. A table without room ends the request."""
+        choose, tokens = self.choose, request.tokens
+        try:
+            if choose.random() < 0.5:
+                start, stop = sorted(choose.randint(0, len(tokens.positions)) for _ in "ab")
+                close = choose.random() < 0.7
+                self.cache.remove(request.sequence, start, stop, close)
+                request.tokens = tokens.without(start, stop, close)
+                self.counts["removed"] += 1
+            else:
+                other = choose.choice((request, choose.choice(self.running)))
+                self.cache.extend(request.sequence, other.sequence)
+                added = other.tokens
+                request.tokens = tokens.followed_by(added.k, added.v, added.positions, moved=True)
+                self.counts["composed"] += 1
+        except ValueError as error:
+            self.no_room(error, request)
+
+    def no_room(self, error: ValueError, request: Request) -> None:
+        assert "no room for" in str(error), error
+        self.look()
+        self.counts["full"] += 1
+        self.end(request)
 
     def step(self) -> None:
         choose = self.choose
@@ -119,6 +153,9 @@ class Serving:
             self.arrive()
         if choose.random() < 0.1:
             self.fork(choose.choice(self.running))
+        if choose.random() < 0.12:
+            self.edit(choose.choice(self.running))
+            return
         if choose.random() < 0.06:
             self.end(choose.choice(self.running))  # the user has gone
             self.counts["cancelled"] += 1
@@ -144,20 +181,25 @@ class Serving:
             self.counts["out of pages"] += 1
             self.end(choose.choice(self.running))
             return
+        except ValueError as error:
+            self.no_room(error, max(self.running, key=lambda x: len(self.cache._sequences[x.sequence].pages)))
+            return
         for request in some:
             rejected = choose.randrange(draft)
-            length = request.k.shape[1] - rejected
+            length = len(request.tokens.positions) - rejected
             self.cache.truncate(request.sequence, length)
-            request.k, request.v = request.k[:, :length], request.v[:, :length]
+            request.tokens = request.tokens.parts(slice(0, length))
             request.to_generate -= draft - rejected
             if request.to_generate <= 0:
                 self.end(request)
 
+    def look(self) -> int:
+        """Looks at every sequence. Returns the number of pages that they hold."""
+        look(self.cache, {n: self.nothing for n in self.idle} | {x.sequence: x.tokens for x in self.running})
+        return self.pages_in_use()
+
     def pages_in_use(self) -> int:
-        used = self.cache.pages - self.cache.free_pages
-        held = {page for x in self.cache._sequences.values() for page in x.pages}
-        assert used == len(held) and sorted({*held, *self.cache._pool.free}) == list(range(PAGES)), "a page is lost"
-        return used
+        return self.cache.pages - self.cache.free_pages
 
     def serve(self, steps: int = 0, minutes: float = 0.0, every: float = 0.0, show=lambda line: None) -> dict:
         """Runs for that many steps, or minutes, then ends all requests. every: seconds between two lines."""
@@ -165,7 +207,7 @@ class Serving:
         most, n = 0, 0
         while n < steps if steps else time.monotonic() - start < 60 * minutes:
             self.step()
-            most = max(most, self.pages_in_use())
+            most = max(most, self.look())
             n += 1
             now = time.monotonic()
             if every and now - shown > every:

@@ -1,8 +1,10 @@
 """What only a GPU has: CUDA graphs, streams, a host that must not wait, several devices."""
 
 import pytest
+import support
 import torch
 from flashrope import Rotary, attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
+from test_graph_recipe import Recipe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -65,6 +67,24 @@ def test_a_captured_batch_follows_the_lengths():
         starts.copy_(int32(rows)), lengths.copy_(int32(values))
         graph.replay()
         assert torch.equal(out, step())
+
+
+def test_the_recipe_of_a_paged_cache():
+    """``PagedKVCache``'s docstring, as ``test_graph_recipe.py`` runs it without a GPU."""
+    recipe = Recipe(support.Target("triton", torch.float32, "cuda"), "raw", 8)
+    recipe.run(recipe.step, 0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = recipe.step()
+
+    def replay():
+        graph.replay()
+        return results
+
+    for n in range(1, 8):
+        recipe.run(replay, n)
+    recipe.look()
 
 
 def test_captured_positions():

@@ -187,4 +187,5 @@ def test_the_interpreter_ends_during_calls(what, first):
 def test_soak(target, cache_dtype):
     """`python -m tests.caches.soak --minutes 60` is an hour."""
     report = Serving(target, 1, cache_dtype).serve(steps=600)
-    assert report["steps"] > 200 and report["out of pages"] and report["aborted"] and report["pages in use"] == 0
+    assert report["steps"] > 150 and report["pages in use"] == 0
+    assert all(report[kind] for kind in ("out of pages", "aborted", "removed", "composed", "full"))

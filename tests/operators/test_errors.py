@@ -16,6 +16,7 @@ from flashrope import (
     attention_varlen,
     attention_varlen_with_cache,
     attention_with_cache,
+    rotate,
 )
 from flashrope.operators import checks
 from flashrope.operators.foreign_keywords import ELSEWHERE, INSTEAD, NO_OPS
@@ -309,3 +310,32 @@ def test_a_cache_with_fewer_keys_than_queries_warns_once(nothing_warned):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call(5, 4)
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (6,)], ids=str)
+def test_positions_that_require_a_gradient(exact, shape):
+    """Kernels read them as constants: refused by name, where the reference differentiates."""
+    x = torch.randn(1, 6, 2, 16, device=exact.device, dtype=exact.dtype, requires_grad=True)
+    positions = torch.arange(6.0, device=exact.device).expand(shape).clone().requires_grad_()
+    rotary, cu = Rotary.rope(16), torch.tensor([0, 6], dtype=torch.int32, device=exact.device)
+    calls = {
+        "attention": lambda impl: attention(x, x, x, rotary, positions=positions, impl=impl),
+        "varlen": lambda impl: attention_varlen(
+            x[0], x[0], x[0], rotary, cu, cu, 6, 6, positions=positions.flatten(), impl=impl
+        ),
+        "rotate": lambda impl: rotate(x, rotary, positions, impl=impl),
+        "packed": lambda impl: rotate(x[0], rotary, positions.flatten(), impl=impl),
+    }
+    for call in calls.values():
+        with pytest.raises(ValueError, match=rf"^positions: no gradient from impl='{exact.impl}' .* requires one"):
+            call(exact.impl)
+        with torch.no_grad():
+            call(exact.impl)
+        assert torch.autograd.grad(call("reference").sum(), positions)[0].abs().sum() > 0
+    cache = [torch.zeros(1, 8, 2, 16, device=exact.device, dtype=exact.dtype) for _ in "kv"]
+    lengths = torch.zeros(1, dtype=torch.int32, device=exact.device)
+    for name, given in (("positions", positions.view(1, 6)), ("slot_positions", torch.zeros(1, 8).to(positions))):
+        new = [x.detach()] * 2
+        with pytest.raises(ValueError, match=rf"^{name}: expected no gradient to be asked for"):
+            options = {name: given.detach().requires_grad_(), "impl": exact.impl}
+            attention_with_cache(x.detach(), *cache, rotary, lengths, *new, **options)

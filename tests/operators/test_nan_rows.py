@@ -66,6 +66,35 @@ def test_attention(exact, one_thread, scheme, which, value):
         assert all(after[name][1, WHERE, 0].isnan().any() for name in grads)
 
 
+@poisons
+@schemes
+def test_keys_that_a_row_does_not_see(compiled, one_thread, scheme, value):
+    """In the compiled CPU kernels a row of q reaches the gradients of the keys that it sees, and no others."""
+    target = support.Target("cpu", torch.float32, "cpu")
+    p = support.problem(target, SCHEMES[scheme](D), ROWS, batch=2, heads=4, group=2, seed=1)
+    before, after = support.run(p, "cpu"), support.run(poisoned(p, "q", value), "cpu")
+    first = WHERE - 20 if scheme == "local" else 0
+    for name in ("grad_k", "grad_v"):
+        got, want = after[name][1, :, 0], before[name][1, :, 0]
+        seen = torch.zeros(ROWS, dtype=torch.bool)
+        seen[first : WHERE + 1] = True
+        assert torch.isfinite(got[~seen]).all()
+        assert torch.equal(got[~seen], want[~seen]), name
+        if value != value:
+            assert got[seen].isnan().any(-1).all(), name
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("scheme", ["rope", "rerope", "leaky"])
+@pytest.mark.parametrize("channel", [0, D // 2 + 1])
+def test_infinite_keys_on_the_cpu_as_in_the_reference(one_thread, scheme, value, channel):
+    """Keys that a band does not rotate keep their infinity: by an angle of 0 it would become NaN."""
+    target = support.Target("cpu", torch.float32, "cpu")
+    p = poisoned(support.problem(target, SCHEMES[scheme](D), ROWS, batch=2, seed=1), "k", value, channel)
+    got, want = (support.run(p, impl)["out"].isnan() for impl in ("cpu", "reference"))
+    assert torch.equal(got, want) and want.any()
+
+
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_rows_far_before_the_key(exact, which):
     """A causal row of an earlier tile, at most 256 rows, does not notice."""

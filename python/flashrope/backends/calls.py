@@ -134,9 +134,10 @@ def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
     return (*q.shape[:-1], v.shape[-1])
 
 
-def cached_lse_shape(q: torch.Tensor) -> tuple[int, ...]:
-    """(batch, heads_q, seqlen_q), or packed (heads_q, total_q)."""
-    return (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
+def cached_lse_shape(q) -> tuple[int, ...]:
+    """(batch, heads_q, seqlen_q), or packed (heads_q, total_q). q: a tensor, or ``plans.Queries``."""
+    shape = q.shape
+    return (shape[0], shape[2], shape[1]) if len(shape) == 4 else (shape[1], shape[0])
 
 
 def accumulation_type(x: torch.Tensor) -> torch.dtype:

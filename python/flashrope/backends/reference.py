@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..lowering.cos_sin import cos_sin
+from ..rotary.bands import STILL
 from ..rotary.rotary import Rotary
 from ..rotary.scales import UNSCALED
 from .cache_tables import CacheLayer, CachePositions, CacheTables
@@ -187,7 +188,8 @@ def dense_attention(
     for band in call.bands:
         in_band = band.holds(i[:, None], j[None, :]) & allowed
         rotated_q = rotate_by(q, rotary, band.queries.of(q_position))
-        rotated_k = rotate_by(k, rotary, band.keys.of(k_position))
+        # Not by angle 0 where keys stay as they are: an infinity times sin 0 is NaN.
+        rotated_k = k if band.keys == STILL else rotate_by(k, rotary, band.keys.of(k_position))
         band_scores = call.score_scale * torch.einsum("bihd,bjhd->bhij", rotated_q, rotated_k)
         scores = torch.where(in_band, band_scores, scores)
         visible = visible | in_band

@@ -47,7 +47,9 @@ class PagedKVCache(Cache):
         heads_kv, head_dim: of k and v; head_dim is a multiple of 8 up to 256.
         dtype: float16, bfloat16, float32 or float64.
         device: None is torch's default.
-        max_seqlen: largest number of tokens of a sequence; it sets the width of the block table. None: the whole pool.
+        max_seqlen: largest number of tokens of a sequence. The block table has ceil(max_seqlen / page_size) entries for
+            each. ``extend``, ``remove`` and ``keep`` leave pages that are not full, which take an entry each, so
+            sequences that use them need a larger max_seqlen. None: as many tokens and entries as the pool has.
         layers: number of layers. They share the sequences, their pages and lengths: a page has a part in every layer.
         rotated_keys: as in ``KVCache``. Forks share rotated keys as they share raw ones: positions do not move.
         cache_dtype: as in ``KVCache``: None, "int8" or "int4".
@@ -78,7 +80,11 @@ class PagedKVCache(Cache):
     A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, *cache.layer(i), rotary,
     seqlens, k, v, block_table)`` of every layer with your own seqlens and block_table. Before every replay call
     ``cache.reserve(sequences, k.shape[1])`` and copy ``cache.seqlens(sequences)`` and ``cache.block_table(sequences)``
-    into them. After it call ``cache.advance(sequences, k.shape[1])``.
+    into them. After it call ``cache.advance(sequences, k.shape[1])``. Pass ``cache_leftpad`` as well for sequences with
+    left padding, and copy ``cache.leftpad(sequences)`` into it. A quantized cache needs ``k_scale`` and ``v_scale``,
+    which ``cache.scales(i)`` returns, and a cache of rotated keys ``rotated_keys=True``. Sequences that ``extend``,
+    ``remove`` or ``keep`` changed cannot be captured: ``seqlens`` and ``block_table`` refuse them, because their tokens
+    do not stand at their slots.
     """
 
     def __init__(
@@ -105,7 +111,14 @@ class PagedKVCache(Cache):
         )
         self._next = 0
         self._sequences: dict[int, pool.Sequence] = {}
-        self._pool = PagePool(self.pages, self.page_size, self.max_pages, self.k.device, self._copy_pages)
+        self._pool = PagePool(
+            self.pages,
+            self.page_size,
+            self.max_pages,
+            self.k.device,
+            self._copy_pages,
+            self.max_seqlen if self._limited else None,
+        )
 
     def _copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         dimension = self.k.ndim - 4  # of pages
@@ -136,19 +149,27 @@ class PagedKVCache(Cache):
         return _OfSequences(self, "padding", {name: sequence.leftpad for name, sequence in self._sequences.items()})
 
     def seqlens(self, sequences: Sequence[int]) -> torch.Tensor:
-        """The slots in use of every sequence, (n,) int32 on the device."""
-        return upload([each.length for each in self._select(sequences).values()], torch.int32, self.k.device)
+        """Returns the slots in use of every sequence, (n,) int32 on the device.
+
+        Raises:
+            ValueError: ``extend``, ``remove`` or ``keep`` changed a sequence.
+        """
+        selected = self._select_unmoved("seqlens", sequences)
+        return upload([each.length for each in selected], torch.int32, self.k.device)
 
     def leftpad(self, sequences: Sequence[int]) -> torch.Tensor:
         """The left padding of every sequence, (n,) int32 on the device."""
         return upload([each.leftpad for each in self._select(sequences).values()], torch.int32, self.k.device)
 
     def block_table(self, sequences: Sequence[int]) -> torch.Tensor:
-        """The pages of every sequence, (n, ceil(max_seqlen / page_size)) int32 on the device.
+        """Returns the pages of every sequence, (n, ceil(max_seqlen / page_size)) int32 on the device.
 
         A copy: later calls do not change it. Entries without a page are 2**31 - 1, which validate=True refuses.
+
+        Raises:
+            ValueError: ``extend``, ``remove`` or ``keep`` changed a sequence.
         """
-        return self._pool.tables([*self._select(sequences).values()], []).block_table
+        return self._pool.tables(self._select_unmoved("block_table", sequences), []).block_table
 
     def allocate(self, length: int = 0) -> int:
         """A new, empty sequence with pages reserved for ``length`` tokens; see ``reserve``.
@@ -181,7 +202,7 @@ class PagedKVCache(Cache):
 
         Raises:
             OutOfPages: how many pages are missing.
-            ValueError: a sequence would exceed max_seqlen.
+            ValueError: a sequence would exceed max_seqlen or its block-table entries.
         """
         self.refuse_in_step("reserve")
         self._reserve(self._select(sequences), check_integer("seqlen_new", seqlen_new))
@@ -277,7 +298,7 @@ class PagedKVCache(Cache):
         self.refuse_in_step("advance")
         selected, seqlen_new = self._select(sequences), check_integer("seqlen_new", seqlen_new)
         for name, sequence in selected.items():
-            room = min(len(sequence.pages) * self.page_size, self.max_seqlen) - sequence.length
+            room = min(len(sequence.pages) * self.page_size - sequence.length, self.max_seqlen - sequence.tokens)
             if self._pool.shared_page(sequence) is not None:
                 room = 0
             if seqlen_new > room:
@@ -312,19 +333,18 @@ class PagedKVCache(Cache):
         it changes in the loss of small models, and how the first tokens of ``other`` are computed again.
 
         Raises:
-            ValueError: the pages of both do not fit in max_seqlen, or the cache holds rotated keys.
+            ValueError: both together exceed max_seqlen or the width of the block table, or the cache holds rotated
+                keys.
         """
         self.refuse_in_step("extend")
         self._refuse_rotated("extend")
         target, source = self._get(sequence), self._get(other)
         own, added = self._pool.entries_of(target), self._pool.entries_of(source)
+        kept, more = [entry for _, entry in own], [entry for _, entry in added]
+        tokens = entries.tokens(kept), entries.tokens(more)
+        self._pool.check_fits(f"other: sequence {sequence}", tokens, (len(own), len(added)))
         pages = [target.pages[n] for n, _ in own] + [source.pages[n] for n, _ in added]
-        if len(pages) > self.max_pages:
-            raise ValueError(
-                f"other: expected at most {self.max_pages} pages in both sequences, for max_seqlen {self.max_seqlen}, "
-                f"got {len(own)} and {len(added)}"
-            )
-        self._pool.show(target, pages, entries.joined([x for _, x in own], [x for _, x in added]))
+        self._pool.show(target, pages, entries.joined(kept, more))
 
     def remove(self, sequence: int, start: int, stop: int, close: bool = True) -> None:
         """Forgets the tokens start to stop - 1, in all layers. Pages that lose all their tokens are given back.
@@ -336,7 +356,7 @@ class PagedKVCache(Cache):
 
         Raises:
             TypeError, ValueError: the argument, what was expected and what came; the cache holds rotated keys; a page
-                that now has two entries would be one more than fit in max_seqlen.
+                that is split takes two block-table entries, one more than the sequence can have.
         """
         self.refuse_in_step("remove")
         self._refuse_rotated("remove")
@@ -350,11 +370,7 @@ class PagedKVCache(Cache):
         if start == stop:
             return
         kept = entries.without([entry for _, entry in own], start, stop, close)
-        if len(kept) > self.max_pages:
-            raise ValueError(
-                f"start, stop: expected at most {self.max_pages} entries for max_seqlen {self.max_seqlen}, got "
-                f"{len(kept)}, two of them in one page"
-            )
+        self._pool.check_fits(f"start, stop: sequence {sequence}", (held, 0), (len(own), len(kept) - len(own)))
         self._show(shortened, [(own[n][0], entry) for n, entry in kept])
 
     def keep(self, sequence: int, first: int, last: int) -> None:
@@ -406,17 +422,25 @@ class PagedKVCache(Cache):
             raise ValueError(f"sequences: expected each once, got sequence {repeated} {times} times")
         return selected
 
+    def _select_unmoved(self, call: str, sequences: Sequence[int]) -> list[pool.Sequence]:
+        """Returns the sequences, after a check that the tokens of each stand at its slots."""
+        selected = self._select(sequences)
+        for name, sequence in selected.items():
+            if sequence.entries is not None:
+                raise ValueError(
+                    f"{call}: not supported for sequences that extend, remove or keep changed (their tokens do not "
+                    f"stand at their slots), got sequence {name}; attend and step know where they stand"
+                )
+        return list(selected.values())
+
     def _add(self, sequence: pool.Sequence) -> int:
         name, self._next = self._next, self._next + 1
         self._sequences[name] = sequence
         return name
 
     def _reserve(self, selected: dict[int, pool.Sequence], seqlen_new: int) -> list[pool.Change]:
-        for name, sequence in selected.items() if self._limited and seqlen_new else ():
-            if sequence.length + seqlen_new > self.max_seqlen:
-                raise ValueError(
-                    f"sequence {name} has {sequence.length} of {self.max_seqlen} tokens: no room for {seqlen_new}"
-                )
+        for name, sequence in selected.items():
+            self._pool.check_room(name, sequence, seqlen_new)
         return self._pool.reserve(selected.values(), seqlen_new)
 
     def _begin(self, step: OpenStep) -> CacheTables:

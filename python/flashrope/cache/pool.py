@@ -51,12 +51,22 @@ class Change(NamedTuple):
 
 
 class PagePool:
-    """copy_pages: copies the contents of pages to others, (source, target) of int64 on the device, in all layers."""
+    """Counts who holds which page, and keeps the block table.
+
+    max_seqlen: the largest number of tokens of a sequence. None: as many as its block-table entries hold.
+    copy_pages: copies the contents of pages to others, (source, target) of int64 on the device, in all layers.
+    """
 
     def __init__(
-        self, pages: int, page_size: int, max_pages: int, device: torch.device, copy_pages: Callable[..., None]
+        self,
+        pages: int,
+        page_size: int,
+        max_pages: int,
+        device: torch.device,
+        copy_pages: Callable[..., None],
+        max_seqlen: int | None = None,
     ):
-        self.pages, self.page_size, self.max_pages = pages, page_size, max_pages
+        self.pages, self.page_size, self.max_pages, self.max_seqlen = pages, page_size, max_pages, max_seqlen
         self.device, self.copy_pages = device, copy_pages
         self.references = [0] * pages
         self.free = list(range(pages - 1, -1, -1))  # taken from the end
@@ -128,6 +138,35 @@ class PagePool:
         self.changed[sequence.row * self.max_pages + n] = page
 
     # ---- room for new tokens
+
+    def check_fits(self, subject: str, tokens: tuple[int, int], used: tuple[int, int]) -> None:
+        """Checks that a sequence may have more tokens and more block-table entries than now.
+
+        Every operation that adds tokens or entries to a sequence asks here, before it changes anything.
+
+        Args:
+            subject: how the error begins: the argument, if one is at fault, and the sequence.
+            tokens: how many the sequence has, and how many it would get.
+            used: how many block-table entries it has, and how many it would get.
+
+        Raises:
+            ValueError: the sequence would exceed max_seqlen, or its row of the block table.
+        """
+        for (now, more), most, unit in (
+            (tokens, self.max_seqlen, "tokens"),
+            (used, self.max_pages, "block-table entries"),
+        ):
+            if most is not None and now + more > most:
+                raise ValueError(f"{subject} has {now} of {most} {unit}: no room for {more}")
+
+    def check_room(self, name: int, sequence: Sequence, seqlen_new: int) -> None:
+        """Checks that seqlen_new more tokens fit in the sequence called ``name``; see ``check_fits``."""
+        if not seqlen_new:
+            return
+        now, end = -(-sequence.length // self.page_size), -(-(sequence.length + seqlen_new) // self.page_size)
+        if end > self.max_pages and self.max_seqlen is None and len(set(sequence.pages)) == len(sequence.pages):
+            return  # only with more pages than the pool has, so that OutOfPages says it
+        self.check_fits(f"sequence {name}", (sequence.tokens, seqlen_new), (now, end - now))
 
     def check(self, needed: int, never: bool) -> None:
         """Raises OutOfPages if fewer pages are free."""

@@ -95,7 +95,7 @@ class Cache:
 
     def cache_layer(self, layer: int | None = None) -> CacheLayer:
         """One layer as ``plan_cache`` takes it: k, v and the scales of a quantized cache."""
-        return self._cache_layers[self._index(layer)]
+        return self._cache_layers[layer if type(layer) is int and 0 <= layer < self.layers else self._index(layer)]
 
     def _index(self, layer: int | None) -> int:
         return 0 if layer is None and self.layers == 1 else check_integer("layer", layer, 0, self.layers - 1)

@@ -31,6 +31,7 @@ from .checks import (
 )
 from .fields import flatten
 from .library import OPERATORS, CacheArguments
+from .memory import AppendCheck
 from .position_checks import check_cached_positions, check_positions_served, validate_positions
 from .sinks import add_sinks
 
@@ -163,6 +164,7 @@ class CachePlan:
         "_written",
         "_stored",
         "_watched",
+        "_check_memory",
         "_versions",
     )
 
@@ -172,6 +174,7 @@ class CachePlan:
         self._backend: Any = None  # the backend's plan, made by the first plain call
         self._written: set[int] = set()  # addresses of the keys of layers that hold the new tokens
         self._stored = False  # slot_positions holds those of the new tokens
+        self._check_memory = AppendCheck()
         self._watched: list[torch.Tensor] = []
         self._versions: list[int] = []
 
@@ -287,6 +290,7 @@ class CachePlan:
     def _write(self, plan, layer: CacheLayer, k, v) -> None:
         """Writes new keys and values by the backend's plan."""
         tables, call = self._tables, self._call
+        self._check_memory(layer, k, v, tables)
         address = layer.k.data_ptr()
         if address in self._written and 0 not in layer.k.shape:
             raise ValueError(
@@ -334,15 +338,11 @@ class CachePlan:
 
     def _check_new(self, k, v) -> None:
         queries, tables, own = self._queries, self._tables, self._layer.k
-        packed = tables.packed
-        if packed is None:
-            rows: tuple = (queries.shape[0], tables.new)
-        else:
-            rows = (queries.shape[0],)
-            if not packed.appends and packed.slot_mapping is None:
-                raise ValueError(
-                    "k: expected None, since tables.new neither appends nor has a slot_mapping, got a tensor"
-                )
+        new, rows = tables.new, (queries.shape[0],)
+        if not isinstance(new, Packed):
+            rows = (*rows, new)
+        elif not new.appends and new.slot_mapping is None:
+            raise ValueError("k: expected None, since tables.new neither appends nor has a slot_mapping, got a tensor")
         shape = (*rows, own.shape[2], queries.shape[-1])
         for name, x in (("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from ..backends.cache_tables import ONE_PER_QUERY, CacheTables
 from ..backends.calls import MAX_SPLITS
 from ..backends.quantized import PER_BYTE
+from ..backends.registry import DIFFERENTIABLE
 from ..rotary.bands import bands_text
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import one_rotation
@@ -282,6 +283,15 @@ def check_sinks(sinks, q) -> None:
 def check_no_gradient(name: str, x: torch.Tensor) -> None:
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(f"{name}: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
+
+
+def check_differentiable_positions(positions: torch.Tensor, impl: str) -> None:
+    """Checks that positions do not require a gradient where the backend would return none."""
+    if impl not in DIFFERENTIABLE and torch.is_grad_enabled() and positions.requires_grad:
+        raise ValueError(
+            f"positions: no gradient from impl={impl!r} (its kernels read positions as constants), got a tensor that "
+            "requires one; use positions.detach(), or impl='reference', which differentiates them"
+        )
 
 
 def check_slot_mapping(slot_mapping, q) -> None:

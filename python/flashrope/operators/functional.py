@@ -19,6 +19,7 @@ from .cache_plan import plan_checked
 from .checks import (
     MANY_HEADS,
     check_cu_seqlens,
+    check_differentiable_positions,
     check_no_gradient,
     check_options,
     check_outside_context_parallel,
@@ -197,6 +198,8 @@ def rotate(
     positions = check_rotated(x, rotary, positions)
     one_rotation(rotary, "which rotate applies")
     impl = resolve_impl(impl, x)
+    if positions is not None:
+        check_differentiable_positions(positions, impl)
     if x.ndim == 3:
         return autograd.rotate(x[None], positions, rotary, impl)[0]
     return autograd.rotate(x, positions, rotary, impl)
@@ -206,6 +209,8 @@ def _attend(q, k, v, call: AttentionCall, sinks, return_lse: bool, impl: str | N
     if sinks is not None:
         check_sinks(sinks, q)
     impl = resolve_impl(impl, q)
+    if call.positions is not None:
+        check_differentiable_positions(call.positions, impl)
     if type(F.scaled_dot_product_attention) is not BuiltinFunctionType:  # replaced, by context_parallel or by a test
         check_outside_context_parallel()
     out, lse = autograd.attention(q, k, v, call, impl)

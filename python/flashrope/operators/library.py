@@ -25,6 +25,7 @@ from ..backends.shown import store_positions
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import inverted, over_rotated_keys
 from .fields import schema_of, unflatten
+from .memory import check_append
 
 try:  # Hugging Face's kernel-builder gives every build a namespace of its own, so that several load side by side
     from .._ops import add_op_namespace_prefix
@@ -148,6 +149,7 @@ def attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, table, 
 
 def append_to_cache(layer: CacheLayer, k, v, tables: CacheTables, rotary: Rotary | None, impl: str) -> None:
     """rotary: None, or the scheme that rotates k first."""
+    check_append(layer, k, v, tables)
     if tables.positions is not None and tables.positions.slot_positions is not None:
         store_positions(layer.k, tables, k.shape[-3])
     if rotary is None:

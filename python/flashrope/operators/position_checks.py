@@ -7,7 +7,7 @@ import torch
 from ..backends.cache_tables import CachePositions, CacheTables
 from ..backends.registry import check_backend
 from ..backends.shown import shown
-from .checks import check_int32
+from .checks import check_int32, check_no_gradient
 
 TABLES = ("page_positions", "page_first", "page_lengths")
 
@@ -58,6 +58,7 @@ def _check_numbers(name: str, x, dtypes: tuple[torch.dtype, ...], like, shape: t
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
     if x.device != like.device:
         raise ValueError(f"{name}: expected device {like.device} as q, got {x.device}")
+    check_no_gradient(name, x)
 
 
 def validate_positions(tables: CacheTables, k_cache, page_size: int) -> None:

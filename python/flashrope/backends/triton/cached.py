@@ -93,6 +93,7 @@ class CachePlan(Plan):
         super().__init__(queries, self.call, self.cu_seqlens_q, longest, layer.k.shape[2], self.capacity, table)
 
         self.quantized = layer.k_scale is not None
+        self.lse_shape = cached_lse_shape(queries)
         self.empty = not (0 not in queries.shape and layer.k.numel() and self.capacity and self.call.bands)
         self.prefills = not self.empty and self._can_prefill(layer)
         self.decodes = not self.prefills or self.cu_seqlens_q is not None
@@ -123,7 +124,7 @@ class CachePlan(Plan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(cached_lse_shape(q), dtype=torch.float32, device=q.device)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
         if self.empty or self.cu_seqlens_q is not None:  # rows outside every sequence
             out.zero_(), lse.fill_(float("-inf"))
         if self.empty:
@@ -131,7 +132,7 @@ class CachePlan(Plan):
         with current_device(q):
             if not self.placed:
                 self._place_tokens(self.call.tables.positions)
-            layout = self._layout_of(layer)
+            layout = self._layout_of(layer) if self.quantized else self.layout
             if self.decodes:
                 self.decode(q, layer, layout, out, lse)
             if self.prefills:
@@ -140,8 +141,6 @@ class CachePlan(Plan):
 
     def _layout_of(self, layer: CacheLayer) -> KernelCacheLayout:
         """The layout with the scales of the layer."""
-        if layer.k_scale is None or layer.v_scale is None:
-            return self.layout
         return self.layout._replace(**scale_fields(layer))
 
     def _place_tokens(self, positions: CachePositions | None) -> None:

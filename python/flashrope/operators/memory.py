@@ -1,0 +1,128 @@
+"""Checks that what a call writes shares no memory with itself, or with what the call reads.
+
+Only shapes, strides and addresses are compared, so that nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ..backends.cache_tables import CacheLayer, CacheTables
+
+Dimensions = tuple[tuple[int, int, int], ...]  # (stride, lowest index, highest index), the largest stride first
+
+
+def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
+    """Checks the memory of a call that writes k and v to a layer of a cache, with their scales and positions.
+
+    Raises:
+        ValueError: names the tensors whose memory would be written twice, or written before it is read.
+    """
+    written = [("k_cache", layer.k), ("v_cache", layer.v)]
+    if layer.k_scale is not None:
+        written += [("k_scale", layer.k_scale), ("v_scale", layer.v_scale)]
+    if tables.positions is not None and tables.positions.slot_positions is not None:
+        written.append(("slot_positions", tables.positions.slot_positions))
+    found: list[tuple[str, torch.Tensor, int, int]] = []
+    for name, x in (*written, ("k", k), ("v", v)):
+        start, (size, repeats) = x.data_ptr(), _extent(x.shape, x.stride(), x.itemsize)
+        is_written = len(found) < len(written)
+        if is_written and repeats:
+            raise ValueError(
+                f"{name}: expected memory of its own for every element, because new keys and values are written to "
+                f"it, got shape {tuple(x.shape)} with strides {x.stride()}"
+            )
+        for other, y, low, end in found:
+            if start < end and low < start + size and _meet(start - low, _layout(y), _layout(x)):
+                why = "both are written" if is_written else f"{other} is written while {name} is read"
+                raise ValueError(f"{name}: expected no memory of {other} ({why}), got tensors that overlap")
+        if is_written:
+            found.append((name, x, start, start + size))
+
+
+class AppendCheck:
+    """``check_append`` for the layers of a plan, whose caches have equal shapes and strides.
+
+    Layers whose new rows have the strides of the layer before, and whose four tensors lie apart, need nothing more.
+    """
+
+    __slots__ = ("_strides", "_sizes")
+
+    def __init__(self) -> None:
+        self._strides: tuple | None = None
+        self._sizes: tuple[int, ...] = ()
+
+    def __call__(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables) -> None:
+        strides = k.stride(), v.stride()
+        if strides == self._strides:
+            a, b, c, d = layer.k.data_ptr(), layer.v.data_ptr(), k.data_ptr(), v.data_ptr()
+            of_a, of_b, of_c, of_d = self._sizes
+            if (
+                (a + of_a <= b or b + of_b <= a)
+                and (a + of_a <= c or c + of_c <= a)
+                and (a + of_a <= d or d + of_d <= a)
+                and (b + of_b <= c or c + of_c <= b)
+                and (b + of_b <= d or d + of_d <= b)
+            ):
+                return
+        check_append(layer, k, v, tables)
+        if layer.k_scale is None and tables.positions is None:
+            self._strides = strides
+            self._sizes = tuple(_size(x.shape, x.stride(), x.itemsize) for x in (layer.k, layer.v, k, v))
+
+
+def _layout(x: torch.Tensor) -> tuple:
+    return x.shape, x.stride(), x.itemsize
+
+
+@lru_cache(1024)
+def _extent(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> tuple[int, bool]:
+    """Returns ``_size``, and whether two elements have one address."""
+    return _size(shape, strides, itemsize), _repeats(shape, strides)
+
+
+def _size(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> int:
+    """Returns the bytes from the first element to the end of the last; 0 without elements."""
+    if 0 in shape:
+        return 0
+    return itemsize * (1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)))
+
+
+def _repeats(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Whether two elements have one address."""
+    if 0 in shape:
+        return False
+    sizes = sorted(((stride, n) for n, stride in zip(shape, strides, strict=True) if n > 1), reverse=True)
+    if any(not stride for stride, _ in sizes):
+        return True
+    rest: Dimensions = tuple((stride, 1 - n, n - 1) for stride, n in sizes)
+    for stride, _, highest in rest:
+        rest = rest[1:]
+        reach = sum(s * high for s, _, high in rest)
+        if any(_reaches(n * stride, rest) for n in range(1, min(highest, reach // stride) + 1)):
+            return True
+    return False
+
+
+@lru_cache(1024)
+def _meet(distance: int, first: tuple, second: tuple) -> bool:
+    """Whether two tensors share a byte. distance: bytes from the first one to the second; each: ``_layout``."""
+    spans: dict[int, tuple[int, int]] = {}
+    for sign, (shape, strides, itemsize) in ((1, first), (-1, second)):
+        for n, stride in ((itemsize, 1), *((n, stride * itemsize) for n, stride in zip(shape, strides, strict=True))):
+            low, high = spans.get(stride, (0, 0))
+            spans[stride] = (low + min(0, sign * (n - 1)), high + max(0, sign * (n - 1)))
+    spans.pop(0, None)  # does not move
+    return _reaches(distance, tuple((stride, *spans[stride]) for stride in sorted(spans, reverse=True)))
+
+
+def _reaches(distance: int, dimensions: Dimensions) -> bool:
+    """Whether steps along the dimensions, each within its bounds, add up to the distance."""
+    if not dimensions:
+        return distance == 0
+    (stride, lowest, highest), rest = dimensions[0], dimensions[1:]
+    low, high = (sum(each[0] * each[n] for each in rest) for n in (1, 2))
+    first, last = max(lowest, -((high - distance) // stride)), min(highest, (distance - low) // stride)
+    return any(_reaches(distance - n * stride, rest) for n in range(first, last + 1))
