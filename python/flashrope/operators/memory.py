@@ -56,7 +56,9 @@ class AppendCheck:
 
     def __call__(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables) -> None:
         strides = k.stride(), v.stride()
-        if strides == self._strides:
+        if strides == self._strides and layer.k_scale is None and tables.positions is None:
+            if not self._sizes:
+                self._sizes = tuple(_size(x.shape, x.stride(), x.itemsize) for x in (layer.k, layer.v, k, v))
             a, b, c, d = layer.k.data_ptr(), layer.v.data_ptr(), k.data_ptr(), v.data_ptr()
             of_a, of_b, of_c, of_d = self._sizes
             if (
@@ -68,9 +70,7 @@ class AppendCheck:
             ):
                 return
         check_append(layer, k, v, tables)
-        if layer.k_scale is None and tables.positions is None:
-            self._strides = strides
-            self._sizes = tuple(_size(x.shape, x.stride(), x.itemsize) for x in (layer.k, layer.v, k, v))
+        self._strides, self._sizes = strides, ()
 
 
 def _layout(x: torch.Tensor) -> tuple:

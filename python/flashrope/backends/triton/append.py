@@ -36,6 +36,7 @@ class AppendLaunch:
     """The launch of ``append_rows`` for layers and new rows of equal shapes, strides and alignment."""
 
     def __init__(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, layout: CacheLayout):
+        """layout: ``kernel_layout`` of the layer and the tables."""
         seqlen, heads_kv, head_dim = k.shape[-3:]
         packed, batch, max_seqlen, cu_seqlens = tables.packed, k.shape[0], seqlen, None
         if packed is not None and packed.slot_mapping is not None:
