@@ -22,10 +22,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from ...backends.calls import CacheCall, CacheLayout
 from ...backends.registry import resolve_impl
 from ...operators import autograd
-from ...operators.checks import check_cache
+from ...operators.checks import MAX_HEAD_DIM, check_cache
 from ...rotary.rotary import Rotary
 from .pages import CODES, Pages, row_bytes, split_pages
-from .plan import BACKEND, MAX_HEAD_DIM, check_cache_dtype
+from .plan import BACKEND, check_cache_dtype
 from .state import active_plan
 
 
