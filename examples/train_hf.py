@@ -15,6 +15,7 @@ pushes it. Needs flashrope, transformers and accelerate.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import hashlib
 import json
@@ -99,7 +100,7 @@ def last_checkpoint(out: Path, settings: dict) -> Path | None:
 def load(name: str | None) -> tuple[torch.nn.Module, AutoTokenizer | None]:
     """(model in float32, tokenizer, or None for a model over bytes). Raises BadInput."""
     if name is None:
-        return AutoModelForCausalLM.from_config(TINY), None
+        return AutoModelForCausalLM.from_config(copy.deepcopy(TINY)), None
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # bf16 is the type of computation only
     try:
         return model, AutoTokenizer.from_pretrained(name)
