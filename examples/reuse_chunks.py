@@ -180,6 +180,17 @@ def report(of_models: Sequence[dict[int | None, list[Reply]]]) -> None:
         print(line)
 
 
+def read(path: Path, device: torch.device) -> tuple[LanguageModel, Rotary, int]:
+    """Returns the model, its scheme and its training length. Raises OSError or ValueError for any other file."""
+    model, rotary = load_checkpoint(path, device)
+    trained = trained_length(path)
+    if model.config.vocab_size != len(LETTERS) or trained is None:
+        raise ValueError(
+            f"{path}: a model of {model.config.vocab_size} tokens, not {len(LETTERS)}, with training length {trained}"
+        )
+    return model, rotary, trained
+
+
 def main(arguments: list[str] | None = None) -> list[dict[int | None, list[Reply]]]:
     parser = argparse.ArgumentParser(description="Answers questions over documents that were read once.")
     parser.add_argument(
@@ -206,8 +217,10 @@ def main(arguments: list[str] | None = None) -> list[dict[int | None, list[Reply
 
     of_models = []
     for path in args.models:
-        model, rotary = load_checkpoint(path, args.device)
-        trained = trained_length(path)
+        try:
+            model, rotary, trained = read(path, args.device)
+        except (OSError, ValueError) as error:
+            parser.error(f"models: expected models of the experiment copying (see the top of this file), got {error}")
         rotary = rotary.rectify(trained // 2).log_n(trained)  # ReRoPE: prompts may be longer than those of the training
         server = Server(model.eval(), rotary, pages)
         start = time.perf_counter()

@@ -32,24 +32,56 @@ def write_random_model(folder: str) -> str:
     return folder
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", help="a folder or a name on the Hugging Face Hub; default: a random model")
     parser.add_argument("--context", type=int, default=1024, help="tokens that a request may have")
-    parser.add_argument("--window", type=int, help="default: a quarter of the training length")
+    parser.add_argument(
+        "--window", type=int, help="default: a quarter of the training length, at most half of --context"
+    )
     parser.add_argument("--text", type=Path, help="the prompt; default: some tokens")
     parser.add_argument("--tokens", type=int, default=16, help="new tokens")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        serve(options, options.model or write_random_model(folder))
+        model = options.model or write_random_model(folder)
+        try:
+            train_length, window, prompt = check(options, model)
+        except (OSError, ValueError) as error:
+            parser.error(str(error).splitlines()[0])
+        serve(options, model, train_length, window, prompt)
 
 
-def serve(options, model: str) -> None:
-    from transformers import AutoConfig
-    from vllm import LLM, SamplingParams
+def check(options, model: str) -> tuple[int, int, str | dict]:
+    """Returns the training length, the window and the prompt, before the engine starts, which takes a minute.
+
+    Raises OSError or ValueError for what the engine would refuse, or for a text that does not fit into --context.
+    """
+    from transformers import AutoConfig, AutoTokenizer
 
     train_length = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
-    window = train_length // 4 if options.window is None else options.window
+    window = min(train_length // 4, options.context // 2) if options.window is None else options.window
+    if not 0 < window < options.context:
+        raise ValueError(f"--window: expected 1 to {options.context - 1}, less than --context, got {window}")
+    room = options.context - options.tokens
+    if room < 1 or options.tokens < 1:
+        raise ValueError(f"--tokens: expected 1 to {options.context - 1}, less than --context, got {options.tokens}")
+    if options.text is None:
+        return train_length, window, {"prompt_token_ids": [n % 200 + 3 for n in range(room)]}
+    if options.model is None:
+        raise ValueError("--text: expected a model beside it, because the random one has no tokenizer")
+    text = options.text.read_text()
+    length = len(AutoTokenizer.from_pretrained(model)(text).input_ids)
+    if length > room:
+        raise ValueError(
+            f"--text: expected at most {room} tokens, --context {options.context} less --tokens {options.tokens}, got "
+            f"{length}"
+        )
+    return train_length, window, text
+
+
+def serve(options, model: str, train_length: int, window: int, prompt: str | dict) -> None:
+    from vllm import LLM, SamplingParams
+
     llm = LLM(
         model,
         max_model_len=options.context,
@@ -57,9 +89,6 @@ def serve(options, model: str) -> None:
         skip_tokenizer_init=options.model is None,
     )
     sampling = SamplingParams(max_tokens=options.tokens, temperature=0.0, detokenize=options.model is not None)
-    prompt = {"prompt_token_ids": [n % 200 + 3 for n in range(options.context - options.tokens)]}
-    if options.text is not None:
-        prompt = options.text.read_text()
     (output,) = llm.generate([prompt], sampling)
     length = len(output.prompt_token_ids)
     print(f"training length {train_length}, prompt of {length} tokens, window {window}")

@@ -2,7 +2,7 @@
 documents, bfloat16, gradient checkpointing, checkpoints to resume from, and at the end a folder to push. This file is
 self-contained: copy it and change it.
 
-    python train_hf.py --model meta-llama/Llama-3.2-1B --text my_texts/ --length 8192
+    python train_hf.py --model meta-llama/Llama-3.2-1B --text my_texts/ --length 8192 --train-length 8192
     accelerate launch --config_file train_hf_fsdp2.yaml train_hf.py --model meta-llama/Llama-3.2-1B --text my_texts/
     python train_hf.py --device cpu --steps 20  # a random byte-level model of two layers, to try the script
 
@@ -15,6 +15,7 @@ pushes it. Needs flashrope, transformers and accelerate.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import hashlib
 import json
@@ -65,7 +66,7 @@ class Schemes(TrainerCallback, ExportableState):
         self.give(0)
 
     def give(self, step: int) -> None:
-        length, cope_steps = self.settings["length"], self.settings["cope_steps"]
+        length, cope_steps = self.settings["train_length"], self.settings["cope_steps"]
         wanted = {"clip": length} if step < cope_steps else {"hope_train_length": length}
         if wanted != self.current:
             convert(self.model, **wanted)
@@ -99,7 +100,7 @@ def last_checkpoint(out: Path, settings: dict) -> Path | None:
 def load(name: str | None) -> tuple[torch.nn.Module, AutoTokenizer | None]:
     """(model in float32, tokenizer, or None for a model over bytes). Raises BadInput."""
     if name is None:
-        return AutoModelForCausalLM.from_config(TINY), None
+        return AutoModelForCausalLM.from_config(copy.deepcopy(TINY)), None
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # bf16 is the type of computation only
     try:
         return model, AutoTokenizer.from_pretrained(name)
@@ -141,20 +142,42 @@ def cut(documents: list[bytes], tokenizer, length: int) -> list[dict]:
     return [sample for sample in samples if len(sample["input_ids"]) > 1]  # one token has no target
 
 
+def choose_lengths(args: argparse.Namespace, trained: int) -> None:
+    """Fills in the three lengths that are not given. trained: the model's max_position_embeddings."""
+    args.length = args.length or trained
+    args.train_length = args.train_length or max(trained, args.length)
+    args.max_positions = args.max_positions or max(trained, args.length)
+    print(
+        f"samples of at most {args.length} tokens, scheme for a train length of {args.train_length}, "
+        f"max_position_embeddings {args.max_positions}",
+        flush=True,
+    )
+
+
 def make_trainer(args: argparse.Namespace) -> tuple[Trainer, Path | None]:
     """(trainer, checkpoint to resume from or None). Raises BadInput."""
     torch.manual_seed(args.seed)  # the weights of the tiny model
     model, tokenizer = load(args.model)
     documents = read_documents(args.text)
-    trained = model.config.max_position_embeddings
-    args.length = args.length or trained
-    if trained != args.length:
-        print(f"--length: the scheme is cut for {args.length} tokens; the model was trained with {trained}", flush=True)
-        model.config.max_position_embeddings = args.length
+    choose_lengths(args, model.config.max_position_embeddings)
+    model.config.max_position_embeddings = args.max_positions
     cope_steps = {"hope": 0, "cope-hope": args.steps // 2, "cope": args.steps}[args.scheme]
     if args.cope_steps is not None:
         cope_steps = args.cope_steps
-    names = ("model", "scheme", "length", "steps", "batch", "accumulate", "learning_rate", "warmup", "seed", "dtype")
+    names = (
+        "model",
+        "scheme",
+        "length",
+        "train_length",
+        "max_positions",
+        "steps",
+        "batch",
+        "accumulate",
+        "learning_rate",
+        "warmup",
+        "seed",
+        "dtype",
+    )
     settings = {name: getattr(args, name) for name in names} | {"cope_steps": cope_steps}
     settings["text"] = hashlib.sha256(b"\0".join(documents)).hexdigest()
     checkpoint = last_checkpoint(Path(args.out), settings)
@@ -219,8 +242,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", metavar="DIR", default="runs/hf", help="checkpoints, and the model in DIR/model")
     parser.add_argument("--scheme", choices=("hope", "cope-hope", "cope"), default="hope")
     parser.add_argument("--cope-steps", type=positive, help="steps under CoPE before HoPE; default: half of --steps")
+    of_model = "default: the model's max_position_embeddings"
+    parser.add_argument("--length", type=positive, help=f"longest sample, in tokens; {of_model}")
     parser.add_argument(
-        "--length", type=positive, help="longest sample, and the schemes' train length, in tokens; default: the model's"
+        "--train-length", type=positive, help=f"train length of HoPE and CoPE, in tokens; {of_model}, at least --length"
+    )
+    parser.add_argument(
+        "--max-positions", type=positive, help=f"max_position_embeddings to save; {of_model}, at least --length"
     )
     parser.add_argument("--steps", type=positive, default=1000)
     parser.add_argument("--batch", type=positive, default=4, help="samples in one packed row, per device")

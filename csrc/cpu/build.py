@@ -6,10 +6,15 @@ missing. It needs a C++ compiler and nothing else: neither torch nor Python's he
 
 CXX names the compiler, with options: ``CXX="python -m ziglang c++ -target aarch64-linux-gnu.2.28"`` compiles for ARM
 on any machine. The targets are those of the machine that the compiler compiles for.
+
+A library is compiled once per user: a cache keeps it for other environments, under a hash of the sources, the system's
+headers, the flags, the compiler, its assembler and its linker. FLASHROPE_BUILD_CACHE=DIR moves the cache from
+$XDG_CACHE_HOME/flashrope/cpu-kernels (~/.cache/...), and FLASHROPE_BUILD_CACHE=0 switches it off.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -18,6 +23,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,6 +48,13 @@ SYSTEM_LIBRARIES = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libc.so.6"
     "librt.so.1",
     "libstdc++.so.6",
 }
+CACHE_SWITCH = "FLASHROPE_BUILD_CACHE"
+CACHE_ENTRIES = 16  # about 1.4 MB each; the ones that were used last stay
+# What compilers read besides their arguments.
+COMPILER_VARIABLES = (
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
+    *("LD_RUN_PATH", "LDEMULATION", "ZIG_LIB_DIR", "CCC_OVERRIDE_OPTIONS"),
+)
 ELF_MACHINES = {62: "x86_64", 183: "aarch64"}
 
 
@@ -117,10 +130,18 @@ def compile_target(arguments: list[str], library: Path) -> str:
         library.unlink(missing_ok=True)
         return f"no C++ compiler: {arguments[0]} is not on PATH"
     new = library.with_suffix(f".{os.getpid()}.tmp")
+    key = cache_key(arguments) if (cached := cache_folder()) else None
+    if cached and key and (content := read_cached(cached, key)) is not None:
+        new.write_bytes(content)
+        new.chmod(0o777 & ~umask())
+        os.replace(new, library)
+        return ""
     sources = sorted(path.name for path in SOURCES.glob("*.cpp"))  # relative, so that no path gets into the library
     done = subprocess.run([*arguments, *sources, "-o", new.resolve()], cwd=SOURCES, capture_output=True, text=True)
     if done.returncode == 0:
         os.replace(new, library)
+        if cached and key:
+            write_cached(cached, key, library.read_bytes())
         return ""
     new.unlink(missing_ok=True)
     library.unlink(missing_ok=True)
@@ -129,6 +150,101 @@ def compile_target(arguments: list[str], library: Path) -> str:
         (line for line in lines if "error" in line.lower()), lines[0] if lines else f"exit code {done.returncode}"
     )
     return f"{shlex.join(arguments)} failed: {reason[:300]}"
+
+
+# ---- the cache of compiled libraries
+
+
+def cache_folder() -> Path | None:
+    """Returns the cache's folder, or None if it is switched off, not this user's own or not writable."""
+    chosen = os.environ.get(CACHE_SWITCH)
+    if chosen in ("", "0"):
+        return None
+    try:
+        home = os.environ.get("XDG_CACHE_HOME", "")
+        folder = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
+        folder = Path(chosen) if chosen else folder / "flashrope" / "cpu-kernels"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        own = folder.stat().st_uid == os.getuid()  # not so under sudo: what another user wrote would run as root
+    except (OSError, RuntimeError):
+        return None
+    return folder if own and os.access(folder, os.W_OK) else None
+
+
+def cache_key(arguments: list[str]) -> str | None:
+    """Returns a hash of all that decides the library's bytes, or None where the compiler does not tell.
+
+    arguments: the compiler with its options. The sources count as they are, and once more with the headers that they
+    include, as the preprocessor sees them.
+    """
+    digest = hashlib.sha256()
+
+    def add(*parts: bytes) -> None:
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part)
+
+    names = sorted(path.name for pattern in ("*.cpp", "*.h") for path in SOURCES.glob(pattern))
+    for name in names:
+        add(name.encode(), (SOURCES / name).read_bytes())
+    add(*map(str.encode, arguments))
+    add(*(f"{name}={os.environ.get(name)}".encode() for name in COMPILER_VARIABLES))
+    included = "".join(f'#include "{name}"\n' for name in names if name.endswith(".cpp"))
+    try:
+        unit = ["-E", "-I", ".", "-x", "c++", "-", "-o", "/dev/stdout"]
+        preprocessed = said([*arguments, *unit], included.encode())
+        versions = [said([*arguments, "-v"])]
+        for tool in ("as", "ld"):
+            if path := said([*arguments, f"-print-prog-name={tool}"]).stdout.decode().strip():
+                versions.append(said([path, "--version"]))
+    except OSError:
+        return None
+    if preprocessed.returncode or not preprocessed.stdout:
+        return None
+    add(version(arguments).encode(), preprocessed.stdout, *(done.stdout + done.stderr for done in versions))
+    return digest.hexdigest()
+
+
+def said(command: list[str], given: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(command, input=given, cwd=SOURCES, capture_output=True)
+
+
+def read_cached(folder: Path, key: str) -> bytes | None:
+    """Returns the library of this key, or None if there is none or its file is damaged."""
+    path = folder / key
+    try:
+        content = path.read_bytes()
+        if content[:32] != hashlib.sha256(content[32:]).digest():
+            return None
+        os.utime(path)
+    except OSError:
+        return None
+    return content[32:]
+
+
+def write_cached(folder: Path, key: str, library: bytes) -> None:
+    """Keeps a library, completely or not at all, and deletes the ones that were not used for longest. A disk that is
+    full is no error."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
+            try:
+                file.write(hashlib.sha256(library).digest() + library)
+                file.flush()
+                os.replace(file.name, folder / key)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+        entries = sorted(folder.glob("[0-9a-f]*"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in entries[CACHE_ENTRIES:]:
+            path.unlink(missing_ok=True)
+    except OSError:
+        pass
+
+
+def umask() -> int:
+    """Returns the process's umask."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The command line starts without torch, and every command ends cleanly at Ctrl-C."""
 
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
@@ -139,6 +141,24 @@ def test_bars_of_the_demo_say_the_time_left_where_there_is_no_terminal(monkeypat
     assert shown[0] == "training: 1 of 101, loss 2.000"
     assert re.fullmatch(r"training: 25 of 101, loss 2.000, about 3 min 5\d s left", shown[1])
     assert shown[-1] == "training: 101 of 101, loss 2.000"
+
+
+def test_bars_on_a_terminal_without_a_width():
+    """Such as that of script(1) with another stdin."""
+    pytest.importorskip("tqdm", reason="the extra 'demo' is not installed")
+    code = (
+        "from flashrope.cli.progress import Bar\nfrom flashrope.cli.report import Bars\n"
+        "with Bars(['training'], 10) as bars:\n    bars.update(0, 10, 2.0)\n"
+        "bar = Bar(4)\nbar.start('measuring')\nbar.step(4)\n"
+    )
+    ours, theirs = pty.openpty()
+    assert os.get_terminal_size(theirs).columns == 0
+    plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=plain, timeout=60, check=True)
+    shown = os.read(ours, 100_000).decode()
+    os.close(ours), os.close(theirs)
+    assert "training: 100%" in shown and "loss 2.000" in shown
+    assert "100% 1 s  measuring" in shown or "100% 0 s  measuring" in shown
 
 
 def test_generate_shows_bars_where_the_text_goes_to_a_file(tmp_path, monkeypatch):

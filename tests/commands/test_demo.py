@@ -4,6 +4,8 @@ import csv
 import json
 import math
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,7 +54,7 @@ def rows(out):
 def test_writes_every_result(finished):
     assert {path.name for path in finished.iterdir()} == OUTPUTS
     table = rows(finished)
-    names = ["RoPE", "HoPE", "ReRoPE-w16", "Leaky ReRoPE-w16", "CoPE", "Self-Extend-w16"]
+    names = ["RoPE", "HoPE", "ReRoPE-w16", "HoPE, ReRoPE-w16", "Leaky ReRoPE-w16", "CoPE", "Self-Extend-w16"]
     expected = {
         (name + log_n, str(length)) for name in names for log_n in ("", " + log n") for length in (32, 64, 128, 256)
     }
@@ -89,7 +91,12 @@ def test_the_schemes_that_are_compared():
         length, rope = PRESETS[name].train_length, Rotary.rope(32)
         schemes, left_out = compared(32, length, length // 2, 16.0, 10_000.0)
         found = {scheme.name: scheme for scheme in schemes}
-        assert not left_out and len(found) == 14
+        assert not left_out and len(found) == 16
+        rerope = f"ReRoPE-w{length // 2} + log n"
+        assert found[rerope].rotary == rope.rectify(length // 2).log_n(length) and found[rerope].trained_with == "rope"
+        hope = found[f"HoPE, {rerope}"]
+        assert hope.rotary == Rotary.hope(32, length).rectify(length // 2).log_n(length)
+        assert hope.trained_with == "hope"
         assert found["CoPE"].rotary == rope.cope(length) and found["CoPE"].trained_with == "rope"
         assert found[f"Self-Extend-w{length // 2}"].rotary == rope.self_extend(length // 2, 16)
         assert found["DCA + log n"].rotary == rope.dual_chunk(*dual_chunk_for(length)).log_n(length)
@@ -97,7 +104,8 @@ def test_the_schemes_that_are_compared():
     assert set(left_out) == {"DCA"} and "Self-Extend-w13" in [scheme.name for scheme in schemes]
     assert set(compared(32, 16, 3, 16.0, 10_000.0)[1]) == {"DCA", "Self-Extend-w3"}
     found = {scheme.name: scheme.rotary for scheme in compared(32, 64, 32, 16.0, 10_000.0, ["yarn", "rerope"])[0]}
-    assert set(found) == {name + log_n for name in ("RoPE", "HoPE", "YaRN", "ReRoPE-w32") for log_n in ("", " + log n")}
+    names = "RoPE", "HoPE", "YaRN", "ReRoPE-w32", "HoPE, ReRoPE-w32"
+    assert set(found) == {name + log_n for name in names for log_n in ("", " + log n")}
     assert found["YaRN"] == Rotary.rope(32).yarn(8.0, 64) and found["ReRoPE-w32"] == Rotary.rope(32).rectify(32)
 
 
@@ -134,6 +142,7 @@ def test_checkpoints_give_the_losses_of_the_table(finished):
     for name, trained_with, change in (
         ("HoPE", "hope", lambda rotary: rotary),
         ("ReRoPE-w16 + log n", "rope", rectified),
+        ("HoPE, ReRoPE-w16 + log n", "hope", rectified),
         ("CoPE", "rope", lambda rotary: rotary.cope(32)),
         ("Self-Extend-w16", "rope", lambda rotary: rotary.self_extend(16, 16)),
     ):
@@ -223,6 +232,34 @@ def test_bad_input_is_one_line(tmp_path, text, capsys, monkeypatch, options, mes
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_an_earlier_run_is_replaced_only_when_asked(finished, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    again = [*TINY, "--seed", "1", "--out", str(out)]
+    assert main([*again, "--preset", "cpu"]) == 2  # other sizes are refused, too
+    assert main(again) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 2 and "--out: expected a folder without results, got" in errors
+    assert "rope.safetensors, hope.safetensors" in errors and "add --overwrite" in errors
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert main([*again, "--overwrite"]) == 0
+    assert (out / "rope.safetensors").read_bytes() != before["rope.safetensors"]
+    for name in OUTPUTS - {"split.json"}:
+        (out / name).unlink()
+    assert main(again) == 0  # an interrupted run leaves split.json alone
+
+
+def test_it_ends_with_the_next_commands(tmp_path, text, capsys):
+    out = tmp_path / "two words"
+    assert main([*TINY, "--text", str(text), "--out", str(out)]) == 0
+    commands = [shlex.split(line) for line in capsys.readouterr().out.split("next:\n")[1].splitlines()]
+    assert [(first, name) for first, name, *_ in commands] == [("flashrope", "generate")] * 2 + [("flashrope", "loss")]
+    for _, *command in commands[:2]:
+        assert main([*command, "--tokens", "2", "--device", "cpu"]) == 0
+    assert commands[2][3] == str(out / "rope.safetensors") and "--text" in commands[2]
 
 
 def test_out_that_is_a_file(tmp_path, text, capsys):

@@ -14,10 +14,13 @@ from flashrope.integrations.hf_config import rotary_of_model
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.decoder import attention_modules, check_decoder, find_decoder
 from flashrope.integrations.transformers.layer_schemes import layer_type_of
-from small_models import CAUSAL_LM, HERE, REFUSED_BY_VERSION, small_config, tiny
+from small_models import CAUSAL_LM, HERE, REFUSED_BY_VERSION, UNFIT, small_config, tiny
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 TESTED, PASSED = "tested", "passes the comparison"
+UNFIT_CHECKPOINTS = (
+    "a small model passes the comparison, but every released checkpoint is refused: layers with a head_dim of 512"
+)
 COMPOSITE = "several models in one: converted if the type of its text decoder is"
 NOT_BUILT = "no small model of it was built"
 REASONS = {  # a part of the message: what to say
@@ -37,6 +40,7 @@ REASONS = {  # a part of the message: what to say
     "same outputs": "gives other outputs when converted",
     "rotates nothing": "rotates nothing",
     "base each": "a base per layer",
+    "the kernels take a head_dim up to": "a head_dim above 256",
     "even integer": "rotates an odd number of channels",
 }
 
@@ -55,7 +59,7 @@ def outcome(name: str) -> str:
     if problem == NOT_BUILT:
         with torch.device("meta"):
             problem = _refusal(lambda: AutoModelForCausalLM.from_config(default)) or NOT_BUILT
-    return problem or PASSED
+    return problem or (UNFIT_CHECKPOINTS if name in UNFIT else PASSED)
 
 
 def _small(name: str):

@@ -12,7 +12,8 @@ import transformers
 from flashrope import Rotary
 from flashrope.integrations.families import family
 from flashrope.integrations.transformers import convert
-from small_models import COMMON, FAMILIES, HERE, REFUSED_BY_VERSION, VERSION, tiny  # noqa: F401  the tests import them from here
+from flashrope.integrations.transformers.decoder import head_dim_of
+from small_models import CAUSAL_LM, COMMON, FAMILIES, HERE, REFUSED_BY_VERSION, UNFIT, VERSION, tiny  # noqa: F401  the tests import them from here
 from transformers import StaticCache
 
 NOTES = {
@@ -29,7 +30,6 @@ NOTES = {
     "gemma2": "without its soft cap, refused with it",
     "gemma3_text": "two tables",
     "gemma3n_text": "two tables, layers that share keys",
-    "gemma4_text": "two tables and head dims; refused with layers that share keys",
     "glm": "interleaved pairs, partial",
     "glm4": "interleaved pairs, partial",
     "glm4_moe": "partial",
@@ -137,27 +137,32 @@ RUNS = {
 }
 
 
-def difference(name: str) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.nn.Module]:
+def difference(name: str, untested: bool = False) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.nn.Module]:
     """(by run, the largest difference of any logit from the stock model's, relative to logits of size 3; the stock
     model's logits; the converted model)."""
     model = tiny(name)
     runs = {run: call for run, call in RUNS.items() if run != "packed" or family(name).packs}
     stock = {run: call(model) for run, call in runs.items()}
-    convert(model)
+    convert(model, untested=untested)
     size = max(1.0, float(stock["uncached"].abs().max()) / 3)
     return {run: float((call(model) - stock[run]).abs().max()) / size for run, call in runs.items()}, stock, model
+
+
+def widths(model) -> str:
+    """Returns the head_dim of a converted model's layers, all of them where they differ."""
+    return ", ".join(map(str, sorted({head_dim_of(module) for module in converted(model)})))
 
 
 def table() -> str:
     columns = ["uncached", "cached", "padded", "padded, cached", "static cache", "packed"]
     lines = [
-        f"| transformers {transformers.__version__} | " + " | ".join(columns) + " | |",
-        "|---|" + "---:|" * len(columns) + "---|",
+        f"| transformers {transformers.__version__} | head_dim | " + " | ".join(columns) + " | |",
+        "|---|" + "---:|" * (1 + len(columns)) + "---|",
     ]
     for name in sorted(HERE):
-        found = difference(name)[0]
+        found, _, model = difference(name)
         lines.append(
-            f"| {name} | "
+            f"| {name} | {widths(model)} | "
             + " | ".join(f"{found[column]:.1e}" if column in found else "refused" for column in columns)
             + f" | {NOTES.get(name, '')} |"
         )

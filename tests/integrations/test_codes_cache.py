@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 from families import CALLS, SEQLEN, tiny
 from flashrope.backends.quantized import dequantize, quantize
 from flashrope.cache.storage import CACHE_DTYPES
-from flashrope.integrations.transformers import CodesCache, convert
+from flashrope.integrations.transformers import CodesCache, convert, revert
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
@@ -96,6 +96,23 @@ def test_quantized_cache_of_transformers():
     done = model.generate(ids, past_key_values=Cache(layers=layers), **options)
     assert torch.equal(done.sequences, model.generate(ids, **options).sequences)
     assert layers[0]._quantized_keys.shape[2] > ids.shape[1]
+
+
+@pytest.mark.parametrize("state", ["stock", "reverted"])
+@torch.no_grad()
+def test_a_model_that_is_not_converted(state):
+    model, ids = tiny("llama").eval(), torch.randint(64, (2, 7))
+    used = CodesCache(model.config, "int8")
+    if state == "reverted":
+        convert(model)(ids, past_key_values=used)
+        revert(model)
+    used.reset()
+    for cache in (CodesCache(model.config, "int8"), used):
+        with pytest.raises(ValueError, match=r"past_key_values: a CodesCache is not .*; call convert\(model\) first"):
+            model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"call convert\(model\) first"):
+            model.generate(ids, past_key_values=cache, max_new_tokens=2)
+    convert(model)(ids, past_key_values=CodesCache(model.config, "int8"))
 
 
 def test_what_is_refused():

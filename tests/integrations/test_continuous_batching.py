@@ -17,7 +17,6 @@ REFUSED = set(families_with("not_batched")) & set(HERE)
 # not those of the configuration.
 NOT_BATCHED = {
     "falcon_h1",
-    "gemma4_text",
     "jetmoe",
     "lfm2",
     "lfm2_moe",

@@ -25,7 +25,7 @@ def test_families_that_are_refused():
         convert(tiny("hunyuan_v1_dense", head_dim=16), untested=True)
     with pytest.raises(ValueError, match="phimoe keeps longrope's table for short texts"):
         convert(tiny("phimoe", num_local_experts=4))
-    if "gemma4_text" in families.HERE:
+    if "gemma4_text" in families.CAUSAL_LM:
         model = tiny("gemma4_text", num_kv_shared_layers=2)
         if hasattr(model.model, "_maybe_slice_kv_shared_inputs"):  # older versions do not drop rows
             with pytest.raises(ValueError, match="expected num_kv_shared_layers = 0, got 2"):
@@ -49,6 +49,25 @@ def test_families_that_are_refused():
     for name, reason in families.REFUSED_BY_VERSION.items():
         with pytest.raises(ValueError, match=reason):
             convert(tiny(name))
+
+
+@pytest.mark.parametrize("untested", [False, True])
+@pytest.mark.parametrize(
+    "name, changes, width, layer",
+    [("llama", dict(head_dim=264), 264, 0), ("gemma4_text", dict(head_dim=256, global_head_dim=512), 512, 1)],
+)
+def test_widths_that_the_kernels_do_not_take(name, changes, width, layer, untested):
+    if name not in families.CAUSAL_LM:
+        pytest.skip(f"transformers {families.VERSION} has no {name}")
+    model = tiny(name, **changes)
+    stock = logits(model, tokens())
+    message = (
+        rf"model: head_dim = {width} of layer {layer} is not supported \(the kernels take .* up to 256\), got '{name}'"
+    )
+    with pytest.raises(ValueError, match=message):
+        convert(model, untested=untested)
+    assert torch.equal(logits(model, tokens()), stock) and model.config._attn_implementation == "sdpa"
+    assert not any("rotary_bands" in attribute for module in model.modules() for attribute in vars(module))
 
 
 def test_a_table_that_is_not_the_configurations():

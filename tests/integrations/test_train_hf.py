@@ -158,6 +158,26 @@ def test_other_settings_do_not_resume(example, trained, capsys):
     assert "checkpoint-30 was made with length 64 (now 32)" in error
 
 
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ([], (LENGTH, LENGTH, LENGTH)),
+        (["--length", "16"], (16, LENGTH, LENGTH)),
+        (["--length", "128"], (128, 128, 128)),
+        (["--length", "16", "--train-length", "32"], (16, 32, LENGTH)),
+        (["--length", "16", "--train-length", "96", "--max-positions", "96"], (16, 96, 96)),
+    ],
+)
+def test_three_lengths(example, tmp_path, more, expected):
+    """Of samples, of the scheme, and of the saved model."""
+    args = example.parse([*options(tmp_path, *more), "--scheme", "hope"])
+    args.cope_steps = None
+    trainer, _ = example.make_trainer(args)
+    longest = max(len(sample["input_ids"]) for sample in trainer.train_dataset)
+    saved, scheme = trainer.model.config.max_position_embeddings, trainer.model.config.flashrope
+    assert (longest, scheme, saved) == (expected[0], {"hope_train_length": expected[1]}, expected[2])
+
+
 def test_fsdp_without_an_accelerator_is_refused(example, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert example.main(options(tmp_path)) == 2

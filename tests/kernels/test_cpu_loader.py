@@ -126,7 +126,7 @@ def test_other_systems_do_not_warn(installation, monkeypatch):
 
 
 def build(folder: Path, compiler: str, *targets: str):
-    env = {**os.environ, "CXX": compiler}
+    env = {**os.environ, "CXX": compiler, "FLASHROPE_BUILD_CACHE": "0"}
     return subprocess.run([sys.executable, BUILD, folder, *targets], capture_output=True, text=True, env=env)
 
 

@@ -78,3 +78,20 @@ def test_the_whole_example(tmp_path, capsys):
     assert "reuse, the first 2 computed again" in shown and "83.3%" in shown  # 8 of 48 tokens are computed
     with pytest.raises(SystemExit):
         chunks["main"]([*paths, "--retrieved", "1"])
+
+
+@pytest.mark.parametrize("kind", ["transformers", "bytes", "no length", "nowhere"])
+def test_another_model_is_refused_in_one_line(tmp_path, capsys, kind):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "model.safetensors"
+    if kind == "transformers":
+        save_file({"weight": torch.zeros(2)}, path, metadata={"format": "pt"})
+    elif kind != "nowhere":
+        model = LanguageModel(ModelConfig(width=32, layers=1, heads=2, vocab_size=256 if kind == "bytes" else 64))
+        save_checkpoint(path, model, Rotary.rope(16), 64 if kind == "bytes" else None)
+    with pytest.raises(SystemExit) as stop:
+        chunks["main"]([str(path)])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and str(path) in error
+    assert "error: models: expected models of the experiment copying (see the top of this file), got" in error

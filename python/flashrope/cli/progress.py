@@ -26,6 +26,11 @@ def seconds_left(elapsed: float, done: float, total: float) -> float | None:
     return elapsed / done * (total - done) if done and elapsed >= SETTLED else None
 
 
+def columns() -> int:
+    """Returns the width of the terminal; 80 where it reports 0, as that of script(1) does."""
+    return shutil.get_terminal_size().columns or 80
+
+
 class Bar:
     """Counts steps up to total. Written to stderr, so that what is printed on stdout stays clean.
 
@@ -69,5 +74,4 @@ class Bar:
         filled = WIDTH * self.done // max(self.total, 1)
         share = 100 * self.done // max(self.total, 1)
         line = f"[{'#' * filled}{'.' * (WIDTH - filled)}] {share}% {self._time()}  {self.text}"
-        columns = shutil.get_terminal_size().columns
-        print(f"\r\x1b[K{line[: columns - 1]}", end="", file=self.stream, flush=True)
+        print(f"\r\x1b[K{line[: columns() - 1]}", end="", file=self.stream, flush=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from typing import Any
 
-from .progress import duration, seconds_left
+from .progress import columns, duration, seconds_left
 
 
 class Bars:
@@ -18,9 +21,10 @@ class Bars:
 
         self._names, self._total, self._steps = names, total, [0] * len(names)
         self._began = [0.0] * len(names)  # when the first step was done, which compiles
-        self._bars = [
-            tqdm(total=total, desc=name, position=at, disable=None, dynamic_ncols=True) for at, name in enumerate(names)
-        ]
+        width: dict[str, Any] = (
+            {"dynamic_ncols": True} if _has_width() else {"ncols": columns(), "nrows": len(names) + 2}
+        )
+        self._bars = [tqdm(total=total, desc=name, position=at, disable=None, **width) for at, name in enumerate(names)]
 
     def __enter__(self) -> Bars:
         return self
@@ -55,6 +59,14 @@ class Bars:
         done = self._steps[bar] - 1
         left = seconds_left(time.monotonic() - self._began[bar], done, self._total - 1) if done > 0 else None
         return f", about {duration(left)} left" if left else ""
+
+
+def _has_width() -> bool:
+    """Whether the terminal of stderr reports a width, which tqdm follows. At a size of 0 tqdm would draw nothing."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (OSError, ValueError):  # no terminal
+        return True
 
 
 def aligned(title: str, rows: Sequence[Sequence[str]], width: int = 0) -> str:

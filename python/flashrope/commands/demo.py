@@ -17,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text", metavar="PATH", help="a file or folder to train on instead of Python's standard library"
     )
     path.add_argument("--out", metavar="DIR", default="runs/demo", help="directory for the results")
+    path.add_argument(
+        "--overwrite", action="store_true", help="replace the models and results of an earlier run in --out"
+    )
     run_ = parser.add_argument_group("run")
     run_.add_argument(
         "--preset",
@@ -47,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=[name for name in SCHEMES if name not in ("stock", "log-n", "hope")],
         default=list(COMPARED),
-        help="schemes to compare with RoPE and HoPE, each without and with log n",
+        help="schemes to compare with RoPE and HoPE, each without and with log n; rerope on the models of both",
     )
     schemes.add_argument(
         "--window",

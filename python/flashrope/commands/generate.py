@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ..backends.names import BACKENDS, CACHE_DTYPES
 from ..cli.options import MAX_THREADS, positive
@@ -24,23 +25,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="PATH",
         default=f"runs/demo/{CHECKPOINTS['rope']}",
-        help="a checkpoint written by flashrope demo",
+        help="a checkpoint written by flashrope demo, a transformers checkpoint, or its name on the hub",
     )
     prompt = model.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt",
         metavar="TEXT",
-        help="the text to continue; default: part of a file that the model was not trained on, as long as the training "
-        "length",
+        help="the text to continue; default for a model of flashrope demo: part of a file that the model was not "
+        "trained on, as long as the training length",
     )
     prompt.add_argument("--prompt-file", metavar="PATH", help="a file with the text to continue")
     run_ = parser.add_argument_group("run")
-    run_.add_argument("--tokens", type=positive, metavar="N", default=256, help="number of bytes to generate")
-    run_.add_argument("--temperature", type=float, metavar="T", default=0.8, help="0 always takes the most likely byte")
-    run_.add_argument("--top-k", type=positive, metavar="K", help="sample from the K most likely bytes only")
+    run_.add_argument(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        default=256,
+        help="number of tokens to generate; one is a byte for models of flashrope demo",
+    )
+    run_.add_argument(
+        "--temperature", type=float, metavar="T", default=0.8, help="0 always takes the most likely token"
+    )
+    run_.add_argument("--top-k", type=positive, metavar="K", help="sample from the K most likely tokens only")
     run_.add_argument("--seed", type=int, default=0, help="seed of the sampling and of the default prompt")
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: the one for the device")
+    run_.add_argument(
+        "--impl",
+        choices=BACKENDS,
+        help="attention backend, for models of flashrope demo; default: the one for the device",
+    )
     run_.add_argument(
         "--cache-dtype",
         choices=CACHE_DTYPES,
@@ -52,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=first_and_last,
         metavar="FIRST,LAST",
         help="keep the first and the last bytes alone, in a cache of fixed size: attention sinks and a rolling window. "
-        "They stand at the positions 0, 1, 2, ..., so the text may be of any length",
+        "They stand at the positions 0, 1, 2, ..., so the text may be of any length. For models of flashrope demo",
     )
     run_.add_argument(
         "--threads",
@@ -74,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=positive,
         metavar="W",
-        help="window in bytes, default: half the training length; implies --rectify, unless --scheme is given",
+        help="window in tokens, default: half the training length; implies --rectify, unless --scheme is given",
     )
     scheme.add_argument(
         "--factor",
@@ -89,11 +102,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--train-length",
         type=positive,
         metavar="N",
-        help="the training length in bytes, for checkpoints that do not record it",
+        help="the training length in tokens, for checkpoints that do not record it",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..small_models import generate
+    path = Path(args.model)
+    if path.is_file() or path.suffix == Path(CHECKPOINTS["rope"]).suffix:
+        from ..small_models import generate as of_demo
 
-    return generate.run(args)
+        return of_demo.run(args)
+    from ..evaluation import generate as of_transformers
+
+    return of_transformers.run(args)

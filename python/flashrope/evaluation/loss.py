@@ -25,9 +25,10 @@ from ..cli.hardware import hardware
 from ..cli.options import BadInput
 from ..cli.progress import Bar
 from ..small_models import data
+from ..small_models.generate import cache_facts
 from .model import (
     Tokens,
-    cache_facts,
+    check_positions,
     describe,
     last_logits,
     load,
@@ -246,16 +247,7 @@ def check_lengths(model, lengths: Sequence[int], tokens: Tokens) -> None:
     """Raises BadInput for lengths too short to predict from, and for those beyond a learned table of positions."""
     if lengths[0] < 2 + len(tokens.start):
         raise BadInput(f"--lengths: expected at least {2 + len(tokens.start)}, got {lengths[0]}")
-    limit = getattr(text_config(model), "max_position_embeddings", None)
-    if not limit or lengths[-1] <= limit:
-        return
-    words = model.get_input_embeddings()
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Embedding) and module is not words and 0 <= module.num_embeddings - limit <= 2:
-            raise BadInput(
-                f"--lengths: expected at most {limit:,}, as this model has a learned embedding for each position "
-                f"({name}), got {lengths[-1]:,}"
-            )
+    check_positions(model, lengths[-1], "--lengths")
 
 
 def check_chunks(model) -> None:

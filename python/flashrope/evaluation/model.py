@@ -19,11 +19,14 @@ MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; a model with more and no 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """How text becomes tokens. ``start`` are the tokens at the start of everything that the model reads."""
+    """How text becomes tokens. ``start`` are the tokens at the start of everything that the model reads, ``ends`` those
+    that end a text. ``decode`` is the tokenizer's; None for bytes."""
 
     encode: Callable[[str], list[int]]
     start: tuple[int, ...] = ()
     unit: str = "token"
+    decode: Callable[[list[int]], str] | None = None
+    ends: tuple[int, ...] = ()
 
 
 def load(name: str, device: torch.device):
@@ -84,6 +87,20 @@ def measured_lengths(asked: list[int] | None, train_length: int) -> list[int]:
     return sorted(set(asked or [train_length // 2, train_length, 2 * train_length, 4 * train_length]))
 
 
+def check_positions(model, longest: int, option: str) -> None:
+    """Raises BadInput, which names the option, for a length beyond a learned table of positions."""
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    if not limit or longest <= limit:
+        return
+    words = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and module is not words and 0 <= module.num_embeddings - limit <= 2:
+            raise BadInput(
+                f"{option}: expected at most {limit:,}, as this model has a learned embedding for each position "
+                f"({name}), got {longest:,}"
+            )
+
+
 def describe(model, name: str, train_length: int) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     return f"{name}, {parameters:,} parameters, training length {train_length:,} tokens"
@@ -119,7 +136,12 @@ def _tokens(name: str, config) -> Tokens:
         reason = lines[0] if lines else type(error).__name__
     if not reason:
         start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-        return Tokens(lambda text: tokenizer.encode(text, add_special_tokens=False), start)
+        ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
+        def decode(ids: list[int]) -> str:
+            return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+        return Tokens(lambda text: tokenizer.encode(text, add_special_tokens=False), start, decode=decode, ends=ends)
     if not 256 <= config.vocab_size <= MAX_BYTE_VOCABULARY:
         size = "small" if config.vocab_size < 256 else "large"
         raise BadInput(f"--model: {name} has no tokenizer, and its vocabulary is too {size} for bytes ({reason})")
@@ -138,9 +160,9 @@ def new_cache(model, cache_dtype: str | None):
         raise BadInput(f"--cache-dtype: {str(error).removeprefix('cache_dtype: ')}") from None
 
 
-def cache_facts(cache_dtype: str | None) -> dict[str, str]:
-    """The line about the cache in a list of settings."""
-    return {"cache": f"{cache_dtype}, a scale for each token and key head"} if cache_dtype else {}
+def keep_logits(model, count: int) -> dict[str, int]:
+    """Returns the argument that limits a forward pass to the last ``count`` logits, for models that take it."""
+    return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 @torch.no_grad()
@@ -153,10 +175,9 @@ def last_logits(
     KV cache, to save memory for activations. ``cache_dtype``: all keys and values go through a cache of this type; the
     model must be converted.
     """
-    takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def read(piece: torch.Tensor, keep: int, **cache):
-        out = model(piece, **cache, **({"logits_to_keep": keep} if takes_keep else {}))
+        out = model(piece, **cache, **keep_logits(model, keep))
         return out.logits[:, -keep:].float(), getattr(out, "past_key_values", None)
 
     length = ids.shape[1]

@@ -22,9 +22,9 @@ from ..cli.figure import new_figure, save
 from ..cli.hardware import hardware
 from ..cli.options import BadInput
 from ..cli.progress import Bar
+from ..small_models.generate import cache_facts
 from .model import (
     Tokens,
-    cache_facts,
     describe,
     last_logits,
     load,

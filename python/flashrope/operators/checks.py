@@ -20,6 +20,7 @@ from ..rotary.rotated import one_rotation
 from .autocast import autocast_hint
 
 CACHES = ("k_cache", "v_cache")
+MAX_HEAD_DIM = 256
 MANY_HEADS = 128  # more than any known model has beside as many key heads; 256: beside fewer
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -73,8 +74,8 @@ def check_tensors(
     head_dim, heads_q, heads_kv = shape_q[-1], shape_q[-2], shape_k[-2]
     if shape_k[-1] != head_dim:
         raise ValueError(f"{names[0]}: expected head_dim {head_dim} as in q, got {shape_k[-1]}")
-    if head_dim % 8 or not 8 <= head_dim <= 256:
-        raise ValueError(f"q: expected head_dim to be a multiple of 8 up to 256, got {head_dim}")
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"q: expected head_dim to be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
     if v.shape != shape_k and scales is None:
         _check_values(names, v.shape, shape_k)
     if not heads_kv or heads_q % heads_kv:
@@ -143,8 +144,8 @@ def _check_values(names, shape_v, shape_k) -> None:
         if shape_v[:-1] == shape_k[:-1]:
             hint = " (a cache holds values as wide as its keys; attention and attention_varlen take other widths)"
         raise ValueError(f"{names[1]}: expected shape {expected} as {names[0]}{hint}, got {tuple(shape_v)}")
-    if shape_v[-1] % 8 or not 8 <= shape_v[-1] <= 256:
-        raise ValueError(f"{names[1]}: expected head_dim to be a multiple of 8 up to 256, got {shape_v[-1]}")
+    if shape_v[-1] % 8 or not 8 <= shape_v[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"{names[1]}: expected head_dim to be a multiple of 8 up to {MAX_HEAD_DIM}, got {shape_v[-1]}")
 
 
 def _layout(rank: int) -> str:
@@ -461,8 +462,8 @@ def check_rotated(x, rotary, positions) -> torch.Tensor | None:
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
     head_dim = x.shape[-1]
-    if head_dim % 8 or not 8 <= head_dim <= 256:
-        raise ValueError(f"x: expected head_dim to be a multiple of 8 up to 256, got {head_dim}")
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"x: expected head_dim to be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
     if rotary.head_dim != head_dim:
         raise ValueError(f"rotary: expected head_dim {head_dim} as in x, got {rotary.head_dim}")
     rows = tuple(x.shape[:-2])

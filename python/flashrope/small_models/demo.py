@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -104,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
+    files.check_folder(args.out, OUTPUTS[1:], args.overwrite)  # an interrupted run leaves the first alone
     settings = resolve(args)
     window = settings.context_lengths[-1] + 1
     corpus = data.from_path(args.text, window) if args.text else data.standard_library(window)
@@ -137,6 +139,19 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
     )
     files.write(out / "losses.md", table.markdown(rows, facts))
     print(f"written to {out}: {', '.join(OUTPUTS)}\n{report.lines(facts, 'time')}")
+    print("\n".join(["", "next:", *(f"  {command}" for command in next_commands(out, args.text is None))]))
+
+
+def next_commands(out: Path, known: bool) -> list[str]:
+    """Returns commands that go on with the models. known: generate finds a prompt in the text that they were trained
+    on."""
+    rope, hope = (shlex.quote(str(out / name)) for name in CHECKPOINTS.values())
+    prompt = "" if known else " --prompt TEXT"
+    return [
+        f"flashrope generate --model {rope} --scheme rerope{prompt}",
+        f"flashrope generate --model {hope}{prompt}",
+        f"flashrope loss --model {rope} --text YOUR_FILE --schemes stock rerope yarn",
+    ]
 
 
 def trained_text(trained: Sequence[Trained], comparable: bool) -> str:
@@ -209,7 +224,8 @@ def compared(
 ) -> tuple[tuple[Scheme, ...], dict[str, str]]:
     """The rows of the table, and {name: reason} for the schemes that these lengths have no room for.
 
-    The rows are RoPE, HoPE and the named schemes on RoPE's model, each without and with log n (at least 1).
+    The rows are RoPE, HoPE, the named schemes on RoPE's model, and ReRoPE on HoPE's where it is named, each without and
+    with log n (at least 1).
     """
     rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
     lengths = Lengths(train_length, MULTIPLES[-1] * train_length, window, factor)
@@ -219,11 +235,13 @@ def compared(
         try:
             options = scheme.fit(lengths)
             rotaries[name], words[name] = apply_options(rope, options), describe_options(options)
+            if scheme.method == SCHEMES["rerope"].method:
+                rotaries[f"HoPE, {name}"] = apply_options(hope, options)
         except ValueError as error:
             left_out[name] = str(error)
     schemes = []
     for name, rotary in rotaries.items():
-        trained_with = "hope" if name == "HoPE" else "rope"
+        trained_with = "hope" if name.startswith("HoPE") else "rope"
         schemes.append(Scheme(name, trained_with, False, rotary, words.get(name, "")))
         schemes.append(Scheme(f"{name} + log n", trained_with, True, rotary.log_n(train_length)))
     return tuple(schemes), left_out
@@ -283,8 +301,8 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
         f"{sum(map(len, corpus.unseen)):,} unseen ({len(corpus.unseen_files)} files)",
         "models": f"{parameters:,} parameters, layers {config.layers}, width {config.width}, heads {config.heads} of "
         f"{config.head_dim} channels; both start from the same weights and see the same batches",
-        "schemes": f"HoPE rotates {rotated} of {config.head_dim // 2} pairs; the others run on the model that was "
-        "trained with RoPE: "
+        "schemes": f"HoPE rotates {rotated} of {config.head_dim // 2} pairs; rows without it in their name run on the "
+        "model that was trained with RoPE: "
         + "".join(f"{scheme.name}: {scheme.words}; " for scheme in settings.schemes if scheme.words)
         + f"log n scales the query by max(1, ln(i + 1) / ln({training.train_length})) at evaluation only",
         **({"left out": "; ".join(map(": ".join, settings.left_out.items()))} if settings.left_out else {}),

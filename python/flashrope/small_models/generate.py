@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,10 +55,19 @@ class Settings:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
+    def command() -> int:
         settings = resolve(args)
         with torch.inference_mode(), autocast(settings.device), torch_threads(_threads(settings, args)):
             return _generate(settings, args)
+
+    return guarded(command)
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Returns the exit code of the command: 2 after BadInput and 1 after weights that are not finite, each with one
+    line on stderr."""
+    try:
+        return command()
     except BadInput as error:
         print(f"flashrope generate: error: {error}", file=sys.stderr)
         return 2
@@ -84,23 +94,52 @@ def _generate(settings: Settings, args: argparse.Namespace) -> int:
         ) from None
     print(report.lines(_facts(settings, args)) + "\n", file=sys.stderr, flush=True)
 
+    text = codecs.getincrementaldecoder("utf-8")("replace")
+    sampling = args.temperature, args.top_k, args.seed
+    start = time.perf_counter()
+    times, code = stream(
+        text.decode(settings.prompt),
+        lambda read: generate(decoder, settings.prompt, args.tokens, *sampling, read),
+        lambda byte: text.decode(bytes([byte])),
+        lambda: text.decode(b"", final=True),
+        (len(settings.prompt), args.tokens),
+    )
+    device = f"{settings.device}, backend {settings.impl}"
+    facts = outcome(len(settings.prompt), args.tokens, settings.train_length, device, start, times)
+    print(f"\n\n{report.lines(facts)}", file=sys.stderr)
+    return code
+
+
+def stream(
+    prompt: str,
+    tokens: Callable[[Callable[[int], None]], Iterator[int]],
+    decode: Callable[[int], str],
+    rest: Callable[[], str],
+    counts: tuple[int, int],
+) -> tuple[list[float], int]:
+    """Writes the prompt and the text of the tokens to stdout as they come.
+
+    tokens: yields them; it is called with a function that takes the number of tokens read. decode: the text that a
+    token completes. rest: the text behind the last token. counts: tokens of the prompt, and to generate.
+
+    Returns:
+        (when each token came, exit code).
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals without UTF-8
-    text = codecs.getincrementaldecoder("utf-8")("replace")
-    _show(text.decode(settings.prompt))
-    start, times, code = time.perf_counter(), [], 0
-    sampling = args.temperature, args.top_k, args.seed
-    with _bars(len(settings.prompt), args.tokens) as (read, wrote):
+    _show(prompt)
+    times: list[float] = []
+    code = 0
+    with _bars(*counts) as (read, wrote):
         try:
-            for byte in generate(decoder, settings.prompt, args.tokens, *sampling, read):
+            for token in tokens(read):
                 times.append(time.perf_counter())
-                _show(text.decode(bytes([byte])))
+                _show(decode(token))
                 wrote()
         except KeyboardInterrupt:
             code = INTERRUPTED
-    _show(text.decode(b"", final=True))
-    print(f"\n\n{report.lines(_outcome(settings, args, start, times))}", file=sys.stderr)
-    return code
+    _show(rest())
+    return times, code
 
 
 @contextlib.contextmanager
@@ -181,16 +220,7 @@ def _threads(settings: Settings, args: argparse.Namespace) -> int:
 def resolve(args: argparse.Namespace) -> Settings:
     """The settings for these options. Raises BadInput."""
     need("safetensors")
-    if not (math.isfinite(args.temperature) and args.temperature >= 0):
-        raise BadInput(f"--temperature: expected a number of at least 0, got {args.temperature}")
-    if args.top_k is not None and args.top_k > VOCABULARY:
-        raise BadInput(f"--top-k: expected at most {VOCABULARY}, the number of different bytes, got {args.top_k}")
-    if args.top_k is not None and args.temperature == 0:
-        raise BadInput(
-            "--top-k: has no effect at --temperature 0, which always takes the most likely byte; give only one of them"
-        )
-    if not 0 <= args.seed < 1 << 63:
-        raise BadInput(f"--seed: expected 0 to 2**63 - 1, got {args.seed}")
+    check_sampling(args, VOCABULARY, "bytes")
     device = options.device(args.device)
     model, trained, train_length = _load(args, device)
     prompt = _prompt(args, train_length)
@@ -210,6 +240,20 @@ def resolve(args: argparse.Namespace) -> Settings:
     if args.keep and (reason := unsupported_positions(impl, tables)):
         raise BadInput(f"--keep: {impl} cannot serve it: {reason}")
     return Settings(model, rotary, scheme, train_length, prompt, device, impl)
+
+
+def check_sampling(args: argparse.Namespace, vocabulary: int, unit: str) -> None:
+    """Raises BadInput for --temperature, --top-k or --seed. unit: what the vocabulary holds, in the plural."""
+    if not (math.isfinite(args.temperature) and args.temperature >= 0):
+        raise BadInput(f"--temperature: expected a number of at least 0, got {args.temperature}")
+    if args.top_k is not None and args.top_k > vocabulary:
+        raise BadInput(f"--top-k: expected at most {vocabulary}, the number of different {unit}, got {args.top_k}")
+    if args.top_k is not None and args.temperature == 0:
+        raise BadInput(
+            "--top-k: has no effect at --temperature 0, which always takes the most likely byte; give only one of them"
+        )
+    if not 0 <= args.seed < 1 << 63:
+        raise BadInput(f"--seed: expected 0 to 2**63 - 1, got {args.seed}")
 
 
 def _load(args: argparse.Namespace, device: torch.device) -> tuple[LanguageModel, Rotary, int | None]:
@@ -235,6 +279,16 @@ def _named_scheme(
     args: argparse.Namespace, trained: Rotary, train_length: int | None, longest: int
 ) -> tuple[Rotary, str]:
     """The scheme of --scheme, and its description."""
+    options = named_options(args, train_length, longest)
+    try:
+        rotary = apply_options(trained, options)
+    except ValueError as error:
+        raise BadInput(f"--scheme: {error}") from None
+    return rotary, f"{SCHEMES[args.scheme].label}: {describe_options(options) or 'as it was trained'}"
+
+
+def named_options(args: argparse.Namespace, train_length: int | None, longest: int) -> dict[str, Any]:
+    """Returns the options that --scheme stands for, as ``convert`` names them. Raises BadInput."""
     scheme = SCHEMES[args.scheme]
     if args.rectify or args.log_n:
         raise BadInput(f"--scheme: expected no {'--rectify' if args.rectify else '--log-n'} beside it, got both")
@@ -244,12 +298,11 @@ def _named_scheme(
         raise BadInput(f"--scheme: {args.model} does not record its training length; give --train-length")
     try:
         options = scheme.options(Lengths(train_length, longest, args.window, args.factor))
-        rotary = apply_options(trained, options)
     except ValueError as error:
         raise BadInput(f"--scheme: {error}") from None
     if args.factor is not None and "factor" not in options:
         raise BadInput(f"--factor: expected a scheme with a factor, got {scheme.name}")
-    return rotary, f"{scheme.label}: {describe_options(options) or 'as it was trained'}"
+    return options
 
 
 def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None) -> tuple[Rotary, str]:
@@ -257,18 +310,12 @@ def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None)
     rotated = sum(f != 0 for f in trained.frequencies)
     rotary, words = trained, [f"trained with {rotated} of {trained.head_dim // 2} channel pairs rotated"]
     unknown = f"{args.model} does not record its training length; give --train-length"
-    if args.rectify or args.window or args.factor is not None:
-        option = "--rectify" if args.rectify else "--window" if args.window else "--factor"
+    if option := rectifying(args):
         if not rotated:
             raise BadInput(f"{option}: no channel pair of this model is rotated, so it has no distances to rectify")
         if train_length is None:
             raise BadInput(f"{option}: {unknown}")
-        window = args.window or max(train_length // 2, 1)
-        if window > train_length:
-            raise BadInput(
-                f"--window: expected at most the training length of {train_length:,} bytes, beyond which distances are "
-                f"not trained, got {window:,}"
-            )
+        window = window_of(args, train_length, "bytes")
         try:
             rotary = rotary.rectify(window, args.factor)
         except ValueError as error:
@@ -289,7 +336,32 @@ def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None)
     return rotary, "; ".join(words)
 
 
+def rectifying(args: argparse.Namespace) -> str | None:
+    """Returns the first option that asks for ReRoPE or Leaky ReRoPE, or None."""
+    asked = {"--rectify": args.rectify, "--window": args.window, "--factor": args.factor is not None}
+    return next((option for option, given in asked.items() if given), None)
+
+
+def window_of(args: argparse.Namespace, train_length: int, unit: str) -> int:
+    """Returns the window of --window, by default half the training length. Raises BadInput."""
+    window = args.window or max(train_length // 2, 1)
+    if window > train_length:
+        raise BadInput(
+            f"--window: expected at most the training length of {train_length:,} {unit}, beyond which distances are "
+            f"not trained, got {window:,}"
+        )
+    return window
+
+
 def _prompt(args: argparse.Namespace, train_length: int | None) -> bytes:
+    prompt = given_prompt(args)
+    if prompt is None:
+        return _unseen_piece(Path(args.model).with_name("split.json"), train_length or DEFAULT_PROMPT, args.seed)
+    return prompt
+
+
+def given_prompt(args: argparse.Namespace) -> bytes | None:
+    """Returns the bytes of --prompt or --prompt-file, or None if neither is given. Raises BadInput."""
     if args.prompt is not None:
         option, prompt = "--prompt", args.prompt.encode("utf-8", "surrogateescape")  # as Python decoded argv
     elif args.prompt_file is not None:
@@ -299,7 +371,7 @@ def _prompt(args: argparse.Namespace, train_length: int | None) -> bytes:
         except OSError as error:
             raise BadInput(f"--prompt-file: cannot read {args.prompt_file} ({error.strerror})") from None
     else:
-        return _unseen_piece(Path(args.model).with_name("split.json"), train_length or DEFAULT_PROMPT, args.seed)
+        return None
     if not prompt:
         raise BadInput(f"{option}: expected at least one byte, got none")
     return prompt
@@ -328,45 +400,73 @@ def _unseen_piece(split: Path, length: int, seed: int) -> bytes:
 def _facts(settings: Settings, args: argparse.Namespace) -> dict[str, str]:
     config, trained_at = settings.model.config, settings.train_length
     parameters = sum(p.numel() for p in settings.model.parameters())
-    prompt, end = len(settings.prompt), len(settings.prompt) + args.tokens
-    passed = ""
-    if trained_at and args.keep:
-        passed = f"; a byte sees {_longest(args, settings.prompt):,} at most"
-    elif trained_at:
-        place = "within the prompt" if prompt > trained_at else f"at generated byte {trained_at - prompt + 1:,}"
-        passed = f"; past the training length {place}" if end > trained_at else "; within the training length"
-    top_k = f", from the {args.top_k} most likely bytes" if args.top_k else ""
+    seen = f"; a byte sees {_longest(args, settings.prompt):,} at most" if trained_at and args.keep else None
     length = f"{trained_at:,} bytes" if trained_at else "unknown"
     return {
         "model": f"{args.model}, {parameters:,} parameters, layers {config.layers}, "
         f"heads {config.heads} of {config.head_dim} channels, training length {length}",
         "scheme": settings.scheme,
-        "context": f"prompt of {prompt:,} bytes, up to {args.tokens:,} bytes generated{passed}",
-        **({"cache": f"{args.cache_dtype}, a scale for each token and key head"} if args.cache_dtype else {}),
+        "context": context(len(settings.prompt), args.tokens, trained_at, "byte", seen),
+        **cache_facts(args.cache_dtype),
         **({"kept": f"the first {args.keep[0]:,} and the last {args.keep[1]:,} bytes"} if args.keep else {}),
-        "sampling": f"temperature {args.temperature:g}{top_k}, seed {args.seed}"
-        if args.temperature
-        else "always the most likely byte (greedy)",
+        "sampling": sampling_words(args, "byte"),
         "machine": f"{hardware(settings.device)}, CPU threads: {torch.get_num_threads()}, backend {settings.impl}, "
         f"torch {torch.__version__}",
     }
 
 
-def _outcome(settings: Settings, args: argparse.Namespace, start: float, times: list[float]) -> dict[str, str]:
-    """What was generated, and how fast. ``times`` has one entry per generated byte. The first ends the prefill; the
-    second includes compiling kernels and building tables."""
-    device = f"{settings.device}, backend {settings.impl}"
+def context(prompt: int, tokens: int, train_length: int | None, unit: str, seen: str | None = None) -> str:
+    """Returns the line about the context: how much is read and written, and where the training length is passed.
+
+    seen: stands in place of where it is passed.
+    """
+    passed = seen or ""
+    if train_length and seen is None:
+        end = prompt + tokens
+        place = "within the prompt" if prompt > train_length else f"at generated {unit} {train_length - prompt + 1:,}"
+        passed = f"; past the training length {place}" if end > train_length else "; within the training length"
+    return f"prompt of {prompt:,} {unit}s, up to {tokens:,} {unit}s generated{passed}"
+
+
+def cache_facts(cache_dtype: str | None) -> dict[str, str]:
+    """Returns the line about the cache in a list of settings, if it is quantized."""
+    return {"cache": f"{cache_dtype}, a scale for each token and key head"} if cache_dtype else {}
+
+
+def sampling_words(args: argparse.Namespace, unit: str) -> str:
+    if not args.temperature:
+        return f"always the most likely {unit} (greedy)"
+    top_k = f", from the {args.top_k} most likely {unit}s" if args.top_k else ""
+    return f"temperature {args.temperature:g}{top_k}, seed {args.seed}"
+
+
+def outcome(
+    prompt: int,
+    tokens: int,
+    train_length: int | None,
+    device: str,
+    start: float,
+    times: list[float],
+    unit: str = "byte",
+    ended: bool = False,
+) -> dict[str, str]:
+    """Returns what was generated, and how fast.
+
+    prompt: its number of tokens. tokens: how many were asked for. times: when each generated token came. The first
+    ends the prefill. The second includes compiling kernels and building tables. ended: the model ended the text.
+    """
     if not times:
         return {"prompt": "interrupted during the prefill", "device": device}
-    prompt, generated = len(settings.prompt), len(times)
+    generated = len(times)
     reached = prompt + generated
     speed = f", {(generated - 2) / (times[-1] - times[1]):,.0f} tokens/s from the third on" if generated > 2 else ""
-    stopped = "" if generated == args.tokens else f" of {args.tokens:,}, interrupted"
-    multiple = f", {reached / settings.train_length:.1f} times the training length" if settings.train_length else ""
+    stopped = "" if generated == tokens else f" of {tokens:,}, {'the end of the text' if ended else 'interrupted'}"
+    multiple = f", {reached / train_length:.1f} times the training length" if train_length else ""
+    same = " (1 token = 1 byte)" if unit == "byte" else ""
     return {
         "prompt": f"{prompt:,} tokens, {prompt / (times[0] - start):,.0f} tokens/s",
-        "generated": f"{generated:,} tokens{stopped}{speed} (1 token = 1 byte)",
-        "context": f"reached {reached:,} bytes{multiple}",
+        "generated": f"{generated:,} tokens{stopped}{speed}{same}",
+        "context": f"reached {reached:,} {unit}s{multiple}",
         "device": device,
     }
 

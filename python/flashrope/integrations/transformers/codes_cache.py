@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ...backends.quantized import quantize
 from ...cache.storage import CACHE_DTYPES, check_cache_dtype
+from .caches import MARK
 from .layer_schemes import attending_layers
 
 SCALE_BYTES = 4
@@ -46,6 +47,19 @@ class CodesCache(Cache):
                 f"{config.model_type} with other layers, whose state is no keys and values"
             )
         super().__init__(layers=[CodesLayer(dtype) for _ in range(config.num_hidden_layers)])
+
+    def update(self, *args, **kwargs):
+        """Appends the keys and values of a layer.
+
+        Raises:
+            ValueError: the model is not converted.
+        """
+        if getattr(self, MARK, None) is None and not torch.compiler.is_exporting():
+            raise ValueError(
+                "past_key_values: a CodesCache is not supported by a stock model (its attention reads no quantized "
+                "keys and values); call convert(model) first"
+            )
+        return super().update(*args, **kwargs)
 
 
 class CodesLayer(DynamicLayer):

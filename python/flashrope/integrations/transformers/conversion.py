@@ -21,7 +21,7 @@ from .attention_function import NAME
 from .caches import check_cache, mark_returned
 from .continuous_batching import SUPPORTED, with_pages
 from .coordinates import axes_of, axes_of_schemes, with_coordinates
-from .decoder import attention_modules, check_tables, find_decoder, rotates
+from .decoder import attention_modules, check_decoder, check_tables, check_widths, find_decoder, head_dim_of, rotates
 from .layer_schemes import LayerScheme, layer_type_of, sliding_window_of
 from .masks import check_positions
 from .rotary_hook import disable_model_rotary
@@ -76,11 +76,13 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         TypeError, ValueError: names the argument, what was expected and what came; the model keeps its state.
     """
     decoder = find_decoder(model)
+    check_decoder(decoder)
+    modules = attention_modules(decoder)
+    check_widths(decoder.config.model_type, modules)
     accept(model, decoder, untested, convert, revert)
     config = decoder.config
     given = read_options({"rotary": rotary, **options}, config)
     options, raw_keys = given or read_field(config), keeps_raw_keys(config)
-    modules = attention_modules(decoder)
     schemes: dict[tuple, LayerScheme] = {}
     scheme_of = {}
     for module in modules:
@@ -88,7 +90,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         key = layer_type, sliding, rotates(module)
         if key not in schemes:
             schemes[key] = LayerScheme(config, *key, options)
-        head_dim = module.head_size if hasattr(module, "head_size") else module.head_dim  # gpt_neox has head_size
+        head_dim = head_dim_of(module)
         if schemes[key].rotary.head_dim != head_dim:
             raise ValueError(
                 f"rotary: expected head_dim {head_dim} of layer {module.layer_idx}, got {schemes[key].rotary.head_dim}"

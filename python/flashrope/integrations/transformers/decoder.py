@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from ...operators.checks import MAX_HEAD_DIM
 from ...rotary.rotary import Rotary
 from ..families import families_with, family
 from ..hf_config import rotary_of_model
@@ -98,6 +99,25 @@ def attention_modules(decoder: PreTrainedModel) -> list[Any]:
     if bidirectional or not all(getattr(module, "is_causal", False) for module in modules):
         raise ValueError("model: expected causal attention in every layer, got layers that see keys ahead")
     return modules
+
+
+def head_dim_of(module: torch.nn.Module) -> int:
+    """Returns the head_dim of an attention module."""
+    return int(getattr(module, "head_size", None) or module.head_dim)  # gpt_neox has head_size
+
+
+def check_widths(model_type: str, modules: list[Any]) -> None:
+    """Refuses models with a layer whose head_dim is more than the kernels take.
+
+    Raises:
+        ValueError: names the layer, its head_dim and the model type.
+    """
+    for module in modules:
+        if (head_dim := head_dim_of(module)) > MAX_HEAD_DIM:
+            raise ValueError(
+                f"model: head_dim = {head_dim} of layer {module.layer_idx} is not supported (the kernels take a "
+                f"head_dim up to {MAX_HEAD_DIM}), got {model_type!r}"
+            )
 
 
 def rotates(module: torch.nn.Module) -> bool:

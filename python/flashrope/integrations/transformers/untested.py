@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..options import FIELD
-from .decoder import FAMILIES, check_decoder
+from .decoder import FAMILIES
 from .saved import SAVED, choose_stock_attention
 
 SEQLEN, PADDING = 24, 3
@@ -31,7 +31,6 @@ def accept(model, decoder, untested: bool, convert, revert) -> None:
     Raises:
         ValueError: names the model type, the case and the difference.
     """
-    check_decoder(decoder)
     model_type = decoder.config.model_type
     if model_type in FAMILIES or "rotary_bands" in vars(decoder) or "rotary_bands_check" in vars(decoder):
         return

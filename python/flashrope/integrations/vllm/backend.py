@@ -22,9 +22,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ...backends.cache_tables import CacheLayer, CacheTables, Packed
 from ...operators.cache_plan import CachePlan, plan_cache
+from ...operators.checks import MAX_HEAD_DIM
 from ...rotary.rotary import Rotary
 from .pages import CODES, Pages, row_bytes, split_pages
-from .plan import BACKEND, MAX_HEAD_DIM, check_cache_dtype
+from .plan import BACKEND, check_cache_dtype
 from .state import active_plan
 
 

@@ -8,6 +8,7 @@ import json
 from functools import partial
 from typing import NamedTuple
 
+from ...operators.checks import MAX_HEAD_DIM
 from ...rotary.bands import shared_map
 from ...rotary.rotary import Rotary
 from ..families import FAMILIES
@@ -20,7 +21,6 @@ ARCHITECTURES = tuple(sorted(each.vllm for each in FAMILIES.values() if each.vll
 BACKEND = "CUSTOM"  # vLLM's name for a backend from outside
 MODEL_DTYPES = {"float16", "bfloat16", "float32"}
 SPECULATION = ("ngram", "suffix")  # drafts from the text; others have a draft model, with attention of its own
-MAX_HEAD_DIM = 256
 
 
 class Layer(NamedTuple):
