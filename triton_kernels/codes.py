@@ -315,6 +315,37 @@ def interleave(low, high):
     return tl.reshape(tl.join(low, high), (low.shape[0], 2 * low.shape[1]))
 
 
+SHORT_PRODUCT = tl.constexpr(32)  # a reduction below it needs hide_codes
+
+
+@triton.jit
+def hide_codes(x):
+    """Returns the tile x [M, N] in 16 bits. Hides from Triton that it was joined from loads of 8 bits.
+
+    Wrap the operand of a tl.dot in it where codes were joined and fewer than SHORT_PRODUCT terms are added up. Symptom
+    under Triton 3.6.0 without it: wrong products, while the interpreter is right. Triton chooses how many neighbours
+    along the reduction a lane holds (kWidth in the TTGIR) by the narrowest load behind an operand, halved by a join: 8
+    for joined codes. Four lanes share a row, so they need 32 neighbours. With 16, two of them hold copies, and the
+    product adds the copies. docs/kernels.md has a small kernel that shows it. The branch is always taken: Triton does
+    not look for loads behind the result of a branch, and the cast keeps the branch from becoming a select."""
+    if not has_ptx() or x.dtype == tl.float32:
+        return x
+    else:
+        bits = tl.zeros(x.shape, tl.int16)
+        if tl.num_programs(0) > 0:
+            bits = x.to(tl.int16, bitcast=True)
+        return bits.to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def join_codes(low, high, TERMS: tl.constexpr):
+    """Joins codes, two [M, N], to an operand [M, 2 N] of a product that adds up TERMS terms."""
+    if TERMS < SHORT_PRODUCT:
+        return hide_codes(interleave(low, high))
+    else:
+        return interleave(low, high)
+
+
 class ScaleView(NamedTuple):
     """The scales of one head. ptr: of the first row; strides in elements."""
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .arguments import decode_int, decode_int64, decode_stride
 from .codes import (
+    hide_codes,
     join_columns,
     key_parts,
     load_scales,
@@ -188,8 +189,8 @@ class CachedKeys(NamedTuple):
 def part_scores(queries, keys, SHAPE: tl.constexpr):
     """Queries times keys, both in the same parts of the channels: float32 [BM, BN]."""
     if SHAPE.block_d < 32:  # a tensor core takes at least 16 channels
-        q = join_pairs(queries[0], queries[1], SHAPE)
-        return tl.dot(q, tl.trans(join_pairs(keys[0], keys[1], SHAPE)), input_precision="ieee")
+        q, k = join_pairs(queries[0], queries[1], SHAPE), join_pairs(keys[0], keys[1], SHAPE)
+        return tl.dot(q, tl.trans(hide_codes(k) if SHAPE.code_vec > 0 else k), input_precision="ieee")
     else:
         scores = tl.dot(queries[0], tl.trans(keys[0]), input_precision="ieee")
         for part in tl.static_range(1, len(keys)):

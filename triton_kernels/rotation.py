@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..lowering import cos_sin
-from .codes import as_type, interleave, load_packed, load_packed_channels, load_words
+from .codes import as_type, join_codes, load_packed, load_packed_channels, load_words
 from .tiles import existing_rows, load_parts, load_rows, store_rows, tile_offsets
 
 FINE_ROWS = tl.constexpr(cos_sin.FINE_ROWS)
@@ -114,11 +114,11 @@ def load_keys(ptr, offsets, channels, SHAPE: tl.constexpr, dtype: tl.constexpr):
         return load_parts(ptr, offsets, channels, SHAPE.head_dim, SHAPE.block_d)
     elif SHAPE.interleaved or FULL or UNROTATED:
         low, high = load_packed(ptr, offsets, tl.arange(0, SHAPE.block_d // 2), SHAPE.head_dim, SHAPE.block_d, dtype)
-        return (interleave(low, high),)
+        return (join_codes(low, high, SHAPE.block_d),)
     elif NEIGHBOURS:
         at = pair_bytes(tl.arange(0, SHAPE.block_d // 2), None, SHAPE)
         low, high = load_packed(ptr, offsets, at, SHAPE.head_dim, SHAPE.block_d, dtype)
-        return (interleave(low, high),)
+        return (join_codes(low, high, SHAPE.block_d),)
     else:
         return (load_packed_channels(ptr, offsets, channels[0], SHAPE.head_dim, SHAPE.block_d, dtype),)
 
@@ -137,7 +137,7 @@ def load_key_pairs(ptr, offsets, SHAPE: tl.constexpr, dtype: tl.constexpr):
         pair = tl.arange(0, PAIRS // 2)
         low_x, high_x = load_packed(ptr, offsets, pair_bytes(pair, 0, SHAPE), SHAPE.head_dim, SHAPE.block_d, dtype)
         low_y, high_y = load_packed(ptr, offsets, pair_bytes(pair, 1, SHAPE), SHAPE.head_dim, SHAPE.block_d, dtype)
-        return interleave(low_x, high_x), interleave(low_y, high_y)
+        return join_codes(low_x, high_x, PAIRS), join_codes(low_y, high_y, PAIRS)
     else:
         pair = tl.arange(0, PAIRS)
         at_x, at_y = pair_channels(pair, 0, SHAPE), pair_channels(pair, 1, SHAPE)

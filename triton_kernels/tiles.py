@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_code_stride, decode_int, decode_stride
-from .codes import as_type, has_ptx, interleave, load_packed
+from .codes import as_type, has_ptx, join_codes, load_packed
 from .kv_cache import cache_bounds
 
 L2_LINE = tl.constexpr(128)  # bytes
@@ -408,7 +408,7 @@ def load_cached_values(ptr, offsets, channels, SHAPE: tl.constexpr, dtype: tl.co
         low, high = load_packed(
             ptr, offsets, tl.arange(0, SHAPE.block_dv // 2), SHAPE.head_dim_v, SHAPE.block_dv, dtype
         )
-        return (interleave(low, high),)
+        return (join_codes(low, high, low.shape[0]),)
     elif ptr.dtype.element_ty == tl.int8:
         return (as_type(load_values(ptr, offsets, channels[0], SHAPE), dtype),)
     else:

@@ -105,7 +105,9 @@ def check_contents(c, cache_dtype, k_scale, v_scale):
     pads = c.leftpad or (0,) * len(c.sequences)
     for b, (p, pad) in enumerate(zip(c.sequences, pads, strict=True)):
         slots = torch.arange(pad, pad + p.k.shape[1], device=c.k_cache.device)
-        page, row = (c.block_table[b, slots // PAGE].long(), slots % PAGE) if c.page_size else (b, slots)
+        page, row = b, slots
+        if c.page_size:
+            page, row = c.block_table[b, slots // c.page_size].long(), slots % c.page_size
         for cache, scales, x in ((c.k_cache, k_scale, p.k), (c.v_cache, v_scale, p.v)):
             codes, scale = by_formula(x[0], cache_dtype)
             assert torch.equal(scales[page, row], scale.float()), f"scales of sequence {b}"

@@ -130,6 +130,20 @@ void define_arithmetic() {
       "min.f16", [](uint16_t a, uint16_t b) { return to_f16(smaller(from_f16(a), from_f16(b))); });
   define_lanes<uint16_t, uint16_t, uint16_t>(
       "min.bf16", [](uint16_t a, uint16_t b) { return to_bf16(smaller(from_bf16(a), from_bf16(b))); });
+  define_lanes<uint32_t, uint32_t, uint32_t>("max.f16x2", [](uint32_t a, uint32_t b) {
+    return of_halves(a, b, 0, [](uint16_t a, uint16_t b, uint16_t) { return to_f16(larger(from_f16(a), from_f16(b))); });
+  });
+  define_lanes<uint32_t, uint32_t, uint32_t>("min.f16x2", [](uint32_t a, uint32_t b) {
+    return of_halves(a, b, 0, [](uint16_t a, uint16_t b, uint16_t) { return to_f16(smaller(from_f16(a), from_f16(b))); });
+  });
+  define_lanes<uint32_t, uint32_t, uint32_t>("max.bf16x2", [](uint32_t a, uint32_t b) {
+    return of_halves(a, b, 0,
+                     [](uint16_t a, uint16_t b, uint16_t) { return to_bf16(larger(from_bf16(a), from_bf16(b))); });
+  });
+  define_lanes<uint32_t, uint32_t, uint32_t>("min.bf16x2", [](uint32_t a, uint32_t b) {
+    return of_halves(a, b, 0,
+                     [](uint16_t a, uint16_t b, uint16_t) { return to_bf16(smaller(from_bf16(a), from_bf16(b))); });
+  });
   binary("min.f32", [](float a, float b) { return smaller(a, b); });
   binary("max.NaN.f32", [](float a, float b) { return a != a || b != b ? NAN : larger(a, b); });
   binary("min.NaN.f32", [](float a, float b) { return a != a || b != b ? NAN : smaller(a, b); });

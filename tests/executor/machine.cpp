@@ -16,7 +16,7 @@ Block::Block(Launch& l)
     : launch(l), shared(l.shared_bytes), executed(l.program.code.size()), lanes(l.program.code.size()) {
   const size_t warp_count = l.threads / LANES, slots = l.program.slots;
   register_file.resize(warp_count * slots * LANES);
-  defined.resize(warp_count * slots);
+  defined.resize(warp_count * slots), unknown.resize(warp_count * slots * LANES);
 }
 
 void Block::report(const std::string& kind, const Warp& w, const Instruction& i, int lane, const std::string& detail) {
@@ -44,11 +44,13 @@ void Block::start_warps() {
   const Program& p = launch.program;
   std::fill(register_file.begin(), register_file.end(), POISON);
   std::fill(defined.begin(), defined.end(), 0);
+  std::fill(unknown.begin(), unknown.end(), ~0u);
   warps.assign(launch.threads / LANES, Warp());
   for (size_t n = 0; n < warps.size(); n++) {
     Warp& w = warps[n];
     w.block = this, w.index = static_cast<int>(n);
     w.registers = &register_file[n * p.slots * LANES], w.defined = &defined[n * p.slots];
+    w.unknown = &unknown[n * p.slots * LANES];
     if (p.uses_wgmma) w.busy.assign(p.slots, FREE), w.unfenced.assign(p.slots, 0);
     for (const Constant& c : p.constants) {
       w.defined[c.slot] = ALL_LANES;
@@ -92,6 +94,7 @@ void Block::check_registers(Warp& w, const Instruction& i, Lanes m) {
     good[1] = apart ? defined_lanes(w, i, 1) : good[0];
     for (size_t n = 0; n < i.writes.size(); n++) {
       Lanes& defined = w.defined[i.writes[n]];
+      if (Lanes rest = m & ~good[n % 2]) good[n % 2] |= note_unknown(w, i, n, rest);
       defined = (defined & ~m) | (good[n % 2] & m);
     }
   }

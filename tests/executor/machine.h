@@ -139,6 +139,7 @@ struct Warp {
   int index = 0;
   uint32_t* registers = nullptr;
   Lanes* defined = nullptr;             // of every slot: the lanes that were written; a register of 64 bits has two
+  uint32_t* unknown = nullptr;          // of every slot and lane: the bits that were not written, if not all were
   std::vector<uint8_t> busy, unfenced;  // of every slot, where a kernel uses wgmma
   int pc = 0;
   int lane_pc[LANES] = {};
@@ -169,7 +170,7 @@ struct Block {
   uint32_t index[3] = {}, linear = 0;
   SharedMemory shared;
   std::vector<Warp> warps;
-  std::vector<uint32_t> register_file;
+  std::vector<uint32_t> register_file, unknown;
   std::vector<Lanes> defined;
   std::vector<uint64_t> executed, lanes;
   uint64_t steps = 0;
@@ -196,6 +197,9 @@ struct Block {
 };
 
 std::string hex(uint64_t value);
+
+// Notes which bits of result number n are unknown in these lanes. Returns the lanes in which none is.
+Lanes note_unknown(Warp& w, const Instruction& i, size_t n, Lanes lanes);
 
 template <class F>
 inline void for_lanes(Lanes lanes, F f) {

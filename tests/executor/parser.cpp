@@ -375,6 +375,7 @@ class Parser {
                : meets                       ? Spread::shuffle
                : halves                      ? Spread::halves
                                              : Spread::lane;
+    i.bits = bits_of(i.opcode);
     // Undefined values may be computed with, as long as they reach no memory, address, predicate of a branch or matrix.
     const bool uses = starts_with(i.opcode, "st") || starts_with(i.opcode, "mma") || starts_with(i.opcode, "cp.") ||
                       starts_with(i.opcode, "wgmma");

@@ -24,6 +24,7 @@ support.TARGETS[:] = [support.Target("triton", dtype, "cpu") for dtype in TYPES]
 def pytest_addoption(parser):
     parser.addoption("--executor", type=int, default=80, metavar="ARCH", help="architecture: 80, 86, 89, 90 or 120")
     parser.addoption("--executor-sample", type=int, default=1, metavar="N", help="about every Nth test")
+    parser.addoption("--offered", choices=("sample", "product"), default="sample", help="cases of test_offered.py")
     parser.addoption("--executor-seed", type=int, default=1, help="order of warps; 0 for one after the other")
 
 

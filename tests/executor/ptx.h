@@ -35,6 +35,10 @@ enum class Control { next, branch, end, barrier };
 // result in the lanes that a shuffle brings it to; or its half of the result.
 enum class Spread { lane, select, shuffle, halves };
 
+// How undefined bits of the inputs reach the result (undefined.cpp). all: any of them makes every bit undefined.
+enum class Bits { all, both, either, copy, left, right, permute, pack, unpack, halves };
+Bits bits_of(const std::string& opcode);
+
 struct Instruction {
   Handler run = nullptr;
   Control control = Control::next;
@@ -46,6 +50,7 @@ struct Instruction {
   std::string opcode, text, source;
   std::vector<Operand> operands;
   Spread spread = Spread::lane;
+  Bits bits = Bits::all;
   // Slots: must be defined; make the result defined; results. Both halves of a register of 64 bits are listed.
   std::vector<int> checked, reads, writes;
 };

@@ -217,6 +217,17 @@ def test_fma_of_two_halves():
     assert torch.equal(got, torch.tensor([[-3.0, 7.0]] * 32).half())
 
 
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_extremes_of_halves(dtype):
+    """A NaN gives way to a number."""
+    x = random(32, 4, dtype=dtype, seed=3)
+    x[0], x[1, :2], x[2, 2:] = torch.tensor([torch.inf, -0.0, -torch.inf, 3.0]), torch.nan, torch.nan
+    name = "f16x2" if dtype == FP16 else "bf16x2"
+    got = run(f"max.{name} %y0, %x0, %x1;\nmin.{name} %y1, %x0, %x1;", x.view(torch.int32), 2).view(dtype)
+    a, b = x[:, :2], x[:, 2:]
+    assert torch.equal(got[:, :2], torch.fmax(a, b)) and torch.equal(got[:, 2:], torch.fmin(a, b))
+
+
 def test_static_and_dynamic_shared_memory():
     body = """
         mov.u32 %r3, static_bytes; mov.u32 %r4, dynamic_bytes;

@@ -105,6 +105,24 @@ def test_stored_positions(machine, name):
     assert ("place_slots" in kernels) == (not rotary.axis) and "attention_decode" in kernels
 
 
+CODES = {  # (target, page, head_dim, type of the codes, left padding)
+    "int4-pages-of-16-d64-fp16": (FP16, 16, 64, torch.uint8, None),
+    "int4-pages-of-16-d40-bf16": (BF16, 16, 40, torch.uint8, None),
+    "int4-padded-d64-bf16": (BF16, 64, 64, torch.uint8, [0, 9]),
+    "int4-pages-of-32-d16-fp16": (FP16, 32, 16, torch.uint8, None),
+    "int8-pages-of-16-d8-bf16": (BF16, 16, 8, torch.int8, None),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if "d64" in x else ()) for x in CODES])
+def test_codes(machine, name):
+    """Tiles of 16 keys, whose product with the weights adds up 16 terms. Tiles with fewer than four bytes a lane."""
+    target, page, head_dim, codes, leftpad = CODES[name]
+    lengths = [3 * page - 5, 2 * page + 1]
+    case = Case(target, (2, 3, page, head_dim), 1, lengths=lengths, codes=codes, leftpad=leftpad)
+    case.check(SCHEMES["rope"](head_dim), **holes(2, 3, page))
+
+
 @pytest.mark.parametrize("scheme", ["rerope", "self_extend"])
 def test_queries_at_fractions(machine, scheme):
     """Beside keys at whole positions, which the cache does not store."""

@@ -22,6 +22,12 @@ CASES = {
     "leaky-int8-paged-d128-fp16": dict(
         target=FP16, scheme="leaky", head_dim=128, cache_dtype="int8", page_size=PAGE, seqlen_q=5
     ),
+    # products that add up 16 terms: hide_codes
+    "rope-int4-d32-fp16": dict(target=FP16, scheme="rope", head_dim=32, cache_dtype="int4"),
+    "none-int4-d24-bf16": dict(target=BF16, scheme="none", head_dim=24, cache_dtype="int4", page_size=PAGE),
+    "rope-int8-d16-bf16": dict(target=BF16, scheme="rope", head_dim=16, cache_dtype="int8"),
+    "interleaved-int8-d8-fp16": dict(target=FP16, scheme="rope_interleaved", head_dim=8, cache_dtype="int8"),
+    "prefill-none-int4-d8-bf16": dict(target=BF16, scheme="none", head_dim=8, cache_dtype="int4", seqlen_q=70),
     "partial-int8-d40-fp32": dict(target=FP32, scheme="rope_partial", head_dim=40, cache_dtype="int8"),
     "partial-int4-d40-bf16": dict(target=BF16, scheme="rope_partial", head_dim=40, cache_dtype="int4"),
     # rotary_dim 14: the two members of a pair lie in different halves of their bytes
@@ -64,7 +70,7 @@ CASES = {
         target=FP16, scheme="rerope", head_dim=64, cache_dtype="int4", seqlen_q=70, page_size=PAGE, vllm=True
     ),
 }
-QUICK = ("rope-int4-paged-d64-bf16",)
+QUICK = ("rope-int4-paged-d64-bf16", "rope-int4-d32-fp16", "rope-int8-d16-bf16")
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if x in QUICK else ()) for x in CASES])

@@ -60,6 +60,13 @@ ld.shared.b32 %r11, [%r4];
 """
 NEIGHBOUR = "xor.b32 %r12, %r4, {bit};"
 READ_NEIGHBOUR = f"st.shared.b32 [%r4], %r1;\nbar.sync 0;\n{NEIGHBOUR.format(bit=128)}\nld.shared.b32 %r11, [%r12];\n"
+BYTES = """
+prmt.b32 %r11, %r15, %r10, 0x1114U;
+prmt.b32 %r12, %r11, %r10, 0x3210U;
+prmt.b32 %r13, %r12, 0x64646464, 0x4140U;
+sub.rn.f16x2 %r13, %r13, %r13;
+mov.b32 {%rs1, %rs3}, %r13;
+"""
 WRONG_AND_RIGHT = {
     # name: (finding, wrong body, right body)
     "outside": ("write outside the tensors", "st.global.b32 [%rd3+1020], %r10;", "st.global.b32 [%rd3], %r10;"),
@@ -101,6 +108,27 @@ WRONG_AND_RIGHT = {
         "register used before it was written",
         "prmt.b32 %r12, %r10, %r11, 0x3124U;\nst.global.b32 [%rd3], %r12;",
         "prmt.b32 %r12, %r10, %r11, 0xb120U;\nst.global.b32 [%rd3], %r12;",
+    ),
+    # One byte of %r11 is written, %r15 is not. The last instruction decides whether a bit of %r15 is stored.
+    "unwritten half stored": (
+        "register used before it was written",
+        BYTES + "mov.b32 %r14, {%rs1, %rs3};\nst.global.b32 [%rd3], %r14;",
+        BYTES + "mov.b32 %r14, {%rs1, %rs1};\nst.global.b32 [%rd3], %r14;",
+    ),
+    "unwritten bits masked": (
+        "register used before it was written",
+        BYTES + "and.b32 %r14, %r12, 0x0f0f0f0f;\nst.global.b32 [%rd3], %r14;",
+        BYTES + "and.b32 %r14, %r12, 0x0000000f;\nst.global.b32 [%rd3], %r14;",
+    ),
+    "unwritten bits shifted": (
+        "register used before it was written",
+        BYTES + "shr.u32 %r14, %r12, 4;\nand.b32 %r14, %r14, 0x1f;\nst.global.b32 [%rd3], %r14;",
+        BYTES + "shr.u32 %r14, %r12, 4;\nand.b32 %r14, %r14, 0x0f;\nst.global.b32 [%rd3], %r14;",
+    ),
+    "unwritten bits combined": (
+        "register used before it was written",
+        BYTES + "xor.b32 %r14, %r12, %r12;\nst.global.b32 [%rd3], %r14;",
+        BYTES + "shl.b32 %r14, %r12, 24;\nor.b32 %r14, %r14, 7;\nst.global.b32 [%rd3], %r14;",
     ),
     "copy not waited for": (
         "shared memory read before cp.async was waited for",

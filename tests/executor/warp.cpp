@@ -34,6 +34,7 @@ void shuffle(Warp& w, const Instruction& i, Lanes) {
     if (pair) w.at<uint32_t>(to[1])[l] = s.inside ? ALL_LANES : 0;
   }
   w.defined[to[0].slot] = defined;
+  std::fill_n(w.unknown + LANES * to[0].slot, LANES, ~0u);
   if (pair) w.defined[to[1].slot] = ALL_LANES;
 }
 
@@ -64,6 +65,7 @@ void reduce(Warp& w, const Instruction& i, Lanes) {
       w.block->report("lanes apart", w, i, l, "a reduction of " + hex(w.at<uint32_t>(members)[l]));
   }
   w.defined[to.slot] = from.slot < 0 || w.defined[from.slot] == ALL_LANES ? ALL_LANES : 0;
+  std::fill_n(w.unknown + LANES * to.slot, LANES, ~0u);
   std::fill_n(w.at<int32_t>(to), LANES, result);
 }
 

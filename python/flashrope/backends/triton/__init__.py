@@ -38,7 +38,14 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
         return f"triton cannot be imported ({IMPORT_ERROR})"
     if q.dtype == torch.float64:
         return "the Triton kernels compute in float32; float64 has impl='reference' or, on the CPU, impl='cpu'"
-    if interpreted() or q.device.type == "meta":
+    if q.device.type == "meta":
+        return ""
+    if interpreted():
+        if q.dtype == torch.bfloat16:
+            return (
+                "Triton's interpreter computes with the bit patterns of bfloat16, so results would be garbage; use "
+                f"float16 or float32 there, got {q.dtype}"
+            )
         return ""
     if not q.is_cuda:
         return (
