@@ -14,12 +14,15 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from .table import ROOT, Change, replaced
+from .native_build import NativeBuild
+from .python_sites import compiles
+from .sites import ROOT, Mutant
 
-STALLED = 240  # seconds without a new test: a mutant that hangs is noticed
+STALLED, STALLED_COMPILING = 90, 300  # seconds without a new test: a mutant that hangs is noticed
 EXECUTOR = "executor.plugin"  # must be loaded before Triton is
 EXECUTED = ("-p", EXECUTOR, "--executor", "80")  # first arguments of tests that run compiled kernels on the CPU
 FAILED, RUNNING = "failed ", "running "
+KERNELS = "python/flashrope/backends/cpu/kernels"
 PRELOADED = ("numpy", "torch", "pytest", "triton", "triton.language", "transformers")
 
 
@@ -73,31 +76,33 @@ class Copy:
         self.folder = folder
         self.root, self.seen, self.output = folder / "checkout", folder / "test", folder / "output"
         copy_checkout(self.root)
-        self.before: dict[Path, tuple[str, os.stat_result]] = {}
-        self.kernels, self.sound_kernels = self.root / "python/flashrope/backends/cpu/kernels", folder / "kernels"
+        self.kernels, self.installed = self.root / KERNELS, folder / "kernels"
+        self.native = NativeBuild(folder / "objects")
+        self.before: tuple[Path, str, os.stat_result] | None = None
 
-    def apply(self, changes: tuple[Change, ...]) -> None:
-        """changes: (file, text that occurs once, what takes its place)"""
-        for file, old, new in changes:
-            path = (self.root / file).resolve()
-            text, stat = path.read_text(encoding="utf-8"), path.stat()
-            self.before.setdefault(path, (text, stat))
-            path.write_text(replaced(text, old, new, file), encoding="utf-8")
+    def apply(self, mutant: Mutant, sound: bool = False) -> bool:
+        """Puts the mutant into the copy. False where it does not compile. sound: only compiles what it would change
+        as mutants are compiled."""
+        path = self.root / mutant.file
+        self.before = path, path.read_text(encoding="utf-8"), path.stat()
+        if not sound:
+            path.write_text(mutant.applied(), encoding="utf-8")
             self._forget_compiled(path)
-            if path.suffix in (".cpp", ".h") and self.kernels.exists() and not self.sound_kernels.exists():
-                self.kernels.rename(self.sound_kernels)
+        if path.parent.name == "cpu" and path.suffix in (".cpp", ".h"):
+            if self.kernels.exists():
+                self.kernels.rename(self.installed)
+            return self.native.library(path.parent, "" if sound else path.name, self.kernels)
+        return path.suffix != ".py" or compiles(mutant.applied())
 
     def restore(self) -> None:
-        for path, (text, stat) in self.before.items():
-            path.write_text(text, encoding="utf-8")
-            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-            self._forget_compiled(path)
-            if path.suffix in (".cpp", ".h"):
-                # The library of the mutant is newer than the source, which has its old time again.
-                shutil.rmtree(self.kernels, ignore_errors=True)
-                if self.sound_kernels.exists():
-                    self.sound_kernels.rename(self.kernels)
-        self.before.clear()
+        path, text, stat = self.before
+        path.write_text(text, encoding="utf-8")
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        self._forget_compiled(path)
+        if path.suffix in (".cpp", ".h"):
+            shutil.rmtree(self.kernels, ignore_errors=True)
+            if self.installed.exists():
+                self.installed.rename(self.kernels)
 
     @staticmethod
     def _forget_compiled(path: Path) -> None:
@@ -114,6 +119,8 @@ def copy_checkout(to: Path) -> None:
         files = subprocess.run(archive, input=names, check=True, capture_output=True).stdout
         to.mkdir(parents=True)
         subprocess.run(["tar", "-C", to, "-xf", "-"], input=files, check=True)
+        if (ROOT / KERNELS).exists():
+            shutil.copytree(ROOT / KERNELS, to / KERNELS)
     else:  # .ci/run works in such a copy
         shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(".venv", "__pycache__", "*.egg-info", ".pytest_cache"))
     (to / "python/flashrope/triton_kernels").symlink_to(to / "triton_kernels")
@@ -136,7 +143,6 @@ class Run:
             ),
             "TRITON_CACHE_DIR": str(self.copy.folder / "triton"),
         }
-        # one cache for all: it holds the compiled CPU kernels, by a hash of their sources
         cache = f"cache_dir={self.copy.folder.parent / 'pytest'}"
         arguments = ["-q", "-x", "--no-header", "--tb=line", "-o", cache, *self.tests]
         sys.stdout.flush()
@@ -165,10 +171,11 @@ class Run:
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         state, _, test = self.copy.seen.read_text(encoding="utf-8").partition(" ")
         if not pid:
-            if time.time() - self.copy.seen.stat().st_mtime < STALLED:
+            limit = STALLED_COMPILING if EXECUTOR in self.tests else STALLED
+            if time.time() - self.copy.seen.stat().st_mtime < limit:
                 return None
             self.stop()
-            return Ended(test or "no test", f"more than {STALLED} s")
+            return Ended(test or "no test", f"more than {limit} s")
         code = os.waitstatus_to_exitcode(status)
         if code == 0:
             return Ended()
