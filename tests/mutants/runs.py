@@ -18,7 +18,7 @@ from .native_build import NativeBuild
 from .python_sites import compiles
 from .sites import ROOT, Mutant
 
-STALLED, STALLED_COMPILING = 90, 300  # seconds without a new test: a mutant that hangs is noticed
+STALLED, STALLED_SLOWLY = 90, 300  # seconds without a new test: a mutant that hangs is noticed
 EXECUTOR = "executor.plugin"  # must be loaded before Triton is
 EXECUTED = ("-p", EXECUTOR, "--executor", "80")  # first arguments of tests that run compiled kernels on the CPU
 FAILED, RUNNING = "failed ", "running "
@@ -171,7 +171,7 @@ class Run:
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         state, _, test = self.copy.seen.read_text(encoding="utf-8").partition(" ")
         if not pid:
-            limit = STALLED_COMPILING if EXECUTOR in self.tests else STALLED
+            limit = STALLED_SLOWLY if EXECUTOR in self.tests or "distributed" in self.tests[-1] else STALLED
             if time.time() - self.copy.seen.stat().st_mtime < limit:
                 return None
             self.stop()
