@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -54,14 +56,19 @@ def drawn(mutants: list[Mutant], seed: str) -> list[Mutant]:
     return [mutant for turn in zip_longest(*order) for mutant in turn if mutant]
 
 
-def examine(mutant: Mutant, copy: Copy, stages: list[Tests], sound: set[str]) -> Generator[Tests, Ended, Ended | None]:
+def examine(
+    mutant: Mutant, copy: Copy, stages: list[Tests], sound: set[str], patience: float = math.inf
+) -> Generator[Tests, Ended, Ended | None]:
     """Yields the tests to run in the copy and is sent how they ended. Returns how the last ended, None where the
     mutant does not compile.
 
     sound: tests that pass without a mutant; those found on the way are added. Raises RuntimeError where the tests do
-    not.
+    not. patience: seconds of the processor after which no more tests follow.
     """
+    spent = 0.0
     for tests in stages:
+        if spent >= patience:
+            return Ended("", f"{spent:.0f} s of its tests")
         try:
             if not copy.apply(mutant):
                 return None
@@ -82,6 +89,7 @@ def examine(mutant: Mutant, copy: Copy, stages: list[Tests], sound: set[str]) ->
                     raise RuntimeError(f"{ended.test}: fails without a mutant")
                 sound.add(ended.test)
             return ended
+        spent += ended.seconds
     return Ended()
 
 
@@ -102,20 +110,20 @@ def exists(test: str) -> bool:
 
 def row_of(mutant: Mutant, ended: Ended | None, seconds: float) -> Row:
     verdict = INVALID if ended is None else KILLED if ended.test else SURVIVED
-    test, how = ended or Ended()
+    test, how, _ = ended or Ended()
     return Row(mutant.address, mutant.digest, verdict, test, how, f"{seconds:.0f}")
 
 
-def results(mutants: Iterator[Mutant], known: dict[str, Row], jobs: int, folder: Path) -> Iterator[Row]:
+def results(mutants: Iterator[Mutant], known: dict[str, Row], args, folder: Path) -> Iterator[Row]:
     """Runs some at a time. A row without a verdict is an error, and `how` says which."""
-    free = [Copy(folder / str(n)) for n in range(jobs)]
+    free = [Copy(folder / str(n)) for n in range(args.jobs)]
     sound: set[str] = set()
     under_way: list[tuple] = []
     try:
         while True:
             while free and (mutant := next(mutants, None)):
                 started, copy = time.monotonic(), free.pop()
-                steps = examine(mutant, copy, stages_of(mutant, known.get(mutant.address)), sound)
+                steps = examine(mutant, copy, stages_of(mutant, known.get(mutant.address)), sound, args.patience)
                 under_way.append((mutant, copy, steps, None, started))
             if not under_way:
                 return
@@ -126,7 +134,7 @@ def results(mutants: Iterator[Mutant], known: dict[str, Row], jobs: int, folder:
                 under_way.remove(item)
                 try:
                     tests = steps.send(ended) if run else next(steps)
-                    under_way.append((mutant, copy, steps, Run(copy, tests), started))
+                    under_way.append((mutant, copy, steps, Run(copy, tests, args.patience), started))
                 except StopIteration as stop:
                     free.append(copy)
                     yield row_of(mutant, stop.value, time.monotonic() - started)
@@ -171,6 +179,13 @@ def main() -> int:
     parser.add_argument("--seed", default="0", help="any text, for example a commit's hash (default: 0)")
     parser.add_argument("--count", type=int, help="how many to draw (default: all)")
     parser.add_argument("--seconds", type=float, help="start none after this long")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="of the processor for a mutant's tests (default: 60)",
+    )
     parser.add_argument("--least", type=float, default=0, help="percentage killed below which the run fails")
     parser.add_argument("--jobs", type=int, default=1, help="how many at once (default: 1)")
     parser.add_argument("--csv", type=Path, help="a file to add the results to; what it has is not run again")
@@ -198,8 +213,10 @@ def main() -> int:
     preload()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME", f"{folder}/cache")
-        for row in results(limited, read(RESULTS), args.jobs, Path(folder)):
-            print(f"{row.verdict or 'ERROR':8} {float(row.seconds):4.0f} s  {row.mutant}  {row.by} {row.how}", flush=True)
+        for row in results(limited, read(RESULTS), args, Path(folder)):
+            print(
+                f"{row.verdict or 'ERROR':8} {float(row.seconds):4.0f} s  {row.mutant}  {row.by} {row.how}", flush=True
+            )
             if row.verdict:
                 rows.append(row)
                 if args.csv:
@@ -217,6 +234,8 @@ def _explained(mutant: Mutant, explained: dict[str, Row]) -> bool:
 
 
 if __name__ == "__main__":
+    for ending in (signal.SIGINT, signal.SIGTERM):  # so that no test is left running
+        signal.signal(ending, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -52,7 +52,8 @@ COMPILED_DECODE = [
 COMPOSED = [
     "tests/kernels/test_cpu.py tests/rotary/test_bands.py tests/operators/test_accuracy.py -k cpu --composed-cpu",
     "tests/operators/test_varlen.py tests/rotary/test_maps.py tests/operators/test_length_scale.py"
-    ' tests/rotary/test_query_scales.py tests/operators/test_sinks.py tests/operators/test_value_width.py -k "cpu" --composed-cpu',
+    " tests/rotary/test_query_scales.py tests/operators/test_sinks.py"
+    ' tests/operators/test_value_width.py -k "cpu" --composed-cpu',
 ]
 COMPOSED_DECODE = [
     "tests/kernels/test_cpu.py tests/caches/test_decode.py tests/caches/test_maps_decode.py -k cpu --composed-cpu",
@@ -61,7 +62,8 @@ COMPOSED_DECODE = [
 ]
 CACHES = [
     "tests/caches/test_cache.py tests/caches/test_cache_layers.py tests/caches/test_cache_errors.py -k 'not triton'",
-    "tests/caches/test_moved_tokens.py tests/caches/test_positions.py tests/caches/test_rotated_keys.py -k 'not triton'",
+    "tests/caches/test_moved_tokens.py tests/caches/test_positions.py"
+    " tests/caches/test_rotated_keys.py -k 'not triton'",
     "tests/caches/test_stored_positions.py tests/caches/test_quantized.py -k 'not triton'",
 ]
 SCHEMES = [
@@ -95,14 +97,19 @@ JUDGES = {
     "python/flashrope/backends/cpu/pieces.py": COMPOSED,
     "python/flashrope/backends/cpu/attention.py": COMPOSED,
     "python/flashrope/backends/cpu/rotation.py": [*COMPOSED, *COMPOSED_DECODE],
-    "python/flashrope/backends/cpu/cached.py": [*COMPOSED_DECODE, "tests/operators/test_length_scale.py --composed-cpu"],
+    "python/flashrope/backends/cpu/cached.py": [
+        *COMPOSED_DECODE,
+        "tests/operators/test_length_scale.py --composed-cpu",
+    ],
     "python/flashrope/backends/cpu/masked.py": COMPOSED_DECODE[1:],
     "python/flashrope/backends/cpu/runs.py": [
         "tests/kernels/test_cpu_positions.py tests/caches/test_positions.py tests/caches/test_decode.py -k cpu",
         "tests/caches/test_stored_positions.py tests/caches/test_moved_tokens.py -k 'not triton'",
     ],
     "python/flashrope/backends/cpu/prepared.py": ["tests/caches/test_prepared.py", *COMPILED_DECODE[1:2]],
-    "python/flashrope/backends/cpu/rotated.py": ["tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k cpu"],
+    "python/flashrope/backends/cpu/rotated.py": [
+        "tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k cpu"
+    ],
     "python/flashrope/backends/cpu/tiles.py": COMPILED,
     "python/flashrope/backends/cpu/decode.py": [*COMPILED_DECODE, "tests/caches/test_prepared.py"],
     "python/flashrope/backends/cpu/*": ["tests/kernels/test_cpu_loader.py tests/kernels/test_cpu.py", *COMPILED],
@@ -116,7 +123,8 @@ JUDGES = {
     "python/flashrope/backends/reference.py": [
         "tests/operators/test_accuracy.py tests/rotary/test_bands.py tests/caches/test_decode.py"
         " tests/caches/test_rotated_keys.py tests/operators/test_value_width.py -k reference",
-        "tests/rotary/test_query_scales.py tests/operators/test_sinks.py tests/operators/test_length_scale.py -k reference",
+        "tests/rotary/test_query_scales.py tests/operators/test_sinks.py"
+        " tests/operators/test_length_scale.py -k reference",
     ],
     "python/flashrope/backends/shown.py": [
         "tests/caches/test_positions.py tests/caches/test_stored_positions.py -k 'not triton'",
@@ -128,13 +136,17 @@ JUDGES = {
     "csrc/cpu/decode.*": COMPILED_DECODE,
     "csrc/cpu/rotate.cpp": ["tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k cpu", *COMPILED[1:]],
     "csrc/cpu/forward.cpp": [*COMPILED[:1], "tests/operators/test_accuracy.py tests/caches/test_quantized.py -k cpu"],
-    "csrc/cpu/backward.cpp": [*COMPILED[:1], "tests/operators/test_accuracy.py tests/operators/test_backward.py -k cpu"],
+    "csrc/cpu/backward.cpp": [
+        *COMPILED[:1],
+        "tests/operators/test_accuracy.py tests/operators/test_backward.py -k cpu",
+    ],
     "csrc/cpu/*": [COMPILED[0], COMPILED_DECODE[0], *COMPILED[1:]],
     "csrc/*": [f"{EXECUTED} tests/executor/test_cuda_kernels.py"],
     "python/flashrope/cache/*": CACHES,
     "python/flashrope/operators/sinks.py": ["tests/operators/test_sinks.py -k 'not triton'"],
     "python/flashrope/operators/autograd.py": [
-        "tests/operators/test_backward.py tests/operators/test_accuracy.py tests/operators/test_transforms.py -k 'not triton'",
+        "tests/operators/test_backward.py tests/operators/test_accuracy.py"
+        " tests/operators/test_transforms.py -k 'not triton'",
         *CALLS,
     ],
     "python/flashrope/operators/foreign_keywords.py": ["tests/operators/test_errors.py"],
@@ -145,15 +157,20 @@ JUDGES = {
         "tests/distributed/test_dtensor.py",
     ],
     "python/flashrope/integrations/vllm/*": ["tests/integrations/test_vllm_plan.py"],
-    "python/flashrope/integrations/hf_config.py": ["tests/integrations/test_hf_config.py tests/integrations/test_qwen_1m.py"],
-    "python/flashrope/integrations/dual_chunk.py": ["tests/integrations/test_qwen_1m.py tests/integrations/test_vllm_plan.py"],
+    "python/flashrope/integrations/hf_config.py": [
+        "tests/integrations/test_hf_config.py tests/integrations/test_qwen_1m.py"
+    ],
+    "python/flashrope/integrations/dual_chunk.py": [
+        "tests/integrations/test_qwen_1m.py tests/integrations/test_vllm_plan.py"
+    ],
     "python/flashrope/integrations/transformers/co*": [
         "tests/integrations/test_continuous_batching.py tests/integrations/test_vision_models.py",
         CONVERTED,
     ],
     "python/flashrope/integrations/*": [
         f"{CONVERTED} tests/integrations/test_untested.py tests/integrations/test_options.py",
-        "tests/integrations/test_stale_caches.py tests/integrations/test_codes_cache.py tests/integrations/test_saving.py",
+        "tests/integrations/test_stale_caches.py tests/integrations/test_codes_cache.py"
+        " tests/integrations/test_saving.py",
         "tests/integrations/test_qwen_1m.py tests/integrations/test_models.py tests/integrations/test_vision_models.py",
     ],
 }

@@ -141,4 +141,3 @@ def _operand(code: str, at: int, end: int, products: bool) -> int:
     if products and (more := re.compile(r" [*/%] ").match(code, here)):
         return _operand(code, more.end(), end, products)
     return here
-

@@ -113,7 +113,9 @@ class _Finder(ast.NodeVisitor):
         if isinstance(node.value, bool):
             self._add("constant", node, str(not node.value))
         elif isinstance(node.value, int | float):
-            self._add("constant", node, f"({node.value!r} + 1)" if isinstance(node.value, float) else f"{node.value + 1}")
+            self._add(
+                "constant", node, f"({node.value!r} + 1)" if isinstance(node.value, float) else f"{node.value + 1}"
+            )
 
     def visit_BinOp(self, node) -> None:
         left, right = self._text(node.left), self._text(node.right)
@@ -208,6 +210,6 @@ def _is_type(node) -> bool:
     """Whether a | b is a union of types, such as Tensor | None."""
     names = [x.id for x in ast.walk(node) if isinstance(x, ast.Name)]
     nothing = any(isinstance(x, ast.Constant) and x.value is None for x in ast.walk(node))
-    return nothing or any(name[:1].isupper() or name in ("int", "float", "str", "bool", "dict", "list") for name in names)
-
-
+    return nothing or any(
+        name[:1].isupper() or name in ("int", "float", "str", "bool", "dict", "list") for name in names
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import shutil
 import signal
@@ -28,17 +29,19 @@ PRELOADED = ("numpy", "torch", "pytest", "triton", "triton.language", "transform
 
 class Ended(NamedTuple):
     """test: the first that failed, or that ran when the process died, as `how` says; "" where all passed, or where none
-    ran, and then `how` is pytest's output."""
+    ran, and then `how` is pytest's output. seconds: of the processor."""
 
     test: str = ""
     how: str = ""
+    seconds: float = 0.0
 
 
 class Watch:
-    """Writes down the test that runs, so that a crash has a name, and the first that failed."""
+    """Writes down the test that runs, so that a crash has a name, and the first that failed. Ends the process as if
+    all had passed when it has used this many seconds of the processor."""
 
-    def __init__(self, path: Path):
-        self.path, self.failed = path, False
+    def __init__(self, path: Path, seconds: float = math.inf):
+        self.path, self.failed, self.seconds = path, False, seconds
 
     def write(self, nodeid: str, failed: bool) -> None:
         if not self.failed:
@@ -47,6 +50,10 @@ class Watch:
 
     def pytest_runtest_logstart(self, nodeid, location) -> None:
         self.write(nodeid, False)
+
+    def pytest_runtest_logfinish(self, nodeid, location) -> None:
+        if not self.failed and time.process_time() > self.seconds:
+            os._exit(0)
 
     def pytest_runtest_logreport(self, report) -> None:
         if report.failed:
@@ -129,8 +136,8 @@ def copy_checkout(to: Path) -> None:
 class Run:
     """pytest with these arguments in a copy, under way."""
 
-    def __init__(self, copy: Copy, tests: tuple[str, ...]):
-        self.copy, self.tests, self.started = copy, tests, time.monotonic()
+    def __init__(self, copy: Copy, tests: tuple[str, ...], seconds: float = math.inf):
+        self.copy, self.tests, self.seconds = copy, tests, seconds
         copy.seen.write_text("", encoding="utf-8")
         self.pid = self._start()
 
@@ -160,7 +167,7 @@ class Run:
                 call = f"pytest_in({str(root)!r}, {str(self.copy.seen)!r}, {arguments!r})"
                 os.environ.pop("TRITON_INTERPRET", None)
                 os.execv(sys.executable, [sys.executable, "-c", main + call])
-            pytest_in(root, self.copy.seen, arguments)
+            pytest_in(root, self.copy.seen, arguments, self.seconds)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -168,7 +175,7 @@ class Run:
 
     def ended(self) -> Ended | None:
         """None while it runs."""
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        pid, status, usage = os.wait4(self.pid, os.WNOHANG)
         state, _, test = self.copy.seen.read_text(encoding="utf-8").partition(" ")
         if not pid:
             limit = STALLED_SLOWLY if EXECUTOR in self.tests or "distributed" in self.tests[-1] else STALLED
@@ -178,7 +185,7 @@ class Run:
             return Ended(test or "no test", f"more than {limit} s")
         code = os.waitstatus_to_exitcode(status)
         if code == 0:
-            return Ended()
+            return Ended(seconds=usage.ru_utime + usage.ru_stime)
         if state == FAILED.strip():
             return Ended(test)
         if state == RUNNING.strip():
@@ -190,7 +197,7 @@ class Run:
         os.waitpid(self.pid, 0)
 
 
-def pytest_in(root: Path | str, seen: Path | str, arguments: list[str]) -> None:
+def pytest_in(root: Path | str, seen: Path | str, arguments: list[str], seconds: float = math.inf) -> None:
     """Ends the process. flashrope, the tests and their helpers are those below root."""
     import pytest
 
@@ -199,6 +206,6 @@ def pytest_in(root: Path | str, seen: Path | str, arguments: list[str]) -> None:
     root = str(root)
     of_executor = [f"{root}/tests"] if EXECUTOR in arguments else []
     sys.path[:] = [f"{root}/python", root, *of_executor, *(x for x in sys.path if x not in ("", str(ROOT)))]
-    status = pytest.main(arguments, plugins=[Watch(Path(seen))])
+    status = pytest.main(arguments, plugins=[Watch(Path(seen), seconds)])
     sys.stdout.flush()
     os._exit(int(status))
