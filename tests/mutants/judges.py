@@ -84,7 +84,14 @@ JUDGES = {
     "triton_kernels/backward.py": BACKWARD,
     "triton_kernels/forward.py": [*FORWARD, *QUANTIZED],
     "triton_kernels/softmax.py": FORWARD,
-    "triton_kernels/tiles.py": [*FORWARD[:2], *BACKWARD, *DECODE[:2]],
+    "triton_kernels/tiles.py": [
+        "tests/kernels/test_tiles.py tests/operators/test_varlen.py tests/operators/test_needles.py"
+        ' -k "triton or test_tiles"',
+        "tests/caches/test_decode_varlen.py tests/kernels/test_decode_triton.py -k triton",
+        *FORWARD[1:2],
+        *BACKWARD,
+        *DECODE[:2],
+    ],
     "triton_kernels/rotation.py": [*FORWARD[:2], *BACKWARD[:1], *DECODE[:2]],
     "triton_kernels/arguments.py": [*FORWARD[:1], *DECODE[:2]],
     "triton_kernels/decode.py": DECODE,
@@ -145,8 +152,8 @@ JUDGES = {
     "python/flashrope/cache/*": CACHES,
     "python/flashrope/operators/sinks.py": ["tests/operators/test_sinks.py -k 'not triton'"],
     "python/flashrope/operators/autograd.py": [
-        "tests/operators/test_backward.py tests/operators/test_accuracy.py"
-        " tests/operators/test_transforms.py -k 'not triton'",
+        "tests/operators/test_transforms.py tests/operators/test_rotate.py -k 'not triton'",
+        "tests/operators/test_backward.py tests/operators/test_accuracy.py -k 'not triton'",
         *CALLS,
     ],
     "python/flashrope/operators/foreign_keywords.py": ["tests/operators/test_errors.py"],
