@@ -162,8 +162,8 @@ def chosen(args, parser) -> list[Mutant]:
     if args.site:
         return [mutant for mutant in everything(tuple(ROOMS)) if mutant.address in args.site]
     if args.known:
-        rows = {row.mutant: row.digest for row in read(RESULTS).values() if row.verdict == KILLED}
-        mutants = [mutant for mutant in mutants if rows.get(mutant.address) == mutant.digest or mutant.by_hand]
+        killed = {row.mutant: row for row in read(RESULTS).values() if row.verdict == KILLED}
+        mutants = [mutant for mutant in mutants if mutant.by_hand or _is_of(killed, mutant)]
     return drawn([mutant for mutant in mutants if args.only in mutant.address], args.seed)
 
 
@@ -203,11 +203,11 @@ def main() -> int:
         if not found and any(mutant.room == room for mutant in mutants):
             parser.error(f"the room {room} needs {needed}, without which its tests are skipped; see --without")
 
-    explained = {row.mutant: row for row in read(RESULTS).values() if row.why}
     done = read(args.csv) if args.csv else {}
-    rows = [done[mutant.address] for mutant in mutants if mutant.address in done]
+    explained = {row.mutant: row for row in read(RESULTS).values() if row.why}
+    rows = [done[mutant.address] for mutant in mutants if _is_of(done, mutant)]
     started = time.monotonic()
-    todo = [m for m in mutants if m.address not in done and not _explained(m, explained)]
+    todo = [mutant for mutant in mutants if not _is_of(done, mutant) and not _is_of(explained, mutant)]
     print(f"a sample of {len(todo)} mutants, seed {args.seed}", flush=True)
     limited = (m for m in todo if not args.seconds or time.monotonic() - started < args.seconds)
     preload()
@@ -227,9 +227,9 @@ def main() -> int:
     return int(killed * 100 < args.least * len(counted))
 
 
-def _explained(mutant: Mutant, explained: dict[str, Row]) -> bool:
-    """Whether docs/mutants says why it survives."""
-    row = explained.get(mutant.address)
+def _is_of(rows: dict[str, Row], mutant: Mutant) -> bool:
+    """Whether one of these rows is of this mutant, and not of another change that had its address before."""
+    row = rows.get(mutant.address)
     return row is not None and row.digest == mutant.digest
 
 
