@@ -163,7 +163,7 @@ def chosen(args, parser) -> list[Mutant]:
         return [mutant for mutant in everything(tuple(ROOMS)) if mutant.address in args.site]
     if args.known:
         killed = {row.mutant: row for row in read(RESULTS).values() if row.verdict == KILLED}
-        mutants = [mutant for mutant in mutants if mutant.by_hand or _is_of(killed, mutant)]
+        mutants = [mutant for mutant in mutants if _is_of(killed, mutant)]
     return drawn([mutant for mutant in mutants if args.only in mutant.address], args.seed)
 
 
@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("--without", default="", help="not those of these rooms")
     parser.add_argument("--only", default="", help="only those whose address contains this")
     parser.add_argument("--site", action="append", metavar="ADDRESS", help="only this one")
-    parser.add_argument("--known", action="store_true", help="only those by hand and those noticed in docs/mutants")
+    parser.add_argument("--known", action="store_true", help="only those that docs/mutants saw noticed")
     parser.add_argument("--seed", default="0", help="any text, for example a commit's hash (default: 0)")
     parser.add_argument("--count", type=int, help="how many to draw (default: all)")
     parser.add_argument("--seconds", type=float, help="start none after this long")

@@ -72,7 +72,7 @@ SCHEMES = [
 ]
 CALLS = [
     "tests/operators/test_errors.py tests/caches/test_cache_errors.py tests/operators/test_backends.py"
-    " tests/caches/test_decode_varlen.py -k 'not triton'",
+    " tests/operators/test_value_width.py tests/caches/test_decode_varlen.py -k 'not triton'",
     "tests/operators/test_torch.py tests/operators/test_transforms.py tests/operators/test_backward.py"
     " tests/operators/test_rotate.py -k 'not triton'",
     "tests/caches/test_decode.py tests/caches/test_rotated_keys.py tests/caches/test_stored_positions.py"

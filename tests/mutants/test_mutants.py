@@ -1,13 +1,16 @@
 """The tool of tests/mutants: what it finds in small sources, and that its lists fit the checkout. Running the mutants:
 ``python -m tests.mutants``."""
 
+from argparse import Namespace
+
 import pytest
 
+from tests.mutants import __main__ as main
 from tests.mutants import by_hand, native_sites, page, python_sites, sites
 from tests.mutants.__main__ import drawn, everything, examine
 from tests.mutants.judges import JUDGES, judges
 from tests.mutants.results import KILLED, RESULTS, SURVIVED, Row, add, read
-from tests.mutants.runs import Copy, Ended
+from tests.mutants.runs import Copy, Ended, Watch
 
 
 def made(text, changes) -> dict[str, list[str]]:
@@ -140,6 +143,31 @@ def test_a_mutant_is_examined(copy):
     with pytest.raises(RuntimeError, match="a::t: fails without a mutant"):
         run.send(Ended("a::t"))
     assert at.read_text(encoding="utf-8") == mutant.source()
+
+
+def test_patience(copy, tmp_path, monkeypatch):
+    """No run follows when the runs before took this long; a run ends behind the test that exceeds it."""
+    copy, mutant = copy
+    run = examine(mutant, copy, [("a",), ("b",), ("c",)], set(), patience=30)
+    assert next(run) == ("a",) and run.send(Ended(seconds=20)) == ("b",)
+    with pytest.raises(StopIteration) as stop:
+        run.send(Ended(seconds=15))
+    assert stop.value.value == Ended("", "35 s of its tests")
+    left = []
+    monkeypatch.setattr("os._exit", left.append)
+    for seconds in (1e9, 0):
+        Watch(tmp_path / "seen", seconds).pytest_runtest_logfinish("a::t", None)
+    assert left == [0]
+
+
+def test_a_sample_of_known_mutants(monkeypatch):
+    """Those that were noticed and change today what they changed then."""
+    first, second, third = sites.mutants_of("triton_kernels/softmax.py")[:3]
+    rows = [Row(m.address, m.digest, KILLED, "t", "", "5") for m in (first, second)]
+    rows = [rows[0], rows[1]._replace(digest="other"), Row(third.address, third.digest, SURVIVED, "", "", "9")]
+    monkeypatch.setattr(main, "read", lambda path: {row.mutant: row for row in rows})
+    args = Namespace(rooms="kernels", without="", site=None, known=True, only="", seed="0")
+    assert main.chosen(args, None) == [first]
 
 
 def test_results_can_go_on_and_keep_their_reasons(tmp_path):
