@@ -48,6 +48,16 @@ def test_axes(target, scheme):
     case.check(rotary, causal=False, slot_positions=slots)
 
 
+@pytest.mark.interpreted(lambda target, **given: given["scheme"] == "mrope_local")
+@pytest.mark.parametrize("target", EXACT, ids=str)
+@pytest.mark.parametrize("scheme", ["axial", "mrope_local"])
+def test_axes_where_a_page_shows_its_last_rows(target, scheme):
+    """The numbers of the queries are below the rows of the keys that they see."""
+    case, rotary = Case(target, (2, 1, 16, 32), 2), AXIAL[scheme](32)
+    tables = dict(page_first=int32([[10], [9]]), page_lengths=int32([[6], [5]]))
+    case.check(rotary, slot_positions=coordinates(case, rotary.axes), **tables)
+
+
 @pytest.mark.interpreted(lambda target, **given: given["paged"] and target.dtype == torch.float32)
 @pytest.mark.parametrize("target", TRITON, ids=str)
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])

@@ -164,6 +164,10 @@ def with_rotated_keys() -> None:
     out, _, rotated_k, _ = OPERATORS.attention(*odd, *arguments)
     # 3 sequences do not divide by 2 ranks, and the rows of rotated_k would not divide where the batch does
     assert out.placements == rotated_k.placements == (Replicate(),)
+    whole = [distribute_tensor(x, mesh(2), [Replicate()]) for x in inputs(batch=3)[:3]]
+    positions = distribute_tensor(given[:3], mesh(2), [BATCH])  # the only tensor that is sharded over the batch
+    out, _, rotated_k, _ = OPERATORS.attention(*whole, positions, *arguments[1:])
+    assert out.placements == rotated_k.placements == (Replicate(),)
 
 
 def test_rotated_keys(ranks):

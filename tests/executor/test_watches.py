@@ -1,7 +1,10 @@
 """What the executor reports, each shown by a minimal kernel beside a correct version of it."""
 
 import pytest
+import support
 import torch
+from flashrope import attention
+from flashrope.backends.triton import device
 
 from .driver import Machine
 from .kernel import InvalidPtx, Kernel
@@ -338,3 +341,16 @@ def test_counters(machine):
     assert (traffic.size, traffic.read, traffic.distinct_read, traffic.sectors_read) == (OUT, 256, 256, 256)
     assert (traffic.written, traffic.sectors_written) == (256, 256)
     assert launch.special_functions == 64 and launch.warps("ld.global", "st.global") == 4
+
+
+def test_false_claim_of_alignment(machine, monkeypatch):
+    """The second row of k lies at an odd address, and the launch takes the kernel for aligned rows."""
+    target = support.Target("triton", torch.float16, "cpu")
+    p = support.problem(target, support.SCHEMES["rerope"](64), 150, heads=2, seed=1, softmax_scale=0.02)
+    room = torch.zeros(1, 150, 1, 67, dtype=torch.float16)
+    machine.reset(strict=False)
+    monkeypatch.setattr(device, "aligned", lambda *tensors: True)
+    with torch.no_grad():
+        attention(p.q, room[..., :64], p.v, p.rotary, softmax_scale=0.02, impl="triton")
+    findings = [finding for launch in machine.launches for finding in launch.findings]
+    assert any(finding.startswith("misaligned global access: attention_forward") for finding in findings), findings

@@ -14,7 +14,7 @@ from flashrope import Rotary, attention_varlen_with_cache
 from flashrope.backends.quantized import quantize
 from flashrope.integrations.vllm.chunks import adopt_chunks
 from flashrope.integrations.vllm.pages import CODES, row_bytes, split_pages
-from flashrope.integrations.vllm.plan import ARCHITECTURES, asked, make_plan
+from flashrope.integrations.vllm.plan import ARCHITECTURES, Layer, Plan, asked, make_plan
 
 SLIDING = ["sliding_attention", "full_attention"]
 
@@ -215,6 +215,19 @@ def test_the_digest_is_that_of_the_schemes():
     digests = {make_plan(config(options)).digest for options in ({}, {"window": 64}, {"window": 65}, {"log_n": 4096})}
     assert len(digests) == 4
     assert make_plan(config({"log_n": True})).digest == make_plan(config({"log_n": 4096})).digest
+
+
+def test_the_digest_has_the_windows_of_the_layers():
+    """The keys of a layer depend on which keys the layers before it saw."""
+    plans = [Plan((Layer(Rotary.rope(32), window),) * 2, frozenset()) for window in (None, 64, 65)]
+    assert len({plan.digest for plan in plans}) == 3
+
+
+def test_lengths_up_to_the_one_that_changes_the_frequencies():
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+    make_plan(config({}, hf=dynamic, model={"max_model_len": 4096}))
+    with pytest.raises(ValueError, match="max_model_len: expected at most 4096, .* got 4097"):
+        make_plan(config({}, hf=dynamic, model={"max_model_len": 4097}))
 
 
 REFUSED = {

@@ -96,6 +96,15 @@ def test_queries_of_their_own(target, seqlen_q):
             case.check(SCHEMES[scheme](32), queries=queries, page_positions=positions)
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 3, 70])
+@pytest.mark.parametrize("rotary", [Rotary.rope(32).log_steps(7), Rotary.rope(32).log_n(20)], ids=["steps", "log n"])
+def test_score_scales_at_negative_positions(rotary, seqlen_q):
+    """Query scales grow from position 0 on. A position below counts as 0, where a logarithm would be NaN."""
+    case = Case(FLOAT32, (2, 6, 16, 32), seqlen_q, lengths=[90, 96])
+    queries = torch.arange(seqlen_q) + torch.tensor([[-40], [-3]])
+    case.check(rotary, queries=queries, page_positions=batch_of(*[documents(6, 16, {0: -200, 3: -60})] * 2))
+
+
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])
 @pytest.mark.parametrize("seqlen_q", [1, 3, 70])
 @pytest.mark.parametrize("target", [FLOAT32, FLOAT64], ids=str)

@@ -10,12 +10,14 @@ import sys
 import numpy as np
 import pytest
 import support
+import test_decode
 import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from flashrope import Rotary, attention_with_cache
 from flashrope.backends.triton import launcher
+from flashrope.lowering.lowered import lower
 from flashrope.triton_kernels import configs, decode, rotate
 
 pytestmark = pytest.mark.skipif(
@@ -101,14 +103,16 @@ def products_by_row(monkeypatch):
         monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("mk,kn->mn", a, b, dtype=dtype))
 
 
+@pytest.mark.parametrize(("rotary", "length"), [(RECTIFIED, 131), (Rotary.rope(32).local(4 * BLOCK), 5 * BLOCK + 2)])
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_chunks_change_no_bit(products_by_row, num_splits):
-    """Queries of one call, of one call each and of calls of 3: the same bits, wherever a query lies in its tile."""
-    q, (k, v), length = random(1, 6, HEADS_Q, 32, seed=9), caches(1), 131
-    whole = attend(q, k, v, [length], num_splits=num_splits)
+def test_chunks_change_no_bit(products_by_row, num_splits, rotary, length):
+    """Compares six queries of one call with calls of one and of three queries, bit for bit. The second scheme's window
+    begins a block later for the last query: a block still belongs to the same split."""
+    q, (k, v) = random(1, 6, HEADS_Q, 32, seed=9).float(), random(2, 1, 6 * BLOCK, HEADS_KV, 32).float()
+    whole = attend(q, k, v, [length], rotary, num_splits=num_splits)
     for size in (1, 3):
         pieces = [
-            attend(q[:, at : at + size], k, v, [length - 6 + at + size], num_splits=num_splits)
+            attend(q[:, at : at + size], k, v, [length - 6 + at + size], rotary, num_splits=num_splits)
             for at in range(0, 6, size)
         ]
         assert_same_bits([torch.cat([out for out, _ in pieces], 1), torch.cat([lse for _, lse in pieces], 2)], whole)
@@ -134,6 +138,15 @@ def test_chunks_in_the_forward_kernel(page_size):
     assert_same_bits(
         attend(q, shifted_k, shifted_v, ends, num_splits=None, cache_leftpad=int32(pads), **options), expected
     )
+
+
+def test_a_tile_of_keys_that_a_band_reaches_in_part_is_rotated():
+    """The first query sees its farthest key of the near band in the last rows of a tile of keys."""
+    window, target = 40, support.Target("triton", torch.float32, DEVICE)
+    ahead = window - 1 + configs.ROTATE_ROWS * 3 // 4  # of the first query; the tile before its window is of no use
+    rotary = Rotary.rope(32).rectify(window, 8)
+    assert len(set(lower(rotary, True).k_stops)) == 2
+    test_decode.cached(target, rotary, (ahead + CHUNK, ahead + CHUNK + 3), CHUNK, capacity=160).check(target)
 
 
 def test_neighbours_and_left_padding_change_no_bit():

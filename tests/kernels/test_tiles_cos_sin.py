@@ -81,6 +81,26 @@ def test_any_stored_position(frequency):
 
 
 @triton.jit
+def store_cos_and_sin(out, angles, M: tl.constexpr):
+    index = tl.arange(0, M)
+    cos, sin = cos_sin_of(tl.load(angles + index))
+    tl.store(out + index, cos)
+    tl.store(out + M + index, sin)
+
+
+def test_the_polynomials_serve_an_eighth_of_a_turn_on_both_sides():
+    """Their error stays far below that of polynomials which are used beyond an eighth of a turn, 4e-6."""
+    ends = (torch.arange(-4, 4).repeat_interleave(3) << 61) + torch.tensor([-1, 0, 1]).repeat(8) * 2**32
+    within = torch.randint(-(2**63), 2**63 - 1, (1000,), generator=torch.Generator().manual_seed(0))
+    angles = torch.cat([ends, within])
+    out = torch.full((2, 1024), torch.nan)
+    store_cos_and_sin[(1,)](out, angles, 1024)
+    turns = angles.double() * (2 * torch.pi / 2**64)
+    error = (out.double() - torch.stack([turns.cos(), turns.sin()])).abs().max()
+    assert error <= 6 * HALF_ULP
+
+
+@triton.jit
 def store_mapped_rows(out, maps, rotation, start, first, length, M: tl.constexpr):
     rows = TileRows(tl.arange(0, M), start, first, length)
     tl.store(out + tl.arange(0, M), mapped_rows(maps, rotation, rows))

@@ -1,69 +1,102 @@
-"""``python -m tests.mutants``: breaks the source a line at a time and reports which test notices.
+"""``python -m tests.mutants``: breaks the source one place at a time and reports which test notices.
 
-Every mutant is applied to a copy of the checkout, which runs the test that noticed it last time (docs/mutants), then
-the tests that it names, then the fast loop, then with --all the default tests, up to the first that fails. That test
-must pass without the mutant. A crash of the interpreter counts as noticed.
+The places follow from the syntax, and a sample is drawn from --seed. Every mutant is applied to a copy of the
+checkout, which runs the test that noticed it last time, then the tests of its file (judges.py), up to the first that
+fails. That test must pass without the mutant. A crash of the interpreter counts as noticed.
 
-    python -m tests.mutants --list
-    python -m tests.mutants --area decode --quick --csv mutants.csv   (adds to the file; skips what is in it)
-    python -m tests.mutants --publish mutants.csv                     (into docs/mutants)
+    python -m tests.mutants --rooms kernels,cache --count 100 --csv mutants.csv   (skips what is in the file)
+    python -m tests.mutants --site "triton_kernels/decode.py attend_block constant 3"
+    python -m tests.mutants --known --seconds 60      (mutants of docs/mutants/results.csv that were noticed)
+    python -m tests.mutants --publish mutants.csv     (into docs/mutants)
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import math
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
-from datetime import date
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 
-from . import page
-from .results import RESULTS, Row, read, versions, write
+from . import by_hand, page
+from .judges import judges
+from .results import INVALID, KILLED, RESULTS, SURVIVED, Row, add, read, write
 from .runs import EXECUTED, EXECUTOR, Copy, Ended, Run, preload
-from .table import AREAS, MUTANTS, ROOT, Mutant
+from .sites import ROOMS, ROOT, Mutant, files, mutants_of
 
-LOOP = "@tests/fast.txt"
 Tests = tuple[str, ...]
+NEEDED = {"integrations": ("transformers", find_spec("transformers")), "cuda": ("nvcc", shutil.which("nvcc"))}
 
 
-def examine(mutant: Mutant, copy: Copy, stages: list[Tests], sound: set[str]) -> Generator[Tests, Ended, tuple]:
-    """Yields the tests to run in the copy and is sent how they ended. Returns (ended, the last tests that ran).
+def everything(rooms: tuple[str, ...]) -> list[Mutant]:
+    """All mutants of some rooms, those by hand included."""
+    syntactic = [mutant for file in files(rooms) for mutant in mutants_of(file)]
+    return [mutant for mutant in by_hand.mutants() if mutant.room in rooms] + syntactic
+
+
+def drawn(mutants: list[Mutant], seed: str) -> list[Mutant]:
+    """In an order drawn from a seed, one of every room and kind in turn: the many mutants of a common kind would
+    otherwise hide the few of another."""
+    dice, groups = random.Random(seed), {}
+    for mutant in mutants:
+        groups.setdefault((mutant.room, mutant.kind), []).append(mutant)
+    for group in groups.values():
+        dice.shuffle(group)
+    order = list(groups.values())
+    dice.shuffle(order)
+    return [mutant for turn in zip_longest(*order) for mutant in turn if mutant]
+
+
+def examine(
+    mutant: Mutant, copy: Copy, stages: list[Tests], sound: set[str], patience: float = math.inf
+) -> Generator[Tests, Ended, Ended | None]:
+    """Yields the tests to run in the copy and is sent how they ended. Returns how the last ended, None where the
+    mutant does not compile.
 
     sound: tests that pass without a mutant; those found on the way are added. Raises RuntimeError where the tests do
-    not.
+    not. patience: seconds of the processor after which no more tests follow.
     """
-
-    def run(tests: Tests, changes) -> Generator[Tests, Ended, Ended]:
-        copy.apply(changes)
+    spent = 0.0
+    for tests in stages:
+        if spent >= patience:
+            return Ended("", f"{spent:.0f} s of its tests")
         try:
-            return (yield tests)
+            if not copy.apply(mutant):
+                return None
+            ended = yield tests
         finally:
             copy.restore()
-
-    for tests in stages:
-        ended = yield from run(tests, mutant.changes)
-        if ended.how and not ended.test and tests == mutant.tests:  # a test of the results may be gone
+        if ended.how and not ended.test and tests != stages[0]:  # a test of the results may be gone
             raise RuntimeError(f"{' '.join(tests)}: no test ran: {ended.how}")
         if ended.test:
             if ended.test not in sound:
                 alone = (*(EXECUTED if EXECUTOR in tests else ()), ended.test)
-                if (yield from run(alone, mutant.cut)).test:
+                try:
+                    copy.apply(mutant, sound=True)
+                    passed = yield alone
+                finally:
+                    copy.restore()
+                if passed.test:
                     raise RuntimeError(f"{ended.test}: fails without a mutant")
                 sound.add(ended.test)
-            return ended, tests
-    return Ended(), stages[-1]
+            return ended
+        spent += ended.seconds
+    return Ended()
 
 
-def stages_of(mutant: Mutant, last: Row | None, quick: bool, everything: bool) -> list[Tests]:
-    stages = [mutant.tests] + [(LOOP,)] * (not quick) + [()] * everything
-    if last and last.killed == "yes" and exists(last.by):
-        stages.insert(0, (*(EXECUTED if EXECUTOR in mutant.tests else ()), last.by))
+def stages_of(mutant: Mutant, last: Row | None) -> list[Tests]:
+    stages = judges(mutant.file)
+    if last and last.verdict == KILLED and exists(last.by):
+        stages.insert(0, (*(EXECUTED if EXECUTOR in stages[0] else ()), last.by))
     return stages
 
 
@@ -75,107 +108,134 @@ def exists(test: str) -> bool:
     return path.exists() and (not name or f"def {name}(" in path.read_text(encoding="utf-8"))
 
 
-def row_of(mutant: Mutant, ended: Ended, last: Tests, seconds: float, where: str) -> Row:
-    killed, ran = "yes" if ended.test else "no", {(): "default tests", (LOOP,): "fast loop"}.get(last, "its tests")
-    day = date.today().isoformat()
-    return Row(mutant.area, mutant.name, killed, ended.test, ended.how, ran, f"{seconds:.0f}", day, where)
+def row_of(mutant: Mutant, ended: Ended | None, seconds: float) -> Row:
+    verdict = INVALID if ended is None else KILLED if ended.test else SURVIVED
+    test, how, _ = ended or Ended()
+    return Row(mutant.address, mutant.digest, verdict, test, how, f"{seconds:.0f}")
 
 
 def results(mutants: Iterator[Mutant], known: dict[str, Row], args, folder: Path) -> Iterator[Row]:
-    """Runs --jobs mutants at a time."""
+    """Runs some at a time. A row without a verdict is an error, and `how` says which."""
     free = [Copy(folder / str(n)) for n in range(args.jobs)]
     sound: set[str] = set()
     under_way: list[tuple] = []
-    where = versions()
     try:
         while True:
             while free and (mutant := next(mutants, None)):
-                copy = free.pop()
-                steps = examine(mutant, copy, stages_of(mutant, known.get(mutant.name), args.quick, args.all), sound)
-                under_way.append((mutant, copy, steps, Run(copy, next(steps)), time.monotonic()))
+                started, copy = time.monotonic(), free.pop()
+                steps = examine(mutant, copy, stages_of(mutant, known.get(mutant.address)), sound, args.patience)
+                under_way.append((mutant, copy, steps, None, started))
             if not under_way:
                 return
-            time.sleep(0.02)
             for item in list(under_way):
                 mutant, copy, steps, run, started = item
-                if (ended := run.ended()) is None:
+                if run and (ended := run.ended()) is None:
                     continue
                 under_way.remove(item)
-                took = time.monotonic() - started
                 try:
-                    under_way.append((mutant, copy, steps, Run(copy, steps.send(ended)), started))
+                    tests = steps.send(ended) if run else next(steps)
+                    under_way.append((mutant, copy, steps, Run(copy, tests, args.patience), started))
                 except StopIteration as stop:
                     free.append(copy)
-                    yield row_of(mutant, *stop.value, took, where)
+                    yield row_of(mutant, stop.value, time.monotonic() - started)
                 except RuntimeError as error:
                     free.append(copy)
-                    yield Row(mutant.area, mutant.name, "error", "", str(error), "", f"{took:.0f}", "", where)
+                    yield Row(mutant.address, mutant.digest, "", "", str(error), f"{time.monotonic() - started:.0f}")
+            time.sleep(0.02)
     finally:
         for _, _, steps, run, _ in under_way:
-            run.stop()
+            if run:
+                run.stop()
             steps.close()
+
+
+def show(mutant: Mutant) -> str:
+    lines = mutant.source().splitlines(), mutant.applied().splitlines()
+    return "\n".join(difflib.unified_diff(*lines, mutant.address, "", lineterm="", n=1))
+
+
+def chosen(args, parser) -> list[Mutant]:
+    rooms = tuple(room for room in args.rooms.split(",") if room not in args.without.split(","))
+    if unknown := set(rooms) - set(ROOMS):
+        parser.error(f"--rooms: expected {', '.join(ROOMS)}, got {', '.join(sorted(unknown))}")
+    mutants = everything(rooms)
+    if args.site:
+        return [mutant for mutant in everything(tuple(ROOMS)) if mutant.address in args.site]
+    if args.known:
+        killed = {row.mutant: row for row in read(RESULTS).values() if row.verdict == KILLED}
+        mutants = [mutant for mutant in mutants if _is_of(killed, mutant)]
+    return drawn([mutant for mutant in mutants if args.only in mutant.address], args.seed)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.split("\n")[0])
-    parser.add_argument("--list", action="store_true", help="print the mutants")
-    parser.add_argument("--area", help="only those of these areas, separated by commas")
-    parser.add_argument("--without", default="", help="not those of these areas")
-    parser.add_argument("--only", help="only those whose name contains this")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th of them")
-    parser.add_argument("--quick", action="store_true", help="leave out the fast loop for those that survive")
-    parser.add_argument("--all", action="store_true", help="run the default tests too for those that survive")
-    parser.add_argument("--again", action="store_true", help="run those again that survived according to --csv")
-    parser.add_argument("--seconds", type=float, help="start none after this long, in an order drawn from --seed")
+    parser.add_argument("--list", action="store_true", help="print the mutants and exit")
+    parser.add_argument("--show", action="store_true", help="print what they change and exit")
+    parser.add_argument("--rooms", default=",".join(ROOMS), help="only those of these rooms (default: all)")
+    parser.add_argument("--without", default="", help="not those of these rooms")
+    parser.add_argument("--only", default="", help="only those whose address contains this")
+    parser.add_argument("--site", action="append", metavar="ADDRESS", help="only this one")
+    parser.add_argument("--known", action="store_true", help="only those that docs/mutants saw noticed")
     parser.add_argument("--seed", default="0", help="any text, for example a commit's hash (default: 0)")
-    parser.add_argument("--least", type=float, default=100, help="percentage killed below which the run fails")
+    parser.add_argument("--count", type=int, help="how many to draw (default: all)")
+    parser.add_argument("--seconds", type=float, help="start none after this long")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="of the processor for a mutant's tests (default: 60)",
+    )
+    parser.add_argument("--least", type=float, default=0, help="percentage killed below which the run fails")
     parser.add_argument("--jobs", type=int, default=1, help="how many at once (default: 1)")
-    parser.add_argument("--csv", type=Path, help="a file to add the results to")
+    parser.add_argument("--csv", type=Path, help="a file to add the results to; what it has is not run again")
     parser.add_argument("--publish", type=Path, metavar="CSV", help="copy a file of results into docs/mutants and exit")
     args = parser.parse_args()
     if args.publish:
-        write(RESULTS, read(args.publish))
-        page.PAGE.write_text(page.text(), encoding="utf-8")
+        write(RESULTS, page.merged(read(RESULTS), read(args.publish)))
+        page.publish()
         return 0
-    areas = set(args.area.split(",") if args.area else AREAS) - set(args.without.split(","))
-    chosen = [m for m in MUTANTS if m.area in areas and (args.only or "") in m.name][:: args.every]
-    if args.list:
-        for m in chosen:
-            print(f"{m.area:13} {m.name}" + (f"  equivalent: {m.equivalent}" if m.equivalent else ""))
-        print(f"{len(chosen)} mutants, {sum(bool(m.equivalent) for m in chosen)} of them equivalent")
+    mutants = chosen(args, parser)[: args.count]
+    if args.list or args.show:
+        print("\n".join(show(mutant) if args.show else mutant.address for mutant in mutants))
         return 0
-    chosen = [m for m in chosen if not m.equivalent]
-    for area, needed, found in (
-        ("integrations", "transformers", find_spec("transformers")),
-        ("cuda", "nvcc", shutil.which("nvcc")),
-    ):
-        if not found and any(m.area == area for m in chosen):
-            parser.error(f"the area {area} needs {needed}, without which its tests are skipped; see --without")
+    for room, (needed, found) in NEEDED.items():
+        if not found and any(mutant.room == room for mutant in mutants):
+            parser.error(f"the room {room} needs {needed}, without which its tests are skipped; see --without")
 
     done = read(args.csv) if args.csv else {}
-    todo = [m for m in chosen if m.name not in done or args.again and done[m.name].killed == "no"]
-    todo.sort(key=lambda m: m.name not in done)  # survivors first
+    explained = {row.mutant: row for row in read(RESULTS).values() if row.why}
+    rows = [done[mutant.address] for mutant in mutants if _is_of(done, mutant)]
     started = time.monotonic()
-    if args.seconds:
-        random.Random(args.seed).shuffle(todo)
-        print(f"a sample of {len(todo)} mutants, seed {args.seed}, for {args.seconds:g} s", flush=True)
+    todo = [mutant for mutant in mutants if not _is_of(done, mutant) and not _is_of(explained, mutant)]
+    print(f"a sample of {len(todo)} mutants, seed {args.seed}", flush=True)
     limited = (m for m in todo if not args.seconds or time.monotonic() - started < args.seconds)
     preload()
-    rows = {m.name: done[m.name] for m in chosen if m.name in done}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME", f"{folder}/cache")
-        for row in results(limited, read(RESULTS) | done, args, Path(folder)):
-            verdict = {"yes": "killed  ", "no": "SURVIVED", "error": "ERROR   "}[row.killed]
-            print(f"{verdict} {float(row.seconds):4.0f} s  {row.mutant}  {row.by} {row.how}", flush=True)
-            rows[row.mutant] = row
-            if args.csv and row.killed != "error":
-                write(args.csv, read(args.csv) | {row.mutant: row})
-    killed = sum(row.killed == "yes" for row in rows.values())
-    print(f"killed {killed} of {len(rows)} in {time.monotonic() - started:.0f} s")
-    return int(killed * 100 < args.least * len(rows))
+        for row in results(limited, read(RESULTS), args, Path(folder)):
+            print(
+                f"{row.verdict or 'ERROR':8} {float(row.seconds):4.0f} s  {row.mutant}  {row.by} {row.how}", flush=True
+            )
+            if row.verdict:
+                rows.append(row)
+                if args.csv:
+                    add(args.csv, row)
+    counted = [row for row in rows if row.counts]
+    killed = sum(row.verdict == KILLED for row in counted)
+    print(f"killed {killed} of {len(counted)} in {time.monotonic() - started:.0f} s")
+    return int(killed * 100 < args.least * len(counted))
+
+
+def _is_of(rows: dict[str, Row], mutant: Mutant) -> bool:
+    """Whether one of these rows is of this mutant, and not of another change that had its address before."""
+    row = rows.get(mutant.address)
+    return row is not None and row.digest == mutant.digest
 
 
 if __name__ == "__main__":
+    for ending in (signal.SIGINT, signal.SIGTERM):  # so that no test is left running
+        signal.signal(ending, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

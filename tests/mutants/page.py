@@ -1,72 +1,70 @@
-"""docs/mutants.md from docs/mutants/results.csv."""
+"""The tables of docs/mutants.md, from docs/mutants/results.csv. What stands above them is written by hand."""
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
-from .results import RESULTS, Row, read
-from .table import AREAS, MUTANTS, ROOT
+from .results import INVALID, KILLED, RESULTS, SURVIVED, Row, read
+from .sites import ROOMS, ROOT, room_of
 
 PAGE = ROOT / "docs/mutants.md"
+TABLES = "## Results"
+NAMES = {
+    "kernels": "Triton kernels",
+    "cpu": "C++ kernels of the CPU backend",
+    "cuda": "CUDA C++ kernels, in the PTX executor",
+    "rotary": "schemes",
+}
 
 
-def text() -> str:
-    rows = read(RESULTS)
-    counted = [m for m in MUTANTS if not m.equivalent]
-    lines = [INTRODUCTION, "", HEADER]
-    totals: Counter[str] = Counter()
-    for area, name in AREAS.items():
-        ran = [rows[m.name] for m in counted if m.area == area and m.name in rows]
-        counts = Counter(mutants=sum(m.area == area for m in counted), run=len(ran))
-        counts += Counter(
-            killed=sum(row.killed == "yes" for row in ran), seconds=round(sum(float(r.seconds) for r in ran))
-        )
-        totals += counts
-        lines.append(_row(name, counts, _killers(ran)))
-    lines += [_row("**all**", totals, ""), ""]
-    survivors = [rows[m.name] for m in counted if m.name in rows and rows[m.name].killed == "no"]
-    lines += _listed("Survivors", [f"{row.area}: {row.mutant} (ran: {row.ran})" for row in survivors])
-    lines += _listed("Not run", [f"{m.area}: {m.name}" for m in counted if m.name not in rows])
-    proven = [f"{m.area}: {m.name}. {m.equivalent[0].upper()}{m.equivalent[1:]}." for m in MUTANTS if m.equivalent]
-    lines += _listed("Equivalent: no result changes, so they do not count", proven)
-    days = sorted({row.date for row in rows.values()})
-    lines += ["## Where", "", f"Run on {_and(days)}, one at a time, on one core of:", ""]
-    lines += [f"- {on} ({count} mutants)" for on, count in Counter(row.on for row in rows.values()).most_common()]
+def publish() -> None:
+    """Writes the page's tables."""
+    head, _, _ = PAGE.read_text(encoding="utf-8").partition(TABLES)
+    PAGE.write_text(head + tables(read(RESULTS)), encoding="utf-8")
+
+
+def merged(old: dict[str, Row], new: dict[str, Row]) -> dict[str, Row]:
+    """New rows replace old ones. A survivor keeps its reason as long as its change is the same."""
+    rows = dict(old)
+    for address, row in new.items():
+        before = old.get(address)
+        if before and before.digest == row.digest and row.verdict == SURVIVED and not row.why:
+            row = row._replace(why=before.why)
+        rows[address] = row
+    return rows
+
+
+def tables(rows: dict[str, Row]) -> str:
+    lines = [TABLES, "", "| room | killed | of | % | equivalent | seconds a mutant |", "|---|---:|---:|---:|---:|---:|"]
+    ran = [row for row in rows.values() if row.verdict != INVALID]
+    for room in ROOMS:
+        if of_room := [row for row in ran if room_of(file_of(row)) == room]:
+            lines.append(_line(NAMES.get(room, room), of_room))
+    lines += [_line("**all**", ran), ""]
+    invalid = len(rows) - len(ran)
+    lines += [
+        f"{invalid} more did not compile.",
+        "",
+        "## Survivors",
+        "",
+        "| mutant | why no test notices |",
+        "|---|---|",
+    ]
+    survivors = [row for _, row in sorted(rows.items()) if row.verdict == SURVIVED]
+    lines += [f"| `{row.mutant}` | {row.why or 'not looked at'} |" for row in survivors]
     return "\n".join(lines) + "\n"
 
 
-INTRODUCTION = """# Mutants
-
-A mutant is one changed line of the source: a window off by one, a rotation that is missing in a gradient, a page that
-is not clamped. A test suite that notices few of them says little. `python -m tests.mutants` applies them to a copy of
-the checkout one at a time, and runs the tests that each names up to the first that fails. That test must pass without
-the mutant. The slow tests are not run.
-
-```bash
-python -m tests.mutants --quick --csv mutants.csv   # all; cuda and integrations need nvcc, transformers and vLLM
-python -m tests.mutants --publish mutants.csv       # this page and mutants/results.csv, a row for each mutant
-```
-
-Seconds are the wall time of the run that found the test, on a machine that did other work as well. A later run starts
-with that test, and needs a few seconds a mutant.
-`.ci/run` repeats a sample of them for every commit, and fails where fewer than 95% are killed."""
-HEADER = "| area | mutants | run | killed | seconds | killed by |\n|---|---:|---:|---:|---:|---|"
+def file_of(row: Row) -> str:
+    return row.mutant.partition(" ")[0]
 
 
-def _row(name: str, counts: Counter[str], killers: str) -> str:
-    numbers = [counts[column] for column in ("mutants", "run", "killed", "seconds")]
-    return f"| {' | '.join([name, *map(str, numbers), killers])} |"
-
-
-def _killers(rows: list[Row]) -> str:
-    files = Counter(Path(row.by.split("::")[0]).name for row in rows if row.killed == "yes")
-    return ", ".join(f"{file} {count}" for file, count in files.most_common())
-
-
-def _listed(title: str, items: list[str]) -> list[str]:
-    return [f"## {title}", "", *(f"- {item}" for item in items), ""] if items else []
-
-
-def _and(items: list[str]) -> str:
-    return ", ".join(items[:-1]) + " and " + items[-1] if len(items) > 1 else "".join(items)
+def _line(name: str, rows: list[Row]) -> str:
+    counted = [row for row in rows if row.counts]
+    killed = sum(row.verdict == KILLED for row in counted)
+    seconds = sum(float(row.seconds) for row in rows) / max(len(rows), 1)
+    numbers = Counter(row.counts for row in rows)
+    return (
+        f"| {name} | {killed} | {len(counted)} | {100 * killed / max(len(counted), 1):.0f} "
+        f"| {numbers[False]} | {seconds:.0f} |"
+    )

@@ -2,66 +2,53 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import os
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from .table import MUTANTS, ROOT
+from .sites import ROOT
 
 RESULTS = ROOT / "docs/mutants/results.csv"
+KILLED, SURVIVED, INVALID = "killed", "survived", "does not compile"
 
 
 class Row(NamedTuple):
-    """killed: yes or no. by: the test that noticed, how: where it did not just fail. ran: the last tests that ran.
-    seconds: including the run of that test without the mutant. on: the machine and the versions."""
+    """mutant: its address. digest: of what it changes, so that a row of code that has changed since is not used.
+    by: the test that noticed, how: where it did not just fail. seconds: with the run of that test without the mutant.
+    why: of a survivor, why no test notices. It begins with "equivalent" where no result can change."""
 
-    area: str
     mutant: str
-    killed: str
+    digest: str
+    verdict: str
     by: str
     how: str
-    ran: str
     seconds: str
-    date: str
-    on: str
+    why: str = ""
+
+    @property
+    def counts(self) -> bool:
+        return self.verdict != INVALID and not self.why.startswith("equivalent")
 
 
 def read(path: Path) -> dict[str, Row]:
-    """By the mutant's name; nothing where there is no file."""
+    """By the mutant's address; nothing where there is no file. The last row of an address holds."""
     if not path.exists():
         return {}
     with open(path, newline="", encoding="utf-8") as file:
         return {row["mutant"]: Row(**row) for row in csv.DictReader(file)}
 
 
-def write(path: Path, rows: dict[str, Row]) -> None:
-    """The whole file, those of the list in its order and no others."""
+def add(path: Path, row: Row) -> None:
+    """Appends a row, so that an interrupted run can go on."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    with open(new, "w", newline="", encoding="utf-8") as file:
+    new = not path.exists()
+    with open(path, "a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(Row._fields)
-        writer.writerows(rows[m.name] for m in MUTANTS if m.name in rows and not m.equivalent)
-    new.replace(path)
+        writer.writerows([Row._fields] * new + [row])
 
 
-def versions() -> str:
-    """ "AMD EPYC 9B14, Python 3.11.9, torch 2.13.0, triton 3.6.0" """
-    found = []
-    for name in ("torch", "triton", "transformers"):
-        with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return ", ".join([_processor(), f"Python {platform.python_version()}", *found])
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+def write(path: Path, rows: dict[str, Row]) -> None:
+    """The whole file, in the order of addresses."""
+    path.unlink(missing_ok=True)
+    for _, row in sorted(rows.items()):
+        add(path, row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import shutil
 import signal
@@ -14,28 +15,33 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from .table import ROOT, Change, replaced
+from .native_build import NativeBuild
+from .python_sites import compiles
+from .sites import ROOT, Mutant
 
-STALLED = 240  # seconds without a new test: a mutant that hangs is noticed
+STALLED, STALLED_SLOWLY = 90, 300  # seconds without a new test: a mutant that hangs is noticed
 EXECUTOR = "executor.plugin"  # must be loaded before Triton is
 EXECUTED = ("-p", EXECUTOR, "--executor", "80")  # first arguments of tests that run compiled kernels on the CPU
 FAILED, RUNNING = "failed ", "running "
+KERNELS = "python/flashrope/backends/cpu/kernels"
 PRELOADED = ("numpy", "torch", "pytest", "triton", "triton.language", "transformers")
 
 
 class Ended(NamedTuple):
     """test: the first that failed, or that ran when the process died, as `how` says; "" where all passed, or where none
-    ran, and then `how` is pytest's output."""
+    ran, and then `how` is pytest's output. seconds: of the processor."""
 
     test: str = ""
     how: str = ""
+    seconds: float = 0.0
 
 
 class Watch:
-    """Writes down the test that runs, so that a crash has a name, and the first that failed."""
+    """Writes down the test that runs, so that a crash has a name, and the first that failed. Ends the process as if
+    all had passed when it has used this many seconds of the processor."""
 
-    def __init__(self, path: Path):
-        self.path, self.failed = path, False
+    def __init__(self, path: Path, seconds: float = math.inf):
+        self.path, self.failed, self.seconds = path, False, seconds
 
     def write(self, nodeid: str, failed: bool) -> None:
         if not self.failed:
@@ -44,6 +50,10 @@ class Watch:
 
     def pytest_runtest_logstart(self, nodeid, location) -> None:
         self.write(nodeid, False)
+
+    def pytest_runtest_logfinish(self, nodeid, location) -> None:
+        if not self.failed and time.process_time() > self.seconds:
+            os._exit(0)
 
     def pytest_runtest_logreport(self, report) -> None:
         if report.failed:
@@ -73,31 +83,33 @@ class Copy:
         self.folder = folder
         self.root, self.seen, self.output = folder / "checkout", folder / "test", folder / "output"
         copy_checkout(self.root)
-        self.before: dict[Path, tuple[str, os.stat_result]] = {}
-        self.kernels, self.sound_kernels = self.root / "python/flashrope/backends/cpu/kernels", folder / "kernels"
+        self.kernels, self.installed = self.root / KERNELS, folder / "kernels"
+        self.native = NativeBuild(folder / "objects")
+        self.before: tuple[Path, str, os.stat_result] | None = None
 
-    def apply(self, changes: tuple[Change, ...]) -> None:
-        """changes: (file, text that occurs once, what takes its place)"""
-        for file, old, new in changes:
-            path = (self.root / file).resolve()
-            text, stat = path.read_text(encoding="utf-8"), path.stat()
-            self.before.setdefault(path, (text, stat))
-            path.write_text(replaced(text, old, new, file), encoding="utf-8")
+    def apply(self, mutant: Mutant, sound: bool = False) -> bool:
+        """Puts the mutant into the copy. False where it does not compile. sound: only compiles what it would change
+        as mutants are compiled."""
+        path = self.root / mutant.file
+        self.before = path, path.read_text(encoding="utf-8"), path.stat()
+        if not sound:
+            path.write_text(mutant.applied(), encoding="utf-8")
             self._forget_compiled(path)
-            if path.suffix in (".cpp", ".h") and self.kernels.exists() and not self.sound_kernels.exists():
-                self.kernels.rename(self.sound_kernels)
+        if path.parent.name == "cpu" and path.suffix in (".cpp", ".h"):
+            if self.kernels.exists():
+                self.kernels.rename(self.installed)
+            return self.native.library(path.parent, "" if sound else path.name, self.kernels)
+        return path.suffix != ".py" or compiles(mutant.applied())
 
     def restore(self) -> None:
-        for path, (text, stat) in self.before.items():
-            path.write_text(text, encoding="utf-8")
-            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-            self._forget_compiled(path)
-            if path.suffix in (".cpp", ".h"):
-                # The library of the mutant is newer than the source, which has its old time again.
-                shutil.rmtree(self.kernels, ignore_errors=True)
-                if self.sound_kernels.exists():
-                    self.sound_kernels.rename(self.kernels)
-        self.before.clear()
+        path, text, stat = self.before
+        path.write_text(text, encoding="utf-8")
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        self._forget_compiled(path)
+        if path.suffix in (".cpp", ".h"):
+            shutil.rmtree(self.kernels, ignore_errors=True)
+            if self.installed.exists():
+                self.installed.rename(self.kernels)
 
     @staticmethod
     def _forget_compiled(path: Path) -> None:
@@ -114,6 +126,8 @@ def copy_checkout(to: Path) -> None:
         files = subprocess.run(archive, input=names, check=True, capture_output=True).stdout
         to.mkdir(parents=True)
         subprocess.run(["tar", "-C", to, "-xf", "-"], input=files, check=True)
+        if (ROOT / KERNELS).exists():
+            shutil.copytree(ROOT / KERNELS, to / KERNELS)
     else:  # .ci/run works in such a copy
         shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(".venv", "__pycache__", "*.egg-info", ".pytest_cache"))
     (to / "python/flashrope/triton_kernels").symlink_to(to / "triton_kernels")
@@ -122,8 +136,8 @@ def copy_checkout(to: Path) -> None:
 class Run:
     """pytest with these arguments in a copy, under way."""
 
-    def __init__(self, copy: Copy, tests: tuple[str, ...]):
-        self.copy, self.tests, self.started = copy, tests, time.monotonic()
+    def __init__(self, copy: Copy, tests: tuple[str, ...], seconds: float = math.inf):
+        self.copy, self.tests, self.seconds = copy, tests, seconds
         copy.seen.write_text("", encoding="utf-8")
         self.pid = self._start()
 
@@ -136,7 +150,6 @@ class Run:
             ),
             "TRITON_CACHE_DIR": str(self.copy.folder / "triton"),
         }
-        # one cache for all: it holds the compiled CPU kernels, by a hash of their sources
         cache = f"cache_dir={self.copy.folder.parent / 'pytest'}"
         arguments = ["-q", "-x", "--no-header", "--tb=line", "-o", cache, *self.tests]
         sys.stdout.flush()
@@ -154,7 +167,7 @@ class Run:
                 call = f"pytest_in({str(root)!r}, {str(self.copy.seen)!r}, {arguments!r})"
                 os.environ.pop("TRITON_INTERPRET", None)
                 os.execv(sys.executable, [sys.executable, "-c", main + call])
-            pytest_in(root, self.copy.seen, arguments)
+            pytest_in(root, self.copy.seen, arguments, self.seconds)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -162,16 +175,17 @@ class Run:
 
     def ended(self) -> Ended | None:
         """None while it runs."""
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        pid, status, usage = os.wait4(self.pid, os.WNOHANG)
         state, _, test = self.copy.seen.read_text(encoding="utf-8").partition(" ")
         if not pid:
-            if time.time() - self.copy.seen.stat().st_mtime < STALLED:
+            limit = STALLED_SLOWLY if EXECUTOR in self.tests or "distributed" in self.tests[-1] else STALLED
+            if time.time() - self.copy.seen.stat().st_mtime < limit:
                 return None
             self.stop()
-            return Ended(test or "no test", f"more than {STALLED} s")
+            return Ended(test or "no test", f"more than {limit} s")
         code = os.waitstatus_to_exitcode(status)
         if code == 0:
-            return Ended()
+            return Ended(seconds=usage.ru_utime + usage.ru_stime)
         if state == FAILED.strip():
             return Ended(test)
         if state == RUNNING.strip():
@@ -183,7 +197,7 @@ class Run:
         os.waitpid(self.pid, 0)
 
 
-def pytest_in(root: Path | str, seen: Path | str, arguments: list[str]) -> None:
+def pytest_in(root: Path | str, seen: Path | str, arguments: list[str], seconds: float = math.inf) -> None:
     """Ends the process. flashrope, the tests and their helpers are those below root."""
     import pytest
 
@@ -192,6 +206,6 @@ def pytest_in(root: Path | str, seen: Path | str, arguments: list[str]) -> None:
     root = str(root)
     of_executor = [f"{root}/tests"] if EXECUTOR in arguments else []
     sys.path[:] = [f"{root}/python", root, *of_executor, *(x for x in sys.path if x not in ("", str(ROOT)))]
-    status = pytest.main(arguments, plugins=[Watch(Path(seen))])
+    status = pytest.main(arguments, plugins=[Watch(Path(seen), seconds)])
     sys.stdout.flush()
     os._exit(int(status))

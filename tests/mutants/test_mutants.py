@@ -1,71 +1,194 @@
-"""The mutants of tests/mutants and the page about them. Running them: ``python -m tests.mutants``."""
+"""The tool of tests/mutants: what it finds in small sources, and that its lists fit the checkout. Running the mutants:
+``python -m tests.mutants``."""
 
-from collections import Counter
+from argparse import Namespace
 
 import pytest
 
-from tests.mutants import page
-from tests.mutants.__main__ import exists
-from tests.mutants.results import RESULTS, read
-from tests.mutants.table import AREAS, HERE, MUTANTS, ROOT, mutants_of
+from tests.mutants import __main__ as main
+from tests.mutants import by_hand, native_sites, page, python_sites, sites
+from tests.mutants.__main__ import drawn, everything, examine
+from tests.mutants.judges import JUDGES, judges
+from tests.mutants.results import KILLED, RESULTS, SURVIVED, Row, add, read
+from tests.mutants.runs import Copy, Ended, Watch
 
 
-def test_the_form_of_the_files():
-    text = """
-# what they are of
-FEW = tests/test_a.py -k "b or c"
+def made(text, changes) -> dict[str, list[str]]:
+    """By kind, the lines that a finder's changes make of the only line that they touch."""
+    found: dict[str, list[str]] = {}
+    for change in sorted(changes, key=lambda change: change.start):
+        new = text[: change.start] + change.new + text[change.end :]
+        lines = [line.strip() for line in new.splitlines() if line not in text.splitlines()]
+        found.setdefault(change.kind, []).extend(lines or ["(nothing)"])
+    return found
 
-cut: csrc/a.cu
-- two
 
-file: a/b.py
-tests: tests/test_d.py FEW
+PYTHON = {
+    "a < b": {"comparison shifted": ["((a) <= (b))"], "comparison flipped": ["((a) >= (b))"]},
+    "a is None": {"comparison flipped": ["((a) is not (None))"]},
+    "0 < a <= b": {"comparison shifted": ["0 <= a <= b", "0 < a < b"], "constant": ["1 < a <= b"]},
+    "a - b": {"term dropped": ["(a)"], "operands exchanged": ["((b) - (a))"]},
+    "a * b": {"term dropped": ["(a)"], "first term dropped": ["(b)"]},
+    "a and b": {"condition dropped": ["((b))", "((a))"]},
+    "-a": {"sign dropped": ["(a)"]},
+    "tl.minimum(a, b)": {"min for max": ["tl.maximum(a, b)"], "clamp dropped": ["(a)", "(b)"]},
+    "a.clamp(min=0)": {"clamp dropped": ["(a)"], "argument dropped": ["a.clamp()"], "constant": ["a.clamp(min=1)"]},
+    "f(a, b, *c)": {"arguments exchanged": ["f(b, a, *c)"]},
+    "b if a else c": {"condition flipped": ["b if (not (a)) else c"]},
+    'f"{a + 1}"': {},
+    "tl.multiple_of(a, 16)": {},
+}
 
--inf becomes 0
--     two
-- lines
--
-+     two
 
-tests: FEW
+@pytest.mark.parametrize("line", PYTHON)
+def test_python(line):
+    text = f"def f(a: int = None, b: 'int | None' = None):\n    é = {line}\n"
+    found = python_sites.changes(text)
+    expected = {kind: [f"é = {new}" for new in lines] for kind, lines in PYTHON[line].items()}
+    assert made(text, found) == expected
+    assert all(change.function == "f" for change in found)
 
-b: one text goes
-- c
-= nobody reads it"""
-    few, cut = ("tests/test_a.py", "-k", "b or c"), (("csrc/a.cu", "two", ""),)
-    assert mutants_of("area", text) == [
-        ("area", "a/b.py", ("tests/test_d.py", *few), "-inf becomes 0", "    two\nlines\n", "    two", "", cut),
-        ("area", "a/b.py", few, "b: one text goes", "c", "", "nobody reads it", cut),
+
+def test_statements_of_python():
+    text = "class A:\n    def f(self, a):\n        a += 1\n        g(a)\n        raise ValueError(a - 1)\n"
+    found = [(change.function, change.kind, change.new) for change in python_sites.changes(text)]
+    assert sorted(found) == [("A.f", "constant", "2"), *[("A.f", "statement dropped", "pass")] * 2]
+    assert python_sites.compiles(text) and not python_sites.compiles("f(")
+
+
+NATIVE = {
+    "x = a < b;": {"comparison shifted": ["x = a <= b;"], "comparison flipped": ["x = a >= b;"]},
+    "x = a + b * c[1];": {
+        "operator exchanged": ["x = a - b * c[1];", "x = a + b + c[1];"],
+        "term dropped": ["x = a;", "x = a + b;"],
+        "constant": ["x = a + b * c[2];"],
+    },
+    "x = std::max(a, 0);": {
+        "min for max": ["x = std::min(a, 0);"],
+        "clamp dropped": ["x = (a);", "x = (0);"],
+        "constant": ["x = std::max(a, 1);"],
+    },
+    "f(a, g(b));": {"arguments exchanged": ["f(g(b), a);"]},
+    "x = 0.5f;": {"constant": ["x = 1.5f;"]},
+    "static_assert(sizeof(x) == 4);": {},
+    "x = a;  // a - b": {},
+}
+
+
+@pytest.mark.parametrize("line", NATIVE)
+def test_native(line):
+    head = "namespace n {\ntemplate <int N = 3>\nstruct S {\n  int y = 7;\n  void g(int a) const {\n"
+    text = f"{head}    {line}\n  }}\n}};\n}}\n"
+    found = native_sites.changes(text)
+    assert made(text, found) == NATIVE[line]
+    assert all(change.function == "g" for change in found)
+
+
+def test_addresses_count_by_function_and_kind():
+    mutants = sites.mutants_of("triton_kernels/softmax.py")
+    assert len({mutant.address for mutant in mutants}) == len(mutants)
+    first = next(mutant for mutant in mutants if mutant.kind == "term dropped")
+    assert first.address.startswith("triton_kernels/softmax.py ") and first.address.endswith(" term dropped 1")
+    assert first.room == "kernels" and first.applied() != first.source() and len(first.digest) == 8
+
+
+def test_a_seed_draws_every_kind_in_turn():
+    mutants = everything(("lowering",))
+    order = drawn(mutants, "a")
+    assert sorted(order) == sorted(mutants) and order == drawn(mutants, "a") != drawn(mutants, "b")
+    kinds = {mutant.kind for mutant in mutants}
+    assert {mutant.kind for mutant in order[: len(kinds)]} == kinds
+
+
+def test_every_file_has_judges_that_exist():
+    files = sites.files()
+    assert len(files) > 80
+    named = {word.partition("::")[0] for file in files for run in judges(file) for word in run if word[:6] == "tests/"}
+    assert not [name for name in named if not (sites.ROOT / name).exists()]
+    first = {next(pattern for pattern in JUDGES if sites.fnmatch(file, pattern)) for file in files}
+    assert first == set(JUDGES), "patterns that no file needs"
+
+
+def test_mutants_by_hand_apply():
+    mutants = by_hand.mutants()  # raises where the text of one is not in its file once
+    assert len({mutant.address for mutant in mutants}) == len(mutants) <= by_hand.MOST
+    assert all(mutant.applied() != mutant.source() and mutant.kind == "by hand" for mutant in mutants)
+    with pytest.raises(ValueError, match="expected 'import' once, got"):
+        by_hand.mutant_of("triton_kernels/softmax.py", "", "import", "")
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.mutants.runs.copy_checkout", lambda to: to.mkdir())
+    copy = Copy(tmp_path)
+    mutant = sites.mutants_of("triton_kernels/softmax.py")[0]
+    (copy.root / mutant.file).parent.mkdir()
+    (copy.root / mutant.file).write_text(mutant.source(), encoding="utf-8")
+    return copy, mutant
+
+
+def test_a_mutant_is_examined(copy):
+    """Up to the first test that fails, which must pass without the mutant."""
+    copy, mutant = copy
+    at, sound = copy.root / mutant.file, set()
+    run = examine(mutant, copy, [("a",), ("b",)], sound)
+    assert next(run) == ("a",) and at.read_text(encoding="utf-8") == mutant.applied()
+    assert run.send(Ended()) == ("b",)
+    assert run.send(Ended("b::t")) == ("b::t",) and at.read_text(encoding="utf-8") == mutant.source()
+    with pytest.raises(StopIteration) as stop:
+        run.send(Ended())
+    assert stop.value.value == Ended("b::t") and sound == {"b::t"}
+    run = examine(mutant, copy, [("a",)], set())
+    next(run), run.send(Ended("a::t"))
+    with pytest.raises(RuntimeError, match="a::t: fails without a mutant"):
+        run.send(Ended("a::t"))
+    assert at.read_text(encoding="utf-8") == mutant.source()
+
+
+def test_patience(copy, tmp_path, monkeypatch):
+    """No run follows when the runs before took this long; a run ends behind the test that exceeds it."""
+    copy, mutant = copy
+    run = examine(mutant, copy, [("a",), ("b",), ("c",)], set(), patience=30)
+    assert next(run) == ("a",) and run.send(Ended(seconds=20)) == ("b",)
+    with pytest.raises(StopIteration) as stop:
+        run.send(Ended(seconds=15))
+    assert stop.value.value == Ended("", "35 s of its tests")
+    left = []
+    monkeypatch.setattr("os._exit", left.append)
+    for seconds in (1e9, 0):
+        Watch(tmp_path / "seen", seconds).pytest_runtest_logfinish("a::t", None)
+    assert left == [0]
+
+
+def test_a_sample_of_known_mutants(monkeypatch):
+    """Those that were noticed and change today what they changed then."""
+    first, second, third = sites.mutants_of("triton_kernels/softmax.py")[:3]
+    rows = [Row(m.address, m.digest, KILLED, "t", "", "5") for m in (first, second)]
+    rows = [rows[0], rows[1]._replace(digest="other"), Row(third.address, third.digest, SURVIVED, "", "", "9")]
+    monkeypatch.setattr(main, "read", lambda path: {row.mutant: row for row in rows})
+    args = Namespace(rooms="kernels", without="", site=None, known=True, only="", seed="0")
+    assert main.chosen(args, None) == [first]
+
+
+def test_results_can_go_on_and_keep_their_reasons(tmp_path):
+    rows = [
+        Row("triton_kernels/a.py f constant 1", "1", KILLED, "t", "", "5"),
+        Row("triton_kernels/a.py f constant 2", "2", SURVIVED, "", "", "9", "equivalent: it is multiplied by 0"),
+        Row("triton_kernels/a.py f constant 3", "3", SURVIVED, "", "", "9", "performance"),
     ]
-
-
-@pytest.mark.parametrize("file", sorted({file for mutant in MUTANTS for file, *_ in mutant.changes}))
-def test_every_mutant_still_applies(file):
-    text = (ROOT / file).read_text(encoding="utf-8")
-    changes = [(mutant.name, old) for mutant in MUTANTS for where, old, _ in mutant.changes if where == file]
-    assert not [name for name, old in changes if text.count(old) != 1]
-
-
-def test_names_are_unique_and_every_mutant_changes_something():
-    assert not [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1]
-    assert all(mutant.old != mutant.new for mutant in MUTANTS) and len(MUTANTS) >= 200
-    assert {mutant.area for mutant in MUTANTS} == set(AREAS)
-
-
-def test_every_file_of_mutants_is_read():
-    assert {path.stem for path in (HERE / "areas").glob("*.txt")} == set(AREAS)
-
-
-def test_the_tests_that_mutants_name_exist():
-    named = {test for mutant in MUTANTS for test in mutant.tests if test.startswith("tests/")}
-    assert not [test for test in named if not (ROOT / test.split("::")[0]).exists()]
+    for row in rows:
+        add(tmp_path / "rows.csv", row)
+    old = read(tmp_path / "rows.csv")
+    assert list(old.values()) == rows and [row.counts for row in rows] == [True, False, True]
+    again = {row.mutant: row._replace(why="") for row in rows}
+    assert page.merged(old, again) == old
+    again[rows[1].mutant] = rows[1]._replace(digest="other", why="")
+    assert not page.merged(old, again)[rows[1].mutant].why
+    assert "| Triton kernels | 1 | 2 | 50 | 1 | 8 |" in page.tables(old)
 
 
 def test_the_page_is_that_of_the_results():
-    """python -m tests.mutants --publish CSV"""
+    """``python -m tests.mutants --publish CSV`` writes both. Rows of code that has changed since are not used."""
     results = read(RESULTS)
-    assert page.PAGE.read_text(encoding="utf-8") == page.text()
-    counted = {mutant.name for mutant in MUTANTS if not mutant.equivalent}
-    assert set(results) <= counted, "results of mutants that are not in the list"
-    killed = [row for row in results.values() if row.killed == "yes"]
-    assert not [row.by for row in killed if not exists(row.by)], "tests that were renamed: run their mutants again"
+    assert page.PAGE.read_text(encoding="utf-8").endswith(page.tables(results))
+    assert not [row.mutant for row in results.values() if row.verdict == SURVIVED and not row.why]

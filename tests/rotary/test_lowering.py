@@ -67,3 +67,11 @@ def test_rotated_pairs():
     assert lower(Rotary.hope(64, 512), True).rotated_pairs == 16
     assert lower(Rotary.from_inv_freq([0.0, 1.0, 0.0], 64), True).rotated_pairs == 2
     assert math.isinf(Rotary.rope(64).bands[-1].stop)
+
+
+def test_unbounded_numbers_of_chunks_stay_countable():
+    """Kernels multiply them by the length of a chunk, in int32."""
+    lowered = lower(Rotary.rope(32).dual_chunk(160, 32), True)
+    chunk = lowered.maps[0].chunk
+    assert chunk == 128 and max(band.stop for band in lowered.bands) == UNBOUNDED // chunk
+    assert all(abs(x) * chunk <= UNBOUNDED for band in lowered.bands for x in (band.start, band.stop))

@@ -1,0 +1,46 @@
+"""The mutants of by_hand.txt, for bugs that happened and for changes that no operator makes. They quote the source.
+
+Blocks have an empty line between them. `file` and `tests` hold for the mutants that follow.
+
+    file: triton_kernels/forward.py
+
+    a window reaches one key too far
+    - if distance < stop:
+    + if distance <= stop:
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .sites import ROOT, Mutant
+
+FILE = Path(__file__).parent / "by_hand.txt"
+MOST = 60
+
+
+def parsed(text: str) -> list[tuple[str, str, str, str]]:
+    """(file, what is wrong, text that occurs once, what takes its place) of every block with a change."""
+    found, file = [], ""
+    for block in text.strip().split("\n\n"):
+        lines = block.splitlines()
+        old, new = ("\n".join(line[2:] for line in lines if line[:2].strip() == mark) for mark in "-+")
+        name = next((line for line in lines if line[:2].strip() not in ("-", "+", "#")), "")
+        if name.startswith("file: "):
+            file = name[6:]
+        elif old:
+            found.append((file, name, old, new))
+    return found
+
+
+def mutant_of(file: str, wrong: str, old: str, new: str) -> Mutant:
+    """Raises ValueError unless ``old`` occurs once."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    if (count := text.count(old)) != 1:
+        raise ValueError(f"{file}: expected {old!r} once, got {count} times")
+    start = text.index(old)
+    return Mutant(f"{file} by hand: {wrong}", file, start, start + len(old), new)
+
+
+def mutants() -> list[Mutant]:
+    return [mutant_of(*block) for block in parsed(FILE.read_text(encoding="utf-8"))]

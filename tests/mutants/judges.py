@@ -1,0 +1,188 @@
+"""Which tests judge the mutants of a file: arguments of pytest, one line a run, the likeliest first.
+
+The first file or pattern that fits holds. A run ends at its first failure, and the later runs only follow where none
+failed. A survivor costs all of them, so they are a minute or two at most.
+"""
+
+from __future__ import annotations
+
+import shlex
+from fnmatch import fnmatch
+
+EXECUTED = "-p executor.plugin --executor 80"  # tests that run compiled kernels on the CPU
+ACCURACY = "tests/operators/test_accuracy.py -k triton"
+FORWARD = [
+    "tests/operators/test_accuracy.py::test_grouped_heads tests/kernels/test_tiles.py tests/operators/test_needles.py"
+    ' -k "triton or test_tiles"',
+    'tests/operators/test_accuracy.py tests/rotary/test_bands.py tests/operators/test_varlen.py -k "triton"',
+    'tests/rotary/test_maps.py tests/operators/test_sinks.py tests/rotary/test_query_scales.py -k "triton"',
+]
+BACKWARD = [
+    'tests/operators/test_accuracy.py tests/operators/test_backward.py -k "triton or test_backward"',
+    'tests/operators/test_varlen.py tests/rotary/test_maps.py tests/operators/test_value_width.py -k "triton"',
+]
+DECODE = [
+    "tests/caches/test_decode.py::test_rows_before_the_first_key_that_see_keys_ahead"
+    " tests/kernels/test_decode_triton.py tests/caches/test_decode.py -k triton",
+    "tests/caches/test_decode_varlen.py tests/caches/test_maps_decode.py tests/caches/test_quantized.py -k triton",
+    "tests/caches/test_positions.py tests/caches/test_rotated_keys.py -k triton",
+]
+PLACED = [
+    "tests/caches/test_positions.py -k triton",
+    "tests/caches/test_stored_positions.py tests/kernels/test_tiles_cos_sin.py"
+    " tests/caches/test_mapped_positions.py -k 'triton or stored'",
+]
+QUANTIZED = ["tests/caches/test_quantized.py -k triton"]
+ROTATED = ["tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k triton"]
+TABLES = [
+    "tests/rotary/test_lowering.py tests/rotary/test_cos_sin.py tests/rotary/test_bands.py"
+    " tests/rotary/test_query_scales.py",
+    "tests/caches/test_stored_positions.py -k 'cpu or stored'",
+]
+COMPILED = [
+    'tests/kernels/test_cpu_compiled.py tests/rotary/test_maps.py -k "tiles or rounded or cpu-float32 or layouts"',
+    'tests/caches/test_decode.py tests/operators/test_accuracy.py -k "cpu"',
+    'tests/caches/test_positions.py tests/caches/test_quantized.py tests/caches/test_rotated_keys.py -k "cpu"',
+]
+COMPILED_DECODE = [
+    'tests/kernels/test_cpu_compiled.py -k "chunks_of_keys or layouts or neighbors or more_keys or unseen"',
+    "tests/kernels/test_cpu_positions.py tests/caches/test_decode.py tests/caches/test_positions.py -k cpu",
+    'tests/caches/test_quantized.py tests/operators/test_length_scale.py tests/operators/test_sinks.py -k "cpu"',
+]
+COMPOSED = [
+    "tests/kernels/test_cpu.py tests/rotary/test_bands.py tests/operators/test_accuracy.py -k cpu --composed-cpu",
+    "tests/operators/test_varlen.py tests/rotary/test_maps.py tests/operators/test_length_scale.py"
+    " tests/rotary/test_query_scales.py tests/operators/test_sinks.py"
+    ' tests/operators/test_value_width.py -k "cpu" --composed-cpu',
+]
+COMPOSED_DECODE = [
+    "tests/kernels/test_cpu.py tests/caches/test_decode.py tests/caches/test_maps_decode.py -k cpu --composed-cpu",
+    "tests/kernels/test_cpu_positions.py tests/caches/test_positions.py tests/caches/test_decode_varlen.py -k cpu",
+    "tests/caches/test_positions.py tests/caches/test_quantized.py -k cpu --composed-cpu",
+]
+CACHES = [
+    "tests/caches/test_cache.py tests/caches/test_cache_layers.py tests/caches/test_cache_errors.py -k 'not triton'",
+    "tests/caches/test_moved_tokens.py tests/caches/test_positions.py"
+    " tests/caches/test_rotated_keys.py -k 'not triton'",
+    "tests/caches/test_stored_positions.py tests/caches/test_quantized.py -k 'not triton'",
+]
+SCHEMES = [
+    "tests/rotary -k 'not triton'",
+    "tests/operators/test_identities.py tests/operators/test_length_scale.py -k 'not triton'",
+]
+CALLS = [
+    "tests/operators/test_errors.py tests/caches/test_cache_errors.py tests/operators/test_backends.py"
+    " tests/operators/test_value_width.py tests/caches/test_decode_varlen.py -k 'not triton'",
+    "tests/operators/test_torch.py tests/operators/test_transforms.py tests/operators/test_backward.py"
+    " tests/operators/test_rotate.py -k 'not triton'",
+    "tests/caches/test_decode.py tests/caches/test_rotated_keys.py tests/caches/test_stored_positions.py"
+    " tests/caches/test_positions.py tests/caches/test_quantized.py -k 'cpu or not triton and not reference'",
+]
+LAUNCHES = "tests/kernels/test_launches.py tests/kernels/test_specialisation.py tests/kernels/test_splits.py"
+CONVERTED = "tests/integrations/test_transformers.py tests/integrations/test_refusals.py"
+JUDGES = {
+    "triton_kernels/backward.py": BACKWARD,
+    "triton_kernels/forward.py": [*FORWARD, *QUANTIZED],
+    "triton_kernels/softmax.py": FORWARD,
+    "triton_kernels/tiles.py": [
+        "tests/kernels/test_tiles.py tests/operators/test_varlen.py tests/operators/test_needles.py"
+        ' -k "triton or test_tiles"',
+        "tests/caches/test_decode_varlen.py tests/kernels/test_decode_triton.py -k triton",
+        *FORWARD[1:2],
+        *BACKWARD,
+        *DECODE[:2],
+    ],
+    "triton_kernels/rotation.py": [*FORWARD[:2], *BACKWARD[:1], *DECODE[:2]],
+    "triton_kernels/arguments.py": [*FORWARD[:1], *DECODE[:2]],
+    "triton_kernels/decode.py": DECODE,
+    "triton_kernels/kv_cache.py": DECODE,
+    "triton_kernels/rotate.py": [*ROTATED, *DECODE[:1], *FORWARD[:1]],
+    "triton_kernels/placed.py": PLACED,
+    "triton_kernels/stored.py": PLACED[::-1],
+    "triton_kernels/codes.py": QUANTIZED,
+    "python/flashrope/lowering/*": [*TABLES, *FORWARD[:1], "tests/rotary/test_maps.py tests/rotary/test_resident.py"],
+    "python/flashrope/backends/cpu/pieces.py": COMPOSED,
+    "python/flashrope/backends/cpu/attention.py": COMPOSED,
+    "python/flashrope/backends/cpu/rotation.py": [*COMPOSED, *COMPOSED_DECODE],
+    "python/flashrope/backends/cpu/cached.py": [
+        *COMPOSED_DECODE,
+        "tests/operators/test_length_scale.py --composed-cpu",
+    ],
+    "python/flashrope/backends/cpu/masked.py": COMPOSED_DECODE[1:],
+    "python/flashrope/backends/cpu/runs.py": [
+        "tests/kernels/test_cpu_positions.py tests/caches/test_positions.py tests/caches/test_decode.py -k cpu",
+        "tests/caches/test_stored_positions.py tests/caches/test_moved_tokens.py -k 'not triton'",
+    ],
+    "python/flashrope/backends/cpu/prepared.py": ["tests/caches/test_prepared.py", *COMPILED_DECODE[1:2]],
+    "python/flashrope/backends/cpu/rotated.py": [
+        "tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k cpu"
+    ],
+    "python/flashrope/backends/cpu/tiles.py": COMPILED,
+    "python/flashrope/backends/cpu/decode.py": [*COMPILED_DECODE, "tests/caches/test_prepared.py"],
+    "python/flashrope/backends/cpu/*": ["tests/kernels/test_cpu_loader.py tests/kernels/test_cpu.py", *COMPILED],
+    "python/flashrope/backends/triton/attention.py": [*FORWARD[:1], *BACKWARD[:1], LAUNCHES],
+    "python/flashrope/backends/triton/cached.py": [*DECODE[:2], *ROTATED, LAUNCHES],
+    "python/flashrope/backends/triton/rotated.py": ROTATED,
+    "python/flashrope/backends/triton/*": [LAUNCHES, *FORWARD[:2], *DECODE[:1], "tests/kernels/test_tuning.py"],
+    "python/flashrope/backends/splits.py": ["tests/kernels/test_splits.py", LAUNCHES],
+    "python/flashrope/backends/tuned_tiles.py": ["tests/kernels/test_tuning.py"],
+    "python/flashrope/backends/cuda.py": ["tests/kernels/test_cuda_extension.py tests/kernels/test_splits.py"],
+    "python/flashrope/backends/reference.py": [
+        "tests/operators/test_accuracy.py tests/rotary/test_bands.py tests/caches/test_decode.py"
+        " tests/caches/test_rotated_keys.py tests/operators/test_value_width.py -k reference",
+        "tests/rotary/test_query_scales.py tests/operators/test_sinks.py"
+        " tests/operators/test_length_scale.py -k reference",
+    ],
+    "python/flashrope/backends/shown.py": [
+        "tests/caches/test_positions.py tests/caches/test_stored_positions.py -k 'not triton'",
+        "tests/caches/test_mapped_positions.py -k 'not triton'",
+    ],
+    "python/flashrope/backends/quantized.py": ["tests/caches/test_quantized.py -k 'cpu or reference or composed'"],
+    "python/flashrope/backends/packed.py": ["tests/caches/test_decode_varlen.py -k 'not triton'"],
+    "python/flashrope/backends/*": CALLS,
+    "csrc/cpu/decode.*": COMPILED_DECODE,
+    "csrc/cpu/rotate.cpp": ["tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k cpu", *COMPILED[1:]],
+    "csrc/cpu/forward.cpp": [*COMPILED[:1], "tests/operators/test_accuracy.py tests/caches/test_quantized.py -k cpu"],
+    "csrc/cpu/backward.cpp": [
+        *COMPILED[:1],
+        "tests/operators/test_accuracy.py tests/operators/test_backward.py -k cpu",
+    ],
+    "csrc/cpu/*": [COMPILED[0], COMPILED_DECODE[0], *COMPILED[1:]],
+    "csrc/*": [f"{EXECUTED} tests/executor/test_cuda_kernels.py"],
+    "python/flashrope/cache/*": CACHES,
+    "python/flashrope/operators/sinks.py": ["tests/operators/test_sinks.py -k 'not triton'"],
+    "python/flashrope/operators/autograd.py": [
+        "tests/operators/test_transforms.py tests/operators/test_rotate.py -k 'not triton'",
+        "tests/operators/test_backward.py tests/operators/test_accuracy.py -k 'not triton'",
+        *CALLS,
+    ],
+    "python/flashrope/operators/foreign_keywords.py": ["tests/operators/test_errors.py"],
+    "python/flashrope/operators/*": CALLS,
+    "python/flashrope/rotary/*": SCHEMES,
+    "python/flashrope/integrations/distributed.py": [
+        "tests/distributed/test_context_parallel.py tests/distributed/test_context_parallel_packed.py",
+        "tests/distributed/test_dtensor.py",
+    ],
+    "python/flashrope/integrations/vllm/*": ["tests/integrations/test_vllm_plan.py"],
+    "python/flashrope/integrations/hf_config.py": [
+        "tests/integrations/test_hf_config.py tests/integrations/test_qwen_1m.py"
+    ],
+    "python/flashrope/integrations/dual_chunk.py": [
+        "tests/integrations/test_qwen_1m.py tests/integrations/test_vllm_plan.py"
+    ],
+    "python/flashrope/integrations/transformers/co*": [
+        "tests/integrations/test_continuous_batching.py tests/integrations/test_vision_models.py",
+        CONVERTED,
+    ],
+    "python/flashrope/integrations/*": [
+        f"{CONVERTED} tests/integrations/test_untested.py tests/integrations/test_options.py",
+        "tests/integrations/test_stale_caches.py tests/integrations/test_codes_cache.py"
+        " tests/integrations/test_saving.py",
+        "tests/integrations/test_qwen_1m.py tests/integrations/test_models.py tests/integrations/test_vision_models.py",
+    ],
+}
+
+
+def judges(file: str) -> list[tuple[str, ...]]:
+    lines = next(lines for pattern, lines in JUDGES.items() if fnmatch(file, pattern))
+    return [tuple(shlex.split(line)) for line in dict.fromkeys(lines)]

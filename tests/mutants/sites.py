@@ -1,0 +1,104 @@
+"""The places where the source can be mutated: found in the syntax, so that no line of it is quoted."""
+
+from __future__ import annotations
+
+import hashlib
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+ROOMS = {
+    "kernels": ("triton_kernels/*.py",),
+    "lowering": ("python/flashrope/lowering/*.py",),
+    "backends": ("python/flashrope/backends/*.py",),
+    "cpu": ("csrc/cpu/*.cpp", "csrc/cpu/*.h"),
+    "cuda": ("csrc/decode.cu", "csrc/positions.cuh", "csrc/decode.h"),
+    "cache": ("python/flashrope/cache/*.py",),
+    "operators": ("python/flashrope/operators/*.py",),
+    "rotary": ("python/flashrope/rotary/*.py",),
+    "integrations": (
+        "python/flashrope/integrations/*.py",
+        "python/flashrope/integrations/transformers/*.py",
+        "python/flashrope/integrations/vllm/*.py",
+    ),
+}
+# configs.py holds numbers that only change the time; megatron and options need packages or models of their own.
+WITHOUT = ("*/__init__.py", "triton_kernels/configs.py", "*/integrations/megatron.py")
+
+
+class Mutant(NamedTuple):
+    """A changed range of characters of a file. address: file, function, kind and number, which name it in results."""
+
+    address: str
+    file: str
+    start: int
+    end: int
+    new: str
+
+    def source(self) -> str:
+        return (ROOT / self.file).read_text(encoding="utf-8")
+
+    def applied(self) -> str:
+        text = self.source()
+        return text[: self.start] + self.new + text[self.end :]
+
+    @property
+    def digest(self) -> str:
+        """Changes with what is replaced and what replaces it. Spaces do not count."""
+        change = f"{self.source()[self.start : self.end]} -> {self.new}"
+        return hashlib.sha256("".join(change.split()).encode()).hexdigest()[:8]
+
+    @property
+    def by_hand(self) -> bool:
+        return self.address.startswith(f"{self.file} by hand: ")
+
+    @property
+    def kind(self) -> str:
+        """ "comparison shifted" of "a.py f comparison shifted 3" """
+        words = self.address.removeprefix(f"{self.file} ").split(" ")
+        return "by hand" if self.by_hand else " ".join(words[1:-1])
+
+    @property
+    def room(self) -> str:
+        return room_of(self.file)
+
+
+class Change(NamedTuple):
+    """What a finder of sites returns. start, end: characters of the text that `new` replaces."""
+
+    function: str
+    kind: str
+    start: int
+    end: int
+    new: str
+
+
+def room_of(file: str) -> str:
+    return next(room for room, patterns in ROOMS.items() if any(fnmatch(file, pattern) for pattern in patterns))
+
+
+def files(rooms: tuple[str, ...] = tuple(ROOMS)) -> list[str]:
+    paths = [path for room in rooms for pattern in ROOMS[room] for path in sorted(ROOT.glob(_deep(pattern)))]
+    names = [path.relative_to(ROOT).as_posix() for path in paths]
+    return list(dict.fromkeys(x for x in names if not any(fnmatch(x, pattern) for pattern in WITHOUT)))
+
+
+def _deep(pattern: str) -> str:
+    return pattern.replace("backends/*", "backends/**/*")
+
+
+@cache
+def mutants_of(file: str) -> list[Mutant]:
+    """All mutants of a file, in its order."""
+    from . import native_sites, python_sites
+
+    text = (ROOT / file).read_text(encoding="utf-8")
+    found = (python_sites if file.endswith(".py") else native_sites).changes(text)
+    counts: dict[tuple[str, str], int] = {}
+    mutants = []
+    for function, kind, start, end, new in sorted(found, key=lambda change: change.start):
+        counts[function, kind] = number = counts.get((function, kind), 0) + 1
+        mutants.append(Mutant(f"{file} {function} {kind} {number}", file, start, end, new))
+    return mutants
