@@ -77,7 +77,7 @@ def _generate(args: argparse.Namespace) -> int:
     print(report.lines(facts) + "\n", file=sys.stderr, flush=True)
 
     ends = {*tokens.ends, *_ends(model)}
-    last = []
+    last: list[int] = []
 
     def generated(read: Callable[[int], None]) -> Iterator[int]:
         for token in continued(model, ids, args, read):

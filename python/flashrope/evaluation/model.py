@@ -139,7 +139,7 @@ def _tokens(name: str, config) -> Tokens:
         ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
         def decode(ids: list[int]) -> str:
-            return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
         return Tokens(lambda text: tokenizer.encode(text, add_special_tokens=False), start, decode=decode, ends=ends)
     if not 256 <= config.vocab_size <= MAX_BYTE_VOCABULARY:

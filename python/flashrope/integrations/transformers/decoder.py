@@ -101,7 +101,7 @@ def attention_modules(decoder: PreTrainedModel) -> list[Any]:
     return modules
 
 
-def head_dim_of(module: torch.nn.Module) -> int:
+def head_dim_of(module: Any) -> int:
     """Returns the head_dim of an attention module."""
     return int(getattr(module, "head_size", None) or module.head_dim)  # gpt_neox has head_size
 
