@@ -178,6 +178,24 @@ def test_what_is_only_read_may_overlap(exact, change):
     c.run()
 
 
+def test_pages_that_alternate(exact):
+    """As in transformers' continuous batching: page n of v_cache is page n + 1 of k_cache, and the table has every
+    second one. Page n of both may not overlap."""
+    c = Call(exact)
+    pages = torch.randn(9, 16, HEADS_KV, D).to(c.q)
+    table = int32([[0, 4], [6, 2]], exact.device)
+    c.k_cache, c.v_cache, c.options["block_table"] = pages[:-1], pages[1:], table
+    kept = pages[:-1].clone(), pages[1:].clone()
+    out = c.run()
+    c.k_cache, c.v_cache = kept
+    torch.testing.assert_close(out, c.run())
+    for shift in (0, 1, 15):
+        rows = pages.flatten(0, 1)
+        c.k_cache, c.v_cache = (rows[n : n + 128].unflatten(0, (8, 16)) for n in (0, shift))
+        with pytest.raises(ValueError, match="^v_cache: expected no memory of k_cache"):
+            c.run()
+
+
 def test_stored_positions(exact):
     c = Call(exact)
     c.options["slot_positions"] = torch.zeros(B, 1, device=exact.device).expand(B, SLOTS)

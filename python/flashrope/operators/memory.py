@@ -17,6 +17,9 @@ Dimensions = tuple[tuple[int, int, int], ...]  # (stride, lowest index, highest 
 def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
     """Checks the memory of a call that writes k and v to a layer of a cache, with their scales and positions.
 
+    The block table decides which pages are written, so page m of one cache may be page n of another, as in caches that
+    are views of one tensor whose pages alternate. Page n of all caches is always written together.
+
     Raises:
         ValueError: names the tensors whose memory would be written twice, or written before it is read.
     """
@@ -35,7 +38,8 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
                 f"it, got shape {tuple(x.shape)} with strides {x.stride()}"
             )
         for other, y, low, end in found:
-            if start < end and low < start + size and _meet(start - low, _layout(y), _layout(x)):
+            same_page = is_written and layout.block_table is not None
+            if start < end and low < start + size and _meet(start - low, _layout(y), _layout(x), same_page):
                 why = "both are written" if is_written else f"{other} is written while {name} is read"
                 raise ValueError(f"{name}: expected no memory of {other} ({why}), got tensors that overlap")
         if is_written:
@@ -107,8 +111,16 @@ def _repeats(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 
 @lru_cache(1024)
-def _meet(distance: int, first: tuple, second: tuple) -> bool:
-    """Whether two tensors share a byte. distance: bytes from the first one to the second; each: ``_layout``."""
+def _meet(distance: int, first: tuple, second: tuple, same_page: bool = False) -> bool:
+    """Whether two tensors share a byte. distance: bytes from the first one to the second; each: ``_layout``.
+
+    same_page: only between equal indices of the first dimension.
+    """
+    if same_page and 0 not in (*first[0], *second[0]):
+        (pages, *_), (others, *_) = first[0], second[0]
+        by = second[1][0] * second[2] - first[1][0] * first[2]  # from page to page
+        pairs = [(shape[1:], strides[1:], itemsize) for shape, strides, itemsize in (first, second)]
+        return any(_meet(distance + n * by, *pairs) for n in range(min(pages, others) if by else 1))
     spans: dict[int, tuple[int, int]] = {}
     for sign, (shape, strides, itemsize) in ((1, first), (-1, second)):
         for n, stride in ((itemsize, 1), *((n, stride * itemsize) for n, stride in zip(shape, strides, strict=True))):
