@@ -48,6 +48,18 @@ def test_one_token(target, page_size, scheme):
     fill_rotated(c).check(target, rotated_keys=True)
 
 
+def test_new_keys_in_the_padding_are_rotated_by_an_angle(exact):
+    """A wrong padding gives new keys positions below 0. No cos or sin is read from before the table."""
+    q, k, v = (support.random((1, 1, 2, 16), exact, seed) for seed in (1, 2, 3))
+    caches = [torch.zeros(1, 60, 2, 16, device=exact.device) for _ in range(2)]
+    seqlens, leftpad = (torch.tensor([n], dtype=torch.int32, device=exact.device) for n in (2, 50))
+    attention_with_cache(
+        q, *caches, Rotary.rope(16), seqlens, k, v, cache_leftpad=leftpad, rotated_keys=True, impl=exact.impl
+    )
+    lengths = [x[0].view(2, 2, 8).square().sum(1) for x in (caches[0][:, 2], k[:, 0])]
+    torch.testing.assert_close(*lengths, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.interpreted(lambda exact, page_size, scheme, causal: (scheme == "local") == bool(page_size))
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @layouts

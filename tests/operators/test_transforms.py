@@ -3,12 +3,15 @@
 impl="reference" is compared with finite differences in float64, the others with it.
 """
 
+import contextlib
+
 import pytest
 import torch
 from flashrope import Rotary, attention, attention_varlen, attention_with_cache
 from support import INTERPRETED
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.overrides import BaseTorchFunctionMode
 
 SCHEME = Rotary.rope(16).rectify(7).log_n(10)
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1"))
@@ -290,3 +293,15 @@ def test_a_compiled_gradient_over_a_cache_is_refused():
 
 def cached(k, v):
     return lambda q: attention_with_cache(q, k, v, SCHEME, torch.tensor([10, 10], dtype=torch.int32)).sum()
+
+
+def test_new_keys_are_appended_under_a_mode():
+    """A mode sees the operators, which the call otherwise passes by."""
+    q, k, v = (torch.randn(1, 1, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    results = []
+    for mode in (contextlib.nullcontext(), BaseTorchFunctionMode()):
+        caches, seqlens = torch.zeros(2, 1, 8, 2, 16), torch.tensor([2], dtype=torch.int32)
+        with mode:
+            out = attention_with_cache(q, *caches, Rotary.rope(16), seqlens, k, v)
+        results.append((out, caches))
+    assert all(map(torch.equal, *results)) and results[0][1][:, 0, 2].any()
