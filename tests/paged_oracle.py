@@ -89,7 +89,7 @@ def visible(cache: PagedKVCache, names: list[int]) -> dict[int, list[tuple[int, 
     pads = [0] * len(names) if tables.leftpad is None else tables.leftpad.tolist()
     starts = None
     if tables.positions is not None:
-        starts = [x.tolist() for x in tables.positions.values()]  # page_positions, page_first, page_lengths
+        starts = [x.tolist() for x in tables.positions[:3]]  # page_positions, page_first, page_lengths
     found: dict[int, list[tuple[int, int, int]]] = {}
     for b, (name, length, pages) in enumerate(
         zip(names, tables.seqlens.tolist(), tables.block_table.tolist(), strict=True)

@@ -25,6 +25,8 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
         )
     },
     "Caches": {
+        "operators/cache_plan.py": ("plan_cache", "CachePlan"),
+        "backends/cache_tables.py": ("CacheTables", "CacheLayer", "Packed", "CachePositions"),
         "cache/contiguous.py": ("KVCache",),
         "cache/paged.py": ("PagedKVCache",),
         "cache/pool.py": ("OutOfPages",),

@@ -414,13 +414,13 @@ class TestPagedKVCache:
         short = cache.fork(long)
         cache.truncate(short, 4)
 
-        def fails(*arguments, call=CachePlan.run):
+        def fails(*arguments, call=CachePlan._run):
             call(*arguments)
             raise MemoryError
 
         for names in ([long, short], [short, long]):
             with monkeypatch.context() as patch:
-                patch.setattr(CachePlan, "run", fails)
+                patch.setattr(CachePlan, "_run", fails)
                 with pytest.raises(MemoryError):
                     cache.attend(names, queries(1, 2, 0), SCHEMES["rope"], *batch([[7] * 9] * 2))
             assert cache.free_pages == 2

@@ -169,13 +169,13 @@ def test_a_kernel_that_fails_in_the_last_layer(monkeypatch):
     child = cache.fork(parent)
     calls = []
 
-    def fails(*arguments, call=CachePlan.run):
+    def fails(*arguments, call=CachePlan._run):
         calls.append(call(*arguments))
         if len(calls) == LAYERS:
             raise MemoryError
         return calls[-1]
 
-    monkeypatch.setattr(CachePlan, "run", fails)
+    monkeypatch.setattr(CachePlan, "_run", fails)
     with pytest.raises(MemoryError), cache.step([parent, child], 9) as step:
         for layer in range(LAYERS):
             step.attend(queries(1, 2), SCHEMES["rope"], *rows([[7] * 9] * 2, layer), layer=layer, impl=IMPL)

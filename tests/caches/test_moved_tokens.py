@@ -309,7 +309,7 @@ REFUSED = {
     "tables": (
         lambda c, s: c.attend([s], torch.zeros(1, 1, 4, D), SCHEMES[0], page_first=torch.zeros(1, 20).int()),
         TypeError,
-        "page_first: not accepted by attend(); the cache tracks it",
+        r"page_first: not accepted by attend\(\); the cache tracks it",
     ),
 }  # fmt: skip
 

@@ -5,8 +5,17 @@ import random
 
 import pytest
 import torch
-from flashrope import PagedKVCache, Rotary, attention, attention_varlen_with_cache, attention_with_cache
+from flashrope import (
+    CacheLayer,
+    CacheTables,
+    PagedKVCache,
+    Rotary,
+    attention,
+    attention_varlen_with_cache,
+    attention_with_cache,
+)
 from flashrope.operators import memory
+from flashrope.operators.fields import flatten
 from flashrope.operators.library import OPERATORS
 from support import int32
 
@@ -233,9 +242,10 @@ def test_the_other_calls(exact):
 def test_operator(exact):
     """Compiled models call it: it checks the memory that it gets when it runs."""
     c = Call(exact)
-    tables = (c.lengths, None, None, None, None, 0, None, exact.impl)
+    tables = flatten(CacheTables, CacheTables(c.lengths, new=c.k.shape[1]))
     with pytest.raises(ValueError, match="^v_cache: expected no memory of k_cache"):
-        OPERATORS.append_to_cache(c.k_cache, c.k_cache, c.k, c.v, *tables)
+        layer = flatten(CacheLayer, CacheLayer(c.k_cache, c.k_cache))
+        OPERATORS.append_to_cache(*layer, c.k, c.v, *tables, None, exact.impl)
 
 
 def test_geometry():

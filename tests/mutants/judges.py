@@ -113,12 +113,13 @@ JUDGES = {
         "tests/kernels/test_cpu_positions.py tests/caches/test_positions.py tests/caches/test_decode.py -k cpu",
         "tests/caches/test_stored_positions.py tests/caches/test_moved_tokens.py -k 'not triton'",
     ],
-    "python/flashrope/backends/cpu/prepared.py": ["tests/caches/test_prepared.py", *COMPILED_DECODE[1:2]],
+    "python/flashrope/backends/cpu/plan.py": ["tests/caches/test_plan.py -k cpu", *COMPILED_DECODE[1:2]],
+    "python/flashrope/backends/cpu/part.py": ["tests/caches/test_plan.py -k cpu", *COMPILED_DECODE[1:2]],
     "python/flashrope/backends/cpu/rotated.py": [
         "tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k cpu"
     ],
     "python/flashrope/backends/cpu/tiles.py": COMPILED,
-    "python/flashrope/backends/cpu/decode.py": [*COMPILED_DECODE, "tests/caches/test_prepared.py"],
+    "python/flashrope/backends/cpu/decode.py": [*COMPILED_DECODE, "tests/caches/test_plan.py -k cpu"],
     "python/flashrope/backends/cpu/*": ["tests/kernels/test_cpu_loader.py tests/kernels/test_cpu.py", *COMPILED],
     "python/flashrope/backends/triton/attention.py": [*FORWARD[:1], *BACKWARD[:1], LAUNCHES],
     "python/flashrope/backends/triton/cached.py": [*DECODE[:2], *ROTATED, LAUNCHES],

@@ -172,4 +172,4 @@ def test_cuda_refuses_steps():
     call = CacheCall.__new__(CacheCall)
     call.rotary, call.causal = Rotary.rope(64).log_steps(8), True
     with pytest.raises(ValueError, match="impl='cuda' cannot serve this call: its kernels have no log_steps"):
-        cuda.attention_with_cache(None, None, None, call)
+        cuda.attention_with_cache(None, None, call)

@@ -155,7 +155,7 @@ class Cache:
             plans[key] = plan
         elif self.rotated_keys is not None:
             check_scheme(rotary, self.rotated_keys[layer or 0], layer)
-        return plan.attend_layer(q, own, k, v, sinks, return_lse)
+        return plan._attend(q, own, k, v, sinks, return_lse)
 
     def _with_options(self, tables: CacheTables, options: dict) -> CacheTables:
         """The tables with the cache_leftpad of the options. Raises for options that attend does not take."""

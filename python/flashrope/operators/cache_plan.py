@@ -237,9 +237,9 @@ class CachePlan:
             TypeError, ValueError: the argument, what the plan expects and what came.
         """
         q, k, v = autocast(q, k, v)
-        return self.attend_layer(q, layer, k, v, sinks, return_lse, out)
+        return self._attend(q, layer, k, v, sinks, return_lse, out)
 
-    def attend_layer(self, q, layer: CacheLayer, k, v, sinks, return_lse: bool, out=None):
+    def _attend(self, q, layer: CacheLayer, k, v, sinks, return_lse: bool, out=None):
         """``attend`` where autocast has been applied."""
         expected, new = self._queries, k is not None or v is not None
         if not isinstance(q, torch.Tensor):
@@ -258,11 +258,11 @@ class CachePlan:
             check_no_gradient("sinks", sinks)
         if out is not None and (out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()):
             raise ValueError(f"out: expected a contiguous tensor like q, got shape {tuple(out.shape)}, {out.dtype}")
-        return self.run(q, layer, k, v, sinks, return_lse, out)
+        return self._run(q, layer, k, v, sinks, return_lse, out)
 
     # ---- without checks
 
-    def run(self, q, layer: CacheLayer, k, v, sinks, return_lse: bool, out=None):
+    def _run(self, q, layer: CacheLayer, k, v, sinks, return_lse: bool, out=None):
         """``attend`` after the checks of its arguments."""
         new = (k, v) if k is not None and k.shape[-3] else ()
         if is_plain(q, layer.k, layer.v, self._tables.seqlens, *new):

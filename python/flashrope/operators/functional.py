@@ -392,4 +392,4 @@ def _attend_with_cache(q, layer: CacheLayer, k, v, tables: CacheTables, rotary, 
     if sinks is not None:
         check_sinks(sinks, q)
         check_no_gradient("sinks", sinks)
-    return plan.run(q, layer, k, v, sinks, return_lse)
+    return plan._run(q, layer, k, v, sinks, return_lse)

@@ -38,7 +38,7 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
                 f"it, got shape {tuple(x.shape)} with strides {x.stride()}"
             )
         for other, y, low, end in found:
-            same_page = is_written and layout.block_table is not None
+            same_page = is_written and tables.block_table is not None
             if start < end and low < start + size and _meet(start - low, _layout(y), _layout(x), same_page):
                 why = "both are written" if is_written else f"{other} is written while {name} is read"
                 raise ValueError(f"{name}: expected no memory of {other} ({why}), got tensors that overlap")
