@@ -36,7 +36,7 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
         "integrations/transformers/caches.py": ("accept_cache",),
         "integrations/transformers/codes_cache.py": ("CodesCache",),
         "integrations/transformers/suggestion.py": ("suggest", "Suggestion"),
-        "integrations/transformers/decoder.py": ("FAMILIES",),
+        "integrations/transformers/plan.py": ("FAMILIES",),
         "integrations/hf_config.py": ("rotary_from_config",),
     },
     "Distributed training: `flashrope.integrations.distributed`": {

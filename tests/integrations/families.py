@@ -12,7 +12,7 @@ import transformers
 from flashrope import Rotary
 from flashrope.integrations.families import family
 from flashrope.integrations.transformers import convert
-from flashrope.integrations.transformers.decoder import head_dim_of
+from flashrope.integrations.transformers.plan import head_dim_of
 from small_models import CAUSAL_LM, COMMON, FAMILIES, HERE, REFUSED_BY_VERSION, UNFIT, VERSION, tiny  # noqa: F401  the tests import them from here
 from transformers import StaticCache
 

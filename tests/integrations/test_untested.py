@@ -15,7 +15,7 @@ import all_types
 import families
 from families import CALLS, ROPE_TYPES, RUNS, SEQLEN, close, logits, padded, schemes, static, tiny, tokens
 from flashrope import Rotary
-from flashrope.integrations.transformers import convert, decoder, from_pretrained, revert, untested
+from flashrope.integrations.transformers import convert, from_pretrained, plan, revert
 from flashrope.integrations.transformers.attention_function import attention_forward
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 @pytest.fixture
 def unknown(monkeypatch):
     """Llama is a model type that is not tested."""
-    monkeypatch.setattr(untested, "FAMILIES", decoder.FAMILIES - {"llama"})
+    monkeypatch.setattr(plan, "FAMILIES", plan.FAMILIES - {"llama"})
 
 
 def state(model) -> dict:

@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 
 from flashrope import Rotary
 from flashrope.backends.cpu import masked
-from flashrope.integrations.transformers import CodesCache, convert, from_pretrained, revert, untested
+from flashrope.integrations.transformers import CodesCache, convert, from_pretrained, plan, revert
 from flashrope.integrations.transformers.coordinates import COORDINATES
 from small_models import VERSION
 from transformers import DynamicCache, StaticCache
@@ -340,7 +340,7 @@ def test_schemes_over_one_distance_are_refused(options, named):
 @pytest.mark.skipif(VERSION < (5, 0), reason="its padded steps need position_ids, which the comparison has not")
 def test_a_type_that_is_not_tested(monkeypatch):
     """untested=True compares it on text, also without its rotation."""
-    monkeypatch.setattr(untested, "FAMILIES", frozenset())
+    monkeypatch.setattr(plan, "FAMILIES", frozenset())
     name = DETAILED[0]
     model = tiny_vision(name)
     with pytest.raises(ValueError, match="got 'qwen2_vl_text'"):

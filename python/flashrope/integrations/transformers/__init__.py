@@ -3,9 +3,10 @@
 Where to look:
 
     conversion          convert and revert
-    decoder             which models are accepted, their decoder and attention modules
+    plan                which models are accepted, and what is done to them
+    applying            applies a plan to a model, and undoes it
+    untested            compares a model of another type with itself, converted
     layer_schemes       the scheme of every layer
-    rotary_hook         turns off the model's own rotary embedding
     attention_function  the attention function that transformers calls
     masks               the mask function that transformers calls
     continuous_batching pages and requests of transformers' generate_batch
@@ -23,7 +24,7 @@ from importlib import import_module
 
 _MODULES = {
     "CodesCache": "codes_cache",
-    "FAMILIES": "decoder",
+    "FAMILIES": "plan",
     "Suggestion": "suggestion",
     "accept_cache": "caches",
     "convert": "conversion",

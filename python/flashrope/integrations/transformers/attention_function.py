@@ -16,6 +16,7 @@ from .codes_cache import holds_codes, split_rows
 from .continuous_batching import NAME, PAGES, attend_paged, prepare_manager
 from .coordinates import COORDINATES, Coordinates, follow_caches
 from .masks import Packed, describe_mask
+from .plan import scheme_of
 from .saved import NOT_CONVERTED
 
 # Arguments of an attention function that this one cannot serve.
@@ -37,7 +38,7 @@ def attention_forward(
     library's cache returns; rows of bytes from a ``CodesCache``. attention_mask: what ``describe_mask`` returned.
     s_aux: attention sinks, (heads_q,). kwargs: with ``Coordinates``, where positions have several numbers.
     """
-    scheme = getattr(module, "rotary_bands", None)
+    scheme = scheme_of(module)
     paged = PAGES in kwargs
     _check_call(module, scheme, dropout, sliding_window, kwargs | {"cache": None} if paged else kwargs)
     if query.dtype != value.dtype and not holds_codes(value):  # autocast: the rotary embedding returns float32

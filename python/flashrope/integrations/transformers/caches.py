@@ -11,7 +11,7 @@ import torch
 from transformers import Cache
 
 from .coordinates import COORDINATES, store_coordinates
-from .decoder import find_decoder
+from .plan import find_decoder, plan_of
 
 __all__ = ["accept_cache", "check_cache", "mark_returned"]
 
@@ -72,8 +72,8 @@ def mark_returned(decoder, args, kwargs, output) -> None:
 
 
 def _mark_of(decoder) -> str | None:
-    conversion = getattr(decoder, "rotary_bands", None)
-    return None if conversion is None else conversion.mark
+    plan = plan_of(decoder)
+    return None if plan is None else plan.mark
 
 
 def _check_empty(cache: Cache, mark: str | None) -> None:

@@ -20,6 +20,8 @@ from ...backends.cache_tables import CacheLayer, CacheTables, Packed
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...operators.functional import attention_varlen
 from ..families import family
+from .coordinates import axes_of
+from .plan import ATTRIBUTE, scheme_of
 
 __all__ = ["Pages", "attend_paged", "prepare_manager", "with_pages"]
 
@@ -82,7 +84,7 @@ def attend_paged(module, query, key, value, options, kwargs) -> torch.Tensor:
     Returns:
         (1, tokens, heads_q, head_dim).
     """
-    cache, rotary, layer = kwargs["cache"], module.rotary_bands.rotary, module.layer_idx
+    cache, rotary, layer = kwargs["cache"], getattr(module, ATTRIBUTE).rotary, module.layer_idx
     allocator = cache.layer_to_allocator[layer]
     starts, longest = kwargs["cu_seq_lens_q"].to(torch.int32), kwargs["max_length_q"]
     pages = kwargs[PAGES].get(allocator.layer_type)
@@ -111,8 +113,8 @@ def attend_paged(module, query, key, value, options, kwargs) -> torch.Tensor:
 def conversion_of(model) -> Any:
     """What ``convert`` left on the decoder of a model, or None."""
     for module in model.modules():
-        if isinstance(module, transformers.PreTrainedModel) and "rotary_bands" in vars(module):
-            return vars(module)["rotary_bands"]
+        if isinstance(module, transformers.PreTrainedModel) and ATTRIBUTE in vars(module):
+            return vars(module)[ATTRIBUTE]
     return None
 
 
@@ -139,12 +141,12 @@ def _check(model, config) -> None:
     if page_size < 16 or page_size & (page_size - 1):
         raise ValueError(f"page_size: expected 16, 32, 64, ... for continuous batching, got {page_size}")
     for module in model.modules():
-        scheme = vars(module).get("rotary_bands")
-        if getattr(scheme, "axes", 1) > 1:
+        if (axes := axes_of(module)) > 1:
             raise ValueError(
                 "model: expected one number for a position in continuous batching, whose pages keep no coordinates of "
-                f"their keys, got a model with {scheme.axes}; use generate"
+                f"their keys, got a model with {axes}; use generate"
             )
+        scheme = scheme_of(module)
         if getattr(scheme, "grows_from", math.inf) < math.inf:
             raise ValueError(
                 "model: expected a rotary table that does not depend on the length, because continuous batching has "

@@ -22,12 +22,12 @@ from transformers import Cache
 from ...backends.cache_tables import CacheLayer, CachePositions, CacheTables
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...rotary.rotary import Rotary
+from .plan import plan_of
 
 __all__ = [
     "COORDINATES",
     "Coordinates",
     "axes_of",
-    "axes_of_schemes",
     "follow_caches",
     "store_coordinates",
     "with_coordinates",
@@ -83,7 +83,7 @@ class Coordinates:
 
 def axes_of(decoder) -> int:
     """The coordinates of a position in a converted decoder; 1: it is one number."""
-    return getattr(vars(decoder).get("rotary_bands"), "axes", 1)
+    return getattr(plan_of(decoder), "axes", 1)
 
 
 def with_coordinates(decoder, args, kwargs) -> tuple[tuple, dict[str, Any]]:
@@ -190,8 +190,3 @@ def _follow(name: str, move) -> None:
 
     method.rotary_bands = True  # type: ignore[attr-defined]
     setattr(Cache, name, method)
-
-
-def axes_of_schemes(schemes) -> int:
-    """The largest number of coordinates that a layer of these schemes (``LayerScheme``) rotates by."""
-    return max((scheme.rotary.axes for scheme in schemes), default=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +40,13 @@ class LayerScheme:
             rotary = self._build(seqlen)
             self._latest = (seqlen, rotary)
         return rotary
+
+    def without_rotation(self) -> LayerScheme:
+        """Returns the scheme of the same layers if they did not rotate."""
+        other = copy.copy(self)
+        none = Rotary.none(self.rotary.head_dim)
+        other.rotary, other.grows_from = none if self.window is None else none.local(self.window), math.inf
+        return other
 
 
 def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:

@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from ..options import FIELD
 from .conversion import convert
-from .decoder import FAMILIES
+from .plan import FAMILIES
 from .saved import choose_stock_attention
 
 __all__ = ["from_pretrained", "register_auto_classes"]
