@@ -108,11 +108,11 @@ def logits(model, ids, mask=None, cache=None, calls=None, **kwargs) -> torch.Ten
 
 
 def converted(model) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "rotary_bands")]
+    return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "_flashrope")]
 
 
 def schemes(model) -> list[Rotary]:
-    return [module.rotary_bands.rotary for module in converted(model)]
+    return [module._flashrope.rotary for module in converted(model)]
 
 
 def close(a, b, bound=BOUND) -> bool:

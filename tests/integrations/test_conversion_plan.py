@@ -79,3 +79,14 @@ def test_undo_finds_layers_whose_names_have_changed():
     assert applying.undo(model) and not schemes(model)
     layers[1] = layer
     assert close(logits(model, tokens()), stock)
+
+
+def test_names_of_what_a_conversion_leaves():
+    """Attributes of modules and caches have the project's name. An attention's name cannot: transformers gives names
+    with "flash" a meaning of its own."""
+    model = tiny("llama")
+    before = {key for module in model.modules() for key in vars(module)}
+    cache = convert(model, window=6)(tokens(), use_cache=True).past_key_values
+    left = {key for module in model.modules() for key in vars(module)} - before
+    assert left == {"_flashrope", "extra_repr"} and vars(cache)["_flashrope"] == plan.plan_of(model.model).mark
+    assert repr(model).count("flashrope: Rotary") == 1  # equal layers are printed once

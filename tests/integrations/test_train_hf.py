@@ -98,7 +98,7 @@ def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(example, trained, t
 def test_the_folder_is_that_of_the_trained_model(trained, tmp_path, capsys):
     folder = trained / "model"
     model = from_pretrained(folder)
-    assert model.model.layers[0].self_attn.rotary_bands.rotary == Rotary.hope(16, LENGTH)
+    assert model.model.layers[0].self_attn._flashrope.rotary == Rotary.hope(16, LENGTH)
     assert model.config.use_cache and model.config.max_position_embeddings == LENGTH
     last = weights(trained / f"checkpoint-{STEPS}")
     assert all(torch.equal(weight, last[name]) for name, weight in weights(folder).items())

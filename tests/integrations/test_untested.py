@@ -76,7 +76,7 @@ def test_a_model_that_differs(unknown, monkeypatch, constant):
     ):
         convert(model, untested=True)
     assert same(state(model), before)
-    assert not any("rotary_bands_reverted" in vars(module) for module in model.modules())
+    assert not any("_flashrope_reverted" in vars(module) for module in model.modules())
 
 
 def test_a_model_that_fails_in_between(unknown):

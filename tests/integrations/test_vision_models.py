@@ -312,7 +312,7 @@ def test_saved_without_options(tmp_path):
     convert(model).save_pretrained(tmp_path)
     again = from_pretrained(tmp_path, auto_class=transformers.AutoModelForImageTextToText)
     assert close(uncached(again, name), stock)
-    assert hasattr(again.model.language_model, "rotary_bands")
+    assert hasattr(again.model.language_model, "_flashrope")
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_schemes_over_one_distance_are_refused(options, named):
     model = tiny_vision(DETAILED[0])
     with pytest.raises(ValueError, match=f"^{named}: expected .* 3 (coordinates|axes)"):
         convert(model, **options)
-    assert not hasattr(model.model.language_model, "rotary_bands")
+    assert not hasattr(model.model.language_model, "_flashrope")
 
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="its padded steps need position_ids, which the comparison has not")

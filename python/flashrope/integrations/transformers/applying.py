@@ -108,4 +108,4 @@ def _describe_decoder(stock: str, options: str) -> str:
 
 
 def _describe_layer(stock: str, scheme: LayerScheme) -> str:
-    return "\n".join(filter(None, [stock, f"rotary_bands: {scheme.rotary!r}"]))
+    return "\n".join(filter(None, [stock, f"flashrope: {scheme.rotary!r}"]))

@@ -15,7 +15,7 @@ from .plan import find_decoder, plan_of
 
 __all__ = ["accept_cache", "check_cache", "mark_returned"]
 
-MARK = "rotary_bands"  # attribute of a cache, and copied with it
+MARK = "_flashrope"  # attribute of a cache, and copied with it
 
 
 def accept_cache(model, cache):

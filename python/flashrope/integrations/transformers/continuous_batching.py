@@ -26,7 +26,7 @@ from .plan import ATTRIBUTE, scheme_of
 __all__ = ["Pages", "attend_paged", "prepare_manager", "with_pages"]
 
 NAME = "rotary_bands"  # transformers gives names with "flash", "/" or "|" a meaning of its own
-PAGES = "rotary_bands_pages"  # the argument in which every layer finds dict[layer type, Pages]
+PAGES = "_flashrope_pages"  # the argument in which every layer finds dict[layer type, Pages]
 
 try:
     from transformers.generation.continuous_batching.cache_allocators import CacheAllocator  # since 5.19
@@ -158,7 +158,7 @@ def _check(model, config) -> None:
 def prepare_manager() -> None:
     """Makes transformers' manager accept converted models, or refuse them. Other models are not affected."""
     stock_init = ContinuousBatchingManager.__init__
-    if hasattr(stock_init, "rotary_bands"):
+    if hasattr(stock_init, "_flashrope"):
         return
 
     @functools.wraps(stock_init)
@@ -167,10 +167,10 @@ def prepare_manager() -> None:
         conversion = conversion_of(given["model"])
         if conversion is not None:
             _check(given["model"], given.get("continuous_batching_config"))
-        self.rotary_bands = conversion
+        self._flashrope = conversion
         stock_init(self, *args, **kwargs)
 
-    __init__.rotary_bands = True  # type: ignore[attr-defined]
+    __init__._flashrope = True  # type: ignore[attr-defined]
     ContinuousBatchingManager.__init__ = __init__
     if not SUPPORTED:
         return
@@ -179,7 +179,7 @@ def prepare_manager() -> None:
     @functools.wraps(stock_switch)
     def switch_to_cb_friendly_attn(self, model, *args, **kwargs):
         conversion = conversion_of(model)
-        if conversion is not self.rotary_bands:
+        if conversion is not self._flashrope:
             raise ValueError(
                 "persistent_manager: expected one that was made after the last convert or revert, whose pages hold "
                 "keys of this scheme; call model.destroy_cached_continuous_batching_manager()"

@@ -14,7 +14,7 @@ from .untested import accept
 
 __all__ = ["convert", "revert"]
 
-REVERTED = "rotary_bands_reverted"  # the attribute of a decoder that keeps the hook which ``revert`` leaves
+REVERTED = "_flashrope_reverted"  # the attribute of a decoder that keeps the hook which ``revert`` leaves
 
 
 def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested: bool = False, **options: Any):

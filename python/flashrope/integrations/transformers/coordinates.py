@@ -33,7 +33,7 @@ __all__ = [
     "with_coordinates",
 ]
 
-COORDINATES = "rotary_bands_coordinates"  # the argument of every layer, and the attribute of a cache
+COORDINATES = "_flashrope_coordinates"  # the argument of every layer, and the attribute of a cache
 
 
 class Coordinates:
@@ -177,7 +177,7 @@ def follow_caches() -> None:
 
 def _follow(name: str, move) -> None:
     stock = getattr(Cache, name)
-    if hasattr(stock, "rotary_bands"):
+    if hasattr(stock, "_flashrope"):
         return
 
     @functools.wraps(stock)
@@ -188,5 +188,5 @@ def _follow(name: str, move) -> None:
             setattr(self, COORDINATES, move(coordinates, argument))
         return result
 
-    method.rotary_bands = True  # type: ignore[attr-defined]
+    method._flashrope = True  # type: ignore[attr-defined]
     setattr(Cache, name, method)

@@ -26,7 +26,7 @@ from .layer_schemes import LayerScheme, attending_layers, layer_type_of, sliding
 # model_type of the decoders that the tests compare with the library's own attention.
 FAMILIES = frozenset(families_with("tested"))
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-ATTRIBUTE = "rotary_bands"  # what a conversion leaves: its ``Plan`` on the decoder, a ``LayerScheme`` on every layer
+ATTRIBUTE = "_flashrope"  # what a conversion leaves: its ``Plan`` on the decoder, a ``LayerScheme`` on every layer
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,8 @@ from ..options import FIELD
 KEY = "_attn_implementation"  # 4.57 and 5.0 do not read "attn_implementation"
 # transformers gives names with "flash", "/" or "|" a meaning of its own.
 SAVED = (
-    "rotary_bands of a model that Flashrope changed: load it with "
-    "__import__('importlib').import_module('Flashrope.integrations.transformers'.lower()).from_pretrained(folder), "
-    f'or delete "{KEY}" from its config.json for the stock model'
+    "Flashrope converted this model: load it with from_pretrained of Flashrope.integrations.transformers (in lower "
+    f'case), or delete "{KEY}" from its config.json for the stock model'
 )
 
 NOT_CONVERTED = (
