@@ -16,7 +16,7 @@ import families
 from families import CALLS, ROPE_TYPES, RUNS, SEQLEN, close, logits, padded, schemes, static, tiny, tokens
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, from_pretrained, plan, revert
-from flashrope.integrations.transformers.attention_function import attention_forward
+from flashrope.integrations.transformers.attention import attention_forward
 from transformers import AutoConfig, AutoModelForCausalLM
 
 

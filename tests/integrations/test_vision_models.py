@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 from flashrope import Rotary
 from flashrope.backends.cpu import masked
 from flashrope.integrations.transformers import CodesCache, convert, from_pretrained, plan, revert
-from flashrope.integrations.transformers.coordinates import COORDINATES
+from flashrope.integrations.transformers.caches import COORDINATES
 from small_models import VERSION
 from transformers import DynamicCache, StaticCache
 from vision_models import (

@@ -3,24 +3,28 @@
 A converted model keeps its modules, weights and forward methods. Its configuration names an attention function and a
 mask function of this package, which are registered with transformers. A hook on its rotary embedding returns cos = 1
 and sin = 0, so raw queries and keys reach the attention function, and the library's own caches hold raw keys.
+
+A saved model is never taken for a stock model. ``"flashrope"`` in its configuration holds the options of ``convert``.
+``"_attn_implementation"`` names an attention that only this package registers: transformers 4.57 to 5.23 refuse to load
+such a model without it, and show the name. Where this package is imported the model loads, and its first forward is
+refused until it is converted.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
-from .attention_function import NAME
-from .caches import check_cache, mark_returned
+from ..options import FIELD
+from .attention import check_positions
+from .caches import axes_of, check_cache, mark_returned, with_coordinates
 from .continuous_batching import SUPPORTED, with_pages
-from .coordinates import axes_of, with_coordinates
-from .layer_schemes import LayerScheme
-from .masks import check_positions
-from .plan import ATTRIBUTE, Plan, describe_options, find_decoder, rotary_embeddings, scheme_of
-from .saved import SAVED, choose_stock_attention, delete_options, write_options
+from .plan import ATTRIBUTE, KEY, NAME, SAVED, Plan, describe_options, find_decoder, rotary_embeddings, scheme_of
+from .schemes import LayerScheme
 
 
 class Applied(NamedTuple):
@@ -38,7 +42,7 @@ class Applied(NamedTuple):
 
 def apply(model, plan: Plan) -> None:
     """Applies a plan of this model. An earlier conversion is undone first."""
-    decoder = find_decoder(model)
+    decoder: Any = find_decoder(model)
     if not undo(model):
         choose_stock_attention(model, names=(SAVED, NAME))
     attn_implementation = decoder.config._attn_implementation
@@ -109,3 +113,41 @@ def _describe_decoder(stock: str, options: str) -> str:
 
 def _describe_layer(stock: str, scheme: LayerScheme) -> str:
     return "\n".join(filter(None, [stock, f"flashrope: {scheme.rotary!r}"]))
+
+
+# ---- what is saved
+
+
+def write_options(model: torch.nn.Module, config, options: dict[str, Any]) -> None:
+    """Leaves options, which are not empty, in the decoder's configuration, and the name in those of all models."""
+    setattr(config, FIELD, options)
+    for each in _configurations(model, config):
+        vars(each)[KEY] = SAVED  # a property of the class: only to_dict and save_pretrained read this
+
+
+def delete_options(model: torch.nn.Module, config) -> None:
+    vars(config).pop(FIELD, None)
+    for each in _configurations(model, config):
+        vars(each).pop(KEY, None)
+
+
+def choose_stock_attention(model: torch.nn.Module, asked: str | None = None, names=(SAVED,)) -> None:
+    """Gives modules whose configuration has one of names the attention asked for; None: what transformers prefers.
+
+    Raises:
+        ValueError, ImportError: from transformers, if the model or this machine does not have it.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation in names:
+            module.config._attn_implementation_internal = module.get_correct_attn_implementation(asked)
+
+
+def _configurations(model: torch.nn.Module, config) -> list:
+    """The decoder's configuration, and those of the models around it, which are written in its stead."""
+    around = [
+        module.config
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        and any(isinstance(each, PreTrainedModel) and each.config is config for each in module.modules())
+    ]
+    return list({id(each): each for each in [config, *around]}.values())

@@ -20,12 +20,11 @@ from ...backends.cache_tables import CacheLayer, CacheTables, Packed
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...operators.functional import attention_varlen
 from ..families import family
-from .coordinates import axes_of
-from .plan import ATTRIBUTE, scheme_of
+from .caches import axes_of
+from .plan import ATTRIBUTE, NAME, scheme_of
 
 __all__ = ["Pages", "attend_paged", "prepare_manager", "with_pages"]
 
-NAME = "rotary_bands"  # transformers gives names with "flash", "/" or "|" a meaning of its own
 PAGES = "_flashrope_pages"  # the argument in which every layer finds dict[layer type, Pages]
 
 try:
@@ -146,11 +145,10 @@ def _check(model, config) -> None:
                 "model: expected one number for a position in continuous batching, whose pages keep no coordinates of "
                 f"their keys, got a model with {axes}; use generate"
             )
-        scheme = scheme_of(module)
-        if getattr(scheme, "grows_from", math.inf) < math.inf:
+        if (grows_from := getattr(scheme_of(module), "grows_from", math.inf)) < math.inf:
             raise ValueError(
                 "model: expected a rotary table that does not depend on the length, because continuous batching has "
-                f"requests of many lengths in a batch, got one that changes beyond {scheme.grows_from} tokens; give "
+                f"requests of many lengths in a batch, got one that changes beyond {grows_from} tokens; give "
                 "convert a rotary, or use generate"
             )
 

@@ -21,12 +21,26 @@ from ...rotary.rotary import Rotary
 from ..families import families_with, family
 from ..hf_config import rotary_of_model
 from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_json
-from .layer_schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
+from .schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
 
 # model_type of the decoders that the tests compare with the library's own attention.
 FAMILIES = frozenset(families_with("tested"))
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+NAME = "rotary_bands"  # of the attention. transformers gives names with "flash", "/" or "|" a meaning of its own
 ATTRIBUTE = "_flashrope"  # what a conversion leaves: its ``Plan`` on the decoder, a ``LayerScheme`` on every layer
+
+KEY = "_attn_implementation"  # 4.57 and 5.0 do not read "attn_implementation"
+# The attention's name in a saved configuration, which only this package registers.
+SAVED = (
+    "Flashrope converted this model: load it with from_pretrained of Flashrope.integrations.transformers (in lower "
+    f'case), or delete "{KEY}" from its config.json for the stock model'
+)
+
+NOT_CONVERTED = (
+    "model: expected a converted model, got one that was loaded or built from the configuration of a converted one; "
+    "call convert(model), load it with flashrope.integrations.transformers.from_pretrained, or call revert(model) for "
+    "the stock model"
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,8 @@ import dataclasses
 import torch
 from transformers import PreTrainedModel
 
-from .applying import apply, undo
-from .plan import Plan, find_decoder
-from .saved import SAVED, choose_stock_attention
+from .applying import apply, choose_stock_attention, undo
+from .plan import SAVED, Plan, find_decoder
 
 SEQLEN, PADDING = 24, 3
 CALLS = (9, 10, 11, SEQLEN)  # where calls with a cache end

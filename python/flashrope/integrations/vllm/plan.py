@@ -14,7 +14,7 @@ from ...rotary.rotary import Rotary
 from ..families import FAMILIES
 from ..hf_config import rotary_from_config
 from ..options import FIELD, keeps_raw_keys, read_field, training_length
-from ..transformers.layer_schemes import LayerScheme, layer_type_of, sliding_window_of
+from ..transformers.schemes import LayerScheme, layer_type_of, sliding_window_of
 from .pages import CODES
 
 ARCHITECTURES = tuple(sorted(each.vllm for each in FAMILIES.values() if each.vllm))
