@@ -33,12 +33,10 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
         "cache/step.py": ("Step",),
     },
     "Hugging Face: `flashrope.integrations.transformers`": {
-        "integrations/transformers/conversion.py": ("convert", "revert"),
-        "integrations/transformers/loading.py": ("from_pretrained", "register_auto_classes"),
-        "integrations/transformers/caches.py": ("accept_cache",),
-        "integrations/transformers/codes_cache.py": ("CodesCache",),
-        "integrations/transformers/suggestion.py": ("suggest", "Suggestion"),
-        "integrations/transformers/decoder.py": ("FAMILIES",),
+        "integrations/transformers/conversion.py": ("convert", "revert", "from_pretrained", "register_auto_classes"),
+        "integrations/transformers/caches.py": ("accept_cache", "CodesCache"),
+        "integrations/transformers/schemes.py": ("suggest", "Suggestion"),
+        "integrations/transformers/plan.py": ("FAMILIES",),
         "integrations/hf_config.py": ("rotary_from_config",),
     },
     "Distributed training: `flashrope.integrations.distributed`": {

@@ -12,8 +12,8 @@ import torch
 import transformers
 from flashrope.integrations.hf_config import rotary_of_model
 from flashrope.integrations.transformers import convert
-from flashrope.integrations.transformers.decoder import attention_modules, check_decoder, find_decoder
-from flashrope.integrations.transformers.layer_schemes import layer_type_of
+from flashrope.integrations.transformers.plan import attention_modules, check_decoder, find_decoder
+from flashrope.integrations.transformers.schemes import layer_type_of
 from small_models import CAUSAL_LM, HERE, REFUSED_BY_VERSION, UNFIT, small_config, tiny
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 

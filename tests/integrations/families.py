@@ -12,7 +12,7 @@ import transformers
 from flashrope import Rotary
 from flashrope.integrations.families import family
 from flashrope.integrations.transformers import convert
-from flashrope.integrations.transformers.decoder import head_dim_of
+from flashrope.integrations.transformers.plan import head_dim_of
 from small_models import CAUSAL_LM, COMMON, FAMILIES, HERE, REFUSED_BY_VERSION, UNFIT, VERSION, tiny  # noqa: F401  the tests import them from here
 from transformers import StaticCache
 
@@ -108,11 +108,11 @@ def logits(model, ids, mask=None, cache=None, calls=None, **kwargs) -> torch.Ten
 
 
 def converted(model) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "rotary_bands")]
+    return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "_flashrope")]
 
 
 def schemes(model) -> list[Rotary]:
-    return [module.rotary_bands.rotary for module in converted(model)]
+    return [module._flashrope.rotary for module in converted(model)]
 
 
 def close(a, b, bound=BOUND) -> bool:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 from families import tiny, tokens
-from flashrope.integrations.transformers import attention_function, conversion, convert, masks, rotary_hook
+from flashrope.integrations.transformers import applying, attention, convert
 from transformers import AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
@@ -48,14 +48,14 @@ def main() -> None:
     # The attention calls return at once, so their time is left out.
     with (
         mock.patch("torch.nn.functional.scaled_dot_product_attention", lambda q, *_, **__: q),
-        mock.patch.object(attention_function, "attention_with_cache", lambda q, *_, **__: q),
+        mock.patch.object(attention, "attention_with_cache", lambda q, *_, **__: q),
     ):
         theirs, ours, mask_time, positions, rotation = best(
             lambda: sdpa_attention_forward(layer, q, k, v, None, scaling=0.25),
-            lambda: attention_function.attention_forward(layer, q, k, v, mask, scaling=0.25),
-            lambda: masks.describe_mask(mask_function=causal_mask_function, **sizes),
-            lambda: conversion._check_forward(model.model, (), inputs),
-            lambda: rotary_hook._no_rotation(None, (), (cos, sin)),
+            lambda: attention.attention_forward(layer, q, k, v, mask, scaling=0.25),
+            lambda: attention.describe_mask(mask_function=causal_mask_function, **sizes),
+            lambda: applying.check_forward(model.model, (), inputs),
+            lambda: applying.no_rotation(None, (), (cos, sin)),
         )
     step = mask_time + positions + rotation
     print(

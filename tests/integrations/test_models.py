@@ -28,7 +28,7 @@ def test_revert_gives_back_the_stock_model(name):
     assert all(torch.equal(a, b) for a, b in zip(weights.values(), model.state_dict().values(), strict=True))
     assert model.config._attn_implementation == "sdpa" and model.config.to_json_string() == text
     for module in model.modules():
-        assert not (module._forward_hooks or hasattr(module, "rotary_bands"))
+        assert not (module._forward_hooks or hasattr(module, "_flashrope"))
         assert len(module._forward_pre_hooks) == (module is model.model)  # refuses caches of raw keys
     revert(model)  # nothing to do
     revert(convert(model))

@@ -90,7 +90,7 @@ def test_attention_is_that_of_the_family(model_type):
 
 
 def test_what_counts_distances_is_refused():
-    from flashrope.integrations.transformers.layer_schemes import LayerScheme
+    from flashrope.integrations.transformers.schemes import LayerScheme
 
     config = config_of(family_of("qwen3_vl_text")[0], SECTIONS["interleaved"])
     assert LayerScheme(config, None, None, True, {}).rotary.axes == 3

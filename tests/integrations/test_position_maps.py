@@ -157,7 +157,7 @@ def test_refusals(changes, error, message):
     model = tiny("llama")
     with pytest.raises(error, match=message):
         convert(model, **changes)
-    assert not hasattr(model.model, "rotary_bands")
+    assert not hasattr(model.model, "_flashrope")
 
 
 def test_layers_with_a_window_are_refused():

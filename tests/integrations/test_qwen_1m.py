@@ -14,8 +14,7 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 from families import logits, schemes, tiny
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, from_pretrained
-from flashrope.integrations.vllm.chunks import adopt_chunks
-from flashrope.integrations.vllm.plan import make_plan
+from flashrope.integrations.vllm.plan import adopt_chunks, make_plan
 from test_vllm_plan import config
 
 SIZES = {"chunk_size": 160, "local_size": 32}  # chunks of 128

@@ -11,7 +11,7 @@ import families
 from families import ROPE_TYPES, SEQLEN, logits, padded, tiny, tokens
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, revert
-from flashrope.integrations.transformers.attention_function import NAME
+from flashrope.integrations.transformers.plan import NAME
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, DynamicCache
 
 
@@ -67,7 +67,7 @@ def test_widths_that_the_kernels_do_not_take(name, changes, width, layer, untest
     with pytest.raises(ValueError, match=message):
         convert(model, untested=untested)
     assert torch.equal(logits(model, tokens()), stock) and model.config._attn_implementation == "sdpa"
-    assert not any("rotary_bands" in attribute for module in model.modules() for attribute in vars(module))
+    assert not any("_flashrope" in attribute for module in model.modules() for attribute in vars(module))
 
 
 def test_a_table_that_is_not_the_configurations():

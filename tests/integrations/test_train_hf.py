@@ -16,7 +16,7 @@ for library in ("transformers", "accelerate", "datasets", "trl"):
 
 from flashrope import Rotary
 from flashrope.commands.main import main as flashrope_command
-from flashrope.integrations.transformers import attention_function, convert, from_pretrained
+from flashrope.integrations.transformers import attention, convert, from_pretrained
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +98,7 @@ def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(example, trained, t
 def test_the_folder_is_that_of_the_trained_model(trained, tmp_path, capsys):
     folder = trained / "model"
     model = from_pretrained(folder)
-    assert model.model.layers[0].self_attn.rotary_bands.rotary == Rotary.hope(16, LENGTH)
+    assert model.model.layers[0].self_attn._flashrope.rotary == Rotary.hope(16, LENGTH)
     assert model.config.use_cache and model.config.max_position_embeddings == LENGTH
     last = weights(trained / f"checkpoint-{STEPS}")
     assert all(torch.equal(weight, last[name]) for name, weight in weights(folder).items())
@@ -114,10 +114,8 @@ def test_the_folder_is_that_of_the_trained_model(trained, tmp_path, capsys):
 def test_packed_samples_have_the_loss_and_gradients_of_single_ones(example, monkeypatch):
     """Which rows attention_varlen is told to keep apart, and that they are."""
     called = []
-    varlen = attention_function.attention_varlen
-    monkeypatch.setattr(
-        attention_function, "attention_varlen", lambda *a, **k: called.append(a[4].tolist()) or varlen(*a, **k)
-    )
+    varlen = attention.attention_varlen
+    monkeypatch.setattr(attention, "attention_varlen", lambda *a, **k: called.append(a[4].tolist()) or varlen(*a, **k))
     torch.manual_seed(0)
     model = convert(AutoModelForCausalLM.from_config(example.TINY).double(), hope_train_length=LENGTH)
     model.config.use_cache = False
@@ -242,10 +240,8 @@ def test_sft_trainer_packs_a_converted_model(example, tmp_path, monkeypatch):
         tokenizer_object=Tokenizer.from_str(json.dumps(byte_tokenizer())), eos_token=end, pad_token=end
     )
     called = []
-    varlen = attention_function.attention_varlen
-    monkeypatch.setattr(
-        attention_function, "attention_varlen", lambda *a, **k: called.append(a[4].tolist()) or varlen(*a, **k)
-    )
+    varlen = attention.attention_varlen
+    monkeypatch.setattr(attention, "attention_varlen", lambda *a, **k: called.append(a[4].tolist()) or varlen(*a, **k))
     torch.manual_seed(0)
     model = convert(AutoModelForCausalLM.from_config(example.TINY), hope_train_length=LENGTH)
     texts = [f"document {i} " * (1 + i % 4) for i in range(60)]

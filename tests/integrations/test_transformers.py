@@ -59,8 +59,8 @@ def test_logits_are_the_stock_models(name):
     assert not close(stock["padded"], stock["uncached"] * padded()[..., None], 0.05)
     assert not family(name).packs or not close(stock["packed"], stock["uncached"], 0.05)
     for module in converted(model):
-        none, window = Rotary.none(module.rotary_bands.rotary.head_dim), module.rotary_bands.window
-        module.rotary_bands.rotary = none if window is None else none.local(window)
+        none, window = Rotary.none(module._flashrope.rotary.head_dim), module._flashrope.window
+        module._flashrope.rotary = none if window is None else none.local(window)
     assert not close(RUNS["uncached"](model), stock["uncached"], 0.05)
 
 

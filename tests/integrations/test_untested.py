@@ -15,15 +15,15 @@ import all_types
 import families
 from families import CALLS, ROPE_TYPES, RUNS, SEQLEN, close, logits, padded, schemes, static, tiny, tokens
 from flashrope import Rotary
-from flashrope.integrations.transformers import convert, decoder, from_pretrained, revert, untested
-from flashrope.integrations.transformers.attention_function import attention_forward
+from flashrope.integrations.transformers import convert, from_pretrained, plan, revert
+from flashrope.integrations.transformers.attention import attention_forward
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
 @pytest.fixture
 def unknown(monkeypatch):
     """Llama is a model type that is not tested."""
-    monkeypatch.setattr(untested, "FAMILIES", decoder.FAMILIES - {"llama"})
+    monkeypatch.setattr(plan, "FAMILIES", plan.FAMILIES - {"llama"})
 
 
 def state(model) -> dict:
@@ -76,7 +76,7 @@ def test_a_model_that_differs(unknown, monkeypatch, constant):
     ):
         convert(model, untested=True)
     assert same(state(model), before)
-    assert not any("rotary_bands_reverted" in vars(module) for module in model.modules())
+    assert not any("_flashrope_reverted" in vars(module) for module in model.modules())
 
 
 def test_a_model_that_fails_in_between(unknown):

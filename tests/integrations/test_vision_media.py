@@ -198,4 +198,4 @@ def test_talkers_are_refused():
     with pytest.raises(ValueError, match="^model: expected one transformers decoder with a rotary embedding, found 2"):
         convert(whole)
     convert(whole["thinker"])
-    assert not hasattr(talker.model, "rotary_bands")
+    assert not hasattr(talker.model, "_flashrope")

@@ -9,8 +9,8 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 
 from flashrope import Rotary
 from flashrope.backends.cpu import masked
-from flashrope.integrations.transformers import CodesCache, convert, from_pretrained, revert, untested
-from flashrope.integrations.transformers.coordinates import COORDINATES
+from flashrope.integrations.transformers import CodesCache, convert, from_pretrained, plan, revert
+from flashrope.integrations.transformers.caches import COORDINATES
 from small_models import VERSION
 from transformers import DynamicCache, StaticCache
 from vision_models import (
@@ -312,7 +312,7 @@ def test_saved_without_options(tmp_path):
     convert(model).save_pretrained(tmp_path)
     again = from_pretrained(tmp_path, auto_class=transformers.AutoModelForImageTextToText)
     assert close(uncached(again, name), stock)
-    assert hasattr(again.model.language_model, "rotary_bands")
+    assert hasattr(again.model.language_model, "_flashrope")
 
 
 @pytest.mark.parametrize(
@@ -334,13 +334,13 @@ def test_schemes_over_one_distance_are_refused(options, named):
     model = tiny_vision(DETAILED[0])
     with pytest.raises(ValueError, match=f"^{named}: expected .* 3 (coordinates|axes)"):
         convert(model, **options)
-    assert not hasattr(model.model.language_model, "rotary_bands")
+    assert not hasattr(model.model.language_model, "_flashrope")
 
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="its padded steps need position_ids, which the comparison has not")
 def test_a_type_that_is_not_tested(monkeypatch):
     """untested=True compares it on text, also without its rotation."""
-    monkeypatch.setattr(untested, "FAMILIES", frozenset())
+    monkeypatch.setattr(plan, "FAMILIES", frozenset())
     name = DETAILED[0]
     model = tiny_vision(name)
     with pytest.raises(ValueError, match="got 'qwen2_vl_text'"):

@@ -12,9 +12,18 @@ import pytest
 import torch
 from flashrope import Rotary, attention_varlen_with_cache
 from flashrope.backends.quantized import quantize
-from flashrope.integrations.vllm.chunks import adopt_chunks
-from flashrope.integrations.vllm.pages import CODES, row_bytes, split_pages
-from flashrope.integrations.vllm.plan import ARCHITECTURES, Layer, Plan, asked, make_plan
+from flashrope.integrations.vllm import plugin
+from flashrope.integrations.vllm.plan import (
+    ARCHITECTURES,
+    CODES,
+    Layer,
+    Plan,
+    adopt_chunks,
+    asked,
+    make_plan,
+    row_bytes,
+    split_pages,
+)
 
 SLIDING = ["sliding_attention", "full_attention"]
 
@@ -51,7 +60,8 @@ def test_a_model_without_the_field_is_left_alone():
 
 
 def test_the_package_imports_neither_vllm_nor_transformers():
-    code = "import flashrope.integrations.vllm.plan, sys; assert not {'vllm', 'transformers'} & set(sys.modules)"
+    names = "flashrope.integrations.vllm.plan, flashrope.integrations.vllm.plugin"
+    code = f"import {names}, sys; assert not {{'vllm', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -419,3 +429,30 @@ def test_every_architecture_is_in_the_docs():
 
     page = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text()
     assert [name for name in ARCHITECTURES if name.removesuffix("ForCausalLM") not in page] == []
+
+
+def test_embeddings_are_kept_apart_by_plan(monkeypatch):
+    """The registry looks at the configuration in use. Without one it is a plain dict."""
+    used = config({"window": 64})
+    used.additional_config = {"flashrope": make_plan(used).digest}
+    in_use = [None]
+    stub = SimpleNamespace(get_current_vllm_config_or_none=lambda: in_use[0])
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(config=stub))
+    monkeypatch.setitem(sys.modules, "vllm.config", stub)
+    monkeypatch.setattr(plugin, "check_backend", lambda: None)
+    angles = Rotary.rope(32).inv_freq
+    table = torch.stack([torch.cat((x.cos(), x.sin())) for x in (0 * angles, angles)]).float()
+    registry, stock, served = plugin.RopeRegistry(), torch.nn.Identity(), torch.nn.Identity()
+    served.cos_sin_cache, served.rotary_dim, served.is_neox_style = table, 32, True
+    registry["key"] = stock
+    in_use[0] = used
+    assert "key" not in registry
+    registry["key"] = served
+    assert registry["key"] is served and type(served) is plugin.RawRotaryEmbedding
+    assert registry.raw == {make_plan(used).digest} and not hasattr(served, "cos_sin_cache")
+    other = torch.nn.Identity()
+    other.cos_sin_cache, other.rotary_dim, other.is_neox_style = 2 * table, 32, True
+    with pytest.raises(ValueError, match="rope: expected the table of the model's configuration"):
+        registry["other"] = other
+    in_use[0] = None
+    assert registry["key"] is stock

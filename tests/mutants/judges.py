@@ -171,7 +171,7 @@ JUDGES = {
     "python/flashrope/integrations/dual_chunk.py": [
         "tests/integrations/test_qwen_1m.py tests/integrations/test_vllm_plan.py"
     ],
-    "python/flashrope/integrations/transformers/co*": [
+    "python/flashrope/integrations/transformers/c*": [
         "tests/integrations/test_continuous_batching.py tests/integrations/test_vision_models.py",
         CONVERTED,
     ],

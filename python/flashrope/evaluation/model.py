@@ -39,7 +39,7 @@ def load(name: str, device: torch.device):
     from transformers import AutoModelForCausalLM
 
     from ..integrations.transformers import convert
-    from ..integrations.transformers.saved import choose_stock_attention  # transformers then loads saved options
+    from ..integrations.transformers.applying import choose_stock_attention  # transformers then loads saved options
     from . import llama
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -130,7 +130,7 @@ def settings(schemes: Sequence[Measured], skipped: dict[str, str]) -> dict[str, 
 
 def _layers(model) -> tuple:
     """What tells the schemes of a converted model apart: those of its layers; () for one that is not converted."""
-    layers = [module.rotary_bands for module in model.modules() if hasattr(module, "rotary_bands")]
+    layers = [module._flashrope for module in model.modules() if hasattr(module, "_flashrope")]
     return tuple((each.rotary, each.grows_from) for each in layers if hasattr(each, "rotary"))
 
 

@@ -82,8 +82,8 @@ def test_flashrope_loss_reads_an_export(exported, capsys):
 
 
 def test_the_command_writes_what_the_trainer_would(tmp_path):
+    from flashrope.integrations.torchtitan.export import config_of
     from flashrope.integrations.torchtitan.export import main as export
-    from flashrope.integrations.torchtitan.hugging_face import config_of
 
     override = trainings.OVERRIDE + '={"scheme": "rerope", "window": 8}'
     arguments = ["--module", "llama3", "--config", "llama3_debugmodel", "--training.seq_len", str(trainings.SEQLEN)]
@@ -95,7 +95,7 @@ def test_the_command_writes_what_the_trainer_would(tmp_path):
 
 
 def test_a_model_that_cannot_be_exported():
-    from flashrope.integrations.torchtitan.hugging_face import config_of
+    from flashrope.integrations.torchtitan.export import config_of
 
     with pytest.raises(ValueError, match="model: expected the override flashrope.integrations.torchtitan.attention"):
         config_of(trainings.settings().model_spec.model)

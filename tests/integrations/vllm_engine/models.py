@@ -10,7 +10,7 @@ import torch
 from flashrope import Rotary, rotate
 from flashrope.backends.quantized import dequantize, quantize
 from flashrope.integrations.transformers import convert
-from flashrope.integrations.vllm.pages import CODES
+from flashrope.integrations.vllm.plan import CODES
 from transformers import AutoConfig, AutoModelForCausalLM, Cache
 from transformers.cache_utils import DynamicLayer
 

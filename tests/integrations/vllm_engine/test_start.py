@@ -153,7 +153,7 @@ def test_pages_are_those_of_vllms_own_kernels(cache_dtype, rows, head_size):
     """As many bytes as TRITON_ATTN asks for, with keys, values and scales in the same places. The codes differ."""
     import torch
     from flashrope.integrations.vllm.backend import FlashropeBackend
-    from flashrope.integrations.vllm.pages import split_pages
+    from flashrope.integrations.vllm.plan import split_pages
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
     from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode

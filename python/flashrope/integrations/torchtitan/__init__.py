@@ -7,18 +7,15 @@
 
 ``save_attention`` makes selective activation checkpointing keep the attention's output, as it does for torchtitan's
 own. ``save_config`` writes the config.json of an export to Hugging Face.
+
+parts.py has what is put into a model, export.py writes config.json, from the command line too.
 """
 
 from torchtitan.config import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import GQAttention
 
-from .checkpointing import SavesAttention
-from .hugging_face import save_config
-from .inner_attention import InnerAttention
-from .rope import NoRotation
-from .scheme import read_scheme
-from .targets import AnyAttention, check_attention
+from .parts import AnyAttention, InnerAttention, NoRotation, SavesAttention, check_attention, read_scheme
 
 __all__ = ["attention", "save_attention", "save_config"]
 
@@ -47,3 +44,11 @@ def attention(config, **given) -> GQAttention.Config:
 def save_attention(config) -> SavesAttention.Config:
     """Selective activation checkpointing that does not compute this package's attention again."""
     return derive(config, SavesAttention.Config)
+
+
+def __getattr__(name: str):
+    if name != "save_config":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .export import save_config  # here, because ``python -m`` runs that module
+
+    return save_config

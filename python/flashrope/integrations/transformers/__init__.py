@@ -2,35 +2,32 @@
 
 Where to look:
 
-    conversion          convert and revert
-    decoder             which models are accepted, their decoder and attention modules
-    layer_schemes       the scheme of every layer
-    rotary_hook         turns off the model's own rotary embedding
-    attention_function  the attention function that transformers calls
-    masks               the mask function that transformers calls
-    continuous_batching pages and requests of transformers' generate_batch
-    caches              which conversion filled a cache
-    codes_cache         CodesCache, in 8 or 4 bits
-    saved               what a saved configuration says of the conversion
-    loading             from_pretrained, register_auto_classes
-    suggestion          suggest
-    hf_config           the scheme of a configuration; needs no transformers
+    conversion           convert, revert, from_pretrained, register_auto_classes
+    plan                 which models are accepted, and what is done to them
+    applying             applies a plan to a model and its configuration, and undoes it
+    untested             compares a model of a type that is not tested with itself, converted
+    schemes              the scheme of every layer, and suggest; needs no transformers
+    attention            the attention function and the mask function that transformers calls
+    caches               who filled a cache, coordinates of cached tokens, CodesCache in 8 or 4 bits
+    continuous_batching  pages and requests of transformers' generate_batch
 
-The names below are imported on first use, so ``hf_config`` works where transformers is not installed.
+../hf_config.py reads the scheme of a configuration and needs no transformers.
+
+The names below are imported on first use, so ``schemes`` works where transformers is not installed.
 """
 
 from importlib import import_module
 
 _MODULES = {
-    "CodesCache": "codes_cache",
-    "FAMILIES": "decoder",
-    "Suggestion": "suggestion",
+    "CodesCache": "caches",
+    "FAMILIES": "plan",
+    "Suggestion": "schemes",
     "accept_cache": "caches",
     "convert": "conversion",
-    "from_pretrained": "loading",
-    "register_auto_classes": "loading",
+    "from_pretrained": "conversion",
+    "register_auto_classes": "conversion",
     "revert": "conversion",
-    "suggest": "suggestion",
+    "suggest": "schemes",
 }
 
 __all__ = [

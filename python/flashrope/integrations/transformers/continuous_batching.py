@@ -20,11 +20,12 @@ from ...backends.cache_tables import CacheLayer, CacheTables, Packed
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...operators.functional import attention_varlen
 from ..families import family
+from .caches import axes_of
+from .plan import ATTRIBUTE, NAME, scheme_of
 
 __all__ = ["Pages", "attend_paged", "prepare_manager", "with_pages"]
 
-NAME = "rotary_bands"  # transformers gives names with "flash", "/" or "|" a meaning of its own
-PAGES = "rotary_bands_pages"  # the argument in which every layer finds dict[layer type, Pages]
+PAGES = "_flashrope_pages"  # the argument in which every layer finds dict[layer type, Pages]
 
 try:
     from transformers.generation.continuous_batching.cache_allocators import CacheAllocator  # since 5.19
@@ -82,7 +83,7 @@ def attend_paged(module, query, key, value, options, kwargs) -> torch.Tensor:
     Returns:
         (1, tokens, heads_q, head_dim).
     """
-    cache, rotary, layer = kwargs["cache"], module.rotary_bands.rotary, module.layer_idx
+    cache, rotary, layer = kwargs["cache"], getattr(module, ATTRIBUTE).rotary, module.layer_idx
     allocator = cache.layer_to_allocator[layer]
     starts, longest = kwargs["cu_seq_lens_q"].to(torch.int32), kwargs["max_length_q"]
     pages = kwargs[PAGES].get(allocator.layer_type)
@@ -111,8 +112,8 @@ def attend_paged(module, query, key, value, options, kwargs) -> torch.Tensor:
 def conversion_of(model) -> Any:
     """What ``convert`` left on the decoder of a model, or None."""
     for module in model.modules():
-        if isinstance(module, transformers.PreTrainedModel) and "rotary_bands" in vars(module):
-            return vars(module)["rotary_bands"]
+        if isinstance(module, transformers.PreTrainedModel) and ATTRIBUTE in vars(module):
+            return vars(module)[ATTRIBUTE]
     return None
 
 
@@ -139,16 +140,15 @@ def _check(model, config) -> None:
     if page_size < 16 or page_size & (page_size - 1):
         raise ValueError(f"page_size: expected 16, 32, 64, ... for continuous batching, got {page_size}")
     for module in model.modules():
-        scheme = vars(module).get("rotary_bands")
-        if getattr(scheme, "axes", 1) > 1:
+        if (axes := axes_of(module)) > 1:
             raise ValueError(
                 "model: expected one number for a position in continuous batching, whose pages keep no coordinates of "
-                f"their keys, got a model with {scheme.axes}; use generate"
+                f"their keys, got a model with {axes}; use generate"
             )
-        if getattr(scheme, "grows_from", math.inf) < math.inf:
+        if (grows_from := getattr(scheme_of(module), "grows_from", math.inf)) < math.inf:
             raise ValueError(
                 "model: expected a rotary table that does not depend on the length, because continuous batching has "
-                f"requests of many lengths in a batch, got one that changes beyond {scheme.grows_from} tokens; give "
+                f"requests of many lengths in a batch, got one that changes beyond {grows_from} tokens; give "
                 "convert a rotary, or use generate"
             )
 
@@ -156,7 +156,7 @@ def _check(model, config) -> None:
 def prepare_manager() -> None:
     """Makes transformers' manager accept converted models, or refuse them. Other models are not affected."""
     stock_init = ContinuousBatchingManager.__init__
-    if hasattr(stock_init, "rotary_bands"):
+    if hasattr(stock_init, "_flashrope"):
         return
 
     @functools.wraps(stock_init)
@@ -165,10 +165,10 @@ def prepare_manager() -> None:
         conversion = conversion_of(given["model"])
         if conversion is not None:
             _check(given["model"], given.get("continuous_batching_config"))
-        self.rotary_bands = conversion
+        self._flashrope = conversion
         stock_init(self, *args, **kwargs)
 
-    __init__.rotary_bands = True  # type: ignore[attr-defined]
+    __init__._flashrope = True  # type: ignore[attr-defined]
     ContinuousBatchingManager.__init__ = __init__
     if not SUPPORTED:
         return
@@ -177,7 +177,7 @@ def prepare_manager() -> None:
     @functools.wraps(stock_switch)
     def switch_to_cb_friendly_attn(self, model, *args, **kwargs):
         conversion = conversion_of(model)
-        if conversion is not self.rotary_bands:
+        if conversion is not self._flashrope:
             raise ValueError(
                 "persistent_manager: expected one that was made after the last convert or revert, whose pages hold "
                 "keys of this scheme; call model.destroy_cached_continuous_batching_manager()"

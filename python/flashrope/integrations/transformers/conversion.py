@@ -1,34 +1,25 @@
 """``convert`` and ``revert``: Hugging Face transformers models on this package's attention.
 
-A converted model keeps its modules, weights and forward methods. Its configuration names an attention function and a
-mask function of this package, which are registered with transformers. A hook on its rotary embedding returns cos = 1
-and sin = 0, so raw queries and keys reach the attention function, and the library's own caches hold raw keys.
+``from_pretrained`` and ``register_auto_classes`` load models that were saved after ``convert`` with options, and
+convert them as they were.
 """
 
 from __future__ import annotations
 
-import math
-import uuid
 import warnings
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch.utils.hooks import RemovableHandle
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from ...rotary.rotary import Rotary
-from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_json
-from .attention_function import NAME
-from .caches import check_cache, mark_returned
-from .continuous_batching import SUPPORTED, with_pages
-from .coordinates import axes_of, axes_of_schemes, with_coordinates
-from .decoder import attention_modules, check_decoder, check_tables, check_widths, find_decoder, head_dim_of, rotates
-from .layer_schemes import LayerScheme, layer_type_of, sliding_window_of
-from .masks import check_positions
-from .rotary_hook import disable_model_rotary
-from .saved import SAVED, choose_stock_attention, delete_options, write_options
+from ..options import FIELD
+from .applying import apply, choose_stock_attention, delete_options, undo
+from .caches import check_cache
+from .plan import FAMILIES, NAME, SAVED, find_decoder, plan_conversion
 from .untested import accept
 
-__all__ = ["convert", "revert"]
+REVERTED = "_flashrope_reverted"  # the attribute of a decoder that keeps the hook which ``revert`` leaves
 
 
 def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested: bool = False, **options: Any):
@@ -75,58 +66,15 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
     Raises:
         TypeError, ValueError: names the argument, what was expected and what came; the model keeps its state.
     """
-    decoder = find_decoder(model)
-    check_decoder(decoder)
-    modules = attention_modules(decoder)
-    check_widths(decoder.config.model_type, modules)
-    accept(model, decoder, untested, convert, revert)
-    config = decoder.config
-    given = read_options({"rotary": rotary, **options}, config)
-    options, raw_keys = given or read_field(config), keeps_raw_keys(config)
-    schemes: dict[tuple, LayerScheme] = {}
-    scheme_of = {}
-    for module in modules:
-        layer_type, sliding = layer_type_of(config, module.layer_idx), sliding_window_of(config, module.layer_idx)
-        key = layer_type, sliding, rotates(module)
-        if key not in schemes:
-            schemes[key] = LayerScheme(config, *key, options)
-        head_dim = head_dim_of(module)
-        if schemes[key].rotary.head_dim != head_dim:
-            raise ValueError(
-                f"rotary: expected head_dim {head_dim} of layer {module.layer_idx}, got {schemes[key].rotary.head_dim}"
-            )
-        scheme_of[module] = schemes[key]
-    if options.get("log_n") and all(scheme.window for scheme in schemes.values()):
-        raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
-    check_tables(decoder, {layer_type for layer_type, _, rotated in schemes if rotated})
-
-    earlier = vars(decoder).get("rotary_bands")
-    mark = uuid.uuid4().hex
-    if earlier is not None:
-        if options and not given:
-            warnings.warn(
-                f"convert: the model keeps {_text(options)} of its last convert; for its own scheme, call "
-                "revert(model) before",
-                stacklevel=2,
-            )
-        if all(_same(getattr(module, "rotary_bands", None), scheme) for module, scheme in scheme_of.items()):
-            mark = earlier.mark  # caches stay valid
-    _undo(model, decoder)
-    if "rotary_bands_reverted" in vars(decoder):
-        vars(decoder).pop("rotary_bands_reverted").remove()
-    _warn_of_window(options, config)
-    attn_implementation = config._attn_implementation
-    decoder.set_attn_implementation(NAME)
-    for module, scheme in scheme_of.items():
-        module.rotary_bands = scheme
-        module.extra_repr = partial(_describe_layer, type(module).extra_repr(module), scheme)
-    handles = disable_model_rotary(decoder)
-    handles.append(decoder.register_forward_pre_hook(_check_forward, with_kwargs=True))
-    handles.append(decoder.register_forward_hook(mark_returned, with_kwargs=True))
-    decoder.rotary_bands = _Conversion(attn_implementation, handles, mark, axes_of_schemes(schemes.values()))
-    decoder.extra_repr = partial(_describe_decoder, type(decoder).extra_repr(decoder), _text(options))
-    if options or raw_keys:
-        write_options(model, config, to_json(options) | ({RAW_KEYS: True} if raw_keys else {}))
+    plan = plan_conversion(model, {"rotary": rotary, **options}, untested)
+    if plan.own is not None:
+        accept(model, plan.own)
+    for message in plan.warnings:
+        warnings.warn(message, stacklevel=2)
+    apply(model, plan)
+    hook = vars(find_decoder(model)).pop(REVERTED, None)
+    if hook is not None:
+        hook.remove()
     return model
 
 
@@ -137,50 +85,12 @@ def revert(model):
     and loaded without ``convert`` becomes the stock model, too.
     """
     decoder = find_decoder(model)
-    if _undo(model, decoder):
-        decoder.rotary_bands_reverted = decoder.register_forward_pre_hook(_check_reverted, with_kwargs=True)
-    return model
-
-
-def _undo(model, decoder) -> bool:
-    """Whether there was something to undo beside the configuration."""
-    conversion = vars(decoder).pop("rotary_bands", None)
-    choose_stock_attention(model, names=(SAVED,) if conversion else (SAVED, NAME))
+    if undo(model):
+        setattr(decoder, REVERTED, decoder.register_forward_pre_hook(_check_reverted, with_kwargs=True))
+    else:
+        choose_stock_attention(model, names=(SAVED, NAME))
     delete_options(model, decoder.config)
-    if conversion is None:
-        return False
-    for handle in conversion.handles:
-        handle.remove()
-    for module in decoder.modules():
-        if vars(module).pop("rotary_bands", None) is not None:
-            vars(module).pop("extra_repr", None)
-    vars(decoder).pop("extra_repr", None)
-    decoder.set_attn_implementation(conversion.attn_implementation)
-    return True
-
-
-class _Conversion(NamedTuple):
-    """What ``revert`` needs."""
-
-    attn_implementation: str
-    handles: list[RemovableHandle]
-    mark: str  # of the caches that it fills
-    axes: int  # coordinates of a position
-
-
-def _check_forward(module, args, kwargs) -> tuple | None:
-    """The decoder's hook: checks its arguments, and completes those of continuous batching."""
-    if module.config._attn_implementation != NAME:
-        raise ValueError(
-            f"attn_implementation: expected {NAME!r} in a converted model, got "
-            f"{module.config._attn_implementation!r}, with which nothing would rotate; call revert(model) first"
-        )
-    if SUPPORTED and isinstance(kwargs.get("cu_seq_lens_k"), dict):
-        return args, with_pages(kwargs)
-    check_cache(module, args, kwargs)
-    if axes_of(module) > 1:
-        return with_coordinates(module, args, kwargs)
-    return check_positions(module, args, kwargs)
+    return model
 
 
 def _check_reverted(module, args, kwargs) -> None:
@@ -188,43 +98,95 @@ def _check_reverted(module, args, kwargs) -> None:
     check_cache(module, args, kwargs)
 
 
-def _warn_of_window(options: dict[str, Any], config) -> None:
-    """Warns where ReRoPE's window leaves no position, or distances that the model was not trained with."""
-    window, length = options.get("window"), getattr(config, "max_position_embeddings", None)
-    if window == 0 and "factor" not in options:
-        warnings.warn(
-            "window: expected more than 0, got 0; every distance is seen as 0, as in Rotary.none", stacklevel=3
+# ---- loading
+
+AUTO_CLASSES = (
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+)
+
+
+def from_pretrained(
+    pretrained_model_name_or_path, *args, auto_class=AutoModelForCausalLM, untested: bool = False, **kwargs
+):
+    """Loads a model with transformers and converts it: with the options that it was saved with, otherwise with its own
+    scheme.
+
+    Args:
+        pretrained_model_name_or_path, args, kwargs: those of transformers' from_pretrained. attn_implementation is what
+            ``revert`` returns to.
+        auto_class: the class whose from_pretrained is called, such as AutoModel or LlamaForCausalLM.
+        untested: as in ``convert``.
+
+    Returns:
+        What transformers returns: the model, or with output_loading_info=True the model and a dict.
+
+    Raises:
+        TypeError, ValueError: as ``convert`` does.
+    """
+    loaded = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    choose_stock_attention(model, kwargs.get("attn_implementation"))
+    convert(model, untested=untested)
+    return loaded
+
+
+def register_auto_classes(*model_types: str) -> None:
+    """Makes transformers' AutoModel classes, and with them ``pipeline``, convert models that were saved with options.
+
+    Models without options stay stock models, and other classes (``LlamaForCausalLM.from_pretrained``) are not affected.
+    It holds for this process, through ``AutoModel.register`` and its siblings. ``revert`` gives such a model the
+    attention that transformers prefers, whatever attn_implementation asked for.
+
+    Args:
+        model_types: of ``FAMILIES``; none: all of them, which imports their modules.
+
+    Raises:
+        ValueError: a model type is not in ``FAMILIES``, or this version of transformers (5.17) registers nothing for
+            model types of its own.
+    """
+    unknown = sorted(set(model_types) - FAMILIES)
+    if unknown:
+        raise ValueError(f"model_types: expected some of {', '.join(sorted(FAMILIES))}; got {unknown[0]!r}")
+    for model_type in model_types or sorted(FAMILIES):
+        if model_type not in CONFIG_MAPPING:  # newer than this transformers
+            continue
+        config_class = CONFIG_MAPPING[model_type]
+        for auto_class in (getattr(transformers, name) for name in AUTO_CLASSES):
+            if config_class in auto_class._model_mapping:
+                stock = auto_class._model_mapping[config_class]
+                if isinstance(stock, type) and not hasattr(stock, LOADS):
+                    auto_class.register(config_class, _loader(stock), exist_ok=True)
+                    _check_registered(auto_class, config_class)
+
+
+def _check_registered(auto_class, config_class) -> None:
+    if not hasattr(auto_class._model_mapping[config_class], LOADS):
+        raise ValueError(
+            f"transformers: expected a version whose {auto_class.__name__}.register takes {config_class.__name__}, got "
+            f"{transformers.__version__}, which ignores it; use flashrope.integrations.transformers.from_pretrained"
         )
-    elif window is not None and isinstance(length, int) and window >= length:
-        warnings.warn(
-            f"window: expected less than the training length {length}, got {window}; the model would see distances "
-            "that it was not trained with. In the ablation of ReRoPE's author a window of the training length has "
-            "7.1% accuracy at eight times that length, where half of it has 82.4%",
-            stacklevel=3,
-        )
 
 
-# ---- what print(model) shows
+LOADS = "_converts_saved_models"
 
 
-def _text(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+def _loader(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A class that stands for stock where models are loaded. It makes models of stock itself."""
 
+    def load(cls, *args, **kwargs):
+        loaded = stock.from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        choose_stock_attention(model)
+        if getattr(model.config, FIELD, None):
+            convert(model)
+        return loaded
 
-def _describe_decoder(stock: str, options: str) -> str:
-    return "\n".join(
-        filter(None, [stock, f"converted by flashrope: {options or 'the same scheme, raw keys in the cache'}"])
-    )
+    def build(cls, *args, **kwargs):
+        return stock._from_config(*args, **kwargs)
 
-
-def _describe_layer(stock: str, scheme: LayerScheme) -> str:
-    return "\n".join(filter(None, [stock, f"rotary_bands: {scheme.rotary!r}"]))
-
-
-def _same(one: LayerScheme | None, other: LayerScheme) -> bool:
-    """Whether caches of one are valid under the other."""
-    return (
-        one is not None
-        and (one.window, one.rotary) == (other.window, other.rotary)
-        and one.grows_from == other.grows_from == math.inf
-    )
+    methods = {"from_pretrained": classmethod(load), "_from_config": classmethod(build), LOADS: True}
+    return type(stock.__name__, (stock,), {"__module__": stock.__module__, "__qualname__": stock.__name__, **methods})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import torch
 from transformers import PreTrainedModel
 
-from ..options import FIELD
-from .decoder import FAMILIES
-from .saved import SAVED, choose_stock_attention
+from .applying import apply, choose_stock_attention, undo
+from .plan import SAVED, Plan, find_decoder
 
 SEQLEN, PADDING = 24, 3
 CALLS = (9, 10, 11, SEQLEN)  # where calls with a cache end
@@ -22,32 +22,27 @@ TOLERANCE = {
 SENSITIVITY = 5  # by how many tolerances the outputs must change without rotation
 
 
-def accept(model, decoder, untested: bool, convert, revert) -> None:
-    """Raises for a model type that is not tested; with untested only if the outputs of this model change.
+def accept(model, own: Plan) -> None:
+    """Compares a model with itself under two plans: that of its own schemes, and the same without rotation.
 
-    Compares the model with itself, converted, on random tokens: with and without a cache, with and without padding.
-    The model is left as it was.
+    The outputs of the first must be the stock model's, and those of the second must not. They are compared on random
+    tokens, with and without a cache, with and without padding. The model is left as it was.
 
     Raises:
         ValueError: names the model type, the case and the difference.
     """
+    decoder = find_decoder(model)
     model_type = decoder.config.model_type
-    if model_type in FAMILIES or "rotary_bands" in vars(decoder) or "rotary_bands_check" in vars(decoder):
-        return
-    if not untested:
-        raise ValueError(
-            "model: expected one of the types that are tested against the library's own attention, "
-            f"{', '.join(sorted(FAMILIES))}; got {model_type!r}; convert(model, untested=True) compares it first"
-        )
+    unrotated = dataclasses.replace(
+        own, schemes={name: scheme.without_rotation() for name, scheme in own.schemes.items()}
+    )
     with contextlib.ExitStack() as restore:
-        _prepare(model, decoder, restore)
+        _prepare(model, restore)
         stock = _outputs(model, decoder)
-        convert(model)
-        restore.callback(revert, model)
+        restore.callback(undo, model)
+        apply(model, own)
         found = _outputs(model, decoder)
-        for module in decoder.modules():
-            if module is not decoder and "rotary_bands" in vars(module):
-                module.rotary_bands.rotary = _unrotated(module.rotary_bands)
+        apply(model, unrotated)
         without = _forward(model, decoder, _tokens(model, decoder), None)
     tolerance = TOLERANCE[without.dtype] * float(stock["uncached"].abs().max())
     for case, expected in stock.items():
@@ -65,17 +60,10 @@ def accept(model, decoder, untested: bool, convert, revert) -> None:
         )
 
 
-def _prepare(model, decoder, restore: contextlib.ExitStack) -> None:
+def _prepare(model, restore: contextlib.ExitStack) -> None:
     """Registers with restore what undoes it: no gradients, no dropout, and no constant vectors among the parameters,
     which would hide where a norm stands."""
     restore.enter_context(torch.no_grad())
-    decoder.rotary_bands_check = True
-    restore.callback(vars(decoder).pop, "rotary_bands_check")
-    saved = vars(decoder.config).pop(FIELD, None)
-    if saved is not None:
-        restore.callback(setattr, decoder.config, FIELD, saved)
-    if "rotary_bands_reverted" not in vars(decoder):
-        restore.callback(_remove_hook, decoder)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation == SAVED:
             restore.callback(setattr, module.config, "_attn_implementation_internal", SAVED)
@@ -88,18 +76,6 @@ def _prepare(model, decoder, restore: contextlib.ExitStack) -> None:
         if parameter.ndim == 1 and parameter.numel() > 1 and bool((parameter == parameter[0]).all()):
             restore.callback(parameter.copy_, parameter.clone())
             parameter.add_(torch.arange(parameter.numel(), device=parameter.device).cos().to(parameter.dtype) / 2)
-
-
-def _remove_hook(decoder) -> None:
-    """The one that ``revert`` leaves."""
-    hook = vars(decoder).pop("rotary_bands_reverted", None)
-    if hook is not None:
-        hook.remove()
-
-
-def _unrotated(scheme):
-    none = type(scheme.rotary).none(scheme.rotary.head_dim)
-    return none if scheme.window is None else none.local(scheme.window)
 
 
 def _tokens(model, decoder) -> torch.Tensor:

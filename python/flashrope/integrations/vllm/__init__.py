@@ -7,12 +7,11 @@ configuration has neither a field "flashrope" nor ``dual_chunk_attention_config`
 
 Where to look:
 
-    plan      the scheme of every layer, and what is refused; needs no vLLM
-    chunks    dual_chunk_attention_config as an option of the field; needs no vLLM
-    state     the plans of a process
-    plugin    register: what is hooked into vLLM
-    rope      turns off the model's own rotary embedding
+    plan      the scheme of every layer, what is refused, the plans of a process, vLLM's pages
+    plugin    register: what is hooked into vLLM, the model's own rotary embedding among it
     backend   vLLM's attention backend, over attention_varlen_with_cache
+
+Importing plan and plugin does not import vLLM.
 
 docs/serving.md says how to use it.
 """

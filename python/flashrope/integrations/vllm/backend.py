@@ -24,9 +24,7 @@ from ...backends.cache_tables import CacheLayer, CacheTables, Packed
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...operators.checks import MAX_HEAD_DIM
 from ...rotary.rotary import Rotary
-from .pages import CODES, Pages, row_bytes, split_pages
-from .plan import BACKEND, check_cache_dtype
-from .state import active_plan
+from .plan import BACKEND, CODES, Pages, active_plan, check_cache_dtype, row_bytes, split_pages
 
 
 class FlashropeBackend(AttentionBackend):

@@ -1,4 +1,8 @@
-"""The scheme of every layer of a served model, and what the plugin refuses. Nothing here imports vLLM."""
+"""The scheme of every layer of a served model, what the plugin refuses, and the plans of this process.
+
+It also reads ``dual_chunk_attention_config`` (Qwen2.5-1M) as the option dual_chunk of the field, and vLLM's pages as
+the cache calls take them. Importing this file does not import vLLM.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,22 @@ import json
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
+from ...backends.quantized import PER_BYTE
 from ...operators.checks import MAX_HEAD_DIM
 from ...rotary.bands import shared_map
 from ...rotary.rotary import Rotary
+from ..dual_chunk import CHUNKS, read_chunks
 from ..families import FAMILIES
 from ..hf_config import rotary_from_config
 from ..options import FIELD, keeps_raw_keys, read_field, training_length
-from ..transformers.layer_schemes import LayerScheme, layer_type_of, sliding_window_of
-from .pages import CODES
+from ..transformers.schemes import LayerScheme, layer_type_of, sliding_window_of
 
 ARCHITECTURES = tuple(sorted(each.vllm for each in FAMILIES.values() if each.vllm))
 BACKEND = "CUSTOM"  # vLLM's name for a backend from outside
+BACKEND_PATH = "flashrope.integrations.vllm.backend.FlashropeBackend"
+CODES = {"int8_per_token_head": torch.int8, "int4_per_token_head": torch.uint8}  # by vLLM's name of a cache dtype
 MODEL_DTYPES = {"float16", "bfloat16", "float32"}
 SPECULATION = ("ngram", "suffix")  # drafts from the text; others have a draft model, with attention of its own
 
@@ -225,3 +234,123 @@ def _check_windows(max_model_len: int, options: dict) -> None:
                 f"{name}: expected a window of less than max_model_len = {max_model_len}, since no distance lies "
                 f"beyond it, got {window}"
             )
+
+
+# ---- dual_chunk_attention_config
+
+
+def adopt_chunks(model) -> bool:
+    """Moves dual_chunk_attention_config of a ModelConfig into the field "flashrope", where its workers find it too.
+
+    vLLM's layers must not see it: they would ask for an attention that vLLM has no backend for. A field that has
+    dual_chunk, false included, or rotary keeps it.
+
+    Returns:
+        Whether the configuration asks for sparse attention too, which the dense attention here takes the place of.
+
+    Raises:
+        TypeError, ValueError: names the key, what was expected and what came.
+    """
+    configs = _configs(model)
+    found = [getattr(config, CHUNKS) for config in configs if hasattr(config, CHUNKS)]
+    for config in configs:
+        if hasattr(config, CHUNKS):
+            delattr(config, CHUNKS)
+    chunks = next((each for each in found if each), None)
+    if chunks is None:
+        return False
+    sizes = read_chunks(chunks)
+    holder = next((config for config in configs if getattr(config, FIELD, None) is not None), configs[0])
+    field = getattr(holder, FIELD, None)
+    if field is None:
+        field = {}
+    # what is no dict is refused by make_plan
+    if isinstance(field, dict) and field.get("dual_chunk") is None and field.get("rotary") is None:
+        setattr(holder, FIELD, {**field, "dual_chunk": sizes})
+    return bool(chunks.get("sparse_attention_enabled", chunks.get("sparse_attention_config")))
+
+
+def _configs(model) -> list:
+    """The text model's configuration, and that of the whole, which may be the same."""
+    configs = (getattr(model, name, None) for name in ("hf_text_config", "hf_config"))
+    return [config for config in configs if config is not None]
+
+
+# ---- pages
+
+
+SCALE_BYTES = 4  # behind the codes of a row, float32
+
+
+class Pages(NamedTuple):
+    """The cache of one layer: vLLM's tensor and views of it, as ``attention_varlen_with_cache`` takes them."""
+
+    kv_cache: torch.Tensor
+    k: torch.Tensor  # (blocks, block_size, heads_kv, head_dim), or codes
+    v: torch.Tensor
+    k_scale: torch.Tensor | None = None  # (blocks, block_size, heads_kv), of codes
+    v_scale: torch.Tensor | None = None
+
+
+def row_bytes(head_size: int, cache_dtype: torch.dtype) -> int:
+    """Bytes of one key or value in codes of this type, its scale included."""
+    return head_size // PER_BYTE[cache_dtype] + SCALE_BYTES
+
+
+def split_pages(kv_cache: torch.Tensor, head_size: int) -> Pages:
+    """kv_cache: (blocks, heads_kv, block_size, columns), any strides of the first three dimensions.
+
+    A head of a slot is K | V, 2 * head_size columns; in int8 and uint8 K | scale of K | V | scale of V.
+    """
+    rows = kv_cache.transpose(1, 2)
+    if kv_cache.dtype not in PER_BYTE:
+        return Pages(kv_cache, *rows.split(head_size, dim=-1))
+    half = row_bytes(head_size, kv_cache.dtype)
+    codes = half - SCALE_BYTES
+    floats = rows.view(torch.float32)
+    k, v = rows[..., :codes], rows[..., half : half + codes]
+    return Pages(kv_cache, k, v, floats[..., codes // 4], floats[..., (half + codes) // 4])
+
+
+# ---- the plans of this process
+
+
+_plans: dict[str, Plan] = {}  # by digest
+
+
+def remember(plan: Plan) -> None:
+    _plans[plan.digest] = plan
+
+
+def active_plan(config) -> Plan | None:
+    """The plan of a VllmConfig that was checked, in this process or in the one that sent it; None: stock vLLM."""
+    if config is None or config.model_config is None or not asked(config):
+        return None
+    digest = digest_of(config)
+    if digest is None:
+        raise RuntimeError(
+            "flashrope: expected a configuration that was checked when it was made, got one that was not"
+        )
+    if digest not in _plans:
+        plan = make_plan(config)
+        if plan.digest != digest:
+            raise RuntimeError("flashrope: expected the scheme that the configuration was checked for, got another one")
+        _plans[digest] = plan
+    return _plans[digest]
+
+
+def check_backend() -> None:
+    """
+    Raises:
+        RuntimeError: another plugin has taken vLLM's CUSTOM, so keys that are not rotated would go to its attention.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    path = AttentionBackendEnum[BACKEND].get_path()
+    if path != BACKEND_PATH:
+        raise RuntimeError(f"attention_backend: expected {BACKEND} to be {BACKEND_PATH}, got {path} of another plugin")
+
+
+def digest_of(config) -> str | None:
+    additional = getattr(config, "additional_config", None)
+    return additional.get(FIELD) if isinstance(additional, dict) else None

@@ -4,14 +4,32 @@ The platform's ``check_and_update_config`` sees every VllmConfig before anything
 for a scheme, or for dual chunk attention, it makes the plan, or refuses, and selects this package's attention backend.
 Three more hooks look at the configuration that is then in use: the registry of ``get_rope``, the CPU platform's choice
 of a backend, and the seed of the prefix cache's block hashes. Without a model that asks, all of them do what vLLM does.
+
+The registry of ``get_rope`` turns off the rotary embedding of a model that vLLM builds, after comparing its table with
+the plan's. Importing this file does not import vLLM.
 """
 
 from __future__ import annotations
 
+import math
+
+import torch
+from torch import nn
+
+from ...rotary.rotary import Rotary
 from ..options import FIELD
-from .chunks import adopt_chunks
-from .plan import BACKEND, asked, make_plan
-from .state import BACKEND_PATH, check_backend, digest_of, remember
+from .plan import (
+    BACKEND,
+    BACKEND_PATH,
+    Plan,
+    active_plan,
+    adopt_chunks,
+    asked,
+    check_backend,
+    digest_of,
+    make_plan,
+    remember,
+)
 
 TESTED = "0.32.0"  # vLLM
 _problem: Exception | None = None  # this vLLM has no such hook; an error only for models that ask
@@ -111,8 +129,6 @@ def _hook_backend(platform, is_cpu: bool) -> None:
 def _hook_rope() -> None:
     from vllm.model_executor.layers import rotary_embedding
 
-    from .rope import RopeRegistry  # imports vLLM
-
     rotary_embedding._ROPE_DICT = RopeRegistry(rotary_embedding._ROPE_DICT)
 
 
@@ -136,3 +152,87 @@ def _hook_block_hashes() -> None:
 
     Scheduler.__init__ = init_and_note
     kv_cache_utils.resolve_none_hash_seed = resolve_none_hash_seed
+
+
+# ---- the model's own rotary embedding
+
+
+RELATIVE_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a frequency read from a table
+
+
+class RopeRegistry(dict):
+    """The embeddings that vLLM's ``get_rope`` has made in this process, apart by plan.
+
+    An embedding is put in here when it is made. If the configuration in use asks for a scheme, it stops rotating then.
+
+    Attributes:
+        raw: digests of the plans for which an embedding was turned off. vLLM clears the dict at an engine's end, which
+            may be while another one starts.
+    """
+
+    def __init__(self, embeddings=()) -> None:
+        super().__init__(embeddings)
+        self.raw: set[str] = set()
+
+    def __contains__(self, key) -> bool:
+        return super().__contains__(_by_plan(key))
+
+    def __getitem__(self, key):
+        return super().__getitem__(_by_plan(key))
+
+    def __setitem__(self, key, embedding) -> None:
+        plan = _plan_in_use()
+        if plan is not None:
+            check_backend()
+            _turn_off(embedding, plan)
+            self.raw.add(plan.digest)
+        super().__setitem__(_by_plan(key), embedding)
+
+
+class RawRotaryEmbedding(nn.Module):
+    """Returns q and k as they came."""
+
+    def forward(self, positions, query, key=None, *args, **kwargs):
+        return query, key
+
+
+def _plan_in_use() -> Plan | None:
+    from vllm.config import get_current_vllm_config_or_none
+
+    return active_plan(get_current_vllm_config_or_none())
+
+
+def _by_plan(key):
+    plan = _plan_in_use()
+    return key if plan is None else (plan.digest, key)
+
+
+def _turn_off(embedding: nn.Module, plan: Plan) -> None:
+    """
+    Raises:
+        ValueError: the embedding is not one with a table per position, or not that of the model's configuration.
+    """
+    name = type(embedding).__name__
+    table = getattr(embedding, "cos_sin_cache", None)
+    if table is None or table.ndim != 2:
+        raise ValueError(f"rope: expected a rotary embedding with one table of cos and sin, got {name}")
+    if not any(_same(embedding, table, rotary) for rotary in plan.stock):
+        schemes = " or ".join(map(repr, plan.stock))
+        raise ValueError(
+            f"rope: expected the table of the model's configuration, {schemes}; got another one in vLLM's {name}, "
+            "which reads the rope parameters differently"
+        )
+    embedding.__class__ = RawRotaryEmbedding
+    del embedding.cos_sin_cache
+
+
+def _same(embedding, table: torch.Tensor, rotary: Rotary) -> bool:
+    """The row of position 1 holds attention_factor * cos(inv_freq), then sin."""
+    cos, sin = table[1].detach().double().cpu().chunk(2)
+    rounding = RELATIVE_ERROR[table.dtype]
+    return (
+        embedding.rotary_dim == rotary.rotary_dim
+        and embedding.is_neox_style is not rotary.interleaved
+        and torch.allclose(torch.atan2(sin, cos), rotary.inv_freq, rtol=rounding, atol=0)
+        and math.isclose(float(cos[-1] ** 2 + sin[-1] ** 2), rotary.temperature, rel_tol=2 * rounding)
+    )

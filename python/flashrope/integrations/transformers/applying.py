@@ -1,0 +1,153 @@
+"""Applies a ``Plan`` to a model, and undoes it.
+
+A converted model keeps its modules, weights and forward methods. Its configuration names an attention function and a
+mask function of this package, which are registered with transformers. A hook on its rotary embedding returns cos = 1
+and sin = 0, so raw queries and keys reach the attention function, and the library's own caches hold raw keys.
+
+A saved model is never taken for a stock model. ``"flashrope"`` in its configuration holds the options of ``convert``.
+``"_attn_implementation"`` names an attention that only this package registers: transformers 4.57 to 5.23 refuse to load
+such a model without it, and show the name. Where this package is imported the model loads, and its first forward is
+refused until it is converted.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ..options import FIELD
+from .attention import check_positions
+from .caches import axes_of, check_cache, mark_returned, with_coordinates
+from .continuous_batching import SUPPORTED, with_pages
+from .plan import ATTRIBUTE, KEY, NAME, SAVED, Plan, describe_options, find_decoder, rotary_embeddings, scheme_of
+from .schemes import LayerScheme
+
+
+class Applied(NamedTuple):
+    """What a converted decoder keeps.
+
+    Attributes:
+        attn_implementation: the model's own, which ``undo`` restores.
+        handles: of the hooks.
+    """
+
+    plan: Plan
+    attn_implementation: str
+    handles: list[RemovableHandle]
+
+
+def apply(model, plan: Plan) -> None:
+    """Applies a plan of this model. An earlier conversion is undone first."""
+    decoder: Any = find_decoder(model)
+    if not undo(model):
+        choose_stock_attention(model, names=(SAVED, NAME))
+    attn_implementation = decoder.config._attn_implementation
+    decoder.set_attn_implementation(NAME)
+    for name, scheme in plan.schemes.items():
+        module = decoder.get_submodule(name)
+        setattr(module, ATTRIBUTE, scheme)
+        module.extra_repr = partial(_describe_layer, type(module).extra_repr(module), scheme)
+    handles = [embedding.register_forward_hook(no_rotation) for embedding in rotary_embeddings(decoder)]
+    handles.append(decoder.register_forward_pre_hook(check_forward, with_kwargs=True))
+    handles.append(decoder.register_forward_hook(mark_returned, with_kwargs=True))
+    setattr(decoder, ATTRIBUTE, Applied(plan, attn_implementation, handles))
+    decoder.extra_repr = partial(_describe_decoder, type(decoder).extra_repr(decoder), describe_options(plan.options))
+    if plan.field:
+        write_options(model, decoder.config, dict(plan.field))
+
+
+def undo(model) -> bool:
+    """Undoes the plan that was applied to a model. Returns whether there was one."""
+    decoder = find_decoder(model)
+    applied = vars(decoder).pop(ATTRIBUTE, None)
+    if applied is None:
+        return False
+    choose_stock_attention(model)
+    if applied.plan.field:
+        delete_options(model, decoder.config)
+    for handle in applied.handles:
+        handle.remove()
+    # a wrapper may have changed the names of the layers since
+    for module in decoder.modules():
+        if scheme_of(module) is not None:
+            delattr(module, ATTRIBUTE)
+            vars(module).pop("extra_repr", None)
+    vars(decoder).pop("extra_repr", None)
+    decoder.set_attn_implementation(applied.attn_implementation)
+    return True
+
+
+def check_forward(module, args, kwargs) -> tuple | None:
+    """The decoder's hook: checks its arguments, and completes those of continuous batching."""
+    if module.config._attn_implementation != NAME:
+        raise ValueError(
+            f"attn_implementation: expected {NAME!r} in a converted model, got "
+            f"{module.config._attn_implementation!r}, with which nothing would rotate; call revert(model) first"
+        )
+    if SUPPORTED and isinstance(kwargs.get("cu_seq_lens_k"), dict):
+        return args, with_pages(kwargs)
+    check_cache(module, args, kwargs)
+    if axes_of(module) > 1:
+        return with_coordinates(module, args, kwargs)
+    return check_positions(module, args, kwargs)
+
+
+def no_rotation(module, args, output):
+    """The rotary embedding's hook: returns cos = 1 and sin = 0."""
+    cos, sin = output
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+# ---- what print(model) shows
+
+
+def _describe_decoder(stock: str, options: str) -> str:
+    return "\n".join(
+        filter(None, [stock, f"converted by flashrope: {options or 'the same scheme, raw keys in the cache'}"])
+    )
+
+
+def _describe_layer(stock: str, scheme: LayerScheme) -> str:
+    return "\n".join(filter(None, [stock, f"flashrope: {scheme.rotary!r}"]))
+
+
+# ---- what is saved
+
+
+def write_options(model: torch.nn.Module, config, options: dict[str, Any]) -> None:
+    """Leaves options, which are not empty, in the decoder's configuration, and the name in those of all models."""
+    setattr(config, FIELD, options)
+    for each in _configurations(model, config):
+        vars(each)[KEY] = SAVED  # a property of the class: only to_dict and save_pretrained read this
+
+
+def delete_options(model: torch.nn.Module, config) -> None:
+    vars(config).pop(FIELD, None)
+    for each in _configurations(model, config):
+        vars(each).pop(KEY, None)
+
+
+def choose_stock_attention(model: torch.nn.Module, asked: str | None = None, names=(SAVED,)) -> None:
+    """Gives modules whose configuration has one of names the attention asked for; None: what transformers prefers.
+
+    Raises:
+        ValueError, ImportError: from transformers, if the model or this machine does not have it.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation in names:
+            module.config._attn_implementation_internal = module.get_correct_attn_implementation(asked)
+
+
+def _configurations(model: torch.nn.Module, config) -> list:
+    """The decoder's configuration, and those of the models around it, which are written in its stead."""
+    around = [
+        module.config
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        and any(isinstance(each, PreTrainedModel) and each.config is config for each in module.modules())
+    ]
+    return list({id(each): each for each in [config, *around]}.values())

@@ -1,0 +1,327 @@
+"""Plans what ``convert`` does to a model: finds its decoder and attention layers, and checks all of it.
+
+``plan_conversion`` reads and raises, and changes nothing. applying.py applies a ``Plan`` and undoes it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from ...operators.checks import MAX_HEAD_DIM
+from ...rotary.rotary import Rotary
+from ..families import families_with, family
+from ..hf_config import rotary_of_model
+from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_json
+from .schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
+
+# model_type of the decoders that the tests compare with the library's own attention.
+FAMILIES = frozenset(families_with("tested"))
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+NAME = "rotary_bands"  # of the attention. transformers gives names with "flash", "/" or "|" a meaning of its own
+ATTRIBUTE = "_flashrope"  # what a conversion leaves: its ``Plan`` on the decoder, a ``LayerScheme`` on every layer
+
+KEY = "_attn_implementation"  # 4.57 and 5.0 do not read "attn_implementation"
+# The attention's name in a saved configuration, which only this package registers.
+SAVED = (
+    "Flashrope converted this model: load it with from_pretrained of Flashrope.integrations.transformers (in lower "
+    f'case), or delete "{KEY}" from its config.json for the stock model'
+)
+
+NOT_CONVERTED = (
+    "model: expected a converted model, got one that was loaded or built from the configuration of a converted one; "
+    "call convert(model), load it with flashrope.integrations.transformers.from_pretrained, or call revert(model) for "
+    "the stock model"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a conversion does to a model. It names modules and holds none, so the model can keep it.
+
+    Attributes:
+        schemes: the scheme of every attention module, by the module's name in the decoder.
+        options: the options that the schemes were made with. Without any they are the model's own.
+        field: what the configuration's field gets. Empty: the configuration stays as it is.
+        mark: the mark of the caches that the converted model fills. A plan of the same schemes keeps it.
+        axes: the largest number of coordinates that a layer rotates by.
+        warnings: what the caller should be told.
+        own: the plan of the model's own schemes, if the model must be compared with it first. None: the model type is
+            tested.
+    """
+
+    schemes: Mapping[str, LayerScheme]
+    options: Mapping[str, Any]
+    field: Mapping[str, Any]
+    mark: str
+    axes: int
+    warnings: tuple[str, ...] = ()
+    own: Plan | None = None
+
+
+def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> Plan:
+    """Plans ``convert`` with the given options. The model stays as it is.
+
+    Args:
+        model: a transformers model, converted or not.
+        given: the options of ``convert``, rotary among them. Without any, those in the configuration.
+        untested: whether a model type that is not in ``FAMILIES`` is taken. Its plan has ``own``.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what came.
+    """
+    decoder = find_decoder(model)
+    check_decoder(decoder)
+    modules = attention_modules(decoder)
+    check_widths(decoder.config.model_type, modules)
+    config, earlier = decoder.config, plan_of(decoder)
+    tested = config.model_type in FAMILIES or earlier is not None
+    if not tested and not untested:
+        raise ValueError(
+            "model: expected one of the types that are tested against the library's own attention, "
+            f"{', '.join(sorted(FAMILIES))}; got {config.model_type!r}; convert(model, untested=True) compares it first"
+        )
+    asked = read_options(given, config)
+    options, raw_keys = asked or read_field(config), keeps_raw_keys(config)
+    schemes = _plan_layers(decoder, modules, options)
+    own = None
+    if not tested:
+        stock = _plan_layers(decoder, modules, {})
+        own = Plan(stock, {}, {}, uuid.uuid4().hex, _axes(stock))
+    field = to_json(options) | ({RAW_KEYS: True} if raw_keys else {})
+    warnings = _warnings_of_window(options, config)
+    if earlier is not None and options and not asked:
+        warnings.insert(
+            0,
+            f"convert: the model keeps {describe_options(options)} of its last convert; for its own scheme, call "
+            "revert(model) before",
+        )
+    same = earlier is not None and all(
+        _same(scheme_of(decoder.get_submodule(name)), scheme) for name, scheme in schemes.items()
+    )
+    mark = earlier.mark if earlier is not None and same else uuid.uuid4().hex  # same: caches stay valid
+    return Plan(schemes, options, field, mark, _axes(schemes), tuple(warnings), own)
+
+
+def plan_of(decoder: torch.nn.Module) -> Plan | None:
+    """Returns the plan that a decoder was converted by. None: it is not converted."""
+    return getattr(getattr(decoder, ATTRIBUTE, None), "plan", None)
+
+
+def scheme_of(module: torch.nn.Module) -> LayerScheme | None:
+    """Returns the scheme of an attention module. None: it is not converted."""
+    return getattr(module, ATTRIBUTE, None)
+
+
+def describe_options(options: Mapping[str, Any]) -> str:
+    """Returns options as a call would give them."""
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _plan_layers(decoder, modules: list[Any], options: dict[str, Any]) -> dict[str, LayerScheme]:
+    """Returns the scheme of every attention module, by name. Layers that are alike share one."""
+    config = decoder.config
+    names = {module: name for name, module in decoder.named_modules()}
+    alike: dict[tuple, LayerScheme] = {}
+    schemes = {}
+    for module in modules:
+        layer_type, sliding = layer_type_of(config, module.layer_idx), sliding_window_of(config, module.layer_idx)
+        key = layer_type, sliding, rotates(module)
+        if key not in alike:
+            alike[key] = LayerScheme(config, *key, options)
+        head_dim = head_dim_of(module)
+        if alike[key].rotary.head_dim != head_dim:
+            raise ValueError(
+                f"rotary: expected head_dim {head_dim} of layer {module.layer_idx}, got {alike[key].rotary.head_dim}"
+            )
+        schemes[names[module]] = alike[key]
+    if options.get("log_n") and all(scheme.window for scheme in alike.values()):
+        raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
+    check_tables(decoder, {layer_type for layer_type, _, rotated in alike if rotated})
+    return schemes
+
+
+def _axes(schemes: Mapping[str, LayerScheme]) -> int:
+    return max((scheme.rotary.axes for scheme in schemes.values()), default=1)
+
+
+def _same(one: LayerScheme | None, other: LayerScheme) -> bool:
+    """Whether caches of one are valid under the other."""
+    return (
+        one is not None
+        and (one.window, one.rotary) == (other.window, other.rotary)
+        and one.grows_from == other.grows_from == math.inf
+    )
+
+
+def _warnings_of_window(options: Mapping[str, Any], config) -> list[str]:
+    """Returns warnings where ReRoPE's window leaves no position, or distances that the model was not trained with."""
+    window, length = options.get("window"), getattr(config, "max_position_embeddings", None)
+    if window == 0 and "factor" not in options:
+        return ["window: expected more than 0, got 0; every distance is seen as 0, as in Rotary.none"]
+    if window is not None and isinstance(length, int) and window >= length:
+        return [
+            f"window: expected less than the training length {length}, got {window}; the model would see distances "
+            "that it was not trained with. In the ablation of ReRoPE's author a window of the training length has "
+            "7.1% accuracy at eight times that length, where half of it has 82.4%"
+        ]
+    return []
+
+
+# ---- the decoder and its layers
+
+
+def find_decoder(model) -> PreTrainedModel:
+    """The module that holds the layers and the rotary embedding.
+
+    Raises:
+        TypeError, ValueError: model is not a module, or has not exactly one such decoder.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch module, got {type(model).__name__}")
+    found = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and any(map(is_rotary_embedding, module.children()))
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"model: expected one transformers decoder with a rotary embedding, found {len(found)} in "
+            f"{type(model).__name__}"
+        )
+    return found[0]
+
+
+def check_decoder(decoder: PreTrainedModel) -> None:
+    """Refuses decoders that do not go through transformers' registered attention and mask functions, or that rotate in
+    another way.
+
+    Raises:
+        ValueError: names the class or the model type.
+    """
+    model_type, version = decoder.config.model_type, transformers.__version__
+    if reason := family(model_type).refused:
+        raise ValueError(f"model: expected one that rotates as its configuration says, {model_type} {reason}")
+    if hasattr(decoder, "_maybe_slice_kv_shared_inputs") and decoder.config.num_kv_shared_layers:
+        raise ValueError(
+            f"model: expected num_kv_shared_layers = 0, got {decoder.config.num_kv_shared_layers}; such layers get "
+            "some rows of q and all keys, without a mask that says which"
+        )
+    names = vars(sys.modules[type(decoder).__module__])
+    if "create_causal_mask" not in names:
+        raise ValueError(
+            f"model: expected one that asks AttentionMaskInterface for its masks, got {type(decoder).__name__}, which "
+            f"makes them itself in transformers {version}"
+        )
+    if "ALL_ATTENTION_FUNCTIONS" not in names:
+        raise ValueError(
+            f"model: expected one that asks AttentionInterface for its attention, got {type(decoder).__name__}, which "
+            f"computes it itself in transformers {version}"
+        )
+
+
+def attention_modules(decoder: PreTrainedModel) -> list[Any]:
+    """The attention module of every layer that attends.
+
+    Raises:
+        ValueError: their attention is not causal, or caps its scores.
+    """
+    config = decoder.config
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ValueError(
+            f"model: expected scores without a cap, got attn_logit_softcapping = {config.attn_logit_softcapping}"
+        )
+    attending = attending_layers(config)
+    if len(attending) < config.num_hidden_layers and VERSION < (5, 1):
+        raise ValueError(
+            "model: expected transformers 5.1 or newer for a model with layers without attention, got "
+            f"{transformers.__version__}, which has no static cache for them"
+        )
+    modules = [
+        module
+        for module in decoder.modules()
+        if type(module).__name__.endswith("Attention") and getattr(module, "layer_idx", None) in attending
+    ]
+    if sorted(module.layer_idx for module in modules) != attending:
+        raise ValueError(f"model: expected {len(attending)} attention modules, found {len(modules)}")
+    bidirectional = getattr(config, "use_bidirectional_attention", False)
+    if bidirectional or not all(getattr(module, "is_causal", False) for module in modules):
+        raise ValueError("model: expected causal attention in every layer, got layers that see keys ahead")
+    return modules
+
+
+def head_dim_of(module: Any) -> int:
+    """Returns the head_dim of an attention module."""
+    return int(getattr(module, "head_size", None) or module.head_dim)  # gpt_neox has head_size
+
+
+def check_widths(model_type: str, modules: list[Any]) -> None:
+    """Refuses models with a layer whose head_dim is more than the kernels take.
+
+    Raises:
+        ValueError: names the layer, its head_dim and the model type.
+    """
+    for module in modules:
+        if (head_dim := head_dim_of(module)) > MAX_HEAD_DIM:
+            raise ValueError(
+                f"model: head_dim = {head_dim} of layer {module.layer_idx} is not supported (the kernels take a "
+                f"head_dim up to {MAX_HEAD_DIM}), got {model_type!r}"
+            )
+
+
+def rotates(module: torch.nn.Module) -> bool:
+    """Whether an attention module applies the rotary embedding, as far as its attributes say."""
+    if hasattr(module, "force_rope"):  # cohere2_moe
+        return bool(module.force_rope or module.sliding_window is not None)
+    return bool(getattr(module, "use_rope", True))
+
+
+def check_tables(decoder: PreTrainedModel, layer_types) -> None:
+    """Compares the model's own tables with those of its configuration.
+
+    Raises:
+        ValueError: they differ, because this version of transformers reads a field differently.
+    """
+    tables = [
+        (getattr(embedding, name), getattr(embedding, name.replace("original_inv_freq", "attention_scaling")))
+        for embedding in rotary_embeddings(decoder)
+        for name in [*vars(embedding), *dict(embedding.named_buffers())]
+        if name.endswith("original_inv_freq")  # inv_freq may have grown with the length
+    ]
+    for layer_type in layer_types:
+        rotary = rotary_of_model(decoder.config, layer_type)
+        if any(rotary.frequencies) and not any(_same_table(rotary, *table) for table in tables):
+            raise ValueError(
+                "model: expected a rotary embedding of the frequencies that its configuration gives, "
+                f"{rotary!r}; got other ones in transformers {transformers.__version__}, which reads the rope "
+                "parameters differently"
+            )
+
+
+def _same_table(rotary: Rotary, inv_freq: torch.Tensor, attention_scaling: float) -> bool:
+    rounding = 1e-5 if inv_freq.dtype == torch.float32 else 1e-2
+    return (
+        inv_freq.numel() == len(rotary.frequencies)
+        and torch.allclose(inv_freq.detach().double().cpu(), rotary.inv_freq.abs(), rtol=rounding, atol=0)
+        and math.isclose(attention_scaling**2, rotary.temperature * rotary.rotated_scale, rel_tol=1e-5)
+    )
+
+
+def rotary_embeddings(decoder: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns the rotary embeddings of a decoder."""
+    return [module for module in decoder.modules() if is_rotary_embedding(module)]
+
+
+def is_rotary_embedding(module: torch.nn.Module) -> bool:
+    """Whether a module is a rotary embedding of text. A vision tower keeps its own attention, and the names of its
+    embeddings tell them apart."""
+    name = type(module).__name__
+    return name.endswith("RotaryEmbedding") and "Vision" not in name

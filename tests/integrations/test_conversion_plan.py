@@ -1,0 +1,92 @@
+"""What ``convert`` plans before it changes a model, and what applying a plan changes."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+
+from families import close, logits, schemes, tiny, tokens
+from flashrope import Rotary
+from flashrope.integrations.transformers import applying, convert, plan
+
+
+def state(model) -> dict:
+    """Returns everything that a conversion may change."""
+    return {
+        "names": sorted(f"{name}.{key}" for name, module in model.named_modules() for key in vars(module)),
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "config": model.config.to_json_string(),
+        "attention": model.config._attn_implementation,
+    }
+
+
+def test_a_plan_changes_nothing_and_undo_restores_what_was_applied():
+    model = tiny("gemma3_text")
+    before = state(model)
+    planned = plan.plan_conversion(model, {"log_n": 12})
+    assert state(model) == before and plan.plan_of(model.model) is None
+    assert planned.field == planned.options == {"log_n": 12} and planned.own is None and not planned.warnings
+    assert list(planned.schemes) == [f"layers.{layer}.self_attn" for layer in range(model.config.num_hidden_layers)]
+    applying.apply(model, planned)
+    assert plan.plan_of(model.model) is planned and state(model) != before
+    assert schemes(model) == [scheme.rotary for scheme in planned.schemes.values()]
+    assert applying.undo(model) and state(model) == before
+    assert not applying.undo(model)
+
+
+def test_a_plan_is_frozen():
+    planned = plan.plan_conversion(tiny("llama"), {})
+    with pytest.raises(AttributeError):
+        planned.mark = "another"
+
+
+def test_a_plan_of_the_same_schemes_keeps_the_mark():
+    model = convert(tiny("llama"), window=6)
+    earlier = plan.plan_of(model.model)
+    assert plan.plan_conversion(model, {"window": 6}).mark == earlier.mark
+    assert plan.plan_conversion(model, {"window": 7}).mark != earlier.mark
+    kept = plan.plan_conversion(model, {})
+    assert kept.mark == earlier.mark and "the model keeps window=6 of its last convert" in kept.warnings[0]
+
+
+def test_a_plan_of_an_untested_type_has_its_own_schemes(monkeypatch):
+    monkeypatch.setattr(plan, "FAMILIES", plan.FAMILIES - {"llama"})
+    model = tiny("llama")
+    planned = plan.plan_conversion(model, {"window": 6}, untested=True)
+    assert {scheme.rotary for scheme in planned.schemes.values()} == {Rotary.rope(16).rectify(6)}
+    assert {scheme.rotary for scheme in planned.own.schemes.values()} == {Rotary.rope(16)}
+    assert planned.own.mark != planned.mark and not planned.own.field
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_scheme_without_rotation(name):
+    """Beyond the length that its table grows from, too."""
+    scaling = {"type": "dynamic", "factor": 2.0}
+    model = tiny(name, rope_scaling=scaling, max_position_embeddings=16) if name == "llama" else tiny(name)
+    for scheme in plan.plan_conversion(model, {}).schemes.values():
+        other = scheme.without_rotation()
+        assert not any(other.at(100).frequencies) and any(scheme.at(100).frequencies)
+        assert other.window == scheme.window and other.rotary.head_dim == scheme.rotary.head_dim
+
+
+def test_undo_finds_layers_whose_names_have_changed():
+    model = tiny("llama")
+    stock = logits(model, tokens())
+    convert(model, window=6)
+    layers = model.model.layers
+    layer = layers[1]
+    layers[1] = torch.nn.ModuleDict({"wrapped": layer})  # as torch.compile and checkpointing do
+    assert applying.undo(model) and not schemes(model)
+    layers[1] = layer
+    assert close(logits(model, tokens()), stock)
+
+
+def test_names_of_what_a_conversion_leaves():
+    """Attributes of modules and caches have the project's name. An attention's name cannot: transformers gives names
+    with "flash" a meaning of its own."""
+    model = tiny("llama")
+    before = {key for module in model.modules() for key in vars(module)}
+    cache = convert(model, window=6)(tokens(), use_cache=True).past_key_values
+    left = {key for module in model.modules() for key in vars(module)} - before
+    assert left == {"_flashrope", "extra_repr"} and vars(cache)["_flashrope"] == plan.plan_of(model.model).mark
+    assert repr(model).count("flashrope: Rotary") == 1  # equal layers are printed once
