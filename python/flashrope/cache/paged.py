@@ -77,8 +77,8 @@ class PagedKVCache(Cache):
     device. Under torch.autocast float32 q, k and v become the autocast type, as in ``attention``, so make the cache in
     that type.
 
-    A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, *cache.layer(i), rotary,
-    seqlens, k, v, block_table)`` of every layer with your own seqlens and block_table. Before every replay call
+    A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, *cache.layer(i), rotary, seqlens,
+    k=k, v=v, block_table=block_table)`` of every layer with your own seqlens and block_table. Before every replay call
     ``cache.reserve(sequences, k.shape[1])`` and copy ``cache.seqlens(sequences)`` and ``cache.block_table(sequences)``
     into them. After it call ``cache.advance(sequences, k.shape[1])``. Pass ``cache_leftpad`` as well for sequences with
     left padding, and copy ``cache.leftpad(sequences)`` into it. A quantized cache needs ``k_scale`` and ``v_scale``,
