@@ -220,6 +220,12 @@ def test_every_default_has_a_keyword_with_a_hint():
     assert NO_OPS.keys() <= INSTEAD.keys() | ELSEWHERE.keys()
 
 
+def test_every_hint_can_be_given():
+    """A hint for an argument that all calls have would never be read."""
+    everywhere = set.intersection(*(set(inspect.signature(call).parameters) for call in CALLS))
+    assert not everywhere & (INSTEAD.keys() | ELSEWHERE.keys())
+
+
 def test_a_compiled_call_accepts_the_defaults_too():
     torch.compiler.reset()
     compiled = torch.compile(dense, fullgraph=True, backend="eager")

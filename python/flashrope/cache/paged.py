@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 
@@ -18,24 +17,15 @@ from .storage import Cache, OpenStep, check_integer, check_padding, check_querie
 
 
 class _OfSequences(dict[int, int]):
-    """A number by sequence. ``cache.lengths(sequences)``, a method before, still works."""
+    """One number per sequence. A sequence that does not exist raises the cache's error."""
 
-    def __init__(self, cache: PagedKVCache, name: str, values: dict[int, int]):
+    def __init__(self, cache: PagedKVCache, values: dict[int, int]):
         super().__init__(values)
-        self._cache, self._name = cache, name
+        self._cache = cache
 
     def __missing__(self, sequence):
         self._cache._get(sequence)  # says why
         raise KeyError(sequence)
-
-    def __call__(self, sequences: Sequence[int]) -> list[int]:
-        warnings.warn(
-            f"{self._name}: expected {self._name}[sequence], as in KVCache, got a call; PagedKVCache.{self._name} is a "
-            "property now, and a later version refuses the call",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return [self[sequence] for sequence in self._cache._select(sequences)]
 
 
 class PagedKVCache(Cache):
@@ -141,12 +131,12 @@ class PagedKVCache(Cache):
 
         Sequences that were extended, or of which tokens were removed, have no padding any more.
         """
-        return _OfSequences(self, "lengths", {name: sequence.tokens for name, sequence in self._sequences.items()})
+        return _OfSequences(self, {name: sequence.tokens for name, sequence in self._sequences.items()})
 
     @property
     def padding(self) -> dict[int, int]:
         """The left padding of every sequence, known to the host."""
-        return _OfSequences(self, "padding", {name: sequence.leftpad for name, sequence in self._sequences.items()})
+        return _OfSequences(self, {name: sequence.leftpad for name, sequence in self._sequences.items()})
 
     def seqlens(self, sequences: Sequence[int]) -> torch.Tensor:
         """Returns the slots in use of every sequence, (n,) int32 on the device.
