@@ -53,7 +53,7 @@ def with_cache(rotary: Rotary, impl: str, seqlen_q: int, paged: bool, make: Call
     table = torch.arange(16, dtype=torch.int32, device=q.device).view(2, 8).flip(1).contiguous() if paged else None
     shape = (16, 64) if paged else (2, 512)
     k_cache, v_cache = (make(*shape, HEADS_KV, rotary.head_dim) for _ in range(2))
-    attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, impl=impl)
+    attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, block_table=table, impl=impl)
 
 
 def baselines(make: Callable) -> None:

@@ -73,7 +73,7 @@ def decode(
     options = {"impl": "triton", "num_splits": num_splits, "rotated_keys": rotated_keys}
     if paged:
         options["block_table"] = torch.arange(pages, dtype=torch.int32)[None]
-    return _launches(lambda: attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, **scales, **options))
+    return _launches(lambda: attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, **scales, **options))
 
 
 def rotate(rotary, seqlen: int, heads: int = 8):

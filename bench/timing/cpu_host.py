@@ -44,7 +44,7 @@ def host_calls(heads: int, head_dim: int) -> dict[str, Callable]:
         "HoPE": lambda: attention(q, k, v, hope),
         "HoPE, recorded for autograd": lambda: attention(leaf, k, v, hope),
         "the operators of the next": cache_operators,
-        "HoPE, 16 keys in a cache": lambda: attention_with_cache(q, *cache, hope, seqlens, k, v),
+        "HoPE, 16 keys in a cache": lambda: attention_with_cache(q, *cache, hope, seqlens, k=k, v=v),
     }
 
 

@@ -65,7 +65,7 @@ def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
         f"attention, HoPE, {SEQLEN} tokens": partial(attention, *raw, HOPE, impl=impl),
         "the same and its backward": lambda: torch.autograd.grad(attention(*inputs, HOPE, impl=impl), inputs, grad_out),
         "attention_with_cache, ReRoPE, one token": partial(
-            attention_with_cache, q, rows.k, rows.v, REROPE, seqlens, k, v, impl=impl
+            attention_with_cache, q, rows.k, rows.v, REROPE, seqlens, k=k, v=v, impl=impl
         ),
         "KVCache.attend": partial(rows.attend, q, REROPE, k, v, impl=impl),
         "PagedKVCache.attend": partial(pages.attend, sequences, q, REROPE, k, v, impl=impl),

@@ -221,10 +221,8 @@ def test_lengths_and_padding_are_properties_of_both_caches():
     assert paged.lengths == {first: 5, second: 5}
     with pytest.raises(ValueError, match="sequence 7 was never allocated"):
         paged.lengths[7]
-    with pytest.warns(FutureWarning, match=r"lengths: expected lengths\[sequence\], as in KVCache, got a call"):
-        assert paged.lengths([second, first]) == [5, 5]
-    with pytest.warns(FutureWarning, match=r"padding: expected padding\[sequence\]"):
-        assert paged.padding([second, first]) == [0, 3]
+    with pytest.raises(TypeError, match="not callable"):
+        paged.lengths([second, first])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

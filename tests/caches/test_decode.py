@@ -67,10 +67,10 @@ class Cached:
             self.v_cache,
             p.rotary,
             self.cache_seqlens,
-            k,
-            v,
-            self.block_table,
-            self.cache_leftpad,
+            k=k,
+            v=v,
+            block_table=self.block_table,
+            cache_leftpad=self.cache_leftpad,
             causal=p.causal,
             softmax_scale=p.softmax_scale,
             return_lse=True,
@@ -280,9 +280,9 @@ def test_token_by_token_is_one_full_call(exact, page_size):
                 *caches,
                 p.rotary,
                 seqlens,
-                p.k[:, new],
-                p.v[:, new],
-                table,
+                k=p.k[:, new],
+                v=p.v[:, new],
+                block_table=table,
                 return_lse=True,
                 impl=exact.impl,
             )
@@ -345,9 +345,10 @@ def test_wrong_entries_affect_only_their_sequence(exact, entry, page_size):
         wrong.v_cache,
         wrong.sequences[0].rotary,
         wrong.cache_seqlens,
-        *new,
-        wrong.block_table,
-        wrong.cache_leftpad,
+        k=new[0],
+        v=new[1],
+        block_table=wrong.block_table,
+        cache_leftpad=wrong.cache_leftpad,
         return_lse=True,
         impl=exact.impl,
     )
@@ -424,7 +425,8 @@ for paged in False, True:
     ]:
         lists = [lengths, tables[entries] if paged else None, pads]
         seqlens, table, pad = (None if x is None else guarded(torch.tensor(x, dtype=torch.int32)) for x in lists)
-        attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, pad, impl=impl)
+        options = dict(block_table=table, cache_leftpad=pad, impl=impl)
+        attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, **options)
     print("done with", "pages" if paged else "rows", flush=True)
 if impl == "cpu":
     for lengths in (1, 37), (70, 70), (130, 65):
@@ -503,7 +505,7 @@ def test_compile_keeps_the_write():
     """One graph, which writes to the caches as eager mode does."""
 
     def step(q, k_cache, v_cache, rotary, cache_seqlens, k, v):
-        out = attention_with_cache(q, k_cache, v_cache, rotary, cache_seqlens, k, v)
+        out = attention_with_cache(q, k_cache, v_cache, rotary, cache_seqlens, k=k, v=v)
         return out + 0, k_cache.sum()
 
     call = arguments()

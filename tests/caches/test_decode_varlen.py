@@ -62,8 +62,8 @@ class Packed(Cached):
             self.cu_seqlens_q,
             self.cache_seqlens if self.placed else self.lengths_before,
             max(self.sizes),
-            self.packed("k"),
-            self.packed("v"),
+            k=self.packed("k"),
+            v=self.packed("v"),
             causal=p.causal,
             softmax_scale=p.softmax_scale,
             return_lse=True,
@@ -286,7 +286,7 @@ def test_rows_behind_sequences_of_equal_length(exact):
     k_cache, v_cache = torch.zeros(2, 2, 16, 2, 16, device=exact.device)
     starts, seqlens = (support.int32(x, exact.device) for x in ([0, 1, 2], [3, 5]))
     out, lse = attention_varlen_with_cache(
-        q, k_cache, v_cache, Rotary.rope(16), starts, seqlens, 1, k, v, return_lse=True, impl=exact.impl
+        q, k_cache, v_cache, Rotary.rope(16), starts, seqlens, 1, k=k, v=v, return_lse=True, impl=exact.impl
     )
     assert out.shape == q.shape and lse.shape == (4, 3)
     assert out[:2].all() and not out[2].any() and lse[:, 2].isneginf().all() and lse[:, :2].isfinite().all()

@@ -65,12 +65,12 @@ class Recipe:
         names["attention_with_cache"] = self.call
         return eval(written(start), names)
 
-    def call(self, *arguments):
+    def call(self, *arguments, **new):
         i, static = self.layer, self.static
         options = dict(zip(("k_scale", "v_scale"), self.cache.scales(i), strict=True))
         options |= {"cache_leftpad": static["leftpad"], "rotated_keys": True}
         options = {name: x for name, x in options.items() if name in self.named}
-        return attention_with_cache(*arguments, impl=self.target.impl, return_lse=True, **options)
+        return attention_with_cache(*arguments, **new, impl=self.target.impl, return_lse=True, **options)
 
     def step(self):
         """What a graph holds: the call of every layer."""

@@ -43,7 +43,7 @@ class Call:
 
     def run(self):
         caches = self.q, self.k_cache, self.v_cache, SCHEME, self.lengths
-        return attention_with_cache(*caches, self.k, self.v, impl=self.impl, **self.options)
+        return attention_with_cache(*caches, k=self.k, v=self.v, impl=self.impl, **self.options)
 
 
 def same_cache(c):
@@ -230,7 +230,7 @@ def test_the_other_calls(exact):
     cu = int32([0, NEW, 2 * NEW], exact.device)
     q, k, v = (x.flatten(0, 1) for x in (c.q, c.k, c.v))
     with pytest.raises(ValueError, match="^v_cache: expected no memory of k_cache"):
-        attention_varlen_with_cache(q, c.k_cache, c.k_cache, SCHEME, cu, c.lengths, NEW, k, v, impl=exact.impl)
+        attention_varlen_with_cache(q, c.k_cache, c.k_cache, SCHEME, cu, c.lengths, NEW, k=k, v=v, impl=exact.impl)
     cache = PagedKVCache(2, 16, HEADS_KV, D, exact.dtype, exact.device)
     name = cache.allocate()
     cache.append([name], c.k[:1], c.v[:1], impl=exact.impl)

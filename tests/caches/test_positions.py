@@ -99,8 +99,8 @@ class Placed:
         k, v = self.new or (None, None)
         options = {"validate": True, "cache_leftpad": self.pads, **self.tables, **options}
         return attention_with_cache(
-            self.q, self.k, self.v, self.rotary, self.cache_seqlens, k, v, self.block_table, causal=self.causal,
-            return_lse=True, impl=self.target.impl, **options,
+            self.q, self.k, self.v, self.rotary, self.cache_seqlens, k=k, v=v, block_table=self.block_table,
+            causal=self.causal, return_lse=True, impl=self.target.impl, **options,
         )  # fmt: skip
 
     def check(self, out, lse, positions=None) -> None:
@@ -210,7 +210,7 @@ def test_stored_positions(placed_target, paged):
     for rows, positions in ((first, given), (second, None), (third, given[:, :4] + 40)):
         new = [x[:, rows].contiguous() for x in (q, k, v)]
         options["positions"] = positions
-        out, lse = attention_with_cache(new[0], *caches, rotary, lengths, *new[1:], **options)
+        out, lse = attention_with_cache(new[0], *caches, rotary, lengths, k=new[1], v=new[2], **options)
         if positions is None:
             positions = places[-1][:, -1:].floor() + 0.5 * (places[-1][:, -1:] % 1 > 0) + torch.arange(1, 4)
         places.append(positions.double())
@@ -389,7 +389,7 @@ def test_axial(placed_target):
     for rows, given in ((15, positions[:, :15]), (4, positions[:, 15:19]), (1, None)):
         new = [x[:, n : n + rows].contiguous() for x in (q, k, v)]
         options["positions"], lengths = given, int32([n], q.device)
-        results.append(attention_with_cache(new[0], *caches, rotary, lengths, *new[1:], **options))
+        results.append(attention_with_cache(new[0], *caches, rotary, lengths, k=new[1], v=new[2], **options))
         n += rows
     places = positions[0].double()
     out, lse = torch.cat([out for out, _ in results], 1), torch.cat([lse for _, lse in results], 2)

@@ -279,7 +279,7 @@ def test_rows_of_one_value(exact, cache_dtype, value):
         zeros = torch.zeros(2, 2, 32, 2, 16, device=exact.device)
         codes, scales = pack(zeros, cache_dtype), torch.ones_like(zeros[..., 0])
         out = attention_with_cache(
-            q, *codes, Rotary.rope(16), seqlens, new, v, impl=exact.impl, k_scale=scales[0], v_scale=scales[1]
+            q, *codes, Rotary.rope(16), seqlens, k=new, v=v, impl=exact.impl, k_scale=scales[0], v_scale=scales[1]
         )
         results.append((out, codes, scales))
     (out, codes, scales), (other_out, other_codes, other_scales) = results
@@ -433,7 +433,7 @@ def test_compiled_whole():
     (q, k, v), seqlens, rotary = tokens(3), support.int32([4, 9]), Rotary.rope(16)
 
     def run(k_cache, v_cache, k_scale, v_scale):
-        return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, k_scale=k_scale, v_scale=v_scale)
+        return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
     caches, results = [*torch.randint(-127, 128, (2, 2, 20, 2, 16)).char(), *torch.rand(2, 2, 20, 2)], []
     for f in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
@@ -453,6 +453,6 @@ def test_nothing_outside_the_cache_is_written(exact):
     seqlens, slots = support.int32([1, 1, 1, 4], exact.device), torch.tensor([-1, -17, 64, 35], device=exact.device)
     for placed, row in (({"slot_mapping": slots}, 3), ({}, 4)):
         room.zero_(), scales.zero_()
-        attention_varlen_with_cache(q, *room[:, 1:5], ROPE, starts, seqlens, 1, k, v, **options, **placed)
+        attention_varlen_with_cache(q, *room[:, 1:5], ROPE, starts, seqlens, 1, k=k, v=v, **options, **placed)
         assert room.abs().amax((-1, -2)).nonzero().tolist() == [[0, 3, row], [1, 3, row]]
         assert scales.sum(-1).nonzero().tolist() == [[0, 3, row], [1, 3, row]]

@@ -96,7 +96,7 @@ def test_a_needle(exact, distance):
     room[0, :, 2:37], room[1, :, 2:37] = rotate(p.k[:, :35], p.rotary, impl=exact.impl), p.v[:, :35]
     seqlens, leftpad = support.int32([37], exact.device), support.int32([2], exact.device)
     out, lse = attention_with_cache(
-        p.q, *room, p.rotary, seqlens, p.k[:, 35:], p.v[:, 35:], cache_leftpad=leftpad, return_lse=True,
+        p.q, *room, p.rotary, seqlens, k=p.k[:, 35:], v=p.v[:, 35:], cache_leftpad=leftpad, return_lse=True,
         impl=exact.impl, rotated_keys=True,
     )  # fmt: skip
     support.check_budget({"out": out, "lse": lse}, p, exact.dtype)
@@ -148,7 +148,7 @@ def test_compiled_whole():
     rotary, seqlens = Rotary.rope(16), support.int32([4, 9])
 
     def run(k_cache, v_cache):
-        return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, rotated_keys=True)
+        return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, rotated_keys=True)
 
     caches = torch.randn(2, 2, 20, 2, 16)
     results = []
@@ -165,8 +165,8 @@ def test_a_prompt_with_padding(exact):
     k_cache, v_cache = torch.full((2, 2, 40, 2, 16), torch.nan, device=exact.device)
     seqlens, pads = support.int32([0, 0], exact.device), [11, 0]
     out = attention_with_cache(
-        q, k_cache, v_cache, ROPE, seqlens, k, v, cache_leftpad=support.int32(pads, exact.device), rotated_keys=True,
-        impl=exact.impl,
+        q, k_cache, v_cache, ROPE, seqlens, k=k, v=v, cache_leftpad=support.int32(pads, exact.device),
+        rotated_keys=True, impl=exact.impl,
     )  # fmt: skip
     for b, pad in enumerate(pads):
         want = attention(*(x[b : b + 1, pad:].double() for x in (q, k, v)), ROPE, impl="reference")
@@ -194,10 +194,10 @@ def test_nothing_outside_the_pages_is_written(exact, raw):
     table = support.int32([[-1], [4], [2**30], [2]], exact.device)
     options = {"block_table": table, "impl": exact.impl, "rotated_keys": not raw}
     seqlens = support.int32([1, 1, 1, 4], exact.device)
-    attention_varlen_with_cache(q, k_cache, v_cache, ROPE, starts, seqlens, 1, k, v, slot_mapping=slots, **options)
+    attention_varlen_with_cache(q, k_cache, v_cache, ROPE, starts, seqlens, 1, k=k, v=v, slot_mapping=slots, **options)
     assert room.abs().sum((-1, -2)).nonzero().tolist() == [[0, 3, 3], [1, 3, 3]]
     room.zero_()
-    attention_varlen_with_cache(q, k_cache, v_cache, ROPE, starts, seqlens, 1, k, v, **options)
+    attention_varlen_with_cache(q, k_cache, v_cache, ROPE, starts, seqlens, 1, k=k, v=v, **options)
     assert room.abs().sum((-1, -2)).nonzero().tolist() == [[0, 3, 4], [1, 3, 4]]
     assert torch.equal(room[1, 3, 4], v[3])
 
@@ -225,7 +225,7 @@ def test_wrong_tables_touch_nothing_else(exact):
     k_cache, v_cache = torch.zeros(2, 3, 32, 2, 16).to(exact.device)
     seqlens, pads = (support.int32(x, exact.device) for x in ([-5, 31, 2**31 - 1], [-7, 2**31 - 1, 4]))
     out = attention_with_cache(
-        q, k_cache, v_cache, Rotary.rope(16), seqlens, k, v, cache_leftpad=pads, rotated_keys=True, impl=exact.impl
+        q, k_cache, v_cache, Rotary.rope(16), seqlens, k=k, v=v, cache_leftpad=pads, rotated_keys=True, impl=exact.impl
     )
     assert out.shape == q.shape
     written = k_cache.abs().sum((-1, -2)) > 0

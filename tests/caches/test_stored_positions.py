@@ -236,16 +236,16 @@ def test_packed(target, scheme):
     call = dict(return_lse=True, impl=target.impl, block_table=case.block_table)
     caches, stored = [x.clone() for x in (case.k, case.v)], slots.clone()
     out, lse = attention_varlen_with_cache(
-        q, *caches, rotary, int32([0, 2, 2, 3], device), case.seqlens, 2, *new, slot_positions=stored, positions=given,
-        **call,
+        q, *caches, rotary, int32([0, 2, 2, 3], device), case.seqlens, 2, k=new[0], v=new[1], slot_positions=stored,
+        positions=given, **call,
     )  # fmt: skip
     for b, first, end in ((0, 0, 2), (2, 2, 3)):
         caches, alone = [x.clone() for x in (case.k, case.v)], slots.clone()
         call["block_table"] = case.block_table[b : b + 1]
         one = [x[None, first:end].contiguous() for x in (*new, given)]
         want = attention_with_cache(
-            q[None, first:end].contiguous(), *caches, rotary, case.seqlens[b : b + 1], *one[:2], slot_positions=alone,
-            positions=one[2], **call,
+            q[None, first:end].contiguous(), *caches, rotary, case.seqlens[b : b + 1], k=one[0], v=one[1],
+            slot_positions=alone, positions=one[2], **call,
         )  # fmt: skip
         torch.testing.assert_close(out[None, first:end], want[0])
         torch.testing.assert_close(lse[None, :, first:end], want[1])

@@ -150,7 +150,7 @@ def one_rank() -> None:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     for causal in (True, False):
         out = context_parallel_attention(q, k, v, Rotary.rope(16), alone, causal)
-        assert torch.equal(out, attention(q, k, v, Rotary.rope(16), causal))
+        assert torch.equal(out, attention(q, k, v, Rotary.rope(16), causal=causal))
     assert torch.equal(unshard_sequence(shard_sequence(q, alone), alone), q)
 
 

@@ -198,7 +198,7 @@ def one_rank() -> None:
     for causal in (True, False):
         options = dict(causal=causal, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1])
         out = context_parallel_attention(q, k, v, Rotary.rope(16), alone, **options)
-        assert torch.equal(out, attention_varlen(q, k, v, Rotary.rope(16), *cu, 26, 30, causal))
+        assert torch.equal(out, attention_varlen(q, k, v, Rotary.rope(16), *cu, 26, 30, causal=causal))
 
 
 def test_one_rank_is_plain_attention(ranks):

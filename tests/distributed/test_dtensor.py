@@ -70,7 +70,7 @@ def heads_and_batch(count: int) -> None:
                     compare(
                         mesh(count),
                         [placement],
-                        lambda q, k, v: attention(q, k, v, rotary, causal, return_lse=True),
+                        lambda q, k, v: attention(q, k, v, rotary, causal=causal, return_lse=True),
                         inputs(),
                         [of_lse],
                         grad_lse,

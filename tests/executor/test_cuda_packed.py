@@ -114,9 +114,9 @@ def test_no_host_reads_a_length(monkeypatch):
 def test_refusals():
     q, cache = torch.zeros(70, 2, 64, dtype=BF16), torch.zeros(1, 100, 1, 64, dtype=BF16)
     starts, lengths = torch.tensor([0, 70], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
-    new = (q[:, :1], q[:, :1])
+    new = {"k": q[:, :1], "v": q[:, :1]}
     with pytest.raises(ValueError, match="max_seqlen_q: the CUDA kernels take up to 64 query tokens .* got 70"):
-        attention_varlen_with_cache(q, cache, cache.clone(), Rotary.rope(64), starts, lengths, 70, *new, impl="cuda")
+        attention_varlen_with_cache(q, cache, cache.clone(), Rotary.rope(64), starts, lengths, 70, **new, impl="cuda")
     starts[1] = 2
     with pytest.raises(ValueError, match="k_cache: to append packed keys .* capacity is a multiple of 16"):
-        attention_varlen_with_cache(q, cache, cache.clone(), Rotary.rope(64), starts, lengths, 2, *new, impl="cuda")
+        attention_varlen_with_cache(q, cache, cache.clone(), Rotary.rope(64), starts, lengths, 2, **new, impl="cuda")

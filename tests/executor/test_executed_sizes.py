@@ -145,7 +145,7 @@ def test_slots_of_a_contiguous_cache(machine, seqlen_q):
         for b, length in enumerate(lengths):
             to[b, length - KEYS : length] = x[b, :KEYS]
     options = {"return_lse": True, "impl": "triton", "num_splits": 2 if seqlen_q == 3 else None}
-    got = attention_with_cache(q, *caches, LOCAL, int32(lengths), k[:, new], v[:, new], **options)
+    got = attention_with_cache(q, *caches, LOCAL, int32(lengths), k=k[:, new], v=v[:, new], **options)
     for to, x in zip(caches, (k, v), strict=True):
         for b, length in enumerate(lengths):
             assert torch.equal(to[b, length - KEYS : length + seqlen_q], x[b])
@@ -168,9 +168,11 @@ def test_pages(machine, seqlen_q, placed):
     assert int(slots[0]) > 2**32
     for to, x in zip(caches, (k, v), strict=True):
         to.flatten(0, 1)[slots[:KEYS]] = x[0, :KEYS]
-    new = (k[0, KEYS:], v[0, KEYS:])
     out, lse = attention_varlen_with_cache(
-        *(q[0], *caches, rotary, int32([0, seqlen_q]), int32([KEYS + placed * seqlen_q]), seqlen_q, *new, table),
+        *(q[0], *caches, rotary, int32([0, seqlen_q]), int32([KEYS + placed * seqlen_q]), seqlen_q),
+        k=k[0, KEYS:],
+        v=v[0, KEYS:],
+        block_table=table,
         slot_mapping=slots[KEYS:] if placed else None,
         return_lse=True,
         impl="triton",
@@ -201,7 +203,13 @@ def test_entries_of_the_block_table(machine):
     lengths = int32([0] * (batch - 1) + [length])
     table[:-1, 0] = torch.arange(6, 6 + batch - 1)
     out, lse = attention_with_cache(
-        queries, *caches, rotary, lengths, *added, table, return_lse=True, impl="triton", num_splits=256
+        *(queries, *caches, rotary, lengths),
+        k=added[0],
+        v=added[1],
+        block_table=table,
+        return_lse=True,
+        impl="triton",
+        num_splits=256,
     )
     check_far((out[-1:], lse[-1:]), q, k, v, rotary)
 

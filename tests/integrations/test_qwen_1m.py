@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 from families import logits, schemes, tiny
 from flashrope import Rotary
+from flashrope.integrations.dual_chunk import asks_for_chunks, read_chunks
 from flashrope.integrations.transformers import convert, from_pretrained
 from flashrope.integrations.vllm.plan import adopt_chunks, make_plan
 from test_vllm_plan import config
@@ -165,6 +166,16 @@ def test_convert_reads_what_vllm_serves(case):
     asking = config(options or None, hf=dict(head_dim=16, hidden_size=64, dual_chunk_attention_config=chunks))
     adopt_chunks(asking.model_config)
     assert {layer.rotary for layer in make_plan(asking).layers} == {rotary}
+
+
+def test_one_reader_of_the_field():
+    """The first configuration that asks for chunks decides, also about sparse attention."""
+    empty, whole = SimpleNamespace(dual_chunk_attention_config={}), SimpleNamespace()
+    text = SimpleNamespace(dual_chunk_attention_config={**QWEN, **SPARSE})
+    other = SimpleNamespace(dual_chunk_attention_config=SIZES)
+    assert read_chunks(empty, whole, text, other) == ([160, 32, 100], True)
+    assert read_chunks(other, text) == ([160, 32], False)
+    assert read_chunks(empty, whole) is None and not asks_for_chunks(empty) and asks_for_chunks(other)
 
 
 def test_from_hf_config():

@@ -411,11 +411,18 @@ def test_pages_as_vllm_lays_them_out(impl, heads_first, codes):
     slots = [
         int(table[b, i // size]) * size + i % size for b in range(3) for i in range(lengths[b] - new[b], lengths[b])
     ]
-    arguments = (torch.tensor([0, 1, 18, 23]).int(), torch.tensor(lengths).int(), max(new), k[:tokens], v[:tokens])
+    arguments = (torch.tensor([0, 1, 18, 23]).int(), torch.tensor(lengths).int(), max(new))
     rotary = LAID_OUT[impl, heads_first](Rotary.rope(head_dim))
     results = []
     for name, (k_cache, v_cache, *scales) in ((impl, pages[1:]), ("reference", expected_pages)):
-        options = dict(block_table=table, slot_mapping=torch.tensor(slots), softmax_scale=0.3, impl=name)
+        options = dict(
+            k=k[:tokens],
+            v=v[:tokens],
+            block_table=table,
+            slot_mapping=torch.tensor(slots),
+            softmax_scale=0.3,
+            impl=name,
+        )
         if codes is not None:
             options |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
         out = attention_varlen_with_cache(q[:tokens], k_cache, v_cache, rotary, *arguments, **options)

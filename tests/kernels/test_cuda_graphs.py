@@ -37,7 +37,7 @@ def test_a_captured_step_follows_the_lengths(seqlen_q):
     (q, k, v), (_, k_cache, v_cache), lengths = tensors(1, seqlen_q), tensors(2, 512), int32([0, 0])
 
     def step():
-        return attention_with_cache(q, k_cache, v_cache, rotary, lengths, k, v)
+        return attention_with_cache(q, k_cache, v_cache, rotary, lengths, k=k, v=v)
 
     step()
     torch.cuda.synchronize()

@@ -239,7 +239,7 @@ def test_new_keys_beyond_the_capacity_are_dropped():
     new = random(1, 4, HEADS_KV, 32, seed=3)
     expected = k.clone()
     expected[:, -2:] = new[:, :2]
-    attention_with_cache(q, k, v, RECTIFIED, int32([CAPACITY - 2]), new, new, impl="triton")
+    attention_with_cache(q, k, v, RECTIFIED, int32([CAPACITY - 2]), k=new, v=new, impl="triton")
     assert torch.equal(k, expected) and torch.equal(v[:, -2:], new[:, :2])
 
 

@@ -181,19 +181,23 @@ class Calls(random.Random):
             v_cache,
             rotary,
             seqlens,
-            k,
-            v,
-            table,
-            self.choice((None, seqlens)),
+            k=k,
+            v=v,
+            block_table=table,
+            cache_leftpad=self.choice((None, seqlens)),
             num_splits=self.choice((None, None, 1, 2, 256)),
             **self.options,
         )
         starts = torch.arange(self.batch + 1, dtype=torch.int32) * q.shape[1]
         attention_varlen_with_cache(
-            *(q.flatten(0, 1), k_cache, v_cache, rotary, starts, seqlens, q.shape[1], k.flatten(0, 1), v.flatten(0, 1)),
-            table,
-            self.choice((None, torch.zeros(q.shape[0] * q.shape[1], dtype=self.choice((torch.int32, torch.int64))))),
-            self.choice((None, seqlens)),
+            *(q.flatten(0, 1), k_cache, v_cache, rotary, starts, seqlens, q.shape[1]),
+            k=k.flatten(0, 1),
+            v=v.flatten(0, 1),
+            block_table=table,
+            slot_mapping=self.choice(
+                (None, torch.zeros(q.shape[0] * q.shape[1], dtype=self.choice((torch.int32, torch.int64))))
+            ),
+            cache_leftpad=self.choice((None, seqlens)),
             num_splits=self.choice((None, None, 1, 2, 256)),
             **self.options,
         )
@@ -207,14 +211,24 @@ class Calls(random.Random):
             placed = dict(slot_positions=self.choice((None, slots)), page_positions=self.choice((None, table)))
             given = (None, at, at.long()) if placed["slot_positions"] is None else (at, at.long(), at.float())
             placed["positions"] = self.choice(given)
-            attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, **placed, **self.options)
+            attention_with_cache(
+                q, k_cache, v_cache, rotary, seqlens, k=k, v=v, block_table=table, **placed, **self.options
+            )
         if shared_map(rotary.bands):
             rotated = {**self.options, "rotated_keys": True}
-            attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v, table, **rotated)
-            packed = (x.flatten(0, 1) for x in (k, v))
+            attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, block_table=table, **rotated)
+            packed = {"k": k.flatten(0, 1), "v": v.flatten(0, 1)}
             lengths = (starts, seqlens, q.shape[1])
             attention_varlen_with_cache(
-                q.flatten(0, 1), k_cache, v_cache, rotary, *lengths, *packed, table, cache_leftpad=seqlens, **rotated
+                q.flatten(0, 1),
+                k_cache,
+                v_cache,
+                rotary,
+                *lengths,
+                **packed,
+                block_table=table,
+                cache_leftpad=seqlens,
+                **rotated,
             )
             for positions in (None, torch.rand(q.shape[:2])):
                 rotate(q, rotary, positions, impl="triton")

@@ -125,7 +125,7 @@ def test_five_products_of_packed_sequences(target, launched, scheme, causal):
         q = support.random((1, 60, 4, 16), target, 8)[0].requires_grad_()
         k, v = (support.random((1, 70, 2, 16), target, seed)[0].requires_grad_() for seed in (10, 11))
         out = attention_varlen(
-            q, k, v, SCHEMES[scheme](16), ends_q, ends_k, 37, 50, causal, impl=impl, deterministic=False
+            q, k, v, SCHEMES[scheme](16), ends_q, ends_k, 37, 50, causal=causal, impl=impl, deterministic=False
         )
         grads[impl] = torch.autograd.grad(out, (q, k, v), grad_out)
     torch.testing.assert_close(grads["triton"], grads["reference"])

@@ -176,6 +176,24 @@ def test_the_right_calls():
 # ---- keywords
 
 
+POSITIONAL = {
+    attention: "q k v rotary",
+    attention_varlen: "q k v rotary cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
+    attention_with_cache: "q k_cache v_cache rotary cache_seqlens",
+    attention_varlen_with_cache: "q k_cache v_cache rotary cu_seqlens_q cache_seqlens max_seqlen_q",
+    rotate: "x rotary positions",
+}
+
+
+@pytest.mark.parametrize("call", POSITIONAL, ids=lambda call: call.__name__)
+def test_all_other_arguments_are_named(call):
+    """Whether everything behind the tensors and lengths that every call needs is keyword-only."""
+    parameters = inspect.signature(call).parameters.values()
+    assert [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD] == POSITIONAL[call].split()
+    others = [x for x in parameters if x.kind is not x.POSITIONAL_OR_KEYWORD]
+    assert [x.kind.name for x in others] == ["KEYWORD_ONLY"] * (len(others) - 1) + ["VAR_KEYWORD"]
+
+
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_every_foreign_keyword_names_ours(call):
     parameters = inspect.signature(call).parameters
@@ -202,6 +220,12 @@ def test_every_default_has_a_keyword_with_a_hint():
     assert NO_OPS.keys() <= INSTEAD.keys() | ELSEWHERE.keys()
 
 
+def test_every_hint_can_be_given():
+    """A hint for an argument that all calls have would never be read."""
+    everywhere = set.intersection(*(set(inspect.signature(call).parameters) for call in CALLS))
+    assert not everywhere & (INSTEAD.keys() | ELSEWHERE.keys())
+
+
 def test_a_compiled_call_accepts_the_defaults_too():
     torch.compiler.reset()
     compiled = torch.compile(dense, fullgraph=True, backend="eager")
@@ -210,7 +234,11 @@ def test_a_compiled_call_accepts_the_defaults_too():
 
 def test_the_names_in_the_hints_are_ours():
     """A keyword with a one-word hint is an argument of one of the calls; hints name no argument of another house."""
-    own = {name for call in CALLS for name in call.__code__.co_varnames[: call.__code__.co_argcount]}
+    own = {
+        name
+        for call in CALLS
+        for name in call.__code__.co_varnames[: call.__code__.co_argcount + call.__code__.co_kwonlyargcount]
+    }
     for name, hint in INSTEAD.items():
         assert re.search(r"\W", hint) or hint in own, (name, hint)
         assert name not in own - {"deterministic"}, name
@@ -335,7 +363,7 @@ def test_positions_that_require_a_gradient(exact, shape):
     cache = [torch.zeros(1, 8, 2, 16, device=exact.device, dtype=exact.dtype) for _ in "kv"]
     lengths = torch.zeros(1, dtype=torch.int32, device=exact.device)
     for name, given in (("positions", positions.view(1, 6)), ("slot_positions", torch.zeros(1, 8).to(positions))):
-        new = [x.detach()] * 2
+        new = dict(zip("kv", [x.detach()] * 2, strict=True))
         with pytest.raises(ValueError, match=rf"^{name}: expected no gradient to be asked for"):
             options = {name: given.detach().requires_grad_(), "impl": exact.impl}
-            attention_with_cache(x.detach(), *cache, rotary, lengths, *new, **options)
+            attention_with_cache(x.detach(), *cache, rotary, lengths, **new, **options)

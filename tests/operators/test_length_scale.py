@@ -67,7 +67,7 @@ def test_a_cache_by_the_keys_that_it_holds(impl, pads, new):
     for rotary, queries in ((SCALED, q), (PLAIN, q * by)):
         options = {"cache_leftpad": None if pads is None else int32(pads), "return_lse": True, "impl": impl}
         copies = [x.clone() for x in caches]
-        results.append(attention_with_cache(queries, *copies, rotary, int32(LENGTHS), *more, **options))
+        results.append(attention_with_cache(queries, *copies, rotary, int32(LENGTHS), k=more[0], v=more[1], **options))
     close(*results)
 
 
@@ -82,8 +82,8 @@ def test_packed_queries_over_pages(appends):
     results = []
     for rotary, queries in ((SCALED, q), (PLAIN, q * by[:, None, None])):
         copies, options = [x.clone() for x in pages], {"block_table": table, "return_lse": True}
-        call = (queries, *copies, rotary, starts, int32(LENGTHS), 7, *more)
-        results.append(attention_varlen_with_cache(*call, **options))
+        call = (queries, *copies, rotary, starts, int32(LENGTHS), 7)
+        results.append(attention_varlen_with_cache(*call, k=more[0], v=more[1], **options))
     close(*results)
 
 
@@ -134,7 +134,7 @@ def test_the_kernels_of_triton_with_a_cache(scheme, rows):
 
     def cached(impl, q, k_cache, v_cache, k, v):
         options = {"cache_leftpad": pads, "return_lse": True, "impl": impl}
-        return attention_with_cache(q, k_cache.clone(), v_cache.clone(), OTHERS[scheme], lengths, k, v, **options)
+        return attention_with_cache(q, k_cache.clone(), v_cache.clone(), OTHERS[scheme], lengths, k=k, v=v, **options)
 
     with torch.no_grad():
         against_float64(cached, floats(3, rows, 2, 16, seed=2), *(floats(3, 260, 2, 16, seed=n) for n in (0, 1)), *new)

@@ -159,9 +159,9 @@ def test_cached_neighbours(exact, one_thread, which, layout):
         if layout == "packed":
             cu = torch.tensor([0, 3, 6, 9], dtype=torch.int32, device=exact.device)
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-            out, lse = attention_varlen_with_cache(q, *caches, rotary, cu, seqlens, new, k, v, **options)
+            out, lse = attention_varlen_with_cache(q, *caches, rotary, cu, seqlens, new, k=k, v=v, **options)
             return out.view(3, new, 4, D), lse.view(4, 3, new).transpose(0, 1), caches
-        return *attention_with_cache(q, *caches, rotary, seqlens, k, v, **options), caches
+        return *attention_with_cache(q, *caches, rotary, seqlens, k=k, v=v, **options), caches
 
     out, lse, caches = run(None)
     for value in (torch.nan, torch.inf):

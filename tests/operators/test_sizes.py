@@ -87,7 +87,15 @@ def test_slots_of_caches(target, page_size):
     for to, x in zip(rows, (k, v), strict=True):
         to[torch.tensor(places[:60])] = x[0, :60]
     out, lse = attention_with_cache(
-        *(q, *caches, rotary, int32([first + 60]), k[:, 60:], v[:, 60:], table), return_lse=True, impl="cpu"
+        q,
+        *caches,
+        rotary,
+        int32([first + 60]),
+        k=k[:, 60:],
+        v=v[:, 60:],
+        block_table=table,
+        return_lse=True,
+        impl="cpu",
     )
     for to, x in zip(rows, (k, v), strict=True):
         assert torch.equal(to[torch.tensor(places)], x[0])
@@ -231,14 +239,16 @@ def test_nothing_at_all(impl):
         q, cache = torch.randn(batch, rows, 4, 16), torch.randn(2, batch, capacity, 2, 16)
         added = (None, None) if new is None else torch.randn(2, batch, new, 2, 16).unbind()
         lengths = torch.zeros(batch, dtype=torch.int32)
-        out, lse = attention_with_cache(q, *cache, rotary, lengths, *added, return_lse=True, impl=impl)
+        out, lse = attention_with_cache(q, *cache, rotary, lengths, k=added[0], v=added[1], return_lse=True, impl=impl)
         check_empty(out, lse, q.shape, (batch, 4, rows))
     for batch, pages, entries in itertools.product((0, 2), (0, 3), (0, 2)):
         q, cache = torch.randn(batch, 1, 4, 16), torch.randn(2, pages, 16, 2, 16)
         added = torch.randn(2, batch, 1, 2, 16)
         before, lengths = cache.clone(), torch.full((batch,), entries * 16, dtype=torch.int32)
         table = torch.full((batch, entries), 5 if pages == 0 else 0, dtype=torch.int32)
-        attention_with_cache(q, *cache, rotary, lengths, *added, table, impl=impl)  # there is no room
+        attention_with_cache(
+            q, *cache, rotary, lengths, k=added[0], v=added[1], block_table=table, impl=impl
+        )  # there is no room
         assert torch.equal(cache, before)
         starts = torch.arange(batch + 1, dtype=torch.int32)
         out, lse = attention_varlen_with_cache(

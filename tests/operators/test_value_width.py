@@ -95,7 +95,7 @@ def test_caches_name_what_they_expect():
         r"and attention_varlen take other widths\), got \(1, 16, 2, 32\)"
     )
     with pytest.raises(ValueError, match=message):
-        attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k, v)
+        attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v)
     cache = KVCache(batch=1, capacity=16, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu")
     with pytest.raises(ValueError, match=r"v: expected shape \(1, 1, 2, 64\), got \(1, 1, 2, 32\)"):
         cache.attend(q, rotary, k=k, v=v)

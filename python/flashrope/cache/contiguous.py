@@ -53,8 +53,8 @@ class KVCache(Cache):
     and v become the autocast type, as in ``attention``, so make the cache in that type.
 
     A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, *cache.layer(i), rotary,
-    cache.seqlens, k, v)`` of every layer and call ``cache.advance(k.shape[1])`` after every replay. Check ``lengths``
-    before it, because the kernels drop keys that have no slot. Compiled models do the same.
+    cache.seqlens, k=k, v=v)`` of every layer and call ``cache.advance(k.shape[1])`` after every replay. Check
+    ``lengths`` before it, because the kernels drop keys that have no slot. Compiled models do the same.
     """
 
     def __init__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 
@@ -18,24 +17,15 @@ from .storage import Cache, OpenStep, check_integer, check_padding, check_querie
 
 
 class _OfSequences(dict[int, int]):
-    """A number by sequence. ``cache.lengths(sequences)``, a method before, still works."""
+    """One number per sequence. A sequence that does not exist raises the cache's error."""
 
-    def __init__(self, cache: PagedKVCache, name: str, values: dict[int, int]):
+    def __init__(self, cache: PagedKVCache, values: dict[int, int]):
         super().__init__(values)
-        self._cache, self._name = cache, name
+        self._cache = cache
 
     def __missing__(self, sequence):
         self._cache._get(sequence)  # says why
         raise KeyError(sequence)
-
-    def __call__(self, sequences: Sequence[int]) -> list[int]:
-        warnings.warn(
-            f"{self._name}: expected {self._name}[sequence], as in KVCache, got a call; PagedKVCache.{self._name} is a "
-            "property now, and a later version refuses the call",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return [self[sequence] for sequence in self._cache._select(sequences)]
 
 
 class PagedKVCache(Cache):
@@ -77,8 +67,8 @@ class PagedKVCache(Cache):
     device. Under torch.autocast float32 q, k and v become the autocast type, as in ``attention``, so make the cache in
     that type.
 
-    A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, *cache.layer(i), rotary,
-    seqlens, k, v, block_table)`` of every layer with your own seqlens and block_table. Before every replay call
+    A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, *cache.layer(i), rotary, seqlens,
+    k=k, v=v, block_table=block_table)`` of every layer with your own seqlens and block_table. Before every replay call
     ``cache.reserve(sequences, k.shape[1])`` and copy ``cache.seqlens(sequences)`` and ``cache.block_table(sequences)``
     into them. After it call ``cache.advance(sequences, k.shape[1])``. Pass ``cache_leftpad`` as well for sequences with
     left padding, and copy ``cache.leftpad(sequences)`` into it. A quantized cache needs ``k_scale`` and ``v_scale``,
@@ -141,12 +131,12 @@ class PagedKVCache(Cache):
 
         Sequences that were extended, or of which tokens were removed, have no padding any more.
         """
-        return _OfSequences(self, "lengths", {name: sequence.tokens for name, sequence in self._sequences.items()})
+        return _OfSequences(self, {name: sequence.tokens for name, sequence in self._sequences.items()})
 
     @property
     def padding(self) -> dict[int, int]:
         """The left padding of every sequence, known to the host."""
-        return _OfSequences(self, "padding", {name: sequence.leftpad for name, sequence in self._sequences.items()})
+        return _OfSequences(self, {name: sequence.leftpad for name, sequence in self._sequences.items()})
 
     def seqlens(self, sequences: Sequence[int]) -> torch.Tensor:
         """Returns the slots in use of every sequence, (n,) int32 on the device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 CHUNKS = "dual_chunk_attention_config"
 SIZES = ("chunk_size", "local_size")
@@ -15,13 +15,37 @@ SPARSE = (
 )
 
 
-def read_chunks(chunks) -> list[Any]:
-    """The arguments of ``Rotary.dual_chunk``: chunk_size, local_size, and the length of Qwen's factor where there is
-    one. The sparse attention that may stand beside them is an approximation for speed, and left out.
+class Chunks(NamedTuple):
+    """What a configuration asks for.
+
+    Attributes:
+        arguments: of ``Rotary.dual_chunk``: chunk_size, local_size, and the length of Qwen's factor where it is given.
+        sparse: whether sparse attention is asked for too. It approximates the dense attention for speed, and is left
+            out here.
+    """
+
+    arguments: list[Any]
+    sparse: bool
+
+
+def asks_for_chunks(config) -> bool:
+    """Whether a configuration has a ``dual_chunk_attention_config`` that is not empty."""
+    return bool(getattr(config, CHUNKS, None))
+
+
+def read_chunks(*configs) -> Chunks | None:
+    """Reads ``dual_chunk_attention_config`` of the first of the configurations that has one.
+
+    Returns:
+        The chunks, or None where no configuration asks for them.
 
     Raises:
         TypeError, ValueError: names the key, what was expected and what came.
     """
+    config = next(filter(asks_for_chunks, configs), None)
+    if config is None:
+        return None
+    chunks = getattr(config, CHUNKS)
     if not isinstance(chunks, dict):
         raise TypeError(f"{CHUNKS}: expected a dict with {', '.join(SIZES)}, got {chunks!r}")
     if missing := [name for name in SIZES if chunks.get(name) is None]:
@@ -29,4 +53,5 @@ def read_chunks(chunks) -> list[Any]:
     if unknown := sorted(set(chunks) - {*SIZES, LENGTH, *SPARSE}):
         raise ValueError(f"{CHUNKS}: expected some of {', '.join((*SIZES, LENGTH, *SPARSE))}, got {unknown[0]!r}")
     length = chunks.get(LENGTH)
-    return [*(chunks[name] for name in SIZES), *([length] if length else [])]
+    arguments = [*(chunks[name] for name in SIZES), *([length] if length else [])]
+    return Chunks(arguments, bool(chunks.get("sparse_attention_enabled", chunks.get("sparse_attention_config"))))

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from ..rotary.rotary import Rotary
-from .dual_chunk import CHUNKS, read_chunks
+from .dual_chunk import read_chunks
 from .families import families_with, family
 
 __all__ = ["rotary_from_config"]
@@ -124,8 +124,8 @@ def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = 
     if attention_factor != 1:
         field = "temperature" if rotary.rotary_dim == head_dim else "rotated_scale"
         rotary = dataclasses.replace(rotary, **{field: float(attention_factor) ** 2})
-    if chunked and (chunks := getattr(config, CHUNKS, None)):
-        rotary = rotary.dual_chunk(*read_chunks(chunks))
+    if chunked and (chunks := read_chunks(config)):
+        rotary = rotary.dual_chunk(*chunks.arguments)
     if params.get("mrope_section"):
         rotary = rotary.mrope(list(params["mrope_section"]), _mrope_is_interleaved(model_type, params))
     if of_family.reversed:

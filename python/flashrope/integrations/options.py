@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from ..rotary.catalogue import known_options
-from .dual_chunk import CHUNKS
+from .dual_chunk import asks_for_chunks
 
 FIELD = "flashrope"
 DUAL_CHUNK = "dual_chunk"
@@ -71,7 +71,7 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
             if value != beside.default:
                 found[beside.name] = value
     found = {name: found[name] for name in asked if name in found}
-    if given.get(DUAL_CHUNK) is False and getattr(config, CHUNKS, None):
+    if given.get(DUAL_CHUNK) is False and asks_for_chunks(config):
         found[DUAL_CHUNK] = False
     return found
 

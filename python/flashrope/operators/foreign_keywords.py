@@ -83,7 +83,6 @@ INSTEAD |= {
     "value_states": "v",
 }
 ELSEWHERE = {  # arguments of ours that only some calls have
-    "positions": "an argument of attention and attention_varlen; sequences of a cache count from cache_leftpad",
     "num_splits": f"an argument of {_CACHE}; without a cache keys are not split",
     "max_seqlen_q": _VARLEN,
     "max_seqlen_k": f"{_VARLEN}; over a cache the lengths of the keys are cache_seqlens",

@@ -246,28 +246,26 @@ def adopt_chunks(model) -> bool:
     dual_chunk, false included, or rotary keeps it.
 
     Returns:
-        Whether the configuration asks for sparse attention too, which the dense attention here takes the place of.
+        Whether the configuration asks for sparse attention too. The attention here is dense.
 
     Raises:
         TypeError, ValueError: names the key, what was expected and what came.
     """
     configs = _configs(model)
-    found = [getattr(config, CHUNKS) for config in configs if hasattr(config, CHUNKS)]
+    chunks = read_chunks(*configs)
     for config in configs:
         if hasattr(config, CHUNKS):
             delattr(config, CHUNKS)
-    chunks = next((each for each in found if each), None)
     if chunks is None:
         return False
-    sizes = read_chunks(chunks)
     holder = next((config for config in configs if getattr(config, FIELD, None) is not None), configs[0])
     field = getattr(holder, FIELD, None)
     if field is None:
         field = {}
     # what is no dict is refused by make_plan
     if isinstance(field, dict) and field.get("dual_chunk") is None and field.get("rotary") is None:
-        setattr(holder, FIELD, {**field, "dual_chunk": sizes})
-    return bool(chunks.get("sparse_attention_enabled", chunks.get("sparse_attention_config")))
+        setattr(holder, FIELD, {**field, "dual_chunk": chunks.arguments})
+    return chunks.sparse
 
 
 def _configs(model) -> list:

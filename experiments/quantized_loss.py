@@ -1,7 +1,7 @@
 """What quantized caches cost in loss: the table and the figure of docs/decoding.md.
 
     python -m experiments loss --preset loss --device cpu --threads 1
-    python tools/quantized_loss.py runs/experiments-loss/models/rope-*.safetensors --out docs/quantized
+    python -m experiments.quantized_loss runs/experiments-loss/models/rope-*.safetensors --out docs/quantized
 
 First the change of the loss that int8 and int4 caches make, as ``flashrope loss --cache-dtype`` measures it, by scheme
 and length: every model reads every window of unseen text through the cache, in chunks. Then keys alone are rounded to

@@ -1,7 +1,7 @@
 """What reused chunks and forgotten tokens cost in loss: the table and the figure of docs/decoding.md.
 
     python -m experiments loss --preset loss --device cpu --threads 1
-    python tools/reused_loss.py runs/experiments-loss/models/rope-L256-s[0-4].safetensors --out docs/reused \\
+    python -m experiments.reused_loss runs/experiments-loss/models/rope-L256-s[0-4].safetensors --out docs/reused \\
         --threads 1
 
 First a text is read in chunks, each alone, which ``PagedKVCache.extend`` puts one behind another; the bytes after

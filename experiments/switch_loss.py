@@ -2,7 +2,7 @@ r"""How the loss moves in the first steps after a RoPE model is switched to HoPE
 docs/training.md.
 
     python -m experiments loss --preset loss --device cpu --threads 1
-    python tools/switch_loss.py runs/experiments-loss/models/rope-L256-s[0-2].safetensors --out docs/training \
+    python -m experiments.switch_loss runs/experiments-loss/models/rope-L256-s[0-2].safetensors --out docs/training \
         --threads 1
 
 Every model is continued under each scheme, with the same batches and a constant learning rate. The loss is that of
