@@ -69,6 +69,13 @@ class CuSeqlens(NamedTuple):
     k: object
 
 
+class Result(NamedTuple):
+    """What the forward writes. out: (rows, heads_q, head_dim_v), contiguous. lse: float32, contiguous."""
+
+    out: object
+    lse: object
+
+
 class CacheLayout(NamedTuple):
     """``flashrope.backends.calls.CacheLayout`` for a kernel. Numbers are encoded.
 
@@ -80,7 +87,7 @@ class CacheLayout(NamedTuple):
     seqlen_new: the keys that this call added to every sequence, or -1 for one per query.
     capacity: slots that a sequence can have.
     pages: of the cache.
-    decode_seqlen: with packed queries, the longest sequence that the decode kernel serves. The forward kernel serves
+    decode_seqlen: with packed queries, the longest sequence that the decode kernel serves. ``attention_chunks`` serves
         longer ones.
     k_batch, k_row, k_head, v_batch, v_row, v_head: strides of k_scale and v_scale (batch or page, row, head), or None.
     """
@@ -170,6 +177,7 @@ FIELDS = {
     BandedView: (1, 0),
     Scheme: (4, Scheme._fields.index("log_n_every")),
     CuSeqlens: (2, 0),
+    Result: (2, 0),
     PositionTables: (5, 0),
     CacheLayout: (10, 0),  # its strides are None where k_scale is
 }
