@@ -69,6 +69,13 @@ class CuSeqlens(NamedTuple):
     k: object
 
 
+class Result(NamedTuple):
+    """What the forward writes. out: (rows, heads_q, head_dim_v), contiguous. lse: float32, contiguous."""
+
+    out: object
+    lse: object
+
+
 class CacheLayout(NamedTuple):
     """``flashrope.backends.calls.CacheLayout`` for a kernel. Numbers are encoded.
 
@@ -80,7 +87,7 @@ class CacheLayout(NamedTuple):
     seqlen_new: the keys that this call added to every sequence, or -1 for one per query.
     capacity: slots that a sequence can have.
     pages: of the cache.
-    decode_seqlen: with packed queries, the longest sequence that the decode kernel serves. The forward kernel serves
+    decode_seqlen: with packed queries, the longest sequence that the decode kernel serves. ``attention_chunks`` serves
         longer ones.
     k_batch, k_row, k_head, v_batch, v_row, v_head: strides of k_scale and v_scale (batch or page, row, head), or None.
     """
@@ -120,24 +127,33 @@ class PositionTables(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for; a constexpr, called SHAPE. Fields that a kernel does not use stay 0.
+    """What a kernel is compiled for. A constexpr, called SHAPE. Fields that a kernel does not use stay 0.
+
+    Shape, that is sizes:
 
     block_d: the power of two that holds head_dim.
-    vec: every pointer and stride is a multiple of so many elements.
-    rotated_bands: bit b is set if band b rotates its keys.
-    page_size: 0 without pages.
-    block_m, block_n: query rows and key rows of a tile.
     head_dim_v, block_dv: head_dim and block_d of v and out.
+    rotary_dim: the channels that rotate.
+    num_bands: the bands of the scheme.
+    page_size: rows of a page, 0 without pages.
+    block_m, block_n: query rows and key rows of a tile.
+    vec: alignment of all pointers and strides, in elements.
+    code_vec: alignment of a quantized cache, in bytes.
+    axes: coordinates of stored positions if the scheme is axial, else 0.
+
+    Features, that is which code is compiled:
+
+    interleaved: channels 2 c and 2 c + 1 are a pair, not c and c + rotary_dim / 2.
+    rotated_bands: bit b is set if band b rotates its keys.
     aligned_maps: the scheme maps positions, every tile of keys lies in one chunk, and it lies in one group or holds
         whole groups.
     rotated_keys: the keys come rotated by their own positions. So queries rotate by theirs, which may be negative.
-    code_vec: vec of a quantized cache, in bytes.
     parts: in how many parts, 1 or 2, the forward takes the channels of queries, keys, values and the result. Two leave
-        the accumulators more registers. Codes are taken in one.
-    red_floats: dQ is added up by tl.atomic_add (0), or by red of 1 or 4 floats, which every thread adds where it has
-        them. No two threads may then have the same element.
+        the accumulators more registers. Quantized keys and values are taken in one.
+    red_floats: how dQ is added up. 0: tl.atomic_add. 1 or 4: one PTX `red` for 1 or 4 floats, which every thread adds
+        where it has them. No two threads may then have the same element.
     one_run: where positions of cached tokens are data, every tile of keys lies in one page.
-    stored: the cache stores positions. axes: their coordinates if the scheme is axial, else 0.
+    stored: the cache stores positions.
     """
 
     head_dim: int
@@ -170,6 +186,7 @@ FIELDS = {
     BandedView: (1, 0),
     Scheme: (4, Scheme._fields.index("log_n_every")),
     CuSeqlens: (2, 0),
+    Result: (2, 0),
     PositionTables: (5, 0),
     CacheLayout: (10, 0),  # its strides are None where k_scale is
 }

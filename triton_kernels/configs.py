@@ -161,7 +161,7 @@ PLACED_ROWS, PLACED_ENTRIES, PLACED_WARPS = 16, 64, 4  # queries and entries of 
 PLACED_PAIRS, PLACED_KEYS = 64, 32
 
 # With a KV cache.
-DECODE_SEQLEN = 64  # query tokens that the decode kernel takes at most; the forward kernel serves longer chunks
+DECODE_SEQLEN = 64  # query tokens that the decode kernel takes at most; chunks.py serves longer ones
 WIDE_ROWS = 16  # more query rows per key head take the "decode wide" tile
 
 

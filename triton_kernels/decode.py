@@ -39,6 +39,7 @@ from .placed import (
 )
 from .rotation import (
     CosSinTable,
+    join_hidden,
     join_pairs,
     load_cos_sin,
     load_cos_sin_at,
@@ -234,10 +235,7 @@ def rotate_queries(
     else:
         visible = placed_keys(rows.position, column, band, keys.cache, token, scheme.maps, SHAPE)
     if PARTS > 1:
-        # Keep this branch: without it Triton looks through the join and picks a layout that ldmatrix cannot load.
-        tile = tl.zeros((x.shape[0], 2 * x.shape[1]), x.dtype)
-        if keys.length > 0:
-            tile = join_pairs(x, y, SHAPE)
+        tile = join_hidden(x, y, keys.length > 0, SHAPE)
         return BandQueries(split_columns(tile, PARTS), visible, log2_scale(scheme.score_scale))
     else:
         return BandQueries((x, y), visible, log2_scale(scheme.score_scale))

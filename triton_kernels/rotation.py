@@ -72,6 +72,15 @@ def tile_channels(SHAPE: tl.constexpr, PARTS: tl.constexpr = 1, PART: tl.constex
 
 
 @triton.jit
+def key_channels(SHAPE: tl.constexpr):
+    """Returns the tile_channels of every part in which a tile of queries or keys is taken."""
+    if SHAPE.parts == 1:
+        return (tile_channels(SHAPE),)
+    else:
+        return tile_channels(SHAPE, 2, 0), tile_channels(SHAPE, 2, 1)
+
+
+@triton.jit
 def concatenate(left, right):
     """Two [M, N] side by side, [M, 2 N]."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (left.shape[0], 2 * left.shape[1]))
@@ -419,6 +428,31 @@ def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, SHAPE
         return join_pairs(x, y, SHAPE), join_pairs(next_x, next_y, SHAPE)
     else:
         return concatenate(x, next_x), concatenate(y, next_y)
+
+
+@triton.jit
+def load_rotated_hidden(view, table, rotation, rows, scale, SHAPE: tl.constexpr):
+    """Returns load_rotated for a rotation that is data. Hides from Triton that the tile was joined from pairs.
+
+    Symptom without the branch: Triton looks through the joins and picks a layout that ldmatrix cannot load. So keep the
+    branch, although rotating by 0 would give the same tile. It also saves the work of a rotation by 0."""
+    if rotation > 0:
+        tile = load_rotated(view, table, rotation, rows, scale, True, SHAPE)  # [BM, D]
+    else:
+        tile = load_rotated(view, table, rotation, rows, scale, False, SHAPE)
+    return tile
+
+
+@triton.jit
+def join_hidden(x, y, holds, SHAPE: tl.constexpr):
+    """Returns join_pairs(x, y). Hides from Triton that the tile was joined. holds: a condition that Triton cannot
+    decide, true wherever the tile is used.
+
+    Symptom without the branch: Triton looks through the join and picks a layout that ldmatrix cannot load."""
+    tile = tl.zeros((x.shape[0], 2 * x.shape[1]), x.dtype)
+    if holds:
+        tile = join_pairs(x, y, SHAPE)
+    return tile
 
 
 @triton.jit

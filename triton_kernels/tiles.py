@@ -50,7 +50,7 @@ def copied_keys(cache, cu_seqlens_q, seq, rows):
     """(the sequence's first row in rotated_k, the first key that is copied there).
 
     rotated_k holds the last `rows` keys of every sequence. With packed queries it holds the last length_q + rows keys
-    of every sequence that the forward kernel serves."""
+    of every sequence that `attention_chunks` serves."""
     if cu_seqlens_q is None:
         return seq.batch.to(tl.int64) * rows, tl.maximum(seq.length_k - rows, 0)
     else:
@@ -343,17 +343,25 @@ def skip_rows(view, rows):
 
 
 @triton.jit
+def choose_view(condition, left, right, SHAPE: tl.constexpr):
+    """Returns the HeadView `left` where the condition holds, else `right`. stride_batch is that of `left`.
+
+    Symptom with a bare tl.where: rows are loaded in pieces of less than 16 bytes, because it hides the alignment that
+    both sides have. The claims must stand beside the tl.where: Triton drops a claim about a function's argument."""
+    VEC: tl.constexpr = SHAPE.vec
+    BYTES: tl.constexpr = 16 if SHAPE.vec > 1 else 1
+    ptr = tl.where(condition, left.ptr, right.ptr)
+    stride_row = tl.where(condition, left.stride_row, right.stride_row)
+    return HeadView(tl.multiple_of(ptr, BYTES), tl.multiple_of(stride_row, VEC), left.stride_batch)
+
+
+@triton.jit
 def band_keys(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, SHAPE: tl.constexpr):
     """The keys that a band reads: raw ones, or its copy in rotated_k (copy, row, head) from row `packed` on.
     ROTATED_K says which if raw keys are codes."""
     copy = head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, SHAPE)
     if raw.ptr.dtype == copy.ptr.dtype:
-        ptr = tl.where(k_copy < 0, raw.ptr, copy.ptr)
-        stride_row = tl.where(k_copy < 0, raw.stride_row, copy.stride_row)
-        VEC: tl.constexpr = SHAPE.vec
-        BYTES: tl.constexpr = 16 if SHAPE.vec > 1 else 1
-        # tl.where hides the alignment that both sides have.
-        return HeadView(tl.multiple_of(ptr, BYTES), tl.multiple_of(stride_row, VEC), raw.stride_batch)
+        return choose_view(k_copy < 0, raw, copy, SHAPE)
     else:
         return copy if ROTATED_K else raw
 
@@ -399,6 +407,16 @@ def load_parts(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
     else:
         first = load_channels(ptr, offsets, channels[0], HEAD_DIM, BLOCK_D)
         return first, load_channels(ptr, offsets, channels[1], HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def value_channels(SHAPE: tl.constexpr):
+    """Returns the channels of every part in which a tile of values, or of the result, is taken."""
+    if SHAPE.parts == 1:
+        return (tl.arange(0, SHAPE.block_dv),)
+    else:
+        HALF: tl.constexpr = SHAPE.block_dv // 2
+        return tl.arange(0, HALF), tl.arange(0, HALF) + HALF
 
 
 @triton.jit

@@ -17,12 +17,14 @@ from .offline import Launch, caught_launches
 
 KERNELS = ("rotate_rows", "attention_forward", "attention_statistics", "attention_grad_kv", "attention_grad_q")
 DECODE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
-CHUNK_KERNELS = ("append_rows", "rotate_cached_rows", "attention_forward")
+CHUNK_KERNELS = ("append_rows", "rotate_cached_rows", "attention_chunks")
 ATOMIC_KERNELS = (*KERNELS[:-1], "attention_finish_grad_q")
 ORDER = (
     "rotate_rows",
     "rotate_cached_rows",
-    *KERNELS[1:],
+    *KERNELS[1:2],
+    CHUNK_KERNELS[-1],
+    *KERNELS[2:],
     ATOMIC_KERNELS[-1],
     "place_slots",
     "place_tokens",

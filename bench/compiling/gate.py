@@ -111,7 +111,7 @@ class Row:
     def rotates_no_keys(self) -> bool:
         """Whether its hot loop reads only keys, values and page numbers, and neither cos and sin nor positions."""
         first = self.cases[0]
-        forward = self.kernel == "attention_forward" and first.scheme.aligned
+        forward = self.kernel in ("attention_forward", "attention_chunks") and first.scheme.aligned
         decode = self.kernel == "attention_decode" and "rerope" in first.scheme.name
         plain = not first.scheme.codes and not first.scheme.placed
         return (forward or decode) and first.head_dim in (64, 128) and plain
@@ -121,7 +121,7 @@ class Row:
         """Whether it reads keys and values of a paged cache, in half precision (float32 tiles have one stage)."""
         first = self.cases[0]
         return (
-            self.kernel in ("attention_forward", "attention_decode")
+            self.kernel in ("attention_chunks", "attention_decode")
             and first.scheme.cache == "paged"
             and first.dtype != "fp32"
             and first.scheme not in PLACED_MAPS  # cos and sin of every key leave shared memory for one slot

@@ -99,11 +99,11 @@ CODES = (
     SpillLimit(16, "attention_decode", 80, scheme="rerope paged int8", triton="3.9."),
     SpillLimit(32, "attention_decode", 90, scheme="rerope paged int8", triton="3.9."),
     SpillLimit(24, "append_rows", 80, scheme="rope contiguous int4", triton="3.9."),
-    SpillLimit(60, "attention_forward", 90, scheme="rerope paged chunk int8", triton="3.9.", in_loops=64),
-    SpillLimit(52, "attention_forward", 90, scheme="rerope paged chunk int4", triton="3.9.", in_loops=84),
-    SpillLimit(8, "attention_forward", 90, scheme="rope contiguous chunk int8", triton="3.6."),
-    SpillLimit(28, "attention_forward", 90, scheme="rerope paged chunk int8", triton="3.6."),
-    SpillLimit(16, "attention_forward", 90, scheme="rerope paged chunk int4", triton="3.6."),
+    SpillLimit(60, "attention_chunks", 90, scheme="rerope paged chunk int8", triton="3.9.", in_loops=64),
+    SpillLimit(52, "attention_chunks", 90, scheme="rerope paged chunk int4", triton="3.9.", in_loops=84),
+    SpillLimit(8, "attention_chunks", 90, scheme="rope contiguous chunk int8", triton="3.6."),
+    SpillLimit(28, "attention_chunks", 90, scheme="rerope paged chunk int8", triton="3.6."),
+    SpillLimit(16, "attention_chunks", 90, scheme="rerope paged chunk int4", triton="3.6."),
     *(
         SpillLimit(0, scheme=scheme.name, triton=release)
         for release in ("3.6.", "3.9.")
@@ -116,7 +116,7 @@ CODES = (
 # and gfx950 under 3.6. The other cases are listed. AMD's registers count as four bytes.
 OTHERS = (
     SpillLimit(20, "attention_forward", 100, head_dim=128, scheme="rerope", triton="3.6.", in_loops=8),
-    SpillLimit(12, "attention_forward", 100, head_dim=128, scheme="rerope paged chunk", triton="3.6."),
+    SpillLimit(12, "attention_chunks", 100, head_dim=128, scheme="rerope paged chunk", triton="3.6."),
     SpillLimit(20, "attention_grad_q", 100, head_dim=128, scheme="rerope", in_loops=60),
     SpillLimit(28, "attention_forward", 120, head_dim=128, scheme="rerope", triton="3.9."),
     *(
@@ -163,16 +163,17 @@ SPILL_LIMITS = (
         for scheme in ("rerope contiguous", "rerope partial", "dual-chunk paged")
     ),
     # Outside the tile loops: page numbers and the queries' rotation beside an accumulator.
-    SpillLimit(8, "attention_forward", arch=80, head_dim=64, scheme="rope paged chunk"),
-    SpillLimit(112, "attention_forward", arch=80, head_dim=64, scheme="rerope paged chunk"),
-    SpillLimit(56, "attention_forward", arch=80, head_dim=128, scheme="rerope paged chunk"),
+    SpillLimit(8, "attention_chunks", arch=80, head_dim=64, scheme="rope paged chunk"),
+    SpillLimit(112, "attention_chunks", arch=80, head_dim=64, scheme="rerope paged chunk"),
+    SpillLimit(56, "attention_chunks", arch=80, head_dim=128, scheme="rerope paged chunk"),
     SpillLimit(4, "attention_decode", arch=80, head_dim=64, scheme="rerope wide"),
     SpillLimit(8, "attention_decode", arch=90, head_dim=128, scheme="rerope paged placed 256"),
-    SpillLimit(28, "attention_forward", arch=90, head_dim=64, scheme="rerope paged chunk", triton="3.9"),
+    SpillLimit(28, "attention_chunks", arch=90, head_dim=64, scheme="rerope paged chunk", triton="3.9"),
     SpillLimit(64, "attention_grad_q", arch=90, head_dim=128, scheme="rerope", triton="3.9"),
     # In the loops over edge tiles, which run once or twice for a band; a quarter fewer instructions in the inner loop.
-    SpillLimit(68, "attention_forward", arch=90, head_dim=128, scheme="rope paged chunk", in_loops=56),
+    SpillLimit(68, "attention_chunks", arch=90, head_dim=128, scheme="rope paged chunk", in_loops=56),
     SpillLimit(28, "attention_forward", arch=90, head_dim=128, in_loops=56),
+    SpillLimit(28, "attention_chunks", arch=90, head_dim=128, in_loops=56),
     SpillLimit(0),
 )
 
@@ -223,9 +224,9 @@ INSTRUCTION_LIMITS |= {
 }
 # Of codes, in 3.6; newer compilers take fewer, but for NEWER.
 CODE_INSTRUCTIONS = {
-    ("attention_forward", "rope contiguous chunk int8"): {(80, 128): 16.6, (90, 128): 83},
-    ("attention_forward", "rerope paged chunk int8"): {(80, 128): 21, (90, 128): 100},
-    ("attention_forward", "rerope paged chunk int4"): {(80, 128): 13, (90, 128): 100},
+    ("attention_chunks", "rope contiguous chunk int8"): {(80, 128): 16.6, (90, 128): 83},
+    ("attention_chunks", "rerope paged chunk int8"): {(80, 128): 21, (90, 128): 100},
+    ("attention_chunks", "rerope paged chunk int4"): {(80, 128): 13, (90, 128): 100},
     ("attention_decode", "rope contiguous int8"): {(80, 128): 39.5, (90, 128): 39},
     ("attention_decode", "rope paged int8"): {(80, 128): 40.5, (90, 128): 40},
     ("attention_decode", "rope contiguous int4"): {(80, 128): 38.5, (90, 128): 38.5},
@@ -238,8 +239,8 @@ CODE_INSTRUCTIONS = {
 # Newer compilers (seen: 3.9) have their own tiles in configs.py, because those of 3.6 would spill.
 NEWER = {
     ("attention_forward", "rope"): {(80, 64): 6.7},
-    ("attention_forward", "rerope paged chunk int8"): {(90, 128): 107},
-    ("attention_forward", "rerope paged chunk int4"): {(80, 128): 13.5, (90, 128): 105},
+    ("attention_chunks", "rerope paged chunk int8"): {(90, 128): 107},
+    ("attention_chunks", "rerope paged chunk int4"): {(80, 128): 13.5, (90, 128): 105},
     ("attention_forward", "rerope"): {(80, 64): 6.7, (80, 128): 5.5},
     ("attention_grad_kv", "rope atomic"): _by_size((5.9, 5), (19.3, 8.6)),
     ("attention_grad_kv", "rerope atomic"): _by_size((5.9, 5), (19.3, 8.6)),

@@ -9,7 +9,12 @@ from . import issue, sass
 from .architectures import MULTIPROCESSORS
 
 # Matrix products over a tile of scores that a kernel needs: how many with the width of q and k, and with that of v.
-PRODUCTS = {"attention_forward": (1, 1), "attention_grad_kv": (2, 2), "attention_grad_q": (2, 1)}
+PRODUCTS = {
+    "attention_forward": (1, 1),
+    "attention_chunks": (1, 1),
+    "attention_grad_kv": (2, 2),
+    "attention_grad_q": (2, 1),
+}
 ATOMIC_PRODUCTS = (3, 2)
 MULTIPLY_ADDS = 16 * 8 * 16  # of one HMMA
 

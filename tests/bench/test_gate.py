@@ -196,14 +196,15 @@ SPILLED = {
     ("attention_grad_kv", 90, 64, "rerope atomic"): (76, 0),
     ("attention_grad_kv", 90, 128, "rope atomic"): (136, 16),
     ("attention_grad_kv", 90, 128, "rerope atomic"): (132, 0),
-    ("attention_forward", 80, 64, "rope paged chunk"): (8, 0),
-    ("attention_forward", 80, 64, "rerope paged chunk"): (112, 0),
-    ("attention_forward", 80, 128, "rerope paged chunk"): (56, 0),
-    ("attention_forward", 90, 128, "rope paged chunk"): (68, 56),
+    ("attention_chunks", 80, 64, "rope paged chunk"): (8, 0),
+    ("attention_chunks", 80, 64, "rerope paged chunk"): (112, 0),
+    ("attention_chunks", 80, 128, "rerope paged chunk"): (56, 0),
+    ("attention_chunks", 90, 128, "rope paged chunk"): (68, 56),
     ("attention_forward", 90, 128): (28, 56),
+    ("attention_chunks", 90, 128): (28, 56),
 }
 if triton.__version__.startswith("3.9"):
-    SPILLED[("attention_forward", 90, 64, "rerope paged chunk")] = (28, 0)
+    SPILLED[("attention_chunks", 90, 64, "rerope paged chunk")] = (28, 0)
     SPILLED[("attention_grad_q", 90, 128, "rerope")] = (64, 0)
     SPILLED |= {
         ("attention_grad_kv", 80, 64, "rope"): (24, 0),
@@ -302,13 +303,13 @@ def test_keys_and_values_are_read_once_in_vectors(cache, wide, narrow, passes):
     decode = next(scheme for scheme in cases.DECODE if scheme.name == f"rerope {cache}")
     loop = {"mma": 16, "total": 200, "global": wide + narrow, "global 16 B": wide}
     chunk = next(scheme for scheme in cases.CHUNKS if scheme.name == f"rope {cache} chunk")
-    for kernel, scheme in (("attention_decode", decode), ("attention_forward", chunk)):
+    for kernel, scheme in (("attention_decode", decode), ("attention_chunks", chunk)):
         reading = row(kernel, cases.Case(80, 128, "bf16", scheme), warps=8, loop=loop, slots=2)
         assert reading.figures()["16 B loads"] == str(wide)
         assert (reading.violations() == []) == passes
 
 
-@pytest.mark.parametrize("kernel", ["attention_decode", "attention_forward"])
+@pytest.mark.parametrize("kernel", ["attention_decode", "attention_chunks"])
 @pytest.mark.parametrize(("cache", "needed"), [("contiguous", False), ("paged", True)])
 def test_keys_and_values_of_a_paged_cache_have_two_slots(kernel, cache, needed):
     schemes = cases.DECODE if kernel == "attention_decode" else cases.CHUNKS

@@ -253,7 +253,7 @@ def test_decoding(machine, case):
     decode(**case)
     kernels = {launch.kernel for launch in machine.launches}
     assert "append_rows" in kernels
-    assert ("attention_forward" if case.get("seqlen_q", 1) > 64 else "attention_decode") in kernels
+    assert ("attention_chunks" if case.get("seqlen_q", 1) > 64 else "attention_decode") in kernels
     assert ("combine_splits" in kernels) == ("num_splits" in case)
 
 
@@ -282,7 +282,7 @@ def test_mixed_batch(machine, case, num_splits):
     batch.check(target, num_splits=num_splits)
     kernels = {launch.kernel for launch in machine.launches}
     assert {"append_rows", "attention_decode"} <= kernels
-    assert ("attention_forward" in kernels) == (num_splits is None)
+    assert ("attention_chunks" in kernels) == (num_splits is None)
     assert ("combine_splits" in kernels) == (num_splits == 2)
 
 

@@ -118,7 +118,7 @@ def step(which: str = "", value: int = 0):
 def test_an_engines_batch(machine, which, value):
     out, lse, cache, table = step()
     got_out, got_lse, got_cache, _ = step(which, value)
-    assert {"append_rows", "attention_decode", "attention_forward"} <= {x.kernel for x in machine.launches}
+    assert {"append_rows", "attention_decode", "attention_chunks"} <= {x.kernel for x in machine.launches}
     others = [0] if which == "cu_seqlens" else [0, 2]
     for b in others:
         rows = slice(0, 1) if b == 0 else slice(71, 76)

@@ -32,7 +32,7 @@ def test_combination(machine, case):
         at_positions(target, rotary, page, cache_dtype, positions, case)
     kernels = [launch.kernel for launch in machine.launches]
     chunk = case.seqlen_q > 64 and positions is None
-    assert ("attention_forward" if chunk else "attention_decode") in kernels
+    assert ("attention_chunks" if chunk else "attention_decode") in kernels
 
 
 def behind_padding(target, rotary, page, cache_dtype, case):

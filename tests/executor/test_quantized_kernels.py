@@ -85,7 +85,7 @@ def test_cached(machine, name):
     check(c, target, cache_dtype, vllm, num_splits=num_splits)
     kernels = [launch.kernel for launch in machine.launches]
     assert kernels[0] == "append_rows"
-    assert ("attention_forward" if seqlen_q > 64 else "attention_decode") in kernels
+    assert ("attention_chunks" if seqlen_q > 64 else "attention_decode") in kernels
 
 
 @pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
@@ -95,4 +95,4 @@ def test_mixed_batch(machine, cache_dtype):
     pads = (3, 0, 0, 2, 0)
     batch = Packed(BF16, rotary, sizes, heads=2, group=2, leftpad=pads, page_size=PAGE, placed=cache_dtype == "int8")
     check(batch, BF16, cache_dtype)
-    assert {"append_rows", "attention_decode", "attention_forward"} <= {x.kernel for x in machine.launches}
+    assert {"append_rows", "attention_decode", "attention_chunks"} <= {x.kernel for x in machine.launches}

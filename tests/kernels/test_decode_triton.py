@@ -122,7 +122,7 @@ CHUNK = configs.DECODE_SEQLEN + 1
 
 
 @pytest.mark.parametrize("page_size", [0, PAGE])
-def test_chunks_in_the_forward_kernel(page_size):
+def test_chunks_in_their_own_kernel(page_size):
     """Pages in any order, nonsense in unused entries, NaN in unused slots, neighbours and padding change no bit of a
     chunk either."""
     q, (k, v), lengths = random(2, CHUNK, 1, 32, seed=9), caches(), [100, 67]
@@ -299,10 +299,10 @@ def test_every_key_of_a_chunk_is_rotated_once(page_size, monkeypatch):
 
 LAUNCHED = [
     (RECTIFIED, CHUNK - 1, None, 8, ["attention_decode"]),
-    (RECTIFIED, CHUNK, None, 8, ["rotate_cached_rows", "attention_forward"]),
+    (RECTIFIED, CHUNK, None, 8, ["rotate_cached_rows", "attention_chunks"]),
     (RECTIFIED, CHUNK, 1, 8, ["attention_decode"]),
-    (Rotary.none(32), CHUNK, None, 8, ["attention_forward"]),
-    (Rotary.rope(32), CHUNK, None, 8, ["rotate_cached_rows", "attention_forward"]),
+    (Rotary.none(32), CHUNK, None, 8, ["attention_chunks"]),
+    (Rotary.rope(32), CHUNK, None, 8, ["rotate_cached_rows", "attention_chunks"]),
     (Rotary.rope(32), CHUNK, None, 9, ["attention_decode"]),  # rotated keys would need more room than the cache
 ]
 
@@ -374,7 +374,7 @@ def test_lengths_share_kernels():
         "attention_decode": 2,
         "combine_splits": 1,
         "rotate_cached_rows": 1,
-        "attention_forward": 1,
+        "attention_chunks": 1,
     }
     counts = json.loads(run.stdout.splitlines()[-1])
     assert counts == {

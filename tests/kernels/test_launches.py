@@ -40,6 +40,7 @@ PLACED = {"place_slots", "place_tokens"}  # of calls with positions of cached to
 KERNELS = {
     "rotate_rows",
     "attention_forward",
+    "attention_chunks",
     "attention_statistics",
     "attention_grad_kv",
     "attention_grad_q",

@@ -98,7 +98,7 @@ def store_first_copies(out, cache, cu_seqlens, rows):
 
 @pytest.mark.parametrize("rows", [0, 10])
 def test_copied_keys_of_packed_queries_have_room(rows, decode_seqlen=64):
-    """Each of the shortest sequences that the forward kernel serves, in the room that the host makes for all."""
+    """Each of the shortest sequences that ``attention_chunks`` serves, in the room that the host makes for all."""
     lengths = torch.full((decode_seqlen + 1,), decode_seqlen + 1)
     cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).to(DEVICE, torch.int32)
     cache, first = NO_CACHE._replace(decode_seqlen=encode_int(decode_seqlen)), torch.zeros_like(cu_seqlens)

@@ -83,6 +83,8 @@ CONVERTED = "tests/integrations/test_transformers.py tests/integrations/test_ref
 JUDGES = {
     "triton_kernels/backward.py": BACKWARD,
     "triton_kernels/forward.py": [*FORWARD, *QUANTIZED],
+    "triton_kernels/keys.py": [*FORWARD, *DECODE[:2]],
+    "triton_kernels/chunks.py": DECODE[:2],
     "triton_kernels/softmax.py": FORWARD,
     "triton_kernels/tiles.py": [
         "tests/kernels/test_tiles.py tests/operators/test_varlen.py tests/operators/test_needles.py"

@@ -105,3 +105,17 @@ def test_every_module_is_imported_by_its_dotted_name(name):
     if outside and not find_spec(outside) or "triton" in name and not find_spec("triton"):
         pytest.skip(f"{outside or 'triton'} is not installed")
     assert import_module(name).__name__ == name
+
+
+def test_the_training_kernel_is_the_entrance():
+    """Whoever knows FlashAttention-2 starts there: no argument of a cache, and short."""
+    [kernel] = (
+        node
+        for node in ast.parse(MODULES["flashrope.triton_kernels.forward"].read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "attention_forward"
+    )
+    arguments = [argument.arg for argument in kernel.args.args]
+    assert arguments.pop() == "SHAPE" and len(arguments) <= 13, arguments
+    assert kernel.end_lineno - kernel.lineno < 70
+    assert not [name for node in ast.walk(kernel) if "page" in (name := getattr(node, "attr", ""))]
+    assert not {"cache", "k_cache", "v_cache"} & set(arguments)

@@ -11,7 +11,7 @@ from ...lowering.cos_sin import coarse_rows, padded_pairs, position_table, two_l
 from ...lowering.lowered import Lowered, lower
 from ...rotary.scales import UNSCALED
 from ...triton_kernels import configs
-from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Shape, banded_view, tensor_view
+from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Result, Shape, banded_view, tensor_view
 from ...triton_kernels.backward import (
     attention_finish_grad_q,
     attention_grad_kv,
@@ -19,6 +19,7 @@ from ...triton_kernels.backward import (
     attention_statistics,
 )
 from ...triton_kernels.configs import Tile
+from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
 from ..calls import AttentionCall, Kept, KeptShapes, out_shape
 from . import launcher
@@ -176,7 +177,8 @@ class AttentionPlan(Plan):
     def attend(self, q, k, rotated_k, v, out, lse) -> None:
         tile, shape = self._tile("forward" if self.vec > 1 else "forward unaligned")
         rotated_k = rotated_k if self.lowered.k_copies else k
-        self.launch_forward(q, k, rotated_k, v, out, lse, self.cu_seqlens, NO_CACHE, self.seqlen_k, shape, tile)
+        tensors, result, sequences = (q, k, rotated_k, v), Result(out, lse), (self.cu_seqlens,)
+        self.launch_forward(attention_forward, tensors, result, sequences, self.seqlen_k, shape, tile)
 
     def statistics(self, out, grad_out, lse, grad_lse) -> torch.Tensor:
         """float32 (heads, rows, 2): lse in log2 units and delta; sequences start at multiples of STATISTICS_ROWS."""

@@ -1,5 +1,5 @@
-"""Attention over a cache: one plan for the layers of a step. Few queries take the decode kernel, long chunks the
-forward kernel."""
+"""Attention over a cache: one plan for the layers of a step. Few queries take the decode kernel, long chunks that of
+``chunks.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from ...lowering.cos_sin import coarse_rows, three_level_table, turn_table, two_level_table
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
-from ...triton_kernels.arguments import CuSeqlens, PositionTables, Shape, TensorView, tensor_view
+from ...triton_kernels.arguments import PositionTables, Result, Shape, TensorView, tensor_view
+from ...triton_kernels.chunks import attention_chunks
 from ...triton_kernels.configs import Tile
 from ...triton_kernels.decode import attention_decode, combine_splits
 from ...triton_kernels.placed import ENTRY_FIELDS, TOKEN_FIELDS, place_slots, place_tokens
@@ -70,7 +71,8 @@ class RotatedRows(NamedTuple):
 
 
 class CachePlan(Plan):
-    """As in ``protocol.CachePlan``: the decode kernel serves short sequences of queries, the forward kernel the others.
+    """As in ``protocol.CachePlan``: the decode kernel serves short sequences of queries, ``attention_chunks`` the
+    others.
 
     What depends on the values of the tables is launched for the first layer. The layers share one workspace, so they
     run on one stream.
@@ -199,7 +201,7 @@ class CachePlan(Plan):
     # ---- many queries
 
     def _can_prefill(self, layer: CacheLayer) -> bool:
-        """Whether the forward kernel serves long queries: it rotates keys once, decoding once per query tile.
+        """Whether ``attention_chunks`` serves long queries: it rotates keys once, decoding once per query tile.
 
         Its workspace, one copy for each slope that rotates keys, must not exceed the cache. num_splits asks for the
         decode kernel, whose results do not depend on how tokens are divided into calls.
@@ -268,16 +270,14 @@ class CachePlan(Plan):
             tile.block_n,
             code_vec=code_vec,
         )
-        cu_seqlens = CuSeqlens(self.cu_seqlens_q, None)
-        self.launch_forward(
-            q, k_cache, rotated_k, v_cache, out, lse, cu_seqlens, layout, rows.per_sequence, shape, tile
-        )
+        tensors, result, sequences = (q, k_cache, rotated_k, v_cache), Result(out, lse), (self.cu_seqlens_q, layout)
+        self.launch_forward(attention_chunks, tensors, result, sequences, rows.per_sequence, shape, tile)
 
     # ---- few queries
 
     def decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse) -> None:
-        """Fills out and lse, in one launch or, with several splits, two. Packed queries that the forward kernel serves
-        are left to it; most of the others are then a single token each."""
+        """Fills out and lse, in one launch or, with several splits, two. Packed queries that ``attention_chunks``
+        serves are left to it. Most of the others are then a single token each."""
         key = (q.stride(), alignment_key(q, *layer[:4], out))
         if key != self._decode_key:
             self._decode_key, self._decode = key, self._plan_decode(q, layer, layout, lse)

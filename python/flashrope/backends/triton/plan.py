@@ -1,14 +1,12 @@
-"""What the launches of every call share: the scheme on the device, the choice of a tile, the forward kernel."""
+"""What the launches of every call share: the scheme on the device, the choice of a tile, the launch of a forward."""
 
 from __future__ import annotations
 
 import torch
 
 from ...triton_kernels import configs
-from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
-from ...triton_kernels.arguments import CuSeqlens, Scheme, Shape, tensor_view
+from ...triton_kernels.arguments import Result, Scheme, Shape, tensor_view
 from ...triton_kernels.configs import Tile
-from ...triton_kernels.forward import attention_forward
 from ..calls import AttentionCall, CacheCall
 from ..plans import Queries
 from . import launcher, tiles
@@ -52,31 +50,29 @@ class Plan:
 
     def launch_forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        rotated_k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        cu_seqlens: CuSeqlens,
-        cache: KernelCacheLayout,
-        seqlen_k: int,
+        kernel,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        result: Result,
+        sequences: tuple,
+        rows_k: int,
         shape: Shape,
         tile: Tile,
     ) -> None:
+        """Launches the kernel of ``forward.py`` or that of ``chunks.py``.
+
+        tensors: queries, keys, rotated copies of keys, values. sequences: the kernel's arguments that say where
+        sequences lie. rows_k: the argument after seqlen_q."""
         parts = configs.forward_parts(tile, shape.block_d, shape.block_dv, self.itemsize)
         shape = shape._replace(parts=1 if shape.code_vec else parts)
         launcher.launch(
-            attention_forward,
+            kernel,
             (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
-            *map(tensor_view, (q, k, rotated_k, v)),
-            out,
-            lse,
+            *map(tensor_view, tensors),
+            result,
             self.scheme,
-            cu_seqlens,
-            cache,
+            *sequences,
             self.seqlen_q,
-            seqlen_k,
+            rows_k,
             self.max_seqlen_q,
             self.table_rows,
             self.heads_q,

@@ -1,0 +1,73 @@
+"""Chunks: the forward of long queries over a KV cache, such as a prompt's next chunk.
+
+Raw keys and values are read where they lie, in pages or not. Only keys that a band rotates are copied first, by
+``rotate_cached_rows``. The loops are those of ``forward.py``. Short queries take ``decode.py``.
+"""
+
+import triton
+import triton.language as tl
+
+from .arguments import decode_int
+from .codes import scale_view
+from .forward import attend_bands, query_tile, store_result
+from .keys import CachedKeys, CopiedKeys, Keys, KeyScales
+from .rotation import key_channels
+from .tiles import (
+    copied_keys,
+    find_cached_sequence,
+    head_view,
+    packed_row,
+    query_program,
+    value_channels,
+)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "rows_copied", "max_seqlen_q", "table_rows", "heads_q", "heads_kv"])
+def attention_chunks(
+    q,
+    k_cache,
+    rotated_k,
+    v_cache,
+    result,
+    scheme,
+    cu_seqlens_q,
+    cache,
+    seqlen_q,
+    rows_copied,
+    max_seqlen_q,
+    table_rows,
+    heads_q,
+    heads_kv,
+    SHAPE: tl.constexpr,
+):
+    """Computes attention of queries that are the last tokens of cached sequences. With packed queries it skips
+    sequences that the decode kernel serves.
+
+    q: TensorView. k_cache, v_cache: TensorViews (batch or page, row, head). rotated_k: TensorView (copy, row, head).
+    rows_copied: `rows` of copied_keys. result, scheme, cache: see arguments.py."""
+    batch, head, first = query_program(max_seqlen_q, heads_q, SHAPE)
+    seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
+    skip = first >= seq.length_q
+    if cu_seqlens_q is not None:
+        skip |= seq.length_q <= decode_int(cache.decode_seqlen)
+    if skip:
+        return
+    tile = query_tile(first, seq, packed_row(cu_seqlens_q, batch, seq.start_q, seqlen_q), scheme, SHAPE)
+    head_kv = head // (heads_q // heads_kv)
+    queries = head_view(q, batch, seq.start_q + first, head, SHAPE)
+    if SHAPE.page_size > 0:
+        k_rows, v_rows = head_view(k_cache, 0, 0, head_kv, SHAPE), head_view(v_cache, 0, 0, head_kv, SHAPE)
+    else:
+        k_rows = head_view(k_cache, batch, seq.start_k, head_kv, SHAPE)
+        v_rows = head_view(v_cache, batch, seq.start_k, head_kv, SHAPE)
+    row, first_copied = copied_keys(cache, cu_seqlens_q, seq, rows_copied)
+    copied = CopiedKeys(rotated_k, row - first_copied, first_copied)
+    raw = Keys(k_rows, v_rows, key_channels(SHAPE), value_channels(SHAPE), 0, seq.length_k)
+    scales = None
+    if SHAPE.code_vec > 0:
+        k_scale = scale_view(cache.k_scale, cache.k_batch, cache.k_row, cache.k_head, head_kv)
+        v_scale = scale_view(cache.v_scale, cache.v_batch, cache.v_row, cache.v_head, head_kv)
+        scales = KeyScales(k_scale, v_scale)
+    cached = CachedKeys(cache, scales, batch, seq.start_k)
+    state = attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table_rows, SHAPE)
+    store_result(state, result, cu_seqlens_q, seq, tile.rows, head, heads_q, seqlen_q, raw.channels_v, SHAPE)

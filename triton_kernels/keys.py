@@ -1,0 +1,164 @@
+"""The keys and values of one sequence and head, as the loops of ``forward.py`` and ``chunks.py`` read them: raw rows,
+rotated copies, or rows of a cache, which may lie in pages and may be quantized.
+
+What only a cache needs stands in ``CachedKeys``.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .codes import load_scales, scale_values
+from .kv_cache import load_page, row_in_page, valid_page
+from .rotation import load_keys
+from .tiles import (
+    band_keys,
+    clamp_rows,
+    edge_tile,
+    key_tiles,
+    load_cached_values,
+    page_offsets,
+    prefetch_rows,
+    skip_rows,
+    tile_offsets,
+)
+
+
+class CachedKeys(NamedTuple):
+    """Where a sequence lies in a cache. layout: CacheLayout. scales: KeyScales of a quantized cache, else None. batch,
+    first_slot: where the sequence's pages are looked up. Without a cache all fields are None."""
+
+    layout: object
+    scales: object
+    batch: object
+    first_slot: object
+
+
+class KeyScales(NamedTuple):
+    """ScaleViews of a quantized cache."""
+
+    k: object
+    v: object
+
+
+class Keys(NamedTuple):
+    """A sequence's keys, as a band reads them. k, v: HeadViews. channels_k, channels_v: the channels to load, in
+    parts. first: the first key that k holds, 0 without a cache. length: the number of keys."""
+
+    k: object
+    v: object
+    channels_k: object
+    channels_v: object
+    first: object
+    length: object
+
+
+class CopiedKeys(NamedTuple):
+    """The rotated copies of a sequence's keys. view: TensorView (copy, row, head). row: where key 0 lies, or would lie
+    if it had been copied. first: the first key that was copied, 0 without a cache."""
+
+    view: object
+    row: object
+    first: object
+
+
+class KeyRows(NamedTuple):
+    """The keys of a tile. rows [BN]: counted from the tile's first key. page, row [BN]: where each lies in the cache,
+    or 0 if neither pages nor scales are looked up."""
+
+    rows: object
+    page: object
+    row: object
+
+
+@triton.jit
+def enter_band(raw, copied, band, head, first, last, maps, ROTATED_K: tl.constexpr, SHAPE: tl.constexpr):
+    """Returns (Keys as the band reads them, their TileRange) for queries at positions first to last. raw: Keys in
+    place."""
+    tiles = key_tiles(band, first, last, raw.length, SHAPE.block_n, maps)
+    k = band_keys(raw.k, copied.view, band.k_copy, copied.row, head, ROTATED_K, SHAPE)
+    first_key = tl.where(band.k_copy < 0, 0, copied.first)
+    return Keys(k, raw.v, raw.channels_k, raw.channels_v, first_key, raw.length), tiles
+
+
+@triton.jit
+def key_rows(keys, cached, column, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+    """Returns the rows [BN] to load for the keys from `column` on, counted from there. EDGE: existing keys stand in for
+    missing ones."""
+    rows = tl.arange(0, SHAPE.block_n)
+    if EDGE:
+        rows = clamp_rows(rows, keys.length - column)
+        if cached.batch is not None:  # of the whole tuple Triton 3.6 cannot ask this, once a field is None
+            rows = tl.maximum(rows, keys.first - column)
+    return rows
+
+
+@triton.jit
+def load_tile_pages(keys, cached, column, SHAPE: tl.constexpr):
+    """Returns the pages of the keys from `column` on, int32 [BN], or 0 without pages. It is safe where there is no such
+    tile."""
+    if SHAPE.page_size == 0:
+        return 0
+    else:
+        slot = cached.first_slot + column + key_rows(keys, cached, column, True, SHAPE)
+        return load_page(cached.layout, cached.batch, tl.maximum(slot, 0), SHAPE.page_size)
+
+
+@triton.jit
+def prefetch_tile(keys, cached, tiles, SHAPE: tl.constexpr):
+    """Prefetches the band's first tile of keys and values, if there is one."""
+    if tiles.end > tiles.begin:
+        column = edge_tile(tiles, 0) * SHAPE.block_n
+        rows = key_rows(keys, cached, column, True, SHAPE)
+        prefetch_rows(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), SHAPE.head_dim, SHAPE.block_d)
+        prefetch_rows(skip_rows(keys.v, column).ptr, tile_offsets(rows, keys.v), SHAPE.head_dim_v, SHAPE.block_dv)
+
+
+@triton.jit
+def find_rows(keys, cached, column, pages, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+    """Returns the KeyRows of the keys from `column` on. pages: theirs, from load_tile_pages."""
+    rows = key_rows(keys, cached, column, EDGE, SHAPE)
+    if SHAPE.page_size > 0:
+        page = valid_page(cached.layout, pages)
+        row = row_in_page(cached.layout, tl.maximum(cached.first_slot + column + rows, 0), SHAPE.page_size)
+        return KeyRows(rows, page, row)
+    elif SHAPE.code_vec > 0:
+        return KeyRows(rows, cached.batch, tl.maximum(cached.first_slot + column + rows, 0))
+    else:
+        return KeyRows(rows, 0, 0)
+
+
+@triton.jit
+def load_tile_keys(keys, column, at, ROTATED_K: tl.constexpr, SHAPE: tl.constexpr, dtype: tl.constexpr):
+    """Returns the tile of keys at KeyRows `at`, [BN, D] in parts. ROTATED_K: they are a copy, which has no pages."""
+    if SHAPE.page_size > 0 and not ROTATED_K:
+        return load_keys(keys.k.ptr, page_offsets(at.page, at.row, keys.k), keys.channels_k, SHAPE, dtype)
+    else:
+        return load_keys(skip_rows(keys.k, column).ptr, tile_offsets(at.rows, keys.k), keys.channels_k, SHAPE, dtype)
+
+
+@triton.jit
+def load_tile_values(keys, column, at, SHAPE: tl.constexpr, dtype: tl.constexpr):
+    """Returns the tile of values at KeyRows `at`, [BN, DV] in parts."""
+    if SHAPE.page_size > 0:
+        return load_cached_values(keys.v.ptr, page_offsets(at.page, at.row, keys.v), keys.channels_v, SHAPE, dtype)
+    else:
+        ptr = skip_rows(keys.v, column).ptr
+        return load_cached_values(ptr, tile_offsets(at.rows, keys.v), keys.channels_v, SHAPE, dtype)
+
+
+@triton.jit
+def scale_scores(scores, cached, at, SHAPE: tl.constexpr):
+    """Returns scores [BM, BN] times the scales of quantized keys."""
+    if SHAPE.code_vec > 0:
+        scores *= load_scales(cached.scales.k, at.page, at.row)[None, :]
+    return scores
+
+
+@triton.jit
+def scale_weights(weights, v, cached, at, SHAPE: tl.constexpr):
+    """Returns (weights [BM, BN], v) with the scales of quantized values in them."""
+    if SHAPE.code_vec > 0:
+        weights, v = scale_values(weights, v, load_scales(cached.scales.v, at.page, at.row))
+    return weights, v
