@@ -13,7 +13,7 @@ from ..options import read_options, to_json
 from .rope import rotary_of
 from .targets import head_dim_of
 
-LENGTHS = ("hope_train_length", "clip", "log_n")  # options that hold a training length
+LENGTHS = ("hope_train_length", "cope", "log_n")  # options that hold a training length
 
 
 def read_scheme(given: Mapping[str, Any], attention) -> tuple[Rotary, dict[str, Any]]:
