@@ -67,7 +67,7 @@ class Schemes(TrainerCallback, ExportableState):
 
     def give(self, step: int) -> None:
         length, cope_steps = self.settings["train_length"], self.settings["cope_steps"]
-        wanted = {"clip": length} if step < cope_steps else {"hope_train_length": length}
+        wanted = {"cope": length} if step < cope_steps else {"hope_train_length": length}
         if wanted != self.current:
             convert(self.model, **wanted)
             self.current = wanted

@@ -54,7 +54,7 @@ def test_new_keys_in_the_padding_are_rotated_by_an_angle(exact):
     caches = [torch.zeros(1, 60, 2, 16, device=exact.device) for _ in range(2)]
     seqlens, leftpad = (torch.tensor([n], dtype=torch.int32, device=exact.device) for n in (2, 50))
     attention_with_cache(
-        q, *caches, Rotary.rope(16), seqlens, k, v, cache_leftpad=leftpad, rotated_keys=True, impl=exact.impl
+        q, *caches, Rotary.rope(16), seqlens, k=k, v=v, cache_leftpad=leftpad, rotated_keys=True, impl=exact.impl
     )
     lengths = [x[0].view(2, 2, 8).square().sum(1) for x in (caches[0][:, 2], k[:, 0])]
     torch.testing.assert_close(*lengths, rtol=1e-5, atol=1e-6)

@@ -23,7 +23,7 @@ ROPE = Rotary.rope(16)
 VALUES = {  # of every option, by stage; {}: none
     "rotary": [{}, {"rotary": ROPE.interpolate(2.0)}],
     "table": [{}, {"ntk": 2.0}, {"yarn": (4.0, 16)}],
-    "cut": [{}, {"hope_train_length": 48}, {"clip": 48}, {"clip": True}, {"clip": {"pairs": 3, "taper": False}}],
+    "cut": [{}, {"hope_train_length": 48}, {"cope": 48}, {"cope": True}, {"cope": {"pairs": 3, "taper": False}}],
     "bands": [
         {},
         {"window": 0},

@@ -1,4 +1,4 @@
-"""convert(model, self_extend=...), dual_chunk=..., clip=..., and what suggest says of them."""
+"""convert(model, self_extend=...), dual_chunk=..., cope=..., and what suggest says of them."""
 
 import pytest
 import torch
@@ -53,18 +53,18 @@ def test_the_scale_by_length():
 
 
 def test_clip():
-    assert schemes(convert(tiny("llama"), clip=48)) == [ROPE.cope(48)] * 3
-    assert schemes(convert(tiny("llama"), clip=True)) == [ROPE.cope(tiny("llama").config.max_position_embeddings)] * 3
+    assert schemes(convert(tiny("llama"), cope=48)) == [ROPE.cope(48)] * 3
+    assert schemes(convert(tiny("llama"), cope=True)) == [ROPE.cope(tiny("llama").config.max_position_embeddings)] * 3
     hard = dict(pairs=3, taper=False)
-    assert schemes(convert(tiny("llama"), clip=hard)) == [ROPE.cope(64, **hard)] * 3
+    assert schemes(convert(tiny("llama"), cope=hard)) == [ROPE.cope(64, **hard)] * 3
     for changes, rotary in (
         (dict(window=6, log_n=12), ROPE.cope(48).rectify(6).log_n(12)),
         (dict(self_extend=(8, 4)), ROPE.cope(48).self_extend(8, 4)),
         (dict(dual_chunk=(160, 32)), ROPE.cope(48).dual_chunk(160, 32)),
         (dict(rotary=ROPE.ntk(4.0)), ROPE.ntk(4.0).cope(48)),
     ):
-        assert schemes(convert(tiny("llama"), clip=48, **changes)) == [rotary] * 3
-    local, _, whole = schemes(convert(tiny("gemma3_text"), clip=48))
+        assert schemes(convert(tiny("llama"), cope=48, **changes)) == [rotary] * 3
+    local, _, whole = schemes(convert(tiny("gemma3_text"), cope=48))
     own_local, _, own = schemes(convert(tiny("gemma3_text")))
     assert (local, whole) == (own_local.cope(48), own.cope(48)) and local.bands == own_local.bands != whole.bands
 
@@ -72,7 +72,7 @@ def test_clip():
 def test_a_clipped_model_is_saved_and_changes_its_logits(tmp_path):
     model = tiny("llama")
     stock = logits(model, tokens())
-    convert(model, clip={"pairs": 5})
+    convert(model, cope={"pairs": 5})
     full = logits(model, tokens())
     assert not close(full, stock, 1e-3)
     assert close(logits(model, tokens(), calls=CALLS), full)
@@ -85,14 +85,14 @@ def test_suggest_by_name():
     model = tiny("llama", max_position_embeddings=256)
     expected = {
         "rerope": dict(window=128, log_n=256),
-        "cope": dict(clip=256),
+        "cope": dict(cope=256),
         "self-extend": dict(self_extend=(128, 16)),
         "dual-chunk": dict(dual_chunk=(256, 128)),
     }
     assert {name: suggest(model, 2048, name).changes for name in expected} == expected
     for changes in expected.values():
         convert(model, **changes)
-    assert suggest(tiny("mistral"), 256, "cope").changes == {"clip": 64}  # sliding windows stay as they are
+    assert suggest(tiny("mistral"), 256, "cope").changes == {"cope": 64}  # sliding windows stay as they are
     for name, message in (
         ("self-extend", "model_or_config: expected layers that see all keys, got sliding windows of"),
         ("xpos", "scheme: expected one of stock, .* dual-chunk-log-n, got 'xpos'"),
@@ -143,13 +143,13 @@ def test_the_chunks_of_dual_chunk_attention():
         (dict(dual_chunk=(160, 32), window=8), ValueError, "dual_chunk: expected one of window, self_extend, dual_ch"),
         (dict(self_extend=(8, 4), dual_chunk=(160, 32)), ValueError, "expected one of .* got also self_extend"),
         (
-            dict(clip=48, hope_train_length=48),
+            dict(cope=48, hope_train_length=48),
             ValueError,
-            "clip: expected one of hope_train_length, clip, got also hope",
+            "cope: expected one of hope_train_length, cope, got also hope",
         ),
-        (dict(clip={"length": 48}), ValueError, "clip: expected True, a length or a dict .* taper, got 'length'"),
-        (dict(clip={"pairs": 9}), ValueError, "pairs: expected None or an integer from 0 to 8, the pairs that rotate"),
-        (dict(clip=-1), ValueError, "train_length: expected a positive finite number, got -1"),
+        (dict(cope={"length": 48}), ValueError, "cope: expected True, a length or a dict .* taper, got 'length'"),
+        (dict(cope={"pairs": 9}), ValueError, "pairs: expected None or an integer from 0 to 8, the pairs that rotate"),
+        (dict(cope=-1), ValueError, "train_length: expected a positive finite number, got -1"),
     ],
     ids=str,
 )

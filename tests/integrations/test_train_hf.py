@@ -76,7 +76,7 @@ def scheme_of(folder: Path) -> dict:
 def test_it_trains_under_cope_and_then_hope(trained):
     found = losses(trained / f"checkpoint-{STEPS}")
     assert len(found) == STEPS and sum(found[-5:]) < sum(found[:5]) - 5 * 0.5
-    assert scheme_of(trained.parent / "kept" / f"checkpoint-{SAVE_EVERY}") == {"clip": LENGTH}
+    assert scheme_of(trained.parent / "kept" / f"checkpoint-{SAVE_EVERY}") == {"cope": LENGTH}
     assert scheme_of(trained / f"checkpoint-{2 * SAVE_EVERY}") == {"hope_train_length": LENGTH}
 
 
@@ -204,7 +204,7 @@ def test_the_fsdp2_settings_shard_the_model_and_the_scheme_changes_in_it(example
     ids = torch.randint(256, (1, 40))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        convert(sharded, clip=LENGTH)
+        convert(sharded, cope=LENGTH)
         accelerator = SimpleNamespace(
             state=SimpleNamespace(fsdp_plugin=plugin),
             mixed_precision="no",
@@ -213,7 +213,7 @@ def test_the_fsdp2_settings_shard_the_model_and_the_scheme_changes_in_it(example
         )
         sharded = fsdp2_prepare_model(accelerator, sharded)
         assert all(isinstance(layer, FSDPModule) for layer in sharded.model.layers)
-        for scheme in ({"clip": LENGTH}, {"hope_train_length": LENGTH}):
+        for scheme in ({"cope": LENGTH}, {"hope_train_length": LENGTH}):
             found = []
             for model in (convert(whole, **scheme), convert(sharded, **scheme)):
                 model.zero_grad()

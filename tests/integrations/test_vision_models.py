@@ -325,7 +325,7 @@ def test_saved_without_options(tmp_path):
         ({"log_n": 32}, "log_n"),
         ({"ntk": 4.0}, "ntk"),
         ({"yarn": (4.0, 32)}, "yarn"),
-        ({"clip": 32}, "clip"),
+        ({"cope": 32}, "cope"),
         ({"hope_train_length": 32}, "hope_train_length"),
         ({"rotary": Rotary.rope(16)}, "rotary"),
     ],

@@ -74,8 +74,8 @@ def test_the_package_imports_neither_vllm_nor_transformers():
         ({"window": 1024, "log_n": True}, lambda rope: rope.rectify(1024).log_n(4096)),
         ({"window": 1024, "log_n": 8192}, lambda rope: rope.rectify(1024).log_n(8192)),
         ({"log_n": 4096, "log_n_clip": False}, lambda rope: rope.log_n(4096, clip=False)),
-        ({"clip": True, "window": 64}, lambda rope: rope.cope(4096).rectify(64)),
-        ({"clip": {"pairs": 3}, "log_n": 64}, lambda rope: rope.cope(4096, 3).log_n(64)),
+        ({"cope": True, "window": 64}, lambda rope: rope.cope(4096).rectify(64)),
+        ({"cope": {"pairs": 3}, "log_n": 64}, lambda rope: rope.cope(4096, 3).log_n(64)),
         ({"hope_train_length": 4096}, lambda rope: Rotary.hope(32, 4096)),
         ({"self_extend": [1024, 8]}, lambda rope: rope.self_extend(1024, 8)),
         ({"self_extend": [1024, 8], "log_n": True}, lambda rope: rope.self_extend(1024, 8).log_n(4096)),
@@ -259,15 +259,11 @@ REFUSED = {
         dict(options={"log_n": True}, model={"hf_overrides": {"max_position_embeddings": 32768}}),
         "log_n: expected the training length in tokens .* got true",
     ),
-    "clip true over an override": (
-        dict(options={"clip": {"pairs": 3}}, model={"hf_overrides": {"max_position_embeddings": 32768}}),
-        "clip: expected the training length in tokens .* got true",
+    "cope true over an override": (
+        dict(options={"cope": {"pairs": 3}}, model={"hf_overrides": {"max_position_embeddings": 32768}}),
+        "cope: expected the training length in tokens .* got true",
     ),
-    "the former flag of log n": (
-        dict(options={"log_n": 64, "clip": False}),
-        "clip: expected the arguments of CoPE, got False beside log_n; the flag of log n is log_n_clip",
-    ),
-    "the same, true": (dict(options={"log_n": True, "clip": True}), "got True beside log_n; .* is log_n_clip"),
+    "no name of an option": (dict(options={"clip": 4096}), "options: expected some of .*cope.* got 'clip'"),
     "log_n_clip alone": (dict(options={"log_n_clip": False}), "log_n_clip: expected log_n beside it, got False"),
     "log_n_clip of text": (
         dict(options={"log_n": 64, "log_n_clip": "no"}),

@@ -302,6 +302,6 @@ def test_new_keys_are_appended_under_a_mode():
     for mode in (contextlib.nullcontext(), BaseTorchFunctionMode()):
         caches, seqlens = torch.zeros(2, 1, 8, 2, 16), torch.tensor([2], dtype=torch.int32)
         with mode:
-            out = attention_with_cache(q, *caches, Rotary.rope(16), seqlens, k, v)
+            out = attention_with_cache(q, *caches, Rotary.rope(16), seqlens, k=k, v=v)
         results.append((out, caches))
     assert all(map(torch.equal, *results)) and results[0][1][:, 0, 2].any()

@@ -80,14 +80,9 @@ def read_field(config, length=training_length) -> dict[str, Any]:
     """``read_options`` of a configuration's field, without raw_keys; {} where it has none.
 
     Raises:
-        TypeError, ValueError: as ``read_options``; a boolean clip beside log_n, which was the flag of log n before.
+        TypeError, ValueError: as ``read_options``.
     """
-    given = {name: value for name, value in _field(config).items() if name != RAW_KEYS}
-    if isinstance(given.get("clip"), bool) and given.get("log_n"):
-        raise ValueError(
-            f"clip: expected the arguments of CoPE, got {given['clip']} beside log_n; the flag of log n is {LOG_N_CLIP}"
-        )
-    return read_options(given, config, length)
+    return read_options({name: value for name, value in _field(config).items() if name != RAW_KEYS}, config, length)
 
 
 def keeps_raw_keys(config) -> bool:

@@ -185,7 +185,7 @@ def _log_n(name: str, value, length: Callable[[str], int]) -> float:
     return value
 
 
-def _clip(name: str, value, length: Callable[[str], int]) -> float | dict[str, Any]:
+def _cope_arguments(name: str, value, length: Callable[[str], int]) -> float | dict[str, Any]:
     """The training length or the arguments of ``Rotary.cope``, which checks all but their names."""
     if not isinstance(value, dict):
         return length(name) if value is True else value
@@ -316,8 +316,8 @@ SCHEMES: dict[str, Scheme] = {
         Scheme(
             "cope",
             "CoPE",
-            lambda lengths: {"clip": lengths.train},
-            Option("clip", CUT, _clip, _cope, f"{SLOW_PAIRS} rotate less"),
+            lambda lengths: {"cope": lengths.train},
+            Option("cope", CUT, _cope_arguments, _cope, f"{SLOW_PAIRS} rotate less"),
             why="the angles of these pairs beyond the training length are new to the model; distances stay the true "
             "ones",
         ),

@@ -99,7 +99,7 @@ def test_context_parallelism():
         apply_cp_to_forward([inner], None)
 
 
-@pytest.mark.parametrize("given", [{"hope_train_length": 512}, {"clip": 512}, {"log_n": 512}])
+@pytest.mark.parametrize("given", [{"hope_train_length": 512}, {"cope": 512}, {"log_n": 512}])
 def test_another_training_length_warns(given):
     name = next(iter(given))
     with pytest.warns(UserWarning, match=f"{name}: expected the training's seq_len {trainings.SEQLEN}, got 512"):

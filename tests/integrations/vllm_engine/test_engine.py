@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMValidationError
 REROPE = {"window": 64, "log_n": 256}
 LENGTHS = [5, 15, 16, 17, 63, 64, 65, 129, 300, 700]
 OPTIONS = {
-    "cope": {"clip": {"pairs": 6}, "log_n": 64, "log_n_clip": False},
+    "cope": {"cope": {"pairs": 6}, "log_n": 64, "log_n_clip": False},
     "RoPE": {},
     "RoPE, raw keys": {"raw_keys": True},
     "ReRoPE, log n": REROPE,

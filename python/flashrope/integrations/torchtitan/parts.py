@@ -141,7 +141,7 @@ class NoRotation(RoPE):
 # ---- the scheme
 
 
-LENGTHS = ("hope_train_length", "clip", "log_n")  # options that hold a training length
+LENGTHS = ("hope_train_length", "cope", "log_n")  # options that hold a training length
 
 
 def read_scheme(given: Mapping[str, Any], attention) -> tuple[Rotary, dict[str, Any]]:

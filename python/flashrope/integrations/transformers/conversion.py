@@ -41,7 +41,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         ntk: the factor of ``Rotary.ntk``.
         yarn: (factor, train_length) of ``Rotary.yarn``. It excludes ntk.
         hope_train_length: HoPE: pairs that make less than one turn over this number of tokens do not rotate.
-        clip: CoPE (``Rotary.cope``): those pairs rotate less the slower they are, by this training length; True: by the
+        cope: CoPE (``Rotary.cope``): those pairs rotate less the slower they are, by this training length; True: by the
             model's. A dict gives the arguments of ``Rotary.cope``, {"pairs": 10, "taper": False}. It excludes
             hope_train_length.
         window: ReRoPE with this window, in positions. A quarter to a half of the training length was best in its
